@@ -1,0 +1,23 @@
+//! Aristos: a Mixture-of-Experts (MoE) runtime whose processing elements (PEs) move tokens with
+//! one-sided puts and signals, so that an expert computes on the tokens that have arrived while
+//! the others are still on their way. Forward and backward.
+//!
+//! The modules, from the bottom up; arrows point one way:
+//!
+//! - [`shmem`]: the one-sided layer, a trait and its transports;
+//! - [`launch`]: how PEs come to be, find each other, and end together;
+//! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
+//! - [`checkpoint`]: Hugging Face layouts in, result files out;
+//! - [`check`]: a dense float64 reference that shares no code with the layer;
+//! - [`report`]: tables, JSON and traces;
+//! - [`bench`]: benchmarks;
+//! - [`cli`]: one thin file per subcommand.
+
+pub mod bench;
+pub mod check;
+pub mod checkpoint;
+pub mod cli;
+pub mod launch;
+pub mod moe;
+pub mod report;
+pub mod shmem;

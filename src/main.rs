@@ -1,0 +1,5 @@
+//! The `aristos` command.
+
+fn main() -> std::process::ExitCode {
+    aristos::cli::main()
+}

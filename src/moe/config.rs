@@ -1,0 +1,318 @@
+//! What a MoE layer is: its shape, its router, its experts, and the names of its weights.
+//!
+//! Nothing here knows a file format; `checkpoint` and the synthetic layer both produce these.
+
+use std::fmt;
+
+/// The elementwise nonlinearity of an expert's MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)` (also called swish).
+    Silu,
+    /// `x * Phi(x)`, with the Gaussian cumulative distribution computed through erf.
+    Gelu,
+    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel, 2016, section 2).
+    GeluTanh,
+    /// `max(x, 0)`; its derivative at 0 is taken as 0.
+    Relu,
+}
+
+/// How router logits become scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// Softmax over all experts (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE).
+    Softmax,
+    /// An independent sigmoid per expert (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    Sigmoid,
+}
+
+/// Group-limited selection (DeepSeek-V3, section 2.1.2): experts form `n_groups` equal contiguous
+/// groups; a group's score is the sum of its two best expert scores (with bias correction);
+/// only the experts of the best `top_groups` groups can be chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupLimit {
+    /// Number of groups; divides the number of experts.
+    pub n_groups: usize,
+    /// Number of groups that stay eligible, `1..=n_groups`.
+    pub top_groups: usize,
+}
+
+/// The router: which experts a token goes to, and with which weight.
+///
+/// `scores = scoring(x W^T)`; the `top_k` experts with the largest `scores + correction bias`
+/// (among the eligible groups; ties to the smaller index) are chosen; their weights are their
+/// scores *without* the bias, divided by their sum if `renormalise`, times `scaling`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RouterConfig {
+    /// Scores from logits.
+    pub scoring: Scoring,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Whether the chosen scores are divided by their sum (for [`Scoring::Sigmoid`]: by their sum + 1e-20).
+    pub renormalise: bool,
+    /// Factor on the weights (`routed_scaling_factor`), 1 where the model has none.
+    pub scaling: f32,
+    /// Group-limited selection, where the model has it.
+    pub groups: Option<GroupLimit>,
+    /// Whether there is a per-expert correction bias ([`WeightId::RouterBias`]) in the selection.
+    pub correction_bias: bool,
+}
+
+/// One expert's multi-layer perceptron.
+///
+/// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`. Each of `gate`, `up`, `down` is
+/// `y = x W^T + b` with `W` stored `[out, in]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MlpConfig {
+    /// Inner width.
+    pub intermediate: usize,
+    /// Whether there is a gate projection.
+    pub gated: bool,
+    /// The nonlinearity.
+    pub activation: Activation,
+    /// Whether every projection has a bias.
+    pub bias: bool,
+}
+
+/// An expert that every token passes through, added to the routed experts' sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedConfig {
+    /// Its MLP.
+    pub mlp: MlpConfig,
+    /// Whether its output is multiplied by `sigmoid(x w^T)`, `w` of shape `[1, hidden]` (Qwen2-MoE).
+    pub sigmoid_gate: bool,
+}
+
+/// The whole layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerConfig {
+    /// Model width.
+    pub hidden: usize,
+    /// Number of routed experts.
+    pub n_experts: usize,
+    /// The router.
+    pub router: RouterConfig,
+    /// A routed expert's MLP.
+    pub expert: MlpConfig,
+    /// The shared expert, if any.
+    pub shared: Option<SharedConfig>,
+    /// `None`: dropless. `Some(c)`: each expert keeps at most `ceil(c * top_k * tokens / n_experts)` of
+    /// the (token, expert) pairs routed to it, counted over all PEs; the pairs with the smallest global token
+    /// index are kept, the rest contribute nothing (the kept weights are not renormalised).
+    pub capacity_factor: Option<f64>,
+    /// Coefficient of the load-balancing auxiliary loss (Fedus et al., Switch Transformers, section 2.2,
+    /// summed over the top-k choices), 0 for none.
+    pub aux_loss_coef: f32,
+    /// Coefficient of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5), 0 for none.
+    pub z_loss_coef: f32,
+}
+
+/// One of the projections of an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Proj {
+    /// `[intermediate, hidden]`, gated MLPs only.
+    Gate,
+    /// `[intermediate, hidden]`.
+    Up,
+    /// `[hidden, intermediate]`.
+    Down,
+}
+
+/// Names one weight of the layer, in no file's naming.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum WeightId {
+    /// The router, `[n_experts, hidden]`.
+    Router,
+    /// The router's correction bias, `[n_experts]`; it steers selection only and has no gradient.
+    RouterBias,
+    /// A routed expert's projection matrix.
+    Expert(usize, Proj),
+    /// A routed expert's bias, `[out]`.
+    ExpertBias(usize, Proj),
+    /// The shared expert's projection matrix.
+    Shared(Proj),
+    /// The shared expert's bias, `[out]`.
+    SharedBias(Proj),
+    /// The shared expert's sigmoid gate, `[1, hidden]`.
+    SharedGate,
+}
+
+impl WeightId {
+    /// Whether training gives this weight a gradient.
+    pub fn has_gradient(self) -> bool {
+        self != WeightId::RouterBias
+    }
+}
+
+impl MlpConfig {
+    /// The projections this MLP has, in a fixed order: gate (if gated), up, down.
+    pub fn projections(&self) -> &'static [Proj] {
+        if self.gated { &[Proj::Gate, Proj::Up, Proj::Down] } else { &[Proj::Up, Proj::Down] }
+    }
+
+    /// `[out, in]` of a projection for a model of width `hidden`.
+    pub fn shape(&self, proj: Proj, hidden: usize) -> [usize; 2] {
+        match proj {
+            Proj::Gate | Proj::Up => [self.intermediate, hidden],
+            Proj::Down => [hidden, self.intermediate],
+        }
+    }
+
+    /// Multiply-adds times two of a forward pass of one row: `2 * hidden * intermediate` per projection.
+    pub fn forward_flop_per_row(&self, hidden: usize) -> f64 {
+        2.0 * hidden as f64 * self.intermediate as f64 * self.projections().len() as f64
+    }
+}
+
+impl LayerConfig {
+    /// The shape of a weight.
+    pub fn shape(&self, id: WeightId) -> Vec<usize> {
+        match id {
+            WeightId::Router => vec![self.n_experts, self.hidden],
+            WeightId::RouterBias => vec![self.n_experts],
+            WeightId::Expert(_, p) => self.expert.shape(p, self.hidden).to_vec(),
+            WeightId::ExpertBias(_, p) => vec![self.expert.shape(p, self.hidden)[0]],
+            WeightId::Shared(p) => self.shared_mlp().shape(p, self.hidden).to_vec(),
+            WeightId::SharedBias(p) => vec![self.shared_mlp().shape(p, self.hidden)[0]],
+            WeightId::SharedGate => vec![1, self.hidden],
+        }
+    }
+
+    fn shared_mlp(&self) -> MlpConfig {
+        self.shared.map_or(self.expert, |s| s.mlp)
+    }
+
+    /// The weights every PE holds: router, correction bias, shared expert and its gate, in a fixed order.
+    pub fn replicated_weights(&self) -> Vec<WeightId> {
+        let mut ids = vec![WeightId::Router];
+        if self.router.correction_bias {
+            ids.push(WeightId::RouterBias);
+        }
+        if let Some(shared) = self.shared {
+            for &p in shared.mlp.projections() {
+                ids.push(WeightId::Shared(p));
+                if shared.mlp.bias {
+                    ids.push(WeightId::SharedBias(p));
+                }
+            }
+            if shared.sigmoid_gate {
+                ids.push(WeightId::SharedGate);
+            }
+        }
+        ids
+    }
+
+    /// The weights of routed expert `expert`, in a fixed order.
+    pub fn expert_weights(&self, expert: usize) -> Vec<WeightId> {
+        let mut ids = Vec::new();
+        for &p in self.expert.projections() {
+            ids.push(WeightId::Expert(expert, p));
+            if self.expert.bias {
+                ids.push(WeightId::ExpertBias(expert, p));
+            }
+        }
+        ids
+    }
+
+    /// Every weight of the layer, replicated ones first, in a fixed order.
+    pub fn weights(&self) -> Vec<WeightId> {
+        let mut ids = self.replicated_weights();
+        ids.extend((0..self.n_experts).flat_map(|e| self.expert_weights(e)));
+        ids
+    }
+
+    /// Checks that the numbers fit together.
+    ///
+    /// # Errors
+    /// One line that names the field, its value, and what would be right.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let err = |field: &'static str, value: String, expected: String| Err(ConfigError { field, value, expected });
+        let e = self.n_experts;
+        if self.hidden == 0 {
+            return err("hidden", "0".into(), "at least 1".into());
+        }
+        if e == 0 {
+            return err("experts", "0".into(), "at least 1".into());
+        }
+        if self.expert.intermediate == 0 {
+            return err("intermediate", "0".into(), "at least 1".into());
+        }
+        if let Some(s) = self.shared
+            && s.mlp.intermediate == 0
+        {
+            return err("shared intermediate", "0".into(), "at least 1".into());
+        }
+        let k = self.router.top_k;
+        if k == 0 || k > e {
+            return err("top-k", k.to_string(), format!("1 to {e}, the number of experts"));
+        }
+        if !self.router.scaling.is_finite() {
+            return err("scaling", self.router.scaling.to_string(), "a finite number".into());
+        }
+        if let Some(g) = self.router.groups {
+            if g.n_groups == 0 || !e.is_multiple_of(g.n_groups) {
+                return err("n_group", g.n_groups.to_string(), format!("a divisor of {e}, the number of experts"));
+            }
+            if g.top_groups == 0 || g.top_groups > g.n_groups {
+                return err(
+                    "topk_group",
+                    g.top_groups.to_string(),
+                    format!("1 to {}, the number of groups", g.n_groups),
+                );
+            }
+            let eligible = e / g.n_groups * g.top_groups;
+            if k > eligible {
+                return err(
+                    "top-k",
+                    k.to_string(),
+                    format!("at most {eligible}, the experts of {} groups", g.top_groups),
+                );
+            }
+        }
+        if let Some(c) = self.capacity_factor
+            && !(c.is_finite() && c > 0.0)
+        {
+            return err("capacity factor", c.to_string(), "a finite number above 0".into());
+        }
+        for (field, v) in [("aux-loss coefficient", self.aux_loss_coef), ("z-loss coefficient", self.z_loss_coef)] {
+            if !(v.is_finite() && v >= 0.0) {
+                return err(field, v.to_string(), "a finite number, 0 or more".into());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A layer configuration that cannot be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigError {
+    /// The field at fault.
+    pub field: &'static str,
+    /// What it was.
+    pub value: String,
+    /// What would be right.
+    pub expected: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {}, expected {}", self.field, self.value, self.expected)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// Where a layer's weights come from: a checkpoint, or the synthetic generator.
+pub trait WeightSource {
+    /// The layer.
+    fn config(&self) -> &LayerConfig;
+
+    /// The weight's name in the source's own naming; gradients are written under it.
+    fn name(&self, id: WeightId) -> String;
+
+    /// Reads one weight, row-major, widened to f32 (exact for bf16 and f16).
+    ///
+    /// # Errors
+    /// One line that names the file, the tensor, and what is wrong with it.
+    fn load(&self, id: WeightId) -> anyhow::Result<Vec<f32>>;
+}

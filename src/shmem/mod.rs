@@ -1,0 +1,175 @@
+//! The one-sided layer: symmetric memory, put, get, signals, fence, quiet, teams.
+//!
+//! The semantics are OpenSHMEM 1.5's (sections 9.3 to 9.11), and no stronger, whatever the transport:
+//!
+//! - **Symmetric objects.** A [`Sym`] names the same place in every PE's heap. Allocation is collective: every PE
+//!   allocates the same sizes in the same order.
+//! - **put** returns when its source may be reused, not when the data has arrived. **put_nbi** and **get_nbi** move
+//!   data between symmetric objects, and return at once: until [`Shmem::quiet`] the source must not change and the
+//!   destination must not be read. Puts to one PE are unordered among each other without a fence.
+//! - **put_signal**: its own data is visible to whoever sees its signal; it orders no other put.
+//! - **fence** orders deliveries to each PE (puts, signal operations, atomics before it are delivered before those
+//!   after it); it completes nothing and orders no get. **quiet** completes everything this PE issued, everywhere.
+//! - **Signals** are symmetric u64 words, atomic with signal operations and waits. Concurrent
+//!   [`SignalOp::Set`] by several PEs race; use [`SignalOp::Add`], or one word per sender.
+//! - A wait or test that sees a signal value also sees everything ordered before the operation that
+//!   produced it: the put_signal's own data, and, through a fence, every earlier delivery of the same PE.
+//!
+//! Memory holds plain bytes ([`Pod`]), so that a protocol that reads what a peer is still writing gets wrong values,
+//! never undefined types; every access is checked against the object's bounds when its [`Sym`] is made.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::time::Instant;
+
+pub use bytemuck::Pod;
+
+/// What a signal operation does with its value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SignalOp {
+    /// Replaces the word.
+    Set,
+    /// Adds to the word, wrapping.
+    Add,
+}
+
+/// How a wait compares the signal word (left) with its value (right).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cmp {
+    /// Equal.
+    Eq,
+    /// Not equal.
+    Ne,
+    /// Greater.
+    Gt,
+    /// Greater or equal.
+    Ge,
+    /// Less.
+    Lt,
+    /// Less or equal.
+    Le,
+}
+
+impl Cmp {
+    /// Whether `seen` satisfies the comparison with `value`.
+    pub fn holds(self, seen: u64, value: u64) -> bool {
+        match self {
+            Cmp::Eq => seen == value,
+            Cmp::Ne => seen != value,
+            Cmp::Gt => seen > value,
+            Cmp::Ge => seen >= value,
+            Cmp::Lt => seen < value,
+            Cmp::Le => seen <= value,
+        }
+    }
+}
+
+/// One condition on one signal word of this PE, by byte offset in the heap.
+#[derive(Clone, Copy, Debug)]
+pub struct RawWait {
+    /// Byte offset of the word, a multiple of 8.
+    pub signal: usize,
+    /// The comparison.
+    pub cmp: Cmp,
+    /// Its right side.
+    pub value: u64,
+}
+
+/// What a transport provides: byte-level one-sided operations on a symmetric heap of fixed size.
+///
+/// Offsets are bytes from the heap's start, the same on every PE; the typed layer, [`Shmem`], has checked them.
+/// An implementation must still never touch memory outside the heap: it panics instead. The semantics of each
+/// operation are the module's.
+pub trait Transport {
+    /// This PE's number, `0..n_pes`.
+    fn my_pe(&self) -> usize;
+    /// Number of PEs.
+    fn n_pes(&self) -> usize;
+    /// Size of each PE's heap, bytes.
+    fn heap_bytes(&self) -> usize;
+    /// Copies `src` to offset `dest` of `pe`.
+    fn put(&self, dest: usize, src: &[u8], pe: usize);
+    /// Starts copying `bytes` bytes from own offset `src` to offset `dest` of `pe`.
+    fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize);
+    /// Copies from offset `src` of `pe` into `dest`.
+    fn get(&self, dest: &mut [u8], src: usize, pe: usize);
+    /// Starts copying `bytes` bytes from offset `src` of `pe` to own offset `dest`.
+    fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize);
+    /// Copies `src` to offset `dest` of `pe`, then updates the signal word at offset `signal` there.
+    fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize);
+    /// Updates the signal word at offset `signal` of `pe`.
+    fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize);
+    /// Reads the own signal word at offset `signal` (acquire).
+    fn signal_fetch(&self, signal: usize) -> u64;
+    /// Atomically adds to the u64 at offset `target` of `pe`; returns what it was.
+    fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64;
+    /// Waits until one of `waits` holds, and says which; `None` when `deadline` passes first.
+    fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize>;
+    /// Orders deliveries to each PE.
+    fn fence(&self);
+    /// Completes every operation this PE has issued.
+    fn quiet(&self);
+    /// The address of offset `offset` of `pe`, where this PE can load and store it directly.
+    fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;
+}
+
+/// A symmetric object: `len` elements of `T` at the same offset of every PE's heap.
+#[derive(Debug)]
+pub struct Sym<T> {
+    offset: usize,
+    len: usize,
+    element: PhantomData<fn() -> T>,
+}
+
+impl<T> Clone for Sym<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Sym<T> {}
+
+impl<T: Pod> Sym<T> {
+    /// Number of elements.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Byte offset in the heap.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The elements `range` of this object.
+    ///
+    /// # Panics
+    /// If the range is not inside the object.
+    pub fn slice(&self, range: Range<usize>) -> Sym<T> {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "range {range:?} outside a symmetric object of {} elements",
+            self.len
+        );
+        Sym { offset: self.offset + range.start * size_of::<T>(), len: range.len(), element: PhantomData }
+    }
+
+    /// Element `index` of this object, as an object of one element.
+    ///
+    /// # Panics
+    /// If there is no such element.
+    pub fn at(&self, index: usize) -> Sym<T> {
+        self.slice(index..index + 1)
+    }
+}
+
+/// A condition on one signal word of this PE.
+#[derive(Clone, Copy, Debug)]
+pub struct Wait {
+    /// The word (the first of the object).
+    pub signal: Sym<u64>,
+    /// The comparison.
+    pub cmp: Cmp,
+    /// Its right side.
+    pub value: u64,
+}
