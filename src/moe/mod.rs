@@ -1,9 +1,63 @@
-//! The MoE layer: router, dispatch, experts, combine; forward and backward.
+//! The MoE layer: router, dispatch, experts, combine; forward and backward, over one-sided communication.
+//!
+//! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
 
 pub mod config;
+mod engine;
+mod error;
+pub mod experts;
 pub mod kernels;
+mod layer;
+mod layout;
+pub mod metrics;
+pub mod placement;
+pub mod router;
 
 pub use config::{
     Activation, ConfigError, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId,
     WeightSource,
 };
+pub use engine::Saved;
+pub use error::MoeError;
+pub use layer::{Gradients, Layer};
+pub use layout::Layout;
+pub use placement::Placement;
+
+use std::time::Duration;
+
+/// How the PEs exchange rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Rows, tiles and results flow as they come; a PE waits only when it has nothing to do.
+    Pipelined,
+    /// Bulk-synchronous: all PEs finish each step (counts, rows, experts, results) before any begins the next. The
+    /// baseline.
+    Bulk,
+}
+
+/// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Pipelined or bulk.
+    pub mode: Mode,
+    /// Receive windows, as a multiple of the even share of the rows (at least one row is always there).
+    pub budget_factor: f64,
+    /// Most rows sent under one signal.
+    pub chunk_rows: usize,
+    /// Rows that an expert's GEMMs are cut to, about.
+    pub tile_rows: usize,
+    /// How long a PE waits for a peer before it gives up.
+    pub wait_limit: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            mode: Mode::Pipelined,
+            budget_factor: 2.0,
+            chunk_rows: 256,
+            tile_rows: 512,
+            wait_limit: Duration::from_secs(60),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What can go wrong in a layer.
+
+use std::time::Duration;
+
+use super::config::ConfigError;
+use super::metrics::Phase;
+use crate::shmem::{ShmemError, WaitTimeout};
+
+/// An error of the layer; each message is one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MoeError {
+    /// A configuration that cannot be.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Symmetric memory.
+    #[error(transparent)]
+    Shmem(#[from] ShmemError),
+    /// Weights that could not be loaded.
+    #[error("{0:#}")]
+    Weights(anyhow::Error),
+    /// More (token, expert) pairs than 32 bits number.
+    #[error("{tokens} tokens of top-k {top_k} on one PE are too many; use more PEs or fewer tokens a step")]
+    TooLarge {
+        /// Tokens on one PE.
+        tokens: usize,
+        /// Experts per token.
+        top_k: usize,
+    },
+    /// An argument of the wrong length.
+    #[error("{what} has {got} elements, expected {expected}")]
+    Shape {
+        /// Which argument.
+        what: &'static str,
+        /// Its length.
+        got: usize,
+        /// What would be right.
+        expected: String,
+    },
+    /// A peer that did not do its part in time.
+    #[error(
+        "PE {pe} waited {:.1} s in phase {} for {}{what}: expected at least {expected}, seen {seen}",
+        waited.as_secs_f64(), phase.name(), peer.map(|p| format!("PE {p}: ")).unwrap_or_default()
+    )]
+    Wait {
+        /// The PE that waited.
+        pe: usize,
+        /// The PE it waited for, where it is one.
+        peer: Option<usize>,
+        /// What it waited for.
+        what: &'static str,
+        /// What it had been doing.
+        phase: Phase,
+        /// The signal value that would have ended the wait.
+        expected: u64,
+        /// The signal value at its end.
+        seen: u64,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// A peer that said something impossible.
+    #[error("PE {pe} sent {what}")]
+    Protocol {
+        /// The peer.
+        pe: usize,
+        /// What it sent.
+        what: String,
+    },
+}
+
+impl MoeError {
+    pub(super) fn wait(pe: usize, peer: Option<usize>, what: &'static str, phase: Phase, timeout: WaitTimeout) -> Self {
+        let WaitTimeout { expected, seen, waited, .. } = timeout;
+        MoeError::Wait { pe, peer, what, phase, expected, seen, waited }
+    }
+}

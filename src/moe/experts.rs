@@ -1,0 +1,315 @@
+//! An MLP over a batch of rows, tile by tile: forward, input gradients, weight gradients. Routed and shared experts
+//! alike: a row's weight is its routing weight, or the shared expert's gate.
+
+use std::ops::Range;
+
+use super::config::{LayerConfig, MlpConfig, Proj, WeightId, WeightSource};
+use super::kernels::{self, Element, Workspace};
+
+/// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
+pub struct Mlp<E: Element> {
+    config: MlpConfig,
+    hidden: usize,
+    gate: Option<E::Weight>,
+    up: E::Weight,
+    down: E::Weight,
+    /// Of gate, up, down; empty where there is none.
+    bias: [Vec<f32>; 3],
+}
+
+/// The gradients of one MLP's weights, in the weights' shapes; empty where there is no such weight.
+#[derive(Clone, Debug, Default)]
+pub struct MlpGradients {
+    /// Of the gate, up and down matrices, `[out, in]`.
+    pub matrix: [Vec<f32>; 3],
+    /// Of their biases, `[out]`.
+    pub bias: [Vec<f32>; 3],
+}
+
+/// The index of a projection in arrays of three.
+pub fn proj_index(proj: Proj) -> usize {
+    match proj {
+        Proj::Gate => 0,
+        Proj::Up => 1,
+        Proj::Down => 2,
+    }
+}
+
+/// Which MLP of the layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// A routed expert, by its global number.
+    Routed(usize),
+    /// The shared expert.
+    Shared,
+}
+
+impl Which {
+    /// The names of a projection's matrix and bias.
+    pub fn ids(self, proj: Proj) -> (WeightId, WeightId) {
+        match self {
+            Which::Routed(e) => (WeightId::Expert(e, proj), WeightId::ExpertBias(e, proj)),
+            Which::Shared => (WeightId::Shared(proj), WeightId::SharedBias(proj)),
+        }
+    }
+}
+
+impl<E: Element> Mlp<E> {
+    /// Loads and prepares one MLP.
+    ///
+    /// # Errors
+    /// The source's.
+    pub fn load(source: &dyn WeightSource, which: Which) -> anyhow::Result<Self> {
+        let layer = source.config();
+        let config = match which {
+            Which::Routed(_) => layer.expert,
+            Which::Shared => layer.shared.map_or(layer.expert, |s| s.mlp),
+        };
+        let matrix = |proj: Proj| -> anyhow::Result<E::Weight> {
+            let [out, inp] = config.shape(proj, layer.hidden);
+            Ok(E::prepare(&source.load(which.ids(proj).0)?, out, inp))
+        };
+        let mut bias = [const { Vec::new() }; 3];
+        if config.bias {
+            for &proj in config.projections() {
+                bias[proj_index(proj)] = source.load(which.ids(proj).1)?;
+            }
+        }
+        Ok(Mlp {
+            config,
+            hidden: layer.hidden,
+            gate: if config.gated { Some(matrix(Proj::Gate)?) } else { None },
+            up: matrix(Proj::Up)?,
+            down: matrix(Proj::Down)?,
+            bias,
+        })
+    }
+
+    /// Runs the bare GEMMs of a forward pass over `rows` rows, and of a backward pass when `backward`, with nothing
+    /// around them: the measure that the layer is compared with.
+    pub fn bare_gemms(&self, batch: &mut Batch<E>, grads: &mut MlpGradients, scratch: &mut Scratch, backward: bool) {
+        let (m, h, i) = (batch.rows, self.hidden, self.config.intermediate);
+        let ws = &mut scratch.workspace;
+        let inner = [&mut scratch.inner[0][..m * i], &mut scratch.inner[1][..m * i]];
+        if let Some(gate) = &self.gate {
+            E::gemm_nt(ws, m, &batch.x, gate, inner[0], false);
+        }
+        E::gemm_nt(ws, m, &batch.x, &self.up, inner[1], false);
+        E::gemm_nt(ws, m, &batch.h, &self.down, &mut batch.out, false);
+        if !backward {
+            return;
+        }
+        E::gemm_nn(ws, m, &batch.g, &self.down, inner[0], false);
+        if let Some(gate) = &self.gate {
+            E::gemm_nn(ws, m, &batch.d_gate, gate, &mut batch.out, false);
+        }
+        E::gemm_nn(ws, m, &batch.d_up, &self.up, &mut batch.out, self.gate.is_some());
+        if self.gate.is_some() {
+            E::gemm_tn(ws, m, i, h, &batch.d_gate, &batch.x, &mut grads.matrix[0], false);
+        }
+        E::gemm_tn(ws, m, i, h, &batch.d_up, &batch.x, &mut grads.matrix[1], false);
+        E::gemm_tn(ws, m, h, i, &batch.g, &batch.hw, &mut grads.matrix[2], false);
+    }
+}
+
+impl MlpGradients {
+    /// Zeros in the shapes of an MLP's weights.
+    pub fn zeros(config: &MlpConfig, hidden: usize) -> Self {
+        let mut grads = MlpGradients::default();
+        for &proj in config.projections() {
+            let [out, inp] = config.shape(proj, hidden);
+            grads.matrix[proj_index(proj)] = vec![0.0; out * inp];
+            if config.bias {
+                grads.bias[proj_index(proj)] = vec![0.0; out];
+            }
+        }
+        grads
+    }
+}
+
+/// Memory that every tile reuses.
+#[derive(Default)]
+pub struct Scratch {
+    /// For the GEMMs.
+    pub workspace: Workspace,
+    /// Two f32 blocks `[tile rows, intermediate]`.
+    pub inner: [Vec<f32>; 2],
+}
+
+impl Scratch {
+    /// Makes room for tiles of `elements` inner values.
+    pub fn reserve(&mut self, elements: usize) {
+        for block in &mut self.inner {
+            if block.len() < elements {
+                block.resize(elements, 0.0);
+            }
+        }
+    }
+}
+
+/// The rows of one MLP in a step: what forward makes and backward needs.
+///
+/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for the inner ones; `[rows]` for weights.
+#[derive(Clone, Debug, Default)]
+pub struct Batch<E> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Inputs.
+    pub x: Vec<E>,
+    /// Weight of each row.
+    pub weight: Vec<f32>,
+    /// Forward: the unweighted outputs. Backward: the input gradients.
+    pub out: Vec<f32>,
+    /// Gradients of the weighted outputs, before the weights.
+    pub g: Vec<E>,
+    /// Gradient of each row's weight.
+    pub d_weight: Vec<f32>,
+    gate: Vec<E>,
+    up: Vec<E>,
+    h: Vec<E>,
+    d_gate: Vec<E>,
+    d_up: Vec<E>,
+    hw: Vec<E>,
+}
+
+impl<E: Element> Batch<E> {
+    /// Makes room for `rows` rows in forward; rows already there keep their values.
+    pub fn resize_forward(&mut self, config: &MlpConfig, hidden: usize, rows: usize) {
+        let inner = rows * config.intermediate;
+        self.rows = rows;
+        self.x.resize(rows * hidden, E::default());
+        self.weight.resize(rows, 0.0);
+        self.out.resize(rows * hidden, 0.0);
+        if config.gated {
+            self.gate.resize(inner, E::default());
+        }
+        self.up.resize(inner, E::default());
+        self.h.resize(inner, E::default());
+    }
+
+    /// Makes room for the backward of the rows that are there.
+    pub fn resize_backward(&mut self, config: &MlpConfig, hidden: usize) {
+        let inner = self.rows * config.intermediate;
+        self.g.resize(self.rows * hidden, E::default());
+        self.d_weight.resize(self.rows, 0.0);
+        if config.gated {
+            self.d_gate.resize(inner, E::default());
+        }
+        self.d_up.resize(inner, E::default());
+        self.hw.resize(inner, E::default());
+    }
+
+    /// `out = MLP(x)` for the rows of one tile.
+    pub fn forward_tile(&mut self, mlp: &Mlp<E>, scratch: &mut Scratch, tile: Range<usize>) {
+        let (m, h, i) = (tile.len(), mlp.hidden, mlp.config.intermediate);
+        scratch.reserve(m * i);
+        let Scratch { workspace, inner: [gate, up] } = scratch;
+        let (gate, up) = (&mut gate[..m * i], &mut up[..m * i]);
+        let (outer, inner) = (tile.start * h..tile.end * h, tile.start * i..tile.end * i);
+        let x = &self.x[outer.clone()];
+        E::gemm_nt(workspace, m, x, &mlp.up, up, false);
+        add_bias(m, up, &mlp.bias[1]);
+        if let Some(w) = &mlp.gate {
+            E::gemm_nt(workspace, m, x, w, gate, false);
+            add_bias(m, gate, &mlp.bias[0]);
+            kernels::forward_gated(
+                mlp.config.activation,
+                gate,
+                up,
+                &mut self.gate[inner.clone()],
+                &mut self.up[inner.clone()],
+                &mut self.h[inner.clone()],
+            );
+        } else {
+            kernels::forward_plain(mlp.config.activation, up, &mut self.up[inner.clone()], &mut self.h[inner.clone()]);
+        }
+        let out = &mut self.out[outer];
+        E::gemm_nt(workspace, m, &self.h[inner], &mlp.down, out, false);
+        add_bias(m, out, &mlp.bias[2]);
+    }
+
+    /// `out` = the gradient of `x`, and `d_weight`, for the rows of one tile, from `g`.
+    pub fn backward_tile(&mut self, mlp: &Mlp<E>, scratch: &mut Scratch, tile: Range<usize>) {
+        let (m, h, i) = (tile.len(), mlp.hidden, mlp.config.intermediate);
+        scratch.reserve(m * i);
+        let q = &mut scratch.inner[0][..m * i];
+        let (outer, inner) = (tile.start * h..tile.end * h, tile.start * i..tile.end * i);
+        let g = &self.g[outer.clone()];
+        E::gemm_nn(&mut scratch.workspace, m, g, &mlp.down, q, false);
+        let weight = &self.weight[tile.clone()];
+        let d_weight = &mut self.d_weight[tile];
+        let (up, act) = (&self.up[inner.clone()], &self.h[inner.clone()]);
+        let (d_up, hw) = (&mut self.d_up[inner.clone()], &mut self.hw[inner.clone()]);
+        let activation = mlp.config.activation;
+        let out = &mut self.out[outer];
+        if let Some(w) = &mlp.gate {
+            let d_gate = &mut self.d_gate[inner.clone()];
+            kernels::backward_gated(activation, m, i, weight, q, &self.gate[inner], up, act, d_gate, d_up, hw, d_weight);
+            E::gemm_nn(&mut scratch.workspace, m, d_gate, w, out, false);
+        } else {
+            kernels::backward_plain(activation, m, i, weight, q, up, act, d_up, hw, d_weight);
+        }
+        E::gemm_nn(&mut scratch.workspace, m, d_up, &mlp.up, out, mlp.gate.is_some());
+        if !mlp.bias[2].is_empty() {
+            let mut row = vec![0.0; h];
+            for (g, d) in g.chunks_exact(h).zip(d_weight) {
+                E::widen(g, &mut row);
+                *d += kernels::dot(&row, &mlp.bias[2]);
+            }
+        }
+    }
+
+    /// The gradients of the MLP's weights over all rows, in row order; after every tile's backward.
+    pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: &mut MlpGradients) {
+        let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
+        let ws = &mut scratch.workspace;
+        if mlp.gate.is_some() {
+            E::gemm_tn(ws, m, i, h, &self.d_gate, &self.x, &mut grads.matrix[0], false);
+        }
+        E::gemm_tn(ws, m, i, h, &self.d_up, &self.x, &mut grads.matrix[1], false);
+        E::gemm_tn(ws, m, h, i, &self.g, &self.hw, &mut grads.matrix[2], false);
+        if mlp.config.bias {
+            if mlp.gate.is_some() {
+                kernels::column_sum(m, i, &self.d_gate, None, &mut grads.bias[0]);
+            }
+            kernels::column_sum(m, i, &self.d_up, None, &mut grads.bias[1]);
+            kernels::column_sum(m, h, &self.g, Some(&self.weight), &mut grads.bias[2]);
+        }
+    }
+}
+
+fn add_bias(m: usize, c: &mut [f32], bias: &[f32]) {
+    if !bias.is_empty() {
+        kernels::add_bias(m, bias.len(), c, bias);
+    }
+}
+
+/// The tiles of `rows`: as many as are nearest to `tile_rows` rows each, in equal parts.
+pub fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range<usize>> {
+    let n = rows.len();
+    let count = if n == 0 { 0 } else { ((n + tile_rows / 2) / tile_rows).max(1) };
+    (0..count).map(move |k| rows.start + n * k / count..rows.start + n * (k + 1) / count)
+}
+
+/// FLOP of the GEMMs of one forward row of an MLP, times three with backward.
+pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
+    let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
+    let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;
+    (routed + shared) * if backward { 3.0 } else { 1.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_even_and_cover() {
+        for n in [0, 1, 255, 512, 530, 767, 769, 5000] {
+            let all: Vec<_> = tiles(7..7 + n, 512).collect();
+            assert_eq!(all.iter().map(|t| t.len()).sum::<usize>(), n);
+            assert!(all.windows(2).all(|w| w[0].end == w[1].start));
+            assert!(all.iter().all(|t| t.len() <= 768));
+        }
+        assert_eq!(tiles(0..530, 512).count(), 1);
+    }
+}

@@ -1,0 +1,419 @@
+//! The layer: weights and symmetric memory of one PE, and its forward and backward.
+
+use std::borrow::Cow;
+use std::time::Instant;
+
+use super::config::{LayerConfig, WeightId, WeightSource};
+use super::engine::{Direction, Engine, Progress, Saved};
+use super::experts::{Mlp, MlpGradients, Scratch, Which, proj_index};
+use super::kernels::{self, Element};
+use super::layout::{Layout, Memory};
+use super::metrics::{Observer, Phase, Recorder};
+use super::placement::Placement;
+use super::router::{self, Load, Routing};
+use super::{MoeError, Options};
+use crate::shmem::{Cmp, Shmem, SignalOp, Transport, Wait};
+
+/// One PE's part of a MoE layer whose experts are spread over all PEs.
+///
+/// Every PE makes the layer with the same configuration, placement, `max_tokens` and options, and calls
+/// [`Layer::forward`] and [`Layer::backward`] in the same order; how many tokens it brings (0 included) is its own affair.
+pub struct Layer<'s, 'o, T: Transport, E: Element> {
+    shmem: &'s Shmem<T>,
+    config: LayerConfig,
+    placement: Placement,
+    options: Options,
+    memory: Memory,
+    /// `[n_experts, hidden]`.
+    router: <f32 as Element>::Weight,
+    router_bias: Option<Vec<f32>>,
+    experts: Vec<Mlp<E>>,
+    shared: Option<Mlp<E>>,
+    shared_gate: Option<Vec<f32>>,
+    scratch: Scratch,
+    /// Where the time goes and what goes over the wire.
+    pub recorder: Recorder<'o>,
+    passes: u64,
+    forwards: u64,
+    credits_used: Vec<u64>,
+    spare: Vec<Saved<E>>,
+}
+
+/// The gradients of the weights that a PE holds, overwritten by each backward, in the weights' shapes. Those of
+/// replicated weights are summed over all PEs.
+#[derive(Clone, Debug, Default)]
+pub struct Gradients {
+    /// `[n_experts, hidden]`.
+    pub router: Vec<f32>,
+    /// Of the local experts, in the order of [`Placement::experts`].
+    pub experts: Vec<MlpGradients>,
+    /// Of the shared expert.
+    pub shared: MlpGradients,
+    /// Of the shared expert's gate, `[1, hidden]`, empty where there is none.
+    pub shared_gate: Vec<f32>,
+}
+
+impl Gradients {
+    /// Zeros in the shapes of the weights that `pe` holds.
+    pub fn zeros(config: &LayerConfig, placement: &Placement, pe: usize) -> Self {
+        let expert = MlpGradients::zeros(&config.expert, config.hidden);
+        Gradients {
+            router: vec![0.0; config.n_experts * config.hidden],
+            experts: vec![expert; placement.experts(pe).len()],
+            shared: config.shared.map_or_else(Default::default, |s| MlpGradients::zeros(&s.mlp, config.hidden)),
+            shared_gate: vec![0.0; if config.shared.is_some_and(|s| s.sigmoid_gate) { config.hidden } else { 0 }],
+        }
+    }
+
+    /// The gradient of one weight; `None` when `pe` does not hold it or it has none.
+    pub fn get(&self, id: WeightId, placement: &Placement, pe: usize) -> Option<&[f32]> {
+        let local = |e: usize| (placement.owner(e) == pe).then(|| &self.experts[placement.local(e)]);
+        match id {
+            WeightId::Router => Some(&self.router),
+            WeightId::RouterBias => None,
+            WeightId::Expert(e, p) => Some(&local(e)?.matrix[proj_index(p)]),
+            WeightId::ExpertBias(e, p) => Some(&local(e)?.bias[proj_index(p)]),
+            WeightId::Shared(p) => Some(&self.shared.matrix[proj_index(p)]),
+            WeightId::SharedBias(p) => Some(&self.shared.bias[proj_index(p)]),
+            WeightId::SharedGate => Some(&self.shared_gate),
+        }
+    }
+
+    /// The gradients of the weights that every PE holds.
+    fn replicated(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
+        let shared = self.shared.matrix.iter_mut().chain(&mut self.shared.bias);
+        std::iter::once(&mut self.router).chain(shared).chain(std::iter::once(&mut self.shared_gate))
+    }
+}
+
+impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
+    /// Loads the weights that this PE owns or shares and allocates the symmetric memory (collective). Tells
+    /// `observer` of each phase it enters.
+    ///
+    /// # Errors
+    /// A configuration that cannot be, weights that cannot be loaded, a heap that is too small, or a peer that does not
+    /// come.
+    pub fn new(
+        shmem: &'s Shmem<T>,
+        source: &dyn WeightSource,
+        placement: Placement,
+        max_tokens: usize,
+        options: Options,
+        observer: &'o dyn Observer,
+    ) -> Result<Self, MoeError> {
+        let config = source.config().clone();
+        config.validate()?;
+        let me = shmem.my_pe();
+        let load = |id| source.load(id).map_err(MoeError::Weights);
+        let router = f32::prepare(&load(WeightId::Router)?, config.n_experts, config.hidden);
+        let router_bias = config.router.correction_bias.then(|| load(WeightId::RouterBias)).transpose()?;
+        let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
+        let shared_gate = gated.then(|| load(WeightId::SharedGate)).transpose()?;
+        let mlp = |which| Mlp::load(source, which).map_err(MoeError::Weights);
+        let experts = placement.experts(me).iter().map(|&e| mlp(Which::Routed(e))).collect::<Result<_, _>>()?;
+        let shared = config.shared.is_some().then(|| mlp(Which::Shared)).transpose()?;
+
+        let layout = Layout::new(&config, &placement, size_of::<E>(), max_tokens, &options)?;
+        let memory = Memory::new(shmem, layout)?;
+        let layer = Layer {
+            shmem,
+            config,
+            placement,
+            options,
+            memory,
+            router,
+            router_bias,
+            experts,
+            shared,
+            shared_gate,
+            scratch: Scratch::default(),
+            recorder: Recorder::new(observer),
+            passes: 0,
+            forwards: 0,
+            credits_used: vec![0; shmem.n_pes()],
+            spare: Vec::new(),
+        };
+        // Nobody may signal before every PE's signal words are zero.
+        layer.memory.clear_signals(shmem);
+        shmem
+            .barrier_all(Instant::now() + layer.options.wait_limit)
+            .map_err(|timeout| MoeError::wait(me, None, "every PE to make the layer", Phase::Idle, timeout))?;
+        Ok(layer)
+    }
+
+    /// The layer's configuration.
+    pub fn config(&self) -> &LayerConfig {
+        &self.config
+    }
+
+    /// Where the experts live.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// The sizes of the symmetric memory.
+    pub fn layout(&self) -> &Layout {
+        &self.memory.layout
+    }
+
+    /// The local experts' weights.
+    pub fn experts(&self) -> &[Mlp<E>] {
+        &self.experts
+    }
+
+    /// Changes the mode of the passes from now on (on every PE alike).
+    pub fn set_mode(&mut self, mode: super::Mode) {
+        self.options.mode = mode;
+    }
+
+    /// `output = sum over chosen experts of weight * expert(x), plus the shared expert`, for this PE's tokens; `x` and
+    /// `output` are `[tokens, hidden]`. Returns what [`Layer::backward`] needs; give it to [`Layer::recycle`] if there is
+    /// to be no backward.
+    ///
+    /// # Errors
+    /// Arguments of the wrong length; a peer that does not do its part within the wait limit, or sends what cannot be.
+    /// After an error the layer is not usable: the PEs may be at different places of the protocol.
+    pub fn forward(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        let result = self.forward_pass(x, output);
+        self.recorder.enter(Phase::Idle);
+        result
+    }
+
+    fn forward_pass(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        let (h, e, me) = (self.config.hidden, self.config.n_experts, self.shmem.my_pe());
+        let max = self.memory.layout.max_tokens * h;
+        if !x.len().is_multiple_of(h) || x.len() > max {
+            let expected = format!("a multiple of {h}, the hidden size, up to {max}");
+            return Err(MoeError::Shape { what: "hidden_states", got: x.len(), expected });
+        }
+        if output.len() != x.len() {
+            return Err(MoeError::Shape { what: "output", got: output.len(), expected: x.len().to_string() });
+        }
+        self.recorder.enter(Phase::Router);
+        self.passes += 1;
+        self.forwards += 1;
+        let tokens = x.len() / h;
+        let mut saved = self.spare.pop().unwrap_or_default();
+        saved.batches.resize_with(self.experts.len(), Default::default);
+        saved.shared.rows = tokens;
+        saved.shared.x.clear();
+        saved.shared.x.extend_from_slice(x);
+
+        let x32 = as_f32(x);
+        let mut logits = vec![0.0f32; tokens * e];
+        f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, &self.router, &mut logits, false);
+        saved.routing = router::route(&self.config, self.router_bias.as_deref(), logits);
+        self.apply_capacity(&mut saved.routing)?;
+        saved.loads.clear();
+        saved.loads.resize(self.shmem.n_pes(), Load::default());
+        saved.loads[me] = saved.routing.load(&self.config);
+        saved.routes = router::routes(&saved.routing, &self.placement, self.config.router.top_k);
+        saved.shared.weight.clear();
+        match &self.shared_gate {
+            Some(gate) => {
+                let sigmoid = |row| kernels::sigmoid(kernels::dot(row, gate));
+                saved.shared.weight.extend(x32.chunks_exact(h).map(sigmoid));
+            }
+            None => saved.shared.weight.resize(tokens, 1.0),
+        }
+
+        output.fill(0.0);
+        self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;
+        self.recorder.enter(Phase::Combine);
+        if self.shared.is_some() {
+            let rows = output.chunks_exact_mut(h).zip(saved.shared.out.chunks_exact(h));
+            for ((out, shared), &weight) in rows.zip(&saved.shared.weight) {
+                kernels::axpy(out, weight, shared);
+            }
+        }
+        Ok(saved)
+    }
+
+    /// From the gradient of the output, the gradient of the input (both `[tokens, hidden]`) and of the weights, by the
+    /// routing of the forward pass that returned `saved`. The losses count with their coefficients.
+    ///
+    /// # Errors
+    /// As for [`Layer::forward`].
+    pub fn backward(
+        &mut self,
+        mut saved: Saved<E>,
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grads: &mut Gradients,
+    ) -> Result<(), MoeError> {
+        let result = self.backward_pass(&mut saved, grad_output, grad_input, grads);
+        self.recorder.enter(Phase::Idle);
+        self.recycle(saved);
+        result
+    }
+
+    fn backward_pass(
+        &mut self,
+        saved: &mut Saved<E>,
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grads: &mut Gradients,
+    ) -> Result<(), MoeError> {
+        let (h, tokens) = (self.config.hidden, saved.routing.tokens);
+        for (what, got) in [("grad_output", grad_output.len()), ("grad_hidden_states", grad_input.len())] {
+            if got != tokens * h {
+                return Err(MoeError::Shape { what, got, expected: (tokens * h).to_string() });
+            }
+        }
+        self.recorder.enter(Phase::Router);
+        self.passes += 1;
+        if self.shared.is_some() {
+            saved.shared.g.clear();
+            saved.shared.g.extend_from_slice(grad_output);
+        }
+        let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
+        grad_input.fill(0.0);
+        self.run_pass(Direction::Backward, saved, grad_output, grad_input, &mut d_weights, grads)?;
+
+        self.recorder.enter(Phase::Router);
+        let mut load = Load::default();
+        saved.loads.iter().for_each(|l| load.add(l));
+        let d_logits = saved.routing.backward(&self.config, &load, &d_weights);
+        let x32 = as_f32(&saved.shared.x);
+        let ws = &mut self.scratch.workspace;
+        f32::gemm_nn(ws, tokens, &d_logits, &self.router, grad_input, true);
+        f32::gemm_tn(ws, tokens, self.config.n_experts, h, &d_logits, &x32, &mut grads.router, false);
+        if self.shared.is_some() {
+            kernels::axpy(grad_input, 1.0, &saved.shared.out[..tokens * h]);
+        }
+        if let Some(gate) = &self.shared_gate {
+            grads.shared_gate.fill(0.0);
+            for t in 0..tokens {
+                let s = saved.shared.weight[t];
+                let d = saved.shared.d_weight[t] * s * (1.0 - s);
+                kernels::axpy(&mut grads.shared_gate, d, &x32[t * h..(t + 1) * h]);
+                kernels::axpy(&mut grad_input[t * h..(t + 1) * h], d, gate);
+            }
+        }
+        self.reduce(grads)
+    }
+
+    /// Keeps the memory of a forward pass for the next one.
+    pub fn recycle(&mut self, saved: Saved<E>) {
+        self.spare.push(saved);
+    }
+
+    /// Frees the symmetric memory (collective). The heap's owner frees it otherwise.
+    ///
+    /// # Errors
+    /// When a peer does not come.
+    pub fn free(self) -> Result<(), MoeError> {
+        let me = self.shmem.my_pe();
+        self.shmem
+            .barrier_all(Instant::now() + self.options.wait_limit)
+            .map_err(|timeout| MoeError::wait(me, None, "every PE to free the layer", Phase::Idle, timeout))?;
+        self.memory.free(self.shmem);
+        Ok(())
+    }
+
+    fn run_pass(
+        &mut self,
+        direction: Direction,
+        saved: &mut Saved<E>,
+        input: &[E],
+        output: &mut [f32],
+        d_weights: &mut [f32],
+        grads: &mut Gradients,
+    ) -> Result<(), MoeError> {
+        Engine {
+            shmem: self.shmem,
+            memory: &self.memory,
+            config: &self.config,
+            placement: &self.placement,
+            options: &self.options,
+            experts: &self.experts,
+            shared: self.shared.as_ref(),
+            scratch: &mut self.scratch,
+            rec: &mut self.recorder,
+            credits_used: &mut self.credits_used,
+            saved,
+            direction,
+            pass: self.passes,
+            forward: self.forwards,
+            input,
+            output,
+            d_weights,
+            expert_grads: &mut grads.experts,
+            shared_grads: &mut grads.shared,
+            progress: Progress::default(),
+        }
+        .run()
+    }
+
+    /// Under a capacity factor, drops the pairs beyond each expert's capacity, by global token index. Costs an exchange of
+    /// counts before dispatch, because a PE must know what the PEs before it send.
+    fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
+        let Some(factor) = self.config.capacity_factor else { return Ok(()) };
+        let (me, n, e) = (self.shmem.my_pe(), self.shmem.n_pes(), self.config.n_experts);
+        let top_k = self.config.router.top_k;
+        let own = routing.counts(e);
+        for pe in (0..n).filter(|&pe| pe != me) {
+            let at = self.memory.capacity_counts(me, pe, self.forwards);
+            let signal = self.memory.capacity_signal(me, pe);
+            self.shmem.put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
+            let traffic = &mut self.recorder.traffic;
+            traffic.header_bytes += 4 * e as u64;
+            traffic.puts += 1;
+            traffic.signals += 1;
+        }
+        let mut before = vec![0u64; e];
+        let mut pairs = own.iter().map(|&c| u64::from(c)).sum::<u64>();
+        for pe in (0..n).filter(|&pe| pe != me) {
+            let signal = self.memory.capacity_signal(pe, me);
+            let phase = self.recorder.enter(Phase::Waiting);
+            self.shmem
+                .wait_until(
+                    Wait { signal, cmp: Cmp::Ge, value: self.forwards },
+                    Instant::now() + self.options.wait_limit,
+                )
+                .map_err(|timeout| MoeError::wait(me, Some(pe), "its counts for the capacity", phase, timeout))?;
+            self.recorder.enter(phase);
+            let mut counts = vec![0u32; e];
+            self.shmem.get(&mut counts, self.memory.capacity_counts(pe, me, self.forwards), me);
+            pairs += counts.iter().map(|&c| u64::from(c)).sum::<u64>();
+            if pe < me {
+                before.iter_mut().zip(counts).for_each(|(b, c)| *b += u64::from(c));
+            }
+        }
+        let tokens = pairs / top_k as u64;
+        let capacity = (factor * top_k as f64 * tokens as f64 / e as f64).ceil() as u64;
+        routing.apply_capacity(before.into_iter().map(|b| capacity.saturating_sub(b)).collect());
+        Ok(())
+    }
+
+    /// Sums the gradients of replicated weights over all PEs.
+    fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {
+        if self.shmem.n_pes() == 1 {
+            return Ok(());
+        }
+        self.recorder.enter(Phase::AllReduce);
+        let mut all: Vec<f32> = grads.replicated().flat_map(|g| g.iter().copied()).collect();
+        let deadline = Instant::now() + self.options.wait_limit;
+        self.shmem.all_reduce_sum(self.shmem.world(), &mut all, deadline).map_err(|timeout| {
+            let what = "every PE's gradients of replicated weights";
+            MoeError::wait(self.shmem.my_pe(), None, what, Phase::AllReduce, timeout)
+        })?;
+        let mut rest = &all[..];
+        for grad in grads.replicated() {
+            let (head, tail) = rest.split_at(grad.len());
+            grad.copy_from_slice(head);
+            rest = tail;
+        }
+        Ok(())
+    }
+}
+
+/// The values as f32, without a copy where they are f32.
+fn as_f32<E: Element>(x: &[E]) -> Cow<'_, [f32]> {
+    if E::NAME == <f32 as Element>::NAME {
+        return Cow::Borrowed(bytemuck::cast_slice(x));
+    }
+    let mut wide = vec![0.0; x.len()];
+    E::widen(x, &mut wide);
+    Cow::Owned(wide)
+}

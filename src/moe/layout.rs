@@ -1,0 +1,215 @@
+//! The layer's symmetric memory: what is where, and how much of it there is.
+//!
+//! Per PE, for each of its `n_pes - 1` peers:
+//!
+//! - two headers (even and odd forward passes) and their signal word;
+//! - a window of `window_chunks` chunks that the peer writes rows into, and a signal word per chunk;
+//! - a credit word, which the peer adds to when it has emptied a chunk of *our* window at it;
+//! - a result word per chunk that we may have sent to it;
+//!
+//! and one return area, which all peers write results into, each where this PE told it to.
+
+use super::config::LayerConfig;
+use super::placement::Placement;
+use super::{MoeError, Options};
+use crate::shmem::{Shmem, ShmemError, Sym, Transport};
+
+/// Words of a header before the counts of local experts.
+pub const HEADER_WORDS: usize = 6;
+
+/// Sizes of the layer's symmetric memory; the same on every PE.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Other PEs.
+    pub peers: usize,
+    /// Most tokens on one PE.
+    pub max_tokens: usize,
+    /// Bytes of a row: `hidden` elements.
+    pub row_bytes: usize,
+    /// Most experts one row can have on one PE.
+    pub max_slots_per_row: usize,
+    /// Rows of a full chunk.
+    pub chunk_rows: usize,
+    /// Chunks of a window.
+    pub window_chunks: usize,
+    /// Most chunks one PE sends another in a pass.
+    pub max_chunks: usize,
+    /// Words of a header.
+    pub header_words: usize,
+    /// Words of the counts that a capacity limit exchanges first, 0 when dropless.
+    pub capacity_words: usize,
+    /// Bytes of the return area.
+    pub return_bytes: usize,
+}
+
+impl Layout {
+    /// The sizes for a layer of at most `max_tokens` tokens per PE with elements of `element_bytes`.
+    ///
+    /// The windows of all peers together are `budget_factor` times the even share: the rows that reach a PE
+    /// when every token goes to the largest possible number of PEs and all PEs receive the same.
+    ///
+    /// # Errors
+    /// [`MoeError::TooLarge`] when a PE's rows or slots cannot be numbered in 32 bits.
+    pub fn new(
+        config: &LayerConfig,
+        placement: &Placement,
+        element_bytes: usize,
+        max_tokens: usize,
+        options: &Options,
+    ) -> Result<Self, MoeError> {
+        let pes = placement.n_pes();
+        let peers = pes - 1;
+        let top_k = config.router.top_k;
+        let targets = top_k.min(placement.hosts()).max(1);
+        if max_tokens.saturating_mul(top_k) > u32::MAX as usize / 8 {
+            return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
+        }
+        let row_bytes = config.hidden * element_bytes;
+        let even_share = (max_tokens * targets).div_ceil(pes);
+        let budget_rows = (even_share as f64 * options.budget_factor).ceil() as usize;
+        let window_rows = budget_rows.clamp(1, max_tokens.max(1));
+        let chunk_rows = options.chunk_rows.clamp(1, window_rows);
+        let max_slots_per_row = top_k.min(placement.max_local()).max(1);
+        let losses = config.aux_loss_coef != 0.0 || config.z_loss_coef != 0.0;
+        Ok(Layout {
+            peers,
+            max_tokens,
+            row_bytes,
+            max_slots_per_row,
+            chunk_rows,
+            window_chunks: window_rows / chunk_rows,
+            max_chunks: max_tokens.div_ceil(chunk_rows).max(1),
+            header_words: HEADER_WORDS
+                + placement.max_local()
+                + if losses { 2 + 3 * config.n_experts } else { 0 },
+            capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
+            return_bytes: if peers == 0 { 0 } else { max_tokens * targets.min(peers) * row_bytes + max_tokens * top_k * 4 },
+        })
+    }
+
+    /// Bytes of a full chunk: rows, then one count per row, then (expert, weight) per slot.
+    pub fn chunk_bytes(&self) -> usize {
+        self.chunk_rows * (self.row_bytes + 4 + 8 * self.max_slots_per_row)
+    }
+
+    /// Bytes of the receive windows of all peers: the stated receive budget.
+    pub fn window_bytes(&self) -> usize {
+        self.peers * self.window_chunks * self.chunk_bytes()
+    }
+
+    /// Bytes of everything, with every object rounded up to the heap's alignment.
+    pub fn total_bytes(&self) -> usize {
+        let aligned = |bytes: usize| bytes.next_multiple_of(64);
+        let words = self.peers * (1 + self.window_chunks + 1 + self.max_chunks + 1);
+        aligned(self.window_bytes())
+            + aligned(self.return_bytes)
+            + aligned(2 * self.peers * self.header_words * 4)
+            + aligned(2 * self.peers * self.capacity_words * 4)
+            + aligned(words * 8)
+            + 5 * 64
+    }
+}
+
+/// The layer's symmetric objects. A peer's index is its number, less one if it is above ours.
+pub struct Memory {
+    /// The sizes.
+    pub layout: Layout,
+    windows: Sym<u8>,
+    returns: Sym<u8>,
+    headers: Sym<u32>,
+    capacity: Sym<u32>,
+    signals: Sym<u64>,
+}
+
+impl Memory {
+    /// Allocates on every PE (collective).
+    ///
+    /// # Errors
+    /// When the heap is too small.
+    pub fn new<T: Transport>(shmem: &Shmem<T>, layout: Layout) -> Result<Self, ShmemError> {
+        let words = layout.peers * (1 + layout.window_chunks + 1 + layout.max_chunks + 1);
+        Ok(Memory {
+            windows: shmem.alloc(layout.window_bytes())?,
+            returns: shmem.alloc(layout.return_bytes)?,
+            headers: shmem.alloc(2 * layout.peers * layout.header_words)?,
+            capacity: shmem.alloc(2 * layout.peers * layout.capacity_words)?,
+            signals: shmem.alloc(words)?,
+            layout,
+        })
+    }
+
+    /// Sets this PE's signal words to zero; a barrier must follow before a peer signals.
+    pub fn clear_signals<T: Transport>(&self, shmem: &Shmem<T>) {
+        shmem.put(self.signals, &vec![0u64; self.signals.len()], shmem.my_pe());
+    }
+
+    /// Gives the memory back (collective).
+    pub fn free<T: Transport>(&self, shmem: &Shmem<T>) {
+        shmem.free(self.signals);
+        shmem.free(self.capacity);
+        shmem.free(self.headers);
+        shmem.free(self.returns);
+        shmem.free(self.windows);
+    }
+
+    /// The index of `pe` at `at`.
+    fn index(pe: usize, at: usize) -> usize {
+        debug_assert_ne!(pe, at);
+        pe - usize::from(pe > at)
+    }
+
+    /// Where `from` writes chunk `chunk` at `at`.
+    pub fn chunk(&self, from: usize, at: usize, chunk: usize) -> Sym<u8> {
+        let slot = Self::index(from, at) * self.layout.window_chunks + chunk % self.layout.window_chunks;
+        let bytes = self.layout.chunk_bytes();
+        self.windows.slice(slot * bytes..(slot + 1) * bytes)
+    }
+
+    /// The return area.
+    pub fn returns(&self) -> Sym<u8> {
+        self.returns
+    }
+
+    /// Where `from` writes its header of forward pass `forward` at `at`.
+    pub fn header(&self, from: usize, at: usize, forward: u64) -> Sym<u32> {
+        let slot = (forward % 2) as usize * self.layout.peers + Self::index(from, at);
+        let words = self.layout.header_words;
+        self.headers.slice(slot * words..(slot + 1) * words)
+    }
+
+    /// Where `from` writes its capacity counts of forward pass `forward` at `at`.
+    pub fn capacity_counts(&self, from: usize, at: usize, forward: u64) -> Sym<u32> {
+        let slot = (forward % 2) as usize * self.layout.peers + Self::index(from, at);
+        let words = self.layout.capacity_words;
+        self.capacity.slice(slot * words..(slot + 1) * words)
+    }
+
+    fn word(&self, group: usize, from: usize, at: usize, index: usize, of: usize) -> Sym<u64> {
+        self.signals.at(group * self.layout.peers + Self::index(from, at) * of + index)
+    }
+
+    /// At `at`: the number of the forward pass whose header from `from` has arrived.
+    pub fn header_signal(&self, from: usize, at: usize) -> Sym<u64> {
+        self.word(0, from, at, 0, 1)
+    }
+
+    /// At `at`: the number of the forward pass whose capacity counts from `from` have arrived.
+    pub fn capacity_signal(&self, from: usize, at: usize) -> Sym<u64> {
+        self.word(1, from, at, 0, 1)
+    }
+
+    /// At `at`: how many chunks of `at`'s window at `from` have ever been emptied for reuse.
+    pub fn credit_signal(&self, from: usize, at: usize) -> Sym<u64> {
+        self.word(2, from, at, 0, 1)
+    }
+
+    /// At `at`: the stamp of the chunk that `from` last wrote into this place of its window.
+    pub fn chunk_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
+        self.word(3, from, at, chunk % self.layout.window_chunks, self.layout.window_chunks)
+    }
+
+    /// At `at`: the number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.
+    pub fn result_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
+        self.word(3 + self.layout.window_chunks, from, at, chunk, self.layout.max_chunks)
+    }
+}

@@ -1,0 +1,180 @@
+//! Where a pass spends its time, and what it put on the wire.
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// What a PE is doing. Every nanosecond of a pass belongs to exactly one phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Outside a pass.
+    Idle,
+    /// Logits, selection, routing tables, and their backward.
+    Router,
+    /// Counts and rows on their way out, and arrived rows gathered into expert order.
+    Dispatch,
+    /// GEMMs and activations of the experts, shared experts included; weight gradients too.
+    Expert,
+    /// Partial sums, their way back, and the final sum.
+    Combine,
+    /// Blocked on a peer.
+    Waiting,
+    /// Sum over PEs of the gradients of replicated weights.
+    AllReduce,
+}
+
+impl Phase {
+    /// All phases, in the order of their codes.
+    pub const ALL: [Phase; 7] = [
+        Phase::Idle,
+        Phase::Router,
+        Phase::Dispatch,
+        Phase::Expert,
+        Phase::Combine,
+        Phase::Waiting,
+        Phase::AllReduce,
+    ];
+
+    /// The name in tables, traces and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Idle => "idle",
+            Phase::Router => "router",
+            Phase::Dispatch => "dispatch",
+            Phase::Expert => "expert GEMM",
+            Phase::Combine => "combine",
+            Phase::Waiting => "waiting",
+            Phase::AllReduce => "all-reduce",
+        }
+    }
+
+    /// Its index in [`Phase::ALL`].
+    pub fn code(self) -> usize {
+        self as usize
+    }
+}
+
+/// What this PE has put to other PEs since the counters were reset. Bytes to itself are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Counts and offsets, bytes.
+    pub header_bytes: u64,
+    /// Token rows (forward) and gradient rows (backward) on the dispatch routes, bytes.
+    pub dispatch_row_bytes: u64,
+    /// Which experts a row is for, and with which weights, bytes.
+    pub dispatch_slot_bytes: u64,
+    /// Partial sums (forward) and input gradients (backward) on the combine routes, bytes.
+    pub combine_row_bytes: u64,
+    /// Routing-weight gradients on the combine routes, bytes.
+    pub combine_slot_bytes: u64,
+    /// Rows on the dispatch routes.
+    pub dispatch_rows: u64,
+    /// Rows on the combine routes.
+    pub combine_rows: u64,
+    /// Put calls.
+    pub puts: u64,
+    /// Signal operations (with or without data).
+    pub signals: u64,
+    /// Fences.
+    pub fences: u64,
+}
+
+impl Traffic {
+    /// All bytes put to other PEs by the layer's protocol (not the gradient all-reduce).
+    pub fn total_bytes(&self) -> u64 {
+        self.header_bytes
+            + self.dispatch_row_bytes
+            + self.dispatch_slot_bytes
+            + self.combine_row_bytes
+            + self.combine_slot_bytes
+    }
+}
+
+/// A stretch of time in one phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The phase.
+    pub phase: Phase,
+    /// Start, nanoseconds of `CLOCK_MONOTONIC`, comparable between the PEs of one host.
+    pub start_ns: u64,
+    /// Duration, nanoseconds.
+    pub dur_ns: u64,
+}
+
+/// Told what a PE is doing while it does it (for status displays and for naming the phase of a dead PE).
+pub trait Observer {
+    /// The PE enters `phase`.
+    fn phase(&self, phase: Phase);
+}
+
+/// An observer that ignores what it is told.
+pub struct Unobserved;
+
+impl Observer for Unobserved {
+    fn phase(&self, _: Phase) {}
+}
+
+/// `CLOCK_MONOTONIC`, nanoseconds.
+pub fn now_ns() -> u64 {
+    let t = clock_gettime(ClockId::Monotonic);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// Accumulates the time of each phase and, when asked, the spans.
+pub struct Recorder<'o> {
+    observer: &'o dyn Observer,
+    phase: Phase,
+    since_ns: u64,
+    totals_ns: [u64; Phase::ALL.len()],
+    spans: Option<Vec<Span>>,
+    /// What was put to other PEs.
+    pub traffic: Traffic,
+}
+
+impl<'o> Recorder<'o> {
+    /// A recorder in [`Phase::Idle`].
+    pub fn new(observer: &'o dyn Observer) -> Self {
+        Recorder {
+            observer,
+            phase: Phase::Idle,
+            since_ns: now_ns(),
+            totals_ns: Default::default(),
+            spans: None,
+            traffic: Traffic::default(),
+        }
+    }
+
+    /// Keeps spans from now on.
+    pub fn record_spans(&mut self) {
+        self.spans.get_or_insert_default();
+    }
+
+    /// Ends the current phase and begins `phase`; returns the one that ended.
+    pub fn enter(&mut self, phase: Phase) -> Phase {
+        let before = self.phase;
+        if phase != before {
+            let now = now_ns();
+            let dur_ns = now.saturating_sub(self.since_ns);
+            self.totals_ns[before.code()] += dur_ns;
+            if let Some(spans) = &mut self.spans
+                && before != Phase::Idle
+            {
+                spans.push(Span { phase: before, start_ns: self.since_ns, dur_ns });
+            }
+            self.phase = phase;
+            self.since_ns = now;
+            self.observer.phase(phase);
+        }
+        before
+    }
+
+    /// Takes the times (nanoseconds, by [`Phase::code`]) and the traffic since the last call, and resets both.
+    pub fn take(&mut self) -> ([u64; Phase::ALL.len()], Traffic) {
+        let phase = self.enter(Phase::Idle);
+        self.enter(phase);
+        (std::mem::take(&mut self.totals_ns), std::mem::take(&mut self.traffic))
+    }
+
+    /// Takes the spans kept since the last call.
+    pub fn take_spans(&mut self) -> Vec<Span> {
+        self.spans.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+}

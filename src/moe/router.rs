@@ -1,0 +1,318 @@
+//! The router: scores, selection, routing weights, the losses that balance it, and their backward.
+//!
+//! Everything here is f32 whatever the layer's element type: the router is a sliver of the work, and a
+//! rounding there moves tokens to other experts.
+
+use super::config::{GroupLimit, LayerConfig, RouterConfig, Scoring};
+use super::placement::Placement;
+
+/// What the router decided for one PE's tokens.
+#[derive(Clone, Debug, Default)]
+pub struct Routing {
+    /// Number of tokens.
+    pub tokens: usize,
+    /// The chosen experts, `[tokens, top_k]`, ascending within a token.
+    pub chosen: Vec<u32>,
+    /// Their weights, `[tokens, top_k]`.
+    pub weights: Vec<f32>,
+    /// Whether each choice is kept under the capacity limit, `[tokens, top_k]`; empty when dropless.
+    pub kept: Vec<bool>,
+    /// `[tokens, n_experts]`.
+    logits: Vec<f32>,
+    /// Softmax or sigmoid of the logits, `[tokens, n_experts]`.
+    scores: Vec<f32>,
+    /// logsumexp of each token's logits, `[tokens]`.
+    lse: Vec<f32>,
+}
+
+/// Sums over tokens that the losses need; over one PE's tokens, or over all.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Load {
+    /// Tokens.
+    pub tokens: u64,
+    /// (token, expert) pairs routed to each expert, before any drop.
+    pub routed: Vec<u64>,
+    /// Sum of each expert's probability: softmax probability, or sigmoid score over the token's sum of scores.
+    pub prob_sums: Vec<f64>,
+    /// Sum of squared logsumexp of the logits.
+    pub z_sum: f64,
+}
+
+impl Load {
+    /// Adds another PE's sums.
+    pub fn add(&mut self, other: &Load) {
+        self.tokens += other.tokens;
+        self.z_sum += other.z_sum;
+        self.routed.resize(other.routed.len(), 0);
+        self.prob_sums.resize(other.prob_sums.len(), 0.0);
+        self.routed.iter_mut().zip(&other.routed).for_each(|(a, b)| *a += b);
+        self.prob_sums.iter_mut().zip(&other.prob_sums).for_each(|(a, b)| *a += b);
+    }
+
+    /// The load-balancing loss, `n_experts * sum_e f_e P_e` with `f_e` the routed pairs per token and `P_e` the mean
+    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices); without its
+    /// coefficient. 0 without tokens.
+    pub fn aux_loss(&self) -> f64 {
+        let t = self.tokens.max(1) as f64;
+        let dot: f64 = self.routed.iter().zip(&self.prob_sums).map(|(&r, &p)| r as f64 / t * (p / t)).sum();
+        dot * self.routed.len() as f64
+    }
+
+    /// The z-loss, the mean of squared logsumexp (ST-MoE, equation 5); without its coefficient. 0 without tokens.
+    pub fn z_loss(&self) -> f64 {
+        self.z_sum / self.tokens.max(1) as f64
+    }
+}
+
+/// Scores, selects and weighs, from logits `[tokens, n_experts]`.
+pub fn route(config: &LayerConfig, bias: Option<&[f32]>, logits: Vec<f32>) -> Routing {
+    let (e, k) = (config.n_experts, config.router.top_k);
+    let tokens = logits.len() / e;
+    let mut r = Routing {
+        tokens,
+        chosen: vec![0; tokens * k],
+        weights: vec![0.0; tokens * k],
+        kept: Vec::new(),
+        scores: vec![0.0; tokens * e],
+        lse: vec![0.0; tokens],
+        logits,
+    };
+    let mut selection = vec![0.0f32; e];
+    let mut groups = Vec::new();
+    for t in 0..tokens {
+        let logits = &r.logits[t * e..(t + 1) * e];
+        let scores = &mut r.scores[t * e..(t + 1) * e];
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f32 = logits.iter().map(|l| (l - max).exp()).sum();
+        r.lse[t] = max + sum.ln();
+        match config.router.scoring {
+            Scoring::Softmax => scores.iter_mut().zip(logits).for_each(|(s, l)| *s = (l - max).exp() / sum),
+            Scoring::Sigmoid => scores.iter_mut().zip(logits).for_each(|(s, l)| *s = 1.0 / (1.0 + (-l).exp())),
+        }
+        selection.copy_from_slice(scores);
+        if let Some(bias) = bias {
+            selection.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
+        }
+        if let Some(limit) = config.router.groups {
+            mask_groups(&mut selection, limit, &mut groups);
+        }
+        let chosen = &mut r.chosen[t * k..(t + 1) * k];
+        for slot in chosen.iter_mut() {
+            let best = argmax(&selection);
+            *slot = best as u32;
+            selection[best] = TAKEN;
+        }
+        chosen.sort_unstable();
+        let weights = &mut r.weights[t * k..(t + 1) * k];
+        weights.iter_mut().zip(chosen).for_each(|(w, &mut c)| *w = scores[c as usize]);
+        let norm = if config.router.renormalise { normaliser(&config.router, weights) } else { 1.0 };
+        weights.iter_mut().for_each(|w| *w = *w / norm * config.router.scaling);
+    }
+    r
+}
+
+/// Below every score in the total order of f32, so that a taken or masked expert is never chosen twice.
+const TAKEN: f32 = f32::from_bits(u32::MAX);
+
+/// The largest in the total order (so that NaN cannot panic), ties to the smaller index.
+fn argmax(x: &[f32]) -> usize {
+    (1..x.len()).fold(0, |best, i| if x[i].total_cmp(&x[best]).is_gt() { i } else { best })
+}
+
+/// Leaves only the experts of the best groups selectable.
+fn mask_groups(selection: &mut [f32], limit: GroupLimit, scores: &mut Vec<f32>) {
+    let size = selection.len() / limit.n_groups;
+    scores.clear();
+    scores.extend(selection.chunks_exact(size).map(|group| {
+        let first = argmax(group);
+        let second = group.iter().enumerate().filter(|(i, _)| *i != first).map(|(_, &s)| s).max_by(f32::total_cmp);
+        group[first] + second.unwrap_or(0.0)
+    }));
+    let mut eligible = vec![false; limit.n_groups];
+    for _ in 0..limit.top_groups {
+        let best = argmax(scores);
+        scores[best] = TAKEN;
+        eligible[best] = true;
+    }
+    for (group, _) in selection.chunks_exact_mut(size).zip(eligible).filter(|(_, eligible)| !eligible) {
+        group.fill(TAKEN);
+    }
+}
+
+/// What renormalised weights are divided by.
+fn normaliser(config: &RouterConfig, chosen_scores: &[f32]) -> f32 {
+    let sum: f32 = chosen_scores.iter().sum();
+    match config.scoring {
+        Scoring::Softmax => sum,
+        Scoring::Sigmoid => sum + 1e-20,
+    }
+}
+
+impl Routing {
+    /// Pairs routed to each expert, before any drop.
+    pub fn counts(&self, n_experts: usize) -> Vec<u32> {
+        let mut counts = vec![0; n_experts];
+        self.chosen.iter().for_each(|&c| counts[c as usize] += 1);
+        counts
+    }
+
+    /// Keeps at most `capacity[e]` more pairs of each expert, the earliest tokens' first; the rest are dropped.
+    pub fn apply_capacity(&mut self, mut capacity: Vec<u64>) {
+        self.kept = self
+            .chosen
+            .iter()
+            .map(|&c| {
+                let left = &mut capacity[c as usize];
+                let keep = *left > 0;
+                *left -= u64::from(keep);
+                keep
+            })
+            .collect();
+    }
+
+    /// Whether a choice (an index into `chosen`) is kept.
+    fn is_kept(&self, choice: usize) -> bool {
+        self.kept.is_empty() || self.kept[choice]
+    }
+
+    /// This PE's sums for the losses.
+    pub fn load(&self, config: &LayerConfig) -> Load {
+        let e = config.n_experts;
+        let mut prob_sums = vec![0.0f64; e];
+        for scores in self.scores.chunks_exact(e) {
+            let norm = prob_norm(config, scores);
+            prob_sums.iter_mut().zip(scores).for_each(|(sum, &s)| *sum += f64::from(s) / norm);
+        }
+        Load {
+            tokens: self.tokens as u64,
+            routed: self.counts(e).into_iter().map(u64::from).collect(),
+            prob_sums,
+            z_sum: self.lse.iter().map(|&l| f64::from(l) * f64::from(l)).sum(),
+        }
+    }
+
+    /// The gradient of the logits, `[tokens, n_experts]`, from the gradient of the routing weights, `[tokens, top_k]`,
+    /// and, where the configuration has coefficients, of the losses over `load`, which is of all PEs' tokens.
+    pub fn backward(&self, config: &LayerConfig, load: &Load, d_weights: &[f32]) -> Vec<f32> {
+        let (e, k, router) = (config.n_experts, config.router.top_k, &config.router);
+        let all_tokens = load.tokens.max(1) as f64;
+        let aux: Vec<f32> = if config.aux_loss_coef == 0.0 {
+            Vec::new()
+        } else {
+            let scale = f64::from(config.aux_loss_coef) * e as f64 / (all_tokens * all_tokens);
+            load.routed.iter().map(|&r| (scale * r as f64) as f32).collect()
+        };
+        let z = (f64::from(config.z_loss_coef) * 2.0 / all_tokens) as f32;
+        let mut d_logits = vec![0.0f32; self.tokens * e];
+        let mut d_scores = vec![0.0f32; e];
+        for t in 0..self.tokens {
+            let scores = &self.scores[t * e..(t + 1) * e];
+            let chosen = &self.chosen[t * k..(t + 1) * k];
+            let dw = &d_weights[t * k..(t + 1) * k];
+            let out = &mut d_logits[t * e..(t + 1) * e];
+            d_scores.fill(0.0);
+            // w_j = scaling * s_j / norm, so ds_j = (scaling * dw_j - [renormalised] sum_i dw_i w_i) / norm
+            let (norm, mean) = if router.renormalise {
+                let chosen_scores: Vec<f32> = chosen.iter().map(|&c| scores[c as usize]).collect();
+                let weights = &self.weights[t * k..(t + 1) * k];
+                (normaliser(router, &chosen_scores), dw.iter().zip(weights).map(|(d, w)| d * w).sum())
+            } else {
+                (1.0, 0.0f32)
+            };
+            for (&c, d) in chosen.iter().zip(dw) {
+                d_scores[c as usize] = (router.scaling * d - mean) / norm;
+            }
+            if !aux.is_empty() {
+                // p = s / norm; for softmax norm is 1 and stays out of the derivative (the softmax below has it).
+                let norm = prob_norm(config, scores) as f32;
+                let mean = match router.scoring {
+                    Scoring::Softmax => 0.0,
+                    Scoring::Sigmoid => aux.iter().zip(scores).map(|(a, s)| a * s / norm).sum(),
+                };
+                d_scores.iter_mut().zip(&aux).for_each(|(d, a)| *d += (a - mean) / norm);
+            }
+            match router.scoring {
+                Scoring::Softmax => {
+                    let mean: f32 = d_scores.iter().zip(scores).map(|(d, s)| d * s).sum();
+                    out.iter_mut().zip(&d_scores).zip(scores).for_each(|((o, d), s)| *o = s * (d - mean));
+                }
+                Scoring::Sigmoid => {
+                    out.iter_mut().zip(&d_scores).zip(scores).for_each(|((o, d), s)| *o = d * s * (1.0 - s));
+                }
+            }
+            if z != 0.0 {
+                let (lse, logits) = (self.lse[t], &self.logits[t * e..(t + 1) * e]);
+                out.iter_mut().zip(logits).for_each(|(o, l)| *o += z * lse * (l - lse).exp());
+            }
+        }
+        d_logits
+    }
+}
+
+/// What a token's scores are divided by to become probabilities.
+fn prob_norm(config: &LayerConfig, scores: &[f32]) -> f64 {
+    match config.router.scoring {
+        Scoring::Softmax => 1.0,
+        Scoring::Sigmoid => scores.iter().map(|&s| f64::from(s)).sum::<f64>().max(f64::MIN_POSITIVE),
+    }
+}
+
+/// One expert of one row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RouteSlot {
+    /// The expert's number on its PE.
+    pub expert: u32,
+    /// Its routing weight.
+    pub weight: f32,
+    /// Index into [`Routing::chosen`].
+    pub choice: u32,
+}
+
+/// The rows that go to one PE: each token at most once, ascending, with the experts it has there, ascending.
+#[derive(Clone, Debug, Default)]
+pub struct Routes {
+    /// Token of each row.
+    pub tokens: Vec<u32>,
+    /// Row `j`'s slots are `slots[slot_start[j]..slot_start[j + 1]]`.
+    pub slot_start: Vec<u32>,
+    /// All slots.
+    pub slots: Vec<RouteSlot>,
+}
+
+impl Routes {
+    /// The slots of a row.
+    pub fn row(&self, j: usize) -> &[RouteSlot] {
+        &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
+    }
+
+    /// Pairs of each of the PE's `n_local` experts.
+    pub fn counts(&self, n_local: usize) -> Vec<u32> {
+        let mut counts = vec![0; n_local];
+        self.slots.iter().for_each(|s| counts[s.expert as usize] += 1);
+        counts
+    }
+}
+
+/// The rows for every PE.
+pub fn routes(routing: &Routing, placement: &Placement, top_k: usize) -> Vec<Routes> {
+    let mut all: Vec<Routes> =
+        (0..placement.n_pes()).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect();
+    for (choice, &expert) in routing.chosen.iter().enumerate() {
+        if !routing.is_kept(choice) {
+            continue;
+        }
+        let token = (choice / top_k) as u32;
+        let to = &mut all[placement.owner(expert as usize)];
+        if to.tokens.last() != Some(&token) {
+            to.tokens.push(token);
+            to.slot_start.push(to.slots.len() as u32);
+        }
+        to.slots.push(RouteSlot {
+            expert: placement.local(expert as usize) as u32,
+            weight: routing.weights[choice],
+            choice: choice as u32,
+        });
+        *to.slot_start.last_mut().expect("starts with one element") += 1;
+    }
+    all
+}
