@@ -1,1 +1,0 @@
-//! CPU kernels: GEMM and activations.
