@@ -1,0 +1,169 @@
+//! The element types of activations and weights.
+
+use half::bf16;
+
+use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32, vectorised};
+
+/// The shape of a prepared weight matrix `W [out, inp]`.
+pub trait WeightShape {
+    /// Rows of `W`: the width of the projection's result.
+    fn out(&self) -> usize;
+    /// Columns of `W`: the width of the projection's input.
+    fn inp(&self) -> usize;
+}
+
+/// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
+///
+/// The matrix products overwrite `c`, or add to it if `accumulate`. Each panics if a slice is not of the
+/// length its shape says: the layer computes all shapes itself.
+pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
+    /// `"f32"` or `"bf16"`.
+    const NAME: &'static str;
+    /// A weight matrix prepared for [`gemm_nt`](Self::gemm_nt) and [`gemm_nn`](Self::gemm_nn).
+    type Weight: WeightShape + Send + Sync;
+
+    /// Rounds to nearest, ties to even.
+    fn from_f32(x: f32) -> Self;
+
+    /// Widens, exactly.
+    fn to_f32(self) -> f32;
+
+    /// Rounds a slice into another of the same length.
+    fn convert(src: &[f32], dst: &mut [Self]);
+
+    /// Widens a slice into another of the same length.
+    fn widen(src: &[Self], dst: &mut [f32]);
+
+    /// Prepares `w [out, inp]`, rounded to `Self`.
+    fn prepare(w: &[f32], out: usize, inp: usize) -> Self::Weight;
+
+    /// Forward: `c [m, out] (+)= a [m, inp] Wᵀ`.
+    fn gemm_nt(ws: &mut Workspace, m: usize, a: &[Self], w: &Self::Weight, c: &mut [f32], accumulate: bool);
+
+    /// Gradient of the input: `c [m, inp] (+)= a [m, out] W`.
+    fn gemm_nn(ws: &mut Workspace, m: usize, a: &[Self], w: &Self::Weight, c: &mut [f32], accumulate: bool);
+
+    /// Gradient of the weight: `c [n, k] (+)= aᵀ b` with `a [m, n]` and `b [m, k]`.
+    #[allow(clippy::too_many_arguments)]
+    fn gemm_tn(
+        ws: &mut Workspace,
+        m: usize,
+        n: usize,
+        k: usize,
+        a: &[Self],
+        b: &[Self],
+        c: &mut [f32],
+        accumulate: bool,
+    );
+}
+
+impl Element for f32 {
+    const NAME: &'static str = "f32";
+    type Weight = F32Weight;
+
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    fn convert(src: &[f32], dst: &mut [Self]) {
+        dst.copy_from_slice(src);
+    }
+
+    fn widen(src: &[Self], dst: &mut [f32]) {
+        dst.copy_from_slice(src);
+    }
+
+    fn prepare(w: &[f32], out: usize, inp: usize) -> F32Weight {
+        F32Weight::new(w.to_vec(), out, inp)
+    }
+
+    fn gemm_nt(_: &mut Workspace, m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: bool) {
+        gemm_f32::nt(m, a, w, c, accumulate);
+    }
+
+    fn gemm_nn(_: &mut Workspace, m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: bool) {
+        gemm_f32::nn(m, a, w, c, accumulate);
+    }
+
+    fn gemm_tn(_: &mut Workspace, m: usize, n: usize, k: usize, a: &[f32], b: &[f32], c: &mut [f32], accumulate: bool) {
+        gemm_f32::tn([m, n, k], a, b, c, accumulate);
+    }
+}
+
+impl Element for bf16 {
+    const NAME: &'static str = "bf16";
+    type Weight = Bf16Weight;
+
+    // `half`'s own conversions test for CPU features on every call, which keeps loops from vectorising.
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        let bits = x.to_bits();
+        // Adding just under half a unit, and the kept bit's parity, rounds to nearest even; a NaN is
+        // made quiet instead, so that the carry cannot turn it into an infinity.
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    fn convert(src: &[f32], dst: &mut [Self]) {
+        narrow_bf16(src, dst);
+    }
+
+    fn widen(src: &[Self], dst: &mut [f32]) {
+        widen_bf16(src, dst);
+    }
+
+    fn prepare(w: &[f32], out: usize, inp: usize) -> Bf16Weight {
+        Bf16Weight::new(w, out, inp)
+    }
+
+    fn gemm_nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &mut [f32], accumulate: bool) {
+        gemm_bf16::nt(ws, m, a, w, c, accumulate);
+    }
+
+    fn gemm_nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &mut [f32], accumulate: bool) {
+        gemm_bf16::nn(ws, m, a, w, c, accumulate);
+    }
+
+    fn gemm_tn(
+        ws: &mut Workspace,
+        m: usize,
+        n: usize,
+        k: usize,
+        a: &[bf16],
+        b: &[bf16],
+        c: &mut [f32],
+        accumulate: bool,
+    ) {
+        gemm_bf16::tn(ws, [m, n, k], a, b, c, accumulate);
+    }
+}
+
+vectorised! {
+    fn narrow_bf16<>(src: &'a [f32], dst: &'a mut [bf16]) -> () {
+        assert_eq!(src.len(), dst.len());
+        for (d, &s) in dst.iter_mut().zip(src) {
+            *d = <bf16 as Element>::from_f32(s);
+        }
+    }
+}
+
+vectorised! {
+    fn widen_bf16<>(src: &'a [bf16], dst: &'a mut [f32]) -> () {
+        assert_eq!(src.len(), dst.len());
+        for (d, &s) in dst.iter_mut().zip(src) {
+            *d = Element::to_f32(s);
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! bf16 matrix products with f32 accumulation.
+//!
+//! On a CPU with AVX512-BF16 the products run in a kernel of this file; elsewhere the operands are widened to
+//! f32, exactly, and multiplied by faer.
+//!
+//! `VDPBF16PS` adds to each f32 lane the products of two neighbouring bf16 pairs. Both operands are therefore
+//! packed as *pairs* along the summed dimension, one `u32` each (the earlier element in the low half; a zero
+//! stands in where the dimension is odd):
+//!
+//! - the right operand in panels of [`NR`] columns, `[panel][pair][NR]`, columns past the end zero. A weight
+//!   is packed once, for each of its two products; `gemm_tn` packs its operand on every call;
+//! - the left operand in tiles of up to [`MR`] rows, `[tile][pair][rows]`, one cache block at a time.
+//!
+//! Loops, from the outside: blocks of the summed dimension ([`KC`]); blocks of rows, whose packed tiles stay in
+//! the L2 cache together with one panel; panels; tiles. The register tile is `MR x NR` f32 sums.
+//!
+//! An entry of `c` is summed in an order that only the summed dimension's length decides, so a row of a result
+//! does not depend on which other rows are computed with it. Denormals count as zero (the instruction's
+//! definition).
+
+use half::bf16;
+
+use super::{Element, F32Weight, Line, WeightShape, Workspace, gemm_f32, scratch};
+
+/// Rows of a register tile.
+const MR: usize = 12;
+/// Columns of a register tile and of a packed panel: two vectors.
+const NR: usize = 32;
+/// Most elements of the summed dimension in one block.
+const KC: usize = 2048;
+/// Most bytes of packed left operand in one block: with a panel of `KC * NR * 2` bytes, well inside 1 MiB of L2.
+const A_BLOCK_BYTES: usize = 384 << 10;
+
+/// Which implementation a product takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Path {
+    /// The AVX512-BF16 kernel.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// f32 through faer.
+    Widen,
+}
+
+impl Path {
+    /// The best one this CPU has.
+    pub(super) fn detect() -> Path {
+        #[cfg(target_arch = "x86_64")]
+        if avx512::Features::detect().is_some() {
+            return Path::Avx512Bf16;
+        }
+        Path::Widen
+    }
+}
+
+/// Whether bf16 products use this CPU's AVX512-BF16 instructions.
+pub fn uses_avx512_bf16() -> bool {
+    Path::detect() != Path::Widen
+}
+
+/// A weight matrix `W [out, inp]` rounded to bf16 and packed for both of its products.
+pub struct Bf16Weight {
+    out: usize,
+    inp: usize,
+    form: Form,
+}
+
+enum Form {
+    #[cfg(target_arch = "x86_64")]
+    Packed {
+        features: avx512::Features,
+        /// Panels of `Wᵀ`, pairs along `inp`.
+        nt: Vec<Line>,
+        /// Panels of `W`, pairs along `out`.
+        nn: Vec<Line>,
+    },
+    Wide(F32Weight),
+}
+
+impl Bf16Weight {
+    pub(super) fn new(w: &[f32], out: usize, inp: usize) -> Self {
+        Self::with_path(Path::detect(), w, out, inp)
+    }
+
+    /// As [`new`](Self::new), on a chosen path.
+    pub(super) fn with_path(path: Path, w: &[f32], out: usize, inp: usize) -> Self {
+        assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
+        let form = match path {
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Bf16 => {
+                let mut rounded = vec![bf16::default(); w.len()];
+                bf16::convert(w, &mut rounded);
+                let mut nt = vec![bytemuck::Zeroable::zeroed(); panel_lines(inp, out)];
+                pack_panels_transposed(&rounded, out, inp, bytemuck::cast_slice_mut(&mut nt));
+                let mut nn = vec![bytemuck::Zeroable::zeroed(); panel_lines(out, inp)];
+                pack_panels(&rounded, out, inp, bytemuck::cast_slice_mut(&mut nn));
+                let features = avx512::Features::detect().expect("the path was detected");
+                Form::Packed { features, nt, nn }
+            }
+            Path::Widen => Form::Wide(F32Weight::new(
+                w.iter().map(|&x| Element::to_f32(<bf16 as Element>::from_f32(x))).collect(),
+                out,
+                inp,
+            )),
+        };
+        Bf16Weight { out, inp, form }
+    }
+}
+
+impl WeightShape for Bf16Weight {
+    fn out(&self) -> usize {
+        self.out
+    }
+
+    fn inp(&self) -> usize {
+        self.inp
+    }
+}
+
+/// `c [m, out] (+)= a [m, inp] Wᵀ`.
+pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &mut [f32], accumulate: bool) {
+    match &w.form {
+        #[cfg(target_arch = "x86_64")]
+        &Form::Packed { features, ref nt, .. } => {
+            let (left, k, n) = (Left::Rows(a), w.inp, w.out);
+            avx512::product(features, &mut ws.a, [m, n, k], left, bytemuck::cast_slice(nt), c, accumulate);
+        }
+        Form::Wide(w) => {
+            let wide = scratch::<f32>(&mut ws.a, a.len());
+            bf16::widen(a, wide);
+            gemm_f32::nt(m, wide, w, c, accumulate);
+        }
+    }
+}
+
+/// `c [m, inp] (+)= a [m, out] W`.
+pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &mut [f32], accumulate: bool) {
+    match &w.form {
+        #[cfg(target_arch = "x86_64")]
+        &Form::Packed { features, ref nn, .. } => {
+            let (left, k, n) = (Left::Rows(a), w.out, w.inp);
+            avx512::product(features, &mut ws.a, [m, n, k], left, bytemuck::cast_slice(nn), c, accumulate);
+        }
+        Form::Wide(w) => {
+            let wide = scratch::<f32>(&mut ws.a, a.len());
+            bf16::widen(a, wide);
+            gemm_f32::nn(m, wide, w, c, accumulate);
+        }
+    }
+}
+
+/// `c [n, k] (+)= aᵀ b` with `a [m, n]` and `b [m, k]`.
+pub(super) fn tn(ws: &mut Workspace, shape: [usize; 3], a: &[bf16], b: &[bf16], c: &mut [f32], accumulate: bool) {
+    tn_with_path(Path::detect(), ws, shape, a, b, c, accumulate);
+}
+
+/// As [`tn`], on a chosen path.
+pub(super) fn tn_with_path(
+    path: Path,
+    ws: &mut Workspace,
+    shape @ [m, n, k]: [usize; 3],
+    a: &[bf16],
+    b: &[bf16],
+    c: &mut [f32],
+    accumulate: bool,
+) {
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx512Bf16 => {
+            let features = avx512::Features::detect().expect("the path was detected");
+            let panels = scratch::<u32>(&mut ws.b, panel_lines(m, k) * 16);
+            pack_panels(b, m, k, panels);
+            avx512::product(features, &mut ws.a, [n, k, m], Left::Columns(a), panels, c, accumulate);
+        }
+        Path::Widen => {
+            let wide_a = scratch::<f32>(&mut ws.a, a.len());
+            bf16::widen(a, wide_a);
+            let wide_b = scratch::<f32>(&mut ws.b, b.len());
+            bf16::widen(b, wide_b);
+            gemm_f32::tn(shape, wide_a, wide_b, c, accumulate);
+        }
+    }
+}
+
+/// Cache lines of a right operand of `k` rows and `n` columns, packed.
+fn panel_lines(k: usize, n: usize) -> usize {
+    n.div_ceil(NR) * k.div_ceil(2) * (NR / 16)
+}
+
+/// Two bf16 in one word, the first in the low half.
+#[inline(always)]
+fn pair(first: bf16, second: bf16) -> u32 {
+    u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
+}
+
+super::vectorised! {
+    /// Packs `b [k, n]` as it stands: pairs of neighbouring rows.
+    fn pack_panels<>(b: &'a [bf16], k: usize, n: usize, panels: &'a mut [u32]) -> () {
+        let pairs = k.div_ceil(2);
+        assert!(b.len() == k * n && panels.len() == panel_lines(k, n) * 16);
+        for p in 0..pairs {
+            let first = &b[2 * p * n..][..n];
+            let second = b.get((2 * p + 1) * n..(2 * p + 2) * n).unwrap_or(&[]);
+            for (i, columns) in first.chunks(NR).enumerate() {
+                let to: &mut [u32; NR] = panels[(i * pairs + p) * NR..].first_chunk_mut().expect("a panel's row");
+                match (columns.first_chunk::<NR>(), second[(i * NR).min(second.len())..].first_chunk::<NR>()) {
+                    (Some(x), Some(y)) => {
+                        for j in 0..NR {
+                            to[j] = pair(x[j], y[j]);
+                        }
+                    }
+                    _ => {
+                        for j in 0..NR {
+                            let at = i * NR + j;
+                            let x = columns.get(j).copied().unwrap_or_default();
+                            to[j] = if at < n { pair(x, second.get(at).copied().unwrap_or_default()) } else { 0 };
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Packs `wᵀ` from `w [n, k]`: pairs along a row.
+fn pack_panels_transposed(w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
+    let pairs = k.div_ceil(2);
+    for (j, row) in w.chunks(k).take(n).enumerate() {
+        let panel = &mut panels[j / NR * pairs * NR..][..pairs * NR];
+        for (p, x) in row.chunks(2).enumerate() {
+            panel[p * NR + j % NR] = pair(x[0], x.get(1).copied().unwrap_or_default());
+        }
+    }
+}
+
+/// Where a left operand `[m, k]` comes from.
+#[derive(Clone, Copy)]
+enum Left<'a> {
+    /// Stored `[m, k]`.
+    Rows(&'a [bf16]),
+    /// Stored `[k, m]`.
+    Columns(&'a [bf16]),
+}
+
+/// Packs rows `i0..i0 + rows` and summed elements `k0..k0 + kc` of a left operand into tiles.
+fn pack_left(left: Left<'_>, [m, k]: [usize; 2], [i0, rows]: [usize; 2], [k0, kc]: [usize; 2], tiles: &mut [u32]) {
+    match left {
+        Left::Rows(a) => {
+            let pairs = kc.div_ceil(2);
+            for (t, tile) in tiles.chunks_mut(pairs * MR).enumerate() {
+                let height = MR.min(rows - t * MR);
+                for r in 0..height {
+                    let row = &a[(i0 + t * MR + r) * k + k0..][..kc];
+                    let (whole, rest) = row.as_chunks::<2>();
+                    for (to, &[x, y]) in tile[r..].iter_mut().step_by(height).zip(whole) {
+                        *to = pair(x, y);
+                    }
+                    if let &[x] = rest {
+                        tile[(pairs - 1) * height + r] = pair(x, bf16::ZERO);
+                    }
+                }
+            }
+        }
+        Left::Columns(a) => pack_left_columns(a, m, i0, rows, k0, kc, tiles),
+    }
+}
+
+super::vectorised! {
+    fn pack_left_columns<>(
+        a: &'a [bf16],
+        m: usize,
+        i0: usize,
+        rows: usize,
+        k0: usize,
+        kc: usize,
+        tiles: &'a mut [u32],
+    ) -> () {
+        let pairs = kc.div_ceil(2);
+        for p in 0..pairs {
+            let first = &a[(k0 + 2 * p) * m + i0..][..rows];
+            // Past an odd end the second of the pair is zero.
+            let second = if 2 * p + 1 < kc { &a[(k0 + 2 * p + 1) * m + i0..][..rows] } else { &[] };
+            for (t, x) in first.chunks(MR).enumerate() {
+                let tile = &mut tiles[t * pairs * MR..];
+                match (x.first_chunk::<MR>(), second[(t * MR).min(second.len())..].first_chunk::<MR>()) {
+                    (Some(x), Some(y)) => {
+                        let to: &mut [u32; MR] = tile[p * MR..].first_chunk_mut().expect("a tile's row");
+                        for r in 0..MR {
+                            to[r] = pair(x[r], y[r]);
+                        }
+                    }
+                    _ => {
+                        for (r, to) in tile[p * x.len()..][..x.len()].iter_mut().enumerate() {
+                            *to = pair(x[r], second.get(t * MR + r).copied().unwrap_or_default());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use std::arch::x86_64::*;
+
+    use super::{A_BLOCK_BYTES, KC, Left, Line, MR, NR, pack_left, scratch};
+
+    /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
+    #[derive(Clone, Copy)]
+    pub(super) struct Features(());
+
+    impl Features {
+        pub(super) fn detect() -> Option<Features> {
+            (is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512bf16"))
+            .then_some(Features(()))
+        }
+    }
+
+    /// `c [m, n] (+)= left [m, k] right`, `right` packed in panels.
+    pub(super) fn product(
+        _: Features,
+        buffer: &mut Vec<Line>,
+        [m, n, k]: [usize; 3],
+        left: Left<'_>,
+        right: &[u32],
+        c: &mut [f32],
+        accumulate: bool,
+    ) {
+        let pairs_total = k.div_ceil(2);
+        assert_eq!(c.len(), m * n, "result of shape [{m}, {n}]");
+        let (Left::Rows(a) | Left::Columns(a)) = left;
+        assert_eq!(a.len(), m * k, "left operand of shape [{m}, {k}]");
+        assert_eq!(right.len(), n.div_ceil(NR) * pairs_total * NR, "packed right operand of shape [{k}, {n}]");
+        if k == 0 && !accumulate {
+            c.fill(0.0);
+        }
+        if m == 0 || n == 0 || k == 0 {
+            return;
+        }
+        let kc = k.div_ceil(k.div_ceil(KC)).next_multiple_of(2);
+        let mc = (A_BLOCK_BYTES / (kc * 2) / MR * MR).max(MR);
+        for k0 in (0..k).step_by(kc) {
+            let kc = kc.min(k - k0);
+            let pairs = kc.div_ceil(2);
+            let add = accumulate || k0 > 0;
+            for i0 in (0..m).step_by(mc) {
+                let rows = mc.min(m - i0);
+                let tiles = scratch::<u32>(buffer, rows * pairs);
+                pack_left(left, [m, k], [i0, rows], [k0, kc], tiles);
+                for (j, panel) in right.chunks(pairs_total * NR).enumerate() {
+                    let panel = &panel[k0 / 2 * NR..][..pairs * NR];
+                    let columns = NR.min(n - j * NR);
+                    for (t, tile) in tiles.chunks(pairs * MR).enumerate() {
+                        let c = &mut c[(i0 + t * MR) * n + j * NR..];
+                        // SAFETY: a `Features` exists, so the CPU has what the function was compiled for.
+                        unsafe { tile_of_any_height(tile, pairs, panel, c, n, columns, add) };
+                    }
+                }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    fn tile_of_any_height(
+        a: &[u32],
+        pairs: usize,
+        b: &[u32],
+        c: &mut [f32],
+        stride: usize,
+        columns: usize,
+        accumulate: bool,
+    ) {
+        macro_rules! by_height {
+            ($($height:literal)*) => {
+                match a.len() / pairs {
+                    $($height => tile::<$height>(a, b, c, stride, columns, accumulate),)*
+                    height => unreachable!("a tile of {height} rows"),
+                }
+            };
+        }
+        by_height!(1 2 3 4 5 6 7 8 9 10 11 12);
+    }
+
+    /// `c (+)= a b` for one register tile: `c` has `R` rows, `stride` apart, of `columns` entries.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    fn tile<const R: usize>(a: &[u32], b: &[u32], c: &mut [f32], stride: usize, columns: usize, accumulate: bool) {
+        const VECTORS: usize = NR / 16;
+        let (a, _) = a.as_chunks::<R>();
+        let (b, _) = b.as_chunks::<16>();
+        let (b, _) = b.as_chunks::<VECTORS>();
+        let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
+        for (a, b) in a.iter().zip(b) {
+            // SAFETY: an array of 16 words is 64 readable bytes, and every bit pattern is a vector.
+            let b = b.each_ref().map(|b| unsafe { std::mem::transmute(_mm512_loadu_epi32(b.as_ptr().cast())) });
+            for (sums, &a) in sums.iter_mut().zip(a) {
+                // SAFETY: both are 64 bytes of any bits.
+                let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(a as i32)) };
+                for (sum, &b) in sums.iter_mut().zip(&b) {
+                    *sum = _mm512_dpbf16_ps(*sum, a, b);
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            let row = &mut c[r * stride..][..columns];
+            for (v, &sum) in sums.iter().enumerate() {
+                let Some(to) = row.get_mut(v * 16..) else { break };
+                let mask = if to.len() >= 16 { 0xffff } else { (1u16 << to.len()) - 1 };
+                // SAFETY: the mask selects only elements of `to`.
+                unsafe {
+                    let sum =
+                        if accumulate { _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to.as_ptr())) } else { sum };
+                    _mm512_mask_storeu_ps(to.as_mut_ptr(), mask, sum);
+                }
+            }
+        }
+    }
+}

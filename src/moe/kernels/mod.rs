@@ -1,0 +1,76 @@
+//! CPU kernels of the layer: matrix products, activations, and the conversions between f32 and bf16.
+//!
+//! One PE is one process on one core, so everything here is single-threaded; parallelism is the PEs'.
+//! All matrices are row-major and contiguous. Elements are stored as [`Element`] (f32 or bf16) and every
+//! sum is accumulated in f32. The same inputs and shapes give the same bits on the same machine.
+//!
+//! - f32 products go through faer;
+//! - bf16 products have an in-tree kernel for AVX512-BF16 and, elsewhere, widen to f32 and use faer;
+//! - activations and vector helpers are plain loops compiled for the best instruction set that
+//!   [`pulp`] finds at run time.
+
+mod activation;
+mod element;
+mod gemm_bf16;
+mod gemm_f32;
+#[cfg(test)]
+mod tests;
+
+pub use activation::{
+    add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain, sigmoid,
+};
+pub use element::{Element, WeightShape};
+pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};
+pub use gemm_f32::F32Weight;
+
+use bytemuck::{Pod, Zeroable};
+
+/// One cache line; gives the packing buffers their alignment.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u32; 16]);
+
+/// Scratch memory that the matrix products pack operands into. It grows to what the largest product
+/// needs and is then reused, so that a steady state allocates nothing.
+#[derive(Default)]
+pub struct Workspace {
+    a: Vec<Line>,
+    b: Vec<Line>,
+}
+
+/// The first `len` elements of a buffer, grown if needed. What is in them is left over from earlier uses.
+fn scratch<T: Pod>(buffer: &mut Vec<Line>, len: usize) -> &mut [T] {
+    let lines = (len * size_of::<T>()).div_ceil(size_of::<Line>());
+    if buffer.len() < lines {
+        buffer.resize(lines, Line::zeroed());
+    }
+    &mut bytemuck::cast_slice_mut(&mut buffer[..lines])[..len]
+}
+
+/// Defines a function whose body is compiled once per instruction set and dispatched at run time.
+///
+/// The body is an inlined function of its own, so that its `&mut` arguments keep their no-alias
+/// guarantee and the loops vectorise. The caller writes the lifetime `'a` on every reference.
+macro_rules! vectorised {
+    ($(#[$attr:meta])* $vis:vis fn $name:ident<$($g:ident: $bound:ident),*>($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty $body:block) => {
+        $(#[$attr])*
+        $vis fn $name<'a, $($g: $bound),*>($($arg: $ty),*) -> $ret {
+            struct Call<'a, $($g: $bound),*> {
+                $($arg: $ty,)*
+                types: std::marker::PhantomData<(&'a (), $($g,)*)>,
+            }
+            impl<'a, $($g: $bound),*> pulp::NullaryFnOnce for Call<'a, $($g),*> {
+                type Output = $ret;
+                #[inline(always)]
+                fn call(self) -> $ret {
+                    #[inline(always)]
+                    #[allow(clippy::too_many_arguments)]
+                    fn body<'a, $($g: $bound),*>($($arg: $ty),*) -> $ret $body
+                    body::<$($g),*>($(self.$arg),*)
+                }
+            }
+            pulp::Arch::new().dispatch(Call { $($arg,)* types: std::marker::PhantomData::<(&'a (), $($g,)*)> })
+        }
+    };
+}
+use vectorised;

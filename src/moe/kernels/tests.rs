@@ -1,0 +1,163 @@
+//! Tests of the kernels against plain float64 loops.
+
+use half::bf16;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{Element, WeightShape, Workspace};
+
+/// `[m, n, k]` with every tail: below, at and above vector, block and panel sizes.
+const SHAPES: [[usize; 3]; 12] = [
+    [1, 1, 1],
+    [2, 3, 5],
+    [7, 17, 31],
+    [12, 32, 64],
+    [13, 33, 65],
+    [16, 64, 2],
+    [5, 100, 1],
+    [31, 1, 129],
+    [40, 130, 300],
+    [97, 161, 515],
+    [64, 48, 1030],
+    [300, 70, 33],
+];
+
+fn values<E: Element>(rng: &mut ChaCha8Rng, len: usize) -> Vec<E> {
+    (0..len).map(|_| E::from_f32(rng.random_range(-1.0..1.0))).collect()
+}
+
+fn wide<E: Element>(x: &[E]) -> Vec<f32> {
+    x.iter().map(|x| x.to_f32()).collect()
+}
+
+/// `c0 + a b` in float64, and the sum of the magnitudes of what was added, entry by entry.
+fn naive(
+    [m, n, k]: [usize; 3],
+    c0: &[f32],
+    a: impl Fn(usize, usize) -> f32,
+    b: impl Fn(usize, usize) -> f32,
+) -> Vec<(f64, f64)> {
+    let mut c = Vec::with_capacity(m * n);
+    for i in 0..m {
+        for j in 0..n {
+            let start = f64::from(c0[i * n + j]);
+            let (mut sum, mut size) = (start, start.abs());
+            for l in 0..k {
+                let term = f64::from(a(i, l)) * f64::from(b(l, j));
+                sum += term;
+                size += term.abs();
+            }
+            c.push((sum, size));
+        }
+    }
+    c
+}
+
+/// Every entry within the bound of a float32 sum of `k` terms.
+fn assert_close(what: &str, got: &[f32], want: &[(f64, f64)]) {
+    for (i, (&got, &(want, size))) in got.iter().zip(want).enumerate() {
+        let bound = 1e-6 * size + 1e-30;
+        assert!((f64::from(got) - want).abs() <= bound, "{what}: entry {i} is {got}, expected {want} within {bound}");
+    }
+}
+
+fn products_match_float64<E: Element>(prepare: impl Fn(&[f32], usize, usize) -> E::Weight) {
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let mut ws = Workspace::default();
+    for shape in SHAPES {
+        let [m, n, k] = shape;
+        for accumulate in [false, true] {
+            let start = |rng: &mut ChaCha8Rng, len| {
+                // Without accumulation what was in `c` must not matter, not even NaN.
+                if accumulate { values::<f32>(rng, len) } else { vec![f32::NAN; len] }
+            };
+            let base = |c: &[f32]| if accumulate { c.to_vec() } else { vec![0.0; c.len()] };
+
+            let w = wide(&values::<E>(&mut rng, n * k));
+            let weight = prepare(&w, n, k);
+            assert_eq!((weight.out(), weight.inp()), (n, k));
+
+            let a = values::<E>(&mut rng, m * k);
+            let mut c = start(&mut rng, m * n);
+            let want = naive([m, n, k], &base(&c), |i, l| a[i * k + l].to_f32(), |l, j| w[j * k + l]);
+            let before = c.clone();
+            E::gemm_nt(&mut ws, m, &a, &weight, &mut c, accumulate);
+            assert_close(&format!("nt {shape:?} {accumulate}"), &c, &want);
+            let mut again = before;
+            E::gemm_nt(&mut ws, m, &a, &weight, &mut again, accumulate);
+            assert_eq!(c, again, "nt {shape:?} repeats");
+
+            let a = values::<E>(&mut rng, m * n);
+            let mut c = start(&mut rng, m * k);
+            let want = naive([m, k, n], &base(&c), |i, l| a[i * n + l].to_f32(), |l, j| w[l * k + j]);
+            let before = c.clone();
+            E::gemm_nn(&mut ws, m, &a, &weight, &mut c, accumulate);
+            assert_close(&format!("nn {shape:?} {accumulate}"), &c, &want);
+            let mut again = before;
+            E::gemm_nn(&mut ws, m, &a, &weight, &mut again, accumulate);
+            assert_eq!(c, again, "nn {shape:?} repeats");
+
+            let a = values::<E>(&mut rng, m * n);
+            let b = values::<E>(&mut rng, m * k);
+            let mut c = start(&mut rng, n * k);
+            let want = naive([n, k, m], &base(&c), |i, l| a[l * n + i].to_f32(), |l, j| b[l * k + j].to_f32());
+            let before = c.clone();
+            E::gemm_tn(&mut ws, m, n, k, &a, &b, &mut c, accumulate);
+            assert_close(&format!("tn {shape:?} {accumulate}"), &c, &want);
+            let mut again = before;
+            E::gemm_tn(&mut ws, m, n, k, &a, &b, &mut again, accumulate);
+            assert_eq!(c, again, "tn {shape:?} repeats");
+        }
+    }
+}
+
+#[test]
+fn f32_products_match_float64() {
+    products_match_float64::<f32>(f32::prepare);
+}
+
+#[test]
+fn bf16_products_match_float64() {
+    products_match_float64::<bf16>(<bf16 as Element>::prepare);
+}
+
+fn no_rows<E: Element>() {
+    let mut ws = Workspace::default();
+    let weight = E::prepare(&[1.0; 15], 3, 5);
+    E::gemm_nt(&mut ws, 0, &[], &weight, &mut [], false);
+    E::gemm_nn(&mut ws, 0, &[], &weight, &mut [], true);
+    let mut c = [2.0; 15];
+    E::gemm_tn(&mut ws, 0, 3, 5, &[], &[], &mut c, true);
+    assert_eq!(c, [2.0; 15]);
+    E::gemm_tn(&mut ws, 0, 3, 5, &[], &[], &mut c, false);
+    assert_eq!(c, [0.0; 15]);
+}
+
+#[test]
+fn zero_rows_are_an_ordinary_case() {
+    no_rows::<f32>();
+    no_rows::<bf16>();
+}
+
+#[test]
+fn bf16_rounds_to_nearest_even_and_keeps_nan() {
+    let mut src: Vec<f32> = (0..=u16::MAX).map(|b| bf16::from_bits(b).to_f32()).collect();
+    // Halfway points, and their neighbours on both sides.
+    for b in (0..0x7f80u32).step_by(7) {
+        for low in [0x7fff, 0x8000, 0x8001] {
+            src.push(f32::from_bits(b << 16 | low));
+            src.push(-f32::from_bits(b << 16 | low));
+        }
+    }
+    let mut dst = vec![bf16::default(); src.len()];
+    <bf16 as Element>::convert(&src, &mut dst);
+    for (&s, &d) in src.iter().zip(&dst) {
+        let want = bf16::from_f32(s);
+        assert!(d == want && d.is_sign_negative() == want.is_sign_negative() || (s.is_nan() && d.is_nan()), "{s:e}");
+    }
+    let mut back = vec![0.0; dst.len()];
+    <bf16 as Element>::widen(&dst, &mut back);
+    for (&d, &b) in dst.iter().zip(&back) {
+        assert_eq!(half::bf16::to_f32(d).to_bits(), b.to_bits());
+    }
+}
