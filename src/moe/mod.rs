@@ -2,6 +2,7 @@
 
 pub mod config;
 pub mod kernels;
+pub mod synthetic;
 
 pub use config::{
     Activation, ConfigError, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId,
