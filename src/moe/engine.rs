@@ -268,6 +268,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         if self.direction == Direction::Forward {
             self.saved.inbound = vec![Inbound::default(); n];
             let routes = &self.saved.routes[me];
+            let (rows, slots) = (routes.tokens.len(), routes.slots.len());
             let counts: Vec<usize> = routes.counts(local).iter().map(|&c| c as usize).collect();
             for (e, &rows) in counts.iter().enumerate() {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
@@ -276,13 +277,8 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
                     self.add_tiles(e, 0..rows, 0);
                 }
             }
-            self.saved.inbound[me] = Inbound {
-                rows: routes.tokens.len(),
-                slots: routes.slots.len(),
-                counts,
-                starts: vec![0; local],
-                ..Inbound::default()
-            };
+            let starts = vec![0; local];
+            self.saved.inbound[me] = Inbound { rows, slots, counts, starts, ..Inbound::default() };
         } else {
             self.progress.headers.fill(true);
             for batch in &mut self.saved.batches {

@@ -89,8 +89,9 @@ impl<E: Element> Mlp<E> {
     /// around them: the measure that the layer is compared with.
     pub fn bare_gemms(&self, batch: &mut Batch<E>, grads: &mut MlpGradients, scratch: &mut Scratch, backward: bool) {
         let (m, h, i) = (batch.rows, self.hidden, self.config.intermediate);
-        let ws = &mut scratch.workspace;
-        let inner = [&mut scratch.inner[0][..m * i], &mut scratch.inner[1][..m * i]];
+        scratch.reserve(m * i);
+        let Scratch { workspace: ws, inner: [a, b] } = scratch;
+        let inner = [&mut a[..m * i], &mut b[..m * i]];
         if let Some(gate) = &self.gate {
             E::gemm_nt(ws, m, &batch.x, gate, inner[0], false);
         }

@@ -12,6 +12,7 @@ mod layout;
 pub mod metrics;
 pub mod placement;
 pub mod router;
+pub mod synthetic;
 
 pub use config::{
     Activation, ConfigError, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId,

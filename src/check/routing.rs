@@ -1,0 +1,380 @@
+//! The router: scores, the choice of experts and its verification, weights, losses, gradients.
+
+use anyhow::{Result, bail, ensure};
+
+use super::matrix::Matrix;
+use super::special::sigmoid;
+use crate::moe::{LayerConfig, RouterConfig, Scoring};
+
+/// The least a score can be off by: f32 scores below its smallest normal number vanish.
+const SCORE_FLOOR: f64 = 2.0 * f32::MIN_POSITIVE as f64;
+
+/// Every token's scores, choice and weights.
+pub struct Routing<'a> {
+    config: &'a LayerConfig,
+    logits: Matrix,
+    scores: Matrix,
+    /// `[tokens, top_k]`.
+    pub chosen: Vec<usize>,
+    /// The factor on the chosen experts' outputs, `[tokens, top_k]`; a dropped pair's too.
+    pub weights: Vec<f64>,
+    /// Whether the pair is within its expert's capacity, `[tokens, top_k]`.
+    pub kept: Vec<bool>,
+    /// Pairs routed to each expert before any drop, `[n_experts]`.
+    pub tokens_per_expert: Vec<u64>,
+}
+
+/// The selection scores of one token, each with how far f32 rounding may move it.
+struct Selection {
+    score: Vec<f64>,
+    slack: Vec<f64>,
+}
+
+impl<'a> Routing<'a> {
+    /// Routes the rows of `x`. With `given`, `[tokens, top_k]`, that choice is verified within
+    /// `tolerance` and used; otherwise the reference chooses.
+    pub fn new(
+        config: &'a LayerConfig,
+        x: &Matrix,
+        router: &Matrix,
+        bias: Option<&[f32]>,
+        given: Option<&[u32]>,
+        tolerance: f64,
+    ) -> Result<Self> {
+        let (tokens, n_experts, k) = (x.rows, config.n_experts, config.router.top_k);
+        let logits = x.times_transpose(router);
+        if let Some(i) = logits.data.iter().position(|l| !l.is_finite()) {
+            bail!("router logit of token {}, expert {} is not finite", i / n_experts, i % n_experts);
+        }
+        let mut scores = Matrix::zeros(tokens, n_experts);
+        for t in 0..tokens {
+            match config.router.scoring {
+                Scoring::Softmax => softmax(logits.row(t), scores.row_mut(t)),
+                Scoring::Sigmoid => {
+                    for (s, &l) in scores.row_mut(t).iter_mut().zip(logits.row(t)) {
+                        *s = sigmoid(l);
+                    }
+                }
+            }
+        }
+        // The sum of the terms' magnitudes is what the rounding of a logit is relative to.
+        let magnitudes = given.map(|_| x.map(f64::abs).times_transpose(&router.map(f64::abs)));
+        let mut chosen = Vec::with_capacity(tokens * k);
+        for t in 0..tokens {
+            let with_bias = |e: usize, s: f64| s + bias.map_or(0.0, |b| f64::from(b[e]));
+            let score: Vec<f64> = scores.row(t).iter().enumerate().map(|(e, &s)| with_bias(e, s)).collect();
+            let (Some(given), Some(magnitudes)) = (given, &magnitudes) else {
+                chosen.extend(select(&config.router, &score));
+                continue;
+            };
+            let logit_slack = tolerance * magnitudes.row(t).iter().copied().fold(0.0, f64::max);
+            let slack = (0..n_experts)
+                .map(|e| {
+                    let s = scores.row(t)[e];
+                    // |d softmax_e| <= 2 s (1 - s) max |d logit|, |d sigmoid| = s (1 - s) |d logit|;
+                    // then the rounding of the score and of its sum with the bias.
+                    2.0 * s * (1.0 - s) * logit_slack + tolerance * (s + score[e].abs()) + SCORE_FLOOR
+                })
+                .collect();
+            let own = given[t * k..(t + 1) * k].iter().map(|&e| e as usize).collect::<Vec<_>>();
+            verify(&config.router, t, &own, &Selection { score, slack })?;
+            chosen.extend(own);
+        }
+
+        let mut weights = Vec::with_capacity(tokens * k);
+        for t in 0..tokens {
+            let raw = chosen[t * k..(t + 1) * k].iter().map(|&e| scores.row(t)[e]);
+            let factor = f64::from(config.router.scaling) / normaliser(&config.router, raw.clone());
+            weights.extend(raw.map(|s| s * factor));
+        }
+
+        let mut tokens_per_expert = vec![0; n_experts];
+        let capacity = capacity(config, tokens);
+        let mut kept = Vec::with_capacity(tokens * k);
+        for &e in &chosen {
+            kept.push(capacity.is_none_or(|c| tokens_per_expert[e] < c));
+            tokens_per_expert[e] += 1;
+        }
+        Ok(Routing { config, logits, scores, chosen, weights, kept, tokens_per_expert })
+    }
+
+    /// `f_e`: the pairs routed to each expert, before any drop, over the tokens.
+    fn fractions(&self) -> Vec<f64> {
+        self.tokens_per_expert.iter().map(|&n| n as f64 / self.logits.rows as f64).collect()
+    }
+
+    /// The load-balancing loss `E sum_e f_e P_e` (Fedus et al., section 2.2, equation 4, over all
+    /// top-k choices), where `P_e` is the mean over tokens of the softmax probability, or of the
+    /// sigmoid score over the token's sum of scores (DeepSeek-V3, equations 18 to 20). 0 without tokens.
+    pub fn aux_loss(&self) -> f64 {
+        let tokens = self.logits.rows;
+        if tokens == 0 {
+            return 0.0;
+        }
+        let fractions = self.fractions();
+        let mut sum = 0.0;
+        for t in 0..tokens {
+            let scores = self.scores.row(t);
+            let total = self.score_total(scores);
+            sum += scores.iter().zip(&fractions).map(|(s, f)| s / total * f).sum::<f64>();
+        }
+        self.config.n_experts as f64 * sum / tokens as f64
+    }
+
+    /// What a token's scores are divided by to be probabilities.
+    fn score_total(&self, scores: &[f64]) -> f64 {
+        match self.config.router.scoring {
+            Scoring::Softmax => 1.0,
+            Scoring::Sigmoid => scores.iter().sum(),
+        }
+    }
+
+    /// The mean over tokens of `logsumexp(logits)^2` (Zoph et al., equation 5). 0 without tokens.
+    pub fn z_loss(&self) -> f64 {
+        let tokens = self.logits.rows;
+        if tokens == 0 {
+            return 0.0;
+        }
+        (0..tokens).map(|t| logsumexp(self.logits.row(t)).powi(2)).sum::<f64>() / tokens as f64
+    }
+
+    /// The gradient of the logits, `[tokens, n_experts]`, for that of the weights, `[tokens, top_k]`,
+    /// with both losses' shares.
+    pub fn backward(&self, d_weights: &[f64]) -> Matrix {
+        let router = &self.config.router;
+        let (tokens, n_experts, k) = (self.logits.rows, self.config.n_experts, router.top_k);
+        let fractions = self.fractions();
+        let aux = f64::from(self.config.aux_loss_coef) * n_experts as f64 / tokens as f64;
+        let z = f64::from(self.config.z_loss_coef) / tokens as f64;
+        let scaling = f64::from(router.scaling);
+        let mut d_logits = Matrix::zeros(tokens, n_experts);
+        for t in 0..tokens {
+            let scores = self.scores.row(t);
+            let chosen = &self.chosen[t * k..(t + 1) * k];
+            let d_weights = &d_weights[t * k..(t + 1) * k];
+
+            let mut d_scores = vec![0.0; n_experts];
+            // weight_i = scaling s_i / sum_j s_j. Written so that top-1 renormalised, where the
+            // weight does not depend on the score, gives exactly 0.
+            let sum = normaliser(router, chosen.iter().map(|&e| scores[e]));
+            let through_sum = if router.renormalise {
+                chosen.iter().zip(d_weights).map(|(&e, d)| d * (scores[e] / sum)).sum()
+            } else {
+                0.0
+            };
+            for (&e, d) in chosen.iter().zip(d_weights) {
+                d_scores[e] += scaling / sum * (d - through_sum);
+            }
+            // The auxiliary loss: P_e is s_e / total; total is constant under softmax.
+            let total = self.score_total(scores);
+            let through_total = match router.scoring {
+                Scoring::Softmax => 0.0,
+                Scoring::Sigmoid => fractions.iter().zip(scores).map(|(f, s)| f * s / total).sum(),
+            };
+            for (d, f) in d_scores.iter_mut().zip(&fractions) {
+                *d += aux * (f - through_total) / total;
+            }
+
+            let through_softmax: f64 = d_scores.iter().zip(scores).map(|(d, s)| d * s).sum();
+            let lse = logsumexp(self.logits.row(t));
+            for (e, d) in d_logits.row_mut(t).iter_mut().enumerate() {
+                let s = scores[e];
+                *d = match router.scoring {
+                    Scoring::Softmax => s * (d_scores[e] - through_softmax),
+                    Scoring::Sigmoid => s * (1.0 - s) * d_scores[e],
+                };
+                *d += 2.0 * z * lse * (self.logits.row(t)[e] - lse).exp();
+            }
+        }
+        d_logits
+    }
+}
+
+/// What the chosen scores are divided by.
+fn normaliser(router: &RouterConfig, chosen_scores: impl Iterator<Item = f64>) -> f64 {
+    match (router.renormalise, router.scoring) {
+        (false, _) => 1.0,
+        (true, Scoring::Softmax) => chosen_scores.sum(),
+        (true, Scoring::Sigmoid) => chosen_scores.sum::<f64>() + 1e-20,
+    }
+}
+
+/// The most pairs an expert keeps, where there is a limit.
+fn capacity(config: &LayerConfig, tokens: usize) -> Option<u64> {
+    let pairs = (tokens * config.router.top_k) as f64;
+    config.capacity_factor.map(|c| (c * pairs / config.n_experts as f64).ceil() as u64)
+}
+
+fn softmax(logits: &[f64], out: &mut [f64]) {
+    let lse = logsumexp(logits);
+    for (p, &l) in out.iter_mut().zip(logits) {
+        *p = (l - lse).exp();
+    }
+}
+
+fn logsumexp(logits: &[f64]) -> f64 {
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    max + logits.iter().map(|l| (l - max).exp()).sum::<f64>().ln()
+}
+
+/// The indices of the `n` largest of `values` among `among`, ties to the smaller index.
+fn largest(values: &[f64], among: impl Iterator<Item = usize>, n: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = among.collect();
+    order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
+    order.truncate(n);
+    order
+}
+
+/// The sum of the two best scores of each group, or the only one's.
+fn group_scores(score: &[f64], n_groups: usize) -> Vec<f64> {
+    let size = score.len() / n_groups;
+    score.chunks(size).map(|group| largest(group, 0..size, 2).iter().map(|&e| group[e]).sum()).collect()
+}
+
+/// The chosen experts of one token, best first.
+fn select(router: &RouterConfig, score: &[f64]) -> Vec<usize> {
+    let all = 0..score.len();
+    let Some(groups) = router.groups else {
+        return largest(score, all, router.top_k);
+    };
+    let size = score.len() / groups.n_groups;
+    let eligible = largest(&group_scores(score, groups.n_groups), 0..groups.n_groups, groups.top_groups);
+    largest(score, all.filter(|e| eligible.contains(&(e / size))), router.top_k)
+}
+
+/// Checks that `own` is a choice the rules allow when every selection score may be off by its slack:
+/// no expert left out is better than one chosen by more than the two scores' slacks.
+fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -> Result<()> {
+    let n_experts = sel.score.len();
+    for (i, &e) in own.iter().enumerate() {
+        ensure!(e < n_experts, "token {token} goes to expert {e}, but there are {n_experts} experts");
+        ensure!(!own[..i].contains(&e), "token {token} goes to expert {e} twice");
+    }
+    let eligible = eligible_experts(router, token, own, sel)?;
+    let above = |e: &usize| sel.score[*e] + sel.slack[*e];
+    let below = |e: &usize| sel.score[*e] - sel.slack[*e];
+    let worst = own.iter().copied().min_by(|a, b| above(a).total_cmp(&above(b)));
+    let best_left_out =
+        eligible.into_iter().filter(|e| !own.contains(e)).max_by(|a, b| below(a).total_cmp(&below(b)));
+    if let (Some(worst), Some(left_out)) = (worst, best_left_out)
+        && below(&left_out) > above(&worst)
+    {
+        bail!(
+            "token {token} goes to expert {worst} with selection score {}, expected expert {left_out} with {}",
+            sel.score[worst],
+            sel.score[left_out]
+        );
+    }
+    Ok(())
+}
+
+/// The experts `own` may have been chosen among: all, or those of the eligible groups. Where groups are
+/// nearly tied, the ties are resolved in favour of `own`.
+fn eligible_experts(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -> Result<Vec<usize>> {
+    let n_experts = sel.score.len();
+    let Some(groups) = router.groups else {
+        return Ok((0..n_experts).collect());
+    };
+    let size = n_experts / groups.n_groups;
+    let score = group_scores(&sel.score, groups.n_groups);
+    let slack: Vec<f64> =
+        sel.slack.chunks(size).map(|group| 2.0 * group.iter().copied().fold(0.0, f64::max)).collect();
+    let others = |g: usize| (0..groups.n_groups).filter(move |&o| o != g);
+    // Eligible whatever the rounding; perhaps eligible.
+    let surely =
+        |&g: &usize| others(g).filter(|&o| score[o] + slack[o] >= score[g] - slack[g]).count() < groups.top_groups;
+    let perhaps =
+        |&g: &usize| others(g).filter(|&o| score[o] - slack[o] > score[g] + slack[g]).count() < groups.top_groups;
+    for &e in own {
+        let g = e / size;
+        ensure!(
+            perhaps(&g),
+            "token {token} goes to expert {e} of group {g} with group score {}, expected one of the groups {:?}, the \
+             best {} of the group scores {score:?}",
+            score[g],
+            largest(&score, 0..groups.n_groups, groups.top_groups),
+            groups.top_groups
+        );
+    }
+    let mut eligible: Vec<usize> =
+        (0..groups.n_groups).filter(|g| surely(g) || own.iter().any(|&e| e / size == *g)).collect();
+    ensure!(
+        eligible.len() <= groups.top_groups,
+        "token {token} goes to experts {own:?} of too many groups: with the groups that are surely among the best {} \
+         they make {eligible:?}; group scores {score:?}",
+        groups.top_groups
+    );
+    // The rest of the places, to the nearly tied groups whose best expert is the worst.
+    let best = |g: usize| sel.score[g * size..(g + 1) * size].iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut tied: Vec<usize> = (0..groups.n_groups).filter(|g| perhaps(g) && !eligible.contains(g)).collect();
+    tied.sort_by(|&a, &b| best(a).total_cmp(&best(b)));
+    tied.truncate(groups.top_groups - eligible.len());
+    eligible.extend(tied);
+    Ok((0..n_experts).filter(|e| eligible.contains(&(e / size))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::moe::GroupLimit;
+
+    fn router(top_k: usize, groups: Option<(usize, usize)>) -> RouterConfig {
+        RouterConfig {
+            scoring: Scoring::Sigmoid,
+            top_k,
+            renormalise: true,
+            scaling: 1.0,
+            groups: groups.map(|(n_groups, top_groups)| GroupLimit { n_groups, top_groups }),
+            correction_bias: false,
+        }
+    }
+
+    fn check(router: &RouterConfig, score: &[f64], own: &[usize]) -> Result<()> {
+        verify(router, 7, own, &Selection { score: score.to_vec(), slack: vec![1e-3; score.len()] })
+    }
+
+    fn error(router: &RouterConfig, score: &[f64], own: &[usize]) -> String {
+        check(router, score, own).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn selection_breaks_ties_to_the_smaller_index() {
+        assert_eq!(select(&router(3, None), &[0.5, 0.7, 0.5, 0.7, 0.5]), [1, 3, 0]);
+        // Groups {0,1} {2,3} {4,5} score 0.9, 1.0, 0.9: the first of the tied two goes with the second.
+        assert_eq!(select(&router(2, Some((3, 2))), &[0.8, 0.1, 0.5, 0.5, 0.6, 0.3]), [0, 2]);
+        // Groups of one expert count that one alone.
+        assert_eq!(select(&router(2, Some((3, 2))), &[0.1, 0.3, 0.2]), [1, 2]);
+    }
+
+    #[test]
+    fn a_near_tie_is_no_error_and_a_wrong_choice_is() {
+        let r = router(2, None);
+        let score = [0.9, 0.5, 0.5005, 0.1];
+        check(&r, &score, &[2, 0]).unwrap();
+        check(&r, &score, &[0, 1]).unwrap();
+        let text = error(&r, &score, &[0, 3]);
+        assert!(text.contains("token 7") && text.contains("expert 3 with selection score 0.1"), "{text}");
+        assert!(text.contains("expert 2 with 0.5005"), "{text}");
+        // Both near the second best, but the best is left out.
+        assert!(error(&r, &score, &[1, 2]).contains("expected expert 0"));
+        assert!(error(&r, &score, &[0, 0]).contains("expert 0 twice"));
+        assert!(error(&r, &score, &[0, 4]).contains("expert 4, but there are 4"));
+    }
+
+    #[test]
+    fn a_near_tie_between_groups_is_no_error_and_a_wrong_group_is() {
+        // Groups of two with scores 1.2, 0.8, 0.8005, 0.3.
+        let score = [0.7, 0.5, 0.6, 0.2, 0.45, 0.3505, 0.2, 0.1];
+        let two = router(2, Some((4, 2)));
+        // Group 1 eligible: experts 0 and 2. Group 2 eligible instead: experts 0 and 1.
+        check(&two, &score, &[0, 2]).unwrap();
+        check(&two, &score, &[0, 1]).unwrap();
+        assert!(error(&two, &score, &[0, 6]).contains("expert 6 of group 3"));
+        assert!(error(&two, &score, &[0, 4]).contains("expected expert 1"));
+        let three = router(3, Some((4, 2)));
+        check(&three, &score, &[0, 1, 2]).unwrap();
+        check(&three, &score, &[0, 1, 4]).unwrap();
+        // Either tied group may be eligible, not both.
+        assert!(error(&three, &score, &[0, 2, 4]).contains("too many groups"));
+    }
+}

@@ -1,0 +1,297 @@
+//! The reference against finite differences of itself, a case computed by hand, and its errors.
+
+use std::collections::BTreeMap;
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::*;
+use crate::moe::{Activation, GroupLimit, RouterConfig, Scoring, SharedConfig};
+
+const HIDDEN: usize = 5;
+const TOKENS: usize = 6;
+/// Added to and subtracted from an entry; the entries are multiples of 2^-10, so that this is exact in f32.
+const STEP: f32 = 1.0 / 4096.0;
+
+fn mlp(activation: Activation, gated: bool, bias: bool) -> MlpConfig {
+    MlpConfig { intermediate: 3, gated, activation, bias }
+}
+
+/// Softmax top-2 of four plain SiLU experts.
+fn base() -> LayerConfig {
+    LayerConfig {
+        hidden: HIDDEN,
+        n_experts: 4,
+        router: RouterConfig {
+            scoring: Scoring::Softmax,
+            top_k: 2,
+            renormalise: false,
+            scaling: 1.0,
+            groups: None,
+            correction_bias: false,
+        },
+        expert: mlp(Activation::Silu, false, false),
+        shared: None,
+        capacity_factor: None,
+        aux_loss_coef: 0.0,
+        z_loss_coef: 0.0,
+    }
+}
+
+/// Inputs and weights on a coarse grid in -1..1, the router's in -2..2.
+struct Data {
+    config: LayerConfig,
+    hidden_states: Vec<f32>,
+    grad_output: Vec<f32>,
+    weights: BTreeMap<WeightId, Vec<f32>>,
+}
+
+impl Data {
+    fn new(config: LayerConfig, tokens: usize, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut numbers = |n: usize, max: f32| -> Vec<f32> {
+            (0..n).map(|_| (rng.random_range(-1.0..1.0) * max * 1024.0_f32).round() / 1024.0).collect()
+        };
+        let hidden_states = numbers(tokens * config.hidden, 1.0);
+        let grad_output = numbers(tokens * config.hidden, 1.0);
+        let weights = config
+            .weights()
+            .into_iter()
+            .map(|id| (id, numbers(config.shape(id).iter().product(), if id == WeightId::Router { 2.0 } else { 1.0 })))
+            .collect();
+        Data { config, hidden_states, grad_output, weights }
+    }
+
+    fn run(&self, chosen: Option<&[u32]>, tolerance: f64) -> Result<Reference> {
+        reference(&Problem {
+            config: &self.config,
+            tokens: self.hidden_states.len() / self.config.hidden,
+            hidden_states: &self.hidden_states,
+            grad_output: Some(&self.grad_output),
+            weights: &|id| Ok(self.weights[&id].clone()),
+            chosen,
+            choice_tolerance: tolerance,
+        })
+    }
+
+    /// What the backward pass differentiates, with the routing held fast.
+    fn objective(&self, chosen: &[u32]) -> f64 {
+        let r = self.run(Some(chosen), 1e6).unwrap();
+        let product: f64 = r.output.iter().zip(&self.grad_output).map(|(o, &g)| o * f64::from(g)).sum();
+        product + f64::from(self.config.aux_loss_coef) * r.aux_loss + f64::from(self.config.z_loss_coef) * r.z_loss
+    }
+
+    /// The central difference quotient of the objective for the entry that `entry` picks.
+    fn quotient(&mut self, chosen: &[u32], entry: impl Fn(&mut Self) -> &mut f32) -> f64 {
+        let value = *entry(self);
+        *entry(self) = value + STEP;
+        let above = self.objective(chosen);
+        *entry(self) = value - STEP;
+        let below = self.objective(chosen);
+        *entry(self) = value;
+        (above - below) / (2.0 * f64::from(STEP))
+    }
+
+    /// Compares every gradient with finite differences. The quotients are off by STEP^2/6 times a third
+    /// derivative of order one, 1e-8, and by 2^-52 / STEP, 1e-12.
+    fn check_gradients(mut self) -> Reference {
+        let result = self.run(None, CHOICE_TOLERANCE).unwrap();
+        let chosen = &result.chosen;
+        let close = |what: &str, got: &[f64], want: &[f64]| {
+            let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+            let difference = norm(&mut got.iter().zip(want).map(|(g, w)| g - w));
+            let size = norm(&mut want.iter().copied());
+            assert!(difference <= 1e-6 * size + 1e-9, "{what} of {:?}: {got:?}, not {want:?}", self.config);
+        };
+        let config = &self.config;
+        let ids: Vec<WeightId> = config.weights().into_iter().filter(|id| id.has_gradient()).collect();
+        assert!(result.grads.keys().copied().eq(ids.iter().copied().collect::<std::collections::BTreeSet<_>>()));
+        let mut data = Data {
+            config: config.clone(),
+            hidden_states: std::mem::take(&mut self.hidden_states),
+            grad_output: std::mem::take(&mut self.grad_output),
+            weights: std::mem::take(&mut self.weights),
+        };
+        let n = data.hidden_states.len();
+        let want: Vec<f64> = (0..n).map(|i| data.quotient(chosen, |d| &mut d.hidden_states[i])).collect();
+        close("grad_hidden_states", result.grad_hidden_states.as_ref().unwrap(), &want);
+        for id in ids {
+            let n = data.weights[&id].len();
+            let want: Vec<f64> =
+                (0..n).map(|i| data.quotient(chosen, |d| &mut d.weights.get_mut(&id).unwrap()[i])).collect();
+            close(&format!("{id:?}"), &result.grads[&id], &want);
+        }
+        result
+    }
+}
+
+#[test]
+fn gradients_of_every_activation_gated_and_plain_with_biases() {
+    let activations = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu];
+    for (i, activation) in activations.into_iter().enumerate() {
+        for gated in [false, true] {
+            let expert = mlp(activation, gated, true);
+            Data::new(LayerConfig { expert, ..base() }, TOKENS, 10 + i as u64).check_gradients();
+        }
+    }
+}
+
+#[test]
+fn gradients_of_every_router_with_both_losses() {
+    for scoring in [Scoring::Softmax, Scoring::Sigmoid] {
+        for renormalise in [false, true] {
+            for groups in [None, Some(GroupLimit { n_groups: 4, top_groups: 2 })] {
+                let router = RouterConfig {
+                    scoring,
+                    top_k: 3,
+                    renormalise,
+                    scaling: 2.5,
+                    groups,
+                    correction_bias: scoring == Scoring::Sigmoid,
+                };
+                let config = LayerConfig { n_experts: 8, router, aux_loss_coef: 0.5, z_loss_coef: 0.25, ..base() };
+                Data::new(config, TOKENS, 20).check_gradients();
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_of_shared_experts() {
+    for sigmoid_gate in [false, true] {
+        let shared = Some(SharedConfig { mlp: mlp(Activation::Gelu, true, sigmoid_gate), sigmoid_gate });
+        Data::new(LayerConfig { shared, ..base() }, TOKENS, 30).check_gradients();
+    }
+}
+
+#[test]
+fn gradients_with_dropped_tokens() {
+    for scoring in [Scoring::Softmax, Scoring::Sigmoid] {
+        let router = RouterConfig { scoring, renormalise: true, ..base().router };
+        let config = LayerConfig { router, capacity_factor: Some(0.6), aux_loss_coef: 0.5, ..base() };
+        let result = Data::new(config, TOKENS, 40).check_gradients();
+        // ceil(0.6 * 2 * 6 / 4) = 2 pairs per expert.
+        let dropped: u64 = result.tokens_per_expert.iter().map(|n| n.saturating_sub(2)).sum();
+        assert!(dropped > 0);
+        assert_eq!(result.dropped, dropped);
+        assert_eq!(result.tokens_per_expert.iter().sum::<u64>(), 12);
+    }
+}
+
+/// Two experts of width 1, hidden width 2, top-1, ReLU: small enough to do on paper.
+fn by_hand() -> Data {
+    let router = RouterConfig { top_k: 1, ..base().router };
+    let expert = MlpConfig { intermediate: 1, ..mlp(Activation::Relu, false, false) };
+    let config = LayerConfig { hidden: 2, n_experts: 2, router, expert, ..base() };
+    let mut data = Data::new(config, 2, 0);
+    // Logits (0, ln 3) and (0, -ln 3): probabilities (1/4, 3/4) and (3/4, 1/4).
+    let ln3 = 3.0_f32.ln();
+    data.hidden_states = vec![ln3, 1.0, -ln3, 2.0];
+    data.grad_output = vec![1.0, 0.0, 1.0, 1.0];
+    data.weights.insert(WeightId::Router, vec![0.0, 0.0, 1.0, 0.0]);
+    for e in 0..2 {
+        data.weights.insert(WeightId::Expert(e, crate::moe::Proj::Up), vec![0.0, (e + 1) as f32]);
+        data.weights.insert(WeightId::Expert(e, crate::moe::Proj::Down), vec![1.0, -1.0]);
+    }
+    data
+}
+
+#[test]
+fn a_case_computed_by_hand() {
+    let close = |what: &str, got: &[f64], want: &[f64]| {
+        assert_eq!(got.len(), want.len(), "{what}");
+        assert!(got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-6), "{what}: {got:?}, not {want:?}");
+    };
+    let r = by_hand().run(None, CHOICE_TOLERANCE).unwrap();
+    assert_eq!((r.chosen, r.tokens_per_expert, r.dropped), (vec![1, 0], vec![1, 1], 0));
+    close("weights", &r.routing_weights, &[0.75, 0.75]);
+    // Both experts' inner value is 2: expert 1 doubles 1, expert 0 takes 2.
+    close("output", &r.output, &[1.5, -1.5, 1.5, -1.5]);
+    // f = (1/2, 1/2), P = (1/2, 1/2).
+    close("aux_loss", &[r.aux_loss], &[1.0]);
+    // logsumexp is ln 4 and ln 4/3.
+    close("z_loss", &[r.z_loss], &[(4.0_f64.ln().powi(2) + (4.0_f64 / 3.0).ln().powi(2)) / 2.0]);
+    // Token 0: d weight = 1 * 2; d logit_1 = 2 * 3/4 * 1/4. Token 1: d weight = 1 * 2 - 1 * 2 = 0.
+    let d = 0.375;
+    let ln3 = 3.0_f64.ln();
+    close("grad router", &r.grads[&WeightId::Router], &[-d * ln3, -d, d * ln3, d]);
+    // Token 0: through the logit to x_0, through expert 1 (0.75 * 1 * 2) to x_1; token 1: 0.75 * (1 - 1) * 1.
+    close("grad x", &r.grad_hidden_states.unwrap(), &[d, 1.5, 0.0, 0.0]);
+    close("grad down", &r.grads[&WeightId::Expert(1, crate::moe::Proj::Down)], &[1.5, 0.0]);
+    close("grad up", &r.grads[&WeightId::Expert(1, crate::moe::Proj::Up)], &[0.75 * ln3, 0.75]);
+}
+
+#[test]
+fn the_pairs_with_the_smallest_token_index_are_kept() {
+    let mut data = by_hand();
+    data.config.capacity_factor = Some(1.0);
+    // Both tokens to expert 1, which may keep ceil(1 * 1 * 2 / 2) = 1.
+    data.hidden_states[2] = 3.0_f32.ln();
+    let r = data.run(None, CHOICE_TOLERANCE).unwrap();
+    assert_eq!((r.chosen, r.tokens_per_expert, r.dropped), (vec![1, 1], vec![0, 2], 1));
+    assert!(r.output[0] > 1.0);
+    assert_eq!(r.output[2..], [0.0, 0.0]);
+    assert!(r.grads[&WeightId::Expert(0, crate::moe::Proj::Up)] == [0.0, 0.0]);
+}
+
+#[test]
+fn no_tokens_are_an_ordinary_case() {
+    let mlp = mlp(Activation::Silu, true, true);
+    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
+    let config = LayerConfig { shared, aux_loss_coef: 1.0, z_loss_coef: 1.0, ..base() };
+    let r = Data::new(config.clone(), 0, 1).run(Some(&[]), CHOICE_TOLERANCE).unwrap();
+    assert!(r.output.is_empty() && r.grad_hidden_states.unwrap().is_empty());
+    assert_eq!((r.aux_loss, r.z_loss), (0.0, 0.0));
+    for id in config.weights() {
+        assert_eq!(r.grads[&id], vec![0.0; config.shape(id).iter().product()], "{id:?}");
+    }
+}
+
+#[test]
+fn the_layers_choice_is_used_in_its_order_and_a_wrong_one_is_an_error() {
+    let data = Data::new(base(), TOKENS, 50);
+    let own = data.run(None, CHOICE_TOLERANCE).unwrap();
+    let swapped: Vec<u32> = own.chosen.chunks(2).flat_map(|c| [c[1], c[0]]).collect();
+    let same = data.run(Some(&swapped), CHOICE_TOLERANCE).unwrap();
+    assert_eq!(same.chosen, swapped);
+    assert!(same.output.iter().zip(&own.output).all(|(a, b)| (a - b).abs() < 1e-14));
+
+    let mut wrong = own.chosen.clone();
+    // Of four experts, one of the two left out at token 3.
+    let left_out = (0..4).find(|e| !wrong[6..8].contains(e)).unwrap();
+    wrong[6] = left_out;
+    let text = data.run(Some(&wrong), CHOICE_TOLERANCE).unwrap_err().to_string();
+    assert!(text.contains("token 3 goes to expert") && text.contains("expected expert"), "{text}");
+    wrong[6] = 9;
+    let text = data.run(Some(&wrong), CHOICE_TOLERANCE).unwrap_err().to_string();
+    assert_eq!(text, "token 3 goes to expert 9, but there are 4 experts");
+    let text = data.run(Some(&wrong[1..]), CHOICE_TOLERANCE).unwrap_err().to_string();
+    assert_eq!(text, "the layer's choice has 11 experts, expected 6 x 2");
+}
+
+#[test]
+fn a_choice_that_only_f32_rounding_makes_is_accepted() {
+    // Experts 0 and 1 differ by one part in 10^6 of the logit.
+    let mut data = by_hand();
+    data.weights.insert(WeightId::Router, vec![1.0, 1.0, 1.000_001, 1.0]);
+    data.hidden_states = vec![1.0, 1.0, 1.0, -1.0];
+    data.run(Some(&[0, 1]), CHOICE_TOLERANCE).unwrap();
+    data.run(Some(&[0, 1]), 1e-8).unwrap_err();
+}
+
+#[test]
+fn bad_inputs_are_named() {
+    let error = |data: &Data| data.run(None, CHOICE_TOLERANCE).unwrap_err().to_string();
+    let mut data = Data::new(base(), TOKENS, 60);
+    data.weights.insert(WeightId::Router, vec![0.0; 3]);
+    assert_eq!(error(&data), "weight Router has 3 numbers, expected 20 for shape [4, 5]");
+    data = Data::new(base(), TOKENS, 60);
+    data.hidden_states[HIDDEN + 1] = f32::NAN;
+    assert_eq!(error(&data), "router logit of token 1, expert 0 is not finite");
+    data = Data::new(base(), TOKENS, 60);
+    data.grad_output.pop();
+    assert_eq!(error(&data), "grad_output has 29 numbers, expected 6 x 5");
+    data = Data::new(base(), TOKENS, 60);
+    data.config.router.top_k = 5;
+    assert!(error(&data).starts_with("top-k is 5"));
+}
