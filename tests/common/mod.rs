@@ -1,0 +1,180 @@
+//! Runs a layer on several PEs, as threads of this process, over any transport.
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use aristos::check::{self, Problem, Reference};
+use aristos::moe::kernels::Element;
+use aristos::moe::metrics::{Traffic, Unobserved};
+use aristos::moe::placement::{Placement, block};
+use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
+use aristos::moe::{
+    Activation, Gradients, Layer, LayerConfig, Layout, MlpConfig, MoeError, Options, RouterConfig, Scoring, WeightId,
+    WeightSource,
+};
+use aristos::shmem::{Segment, Shmem, ShmTransport, Transport};
+
+/// A small Mixtral-like layer: gated SiLU, softmax top-2, renormalised.
+pub fn mixtral(hidden: usize, intermediate: usize, n_experts: usize, top_k: usize) -> LayerConfig {
+    LayerConfig {
+        hidden,
+        n_experts,
+        router: RouterConfig {
+            scoring: Scoring::Softmax,
+            top_k,
+            renormalise: true,
+            scaling: 1.0,
+            groups: None,
+            correction_bias: false,
+        },
+        expert: MlpConfig { intermediate, gated: true, activation: Activation::Silu, bias: false },
+        shared: None,
+        capacity_factor: None,
+        aux_loss_coef: 0.0,
+        z_loss_coef: 0.0,
+    }
+}
+
+/// A synthetic source with uniform routing.
+pub fn synthetic(layer: LayerConfig, seed: u64) -> Synthetic {
+    Synthetic::new(SyntheticSpec { layer, hot_ratio: 0.0, hot_weight: 0.0, seed }).unwrap()
+}
+
+/// What all PEs together computed in one step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Step {
+    pub output: Vec<f32>,
+    pub grad_hidden_states: Vec<f32>,
+    pub grads: BTreeMap<WeightId, Vec<f32>>,
+    pub chosen: Vec<u32>,
+    /// By PE.
+    pub traffic: Vec<Traffic>,
+    pub rounds: Vec<usize>,
+    pub peak_bytes: Vec<usize>,
+}
+
+/// The contiguous even split of `tokens` over `n` PEs.
+pub fn even(tokens: usize, n: usize) -> Vec<Range<usize>> {
+    (0..n).map(|pe| block(tokens, n, pe)).collect()
+}
+
+/// Transports over memfds, all in this process.
+pub fn shm(n: usize, heap_bytes: usize) -> Vec<ShmTransport> {
+    let segments: Vec<Segment> = (0..n).map(|_| Segment::create("test", heap_bytes).unwrap()).collect();
+    (0..n)
+        .map(|pe| {
+            let mapped = segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap());
+            ShmTransport::new(pe, mapped.collect()).unwrap()
+        })
+        .collect()
+}
+
+/// The symmetric heap that a layer needs.
+pub fn heap_bytes<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, options: &Options) -> usize {
+    let layout = Layout::new(layer, &Placement::even(layer.n_experts, n), size_of::<E>(), max_tokens, options).unwrap();
+    let bytes = layout.total_bytes();
+    bytes + Shmem::<ShmTransport>::reserved_bytes(n, bytes + (1 << 20)) + 4096
+}
+
+/// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
+pub fn on_pes<T: Transport + Send, R: Send>(transports: Vec<T>, f: impl Fn(Shmem<T>) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let f = &f;
+        let threads: Vec<_> =
+            transports.into_iter().map(|t| scope.spawn(move || f(Shmem::new(t)))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Runs `steps` steps (forward and backward); step `s` has the token ranges `splits[s % splits.len()]`.
+pub fn run<T: Transport + Send, E: Element>(
+    transports: Vec<T>,
+    source: &Synthetic,
+    splits: &[Vec<Range<usize>>],
+    options: &Options,
+    steps: usize,
+) -> Result<Vec<Step>, MoeError> {
+    let n = transports.len();
+    let config = source.config();
+    let placement = Placement::even(config.n_experts, n);
+    let max_tokens = splits.iter().flatten().map(Range::len).max().unwrap();
+    let by_pe = on_pes(transports, |shmem| {
+        let me = shmem.my_pe();
+        let mut layer =
+            Layer::<T, E>::new(&shmem, source, placement.clone(), max_tokens, options.clone(), &Unobserved)?;
+        let mut all = Vec::new();
+        for step in 0..steps {
+            let range = splits[step % splits.len()][me].clone();
+            let to_e = |v: Vec<f32>| v.into_iter().map(E::from_f32).collect::<Vec<E>>();
+            let (x, g) = (to_e(source.hidden_states(range.clone())), to_e(source.grad_output(range)));
+            let mut output = vec![f32::NAN; x.len()];
+            let mut grad_input = vec![f32::NAN; x.len()];
+            let mut grads = Gradients::zeros(config, &placement, me);
+            let saved = layer.forward(&x, &mut output)?;
+            let (chosen, rounds) = (saved.routing.chosen.clone(), saved.rounds);
+            layer.backward(saved, &g, &mut grad_input, &mut grads)?;
+            let traffic = layer.recorder.take().1;
+            all.push((output, grad_input, grads, chosen, traffic, rounds, shmem.peak_bytes()));
+        }
+        layer.free()?;
+        Ok(all)
+    });
+    // A peer's error is often only the echo of the first one; any will do for a test.
+    let by_pe = by_pe.into_iter().collect::<Result<Vec<_>, MoeError>>()?;
+    Ok((0..steps)
+        .map(|s| {
+            let mut step = Step::default();
+            for (pe, results) in by_pe.iter().enumerate() {
+                let (output, grad_input, grads, chosen, traffic, rounds, peak) = &results[s];
+                step.output.extend(output);
+                step.grad_hidden_states.extend(grad_input);
+                step.chosen.extend(chosen);
+                step.traffic.push(*traffic);
+                step.rounds.push(*rounds);
+                step.peak_bytes.push(*peak);
+                for id in config.weights() {
+                    if let Some(grad) = grads.get(id, &placement, pe) {
+                        step.grads.insert(id, grad.to_vec());
+                    }
+                }
+            }
+            step
+        })
+        .collect())
+}
+
+/// The float64 reference of a step over tokens `0..tokens`, with values rounded to `E` as the layer's are.
+pub fn reference<E: Element>(source: &Synthetic, tokens: usize, chosen: &[u32]) -> Reference {
+    let round = |v: Vec<f32>| v.into_iter().map(|x| E::from_f32(x).to_f32()).collect::<Vec<f32>>();
+    let x = round(source.hidden_states(0..tokens));
+    let g = round(source.grad_output(0..tokens));
+    let weights = |id: WeightId| {
+        let values = source.load(id)?;
+        Ok(if matches!(id, WeightId::Expert(..) | WeightId::Shared(_)) { round(values) } else { values })
+    };
+    check::reference(&Problem {
+        config: source.config(),
+        tokens,
+        hidden_states: &x,
+        grad_output: Some(&g),
+        weights: &weights,
+        chosen: Some(chosen),
+        choice_tolerance: check::CHOICE_TOLERANCE,
+    })
+    .unwrap()
+}
+
+/// Fails the test where a step deviates from the reference by more than `tolerance`, norm-wise.
+pub fn assert_close(step: &Step, want: &Reference, tolerance: f64, what: &str) {
+    let near = |name: &str, got: &[f32], want: &[f64]| {
+        let deviation = check::compare(name, got, want);
+        assert!(deviation.relative <= tolerance, "{what}: {deviation:?}");
+    };
+    near("output", &step.output, &want.output);
+    near("grad_hidden_states", &step.grad_hidden_states, want.grad_hidden_states.as_ref().unwrap());
+    assert_eq!(step.grads.keys().collect::<Vec<_>>(), want.grads.keys().collect::<Vec<_>>());
+    for (id, want) in &want.grads {
+        near(&format!("{id:?}"), &step.grads[id], want);
+    }
+}

@@ -1,0 +1,141 @@
+//! The layer over shared memory against the float64 reference: every router, every expert, any number of PEs.
+
+mod common;
+
+use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
+use aristos::moe::kernels::Element;
+use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use aristos::moe::{Activation, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
+use common::{assert_close, even, heap_bytes, mixtral, reference, run, shm, synthetic};
+use half::bf16;
+
+fn small_options(mode: Mode) -> Options {
+    Options { mode, chunk_rows: 5, tile_rows: 8, ..Options::default() }
+}
+
+fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Options, tolerance: f64, what: &str) {
+    use aristos::moe::WeightSource;
+    let splits = [even(tokens, n)];
+    let heap = heap_bytes::<E>(source.config(), n, tokens.div_ceil(n), options);
+    let steps = run::<_, E>(shm(n, heap), source, &splits, options, 2).unwrap();
+    assert_eq!(steps[0].output, steps[1].output, "{what}: not repeatable");
+    assert_eq!(steps[0].grads, steps[1].grads, "{what}: not repeatable");
+    assert_close(&steps[0], &reference::<E>(source, tokens, &steps[0].chosen), tolerance, what);
+}
+
+fn variants() -> Vec<(&'static str, LayerConfig)> {
+    let base = mixtral(24, 20, 7, 2);
+    let mut all = vec![("mixtral", base.clone())];
+    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
+        all.push((name, LayerConfig { n_experts: 12, router: kind.config(12, 4), ..base.clone() }));
+    }
+    for (name, activation) in
+        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
+    {
+        let expert = MlpConfig { intermediate: 20, gated: activation == Activation::GeluTanh, activation, bias: true };
+        all.push((name, LayerConfig { expert, ..base.clone() }));
+    }
+    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
+        let mlp = MlpConfig { intermediate: 33, bias: sigmoid_gate, ..base.expert };
+        all.push((name, LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate }), ..base.clone() }));
+    }
+    all.push(("capacity", LayerConfig { capacity_factor: Some(0.8), ..base.clone() }));
+    all.push(("losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..base.clone() }));
+    let sigmoid = LayerConfig { n_experts: 12, router: RouterKind::Sigmoid.config(12, 4), ..base };
+    all.push(("sigmoid losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..sigmoid }));
+    all
+}
+
+#[test]
+fn every_layer_on_every_number_of_pes() {
+    for (name, layer) in variants() {
+        let source = synthetic(layer, 3);
+        for n in [1, 2, 3, 4, 8] {
+            for mode in [Mode::Pipelined, Mode::Bulk] {
+                let what = format!("{name}, {n} PEs, {mode:?}");
+                check::<f32>(&source, 37, n, &small_options(mode), TOLERANCE_F32, &what);
+            }
+        }
+        check::<bf16>(&source, 37, 3, &small_options(Mode::Pipelined), TOLERANCE_BF16, &format!("{name} in bf16"));
+    }
+}
+
+#[test]
+fn few_tokens_and_few_experts() {
+    for tokens in [0, 1, 2, 5] {
+        for n in [1, 2, 4] {
+            for mode in [Mode::Pipelined, Mode::Bulk] {
+                let what = format!("{tokens} tokens, {n} PEs, {mode:?}");
+                check::<f32>(&synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &small_options(mode), TOLERANCE_F32, &what);
+            }
+        }
+    }
+    check::<f32>(&synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, &small_options(Mode::Pipelined), TOLERANCE_F32, "one expert");
+}
+
+#[test]
+fn pes_agree_across_their_number() {
+    let source = synthetic(mixtral(64, 48, 8, 2), 9);
+    let options = Options::default();
+    let one = run::<_, f32>(shm(1, 1 << 20), &source, &[even(100, 1)], &options, 1).unwrap().remove(0);
+    for n in [2, 3, 4, 8] {
+        let heap = heap_bytes::<f32>(&mixtral(64, 48, 8, 2), n, 100, &options);
+        let many = run::<_, f32>(shm(n, heap), &source, &[even(100, n)], &options, 1).unwrap().remove(0);
+        let as_f64 = |v: &[f32]| v.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+        assert!(aristos::check::compare("output", &many.output, &as_f64(&one.output)).relative < 1e-6);
+        for (id, grad) in &many.grads {
+            assert!(aristos::check::compare("grad", grad, &as_f64(&one.grads[id])).relative < 1e-6, "{id:?} on {n} PEs");
+        }
+    }
+}
+
+#[test]
+fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
+    let layer = mixtral(32, 16, 8, 1);
+    let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: 1.0 / 8.0, hot_weight: 1.0, seed: 5 };
+    let source = Synthetic::new(spec).unwrap();
+    for mode in [Mode::Pipelined, Mode::Bulk] {
+        let options = Options { mode, chunk_rows: 4, tile_rows: 16, ..Options::default() };
+        let (tokens, n) = (160, 8);
+        let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
+        let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is one chunk of 4.
+        assert_eq!(steps[0].rounds, vec![5; n]);
+        assert!(steps[0].peak_bytes.iter().all(|&peak| peak <= heap));
+        assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, "all to one");
+        assert_eq!(steps[0].output, steps[1].output);
+    }
+}
+
+#[test]
+fn bytes_on_the_wire_are_the_formula() {
+    let layer = mixtral(40, 16, 6, 3);
+    let source = synthetic(layer.clone(), 2);
+    let options = small_options(Mode::Pipelined);
+    let (tokens, n, h) = (50, 3, 40u64);
+    let heap = heap_bytes::<f32>(&layer, n, tokens, &options);
+    let splits = [even(tokens, n)];
+    let step = run::<_, f32>(shm(n, heap), &source, &splits, &options, 1).unwrap().remove(0);
+    for (pe, range) in splits[0].iter().enumerate() {
+        // A token goes once to each PE that has at least one of its experts (two experts a PE here), and comes back once.
+        let (mut rows, mut slots) = (0u64, 0u64);
+        for t in range.clone() {
+            let mut owners: Vec<u32> = step.chosen[t * 3..(t + 1) * 3].iter().map(|e| e / 2).collect();
+            owners.retain(|&o| o != pe as u32);
+            slots += owners.len() as u64;
+            owners.dedup();
+            rows += owners.len() as u64;
+        }
+        let sent = &step.traffic[pe];
+        assert_eq!(sent.dispatch_rows, 2 * rows, "rows out, forward and backward");
+        assert_eq!(sent.dispatch_row_bytes, 2 * rows * h * 4);
+        assert_eq!(sent.dispatch_slot_bytes, rows * 4 + slots * 8);
+        assert_eq!(sent.header_bytes, 2 * (6 + 2) * 4);
+    }
+    let total = |f: fn(&aristos::moe::metrics::Traffic) -> u64| step.traffic.iter().map(f).sum::<u64>();
+    assert_eq!(total(|t| t.combine_rows), total(|t| t.dispatch_rows), "every row comes back");
+    assert_eq!(total(|t| t.combine_row_bytes), total(|t| t.dispatch_row_bytes));
+    // Backward returns one routing-weight gradient per slot: 4 of the 8 bytes that forward sent for it, less the counts.
+    let forward_rows = total(|t| t.dispatch_rows) / 2;
+    assert_eq!(total(|t| t.combine_slot_bytes) * 2, total(|t| t.dispatch_slot_bytes) - 4 * forward_rows);
+}
