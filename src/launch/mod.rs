@@ -144,6 +144,14 @@ pub enum LaunchError {
         /// This PE.
         pe: usize,
     },
+    /// In a PE: its symmetric heap, or its view of a peer's, could not be made.
+    #[error("PE {pe}: {message}")]
+    Segment {
+        /// This PE.
+        pe: usize,
+        /// The refusal.
+        message: String,
+    },
     /// In a PE: an operation on its socket or its memory failed.
     #[error("PE {pe} cannot {what}: {source}")]
     Pe {

@@ -5,7 +5,7 @@ use std::panic::PanicHookInfo;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::{env, io, panic, process, thread};
+use std::{env, panic, process, thread};
 
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal};
 use super::status::StatusPage;
 use super::wire::{self, Frame, Inbox, Kind};
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
-use crate::shmem::Segment;
+use crate::shmem::{Segment, ShmemError};
 
 /// A process that a supervisor started as a PE.
 pub struct PeContext {
@@ -136,9 +136,9 @@ impl PeContext {
     /// [`Job::start_limit`](super::Job::start_limit), ends the job.
     pub fn exchange_segments(&mut self, bytes: usize) -> Result<Vec<Segment>, LaunchError> {
         let pe = self.my_pe();
-        let failed = |what| move |source: io::Error| LaunchError::Pe { pe, what, source };
-        let own = Segment::create(&format!("aristos-pe{pe}"), bytes).map_err(failed("create its symmetric heap"))?;
-        self.control.send(Kind::Segment, &(bytes as u64).to_le_bytes(), &[own.as_fd()])?;
+        let refused = |error: ShmemError| LaunchError::Segment { pe, message: error.to_string() };
+        let own = Segment::create(&format!("aristos-pe{pe}"), bytes).map_err(refused)?;
+        self.control.send(Kind::Segment, &(bytes as u64).to_le_bytes(), &[own.fd()])?;
         let mut own = Some(own);
         let mut segments = Vec::with_capacity(self.n_pes);
         while segments.len() < self.n_pes {
@@ -146,10 +146,10 @@ impl PeContext {
             for file in frame.files {
                 let segment = match own.take_if(|_| segments.len() == pe) {
                     Some(own) => own,
-                    None => Segment::from_fd(file).map_err(failed("map a peer's symmetric heap"))?,
+                    None => Segment::from_fd(file).map_err(refused)?,
                 };
-                if segment.len() < bytes {
-                    let message = format!("PE {} has a segment of {} bytes", segments.len(), segment.len());
+                if segment.heap_bytes() != bytes {
+                    let message = format!("PE {} has a segment of {} bytes", segments.len(), segment.heap_bytes());
                     return Err(protocol(&self.control, message));
                 }
                 segments.push(segment);

@@ -1,7 +1,7 @@
 //! The status page: what every PE is doing, in memory that outlives it.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shmem::Segment;
@@ -21,9 +21,9 @@ pub struct StatusPage {
 impl StatusPage {
     /// Maps the page; this PE's slot must be inside.
     pub(super) fn from_fd(file: OwnedFd, pe: usize) -> io::Result<StatusPage> {
-        let segment = Segment::from_fd(file)?;
-        if segment.len() < (pe + 1) * SLOT_BYTES {
-            return Err(io::Error::other(format!("it has {} bytes, too few for PE {pe}", segment.len())));
+        let segment = Segment::from_fd(file).map_err(io::Error::other)?;
+        if segment.heap_bytes() < (pe + 1) * SLOT_BYTES {
+            return Err(io::Error::other(format!("it has {} bytes, too few for PE {pe}", segment.heap_bytes())));
         }
         Ok(StatusPage { segment, pe })
     }
@@ -60,11 +60,12 @@ pub struct StatusView<'a> {
 
 impl<'a> StatusView<'a> {
     pub(super) fn create(n_pes: usize, phase_names: &'a [&'a str]) -> io::Result<StatusView<'a>> {
-        Ok(StatusView { segment: Segment::create("aristos-status", n_pes * SLOT_BYTES)?, n_pes, phase_names })
+        let segment = Segment::create("aristos-status", n_pes * SLOT_BYTES).map_err(io::Error::other)?;
+        Ok(StatusView { segment, n_pes, phase_names })
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.segment.as_fd()
+        self.segment.fd()
     }
 
     /// Number of PEs.

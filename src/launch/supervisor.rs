@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
-use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -96,8 +95,9 @@ impl<'a> Job<'a> {
         let files: Arc<[OwnedFd]> = files.into();
 
         let signals = Signals::catch().map_err(setup("catch signals"))?;
-        let mut fleet = Fleet::new();
+        // Dropped in this order, here and in the supervisor: a PE must be killed before it can see its socket end.
         let mut links = Vec::with_capacity(self.pes);
+        let mut fleet = Fleet::new();
         for pe in 0..self.pes {
             let socket = fleet.spawn(self.pes, &self.args).map_err(|source| LaunchError::Spawn {
                 pe,
@@ -113,6 +113,7 @@ impl<'a> Job<'a> {
         }
         drop(files);
         let mut supervisor = Supervisor {
+            fleet,
             on_event,
             status,
             links,
@@ -124,7 +125,7 @@ impl<'a> Job<'a> {
             failure: None,
             scratch: vec![0; 1 << 16],
         };
-        supervisor.watch(&mut fleet, &signals)
+        supervisor.watch(&signals)
     }
 }
 
@@ -142,6 +143,7 @@ struct Link {
 }
 
 struct Supervisor<'a, F> {
+    fleet: Fleet,
     on_event: F,
     status: StatusView<'a>,
     links: Vec<Link>,
@@ -159,7 +161,7 @@ struct Supervisor<'a, F> {
 
 impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     /// Listens until the job has ended or failed.
-    fn watch(&mut self, fleet: &mut Fleet, signals: &Signals) -> Result<(), LaunchError> {
+    fn watch(&mut self, signals: &Signals) -> Result<(), LaunchError> {
         let mut next_tick = Instant::now() + TICK;
         loop {
             if let Some(signal) = signals.caught() {
@@ -172,17 +174,17 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                 self.read(pe, READ_BYTES)?;
             }
             self.hand_out_segments()?;
-            self.judge_ended(fleet.reap())?;
+            self.judge_ended()?;
             let now = Instant::now();
-            if let Some((error, _)) = self.failure.take_if(|(_, until)| now >= *until || fleet.ended()) {
+            if let Some((error, _)) = self.failure.take_if(|(_, until)| now >= *until || self.fleet.ended()) {
                 return Err(error);
             }
-            if fleet.ended() {
+            if self.fleet.ended() {
                 // All done: any other end has been judged.
                 return Ok(());
             }
             if self.failure.is_none() {
-                self.check_limits(now, fleet)?;
+                self.check_limits(now)?;
             }
             if now >= next_tick {
                 next_tick = now + TICK;
@@ -287,8 +289,9 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Whether these ends are what they should be. Where several are not, a signal's is named: the rest follow from it.
-    fn judge_ended(&mut self, mut ended: Vec<(usize, ExitStatus)>) -> Result<(), LaunchError> {
+    /// Whether the processes that have just ended did so as they should. Where several are not, a signal's is named: the rest follow from it.
+    fn judge_ended(&mut self) -> Result<(), LaunchError> {
+        let mut ended = self.fleet.reap();
         ended.sort_by_key(|(_, status)| status.signal().is_none());
         for (pe, status) in ended {
             self.read(pe, usize::MAX)?; // what it said before it ended
@@ -300,7 +303,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    fn check_limits(&self, now: Instant, fleet: &Fleet) -> Result<(), LaunchError> {
+    fn check_limits(&self, now: Instant) -> Result<(), LaunchError> {
         if let Some((until, limit)) = self.time_limit
             && now >= until
         {
@@ -318,7 +321,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             return Err(late(pe, "given its segment", self.start_limit));
         }
         if self.all_done.is_some_and(|done| now >= done + EXIT_LIMIT)
-            && let Some(pe) = fleet.first_running()
+            && let Some(pe) = self.fleet.first_running()
         {
             return Err(late(pe, "exited after it was done", EXIT_LIMIT));
         }
