@@ -1,0 +1,235 @@
+//! The PE's side: its number, its files, its segment, its messages.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::PanicHookInfo;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::{env, panic, process, thread};
+
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+use rustix::process::{Pid, Signal};
+
+use super::status::StatusPage;
+use super::wire::{self, Frame, Inbox, Kind};
+use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
+use crate::shmem::{Segment, ShmemError};
+
+/// A process that a supervisor started as a PE.
+pub struct PeContext {
+    n_pes: usize,
+    control: Arc<Control>,
+    inbox: Inbox,
+    status: StatusPage,
+    files: Vec<(String, OwnedFd)>,
+}
+
+/// The control socket, shared with the panic hook.
+struct Control {
+    pe: usize,
+    socket: OwnedFd,
+    /// Held while a frame is sent, so that threads' frames do not mix.
+    sending: Mutex<()>,
+}
+
+impl Control {
+    fn send(&self, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), LaunchError> {
+        let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        wire::send(self.socket.as_fd(), kind, body, files).map_err(|error| self.error("send to the supervisor", error))
+    }
+
+    fn error(&self, what: &'static str, error: Errno) -> LaunchError {
+        match error {
+            Errno::PIPE | Errno::CONNRESET => LaunchError::SupervisorEnded { pe: self.pe },
+            _ => LaunchError::Pe { pe: self.pe, what, source: error.into() },
+        }
+    }
+}
+
+impl PeContext {
+    /// The PE that this process is; `None` when no supervisor started it.
+    ///
+    /// To be called once, before anything reads standard input (which becomes `/dev/null`). From then on a panic
+    /// in any thread is reported to the supervisor, as [`PeContext::fail`] would, besides being printed.
+    ///
+    /// # Errors
+    /// When the environment says that this is a PE, but it is not what a supervisor makes; or the supervisor has ended.
+    pub fn from_env() -> Result<Option<PeContext>, LaunchError> {
+        if env::var_os(ENV_PE).is_none() {
+            return Ok(None);
+        }
+        static TAKEN: AtomicBool = AtomicBool::new(false);
+        if TAKEN.swap(true, Ordering::Relaxed) {
+            return Err(LaunchError::Environment("this process has taken its place as a PE already".to_string()));
+        }
+        let pe: usize = variable(ENV_PE)?;
+        let n_pes: usize = variable(ENV_N_PES)?;
+        if n_pes > MAX_PES || pe >= n_pes {
+            return Err(LaunchError::Environment(format!(
+                "{ENV_PE}={pe} and {ENV_N_PES}={n_pes}: a supervisor sets the first below the second, and that to \
+                 at most {MAX_PES}"
+            )));
+        }
+        let supervisor: i32 = variable(ENV_SUPERVISOR)?;
+
+        // The kernel kills this process when the supervisor dies from here on; whether it died before is seen in the
+        // parent's number.
+        let setup = |what, error: Errno| LaunchError::Pe { pe, what, source: error.into() };
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+            .map_err(|error| setup("tie itself to its supervisor", error))?;
+        if rustix::process::getppid().map(Pid::as_raw_pid) != Some(supervisor) {
+            return Err(LaunchError::SupervisorEnded { pe });
+        }
+
+        let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)
+            .map_err(|error| setup("take its control socket", error))?;
+        wire::dev_null().and_then(|null| Ok(rustix::stdio::dup2_stdin(null)?)).map_err(|source| LaunchError::Pe {
+            pe,
+            what: "open /dev/null",
+            source,
+        })?;
+        let control = Arc::new(Control { pe, socket, sending: Mutex::new(()) });
+        control.send(Kind::Hello, b"", &[])?;
+        let mut inbox = Inbox::default();
+        let frame = receive(&control, &mut inbox, Kind::Files)?;
+        let mut files = frame.files.into_iter();
+        let page = files.next().ok_or_else(|| protocol(&control, "no status page".to_string()))?;
+        let status = StatusPage::from_fd(page, pe).map_err(|source| LaunchError::Pe {
+            pe,
+            what: "map the status page",
+            source,
+        })?;
+        let names = frame.body.split(|byte| *byte == 0).map(|name| String::from_utf8_lossy(name).into_owned());
+        let files = names.zip(files).collect();
+
+        report_panics(control.clone());
+        // For `ps` and `top`, which would show the file name of /proc/self/exe.
+        if let Ok(name) = std::ffi::CString::new(format!("aristos-pe{pe}")) {
+            let _ = rustix::thread::set_name(&name);
+        }
+        Ok(Some(PeContext { n_pes, control, inbox, status, files }))
+    }
+
+    /// This PE's number, `0..n_pes`.
+    pub fn my_pe(&self) -> usize {
+        self.control.pe
+    }
+
+    /// Number of PEs.
+    pub fn n_pes(&self) -> usize {
+        self.n_pes
+    }
+
+    /// The file that the job passed under this name.
+    ///
+    /// All PEs and the supervisor share its position: read and write at explicit offsets
+    /// ([`std::os::unix::fs::FileExt`]).
+    pub fn file(&self, name: &str) -> Option<BorrowedFd<'_>> {
+        self.files.iter().find(|(known, _)| known == name).map(|(_, file)| file.as_fd())
+    }
+
+    /// Creates this PE's segment of `bytes` bytes and maps every PE's; index = PE. Collective.
+    ///
+    /// # Errors
+    /// When memory or files run out, or the supervisor ends. A PE that gave another size, or none in
+    /// [`Job::start_limit`](super::Job::start_limit), ends the job.
+    pub fn exchange_segments(&mut self, bytes: usize) -> Result<Vec<Segment>, LaunchError> {
+        let pe = self.my_pe();
+        let refused = |error: ShmemError| LaunchError::Segment { pe, message: error.to_string() };
+        let own = Segment::create(&format!("aristos-pe{pe}"), bytes).map_err(refused)?;
+        self.control.send(Kind::Segment, &(bytes as u64).to_le_bytes(), &[own.fd()])?;
+        let mut own = Some(own);
+        let mut segments = Vec::with_capacity(self.n_pes);
+        while segments.len() < self.n_pes {
+            let frame = receive(&self.control, &mut self.inbox, Kind::Segments)?;
+            for file in frame.files {
+                let segment = match own.take_if(|_| segments.len() == pe) {
+                    Some(own) => own,
+                    None => Segment::from_fd(file).map_err(refused)?,
+                };
+                if segment.heap_bytes() != bytes {
+                    let message = format!("PE {} has a segment of {} bytes", segments.len(), segment.heap_bytes());
+                    return Err(protocol(&self.control, message));
+                }
+                segments.push(segment);
+            }
+        }
+        Ok(segments)
+    }
+
+    /// Where this PE says what it is doing.
+    pub fn status(&self) -> &StatusPage {
+        &self.status
+    }
+
+    /// Sends a message to the caller of [`Job::run`](super::Job::run). Returns when it is on its way.
+    ///
+    /// # Errors
+    /// When the supervisor has ended.
+    pub fn send(&self, body: &[u8]) -> Result<(), LaunchError> {
+        self.control.send(Kind::Message, body, &[])
+    }
+
+    /// Ends this PE's part. The process should then exit with code 0, soon: any other end is a failure of the job.
+    ///
+    /// # Errors
+    /// When the supervisor has ended.
+    pub fn done(self) -> Result<(), LaunchError> {
+        self.control.send(Kind::Done, b"", &[])
+    }
+
+    /// Reports a failure, as one line, and exits with code 1. The supervisor ends the other PEs.
+    pub fn fail(self, error: &str) -> ! {
+        // When it cannot be sent, the supervisor has ended, and there is no one to tell.
+        let _ = self.control.send(Kind::Fail, error.as_bytes(), &[]);
+        process::exit(1)
+    }
+}
+
+/// A number from the environment.
+fn variable<T: FromStr>(name: &str) -> Result<T, LaunchError> {
+    let value = env::var_os(name).unwrap_or_default();
+    value.to_str().and_then(|value| value.parse().ok()).ok_or_else(|| {
+        LaunchError::Environment(format!(
+            "{name}={}: not a number; {ENV_PE}, {ENV_N_PES} and {ENV_SUPERVISOR} are set by a supervisor, all three \
+             or none",
+            value.display()
+        ))
+    })
+}
+
+/// Waits for the next frame, which must be of this kind. The supervisor bounds the wait: it ends a job that does not
+/// start in time.
+fn receive(control: &Control, inbox: &mut Inbox, kind: Kind) -> Result<Frame, LaunchError> {
+    let mut scratch = [0; 4096];
+    loop {
+        match inbox.next().map_err(|message| protocol(control, message))? {
+            Some(frame) if frame.kind == kind => return Ok(frame),
+            Some(frame) => return Err(protocol(control, format!("{:?} came instead of {kind:?}", frame.kind))),
+            None => {}
+        }
+        match inbox.fill(control.socket.as_fd(), &mut scratch, RecvFlags::empty()) {
+            Ok(0) => return Err(LaunchError::SupervisorEnded { pe: control.pe }),
+            Ok(_) => {}
+            Err(error) => return Err(control.error("receive from the supervisor", error)),
+        }
+    }
+}
+
+fn protocol(control: &Control, message: String) -> LaunchError {
+    LaunchError::Protocol { pe: control.pe, message }
+}
+
+/// From now on a panic also goes to the supervisor.
+fn report_panics(control: Arc<Control>) {
+    let print = panic::take_hook();
+    panic::set_hook(Box::new(move |info: &PanicHookInfo<'_>| {
+        print(info);
+        let place = info.location().map_or_else(String::new, |at| format!(" at {at}"));
+        let what = info.payload_as_str().unwrap_or("(no message)");
+        let thread = thread::current();
+        let line = format!("thread '{}' panicked{place}: {what}", thread.name().unwrap_or("(unnamed)"));
+        let _ = control.send(Kind::Fail, line.as_bytes(), &[]);
+    }));
+}

@@ -1,0 +1,90 @@
+//! The status page: what every PE is doing, in memory that outlives it.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::shmem::Segment;
+
+/// One cache line per PE, so that PEs do not slow each other down.
+const SLOT_BYTES: usize = 64;
+const PHASE: usize = 0;
+const DONE: usize = 8;
+const TOTAL: usize = 16;
+
+/// A PE's own slot in the page. All stores are relaxed: nothing is ordered by them.
+pub struct StatusPage {
+    segment: Segment,
+    pe: usize,
+}
+
+impl StatusPage {
+    /// Maps the page; this PE's slot must be inside.
+    pub(super) fn from_fd(file: OwnedFd, pe: usize) -> io::Result<StatusPage> {
+        let segment = Segment::from_fd(file).map_err(io::Error::other)?;
+        if segment.heap_bytes() < (pe + 1) * SLOT_BYTES {
+            return Err(io::Error::other(format!("it has {} bytes, too few for PE {pe}", segment.heap_bytes())));
+        }
+        Ok(StatusPage { segment, pe })
+    }
+
+    /// Says which phase this PE is in, as an index in the job's `phase_names`.
+    pub fn set_phase(&self, code: u32) {
+        word(&self.segment, self.pe, PHASE).store(u64::from(code), Ordering::Relaxed);
+    }
+
+    /// Says how far it is: `done` of `total`, in whatever unit the progress bar shows.
+    pub fn set_progress(&self, done: u64, total: u64) {
+        word(&self.segment, self.pe, TOTAL).store(total, Ordering::Relaxed);
+        word(&self.segment, self.pe, DONE).store(done, Ordering::Relaxed);
+    }
+}
+
+/// What a PE said last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeStatus<'a> {
+    /// The phase's name.
+    pub phase: &'a str,
+    /// How far it is.
+    pub done: u64,
+    /// Of how much; 0 when it has not said.
+    pub total: u64,
+}
+
+/// Every PE's status, as the supervisor sees it. A PE's words are read one by one, so `done` may be newer than `total`.
+pub struct StatusView<'a> {
+    segment: Segment,
+    n_pes: usize,
+    phase_names: &'a [&'a str],
+}
+
+impl<'a> StatusView<'a> {
+    pub(super) fn create(n_pes: usize, phase_names: &'a [&'a str]) -> io::Result<StatusView<'a>> {
+        let segment = Segment::create("aristos-status", n_pes * SLOT_BYTES).map_err(io::Error::other)?;
+        Ok(StatusView { segment, n_pes, phase_names })
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.segment.fd()
+    }
+
+    /// Number of PEs.
+    pub fn n_pes(&self) -> usize {
+        self.n_pes
+    }
+
+    /// What `pe` said last. It has the first phase, and no progress, until it says otherwise.
+    ///
+    /// # Panics
+    /// If there is no such PE.
+    pub fn pe(&self, pe: usize) -> PeStatus<'a> {
+        assert!(pe < self.n_pes, "PE {pe} of {}", self.n_pes);
+        let load = |field| word(&self.segment, pe, field).load(Ordering::Relaxed);
+        let phase = usize::try_from(load(PHASE)).ok().and_then(|code| self.phase_names.get(code).copied());
+        PeStatus { phase: phase.unwrap_or("(unnamed)"), done: load(DONE), total: load(TOTAL) }
+    }
+}
+
+fn word(segment: &Segment, pe: usize, field: usize) -> &AtomicU64 {
+    segment.atomic_u64(pe * SLOT_BYTES + field)
+}

@@ -1,0 +1,355 @@
+//! The supervisor's side: starts the PEs, listens to them, and ends them together.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
+use super::fleet::{Fleet, describe};
+use super::signals::Signals;
+use super::status::StatusView;
+use super::wire::{Frame, Inbox, Kind, MAX_FILES, Outbox};
+use super::{LaunchError, MAX_PES};
+
+/// Time between [`Event::Tick`]s.
+const TICK: Duration = Duration::from_millis(100);
+/// How long a failure report is held, for the death that may have caused it to be seen.
+const GRACE: Duration = Duration::from_millis(100);
+/// How soon a full socket is tried again.
+const RETRY: Duration = Duration::from_millis(5);
+/// How long a PE may take from `done` to its exit.
+const EXIT_LIMIT: Duration = Duration::from_secs(20);
+/// The most bytes taken from one PE before the others are looked at.
+const READ_BYTES: usize = 4 << 20;
+/// A failure's line is cut at this many characters.
+const LINE_CHARS: usize = 4000;
+
+/// What to start. [`Job::new`] fills in what is seldom asked for.
+pub struct Job<'a> {
+    /// Number of PEs, 1 to [`MAX_PES`].
+    pub pes: usize,
+    /// Arguments of each PE's process, after the program's name.
+    pub args: Vec<OsString>,
+    /// Files that every PE gets, by name (at most 252; no zero byte in a name).
+    pub fds: Vec<(String, OwnedFd)>,
+    /// Names of the phases; the index is the code that PEs give to `set_phase`. The first is the phase of a
+    /// PE that has said nothing yet.
+    pub phase_names: &'a [&'a str],
+    /// How long the whole job may take.
+    pub time_limit: Option<Duration>,
+    /// How long a PE may take to connect, and how much later than the first it may give its segment.
+    pub start_limit: Duration,
+}
+
+/// What [`Job::run`] tells its caller. While the caller handles it, the PEs are not watched.
+pub enum Event<'e> {
+    /// A PE sent a message.
+    Message {
+        /// The PE.
+        pe: usize,
+        /// Its message.
+        body: &'e [u8],
+    },
+    /// About ten times a second: what the PEs are doing.
+    Tick(&'e StatusView<'e>),
+}
+
+impl<'a> Job<'a> {
+    /// A job without files and without a time limit, and with a minute for each PE to start.
+    pub fn new(pes: usize, args: Vec<OsString>, phase_names: &'a [&'a str]) -> Job<'a> {
+        Job { pes, args, fds: Vec::new(), phase_names, time_limit: None, start_limit: Duration::from_secs(60) }
+    }
+
+    /// Starts the PEs and returns when all have ended. Whatever is returned, no process of them is left.
+    ///
+    /// To be called in a thread that lives until the return: PEs die with the thread that started them. While it
+    /// runs, SIGINT, SIGTERM and SIGHUP end the job instead of the process.
+    ///
+    /// # Errors
+    /// The first cause of the job's failure; see the [module](super).
+    pub fn run(self, on_event: impl FnMut(Event<'_>)) -> Result<(), LaunchError> {
+        if !(1..=MAX_PES).contains(&self.pes) {
+            return Err(LaunchError::Pes { pes: self.pes });
+        }
+        let setup = |what| move |source: io::Error| LaunchError::Setup { what, source };
+        let start = Instant::now();
+        let status = StatusView::create(self.pes, self.phase_names).map_err(setup("create the status page"))?;
+        let page = status.fd().try_clone_to_owned().map_err(setup("create the status page"))?;
+        let mut names = Vec::new();
+        let mut files = vec![page];
+        for (name, file) in self.fds {
+            names.extend_from_slice(name.as_bytes());
+            names.push(0);
+            files.push(file);
+        }
+        if files.len() > MAX_FILES {
+            let source = io::Error::other(format!("{} files, at most {}", files.len() - 1, MAX_FILES - 1));
+            return Err(LaunchError::Setup { what: "pass files to the PEs", source });
+        }
+        let files: Arc<[OwnedFd]> = files.into();
+
+        let signals = Signals::catch().map_err(setup("catch signals"))?;
+        // Dropped in this order, here and in the supervisor: a PE must be killed before it can see its socket end.
+        let mut links = Vec::with_capacity(self.pes);
+        let mut fleet = Fleet::new();
+        for pe in 0..self.pes {
+            let socket = fleet.spawn(self.pes, &self.args).map_err(|source| LaunchError::Spawn {
+                pe,
+                n_pes: self.pes,
+                source,
+            })?;
+            let mut link = Link { socket: Some(socket), ..Link::default() };
+            link.outbox.push(Kind::Files, &names, files.clone(), 0..files.len());
+            links.push(link);
+            if let Some(signal) = signals.caught() {
+                return Err(LaunchError::Interrupted { signal });
+            }
+        }
+        drop(files);
+        let mut supervisor = Supervisor {
+            fleet,
+            on_event,
+            status,
+            links,
+            started: Instant::now(),
+            time_limit: self.time_limit.map(|limit| (start + limit, limit)),
+            start_limit: self.start_limit,
+            first_segment: None,
+            all_done: None,
+            failure: None,
+            scratch: vec![0; 1 << 16],
+        };
+        supervisor.watch(&signals)
+    }
+}
+
+/// One PE, as the supervisor knows it.
+#[derive(Default)]
+struct Link {
+    /// `None` after the end of the stream.
+    socket: Option<OwnedFd>,
+    inbox: Inbox,
+    outbox: Outbox,
+    connected: bool,
+    segment: Option<(OwnedFd, u64)>,
+    done: bool,
+    failed: bool,
+}
+
+struct Supervisor<'a, F> {
+    fleet: Fleet,
+    on_event: F,
+    status: StatusView<'a>,
+    links: Vec<Link>,
+    started: Instant,
+    time_limit: Option<(Instant, Duration)>,
+    start_limit: Duration,
+    /// When the first segment of an exchange came.
+    first_segment: Option<Instant>,
+    /// When the last PE said it was done.
+    all_done: Option<Instant>,
+    /// The first failure report, and when it becomes the job's.
+    failure: Option<(LaunchError, Instant)>,
+    scratch: Vec<u8>,
+}
+
+impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
+    /// Listens until the job has ended or failed.
+    fn watch(&mut self, signals: &Signals) -> Result<(), LaunchError> {
+        let mut next_tick = Instant::now() + TICK;
+        loop {
+            if let Some(signal) = signals.caught() {
+                return Err(LaunchError::Interrupted { signal });
+            }
+            self.flush();
+            self.wait(signals, next_tick);
+            signals.clear();
+            for pe in 0..self.links.len() {
+                self.read(pe, READ_BYTES)?;
+            }
+            self.hand_out_segments()?;
+            self.judge_ended()?;
+            let now = Instant::now();
+            if let Some((error, _)) = self.failure.take_if(|(_, until)| now >= *until || self.fleet.ended()) {
+                return Err(error);
+            }
+            if self.fleet.ended() {
+                // All done: any other end has been judged.
+                return Ok(());
+            }
+            if self.failure.is_none() {
+                self.check_limits(now)?;
+            }
+            if now >= next_tick {
+                next_tick = now + TICK;
+                (self.on_event)(Event::Tick(&self.status));
+            }
+        }
+    }
+
+    /// Sends what the sockets take. An error is the PE's end, which is seen elsewhere.
+    fn flush(&mut self) {
+        for link in &mut self.links {
+            if let Some(socket) = &link.socket
+                && link.outbox.flush(socket.as_fd()).is_err()
+            {
+                link.outbox = Outbox::default();
+            }
+        }
+    }
+
+    /// Sleeps until there is something to do.
+    fn wait(&self, signals: &Signals, next_tick: Instant) {
+        let pending = self.links.iter().any(|link| link.socket.is_some() && !link.outbox.is_empty());
+        let mut limit = next_tick.saturating_duration_since(Instant::now());
+        if pending {
+            limit = limit.min(RETRY);
+        }
+        let signal_pipe = signals.pipe();
+        let mut fds = vec![PollFd::new(&signal_pipe, PollFlags::IN)];
+        fds.extend(self.links.iter().filter_map(|link| Some(PollFd::new(link.socket.as_ref()?, PollFlags::IN))));
+        let timeout = Timespec { tv_sec: 0, tv_nsec: limit.as_nanos().min(999_999_999) as _ };
+        // EINTR is a signal, which the loop looks at.
+        let _ = poll(&mut fds, Some(&timeout));
+    }
+
+    /// Takes up to `budget` bytes from a PE, and handles the frames in them.
+    fn read(&mut self, pe: usize, budget: usize) -> Result<(), LaunchError> {
+        let protocol = |message| LaunchError::Protocol { pe, message };
+        let mut taken = 0;
+        while taken < budget {
+            let link = &mut self.links[pe];
+            let Some(socket) = &link.socket else { return Ok(()) };
+            match link.inbox.fill(socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
+                Ok(n @ 1..) => taken += n,
+                Err(Errno::AGAIN) => return Ok(()),
+                // An error (CONNRESET: it left something unread) ends the stream as 0 does.
+                Ok(0) | Err(_) => link.socket = None,
+            }
+            while let Some(frame) = self.links[pe].inbox.next().map_err(protocol)? {
+                self.handle(pe, frame).map_err(protocol)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Acts on one frame; an error says why it cannot be.
+    fn handle(&mut self, pe: usize, frame: Frame) -> Result<(), String> {
+        let link = &mut self.links[pe];
+        match frame.kind {
+            Kind::Hello => link.connected = true,
+            Kind::Message => (self.on_event)(Event::Message { pe, body: &frame.body }),
+            Kind::Segment => {
+                let bytes = frame.body.try_into().map(u64::from_le_bytes);
+                let (Ok(bytes), Some(file), None) = (bytes, frame.files.into_iter().next(), &link.segment) else {
+                    return Err("a segment without its file or size, or a second one in one exchange".to_string());
+                };
+                link.segment = Some((file, bytes));
+                self.first_segment.get_or_insert_with(Instant::now);
+            }
+            Kind::Done => {
+                link.done = true;
+                if self.links.iter().all(|link| link.done) {
+                    self.all_done = Some(Instant::now());
+                }
+            }
+            Kind::Fail => {
+                link.failed = true;
+                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(&frame.body) };
+                self.failure.get_or_insert_with(|| (error, Instant::now() + GRACE));
+            }
+            Kind::Files | Kind::Segments => return Err(format!("a {:?} frame from a PE", frame.kind)),
+        }
+        Ok(())
+    }
+
+    /// Once every PE has given its segment, gives all of them to all.
+    fn hand_out_segments(&mut self) -> Result<(), LaunchError> {
+        if !self.links.iter().all(|link| link.segment.is_some()) {
+            return Ok(());
+        }
+        let given: Vec<(OwnedFd, u64)> = self.links.iter_mut().filter_map(|link| link.segment.take()).collect();
+        let expected = given[0].1;
+        if let Some((pe, (_, bytes))) = given.iter().enumerate().find(|(_, (_, bytes))| *bytes != expected) {
+            return Err(LaunchError::SegmentSize { pe, bytes: *bytes, expected });
+        }
+        let files: Arc<[OwnedFd]> = given.into_iter().map(|(file, _)| file).collect();
+        for link in &mut self.links {
+            for first in (0..files.len()).step_by(MAX_FILES) {
+                link.outbox.push(Kind::Segments, b"", files.clone(), first..files.len().min(first + MAX_FILES));
+            }
+        }
+        self.first_segment = None;
+        Ok(())
+    }
+
+    /// Whether the processes that have just ended did so as they should. Where several are not, a signal's is named: the rest follow from it.
+    fn judge_ended(&mut self) -> Result<(), LaunchError> {
+        let mut ended = self.fleet.reap();
+        ended.sort_by_key(|(_, status)| status.signal().is_none());
+        for (pe, status) in ended {
+            self.read(pe, usize::MAX)?; // what it said before it ended
+            let link = &self.links[pe];
+            if !(link.failed || link.done && status.success()) {
+                return Err(LaunchError::Died { pe, how: describe(status), phase: self.phase(pe) });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_limits(&self, now: Instant) -> Result<(), LaunchError> {
+        if let Some((until, limit)) = self.time_limit
+            && now >= until
+        {
+            return Err(LaunchError::TimeLimit { limit, states: self.states() });
+        }
+        let late = |pe, what, limit| LaunchError::Late { pe, what, limit, phase: self.phase(pe) };
+        if now >= self.started + self.start_limit
+            && let Some(pe) = self.links.iter().position(|link| !link.connected)
+        {
+            return Err(late(pe, "connected", self.start_limit));
+        }
+        if self.first_segment.is_some_and(|first| now >= first + self.start_limit)
+            && let Some(pe) = self.links.iter().position(|link| link.segment.is_none())
+        {
+            return Err(late(pe, "given its segment", self.start_limit));
+        }
+        if self.all_done.is_some_and(|done| now >= done + EXIT_LIMIT)
+            && let Some(pe) = self.fleet.first_running()
+        {
+            return Err(late(pe, "exited after it was done", EXIT_LIMIT));
+        }
+        Ok(())
+    }
+
+    fn phase(&self, pe: usize) -> String {
+        self.status.pe(pe).phase.to_string()
+    }
+
+    /// "PE 0 in phase dispatch, PE 1 done"; the first 16.
+    fn states(&self) -> String {
+        const SHOWN: usize = 16;
+        let state = |(pe, link): (usize, &Link)| match link.done {
+            true => format!("PE {pe} done"),
+            false => format!("PE {pe} in phase {}", self.status.pe(pe).phase),
+        };
+        let mut states: Vec<String> = self.links.iter().enumerate().take(SHOWN).map(state).collect();
+        if self.links.len() > SHOWN {
+            states.push(format!("and {} more", self.links.len() - SHOWN));
+        }
+        states.join(", ")
+    }
+}
+
+/// A PE's words as one line of bounded length.
+fn one_line(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(body);
+    let words = text.split(|c: char| c.is_control()).filter(|part| !part.is_empty());
+    words.collect::<Vec<_>>().join(" ").chars().take(LINE_CHARS).collect()
+}
