@@ -1,1 +1,477 @@
-//! x
+//! A synthetic layer with a stated routing workload, generated from a seed.
+//!
+//! **Workload.** `hot_ratio` of the experts (rounded, at least one) share `hot_weight` of the routing
+//! probability, the others share the rest, evenly inside each class. Every token draws its `top_k`
+//! distinct experts one after the other by these probabilities, without replacement; so with `top_k`
+//! above 1 the hot experts' share of all pairs is below `hot_weight` where they are few. The hot
+//! experts are those with the smallest indices: placed in contiguous blocks they share the first
+//! PEs, the hardest case. Once the drawn experts span as many groups as a group-limited router keeps
+//! eligible, the rest are drawn inside these groups.
+//!
+//! **How a real router comes to choose the drawn experts.** Hidden dimension `e` belongs to expert
+//! `e`: its router row is 1 there and small noise elsewhere. A token's value there is in 0.75..2.25
+//! for a drawn expert, in -1.5..0 for another one, and in -3..-1.5 for those of the groups it did not
+//! draw from. The noise moves a logit by 0.05 (standard deviation), so that chosen and other logits
+//! are clearly apart, after rounding to bf16 too.
+//!
+//! Every weight and every token has its own random stream, so any PE generates just its own, and any
+//! split over PEs gives the same layer and the same tokens.
+
+use std::ops::Range;
+
+use anyhow::{Result, ensure};
+use rand::{Rng, RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightId, WeightSource};
+
+/// Standard deviation of what the noise in a router row adds to a logit.
+const LOGIT_NOISE: f32 = 0.05;
+/// A drawn expert's logit starts here (before noise) ...
+const DRAWN_FROM: f32 = 0.75;
+/// ... and, as the others' do in their range, spans this much.
+const LOGIT_SPAN: f32 = 1.5;
+/// The correction bias is below this in magnitude; far less than what separates sigmoid scores.
+const BIAS_MAX: f32 = 0.01;
+
+/// The kinds of router a synthetic layer can be asked for by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouterKind {
+    /// Softmax top-k (OLMoE, Qwen2-MoE).
+    Softmax,
+    /// Softmax top-k, renormalised (Mixtral, Qwen3-MoE).
+    SoftmaxRenormalised,
+    /// Sigmoid with correction bias, group-limited, renormalised and scaled by 2.5 (DeepSeek-V3).
+    Sigmoid,
+}
+
+impl RouterKind {
+    /// The router of this kind. Sigmoid routers have the largest of 8, 4 or 2 groups that leaves each
+    /// at least two experts, half of them eligible, or as many as `top_k` experts need; otherwise none.
+    pub fn config(self, n_experts: usize, top_k: usize) -> RouterConfig {
+        let sigmoid = self == RouterKind::Sigmoid;
+        let fits = |n: &usize| n_experts >= 2 * n && n_experts.is_multiple_of(*n);
+        let groups = [8, 4, 2].into_iter().find(fits).filter(|_| sigmoid).map(|n_groups| {
+            let needed = top_k.div_ceil(n_experts / n_groups);
+            GroupLimit { n_groups, top_groups: (n_groups / 2).max(needed).min(n_groups) }
+        });
+        RouterConfig {
+            scoring: if sigmoid { Scoring::Sigmoid } else { Scoring::Softmax },
+            top_k,
+            renormalise: self != RouterKind::Softmax,
+            scaling: if sigmoid { 2.5 } else { 1.0 },
+            groups,
+            correction_bias: sigmoid,
+        }
+    }
+}
+
+/// What a synthetic layer is made from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SyntheticSpec {
+    /// The layer; its hidden width is at least its number of experts.
+    pub layer: LayerConfig,
+    /// Share of the experts that are hot, 0 to 1; 0 for uniform routing.
+    pub hot_ratio: f64,
+    /// Share of the routing probability that the hot experts have together, 0 to 1.
+    pub hot_weight: f64,
+    /// Seed of weights, tokens and routing.
+    pub seed: u64,
+}
+
+/// A synthetic layer: its weights, and any number of tokens for it.
+#[derive(Clone, Debug)]
+pub struct Synthetic {
+    spec: SyntheticSpec,
+    /// Probability of each expert in a token's first draw, `[n_experts]`.
+    probabilities: Vec<f64>,
+}
+
+/// What a random stream is for; part of its key.
+#[derive(Clone, Copy)]
+enum Stream {
+    Routing,
+    HiddenStates,
+    GradOutput,
+    Weight(WeightId),
+}
+
+impl Synthetic {
+    /// Checks the specification.
+    ///
+    /// # Errors
+    /// One line that names the field, its value, and what would be right.
+    pub fn new(spec: SyntheticSpec) -> Result<Self, ConfigError> {
+        spec.layer.validate()?;
+        let (n_experts, hidden) = (spec.layer.n_experts, spec.layer.hidden);
+        if n_experts > hidden {
+            return Err(ConfigError {
+                field: "experts",
+                value: n_experts.to_string(),
+                expected: format!("at most {hidden}, the hidden width (a synthetic router takes one dimension per expert)"),
+            });
+        }
+        for (field, value) in [("hot ratio", spec.hot_ratio), ("hot weight", spec.hot_weight)] {
+            if !(0.0..=1.0).contains(&value) {
+                return Err(ConfigError { field, value: value.to_string(), expected: "a number from 0 to 1".into() });
+            }
+        }
+        let probabilities = probabilities(n_experts, spec.hot_ratio, spec.hot_weight);
+        Ok(Synthetic { spec, probabilities })
+    }
+
+    /// The experts of global token `token` in the order drawn, distinct, `[top_k]`. The router chooses
+    /// the same set.
+    pub fn drawn(&self, token: usize) -> Vec<usize> {
+        let LayerConfig { n_experts, router, .. } = &self.spec.layer;
+        let mut rng = self.rng(Stream::Routing, token);
+        let mut weights = self.probabilities.clone();
+        let mut drawn = Vec::with_capacity(router.top_k);
+        for _ in 0..router.top_k {
+            let groups = self.groups_of(&drawn);
+            let full = router.groups.is_some_and(|g| groups.len() == g.top_groups);
+            let eligible = |e: usize| !drawn.contains(&e) && (!full || groups.contains(&self.group(e)));
+            for (e, w) in weights.iter_mut().enumerate() {
+                if !eligible(e) {
+                    *w = 0.0;
+                }
+            }
+            // Only experts without probability are left: any of them.
+            if weights.iter().all(|&w| w == 0.0) {
+                weights = (0..*n_experts).map(|e| f64::from(u8::from(eligible(e)))).collect();
+            }
+            let mut point = rng.random::<f64>() * weights.iter().sum::<f64>();
+            let mut pick = None;
+            for (e, &w) in weights.iter().enumerate().filter(|(_, w)| **w > 0.0) {
+                pick = Some(e);
+                if point < w {
+                    break;
+                }
+                point -= w;
+            }
+            // `validate` has seen to it that the eligible groups have `top_k` experts.
+            drawn.extend(pick);
+        }
+        drawn
+    }
+
+    /// The hidden states of global tokens `rows`, `[rows.len(), hidden]`, of about unit variance.
+    pub fn hidden_states(&self, rows: Range<usize>) -> Vec<f32> {
+        let LayerConfig { hidden, n_experts, router, .. } = &self.spec.layer;
+        let mut out = vec![0.0; rows.len() * hidden];
+        for (token, x) in rows.zip(out.chunks_mut(*hidden)) {
+            let mut rng = self.rng(Stream::HiddenStates, token);
+            let drawn = self.drawn(token);
+            let groups = self.groups_of(&drawn);
+            for (e, x) in x[..*n_experts].iter_mut().enumerate() {
+                let fraction: f32 = rng.random();
+                *x = match drawn.iter().position(|&d| d == e) {
+                    // Each draw has its own part of the range, the first one the highest.
+                    Some(i) => {
+                        let part = (router.top_k - 1 - i) as f32 + 0.5 * fraction;
+                        DRAWN_FROM + LOGIT_SPAN * part / router.top_k as f32
+                    }
+                    None if router.groups.is_none() || groups.contains(&self.group(e)) => LOGIT_SPAN * (fraction - 1.0),
+                    None => LOGIT_SPAN * (fraction - 2.0),
+                };
+            }
+            fill(&mut rng, 1.0, &mut x[*n_experts..]);
+        }
+        out
+    }
+
+    /// The output's gradient for global tokens `rows`, `[rows.len(), hidden]`, of unit variance.
+    pub fn grad_output(&self, rows: Range<usize>) -> Vec<f32> {
+        let hidden = self.spec.layer.hidden;
+        let mut out = vec![0.0; rows.len() * hidden];
+        for (token, g) in rows.zip(out.chunks_mut(hidden)) {
+            fill(&mut self.rng(Stream::GradOutput, token), 1.0, g);
+        }
+        out
+    }
+
+    /// The expert's group; without groups, every expert is one.
+    fn group(&self, expert: usize) -> usize {
+        let LayerConfig { n_experts, router, .. } = &self.spec.layer;
+        expert / router.groups.map_or(1, |g| n_experts / g.n_groups)
+    }
+
+    /// The distinct groups of `experts`.
+    fn groups_of(&self, experts: &[usize]) -> Vec<usize> {
+        let mut groups: Vec<usize> = experts.iter().map(|&e| self.group(e)).collect();
+        groups.sort_unstable();
+        groups.dedup();
+        groups
+    }
+
+    /// The generator of one stream of a token (0 for a weight's).
+    fn rng(&self, stream: Stream, token: usize) -> ChaCha8Rng {
+        let key = match stream {
+            Stream::Routing => [0, 0, 0],
+            Stream::HiddenStates => [1, 0, 0],
+            Stream::GradOutput => [2, 0, 0],
+            Stream::Weight(WeightId::Router) => [3, 0, 0],
+            Stream::Weight(WeightId::RouterBias) => [4, 0, 0],
+            Stream::Weight(WeightId::SharedGate) => [5, 0, 0],
+            Stream::Weight(WeightId::Expert(e, p)) => [6, e as u64, p as u64],
+            Stream::Weight(WeightId::ExpertBias(e, p)) => [7, e as u64, p as u64],
+            Stream::Weight(WeightId::Shared(p)) => [8, 0, p as u64],
+            Stream::Weight(WeightId::SharedBias(p)) => [9, 0, p as u64],
+        };
+        let mut seed = [0; 32];
+        for (bytes, word) in seed.chunks_exact_mut(8).zip([self.spec.seed, key[0], key[1], key[2]]) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        let mut rng = ChaCha8Rng::from_seed(seed);
+        rng.set_stream(token as u64);
+        rng
+    }
+}
+
+impl WeightSource for Synthetic {
+    fn config(&self) -> &LayerConfig {
+        &self.spec.layer
+    }
+
+    fn name(&self, id: WeightId) -> String {
+        let proj = |p| match p {
+            Proj::Gate => "gate_proj",
+            Proj::Up => "up_proj",
+            Proj::Down => "down_proj",
+        };
+        match id {
+            WeightId::Router => "router.weight".into(),
+            WeightId::RouterBias => "router.correction_bias".into(),
+            WeightId::Expert(e, p) => format!("experts.{e}.{}.weight", proj(p)),
+            WeightId::ExpertBias(e, p) => format!("experts.{e}.{}.bias", proj(p)),
+            WeightId::Shared(p) => format!("shared_expert.{}.weight", proj(p)),
+            WeightId::SharedBias(p) => format!("shared_expert.{}.bias", proj(p)),
+            WeightId::SharedGate => "shared_expert_gate.weight".into(),
+        }
+    }
+
+    /// Projections, their biases and the shared gate are uniform with variance `1 / fan_in`.
+    fn load(&self, id: WeightId) -> Result<Vec<f32>> {
+        let layer = &self.spec.layer;
+        let exists = match id {
+            WeightId::Expert(e, _) | WeightId::ExpertBias(e, _) => {
+                e < layer.n_experts && layer.expert_weights(e).contains(&id)
+            }
+            _ => layer.replicated_weights().contains(&id),
+        };
+        ensure!(exists, "the synthetic layer has no weight {}", self.name(id));
+        let mut data = vec![0.0; layer.shape(id).iter().product()];
+        let matrix = match id {
+            WeightId::ExpertBias(e, p) => WeightId::Expert(e, p),
+            WeightId::SharedBias(p) => WeightId::Shared(p),
+            other => other,
+        };
+        let fan_in_scale = 1.0 / (layer.shape(matrix).last().copied().unwrap_or(1) as f32).sqrt();
+        let std_dev = match id {
+            WeightId::Router => LOGIT_NOISE * fan_in_scale,
+            WeightId::RouterBias => {
+                let max = match layer.router.scoring {
+                    Scoring::Sigmoid => BIAS_MAX,
+                    // Softmax scores, and so what separates them, shrink with the number of experts.
+                    Scoring::Softmax => BIAS_MAX / layer.n_experts as f32,
+                };
+                max / 3.0_f32.sqrt()
+            }
+            _ => fan_in_scale,
+        };
+        fill(&mut self.rng(Stream::Weight(id), 0), std_dev, &mut data);
+        if id == WeightId::Router {
+            for (e, row) in data.chunks_mut(layer.hidden).enumerate() {
+                row[e] = 1.0;
+            }
+        }
+        Ok(data)
+    }
+}
+
+/// The probability of each expert in a first draw, `[n_experts]`.
+fn probabilities(n_experts: usize, hot_ratio: f64, hot_weight: f64) -> Vec<f64> {
+    let rounded = (hot_ratio * n_experts as f64).round() as usize;
+    let n_hot = if hot_ratio > 0.0 { rounded.max(1) } else { 0 };
+    if n_hot == 0 || n_hot == n_experts {
+        return vec![1.0 / n_experts as f64; n_experts];
+    }
+    let (hot, cold) = (hot_weight / n_hot as f64, (1.0 - hot_weight) / (n_experts - n_hot) as f64);
+    (0..n_experts).map(|e| if e < n_hot { hot } else { cold }).collect()
+}
+
+/// Uniform variates of mean 0 and the given standard deviation.
+fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
+    let max = std_dev * 3.0_f32.sqrt();
+    for x in out {
+        // 24 random bits are exact in f32: -1..1 in steps of 2^-23.
+        let unit = (rng.next_u32() >> 8) as f32 * (1.0 / 8_388_608.0) - 1.0;
+        *x = max * unit;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{CHOICE_TOLERANCE, Problem, reference};
+    use crate::moe::{Activation, MlpConfig, SharedConfig};
+
+    fn layer(hidden: usize, router: RouterConfig, n_experts: usize) -> LayerConfig {
+        let expert = MlpConfig { intermediate: 4, gated: true, activation: Activation::Silu, bias: true };
+        let shared = Some(SharedConfig { mlp: expert, sigmoid_gate: true });
+        LayerConfig {
+            hidden,
+            n_experts,
+            router,
+            expert,
+            shared,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        }
+    }
+
+    fn make(kind: RouterKind, hidden: usize, n_experts: usize, top_k: usize, hot: (f64, f64)) -> Synthetic {
+        let layer = layer(hidden, kind.config(n_experts, top_k), n_experts);
+        Synthetic::new(SyntheticSpec { layer, hot_ratio: hot.0, hot_weight: hot.1, seed: 11 }).unwrap()
+    }
+
+    fn bf16(x: Vec<f32>) -> Vec<f32> {
+        x.into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
+    }
+
+    /// The reference's choice, with everything rounded to bf16.
+    fn routed(s: &Synthetic, tokens: usize) -> Vec<u32> {
+        let weights = |id| Ok(bf16(s.load(id)?));
+        let hidden_states = bf16(s.hidden_states(0..tokens));
+        let problem = Problem {
+            config: s.config(),
+            tokens,
+            hidden_states: &hidden_states,
+            grad_output: None,
+            weights: &weights,
+            chosen: None,
+            choice_tolerance: CHOICE_TOLERANCE,
+        };
+        reference(&problem).unwrap().chosen
+    }
+
+    #[test]
+    fn the_router_chooses_the_drawn_experts() {
+        use RouterKind::*;
+        for (kind, hidden, experts, k, hot) in [
+            (Softmax, 64, 8, 2, (0.0, 0.0)),
+            (Softmax, 64, 64, 8, (0.25, 0.7)),
+            (SoftmaxRenormalised, 40, 8, 2, (0.25, 0.7)),
+            (SoftmaxRenormalised, 8, 1, 1, (1.0, 1.0)),
+            (SoftmaxRenormalised, 16, 8, 8, (0.1, 1.0)),
+            (Sigmoid, 64, 8, 2, (0.25, 0.7)),
+            (Sigmoid, 128, 64, 8, (0.1, 0.9)),
+            (Sigmoid, 96, 5, 3, (0.5, 0.9)),
+        ] {
+            let mut s = make(kind, hidden, experts, k, hot);
+            // DeepSeek's rules with the other scoring too.
+            for scoring in [Scoring::Softmax, Scoring::Sigmoid] {
+                s.spec.layer.router.scoring = scoring;
+                let tokens = 300;
+                for (t, chosen) in routed(&s, tokens).chunks(k).enumerate() {
+                    let mut chosen: Vec<usize> = chosen.iter().map(|&e| e as usize).collect();
+                    let mut drawn = s.drawn(t);
+                    chosen.sort_unstable();
+                    drawn.sort_unstable();
+                    assert_eq!(chosen, drawn, "{kind:?} {scoring:?} {experts} {k} token {t}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn chosen_logits_are_clear_of_the_others() {
+        let s = make(RouterKind::Softmax, 256, 64, 4, (0.25, 0.7));
+        let router = s.load(WeightId::Router).unwrap();
+        let hidden_states = bf16(s.hidden_states(0..500));
+        for (t, x) in hidden_states.chunks(256).enumerate() {
+            let drawn = s.drawn(t);
+            let (mut lowest, mut highest) = (f32::INFINITY, f32::NEG_INFINITY);
+            for (e, w) in router.chunks(256).enumerate() {
+                let logit: f32 = x.iter().zip(w).map(|(x, w)| x * w).sum();
+                if drawn.contains(&e) {
+                    lowest = lowest.min(logit);
+                } else {
+                    highest = highest.max(logit);
+                }
+            }
+            assert!(lowest - highest > 0.25, "token {t}: {lowest} {highest}");
+        }
+    }
+
+    #[test]
+    fn hot_experts_get_their_share() {
+        let tokens = 20_000;
+        let share = |s: &Synthetic, n_hot: usize| {
+            let drawn: Vec<usize> = (0..tokens).flat_map(|t| s.drawn(t)).collect();
+            drawn.iter().filter(|&&e| e < n_hot).count() as f64 / drawn.len() as f64
+        };
+        // The standard error of a share of 20,000 draws is at most 0.0035; 0.015 is above four of them.
+        let close = |got: f64, want: f64| assert!((got - want).abs() < 0.015, "{got}, not {want}");
+        close(share(&make(RouterKind::Softmax, 16, 8, 1, (0.25, 0.7)), 2), 0.7);
+        close(share(&make(RouterKind::Softmax, 16, 8, 1, (0.01, 0.5)), 1), 0.5);
+        close(share(&make(RouterKind::Softmax, 16, 8, 2, (0.0, 0.7)), 2), 0.25);
+        assert_eq!(share(&make(RouterKind::Softmax, 16, 8, 1, (0.01, 1.0)), 1), 1.0);
+        // The second of two draws: one hot expert gone, (0.7 - 0.35) / 0.65; one of the others gone, 0.7 / 0.95.
+        let second = 0.7 * (0.35 / 0.65) + 0.3 * (0.7 / 0.95);
+        close(share(&make(RouterKind::Softmax, 16, 8, 2, (0.25, 0.7)), 2), (0.7 + second) / 2.0);
+        // More experts per token than hot ones that have all the weight: the rest are any others.
+        close(share(&make(RouterKind::Softmax, 16, 8, 4, (0.25, 1.0)), 2), 0.5);
+    }
+
+    #[test]
+    fn any_split_gives_the_same_tokens_and_each_weight_is_its_own() {
+        let s = make(RouterKind::Sigmoid, 32, 8, 2, (0.25, 0.7));
+        assert_eq!(s.hidden_states(0..9), [s.hidden_states(0..4), s.hidden_states(4..9)].concat());
+        assert_eq!(s.grad_output(0..9), [s.grad_output(0..1), s.grad_output(1..9)].concat());
+        assert!(s.hidden_states(3..3).is_empty());
+        let mut other = s.clone();
+        other.spec.seed += 1;
+        let ids = s.config().weights();
+        let names: std::collections::BTreeSet<String> = ids.iter().map(|&id| s.name(id)).collect();
+        assert_eq!(names.len(), ids.len());
+        let mut firsts = std::collections::BTreeSet::new();
+        for id in ids {
+            let weight = s.load(id).unwrap();
+            assert_eq!(weight.len(), s.config().shape(id).iter().product::<usize>(), "{id:?}");
+            assert_eq!(weight, s.load(id).unwrap(), "{id:?}");
+            assert_ne!(weight, other.load(id).unwrap(), "{id:?}");
+            assert!(firsts.insert(weight[1].to_bits()), "{id:?} repeats another weight");
+        }
+        assert_eq!(s.name(WeightId::Expert(3, Proj::Gate)), "experts.3.gate_proj.weight");
+        let text = s.load(WeightId::Expert(8, Proj::Up)).unwrap_err().to_string();
+        assert_eq!(text, "the synthetic layer has no weight experts.8.up_proj.weight");
+    }
+
+    #[test]
+    fn weights_have_variance_one_over_fan_in() {
+        let mut s = make(RouterKind::Softmax, 400, 2, 1, (0.0, 0.0));
+        s.spec.layer.expert.intermediate = 100;
+        for (proj, fan_in) in [(Proj::Up, 400.0), (Proj::Down, 100.0)] {
+            let w = s.load(WeightId::Expert(1, proj)).unwrap();
+            let variance = w.iter().map(|w| w * w).sum::<f32>() / w.len() as f32;
+            assert!((variance * fan_in - 1.0).abs() < 0.03, "{proj:?}: {variance}");
+        }
+        let g = s.grad_output(0..100);
+        let variance = g.iter().map(|g| g * g).sum::<f32>() / g.len() as f32;
+        assert!((variance - 1.0).abs() < 0.03, "{variance}");
+    }
+
+    #[test]
+    fn bad_specifications_are_named() {
+        let error = |hidden, experts, k, hot_ratio, hot_weight| {
+            let layer = layer(hidden, RouterKind::Sigmoid.config(experts, k), experts);
+            Synthetic::new(SyntheticSpec { layer, hot_ratio, hot_weight, seed: 0 }).unwrap_err().to_string()
+        };
+        assert!(error(32, 64, 2, 0.0, 0.0).starts_with("experts is 64, expected at most 32, the hidden width"));
+        assert_eq!(error(64, 8, 2, 1.5, 0.5), "hot ratio is 1.5, expected a number from 0 to 1");
+        assert_eq!(error(64, 8, 2, 0.5, f64::NAN), "hot weight is NaN, expected a number from 0 to 1");
+        assert_eq!(error(64, 8, 9, 0.5, 0.5), "top-k is 9, expected 1 to 8, the number of experts");
+    }
+}
