@@ -20,7 +20,11 @@ pub fn load(
     let shape = config.shape(id);
     let data = weights(id)?;
     let expected: usize = shape.iter().product();
-    ensure!(data.len() == expected, "weight {id:?} has {} numbers, expected {expected} for shape {shape:?}", data.len());
+    ensure!(
+        data.len() == expected,
+        "weight {id:?} has {} numbers, expected {expected} for shape {shape:?}",
+        data.len()
+    );
     Ok((shape, data))
 }
 

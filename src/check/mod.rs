@@ -94,11 +94,11 @@ pub fn reference(problem: &Problem) -> Result<Reference> {
     Ok(result)
 }
 
-/// Computes the layer as [`reference`] does, but hands each weight's gradient to `on_grad` as soon
+/// Computes the layer as [`reference()`] does, but hands each weight's gradient to `on_grad` as soon
 /// as it is known, so that only one expert's gradients are in memory at a time.
 ///
 /// # Errors
-/// As [`reference`], and those of `on_grad`.
+/// As [`reference()`], and those of `on_grad`.
 pub fn reference_with(
     problem: &Problem,
     on_grad: &mut dyn FnMut(WeightId, Vec<f64>) -> Result<()>,
@@ -118,11 +118,8 @@ pub fn reference_with(
     }
 
     let router = Matrix::from_f32(config.n_experts, hidden, &mlp::load(config, weights, WeightId::Router)?.1);
-    let bias = if config.router.correction_bias {
-        Some(mlp::load(config, weights, WeightId::RouterBias)?.1)
-    } else {
-        None
-    };
+    let bias =
+        if config.router.correction_bias { Some(mlp::load(config, weights, WeightId::RouterBias)?.1) } else { None };
     let routing = Routing::new(config, &x, &router, bias.as_deref(), problem.chosen, problem.choice_tolerance)?;
 
     let mut layer = Layer {

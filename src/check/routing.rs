@@ -254,8 +254,7 @@ fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -
     let above = |e: &usize| sel.score[*e] + sel.slack[*e];
     let below = |e: &usize| sel.score[*e] - sel.slack[*e];
     let worst = own.iter().copied().min_by(|a, b| above(a).total_cmp(&above(b)));
-    let best_left_out =
-        eligible.into_iter().filter(|e| !own.contains(e)).max_by(|a, b| below(a).total_cmp(&below(b)));
+    let best_left_out = eligible.into_iter().filter(|e| !own.contains(e)).max_by(|a, b| below(a).total_cmp(&below(b)));
     if let (Some(worst), Some(left_out)) = (worst, best_left_out)
         && below(&left_out) > above(&worst)
     {
@@ -277,8 +276,7 @@ fn eligible_experts(router: &RouterConfig, token: usize, own: &[usize], sel: &Se
     };
     let size = n_experts / groups.n_groups;
     let score = group_scores(&sel.score, groups.n_groups);
-    let slack: Vec<f64> =
-        sel.slack.chunks(size).map(|group| 2.0 * group.iter().copied().fold(0.0, f64::max)).collect();
+    let slack: Vec<f64> = sel.slack.chunks(size).map(|group| 2.0 * group.iter().copied().fold(0.0, f64::max)).collect();
     let others = |g: usize| (0..groups.n_groups).filter(move |&o| o != g);
     // Eligible whatever the rounding; perhaps eligible.
     let surely =

@@ -1,12 +1,12 @@
 //! The reference against finite differences of itself, a case computed by hand, and its errors.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::*;
-use crate::moe::{Activation, GroupLimit, RouterConfig, Scoring, SharedConfig};
+use crate::moe::{Activation, GroupLimit, Proj, RouterConfig, Scoring, SharedConfig};
 
 const HIDDEN: usize = 5;
 const TOKENS: usize = 6;
@@ -97,28 +97,22 @@ impl Data {
     fn check_gradients(mut self) -> Reference {
         let result = self.run(None, CHOICE_TOLERANCE).unwrap();
         let chosen = &result.chosen;
+        let config = self.config.clone();
         let close = |what: &str, got: &[f64], want: &[f64]| {
             let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
             let difference = norm(&mut got.iter().zip(want).map(|(g, w)| g - w));
             let size = norm(&mut want.iter().copied());
-            assert!(difference <= 1e-6 * size + 1e-9, "{what} of {:?}: {got:?}, not {want:?}", self.config);
+            assert!(difference <= 1e-6 * size + 1e-9, "{what} of {config:?}: {got:?}, not {want:?}");
         };
-        let config = &self.config;
-        let ids: Vec<WeightId> = config.weights().into_iter().filter(|id| id.has_gradient()).collect();
-        assert!(result.grads.keys().copied().eq(ids.iter().copied().collect::<std::collections::BTreeSet<_>>()));
-        let mut data = Data {
-            config: config.clone(),
-            hidden_states: std::mem::take(&mut self.hidden_states),
-            grad_output: std::mem::take(&mut self.grad_output),
-            weights: std::mem::take(&mut self.weights),
-        };
-        let n = data.hidden_states.len();
-        let want: Vec<f64> = (0..n).map(|i| data.quotient(chosen, |d| &mut d.hidden_states[i])).collect();
+        let ids: Vec<WeightId> = self.config.weights().into_iter().filter(|id| id.has_gradient()).collect();
+        assert_eq!(result.grads.keys().copied().collect::<BTreeSet<_>>(), ids.iter().copied().collect());
+        let n = self.hidden_states.len();
+        let want: Vec<f64> = (0..n).map(|i| self.quotient(chosen, |d| &mut d.hidden_states[i])).collect();
         close("grad_hidden_states", result.grad_hidden_states.as_ref().unwrap(), &want);
         for id in ids {
-            let n = data.weights[&id].len();
+            let n = self.weights[&id].len();
             let want: Vec<f64> =
-                (0..n).map(|i| data.quotient(chosen, |d| &mut d.weights.get_mut(&id).unwrap()[i])).collect();
+                (0..n).map(|i| self.quotient(chosen, |d| &mut d.weights.get_mut(&id).unwrap()[i])).collect();
             close(&format!("{id:?}"), &result.grads[&id], &want);
         }
         result
@@ -190,8 +184,8 @@ fn by_hand() -> Data {
     data.grad_output = vec![1.0, 0.0, 1.0, 1.0];
     data.weights.insert(WeightId::Router, vec![0.0, 0.0, 1.0, 0.0]);
     for e in 0..2 {
-        data.weights.insert(WeightId::Expert(e, crate::moe::Proj::Up), vec![0.0, (e + 1) as f32]);
-        data.weights.insert(WeightId::Expert(e, crate::moe::Proj::Down), vec![1.0, -1.0]);
+        data.weights.insert(WeightId::Expert(e, Proj::Up), vec![0.0, (e + 1) as f32]);
+        data.weights.insert(WeightId::Expert(e, Proj::Down), vec![1.0, -1.0]);
     }
     data
 }
@@ -217,8 +211,45 @@ fn a_case_computed_by_hand() {
     close("grad router", &r.grads[&WeightId::Router], &[-d * ln3, -d, d * ln3, d]);
     // Token 0: through the logit to x_0, through expert 1 (0.75 * 1 * 2) to x_1; token 1: 0.75 * (1 - 1) * 1.
     close("grad x", &r.grad_hidden_states.unwrap(), &[d, 1.5, 0.0, 0.0]);
-    close("grad down", &r.grads[&WeightId::Expert(1, crate::moe::Proj::Down)], &[1.5, 0.0]);
-    close("grad up", &r.grads[&WeightId::Expert(1, crate::moe::Proj::Up)], &[0.75 * ln3, 0.75]);
+    close("grad down", &r.grads[&WeightId::Expert(1, Proj::Down)], &[1.5, 0.0]);
+    close("grad up", &r.grads[&WeightId::Expert(1, Proj::Up)], &[0.75 * ln3, 0.75]);
+}
+
+#[test]
+fn a_gated_sigmoid_layer_with_biases_and_shared_expert_is_its_formula() {
+    let expert = MlpConfig { intermediate: 1, ..mlp(Activation::Silu, true, true) };
+    let router = RouterConfig {
+        scoring: Scoring::Sigmoid,
+        renormalise: true,
+        scaling: 2.5,
+        correction_bias: true,
+        ..base().router
+    };
+    let shared = Some(SharedConfig { mlp: expert, sigmoid_gate: true });
+    let mut data = Data::new(LayerConfig { hidden: 1, n_experts: 3, router, expert, shared, ..base() }, 1, 70);
+    data.hidden_states = vec![0.5];
+    // Expert 0 scores best, but the bias puts it last.
+    data.weights.insert(WeightId::Router, vec![2.0, 1.0, -1.0]);
+    data.weights.insert(WeightId::RouterBias, vec![-5.0, 0.0, 0.0]);
+    data.weights.insert(WeightId::SharedGate, vec![-3.0]);
+    let x = 0.5;
+    let w = |id| f64::from(data.weights[&id][0]);
+    let sigmoid = |v: f64| 1.0 / (1.0 + (-v).exp());
+    let mlp = |matrix: &dyn Fn(Proj) -> f64, bias: &dyn Fn(Proj) -> f64| {
+        let gate = matrix(Proj::Gate) * x + bias(Proj::Gate);
+        let up = matrix(Proj::Up) * x + bias(Proj::Up);
+        matrix(Proj::Down) * (gate * sigmoid(gate) * up) + bias(Proj::Down)
+    };
+    let routed = |e| mlp(&|p| w(WeightId::Expert(e, p)), &|p| w(WeightId::ExpertBias(e, p)));
+    let (s1, s2) = (sigmoid(0.5), sigmoid(-0.5));
+    let want = 2.5 * (s1 * routed(1) + s2 * routed(2)) / (s1 + s2)
+        + sigmoid(-1.5) * mlp(&|p| w(WeightId::Shared(p)), &|p| w(WeightId::SharedBias(p)));
+    let r = data.run(None, CHOICE_TOLERANCE).unwrap();
+    assert_eq!(r.chosen, [1, 2]);
+    assert!((r.output[0] - want).abs() < 1e-14, "{} is not {want}", r.output[0]);
+    // f = (0, 1, 1); P = scores over their sum.
+    let aux = 3.0 * (s1 + s2) / (sigmoid(1.0) + s1 + s2);
+    assert!((r.aux_loss - aux).abs() < 1e-14, "{} is not {aux}", r.aux_loss);
 }
 
 #[test]
@@ -231,7 +262,7 @@ fn the_pairs_with_the_smallest_token_index_are_kept() {
     assert_eq!((r.chosen, r.tokens_per_expert, r.dropped), (vec![1, 1], vec![0, 2], 1));
     assert!(r.output[0] > 1.0);
     assert_eq!(r.output[2..], [0.0, 0.0]);
-    assert!(r.grads[&WeightId::Expert(0, crate::moe::Proj::Up)] == [0.0, 0.0]);
+    assert!(r.grads[&WeightId::Expert(0, Proj::Up)] == [0.0, 0.0]);
 }
 
 #[test]

@@ -108,7 +108,9 @@ impl Synthetic {
             return Err(ConfigError {
                 field: "experts",
                 value: n_experts.to_string(),
-                expected: format!("at most {hidden}, the hidden width (a synthetic router takes one dimension per expert)"),
+                expected: format!(
+                    "at most {hidden}, the hidden width (a synthetic router takes one dimension per expert)"
+                ),
             });
         }
         for (field, value) in [("hot ratio", spec.hot_ratio), ("hot weight", spec.hot_weight)] {
