@@ -1,0 +1,311 @@
+//! The result file: a safetensors image of known names and shapes, made by the supervisor, filled by PEs with
+//! positional writes, and published under its name only when it is whole.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, ErrorKind};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, anyhow, bail};
+use rustix::fs::{Access, AtFlags, CWD, FallocateFlags, MemfdFlags, Mode, OFlags};
+use rustix::io::Errno;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+/// Where every tensor of a result file lies; the same on every PE that builds it from the same list.
+#[derive(Debug, Clone)]
+pub struct ResultLayout {
+    /// The length prefix and the header, padded with spaces so that the data begins at a multiple of 8 bytes.
+    head: Vec<u8>,
+    /// Shape, and first byte in the file.
+    tensors: HashMap<String, (Vec<usize>, u64)>,
+    len_bytes: u64,
+    /// What error lines call the file.
+    label: String,
+}
+
+impl ResultLayout {
+    /// A file of F32 tensors with these names and shapes, in this order.
+    ///
+    /// # Errors
+    /// One line: a name that comes twice, or a size that overflows.
+    pub fn new(tensors: Vec<(String, Vec<usize>)>) -> anyhow::Result<Self> {
+        let mut infos = Vec::with_capacity(tensors.len());
+        let mut places = HashMap::with_capacity(tensors.len());
+        let mut at = 0usize;
+        for (name, shape) in tensors {
+            let end = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_add(at));
+            // File offsets are signed; the header needs some room too.
+            let Some(end) = end.filter(|&end| end < i64::MAX as usize / 2) else {
+                bail!("result tensor {name}: shape {shape:?} is too large for a file");
+            };
+            if places.insert(name.clone(), (shape.clone(), at as u64)).is_some() {
+                bail!("result tensor {name} comes twice");
+            }
+            infos.push((name, TensorInfo { dtype: Dtype::F32, shape, data_offsets: (at, end) }));
+            at = end;
+        }
+        let metadata = Metadata::new(None, infos).context("result file")?;
+        let mut head = vec![0; 8];
+        serde_json::to_writer(&mut head, &metadata).context("result file")?;
+        head.resize(head.len().next_multiple_of(8), b' ');
+        let header_bytes = (head.len() - 8) as u64;
+        head[..8].copy_from_slice(&header_bytes.to_le_bytes());
+        for (_, first_byte) in places.values_mut() {
+            *first_byte += head.len() as u64;
+        }
+        let len_bytes = (head.len() + at) as u64;
+        Ok(ResultLayout { head, tensors: places, len_bytes, label: "the result file".into() })
+    }
+
+    /// The same layout, with errors that call the file `path`.
+    pub fn for_path(mut self, path: &Path) -> Self {
+        self.label = path.display().to_string();
+        self
+    }
+
+    /// Size of the whole file in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Where tensor `name` begins, in bytes from the start of the file; `None` where the file has none such.
+    pub fn offset_bytes(&self, name: &str) -> Option<u64> {
+        self.tensors.get(name).map(|t| t.1)
+    }
+
+    /// Writes the header.
+    ///
+    /// # Errors
+    /// One line that names the file and what the system said.
+    pub fn write_header(&self, file: &File) -> anyhow::Result<()> {
+        file.write_all_at(&self.head, 0).map_err(|e| anyhow!("cannot write {}: {e}", self.label))
+    }
+
+    /// Writes whole rows of tensor `name`, from row `first_row` on (a row: one index of the first dimension). Writes of
+    /// different rows may come from any process, in any order.
+    ///
+    /// # Errors
+    /// One line that names the file and the tensor: no such tensor, not whole rows, rows beyond the last, or what
+    /// the system said (such as a full disk).
+    pub fn write_rows(&self, file: &File, name: &str, first_row: usize, rows: &[f32]) -> anyhow::Result<()> {
+        let at = self.range(name, first_row, rows.len())?;
+        file.write_all_at(bytemuck::cast_slice(rows), at)
+            .map_err(|e| anyhow!("cannot write tensor {name} to {}: {e}", self.label))
+    }
+
+    /// Reads the whole of tensor `name`, row-major.
+    ///
+    /// # Errors
+    /// One line that names the file and the tensor: no such tensor, or what the system said.
+    pub fn read(&self, file: &File, name: &str) -> anyhow::Result<Vec<f32>> {
+        let (shape, at) = self.place(name)?;
+        let mut out = vec![0f32; shape.iter().product()];
+        file.read_exact_at(bytemuck::cast_slice_mut(&mut out), *at)
+            .map_err(|e| anyhow!("cannot read tensor {name} of {}: {e}", self.label))?;
+        Ok(out)
+    }
+
+    fn place(&self, name: &str) -> anyhow::Result<&(Vec<usize>, u64)> {
+        self.tensors.get(name).with_context(|| format!("{}: no tensor {name}", self.label))
+    }
+
+    /// The first byte of `len` numbers from row `first_row` on.
+    fn range(&self, name: &str, first_row: usize, len: usize) -> anyhow::Result<u64> {
+        let (shape, at) = self.place(name)?;
+        let row: usize = shape.iter().skip(1).product();
+        let total: usize = shape.iter().product();
+        let first = first_row.checked_mul(row).filter(|&first| first <= total && len <= total - first);
+        match first {
+            Some(first) if len.is_multiple_of(row.max(1)) => Ok(at + first as u64 * 4),
+            _ => {
+                bail!("{}: tensor {name} has shape {shape:?}, no room for {len} numbers at row {first_row}", self.label)
+            }
+        }
+    }
+}
+
+/// A result file on its way: nobody sees it before [`OutputFile::publish`], and if that never comes, whatever the
+/// reason, nothing is left behind.
+#[derive(Debug)]
+pub struct OutputFile {
+    file: File,
+    /// `None` in memory.
+    target: Option<Target>,
+}
+
+#[derive(Debug)]
+struct Target {
+    path: PathBuf,
+    dir: PathBuf,
+    /// The name that the file has before it is published, where the file system cannot do without one.
+    temporary: Option<PathBuf>,
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary {
+            // Nothing can be done, or need be, where it is gone already.
+            let _ = std::fs::remove_file(temporary);
+        }
+    }
+}
+
+impl OutputFile {
+    /// Prepares to write `path`: checks that it can be written, reserves the space, and writes the header. An
+    /// existing file at `path` stays as it is until [`OutputFile::publish`] replaces it.
+    ///
+    /// # Errors
+    /// One line that names the path: its folder is missing or not writable, it is not a regular file, it may not be
+    /// written, or the disk has no room (with the bytes needed).
+    pub fn create(path: &Path, layout: &ResultLayout) -> anyhow::Result<Self> {
+        let shown = path.display();
+        let path = match path.metadata() {
+            Ok(meta) => {
+                if !meta.is_file() {
+                    bail!("cannot write {shown}: it is {}, expected a regular file or a new name", kind(&meta));
+                }
+                rustix::fs::access(path, Access::WRITE_OK).map_err(|e| cannot_write(path, e))?;
+                // Through a symbolic link the file is replaced, and not the link.
+                path.canonicalize().map_err(|e| anyhow!("cannot write {shown}: {e}"))?
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => path.to_owned(),
+            Err(e) => bail!("cannot write {shown}: {e}"),
+        };
+        if path.file_name().is_none() {
+            bail!("cannot write {shown}: expected the name of a file");
+        }
+        let dir = match path.parent() {
+            Some(dir) if !dir.as_os_str().is_empty() => dir.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        let mode = Mode::from_raw_mode(0o666);
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let mut target = Target { path, dir, temporary: None };
+        let file = match rustix::fs::openat(CWD, &target.dir, flags | OFlags::TMPFILE, mode) {
+            Ok(fd) => File::from(fd),
+            // File systems without O_TMPFILE say the first, kernels without it the second.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
+                let name = target.temporary_name();
+                let fd = rustix::fs::openat(CWD, &name, flags | OFlags::CREATE | OFlags::EXCL, mode)
+                    .map_err(|e| cannot_write(&target.path, e))?;
+                target.temporary = Some(name);
+                File::from(fd)
+            }
+            Err(e) => bail!("cannot write {shown}: folder {}: {}", target.dir.display(), io::Error::from(e)),
+        };
+        reserve(&file, &target, layout.len_bytes)?;
+        layout.write_header(&file)?;
+        Ok(OutputFile { file, target: Some(target) })
+    }
+
+    /// The same image in memory, for a run without an output file.
+    ///
+    /// # Errors
+    /// One line with what the system said.
+    pub fn in_memory(layout: &ResultLayout) -> anyhow::Result<Self> {
+        let file = rustix::fs::memfd_create("aristos-result", MemfdFlags::CLOEXEC)
+            .and_then(|fd| rustix::fs::ftruncate(&fd, layout.len_bytes).map(|()| File::from(fd)))
+            .map_err(|e| anyhow!("cannot hold the result in memory: {}", io::Error::from(e)))?;
+        layout.write_header(&file)?;
+        Ok(OutputFile { file, target: None })
+    }
+
+    /// The open file; its descriptor may be passed to other processes. It closes on exec.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Puts the file in place under its name, at once and whole, after its data has reached the disk. In memory:
+    /// nothing to do.
+    ///
+    /// # Errors
+    /// One line that names the path and what the system said; what was at the path is then still there.
+    pub fn publish(self) -> anyhow::Result<()> {
+        let Some(mut target) = self.target else { return Ok(()) };
+        self.file.sync_all().map_err(|e| anyhow!("cannot write {}: {e}", target.path.display()))?;
+        let fail = |e: Errno| cannot_write(&target.path, e);
+        if target.temporary.is_none() {
+            let open = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            let link = |name: &Path| rustix::fs::linkat(CWD, &open, CWD, name, AtFlags::SYMLINK_FOLLOW);
+            match link(&target.path) {
+                Ok(()) => return target.sync_dir(),
+                // A link never replaces; a rename does, so it takes a name of its own first.
+                Err(Errno::EXIST) => {
+                    let name = target.temporary_name();
+                    link(&name).map_err(fail)?;
+                    target.temporary = Some(name);
+                }
+                Err(e) => return Err(fail(e)),
+            }
+        }
+        if let Some(name) = &target.temporary {
+            rustix::fs::rename(name, &target.path).map_err(|e| cannot_write(&target.path, e))?;
+            target.temporary = None;
+        }
+        target.sync_dir()
+    }
+}
+
+impl Target {
+    /// A name in the target's folder that no other process uses.
+    fn temporary_name(&self) -> PathBuf {
+        let mut name = std::ffi::OsString::from(".");
+        name.push(self.path.file_name().unwrap_or_default());
+        name.push(format!(".{}.tmp", std::process::id()));
+        self.dir.join(name)
+    }
+
+    /// Makes the new name itself last.
+    fn sync_dir(&self) -> anyhow::Result<()> {
+        File::open(&self.dir)
+            .and_then(|dir| dir.sync_all())
+            .map_err(|e| anyhow!("cannot write {}: folder {}: {e}", self.path.display(), self.dir.display()))
+    }
+}
+
+/// Reserves `len` bytes for `file`, so that a full disk is found now and not after the work.
+fn reserve(file: &File, target: &Target, len: u64) -> anyhow::Result<()> {
+    let shown = target.path.display();
+    // Beyond this limit the kernel would end the process with a signal.
+    if let Some(limit) = rustix::process::getrlimit(rustix::process::Resource::Fsize).current
+        && len > limit
+    {
+        bail!("cannot write {shown}: it needs {len} bytes, the file size limit (ulimit -f) is {limit}");
+    }
+    // Asked for more than there is, some file systems take all there is before they refuse.
+    if let Ok(disk) = rustix::fs::fstatvfs(file) {
+        let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+        if len > free {
+            bail!("cannot write {shown}: it needs {len} bytes, the disk has {free} free");
+        }
+    }
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
+        Ok(()) => Ok(()),
+        // This file system cannot reserve: a full disk shows when the PEs write.
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+            rustix::fs::ftruncate(file, len).map_err(|e| cannot_write(&target.path, e))
+        }
+        Err(Errno::NOSPC) => bail!("cannot write {shown}: it needs {len} bytes, the disk has no room for them"),
+        Err(e) => Err(cannot_write(&target.path, e)),
+    }
+}
+
+fn cannot_write(path: &Path, e: Errno) -> anyhow::Error {
+    anyhow!("cannot write {}: {}", path.display(), io::Error::from(e))
+}
+
+fn kind(meta: &std::fs::Metadata) -> &'static str {
+    let t = meta.file_type();
+    if t.is_dir() {
+        "a folder"
+    } else if t.is_fifo() {
+        "a pipe"
+    } else if t.is_socket() {
+        "a socket"
+    } else {
+        "a device"
+    }
+}
