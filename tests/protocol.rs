@@ -1,0 +1,105 @@
+//! The layer over the transport that delays and reorders all that the OpenSHMEM model lets it: the result is, bit for bit, that
+//! of shared memory, whatever the seed.
+
+mod common;
+
+use std::ops::Range;
+
+use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
+use aristos::moe::{LayerConfig, Mode, Options};
+use aristos::shmem::reorder::ReorderWorld;
+use common::{Step, even, heap_bytes, mixtral, run, shm, synthetic};
+
+struct Case {
+    name: &'static str,
+    source: Synthetic,
+    /// One split of the tokens per step.
+    splits: Vec<Vec<Range<usize>>>,
+    options: Options,
+}
+
+impl Case {
+    fn heap(&self) -> usize {
+        use aristos::moe::WeightSource;
+        let n = self.splits[0].len();
+        let most = self.splits.iter().flatten().map(Range::len).max().unwrap();
+        heap_bytes::<f32>(self.source.config(), n, most, &self.options)
+    }
+
+    fn on_shm(&self) -> Vec<Step> {
+        run::<_, f32>(shm(self.splits[0].len(), self.heap()), &self.source, &self.splits, &self.options, STEPS).unwrap()
+    }
+
+    fn reordered(&self, seed: u64) -> Vec<Step> {
+        let n = self.splits[0].len();
+        let world = ReorderWorld::with_reachable(n, self.heap(), seed, seed.is_multiple_of(2));
+        run::<_, f32>(world, &self.source, &self.splits, &self.options, STEPS)
+            .unwrap_or_else(|e| panic!("{}, seed {seed}: {e}", self.name))
+    }
+}
+
+/// Steps per run: enough for header slots and windows to be reused.
+const STEPS: usize = 3;
+const SEEDS: u64 = 1000;
+
+fn cases() -> Vec<Case> {
+    let layer = mixtral(6, 4, 5, 2);
+    let options = Options { chunk_rows: 2, tile_rows: 4, ..Options::default() };
+    let hot = |layer: &LayerConfig, ratio: f64| {
+        let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: ratio, hot_weight: 1.0, seed: 11 };
+        Synthetic::new(spec).unwrap()
+    };
+    let top1 = mixtral(6, 4, 5, 1);
+    let few = mixtral(6, 4, 2, 1);
+    let rich = LayerConfig { aux_loss_coef: 0.1, capacity_factor: Some(0.9), ..layer.clone() };
+    vec![
+        Case {
+            name: "PEs without tokens, other ones each step",
+            source: synthetic(layer.clone(), 7),
+            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
+            options: options.clone(),
+        },
+        Case {
+            name: "experts without tokens, all rows to one expert, through small windows in rounds",
+            source: hot(&top1, 0.2),
+            splits: vec![even(24, 3)],
+            options: Options { budget_factor: 0.5, ..options.clone() },
+        },
+        Case {
+            name: "PEs with neither tokens nor experts run ahead",
+            source: hot(&few, 0.5),
+            splits: vec![vec![0..8, 8..8, 8..8, 8..8], vec![0..8, 8..8, 8..8, 8..8], vec![0..0, 0..0, 0..8, 8..8]],
+            options: options.clone(),
+        },
+        Case { name: "losses and a capacity", source: synthetic(rich, 4), splits: vec![even(13, 3)], options },
+    ]
+}
+
+#[test]
+fn a_thousand_seeds_change_nothing() {
+    for case in cases() {
+        let want = case.on_shm();
+        for seed in 0..SEEDS {
+            let got = case.reordered(seed);
+            for (step, (got, want)) in got.iter().zip(&want).enumerate() {
+                let what = format!("{}, seed {seed}, step {step}", case.name);
+                assert_eq!(got.output, want.output, "{what}");
+                assert_eq!(got.grad_hidden_states, want.grad_hidden_states, "{what}");
+                assert_eq!(got.grads, want.grads, "{what}");
+                assert_eq!(got.rounds, want.rounds, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn bulk_is_the_same_under_reordering() {
+    for mut case in cases() {
+        let want = case.on_shm();
+        case.options.mode = Mode::Bulk;
+        for seed in 0..50 {
+            let got = case.reordered(seed);
+            assert!(got.iter().zip(&want).all(|(g, w)| g.output == w.output && g.grads == w.grads), "{}", case.name);
+        }
+    }
+}
