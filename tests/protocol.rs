@@ -6,9 +6,10 @@ mod common;
 use std::ops::Range;
 
 use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
-use aristos::moe::{LayerConfig, Mode, Options};
+use aristos::moe::{LayerConfig, Mode, MoeError, Options};
+use aristos::shmem::Transport;
 use aristos::shmem::reorder::ReorderWorld;
-use common::{Step, even, heap_bytes, mixtral, run, shm, synthetic};
+use common::{Step, even, heap_bytes, mixtral, run_ahead, shm, synthetic};
 
 struct Case {
     name: &'static str,
@@ -27,19 +28,24 @@ impl Case {
     }
 
     fn on_shm(&self) -> Vec<Step> {
-        run::<_, f32>(shm(self.splits[0].len(), self.heap()), &self.source, &self.splits, &self.options, STEPS).unwrap()
+        self.on(shm(self.splits[0].len(), self.heap())).unwrap()
     }
 
     fn reordered(&self, seed: u64) -> Vec<Step> {
         let n = self.splits[0].len();
         let world = ReorderWorld::with_reachable(n, self.heap(), seed, seed.is_multiple_of(2));
-        run::<_, f32>(world, &self.source, &self.splits, &self.options, STEPS)
-            .unwrap_or_else(|e| panic!("{}, seed {seed}: {e}", self.name))
+        self.on(world).unwrap_or_else(|e| panic!("{}, seed {seed}: {e}", self.name))
+    }
+
+    fn on<T: Transport + Send>(&self, transports: Vec<T>) -> Result<Vec<Step>, MoeError> {
+        run_ahead::<_, f32>(transports, &self.source, &self.splits, &self.options, STEPS, AHEAD)
     }
 }
 
 /// Steps per run: enough for header slots and windows to be reused.
-const STEPS: usize = 3;
+const STEPS: usize = 2;
+/// Forward passes before each step, in which PEs without rows may run ahead.
+const AHEAD: usize = 3;
 const SEEDS: u64 = 1000;
 
 fn cases() -> Vec<Case> {
@@ -83,6 +89,7 @@ fn a_thousand_seeds_change_nothing() {
             let got = case.reordered(seed);
             for (step, (got, want)) in got.iter().zip(&want).enumerate() {
                 let what = format!("{}, seed {seed}, step {step}", case.name);
+                assert_eq!(got.ahead, want.ahead, "{what}");
                 assert_eq!(got.output, want.output, "{what}");
                 assert_eq!(got.grad_hidden_states, want.grad_hidden_states, "{what}");
                 assert_eq!(got.grads, want.grads, "{what}");
@@ -102,4 +109,29 @@ fn bulk_is_the_same_under_reordering() {
             assert!(got.iter().zip(&want).all(|(g, w)| g.output == w.output && g.grads == w.grads), "{}", case.name);
         }
     }
+}
+
+#[test]
+fn a_layer_can_be_made_where_another_was() {
+    use aristos::moe::metrics::Unobserved;
+    use aristos::moe::{Layer, Placement, WeightSource};
+    let source = synthetic(mixtral(6, 4, 5, 2), 1);
+    let options = Options { chunk_rows: 2, ..Options::default() };
+    let heap = heap_bytes::<f32>(source.config(), 3, 4, &options);
+    let outputs = common::on_pes(ReorderWorld::new(3, heap, 1), |shmem| {
+        let x = source.hidden_states(4 * shmem.my_pe()..4 * shmem.my_pe() + 4);
+        let outputs: Vec<Vec<f32>> = (0..2)
+            .map(|_| {
+                let placement = Placement::even(5, 3);
+                let mut layer =
+                    Layer::<_, f32>::new(&shmem, &source, placement, 4, options.clone(), &Unobserved).unwrap();
+                let mut output = vec![0.0; x.len()];
+                layer.forward(&x, &mut output).unwrap();
+                layer.free().unwrap();
+                output
+            })
+            .collect();
+        outputs
+    });
+    assert!(outputs.iter().all(|o| o[0] == o[1]));
 }

@@ -48,6 +48,8 @@ pub struct Step {
     pub grad_hidden_states: Vec<f32>,
     pub grads: BTreeMap<WeightId, Vec<f32>>,
     pub chosen: Vec<u32>,
+    /// The outputs of the forward passes without backward that went before.
+    pub ahead: Vec<f32>,
     /// By PE.
     pub traffic: Vec<Traffic>,
     pub rounds: Vec<usize>,
@@ -95,6 +97,19 @@ pub fn run<T: Transport + Send, E: Element>(
     options: &Options,
     steps: usize,
 ) -> Result<Vec<Step>, MoeError> {
+    run_ahead::<T, E>(transports, source, splits, options, steps, 0)
+}
+
+/// As [`run`], with `ahead` forward passes before each step that have no backward: in them nothing holds back a PE that
+/// neither sends nor gets rows, but the protocol.
+pub fn run_ahead<T: Transport + Send, E: Element>(
+    transports: Vec<T>,
+    source: &Synthetic,
+    splits: &[Vec<Range<usize>>],
+    options: &Options,
+    steps: usize,
+    ahead: usize,
+) -> Result<Vec<Step>, MoeError> {
     let n = transports.len();
     let config = source.config();
     let placement = Placement::even(config.n_experts, n);
@@ -105,8 +120,16 @@ pub fn run<T: Transport + Send, E: Element>(
             Layer::<T, E>::new(&shmem, source, placement.clone(), max_tokens, options.clone(), &Unobserved)?;
         let mut all = Vec::new();
         for step in 0..steps {
-            let range = splits[step % splits.len()][me].clone();
             let to_e = |v: Vec<f32>| v.into_iter().map(E::from_f32).collect::<Vec<E>>();
+            let mut before = Vec::new();
+            for pass in 0..ahead {
+                let x = to_e(source.hidden_states(splits[(step + pass) % splits.len()][me].clone()));
+                let mut output = vec![f32::NAN; x.len()];
+                let saved = layer.forward(&x, &mut output)?;
+                layer.recycle(saved);
+                before.extend(output);
+            }
+            let range = splits[step % splits.len()][me].clone();
             let (x, g) = (to_e(source.hidden_states(range.clone())), to_e(source.grad_output(range)));
             let mut output = vec![f32::NAN; x.len()];
             let mut grad_input = vec![f32::NAN; x.len()];
@@ -115,7 +138,7 @@ pub fn run<T: Transport + Send, E: Element>(
             let (chosen, rounds) = (saved.routing.chosen.clone(), saved.rounds);
             layer.backward(saved, &g, &mut grad_input, &mut grads)?;
             let traffic = layer.recorder.take().1;
-            all.push((output, grad_input, grads, chosen, traffic, rounds, shmem.peak_bytes()));
+            all.push((output, grad_input, grads, chosen, traffic, rounds, shmem.peak_bytes(), before));
         }
         layer.free()?;
         Ok(all)
@@ -126,7 +149,8 @@ pub fn run<T: Transport + Send, E: Element>(
         .map(|s| {
             let mut step = Step::default();
             for (pe, results) in by_pe.iter().enumerate() {
-                let (output, grad_input, grads, chosen, traffic, rounds, peak) = &results[s];
+                let (output, grad_input, grads, chosen, traffic, rounds, peak, before) = &results[s];
+                step.ahead.extend(before);
                 step.output.extend(output);
                 step.grad_hidden_states.extend(grad_input);
                 step.chosen.extend(chosen);
