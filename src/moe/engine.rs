@@ -369,7 +369,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             }
             row += rows;
             slot += slots;
-            let signal = self.memory.header_signal(me, pe);
+            let signal = self.memory.header_signal(me, pe, self.forward);
             let at = self.memory.header(me, pe, self.forward);
             self.shmem.put_signal(at, &words, signal, self.forward, SignalOp::Set, pe);
             let traffic = &mut self.rec.traffic;
@@ -402,7 +402,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
     }
 
     fn header_wait(&self, pe: usize) -> Wait {
-        Wait { signal: self.memory.header_signal(pe, self.me()), cmp: Cmp::Ge, value: self.forward }
+        Wait { signal: self.memory.header_signal(pe, self.me(), self.forward), cmp: Cmp::Ge, value: self.forward }
     }
 
     /// What a peer's header says is an allegation: it is checked here, once, and trusted from here on.

@@ -353,7 +353,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         let top_k = self.config.router.top_k;
         let own = routing.counts(e);
         for pe in (0..n).filter(|&pe| pe != me) {
-            let at = self.memory.capacity_counts(me, pe, self.forwards);
+            let at = self.memory.capacity_counts(me, pe);
             let signal = self.memory.capacity_signal(me, pe);
             self.shmem.put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
             let traffic = &mut self.recorder.traffic;
@@ -374,7 +374,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
                 .map_err(|timeout| MoeError::wait(me, Some(pe), "its counts for the capacity", phase, timeout))?;
             self.recorder.enter(phase);
             let mut counts = vec![0u32; e];
-            self.shmem.get(&mut counts, self.memory.capacity_counts(pe, me, self.forwards), me);
+            self.shmem.get(&mut counts, self.memory.capacity_counts(pe, me), me);
             pairs += counts.iter().map(|&c| u64::from(c)).sum::<u64>();
             if pe < me {
                 before.iter_mut().zip(counts).for_each(|(b, c)| *b += u64::from(c));

@@ -2,7 +2,7 @@
 //!
 //! Per PE, for each of its `n_pes - 1` peers:
 //!
-//! - two headers (even and odd forward passes) and their signal word;
+//! - two headers (of even and of odd forward passes), each with its signal word;
 //! - a window of `window_chunks` chunks that the peer writes rows into, and a signal word per chunk;
 //! - a credit word, which the peer adds to when it has emptied a chunk of *our* window at it;
 //! - a result word per chunk that we may have sent to it;
@@ -97,15 +97,19 @@ impl Layout {
         self.peers * self.window_chunks * self.chunk_bytes()
     }
 
+    /// Signal words of all peers: two for headers, one for capacity counts, credit, chunks, results.
+    fn signal_words(&self) -> usize {
+        self.peers * (2 + 1 + 1 + self.window_chunks + self.max_chunks)
+    }
+
     /// Bytes of everything, with every object rounded up to the heap's alignment.
     pub fn total_bytes(&self) -> usize {
         let aligned = |bytes: usize| bytes.next_multiple_of(64);
-        let words = self.peers * (1 + self.window_chunks + 1 + self.max_chunks + 1);
         aligned(self.window_bytes())
             + aligned(self.return_bytes)
             + aligned(2 * self.peers * self.header_words * 4)
-            + aligned(2 * self.peers * self.capacity_words * 4)
-            + aligned(words * 8)
+            + aligned(self.peers * self.capacity_words * 4)
+            + aligned(self.signal_words() * 8)
             + 5 * 64
     }
 }
@@ -127,13 +131,12 @@ impl Memory {
     /// # Errors
     /// When the heap is too small.
     pub fn new<T: Transport>(shmem: &Shmem<T>, layout: Layout) -> Result<Self, ShmemError> {
-        let words = layout.peers * (1 + layout.window_chunks + 1 + layout.max_chunks + 1);
         Ok(Memory {
             windows: shmem.alloc(layout.window_bytes())?,
             returns: shmem.alloc(layout.return_bytes)?,
             headers: shmem.alloc(2 * layout.peers * layout.header_words)?,
-            capacity: shmem.alloc(2 * layout.peers * layout.capacity_words)?,
-            signals: shmem.alloc(words)?,
+            capacity: shmem.alloc(layout.peers * layout.capacity_words)?,
+            signals: shmem.alloc(layout.signal_words())?,
             layout,
         })
     }
@@ -177,9 +180,10 @@ impl Memory {
         self.headers.slice(slot * words..(slot + 1) * words)
     }
 
-    /// Where `from` writes its capacity counts of forward pass `forward` at `at`.
-    pub fn capacity_counts(&self, from: usize, at: usize, forward: u64) -> Sym<u32> {
-        let slot = (forward % 2) as usize * self.layout.peers + Self::index(from, at);
+    /// Where `from` writes its capacity counts at `at`. One place is enough: the next counts follow the header that `at`
+    /// sends after it has read these.
+    pub fn capacity_counts(&self, from: usize, at: usize) -> Sym<u32> {
+        let slot = Self::index(from, at);
         let words = self.layout.capacity_words;
         self.capacity.slice(slot * words..(slot + 1) * words)
     }
@@ -188,28 +192,29 @@ impl Memory {
         self.signals.at(group * self.layout.peers + Self::index(from, at) * of + index)
     }
 
-    /// At `at`: the number of the forward pass whose header from `from` has arrived.
-    pub fn header_signal(&self, from: usize, at: usize) -> Sym<u64> {
-        self.word(0, from, at, 0, 1)
+    /// At `at`: the number of the last forward pass, of those even or odd as `forward` is, whose header from `from` has
+    /// arrived. One word for both would go backwards when the header of a PE that runs ahead overtakes its last one.
+    pub fn header_signal(&self, from: usize, at: usize, forward: u64) -> Sym<u64> {
+        self.word(0, from, at, (forward % 2) as usize, 2)
     }
 
-    /// At `at`: the number of the forward pass whose capacity counts from `from` have arrived.
+    /// At `at`: the number of the last forward pass whose capacity counts from `from` have arrived.
     pub fn capacity_signal(&self, from: usize, at: usize) -> Sym<u64> {
-        self.word(1, from, at, 0, 1)
+        self.word(2, from, at, 0, 1)
     }
 
     /// At `at`: how many chunks of `at`'s window at `from` have ever been emptied for reuse.
     pub fn credit_signal(&self, from: usize, at: usize) -> Sym<u64> {
-        self.word(2, from, at, 0, 1)
+        self.word(3, from, at, 0, 1)
     }
 
     /// At `at`: the stamp of the chunk that `from` last wrote into this place of its window.
     pub fn chunk_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
-        self.word(3, from, at, chunk % self.layout.window_chunks, self.layout.window_chunks)
+        self.word(4, from, at, chunk % self.layout.window_chunks, self.layout.window_chunks)
     }
 
     /// At `at`: the number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.
     pub fn result_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
-        self.word(3 + self.layout.window_chunks, from, at, chunk, self.layout.max_chunks)
+        self.word(4 + self.layout.window_chunks, from, at, chunk, self.layout.max_chunks)
     }
 }
