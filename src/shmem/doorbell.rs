@@ -14,7 +14,7 @@
 //! two fences one comes first, so either W2 sees S1 and the waiter does not sleep, or S2 sees W1 and the signaller
 //! rings. If it rings, it changes `bell` (S3) before it wakes. The waiter read `bell` (W0) before W2: if W0 did
 //! not see S3, the futex finds another value than W0's and does not sleep, or is asleep and is woken; if W0 did see
-//! S3, then, S3 being a release and W0 an acquire, W2 sees S1.
+//! S3, then, W0 being an acquire and the fence before S3 a release, W2 sees S1.
 //!
 //! The tests at the end check this algorithm itself with loom, which explores all interleavings and all values that
 //! the memory model lets a load return.
