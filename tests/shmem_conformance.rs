@@ -228,6 +228,31 @@ mod bites {
     }
 
     #[test]
+    fn a_pe_that_panics_ends_the_waits_of_the_others() {
+        for seed in 0..20 {
+            let transports = ReorderWorld::new(3, HEAP_BYTES, seed);
+            thread::scope(|scope| {
+                for transport in transports {
+                    scope.spawn(move || {
+                        let run = || {
+                            let shmem = Shmem::new(transport);
+                            shmem.sync_all(soon()).unwrap();
+                            if shmem.my_pe() == 1 {
+                                std::panic::resume_unwind(Box::new("planted"));
+                            }
+                            shmem.sync_all(soon())
+                        };
+                        match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
+                            Ok(ended) => assert!(ended.is_err()),
+                            Err(planted) => assert_eq!(*planted.downcast_ref::<&str>().unwrap(), "planted"),
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
     fn a_seed_is_one_run() {
         // What PE 0 sees of a race between the others, over seeds: the same again, and not the same for all.
         let run = |seed: u64| {
