@@ -1,24 +1,32 @@
 //! Collective data movement: all-reduce and all-gather, one-sided, through a bounded staging buffer.
 //!
 //! Everything goes over *channels*, one for each ordered pair of PEs. The channel from `s` to `d` has two slots in
-//! `d`'s staging buffer, used in turn, and for each slot two words that only ever grow: `full` (at `d`: messages put
-//! there) and `taken` (at `s`: messages read from there). Message `m` uses slot `m % 2`; with `k = m / 2`:
-//! - `s` waits until `taken >= k`, then issues one put_signal: the data, and `full += 1`;
-//! - `d` waits until `full >= k + 1`, reads the slot, then signals `taken += 1`.
+//! `d`'s staging buffer, used in turn, and for each slot a word that counts the messages put there. Message `m`, counted
+//! from 0, goes to slot `m % 2` by one put_signal, the data and an ADD of 1; `d` waits until the word is at least
+//! `m / 2 + 1`, and reads the slot. Two PEs take part in common collectives in the same order, whatever the teams,
+//! so the m-th message sent is the m-th expected. Nothing is ever reset.
 //!
-//! At most one message is under way per slot, so `full` cannot count a later message in place of an earlier one,
-//! and no fence is needed: the only order asked for is put_signal's own, data before signal. Two PEs take part in
-//! common collectives in the same order, whatever the teams, so the m-th message sent is the m-th expected. A PE
-//! that runs ahead stops at `taken`.
+//! No slot is overwritten before it is read, though nobody acknowledges: **before `s` sends message `m + 2` to `d`, it
+//! has received one that `d` sent after reading message `m`.** Hence at most one message is under way per slot, its
+//! word cannot count a later one in its place, and no fence is needed: the only order asked for is put_signal's own,
+//! data before signal. The proof, by stages. In a stage a PE sends to other members, then receives what they send it in
+//! that stage; a message it sends in a later stage says that it has read all those of the earlier ones. All-gather
+//! is one exchange per step: everybody sends to everybody. All-reduce is two stages per chunk: in reduce-scatter
+//! (RS) everybody sends to each member whose part is not empty, in all-gather (AG) each of those sends to everybody.
+//! - `m` is an RS: `d`'s part is not empty, so `s` receives `d`'s AG of that chunk, which `d` sends after reading `m`.
+//!   That is before message `m + 2`, since the chunk has at most one message, its AG, after `m`.
+//! - `m` is an AG or an exchange. Message `m + 1` belongs to a later stage. Before `m + 2`, `s` receives a message of
+//!   `d` from the stage of `m + 1` or after, or, `m + 1` being an AG, from the RS before it; in either case `d` has
+//!   then left the stage of `m`. For if `m + 1` is an exchange, so is `d`'s of the same step; if it is an RS, `d`'s
+//!   part is not empty, and either `s` sends AG, after receiving `d`'s RS, or the chunk ends with `d`'s AG.
 //!
-//! Nobody deadlocks: an operation is a sequence of stages, and in each a PE sends to every other member, then
-//! receives from every other. The PE least advanced is never held up: the slots it needs were emptied two stages ago.
+//! Nobody deadlocks: sending does not wait, and what a PE waits for is sent by PEs that need no more than it has sent.
 
 use std::time::Instant;
 
 use super::{Pod, Shmem, SignalOp, Sym, Team, Transport, WaitTimeout};
 
-/// Slots of a channel: two, so that a stage's messages do not wait for the previous stage's to be read.
+/// Slots of a channel: two, so that messages need no acknowledgement (see above).
 const SLOTS: usize = 2;
 
 /// The largest slot, bytes.
@@ -34,8 +42,6 @@ pub(super) fn slot_bytes(n_pes: usize, heap_bytes: usize) -> usize {
 pub(super) struct Channels {
     /// Word `s * SLOTS + slot`: messages that `s` has put into that slot of its channel to this PE.
     full: Sym<u64>,
-    /// Word `d * SLOTS + slot`: messages that `d` has taken from that slot of this PE's channel to it.
-    taken: Sym<u64>,
     /// Slot `s * SLOTS + slot`, of `slot_bytes`.
     staging: Sym<u8>,
     slot_bytes: usize,
@@ -46,42 +52,31 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// Elements of the words `full` and `taken`, and bytes of `staging`.
+    /// How many words `full` has, and bytes `staging`.
     pub(super) fn sizes(n_pes: usize, heap_bytes: usize) -> (usize, usize) {
         (SLOTS * n_pes, SLOTS * n_pes * slot_bytes(n_pes, heap_bytes))
     }
 
     /// Over words that are zero; sizes as [`Channels::sizes`] gives them.
-    pub(super) fn new(full: Sym<u64>, taken: Sym<u64>, staging: Sym<u8>) -> Self {
+    pub(super) fn new(full: Sym<u64>, staging: Sym<u8>) -> Self {
         let n_pes = full.len() / SLOTS;
         let slot_bytes = staging.len() / full.len();
-        Self { full, taken, staging, slot_bytes, sent: vec![0; n_pes], received: vec![0; n_pes] }
+        Self { full, staging, slot_bytes, sent: vec![0; n_pes], received: vec![0; n_pes] }
     }
 
-    /// The index of slot `slot` of the channel whose other end is `pe`.
-    fn index(pe: usize, slot: u64) -> usize {
-        pe * SLOTS + slot as usize
-    }
-
-    fn slot(&self, index: usize, bytes: usize) -> Sym<u8> {
-        self.staging.slice(index * self.slot_bytes..index * self.slot_bytes + bytes)
+    /// Where message `m` of `sender` goes, at its receiver: `bytes` bytes of a slot, and the slot's word.
+    fn place(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
+        let index = sender * SLOTS + (m % SLOTS as u64) as usize;
+        let start = index * self.slot_bytes;
+        (self.staging.slice(start..start + bytes), self.full.at(index))
     }
 
     /// Sends `data`, no longer than a slot, to `to`.
-    fn send<T: Transport, E: Pod>(
-        &mut self,
-        shmem: &Shmem<T>,
-        data: &[E],
-        to: usize,
-        deadline: Instant,
-    ) -> Result<(), WaitTimeout> {
-        let (count, slot) = (self.sent[to] / SLOTS as u64, self.sent[to] % SLOTS as u64);
-        self.sent[to] += 1;
-        shmem.wait_at_least(self.taken.at(Self::index(to, slot)), count, to, deadline)?;
+    fn send<T: Transport, E: Pod>(&mut self, shmem: &Shmem<T>, data: &[E], to: usize) {
         let bytes: &[u8] = bytemuck::cast_slice(data);
-        let there = Self::index(shmem.my_pe(), slot);
-        shmem.put_signal(self.slot(there, bytes.len()), bytes, self.full.at(there), 1, SignalOp::Add, to);
-        Ok(())
+        let (slot, full) = self.place(shmem.my_pe(), self.sent[to], bytes.len());
+        self.sent[to] += 1;
+        shmem.put_signal(slot, bytes, full, 1, SignalOp::Add, to);
     }
 
     /// Receives what `from` sent, as many elements as `data` has.
@@ -92,13 +87,12 @@ impl Channels {
         from: usize,
         deadline: Instant,
     ) -> Result<(), WaitTimeout> {
-        let (count, slot) = (self.received[from] / SLOTS as u64, self.received[from] % SLOTS as u64);
-        self.received[from] += 1;
-        let here = Self::index(from, slot);
-        shmem.wait_at_least(self.full.at(here), count + 1, from, deadline)?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(data);
-        shmem.get(bytes, self.slot(here, bytes.len()), shmem.my_pe());
-        shmem.signal_op(self.taken.at(Self::index(shmem.my_pe(), slot)), 1, SignalOp::Add, from);
+        let (slot, full) = self.place(from, self.received[from], bytes.len());
+        let count = self.received[from] / SLOTS as u64 + 1;
+        self.received[from] += 1;
+        shmem.wait_at_least(full, count, from, deadline)?;
+        shmem.get(bytes, slot, shmem.my_pe());
         Ok(())
     }
 
@@ -123,7 +117,7 @@ impl Channels {
             let my_part = part(me);
             // Reduce-scatter: part i of everybody's data goes to member i, who adds it up in team order.
             for i in others(me, size).filter(|&i| !part(i).is_empty()) {
-                self.send(shmem, &chunk[part(i)], team.members()[i], deadline)?;
+                self.send(shmem, &chunk[part(i)], team.members()[i]);
             }
             if !my_part.is_empty() {
                 let contribution = &mut contribution[..my_part.len()];
@@ -143,7 +137,7 @@ impl Channels {
                 chunk[my_part.clone()].copy_from_slice(sum);
                 // All-gather: the sum goes to everybody.
                 for i in others(me, size) {
-                    self.send(shmem, &chunk[my_part.clone()], team.members()[i], deadline)?;
+                    self.send(shmem, &chunk[my_part.clone()], team.members()[i]);
                 }
             }
             for i in others(me, size).filter(|&i| !part(i).is_empty()) {
@@ -169,7 +163,7 @@ impl Channels {
         for start in (0..len).step_by(step) {
             let here = start..len.min(start + step);
             for i in others(me, size) {
-                self.send(shmem, &mine[here.clone()], team.members()[i], deadline)?;
+                self.send(shmem, &mine[here.clone()], team.members()[i]);
             }
             for i in others(me, size) {
                 self.receive(shmem, &mut all[i * len..][here.clone()], team.members()[i], deadline)?;

@@ -204,3 +204,38 @@ pub struct Wait {
     /// Its right side.
     pub value: u64,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slice_counts_elements() {
+        let sym = Sym::<u32>::new(128, 10);
+        assert_eq!((sym.slice(3..7).offset(), sym.slice(3..7).len()), (140, 4));
+        assert_eq!((sym.slice(3..7).at(3).offset(), sym.at(9).len()), (152, 1));
+        assert_eq!((sym.slice(10..10).offset(), sym.slice(10..10).len()), (168, 0));
+    }
+
+    #[test]
+    #[should_panic(expected = "range 2..5 outside a symmetric object of 4 elements")]
+    fn a_slice_of_a_slice_stays_inside() {
+        let _ = Sym::<u32>::new(0, 10).slice(2..6).slice(2..5);
+    }
+
+    #[test]
+    fn a_comparison_reads_as_it_is_written() {
+        let holds = |cmp: Cmp| [4, 5, 6].map(|seen| cmp.holds(seen, 5));
+        let table = [
+            (Cmp::Eq, "==", [false, true, false]),
+            (Cmp::Ne, "!=", [true, false, true]),
+            (Cmp::Gt, ">", [false, false, true]),
+            (Cmp::Ge, ">=", [false, true, true]),
+            (Cmp::Lt, "<", [true, false, false]),
+            (Cmp::Le, "<=", [true, true, false]),
+        ];
+        for (cmp, symbol, expected) in table {
+            assert_eq!((cmp.symbol(), holds(cmp)), (symbol, expected));
+        }
+    }
+}

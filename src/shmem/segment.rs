@@ -261,7 +261,7 @@ fn available_bytes() -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(miri)))] // Miri has no memfd.
 mod tests {
     use super::*;
 

@@ -66,7 +66,7 @@ impl ShmTransport {
             return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
         }
         let crowded = available_parallelism().is_ok_and(|cores| segments.len() > cores.get());
-        let patience = if crowded { Patience { spins: 50, yields: 10 } } else { Patience { spins: 2000, yields: 50 } };
+        let patience = if crowded { Patience { spins: 50, yields: 2 } } else { Patience { spins: 2000, yields: 5 } };
         Ok(Self { my_pe, segments, patience })
     }
 
@@ -169,7 +169,7 @@ impl Transport for ShmTransport {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(miri)))] // Miri has no memfd.
 mod tests {
     use super::*;
 

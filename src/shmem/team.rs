@@ -114,7 +114,7 @@ mod tests {
             // knows[i]: the members whose arrival has reached i, directly or through others.
             let mut knows: Vec<Vec<bool>> = (0..size).map(|i| (0..size).map(|j| i == j).collect()).collect();
             let schedule: Vec<Vec<_>> = (0..size).map(|i| rounds(i, size).collect()).collect();
-            for round in 0..schedule[0].len() {
+            for (round, _) in schedule[0].iter().enumerate() {
                 let before = knows.clone();
                 for i in 0..size {
                     let (to, _) = schedule[i][round];

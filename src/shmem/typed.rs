@@ -45,13 +45,13 @@ impl<T: Transport> Shmem<T> {
             })
         };
         let mut word_array = |len| Sym::<u64>::new(offset(len * size_of::<u64>()), len);
-        let (arrived, full, taken) = (word_array(n_pes), word_array(words), word_array(words));
+        let (arrived, full) = (word_array(n_pes), word_array(words));
         let staging = Sym::new(offset(staging_bytes), staging_bytes);
         Self {
             world: Team::world(transport.my_pe(), n_pes),
             heap: Mutex::new(heap),
             sync: Mutex::new(SyncWords::new(arrived)),
-            channels: Mutex::new(Channels::new(full, taken, staging)),
+            channels: Mutex::new(Channels::new(full, staging)),
             transport,
         }
     }
@@ -61,7 +61,7 @@ impl<T: Transport> Shmem<T> {
     pub fn reserved_bytes(n_pes: usize, heap_bytes: usize) -> usize {
         let (words, staging_bytes) = Channels::sizes(n_pes, heap_bytes);
         let word_bytes = |len: usize| (len * size_of::<u64>()).next_multiple_of(super::heap::ALIGN_BYTES);
-        word_bytes(n_pes) + 2 * word_bytes(words) + staging_bytes
+        word_bytes(n_pes) + word_bytes(words) + staging_bytes
     }
 
     /// The transport underneath.
