@@ -18,12 +18,28 @@
 //! Memory holds plain bytes ([`Pod`]), so that a protocol that reads what a peer is still writing gets wrong values,
 //! never undefined types; every access is checked against the object's bounds when its [`Sym`] is made.
 
+mod collective;
+mod doorbell;
+mod error;
+mod heap;
+pub mod reorder;
+mod segment;
+mod shm;
+mod team;
+mod typed;
+
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::time::Instant;
 
 pub use bytemuck::Pod;
+
+pub use error::{ShmemError, WaitTimeout};
+pub use segment::Segment;
+pub use shm::ShmTransport;
+pub use team::Team;
+pub use typed::Shmem;
 
 /// What a signal operation does with its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +79,18 @@ impl Cmp {
             Cmp::Le => seen <= value,
         }
     }
+
+    /// As it is written between its sides.
+    pub fn symbol(self) -> &'static str {
+        match self {
+            Cmp::Eq => "==",
+            Cmp::Ne => "!=",
+            Cmp::Gt => ">",
+            Cmp::Ge => ">=",
+            Cmp::Lt => "<",
+            Cmp::Le => "<=",
+        }
+    }
 }
 
 /// One condition on one signal word of this PE, by byte offset in the heap.
@@ -80,7 +108,7 @@ pub struct RawWait {
 ///
 /// Offsets are bytes from the heap's start, the same on every PE; the typed layer, [`Shmem`], has checked them.
 /// An implementation must still never touch memory outside the heap: it panics instead. The semantics of each
-/// operation are the module's.
+/// operation are the module's. The heap is zero when the transport is made.
 pub trait Transport {
     /// This PE's number, `0..n_pes`.
     fn my_pe(&self) -> usize;
@@ -112,6 +140,9 @@ pub trait Transport {
     fn quiet(&self);
     /// The address of offset `offset` of `pe`, where this PE can load and store it directly.
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;
+    /// Whether `pe`'s heap is within reach of loads and stores (the same host, or NVLink) rather than of a network:
+    /// what [`Transport::ptr`] is `Some` for, and what chunk sizes are chosen by.
+    fn is_reachable(&self, pe: usize) -> bool;
 }
 
 /// A symmetric object: `len` elements of `T` at the same offset of every PE's heap.

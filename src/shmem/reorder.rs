@@ -1,0 +1,543 @@
+//! For tests: a seeded transport that delays and reorders whatever the OpenSHMEM memory model lets it.
+//!
+//! The PEs are threads of one process, each with its [`ReorderTransport`]. What a network may do to a protocol some
+//! day, this does every time:
+//! - a put, or the data of a put_signal, arrives late and in pieces; a put_nbi reads its source when it is delivered, so
+//!   that a source overwritten before quiet shows; a get_nbi happens any time before quiet's end;
+//! - puts, signal operations and put_signals overtake one another unless a fence of their PE stands between them and
+//!   they go to the same PE; only a put_signal's own data comes before its signal; so do the PE's puts to itself;
+//! - some operations are held back until nothing else can happen;
+//! - a PE may start late, stop for long, or run far ahead of the others.
+//!
+//! get and fetch_add are round trips: they happen at once, and flush nothing (fetch_add: nothing that no fence puts
+//! before it).
+//!
+//! # One seed, one run
+//! The PEs take turns: only the PE whose turn it is proceeds in a call, and the seed decides when the turn goes to
+//! whom. Between calls PEs compute in parallel, but see nothing of each other; so a seed that fails fails again. It
+//! follows that every PE needs a thread of its own, and that PEs must wait for each other only through the transport.
+//!
+//! When all PEs wait and nothing is under way, no signal can come any more: all waits return as if their deadlines had
+//! passed, so that a lost signal is found at once, whatever the deadline.
+
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{RawWait, SignalOp, Transport};
+
+/// A PE that keeps its turn so long without a call is taken for one that waits outside of the transport.
+const TURN_MAX: Duration = Duration::from_secs(120);
+
+/// A world of PEs over the reordering transport.
+#[derive(Debug)]
+pub struct ReorderWorld {
+    n_pes: usize,
+    heap_bytes: usize,
+    reachable: bool,
+    state: Mutex<State>,
+    /// One per PE: its turn has come.
+    turns: Vec<Condvar>,
+}
+
+/// One PE of a [`ReorderWorld`]. Move each to a thread of its own; a PE is gone when its transport is dropped.
+#[derive(Debug)]
+pub struct ReorderTransport {
+    my_pe: usize,
+    world: Arc<ReorderWorld>,
+}
+
+impl ReorderWorld {
+    /// The transports of `n_pes` PEs with heaps of `heap_bytes`, which say that no PE is reachable by load and store.
+    #[expect(clippy::new_ret_no_self, reason = "a world is used through its PEs only")]
+    pub fn new(n_pes: usize, heap_bytes: usize, seed: u64) -> Vec<ReorderTransport> {
+        Self::with_reachable(n_pes, heap_bytes, seed, false)
+    }
+
+    /// The same, where [`Transport::is_reachable`] is `reachable`, for code that distinguishes. `ptr` is `None` anyway.
+    pub fn with_reachable(n_pes: usize, heap_bytes: usize, seed: u64, reachable: bool) -> Vec<ReorderTransport> {
+        let state = Mutex::new(State::new(n_pes, heap_bytes, seed));
+        let turns = (0..n_pes).map(|_| Condvar::new()).collect();
+        let world = Arc::new(Self { n_pes, heap_bytes, reachable, state, turns });
+        (0..n_pes).map(|my_pe| ReorderTransport { my_pe, world: world.clone() }).collect()
+    }
+}
+
+/// What differs from seed to seed: how fast things are delivered, how long a PE keeps its turn.
+#[derive(Debug)]
+struct Habits {
+    /// Chance, per call and then per delivery, that something is delivered.
+    deliver: f64,
+    /// Usual delays are below this, in calls.
+    delay: u64,
+    /// Chance that an operation is held back much longer.
+    hold: f64,
+    /// Chance, per call, that the turn goes on.
+    switch: f64,
+    /// Chance, whenever a PE is given the turn, that it stops for long instead.
+    nap: f64,
+    /// Chance that a put is delivered in pieces.
+    split: f64,
+}
+
+#[derive(Debug)]
+struct State {
+    rng: ChaCha8Rng,
+    habits: Habits,
+    /// Counts calls.
+    clock: u64,
+    /// Whose turn it is.
+    turn: usize,
+    heaps: Vec<Vec<u8>>,
+    pes: Vec<Pe>,
+    /// What was issued and has not been delivered whole, in no order.
+    pending: Vec<Op>,
+    /// For each pair (from, to): the fence epochs with pending operations, oldest first, with how many.
+    epochs: Vec<VecDeque<(u64, usize)>>,
+}
+
+#[derive(Debug)]
+struct Pe {
+    status: Status,
+    /// Has made a call.
+    started: bool,
+    /// Fences so far.
+    epoch: u64,
+    /// Does not run before, unless nobody else can.
+    naps_until: u64,
+}
+
+#[derive(Debug)]
+enum Status {
+    Running,
+    Waiting {
+        waits: Vec<RawWait>,
+        deadline: Instant,
+    },
+    /// Its wait can never end.
+    Stuck,
+    Gone,
+}
+
+/// An operation under way: its pieces, in any order, then its signal.
+#[derive(Debug)]
+struct Op {
+    issuer: usize,
+    /// Whose heap it changes.
+    writes: usize,
+    /// The issuer's fences before it; `None` for a get, which fences do not order.
+    epoch: Option<u64>,
+    /// Not delivered before, unless nothing else can happen.
+    due: u64,
+    pieces: Vec<Piece>,
+    signal: Option<(usize, u64, SignalOp)>,
+}
+
+#[derive(Debug)]
+struct Piece {
+    dest: usize,
+    data: Data,
+}
+
+#[derive(Debug)]
+enum Data {
+    /// Copied when it was issued.
+    Copied(Vec<u8>),
+    /// Read when it is delivered.
+    Heap { pe: usize, offset: usize, bytes: usize },
+}
+
+impl State {
+    fn new(n_pes: usize, heap_bytes: usize, seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        fn one_of<V: Copy>(rng: &mut ChaCha8Rng, values: &[V]) -> V {
+            values[rng.random_range(0..values.len())]
+        }
+        let habits = Habits {
+            deliver: one_of(&mut rng, &[0.02, 0.2, 0.5, 0.9]),
+            delay: one_of(&mut rng, &[1, 10, 100]),
+            hold: one_of(&mut rng, &[0.0, 0.05, 0.3]),
+            switch: one_of(&mut rng, &[0.02, 0.1, 0.4]),
+            nap: one_of(&mut rng, &[0.0, 0.02, 0.2]),
+            split: one_of(&mut rng, &[0.0, 0.3]),
+        };
+        let late = one_of(&mut rng, &[0.0, 0.3]);
+        let pes = (0..n_pes)
+            .map(|_| {
+                let naps_until = if rng.random_bool(late) { rng.random_range(0..2000) } else { 0 };
+                Pe { status: Status::Running, started: false, epoch: 0, naps_until }
+            })
+            .collect();
+        Self {
+            turn: rng.random_range(0..n_pes.max(1)),
+            rng,
+            habits,
+            clock: 0,
+            heaps: (0..n_pes).map(|_| vec![0; heap_bytes]).collect(),
+            pes,
+            pending: Vec::new(),
+            epochs: vec![VecDeque::new(); n_pes * n_pes],
+        }
+    }
+
+    /// Puts an operation under way.
+    fn issue(
+        &mut self,
+        issuer: usize,
+        writes: usize,
+        fenced: bool,
+        parts: (Vec<Piece>, Option<(usize, u64, SignalOp)>),
+    ) {
+        let epoch = fenced.then_some(self.pes[issuer].epoch);
+        if let Some(epoch) = epoch {
+            let epochs = &mut self.epochs[issuer * self.heaps.len() + writes];
+            match epochs.back_mut() {
+                Some((last, count)) if *last == epoch => *count += 1,
+                _ => epochs.push_back((epoch, 1)),
+            }
+        }
+        let delay = match self.rng.random_bool(self.habits.hold) {
+            true => self.rng.random_range(50..3000),
+            false => self.rng.random_range(0..self.habits.delay),
+        };
+        let (pieces, signal) = parts;
+        self.pending.push(Op { issuer, writes, epoch, due: self.clock + delay, pieces, signal });
+    }
+
+    /// A transfer of `bytes` bytes to `dest`, whole or in pieces; `data` makes the piece of a range of it.
+    fn pieces(&mut self, dest: usize, bytes: usize, data: impl Fn(std::ops::Range<usize>) -> Data) -> Vec<Piece> {
+        let mut cuts = vec![0, bytes];
+        if bytes > 1 && self.rng.random_bool(self.habits.split) {
+            let cut = |rng: &mut ChaCha8Rng| rng.random_range(1..bytes);
+            cuts.extend([cut(&mut self.rng), cut(&mut self.rng)]);
+            cuts.sort_unstable();
+            cuts.dedup();
+        }
+        cuts.windows(2).map(|cut| Piece { dest: dest + cut[0], data: data(cut[0]..cut[1]) }).collect()
+    }
+
+    /// Whether no operation that a fence puts before `op` is pending.
+    fn eligible(&self, op: &Op) -> bool {
+        let oldest = self.epochs[op.issuer * self.heaps.len() + op.writes].front();
+        op.epoch.is_none_or(|epoch| oldest.is_some_and(|(oldest, _)| *oldest == epoch))
+    }
+
+    /// Delivers one piece of pending operation `index`, or, when all are, its signal.
+    fn deliver(&mut self, index: usize) {
+        let op = &mut self.pending[index];
+        if op.pieces.is_empty() {
+            if let Some((offset, value, what)) = op.signal.take() {
+                let word = word_mut(&mut self.heaps[op.writes], offset);
+                let new = match what {
+                    SignalOp::Set => value,
+                    SignalOp::Add => u64::from_ne_bytes(*word).wrapping_add(value),
+                };
+                *word = new.to_ne_bytes();
+            }
+        } else {
+            let piece = op.pieces.swap_remove(self.rng.random_range(0..op.pieces.len()));
+            let data = match piece.data {
+                Data::Copied(data) => data,
+                Data::Heap { pe, offset, bytes } => self.heaps[pe][offset..offset + bytes].to_vec(),
+            };
+            self.heaps[op.writes][piece.dest..piece.dest + data.len()].copy_from_slice(&data);
+        }
+        let op = &self.pending[index];
+        if op.pieces.is_empty() && op.signal.is_none() {
+            let op = self.pending.swap_remove(index);
+            if op.epoch.is_some() {
+                let epochs = &mut self.epochs[op.issuer * self.heaps.len() + op.writes];
+                let oldest = epochs.front_mut().expect("a pending operation is counted");
+                oldest.1 -= 1;
+                if oldest.1 == 0 {
+                    epochs.pop_front();
+                }
+            }
+        }
+    }
+
+    /// Delivers all that `which` chooses, in an order that fences allow.
+    fn drain(&mut self, which: impl Fn(&Op) -> bool) {
+        loop {
+            let chosen = |op: &Op| which(op) && self.eligible(op);
+            let indices: Vec<_> = (0..self.pending.len()).filter(|&i| chosen(&self.pending[i])).collect();
+            if indices.is_empty() {
+                return;
+            }
+            let index = indices[self.rng.random_range(0..indices.len())];
+            self.deliver(index);
+        }
+    }
+
+    /// Lets time pass: perhaps delivers something.
+    fn tick(&mut self) {
+        self.clock += 1;
+        while !self.pending.is_empty() && self.rng.random_bool(self.habits.deliver) {
+            let index = self.rng.random_range(0..self.pending.len());
+            let op = &self.pending[index];
+            if op.due <= self.clock && self.eligible(op) {
+                self.deliver(index);
+            }
+        }
+    }
+
+    /// Delivers something, what is due if there is such; false when nothing is under way.
+    fn deliver_something(&mut self) -> bool {
+        let eligible: Vec<_> = (0..self.pending.len()).filter(|&i| self.eligible(&self.pending[i])).collect();
+        let due: Vec<_> = eligible.iter().copied().filter(|&i| self.pending[i].due <= self.clock).collect();
+        let index = if due.is_empty() {
+            let Some(next) = eligible.into_iter().min_by_key(|&i| self.pending[i].due) else { return false };
+            self.clock = self.pending[next].due;
+            next
+        } else {
+            due[self.rng.random_range(0..due.len())]
+        };
+        self.deliver(index);
+        true
+    }
+
+    /// The waits of `waits` that hold for `pe`.
+    fn holding(&self, pe: usize, waits: &[RawWait]) -> Vec<usize> {
+        let holds = |wait: &RawWait| wait.cmp.holds(word(&self.heaps[pe], wait.signal), wait.value);
+        (0..waits.len()).filter(|&i| holds(&waits[i])).collect()
+    }
+
+    fn can_run(&self, pe: usize, now: Instant) -> bool {
+        match &self.pes[pe].status {
+            Status::Running | Status::Stuck => true,
+            Status::Waiting { waits, deadline } => now >= *deadline || !self.holding(pe, waits).is_empty(),
+            Status::Gone => false,
+        }
+    }
+
+    /// Gives the turn to a PE that can run, delivering things until there is one.
+    fn pass_turn(&mut self) {
+        loop {
+            let now = Instant::now();
+            let can_run: Vec<_> = (0..self.pes.len()).filter(|&pe| self.can_run(pe, now)).collect();
+            let awake: Vec<_> = can_run.iter().copied().filter(|&pe| self.pes[pe].naps_until <= self.clock).collect();
+            let asleep_only = awake.is_empty();
+            let candidates = if asleep_only { can_run } else { awake };
+            if candidates.is_empty() || (asleep_only && !self.pending.is_empty() && self.rng.random_bool(0.5)) {
+                if self.deliver_something() {
+                    continue;
+                }
+                // Nobody can run and nothing is under way.
+                let mut stuck = false;
+                for pe in &mut self.pes {
+                    if matches!(pe.status, Status::Waiting { .. }) {
+                        pe.status = Status::Stuck;
+                        stuck = true;
+                    }
+                }
+                if stuck {
+                    continue;
+                }
+                return;
+            }
+            let next = candidates[self.rng.random_range(0..candidates.len())];
+            if candidates.len() > 1 && self.rng.random_bool(self.habits.nap) {
+                self.pes[next].naps_until = self.clock + self.rng.random_range(10..2000);
+                continue;
+            }
+            self.turn = next;
+            return;
+        }
+    }
+}
+
+impl ReorderTransport {
+    /// Waits for this PE's turn.
+    fn turn(&self) -> MutexGuard<'_, State> {
+        let start = Instant::now();
+        let mut state = self.world.state.lock().unwrap_or_else(PoisonError::into_inner);
+        while state.turn != self.my_pe {
+            let waited = self.world.turns[self.my_pe].wait_timeout(state, TURN_MAX);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            assert!(
+                state.turn == self.my_pe || start.elapsed() < TURN_MAX,
+                "PE {} has the turn and makes no call: each PE needs its own thread, and waits through the transport",
+                state.turn
+            );
+        }
+        state.pes[self.my_pe].started = true;
+        state
+    }
+
+    /// Ends a call: time passes, and the turn with it.
+    fn done(&self, mut state: MutexGuard<'_, State>) {
+        state.tick();
+        let switch = state.habits.switch;
+        if state.rng.random_bool(switch) {
+            self.pass_turn(&mut state);
+        }
+    }
+
+    fn pass_turn(&self, state: &mut State) {
+        state.pass_turn();
+        if state.turn != self.my_pe {
+            self.world.turns[state.turn].notify_one();
+        }
+    }
+
+    /// The offsets of an access, checked before anything is touched.
+    fn check(&self, offset: usize, bytes: usize) {
+        let heap_bytes = self.world.heap_bytes;
+        assert!(
+            offset.checked_add(bytes).is_some_and(|end| end <= heap_bytes),
+            "{bytes} bytes at offset {offset} are outside the symmetric heap of {heap_bytes} bytes"
+        );
+    }
+
+    fn check_word(&self, offset: usize) {
+        assert!(offset.is_multiple_of(8), "offset {offset} of a signal word is not a multiple of 8");
+        self.check(offset, 8);
+    }
+}
+
+impl Transport for ReorderTransport {
+    fn my_pe(&self) -> usize {
+        self.my_pe
+    }
+
+    fn n_pes(&self) -> usize {
+        self.world.n_pes
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.world.heap_bytes
+    }
+
+    fn put(&self, dest: usize, src: &[u8], pe: usize) {
+        self.check(dest, src.len());
+        let mut state = self.turn();
+        let pieces = state.pieces(dest, src.len(), |part| Data::Copied(src[part].to_vec()));
+        state.issue(self.my_pe, pe, true, (pieces, None));
+        self.done(state);
+    }
+
+    fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        self.check(dest, bytes);
+        self.check(src, bytes);
+        let mut state = self.turn();
+        let data =
+            |part: std::ops::Range<usize>| Data::Heap { pe: self.my_pe, offset: src + part.start, bytes: part.len() };
+        let pieces = state.pieces(dest, bytes, data);
+        state.issue(self.my_pe, pe, true, (pieces, None));
+        self.done(state);
+    }
+
+    fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
+        self.check(src, dest.len());
+        let state = self.turn();
+        dest.copy_from_slice(&state.heaps[pe][src..src + dest.len()]);
+        self.done(state);
+    }
+
+    fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        self.check(dest, bytes);
+        self.check(src, bytes);
+        let mut state = self.turn();
+        let data = |part: std::ops::Range<usize>| Data::Heap { pe, offset: src + part.start, bytes: part.len() };
+        let pieces = state.pieces(dest, bytes, data);
+        state.issue(self.my_pe, self.my_pe, false, (pieces, None));
+        self.done(state);
+    }
+
+    fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize) {
+        self.check(dest, src.len());
+        self.check_word(signal);
+        let mut state = self.turn();
+        let pieces = state.pieces(dest, src.len(), |part| Data::Copied(src[part].to_vec()));
+        state.issue(self.my_pe, pe, true, (pieces, Some((signal, value, op))));
+        self.done(state);
+    }
+
+    fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize) {
+        self.check_word(signal);
+        let mut state = self.turn();
+        state.issue(self.my_pe, pe, true, (Vec::new(), Some((signal, value, op))));
+        self.done(state);
+    }
+
+    fn signal_fetch(&self, signal: usize) -> u64 {
+        self.check_word(signal);
+        let state = self.turn();
+        let value = word(&state.heaps[self.my_pe], signal);
+        self.done(state);
+        value
+    }
+
+    fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
+        self.check_word(target);
+        let mut state = self.turn();
+        let (me, epoch) = (self.my_pe, state.pes[self.my_pe].epoch);
+        state.drain(|op| op.issuer == me && op.writes == pe && op.epoch.is_some_and(|before| before < epoch));
+        let word = word_mut(&mut state.heaps[pe], target);
+        let was = u64::from_ne_bytes(*word);
+        *word = was.wrapping_add(value).to_ne_bytes();
+        self.done(state);
+        was
+    }
+
+    fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
+        waits.iter().for_each(|wait| self.check_word(wait.signal));
+        let mut state = self.turn();
+        if state.holding(self.my_pe, waits).is_empty() {
+            state.pes[self.my_pe].status = Status::Waiting { waits: waits.to_vec(), deadline };
+            self.pass_turn(&mut state);
+            drop(state);
+            state = self.turn();
+            state.pes[self.my_pe].status = Status::Running;
+        }
+        let holding = state.holding(self.my_pe, waits);
+        let found = (!holding.is_empty()).then(|| holding[state.rng.random_range(0..holding.len())]);
+        self.done(state);
+        found
+    }
+
+    fn fence(&self) {
+        let mut state = self.turn();
+        state.pes[self.my_pe].epoch += 1;
+        self.done(state);
+    }
+
+    fn quiet(&self) {
+        let mut state = self.turn();
+        state.drain(|op| op.issuer == self.my_pe);
+        self.done(state);
+    }
+
+    fn ptr(&self, _offset: usize, _pe: usize) -> Option<NonNull<u8>> {
+        None
+    }
+
+    fn is_reachable(&self, _pe: usize) -> bool {
+        self.world.reachable
+    }
+}
+
+impl Drop for ReorderTransport {
+    fn drop(&mut self) {
+        let lock = || self.world.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // In its turn, for the sake of one run per seed; but a PE that panics, or that was never used, just goes.
+        let waits = !std::thread::panicking() && lock().pes[self.my_pe].started;
+        let mut state = if waits { self.turn() } else { lock() };
+        state.pes[self.my_pe].status = Status::Gone;
+        if state.turn == self.my_pe {
+            self.pass_turn(&mut state);
+        }
+    }
+}
+
+fn word(heap: &[u8], offset: usize) -> u64 {
+    u64::from_ne_bytes(heap[offset..offset + 8].try_into().expect("8 bytes"))
+}
+
+fn word_mut(heap: &mut [u8], offset: usize) -> &mut [u8; 8] {
+    (&mut heap[offset..offset + 8]).try_into().expect("8 bytes")
+}

@@ -1,0 +1,186 @@
+//! The transport over shared memory: PEs of one host, each with a [`Segment`] that all of them map.
+//!
+//! # Memory ordering
+//! What OpenSHMEM asks for, and what gives it, on processors that reorder stores as on those that do not:
+//!
+//! - **Once a wait, a test or a signal_fetch has returned a value, all effects ordered before the operation that
+//!   produced it are visible.** Signals are stored and added with Release, read with Acquire; a put is a plain copy
+//!   that precedes its PE's later release operations in program order. For put_signal that is the whole contract, and
+//!   gives more than it asks for: earlier puts are visible too. Nobody may rely on that (the reordering transport
+//!   takes it back).
+//! - **An ADD announces all contributors**: a read-modify-write continues the release sequences of the ADDs before it.
+//! - **fence**: an atomic fence(Release). All that can be waited for is a release operation anyway; the fence keeps
+//!   the compiler and the processor from moving a later plain put's stores above it.
+//! - **quiet**: an atomic fence(SeqCst). All operations have been issued as loads and stores when they return, so
+//!   that what is left is to have them take effect before later loads (store-load order), which nothing weaker gives.
+//!   It orders gets and the nbi operations too: they are done when they return.
+//! - **fetch_add** is AcqRel.
+//! - No store is non-temporal: on x86 such a store is not ordered by a release, and would need an sfence in
+//!   put_signal, signal_op, fence and quiet.
+//!
+//! # Waiting
+//! A wait looks at its words for a while with PAUSE between, then with sched_yield between, then sleeps on the
+//! doorbell of its own segment ([`super::doorbell`]), so that more PEs than cores work as well. The time spent
+//! before sleeping is short when there are more PEs than cores, where the PE waited for may need this core.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+use std::thread::available_parallelism;
+use std::time::{Duration, Instant};
+
+use super::doorbell::{ring, signal, sleep_until};
+use super::{RawWait, Segment, ShmemError, SignalOp, Transport};
+
+/// The longest sleep without looking at the words again.
+const SLEEP_MAX: Duration = Duration::from_millis(50);
+
+/// How often a wait looks at its words before it sleeps.
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    /// With a PAUSE after each look.
+    spins: u32,
+    /// With a sched_yield after each.
+    yields: u32,
+}
+
+/// One PE of a world over shared memory.
+#[derive(Debug)]
+pub struct ShmTransport {
+    my_pe: usize,
+    segments: Vec<Segment>,
+    patience: Patience,
+}
+
+impl ShmTransport {
+    /// PE `my_pe` of as many PEs as there are `segments`, PE `i`'s heap in `segments[i]`.
+    ///
+    /// # Errors
+    /// When `my_pe` has no segment, or the heaps differ in size.
+    pub fn new(my_pe: usize, segments: Vec<Segment>) -> Result<Self, ShmemError> {
+        let Some(mine) = segments.get(my_pe) else {
+            return Err(ShmemError::Segment(format!("PE {my_pe} of {} has none", segments.len())));
+        };
+        let bytes = mine.heap_bytes();
+        if let Some(pe) = segments.iter().position(|segment| segment.heap_bytes() != bytes) {
+            let other = segments[pe].heap_bytes();
+            return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
+        }
+        let crowded = available_parallelism().is_ok_and(|cores| segments.len() > cores.get());
+        let patience = if crowded { Patience { spins: 50, yields: 10 } } else { Patience { spins: 2000, yields: 50 } };
+        Ok(Self { my_pe, segments, patience })
+    }
+
+    fn mine(&self) -> &Segment {
+        &self.segments[self.my_pe]
+    }
+}
+
+impl Transport for ShmTransport {
+    fn my_pe(&self) -> usize {
+        self.my_pe
+    }
+
+    fn n_pes(&self) -> usize {
+        self.segments.len()
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.mine().heap_bytes()
+    }
+
+    fn put(&self, dest: usize, src: &[u8], pe: usize) {
+        self.segments[pe].copy_in(dest, src);
+    }
+
+    fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        self.mine().copy_to(src, &self.segments[pe], dest, bytes);
+    }
+
+    fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
+        self.segments[pe].copy_out(src, dest);
+    }
+
+    fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        self.segments[pe].copy_to(src, self.mine(), dest, bytes);
+    }
+
+    fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize) {
+        self.put(dest, src, pe);
+        self.signal_op(signal, value, op, pe);
+    }
+
+    fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
+        let peer = &self.segments[pe];
+        signal(peer.atomic_u64(word), value, op, peer.bell());
+    }
+
+    fn signal_fetch(&self, signal: usize) -> u64 {
+        self.mine().atomic_u64(signal).load(Ordering::Acquire)
+    }
+
+    fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
+        let peer = &self.segments[pe];
+        let was = peer.atomic_u64(target).fetch_add(value, Ordering::AcqRel);
+        ring(peer.bell());
+        was
+    }
+
+    fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
+        let look = || waits.iter().position(|wait| wait.cmp.holds(self.signal_fetch(wait.signal), wait.value));
+        for spin in 1..=self.patience.spins {
+            if let Some(found) = look() {
+                return Some(found);
+            }
+            std::hint::spin_loop();
+            if spin.is_multiple_of(64) && Instant::now() >= deadline {
+                return look();
+            }
+        }
+        for _ in 0..self.patience.yields {
+            if let Some(found) = look() {
+                return Some(found);
+            }
+            rustix::thread::sched_yield();
+            if Instant::now() >= deadline {
+                return look();
+            }
+        }
+        let time_left = || {
+            let left = deadline.saturating_duration_since(Instant::now());
+            (!left.is_zero()).then_some(left.min(SLEEP_MAX))
+        };
+        sleep_until(self.mine().bell(), look, time_left)
+    }
+
+    fn fence(&self) {
+        fence(Ordering::Release);
+    }
+
+    fn quiet(&self) {
+        fence(Ordering::SeqCst);
+    }
+
+    fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
+        Some(self.segments[pe].address(offset, 0))
+    }
+
+    fn is_reachable(&self, pe: usize) -> bool {
+        pe < self.segments.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_must_fit_together() {
+        let segment = |bytes| Segment::create("test", bytes).unwrap();
+        let message = |my_pe, segments| ShmTransport::new(my_pe, segments).unwrap_err().to_string();
+        assert_eq!(
+            message(0, vec![segment(64), segment(128)]),
+            "unusable segment: PE 1's heap has 128 bytes, PE 0's 64"
+        );
+        assert_eq!(message(2, vec![segment(64), segment(64)]), "unusable segment: PE 2 of 2 has none");
+    }
+}

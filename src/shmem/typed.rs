@@ -1,0 +1,366 @@
+//! The typed layer: [`Shmem`].
+
+use std::ptr::NonNull;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::collective::Channels;
+use super::heap::Heap;
+use super::team::SyncWords;
+use super::{Cmp, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
+
+/// One PE's view of the symmetric heap, over a transport.
+///
+/// It allocates, checks bounds, and forms teams; every operation's meaning is the module's. Collective operations
+/// (those on teams) are called by one thread of a PE at a time, by all members, in the same order on every PE.
+/// After a collective operation has timed out, the team's members no longer agree: end the program.
+///
+/// # Panics
+/// All operations on symmetric objects panic when the PE does not exist, and when the source is longer than the
+/// destination.
+#[derive(Debug)]
+pub struct Shmem<T: Transport> {
+    transport: T,
+    heap: Mutex<Heap>,
+    world: Team,
+    sync: Mutex<SyncWords>,
+    channels: Mutex<Channels>,
+}
+
+impl<T: Transport> Shmem<T> {
+    /// Over `transport`, whose heap nobody has touched yet.
+    ///
+    /// Takes [`Shmem::<T>::reserved_bytes`] at the heap's start for synchronisation and collectives.
+    ///
+    /// # Panics
+    /// If the heap is smaller than that.
+    pub fn new(transport: T) -> Self {
+        let (n_pes, heap_bytes) = (transport.n_pes(), transport.heap_bytes());
+        let (words, staging_bytes) = Channels::sizes(n_pes, heap_bytes);
+        let mut heap = Heap::new(heap_bytes);
+        let mut offset = |bytes: usize| {
+            heap.alloc(bytes).unwrap_or_else(|_| {
+                let need = Self::reserved_bytes(n_pes, heap_bytes);
+                panic!("a symmetric heap for {n_pes} PEs has at least {need} bytes, this one {heap_bytes}")
+            })
+        };
+        let mut word_array = |len| Sym::<u64>::new(offset(len * size_of::<u64>()), len);
+        let (arrived, full, taken) = (word_array(n_pes), word_array(words), word_array(words));
+        let staging = Sym::new(offset(staging_bytes), staging_bytes);
+        Self {
+            world: Team::world(transport.my_pe(), n_pes),
+            heap: Mutex::new(heap),
+            sync: Mutex::new(SyncWords::new(arrived)),
+            channels: Mutex::new(Channels::new(full, taken, staging)),
+            transport,
+        }
+    }
+
+    /// What [`Shmem::new`] takes for itself of a heap of `heap_bytes` bytes on each of `n_pes` PEs, bytes: about a
+    /// sixteenth, 32 KiB for each PE at most.
+    pub fn reserved_bytes(n_pes: usize, heap_bytes: usize) -> usize {
+        let (words, staging_bytes) = Channels::sizes(n_pes, heap_bytes);
+        let word_bytes = |len: usize| (len * size_of::<u64>()).next_multiple_of(super::heap::ALIGN_BYTES);
+        word_bytes(n_pes) + 2 * word_bytes(words) + staging_bytes
+    }
+
+    /// The transport underneath.
+    pub fn transport(&self) -> &T {
+        &self.transport
+    }
+
+    /// This PE's number, `0..n_pes`.
+    pub fn my_pe(&self) -> usize {
+        self.transport.my_pe()
+    }
+
+    /// Number of PEs.
+    pub fn n_pes(&self) -> usize {
+        self.transport.n_pes()
+    }
+
+    /// Size of each PE's heap, bytes.
+    pub fn heap_bytes(&self) -> usize {
+        self.transport.heap_bytes()
+    }
+
+    /// Bytes of the heap in use, the reserved ones included.
+    pub fn used_bytes(&self) -> usize {
+        lock(&self.heap).used_bytes()
+    }
+
+    /// The most bytes of the heap that were ever in use at once, the reserved ones included.
+    pub fn peak_bytes(&self) -> usize {
+        lock(&self.heap).peak_bytes()
+    }
+
+    /// Allocates `len` elements, 64-byte aligned, at the same offset on every PE that makes the same calls in the
+    /// same order.
+    ///
+    /// It synchronises nothing: before a PE writes to a peer's new object, the peer must be done with what was in that
+    /// memory before. Memory that nobody has used yet is zero; after a [`Shmem::free`] it is whatever was left there.
+    ///
+    /// # Errors
+    /// When the heap has no free range of that size.
+    pub fn alloc<E: Pod>(&self, len: usize) -> Result<Sym<E>, ShmemError> {
+        const { assert!(align_of::<E>() <= super::heap::ALIGN_BYTES) };
+        let asked_bytes = len.saturating_mul(size_of::<E>());
+        if asked_bytes == 0 {
+            return Ok(Sym::new(0, len));
+        }
+        let offset = lock(&self.heap).alloc(asked_bytes).map_err(|full| ShmemError::OutOfMemory {
+            heap_bytes: self.heap_bytes(),
+            asked_bytes,
+            free_bytes: full.free_bytes,
+            largest_bytes: full.largest_bytes,
+        })?;
+        Ok(Sym::new(offset, len))
+    }
+
+    /// Gives back what [`Shmem::alloc`] returned. No PE may still use it, nor have operations on it under way.
+    ///
+    /// # Panics
+    /// If it is not exactly an allocated object.
+    pub fn free<E: Pod>(&self, sym: Sym<E>) {
+        let bytes = sym.bytes();
+        let freed = bytes == 0 || lock(&self.heap).free(sym.offset, bytes);
+        assert!(freed, "{bytes} bytes at offset {} of the symmetric heap are not an allocation", sym.offset);
+    }
+
+    /// Copies `src` to the start of `dest` on `pe`. Returns when `src` may be reused, not when the data has arrived.
+    pub fn put<E: Pod>(&self, dest: Sym<E>, src: &[E], pe: usize) {
+        self.check(src.len(), dest.len, pe);
+        if !src.is_empty() {
+            self.transport.put(dest.offset, bytemuck::cast_slice(src), pe);
+        }
+    }
+
+    /// Starts copying this PE's `src` to the start of `dest` on `pe`; until [`Shmem::quiet`], `src` must not change.
+    pub fn put_nbi<E: Pod>(&self, dest: Sym<E>, src: Sym<E>, pe: usize) {
+        self.check(src.len, dest.len, pe);
+        if src.len > 0 {
+            self.transport.put_nbi(dest.offset, src.offset, src.bytes(), pe);
+        }
+    }
+
+    /// Copies the start of `src` on `pe`, as much as `dest` takes. With `pe` this PE, reads the own heap.
+    pub fn get<E: Pod>(&self, dest: &mut [E], src: Sym<E>, pe: usize) {
+        self.check(dest.len(), src.len, pe);
+        if !dest.is_empty() {
+            self.transport.get(bytemuck::cast_slice_mut(dest), src.offset, pe);
+        }
+    }
+
+    /// Starts copying `src` on `pe` to the start of this PE's `dest`; until [`Shmem::quiet`], `dest` must not be read.
+    pub fn get_nbi<E: Pod>(&self, dest: Sym<E>, src: Sym<E>, pe: usize) {
+        self.check(src.len, dest.len, pe);
+        if src.len > 0 {
+            self.transport.get_nbi(dest.offset, src.offset, src.bytes(), pe);
+        }
+    }
+
+    /// Copies `src` to the start of `dest` on `pe`, then updates the first word of `signal` there: who sees the signal
+    /// sees this data. Empty data is just a signal.
+    pub fn put_signal<E: Pod>(&self, dest: Sym<E>, src: &[E], signal: Sym<u64>, value: u64, op: SignalOp, pe: usize) {
+        self.check(src.len(), dest.len, pe);
+        if src.is_empty() {
+            self.signal_op(signal, value, op, pe);
+        } else {
+            self.transport.put_signal(dest.offset, bytemuck::cast_slice(src), signal.word(), value, op, pe);
+        }
+    }
+
+    /// Updates the first word of `signal` on `pe`.
+    pub fn signal_op(&self, signal: Sym<u64>, value: u64, op: SignalOp, pe: usize) {
+        self.check(1, signal.len, pe);
+        self.transport.signal_op(signal.word(), value, op, pe);
+    }
+
+    /// This PE's first word of `signal`; acquires what its value announces.
+    pub fn signal_fetch(&self, signal: Sym<u64>) -> u64 {
+        self.transport.signal_fetch(signal.word())
+    }
+
+    /// Adds `value`, wrapping and atomically, to the first word of `target` on `pe`; returns what it was.
+    pub fn fetch_add(&self, target: Sym<u64>, value: u64, pe: usize) -> u64 {
+        self.check(1, target.len, pe);
+        self.transport.fetch_add(target.word(), value, pe)
+    }
+
+    /// Whether `wait` holds now.
+    pub fn test(&self, wait: Wait) -> bool {
+        wait.cmp.holds(self.signal_fetch(wait.signal), wait.value)
+    }
+
+    /// Waits until `wait` holds; returns the word's value, read after that (it may have gone on).
+    ///
+    /// # Errors
+    /// When `deadline` passes first. A condition that holds already is found even after the deadline.
+    pub fn wait_until(&self, wait: Wait, deadline: Instant) -> Result<u64, WaitTimeout> {
+        let seen = self.signal_fetch(wait.signal);
+        if wait.cmp.holds(seen, wait.value) {
+            return Ok(seen);
+        }
+        self.wait_until_any(&[wait], deadline)?;
+        Ok(self.signal_fetch(wait.signal))
+    }
+
+    /// Waits until one of `waits` holds; returns its index.
+    ///
+    /// # Errors
+    /// When `deadline` passes first.
+    ///
+    /// # Panics
+    /// If `waits` is empty.
+    pub fn wait_until_any(&self, waits: &[Wait], deadline: Instant) -> Result<usize, WaitTimeout> {
+        assert!(!waits.is_empty(), "nothing to wait for");
+        if let Some(index) = waits.iter().position(|&wait| self.test(wait)) {
+            return Ok(index);
+        }
+        let start = Instant::now();
+        let raw = |wait: &Wait| RawWait { signal: wait.signal.word(), cmp: wait.cmp, value: wait.value };
+        let found = match waits {
+            [one] => self.transport.wait_any(&[raw(one)], deadline),
+            many => self.transport.wait_any(&many.iter().map(raw).collect::<Vec<_>>(), deadline),
+        };
+        found.ok_or_else(|| WaitTimeout {
+            expected: waits[0].value,
+            seen: self.signal_fetch(waits[0].signal),
+            cmp: waits[0].cmp,
+            index: 0,
+            waited: start.elapsed(),
+        })
+    }
+
+    /// Orders deliveries to each PE: what was put, signalled or added before is delivered before what comes after.
+    pub fn fence(&self) {
+        self.transport.fence();
+    }
+
+    /// Completes every operation this PE has issued, on every PE.
+    pub fn quiet(&self) {
+        self.transport.quiet();
+    }
+
+    /// The team of all PEs.
+    pub fn world(&self) -> &Team {
+        &self.world
+    }
+
+    /// The team of `members`, world numbers of PEs of `parent`, in that order; `None` when this PE is not one of them.
+    ///
+    /// Called with the same list by all of them. A team takes no symmetric memory, and nothing is sent.
+    ///
+    /// # Errors
+    /// When `members` is empty, names a PE twice, or names one that is not in `parent`.
+    pub fn team_split(&self, parent: &Team, members: &[usize]) -> Result<Option<Team>, ShmemError> {
+        parent.split(self.my_pe(), members)
+    }
+
+    /// Waits until every member of `team` has called this. It completes no put: see [`Shmem::barrier_all`].
+    ///
+    /// # Errors
+    /// When `deadline` passes first; `index` is a PE that was waited for.
+    pub fn sync(&self, team: &Team, deadline: Instant) -> Result<(), WaitTimeout> {
+        lock(&self.sync).sync(self, team, deadline)
+    }
+
+    /// [`Shmem::sync`] of all PEs.
+    ///
+    /// # Errors
+    /// As `sync`.
+    pub fn sync_all(&self, deadline: Instant) -> Result<(), WaitTimeout> {
+        self.sync(&self.world, deadline)
+    }
+
+    /// [`Shmem::quiet`], then [`Shmem::sync_all`]: afterwards, everything any PE issued before is complete.
+    ///
+    /// # Errors
+    /// As `sync`.
+    pub fn barrier_all(&self, deadline: Instant) -> Result<(), WaitTimeout> {
+        self.quiet();
+        self.sync_all(deadline)
+    }
+
+    /// Adds up `data`, of one length on all members, element by element; every member gets the sums.
+    ///
+    /// The members' values are added in team order, once, so that all members hold the same bits.
+    ///
+    /// # Errors
+    /// When `deadline` passes first; `index` is the PE that was waited for.
+    pub fn all_reduce_sum(&self, team: &Team, data: &mut [f32], deadline: Instant) -> Result<(), WaitTimeout> {
+        lock(&self.channels).all_reduce_sum(self, team, data, deadline)
+    }
+
+    /// Collects `mine`, of one length on all members, into `all`: member `i`'s at `i * mine.len()`.
+    ///
+    /// # Errors
+    /// When `deadline` passes first; `index` is the PE that was waited for.
+    ///
+    /// # Panics
+    /// If `all` is not `team.size() * mine.len()` long, or an element is larger than a slot of the staging buffer (64
+    /// bytes to 16 KiB).
+    pub fn all_gather<E: Pod>(
+        &self,
+        team: &Team,
+        mine: &[E],
+        all: &mut [E],
+        deadline: Instant,
+    ) -> Result<(), WaitTimeout> {
+        assert_eq!(all.len(), team.size() * mine.len(), "all_gather: the length of `all`");
+        lock(&self.channels).all_gather(self, team, mine, all, deadline)
+    }
+
+    /// The address of `sym` on `pe`, where this PE can load and store it directly.
+    pub fn ptr<E: Pod>(&self, sym: Sym<E>, pe: usize) -> Option<NonNull<E>> {
+        self.check(0, 0, pe);
+        self.transport.ptr(sym.offset, pe).map(NonNull::cast)
+    }
+
+    /// Whether this PE's loads and stores reach `pe`'s heap: [`Transport::is_reachable`].
+    pub fn is_reachable(&self, pe: usize) -> bool {
+        self.transport.is_reachable(pe)
+    }
+
+    /// Waits for `word >= value`; a timeout names `pe`.
+    pub(super) fn wait_at_least(
+        &self,
+        word: Sym<u64>,
+        value: u64,
+        pe: usize,
+        deadline: Instant,
+    ) -> Result<(), WaitTimeout> {
+        let wait = Wait { signal: word, cmp: Cmp::Ge, value };
+        self.wait_until(wait, deadline).map(drop).map_err(|timeout| WaitTimeout { index: pe, ..timeout })
+    }
+
+    #[track_caller]
+    fn check(&self, src_len: usize, dest_len: usize, pe: usize) {
+        assert!(src_len <= dest_len, "{src_len} elements from or to a symmetric object of {dest_len}");
+        assert!(pe < self.n_pes(), "PE {pe} of {}", self.n_pes());
+    }
+}
+
+impl<E> Sym<E> {
+    pub(super) fn new(offset: usize, len: usize) -> Self {
+        Self { offset, len, element: std::marker::PhantomData }
+    }
+
+    fn bytes(&self) -> usize {
+        self.len * size_of::<E>()
+    }
+}
+
+impl Sym<u64> {
+    /// The offset of the first word, which must be there.
+    #[track_caller]
+    fn word(&self) -> usize {
+        assert!(self.len > 0, "a signal is at least one word");
+        self.offset
+    }
+}
+
+/// A poisoned lock guards plain counters: whoever panicked has reported it.
+fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,277 @@
+//! The conformance suite over the transports that need nothing but this process, and proof that it bites.
+
+#[macro_use]
+mod conformance;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
+use aristos::shmem::{Cmp, Segment, ShmTransport, Shmem, SignalOp, Transport, Wait};
+use conformance::{HEAP_BYTES, World, soon};
+
+/// One thread per transport, each a PE.
+fn run_threads<T: Transport + Send>(transports: Vec<T>, f: impl Fn(&Shmem<T>) + Sync) {
+    thread::scope(|scope| {
+        for transport in transports {
+            let f = &f;
+            scope.spawn(move || f(&Shmem::new(transport)));
+        }
+    });
+}
+
+/// Shared memory: real segments, mapped once for every PE, and a few runs because threads race as they like.
+struct Shm;
+
+impl World for Shm {
+    type T = ShmTransport;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<ShmTransport>) + Sync) {
+        for _ in 0..5 {
+            let own: Vec<_> = (0..n_pes).map(|_| Segment::create("test", HEAP_BYTES).unwrap()).collect();
+            let map = |segment: &Segment| Segment::from_fd(segment.fd().try_clone_to_owned().unwrap()).unwrap();
+            let transports =
+                (0..n_pes).map(|pe| ShmTransport::new(pe, own.iter().map(map).collect()).unwrap()).collect();
+            run_threads(transports, &f);
+        }
+    }
+}
+
+/// The reordering transport, over seeds.
+struct Reorder(Range<u64>);
+
+impl World for Reorder {
+    type T = ReorderTransport;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<ReorderTransport>) + Sync) {
+        for seed in self.0.clone() {
+            run_threads(ReorderWorld::new(n_pes, HEAP_BYTES, seed), &f);
+        }
+    }
+}
+
+mod shm {
+    conformance_tests!(super::Shm);
+}
+
+mod reorder {
+    conformance_tests!(super::Reorder(0..100));
+}
+
+/// What the reordering transport must do to protocols that are wrong, and must not do to those that are right.
+mod bites {
+    use super::*;
+
+    /// Over how many of 64 seeds `f`, which says whether PE 1 saw what it should, shows a protocol to be wrong.
+    fn caught(f: impl Fn(&Shmem<ReorderTransport>) -> bool + Sync) -> usize {
+        let wrong = AtomicUsize::new(0);
+        Reorder(0..64).run(2, |shmem| {
+            if !f(shmem) {
+                wrong.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        wrong.into_inner()
+    }
+
+    /// PE 0 puts, and signals, with or without a fence between; PE 1 reads what the signal should announce.
+    fn put_then_signal(fence: bool) -> usize {
+        caught(|shmem| {
+            let (data, word) = (shmem.alloc::<u64>(8).unwrap(), shmem.alloc::<u64>(1).unwrap());
+            if shmem.my_pe() == 0 {
+                shmem.put(data, &[5; 8], 1);
+                if fence {
+                    shmem.fence();
+                }
+                shmem.signal_op(word, 1, SignalOp::Set, 1);
+                return true;
+            }
+            shmem.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap();
+            conformance::read(shmem, data) == [5; 8]
+        })
+    }
+
+    #[test]
+    fn a_missing_fence() {
+        assert_eq!(put_then_signal(true), 0);
+        let caught = put_then_signal(false);
+        assert!(caught >= 16, "{caught} of 64 seeds show it");
+    }
+
+    #[test]
+    fn a_put_signal_that_should_announce_an_earlier_put() {
+        let run = |fence: bool| {
+            caught(|shmem| {
+                let (data, word) = (shmem.alloc::<u64>(2).unwrap(), shmem.alloc::<u64>(1).unwrap());
+                if shmem.my_pe() == 0 {
+                    shmem.put(data.at(0), &[5], 1);
+                    if fence {
+                        shmem.fence();
+                    }
+                    shmem.put_signal(data.at(1), &[5], word, 1, SignalOp::Add, 1);
+                    return true;
+                }
+                shmem.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap();
+                assert_eq!(conformance::read(shmem, data.at(1)), [5], "its own data is there");
+                conformance::read(shmem, data.at(0)) == [5]
+            })
+        };
+        assert_eq!(run(true), 0);
+        assert!(run(false) >= 8);
+    }
+
+    #[test]
+    fn a_get_read_before_quiet() {
+        let run = |quiet: bool| {
+            caught(|shmem| {
+                let (theirs, mine) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
+                shmem.put(theirs, &[5], shmem.my_pe());
+                shmem.barrier_all(soon()).unwrap();
+                shmem.get_nbi(mine, theirs, 1 - shmem.my_pe());
+                if quiet {
+                    shmem.quiet();
+                }
+                shmem.my_pe() == 0 || conformance::read(shmem, mine) == [5]
+            })
+        };
+        assert_eq!(run(true), 0);
+        assert!(run(false) >= 16);
+    }
+
+    #[test]
+    fn a_source_overwritten_before_quiet() {
+        let run = |quiet: bool| {
+            caught(|shmem| {
+                let (source, data) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
+                if shmem.my_pe() == 0 {
+                    shmem.put(source, &[5], 0);
+                    shmem.quiet();
+                    shmem.put_nbi(data, source, 1);
+                    if quiet {
+                        shmem.quiet();
+                    }
+                    shmem.put(source, &[6], 0);
+                }
+                shmem.barrier_all(soon()).unwrap();
+                shmem.my_pe() == 0 || conformance::read(shmem, data) == [5]
+            })
+        };
+        assert_eq!(run(true), 0);
+        assert!(run(false) >= 8);
+    }
+
+    #[test]
+    fn a_fence_taken_for_a_quiet() {
+        // PE 0's put to PE 1 is ordered before its signal to PE 1 only, not before one that takes another way.
+        let run = |quiet: bool| {
+            let wrong = AtomicUsize::new(0);
+            Reorder(0..64).run(3, |shmem| {
+                let (data, word) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
+                let wait = || shmem.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap();
+                match shmem.my_pe() {
+                    0 => {
+                        shmem.put(data, &[5], 1);
+                        if quiet {
+                            shmem.quiet()
+                        } else {
+                            shmem.fence()
+                        }
+                        shmem.signal_op(word, 1, SignalOp::Set, 2);
+                    }
+                    2 => {
+                        wait();
+                        shmem.signal_op(word, 1, SignalOp::Set, 1);
+                    }
+                    _ => {
+                        wait();
+                        if conformance::read(shmem, data) != [5] {
+                            wrong.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                }
+            });
+            wrong.into_inner()
+        };
+        assert_eq!(run(true), 0);
+        assert!(run(false) >= 8);
+    }
+
+    #[test]
+    fn racing_sets() {
+        // Two SETs of one PE without a fence: the first may win.
+        let run = |fence: bool| {
+            caught(|shmem| {
+                let word = shmem.alloc::<u64>(1).unwrap();
+                if shmem.my_pe() == 0 {
+                    shmem.signal_op(word, 1, SignalOp::Set, 1);
+                    if fence {
+                        shmem.fence();
+                    }
+                    shmem.signal_op(word, 2, SignalOp::Set, 1);
+                }
+                shmem.barrier_all(soon()).unwrap();
+                shmem.my_pe() == 0 || shmem.signal_fetch(word) == 2
+            })
+        };
+        assert_eq!(run(true), 0);
+        assert!(run(false) >= 8);
+    }
+
+    #[test]
+    fn a_lost_signal_is_found_at_once() {
+        Reorder(0..50).run(3, |shmem| {
+            let word = shmem.alloc::<u64>(1).unwrap();
+            let deadline = soon();
+            if shmem.my_pe() > 0 {
+                shmem.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, deadline).unwrap_err();
+                assert!(std::time::Instant::now() < deadline);
+            }
+        });
+    }
+
+    #[test]
+    fn a_seed_is_one_run() {
+        // What PE 0 sees of a race between the others, over seeds: the same again, and not the same for all.
+        let run = |seed: u64| {
+            let log = std::sync::Mutex::new(Vec::new());
+            Reorder(seed..seed + 1).run(4, |shmem| {
+                let ticket = shmem.alloc::<u64>(1).unwrap();
+                for _ in 0..20 {
+                    let seen = shmem.fetch_add(ticket, 1, 0);
+                    log.lock().unwrap().push((seen, shmem.my_pe()));
+                    shmem.signal_op(ticket, 100, SignalOp::Add, shmem.my_pe());
+                }
+            });
+            let mut log = log.into_inner().unwrap();
+            log.sort_unstable();
+            log
+        };
+        let runs: Vec<_> = (0..8).map(run).collect();
+        assert_eq!(runs, (0..8).map(run).collect::<Vec<_>>());
+        assert!(runs.iter().skip(1).all(|other| *other != runs[0]));
+    }
+
+    #[test]
+    fn some_pe_runs_ahead() {
+        // The most rounds by which PE 1 was ahead of PE 0 before PE 0 had done anything.
+        let ahead = AtomicUsize::new(0);
+        Reorder(0..64).run(2, |shmem| {
+            let word = shmem.alloc::<u64>(1).unwrap();
+            if shmem.my_pe() == 1 {
+                (0..50).for_each(|_| _ = shmem.fetch_add(word, 1, 0));
+            } else {
+                ahead.fetch_max(shmem.signal_fetch(word) as usize, Ordering::Relaxed);
+            }
+        });
+        assert_eq!(ahead.into_inner(), 50);
+    }
+
+    #[test]
+    fn reach_is_as_asked() {
+        for reachable in [false, true] {
+            let transports = ReorderWorld::with_reachable(2, HEAP_BYTES, 1, reachable);
+            run_threads(transports, |shmem| {
+                assert_eq!(shmem.is_reachable(1), reachable);
+                assert!(shmem.ptr(shmem.alloc::<u64>(1).unwrap(), 1).is_none());
+            });
+        }
+    }
+}
