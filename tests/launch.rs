@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs, process, thread};
 
 use aristos::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use aristos::shmem::{ShmTransport, Shmem};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::{Pid, Signal, kill_process};
@@ -46,13 +47,12 @@ fn main() -> ExitCode {
             continue;
         }
         let before = (open_files(), shared_memory());
-        let mut result = catch_unwind(test).map_err(|_| ());
-        if let Err(what) = catch_unwind(AssertUnwindSafe(|| {
+        let mut result = catch_unwind(test);
+        let left_nothing = catch_unwind(AssertUnwindSafe(|| {
             assert_eq!(children(), BTreeSet::new(), "processes left by {name}");
             assert_eq!((open_files(), shared_memory()), before, "files left by {name}");
-        })) {
-            result = Err(drop(what));
-        }
+        }));
+        result = result.and(left_nothing);
         println!("test launch::{name} ... {}", if result.is_ok() { "ok" } else { "FAILED" });
         if result.is_ok() { passed += 1 } else { failed += 1 }
     }
@@ -91,14 +91,15 @@ fn play(scenario: &str, mut pe: PeContext) -> ExitCode {
     match scenario {
         "clean" => {
             let segments = pe.exchange_segments(SEGMENT_BYTES).unwrap();
-            for peer in &segments {
-                peer.atomic_u64(8 * me).store(me as u64 + 1, Ordering::Release);
+            let shmem = Shmem::new(ShmTransport::new(me, segments).unwrap());
+            let words = shmem.alloc::<u64>(pe.n_pes()).unwrap();
+            for peer in 0..pe.n_pes() {
+                shmem.put(words.at(me), &[me as u64 + 1], peer);
             }
-            for other in 0..pe.n_pes() {
-                while segments[me].atomic_u64(8 * other).load(Ordering::Acquire) != other as u64 + 1 {
-                    thread::yield_now();
-                }
-            }
+            shmem.barrier_all(Instant::now() + Duration::from_secs(30)).unwrap();
+            let mut seen = vec![0; pe.n_pes()];
+            shmem.get(&mut seen, words, me);
+            assert_eq!(seen, (1..=pe.n_pes() as u64).collect::<Vec<_>>());
             pe.send(format!("{me} of {}", pe.n_pes()).as_bytes()).unwrap();
         }
         "files" => {
@@ -218,7 +219,9 @@ fn big_message(pe: usize, seed: u64) -> Vec<u8> {
 // ---- What supervisors do ----
 
 fn job(pes: usize, scenario: &str) -> Job<'static> {
-    Job::new(pes, vec![OsString::from(scenario)], PHASES)
+    let mut job = Job::new(pes, vec![OsString::from(scenario)], PHASES);
+    job.time_limit = Some(Duration::from_secs(60)); // a bug here ends as a failed test
+    job
 }
 
 /// Runs a job whose failure is expected, and returns its line.
@@ -340,7 +343,7 @@ fn impossible_numbers() {
     assert!(failure(job(MAX_PES + 1, "clean")).starts_with("--pes 1025: "));
     // More than fit: some PE cannot be started, and the ones before it end.
     let old = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    let tight = rustix::process::Rlimit { current: Some(24), ..old.clone() };
+    let tight = rustix::process::Rlimit { current: Some(open_files() as u64 + 20), ..old };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, tight).unwrap();
     let line = failure(job(64, "work"));
     rustix::process::setrlimit(rustix::process::Resource::Nofile, old).unwrap();

@@ -1,1 +1,26 @@
-//! (under construction)
+//! What a run says of itself: the table it prints, the JSON of `--json`, and the trace of `--trace`.
+//!
+//! Every PE fills a [`PeReport`] and sends it to the supervisor as JSON; [`RunReport::merge`] makes one report of them. The
+//! structs' fields are the keys of the JSON; `docs/report.md` lists them.
+//!
+//! Where there are several steps and several PEs, a time is the median over the steps of each PE, and of those the median
+//! and the maximum over the PEs.
+
+mod pe;
+mod run;
+mod table;
+mod trace;
+
+pub use pe::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
+pub use run::{CheckReport, PassTimes, RunConfig, RunReport, Spread, TensorCheck};
+pub use trace::trace_json;
+
+/// The phases' keys, in the order of the table, and their names there.
+pub const PHASES: [(&str, &str); 6] = [
+    ("router", "router"),
+    ("dispatch", "dispatch"),
+    ("expert_gemm", "expert GEMM"),
+    ("combine", "combine"),
+    ("waiting", "waiting"),
+    ("other", "other"),
+];

@@ -1,0 +1,109 @@
+//! What one PE measured.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// One PE's part of a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PeReport {
+    /// The PE's number.
+    pub pe: usize,
+    /// Tokens of the input that are this PE's.
+    pub tokens: u64,
+    /// The measured steps, in order; warm-up steps are not among them.
+    pub steps: Vec<StepReport>,
+    /// What it sent, over all measured steps.
+    pub traffic: Traffic,
+    /// Rows its experts received in one step (the last), its own tokens' included.
+    pub expert_rows: Vec<ExpertRows>,
+    /// Its symmetric memory.
+    pub symmetric: SymmetricMemory,
+    /// What it did when; empty unless a trace was asked for.
+    pub spans: Vec<Span>,
+}
+
+/// One step of one PE.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepReport {
+    /// The forward pass.
+    pub forward: PassReport,
+    /// The backward pass, where there is one.
+    pub backward: Option<PassReport>,
+}
+
+impl StepReport {
+    /// Both passes, seconds.
+    pub fn seconds(&self) -> f64 {
+        self.forward.seconds + self.backward.as_ref().map_or(0.0, |backward| backward.seconds)
+    }
+}
+
+/// One pass of one step of one PE.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PassReport {
+    /// Wall time, seconds.
+    pub seconds: f64,
+    /// Of it, by phase (the keys of [`PHASES`](super::PHASES)), seconds.
+    pub phases_s: BTreeMap<String, f64>,
+    /// Rounds through the receive memory.
+    pub rounds: u64,
+}
+
+/// One-sided operations to other PEs. What a PE does in its own heap is not counted.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Bytes put, by kind ("dispatch", "combine", "counts", ...).
+    pub remote_bytes: BTreeMap<String, u64>,
+    /// Number of puts, those with a signal included.
+    pub puts: u64,
+    /// Number of signal operations, those of puts included.
+    pub signals: u64,
+    /// Number of fences.
+    pub fences: u64,
+}
+
+impl Traffic {
+    /// Adds what another PE sent.
+    pub(super) fn add(&mut self, other: &Traffic) {
+        for (kind, bytes) in &other.remote_bytes {
+            *self.remote_bytes.entry(kind.clone()).or_default() += bytes;
+        }
+        self.puts += other.puts;
+        self.signals += other.signals;
+        self.fences += other.fences;
+    }
+}
+
+/// How many rows an expert received.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertRows {
+    /// The expert's number in the layer.
+    pub expert: usize,
+    /// Rows: pairs of a token and this expert.
+    pub rows: u64,
+}
+
+/// Symmetric memory of one PE, or the most of any PE.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SymmetricMemory {
+    /// Allocated at the end, bytes.
+    pub used_bytes: u64,
+    /// The most that was allocated at any time, bytes.
+    pub peak_bytes: u64,
+    /// What may be allocated, bytes.
+    pub budget_bytes: u64,
+}
+
+/// A piece of a PE's time, for the trace. Spans of one PE are nested or disjoint.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// What it did.
+    pub name: String,
+    /// When it began: CLOCK_MONOTONIC, which the PEs of a host share, nanoseconds.
+    pub start_ns: u64,
+    /// How long it took, nanoseconds.
+    pub dur_ns: u64,
+    /// In which step.
+    pub step: u64,
+}

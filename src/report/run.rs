@@ -1,0 +1,348 @@
+//! The PEs' reports as one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, Traffic};
+
+/// What was run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunConfig {
+    /// What layer: the checkpoint's directory, or "synthetic".
+    pub model: String,
+    /// Which layer of the checkpoint.
+    pub layer: Option<usize>,
+    /// Tokens per step, over all PEs.
+    pub tokens: u64,
+    /// Width of a token's hidden state, elements.
+    pub hidden: u64,
+    /// Width inside an expert, elements.
+    pub intermediate: u64,
+    /// Routed experts.
+    pub experts: usize,
+    /// Shared experts' width inside, elements; 0 without them.
+    pub shared_intermediate: u64,
+    /// Experts per token.
+    pub top_k: u64,
+    /// Element type of tokens and weights: "f32" or "bf16".
+    pub dtype: String,
+    /// How communication and compute are scheduled: "pipelined" or "bulk".
+    pub mode: String,
+    /// Number of PEs.
+    pub pes: usize,
+    /// Measured steps.
+    pub steps: u64,
+    /// Whether a step has a backward pass.
+    pub backward: bool,
+    /// Arithmetic of one step of all PEs, floating-point operations: the matrix products of router, experts and
+    /// shared experts, forward and (where run) backward; a multiply-add is two.
+    pub flop_per_step: f64,
+}
+
+/// A time of all PEs, from each PE's median over the steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// The median over the PEs, seconds.
+    pub median_s: f64,
+    /// The maximum over the PEs, seconds.
+    pub max_s: f64,
+}
+
+/// The times of one pass.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PassTimes {
+    /// The whole pass.
+    pub total: Spread,
+    /// By phase (the keys of [`PHASES`](super::PHASES)).
+    pub phases: BTreeMap<String, Spread>,
+    /// Rounds through the receive memory, the most of any PE and step.
+    pub rounds: u64,
+}
+
+/// One tensor against the reference.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TensorCheck {
+    /// Its name in the output file.
+    pub name: String,
+    /// Norm of the difference over the norm of the reference; null in JSON when it is not a number.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub relative_error: f64,
+    /// The most it may be.
+    pub tolerance: f64,
+    /// Whether it is within: false when it is not a number.
+    pub passed: bool,
+}
+
+impl TensorCheck {
+    /// Compares an error with its tolerance.
+    pub fn new(name: &str, relative_error: f64, tolerance: f64) -> TensorCheck {
+        TensorCheck { name: name.to_string(), relative_error, tolerance, passed: relative_error <= tolerance }
+    }
+
+    /// Error over tolerance, for ordering; not a number counts as infinite.
+    pub(super) fn severity(&self) -> f64 {
+        let severity = self.relative_error / self.tolerance;
+        if severity.is_nan() { f64::INFINITY } else { severity }
+    }
+}
+
+/// The result of `--check`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct CheckReport {
+    /// Whether every tensor passed.
+    pub passed: bool,
+    /// Each tensor.
+    pub tensors: Vec<TensorCheck>,
+}
+
+impl CheckReport {
+    /// The result over these tensors.
+    pub fn new(tensors: Vec<TensorCheck>) -> CheckReport {
+        CheckReport { passed: tensors.iter().all(|tensor| tensor.passed), tensors }
+    }
+}
+
+/// A run, over all PEs and steps.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunReport {
+    /// What was run.
+    pub config: RunConfig,
+    /// Wall time of a step: of each step the slowest PE's, and of those the median, seconds.
+    pub step_s: f64,
+    /// Tokens of a step over `step_s`.
+    pub tokens_per_s: f64,
+    /// `flop_per_step` over `step_s`, in 10^9 per second.
+    pub gflop_per_s: f64,
+    /// The forward pass.
+    pub forward: PassTimes,
+    /// The backward pass, where there is one.
+    pub backward: Option<PassTimes>,
+    /// What all PEs sent to each other, over all measured steps.
+    pub traffic: Traffic,
+    /// All kinds of remote bytes, per step.
+    pub remote_bytes_per_step: f64,
+    /// Tokens that each expert got in one step, index = expert.
+    pub tokens_per_expert: Vec<u64>,
+    /// Symmetric memory: of each figure the most of any PE.
+    pub symmetric: SymmetricMemory,
+    /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
+    /// [`RunReport::merge`] adds them.
+    pub aux_losses: BTreeMap<String, f64>,
+    /// The result of `--check`, where it was asked for. The caller of [`RunReport::merge`] adds it.
+    pub check: Option<CheckReport>,
+}
+
+impl RunReport {
+    /// One report of all PEs' (in any order). Times of no steps and rates of no time are 0.
+    pub fn merge(config: RunConfig, pes: &[PeReport]) -> RunReport {
+        let n_steps = pes.iter().map(|pe| pe.steps.len()).min().unwrap_or(0);
+        let slowest = |step: usize| pes.iter().map(|pe| pe.steps[step].seconds()).fold(0.0, f64::max);
+        let step_s = median((0..n_steps).map(slowest).collect());
+        let per_second = |amount: f64| if step_s > 0.0 { amount / step_s } else { 0.0 };
+
+        let mut traffic = Traffic::default();
+        let mut symmetric = SymmetricMemory::default();
+        let mut tokens_per_expert = vec![0; config.experts];
+        for pe in pes {
+            traffic.add(&pe.traffic);
+            symmetric.used_bytes = symmetric.used_bytes.max(pe.symmetric.used_bytes);
+            symmetric.peak_bytes = symmetric.peak_bytes.max(pe.symmetric.peak_bytes);
+            symmetric.budget_bytes = symmetric.budget_bytes.max(pe.symmetric.budget_bytes);
+            for received in &pe.expert_rows {
+                if let Some(tokens) = tokens_per_expert.get_mut(received.expert) {
+                    *tokens += received.rows;
+                }
+            }
+        }
+        let remote_bytes: u64 = traffic.remote_bytes.values().sum();
+        RunReport {
+            step_s,
+            tokens_per_s: per_second(config.tokens as f64),
+            gflop_per_s: per_second(config.flop_per_step / 1e9),
+            forward: merge_pass(pes, |step| Some(&step.forward)).unwrap_or_default(),
+            backward: merge_pass(pes, |step| step.backward.as_ref()),
+            remote_bytes_per_step: remote_bytes as f64 / n_steps.max(1) as f64,
+            traffic,
+            tokens_per_expert,
+            symmetric,
+            aux_losses: BTreeMap::new(),
+            check: None,
+            config,
+        }
+    }
+
+    /// The report as JSON, indented. `docs/report.md` describes its keys.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("maps have string keys, and nothing else can fail")
+    }
+}
+
+/// The times of one pass; `None` when no step has it.
+fn merge_pass<'p>(pes: &'p [PeReport], pass: impl Fn(&'p StepReport) -> Option<&'p PassReport>) -> Option<PassTimes> {
+    let passes: Vec<Vec<&PassReport>> = pes.iter().map(|pe| pe.steps.iter().filter_map(&pass).collect()).collect();
+    let all = || passes.iter().flatten();
+    let names: BTreeSet<&String> = all().flat_map(|pass| pass.phases_s.keys()).collect();
+    let phase = |name: &str| spread(&passes, |pass| pass.phases_s.get(name).copied().unwrap_or(0.0));
+    Some(PassTimes {
+        rounds: all().map(|pass| pass.rounds).max()?,
+        total: spread(&passes, |pass| pass.seconds),
+        phases: names.into_iter().map(|name| (name.clone(), phase(name))).collect(),
+    })
+}
+
+/// One time, of each PE the median over its steps.
+fn spread(passes: &[Vec<&PassReport>], time: impl Fn(&PassReport) -> f64) -> Spread {
+    let medians: Vec<f64> = passes.iter().map(|steps| median(steps.iter().map(|pass| time(pass)).collect())).collect();
+    Spread { max_s: medians.iter().copied().fold(0.0, f64::max), median_s: median(medians) }
+}
+
+/// The median, of an even number the mean of the middle two; 0 of none.
+pub(super) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => 0.0,
+        n if n % 2 == 1 => values[middle],
+        _ => (values[middle - 1] + values[middle]) / 2.0,
+    }
+}
+
+fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::super::pe::ExpertRows;
+    use super::*;
+
+    fn pass(seconds: f64, gemm: f64, rounds: u64) -> PassReport {
+        PassReport { seconds, phases_s: BTreeMap::from([("expert_gemm".to_string(), gemm)]), rounds }
+    }
+
+    /// Two PEs, three steps, four experts; the second PE is the slower one but in step 2.
+    pub(in super::super) fn example() -> (RunConfig, Vec<PeReport>) {
+        let config = RunConfig {
+            model: "synthetic".into(),
+            tokens: 300,
+            hidden: 64,
+            intermediate: 128,
+            experts: 4,
+            top_k: 2,
+            dtype: "f32".into(),
+            mode: "pipelined".into(),
+            pes: 2,
+            steps: 3,
+            backward: true,
+            flop_per_step: 6e9,
+            ..RunConfig::default()
+        };
+        let pe = |pe: usize, forward: [f64; 3], expert_rows: [(usize, u64); 2]| PeReport {
+            pe,
+            tokens: 150,
+            steps: forward
+                .iter()
+                .enumerate()
+                .map(|(step, &s)| StepReport {
+                    forward: pass(s, s / 2.0, 1 + step as u64),
+                    backward: Some(pass(2.0 * s, s, 1)),
+                })
+                .collect(),
+            traffic: Traffic {
+                remote_bytes: BTreeMap::from([("dispatch".into(), 3000), ("combine".into(), 600 * pe as u64)]),
+                puts: 6,
+                signals: 9,
+                fences: 0,
+            },
+            expert_rows: expert_rows.map(|(expert, rows)| ExpertRows { expert, rows }).to_vec(),
+            symmetric: SymmetricMemory { used_bytes: 100, peak_bytes: 200 - pe as u64, budget_bytes: 400 },
+            spans: Vec::new(),
+        };
+        let first = pe(0, [0.1, 0.3, 0.9], [(0, 10), (1, 400)]);
+        let second = pe(1, [0.5, 0.6, 0.4], [(2, 0), (3, 190)]);
+        (config, vec![first, second])
+    }
+
+    #[test]
+    fn times_are_medians_over_steps_then_over_pes() {
+        let (config, pes) = example();
+        let report = RunReport::merge(config, &pes);
+        // Medians over steps: PE 0 0.3, PE 1 0.5.
+        assert_eq!(report.forward.total, Spread { median_s: 0.4, max_s: 0.5 });
+        assert_eq!(report.forward.phases["expert_gemm"], Spread { median_s: 0.2, max_s: 0.25 });
+        assert_eq!(report.forward.rounds, 3);
+        assert_eq!(report.backward.unwrap().total, Spread { median_s: 0.8, max_s: 1.0 });
+        // The slowest PE of each step takes 3 * [0.5, 0.6, 0.9].
+        assert!((report.step_s - 1.8).abs() < 1e-12);
+        assert!((report.tokens_per_s - 300.0 / 1.8).abs() < 1e-9);
+        assert!((report.gflop_per_s - 6.0 / 1.8).abs() < 1e-9);
+    }
+
+    #[test]
+    fn counts_are_summed_and_memory_is_the_largest() {
+        let (config, pes) = example();
+        let report = RunReport::merge(config, &pes);
+        assert_eq!(report.traffic.remote_bytes, BTreeMap::from([("dispatch".into(), 6000), ("combine".into(), 600)]));
+        assert_eq!((report.traffic.puts, report.traffic.signals), (12, 18));
+        assert_eq!(report.remote_bytes_per_step, 2200.0);
+        assert_eq!(report.tokens_per_expert, [10, 400, 0, 190]);
+        let most = SymmetricMemory { used_bytes: 100, peak_bytes: 200, budget_bytes: 400 };
+        assert_eq!(report.symmetric, most);
+    }
+
+    #[test]
+    fn nothing_measured_is_zero_and_no_backward_is_none() {
+        let (config, mut pes) = example();
+        let empty = RunReport::merge(config.clone(), &[]);
+        assert_eq!((empty.step_s, empty.tokens_per_s, empty.remote_bytes_per_step), (0.0, 0.0, 0.0));
+        assert_eq!(empty.backward, None);
+        pes.iter_mut().flat_map(|pe| &mut pe.steps).for_each(|step| step.backward = None);
+        let forward = RunReport::merge(config, &pes);
+        assert_eq!(forward.backward, None);
+        assert!((forward.step_s - 0.6).abs() < 1e-12);
+    }
+
+    #[test]
+    fn json_round_trips_even_with_a_nan() {
+        let (config, pes) = example();
+        let mut report = RunReport::merge(config, &pes);
+        report.aux_losses.insert("z".into(), 0.125);
+        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 1e-7, 1e-5)]));
+        let back: RunReport = serde_json::from_str(&report.to_json()).unwrap();
+        assert_eq!(back, report);
+        let back: Vec<PeReport> = serde_json::from_str(&serde_json::to_string(&pes).unwrap()).unwrap();
+        assert_eq!(back, pes);
+
+        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", f64::NAN, 1e-5)]));
+        let back: RunReport = serde_json::from_str(&report.to_json()).unwrap();
+        let check = back.check.unwrap();
+        assert!(!check.passed && !check.tensors[0].passed && check.tensors[0].relative_error.is_nan());
+    }
+
+    #[test]
+    fn every_key_is_documented() {
+        let (config, pes) = example();
+        let mut report = RunReport::merge(config, &pes);
+        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 0.0, 1e-5)]));
+        let page = include_str!("../../docs/report.md");
+        let mut missing = Vec::new();
+        let mut visit = vec![serde_json::to_value(&report).unwrap()];
+        while let Some(value) = visit.pop() {
+            match value {
+                serde_json::Value::Object(fields) => {
+                    for (key, value) in fields {
+                        // Of maps by name the page gives the names of phases and losses in the text.
+                        if !page.contains(&format!("`{key}`")) {
+                            missing.push(key);
+                        }
+                        visit.push(value);
+                    }
+                }
+                serde_json::Value::Array(values) => visit.extend(values),
+                _ => {}
+            }
+        }
+        assert_eq!(missing, Vec::<String>::new());
+    }
+}

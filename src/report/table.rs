@@ -1,0 +1,312 @@
+//! The report as text for a terminal, at most [`WIDTH`] columns wide.
+
+use comfy_table::{CellAlignment, Table, presets};
+
+use super::PHASES;
+use super::run::{CheckReport, PassTimes, RunReport, Spread};
+
+/// Columns of a line.
+const WIDTH: usize = 100;
+/// Up to this many experts are listed one by one.
+const EXPERTS_LISTED: usize = 16;
+/// Of more experts, so many of the busiest.
+const EXPERTS_BUSIEST: usize = 6;
+/// So many tensors of a check, the worst first.
+const TENSORS_LISTED: usize = 12;
+
+impl RunReport {
+    /// The report as a few small tables, ending with a newline. Times in ms, memory in MB (10^6 bytes).
+    pub fn render_table(&self) -> String {
+        let mut parts = vec![self.heading(), self.times(), self.figures()];
+        if let Some(check) = &self.check {
+            parts.push(tensors(check));
+        }
+        parts.join("\n\n") + "\n"
+    }
+
+    fn heading(&self) -> String {
+        let config = &self.config;
+        let layer = config.layer.map_or_else(String::new, |layer| format!(", layer {layer}"));
+        let shared = match config.shared_intermediate {
+            0 => String::new(),
+            width => format!(" and a shared expert of {width}"),
+        };
+        let passes = if config.backward { "forward and backward" } else { "forward" };
+        format!(
+            "{}{layer}\n{}, hidden {}, {} of {}{shared}, top-{}, {}\n{}, {}, {}, {passes}",
+            shorten(&config.model, WIDTH - layer.len()),
+            count(config.tokens, "token"),
+            config.hidden,
+            count(config.experts as u64, "expert"),
+            config.intermediate,
+            config.top_k,
+            config.dtype,
+            count(config.pes as u64, "PE"),
+            config.mode,
+            count(config.steps, "step"),
+        )
+    }
+
+    /// Time by phase: a row per phase, median and maximum over PEs, of each pass.
+    fn times(&self) -> String {
+        let passes: Vec<(&str, &PassTimes)> = [("forward", Some(&self.forward)), ("backward", self.backward.as_ref())]
+            .into_iter()
+            .filter_map(|(name, times)| Some((name, times?)))
+            .collect();
+        let mut header = vec!["time, ms".to_string()];
+        for (name, _) in &passes {
+            header.extend([format!("{name} median"), format!("{name} max")]);
+        }
+        let mut table = plain();
+        table.set_header(header);
+        let mut keys: Vec<&str> = PHASES.iter().map(|(key, _)| *key).collect();
+        let others = passes.iter().flat_map(|(_, times)| times.phases.keys()).map(String::as_str);
+        keys.extend(others.filter(|key| PHASES.iter().all(|(known, _)| known != key)));
+        keys.dedup();
+        for key in keys {
+            let spreads: Vec<Option<&Spread>> = passes.iter().map(|(_, times)| times.phases.get(key)).collect();
+            if spreads.iter().any(Option::is_some) {
+                let name = PHASES.iter().find(|(known, _)| *known == key).map_or(key, |(_, name)| name);
+                table.add_row(time_row(name, spreads.into_iter()));
+            }
+        }
+        table.add_row(time_row("whole pass", passes.iter().map(|(_, times)| Some(&times.total))));
+        right_aligned(table, 1)
+    }
+
+    /// Everything else that is one figure or one line.
+    fn figures(&self) -> String {
+        let mut rows: Vec<(String, String)> = Vec::new();
+        let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+        row("step", format!("{} ms (slowest PE, median over steps)", ms(self.step_s)));
+        row("tokens/s", format!("{:.0}", self.tokens_per_s));
+        row("GFLOP/s", format!("{:.2}", self.gflop_per_s));
+        let steps = self.config.steps.max(1) as f64;
+        let kinds = self.traffic.remote_bytes.iter();
+        let kinds: Vec<String> = kinds.map(|(kind, bytes)| format!("{kind} {}", mb(*bytes as f64 / steps))).collect();
+        let kinds = if kinds.is_empty() { String::new() } else { format!(" ({})", kinds.join(", ")) };
+        row("remote MB per step", mb(self.remote_bytes_per_step) + &kinds);
+        let per_step = |n: u64| n as f64 / steps;
+        let (puts, signals, fences) = (self.traffic.puts, self.traffic.signals, self.traffic.fences);
+        let counts = [(puts, "puts"), (signals, "signals"), (fences, "fences")];
+        row("remote operations", counts.map(|(n, name)| format!("{} {name}", per_step(n))).join(", ") + " per step");
+        row(
+            "symmetric MB per PE",
+            format!(
+                "{} peak of {} budget",
+                mb(self.symmetric.peak_bytes as f64),
+                mb(self.symmetric.budget_bytes as f64)
+            ),
+        );
+        let backward =
+            self.backward.as_ref().map_or_else(String::new, |times| format!(" forward, {} backward", times.rounds));
+        row("rounds", format!("{}{backward}", self.forward.rounds));
+        row("tokens per expert", self.experts());
+        for (name, value) in &self.aux_losses {
+            row(&format!("auxiliary loss, {name}"), format!("{value:.6}"));
+        }
+        let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+        let lines = rows.iter().map(|(name, value)| {
+            let lines = wrap(value, WIDTH - width - 2);
+            format!("{name:width$}  {}", lines.join(&format!("\n{:width$}  ", "")))
+        });
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
+    /// Few experts: their tokens in order. Many: the distribution and the busiest.
+    fn experts(&self) -> String {
+        let tokens = &self.tokens_per_expert;
+        if tokens.len() <= EXPERTS_LISTED {
+            return tokens.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
+        }
+        let mut order: Vec<usize> = (0..tokens.len()).collect();
+        order.sort_by_key(|&expert| (std::cmp::Reverse(tokens[expert]), expert));
+        let at = |place: usize| tokens[order[place]];
+        let last = tokens.len() - 1;
+        let middle = super::run::median(tokens.iter().map(|&n| n as f64).collect());
+        let busiest: Vec<String> =
+            order.iter().take(EXPERTS_BUSIEST).map(|&expert| format!("{expert} ({})", tokens[expert])).collect();
+        let idle = tokens.iter().filter(|&&n| n == 0).count();
+        format!(
+            "min {}, median {middle}, max {}; {idle} of {} got none; busiest: {}",
+            at(last),
+            at(0),
+            tokens.len(),
+            busiest.join(", ")
+        )
+    }
+}
+
+/// The check: a line that says how it went, and the worst tensors.
+fn tensors(check: &CheckReport) -> String {
+    let failed = check.tensors.iter().filter(|tensor| !tensor.passed).count();
+    let all = count(check.tensors.len() as u64, "tensor");
+    let verdict = match check.passed {
+        true => format!("check passed: {all} within tolerance of the float64 reference"),
+        false => format!("check FAILED: {failed} of {all} beyond tolerance of the float64 reference"),
+    };
+    let mut worst: Vec<_> = check.tensors.iter().collect();
+    worst.sort_by(|a, b| b.severity().total_cmp(&a.severity()));
+    let mut table = plain();
+    table.set_header(["tensor", "relative error", "tolerance", ""]);
+    for tensor in worst.iter().take(TENSORS_LISTED) {
+        let (error, tolerance) = (format!("{:.2e}", tensor.relative_error), format!("{:.1e}", tensor.tolerance));
+        let verdict = if tensor.passed { "ok" } else { "FAILED" };
+        table.add_row([shorten(&tensor.name, WIDTH - 40), error, tolerance, verdict.to_string()]);
+    }
+    let more = match check.tensors.len().saturating_sub(TENSORS_LISTED) {
+        0 => String::new(),
+        more => format!("\n({more} more, with smaller errors relative to their tolerance)"),
+    };
+    format!("{verdict}\n{}{more}", right_aligned(table, 1))
+}
+
+fn plain() -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).force_no_tty();
+    table
+}
+
+/// The table's text, its columns from `first` on aligned to the right, and without outer blanks.
+fn right_aligned(mut table: Table, first: usize) -> String {
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((if index == 0 { 0 } else { 2 }, 0));
+        if index >= first {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt()
+}
+
+fn time_row<'s>(name: &str, spreads: impl Iterator<Item = Option<&'s Spread>>) -> Vec<String> {
+    let cells = spreads.flat_map(|spread| match spread {
+        Some(spread) => [ms(spread.median_s), ms(spread.max_s)],
+        None => [String::new(), String::new()],
+    });
+    std::iter::once(name.to_string()).chain(cells).collect()
+}
+
+fn ms(seconds: f64) -> String {
+    format!("{:.3}", seconds * 1e3)
+}
+
+fn mb(bytes: f64) -> String {
+    format!("{:.3}", bytes / 1e6)
+}
+
+/// "1 token", "2 tokens".
+fn count(n: u64, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
+/// Cuts the start off a text that is too long: names and paths differ at their ends.
+fn shorten(text: &str, width: usize) -> String {
+    let length = text.chars().count();
+    if length <= width {
+        return text.to_string();
+    }
+    format!("...{}", text.chars().skip(length + 3 - width).collect::<String>())
+}
+
+/// Breaks a text between words into lines of at most `width` characters (longer words stay whole).
+fn wrap(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let line = lines.last_mut().expect("there is always one");
+        if line.is_empty() {
+            line.push_str(word);
+        } else if line.chars().count() + 1 + word.chars().count() <= width {
+            line.push(' ');
+            line.push_str(word);
+        } else {
+            lines.push(word.to_string());
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::run::TensorCheck;
+    use super::super::run::tests::example;
+    use super::*;
+
+    fn fits(text: &str) {
+        for line in text.lines() {
+            assert!(line.chars().count() <= WIDTH, "{} columns: {line}", line.chars().count());
+            assert_eq!(line, line.trim_end(), "blanks at the end");
+        }
+    }
+
+    #[test]
+    fn a_small_run_reads_like_this() {
+        let (config, pes) = example();
+        let mut report = RunReport::merge(config, &pes);
+        report.aux_losses.insert("load_balancing".into(), 0.0125);
+        report.check = Some(CheckReport::new(vec![
+            TensorCheck::new("output", 2.5e-7, 1e-5),
+            TensorCheck::new("grad_hidden_states", 2e-5, 1e-5),
+        ]));
+        let want = "\
+synthetic
+300 tokens, hidden 64, 4 experts of 128, top-2, f32
+2 PEs, pipelined, 3 steps, forward and backward
+
+time, ms     forward median  forward max  backward median  backward max
+expert GEMM         200.000      250.000          400.000       500.000
+whole pass          400.000      500.000          800.000      1000.000
+
+step                            1800.000 ms (slowest PE, median over steps)
+tokens/s                        167
+GFLOP/s                         3.33
+remote MB per step              0.002 (combine 0.000, dispatch 0.002)
+remote operations               4 puts, 6 signals, 0 fences per step
+symmetric MB per PE             0.000 peak of 0.000 budget
+rounds                          3 forward, 1 backward
+tokens per expert               10 400 0 190
+auxiliary loss, load_balancing  0.012500
+
+check FAILED: 1 of 2 tensors beyond tolerance of the float64 reference
+tensor              relative error  tolerance
+grad_hidden_states         2.00e-5     1.0e-5  FAILED
+output                     2.50e-7     1.0e-5      ok
+";
+        assert_eq!(report.render_table(), want);
+        fits(want);
+    }
+
+    #[test]
+    fn many_experts_and_long_names_stay_readable() {
+        let (mut config, mut pes) = example();
+        config.experts = 256;
+        config.layer = Some(61);
+        config.model = "/a/very/long/path/".repeat(10);
+        config.shared_intermediate = 2048;
+        pes[0].expert_rows =
+            (0..256).map(|expert| super::super::ExpertRows { expert, rows: (expert as u64 * 37) % 101 }).collect();
+        pes[1].expert_rows = Vec::new();
+        let kinds = ["dispatch", "combine", "counts", "dispatch of gradients", "combine of gradients"];
+        pes[0].traffic.remote_bytes = kinds.map(|kind| (kind.to_string(), 123_456_789_012)).into();
+        let mut report = RunReport::merge(config, &pes);
+        let name = |i: usize| format!("grad.model.layers.61.mlp.experts.{i}.a_rather_long_projection_name.weight");
+        let tensors = (0..768).map(|i| TensorCheck::new(&name(i), if i == 700 { f64::NAN } else { 1e-7 }, 1e-5));
+        report.check = Some(CheckReport::new(tensors.collect()));
+        let text = report.render_table();
+        fits(&text);
+        assert!(text.lines().count() < 50, "{text}");
+        assert!(text.contains("min 0, median 49.5, max 100; 3 of 256 got none; busiest: "), "{text}");
+        let first = text.lines().find(|line| line.ends_with("FAILED")).unwrap();
+        assert!(first.contains("NaN") && first.contains("experts.700"), "{first}");
+        assert!(text.contains("(756 more, "));
+    }
+
+    #[test]
+    fn forward_only_has_no_backward_columns() {
+        let (mut config, mut pes) = example();
+        config.backward = false;
+        pes.iter_mut().flat_map(|pe| &mut pe.steps).for_each(|step| step.backward = None);
+        let text = RunReport::merge(config, &pes).render_table();
+        assert!(!text.contains("backward"), "{text}");
+        fits(&text);
+    }
+}
