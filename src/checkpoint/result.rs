@@ -187,13 +187,7 @@ impl OutputFile {
         let file = match rustix::fs::openat(CWD, &target.dir, flags | OFlags::TMPFILE, mode) {
             Ok(fd) => File::from(fd),
             // File systems without O_TMPFILE say the first, kernels without it the second.
-            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
-                let name = target.temporary_name();
-                let fd = rustix::fs::openat(CWD, &name, flags | OFlags::CREATE | OFlags::EXCL, mode)
-                    .map_err(|e| cannot_write(&target.path, e))?;
-                target.temporary = Some(name);
-                File::from(fd)
-            }
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => target.open_named(flags, mode)?,
             Err(e) => bail!("cannot write {shown}: folder {}: {}", target.dir.display(), io::Error::from(e)),
         };
         reserve(&file, &target, layout.len_bytes)?;
@@ -250,12 +244,19 @@ impl OutputFile {
 }
 
 impl Target {
-    /// A name in the target's folder that no other process uses.
+    /// A name in the target's folder that no other process uses. It does not grow with the target's name, which may
+    /// be as long as a name can be.
     fn temporary_name(&self) -> PathBuf {
-        let mut name = std::ffi::OsString::from(".");
-        name.push(self.path.file_name().unwrap_or_default());
-        name.push(format!(".{}.tmp", std::process::id()));
-        self.dir.join(name)
+        self.dir.join(format!(".aristos-{}.tmp", std::process::id()))
+    }
+
+    /// Opens a file under a temporary name, which goes when `self` does.
+    fn open_named(&mut self, flags: OFlags, mode: Mode) -> anyhow::Result<File> {
+        let name = self.temporary_name();
+        let fd = rustix::fs::openat(CWD, &name, flags | OFlags::CREATE | OFlags::EXCL, mode)
+            .map_err(|e| cannot_write(&self.path, e))?;
+        self.temporary = Some(name);
+        Ok(File::from(fd))
     }
 
     /// Makes the new name itself last.
@@ -307,5 +308,32 @@ fn kind(meta: &std::fs::Metadata) -> &'static str {
         "a socket"
     } else {
         "a device"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a file system without `O_TMPFILE` gets.
+    fn named(dir: &Path) -> OutputFile {
+        let mut target = Target { path: dir.join("out"), dir: dir.to_owned(), temporary: None };
+        let file = target.open_named(OFlags::RDWR | OFlags::CLOEXEC, Mode::from_raw_mode(0o666)).unwrap();
+        reserve(&file, &target, 64).unwrap();
+        OutputFile { file, target: Some(target) }
+    }
+
+    #[test]
+    fn a_named_temporary_goes_or_becomes_the_result() {
+        let dir = tempfile::tempdir().unwrap();
+        let names = || std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect::<Vec<_>>();
+        let out = named(dir.path());
+        assert_eq!(names().len(), 1);
+        drop(out);
+        assert!(names().is_empty());
+        std::fs::write(dir.path().join("out"), "old").unwrap();
+        named(dir.path()).publish().unwrap();
+        assert_eq!(names(), ["out"]);
+        assert_eq!(dir.path().join("out").metadata().unwrap().len(), 64);
     }
 }

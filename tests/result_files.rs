@@ -1,0 +1,192 @@
+//! Result files: whole, in place at once, and refused before the work where they cannot be written.
+
+use std::fs;
+use std::fs::File;
+use std::path::Path;
+use std::process::Command;
+
+use aristos::checkpoint::{OutputFile, ResultLayout};
+
+fn assert_line(error: &anyhow::Error, parts: &[&str]) {
+    let line = format!("{error:#}");
+    assert!(!line.contains('\n'), "more than a line: {line}");
+    for part in parts {
+        assert!(line.contains(part), "{line:?} does not say {part:?}");
+    }
+}
+
+/// `len` numbers, no two alike.
+fn values(first: f32, len: usize) -> Vec<f32> {
+    (0..len).map(|i| first + i as f32).collect()
+}
+
+fn layout() -> ResultLayout {
+    ResultLayout::new(vec![("output".into(), vec![5, 3]), ("grad.w".into(), vec![2, 4]), ("grad.b".into(), vec![0, 7])])
+        .unwrap()
+}
+
+fn names_in(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_result_file_is_a_safetensors_file_that_appears_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("out.safetensors");
+    let layout = layout();
+    assert!(layout.offset_bytes("output").unwrap().is_multiple_of(8));
+    let out = OutputFile::create(&path, &layout).unwrap();
+    assert_eq!(names_in(dir.path()), [""; 0], "nothing is to be seen before it is published");
+    let (x, w) = (values(1.0, 15), values(-9.5, 8));
+    // Rows come in any order, from any holder of the descriptor.
+    layout.write_rows(&out.file().try_clone().unwrap(), "output", 2, &x[6..]).unwrap();
+    layout.write_rows(out.file(), "grad.w", 0, &w).unwrap();
+    layout.write_rows(out.file(), "output", 0, &x[..6]).unwrap();
+    layout.write_rows(out.file(), "output", 5, &[]).unwrap();
+    assert_eq!(layout.read(out.file(), "output").unwrap(), x);
+    out.publish().unwrap();
+    assert_eq!(names_in(dir.path()), ["out.safetensors"]);
+
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, layout.len_bytes());
+    let parsed = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let get = |name| -> Vec<f32> {
+        let data = parsed.tensor(name).unwrap().data();
+        data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    assert_eq!((get("output"), get("grad.w")), (x, w));
+    assert_eq!(parsed.tensor("grad.b").unwrap().shape(), [0, 7]);
+    assert_eq!(parsed.len(), 3);
+}
+
+#[test]
+fn an_existing_result_is_replaced_at_publication_and_not_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("out.safetensors");
+    fs::write(&path, "old").unwrap();
+    let out = OutputFile::create(&path, &layout()).unwrap();
+    drop(out);
+    assert_eq!(fs::read(&path).unwrap(), b"old");
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    OutputFile::create(&link, &layout()).unwrap().publish().unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), layout().len_bytes());
+    assert_eq!(names_in(dir.path()), ["link", "out.safetensors"]);
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+}
+
+#[test]
+fn a_result_in_memory_reads_the_same() {
+    let layout = layout();
+    let out = OutputFile::in_memory(&layout).unwrap();
+    layout.write_rows(out.file(), "grad.w", 1, &[1.0, 2.0, 3.0, 4.0]).unwrap();
+    assert_eq!(layout.read(out.file(), "grad.w").unwrap(), [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0]);
+    out.publish().unwrap();
+}
+
+#[test]
+fn an_unwritable_result_is_refused_before_the_work() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |path: &Path, parts: &[&str]| {
+        let error = OutputFile::create(path, &layout()).unwrap_err();
+        assert_line(&error, parts);
+        assert_line(&error, &["cannot write", path.to_str().unwrap()]);
+    };
+    refused(Path::new("/dev/full"), &["a device", "a regular file"]);
+    refused(dir.path(), &["a folder"]);
+    refused(&dir.path().join("none/out"), &["No such file"]);
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    refused(&file.join("out"), &["Not a directory"]);
+    // Not even root may make a file here.
+    refused(Path::new("/proc/out.safetensors"), &[]);
+    assert_eq!(names_in(dir.path()), ["file"]);
+}
+
+#[test]
+fn a_result_larger_than_the_disk_is_refused_before_the_work() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("out.safetensors");
+    let huge = ResultLayout::new(vec![("output".into(), vec![1 << 50, 64])]).unwrap();
+    let error = OutputFile::create(&path, &huge).unwrap_err();
+    assert_line(&error, &["cannot write", "out.safetensors", &format!("needs {} bytes", huge.len_bytes())]);
+    assert_eq!(names_in(dir.path()), [""; 0]);
+}
+
+/// Runs this file's test `name` again, on a disk of its own of 1 MiB (its path in `SMALL_DISK`), where the system lets
+/// an ordinary user mount one; says so and passes where it does not.
+fn on_a_small_disk(name: &str, test: impl FnOnce(&Path)) {
+    if let Some(disk) = std::env::var_os("SMALL_DISK") {
+        return test(Path::new(&disk));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mount = "mount -t tmpfs -o size=1m small \"$SMALL_DISK\" || exit 77; exec \"$0\" --exact \"$1\"";
+    let output = Command::new("unshare")
+        .args(["--user", "--map-root-user", "--mount", "sh", "-c", mount])
+        .arg(std::env::current_exe().unwrap())
+        .arg(name)
+        .env("SMALL_DISK", dir.path())
+        .output();
+    let no_mounts = |stderr: &[u8]| String::from_utf8_lossy(stderr).starts_with("unshare");
+    match output {
+        Ok(o) if o.status.success() => {}
+        Ok(o) if o.status.code() == Some(77) || no_mounts(&o.stderr) => eprintln!("skipped: no mounts here"),
+        Ok(o) => panic!("{}", String::from_utf8_lossy(&o.stdout)),
+        Err(e) => eprintln!("skipped: no unshare here: {e}"),
+    }
+}
+
+#[test]
+fn a_full_disk_is_found_before_the_work() {
+    on_a_small_disk("a_full_disk_is_found_before_the_work", |disk| {
+        let path = disk.join("out.safetensors");
+        let rows = |n| ResultLayout::new(vec![("output".into(), vec![n, 1024])]).unwrap();
+        let first = OutputFile::create(&path, &rows(150)).unwrap();
+        // The first file's space is taken, although nothing has been written to it.
+        let second = OutputFile::create(&disk.join("second"), &rows(150)).unwrap_err();
+        assert_line(&second, &["cannot write", "second", &format!("needs {} bytes", rows(150).len_bytes()), "free"]);
+        first.publish().unwrap();
+        assert_eq!(names_in(disk), ["out.safetensors"]);
+    });
+}
+
+#[test]
+fn a_write_that_fails_names_file_and_tensor() {
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let layout = layout().for_path(Path::new("results/out.safetensors"));
+    let error = layout.write_rows(&full, "grad.w", 0, &[0.0; 8]).unwrap_err();
+    assert_line(&error, &["results/out.safetensors", "grad.w", "No space left"]);
+    assert_line(&layout.write_header(&full).unwrap_err(), &["results/out.safetensors", "No space left"]);
+}
+
+#[test]
+fn writes_outside_a_tensor_are_refused() {
+    let layout = layout();
+    let out = OutputFile::in_memory(&layout).unwrap();
+    for (name, row, len) in
+        [("output", 4, 6), ("output", 6, 0), ("output", 0, 2), ("output", usize::MAX, 3), ("no", 0, 0)]
+    {
+        let error = layout.write_rows(out.file(), name, row, &vec![1.0; len]).unwrap_err();
+        assert_line(&error, &[name]);
+    }
+    assert!(layout.read(out.file(), "output").unwrap().iter().all(|&x| x == 0.0));
+}
+
+#[test]
+fn layouts_that_cannot_be() {
+    let new = |t: &[(&str, &[usize])]| ResultLayout::new(t.iter().map(|(n, s)| ((*n).into(), s.to_vec())).collect());
+    assert_line(&new(&[("a", &[2]), ("b", &[1]), ("a", &[2])]).unwrap_err(), &["a comes twice"]);
+    assert_line(&new(&[("a", &[usize::MAX, 2])]).unwrap_err(), &["a", "too large"]);
+    assert_line(&new(&[("a", &[1 << 60]), ("b", &[1 << 60])]).unwrap_err(), &["too large"]);
+}
+
+#[test]
+fn short_reads_of_a_result_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("f"), "short").unwrap();
+    let file = File::open(dir.path().join("f")).unwrap();
+    assert_line(&layout().read(&file, "output").unwrap_err(), &["output", "the result file"]);
+}
