@@ -57,6 +57,17 @@ pub fn uses_avx512_bf16() -> bool {
     Path::detect() != Path::Widen
 }
 
+/// Rounds `src` into `dst` with the CPU's own instruction; false if it has none.
+pub(super) fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
+    assert_eq!(src.len(), dst.len());
+    #[cfg(target_arch = "x86_64")]
+    if let Some(features) = avx512::Features::detect() {
+        avx512::narrow(features, src, dst);
+        return true;
+    }
+    false
+}
+
 /// A weight matrix `W [out, inp]` rounded to bf16 and packed for both of its products.
 pub struct Bf16Weight {
     out: usize,
@@ -303,7 +314,9 @@ super::vectorised! {
 mod avx512 {
     use std::arch::x86_64::*;
 
-    use super::{A_BLOCK_BYTES, KC, Left, Line, MR, NR, pack_left, scratch};
+    use half::bf16;
+
+    use super::{A_BLOCK_BYTES, Element, KC, Left, Line, MR, NR, pack_left, scratch};
 
     /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
     #[derive(Clone, Copy)]
@@ -315,6 +328,29 @@ mod avx512 {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512bf16"))
             .then_some(Features(()))
+        }
+    }
+
+    /// Rounds `src` into `dst`, of the same length.
+    pub(super) fn narrow(_: Features, src: &[f32], dst: &mut [bf16]) {
+        // SAFETY: a `Features` exists, so the CPU has what the function was compiled for.
+        unsafe { narrow_vectors(src, dst) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    fn narrow_vectors(src: &[f32], dst: &mut [bf16]) {
+        let (whole, rest) = src.as_chunks::<32>();
+        let (to_whole, to_rest) = dst.as_chunks_mut::<32>();
+        for (x, to) in whole.iter().zip(to_whole) {
+            // SAFETY: 32 floats to read, 32 halves to write.
+            unsafe {
+                let [low, high] = [_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x[16..].as_ptr())];
+                let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+                _mm512_storeu_si512(to.as_mut_ptr().cast(), halves);
+            }
+        }
+        for (&x, to) in rest.iter().zip(to_rest) {
+            *to = Element::from_f32(x);
         }
     }
 
