@@ -28,15 +28,17 @@ fn exp(x: f32) -> f32 {
     f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
-/// `1 / (1 + e^-x)` for `-88 <= x <= 86.5`.
+/// `s = 1 / (1 + e^-x)` for `-88 <= x <= 86.5`, and `1 - s` without the loss of a subtraction.
 #[inline(always)]
-fn logistic(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+fn logistic(x: f32) -> (f32, f32) {
+    let e = exp(-x);
+    let s = 1.0 / (1.0 + e);
+    (s, e * s)
 }
 
 /// `1 / (1 + e^-x)`; NaN for NaN.
 pub fn sigmoid(x: f32) -> f32 {
-    if x.is_nan() { x } else { logistic(x.clamp(-88.0, 86.5)) }
+    if x.is_nan() { x } else { logistic(x.clamp(-88.0, 86.5)).0 }
 }
 
 // `f32::max` and `f32::min` return the other operand for NaN; these return NaN, and compile to one instruction.
@@ -69,8 +71,8 @@ impl Act for Silu {
     fn slope(x: f32) -> (f32, f32) {
         let x = at_least(x, -88.0);
         let inner = at_most(x, 86.5);
-        let s = logistic(inner);
-        (x * s, (inner * s).mul_add(1.0 - s, s))
+        let (s, rest) = logistic(inner);
+        (x * s, (inner * s).mul_add(rest, s))
     }
 }
 
@@ -125,9 +127,9 @@ impl Act for GeluTanh {
         let x = at_least(x, -9.9);
         let inner = at_most(x, 9.9);
         let square = inner * inner;
-        let s = logistic(inner * square.mul_add(TWICE * 0.044_715, TWICE));
+        let (s, rest) = logistic(inner * square.mul_add(TWICE * 0.044_715, TWICE));
         let slope = square.mul_add(TWICE * 3.0 * 0.044_715, TWICE);
-        (x * s, (inner * s * (1.0 - s)).mul_add(slope, s))
+        (x * s, (inner * s * rest).mul_add(slope, s))
     }
 }
 
