@@ -29,9 +29,16 @@ impl WeightShape for F32Weight {
     }
 }
 
-fn product(c: MatMut<'_, f32>, accumulate: bool, a: MatRef<'_, f32>, b: MatRef<'_, f32>) {
+/// Columns of `c` per call of faer: it packs that part of the right operand, which then stays in L2. Measured on
+/// Zen 4 at up to 2048 rows, this gains a tenth over one call; 192 to 768 are alike. A multiple of faer's 96-wide tile.
+const COLUMNS: usize = 384;
+
+fn product(mut c: MatMut<'_, f32>, accumulate: bool, a: MatRef<'_, f32>, b: MatRef<'_, f32>) {
     let accum = if accumulate { Accum::Add } else { Accum::Replace };
-    matmul(c, accum, a, b, 1.0, Par::Seq);
+    for start in (0..c.ncols()).step_by(COLUMNS) {
+        let columns = COLUMNS.min(c.ncols() - start);
+        matmul(c.as_mut().subcols_mut(start, columns), accum, a, b.subcols(start, columns), 1.0, Par::Seq);
+    }
 }
 
 /// `c [m, out] (+)= a [m, inp] Wᵀ`.
