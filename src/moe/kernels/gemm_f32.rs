@@ -61,12 +61,22 @@ pub(super) fn nn(m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: 
     );
 }
 
+/// Summed rows per step of [`tn`], so that what each block of columns reads again is still in L3.
+const ROWS: usize = 512;
+
 /// `c [n, k] (+)= aᵀ b` with `a [m, n]` and `b [m, k]`.
 pub(super) fn tn([m, n, k]: [usize; 3], a: &[f32], b: &[f32], c: &mut [f32], accumulate: bool) {
-    product(
-        MatMut::from_row_major_slice_mut(c, n, k),
-        accumulate,
-        MatRef::from_row_major_slice(a, m, n).transpose(),
-        MatRef::from_row_major_slice(b, m, k),
-    );
+    assert!(a.len() == m * n && b.len() == m * k && c.len() == n * k, "operands of [{m}, {n}] and [{m}, {k}]");
+    if m == 0 && !accumulate {
+        c.fill(0.0);
+    }
+    for start in (0..m).step_by(ROWS) {
+        let rows = ROWS.min(m - start);
+        product(
+            MatMut::from_row_major_slice_mut(c, n, k),
+            accumulate || start > 0,
+            MatRef::from_row_major_slice(&a[start * n..][..rows * n], rows, n).transpose(),
+            MatRef::from_row_major_slice(&b[start * k..][..rows * k], rows, k),
+        );
+    }
 }
