@@ -57,6 +57,10 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
     for (out, inp) in [(INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] {
         let w: Vec<f32> = (0..out * inp).map(|i| (i % 13) as f32 * 0.1 - 0.6).collect();
         let weight = E::prepare(&w, out, inp);
+        if !csv {
+            let t = median(3, || drop(E::prepare(&w, out, inp)));
+            println!("{:5} prepare [{out}, {inp}] {:.1} ms", E::NAME, t * 1e3);
+        }
         for m in [32, 128, 512, 2048] {
             let x: Vec<E> = (0..m * inp).map(|i| E::from_f32((i % 7) as f32 * 0.1 - 0.3)).collect();
             let y: Vec<E> = (0..m * out).map(|i| E::from_f32((i % 11) as f32 * 0.1 - 0.5)).collect();
