@@ -16,6 +16,10 @@ pub trait WeightShape {
 ///
 /// The matrix products overwrite `c`, or add to it if `accumulate`. Each panics if a slice is not of the
 /// length its shape says: the layer computes all shapes itself.
+///
+/// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16 a row of [`gemm_nt`](Self::gemm_nt) and
+/// [`gemm_nn`](Self::gemm_nn) moreover does not depend on the other rows, nor on how many there are; through faer it may,
+/// in the last bits.
 pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
     /// `"f32"` or `"bf16"`.
     const NAME: &'static str;

@@ -260,7 +260,8 @@ mod avx512 {
     /// Packs `wᵀ` from `w [n, k]`: pairs along a row.
     pub(super) fn pack_panels_transposed(w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
         let pairs = k.div_ceil(2);
-        for (j, row) in w.chunks(k).take(n).enumerate() {
+        assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
+        for (j, row) in w.chunks(k.max(1)).enumerate() {
             let panel = &mut panels[j / NR * pairs * NR..][..pairs * NR];
             for (p, x) in row.chunks(2).enumerate() {
                 panel[p * NR + j % NR] = pair(x[0], x.get(1).copied().unwrap_or_default());

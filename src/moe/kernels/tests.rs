@@ -174,10 +174,25 @@ fn no_rows<E: Element>() {
     assert_eq!(c, [0.0; 15]);
 }
 
+fn no_columns<E: Element>() {
+    let mut ws = Workspace::default();
+    for (out, inp) in [(0, 5), (3, 0), (0, 0)] {
+        let weight = E::prepare(&[], out, inp);
+        let zero = E::default();
+        let (mut narrow, mut wide) = (vec![1.0; 2 * out], vec![1.0; 2 * inp]);
+        E::gemm_nt(&mut ws, 2, &vec![zero; 2 * inp], &weight, &mut narrow, false);
+        E::gemm_nn(&mut ws, 2, &vec![zero; 2 * out], &weight, &mut wide, false);
+        assert!(narrow.iter().chain(&wide).all(|&x| x == 0.0), "an empty sum is 0");
+        E::gemm_tn(&mut ws, 2, out, inp, &vec![zero; 2 * out], &vec![zero; 2 * inp], &mut [], false);
+    }
+}
+
 #[test]
-fn zero_rows_are_an_ordinary_case() {
+fn zero_rows_and_columns_are_ordinary_cases() {
     no_rows::<f32>();
     no_rows::<bf16>();
+    no_columns::<f32>();
+    no_columns::<bf16>();
 }
 
 #[test]
