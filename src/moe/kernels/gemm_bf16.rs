@@ -207,7 +207,7 @@ mod avx512 {
 
     /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
     #[derive(Clone, Copy)]
-    pub(super) struct Features(());
+    pub(in crate::moe::kernels) struct Features(());
 
     impl Features {
         pub(super) fn detect() -> Option<Features> {
