@@ -270,6 +270,7 @@ impl<E: Element> Batch<E> {
         E::gemm_tn(ws, m, i, h, &self.d_up, &self.x, &mut grads.matrix[1], false);
         E::gemm_tn(ws, m, h, i, &self.g, &self.hw, &mut grads.matrix[2], false);
         if mlp.config.bias {
+            grads.bias.iter_mut().for_each(|b| b.fill(0.0));
             if mlp.gate.is_some() {
                 kernels::column_sum(m, i, &self.d_gate, None, &mut grads.bias[0]);
             }
