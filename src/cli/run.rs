@@ -285,7 +285,10 @@ fn example() -> Result<Work> {
     const DIR: &str = "examples/tiny-moe";
     let places = [Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR), PathBuf::from(DIR)];
     let Some(model) = places.iter().find(|p| p.join("config.json").is_file()) else {
-        bail!("the bundled example is not at {}; give --model and --input, or flags of a synthetic layer", places[0].display())
+        bail!(
+            "the bundled example is not at {}; give --model and --input, or flags of a synthetic layer",
+            places[0].display()
+        )
     };
     Ok(Work::Checkpoint { model: model.clone(), layer: 1, input: model.join("hidden_states.safetensors") })
 }

@@ -245,7 +245,20 @@ impl<E: Element> Batch<E> {
         let out = &mut self.out[outer];
         if let Some(w) = &mlp.gate {
             let d_gate = &mut self.d_gate[inner.clone()];
-            kernels::backward_gated(activation, m, i, weight, q, &self.gate[inner], up, act, d_gate, d_up, hw, d_weight);
+            kernels::backward_gated(
+                activation,
+                m,
+                i,
+                weight,
+                q,
+                &self.gate[inner],
+                up,
+                act,
+                d_gate,
+                d_up,
+                hw,
+                d_weight,
+            );
             E::gemm_nn(&mut scratch.workspace, m, d_gate, w, out, false);
         } else {
             kernels::backward_plain(activation, m, i, weight, q, up, act, d_up, hw, d_weight);

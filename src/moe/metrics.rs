@@ -23,15 +23,8 @@ pub enum Phase {
 
 impl Phase {
     /// All phases, in the order of their codes.
-    pub const ALL: [Phase; 7] = [
-        Phase::Idle,
-        Phase::Router,
-        Phase::Dispatch,
-        Phase::Expert,
-        Phase::Combine,
-        Phase::Waiting,
-        Phase::AllReduce,
-    ];
+    pub const ALL: [Phase; 7] =
+        [Phase::Idle, Phase::Router, Phase::Dispatch, Phase::Expert, Phase::Combine, Phase::Waiting, Phase::AllReduce];
 
     /// The name in tables, traces and messages.
     pub fn name(self) -> &'static str {

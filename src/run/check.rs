@@ -25,8 +25,7 @@ pub fn check(job: &Job, results: &ResultLayout, file: &File, chosen: &File) -> R
         values
     };
     let x = round(job.rows(InputTensor::HiddenStates, 0..job.tokens)?);
-    let grad_output =
-        if job.backward { Some(round(job.rows(InputTensor::GradOutput, 0..job.tokens)?)) } else { None };
+    let grad_output = if job.backward { Some(round(job.rows(InputTensor::GradOutput, 0..job.tokens)?)) } else { None };
     let weights = |id: WeightId| -> Result<Vec<f32>> {
         let values = job.load(id)?;
         // Router, shared gate and biases stay f32 in the layer.

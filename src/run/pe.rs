@@ -16,7 +16,7 @@ use crate::moe::metrics::{self, Observer, Phase};
 use crate::moe::router::Load;
 use crate::moe::{Gradients, Layer, Layout, Saved};
 use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
-use crate::shmem::{Shmem, ShmTransport, Transport};
+use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
 pub const PHASE_NAMES: [&str; 3 + Phase::ALL.len()] = {

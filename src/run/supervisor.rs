@@ -30,9 +30,11 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
         None if job.request.check => Some(OutputFile::in_memory(&results)?),
         None => None,
     };
-    let trace = job.request.trace.as_ref().map(|path| {
-        File::create(path).with_context(|| format!("{}: cannot write the trace", path.display()))
-    });
+    let trace = job
+        .request
+        .trace
+        .as_ref()
+        .map(|path| File::create(path).with_context(|| format!("{}: cannot write the trace", path.display())));
     let trace = trace.transpose()?;
     let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
     let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
