@@ -1,14 +1,14 @@
 //! Single-thread GFLOP/s of the layer's matrix products, and of the activations around them.
 //!
-//! `cargo bench --bench gemm [-- --csv] [-- --quick]`: medians over repetitions, in percent of the best that a loop of
+//! `cargo bench --bench gemm -- [--csv] [--quick]`: medians of processor time, in percent of the best that a loop of
 //! multiply-adds on registers reaches on the same core just before.
 
 use std::hint::black_box;
-use std::time::Instant;
 
 use aristos::moe::Activation;
 use aristos::moe::kernels::{self, Element, Workspace};
 use half::bf16;
+use rustix::time::{ClockId, clock_gettime};
 
 const HIDDEN: usize = 1024;
 const INTERMEDIATE: usize = 4096;
@@ -25,18 +25,24 @@ fn main() {
     }
     products::<f32>(csv, repetitions, peak_f32());
     products::<bf16>(csv, repetitions, peak_bf16().unwrap_or_else(peak_f32));
-    activations::<f32>(csv, repetitions);
-    activations::<bf16>(csv, repetitions);
+    if !csv {
+        activations::<f32>(repetitions);
+        activations::<bf16>(repetitions);
+    }
 }
 
-/// The median time of one call, s.
+/// The median processor time of one call, s. (Wall time would count what else runs on a busy machine.)
 fn median(repetitions: usize, mut f: impl FnMut()) -> f64 {
+    let now = || {
+        let time = clock_gettime(ClockId::ThreadCPUTime);
+        time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+    };
     f();
     let mut times: Vec<f64> = (0..repetitions)
         .map(|_| {
-            let start = Instant::now();
+            let start = now();
             f();
-            start.elapsed().as_secs_f64()
+            now() - start
         })
         .collect();
     times.sort_by(f64::total_cmp);
@@ -51,11 +57,15 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
     for (out, inp) in [(INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] {
         let w: Vec<f32> = (0..out * inp).map(|i| (i % 13) as f32 * 0.1 - 0.6).collect();
         let weight = E::prepare(&w, out, inp);
+        if !csv {
+            let t = median(3, || drop(E::prepare(&w, out, inp)));
+            println!("{:5} prepare [{out}, {inp}] {:.1} ms", E::NAME, t * 1e3);
+        }
         for m in [32, 128, 512, 2048] {
             let x: Vec<E> = (0..m * inp).map(|i| E::from_f32((i % 7) as f32 * 0.1 - 0.3)).collect();
             let y: Vec<E> = (0..m * out).map(|i| E::from_f32((i % 11) as f32 * 0.1 - 0.5)).collect();
             let mut c = vec![0.0; (m * out).max(m * inp).max(out * inp)];
-            let mut report = |product: &str, [m, n, k]: [usize; 3], seconds: f64| {
+            let report = |product: &str, [m, n, k]: [usize; 3], seconds: f64| {
                 let gflops = 2e-9 * (m * n * k) as f64 / seconds;
                 let percent = 100.0 * gflops / peak;
                 if csv {
@@ -77,7 +87,7 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
     }
 }
 
-fn activations<E: Element>(csv: bool, repetitions: usize) {
+fn activations<E: Element>(repetitions: usize) {
     let (m, n) = (64, INTERMEDIATE);
     let wide: Vec<f32> = (0..m * n).map(|i| (i % 4001) as f32 * 0.002 - 4.0).collect();
     let x: Vec<E> = wide.iter().map(|&x| E::from_f32(x)).collect();
@@ -91,77 +101,69 @@ fn activations<E: Element>(csv: bool, repetitions: usize) {
         let back_gated = median(repetitions, || {
             kernels::backward_gated(act, m, n, &w, &wide, &x, &x, &x, &mut a, &mut b, &mut c, &mut dw);
         });
-        if !csv {
-            let rate = |t: f64| (m * n) as f64 / t * 1e-9;
-            println!(
-                "{:5} {act:?}: Gelements/s forward {:.2}, gated {:.2}, backward {:.2}, gated {:.2}",
-                E::NAME,
-                rate(plain),
-                rate(gated),
-                rate(back_plain),
-                rate(back_gated)
-            );
-        }
+        let rate = |t: f64| (m * n) as f64 / t * 1e-9;
+        println!(
+            "{:5} {act:?}: Gelements/s forward {:.2}, gated {:.2}, backward {:.2}, gated {:.2}",
+            E::NAME,
+            rate(plain),
+            rate(gated),
+            rate(back_plain),
+            rate(back_gated)
+        );
     }
 }
 
-const PEAK_STEPS: usize = 2_000_000;
+const PEAK_STEPS: usize = 4_000_000;
+/// Independent sums: enough to hide the latency, few enough for 16 registers.
+const CHAINS: usize = 12;
 
 /// GFLOP/s of independent f32 multiply-adds on registers.
 fn peak_f32() -> f64 {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        // SAFETY: the CPU has the feature.
-        let t = median(5, || unsafe { peak::f32_steps(PEAK_STEPS) });
-        return (PEAK_STEPS * peak::CHAINS * 16 * 2) as f64 / t * 1e-9;
+    struct Steps;
+    impl pulp::WithSimd for Steps {
+        type Output = usize;
+
+        #[inline(always)]
+        fn with_simd<S: pulp::Simd>(self, simd: S) -> usize {
+            let x = black_box(simd.splat_f32s(1.0));
+            let mut sums = [simd.splat_f32s(0.0); CHAINS];
+            for _ in 0..PEAK_STEPS {
+                for sum in &mut sums {
+                    *sum = simd.mul_add_f32s(x, x, *sum);
+                }
+            }
+            black_box(sums);
+            size_of::<S::f32s>() / size_of::<f32>()
+        }
     }
-    f64::NAN
+    let lanes = pulp::Arch::new().dispatch(Steps);
+    let t = median(5, || {
+        pulp::Arch::new().dispatch(Steps);
+    });
+    (PEAK_STEPS * CHAINS * lanes * 2) as f64 / t * 1e-9
 }
 
 /// GFLOP/s of independent bf16 pair multiply-adds on registers, if the CPU has them.
 fn peak_bf16() -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     if kernels::uses_avx512_bf16() {
-        // SAFETY: the CPU has the feature.
-        let t = median(5, || unsafe { peak::bf16_steps(PEAK_STEPS) });
-        return Some((PEAK_STEPS * peak::CHAINS * 32 * 2) as f64 / t * 1e-9);
+        // SAFETY: the CPU has the features.
+        let t = median(5, || unsafe { bf16_steps() });
+        return Some((PEAK_STEPS * CHAINS * 32 * 2) as f64 / t * 1e-9);
     }
     None
 }
 
 #[cfg(target_arch = "x86_64")]
-mod peak {
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn bf16_steps() {
     use std::arch::x86_64::*;
-    use std::hint::black_box;
-
-    pub const CHAINS: usize = 24;
-
-    #[target_feature(enable = "avx512f")]
-    pub fn f32_steps(steps: usize) {
-        let x = black_box(_mm512_set1_ps(1.0));
-        let mut sums = [_mm512_setzero_ps(); CHAINS];
-        for _ in 0..steps {
-            for sum in &mut sums {
-                *sum = _mm512_fmadd_ps(x, x, *sum);
-            }
+    let x = black_box(_mm512_cvtne2ps_pbh(_mm512_set1_ps(1.0), _mm512_set1_ps(1.0)));
+    let mut sums = [_mm512_setzero_ps(); CHAINS];
+    for _ in 0..PEAK_STEPS {
+        for sum in &mut sums {
+            *sum = _mm512_dpbf16_ps(*sum, x, x);
         }
-        black_box(sums);
     }
-
-    #[target_feature(enable = "avx512f,avx512bf16")]
-    pub fn bf16_steps(steps: usize) {
-        let x = black_box(_mm512_cvtneps_pbh_zero());
-        let mut sums = [_mm512_setzero_ps(); CHAINS];
-        for _ in 0..steps {
-            for sum in &mut sums {
-                *sum = _mm512_dpbf16_ps(*sum, x, x);
-            }
-        }
-        black_box(sums);
-    }
-
-    #[target_feature(enable = "avx512f,avx512bf16")]
-    fn _mm512_cvtneps_pbh_zero() -> __m512bh {
-        _mm512_cvtne2ps_pbh(_mm512_set1_ps(1.0), _mm512_set1_ps(1.0))
-    }
+    black_box(sums);
 }

@@ -7,69 +7,53 @@
 use super::{Element, vectorised};
 use crate::moe::Activation;
 
-/// `e^x`: relative error below 2e-7; 0 below -87 (no denormals), infinity above 88.8, NaN for NaN.
+/// `e^x` for `-86.5 <= x <= 88`: relative error below 3e-7 there, 1e-7 for `|x| < 20`. Not for NaN.
 ///
-/// `x = n ln 2 + r`, then a polynomial for `e^r` (interpolation of `(e^r - 1 - r) / r²` at Chebyshev nodes,
-/// relative error 1.1e-8 before rounding) and the exponent put together from `n`.
+/// `x = n ln 2 + r`; a polynomial gives `e^r` (interpolation of `(e^r - 1 - r) / r²` at Chebyshev nodes, relative error
+/// 1.1e-8 before rounding), and `n` is added to its exponent.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
-    // The comparisons keep NaN, which `f32::clamp` would too but `max` and `min` would not.
-    let x = if x < -88.0 { -88.0 } else { x };
-    let x = if x > 90.0 { 90.0 } else { x };
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
     let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
-    let n = shifted - ROUND;
-    // ln 2 in two parts; the first has trailing zeros, so that its product with n is exact.
-    let r = n.mul_add(-0.693_359_4, x);
-    let r = n.mul_add(2.121_944_4e-4, r);
+    let r = (shifted - ROUND).mul_add(-std::f32::consts::LN_2, x);
     let mut p = 1.392_618_3e-3f32;
     p = p.mul_add(r, 8.363_179e-3);
     p = p.mul_add(r, 4.166_655_5e-2);
     p = p.mul_add(r, 1.666_657_7e-1);
     p = p.mul_add(r, 0.5);
-    p = p.mul_add(r * r, r) + 1.0;
-    // 2^(n-1), then doubled: n = 128 still fits, and n <= -126 gives 0.
-    let scale = shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(126) << 23;
-    p * f32::from_bits(scale) * 2.0
+    p = p.mul_add(r, 1.0);
+    p = p.mul_add(r, 1.0);
+    // The shift leaves `n` alone at the exponent's place.
+    f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
-/// `1 / (1 + e^-x)`.
+/// `s = 1 / (1 + e^-x)` for `-88 <= x <= 86.5`, and `1 - s` without the loss of a subtraction.
 #[inline(always)]
+fn logistic(x: f32) -> (f32, f32) {
+    let e = exp(-x);
+    let s = 1.0 / (1.0 + e);
+    (s, e * s)
+}
+
+/// `1 / (1 + e^-x)`; NaN for NaN.
 pub fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+    if x.is_nan() { x } else { logistic(x.clamp(-88.0, 86.5)).0 }
 }
 
-/// Bounds `x` where an activation is flat or linear, so that infinity times zero cannot arise; keeps NaN.
+// `f32::max` and `f32::min` return the other operand for NaN; these return NaN, and compile to one instruction.
 #[inline(always)]
-fn bounded(x: f32) -> f32 {
-    let x = if x < -1e4 { -1e4 } else { x };
-    if x > 1e4 { 1e4 } else { x }
+fn at_least(x: f32, low: f32) -> f32 {
+    if x < low { low } else { x }
 }
 
-/// The standard normal distribution function and density at `x`.
-///
-/// The form is Abramowitz and Stegun's 7.1.26, `Phi(-z) = e^(-z²/2) P(t)`, `t = 1 / (1 + a z)`, `z >= 0`; the
-/// coefficients are a minimax fit of degree 8 (Remez) on `0 <= z <= 14`, relative error 1.5e-7.
 #[inline(always)]
-fn normal(x: f32) -> (f32, f32) {
-    let z = x.abs();
-    let t = 1.0 / z.mul_add(0.3, 1.0);
-    let mut p = 3.567_477e-2f32;
-    p = p.mul_add(t, -1.572_030_6e-1);
-    p = p.mul_add(t, 2.063_534_8e-1);
-    p = p.mul_add(t, -5.368_361_6e-2);
-    p = p.mul_add(t, 1.285_616_1e-1);
-    p = p.mul_add(t, 9.991_35e-2);
-    p = p.mul_add(t, 1.207_539_5e-1);
-    p = p.mul_add(t, 1.196_293e-1);
-    let e = exp(-0.5 * z * z);
-    let tail = e * p * t;
-    let phi = if x < 0.0 { tail } else { 1.0 - tail };
-    (phi, e * 0.398_942_3)
+fn at_most(x: f32, high: f32) -> f32 {
+    if x > high { high } else { x }
 }
 
-/// An activation of one element, chosen at compile time.
+/// An activation of one element, chosen at compile time. The bounds on `x` are where the activation is flat or
+/// linear in f32; they keep `exp` in its range, and infinity from meeting zero. NaN gives NaN.
 trait Act {
     fn value(x: f32) -> f32;
     /// The value and the derivative.
@@ -80,60 +64,72 @@ struct Silu;
 impl Act for Silu {
     #[inline(always)]
     fn value(x: f32) -> f32 {
-        let low = if x < -1e4 { -1e4 } else { x };
-        low * sigmoid(low)
+        Self::slope(x).0
     }
 
     #[inline(always)]
     fn slope(x: f32) -> (f32, f32) {
-        let x = bounded(x);
-        let s = sigmoid(x);
-        let value = x * s;
-        (value, value.mul_add(1.0 - s, s))
+        let x = at_least(x, -88.0);
+        let inner = at_most(x, 86.5);
+        let (s, rest) = logistic(inner);
+        (x * s, (inner * s).mul_add(rest, s))
     }
 }
 
 struct Gelu;
+impl Gelu {
+    /// For `z = |x|`, bounded: itself, `Phi(-z)`, and the standard normal density at `z`.
+    ///
+    /// The form is Abramowitz and Stegun's 7.1.26, `Phi(-z) = e^(-z²/2) t P(t)` with `t = 1 / (1 + a z)`; the
+    /// coefficients of `P`, of degree 7, are a minimax fit (Remez) on `0 <= z <= 14` with relative error 1.5e-7.
+    #[inline(always)]
+    fn normal(x: f32) -> (f32, f32, f32) {
+        let z = at_most(x.abs(), 13.0);
+        let t = 1.0 / z.mul_add(0.3, 1.0);
+        let mut p = 3.567_477e-2f32;
+        p = p.mul_add(t, -1.572_030_6e-1);
+        p = p.mul_add(t, 2.063_534_8e-1);
+        p = p.mul_add(t, -5.368_361_6e-2);
+        p = p.mul_add(t, 1.285_616_1e-1);
+        p = p.mul_add(t, 9.991_35e-2);
+        p = p.mul_add(t, 1.207_539_5e-1);
+        p = p.mul_add(t, 1.196_293e-1);
+        let e = exp(z * z * -0.5);
+        (z, e * t * p, e * 0.398_942_3)
+    }
+}
 impl Act for Gelu {
     #[inline(always)]
     fn value(x: f32) -> f32 {
-        let low = if x < -1e4 { -1e4 } else { x };
-        low * normal(low).0
+        Self::slope(x).0
     }
 
     #[inline(always)]
     fn slope(x: f32) -> (f32, f32) {
-        let x = bounded(x);
-        let (cumulative, density) = normal(x);
-        (x * cumulative, x.mul_add(density, cumulative))
+        let (z, tail, density) = Self::normal(x);
+        // x Phi(x) = max(x, 0) - |x| Phi(-|x|), and its derivative below 0 is Phi(-z) - z density.
+        let below = z.mul_add(-density, tail);
+        (z.mul_add(-tail, at_least(x, 0.0)), if x < 0.0 { below } else { 1.0 - below })
     }
 }
 
 struct GeluTanh;
-impl GeluTanh {
-    /// `sqrt(2 / pi)`.
-    const C: f32 = 0.797_884_6;
-
-    /// `0.5 (1 + tanh(u)) = sigmoid(2 u)`, `u = C (x + 0.044715 x³)`: no subtraction near 0.
-    #[inline(always)]
-    fn factor(x: f32) -> f32 {
-        sigmoid((2.0 * Self::C) * x * (x * x).mul_add(0.044_715, 1.0))
-    }
-}
 impl Act for GeluTanh {
     #[inline(always)]
     fn value(x: f32) -> f32 {
-        let low = if x < -1e4 { -1e4 } else { x };
-        low * Self::factor(low)
+        Self::slope(x).0
     }
 
+    /// `0.5 (1 + tanh(u)) = logistic(2 u)`, `u = sqrt(2 / pi) (x + 0.044715 x³)`: no subtraction near 0.
     #[inline(always)]
     fn slope(x: f32) -> (f32, f32) {
-        let x = bounded(x);
-        let s = Self::factor(x);
-        let inner = (2.0 * Self::C) * (x * x).mul_add(3.0 * 0.044_715, 1.0);
-        let value = x * s;
-        (value, (value * (1.0 - s)).mul_add(inner, s))
+        const TWICE: f32 = 2.0 * 0.797_884_6;
+        let x = at_least(x, -9.9);
+        let inner = at_most(x, 9.9);
+        let square = inner * inner;
+        let (s, rest) = logistic(inner * square.mul_add(TWICE * 0.044_715, TWICE));
+        let slope = square.mul_add(TWICE * 3.0 * 0.044_715, TWICE);
+        (x * s, (inner * s * rest).mul_add(slope, s))
     }
 }
 
@@ -141,7 +137,7 @@ struct Relu;
 impl Act for Relu {
     #[inline(always)]
     fn value(x: f32) -> f32 {
-        if x < 0.0 { 0.0 } else { x }
+        at_least(x, 0.0)
     }
 
     #[inline(always)]
@@ -150,31 +146,44 @@ impl Act for Relu {
     }
 }
 
-/// Calls a function generic over [`Act`] for the activation at hand.
+/// Calls a function whose last type parameter is an [`Act`], for the activation at hand.
 macro_rules! with_act {
-    ($act:expr, $f:ident::<$e:ident>($($arg:expr),* $(,)?)) => {
+    ($act:expr, $f:ident$(::<$e:ident>)?($($arg:expr),* $(,)?)) => {
         match $act {
-            Activation::Silu => $f::<$e, Silu>($($arg),*),
-            Activation::Gelu => $f::<$e, Gelu>($($arg),*),
-            Activation::GeluTanh => $f::<$e, GeluTanh>($($arg),*),
-            Activation::Relu => $f::<$e, Relu>($($arg),*),
+            Activation::Silu => $f::<$($e,)? Silu>($($arg),*),
+            Activation::Gelu => $f::<$($e,)? Gelu>($($arg),*),
+            Activation::GeluTanh => $f::<$($e,)? GeluTanh>($($arg),*),
+            Activation::Relu => $f::<$($e,)? Relu>($($arg),*),
         }
     };
+}
+
+/// Elements computed in f32 before they are rounded to the element type: buffers of this size stay in L1.
+const BLOCK: usize = 1024;
+
+/// The blocks of `0..n`.
+fn blocks(n: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    (0..n).step_by(BLOCK).map(move |start| start..n.min(start + BLOCK))
 }
 
 /// `h = act(up)`, and `up_saved = up` for the backward pass. All of one length; `up` is the product's f32 result
 /// with the bias added.
 pub fn forward_plain<E: Element>(act: Activation, up: &[f32], up_saved: &mut [E], h: &mut [E]) {
-    with_act!(act, forward_plain_loop::<E>(up, up_saved, h));
+    let n = up.len();
+    assert!(up_saved.len() == n && h.len() == n);
+    let mut buffer = [0.0; BLOCK];
+    for block in blocks(n) {
+        let (up, wide) = (&up[block.clone()], &mut buffer[..block.len()]);
+        with_act!(act, plain_values(up, wide));
+        E::convert(up, &mut up_saved[block.clone()]);
+        E::convert(wide, &mut h[block]);
+    }
 }
 
 vectorised! {
-    fn forward_plain_loop<E: Element, A: Act>(up: &'a [f32], up_saved: &'a mut [E], h: &'a mut [E]) -> () {
-        let n = up.len();
-        assert!(up_saved.len() == n && h.len() == n);
-        for i in 0..n {
-            up_saved[i] = E::from_f32(up[i]);
-            h[i] = E::from_f32(A::value(up[i]));
+    fn plain_values<A: Act>(up: &'a [f32], h: &'a mut [f32]) -> () {
+        for (h, &up) in h.iter_mut().zip(up) {
+            *h = A::value(up);
         }
     }
 }
@@ -188,23 +197,22 @@ pub fn forward_gated<E: Element>(
     up_saved: &mut [E],
     h: &mut [E],
 ) {
-    with_act!(act, forward_gated_loop::<E>(gate, up, gate_saved, up_saved, h));
+    let n = up.len();
+    assert!(gate.len() == n && gate_saved.len() == n && up_saved.len() == n && h.len() == n);
+    let mut buffer = [0.0; BLOCK];
+    for block in blocks(n) {
+        let (gate, up, wide) = (&gate[block.clone()], &up[block.clone()], &mut buffer[..block.len()]);
+        with_act!(act, gated_values(gate, up, wide));
+        E::convert(gate, &mut gate_saved[block.clone()]);
+        E::convert(up, &mut up_saved[block.clone()]);
+        E::convert(wide, &mut h[block]);
+    }
 }
 
 vectorised! {
-    fn forward_gated_loop<E: Element, A: Act>(
-        gate: &'a [f32],
-        up: &'a [f32],
-        gate_saved: &'a mut [E],
-        up_saved: &'a mut [E],
-        h: &'a mut [E],
-    ) -> () {
-        let n = up.len();
-        assert!(gate.len() == n && gate_saved.len() == n && up_saved.len() == n && h.len() == n);
-        for i in 0..n {
-            gate_saved[i] = E::from_f32(gate[i]);
-            up_saved[i] = E::from_f32(up[i]);
-            h[i] = E::from_f32(A::value(gate[i]) * up[i]);
+    fn gated_values<A: Act>(gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
+        for (h, (&gate, &up)) in h.iter_mut().zip(gate.iter().zip(up)) {
+            *h = A::value(gate) * up;
         }
     }
 }
@@ -228,28 +236,37 @@ pub fn backward_plain<E: Element>(
     dw: &mut [f32],
 ) {
     assert!(w.len() == m && dw.len() == m);
+    assert!([q.len(), up.len(), h.len(), d_up.len(), hw.len()] == [m * n; 5]);
+    let mut buffers = [[0.0; BLOCK]; 3];
     for r in 0..m {
-        let row = r * n..(r + 1) * n;
-        let (q, h) = (&q[row.clone()], &h[row.clone()]);
-        with_act!(act, backward_plain_row::<E>(w[r], q, &up[row.clone()], h, &mut d_up[row.clone()], &mut hw[row]));
-        dw[r] = dot_element(q, h);
+        dw[r] = 0.0;
+        for block in blocks(n) {
+            let block = r * n + block.start..r * n + block.end;
+            let [wide_h, wide_up, wide_hw] = buffers.each_mut().map(|b| &mut b[..block.len()]);
+            let (q, up, h) = (&q[block.clone()], &up[block.clone()], &h[block.clone()]);
+            E::widen(h, wide_h);
+            dw[r] += dot(q, wide_h);
+            with_act!(act, plain_gradients::<E>(w[r], q, up, wide_h, wide_up, wide_hw));
+            E::convert(wide_up, &mut d_up[block.clone()]);
+            E::convert(wide_hw, &mut hw[block]);
+        }
     }
 }
 
 vectorised! {
-    fn backward_plain_row<E: Element, A: Act>(
+    fn plain_gradients<E: Element, A: Act>(
         w: f32,
         q: &'a [f32],
         up: &'a [E],
-        h: &'a [E],
-        d_up: &'a mut [E],
-        hw: &'a mut [E],
+        h: &'a [f32],
+        d_up: &'a mut [f32],
+        hw: &'a mut [f32],
     ) -> () {
         let n = q.len();
-        assert!(up.len() == n && h.len() == n && d_up.len() == n && hw.len() == n);
+        assert!([up.len(), h.len(), d_up.len(), hw.len()] == [n; 4]);
         for i in 0..n {
-            d_up[i] = E::from_f32(w * q[i] * A::slope(up[i].to_f32()).1);
-            hw[i] = E::from_f32(w * h[i].to_f32());
+            d_up[i] = w * q[i] * A::slope(up[i].to_f32()).1;
+            hw[i] = w * h[i];
         }
     }
 }
@@ -272,83 +289,84 @@ pub fn backward_gated<E: Element>(
     dw: &mut [f32],
 ) {
     assert!(w.len() == m && dw.len() == m);
+    assert!([q.len(), gate.len(), up.len(), h.len(), d_gate.len(), d_up.len(), hw.len()] == [m * n; 7]);
+    let mut buffers = [[0.0; BLOCK]; 4];
     for r in 0..m {
-        let row = r * n..(r + 1) * n;
-        let (q, h) = (&q[row.clone()], &h[row.clone()]);
-        with_act!(
-            act,
-            backward_gated_row::<E>(
-                w[r],
-                q,
-                &gate[row.clone()],
-                &up[row.clone()],
-                h,
-                &mut d_gate[row.clone()],
-                &mut d_up[row.clone()],
-                &mut hw[row],
-            )
-        );
-        dw[r] = dot_element(q, h);
+        dw[r] = 0.0;
+        for block in blocks(n) {
+            let block = r * n + block.start..r * n + block.end;
+            let [wide_h, wide_gate, wide_up, wide_hw] = buffers.each_mut().map(|b| &mut b[..block.len()]);
+            let (q, gate) = (&q[block.clone()], &gate[block.clone()]);
+            let (up, h) = (&up[block.clone()], &h[block.clone()]);
+            E::widen(h, wide_h);
+            dw[r] += dot(q, wide_h);
+            with_act!(act, gated_gradients::<E>(w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
+            E::convert(wide_gate, &mut d_gate[block.clone()]);
+            E::convert(wide_up, &mut d_up[block.clone()]);
+            E::convert(wide_hw, &mut hw[block]);
+        }
     }
 }
 
 vectorised! {
     #[allow(clippy::too_many_arguments)]
-    fn backward_gated_row<E: Element, A: Act>(
+    fn gated_gradients<E: Element, A: Act>(
         w: f32,
         q: &'a [f32],
         gate: &'a [E],
         up: &'a [E],
-        h: &'a [E],
-        d_gate: &'a mut [E],
-        d_up: &'a mut [E],
-        hw: &'a mut [E],
+        h: &'a [f32],
+        d_gate: &'a mut [f32],
+        d_up: &'a mut [f32],
+        hw: &'a mut [f32],
     ) -> () {
         let n = q.len();
-        assert!(gate.len() == n && up.len() == n && h.len() == n);
-        assert!(d_gate.len() == n && d_up.len() == n && hw.len() == n);
+        assert!([gate.len(), up.len(), h.len(), d_gate.len(), d_up.len(), hw.len()] == [n; 6]);
         for i in 0..n {
             let dh = w * q[i];
             let (value, slope) = A::slope(gate[i].to_f32());
-            d_up[i] = E::from_f32(dh * value);
-            d_gate[i] = E::from_f32(dh * up[i].to_f32() * slope);
-            hw[i] = E::from_f32(w * h[i].to_f32());
+            d_up[i] = dh * value;
+            d_gate[i] = dh * up[i].to_f32() * slope;
+            hw[i] = w * h[i];
         }
     }
 }
 
-/// Lanes of a sum: enough for several vector accumulators, and fixed, so that a sum does not depend on the CPU.
-const LANES: usize = 64;
-
-vectorised! {
-    /// `sum_i a[i] b[i]`, summed in a fixed order.
-    fn dot_element<E: Element>(a: &'a [f32], b: &'a [E]) -> f32 {
-        assert_eq!(a.len(), b.len());
-        let mut lanes = [0.0f32; LANES];
-        let (a_chunks, a_rest) = a.as_chunks::<LANES>();
-        let (b_chunks, b_rest) = b.as_chunks::<LANES>();
-        for (a, b) in a_chunks.iter().zip(b_chunks) {
-            for l in 0..LANES {
-                lanes[l] = a[l].mul_add(b[l].to_f32(), lanes[l]);
-            }
-        }
-        for (l, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
-            lanes[l] = a.mul_add(b.to_f32(), lanes[l]);
-        }
-        let mut width = LANES / 2;
-        while width > 0 {
-            for l in 0..width {
-                lanes[l] += lanes[l + width];
-            }
-            width /= 2;
-        }
-        lanes[0]
-    }
-}
-
-/// `sum_i a[i] b[i]`, summed in a fixed order.
+/// `sum_i a[i] b[i]`, summed in an order that the length and the CPU's vectors decide.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
-    dot_element::<f32>(a, b)
+    assert_eq!(a.len(), b.len());
+    pulp::Arch::new().dispatch(Dot { a, b })
+}
+
+struct Dot<'a> {
+    a: &'a [f32],
+    b: &'a [f32],
+}
+
+// Explicit vectors: the compiler keeps an array of sums in memory, where each waits for the one before.
+impl pulp::WithSimd for Dot<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn with_simd<S: pulp::Simd>(self, simd: S) -> f32 {
+        const CHAINS: usize = 4;
+        let (a, a_rest) = S::as_simd_f32s(self.a);
+        let (b, b_rest) = S::as_simd_f32s(self.b);
+        let (a, a_single) = a.as_chunks::<CHAINS>();
+        let (b, b_single) = b.as_chunks::<CHAINS>();
+        let mut sums = [simd.splat_f32s(0.0); CHAINS];
+        for (a, b) in a.iter().zip(b) {
+            for i in 0..CHAINS {
+                sums[i] = simd.mul_add_f32s(a[i], b[i], sums[i]);
+            }
+        }
+        for (&a, &b) in a_single.iter().zip(b_single) {
+            sums[0] = simd.mul_add_f32s(a, b, sums[0]);
+        }
+        let pairs = [simd.add_f32s(sums[0], sums[1]), simd.add_f32s(sums[2], sums[3])];
+        let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
+        simd.reduce_sum_f32s(simd.add_f32s(pairs[0], pairs[1])) + rest
+    }
 }
 
 vectorised! {

@@ -16,6 +16,10 @@ pub trait WeightShape {
 ///
 /// The matrix products overwrite `c`, or add to it if `accumulate`. Each panics if a slice is not of the
 /// length its shape says: the layer computes all shapes itself.
+///
+/// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16 a row of [`gemm_nt`](Self::gemm_nt) and
+/// [`gemm_nn`](Self::gemm_nn) moreover does not depend on the other rows, nor on how many there are; through faer it may,
+/// in the last bits.
 pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
     /// `"f32"` or `"bf16"`.
     const NAME: &'static str;
@@ -28,7 +32,8 @@ pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
     /// Widens, exactly.
     fn to_f32(self) -> f32;
 
-    /// Rounds a slice into another of the same length.
+    /// Rounds a slice into another of the same length. What would be a denormal bf16 may become 0, as it counts as 0
+    /// in the products.
     fn convert(src: &[f32], dst: &mut [Self]);
 
     /// Widens a slice into another of the same length.
@@ -103,12 +108,10 @@ impl Element for bf16 {
     // `half`'s own conversions test for CPU features on every call, which keeps loops from vectorising.
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
-        let bits = x.to_bits();
-        // Adding just under half a unit, and the kept bit's parity, rounds to nearest even; a NaN is
-        // made quiet instead, so that the carry cannot turn it into an infinity.
-        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        let quiet = (bits >> 16) | 0x40;
-        bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
+        // A NaN's carry could make it an infinity or a number.
+        let bits = if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+        // Just under half a unit, and the kept bit's parity: to nearest, ties to even.
+        bf16::from_bits((bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
     }
 
     #[inline(always)]
@@ -117,7 +120,9 @@ impl Element for bf16 {
     }
 
     fn convert(src: &[f32], dst: &mut [Self]) {
-        narrow_bf16(src, dst);
+        if !gemm_bf16::narrow(src, dst) {
+            narrow_bf16(src, dst);
+        }
     }
 
     fn widen(src: &[Self], dst: &mut [f32]) {

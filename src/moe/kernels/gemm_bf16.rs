@@ -7,11 +7,11 @@
 //! packed as *pairs* along the summed dimension, one `u32` each (the earlier element in the low half; a zero
 //! stands in where the dimension is odd):
 //!
-//! - the right operand in panels of [`NR`] columns, `[panel][pair][NR]`, columns past the end zero. A weight
+//! - the right operand in panels of `NR` columns, `[panel][pair][NR]`, columns past the end zero. A weight
 //!   is packed once, for each of its two products; `gemm_tn` packs its operand on every call;
-//! - the left operand in tiles of up to [`MR`] rows, `[tile][pair][rows]`, one cache block at a time.
+//! - the left operand in tiles of up to `MR` rows, `[tile][pair][rows]`, one cache block at a time.
 //!
-//! Loops, from the outside: blocks of the summed dimension ([`KC`]); blocks of rows, whose packed tiles stay in
+//! Loops, from the outside: blocks of the summed dimension (`KC`); blocks of rows, whose packed tiles stay in
 //! the L2 cache together with one panel; panels; tiles. The register tile is `MR x NR` f32 sums.
 //!
 //! An entry of `c` is summed in an order that only the summed dimension's length decides, so a row of a result
@@ -20,23 +20,18 @@
 
 use half::bf16;
 
-use super::{Element, F32Weight, Line, WeightShape, Workspace, gemm_f32, scratch};
-
-/// Rows of a register tile.
-const MR: usize = 12;
-/// Columns of a register tile and of a packed panel: two vectors.
-const NR: usize = 32;
-/// Most elements of the summed dimension in one block.
-const KC: usize = 2048;
-/// Most bytes of packed left operand in one block: with a panel of `KC * NR * 2` bytes, well inside 1 MiB of L2.
-const A_BLOCK_BYTES: usize = 384 << 10;
+#[cfg(target_arch = "x86_64")]
+use super::Line;
+use super::{Element, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
+#[cfg(target_arch = "x86_64")]
+use avx512::{Left, pack_panels, pack_panels_transposed, panel_lines};
 
 /// Which implementation a product takes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy)]
 pub(super) enum Path {
     /// The AVX512-BF16 kernel.
     #[cfg(target_arch = "x86_64")]
-    Avx512Bf16,
+    Avx512Bf16(avx512::Features),
     /// f32 through faer.
     Widen,
 }
@@ -45,8 +40,8 @@ impl Path {
     /// The best one this CPU has.
     pub(super) fn detect() -> Path {
         #[cfg(target_arch = "x86_64")]
-        if avx512::Features::detect().is_some() {
-            return Path::Avx512Bf16;
+        if let Some(features) = avx512::Features::detect() {
+            return Path::Avx512Bf16(features);
         }
         Path::Widen
     }
@@ -54,7 +49,20 @@ impl Path {
 
 /// Whether bf16 products use this CPU's AVX512-BF16 instructions.
 pub fn uses_avx512_bf16() -> bool {
-    Path::detect() != Path::Widen
+    !matches!(Path::detect(), Path::Widen)
+}
+
+/// Rounds `src` into `dst` with the CPU's own instruction; false if it has none.
+pub(super) fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
+    assert_eq!(src.len(), dst.len());
+    match Path::detect() {
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx512Bf16(features) => {
+            avx512::narrow(features, src, dst);
+            true
+        }
+        Path::Widen => false,
+    }
 }
 
 /// A weight matrix `W [out, inp]` rounded to bf16 and packed for both of its products.
@@ -86,14 +94,13 @@ impl Bf16Weight {
         assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
         let form = match path {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => {
+            Path::Avx512Bf16(features) => {
                 let mut rounded = vec![bf16::default(); w.len()];
                 bf16::convert(w, &mut rounded);
                 let mut nt = vec![bytemuck::Zeroable::zeroed(); panel_lines(inp, out)];
                 pack_panels_transposed(&rounded, out, inp, bytemuck::cast_slice_mut(&mut nt));
                 let mut nn = vec![bytemuck::Zeroable::zeroed(); panel_lines(out, inp)];
                 pack_panels(&rounded, out, inp, bytemuck::cast_slice_mut(&mut nn));
-                let features = avx512::Features::detect().expect("the path was detected");
                 Form::Packed { features, nt, nn }
             }
             Path::Widen => Form::Wide(F32Weight::new(
@@ -157,7 +164,7 @@ pub(super) fn tn(ws: &mut Workspace, shape: [usize; 3], a: &[bf16], b: &[bf16], 
 pub(super) fn tn_with_path(
     path: Path,
     ws: &mut Workspace,
-    shape @ [m, n, k]: [usize; 3],
+    shape: [usize; 3],
     a: &[bf16],
     b: &[bf16],
     c: &mut [f32],
@@ -165,8 +172,8 @@ pub(super) fn tn_with_path(
 ) {
     match path {
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512Bf16 => {
-            let features = avx512::Features::detect().expect("the path was detected");
+        Path::Avx512Bf16(features) => {
+            let [m, n, k] = shape;
             let panels = scratch::<u32>(&mut ws.b, panel_lines(m, k) * 16);
             pack_panels(b, m, k, panels);
             avx512::product(features, &mut ws.a, [n, k, m], Left::Columns(a), panels, c, accumulate);
@@ -181,133 +188,26 @@ pub(super) fn tn_with_path(
     }
 }
 
-/// Cache lines of a right operand of `k` rows and `n` columns, packed.
-fn panel_lines(k: usize, n: usize) -> usize {
-    n.div_ceil(NR) * k.div_ceil(2) * (NR / 16)
-}
-
-/// Two bf16 in one word, the first in the low half.
-#[inline(always)]
-fn pair(first: bf16, second: bf16) -> u32 {
-    u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
-}
-
-super::vectorised! {
-    /// Packs `b [k, n]` as it stands: pairs of neighbouring rows.
-    fn pack_panels<>(b: &'a [bf16], k: usize, n: usize, panels: &'a mut [u32]) -> () {
-        let pairs = k.div_ceil(2);
-        assert!(b.len() == k * n && panels.len() == panel_lines(k, n) * 16);
-        for p in 0..pairs {
-            let first = &b[2 * p * n..][..n];
-            let second = b.get((2 * p + 1) * n..(2 * p + 2) * n).unwrap_or(&[]);
-            for (i, columns) in first.chunks(NR).enumerate() {
-                let to: &mut [u32; NR] = panels[(i * pairs + p) * NR..].first_chunk_mut().expect("a panel's row");
-                match (columns.first_chunk::<NR>(), second[(i * NR).min(second.len())..].first_chunk::<NR>()) {
-                    (Some(x), Some(y)) => {
-                        for j in 0..NR {
-                            to[j] = pair(x[j], y[j]);
-                        }
-                    }
-                    _ => {
-                        for j in 0..NR {
-                            let at = i * NR + j;
-                            let x = columns.get(j).copied().unwrap_or_default();
-                            to[j] = if at < n { pair(x, second.get(at).copied().unwrap_or_default()) } else { 0 };
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Packs `wᵀ` from `w [n, k]`: pairs along a row.
-fn pack_panels_transposed(w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
-    let pairs = k.div_ceil(2);
-    for (j, row) in w.chunks(k).take(n).enumerate() {
-        let panel = &mut panels[j / NR * pairs * NR..][..pairs * NR];
-        for (p, x) in row.chunks(2).enumerate() {
-            panel[p * NR + j % NR] = pair(x[0], x.get(1).copied().unwrap_or_default());
-        }
-    }
-}
-
-/// Where a left operand `[m, k]` comes from.
-#[derive(Clone, Copy)]
-enum Left<'a> {
-    /// Stored `[m, k]`.
-    Rows(&'a [bf16]),
-    /// Stored `[k, m]`.
-    Columns(&'a [bf16]),
-}
-
-/// Packs rows `i0..i0 + rows` and summed elements `k0..k0 + kc` of a left operand into tiles.
-fn pack_left(left: Left<'_>, [m, k]: [usize; 2], [i0, rows]: [usize; 2], [k0, kc]: [usize; 2], tiles: &mut [u32]) {
-    match left {
-        Left::Rows(a) => {
-            let pairs = kc.div_ceil(2);
-            for (t, tile) in tiles.chunks_mut(pairs * MR).enumerate() {
-                let height = MR.min(rows - t * MR);
-                for r in 0..height {
-                    let row = &a[(i0 + t * MR + r) * k + k0..][..kc];
-                    let (whole, rest) = row.as_chunks::<2>();
-                    for (to, &[x, y]) in tile[r..].iter_mut().step_by(height).zip(whole) {
-                        *to = pair(x, y);
-                    }
-                    if let &[x] = rest {
-                        tile[(pairs - 1) * height + r] = pair(x, bf16::ZERO);
-                    }
-                }
-            }
-        }
-        Left::Columns(a) => pack_left_columns(a, m, i0, rows, k0, kc, tiles),
-    }
-}
-
-super::vectorised! {
-    fn pack_left_columns<>(
-        a: &'a [bf16],
-        m: usize,
-        i0: usize,
-        rows: usize,
-        k0: usize,
-        kc: usize,
-        tiles: &'a mut [u32],
-    ) -> () {
-        let pairs = kc.div_ceil(2);
-        for p in 0..pairs {
-            let first = &a[(k0 + 2 * p) * m + i0..][..rows];
-            // Past an odd end the second of the pair is zero.
-            let second = if 2 * p + 1 < kc { &a[(k0 + 2 * p + 1) * m + i0..][..rows] } else { &[] };
-            for (t, x) in first.chunks(MR).enumerate() {
-                let tile = &mut tiles[t * pairs * MR..];
-                match (x.first_chunk::<MR>(), second[(t * MR).min(second.len())..].first_chunk::<MR>()) {
-                    (Some(x), Some(y)) => {
-                        let to: &mut [u32; MR] = tile[p * MR..].first_chunk_mut().expect("a tile's row");
-                        for r in 0..MR {
-                            to[r] = pair(x[r], y[r]);
-                        }
-                    }
-                    _ => {
-                        for (r, to) in tile[p * x.len()..][..x.len()].iter_mut().enumerate() {
-                            *to = pair(x[r], second.get(t * MR + r).copied().unwrap_or_default());
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use std::arch::x86_64::*;
 
-    use super::{A_BLOCK_BYTES, KC, Left, Line, MR, NR, pack_left, scratch};
+    use half::bf16;
+
+    use super::super::{Element, Line, scratch, vectorised};
+
+    /// Rows of a register tile.
+    const MR: usize = 12;
+    /// Columns of a register tile and of a packed panel: two vectors.
+    const NR: usize = 32;
+    /// Most elements of the summed dimension in one block.
+    const KC: usize = 2048;
+    /// Most bytes of packed left operand in one block: with a panel of `KC * NR * 2` bytes, well inside 1 MiB of L2.
+    const A_BLOCK_BYTES: usize = 384 << 10;
 
     /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
     #[derive(Clone, Copy)]
-    pub(super) struct Features(());
+    pub(in crate::moe::kernels) struct Features(());
 
     impl Features {
         pub(super) fn detect() -> Option<Features> {
@@ -315,6 +215,147 @@ mod avx512 {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512bf16"))
             .then_some(Features(()))
+        }
+    }
+
+    /// Cache lines of a right operand of `k` rows and `n` columns, packed.
+    pub(super) fn panel_lines(k: usize, n: usize) -> usize {
+        n.div_ceil(NR) * k.div_ceil(2) * (NR / 16)
+    }
+
+    /// Two bf16 in one word, the first in the low half.
+    #[inline(always)]
+    fn pair(first: bf16, second: bf16) -> u32 {
+        u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
+    }
+
+    vectorised! {
+        /// Packs `b [k, n]` as it stands: pairs of neighbouring rows.
+        pub(super) fn pack_panels<>(b: &'a [bf16], k: usize, n: usize, panels: &'a mut [u32]) -> () {
+            let pairs = k.div_ceil(2);
+            assert!(b.len() == k * n && panels.len() == panel_lines(k, n) * 16);
+            for p in 0..pairs {
+                let first = &b[2 * p * n..][..n];
+                let second = b.get((2 * p + 1) * n..(2 * p + 2) * n).unwrap_or(&[]);
+                for (i, columns) in first.chunks(NR).enumerate() {
+                    let to: &mut [u32; NR] = panels[(i * pairs + p) * NR..].first_chunk_mut().expect("a panel's row");
+                    match (columns.first_chunk::<NR>(), second[(i * NR).min(second.len())..].first_chunk::<NR>()) {
+                        (Some(x), Some(y)) => {
+                            for (to, (&x, &y)) in to.iter_mut().zip(x.iter().zip(y)) {
+                                *to = pair(x, y);
+                            }
+                        }
+                        _ => {
+                            for (j, to) in to.iter_mut().enumerate() {
+                                let or_zero = |x: Option<&bf16>| x.copied().unwrap_or_default();
+                                *to = pair(or_zero(columns.get(j)), or_zero(second.get(i * NR + j)));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Packs `wᵀ` from `w [n, k]`: pairs along a row.
+    pub(super) fn pack_panels_transposed(w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
+        let pairs = k.div_ceil(2);
+        assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
+        for (j, row) in w.chunks(k.max(1)).enumerate() {
+            let panel = &mut panels[j / NR * pairs * NR..][..pairs * NR];
+            for (p, x) in row.chunks(2).enumerate() {
+                panel[p * NR + j % NR] = pair(x[0], x.get(1).copied().unwrap_or_default());
+            }
+        }
+    }
+
+    /// Where a left operand `[m, k]` comes from.
+    #[derive(Clone, Copy)]
+    pub(super) enum Left<'a> {
+        /// Stored `[m, k]`.
+        Rows(&'a [bf16]),
+        /// Stored `[k, m]`.
+        Columns(&'a [bf16]),
+    }
+
+    /// Packs rows `i0..i0 + rows` and summed elements `k0..k0 + kc` of a left operand into tiles.
+    fn pack_left(left: Left<'_>, [m, k]: [usize; 2], [i0, rows]: [usize; 2], [k0, kc]: [usize; 2], tiles: &mut [u32]) {
+        match left {
+            Left::Rows(a) => {
+                let pairs = kc.div_ceil(2);
+                for (t, tile) in tiles.chunks_mut(pairs * MR).enumerate() {
+                    let height = MR.min(rows - t * MR);
+                    for r in 0..height {
+                        let row = &a[(i0 + t * MR + r) * k + k0..][..kc];
+                        let (whole, rest) = row.as_chunks::<2>();
+                        for (to, &[x, y]) in tile[r..].iter_mut().step_by(height).zip(whole) {
+                            *to = pair(x, y);
+                        }
+                        if let &[x] = rest {
+                            tile[(pairs - 1) * height + r] = pair(x, bf16::ZERO);
+                        }
+                    }
+                }
+            }
+            Left::Columns(a) => pack_left_columns(a, m, i0, rows, k0, kc, tiles),
+        }
+    }
+
+    vectorised! {
+        fn pack_left_columns<>(
+            a: &'a [bf16],
+            m: usize,
+            i0: usize,
+            rows: usize,
+            k0: usize,
+            kc: usize,
+            tiles: &'a mut [u32],
+        ) -> () {
+            let pairs = kc.div_ceil(2);
+            for p in 0..pairs {
+                let first = &a[(k0 + 2 * p) * m + i0..][..rows];
+                // Past an odd end the second of the pair is zero.
+                let second = if 2 * p + 1 < kc { &a[(k0 + 2 * p + 1) * m + i0..][..rows] } else { &[] };
+                for (t, x) in first.chunks(MR).enumerate() {
+                    let tile = &mut tiles[t * pairs * MR..];
+                    match (x.first_chunk::<MR>(), second[(t * MR).min(second.len())..].first_chunk::<MR>()) {
+                        (Some(x), Some(y)) => {
+                            let to: &mut [u32; MR] = tile[p * MR..].first_chunk_mut().expect("a tile's row");
+                            for (to, (&x, &y)) in to.iter_mut().zip(x.iter().zip(y)) {
+                                *to = pair(x, y);
+                            }
+                        }
+                        _ => {
+                            for (r, to) in tile[p * x.len()..][..x.len()].iter_mut().enumerate() {
+                                *to = pair(x[r], second.get(t * MR + r).copied().unwrap_or_default());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rounds `src` into `dst`, of the same length.
+    pub(super) fn narrow(_: Features, src: &[f32], dst: &mut [bf16]) {
+        // SAFETY: a `Features` exists, so the CPU has what the function was compiled for.
+        unsafe { narrow_vectors(src, dst) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    fn narrow_vectors(src: &[f32], dst: &mut [bf16]) {
+        let (whole, rest) = src.as_chunks::<32>();
+        let (to_whole, to_rest) = dst.as_chunks_mut::<32>();
+        for (x, to) in whole.iter().zip(to_whole) {
+            // SAFETY: 32 floats to read, 32 halves to write.
+            unsafe {
+                let [low, high] = [_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x[16..].as_ptr())];
+                let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+                _mm512_storeu_si512(to.as_mut_ptr().cast(), halves);
+            }
+        }
+        for (&x, to) in rest.iter().zip(to_rest) {
+            *to = Element::from_f32(x);
         }
     }
 
@@ -391,6 +432,12 @@ mod avx512 {
         let (a, _) = a.as_chunks::<R>();
         let (b, _) = b.as_chunks::<16>();
         let (b, _) = b.as_chunks::<VECTORS>();
+        // The tile's lines arrive while the sums are computed.
+        for r in 0..R {
+            let row = &c[r * stride..][..columns];
+            _mm_prefetch::<_MM_HINT_ET0>(row.as_ptr().cast());
+            _mm_prefetch::<_MM_HINT_ET0>(row[columns - 1..].as_ptr().cast());
+        }
         let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
         for (a, b) in a.iter().zip(b) {
             // SAFETY: an array of 16 words is 64 readable bytes, and every bit pattern is a vector.

@@ -10,6 +10,8 @@
 //!   [`pulp`] finds at run time.
 
 mod activation;
+#[cfg(test)]
+mod activation_tests;
 mod element;
 mod gemm_bf16;
 mod gemm_f32;
