@@ -1,21 +1,216 @@
 //! `aristos bench`.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, ensure};
+use clap::{Subcommand, ValueEnum};
+use indicatif::ProgressBar;
 
-use crate::launch::PeContext;
+use crate::bench::moe::{self, Dtype, MoeBench, PeSamples};
+use crate::bench::{MoeSummary, samples_csv};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// The layer, pipelined and bulk, forward and backward, against the bare GEMMs of its experts
+    Moe(MoeArgs),
+}
+
+#[derive(clap::Args)]
+struct MoeArgs {
+    /// Number of PEs, one thread each
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pes: usize,
+    /// Element type of activations and expert weights; accumulation is always f32
+    #[arg(long, value_enum, default_value = "both")]
+    dtype: DtypeArg,
+    /// Tokens, over all PEs
+    #[arg(long, default_value_t = 2048)]
+    tokens: usize,
+    /// Hidden width
+    #[arg(long, default_value_t = 1024)]
+    hidden: usize,
+    /// Width inside an expert
+    #[arg(long, default_value_t = 4096)]
+    intermediate: usize,
+    /// Routed experts
+    #[arg(long, default_value_t = 8)]
+    experts: usize,
+    /// Experts per token
+    #[arg(long, default_value_t = 2)]
+    top_k: usize,
+    /// The experts' nonlinearity
+    #[arg(long, value_enum, default_value = "gelu")]
+    activation: ActivationArg,
+    /// Gated experts, instead of plain two-matrix ones
+    #[arg(long)]
+    gated: bool,
+    /// Share of the experts that are hot
+    #[arg(long, value_name = "RATIO", default_value_t = 0.0)]
+    hot_ratio: f64,
+    /// Share of the routing that the hot experts get
+    #[arg(long, value_name = "WEIGHT", default_value_t = 0.0)]
+    hot_weight: f64,
+    /// Seed of weights, tokens and routing
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Iterations that count; each runs every measurement once
+    #[arg(long, default_value_t = 7)]
+    iterations: usize,
+    /// Iterations before them
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
+    /// Rows that an expert's GEMMs are cut to, about
+    #[arg(long, value_name = "ROWS", default_value_t = Options::default().tile_rows)]
+    tile_rows: usize,
+    /// Most rows sent under one signal
+    #[arg(long, value_name = "ROWS", default_value_t = Options::default().chunk_rows)]
+    chunk_rows: usize,
+    /// How long a PE waits for another before the job fails, seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u32,
+    /// Print the result as JSON (keys: docs/measurements/README.md)
+    #[arg(long)]
+    json: bool,
+    /// Write the raw samples of every PE and iteration
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DtypeArg {
+    F32,
+    Bf16,
+    /// One after the other
+    Both,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ActivationArg {
+    /// x sigmoid(x)
+    Silu,
+    /// Exact, through erf
+    Gelu,
+    /// Through tanh
+    GeluTanh,
+    /// max(x, 0)
+    Relu,
+}
+
+impl MoeArgs {
+    fn bench(&self) -> Result<MoeBench> {
+        for (flag, value) in
+            [("iterations", self.iterations), ("tile-rows", self.tile_rows), ("chunk-rows", self.chunk_rows)]
+        {
+            ensure!(value > 0, "--{flag} is 0, expected at least 1");
+        }
+        let activation = match self.activation {
+            ActivationArg::Silu => Activation::Silu,
+            ActivationArg::Gelu => Activation::Gelu,
+            ActivationArg::GeluTanh => Activation::GeluTanh,
+            ActivationArg::Relu => Activation::Relu,
+        };
+        let layer = LayerConfig {
+            hidden: self.hidden,
+            n_experts: self.experts,
+            router: RouterKind::SoftmaxRenormalised.config(self.experts, self.top_k),
+            expert: MlpConfig { intermediate: self.intermediate, gated: self.gated, activation, bias: false },
+            shared: None,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        };
+        let layer =
+            SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
+        Synthetic::new(layer.clone())?;
+        Ok(MoeBench {
+            layer,
+            tokens: self.tokens,
+            dtypes: match self.dtype {
+                DtypeArg::F32 => vec![Dtype::F32],
+                DtypeArg::Bf16 => vec![Dtype::Bf16],
+                DtypeArg::Both => vec![Dtype::F32, Dtype::Bf16],
+            },
+            options: Options {
+                tile_rows: self.tile_rows,
+                chunk_rows: self.chunk_rows,
+                wait_limit: Duration::from_secs(self.timeout.into()),
+                ..Options::default()
+            },
+            warmup: self.warmup,
+            iterations: self.iterations,
+        })
+    }
+}
 
 /// The supervisor's part.
-pub fn supervise(_: &Args, _: Vec<OsString>) -> Result<bool> {
-    bail!("nothing to measure yet")
+pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
+    let What::Moe(args) = &args.what;
+    let bench = args.bench()?;
+    if !(1..=MAX_PES).contains(&args.pes) {
+        return Err(LaunchError::Pes { pes: args.pes }.into());
+    }
+    let csv = args.csv.as_ref().map(|path| {
+        let named = || format!("cannot create {}", path.display());
+        std::fs::File::create(path).with_context(named).map(|file| (path, file))
+    });
+    let csv = csv.transpose()?;
+
+    let phase_names = moe::phase_names();
+    // By PE, then by element type.
+    let mut samples: BTreeMap<usize, Vec<PeSamples>> = BTreeMap::new();
+    let mut unreadable = None;
+    let bar = ProgressBar::new(0);
+    Job::new(args.pes, argv, &phase_names).run(|event| match event {
+        Event::Message { pe, body } => match serde_json::from_slice(body) {
+            Ok(of_pe) => samples.entry(pe).or_default().push(of_pe),
+            Err(error) => unreadable = Some((pe, error)),
+        },
+        Event::Tick(view) => {
+            let slowest = (0..view.n_pes()).map(|pe| view.pe(pe)).min_by_key(|status| status.done);
+            if let Some(status) = slowest.filter(|status| status.total > 0) {
+                bar.set_length(status.total);
+                bar.set_position(status.done);
+            }
+        }
+    })?;
+    bar.finish_and_clear();
+    if let Some((pe, error)) = unreadable {
+        return Err(error).with_context(|| format!("PE {pe} sent what is no sample"));
+    }
+
+    let mut by_dtype: Vec<Vec<PeSamples>> = bench.dtypes.iter().map(|_| Vec::new()).collect();
+    for (pe, of_pe) in samples {
+        ensure!(of_pe.len() == by_dtype.len(), "PE {pe} sent {} of {} samples", of_pe.len(), by_dtype.len());
+        by_dtype.iter_mut().zip(of_pe).for_each(|(pes, of_pe)| pes.push(of_pe));
+    }
+    if let Some((path, mut file)) = csv {
+        let text = samples_csv(&by_dtype);
+        std::io::Write::write_all(&mut file, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let summary = MoeSummary::new(&bench, &by_dtype);
+    if args.json {
+        println!("{}", summary.to_json());
+    } else {
+        print!("{}", summary.render_table());
+    }
+    Ok(true)
 }
 
 /// A PE's part.
-pub fn pe(_: &Args, _: &mut PeContext) -> Result<()> {
-    bail!("nothing to measure yet")
+pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
+    let What::Moe(args) = &args.what;
+    moe::run_pe(&args.bench()?, context)
 }

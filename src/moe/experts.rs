@@ -200,6 +200,21 @@ impl<E: Element> Batch<E> {
         self.hw.resize(inner, E::default());
     }
 
+    /// A batch of `rows` rows with room for both passes, every input of a GEMM filled with small numbers: what
+    /// [`Mlp::bare_gemms`] runs on.
+    pub fn filled(config: &MlpConfig, hidden: usize, rows: usize) -> Self {
+        let mut batch = Batch::default();
+        batch.resize_forward(config, hidden, rows);
+        batch.resize_backward(config, hidden);
+        let Batch { x, g, h, d_gate, d_up, hw, .. } = &mut batch;
+        for values in [x, g, h, d_gate, d_up, hw] {
+            for (i, value) in values.iter_mut().enumerate() {
+                *value = E::from_f32((i % 251) as f32 / 125.0 - 1.0);
+            }
+        }
+        batch
+    }
+
     /// `out = MLP(x)` for the rows of one tile.
     pub fn forward_tile(&mut self, mlp: &Mlp<E>, scratch: &mut Scratch, tile: Range<usize>) {
         let (m, h, i) = (tile.len(), mlp.hidden, mlp.config.intermediate);

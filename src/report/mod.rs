@@ -8,11 +8,12 @@
 
 mod pe;
 mod run;
-mod table;
+pub(crate) mod table;
 mod trace;
 
 pub use pe::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
 pub use run::{CheckReport, PassTimes, RunConfig, RunReport, Spread, TensorCheck};
+pub(crate) use run::median;
 pub use trace::trace_json;
 
 /// The phases' keys, in the order of the table, and their names there.

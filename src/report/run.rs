@@ -198,7 +198,7 @@ fn spread(passes: &[Vec<&PassReport>], time: impl Fn(&PassReport) -> f64) -> Spr
 }
 
 /// The median, of an even number the mean of the middle two; 0 of none.
-pub(super) fn median(mut values: Vec<f64>) -> f64 {
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     match values.len() {

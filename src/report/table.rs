@@ -161,14 +161,14 @@ fn tensors(check: &CheckReport) -> String {
     format!("{verdict}\n{}{more}", right_aligned(table, 1))
 }
 
-fn plain() -> Table {
+pub(crate) fn plain() -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).force_no_tty();
     table
 }
 
 /// The table's text, its columns from `first` on aligned to the right, and without outer blanks.
-fn right_aligned(mut table: Table, first: usize) -> String {
+pub(crate) fn right_aligned(mut table: Table, first: usize) -> String {
     for (index, column) in table.column_iter_mut().enumerate() {
         column.set_padding((if index == 0 { 0 } else { 2 }, 0));
         if index >= first {
@@ -186,7 +186,7 @@ fn time_row<'s>(name: &str, spreads: impl Iterator<Item = Option<&'s Spread>>) -
     std::iter::once(name.to_string()).chain(cells).collect()
 }
 
-fn ms(seconds: f64) -> String {
+pub(crate) fn ms(seconds: f64) -> String {
     format!("{:.3}", seconds * 1e3)
 }
 
@@ -195,7 +195,7 @@ fn mb(bytes: f64) -> String {
 }
 
 /// "1 token", "2 tokens".
-fn count(n: u64, what: &str) -> String {
+pub(crate) fn count(n: u64, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
