@@ -431,6 +431,6 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         let phase = self.rec.enter(Phase::Waiting);
         self.shmem
             .barrier_all(Instant::now() + self.options.wait_limit)
-            .map_err(|timeout| MoeError::wait(self.me(), None, what, phase, timeout))
+            .map_err(|timeout| MoeError::wait(self.me(), Some(timeout.index), what, phase, timeout))
     }
 }
