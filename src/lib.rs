@@ -11,6 +11,7 @@
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`report`]: tables, JSON and traces;
 //! - [`bench`](bench): benchmarks;
+//! - [`run`]: the main job, supervisor and PEs;
 //! - [`cli`]: one thin file per subcommand.
 
 pub mod bench;
@@ -20,4 +21,5 @@ pub mod cli;
 pub mod launch;
 pub mod moe;
 pub mod report;
+pub mod run;
 pub mod shmem;

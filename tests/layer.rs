@@ -66,11 +66,25 @@ fn few_tokens_and_few_experts() {
         for n in [1, 2, 4] {
             for mode in [Mode::Pipelined, Mode::Bulk] {
                 let what = format!("{tokens} tokens, {n} PEs, {mode:?}");
-                check::<f32>(&synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &small_options(mode), TOLERANCE_F32, &what);
+                check::<f32>(
+                    &synthetic(mixtral(16, 8, 3, 2), 1),
+                    tokens,
+                    n,
+                    &small_options(mode),
+                    TOLERANCE_F32,
+                    &what,
+                );
             }
         }
     }
-    check::<f32>(&synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, &small_options(Mode::Pipelined), TOLERANCE_F32, "one expert");
+    check::<f32>(
+        &synthetic(mixtral(16, 8, 1, 1), 1),
+        9,
+        3,
+        &small_options(Mode::Pipelined),
+        TOLERANCE_F32,
+        "one expert",
+    );
 }
 
 #[test]
@@ -84,7 +98,10 @@ fn pes_agree_across_their_number() {
         let as_f64 = |v: &[f32]| v.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
         assert!(aristos::check::compare("output", &many.output, &as_f64(&one.output)).relative < 1e-6);
         for (id, grad) in &many.grads {
-            assert!(aristos::check::compare("grad", grad, &as_f64(&one.grads[id])).relative < 1e-6, "{id:?} on {n} PEs");
+            assert!(
+                aristos::check::compare("grad", grad, &as_f64(&one.grads[id])).relative < 1e-6,
+                "{id:?} on {n} PEs"
+            );
         }
     }
 }

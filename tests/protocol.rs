@@ -4,11 +4,12 @@
 mod common;
 
 use std::ops::Range;
+use std::time::Instant;
 
 use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
 use aristos::moe::{LayerConfig, Mode, MoeError, Options};
-use aristos::shmem::Transport;
 use aristos::shmem::reorder::ReorderWorld;
+use aristos::shmem::{RawWait, SignalOp, Transport};
 use common::{Step, even, heap_bytes, mixtral, run_ahead, shm, synthetic};
 
 struct Case {
@@ -138,5 +139,118 @@ fn a_layer_can_be_made_where_another_was() {
     let want = outputs(0, 1..2);
     for seed in 0..50 {
         assert_eq!(outputs(seed, 0..2), want, "seed {seed}");
+    }
+}
+
+/// A transport with a fault: what a protocol on it must notice, or the tests above prove nothing.
+struct Faulty<T> {
+    inner: T,
+    fault: Fault,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// Fences do nothing.
+    NoFence,
+    /// The signal of a put_signal goes before its data.
+    SignalFirst,
+    /// A quiet (and so a barrier) completes nothing.
+    NoQuiet,
+}
+
+impl<T: Transport> Transport for Faulty<T> {
+    fn my_pe(&self) -> usize {
+        self.inner.my_pe()
+    }
+    fn n_pes(&self) -> usize {
+        self.inner.n_pes()
+    }
+    fn heap_bytes(&self) -> usize {
+        self.inner.heap_bytes()
+    }
+    fn put(&self, dest: usize, src: &[u8], pe: usize) {
+        self.inner.put(dest, src, pe);
+    }
+    fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        self.inner.put_nbi(dest, src, bytes, pe);
+    }
+    fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
+        self.inner.get(dest, src, pe);
+    }
+    fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        self.inner.get_nbi(dest, src, bytes, pe);
+    }
+    fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize) {
+        if matches!(self.fault, Fault::SignalFirst) {
+            self.inner.signal_op(signal, value, op, pe);
+            self.inner.put(dest, src, pe);
+        } else {
+            self.inner.put_signal(dest, src, signal, value, op, pe);
+        }
+    }
+    fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize) {
+        self.inner.signal_op(signal, value, op, pe);
+    }
+    fn signal_fetch(&self, signal: usize) -> u64 {
+        self.inner.signal_fetch(signal)
+    }
+    fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
+        self.inner.fetch_add(target, value, pe)
+    }
+    fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
+        self.inner.wait_any(waits, deadline)
+    }
+    fn fence(&self) {
+        if !matches!(self.fault, Fault::NoFence) {
+            self.inner.fence();
+        }
+    }
+    fn quiet(&self) {
+        if !matches!(self.fault, Fault::NoQuiet) {
+            self.inner.quiet();
+        }
+    }
+    fn ptr(&self, offset: usize, pe: usize) -> Option<std::ptr::NonNull<u8>> {
+        self.inner.ptr(offset, pe)
+    }
+    fn is_reachable(&self, pe: usize) -> bool {
+        self.inner.is_reachable(pe)
+    }
+}
+
+/// Whether any of some seeds shows the fault: another result, an error, or a PE's panic.
+fn is_caught(case: &Case, fault: Fault) -> bool {
+    let want = case.on_shm();
+    (0..200).any(|seed| {
+        let world = ReorderWorld::with_reachable(case.splits[0].len(), case.heap(), seed, true);
+        let world: Vec<_> = match fault {
+            // Where no PE is reachable, the layer sends by put_signal.
+            Fault::SignalFirst => ReorderWorld::new(case.splits[0].len(), case.heap(), seed),
+            Fault::NoFence | Fault::NoQuiet => world,
+        }
+        .into_iter()
+        .map(|inner| Faulty { inner, fault })
+        .collect();
+        match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case.on(world))) {
+            Ok(Ok(got)) => got.iter().zip(&want).any(|(g, w)| g.output != w.output || g.grads != w.grads),
+            Ok(Err(_)) | Err(_) => true,
+        }
+    })
+}
+
+#[test]
+fn planted_faults_are_caught() {
+    for (mode, fault) in [
+        (Mode::Pipelined, Fault::NoFence),
+        (Mode::Pipelined, Fault::SignalFirst),
+        (Mode::Bulk, Fault::NoFence),
+        (Mode::Bulk, Fault::NoQuiet),
+    ] {
+        let mut case = cases().swap_remove(1);
+        case.options.mode = mode;
+        let caught = is_caught(&case, fault);
+        // Bulk has barriers between writing and reading, and a barrier is a quiet: it needs no fence.
+        let harmless = matches!((mode, fault), (Mode::Bulk, Fault::NoFence));
+        assert_eq!(caught, !harmless, "{mode:?}, {fault:?}");
     }
 }

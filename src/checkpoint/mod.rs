@@ -22,7 +22,7 @@ use crate::moe::{LayerConfig, WeightId, WeightSource};
 pub use family::Family;
 use file::TensorFile;
 pub use input::{Input, InputTensor, read_input};
-pub use result::{OutputFile, ResultLayout};
+pub use result::{OutputFile, ResultLayout, memory_file};
 
 /// One MoE layer of a checkpoint on disk.
 ///

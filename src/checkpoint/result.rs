@@ -200,9 +200,7 @@ impl OutputFile {
     /// # Errors
     /// One line with what the system said.
     pub fn in_memory(layout: &ResultLayout) -> anyhow::Result<Self> {
-        let file = rustix::fs::memfd_create("aristos-result", MemfdFlags::CLOEXEC)
-            .and_then(|fd| rustix::fs::ftruncate(&fd, layout.len_bytes).map(|()| File::from(fd)))
-            .map_err(|e| anyhow!("cannot hold the result in memory: {}", io::Error::from(e)))?;
+        let file = memory_file("aristos-result", layout.len_bytes)?;
         layout.write_header(&file)?;
         Ok(OutputFile { file, target: None })
     }
@@ -309,6 +307,16 @@ fn kind(meta: &std::fs::Metadata) -> &'static str {
     } else {
         "a device"
     }
+}
+
+/// An anonymous file of `len_bytes` zeros in memory; it closes on exec.
+///
+/// # Errors
+/// One line with what the system said.
+pub fn memory_file(name: &str, len_bytes: u64) -> anyhow::Result<File> {
+    rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)
+        .and_then(|fd| rustix::fs::ftruncate(&fd, len_bytes).map(|()| File::from(fd)))
+        .map_err(|e| anyhow!("cannot hold {name} in memory: {}", io::Error::from(e)))
 }
 
 #[cfg(test)]

@@ -1,6 +1,83 @@
 //! The command line: one thin file per subcommand.
 
-/// Parses the command line and runs it.
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+mod bench;
+mod run;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::launch::{LaunchError, PeContext};
+
+/// A Mixture-of-Experts layer over one-sided communication.
+#[derive(Parser)]
+#[command(name = "aristos", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a layer, forward and backward, on N PEs of this host; with nothing else given, the bundled example.
+    Run(Box<run::Args>),
+    /// Measure.
+    Bench(Box<bench::Args>),
+}
+
+/// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE.
+///
+/// Exit code: 0; 1 for an error, which is one line on standard error, or a failed check; 2 for a command line that
+/// cannot be read; 128 + n after signal n.
+pub fn main() -> ExitCode {
+    let context = match PeContext::from_env() {
+        Ok(context) => context,
+        Err(error) => return fail(&error.into()),
+    };
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+
+    let command = Cli::parse().command;
+    match context {
+        Some(context) => pe_main(&command, context),
+        None => {
+            let args: Vec<OsString> = std::env::args_os().skip(1).collect();
+            let passed = match command {
+                Command::Run(run) => run::supervise(&run, args),
+                Command::Bench(bench) => bench::supervise(&bench, args),
+            };
+            match passed {
+                Ok(true) => ExitCode::SUCCESS,
+                Ok(false) => ExitCode::FAILURE,
+                Err(error) => fail(&error),
+            }
+        }
+    }
+}
+
+/// A PE's life; its errors reach the user through the supervisor.
+fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
+    let result = match command {
+        Command::Run(args) => run::pe(args, &mut context),
+        Command::Bench(args) => bench::pe(args, &mut context),
+    };
+    if let Err(error) = result {
+        context.fail(&one_line(&error));
+    }
+    match context.done() {
+        Ok(()) => ExitCode::SUCCESS,
+        // The supervisor is gone: nobody is left to be told.
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn fail(error: &anyhow::Error) -> ExitCode {
+    eprintln!("aristos: {}", one_line(error));
+    error.downcast_ref::<LaunchError>().map_or(ExitCode::FAILURE, |e| ExitCode::from(e.exit_code()))
+}
+
+fn one_line(error: &anyhow::Error) -> String {
+    format!("{error:#}").replace('\n', " ")
 }

@@ -261,7 +261,20 @@ impl<E: Element> Batch<E> {
         let out = &mut self.out[outer];
         if let Some(w) = &mlp.gate {
             let d_gate = &mut self.d_gate[inner.clone()];
-            kernels::backward_gated(activation, m, i, weight, q, &self.gate[inner], up, act, d_gate, d_up, hw, d_weight);
+            kernels::backward_gated(
+                activation,
+                m,
+                i,
+                weight,
+                q,
+                &self.gate[inner],
+                up,
+                act,
+                d_gate,
+                d_up,
+                hw,
+                d_weight,
+            );
             E::gemm_nn(&mut scratch.workspace, m, d_gate, w, out, false);
         } else {
             kernels::backward_plain(activation, m, i, weight, q, up, act, d_up, hw, d_weight);
@@ -288,6 +301,7 @@ impl<E: Element> Batch<E> {
         E::gemm_tn(ws, m, i, h, d_up, x, &mut grads.matrix[1], false);
         E::gemm_tn(ws, m, h, i, g, hw, &mut grads.matrix[2], false);
         if mlp.config.bias {
+            grads.bias.iter_mut().for_each(|b| b.fill(0.0));
             if mlp.gate.is_some() {
                 kernels::column_sum(m, i, &self.d_gate[..m * i], None, &mut grads.bias[0]);
             }

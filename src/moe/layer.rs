@@ -137,7 +137,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         layer.memory.clear_signals(shmem);
         shmem
             .barrier_all(Instant::now() + layer.options.wait_limit)
-            .map_err(|timeout| MoeError::wait(me, None, "every PE to make the layer", Phase::Idle, timeout))?;
+            .map_err(|timeout| MoeError::wait(me, Some(timeout.index), "to make the layer", Phase::Idle, timeout))?;
         Ok(layer)
     }
 
@@ -306,7 +306,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         let me = self.shmem.my_pe();
         self.shmem
             .barrier_all(Instant::now() + self.options.wait_limit)
-            .map_err(|timeout| MoeError::wait(me, None, "every PE to free the layer", Phase::Idle, timeout))?;
+            .map_err(|timeout| MoeError::wait(me, Some(timeout.index), "to free the layer", Phase::Idle, timeout))?;
         self.memory.free(self.shmem);
         Ok(())
     }
@@ -395,8 +395,8 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         let mut all: Vec<f32> = grads.replicated().flat_map(|g| g.iter().copied()).collect();
         let deadline = Instant::now() + self.options.wait_limit;
         self.shmem.all_reduce_sum(self.shmem.world(), &mut all, deadline).map_err(|timeout| {
-            let what = "every PE's gradients of replicated weights";
-            MoeError::wait(self.shmem.my_pe(), None, what, Phase::AllReduce, timeout)
+            let what = "its gradients of replicated weights";
+            MoeError::wait(self.shmem.my_pe(), Some(timeout.index), what, Phase::AllReduce, timeout)
         })?;
         let mut rest = &all[..];
         for grad in grads.replicated() {

@@ -79,11 +79,13 @@ impl Layout {
             chunk_rows,
             window_chunks: window_rows / chunk_rows,
             max_chunks: max_tokens.div_ceil(chunk_rows).max(1),
-            header_words: HEADER_WORDS
-                + placement.max_local()
-                + if losses { 2 + 3 * config.n_experts } else { 0 },
+            header_words: HEADER_WORDS + placement.max_local() + if losses { 2 + 3 * config.n_experts } else { 0 },
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
-            return_bytes: if peers == 0 { 0 } else { max_tokens * targets.min(peers) * row_bytes + max_tokens * top_k * 4 },
+            return_bytes: if peers == 0 {
+                0
+            } else {
+                max_tokens * targets.min(peers) * row_bytes + max_tokens * top_k * 4
+            },
         })
     }
 

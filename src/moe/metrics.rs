@@ -23,15 +23,8 @@ pub enum Phase {
 
 impl Phase {
     /// All phases, in the order of their codes.
-    pub const ALL: [Phase; 7] = [
-        Phase::Idle,
-        Phase::Router,
-        Phase::Dispatch,
-        Phase::Expert,
-        Phase::Combine,
-        Phase::Waiting,
-        Phase::AllReduce,
-    ];
+    pub const ALL: [Phase; 7] =
+        [Phase::Idle, Phase::Router, Phase::Dispatch, Phase::Expert, Phase::Combine, Phase::Waiting, Phase::AllReduce];
 
     /// The name in tables, traces and messages.
     pub fn name(self) -> &'static str {
@@ -78,6 +71,20 @@ pub struct Traffic {
 }
 
 impl Traffic {
+    /// Adds another pass's.
+    pub fn add(&mut self, other: &Traffic) {
+        self.header_bytes += other.header_bytes;
+        self.dispatch_row_bytes += other.dispatch_row_bytes;
+        self.dispatch_slot_bytes += other.dispatch_slot_bytes;
+        self.combine_row_bytes += other.combine_row_bytes;
+        self.combine_slot_bytes += other.combine_slot_bytes;
+        self.dispatch_rows += other.dispatch_rows;
+        self.combine_rows += other.combine_rows;
+        self.puts += other.puts;
+        self.signals += other.signals;
+        self.fences += other.fences;
+    }
+
     /// All bytes put to other PEs by the layer's protocol (not the gradient all-reduce).
     pub fn total_bytes(&self) -> u64 {
         self.header_bytes

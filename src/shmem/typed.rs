@@ -1,6 +1,7 @@
 //! The typed layer: [`Shmem`].
 
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -25,6 +26,7 @@ pub struct Shmem<T: Transport> {
     world: Team,
     sync: Mutex<SyncWords>,
     channels: Mutex<Channels>,
+    bytes_put: AtomicU64,
 }
 
 impl<T: Transport> Shmem<T> {
@@ -52,6 +54,7 @@ impl<T: Transport> Shmem<T> {
             heap: Mutex::new(heap),
             sync: Mutex::new(SyncWords::new(arrived)),
             channels: Mutex::new(Channels::new(full, staging)),
+            bytes_put: AtomicU64::new(0),
             transport,
         }
     }
@@ -130,6 +133,7 @@ impl<T: Transport> Shmem<T> {
     /// Copies `src` to the start of `dest` on `pe`. Returns when `src` may be reused, not when the data has arrived.
     pub fn put<E: Pod>(&self, dest: Sym<E>, src: &[E], pe: usize) {
         self.check(src.len(), dest.len, pe);
+        self.count(size_of_val(src), pe);
         if !src.is_empty() {
             self.transport.put(dest.offset, bytemuck::cast_slice(src), pe);
         }
@@ -138,8 +142,20 @@ impl<T: Transport> Shmem<T> {
     /// Starts copying this PE's `src` to the start of `dest` on `pe`; until [`Shmem::quiet`], `src` must not change.
     pub fn put_nbi<E: Pod>(&self, dest: Sym<E>, src: Sym<E>, pe: usize) {
         self.check(src.len, dest.len, pe);
+        self.count(src.bytes(), pe);
         if src.len > 0 {
             self.transport.put_nbi(dest.offset, src.offset, src.bytes(), pe);
+        }
+    }
+
+    /// Bytes that this PE has put to other PEs, all kinds of puts together, signal words not counted.
+    pub fn bytes_put(&self) -> u64 {
+        self.bytes_put.load(Ordering::Relaxed)
+    }
+
+    fn count(&self, bytes: usize, pe: usize) {
+        if pe != self.my_pe() {
+            self.bytes_put.fetch_add(bytes as u64, Ordering::Relaxed);
         }
     }
 
@@ -163,6 +179,7 @@ impl<T: Transport> Shmem<T> {
     /// sees this data. Empty data is just a signal.
     pub fn put_signal<E: Pod>(&self, dest: Sym<E>, src: &[E], signal: Sym<u64>, value: u64, op: SignalOp, pe: usize) {
         self.check(src.len(), dest.len, pe);
+        self.count(size_of_val(src), pe);
         if src.is_empty() {
             self.signal_op(signal, value, op, pe);
         } else {

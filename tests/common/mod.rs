@@ -13,7 +13,7 @@ use aristos::moe::{
     Activation, Gradients, Layer, LayerConfig, Layout, MlpConfig, MoeError, Options, RouterConfig, Scoring, WeightId,
     WeightSource,
 };
-use aristos::shmem::{Segment, Shmem, ShmTransport, Transport};
+use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 
 /// A small Mixtral-like layer: gated SiLU, softmax top-2, renormalised.
 pub fn mixtral(hidden: usize, intermediate: usize, n_experts: usize, top_k: usize) -> LayerConfig {
@@ -83,8 +83,7 @@ pub fn heap_bytes<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, 
 pub fn on_pes<T: Transport + Send, R: Send>(transports: Vec<T>, f: impl Fn(Shmem<T>) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let f = &f;
-        let threads: Vec<_> =
-            transports.into_iter().map(|t| scope.spawn(move || f(Shmem::new(t)))).collect();
+        let threads: Vec<_> = transports.into_iter().map(|t| scope.spawn(move || f(Shmem::new(t)))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
 }
@@ -134,7 +133,11 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
             let mut output = vec![f32::NAN; x.len()];
             let mut grad_input = vec![f32::NAN; x.len()];
             let mut grads = Gradients::zeros(config, &placement, me);
+            let counted = (shmem.bytes_put(), layer.recorder.traffic.total_bytes());
             let saved = layer.forward(&x, &mut output)?;
+            // What the layer says it sent is what the one-sided layer sent for it.
+            let sent = layer.recorder.traffic.total_bytes() - counted.1;
+            assert_eq!(shmem.bytes_put() - counted.0, sent);
             let (chosen, rounds) = (saved.routing.chosen.clone(), saved.rounds);
             layer.backward(saved, &g, &mut grad_input, &mut grads)?;
             let traffic = layer.recorder.take().1;

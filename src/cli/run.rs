@@ -1,0 +1,308 @@
+//! `aristos run`.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use clap::ValueEnum;
+
+use crate::launch::PeContext;
+use crate::moe::synthetic::{RouterKind, SyntheticSpec};
+use crate::moe::{Activation, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
+use crate::run::{Dtype, Job, Request, Work};
+
+/// PEs of the bundled example.
+const EXAMPLE_PES: usize = 4;
+
+/// What `aristos run` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU]
+    #[arg(long, value_name = "N")]
+    pes: Option<usize>,
+    /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
+    #[arg(long, value_name = "DIR", requires = "input", conflicts_with = "Synthetic")]
+    model: Option<PathBuf>,
+    /// Which layer of the checkpoint
+    #[arg(long, value_name = "L", requires = "model", default_value_t = 0)]
+    layer: usize,
+    /// Tokens: a safetensors file with hidden_states [tokens, hidden] and, for a backward pass, grad_output
+    #[arg(long, value_name = "IN", requires = "model")]
+    input: Option<PathBuf>,
+    /// Where to write output, and with a backward pass grad_hidden_states and grad.<weight>, as safetensors, all F32
+    #[arg(long, value_name = "OUT")]
+    output: Option<PathBuf>,
+    /// Element type of activations and expert weights; accumulation is always f32
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: Dtype,
+    /// How the PEs exchange rows
+    #[arg(long, value_enum, default_value = "pipelined")]
+    mode: ModeArg,
+    /// Steps to run and measure
+    #[arg(long, value_name = "S", default_value_t = 1)]
+    steps: usize,
+    /// Compare the results with a dense float64 reference; exit code 1 beyond tolerance
+    #[arg(long)]
+    check: bool,
+    /// Print the report as JSON (keys: docs/report.md)
+    #[arg(long)]
+    json: bool,
+    /// Write a timeline that ui.perfetto.dev opens
+    #[arg(long, value_name = "T.json")]
+    trace: Option<PathBuf>,
+    /// Let each expert take at most F times the even share of the pairs, dropping later tokens' [default: dropless]
+    #[arg(long, value_name = "F")]
+    capacity_factor: Option<f64>,
+    /// Coefficient of the load-balancing loss
+    #[arg(long, value_name = "C", default_value_t = 0.0)]
+    aux_loss_coef: f32,
+    /// Coefficient of the router z-loss
+    #[arg(long, value_name = "C", default_value_t = 0.0)]
+    z_loss_coef: f32,
+    /// Receive memory, as a multiple of the even share of the rows; what exceeds it goes in further rounds
+    #[arg(long, value_name = "F", default_value_t = 2.0)]
+    budget_factor: f64,
+    /// Most rows sent under one signal
+    #[arg(long, value_name = "ROWS", default_value_t = 256)]
+    chunk_rows: usize,
+    /// How long a PE waits for another before the job fails
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
+    timeout: f64,
+    #[command(flatten)]
+    synthetic: Synthetic,
+}
+
+/// A synthetic layer; any of these flags asks for one.
+#[derive(clap::Args, Default)]
+#[group(id = "Synthetic", multiple = true)]
+#[command(next_help_heading = "Synthetic layer")]
+pub struct Synthetic {
+    /// Tokens, over all PEs [default: 1024]
+    #[arg(long)]
+    tokens: Option<usize>,
+    /// Hidden width [default: 256]
+    #[arg(long)]
+    hidden: Option<usize>,
+    /// Width inside an expert [default: 1024]
+    #[arg(long)]
+    intermediate: Option<usize>,
+    /// Routed experts [default: 8]
+    #[arg(long)]
+    experts: Option<usize>,
+    /// Experts per token [default: 2]
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// The experts' nonlinearity [default: silu]
+    #[arg(long, value_enum)]
+    activation: Option<ActivationArg>,
+    /// Gated experts, or plain two-matrix ones [default: gated]
+    #[arg(long, value_enum)]
+    mlp: Option<MlpArg>,
+    /// Give every projection a bias
+    #[arg(long)]
+    bias: bool,
+    /// Width inside a shared expert [default: none]
+    #[arg(long, value_name = "WIDTH")]
+    shared_intermediate: Option<usize>,
+    /// How experts are chosen and weighed [default: softmax-renormalised]
+    #[arg(long, value_enum)]
+    router: Option<RouterArg>,
+    /// Share of the experts that are hot [default: 0]
+    #[arg(long)]
+    hot_ratio: Option<f64>,
+    /// Share of the routing that the hot experts get [default: 0]
+    #[arg(long)]
+    hot_weight: Option<f64>,
+    /// Seed of weights, tokens and routing [default: 0]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// No backward pass
+    #[arg(long)]
+    forward_only: bool,
+}
+
+/// `--mode`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum ModeArg {
+    /// Rows, expert tiles and results flow as they come
+    Pipelined,
+    /// Bulk-synchronous all-to-all, the baseline
+    Bulk,
+}
+
+impl From<ModeArg> for Mode {
+    fn from(mode: ModeArg) -> Self {
+        match mode {
+            ModeArg::Pipelined => Mode::Pipelined,
+            ModeArg::Bulk => Mode::Bulk,
+        }
+    }
+}
+
+/// `--activation`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum ActivationArg {
+    /// x sigmoid(x)
+    Silu,
+    /// Exact, through erf
+    Gelu,
+    /// Through tanh
+    GeluTanh,
+    /// max(x, 0)
+    Relu,
+}
+
+impl From<ActivationArg> for Activation {
+    fn from(activation: ActivationArg) -> Self {
+        match activation {
+            ActivationArg::Silu => Activation::Silu,
+            ActivationArg::Gelu => Activation::Gelu,
+            ActivationArg::GeluTanh => Activation::GeluTanh,
+            ActivationArg::Relu => Activation::Relu,
+        }
+    }
+}
+
+/// `--mlp`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum MlpArg {
+    /// down(act(gate(x)) * up(x))
+    Gated,
+    /// down(act(up(x)))
+    Plain,
+}
+
+/// `--router`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum RouterArg {
+    /// Softmax over all experts (OLMoE, Qwen2-MoE)
+    Softmax,
+    /// The same, the chosen weights summing to 1 (Mixtral, Qwen3-MoE)
+    SoftmaxRenormalised,
+    /// Sigmoid with correction bias, group-limited, scaled (DeepSeek-V3)
+    Sigmoid,
+}
+
+impl Synthetic {
+    /// Whether any of the flags was given.
+    fn given(&self) -> bool {
+        let Synthetic { tokens, hidden, intermediate, experts, top_k, activation, mlp, .. } = self;
+        let numbers = [tokens, hidden, intermediate, experts, top_k, &self.shared_intermediate];
+        numbers.iter().any(|n| n.is_some())
+            || activation.is_some()
+            || mlp.is_some()
+            || self.router.is_some()
+            || self.hot_ratio.is_some()
+            || self.hot_weight.is_some()
+            || self.seed.is_some()
+            || self.bias
+            || self.forward_only
+    }
+
+    fn work(&self) -> Work {
+        let (n_experts, top_k) = (self.experts.unwrap_or(8), self.top_k.unwrap_or(2));
+        let expert = MlpConfig {
+            intermediate: self.intermediate.unwrap_or(1024),
+            gated: self.mlp != Some(MlpArg::Plain),
+            activation: self.activation.map_or(Activation::Silu, Into::into),
+            bias: self.bias,
+        };
+        let shared = self
+            .shared_intermediate
+            .map(|intermediate| SharedConfig { mlp: MlpConfig { intermediate, ..expert }, sigmoid_gate: false });
+        let kind = match self.router {
+            Some(RouterArg::Softmax) => RouterKind::Softmax,
+            None | Some(RouterArg::SoftmaxRenormalised) => RouterKind::SoftmaxRenormalised,
+            Some(RouterArg::Sigmoid) => RouterKind::Sigmoid,
+        };
+        let layer = LayerConfig {
+            hidden: self.hidden.unwrap_or(256),
+            n_experts,
+            router: kind.config(n_experts, top_k),
+            expert,
+            shared,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        };
+        let (hot_ratio, hot_weight) = (self.hot_ratio.unwrap_or(0.0), self.hot_weight.unwrap_or(0.0));
+        let spec = SyntheticSpec { layer, hot_ratio, hot_weight, seed: self.seed.unwrap_or(0) };
+        Work::Synthetic { spec, tokens: self.tokens.unwrap_or(1024), backward: !self.forward_only }
+    }
+}
+
+impl Args {
+    fn request(&self) -> Result<Request> {
+        let (work, example) = match (&self.model, &self.input) {
+            (Some(model), Some(input)) => {
+                (Work::Checkpoint { model: model.clone(), layer: self.layer, input: input.clone() }, false)
+            }
+            _ if self.synthetic.given() => (self.synthetic.work(), false),
+            _ => (example()?, true),
+        };
+        ensure!(self.steps > 0, "--steps is 0, expected at least 1");
+        ensure!(self.chunk_rows > 0, "--chunk-rows is 0, expected at least 1");
+        ensure!(
+            self.budget_factor.is_finite() && self.budget_factor > 0.0,
+            "--budget-factor is {}, expected a finite number above 0",
+            self.budget_factor
+        );
+        let Ok(wait_limit) = Duration::try_from_secs_f64(self.timeout) else {
+            bail!("--timeout is {}, expected a number of seconds, 0 or more", self.timeout)
+        };
+        ensure!(
+            wait_limit <= Duration::from_secs(1 << 24),
+            "--timeout is {}, expected at most {} seconds",
+            self.timeout,
+            1 << 24
+        );
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Request {
+            work,
+            pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
+            dtype: self.dtype,
+            steps: self.steps,
+            options: Options {
+                mode: self.mode.into(),
+                budget_factor: self.budget_factor,
+                chunk_rows: self.chunk_rows,
+                wait_limit,
+                ..Options::default()
+            },
+            losses: (self.aux_loss_coef, self.z_loss_coef),
+            capacity_factor: self.capacity_factor,
+            output: self.output.clone(),
+            check: self.check || example,
+            trace: self.trace.clone(),
+            json: self.json,
+        })
+    }
+}
+
+/// The bundled example: in the source tree that this binary was built from, or below the current directory.
+fn example() -> Result<Work> {
+    const DIR: &str = "examples/tiny-moe";
+    let places = [Path::new(env!("CARGO_MANIFEST_DIR")).join(DIR), PathBuf::from(DIR)];
+    let Some(model) = places.iter().find(|p| p.join("config.json").is_file()) else {
+        bail!(
+            "the bundled example is not at {}; give --model and --input, or flags of a synthetic layer",
+            places[0].display()
+        )
+    };
+    Ok(Work::Checkpoint { model: model.clone(), layer: 1, input: model.join("hidden_states.safetensors") })
+}
+
+/// The supervisor's part.
+pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
+    let request = args.request()?;
+    if request.pes == 0 || request.pes > crate::launch::MAX_PES {
+        return Err(crate::launch::LaunchError::Pes { pes: request.pes }.into());
+    }
+    crate::run::supervisor::run(&Job::open(request)?, argv)
+}
+
+/// A PE's part.
+pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
+    crate::run::pe::run(&Job::open(args.request()?)?, context)
+}

@@ -1,0 +1,151 @@
+//! Partial sums on their way back, and the final sum.
+
+use super::dispatch::put_pieces;
+use super::{Direction, Engine};
+use crate::moe::experts::Batch;
+use crate::moe::kernels::{self, Element};
+use crate::moe::metrics::Phase;
+use crate::shmem::Transport;
+
+impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
+    /// Sends back the results of the chunks whose slots are all computed.
+    pub(super) fn return_chunks(&mut self) {
+        for pe in self.peers() {
+            while self.progress.returned[pe] < self.progress.gathered[pe]
+                && self.progress.undone[pe][self.progress.returned[pe]] == 0
+            {
+                self.rec.enter(Phase::Combine);
+                self.return_chunk(pe, self.progress.returned[pe]);
+                self.progress.returned[pe] += 1;
+            }
+        }
+    }
+
+    fn return_chunk(&mut self, pe: usize, chunk: usize) {
+        let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
+        let from = &self.saved.inbound[pe];
+        let range = self.chunk_range(from.rows, chunk);
+        let mut rows = vec![E::default(); range.len() * h];
+        let mut d_weights = Vec::new();
+        for (row, j) in rows.chunks_exact_mut(h).zip(range.clone()) {
+            let places = &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize];
+            self.progress.row.fill(0.0);
+            sum_places(&self.saved.batches, places, self.direction, &mut self.progress.row);
+            E::convert(&self.progress.row, row);
+            if self.direction == Direction::Backward {
+                d_weights.extend(places.iter().map(|&(e, k)| self.saved.batches[e as usize].d_weight[k as usize]));
+            }
+        }
+        let start = return_offset(
+            (from.return_row, from.return_slot),
+            (range.start, from.place_start[range.start] as usize),
+            row_bytes,
+            self.direction,
+        );
+        let pieces = [bytemuck::cast_slice::<E, u8>(&rows), bytemuck::cast_slice::<f32, u8>(&d_weights)];
+        let place = self.memory.returns().slice(start..start + pieces[0].len() + pieces[1].len());
+        let signal = (self.memory.result_signal(me, pe, chunk), self.pass);
+        let traffic = &mut self.rec.traffic;
+        traffic.combine_rows += range.len() as u64;
+        traffic.combine_row_bytes += pieces[0].len() as u64;
+        traffic.combine_slot_bytes += pieces[1].len() as u64;
+        put_pieces(self.shmem, place, pieces.into_iter(), signal, pe, traffic);
+    }
+
+    /// Adds the results that have come back, in the order of PEs and rows whatever came first. Says whether any had.
+    pub(super) fn combine_arrived(&mut self) -> bool {
+        let (me, n) = (self.me(), self.shmem.n_pes());
+        let mut new = false;
+        loop {
+            let (pe, chunk) = self.progress.combine;
+            if pe == n {
+                return new;
+            }
+            if chunk == self.chunks(self.saved.routes[pe].tokens.len()) {
+                self.progress.combine = (pe + 1, 0);
+                continue;
+            }
+            let arrived = if pe == me {
+                self.progress.undone[me][chunk] == 0
+            } else {
+                self.shmem.signal_fetch(self.memory.result_signal(pe, me, chunk)) >= self.pass
+            };
+            if !arrived {
+                return new;
+            }
+            self.rec.enter(Phase::Combine);
+            if pe == me {
+                self.combine_own(chunk)
+            } else {
+                self.combine_chunk(pe, chunk)
+            }
+            self.progress.combine = (pe, chunk + 1);
+            new = true;
+        }
+    }
+
+    fn combine_own(&mut self, chunk: usize) {
+        let (me, h) = (self.me(), self.config.hidden);
+        let (routes, from) = (&self.saved.routes[me], &self.saved.inbound[me]);
+        for j in self.chunk_range(routes.tokens.len(), chunk) {
+            let token = routes.tokens[j] as usize;
+            let places = &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize];
+            // Summed apart and then added, as a row that came back is.
+            let row = &mut self.progress.row;
+            row.fill(0.0);
+            sum_places(&self.saved.batches, places, self.direction, row);
+            kernels::axpy(&mut self.output[token * h..(token + 1) * h], 1.0, row);
+            if self.direction == Direction::Backward {
+                for (slot, &(e, k)) in routes.row(j).iter().zip(places) {
+                    self.d_weights[slot.choice as usize] = self.saved.batches[e as usize].d_weight[k as usize];
+                }
+            }
+        }
+    }
+
+    fn combine_chunk(&mut self, pe: usize, chunk: usize) {
+        let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
+        let before = (0..pe).filter(|&p| p != me);
+        let (first_row, first_slot) = before.fold((0, 0), |(rows, slots), p| {
+            (rows + self.saved.routes[p].tokens.len(), slots + self.saved.routes[p].slots.len())
+        });
+        let routes = &self.saved.routes[pe];
+        let range = self.chunk_range(routes.tokens.len(), chunk);
+        let slots = routes.slot_start[range.start] as usize..routes.slot_start[range.end] as usize;
+        let start = return_offset((first_row, first_slot), (range.start, slots.start), row_bytes, self.direction);
+        let returns = self.memory.returns();
+        let mut wire = vec![E::default(); h];
+        for (k, j) in range.clone().enumerate() {
+            let at = start + k * row_bytes;
+            self.shmem.get(bytemuck::cast_slice_mut(&mut wire), returns.slice(at..at + row_bytes), me);
+            E::widen(&wire, &mut self.progress.row);
+            let token = routes.tokens[j] as usize;
+            kernels::axpy(&mut self.output[token * h..(token + 1) * h], 1.0, &self.progress.row);
+        }
+        if self.direction == Direction::Backward {
+            let mut d_weights = vec![0.0f32; slots.len()];
+            let at = start + range.len() * row_bytes;
+            self.shmem.get(bytemuck::cast_slice_mut(&mut d_weights), returns.slice(at..at + 4 * slots.len()), me);
+            for (slot, d) in routes.slots[slots].iter().zip(d_weights) {
+                self.d_weights[slot.choice as usize] = d;
+            }
+        }
+    }
+}
+
+/// Adds the results of a row's places, in the order of experts, to `acc`.
+fn sum_places<E: Element>(batches: &[Batch<E>], places: &[(u32, u32)], direction: Direction, acc: &mut [f32]) {
+    let h = acc.len();
+    for &(e, place) in places {
+        let (batch, place) = (&batches[e as usize], place as usize);
+        let weight = if direction == Direction::Forward { batch.weight[place] } else { 1.0 };
+        kernels::axpy(acc, weight, &batch.out[place * h..(place + 1) * h]);
+    }
+}
+
+/// Byte offset, in the sender's return area, of the results of its rows from `row` on: `base` and `first` are
+/// (rows, slots) before its rows to this PE, and before the chunk among these. Only backward returns slots.
+fn return_offset(base: (usize, usize), first: (usize, usize), row_bytes: usize, direction: Direction) -> usize {
+    let slots = if direction == Direction::Forward { 0 } else { base.1 + first.1 };
+    (base.0 + first.0) * row_bytes + slots * 4
+}

@@ -1,0 +1,344 @@
+//! Counts and rows on their way out, and in.
+
+use std::ops::Range;
+
+use super::{Direction, Engine, Inbound};
+use crate::moe::MoeError;
+use crate::moe::kernels::Element;
+use crate::moe::layout::HEADER_WORDS;
+use crate::moe::metrics::{Phase, Traffic};
+use crate::moe::router::Load;
+use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
+
+impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
+    /// Puts to every peer: how many rows and slots it gets, where their results go, and how many for each expert.
+    pub(super) fn send_headers(&mut self) {
+        if self.direction == Direction::Backward {
+            return;
+        }
+        let most = self.peers().map(|pe| self.chunks(self.saved.routes[pe].tokens.len())).max().unwrap_or(0);
+        self.saved.rounds = most.div_ceil(self.memory.layout.window_chunks);
+        self.rec.enter(Phase::Dispatch);
+        let me = self.me();
+        let (mut row, mut slot) = (0, 0);
+        let losses = self.memory.layout.header_words > HEADER_WORDS + self.placement.max_local();
+        for pe in 0..self.shmem.n_pes() {
+            if pe == me {
+                continue;
+            }
+            let routes = &self.saved.routes[pe];
+            let (rows, slots) = (routes.tokens.len(), routes.slots.len());
+            let rounds = self.saved.rounds;
+            let mut words: Vec<u32> =
+                [rows, slots, row, slot, self.saved.routing.tokens, rounds].iter().map(|&w| w as u32).collect();
+            words.extend(routes.counts(self.placement.experts(pe).len()));
+            if losses {
+                let load = &self.saved.loads[me];
+                words.extend(load.routed.iter().map(|&r| r as u32));
+                words.extend(std::iter::once(&load.z_sum).chain(&load.prob_sums).flat_map(|x| {
+                    let bits = x.to_bits();
+                    [bits as u32, (bits >> 32) as u32]
+                }));
+            }
+            row += rows;
+            slot += slots;
+            let signal = self.memory.header_signal(me, pe, self.forward);
+            let at = self.memory.header(me, pe, self.forward);
+            self.shmem.put_signal(at, &words, signal, self.forward, SignalOp::Set, pe);
+            let traffic = &mut self.rec.traffic;
+            traffic.header_bytes += 4 * words.len() as u64;
+            traffic.puts += 1;
+            traffic.signals += 1;
+        }
+    }
+
+    /// Reads the headers that have arrived; once all have, every row has its place. Says whether anything was new.
+    pub(super) fn take_headers(&mut self) -> Result<bool, MoeError> {
+        if self.progress.placed {
+            return Ok(false);
+        }
+        let mut new = false;
+        for pe in self.peers() {
+            if !self.progress.headers[pe] && self.shmem.signal_fetch(self.header_wait(pe).signal) >= self.forward {
+                self.rec.enter(Phase::Dispatch);
+                self.read_header(pe)?;
+                self.progress.headers[pe] = true;
+                new = true;
+            }
+        }
+        if self.progress.headers.iter().all(|&h| h) {
+            self.rec.enter(Phase::Dispatch);
+            self.place();
+            new = true;
+        }
+        Ok(new)
+    }
+
+    pub(super) fn header_wait(&self, pe: usize) -> Wait {
+        Wait { signal: self.memory.header_signal(pe, self.me(), self.forward), cmp: Cmp::Ge, value: self.forward }
+    }
+
+    /// What a peer's header says is an allegation: it is checked here, once, and trusted from here on.
+    fn read_header(&mut self, pe: usize) -> Result<(), MoeError> {
+        let (me, local, e) = (self.me(), self.experts.len(), self.config.n_experts);
+        let layout = &self.memory.layout;
+        let mut words = vec![0u32; layout.header_words];
+        self.shmem.get(&mut words, self.memory.header(pe, me, self.forward), me);
+        let [rows, slots, return_row, return_slot, tokens, rounds] = [0, 1, 2, 3, 4, 5].map(|k| words[k] as usize);
+        let counts: Vec<usize> = words[HEADER_WORDS..HEADER_WORDS + local].iter().map(|&c| c as usize).collect();
+        let top_k = self.config.router.top_k;
+        let valid = rows <= tokens
+            && tokens <= layout.max_tokens
+            && slots <= rows * layout.max_slots_per_row
+            && slots >= rows
+            && counts.iter().sum::<usize>() == slots
+            && (return_row + rows) * layout.row_bytes + (return_slot + slots) * 4 <= layout.return_bytes
+            && return_slot + slots <= tokens * top_k
+            && rounds <= layout.max_chunks;
+        if !valid {
+            let what = format!("counts {:?} that do not fit the layer", &words[..HEADER_WORDS + local]);
+            return Err(MoeError::Protocol { pe, what });
+        }
+        if words.len() > HEADER_WORDS + self.placement.max_local() {
+            let loss = &words[HEADER_WORDS + local..];
+            let double = |k: usize| f64::from_bits(u64::from(loss[e + 2 * k]) | u64::from(loss[e + 2 * k + 1]) << 32);
+            self.saved.loads[pe] = Load {
+                tokens: tokens as u64,
+                routed: loss[..e].iter().map(|&r| u64::from(r)).collect(),
+                z_sum: double(0),
+                prob_sums: (1..=e).map(double).collect(),
+            };
+        }
+        self.saved.rounds = self.saved.rounds.max(rounds);
+        self.saved.inbound[pe] =
+            Inbound { rows, slots, return_row, return_slot, counts, starts: vec![0; local], ..Inbound::default() };
+        Ok(())
+    }
+
+    /// Sends the chunks below `limit` that have a place in their receiver's window.
+    pub(super) fn send_chunks(&mut self, limit: usize) {
+        let me = self.me();
+        for pe in self.peers() {
+            let chunks = self.chunks(self.saved.routes[pe].tokens.len());
+            while self.progress.sent[pe] < chunks.min(limit) {
+                let chunk = self.progress.sent[pe];
+                if let Some(wait) = self.credit_wait(pe, chunk)
+                    && self.shmem.signal_fetch(wait.signal) < wait.value
+                {
+                    break;
+                }
+                self.rec.enter(Phase::Dispatch);
+                let signal = (self.memory.chunk_signal(me, pe, chunk), self.stamp(chunk));
+                self.send_chunk(pe, chunk, signal);
+                self.progress.sent[pe] += 1;
+            }
+        }
+    }
+
+    /// What must hold before chunk `chunk` may be written at `pe`: its place has been emptied.
+    pub(super) fn credit_wait(&self, pe: usize, chunk: usize) -> Option<Wait> {
+        let reused = (chunk + 1).checked_sub(self.memory.layout.window_chunks)?;
+        let value = self.credits_used[pe] + reused as u64;
+        (reused > 0).then(|| Wait { signal: self.memory.credit_signal(pe, self.me()), cmp: Cmp::Ge, value })
+    }
+
+    fn send_chunk(&mut self, pe: usize, chunk: usize, signal: (Sym<u64>, u64)) {
+        let routes = &self.saved.routes[pe];
+        let rows = self.chunk_range(routes.tokens.len(), chunk);
+        let (h, row_bytes) = (self.config.hidden, self.memory.layout.row_bytes);
+        let mut slots: Vec<u32> = Vec::new();
+        if self.direction == Direction::Forward {
+            slots.extend(rows.clone().map(|j| routes.row(j).len() as u32));
+            for slot in rows.clone().flat_map(|j| routes.row(j)) {
+                slots.extend([slot.expert, slot.weight.to_bits()]);
+            }
+        }
+        let slot_bytes: &[u8] = bytemuck::cast_slice(&slots);
+        let place = self.memory.chunk(self.me(), pe, chunk);
+        let input = self.input;
+        let data = rows.clone().map(|j| {
+            let token = routes.tokens[j] as usize;
+            bytemuck::cast_slice::<E, u8>(&input[token * h..(token + 1) * h])
+        });
+        let traffic = &mut self.rec.traffic;
+        traffic.dispatch_rows += rows.len() as u64;
+        traffic.dispatch_row_bytes += (rows.len() * row_bytes) as u64;
+        traffic.dispatch_slot_bytes += slot_bytes.len() as u64;
+        put_pieces(self.shmem, place, data.chain(std::iter::once(slot_bytes)), signal, pe, traffic);
+    }
+
+    /// Gathers the rows that stay on this PE, straight from the input.
+    pub(super) fn gather_own(&mut self) {
+        self.rec.enter(Phase::Dispatch);
+        let (me, h) = (self.me(), self.config.hidden);
+        let rows = self.saved.inbound[me].rows;
+        if self.direction == Direction::Forward {
+            let routes = &self.saved.routes[me];
+            let from = &mut self.saved.inbound[me];
+            let mut next = from.starts.clone();
+            from.place_start = routes.slot_start.clone();
+            from.places = routes
+                .slots
+                .iter()
+                .map(|s| {
+                    let place = next[s.expert as usize];
+                    next[s.expert as usize] += 1;
+                    self.saved.batches[s.expert as usize].weight[place] = s.weight;
+                    (s.expert, place as u32)
+                })
+                .collect();
+        }
+        for chunk in 0..self.chunks(rows) {
+            let range = self.chunk_range(rows, chunk);
+            for j in range.clone() {
+                let token = self.saved.routes[me].tokens[j] as usize;
+                let row = &self.input[token * h..(token + 1) * h];
+                let from = &self.saved.inbound[me];
+                for &(e, place) in &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize] {
+                    let batch = &mut self.saved.batches[e as usize];
+                    let to = if self.direction == Direction::Forward { &mut batch.x } else { &mut batch.g };
+                    to[place as usize * h..(place as usize + 1) * h].copy_from_slice(row);
+                }
+            }
+            self.mark_gathered(me, chunk, range);
+        }
+    }
+
+    /// Gathers the chunks that have arrived into the experts' batches. Says whether there were any.
+    pub(super) fn gather_chunks(&mut self) -> Result<bool, MoeError> {
+        if !self.progress.placed {
+            return Ok(false);
+        }
+        let mut new = false;
+        for pe in self.peers() {
+            let rows = self.saved.inbound[pe].rows;
+            while self.progress.gathered[pe] < self.chunks(rows) {
+                let chunk = self.progress.gathered[pe];
+                let wait = self.chunk_wait(pe, chunk);
+                if self.shmem.signal_fetch(wait.signal) < wait.value {
+                    break;
+                }
+                self.rec.enter(Phase::Dispatch);
+                self.gather_chunk(pe, chunk)?;
+                if chunk + self.memory.layout.window_chunks < self.chunks(rows) {
+                    // The sender waits for this place.
+                    let credit = self.memory.credit_signal(self.me(), pe);
+                    self.shmem.signal_op(credit, 1, SignalOp::Add, pe);
+                    self.rec.traffic.signals += 1;
+                }
+                new = true;
+            }
+        }
+        Ok(new)
+    }
+
+    pub(super) fn chunk_wait(&self, pe: usize, chunk: usize) -> Wait {
+        Wait { signal: self.memory.chunk_signal(pe, self.me(), chunk), cmp: Cmp::Ge, value: self.stamp(chunk) }
+    }
+
+    fn gather_chunk(&mut self, pe: usize, chunk: usize) -> Result<(), MoeError> {
+        let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
+        let range = self.chunk_range(self.saved.inbound[pe].rows, chunk);
+        let data = self.memory.chunk(pe, me, chunk);
+        if self.direction == Direction::Forward {
+            self.read_slots(pe, &range, data)?;
+        }
+        let from = &self.saved.inbound[pe];
+        for (k, j) in range.clone().enumerate() {
+            for &(e, place) in &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize] {
+                let batch = &mut self.saved.batches[e as usize];
+                let to = if self.direction == Direction::Forward { &mut batch.x } else { &mut batch.g };
+                let to = &mut to[place as usize * h..(place as usize + 1) * h];
+                self.shmem.get(bytemuck::cast_slice_mut(to), data.slice(k * row_bytes..(k + 1) * row_bytes), me);
+            }
+        }
+        self.mark_gathered(pe, chunk, range);
+        Ok(())
+    }
+
+    /// Reads which experts the rows of a chunk are for. Allegations again: checked against the header's counts.
+    fn read_slots(&mut self, pe: usize, range: &Range<usize>, data: Sym<u8>) -> Result<(), MoeError> {
+        let (me, layout) = (self.me(), &self.memory.layout);
+        let bad = |what: &str| Err(MoeError::Protocol { pe, what: format!("rows {range:?} {what}") });
+        let at = range.len() * layout.row_bytes;
+        let mut counts = vec![0u32; range.len()];
+        let slots_at = at + 4 * counts.len();
+        self.shmem.get(bytemuck::cast_slice_mut(&mut counts), data.slice(at..slots_at), me);
+        if counts.iter().any(|&c| c == 0 || c as usize > layout.max_slots_per_row) {
+            return bad("with an impossible number of experts");
+        }
+        let slots: usize = counts.iter().map(|&c| c as usize).sum();
+        let mut words = vec![0u32; 2 * slots];
+        self.shmem.get(bytemuck::cast_slice_mut(&mut words), data.slice(slots_at..slots_at + 8 * slots), me);
+        let from = &mut self.saved.inbound[pe];
+        if from.place_start.is_empty() {
+            from.place_start.push(0);
+        }
+        for count in counts {
+            from.place_start.push(from.place_start.last().expect("starts with 0") + count);
+        }
+        // `taken[e]`: how many places of expert e this PE's rows have so far.
+        let taken = &mut self.progress.taken[pe];
+        for slot in words.chunks_exact(2) {
+            let e = slot[0] as usize;
+            if e >= from.counts.len() || taken[e] == from.counts[e] {
+                return bad(&format!("for expert {e} beyond the announced counts"));
+            }
+            let place = from.starts[e] + taken[e];
+            taken[e] += 1;
+            from.places.push((slot[0], place as u32));
+            self.saved.batches[e].weight[place] = f32::from_bits(slot[1]);
+        }
+        if range.end == from.rows && from.places.len() != from.slots {
+            return bad("end short of the announced counts");
+        }
+        Ok(())
+    }
+
+    /// The rows of a chunk are in their batches: their tiles come nearer.
+    fn mark_gathered(&mut self, pe: usize, chunk: usize, range: Range<usize>) {
+        let from = &self.saved.inbound[pe];
+        let p = &mut self.progress;
+        let places = &from.places[from.place_start[range.start] as usize..from.place_start[range.end] as usize];
+        for &(e, place) in places {
+            p.origin[e as usize][place as usize] = (pe as u32, chunk as u32);
+            // Own rows may come before their tiles are cut; `add_tiles` knows of them.
+            if let Some(tile) = p.maps[e as usize].tile(place as usize) {
+                p.tiles[tile].missing -= 1;
+                if p.tiles[tile].missing == 0 {
+                    p.ready.push_back(tile);
+                }
+            }
+        }
+        p.undone[pe].push(places.len());
+        p.gathered[pe] += 1;
+    }
+}
+
+/// Puts pieces one behind the other at `place` of `pe`, then signals: piece by piece and a fence where the peer's memory
+/// can be stored to, and as one message with its signal where it cannot.
+pub(super) fn put_pieces<'d, T: Transport>(
+    shmem: &Shmem<T>,
+    place: Sym<u8>,
+    pieces: impl Iterator<Item = &'d [u8]>,
+    (signal, value): (Sym<u64>, u64),
+    pe: usize,
+    traffic: &mut Traffic,
+) {
+    traffic.signals += 1;
+    if shmem.is_reachable(pe) {
+        let mut at = 0;
+        for piece in pieces.filter(|piece| !piece.is_empty()) {
+            shmem.put(place.slice(at..at + piece.len()), piece, pe);
+            at += piece.len();
+            traffic.puts += 1;
+        }
+        shmem.fence();
+        traffic.fences += 1;
+        shmem.signal_op(signal, value, SignalOp::Set, pe);
+    } else {
+        let message: Vec<u8> = pieces.flatten().copied().collect();
+        shmem.put_signal(place, &message, signal, value, SignalOp::Set, pe);
+        traffic.puts += 1;
+    }
+}

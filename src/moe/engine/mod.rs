@@ -1,0 +1,436 @@
+//! One pass (forward or backward) of the layer protocol on one PE. `docs/protocol.md` is its description.
+//!
+//! The PE is one thread that turns a crank: send what may be sent, take what has arrived, compute a tile whose
+//! rows are all there, return chunks that are done, add results that have come back; and when nothing of this
+//! is possible, work that nobody waits for (shared expert, weight gradients); and only then wait.
+
+mod combine;
+mod dispatch;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Instant;
+
+use super::config::LayerConfig;
+use super::experts::{Batch, Mlp, MlpGradients, Scratch, tiles};
+use super::kernels::Element;
+use super::layout::Memory;
+use super::metrics::{Phase, Recorder};
+use super::placement::Placement;
+use super::router::{Load, Routes, Routing};
+use super::{Mode, MoeError, Options};
+use crate::shmem::{Cmp, Shmem, Transport, Wait};
+
+/// Rows that came from one PE (or stayed: the own ones), and where its results go.
+#[derive(Clone, Debug, Default)]
+pub struct Inbound {
+    rows: usize,
+    slots: usize,
+    /// First of the sender's return rows and return slots that are ours.
+    return_row: usize,
+    return_slot: usize,
+    /// Rows for each local expert, and where they begin in its batch.
+    counts: Vec<usize>,
+    starts: Vec<usize>,
+    /// Row `j`'s places are `places[place_start[j]..place_start[j + 1]]`, each (local expert, row of its batch).
+    place_start: Vec<u32>,
+    places: Vec<(u32, u32)>,
+}
+
+/// What a forward pass leaves for its backward.
+#[derive(Clone, Debug, Default)]
+pub struct Saved<E> {
+    /// The router's decisions for this PE's tokens.
+    pub routing: Routing,
+    /// The rows for each PE.
+    pub routes: Vec<Routes>,
+    /// The rows from each PE.
+    pub inbound: Vec<Inbound>,
+    /// One batch per local expert.
+    pub batches: Vec<Batch<E>>,
+    /// The shared expert's, with this PE's tokens as rows; its `x` is the layer's input even without shared expert.
+    pub shared: Batch<E>,
+    /// Each PE's sums for the losses, where a loss has a coefficient.
+    pub loads: Vec<Load>,
+    /// Rounds through the receive windows.
+    pub rounds: usize,
+}
+
+/// Which way a pass goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Tokens out, expert outputs back.
+    Forward,
+    /// Output gradients out, input gradients and routing-weight gradients back.
+    Backward,
+}
+
+struct Tile {
+    expert: usize,
+    rows: Range<usize>,
+    missing: usize,
+}
+
+/// Tiles of one local expert: `segments` are runs of rows that are cut into equal tiles.
+#[derive(Default)]
+struct TileMap {
+    /// (first row, end row, first tile, number of tiles).
+    segments: Vec<(usize, usize, usize, usize)>,
+}
+
+impl TileMap {
+    fn tile(&self, row: usize) -> Option<usize> {
+        let &(start, end, first, count) = self.segments.iter().find(|s| s.0 <= row && row < s.1)?;
+        // The tile k with floor(n k / count) <= row - start < floor(n (k + 1) / count), as `tiles` cuts them.
+        Some(first + ((row - start + 1) * count - 1) / (end - start))
+    }
+}
+
+/// What a pass works with and on.
+pub struct Engine<'a, 'o, T: Transport, E: Element> {
+    pub shmem: &'a Shmem<T>,
+    pub memory: &'a Memory,
+    pub config: &'a LayerConfig,
+    pub placement: &'a Placement,
+    pub options: &'a Options,
+    pub experts: &'a [Mlp<E>],
+    pub shared: Option<&'a Mlp<E>>,
+    pub scratch: &'a mut Scratch,
+    pub rec: &'a mut Recorder<'o>,
+    pub credits_used: &'a mut [u64],
+    pub saved: &'a mut Saved<E>,
+    pub direction: Direction,
+    /// Number of this pass, from 1, and of its forward pass.
+    pub pass: u64,
+    pub forward: u64,
+    /// This PE's rows, `[tokens, hidden]`: inputs, or output gradients.
+    pub input: &'a [E],
+    /// `[tokens, hidden]`: outputs, or input gradients; added to.
+    pub output: &'a mut [f32],
+    /// Backward: gradient of each choice's routing weight.
+    pub d_weights: &'a mut [f32],
+    /// Backward: gradients of the local experts' and the shared expert's weights.
+    pub expert_grads: &'a mut [MlpGradients],
+    pub shared_grads: &'a mut MlpGradients,
+    pub progress: Progress,
+}
+
+/// How far a pass has come.
+#[derive(Default)]
+pub struct Progress {
+    sent: Vec<usize>,
+    headers: Vec<bool>,
+    placed: bool,
+    taken: Vec<Vec<usize>>,
+    gathered: Vec<usize>,
+    /// Per source and chunk: slots whose tile is not computed yet.
+    undone: Vec<Vec<usize>>,
+    returned: Vec<usize>,
+    /// Chunk (source, index) of each row of each local expert's batch.
+    origin: Vec<Vec<(u32, u32)>>,
+    tiles: Vec<Tile>,
+    maps: Vec<TileMap>,
+    ready: VecDeque<usize>,
+    tiles_left: Vec<usize>,
+    /// Work nobody waits for, last first.
+    filler: Vec<Filler>,
+    /// The next result to add: (PE, chunk).
+    combine: (usize, usize),
+    row: Vec<f32>,
+}
+
+#[derive(Clone)]
+enum Filler {
+    SharedTile(Range<usize>),
+    SharedGradients,
+    ExpertGradients(usize),
+}
+
+impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
+    fn me(&self) -> usize {
+        self.shmem.my_pe()
+    }
+
+    fn peers(&self) -> impl Iterator<Item = usize> + use<T, E> {
+        // Each PE begins with the next one, so that they do not all write to PE 0 first.
+        let (me, n) = (self.me(), self.shmem.n_pes());
+        (1..n).map(move |k| (me + k) % n)
+    }
+
+    fn chunk_rows(&self) -> usize {
+        self.memory.layout.chunk_rows
+    }
+
+    /// The rows of chunk `chunk` of `rows` rows.
+    fn chunk_range(&self, rows: usize, chunk: usize) -> Range<usize> {
+        let start = chunk * self.chunk_rows();
+        start..rows.min(start + self.chunk_rows())
+    }
+
+    fn chunks(&self, rows: usize) -> usize {
+        rows.div_ceil(self.chunk_rows())
+    }
+
+    /// The value of a chunk's signal in this pass: monotonic, and different each time its place is reused.
+    fn stamp(&self, chunk: usize) -> u64 {
+        (self.pass << 24) + (chunk / self.memory.layout.window_chunks) as u64 + 1
+    }
+
+    /// Runs the pass to its end.
+    pub fn run(&mut self) -> Result<(), MoeError> {
+        self.begin();
+        match self.options.mode {
+            Mode::Pipelined => self.run_pipelined()?,
+            Mode::Bulk => self.run_bulk()?,
+        }
+        let window = self.memory.layout.window_chunks;
+        for pe in self.peers() {
+            self.credits_used[pe] += self.chunks(self.saved.routes[pe].tokens.len()).saturating_sub(window) as u64;
+        }
+        Ok(())
+    }
+
+    fn run_pipelined(&mut self) -> Result<(), MoeError> {
+        self.send_headers();
+        self.send_chunks(usize::MAX);
+        self.gather_own();
+        loop {
+            self.send_chunks(usize::MAX);
+            let arrived = self.take_headers()? | self.gather_chunks()?;
+            if self.compute_one() {
+                self.return_chunks();
+                continue;
+            }
+            self.return_chunks();
+            if self.combine_arrived() | arrived {
+                continue;
+            }
+            if self.is_done() {
+                return Ok(());
+            }
+            if !self.fill_one() {
+                self.wait()?;
+            }
+        }
+    }
+
+    /// The bulk-synchronous all-to-all: the same steps, each finished everywhere before the next begins.
+    fn run_bulk(&mut self) -> Result<(), MoeError> {
+        self.send_headers();
+        self.gather_own();
+        self.barrier("the counts of every PE")?;
+        self.take_headers()?;
+        for round in 0..self.saved.rounds {
+            self.send_chunks((round + 1) * self.memory.layout.window_chunks);
+            self.barrier("the rows of every PE")?;
+            self.gather_chunks()?;
+            if round + 1 < self.saved.rounds {
+                self.barrier("every window emptied")?;
+            }
+        }
+        self.gather_chunks()?;
+        while self.compute_one() {}
+        while self.fill_one() {}
+        self.barrier("the experts of every PE")?;
+        self.return_chunks();
+        self.barrier("the results of every PE")?;
+        self.combine_arrived();
+        debug_assert!(self.is_done());
+        Ok(())
+    }
+
+    fn begin(&mut self) {
+        let (n, local) = (self.shmem.n_pes(), self.experts.len());
+        let mut p = Progress {
+            sent: vec![0; n],
+            headers: vec![false; n],
+            taken: vec![vec![0; local]; n],
+            gathered: vec![0; n],
+            undone: vec![Vec::new(); n],
+            returned: vec![0; n],
+            origin: vec![Vec::new(); local],
+            maps: (0..local).map(|_| TileMap::default()).collect(),
+            tiles_left: vec![0; local],
+            row: vec![0.0; self.config.hidden],
+            ..Progress::default()
+        };
+        if let Some(shared) = self.config.shared {
+            if self.direction == Direction::Backward {
+                p.filler.push(Filler::SharedGradients);
+            } else {
+                self.saved.shared.resize_forward(&shared.mlp, self.config.hidden, self.saved.routing.tokens);
+            }
+            let tokens = 0..self.saved.routing.tokens;
+            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows).map(Filler::SharedTile).collect();
+            shared_tiles.reverse();
+            p.filler.append(&mut shared_tiles);
+        }
+        self.progress = p;
+        let me = self.me();
+        self.progress.headers[me] = true;
+        if self.direction == Direction::Forward {
+            self.saved.inbound = vec![Inbound::default(); n];
+            let routes = &self.saved.routes[me];
+            let (rows, slots) = (routes.tokens.len(), routes.slots.len());
+            let counts: Vec<usize> = routes.counts(local).iter().map(|&c| c as usize).collect();
+            for (e, &rows) in counts.iter().enumerate() {
+                self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
+                self.progress.origin[e].resize(rows, (0, 0));
+                if rows >= self.options.tile_rows {
+                    self.add_tiles(e, 0..rows, 0);
+                }
+            }
+            let starts = vec![0; local];
+            self.saved.inbound[me] = Inbound { rows, slots, counts, starts, ..Inbound::default() };
+        } else {
+            self.progress.headers.fill(true);
+            for batch in &mut self.saved.batches {
+                batch.resize_backward(&self.config.expert, self.config.hidden);
+            }
+            if let Some(shared) = self.config.shared {
+                self.saved.shared.resize_backward(&shared.mlp, self.config.hidden);
+            }
+            self.place();
+        }
+    }
+
+    /// Cuts rows of an expert into tiles; those below `there` are in the batch already.
+    fn add_tiles(&mut self, expert: usize, rows: Range<usize>, there: usize) {
+        let p = &mut self.progress;
+        let first = p.tiles.len();
+        for tile in tiles(rows.clone(), self.options.tile_rows) {
+            let missing = tile.end.saturating_sub(there.max(tile.start));
+            if missing == 0 {
+                p.ready.push_back(p.tiles.len());
+            }
+            p.tiles.push(Tile { expert, rows: tile, missing });
+        }
+        let count = p.tiles.len() - first;
+        p.tiles_left[expert] += count;
+        if count > 0 {
+            p.maps[expert].segments.push((rows.start, rows.end, first, count));
+        }
+    }
+
+    /// With all counts known, gives the rows of every PE their places in the experts' batches: own rows first, then
+    /// those of the following PEs in turn. The order, and so every sum over rows, does not depend on arrival.
+    fn place(&mut self) {
+        let (me, n) = (self.me(), self.shmem.n_pes());
+        let forward = self.direction == Direction::Forward;
+        for e in 0..self.experts.len() {
+            let mut total = 0;
+            for k in 0..n {
+                let from = &mut self.saved.inbound[(me + k) % n];
+                from.starts[e] = total;
+                total += from.counts[e];
+            }
+            let own = self.saved.inbound[me].counts[e];
+            if forward {
+                self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, total);
+            } else if total == 0 {
+                self.progress.filler.push(Filler::ExpertGradients(e));
+            }
+            self.progress.origin[e].resize(total, (0, 0));
+            let tiled = self.progress.maps[e].segments.last().map_or(0, |s| s.1);
+            // In backward the own rows are gathered after this, in forward before.
+            self.add_tiles(e, tiled..total, if forward { own } else { 0 });
+        }
+        self.progress.placed = true;
+    }
+
+    /// Computes a tile whose rows are all there. Says whether there was one.
+    fn compute_one(&mut self) -> bool {
+        let Some(tile) = self.progress.ready.pop_front() else { return false };
+        self.rec.enter(Phase::Expert);
+        let Tile { expert, rows, .. } = &self.progress.tiles[tile];
+        let (expert, rows) = (*expert, rows.clone());
+        let batch = &mut self.saved.batches[expert];
+        match self.direction {
+            Direction::Forward => batch.forward_tile(&self.experts[expert], self.scratch, rows.clone()),
+            Direction::Backward => batch.backward_tile(&self.experts[expert], self.scratch, rows.clone()),
+        }
+        let p = &mut self.progress;
+        for &(pe, chunk) in &p.origin[expert][rows] {
+            p.undone[pe as usize][chunk as usize] -= 1;
+        }
+        p.tiles_left[expert] -= 1;
+        if self.direction == Direction::Backward && p.tiles_left[expert] == 0 {
+            p.filler.push(Filler::ExpertGradients(expert));
+        }
+        true
+    }
+
+    /// Does a piece of work that no other PE waits for. Says whether there was one.
+    fn fill_one(&mut self) -> bool {
+        let Some(work) = self.progress.filler.pop() else { return false };
+        self.rec.enter(Phase::Expert);
+        let shared = &mut self.saved.shared;
+        match (work, self.shared, self.direction) {
+            (Filler::SharedTile(rows), Some(mlp), Direction::Forward) => shared.forward_tile(mlp, self.scratch, rows),
+            (Filler::SharedTile(rows), Some(mlp), Direction::Backward) => shared.backward_tile(mlp, self.scratch, rows),
+            (Filler::SharedGradients, Some(mlp), _) => shared.weight_gradients(mlp, self.scratch, self.shared_grads),
+            (Filler::ExpertGradients(e), ..) => {
+                self.saved.batches[e].weight_gradients(&self.experts[e], self.scratch, &mut self.expert_grads[e]);
+            }
+            (Filler::SharedTile(_) | Filler::SharedGradients, None, _) => {}
+        }
+        true
+    }
+
+    fn is_done(&self) -> bool {
+        let p = &self.progress;
+        p.placed
+            && p.combine.0 == self.shmem.n_pes()
+            && p.filler.is_empty()
+            && self.peers().all(|pe| {
+                let incoming = self.chunks(self.saved.inbound[pe].rows);
+                p.sent[pe] == self.chunks(self.saved.routes[pe].tokens.len()) && p.returned[pe] == incoming
+            })
+            && p.tiles_left.iter().all(|&left| left == 0)
+    }
+
+    /// Waits for anything that would let the pass go on.
+    fn wait(&mut self) -> Result<(), MoeError> {
+        let mut waits = Vec::new();
+        let mut names = Vec::new();
+        for pe in self.peers() {
+            let (incoming, outgoing) = (self.saved.inbound[pe].rows, self.saved.routes[pe].tokens.len());
+            if !self.progress.headers[pe] {
+                waits.push(self.header_wait(pe));
+                names.push((pe, "its counts"));
+            } else if self.progress.placed && self.progress.gathered[pe] < self.chunks(incoming) {
+                // Only what would be acted on: rows that came before the last header would end the wait at once, for ever.
+                waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
+                names.push((pe, "its rows"));
+            }
+            let sent = self.progress.sent[pe];
+            if sent < self.chunks(outgoing)
+                && let Some(wait) = self.credit_wait(pe, sent)
+            {
+                waits.push(wait);
+                names.push((pe, "room in its window"));
+            }
+        }
+        let (pe, chunk) = self.progress.combine;
+        if pe < self.shmem.n_pes() && pe != self.me() {
+            let signal = self.memory.result_signal(pe, self.me(), chunk);
+            waits.push(Wait { signal, cmp: Cmp::Ge, value: self.pass });
+            names.push((pe, "its results"));
+        }
+        let phase = self.rec.enter(Phase::Waiting);
+        match self.shmem.wait_until_any(&waits, Instant::now() + self.options.wait_limit) {
+            Ok(_) => Ok(()),
+            Err(timeout) => {
+                let (pe, what) = names[timeout.index];
+                Err(MoeError::wait(self.me(), Some(pe), what, phase, timeout))
+            }
+        }
+    }
+
+    fn barrier(&mut self, what: &'static str) -> Result<(), MoeError> {
+        let phase = self.rec.enter(Phase::Waiting);
+        self.shmem
+            .barrier_all(Instant::now() + self.options.wait_limit)
+            .map_err(|timeout| MoeError::wait(self.me(), None, what, phase, timeout))
+    }
+}

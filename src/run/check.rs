@@ -1,0 +1,62 @@
+//! `--check`: what the PEs wrote against the dense float64 reference.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use half::bf16;
+
+use super::{Dtype, Job};
+use crate::check::{CHOICE_TOLERANCE, Problem, TOLERANCE_BF16, TOLERANCE_F32, compare, reference_with};
+use crate::checkpoint::{InputTensor, ResultLayout};
+use crate::moe::{WeightId, WeightSource};
+use crate::report::{CheckReport, TensorCheck};
+
+/// Compares every tensor of the results with the reference.
+///
+/// # Errors
+/// When results cannot be read back, or the PEs chose experts that the reference would not choose, with the token and
+/// the scores.
+pub fn check(job: &Job, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
+    let round = |mut values: Vec<f32>| {
+        if job.request.dtype == Dtype::Bf16 {
+            values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+        }
+        values
+    };
+    let x = round(job.rows(InputTensor::HiddenStates, 0..job.tokens)?);
+    let grad_output = if job.backward { Some(round(job.rows(InputTensor::GradOutput, 0..job.tokens)?)) } else { None };
+    let weights = |id: WeightId| -> Result<Vec<f32>> {
+        let values = job.load(id)?;
+        // Router, shared gate and biases stay f32 in the layer.
+        Ok(if matches!(id, WeightId::Expert(..) | WeightId::Shared(_)) { round(values) } else { values })
+    };
+    let mut choice = vec![0u32; job.tokens * job.config.router.top_k];
+    chosen.read_exact_at(bytemuck::cast_slice_mut(&mut choice), 0).context("cannot read the routing back")?;
+
+    let tolerance = match job.request.dtype {
+        Dtype::F32 => TOLERANCE_F32,
+        Dtype::Bf16 => TOLERANCE_BF16,
+    };
+    let mut tensors = Vec::new();
+    let problem = Problem {
+        config: &job.config,
+        tokens: job.tokens,
+        hidden_states: &x,
+        grad_output: grad_output.as_deref(),
+        weights: &weights,
+        chosen: Some(&choice),
+        choice_tolerance: CHOICE_TOLERANCE,
+    };
+    let mut test = |name: &str, want: &[f64]| -> Result<()> {
+        let deviation = compare(name, &results.read(file, name)?, want);
+        tensors.push(TensorCheck::new(name, deviation.relative, tolerance));
+        Ok(())
+    };
+    let want = reference_with(&problem, &mut |id, grad| test(&job.gradient_name(id), &grad))?;
+    test("output", &want.output)?;
+    if let Some(grad) = &want.grad_hidden_states {
+        test("grad_hidden_states", grad)?;
+    }
+    Ok(CheckReport::new(tensors))
+}

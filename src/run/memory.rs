@@ -1,0 +1,52 @@
+//! Whether a job fits this machine, before anything of it is allocated.
+
+use anyhow::{Result, ensure};
+
+use super::{Dtype, Job};
+use crate::moe::Proj;
+
+impl Job {
+    /// About what all PEs and the supervisor allocate, bytes: weights prepared for both products, gradients, the batches of
+    /// routed and shared experts, and results.
+    fn memory_bytes(&self) -> f64 {
+        let config = &self.config;
+        let size = |shape: [usize; 2]| shape[0] as f64 * shape[1] as f64;
+        let mlp = |mlp: &crate::moe::MlpConfig| -> f64 {
+            mlp.projections().iter().map(|&p: &Proj| size(mlp.shape(p, config.hidden))).sum()
+        };
+        let (pes, tokens) = (self.request.pes as f64, self.tokens as f64);
+        let (hidden, experts) = (config.hidden as f64, config.n_experts as f64);
+        let shared = config.shared.map_or(0.0, |s| mlp(&s.mlp) * pes);
+        let weights = mlp(&config.expert) * experts + shared;
+        let element = self.request.dtype.bytes() as f64;
+        // bf16 keeps a packing for each of the two products.
+        let per_weight = if self.request.dtype == Dtype::Bf16 { 2.0 * element } else { element };
+        let pairs = tokens * config.router.top_k as f64;
+        let inner = config.expert.intermediate as f64 + config.shared.map_or(0.0, |s| s.mlp.intermediate as f64);
+        let passes = if self.backward { 2.0 } else { 1.0 };
+        let batches = pairs * (hidden * (4.0 + 2.0 * element) + inner * 3.0 * element * passes);
+        let gradients = if self.backward { 4.0 } else { 0.0 };
+        weights * (per_weight + gradients) + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
+    }
+
+    /// Refuses a job that this machine cannot hold, rather than have it killed half way.
+    pub(super) fn check_memory(&self) -> Result<()> {
+        let need = self.memory_bytes();
+        let Some(available) = available_bytes() else { return Ok(()) };
+        ensure!(
+            need <= available,
+            "the layer needs about {:.1} GB of memory, this machine has {:.1} GB available: use fewer tokens, a smaller \
+             layer, or --dtype bf16",
+            need / 1e9,
+            available / 1e9
+        );
+        Ok(())
+    }
+}
+
+/// `MemAvailable` of `/proc/meminfo`, bytes.
+fn available_bytes() -> Option<f64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find(|l| l.starts_with("MemAvailable:"))?;
+    Some(line.split_whitespace().nth(1)?.parse::<f64>().ok()? * 1024.0)
+}

@@ -1,0 +1,217 @@
+//! The main job: a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs of this host.
+//!
+//! Supervisor and PEs work out the same [`Job`] from the same command line; [`supervisor`] starts the PEs, collects
+//! what they report, checks, and publishes; [`pe`] is one PE's part.
+
+pub mod check;
+pub mod memory;
+pub mod pe;
+pub mod supervisor;
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+
+use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
+use crate::moe::placement::block;
+use crate::moe::synthetic::{Synthetic, SyntheticSpec};
+use crate::moe::{LayerConfig, Mode, Options, Placement, WeightId, WeightSource};
+
+/// Element type of activations and expert weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16, with f32 accumulation.
+    Bf16,
+}
+
+impl Dtype {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::Bf16 => 2,
+        }
+    }
+}
+
+/// Which layer, on which tokens.
+#[derive(Clone, Debug)]
+pub enum Work {
+    /// A layer of a Hugging Face checkpoint.
+    Checkpoint {
+        /// Its directory.
+        model: PathBuf,
+        /// The layer's number.
+        layer: usize,
+        /// The file of the tokens.
+        input: PathBuf,
+    },
+    /// A layer made from a seed.
+    Synthetic {
+        /// The layer and its routing.
+        spec: SyntheticSpec,
+        /// Number of tokens.
+        tokens: usize,
+        /// Whether there is a backward pass.
+        backward: bool,
+    },
+}
+
+/// What the user asked for.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The layer and the tokens.
+    pub work: Work,
+    /// Number of PEs.
+    pub pes: usize,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Measured steps.
+    pub steps: usize,
+    /// How the layer runs.
+    pub options: Options,
+    /// Coefficients of the load-balancing and the z-loss, capacity factor, over what the layer says.
+    pub losses: (f32, f32),
+    /// See [`LayerConfig::capacity_factor`].
+    pub capacity_factor: Option<f64>,
+    /// Where the results go.
+    pub output: Option<PathBuf>,
+    /// Whether the results are checked against the float64 reference.
+    pub check: bool,
+    /// Where the timeline goes.
+    pub trace: Option<PathBuf>,
+    /// Whether the report is printed as JSON.
+    pub json: bool,
+}
+
+enum Source {
+    Checkpoint(Checkpoint, Input),
+    Synthetic(Synthetic),
+}
+
+/// A request with its files open and its numbers checked.
+pub struct Job {
+    request: Request,
+    source: Source,
+    config: LayerConfig,
+    tokens: usize,
+    backward: bool,
+    placement: Placement,
+}
+
+impl Job {
+    /// Opens the files and checks that everything fits together.
+    ///
+    /// # Errors
+    /// One line that names the file or flag and what is wrong with it.
+    pub fn open(request: Request) -> Result<Self> {
+        let (source, tokens, backward) = match &request.work {
+            Work::Checkpoint { model, layer, input } => {
+                let checkpoint = Checkpoint::open(model, *layer)?;
+                let input = read_input(input)?;
+                input.expect_hidden(checkpoint.config().hidden)?;
+                let (tokens, backward) = (input.tokens(), input.has_grad_output());
+                (Source::Checkpoint(checkpoint, input), tokens, backward)
+            }
+            Work::Synthetic { spec, tokens, backward } => {
+                (Source::Synthetic(Synthetic::new(spec.clone())?), *tokens, *backward)
+            }
+        };
+        let mut config = match &source {
+            Source::Checkpoint(checkpoint, _) => checkpoint.config().clone(),
+            Source::Synthetic(synthetic) => synthetic.config().clone(),
+        };
+        (config.aux_loss_coef, config.z_loss_coef) = request.losses;
+        config.capacity_factor = request.capacity_factor;
+        config.validate()?;
+        let placement = Placement::even(config.n_experts, request.pes.max(1));
+        Ok(Job { source, config, tokens, backward, placement, request })
+    }
+
+    /// The tokens of a PE.
+    fn tokens_of(&self, pe: usize) -> Range<usize> {
+        block(self.tokens, self.request.pes, pe)
+    }
+
+    /// The most tokens of any PE.
+    fn max_tokens(&self) -> usize {
+        self.tokens.div_ceil(self.request.pes)
+    }
+
+    /// Rows of an input tensor, f32.
+    fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>> {
+        match (&self.source, tensor) {
+            (Source::Checkpoint(_, input), _) => input.rows(tensor, rows),
+            (Source::Synthetic(s), InputTensor::HiddenStates) => Ok(s.hidden_states(rows)),
+            (Source::Synthetic(s), InputTensor::GradOutput) => Ok(s.grad_output(rows)),
+        }
+    }
+
+    /// What the result file holds.
+    fn results(&self) -> Result<ResultLayout> {
+        let rows = vec![self.tokens, self.config.hidden];
+        let mut tensors = vec![("output".to_string(), rows.clone())];
+        if self.backward {
+            tensors.push(("grad_hidden_states".into(), rows));
+            let with_gradient = self.config.weights().into_iter().filter(|id| id.has_gradient());
+            tensors.extend(with_gradient.map(|id| (self.gradient_name(id), self.config.shape(id))));
+        }
+        let layout = ResultLayout::new(tensors)?;
+        Ok(match &self.request.output {
+            Some(path) => layout.for_path(path),
+            None => layout,
+        })
+    }
+
+    /// The name of a weight's gradient in the result file.
+    fn gradient_name(&self, id: WeightId) -> String {
+        format!("grad.{}", self.name(id))
+    }
+
+    fn weights(&self) -> &dyn WeightSource {
+        match &self.source {
+            Source::Checkpoint(checkpoint, _) => checkpoint,
+            Source::Synthetic(synthetic) => synthetic,
+        }
+    }
+
+    /// The mode's name in reports.
+    fn mode(&self) -> &'static str {
+        match self.request.options.mode {
+            Mode::Pipelined => "pipelined",
+            Mode::Bulk => "bulk",
+        }
+    }
+
+    /// How long a PE waits for another.
+    fn wait_limit(&self) -> Duration {
+        self.request.options.wait_limit
+    }
+}
+
+/// The source's weights for the layer as requested (losses and capacity included).
+impl WeightSource for Job {
+    fn config(&self) -> &LayerConfig {
+        &self.config
+    }
+
+    fn name(&self, id: WeightId) -> String {
+        self.weights().name(id)
+    }
+
+    fn load(&self, id: WeightId) -> Result<Vec<f32>> {
+        self.weights().load(id)
+    }
+}

@@ -1,0 +1,238 @@
+//! One PE's part of the main job.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+use super::{Dtype, Job};
+use crate::checkpoint::InputTensor;
+use crate::launch::{PeContext, StatusPage};
+use crate::moe::kernels::Element;
+use crate::moe::metrics::{self, Observer, Phase};
+use crate::moe::router::Load;
+use crate::moe::{Gradients, Layer, Layout, Saved};
+use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
+use crate::shmem::{ShmTransport, Shmem, Transport};
+
+/// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
+pub const PHASE_NAMES: [&str; 3 + Phase::ALL.len()] = {
+    let mut names = ["loading"; 3 + Phase::ALL.len()];
+    names[0] = "start-up";
+    names[WRITING as usize] = "writing results";
+    names[3] = "between passes";
+    names[4] = "router";
+    names[5] = "dispatch";
+    names[6] = "expert GEMM";
+    names[7] = "combine";
+    names[8] = "waiting";
+    names[9] = "all-reduce";
+    names
+};
+const LOADING: u32 = 1;
+const WRITING: u32 = 2;
+const FIRST_PHASE: u32 = 3;
+
+/// The files that the supervisor hands to the PEs.
+pub const RESULTS: &str = "results";
+/// The experts chosen for each token, `[tokens, top_k]` u32, little-endian.
+pub const CHOSEN: &str = "chosen";
+
+/// What a PE tells the supervisor at its end.
+#[derive(Serialize, Deserialize)]
+pub struct Message {
+    /// Its measurements.
+    pub report: PeReport,
+    /// The losses over all PEs' tokens, by name, weighted.
+    pub losses: BTreeMap<String, f64>,
+}
+
+struct StatusObserver<'c>(&'c StatusPage);
+
+impl Observer for StatusObserver<'_> {
+    fn phase(&self, phase: Phase) {
+        self.0.set_phase(FIRST_PHASE + phase.code() as u32);
+    }
+}
+
+/// Runs this PE's part and does not return before all is reported.
+///
+/// # Errors
+/// One line.
+pub fn run(job: &Job, context: &mut PeContext) -> Result<()> {
+    context.status().set_phase(LOADING);
+    match job.request.dtype {
+        Dtype::F32 => run_as::<f32>(job, context),
+        Dtype::Bf16 => run_as::<bf16>(job, context),
+    }
+}
+
+/// The symmetric heap that the job's layer needs, bytes.
+pub fn heap_bytes(job: &Job) -> Result<usize> {
+    let (config, options) = (&job.config, &job.request.options);
+    let layout = Layout::new(config, &job.placement, job.request.dtype.bytes(), job.max_tokens(), options)?;
+    let bytes = layout.total_bytes();
+    let pes = job.request.pes;
+    // What the one-sided layer reserves depends, a little, on the heap it is part of.
+    let reserved = Shmem::<ShmTransport>::reserved_bytes(pes, bytes);
+    let heap = bytes + Shmem::<ShmTransport>::reserved_bytes(pes, bytes + reserved);
+    Ok((bytes + Shmem::<ShmTransport>::reserved_bytes(pes, heap)).next_multiple_of(4096))
+}
+
+fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
+    let heap = heap_bytes(job)?;
+    let segments = context.exchange_segments(heap)?;
+    let context: &PeContext = context;
+    let me = context.my_pe();
+    let shmem = Shmem::new(ShmTransport::new(me, segments)?);
+    let observer = StatusObserver(context.status());
+    let options = job.request.options.clone();
+    let mut layer = Layer::<_, E>::new(&shmem, job, job.placement.clone(), job.max_tokens(), options, &observer)?;
+    if job.request.trace.is_some() {
+        layer.recorder.record_spans();
+    }
+    let to_elements = |values: Vec<f32>| {
+        let mut elements = vec![E::default(); values.len()];
+        E::convert(&values, &mut elements);
+        elements
+    };
+    let tokens = job.tokens_of(me);
+    let x = to_elements(job.rows(InputTensor::HiddenStates, tokens.clone())?);
+    let mut output = vec![0.0; x.len()];
+    let (mut grad_output, mut grad_input, mut grads) = (Vec::new(), Vec::new(), Gradients::default());
+    if job.backward {
+        grad_output = to_elements(job.rows(InputTensor::GradOutput, tokens.clone())?);
+        grad_input = vec![0.0; x.len()];
+        grads = Gradients::zeros(&job.config, &job.placement, me);
+    }
+
+    let mut message = Message {
+        report: PeReport { pe: me, tokens: tokens.len() as u64, ..PeReport::default() },
+        losses: BTreeMap::new(),
+    };
+    let report = &mut message.report;
+    layer.recorder.take();
+    let before = shmem.bytes_put();
+    let mut sent = metrics::Traffic::default();
+    let mut chosen = Vec::new();
+    for step in 0..job.request.steps {
+        context.status().set_progress(step as u64, job.request.steps as u64);
+        let mut done = StepReport::default();
+        let saved = layer.forward(&x, &mut output)?;
+        done.forward = pass_report(&mut layer, saved.rounds, &mut sent);
+        if step + 1 == job.request.steps {
+            chosen.clone_from(&saved.routing.chosen);
+            report.expert_rows = expert_rows(job, me, &saved);
+            message.losses = losses(job, &saved);
+        }
+        let rounds = saved.rounds;
+        if job.backward {
+            layer.backward(saved, &grad_output, &mut grad_input, &mut grads)?;
+            done.backward = Some(pass_report(&mut layer, rounds, &mut sent));
+        } else {
+            layer.recycle(saved);
+        }
+        report.steps.push(done);
+        let spans = layer.recorder.take_spans().into_iter().map(|s| Span {
+            name: s.phase.name().to_string(),
+            start_ns: s.start_ns,
+            dur_ns: s.dur_ns,
+            step: step as u64,
+        });
+        report.spans.extend(spans);
+    }
+    report.traffic = traffic(&sent, shmem.bytes_put() - before);
+    report.symmetric = SymmetricMemory {
+        used_bytes: shmem.used_bytes() as u64,
+        peak_bytes: shmem.peak_bytes() as u64,
+        budget_bytes: heap as u64,
+    };
+
+    context.status().set_phase(WRITING);
+    if let Some(file) = context.file(RESULTS) {
+        let file = File::from(file.try_clone_to_owned().context("cannot take the result file")?);
+        let results = job.results()?;
+        results.write_rows(&file, "output", tokens.start, &output)?;
+        if job.backward {
+            results.write_rows(&file, "grad_hidden_states", tokens.start, &grad_input)?;
+            for id in job.config.weights() {
+                // Replicated weights' gradients are the same on every PE; the first one writes them.
+                let mine = me == 0 || !job.config.replicated_weights().contains(&id);
+                if let Some(grad) = grads.get(id, &job.placement, me).filter(|_| mine) {
+                    results.write_rows(&file, &job.gradient_name(id), 0, grad)?;
+                }
+            }
+        }
+    }
+    if let Some(file) = context.file(CHOSEN) {
+        let file = File::from(file.try_clone_to_owned().context("cannot take the routing file")?);
+        let offset = tokens.start * job.config.router.top_k * 4;
+        file.write_all_at(bytemuck::cast_slice(&chosen), offset as u64).context("cannot write the routing")?;
+    }
+    context.send(&serde_json::to_vec(&message)?)?;
+    // The heap of a PE that is gone stays mapped by the others, so nothing is left to wait for.
+    Ok(())
+}
+
+/// Times of the pass that just ended; adds what it sent to `sent`.
+fn pass_report<T: Transport, E: Element>(
+    layer: &mut Layer<'_, '_, T, E>,
+    rounds: usize,
+    sent: &mut metrics::Traffic,
+) -> PassReport {
+    let (times_ns, traffic) = layer.recorder.take();
+    sent.add(&traffic);
+    let mut phases_s = BTreeMap::new();
+    let mut seconds = 0.0;
+    for phase in Phase::ALL {
+        let key = match phase {
+            Phase::Router => "router",
+            Phase::Dispatch => "dispatch",
+            Phase::Expert => "expert_gemm",
+            Phase::Combine => "combine",
+            Phase::Waiting => "waiting",
+            Phase::AllReduce => "other",
+            // Time between passes is nobody's.
+            Phase::Idle => continue,
+        };
+        let time = times_ns[phase.code()] as f64 * 1e-9;
+        seconds += time;
+        *phases_s.entry(key.to_string()).or_default() += time;
+    }
+    PassReport { seconds, phases_s, rounds: rounds as u64 }
+}
+
+fn expert_rows<E: Element>(job: &Job, me: usize, saved: &Saved<E>) -> Vec<ExpertRows> {
+    let local = job.placement.experts(me).iter().zip(&saved.batches);
+    local.map(|(&expert, batch)| ExpertRows { expert, rows: batch.rows as u64 }).collect()
+}
+
+fn losses<E: Element>(job: &Job, saved: &Saved<E>) -> BTreeMap<String, f64> {
+    let mut load = Load::default();
+    saved.loads.iter().for_each(|l| load.add(l));
+    let (aux, z) = (job.config.aux_loss_coef, job.config.z_loss_coef);
+    let all = [("load_balancing", aux, load.aux_loss()), ("z", z, load.z_loss())];
+    let weighted = all.into_iter().filter(|(_, coef, _)| *coef != 0.0);
+    weighted.map(|(name, coef, loss)| (name.to_string(), f64::from(coef) * loss)).collect()
+}
+
+/// The traffic of the measured steps; what `bytes_put` counts beyond the layer's own protocol is the all-reduce.
+fn traffic(sent: &metrics::Traffic, bytes_put: u64) -> Traffic {
+    let kinds = [
+        ("counts", sent.header_bytes),
+        ("dispatch_rows", sent.dispatch_row_bytes),
+        ("dispatch_slots", sent.dispatch_slot_bytes),
+        ("combine_rows", sent.combine_row_bytes),
+        ("combine_slots", sent.combine_slot_bytes),
+        ("all_reduce", bytes_put.saturating_sub(sent.total_bytes())),
+    ];
+    Traffic {
+        remote_bytes: kinds.into_iter().map(|(kind, bytes)| (kind.to_string(), bytes)).collect(),
+        puts: sent.puts,
+        signals: sent.signals,
+        fences: sent.fences,
+    }
+}

@@ -1,0 +1,137 @@
+//! The supervisor's part of the main job.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{IsTerminal, Write};
+
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::check::check;
+use super::pe::{CHOSEN, Message, PHASE_NAMES, RESULTS};
+use super::{Job, Work};
+use crate::checkpoint::{OutputFile, memory_file};
+use crate::launch::{self, Event, StatusView};
+use crate::moe::experts::gemm_flop;
+use crate::report::{PeReport, RunConfig, RunReport, trace_json};
+
+/// Runs the job on PEs started with `args`, prints the report, and says whether the check, if asked for, passed.
+///
+/// # Errors
+/// One line: an input that is not finite, an output that cannot be written, a PE that failed.
+pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
+    job.check_memory()?;
+    if let super::Source::Checkpoint(_, input) = &job.source {
+        input.check_finite(0..job.tokens)?;
+    }
+    let results = job.results()?;
+    let output = match &job.request.output {
+        Some(path) => Some(OutputFile::create(path, &results)?),
+        None if job.request.check => Some(OutputFile::in_memory(&results)?),
+        None => None,
+    };
+    let trace = job
+        .request
+        .trace
+        .as_ref()
+        .map(|path| File::create(path).with_context(|| format!("{}: cannot write the trace", path.display())));
+    let trace = trace.transpose()?;
+    let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
+    let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
+
+    let mut pes = launch::Job::new(job.request.pes, args, &PHASE_NAMES);
+    pes.start_limit = pes.start_limit.max(job.wait_limit());
+    for (name, file) in [(RESULTS, output.as_ref().map(OutputFile::file)), (CHOSEN, chosen.as_ref())] {
+        if let Some(file) = file {
+            pes.fds.push((name.to_string(), file.try_clone().context("cannot hand files to the PEs")?.into()));
+        }
+    }
+    let progress = Progress::new(job.request.steps);
+    let mut messages: Vec<Message> = Vec::new();
+    let mut bad_message = None;
+    let ended = pes.run(|event| match event {
+        Event::Message { pe, body } => match serde_json::from_slice(body) {
+            Ok(message) => messages.push(message),
+            Err(e) => bad_message = Some(anyhow::anyhow!("PE {pe} reported what cannot be read: {e}")),
+        },
+        Event::Tick(status) => progress.show(status),
+    });
+    progress.clear();
+    ended?;
+    if let Some(error) = bad_message {
+        return Err(error);
+    }
+
+    let losses = messages.iter().find(|m| m.report.pe == 0).map(|m| m.losses.clone()).unwrap_or_default();
+    let reports: Vec<PeReport> = messages.into_iter().map(|m| m.report).collect();
+    let mut report = RunReport::merge(run_config(job, &reports), &reports);
+    report.aux_losses = losses;
+    if let (Some(output), Some(chosen)) = (&output, &chosen) {
+        report.check = Some(check(job, &results, output.file(), chosen)?);
+    }
+    if let (Some(mut file), Some(path)) = (trace, &job.request.trace) {
+        file.write_all(trace_json(&reports).as_bytes())
+            .with_context(|| format!("{}: cannot write the trace", path.display()))?;
+    }
+    if let (Some(output), true) = (output, job.request.output.is_some()) {
+        output.publish()?;
+    }
+    let text = if job.request.json { report.to_json() } else { report.render_table() };
+    let mut stdout = std::io::stdout().lock();
+    // A reader that has seen enough (`| head`) is no failure of the job.
+    match writeln!(stdout, "{}", text.trim_end()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => return Err(e).context("cannot write the report"),
+        _ => {}
+    }
+    Ok(report.check.is_none_or(|c| c.passed))
+}
+
+fn run_config(job: &Job, reports: &[PeReport]) -> RunConfig {
+    let config = &job.config;
+    let (model, layer) = match &job.request.work {
+        Work::Checkpoint { model, layer, .. } => (model.display().to_string(), Some(*layer)),
+        Work::Synthetic { .. } => ("synthetic".to_string(), None),
+    };
+    let rows = reports.iter().flat_map(|r| &r.expert_rows).map(|e| e.rows).sum();
+    RunConfig {
+        model,
+        layer,
+        tokens: job.tokens as u64,
+        hidden: config.hidden as u64,
+        intermediate: config.expert.intermediate as u64,
+        experts: config.n_experts,
+        shared_intermediate: config.shared.map_or(0, |s| s.mlp.intermediate as u64),
+        top_k: config.router.top_k as u64,
+        dtype: job.request.dtype.name().to_string(),
+        mode: job.mode().to_string(),
+        pes: job.request.pes,
+        steps: job.request.steps as u64,
+        backward: job.backward,
+        flop_per_step: gemm_flop(config, rows, job.tokens as u64, job.backward),
+    }
+}
+
+/// A bar on a terminal, nothing elsewhere.
+struct Progress(ProgressBar);
+
+impl Progress {
+    fn new(steps: usize) -> Self {
+        let target =
+            if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(steps as u64), target);
+        let style = ProgressStyle::with_template("{bar:30} step {pos}/{len}, {elapsed}, {msg}");
+        Progress(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
+    }
+
+    fn show(&self, status: &StatusView<'_>) {
+        let slowest = (0..status.n_pes()).map(|pe| status.pe(pe)).min_by_key(|s| s.done);
+        if let Some(slowest) = slowest {
+            self.0.set_position(slowest.done);
+            self.0.set_message(format!("slowest PE: {}", slowest.phase));
+        }
+    }
+
+    fn clear(&self) {
+        self.0.finish_and_clear();
+    }
+}

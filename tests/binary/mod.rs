@@ -1,0 +1,232 @@
+//! Drives the real `aristos` binary as a user does, and reads what it wrote.
+#![allow(dead_code)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+use std::fs;
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use rustix::process::{Pid, Signal, kill_process};
+use safetensors::{Dtype, SafeTensors};
+
+/// No run of these tests takes longer, unless it hangs.
+const HANG: Duration = Duration::from_secs(120);
+
+/// `aristos` with these arguments, in the repository's root.
+pub fn aristos<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    command.args(args).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+}
+
+/// `aristos run` with arguments that are separated by spaces.
+pub fn aristos_run(args: &str) -> Command {
+    aristos(["run"].into_iter().chain(args.split_whitespace()))
+}
+
+/// A run under way.
+pub struct Running {
+    child: Child,
+    stdout: JoinHandle<String>,
+    stderr: JoinHandle<String>,
+    shared_memory: BTreeSet<OsString>,
+    what: String,
+}
+
+/// How a run ended.
+pub struct Outcome {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+    what: String,
+}
+
+/// Starts it; its output is read all the while.
+pub fn start(mut command: Command) -> Running {
+    fn reader(mut stream: impl Read + Send + 'static) -> JoinHandle<String> {
+        thread::spawn(move || {
+            let mut bytes = Vec::new();
+            stream.read_to_end(&mut bytes).unwrap();
+            String::from_utf8_lossy(&bytes).into_owned()
+        })
+    }
+    let what = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ");
+    let shared_memory = shared_memory();
+    let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (stdout, stderr): (ChildStdout, ChildStderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+    Running { stdout: reader(stdout), stderr: reader(stderr), shared_memory, what, child }
+}
+
+/// Runs it to its end.
+pub fn run(command: Command) -> Outcome {
+    start(command).end()
+}
+
+impl Running {
+    /// Sends the supervisor a signal.
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// The process of PE `pe`, as soon as it is there.
+    pub fn pe(&mut self, pe: usize) -> Pid {
+        let start = Instant::now();
+        loop {
+            if let Some(&(_, pid)) = pes_of(self.child.id()).iter().find(|(number, _)| *number == pe) {
+                return pid;
+            }
+            assert!(start.elapsed() < HANG, "{}: PE {pe} never came", self.what);
+            assert_eq!(self.child.try_wait().unwrap(), None, "{}: ended before PE {pe} came", self.what);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits for its end, and checks that it left no process and no shared memory.
+    pub fn end(mut self) -> Outcome {
+        let start = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            if start.elapsed() > HANG {
+                let pes = pes_of(self.child.id());
+                self.child.kill().unwrap();
+                panic!("{}: hangs; PEs {pes:?}", self.what);
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        // Only a killed supervisor cannot see to it that its PEs are gone before itself.
+        let limit = Duration::from_secs(if status.signal() == Some(9) { 2 } else { 0 });
+        let ended = Instant::now();
+        let mut left = pes_of(self.child.id());
+        while !left.is_empty() && ended.elapsed() < limit {
+            thread::sleep(Duration::from_millis(1));
+            left = pes_of(self.child.id());
+        }
+        assert!(left.is_empty(), "{}: left PEs {left:?}", self.what);
+        let new: Vec<_> = shared_memory().difference(&self.shared_memory).cloned().collect();
+        assert!(new.is_empty(), "{}: left shared memory {new:?}", self.what);
+        let (stdout, stderr) = (self.stdout.join().unwrap(), self.stderr.join().unwrap());
+        assert!(!stderr.contains("panicked"), "{}: {stderr}", self.what);
+        Outcome { status, stdout, stderr, what: self.what }
+    }
+}
+
+impl Outcome {
+    /// Fails the test unless it ended with exit code 0 and said nothing on stderr.
+    #[track_caller]
+    pub fn success(self) -> Outcome {
+        assert!(self.status.success() && self.stderr.is_empty(), "{self:?}");
+        self
+    }
+
+    /// Fails the test unless it was refused: an exit code other than 0, nothing on stdout, and on stderr one line of
+    /// ours that says all of `parts`.
+    #[track_caller]
+    pub fn refused(self, parts: &[&str]) -> Outcome {
+        assert!(matches!(self.status.code(), Some(1..)) && self.stdout.is_empty(), "{self:?}");
+        self.says(parts)
+    }
+
+    /// Fails the test unless stderr is one line of ours that says all of `parts`.
+    #[track_caller]
+    pub fn says(self, parts: &[&str]) -> Outcome {
+        let line = self.stderr.strip_suffix('\n').unwrap_or("");
+        assert!(line.starts_with("aristos: ") && !line.contains('\n'), "{self:?}");
+        for part in parts {
+            assert!(line.contains(part), "{self:?}\ndoes not say {part:?}");
+        }
+        self
+    }
+
+    /// Fails the test unless the command line was refused by its parser, which says all of `parts`.
+    #[track_caller]
+    pub fn misused(self, parts: &[&str]) -> Outcome {
+        assert!(self.status.code() == Some(2) && self.stdout.is_empty(), "{self:?}");
+        assert!(self.stderr.starts_with("error: "), "{self:?}");
+        for part in parts {
+            assert!(self.stderr.contains(part), "{self:?}\ndoes not say {part:?}");
+        }
+        self
+    }
+}
+
+impl std::fmt::Debug for Outcome {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Outcome { status, stdout, stderr, what } = self;
+        write!(f, "aristos {what}: {status}\n-- stdout\n{stdout}\n-- stderr\n{stderr}\n--")
+    }
+}
+
+/// The PEs of a supervisor: number and process.
+fn pes_of(supervisor: u32) -> Vec<(usize, Pid)> {
+    let supervisor = format!("ARISTOS_SUPERVISOR={supervisor}");
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    processes
+        .filter_map(|pid: i32| {
+            // Of a process that ends meanwhile there is nothing to read.
+            let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+            let mut variables = environment.split(|byte| *byte == 0).filter_map(|v| std::str::from_utf8(v).ok());
+            variables.clone().find(|v| *v == supervisor)?;
+            let pe = variables.find_map(|v| v.strip_prefix("ARISTOS_PE="))?.parse().ok()?;
+            Some((pe, Pid::from_raw(pid)?))
+        })
+        .collect()
+}
+
+fn shared_memory() -> BTreeSet<OsString> {
+    fs::read_dir("/dev/shm").into_iter().flatten().filter_map(|entry| Some(entry.ok()?.file_name())).collect()
+}
+
+/// The names of the files in a folder, sorted.
+pub fn names_in(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// A tensor: shape, and elements in row-major order.
+pub type Tensor = (Vec<usize>, Vec<f32>);
+
+/// The tensors of a safetensors file.
+pub fn read_tensors(path: &Path) -> BTreeMap<String, Tensor> {
+    let bytes = fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let file = SafeTensors::deserialize(&bytes).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let values = |name: &str| {
+        let tensor = file.tensor(name).unwrap();
+        let data = tensor.data();
+        let values = match tensor.dtype() {
+            Dtype::F32 => data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+            Dtype::BF16 => data.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            other => panic!("{}: tensor {name} is {other}", path.display()),
+        };
+        (tensor.shape().to_vec(), values)
+    };
+    file.names().into_iter().map(|name| (name.to_string(), values(name))).collect()
+}
+
+/// Writes f32 tensors.
+pub fn write_tensors(path: &Path, tensors: &[(&str, &[usize], &[f32])]) {
+    let bytes: Vec<Vec<u8>> = tensors.iter().map(|t| t.2.iter().flat_map(|x| x.to_le_bytes()).collect()).collect();
+    let views = tensors.iter().zip(&bytes).map(|((name, shape, _), bytes)| {
+        (name.to_string(), safetensors::tensor::TensorView::new(Dtype::F32, shape.to_vec(), bytes).unwrap())
+    });
+    fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// Norm of the difference over the norm of `want`; infinite where either is not finite, or only `want` is zero.
+pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(want).map(|(g, w)| f64::from(*g) - f64::from(*w)));
+    match difference / norm(&mut want.iter().map(|w| f64::from(*w))) {
+        _ if difference == 0.0 => 0.0,
+        error if error.is_nan() => f64::INFINITY,
+        error => error,
+    }
+}

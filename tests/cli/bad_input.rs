@@ -1,0 +1,286 @@
+//! What the command refuses: one clear line, a non-zero exit, and nothing left.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::json;
+
+use crate::binary::{aristos, aristos_run, names_in, run, write_tensors};
+use crate::files::{Files, HIDDEN};
+
+/// Runs the files' job, which must be refused with a line that says all of `parts`, and leave nothing.
+#[track_caller]
+fn refused(files: &Files, more: &[&str], parts: &[&str]) {
+    files.run(more).refused(parts);
+    assert_eq!(names_in(&files.path("out")), [""; 0], "{parts:?}");
+}
+
+fn truncate(path: &Path, len: u64) {
+    fs::File::options().write(true).open(path).unwrap().set_len(len).unwrap();
+}
+
+#[test]
+fn missing_files() {
+    let refused_without = |missing: &str, parts: &[&str]| {
+        let files = Files::new();
+        if missing == "model" {
+            fs::remove_dir_all(files.path(missing)).unwrap();
+        } else {
+            fs::remove_file(files.path(missing)).unwrap();
+        }
+        refused(&files, &[], parts);
+    };
+    refused_without("in.safetensors", &["in.safetensors", "No such file"]);
+    refused_without("model/config.json", &["model/config.json", "No such file"]);
+    refused_without("model/model.safetensors", &["model", "model.safetensors"]);
+    refused_without("model", &["model/config.json", "No such file"]);
+    let files = Files::new();
+    fs::remove_file(files.shard()).unwrap();
+    refused(&files, &[], &["model-00001-of-00001.safetensors", "No such file"]);
+}
+
+#[test]
+fn truncated_files() {
+    for (len, parts) in [
+        (0, ["in.safetensors", "too short"]),
+        (7, ["in.safetensors", "too short"]),
+        (50, ["in.safetensors", "truncated"]),
+        (1000, ["in.safetensors", "truncated"]),
+    ] {
+        let files = Files::new();
+        truncate(&files.path("in.safetensors"), len);
+        refused(&files, &[], &parts);
+    }
+    let files = Files::new();
+    let input = files.path("in.safetensors");
+    truncate(&input, fs::metadata(&input).unwrap().len() - 1);
+    refused(&files, &[], &["in.safetensors", "tensor ", "truncated"]);
+    for sharded in [false, true] {
+        for lost in [1, 100_000] {
+            let files = Files::new();
+            let name = if sharded { "model-00001-of-00001.safetensors" } else { "model.safetensors" };
+            let shard = if sharded { files.shard() } else { files.path("model/model.safetensors") };
+            truncate(&shard, fs::metadata(&shard).unwrap().len() - lost);
+            refused(&files, &[], &[name, "truncated", "tensor "]);
+        }
+    }
+}
+
+#[test]
+fn files_that_are_something_else() {
+    let spoiled = |name: &str, content: &[u8], parts: &[&str]| {
+        let files = Files::new();
+        fs::write(files.path(name), content).unwrap();
+        refused(&files, &[], parts);
+    };
+    spoiled(
+        "in.safetensors",
+        b"hidden_states are not here, this is text",
+        &["in.safetensors", "not a safetensors file"],
+    );
+    spoiled("in.safetensors", &[0xff; 4096], &["in.safetensors", "not a safetensors file"]);
+    spoiled("in.safetensors", b"\x02\0\0\0\0\0\0\0{}", &["in.safetensors", "hidden_states"]);
+    spoiled("model/config.json", b"{", &["config.json", "JSON"]);
+    spoiled("model/config.json", b"[]", &["config.json", "JSON"]);
+    spoiled("model/config.json", b"{}", &["config.json", "model_type"]);
+    for index in [&b"{"[..], b"{}", b"{\"weight_map\": []}", b"{\"weight_map\": {\"a\": 1}}"] {
+        let files = Files::new();
+        files.shard();
+        fs::write(files.path("model/model.safetensors.index.json"), index).unwrap();
+        refused(&files, &[], &["model.safetensors.index.json"]);
+    }
+    let files = Files::new();
+    fs::remove_file(files.path("in.safetensors")).unwrap();
+    fs::create_dir(files.path("in.safetensors")).unwrap();
+    refused(&files, &[], &["in.safetensors"]);
+}
+
+#[test]
+fn wrong_shapes() {
+    let with = |hidden: &[usize], grad: &[usize], parts: &[&str]| {
+        let files = Files::new();
+        let numbers = vec![0.5; 4096];
+        let sized = |shape: &[usize]| shape.iter().product::<usize>();
+        let tensors =
+            [("hidden_states", hidden, &numbers[..sized(hidden)]), ("grad_output", grad, &numbers[..sized(grad)])];
+        write_tensors(&files.path("in.safetensors"), &tensors);
+        refused(&files, &[], parts);
+    };
+    with(&[4, 72], &[4, 72], &["in.safetensors", "hidden_states has shape [4, 72]", "[tokens, 80]"]);
+    with(&[4, HIDDEN], &[3, HIDDEN], &["grad_output has shape [3, 80]", "expected [4, 80]"]);
+    with(&[4, HIDDEN], &[HIDDEN, 4], &["grad_output has shape [80, 4]", "expected [4, 80]"]);
+    with(&[4 * HIDDEN], &[4 * HIDDEN], &["hidden_states has shape [320]", "[tokens, hidden]"]);
+    with(&[1, 4, HIDDEN], &[1, 4, HIDDEN], &["hidden_states has shape [1, 4, 80]", "[tokens, hidden]"]);
+    with(&[4, 0], &[4, 0], &["hidden_states has shape [4, 0]", "[tokens, hidden]"]);
+    let files = Files::new();
+    files.set("moe_intermediate_size", json!(100));
+    refused(&files, &[], &["model.safetensors", "shape [104, 80]", "expected [100, 80]"]);
+    let files = Files::new();
+    files.set("num_local_experts", json!(9));
+    refused(&files, &[], &["model.safetensors", "shape [8, 80]", "expected [9, 80]"]);
+}
+
+#[test]
+fn models_and_layers_that_are_not_there() {
+    let changed = |field: &str, value: serde_json::Value, more: &[&str], parts: &[&str]| {
+        let files = Files::new();
+        files.set(field, value);
+        refused(&files, more, parts);
+    };
+    changed("model_type", json!("llama"), &[], &["model_type is \"llama\"", "mixtral", "deepseek_v3"]);
+    changed("model_type", json!(null), &[], &["model_type is missing"]);
+    changed("x", json!(0), &["--layer", "2"], &["layer 2 is out of range", "0 to 1"]);
+    changed("x", json!(0), &["--layer", "18446744073709551615"], &["out of range"]);
+    changed("mlp_only_layers", json!([1]), &[], &["layer 1 is dense"]);
+    changed("num_experts_per_tok", json!(9), &[], &["top-k is 9", "1 to 8"]);
+    changed("num_experts_per_tok", json!(0), &[], &["top-k is 0", "1 to 8"]);
+    changed("num_experts_per_tok", json!(-1), &[], &["num_experts_per_tok is -1"]);
+    changed("hidden_size", json!("80"), &[], &["hidden_size is \"80\""]);
+    changed("hidden_size", json!(u64::MAX), &[], &["18446744073709551615"]);
+    changed("num_local_experts", json!(1u64 << 62), &[], &["4611686018427387904"]);
+    changed("quantization_config", json!({"quant_method": "fp8"}), &[], &["quantization_config", "fp8"]);
+}
+
+#[test]
+fn numbers_that_are_not_finite_are_named_by_position() {
+    for (tensor, position, value, part) in [
+        ("hidden_states", (17, 3), f32::NAN, "hidden_states[17, 3] is NaN"),
+        ("hidden_states", (0, 0), f32::INFINITY, "hidden_states[0, 0] is inf"),
+        ("grad_output", (23, 79), f32::NAN, "grad_output[23, 79] is NaN"),
+        ("grad_output", (5, 6), f32::NEG_INFINITY, "grad_output[5, 6] is -inf"),
+    ] {
+        let mut files = Files::new();
+        let values = if tensor == "grad_output" { &mut files.grad_output } else { &mut files.hidden_states };
+        values[position.0 * HIDDEN + position.1] = value;
+        files.write_input(24);
+        refused(&files, &[], &["in.safetensors", part]);
+        refused(&files, &["--check"], &["in.safetensors", part]);
+    }
+}
+
+#[test]
+fn synthetic_layers_that_cannot_be() {
+    for (args, parts) in [
+        ("--experts 8 --top-k 9", ["top-k is 9", "1 to 8"]),
+        ("--top-k 0", ["top-k is 0", "1 to 8"]),
+        ("--experts 0", ["experts is 0", "at least 1"]),
+        ("--hidden 0", ["hidden is 0", "at least 1"]),
+        ("--intermediate 0", ["intermediate is 0", "at least 1"]),
+        ("--shared-intermediate 0", ["shared intermediate is 0", "at least 1"]),
+        ("--experts 300 --hidden 256", ["experts is 300", "256"]),
+        ("--hot-ratio 1.5", ["hot ratio is 1.5", "0 to 1"]),
+        ("--hot-weight NaN", ["hot weight is NaN", "0 to 1"]),
+        ("--capacity-factor 0", ["capacity factor is 0", "above 0"]),
+        ("--tokens 10000000000000", ["memory", "available"]),
+        ("--tokens 18446744073709551615 --pes 1", ["memory", "available"]),
+        ("--hidden 4294967296 --intermediate 4294967296", ["memory", "available"]),
+        ("--hidden 18446744073709551615 --intermediate 18446744073709551615", ["memory", "available"]),
+        ("--experts 9223372036854775807 --hidden 9223372036854775807", ["", "available"]),
+    ] {
+        run(aristos_run(args)).refused(&parts);
+    }
+}
+
+#[test]
+fn flags_that_cannot_be() {
+    for (args, parts) in [
+        ("--pes 0", ["--pes 0", "1 to 1024"]),
+        ("--pes 1025", ["--pes 1025", "1 to 1024"]),
+        ("--steps 0", ["--steps is 0", "at least 1"]),
+        ("--timeout nan", ["--timeout is NaN", "seconds"]),
+        ("--timeout=-1", ["--timeout is -1", "seconds"]),
+        ("--timeout 1e30", ["--timeout is 1", "seconds"]),
+        ("--budget-factor 0", ["--budget-factor is 0", "above 0"]),
+        ("--budget-factor inf", ["--budget-factor is inf", "above 0"]),
+        ("--chunk-rows 0", ["--chunk-rows is 0", "at least 1"]),
+    ] {
+        run(aristos_run(args)).refused(&parts);
+        run(aristos_run(&format!("--tokens 4 {args}"))).refused(&parts);
+    }
+    for (args, parts) in [
+        ("--pes two", ["'two'", "--pes"]),
+        ("--pes=-1", ["'-1'", "--pes"]),
+        ("--pes 18446744073709551616", ["'18446744073709551616'", "--pes"]),
+        ("--steps 1.5", ["'1.5'", "--steps"]),
+        ("--tokens x", ["'x'", "--tokens"]),
+        ("--hot-ratio much", ["'much'", "--hot-ratio"]),
+        ("--seed=-1", ["'-1'", "--seed"]),
+        ("--dtype f64", ["'f64'", "bf16"]),
+        ("--mode fast", ["'fast'", "pipelined"]),
+        ("--router best", ["'best'", "softmax"]),
+        ("--activation tanh", ["'tanh'", "gelu-tanh"]),
+        ("--no-such-flag", ["--no-such-flag", "Usage"]),
+        ("--layer 1", ["--model", "Usage"]),
+        ("--input examples/tiny-moe/hidden_states.safetensors", ["--model", "Usage"]),
+        ("--model examples/tiny-moe", ["--input", "Usage"]),
+        ("--model examples/tiny-moe --input x --tokens 4", ["--tokens", "Usage"]),
+        ("--output", ["--output", "value"]),
+    ] {
+        run(aristos_run(args)).misused(&parts);
+    }
+    run(aristos(["fly"])).misused(&["'fly'", "Usage"]);
+    assert_eq!(run(aristos([""; 0])).status.code(), Some(2));
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_refused_before_the_work() {
+    let files = Files::new();
+    let out = files.path("out");
+    let to = |path: &Path, parts: &[&str]| {
+        files.run_to(path, &[]).refused(&[&[path.to_str().unwrap()], parts].concat());
+        let mut traced = aristos_run("--tokens 4 --pes 2");
+        traced.arg("--trace").arg(path);
+        run(traced).refused(&[path.to_str().unwrap()]);
+        assert_eq!(names_in(&out), [""; 0]);
+    };
+    to(&out.join("none/out"), &["No such file"]);
+    to(&out, &["a folder"]);
+    to(&files.path("in.safetensors").join("out"), &["Not a directory"]);
+    // Not even root may make a file here.
+    to(Path::new("/proc/out"), &[]);
+    for flag in ["--output=", "--trace="] {
+        run(aristos_run(&format!("--tokens 4 {flag}"))).misused(&["a value is required"]);
+    }
+}
+
+/// A results file, and a trace, on a disk of 64 KiB: `aristos` with these arguments, in which DISK is that disk.
+/// `None` where the system lets nobody mount one.
+fn on_a_small_disk(args: &[&str]) -> Option<crate::binary::Outcome> {
+    let disk = tempfile::tempdir().unwrap();
+    let path = disk.path().to_str().unwrap();
+    let mount = "mount -t tmpfs -o size=64k small \"$0\" || exit 77; \"$@\"; code=$?; ls -A \"$0\"; exit $code";
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "sh", "-c", mount, path]);
+    command.arg(aristos([""; 0]).get_program()).args(args.iter().map(|arg| arg.replace("DISK", path)));
+    if !Command::new("unshare")
+        .args(["--user", "--map-root-user", "--mount", "true"])
+        .status()
+        .is_ok_and(|s| s.success())
+    {
+        eprintln!("skipped: no mounts here");
+        return None;
+    }
+    let outcome = run(command);
+    if outcome.status.code() == Some(77) {
+        eprintln!("skipped: no mounts here: {outcome:?}");
+        return None;
+    }
+    Some(outcome)
+}
+
+#[test]
+fn a_disk_that_fills() {
+    let small = ["run", "--pes", "2", "--hidden", "32", "--intermediate", "32", "--forward-only", "--tokens"];
+    let with = |more: &[&str]| on_a_small_disk(&[&small, more].concat());
+    // It fits.
+    let Some(outcome) = with(&["64", "--output", "DISK/out"]) else { return };
+    assert!(outcome.success().stdout.ends_with("\nout\n"));
+    // What follows the report on stdout is the disk's content: nothing.
+    if let Some(outcome) = with(&["4096", "--output", "DISK/out"]) {
+        outcome.refused(&["/out", "needs", "free"]);
+    }
+    if let Some(outcome) = with(&["64", "--steps", "1000", "--trace", "DISK/trace"]) {
+        outcome.refused(&["/trace", "No space left"]);
+    }
+}

@@ -1,0 +1,93 @@
+//! How a run ends that something ends: a process killed, stopped or interrupted.
+
+use std::time::{Duration, Instant};
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rustix::process::{Signal, kill_process};
+
+use crate::binary::{Running, aristos_run, names_in, start};
+
+/// How soon everything must be over after its cause.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// A run that lasts for hours, its results to come in `out`.
+fn long_run(pes: usize, more: &str, out: &std::path::Path) -> Running {
+    let mut command = aristos_run(&format!("--pes {pes} --tokens 64 --hidden 32 --intermediate 32 --steps 100000000"));
+    command.args(more.split_whitespace()).arg("--output").arg(out.join("out.safetensors"));
+    start(command)
+}
+
+#[test]
+fn a_pe_killed_at_a_random_moment_is_named_50_times() {
+    let mut random = ChaCha8Rng::seed_from_u64(50);
+    let out = tempfile::tempdir().unwrap();
+    for round in 0..50 {
+        let pes = random.random_range(2..=4);
+        let victim = random.random_range(0..pes);
+        let mode = ["", "--mode bulk"][round % 2];
+        // Half of them while the PEs start, half while they work.
+        let delay = Duration::from_micros(random.random_range(0..if round % 4 < 2 { 20_000 } else { 300_000 }));
+        let mut running = long_run(pes, mode, out.path());
+        let pid = running.pe(victim);
+        std::thread::sleep(delay);
+        kill_process(pid, Signal::KILL).unwrap();
+        let killed = Instant::now();
+        let outcome = running.end();
+        assert!(killed.elapsed() < END_LIMIT, "round {round}: {:?}", killed.elapsed());
+        outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
+        assert_eq!(names_in(out.path()), [""; 0], "round {round}");
+    }
+}
+
+#[test]
+fn pes_end_with_a_killed_supervisor() {
+    let mut random = ChaCha8Rng::seed_from_u64(51);
+    let out = tempfile::tempdir().unwrap();
+    for round in 0..10 {
+        let mut running = long_run(3, "", out.path());
+        if round > 0 {
+            running.pe(random.random_range(0..3));
+            std::thread::sleep(Duration::from_micros(random.random_range(0..200_000)));
+        }
+        running.signal(Signal::KILL);
+        // Which checks that the PEs are gone within 2 s.
+        running.end();
+        assert_eq!(names_in(out.path()), [""; 0], "round {round}");
+    }
+}
+
+#[test]
+fn a_stopped_pe_is_named_by_who_waits_for_it() {
+    let out = tempfile::tempdir().unwrap();
+    for victim in 0..3 {
+        let mut running = long_run(3, "--timeout 2", out.path());
+        let pid = running.pe(victim);
+        std::thread::sleep(Duration::from_millis(300));
+        kill_process(pid, Signal::STOP).unwrap();
+        let stopped = Instant::now();
+        let outcome = running.end();
+        assert!(stopped.elapsed() < Duration::from_secs(2) + END_LIMIT, "{:?}", stopped.elapsed());
+        outcome.refused(&[&format!(" for PE {victim}: "), " waited 2"]);
+        assert_eq!(names_in(out.path()), [""; 0]);
+    }
+}
+
+#[test]
+fn signals_end_a_run_with_their_exit_code() {
+    let out = tempfile::tempdir().unwrap();
+    for (signal, name, code) in
+        [(Signal::INT, "SIGINT", 130), (Signal::TERM, "SIGTERM", 143), (Signal::HUP, "SIGHUP", 129)]
+    {
+        let mut running = long_run(2, "", out.path());
+        running.pe(1);
+        std::thread::sleep(Duration::from_millis(100));
+        running.signal(signal);
+        let sent = Instant::now();
+        let outcome = running.end();
+        assert!(sent.elapsed() < END_LIMIT, "{:?}", sent.elapsed());
+        assert_eq!(outcome.status.code(), Some(code), "{outcome:?}");
+        outcome.refused(&[&format!("aristos: interrupted by {name}")]);
+        assert_eq!(names_in(out.path()), [""; 0]);
+    }
+}

@@ -1,0 +1,9 @@
+//! The command as a user meets it: the jobs it does, the input it refuses, and how it ends when something dies.
+
+#[path = "../binary/mod.rs"]
+mod binary;
+
+mod bad_input;
+mod ends;
+mod files;
+mod jobs;
