@@ -398,7 +398,8 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             if !self.progress.headers[pe] {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));
-            } else if self.progress.gathered[pe] < self.chunks(incoming) {
+            } else if self.progress.placed && self.progress.gathered[pe] < self.chunks(incoming) {
+                // Before all counts are in, rows cannot be gathered: to wait for some that have arrived would not end.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
                 names.push((pe, "its rows"));
             }
