@@ -4,6 +4,10 @@
 
 use std::fmt;
 
+/// Most routed experts a layer may have: far above any model's, and few enough for lists of them to be made before
+/// anything else of the layer is checked.
+pub const MAX_EXPERTS: usize = 1 << 20;
+
 /// The elementwise nonlinearity of an expert's MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
@@ -233,6 +237,9 @@ impl LayerConfig {
         }
         if e == 0 {
             return err("experts", "0".into(), "at least 1".into());
+        }
+        if e > MAX_EXPERTS {
+            return err("experts", e.to_string(), format!("at most {MAX_EXPERTS}"));
         }
         if self.expert.intermediate == 0 {
             return err("intermediate", "0".into(), "at least 1".into());

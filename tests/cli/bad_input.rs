@@ -171,7 +171,8 @@ fn synthetic_layers_that_cannot_be() {
         ("--tokens 18446744073709551615 --pes 1", ["", ""]),
         ("--hidden 4294967296 --intermediate 4294967296", ["memory", "available"]),
         ("--hidden 18446744073709551615 --intermediate 18446744073709551615", ["", ""]),
-        ("--experts 9223372036854775807 --hidden 9223372036854775807", ["", ""]),
+        ("--experts 9223372036854775807 --hidden 9223372036854775807", ["experts is 9223372036854775807", "at most"]),
+        ("--experts 4294967297 --hidden 4294967297 --tokens 0", ["experts is 4294967297", "at most"]),
     ] {
         run(aristos_run(args)).refused(&parts);
     }
