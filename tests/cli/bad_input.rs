@@ -169,6 +169,9 @@ fn synthetic_layers_that_cannot_be() {
         ("--capacity-factor 0", ["capacity factor is 0", "above 0"]),
         ("--tokens 10000000000000", ["memory", "available"]),
         ("--tokens 18446744073709551615 --pes 1", ["", ""]),
+        // Mostly the routers of all PEs; mostly the receive windows of all PEs.
+        ("--experts 16384 --hidden 16384 --intermediate 1 --tokens 0 --pes 1024", ["memory", "available"]),
+        ("--tokens 1048576 --hidden 1024 --intermediate 1 --pes 1024 --budget-factor 1e9", ["memory", "available"]),
         ("--hidden 4294967296 --intermediate 4294967296", ["memory", "available"]),
         ("--hidden 18446744073709551615 --intermediate 18446744073709551615", ["", ""]),
         ("--experts 9223372036854775807 --hidden 9223372036854775807", ["experts is 9223372036854775807", "at most"]),
