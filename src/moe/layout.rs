@@ -68,7 +68,9 @@ impl Layout {
         let even_share = (max_tokens * targets).div_ceil(pes);
         let budget_rows = (even_share as f64 * options.budget_factor).ceil() as usize;
         let window_rows = budget_rows.clamp(1, max_tokens.max(1));
-        let chunk_rows = options.chunk_rows.clamp(1, window_rows);
+        // Chunks of equal size, so that a window holds its rows, and fewer than `window_chunks` more by rounding.
+        let window_chunks = window_rows.div_ceil(options.chunk_rows.clamp(1, window_rows));
+        let chunk_rows = window_rows.div_ceil(window_chunks);
         let max_slots_per_row = top_k.min(placement.max_local()).max(1);
         let losses = config.aux_loss_coef != 0.0 || config.z_loss_coef != 0.0;
         Ok(Layout {
@@ -77,7 +79,7 @@ impl Layout {
             row_bytes,
             max_slots_per_row,
             chunk_rows,
-            window_chunks: window_rows / chunk_rows,
+            window_chunks,
             max_chunks: max_tokens.div_ceil(chunk_rows).max(1),
             header_words: HEADER_WORDS + placement.max_local() + if losses { 2 + 3 * config.n_experts } else { 0 },
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
