@@ -176,6 +176,9 @@ fn synthetic_layers_that_cannot_be() {
         ("--tokens 18446744073709551615 --pes 1", ["memory", "available"]),
         ("--hidden 4294967296 --intermediate 4294967296", ["hidden is", "1 to 1048576"]),
         ("--hidden 1000000 --intermediate 1000000", ["memory", "available"]),
+        // Mostly the routers of all PEs; mostly the receive windows of all PEs.
+        ("--experts 16384 --hidden 16384 --intermediate 1 --tokens 0 --pes 1024", ["memory", "available"]),
+        ("--tokens 1048576 --hidden 1024 --intermediate 1 --pes 1024 --budget-factor 1e9", ["memory", "available"]),
         ("--experts 9223372036854775807 --hidden 1024", ["experts is", "1 to 1048576"]),
     ] {
         run(aristos_run(args)).refused(&parts);
