@@ -25,8 +25,6 @@ use rand_chacha::ChaCha8Rng;
 
 use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightId, WeightSource};
 
-/// Most experts of a synthetic layer: what one token's draw may keep in memory.
-const MAX_EXPERTS: usize = 1 << 20;
 /// Standard deviation of what the noise in a router row adds to a logit.
 const LOGIT_NOISE: f32 = 0.05;
 /// A drawn expert's logit starts here (before noise) ...
@@ -106,10 +104,6 @@ impl Synthetic {
     pub fn new(spec: SyntheticSpec) -> Result<Self, ConfigError> {
         spec.layer.validate()?;
         let (n_experts, hidden) = (spec.layer.n_experts, spec.layer.hidden);
-        if n_experts > MAX_EXPERTS {
-            let (value, expected) = (n_experts.to_string(), format!("at most {MAX_EXPERTS}"));
-            return Err(ConfigError { field: "experts", value, expected });
-        }
         if n_experts > hidden {
             return Err(ConfigError {
                 field: "experts",

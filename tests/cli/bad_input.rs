@@ -164,19 +164,20 @@ fn synthetic_layers_that_cannot_be() {
     for (args, parts) in [
         ("--experts 8 --top-k 9", ["top-k is 9", "1 to 8"]),
         ("--top-k 0", ["top-k is 0", "1 to 8"]),
-        ("--experts 0", ["experts is 0", "at least 1"]),
-        ("--hidden 0", ["hidden is 0", "at least 1"]),
-        ("--intermediate 0", ["intermediate is 0", "at least 1"]),
-        ("--shared-intermediate 0", ["shared intermediate is 0", "at least 1"]),
+        ("--experts 0", ["experts is 0", "expected 1 to "]),
+        ("--hidden 0", ["hidden is 0", "expected 1 to "]),
+        ("--intermediate 0", ["intermediate is 0", "expected 1 to "]),
+        ("--shared-intermediate 0", ["shared intermediate is 0", "expected 1 to "]),
         ("--experts 300 --hidden 256", ["experts is 300", "256"]),
         ("--hot-ratio 1.5", ["hot ratio is 1.5", "0 to 1"]),
         ("--hot-weight NaN", ["hot weight is NaN", "0 to 1"]),
         ("--capacity-factor 0", ["capacity factor is 0", "above 0"]),
         ("--tokens 10000000000000", ["memory", "available"]),
         ("--tokens 18446744073709551615 --pes 1", ["memory", "available"]),
-        ("--hidden 4294967296 --intermediate 4294967296", ["memory", "available"]),
-        ("--hidden 18446744073709551615 --intermediate 18446744073709551615", ["memory", "available"]),
-        ("--experts 9223372036854775807 --hidden 9223372036854775807", ["experts is", "at most"]),
+        ("--hidden 4294967296", ["hidden is 4294967296", "expected 1 to "]),
+        ("--intermediate 18446744073709551615", ["intermediate is 18446744073709551615", "expected 1 to "]),
+        ("--experts 9223372036854775807", ["experts is 9223372036854775807", "expected 1 to "]),
+        ("--experts 100000 --hidden 100000", ["memory", "available"]),
     ] {
         run(aristos_run(args)).refused(&parts);
     }
@@ -283,4 +284,23 @@ fn a_disk_that_fills() {
     if let Some(outcome) = with(&["64", "--steps", "1000", "--trace", "DISK/trace"]) {
         outcome.refused(&["/trace", "No space left"]);
     }
+}
+
+#[test]
+fn a_full_device_and_a_limit_on_file_sizes() {
+    let run_to = |flag: &str, path: &Path| {
+        let sh = "ulimit -f 8; exec \"$0\" \"$@\""; // 512-byte or 1024-byte blocks
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", sh]).arg(aristos([""; 0]).get_program());
+        command.args("run --pes 2 --tokens 64 --hidden 32 --intermediate 32 --steps 200".split(' '));
+        run({
+            command.arg(flag).arg(path);
+            command
+        })
+    };
+    let out = tempfile::tempdir().unwrap();
+    run_to("--output", &out.path().join("out")).refused(&["/out", "needs", "ulimit -f"]);
+    run_to("--output", Path::new("/dev/full")).refused(&["/dev/full", "a device"]);
+    assert_eq!(names_in(out.path()), [""; 0]);
+    run_to("--trace", Path::new("/dev/full")).refused(&["/dev/full", "a device"]);
 }
