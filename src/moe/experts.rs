@@ -150,7 +150,8 @@ impl Scratch {
 
 /// The rows of one MLP in a step: what forward makes and backward needs.
 ///
-/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for the inner ones; `[rows]` for weights.
+/// Shapes: `[rows, hidden]` for `x`, `g`, `out`; `[rows, intermediate]` for the inner ones; `[rows]` for weights. A batch
+/// that is used again may have had more rows: then what is behind these is left over, and has no meaning.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<E> {
     /// Number of rows.
@@ -178,26 +179,26 @@ impl<E: Element> Batch<E> {
     pub fn resize_forward(&mut self, config: &MlpConfig, hidden: usize, rows: usize) {
         let inner = rows * config.intermediate;
         self.rows = rows;
-        self.x.resize(rows * hidden, E::default());
-        self.weight.resize(rows, 0.0);
-        self.out.resize(rows * hidden, 0.0);
+        grow(&mut self.x, rows * hidden);
+        grow(&mut self.weight, rows);
+        grow(&mut self.out, rows * hidden);
         if config.gated {
-            self.gate.resize(inner, E::default());
+            grow(&mut self.gate, inner);
         }
-        self.up.resize(inner, E::default());
-        self.h.resize(inner, E::default());
+        grow(&mut self.up, inner);
+        grow(&mut self.h, inner);
     }
 
     /// Makes room for the backward of the rows that are there.
     pub fn resize_backward(&mut self, config: &MlpConfig, hidden: usize) {
         let inner = self.rows * config.intermediate;
-        self.g.resize(self.rows * hidden, E::default());
-        self.d_weight.resize(self.rows, 0.0);
+        grow(&mut self.g, self.rows * hidden);
+        grow(&mut self.d_weight, self.rows);
         if config.gated {
-            self.d_gate.resize(inner, E::default());
+            grow(&mut self.d_gate, inner);
         }
-        self.d_up.resize(inner, E::default());
-        self.hw.resize(inner, E::default());
+        grow(&mut self.d_up, inner);
+        grow(&mut self.hw, inner);
     }
 
     /// A batch of `rows` rows with room for both passes, every input of a GEMM filled with small numbers: what
@@ -292,19 +293,28 @@ impl<E: Element> Batch<E> {
     pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: &mut MlpGradients) {
         let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         let ws = &mut scratch.workspace;
+        let (x, g) = (&self.x[..m * h], &self.g[..m * h]);
+        let (d_up, hw) = (&self.d_up[..m * i], &self.hw[..m * i]);
         if mlp.gate.is_some() {
-            E::gemm_tn(ws, m, i, h, &self.d_gate, &self.x, &mut grads.matrix[0], false);
+            E::gemm_tn(ws, m, i, h, &self.d_gate[..m * i], x, &mut grads.matrix[0], false);
         }
-        E::gemm_tn(ws, m, i, h, &self.d_up, &self.x, &mut grads.matrix[1], false);
-        E::gemm_tn(ws, m, h, i, &self.g, &self.hw, &mut grads.matrix[2], false);
+        E::gemm_tn(ws, m, i, h, d_up, x, &mut grads.matrix[1], false);
+        E::gemm_tn(ws, m, h, i, g, hw, &mut grads.matrix[2], false);
         if mlp.config.bias {
             grads.bias.iter_mut().for_each(|b| b.fill(0.0));
             if mlp.gate.is_some() {
-                kernels::column_sum(m, i, &self.d_gate, None, &mut grads.bias[0]);
+                kernels::column_sum(m, i, &self.d_gate[..m * i], None, &mut grads.bias[0]);
             }
-            kernels::column_sum(m, i, &self.d_up, None, &mut grads.bias[1]);
-            kernels::column_sum(m, h, &self.g, Some(&self.weight), &mut grads.bias[2]);
+            kernels::column_sum(m, i, d_up, None, &mut grads.bias[1]);
+            kernels::column_sum(m, h, g, Some(&self.weight[..m]), &mut grads.bias[2]);
         }
+    }
+}
+
+/// Makes a buffer at least this long. Never shorter, for what is cut off would have to be cleared when it grows again.
+fn grow<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) {
+    if buffer.len() < len {
+        buffer.resize(len, T::default());
     }
 }
 
@@ -321,7 +331,8 @@ pub fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range
     (0..count).map(move |k| rows.start + n * k / count..rows.start + n * (k + 1) / count)
 }
 
-/// FLOP of the GEMMs of one forward row of an MLP, times three with backward.
+/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared one, forward, or
+/// with `backward` three times that. The router's are not counted.
 pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
     let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
     let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;
