@@ -17,7 +17,7 @@ use crate::moe::metrics::{Observer, Phase};
 use crate::moe::placement::{Placement, block};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Gradients, Layer, Layout, Mode, Options, WeightSource};
-use crate::shmem::{Shmem, ShmTransport, Transport};
+use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// What is measured.
 #[derive(Clone, Debug)]

@@ -225,9 +225,8 @@ impl LayerResult {
             cpus
         };
         let all = (0..iterations).flat_map(|i| (0..MEASUREMENTS.len()).map(move |which| (i, which)));
-        let shared_cpu = all.filter(|&(i, which)| {
-            (1..n).any(|a| (0..a).any(|b| sample(a, i, which).cpu == sample(b, i, which).cpu))
-        });
+        let shared_cpu = all
+            .filter(|&(i, which)| (1..n).any(|a| (0..a).any(|b| sample(a, i, which).cpu == sample(b, i, which).cpu)));
         LayerResult {
             dtype: pes.first().map(|pe| pe.dtype.clone()).unwrap_or_default(),
             imbalance: most as f64 * n as f64 / rows.max(1) as f64,
@@ -246,7 +245,9 @@ impl LayerResult {
             self.dtype,
             join(self.rows_per_pe.iter().map(u64::to_string).collect()),
             self.imbalance,
-            join(self.cpus.iter().map(|cpus| cpus.iter().map(usize::to_string).collect::<Vec<_>>().join("+")).collect()),
+            join(
+                self.cpus.iter().map(|cpus| cpus.iter().map(usize::to_string).collect::<Vec<_>>().join("+")).collect()
+            ),
         );
         if self.shared_cpu > 0 {
             let _ = write!(text, "; two PEs on one CPU after {}", count(self.shared_cpu as u64, "measurement"));
@@ -317,4 +318,104 @@ fn cpu_model() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     name.map_or_else(|| "CPU of unknown model".to_string(), |(_, name)| name.trim().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::moe::Dtype;
+    use crate::moe::synthetic::{RouterKind, SyntheticSpec};
+    use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
+
+    /// Two PEs, three iterations; a forward takes as many seconds as here, with backward three times as many.
+    fn example() -> (MoeBench, Vec<Vec<PeSamples>>) {
+        let layer = LayerConfig {
+            hidden: 1000,
+            n_experts: 4,
+            router: RouterKind::Softmax.config(4, 2),
+            expert: MlpConfig { intermediate: 5000, gated: false, activation: Activation::Gelu, bias: false },
+            shared: None,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        };
+        let bench = MoeBench {
+            layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },
+            tokens: 200,
+            dtypes: vec![Dtype::F32],
+            options: Options::default(),
+            warmup: 0,
+            iterations: 3,
+        };
+        // By iteration and PE: bare GEMMs, bulk, pipelined.
+        let seconds = [
+            [[1.0, 2.0], [4.0, 3.0], [3.0, 2.0]],
+            [[4.0, 2.0], [6.0, 6.0], [5.0, 1.0]],
+            [[1.0, 1.0], [1.0, 2.0], [1.0, 2.0]],
+        ];
+        let pe = |pe: usize, expert_rows: [u64; 2]| PeSamples {
+            dtype: "f32".into(),
+            expert_rows: expert_rows.to_vec(),
+            iterations: seconds
+                .iter()
+                .enumerate()
+                .map(|(iteration, forward)| {
+                    let sample = |seconds: f64| Sample {
+                        seconds,
+                        // In the second iteration both are on CPU 1.
+                        cpu: if iteration == 1 { 1 } else { pe },
+                        ..Sample::default()
+                    };
+                    let forward: Vec<f64> = forward.iter().map(|pes| pes[pe]).collect();
+                    forward.iter().map(|&s| sample(s)).chain(forward.iter().map(|&s| sample(3.0 * s))).collect()
+                })
+                .collect(),
+        };
+        (bench, vec![vec![pe(0, [100, 200]), pe(1, [60, 40])]])
+    }
+
+    #[test]
+    fn times_are_the_slowest_pes_and_ratios_those_of_iterations() {
+        let (bench, samples) = example();
+        let summary = MoeSummary::new(&bench, &samples);
+        let result = &summary.results[0];
+        assert_eq!((&result.rows_per_pe[..], result.imbalance), (&[300, 100][..], 1.5));
+        assert_eq!((&result.cpus[..], result.shared_cpu), (&[vec![0, 1], vec![1]][..], 6));
+        let times: Vec<_> =
+            result.measurements.iter().map(|m| (m.seconds.min, m.seconds.median, m.seconds.max)).collect();
+        let forward = [(1.0, 2.0, 4.0), (2.0, 4.0, 6.0), (2.0, 3.0, 5.0)];
+        assert_eq!(times[..3], forward);
+        assert_eq!(times[3..], forward.map(|(a, b, c)| (3.0 * a, 3.0 * b, 3.0 * c)));
+        // 400 rows through 2 x 2 x 1000 x 5000, in 2 s.
+        assert_eq!(result.measurements[0].gflop_per_s, 4.0);
+        assert_eq!(result.measurements[3].gflop_per_s, 4.0);
+        let ratio = |k: usize| {
+            let Ratio { of, to, ratio, .. } = result.ratios[k].clone();
+            (of, to, ratio.min, ratio.median, ratio.max)
+        };
+        assert_eq!(ratio(0), ("pipelined", "gemms", 1.25, 1.5, 2.0));
+        assert_eq!(ratio(1), ("bulk", "gemms", 1.5, 2.0, 2.0));
+        assert_eq!(ratio(2), ("pipelined", "bulk", 0.75, 5.0 / 6.0, 1.0));
+        assert_eq!(ratio(3), ("pipelined", "gemms", 1.25, 1.5, 2.0));
+    }
+
+    #[test]
+    fn the_table_and_the_csv_have_a_line_for_each() {
+        let (bench, samples) = example();
+        let text = MoeSummary::new(&bench, &samples).render_table();
+        let line = |start: &str| {
+            text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{start}: {text}"))
+        };
+        assert!(
+            line("f32: ").contains("300 100 (most over mean 1.500); seen on CPUs 0+1 1; two PEs on one CPU after 6")
+        );
+        assert!(line("forward           pipelined / bare GEMMs").ends_with("1.500  1.250  2.000"), "{text}");
+        assert!(text.contains("0.25 of the experts get 0.7 of the routing"));
+        assert!(text.lines().skip(1).all(|line| line.chars().count() <= 120), "{text}");
+        let csv = samples_csv(&samples);
+        let columns = csv.lines().next().unwrap().split(',').count();
+        assert_eq!(csv.lines().count(), 1 + 3 * 6 * 2);
+        assert!(csv.lines().all(|line| line.split(',').count() == columns));
+        assert!(csv.contains("\nf32,2,pipelined,forward+backward,1,100,1,6.000000000,"), "{csv}");
+    }
 }

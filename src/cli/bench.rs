@@ -9,11 +9,12 @@ use anyhow::{Context, Result, ensure};
 use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
+use super::run::ActivationArg;
 use crate::bench::moe::{self, Dtype, MoeBench, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
-use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
+use crate::moe::{LayerConfig, MlpConfig, Options};
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
@@ -97,18 +98,6 @@ enum DtypeArg {
     Both,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum ActivationArg {
-    /// x sigmoid(x)
-    Silu,
-    /// Exact, through erf
-    Gelu,
-    /// Through tanh
-    GeluTanh,
-    /// max(x, 0)
-    Relu,
-}
-
 impl MoeArgs {
     fn bench(&self) -> Result<MoeBench> {
         for (flag, value) in
@@ -116,24 +105,22 @@ impl MoeArgs {
         {
             ensure!(value > 0, "--{flag} is 0, expected at least 1");
         }
-        let activation = match self.activation {
-            ActivationArg::Silu => Activation::Silu,
-            ActivationArg::Gelu => Activation::Gelu,
-            ActivationArg::GeluTanh => Activation::GeluTanh,
-            ActivationArg::Relu => Activation::Relu,
-        };
         let layer = LayerConfig {
             hidden: self.hidden,
             n_experts: self.experts,
             router: RouterKind::SoftmaxRenormalised.config(self.experts, self.top_k),
-            expert: MlpConfig { intermediate: self.intermediate, gated: self.gated, activation, bias: false },
+            expert: MlpConfig {
+                intermediate: self.intermediate,
+                gated: self.gated,
+                activation: self.activation.into(),
+                bias: false,
+            },
             shared: None,
             capacity_factor: None,
             aux_loss_coef: 0.0,
             z_loss_coef: 0.0,
         };
-        let layer =
-            SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
+        let layer = SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
         Synthetic::new(layer.clone())?;
         Ok(MoeBench {
             layer,
@@ -198,7 +185,8 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     }
     if let Some((path, mut file)) = csv {
         let text = samples_csv(&by_dtype);
-        std::io::Write::write_all(&mut file, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))?;
+        std::io::Write::write_all(&mut file, text.as_bytes())
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     let summary = MoeSummary::new(&bench, &by_dtype);
     if args.json {
