@@ -179,6 +179,7 @@ fn synthetic_layers_that_cannot_be() {
         // Mostly the routers of all PEs; mostly the receive windows of all PEs.
         ("--experts 16384 --hidden 16384 --intermediate 1 --tokens 0 --pes 1024", ["memory", "available"]),
         ("--tokens 1048576 --hidden 1024 --intermediate 1 --pes 1024 --budget-factor 1e9", ["memory", "available"]),
+        ("--intermediate 18446744073709551615", ["intermediate is 18446744073709551615", "1 to 1048576"]),
         ("--experts 9223372036854775807 --hidden 1024", ["experts is", "1 to 1048576"]),
     ] {
         run(aristos_run(args)).refused(&parts);
@@ -286,4 +287,23 @@ fn a_disk_that_fills() {
     if let Some(outcome) = with(&["64", "--steps", "1000", "--trace", "DISK/trace"]) {
         outcome.refused(&["/trace", "No space left"]);
     }
+}
+
+#[test]
+fn a_full_device_and_a_limit_on_file_sizes() {
+    let run_to = |flag: &str, path: &Path| {
+        let sh = "ulimit -f 8; exec \"$0\" \"$@\""; // 512-byte or 1024-byte blocks
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", sh]).arg(aristos([""; 0]).get_program());
+        command.args("run --pes 2 --tokens 64 --hidden 32 --intermediate 32 --steps 200".split(' '));
+        run({
+            command.arg(flag).arg(path);
+            command
+        })
+    };
+    let out = tempfile::tempdir().unwrap();
+    run_to("--output", &out.path().join("out")).refused(&["/out", "needs", "ulimit -f"]);
+    run_to("--output", Path::new("/dev/full")).refused(&["/dev/full", "a device"]);
+    assert_eq!(names_in(out.path()), [""; 0]);
+    run_to("--trace", Path::new("/dev/full")).refused(&["/dev/full", "a device"]);
 }
