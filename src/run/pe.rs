@@ -91,6 +91,7 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
     let observer = StatusObserver(context.status());
     let options = job.request.options.clone();
     let mut layer = Layer::<_, E>::new(&shmem, job, job.placement.clone(), job.max_tokens(), options, &observer)?;
+    tracing::debug!(pe = me, experts = layer.experts().len(), heap_bytes = heap, "the layer is ready");
     if job.request.trace.is_some() {
         layer.recorder.record_spans();
     }

@@ -33,6 +33,7 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
     let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
     let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
 
+    tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), "starting the PEs");
     let mut pes = launch::Job::new(job.request.pes, args, &PHASE_NAMES);
     pes.start_limit = pes.start_limit.max(job.wait_limit());
     for (name, file) in [(RESULTS, output.as_ref().map(OutputFile::file)), (CHOSEN, chosen.as_ref())] {
@@ -52,6 +53,7 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
     });
     progress.clear();
     ended?;
+    tracing::info!("all PEs are done");
     if let Some(error) = bad_message {
         return Err(error);
     }
