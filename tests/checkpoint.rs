@@ -360,6 +360,8 @@ fn weights_of_another_shape_or_type_or_none_at_all_are_named() {
 #[test]
 fn a_claim_of_very_many_experts_is_refused_at_once() {
     let dir = checkpoint(Family::Mixtral, |c| c["num_local_experts"] = json!(1u64 << 60));
+    assert_refused(dir.path(), 1, &["config.json", "experts is 1152921504606846976"]);
+    let dir = checkpoint(Family::Mixtral, |c| c["num_local_experts"] = json!(1u64 << 20));
     assert_refused(dir.path(), 1, &["gate.weight", "shape [5, 6]"]);
 }
 

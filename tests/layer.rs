@@ -116,11 +116,25 @@ fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
         let (tokens, n) = (160, 8);
         let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
         let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
-        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is one chunk of 4.
-        assert_eq!(steps[0].rounds, vec![5; n]);
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3.
+        assert_eq!(steps[0].rounds, vec![4; n]);
         assert!(steps[0].peak_bytes.iter().all(|&peak| peak <= heap));
         assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, "all to one");
         assert_eq!(steps[0].output, steps[1].output);
+    }
+}
+
+#[test]
+fn even_routing_takes_one_round() {
+    // Every row goes to the other PE or stays: windows of twice the even share hold them all, whatever the chunks.
+    for tokens in [1, 2, 7, 90, 91, 93] {
+        let (source, n) = (synthetic(mixtral(8, 4, 4, 2), 5), 2);
+        for chunk_rows in [1, 2, 4, 32, 64] {
+            let options = Options { chunk_rows, ..Options::default() };
+            let heap = heap_bytes::<f32>(&mixtral(8, 4, 4, 2), n, tokens, &options);
+            let steps = run::<_, f32>(shm(n, heap), &source, &[even(2 * tokens, n)], &options, 1).unwrap();
+            assert!(steps[0].rounds.iter().all(|&r| r <= 1), "{tokens} tokens in chunks of {chunk_rows}");
+        }
     }
 }
 

@@ -142,6 +142,35 @@ fn a_layer_can_be_made_where_another_was() {
     }
 }
 
+#[test]
+fn a_silent_peer_ends_the_wait_of_the_others() {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use aristos::moe::metrics::Unobserved;
+    use aristos::moe::{Layer, Placement, WeightSource};
+    let source = synthetic(mixtral(6, 4, 6, 3), 1);
+    let options = Options { wait_limit: Duration::from_millis(200), ..Options::default() };
+    let heap = heap_bytes::<f32>(source.config(), 3, 4, &options);
+    let (sender, receiver) = mpsc::channel();
+    // PEs 0 and 1 have each other's rows, which they cannot gather without the counts of PE 2.
+    std::thread::spawn(move || {
+        let errors = common::on_pes(shm(3, heap), |shmem| {
+            let me = shmem.my_pe();
+            let mut layer =
+                Layer::<_, f32>::new(&shmem, &source, Placement::even(6, 3), 4, options.clone(), &Unobserved).unwrap();
+            let x = source.hidden_states(4 * me..4 * me + 4);
+            let mut output = vec![0.0; x.len()];
+            (me < 2).then(|| layer.forward(&x, &mut output).map(drop).unwrap_err().to_string())
+        });
+        sender.send(errors)
+    });
+    let errors = receiver.recv_timeout(Duration::from_secs(30)).expect("the PEs wait without end");
+    for error in errors.into_iter().flatten() {
+        assert!(error.contains("for PE 2: its counts"), "{error}");
+    }
+}
+
 /// A transport with a fault: what a protocol on it must notice, or the tests above prove nothing.
 struct Faulty<T> {
     inner: T,

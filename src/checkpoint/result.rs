@@ -161,6 +161,20 @@ impl OutputFile {
     /// One line that names the path: its folder is missing or not writable, it is not a regular file, it may not be
     /// written, or the disk has no room (with the bytes needed).
     pub fn create(path: &Path, layout: &ResultLayout) -> anyhow::Result<Self> {
+        let output = Self::create_empty(path)?;
+        if let Some(target) = &output.target {
+            reserve(&output.file, target, layout.len_bytes)?;
+        }
+        layout.write_header(&output.file)?;
+        Ok(output)
+    }
+
+    /// Prepares to write `path` as [`OutputFile::create`] does, without contents or reserved space: for a file whose size is
+    /// known only at the end.
+    ///
+    /// # Errors
+    /// As [`OutputFile::create`].
+    pub fn create_empty(path: &Path) -> anyhow::Result<Self> {
         let shown = path.display();
         let path = match path.metadata() {
             Ok(meta) => {
@@ -190,8 +204,6 @@ impl OutputFile {
             Err(Errno::OPNOTSUPP | Errno::ISDIR) => target.open_named(flags, mode)?,
             Err(e) => bail!("cannot write {shown}: folder {}: {}", target.dir.display(), io::Error::from(e)),
         };
-        reserve(&file, &target, layout.len_bytes)?;
-        layout.write_header(&file)?;
         Ok(OutputFile { file, target: Some(target) })
     }
 

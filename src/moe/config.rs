@@ -17,6 +17,10 @@ pub enum Activation {
     Relu,
 }
 
+/// Most experts of a layer, and most elements of its widths: far above any model, and low enough that no product of two
+/// overflows.
+pub const MAX_WIDTH: usize = 1 << 20;
+
 /// How router logits become scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scoring {
@@ -228,19 +232,16 @@ impl LayerConfig {
     pub fn validate(&self) -> Result<(), ConfigError> {
         let err = |field: &'static str, value: String, expected: String| Err(ConfigError { field, value, expected });
         let e = self.n_experts;
-        if self.hidden == 0 {
-            return err("hidden", "0".into(), "at least 1".into());
-        }
-        if e == 0 {
-            return err("experts", "0".into(), "at least 1".into());
-        }
-        if self.expert.intermediate == 0 {
-            return err("intermediate", "0".into(), "at least 1".into());
-        }
-        if let Some(s) = self.shared
-            && s.mlp.intermediate == 0
-        {
-            return err("shared intermediate", "0".into(), "at least 1".into());
+        let shared = self.shared.map_or(1, |s| s.mlp.intermediate);
+        for (field, value) in [
+            ("hidden", self.hidden),
+            ("experts", e),
+            ("intermediate", self.expert.intermediate),
+            ("shared intermediate", shared),
+        ] {
+            if value == 0 || value > MAX_WIDTH {
+                return err(field, value.to_string(), format!("1 to {MAX_WIDTH}"));
+            }
         }
         let k = self.router.top_k;
         if k == 0 || k > e {

@@ -331,7 +331,8 @@ pub fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range
     (0..count).map(move |k| rows.start + n * k / count..rows.start + n * (k + 1) / count)
 }
 
-/// FLOP of the GEMMs of one forward row of an MLP, times three with backward.
+/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared one, forward, or
+/// with `backward` three times that. The router's are not counted.
 pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
     let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
     let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;

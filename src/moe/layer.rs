@@ -174,9 +174,9 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     /// Arguments of the wrong length; a peer that does not do its part within the wait limit, or sends what cannot be.
     /// After an error the layer is not usable: the PEs may be at different places of the protocol.
     pub fn forward(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
-        let result = self.forward_pass(x, output);
+        let saved = self.forward_pass(x, output)?;
         self.recorder.enter(Phase::Idle);
-        result
+        Ok(saved)
     }
 
     fn forward_pass(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
@@ -241,10 +241,10 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         grad_input: &mut [f32],
         grads: &mut Gradients,
     ) -> Result<(), MoeError> {
-        let result = self.backward_pass(&mut saved, grad_output, grad_input, grads);
+        self.backward_pass(&mut saved, grad_output, grad_input, grads)?;
         self.recorder.enter(Phase::Idle);
         self.recycle(saved);
-        result
+        Ok(())
     }
 
     fn backward_pass(

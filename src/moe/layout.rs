@@ -17,6 +17,9 @@ use crate::shmem::{Shmem, ShmemError, Sym, Transport};
 /// Words of a header before the counts of local experts.
 pub const HEADER_WORDS: usize = 6;
 
+/// Bits of a chunk's signal that number the rounds of a pass through a window; those above are the pass.
+pub const ROUND_BITS: u32 = 24;
+
 /// Sizes of the layer's symmetric memory; the same on every PE.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -49,7 +52,8 @@ impl Layout {
     /// when every token goes to the largest possible number of PEs and all PEs receive the same.
     ///
     /// # Errors
-    /// [`MoeError::TooLarge`] when a PE's rows or slots cannot be numbered in 32 bits.
+    /// [`MoeError::TooLarge`] when a PE's rows or slots cannot be numbered in 32 bits, or the rounds through a window
+    /// in [`ROUND_BITS`].
     pub fn new(
         config: &LayerConfig,
         placement: &Placement,
@@ -68,7 +72,13 @@ impl Layout {
         let even_share = (max_tokens * targets).div_ceil(pes);
         let budget_rows = (even_share as f64 * options.budget_factor).ceil() as usize;
         let window_rows = budget_rows.clamp(1, max_tokens.max(1));
-        let chunk_rows = options.chunk_rows.clamp(1, window_rows);
+        // Chunks of equal size, so that a window holds its rows, and fewer than `window_chunks` more by rounding.
+        let window_chunks = window_rows.div_ceil(options.chunk_rows.clamp(1, window_rows));
+        let chunk_rows = window_rows.div_ceil(window_chunks);
+        let max_chunks = max_tokens.div_ceil(chunk_rows).max(1);
+        if max_chunks.div_ceil(window_chunks) >= 1 << ROUND_BITS {
+            return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
+        }
         let max_slots_per_row = top_k.min(placement.max_local()).max(1);
         let losses = config.aux_loss_coef != 0.0 || config.z_loss_coef != 0.0;
         Ok(Layout {
@@ -77,8 +87,8 @@ impl Layout {
             row_bytes,
             max_slots_per_row,
             chunk_rows,
-            window_chunks: window_rows / chunk_rows,
-            max_chunks: max_tokens.div_ceil(chunk_rows).max(1),
+            window_chunks,
+            max_chunks,
             header_words: HEADER_WORDS + placement.max_local() + if losses { 2 + 3 * config.n_experts } else { 0 },
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
             return_bytes: if peers == 0 {
@@ -218,5 +228,31 @@ impl Memory {
     /// At `at`: the number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.
     pub fn result_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
         self.word(4 + self.layout.window_chunks, from, at, chunk, self.layout.max_chunks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::moe::synthetic::RouterKind;
+    use crate::moe::{Activation, MlpConfig};
+
+    #[test]
+    fn rounds_that_would_reach_into_the_number_of_the_pass_are_refused() {
+        let config = LayerConfig {
+            hidden: 1,
+            n_experts: 2,
+            router: RouterKind::Softmax.config(2, 1),
+            expert: MlpConfig { intermediate: 1, gated: false, activation: Activation::Relu, bias: false },
+            shared: None,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        };
+        // Windows of one row: as many rounds as tokens.
+        let options = Options { budget_factor: 1e-9, ..Options::default() };
+        let layout = |tokens| Layout::new(&config, &Placement::even(2, 2), 4, tokens, &options);
+        assert!(layout((1 << 24) - 1).is_ok());
+        assert!(matches!(layout(1 << 24), Err(MoeError::TooLarge { .. })));
     }
 }

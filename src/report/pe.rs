@@ -53,9 +53,9 @@ pub struct PassReport {
 /// One-sided operations to other PEs. What a PE does in its own heap is not counted.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Traffic {
-    /// Bytes put, by kind ("dispatch", "combine", "counts", ...).
+    /// Bytes put, by kind ("dispatch_rows", "combine_rows", "counts", ...).
     pub remote_bytes: BTreeMap<String, u64>,
-    /// Number of puts, those with a signal included.
+    /// Number of puts, those with a signal included; collectives' are not counted, here and below.
     pub puts: u64,
     /// Number of signal operations, those of puts included.
     pub signals: u64,

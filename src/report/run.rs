@@ -35,8 +35,8 @@ pub struct RunConfig {
     pub steps: u64,
     /// Whether a step has a backward pass.
     pub backward: bool,
-    /// Arithmetic of one step of all PEs, floating-point operations: the matrix products of router, experts and
-    /// shared experts, forward and (where run) backward; a multiply-add is two.
+    /// Arithmetic of one step of all PEs, floating-point operations: the matrix products of routed and shared experts
+    /// (the router's not), forward and (where run) backward; a multiply-add is two.
     pub flop_per_step: f64,
 }
 

@@ -6,8 +6,8 @@ use super::{Dtype, Job};
 use crate::moe::Proj;
 
 impl Job {
-    /// About what all PEs and the supervisor allocate, bytes: weights prepared for both products, gradients, the batches of
-    /// routed and shared experts, and results.
+    /// About what all PEs and the supervisor allocate besides symmetric heaps, bytes: weights prepared for both products,
+    /// gradients, the batches of routed and shared experts, and results.
     fn memory_bytes(&self) -> f64 {
         let config = &self.config;
         let size = |shape: [usize; 2]| shape[0] as f64 * shape[1] as f64;
@@ -26,21 +26,28 @@ impl Job {
         let passes = if self.backward { 2.0 } else { 1.0 };
         let batches = pairs * (hidden * (4.0 + 2.0 * element) + inner * 3.0 * element * passes);
         let gradients = if self.backward { 4.0 } else { 0.0 };
-        weights * (per_weight + gradients) + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
+        // Every PE has the router, in f32; its gradient too, and that once more in the sum over PEs.
+        let router = experts * hidden * pes * (4.0 + 2.0 * gradients);
+        weights * (per_weight + gradients) + router + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
     }
 
     /// Refuses a job that this machine cannot hold, rather than have it killed half way.
     pub(super) fn check_memory(&self) -> Result<()> {
-        let need = self.memory_bytes();
         let Some(available) = available_bytes() else { return Ok(()) };
-        ensure!(
-            need <= available,
-            "the layer needs about {:.1} GB of memory, this machine has {:.1} GB available: use fewer tokens, a smaller \
-             layer, or --dtype bf16",
-            need / 1e9,
-            available / 1e9
-        );
-        Ok(())
+        let fits = |need: f64| {
+            ensure!(
+                need <= available,
+                "the layer needs about {:.1} GB of memory, this machine has {:.1} GB available: use fewer tokens, a smaller \
+                 layer, a smaller --budget-factor, or --dtype bf16",
+                need / 1e9,
+                available / 1e9
+            );
+            Ok(())
+        };
+        // The heap's size can be computed without overflow only where the rest fits.
+        let private = self.memory_bytes();
+        fits(private)?;
+        fits(private + super::pe::heap_bytes(self)? as f64 * self.request.pes as f64)
     }
 }
 

@@ -1,7 +1,6 @@
 //! The supervisor's part of the main job.
 
 use std::ffi::OsString;
-use std::fs::File;
 use std::io::{IsTerminal, Write};
 
 use anyhow::{Context, Result};
@@ -30,12 +29,7 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
         None if job.request.check => Some(OutputFile::in_memory(&results)?),
         None => None,
     };
-    let trace = job
-        .request
-        .trace
-        .as_ref()
-        .map(|path| File::create(path).with_context(|| format!("{}: cannot write the trace", path.display())));
-    let trace = trace.transpose()?;
+    let trace = job.request.trace.as_deref().map(OutputFile::create_empty).transpose()?;
     let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
     let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
 
@@ -69,9 +63,10 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
     if let (Some(output), Some(chosen)) = (&output, &chosen) {
         report.check = Some(check(job, &results, output.file(), chosen)?);
     }
-    if let (Some(mut file), Some(path)) = (trace, &job.request.trace) {
-        file.write_all(trace_json(&reports).as_bytes())
-            .with_context(|| format!("{}: cannot write the trace", path.display()))?;
+    if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
+        let written = trace.file().write_all(trace_json(&reports).as_bytes());
+        written.with_context(|| format!("{}: cannot write the trace", path.display()))?;
+        trace.publish()?;
     }
     if let (Some(output), true) = (output, job.request.output.is_some()) {
         output.publish()?;

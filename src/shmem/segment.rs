@@ -67,6 +67,10 @@ impl Segment {
         if heap_bytes == 0 {
             return Err(ShmemError::Segment("a symmetric heap has at least 1 byte".into()));
         }
+        // No object in memory is larger; and the file's size, with its header, is a number.
+        if heap_bytes > isize::MAX as usize - HEADER_BYTES {
+            return Err(refuse(io::ErrorKind::OutOfMemory.into()));
+        }
         // A reservation too large would not fail: the kernel would end a process, perhaps this one.
         if let Some(available) = available_bytes().filter(|&available| available < heap_bytes as u64) {
             return Err(refuse(io::Error::new(

@@ -164,19 +164,22 @@ fn synthetic_layers_that_cannot_be() {
     for (args, parts) in [
         ("--experts 8 --top-k 9", ["top-k is 9", "1 to 8"]),
         ("--top-k 0", ["top-k is 0", "1 to 8"]),
-        ("--experts 0", ["experts is 0", "at least 1"]),
-        ("--hidden 0", ["hidden is 0", "at least 1"]),
-        ("--intermediate 0", ["intermediate is 0", "at least 1"]),
-        ("--shared-intermediate 0", ["shared intermediate is 0", "at least 1"]),
+        ("--experts 0", ["experts is 0", "1 to 1048576"]),
+        ("--hidden 0", ["hidden is 0", "1 to 1048576"]),
+        ("--intermediate 0", ["intermediate is 0", "1 to 1048576"]),
+        ("--shared-intermediate 0", ["shared intermediate is 0", "1 to 1048576"]),
         ("--experts 300 --hidden 256", ["experts is 300", "256"]),
         ("--hot-ratio 1.5", ["hot ratio is 1.5", "0 to 1"]),
         ("--hot-weight NaN", ["hot weight is NaN", "0 to 1"]),
         ("--capacity-factor 0", ["capacity factor is 0", "above 0"]),
         ("--tokens 10000000000000", ["memory", "available"]),
         ("--tokens 18446744073709551615 --pes 1", ["memory", "available"]),
-        ("--hidden 4294967296 --intermediate 4294967296", ["memory", "available"]),
-        ("--hidden 18446744073709551615 --intermediate 18446744073709551615", ["memory", "available"]),
-        ("--experts 9223372036854775807 --hidden 9223372036854775807", ["", "available"]),
+        ("--hidden 4294967296 --intermediate 4294967296", ["hidden is", "1 to 1048576"]),
+        ("--hidden 1000000 --intermediate 1000000", ["memory", "available"]),
+        // Mostly the routers of all PEs; mostly the receive windows of all PEs.
+        ("--experts 16384 --hidden 16384 --intermediate 1 --tokens 0 --pes 1024", ["memory", "available"]),
+        ("--tokens 1048576 --hidden 1024 --intermediate 1 --pes 1024 --budget-factor 1e9", ["memory", "available"]),
+        ("--experts 9223372036854775807 --hidden 1024", ["experts is", "1 to 1048576"]),
     ] {
         run(aristos_run(args)).refused(&parts);
     }

@@ -14,7 +14,7 @@ use std::time::Instant;
 use super::config::LayerConfig;
 use super::experts::{Batch, Mlp, MlpGradients, Scratch, tiles};
 use super::kernels::Element;
-use super::layout::Memory;
+use super::layout::{Memory, ROUND_BITS};
 use super::metrics::{Phase, Recorder};
 use super::placement::Placement;
 use super::router::{Load, Routes, Routing};
@@ -173,7 +173,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
 
     /// The value of a chunk's signal in this pass: monotonic, and different each time its place is reused.
     fn stamp(&self, chunk: usize) -> u64 {
-        (self.pass << 24) + (chunk / self.memory.layout.window_chunks) as u64 + 1
+        (self.pass << ROUND_BITS) + (chunk / self.memory.layout.window_chunks) as u64 + 1
     }
 
     /// Runs the pass to its end.
@@ -431,6 +431,6 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         let phase = self.rec.enter(Phase::Waiting);
         self.shmem
             .barrier_all(Instant::now() + self.options.wait_limit)
-            .map_err(|timeout| MoeError::wait(self.me(), None, what, phase, timeout))
+            .map_err(|timeout| MoeError::wait(self.me(), Some(timeout.index), what, phase, timeout))
     }
 }
