@@ -6,10 +6,12 @@ mod run;
 use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
 
 use crate::launch::{LaunchError, PeContext};
+use crate::moe::MoeError;
 
 /// A Mixture-of-Experts layer over one-sided communication.
 #[derive(Parser)]
@@ -36,6 +38,8 @@ pub fn main() -> ExitCode {
         Ok(context) => context,
         Err(error) => return fail(&error.into()),
     };
+    // A file size limit is an error of the write then, and not the end of the process without a word.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     let ansi = std::io::stderr().is_terminal();
@@ -66,7 +70,10 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
         Command::Bench(args) => bench::pe(args, &mut context),
     };
     if let Err(error) = result {
-        context.fail(&one_line(&error));
+        match error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe) {
+            Some(peer) => context.fail_on(&one_line(&error), peer),
+            None => context.fail(&one_line(&error)),
+        }
     }
     match context.done() {
         Ok(()) => ExitCode::SUCCESS,

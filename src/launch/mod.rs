@@ -13,7 +13,7 @@
 //! - Every PE said [`PeContext::done`] and exited with code 0: `Ok`.
 //! - A PE died without that, failed, or broke the protocol; the time limit passed; SIGINT, SIGTERM or SIGHUP came: the
 //!   other PEs get SIGKILL at once, all are reaped, and the [`LaunchError`] is one line that names the PE and its phase.
-//!   A PE that notices a peer's death may report before the death itself is seen; so a report is held for 100 ms, and a
+//!   A PE that notices a peer's death may report before the death itself is seen; so a report is held for 250 ms, and a
 //!   death in that time is named instead.
 //! - The supervisor died, by `kill -9` too: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
 //!

@@ -185,6 +185,13 @@ impl PeContext {
         let _ = self.control.send(Kind::Fail, error.as_bytes(), &[]);
         process::exit(1)
     }
+
+    /// As [`PeContext::fail`], for a failure to hear from PE `peer`: where several PEs report one, the supervisor looks for
+    /// the one that all wait for in the end.
+    pub fn fail_on(self, error: &str, peer: usize) -> ! {
+        let _ = self.control.send(Kind::FailOn, &[&peer.to_le_bytes()[..], error.as_bytes()].concat(), &[]);
+        process::exit(1)
+    }
 }
 
 /// A number from the environment.

@@ -19,8 +19,8 @@ use super::{LaunchError, MAX_PES};
 
 /// Time between [`Event::Tick`]s.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a failure report is held, for the death that may have caused it to be seen.
-const GRACE: Duration = Duration::from_millis(100);
+/// How long a failure report is held, for the death or the other PE's failure that may have caused it to be seen.
+const GRACE: Duration = Duration::from_millis(250);
 /// How soon a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(5);
 /// How long a PE may take from `done` to its exit.
@@ -122,7 +122,8 @@ impl<'a> Job<'a> {
             start_limit: self.start_limit,
             first_segment: None,
             all_done: None,
-            failure: None,
+            failures: Vec::new(),
+            failed_at: None,
             scratch: vec![0; 1 << 16],
         };
         supervisor.watch(&signals)
@@ -154,8 +155,10 @@ struct Supervisor<'a, F> {
     first_segment: Option<Instant>,
     /// When the last PE said it was done.
     all_done: Option<Instant>,
-    /// The first failure report, and when it becomes the job's.
-    failure: Option<(LaunchError, Instant)>,
+    /// The failure reports: whose, which PE it waited for, and the error.
+    failures: Vec<(usize, Option<usize>, LaunchError)>,
+    /// When the first of them came.
+    failed_at: Option<Instant>,
     scratch: Vec<u8>,
 }
 
@@ -176,14 +179,14 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             self.hand_out_segments()?;
             self.judge_ended()?;
             let now = Instant::now();
-            if let Some((error, _)) = self.failure.take_if(|(_, until)| now >= *until || self.fleet.ended()) {
-                return Err(error);
+            if self.failed_at.is_some_and(|at| now >= at + GRACE || self.fleet.ended()) {
+                return Err(self.first_cause());
             }
             if self.fleet.ended() {
                 // All done: any other end has been judged.
                 return Ok(());
             }
-            if self.failure.is_none() {
+            if self.failed_at.is_none() {
                 self.check_limits(now)?;
             }
             if now >= next_tick {
@@ -259,14 +262,28 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                     self.all_done = Some(Instant::now());
                 }
             }
-            Kind::Fail => {
+            Kind::Fail | Kind::FailOn => {
                 link.failed = true;
-                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(&frame.body) };
-                self.failure.get_or_insert_with(|| (error, Instant::now() + GRACE));
+                let (peer, message) = match frame.body.split_first_chunk() {
+                    Some((peer, message)) if frame.kind == Kind::FailOn => (Some(usize::from_le_bytes(*peer)), message),
+                    _ => (None, &frame.body[..]),
+                };
+                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(message) };
+                self.failures.push((pe, peer, error));
+                self.failed_at.get_or_insert_with(Instant::now);
             }
             Kind::Files | Kind::Segments => return Err(format!("a {:?} frame from a PE", frame.kind)),
         }
         Ok(())
+    }
+
+    /// Of the failure reports, the first that another PE's does not explain: a PE that failed by itself, or that waited for
+    /// one that has not reported. (A stopped PE reports nothing; those that wait for it do, and then those that
+    /// wait for these.)
+    fn first_cause(&mut self) -> LaunchError {
+        let reported = |pe: usize| self.failures.iter().any(|(reporter, ..)| *reporter == pe);
+        let cause = self.failures.iter().position(|(_, peer, _)| !peer.is_some_and(reported));
+        self.failures.swap_remove(cause.unwrap_or(0)).2
     }
 
     /// Once every PE has given its segment, gives all of them to all.

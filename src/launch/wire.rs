@@ -41,11 +41,13 @@ pub(super) enum Kind {
     Done,
     /// PE: I have failed; the body is one line, UTF-8.
     Fail,
+    /// PE: I have failed, for want of another; the body is its number, native usize, and one line.
+    FailOn,
 }
 
 impl Kind {
     fn from_code(code: u32) -> Option<Kind> {
-        [Kind::Hello, Kind::Files, Kind::Segment, Kind::Segments, Kind::Message, Kind::Done, Kind::Fail]
+        [Kind::Hello, Kind::Files, Kind::Segment, Kind::Segments, Kind::Message, Kind::Done, Kind::Fail, Kind::FailOn]
             .into_iter()
             .find(|kind| *kind as u32 == code)
     }

@@ -69,6 +69,14 @@ pub enum MoeError {
 }
 
 impl MoeError {
+    /// The PE that was waited for in vain, where the error is that.
+    pub fn awaited_pe(&self) -> Option<usize> {
+        match self {
+            MoeError::Wait { peer, .. } => *peer,
+            _ => None,
+        }
+    }
+
     pub(super) fn wait(pe: usize, peer: Option<usize>, what: &'static str, phase: Phase, timeout: WaitTimeout) -> Self {
         let WaitTimeout { expected, seen, waited, .. } = timeout;
         MoeError::Wait { pe, peer, what, phase, expected, seen, waited }

@@ -60,7 +60,7 @@ fn pes_end_with_a_killed_supervisor() {
 #[test]
 fn a_stopped_pe_is_named_by_who_waits_for_it() {
     let out = tempfile::tempdir().unwrap();
-    // Of more than two PEs the one that is named may be waiting for the stopped one itself.
+    // Of more than two PEs some wait for others that wait for the stopped one: it is the one to be named.
     for (pes, victim, mode) in [(2, 0, "pipelined"), (2, 1, "bulk"), (4, 1, "pipelined"), (4, 3, "bulk")] {
         let mut running = long_run(pes, &format!("--timeout 2 --mode {mode}"), out.path());
         let pid = running.pe(victim);
@@ -69,7 +69,7 @@ fn a_stopped_pe_is_named_by_who_waits_for_it() {
         let stopped = Instant::now();
         let outcome = running.end();
         assert!(stopped.elapsed() < Duration::from_secs(2) + END_LIMIT, "{:?}", stopped.elapsed());
-        let named = if pes == 2 { format!(" for PE {victim}: ") } else { " for PE ".to_string() };
+        let named = format!(" for PE {victim}: ");
         outcome.refused(&[&named, " waited 2"]);
         assert_eq!(names_in(out.path()), [""; 0]);
     }
