@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use rustix::fs::{CWD, FileType, Mode};
 use serde_json::json;
 
 use crate::binary::{aristos, aristos_run, names_in, run, write_tensors};
@@ -38,6 +39,20 @@ fn missing_files() {
     let files = Files::new();
     fs::remove_file(files.shard()).unwrap();
     refused(&files, &[], &["model-00001-of-00001.safetensors", "No such file"]);
+}
+
+#[test]
+fn named_pipes_are_not_waited_for() {
+    for name in ["in.safetensors", "model/config.json", "model/model.safetensors", "model/model.safetensors.index.json"] {
+        let files = Files::new();
+        if name.ends_with("index.json") {
+            files.shard();
+        }
+        let path = files.path(name);
+        fs::remove_file(&path).unwrap();
+        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        refused(&files, &[], &[path.to_str().unwrap(), "is not a regular file"]);
+    }
 }
 
 #[test]
