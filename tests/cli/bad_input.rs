@@ -43,7 +43,8 @@ fn missing_files() {
 
 #[test]
 fn named_pipes_are_not_waited_for() {
-    for name in ["in.safetensors", "model/config.json", "model/model.safetensors", "model/model.safetensors.index.json"] {
+    for name in ["in.safetensors", "model/config.json", "model/model.safetensors", "model/model.safetensors.index.json"]
+    {
         let files = Files::new();
         if name.ends_with("index.json") {
             files.shard();
@@ -260,6 +261,33 @@ fn an_output_that_cannot_be_written_is_refused_before_the_work() {
     for flag in ["--output=", "--trace="] {
         run(aristos_run(&format!("--tokens 4 {flag}"))).misused(&["a value is required"]);
     }
+}
+
+#[test]
+fn a_trace_replaces_no_other_file_of_the_job() {
+    let files = Files::new();
+    let link = files.path("link");
+    std::os::unix::fs::symlink(files.path("out"), &link).unwrap();
+    std::os::unix::fs::symlink(files.path("model/model.safetensors"), files.path("weights")).unwrap();
+    let refused_at = |trace: &str, part: &str| {
+        refused(&files, &["--trace", files.path(trace).to_str().unwrap()], &["--trace", trace, part]);
+    };
+    for trace in ["out/out.safetensors", "out/./out.safetensors", "out/../out/out.safetensors", "link/out.safetensors"]
+    {
+        refused_at(trace, "is --output too");
+    }
+    let before = fs::read(files.path("in.safetensors")).unwrap();
+    refused_at("in.safetensors", "is the input");
+    refused_at("model/../in.safetensors", "is the input");
+    for trace in ["model/config.json", "model/model.safetensors", "weights"] {
+        refused_at(trace, "is a file of the model");
+    }
+    assert!(fs::read(files.path("in.safetensors")).unwrap() == before);
+    // One that is there already, and nobody else's, is replaced.
+    fs::write(files.path("trace.json"), "old").unwrap();
+    files.run(&["--trace", files.path("trace.json").to_str().unwrap()]).success();
+    let trace = fs::read(files.path("trace.json")).unwrap();
+    assert!(serde_json::from_slice::<serde_json::Value>(&trace).is_ok());
 }
 
 /// A results file, and a trace, on a disk of 64 KiB: `aristos` with these arguments, in which DISK is that disk.
