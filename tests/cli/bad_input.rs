@@ -207,9 +207,11 @@ fn flags_that_cannot_be() {
         ("--pes 0", ["--pes 0", "1 to 1024"]),
         ("--pes 1025", ["--pes 1025", "1 to 1024"]),
         ("--steps 0", ["--steps is 0", "at least 1"]),
-        ("--timeout nan", ["--timeout is NaN", "seconds"]),
-        ("--timeout=-1", ["--timeout is -1", "seconds"]),
-        ("--timeout 1e30", ["--timeout is 1", "seconds"]),
+        ("--timeout 0", ["--timeout is 0,", "a number of seconds above 0"]),
+        ("--timeout nan", ["--timeout is NaN", "a number of seconds above 0"]),
+        ("--timeout=-1", ["--timeout is -1", "a number of seconds above 0"]),
+        ("--timeout 1e30", ["--timeout is 1", "at most 16777216 seconds"]),
+        ("--timeout inf", ["--timeout is inf", "at most 16777216 seconds"]),
         ("--budget-factor 0", ["--budget-factor is 0", "above 0"]),
         ("--budget-factor inf", ["--budget-factor is inf", "above 0"]),
         ("--chunk-rows 0", ["--chunk-rows is 0", "at least 1"]),
@@ -217,6 +219,7 @@ fn flags_that_cannot_be() {
         run(aristos_run(args)).refused(&parts);
         run(aristos_run(&format!("--tokens 4 {args}"))).refused(&parts);
     }
+    run(aristos(["bench", "moe", "--timeout", "0"])).refused(&["--timeout is 0, expected a number of seconds above 0"]);
     for (args, parts) in [
         ("--pes two", ["'two'", "--pes"]),
         ("--pes=-1", ["'-1'", "--pes"]),
