@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::launch::{LaunchError, PeContext};
+use crate::launch::{LaunchError, PeContext, one_line};
 
 /// A Mixture-of-Experts layer over one-sided communication.
 #[derive(Parser)]
@@ -64,7 +64,7 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
         Command::Bench(args) => bench::pe(args, &mut context),
     };
     if let Err(error) = result {
-        context.fail(&one_line(&error));
+        context.fail(&one_line(&format!("{error:#}")));
     }
     match context.done() {
         Ok(()) => ExitCode::SUCCESS,
@@ -74,10 +74,6 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
 }
 
 fn fail(error: &anyhow::Error) -> ExitCode {
-    eprintln!("aristos: {}", one_line(error));
+    eprintln!("aristos: {}", one_line(&format!("{error:#}")));
     error.downcast_ref::<LaunchError>().map_or(ExitCode::FAILURE, |e| ExitCode::from(e.exit_code()))
-}
-
-fn one_line(error: &anyhow::Error) -> String {
-    format!("{error:#}").replace('\n', " ")
 }

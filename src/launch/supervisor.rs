@@ -261,7 +261,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             }
             Kind::Fail => {
                 link.failed = true;
-                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(&frame.body) };
+                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(&String::from_utf8_lossy(&frame.body)) };
                 self.failure.get_or_insert_with(|| (error, Instant::now() + GRACE));
             }
             Kind::Files | Kind::Segments => return Err(format!("a {:?} frame from a PE", frame.kind)),
@@ -347,9 +347,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     }
 }
 
-/// A PE's words as one line of bounded length.
-fn one_line(body: &[u8]) -> String {
-    let text = String::from_utf8_lossy(body);
+/// A message, perhaps with names of files or a PE's words in it, as one line of bounded length without control characters.
+pub fn one_line(text: &str) -> String {
     let words = text.split(|c: char| c.is_control()).filter(|part| !part.is_empty());
     words.collect::<Vec<_>>().join(" ").chars().take(LINE_CHARS).collect()
 }

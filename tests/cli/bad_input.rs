@@ -202,6 +202,13 @@ fn synthetic_layers_that_cannot_be() {
 }
 
 #[test]
+fn names_cannot_control_the_terminal() {
+    let files = Files::new();
+    let outcome = files.run_to(&files.path("no\n\x1b[2J\rsuch/out"), &[]);
+    outcome.refused(&["/no [2J such/out", "No such file"]);
+}
+
+#[test]
 fn flags_that_cannot_be() {
     for (args, parts) in [
         ("--pes 0", ["--pes 0", "1 to 1024"]),
