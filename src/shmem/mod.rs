@@ -36,7 +36,7 @@ use std::time::Instant;
 pub use bytemuck::Pod;
 
 pub use error::{ShmemError, WaitTimeout};
-pub use segment::Segment;
+pub use segment::{Segment, available_bytes};
 pub use shm::ShmTransport;
 pub use team::Team;
 pub use typed::Shmem;

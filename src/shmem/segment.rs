@@ -259,7 +259,7 @@ impl Doorbell for Bell {
 }
 
 /// Memory that can be had without swapping, bytes; `None` where `/proc` does not say.
-fn available_bytes() -> Option<u64> {
+pub fn available_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
