@@ -17,7 +17,7 @@ use crate::moe::metrics::{Observer, Phase};
 use crate::moe::placement::{Placement, block};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Gradients, Layer, Layout, Mode, Options, WeightSource};
-use crate::shmem::{Shmem, ShmTransport, Transport};
+use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -194,7 +194,7 @@ fn measure<T: Transport, E: Element>(
                 layer.set_mode(mode);
             }
             layer.recorder.take();
-            shmem.barrier_all(Instant::now() + bench.options.wait_limit)?;
+            shmem.barrier_all(bench.options.deadline())?;
             let start = Instant::now();
             match what {
                 What::Gemms => {

@@ -261,7 +261,11 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             }
             Kind::Fail => {
                 link.failed = true;
-                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(&String::from_utf8_lossy(&frame.body)) };
+                let error = LaunchError::Failed {
+                    pe,
+                    phase: self.phase(pe),
+                    message: one_line(&String::from_utf8_lossy(&frame.body)),
+                };
                 self.failure.get_or_insert_with(|| (error, Instant::now() + GRACE));
             }
             Kind::Files | Kind::Segments => return Err(format!("a {:?} frame from a PE", frame.kind)),
