@@ -3,4 +3,4 @@
 pub mod moe;
 mod summary;
 
-pub use summary::{samples_csv, LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats};
+pub use summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};

@@ -225,9 +225,8 @@ impl LayerResult {
             cpus
         };
         let all = (0..iterations).flat_map(|i| (0..MEASUREMENTS.len()).map(move |which| (i, which)));
-        let shared_cpu = all.filter(|&(i, which)| {
-            (1..n).any(|a| (0..a).any(|b| sample(a, i, which).cpu == sample(b, i, which).cpu))
-        });
+        let shared_cpu = all
+            .filter(|&(i, which)| (1..n).any(|a| (0..a).any(|b| sample(a, i, which).cpu == sample(b, i, which).cpu)));
         LayerResult {
             dtype: pes.first().map(|pe| pe.dtype.clone()).unwrap_or_default(),
             imbalance: most as f64 * n as f64 / rows.max(1) as f64,
@@ -246,7 +245,9 @@ impl LayerResult {
             self.dtype,
             join(self.rows_per_pe.iter().map(u64::to_string).collect()),
             self.imbalance,
-            join(self.cpus.iter().map(|cpus| cpus.iter().map(usize::to_string).collect::<Vec<_>>().join("+")).collect()),
+            join(
+                self.cpus.iter().map(|cpus| cpus.iter().map(usize::to_string).collect::<Vec<_>>().join("+")).collect()
+            ),
         );
         if self.shared_cpu > 0 {
             let _ = write!(text, "; two PEs on one CPU after {}", count(self.shared_cpu as u64, "measurement"));

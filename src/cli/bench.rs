@@ -133,8 +133,7 @@ impl MoeArgs {
             aux_loss_coef: 0.0,
             z_loss_coef: 0.0,
         };
-        let layer =
-            SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
+        let layer = SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
         Synthetic::new(layer.clone())?;
         Ok(MoeBench {
             layer,
@@ -199,7 +198,8 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     }
     if let Some((path, mut file)) = csv {
         let text = samples_csv(&by_dtype);
-        std::io::Write::write_all(&mut file, text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))?;
+        std::io::Write::write_all(&mut file, text.as_bytes())
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     let summary = MoeSummary::new(&bench, &by_dtype);
     if args.json {

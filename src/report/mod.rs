@@ -12,8 +12,8 @@ pub(crate) mod table;
 mod trace;
 
 pub use pe::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
-pub use run::{CheckReport, PassTimes, RunConfig, RunReport, Spread, TensorCheck};
 pub(crate) use run::median;
+pub use run::{CheckReport, PassTimes, RunConfig, RunReport, Spread, TensorCheck};
 pub use trace::trace_json;
 
 /// The phases' keys, in the order of the table, and their names there.
