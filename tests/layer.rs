@@ -2,11 +2,16 @@
 
 mod common;
 
+use std::time::Duration;
+
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
 use aristos::moe::kernels::Element;
+use aristos::moe::metrics::Unobserved;
 use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
-use aristos::moe::{Activation, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
-use common::{assert_close, even, heap_bytes, mixtral, reference, run, shm, synthetic};
+use aristos::moe::{
+    Activation, Gradients, Layer, LayerConfig, MlpConfig, Mode, Options, Placement, SharedConfig, WeightSource,
+};
+use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, shm, synthetic};
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
@@ -14,7 +19,6 @@ fn small_options(mode: Mode) -> Options {
 }
 
 fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Options, tolerance: f64, what: &str) {
-    use aristos::moe::WeightSource;
     let splits = [even(tokens, n)];
     let heap = heap_bytes::<E>(source.config(), n, tokens.div_ceil(n), options);
     let steps = run::<_, E>(shm(n, heap), source, &splits, options, 2).unwrap();
@@ -169,4 +173,69 @@ fn bytes_on_the_wire_are_the_formula() {
     // Backward returns one routing-weight gradient per slot: 4 of the 8 bytes that forward sent for it, less the counts.
     let forward_rows = total(|t| t.dispatch_rows) / 2;
     assert_eq!(total(|t| t.combine_slot_bytes) * 2, total(|t| t.dispatch_slot_bytes) - 4 * forward_rows);
+}
+
+#[test]
+fn a_layer_that_cannot_be_is_an_error() {
+    let source = synthetic(mixtral(8, 4, 6, 2), 1);
+    let heap = heap_bytes::<f32>(source.config(), 2, 4, &Options::default());
+    let refused = |placement: Placement, options: Options, want: &str| {
+        for result in on_pes(shm(2, heap), |shmem| {
+            let made = Layer::<_, f32>::new(&shmem, &source, placement.clone(), 4, options.clone(), &Unobserved);
+            made.map(drop).map_err(|error| error.to_string())
+        }) {
+            assert_eq!(result, Err(want.to_string()));
+        }
+    };
+    let options = Options::default;
+    refused(Placement::even(6, 3), options(), "the placement's list of PEs has 3 elements, expected 2");
+    refused(Placement::even(5, 2), options(), "the placement's list of experts has 5 elements, expected 6");
+    refused(Placement::even(7, 2), options(), "the placement's list of experts has 7 elements, expected 6");
+    let even = Placement::even(6, 2);
+    refused(even.clone(), Options { tile_rows: 0, ..options() }, "tile rows is 0, expected at least 1");
+    refused(even.clone(), Options { chunk_rows: 0, ..options() }, "chunk rows is 0, expected at least 1");
+    for budget_factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let want = format!("budget factor is {budget_factor}, expected a finite number above 0");
+        refused(even.clone(), Options { budget_factor, ..options() }, &want);
+    }
+}
+
+#[test]
+fn gradients_of_other_shapes_are_an_error() {
+    let base = mixtral(8, 4, 6, 2);
+    let mlp = MlpConfig { bias: true, ..base.expert };
+    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
+    let source = synthetic(LayerConfig { expert: mlp, shared, ..base }, 1);
+    // A limit that no clock reaches is no limit.
+    let options = Options { wait_limit: Duration::MAX, ..Options::default() };
+    let heap = heap_bytes::<f32>(source.config(), 2, 4, &options);
+    type Spoil = fn(&mut Gradients);
+    let spoils: [(Spoil, &str); 8] = [
+        (|g| *g = Gradients::default(), "the router's gradient has 0 elements, expected 48"),
+        (|g| g.experts.truncate(1), "the gradients' list of experts has 1 elements, expected 3"),
+        (|g| g.experts[2].matrix[0].clear(), "an expert's gradient has 0 elements, expected 32"),
+        (|g| g.experts[0].bias[2].push(0.0), "an expert's bias gradient has 9 elements, expected 8"),
+        (|g| g.shared = Default::default(), "the shared expert's gradient has 0 elements, expected 32"),
+        (|g| g.shared.bias[1].clear(), "the shared expert's bias gradient has 0 elements, expected 4"),
+        (|g| g.shared_gate.clear(), "the gradient of the shared expert's gate has 0 elements, expected 8"),
+        (|g| g.router.push(0.0), "the router's gradient has 49 elements, expected 48"),
+    ];
+    on_pes(shm(2, heap), |shmem| {
+        let (me, placement) = (shmem.my_pe(), Placement::even(6, 2));
+        let mut layer =
+            Layer::<_, f32>::new(&shmem, &source, placement.clone(), 4, options.clone(), &Unobserved).unwrap();
+        let x = source.hidden_states(4 * me..4 * me + 4);
+        let (mut output, mut grad_input) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+        let zeros = Gradients::zeros(source.config(), &placement, me);
+        for (spoil, want) in spoils {
+            let saved = layer.forward(&x, &mut output).unwrap();
+            let mut grads = zeros.clone();
+            spoil(&mut grads);
+            let error = layer.backward(saved, &x, &mut grad_input, &mut grads).unwrap_err();
+            assert_eq!(error.to_string(), want);
+        }
+        // None of them was sent anything, so that the layer can go on.
+        let saved = layer.forward(&x, &mut output).unwrap();
+        layer.backward(saved, &x, &mut grad_input, &mut zeros.clone()).unwrap();
+    });
 }

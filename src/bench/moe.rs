@@ -194,7 +194,7 @@ fn measure<T: Transport, E: Element>(
                 layer.set_mode(mode);
             }
             layer.recorder.take();
-            shmem.barrier_all(Instant::now() + bench.options.wait_limit)?;
+            shmem.barrier_all(bench.options.deadline())?;
             let start = Instant::now();
             match what {
                 What::Gemms => {

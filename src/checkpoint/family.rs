@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{anyhow, bail};
 use serde_json::{Map, Value};
 
+use super::file::read_regular;
 use crate::moe::{Activation, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId};
 
 /// A model family whose checkpoints can be read.
@@ -71,7 +72,7 @@ impl Family {
 /// One line that names the file, the field, its value and what is expected.
 pub(super) fn read_config(dir: &Path, layer: usize) -> anyhow::Result<(Family, LayerConfig)> {
     let path = dir.join("config.json");
-    let text = std::fs::read(&path).map_err(|e| anyhow!("cannot read {}: {e}", path.display()))?;
+    let text = read_regular(&path).map_err(|e| anyhow!("cannot read {}: {e}", path.display()))?;
     let map = serde_json::from_slice(&text).map_err(|e| anyhow!("{} is not a JSON object: {e}", path.display()))?;
     let fields = Fields { path, map };
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind, Read};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -39,12 +39,8 @@ impl TensorFile {
     /// One line that names the file, and the tensor where there is one.
     pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
         let show = path.display();
-        let file = File::open(path).map_err(|e| anyhow!("cannot open {show}: {e}"))?;
-        let meta = file.metadata().map_err(|e| anyhow!("cannot read {show}: {e}"))?;
-        if !meta.is_file() {
-            bail!("{show} is not a regular file");
-        }
-        let file_bytes = meta.len();
+        let file = open_regular(path).map_err(|e| anyhow!("cannot open {show}: {e}"))?;
+        let file_bytes = file.metadata().map_err(|e| anyhow!("cannot read {show}: {e}"))?.len();
         if file_bytes < 8 {
             bail!("{show} is not a safetensors file: {file_bytes} bytes, too short for a header");
         }
@@ -166,6 +162,21 @@ impl TensorFile {
             _ => anyhow!("cannot read tensor {name} of {}: {e}", self.path.display()),
         })
     }
+}
+
+/// Opens a regular file to read. Looks before it opens: to open a named pipe would be to wait for its writer.
+fn open_regular(path: &Path) -> io::Result<File> {
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    File::open(path)
+}
+
+/// The bytes of a regular file.
+pub(super) fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Checks a header entry against itself and against the bytes of data that the file has.

@@ -20,7 +20,7 @@ use anyhow::{Context, anyhow, bail};
 
 use crate::moe::{LayerConfig, WeightId, WeightSource};
 pub use family::Family;
-use file::TensorFile;
+use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};
 pub use result::{OutputFile, ResultLayout, memory_file};
 
@@ -131,7 +131,7 @@ fn read_index(dir: &Path) -> anyhow::Result<HashMap<String, String>> {
         weight_map: HashMap<String, String>,
     }
     let path = dir.join(INDEX);
-    let text = match std::fs::read(&path) {
+    let text = match read_regular(&path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             bail!("{}: neither {SINGLE} nor {INDEX} is there", dir.display())
         }

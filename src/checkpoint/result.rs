@@ -127,8 +127,10 @@ impl ResultLayout {
     }
 }
 
-/// A result file on its way: nobody sees it before [`OutputFile::publish`], and if that never comes, whatever the
-/// reason, nothing is left behind.
+/// A result file on its way: its name is not seen before [`OutputFile::publish`], and if that never comes, nothing is
+/// left behind. The exception is a process that is killed while the file has a temporary name, `.aristos-*.tmp` in the
+/// target's folder: on file systems without `O_TMPFILE` all the time, on others for a moment of publishing, where it
+/// replaces a file.
 #[derive(Debug)]
 pub struct OutputFile {
     file: File,
@@ -230,19 +232,14 @@ impl OutputFile {
     pub fn publish(self) -> anyhow::Result<()> {
         let Some(mut target) = self.target else { return Ok(()) };
         self.file.sync_all().map_err(|e| anyhow!("cannot write {}: {e}", target.path.display()))?;
-        let fail = |e: Errno| cannot_write(&target.path, e);
         if target.temporary.is_none() {
             let open = format!("/proc/self/fd/{}", self.file.as_raw_fd());
             let link = |name: &Path| rustix::fs::linkat(CWD, &open, CWD, name, AtFlags::SYMLINK_FOLLOW);
             match link(&target.path) {
                 Ok(()) => return target.sync_dir(),
                 // A link never replaces; a rename does, so it takes a name of its own first.
-                Err(Errno::EXIST) => {
-                    let name = target.temporary_name();
-                    link(&name).map_err(fail)?;
-                    target.temporary = Some(name);
-                }
-                Err(e) => return Err(fail(e)),
+                Err(Errno::EXIST) => target.with_temporary_name(link)?,
+                Err(e) => return Err(cannot_write(&target.path, e)),
             }
         }
         if let Some(name) = &target.temporary {
@@ -254,19 +251,28 @@ impl OutputFile {
 }
 
 impl Target {
-    /// A name in the target's folder that no other process uses. It does not grow with the target's name, which may
-    /// be as long as a name can be.
-    fn temporary_name(&self) -> PathBuf {
-        self.dir.join(format!(".aristos-{}.tmp", std::process::id()))
+    /// Has `make` make a file in the target's folder under a name that nobody has there; it goes when `self` does.
+    fn with_temporary_name<R>(&mut self, make: impl Fn(&Path) -> Result<R, Errno>) -> anyhow::Result<R> {
+        const TRIES: usize = 100;
+        let mut result = Err(Errno::EXIST);
+        for _ in 0..TRIES {
+            // It does not grow with the target's name, which may be as long as a name can be.
+            let name = self.dir.join(format!(".aristos-{:016x}.tmp", rand::random::<u64>()));
+            result = make(&name);
+            if result.is_ok() {
+                self.temporary = Some(name);
+            }
+            if !matches!(result, Err(Errno::EXIST)) {
+                break;
+            }
+        }
+        result.map_err(|e| cannot_write(&self.path, e))
     }
 
-    /// Opens a file under a temporary name, which goes when `self` does.
+    /// Opens a file under a temporary name.
     fn open_named(&mut self, flags: OFlags, mode: Mode) -> anyhow::Result<File> {
-        let name = self.temporary_name();
-        let fd = rustix::fs::openat(CWD, &name, flags | OFlags::CREATE | OFlags::EXCL, mode)
-            .map_err(|e| cannot_write(&self.path, e))?;
-        self.temporary = Some(name);
-        Ok(File::from(fd))
+        self.with_temporary_name(|name| rustix::fs::openat(CWD, name, flags | OFlags::CREATE | OFlags::EXCL, mode))
+            .map(File::from)
     }
 
     /// Makes the new name itself last.
@@ -341,6 +347,35 @@ mod tests {
         let file = target.open_named(OFlags::RDWR | OFlags::CLOEXEC, Mode::from_raw_mode(0o666)).unwrap();
         reserve(&file, &target, 64).unwrap();
         OutputFile { file, target: Some(target) }
+    }
+
+    #[test]
+    fn a_temporary_name_that_is_taken_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut target = Target { path: dir.path().join("out"), dir: dir.path().to_owned(), temporary: None };
+        let tried = std::cell::RefCell::new(Vec::new());
+        let make = |name: &Path| {
+            tried.borrow_mut().push(name.to_owned());
+            if tried.borrow().len() < 3 { Err(Errno::EXIST) } else { Ok(()) }
+        };
+        target.with_temporary_name(make).unwrap();
+        let mut names = tried.into_inner();
+        assert_eq!(target.temporary.as_ref(), names.last());
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 3);
+        let mut target = Target { temporary: None, path: target.path.clone(), dir: target.dir.clone() };
+        let error = target.with_temporary_name(|_| Err::<(), _>(Errno::EXIST)).unwrap_err();
+        assert!(error.to_string().contains("exists") && target.temporary.is_none(), "{error}");
+    }
+
+    #[test]
+    fn two_named_temporaries_in_one_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (named(dir.path()), named(dir.path()));
+        first.publish().unwrap();
+        second.publish().unwrap();
+        assert_eq!(dir.path().read_dir().unwrap().count(), 1);
     }
 
     #[test]

@@ -105,6 +105,7 @@ impl MoeArgs {
         {
             ensure!(value > 0, "--{flag} is 0, expected at least 1");
         }
+        ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let layer = LayerConfig {
             hidden: self.hidden,
             n_experts: self.experts,

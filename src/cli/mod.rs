@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
 
-use crate::launch::{LaunchError, PeContext};
+use crate::launch::{LaunchError, PeContext, one_line};
 use crate::moe::MoeError;
 
 /// A Mixture-of-Experts layer over one-sided communication.
@@ -71,8 +71,8 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
     };
     if let Err(error) = result {
         match error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe) {
-            Some(peer) => context.fail_on(&one_line(&error), peer),
-            None => context.fail(&one_line(&error)),
+            Some(peer) => context.fail_on(&one_line(&format!("{error:#}")), peer),
+            None => context.fail(&one_line(&format!("{error:#}"))),
         }
     }
     match context.done() {
@@ -83,10 +83,6 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
 }
 
 fn fail(error: &anyhow::Error) -> ExitCode {
-    eprintln!("aristos: {}", one_line(error));
+    eprintln!("aristos: {}", one_line(&format!("{error:#}")));
     error.downcast_ref::<LaunchError>().map_or(ExitCode::FAILURE, |e| ExitCode::from(e.exit_code()))
-}
-
-fn one_line(error: &anyhow::Error) -> String {
-    format!("{error:#}").replace('\n', " ")
 }

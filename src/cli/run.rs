@@ -15,6 +15,9 @@ use crate::run::{Dtype, Job, Request, Work};
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
 
+/// Longest wait that can be asked for, seconds: half a year.
+const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
+
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
@@ -248,14 +251,11 @@ impl Args {
             "--budget-factor is {}, expected a finite number above 0",
             self.budget_factor
         );
-        let Ok(wait_limit) = Duration::try_from_secs_f64(self.timeout) else {
-            bail!("--timeout is {}, expected a number of seconds, 0 or more", self.timeout)
-        };
+        ensure!(self.timeout > 0.0, "--timeout is {}, expected a number of seconds above 0", self.timeout);
         ensure!(
-            wait_limit <= Duration::from_secs(1 << 24),
-            "--timeout is {}, expected at most {} seconds",
-            self.timeout,
-            1 << 24
+            self.timeout <= MAX_TIMEOUT_S,
+            "--timeout is {}, expected at most {MAX_TIMEOUT_S} seconds",
+            self.timeout
         );
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Request {
@@ -267,7 +267,7 @@ impl Args {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,
                 chunk_rows: self.chunk_rows,
-                wait_limit,
+                wait_limit: Duration::from_secs_f64(self.timeout),
                 ..Options::default()
             },
             losses: (self.aux_loss_coef, self.z_loss_coef),

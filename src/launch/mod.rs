@@ -31,7 +31,7 @@ use std::time::Duration;
 
 pub use pe::PeContext;
 pub use status::{PeStatus, StatusPage, StatusView};
-pub use supervisor::{Event, Job};
+pub use supervisor::{Event, Job, one_line};
 
 /// Most PEs a job may have.
 pub const MAX_PES: usize = 1024;

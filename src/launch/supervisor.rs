@@ -268,7 +268,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                     Some((peer, message)) if frame.kind == Kind::FailOn => (Some(usize::from_le_bytes(*peer)), message),
                     _ => (None, &frame.body[..]),
                 };
-                let error = LaunchError::Failed { pe, phase: self.phase(pe), message: one_line(message) };
+                let message = one_line(&String::from_utf8_lossy(message));
+                let error = LaunchError::Failed { pe, phase: self.phase(pe), message };
                 self.failures.push((pe, peer, error));
                 self.failed_at.get_or_insert_with(Instant::now);
             }
@@ -364,9 +365,8 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     }
 }
 
-/// A PE's words as one line of bounded length.
-fn one_line(body: &[u8]) -> String {
-    let text = String::from_utf8_lossy(body);
+/// A message, perhaps with names of files or a PE's words in it, as one line of bounded length without control characters.
+pub fn one_line(text: &str) -> String {
     let words = text.split(|c: char| c.is_control()).filter(|part| !part.is_empty());
     words.collect::<Vec<_>>().join(" ").chars().take(LINE_CHARS).collect()
 }

@@ -1,9 +1,8 @@
 //! The layer: weights and symmetric memory of one PE, and its forward and backward.
 
 use std::borrow::Cow;
-use std::time::Instant;
 
-use super::config::{LayerConfig, WeightId, WeightSource};
+use super::config::{LayerConfig, MlpConfig, Proj, WeightId, WeightSource};
 use super::engine::{Direction, Engine, Progress, Saved};
 use super::experts::{Mlp, MlpGradients, Scratch, Which, proj_index};
 use super::kernels::{self, Element};
@@ -91,7 +90,8 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     /// `observer` of each phase it enters.
     ///
     /// # Errors
-    /// A configuration that cannot be, weights that cannot be loaded, a heap that is too small, or a peer that does not
+    /// A configuration or options that cannot be, a placement of other PEs or experts than there are, weights that
+    /// cannot be loaded, a heap that is too small, or a peer that does not
     /// come.
     pub fn new(
         shmem: &'s Shmem<T>,
@@ -103,6 +103,13 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     ) -> Result<Self, MoeError> {
         let config = source.config().clone();
         config.validate()?;
+        options.validate()?;
+        for (what, got, expected) in [
+            ("the placement's list of PEs", placement.n_pes(), shmem.n_pes()),
+            ("the placement's list of experts", placement.n_experts(), config.n_experts),
+        ] {
+            expect_len(what, got, expected)?;
+        }
         let me = shmem.my_pe();
         let load = |id| source.load(id).map_err(MoeError::Weights);
         let router = f32::prepare(&load(WeightId::Router)?, config.n_experts, config.hidden);
@@ -136,7 +143,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         // Nobody may signal before every PE's signal words are zero.
         layer.memory.clear_signals(shmem);
         shmem
-            .barrier_all(Instant::now() + layer.options.wait_limit)
+            .barrier_all(layer.options.deadline())
             .map_err(|timeout| MoeError::wait(me, Some(timeout.index), "to make the layer", Phase::Idle, timeout))?;
         Ok(layer)
     }
@@ -186,9 +193,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             let expected = format!("a multiple of {h}, the hidden size, up to {max}");
             return Err(MoeError::Shape { what: "hidden_states", got: x.len(), expected });
         }
-        if output.len() != x.len() {
-            return Err(MoeError::Shape { what: "output", got: output.len(), expected: x.len().to_string() });
-        }
+        expect_len("output", output.len(), x.len())?;
         self.recorder.enter(Phase::Router);
         self.passes += 1;
         self.forwards += 1;
@@ -233,7 +238,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     /// routing of the forward pass that returned `saved`. The losses count with their coefficients.
     ///
     /// # Errors
-    /// As for [`Layer::forward`].
+    /// As for [`Layer::forward`]; `grads` in other shapes than [`Gradients::zeros`] gives.
     pub fn backward(
         &mut self,
         mut saved: Saved<E>,
@@ -256,10 +261,9 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     ) -> Result<(), MoeError> {
         let (h, tokens) = (self.config.hidden, saved.routing.tokens);
         for (what, got) in [("grad_output", grad_output.len()), ("grad_hidden_states", grad_input.len())] {
-            if got != tokens * h {
-                return Err(MoeError::Shape { what, got, expected: (tokens * h).to_string() });
-            }
+            expect_len(what, got, tokens * h)?;
         }
+        self.check_gradients(grads)?;
         self.recorder.enter(Phase::Router);
         self.passes += 1;
         if self.shared.is_some() {
@@ -293,6 +297,26 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         self.reduce(grads)
     }
 
+    /// Checks that `grads` has the shapes of [`Gradients::zeros`].
+    fn check_gradients(&self, grads: &Gradients) -> Result<(), MoeError> {
+        let h = self.config.hidden;
+        expect_len("the router's gradient", grads.router.len(), self.config.n_experts * h)?;
+        expect_len("the gradients' list of experts", grads.experts.len(), self.experts.len())?;
+        for expert in &grads.experts {
+            check_mlp_gradients(
+                ["an expert's gradient", "an expert's bias gradient"],
+                expert,
+                Some(&self.config.expert),
+                h,
+            )?;
+        }
+        let shared = self.config.shared.map(|s| s.mlp);
+        let what = ["the shared expert's gradient", "the shared expert's bias gradient"];
+        check_mlp_gradients(what, &grads.shared, shared.as_ref(), h)?;
+        let gate = self.shared_gate.as_ref().map_or(0, Vec::len);
+        expect_len("the gradient of the shared expert's gate", grads.shared_gate.len(), gate)
+    }
+
     /// Keeps the memory of a forward pass for the next one.
     pub fn recycle(&mut self, saved: Saved<E>) {
         self.spare.push(saved);
@@ -305,7 +329,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     pub fn free(self) -> Result<(), MoeError> {
         let me = self.shmem.my_pe();
         self.shmem
-            .barrier_all(Instant::now() + self.options.wait_limit)
+            .barrier_all(self.options.deadline())
             .map_err(|timeout| MoeError::wait(me, Some(timeout.index), "to free the layer", Phase::Idle, timeout))?;
         self.memory.free(self.shmem);
         Ok(())
@@ -367,10 +391,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             let signal = self.memory.capacity_signal(pe, me);
             let phase = self.recorder.enter(Phase::Waiting);
             self.shmem
-                .wait_until(
-                    Wait { signal, cmp: Cmp::Ge, value: self.forwards },
-                    Instant::now() + self.options.wait_limit,
-                )
+                .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.options.deadline())
                 .map_err(|timeout| MoeError::wait(me, Some(pe), "its counts for the capacity", phase, timeout))?;
             self.recorder.enter(phase);
             let mut counts = vec![0u32; e];
@@ -393,7 +414,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         }
         self.recorder.enter(Phase::AllReduce);
         let mut all: Vec<f32> = grads.replicated().flat_map(|g| g.iter().copied()).collect();
-        let deadline = Instant::now() + self.options.wait_limit;
+        let deadline = self.options.deadline();
         self.shmem.all_reduce_sum(self.shmem.world(), &mut all, deadline).map_err(|timeout| {
             let what = "its gradients of replicated weights";
             MoeError::wait(self.shmem.my_pe(), Some(timeout.index), what, Phase::AllReduce, timeout)
@@ -406,6 +427,31 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         }
         Ok(())
     }
+}
+
+fn expect_len(what: &'static str, got: usize, expected: usize) -> Result<(), MoeError> {
+    if got == expected { Ok(()) } else { Err(MoeError::Shape { what, got, expected: expected.to_string() }) }
+}
+
+/// Checks the gradients of one MLP, empty where it does not have the projection or there is no MLP; `what` is what to
+/// call those of matrices and of biases.
+fn check_mlp_gradients(
+    what: [&'static str; 2],
+    grads: &MlpGradients,
+    mlp: Option<&MlpConfig>,
+    hidden: usize,
+) -> Result<(), MoeError> {
+    for proj in [Proj::Gate, Proj::Up, Proj::Down] {
+        let [out, inp] = match mlp {
+            Some(mlp) if mlp.projections().contains(&proj) => mlp.shape(proj, hidden),
+            _ => [0, 0],
+        };
+        let bias = if mlp.is_some_and(|mlp| mlp.bias) { out } else { 0 };
+        let i = proj_index(proj);
+        expect_len(what[0], grads.matrix[i].len(), out * inp)?;
+        expect_len(what[1], grads.bias[i].len(), bias)?;
+    }
+    Ok(())
 }
 
 /// The values as f32, without a copy where they are f32.

@@ -27,7 +27,7 @@ impl Phase {
         [Phase::Idle, Phase::Router, Phase::Dispatch, Phase::Expert, Phase::Combine, Phase::Waiting, Phase::AllReduce];
 
     /// The name in tables, traces and messages.
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Phase::Idle => "idle",
             Phase::Router => "router",
@@ -40,7 +40,7 @@ impl Phase {
     }
 
     /// Its index in [`Phase::ALL`].
-    pub fn code(self) -> usize {
+    pub const fn code(self) -> usize {
         self as usize
     }
 }

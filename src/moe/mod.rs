@@ -24,7 +24,7 @@ pub use layer::{Gradients, Layer};
 pub use layout::Layout;
 pub use placement::Placement;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How the PEs exchange rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,5 +60,33 @@ impl Default for Options {
             tile_rows: 512,
             wait_limit: Duration::from_secs(60),
         }
+    }
+}
+
+impl Options {
+    /// Checks that a layer can run with these.
+    ///
+    /// # Errors
+    /// Names the first option that is out of range, its value, and what would be right.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        for (field, value) in [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows)] {
+            if value == 0 {
+                return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
+            }
+        }
+        let factor = self.budget_factor;
+        if !(factor.is_finite() && factor > 0.0) {
+            let expected = "a finite number above 0".into();
+            return Err(ConfigError { field: "budget factor", value: factor.to_string(), expected });
+        }
+        Ok(())
+    }
+
+    /// When a wait that begins now is over.
+    pub(crate) fn deadline(&self) -> Instant {
+        /// For a limit beyond what an [`Instant`] can hold: a century.
+        const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+        let now = Instant::now();
+        now.checked_add(self.wait_limit).unwrap_or_else(|| now + FAR)
     }
 }

@@ -55,6 +55,11 @@ impl Placement {
         self.by_pe.len()
     }
 
+    /// Number of experts.
+    pub fn n_experts(&self) -> usize {
+        self.owner.len()
+    }
+
     /// Number of PEs that own at least one expert.
     pub fn hosts(&self) -> usize {
         self.by_pe.iter().filter(|e| !e.is_empty()).count()

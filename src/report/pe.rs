@@ -42,9 +42,9 @@ impl StepReport {
 /// One pass of one step of one PE.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PassReport {
-    /// Wall time, seconds.
+    /// The sum of the pass's phases, seconds: its wall time, for they follow each other without a gap.
     pub seconds: f64,
-    /// Of it, by phase (the keys of [`PHASES`](super::PHASES)), seconds.
+    /// The same by phase (the keys of [`PHASES`](super::PHASES)), seconds.
     pub phases_s: BTreeMap<String, f64>,
     /// Rounds through the receive memory.
     pub rounds: u64,

@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 
 use super::{Dtype, Job};
 use crate::moe::Proj;
+use crate::shmem::available_bytes;
 
 impl Job {
     /// About what all PEs and the supervisor allocate besides symmetric heaps, bytes: weights prepared for both products,
@@ -34,6 +35,7 @@ impl Job {
     /// Refuses a job that this machine cannot hold, rather than have it killed half way.
     pub(super) fn check_memory(&self) -> Result<()> {
         let Some(available) = available_bytes() else { return Ok(()) };
+        let available = available as f64;
         let fits = |need: f64| {
             ensure!(
                 need <= available,
@@ -49,11 +51,4 @@ impl Job {
         fits(private)?;
         fits(private + super::pe::heap_bytes(self)? as f64 * self.request.pes as f64)
     }
-}
-
-/// `MemAvailable` of `/proc/meminfo`, bytes.
-fn available_bytes() -> Option<f64> {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find(|l| l.starts_with("MemAvailable:"))?;
-    Some(line.split_whitespace().nth(1)?.parse::<f64>().ok()? * 1024.0)
 }

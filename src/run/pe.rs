@@ -19,19 +19,21 @@ use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, Symmetri
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
-pub const PHASE_NAMES: [&str; 3 + Phase::ALL.len()] = {
-    let mut names = ["loading"; 3 + Phase::ALL.len()];
-    names[0] = "start-up";
+pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
+    let mut names = [""; FIRST_PHASE as usize + Phase::ALL.len()];
+    names[START_UP as usize] = "start-up";
+    names[LOADING as usize] = "loading";
     names[WRITING as usize] = "writing results";
-    names[3] = "between passes";
-    names[4] = "router";
-    names[5] = "dispatch";
-    names[6] = "expert GEMM";
-    names[7] = "combine";
-    names[8] = "waiting";
-    names[9] = "all-reduce";
+    let mut i = 0;
+    while i < Phase::ALL.len() {
+        assert!(Phase::ALL[i].code() == i);
+        names[FIRST_PHASE as usize + i] = Phase::ALL[i].name();
+        i += 1;
+    }
     names
 };
+/// What a status page says at first.
+const START_UP: u32 = 0;
 const LOADING: u32 = 1;
 const WRITING: u32 = 2;
 const FIRST_PHASE: u32 = 3;

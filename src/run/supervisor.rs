@@ -2,13 +2,14 @@
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::check::check;
 use super::pe::{CHOSEN, Message, PHASE_NAMES, RESULTS};
-use super::{Job, Work};
+use super::{Job, Request, Work};
 use crate::checkpoint::{OutputFile, memory_file};
 use crate::launch::{self, Event, StatusView};
 use crate::moe::experts::gemm_flop;
@@ -17,8 +18,9 @@ use crate::report::{PeReport, RunConfig, RunReport, trace_json};
 /// Runs the job on PEs started with `args`, prints the report, and says whether the check, if asked for, passed.
 ///
 /// # Errors
-/// One line: an input that is not finite, an output that cannot be written, a PE that failed.
+/// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
 pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
+    check_trace(&job.request)?;
     job.check_memory()?;
     if let super::Source::Checkpoint(_, input) = &job.source {
         input.check_finite(0..job.tokens)?;
@@ -81,6 +83,30 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
         _ => {}
     }
     Ok(report.check.is_none_or(|c| c.passed))
+}
+
+/// Refuses a trace that would take the place of the results, or of a file that is there to be read.
+fn check_trace(request: &Request) -> Result<()> {
+    let Some(trace) = &request.trace else { return Ok(()) };
+    let (place, shown) = (real_path(trace), trace.display());
+    let is_place = |path: &Path| real_path(path) == place;
+    ensure!(!request.output.as_deref().is_some_and(is_place), "--trace {shown} is --output too, expected another file");
+    if let Work::Checkpoint { model, input, .. } = &request.work {
+        ensure!(!is_place(input), "--trace {shown} is the input, expected another file");
+        let files = std::fs::read_dir(model).with_context(|| format!("cannot read {}", model.display()))?;
+        let of_model = files.flatten().any(|file| is_place(&file.path()));
+        ensure!(!of_model, "--trace {shown} is a file of the model, expected another file");
+    }
+    Ok(())
+}
+
+/// The one path of a file, there or not, by which it can be compared.
+fn real_path(path: &Path) -> PathBuf {
+    let of_new_file = || {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Some(folder.canonicalize().ok()?.join(path.file_name()?))
+    };
+    path.canonicalize().ok().or_else(of_new_file).unwrap_or_else(|| path.to_owned())
 }
 
 fn run_config(job: &Job, reports: &[PeReport]) -> RunConfig {

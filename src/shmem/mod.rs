@@ -15,8 +15,9 @@
 //! - A wait or test that sees a signal value also sees everything ordered before the operation that
 //!   produced it: the put_signal's own data, and, through a fence, every earlier delivery of the same PE.
 //!
-//! Memory holds plain bytes ([`Pod`]), so that a protocol that reads what a peer is still writing gets wrong values,
-//! never undefined types; every access is checked against the object's bounds when its [`Sym`] is made.
+//! To read or write bytes that a peer accesses meanwhile, one of the two writing, is against this contract, and yields
+//! unspecified bytes. Memory holds plain bytes ([`Pod`]), for which any bytes are a value, so that a protocol in error gets
+//! wrong values, never invalid ones; every access is checked against the object's bounds when its [`Sym`] is made.
 
 mod collective;
 mod doorbell;
@@ -36,7 +37,7 @@ use std::time::Instant;
 pub use bytemuck::Pod;
 
 pub use error::{ShmemError, WaitTimeout};
-pub use segment::Segment;
+pub use segment::{Segment, available_bytes};
 pub use shm::ShmTransport;
 pub use team::Team;
 pub use typed::Shmem;

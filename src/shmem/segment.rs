@@ -37,9 +37,12 @@ pub(super) struct Bell {
 
 /// One PE's heap, mapped into this process.
 ///
-/// Copies are plain: who reads what another PE is still writing gets some mixture of bytes. What orders them is the
-/// protocol's signals ([`super::ShmTransport`] says how). Every access is checked against the heap's bounds, and
-/// the file's size is sealed, so that no access faults.
+/// Copies are plain, and only the transport makes them. Where another PE, be it a process or a thread, accesses the
+/// same bytes meanwhile and one of the two writes, the bytes read are unspecified. No type can rule that out: the
+/// other side is mostly another process. What rules it out is the protocol, whose signals order the copies
+/// ([`super::ShmTransport`] says how); the rules in [`crate::shmem`] are thus a contract, which callers keep. Short of that,
+/// objects are [`Pod`](super::Pod), for which any bytes are a value; every access is checked against the heap's
+/// bounds; and the file's size is sealed, so that no access faults.
 #[derive(Debug)]
 pub struct Segment {
     /// The start of the mapping, and of the header.
@@ -49,7 +52,8 @@ pub struct Segment {
 }
 
 // SAFETY: the mapping belongs to the whole process and lives as long as the value. Everything it is accessed by is
-// an atomic, or a copy of bytes in or out that other processes may race with in any case.
+// an atomic, or a copy of bytes by the transport, which the protocol keeps apart from other PEs' of the same bytes,
+// whether they are threads or processes; see the type.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -154,11 +158,12 @@ impl Segment {
     ///
     /// # Panics
     /// If it does not fit there.
-    pub fn copy_in(&self, offset: usize, src: &[u8]) {
+    pub(super) fn copy_in(&self, offset: usize, src: &[u8]) {
         let dest = self.address(offset, src.len());
         // SAFETY: `dest` is valid for `src.len()` bytes of the mapping; `src` is Rust's memory, not the mapping's.
-        // Another PE may access the same bytes at the same time if the protocol is wrong: they are plain bytes, read
-        // by copies only, so it would see a mixture.
+        // That no other PE accesses these bytes meanwhile is the protocol's contract, which cannot be checked here. If
+        // it is broken, the bytes that arrive are unspecified; they are read by copies only and as Pod types, for which
+        // any bytes are a value.
         unsafe { ptr::copy_nonoverlapping(src.as_ptr(), dest.as_ptr(), src.len()) }
     }
 
@@ -166,7 +171,7 @@ impl Segment {
     ///
     /// # Panics
     /// If they are not all in the heap.
-    pub fn copy_out(&self, offset: usize, dest: &mut [u8]) {
+    pub(super) fn copy_out(&self, offset: usize, dest: &mut [u8]) {
         let src = self.address(offset, dest.len());
         // SAFETY: as in `copy_in`, the other way.
         unsafe { ptr::copy_nonoverlapping(src.as_ptr(), dest.as_mut_ptr(), dest.len()) }
@@ -176,7 +181,7 @@ impl Segment {
     ///
     /// # Panics
     /// If they are not all in the heaps.
-    pub fn copy_to(&self, offset: usize, dest: &Segment, dest_offset: usize, bytes: usize) {
+    pub(super) fn copy_to(&self, offset: usize, dest: &Segment, dest_offset: usize, bytes: usize) {
         let (from, to) = (self.address(offset, bytes), dest.address(dest_offset, bytes));
         // SAFETY: both are valid for `bytes` bytes of their mappings, and may overlap; else as in `copy_in`.
         unsafe { ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
@@ -259,7 +264,7 @@ impl Doorbell for Bell {
 }
 
 /// Memory that can be had without swapping, bytes; `None` where `/proc` does not say.
-fn available_bytes() -> Option<u64> {
+pub fn available_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)

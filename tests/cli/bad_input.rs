@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use rustix::fs::{CWD, FileType, Mode};
 use serde_json::json;
 
 use crate::binary::{aristos, aristos_run, names_in, run, write_tensors};
@@ -38,6 +39,21 @@ fn missing_files() {
     let files = Files::new();
     fs::remove_file(files.shard()).unwrap();
     refused(&files, &[], &["model-00001-of-00001.safetensors", "No such file"]);
+}
+
+#[test]
+fn named_pipes_are_not_waited_for() {
+    for name in ["in.safetensors", "model/config.json", "model/model.safetensors", "model/model.safetensors.index.json"]
+    {
+        let files = Files::new();
+        if name.ends_with("index.json") {
+            files.shard();
+        }
+        let path = files.path(name);
+        fs::remove_file(&path).unwrap();
+        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        refused(&files, &[], &[path.to_str().unwrap(), "is not a regular file"]);
+    }
 }
 
 #[test]
@@ -187,14 +203,23 @@ fn synthetic_layers_that_cannot_be() {
 }
 
 #[test]
+fn names_cannot_control_the_terminal() {
+    let files = Files::new();
+    let outcome = files.run_to(&files.path("no\n\x1b[2J\rsuch/out"), &[]);
+    outcome.refused(&["/no [2J such/out", "No such file"]);
+}
+
+#[test]
 fn flags_that_cannot_be() {
     for (args, parts) in [
         ("--pes 0", ["--pes 0", "1 to 1024"]),
         ("--pes 1025", ["--pes 1025", "1 to 1024"]),
         ("--steps 0", ["--steps is 0", "at least 1"]),
-        ("--timeout nan", ["--timeout is NaN", "seconds"]),
-        ("--timeout=-1", ["--timeout is -1", "seconds"]),
-        ("--timeout 1e30", ["--timeout is 1", "seconds"]),
+        ("--timeout 0", ["--timeout is 0,", "a number of seconds above 0"]),
+        ("--timeout nan", ["--timeout is NaN", "a number of seconds above 0"]),
+        ("--timeout=-1", ["--timeout is -1", "a number of seconds above 0"]),
+        ("--timeout 1e30", ["--timeout is 1", "at most 16777216 seconds"]),
+        ("--timeout inf", ["--timeout is inf", "at most 16777216 seconds"]),
         ("--budget-factor 0", ["--budget-factor is 0", "above 0"]),
         ("--budget-factor inf", ["--budget-factor is inf", "above 0"]),
         ("--chunk-rows 0", ["--chunk-rows is 0", "at least 1"]),
@@ -202,6 +227,7 @@ fn flags_that_cannot_be() {
         run(aristos_run(args)).refused(&parts);
         run(aristos_run(&format!("--tokens 4 {args}"))).refused(&parts);
     }
+    run(aristos(["bench", "moe", "--timeout", "0"])).refused(&["--timeout is 0, expected a number of seconds above 0"]);
     for (args, parts) in [
         ("--pes two", ["'two'", "--pes"]),
         ("--pes=-1", ["'-1'", "--pes"]),
@@ -246,6 +272,33 @@ fn an_output_that_cannot_be_written_is_refused_before_the_work() {
     for flag in ["--output=", "--trace="] {
         run(aristos_run(&format!("--tokens 4 {flag}"))).misused(&["a value is required"]);
     }
+}
+
+#[test]
+fn a_trace_replaces_no_other_file_of_the_job() {
+    let files = Files::new();
+    let link = files.path("link");
+    std::os::unix::fs::symlink(files.path("out"), &link).unwrap();
+    std::os::unix::fs::symlink(files.path("model/model.safetensors"), files.path("weights")).unwrap();
+    let refused_at = |trace: &str, part: &str| {
+        refused(&files, &["--trace", files.path(trace).to_str().unwrap()], &["--trace", trace, part]);
+    };
+    for trace in ["out/out.safetensors", "out/./out.safetensors", "out/../out/out.safetensors", "link/out.safetensors"]
+    {
+        refused_at(trace, "is --output too");
+    }
+    let before = fs::read(files.path("in.safetensors")).unwrap();
+    refused_at("in.safetensors", "is the input");
+    refused_at("model/../in.safetensors", "is the input");
+    for trace in ["model/config.json", "model/model.safetensors", "weights"] {
+        refused_at(trace, "is a file of the model");
+    }
+    assert!(fs::read(files.path("in.safetensors")).unwrap() == before);
+    // One that is there already, and nobody else's, is replaced.
+    fs::write(files.path("trace.json"), "old").unwrap();
+    files.run(&["--trace", files.path("trace.json").to_str().unwrap()]).success();
+    let trace = fs::read(files.path("trace.json")).unwrap();
+    assert!(serde_json::from_slice::<serde_json::Value>(&trace).is_ok());
 }
 
 /// A results file, and a trace, on a disk of 64 KiB: `aristos` with these arguments, in which DISK is that disk.

@@ -9,7 +9,6 @@ mod dispatch;
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::time::Instant;
 
 use super::config::LayerConfig;
 use super::experts::{Batch, Mlp, MlpGradients, Scratch, tiles};
@@ -418,7 +417,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             names.push((pe, "its results"));
         }
         let phase = self.rec.enter(Phase::Waiting);
-        match self.shmem.wait_until_any(&waits, Instant::now() + self.options.wait_limit) {
+        match self.shmem.wait_until_any(&waits, self.options.deadline()) {
             Ok(_) => Ok(()),
             Err(timeout) => {
                 let (pe, what) = names[timeout.index];
@@ -430,7 +429,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
     fn barrier(&mut self, what: &'static str) -> Result<(), MoeError> {
         let phase = self.rec.enter(Phase::Waiting);
         self.shmem
-            .barrier_all(Instant::now() + self.options.wait_limit)
+            .barrier_all(self.options.deadline())
             .map_err(|timeout| MoeError::wait(self.me(), Some(timeout.index), what, phase, timeout))
     }
 }
