@@ -10,7 +10,7 @@
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`report`]: tables, JSON and traces;
-//! - [`bench`](bench): benchmarks;
+//! - [`bench`](mod@bench): benchmarks;
 //! - [`run`]: the main job, supervisor and PEs;
 //! - [`cli`]: one thin file per subcommand.
 

@@ -53,7 +53,7 @@ impl Layout {
     ///
     /// # Errors
     /// [`MoeError::TooLarge`] when a PE's rows or slots cannot be numbered in 32 bits, or the rounds through a window
-    /// in [`ROUND_BITS`].
+    /// in `ROUND_BITS`.
     pub fn new(
         config: &LayerConfig,
         placement: &Placement,
