@@ -106,6 +106,9 @@ def check(moe, args, x, out):
 
 def run(rank, world, args, store):
     torch.set_num_threads(args.threads)
+    cpus = sorted(os.sched_getaffinity(0))
+    if args.threads == 1 and world <= len(cpus):
+        os.sched_setaffinity(0, {cpus[rank]})  # as the PEs of `aristos bench moe` are
     torch.manual_seed(1000 + rank)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
