@@ -217,22 +217,22 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
     fn run_bulk(&mut self) -> Result<(), MoeError> {
         self.send_headers();
         self.gather_own();
-        self.barrier("the counts of every PE")?;
+        self.barrier("its counts, at a barrier")?;
         self.take_headers()?;
         for round in 0..self.saved.rounds {
             self.send_chunks((round + 1) * self.memory.layout.window_chunks);
-            self.barrier("the rows of every PE")?;
+            self.barrier("its rows, at a barrier")?;
             self.gather_chunks()?;
             if round + 1 < self.saved.rounds {
-                self.barrier("every window emptied")?;
+                self.barrier("its windows emptied, at a barrier")?;
             }
         }
         self.gather_chunks()?;
         while self.compute_one() {}
         while self.fill_one() {}
-        self.barrier("the experts of every PE")?;
+        self.barrier("its experts, at a barrier")?;
         self.return_chunks();
-        self.barrier("the results of every PE")?;
+        self.barrier("its results, at a barrier")?;
         self.combine_arrived();
         debug_assert!(self.is_done());
         Ok(())
