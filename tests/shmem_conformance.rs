@@ -300,3 +300,13 @@ mod bites {
         }
     }
 }
+
+#[test]
+fn a_heap_made_for_some_bytes_has_them() {
+    for n_pes in [1, 2, 3, 8, 300] {
+        for bytes in (0..200_000).step_by(61).chain([1 << 20, 1 << 30]) {
+            let heap_bytes = Shmem::<ShmTransport>::heap_bytes_for(n_pes, bytes);
+            assert!(heap_bytes - Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes) >= bytes, "{n_pes}, {bytes}");
+        }
+    }
+}

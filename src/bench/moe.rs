@@ -16,7 +16,7 @@ use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
 use crate::moe::placement::{Placement, block};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{Gradients, Layer, Layout, Mode, Options, WeightSource};
+use crate::moe::{Dtype, Gradients, Layer, Layout, Mode, Options, WeightSource};
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// What is measured.
@@ -34,15 +34,6 @@ pub struct MoeBench {
     pub warmup: usize,
     /// Iterations that are kept.
     pub iterations: usize,
-}
-
-/// Element type of activations and weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    /// f32.
-    F32,
-    /// bf16, accumulated in f32.
-    Bf16,
 }
 
 /// What runs.
@@ -144,18 +135,12 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
     pin(context.my_pe(), n);
     let mut layer_bytes = 0;
     for dtype in &bench.dtypes {
-        let element_bytes = match dtype {
-            Dtype::F32 => size_of::<f32>(),
-            Dtype::Bf16 => size_of::<bf16>(),
-        };
         let placement = Placement::even(source.config().n_experts, n);
         let max_tokens = block(bench.tokens, n, 0).len();
-        let layout = Layout::new(source.config(), &placement, element_bytes, max_tokens, &bench.options)?;
+        let layout = Layout::new(source.config(), &placement, dtype.bytes(), max_tokens, &bench.options)?;
         layer_bytes = layout.total_bytes().max(layer_bytes);
     }
-    // What is reserved grows with the heap, at most by a sixteenth of it.
-    let heap_bytes = layer_bytes + Shmem::<ShmTransport>::reserved_bytes(n, 2 * layer_bytes) + 4096;
-    let segments = context.exchange_segments(heap_bytes)?;
+    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(n, layer_bytes))?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
     for (part, dtype) in bench.dtypes.iter().enumerate() {
         let samples = match dtype {

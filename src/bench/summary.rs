@@ -323,7 +323,7 @@ fn cpu_model() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::moe::Dtype;
+    use crate::moe::Dtype;
     use crate::moe::synthetic::{RouterKind, SyntheticSpec};
     use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
 

@@ -10,11 +10,11 @@ use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
 use super::run::ActivationArg;
-use crate::bench::moe::{self, Dtype, MoeBench, PeSamples};
+use crate::bench::moe::{self, MoeBench, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
-use crate::moe::{LayerConfig, MlpConfig, Options};
+use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]

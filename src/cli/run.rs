@@ -9,8 +9,8 @@ use clap::ValueEnum;
 
 use crate::launch::PeContext;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
-use crate::moe::{Activation, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
-use crate::run::{Dtype, Job, Request, Work};
+use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
+use crate::run::{Job, Request, Work};
 
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
@@ -38,7 +38,7 @@ pub struct Args {
     output: Option<PathBuf>,
     /// Element type of activations and expert weights; accumulation is always f32
     #[arg(long, value_enum, default_value = "f32")]
-    dtype: Dtype,
+    dtype: DtypeArg,
     /// How the PEs exchange rows
     #[arg(long, value_enum, default_value = "pipelined")]
     mode: ModeArg,
@@ -123,6 +123,24 @@ pub struct Synthetic {
     /// No backward pass
     #[arg(long)]
     forward_only: bool,
+}
+
+/// `--dtype`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum DtypeArg {
+    /// 32-bit floats
+    F32,
+    /// bfloat16
+    Bf16,
+}
+
+impl From<DtypeArg> for Dtype {
+    fn from(dtype: DtypeArg) -> Self {
+        match dtype {
+            DtypeArg::F32 => Dtype::F32,
+            DtypeArg::Bf16 => Dtype::Bf16,
+        }
+    }
 }
 
 /// `--mode`.
@@ -261,7 +279,7 @@ impl Args {
         Ok(Request {
             work,
             pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
-            dtype: self.dtype,
+            dtype: self.dtype.into(),
             steps: self.steps,
             options: Options {
                 mode: self.mode.into(),

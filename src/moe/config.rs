@@ -186,6 +186,11 @@ impl LayerConfig {
         self.shared.map_or(self.expert, |s| s.mlp)
     }
 
+    /// Whether a loss has a coefficient, so that its sums over all PEs' tokens are needed.
+    pub fn has_losses(&self) -> bool {
+        self.aux_loss_coef != 0.0 || self.z_loss_coef != 0.0
+    }
+
     /// The weights every PE holds: router, correction bias, shared expert and its gate, in a fixed order.
     pub fn replicated_weights(&self) -> Vec<WeightId> {
         let mut ids = vec![WeightId::Router];

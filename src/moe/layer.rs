@@ -211,7 +211,9 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         self.apply_capacity(&mut saved.routing)?;
         saved.loads.clear();
         saved.loads.resize(self.shmem.n_pes(), Load::default());
-        saved.loads[me] = saved.routing.load(&self.config);
+        if self.config.has_losses() {
+            saved.loads[me] = saved.routing.load(&self.config);
+        }
         saved.routes = router::routes(&saved.routing, &self.placement, self.config.router.top_k);
         saved.shared.weight.clear();
         match &self.shared_gate {

@@ -80,7 +80,6 @@ impl Layout {
             return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
         }
         let max_slots_per_row = top_k.min(placement.max_local()).max(1);
-        let losses = config.aux_loss_coef != 0.0 || config.z_loss_coef != 0.0;
         Ok(Layout {
             peers,
             max_tokens,
@@ -89,7 +88,9 @@ impl Layout {
             chunk_rows,
             window_chunks,
             max_chunks,
-            header_words: HEADER_WORDS + placement.max_local() + if losses { 2 + 3 * config.n_experts } else { 0 },
+            header_words: HEADER_WORDS
+                + placement.max_local()
+                + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 },
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
             return_bytes: if peers == 0 {
                 0

@@ -26,6 +26,33 @@ pub use placement::Placement;
 
 use std::time::{Duration, Instant};
 
+/// Element type of activations and expert weights; what [`kernels::Element`] is at compile time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16, accumulated in f32.
+    Bf16,
+}
+
+impl Dtype {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::Bf16 => 2,
+        }
+    }
+}
+
 /// How the PEs exchange rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {

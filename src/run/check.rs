@@ -6,10 +6,10 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result};
 use half::bf16;
 
-use super::{Dtype, Job};
+use super::Job;
 use crate::check::{CHOICE_TOLERANCE, Problem, TOLERANCE_BF16, TOLERANCE_F32, compare, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
-use crate::moe::{WeightId, WeightSource};
+use crate::moe::{Dtype, WeightId, WeightSource};
 use crate::report::{CheckReport, TensorCheck};
 
 /// Compares every tensor of the results with the reference.

@@ -2,7 +2,8 @@
 
 use anyhow::{Result, ensure};
 
-use super::{Dtype, Job};
+use super::Job;
+use crate::moe::Dtype;
 use crate::moe::Proj;
 use crate::shmem::available_bytes;
 

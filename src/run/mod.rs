@@ -17,34 +17,7 @@ use anyhow::Result;
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 use crate::moe::placement::block;
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{LayerConfig, Mode, Options, Placement, WeightId, WeightSource};
-
-/// Element type of activations and expert weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Dtype {
-    /// 32-bit floats.
-    F32,
-    /// bfloat16, with f32 accumulation.
-    Bf16,
-}
-
-impl Dtype {
-    /// Its name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
-        }
-    }
-
-    /// Bytes of an element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::Bf16 => 2,
-        }
-    }
-}
+use crate::moe::{Dtype, LayerConfig, Mode, Options, Placement, WeightId, WeightSource};
 
 /// Which layer, on which tokens.
 #[derive(Clone, Debug)]

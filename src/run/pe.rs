@@ -8,9 +8,10 @@ use anyhow::{Context, Result};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use super::{Dtype, Job};
+use super::Job;
 use crate::checkpoint::InputTensor;
 use crate::launch::{PeContext, StatusPage};
+use crate::moe::Dtype;
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{self, Observer, Phase};
 use crate::moe::router::Load;
@@ -76,12 +77,7 @@ pub fn run(job: &Job, context: &mut PeContext) -> Result<()> {
 pub fn heap_bytes(job: &Job) -> Result<usize> {
     let (config, options) = (&job.config, &job.request.options);
     let layout = Layout::new(config, &job.placement, job.request.dtype.bytes(), job.max_tokens(), options)?;
-    let bytes = layout.total_bytes();
-    let pes = job.request.pes;
-    // What the one-sided layer reserves depends, a little, on the heap it is part of.
-    let reserved = Shmem::<ShmTransport>::reserved_bytes(pes, bytes);
-    let heap = bytes + Shmem::<ShmTransport>::reserved_bytes(pes, bytes + reserved);
-    Ok((bytes + Shmem::<ShmTransport>::reserved_bytes(pes, heap)).next_multiple_of(4096))
+    Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, layout.total_bytes()))
 }
 
 fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {

@@ -67,6 +67,20 @@ impl<T: Transport> Shmem<T> {
         word_bytes(n_pes) + word_bytes(words) + staging_bytes
     }
 
+    /// The heap that leaves `bytes` to the caller after what [`Shmem::new`] takes of it, bytes, in whole pages.
+    pub fn heap_bytes_for(n_pes: usize, bytes: usize) -> usize {
+        const PAGE: usize = 4096;
+        // What is taken grows with the heap, by about a sixteenth of it: a few turns until it fits.
+        let mut heap_bytes = bytes;
+        loop {
+            let need = bytes + Self::reserved_bytes(n_pes, heap_bytes);
+            if need <= heap_bytes {
+                return heap_bytes;
+            }
+            heap_bytes = need.next_multiple_of(PAGE);
+        }
+    }
+
     /// The transport underneath.
     pub fn transport(&self) -> &T {
         &self.transport

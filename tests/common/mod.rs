@@ -75,8 +75,7 @@ pub fn shm(n: usize, heap_bytes: usize) -> Vec<ShmTransport> {
 /// The symmetric heap that a layer needs.
 pub fn heap_bytes<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, options: &Options) -> usize {
     let layout = Layout::new(layer, &Placement::even(layer.n_experts, n), size_of::<E>(), max_tokens, options).unwrap();
-    let bytes = layout.total_bytes();
-    bytes + Shmem::<ShmTransport>::reserved_bytes(n, bytes + (1 << 20)) + 4096
+    Shmem::<ShmTransport>::heap_bytes_for(n, layout.total_bytes())
 }
 
 /// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.

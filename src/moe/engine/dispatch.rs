@@ -21,7 +21,6 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         self.rec.enter(Phase::Dispatch);
         let me = self.me();
         let (mut row, mut slot) = (0, 0);
-        let losses = self.memory.layout.header_words > HEADER_WORDS + self.placement.max_local();
         for pe in 0..self.shmem.n_pes() {
             if pe == me {
                 continue;
@@ -32,7 +31,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             let mut words: Vec<u32> =
                 [rows, slots, row, slot, self.saved.routing.tokens, rounds].iter().map(|&w| w as u32).collect();
             words.extend(routes.counts(self.placement.experts(pe).len()));
-            if losses {
+            if self.config.has_losses() {
                 let load = &self.saved.loads[me];
                 words.extend(load.routed.iter().map(|&r| r as u32));
                 words.extend(std::iter::once(&load.z_sum).chain(&load.prob_sums).flat_map(|x| {
@@ -99,7 +98,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             let what = format!("counts {:?} that do not fit the layer", &words[..HEADER_WORDS + local]);
             return Err(MoeError::Protocol { pe, what });
         }
-        if words.len() > HEADER_WORDS + self.placement.max_local() {
+        if self.config.has_losses() {
             let loss = &words[HEADER_WORDS + local..];
             let double = |k: usize| f64::from_bits(u64::from(loss[e + 2 * k]) | u64::from(loss[e + 2 * k + 1]) << 32);
             self.saved.loads[pe] = Load {
