@@ -1,0 +1,147 @@
+// What the host hands to the kernels. Plain data, the same bytes in Rust (`src/gpu/params.rs`), in CUDA and on the host.
+//
+// The host fills a `LayerShape`, asks `aristos_layer` (memory.cpp) how many bytes of local and of symmetric memory that
+// takes, allocates both, and asks again for the `Layer`, whose pointers lie in them. A kernel gets a pointer to the `Layer`
+// in device memory and a `Pass` by value.
+//
+// "Row", "slot", "chunk", "window", "round" are the words of docs/kernels.md.
+#pragma once
+#include <cstdint>
+
+namespace aristos {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i32 = std::int32_t;
+
+enum Dtype : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1 };
+enum Activation : u32 { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
+enum Scoring : u32 { SCORING_SOFTMAX = 0, SCORING_SIGMOID = 1 };
+
+// What a layer is. Everything a kernel needs that never changes; the same on every PE but for `my_pe`, `n_local`, `reachable`.
+struct LayerShape {
+    u32 my_pe, n_pes;
+    u32 hidden;        // multiple of 8, so that rows are whole 16-byte pieces
+    u32 intermediate;  // of a routed expert, multiple of 8
+    u32 shared_intermediate;  // 0: no shared expert
+    u32 shared_gate;   // 1: the shared expert's output is multiplied by sigmoid(x w^T)
+    u32 n_experts;
+    u32 n_local;       // routed experts on this PE
+    u32 max_local;     // the most on any PE
+    u32 hosts;         // PEs that have an expert
+    u32 top_k;
+    u32 dtype;         // Dtype
+    u32 gated;         // routed experts: gate and up, or up alone
+    u32 activation;    // Activation
+    u32 bias;          // every projection of a routed expert has a bias
+    u32 shared_gated, shared_activation, shared_bias;
+    u32 router_parts;  // 1 when the router's weights are exact in the layer's dtype, otherwise 2 or 3
+    u32 scoring;       // Scoring
+    u32 renormalise;
+    u32 n_groups;      // 0: no group limit
+    u32 top_groups;
+    u32 correction_bias;
+    float scaling;
+    float aux_loss_coef, z_loss_coef;
+    double capacity_factor;  // 0: dropless
+    u32 max_tokens;    // of any PE
+    u32 chunk_rows;    // rows sent under one signal
+    u32 window_chunks; // chunks of one source that one PE can hold in a round
+    u32 round_slots;   // slots of one source that one PE can hold in a round, at least chunk_rows * max_slots_per_row
+    u32 training;      // 0: forward only, so no memory for backward
+    u32 stage;         // 1: some pair of PEs cannot load and store each other's memory, so staging is needed
+    u32 bulk;          // 1: bulk-synchronous, the baseline
+    u32 blocks;        // of the cooperative kernels: all resident at once
+    u32 comm_blocks;   // of these, how many put communication first
+    u32 tile_m, tile_n;  // of the GEMM path that is going to run
+    u64 wait_limit_ns;
+};
+
+// One MLP's weights, row-major [out, in] as checkpoints have them, in the layer's dtype; biases f32. Null where there is none.
+struct MlpWeights {
+    const void *gate, *up, *down;                 // [I, H], [I, H], [H, I]
+    const float *gate_bias, *up_bias, *down_bias; // [I], [I], [H]
+};
+
+// Gradients in the same shapes, f32.
+struct MlpGradients {
+    float *gate, *up, *down;
+    float *gate_bias, *up_bias, *down_bias;
+};
+
+// Device copies of what the host loaded, and where gradients go. Arrays of n_local + 1 entries: the shared expert is the last.
+struct Tables {
+    const void* router;           // [router_parts][n_experts, H] in the layer's dtype, which add up to router_f32 to 24 bits
+    const float* router_f32;      // [n_experts, H]
+    const float* router_bias;     // [n_experts], the correction bias; null without
+    const float* shared_gate;     // [H]; null without
+    const u32* owner;             // [n_experts]: the PE
+    const u32* local_index;       // [n_experts]: its number there
+    const MlpWeights* weights;    // [n_local + 1]
+    const MlpGradients* gradients;  // [n_local + 1]; null without training
+    float* grad_router;           // [n_experts, H]
+    float* grad_shared_gate;      // [H]
+    const u64* peer;              // [n_pes]: this PE's address of each PE's symmetric block; 0 where only the network goes
+    const void* tensor_maps;      // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down as 2-D TMA maps; null on Ampere
+};
+
+// One pass. By value to every kernel of it.
+struct Pass {
+    u64 pass;          // from 1, forward and backward together
+    u64 forward;       // from 1, its forward pass
+    u32 tokens;        // of this PE
+    u32 trace;         // 1: record spans
+    const void* x;     // [tokens, H], the forward's input (in backward too)
+    const void* grad_output;  // [tokens, H], backward
+    float* output;     // [tokens, H] f32: output, or input gradient
+};
+
+// A wait that ran out, or a peer that sent what cannot be. The first one of a PE stays.
+enum ErrorKind : u32 {
+    ERROR_NONE = 0,
+    ERROR_TIMEOUT = 1,     // pe, what, expected, seen
+    ERROR_PROTOCOL = 2,    // pe, what, expected, seen: a count, an expert or an offset beyond its bounds
+    ERROR_ABORTED = 3,     // the host asked
+};
+// What was waited for, or wrong.
+enum ErrorWhat : u32 {
+    WHAT_NOTHING = 0,
+    WHAT_COUNTS = 1,       // its header
+    WHAT_ROWS = 2,         // a chunk of its rows
+    WHAT_RESULTS = 3,      // a chunk of results
+    WHAT_CAPACITY = 4,     // its counts for the capacity limit
+    WHAT_BARRIER = 5,
+    WHAT_ALL_REDUCE = 6,
+    WHAT_LOCAL = 7,        // another block of this PE
+};
+struct ErrorRecord {
+    u32 kind;   // ErrorKind; written last
+    u32 pe;
+    u32 what;   // ErrorWhat
+    u32 phase;  // PhaseId of the block that waited
+    u64 expected, seen;
+    u64 index;  // chunk, round, or block: for the message
+};
+
+// As in src/moe/metrics.rs, by its codes.
+enum PhaseId : u32 {
+    PHASE_IDLE = 0, PHASE_ROUTER = 1, PHASE_DISPATCH = 2, PHASE_EXPERT = 3, PHASE_COMBINE = 4, PHASE_WAITING = 5,
+    PHASE_ALL_REDUCE = 6, PHASES = 7,
+};
+
+// Counters of one pass, as src/moe/metrics.rs `Traffic`; summed by the kernels with integer atomics, so in any order.
+struct PassStats {
+    u64 header_bytes, dispatch_row_bytes, dispatch_slot_bytes, combine_row_bytes, combine_slot_bytes;
+    u64 dispatch_rows, combine_rows;
+    u64 puts, signals, fences;
+    u64 all_reduce_bytes;
+    u64 rounds;                // through the windows, at least 1
+    u64 phase_block_ns[PHASES];  // block-nanoseconds in each phase, over all blocks of the persistent kernel
+};
+
+struct SpanRecord { u64 start_ns, end_ns; u32 block, phase; };
+constexpr u32 MAX_SPANS = 1 << 16;
+
+}  // namespace aristos
