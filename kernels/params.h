@@ -144,4 +144,35 @@ struct PassStats {
 struct SpanRecord { u64 start_ns, end_ns; u32 block, phase; };
 constexpr u32 MAX_SPANS = 1 << 16;
 
+// The kernels of a layer, in the order of LayerInfo::launches.
+enum KernelId : u32 {
+    KERNEL_ROUTE = 0, KERNEL_PLAN = 1, KERNEL_FORWARD = 2, KERNEL_BACKWARD = 3, KERNEL_ROUTE_BACKWARD = 4,
+    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNELS = 7,
+};
+struct Launch { u32 grid, block, shared_bytes, cooperative; };
+
+// What the host needs to know of a layer's memory. Addresses are in the local block unless said otherwise.
+struct LayerInfo {
+    u64 layer_bytes;            // sizeof(Layer)
+    u64 local_bytes, symmetric_bytes;
+    u64 signals, signal_bytes;  // in the symmetric block: to be zeroed before any PE's first pass
+    u64 local_zero, local_zero_bytes;  // in the local block: to be zeroed once, when it is made
+    u64 chosen;                 // u32 [max_tokens, top_k], ascending within a token
+    u64 routing_weights;        // f32 [max_tokens, top_k]
+    u64 expert_rows;            // u32 [n_local]: slots of each local expert in the last forward, over all rounds
+    u64 loss_sums;              // f64 [2 + 2 * n_experts]: tokens, z_sum, routed[], prob_sums[], over all PEs; with losses only
+    u64 stats;                  // PassStats, cleared by the first kernel of each pass
+    u64 error;                  // ErrorRecord, cleared by the host once
+    u64 spans, span_count;      // SpanRecord [MAX_SPANS], u32
+    Launch launches[KERNELS];
+};
+
 }  // namespace aristos
+
+extern "C" {
+// Fills `info`, and `layer` (layer_bytes bytes, may be null) with addresses relative to the two bases, which it never
+// dereferences. Several `Layer`s with local blocks of their own may share one symmetric block: one per forward pass that
+// waits for its backward. Returns 0, or the number (from 1) of the field of LayerShape that cannot be.
+int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,
+                  aristos::u64 symmetric_base, void* layer, aristos::LayerInfo* info);
+}
