@@ -1,6 +1,7 @@
 //! The command line: one thin file per subcommand.
 
 mod bench;
+mod plan;
 mod run;
 
 use std::ffi::OsString;
@@ -27,12 +28,14 @@ enum Command {
     Run(Box<run::Args>),
     /// Measure.
     Bench(Box<bench::Args>),
+    /// Choose the expert-parallel groups and the placement of experts for a cluster and a workload.
+    Plan(Box<plan::Args>),
 }
 
 /// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE.
 ///
 /// Exit code: 0; 1 for an error, which is one line on standard error, or a failed check; 2 for a command line that
-/// cannot be read; 128 + n after signal n.
+/// cannot be read, or a cluster that cannot hold the experts; 128 + n after signal n.
 pub fn main() -> ExitCode {
     let context = match PeContext::from_env() {
         Ok(context) => context,
@@ -53,6 +56,7 @@ pub fn main() -> ExitCode {
             let passed = match command {
                 Command::Run(run) => run::supervise(&run, args),
                 Command::Bench(bench) => bench::supervise(&bench, args),
+                Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
             };
             match passed {
                 Ok(true) => ExitCode::SUCCESS,
@@ -68,6 +72,7 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
     let result = match command {
         Command::Run(args) => run::pe(args, &mut context),
         Command::Bench(args) => bench::pe(args, &mut context),
+        Command::Plan(_) => Err(anyhow::anyhow!("`aristos plan` has no PEs")),
     };
     if let Err(error) = result {
         match error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe) {

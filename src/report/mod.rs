@@ -7,11 +7,13 @@
 //! and the maximum over the PEs.
 
 mod pe;
+mod plan;
 mod run;
 pub(crate) mod table;
 mod trace;
 
 pub use pe::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
+pub(crate) use plan::{explanation_text, plan_text, replan_text};
 pub(crate) use run::median;
 pub use run::{CheckReport, PassTimes, RunConfig, RunReport, Spread, TensorCheck};
 pub use trace::trace_json;

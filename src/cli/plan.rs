@@ -1,0 +1,194 @@
+//! `aristos plan`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use serde::Serialize;
+
+use crate::cluster::{Cluster, parse_json, preset, read_text};
+use crate::plan::{self, Algorithm, Explanation, Infeasible, Options, Outcome, Plan, PlacementKind, Replan, Workload};
+
+/// The exit code when there is no plan.
+const INFEASIBLE: u8 = 2;
+
+/// What `aristos plan` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The cluster: a JSON file (docs/planner.md), or preset:NAME[:NODES] with perlmutter-a100-40gb, perlmutter-a100-80gb
+    /// or dgx-h100
+    #[arg(long, value_name = "C")]
+    cluster: PathBuf,
+    /// The workload: a JSON file (docs/planner.md)
+    #[arg(long, value_name = "W")]
+    workload: PathBuf,
+    /// How to choose the groups
+    #[arg(long, value_enum, default_value = "auto")]
+    algorithm: AlgorithmArg,
+    /// How to place the experts in a group [default: auto; lysi with --algorithm lysi]
+    #[arg(long, value_enum)]
+    placement: Option<PlacementArg>,
+    /// Let devices be left out of all groups, where that helps
+    #[arg(long)]
+    allow_idle: bool,
+    /// Show the terms of the chosen groups beside rejected ones, and what binds
+    #[arg(long)]
+    explain: bool,
+    /// Print the plan as JSON (keys: docs/planner.md)
+    #[arg(long)]
+    json: bool,
+    /// Write the plan as JSON
+    #[arg(long, value_name = "PLAN.json")]
+    out: Option<PathBuf>,
+    /// Draw the plan on its cluster
+    #[arg(long, value_name = "PLAN.svg")]
+    plot: Option<PathBuf>,
+    /// Draw iteration latency against the number of experts, for several sizes of groups, with out-of-memory points
+    #[arg(long, value_name = "LATENCY.svg")]
+    plot_latency: Option<PathBuf>,
+    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
+    #[arg(long, value_name = "REPORT.json")]
+    expert_load_from: Option<PathBuf>,
+    /// The plan in use: state what changing to the new one gains and what moving the experts costs
+    #[arg(long, value_name = "PLAN.json")]
+    current: Option<PathBuf>,
+    /// Size of an expert that is to be moved, MB [default: all_reduce_buffer_mb over the number of experts]
+    #[arg(long, value_name = "MB", requires = "current")]
+    expert_mb: Option<f64>,
+}
+
+/// `--algorithm`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum AlgorithmArg {
+    /// Search, and proof of optimality where the cluster is small
+    Auto,
+    /// Search and proof of optimality, or an error
+    Exact,
+    /// Search, with a bound on the gap
+    Search,
+    /// The published algorithm, for comparison
+    Lysi,
+}
+
+/// `--placement`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum PlacementArg {
+    /// The least makespan
+    Auto,
+    /// The published algorithm, for comparison
+    Lysi,
+}
+
+/// What `--json` prints: the plan, and what else was asked for.
+#[derive(Serialize)]
+struct Printed<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    explanation: Option<&'a Explanation>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replan: Option<&'a Replan>,
+}
+
+impl Args {
+    fn options(&self) -> Options {
+        Options {
+            algorithm: match self.algorithm {
+                AlgorithmArg::Auto => Algorithm::Auto,
+                AlgorithmArg::Exact => Algorithm::Exact,
+                AlgorithmArg::Search => Algorithm::Search,
+                AlgorithmArg::Lysi => Algorithm::Lysi,
+            },
+            placement: self.placement.map(|placement| match placement {
+                PlacementArg::Auto => PlacementKind::Auto,
+                PlacementArg::Lysi => PlacementKind::Lysi,
+            }),
+            allow_idle: self.allow_idle,
+        }
+    }
+
+    fn cluster(&self) -> Result<Cluster> {
+        match self.cluster.to_str().and_then(|text| text.strip_prefix("preset:")) {
+            Some(name) => preset(name),
+            None => Cluster::read(&self.cluster),
+        }
+    }
+
+    fn workload(&self) -> Result<Workload> {
+        let mut workload = Workload::read(&self.workload)?;
+        if let Some(path) = &self.expert_load_from {
+            let text = read_text(path)?;
+            let set = |workload: &mut Workload| {
+                let loads = plan::loads_of_report(&text)?;
+                workload.set_load(loads, "tokens_per_expert")
+            };
+            set(&mut workload).with_context(|| path.display().to_string())?;
+        }
+        Ok(workload)
+    }
+
+    fn replan(&self, cluster: &Cluster, workload: &Workload, planned: &Plan) -> Result<Option<Replan>> {
+        let Some(path) = &self.current else { return Ok(None) };
+        let expert_mb = self.expert_mb.unwrap_or(workload.all_reduce_buffer_mb / workload.n_experts() as f64);
+        ensure!(
+            (0.0..=1e30).contains(&expert_mb),
+            "--expert-mb is {expert_mb}, expected a number of MB from 0 to 1e30"
+        );
+        let text = read_text(path)?;
+        let current = parse_json::<Plan>(&text);
+        let replan = current.and_then(|current| plan::replan(cluster, workload, &current, planned, expert_mb));
+        replan.map(Some).with_context(|| path.display().to_string())
+    }
+}
+
+/// Plans, prints and writes. The exit code is 0, or 2 when there is no plan.
+pub fn main(args: &Args) -> Result<ExitCode> {
+    let (cluster, workload, options) = (args.cluster()?, args.workload()?, args.options());
+    let outcome = plan::plan(&cluster, &workload, options)?;
+    if let Some(path) = &args.out {
+        write(path, &(outcome.to_json() + "\n"))?;
+    }
+    if let Some(path) = &args.plot_latency {
+        write(path, &plan::plot_latency(&cluster, &workload)?)?;
+    }
+    let plan = match &outcome {
+        Outcome::Plan(plan) => plan,
+        Outcome::Infeasible(Infeasible { shortage, .. }) => {
+            match args.json {
+                true => println!("{}", outcome.to_json()),
+                false => eprintln!("aristos: no plan: {shortage}"),
+            }
+            return Ok(ExitCode::from(INFEASIBLE));
+        }
+    };
+    if let Some(path) = &args.plot {
+        write(path, &plan::plot_plan(&cluster, &workload, plan)?)?;
+    }
+    let explanation = match args.explain {
+        true => Some(plan::explain(&cluster, &workload, options, plan)?),
+        false => None,
+    };
+    let replan = args.replan(&cluster, &workload, plan)?;
+    if args.json {
+        let printed = Printed { plan, explanation: explanation.as_ref(), replan: replan.as_ref() };
+        println!("{}", serde_json::to_string_pretty(&printed)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut text = crate::report::plan_text(plan, cluster.devices.len(), workload.n_experts());
+    if let Some(explanation) = &explanation {
+        text += &format!("\n{}", crate::report::explanation_text(explanation));
+    }
+    if let Some(replan) = &replan {
+        text += &format!("\n{}", crate::report::replan_text(replan));
+    }
+    print!("{text}");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    if path.is_dir() {
+        bail!("cannot write {}: it is a folder", path.display());
+    }
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}

@@ -1,0 +1,323 @@
+//! Cluster files, and what reading any of the planner's files needs: every error is one line that names the file, the
+//! path inside it, the value there, and what is right.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::de::{DeserializeOwned, Deserializer, Error, Unexpected, Visitor};
+use serde::{Deserialize, Serialize};
+
+use super::links::{Link, Links, Matrix, Tier, Tiers};
+use super::{Cluster, Device};
+
+/// The version of the files.
+const VERSION: u64 = 1;
+
+/// Numbers beyond these, or nearer to zero, would overflow in sums and products; no unit that the files use has them.
+const LARGEST: f64 = 1e30;
+const SMALLEST: f64 = 1e-30;
+/// Counts beyond this are not exact as floating-point numbers.
+const LARGEST_COUNT: u64 = 1_000_000_000_000_000;
+
+/// Which numbers a field takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Range {
+    /// Above zero.
+    Positive,
+    /// Zero or above.
+    NonNegative,
+}
+
+impl Range {
+    /// Checks a number.
+    ///
+    /// # Errors
+    /// One line: `PATH is VALUE, expected ...`, where `path` says what PATH is.
+    pub fn check(self, value: f64, path: impl FnOnce() -> String) -> Result<f64> {
+        let zero = value == 0.0 && self == Range::NonNegative;
+        if zero || (SMALLEST..=LARGEST).contains(&value) {
+            return Ok(value);
+        }
+        let expected = match self {
+            Range::Positive => format!("a number from {SMALLEST:e} to {LARGEST:e}"),
+            Range::NonNegative => format!("0 or a number from {SMALLEST:e} to {LARGEST:e}"),
+        };
+        bail!("{} is {value:?}, expected {expected}", path())
+    }
+}
+
+/// The text of a regular file. (To open a named pipe would be to wait for its writer.)
+///
+/// # Errors
+/// One line that names the file.
+pub fn read_text(path: &Path) -> Result<String> {
+    let shown = path.display();
+    let meta = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?;
+    ensure!(meta.is_file(), "cannot read {shown}: it is not a regular file");
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {shown}"))?;
+    String::from_utf8(bytes).ok().with_context(|| format!("cannot read {shown}: it is not UTF-8 text"))
+}
+
+/// Reads JSON.
+///
+/// # Errors
+/// One line: the path inside the file, what is there and what was expected, and the line and column.
+pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T> {
+    let mut json = serde_json::Deserializer::from_str(text);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = match error.path().to_string() {
+            path if path == "." => String::new(),
+            path => format!("{path}: "),
+        };
+        let inner = error.inner();
+        match token_at(text, inner) {
+            Some(token) => anyhow::anyhow!("{path}`{token}` is not JSON: {inner}"),
+            None => anyhow::anyhow!("{path}{inner}"),
+        }
+    })?;
+    json.end().context("expected nothing more")?;
+    Ok(value)
+}
+
+/// The word at a syntax error: `NaN`, `Infinity`.
+fn token_at(text: &str, error: &serde_json::Error) -> Option<String> {
+    if !error.is_syntax() {
+        return None;
+    }
+    let line = text.lines().nth(error.line().checked_sub(1)?)?.as_bytes();
+    let word = |b: u8| b.is_ascii_alphanumeric() || b"+-._".contains(&b);
+    let at = error.column().checked_sub(1)?.min(line.len().checked_sub(1)?);
+    let start = (0..=at).rev().take_while(|&i| word(line[i])).last()?;
+    let end = (at..line.len()).take_while(|&i| word(line[i])).last()? + 1;
+    let token: String = line[start..end].iter().take(40).map(|&b| b as char).collect();
+    Some(token)
+}
+
+/// A number, whole or not.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Number(pub f64);
+
+impl<'de> Deserialize<'de> for Number {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Number, D::Error> {
+        struct AnyNumber;
+        impl Visitor<'_> for AnyNumber {
+            type Value = Number;
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a number")
+            }
+            fn visit_f64<E: Error>(self, x: f64) -> Result<Number, E> {
+                Ok(Number(x))
+            }
+            fn visit_u64<E: Error>(self, x: u64) -> Result<Number, E> {
+                Ok(Number(x as f64))
+            }
+            fn visit_i64<E: Error>(self, x: i64) -> Result<Number, E> {
+                Ok(Number(x as f64))
+            }
+        }
+        deserializer.deserialize_any(AnyNumber)
+    }
+}
+
+/// A whole number, 0 or more; `32.0` is one too.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Count(pub u64);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Count, D::Error> {
+        struct WholeNumber;
+        impl Visitor<'_> for WholeNumber {
+            type Value = Count;
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                write!(f, "a whole number from 0 to {LARGEST_COUNT}")
+            }
+            fn visit_u64<E: Error>(self, x: u64) -> Result<Count, E> {
+                if x > LARGEST_COUNT {
+                    return Err(E::invalid_value(Unexpected::Unsigned(x), &self));
+                }
+                Ok(Count(x))
+            }
+            fn visit_i64<E: Error>(self, x: i64) -> Result<Count, E> {
+                u64::try_from(x).map(Count).map_err(|_| E::invalid_value(Unexpected::Signed(x), &self))
+            }
+            fn visit_f64<E: Error>(self, x: f64) -> Result<Count, E> {
+                if x.fract() == 0.0 && (0.0..=LARGEST_COUNT as f64).contains(&x) {
+                    return Ok(Count(x as u64));
+                }
+                Err(E::invalid_value(Unexpected::Float(x), &self))
+            }
+        }
+        deserializer.deserialize_any(WholeNumber)
+    }
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct RawCluster {
+    version: Count,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    sources: BTreeMap<String, String>,
+    devices: Vec<RawDevice>,
+    links: RawLinks,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct RawDevice {
+    id: Count,
+    host: String,
+    flop_per_ms: Number,
+    memory_experts: Count,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct RawLinks {
+    alpha_ms: Option<Vec<Vec<Number>>>,
+    beta_ms_per_mb: Option<Vec<Vec<Number>>>,
+    tiers: Option<Vec<RawTier>>,
+}
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct RawTier {
+    size: Count,
+    alpha_ms: Number,
+    beta_ms_per_mb: Number,
+}
+
+impl Cluster {
+    /// Reads a cluster file.
+    ///
+    /// # Errors
+    /// One line that names the file, the path inside it, what is there and what is right.
+    pub fn read(path: &Path) -> Result<Cluster> {
+        let text = read_text(path)?;
+        Cluster::from_json(&text).with_context(|| path.display().to_string())
+    }
+
+    /// A cluster from its JSON text.
+    ///
+    /// # Errors
+    /// One line that names the path inside the text, what is there and what is right.
+    pub fn from_json(text: &str) -> Result<Cluster> {
+        let raw: RawCluster = parse_json(text)?;
+        ensure!(raw.version.0 == VERSION, "version is {}, expected {VERSION}", raw.version.0);
+        ensure!(!raw.devices.is_empty(), "devices is empty, expected at least one device");
+        ensure!(raw.devices.len() <= u32::MAX as usize, "devices has more than {} entries", u32::MAX);
+        let mut places = HashMap::new();
+        let mut devices = Vec::with_capacity(raw.devices.len());
+        for (place, device) in raw.devices.into_iter().enumerate() {
+            if let Some(first) = places.insert(device.id.0, place) {
+                bail!("devices[{place}].id is {}, expected another id: devices[{first}] has it", device.id.0);
+            }
+            let flop_per_ms =
+                Range::Positive.check(device.flop_per_ms.0, || format!("devices[{place}].flop_per_ms"))?;
+            let memory_experts = device.memory_experts.0;
+            devices.push(Device { id: device.id.0, host: device.host, flop_per_ms, memory_experts });
+        }
+        let links = links(devices.len(), raw.links)?;
+        Ok(Cluster { devices, links, sources: raw.sources })
+    }
+
+    /// The cluster as JSON text, a device and a row of a matrix per line.
+    pub fn to_json(&self) -> String {
+        let device = |d: &Device| {
+            line(&RawDevice {
+                id: Count(d.id),
+                host: d.host.clone(),
+                flop_per_ms: Number(d.flop_per_ms),
+                memory_experts: Count(d.memory_experts),
+            })
+        };
+        let devices = self.devices.iter().map(device).collect::<Vec<_>>().join(",\n    ");
+        let links = match &self.links {
+            Links::Matrix(matrix) => {
+                let rows = |row: &dyn Fn(usize) -> String| {
+                    (0..self.devices.len()).map(row).collect::<Vec<_>>().join(",\n      ")
+                };
+                let alpha = rows(&|i| line(&matrix.alpha_row(i)));
+                let beta = rows(&|i| line(&matrix.beta_row(i)));
+                format!("\"alpha_ms\": [\n      {alpha}],\n    \"beta_ms_per_mb\": [\n      {beta}]")
+            }
+            Links::Tiers(tiers) => {
+                let tier = |t: &Tier| {
+                    line(&RawTier {
+                        size: Count(t.size as u64),
+                        alpha_ms: Number(t.link.alpha_ms),
+                        beta_ms_per_mb: Number(t.link.beta_ms_per_mb),
+                    })
+                };
+                let tiers = tiers.tiers().iter().map(tier).collect::<Vec<_>>().join(",\n      ");
+                format!("\"tiers\": [\n      {tiers}]")
+            }
+        };
+        let sources = match self.sources.is_empty() {
+            true => String::new(),
+            false => format!(
+                "  \"sources\": {},\n",
+                serde_json::to_string_pretty(&self.sources).expect("a map of strings").replace('\n', "\n  ")
+            ),
+        };
+        format!(
+            "{{\n  \"version\": {VERSION},\n{sources}  \"devices\": [\n    {devices}],\n  \"links\": {{\n    {links}}}\n}}\n"
+        )
+    }
+}
+
+/// Anything as one line of JSON.
+fn line(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("numbers and strings only")
+}
+
+fn links(n: usize, raw: RawLinks) -> Result<Links> {
+    match (raw.alpha_ms, raw.beta_ms_per_mb, raw.tiers) {
+        (Some(alpha), Some(beta), None) => {
+            let alpha = matrix(n, &alpha, "alpha_ms")?;
+            let beta = matrix(n, &beta, "beta_ms_per_mb")?;
+            Ok(Links::Matrix(Matrix::new(n, alpha, beta)))
+        }
+        (None, None, Some(raw)) => {
+            let mut tiers = Vec::with_capacity(raw.len());
+            for (place, tier) in raw.iter().enumerate() {
+                let check = |value: Number, key: &str| {
+                    Range::NonNegative.check(value.0, || format!("links.tiers[{place}].{key}"))
+                };
+                tiers.push(Tier {
+                    size: tier.size.0 as usize,
+                    link: Link {
+                        alpha_ms: check(tier.alpha_ms, "alpha_ms")?,
+                        beta_ms_per_mb: check(tier.beta_ms_per_mb, "beta_ms_per_mb")?,
+                    },
+                });
+            }
+            let tiers = Tiers::new(n, tiers).map_err(|(place, expected)| match raw.get(place) {
+                Some(tier) => anyhow::anyhow!("links.tiers[{place}].size is {}, {expected}", tier.size.0),
+                None => anyhow::anyhow!("links.tiers is empty, {expected}"),
+            })?;
+            Ok(Links::Tiers(tiers))
+        }
+        (None, None, None) => bail!("links is empty, expected alpha_ms and beta_ms_per_mb, or tiers"),
+        (Some(_), None, None) => bail!("links: missing field `beta_ms_per_mb`, expected it beside alpha_ms"),
+        (None, Some(_), None) => bail!("links: missing field `alpha_ms`, expected it beside beta_ms_per_mb"),
+        (_, _, Some(_)) => bail!("links has tiers and matrices, expected one or the other"),
+    }
+}
+
+fn matrix(n: usize, rows: &[Vec<Number>], key: &str) -> Result<Vec<f64>> {
+    ensure!(rows.len() == n, "links.{key} has {} rows, expected {n}, one per device", rows.len());
+    let mut flat = Vec::with_capacity(n * n);
+    for (i, row) in rows.iter().enumerate() {
+        ensure!(row.len() == n, "links.{key}[{i}] has {} numbers, expected {n}, one per device", row.len());
+        for (j, number) in row.iter().enumerate() {
+            // The diagonal is ignored, whatever it holds.
+            let range = Range::NonNegative;
+            flat.push(if i == j { 0.0 } else { range.check(number.0, || format!("links.{key}[{i}][{j}]"))? });
+        }
+    }
+    Ok(flat)
+}

@@ -1,0 +1,536 @@
+//! The links of a cluster, by matrix or by tiers.
+
+/// Latency and inverse bandwidth of an ordered pair of devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Link {
+    /// Latency, ms.
+    pub alpha_ms: f64,
+    /// Inverse bandwidth, ms per MB.
+    pub beta_ms_per_mb: f64,
+}
+
+impl Link {
+    /// Time to move `mb` megabytes, ms.
+    pub fn time_ms(self, mb: f64) -> f64 {
+        self.alpha_ms + self.beta_ms_per_mb * mb
+    }
+}
+
+/// What the planner asks of links, whatever their form.
+pub trait LinkTable {
+    /// Number of devices.
+    fn len(&self) -> usize;
+
+    /// Whether there are no devices.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The link from device `i` to device `j`, another one.
+    fn link(&self, i: usize, j: usize) -> Link;
+
+    /// A spanning tree of the slowest links, slowest first, ranked by their time to move `mb` megabytes; between two
+    /// devices the slower direction counts.
+    ///
+    /// Whatever the groups, the slowest link between two of them is in this tree: the tree's path between that link's ends has no
+    /// faster edge, and leaves the one end's group somewhere.
+    fn slowest_tree(&self, mb: f64) -> Vec<Edge>;
+
+    /// The slowest link between devices of different groups, where `none` is the group of those that are left out.
+    fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
+        let n = self.len();
+        let mut slowest: Option<Edge> = None;
+        for i in (0..n).filter(|&i| group_of[i] != none) {
+            for j in (i + 1..n).filter(|&j| group_of[j] != none && group_of[j] != group_of[i]) {
+                let edge = self.edge(i, j, mb);
+                if slowest.is_none_or(|s| edge.rank > s.rank) {
+                    slowest = Some(edge);
+                }
+            }
+        }
+        slowest
+    }
+
+    /// The slower of the two links between devices `i` and `j`.
+    fn edge(&self, i: usize, j: usize, mb: f64) -> Edge {
+        let (out, back) = (self.link(i, j), self.link(j, i));
+        let (out, back) = ((Rank::of(out, mb), out), (Rank::of(back, mb), back));
+        let (rank, link) = if back.0 > out.0 { back } else { out };
+        Edge { i: i as u32, j: j as u32, link, rank }
+    }
+
+    /// The slower link of every pair, slowest first.
+    fn pairs(&self, mb: f64) -> Vec<Edge> {
+        let n = self.len();
+        let mut pairs: Vec<Edge> = (0..n).flat_map(|i| (i + 1..n).map(move |j| (i, j))).map(|(i, j)| self.edge(i, j, mb)).collect();
+        sort_slowest_first(&mut pairs);
+        pairs
+    }
+
+    /// About how many links [`LinkTable::sums`] looks at for a group of `size`.
+    fn sums_cost(&self, size: usize) -> u64 {
+        (size as u64) * (size as u64)
+    }
+
+    /// An order of the devices that keeps near ones together, by the time to move `mb` megabytes.
+    fn near_order(&self, mb: f64) -> Vec<u32>;
+
+    /// For each member of a group (ascending), the sums of alpha and of beta to all other members.
+    fn sums(&self, members: &[u32]) -> Vec<(f64, f64)>;
+}
+
+/// Alpha and beta of every ordered pair; the diagonal is ignored. Kept by row and by column, as the planner goes
+/// through both.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Matrix {
+    n: usize,
+    alpha: Vec<f64>,
+    beta: Vec<f64>,
+    alpha_by_column: Vec<f64>,
+    beta_by_column: Vec<f64>,
+}
+
+impl Matrix {
+    /// Links from two matrices of `n` rows of `n` each.
+    ///
+    /// # Panics
+    /// If they have other sizes.
+    pub fn new(n: usize, mut alpha: Vec<f64>, mut beta: Vec<f64>) -> Matrix {
+        assert!(alpha.len() == n * n && beta.len() == n * n, "matrices of {n} rows of {n}");
+        for i in 0..n {
+            alpha[i * n + i] = 0.0;
+            beta[i * n + i] = 0.0;
+        }
+        let (alpha_by_column, beta_by_column) = (transposed(n, &alpha), transposed(n, &beta));
+        Matrix { n, alpha, beta, alpha_by_column, beta_by_column }
+    }
+
+    /// The same links, written out.
+    pub fn from_table(table: &impl LinkTable) -> Matrix {
+        let n = table.len();
+        let (mut alpha, mut beta) = (vec![0.0; n * n], vec![0.0; n * n]);
+        for i in 0..n {
+            for j in (0..n).filter(|&j| j != i) {
+                let link = table.link(i, j);
+                alpha[i * n + j] = link.alpha_ms;
+                beta[i * n + j] = link.beta_ms_per_mb;
+            }
+        }
+        Matrix::new(n, alpha, beta)
+    }
+
+    /// Row `i` of alpha; its diagonal is 0.
+    pub fn alpha_row(&self, i: usize) -> &[f64] {
+        &self.alpha[i * self.n..(i + 1) * self.n]
+    }
+
+    /// Row `i` of beta; its diagonal is 0.
+    pub fn beta_row(&self, i: usize) -> &[f64] {
+        &self.beta[i * self.n..(i + 1) * self.n]
+    }
+
+    /// Column `i` of alpha: the links to device `i`; its diagonal is 0.
+    pub fn alpha_column(&self, i: usize) -> &[f64] {
+        &self.alpha_by_column[i * self.n..(i + 1) * self.n]
+    }
+
+    /// Column `i` of beta: the links to device `i`; its diagonal is 0.
+    pub fn beta_column(&self, i: usize) -> &[f64] {
+        &self.beta_by_column[i * self.n..(i + 1) * self.n]
+    }
+}
+
+/// In blocks, so that both sides stay in cache.
+fn transposed(n: usize, rows: &[f64]) -> Vec<f64> {
+    const BLOCK: usize = 16;
+    let mut columns = vec![0.0; n * n];
+    for i0 in (0..n).step_by(BLOCK) {
+        for j0 in (0..n).step_by(BLOCK) {
+            for i in i0..n.min(i0 + BLOCK) {
+                for j in j0..n.min(j0 + BLOCK) {
+                    columns[j * n + i] = rows[i * n + j];
+                }
+            }
+        }
+    }
+    columns
+}
+
+/// An edge of a spanning tree.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Edge {
+    /// One end.
+    pub i: u32,
+    /// The other.
+    pub j: u32,
+    /// The slower of the links between them.
+    pub link: Link,
+    /// How slow it is, as the caller ranks links.
+    pub rank: Rank,
+}
+
+/// How slow a link is: by time, then by latency.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+pub struct Rank(pub f64, pub f64);
+
+impl Rank {
+    /// The rank by the time to move `mb` megabytes.
+    pub fn of(link: Link, mb: f64) -> Rank {
+        Rank(link.time_ms(mb), link.alpha_ms)
+    }
+}
+
+impl LinkTable for Matrix {
+    fn len(&self) -> usize {
+        self.n
+    }
+
+    #[inline]
+    fn link(&self, i: usize, j: usize) -> Link {
+        Link { alpha_ms: self.alpha[i * self.n + j], beta_ms_per_mb: self.beta[i * self.n + j] }
+    }
+
+    fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
+        // Prim's algorithm, O(n^2).
+        let n = self.n;
+        let mut best = vec![(Rank(f64::NEG_INFINITY, 0.0), 0u32); n];
+        let mut left: Vec<u32> = (1..n as u32).collect();
+        let mut last = 0;
+        let mut tree = Vec::with_capacity(n.saturating_sub(1));
+        while !left.is_empty() {
+            let (to, from) = (self.alpha_row(last), self.alpha_column(last));
+            let (to_beta, from_beta) = (self.beta_row(last), self.beta_column(last));
+            let mut next = (Rank(f64::NEG_INFINITY, 0.0), 0);
+            for (place, &j) in left.iter().enumerate() {
+                let j = j as usize;
+                let out = Rank(to[j] + to_beta[j] * mb, to[j]);
+                let back = Rank(from[j] + from_beta[j] * mb, from[j]);
+                let here = if back > out { back } else { out };
+                if here > best[j].0 {
+                    best[j] = (here, last as u32);
+                }
+                if best[j].0 > next.0 {
+                    next = (best[j].0, place);
+                }
+            }
+            let j = left.swap_remove(next.1);
+            tree.push(self.edge(best[j as usize].1 as usize, j as usize, mb));
+            last = j as usize;
+        }
+        sort_slowest_first(&mut tree);
+        tree
+    }
+
+    fn near_order(&self, mb: f64) -> Vec<u32> {
+        // The order in which Prim's algorithm reaches the devices over the fastest links.
+        let n = self.n;
+        let mut best = vec![f64::INFINITY; n];
+        let mut left: Vec<u32> = (1..n as u32).collect();
+        let mut order = Vec::with_capacity(n);
+        let mut last = 0;
+        order.extend((n > 0).then_some(0));
+        while !left.is_empty() {
+            let (to, from) = (self.alpha_row(last), self.alpha_column(last));
+            let (to_beta, from_beta) = (self.beta_row(last), self.beta_column(last));
+            let mut next = (f64::INFINITY, 0);
+            for (place, &j) in left.iter().enumerate() {
+                let j = j as usize;
+                let both = to[j] + from[j] + (to_beta[j] + from_beta[j]) * mb;
+                best[j] = best[j].min(both);
+                // The later in the list among equals would do as well; the lower index keeps blocks in order.
+                if best[j] < next.0 || (best[j] == next.0 && j < left[next.1] as usize) {
+                    next = (best[j], place);
+                }
+            }
+            last = left.swap_remove(next.1) as usize;
+            order.push(last as u32);
+        }
+        order
+    }
+
+    fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        let whole = members.len() == self.n;
+        let sum = |row: &[f64]| -> f64 {
+            // The diagonal is 0, so a sum over all members is one over the others.
+            if whole { row.iter().sum() } else { members.iter().map(|&j| row[j as usize]).sum() }
+        };
+        members.iter().map(|&i| (sum(self.alpha_row(i as usize)), sum(self.beta_row(i as usize)))).collect()
+    }
+}
+
+/// One tier: blocks of `size` consecutive devices, and the links between devices of a block that share no smaller one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tier {
+    /// Devices in a block.
+    pub size: usize,
+    /// The links.
+    pub link: Link,
+}
+
+/// Nested blocks, inner first.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tiers {
+    n: usize,
+    tiers: Vec<Tier>,
+}
+
+impl Tiers {
+    /// `n` devices in nested blocks.
+    ///
+    /// # Errors
+    /// The index of the first tier whose size is wrong, and what is right: each size is a multiple of the one before and
+    /// larger, a size below `n` divides `n`, and the last is at least `n`.
+    pub fn new(n: usize, tiers: Vec<Tier>) -> Result<Tiers, (usize, String)> {
+        let mut inner = 1;
+        for (index, tier) in tiers.iter().enumerate() {
+            let size = tier.size;
+            if size == 0 || size % inner != 0 || (index > 0 && size == inner) {
+                let larger = if index > 0 { "a larger multiple" } else { "a multiple" };
+                return Err((index, format!("expected {larger} of {inner}, the size of the tier inside")));
+            }
+            if size < n && n % size != 0 {
+                return Err((index, format!("expected a size that divides {n}, the number of devices")));
+            }
+            inner = size;
+        }
+        match tiers.last() {
+            Some(last) if last.size < n => {
+                Err((tiers.len() - 1, format!("expected the outermost tier to hold all {n} devices")))
+            }
+            None if n > 1 => Err((0, format!("expected a tier that holds all {n} devices"))),
+            _ => Ok(Tiers { n, tiers }),
+        }
+    }
+
+    /// The tiers, inner first.
+    pub fn tiers(&self) -> &[Tier] {
+        &self.tiers
+    }
+
+    /// How many other devices a device meets in each tier; the same for every device, as sizes divide.
+    pub fn peers(&self) -> Vec<usize> {
+        let mut inside = 1;
+        let met = |tier: &Tier| {
+            let size = tier.size.min(self.n).max(1);
+            size - std::mem::replace(&mut inside, size)
+        };
+        self.tiers.iter().map(met).collect()
+    }
+}
+
+impl LinkTable for Tiers {
+    fn len(&self) -> usize {
+        self.n
+    }
+
+    #[inline]
+    fn link(&self, i: usize, j: usize) -> Link {
+        let shared = self.tiers.iter().find(|tier| i / tier.size == j / tier.size);
+        shared.map_or_else(Link::default, |tier| tier.link)
+    }
+
+    fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
+        // Kruskal's algorithm, a tier at a time. A block's links of its own tier connect all its devices, as soon as two
+        // smaller blocks are in it: a star from the first device to all outside its smaller block, and one from the second
+        // block's first device back to the first block.
+        let n = self.n;
+        let mut order: Vec<usize> = (0..self.tiers.len()).collect();
+        let rank = |tier: usize| Rank::of(self.tiers[tier].link, mb);
+        order.sort_by(|&a, &b| rank(b).partial_cmp(&rank(a)).expect("finite"));
+        let mut parent: Vec<u32> = (0..n as u32).collect();
+        let mut tree = Vec::with_capacity(n.saturating_sub(1));
+        for tier in order {
+            let size = self.tiers[tier].size;
+            let inner = if tier == 0 { 1 } else { self.tiers[tier - 1].size };
+            for start in (0..n).step_by(size) {
+                let end = n.min(start.saturating_add(size));
+                let second = start.saturating_add(inner);
+                if second >= end {
+                    continue;
+                }
+                let star = (second..end).map(|j| (start, j)).chain((start + 1..second).map(|j| (second, j)));
+                for (i, j) in star {
+                    let (a, b) = (find(&mut parent, i as u32), find(&mut parent, j as u32));
+                    if a != b {
+                        parent[a.max(b) as usize] = a.min(b);
+                        let link = self.tiers[tier].link;
+                        tree.push(Edge { i: i as u32, j: j as u32, link, rank: rank(tier) });
+                    }
+                }
+            }
+        }
+        tree
+    }
+
+    fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
+        let n = self.n;
+        let mut order: Vec<usize> = (0..self.tiers.len()).collect();
+        let rank = |tier: usize| Rank::of(self.tiers[tier].link, mb);
+        order.sort_by(|&a, &b| rank(b).partial_cmp(&rank(a)).expect("finite"));
+        for tier in order {
+            let inner = if tier == 0 { 1 } else { self.tiers[tier - 1].size };
+            for start in (0..n).step_by(self.tiers[tier].size) {
+                let block = start..n.min(start.saturating_add(self.tiers[tier].size));
+                // Two groups and two smaller blocks in a block: some two devices differ in both.
+                let mut some = block.filter(|&i| group_of[i] != none);
+                let Some(first) = some.next() else { continue };
+                let (mut group, mut place) = (None, None);
+                for i in some {
+                    group = group.or_else(|| (group_of[i] != group_of[first]).then_some(i));
+                    place = place.or_else(|| (i / inner != first / inner).then_some(i));
+                    let (Some(a), Some(b)) = (group, place) else { continue };
+                    let apart = |i: usize, j: usize| group_of[i] != group_of[j] && i / inner != j / inner;
+                    let pair = [(first, a), (first, b), (a, b)].into_iter().find(|&(i, j)| apart(i, j));
+                    let (i, j) = pair.expect("b is outside the block of first; one of first and a is in another group than b");
+                    return Some(self.edge(i, j, mb));
+                }
+            }
+        }
+        None
+    }
+
+    fn sums_cost(&self, size: usize) -> u64 {
+        (size * self.tiers.len()) as u64
+    }
+
+    fn near_order(&self, _: f64) -> Vec<u32> {
+        (0..self.n as u32).collect()
+    }
+
+    fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        let mut sums = vec![(0.0, 0.0); members.len()];
+        // How many members, itself included, a member shares the block of the tier inside with.
+        let mut inside = vec![1usize; members.len()];
+        for tier in &self.tiers {
+            let size = tier.size as u64;
+            let mut start = 0;
+            while start < members.len() {
+                let block = u64::from(members[start]) / size;
+                let end = start + members[start..].partition_point(|&m| u64::from(m) / size == block);
+                for (sum, inner) in sums[start..end].iter_mut().zip(&mut inside[start..end]) {
+                    let here = (end - start - *inner) as f64;
+                    sum.0 += here * tier.link.alpha_ms;
+                    sum.1 += here * tier.link.beta_ms_per_mb;
+                    *inner = end - start;
+                }
+                start = end;
+            }
+        }
+        sums
+    }
+}
+
+fn sort_slowest_first(tree: &mut [Edge]) {
+    tree.sort_by(|a, b| b.rank.partial_cmp(&a.rank).expect("finite"));
+}
+
+/// The root of `i`'s set; halves the path to it.
+fn find(parent: &mut [u32], mut i: u32) -> u32 {
+    while parent[i as usize] != i {
+        parent[i as usize] = parent[parent[i as usize] as usize];
+        i = parent[i as usize];
+    }
+    i
+}
+
+/// The links of a cluster.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Links {
+    /// Every ordered pair written out.
+    Matrix(Matrix),
+    /// Nested blocks.
+    Tiers(Tiers),
+}
+
+impl LinkTable for Links {
+    fn len(&self) -> usize {
+        match self {
+            Links::Matrix(matrix) => matrix.len(),
+            Links::Tiers(tiers) => tiers.len(),
+        }
+    }
+
+    #[inline]
+    fn link(&self, i: usize, j: usize) -> Link {
+        match self {
+            Links::Matrix(matrix) => matrix.link(i, j),
+            Links::Tiers(tiers) => tiers.link(i, j),
+        }
+    }
+
+    fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
+        match self {
+            Links::Matrix(matrix) => matrix.slowest_tree(mb),
+            Links::Tiers(tiers) => tiers.slowest_tree(mb),
+        }
+    }
+
+    fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
+        match self {
+            Links::Matrix(matrix) => matrix.slowest_between(group_of, none, mb),
+            Links::Tiers(tiers) => tiers.slowest_between(group_of, none, mb),
+        }
+    }
+
+    fn sums_cost(&self, size: usize) -> u64 {
+        match self {
+            Links::Matrix(matrix) => matrix.sums_cost(size),
+            Links::Tiers(tiers) => tiers.sums_cost(size),
+        }
+    }
+
+    fn near_order(&self, mb: f64) -> Vec<u32> {
+        match self {
+            Links::Matrix(matrix) => matrix.near_order(mb),
+            Links::Tiers(tiers) => tiers.near_order(mb),
+        }
+    }
+
+    fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        match self {
+            Links::Matrix(matrix) => matrix.sums(members),
+            Links::Tiers(tiers) => tiers.sums(members),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tier(size: usize, alpha_ms: f64, beta_ms_per_mb: f64) -> Tier {
+        Tier { size, link: Link { alpha_ms, beta_ms_per_mb } }
+    }
+
+    #[test]
+    fn tiers_are_the_matrix_they_stand_for() {
+        for (n, sizes) in [(12, &[2, 4, 12][..]), (8, &[4, 16]), (1, &[1]), (6, &[1, 3, 6]), (2, &[64])] {
+            let tiers = sizes.iter().enumerate().map(|(l, &s)| tier(s, 0.25 * (l + 1) as f64, 2.0 - l as f64 * 0.5));
+            let tiers = Tiers::new(n, tiers.collect()).unwrap();
+            let matrix = Matrix::from_table(&tiers);
+            for members in [(0..n as u32).collect::<Vec<_>>(), (0..n as u32).step_by(3).collect(), vec![n as u32 - 1]] {
+                assert_eq!(tiers.sums(&members), matrix.sums(&members), "{n} {sizes:?} {members:?}");
+            }
+            for mb in [0.0, 0.1, 1.0, 100.0] {
+                let ranks = |tree: Vec<Edge>| tree.into_iter().map(|edge| edge.rank).collect::<Vec<_>>();
+                assert_eq!(ranks(tiers.slowest_tree(mb)), ranks(matrix.slowest_tree(mb)), "{n} {sizes:?} {mb}");
+            }
+            assert_eq!(tiers.peers().iter().sum::<usize>(), n - 1, "{n} {sizes:?}");
+        }
+    }
+
+    #[test]
+    fn tiers_that_do_not_nest_are_refused() {
+        let refused = |n, sizes: &[usize], index, what: &str| {
+            let error = Tiers::new(n, sizes.iter().map(|&s| tier(s, 1.0, 1.0)).collect()).unwrap_err();
+            assert!(error.0 == index && error.1.contains(what), "{sizes:?}: {error:?}");
+        };
+        refused(16, &[3, 16], 0, "divides 16");
+        refused(16, &[8, 12], 1, "multiple of 8");
+        refused(16, &[4, 4, 16], 1, "larger multiple of 4");
+        refused(16, &[0, 16], 0, "multiple");
+        refused(16, &[4, 8], 1, "all 16");
+        refused(10, &[4, 16], 0, "divides 10");
+        refused(2, &[], 0, "all 2");
+    }
+}

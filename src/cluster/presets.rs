@@ -1,0 +1,139 @@
+//! Clusters that are known without a probe, each figure with its source.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::links::{Link, Links, Tier, Tiers};
+use super::{Cluster, Device};
+
+/// A node of a known kind.
+struct Node {
+    name: &'static str,
+    what: &'static str,
+    devices: usize,
+    flop_per_ms: f64,
+    memory_experts: u64,
+    inside: Link,
+    between: Link,
+    sources: [(&'static str, &'static str); 4],
+}
+
+const A100_FLOP: &str = "312 TFLOP/s dense BF16 (NVIDIA A100 whitepaper, table 1) times 0.43, the share that expert \
+                         matrix products reached in the Lysi notebook's measurements";
+const PERLMUTTER_INSIDE: &str = "measured with nccl-tests on a Perlmutter GPU node, NVLink 3 (Lysi notebook)";
+const PERLMUTTER_BETWEEN: &str =
+    "measured with nccl-tests between Perlmutter GPU nodes, a Slingshot 11 NIC per GPU (Lysi notebook)";
+
+const NODES: [Node; 3] = [
+    Node {
+        name: "perlmutter-a100-40gb",
+        what: "Perlmutter GPU nodes, 4 A100 of 40 GB",
+        devices: 4,
+        flop_per_ms: 134_160_000_000.0,
+        memory_experts: 16,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 0.014 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.054 },
+        sources: [
+            ("flop_per_ms", A100_FLOP),
+            ("memory_experts", "half of what the Lysi notebook gives the 80 GB device, for a GPT-3 350M MoE"),
+            ("links, tier 0", PERLMUTTER_INSIDE),
+            ("links, tier 1", PERLMUTTER_BETWEEN),
+        ],
+    },
+    Node {
+        name: "perlmutter-a100-80gb",
+        what: "Perlmutter GPU nodes, 4 A100 of 80 GB",
+        devices: 4,
+        flop_per_ms: 134_160_000_000.0,
+        memory_experts: 32,
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 0.014 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.054 },
+        sources: [
+            ("flop_per_ms", A100_FLOP),
+            ("memory_experts", "the Lysi notebook's figure, for a GPT-3 350M MoE"),
+            ("links, tier 0", PERLMUTTER_INSIDE),
+            ("links, tier 1", PERLMUTTER_BETWEEN),
+        ],
+    },
+    Node {
+        name: "dgx-h100",
+        what: "NVIDIA DGX H100, 8 H100 SXM of 80 GB",
+        devices: 8,
+        // 989.4 * 0.43, in 10^9 FLOP per ms.
+        flop_per_ms: 425_442_000_000.0,
+        memory_experts: 32,
+        // 1 / 450 and 1 / 50 ms per MB.
+        inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 0.002_222_222_222_222_222 },
+        between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.02 },
+        sources: [
+            (
+                "flop_per_ms",
+                "989.4 TFLOP/s dense BF16 (NVIDIA H100 whitepaper, table 2, SXM5) times 0.43, the share that the Lysi \
+                 notebook measured on A100; not measured on H100",
+            ),
+            ("memory_experts", "the Lysi notebook's figure for 80 GB, for a GPT-3 350M MoE"),
+            (
+                "links, tier 0",
+                "beta: NVLink 4 at its peak, 450 GB/s each way (NVIDIA DGX H100 data sheet: 900 GB/s both ways); alpha: the \
+                 Lysi notebook's for NVLink 3; neither measured",
+            ),
+            (
+                "links, tier 1",
+                "beta: a 400 Gb/s ConnectX-7 port per GPU at its peak (NVIDIA DGX H100 data sheet); alpha: the Lysi notebook's \
+                 between nodes; neither measured",
+            ),
+        ],
+    },
+];
+
+/// The names of the presets and what they are.
+pub const PRESETS: [(&str, &str); 3] =
+    [(NODES[0].name, NODES[0].what), (NODES[1].name, NODES[1].what), (NODES[2].name, NODES[2].what)];
+
+/// A cluster from `NAME` or `NAME:NODES` (one node when not said).
+///
+/// # Errors
+/// One line: an unknown name, or a number of nodes that is none.
+pub fn preset(text: &str) -> Result<Cluster> {
+    let (name, nodes) = text.split_once(':').unwrap_or((text, "1"));
+    let Some(node) = NODES.iter().find(|node| node.name == name) else {
+        bail!("preset {name} is unknown, expected one of {}", NODES.map(|node| node.name).join(", "));
+    };
+    let nodes: usize = nodes.parse().ok().with_context(|| format!("preset {text}: expected a number of nodes"))?;
+    ensure!((1..=1 << 16).contains(&nodes), "preset {text}: expected 1 to {} nodes", 1 << 16);
+    let n = nodes * node.devices;
+    let device = |i: usize| Device {
+        id: i as u64,
+        host: format!("n{}", i / node.devices),
+        flop_per_ms: node.flop_per_ms,
+        memory_experts: node.memory_experts,
+    };
+    let mut tiers = vec![Tier { size: node.devices, link: node.inside }];
+    if nodes > 1 {
+        tiers.push(Tier { size: n, link: node.between });
+    }
+    Ok(Cluster {
+        devices: (0..n).map(device).collect(),
+        links: Links::Tiers(Tiers::new(n, tiers).expect("blocks of whole nodes")),
+        sources: node.sources.iter().map(|(what, source)| (what.to_string(), source.to_string())).collect::<BTreeMap<_, _>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presets_are_clusters_that_read_back() {
+        for (name, _) in PRESETS {
+            for nodes in [1, 2, 5] {
+                let cluster = preset(&format!("{name}:{nodes}")).unwrap();
+                assert_eq!(Cluster::from_json(&cluster.to_json()).unwrap(), cluster);
+            }
+        }
+        assert!(preset("dgx").unwrap_err().to_string().contains("expected one of"));
+        assert!(preset("dgx-h100:0").unwrap_err().to_string().contains("expected 1 to"));
+        assert!(preset("dgx-h100:x").unwrap_err().to_string().contains("number of nodes"));
+    }
+}

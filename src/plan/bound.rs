@@ -1,0 +1,322 @@
+//! Lower bounds on the objective, by number of groups. `docs/planner.md` proves them.
+//!
+//! Per size s of a group: c(s), a communication time that some member of any group of s devices has at least; and F(s), a
+//! rate that no s devices exceed. Per number of groups K of W workers: some group has at most floor(W / K) members, some
+//! has at least ceil(W / K), some has at most a K-th of the rate, every device is in some group.
+
+use super::objective::Problem;
+use crate::cluster::{Link, LinkTable, Links, Matrix, Tiers};
+
+/// What the bounds need of links: for every size of a group.
+pub(crate) trait LeastExchange: LinkTable {
+    /// Of each size s = 1..=n (index s - 1): the least that the worst member of a group of s devices exchanges with the others, ms, with buffers
+    /// of `mb` / s; and for each device the least that it exchanges in a group of s, through `each(i, s, ms)`.
+    fn least_exchange(&self, mb: f64, each: impl FnMut(usize, usize, f64)) -> Vec<f64>;
+
+    /// A link that no link is faster than.
+    fn fastest(&self) -> Link;
+
+    /// Whether every device has the same links to the others, in some order; then `each` is called for one only.
+    fn devices_alike(&self) -> bool;
+}
+
+impl LeastExchange for Matrix {
+    fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
+        let n = self.len();
+        // A row's s - 1 smallest alphas and its s - 1 smallest betas, whether or not they are the same links.
+        let mut by_size = vec![0.0; n * n];
+        let mut row: Vec<u64> = Vec::with_capacity(n);
+        for i in 0..n {
+            for (values, per) in [(self.alpha_row(i), 1.0), (self.beta_row(i), mb)] {
+                row.clear();
+                // Not negative, so the bits are in the numbers' order, and integers sort faster.
+                row.extend(values.iter().map(|x| x.to_bits()));
+                row.swap_remove(i);
+                row.sort_unstable();
+                let mut sum = 0.0;
+                for (s, bits) in (2..).zip(&row) {
+                    sum += f64::from_bits(*bits);
+                    by_size[(s - 1) * n + i] += if per == 1.0 { sum } else { sum * (per / s as f64) };
+                }
+            }
+        }
+        let mut least = Vec::with_capacity(n);
+        for s in 1..=n {
+            let of_size = &mut by_size[(s - 1) * n..s * n];
+            of_size.iter().enumerate().for_each(|(i, &ms)| each(i, s, ms));
+            // A group of s devices has a member that is not among the s - 1 lowest.
+            let (_, ms, _) = of_size.select_nth_unstable_by(s - 1, f64::total_cmp);
+            least.push(*ms);
+        }
+        least
+    }
+
+    fn fastest(&self) -> Link {
+        let n = self.len();
+        let least = |rows: &dyn Fn(usize) -> f64| (0..n).map(rows).fold(f64::INFINITY, f64::min);
+        let of_row = |i: usize, row: &[f64]| {
+            let others = row[..i].iter().chain(&row[i + 1..]);
+            others.copied().fold(f64::INFINITY, f64::min)
+        };
+        Link {
+            alpha_ms: least(&|i| of_row(i, self.alpha_row(i))),
+            beta_ms_per_mb: least(&|i| of_row(i, self.beta_row(i))),
+        }
+    }
+
+    fn devices_alike(&self) -> bool {
+        false
+    }
+}
+
+impl LeastExchange for Tiers {
+    fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
+        let n = self.len();
+        let peers = self.peers();
+        let mut order: Vec<usize> = (0..peers.len()).collect();
+        let mut least = Vec::with_capacity(n);
+        for s in 1..=n {
+            let time = |tier: usize| self.tiers()[tier].link.time_ms(mb / s as f64);
+            order.sort_by(|&a, &b| time(a).total_cmp(&time(b)));
+            let mut missing = s - 1;
+            let mut ms = 0.0;
+            for &tier in &order {
+                let taken = missing.min(peers[tier]);
+                ms += taken as f64 * time(tier);
+                missing -= taken;
+            }
+            // Every device sees the same tiers; one stands for all.
+            each(0, s, ms);
+            least.push(ms);
+        }
+        least
+    }
+
+    fn fastest(&self) -> Link {
+        let links = self.tiers().iter().map(|tier| tier.link);
+        links.fold(Link { alpha_ms: f64::INFINITY, beta_ms_per_mb: f64::INFINITY }, |least, link| Link {
+            alpha_ms: least.alpha_ms.min(link.alpha_ms),
+            beta_ms_per_mb: least.beta_ms_per_mb.min(link.beta_ms_per_mb),
+        })
+    }
+
+    fn devices_alike(&self) -> bool {
+        // Sizes divide, but the outermost block may be cut off; it holds all devices then.
+        true
+    }
+}
+
+impl LeastExchange for Links {
+    fn least_exchange(&self, mb: f64, each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
+        match self {
+            Links::Matrix(matrix) => matrix.least_exchange(mb, each),
+            Links::Tiers(tiers) => tiers.least_exchange(mb, each),
+        }
+    }
+
+    fn fastest(&self) -> Link {
+        match self {
+            Links::Matrix(matrix) => matrix.fastest(),
+            Links::Tiers(tiers) => tiers.fastest(),
+        }
+    }
+
+    fn devices_alike(&self) -> bool {
+        match self {
+            Links::Matrix(matrix) => matrix.devices_alike(),
+            Links::Tiers(tiers) => tiers.devices_alike(),
+        }
+    }
+}
+
+/// Lower bounds by the number of groups.
+pub(crate) struct Bounds {
+    /// Of K = 1.. (index K - 1): no grouping into K groups has a lower objective, ms; infinite when there is none.
+    pub by_groups: Vec<f64>,
+}
+
+impl Bounds {
+    /// No grouping has a lower objective, ms.
+    pub fn least(&self) -> f64 {
+        self.by_groups.iter().copied().fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// A little less than 1: bounds are rounded down by more than sums of so many numbers round up.
+fn slack(n: usize) -> f64 {
+    1.0 - 4.0 * (n as f64 + 8.0) * f64::EPSILON
+}
+
+/// Beyond so many devices, the number of idle ones is not gone through.
+const IDLE_COUNTED: usize = 1024;
+
+/// What every number of groups needs.
+struct Sizes<'p, 'a, L> {
+    problem: &'p Problem<'a, L>,
+    /// F(s): the s fastest devices' rates, index s.
+    rate: Vec<f64>,
+    /// c(s), index s - 1; it never falls as s grows.
+    exchange: Vec<f64>,
+    /// The smallest size that memory allows.
+    smallest: usize,
+    /// x(s) = cost / F(s) + eta c(s), index s - 1: no valid group of s devices takes less.
+    least: RangeMin,
+    /// What some device takes at least, whatever its group, when all devices are in groups.
+    own: f64,
+}
+
+impl<L: LinkTable> Sizes<'_, '_, L> {
+    /// The worst group's compute and communication, with `w` devices in `k` groups.
+    fn work(&self, k: usize, w: usize) -> f64 {
+        let eta = self.problem.workload.p2p_frequency;
+        let largest = w - (k - 1) * self.smallest;
+        // Some group has at most w / k members, some has at least that.
+        let small = self.least.of(1, w / k);
+        let large = self.least.of(w.div_ceil(k), largest);
+        // Some group has at most a k-th of the rate: either its size alone keeps it slower, or that share does, and
+        // then c is least at the smallest size.
+        let share = self.rate[w] / k as f64;
+        let enough = self.rate.partition_point(|&rate| rate < share).max(self.smallest);
+        let mut slow = self.least.of(self.smallest, (enough - 1).min(largest));
+        if enough <= largest {
+            slow = slow.min(self.problem.compute(share) + eta * self.exchange[enough - 1]);
+        }
+        small.max(large).max(slow).max(self.own)
+    }
+}
+
+/// Bounds for every number of groups; `allow_idle` says whether devices may be left out.
+pub(crate) fn bounds<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> Bounds {
+    let n = problem.n();
+    let (smallest, most_groups) = by_memory(&problem.memory, problem.n_experts);
+    let sizes = sizes(problem, smallest, allow_idle);
+    let reduce = ReduceBound::new(problem, allow_idle);
+    let bound = |k: usize| {
+        if k > most_groups || k.saturating_mul(smallest) > n {
+            return f64::INFINITY;
+        }
+        let work = match allow_idle {
+            false => problem.gamma(n) * sizes.work(k, n),
+            true if n <= IDLE_COUNTED => {
+                let of = |w: usize| problem.gamma(w) * sizes.work(k, w);
+                (k * smallest..=n).map(of).fold(f64::INFINITY, f64::min)
+            }
+            // gamma is least with all devices, and so are these two.
+            true => problem.gamma(n) * sizes.least.of(1, n / k).max(problem.compute(sizes.rate[n] / k as f64)),
+        };
+        (work + reduce.least(problem, k)) * slack(n)
+    };
+    Bounds { by_groups: (1..=n).map(bound).collect() }
+}
+
+fn sizes<'p, 'a, L: LeastExchange>(problem: &'p Problem<'a, L>, smallest: usize, allow_idle: bool) -> Sizes<'p, 'a, L> {
+    let n = problem.n();
+    let eta = problem.workload.p2p_frequency;
+    let mut flops = problem.flops.clone();
+    flops.sort_unstable_by(|a, b| b.total_cmp(a));
+    let mut rate = vec![0.0; n + 1];
+    (0..n).for_each(|s| rate[s + 1] = rate[s] + flops[s]);
+    let slowest = (0..n).fold(0, |slowest, i| if problem.flops[i] < problem.flops[slowest] { i } else { slowest });
+    let alike = problem.links.devices_alike();
+
+    // Of each device, the least over the sizes of its group.
+    let mut own = vec![if alike { 0.0 } else { f64::INFINITY }; n];
+    own[slowest] = f64::INFINITY;
+    let exchange = problem.links.least_exchange(problem.workload.p2p_buffer_mb, |i, s, ms| {
+        if s >= smallest {
+            let i = if alike { slowest } else { i };
+            let compute = problem.compute(with(problem.flops[i], &flops, &rate, s));
+            own[i] = own[i].min(compute + eta * ms);
+        }
+    });
+    let own = if allow_idle { 0.0 } else { own.into_iter().fold(0.0, f64::max) };
+    let x = |s: usize| if s < smallest { f64::INFINITY } else { problem.compute(rate[s]) + eta * exchange[s - 1] };
+    let least = RangeMin::new((1..=n).map(x).collect());
+    Sizes { problem, rate, exchange, smallest, least, own }
+}
+
+/// Minima of ranges of a list.
+struct RangeMin {
+    /// Entry l: minima of 2^l numbers from each place on.
+    levels: Vec<Vec<f64>>,
+}
+
+impl RangeMin {
+    fn new(values: Vec<f64>) -> RangeMin {
+        let mut levels = vec![values];
+        let mut width = 1;
+        while let Some(last) = levels.last()
+            && last.len() > width
+        {
+            let next = last.iter().zip(&last[width..]).map(|(a, b)| a.min(*b)).collect();
+            levels.push(next);
+            width *= 2;
+        }
+        RangeMin { levels }
+    }
+
+    /// The least of the numbers from the `first`-th (from 1) to the `last`-th; infinite when there are none.
+    fn of(&self, first: usize, last: usize) -> f64 {
+        if first > last {
+            return f64::INFINITY;
+        }
+        let level = (last - first + 1).ilog2() as usize;
+        self.levels[level][first - 1].min(self.levels[level][last - (1 << level)])
+    }
+}
+
+/// The rate of a device and the `s` - 1 fastest others. `flops` is descending, `fastest` its sums.
+fn with(own: f64, flops: &[f64], fastest: &[f64], s: usize) -> f64 {
+    // Among the s fastest it is counted already.
+    if own >= flops[s - 1] { fastest[s] } else { own + fastest[s - 1] }
+}
+
+/// The smallest size of a group whose memory can hold all experts, and a number of groups that memory does not allow to
+/// exceed.
+fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
+    let mut memory = memory.to_vec();
+    memory.sort_unstable_by(|a, b| b.cmp(a));
+    let mut sum = 0u64;
+    let mut smallest = memory.len() + 1;
+    for (place, m) in memory.iter().enumerate() {
+        sum = sum.saturating_add(*m);
+        if sum >= n_experts {
+            smallest = place + 1;
+            break;
+        }
+    }
+    // A device adds at most all experts to its group.
+    let useful = memory.iter().fold(0u128, |sum, m| sum + u128::from(*m.min(&n_experts)));
+    (smallest, usize::try_from(useful / u128::from(n_experts)).unwrap_or(usize::MAX))
+}
+
+/// The least that an all-reduce between k groups takes.
+struct ReduceBound {
+    /// Links that are the slowest between some k groups, one of each kind, and how many groups at most each may be between.
+    kinds: Vec<(Link, usize)>,
+}
+
+impl ReduceBound {
+    fn new<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> ReduceBound {
+        let n = problem.n();
+        if n < 2 {
+            return ReduceBound { kinds: Vec::new() };
+        }
+        if allow_idle {
+            return ReduceBound { kinds: vec![(problem.links.fastest(), n)] };
+        }
+        // The t-th edge (from 0) is the slowest between groups when the t before it are inside: at most n - t groups.
+        let mut kinds: Vec<(Link, usize)> = Vec::new();
+        for (t, edge) in problem.edges.iter().enumerate() {
+            if kinds.last().is_none_or(|(link, _)| *link != edge.link) {
+                kinds.push((edge.link, n - t));
+            }
+        }
+        ReduceBound { kinds }
+    }
+
+    fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
+        let kinds = self.kinds.iter().take_while(|(_, most)| k <= *most);
+        kinds.map(|(link, _)| problem.all_reduce(k, *link)).fold(f64::INFINITY, f64::min)
+    }
+}

@@ -1,0 +1,441 @@
+//! Lysi, the planner: expert-parallel groups and the placement of experts in them.
+//!
+//! [`plan`] takes a [`Cluster`] and a [`Workload`] and gives an [`Outcome`]: a [`Plan`], or why there is none. What it minimises is
+//! in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds.
+//!
+//! Units are those of the files: ms, MB of 10^6 bytes, FLOP per ms.
+
+mod bound;
+mod exact;
+mod explain;
+mod lysi;
+mod objective;
+mod placement;
+mod plot;
+mod replan;
+mod search;
+mod state;
+mod workload;
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::cluster::{Cluster, LinkTable, Links, Matrix};
+use bound::{Bounds, LeastExchange, bounds};
+pub use explain::{Alternative, Explanation, explain};
+use objective::{Evaluation, Problem};
+use placement::Seats;
+pub use plot::{plot_latency, plot_plan};
+pub use replan::{Replan, loads_of_report, replan};
+use search::{Effort, Found, Search, Views};
+pub use workload::Workload;
+
+/// How to choose the groups.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Algorithm {
+    /// Search; and proof where the cluster is small.
+    #[default]
+    Auto,
+    /// Search and proof, or an error.
+    Exact,
+    /// Search alone, with a bound on the gap.
+    Search,
+    /// The published algorithm, for comparison.
+    Lysi,
+}
+
+/// How to place the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlacementKind {
+    /// The least makespan.
+    Auto,
+    /// The published algorithm, for comparison.
+    Lysi,
+}
+
+/// What is asked of the planner.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// How to choose the groups.
+    pub algorithm: Algorithm,
+    /// How to place the experts; when not said, the published way with the published groups, and else the best.
+    pub placement: Option<PlacementKind>,
+    /// Whether devices may be left out.
+    pub allow_idle: bool,
+}
+
+/// The objective's parts: `objective_ms = gamma * (compute_ms + communication_ms) + all_reduce_ms`, of the group that the
+/// objective is the maximum of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Terms {
+    /// Passes of an MoE layer per iteration.
+    pub gamma: f64,
+    /// The experts' costs over the group's rate.
+    pub compute_ms: f64,
+    /// Exchanges per pass times the longest exchange of a device of the group.
+    pub communication_ms: f64,
+    /// The all-reduce between groups.
+    pub all_reduce_ms: f64,
+}
+
+/// One expert-parallel group.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlannedGroup {
+    /// Ids of its devices, in the cluster's order.
+    pub devices: Vec<u64>,
+    /// Its own objective; the plan's is the largest.
+    pub objective_ms: f64,
+    /// By device id, the experts that it holds, ascending.
+    pub experts: BTreeMap<u64, Vec<u32>>,
+    /// The longest time of a device for its experts in one pass.
+    pub makespan_ms: f64,
+}
+
+/// Groups and placement. As JSON it is what `aristos plan --json` prints.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// True; see [`Outcome`].
+    pub feasible: bool,
+    /// What chose the groups: "exact", "search" or "lysi".
+    pub algorithm: String,
+    /// Whether no grouping has a lower objective.
+    pub optimal: bool,
+    /// The objective is at most this share above the least possible one: objective / lower bound - 1.
+    pub gap_bound: f64,
+    /// The objective.
+    pub objective_ms: f64,
+    /// Its parts.
+    pub terms: Terms,
+    /// The groups, by their first device.
+    pub groups: Vec<PlannedGroup>,
+    /// Ids of the devices in no group.
+    pub idle_devices: Vec<u64>,
+    /// Time that planning took.
+    pub elapsed_ms: f64,
+}
+
+/// No plan: what is missing.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Infeasible {
+    /// False.
+    pub feasible: bool,
+    /// What is short, and by how much.
+    pub shortage: String,
+    /// Time that planning took.
+    pub elapsed_ms: f64,
+}
+
+/// What planning comes to.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// A plan.
+    Plan(Plan),
+    /// There is none.
+    Infeasible(Infeasible),
+}
+
+/// Tiers of up to so many devices are written out as a matrix, which is faster to search.
+const MATRIX_MOST: usize = 128;
+/// Beyond so many devices the published algorithm, O(n^2) in memory or time, is not asked for its groups.
+const LYSI_MOST: usize = 1024;
+/// Up to so many devices, nobody waits for a search of this many links.
+const THOROUGH_DEVICES: f64 = 64.0;
+const THOROUGH_OPS: f64 = 4e7;
+/// Steps of the proof of optimality: what nobody waits for, and what is asked for.
+const PROOF_AUTO: u64 = 150_000_000;
+const PROOF_ASKED: u64 = 4_000_000_000;
+/// An objective this near to the bound is equal to it but for rounding.
+const EQUAL: f64 = 1e-10;
+
+/// Plans.
+///
+/// # Errors
+/// One line, with [`Algorithm::Exact`] only: optimality cannot be proved in reasonable time.
+pub fn plan(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Outcome> {
+    let start = Instant::now();
+    let elapsed_ms = || start.elapsed().as_secs_f64() * 1e3;
+    if let Some(shortage) = shortage(cluster, workload) {
+        return Ok(Outcome::Infeasible(Infeasible { feasible: false, shortage, elapsed_ms: elapsed_ms() }));
+    }
+    let chosen = choose(cluster, workload, options)?;
+    let mut plan = assemble(cluster, workload, &chosen, placement_kind(options));
+    plan.elapsed_ms = elapsed_ms();
+    Ok(Outcome::Plan(plan))
+}
+
+fn placement_kind(options: Options) -> PlacementKind {
+    options.placement.unwrap_or(match options.algorithm {
+        Algorithm::Lysi => PlacementKind::Lysi,
+        _ => PlacementKind::Auto,
+    })
+}
+
+/// Why there is no plan: every group holds all experts, so all devices together must.
+fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
+    let held = cluster.devices.iter().fold(0u64, |sum, device| sum.saturating_add(device.memory_experts));
+    let needed = workload.n_experts() as u64;
+    let devices = match cluster.devices.len() {
+        1 => "the one device holds".to_string(),
+        n => format!("all {n} devices together hold"),
+    };
+    (held < needed).then(|| format!("memory: a group holds all {needed} experts, {devices} {held}: {} short", needed - held))
+}
+
+/// The groups that were chosen.
+pub(crate) struct Chosen {
+    pub groups: Vec<Vec<u32>>,
+    pub algorithm: &'static str,
+    pub optimal: bool,
+    /// No grouping has a lower objective, ms.
+    pub bound_ms: f64,
+    /// The best of other numbers of groups, by objective.
+    pub others: Vec<Found>,
+}
+
+pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Chosen> {
+    match &cluster.links {
+        Links::Matrix(matrix) => choose_by(cluster, matrix, workload, options, Some(matrix)),
+        Links::Tiers(tiers) if tiers.len() <= MATRIX_MOST => {
+            let matrix = Matrix::from_table(tiers);
+            choose_by(cluster, &matrix, workload, options, Some(&matrix))
+        }
+        Links::Tiers(tiers) => choose_by(cluster, tiers, workload, options, None),
+    }
+}
+
+fn choose_by<L: LeastExchange>(
+    cluster: &Cluster,
+    links: &L,
+    workload: &Workload,
+    options: Options,
+    matrix: Option<&Matrix>,
+) -> Result<Chosen> {
+    let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
+    let bounds = bounds(&problem, options.allow_idle);
+    if options.algorithm == Algorithm::Lysi {
+        let groups = lysi_groups(&problem, options.allow_idle);
+        let objective_ms = problem.evaluate(&groups).objective_ms;
+        return Ok(finish(groups, objective_ms, "lysi", false, &bounds, Vec::new()));
+    }
+    let n = problem.n();
+    let mut search = Search::new(&problem, &bounds, options.allow_idle);
+    if n <= LYSI_MOST {
+        search.offer(lysi_groups(&problem, false));
+        if options.allow_idle {
+            search.offer(lysi_groups(&problem, true));
+        }
+    }
+    search.run(&views(cluster, &problem), effort(n, matrix.is_some()));
+    let (found, others) = search.into_found();
+    let Some(found) = found else {
+        // All devices together are a valid group, or there would be a shortage.
+        bail!("no grouping was found, though all devices together are one");
+    };
+    let proved = found.objective_ms * (1.0 - EQUAL) <= bounds.least();
+    let label = |proved: bool| if proved && n <= exact::MOST_DEVICES { "exact" } else { "search" };
+    if options.algorithm == Algorithm::Search || (proved && options.algorithm == Algorithm::Auto) {
+        let label = if options.algorithm == Algorithm::Search { "search" } else { label(proved) };
+        return Ok(finish(found.groups, found.objective_ms, label, proved, &bounds, others));
+    }
+    let asked = options.algorithm == Algorithm::Exact;
+    if proved {
+        return Ok(finish(found.groups, found.objective_ms, "exact", true, &bounds, others));
+    }
+    let outcome = match matrix.filter(|_| n <= exact::MOST_DEVICES) {
+        Some(matrix) => {
+            let problem = Problem::new(&cluster.devices, matrix, workload, options.allow_idle);
+            let budget = if asked { PROOF_ASKED } else { PROOF_AUTO };
+            exact::improve(&problem, &bounds, found.objective_ms, options.allow_idle, budget)
+        }
+        None => exact::Outcome { better: None, complete: false },
+    };
+    if asked && !outcome.complete {
+        let least = bounds.least();
+        bail!(
+            "--algorithm exact: optimality cannot be proved for these {n} devices; search finds {} ms, at most {:.3}% above \
+             the least possible",
+            found.objective_ms,
+            100.0 * (found.objective_ms / least - 1.0)
+        );
+    }
+    let mut groups = outcome.better.unwrap_or(found.groups);
+    groups.sort();
+    let objective_ms = problem.evaluate(&groups).objective_ms;
+    Ok(finish(groups, objective_ms, label(outcome.complete), outcome.complete, &bounds, others))
+}
+
+fn finish(
+    mut groups: Vec<Vec<u32>>,
+    objective_ms: f64,
+    algorithm: &'static str,
+    proved: bool,
+    bounds: &Bounds,
+    others: Vec<Found>,
+) -> Chosen {
+    groups.sort();
+    let bound_ms = bounds.least();
+    let optimal = proved || objective_ms * (1.0 - EQUAL) <= bound_ms;
+    Chosen { groups, algorithm, optimal, bound_ms: if optimal { objective_ms } else { bound_ms }, others }
+}
+
+/// The published algorithm's groups. Devices that it would drop join the group that suffers least, unless they may be idle.
+fn lysi_groups<L: LinkTable>(problem: &Problem<L>, allow_idle: bool) -> Vec<Vec<u32>> {
+    let (mut groups, dropped) = lysi::groups(problem);
+    if dropped.is_empty() || allow_idle {
+        return groups;
+    }
+    let mut best = (f64::INFINITY, 0, Vec::new());
+    for g in 0..groups.len() {
+        let mut members = [&groups[g][..], &dropped].concat();
+        members.sort_unstable();
+        let (compute, communication) = problem.group(&members);
+        if compute + communication < best.0 {
+            best = (compute + communication, g, members);
+        }
+    }
+    if let Some(group) = groups.get_mut(best.1) {
+        *group = best.2;
+    }
+    groups
+}
+
+/// How hard to try. Up to [`THOROUGH_DEVICES`] a fixed effort, a fraction of a second. Beyond, with a matrix, effort that falls with the
+/// cube, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
+fn effort(n: usize, matrix: bool) -> Effort {
+    let cube = (THOROUGH_DEVICES / n as f64).powi(3).min(1.0);
+    match matrix {
+        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * cube) as u64 },
+        false => Effort { construct: 100_000_000, improve: THOROUGH_OPS as u64 },
+    }
+}
+
+/// Orders and blocks of the cluster.
+fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
+    let n = problem.n();
+    let file: Vec<u32> = (0..n as u32).collect();
+    let mut orders = vec![file.clone()];
+    let near = problem.links.near_order(problem.workload.p2p_buffer_mb / (n as f64).sqrt());
+    if near != file {
+        orders.push(near);
+    }
+    let mut blocks = vec![vec![file.clone()], hosts(cluster), file.iter().map(|&i| vec![i]).collect()];
+    if let Links::Tiers(tiers) = &cluster.links {
+        for tier in tiers.tiers() {
+            blocks.push(file.chunks(tier.size).map(<[u32]>::to_vec).collect());
+        }
+    }
+    let mut distinct: Vec<Vec<Vec<u32>>> = Vec::new();
+    for partition in blocks {
+        if !distinct.contains(&partition) {
+            distinct.push(partition);
+        }
+    }
+    Views { orders, blocks: distinct }
+}
+
+/// The devices by host, in the order of first appearance.
+pub(crate) fn hosts(cluster: &Cluster) -> Vec<Vec<u32>> {
+    let mut place: HashMap<&str, usize> = HashMap::new();
+    let mut hosts: Vec<Vec<u32>> = Vec::new();
+    for (i, device) in cluster.devices.iter().enumerate() {
+        let host = *place.entry(&device.host).or_insert(hosts.len());
+        if host == hosts.len() {
+            hosts.push(Vec::new());
+        }
+        hosts[host].push(i as u32);
+    }
+    hosts
+}
+
+/// The objective of groups on this cluster, computed fresh.
+pub(crate) fn evaluate(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Evaluation {
+    match &cluster.links {
+        Links::Matrix(matrix) => Problem::new(&cluster.devices, matrix, workload, false).evaluate(groups),
+        Links::Tiers(tiers) => Problem::new(&cluster.devices, tiers, workload, false).evaluate(groups),
+    }
+}
+
+/// The parts of an evaluation's worst group.
+pub(crate) fn terms(evaluation: &Evaluation) -> Terms {
+    let worst = evaluation.worst();
+    Terms {
+        gamma: evaluation.gamma,
+        compute_ms: evaluation.compute_ms[worst],
+        communication_ms: evaluation.communication_ms[worst],
+        all_reduce_ms: evaluation.all_reduce_ms,
+    }
+}
+
+fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, kind: PlacementKind) -> Plan {
+    let evaluation = evaluate(cluster, workload, &chosen.groups);
+    let costs = workload.costs();
+    let placements = place(cluster, &costs, &chosen.groups, kind);
+    let id = |i: u32| cluster.devices[i as usize].id;
+    let groups = chosen.groups.iter().zip(placements).enumerate().map(|(g, (members, (placement, makespan_ms)))| {
+        let ids: Vec<u64> = members.iter().map(|&i| id(i)).collect();
+        let experts = ids.iter().copied().zip(placement).collect();
+        PlannedGroup { devices: ids, objective_ms: evaluation.group_ms(g), experts, makespan_ms }
+    });
+    let mut idle = vec![true; cluster.devices.len()];
+    chosen.groups.iter().flatten().for_each(|&i| idle[i as usize] = false);
+    let gap = if chosen.optimal { 0.0 } else { (evaluation.objective_ms / chosen.bound_ms - 1.0).max(0.0) };
+    Plan {
+        feasible: true,
+        algorithm: chosen.algorithm.to_string(),
+        optimal: chosen.optimal,
+        gap_bound: gap,
+        objective_ms: evaluation.objective_ms,
+        terms: terms(&evaluation),
+        groups: groups.collect(),
+        idle_devices: cluster.devices.iter().zip(idle).filter(|(_, idle)| *idle).map(|(d, _)| d.id).collect(),
+        elapsed_ms: 0.0,
+    }
+}
+
+/// The placement and makespan of each group; groups of like devices share one.
+fn place(
+    cluster: &Cluster,
+    costs: &[f64],
+    groups: &[Vec<u32>],
+    kind: PlacementKind,
+) -> Vec<(placement::Placement, f64)> {
+    let n = cluster.devices.len();
+    let seats_of = |members: &[u32]| -> (Vec<u64>, Vec<u64>) {
+        let device = |i: &u32| &cluster.devices[*i as usize];
+        members.iter().map(|i| (device(i).flop_per_ms.to_bits(), device(i).memory_experts)).unzip()
+    };
+    let all: Vec<(Vec<u64>, Vec<u64>)> = groups.iter().map(|members| seats_of(members)).collect();
+    let distinct = all.iter().collect::<std::collections::HashSet<_>>().len();
+    let steps = if n as f64 <= THOROUGH_DEVICES { 20_000_000 } else { 200_000 };
+    let mut known: HashMap<&(Vec<u64>, Vec<u64>), (placement::Placement, f64)> = HashMap::new();
+    let place = |seats: &(Vec<u64>, Vec<u64>)| {
+        let flops: Vec<f64> = seats.0.iter().map(|bits| f64::from_bits(*bits)).collect();
+        let seats = Seats { flops: &flops, memory: &seats.1, costs };
+        match kind {
+            PlacementKind::Auto => {
+                let placed = placement::auto(&seats, steps / distinct as u64);
+                (placed.placement, placed.makespan_ms)
+            }
+            PlacementKind::Lysi => {
+                let placement = placement::lysi(&seats);
+                let makespan = seats.makespan(&placement);
+                (placement, makespan)
+            }
+        }
+    };
+    all.iter().map(|seats| known.entry(seats).or_insert_with(|| place(seats)).clone()).collect()
+}
+
+impl Outcome {
+    /// As JSON, indented, with the keys of `docs/planner.md`.
+    pub fn to_json(&self) -> String {
+        let json = match self {
+            Outcome::Plan(plan) => serde_json::to_string_pretty(plan),
+            Outcome::Infeasible(infeasible) => serde_json::to_string_pretty(infeasible),
+        };
+        json.expect("maps have string keys, and numbers are finite")
+    }
+}

@@ -1,0 +1,383 @@
+//! Which device of a group holds which experts.
+//!
+//! To minimise is the makespan, the time of the device that takes longest: the costs of its experts over its rate; no device
+//! holds more experts than its memory does. (Uniform machines with a limit on the number of jobs, Q | k_i | Cmax.)
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap};
+
+/// One group's devices, as placement sees them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seats<'a> {
+    /// Rates, FLOP per ms.
+    pub flops: &'a [f64],
+    /// Experts that each holds at most; together at least all.
+    pub memory: &'a [u64],
+    /// The experts' costs, FLOP.
+    pub costs: &'a [f64],
+}
+
+/// Most experts for branch and bound, which goes as deep as there are experts.
+const MOST_BRANCHED: usize = 256;
+
+/// Of each device, its experts, ascending.
+pub(crate) type Placement = Vec<Vec<u32>>;
+
+impl Seats<'_> {
+    /// The longest time of a device, ms.
+    pub fn makespan(&self, placement: &Placement) -> f64 {
+        let time = |d: usize| placement[d].iter().map(|&e| self.costs[e as usize]).sum::<f64>() / self.flops[d];
+        (0..placement.len()).map(time).fold(0.0, f64::max)
+    }
+
+    /// No placement is faster, ms.
+    fn least(&self) -> f64 {
+        let mut costs = self.costs.to_vec();
+        costs.sort_unstable_by(|a, b| b.total_cmp(a));
+        let mut flops: Vec<f64> =
+            self.flops.iter().zip(self.memory).filter(|(_, m)| **m > 0).map(|(f, _)| *f).collect();
+        flops.sort_unstable_by(|a, b| b.total_cmp(a));
+        // The j most expensive experts are on at most j devices.
+        let (mut cost, mut rate, mut least) = (0.0, 0.0, 0.0f64);
+        for (j, c) in costs.iter().enumerate() {
+            cost += c;
+            if let Some(f) = flops.get(j) {
+                rate += f;
+                least = least.max(cost / rate);
+            }
+        }
+        if flops.len() < costs.len() { least.max(cost / rate) } else { least }
+    }
+}
+
+/// The published placement: round robin, each device taking the experts that fit its share best. A full device's rate leaves
+/// the sum once, not at every visit, so it ends on every input.
+pub(crate) fn lysi(seats: &Seats) -> Placement {
+    let (n, n_experts) = (seats.flops.len(), seats.costs.len());
+    let mut order: Vec<usize> = (0..n).collect();
+    order.sort_by(|&a, &b| seats.flops[b].total_cmp(&seats.flops[a]));
+    let even = n_experts.div_ceil(n) as u64;
+    // As published: whether any of the first n - 1 has, not whether each has.
+    let each_has_capacity = match n {
+        1 => seats.memory[0] >= even,
+        _ => seats.memory[..n - 1].iter().any(|m| *m >= even),
+    };
+    // Costs are not negative, so their bits are in their order.
+    let mut experts: BTreeSet<(u64, u32)> = seats.costs.iter().map(|c| c.to_bits()).zip(0..).collect();
+    let mut placement = vec![Vec::new(); n];
+    let mut memory = seats.memory.to_vec();
+    let mut cost_left: f64 = seats.costs.iter().sum();
+    let mut flops_left: f64 = seats.flops.iter().sum();
+    let mut counted = vec![true; n];
+    while !experts.is_empty() {
+        let before = experts.len();
+        for &d in &order {
+            if experts.is_empty() {
+                break;
+            }
+            if memory[d] > 0 {
+                if !counted[d] {
+                    // A further round, in which the published version would divide by what is no longer there.
+                    flops_left = (0..n).filter(|&d| memory[d] > 0).map(|d| seats.flops[d]).sum();
+                    counted = memory.iter().map(|m| *m > 0).collect();
+                }
+                let budget = share(seats.flops[d], cost_left, flops_left);
+                let mut left = budget;
+                while left > 0.0 && memory[d] > 0 {
+                    let Some(expert) = best_fit(&experts, left) else { break };
+                    experts.remove(&expert);
+                    placement[d].push(expert.1);
+                    memory[d] -= 1;
+                    left -= f64::from_bits(expert.0);
+                }
+                cost_left -= budget - left;
+            }
+            if counted[d] && (memory[d] == 0 || each_has_capacity) {
+                counted[d] = false;
+                flops_left -= seats.flops[d];
+            }
+        }
+        if experts.len() == before {
+            // Only experts that cost nothing are left: anywhere.
+            let mut seats = (0..n).flat_map(|d| std::iter::repeat_n(d, memory[d].min(n_experts as u64) as usize));
+            while let (Some(expert), Some(d)) = (experts.pop_first(), seats.next()) {
+                placement[d].push(expert.1);
+                memory[d] -= 1;
+            }
+        }
+    }
+    placement.iter_mut().for_each(|experts| experts.sort_unstable());
+    placement
+}
+
+/// ceil(flops * cost / all flops), exact where the numbers are whole, as in the original.
+fn share(flops: f64, cost: f64, flops_left: f64) -> f64 {
+    const EXACT: f64 = (1u64 << 62) as f64;
+    let whole = |x: f64| x.fract() == 0.0 && (0.0..EXACT).contains(&x);
+    if whole(flops) && whole(cost) && whole(flops_left) && flops_left > 0.0 {
+        return (flops as u128 * cost as u128).div_ceil(flops_left as u128) as f64;
+    }
+    let share = (flops * (cost / flops_left)).ceil();
+    if share.is_finite() { share } else { f64::MAX }
+}
+
+/// The expert whose cost is nearest to the budget; of two as near, the cheaper; among equals, the one that an ordered set
+/// gives: the largest id below the budget, the smallest at or above it.
+fn best_fit(experts: &BTreeSet<(u64, u32)>, budget: f64) -> Option<(u64, u32)> {
+    let key = (budget.to_bits(), 0);
+    let above = experts.range(key..).next().copied();
+    let below = experts.range(..key).next_back().copied();
+    match (below, above) {
+        (_, Some(above)) if above == key => Some(above),
+        (Some(below), Some(above)) => {
+            let (under, over) = (budget - f64::from_bits(below.0), f64::from_bits(above.0) - budget);
+            Some(if over < under { above } else { below })
+        }
+        (below, above) => below.or(above),
+    }
+}
+
+/// The best placement found: optimal where `proved` is true.
+pub(crate) struct Placed {
+    pub placement: Placement,
+    pub makespan_ms: f64,
+    pub proved: bool,
+}
+
+/// A placement, never worse than [`lysi`]'s; optimal for experts of one cost, and where about `budget` steps suffice to
+/// prove it.
+pub(crate) fn auto(seats: &Seats, budget: u64) -> Placed {
+    let least = seats.least();
+    let greedy = largest_first(seats);
+    let mut best = (seats.makespan(&greedy), greedy);
+    let keep = |best: &mut (f64, Placement), placement: Placement| {
+        let makespan = seats.makespan(&placement);
+        if makespan < best.0 {
+            *best = (makespan, placement);
+        }
+    };
+    let reached = |best: &(f64, Placement)| best.0 * (1.0 - 1e-12) <= least;
+    let equal = seats.costs.iter().all(|c| *c == seats.costs[0]);
+    let mut proved = equal || reached(&best);
+    if !proved {
+        keep(&mut best, lysi(seats));
+        let mut improved = best.1.clone();
+        local_search(seats, &mut improved, budget / 4);
+        keep(&mut best, improved);
+        proved = reached(&best);
+    }
+    if !proved && seats.costs.len() <= MOST_BRANCHED {
+        let mut branch = Branch::new(seats, best.0, budget / 4 * 3);
+        branch.go(0);
+        proved = branch.left > 0;
+        if let Some(owner) = branch.best_owner {
+            let mut placement = vec![Vec::new(); seats.flops.len()];
+            branch.order.iter().zip(owner).for_each(|(&e, d)| placement[d as usize].push(e));
+            keep(&mut best, placement);
+        }
+    }
+    let mut placement = in_order(seats, best.1);
+    placement.iter_mut().for_each(|experts| experts.sort_unstable());
+    Placed { makespan_ms: seats.makespan(&placement), placement, proved }
+}
+
+/// Largest expert first, each where it ends first (Graham 1969, on uniform machines); optimal for experts of one cost.
+fn largest_first(seats: &Seats) -> Placement {
+    let mut order: Vec<u32> = (0..seats.costs.len() as u32).collect();
+    order.sort_by(|&a, &b| seats.costs[b as usize].total_cmp(&seats.costs[a as usize]).then(a.cmp(&b)));
+    let n = seats.flops.len();
+    let mut placement = vec![Vec::new(); n];
+    let mut load = vec![0.0f64; n];
+    let equal = seats.costs.iter().all(|c| *c == seats.costs[0]);
+    // With equal costs the next end of each device can wait in a heap; times are not negative, so bits are in order.
+    if equal {
+        let cost = seats.costs[0];
+        let ends = |d: usize, held: usize| ((held as f64 + 1.0) * cost / seats.flops[d]).to_bits();
+        let mut heap: BinaryHeap<_> =
+            (0..n).filter(|&d| seats.memory[d] > 0).map(|d| Reverse((ends(d, 0), 0usize, d))).collect();
+        for e in order {
+            let Some(Reverse((_, _, d))) = heap.pop() else { break };
+            placement[d].push(e);
+            if (placement[d].len() as u64) < seats.memory[d] {
+                heap.push(Reverse((ends(d, placement[d].len()), placement[d].len(), d)));
+            }
+        }
+        return placement;
+    }
+    for e in order {
+        let cost = seats.costs[e as usize];
+        let free = (0..n).filter(|&d| (placement[d].len() as u64) < seats.memory[d]);
+        let ends = |d: usize| (load[d] + cost) / seats.flops[d];
+        // Experts that cost nothing go where most memory is left free, not all to one device.
+        let key = |d: usize| (ends(d), placement[d].len());
+        let Some(d) = free.min_by(|&a, &b| key(a).partial_cmp(&key(b)).expect("finite")) else { break };
+        placement[d].push(e);
+        load[d] += cost;
+    }
+    placement
+}
+
+/// Moves and swaps that relieve the slowest device, until there is none.
+fn local_search(seats: &Seats, placement: &mut Placement, budget: u64) {
+    let n = seats.flops.len();
+    let cost = |e: u32| seats.costs[e as usize];
+    let mut load: Vec<f64> = placement.iter().map(|experts| experts.iter().map(|&e| cost(e)).sum()).collect();
+    let mut left = budget as i64;
+    while left > 0 {
+        let time = |d: usize, load: f64| load / seats.flops[d];
+        let slowest = (0..n).fold(0, |s, d| if time(d, load[d]) > time(s, load[s]) { d } else { s });
+        let now = time(slowest, load[slowest]);
+        // The change after which the later of the two devices ends first.
+        let mut best = (now * (1.0 - 1e-12), None);
+        for (place, &e) in placement[slowest].iter().enumerate() {
+            for d in (0..n).filter(|&d| d != slowest) {
+                if (placement[d].len() as u64) < seats.memory[d] {
+                    let then = time(d, load[d] + cost(e)).max(time(slowest, load[slowest] - cost(e)));
+                    if then < best.0 {
+                        best = (then, Some((place, d, None)));
+                    }
+                }
+                for (other, &f) in placement[d].iter().enumerate() {
+                    let gain = cost(e) - cost(f);
+                    if gain > 0.0 {
+                        let then = time(d, load[d] + gain).max(time(slowest, load[slowest] - gain));
+                        if then < best.0 {
+                            best = (then, Some((place, d, Some(other))));
+                        }
+                    }
+                }
+                left -= 1 + placement[d].len() as i64;
+            }
+            if left <= 0 {
+                break;
+            }
+        }
+        let Some((place, d, other)) = best.1 else { return };
+        let e = placement[slowest].swap_remove(place);
+        if let Some(other) = other {
+            let f = placement[d].swap_remove(other);
+            placement[slowest].push(f);
+        }
+        placement[d].push(e);
+        for d in [slowest, d] {
+            load[d] = placement[d].iter().map(|&e| cost(e)).sum();
+        }
+    }
+}
+
+/// Depth-first branch and bound over the experts, most expensive first.
+struct Branch<'s, 'a> {
+    seats: &'s Seats<'a>,
+    order: Vec<u32>,
+    /// Cost of the experts from each place of the order on.
+    rest: Vec<f64>,
+    /// Devices, fastest first.
+    devices: Vec<u32>,
+    load: Vec<f64>,
+    free: Vec<u64>,
+    owner: Vec<u32>,
+    best_ms: f64,
+    best_owner: Option<Vec<u32>>,
+    left: u64,
+}
+
+impl<'s, 'a> Branch<'s, 'a> {
+    fn new(seats: &'s Seats<'a>, best_ms: f64, budget: u64) -> Self {
+        let mut order: Vec<u32> = (0..seats.costs.len() as u32).collect();
+        order.sort_by(|&a, &b| seats.costs[b as usize].total_cmp(&seats.costs[a as usize]).then(a.cmp(&b)));
+        let mut rest = vec![0.0; order.len() + 1];
+        for place in (0..order.len()).rev() {
+            rest[place] = rest[place + 1] + seats.costs[order[place] as usize];
+        }
+        let mut devices: Vec<u32> = (0..seats.flops.len() as u32).collect();
+        devices.sort_by(|&a, &b| seats.flops[b as usize].total_cmp(&seats.flops[a as usize]).then(a.cmp(&b)));
+        Branch {
+            seats,
+            order,
+            rest,
+            devices,
+            load: vec![0.0; seats.flops.len()],
+            free: seats.memory.to_vec(),
+            owner: Vec::new(),
+            best_ms,
+            best_owner: None,
+            left: budget,
+        }
+    }
+
+    fn go(&mut self, place: usize) {
+        let limit = self.best_ms * (1.0 - 1e-12);
+        if place == self.order.len() {
+            let time = |d: usize| self.load[d] / self.seats.flops[d];
+            let makespan = (0..self.load.len()).map(time).fold(0.0, f64::max);
+            if makespan < limit {
+                self.best_ms = makespan;
+                self.best_owner = Some(self.owner.clone());
+            }
+            return;
+        }
+        self.left = self.left.saturating_sub(self.devices.len() as u64);
+        if self.left == 0 {
+            return;
+        }
+        // What the devices can still take before the limit, seen as a whole.
+        let largest = self.seats.costs[self.order[place] as usize];
+        let room: f64 = (0..self.load.len())
+            .map(|d| (limit * self.seats.flops[d] - self.load[d]).clamp(0.0, self.free[d] as f64 * largest))
+            .sum();
+        if room < self.rest[place] * (1.0 - 1e-12) {
+            return;
+        }
+        // An expert that costs as much as the one before goes to no device before that one's.
+        let twin = place > 0 && self.seats.costs[self.order[place - 1] as usize] == largest;
+        let first = match twin {
+            true => self.devices.iter().position(|d| Some(d) == self.owner.last()).unwrap_or(0),
+            false => 0,
+        };
+        for at in first..self.devices.len() {
+            let d = self.devices[at] as usize;
+            if self.free[d] == 0 || (self.load[d] + largest) / self.seats.flops[d] >= limit {
+                continue;
+            }
+            // A device that is just like one before leads to the same placements.
+            let alike = |o: u32| {
+                let o = o as usize;
+                self.seats.flops[o] == self.seats.flops[d] && self.load[o] == self.load[d] && self.free[o] == self.free[d]
+            };
+            if self.devices[first..at].iter().any(|&o| alike(o)) {
+                continue;
+            }
+            let before = self.load[d];
+            self.load[d] += largest;
+            self.free[d] -= 1;
+            self.owner.push(d as u32);
+            self.go(place + 1);
+            self.owner.pop();
+            self.free[d] += 1;
+            self.load[d] = before;
+            if self.left == 0 {
+                return;
+            }
+        }
+    }
+}
+
+/// The same placement with experts of one cost in order: the first device that has some gets the lowest ids.
+fn in_order(seats: &Seats, placement: Placement) -> Placement {
+    let mut ids: Vec<u32> = (0..seats.costs.len() as u32).collect();
+    let by_cost = |&a: &u32, &b: &u32| seats.costs[a as usize].total_cmp(&seats.costs[b as usize]).then(a.cmp(&b));
+    ids.sort_by(by_cost);
+    // Of each expert, the next unused place of its cost among `ids`.
+    let mut first = vec![0usize; seats.costs.len()];
+    for (place, &e) in ids.iter().enumerate() {
+        let twin = place > 0 && seats.costs[ids[place - 1] as usize] == seats.costs[e as usize];
+        first[e as usize] = if twin { first[ids[place - 1] as usize] } else { place };
+    }
+    let mut used = vec![0usize; seats.costs.len()];
+    let mut next = |e: u32| {
+        let class = first[e as usize];
+        used[class] += 1;
+        ids[class + used[class] - 1]
+    };
+    placement.into_iter().map(|experts| experts.into_iter().map(&mut next).collect()).collect()
+}

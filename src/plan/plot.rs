@@ -1,0 +1,247 @@
+//! Plots, as SVG: a plan on its cluster, and iteration latency against the number of experts.
+
+use anyhow::{Result, anyhow};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::{Plan, evaluate, hosts};
+use crate::cluster::{Cluster, Links};
+use crate::plan::workload::Workload;
+
+const WIDTH: u32 = 960;
+const HEIGHT: u32 = 600;
+/// Cells narrower or lower than this, in pixels, are not written into.
+const LABELLED: (i32, i32) = (38, 24);
+/// Curves of the latency plot at most.
+const CURVES: usize = 6;
+
+/// Colours that stay apart for the colour-blind too (Okabe and Ito 2008).
+const COLORS: [RGBColor; 8] = [
+    RGBColor(0, 114, 178),
+    RGBColor(230, 159, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(213, 94, 0),
+    RGBColor(240, 228, 66),
+    RGBColor(120, 120, 120),
+];
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// A row per host, a cell per device: its colour is its group's, its text its id and how many experts it holds; the darker bar
+/// at the bottom is how much of its group's makespan it works.
+///
+/// # Errors
+/// If the drawing library fails.
+pub fn plot_plan(cluster: &Cluster, workload: &Workload, plan: &Plan) -> Result<String> {
+    let mut svg = String::new();
+    draw(&mut svg, |area| plan_on(area, cluster, workload, plan))?;
+    Ok(svg)
+}
+
+fn draw(svg: &mut String, paint: impl FnOnce(&Area) -> Result<()>) -> Result<()> {
+    let area = SVGBackend::with_string(svg, (WIDTH, HEIGHT)).into_drawing_area();
+    area.fill(&WHITE).map_err(failed)?;
+    paint(&area)?;
+    area.present().map_err(failed)
+}
+
+fn failed(error: impl std::fmt::Display) -> anyhow::Error {
+    anyhow!("cannot draw: {error}")
+}
+
+fn write(area: &Area, text: &str, at: (i32, i32), size: i32, anchor: Pos) -> Result<()> {
+    let style = ("sans-serif", size).into_font().color(&BLACK).pos(anchor);
+    area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
+}
+
+fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> Result<()> {
+    const TOP: i32 = 64;
+    const LEFT: i32 = 110;
+    const EDGE: i32 = 12;
+    let costs = workload.costs();
+    let mut of_device: std::collections::HashMap<u64, (usize, &Vec<u32>)> = std::collections::HashMap::new();
+    for (g, group) in plan.groups.iter().enumerate() {
+        of_device.extend(group.experts.iter().map(|(id, experts)| (*id, (g, experts))));
+    }
+    let title = format!(
+        "{} devices, {} experts: {} of {:.2} ms per iteration ({})",
+        cluster.devices.len(),
+        workload.n_experts(),
+        crate::report::table::count(plan.groups.len() as u64, "group"),
+        plan.objective_ms,
+        plan.algorithm
+    );
+    write(area, &title, (EDGE, EDGE), 20, Pos::new(HPos::Left, VPos::Top))?;
+    let key = "a row per host, a colour per group; device: number of experts; bar: share of its group's makespan";
+    write(area, key, (EDGE, EDGE + 26), 13, Pos::new(HPos::Left, VPos::Top))?;
+
+    // Many hosts share rows.
+    let hosts = hosts(cluster);
+    let widest = hosts.iter().map(Vec::len).max().unwrap_or(1).max(1);
+    let per_row = (1..=hosts.len()).find(|per_row| hosts.len().div_ceil(*per_row) * 24 <= widest * per_row * 16).unwrap_or(1);
+    let rows = hosts.len().div_ceil(per_row);
+    let columns = per_row * widest + per_row - 1;
+    let cell = (
+        f64::from(WIDTH as i32 - LEFT - EDGE) / columns as f64,
+        f64::from(HEIGHT as i32 - TOP - EDGE) / rows as f64,
+    );
+    for (place, host) in hosts.iter().enumerate() {
+        let (row, first) = (place / per_row, place % per_row * (widest + 1));
+        let y = (TOP + (row as f64 * cell.1) as i32, TOP + ((row + 1) as f64 * cell.1 * 0.999) as i32);
+        if first == 0 && cell.1 >= 12.0 {
+            let name = &cluster.devices[host[0] as usize].host;
+            let more = if per_row > 1 { " ..." } else { "" };
+            let name: String = name.chars().take(12).collect::<String>() + more;
+            write(area, &name, (LEFT - 8, (y.0 + y.1) / 2), 13, Pos::new(HPos::Right, VPos::Center))?;
+        }
+        for (seat, &i) in host.iter().enumerate() {
+            let device = &cluster.devices[i as usize];
+            let x = LEFT + ((first + seat) as f64 * cell.0) as i32;
+            let x = (x, LEFT + ((first + seat + 1) as f64 * cell.0) as i32);
+            let inset = i32::from(x.1 - x.0 > 4 && y.1 - y.0 > 4);
+            let (near, far) = ((x.0 + inset, y.0 + inset), (x.1 - inset, y.1 - inset));
+            let Some(&(g, experts)) = of_device.get(&device.id) else {
+                area.draw(&Rectangle::new([near, far], BLACK.mix(0.08).filled())).map_err(failed)?;
+                continue;
+            };
+            let color = COLORS[g % COLORS.len()];
+            area.draw(&Rectangle::new([near, far], color.mix(0.45).filled())).map_err(failed)?;
+            let time = experts.iter().map(|&e| costs[e as usize]).sum::<f64>() / device.flop_per_ms;
+            let makespan = plan.groups[g].makespan_ms;
+            let busy = if makespan > 0.0 { (time / makespan).min(1.0) } else { 0.0 };
+            let bar = (near.0 + (f64::from(far.0 - near.0) * busy) as i32, far.1);
+            let height = ((far.1 - near.1) / 8).max(1);
+            area.draw(&Rectangle::new([(near.0, far.1 - height), bar], color.filled())).map_err(failed)?;
+            if far.0 - near.0 >= LABELLED.0 && far.1 - near.1 >= LABELLED.1 {
+                let text = format!("{}: {}", device.id, experts.len());
+                let middle = ((near.0 + far.0) / 2, (near.1 + far.1) / 2);
+                write(area, &text, middle, 13, Pos::new(HPos::Center, VPos::Center))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A point of the latency plot.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Point {
+    experts: usize,
+    /// None where memory does not suffice.
+    latency_ms: Option<f64>,
+}
+
+/// Iteration latency, the objective, against the number of experts, for several sizes of consecutive groups; crosses at the top are
+/// out of memory. An expert costs what the workload's cost on average.
+///
+/// # Errors
+/// If the drawing library fails.
+pub fn plot_latency(cluster: &Cluster, workload: &Workload) -> Result<String> {
+    let curves = latency(cluster, workload);
+    let mut svg = String::new();
+    draw(&mut svg, |area| latency_on(area, &curves))?;
+    Ok(svg)
+}
+
+/// By size of groups, the points.
+fn latency(cluster: &Cluster, workload: &Workload) -> Vec<(usize, Vec<Point>)> {
+    let n = cluster.devices.len();
+    let all: Vec<u32> = (0..n as u32).collect();
+    let held = |members: &[u32]| {
+        members.iter().fold(0u64, |sum, &i| sum.saturating_add(cluster.devices[i as usize].memory_experts))
+    };
+    // From a quarter of the experts to where every size is out of memory, or sixteen times as many.
+    let most = (held(&all).saturating_add(1)).min(16 * workload.n_experts() as u64) as usize;
+    let mut numbers = vec![(workload.n_experts() / 4).max(1)];
+    while let Some(last) = numbers.last()
+        && *last < most
+    {
+        numbers.push(2 * last);
+    }
+    let mean = workload.costs().iter().sum::<f64>() / workload.n_experts() as f64;
+    let curve = |size: usize| {
+        let groups: Vec<Vec<u32>> = all.chunks(size).map(<[u32]>::to_vec).collect();
+        let least = groups.iter().map(|group| held(group)).min().unwrap_or(0);
+        // The objective is linear in the number of experts: computed fresh for each all the same.
+        let point = |&experts: &usize| {
+            let workload = Workload { expert_flop: vec![mean; experts], expert_load: None, ..workload.clone() };
+            let fits = least >= experts as u64;
+            Point { experts, latency_ms: fits.then(|| evaluate(cluster, &workload, &groups).objective_ms) }
+        };
+        (size, numbers.iter().map(point).collect())
+    };
+    sizes(cluster).into_iter().map(curve).collect()
+}
+
+/// Sizes of groups that are worth a curve: hosts, blocks of tiers, everything, and powers of two that divide, up to a few.
+fn sizes(cluster: &Cluster) -> Vec<usize> {
+    let n = cluster.devices.len();
+    let mut sizes = vec![n, hosts(cluster)[0].len()];
+    if let Links::Tiers(tiers) = &cluster.links {
+        sizes.extend(tiers.tiers().iter().map(|tier| tier.size.min(n)));
+    }
+    sizes.extend((0..n.ilog2()).rev().map(|l| 1 << l));
+    let mut distinct = Vec::new();
+    for size in sizes {
+        if n % size == 0 && !distinct.contains(&size) && distinct.len() < CURVES {
+            distinct.push(size);
+        }
+    }
+    distinct.sort_unstable();
+    distinct
+}
+
+fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
+    let latencies = || curves.iter().flat_map(|(_, points)| points).filter_map(|point| point.latency_ms);
+    let (low, high) = latencies().fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));
+    let (low, high) = if high > 0.0 && low > 0.0 { (low / 1.3, high * 1.6) } else { (0.5, 2.0) };
+    let numbers: Vec<usize> = curves.first().map_or_else(Vec::new, |(_, points)| points.iter().map(|p| p.experts).collect());
+    let mut chart = ChartBuilder::on(area)
+        .caption("Iteration latency by size of the expert-parallel groups (EP)", ("sans-serif", 20))
+        .margin(14)
+        .x_label_area_size(44)
+        .y_label_area_size(80)
+        .build_cartesian_2d(-0.3..numbers.len() as f64 - 0.7, (low..high).log_scale())
+        .map_err(failed)?;
+    let label = |x: &f64| match numbers.get(x.round() as usize) {
+        Some(experts) if (x - x.round()).abs() < 0.01 && *x > -0.01 => experts.to_string(),
+        _ => String::new(),
+    };
+    chart
+        .configure_mesh()
+        .x_labels(numbers.len().max(2))
+        .x_label_formatter(&label)
+        .y_label_formatter(&|y| format!("{y:.0}"))
+        .x_desc("experts; a cross is out of memory")
+        .y_desc("ms per iteration (lower is better)")
+        .light_line_style(BLACK.mix(0.05))
+        .draw()
+        .map_err(failed)?;
+    for (place, (size, points)) in curves.iter().enumerate() {
+        let color = COLORS[place % COLORS.len()];
+        let line: Vec<(f64, f64)> =
+            points.iter().enumerate().filter_map(|(x, p)| p.latency_ms.map(|y| (x as f64, y))).collect();
+        chart
+            .draw_series(LineSeries::new(line.iter().copied(), color.stroke_width(2)))
+            .map_err(failed)?
+            .label(format!("EP = {size}"))
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
+        chart.draw_series(line.iter().map(|&at| Circle::new(at, 4, color.filled()))).map_err(failed)?;
+        // Beside each other, so that each curve's are seen.
+        let aside = 0.06 * (place as f64 - (curves.len() as f64 - 1.0) / 2.0);
+        let out = points.iter().enumerate().filter(|(_, p)| p.latency_ms.is_none());
+        let top = high / 1.12;
+        chart
+            .draw_series(out.map(|(x, _)| Cross::new((x as f64 + aside, top), 5, color.stroke_width(2))))
+            .map_err(failed)?;
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.3))
+        .draw()
+        .map_err(failed)
+}

@@ -1,0 +1,131 @@
+//! A new plan for measured loads, and what it takes to get there.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::workload::Workload;
+use super::{Plan, evaluate};
+use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
+
+/// What a change of plans gains and costs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Replan {
+    /// Predicted time of an iteration with the plan in use, under the new loads: as the objective, but with each group's
+    /// makespan for its compute.
+    pub current_ms: f64,
+    /// The same with the new plan.
+    pub planned_ms: f64,
+    /// What an iteration gains; negative where it loses.
+    pub gain_ms: f64,
+    /// Experts that a device must get that it does not hold, over all devices.
+    pub moved_experts: u64,
+    /// Their size.
+    pub moved_mb: f64,
+    /// Time to move them: each from the nearest device that has it, a device one after the other in each direction.
+    pub move_ms: f64,
+    /// Iterations after which the gain has repaid the move; none where it never does.
+    pub repaid_after_iterations: Option<f64>,
+}
+
+/// The tokens of each expert in a report of `aristos run --json`.
+///
+/// # Errors
+/// One line that names the path inside the text, what is there and what is right.
+pub fn loads_of_report(text: &str) -> Result<Vec<f64>> {
+    #[derive(Deserialize)]
+    struct Report {
+        tokens_per_expert: Vec<Number>,
+    }
+    let report: Report = parse_json(text)?;
+    let tokens = report.tokens_per_expert.iter().enumerate();
+    tokens.map(|(e, x)| Range::NonNegative.check(x.0, || format!("tokens_per_expert[{e}]"))).collect()
+}
+
+/// Compares the plan in use with a new one, both under `workload`'s loads; an expert is `expert_mb` large.
+///
+/// # Errors
+/// One line: the plan in use is not one of this cluster and these experts.
+pub fn replan(cluster: &Cluster, workload: &Workload, current: &Plan, planned: &Plan, expert_mb: f64) -> Result<Replan> {
+    let index: HashMap<u64, u32> = cluster.devices.iter().map(|device| device.id).zip(0..).collect();
+    check(&index, workload, current)?;
+    let current_ms = placed_ms(cluster, workload, &index, current);
+    let planned_ms = placed_ms(cluster, workload, &index, planned);
+    let held = |plan: &Plan| -> BTreeMap<u32, BTreeSet<u32>> {
+        let devices = plan.groups.iter().flat_map(|group| &group.experts);
+        devices.map(|(id, experts)| (index[id], experts.iter().copied().collect())).collect()
+    };
+    let (before, after) = (held(current), held(planned));
+    let mut holders: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for (&device, experts) in &before {
+        experts.iter().for_each(|&e| holders.entry(e).or_default().push(device));
+    }
+    let mut moved_experts = 0;
+    let (mut to, mut from) = (vec![0.0f64; cluster.devices.len()], vec![0.0f64; cluster.devices.len()]);
+    for (&device, experts) in &after {
+        for expert in experts.iter().filter(|e| !before.get(&device).is_some_and(|held| held.contains(e))) {
+            moved_experts += 1;
+            let time = |&from: &u32| cluster.links.link(from as usize, device as usize).time_ms(expert_mb);
+            let nearest = holders.get(expert).into_iter().flatten().min_by(|a, b| time(a).total_cmp(&time(b)));
+            if let Some(nearest) = nearest {
+                to[device as usize] += time(nearest);
+                from[*nearest as usize] += time(nearest);
+            }
+        }
+    }
+    let move_ms = to.into_iter().chain(from).fold(0.0, f64::max);
+    let gain_ms = current_ms - planned_ms;
+    Ok(Replan {
+        current_ms,
+        planned_ms,
+        gain_ms,
+        moved_experts,
+        moved_mb: moved_experts as f64 * expert_mb,
+        move_ms,
+        repaid_after_iterations: (gain_ms > 0.0).then(|| move_ms / gain_ms),
+    })
+}
+
+/// The objective of a plan with its makespans in the place of even shares.
+fn placed_ms(cluster: &Cluster, workload: &Workload, index: &HashMap<u64, u32>, plan: &Plan) -> f64 {
+    let costs = workload.costs();
+    let groups: Vec<Vec<u32>> =
+        plan.groups.iter().map(|group| group.devices.iter().map(|id| index[id]).collect()).collect();
+    let evaluation = evaluate(cluster, workload, &groups);
+    let work = plan.groups.iter().zip(&evaluation.communication_ms).map(|(group, communication_ms)| {
+        let time = |(id, experts): (&u64, &Vec<u32>)| {
+            let cost: f64 = experts.iter().map(|&e| costs[e as usize]).sum();
+            cost / cluster.devices[index[id] as usize].flop_per_ms
+        };
+        group.experts.iter().map(time).fold(0.0, f64::max) + communication_ms
+    });
+    evaluation.gamma * work.fold(0.0, f64::max) + evaluation.all_reduce_ms
+}
+
+/// Whether a plan, read from a file, is one of these devices and experts.
+fn check(index: &HashMap<u64, u32>, workload: &Workload, plan: &Plan) -> Result<()> {
+    ensure!(!plan.groups.is_empty(), "groups is empty, expected at least one group");
+    let n_experts = workload.n_experts();
+    let mut used = BTreeSet::new();
+    for (g, group) in plan.groups.iter().enumerate() {
+        for (place, id) in group.devices.iter().enumerate() {
+            let path = format!("groups[{g}].devices[{place}]");
+            ensure!(index.contains_key(id), "{path} is {id}, expected the id of a device of the cluster");
+            ensure!(used.insert(id), "{path} is {id}, expected a device that is in no other place");
+        }
+        let mut seen = vec![false; n_experts];
+        for (id, experts) in &group.experts {
+            let path = format!("groups[{g}].experts.{id}");
+            ensure!(group.devices.contains(id), "{path}: expected the id of a device of the group");
+            for &e in experts {
+                let new = seen.get_mut(e as usize).is_some_and(|seen| !std::mem::replace(seen, true));
+                ensure!(new, "{path} has {e}, expected each of {n_experts} experts once in the group");
+            }
+        }
+        if let Some(e) = seen.iter().position(|seen| !seen) {
+            anyhow::bail!("groups[{g}].experts lacks expert {e}, expected each of {n_experts} experts once");
+        }
+    }
+    Ok(())
+}

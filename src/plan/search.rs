@@ -1,0 +1,375 @@
+//! Search for a good grouping on clusters of any size.
+//!
+//! First groupings that are made in one go, for every number of groups that the lower bounds leave: along an order of the devices that
+//! keeps near ones together, cut by count, by rate or as soon as memory allows; whole hosts or blocks dealt out by rate. Then
+//! simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983) with a fixed number of groups, the most promising numbers
+//! getting ever more of the effort (successive halving: Karnin, Koren and Somekh 2013), and a descent at the end.
+//!
+//! Effort is counted in links looked at, not in time, and random numbers come from a fixed seed: the same input gives the same
+//! plan on any machine.
+
+use super::bound::Bounds;
+use super::objective::{IDLE, Problem};
+use super::state::{Move, State, Worth};
+use crate::cluster::LinkTable;
+
+/// How much the mean of the groups counts beside the objective while annealing: with the maximum alone, most moves change
+/// nothing.
+const MEAN_WEIGHT: f64 = 0.1;
+/// The same in the descent, where it only breaks ties.
+const MEAN_TIE: f64 = 1e-6;
+/// Numbers of groups in the first round of annealing.
+const FIRST_ROUND: usize = 16;
+/// Rounds; each but the last halves the numbers of groups.
+const ROUNDS: usize = 5;
+
+/// How hard to try, in links looked at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    /// For groupings made in one go.
+    pub construct: u64,
+    /// For annealing and descent.
+    pub improve: u64,
+}
+
+/// Ways to see the devices: orders that keep near devices together, and blocks of them.
+pub(crate) struct Views {
+    /// Orders of all devices.
+    pub orders: Vec<Vec<u32>>,
+    /// Partitions of the devices: hosts, blocks of tiers.
+    pub blocks: Vec<Vec<Vec<u32>>>,
+}
+
+/// A grouping and its objective, computed fresh.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub groups: Vec<Vec<u32>>,
+    pub objective_ms: f64,
+}
+
+/// The best groupings so far.
+pub(crate) struct Search<'p, 'a, L> {
+    problem: &'p Problem<'a, L>,
+    bounds: &'p Bounds,
+    allow_idle: bool,
+    best: Option<Found>,
+    /// By number of groups (index K - 1).
+    by_groups: Vec<Option<Found>>,
+    ops: u64,
+}
+
+impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
+    pub fn new(problem: &'p Problem<'a, L>, bounds: &'p Bounds, allow_idle: bool) -> Self {
+        Search { problem, bounds, allow_idle, best: None, by_groups: vec![None; problem.n()], ops: 0 }
+    }
+
+    /// The best grouping, which is there once a valid one was offered; and the best for other numbers of groups, best first.
+    pub fn into_found(self) -> (Option<Found>, Vec<Found>) {
+        let chosen = self.best.as_ref().map(|best| best.groups.len());
+        let mut others: Vec<Found> = self.by_groups.into_iter().flatten().collect();
+        others.retain(|found| Some(found.groups.len()) != chosen);
+        others.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        (self.best, others)
+    }
+
+    /// The best objective so far, ms.
+    pub fn best_ms(&self) -> f64 {
+        self.best.as_ref().map_or(f64::INFINITY, |best| best.objective_ms)
+    }
+
+    /// Takes a grouping into account, if every group is valid.
+    pub fn offer(&mut self, mut groups: Vec<Vec<u32>>) {
+        groups.iter_mut().for_each(|members| members.sort_unstable());
+        if groups.is_empty() || !groups.iter().all(|members| self.problem.valid(members)) {
+            return;
+        }
+        self.ops += groups.iter().map(|members| self.problem.links.sums_cost(members.len())).sum::<u64>();
+        let objective_ms = self.problem.evaluate(&groups).objective_ms;
+        self.keep(Found { groups, objective_ms });
+    }
+
+    fn keep(&mut self, found: Found) {
+        let place = &mut self.by_groups[found.groups.len() - 1];
+        if place.as_ref().is_none_or(|known| found.objective_ms < known.objective_ms) {
+            *place = Some(found.clone());
+        }
+        if found.objective_ms < self.best_ms() {
+            self.best = Some(found);
+        }
+    }
+
+    /// Whether a grouping into `k` groups may be better than the best.
+    fn may_improve(&self, k: usize) -> bool {
+        self.bounds.by_groups[k - 1] < self.best_ms() * (1.0 - 1e-12)
+    }
+
+    /// The search.
+    pub fn run(&mut self, views: &Views, effort: Effort) {
+        self.construct(views, effort.construct);
+        self.anneal(effort.improve / 10 * 9);
+        self.descend(effort.improve / 10);
+    }
+
+    /// Groupings made in one go.
+    fn construct(&mut self, views: &Views, budget: u64) {
+        for blocks in &views.blocks {
+            self.offer(blocks.clone());
+        }
+        let mut numbers: Vec<usize> = (1..=self.problem.n()).collect();
+        numbers.retain(|&k| self.bounds.by_groups[k - 1].is_finite());
+        numbers.sort_by(|&a, &b| self.bounds.by_groups[a - 1].total_cmp(&self.bounds.by_groups[b - 1]).then(a.cmp(&b)));
+        let end = self.ops + budget;
+        for k in numbers {
+            if !self.may_improve(k) || self.ops > end {
+                break;
+            }
+            for order in &views.orders {
+                for by in [CutBy::Count, CutBy::Rate, CutBy::Memory] {
+                    self.offer(cut(self.problem, order, k, by));
+                    self.ops += self.problem.n() as u64;
+                }
+            }
+            for blocks in views.blocks.iter().filter(|blocks| blocks.len() >= k) {
+                self.offer(deal(blocks, k, |i| self.problem.flops[i as usize]));
+                self.ops += self.problem.n() as u64;
+            }
+            if self.by_groups[k - 1].is_none() {
+                // Memory is tight.
+                self.offer(self.dealt_by_memory(k));
+            }
+        }
+    }
+
+    fn dealt_by_memory(&self, k: usize) -> Vec<Vec<u32>> {
+        let singles: Vec<Vec<u32>> = (0..self.problem.n() as u32).map(|i| vec![i]).collect();
+        deal(&singles, k, |i| self.problem.memory[i as usize].min(self.problem.n_experts) as f64)
+    }
+
+    /// Annealing, on ever fewer numbers of groups.
+    fn anneal(&mut self, budget: u64) {
+        let mut most = FIRST_ROUND;
+        for round in 0..ROUNDS {
+            let mut numbers: Vec<usize> = (1..=self.problem.n()).collect();
+            numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
+            // A number of groups without a valid grouping yet is as promising as its bound.
+            let known = |k: usize| self.by_groups[k - 1].as_ref().map_or(self.bounds.by_groups[k - 1], |f| f.objective_ms);
+            numbers.sort_by(|&a, &b| known(a).total_cmp(&known(b)).then(a.cmp(&b)));
+            numbers.truncate(most);
+            let each = budget / ROUNDS as u64 / numbers.len().max(1) as u64;
+            for k in numbers {
+                let start = self.by_groups[k - 1].as_ref().map(|found| found.groups.clone());
+                let start = start.unwrap_or_else(|| self.dealt_by_memory(k));
+                let mut random = Random((round * 65_536 + k) as u64);
+                self.anneal_from(&start, each, round, &mut random);
+            }
+            most = (most / 2).max(1);
+        }
+    }
+
+    fn anneal_from(&mut self, start: &[Vec<u32>], budget: u64, round: usize, random: &mut Random) {
+        let n = self.problem.n();
+        let mut state = State::new(self.problem, start);
+        let Some(worth) = state.worth(None) else { return };
+        // A group that lacks one expert is as bad as this much.
+        let penalty = worth.objective_ms;
+        let energy = |worth: &Worth| {
+            let short = if worth.short > 0.0 { penalty * (0.02 + worth.short) } else { 0.0 };
+            worth.objective_ms + MEAN_WEIGHT * worth.mean_ms + short
+        };
+        let mut now = energy(&worth);
+        let Some(hot) = self.temperature(&mut state, now, &energy, random) else { return };
+        // Later rounds start from good groupings, and cooler.
+        let hot = hot * [1.0, 0.5, 0.3, 0.5, 0.2][round.min(4)];
+        let cold = hot * 1e-3;
+        let mut temperature = hot;
+        let known = if worth.short > 0.0 { f64::INFINITY } else { worth.objective_ms };
+        let mut best = (known, None);
+        let mut steps = 0u64;
+        while state.ops < budget {
+            if steps % 64 == 0 {
+                let progress = state.ops as f64 / budget as f64;
+                temperature = hot * (cold / hot).powf(progress);
+            }
+            steps += 1;
+            // A proposal costs something even where it comes to nothing.
+            state.ops += 1;
+            let Some(change) = self.propose(&state, random) else { continue };
+            let Some(worth) = state.worth(Some(change)) else { continue };
+            let then = energy(&worth);
+            if then <= now || random.unit() < ((now - then) / temperature).exp() {
+                state.apply(change);
+                now = then;
+                if worth.short == 0.0 && worth.objective_ms < best.0 * (1.0 - 1e-12) {
+                    best = (worth.objective_ms, Some(state.grouping()));
+                    state.ops += n as u64;
+                }
+            }
+        }
+        self.ops += state.ops;
+        if let Some(groups) = best.1 {
+            self.offer(groups);
+        }
+    }
+
+    /// A temperature at which a good part of the moves for the worse are made; `None` when no move can be made.
+    fn temperature(
+        &self,
+        state: &mut State<L>,
+        now: f64,
+        energy: &impl Fn(&Worth) -> f64,
+        random: &mut Random,
+    ) -> Option<f64> {
+        let (mut sum, mut count) = (0.0, 0);
+        for _ in 0..64 {
+            let Some(change) = self.propose(state, random) else { continue };
+            let Some(worth) = state.worth(Some(change)) else { continue };
+            let worse = energy(&worth) - now;
+            if worse > 0.0 && worth.short == 0.0 {
+                sum += worse;
+                count += 1;
+            }
+        }
+        match count {
+            0 => Some(now * 1e-3).filter(|t| *t > 0.0),
+            _ => Some(0.5 * sum / f64::from(count)),
+        }
+    }
+
+    /// A random change: a device of the worst group or of any, into the group of another device, alone or in its place.
+    fn propose(&self, state: &State<L>, random: &mut Random) -> Option<Move> {
+        let n = self.problem.n();
+        let i = if random.below(4) == 0 {
+            let worst = state.members(state.worst());
+            worst[random.below(worst.len())]
+        } else {
+            random.below(n) as u32
+        };
+        if self.allow_idle && random.below(8) == 0 {
+            return Some(Move { i, to: IDLE, j: None });
+        }
+        if random.below(2) == 0 {
+            let to = random.below(state.n_groups()) as u32;
+            return Some(Move { i, to, j: None });
+        }
+        let j = random.below(n) as u32;
+        Some(Move { i, to: state.group_of(j), j: Some(j) })
+    }
+
+    /// From the best grouping, every change that makes it better, until there is none.
+    fn descend(&mut self, budget: u64) {
+        let Some(best) = self.best.clone() else { return };
+        let n = self.problem.n() as u32;
+        let mut state = State::new(self.problem, &best.groups);
+        let energy = |worth: &Worth| match worth.short > 0.0 {
+            true => f64::INFINITY,
+            false => worth.objective_ms + MEAN_TIE * worth.mean_ms,
+        };
+        let mut now = state.worth(None).map_or(f64::INFINITY, |worth| energy(&worth));
+        let mut since = 0;
+        // Round and round, until a whole round brought nothing.
+        let mut i = 0;
+        while since < n && state.ops < budget {
+            let mut to: Vec<Move> = (0..state.n_groups() as u32).map(|to| Move { i, to, j: None }).collect();
+            if self.allow_idle {
+                to.push(Move { i, to: IDLE, j: None });
+            }
+            to.extend((0..n).filter(|&j| j != i).map(|j| Move { i, to: IDLE, j: Some(j) }));
+            let mut improved = false;
+            for mut change in to {
+                if let Some(j) = change.j {
+                    change.to = state.group_of(j);
+                }
+                if state.ops > budget {
+                    break;
+                }
+                let Some(worth) = state.worth(Some(change)) else { continue };
+                if energy(&worth) < now * (1.0 - 1e-13) {
+                    state.apply(change);
+                    now = energy(&worth);
+                    improved = true;
+                }
+            }
+            since = if improved { 0 } else { since + 1 };
+            i = (i + 1) % n;
+        }
+        self.ops += state.ops;
+        self.offer(state.grouping());
+    }
+}
+
+/// Where an order is cut.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum CutBy {
+    Count,
+    Rate,
+    Memory,
+}
+
+/// Consecutive devices of an order as about `k` groups, each valid; what is left at the end goes to the last.
+fn cut<L: LinkTable>(problem: &Problem<L>, order: &[u32], k: usize, by: CutBy) -> Vec<Vec<u32>> {
+    let weight = |i: u32| match by {
+        CutBy::Count => 1.0,
+        CutBy::Rate => problem.flops[i as usize],
+        CutBy::Memory => problem.memory[i as usize].min(problem.n_experts) as f64,
+    };
+    let total: f64 = order.iter().map(|&i| weight(i)).sum();
+    let mut groups = Vec::with_capacity(k);
+    let mut group: Vec<u32> = Vec::new();
+    let (mut sum, mut memory) = (0.0, 0u64);
+    for &i in order {
+        let half = weight(i) / 2.0;
+        let target = total * (groups.len() + 1) as f64 / k as f64;
+        // A device goes where most of it belongs.
+        if memory >= problem.n_experts && sum + half > target && groups.len() + 1 < k {
+            groups.push(std::mem::take(&mut group));
+            memory = 0;
+        }
+        sum += 2.0 * half;
+        memory = memory.saturating_add(problem.memory[i as usize]);
+        group.push(i);
+    }
+    match groups.last_mut() {
+        Some(last) if memory < problem.n_experts => last.extend(group),
+        _ => groups.push(group),
+    }
+    groups
+}
+
+/// Whole blocks dealt out to `k` groups: the heaviest first, each to the lightest group.
+fn deal(blocks: &[Vec<u32>], k: usize, weight: impl Fn(u32) -> f64) -> Vec<Vec<u32>> {
+    let rate = |block: &Vec<u32>| block.iter().map(|&i| weight(i)).sum::<f64>();
+    let mut order: Vec<(f64, usize)> = blocks.iter().map(rate).zip(0..).collect();
+    order.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    // Not negative, so the bits are in the numbers' order.
+    let mut heap: std::collections::BinaryHeap<_> = (0..k).map(|g| std::cmp::Reverse((0u64, g))).collect();
+    let mut groups = vec![Vec::new(); k];
+    for (rate, block) in order {
+        let Some(std::cmp::Reverse((bits, g))) = heap.pop() else { break };
+        groups[g].extend(&blocks[block]);
+        heap.push(std::cmp::Reverse(((f64::from_bits(bits) + rate).to_bits(), g)));
+    }
+    groups
+}
+
+/// SplitMix64 (Steele, Lea and Flood 2014): fast, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Below `n`, which is above 0.
+    fn below(&mut self, n: usize) -> usize {
+        ((u128::from(self.next()) * n as u128) >> 64) as usize
+    }
+
+    /// From 0 to below 1.
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+    }
+}

@@ -1,0 +1,282 @@
+//! A grouping under change: what moving a device, or swapping two, does to the objective, without computing it anew.
+
+use super::objective::{IDLE, Problem};
+use crate::cluster::LinkTable;
+
+/// One group.
+#[derive(Clone, Debug)]
+struct Group {
+    members: Vec<u32>,
+    flops: f64,
+    memory: u64,
+    /// Compute and communication, ms.
+    work_ms: f64,
+}
+
+/// A change: device `i` goes to group `to` (or [`IDLE`]); and where there is a `j`, it takes `i`'s place.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Move {
+    pub i: u32,
+    pub to: u32,
+    pub j: Option<u32>,
+}
+
+/// What a grouping is worth.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Worth {
+    /// The objective, ms; what it would be if groups that are short of memory were not.
+    pub objective_ms: f64,
+    /// Mean over groups of gamma times compute and communication, ms: tells groupings of one objective apart.
+    pub mean_ms: f64,
+    /// Experts for which groups lack memory, over the number of experts.
+    pub short: f64,
+}
+
+/// A grouping, and the sums that make its changes cheap.
+pub(crate) struct State<'p, 'a, L> {
+    problem: &'p Problem<'a, L>,
+    groups: Vec<Group>,
+    group_of: Vec<u32>,
+    /// Where a device is in its group's list.
+    place: Vec<u32>,
+    /// Sums of alpha and beta to the other members of a device's group.
+    sums: Vec<(f64, f64)>,
+    workers: usize,
+    /// Links looked at so far: the measure of effort.
+    pub ops: u64,
+}
+
+impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
+    /// The state of a grouping; devices in none of the groups are idle.
+    pub fn new(problem: &'p Problem<'a, L>, groups: &[Vec<u32>]) -> Self {
+        let n = problem.n();
+        let mut state = State {
+            problem,
+            groups: Vec::with_capacity(groups.len()),
+            group_of: vec![IDLE; n],
+            place: vec![0; n],
+            sums: vec![(0.0, 0.0); n],
+            workers: groups.iter().map(Vec::len).sum(),
+            ops: 0,
+        };
+        for (g, members) in groups.iter().enumerate() {
+            let flops = members.iter().map(|&i| problem.flops[i as usize]).sum();
+            for (place, (&i, sums)) in members.iter().zip(problem.links.sums(members)).enumerate() {
+                state.group_of[i as usize] = g as u32;
+                state.place[i as usize] = place as u32;
+                state.sums[i as usize] = sums;
+            }
+            let memory = problem.holds(members);
+            state.groups.push(Group { members: members.clone(), flops, memory, work_ms: 0.0 });
+            state.groups[g].work_ms = state.work(g as u32, None, None);
+        }
+        state
+    }
+
+    /// The groups, each ascending.
+    pub fn grouping(&self) -> Vec<Vec<u32>> {
+        let sorted = |group: &Group| {
+            let mut members = group.members.clone();
+            members.sort_unstable();
+            members
+        };
+        self.groups.iter().map(sorted).collect()
+    }
+
+    /// Number of groups.
+    pub fn n_groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// The group of a device.
+    pub fn group_of(&self, i: u32) -> u32 {
+        self.group_of[i as usize]
+    }
+
+    /// A group's devices, in no order.
+    pub fn members(&self, g: u32) -> &[u32] {
+        &self.groups[g as usize].members
+    }
+
+    /// The group with the most compute and communication.
+    pub fn worst(&self) -> u32 {
+        let work = |g: usize| self.groups[g].work_ms;
+        (1..self.groups.len()).fold(0, |worst, g| if work(g) > work(worst) { g } else { worst }) as u32
+    }
+
+    /// Compute and communication of group `g` without device `out` and with device `into`.
+    fn work(&self, g: u32, out: Option<u32>, into: Option<u32>) -> f64 {
+        match (out, into) {
+            (None, None) => self.work_of::<false, false>(g, 0, 0),
+            (Some(out), None) => self.work_of::<true, false>(g, out, 0),
+            (None, Some(into)) => self.work_of::<false, true>(g, 0, into),
+            (Some(out), Some(into)) => self.work_of::<true, true>(g, out, into),
+        }
+    }
+
+    fn work_of<const OUT: bool, const IN: bool>(&self, g: u32, out: u32, into: u32) -> f64 {
+        let (problem, group) = (self.problem, &self.groups[g as usize]);
+        let size = group.members.len() + usize::from(IN) - usize::from(OUT);
+        let per_peer = problem.workload.p2p_buffer_mb / size as f64;
+        let (mut worst, mut new) = (0.0f64, (0.0, 0.0));
+        for &m in &group.members {
+            if OUT && m == out {
+                continue;
+            }
+            let (mut alpha, mut beta) = self.sums[m as usize];
+            if OUT {
+                let link = problem.links.link(m as usize, out as usize);
+                alpha -= link.alpha_ms;
+                beta -= link.beta_ms_per_mb;
+            }
+            if IN {
+                let link = problem.links.link(m as usize, into as usize);
+                alpha += link.alpha_ms;
+                beta += link.beta_ms_per_mb;
+                let link = problem.links.link(into as usize, m as usize);
+                new.0 += link.alpha_ms;
+                new.1 += link.beta_ms_per_mb;
+            }
+            worst = worst.max(alpha + beta * per_peer);
+        }
+        let mut flops = group.flops;
+        if OUT {
+            flops -= problem.flops[out as usize];
+        }
+        if IN {
+            flops += problem.flops[into as usize];
+            worst = worst.max(new.0 + new.1 * per_peer);
+        }
+        problem.compute(flops) + problem.workload.p2p_frequency * worst
+    }
+
+    /// What the grouping is worth after a change, or as it is; `None` where the change would empty a group or
+    /// changes nothing.
+    pub fn worth(&mut self, change: Option<Move>) -> Option<Worth> {
+        let problem = self.problem;
+        // Of the groups that change: which, its work and its memory then.
+        let mut changed: [(u32, f64, u64); 2] = [(IDLE, 0.0, 0); 2];
+        let mut workers = self.workers;
+        if let Some(Move { i, to, j }) = change {
+            let from = self.group_of[i as usize];
+            if from == to || j.is_some_and(|j| self.group_of[j as usize] != to) {
+                return None;
+            }
+            if from != IDLE {
+                let group = &self.groups[from as usize];
+                if group.members.len() == 1 && j.is_none() {
+                    return None;
+                }
+                self.ops += group.members.len() as u64;
+                let memory = group.memory - problem.memory[i as usize] + j.map_or(0, |j| problem.memory[j as usize]);
+                changed[0] = (from, self.work(from, Some(i), j), memory);
+            } else if j.is_none() {
+                workers += 1;
+            }
+            if to != IDLE {
+                let group = &self.groups[to as usize];
+                self.ops += group.members.len() as u64;
+                let memory = group.memory + problem.memory[i as usize] - j.map_or(0, |j| problem.memory[j as usize]);
+                changed[1] = (to, self.work(to, j, Some(i)), memory);
+            } else if j.is_none() {
+                workers -= 1;
+            }
+        }
+        let (mut worst, mut sum, mut short) = (0.0f64, 0.0, 0u64);
+        for (g, group) in self.groups.iter().enumerate() {
+            let (mut work, mut memory) = (group.work_ms, group.memory);
+            for (which, work_then, memory_then) in changed {
+                if which == g as u32 {
+                    (work, memory) = (work_then, memory_then);
+                }
+            }
+            worst = worst.max(work);
+            sum += work;
+            short += problem.n_experts.saturating_sub(memory);
+        }
+        self.ops += self.groups.len() as u64 / 4 + 8;
+        let slowest = match change {
+            None => problem.slowest(|x| self.group_of[x as usize]),
+            Some(Move { i, to, j }) => {
+                let from = self.group_of[i as usize];
+                problem.slowest(|x| match x {
+                    x if x == i => to,
+                    x if Some(x) == j => from,
+                    x => self.group_of[x as usize],
+                })
+            }
+        };
+        let all_reduce = slowest.map_or(0.0, |edge| problem.all_reduce(self.groups.len(), edge.link));
+        let gamma = problem.gamma(workers);
+        Some(Worth {
+            objective_ms: gamma * worst + all_reduce,
+            mean_ms: gamma * sum / self.groups.len() as f64,
+            short: short as f64 / problem.n_experts as f64,
+        })
+    }
+
+    /// Makes a change, for which [`State::worth`] had an answer.
+    pub fn apply(&mut self, Move { i, to, j }: Move) {
+        let from = self.group_of[i as usize];
+        self.take(i);
+        if let Some(j) = j {
+            self.take(j);
+        }
+        self.put(i, to);
+        if let Some(j) = j {
+            self.put(j, from);
+        }
+        for g in [from, to] {
+            if g != IDLE {
+                self.groups[g as usize].work_ms = self.work(g, None, None);
+            }
+        }
+    }
+
+    fn take(&mut self, i: u32) {
+        let g = self.group_of[i as usize];
+        self.group_of[i as usize] = IDLE;
+        if g == IDLE {
+            return;
+        }
+        self.workers -= 1;
+        let place = self.place[i as usize] as usize;
+        let group = &mut self.groups[g as usize];
+        group.members.swap_remove(place);
+        if let Some(&moved) = group.members.get(place) {
+            self.place[moved as usize] = place as u32;
+        }
+        group.flops -= self.problem.flops[i as usize];
+        group.memory -= self.problem.memory[i as usize];
+        for &m in &group.members {
+            let link = self.problem.links.link(m as usize, i as usize);
+            self.sums[m as usize].0 -= link.alpha_ms;
+            self.sums[m as usize].1 -= link.beta_ms_per_mb;
+        }
+        self.ops += group.members.len() as u64;
+    }
+
+    fn put(&mut self, i: u32, g: u32) {
+        self.group_of[i as usize] = g;
+        if g == IDLE {
+            return;
+        }
+        self.workers += 1;
+        let group = &mut self.groups[g as usize];
+        let mut new = (0.0, 0.0);
+        for &m in &group.members {
+            let link = self.problem.links.link(m as usize, i as usize);
+            self.sums[m as usize].0 += link.alpha_ms;
+            self.sums[m as usize].1 += link.beta_ms_per_mb;
+            let link = self.problem.links.link(i as usize, m as usize);
+            new.0 += link.alpha_ms;
+            new.1 += link.beta_ms_per_mb;
+        }
+        self.ops += group.members.len() as u64;
+        self.sums[i as usize] = new;
+        self.place[i as usize] = group.members.len() as u32;
+        group.members.push(i);
+        group.flops += self.problem.flops[i as usize];
+        group.memory += self.problem.memory[i as usize];
+    }
+}
