@@ -12,7 +12,7 @@ mod presets;
 
 use std::collections::BTreeMap;
 
-pub(crate) use json::{Count, Number};
+pub(crate) use json::Number;
 pub use json::{Range, parse_json, read_text};
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Rank, Tier, Tiers};
 pub use presets::{PRESETS, preset};

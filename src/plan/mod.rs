@@ -144,6 +144,8 @@ const LYSI_MOST: usize = 1024;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
 const THOROUGH_OPS: f64 = 4e7;
+/// Up to so many devices the proof of optimality takes no longer than the search would.
+const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.
 const PROOF_AUTO: u64 = 150_000_000;
 const PROOF_ASKED: u64 = 4_000_000_000;
@@ -307,6 +309,8 @@ fn lysi_groups<L: LinkTable>(problem: &Problem<L>, allow_idle: bool) -> Vec<Vec<
 fn effort(n: usize, matrix: bool) -> Effort {
     let cube = (THOROUGH_DEVICES / n as f64).powi(3).min(1.0);
     match matrix {
+        // The proof will find what is missing.
+        true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * cube) as u64 },
         false => Effort { construct: 100_000_000, improve: THOROUGH_OPS as u64 },
     }
@@ -414,17 +418,12 @@ fn place(
     let place = |seats: &(Vec<u64>, Vec<u64>)| {
         let flops: Vec<f64> = seats.0.iter().map(|bits| f64::from_bits(*bits)).collect();
         let seats = Seats { flops: &flops, memory: &seats.1, costs };
-        match kind {
-            PlacementKind::Auto => {
-                let placed = placement::auto(&seats, steps / distinct as u64);
-                (placed.placement, placed.makespan_ms)
-            }
-            PlacementKind::Lysi => {
-                let placement = placement::lysi(&seats);
-                let makespan = seats.makespan(&placement);
-                (placement, makespan)
-            }
-        }
+        let placement = match kind {
+            PlacementKind::Auto => placement::auto(&seats, steps / distinct as u64),
+            PlacementKind::Lysi => placement::lysi(&seats),
+        };
+        let makespan_ms = seats.makespan(&placement);
+        (placement, makespan_ms)
     };
     all.iter().map(|seats| known.entry(seats).or_insert_with(|| place(seats)).clone()).collect()
 }

@@ -99,10 +99,9 @@ pub(crate) fn lysi(seats: &Seats) -> Placement {
         }
         if experts.len() == before {
             // Only experts that cost nothing are left: anywhere.
-            let mut seats = (0..n).flat_map(|d| std::iter::repeat_n(d, memory[d].min(n_experts as u64) as usize));
-            while let (Some(expert), Some(d)) = (experts.pop_first(), seats.next()) {
-                placement[d].push(expert.1);
-                memory[d] -= 1;
+            let free = |d: usize| std::iter::repeat_n(d, memory[d].min(n_experts as u64) as usize);
+            for ((_, expert), d) in std::mem::take(&mut experts).into_iter().zip((0..n).flat_map(free)) {
+                placement[d].push(expert);
             }
         }
     }
@@ -137,16 +136,9 @@ fn best_fit(experts: &BTreeSet<(u64, u32)>, budget: f64) -> Option<(u64, u32)> {
     }
 }
 
-/// The best placement found: optimal where `proved` is true.
-pub(crate) struct Placed {
-    pub placement: Placement,
-    pub makespan_ms: f64,
-    pub proved: bool,
-}
-
 /// A placement, never worse than [`lysi`]'s; optimal for experts of one cost, and where about `budget` steps suffice to
 /// prove it.
-pub(crate) fn auto(seats: &Seats, budget: u64) -> Placed {
+pub(crate) fn auto(seats: &Seats, budget: u64) -> Placement {
     let least = seats.least();
     let greedy = largest_first(seats);
     let mut best = (seats.makespan(&greedy), greedy);
@@ -158,18 +150,17 @@ pub(crate) fn auto(seats: &Seats, budget: u64) -> Placed {
     };
     let reached = |best: &(f64, Placement)| best.0 * (1.0 - 1e-12) <= least;
     let equal = seats.costs.iter().all(|c| *c == seats.costs[0]);
-    let mut proved = equal || reached(&best);
-    if !proved {
+    let mut done = equal || reached(&best);
+    if !done {
         keep(&mut best, lysi(seats));
         let mut improved = best.1.clone();
         local_search(seats, &mut improved, budget / 4);
         keep(&mut best, improved);
-        proved = reached(&best);
+        done = reached(&best);
     }
-    if !proved && seats.costs.len() <= MOST_BRANCHED {
+    if !done && seats.costs.len() <= MOST_BRANCHED {
         let mut branch = Branch::new(seats, best.0, budget / 4 * 3);
         branch.go(0);
-        proved = branch.left > 0;
         if let Some(owner) = branch.best_owner {
             let mut placement = vec![Vec::new(); seats.flops.len()];
             branch.order.iter().zip(owner).for_each(|(&e, d)| placement[d as usize].push(e));
@@ -178,7 +169,7 @@ pub(crate) fn auto(seats: &Seats, budget: u64) -> Placed {
     }
     let mut placement = in_order(seats, best.1);
     placement.iter_mut().for_each(|experts| experts.sort_unstable());
-    Placed { makespan_ms: seats.makespan(&placement), placement, proved }
+    placement
 }
 
 /// Largest expert first, each where it ends first (Graham 1969, on uniform machines); optimal for experts of one cost.

@@ -1,0 +1,279 @@
+//! What the planner is held against: the objective and the makespan written down once more, from their definitions, every
+//! grouping and every placement gone through, and inputs to do it on. Shares no code with the planner.
+
+/// A cluster and a workload in plain numbers.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub flops: Vec<f64>,
+    pub memory: Vec<u64>,
+    /// By ordered pair; the diagonal is junk.
+    pub alpha: Vec<Vec<f64>>,
+    pub beta: Vec<Vec<f64>>,
+    /// Where the links are of tiers: size, alpha, beta.
+    pub tiers: Option<Vec<(usize, f64, f64)>>,
+    pub hosts: Vec<usize>,
+    pub expert_flop: Vec<f64>,
+    pub expert_load: Option<Vec<f64>>,
+    pub p2p_mb: f64,
+    pub eta: f64,
+    pub all_reduce_mb: f64,
+    /// Layers, MoE frequency, global batch, mini batch, recomputation.
+    pub schedule: [f64; 5],
+}
+
+impl Case {
+    pub fn n(&self) -> usize {
+        self.flops.len()
+    }
+
+    pub fn costs(&self) -> Vec<f64> {
+        let n = self.expert_flop.len() as f64;
+        match &self.expert_load {
+            None => self.expert_flop.clone(),
+            Some(load) => {
+                let sum: f64 = load.iter().sum();
+                self.expert_flop.iter().zip(load).map(|(f, l)| f * l / (sum / n)).collect()
+            }
+        }
+    }
+
+    fn gamma(&self, workers: usize) -> f64 {
+        let [layers, frequency, global, mini, recomputation] = self.schedule;
+        (layers / frequency) * (global / (workers as f64 * mini)) * (2.0 + recomputation)
+    }
+
+    /// Whether the group's memory holds all experts.
+    pub fn valid(&self, group: &[usize]) -> bool {
+        group.iter().map(|&i| u128::from(self.memory[i])).sum::<u128>() >= self.expert_flop.len() as u128
+    }
+
+    /// The poster's equation (1).
+    pub fn objective(&self, groups: &[Vec<usize>]) -> f64 {
+        let cost: f64 = self.costs().iter().sum();
+        let workers = groups.iter().map(Vec::len).sum();
+        let mut worst = 0.0f64;
+        for g in groups {
+            let flops: f64 = g.iter().map(|&i| self.flops[i]).sum();
+            let exchange = |i: usize| -> f64 {
+                let to = g.iter().filter(|&&j| j != i);
+                to.map(|&j| self.alpha[i][j] + self.beta[i][j] * self.p2p_mb / g.len() as f64).sum()
+            };
+            let slowest = g.iter().map(|&i| exchange(i)).fold(0.0, f64::max);
+            worst = worst.max(cost / flops + self.eta * slowest);
+        }
+        let mut link = (f64::NEG_INFINITY, 0.0, 0.0);
+        for (a, g) in groups.iter().enumerate() {
+            for (b, h) in groups.iter().enumerate() {
+                for (&i, &j) in g.iter().flat_map(|i| h.iter().map(move |j| (i, j))).filter(|_| a != b) {
+                    let time = self.alpha[i][j] + self.beta[i][j] * self.all_reduce_mb / 2.0;
+                    if time > link.0 || (time == link.0 && self.alpha[i][j] > link.1) {
+                        link = (time, self.alpha[i][j], self.beta[i][j]);
+                    }
+                }
+            }
+        }
+        let k = groups.len() as f64;
+        let reduce = if groups.len() < 2 { 0.0 } else { 2.0 * (k - 1.0) * (link.1 + link.2 * self.all_reduce_mb / k) };
+        self.gamma(workers) * worst + reduce
+    }
+
+    /// The best of all groupings; `None` where no group can be valid.
+    pub fn optimum(&self, allow_idle: bool) -> Option<f64> {
+        let mut best = None;
+        self.partitions(0, &mut Vec::new(), allow_idle, &mut |groups| {
+            if !groups.is_empty() && groups.iter().all(|g| self.valid(g)) {
+                let objective = self.objective(groups);
+                if best.is_none_or(|best| objective < best) {
+                    best = Some(objective);
+                }
+            }
+        });
+        best
+    }
+
+    fn partitions(&self, i: usize, groups: &mut Vec<Vec<usize>>, idle: bool, visit: &mut impl FnMut(&[Vec<usize>])) {
+        if i == self.n() {
+            return visit(groups);
+        }
+        for g in 0..groups.len() {
+            groups[g].push(i);
+            self.partitions(i + 1, groups, idle, visit);
+            groups[g].pop();
+        }
+        groups.push(vec![i]);
+        self.partitions(i + 1, groups, idle, visit);
+        groups.pop();
+        if idle {
+            self.partitions(i + 1, groups, idle, visit);
+        }
+    }
+
+    /// The longest time of a device that holds these experts.
+    pub fn makespan(&self, held: &[(usize, Vec<usize>)]) -> f64 {
+        let costs = self.costs();
+        let time = |(i, experts): &(usize, Vec<usize>)| experts.iter().map(|&e| costs[e]).sum::<f64>() / self.flops[*i];
+        held.iter().map(time).fold(0.0, f64::max)
+    }
+
+    /// The least makespan of a group, over all placements; only for a few experts and devices.
+    pub fn least_makespan(&self, group: &[usize]) -> f64 {
+        let (costs, n) = (self.costs(), group.len());
+        let mut best = f64::INFINITY;
+        let mut owner = vec![0; costs.len()];
+        loop {
+            let mut held = vec![0u64; n];
+            let mut load = vec![0.0; n];
+            for (e, &d) in owner.iter().enumerate() {
+                held[d] += 1;
+                load[d] += costs[e];
+            }
+            if (0..n).all(|d| held[d] <= self.memory[group[d]]) {
+                best = (0..n).map(|d| load[d] / self.flops[group[d]]).fold(0.0, f64::max).min(best);
+            }
+            let Some(e) = owner.iter().position(|&d| d + 1 < n) else { return best };
+            owner[..e].fill(0);
+            owner[e] += 1;
+        }
+    }
+
+    pub fn cluster_json(&self) -> String {
+        let device = |i: usize| {
+            serde_json::json!({
+                "id": i, "host": format!("n{}", self.hosts[i]), "flop_per_ms": self.flops[i],
+                "memory_experts": self.memory[i],
+            })
+        };
+        let links = match &self.tiers {
+            Some(tiers) => {
+                let tier = |&(size, alpha, beta): &(usize, f64, f64)| {
+                    serde_json::json!({"size": size, "alpha_ms": alpha, "beta_ms_per_mb": beta})
+                };
+                serde_json::json!({"tiers": tiers.iter().map(tier).collect::<Vec<_>>()})
+            }
+            None => serde_json::json!({"alpha_ms": self.alpha, "beta_ms_per_mb": self.beta}),
+        };
+        let devices: Vec<_> = (0..self.n()).map(device).collect();
+        serde_json::json!({"version": 1, "devices": devices, "links": links}).to_string()
+    }
+
+    pub fn workload_json(&self) -> String {
+        let [layers, frequency, global, mini, recomputation] = self.schedule;
+        let mut json = serde_json::json!({
+            "expert_flop": self.expert_flop, "p2p_buffer_mb": self.p2p_mb, "p2p_frequency": self.eta,
+            "all_reduce_buffer_mb": self.all_reduce_mb, "num_layers": layers, "moe_frequency": frequency,
+            "global_batch_size": global, "mini_batch_size": mini, "recomputation_amount": recomputation,
+        });
+        if let Some(load) = &self.expert_load {
+            json["expert_load"] = serde_json::json!(load);
+        }
+        json.to_string()
+    }
+}
+
+/// Random numbers (xorshift64*).
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ 0x1234_5678_9abc_def1)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
+    }
+
+    pub fn real(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * self.below(1 << 30) as f64 / (1u64 << 30) as f64
+    }
+
+    /// Even in its logarithm.
+    pub fn scale(&mut self, low: f64, high: f64) -> f64 {
+        self.real(low.ln(), high.ln()).exp()
+    }
+
+    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+}
+
+/// A random case of `n` devices: tiers, with or without noise and asymmetry, or no structure at all; one speed, two or many;
+/// memory ample, tight or mixed.
+pub fn random_case(random: &mut Random, n: usize) -> Case {
+    let divisors: Vec<usize> = (1..=n).filter(|d| n % d == 0).collect();
+    let host = random.pick(&divisors);
+    let rack = random.pick(&divisors.iter().copied().filter(|d| d % host == 0).collect::<Vec<_>>());
+    let structured = random.below(5) != 0;
+    let noise = random.pick(&[0.0, 0.0, 0.1, 0.5]);
+    let lopsided = random.below(3) == 0;
+    let slower = random.scale(1.0, 8.0);
+    let tiers = [
+        (host, random.scale(0.001, 0.02), random.scale(0.002, 0.03)),
+        (rack, random.scale(0.005, 0.1), random.scale(0.01, 0.2)),
+        (n, random.scale(0.01, 0.3), random.scale(0.02, 0.4)),
+    ];
+    let mut alpha = vec![vec![f64::NAN; n]; n];
+    let mut beta = alpha.clone();
+    for i in 0..n {
+        for j in 0..n {
+            let (a, b) = match structured {
+                true => tiers.iter().find(|t| i / t.0 == j / t.0).map(|t| (t.1, t.2)).unwrap(),
+                false => (random.scale(0.001, 0.3), random.scale(0.002, 0.4)),
+            };
+            let mut factor = 1.0 + noise * random.real(-1.0, 1.0);
+            if lopsided && i > j {
+                factor *= slower;
+            }
+            (alpha[i][j], beta[i][j]) = (a * factor, b * factor);
+        }
+    }
+    // The diagonal is ignored, whatever it holds.
+    for i in 0..n {
+        (alpha[i][i], beta[i][i]) = (7.0e5, 9.0e5);
+    }
+    let mut sizes: Vec<(usize, f64, f64)> = tiers.to_vec();
+    sizes.dedup_by(|b, a| a.0 == b.0);
+    let exact_tiers = structured && noise == 0.0 && !lopsided && random.below(2) == 0;
+    let n_experts = random.pick(&[1usize, 2, 4, 8, 16, 64, 7, 24]);
+    let speed = random.scale(1e10, 1e12);
+    let speeds = random.below(3);
+    let flops = (0..n)
+        .map(|_| match speeds {
+            0 => speed,
+            1 => speed * random.pick(&[1.0, 0.4]),
+            _ => speed * random.real(0.3, 1.0),
+        })
+        .map(f64::round)
+        .collect();
+    let even = n_experts.div_ceil(n) as u64;
+    let memories = random.below(5);
+    let memory = (0..n)
+        .map(|_| match memories {
+            0 => n_experts as u64,
+            1 => even,
+            2 => even + random.below(3) as u64,
+            3 => random.below(n_experts + 1) as u64,
+            _ => random.pick(&[0, even, 2 * even, n_experts as u64]),
+        })
+        .collect();
+    let uneven = random.below(2) == 0;
+    let flop = speed * random.scale(0.02, 20.0) / n_experts as f64 * (n as f64).sqrt();
+    let expert_flop = (0..n_experts).map(|_| (flop * if uneven { random.real(0.1, 2.0) } else { 1.0 }).round()).collect();
+    let loaded = random.below(4) == 0;
+    Case {
+        flops,
+        memory,
+        alpha,
+        beta,
+        tiers: exact_tiers.then_some(sizes),
+        hosts: (0..n).map(|i| i / host).collect(),
+        expert_flop,
+        expert_load: loaded.then(|| (0..n_experts).map(|_| random.real(0.1, 3.0)).collect()),
+        p2p_mb: random.scale(0.5, 64.0),
+        eta: random.pick(&[1.0, 2.0, 4.0]),
+        all_reduce_mb: random.scale(1.0, 2000.0),
+        schedule: [24.0, random.pick(&[1.0, 2.0]), random.pick(&[64.0, 256.0, 1000.0]), 4.0, random.pick(&[0.0, 1.0])],
+    }
+}
