@@ -17,7 +17,7 @@ impl Link {
 }
 
 /// What the planner asks of links, whatever their form.
-pub trait LinkTable {
+pub trait LinkTable: Sync {
     /// Number of devices.
     fn len(&self) -> usize;
 
@@ -28,6 +28,12 @@ pub trait LinkTable {
 
     /// The link from device `i` to device `j`, another one.
     fn link(&self, i: usize, j: usize) -> Link;
+
+    /// The link to device `i` from device `j`: as `link(j, i)`, but near in memory for one `i` and many `j`.
+    #[inline]
+    fn link_to(&self, i: usize, j: usize) -> Link {
+        self.link(j, i)
+    }
 
     /// A spanning tree of the slowest links, slowest first, ranked by their time to move `mb` megabytes; between two
     /// devices the slower direction counts.
@@ -188,6 +194,12 @@ impl LinkTable for Matrix {
     #[inline]
     fn link(&self, i: usize, j: usize) -> Link {
         Link { alpha_ms: self.alpha[i * self.n + j], beta_ms_per_mb: self.beta[i * self.n + j] }
+    }
+
+    #[inline]
+    fn link_to(&self, i: usize, j: usize) -> Link {
+        let at = i * self.n + j;
+        Link { alpha_ms: self.alpha_by_column[at], beta_ms_per_mb: self.beta_by_column[at] }
     }
 
     fn slowest_tree(&self, mb: f64) -> Vec<Edge> {

@@ -4,9 +4,8 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::workload::Workload;
-use super::{Algorithm, Options, Plan, Terms, choose, evaluate, hosts, lysi_groups, terms};
-use crate::cluster::{Cluster, LinkTable, Links};
-use crate::plan::objective::Problem;
+use super::{Algorithm, Options, Plan, Terms, choose, evaluate, hosts, terms};
+use crate::cluster::{Cluster, LinkTable};
 
 /// Better groupings of other numbers of groups that are shown.
 const OTHERS: usize = 3;
@@ -52,7 +51,8 @@ pub fn explain(cluster: &Cluster, workload: &Workload, options: Options, plan: &
     if options.algorithm == Algorithm::Lysi {
         others.push(("search".into(), found.groups));
     } else if cluster.devices.len() <= super::LYSI_MOST {
-        others.push(("lysi".into(), lysi(cluster, workload, options.allow_idle)));
+        let published = Options { algorithm: Algorithm::Lysi, ..options };
+        others.push(("lysi".into(), choose(cluster, workload, published)?.groups));
     }
     for other in found.others.into_iter().take(OTHERS) {
         others.push((format!("best found with {} groups", other.groups.len()), other.groups));
@@ -75,13 +75,6 @@ fn indices(cluster: &Cluster, plan: &Plan) -> Vec<Vec<u32>> {
     let index: std::collections::HashMap<u64, u32> = cluster.devices.iter().map(|d| d.id).zip(0..).collect();
     let group = |devices: &[u64]| devices.iter().filter_map(|id| index.get(id).copied()).collect();
     plan.groups.iter().map(|g| group(&g.devices)).collect()
-}
-
-fn lysi(cluster: &Cluster, workload: &Workload, allow_idle: bool) -> Vec<Vec<u32>> {
-    match &cluster.links {
-        Links::Matrix(m) => lysi_groups(&Problem::new(&cluster.devices, m, workload, false), allow_idle),
-        Links::Tiers(t) => lysi_groups(&Problem::new(&cluster.devices, t, workload, false), allow_idle),
-    }
 }
 
 fn alternative(cluster: &Cluster, workload: &Workload, name: String, groups: &[Vec<u32>]) -> Alternative {

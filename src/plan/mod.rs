@@ -141,9 +141,13 @@ pub enum Outcome {
 const MATRIX_MOST: usize = 128;
 /// Beyond so many devices the published algorithm, O(n^2) in memory or time, is not asked for its groups.
 const LYSI_MOST: usize = 1024;
+/// From so many devices on it runs in a thread beside the bounds.
+const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 4e7;
+const THOROUGH_OPS: f64 = 5e7;
+/// The same of large clusters in tiers.
+const TIERS_OPS: u64 = 15_000_000;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
 const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.
@@ -216,19 +220,30 @@ fn choose_by<L: LeastExchange>(
     matrix: Option<&Matrix>,
 ) -> Result<Chosen> {
     let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
-    let bounds = bounds(&problem, options.allow_idle);
+    let n = problem.n();
+    // The two take about as long; for few devices a thread would cost more than it saves.
+    let lysi_wanted = n <= LYSI_MOST && options.algorithm != Algorithm::Lysi;
+    let (bounds, published) = std::thread::scope(|scope| {
+        let published = || lysi::groups(&problem);
+        let beside = (lysi_wanted && n >= BESIDE_LEAST).then(|| scope.spawn(published));
+        let bounds = bounds(&problem, options.allow_idle);
+        let published = match beside.map(|thread| thread.join()) {
+            Some(Ok(groups)) => Some(groups),
+            _ => lysi_wanted.then(published),
+        };
+        (bounds, published)
+    });
     if options.algorithm == Algorithm::Lysi {
-        let groups = lysi_groups(&problem, options.allow_idle);
+        let groups = complete(&problem, lysi::groups(&problem), options.allow_idle);
         let objective_ms = problem.evaluate(&groups).objective_ms;
         return Ok(finish(groups, objective_ms, "lysi", false, &bounds, Vec::new()));
     }
-    let n = problem.n();
     let mut search = Search::new(&problem, &bounds, options.allow_idle);
-    if n <= LYSI_MOST {
-        search.offer(lysi_groups(&problem, false));
+    if let Some(published) = published {
         if options.allow_idle {
-            search.offer(lysi_groups(&problem, true));
+            search.offer(published.0.clone());
         }
+        search.offer(complete(&problem, published, false));
     }
     search.run(&views(cluster, &problem), effort(n, matrix.is_some()));
     let (found, others) = search.into_found();
@@ -283,9 +298,13 @@ fn finish(
     Chosen { groups, algorithm, optimal, bound_ms: if optimal { objective_ms } else { bound_ms }, others }
 }
 
-/// The published algorithm's groups. Devices that it would drop join the group that suffers least, unless they may be idle.
-fn lysi_groups<L: LinkTable>(problem: &Problem<L>, allow_idle: bool) -> Vec<Vec<u32>> {
-    let (mut groups, dropped) = lysi::groups(problem);
+/// The published algorithm's groups, and the devices that it would drop: they join the group that suffers least, unless they
+/// may be idle.
+fn complete<L: LinkTable>(
+    problem: &Problem<L>,
+    (mut groups, dropped): (Vec<Vec<u32>>, Vec<u32>),
+    allow_idle: bool,
+) -> Vec<Vec<u32>> {
     if dropped.is_empty() || allow_idle {
         return groups;
     }
@@ -305,14 +324,14 @@ fn lysi_groups<L: LinkTable>(problem: &Problem<L>, allow_idle: bool) -> Vec<Vec<
 }
 
 /// How hard to try. Up to [`THOROUGH_DEVICES`] a fixed effort, a fraction of a second. Beyond, with a matrix, effort that falls with the
-/// cube, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
+/// fourth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
 fn effort(n: usize, matrix: bool) -> Effort {
-    let cube = (THOROUGH_DEVICES / n as f64).powi(3).min(1.0);
+    let fourth = (THOROUGH_DEVICES / n as f64).powi(4).min(1.0);
     match matrix {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
-        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * cube) as u64 },
-        false => Effort { construct: 100_000_000, improve: THOROUGH_OPS as u64 },
+        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * fourth) as u64 },
+        false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     }
 }
 

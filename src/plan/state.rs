@@ -42,6 +42,15 @@ pub(crate) struct State<'p, 'a, L> {
     /// Sums of alpha and beta to the other members of a device's group.
     sums: Vec<(f64, f64)>,
     workers: usize,
+    /// The three groups with the most work, most first: which and how much. At most two groups change at a time, so the maximum
+    /// over the others is among them.
+    most: [(u32, f64); 3],
+    /// Sum of the groups' work.
+    sum_ms: f64,
+    /// Experts for which groups lack memory, over all groups.
+    short: u64,
+    /// gamma by number of workers.
+    gamma: Vec<f64>,
     /// Links looked at so far: the measure of effort.
     pub ops: u64,
 }
@@ -57,6 +66,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             place: vec![0; n],
             sums: vec![(0.0, 0.0); n],
             workers: groups.iter().map(Vec::len).sum(),
+            most: [(IDLE, 0.0); 3],
+            sum_ms: 0.0,
+            short: 0,
+            gamma: (0..=n).map(|workers| problem.gamma(workers)).collect(),
             ops: 0,
         };
         for (g, members) in groups.iter().enumerate() {
@@ -70,7 +83,25 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             state.groups.push(Group { members: members.clone(), flops, memory, work_ms: 0.0 });
             state.groups[g].work_ms = state.work(g as u32, None, None);
         }
+        state.sum_up();
         state
+    }
+
+    /// Brings up to date what is known of all groups together.
+    fn sum_up(&mut self) {
+        self.most = [(IDLE, 0.0); 3];
+        (self.sum_ms, self.short) = (0.0, 0);
+        for (g, group) in self.groups.iter().enumerate() {
+            self.sum_ms += group.work_ms;
+            self.short += self.problem.n_experts.saturating_sub(group.memory);
+            let mut here = (g as u32, group.work_ms);
+            for most in &mut self.most {
+                if here.1 > most.1 || most.0 == IDLE {
+                    std::mem::swap(&mut here, most);
+                }
+            }
+        }
+        self.ops += self.groups.len() as u64 / 4;
     }
 
     /// The groups, each ascending.
@@ -100,8 +131,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
 
     /// The group with the most compute and communication.
     pub fn worst(&self) -> u32 {
-        let work = |g: usize| self.groups[g].work_ms;
-        (1..self.groups.len()).fold(0, |worst, g| if work(g) > work(worst) { g } else { worst }) as u32
+        self.most[0].0
     }
 
     /// Compute and communication of group `g` without device `out` and with device `into`.
@@ -125,12 +155,12 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             }
             let (mut alpha, mut beta) = self.sums[m as usize];
             if OUT {
-                let link = problem.links.link(m as usize, out as usize);
+                let link = problem.links.link_to(out as usize, m as usize);
                 alpha -= link.alpha_ms;
                 beta -= link.beta_ms_per_mb;
             }
             if IN {
-                let link = problem.links.link(m as usize, into as usize);
+                let link = problem.links.link_to(into as usize, m as usize);
                 alpha += link.alpha_ms;
                 beta += link.beta_ms_per_mb;
                 let link = problem.links.link(into as usize, m as usize);
@@ -154,47 +184,45 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     /// changes nothing.
     pub fn worth(&mut self, change: Option<Move>) -> Option<Worth> {
         let problem = self.problem;
-        // Of the groups that change: which, its work and its memory then.
-        let mut changed: [(u32, f64, u64); 2] = [(IDLE, 0.0, 0); 2];
-        let mut workers = self.workers;
+        let experts = problem.n_experts;
+        let (mut worst, mut sum_ms, mut short, mut workers) = (0.0f64, self.sum_ms, self.short, self.workers);
+        let mut changed = (IDLE, IDLE);
         if let Some(Move { i, to, j }) = change {
             let from = self.group_of[i as usize];
             if from == to || j.is_some_and(|j| self.group_of[j as usize] != to) {
                 return None;
             }
+            let memory = |i: u32| problem.memory[i as usize];
             if from != IDLE {
                 let group = &self.groups[from as usize];
                 if group.members.len() == 1 && j.is_none() {
                     return None;
                 }
                 self.ops += group.members.len() as u64;
-                let memory = group.memory - problem.memory[i as usize] + j.map_or(0, |j| problem.memory[j as usize]);
-                changed[0] = (from, self.work(from, Some(i), j), memory);
+                let then = group.memory - memory(i) + j.map_or(0, memory);
+                let work_ms = self.work(from, Some(i), j);
+                worst = worst.max(work_ms);
+                sum_ms += work_ms - group.work_ms;
+                short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
             } else if j.is_none() {
                 workers += 1;
             }
             if to != IDLE {
                 let group = &self.groups[to as usize];
                 self.ops += group.members.len() as u64;
-                let memory = group.memory + problem.memory[i as usize] - j.map_or(0, |j| problem.memory[j as usize]);
-                changed[1] = (to, self.work(to, j, Some(i)), memory);
+                let then = group.memory + memory(i) - j.map_or(0, memory);
+                let work_ms = self.work(to, j, Some(i));
+                worst = worst.max(work_ms);
+                sum_ms += work_ms - group.work_ms;
+                short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
             } else if j.is_none() {
                 workers -= 1;
             }
+            changed = (from, to);
         }
-        let (mut worst, mut sum, mut short) = (0.0f64, 0.0, 0u64);
-        for (g, group) in self.groups.iter().enumerate() {
-            let (mut work, mut memory) = (group.work_ms, group.memory);
-            for (which, work_then, memory_then) in changed {
-                if which == g as u32 {
-                    (work, memory) = (work_then, memory_then);
-                }
-            }
-            worst = worst.max(work);
-            sum += work;
-            short += problem.n_experts.saturating_sub(memory);
-        }
-        self.ops += self.groups.len() as u64 / 4 + 8;
+        let unchanged = self.most.iter().find(|(g, _)| *g != changed.0 && *g != changed.1);
+        worst = worst.max(unchanged.map_or(0.0, |(_, work_ms)| *work_ms));
+        self.ops += 8;
         let slowest = match change {
             None => problem.slowest(|x| self.group_of[x as usize]),
             Some(Move { i, to, j }) => {
@@ -207,10 +235,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             }
         };
         let all_reduce = slowest.map_or(0.0, |edge| problem.all_reduce(self.groups.len(), edge.link));
-        let gamma = problem.gamma(workers);
+        let gamma = self.gamma[workers];
         Some(Worth {
             objective_ms: gamma * worst + all_reduce,
-            mean_ms: gamma * sum / self.groups.len() as f64,
+            mean_ms: gamma * sum_ms / self.groups.len() as f64,
             short: short as f64 / problem.n_experts as f64,
         })
     }
@@ -231,6 +259,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 self.groups[g as usize].work_ms = self.work(g, None, None);
             }
         }
+        self.sum_up();
     }
 
     fn take(&mut self, i: u32) {
@@ -249,7 +278,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         group.flops -= self.problem.flops[i as usize];
         group.memory -= self.problem.memory[i as usize];
         for &m in &group.members {
-            let link = self.problem.links.link(m as usize, i as usize);
+            let link = self.problem.links.link_to(i as usize, m as usize);
             self.sums[m as usize].0 -= link.alpha_ms;
             self.sums[m as usize].1 -= link.beta_ms_per_mb;
         }
@@ -265,7 +294,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         let group = &mut self.groups[g as usize];
         let mut new = (0.0, 0.0);
         for &m in &group.members {
-            let link = self.problem.links.link(m as usize, i as usize);
+            let link = self.problem.links.link_to(i as usize, m as usize);
             self.sums[m as usize].0 += link.alpha_ms;
             self.sums[m as usize].1 += link.beta_ms_per_mb;
             let link = self.problem.links.link(i as usize, m as usize);
