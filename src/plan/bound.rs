@@ -150,6 +150,9 @@ fn slack(n: usize) -> f64 {
 /// Beyond so many devices, the number of idle ones is not gone through.
 const IDLE_COUNTED: usize = 1024;
 
+/// Beyond so many unlike devices, what each takes on its own is left out: it seldom decides, and costs as much as the rest.
+const OWN_MOST: usize = 128;
+
 /// What every number of groups needs.
 struct Sizes<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
@@ -222,8 +225,12 @@ fn sizes<'p, 'a, L: LeastExchange>(problem: &'p Problem<'a, L>, smallest: usize,
     // Of each device, the least over the sizes of its group.
     let mut own = vec![if alike { 0.0 } else { f64::INFINITY }; n];
     own[slowest] = f64::INFINITY;
+    let each = alike || n <= OWN_MOST;
+    if !each {
+        own.fill(0.0);
+    }
     let exchange = problem.links.least_exchange(problem.workload.p2p_buffer_mb, |i, s, ms| {
-        if s >= smallest {
+        if s >= smallest && each {
             let i = if alike { slowest } else { i };
             let compute = problem.compute(with(problem.flops[i], &flops, &rate, s));
             own[i] = own[i].min(compute + eta * ms);

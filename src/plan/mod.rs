@@ -145,9 +145,9 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 5e7;
+const THOROUGH_OPS: f64 = 8e7;
 /// The same of large clusters in tiers.
-const TIERS_OPS: u64 = 15_000_000;
+const TIERS_OPS: u64 = 20_000_000;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
 const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.
@@ -193,6 +193,7 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
 /// The groups that were chosen.
 pub(crate) struct Chosen {
     pub groups: Vec<Vec<u32>>,
+    pub evaluation: Evaluation,
     pub algorithm: &'static str,
     pub optimal: bool,
     /// No grouping has a lower objective, ms.
@@ -206,7 +207,10 @@ pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -
         Links::Matrix(matrix) => choose_by(cluster, matrix, workload, options, Some(matrix)),
         Links::Tiers(tiers) if tiers.len() <= MATRIX_MOST => {
             let matrix = Matrix::from_table(tiers);
-            choose_by(cluster, &matrix, workload, options, Some(&matrix))
+            let mut chosen = choose_by(cluster, &matrix, workload, options, Some(&matrix))?;
+            // The same but for the order of sums; as it is computed from tiers everywhere else.
+            chosen.evaluation = evaluate(cluster, workload, &chosen.groups);
+            Ok(chosen)
         }
         Links::Tiers(tiers) => choose_by(cluster, tiers, workload, options, None),
     }
@@ -235,8 +239,7 @@ fn choose_by<L: LeastExchange>(
     });
     if options.algorithm == Algorithm::Lysi {
         let groups = complete(&problem, lysi::groups(&problem), options.allow_idle);
-        let objective_ms = problem.evaluate(&groups).objective_ms;
-        return Ok(finish(groups, objective_ms, "lysi", false, &bounds, Vec::new()));
+        return Ok(finish(&problem, groups, "lysi", false, &bounds, Vec::new()));
     }
     let mut search = Search::new(&problem, &bounds, options.allow_idle);
     if let Some(published) = published {
@@ -255,11 +258,11 @@ fn choose_by<L: LeastExchange>(
     let label = |proved: bool| if proved && n <= exact::MOST_DEVICES { "exact" } else { "search" };
     if options.algorithm == Algorithm::Search || (proved && options.algorithm == Algorithm::Auto) {
         let label = if options.algorithm == Algorithm::Search { "search" } else { label(proved) };
-        return Ok(finish(found.groups, found.objective_ms, label, proved, &bounds, others));
+        return Ok(finish(&problem, found.groups, label, proved, &bounds, others));
     }
     let asked = options.algorithm == Algorithm::Exact;
     if proved {
-        return Ok(finish(found.groups, found.objective_ms, "exact", true, &bounds, others));
+        return Ok(finish(&problem, found.groups, "exact", true, &bounds, others));
     }
     let outcome = match matrix.filter(|_| n <= exact::MOST_DEVICES) {
         Some(matrix) => {
@@ -278,24 +281,23 @@ fn choose_by<L: LeastExchange>(
             100.0 * (found.objective_ms / least - 1.0)
         );
     }
-    let mut groups = outcome.better.unwrap_or(found.groups);
-    groups.sort();
-    let objective_ms = problem.evaluate(&groups).objective_ms;
-    Ok(finish(groups, objective_ms, label(outcome.complete), outcome.complete, &bounds, others))
+    let groups = outcome.better.unwrap_or(found.groups);
+    Ok(finish(&problem, groups, label(outcome.complete), outcome.complete, &bounds, others))
 }
 
-fn finish(
+fn finish<L: LinkTable>(
+    problem: &Problem<L>,
     mut groups: Vec<Vec<u32>>,
-    objective_ms: f64,
     algorithm: &'static str,
     proved: bool,
     bounds: &Bounds,
     others: Vec<Found>,
 ) -> Chosen {
     groups.sort();
+    let evaluation = problem.evaluate(&groups);
     let bound_ms = bounds.least();
-    let optimal = proved || objective_ms * (1.0 - EQUAL) <= bound_ms;
-    Chosen { groups, algorithm, optimal, bound_ms: if optimal { objective_ms } else { bound_ms }, others }
+    let optimal = proved || evaluation.objective_ms * (1.0 - EQUAL) <= bound_ms;
+    Chosen { groups, evaluation, algorithm, optimal, bound_ms, others }
 }
 
 /// The published algorithm's groups, and the devices that it would drop: they join the group that suffers least, unless they
@@ -324,13 +326,13 @@ fn complete<L: LinkTable>(
 }
 
 /// How hard to try. Up to [`THOROUGH_DEVICES`] a fixed effort, a fraction of a second. Beyond, with a matrix, effort that falls with the
-/// fourth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
+/// fifth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
 fn effort(n: usize, matrix: bool) -> Effort {
-    let fourth = (THOROUGH_DEVICES / n as f64).powi(4).min(1.0);
+    let fifth = (THOROUGH_DEVICES / n as f64).powi(5).min(1.0);
     match matrix {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
-        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * fourth) as u64 },
+        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * fifth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     }
 }
@@ -393,7 +395,7 @@ pub(crate) fn terms(evaluation: &Evaluation) -> Terms {
 }
 
 fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, kind: PlacementKind) -> Plan {
-    let evaluation = evaluate(cluster, workload, &chosen.groups);
+    let evaluation = &chosen.evaluation;
     let costs = workload.costs();
     let placements = place(cluster, &costs, &chosen.groups, kind);
     let id = |i: u32| cluster.devices[i as usize].id;
@@ -411,7 +413,7 @@ fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, kind: Place
         optimal: chosen.optimal,
         gap_bound: gap,
         objective_ms: evaluation.objective_ms,
-        terms: terms(&evaluation),
+        terms: terms(evaluation),
         groups: groups.collect(),
         idle_devices: cluster.devices.iter().zip(idle).filter(|(_, idle)| *idle).map(|(d, _)| d.id).collect(),
         elapsed_ms: 0.0,

@@ -15,13 +15,19 @@ use crate::cluster::LinkTable;
 
 /// How much the mean of the groups counts beside the objective while annealing: with the maximum alone, most moves change
 /// nothing.
-const MEAN_WEIGHT: f64 = 0.1;
+const MEAN_WEIGHT: f64 = 0.2;
 /// The same in the descent, where it only breaks ties.
 const MEAN_TIE: f64 = 1e-6;
-/// Numbers of groups in the first round of annealing.
-const FIRST_ROUND: usize = 16;
-/// Rounds; each but the last halves the numbers of groups.
+/// Numbers of groups in the first round of annealing; every round halves them.
+const FIRST_ROUND: usize = 24;
+/// Rounds.
 const ROUNDS: usize = 5;
+/// How hot each round starts, by the moves' mean cost.
+const COOLER: [f64; ROUNDS] = [1.0, 0.6, 0.4, 0.6, 0.3];
+/// Chains in a round at least: two processors for a thread each.
+const CHAINS_LEAST: usize = 2;
+/// Chains shorter than this are not worth a thread.
+const THREAD_LEAST: u64 = 20_000;
 
 /// How hard to try, in links looked at.
 #[derive(Clone, Copy, Debug)]
@@ -145,31 +151,61 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         deal(&singles, k, |i| self.problem.memory[i as usize].min(self.problem.n_experts) as f64)
     }
 
-    /// Annealing, on ever fewer numbers of groups.
+    /// Annealing, on ever fewer numbers of groups; two chains at a time.
     fn anneal(&mut self, budget: u64) {
+        let n = self.problem.n();
         let mut most = FIRST_ROUND;
         for round in 0..ROUNDS {
-            let mut numbers: Vec<usize> = (1..=self.problem.n()).collect();
+            let mut numbers: Vec<usize> = (1..=n).collect();
             numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
             // A number of groups without a valid grouping yet is as promising as its bound.
             let known = |k: usize| self.by_groups[k - 1].as_ref().map_or(self.bounds.by_groups[k - 1], |f| f.objective_ms);
             numbers.sort_by(|&a, &b| known(a).total_cmp(&known(b)).then(a.cmp(&b)));
             numbers.truncate(most);
-            let each = budget / ROUNDS as u64 / numbers.len().max(1) as u64;
-            for k in numbers {
-                let start = self.by_groups[k - 1].as_ref().map(|found| found.groups.clone());
-                let start = start.unwrap_or_else(|| self.dealt_by_memory(k));
-                let mut random = Random((round * 65_536 + k) as u64);
-                self.anneal_from(&start, each, round, &mut random);
-            }
             most = (most / 2).max(1);
+            if numbers.is_empty() {
+                return;
+            }
+            let start = |k: usize| match &self.by_groups[k - 1] {
+                Some(found) => found.groups.clone(),
+                None => self.dealt_by_memory(k),
+            };
+            let mut chains: Vec<(Vec<Vec<u32>>, u64)> =
+                numbers.iter().map(|&k| (start(k), (round * 65_536 + k) as u64)).collect();
+            if chains.len() < CHAINS_LEAST {
+                let more = chains.iter().map(|(start, seed)| (start.clone(), seed + 32_768)).collect::<Vec<_>>();
+                chains.extend(more);
+            }
+            let each = budget / ROUNDS as u64 / chains.len() as u64;
+            let anneal = |(start, seed): &(Vec<Vec<u32>>, u64)| self.anneal_from(start, each, round, &mut Random(*seed));
+            let half = chains.len() / 2;
+            let found: Vec<Option<Vec<Vec<u32>>>> = if half > 0 && each >= THREAD_LEAST {
+                let (here, there) = chains.split_at(chains.len() - half);
+                std::thread::scope(|scope| {
+                    let beside = scope.spawn(|| there.iter().map(anneal).collect::<Vec<_>>());
+                    let mut found: Vec<_> = here.iter().map(anneal).collect();
+                    // A thread that could not be joined has panicked; its chains are done again, here.
+                    found.extend(beside.join().unwrap_or_else(|_| there.iter().map(anneal).collect()));
+                    found
+                })
+            } else {
+                chains.iter().map(anneal).collect()
+            };
+            found.into_iter().flatten().for_each(|groups| self.offer(groups));
         }
     }
 
-    fn anneal_from(&mut self, start: &[Vec<u32>], budget: u64, round: usize, random: &mut Random) {
+    /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
+    fn anneal_from(
+        &self,
+        start: &[Vec<u32>],
+        budget: u64,
+        round: usize,
+        random: &mut Random,
+    ) -> Option<Vec<Vec<u32>>> {
         let n = self.problem.n();
         let mut state = State::new(self.problem, start);
-        let Some(worth) = state.worth(None) else { return };
+        let worth = state.worth(None)?;
         // A group that lacks one expert is as bad as this much.
         let penalty = worth.objective_ms;
         let energy = |worth: &Worth| {
@@ -177,9 +213,9 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             worth.objective_ms + MEAN_WEIGHT * worth.mean_ms + short
         };
         let mut now = energy(&worth);
-        let Some(hot) = self.temperature(&mut state, now, &energy, random) else { return };
+        let hot = self.temperature(&mut state, now, &energy, random)?;
         // Later rounds start from good groupings, and cooler.
-        let hot = hot * [1.0, 0.5, 0.3, 0.5, 0.2][round.min(4)];
+        let hot = hot * COOLER[round];
         let cold = hot * 1e-3;
         let mut temperature = hot;
         let known = if worth.short > 0.0 { f64::INFINITY } else { worth.objective_ms };
@@ -205,10 +241,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 }
             }
         }
-        self.ops += state.ops;
-        if let Some(groups) = best.1 {
-            self.offer(groups);
-        }
+        best.1
     }
 
     /// A temperature at which a good part of the moves for the worse are made; `None` when no move can be made.
@@ -231,18 +264,20 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         }
         match count {
             0 => Some(now * 1e-3).filter(|t| *t > 0.0),
-            _ => Some(0.5 * sum / f64::from(count)),
+            _ => Some(0.2 * sum / f64::from(count)),
         }
     }
 
-    /// A random change: a device of the worst group or of any, into the group of another device, alone or in its place.
+    /// A random change: the device that exchanges longest, another of its group, or any, into the group of another device, alone or in its place.
     fn propose(&self, state: &State<L>, random: &mut Random) -> Option<Move> {
         let n = self.problem.n();
-        let i = if random.below(4) == 0 {
-            let worst = state.members(state.worst());
-            worst[random.below(worst.len())]
-        } else {
-            random.below(n) as u32
+        let i = match random.below(4) {
+            0 => state.worst_device()?,
+            1 => {
+                let worst = state.members(state.worst());
+                worst[random.below(worst.len())]
+            }
+            _ => random.below(n) as u32,
         };
         if self.allow_idle && random.below(8) == 0 {
             return Some(Move { i, to: IDLE, j: None });

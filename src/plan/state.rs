@@ -134,6 +134,14 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.most[0].0
     }
 
+    /// In that group, the device that exchanges longest.
+    pub fn worst_device(&self) -> Option<u32> {
+        let members = &self.groups.get(self.most[0].0 as usize)?.members;
+        let per_peer = self.problem.workload.p2p_buffer_mb / members.len() as f64;
+        let time = |i: u32| self.sums[i as usize].0 + self.sums[i as usize].1 * per_peer;
+        members.iter().copied().reduce(|worst, i| if time(i) > time(worst) { i } else { worst })
+    }
+
     /// Compute and communication of group `g` without device `out` and with device `into`.
     fn work(&self, g: u32, out: Option<u32>, into: Option<u32>) -> f64 {
         match (out, into) {
