@@ -16,13 +16,22 @@ fn main() {
     if csv {
         println!("links,devices,mixed,groups,gap_bound,repetition,wall_ms,cpu_ms");
     } else {
-        println!("{:7} {:>7} {:>6} {:>7} {:>9} {:>23} {:>23}", "links", "devices", "", "groups", "gap", "wall ms (min to max)", "cpu ms (min to max)");
+        println!(
+            "{:7} {:>7} {:>6} {:>7} {:>9} {:>23} {:>23}",
+            "links", "devices", "", "groups", "gap", "wall ms (min to max)", "cpu ms (min to max)"
+        );
     }
     for matrix in [true, false] {
         let sizes = if matrix { &[16, 64, 128, 256, 512, 1024][..] } else { &[64, 256, 1024, 4096, 16384] };
         for &n in sizes {
             for mixed in [false, true] {
-                let repetitions = if quick { 1 } else if n <= 1024 { 11 } else { 3 };
+                let repetitions = if quick {
+                    1
+                } else if n <= 1024 {
+                    11
+                } else {
+                    3
+                };
                 measure(&cluster(n, matrix, mixed), mixed, repetitions, csv);
             }
         }

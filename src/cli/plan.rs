@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::cluster::{Cluster, parse_json, preset, read_text};
-use crate::plan::{self, Algorithm, Explanation, Infeasible, Options, Outcome, Plan, PlacementKind, Replan, Workload};
+use crate::plan::{self, Algorithm, Explanation, Infeasible, Options, Outcome, PlacementKind, Plan, Replan, Workload};
 
 /// The exit code when there is no plan.
 const INFEASIBLE: u8 = 2;

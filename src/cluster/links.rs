@@ -68,7 +68,8 @@ pub trait LinkTable: Sync {
     /// The slower link of every pair, slowest first.
     fn pairs(&self, mb: f64) -> Vec<Edge> {
         let n = self.len();
-        let mut pairs: Vec<Edge> = (0..n).flat_map(|i| (i + 1..n).map(move |j| (i, j))).map(|(i, j)| self.edge(i, j, mb)).collect();
+        let mut pairs: Vec<Edge> =
+            (0..n).flat_map(|i| (i + 1..n).map(move |j| (i, j))).map(|(i, j)| self.edge(i, j, mb)).collect();
         sort_slowest_first(&mut pairs);
         pairs
     }
@@ -296,11 +297,11 @@ impl Tiers {
         let mut inner = 1;
         for (index, tier) in tiers.iter().enumerate() {
             let size = tier.size;
-            if size == 0 || size % inner != 0 || (index > 0 && size == inner) {
+            if size == 0 || !size.is_multiple_of(inner) || (index > 0 && size == inner) {
                 let larger = if index > 0 { "a larger multiple" } else { "a multiple" };
                 return Err((index, format!("expected {larger} of {inner}, the size of the tier inside")));
             }
-            if size < n && n % size != 0 {
+            if size < n && !n.is_multiple_of(size) {
                 return Err((index, format!("expected a size that divides {n}, the number of devices")));
             }
             inner = size;
@@ -393,7 +394,8 @@ impl LinkTable for Tiers {
                     let (Some(a), Some(b)) = (group, place) else { continue };
                     let apart = |i: usize, j: usize| group_of[i] != group_of[j] && i / inner != j / inner;
                     let pair = [(first, a), (first, b), (a, b)].into_iter().find(|&(i, j)| apart(i, j));
-                    let (i, j) = pair.expect("b is outside the block of first; one of first and a is in another group than b");
+                    let (i, j) =
+                        pair.expect("b is outside the block of first; one of first and a is in another group than b");
                     return Some(self.edge(i, j, mb));
                 }
             }

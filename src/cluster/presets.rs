@@ -116,7 +116,11 @@ pub fn preset(text: &str) -> Result<Cluster> {
     Ok(Cluster {
         devices: (0..n).map(device).collect(),
         links: Links::Tiers(Tiers::new(n, tiers).expect("blocks of whole nodes")),
-        sources: node.sources.iter().map(|(what, source)| (what.to_string(), source.to_string())).collect::<BTreeMap<_, _>>(),
+        sources: node
+            .sources
+            .iter()
+            .map(|(what, source)| (what.to_string(), source.to_string()))
+            .collect::<BTreeMap<_, _>>(),
     })
 }
 

@@ -22,7 +22,13 @@ pub(crate) struct Outcome {
 }
 
 /// Looks for a grouping with a lower objective than `known_ms`, in at most about `budget` steps.
-pub(crate) fn improve(problem: &Problem<Matrix>, bounds: &Bounds, known_ms: f64, allow_idle: bool, budget: u64) -> Outcome {
+pub(crate) fn improve(
+    problem: &Problem<Matrix>,
+    bounds: &Bounds,
+    known_ms: f64,
+    allow_idle: bool,
+    budget: u64,
+) -> Outcome {
     let n = problem.n();
     if n > MOST_DEVICES {
         return Outcome { better: None, complete: false };
@@ -127,14 +133,7 @@ impl Dp<'_, '_> {
     }
 
     /// Groupings of the merged devices into 2 to `most` groups that keep `apart` apart. False when the budget ran out.
-    fn level(
-        &mut self,
-        merged: &[u32],
-        apart: (usize, usize),
-        most: usize,
-        gamma: f64,
-        slowest: Link,
-    ) -> bool {
+    fn level(&mut self, merged: &[u32], apart: (usize, usize), most: usize, gamma: f64, slowest: Link) -> bool {
         let m = merged.len();
         let sets = 1usize << m;
         let both = 1 << apart.0 | 1 << apart.1;

@@ -152,8 +152,7 @@ impl<'p, 'a, L: LinkTable> Pass<'p, 'a, L> {
     /// What the two groups are together, with `workers` devices in valid groups then; `None` when it is invalid.
     fn merged(&self, ga: &Group, gb: &Group, workers: Option<usize>) -> Merged {
         let size = ga.members.len() + gb.members.len();
-        let mut sums: Vec<(f64, f64)> =
-            ga.members.iter().chain(&gb.members).map(|&i| self.sums[i as usize]).collect();
+        let mut sums: Vec<(f64, f64)> = ga.members.iter().chain(&gb.members).map(|&i| self.sums[i as usize]).collect();
         let (first, second) = sums.split_at_mut(ga.members.len());
         for (&i, to_i) in ga.members.iter().zip(first) {
             for (&j, to_j) in gb.members.iter().zip(second.iter_mut()) {

@@ -145,7 +145,7 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 8e7;
+const THOROUGH_OPS: f64 = 1.5e8;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 20_000_000;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
@@ -187,7 +187,8 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
         1 => "the one device holds".to_string(),
         n => format!("all {n} devices together hold"),
     };
-    (held < needed).then(|| format!("memory: a group holds all {needed} experts, {devices} {held}: {} short", needed - held))
+    (held < needed)
+        .then(|| format!("memory: a group holds all {needed} experts, {devices} {held}: {} short", needed - held))
 }
 
 /// The groups that were chosen.
@@ -311,8 +312,8 @@ fn complete<L: LinkTable>(
         return groups;
     }
     let mut best = (f64::INFINITY, 0, Vec::new());
-    for g in 0..groups.len() {
-        let mut members = [&groups[g][..], &dropped].concat();
+    for (g, group) in groups.iter().enumerate() {
+        let mut members = [&group[..], &dropped].concat();
         members.sort_unstable();
         let (compute, communication) = problem.group(&members);
         if compute + communication < best.0 {
@@ -332,6 +333,7 @@ fn effort(n: usize, matrix: bool) -> Effort {
     match matrix {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
+        true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
         true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * fifth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     }
@@ -428,15 +430,17 @@ fn place(
     kind: PlacementKind,
 ) -> Vec<(placement::Placement, f64)> {
     let n = cluster.devices.len();
-    let seats_of = |members: &[u32]| -> (Vec<u64>, Vec<u64>) {
+    // Rates as bits, and memories, of a group's devices.
+    type Alike = (Vec<u64>, Vec<u64>);
+    let seats_of = |members: &[u32]| -> Alike {
         let device = |i: &u32| &cluster.devices[*i as usize];
         members.iter().map(|i| (device(i).flop_per_ms.to_bits(), device(i).memory_experts)).unzip()
     };
-    let all: Vec<(Vec<u64>, Vec<u64>)> = groups.iter().map(|members| seats_of(members)).collect();
+    let all: Vec<Alike> = groups.iter().map(|members| seats_of(members)).collect();
     let distinct = all.iter().collect::<std::collections::HashSet<_>>().len();
     let steps = if n as f64 <= THOROUGH_DEVICES { 20_000_000 } else { 200_000 };
-    let mut known: HashMap<&(Vec<u64>, Vec<u64>), (placement::Placement, f64)> = HashMap::new();
-    let place = |seats: &(Vec<u64>, Vec<u64>)| {
+    let mut known: HashMap<&Alike, (placement::Placement, f64)> = HashMap::new();
+    let place = |seats: &Alike| {
         let flops: Vec<f64> = seats.0.iter().map(|bits| f64::from_bits(*bits)).collect();
         let seats = Seats { flops: &flops, memory: &seats.1, costs };
         let placement = match kind {

@@ -333,7 +333,9 @@ impl<'s, 'a> Branch<'s, 'a> {
             // A device that is just like one before leads to the same placements.
             let alike = |o: u32| {
                 let o = o as usize;
-                self.seats.flops[o] == self.seats.flops[d] && self.load[o] == self.load[d] && self.free[o] == self.free[d]
+                self.seats.flops[o] == self.seats.flops[d]
+                    && self.load[o] == self.load[d]
+                    && self.free[o] == self.free[d]
             };
             if self.devices[first..at].iter().any(|&o| alike(o)) {
                 continue;

@@ -81,13 +81,12 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
     // Many hosts share rows.
     let hosts = hosts(cluster);
     let widest = hosts.iter().map(Vec::len).max().unwrap_or(1).max(1);
-    let per_row = (1..=hosts.len()).find(|per_row| hosts.len().div_ceil(*per_row) * 24 <= widest * per_row * 16).unwrap_or(1);
+    let per_row =
+        (1..=hosts.len()).find(|per_row| hosts.len().div_ceil(*per_row) * 24 <= widest * per_row * 16).unwrap_or(1);
     let rows = hosts.len().div_ceil(per_row);
     let columns = per_row * widest + per_row - 1;
-    let cell = (
-        f64::from(WIDTH as i32 - LEFT - EDGE) / columns as f64,
-        f64::from(HEIGHT as i32 - TOP - EDGE) / rows as f64,
-    );
+    let cell =
+        (f64::from(WIDTH as i32 - LEFT - EDGE) / columns as f64, f64::from(HEIGHT as i32 - TOP - EDGE) / rows as f64);
     for (place, host) in hosts.iter().enumerate() {
         let (row, first) = (place / per_row, place % per_row * (widest + 1));
         let y = (TOP + (row as f64 * cell.1) as i32, TOP + ((row + 1) as f64 * cell.1 * 0.999) as i32);
@@ -185,7 +184,7 @@ fn sizes(cluster: &Cluster) -> Vec<usize> {
     sizes.extend((0..n.ilog2()).rev().map(|l| 1 << l));
     let mut distinct = Vec::new();
     for size in sizes {
-        if n % size == 0 && !distinct.contains(&size) && distinct.len() < CURVES {
+        if n.is_multiple_of(size) && !distinct.contains(&size) && distinct.len() < CURVES {
             distinct.push(size);
         }
     }
@@ -197,7 +196,8 @@ fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
     let latencies = || curves.iter().flat_map(|(_, points)| points).filter_map(|point| point.latency_ms);
     let (low, high) = latencies().fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));
     let (low, high) = if high > 0.0 && low > 0.0 { (low / 1.3, high * 1.6) } else { (0.5, 2.0) };
-    let numbers: Vec<usize> = curves.first().map_or_else(Vec::new, |(_, points)| points.iter().map(|p| p.experts).collect());
+    let numbers: Vec<usize> =
+        curves.first().map_or_else(Vec::new, |(_, points)| points.iter().map(|p| p.experts).collect());
     let mut chart = ChartBuilder::on(area)
         .caption("Iteration latency by size of the expert-parallel groups (EP)", ("sans-serif", 20))
         .margin(14)

@@ -47,7 +47,13 @@ pub fn loads_of_report(text: &str) -> Result<Vec<f64>> {
 ///
 /// # Errors
 /// One line: the plan in use is not one of this cluster and these experts.
-pub fn replan(cluster: &Cluster, workload: &Workload, current: &Plan, planned: &Plan, expert_mb: f64) -> Result<Replan> {
+pub fn replan(
+    cluster: &Cluster,
+    workload: &Workload,
+    current: &Plan,
+    planned: &Plan,
+    expert_mb: f64,
+) -> Result<Replan> {
     let index: HashMap<u64, u32> = cluster.devices.iter().map(|device| device.id).zip(0..).collect();
     check(&index, workload, current)?;
     let current_ms = placed_ms(cluster, workload, &index, current);

@@ -159,7 +159,8 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             let mut numbers: Vec<usize> = (1..=n).collect();
             numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
             // A number of groups without a valid grouping yet is as promising as its bound.
-            let known = |k: usize| self.by_groups[k - 1].as_ref().map_or(self.bounds.by_groups[k - 1], |f| f.objective_ms);
+            let known =
+                |k: usize| self.by_groups[k - 1].as_ref().map_or(self.bounds.by_groups[k - 1], |f| f.objective_ms);
             numbers.sort_by(|&a, &b| known(a).total_cmp(&known(b)).then(a.cmp(&b)));
             numbers.truncate(most);
             most = (most / 2).max(1);
@@ -177,7 +178,8 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 chains.extend(more);
             }
             let each = budget / ROUNDS as u64 / chains.len() as u64;
-            let anneal = |(start, seed): &(Vec<Vec<u32>>, u64)| self.anneal_from(start, each, round, &mut Random(*seed));
+            let anneal =
+                |(start, seed): &(Vec<Vec<u32>>, u64)| self.anneal_from(start, each, round, &mut Random(*seed));
             let half = chains.len() / 2;
             let found: Vec<Option<Vec<Vec<u32>>>> = if half > 0 && each >= THREAD_LEAST {
                 let (here, there) = chains.split_at(chains.len() - half);
@@ -196,13 +198,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 
     /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
-    fn anneal_from(
-        &self,
-        start: &[Vec<u32>],
-        budget: u64,
-        round: usize,
-        random: &mut Random,
-    ) -> Option<Vec<Vec<u32>>> {
+    fn anneal_from(&self, start: &[Vec<u32>], budget: u64, round: usize, random: &mut Random) -> Option<Vec<Vec<u32>>> {
         let n = self.problem.n();
         let mut state = State::new(self.problem, start);
         let worth = state.worth(None)?;
@@ -222,7 +218,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         let mut best = (known, None);
         let mut steps = 0u64;
         while state.ops < budget {
-            if steps % 64 == 0 {
+            if steps.is_multiple_of(64) {
                 let progress = state.ops as f64 / budget as f64;
                 temperature = hot * (cold / hot).powf(progress);
             }
@@ -271,9 +267,9 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     /// A random change: the device that exchanges longest, another of its group, or any, into the group of another device, alone or in its place.
     fn propose(&self, state: &State<L>, random: &mut Random) -> Option<Move> {
         let n = self.problem.n();
-        let i = match random.below(4) {
+        let i = match random.below(8) {
             0 => state.worst_device()?,
-            1 => {
+            1 | 2 => {
                 let worst = state.members(state.worst());
                 worst[random.below(worst.len())]
             }

@@ -46,7 +46,8 @@ pub(crate) fn plan_text(plan: &Plan, devices: usize, experts: usize) -> String {
         text += &format!("\n({} more)", plan.groups.len() - GROUPS_LISTED);
     }
     text += "\n\n";
-    let seats = plan.groups.iter().enumerate().flat_map(|(g, group)| group.experts.iter().map(move |seat| (g, group, seat)));
+    let seats =
+        plan.groups.iter().enumerate().flat_map(|(g, group)| group.experts.iter().map(move |seat| (g, group, seat)));
     let mut table = plain();
     table.set_header(["device", "group", "experts"]);
     for (g, _, (id, experts)) in seats.clone().take(DEVICES_LISTED) {
@@ -80,7 +81,16 @@ fn ranges(numbers: impl Iterator<Item = u64>) -> String {
 /// The chosen groups beside rejected ones, and what binds.
 pub(crate) fn explanation_text(explanation: &Explanation) -> String {
     let mut table = plain();
-    table.set_header(["", "groups", "objective, ms", "gamma", "compute, ms", "communication, ms", "all-reduce, ms", ""]);
+    table.set_header([
+        "",
+        "groups",
+        "objective, ms",
+        "gamma",
+        "compute, ms",
+        "communication, ms",
+        "all-reduce, ms",
+        "",
+    ]);
     for alternative in &explanation.alternatives {
         let terms = &alternative.terms;
         table.add_row([

@@ -145,9 +145,7 @@ impl Case {
         };
         let links = match &self.tiers {
             Some(tiers) => {
-                let tier = |&(size, alpha, beta): &(usize, f64, f64)| {
-                    serde_json::json!({"size": size, "alpha_ms": alpha, "beta_ms_per_mb": beta})
-                };
+                let tier = |&(size, alpha, beta): &(usize, f64, f64)| serde_json::json!({"size": size, "alpha_ms": alpha, "beta_ms_per_mb": beta});
                 serde_json::json!({"tiers": tiers.iter().map(tier).collect::<Vec<_>>()})
             }
             None => serde_json::json!({"alpha_ms": self.alpha, "beta_ms_per_mb": self.beta}),
@@ -202,7 +200,7 @@ impl Random {
 /// A random case of `n` devices: tiers, with or without noise and asymmetry, or no structure at all; one speed, two or many;
 /// memory ample, tight or mixed.
 pub fn random_case(random: &mut Random, n: usize) -> Case {
-    let divisors: Vec<usize> = (1..=n).filter(|d| n % d == 0).collect();
+    let divisors: Vec<usize> = (1..=n).filter(|d| n.is_multiple_of(*d)).collect();
     let host = random.pick(&divisors);
     let rack = random.pick(&divisors.iter().copied().filter(|d| d % host == 0).collect::<Vec<_>>());
     let structured = random.below(5) != 0;
@@ -260,7 +258,8 @@ pub fn random_case(random: &mut Random, n: usize) -> Case {
         .collect();
     let uneven = random.below(2) == 0;
     let flop = speed * random.scale(0.02, 20.0) / n_experts as f64 * (n as f64).sqrt();
-    let expert_flop = (0..n_experts).map(|_| (flop * if uneven { random.real(0.1, 2.0) } else { 1.0 }).round()).collect();
+    let expert_flop =
+        (0..n_experts).map(|_| (flop * if uneven { random.real(0.1, 2.0) } else { 1.0 }).round()).collect();
     let loaded = random.below(4) == 0;
     Case {
         flops,

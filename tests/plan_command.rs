@@ -1,0 +1,244 @@
+//! `aristos plan` as a command: the published case, what it shows and draws, and what it refuses.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+const CLUSTER: &str = include_str!("../examples/plan/cluster.json");
+const WORKLOAD: &str = include_str!("../examples/plan/workload.json");
+const OBJECTIVE_MS: f64 = 1210.4297966597494;
+
+fn aristos(folder: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    command.args(["plan", "--cluster", "c.json", "--workload", "w.json"]).args(args).current_dir(folder);
+    command.output().unwrap()
+}
+
+fn folder(cluster: &str, workload: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("c.json"), cluster).unwrap();
+    std::fs::write(folder.path().join("w.json"), workload).unwrap();
+    folder
+}
+
+fn parsed(output: &Output) -> Value {
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The example with its tiers written out, the diagonal as in the notebook.
+fn written_out() -> String {
+    let mut cluster: Value = serde_json::from_str(CLUSTER).unwrap();
+    let rows = |inside: f64, between: f64| -> Vec<Vec<f64>> {
+        let link = |i: usize, j: usize| if i != j && i / 4 == j / 4 { inside } else { between };
+        (0..16).map(|i| (0..16).map(|j| link(i, j)).collect()).collect()
+    };
+    cluster["links"] = json!({"alpha_ms": rows(0.009, 0.03), "beta_ms_per_mb": rows(0.014, 0.054)});
+    cluster.to_string()
+}
+
+#[test]
+fn the_notebook_is_planned_as_published() {
+    for cluster in [CLUSTER.to_string(), written_out()] {
+        let folder = folder(&cluster, WORKLOAD);
+        for algorithm in ["lysi", "auto", "exact", "search"] {
+            let args = ["--algorithm", algorithm, "--placement", "lysi", "--json", "--out", "plan.json"];
+            let plan = parsed(&aristos(folder.path(), &args));
+            assert_eq!(plan["objective_ms"], json!(OBJECTIVE_MS), "{algorithm}");
+            assert_eq!(plan["optimal"], json!(true));
+            assert_eq!(plan["terms"]["gamma"], json!(144.0));
+            let groups = plan["groups"].as_array().unwrap();
+            assert_eq!(groups.len(), 1);
+            for device in 0..16u32 {
+                let mut held: Vec<u32> = (61 - 3 * device..64 - 3 * device).collect();
+                held.insert(0, device);
+                assert_eq!(groups[0]["experts"][device.to_string()], json!(held));
+            }
+            let written: Value =
+                serde_json::from_slice(&std::fs::read(folder.path().join("plan.json")).unwrap()).unwrap();
+            assert_eq!(written, plan);
+        }
+    }
+}
+
+#[test]
+fn what_was_asked_for_is_shown_and_drawn() {
+    let folder = folder(CLUSTER, WORKLOAD);
+    let output = aristos(folder.path(), &["--explain", "--plot", "p.svg", "--plot-latency", "l.svg"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        "1 group of 16 devices, 64 experts",
+        "1210.4298 ms",
+        "optimal",
+        "one per device",
+        "not valid: a group holds 32",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    let json = parsed(&aristos(folder.path(), &["--explain", "--json"]));
+    let names: Vec<&str> =
+        json["explanation"]["alternatives"].as_array().unwrap().iter().map(|a| a["name"].as_str().unwrap()).collect();
+    for name in ["chosen", "all together", "one per node", "one per device", "lysi"] {
+        assert!(names.contains(&name), "{names:?}");
+    }
+    let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+    assert!(read("p.svg").matches("<rect").count() >= 32, "a cell and a bar per device");
+    let latency = read("l.svg");
+    assert!(latency.contains("EP = 4") && latency.contains("EP = 16") && latency.contains("<circle"));
+}
+
+#[test]
+fn a_measured_load_is_replanned_with_the_cost_of_moving() {
+    let folder = folder(CLUSTER, WORKLOAD);
+    parsed(&aristos(folder.path(), &["--json", "--out", "old.json"]));
+    let tokens: Vec<u32> = (0..64).map(|e| if e < 4 { 1000 } else { 100 }).collect();
+    std::fs::write(folder.path().join("report.json"), json!({"tokens_per_expert": tokens, "step_s": 1.0}).to_string())
+        .unwrap();
+    let args = ["--expert-load-from", "report.json", "--current", "old.json", "--expert-mb", "100", "--json"];
+    let replan = parsed(&aristos(folder.path(), &args))["replan"].clone();
+    let number = |key: &str| replan[key].as_f64().unwrap();
+    assert!(number("gain_ms") > 0.0 && number("moved_experts") > 0.0 && number("move_ms") > 0.0, "{replan}");
+    assert_eq!(number("moved_mb"), 100.0 * number("moved_experts"));
+    assert!((number("repaid_after_iterations") - number("move_ms") / number("gain_ms")).abs() < 1e-9);
+    // Device 0 holds the four hot experts: it takes 4 of the 10 parts that all take.
+    let kept = parsed(&aristos(folder.path(), &["--current", "old.json", "--json"]))["replan"].clone();
+    assert_eq!((kept["moved_experts"].clone(), kept["repaid_after_iterations"].clone()), (json!(0), json!(null)));
+}
+
+#[test]
+fn no_plan_is_exit_code_2_and_the_shortage() {
+    let folder = folder(&CLUSTER.replace("\"memory_experts\": 32", "\"memory_experts\": 3"), WORKLOAD);
+    let output = aristos(folder.path(), &[]);
+    let line = "aristos: no plan: memory: a group holds all 64 experts, all 16 devices together hold 48: 16 short\n";
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(2), line));
+    let output = aristos(folder.path(), &["--json"]);
+    assert_eq!(output.status.code(), Some(2));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["feasible"], json!(false));
+    assert!(json["shortage"].as_str().unwrap().contains("16 short"));
+}
+
+/// A change somewhere in the example must be refused with a line that says all of `parts`.
+#[track_caller]
+fn refused(cluster: &str, workload: &str, parts: &[&str]) {
+    let folder = folder(cluster, workload);
+    let output = aristos(folder.path(), &["--json"]);
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{parts:?} {line}");
+    assert!(output.stdout.is_empty() && line.starts_with("aristos: ") && line.lines().count() == 1, "{line}");
+    parts.iter().for_each(|part| assert!(line.contains(part), "{line:?} does not say {part:?}"));
+}
+
+fn changed(text: &str, path: &str, value: Value) -> String {
+    let mut json: Value = serde_json::from_str(text).unwrap();
+    *json.pointer_mut(path).unwrap() = value;
+    json.to_string()
+}
+
+fn without(text: &str, path: &str, key: &str) -> String {
+    let mut json: Value = serde_json::from_str(text).unwrap();
+    json.pointer_mut(path).unwrap().as_object_mut().unwrap().remove(key).unwrap();
+    json.to_string()
+}
+
+#[test]
+fn each_wrong_field_of_a_cluster_is_named() {
+    let bad = |path: &str, value: Value, parts: &[&str]| {
+        refused(&changed(CLUSTER, path, value), WORKLOAD, &[&["c.json"], parts].concat());
+    };
+    bad("/version", json!(2), &["version is 2", "expected 1"]);
+    bad("/devices", json!([]), &["devices is empty"]);
+    bad("/devices/3/id", json!(2), &["devices[3].id is 2", "devices[2] has it"]);
+    bad("/devices/3/id", json!(-2), &["devices[3].id", "-2", "whole number"]);
+    bad("/devices/3/host", json!(7), &["devices[3].host", "7", "string"]);
+    for key in ["flop_per_ms", "memory_experts"] {
+        let path = format!("devices[5].{key}");
+        for value in [json!("fast"), json!(null), json!([1])] {
+            bad(&format!("/devices/5/{key}"), value, &[&path, "number"]);
+        }
+        bad(&format!("/devices/5/{key}"), json!(-3), &[&path, "-3", "expected"]);
+    }
+    bad("/devices/5/flop_per_ms", json!(0), &["devices[5].flop_per_ms is 0", "expected"]);
+    bad("/devices/5/flop_per_ms", json!(1e300), &["devices[5].flop_per_ms is 1e300", "expected"]);
+    bad("/devices/5/memory_experts", json!(1.5), &["devices[5].memory_experts", "1.5", "whole number"]);
+    bad("/devices/5/memory_experts", json!(u64::MAX), &["devices[5].memory_experts", "whole number"]);
+    bad("/links/tiers/0/size", json!(3), &["links.tiers[0].size is 3", "divides 16"]);
+    bad("/links/tiers/1/size", json!(8), &["links.tiers[1].size is 8", "all 16"]);
+    bad("/links/tiers/0/size", json!(0), &["links.tiers[0].size is 0"]);
+    bad("/links/tiers/1/alpha_ms", json!(-0.1), &["links.tiers[1].alpha_ms is -0.1", "expected"]);
+    bad("/links/tiers", json!([]), &["links.tiers is empty"]);
+    bad("/links", json!({}), &["links is empty"]);
+    bad("/links", json!({"alpha_ms": [[0.0]]}), &["links", "beta_ms_per_mb"]);
+    for (path, key) in [("", "version"), ("", "devices"), ("", "links"), ("/devices/2", "id"), ("/devices/2", "host")] {
+        refused(&without(CLUSTER, path, key), WORKLOAD, &["c.json", "missing field", key]);
+    }
+    for (path, key) in [("/devices/2", "flop_per_ms"), ("/links/tiers/1", "size"), ("/links/tiers/1", "alpha_ms")] {
+        refused(&without(CLUSTER, path, key), WORKLOAD, &["c.json", "missing field", key]);
+    }
+    refused(&CLUSTER.replacen("\"host\"", "\"node\"", 1), WORKLOAD, &["devices[0]", "unknown field `node`"]);
+    refused(&CLUSTER.replacen("134160000000", "NaN", 1), WORKLOAD, &["devices[0].flop_per_ms", "`NaN`"]);
+    refused(&CLUSTER.replacen("134160000000", "-Infinity", 1), WORKLOAD, &["devices[0].flop_per_ms", "Infinity"]);
+    refused(&CLUSTER.replacen("134160000000", "1e999", 1), WORKLOAD, &["devices[0].flop_per_ms", "out of range"]);
+    refused("", WORKLOAD, &["c.json"]);
+    refused("[]", WORKLOAD, &["c.json"]);
+    refused(&format!("{CLUSTER}x"), WORKLOAD, &["c.json", "expected nothing more"]);
+    refused(&CLUSTER[..CLUSTER.len() / 2], WORKLOAD, &["c.json", "EOF"]);
+}
+
+#[test]
+fn each_wrong_place_of_a_matrix_is_named() {
+    let written = written_out();
+    let bad = |path: &str, value: Value, parts: &[&str]| {
+        refused(&changed(&written, path, value), WORKLOAD, &[&["c.json"], parts].concat());
+    };
+    for key in ["alpha_ms", "beta_ms_per_mb"] {
+        let at = |place: &str| format!("/links/{key}{place}");
+        bad(&at("/3/4"), json!(-1.0), &[&format!("links.{key}[3][4] is -1"), "expected"]);
+        bad(&at("/3/4"), json!("x"), &[&format!("links.{key}[3][4]"), "number"]);
+        bad(&at("/3/4"), json!(null), &[&format!("links.{key}[3][4]"), "number"]);
+        bad(&at("/3"), json!([1.0, 2.0]), &[&format!("links.{key}[3] has 2 numbers, expected 16")]);
+        bad(&at(""), json!([[0.0]]), &[&format!("links.{key} has 1 rows, expected 16")]);
+    }
+    refused(&written.replacen("0.014", "NaN", 1), WORKLOAD, &["links.beta_ms_per_mb[0][1]", "`NaN`"]);
+    bad("/links/tiers", json!([]), &["expected one or the other"]);
+}
+
+#[test]
+fn each_wrong_field_of_a_workload_is_named() {
+    let keys = [
+        "p2p_buffer_mb",
+        "p2p_frequency",
+        "all_reduce_buffer_mb",
+        "num_layers",
+        "moe_frequency",
+        "global_batch_size",
+        "mini_batch_size",
+        "recomputation_amount",
+    ];
+    for key in keys {
+        let path = format!("/{key}");
+        refused(CLUSTER, &changed(WORKLOAD, &path, json!(-1)), &["w.json", &format!("{key} is -1"), "expected"]);
+        refused(CLUSTER, &changed(WORKLOAD, &path, json!("4")), &["w.json", key, "number"]);
+        refused(CLUSTER, &without(WORKLOAD, "", key), &["w.json", "missing field", key]);
+        let nan = changed(WORKLOAD, &path, json!("NaN")).replace("\"NaN\"", "NaN");
+        refused(CLUSTER, &nan, &["w.json", key, "`NaN`"]);
+    }
+    for key in ["num_layers", "moe_frequency", "global_batch_size", "mini_batch_size"] {
+        refused(CLUSTER, &changed(WORKLOAD, &format!("/{key}"), json!(0)), &["w.json", &format!("{key} is 0")]);
+    }
+    refused(CLUSTER, &changed(WORKLOAD, "/expert_flop", json!([])), &["w.json", "expert_flop is empty"]);
+    refused(CLUSTER, &changed(WORKLOAD, "/expert_flop/7", json!(-5)), &["w.json", "expert_flop[7] is -5"]);
+    refused(CLUSTER, &without(WORKLOAD, "", "expert_flop"), &["w.json", "missing field `expert_flop`"]);
+    let load = |load: Value| {
+        let mut json: Value = serde_json::from_str(WORKLOAD).unwrap();
+        json["expert_load"] = load;
+        json.to_string()
+    };
+    refused(CLUSTER, &load(json!([1.0])), &["w.json", "expert_load has 1 numbers, expected 64"]);
+    refused(CLUSTER, &load(json!(vec![0.0; 64])), &["w.json", "expert_load is all zeros"]);
+    let mut one = vec![1.0; 64];
+    one[9] = -1.0;
+    refused(CLUSTER, &load(json!(one)), &["w.json", "expert_load[9] is -1"]);
+    refused(CLUSTER, &load(json!(7)).replace("expert_load", "load"), &["w.json", "unknown field `load`"]);
+}
