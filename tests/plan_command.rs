@@ -201,7 +201,7 @@ fn each_wrong_place_of_a_matrix_is_named() {
         bad(&at(""), json!([[0.0]]), &[&format!("links.{key} has 1 rows, expected 16")]);
     }
     refused(&written.replacen("0.014", "NaN", 1), WORKLOAD, &["links.beta_ms_per_mb[0][1]", "`NaN`"]);
-    bad("/links/tiers", json!([]), &["expected one or the other"]);
+    bad("/links", json!({"alpha_ms": [], "beta_ms_per_mb": [], "tiers": []}), &["expected one or the other"]);
 }
 
 #[test]

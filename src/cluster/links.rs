@@ -84,6 +84,11 @@ pub trait LinkTable: Sync {
 
     /// For each member of a group (ascending), the sums of alpha and of beta to all other members.
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)>;
+
+    /// The same to the last digit, whatever the order of the members.
+    fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        self.sums(members)
+    }
 }
 
 /// Alpha and beta of every ordered pair; the diagonal is ignored. Kept by row and by column, as the planner goes
@@ -147,6 +152,17 @@ impl Matrix {
     }
 }
 
+/// Neumaier's compensated sum (1974).
+fn exact_sum(values: impl Iterator<Item = f64>) -> f64 {
+    let (mut sum, mut lost) = (0.0f64, 0.0);
+    for x in values {
+        let next = sum + x;
+        lost += if sum >= x { (sum - next) + x } else { (x - next) + sum };
+        sum = next;
+    }
+    sum + lost
+}
+
 /// In blocks, so that both sides stay in cache.
 fn transposed(n: usize, rows: &[f64]) -> Vec<f64> {
     const BLOCK: usize = 16;
@@ -190,6 +206,11 @@ impl Rank {
 impl LinkTable for Matrix {
     fn len(&self) -> usize {
         self.n
+    }
+
+    fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        let sum = |row: &[f64]| exact_sum(members.iter().map(|&j| row[j as usize]));
+        members.iter().map(|&i| (sum(self.alpha_row(i as usize)), sum(self.beta_row(i as usize)))).collect()
     }
 
     #[inline]
@@ -461,6 +482,13 @@ impl LinkTable for Links {
         match self {
             Links::Matrix(matrix) => matrix.len(),
             Links::Tiers(tiers) => tiers.len(),
+        }
+    }
+
+    fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        match self {
+            Links::Matrix(matrix) => matrix.exact_sums(members),
+            Links::Tiers(tiers) => tiers.exact_sums(members),
         }
     }
 

@@ -145,13 +145,13 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 1.5e8;
+const THOROUGH_OPS: f64 = 8e7;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 20_000_000;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
 const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.
-const PROOF_AUTO: u64 = 150_000_000;
+const PROOF_AUTO: u64 = 60_000_000;
 const PROOF_ASKED: u64 = 4_000_000_000;
 /// An objective this near to the bound is equal to it but for rounding.
 const EQUAL: f64 = 1e-10;
@@ -295,7 +295,7 @@ fn finish<L: LinkTable>(
     others: Vec<Found>,
 ) -> Chosen {
     groups.sort();
-    let evaluation = problem.evaluate(&groups);
+    let evaluation = problem.evaluate_exactly(&groups);
     let bound_ms = bounds.least();
     let optimal = proved || evaluation.objective_ms * (1.0 - EQUAL) <= bound_ms;
     Chosen { groups, evaluation, algorithm, optimal, bound_ms, others }
@@ -380,8 +380,8 @@ pub(crate) fn hosts(cluster: &Cluster) -> Vec<Vec<u32>> {
 /// The objective of groups on this cluster, computed fresh.
 pub(crate) fn evaluate(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Evaluation {
     match &cluster.links {
-        Links::Matrix(matrix) => Problem::new(&cluster.devices, matrix, workload, false).evaluate(groups),
-        Links::Tiers(tiers) => Problem::new(&cluster.devices, tiers, workload, false).evaluate(groups),
+        Links::Matrix(matrix) => Problem::new(&cluster.devices, matrix, workload, false).evaluate_exactly(groups),
+        Links::Tiers(tiers) => Problem::new(&cluster.devices, tiers, workload, false).evaluate_exactly(groups),
     }
 }
 

@@ -109,8 +109,11 @@ impl<'a, L: LinkTable> Problem<'a, L> {
 
     /// Compute and communication of one group (ascending), ms.
     pub fn group(&self, members: &[u32]) -> (f64, f64) {
+        self.group_from(members, self.links.sums(members))
+    }
+
+    fn group_from(&self, members: &[u32], sums: Vec<(f64, f64)>) -> (f64, f64) {
         let flops: f64 = members.iter().map(|&i| self.flops[i as usize]).sum();
-        let sums = self.links.sums(members);
         let worst = sums.iter().map(|&(a, b)| self.exchange(a, b, members.len())).fold(0.0, f64::max);
         (self.compute(flops), self.workload.p2p_frequency * worst)
     }
@@ -136,6 +139,15 @@ impl<'a, L: LinkTable> Problem<'a, L> {
 
     /// The objective of a grouping, computed fresh.
     pub fn evaluate(&self, groups: &[Vec<u32>]) -> Evaluation {
+        self.evaluate_by(groups, |members| self.group(members))
+    }
+
+    /// The same to the last digit.
+    pub fn evaluate_exactly(&self, groups: &[Vec<u32>]) -> Evaluation {
+        self.evaluate_by(groups, |members| self.group_from(members, self.links.exact_sums(members)))
+    }
+
+    fn evaluate_by(&self, groups: &[Vec<u32>], group: impl Fn(&[u32]) -> (f64, f64)) -> Evaluation {
         let mut group_of = vec![IDLE; self.n()];
         for (g, members) in groups.iter().enumerate() {
             members.iter().for_each(|&i| group_of[i as usize] = g as u32);
@@ -145,7 +157,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
             true => self.slowest(|i| group_of[i as usize]).copied(),
             false => self.links.slowest_between(&group_of, IDLE, self.workload.all_reduce_buffer_mb / 2.0),
         };
-        let (compute_ms, communication_ms): (Vec<f64>, Vec<f64>) = groups.iter().map(|g| self.group(g)).unzip();
+        let (compute_ms, communication_ms): (Vec<f64>, Vec<f64>) = groups.iter().map(|g| group(g)).unzip();
         let mut evaluation = Evaluation {
             gamma: self.gamma(workers),
             compute_ms,

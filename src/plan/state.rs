@@ -264,6 +264,9 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
         for g in [from, to] {
             if g != IDLE {
+                // Not by differences: one very large rate would swallow the others for good.
+                let group = &mut self.groups[g as usize];
+                group.flops = group.members.iter().map(|&m| self.problem.flops[m as usize]).sum();
                 self.groups[g as usize].work_ms = self.work(g, None, None);
             }
         }
@@ -283,7 +286,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         if let Some(&moved) = group.members.get(place) {
             self.place[moved as usize] = place as u32;
         }
-        group.flops -= self.problem.flops[i as usize];
         group.memory -= self.problem.memory[i as usize];
         for &m in &group.members {
             let link = self.problem.links.link_to(i as usize, m as usize);
@@ -313,7 +315,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.sums[i as usize] = new;
         self.place[i as usize] = group.members.len() as u32;
         group.members.push(i);
-        group.flops += self.problem.flops[i as usize];
         group.memory += self.problem.memory[i as usize];
     }
 }
