@@ -408,7 +408,11 @@ fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, kind: Place
     });
     let mut idle = vec![true; cluster.devices.len()];
     chosen.groups.iter().flatten().for_each(|&i| idle[i as usize] = false);
-    let gap = if chosen.optimal { 0.0 } else { (evaluation.objective_ms / chosen.bound_ms - 1.0).max(0.0) };
+    // Finite, as JSON has nothing else: a lower bound of 0 says nothing of a share above it.
+    let gap = match chosen.optimal {
+        true => 0.0,
+        false => (evaluation.objective_ms / chosen.bound_ms - 1.0).clamp(0.0, f64::MAX),
+    };
     Plan {
         feasible: true,
         algorithm: chosen.algorithm.to_string(),

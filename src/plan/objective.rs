@@ -128,10 +128,10 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         self.holds(members) >= self.n_experts
     }
 
-    /// The slowest link between groups, where `group_of` gives each device's group.
+    /// The place in `edges` of the slowest link between groups, where `group_of` gives each device's group.
     #[inline]
-    pub fn slowest(&self, group_of: impl Fn(u32) -> u32) -> Option<&Edge> {
-        self.edges.iter().find(|edge| {
+    pub fn slowest(&self, group_of: impl Fn(u32) -> u32) -> Option<usize> {
+        self.edges.iter().position(|edge| {
             let (a, b) = (group_of(edge.i), group_of(edge.j));
             a != b && a != IDLE && b != IDLE
         })
@@ -154,7 +154,7 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         }
         let workers: usize = groups.iter().map(Vec::len).sum();
         let slowest = match workers == self.n() {
-            true => self.slowest(|i| group_of[i as usize]).copied(),
+            true => self.slowest(|i| group_of[i as usize]).map(|place| self.edges[place]),
             false => self.links.slowest_between(&group_of, IDLE, self.workload.all_reduce_buffer_mb / 2.0),
         };
         let (compute_ms, communication_ms): (Vec<f64>, Vec<f64>) = groups.iter().map(|g| group(g)).unzip();

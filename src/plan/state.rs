@@ -232,6 +232,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         worst = worst.max(unchanged.map_or(0.0, |(_, work_ms)| *work_ms));
         self.ops += 8;
         let slowest = match change {
+            _ if self.groups.len() < 2 => None,
             None => problem.slowest(|x| self.group_of[x as usize]),
             Some(Move { i, to, j }) => {
                 let from = self.group_of[i as usize];
@@ -242,7 +243,9 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 })
             }
         };
-        let all_reduce = slowest.map_or(0.0, |edge| problem.all_reduce(self.groups.len(), edge.link));
+        // Edges inside groups are cheap to pass by, but may be many.
+        self.ops += slowest.unwrap_or(0) as u64 / 2;
+        let all_reduce = slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link));
         let gamma = self.gamma[workers];
         Some(Worth {
             objective_ms: gamma * worst + all_reduce,
