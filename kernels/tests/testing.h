@@ -43,7 +43,7 @@ struct Case {
     do {                                                                                   \
         if (!(condition) && ++testing::Case::failures <= 20) {                             \
             std::printf("  %s:%d: %s ", __FILE__, __LINE__, #condition);                   \
-            std::printf("" __VA_ARGS__);                                                   \
+            std::printf(" " __VA_ARGS__);                                                   \
             std::printf("\n");                                                             \
         }                                                                                  \
     } while (0)
