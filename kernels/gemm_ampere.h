@@ -85,19 +85,15 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
     static_assert(a.PASSES == 4 && b.PASSES == 8, "the schedule below");
 
     // Row pointers by k: 64 threads look after those of A, 64 others after those of B.
-    auto row_of_chunk = [&](u32 chunk) -> const T* {
-        u32 k = chunk * Tile::K + thread % Tile::K;
-        if (A_BY_K && thread < Tile::K) return a_row<T>(t, k);
-        if (B_BY_K && thread / Tile::K == 1) return b_row<T>(t, k);
-        return nullptr;
-    };
+    const bool keeps_a = A_BY_K && thread < Tile::K, keeps_b = B_BY_K && thread / Tile::K == 1;
+    RowSource<T> source = keeps_b ? b_rows_by_k<T>(t) : a_rows<T>(t);
+    auto row_of_chunk = [&](u32 chunk) { return source.row(chunk * Tile::K + thread % Tile::K); };
     auto keep_row = [&](u32 chunk, const T* row) {
-        u32 entry = chunk % Tile::RING * Tile::K + thread % Tile::K;
-        if (A_BY_K && thread < Tile::K) a.table[entry] = row;
-        if (B_BY_K && thread / Tile::K == 1) b.table[entry] = row;
+        const T** table = keeps_b ? b.table : a.table;
+        if (keeps_a || keeps_b) table[chunk % Tile::RING * Tile::K + thread % Tile::K] = row;
     };
-    if (!A_BY_K && thread < Tile::M) a.table[thread] = a_row<T>(t, t.m0 + thread);
-    if (!B_BY_K) b.table[thread] = b_row<T>(t, thread);
+    if (!A_BY_K && thread < Tile::M) a.table[thread] = source.row(t.m0 + thread);
+    if (!B_BY_K) b.table[thread] = b_column<T>(t, thread);
     const T* next_row = nullptr;
     if (A_BY_K || B_BY_K) {
         for (u32 chunk = 0; chunk < Tile::STAGES; chunk++) keep_row(chunk, row_of_chunk(chunk));
