@@ -92,7 +92,7 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
         const T** table = keeps_b ? b.table : a.table;
         if (keeps_a || keeps_b) table[chunk % Tile::RING * Tile::K + thread % Tile::K] = row;
     };
-    if (!A_BY_K && thread < Tile::M) a.table[thread] = source.row(t.m0 + thread);
+    if (!A_BY_K && thread < Tile::M) a.table[thread] = a_rows<T>(t).row(t.m0 + thread);
     if (!B_BY_K) b.table[thread] = b_column<T>(t, thread);
     const T* next_row = nullptr;
     if (A_BY_K || B_BY_K) {
