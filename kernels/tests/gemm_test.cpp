@@ -1,6 +1,8 @@
 // The GEMM tile by mma.sync, and the activations, against float64: all kinds, element types, activations, tails.
 //
 //     make -C kernels/host tests && target/kernels/gemm_test
+#include <memory>
+
 #include "../gemm_test_kernels.h"
 #include "gemm_problem.h"
 #include "testing.h"
@@ -11,13 +13,14 @@ using GemmCase = reference::Case;
 
 namespace {
 
-// Runs the problem's tiles, each in a block of its own, on an emulated device that schedules by `seed`.
-void launch(Problem& problem, bool f16, u64 seed) {
+// Runs tiles on an emulated device that schedules by `seed`, several in each block, one after the other.
+void launch(const std::vector<GemmTask>& list, u32 blocks, bool f16, u64 seed) {
     testing::World world(1, 4096, seed);
-    const GemmTask* tasks = problem.tasks.data();
-    world.launch(0, f16 ? "aristos_gemm_test_f16" : "aristos_gemm_test_bf16", u32(problem.tasks.size()), AmpereTile::THREADS,
-                 GEMM_TEST_SHARED_BYTES, tasks);
+    const GemmTask* tasks = list.data();
+    world.launch(0, f16 ? "aristos_gemm_test_f16" : "aristos_gemm_test_bf16", blocks, AmpereTile::THREADS, GEMM_TEST_SHARED_BYTES,
+                 tasks, u32(list.size()));
 }
+void launch(Problem& problem, bool f16, u64 seed) { launch(problem.tasks, u32(problem.tasks.size() + 1) / 2, f16, seed); }
 
 void check(const GemmCase& c, Problem& problem) {
     std::string wrong = problem.verify();
@@ -95,6 +98,26 @@ CASE(repeatable) {
             launch(again, c.f16, seed);
             CHECK(again.same_outputs(first), "%s: other bits with seed %llu", c.name().c_str(), static_cast<unsigned long long>(seed));
         }
+    }
+}
+
+// One block does tiles of different kinds in turn, so nothing may be left over from one to the next.
+CASE(kinds_in_turn) {
+    for (u64 seed = 1; seed < 4; seed++) {
+        std::vector<GemmCase> cases;
+        std::vector<std::unique_ptr<Problem>> problems;
+        std::vector<GemmTask> tasks;
+        for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
+            cases.push_back({kind, 40 + 33 * kind, 136, 264, false, kind % 2 == 0, ACT_GELU, true, true, seed == 2, true, 1});
+            problems.push_back(std::make_unique<Problem>(cases.back(), AmpereTile::M, AmpereTile::N));
+        }
+        for (size_t i = 0, before = ~size_t(0); before != tasks.size(); i++) {
+            before = tasks.size();
+            for (auto& problem : problems)
+                if (i < problem->tasks.size()) tasks.push_back(problem->tasks[i]);
+        }
+        launch(tasks, 2, false, seed);
+        for (u32 kind = 0; kind < GEMM_KINDS; kind++) check(cases[kind], *problems[kind]);
     }
 }
 
