@@ -117,7 +117,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     for (u32 i = 0; i < threads; ++i) start_fiber(fibers[i].get());
     main_tsan_fiber = tsan::current_fiber();
     dev::ThreadContext* outside = dev::current;
-    Fiber* to = pick();
+    Fiber* to = pop();  // not pick(), which leaves for here where another block has failed
     dev::current = to;
     tsan::switch_to(to->tsan_fiber);
     aristos_switch_stack(&main_stack_pointer, to->stack_pointer);
@@ -226,6 +226,10 @@ Fiber* Block::pick() {
         queue_head = (queue_head + 1) % MAX_THREADS;
         queue[(queue_head + queue_size - 1) % MAX_THREADS] = later;
     }
+    return pop();
+}
+
+Fiber* Block::pop() {
     Fiber* fiber = fibers[queue[queue_head]].get();
     queue_head = (queue_head + 1) % MAX_THREADS;
     --queue_size;

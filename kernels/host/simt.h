@@ -136,6 +136,7 @@ struct Block {
 
   private:
     Fiber* pick();
+    Fiber* pop();
     void start_fiber(Fiber* fiber);
     void fiber_over(Fiber* self);
     void release_barrier(Barrier& barrier, Fiber* but);
