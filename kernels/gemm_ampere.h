@@ -181,6 +181,8 @@ template <class T> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared)
     auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
     UNROLL for (u32 i = 0; i < 4; i++)
         stage_unit(units + i * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
+    // Only here, where accumulators have left their registers: the first unit still waits for DRAM, the others do not.
+    prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
     dev::sync_warp();
     for (u32 i = 0; i < 4; i++) {
         u32 row = row0 + i * UNIT_ROWS;
