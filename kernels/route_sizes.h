@@ -7,8 +7,6 @@ namespace aristos {
 
 constexpr u32 MAX_EXPERTS = 8192;     // a warp's scores lie in shared memory while it selects
 constexpr u32 MAX_TOP_K = 128;        // so that the slots of one segment of tokens can be counted in 16 bits
-constexpr u32 MAX_LOCAL_EXPERTS = 4096;      // 12 bits of a slot's word
-constexpr u32 MAX_EXPERT_SLOTS = 1 << 20;    // the other 20: slots of one expert from one source, so its tokens
 
 constexpr u32 ROUTE_TOKENS = 32;      // of one block of aristos_route
 constexpr u32 ROUTE_THREADS = 256;
@@ -28,8 +26,7 @@ constexpr bool has_losses(const LayerShape& s) { return s.aux_loss_coef != 0.0f 
 // Whether these kernels can run the shape at all; memory.cpp refuses it otherwise.
 constexpr bool route_shape_ok(const LayerShape& s) {
     return s.n_experts >= 1 && s.n_experts <= MAX_EXPERTS && s.top_k >= 1 && s.top_k <= MAX_TOP_K &&
-           s.top_k <= s.n_experts && s.max_local <= MAX_LOCAL_EXPERTS && s.max_tokens <= MAX_EXPERT_SLOTS &&
-           s.hidden % 8 == 0 && s.router_parts >= 1 && s.router_parts <= 3 &&
+           s.top_k <= s.n_experts && s.hidden % 8 == 0 && s.router_parts >= 1 && s.router_parts <= 3 &&
            (s.n_groups == 0 || (s.n_experts % s.n_groups == 0 && s.top_groups >= 1 && s.top_groups <= s.n_groups &&
                                 s.n_experts / s.n_groups * s.top_groups >= s.top_k));
 }
@@ -40,7 +37,8 @@ constexpr u32 small_gemm_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
     return SMALL_STAGES * (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
 }
 
-// ---- Scratch: local memory that one pass's kernels of this family use between themselves; nothing in it outlives the pass.
+// ---- Scratch: local memory that one pass's kernels of this family use between themselves. Nothing in it outlives the pass,
+// and none of it needs to be zero.
 // In forward: sums for the losses, then the plan's counts.
 constexpr u32 route_blocks(const LayerShape& s) { return div_up(s.max_tokens, ROUTE_TOKENS); }
 constexpr u32 plan_segments(const LayerShape& s) { return div_up(s.max_tokens, PLAN_TOKENS); }
@@ -82,6 +80,7 @@ constexpr u32 grad_splits(const LayerShape& s) {
 struct GradScratch {
     u64 planes;    // T [GRAD_PARTS][max_tokens][grad_stride]
     u64 scales;    // f32 [tokens / SCALE_TOKENS]: what the planes are to be multiplied by
+    u64 counters;  // u32 [grad_tiles]: ranges of tokens that have been summed; zeroed by aristos_route_backward
     u64 partials;  // f32 [splits][grad_rows][H]
     u64 bytes;
 };
@@ -90,24 +89,15 @@ constexpr GradScratch grad_scratch(const LayerShape& s) {
     if (!s.training) return g;
     g.planes = 0;
     g.scales = align_bytes(u64(GRAD_PARTS) * s.max_tokens * grad_stride(s) * 2);
-    g.partials = g.scales + align_bytes(u64(div_up(s.max_tokens, SCALE_TOKENS)) * 4);
+    g.counters = g.scales + align_bytes(u64(div_up(s.max_tokens, SCALE_TOKENS)) * 4);
+    g.partials = g.counters + align_bytes(u64(grad_tiles(s)) * 4);
     g.bytes = g.partials + (grad_splits(s) > 1 ? align_bytes(u64(grad_splits(s)) * grad_rows(s) * s.hidden * 4) : 0);
     return g;
 }
 
-// Bytes of Layer::route_scratch (local, 256-byte aligned), and words of Layer::route_zero (local, u32, zeroed once).
-constexpr u64 route_scratch_bytes(const LayerShape& s) {
-    const u64 forward = plan_scratch(s).bytes, backward = grad_scratch(s).bytes;
-    return forward > backward ? forward : backward;
-}
-constexpr u32 route_zero_words(const LayerShape& s) { return s.training ? grad_tiles(s) : 0; }
-
-// ---- Symmetric memory of the capacity limit: counts [n_pes][E] u32, the place of each source (the own one is where puts
-// start from), and one signal of each source.
-constexpr u64 capacity_bytes(const LayerShape& s) {
-    return s.capacity_factor > 0.0 ? align_bytes(u64(s.n_pes) * s.n_experts * 4) : 0;
-}
-constexpr u32 capacity_signals(const LayerShape& s) { return s.capacity_factor > 0.0 ? s.n_pes : 0; }
+// Bytes of Plan::scratch and of Layer::route_scratch, both local and 256-byte aligned.
+constexpr u64 plan_scratch_bytes(const LayerShape& s) { return plan_scratch(s).bytes; }
+constexpr u64 route_scratch_bytes(const LayerShape& s) { return grad_scratch(s).bytes; }
 
 // ---- All-reduce: the replicated gradients, one after another, each rounded up to whole 16-byte pieces.
 constexpr u32 REDUCE_SEGMENTS = 8;
@@ -148,12 +138,12 @@ constexpr u64 reduce_area(const LayerShape& s) {
     const ReduceShape r = reduce_shape(s);
     return u64(r.channels) * REDUCE_SLOTS * r.piece * 4;
 }
-constexpr u64 reduce_stage_bytes(const LayerShape& s) {
+constexpr u64 all_reduce_bytes(const LayerShape& s) {
     if (!s.training || s.n_pes == 1) return 0;
     return align_bytes(reduce_area(s) * (s.stage ? 3 * s.n_pes + 1 : 2 * s.n_pes));
 }
 // Signal words: [2][n_pes][channels], values in and sums back.
-constexpr u32 reduce_signals(const LayerShape& s) {
+constexpr u32 all_reduce_signal_words(const LayerShape& s) {
     return s.training && s.n_pes > 1 ? 2 * s.n_pes * reduce_shape(s).channels : 0;
 }
 
