@@ -7,10 +7,12 @@
 // Plain data: no pointer in here is followed by host code.
 #pragma once
 #include "params.h"
+#include "route_sizes.h"
 
 namespace aristos {
 
 constexpr u32 NONE = ~0u;
+constexpr u32 HEADER_WORDS = 8;  // of a header before the counts of local experts
 // A slot word: local expert << RANK_BITS | rank among the slots of the same source, expert and round.
 constexpr u32 RANK_BITS = 20;
 constexpr u32 MAX_LOCAL = 4095;
@@ -85,11 +87,12 @@ struct SlotStore {
     const void** x_row;    // [capacity]: a slot's input row
     const void** grad_row; // [capacity]: gradient of its row's output
     float* weight;         // [capacity]: routing weight
-    void* gate;            // [capacity, I]: before the activation; its gradient after BACKWARD_DOWN; gated, training only
-    void* up;              // [capacity, I]: likewise; training only
-    void* hidden;          // [capacity, I]: after activation; times the routing weight after BACKWARD_DOWN
-    void* out;             // [capacity, H]: output of the expert; input gradient in backward
-    float* d_weight_part;  // [capacity][tiles of the intermediate size]: sums over tiles of the routing weight's gradient
+    u32 d_weight_stride;   // tiles across the intermediate size
+    // As in GemmTask (gemm.h).
+    void* gu;              // [capacity, 2 I] or [capacity, I]; training only
+    void* h;               // [capacity, I]
+    void* y;               // [capacity, H]
+    float* d_weight;       // [capacity][d_weight_stride]; training only
 };
 
 // One expert's slots, cut into tiles of tile_m. The shared expert is batch n_local.

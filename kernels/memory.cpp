@@ -1,6 +1,8 @@
 // The memory of a layer, on the host: sizes, addresses, launches. No CUDA call, no memory touched but the caller's.
 #include "memory.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "launch.h"
@@ -10,7 +12,6 @@ namespace {
 
 constexpr u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
 constexpr u64 align(u64 a, u64 to) { return ceil_div(a, to) * to; }
-constexpr u64 lesser(u64 a, u64 b) { return a < b ? a : b; }
 
 // The most a u32 offset or count in the tables may be.
 constexpr u64 LIMIT = 1u << 31;
@@ -31,11 +32,11 @@ int check_shape(const LayerShape& s) {
     if (bad(s.intermediate == 0 || s.intermediate % 8 || s.intermediate > 1u << 20)) return field;
     if (bad(s.shared_intermediate % 8 || s.shared_intermediate > 1u << 20)) return field;
     if (bad(flag(s.shared_gate) || (s.shared_gate && !s.shared_intermediate))) return field;
-    if (bad(s.n_experts == 0 || s.n_experts > 1u << 16)) return field;
+    if (bad(s.n_experts == 0 || s.n_experts > MAX_EXPERTS)) return field;
     if (bad(s.n_local > MAX_LOCAL || s.n_local > s.n_experts)) return field;
     if (bad(s.max_local == 0 || s.max_local > MAX_LOCAL || s.max_local < s.n_local)) return field;
     if (bad(s.hosts == 0 || s.hosts > s.n_pes)) return field;
-    if (bad(s.top_k == 0 || s.top_k > s.n_experts)) return field;
+    if (bad(s.top_k == 0 || s.top_k > s.n_experts || s.top_k > MAX_TOP_K)) return field;
     if (bad(s.dtype > DTYPE_F16)) return field;
     if (bad(flag(s.gated))) return field;
     if (bad(s.activation > ACT_RELU)) return field;
@@ -47,14 +48,14 @@ int check_shape(const LayerShape& s) {
     if (bad(s.scoring > SCORING_SIGMOID)) return field;
     if (bad(flag(s.renormalise))) return field;
     if (bad(s.n_groups && s.n_experts % s.n_groups)) return field;
-    if (bad(s.n_groups && (s.top_groups == 0 || s.top_groups > s.n_groups))) return field;
+    if (bad(!route_shape_ok(s))) return field;
     if (bad(flag(s.correction_bias))) return field;
     if (bad(!(s.scaling == s.scaling))) return field;
     if (bad(!(s.aux_loss_coef == s.aux_loss_coef))) return field;
     if (bad(!(s.z_loss_coef == s.z_loss_coef))) return field;
     if (bad(!(s.capacity_factor >= 0))) return field;
     if (bad(s.max_tokens == 0 || s.max_tokens > MAX_RANK || u64{s.max_tokens} * s.top_k >= LIMIT / 8)) return field;
-    u64 max_slots = lesser(s.top_k, s.max_local);
+    u64 max_slots = std::min<u64>(s.top_k, s.max_local);
     if (bad(s.chunk_rows == 0 || s.chunk_rows > 1u << 16)) return field;
     u64 max_chunks = ceil_div(s.max_tokens, s.chunk_rows);
     if (bad(s.window_chunks == 0 || s.window_chunks > max_chunks || 2 * max_chunks + 2 >= 1u << 24)) return field;
@@ -75,9 +76,9 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     Sizes z{};
     z.elem_bytes = 2;
     z.row_bytes = s.hidden * z.elem_bytes;
-    z.max_slots = static_cast<u32>(lesser(s.top_k, s.max_local));
+    z.max_slots = static_cast<u32>(std::min<u64>(s.top_k, s.max_local));
     z.max_chunks = static_cast<u32>(ceil_div(s.max_tokens, s.chunk_rows));
-    z.has_losses = s.aux_loss_coef != 0 || s.z_loss_coef != 0;
+    z.has_losses = has_losses(s);
     z.header_counts_bytes = static_cast<u32>(align((HEADER_WORDS + u64{s.max_local}) * 4, 8));
     u64 loss_bytes = z.has_losses ? (2 + 2 * u64{s.n_experts}) * 8 : 0;
     z.header_bytes = static_cast<u32>(align(z.header_counts_bytes + loss_bytes, 16));
@@ -85,9 +86,9 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     z.chunk_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 + 8 * z.max_slots) + 4, 16));
     z.return_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 * z.max_slots), 16));
     // A PE's rows are at most tokens * targets, and each destination's last chunk may be short.
-    u64 targets = lesser(s.top_k, s.hosts);
+    u64 targets = std::min<u64>(s.top_k, s.hosts);
     z.return_chunks = static_cast<u32>(
-        lesser(u64{s.hosts} * z.max_chunks, u64{s.max_tokens} * targets / s.chunk_rows + s.hosts));
+        std::min<u64>(u64{s.hosts} * z.max_chunks, u64{s.max_tokens} * targets / s.chunk_rows + s.hosts));
     u64 slots = u64{s.n_pes} * s.round_slots;
     u64 shared_tiles = s.shared_intermediate ? ceil_div(s.max_tokens, s.tile_m) : 0;
     z.max_tiles = static_cast<u32>(slots / s.tile_m + s.n_local + shared_tiles + 1);
@@ -103,13 +104,13 @@ void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes
                  bool gated) {
     store.capacity = static_cast<u32>(capacity);
     store.intermediate = static_cast<u32>(intermediate);
+    store.d_weight_stride = static_cast<u32>(ceil_div(intermediate, s.tile_n));
     u64 wide = capacity * intermediate * z.elem_bytes;
     local.take(store.weight, capacity);
-    local.take(store.gate, s.training && gated ? wide : 0);
-    local.take(store.up, s.training ? wide : 0);
-    local.take(store.hidden, wide);
-    local.take(store.out, capacity * z.row_bytes);
-    local.take(store.d_weight_part, s.training ? capacity * ceil_div(intermediate, s.tile_n) : 0);
+    local.take(store.gu, s.training ? (gated ? 2 : 1) * wide : 0);
+    local.take(store.h, wide);
+    local.take(store.y, capacity * z.row_bytes);
+    local.take(store.d_weight, s.training ? capacity * store.d_weight_stride : 0);
 }
 
 }  // namespace
