@@ -141,7 +141,7 @@ DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
             UNROLL
             for (u32 n = 0; n < 4; n++) {
                 if (first + n >= pass.tokens) continue;
-                const dev::Vec16 v = dev::load16(x + u64(first + n) * hidden + h);
+                const Vec16 v = dev::load16(x + u64(first + n) * hidden + h);
                 UNROLL
                 for (u32 i = 0; i < 4; i++) {
                     float lo, hi;
@@ -192,6 +192,7 @@ DEVICE void route(const Layer& layer, const Pass& pass) {
         static_assert(sizeof(PassStats) % 8 == 0, "words");
         for (u32 i = dev::thread(); i < sizeof(PassStats) / 8; i += ROUTE_THREADS)
             reinterpret_cast<u64*>(layer.stats)[i] = 0;
+        if (dev::thread() == 0) *reinterpret_cast<u64*>(layer.plan.scratch + plan_scratch(s).barrier) = 0;
     }
     const u32 token0 = dev::block() * ROUTE_TOKENS;
     if (token0 >= pass.tokens) return;
@@ -228,9 +229,9 @@ DEVICE void route(const Layer& layer, const Pass& pass) {
 
 KERNEL(aristos_route, 256, 2)(const Layer* layer, Pass pass) {
     if (layer->shape.dtype == DTYPE_BF16) {
-        route<dev::Bf16>(*layer, pass);
+        route<Bf16>(*layer, pass);
     } else {
-        route<dev::F16>(*layer, pass);
+        route<F16>(*layer, pass);
     }
 }
 REGISTER_KERNEL(aristos_route)

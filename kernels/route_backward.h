@@ -65,7 +65,7 @@ DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, f
 template <class T>
 DEVICE float plane_scale(float) { return 1.0f; }
 template <>
-DEVICE float plane_scale<dev::F16>(float largest) {
+DEVICE float plane_scale<F16>(float largest) {
     const i32 exponent = i32(float_bits(largest) >> 23) - 127;
     if (!(largest > 0.0f) || exponent == 128) return 1.0f;
     const i32 scale = 13 - exponent;
@@ -128,9 +128,9 @@ DEVICE void route_backward(const Layer& layer, const Pass& pass) {
 
 KERNEL(aristos_route_backward, 256, 2)(const Layer* layer, Pass pass) {
     if (layer->shape.dtype == DTYPE_BF16) {
-        route_backward<dev::Bf16>(*layer, pass);
+        route_backward<Bf16>(*layer, pass);
     } else {
-        route_backward<dev::F16>(*layer, pass);
+        route_backward<F16>(*layer, pass);
     }
 }
 REGISTER_KERNEL(aristos_route_backward)

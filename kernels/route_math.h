@@ -36,7 +36,7 @@ DEVICE double warp_sum(double x) {
     for (u32 mask = 16; mask > 0; mask /= 2) {
         u64 bits;
         memcpy(&bits, &x, 8);
-        bits = u64(dev::shfl_xor(u32(bits), mask)) | u64(dev::shfl_xor(u32(bits >> 32), mask)) << 32;
+        bits = dev::shfl_xor(bits, mask);
         double other;
         memcpy(&other, &bits, 8);
         x += other;

@@ -48,6 +48,7 @@ constexpr bool plan_may_split(const LayerShape& s) {
     return plan_max_chunks(s) > s.window_chunks || u64(s.max_tokens) * least(s.top_k, s.max_local) > s.round_slots;
 }
 struct PlanScratch {
+    u64 barrier;      // u64: arrivals at the barrier of aristos_plan's blocks; zeroed by aristos_route
     u64 loss_parts;   // f64 [route_blocks][1 + E]: z_sum, prob_sums
     u64 histogram;    // u32 [segments][E]
     u64 dest_counts;  // u32 [segments][n_pes]: rows << 16 | slots
@@ -57,8 +58,9 @@ struct PlanScratch {
 };
 constexpr PlanScratch plan_scratch(const LayerShape& s) {
     PlanScratch p{};
-    p.loss_parts = 0;
-    p.histogram = align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
+    p.barrier = 0;
+    p.loss_parts = align_bytes(8);
+    p.histogram = p.loss_parts + align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
     p.dest_counts = p.histogram + align_bytes(u64(plan_segments(s)) * s.n_experts * 4);
     p.pair_rank = p.dest_counts + align_bytes(u64(plan_segments(s)) * s.n_pes * 4);
     p.round_first = p.pair_rank + align_bytes(u64(s.max_tokens) * s.top_k * 4);
@@ -154,13 +156,14 @@ constexpr Launch route_launch(const LayerShape& s) {
     const u32 select = select_warps(s) * (s.n_experts + s.n_groups) * 4;
     return {most(1, route_blocks(s)), ROUTE_THREADS, most(gemm, select) + 1024, 0};
 }
-constexpr u32 plan_shared_words(const LayerShape& s) {
-    const u32 masks = least(s.n_experts, PLAN_EXPERTS) * (PLAN_TOKENS / 32 + 1);
-    const u32 positions = PLAN_PES * (PLAN_TOKENS + 1);
-    return most(masks, positions) + 6 * s.n_pes + 2 * s.n_experts + 64;
+constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd for the sake of the banks
+constexpr u32 plan_work_words(const LayerShape& s) {
+    const u32 masks = most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, s.n_experts);
+    return most(masks, PLAN_PES * (PLAN_TOKENS + 1));
 }
 constexpr Launch plan_launch(const LayerShape& s) {
-    return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, plan_shared_words(s) * 4, 1};
+    const u32 words = plan_work_words(s) + 6 * s.n_pes + 2 * s.n_experts + 2;
+    return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, words * 4, 1};
 }
 constexpr Launch route_backward_launch(const LayerShape& s) {
     return {most(1, div_up(s.max_tokens, SCALE_TOKENS)), ROUTE_THREADS, 1024, 0};

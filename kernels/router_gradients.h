@@ -109,9 +109,9 @@ DEVICE void router_gradients(const Layer& layer, const Pass& pass) {
 
 KERNEL(aristos_router_gradients, 256, 1)(const Layer* layer, Pass pass) {
     if (layer->shape.dtype == DTYPE_BF16) {
-        router_gradients<dev::Bf16>(*layer, pass);
+        router_gradients<Bf16>(*layer, pass);
     } else {
-        router_gradients<dev::F16>(*layer, pass);
+        router_gradients<F16>(*layer, pass);
     }
 }
 REGISTER_KERNEL(aristos_router_gradients)
