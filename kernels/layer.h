@@ -68,13 +68,15 @@ struct Received {
     u32* world_rounds;  // the most rounds of any pair that any PE announced
     u32* my_rounds;     // the most rounds this PE sends or receives
     u32* rounds;        // [n_pes]: rounds of a source
-    u32* rows;          // [n_pes]: of this round
+    u32* rows;          // [n_pes]: of all rounds
     u32* first_chunk;   // [n_pes]: of this round
+    u32* end_chunk;     // [n_pes]
     u32* return_chunk;  // [n_pes]: where in the source's return area the results of its chunk 0 go
     u32* counts;        // [n_pes][n_local]: slots of this round
     u32* first;         // [n_pes][n_local]: the source's first place in the batch
     u32* row_start;     // [n_pes][window_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
     u32* place;         // [n_pes][window_chunks][chunk_rows * max_slots]: place of a slot
+    u32* expert;        // the same: its local expert
     u32* peer_overflow; // [n_pes]: destination, 1: it keeps no activations, so backward sends it the rows again
     u8* x;              // [n_pes][window_rows, H]: rows, of every source but this PE; with training only
     u8* grad;           // the same for gradient rows
@@ -105,12 +107,14 @@ struct Batches {
     SlotStore routed, shared;
 };
 
-// The order of the GEMM tasks of a step: entry i has tickets [entry_ticket[i], entry_ticket[i + 1]).
+// The order of the items of a step, see schedule.h. GEMM tasks: entry i has tickets [entry_ticket[i], entry_ticket[i + 1]).
+constexpr u32 COMM_CLASSES = 8;
+constexpr u32 GRAD_ENTRIES = 3;  // of a batch: gate, up, down
 struct Queue {
-    u32* entries;          // 1: how many
+    u32* comm_end;         // [COMM_CLASSES]: communication tickets of a class and those before it
     u32* entry_ticket;     // [max_entries + 1]
-    u32* entry_what;       // [max_entries]: kind << 24 | segment, see schedule.h
-    u32* segment_prefix;   // [2][2 * (n_local + 1) + 1]: scratch of the layout
+    u32* entry_what;       // [max_entries]: see schedule.h
+    u32* segment_prefix;   // [2][segments + 1]: tasks of the first and of the second GEMM before a segment
 };
 
 // What a step counts. Two sets: a step uses one and zeroes the other, so that neither needs a barrier of its own.
@@ -127,7 +131,7 @@ struct Counters {
 
 // Words that live over passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
 // the host may set it to ERROR_ABORTED.
-struct Control {
+struct ControlWords {
     ErrorRecord error;
     u32 error_claimed;
     u32 span_count;
@@ -172,6 +176,7 @@ struct Sizes {
     u32 chunk_pitch, return_pitch;  // multiples of 16
     u32 return_chunks;
     u32 max_tiles;
+    u32 segments;     // of batches: own full tiles and the rest of each, and the shared expert's
     u32 max_entries;
     u32 has_losses;
     u32 elem_bytes;
@@ -192,7 +197,7 @@ struct Layer {
     Counters counters[2];
     u32* counters_begin[2];  // all words of a set
     u32 counters_words;
-    Control* control;
+    ControlWords* control;
     ErrorRecord* error;      // &control->error
     PassStats* stats;
     BlockStats* block_stats; // [blocks]

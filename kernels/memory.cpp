@@ -92,8 +92,8 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     u64 slots = u64{s.n_pes} * s.round_slots;
     u64 shared_tiles = s.shared_intermediate ? ceil_div(s.max_tokens, s.tile_m) : 0;
     z.max_tiles = static_cast<u32>(slots / s.tile_m + s.n_local + shared_tiles + 1);
-    // Two segments of a batch by two GEMMs, and its weight gradients.
-    z.max_entries = 6 * (s.n_local + 1) + 1;
+    z.segments = 2 * s.n_local + (s.shared_intermediate ? 1 : 0);
+    z.max_entries = 2 * z.segments + GRAD_ENTRIES * (s.n_local + 1);
     z.hopper = hopper;
     return z;
 }
@@ -179,11 +179,13 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(in.rounds, pes);
     local.take(in.rows, pes);
     local.take(in.first_chunk, pes);
+    local.take(in.end_chunk, pes);
     local.take(in.return_chunk, pes);
     local.take(in.counts, pes * s.n_local);
     local.take(in.first, pes * s.n_local);
     local.take(in.row_start, pes * s.window_chunks * (s.chunk_rows + 1));
     local.take(in.place, pes * window_rows * z.max_slots);
+    local.take(in.expert, pes * window_rows * z.max_slots);
     local.take(in.peer_overflow, pes);
     local.take(in.x, s.training ? pes * window_rows * z.row_bytes : 0);
     local.take(in.grad, s.training ? pes * window_rows * z.row_bytes : 0);
@@ -198,10 +200,10 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     place_store(b.shared, local, s, z, s.shared_intermediate ? tokens : 0, s.shared_intermediate, s.shared_gated);
 
     Queue& q = l.queue;
-    local.take(q.entries, 1);
+    local.take(q.comm_end, COMM_CLASSES);
     local.take(q.entry_ticket, z.max_entries + 1);
     local.take(q.entry_what, z.max_entries);
-    local.take(q.segment_prefix, 2 * (2 * batches + 1));
+    local.take(q.segment_prefix, 2 * (z.segments + 1));
 
     local.take(l.stats, 1);
     local.take(l.block_stats, s.blocks);
@@ -255,7 +257,7 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     info->stats = address(l.stats);
     info->error = address(l.error);
     info->spans = address(l.spans);
-    info->span_count = address(l.control) + offsetof(Control, span_count);
+    info->span_count = address(l.control) + offsetof(ControlWords, span_count);
     layer_launches(l, info->launches);
     if (layer) std::memcpy(layer, &l, sizeof l);
     return 0;
