@@ -139,6 +139,7 @@ struct Reducer {
             float* to = direct ? at_peer(layer, place(0, me, step), pe) : place(2, pe, step);
             for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4)
                 dev::store16(to + e, as_bits(read4(vector, begin(pe, step) + e)));
+            if (!direct) dev::fence_sys();  // a network card is going to read it
             dev::sync_block();
             if (direct) {
                 if (dev::thread() == 0) signal_peer(layer, signal(0, me), stamp_of(step), pe);
@@ -179,6 +180,7 @@ struct Reducer {
             }
             if (layer.shape.stage) dev::store16(sums_out(step) + e, as_bits(sum));
         }
+        if (layer.shape.stage) dev::fence_sys();
         dev::sync_block();
         for (u32 pe = dev::thread(); pe < n; pe += REDUCE_THREADS) {
             if (pe != me && reachable(layer, pe)) signal_peer(layer, signal(1, me), stamp_of(step), pe);

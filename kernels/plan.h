@@ -167,6 +167,7 @@ DEVICE void send_counts(const Planner& p, const Pass& pass) {
         u32* to = at_peer(p.layer, place, pe);
         for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) to[e] = p.allowed[e];
     }
+    if (p.s.stage) dev::fence_sys();  // a network card is going to read them
     dev::sync_block();
     for (u32 pe = dev::thread(); pe < n; pe += PLAN_TOKENS) {
         if (pe != me && reachable(p.layer, pe)) signal_peer(p.layer, signal, pass.forward, pe);

@@ -107,7 +107,7 @@ DEVICE void router_gradients(const Layer& layer, const Pass& pass) {
     }
 }
 
-KERNEL(aristos_router_gradients, 256, 1)(const Layer* layer, Pass pass) {
+KERNEL(aristos_router_gradients, 256, 2)(const Layer* layer, Pass pass) {
     if (layer->shape.dtype == DTYPE_BF16) {
         router_gradients<Bf16>(*layer, pass);
     } else {
