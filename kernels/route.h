@@ -153,7 +153,7 @@ DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
         UNROLL
         for (u32 n = 0; n < 4; n++) {
             const float sum = warp_sum(dot[n]);
-            if (lane == 0 && first + n < pass.tokens) layer.routing.shared_weight[first + n] = sigmoid(sum);
+            if (lane == 0 && first + n < pass.tokens) layer.routing.shared_weight[first + n] = sigmoid_of(sum);
         }
     }
 }

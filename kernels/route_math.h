@@ -51,14 +51,14 @@ DEVICE u32 total_order(float x) {
 }
 DEVICE float from_total_order(u32 key) { return bits_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + dev::exp_(-x)); }
+DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + dev::exp_(-x)); }
 
 // What a token's logits give its scores.
 struct TokenScores {
     float max, sum;  // of exp(logit - max)
     u32 scoring;
     DEVICE float score(float logit) const {
-        return scoring == SCORING_SIGMOID ? sigmoid(logit) : dev::exp_(logit - max) / sum;
+        return scoring == SCORING_SIGMOID ? sigmoid_of(logit) : dev::exp_(logit - max) / sum;
     }
     DEVICE float lse() const { return max + dev::log_(sum); }
 };

@@ -31,10 +31,17 @@ constexpr bool route_shape_ok(const LayerShape& s) {
                                 s.n_experts / s.n_groups * s.top_groups >= s.top_k));
 }
 
-// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32, in three stages of shared memory.
-constexpr u32 SMALL_TILE_N = 128, SMALL_TILE_K = 32, SMALL_STAGES = 3;
+// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32. As many steps are on their way at once as let two
+// blocks be on an SM of an A100 where that is possible: with so little work a step, latency decides.
+constexpr u32 SMALL_TILE_N = 128, SMALL_TILE_K = 32;
+constexpr u32 small_step_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
+}
+constexpr u32 small_stages(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return most(3, least(8, (80 << 10) / small_step_bytes(tile_m, parts_a, parts_b)));
+}
 constexpr u32 small_gemm_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
-    return SMALL_STAGES * (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
+    return small_stages(tile_m, parts_a, parts_b) * small_step_bytes(tile_m, parts_a, parts_b);
 }
 
 // ---- Scratch: local memory that one pass's kernels of this family use between themselves. Nothing in it outlives the pass,
@@ -154,7 +161,7 @@ constexpr u32 select_warps(const LayerShape& s) { return most(1, least(8, (64 <<
 constexpr Launch route_launch(const LayerShape& s) {
     const u32 gemm = small_gemm_bytes(ROUTE_TOKENS, 1, s.router_parts);
     const u32 select = select_warps(s) * (s.n_experts + s.n_groups) * 4;
-    return {most(1, route_blocks(s)), ROUTE_THREADS, most(gemm, select) + 1024, 0};
+    return {most(1, route_blocks(s)), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
 }
 constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd for the sake of the banks
 constexpr u32 plan_work_words(const LayerShape& s) {

@@ -46,7 +46,8 @@ struct SmallGemm {
     static constexpr u32 A_ROWS = A_TRANS ? SMALL_TILE_K : TILE_M, A_PIECES = (A_TRANS ? TILE_M : SMALL_TILE_K) / 8;
     static constexpr u32 B_ROWS = B_TRANS ? SMALL_TILE_K : SMALL_TILE_N, B_PIECES = (B_TRANS ? SMALL_TILE_N : SMALL_TILE_K) / 8;
     static constexpr u32 A_BYTES = TILE_M * SMALL_TILE_K * 2, B_BYTES = SMALL_TILE_N * SMALL_TILE_K * 2;
-    static constexpr u32 STAGE = PARTS_A * A_BYTES + PARTS_B * B_BYTES;
+    static constexpr u32 STAGE = PARTS_A * A_BYTES + PARTS_B * B_BYTES, STAGES = small_stages(TILE_M, PARTS_A, PARTS_B);
+    static_assert(STAGE == small_step_bytes(TILE_M, PARTS_A, PARTS_B), "what the launches reserve");
     float acc[M_TILES][4][4];
 
     static DEVICE u32 warp_row() { return dev::warp() % 2 * (TILE_M / 2); }
@@ -141,18 +142,18 @@ struct SmallGemm {
         const u32 n_tiles = col < n ? least(4, div_up(n - col, 8)) : 0;
         const u32 m_tiles = row < m && n_tiles > 0 ? least(M_TILES, div_up(m - row, 16)) : 0;
         const u32 steps = k_end > k_begin ? div_up(k_end - k_begin, SMALL_TILE_K) : 0;
-        for (u32 s = 0; s + 1 < SMALL_STAGES; s++) {
+        for (u32 s = 0; s + 1 < STAGES; s++) {
             if (s < steps) load(memory + s * STAGE, a, b, m0, n0, k_begin + s * SMALL_TILE_K);
             dev::cp_async_commit();
         }
         for (u32 s = 0; s < steps; s++) {
-            dev::cp_async_wait<SMALL_STAGES - 2>();
+            dev::cp_async_wait<STAGES - 2>();
             dev::sync_block();
-            const u32 next = s + SMALL_STAGES - 1;
-            if (next < steps) load(memory + next % SMALL_STAGES * STAGE, a, b, m0, n0, k_begin + next * SMALL_TILE_K);
+            const u32 next = s + STAGES - 1;
+            if (next < steps) load(memory + next % STAGES * STAGE, a, b, m0, n0, k_begin + next * SMALL_TILE_K);
             dev::cp_async_commit();
             const u32 k = k_begin + s * SMALL_TILE_K;
-            if (m_tiles > 0) compute(memory + s % SMALL_STAGES * STAGE, m_tiles, n_tiles, scale(k));
+            if (m_tiles > 0) compute(memory + s % STAGES * STAGE, m_tiles, n_tiles, scale(k));
         }
         dev::cp_async_wait<0>();
         dev::sync_block();
