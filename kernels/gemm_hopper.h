@@ -15,8 +15,8 @@
 namespace aristos {
 namespace hopper {
 
-// 384 threads of 168 registers are all that a block may have; 128 * 40 + 256 * 232 is as many.
-constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+// 384 threads of 168 registers are all that a block may have; 128 * 56 + 256 * 224 is as many.
+constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
     for (u32 n = 0;; n++) {
@@ -48,6 +48,7 @@ DEVICE void wait_stage(const Consumer& c, u32 n) {
 
 // acc += A B over `steps` stages. The next stage's products are begun before those of the last one are over.
 template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[TILE_N / 2], Consumer& c, u32 steps) {
+    dev::wgmma_fence_operand(acc);
     for (u32 i = 0; i < steps; i++) {
         u32 n = c.used + i;
         const char* a = c.stages + nth<STAGES>(n) * STAGE_BYTES + c.group * PANEL_BYTES;
@@ -62,6 +63,7 @@ template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[T
         if (i > 0) release_stage(c, n - 1);
     }
     dev::wgmma_wait<0>();
+    dev::wgmma_fence_operand(acc);
     c.used += steps;
     release_stage(c, c.used - 1);
 }
@@ -82,7 +84,7 @@ template <class T> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
     // Not unrolled: the epilogue's code once, and accumulators are not indexed by a variable.
-    NO_UNROLL for (u32 u = 0; u < 4; u++) {
+    for (u32 u = 0; u < 4; u++) {
         if (u == 0) stage_columns<0>(acc, paired, c.unit);
         else if (u == 1) stage_columns<1>(acc, paired, c.unit);
         else if (u == 2) stage_columns<2>(acc, paired, c.unit);
