@@ -5,9 +5,11 @@
 // is why the registers are dealt out anew (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then up's, so that a thread
 // holds both of a column.
 //
-// The scheduler: `bool next(GemmTask&)`, called by one thread: the next task of the queue, once all that the task reads is there;
-// false at the end of the queue, for good. `void done(const GemmTask&)`, called by another thread when all that the task writes is
-// written, by threads this one has met at a barrier.
+// The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads is there;
+// false at the end of the queue, and then not asked again. It may wait for any task before it in the queue, of this block too: the
+// block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after a barrier among all
+// threads that wrote the task's results: it is the one to release them. Each thread has a `Scheduler` of its own: what these two share
+// must be in memory.
 #pragma once
 #include "gemm_hopper_load.h"
 
@@ -25,6 +27,11 @@ template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Contr
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
         bool more = scheduler.next(entry.task);
         entry.more = more;
+        if (more && !a_by_k(entry.task.kind)) {
+            WeightBoxes boxes = weight_boxes(entry.task);
+            dev::tma_prefetch(boxes.first);
+            dev::tma_prefetch(boxes.second);
+        }
         dev::mbarrier_arrive(&control->known[e]);
         if (!more) break;
     }
