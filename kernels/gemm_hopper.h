@@ -21,16 +21,20 @@ namespace hopper {
 constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
+    const void* maps = nullptr;  // of the last expert
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         Entry& entry = control->entry[e];
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
         bool more = scheduler.next(entry.task);
         entry.more = more;
-        if (more && !a_by_k(entry.task.kind)) {
-            WeightBoxes boxes = weight_boxes(entry.task);
-            dev::tma_prefetch(boxes.first);
-            dev::tma_prefetch(boxes.second);
+        if (more && !a_by_k(entry.task.kind) && entry.task.tensor_maps != maps) {
+            maps = entry.task.tensor_maps;
+            for (u32 i = 0; i < 3; i++) {
+                const TensorMap* map = static_cast<const TensorMap*>(maps) + i;
+                dev::tensor_map_fence(map);
+                dev::tma_prefetch(map);
+            }
         }
         dev::mbarrier_arrive(&control->known[e]);
         if (!more) break;
