@@ -38,6 +38,18 @@ DEVICE void load_piece(const char* unit, u32 row, u32 piece, float (&v)[8]) {
     }
 }
 
+DEVICE FloatQuad load_quad(const float* p) {
+    Vec16 bits = dev::load16(p);
+    FloatQuad quad;
+    __builtin_memcpy(&quad, &bits, 16);
+    return quad;
+}
+DEVICE void store_quad(float* p, FloatQuad quad) {
+    Vec16 bits;
+    __builtin_memcpy(&bits, &quad, 16);
+    dev::store16(p, bits);
+}
+
 template <class T> DEVICE Vec16 pack8(const float (&v)[8]) {
     Vec16 out;
     UNROLL for (u32 i = 0; i < 4; i++) out.w[i] = dev::pack<T>(v[2 * i], v[2 * i + 1]);
@@ -52,7 +64,7 @@ template <class T> DEVICE void unpack8(Vec16 in, float (&v)[8]) {
 DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
     if (!bias) return;
     UNROLL for (u32 half = 0; half < 2; half++) {
-        FloatQuad quad = *reinterpret_cast<const FloatQuad*>(bias + column + half * 4);
+        FloatQuad quad = load_quad(bias + column + half * 4);
         UNROLL for (u32 i = 0; i < 4; i++) v[half * 4 + i] += quad.v[i];
     }
 }
@@ -96,7 +108,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
     u32 column = column0 + piece * 8, I = t.intermediate;
     // All loads before any use: they are the only ones of the epilogue that wait for memory.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
-    float weights[ITEMS];
+    float weights[ITEMS], sums[ITEMS];
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
         u32 row = row0 + first + j * ROW_STEP;
         saved_g[j] = saved_up[j] = {{0, 0, 0, 0}};
@@ -115,7 +127,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
         load_piece(unit, r, piece, q);
         unpack8<T>(saved_g[j], g);
         if (t.gated) unpack8<T>(saved_up[j], up);
-        float sum = 0.0f;
+        sums[j] = 0.0f;
         UNROLL for (u32 i = 0; i < 8; i++) {
             ValueSlope act = Act::at(g[i]);
             float dh = weights[j] * q[i], h = act.value;
@@ -125,7 +137,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
                 h *= up[i];
                 up[i] = dh * act.value;
             }
-            sum += q[i] * h;
+            sums[j] += q[i] * h;  // 0 where there is no row or column: q is
             q[i] = weights[j] * h;
         }
         if (valid) {
@@ -134,10 +146,10 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
             if (t.gated) dev::store16(gu + I, pack8<T>(up));
             dev::store16(static_cast<T*>(t.h) + u64(row) * I + column, pack8<T>(q));
         }
-        if (!valid) sum = 0.0f;
-        UNROLL for (u32 mask = 1; mask < UNIT_PIECES; mask *= 2) sum += dev::shfl_xor(sum, mask);
-        if (piece == 0) row_sums[r] = sum;
     }
+    UNROLL for (u32 mask = 1; mask < UNIT_PIECES; mask *= 2)
+        UNROLL for (u32 j = 0; j < ITEMS; j++) sums[j] += dev::shfl_xor(sums[j], mask);
+    if (piece == 0) UNROLL for (u32 j = 0; j < ITEMS; j++) row_sums[first + j * ROW_STEP] = sums[j];
 }
 
 // y = accumulators (+ bias), rounded.
@@ -156,21 +168,25 @@ DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 colum
 
 // out (+)= accumulators, f32.
 DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
-    u32 m = gemm_m(t), n = gemm_n(t);
-    UNROLL for (u32 j = 0; j < UNIT_ROWS * UNIT_PIECES / 32; j++) {
-        u32 item = dev::lane() + j * 32, r = item / UNIT_PIECES, piece = item % UNIT_PIECES;
-        u32 row = row0 + r, column = column0 + piece * 8;
-        if (row >= m || column >= n) continue;
+    constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
+    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
+    u32 m = gemm_m(t), n = gemm_n(t), column = column0 + piece * 8;
+    if (column >= n) return;
+    FloatQuad sums[ITEMS][2];  // all loads before any store, as they could not pass it
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 row = row0 + first + j * ROW_STEP;
+        UNROLL for (u32 half = 0; half < 2; half++) {
+            sums[j][half] = {{0.0f, 0.0f, 0.0f, 0.0f}};
+            if (t.accumulate && row < m) sums[j][half] = load_quad(t.out + u64(row) * n + column + half * 4);
+        }
+    }
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 r = first + j * ROW_STEP, row = row0 + r;
         float v[8];
         load_piece(unit, r, piece, v);
-        auto* out = reinterpret_cast<FloatQuad*>(t.out + u64(row) * n + column);
         UNROLL for (u32 half = 0; half < 2; half++) {
-            FloatQuad quad = {{v[half * 4], v[half * 4 + 1], v[half * 4 + 2], v[half * 4 + 3]}};
-            if (t.accumulate) {
-                FloatQuad before = out[half];
-                UNROLL for (u32 i = 0; i < 4; i++) quad.v[i] += before.v[i];
-            }
-            out[half] = quad;
+            UNROLL for (u32 i = 0; i < 4; i++) sums[j][half].v[i] += v[half * 4 + i];
+            if (row < m) store_quad(t.out + u64(row) * n + column + half * 4, sums[j][half]);
         }
     }
 }
