@@ -100,7 +100,9 @@ DEVICE u32 ballot(bool v) { return __ballot_sync(~0u, v); }
 
 // ---- memory
 
+// Global memory only: the compiler is told so, and need not keep these in order with shared memory.
 DEVICE Vec16 load16(const void* p) {
+    __builtin_assume(__isGlobal(p));
     const uint4 v = *static_cast<const uint4*>(p);
     return {{v.x, v.y, v.z, v.w}};
 }
@@ -113,7 +115,10 @@ DEVICE Vec16 load16_stream(const void* p) {
                  : "memory");
     return v;
 }
-DEVICE void store16(void* p, Vec16 v) { *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
+DEVICE void store16(void* p, Vec16 v) {
+    __builtin_assume(__isGlobal(p));
+    *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+}
 
 DEVICE u32 load_acquire(const u32* p) {
     u32 v;
@@ -212,13 +217,16 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
     }
 }
 
-// ---- one-sided, to a PE whose memory cannot be stored to
+// ---- one-sided, to a PE whose memory cannot be stored to. What the block's threads wrote before is what a put sends; the source
+// is to be left alone until quiet_block(), or until the peer has answered.
 
 #ifdef ARISTOS_NVSHMEM
 DEVICE void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
+    __syncthreads();
     nvshmemx_putmem_nbi_block(dst_mine, src, bytes, int(pe));
 }
 DEVICE void put_signal_block(void* dst_mine, const void* src, u64 bytes, u64* signal_mine, u64 value, u32 pe) {
+    __syncthreads();
     nvshmemx_putmem_signal_nbi_block(dst_mine, src, bytes, signal_mine, value, NVSHMEM_SIGNAL_SET, int(pe));
 }
 DEVICE void signal_set(u64* signal_mine, u64 value, u32 pe) {
