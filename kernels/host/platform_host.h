@@ -109,6 +109,7 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
+DEVICE float exp2_(float x) { return exp2f(x); }
 DEVICE float inverse_(float x) { return 1.0f / x; }
 
 // ---- block and warp (simt.cpp)
@@ -143,6 +144,7 @@ DEVICE Vec16 load16(const void* p) {
     return v;
 }
 DEVICE Vec16 load16_stream(const void* p) { return load16(p); }
+DEVICE void prefetch_l2(const void*) {}
 DEVICE void store16(void* p, Vec16 v) {
     if (__builtin_expect(reinterpret_cast<std::uintptr_t>(p) % 16 != 0, 0)) fail_misaligned(p);
     std::memcpy(__builtin_assume_aligned(p, 16), &v, 16);
