@@ -1,15 +1,15 @@
 // Hopper's GEMM path: a queue of `GemmTask`s by wgmma, in tiles of 128 x 256.
 //
-// A block has three warpgroups. In the first, one warp asks the scheduler for tasks, one ahead of the consumers, and three warps copy
-// (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all 256 columns: 128 accumulators a thread, which
-// is why the registers are dealt out anew (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then up's, so that a thread
-// holds both of a column.
+// A block has three warpgroups. In the first, one warp asks the scheduler for tasks, one ahead of the consumers, and three
+// warps copy (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all 256 columns: 128 accumulators
+// a thread, which is why the registers are dealt out anew (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then
+// up's, so that a thread holds both of a column.
 //
-// The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads is there;
-// false at the end of the queue, and then not asked again. It may wait for any task before it in the queue, of this block too: the
-// block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after a barrier among all
-// threads that wrote the task's results: it is the one to release them. Each thread has a `Scheduler` of its own: what these two share
-// must be in memory.
+// The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads
+// is there; false at the end of the queue, and then not asked again. It may wait for any task before it in the queue, of this
+// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after
+// a barrier among all threads that wrote the task's results: it is the one to release them. Each thread has a `Scheduler` of
+// its own: what these two share must be in memory.
 #pragma once
 #include "gemm_hopper_load.h"
 

@@ -65,7 +65,8 @@ constexpr u32 CONTROL_AT = UNITS_AT + CONSUMER_WARPS * UNIT_BYTES;
 constexpr u32 SHARED_BYTES = CONTROL_AT + sizeof(Control);
 static_assert(SHARED_BYTES <= 226 * 1024, "leaves the kernel 1 KB of a block's 227");
 
-// The n-th use of one of COUNT things that are taken in turn: its number, and the parity of the n / COUNT-th completion of its barrier.
+// The n-th use of one of COUNT things that are taken in turn: its number, and the parity of the n / COUNT-th completion of
+// its barrier.
 template <u32 COUNT> DEVICE u32 nth(u32 n) { return n % COUNT; }
 template <u32 COUNT> DEVICE u32 parity(u32 n) { return n / COUNT & 1; }
 
