@@ -5,6 +5,7 @@
 //! The modules, from the bottom up; arrows point one way:
 //!
 //! - [`shmem`]: the one-sided layer, a trait and its transports;
+//! - `gpu` (features `cuda`, `emulate`): devices, their memory, and launches of the kernels in `kernels/`;
 //! - [`launch`]: how PEs come to be, find each other, and end together;
 //! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
@@ -18,6 +19,8 @@ pub mod bench;
 pub mod check;
 pub mod checkpoint;
 pub mod cli;
+#[cfg(feature = "device")]
+pub mod gpu;
 pub mod launch;
 pub mod moe;
 pub mod report;
