@@ -20,6 +20,9 @@ use crate::shmem::{Heap, ShmTransport, Shmem, Sym, Transport, available_bytes};
 /// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
 
+/// Which device is emulated: "ampere" or "hopper".
+pub const ENV_DEVICE: &str = "ARISTOS_EMULATED_DEVICE";
+
 /// Alignment of device memory, that of CUDA's allocator.
 const ALIGN_BYTES: usize = 256;
 /// A NaN in every element type.
@@ -40,6 +43,36 @@ pub struct EmulatedDevice {
 impl Default for EmulatedDevice {
     fn default() -> Self {
         EmulatedDevice { hopper: false, multiprocessors: 3, seed: 0 }
+    }
+}
+
+impl EmulatedDevice {
+    /// The default one, or what [`ENV_DEVICE`] says.
+    ///
+    /// # Errors
+    /// Something else than "ampere" or "hopper" there.
+    pub fn from_env() -> Result<Self, GpuError> {
+        let hopper = match std::env::var(ENV_DEVICE).as_deref() {
+            Err(_) | Ok("ampere") => false,
+            Ok("hopper") => true,
+            Ok(other) => {
+                return Err(GpuError::Unavailable(format!("{ENV_DEVICE} is {other}, expected ampere or hopper")));
+            }
+        };
+        Ok(EmulatedDevice { hopper, ..EmulatedDevice::default() })
+    }
+
+    /// What it has, but for symmetric memory.
+    pub fn limits(&self) -> DeviceLimits {
+        let free = available_bytes().unwrap_or(u64::MAX);
+        DeviceLimits {
+            capability: (if self.hopper { 9 } else { 8 }, 0),
+            multiprocessors: self.multiprocessors,
+            shared_bytes_per_block: if self.hopper { 227 << 10 } else { 163 << 10 },
+            memory_total: free,
+            memory_free: free,
+            symmetric_total: 0,
+        }
     }
 }
 
@@ -226,15 +259,7 @@ impl Gpu for Emulated {
     }
 
     fn limits(&self) -> Result<DeviceLimits, GpuError> {
-        let free = available_bytes().unwrap_or(u64::MAX);
-        Ok(DeviceLimits {
-            capability: (if self.device.hopper { 9 } else { 8 }, 0),
-            multiprocessors: self.device.multiprocessors,
-            shared_bytes_per_block: if self.device.hopper { 227 << 10 } else { 163 << 10 },
-            memory_total: free,
-            memory_free: free,
-            symmetric_total: self.heap_bytes,
-        })
+        Ok(DeviceLimits { symmetric_total: self.heap_bytes, ..self.device.limits() })
     }
 
     fn my_pe(&self) -> usize {
@@ -273,12 +298,8 @@ impl Gpu for Emulated {
     }
 
     fn alloc_symmetric_raw(&self, bytes: u64) -> Result<u64, GpuError> {
-        let refuse = |free: u64| GpuError::OutOfMemory {
-            kind: "symmetric device",
-            asked: bytes,
-            free,
-            total: self.heap_bytes,
-        };
+        let refuse =
+            |free: u64| GpuError::OutOfMemory { kind: "symmetric device", asked: bytes, free, total: self.heap_bytes };
         let wanted = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
         let (offset, sym) = match &self.meeting {
             Meeting::Threads { heap, .. } => {
@@ -432,7 +453,8 @@ impl Gpu for Emulated {
 impl Drop for Emulated {
     fn drop(&mut self) {
         // What was leaked, such as after an error; symmetric memory is the world's, and its entries have an alignment of 1.
-        for (&address, &layout) in self.allocations.borrow().iter().filter(|(_, layout)| layout.align() == ALIGN_BYTES) {
+        for (&address, &layout) in self.allocations.borrow().iter().filter(|(_, layout)| layout.align() == ALIGN_BYTES)
+        {
             // SAFETY: allocated so in `alloc_raw`; a buffer that is not freed yet borrows this device.
             unsafe { alloc::dealloc(at(address), layout) }
         }

@@ -10,7 +10,7 @@ mod weights;
 use bytemuck::Zeroable;
 
 pub use report::{BlockSpan, PassOutcome};
-pub use shape::{DeviceOptions, GemmPath, check, dtype_code};
+pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
 pub use weights::to_elements;
 
 use report::PassTimes;
@@ -117,14 +117,18 @@ impl<'g> DeviceLayer<'g> {
         let path = shape_of.path(&limits);
         if path == GemmPath::Hopper && !limits.hopper() {
             let (major, minor) = limits.capability;
-            return Err(GpuError::Unavailable(format!("this device, of capability {major}.{minor}, is no Hopper")).into());
+            return Err(
+                GpuError::Unavailable(format!("this device, of capability {major}.{minor}, is no Hopper")).into()
+            );
         }
         // How much shared memory a block takes does not depend on how many there are; how many run at once depends on it.
         let probe = shape_of.shape(&limits, 2)?;
         let mut weights = DeviceWeights::new(gpu, source, &placement, dtype, path, training, &router)?;
         let (probed, _) = place(&probe, &weights.tables, 0, 0)?;
         let mut blocks = u32::MAX;
-        for kernel in COOPERATIVE.into_iter().filter(|&k| training || !matches!(k, Kernel::Backward | Kernel::AllReduce)) {
+        for kernel in
+            COOPERATIVE.into_iter().filter(|&k| training || !matches!(k, Kernel::Backward | Kernel::AllReduce))
+        {
             let Launch { block, shared_bytes, .. } = probed.launch(kernel);
             blocks = blocks.min(gpu.resident_blocks(kernel.on(path.is_hopper()), block, shared_bytes)?);
         }

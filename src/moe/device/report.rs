@@ -136,7 +136,10 @@ mod tests {
             text(params::ERROR_TIMEOUT, params::WHAT_ROWS),
             "PE 1 waited 2.0 s in phase waiting for PE 2: its rows: expected at least 7, seen 3"
         );
-        assert_eq!(error(&record(params::ERROR_TIMEOUT, params::WHAT_ROWS), 1, &options).unwrap().awaited_pe(), Some(2));
+        assert_eq!(
+            error(&record(params::ERROR_TIMEOUT, params::WHAT_ROWS), 1, &options).unwrap().awaited_pe(),
+            Some(2)
+        );
         assert!(text(params::ERROR_TIMEOUT, params::WHAT_LOCAL).contains("for another block of this PE: expected"));
         assert_eq!(
             text(params::ERROR_PROTOCOL, params::WHAT_COUNTS),

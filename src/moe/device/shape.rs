@@ -55,7 +55,7 @@ pub struct DeviceOptions {
 }
 
 /// Element type on the device.
-pub fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
+fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
     match dtype {
         Dtype::Bf16 => Ok(params::DTYPE_BF16),
         Dtype::F16 => Ok(params::DTYPE_F16),
@@ -178,6 +178,39 @@ impl ShapeOf<'_> {
     }
 }
 
+/// Symmetric memory that a layer takes on a device like this, whose PEs all reach each other, bytes: what a heap of fixed
+/// size must have.
+///
+/// # Errors
+/// What no device runs.
+#[allow(clippy::too_many_arguments)]
+pub fn symmetric_bytes(
+    config: &LayerConfig,
+    placement: &Placement,
+    dtype: Dtype,
+    max_tokens: usize,
+    training: bool,
+    options: &Options,
+    device: &DeviceOptions,
+    limits: &DeviceLimits,
+) -> Result<u64, MoeError> {
+    let all_reachable = true;
+    let shape_of = ShapeOf {
+        config,
+        placement,
+        options,
+        device,
+        dtype,
+        my_pe: 0,
+        max_tokens,
+        training,
+        all_reachable,
+        router_parts: 3,
+    };
+    let shape = shape_of.shape(limits, limits.multiprocessors)?;
+    Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
+}
+
 fn activation(activation: Activation) -> u32 {
     match activation {
         Activation::Silu => params::ACT_SILU,
@@ -212,7 +245,10 @@ pub fn place(
     let mut info = LayerInfo::default();
     let refuse = |field: i32| {
         let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
-        MoeError::Device(GpuError::failed("lay out the layer on the device", format!("{name} cannot be so in {shape:?}")))
+        MoeError::Device(GpuError::failed(
+            "lay out the layer on the device",
+            format!("{name} cannot be so in {shape:?}"),
+        ))
     };
     // SAFETY: reads the first two, writes `info`; null is allowed for the layer. Addresses are not followed.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, std::ptr::null_mut(), &mut info) };

@@ -112,8 +112,6 @@ struct DeviceGradients<'g> {
 pub struct DeviceWeights<'g> {
     /// What the kernels are given.
     pub tables: Tables,
-    /// Planes of the router's weights.
-    pub router_parts: u32,
     /// Device memory, bytes.
     pub bytes: u64,
     gradients: Option<DeviceGradients<'g>>,
@@ -162,7 +160,8 @@ impl<'g> DeviceWeights<'g> {
         let hidden = config.hidden;
         let mlps = mlps(config, placement, me);
         let mut bump = Bump::default();
-        let places: Vec<_> = mlps.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
+        let places: Vec<_> =
+            mlps.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
         let weights = Buffer::new(gpu, bump.used)?;
         for ((which, mlp), places) in mlps.iter().zip(&places) {
             for &proj in mlp.projections() {
@@ -180,7 +179,6 @@ impl<'g> DeviceWeights<'g> {
 
         let mut made = DeviceWeights {
             tables: Tables::default(),
-            router_parts: router.parts(),
             bytes: weights.bytes() + gradients.as_ref().map_or(0, |g| g.buffer.bytes()),
             gradients,
             _buffers: Vec::new(),
@@ -188,7 +186,8 @@ impl<'g> DeviceWeights<'g> {
         let n = config.n_experts;
         let owner: Vec<u32> = (0..n).map(|e| placement.owner(e) as u32).collect();
         let local: Vec<u32> = (0..n).map(|e| placement.local(e) as u32).collect();
-        let optional = |id: WeightId, wanted: bool| wanted.then(|| source.load(id)).transpose().map_err(MoeError::Weights);
+        let optional =
+            |id: WeightId, wanted: bool| wanted.then(|| source.load(id)).transpose().map_err(MoeError::Weights);
         let bias = optional(WeightId::RouterBias, config.router.correction_bias)?;
         let gate = optional(WeightId::SharedGate, config.shared.is_some_and(|s| s.sigmoid_gate))?;
         made.tables.router = made.keep(gpu, &router.planes.concat())?;
@@ -236,7 +235,12 @@ impl<'g> DeviceWeights<'g> {
     }
 
     /// The gradients of the last backward, read back; `None` without training.
-    pub fn gradients(&self, config: &LayerConfig, placement: &Placement, pe: usize) -> Result<Option<Gradients>, GpuError> {
+    pub fn gradients(
+        &self,
+        config: &LayerConfig,
+        placement: &Placement,
+        pe: usize,
+    ) -> Result<Option<Gradients>, GpuError> {
         let Some(on_device) = &self.gradients else { return Ok(None) };
         let mut all = Gradients::zeros(config, placement, pe);
         let buffer = &on_device.buffer;
@@ -312,7 +316,8 @@ mod tests {
 
     #[test]
     fn planes_add_up_to_24_bits_and_are_as_few_as_can_be() {
-        let add = |planes: &[Vec<u16>], i: usize, dtype| planes.iter().map(|p| f64::from(to_f32(p[i], dtype))).sum::<f64>();
+        let add =
+            |planes: &[Vec<u16>], i: usize, dtype| planes.iter().map(|p| f64::from(to_f32(p[i], dtype))).sum::<f64>();
         for (values, dtype, parts) in [
             (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),
             (vec![1.0 + f32::EPSILON * 32768.0, 0.0], Dtype::Bf16, 2),
