@@ -138,6 +138,12 @@ pub trait Gpu {
     /// This PE's address of `pe`'s symmetric memory at this PE's `symmetric`; 0 where loads and stores do not reach it.
     fn peer_raw(&self, symmetric: u64, pe: usize) -> u64;
 
+    /// Whether loads and stores of every PE reach every PE's symmetric memory: the same answer on every PE (collective).
+    ///
+    /// # Errors
+    /// A peer that does not come.
+    fn all_reachable(&self) -> Result<bool, GpuError>;
+
     /// Copies to the device. Returns when `from` may be reused.
     ///
     /// # Safety

@@ -11,6 +11,11 @@ macro_rules! mirror {
             #[repr(C)]
             #[derive(Clone, Copy, Debug, Default, PartialEq)]
             pub struct $name { $(pub $field: $ty,)* }
+
+            impl $name {
+                /// The fields' names, in order.
+                pub const FIELDS: &[&str] = &[$(stringify!($field)),*];
+            }
         )*
         /// Of each struct in turn: its size, then the offset of each field, bytes.
         #[cfg(test)]
@@ -86,6 +91,15 @@ impl Kernel {
             Kernel::RouteBackward => "aristos_route_backward",
             Kernel::RouterGradients => "aristos_router_gradients",
             Kernel::AllReduce => "aristos_all_reduce",
+        }
+    }
+
+    /// The name of the one that runs on Hopper, or elsewhere: only those with matrix products of experts differ.
+    pub fn on(self, hopper: bool) -> &'static str {
+        match self {
+            Kernel::Forward if hopper => "aristos_forward_hopper",
+            Kernel::Backward if hopper => "aristos_backward_hopper",
+            _ => self.name(),
         }
     }
 }

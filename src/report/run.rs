@@ -25,8 +25,12 @@ pub struct RunConfig {
     pub shared_intermediate: u64,
     /// Experts per token.
     pub top_k: u64,
-    /// Element type of tokens and weights: "f32" or "bf16".
+    /// Element type of tokens and weights: "f32", "bf16" or "f16".
     pub dtype: String,
+    /// What it ran on: "cpu", or the device's name.
+    pub device: String,
+    /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
+    pub gemm: Option<String>,
     /// How communication and compute are scheduled: "pipelined" or "bulk".
     pub mode: String,
     /// Number of PEs.

@@ -126,6 +126,8 @@ fn run_config(job: &Job, reports: &[PeReport]) -> RunConfig {
         shared_intermediate: config.shared.map_or(0, |s| s.mlp.intermediate as u64),
         top_k: config.router.top_k as u64,
         dtype: job.request.dtype.name().to_string(),
+        device: reports.first().map(|r| r.device.clone()).unwrap_or_default(),
+        gemm: reports.first().and_then(|r| r.gemm.clone()),
         mode: job.mode().to_string(),
         pes: job.request.pes,
         steps: job.request.steps as u64,

@@ -1,0 +1,22 @@
+// Kernels that do nothing but GEMM tiles, for tests of the products alone: block b does tasks[b].
+#pragma once
+#include "gemm_ampere.h"
+
+namespace aristos {
+
+template <class T> DEVICE void gemm_test_body(const GemmTask* tasks) {
+    char* shared = dev::shared();
+    auto* task = reinterpret_cast<GemmTask*>(shared + AmpereTile::SHARED_BYTES);
+    if (dev::thread() == 0) *task = tasks[dev::block()];
+    dev::sync_block();
+    gemm_task_ampere<T>(*task, shared);
+}
+
+constexpr u32 GEMM_TEST_SHARED_BYTES = AmpereTile::SHARED_BYTES + sizeof(GemmTask);
+
+}  // namespace aristos
+
+KERNEL(aristos_gemm_test_bf16, 256, 1)(const aristos::GemmTask* tasks) { aristos::gemm_test_body<aristos::Bf16>(tasks); }
+REGISTER_KERNEL(aristos_gemm_test_bf16)
+KERNEL(aristos_gemm_test_f16, 256, 1)(const aristos::GemmTask* tasks) { aristos::gemm_test_body<aristos::F16>(tasks); }
+REGISTER_KERNEL(aristos_gemm_test_f16)
