@@ -32,14 +32,12 @@ const ONE_HOST: [(&str, &str); 6] = [
 ];
 
 /// The environment variables that the processes of PEs on one host are to be started with, besides those that are set.
-pub fn one_host_environment() -> Vec<(&'static str, &'static str)> {
-    missing_of(&ONE_HOST, |name| std::env::var_os(name))
+pub fn one_host_environment() -> Vec<(String, String)> {
+    let missing = missing_of(&ONE_HOST, |name| std::env::var_os(name));
+    missing.into_iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
 }
 
-fn missing_of<'a>(
-    wanted: &[(&'a str, &'a str)],
-    get: impl Fn(&str) -> Option<OsString>,
-) -> Vec<(&'a str, &'a str)> {
+fn missing_of<'a>(wanted: &[(&'a str, &'a str)], get: impl Fn(&str) -> Option<OsString>) -> Vec<(&'a str, &'a str)> {
     wanted.iter().filter(|(name, _)| get(name).is_none()).copied().collect()
 }
 

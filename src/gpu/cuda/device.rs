@@ -3,56 +3,7 @@
 use std::ffi::{CStr, c_int};
 
 use super::driver::{self, Device, Driver};
-use super::modules::MODULES;
 use crate::gpu::GpuError;
-
-/// Which kernels' GEMMs a device runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GemmPath {
-    /// `mma` and `cp.async`: every device from compute capability 8.0 on.
-    Ampere,
-    /// `wgmma` and the tensor memory accelerator: compute capability 9.0 alone.
-    Hopper,
-}
-
-impl GemmPath {
-    /// As the command line has it.
-    pub fn name(self) -> &'static str {
-        match self {
-            GemmPath::Ampere => "ampere",
-            GemmPath::Hopper => "hopper",
-        }
-    }
-
-    /// The path with this name.
-    pub fn from_name(name: &str) -> Option<GemmPath> {
-        [GemmPath::Ampere, GemmPath::Hopper].into_iter().find(|path| path.name() == name)
-    }
-
-    /// What a device of this capability runs: what is asked for, otherwise the best that there is.
-    ///
-    /// # Errors
-    /// [`GpuError::Unavailable`], when it cannot run what is asked for, or nothing at all.
-    pub fn choose(capability: (u32, u32), asked: Option<GemmPath>, device: &str) -> Result<GemmPath, GpuError> {
-        let (major, minor) = capability;
-        if major < 8 {
-            return Err(GpuError::Unavailable(format!(
-                "{device} has compute capability {major}.{minor}, and 8.0 or higher is needed (A100, H100 and newer): \
-                 run on the CPU (--device cpu)"
-            )));
-        }
-        let hopper = major == 9 && MODULES.iter().any(|module| module.name == "layer_hopper");
-        match asked {
-            Some(GemmPath::Hopper) if major != 9 => Err(GpuError::Unavailable(format!(
-                "{device} has compute capability {major}.{minor}, and the Hopper GEMMs run on 9.0 alone: \
-                 leave --gemm out, or say --gemm ampere"
-            ))),
-            Some(path) => Ok(path),
-            None if hopper => Ok(GemmPath::Hopper),
-            None => Ok(GemmPath::Ampere),
-        }
-    }
-}
 
 /// What the driver says of a device.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,6 +24,31 @@ pub struct DeviceInfo {
     pub cooperative: bool,
     /// "0000:07:00.0", as /sys has it.
     pub pci: String,
+}
+
+impl DeviceInfo {
+    /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them.
+    pub fn hopper(&self) -> bool {
+        self.capability.0 == 9
+    }
+
+    /// That the kernels can run on it.
+    ///
+    /// # Errors
+    /// [`GpuError::Unavailable`], with the reason.
+    pub fn usable(&self) -> Result<(), GpuError> {
+        let (DeviceInfo { number, name, .. }, (major, minor)) = (self, self.capability);
+        if major < 8 {
+            return Err(GpuError::Unavailable(format!(
+                "GPU {number} ({name}) has compute capability {major}.{minor}, and 8.0 or higher is needed (A100, H100 \
+                 and newer): run on the CPU (--device cpu)"
+            )));
+        }
+        if !self.cooperative {
+            return Err(GpuError::Unavailable(format!("GPU {number} ({name}) cannot launch kernels cooperatively")));
+        }
+        Ok(())
+    }
 }
 
 /// The visible devices.
@@ -128,15 +104,27 @@ pub fn choose(driver: &Driver, local: usize) -> Result<(Device, DeviceInfo), Gpu
     // SAFETY: sets the number.
     driver.check(unsafe { (driver.cuDeviceGetCount)(&raw mut count) }, || "count the CUDA devices".into())?;
     if count <= 0 {
-        return Err(GpuError::Unavailable(
-            "the CUDA driver sees no device: look at CUDA_VISIBLE_DEVICES, or run on the CPU (--device cpu)".into(),
-        ));
+        return Err(no_device());
     }
     let (device, info) = info(driver, (local % count as usize) as c_int)?;
-    if !info.cooperative {
-        return Err(GpuError::Unavailable(format!("{} cannot launch kernels cooperatively", info.name)));
-    }
+    info.usable()?;
     Ok((device, info))
+}
+
+/// That there is none.
+pub fn no_device() -> GpuError {
+    GpuError::Unavailable(
+        "the CUDA driver sees no device: look at CUDA_VISIBLE_DEVICES, or run on the CPU (--device cpu)".into(),
+    )
+}
+
+/// The share of a device's multiprocessors that MPS gives a process, percent.
+pub const MPS_SHARE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+
+/// Whether NVIDIA's multi-process service (MPS) listens: then processes that share a device run on it at the same time.
+pub fn mps_is_on() -> bool {
+    let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    std::path::Path::new(&pipes).join("control").exists()
 }
 
 /// The multiprocessors that one PE's blocks may fill at the same time as the other PEs' on the device: under MPS the share
@@ -166,25 +154,24 @@ mod tests {
     }
 
     #[test]
-    fn an_old_device_is_refused_and_a_path_it_has_not_too() {
-        let choose = |capability, asked| GemmPath::choose(capability, asked, "GPU 0 (X)").map_err(|e| e.to_string());
-        let volta = choose((7, 0), None).unwrap_err();
-        assert!(volta.contains("GPU 0 (X) has compute capability 7.0") && volta.contains("8.0"), "{volta}");
-        assert_eq!(choose((8, 0), None), Ok(GemmPath::Ampere));
-        assert_eq!(choose((8, 9), None), Ok(GemmPath::Ampere));
-        assert_eq!(choose((9, 0), Some(GemmPath::Ampere)), Ok(GemmPath::Ampere));
-        assert_eq!(choose((9, 0), Some(GemmPath::Hopper)), Ok(GemmPath::Hopper));
-        assert_eq!(choose((10, 0), None), Ok(GemmPath::Ampere));
-        for capability in [(8, 0), (10, 0), (12, 0)] {
-            assert!(choose(capability, Some(GemmPath::Hopper)).unwrap_err().contains("9.0 alone"));
+    fn an_old_device_is_refused() {
+        let device = |capability, cooperative| DeviceInfo {
+            number: 1,
+            name: "X".into(),
+            capability,
+            memory_total: 1 << 30,
+            multiprocessors: 80,
+            shared_bytes_per_block: 96 << 10,
+            cooperative,
+            pci: "0000:07:00.0".into(),
+        };
+        let volta = device((7, 0), true).usable().unwrap_err().to_string();
+        assert!(volta.contains("GPU 1 (X) has compute capability 7.0") && volta.contains("8.0"), "{volta}");
+        let alone = device((9, 0), false).usable().unwrap_err().to_string();
+        assert!(alone.contains("cooperatively"), "{alone}");
+        for capability in [(8, 0), (8, 9), (9, 0), (10, 0)] {
+            assert!(device(capability, true).usable().is_ok());
+            assert_eq!(device(capability, true).hopper(), capability.0 == 9);
         }
-    }
-
-    #[test]
-    fn paths_are_named_as_they_are_asked_for() {
-        for path in [GemmPath::Ampere, GemmPath::Hopper] {
-            assert_eq!(GemmPath::from_name(path.name()), Some(path));
-        }
-        assert_eq!(GemmPath::from_name("volta"), None);
     }
 }

@@ -16,7 +16,7 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 use std::time::{Duration, Instant};
 
-pub use device::{DeviceInfo, GemmPath};
+pub use device::DeviceInfo;
 use driver::{Address, Device, Driver, Handle};
 pub use graph::Graph;
 
@@ -28,13 +28,28 @@ const MARKS: usize = 64;
 /// How often the stream is asked whether it is done, while a limit runs.
 const POLL: Duration = Duration::from_micros(50);
 
-/// How a PE takes its device.
-#[derive(Clone, Debug)]
-pub struct CudaOptions {
-    /// Which GEMMs run; the best that the device has, where nothing is asked for.
-    pub gemm: Option<GemmPath>,
-    /// How long a PE waits for another to come where all must.
-    pub wait_limit: Duration,
+/// What the processes of `pes` PEs on this host are to be started with, besides what is set: for the supervisor, which
+/// finds out here, before any PE runs, whether there is what they need.
+///
+/// # Errors
+/// What is missing, in one line.
+pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
+    let devices = device::devices(driver::driver()?)?;
+    if devices.is_empty() {
+        return Err(device::no_device());
+    }
+    devices.iter().take(pes).try_for_each(DeviceInfo::usable)?;
+    if pes == 1 {
+        return Ok(Vec::new());
+    }
+    nvshmem::find_library()?;
+    let mut environment = nvshmem::one_host_environment();
+    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && pes > devices.len() {
+        // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
+        let share = 100 / pes.div_ceil(devices.len());
+        environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
+    }
+    Ok(environment)
 }
 
 /// A context that is current in the thread that made it, and retained.
@@ -59,8 +74,7 @@ impl Drop for Context {
 pub struct CudaGpu {
     driver: &'static Driver,
     info: DeviceInfo,
-    path: GemmPath,
-    options: CudaOptions,
+    wait_limit: Duration,
     meeting: Box<dyn Meeting>,
     multiprocessors: u32,
     modules: Vec<Handle>,
@@ -74,25 +88,25 @@ pub struct CudaGpu {
 }
 
 impl CudaGpu {
-    /// Takes the device of this PE, on one host with the others of `meeting`, and loads the kernels (collective).
+    /// Takes the device of this PE, on one host with the others of `meeting`, and loads the kernels (collective). A PE waits
+    /// for the others for `wait_limit` at most, here and where memory is made later.
     ///
     /// # Errors
     /// What is missing, in one line: a driver, a device that can, NVSHMEM for several PEs; PEs that do not fit together.
-    pub fn attach(meeting: impl Meeting + 'static, options: &CudaOptions) -> Result<Self, GpuError> {
+    pub fn attach(meeting: impl Meeting + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
         let (my_pe, n_pes) = (meeting.my_pe(), meeting.n_pes());
         let (device, info) = device::choose(driver, my_pe)?;
-        let path = GemmPath::choose(info.capability, options.gemm, &format!("GPU {} ({})", info.number, info.name))?;
-        let sharing = agree(&meeting, &info, path, options.wait_limit)?;
+        let sharing = agree(&meeting, &info, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
-        let percentage = std::env::var("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").ok();
+        let percentage = std::env::var(device::MPS_SHARE).ok();
         let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
 
         let nvshmem = if n_pes > 1 {
             let (place, library) = nvshmem::find_library()?;
             tracing::debug!(pe = my_pe, library = %place.display(), version = ?library.version, "NVSHMEM");
             // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
-            let nvshmem = unsafe { Nvshmem::init(library, &meeting, options.wait_limit) }?;
+            let nvshmem = unsafe { Nvshmem::init(library, &meeting, wait_limit) }?;
             if nvshmem.limited() && my_pe == 0 {
                 tracing::warn!("{sharing} PEs take turns on one GPU without MPS: results hold, times mean nothing");
             }
@@ -104,8 +118,7 @@ impl CudaGpu {
         let mut gpu = CudaGpu {
             driver,
             info,
-            path,
-            options: options.clone(),
+            wait_limit,
             meeting: Box::new(meeting),
             multiprocessors,
             modules: Vec::new(),
@@ -115,15 +128,10 @@ impl CudaGpu {
             nvshmem,
             context,
         };
-        for module in modules::modules_for(path) {
+        for module in modules::modules_for(gpu.info.hopper()) {
             gpu.load(module)?;
         }
         Ok(gpu)
-    }
-
-    /// Which GEMMs run.
-    pub fn path(&self) -> GemmPath {
-        self.path
     }
 
     /// What the driver says of the device.
@@ -136,7 +144,7 @@ impl CudaGpu {
     /// # Errors
     /// [`GpuError::Barrier`]; the driver's.
     pub fn finish(mut self) -> Result<(), GpuError> {
-        self.barrier(self.options.wait_limit)?;
+        self.barrier(self.wait_limit)?;
         if let Some(nvshmem) = self.nvshmem.take() {
             nvshmem.finish();
         }
@@ -194,7 +202,9 @@ impl CudaGpu {
             code => self.driver.check(code, || format!("load the kernels ({})", module.name))?,
         }
         self.modules.push(handle);
-        if module.nvshmem && let Some(nvshmem) = &self.nvshmem {
+        if module.nvshmem
+            && let Some(nvshmem) = &self.nvshmem
+        {
             // SAFETY: loaded into the current context just now, and unloaded after NVSHMEM's end.
             unsafe { nvshmem.add_module(handle, module.name) }?;
         }
@@ -289,9 +299,9 @@ impl Context {
         driver.check(unsafe { (driver.cuDevicePrimaryCtxRetain)(&raw mut context, device) }, what)?;
         // SAFETY: the context is retained; given back where no `Context` comes of it that would.
         unsafe {
-            let made = driver
-                .check((driver.cuCtxSetCurrent)(context), what)
-                .and_then(|()| driver.check((driver.cuStreamCreate)(&raw mut stream, driver::STREAM_NON_BLOCKING), what));
+            let made = driver.check((driver.cuCtxSetCurrent)(context), what).and_then(|()| {
+                driver.check((driver.cuStreamCreate)(&raw mut stream, driver::STREAM_NON_BLOCKING), what)
+            });
             if let Err(error) = made {
                 (driver.cuDevicePrimaryCtxRelease_v2)(device);
                 return Err(error);
@@ -301,18 +311,20 @@ impl Context {
     }
 }
 
-/// That all PEs run the same GEMMs; and how many PEs have this PE's device.
-fn agree(meeting: &dyn Meeting, info: &DeviceInfo, path: GemmPath, limit: Duration) -> Result<usize, GpuError> {
+/// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
+fn agree(meeting: &dyn Meeting, info: &DeviceInfo, limit: Duration) -> Result<usize, GpuError> {
     const BYTES: usize = 33;
     let mut mine = [0; BYTES];
-    mine[0] = path as u8;
-    let pci = info.pci.as_bytes();
-    mine[1..][..pci.len().min(BYTES - 1)].copy_from_slice(&pci[..pci.len().min(BYTES - 1)]);
+    mine[0] = info.hopper().into();
+    mine[1..].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
     let all = meeting.all_gather(&mine, limit)?;
-    let first = all[0];
-    if let Some(pe) = all.chunks(BYTES).position(|of_pe| of_pe[0] != first) {
+    let kind = |of_pe: &[u8]| if of_pe[0] == 1 { "a Hopper" } else { "none" };
+    let first = &all[..BYTES];
+    if let Some((pe, other)) = all.chunks(BYTES).enumerate().find(|(_, of_pe)| of_pe[0] != first[0]) {
         return Err(GpuError::Unavailable(format!(
-            "PE 0 and PE {pe} have devices of different kinds, which run different GEMMs: say --gemm ampere"
+            "the PEs' GPUs must all be Hoppers or none, and PE 0's is {}, PE {pe}'s {}: choose with CUDA_VISIBLE_DEVICES",
+            kind(first),
+            kind(other)
         )));
     }
     Ok(all.chunks(BYTES).filter(|of_pe| of_pe[1..] == mine[1..]).count())
@@ -337,11 +349,7 @@ impl Gpu for CudaGpu {
     fn limits(&self) -> Result<DeviceLimits, GpuError> {
         let (free, total) = self.memory()?;
         Ok(DeviceLimits {
-            // What the layer learns of the kernels that run: of a Hopper that runs Ampere's GEMMs, Ampere's.
-            capability: match (self.path, self.info.capability) {
-                (GemmPath::Ampere, (9, _)) => (8, 0),
-                (_, capability) => capability,
-            },
+            capability: self.info.capability,
             multiprocessors: self.multiprocessors,
             shared_bytes_per_block: self.info.shared_bytes_per_block,
             memory_total: total,
@@ -379,8 +387,8 @@ impl Gpu for CudaGpu {
     fn alloc_symmetric_raw(&self, bytes: u64) -> Result<u64, GpuError> {
         let Some(nvshmem) = &self.nvshmem else { return self.alloc_raw(bytes) };
         // NVSHMEM waits for all PEs without a limit, and frees of this PE may have gone before.
-        self.synchronise_within(self.options.wait_limit)?;
-        self.meeting.barrier(self.options.wait_limit)?;
+        self.synchronise_within(self.wait_limit)?;
+        self.meeting.barrier(self.wait_limit)?;
         match nvshmem.malloc(bytes as usize) {
             0 => Err(self.out_of_memory("symmetric device", bytes)),
             address => Ok(address),
@@ -402,6 +410,19 @@ impl Gpu for CudaGpu {
             Some(nvshmem) => nvshmem.ptr(symmetric, pe),
             None => 0,
         }
+    }
+
+    fn all_reachable(&self) -> Result<bool, GpuError> {
+        if self.nvshmem.is_none() {
+            return Ok(true);
+        }
+        // Whether a heap is mapped is the same for every place in it.
+        let place = self.alloc_symmetric_raw(64)?;
+        let mine = (0..self.n_pes()).all(|pe| self.peer_raw(place, pe) != 0);
+        let all = self.meeting.all_gather(&[mine.into()], self.wait_limit)?;
+        // SAFETY: allocated just now, and used by nobody; all PEs have looked.
+        unsafe { self.free_symmetric_raw(place) };
+        Ok(all.iter().all(|reaches| *reaches == 1))
     }
 
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
@@ -497,19 +518,7 @@ impl Gpu for CudaGpu {
                 )
             } else {
                 let none = ptr::null_mut();
-                (self.driver.cuLaunchKernel)(
-                    function,
-                    grid,
-                    1,
-                    1,
-                    block,
-                    1,
-                    1,
-                    shared_bytes,
-                    stream,
-                    parameters,
-                    none,
-                )
+                (self.driver.cuLaunchKernel)(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, none)
             }
         };
         match code {

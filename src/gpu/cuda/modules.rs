@@ -1,7 +1,5 @@
 //! The kernels, embedded as build.rs made them: one fat binary per translation unit.
 
-use super::GemmPath;
-
 /// The version of CUDA whose nvcc made them, "13.0": the driver has to be of it or newer.
 pub const MADE_BY: &str = env!("ARISTOS_CUDA_VERSION");
 
@@ -26,13 +24,9 @@ pub struct Image<B: ?Sized>(pub B);
 /// All of them.
 pub static MODULES: &[Module] = include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
-/// What a device with this GEMM path loads: of the layer's two modules the one that fits, and the others.
-pub fn modules_for(path: GemmPath) -> impl Iterator<Item = &'static Module> {
-    let other = match path {
-        GemmPath::Ampere => "layer_hopper",
-        GemmPath::Hopper => "layer_ampere",
-    };
-    MODULES.iter().filter(move |module| module.name != other)
+/// What a device loads: all, but for Hopper's where it is none.
+pub fn modules_for(hopper: bool) -> impl Iterator<Item = &'static Module> {
+    MODULES.iter().filter(move |module| hopper || !module.hopper)
 }
 
 #[cfg(test)]
@@ -52,11 +46,8 @@ mod tests {
     }
 
     #[test]
-    fn one_path_s_layer_is_loaded() {
-        for path in [GemmPath::Ampere, GemmPath::Hopper] {
-            let layers = modules_for(path).filter(|module| module.name.starts_with("layer_"));
-            assert!(layers.count() <= 1);
-            assert!(modules_for(path).any(|module| module.name == "smoke"));
-        }
+    fn hopper_s_are_loaded_on_hopper_alone() {
+        assert_eq!(modules_for(true).count(), MODULES.len());
+        assert!(modules_for(false).all(|module| !module.hopper && module.architectures.contains("sm_80")));
     }
 }
