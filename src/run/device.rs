@@ -18,8 +18,9 @@ pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
     match job.request.device {
         #[cfg(feature = "cuda")]
         Device::Cuda => {
-            let gpu = crate::gpu::cuda::open(context)?;
-            run_on(job, context, &gpu)
+            let gpu = cuda(job, context)?;
+            run_on(job, context, &gpu)?;
+            Ok(gpu.finish()?)
         }
         #[cfg(feature = "emulate")]
         Device::Emulated => {
@@ -28,6 +29,15 @@ pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
         }
         other => bail!("this build cannot run a layer on a device of kind {other:?}"),
     }
+}
+
+/// The CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
+#[cfg(feature = "cuda")]
+fn cuda(job: &Job, context: &mut PeContext) -> Result<crate::gpu::cuda::CudaGpu> {
+    use crate::shmem::{ShmTransport, Shmem};
+    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, 0))?;
+    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
+    Ok(crate::gpu::cuda::CudaGpu::attach(shmem, job.request.options.wait_limit)?)
 }
 
 /// The emulated device of this PE, with as much symmetric memory as the job's layer needs.
@@ -45,7 +55,7 @@ fn emulated(job: &Job, context: &mut PeContext) -> Result<crate::gpu::emulated::
         job.max_tokens(),
         job.backward,
         options,
-        &DeviceOptions::default(),
+        &DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() },
         &device.limits(),
     )?;
     let heap = Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, bytes as usize);
@@ -64,7 +74,7 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         job.max_tokens(),
         job.backward,
         options,
-        &DeviceOptions::default(),
+        &DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() },
     )?;
     let (weights, pass) = layer.device_bytes();
     tracing::debug!(pe = me, weights, pass, symmetric = layer.symmetric_bytes(), "the layer is on the device");
