@@ -20,9 +20,6 @@ use crate::shmem::{Heap, ShmTransport, Shmem, Sym, Transport, available_bytes};
 /// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
 
-/// Which device is emulated: "ampere" or "hopper".
-pub const ENV_DEVICE: &str = "ARISTOS_EMULATED_DEVICE";
-
 /// Alignment of device memory, that of CUDA's allocator.
 const ALIGN_BYTES: usize = 256;
 /// A NaN in every element type.
@@ -47,21 +44,6 @@ impl Default for EmulatedDevice {
 }
 
 impl EmulatedDevice {
-    /// The default one, or what [`ENV_DEVICE`] says.
-    ///
-    /// # Errors
-    /// Something else than "ampere" or "hopper" there.
-    pub fn from_env() -> Result<Self, GpuError> {
-        let hopper = match std::env::var(ENV_DEVICE).as_deref() {
-            Err(_) | Ok("ampere") => false,
-            Ok("hopper") => true,
-            Ok(other) => {
-                return Err(GpuError::Unavailable(format!("{ENV_DEVICE} is {other}, expected ampere or hopper")));
-            }
-        };
-        Ok(EmulatedDevice { hopper, ..EmulatedDevice::default() })
-    }
-
     /// What it has, but for symmetric memory.
     pub fn limits(&self) -> DeviceLimits {
         let free = available_bytes().unwrap_or(u64::MAX);
