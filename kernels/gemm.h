@@ -46,6 +46,7 @@ struct GemmTask {
     float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not wanted
     float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
     const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
+    u32 batch;                 // for the scheduler, which gets it back in `done`
 };
 
 // Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so

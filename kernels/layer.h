@@ -131,7 +131,7 @@ struct Counters {
 
 // Words that live over passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
 // the host may set it to ERROR_ABORTED.
-struct Control {
+struct ControlWords {
     ErrorRecord error;
     u32 error_claimed;
     u32 span_count;
@@ -197,7 +197,7 @@ struct Layer {
     Counters counters[2];
     u32* counters_begin[2];  // all words of a set
     u32 counters_words;
-    Control* control;
+    ControlWords* control;
     ErrorRecord* error;      // &control->error
     PassStats* stats;
     BlockStats* block_stats; // [blocks]

@@ -257,7 +257,7 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     info->stats = address(l.stats);
     info->error = address(l.error);
     info->spans = address(l.spans);
-    info->span_count = address(l.control) + offsetof(Control, span_count);
+    info->span_count = address(l.control) + offsetof(ControlWords, span_count);
     layer_launches(l, info->launches);
     if (layer) std::memcpy(layer, &l, sizeof l);
     return 0;
