@@ -73,6 +73,12 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
+// 1 / x to one unit in the last place, in one instruction; a division is ten and a branch.
+DEVICE float inverse_(float x) {
+    float r;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 
 // ---- block and warp
 
