@@ -39,6 +39,7 @@ struct Block {
     State& state;
     char* scratch;        // shared memory that items may use
     u32 set;              // of counters
+    u32 phase;            // PhaseId of the item at hand
     Step step;
 
     DEVICE const Counters& counters() const { return l.counters[set]; }
@@ -51,30 +52,29 @@ DEVICE void add_span(const Layer& l, u64 start, u64 end, u32 phase) {
     if (at < MAX_SPANS) l.spans[at] = {start, end, dev::block(), phase};
 }
 
-DEVICE void enter_now(Block& b, u32 phase) {
-    State& s = b.state;
+DEVICE void enter_now(const Layer& l, const Pass& pass, State& s, u32 phase) {
     if (s.phase == phase) return;
     u64 now = dev::nanoseconds();
     s.phase_ns[s.phase] += now - s.since;
-    if (b.pass.trace && s.phase != PHASE_IDLE) add_span(b.l, s.since, now, s.phase);
+    if (pass.trace && s.phase != PHASE_IDLE) add_span(l, s.since, now, s.phase);
     s.since = now;
     s.phase = phase;
 }
 
 // All threads.
 DEVICE void enter(Block& b, u32 phase) {
-    if (dev::thread() == 0) enter_now(b, phase);
+    b.phase = phase;
+    if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, phase);
 }
 
 // ---- Waits of a block. `word(i)`, for i in [0, count), is waited for by one thread each: it returns whether it came. All
 // threads; what came is visible to all.
 template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
-    u32 phase = b.state.phase;
-    enter(b, PHASE_WAITING);
+    if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
     bool ok = true;
     for (u32 i = dev::thread(); i < count && ok; i += dev::threads()) ok = word(i);
     bool all = !dev::sync_block_or(!ok);
-    enter(b, phase);
+    if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, b.phase);
     return all;
 }
 
@@ -88,7 +88,7 @@ DEVICE u32 take_ticket(Block& b, u32* queue) {
 
 // All threads: has any of them `wrong`? Then the error names the PE.
 DEVICE bool check_peer(Block& b, bool wrong, u32 pe, u32 what, u64 expected, u64 seen, u64 index) {
-    if (wrong) record_error(b.l, ERROR_PROTOCOL, {pe, what, b.state.phase, expected, index}, seen);
+    if (wrong) record_error(b.l, ERROR_PROTOCOL, {pe, what, b.phase, expected, index}, seen);
     return !dev::sync_block_or(wrong);
 }
 

@@ -108,12 +108,13 @@ struct Batches {
 };
 
 // The order of the items of a step, see schedule.h. GEMM tasks: entry i has tickets [entry_ticket[i], entry_ticket[i + 1]).
-constexpr u32 COMM_CLASSES = 8;
+constexpr u32 COMM_CLASSES = 7;
 constexpr u32 GRAD_ENTRIES = 3;  // of a batch: gate, up, down
 struct Queue {
     u32* comm_end;         // [COMM_CLASSES]: communication tickets of a class and those before it
     u32* entry_ticket;     // [max_entries + 1]
     u32* entry_what;       // [max_entries]: see schedule.h
+    u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
     u32* segment_prefix;   // [2][segments + 1]: tasks of the first and of the second GEMM before a segment
 };
 
