@@ -262,6 +262,7 @@ pub(super) mod tests {
             expert_rows: expert_rows.map(|(expert, rows)| ExpertRows { expert, rows }).to_vec(),
             symmetric: SymmetricMemory { used_bytes: 100, peak_bytes: 200 - pe as u64, budget_bytes: 400 },
             spans: Vec::new(),
+            ..PeReport::default()
         };
         let first = pe(0, [0.1, 0.3, 0.9], [(0, 10), (1, 400)]);
         let second = pe(1, [0.5, 0.6, 0.4], [(2, 0), (3, 190)]);

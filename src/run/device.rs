@@ -44,9 +44,9 @@ fn cuda(job: &Job, context: &mut PeContext) -> Result<crate::gpu::cuda::CudaGpu>
 #[cfg(feature = "emulate")]
 fn emulated(job: &Job, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
     use crate::gpu::emulated::{EmulatedDevice, attach};
-    use crate::moe::device::{DeviceOptions, symmetric_bytes};
+    use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
     use crate::shmem::{ShmTransport, Shmem};
-    let device = EmulatedDevice::from_env()?;
+    let device = EmulatedDevice { hopper: job.request.gemm == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
     let options = &job.request.options;
     let bytes = symmetric_bytes(
         &job.config,
