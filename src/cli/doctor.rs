@@ -1,5 +1,7 @@
 //! `aristos doctor`.
 
+use std::io::Write;
+
 use anyhow::{Result, bail};
 
 use crate::doctor::{Facts, cpu_runs, examine, render, to_json};
@@ -16,11 +18,9 @@ pub struct Args {
 /// Prints the findings; `false` when something is missing that a run on the CPU needs.
 pub fn supervise(args: &Args) -> Result<bool> {
     let findings = examine(&Facts::gather());
-    if args.json {
-        println!("{:#}", to_json(&findings));
-    } else {
-        print!("{}", render(&findings));
-    }
+    let text = if args.json { format!("{:#}\n", to_json(&findings)) } else { render(&findings) };
+    // Who reads the first lines only, as `head` does, has what it wanted.
+    let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(cpu_runs(&findings))
 }
 
