@@ -138,7 +138,10 @@ fn compile(tools: &Toolchain, root: &Path, made: &Path, module: &Module) -> Resu
     let done = nvcc.output().map_err(|error| format!("cannot run {}: {error}", tools.nvcc.display()))?;
     let (words, errors) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
     if !done.status.success() {
-        return Err(format!("nvcc failed for kernels/{}.cu ({}):\n{words}{errors}", module.name, done.status));
+        let all = format!("{words}{errors}");
+        let first =
+            all.lines().find(|line| line.contains("error") || line.contains("fatal")).unwrap_or("no reason given");
+        return Err(format!("nvcc failed for kernels/{}.cu ({}): {first}\n{all}", module.name, done.status));
     }
     for line in words.lines().chain(errors.lines()).filter(|line| line.contains("warning")) {
         println!("cargo::warning=kernels/{}.cu: {line}", module.name);
