@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
@@ -146,6 +146,7 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
         let samples = match dtype {
             Dtype::F32 => measure::<_, f32>(bench, &source, &shmem, context, part)?,
             Dtype::Bf16 => measure::<_, bf16>(bench, &source, &shmem, context, part)?,
+            Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
         };
         context.send(&serde_json::to_vec(&samples)?)?;
     }

@@ -1,0 +1,160 @@
+//! One PE's part of the main job on a device.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail};
+
+use super::pe::{self, Message, Results};
+use super::{Device, Job};
+use crate::checkpoint::InputTensor;
+use crate::gpu::{Buffer, Gpu};
+use crate::launch::PeContext;
+use crate::moe::device::{DeviceLayer, DeviceOptions, PassOutcome, to_elements};
+use crate::moe::{Gradients, metrics};
+use crate::report::{PeReport, Span, StepReport, SymmetricMemory};
+
+/// Runs this PE's part and does not return before all is reported.
+pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
+    match job.request.device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda => {
+            let gpu = cuda(job, context)?;
+            run_on(job, context, &gpu)?;
+            Ok(gpu.finish()?)
+        }
+        #[cfg(feature = "emulate")]
+        Device::Emulated => {
+            let gpu = emulated(job, context)?;
+            run_on(job, context, &gpu)
+        }
+        other => bail!("this build cannot run a layer on a device of kind {other:?}"),
+    }
+}
+
+/// The CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
+#[cfg(feature = "cuda")]
+fn cuda(job: &Job, context: &mut PeContext) -> Result<crate::gpu::cuda::CudaGpu> {
+    use crate::shmem::{ShmTransport, Shmem};
+    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, 0))?;
+    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
+    Ok(crate::gpu::cuda::CudaGpu::attach(shmem, job.request.options.wait_limit)?)
+}
+
+/// The emulated device of this PE, with as much symmetric memory as the job's layer needs.
+#[cfg(feature = "emulate")]
+fn emulated(job: &Job, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
+    use crate::gpu::emulated::{EmulatedDevice, attach};
+    use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
+    use crate::shmem::{ShmTransport, Shmem};
+    let device = EmulatedDevice { hopper: job.request.gemm == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
+    let options = &job.request.options;
+    let bytes = symmetric_bytes(
+        &job.config,
+        &job.placement,
+        job.request.dtype,
+        job.max_tokens(),
+        job.backward,
+        options,
+        &DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() },
+        &device.limits(),
+    )?;
+    let heap = Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, bytes as usize);
+    let segments = context.exchange_segments(heap)?;
+    Ok(attach(Shmem::new(ShmTransport::new(context.my_pe(), segments)?), &device)?)
+}
+
+fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
+    let (me, dtype) = (context.my_pe(), job.request.dtype);
+    let options = job.request.options.clone();
+    let mut layer = DeviceLayer::new(
+        gpu,
+        job,
+        job.placement.clone(),
+        dtype,
+        job.max_tokens(),
+        job.backward,
+        options,
+        &DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() },
+    )?;
+    let (weights, pass) = layer.device_bytes();
+    tracing::debug!(pe = me, weights, pass, symmetric = layer.symmetric_bytes(), "the layer is on the device");
+    if job.request.trace.is_some() {
+        layer.record_spans();
+    }
+    let tokens = job.tokens_of(me);
+    let rows = |tensor: InputTensor, name: &str| -> Result<Buffer<'_>> {
+        Ok(Buffer::from_slice(gpu, &to_elements(&job.rows(tensor, tokens.clone())?, dtype, name)?)?)
+    };
+    let elements = tokens.len() * job.config.hidden;
+    let x = rows(InputTensor::HiddenStates, "hidden_states")?;
+    let output = Buffer::new(gpu, (elements * size_of::<f32>()) as u64)?;
+    let gradients = if job.backward {
+        let grad_input = Buffer::new(gpu, (elements * size_of::<f32>()) as u64)?;
+        Some((rows(InputTensor::GradOutput, "grad_output")?, grad_input))
+    } else {
+        None
+    };
+
+    let report = PeReport {
+        pe: me,
+        tokens: tokens.len() as u64,
+        device: gpu.name(),
+        gemm: Some(layer.path().name().to_string()),
+        ..PeReport::default()
+    };
+    let mut message = Message { report, losses: BTreeMap::new() };
+    let report = &mut message.report;
+    let mut sent = metrics::Traffic::default();
+    let mut all_reduce_bytes = 0;
+    let mut chosen = Vec::new();
+    for step in 0..job.request.steps {
+        let mut take = |outcome: PassOutcome, spans: &mut Vec<Span>| {
+            sent.add(&outcome.traffic);
+            all_reduce_bytes += outcome.all_reduce_bytes;
+            spans.extend(outcome.spans.iter().map(|s| Span {
+                name: s.span.phase.name().to_string(),
+                start_ns: s.span.start_ns,
+                dur_ns: s.span.dur_ns,
+                step: step as u64,
+                track: s.block.into(),
+            }));
+            pe::pass_times(&outcome.phases_s, outcome.rounds)
+        };
+        context.status().set_progress(step as u64, job.request.steps as u64);
+        context.status().set_phase(pe::DEVICE_FORWARD);
+        let mut saved = layer.forward(&x, tokens.len(), &output)?;
+        let forward = take(layer.finish(&saved)?, &mut report.spans);
+        if step + 1 == job.request.steps {
+            chosen = layer.chosen(&saved)?;
+            report.expert_rows = pe::expert_rows(job, me, layer.expert_rows(&saved)?.into_iter().map(u64::from));
+            message.losses = pe::losses(job, &layer.load(&saved)?);
+        }
+        let mut backward = None;
+        if let Some((grad_output, grad_input)) = &gradients {
+            context.status().set_phase(pe::DEVICE_BACKWARD);
+            layer.backward(&mut saved, &x, grad_output, grad_input)?;
+            backward = Some(take(layer.finish(&saved)?, &mut report.spans));
+        }
+        layer.recycle(saved);
+        report.steps.push(StepReport { forward, backward });
+    }
+    report.traffic = pe::traffic(&sent, all_reduce_bytes);
+    let symmetric = layer.symmetric_bytes();
+    report.symmetric = SymmetricMemory {
+        used_bytes: symmetric,
+        peak_bytes: symmetric,
+        budget_bytes: gpu.limits()?.symmetric_total.max(symmetric),
+    };
+
+    let mut grad_input = Vec::new();
+    let mut grads = Gradients::default();
+    if let Some((_, on_device)) = &gradients {
+        grad_input = on_device.read_vec(0, elements)?;
+        grads = layer.gradients()?;
+    }
+    let output: Vec<f32> = output.read_vec(0, elements)?;
+    let results = Results { output: &output, grad_input: &grad_input, grads: &grads, chosen: &chosen };
+    pe::report_and_write(job, context, &message, &results)?;
+    // No PE may end while another's kernels still reach into its memory.
+    Ok(layer.free()?)
+}
