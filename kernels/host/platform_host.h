@@ -221,9 +221,10 @@ void mbarrier_arrive(u64* bar);
 void mbarrier_arrive_expect(u64* bar, u32 bytes);
 bool mbarrier_test(u64* bar, u32 parity);
 void mbarrier_wait(u64* bar, u32 parity);
-DEVICE void fence_proxy_async() {}
+void fence_proxy_async();
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 DEVICE void tma_prefetch(const TensorMap*) {}
+DEVICE void tensor_map_fence(const TensorMap*) {}
 
 void wgmma_fence();
 void wgmma_commit();
