@@ -1,6 +1,7 @@
 // The layer's persistent kernels: forward and backward of small layers on one and several PEs, against sums in float64.
 // Routing is the layer's own (route_test.cpp checks it): what it chose is read back.
 #include "../layer_ampere.cu"
+#include "../layer_hopper.cu"
 #include "../routing.cu"
 #include "route_world.h"
 
@@ -21,7 +22,7 @@ struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
     u32 shared = 0, bias = 0, gated = 1, window_chunks = 0, chunk_rows = 16, bulk = 0, skew = 0, idle_pe = NONE, passes = 2;
     u32 comm_blocks = 1, blocks = 3, training = 1;
-    bool network = false;
+    bool network = false, hopper = false;
     u64 seed = 1;
 };
 
@@ -33,6 +34,7 @@ struct Test {
     std::vector<std::vector<MlpWeights>> weights;    // by PE
     std::vector<std::vector<std::vector<float>>> gradients;  // by PE: six per expert
     std::vector<std::vector<u16>> grad_output;
+    std::vector<std::vector<TensorMap>> maps;
 
     float uniform() { return float(random() % 20001) / 10000.0f - 1.0f; }
     std::vector<u16> matrix(u64 count, float scale) {
@@ -98,12 +100,26 @@ struct Test {
             p.gradients = g;
             p.tables.gradients = p.gradients.data();
             p.tables.weights = weights[pe].data();
+            if (o.hopper) {
+                maps.emplace_back();
+                for (const MlpWeights& m : weights[pe]) {
+                    u32 n = m.up == experts.back().up.data() ? s.shared_intermediate : o.intermediate;
+                    map(maps.back(), m.gate, n, o.hidden), map(maps.back(), m.up, n, o.hidden), map(maps.back(), m.down, o.hidden, n);
+                }
+                p.tables.tensor_maps = maps.back().data();
+            }
             p.tables.router_f32 = p.router_f32.data();
             p.tables.shared_gate = s.shared_gate ? p.gate.data() : nullptr;
             p.tables.router = p.router.data();
             aristos_layer(&p.s, &p.tables, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
         }
     }
+    void map(std::vector<TensorMap>& to, const void* weights, u32 rows, u32 columns) const {
+        to.emplace_back();
+        if (weights && aristos_host_tensor_map(&to.back(), reinterpret_cast<u64>(weights), rows, columns, columns * 2, 64, 64, 2))
+            fail(aristos_host_error());
+    }
+
     double wide(u16 v) const { return widen(v, o.dtype); }
 
     // One token through one expert; with `dy`, gradients too: of x into `dx`, of the weights into `d`, and <dy, y>.
@@ -182,12 +198,12 @@ struct Test {
                 Pass p = w->pass(pe, number, forward, tokens[pe]);
                 p.output = out[pe].data();
                 bool ok = w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p) &&
-                          w->launch(pe, KERNEL_FORWARD, "aristos_forward", p);
+                          w->launch(pe, KERNEL_FORWARD, o.hopper ? "aristos_forward_hopper" : "aristos_forward", p);
                 if (!ok || !o.training) return;
                 p.pass++;
                 p.grad_output = grad_output[pe].data();
                 p.output = dx[pe].data();
-                w->launch(pe, KERNEL_BACKWARD, "aristos_backward", p);
+                w->launch(pe, KERNEL_BACKWARD, o.hopper ? "aristos_backward_hopper" : "aristos_backward", p);
             });
             for (u32 pe = 0; pe < o.n_pes; pe++) {
                 const ErrorRecord& e = *w->pes[pe]->layer().error;
@@ -280,6 +296,8 @@ int main(int argc, char** argv) {
     add("network_rounds", [](Options& o) { o.n_pes = 2, o.network = true, o.chunk_rows = 8, o.window_chunks = 1; });
     add("bulk", [](Options& o) { o.n_pes = 2, o.bulk = 1, o.shared = 1; });
     add("bulk_rounds", [](Options& o) { o.n_pes = 3, o.bulk = 1, o.chunk_rows = 8, o.window_chunks = 1, o.skew = 1; });
+    add("hopper", [](Options& o) { o.hopper = true, o.n_pes = 2, o.shared = 1, o.bias = 1; });
+    add("hopper_rounds", [](Options& o) { o.hopper = true, o.n_pes = 2, o.chunk_rows = 8, o.window_chunks = 1, o.dtype = DTYPE_BF16; });
     for (const Named& n : all) {
         bool wanted = argc < 2;
         for (int i = 1; i < argc; i++) wanted = wanted || std::strcmp(argv[i], n.name) == 0;
