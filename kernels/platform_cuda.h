@@ -23,6 +23,8 @@
 #define KERNEL(name, max_threads, min_blocks) extern "C" __global__ void __launch_bounds__(max_threads, min_blocks) name
 #define REGISTER_KERNEL(name)
 #define UNROLL _Pragma("unroll")
+// A function of its own, so that its registers are not those of its caller's loops.
+#define OUTLINE static __device__ __noinline__
 
 namespace aristos::dev {
 

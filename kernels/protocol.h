@@ -60,6 +60,9 @@ DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
 }
 
 // ---- Errors and waits.
+// A block that waits for another one of its PE is longer patient than that one is with a peer, whose name is what the user wants.
+constexpr u32 LOCAL_PATIENCE = 4;
+
 struct Waiting {
     u32 pe;
     u32 what;   // ErrorWhat
@@ -85,7 +88,7 @@ DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
 DEVICE bool aborted(const Layer& l) { return dev::load_relaxed(&l.error->kind) != ERROR_NONE; }
 
 // One thread. `poll(seen)` says whether it is there, and gives what it saw.
-template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll) {
+template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll, u32 patience = 1) {
     u64 seen = 0;
     if (poll(seen)) return true;
     u64 start = dev::nanoseconds();
@@ -93,7 +96,7 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
         dev::pause();
         if (poll(seen)) return true;
         if (aborted(l)) return false;
-        if (dev::nanoseconds() - start > l.shape.wait_limit_ns) {
+        if (dev::nanoseconds() - start > patience * l.shape.wait_limit_ns) {
             record_error(l, ERROR_TIMEOUT, w, seen);
             return false;
         }
@@ -114,11 +117,11 @@ DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase,
     return wait_until(l, w, [&](u64& seen) {
         seen = dev::load_acquire(word);
         return seen >= expected;
-    });
+    }, LOCAL_PATIENCE);
 }
 
 // All threads of all blocks. False: aborted, for at least this block.
-DEVICE bool grid_barrier(const Layer& l) {
+OUTLINE bool grid_barrier(const Layer& l) {
     dev::sync_block();
     bool ok = true;
     if (dev::thread() == 0) {
@@ -129,7 +132,7 @@ DEVICE bool grid_barrier(const Layer& l) {
         ok = wait_until(l, w, [&](u64& seen) {
             seen = dev::load_acquire(&l.control->barrier);
             return seen >= w.expected;
-        });
+        }, LOCAL_PATIENCE);
         dev::fence_gpu();
     }
     return !dev::sync_block_or(!ok);
@@ -137,7 +140,7 @@ DEVICE bool grid_barrier(const Layer& l) {
 
 // All threads of all blocks of all PEs; bulk mode only. One word for each of a step's three barriers: between two uses of a
 // word every PE passes another barrier, so its first value has arrived before the second is set.
-DEVICE bool pe_barrier(const Layer& l, const Pass& pass, u32 which, u32 step) {
+OUTLINE bool pe_barrier(const Layer& l, const Pass& pass, u32 which, u32 step) {
     if (!grid_barrier(l)) return false;
     bool ok = true;
     u32 n = l.shape.n_pes, me = l.shape.my_pe;
