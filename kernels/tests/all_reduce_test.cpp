@@ -51,7 +51,7 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed) {
 void missing() {
     LayerShape s = shape();
     s.n_pes = 3;
-    s.wait_limit_ns = 200'000'000;
+    s.wait_limit_ns = 2'000'000'000;
     World w(s, [](u32 e) { return e % 3; });
     w.all([&](u32 pe) {
         if (pe != 1) w.launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", w.pass(pe, 1, 1, 0));
