@@ -1,1 +1,3 @@
 // Every kernel of the library. A kernel's source is included here and compiled by nvcc on its own.
+#include "../layer_ampere.cu"
+#include "../routing.cu"
