@@ -12,10 +12,12 @@ struct ValueSlope { float value, slope; };
 DEVICE float at_least(float x, float low) { return x < low ? low : x; }
 DEVICE float at_most(float x, float high) { return x > high ? high : x; }
 
+constexpr float LOG2_E = 1.442695041f;
+
 // s = 1 / (1 + e^-x) for -88 <= x <= 86.5, and 1 - s without the loss of a subtraction.
 struct Logistic { float s, rest; };
 DEVICE Logistic logistic(float x) {
-    float e = dev::exp_(-x);
+    float e = dev::exp2_(x * -LOG2_E);
     float s = dev::inverse_(1.0f + e);
     return {s, e * s};
 }
@@ -43,7 +45,7 @@ struct Gelu {
         p = p * t + 9.99135e-2f;
         p = p * t + 1.2075395e-1f;
         p = p * t + 1.196293e-1f;
-        float e = dev::exp_(z * z * -0.5f);
+        float e = dev::exp2_(z * z * (-0.5f * LOG2_E));
         float tail = e * t * p, density = e * 0.3989423f;
         // x Phi(x) = max(x, 0) - |x| Phi(-|x|), and its derivative below 0 is Phi(-z) - z density.
         float below = tail - z * density;

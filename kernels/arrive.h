@@ -120,7 +120,7 @@ DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
 }
 
 // Chunk number `index` of the round, of those from `source`.
-DEVICE bool arrive_chunk(Block& b, u32 source, u32 index) {
+OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
@@ -158,7 +158,7 @@ DEVICE bool arrive_chunk(Block& b, u32 source, u32 index) {
 }
 
 // The shared expert's rows: this PE's tokens.
-DEVICE bool arrive_shared(Block& b, u32 item) {
+OUTLINE bool arrive_shared(Block& b, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_DISPATCH);
     u32 tile_m = l.shape.tile_m, first_tile = item * SHARED_TILES;

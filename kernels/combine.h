@@ -49,7 +49,7 @@ template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 p
 }
 
 // ---- Chunk number `index` of the round, of those from `source`: its partial sums go back.
-template <class T> DEVICE bool return_chunk(Block& b, u32 source, u32 index) {
+template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
@@ -188,7 +188,7 @@ template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row,
     }
 }
 
-template <class T> DEVICE bool final_sum(Block& b, u32 item) {
+template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_COMBINE);
     u32 n = l.shape.n_pes, first = item * FINAL_TOKENS;
@@ -238,7 +238,7 @@ template <class T> DEVICE bool final_sum(Block& b, u32 item) {
 // ---- Gradients that are no GEMM.
 
 // Some columns of the gradients of a batch's biases: sums over its slots, in order.
-template <class T> DEVICE bool bias_gradient(Block& b, u32 item) {
+template <class T> OUTLINE bool bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     u32 n = l.shape.n_local, routed = l.shape.bias && b.step.receives ? n * bias_items(l, 0) : 0;
     u32 batch = item < routed ? item / bias_items(l, 0) : n;
@@ -283,7 +283,7 @@ template <class T> DEVICE bool bias_gradient(Block& b, u32 item) {
 }
 
 // Some elements of one matrix's gradient, of a batch without slots.
-DEVICE void zero_gradient(Block& b, u32 item) {
+OUTLINE void zero_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);
     u32 pieces = zero_pieces(l), batch = l.queue.empty[item / zero_items(l)];

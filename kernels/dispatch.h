@@ -188,7 +188,7 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
 // Sends of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE begins with the next one, so that they do
 // not all write to PE 0 first.
 DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.window_chunks); }
-DEVICE bool send(Block& b, u32 item) {
+OUTLINE bool send(Block& b, u32 item) {
     u32 n = b.l.shape.n_pes;
     u32 pe = (b.l.shape.my_pe + 1 + item % n) % n;
     return item < n ? send_header(b, pe) : send_chunk(b, pe, item / n - 1);

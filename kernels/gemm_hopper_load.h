@@ -75,10 +75,11 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
     constexpr u32 GROUPS = TILE_M / 4, TURNS = (GROUPS + COPY_WARPS - 1) / COPY_WARPS;
     static_assert(TURNS * 4 <= 64, "two pointers a lane");
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
+    const RowSource<T> rows = a_rows<T>(t);
     const T* held[2];
     UNROLL for (u32 j = 0; j < 2; j++) {
         u32 of_warp = lane + 32 * j, line = (warp + of_warp / 4 * COPY_WARPS) * 4 + of_warp % 4;
-        held[j] = line < TILE_M ? a_row<T>(t, t.m0 + line) : nullptr;
+        held[j] = line < TILE_M ? rows.row(t.m0 + line) : nullptr;
     }
     const u32 place = swizzled(warp * 4 + sub, piece);
     publish_all(l);  // of the tile before, while these pointers arrive
@@ -126,16 +127,16 @@ template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
     const bool inside[2] = {column < limit, column + PANEL < limit};
     const u32 place = warp * (2 * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: of this stage, and of the next one, which are on their way.
+    const RowSource<T> rows = warp == 0 ? a_rows<T>(t) : b_rows_by_k<T>(t);
     const T* next[2];
-    UNROLL for (u32 j = 0; j < 2; j++) next[j] = warp == 0 ? a_row<T>(t, lane + 32 * j) : b_row<T>(t, lane + 32 * j);
+    UNROLL for (u32 j = 0; j < 2; j++) next[j] = rows.row(lane + 32 * j);
     publish_all(l);
 
     for (u32 k = 0; k < t.rows; k += TILE_K) {
         const T* held[2];
         UNROLL for (u32 j = 0; j < 2; j++) {
-            u32 i = k + TILE_K + lane + 32 * j;
             held[j] = next[j];
-            next[j] = warp == 0 ? a_row<T>(t, i) : b_row<T>(t, i);
+            next[j] = rows.row(k + TILE_K + lane + 32 * j);
         }
         char* stage = begin_stage(l);
         if (dev::thread() == 0) dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.begun)]);  // in place of TMA

@@ -150,7 +150,7 @@ DEVICE void place_slots(Block& b) {
 }
 
 // The item: in a step that receives nothing there is still a queue. Gradients have the places that the step before gave.
-DEVICE bool make_layout(Block& b) {
+OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {
         if (!read_headers(b)) return false;

@@ -148,7 +148,7 @@ template <class Path> DEVICE bool run_steps(Block& b, bool backward) {
 }
 
 // All blocks of the kernel end here, whatever happened; the last one adds up what they counted.
-DEVICE void leave(Block& b, bool backward) {
+OUTLINE void leave(Block& b, bool backward) {
     const Layer& l = b.l;
     constexpr u32 WORDS = sizeof(PassStats) / sizeof(u64);
     dev::sync_block();

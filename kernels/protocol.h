@@ -118,7 +118,7 @@ DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase,
 }
 
 // All threads of all blocks. False: aborted, for at least this block.
-DEVICE bool grid_barrier(const Layer& l) {
+OUTLINE bool grid_barrier(const Layer& l) {
     dev::sync_block();
     bool ok = true;
     if (dev::thread() == 0) {
@@ -137,7 +137,7 @@ DEVICE bool grid_barrier(const Layer& l) {
 
 // All threads of all blocks of all PEs; bulk mode only. One word for each of a step's three barriers: between two uses of a
 // word every PE passes another barrier, so its first value has arrived before the second is set.
-DEVICE bool pe_barrier(const Layer& l, const Pass& pass, u32 which, u32 step) {
+OUTLINE bool pe_barrier(const Layer& l, const Pass& pass, u32 which, u32 step) {
     if (!grid_barrier(l)) return false;
     bool ok = true;
     u32 n = l.shape.n_pes, me = l.shape.my_pe;

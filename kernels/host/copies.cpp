@@ -53,6 +53,7 @@ void complete(Block& block, const TmaLoad& load) {
             // 128-byte swizzle: address bits 4 to 6 are XORed with bits 7 to 9.
             const u32 plain = block.shared_address(load.to) + (r * pieces + p) * 16;
             char* to = block.window + (plain ^ (plain >> 7 & 7) << 4);
+            block.unfenced[block.shared_address(to) / 16] = 0;
             for (u32 e = 0; e < per_piece; ++e) {
                 const long long row = load.row + static_cast<long long>(r);
                 const long long col = load.col + static_cast<long long>(p * per_piece + e);
@@ -104,6 +105,9 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
         const Vec16 zeros{};
         if (copy.valid) tsan::reads(copy.from, 16);
         tsan::writes(copy.to, 16);
+        const u32 piece = fiber->home->shared_address(copy.to) / 16;
+        fiber->home->unfenced[piece] = u16(fiber->thread + 1);
+        fiber->unfenced.push_back(piece);
         __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
     }
     fiber->copies.resize(kept);
@@ -146,6 +150,14 @@ void cp_async_commit() {
 void cp_async_wait_group(u32 n) {
     Fiber* fiber = self();
     finish_copies(fiber, fiber->copy_groups > n ? fiber->copy_groups - n : 0, false);
+}
+
+void fence_proxy_async() {
+    Fiber* fiber = self();
+    for (u32 piece : fiber->unfenced) {
+        if (fiber->home->unfenced[piece] == fiber->thread + 1) fiber->home->unfenced[piece] = 0;
+    }
+    fiber->unfenced.clear();
 }
 
 void mbarrier_init(u64* bar, u32 count) {

@@ -10,6 +10,7 @@
 #define ARISTOS_HOPPER 1
 #define DEVICE inline __attribute__((always_inline))
 #define UNROLL
+#define OUTLINE inline
 #define KERNEL(name, max_threads, min_blocks)                               \
     inline constexpr ::aristos::u32 max_threads_of_##name = (max_threads); \
     extern "C" void name
@@ -109,6 +110,7 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
+DEVICE float exp2_(float x) { return exp2f(x); }
 DEVICE float inverse_(float x) { return 1.0f / x; }
 
 // ---- block and warp (simt.cpp)
@@ -219,9 +221,10 @@ void mbarrier_arrive(u64* bar);
 void mbarrier_arrive_expect(u64* bar, u32 bytes);
 bool mbarrier_test(u64* bar, u32 parity);
 void mbarrier_wait(u64* bar, u32 parity);
-DEVICE void fence_proxy_async() {}
+void fence_proxy_async();
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 DEVICE void tma_prefetch(const TensorMap*) {}
+DEVICE void tensor_map_fence(const TensorMap*) {}
 
 void wgmma_fence();
 void wgmma_commit();

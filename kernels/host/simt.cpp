@@ -112,6 +112,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     queue_head = queue_size = 0;
     // Whoever reads what nobody wrote shall see it: NaN in every format.
     raw_fill(window, 0xff, SHARED_START + launch->shared_bytes);
+    raw_fill(unfenced, 0, sizeof unfenced);
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
 
     for (u32 i = 0; i < threads; ++i) start_fiber(fibers[i].get());
@@ -143,6 +144,7 @@ void Block::start_fiber(Fiber* fiber) {
     fiber->wait = Wait::NOTHING;
     fiber->copy_groups = 0;
     fiber->copies.clear();
+    fiber->unfenced.clear();
     fiber->wgmma = WgmmaThread{};
     if (!fiber->tsan_fiber) fiber->tsan_fiber = tsan::create_fiber();
     char* stack = stacks + i * STACK_BYTES;

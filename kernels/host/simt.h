@@ -71,6 +71,7 @@ struct Fiber : dev::ThreadContext {
     Operands operands;
     u32 copy_groups;            // committed by cp.async
     UntrackedVector<Copy> copies;   // under way
+    UntrackedVector<u32> unfenced;  // pieces of the shared window that cp.async wrote since the last fence_proxy_async
     WgmmaThread wgmma;
 };
 
@@ -130,6 +131,8 @@ struct Block {
     std::vector<WgmmaGroup> warpgroups;
     Barrier barriers[16];
     UntrackedVector<TmaLoad> loads;
+    // Of each 16-byte piece: 1 + the thread whose cp.async wrote it and has not fenced since, otherwise 0.
+    u16 unfenced[(SHARED_START + MAX_SHARED) / 16];
     u64 turn = 0, next_load_due = 0;
     u64 pauses = 0, idle_rounds = 0;
 

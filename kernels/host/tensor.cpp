@@ -98,6 +98,10 @@ void read_operand(Block& block, u64 descriptor, u32 rows, bool trans, bool bf16,
                        static_cast<long long>(at) - SHARED_START, block.launch->shared_bytes,
                        static_cast<unsigned long long>(descriptor));
         }
+        if (block.unfenced[at / 16] != 0) {
+            block.fail("wgmma reads what thread %u's cp.async wrote at %u, without fence_proxy_async in between",
+                       block.unfenced[at / 16] - 1, at - SHARED_START);
+        }
         __builtin_memcpy(values, block.window + at, 16);
     };
     u16 values[8];
