@@ -42,14 +42,17 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
     return true;
 }
 
+DEVICE u32* placed_flag(const Block& b, u32 source, u32 index) {
+    return b.counters().placed + u64(source) * b.l.shape.window_chunks + index;
+}
 // All threads, when the rows of a chunk and their slots are where GEMM tasks look for them: counts them towards their tiles.
-DEVICE void count_arrived(Block& b, const ChunkTables& t, u32 rows) {
+DEVICE void count_arrived(Block& b, u32 source, u32 index, const ChunkTables& t, u32 rows) {
     const Layer& l = b.l;
     dev::sync_block();
+    if (dev::thread() == 0) dev::store_release(placed_flag(b, source, index), 1);
     u32 slots = t.row_start[rows];
-    dev::fence_gpu();
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
-        dev::fetch_add(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
+        dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
 }
 
 // The own rows of a chunk: they stay in the layer's input.
@@ -130,7 +133,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
     if (source == l.shape.my_pe) {
         if (!arrive_own(b, chunk, rows, t)) return false;
-        count_arrived(b, t, rows);
+        count_arrived(b, source, index, t, rows);
         acknowledge(b, source, chunk);
         return true;
     }
@@ -152,7 +155,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
             copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
     }
-    count_arrived(b, t, rows);
+    count_arrived(b, source, index, t, rows);
     acknowledge(b, source, chunk);
     return true;
 }
@@ -171,11 +174,10 @@ OUTLINE bool arrive_shared(Block& b, u32 item) {
         if (b.step.mode == MODE_GRADIENT) l.batches.shared.grad_row[t] = grad + u64(t) * l.sizes.row_bytes;
     }
     dev::sync_block();
-    dev::fence_gpu();
     u32 tile = dev::thread(), begin = first + tile * tile_m;
     if (tile < SHARED_TILES && begin < end) {
         u32 rows = end - begin < tile_m ? end - begin : tile_m;
-        dev::fetch_add(b.counters().arrived + l.batches.tile[l.shape.n_local] + first_tile + tile, rows);
+        dev::fetch_add_acq_rel(b.counters().arrived + l.batches.tile[l.shape.n_local] + first_tile + tile, rows);
     }
     return true;
 }

@@ -6,19 +6,24 @@
 
 namespace aristos {
 
+// Functions of their own, and nothing kept in registers: the products want every one.
+OUTLINE bool next_task(Block& b) { return scheduler_of(b).next(b.state.task); }
+OUTLINE void task_done(Block& b) { scheduler_of(b).done(b.state.task); }
+
 template <class T> struct AmperePath {
     using Element = T;
     static constexpr u32 SHARED_BYTES = AmpereTile::SHARED_BYTES;
     static_assert(SHARED_BYTES + STATE_BYTES <= AMPERE_SHARED && AmpereTile::THREADS == AMPERE_THREADS, "launch.h");
     static_assert(AmpereTile::M == AMPERE_TILE_M && AmpereTile::N == AMPERE_TILE_N, "launch.h");
 
-    static DEVICE void run(Scheduler& scheduler, State& state, char* shared) {
+    static DEVICE void run(Block& b) {
+        State& state = *reinterpret_cast<State*>(dev::shared() + SHARED_BYTES);
         for (;;) {
-            if (dev::thread() == 0) state.more = scheduler.next(state.task);
+            if (dev::thread() == 0) state.more = next_task(b);
             dev::sync_block();
             if (!state.more) return;
-            gemm_task_ampere<T>(state.task, shared);
-            if (dev::thread() == 0) scheduler.done(state.task);
+            gemm_task_ampere<T>(state.task, dev::shared());
+            if (dev::thread() == 0) task_done(b);
         }
     }
 };

@@ -22,6 +22,7 @@ struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
     u32 shared = 0, bias = 0, gated = 1, window_chunks = 0, chunk_rows = 16, bulk = 0, skew = 0, idle_pe = NONE, passes = 2;
     u32 comm_blocks = 1, blocks = 3, training = 1;
+    u64 wait_limit_ns = 60'000'000'000;
     bool network = false, hopper = false;
     u64 seed = 1;
 };
@@ -58,6 +59,7 @@ struct Test {
         s.shared_bias = o.bias && o.shared;
         s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.window_chunks = o.window_chunks;
         s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks, s.comm_blocks = o.comm_blocks;
+        s.wait_limit_ns = o.wait_limit_ns;
         s.tile_m = 128, s.tile_n = 256, s.stage = o.network;
         std::vector<u8> reachable;
         if (o.network)
@@ -215,6 +217,35 @@ struct Test {
         }
     }
 
+    // What PE 1 sends never arrives: both PEs give up, and each names the other.
+    void run_lost() {
+        aristos_host_fault(w->handle, 1, ARISTOS_FAULT_SIGNAL_LOST);
+        w->all([&](u32 pe) {
+            Pass p = w->pass(pe, 1, 1, o.tokens);
+            w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p) &&
+                w->launch(pe, KERNEL_FORWARD, "aristos_forward", p);
+        });
+        for (u32 pe = 0; pe < o.n_pes; pe++) {
+            const ErrorRecord& e = *w->pes[pe]->layer().error;
+            CHECK(e.kind == ERROR_TIMEOUT && e.pe == 1 - pe && e.what == (pe == 0 ? WHAT_COUNTS : WHAT_RESULTS),
+                  "pe %u: error %u pe %u what %u", pe, e.kind, e.pe, e.what);
+            CHECK(e.seen < e.expected, "pe %u: seen %llx of %llx", pe, (unsigned long long)e.seen, (unsigned long long)e.expected);
+        }
+    }
+
+    // A header that claims more slots than a round holds.
+    void run_wrong() {
+        w->all([&](u32 pe) {
+            Pass p = w->pass(pe, 1, 1, o.tokens);
+            bool ok = w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
+            const Layer& l = w->pes[pe]->layer();
+            if (pe == 1) l.plan.dest[0].return_chunk = l.sizes.return_chunks;
+            if (ok) w->launch(pe, KERNEL_FORWARD, "aristos_forward", p);
+        });
+        const ErrorRecord& e = *w->pes[0]->layer().error;
+        CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS, "error %u pe %u what %u", e.kind, e.pe, e.what);
+    }
+
     void verify(const std::vector<u32>& tokens, const std::vector<std::vector<float>>& out, const std::vector<std::vector<float>>& dx) {
         std::vector<Doubles> d(o.experts + 1);
         for (u32 e = 0; e < o.experts; e++) clear(d[e], e);
@@ -264,12 +295,12 @@ struct Test {
     }
 };
 
-void layer_case(const char* name, const Options& o) {
+void layer_case(const char* name, const Options& o, void (Test::*body)()) {
     world::context = name;
     int before = failures;
     u64 start = dev::nanoseconds();
     Test test(o);
-    test.run();
+    (test.*body)();
     std::printf("%s %s (%.0f ms)\n", failures > before ? "FAILED" : "ok", name, double(dev::nanoseconds() - start) / 1e6);
     std::fflush(stdout);
 }
@@ -277,12 +308,13 @@ void layer_case(const char* name, const Options& o) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    struct Named { const char* name; Options o; };
+    struct Named { const char* name; Options o; void (Test::*body)() = &Test::run; };
     std::vector<Named> all;
     auto add = [&](const char* name, auto change) {
         Options o;
         change(o);
         all.push_back({name, o});
+        return &all.back().body;
     };
     add("one_pe", [](Options&) {});
     add("one_pe_inference", [](Options& o) { o.training = 0; });
@@ -298,10 +330,13 @@ int main(int argc, char** argv) {
     add("bulk_rounds", [](Options& o) { o.n_pes = 3, o.bulk = 1, o.chunk_rows = 8, o.window_chunks = 1, o.skew = 1; });
     add("hopper", [](Options& o) { o.hopper = true, o.n_pes = 2, o.shared = 1, o.bias = 1; });
     add("hopper_rounds", [](Options& o) { o.hopper = true, o.n_pes = 2, o.chunk_rows = 8, o.window_chunks = 1, o.dtype = DTYPE_BF16; });
+    add("many_blocks", [](Options& o) { o.n_pes = 2, o.blocks = 8, o.comm_blocks = 3, o.tokens = 150, o.intermediate = 264; });
+    *add("lost", [](Options& o) { o.n_pes = 2, o.network = true, o.wait_limit_ns = 2'000'000'000; }) = &Test::run_lost;
+    *add("wrong", [](Options& o) { o.n_pes = 2, o.wait_limit_ns = 2'000'000'000; }) = &Test::run_wrong;
     for (const Named& n : all) {
         bool wanted = argc < 2;
         for (int i = 1; i < argc; i++) wanted = wanted || std::strcmp(argv[i], n.name) == 0;
-        if (wanted) layer_case(n.name, n.o);
+        if (wanted) layer_case(n.name, n.o, n.body);
     }
     return report("layer");
 }
