@@ -221,8 +221,6 @@ struct Reducer {
     DEVICE void count_put(u32 elements) const {
         if (dev::thread() != 0) return;
         dev::fetch_add(&layer.stats->all_reduce_bytes, u64(elements) * 4);
-        dev::fetch_add(&layer.stats->puts, u64(1));
-        dev::fetch_add(&layer.stats->signals, u64(1));
     }
 };
 

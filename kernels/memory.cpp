@@ -231,6 +231,12 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
 
 }  // namespace aristos
 
+extern "C" {
+// LayerShape::tile_m and tile_n of the two GEMM paths, for the host.
+extern const aristos::u32 aristos_ampere_tile[2] = {aristos::AMPERE_TILE_M, aristos::AMPERE_TILE_N};
+extern const aristos::u32 aristos_hopper_tile[2] = {aristos::HOPPER_TILE_M, aristos::HOPPER_TILE_N};
+}
+
 extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,
                              aristos::u64 symmetric_base, void* layer, aristos::LayerInfo* info) {
     using namespace aristos;

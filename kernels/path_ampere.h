@@ -14,6 +14,7 @@ template <class T> struct AmperePath {
     using Element = T;
     static constexpr u32 SHARED_BYTES = AmpereTile::SHARED_BYTES;
     static_assert(SHARED_BYTES + STATE_BYTES <= AMPERE_SHARED && AmpereTile::THREADS == AMPERE_THREADS, "launch.h");
+    static_assert(AmpereTile::M == AMPERE_TILE_M && AmpereTile::N == AMPERE_TILE_N, "launch.h");
 
     static DEVICE void run(Block& b) {
         State& state = *reinterpret_cast<State*>(dev::shared() + SHARED_BYTES);

@@ -9,6 +9,7 @@ namespace aristos {
 
 template <class T> struct HopperPath {
     using Element = T;
+    static_assert(hopper::TILE_M == HOPPER_TILE_M && hopper::TILE_N == HOPPER_TILE_N, "launch.h");
     static constexpr u32 SHARED_BYTES = (hopper::SHARED_BYTES + 127) / 128 * 128;
     static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
 

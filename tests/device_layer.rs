@@ -329,7 +329,9 @@ fn hopper_kernels() {
 #[test]
 fn several_tiles_of_an_expert() {
     // More rows than a tile has, more columns than a tile has, and a rest of each.
-    let source = synthetic(mixtral(160, 136, 3, 2), 8);
+    let base = mixtral(288, 264, 3, 2);
+    let mlp = MlpConfig { bias: true, ..base.expert };
+    let source = synthetic(LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate: true }), ..base }, 8);
     for hopper in [false, true] {
         let device = EmulatedDevice { hopper, ..EmulatedDevice::default() };
         let options = Options { chunk_rows: 64, ..small_options() };
@@ -565,13 +567,27 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
     for world in [world.clone(), world.clone().mode(Mode::Bulk), world.network(n)] {
         let pes = run(&world, &source, &splits, 1, 0).unwrap().remove(0);
         let step = together(&pes, &layer);
+        let chunk_rows = world.options.chunk_rows as u64;
         assert_eq!(step.chosen, on_cpu.chosen);
         for (pe, (got, want)) in step.traffic.iter().zip(&on_cpu.traffic).enumerate() {
             assert_eq!((got.dispatch_rows, got.combine_rows), (want.dispatch_rows, want.combine_rows), "PE {pe}");
             assert_eq!(got.dispatch_row_bytes, got.dispatch_rows * h * 2, "PE {pe}");
             assert_eq!(got.combine_row_bytes, got.combine_rows * h * 2, "PE {pe}");
             assert_eq!(got.combine_slot_bytes, want.combine_slot_bytes, "PE {pe}");
-            assert!(got.header_bytes > 0 && got.puts > 0 && got.signals >= got.puts, "PE {pe}: {got:?}");
+            // A chunk has the first slot of each of its rows, and the end: 4 bytes more than a count for each row.
+            let chunks = (got.dispatch_slot_bytes - want.dispatch_slot_bytes) / 4;
+            // Whether the same rows go forward and backward, in as many chunks, to both peers.
+            let rows = got.dispatch_rows / 2;
+            assert!(
+                chunks >= rows.div_ceil(chunk_rows) && chunks <= rows.div_ceil(chunk_rows) + 2,
+                "PE {pe}: {chunks}"
+            );
+            // Forward has one header for each peer: 8 words, and one for each of the most experts that a PE has, rounded up to
+            // 16 bytes. Backward needs none, as all activations are kept.
+            assert_eq!(got.header_bytes, 2 * (4 * (8 + 2u64)).next_multiple_of(16), "PE {pe}");
+            // A put with its signal for each header, each chunk out, forward and backward, and each chunk back.
+            assert_eq!(got.puts, got.signals, "PE {pe}");
+            assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
             assert_eq!(pes[pe].rounds, [1, 1]);
         }
         // The sum of the router's gradient: everyone sends its part of each owner's share, and gets the sums.

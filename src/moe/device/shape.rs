@@ -38,10 +38,14 @@ impl GemmPath {
 
     /// Rows and columns of a tile, as the kernels are compiled.
     pub fn tile(self) -> (u32, u32) {
-        match self {
-            GemmPath::Ampere => (128, 128),
-            GemmPath::Hopper => (128, 256),
-        }
+        // SAFETY: constants of `kernels/memory.cpp`.
+        let [m, n] = unsafe {
+            match self {
+                GemmPath::Ampere => aristos_ampere_tile,
+                GemmPath::Hopper => aristos_hopper_tile,
+            }
+        };
+        (m, n)
     }
 }
 
@@ -221,7 +225,9 @@ fn activation(activation: Activation) -> u32 {
 }
 
 unsafe extern "C" {
-    /// `kernels/memory.cpp`.
+    /// `kernels/memory.cpp`, as what follows.
+    static aristos_ampere_tile: [u32; 2];
+    static aristos_hopper_tile: [u32; 2];
     fn aristos_layer(
         shape: *const LayerShape,
         tables: *const Tables,
