@@ -1,6 +1,8 @@
 //! Benchmarks: what the machine gives, and what of it the layer makes use of.
 
 pub mod moe;
+#[cfg(feature = "device")]
+pub mod moe_device;
 mod summary;
 
 pub use summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};

@@ -185,7 +185,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         by_dtype.iter_mut().zip(of_pe).for_each(|(pes, of_pe)| pes.push(of_pe));
     }
     if let Some((path, mut file)) = csv {
-        let text = samples_csv(&by_dtype);
+        let text = samples_csv(&bench, &by_dtype);
         std::io::Write::write_all(&mut file, text.as_bytes())
             .with_context(|| format!("cannot write {}", path.display()))?;
     }

@@ -10,45 +10,68 @@ use crate::checkpoint::InputTensor;
 use crate::gpu::{Buffer, Gpu};
 use crate::launch::PeContext;
 use crate::moe::device::{DeviceLayer, DeviceOptions, PassOutcome, to_elements};
-use crate::moe::{Gradients, metrics};
+use crate::moe::{Dtype, Gradients, LayerConfig, Options, Placement, metrics};
 use crate::report::{PeReport, Span, StepReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
 pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
-    match job.request.device {
+    let size = SizeOf {
+        config: &job.config,
+        placement: &job.placement,
+        dtype: job.request.dtype,
+        max_tokens: job.max_tokens(),
+        training: job.backward,
+        options: &job.request.options,
+    };
+    with_device(job.request.device, &size, 1, context, |gpu, context| run_on(job, context, gpu))
+}
+
+/// What the symmetric memory of a layer depends on.
+pub(crate) struct SizeOf<'a> {
+    pub config: &'a LayerConfig,
+    pub placement: &'a Placement,
+    pub dtype: Dtype,
+    pub max_tokens: usize,
+    pub training: bool,
+    pub options: &'a Options,
+}
+
+/// Opens this PE's device, with as much symmetric memory as `layers` such layers need where that must be known at first, and
+/// works with it.
+#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
+pub(crate) fn with_device<R>(
+    device: Device,
+    size: &SizeOf<'_>,
+    layers: usize,
+    context: &mut PeContext,
+    work: impl FnOnce(&dyn Gpu, &PeContext) -> Result<R>,
+) -> Result<R> {
+    match device {
         #[cfg(feature = "cuda")]
         Device::Cuda => {
             let gpu = crate::gpu::cuda::open(context)?;
-            run_on(job, context, &gpu)
+            work(&gpu, context)
         }
         #[cfg(feature = "emulate")]
         Device::Emulated => {
-            let gpu = emulated(job, context)?;
-            run_on(job, context, &gpu)
+            let gpu = emulated(size, layers, context)?;
+            work(&gpu, context)
         }
         other => bail!("this build cannot run a layer on a device of kind {other:?}"),
     }
 }
 
-/// The emulated device of this PE, with as much symmetric memory as the job's layer needs.
 #[cfg(feature = "emulate")]
-fn emulated(job: &Job, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
+fn emulated(size: &SizeOf<'_>, layers: usize, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
     use crate::gpu::emulated::{EmulatedDevice, attach};
-    use crate::moe::device::{DeviceOptions, symmetric_bytes};
+    use crate::moe::device::symmetric_bytes;
     use crate::shmem::{ShmTransport, Shmem};
     let device = EmulatedDevice::from_env()?;
-    let options = &job.request.options;
-    let bytes = symmetric_bytes(
-        &job.config,
-        &job.placement,
-        job.request.dtype,
-        job.max_tokens(),
-        job.backward,
-        options,
-        &DeviceOptions::default(),
-        &device.limits(),
-    )?;
-    let heap = Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, bytes as usize);
+    let &SizeOf { config, placement, dtype, max_tokens, training, options } = size;
+    let of_device = DeviceOptions::default();
+    let limits = device.limits();
+    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, &of_device, &limits)?;
+    let heap = Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), layers * bytes as usize);
     let segments = context.exchange_segments(heap)?;
     Ok(attach(Shmem::new(ShmTransport::new(context.my_pe(), segments)?), &device)?)
 }
