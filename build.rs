@@ -1,5 +1,8 @@
 //! With the features `cuda` and `emulate`, compiles what they need of `kernels/`; otherwise nothing.
 
+#[path = "build/nvcc.rs"]
+mod nvcc;
+
 use std::path::{Path, PathBuf};
 use std::{env, process};
 
@@ -10,6 +13,9 @@ fn main() {
         println!("cargo::rerun-if-changed=kernels");
         #[cfg(feature = "device")]
         layer_memory();
+    }
+    if has("CUDA") {
+        nvcc::kernels();
     }
     if has("EMULATE") {
         emulator();

@@ -17,6 +17,7 @@ use crate::moe::metrics::{Observer, Phase};
 use crate::moe::placement::{Placement, block};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, Gradients, Layer, Layout, Mode, Options, WeightSource};
+use crate::run::Device;
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// What is measured.
@@ -29,7 +30,8 @@ pub struct MoeBench {
     /// What computes.
     pub device: Device,
     /// On a device, which matrix products; by the device where `None`.
-    pub gemm: Option<GemmPath>,
+    #[cfg(feature = "device")]
+    pub gemm: Option<crate::moe::device::GemmPath>,
     /// Element types, measured one after the other.
     pub dtypes: Vec<Dtype>,
     /// How the layer runs; the mode is the measurement's.
@@ -244,5 +246,10 @@ fn measure<T: Transport, E: Element>(
     }
     context.status().set_progress(((part + 1) * steps) as u64, all_steps);
     layer.free()?;
-    Ok(PeSamples { dtype: E::NAME.into(), device: String::new(), expert_rows: rows.iter().map(|&r| r as u64).collect(), iterations })
+    Ok(PeSamples {
+        dtype: E::NAME.into(),
+        device: String::new(),
+        expert_rows: rows.iter().map(|&r| r as u64).collect(),
+        iterations,
+    })
 }

@@ -156,7 +156,8 @@ impl MoeSummary {
 
     /// The result as text, ending with a newline. Times in ms.
     pub fn render_table(&self) -> String {
-        let Setting { cpu_model, device, pes, tokens, hidden, intermediate, experts, top_k, expert, .. } = &self.setting;
+        let Setting { cpu_model, device, pes, tokens, hidden, intermediate, experts, top_k, expert, .. } =
+            &self.setting;
         let (what, each) = if device.is_empty() { (cpu_model, ", 1 thread each") } else { (device, "") };
         let mut text = format!(
             "{what}\n{}{each}; {}, hidden {hidden}, {} of {intermediate} ({expert}), top-{top_k}\n",
@@ -326,9 +327,9 @@ fn cpu_model() -> String {
 mod tests {
     use super::*;
     use crate::moe::Dtype;
-    use crate::run::Device;
     use crate::moe::synthetic::{RouterKind, SyntheticSpec};
     use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
+    use crate::run::Device;
 
     /// Two PEs, three iterations; a forward takes as many seconds as here, with backward three times as many.
     fn example() -> (MoeBench, Vec<Vec<PeSamples>>) {
@@ -346,6 +347,7 @@ mod tests {
             layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },
             tokens: 200,
             device: Device::Cpu,
+            #[cfg(feature = "device")]
             gemm: None,
             dtypes: vec![Dtype::F32],
             options: Options::default(),

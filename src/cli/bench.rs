@@ -5,16 +5,17 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
-use super::run::ActivationArg;
+use super::run::{ActivationArg, DeviceArg};
 use crate::bench::moe::{self, MoeBench, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
+use crate::run::Device;
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
@@ -34,9 +35,16 @@ struct MoeArgs {
     /// Number of PEs, one thread each
     #[arg(long, value_name = "N", default_value_t = 2)]
     pes: usize,
-    /// Element type of activations and expert weights; accumulation is always f32
-    #[arg(long, value_enum, default_value = "both")]
-    dtype: DtypeArg,
+    /// What the layer runs on
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: DeviceArg,
+    /// Which matrix products a device runs [default: the best that it has]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    gemm: Option<super::run::GemmArg>,
+    /// Element type of activations and expert weights; accumulation is always f32 [default: both on the CPU, bf16 on a device]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
     /// Tokens, over all PEs
     #[arg(long, default_value_t = 2048)]
     tokens: usize,
@@ -94,6 +102,8 @@ struct MoeArgs {
 enum DtypeArg {
     F32,
     Bf16,
+    /// On a device only
+    F16,
     /// One after the other
     Both,
 }
@@ -106,6 +116,20 @@ impl MoeArgs {
             ensure!(value > 0, "--{flag} is 0, expected at least 1");
         }
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
+        let (device, dtypes) = match (self.device, self.dtype) {
+            (DeviceArg::Cpu, None | Some(DtypeArg::Both)) => (Device::Cpu, vec![Dtype::F32, Dtype::Bf16]),
+            (device, dtype) => {
+                let dtype = match dtype {
+                    Some(DtypeArg::Both) => bail!("--dtype both on a device, expected bf16 or f16"),
+                    Some(DtypeArg::F32) => Some(super::run::DtypeArg::F32),
+                    Some(DtypeArg::Bf16) => Some(super::run::DtypeArg::Bf16),
+                    Some(DtypeArg::F16) => Some(super::run::DtypeArg::F16),
+                    None => None,
+                };
+                let (device, dtype) = device.device(dtype)?;
+                (device, vec![dtype])
+            }
+        };
         let layer = LayerConfig {
             hidden: self.hidden,
             n_experts: self.experts,
@@ -126,11 +150,10 @@ impl MoeArgs {
         Ok(MoeBench {
             layer,
             tokens: self.tokens,
-            dtypes: match self.dtype {
-                DtypeArg::F32 => vec![Dtype::F32],
-                DtypeArg::Bf16 => vec![Dtype::Bf16],
-                DtypeArg::Both => vec![Dtype::F32, Dtype::Bf16],
-            },
+            device,
+            #[cfg(feature = "device")]
+            gemm: self.gemm.map(Into::into),
+            dtypes,
             options: Options {
                 tile_rows: self.tile_rows,
                 chunk_rows: self.chunk_rows,

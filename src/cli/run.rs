@@ -42,6 +42,10 @@ pub struct Args {
     /// Element type of activations and expert weights; accumulation is always f32 [default: f32 on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
+    /// Which matrix products a device runs [default: the best that it has]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    gemm: Option<GemmArg>,
     /// How the PEs exchange rows
     #[arg(long, value_enum, default_value = "pipelined")]
     mode: ModeArg,
@@ -162,8 +166,8 @@ pub enum DeviceArg {
 }
 
 impl DeviceArg {
-    /// The device and its element type.
-    fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
+    /// The device and its element type, or what is wrong with them.
+    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
         let device = match self {
             DeviceArg::Cpu => Device::Cpu,
             DeviceArg::Cuda => Device::Cuda,
@@ -179,6 +183,26 @@ impl DeviceArg {
         ensure!(device == Device::Cpu || dtype != Dtype::F32, "--dtype f32 on a device, expected bf16 or f16");
         ensure!(device != Device::Cpu || dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
         Ok((device, dtype))
+    }
+}
+
+/// `--gemm`.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, ValueEnum)]
+pub enum GemmArg {
+    /// mma and cp.async: every device from compute capability 8.0 on
+    Ampere,
+    /// wgmma and the tensor memory accelerator: compute capability 9.0
+    Hopper,
+}
+
+#[cfg(feature = "device")]
+impl From<GemmArg> for crate::moe::device::GemmPath {
+    fn from(gemm: GemmArg) -> Self {
+        match gemm {
+            GemmArg::Ampere => crate::moe::device::GemmPath::Ampere,
+            GemmArg::Hopper => crate::moe::device::GemmPath::Hopper,
+        }
     }
 }
 
@@ -320,6 +344,8 @@ impl Args {
             work,
             pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
             device,
+            #[cfg(feature = "device")]
+            gemm: self.gemm.map(Into::into),
             dtype,
             steps: self.steps,
             options: Options {

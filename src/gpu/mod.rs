@@ -8,6 +8,8 @@
 pub mod cuda;
 #[cfg(feature = "emulate")]
 pub mod emulated;
+#[cfg(feature = "cuda")]
+pub mod nvshmem;
 pub mod params;
 
 use std::marker::PhantomData;

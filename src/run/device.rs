@@ -22,8 +22,13 @@ pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
         max_tokens: job.max_tokens(),
         training: job.backward,
         options: &job.request.options,
+        on_device: &on_device(job),
     };
     with_device(job.request.device, &size, 1, context, |gpu, context| run_on(job, context, gpu))
+}
+
+fn on_device(job: &Job) -> DeviceOptions {
+    DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() }
 }
 
 /// What the symmetric memory of a layer depends on.
@@ -34,6 +39,7 @@ pub(crate) struct SizeOf<'a> {
     pub max_tokens: usize,
     pub training: bool,
     pub options: &'a Options,
+    pub on_device: &'a DeviceOptions,
 }
 
 /// Opens this PE's device, with as much symmetric memory as `layers` such layers need where that must be known at first, and
@@ -49,8 +55,10 @@ pub(crate) fn with_device<R>(
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda => {
-            let gpu = crate::gpu::cuda::open(context)?;
-            work(&gpu, context)
+            let gpu = cuda(size, context)?;
+            let result = work(&gpu, context)?;
+            gpu.finish()?;
+            Ok(result)
         }
         #[cfg(feature = "emulate")]
         Device::Emulated => {
@@ -61,16 +69,24 @@ pub(crate) fn with_device<R>(
     }
 }
 
+/// The CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
+#[cfg(feature = "cuda")]
+fn cuda(size: &SizeOf<'_>, context: &mut PeContext) -> Result<crate::gpu::cuda::CudaGpu> {
+    use crate::shmem::{ShmTransport, Shmem};
+    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
+    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
+    Ok(crate::gpu::cuda::CudaGpu::attach(shmem, size.options.wait_limit)?)
+}
+
 #[cfg(feature = "emulate")]
 fn emulated(size: &SizeOf<'_>, layers: usize, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
     use crate::gpu::emulated::{EmulatedDevice, attach};
     use crate::moe::device::symmetric_bytes;
     use crate::shmem::{ShmTransport, Shmem};
     let device = EmulatedDevice::from_env()?;
-    let &SizeOf { config, placement, dtype, max_tokens, training, options } = size;
-    let of_device = DeviceOptions::default();
+    let &SizeOf { config, placement, dtype, max_tokens, training, options, on_device } = size;
     let limits = device.limits();
-    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, &of_device, &limits)?;
+    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;
     let heap = Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), layers * bytes as usize);
     let segments = context.exchange_segments(heap)?;
     Ok(attach(Shmem::new(ShmTransport::new(context.my_pe(), segments)?), &device)?)
@@ -87,7 +103,7 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         job.max_tokens(),
         job.backward,
         options,
-        &DeviceOptions::default(),
+        &on_device(job),
     )?;
     let (weights, pass) = layer.device_bytes();
     tracing::debug!(pe = me, weights, pass, symmetric = layer.symmetric_bytes(), "the layer is on the device");

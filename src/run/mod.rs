@@ -64,6 +64,9 @@ pub struct Request {
     pub pes: usize,
     /// What it runs on.
     pub device: Device,
+    /// Which matrix products a device runs; by the device where `None`.
+    #[cfg(feature = "device")]
+    pub gemm: Option<crate::moe::device::GemmPath>,
     /// Element type.
     pub dtype: Dtype,
     /// Measured steps.
