@@ -31,7 +31,9 @@ fn on_device(job: &Job) -> DeviceOptions {
     DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() }
 }
 
-/// What the symmetric memory of a layer depends on.
+/// What the symmetric memory of a layer depends on. CUDA's grows with what is asked for; only the emulated device's must be
+/// known before.
+#[cfg_attr(not(feature = "emulate"), allow(dead_code))]
 pub(crate) struct SizeOf<'a> {
     pub config: &'a LayerConfig,
     pub placement: &'a Placement,
