@@ -96,7 +96,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
     u32 column = column0 + piece * 8, I = t.intermediate;
     // All loads before any use: they are the only ones of the epilogue that wait for memory.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
-    float weights[ITEMS];
+    float weights[ITEMS], sums[ITEMS];
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
         u32 row = row0 + first + j * ROW_STEP;
         saved_g[j] = saved_up[j] = {{0, 0, 0, 0}};
@@ -115,7 +115,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
         load_piece(unit, r, piece, q);
         unpack8<T>(saved_g[j], g);
         if (t.gated) unpack8<T>(saved_up[j], up);
-        float sum = 0.0f;
+        sums[j] = 0.0f;
         UNROLL for (u32 i = 0; i < 8; i++) {
             ValueSlope act = Act::at(g[i]);
             float dh = weights[j] * q[i], h = act.value;
@@ -125,7 +125,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
                 h *= up[i];
                 up[i] = dh * act.value;
             }
-            sum += q[i] * h;
+            sums[j] += q[i] * h;  // 0 where there is no row or column: q is
             q[i] = weights[j] * h;
         }
         if (valid) {
@@ -134,10 +134,10 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
             if (t.gated) dev::store16(gu + I, pack8<T>(up));
             dev::store16(static_cast<T*>(t.h) + u64(row) * I + column, pack8<T>(q));
         }
-        if (!valid) sum = 0.0f;
-        UNROLL for (u32 mask = 1; mask < UNIT_PIECES; mask *= 2) sum += dev::shfl_xor(sum, mask);
-        if (piece == 0) row_sums[r] = sum;
     }
+    UNROLL for (u32 mask = 1; mask < UNIT_PIECES; mask *= 2)
+        UNROLL for (u32 j = 0; j < ITEMS; j++) sums[j] += dev::shfl_xor(sums[j], mask);
+    if (piece == 0) UNROLL for (u32 j = 0; j < ITEMS; j++) row_sums[first + j * ROW_STEP] = sums[j];
 }
 
 // y = accumulators (+ bias), rounded.

@@ -46,6 +46,7 @@ struct GemmTask {
     float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not wanted
     float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
     const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
+    u32 batch;                 // for the scheduler, which gets it back in `done`
 };
 
 // Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so
@@ -80,59 +81,59 @@ DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWA
 DEVICE bool a_by_k(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
 DEVICE bool b_by_k(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
 
-// Row `i` of A, of the whole product; null beyond its last.
-template <class T> DEVICE const T* a_row(const GemmTask& t, u32 i) {
-    if (i >= t.rows) return nullptr;  // whether it is a row of the output or of the sum
+// Rows of an operand: through pointers, or in memory one after another, with a jump to where another matrix goes on. Addresses are
+// numbers, because the two matrices need not be in one array.
+template <class T> struct RowSource {
+    const void* const* gather;  // null: no pointers
+    u64 base, jump;  // bytes; `jump` is added from row `split` on
+    u32 stride, split, rows;
+
+    // Null beyond the last. No branches but a predicated load: it is called in the main loop.
+    DEVICE const T* row(u32 i) const {
+        u64 at = base + u64(i) * stride + (i < split ? 0 : jump);
+        if (gather && i < rows) at = reinterpret_cast<u64>(gather[i]);
+        return reinterpret_cast<const T*>(i < rows ? at : 0);
+    }
+};
+
+template <class T> DEVICE RowSource<T> in_memory(const void* base, u32 width, u32 rows) {
+    return {nullptr, reinterpret_cast<u64>(base), 0, width * u32(sizeof(T)), ~0u, rows};
+}
+template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows) { return {row, 0, 0, 0, ~0u, rows}; }
+
+// A, by output row of the whole product, or by k.
+template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
     switch (t.kind) {
-        case FORWARD_DOWN: return static_cast<const T*>(t.h) + u64(i) * t.intermediate;
-        case BACKWARD_UP: return static_cast<const T*>(t.gu) + u64(i) * gu_width(t);
+        case FORWARD_DOWN: return in_memory<T>(t.h, t.intermediate, t.rows);
+        case BACKWARD_UP: return in_memory<T>(t.gu, gu_width(t), t.rows);
         case GRAD_UP:
-            return static_cast<const T*>(t.gu) + u64(i) * gu_width(t) + (t.gated && t.which ? t.intermediate : 0);
-        default: return static_cast<const T*>(t.row[i]);
+            return in_memory<T>(static_cast<const T*>(t.gu) + (t.gated && t.which ? t.intermediate : 0), gu_width(t), t.rows);
+        default: return gathered<T>(t.row, t.rows);
     }
 }
 
-// Row `i` of B: by k of the whole product, otherwise accumulator column `i` of the tile. Null beyond the last.
-template <class T> DEVICE const T* b_row(const GemmTask& t, u32 i) {
+// B by k.
+template <class T> DEVICE RowSource<T> b_rows_by_k(const GemmTask& t) {
     u32 H = t.hidden, I = t.intermediate;
-    const void* from;
-    u32 row = i, width = H;
     switch (t.kind) {
-        case FORWARD_UP: {
-            from = t.up;
-            row = t.n0 + i;
-            if (t.gated) {
-                row = t.n0 + i / (2 * GATED_GROUP) * GATED_GROUP + i % GATED_GROUP;
-                if (i % (2 * GATED_GROUP) < GATED_GROUP) from = t.gate;
-            }
-            if (row >= I) return nullptr;
-            break;
-        }
-        case FORWARD_DOWN:
-            from = t.down;
-            row = t.n0 + i;
-            width = I;
-            if (row >= H) return nullptr;
-            break;
-        case BACKWARD_DOWN:
-            from = t.down;
-            width = I;
-            if (row >= H) return nullptr;
-            break;
+        case BACKWARD_DOWN: return in_memory<T>(t.down, I, H);
         case BACKWARD_UP: {
-            bool in_gate = t.gated && i < I;
-            from = in_gate ? t.gate : t.up;
-            if (t.gated && !in_gate) row = i - I;
-            if (row >= I) return nullptr;
-            break;
+            RowSource<T> source = in_memory<T>(t.gated ? t.gate : t.up, H, gu_width(t));
+            u64 up = reinterpret_cast<u64>(t.up) - u64(I) * source.stride;  // where its row 0 would be to have row I at t.up
+            if (t.gated) source.split = I, source.jump = up - source.base;
+            return source;
         }
-        case GRAD_UP: return i < t.rows ? static_cast<const T*>(t.row[i]) : nullptr;
-        default:
-            from = t.h;
-            width = I;
-            if (row >= t.rows) return nullptr;
+        case GRAD_UP: return gathered<T>(t.row, t.rows);
+        default: return in_memory<T>(t.h, I, t.rows);
     }
-    return static_cast<const T*>(from) + u64(row) * width;
+}
+
+// The other B, FORWARD_*: accumulator column `i` of the tile. Null beyond the last.
+template <class T> DEVICE const T* b_column(const GemmTask& t, u32 i) {
+    if (t.kind == FORWARD_DOWN) return in_memory<T>(t.down, t.intermediate, t.hidden).row(t.n0 + i);
+    if (!t.gated) return in_memory<T>(t.up, t.hidden, t.intermediate).row(t.n0 + i);
+    u32 in_group = i % (2 * GATED_GROUP), column = t.n0 + i / (2 * GATED_GROUP) * GATED_GROUP + i % GATED_GROUP;
+    return in_memory<T>(in_group < GATED_GROUP ? t.gate : t.up, t.hidden, t.intermediate).row(column);
 }
 
 }  // namespace aristos

@@ -21,10 +21,10 @@ struct AmpereTile {
     static constexpr u32 RING = STAGES + 1;  // chunks whose row pointers are kept: those being read, and the next
     static constexpr u32 TABLE_BYTES = N * 8;  // of one operand's row pointers: N, M or RING * K of them
     static constexpr u32 TABLES = STAGES * STAGE_BYTES;
-    static constexpr u32 SHARED_BYTES = TABLES + 2 * TABLE_BYTES;
+    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, SHARED_BYTES = SOURCES + 128;
     // After the products the stages' memory holds each warp's four units and the sums of finish_unit.
     static constexpr u32 WARP_BYTES = 4 * UNIT_BYTES, ROW_SUMS = THREADS / 32 * WARP_BYTES;
-    static_assert(RING * K <= N && M <= N && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
+    static_assert(2 * sizeof(RowSource<Bf16>) <= 128 && RING * K <= N && M <= N && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
 };
 using GemmTile = AmpereTile;
 
@@ -85,19 +85,19 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
     static_assert(a.PASSES == 4 && b.PASSES == 8, "the schedule below");
 
     // Row pointers by k: 64 threads look after those of A, 64 others after those of B.
-    auto row_of_chunk = [&](u32 chunk) -> const T* {
-        u32 k = chunk * Tile::K + thread % Tile::K;
-        if (A_BY_K && thread < Tile::K) return a_row<T>(t, k);
-        if (B_BY_K && thread / Tile::K == 1) return b_row<T>(t, k);
-        return nullptr;
-    };
+    const bool keeps_a = A_BY_K && thread < Tile::K, keeps_b = B_BY_K && thread / Tile::K == 1;
+    // Their descriptions wait in shared memory: registers are what this loop has none to spare of.
+    auto* sources = reinterpret_cast<RowSource<T>*>(shared + Tile::SOURCES);
+    if (thread == 0) sources[0] = a_rows<T>(t);
+    if (B_BY_K && thread == Tile::K) sources[1] = b_rows_by_k<T>(t);
+    dev::sync_block();
+    auto row_of_chunk = [&](u32 chunk) { return sources[keeps_b].row(chunk * Tile::K + thread % Tile::K); };
     auto keep_row = [&](u32 chunk, const T* row) {
-        u32 entry = chunk % Tile::RING * Tile::K + thread % Tile::K;
-        if (A_BY_K && thread < Tile::K) a.table[entry] = row;
-        if (B_BY_K && thread / Tile::K == 1) b.table[entry] = row;
+        const T** table = keeps_b ? b.table : a.table;
+        if (keeps_a || keeps_b) table[chunk % Tile::RING * Tile::K + thread % Tile::K] = row;
     };
-    if (!A_BY_K && thread < Tile::M) a.table[thread] = a_row<T>(t, t.m0 + thread);
-    if (!B_BY_K) b.table[thread] = b_row<T>(t, thread);
+    if (!A_BY_K && thread < Tile::M) a.table[thread] = sources[0].row(t.m0 + thread);
+    if (!B_BY_K) b.table[thread] = b_column<T>(t, thread);
     const T* next_row = nullptr;
     if (A_BY_K || B_BY_K) {
         for (u32 chunk = 0; chunk < Tile::STAGES; chunk++) keep_row(chunk, row_of_chunk(chunk));

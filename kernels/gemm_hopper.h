@@ -5,9 +5,11 @@
 // is why the registers are dealt out anew (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then up's, so that a thread
 // holds both of a column.
 //
-// The scheduler: `bool next(GemmTask&)`, called by one thread: the next task of the queue, once all that the task reads is there;
-// false at the end of the queue, for good. `void done(const GemmTask&)`, called by another thread when all that the task writes is
-// written, by threads this one has met at a barrier.
+// The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads is there;
+// false at the end of the queue, and then not asked again. It may wait for any task before it in the queue, of this block too: the
+// block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after a barrier among all
+// threads that wrote the task's results: it is the one to release them. Each thread has a `Scheduler` of its own: what these two share
+// must be in memory.
 #pragma once
 #include "gemm_hopper_load.h"
 
@@ -15,16 +17,25 @@
 namespace aristos {
 namespace hopper {
 
-// 384 threads of 168 registers are all that a block may have; 128 * 40 + 256 * 232 is as many.
-constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+// 384 threads of 168 registers are all that a block may have; 128 * 56 + 256 * 224 is as many.
+constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
+    const void* maps = nullptr;  // of the last expert
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         Entry& entry = control->entry[e];
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
         bool more = scheduler.next(entry.task);
         entry.more = more;
+        if (more && !a_by_k(entry.task.kind) && entry.task.tensor_maps != maps) {
+            maps = entry.task.tensor_maps;
+            for (u32 i = 0; i < 3; i++) {
+                const TensorMap* map = static_cast<const TensorMap*>(maps) + i;
+                dev::tensor_map_fence(map);
+                dev::tma_prefetch(map);
+            }
+        }
         dev::mbarrier_arrive(&control->known[e]);
         if (!more) break;
     }
@@ -48,6 +59,7 @@ DEVICE void wait_stage(const Consumer& c, u32 n) {
 
 // acc += A B over `steps` stages. The next stage's products are begun before those of the last one are over.
 template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[TILE_N / 2], Consumer& c, u32 steps) {
+    dev::wgmma_fence_operand(acc);
     for (u32 i = 0; i < steps; i++) {
         u32 n = c.used + i;
         const char* a = c.stages + nth<STAGES>(n) * STAGE_BYTES + c.group * PANEL_BYTES;
@@ -62,6 +74,7 @@ template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[T
         if (i > 0) release_stage(c, n - 1);
     }
     dev::wgmma_wait<0>();
+    dev::wgmma_fence_operand(acc);
     c.used += steps;
     release_stage(c, c.used - 1);
 }
@@ -82,7 +95,7 @@ template <class T> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
     // Not unrolled: the epilogue's code once, and accumulators are not indexed by a variable.
-    NO_UNROLL for (u32 u = 0; u < 4; u++) {
+    for (u32 u = 0; u < 4; u++) {
         if (u == 0) stage_columns<0>(acc, paired, c.unit);
         else if (u == 1) stage_columns<1>(acc, paired, c.unit);
         else if (u == 2) stage_columns<2>(acc, paired, c.unit);

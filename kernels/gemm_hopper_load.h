@@ -49,20 +49,18 @@ DEVICE void publish_all(Loader& l) {
 }
 
 template <class T> DEVICE const T* shfl_pointer(const T* p, u32 lane) {
-    u64 bits = reinterpret_cast<u64>(p);
-    u32 low = dev::shfl(u32(bits), int(lane)), high = dev::shfl(u32(bits >> 32), int(lane));
-    return reinterpret_cast<const T*>(u64(high) << 32 | low);
+    return reinterpret_cast<const T*>(dev::shfl(reinterpret_cast<u64>(p), int(lane)));
 }
 
 // Where TMA finds the 256 columns of B. Not by k: panels 0 and 1 are rows of `first`, panels 2 and 3 of `second`. By k: all
 // panels are columns of `first`, or, in the second half of K, of `second`.
 struct WeightBoxes {
-    const dev::TensorMap *first, *second;
+    const TensorMap *first, *second;
     u32 n_first, n_second;
 };
 
 DEVICE WeightBoxes weight_boxes(const GemmTask& t) {
-    auto* maps = static_cast<const dev::TensorMap*>(t.tensor_maps);
+    auto* maps = static_cast<const TensorMap*>(t.tensor_maps);
     auto *gate = maps, *up = maps + 1, *down = maps + 2;
     switch (t.kind) {
         case FORWARD_UP:
@@ -84,6 +82,7 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
         u32 of_warp = lane + 32 * j, line = (warp + of_warp / 4 * COPY_WARPS) * 4 + of_warp % 4;
         held[j] = line < TILE_M ? a_row<T>(t, t.m0 + line) : nullptr;
     }
+    const u32 place = swizzled(warp * 4 + sub, piece);
     publish_all(l);  // of the tile before, while these pointers arrive
 
     const WeightBoxes boxes = weight_boxes(t);
@@ -107,13 +106,13 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
                 }
             }
             dev::sync_warp();
-            const u32 column = k + piece * 8;
+            const bool inside = k + piece * 8 < half_k;
+            const u32 column = half * half_k + k + piece * 8;
             UNROLL for (u32 i = 0; i < TURNS; i++) {
-                u32 group = warp + i * COPY_WARPS, line = group * 4 + sub;
-                const T* row = shfl_pointer(held[i / 8], (i % 8) * 4 + sub);
-                if (group < GROUPS) {
-                    dev::cp_async16(stage + swizzled(line, piece), row + half * half_k + column, row && column < half_k);
-                }
+                const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
+                // Lines 12 apart: as `swizzled`, whose exchanged bits change by 4 each time.
+                char* to = stage + (i % 2 ? place ^ 64 : place) + i * (COPY_WARPS * 4 * 128);
+                if (i < GROUPS / COPY_WARPS || warp < GROUPS % COPY_WARPS) dev::cp_async16(to, row + column, row && inside);
             }
             end_stage(l);
         }
@@ -124,8 +123,10 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
 template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
     // The first warp copies A's two panels, the second B's first two, the third B's last two.
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
-    const u32 first = (warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL) + piece * 8;
+    const u32 column = (warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL) + piece * 8;
     const u32 limit = warp == 0 ? gemm_m(t) : gemm_n(t);
+    const bool inside[2] = {column < limit, column + PANEL < limit};
+    const u32 place = warp * (2 * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: of this stage, and of the next one, which are on their way.
     const T* next[2];
     UNROLL for (u32 j = 0; j < 2; j++) next[j] = warp == 0 ? a_row<T>(t, lane + 32 * j) : b_row<T>(t, lane + 32 * j);
@@ -141,12 +142,11 @@ template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
         char* stage = begin_stage(l);
         if (dev::thread() == 0) dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.begun)]);  // in place of TMA
         UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
-            u32 line = i * 4 + sub;
-            const T* row = shfl_pointer(held[i / 8], line % 32);
+            const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
+            // Lines 4 apart: as `swizzled`, whose exchanged bits change by 4 each time.
+            char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
             UNROLL for (u32 p = 0; p < 2; p++) {
-                u32 column = first + p * PANEL;
-                char* panel = stage + (warp * 2 + p) * PANEL_BYTES;
-                dev::cp_async16(panel + swizzled(line, piece), row + column, row && column < limit);
+                dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
             }
         }
         end_stage(l);

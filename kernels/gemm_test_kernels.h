@@ -14,9 +14,9 @@ template <class T> DEVICE void gemm_test_body(const GemmTask* tasks) {
 
 constexpr u32 GEMM_TEST_SHARED_BYTES = AmpereTile::SHARED_BYTES + sizeof(GemmTask);
 
-}  // namespace aristos
-
-KERNEL(aristos_gemm_test_bf16, 256, 1)(const aristos::GemmTask* tasks) { aristos::gemm_test_body<aristos::Bf16>(tasks); }
+KERNEL(aristos_gemm_test_bf16, 256, 1)(const GemmTask* tasks) { gemm_test_body<Bf16>(tasks); }
 REGISTER_KERNEL(aristos_gemm_test_bf16)
-KERNEL(aristos_gemm_test_f16, 256, 1)(const aristos::GemmTask* tasks) { aristos::gemm_test_body<aristos::F16>(tasks); }
+KERNEL(aristos_gemm_test_f16, 256, 1)(const GemmTask* tasks) { gemm_test_body<F16>(tasks); }
 REGISTER_KERNEL(aristos_gemm_test_f16)
+
+}  // namespace aristos

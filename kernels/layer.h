@@ -108,12 +108,13 @@ struct Batches {
 };
 
 // The order of the items of a step, see schedule.h. GEMM tasks: entry i has tickets [entry_ticket[i], entry_ticket[i + 1]).
-constexpr u32 COMM_CLASSES = 8;
+constexpr u32 COMM_CLASSES = 7;
 constexpr u32 GRAD_ENTRIES = 3;  // of a batch: gate, up, down
 struct Queue {
     u32* comm_end;         // [COMM_CLASSES]: communication tickets of a class and those before it
     u32* entry_ticket;     // [max_entries + 1]
     u32* entry_what;       // [max_entries]: see schedule.h
+    u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
     u32* segment_prefix;   // [2][segments + 1]: tasks of the first and of the second GEMM before a segment
 };
 
@@ -131,7 +132,7 @@ struct Counters {
 
 // Words that live over passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
 // the host may set it to ERROR_ABORTED.
-struct Control {
+struct ControlWords {
     ErrorRecord error;
     u32 error_claimed;
     u32 span_count;
@@ -197,7 +198,7 @@ struct Layer {
     Counters counters[2];
     u32* counters_begin[2];  // all words of a set
     u32 counters_words;
-    Control* control;
+    ControlWords* control;
     ErrorRecord* error;      // &control->error
     PassStats* stats;
     BlockStats* block_stats; // [blocks]

@@ -201,6 +201,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
 
     Queue& q = l.queue;
     local.take(q.comm_end, COMM_CLASSES);
+    local.take(q.empty, batches);
     local.take(q.entry_ticket, z.max_entries + 1);
     local.take(q.entry_what, z.max_entries);
     local.take(q.segment_prefix, 2 * (z.segments + 1));
@@ -257,7 +258,7 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     info->stats = address(l.stats);
     info->error = address(l.error);
     info->spans = address(l.spans);
-    info->span_count = address(l.control) + offsetof(Control, span_count);
+    info->span_count = address(l.control) + offsetof(ControlWords, span_count);
     layer_launches(l, info->launches);
     if (layer) std::memcpy(layer, &l, sizeof l);
     return 0;

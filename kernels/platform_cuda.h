@@ -73,6 +73,12 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
+// 1 / x to one unit in the last place, in one instruction; a division is ten and a branch.
+DEVICE float inverse_(float x) {
+    float r;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 
 // ---- block and warp
 
@@ -206,13 +212,16 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
     }
 }
 
-// ---- one-sided, to a PE whose memory cannot be stored to
+// ---- one-sided, to a PE whose memory cannot be stored to. What the block's threads wrote before is what a put sends; the source
+// is to be left alone until quiet_block(), or until the peer has answered.
 
 #ifdef ARISTOS_NVSHMEM
 DEVICE void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
+    __syncthreads();
     nvshmemx_putmem_nbi_block(dst_mine, src, bytes, int(pe));
 }
 DEVICE void put_signal_block(void* dst_mine, const void* src, u64 bytes, u64* signal_mine, u64 value, u32 pe) {
+    __syncthreads();
     nvshmemx_putmem_signal_nbi_block(dst_mine, src, bytes, signal_mine, value, NVSHMEM_SIGNAL_SET, int(pe));
 }
 DEVICE void signal_set(u64* signal_mine, u64 value, u32 pe) {

@@ -51,6 +51,11 @@ DEVICE void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32
         "l"(map), "r"(col), "r"(row), "r"(shared_address(bar))
         : "memory");
 }
+// A map that the host copied into device memory before the kernel began: once in each block before its first use there, by a thread
+// that the using one has met since (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
+DEVICE void tensor_map_fence(const TensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
 DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- wgmma

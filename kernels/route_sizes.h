@@ -31,10 +31,17 @@ constexpr bool route_shape_ok(const LayerShape& s) {
                                 s.n_experts / s.n_groups * s.top_groups >= s.top_k));
 }
 
-// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32, in three stages of shared memory.
-constexpr u32 SMALL_TILE_N = 128, SMALL_TILE_K = 32, SMALL_STAGES = 3;
+// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32. As many steps are on their way at once as let two
+// blocks be on an SM of an A100 where that is possible: with so little work a step, latency decides.
+constexpr u32 SMALL_TILE_N = 128, SMALL_TILE_K = 32;
+constexpr u32 small_step_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
+}
+constexpr u32 small_stages(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return most(3, least(8, (80 << 10) / small_step_bytes(tile_m, parts_a, parts_b)));
+}
 constexpr u32 small_gemm_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
-    return SMALL_STAGES * (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
+    return small_stages(tile_m, parts_a, parts_b) * small_step_bytes(tile_m, parts_a, parts_b);
 }
 
 // ---- Scratch: local memory that one pass's kernels of this family use between themselves. Nothing in it outlives the pass,
@@ -48,6 +55,7 @@ constexpr bool plan_may_split(const LayerShape& s) {
     return plan_max_chunks(s) > s.window_chunks || u64(s.max_tokens) * least(s.top_k, s.max_local) > s.round_slots;
 }
 struct PlanScratch {
+    u64 barrier;      // u64: arrivals at the barrier of aristos_plan's blocks; zeroed by aristos_route
     u64 loss_parts;   // f64 [route_blocks][1 + E]: z_sum, prob_sums
     u64 histogram;    // u32 [segments][E]
     u64 dest_counts;  // u32 [segments][n_pes]: rows << 16 | slots
@@ -57,8 +65,9 @@ struct PlanScratch {
 };
 constexpr PlanScratch plan_scratch(const LayerShape& s) {
     PlanScratch p{};
-    p.loss_parts = 0;
-    p.histogram = align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
+    p.barrier = 0;
+    p.loss_parts = align_bytes(8);
+    p.histogram = p.loss_parts + align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
     p.dest_counts = p.histogram + align_bytes(u64(plan_segments(s)) * s.n_experts * 4);
     p.pair_rank = p.dest_counts + align_bytes(u64(plan_segments(s)) * s.n_pes * 4);
     p.round_first = p.pair_rank + align_bytes(u64(s.max_tokens) * s.top_k * 4);
@@ -152,15 +161,16 @@ constexpr u32 select_warps(const LayerShape& s) { return most(1, least(8, (64 <<
 constexpr Launch route_launch(const LayerShape& s) {
     const u32 gemm = small_gemm_bytes(ROUTE_TOKENS, 1, s.router_parts);
     const u32 select = select_warps(s) * (s.n_experts + s.n_groups) * 4;
-    return {most(1, route_blocks(s)), ROUTE_THREADS, most(gemm, select) + 1024, 0};
+    return {most(1, route_blocks(s)), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
 }
-constexpr u32 plan_shared_words(const LayerShape& s) {
-    const u32 masks = least(s.n_experts, PLAN_EXPERTS) * (PLAN_TOKENS / 32 + 1);
-    const u32 positions = PLAN_PES * (PLAN_TOKENS + 1);
-    return most(masks, positions) + 6 * s.n_pes + 2 * s.n_experts + 64;
+constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd for the sake of the banks
+constexpr u32 plan_work_words(const LayerShape& s) {
+    const u32 masks = most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, s.n_experts);
+    return most(masks, PLAN_PES * (PLAN_TOKENS + 1));
 }
 constexpr Launch plan_launch(const LayerShape& s) {
-    return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, plan_shared_words(s) * 4, 1};
+    const u32 words = plan_work_words(s) + 6 * s.n_pes + 2 * s.n_experts + 2;
+    return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, words * 4, 1};
 }
 constexpr Launch route_backward_launch(const LayerShape& s) {
     return {most(1, div_up(s.max_tokens, SCALE_TOKENS)), ROUTE_THREADS, 1024, 0};

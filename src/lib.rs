@@ -12,6 +12,7 @@
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`report`]: tables, JSON and traces;
 //! - [`bench`](mod@bench): benchmarks;
+//! - [`doctor`]: what this machine has of what a run needs;
 //! - [`run`]: the main job, supervisor and PEs;
 //! - [`cli`]: one thin file per subcommand.
 
@@ -19,6 +20,7 @@ pub mod bench;
 pub mod check;
 pub mod checkpoint;
 pub mod cli;
+pub mod doctor;
 #[cfg(feature = "device")]
 pub mod gpu;
 pub mod launch;

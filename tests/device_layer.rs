@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F16};
-use aristos::gpu::emulated::{self, Emulated, EmulatedDevice};
+use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
 use aristos::gpu::{Buffer, Gpu};
 use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, PassOutcome, to_elements};
 use aristos::moe::metrics::Traffic;
@@ -28,11 +28,13 @@ struct World {
     reachable: Option<Vec<u8>>,
     options: Options,
     dtype: Dtype,
+    fault: Fault,
 }
 
 impl World {
     fn new() -> Self {
-        World { device: EmulatedDevice::default(), reachable: None, options: small_options(), dtype: Dtype::Bf16 }
+        let (device, options) = (EmulatedDevice::default(), small_options());
+        World { device, reachable: None, options, dtype: Dtype::Bf16, fault: Fault::None }
     }
 
     fn mode(mut self, mode: Mode) -> Self {
@@ -150,6 +152,7 @@ fn run(
     let by_pe = on_pes(world.pes(n), |gpu| {
         let me = gpu.my_pe();
         let mut layer = new_layer(gpu, world, source, max_tokens)?;
+        gpu.set_fault(world.fault);
         let mut all = Vec::new();
         for step in 0..steps {
             let mut before = Vec::new();
@@ -456,6 +459,29 @@ fn seeds_networks_and_modes_change_nothing() {
             let bulk = network.mode(Mode::Bulk);
             assert_same(&steps(&bulk, &case.source, &case.splits, STEPS, AHEAD), &want, &what("bulk"));
         }
+    }
+}
+
+#[test]
+fn planted_faults_are_caught() {
+    let case = cases().swap_remove(1);
+    let n = case.splits[0].len();
+    let mut options = case.options.clone();
+    options.wait_limit = Duration::from_millis(700);
+    let world = World { options, ..World::new() };
+    let run = |world: &World| run(world, &case.source, &case.splits, STEPS, AHEAD);
+    let all = |steps: &[Vec<PeStep>]| steps.iter().map(|pes| together(pes, case.source.config())).collect::<Vec<_>>();
+    let want = all(&run(&world).unwrap());
+    for (network, fault) in [(false, Fault::StoreLost), (true, Fault::SignalLost), (true, Fault::SignalFirst)] {
+        let caught = (1..10).any(|seed| {
+            let world = World { fault, ..world.clone().seed(seed) };
+            let world = if network { world.network(n) } else { world };
+            match std::panic::catch_unwind(|| run(&world).map(|steps| all(&steps))) {
+                Ok(Ok(got)) => got != want,
+                Ok(Err(_)) | Err(_) => true,
+            }
+        });
+        assert!(caught, "{fault:?}");
     }
 }
 

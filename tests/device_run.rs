@@ -5,7 +5,7 @@ mod binary;
 
 use std::time::{Duration, Instant};
 
-use binary::{Outcome, Running, aristos, aristos_run, names_in, read_tensors, relative_error, run, start};
+use binary::{Outcome, Running, aristos_run, names_in, read_tensors, relative_error, run, start};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
@@ -50,18 +50,14 @@ fn it_is_checked_in_every_way_to_run_it() {
 
 #[test]
 fn hopper_too() {
-    let mut command = aristos_run(&format!("--device emulated {SMALL} --pes 2 --check --json"));
-    command.env("ARISTOS_EMULATED_DEVICE", "hopper");
-    let report: Value = serde_json::from_str(&run(command).success().stdout).unwrap();
+    let report = report(&format!("{SMALL} --pes 2 --gemm hopper --check"));
     assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
     assert_eq!((&report["config"]["device"], &report["config"]["gemm"]), (&"emulated Hopper".into(), &"hopper".into()));
 }
 
 #[test]
 fn the_bundled_example_passes_its_check() {
-    let mut command = aristos(["run", "--device", "emulated", "--json"]);
-    command.env("ARISTOS_EMULATED_DEVICE", "ampere");
-    let report: Value = serde_json::from_str(&run(command).success().stdout).unwrap();
+    let report = report("");
     assert_eq!((&report["config"]["pes"], &report["config"]["tokens"]), (&4.into(), &512.into()));
     assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
     assert_eq!(report["check"]["tensors"].as_array().unwrap().len(), 2 + 1 + 3 * 8);
@@ -133,6 +129,7 @@ fn what_cannot_be_is_one_line() {
     run(aristos_run(&format!("{SMALL} --dtype f16"))).refused(&["--dtype f16 on the CPU, expected f32 or bf16"]);
     emulated("--hidden 36").refused(&["hidden is 36, expected a multiple of 8 on a device"]);
     emulated("--intermediate 1001").refused(&["intermediate is 1001, expected a multiple of 8 on a device"]);
+    run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
     if cfg!(not(feature = "cuda")) {
         run(aristos_run(&format!("{SMALL} --device cuda"))).refused(&["--device cuda", "--features cuda"]);
     }

@@ -1,7 +1,7 @@
 //! Benchmarks: what the machine gives, and what of it the layer makes use of.
 
 pub mod moe;
-#[cfg(feature = "device")]
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;
 mod summary;
 

@@ -73,7 +73,7 @@ pub const MEASUREMENTS: [Measurement; 6] = [
 impl MoeBench {
     /// What each iteration runs.
     pub fn measurements(&self) -> &'static [Measurement] {
-        #[cfg(feature = "device")]
+        #[cfg(any(feature = "cuda", feature = "emulate"))]
         if self.device != Device::Cpu {
             return &super::moe_device::MEASUREMENTS;
         }
@@ -149,7 +149,7 @@ fn pin(pe: usize, n_pes: usize) {
 /// # Errors
 /// A layer that cannot be made, or an error of the launcher or the protocol.
 pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
-    #[cfg(feature = "device")]
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
     if bench.device != Device::Cpu {
         return super::moe_device::run_pe(bench, context);
     }

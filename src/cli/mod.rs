@@ -1,6 +1,7 @@
 //! The command line: one thin file per subcommand.
 
 mod bench;
+mod doctor;
 mod run;
 
 use std::ffi::OsString;
@@ -27,6 +28,8 @@ enum Command {
     Run(Box<run::Args>),
     /// Measure.
     Bench(Box<bench::Args>),
+    /// Look at this machine, and say what is missing for which runs, and the cure.
+    Doctor(doctor::Args),
 }
 
 /// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE.
@@ -53,6 +56,7 @@ pub fn main() -> ExitCode {
             let passed = match command {
                 Command::Run(run) => run::supervise(&run, args),
                 Command::Bench(bench) => bench::supervise(&bench, args),
+                Command::Doctor(doctor) => doctor::supervise(&doctor),
             };
             match passed {
                 Ok(true) => ExitCode::SUCCESS,
@@ -68,6 +72,7 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
     let result = match command {
         Command::Run(args) => run::pe(args, &mut context),
         Command::Bench(args) => bench::pe(args, &mut context),
+        Command::Doctor(args) => doctor::pe(args, &mut context),
     };
     if let Err(error) = result {
         match error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe) {

@@ -339,6 +339,8 @@ impl Args {
             self.timeout
         );
         let (device, dtype) = self.device.device(self.dtype)?;
+        #[cfg(feature = "device")]
+        ensure!(device != Device::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Request {
             work,

@@ -20,9 +20,6 @@ use crate::shmem::{Heap, ShmTransport, Shmem, Sym, Transport, available_bytes};
 /// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
 
-/// Which device is emulated: "ampere" or "hopper".
-pub const ENV_DEVICE: &str = "ARISTOS_EMULATED_DEVICE";
-
 /// Alignment of device memory, that of CUDA's allocator.
 const ALIGN_BYTES: usize = 256;
 /// A NaN in every element type.
@@ -46,22 +43,20 @@ impl Default for EmulatedDevice {
     }
 }
 
-impl EmulatedDevice {
-    /// The default one, or what [`ENV_DEVICE`] says.
-    ///
-    /// # Errors
-    /// Something else than "ampere" or "hopper" there.
-    pub fn from_env() -> Result<Self, GpuError> {
-        let hopper = match std::env::var(ENV_DEVICE).as_deref() {
-            Err(_) | Ok("ampere") => false,
-            Ok("hopper") => true,
-            Ok(other) => {
-                return Err(GpuError::Unavailable(format!("{ENV_DEVICE} is {other}, expected ampere or hopper")));
-            }
-        };
-        Ok(EmulatedDevice { hopper, ..EmulatedDevice::default() })
-    }
+/// What can be wrong with what a PE sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    None = 0,
+    /// Over the network, the signal of a put comes before its data.
+    SignalFirst = 1,
+    /// Signals over the network never come.
+    SignalLost = 2,
+    /// Signals that are stored never come.
+    StoreLost = 3,
+}
 
+impl EmulatedDevice {
     /// What it has, but for symmetric memory.
     pub fn limits(&self) -> DeviceLimits {
         let free = available_bytes().unwrap_or(u64::MAX);
@@ -77,7 +72,7 @@ impl EmulatedDevice {
 }
 
 type Launcher = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u32, u32, u32, *mut *mut c_void) -> c_int;
-type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32);
+type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32) -> c_int;
 
 /// The library's functions, and the library that keeps them loaded.
 struct Functions {
@@ -87,6 +82,9 @@ struct Functions {
     launch: Launcher,
     error: unsafe extern "C" fn() -> *const c_char,
     tensor_map: TensorMapper,
+    fault: unsafe extern "C" fn(*mut c_void, u32, u32),
+    /// The kernels that there are.
+    kernels: Vec<String>,
     free: unsafe extern "C" fn(*mut c_void),
     _library: Library,
 }
@@ -102,7 +100,12 @@ impl Functions {
         // these types in kernels/host.
         unsafe {
             let library = Library::new(&path).map_err(refuse)?;
+            let kernels: unsafe extern "C" fn() -> *const c_char =
+                *library.get(b"aristos_host_kernels\0").map_err(refuse)?;
+            let kernels = CStr::from_ptr(kernels()).to_string_lossy().lines().map(str::to_string).collect();
             Ok(Functions {
+                kernels,
+                fault: *library.get(b"aristos_host_fault\0").map_err(refuse)?,
                 world: *library.get(b"aristos_host_world\0").map_err(refuse)?,
                 attach: *library.get(b"aristos_host_attach\0").map_err(refuse)?,
                 heap: *library.get(b"aristos_host_heap\0").map_err(refuse)?,
@@ -239,6 +242,12 @@ impl Emulated {
         unsafe { (self.world.functions.heap)(self.world.handle, self.pe as u32, pe as u32) }
     }
 
+    /// From now on what this PE sends has this fault. For tests of what notices it; while nothing runs.
+    pub fn set_fault(&self, fault: Fault) {
+        // SAFETY: a PE of this world.
+        unsafe { (self.world.functions.fault)(self.world.handle, self.pe as u32, fault as u32) }
+    }
+
     /// Kernels launched so far.
     pub fn launches(&self) -> u64 {
         self.launches.get()
@@ -369,7 +378,10 @@ impl Gpu for Emulated {
         Ok(())
     }
 
-    fn resident_blocks(&self, _: &str, _: u32, _: u32) -> Result<u32, GpuError> {
+    fn resident_blocks(&self, kernel: &str, _: u32, _: u32) -> Result<u32, GpuError> {
+        if !self.world.functions.kernels.iter().any(|name| name == kernel) {
+            return Err(GpuError::failed(format!("find {kernel}"), "the library has no such kernel"));
+        }
         Ok(self.device.multiprocessors)
     }
 
@@ -434,7 +446,7 @@ impl Gpu for Emulated {
         struct Aligned([u8; 128]);
         let mut map = Aligned([0; 128]);
         // SAFETY: writes 128 bytes, aligned as it wants.
-        unsafe {
+        let status = unsafe {
             (self.world.functions.tensor_map)(
                 map.0.as_mut_ptr().cast(),
                 m.base,
@@ -444,9 +456,10 @@ impl Gpu for Emulated {
                 m.box_rows,
                 m.box_cols,
                 m.element_bytes,
-            );
-        }
-        Ok(map.0)
+            )
+        };
+        let refused = || GpuError::failed("describe a matrix", self.world.functions.message());
+        if status == 0 { Ok(map.0) } else { Err(refused()) }
     }
 }
 

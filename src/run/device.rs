@@ -83,9 +83,10 @@ fn cuda(size: &SizeOf<'_>, context: &mut PeContext) -> Result<crate::gpu::cuda::
 #[cfg(feature = "emulate")]
 fn emulated(size: &SizeOf<'_>, layers: usize, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
     use crate::gpu::emulated::{EmulatedDevice, attach};
-    use crate::moe::device::symmetric_bytes;
+    use crate::moe::device::{GemmPath, symmetric_bytes};
     use crate::shmem::{ShmTransport, Shmem};
-    let device = EmulatedDevice::from_env()?;
+    let device =
+        EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
     let &SizeOf { config, placement, dtype, max_tokens, training, options, on_device } = size;
     let limits = device.limits();
     let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;

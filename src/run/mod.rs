@@ -4,7 +4,7 @@
 //! what they report, checks, and publishes; [`pe`] is one PE's part.
 
 pub mod check;
-#[cfg(feature = "device")]
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod device;
 pub mod memory;
 pub mod pe;

@@ -73,8 +73,10 @@ impl Observer for StatusObserver<'_> {
 pub fn run(job: &Job, context: &mut PeContext) -> Result<()> {
     context.status().set_phase(LOADING);
     if job.request.device != Device::Cpu {
-        #[cfg(feature = "device")]
+        #[cfg(any(feature = "cuda", feature = "emulate"))]
         return super::device::run(job, context);
+        #[cfg(not(any(feature = "cuda", feature = "emulate")))]
+        bail!("this build runs layers on the CPU only");
     }
     match job.request.dtype {
         Dtype::F32 => run_as::<f32>(job, context),

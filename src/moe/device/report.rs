@@ -150,8 +150,7 @@ mod tests {
     #[test]
     fn phases_add_up_to_the_pass() {
         let ms = Duration::from_millis;
-        let mut stats = PassStats::default();
-        stats.phase_block_ns = [1000, 0, 10, 20, 10, 0, 0];
+        let stats = PassStats { phase_block_ns: [1000, 0, 10, 20, 10, 0, 0], ..PassStats::default() };
         let times = PassTimes { router: ms(1), layer: ms(8), all_reduce: ms(2) };
         let outcome = outcome(&stats, times, &[]);
         assert!((outcome.seconds - 0.011).abs() < 1e-12);

@@ -55,7 +55,8 @@ fn to_f32(bits: u16, dtype: Dtype) -> f32 {
     }
 }
 
-/// As few planes of the element type as add up to `values`, three at most, which hold 24 bits.
+/// As few planes of the element type as add up to `values`, three at most, which hold 24 bits; of f16's, whose smallest steps are
+/// 2^-24, down to these.
 pub fn split(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<Vec<u16>>, MoeError> {
     let mut rest = values.to_vec();
     let mut planes = Vec::new();
