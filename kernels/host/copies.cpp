@@ -44,7 +44,7 @@ const void* sync_of(const void* bar, u32 parity) { return static_cast<const char
 
 void complete(Block& block, const TmaLoad& load) {
     Map map;
-    std::memcpy(&map, &load.map, sizeof map);
+    std::memcpy(&map, load.map, sizeof map);
     const u32 pieces = map.box_cols * map.element_bytes / 16;  // of a row
     const u32 per_piece = 16 / map.element_bytes;
     const char* base = reinterpret_cast<const char*>(map.base);
@@ -193,7 +193,7 @@ void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
     block.check_shared(smem, bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
     TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.turn + 1 + block.random.below(4 * block.threads)};
-    std::memcpy(&load.map, map, sizeof load.map);
+    std::memcpy(load.map, map, sizeof load.map);
     // The target may be written from now on.
     if (block.random.next() % 2 == 0) raw_fill(smem, 0xff, bytes);
     if (block.loads.empty() || load.due < block.next_load_due) block.next_load_due = load.due;

@@ -30,9 +30,9 @@ class Network {
     std::atomic_flag lock_ = ATOMIC_FLAG_INIT;
     std::atomic<std::size_t> waiting_{0};
     Random random_;
-    std::vector<Piece> bag_;
-    std::vector<Put> puts_;
-    std::vector<u32> free_puts_;
+    UntrackedVector<Piece> bag_;
+    UntrackedVector<Put> puts_;
+    UntrackedVector<u32> free_puts_;
     void* tsan_fiber_;      // what delivers, to ThreadSanitizer
     u8 delivered_ = 0;      // an address for it: all that is delivered
     std::atomic<bool> over_{false};

@@ -116,12 +116,14 @@ void Block::run(Grid* the_launch, u32 block_index) {
 
     for (u32 i = 0; i < threads; ++i) start_fiber(fibers[i].get());
     main_tsan_fiber = tsan::current_fiber();
+    tsan::release(&sync_[0]);
     dev::ThreadContext* outside = dev::current;
-    Fiber* to = pick();
+    Fiber* to = pop();  // not pick(), which leaves for here where another block has failed
     dev::current = to;
     tsan::switch_to(to->tsan_fiber);
     aristos_switch_stack(&main_stack_pointer, to->stack_pointer);
     dev::current = outside;
+    tsan::acquire(&sync_[1]);
 
     if (launch->failed.load(std::memory_order_relaxed)) return;
     if (std::memcmp(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8) != 0) {
@@ -156,7 +158,7 @@ void Block::fiber_main() {
     Block* block = fiber->home;
     const Grid* launch = block->launch;
     tsan::acquire(&launch->sync[0]);
-    tsan::acquire(block);  // whoever used this stack before
+    tsan::acquire(&block->sync_[0]);  // whoever used this stack before
     launch->kernel->call(launch->kernel->erased, launch->args);
     block->fiber_over(fiber);
 }
@@ -169,7 +171,7 @@ void Block::fiber_over(Fiber* fiber) {
     if (canary != STACK_CANARY) fail("thread %u needs more than %llu bytes of stack", fiber->thread,
                                      static_cast<unsigned long long>(STACK_BYTES));
     tsan::release(&launch->sync[1]);
-    tsan::release(this);
+    tsan::release(&sync_[1]);
     fiber->wait = Wait::DONE;
     --live;
     // A block-wide barrier waits for the threads that are left.
@@ -226,6 +228,10 @@ Fiber* Block::pick() {
         queue_head = (queue_head + 1) % MAX_THREADS;
         queue[(queue_head + queue_size - 1) % MAX_THREADS] = later;
     }
+    return pop();
+}
+
+Fiber* Block::pop() {
     Fiber* fiber = fibers[queue[queue_head]].get();
     queue_head = (queue_head + 1) % MAX_THREADS;
     --queue_size;

@@ -7,7 +7,6 @@
 // the fibers of the block are left where they are, and the other blocks leave at their next switch.
 #pragma once
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,7 +70,7 @@ struct Fiber : dev::ThreadContext {
     u64 result;
     Operands operands;
     u32 copy_groups;            // committed by cp.async
-    std::vector<Copy> copies;   // under way
+    UntrackedVector<Copy> copies;   // under way
     WgmmaThread wgmma;
 };
 
@@ -83,7 +82,7 @@ struct Barrier { u32 arrived, count, phase; bool any[2]; bool any_now; Wait kind
 struct TmaLoad {
     char* to;
     u64* bar;
-    TensorMap map;
+    u8 map[sizeof(TensorMap)];  // not a TensorMap, whose alignment is more than an allocation's
     i32 col, row;
     u64 due;  // the turn
 };
@@ -130,12 +129,13 @@ struct Block {
     std::vector<Warp> warps;
     std::vector<WgmmaGroup> warpgroups;
     Barrier barriers[16];
-    std::vector<TmaLoad> loads;
+    UntrackedVector<TmaLoad> loads;
     u64 turn = 0, next_load_due = 0;
     u64 pauses = 0, idle_rounds = 0;
 
   private:
     Fiber* pick();
+    Fiber* pop();
     void start_fiber(Fiber* fiber);
     void fiber_over(Fiber* self);
     void release_barrier(Barrier& barrier, Fiber* but);
@@ -149,6 +149,7 @@ struct Block {
     u32 queue_head = 0, queue_size = 0;
     void* main_stack_pointer = nullptr;
     void* main_tsan_fiber = nullptr;
+    u8 sync_[2];  // for ThreadSanitizer: start and end of a run, on these stacks
 };
 
 inline Fiber* self() { return static_cast<Fiber*>(dev::current); }

@@ -2,9 +2,14 @@
 // and which of its meetings order memory is said here. Each CUDA thread is a fiber of the sanitizer's, so that races between
 // threads of one block are seen though they share an OS thread.
 #pragma once
+#include <cstdlib>
+#include <new>
+#include <vector>
 
 #ifdef ARISTOS_TSAN
 extern "C" {
+void* __libc_malloc(size_t);
+void __libc_free(void*);
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
 void __tsan_destroy_fiber(void* fiber);
@@ -39,3 +44,34 @@ inline void writes(void*, unsigned long) {}
 #endif
 
 }  // namespace aristos::host::tsan
+
+namespace aristos::host {
+
+// Memory of the runtime's that one fiber allocates and another frees: not by the sanitizer's malloc, to which that is a race.
+template <class T> struct Untracked {
+    using value_type = T;
+    Untracked() = default;
+    template <class U> Untracked(const Untracked<U>&) {}
+    T* allocate(std::size_t n) {
+        static_assert(alignof(T) <= 16, "malloc aligns to 16");
+#ifdef ARISTOS_TSAN
+        void* p = __libc_malloc(n * sizeof(T));
+#else
+        void* p = std::malloc(n * sizeof(T));
+#endif
+        if (!p) throw std::bad_alloc();
+        return static_cast<T*>(p);
+    }
+    void deallocate(T* p, std::size_t) {
+#ifdef ARISTOS_TSAN
+        __libc_free(p);
+#else
+        std::free(p);
+#endif
+    }
+    template <class U> bool operator==(const Untracked<U>&) const { return true; }
+    template <class U> bool operator!=(const Untracked<U>&) const { return false; }
+};
+template <class T> using UntrackedVector = std::vector<T, Untracked<T>>;
+
+}  // namespace aristos::host

@@ -5,9 +5,9 @@
 // 128 threads has issued theirs, so that reading accumulators or overwriting operands too early gives wrong answers.
 #pragma once
 #include <memory>
-#include <vector>
 
 #include "../params.h"
+#include "tsan.h"
 
 namespace aristos::host {
 
@@ -19,7 +19,7 @@ struct Accumulators {
     u32 open = 0;                 // threads that have not got theirs back
     float* of_thread[WARPGROUP];  // where they go; null when not taken, or back
     u64 last_use[WARPGROUP];      // by the thread's own wgmmas
-    std::vector<float> values;
+    UntrackedVector<float> values;
 };
 
 struct WgmmaOp {
@@ -30,9 +30,9 @@ struct WgmmaOp {
 };
 
 struct WgmmaGroup {
-    std::vector<WgmmaOp> ops;     // from number `first` on
+    UntrackedVector<WgmmaOp> ops;  // from number `first` on
     u64 first = 0, done = 0;      // numbers of wgmmas since the block began
-    std::vector<std::unique_ptr<Accumulators>> accumulators;
+    UntrackedVector<std::unique_ptr<Accumulators>> accumulators;
 };
 
 struct WgmmaThread {

@@ -53,16 +53,16 @@ std::unique_ptr<Block> get_block(World& world) {
     return std::make_unique<Block>();
 }
 
-// One OS thread of a launch.
+// One OS thread of a launch: a block, or of a grid that is not all resident, one after the other.
 void run_blocks(Grid& launch) {
     World& world = *launch.world;
     try {
         std::unique_ptr<Block> block = get_block(world);
-        for (;;) {
+        do {
             const u32 index = launch.next_block.fetch_add(1, std::memory_order_relaxed);
             if (index >= launch.grid || launch.failed) break;
             block->run(&launch, index);
-        }
+        } while (launch.grid > RESIDENT);
         Locked locked(world.lock);
         world.idle_blocks.push_back(std::move(block));
     } catch (const std::bad_alloc&) {

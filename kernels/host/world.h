@@ -20,7 +20,7 @@ struct World {
 
     // Blocks whose stacks can be used again.
     std::atomic_flag lock = ATOMIC_FLAG_INIT;
-    std::vector<std::unique_ptr<Block>> idle_blocks;
+    UntrackedVector<std::unique_ptr<Block>> idle_blocks;
 
     bool has_fault(u32 pe, u32 kind) const { return fault == kind && (fault_pe == pe || fault_pe == ~0u); }
 };
