@@ -38,6 +38,18 @@ DEVICE void load_piece(const char* unit, u32 row, u32 piece, float (&v)[8]) {
     }
 }
 
+DEVICE FloatQuad load_quad(const float* p) {
+    Vec16 bits = dev::load16(p);
+    FloatQuad quad;
+    __builtin_memcpy(&quad, &bits, 16);
+    return quad;
+}
+DEVICE void store_quad(float* p, FloatQuad quad) {
+    Vec16 bits;
+    __builtin_memcpy(&bits, &quad, 16);
+    dev::store16(p, bits);
+}
+
 template <class T> DEVICE Vec16 pack8(const float (&v)[8]) {
     Vec16 out;
     UNROLL for (u32 i = 0; i < 4; i++) out.w[i] = dev::pack<T>(v[2 * i], v[2 * i + 1]);
@@ -52,7 +64,7 @@ template <class T> DEVICE void unpack8(Vec16 in, float (&v)[8]) {
 DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
     if (!bias) return;
     UNROLL for (u32 half = 0; half < 2; half++) {
-        FloatQuad quad = *reinterpret_cast<const FloatQuad*>(bias + column + half * 4);
+        FloatQuad quad = load_quad(bias + column + half * 4);
         UNROLL for (u32 i = 0; i < 4; i++) v[half * 4 + i] += quad.v[i];
     }
 }
@@ -156,21 +168,25 @@ DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 colum
 
 // out (+)= accumulators, f32.
 DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
-    u32 m = gemm_m(t), n = gemm_n(t);
-    UNROLL for (u32 j = 0; j < UNIT_ROWS * UNIT_PIECES / 32; j++) {
-        u32 item = dev::lane() + j * 32, r = item / UNIT_PIECES, piece = item % UNIT_PIECES;
-        u32 row = row0 + r, column = column0 + piece * 8;
-        if (row >= m || column >= n) continue;
+    constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
+    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
+    u32 m = gemm_m(t), n = gemm_n(t), column = column0 + piece * 8;
+    if (column >= n) return;
+    FloatQuad sums[ITEMS][2];  // all loads before any store, as they could not pass it
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 row = row0 + first + j * ROW_STEP;
+        UNROLL for (u32 half = 0; half < 2; half++) {
+            sums[j][half] = {{0.0f, 0.0f, 0.0f, 0.0f}};
+            if (t.accumulate && row < m) sums[j][half] = load_quad(t.out + u64(row) * n + column + half * 4);
+        }
+    }
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 r = first + j * ROW_STEP, row = row0 + r;
         float v[8];
         load_piece(unit, r, piece, v);
-        auto* out = reinterpret_cast<FloatQuad*>(t.out + u64(row) * n + column);
         UNROLL for (u32 half = 0; half < 2; half++) {
-            FloatQuad quad = {{v[half * 4], v[half * 4 + 1], v[half * 4 + 2], v[half * 4 + 3]}};
-            if (t.accumulate) {
-                FloatQuad before = out[half];
-                UNROLL for (u32 i = 0; i < 4; i++) quad.v[i] += before.v[i];
-            }
-            out[half] = quad;
+            UNROLL for (u32 i = 0; i < 4; i++) sums[j][half].v[i] += v[half * 4 + i];
+            if (row < m) store_quad(t.out + u64(row) * n + column + half * 4, sums[j][half]);
         }
     }
 }

@@ -187,8 +187,9 @@ template <class T> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared)
         if (t.m0 + row >= gemm_m(t)) break;
         finish_unit<T>(t, units + i * UNIT_BYTES, row, column0, Tile::M, row_sums);
     }
+    const bool sums_rows = t.kind == BACKWARD_DOWN;  // before the barrier, after which another may write the next task over `t`
     dev::sync_block();
-    if (t.kind == BACKWARD_DOWN) {
+    if (sums_rows) {
         finish_d_weight(t, row_sums, Tile::M, Tile::N, dev::thread());
         dev::sync_block();
     }

@@ -100,7 +100,9 @@ DEVICE u32 ballot(bool v) { return __ballot_sync(~0u, v); }
 
 // ---- memory
 
+// Global memory only: the compiler is told so, and need not keep these in order with shared memory.
 DEVICE Vec16 load16(const void* p) {
+    __builtin_assume(__isGlobal(p));
     const uint4 v = *static_cast<const uint4*>(p);
     return {{v.x, v.y, v.z, v.w}};
 }
@@ -113,7 +115,10 @@ DEVICE Vec16 load16_stream(const void* p) {
                  : "memory");
     return v;
 }
-DEVICE void store16(void* p, Vec16 v) { *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
+DEVICE void store16(void* p, Vec16 v) {
+    __builtin_assume(__isGlobal(p));
+    *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+}
 
 DEVICE u32 load_acquire(const u32* p) {
     u32 v;

@@ -109,6 +109,7 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
+DEVICE float inverse_(float x) { return 1.0f / x; }
 
 // ---- block and warp (simt.cpp)
 
