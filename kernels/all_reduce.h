@@ -122,8 +122,11 @@ struct Reducer {
     }
     // Sums on their way out over the network, the same for all PEs.
     DEVICE float* sums_out(u32 step) const { return place(3, 0, step); }
-    DEVICE u64* signal(u32 kind, u32 pe) const {
-        return layer.symmetric.all_reduce_signal + (u64(kind) * n + pe) * r.channels + channel;
+    // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
+    // not go backwards. Whoever sets it knows that its last value was seen, as he knows that the place is free.
+    DEVICE u64* signal(u32 kind, u32 pe, u32 step) const {
+        u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * n + pe) * r.channels + channel) * REDUCE_SLOTS;
+        return words + step % REDUCE_SLOTS;
     }
     DEVICE u64 stamp_of(u32 step) const { return (pass << STEP_BITS) + step + 1; }
     DEVICE Waiting waiting(u32 pe, u32 step) const {
@@ -142,9 +145,9 @@ struct Reducer {
             if (!direct) dev::fence_sys();  // a network card is going to read it
             dev::sync_block();
             if (direct) {
-                if (dev::thread() == 0) signal_peer(layer, signal(0, me), stamp_of(step), pe);
+                if (dev::thread() == 0) signal_peer(layer, signal(0, me, step), stamp_of(step), pe);
             } else {
-                dev::put_signal_block(place(0, me, step), to, u64(count) * 4, signal(0, me), stamp_of(step), pe);
+                dev::put_signal_block(place(0, me, step), to, u64(count) * 4, signal(0, me, step), stamp_of(step), pe);
             }
             count_put(count);
         }
@@ -156,7 +159,7 @@ struct Reducer {
         if (count == 0) return true;
         bool ok = true;
         for (u32 pe = dev::thread(); pe < n && ok; pe += REDUCE_THREADS) {
-            if (pe != me) ok = wait_signal(layer, signal(0, pe), waiting(pe, step));
+            if (pe != me) ok = wait_signal(layer, signal(0, pe, step), waiting(pe, step));
         }
         if (dev::sync_block_or(!ok)) return false;
         for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
@@ -183,12 +186,12 @@ struct Reducer {
         if (layer.shape.stage) dev::fence_sys();
         dev::sync_block();
         for (u32 pe = dev::thread(); pe < n; pe += REDUCE_THREADS) {
-            if (pe != me && reachable(layer, pe)) signal_peer(layer, signal(1, me), stamp_of(step), pe);
+            if (pe != me && reachable(layer, pe)) signal_peer(layer, signal(1, me, step), stamp_of(step), pe);
         }
         for (u32 i = 1; i < n; i++) {
             const u32 pe = (me + i) % n;
             if (!reachable(layer, pe))
-                dev::put_signal_block(place(1, me, step), sums_out(step), u64(count) * 4, signal(1, me), stamp_of(step), pe);
+                dev::put_signal_block(place(1, me, step), sums_out(step), u64(count) * 4, signal(1, me, step), stamp_of(step), pe);
             count_put(count);
         }
         return true;
@@ -198,7 +201,7 @@ struct Reducer {
     DEVICE bool copy(u32 step) const {
         bool ok = true;
         for (u32 pe = dev::thread(); pe < n && ok; pe += REDUCE_THREADS) {
-            if (pe != me && length(pe, step) > 0) ok = wait_signal(layer, signal(1, pe), waiting(pe, step));
+            if (pe != me && length(pe, step) > 0) ok = wait_signal(layer, signal(1, pe, step), waiting(pe, step));
         }
         if (dev::sync_block_or(!ok)) return false;
         for (u32 i = 1; i < n; i++) {

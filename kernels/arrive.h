@@ -108,6 +108,17 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 rows, const char* 
     return check_peer(b, !ok, source, WHAT_ROWS, rows, starts[rows], chunk);
 }
 
+// Recomputation: the rows are kept, and their window may take the gradients. No data, so no GEMM to wait for.
+DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
+    const Layer& l = b.l;
+    if (b.step.mode != MODE_RECOMPUTE) return;
+    dev::sync_block();
+    if (dev::thread() != 0) return;
+    u64 value = result_stamp(stamp(b.pass, stamp_step(b.step.round, MODE_RECOMPUTE, true)), true);
+    signal_peer(l, result_signal(l, l.shape.my_pe, chunk), value, source);
+    if (source != l.shape.my_pe) b.state.stats.signals++;
+}
+
 // Chunk number `index` of the round, of those from `source`.
 DEVICE bool arrive_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
@@ -120,6 +131,7 @@ DEVICE bool arrive_chunk(Block& b, u32 source, u32 index) {
     if (source == l.shape.my_pe) {
         if (!arrive_own(b, chunk, rows, t)) return false;
         count_arrived(b, t, rows);
+        acknowledge(b, source, chunk);
         return true;
     }
     u64 expected = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
@@ -141,6 +153,7 @@ DEVICE bool arrive_chunk(Block& b, u32 source, u32 index) {
             copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
     }
     count_arrived(b, t, rows);
+    acknowledge(b, source, chunk);
     return true;
 }
 

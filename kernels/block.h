@@ -12,7 +12,6 @@ enum Mode : u32 { MODE_FORWARD = 0, MODE_RECOMPUTE = 1, MODE_GRADIENT = 2 };
 struct Step {
     u32 round;
     u32 mode;
-    u32 last;       // 1: of the pass, so the sums over PEs are made in it
     u32 receives;   // 1: slots come to this PE
     u32 with_shared;  // 1: the shared expert is computed in it
 };
@@ -23,8 +22,7 @@ struct State {
     u64 since;
     u32 phase;
     u32 ticket;       // of the item at hand
-    u32 held;         // a communication ticket taken but not done, or NONE
-    u32 failed;
+    u32 more;         // 1: there is a task
     u32 sums[64];     // of warps, for scans
     PassStats stats;
     GemmTask task;
@@ -38,9 +36,13 @@ struct Block {
     const Pass& pass;
     State& state;
     char* scratch;        // shared memory that items may use
-    u32 set;              // of counters
-    u32 phase;            // PhaseId of the item at hand
-    Step step;
+    u64 first_step;       // steps done before this pass
+    u32 steps = 0;        // begun in this pass
+    u32 set = 0;          // of counters
+    u32 phase = PHASE_IDLE;  // PhaseId of the item at hand
+    u32 held = NONE;      // a communication ticket taken but not done, or NONE
+    bool layout_known = false;
+    Step step = {};
 
     DEVICE const Counters& counters() const { return l.counters[set]; }
     DEVICE bool is_comm() const { return dev::block() < l.shape.comm_blocks; }

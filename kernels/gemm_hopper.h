@@ -92,10 +92,11 @@ template <class T> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const
     static_assert(TILE_N == 4 * UNIT_COLS, "four units");
     const u32 row = c.group * PANEL + dev::warp() % 4 * UNIT_ROWS, r = dev::lane() % UNIT_ROWS;
     const bool paired = is_paired(t);
+    if (t.m0 + row >= gemm_m(t)) return;
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
     // Not unrolled: the epilogue's code once, and accumulators are not indexed by a variable.
-    for (u32 u = 0; u < 4; u++) {
+    for (u32 u = 0; u < 4 && t.n0 + (paired ? u * GATED_GROUP : u * UNIT_COLS) < gemm_n(t); u++) {
         if (u == 0) stage_columns<0>(acc, paired, c.unit);
         else if (u == 1) stage_columns<1>(acc, paired, c.unit);
         else if (u == 2) stage_columns<2>(acc, paired, c.unit);

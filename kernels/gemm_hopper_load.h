@@ -28,24 +28,22 @@ DEVICE char* begin_stage(const Loader& l) {
     return l.stages + s * STAGE_BYTES;
 }
 
-DEVICE void publish_until(Loader& l, u32 end) {
-    if (l.published == end) return;
-    dev::fence_proxy_async();
-    for (; l.published < end; l.published++) dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.published)]);
-}
+DEVICE void publish_one(Loader& l) { dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.published++)]); }
 
 DEVICE void end_stage(Loader& l) {
     dev::cp_async_commit();
     l.begun++;
     if (l.begun - l.published > IN_FLIGHT) {
         dev::cp_async_wait<IN_FLIGHT>();
-        publish_until(l, l.begun - IN_FLIGHT);
+        dev::fence_proxy_async();
+        publish_one(l);
     }
 }
 
 DEVICE void publish_all(Loader& l) {
     dev::cp_async_wait<0>();
-    publish_until(l, l.begun);
+    dev::fence_proxy_async();
+    while (l.published < l.begun) publish_one(l);
 }
 
 template <class T> DEVICE const T* shfl_pointer(const T* p, u32 lane) {

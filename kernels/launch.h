@@ -6,7 +6,7 @@ namespace aristos {
 
 // Threads of the persistent kernels, and their dynamic shared memory: what the GEMM path wants. layer_ampere.cu and
 // layer_hopper.cu assert that it is.
-constexpr u32 AMPERE_THREADS = 256, AMPERE_SHARED = 100 << 10;
+constexpr u32 AMPERE_THREADS = 256, AMPERE_SHARED = 150 << 10;
 constexpr u32 HOPPER_THREADS = 384, HOPPER_SHARED = 227 << 10;
 
 inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {

@@ -151,9 +151,9 @@ constexpr u64 all_reduce_bytes(const LayerShape& s) {
     if (!s.training || s.n_pes == 1) return 0;
     return align_bytes(reduce_area(s) * (s.stage ? 3 * s.n_pes + 1 : 2 * s.n_pes));
 }
-// Signal words: [2][n_pes][channels], values in and sums back.
+// Signal words: [2][n_pes][channels][slots], values in and sums back.
 constexpr u32 all_reduce_signal_words(const LayerShape& s) {
-    return s.training && s.n_pes > 1 ? 2 * s.n_pes * reduce_shape(s).channels : 0;
+    return s.training && s.n_pes > 1 ? 2 * s.n_pes * reduce_shape(s).channels * REDUCE_SLOTS : 0;
 }
 
 // ---- Launches.

@@ -8,7 +8,7 @@
 //
 // Why no step can deadlock. Order all items of all PEs by (step, class), with classes send < layout < arrive < GEMM (in queue
 // order) < return < final sum < the rest. Every wait is for items before the waiting one in this order: a send of round q for
-// results of round q - 1 or for the acknowledgements of this round's recomputation, a layout for headers, an arrival for its
+// results of round q - 1, or for the acknowledgements of this round's recomputation, which follow its arrivals, a layout for headers, an arrival for its
 // chunk and the layout, a GEMM for arrivals and earlier GEMMs, a return for GEMMs, a final sum for returns; the barrier at the
 // end of a step is after all of its own PE's items. Of the unfinished items take the first, X; all items before it are done. If a
 // block holds X, nothing that X waits for is missing, and X ends. If nobody holds X, X is in a queue whose earlier items are
@@ -116,6 +116,12 @@ template <class Get> DEVICE u32 count_below(u32 n, u32 limit, Get get) {
     return low;
 }
 
+// Rounds that this PE takes part in; with barriers between classes everyone does in all.
+DEVICE u32 pass_rounds(const Layer& l) {
+    u32 rounds = l.shape.bulk ? *l.received.world_rounds : *l.received.my_rounds;
+    return rounds > 1 ? rounds : 1;
+}
+
 // All threads of the block that makes the layout; total, own and tile of the batches are there.
 DEVICE void build_queue(Block& b) {
     const Layer& l = b.l;
@@ -182,13 +188,14 @@ DEVICE void build_queue(Block& b) {
     }
     if (dev::thread() == 0) {
         q.entry_ticket[l.sizes.max_entries] = begin + grad_total;
+        bool last = mode != MODE_RECOMPUTE && b.step.round + 1 == pass_rounds(l);
         u32 tokens = b.pass.tokens, n = l.shape.n_local, end = 0;
         q.comm_end[CLASS_LAYOUT] = end += 1;
         q.comm_end[CLASS_ARRIVE] = end += chunks * l.shape.n_pes;
         q.comm_end[CLASS_SHARED] =
             end += b.step.with_shared ? ceil_div(tokens, l.shape.tile_m * SHARED_TILES) : 0;
-        q.comm_end[CLASS_RETURN] = end += chunks * l.shape.n_pes;
-        q.comm_end[CLASS_FINAL] = end += b.step.last ? ceil_div(tokens, FINAL_TOKENS) : 0;
+        q.comm_end[CLASS_RETURN] = end += mode == MODE_RECOMPUTE ? 0 : chunks * l.shape.n_pes;
+        q.comm_end[CLASS_FINAL] = end += last ? ceil_div(tokens, FINAL_TOKENS) : 0;
         if (mode == MODE_GRADIENT) {
             if (l.shape.bias && b.step.receives) end += n * bias_items(l, 0);
             if (l.shape.shared_bias && b.step.with_shared) end += bias_items(l, n);

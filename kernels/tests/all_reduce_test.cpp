@@ -35,7 +35,9 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed) {
             w.launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", w.pass(pe, pass, pass, 0));
         });
         for (u32 pe = 0; pe < s.n_pes; pe++) {
-            CHECK(w.pes[pe]->layer().error->kind == ERROR_NONE, "PE %u has an error", pe);
+            const ErrorRecord& e = *w.pes[pe]->layer().error;
+            CHECK(e.kind == ERROR_NONE, "PE %u: error %u, PE %u, expected %llx, seen %llx", pe, e.kind, e.pe,
+                  static_cast<unsigned long long>(e.expected), static_cast<unsigned long long>(e.seen));
             auto grads = replicated(*w.pes[pe]);
             for (size_t g = 0; g < grads.size(); g++) {
                 const bool same = !std::memcmp(expected[g].data(), grads[g]->data(), expected[g].size() * 4);
@@ -49,7 +51,7 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed) {
 void missing() {
     LayerShape s = shape();
     s.n_pes = 3;
-    s.wait_limit_ns = 200'000'000;
+    s.wait_limit_ns = 2'000'000'000;
     World w(s, [](u32 e) { return e % 3; });
     w.all([&](u32 pe) {
         if (pe != 1) w.launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", w.pass(pe, 1, 1, 0));

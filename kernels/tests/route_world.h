@@ -180,16 +180,17 @@ struct World {
         std::memset(reinterpret_cast<char*>(p.info.local_zero), 0, p.info.local_zero_bytes);
     }
 
-    // Cuts f32 weights into the planes that the tables promise.
+    // Cuts weights into planes of the layer's dtype; what the planes do not hold is not part of the weights.
     void set_router(Pe& p) const {
         for (u64 i = 0; i < p.router_f32.size(); i++) {
             float rest = p.router_f32[i];
-            if (s.router_parts == 1) p.router_f32[i] = rest = widen(narrow(rest, s.dtype), s.dtype);
+            float sum = 0;
             for (u32 part = 0; part < s.router_parts; part++) {
                 const u16 v = narrow(rest, s.dtype);
                 p.router[part * p.router_f32.size() + i] = v;
-                rest -= widen(v, s.dtype);
+                rest -= widen(v, s.dtype), sum += widen(v, s.dtype);
             }
+            p.router_f32[i] = sum;
         }
     }
 
