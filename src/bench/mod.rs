@@ -3,6 +3,7 @@
 pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;
+pub mod p2p;
 mod summary;
 
 pub use summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};

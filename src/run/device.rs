@@ -1,6 +1,8 @@
 //! One PE's part of the main job on a device.
 
 use std::collections::BTreeMap;
+#[cfg(feature = "cuda")]
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 
@@ -56,12 +58,7 @@ pub(crate) fn with_device<R>(
 ) -> Result<R> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda => {
-            let gpu = cuda(size, context)?;
-            let result = work(&gpu, context)?;
-            gpu.finish()?;
-            Ok(result)
-        }
+        Device::Cuda => with_cuda(context, size.options.wait_limit, work),
         #[cfg(feature = "emulate")]
         Device::Emulated => {
             let gpu = emulated(size, layers, context)?;
@@ -71,13 +68,20 @@ pub(crate) fn with_device<R>(
     }
 }
 
-/// The CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
+/// Works with the CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
 #[cfg(feature = "cuda")]
-fn cuda(size: &SizeOf<'_>, context: &mut PeContext) -> Result<crate::gpu::cuda::CudaGpu> {
+pub(crate) fn with_cuda<R>(
+    context: &mut PeContext,
+    wait_limit: Duration,
+    work: impl FnOnce(&dyn Gpu, &PeContext) -> Result<R>,
+) -> Result<R> {
     use crate::shmem::{ShmTransport, Shmem};
     let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    Ok(crate::gpu::cuda::CudaGpu::attach(shmem, size.options.wait_limit)?)
+    let gpu = crate::gpu::cuda::CudaGpu::attach(shmem, wait_limit)?;
+    let result = work(&gpu, context)?;
+    gpu.finish()?;
+    Ok(result)
 }
 
 #[cfg(feature = "emulate")]
@@ -85,8 +89,7 @@ fn emulated(size: &SizeOf<'_>, layers: usize, context: &mut PeContext) -> Result
     use crate::gpu::emulated::{EmulatedDevice, attach};
     use crate::moe::device::{GemmPath, symmetric_bytes};
     use crate::shmem::{ShmTransport, Shmem};
-    let device =
-        EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
+    let device = EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
     let &SizeOf { config, placement, dtype, max_tokens, training, options, on_device } = size;
     let limits = device.limits();
     let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;
