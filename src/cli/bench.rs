@@ -139,6 +139,7 @@ impl P2pArgs {
     fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
         self.bench()?;
         let csv = create(self.csv.as_ref())?;
+        #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
         let mut job = Job::new(p2p::PES, argv, &["measuring"]);
         #[cfg(feature = "cuda")]
         job.env.extend(crate::gpu::cuda::pe_environment(p2p::PES)?);
@@ -338,6 +339,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     let mut samples: BTreeMap<usize, Vec<PeSamples>> = BTreeMap::new();
     let mut unreadable = None;
     let bar = ProgressBar::new(0);
+    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
     let mut job = Job::new(args.pes, argv, &phase_names);
     #[cfg(feature = "cuda")]
     if bench.device == Device::Cuda {
