@@ -166,8 +166,8 @@ pub enum DeviceArg {
 }
 
 impl DeviceArg {
-    /// The device and its element type.
-    fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
+    /// The device and its element type, or what is wrong with them.
+    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
         let device = match self {
             DeviceArg::Cpu => Device::Cpu,
             DeviceArg::Cuda => Device::Cuda,

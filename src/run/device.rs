@@ -1,6 +1,8 @@
 //! One PE's part of the main job on a device.
 
 use std::collections::BTreeMap;
+#[cfg(feature = "cuda")]
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 
@@ -10,55 +12,88 @@ use crate::checkpoint::InputTensor;
 use crate::gpu::{Buffer, Gpu};
 use crate::launch::PeContext;
 use crate::moe::device::{DeviceLayer, DeviceOptions, PassOutcome, to_elements};
-use crate::moe::{Gradients, metrics};
+use crate::moe::{Dtype, Gradients, LayerConfig, Options, Placement, metrics};
 use crate::report::{PeReport, Span, StepReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
 pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
-    match job.request.device {
+    let size = SizeOf {
+        config: &job.config,
+        placement: &job.placement,
+        dtype: job.request.dtype,
+        max_tokens: job.max_tokens(),
+        training: job.backward,
+        options: &job.request.options,
+        on_device: &on_device(job),
+    };
+    with_device(job.request.device, &size, 1, context, |gpu, context| run_on(job, context, gpu))
+}
+
+fn on_device(job: &Job) -> DeviceOptions {
+    DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() }
+}
+
+/// What the symmetric memory of a layer depends on. CUDA's grows with what is asked for; only the emulated device's must be
+/// known before.
+#[cfg_attr(not(feature = "emulate"), allow(dead_code))]
+pub(crate) struct SizeOf<'a> {
+    pub config: &'a LayerConfig,
+    pub placement: &'a Placement,
+    pub dtype: Dtype,
+    pub max_tokens: usize,
+    pub training: bool,
+    pub options: &'a Options,
+    pub on_device: &'a DeviceOptions,
+}
+
+/// Opens this PE's device, with as much symmetric memory as `layers` such layers need where that must be known at first, and
+/// works with it.
+#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
+pub(crate) fn with_device<R>(
+    device: Device,
+    size: &SizeOf<'_>,
+    layers: usize,
+    context: &mut PeContext,
+    work: impl FnOnce(&dyn Gpu, &PeContext) -> Result<R>,
+) -> Result<R> {
+    match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda => {
-            let gpu = cuda(job, context)?;
-            run_on(job, context, &gpu)?;
-            Ok(gpu.finish()?)
-        }
+        Device::Cuda => with_cuda(context, size.options.wait_limit, work),
         #[cfg(feature = "emulate")]
         Device::Emulated => {
-            let gpu = emulated(job, context)?;
-            run_on(job, context, &gpu)
+            let gpu = emulated(size, layers, context)?;
+            work(&gpu, context)
         }
         other => bail!("this build cannot run a layer on a device of kind {other:?}"),
     }
 }
 
-/// The CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
+/// Works with the CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
 #[cfg(feature = "cuda")]
-fn cuda(job: &Job, context: &mut PeContext) -> Result<crate::gpu::cuda::CudaGpu> {
+pub(crate) fn with_cuda<R>(
+    context: &mut PeContext,
+    wait_limit: Duration,
+    work: impl FnOnce(&dyn Gpu, &PeContext) -> Result<R>,
+) -> Result<R> {
     use crate::shmem::{ShmTransport, Shmem};
-    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, 0))?;
+    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    Ok(crate::gpu::cuda::CudaGpu::attach(shmem, job.request.options.wait_limit)?)
+    let gpu = crate::gpu::cuda::CudaGpu::attach(shmem, wait_limit)?;
+    let result = work(&gpu, context)?;
+    gpu.finish()?;
+    Ok(result)
 }
 
-/// The emulated device of this PE, with as much symmetric memory as the job's layer needs.
 #[cfg(feature = "emulate")]
-fn emulated(job: &Job, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
+fn emulated(size: &SizeOf<'_>, layers: usize, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
     use crate::gpu::emulated::{EmulatedDevice, attach};
-    use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
+    use crate::moe::device::{GemmPath, symmetric_bytes};
     use crate::shmem::{ShmTransport, Shmem};
-    let device = EmulatedDevice { hopper: job.request.gemm == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
-    let options = &job.request.options;
-    let bytes = symmetric_bytes(
-        &job.config,
-        &job.placement,
-        job.request.dtype,
-        job.max_tokens(),
-        job.backward,
-        options,
-        &DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() },
-        &device.limits(),
-    )?;
-    let heap = Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, bytes as usize);
+    let device = EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
+    let &SizeOf { config, placement, dtype, max_tokens, training, options, on_device } = size;
+    let limits = device.limits();
+    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;
+    let heap = Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), layers * bytes as usize);
     let segments = context.exchange_segments(heap)?;
     Ok(attach(Shmem::new(ShmTransport::new(context.my_pe(), segments)?), &device)?)
 }
@@ -74,7 +109,7 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         job.max_tokens(),
         job.backward,
         options,
-        &DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() },
+        &on_device(job),
     )?;
     let (weights, pass) = layer.device_bytes();
     tracing::debug!(pe = me, weights, pass, symmetric = layer.symmetric_bytes(), "the layer is on the device");

@@ -5,7 +5,7 @@
 
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-mod device;
+pub(crate) mod device;
 pub mod memory;
 pub mod pe;
 pub mod supervisor;
