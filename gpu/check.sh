@@ -42,7 +42,9 @@ if [ -z "${NVSHMEM_HOME:-}" ] && command -v python3 >/dev/null; then
     NVSHMEM_HOME=$(python3 -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])' 2>/dev/null)
 fi
 if [ -d target/cuda-toolchain ] && { [ -z "${CUDA_HOME:-}" ] || [ -z "${NVSHMEM_HOME:-}" ]; }; then
-    eval "$(tools/cuda-toolchain --print 2>/dev/null)"
+    while IFS='=' read -r name value; do
+        declare "$name=$value"
+    done < <(tools/cuda-toolchain)
 fi
 export CUDA_HOME=${CUDA_HOME:-} NVSHMEM_HOME=${NVSHMEM_HOME:-}
 

@@ -10,7 +10,7 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
     let Some(cuda) = &facts.cuda else {
         let here = facts.path("/proc/driver/nvidia/version").exists();
         let found = if here { "an NVIDIA driver is here" } else { "no NVIDIA driver is here" };
-        return vec![Finding::warn(
+        return vec![Finding::fail(
             "cuda",
             Need::Cuda,
             format!("this build has no CUDA; {found}"),
