@@ -170,7 +170,7 @@ fn run(
             let chosen = layer.chosen(&saved)?;
             let expert_rows = layer.expert_rows(&saved)?;
             let load = layer.load(&saved)?;
-            layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &tokens.grad_input)?;
+            layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input)?;
             let backward = layer.finish(&saved)?;
             layer.recycle(saved);
             let grads = layer.gradients()?;
@@ -508,7 +508,7 @@ fn several_forward_passes_wait_for_their_backward() {
                     tokens.iter().map(|t| layer.forward(&t.x, t.count, &t.output).unwrap()).collect();
                 for t in tokens.iter().rev() {
                     let mut saved = waiting.pop().unwrap();
-                    layer.backward(&mut saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
+                    layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
                     layer.finish(&saved).unwrap();
                     grads.insert(0, layer.gradients().unwrap().router);
                     layer.recycle(saved);
@@ -516,7 +516,7 @@ fn several_forward_passes_wait_for_their_backward() {
             } else {
                 for t in &tokens {
                     let mut saved = layer.forward(&t.x, t.count, &t.output).unwrap();
-                    layer.backward(&mut saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
+                    layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
                     layer.finish(&saved).unwrap();
                     grads.push(layer.gradients().unwrap().router);
                     layer.recycle(saved);
@@ -627,7 +627,7 @@ fn a_pass_says_what_it_did_and_when() {
             }
         };
         outcome(layer.finish(&saved).unwrap());
-        layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap();
+        layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap();
         assert_eq!(gpu.launches() - launches, 7, "layer, router twice, all-reduce");
         outcome(layer.finish(&saved).unwrap());
     });
@@ -700,7 +700,7 @@ fn what_a_device_cannot_run_is_an_error() {
     assert_eq!(error(layer.forward(&tokens.x, 4, &small)), "output has 1 elements, expected at least 64");
     let mut saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
     layer.finish(&saved).unwrap();
-    let error = layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap_err();
+    let error = layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap_err();
     assert_eq!(error.to_string(), "cannot run backward: the layer was made without training");
 }
 

@@ -98,7 +98,7 @@ fn measure(
             let Measurement { what, backward } = MEASUREMENTS[which];
             let layer = &mut layers[usize::from(what == What::Layer(Mode::Pipelined))];
             gpu.barrier(bench.options.wait_limit)?;
-            let mut saved = layer.forward(&x, tokens.len(), &output)?;
+            let saved = layer.forward(&x, tokens.len(), &output)?;
             let mut sample = Sample::default();
             let mut add = |outcome: PassOutcome| {
                 sample.seconds += outcome.seconds;
@@ -107,7 +107,7 @@ fn measure(
             // Read after each pass, so that the next one's counters do not take the place of this one's.
             add(layer.finish(&saved)?);
             if backward {
-                layer.backward(&mut saved, &x, &grad_output, &grad_input)?;
+                layer.backward(&saved, &x, &grad_output, &grad_input)?;
                 add(layer.finish(&saved)?);
             }
             layer.recycle(saved);

@@ -46,6 +46,10 @@ pub struct Args {
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
     gemm: Option<GemmArg>,
+    /// Record the passes once as a CUDA graph and repeat it
+    #[cfg(feature = "device")]
+    #[arg(long)]
+    graph: bool,
     /// How the PEs exchange rows
     #[arg(long, value_enum, default_value = "pipelined")]
     mode: ModeArg,
@@ -341,6 +345,8 @@ impl Args {
         let (device, dtype) = self.device.device(self.dtype)?;
         #[cfg(feature = "device")]
         ensure!(device != Device::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
+        #[cfg(feature = "device")]
+        ensure!(device != Device::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Request {
             work,
@@ -348,6 +354,8 @@ impl Args {
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
+            #[cfg(feature = "device")]
+            graph: self.graph,
             dtype,
             steps: self.steps,
             options: Options {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use libloading::Library;
 
-use super::{DeviceLimits, Gpu, GpuError, Launch, TensorMap};
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
 use crate::shmem::{Heap, ShmTransport, Shmem, Sym, Transport, available_bytes};
 
 /// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
@@ -164,6 +164,8 @@ pub struct Emulated {
     allocations: RefCell<HashMap<u64, Layout>>,
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
+    /// Where launches go instead, while they are recorded.
+    recording: RefCell<Option<Vec<OneLaunch>>>,
 }
 
 /// `n_pes` PEs in this process, each for a thread of its own, with `heap_bytes` of symmetric memory each. `reachable`, where
@@ -234,6 +236,7 @@ impl Emulated {
             allocations: RefCell::default(),
             marks: [const { Cell::new(None) }; MARKS],
             launches: Cell::new(0),
+            recording: RefCell::new(None),
         }
     }
 
@@ -259,6 +262,25 @@ impl Emulated {
             Meeting::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
             Meeting::Processes { shmem, .. } => (shmem.used_bytes(), shmem.peak_bytes()),
         }
+    }
+}
+
+/// A kernel's name, how it is launched, and the bytes of its parameters.
+type OneLaunch = (String, Launch, Vec<Vec<u8>>);
+
+/// Launches that were recorded.
+struct Recorded<'g> {
+    gpu: &'g Emulated,
+    launches: Vec<OneLaunch>,
+}
+
+impl Recording for Recorded<'_> {
+    unsafe fn replay(&self) -> Result<(), GpuError> {
+        self.launches.iter().try_for_each(|(kernel, launch, args)| {
+            let args: Vec<&[u8]> = args.iter().map(Vec::as_slice).collect();
+            // SAFETY: by this function's contract.
+            unsafe { self.gpu.launch(kernel, *launch, &args) }
+        })
     }
 }
 
@@ -385,7 +407,18 @@ impl Gpu for Emulated {
         Ok(self.device.multiprocessors)
     }
 
+    fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError> {
+        let before = self.recording.replace(Some(Vec::new()));
+        let done = work();
+        let launches = self.recording.replace(before).unwrap_or_default();
+        done.map(|()| Box::new(Recorded { gpu: self, launches }) as Box<dyn Recording>)
+    }
+
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
+        if let Some(launches) = self.recording.borrow_mut().as_mut() {
+            launches.push((kernel.to_string(), launch, args.iter().map(|arg| arg.to_vec()).collect()));
+            return Ok(());
+        }
         let failed = |message: String| GpuError::failed(format!("launch {kernel}"), message);
         let name = CString::new(kernel).map_err(|error| failed(error.to_string()))?;
         // Copies aligned as any parameter may want to be.

@@ -188,6 +188,12 @@ pub trait Gpu {
     /// When there is no such kernel, or it cannot be launched so.
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError>;
 
+    /// Records what `work` launches, and nothing else, without running it: on CUDA devices a graph, which one call launches.
+    ///
+    /// # Errors
+    /// `work`'s; the driver's, when it did what cannot be recorded.
+    fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError>;
+
     /// Waits until all that was launched is done.
     ///
     /// # Errors
@@ -221,6 +227,18 @@ pub trait Gpu {
     /// # Errors
     /// When the device has none, or the driver refuses the numbers.
     fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError>;
+}
+
+/// Launches that were recorded; see [`Gpu::record`].
+pub trait Recording {
+    /// Launches all of it again, with the same parameters; returns without waiting.
+    ///
+    /// # Safety
+    /// All addresses in the recorded parameters are valid still, for what the kernels do.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn replay(&self) -> Result<(), GpuError>;
 }
 
 /// A matrix and how it is copied; see [`Gpu::tensor_map`].

@@ -142,6 +142,11 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
     let mut sent = metrics::Traffic::default();
     let mut all_reduce_bytes = 0;
     let mut chosen = Vec::new();
+    let gradient_buffers = gradients.as_ref().map(|(grad_output, grad_input)| (grad_output, grad_input));
+    let recorded = match job.request.graph {
+        true => Some(layer.record(&x, tokens.len(), &output, gradient_buffers)?),
+        false => None,
+    };
     for step in 0..job.request.steps {
         let mut take = |outcome: PassOutcome, spans: &mut Vec<Span>| {
             sent.add(&outcome.traffic);
@@ -157,20 +162,32 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         };
         context.status().set_progress(step as u64, job.request.steps as u64);
         context.status().set_phase(pe::DEVICE_FORWARD);
-        let mut saved = layer.forward(&x, tokens.len(), &output)?;
-        let forward = take(layer.finish(&saved)?, &mut report.spans);
+        let mut fresh = None;
+        let saved = match &recorded {
+            Some(step) => {
+                layer.replay_forward(step)?;
+                step.saved()
+            }
+            None => fresh.insert(layer.forward(&x, tokens.len(), &output)?),
+        };
+        let forward = take(layer.finish(saved)?, &mut report.spans);
         if step + 1 == job.request.steps {
-            chosen = layer.chosen(&saved)?;
-            report.expert_rows = pe::expert_rows(job, me, layer.expert_rows(&saved)?.into_iter().map(u64::from));
-            message.losses = pe::losses(job, &layer.load(&saved)?);
+            chosen = layer.chosen(saved)?;
+            report.expert_rows = pe::expert_rows(job, me, layer.expert_rows(saved)?.into_iter().map(u64::from));
+            message.losses = pe::losses(job, &layer.load(saved)?);
         }
         let mut backward = None;
         if let Some((grad_output, grad_input)) = &gradients {
             context.status().set_phase(pe::DEVICE_BACKWARD);
-            layer.backward(&mut saved, &x, grad_output, grad_input)?;
-            backward = Some(take(layer.finish(&saved)?, &mut report.spans));
+            match &recorded {
+                Some(step) => layer.replay_backward(step)?,
+                None => layer.backward(saved, &x, grad_output, grad_input)?,
+            }
+            backward = Some(take(layer.finish(saved)?, &mut report.spans));
         }
-        layer.recycle(saved);
+        if let Some(saved) = fresh {
+            layer.recycle(saved);
+        }
         report.steps.push(StepReport { forward, backward });
     }
     report.traffic = pe::traffic(&sent, all_reduce_bytes);
@@ -190,6 +207,7 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
     let output: Vec<f32> = output.read_vec(0, elements)?;
     let results = Results { output: &output, grad_input: &grad_input, grads: &grads, chosen: &chosen };
     pe::report_and_write(job, context, &message, &results)?;
+    drop(recorded);
     // No PE may end while another's kernels still reach into its memory.
     Ok(layer.free()?)
 }

@@ -67,6 +67,9 @@ pub struct Request {
     /// Which matrix products a device runs; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<crate::moe::device::GemmPath>,
+    /// Whether a device's passes are recorded once and repeated.
+    #[cfg(feature = "device")]
+    pub graph: bool,
     /// Element type.
     pub dtype: Dtype,
     /// Measured steps.

@@ -164,7 +164,7 @@ fn graph_case() {
     gpu.mark(3).unwrap();
     for _ in 0..3 {
         // SAFETY: nothing of it is gone.
-        unsafe { graph.launch() }.unwrap();
+        unsafe { graph.replay() }.unwrap();
     }
     gpu.mark(63).unwrap();
     gpu.synchronise().unwrap();

@@ -4,7 +4,7 @@ use std::ptr;
 
 use super::CudaGpu;
 use super::driver::{self, Handle};
-use crate::gpu::GpuError;
+use crate::gpu::{GpuError, Recording};
 
 /// Recorded launches; see [`CudaGpu::capture`].
 pub struct Graph<'g> {
@@ -41,15 +41,8 @@ impl CudaGpu {
     }
 }
 
-impl Graph<'_> {
-    /// Launches all of it again, with the same parameters; returns without waiting.
-    ///
-    /// # Safety
-    /// All addresses in the recorded parameters are valid still, for what the kernels do.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub unsafe fn launch(&self) -> Result<(), GpuError> {
+impl Recording for Graph<'_> {
+    unsafe fn replay(&self) -> Result<(), GpuError> {
         let driver = self.gpu.driver;
         // SAFETY: by this function's contract.
         let code = unsafe { (driver.cuGraphLaunch)(self.executable, self.gpu.context.stream) };

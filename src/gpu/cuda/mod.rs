@@ -21,7 +21,7 @@ use driver::{Address, Device, Driver, Handle};
 pub use graph::Graph;
 
 use super::nvshmem::{self, Meeting, Nvshmem};
-use super::{DeviceLimits, Gpu, GpuError, Launch, TensorMap};
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
 
 /// Marks that [`Gpu::mark`] takes.
 const MARKS: usize = 64;
@@ -531,6 +531,10 @@ impl Gpu for CudaGpu {
             )),
             code => self.driver.check(code, || format!("launch {kernel} ({grid} blocks of {block} threads)")),
         }
+    }
+
+    fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError> {
+        Ok(Box::new(self.capture(work)?))
     }
 
     fn synchronise(&self) -> Result<(), GpuError> {

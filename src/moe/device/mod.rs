@@ -3,12 +3,14 @@
 //! [`DeviceLayer::forward`] and [`DeviceLayer::backward`] launch kernels and return at once; nothing between them waits for
 //! the device, and no count comes to the host. [`DeviceLayer::finish`] waits, and says how the last pass went.
 
+mod record;
 mod report;
 mod shape;
 mod weights;
 
 use bytemuck::Zeroable;
 
+pub use record::RecordedStep;
 pub use report::{BlockSpan, PassOutcome};
 pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
 pub use weights::to_elements;
@@ -24,6 +26,10 @@ use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 
 /// The marks of a pass: its begin, the persistent kernel's, the persistent kernel's end, the begin of the all-reduce, the end.
 const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
+
+/// The kernels of a forward and of a backward pass, in order.
+const FORWARD: [Kernel; 3] = [Kernel::Route, Kernel::Plan, Kernel::Forward];
+const BACKWARD: [Kernel; 4] = [Kernel::Backward, Kernel::RouteBackward, Kernel::RouterGradients, Kernel::AllReduce];
 
 /// The kernels of a layer that waits of one block for another are in.
 const COOPERATIVE: [Kernel; 4] = [Kernel::Plan, Kernel::Forward, Kernel::Backward, Kernel::AllReduce];
@@ -44,8 +50,6 @@ pub struct DeviceLayer<'g> {
     sizes: LayerInfo,
     weights: DeviceWeights<'g>,
     symmetric: SymmetricBuffer<'g>,
-    passes: u64,
-    forwards: u64,
     trace: bool,
     spare: Vec<DeviceSaved<'g>>,
 }
@@ -55,7 +59,6 @@ pub struct DeviceSaved<'g> {
     local: Buffer<'g>,
     layer: Buffer<'g>,
     info: LayerInfo,
-    forward: u64,
     tokens: usize,
 }
 
@@ -161,8 +164,6 @@ impl<'g> DeviceLayer<'g> {
             sizes,
             weights,
             symmetric,
-            passes: 0,
-            forwards: 0,
             trace: false,
             spare: Vec::new(),
         };
@@ -233,25 +234,12 @@ impl<'g> DeviceLayer<'g> {
     /// # Errors
     /// Buffers too small, more tokens than the layer was made for; the driver's.
     pub fn forward(&mut self, x: &Buffer<'g>, tokens: usize, output: &Buffer<'g>) -> Result<DeviceSaved<'g>, MoeError> {
-        if tokens > self.shape.max_tokens as usize {
-            let expected = format!("at most {}", self.shape.max_tokens);
-            return Err(MoeError::Shape { what: "the batch of tokens", got: tokens, expected });
-        }
-        self.check_rows("hidden_states", x, tokens, self.dtype.bytes())?;
-        self.check_rows("output", output, tokens, size_of::<f32>())?;
-        let mut saved = match self.spare.pop() {
-            Some(state) => state,
-            None => self.new_state()?,
-        };
-        self.passes += 1;
-        self.forwards += 1;
-        (saved.forward, saved.tokens) = (self.forwards, tokens);
+        let saved = self.begin(x, tokens, output)?;
         let pass = Pass { x: x.address(), output: output.address(), ..self.pass(&saved) };
         self.gpu.mark(MARKS[0])?;
-        self.launch(&saved, Kernel::Route, &pass)?;
-        self.launch(&saved, Kernel::Plan, &pass)?;
+        self.launch(&saved, &pass, &FORWARD[..2])?;
         self.gpu.mark(MARKS[1])?;
-        self.launch(&saved, Kernel::Forward, &pass)?;
+        self.launch(&saved, &pass, &FORWARD[2..])?;
         for mark in &MARKS[2..] {
             self.gpu.mark(*mark)?;
         }
@@ -260,35 +248,26 @@ impl<'g> DeviceLayer<'g> {
 
     /// Launches the backward of the forward pass that returned `saved`, whose input `x` must still hold what it held then: from
     /// the gradient of the output (the layer's element type) that of the input (f32), and those of the weights, which
-    /// [`DeviceLayer::gradients`] reads. The losses count with their coefficients.
+    /// [`DeviceLayer::gradients`] reads. The losses count with their coefficients. Once per forward: it overwrites what that
+    /// left.
     ///
     /// # Errors
     /// Buffers too small; a layer that was not made for training; the driver's.
     pub fn backward(
         &mut self,
-        saved: &mut DeviceSaved<'g>,
+        saved: &DeviceSaved<'g>,
         x: &Buffer<'g>,
         grad_output: &Buffer<'g>,
         grad_input: &Buffer<'g>,
     ) -> Result<(), MoeError> {
-        if self.shape.training == 0 {
-            return Err(GpuError::failed("run backward", "the layer was made without training").into());
-        }
-        let tokens = saved.tokens;
-        self.check_rows("hidden_states", x, tokens, self.dtype.bytes())?;
-        self.check_rows("grad_output", grad_output, tokens, self.dtype.bytes())?;
-        self.check_rows("grad_hidden_states", grad_input, tokens, size_of::<f32>())?;
-        self.passes += 1;
-        let (x, grad_output, output) = (x.address(), grad_output.address(), grad_input.address());
-        let pass = Pass { x, grad_output, output, ..self.pass(saved) };
+        let pass = self.backward_pass(saved, x, grad_output, grad_input)?;
         self.gpu.mark(MARKS[0])?;
         self.gpu.mark(MARKS[1])?;
-        self.launch(saved, Kernel::Backward, &pass)?;
+        self.launch(saved, &pass, &BACKWARD[..1])?;
         self.gpu.mark(MARKS[2])?;
-        self.launch(saved, Kernel::RouteBackward, &pass)?;
-        self.launch(saved, Kernel::RouterGradients, &pass)?;
+        self.launch(saved, &pass, &BACKWARD[1..3])?;
         self.gpu.mark(MARKS[3])?;
-        self.launch(saved, Kernel::AllReduce, &pass)?;
+        self.launch(saved, &pass, &BACKWARD[3..])?;
         self.gpu.mark(MARKS[4])?;
         Ok(())
     }
@@ -386,23 +365,54 @@ impl<'g> DeviceLayer<'g> {
         Ok(symmetric.free(options.wait_limit)?)
     }
 
-    fn pass(&self, saved: &DeviceSaved<'g>) -> Pass {
-        Pass {
-            pass: self.passes,
-            forward: saved.forward,
-            tokens: saved.tokens as u32,
-            trace: self.trace.into(),
-            ..Pass::zeroed()
+    /// A state for a forward pass over these buffers, which fit.
+    fn begin(&mut self, x: &Buffer<'g>, tokens: usize, output: &Buffer<'g>) -> Result<DeviceSaved<'g>, MoeError> {
+        if tokens > self.shape.max_tokens as usize {
+            let expected = format!("at most {}", self.shape.max_tokens);
+            return Err(MoeError::Shape { what: "the batch of tokens", got: tokens, expected });
         }
+        self.check_rows("hidden_states", x, tokens, self.dtype.bytes())?;
+        self.check_rows("output", output, tokens, size_of::<f32>())?;
+        let mut saved = match self.spare.pop() {
+            Some(state) => state,
+            None => self.new_state()?,
+        };
+        saved.tokens = tokens;
+        Ok(saved)
     }
 
-    fn launch(&self, saved: &DeviceSaved<'g>, kernel: Kernel, pass: &Pass) -> Result<(), MoeError> {
+    /// The backward of a forward pass, over buffers that fit.
+    fn backward_pass(
+        &self,
+        saved: &DeviceSaved<'g>,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &Buffer<'g>,
+    ) -> Result<Pass, MoeError> {
+        if self.shape.training == 0 {
+            return Err(GpuError::failed("run backward", "the layer was made without training").into());
+        }
+        let tokens = saved.tokens;
+        self.check_rows("hidden_states", x, tokens, self.dtype.bytes())?;
+        self.check_rows("grad_output", grad_output, tokens, self.dtype.bytes())?;
+        self.check_rows("grad_hidden_states", grad_input, tokens, size_of::<f32>())?;
+        let (x, grad_output, output) = (x.address(), grad_output.address(), grad_input.address());
+        Ok(Pass { x, grad_output, output, ..self.pass(saved) })
+    }
+
+    fn pass(&self, saved: &DeviceSaved<'g>) -> Pass {
+        Pass { tokens: saved.tokens as u32, trace: self.trace.into(), ..Pass::zeroed() }
+    }
+
+    fn launch(&self, saved: &DeviceSaved<'g>, pass: &Pass, kernels: &[Kernel]) -> Result<(), GpuError> {
         let args = [bytemuck::bytes_of(&saved.layer.address()).to_vec(), bytemuck::bytes_of(pass).to_vec()];
-        // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`. The first is `place`'s, over blocks of the
-        // sizes it asked for and tables of this layer, all of which live as long as `self`; the rows of the second were
-        // checked, and buffers wait for what is launched before they change.
-        unsafe { self.gpu.launch(kernel.on(self.path.is_hopper()), saved.info.launch(kernel), &[&args[0], &args[1]])? };
-        Ok(())
+        kernels.iter().try_for_each(|kernel| {
+            let (name, launch) = (kernel.on(self.path.is_hopper()), saved.info.launch(*kernel));
+            // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`. The first is `place`'s, over blocks of
+            // the sizes it asked for and tables of this layer, all of which live as long as `self`; the rows of the second
+            // were checked, and buffers wait for what is launched before they change.
+            unsafe { self.gpu.launch(name, launch, &[&args[0], &args[1]]) }
+        })
     }
 
     fn check_rows(&self, what: &'static str, rows: &Buffer<'g>, tokens: usize, bytes: usize) -> Result<(), MoeError> {
