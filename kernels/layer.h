@@ -140,6 +140,7 @@ struct ControlWords {
     u64 barrier;  // arrivals at the barrier of the persistent kernels' blocks
     u64 steps;    // steps ever done: chooses the set of counters
     u64 exits;    // blocks that have left a persistent kernel
+    u64 forward;  // number of the forward pass whose state this is
 };
 
 // Of one block of a persistent kernel, added up by the last block that leaves.
@@ -156,6 +157,7 @@ struct Symmetric {
     u64* result_signal;     // [n_pes][max_chunks]
     u64* barrier_signal;    // [3][n_pes]
     u64* all_reduce_signal; // [all_reduce_signal_words(shape)]
+    u64* passes;  // [2]: of this PE, all and forward ones, that are done; no peer writes here, but all Layers share it
     // What peers write here.
     u8* header;    // [3][n_pes][header_bytes]: of even and odd forward passes, and of backward
     u32* capacity; // [n_pes][n_experts]; with a capacity factor only

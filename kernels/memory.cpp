@@ -218,6 +218,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     symmetric.take(y.result_signal, pes * z.max_chunks);
     symmetric.take(y.barrier_signal, 3 * pes);
     symmetric.take(y.all_reduce_signal, all_reduce_signal_words(s));
+    symmetric.take(y.passes, 2);
     signal_bytes = symmetric.used;
     symmetric.take(y.header, 3 * pes * z.header_bytes);
     symmetric.take(y.capacity, s.capacity_factor > 0 ? pes * s.n_experts : 0);

@@ -91,8 +91,9 @@ struct Tables {
 
 // One pass. By value to every kernel of it.
 struct Pass {
-    u64 pass;          // from 1, forward and backward together
-    u64 forward;       // from 1, its forward pass
+    // From 1, forward and backward together; and its forward pass. 0: the device counts, so that a pass can be recorded and
+    // repeated. Either all passes of a layer or none.
+    u64 pass, forward;
     u32 tokens;        // of this PE
     u32 trace;         // 1: record spans
     const void* x;     // [tokens, H], the forward's input (in backward too)

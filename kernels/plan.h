@@ -419,7 +419,8 @@ DEVICE void sum_losses(const Planner& p) {
     if (p.grid_thread() == 0) mine[0] = double(p.tokens);
 }
 
-KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass pass) {
+KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
+    const Pass pass = numbered(*layer, given, false);
     const Planner p(*layer, pass);
     for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
         count_experts(p, i);

@@ -44,6 +44,22 @@ constexpr u32 STEP_BITS = 24;
 DEVICE u64 stamp(const Pass& pass, u32 step) { return (pass.pass << STEP_BITS) + step + 1; }
 DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
 
+// ---- Numbers of passes.
+// The pass with its numbers, for kernels up to the persistent one, whose last block counts it (`count_pass`).
+DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {
+    if (pass.pass == 0) {
+        pass.pass = l.symmetric.passes[0] + 1;
+        pass.forward = backward ? l.control->forward : l.symmetric.passes[1] + 1;
+    }
+    return pass;
+}
+DEVICE void count_pass(const Layer& l, const Pass& pass, bool backward) {
+    l.symmetric.passes[0] = pass.pass;
+    if (backward) return;
+    l.symmetric.passes[1] = pass.forward;
+    l.control->forward = pass.forward;
+}
+
 // ---- Peers.
 DEVICE bool reachable(const Layer& l, u32 pe) { return pe == l.shape.my_pe || l.tables.peer[pe] != 0; }
 
