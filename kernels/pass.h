@@ -173,11 +173,13 @@ OUTLINE void leave(Block& b, bool backward) {
     if (dev::thread() == 0) {
         l.stats->rounds = *l.received.world_rounds > 1 ? *l.received.world_rounds : 1;
         l.control->steps = b.first_step + b.steps;
+        count_pass(l, b.pass, backward);
     }
 }
 
 // The body of a persistent kernel.
-template <class Path> DEVICE void run_pass(const Layer& l, const Pass& pass, bool backward) {
+template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given, bool backward) {
+    const Pass pass = numbered(l, given, backward);
     State& state = *reinterpret_cast<State*>(dev::shared() + Path::SHARED_BYTES);
     if (dev::thread() == 0) {
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
