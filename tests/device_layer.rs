@@ -165,7 +165,7 @@ fn run(
                 before.extend(tokens.output());
             }
             let tokens = Tokens::new(gpu, source, splits[step % splits.len()][me].clone(), world.dtype);
-            let mut saved = layer.forward(&tokens.x, tokens.count, &tokens.output)?;
+            let saved = layer.forward(&tokens.x, tokens.count, &tokens.output)?;
             let forward = layer.finish(&saved)?;
             let chosen = layer.chosen(&saved)?;
             let expert_rows = layer.expert_rows(&saved)?;
@@ -528,6 +528,49 @@ fn several_forward_passes_wait_for_their_backward() {
         })
     };
     assert_eq!(results(true), results(false));
+}
+
+/// A recorded step equals one launched kernel by kernel, run after run, also when its input changes between runs, and between
+/// passes that are not recorded.
+#[test]
+fn a_recorded_step_is_the_same_step() {
+    let source = synthetic(mixtral(6, 2), 11);
+    for world in
+        [World::new(), World { device: EmulatedDevice { hopper: true, ..EmulatedDevice::default() }, ..World::new() }]
+    {
+        let by_pe = on_pes(world.pes(2), |gpu| {
+            let mut layer = new_layer(gpu, &world, &source, 20).unwrap();
+            let range = |step: usize| {
+                if gpu.my_pe() == 0 { 20 * step..20 * step + 20 } else { 100 + 17 * step..117 + 17 * step }
+            };
+            let tokens = Tokens::new(gpu, &source, range(0), world.dtype);
+            let buffers = Some((&tokens.grad_output, &tokens.grad_input));
+            let recorded = layer.record(&tokens.x, tokens.count, &tokens.output, buffers).unwrap();
+            let mut results = Vec::new();
+            for step in [0, 0, 1, 2] {
+                let fresh = Tokens::new(gpu, &source, range(step), world.dtype);
+                let saved = layer.forward(&fresh.x, fresh.count, &fresh.output).unwrap();
+                layer.backward(&saved, &fresh.x, &fresh.grad_output, &fresh.grad_input).unwrap();
+                layer.finish(&saved).unwrap();
+                layer.recycle(saved);
+                let want = (fresh.output(), fresh.grad_input(), layer.gradients().unwrap().router);
+                let elements = |rows: &Buffer<'_>| rows.read_vec::<u16>(0, fresh.elements).unwrap();
+                tokens.x.write(0, &elements(&fresh.x)).unwrap();
+                tokens.grad_output.write(0, &elements(&fresh.grad_output)).unwrap();
+                layer.replay_forward(&recorded).unwrap();
+                layer.replay_backward(&recorded).unwrap();
+                layer.finish(recorded.saved()).unwrap();
+                let got = (tokens.output(), tokens.grad_input(), layer.gradients().unwrap().router);
+                results.push((got, want));
+            }
+            drop(recorded);
+            layer.free().unwrap();
+            results
+        });
+        for (got, want) in by_pe.into_iter().flatten() {
+            assert!(got == want);
+        }
+    }
 }
 
 #[test]

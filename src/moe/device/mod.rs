@@ -189,7 +189,7 @@ impl<'g> DeviceLayer<'g> {
         let local = Buffer::new(self.gpu, self.sizes.local_bytes)?;
         let (info, layer) = place(&self.shape, &self.weights.tables, local.address(), self.symmetric.address())?;
         local.zero(info.local_zero - local.address(), info.local_zero_bytes)?;
-        Ok(DeviceSaved { layer: Buffer::from_slice(self.gpu, &layer)?, local, info, forward: 0, tokens: 0 })
+        Ok(DeviceSaved { layer: Buffer::from_slice(self.gpu, &layer)?, local, info, tokens: 0 })
     }
 
     /// The layer's configuration.
