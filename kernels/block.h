@@ -27,13 +27,11 @@ struct State {
     PassStats stats;
     GemmTask task;
 };
-constexpr u32 STATE_BYTES = 1024;
-static_assert(sizeof(State) <= STATE_BYTES, "state");
-
-// Same in all threads.
+// In shared memory too, with a copy of the pass: whatever a thread kept of it would be live across the products, which want every
+// register. Written by thread 0 between barriers.
 struct Block {
     const Layer& l;
-    const Pass& pass;
+    const Pass pass;
     State& state;
     char* scratch;        // shared memory that items may use
     u64 first_step;       // steps done before this pass
@@ -41,12 +39,15 @@ struct Block {
     u32 set = 0;          // of counters
     u32 phase = PHASE_IDLE;  // PhaseId of the item at hand
     u32 held = NONE;      // a communication ticket taken but not done, or NONE
-    bool layout_known = false;
+    u64 actions = 0;      // left of the step
     Step step = {};
 
     DEVICE const Counters& counters() const { return l.counters[set]; }
     DEVICE bool is_comm() const { return dev::block() < l.shape.comm_blocks; }
 };
+
+constexpr u32 STATE_BYTES = 1024;  // a State, then a Block
+static_assert(sizeof(State) % alignof(Block) == 0 && sizeof(State) + sizeof(Block) <= STATE_BYTES, "state");
 
 // ---- Phases. One thread.
 DEVICE void add_span(const Layer& l, u64 start, u64 end, u32 phase) {
@@ -63,10 +64,13 @@ DEVICE void enter_now(const Layer& l, const Pass& pass, State& s, u32 phase) {
     s.phase = phase;
 }
 
-// All threads.
+// All threads, after a barrier since anyone read the phase of the item before.
 DEVICE void enter(Block& b, u32 phase) {
-    b.phase = phase;
-    if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, phase);
+    if (dev::thread() == 0) {
+        b.phase = phase;
+        enter_now(b.l, b.pass, b.state, phase);
+    }
+    dev::sync_block();
 }
 
 // ---- Waits of a block. `word(i)`, for i in [0, count), is waited for by one thread each: it returns whether it came. All

@@ -10,6 +10,8 @@ constexpr u32 SUM_DEPTH = 4;
 struct RowSum { float v[SUM_DEPTH][8]; };
 template <class T> DEVICE void add_row(RowSum& sum, const char* row, u32 piece, u32 pieces, float weight) {
     Vec16 in[SUM_DEPTH];
+    // Set on every path: a register that a load may or may not set is taken for live since the kernel's beginning.
+    UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) in[k] = {{0, 0, 0, 0}};
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
         if (piece + 32 * k < pieces) in[k] = dev::load16(row + u64(piece + 32 * k) * 16);
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) {

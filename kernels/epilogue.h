@@ -126,7 +126,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
         float q[8], g[8], up[8];
         load_piece(unit, r, piece, q);
         unpack8<T>(saved_g[j], g);
-        if (t.gated) unpack8<T>(saved_up[j], up);
+        unpack8<T>(saved_up[j], up);  // zeros where not gated
         sums[j] = 0.0f;
         UNROLL for (u32 i = 0; i < 8; i++) {
             ValueSlope act = Act::at(g[i]);
@@ -194,29 +194,31 @@ DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 c
 // The unit whose first accumulator is (`row`, `column`) of the tile. Called by all lanes of a warp, after `stage_unit` and sync_warp;
 // another sync_warp before the unit's memory is written again. `row_sums`: f32 [tile_n / 64][tile_m] in shared memory, written by
 // BACKWARD_DOWN only, for `finish_d_weight`.
-template <class T>
+template <class T, u32 KINDS>
 DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column, u32 tile_m, float* row_sums) {
     u32 row0 = t.m0 + row, column0 = t.n0 + (is_paired(t) ? column / 2 : column);
     float* sums = row_sums + column / UNIT_COLS * tile_m + row;
-    switch (t.kind) {
-        case FORWARD_UP:
-            switch (t.activation) {
-                case ACT_SILU: return finish_forward_up<T, Silu>(t, unit, row0, column0);
-                case ACT_GELU: return finish_forward_up<T, Gelu>(t, unit, row0, column0);
-                case ACT_GELU_TANH: return finish_forward_up<T, GeluTanh>(t, unit, row0, column0);
-                default: return finish_forward_up<T, Relu>(t, unit, row0, column0);
-            }
-        case BACKWARD_DOWN:
-            switch (t.activation) {
-                case ACT_SILU: return finish_backward_down<T, Silu>(t, unit, row0, column0, sums);
-                case ACT_GELU: return finish_backward_down<T, Gelu>(t, unit, row0, column0, sums);
-                case ACT_GELU_TANH: return finish_backward_down<T, GeluTanh>(t, unit, row0, column0, sums);
-                default: return finish_backward_down<T, Relu>(t, unit, row0, column0, sums);
-            }
-        case FORWARD_DOWN: return finish_rows<T>(t, unit, row0, column0, t.down_bias);
-        case BACKWARD_UP: return finish_rows<T>(t, unit, row0, column0, nullptr);
-        default: return finish_gradient(t, unit, row0, column0);
+    auto is = [&](GemmKind kind) { return (KINDS & kind_set(kind)) != 0 && t.kind == kind; };
+    if (is(FORWARD_UP)) {
+        switch (t.activation) {
+            case ACT_SILU: return finish_forward_up<T, Silu>(t, unit, row0, column0);
+            case ACT_GELU: return finish_forward_up<T, Gelu>(t, unit, row0, column0);
+            case ACT_GELU_TANH: return finish_forward_up<T, GeluTanh>(t, unit, row0, column0);
+            default: return finish_forward_up<T, Relu>(t, unit, row0, column0);
+        }
     }
+    if (is(BACKWARD_DOWN)) {
+        switch (t.activation) {
+            case ACT_SILU: return finish_backward_down<T, Silu>(t, unit, row0, column0, sums);
+            case ACT_GELU: return finish_backward_down<T, Gelu>(t, unit, row0, column0, sums);
+            case ACT_GELU_TANH: return finish_backward_down<T, GeluTanh>(t, unit, row0, column0, sums);
+            default: return finish_backward_down<T, Relu>(t, unit, row0, column0, sums);
+        }
+    }
+    if (is(FORWARD_DOWN) || is(BACKWARD_UP)) {
+        return finish_rows<T>(t, unit, row0, column0, is(FORWARD_DOWN) ? t.down_bias : nullptr);
+    }
+    if (KINDS & A_BY_K_KINDS) finish_gradient(t, unit, row0, column0);
 }
 
 // Brings what `finish_unit` is going to read of global memory into L2, so that not every unit waits for DRAM; by THREADS threads of

@@ -21,6 +21,12 @@ enum GemmKind : u32 {
     FORWARD_UP = 0, FORWARD_DOWN = 1, BACKWARD_DOWN = 2, BACKWARD_UP = 3, GRAD_UP = 4, GRAD_DOWN = 5, GEMM_KINDS = 6,
 };
 
+// Sets of kinds: those that a kernel has code for. Backward computes the first GEMM again where the activations were not kept.
+constexpr u32 kind_set(GemmKind kind) { return 1u << kind; }
+constexpr u32 ALL_KINDS = (1u << GEMM_KINDS) - 1;
+constexpr u32 FORWARD_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN);
+constexpr u32 BACKWARD_KINDS = ALL_KINDS - kind_set(FORWARD_DOWN);
+
 // All pointers to T, f32 or weights are 16-byte aligned. Pointers by slot start at the batch's first slot. A field that the kind
 // at hand does not name above may hold anything.
 struct GemmTask {
@@ -80,6 +86,10 @@ DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWA
 // `*_by_k`, one step of the summation, holding all output rows or columns.
 DEVICE bool a_by_k(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
 DEVICE bool b_by_k(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
+// The same where only some kinds can be.
+constexpr u32 A_BY_K_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
+template <u32 KINDS> DEVICE bool a_by_k(u32 kind) { return (KINDS & A_BY_K_KINDS) != 0 && a_by_k(kind); }
+template <u32 KINDS> DEVICE bool b_by_k(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_by_k(kind); }
 
 // Rows of an operand: through pointers, or in memory one after another, with a jump to where another matrix goes on. Addresses are
 // numbers, because the two matrices need not be in one array.

@@ -37,6 +37,7 @@ template <class T, u32 EXTENT, bool BY_K> struct AmpereOperand {
     u32 column;        // this thread's piece: its first element in the row, or by k in the output
     u32 limit;         // of `column`: output columns, or K
     u32 copy_offset;   // where it goes in a stage, plus 4096 for each pass
+    u32 copy_row;      // the row of the first pass
     u32 read_offset;   // this lane's row for ldmatrix, to be exchanged and moved on by `fragment`
 
     // `first` of `extent`: the tile's place in the output. `warp_first`: this warp's place in the tile.
@@ -46,6 +47,7 @@ template <class T, u32 EXTENT, bool BY_K> struct AmpereOperand {
         table = reinterpret_cast<const T**>(table_memory);
         column = piece * 8 + (BY_K ? first : 0);
         limit = BY_K ? extent : k;
+        copy_row = row;
         copy_offset = row * ROW_BYTES + ((piece ^ (row % 8)) << 4);
         // ldmatrix.x4: lanes 8 j .. 8 j + 7 give the rows of matrix j. Matrices of A: (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15),
         // (8-15, 8-15); of B: the same with the two middle ones exchanged, as two fragments of 8 columns.
@@ -59,7 +61,7 @@ template <class T, u32 EXTENT, bool BY_K> struct AmpereOperand {
     // Copies passes [from, to) of the chunk that begins at `k0` into `stage`. `entry`: the table's first entry for it.
     template <u32 FROM, u32 TO> DEVICE void copy(char* stage, u32 k0, u32 entry) const {
         u32 at = BY_K ? column : k0 + column;
-        entry += dev::thread() / PIECES;
+        entry += copy_row;
         UNROLL for (u32 pass = FROM; pass < TO; pass++) {
             const T* row = table[entry + pass * PASS_ROWS];
             dev::cp_async16(stage + copy_offset + pass * 4096, row + at, row != nullptr && at < limit);
@@ -169,11 +171,11 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
 
 // One tile. Called by all 256 threads of a block with SHARED_BYTES of shared memory (`t` not in them). On return all threads have stored
 // their part of the tile and passed a barrier.
-template <class T> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared) {
+template <class T, u32 KINDS = ALL_KINDS> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared) {
     using Tile = AmpereTile;
     float acc[4][8][4];
-    if (a_by_k(t.kind)) ampere_multiply<T, true, true>(t, shared, acc);
-    else if (b_by_k(t.kind)) ampere_multiply<T, false, true>(t, shared, acc);
+    if (a_by_k<KINDS>(t.kind)) ampere_multiply<T, true, true>(t, shared, acc);
+    else if (b_by_k<KINDS>(t.kind)) ampere_multiply<T, false, true>(t, shared, acc);
     else ampere_multiply<T, false, false>(t, shared, acc);
 
     u32 warp = dev::warp(), row0 = warp / 4 * 64, column0 = warp % 4 * 64;
@@ -182,14 +184,14 @@ template <class T> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared)
     UNROLL for (u32 i = 0; i < 4; i++)
         stage_unit(units + i * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
     // Only here, where accumulators have left their registers: the first unit still waits for DRAM, the others do not.
-    prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
+    if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
     dev::sync_warp();
     for (u32 i = 0; i < 4; i++) {
         u32 row = row0 + i * UNIT_ROWS;
         if (t.m0 + row >= gemm_m(t)) break;
-        finish_unit<T>(t, units + i * UNIT_BYTES, row, column0, Tile::M, row_sums);
+        finish_unit<T, KINDS>(t, units + i * UNIT_BYTES, row, column0, Tile::M, row_sums);
     }
-    const bool sums_rows = t.kind == BACKWARD_DOWN;  // before the barrier, after which another may write the next task over `t`
+    const bool sums_rows = (KINDS & kind_set(BACKWARD_DOWN)) != 0 && t.kind == BACKWARD_DOWN;  // before the barrier, after which another may write the next task over `t`
     dev::sync_block();
     if (sums_rows) {
         finish_d_weight(t, row_sums, Tile::M, Tile::N, dev::thread());

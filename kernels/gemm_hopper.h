@@ -46,11 +46,12 @@ struct Consumer {
     Control* control;
     char* unit;      // this warp's
     u32 group;       // which 64 rows
+    bool leads;      // the first lane of a warp
     u32 used = 0;    // stages, over all tiles
 };
 
 DEVICE void release_stage(const Consumer& c, u32 n) {
-    if (dev::lane() == 0) dev::mbarrier_arrive(&c.control->empty[nth<STAGES>(n)]);
+    if (c.leads) dev::mbarrier_arrive(&c.control->empty[nth<STAGES>(n)]);
 }
 
 DEVICE void wait_stage(const Consumer& c, u32 n) {
@@ -88,7 +89,7 @@ template <u32 U> DEVICE void stage_columns(const float (&acc)[TILE_N / 2], bool 
     });
 }
 
-template <class T> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const GemmTask& t, const Consumer& c) {
+template <class T, u32 KINDS> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const GemmTask& t, const Consumer& c) {
     static_assert(TILE_N == 4 * UNIT_COLS, "four units");
     const u32 row = c.group * PANEL + dev::warp() % 4 * UNIT_ROWS, r = dev::lane() % UNIT_ROWS;
     const bool paired = is_paired(t);
@@ -103,7 +104,7 @@ template <class T> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const
         else stage_columns<3>(acc, paired, c.unit);
         dev::sync_warp();
         // A row of the tile belongs to one warp, so its units' sums are added here, in ascending order of columns.
-        finish_unit<T>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
+        finish_unit<T, KINDS>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
         dev::sync_warp();
         if (t.kind == BACKWARD_DOWN) row_sum += row_sums[row + r];
     }
@@ -118,7 +119,7 @@ DEVICE u32 task_stages(const GemmTask& t) {
     return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);
 }
 
-template <class T, class Scheduler> DEVICE void consume_loop(Scheduler& scheduler, Consumer c) {
+template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Scheduler& scheduler, Consumer c) {
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = c.control->entry[e];
@@ -129,10 +130,10 @@ template <class T, class Scheduler> DEVICE void consume_loop(Scheduler& schedule
         if (t.m0 + c.group * PANEL < gemm_m(t)) {
             float acc[TILE_N / 2];
             UNROLL for (u32 i = 0; i < TILE_N / 2; i++) acc[i] = 0.0f;
-            if (a_by_k(t.kind)) multiply<T, true, true>(acc, c, steps);
-            else if (b_by_k(t.kind)) multiply<T, false, true>(acc, c, steps);
+            if (a_by_k<KINDS>(t.kind)) multiply<T, true, true>(acc, c, steps);
+            else if (b_by_k<KINDS>(t.kind)) multiply<T, false, true>(acc, c, steps);
             else multiply<T, false, false>(acc, c, steps);
-            finish_tile<T>(acc, t, c);
+            finish_tile<T, KINDS>(acc, t, c);
         } else {
             for (u32 i = 0; i < steps; i++, c.used++) {
                 wait_stage(c, c.used);
@@ -150,7 +151,7 @@ template <class T, class Scheduler> DEVICE void consume_loop(Scheduler& schedule
 
 // Runs the scheduler's queue to its end. Called by all 384 threads of a block, with `hopper::SHARED_BYTES` of 1024-byte aligned
 // shared memory that nobody else uses meanwhile; it needs no content before and leaves none.
-template <class T, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
+template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
     Control* control = reinterpret_cast<Control*>(shared + CONTROL_AT);
     if (dev::thread() == 0) {
@@ -172,14 +173,14 @@ template <class T, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& sche
             if (dev::lane() == 0) schedule_loop(scheduler, control);
             dev::sync_warp();
         } else {
-            copy_loop<T>(Loader{shared, control});
+            copy_loop<T, KINDS>(Loader{shared, control});
         }
         dev::named_barrier(PRODUCER_BARRIER, PRODUCERS);  // setmaxnreg wants the whole warpgroup
         dev::setmaxnreg_inc<EQUAL_REGISTERS>();
     } else {
         dev::setmaxnreg_inc<CONSUMER_REGISTERS>();
         u32 warp = dev::warp() - PRODUCERS / 32;
-        consume_loop<T>(scheduler, Consumer{shared, control, shared + UNITS_AT + warp * UNIT_BYTES, warp / 4});
+        consume_loop<T, KINDS>(scheduler, Consumer{shared, control, shared + UNITS_AT + warp * UNIT_BYTES, warp / 4, dev::lane() == 0});
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
     }

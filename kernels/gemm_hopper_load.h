@@ -74,7 +74,7 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
     // the warp's lines.
     constexpr u32 GROUPS = TILE_M / 4, TURNS = (GROUPS + COPY_WARPS - 1) / COPY_WARPS;
     static_assert(TURNS * 4 <= 64, "two pointers a lane");
-    const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
+    const u32 thread = dev::thread(), warp = thread / 32, lane = thread % 32, piece = lane % 8, sub = lane / 8;
     const RowSource<T> rows = a_rows<T>(t);
     const T* held[2];
     UNROLL for (u32 j = 0; j < 2; j++) {
@@ -91,7 +91,7 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
     for (u32 half = 0; half < halves; half++) {
         for (u32 k = 0; k < half_k; k += TILE_K) {
             char* stage = begin_stage(l);
-            if (dev::thread() == 0) {
+            if (thread == 0) {
                 u64* full = &l.control->full[nth<STAGES>(l.begun)];
                 dev::mbarrier_arrive_expect(full, B_BYTES);
                 UNROLL for (u32 p = 0; p < TILE_N / PANEL; p++) {
@@ -121,7 +121,7 @@ template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& 
 // Both operands by k, a line for each slot: weight gradients.
 template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
     // The first warp copies A's two panels, the second B's first two, the third B's last two.
-    const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
+    const u32 thread = dev::thread(), warp = thread / 32, lane = thread % 32, piece = lane % 8, sub = lane / 8;
     const u32 column = (warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL) + piece * 8;
     const u32 limit = warp == 0 ? gemm_m(t) : gemm_n(t);
     const bool inside[2] = {column < limit, column + PANEL < limit};
@@ -139,7 +139,7 @@ template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
             next[j] = rows.row(k + TILE_K + lane + 32 * j);
         }
         char* stage = begin_stage(l);
-        if (dev::thread() == 0) dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.begun)]);  // in place of TMA
+        if (thread == 0) dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.begun)]);  // in place of TMA
         UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
             const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
             // Lines 4 apart: as `swizzled`, whose exchanged bits change by 4 each time.
@@ -153,7 +153,7 @@ template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
 }
 
 // What the copying warps do: all tasks' loads, in the order of the queue.
-template <class T> DEVICE void copy_loop(Loader l) {
+template <class T, u32 KINDS> DEVICE void copy_loop(Loader l) {
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = l.control->entry[e];
@@ -163,7 +163,7 @@ template <class T> DEVICE void copy_loop(Loader l) {
             dev::mbarrier_wait(&l.control->known[e], parity<ENTRIES>(n));
         }
         if (!entry.more) break;
-        if (a_by_k(entry.task.kind)) load_slots<T>(entry.task, l);
+        if (a_by_k<KINDS>(entry.task.kind)) load_slots<T>(entry.task, l);
         else load_rows_and_weights<T>(entry.task, l);
         dev::sync_warp();
         if (dev::lane() == 0) dev::mbarrier_arrive(&l.control->done[e]);

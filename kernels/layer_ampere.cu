@@ -5,16 +5,25 @@
 namespace aristos {
 using namespace dev;
 
-KERNEL(aristos_forward, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
-    if (layer->shape.dtype == DTYPE_BF16) run_pass<AmperePath<Bf16>>(*layer, pass, false);
-    else run_pass<AmperePath<F16>>(*layer, pass, false);
+// One for each direction and element type: a kernel's code is what it can need, and its registers are what the worst of it needs.
+KERNEL(aristos_forward_bf16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<Bf16, FORWARD_KINDS>>(*layer, pass);
 }
-REGISTER_KERNEL(aristos_forward)
+REGISTER_KERNEL(aristos_forward_bf16)
 
-KERNEL(aristos_backward, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
-    if (layer->shape.dtype == DTYPE_BF16) run_pass<AmperePath<Bf16>>(*layer, pass, true);
-    else run_pass<AmperePath<F16>>(*layer, pass, true);
+KERNEL(aristos_forward_f16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<F16, FORWARD_KINDS>>(*layer, pass);
 }
-REGISTER_KERNEL(aristos_backward)
+REGISTER_KERNEL(aristos_forward_f16)
+
+KERNEL(aristos_backward_bf16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<Bf16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_bf16)
+
+KERNEL(aristos_backward_f16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<F16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_f16)
 
 }  // namespace aristos

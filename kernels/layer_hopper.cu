@@ -5,16 +5,25 @@
 namespace aristos {
 using namespace dev;
 
-KERNEL(aristos_forward_hopper, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
-    if (layer->shape.dtype == DTYPE_BF16) run_pass<HopperPath<Bf16>>(*layer, pass, false);
-    else run_pass<HopperPath<F16>>(*layer, pass, false);
+// One for each direction and element type: a kernel's code is what it can need, and its registers are what the worst of it needs.
+KERNEL(aristos_forward_hopper_bf16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<Bf16, FORWARD_KINDS>>(*layer, pass);
 }
-REGISTER_KERNEL(aristos_forward_hopper)
+REGISTER_KERNEL(aristos_forward_hopper_bf16)
 
-KERNEL(aristos_backward_hopper, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
-    if (layer->shape.dtype == DTYPE_BF16) run_pass<HopperPath<Bf16>>(*layer, pass, true);
-    else run_pass<HopperPath<F16>>(*layer, pass, true);
+KERNEL(aristos_forward_hopper_f16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<F16, FORWARD_KINDS>>(*layer, pass);
 }
-REGISTER_KERNEL(aristos_backward_hopper)
+REGISTER_KERNEL(aristos_forward_hopper_f16)
+
+KERNEL(aristos_backward_hopper_bf16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<Bf16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_hopper_bf16)
+
+KERNEL(aristos_backward_hopper_f16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<F16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_hopper_f16)
 
 }  // namespace aristos

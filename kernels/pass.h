@@ -2,6 +2,7 @@
 #pragma once
 #include "combine.h"
 #include "tasks.h"
+#include <new>
 
 namespace aristos {
 
@@ -28,21 +29,21 @@ template <class T> DEVICE bool run_item(Block& b, u32 ticket) {
 
 // Items of the communication queue up to the end of class `last`. The ticket after them is held for the next call.
 template <class T> DEVICE bool run_comm(Block& b, u32 last) {
-    for (;;) {
-        u32 ticket = b.held;
+    u32 ticket = b.held;
+    for (bool layout_known = false;;) {
         if (ticket == NONE) ticket = take_ticket(b, b.counters().comm);
-        b.held = ticket;
-        if (ticket > 0 && !b.layout_known) {
-            bool known = wait_block(b, 1, [&](u32) {
+        if (ticket > 0 && !layout_known) {
+            layout_known = wait_block(b, 1, [&](u32) {
                 return wait_local(b.l, b.counters().layout, 1, b.phase, ticket);
             });
-            if (!known) return false;
-            b.layout_known = true;
+            if (!layout_known) return false;
         }
-        if (ticket > 0 && ticket >= b.l.queue.comm_end[last]) return true;
+        if (ticket > 0 && ticket >= b.l.queue.comm_end[last]) break;
         if (!run_item<T>(b, ticket)) return false;
-        b.held = NONE;
+        ticket = NONE;
     }
+    if (dev::thread() == 0) b.held = ticket;  // read after the barriers of the action that follows
+    return true;
 }
 
 // Sends, to the end or, for a block that would rather compute, until there is something to compute.
@@ -57,7 +58,7 @@ DEVICE bool run_sends(Block& b, bool all) {
 
 template <class Path> DEVICE bool run_compute(Block& b) {
     dev::sync_block();
-    b.phase = PHASE_EXPERT;
+    if (dev::thread() == 0) b.phase = PHASE_EXPERT;
     Path::run(b);
     // False where the queue ended because the PE aborts.
     return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
@@ -92,10 +93,11 @@ constexpr u64 BULK = actions(ACTION_SENDS, ACTION_PE_BARRIER, ACTION_COMM + CLAS
 
 template <class Path> DEVICE bool run_step(Block& b) {
     clear_next_counters(b);
-    b.held = NONE;
-    u64 list = b.l.shape.bulk ? BULK : b.is_comm() ? COMM_FIRST : COMPUTE_FIRST;
-    for (; list; list >>= 4) {
-        u32 action = list & 15;
+    for (;;) {
+        u32 action = u32(b.actions) & 15;
+        if (action == ACTION_END) return true;
+        dev::sync_block();
+        if (dev::thread() == 0) b.actions >>= 4;  // every action has a barrier, so that this is seen after it
         bool ok;
         if (action >= ACTION_COMM) ok = run_comm<typename Path::Element>(b, action - ACTION_COMM);
         else if (action == ACTION_COMPUTE) ok = run_compute<Path>(b);
@@ -104,7 +106,6 @@ template <class Path> DEVICE bool run_step(Block& b) {
         else ok = pe_barrier(b.l, b.pass, action - ACTION_PE_BARRIER, stamp_step(b.step.round, b.step.mode, true));
         if (!ok) return false;
     }
-    return true;
 }
 
 // ---- Steps.
@@ -126,24 +127,31 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
     bool receives = mode == MODE_RECOMPUTE ? overflow : round == 0 || overflow;
     bool with_shared = mode != MODE_RECOMPUTE && round == 0 && l.shape.shared_intermediate;
-    b.step = {round, mode, receives, with_shared};
-    b.set = u32(b.first_step + b.steps) & 1;
-    b.steps++;
-    b.layout_known = false;
+    dev::sync_block();
+    if (dev::thread() == 0) {
+        b.step = {round, mode, receives, with_shared};
+        b.set = u32(b.first_step + b.steps) & 1;
+        b.steps++;
+        b.held = NONE;
+        b.actions = l.shape.bulk ? BULK : b.is_comm() ? COMM_FIRST : COMPUTE_FIRST;
+    }
+    dev::sync_block();
 }
 
-template <class Path> DEVICE bool run_steps(Block& b, bool backward) {
-    u32 mode = backward ? MODE_GRADIENT : MODE_FORWARD;
-    // Forward knows how many rounds there are when its first step is over.
-    for (u32 round = 0; round == 0 || round < pass_rounds(b.l); round++) {
-        bool twice = backward && recomputes(b, round);
-        for (u32 part = twice ? 0 : 1; part < 2; part++) {
-            if (b.steps > 0 && !grid_barrier(b.l)) return false;
-            begin_step(b, round, part == 0 ? MODE_RECOMPUTE : mode);
-            if (!run_step<Path>(b)) return false;
-        }
+DEVICE void begin_round(Block& b, u32 round, bool backward) {
+    begin_step(b, round, !backward ? MODE_FORWARD : recomputes(b, round) ? MODE_RECOMPUTE : MODE_GRADIENT);
+}
+
+template <class Path> DEVICE void run_steps(Block& b) {
+    begin_round(b, 0, Path::BACKWARD);
+    while (run_step<Path>(b)) {
+        bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
+        // Forward knows how many rounds there are when its first step is over.
+        if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
+        if (!grid_barrier(b.l)) return;
+        if (again) begin_step(b, b.step.round, MODE_GRADIENT);
+        else begin_round(b, b.step.round + 1, Path::BACKWARD);
     }
-    return true;
 }
 
 // All blocks of the kernel end here, whatever happened; the last one adds up what they counted.
@@ -178,19 +186,19 @@ OUTLINE void leave(Block& b, bool backward) {
 }
 
 // The body of a persistent kernel.
-template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given, bool backward) {
-    const Pass pass = numbered(l, given, backward);
+template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
     State& state = *reinterpret_cast<State*>(dev::shared() + Path::SHARED_BYTES);
+    Block& b = *reinterpret_cast<Block*>(dev::shared() + Path::SHARED_BYTES + sizeof(State));
     if (dev::thread() == 0) {
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
         state.stats = {};
         state.phase = PHASE_IDLE;
         state.since = dev::nanoseconds();
+        new (&b) Block{l, numbered(l, given, Path::BACKWARD), state, dev::shared(), l.control->steps};
     }
     dev::sync_block();
-    Block b{l, pass, state, dev::shared(), l.control->steps};
-    if (!dev::sync_block_or(aborted(l))) run_steps<Path>(b, backward);
-    leave(b, backward);
+    if (!dev::sync_block_or(aborted(l))) run_steps<Path>(b);
+    leave(b, Path::BACKWARD);
 }
 
 }  // namespace aristos

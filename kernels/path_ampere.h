@@ -10,8 +10,9 @@ namespace aristos {
 OUTLINE bool next_task(Block& b) { return scheduler_of(b).next(b.state.task); }
 OUTLINE void task_done(Block& b) { scheduler_of(b).done(b.state.task); }
 
-template <class T> struct AmperePath {
+template <class T, u32 KINDS> struct AmperePath {
     using Element = T;
+    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
     static constexpr u32 SHARED_BYTES = AmpereTile::SHARED_BYTES;
     static_assert(SHARED_BYTES + STATE_BYTES <= AMPERE_SHARED && AmpereTile::THREADS == AMPERE_THREADS, "launch.h");
     static_assert(AmpereTile::M == AMPERE_TILE_M && AmpereTile::N == AMPERE_TILE_N, "launch.h");
@@ -22,7 +23,7 @@ template <class T> struct AmperePath {
             if (dev::thread() == 0) state.more = next_task(b);
             dev::sync_block();
             if (!state.more) return;
-            gemm_task_ampere<T>(state.task, dev::shared());
+            gemm_task_ampere<T, KINDS>(state.task, dev::shared());
             if (dev::thread() == 0) task_done(b);
         }
     }

@@ -7,9 +7,10 @@
 #if ARISTOS_HOPPER
 namespace aristos {
 
-template <class T> struct HopperPath {
+template <class T, u32 KINDS> struct HopperPath {
     using Element = T;
     static_assert(hopper::TILE_M == HOPPER_TILE_M && hopper::TILE_N == HOPPER_TILE_N, "launch.h");
+    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
     static constexpr u32 SHARED_BYTES = (hopper::SHARED_BYTES + 127) / 128 * 128;
     static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
 
@@ -21,7 +22,7 @@ template <class T> struct HopperPath {
     };
     static DEVICE void run(Block& b) {
         Source source{b};
-        gemm_loop_hopper<T>(source, dev::shared());
+        gemm_loop_hopper<T, KINDS>(source, dev::shared());
     }
 };
 

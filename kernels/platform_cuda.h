@@ -33,12 +33,18 @@ template <> constexpr bool is_bf16<Bf16> = true;
 
 // ---- who am I
 
-DEVICE u32 thread() { return threadIdx.x; }
+// Read anew at each use. The compiler takes whatever follows from a known threadIdx out of all loops, to the beginning of a kernel,
+// and keeps it in registers from there on; the persistent kernels have none for that.
+DEVICE u32 thread() {
+    u32 number;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+    return number;
+}
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
-DEVICE u32 lane() { return threadIdx.x % 32; }
-DEVICE u32 warp() { return threadIdx.x / 32; }
+DEVICE u32 lane() { return thread() % 32; }
+DEVICE u32 warp() { return thread() / 32; }
 // The block's dynamic shared memory, the only one there is.
 DEVICE char* shared() {
     extern __shared__ __align__(1024) char aristos_shared[];
