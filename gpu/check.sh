@@ -170,6 +170,7 @@ stage_correct() {
             try "$pes PEs, $gemm, 1 token" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --tokens 1
             try "$pes PEs, $gemm, all to a few, small budget" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
                 --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
+            try "$pes PEs, $gemm, recorded" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --steps 5 --graph
             try "$pes PEs, $gemm, bulk" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --mode bulk
             try "$pes PEs, $gemm, odd sizes" "${run[@]}" --pes $pes --gemm $gemm --dtype bf16 \
                 --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777
@@ -178,6 +179,7 @@ stage_correct() {
     done
     mps_on 2
     try "10,000 steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${small[@]}" --tokens 256 --steps 10000
+    try "10,000 recorded steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${small[@]}" --tokens 256 --steps 10000 --graph
     mps_off
 }
 
