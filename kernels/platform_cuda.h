@@ -23,8 +23,13 @@
 #define KERNEL(name, max_threads, min_blocks) extern "C" __global__ void __launch_bounds__(max_threads, min_blocks) name
 #define REGISTER_KERNEL(name)
 #define UNROLL _Pragma("unroll")
-// A function of its own, so that its registers are not those of its caller's loops.
+// A function of its own, so that its registers are not those of its caller's loops. Not beside setmaxnreg: with several calls in
+// such a kernel ptxas (13.0) finds no registers for it ("C7600 Register allocation failed"), and serialises its wgmma.
+#if ARISTOS_HOPPER
+#define OUTLINE DEVICE
+#else
 #define OUTLINE static __device__ __noinline__
+#endif
 
 namespace aristos::dev {
 

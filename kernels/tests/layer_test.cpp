@@ -25,6 +25,10 @@ struct Options {
     u64 wait_limit_ns = 60'000'000'000;
     bool network = false, hopper = false;
     u64 seed = 1;
+
+    std::string kernel(const std::string& direction) const {
+        return "aristos_" + direction + (hopper ? "_hopper" : "") + (dtype == DTYPE_F16 ? "_f16" : "_bf16");
+    }
 };
 
 struct Test {
@@ -200,12 +204,12 @@ struct Test {
                 Pass p = w->pass(pe, number, forward, tokens[pe]);
                 p.output = out[pe].data();
                 bool ok = w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p) &&
-                          w->launch(pe, KERNEL_FORWARD, o.hopper ? "aristos_forward_hopper" : "aristos_forward", p);
+                          w->launch(pe, KERNEL_FORWARD, o.kernel("forward").c_str(), p);
                 if (!ok || !o.training) return;
                 p.pass++;
                 p.grad_output = grad_output[pe].data();
                 p.output = dx[pe].data();
-                w->launch(pe, KERNEL_BACKWARD, o.hopper ? "aristos_backward_hopper" : "aristos_backward", p);
+                w->launch(pe, KERNEL_BACKWARD, o.kernel("backward").c_str(), p);
             });
             for (u32 pe = 0; pe < o.n_pes; pe++) {
                 const ErrorRecord& e = *w->pes[pe]->layer().error;
@@ -223,7 +227,7 @@ struct Test {
         w->all([&](u32 pe) {
             Pass p = w->pass(pe, 1, 1, o.tokens);
             w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p) &&
-                w->launch(pe, KERNEL_FORWARD, "aristos_forward", p);
+                w->launch(pe, KERNEL_FORWARD, o.kernel("forward").c_str(), p);
         });
         for (u32 pe = 0; pe < o.n_pes; pe++) {
             const ErrorRecord& e = *w->pes[pe]->layer().error;
@@ -240,7 +244,7 @@ struct Test {
             bool ok = w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
             const Layer& l = w->pes[pe]->layer();
             if (pe == 1) l.plan.dest[0].return_chunk = l.sizes.return_chunks;
-            if (ok) w->launch(pe, KERNEL_FORWARD, "aristos_forward", p);
+            if (ok) w->launch(pe, KERNEL_FORWARD, o.kernel("forward").c_str(), p);
         });
         const ErrorRecord& e = *w->pes[0]->layer().error;
         CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS, "error %u pe %u what %u", e.kind, e.pe, e.what);

@@ -81,7 +81,7 @@ impl Kernel {
         Kernel::AllReduce,
     ];
 
-    /// Its name in the module.
+    /// What it is called; those with matrix products of experts have several in their modules.
     pub fn name(self) -> &'static str {
         match self {
             Kernel::Route => "aristos_route",
@@ -94,11 +94,18 @@ impl Kernel {
         }
     }
 
-    /// The name of the one that runs on Hopper, or elsewhere: only those with matrix products of experts differ.
-    pub fn on(self, hopper: bool) -> &'static str {
-        match self {
-            Kernel::Forward if hopper => "aristos_forward_hopper",
-            Kernel::Backward if hopper => "aristos_backward_hopper",
+    /// The name in its module of the one that runs on Hopper, or elsewhere, with elements of `dtype` (`DTYPE_BF16` or
+    /// `DTYPE_F16`).
+    pub fn on(self, hopper: bool, dtype: u32) -> &'static str {
+        match (self, hopper, dtype == DTYPE_BF16) {
+            (Kernel::Forward, false, true) => "aristos_forward_bf16",
+            (Kernel::Forward, false, false) => "aristos_forward_f16",
+            (Kernel::Forward, true, true) => "aristos_forward_hopper_bf16",
+            (Kernel::Forward, true, false) => "aristos_forward_hopper_f16",
+            (Kernel::Backward, false, true) => "aristos_backward_bf16",
+            (Kernel::Backward, false, false) => "aristos_backward_f16",
+            (Kernel::Backward, true, true) => "aristos_backward_hopper_bf16",
+            (Kernel::Backward, true, false) => "aristos_backward_hopper_f16",
             _ => self.name(),
         }
     }

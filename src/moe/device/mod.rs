@@ -133,7 +133,7 @@ impl<'g> DeviceLayer<'g> {
             COOPERATIVE.into_iter().filter(|&k| training || !matches!(k, Kernel::Backward | Kernel::AllReduce))
         {
             let Launch { block, shared_bytes, .. } = probed.launch(kernel);
-            blocks = blocks.min(gpu.resident_blocks(kernel.on(path.is_hopper()), block, shared_bytes)?);
+            blocks = blocks.min(gpu.resident_blocks(kernel.on(path.is_hopper(), probe.dtype), block, shared_bytes)?);
         }
         for kernel in Kernel::ALL {
             let wanted = probed.launch(kernel).shared_bytes;
@@ -407,7 +407,7 @@ impl<'g> DeviceLayer<'g> {
     fn launch(&self, saved: &DeviceSaved<'g>, pass: &Pass, kernels: &[Kernel]) -> Result<(), GpuError> {
         let args = [bytemuck::bytes_of(&saved.layer.address()).to_vec(), bytemuck::bytes_of(pass).to_vec()];
         kernels.iter().try_for_each(|kernel| {
-            let (name, launch) = (kernel.on(self.path.is_hopper()), saved.info.launch(*kernel));
+            let (name, launch) = (kernel.on(self.path.is_hopper(), self.shape.dtype), saved.info.launch(*kernel));
             // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`. The first is `place`'s, over blocks of
             // the sizes it asked for and tables of this layer, all of which live as long as `self`; the rows of the second
             // were checked, and buffers wait for what is launched before they change.
