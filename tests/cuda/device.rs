@@ -51,13 +51,13 @@ macro_rules! cases {
     ($($name:ident / $case:ident $env:expr;)*) => { $(
         #[test]
         fn $name() {
-            run(stringify!($case), &Fakes::new(&[]), &$env);
+            run(stringify!($case), &Fakes::new(&[], &[]), &$env);
         }
     )* };
 }
 
 cases! {
-    memory_and_copies / memory_case [];
+    memory_and_copies / memory_case [("FAKE_UNKNOWN", "8")];
     launches_pass_their_parameters / launch_case [];
     a_grid_that_does_not_fit_is_refused / residency_case [("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")];
     marks_and_graphs / graph_case [];
@@ -70,7 +70,7 @@ cases! {
 
 #[test]
 fn nvshmem_begins_and_ends_in_order() {
-    let fakes = Fakes::new(&[]);
+    let fakes = Fakes::new(&[], &[]);
     run("nvshmem_case", &fakes, &[]);
     let log = std::fs::read_to_string(fakes.log()).unwrap();
     let words: Vec<&str> = log.lines().collect();
@@ -92,6 +92,8 @@ fn memory_case() {
     buffer.zero(4, 8).unwrap();
     assert_eq!(buffer.read_vec::<u32>(0, 4).unwrap(), [1, 0, 0, 4]);
     buffer.write::<u32>(16, &[]).unwrap();
+    // A code that no header has is not taken for success.
+    assert_says(&Buffer::new(&gpu, 8).map(|_| ()).unwrap_err().to_string(), &["allocate 8 bytes", "CUDA error 1000"]);
     let error = Buffer::new(&gpu, 2 << 20).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["out of device memory", "2097152", &format!("{} of 1048576", (1 << 20) - 16)]);
     drop(buffer);

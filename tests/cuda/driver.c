@@ -1,8 +1,10 @@
 // A CUDA driver for tests: devices as the environment describes them, memory that is the host's, launches of one
-// kernel. What each function takes is as in cuda.h, from which it is compiled independently of src/gpu/cuda/driver.rs.
+// kernel. What each function takes is as in cuda.h, from which it is compiled independently of cudarc's types.
 //
 //   FAKE_VERSION      13000      FAKE_DEVICES   1        FAKE_CAPABILITY  80, major and minor
-//   FAKE_MEMORY       bytes a device has
+//   FAKE_MEMORY       bytes a device has          FAKE_INIT      0, what cuInit returns
+//   FAKE_UNKNOWN      bytes, of which an allocation fails with a code that no header has
+// Compiled with WITHOUT_TENSOR_MAPS, WITHOUT_VERSION, it lacks these; with STUB, it is what a toolkit has for linking.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,6 +12,11 @@
 
 typedef unsigned CUresult;
 typedef void* Handle;
+
+#ifdef STUB
+CUresult cuDriverGetVersion(int* version) { (void)version; return 34; }
+CUresult cuInit(unsigned flags) { (void)flags; return 34; }
+#else
 
 static long number(const char* name, long otherwise) {
     const char* text = getenv(name);
@@ -20,8 +27,10 @@ static size_t used;
 static unsigned launches, recorded;
 static int recording;
 
+#ifndef WITHOUT_VERSION
 CUresult cuDriverGetVersion(int* version) { *version = (int)number("FAKE_VERSION", 13000); return 0; }
-CUresult cuInit(unsigned flags) { return flags ? 1 : 0; }
+#endif
+CUresult cuInit(unsigned flags) { return flags ? 1 : (CUresult)number("FAKE_INIT", 0); }
 CUresult cuGetErrorName(CUresult code, const char** name) {
     *name = code == 1 ? "CUDA_ERROR_INVALID_VALUE" : code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : NULL;
     return *name ? 0 : 1;
@@ -57,6 +66,7 @@ CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
 }
 // A size in front of what is given out.
 CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+    if (bytes == (size_t)number("FAKE_UNKNOWN", -1)) return 1000;
     if (used + bytes > (size_t)number("FAKE_MEMORY", 1 << 20)) return 2;
     char* place = malloc(bytes + 256);
     memset(place, 0xff, bytes + 256);
@@ -167,6 +177,7 @@ CUresult cuEventElapsedTime(float* milliseconds, Handle from, Handle to) {
     return 0;
 }
 CUresult cuEventDestroy_v2(Handle event) { free(event); return 0; }
+#ifndef WITHOUT_TENSOR_MAPS
 CUresult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* size,
                                 const uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,
                                 int swizzle, int promotion, int fill) {
@@ -176,3 +187,5 @@ CUresult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, 
     memcpy(map, seen, sizeof seen);
     return 0;
 }
+#endif
+#endif

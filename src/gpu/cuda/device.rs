@@ -2,7 +2,9 @@
 
 use std::ffi::{CStr, c_int};
 
-use super::driver::{self, Device, Driver};
+use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
+
+use super::driver::{Driver, call};
 use crate::gpu::GpuError;
 
 /// What the driver says of a device.
@@ -58,25 +60,25 @@ impl DeviceInfo {
 pub fn devices(driver: &Driver) -> Result<Vec<DeviceInfo>, GpuError> {
     let mut count = 0;
     // SAFETY: sets the number.
-    driver.check(unsafe { (driver.cuDeviceGetCount)(&raw mut count) }, || "count the CUDA devices".into())?;
+    driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
     (0..count).map(|number| info(driver, number).map(|(_, info)| info)).collect()
 }
 
-fn info(driver: &Driver, number: c_int) -> Result<(Device, DeviceInfo), GpuError> {
+fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuError> {
     let what = || format!("ask CUDA device {number} what it is");
     let mut device = 0;
     let (mut name, mut pci, mut memory) = ([0; 128], [0; 32], 0);
     // SAFETY: each sets what it is given the address of; texts end with a zero inside the lengths given.
     unsafe {
-        driver.check((driver.cuDeviceGet)(&raw mut device, number), what)?;
-        driver.check((driver.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int - 1, device), what)?;
-        driver.check((driver.cuDeviceGetPCIBusId)(pci.as_mut_ptr(), pci.len() as c_int - 1, device), what)?;
-        driver.check((driver.cuDeviceTotalMem_v2)(&raw mut memory, device), what)?;
+        driver.check(call!(driver, cuDeviceGet(&raw mut device, number)), what)?;
+        driver.check(call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, device)), what)?;
+        driver.check(call!(driver, cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci.len() as c_int - 1, device)), what)?;
+        driver.check(call!(driver, cuDeviceTotalMem_v2(&raw mut memory, device)), what)?;
     }
     let attribute = |attribute| {
         let mut value = 0;
         // SAFETY: sets the value.
-        driver.check(unsafe { (driver.cuDeviceGetAttribute)(&raw mut value, attribute, device) }, what)?;
+        driver.check(unsafe { call!(driver, cuDeviceGetAttribute(&raw mut value, attribute, device)) }, what)?;
         Ok(u32::try_from(value).unwrap_or(0))
     };
     // SAFETY: the arrays end with a zero.
@@ -84,11 +86,14 @@ fn info(driver: &Driver, number: c_int) -> Result<(Device, DeviceInfo), GpuError
     let info = DeviceInfo {
         number: number as usize,
         name: text(&name),
-        capability: (attribute(driver::CAPABILITY_MAJOR)?, attribute(driver::CAPABILITY_MINOR)?),
+        capability: (
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
         memory_total: memory as u64,
-        multiprocessors: attribute(driver::MULTIPROCESSORS)?,
-        shared_bytes_per_block: attribute(driver::SHARED_PER_BLOCK)?,
-        cooperative: attribute(driver::COOPERATIVE)? != 0,
+        multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes_per_block: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        cooperative: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)? != 0,
         pci: text(&pci).to_lowercase(),
     };
     Ok((device, info))
@@ -99,10 +104,10 @@ fn info(driver: &Driver, number: c_int) -> Result<(Device, DeviceInfo), GpuError
 ///
 /// # Errors
 /// [`GpuError::Unavailable`] without a device; the driver's.
-pub fn choose(driver: &Driver, local: usize) -> Result<(Device, DeviceInfo), GpuError> {
+pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
     let mut count = 0;
     // SAFETY: sets the number.
-    driver.check(unsafe { (driver.cuDeviceGetCount)(&raw mut count) }, || "count the CUDA devices".into())?;
+    driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
     if count <= 0 {
         return Err(no_device());
     }

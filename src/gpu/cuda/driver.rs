@@ -1,56 +1,34 @@
-//! The CUDA driver, `libcuda.so.1`: the functions that this project calls, looked up by name at run time.
+//! The CUDA driver, `libcuda.so.1`: the functions that this project calls.
 //!
-//! A table of our own, and not a crate's bindings: those panic where the library or a function is missing, and take
-//! return codes as a Rust `enum`, of which a driver newer than the bindings returns what is no value. Here a code is a
-//! number, and what is missing is an error that says so.
+//! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. What it would do
+//! at run time is done here instead, as its functions panic where the library or a function is missing, and return codes
+//! as a Rust `enum`: a driver newer than the crate returns what is no value of it. [`call!`] calls the same functions with
+//! a code that is a number, and what is missing is an error that says so (docs/decisions.md).
 
 use std::error::Error;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;
 use std::sync::OnceLock;
 
+use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::gpu::GpuError;
 
-/// A device's number for the driver.
-pub type Device = c_int;
-/// A context, stream, event, module, function, graph: pointers to what is the driver's.
-pub type Handle = *mut c_void;
-/// An address on the device.
-pub type Address = u64;
-
-/// `CUDA_SUCCESS`.
-pub const SUCCESS: u32 = 0;
-/// `CUDA_ERROR_OUT_OF_MEMORY`.
-pub const OUT_OF_MEMORY: u32 = 2;
-/// `CUDA_ERROR_NO_BINARY_FOR_GPU`.
-pub const NO_BINARY_FOR_GPU: u32 = 209;
-/// `CUDA_ERROR_UNSUPPORTED_PTX_VERSION`: made by a compiler newer than the driver.
-pub const UNSUPPORTED_PTX: u32 = 222;
-/// `CUDA_ERROR_NOT_FOUND`.
-pub const NOT_FOUND: u32 = 500;
-/// `CUDA_ERROR_NOT_READY`.
-pub const NOT_READY: u32 = 600;
-/// `CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE`.
-pub const COOPERATIVE_TOO_LARGE: u32 = 720;
-
-/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
-pub const MULTIPROCESSORS: u32 = 16;
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
-pub const CAPABILITY_MAJOR: u32 = 75;
-/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
-pub const CAPABILITY_MINOR: u32 = 76;
-/// `CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH`.
-pub const COOPERATIVE: u32 = 95;
-/// `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`.
-pub const SHARED_PER_BLOCK: u32 = 97;
-/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
-pub const FUNCTION_DYNAMIC_SHARED: u32 = 8;
-/// `CU_STREAM_NON_BLOCKING`.
-pub const STREAM_NON_BLOCKING: c_uint = 1;
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: other threads' calls, such as NVSHMEM's proxy's, are not forbidden meanwhile.
-pub const CAPTURE_THREAD_LOCAL: u32 = 1;
+/// Went well.
+pub const SUCCESS: u32 = CUresult::CUDA_SUCCESS as u32;
+/// No memory is left.
+pub const OUT_OF_MEMORY: u32 = CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
+/// No machine code for the device, and no PTX.
+pub const NO_BINARY_FOR_GPU: u32 = CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU as u32;
+/// PTX made by a compiler newer than the driver.
+pub const UNSUPPORTED_PTX: u32 = CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as u32;
+/// No such name.
+pub const NOT_FOUND: u32 = CUresult::CUDA_ERROR_NOT_FOUND as u32;
+/// What was asked about still runs.
+pub const NOT_READY: u32 = CUresult::CUDA_ERROR_NOT_READY as u32;
+/// More blocks than run at the same time.
+pub const COOPERATIVE_TOO_LARGE: u32 = CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE as u32;
 
 /// The oldest driver that has all of the functions, by the version of CUDA it is of.
 pub const OLDEST: Version = Version(12000);
@@ -65,77 +43,78 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// Defines [`Driver`]: a field for each function, by its name in the library.
-macro_rules! functions {
-    ($($name:ident($($arg:ty),*);)*) => {
-        /// The driver's functions. Each returns a code, [`SUCCESS`] or an error's.
-        #[allow(non_snake_case, missing_docs)]
-        pub struct Driver { $(pub $name: unsafe extern "C" fn($($arg),*) -> u32,)* }
+/// Defines [`Symbol`].
+macro_rules! symbols {
+    ($($name:ident)*) => {
+        /// A function of the driver's, by its name in the library.
+        #[allow(non_camel_case_types)]
+        #[derive(Clone, Copy)]
+        pub(super) enum Symbol { $($name,)* }
 
-        impl Driver {
-            /// Looks up all functions; the name of the first one that is missing otherwise.
-            ///
-            /// # Safety
-            /// The library is the driver's, and is never closed.
-            unsafe fn from_library(library: &Library) -> Result<Self, String> {
-                // SAFETY: the driver's functions have these types.
-                unsafe {
-                    Ok(Driver {
-                        $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())
-                            .map_err(|_| stringify!($name).to_string())?,)*
-                    })
-                }
-            }
-        }
+        /// The names, in the order of [`Symbol`].
+        const NAMES: &[&str] = &[$(stringify!($name),)*];
     };
 }
 
-functions! {
-    cuInit(c_uint);
-    cuGetErrorName(u32, *mut *const c_char);
-    cuGetErrorString(u32, *mut *const c_char);
-    cuDeviceGetCount(*mut c_int);
-    cuDeviceGet(*mut Device, c_int);
-    cuDeviceGetName(*mut c_char, c_int, Device);
-    cuDeviceGetPCIBusId(*mut c_char, c_int, Device);
-    cuDeviceGetAttribute(*mut c_int, u32, Device);
-    cuDeviceTotalMem_v2(*mut usize, Device);
-    cuDevicePrimaryCtxRetain(*mut Handle, Device);
-    cuDevicePrimaryCtxRelease_v2(Device);
-    cuCtxSetCurrent(Handle);
-    cuMemGetInfo_v2(*mut usize, *mut usize);
-    cuMemAlloc_v2(*mut Address, usize);
-    cuMemFree_v2(Address);
-    cuMemcpyHtoDAsync_v2(Address, *const c_void, usize, Handle);
-    cuMemcpyDtoHAsync_v2(*mut c_void, Address, usize, Handle);
-    cuMemsetD8Async(Address, u8, usize, Handle);
-    cuStreamCreate(*mut Handle, c_uint);
-    cuStreamDestroy_v2(Handle);
-    cuStreamQuery(Handle);
-    cuStreamSynchronize(Handle);
-    cuStreamBeginCapture_v2(Handle, u32);
-    cuStreamEndCapture(Handle, *mut Handle);
-    cuGraphInstantiateWithFlags(*mut Handle, Handle, u64);
-    cuGraphLaunch(Handle, Handle);
-    cuGraphDestroy(Handle);
-    cuGraphExecDestroy(Handle);
-    cuModuleLoadData(*mut Handle, *const c_void);
-    cuModuleUnload(Handle);
-    cuModuleGetFunction(*mut Handle, Handle, *const c_char);
-    cuModuleGetGlobal_v2(*mut Address, *mut usize, Handle, *const c_char);
-    cuFuncSetAttribute(Handle, u32, c_int);
-    cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
-    cuLaunchKernel(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void,
-        *mut *mut c_void);
-    cuLaunchCooperativeKernel(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle,
-        *mut *mut c_void);
-    cuEventCreate(*mut Handle, c_uint);
-    cuEventRecord(Handle, Handle);
-    cuEventElapsedTime(*mut f32, Handle, Handle);
-    cuEventDestroy_v2(Handle);
-    cuTensorMapEncodeTiled(*mut c_void, u32, u32, Address, *const u64, *const u64, *const u32, *const u32, u32, u32,
-        u32, u32);
+// All that are called: looked up at the start, so that no call finds its function missing.
+symbols! {
+    cuInit cuGetErrorName cuGetErrorString
+    cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetPCIBusId cuDeviceGetAttribute cuDeviceTotalMem_v2
+    cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuCtxSetCurrent
+    cuMemGetInfo_v2 cuMemAlloc_v2 cuMemFree_v2 cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemsetD8Async
+    cuStreamCreate cuStreamDestroy_v2 cuStreamQuery cuStreamSynchronize cuStreamBeginCapture_v2 cuStreamEndCapture
+    cuGraphInstantiateWithFlags cuGraphLaunch cuGraphDestroy cuGraphExecDestroy
+    cuModuleLoadData cuModuleUnload cuModuleGetFunction cuModuleGetGlobal_v2
+    cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuLaunchKernel cuLaunchCooperativeKernel
+    cuEventCreate cuEventRecord cuEventElapsedTime cuEventDestroy_v2
+    cuTensorMapEncodeTiled
 }
+
+/// The type of one of `cudarc`'s functions.
+pub(super) trait Signature {
+    /// The type of the driver's function behind it, its code a number: C's enum is an `unsigned`.
+    type Raw: Copy;
+}
+
+macro_rules! signatures {
+    ($first:ident $($rest:ident)*) => {
+        impl<$first, $($rest),*> Signature for unsafe fn($first, $($rest),*) -> CUresult {
+            type Raw = unsafe extern "C" fn($first, $($rest),*) -> u32;
+        }
+        signatures! { $($rest)* }
+    };
+    () => {};
+}
+
+signatures! { A B C D E F G H I J K L }
+
+/// `call!(driver, cuCtxSetCurrent(context))`: the driver's code, a `u32`. Unsafe, as the driver's functions are.
+macro_rules! call {
+    ($driver:expr, $name:ident($($arg:expr),* $(,)?)) => {
+        $driver.function(
+            || {
+                let of_type: unsafe fn($($crate::gpu::cuda::driver::any!($arg)),*) -> _ = ::cudarc::driver::sys::$name;
+                of_type
+            },
+            $crate::gpu::cuda::driver::Symbol::$name,
+        )($($arg),*)
+    };
+}
+
+/// The type that is inferred, one for each argument.
+macro_rules! any {
+    ($arg:expr) => {
+        _
+    };
+}
+
+pub(super) use {any, call};
+
+/// An address in the library, of a function of any type.
+type Entry = unsafe extern "C" fn();
+
+/// The driver's functions, for [`call!`].
+pub struct Driver(Vec<Entry>);
 
 /// Where the driver is looked for: a name that the loader finds, then where WSL and Slurm images without an entry in the
 /// loader's cache have it.
@@ -188,28 +167,46 @@ fn open() -> Result<Driver, String> {
             "the driver is of CUDA {version}, and {OLDEST} or newer is needed: install a newer NVIDIA driver"
         ));
     }
-    // SAFETY: the library is the driver's and stays open.
-    let driver = unsafe { Driver::from_library(library) }
-        .map_err(|name| format!("the driver, of CUDA {version}, has no {name}: install a newer NVIDIA driver"))?;
-    // SAFETY: a version that has these functions.
-    match unsafe { (driver.cuInit)(0) } {
+    let entry = |name: &&str| {
+        // SAFETY: a function, and called by its own type alone. The library stays open.
+        unsafe { library.get::<Entry>(name.as_bytes()) }
+            .map(|symbol| *symbol)
+            .map_err(|_| format!("the driver, of CUDA {version}, has no {name}: install a newer NVIDIA driver"))
+    };
+    let driver = Driver(NAMES.iter().map(entry).collect::<Result<_, _>>()?);
+    // SAFETY: takes a number.
+    match unsafe { call!(driver, cuInit(0)) } {
         SUCCESS => Ok(driver),
         code => Err(format!("the CUDA driver does not start: {}", driver.error_text(code))),
     }
 }
 
 impl Driver {
+    /// The driver's function, of the type that `cudarc` has for it.
+    ///
+    /// # Safety
+    /// The type is that of `symbol`; see [`call!`], which takes both by one name.
+    pub(super) unsafe fn function<S: Signature>(&self, _of_type: impl FnOnce() -> S, symbol: Symbol) -> S::Raw {
+        // SAFETY: both are addresses of functions, and the type is the right one by this function's contract. A code's
+        // type `CUresult` is `repr(u32)`, and passed as a u32 is; every value of that is allowed.
+        unsafe { std::mem::transmute_copy::<Entry, S::Raw>(&self.0[symbol as usize]) }
+    }
+
     /// "CUDA_ERROR_NO_DEVICE (100, no CUDA-capable device is detected)".
     pub fn error_text(&self, code: u32) -> String {
-        let text = |get: unsafe extern "C" fn(u32, *mut *const c_char) -> u32| {
+        // Not by `call!`: `cudarc`'s take a code of its enum, and this is any.
+        type Get = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
+        let text = |symbol: Symbol| {
             let mut text = std::ptr::null();
-            // SAFETY: the driver sets `text` to a string of its own, or to null for a code that it does not know.
+            // SAFETY: both functions have this type, and set `text` to a string of the driver's, or to null for a code
+            // that it does not know.
             unsafe {
+                let get = std::mem::transmute::<Entry, Get>(self.0[symbol as usize]);
                 let known = get(code, &raw mut text) == SUCCESS && !text.is_null();
                 known.then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
             }
         };
-        match (text(self.cuGetErrorName), text(self.cuGetErrorString)) {
+        match (text(Symbol::cuGetErrorName), text(Symbol::cuGetErrorString)) {
             (Some(name), Some(words)) => format!("{name} ({code}, {words})"),
             (Some(name), None) => format!("{name} ({code})"),
             _ => format!("CUDA error {code}"),

@@ -16,8 +16,12 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 use std::time::{Duration, Instant};
 
+use cudarc::driver::sys::{
+    CUdevice, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUstream, CUstream_flags, CUtensorMap,
+    CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+};
 pub use device::DeviceInfo;
-use driver::{Address, Device, Driver, Handle};
+use driver::{Driver, call};
 pub use graph::Graph;
 
 use super::nvshmem::{self, Meeting, Nvshmem};
@@ -55,17 +59,17 @@ pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
 /// A context that is current in the thread that made it, and retained.
 struct Context {
     driver: &'static Driver,
-    device: Device,
-    stream: Handle,
+    device: CUdevice,
+    stream: CUstream,
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: made in `CudaGpu::attach`; nothing of it is used any more.
         unsafe {
-            (self.driver.cuStreamSynchronize)(self.stream);
-            (self.driver.cuStreamDestroy_v2)(self.stream);
-            (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device);
+            call!(self.driver, cuStreamSynchronize(self.stream));
+            call!(self.driver, cuStreamDestroy_v2(self.stream));
+            call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device));
         }
     }
 }
@@ -77,11 +81,11 @@ pub struct CudaGpu {
     wait_limit: Duration,
     meeting: Box<dyn Meeting>,
     multiprocessors: u32,
-    modules: Vec<Handle>,
-    functions: RefCell<HashMap<String, Handle>>,
+    modules: Vec<CUmodule>,
+    functions: RefCell<HashMap<String, CUfunction>>,
     /// The dynamic shared memory that a function was last allowed, where it was raised.
     shared: RefCell<HashMap<String, u32>>,
-    marks: [Cell<Handle>; MARKS],
+    marks: [Cell<CUevent>; MARKS],
     nvshmem: Option<Nvshmem>,
     // Last, so that it is dropped after what lies in it.
     context: Context,
@@ -150,7 +154,7 @@ impl CudaGpu {
         }
         for module in self.modules.drain(..) {
             // SAFETY: loaded by `load`; nothing of it runs.
-            self.driver.check(unsafe { (self.driver.cuModuleUnload)(module) }, || "unload the kernels".into())?;
+            self.driver.check(unsafe { call!(self.driver, cuModuleUnload(module)) }, || "unload the kernels".into())?;
         }
         Ok(())
     }
@@ -165,7 +169,7 @@ impl CudaGpu {
             let (mut address, mut bytes) = (0, 0);
             // SAFETY: sets address and length; the name ends with a zero.
             let code = unsafe {
-                (self.driver.cuModuleGetGlobal_v2)(&raw mut address, &raw mut bytes, *module, symbol.as_ptr())
+                call!(self.driver, cuModuleGetGlobal_v2(&raw mut address, &raw mut bytes, *module, symbol.as_ptr()))
             };
             if code == driver::NOT_FOUND {
                 continue;
@@ -185,7 +189,7 @@ impl CudaGpu {
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
         let mut handle = ptr::null_mut();
         // SAFETY: sets the handle; the image is a fat binary, which lives for ever.
-        let code = unsafe { (self.driver.cuModuleLoadData)(&raw mut handle, module.image.0.as_ptr().cast()) };
+        let code = unsafe { call!(self.driver, cuModuleLoadData(&raw mut handle, module.image.0.as_ptr().cast())) };
         let (major, minor) = self.info.capability;
         match code {
             driver::NO_BINARY_FOR_GPU | driver::UNSUPPORTED_PTX => {
@@ -206,12 +210,12 @@ impl CudaGpu {
             && let Some(nvshmem) = &self.nvshmem
         {
             // SAFETY: loaded into the current context just now, and unloaded after NVSHMEM's end.
-            unsafe { nvshmem.add_module(handle, module.name) }?;
+            unsafe { nvshmem.add_module(handle.cast(), module.name) }?;
         }
         Ok(())
     }
 
-    fn function(&self, kernel: &str) -> Result<Handle, GpuError> {
+    fn function(&self, kernel: &str) -> Result<CUfunction, GpuError> {
         if let Some(function) = self.functions.borrow().get(kernel) {
             return Ok(*function);
         }
@@ -219,7 +223,7 @@ impl CudaGpu {
         for module in &self.modules {
             let mut function = ptr::null_mut();
             // SAFETY: sets the function; the name ends with a zero.
-            let code = unsafe { (self.driver.cuModuleGetFunction)(&raw mut function, *module, name.as_ptr()) };
+            let code = unsafe { call!(self.driver, cuModuleGetFunction(&raw mut function, *module, name.as_ptr())) };
             if code != driver::NOT_FOUND {
                 self.driver.check(code, || format!("find kernel {kernel}"))?;
                 self.functions.borrow_mut().insert(kernel.to_string(), function);
@@ -230,7 +234,7 @@ impl CudaGpu {
     }
 
     /// The function, allowed this much dynamic shared memory: above 48 KiB a function has to be told.
-    fn function_with_shared(&self, kernel: &str, shared_bytes: u32) -> Result<Handle, GpuError> {
+    fn function_with_shared(&self, kernel: &str, shared_bytes: u32) -> Result<CUfunction, GpuError> {
         let function = self.function(kernel)?;
         let allowed = self.shared.borrow().get(kernel).copied().unwrap_or(48 << 10);
         if shared_bytes > allowed {
@@ -245,7 +249,14 @@ impl CudaGpu {
             }
             // SAFETY: a function of a loaded module.
             let code = unsafe {
-                (self.driver.cuFuncSetAttribute)(function, driver::FUNCTION_DYNAMIC_SHARED, shared_bytes as c_int)
+                call!(
+                    self.driver,
+                    cuFuncSetAttribute(
+                        function,
+                        CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        shared_bytes as c_int
+                    )
+                )
             };
             self.driver.check(code, || format!("give kernel {kernel} {shared_bytes} bytes of shared memory"))?;
             self.shared.borrow_mut().insert(kernel.to_string(), shared_bytes);
@@ -253,7 +264,7 @@ impl CudaGpu {
         Ok(function)
     }
 
-    fn event(&self, number: usize) -> Result<&Cell<Handle>, GpuError> {
+    fn event(&self, number: usize) -> Result<&Cell<CUevent>, GpuError> {
         self.marks.get(number).ok_or_else(|| GpuError::failed(format!("mark {number}"), "there are 64 marks"))
     }
 
@@ -262,7 +273,7 @@ impl CudaGpu {
         let start = Instant::now();
         loop {
             // SAFETY: the stream lives as long as this.
-            match unsafe { (self.driver.cuStreamQuery)(self.context.stream) } {
+            match unsafe { call!(self.driver, cuStreamQuery(self.context.stream)) } {
                 driver::NOT_READY => {}
                 code => return self.driver.check(code, || "wait for the kernels".into()),
             }
@@ -279,7 +290,7 @@ impl CudaGpu {
     fn memory(&self) -> Result<(u64, u64), GpuError> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: sets both.
-        let code = unsafe { (self.driver.cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
+        let code = unsafe { call!(self.driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) };
         self.driver.check(code, || "ask for the free memory".into())?;
         Ok((free as u64, total as u64))
     }
@@ -292,18 +303,21 @@ impl CudaGpu {
 
 impl Context {
     /// Makes the device's primary context current in this thread: the one that NVSHMEM works in.
-    fn new(driver: &'static Driver, device: Device, info: &DeviceInfo) -> Result<Self, GpuError> {
+    fn new(driver: &'static Driver, device: CUdevice, info: &DeviceInfo) -> Result<Self, GpuError> {
         let what = || format!("take GPU {} ({})", info.number, info.name);
         let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: sets the context.
-        driver.check(unsafe { (driver.cuDevicePrimaryCtxRetain)(&raw mut context, device) }, what)?;
+        driver.check(unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device)) }, what)?;
         // SAFETY: the context is retained; given back where no `Context` comes of it that would.
         unsafe {
-            let made = driver.check((driver.cuCtxSetCurrent)(context), what).and_then(|()| {
-                driver.check((driver.cuStreamCreate)(&raw mut stream, driver::STREAM_NON_BLOCKING), what)
+            let made = driver.check(call!(driver, cuCtxSetCurrent(context)), what).and_then(|()| {
+                driver.check(
+                    call!(driver, cuStreamCreate(&raw mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)),
+                    what,
+                )
             });
             if let Err(error) = made {
-                (driver.cuDevicePrimaryCtxRelease_v2)(device);
+                call!(driver, cuDevicePrimaryCtxRelease_v2(device));
                 return Err(error);
             }
         }
@@ -335,7 +349,7 @@ impl Drop for CudaGpu {
         for mark in &self.marks {
             if !mark.get().is_null() {
                 // SAFETY: made by `mark`, and not used any more.
-                unsafe { (self.driver.cuEventDestroy_v2)(mark.get()) };
+                unsafe { call!(self.driver, cuEventDestroy_v2(mark.get())) };
             }
         }
     }
@@ -367,9 +381,9 @@ impl Gpu for CudaGpu {
     }
 
     fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError> {
-        let mut address: Address = 0;
+        let mut address: CUdeviceptr = 0;
         // SAFETY: sets the address.
-        match unsafe { (self.driver.cuMemAlloc_v2)(&raw mut address, bytes as usize) } {
+        match unsafe { call!(self.driver, cuMemAlloc_v2(&raw mut address, bytes as usize)) } {
             driver::OUT_OF_MEMORY => Err(self.out_of_memory("device", bytes)),
             code => self.driver.check(code, || format!("allocate {bytes} bytes on the device")).map(|()| address),
         }
@@ -379,8 +393,8 @@ impl Gpu for CudaGpu {
         // SAFETY: by this function's contract. What was launched may still use it: that ends first. Errors of it are
         // told by the next call.
         unsafe {
-            (self.driver.cuStreamSynchronize)(self.context.stream);
-            (self.driver.cuMemFree_v2)(address);
+            call!(self.driver, cuStreamSynchronize(self.context.stream));
+            call!(self.driver, cuMemFree_v2(address));
         }
     }
 
@@ -434,8 +448,8 @@ impl Gpu for CudaGpu {
         unsafe {
             let stream = self.context.stream;
             self.driver
-                .check((self.driver.cuMemcpyHtoDAsync_v2)(to, from.as_ptr().cast(), from.len(), stream), what)?;
-            self.driver.check((self.driver.cuStreamSynchronize)(stream), what)
+                .check(call!(self.driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream)), what)?;
+            self.driver.check(call!(self.driver, cuStreamSynchronize(stream)), what)
         }
     }
 
@@ -447,9 +461,11 @@ impl Gpu for CudaGpu {
         // SAFETY: by this function's contract; the bytes are written before it returns.
         unsafe {
             let stream = self.context.stream;
-            self.driver
-                .check((self.driver.cuMemcpyDtoHAsync_v2)(to.as_mut_ptr().cast(), from, to.len(), stream), what)?;
-            self.driver.check((self.driver.cuStreamSynchronize)(stream), what)
+            self.driver.check(
+                call!(self.driver, cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream)),
+                what,
+            )?;
+            self.driver.check(call!(self.driver, cuStreamSynchronize(stream)), what)
         }
     }
 
@@ -458,7 +474,7 @@ impl Gpu for CudaGpu {
             return Ok(());
         }
         // SAFETY: by this function's contract.
-        let code = unsafe { (self.driver.cuMemsetD8Async)(to, 0, bytes as usize, self.context.stream) };
+        let code = unsafe { call!(self.driver, cuMemsetD8Async(to, 0, bytes as usize, self.context.stream)) };
         self.driver.check(code, || format!("set {bytes} bytes of the device to 0"))
     }
 
@@ -467,11 +483,14 @@ impl Gpu for CudaGpu {
         let mut per_multiprocessor = 0;
         // SAFETY: sets the number; a function of a loaded module.
         let code = unsafe {
-            (self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor)(
-                &raw mut per_multiprocessor,
-                function,
-                block as c_int,
-                shared_bytes as usize,
+            call!(
+                self.driver,
+                cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    &raw mut per_multiprocessor,
+                    function,
+                    block as c_int,
+                    shared_bytes as usize,
+                )
             )
         };
         self.driver.check(code, || format!("ask how many blocks of {kernel} fit"))?;
@@ -504,21 +523,16 @@ impl Gpu for CudaGpu {
         // SAFETY: the parameters' types and addresses are the caller's promise; they are read before this returns.
         let code = unsafe {
             if cooperative != 0 {
-                (self.driver.cuLaunchCooperativeKernel)(
-                    function,
-                    grid,
-                    1,
-                    1,
-                    block,
-                    1,
-                    1,
-                    shared_bytes,
-                    stream,
-                    parameters,
+                call!(
+                    self.driver,
+                    cuLaunchCooperativeKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters,)
                 )
             } else {
                 let none = ptr::null_mut();
-                (self.driver.cuLaunchKernel)(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, none)
+                call!(
+                    self.driver,
+                    cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, none)
+                )
             }
         };
         match code {
@@ -539,7 +553,7 @@ impl Gpu for CudaGpu {
 
     fn synchronise(&self) -> Result<(), GpuError> {
         // SAFETY: the stream lives as long as this.
-        let code = unsafe { (self.driver.cuStreamSynchronize)(self.context.stream) };
+        let code = unsafe { call!(self.driver, cuStreamSynchronize(self.context.stream)) };
         self.driver.check(code, || "wait for the kernels".into())
     }
 
@@ -547,7 +561,7 @@ impl Gpu for CudaGpu {
         let start = Instant::now();
         if let Some(nvshmem) = &self.nvshmem {
             // SAFETY: this PE's stream.
-            unsafe { nvshmem.quiet_on_stream(self.context.stream) }
+            unsafe { nvshmem.quiet_on_stream(self.context.stream.cast()) }
         }
         self.synchronise_within(limit)?;
         self.meeting.barrier(limit.saturating_sub(start.elapsed()))
@@ -559,11 +573,11 @@ impl Gpu for CudaGpu {
         if mark.get().is_null() {
             let mut event = ptr::null_mut();
             // SAFETY: sets the event.
-            self.driver.check(unsafe { (self.driver.cuEventCreate)(&raw mut event, 0) }, what)?;
+            self.driver.check(unsafe { call!(self.driver, cuEventCreate(&raw mut event, 0)) }, what)?;
             mark.set(event);
         }
         // SAFETY: event and stream live as long as this.
-        self.driver.check(unsafe { (self.driver.cuEventRecord)(mark.get(), self.context.stream) }, what)
+        self.driver.check(unsafe { call!(self.driver, cuEventRecord(mark.get(), self.context.stream)) }, what)
     }
 
     fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError> {
@@ -574,7 +588,7 @@ impl Gpu for CudaGpu {
         }
         let mut milliseconds = 0.0;
         // SAFETY: sets the number; events of this context.
-        let code = unsafe { (self.driver.cuEventElapsedTime)(&raw mut milliseconds, first, second) };
+        let code = unsafe { call!(self.driver, cuEventElapsedTime(&raw mut milliseconds, first, second)) };
         self.driver.check(code, what)?;
         Duration::try_from_secs_f64(f64::from(milliseconds) * 1e-3).map_err(|error| GpuError::failed(what(), error))
     }
@@ -582,35 +596,38 @@ impl Gpu for CudaGpu {
     fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError> {
         let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
         check_tensor_map(&matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
-        /// The driver writes it at a multiple of 64.
-        #[repr(C, align(64))]
-        struct Opaque([u8; 128]);
-        let mut map = Opaque([0; 128]);
-        // CU_TENSOR_MAP_DATA_TYPE_UINT8, 16 or 32: copied, never computed with.
-        let element = matrix.element_bytes.trailing_zeros();
-        let (no_interleave, swizzle_128, promote_256, fill_zeros) = (0, 3, 3, 0);
+        let mut map = CUtensorMap { opaque: [0; 16] };
+        // Copied, never computed with.
+        let element = match matrix.element_bytes {
+            1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+        };
         // Innermost first: columns, rows.
         let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
         let boxes = [matrix.box_cols, matrix.box_rows];
         // SAFETY: writes the 128 bytes; the arrays have as many elements as there are dimensions, strides one fewer. The
         // matrix itself is not read.
         let code = unsafe {
-            (self.driver.cuTensorMapEncodeTiled)(
-                (&raw mut map).cast(),
-                element,
-                2,
-                matrix.base,
-                size.as_ptr(),
-                [matrix.row_stride_bytes].as_ptr(),
-                boxes.as_ptr(),
-                [1u32, 1].as_ptr(),
-                no_interleave,
-                swizzle_128,
-                promote_256,
-                fill_zeros,
+            call!(
+                self.driver,
+                cuTensorMapEncodeTiled(
+                    &raw mut map,
+                    element,
+                    2,
+                    matrix.base as *mut c_void,
+                    size.as_ptr(),
+                    [matrix.row_stride_bytes].as_ptr(),
+                    boxes.as_ptr(),
+                    [1u32, 1].as_ptr(),
+                    CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                    CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+                )
             )
         };
-        self.driver.check(code, what).map(|()| map.0)
+        self.driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
     }
 }
 
