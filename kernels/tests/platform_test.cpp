@@ -100,6 +100,28 @@ CASE(tsan_many_blocks) {
     CHECK(*c.seen == 200, "%u", *c.seen);
 }
 
+// All blocks wait for all others, several times; half of the threads leave early, and the barrier does not wait for them.
+KERNEL(test_grid_barrier, 64, 1)(u32* arrived, u32* out) {
+    if (thread() % 2 == 1) return;
+    for (u32 turn = 1; turn <= 3; ++turn) {
+        sync_block();
+        if (thread() == 0) {
+            fetch_add_acq_rel(arrived, 1);
+            while (load_acquire(arrived) < turn * blocks()) pause();
+        }
+        sync_block();
+        out[block() * 64 + thread()] = load_acquire(arrived);
+    }
+}
+REGISTER_KERNEL(test_grid_barrier)
+
+CASE(all_of_64_blocks_are_resident) {
+    World world;
+    u32* out = world.heap<u32>(0, 4096);
+    world.launch(0, "test_grid_barrier", 64, 64, 0, world.heap<u32>(0), out);
+    for (u32 i = 0; i < 64 * 64; ++i) CHECK(out[i] == (i % 2 == 0 ? 192 : 0), "%u: %u", i, out[i]);
+}
+
 // ---- named barriers
 
 KERNEL(test_named, 128, 1)(u32* out) {
