@@ -219,6 +219,29 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     }
 }
 
+// Brings what `finish_unit` is going to read of global memory into L2, so that not every unit waits for DRAM; by THREADS threads of
+// number `thread`, late in the sum or after it.
+template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_finish(const GemmTask& t, u32 thread) {
+    auto line_of = [&](u32 i, u32 width, u32& row, u32& column) {  // `width`: elements in 128 bytes
+        row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
+    };
+    u32 row, column;
+    if (t.kind == BACKWARD_DOWN) {
+        for (u32 i = thread; i < TILE_M * TILE_N / 64; i += THREADS) {
+            line_of(i, 64, row, column);
+            if (row >= t.rows || column >= t.intermediate) continue;
+            const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
+            dev::prefetch_l2(gu);
+            if (t.gated) dev::prefetch_l2(gu + t.intermediate);
+        }
+    } else if (a_by_k(t.kind) && t.accumulate) {
+        for (u32 i = thread; i < TILE_M * TILE_N / 32; i += THREADS) {
+            line_of(i, 32, row, column);
+            if (row < gemm_m(t) && column < gemm_n(t)) dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);
+        }
+    }
+}
+
 // BACKWARD_DOWN: the tile's partial sum of each of its rows, after a barrier among the warps that called `finish_unit`. `thread` of at
 // least `tile_m` threads; columns in ascending order.
 DEVICE void finish_d_weight(const GemmTask& t, const float* row_sums, u32 tile_m, u32 tile_n, u32 thread) {

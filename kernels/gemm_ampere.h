@@ -1,8 +1,8 @@
 // A GEMM tile by mma.sync: sm_80 and later. One block of 256 threads, 128 x 256 accumulators, 64 of the sum at a time.
 //
-// Why this tile. Eight warps of 64 x 64 read 8 KiB of fragments from shared memory for 16 steps of the sum of 131072 products; an SM of
-// an A100 multiplies 1024 pairs and reads 128 bytes in a clock, so with the copies' writes shared memory is busy 69% of the tensor cores'
-// time. With 128 x 128 (eight of 64 x 32) it is 100%, and L2 must deliver 32 instead of 24 bytes a clock to each SM. 128
+// Why this tile. For 16 steps of the sum, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared memory and the
+// copies write 12 KiB. An SM of an A100 multiplies 1024 pairs and moves 128 bytes in a clock, so shared memory is busy 69% of the tensor
+// cores' time; with 128 x 128 (eight of 64 x 32) it is 100%, and L2 must deliver 32 instead of 24 bytes a clock to each SM. 128
 // accumulators and two sets of fragments (64 registers) fit in the 255 a thread can have; three stages of 48 KiB fit in 163 KiB, and a
 // copy has two chunks' time, about 4000 clocks, to arrive.
 //
@@ -181,6 +181,8 @@ template <class T> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared)
     auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
     UNROLL for (u32 i = 0; i < 4; i++)
         stage_unit(units + i * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
+    // Only here, where accumulators have left their registers: the first unit still waits for DRAM, the others do not.
+    prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
     dev::sync_warp();
     for (u32 i = 0; i < 4; i++) {
         u32 row = row0 + i * UNIT_ROWS;

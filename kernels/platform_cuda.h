@@ -128,6 +128,9 @@ DEVICE void store16(void* p, Vec16 v) {
     *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 }
 
+// Brings the line of 128 bytes into L2 at some time.
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
+
 DEVICE u32 load_acquire(const u32* p) {
     u32 v;
     asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -145,6 +145,7 @@ DEVICE Vec16 load16(const void* p) {
     return v;
 }
 DEVICE Vec16 load16_stream(const void* p) { return load16(p); }
+DEVICE void prefetch_l2(const void*) {}
 DEVICE void store16(void* p, Vec16 v) {
     if (__builtin_expect(reinterpret_cast<std::uintptr_t>(p) % 16 != 0, 0)) fail_misaligned(p);
     std::memcpy(__builtin_assume_aligned(p, 16), &v, 16);
