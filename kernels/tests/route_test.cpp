@@ -307,6 +307,11 @@ int main(int argc, char** argv) {
         run({100, 16, 3, 64, DTYPE_BF16, 3, scoring, 1, scoring, 0, 0, 1.0f, 0, 0, 0, 1}, seed++);
         run({100, 16, 3, 64, DTYPE_BF16, 3, scoring, 1, scoring, 4, 2, 1.0f, 0, 0, 0, 1}, seed++);
     }
+    // The losses alone, so that no part of them drowns.
+    for (u32 scoring : {SCORING_SOFTMAX, SCORING_SIGMOID}) {
+        run({50, 12, 3, 64, DTYPE_BF16, 2, scoring, 1, 0, 0, 0, 1.0f, 10.0f, 0, 0, 0, 1e-5f}, seed++);
+        run({50, 12, 3, 64, DTYPE_BF16, 2, scoring, 0, 0, 0, 0, 1.0f, 0, 10.0f, 0, 0, 1e-5f}, seed++);
+    }
     run({33, 300, 70, 16, DTYPE_BF16, 2, SCORING_SIGMOID, 1, 1, 0, 0, 1.0f, 0.1f, 0.01f}, seed++);
     if (!brief) run({40, 1024, 8, 32, DTYPE_BF16, 2, SCORING_SOFTMAX, 1, 0, 32, 4, 1.0f, 0.1f, 0.01f}, seed++);
     if (!brief) run({20, 4000, 64, 16, DTYPE_BF16, 1, SCORING_SIGMOID, 1, 1, 0, 0, 1.0f, 0.1f, 0.01f}, seed++);
