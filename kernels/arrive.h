@@ -47,9 +47,8 @@ DEVICE void count_arrived(Block& b, const ChunkTables& t, u32 rows) {
     const Layer& l = b.l;
     dev::sync_block();
     u32 slots = t.row_start[rows];
-    dev::fence_gpu();
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
-        dev::fetch_add(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
+        dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
 }
 
 // The own rows of a chunk: they stay in the layer's input.
@@ -171,11 +170,10 @@ OUTLINE bool arrive_shared(Block& b, u32 item) {
         if (b.step.mode == MODE_GRADIENT) l.batches.shared.grad_row[t] = grad + u64(t) * l.sizes.row_bytes;
     }
     dev::sync_block();
-    dev::fence_gpu();
     u32 tile = dev::thread(), begin = first + tile * tile_m;
     if (tile < SHARED_TILES && begin < end) {
         u32 rows = end - begin < tile_m ? end - begin : tile_m;
-        dev::fetch_add(b.counters().arrived + l.batches.tile[l.shape.n_local] + first_tile + tile, rows);
+        dev::fetch_add_acq_rel(b.counters().arrived + l.batches.tile[l.shape.n_local] + first_tile + tile, rows);
     }
     return true;
 }

@@ -6,6 +6,10 @@
 
 namespace aristos {
 
+// Functions of their own: the products want every register, and both kernels share them.
+template <class T> OUTLINE void ampere_task(const GemmTask& task, char* shared) { gemm_task_ampere<T>(task, shared); }
+OUTLINE bool next_task(Scheduler& scheduler, GemmTask& task) { return scheduler.next(task); }
+
 template <class T> struct AmperePath {
     using Element = T;
     static constexpr u32 SHARED_BYTES = AmpereTile::SHARED_BYTES;
@@ -13,10 +17,10 @@ template <class T> struct AmperePath {
 
     static DEVICE void run(Scheduler& scheduler, State& state, char* shared) {
         for (;;) {
-            if (dev::thread() == 0) state.more = scheduler.next(state.task);
+            if (dev::thread() == 0) state.more = next_task(scheduler, state.task);
             dev::sync_block();
             if (!state.more) return;
-            gemm_task_ampere<T>(state.task, shared);
+            ampere_task<T>(state.task, shared);
             if (dev::thread() == 0) scheduler.done(state.task);
         }
     }

@@ -27,9 +27,8 @@ struct Scheduler {
         bool first = t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN;
         bool second = t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP;
         if (!first && !second) return;
-        dev::fence_gpu();
-        dev::fetch_add((first ? counters.first_done : counters.second_done) + task_tile(l, t), 1u);
-        if (t.kind == BACKWARD_DOWN) dev::fetch_add(counters.batch_done + t.batch, 1u);
+        dev::fetch_add_acq_rel((first ? counters.first_done : counters.second_done) + task_tile(l, t), 1u);
+        if (t.kind == BACKWARD_DOWN) dev::fetch_add_acq_rel(counters.batch_done + t.batch, 1u);
     }
 
 private:
