@@ -42,10 +42,14 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
     return true;
 }
 
+DEVICE u32* placed_flag(const Block& b, u32 source, u32 index) {
+    return b.counters().placed + u64(source) * b.l.shape.window_chunks + index;
+}
 // All threads, when the rows of a chunk and their slots are where GEMM tasks look for them: counts them towards their tiles.
-DEVICE void count_arrived(Block& b, const ChunkTables& t, u32 rows) {
+DEVICE void count_arrived(Block& b, u32 source, u32 index, const ChunkTables& t, u32 rows) {
     const Layer& l = b.l;
     dev::sync_block();
+    if (dev::thread() == 0) dev::store_release(placed_flag(b, source, index), 1);
     u32 slots = t.row_start[rows];
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
         dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
@@ -129,7 +133,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
     if (source == l.shape.my_pe) {
         if (!arrive_own(b, chunk, rows, t)) return false;
-        count_arrived(b, t, rows);
+        count_arrived(b, source, index, t, rows);
         acknowledge(b, source, chunk);
         return true;
     }
@@ -151,7 +155,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
             copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
     }
-    count_arrived(b, t, rows);
+    count_arrived(b, source, index, t, rows);
     acknowledge(b, source, chunk);
     return true;
 }

@@ -57,6 +57,7 @@ template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
     enter(b, PHASE_COMBINE);
     u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes;
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
+    if (!wait_block(b, 1, [&](u32) { return wait_local(l, placed_flag(b, source, index), 1, b.phase, chunk); })) return false;
     u32 slots = t.row_start[rows];
     bool done = wait_block(b, slots, [&](u32 i) {
         u32 tile = place_tile(l, t.expert[i], t.place[i]);

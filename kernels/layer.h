@@ -124,6 +124,7 @@ struct Counters {
     u32* comm;
     u32* compute;
     u32* layout;      // 1: the layout is there
+    u32* placed;      // [n_pes][window_chunks]: 1: the chunk's slots have their places
     u32* arrived;     // [max_tiles]: slots whose rows are there
     u32* first_done;  // [max_tiles]: tasks of the first GEMM
     u32* second_done; // [max_tiles]

@@ -131,6 +131,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         local.take(c.comm, 1);
         local.take(c.compute, 1);
         local.take(c.layout, 1);
+        local.take(c.placed, pes * s.window_chunks);
         local.take(c.arrived, z.max_tiles);
         local.take(c.first_done, z.max_tiles);
         local.take(c.second_done, z.max_tiles);

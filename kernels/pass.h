@@ -58,8 +58,7 @@ DEVICE bool run_sends(Block& b, bool all) {
 template <class Path> DEVICE bool run_compute(Block& b) {
     dev::sync_block();
     b.phase = PHASE_EXPERT;
-    Scheduler scheduler{b.l, b.pass, b.step, b.counters(), b.state};
-    Path::run(scheduler, b.state, dev::shared());
+    Path::run(b);
     // False where the queue ended because the PE aborts.
     return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
 }

@@ -6,22 +6,23 @@
 
 namespace aristos {
 
-// Functions of their own: the products want every register, and both kernels share them.
-template <class T> OUTLINE void ampere_task(const GemmTask& task, char* shared) { gemm_task_ampere<T>(task, shared); }
-OUTLINE bool next_task(Scheduler& scheduler, GemmTask& task) { return scheduler.next(task); }
+// Functions of their own, and nothing kept in registers: the products want every one.
+OUTLINE bool next_task(Block& b) { return scheduler_of(b).next(b.state.task); }
+OUTLINE void task_done(Block& b) { scheduler_of(b).done(b.state.task); }
 
 template <class T> struct AmperePath {
     using Element = T;
     static constexpr u32 SHARED_BYTES = AmpereTile::SHARED_BYTES;
     static_assert(SHARED_BYTES + STATE_BYTES <= AMPERE_SHARED && AmpereTile::THREADS == AMPERE_THREADS, "launch.h");
 
-    static DEVICE void run(Scheduler& scheduler, State& state, char* shared) {
+    static DEVICE void run(Block& b) {
+        State& state = *reinterpret_cast<State*>(dev::shared() + SHARED_BYTES);
         for (;;) {
-            if (dev::thread() == 0) state.more = next_task(scheduler, state.task);
+            if (dev::thread() == 0) state.more = next_task(b);
             dev::sync_block();
             if (!state.more) return;
-            ampere_task<T>(state.task, shared);
-            if (dev::thread() == 0) scheduler.done(state.task);
+            gemm_task_ampere<T>(state.task, dev::shared());
+            if (dev::thread() == 0) task_done(b);
         }
     }
 };

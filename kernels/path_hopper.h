@@ -12,7 +12,16 @@ template <class T> struct HopperPath {
     static constexpr u32 SHARED_BYTES = (hopper::SHARED_BYTES + 127) / 128 * 128;
     static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
 
-    static DEVICE void run(Scheduler& scheduler, State&, char* shared) { gemm_loop_hopper<T>(scheduler, shared); }
+    // Inlined: a function of its own would not know how few registers the producers have left themselves.
+    struct Source {
+        Block& b;
+        DEVICE bool next(GemmTask& t) { return scheduler_of(b).next(t); }
+        DEVICE void done(const GemmTask& t) { scheduler_of(b).done(t); }
+    };
+    static DEVICE void run(Block& b) {
+        Source source{b};
+        gemm_loop_hopper<T>(source, dev::shared());
+    }
 };
 
 }  // namespace aristos

@@ -73,6 +73,9 @@ DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
 }
 
 // ---- Errors and waits.
+// A block that waits for another one of its PE is longer patient than that one is with a peer, whose name is what the user wants.
+constexpr u32 LOCAL_PATIENCE = 4;
+
 struct Waiting {
     u32 pe;
     u32 what;   // ErrorWhat
@@ -98,7 +101,7 @@ DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
 DEVICE bool aborted(const Layer& l) { return dev::load_relaxed(&l.error->kind) != ERROR_NONE; }
 
 // One thread. `poll(seen)` says whether it is there, and gives what it saw.
-template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll) {
+template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll, u32 patience = 1) {
     u64 seen = 0;
     if (poll(seen)) return true;
     u64 start = dev::nanoseconds();
@@ -106,7 +109,7 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
         dev::pause();
         if (poll(seen)) return true;
         if (aborted(l)) return false;
-        if (dev::nanoseconds() - start > l.shape.wait_limit_ns) {
+        if (dev::nanoseconds() - start > patience * l.shape.wait_limit_ns) {
             record_error(l, ERROR_TIMEOUT, w, seen);
             return false;
         }
@@ -127,7 +130,7 @@ DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase,
     return wait_until(l, w, [&](u64& seen) {
         seen = ARISTOS_PLANTED(NO_LOCAL_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire(word);
         return seen >= expected;
-    });
+    }, LOCAL_PATIENCE);
 }
 
 // All threads of all blocks. False: aborted, for at least this block.
@@ -142,7 +145,7 @@ OUTLINE bool grid_barrier(const Layer& l) {
         ok = wait_until(l, w, [&](u64& seen) {
             seen = dev::load_acquire(&l.control->barrier);
             return seen >= w.expected;
-        });
+        }, LOCAL_PATIENCE);
         dev::fence_gpu();
     }
     return !dev::sync_block_or(!ok);

@@ -117,4 +117,6 @@ private:
     }
 };
 
+DEVICE Scheduler scheduler_of(Block& b) { return {b.l, b.pass, b.step, b.counters(), b.state}; }
+
 }  // namespace aristos
