@@ -2,6 +2,7 @@
 // it takes a hundredth of the others' time, so that a test can afford many seeds, and its small tiles are many.
 #pragma once
 #include "../pass.h"
+#include "../path_ampere.h"
 
 namespace aristos {
 
@@ -43,13 +44,13 @@ template <class T> DEVICE void gemm_task_small(const GemmTask& t, char* shared) 
 template <class T> struct SmallPath {
     using Element = T;
     static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
-    static DEVICE void run(Scheduler& scheduler, State& state, char* shared) {
+    static DEVICE void run(Block& b) {
         for (;;) {
-            if (dev::thread() == 0) state.more = scheduler.next(state.task);
+            if (dev::thread() == 0) b.state.more = next_task(b);
             dev::sync_block();
-            if (!state.more) return;
-            gemm_task_small<T>(state.task, shared);
-            if (dev::thread() == 0) scheduler.done(state.task);
+            if (!b.state.more) return;
+            gemm_task_small<T>(b.state.task, dev::shared());
+            if (dev::thread() == 0) task_done(b);
         }
     }
 };
