@@ -23,13 +23,9 @@ inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
 #define ARISTOS_PLANTED(fault) (::aristos::planted == ::aristos::fault)
 
-#include "layer_world.h"
+#include "protocol_cases.h"
 
-using namespace aristos;
-using world::Forward;
-using world::Layers;
-using world::Options;
-using world::Snapshot;
+using namespace protocol_cases;
 
 namespace {
 
@@ -38,228 +34,6 @@ constexpr u64 SECOND = 1'000'000'000;
 u32 seeds(u32 few) {
     const char* text = std::getenv("ARISTOS_SEEDS");
     return text ? u32(std::strtoul(text, nullptr, 10)) : few;
-}
-
-// ---- Who reaches whom.
-enum Reach { REACH_ALL, REACH_NONE, REACH_NODES, REACH_RANDOM, REACHES };
-std::vector<u8> reach(u32 n, Reach kind, u64 seed) {
-    std::mt19937_64 random(seed);
-    std::vector<u8> mask(n * n, 1);
-    for (u32 i = 0; i < n * n; i++) {
-        const u32 from = i / n, to = i % n;
-        if (from != to && kind == REACH_NONE) mask[i] = 0;
-        if (kind == REACH_NODES) mask[i] = from / 2 == to / 2;
-        if (from != to && kind == REACH_RANDOM) mask[i] = random() % 2;
-    }
-    return mask;
-}
-
-// ---- Cases.
-Options base(u32 n_pes) {
-    Options o;
-    o.path = world::PATH_SMALL;
-    o.n_pes = n_pes, o.hidden = 16, o.intermediate = 16, o.chunk_rows = 4, o.delay_us = 500;
-    return o;
-}
-
-// Other PEs have tokens in each pass, or none has any; passes without backward in between.
-Options tokens_come_and_go() {
-    Options o = base(3);
-    o.experts = 5, o.tokens = 30;
-    o.passes = {{{13, 0, 7}, false}, {{0, 21, 0}, false}, {{0, 0, 0}}, {{30, 1, 0}}, {{0, 0, 0}, false}, {{5, 6, 7}}};
-    return o;
-}
-// All rows to one expert through windows of one chunk; then evenly, so that nothing overflows; then again.
-Options one_expert_in_rounds() {
-    Options o = base(4);
-    o.top_k = 1, o.tokens = 24, o.window_chunks = 1, o.hot = 1;
-    o.passes = {{{24, 9, 24, 3}, false, true}, {{24, 24, 24, 24}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
-    return o;
-}
-// Rounds that end because slots run out, with everything that has gradients.
-Options rounds_by_slots() {
-    Options o = base(2);
-    o.experts = 6, o.top_k = 3, o.tokens = 40, o.window_chunks = 4, o.round_slots = 16, o.shared = 1, o.bias = 1;
-    o.passes = {{{40, 33}}, {{7, 40}, false}, {{0, 40}}};
-    return o;
-}
-// PEs with neither tokens nor experts wait for nobody's results.
-Options running_ahead() {
-    Options o = base(4);
-    o.experts = 2, o.top_k = 1, o.hosts = 1, o.tokens = 10, o.window_chunks = 1;
-    for (u32 i = 0; i < 8; i++) o.passes.push_back({{i % 3 ? 8u : 0u, 0, i == 5 ? 10u : 0u, 0}, i % 4 == 3});
-    o.delay_us = 3000;
-    return o;
-}
-Options losses_and_capacity() {
-    Options o = base(3);
-    o.experts = 5, o.tokens = 20, o.capacity = 0.9, o.aux_loss = 0.1f, o.z_loss = 0.01f, o.window_chunks = 2;
-    o.passes = {{{13, 0, 20}, false}, {{20, 20, 5}}, {{0, 0, 3}, false}, {{1, 20, 20}}};
-    return o;
-}
-Options an_expert_without_tokens() {
-    Options o = base(2);
-    o.experts = 3, o.hot = 2, o.cold = true, o.bias = 1, o.tokens = 12;
-    o.passes = {{{12, 9}, true, true}, {{12, 12}}, {{5, 0}, true, true}};
-    return o;
-}
-Options eight_pes() {
-    Options o = base(8);
-    o.experts = 11, o.tokens = 10, o.window_chunks = 1;
-    o.passes = {{{10, 0, 3, 10, 1, 9, 0, 5}}, {{0, 10, 10, 2, 0, 10, 4, 10}}};
-    return o;
-}
-Options inference() {
-    Options o = base(3);
-    o.training = 0, o.tokens = 20, o.window_chunks = 1, o.hot = 0;
-    o.passes = {{{20, 3, 11}, false}, {{20, 20, 0}, false, true}, {{0, 20, 20}, false, true}, {{6, 7, 8}, false}};
-    return o;
-}
-Options bulk() {
-    Options o = base(3);
-    o.bulk = 1, o.tokens = 20, o.window_chunks = 1, o.hot = 0, o.shared = 1;
-    o.passes = {{{20, 3, 11}, true, true}, {{0, 0, 4}}, {{20, 20, 20}, false}};
-    return o;
-}
-
-// ---- The counters of a pass, from the routing alone.
-struct Pair { u32 rows = 0, slots = 0, rounds = 0; std::vector<u32> chunk_rows, chunk_slots; };
-std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
-    const LayerShape& s = t.w->s;
-    const auto kept = t.kept(pass);
-    std::vector<std::vector<Pair>> all(s.n_pes, std::vector<Pair>(s.n_pes));
-    for (u32 from = 0; from < s.n_pes; from++) {
-        const auto& chosen = t.seen[from][pass].chosen;
-        for (u32 token = 0; token < chosen.size() / s.top_k; token++) {
-            std::vector<u32> slots(s.n_pes, 0);
-            for (u32 k = 0; k < s.top_k; k++) slots[t.place(chosen[token * s.top_k + k])] += kept[from][token * s.top_k + k];
-            for (u32 to = 0; to < s.n_pes; to++) {
-                Pair& p = all[from][to];
-                if (slots[to] == 0) continue;
-                if (p.rows++ % s.chunk_rows == 0) p.chunk_rows.push_back(0), p.chunk_slots.push_back(0);
-                p.chunk_rows.back()++, p.chunk_slots.back() += slots[to], p.slots += slots[to];
-            }
-        }
-        for (Pair& p : all[from]) {
-            u32 chunks = 0, in_round = 0;
-            for (u32 slots : p.chunk_slots) {
-                if (p.rounds == 0 || chunks == s.window_chunks || in_round + slots > s.round_slots) p.rounds++, chunks = in_round = 0;
-                chunks++, in_round += slots;
-            }
-        }
-    }
-    return all;
-}
-
-PassStats expected_stats(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
-    const LayerShape& s = t.w->s;
-    const u32 n = s.n_pes;
-    const u64 losses = t.o.aux_loss != 0 || t.o.z_loss != 0 ? 8 * (2 + 2 * s.n_experts) : 0;
-    const u64 header = ((4 * (8 + s.max_local) + 7) / 8 * 8 + losses + 15) / 16 * 16;
-    auto overflows = [&](u32 pe) {
-        bool any = false;
-        for (u32 from = 0; from < n; from++) any = any || pairs[from][pe].rounds > 1;
-        return any;
-    };
-    PassStats w{};
-    w.rounds = 1;
-    for (const auto& row : pairs)
-        for (const Pair& p : row) w.rounds = std::max<u64>(w.rounds, p.rounds);
-    for (u32 pe = 0; pe < n; pe++) {
-        if (pe == me) continue;
-        const Pair &out = pairs[me][pe], &in = pairs[pe][me];
-        const bool again = backward && overflows(pe);
-        const u32 chunks = u32(out.chunk_rows.size()), headers = !backward ? std::max(1u, out.rounds) : again ? out.rounds : 0;
-        const u32 copies = again ? 2 : 1;
-        w.header_bytes += headers * header;
-        w.dispatch_rows += copies * out.rows;
-        w.dispatch_row_bytes += u64(copies) * out.rows * s.hidden * 2;
-        if (!backward || again) w.dispatch_slot_bytes += 4 * (out.rows + chunks) + 8 * out.slots;
-        w.combine_rows += in.rows;
-        w.combine_row_bytes += u64(in.rows) * s.hidden * 2;
-        if (backward) w.combine_slot_bytes += 4 * in.slots;
-        const u64 messages = headers + copies * chunks + in.chunk_rows.size();
-        w.puts += messages, w.signals += messages;
-        if (t.o.reachable.empty() || t.o.reachable[me * n + pe]) w.fences += messages;
-        if (backward && overflows(me)) w.signals += in.chunk_rows.size();  // acknowledgements
-        if (!backward && t.o.capacity > 0) w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
-    }
-    return w;
-}
-
-void check_stats(const char* what, const PassStats& got, const PassStats& want) {
-    CHECK(std::memcmp(&got, &want, offsetof(PassStats, phase_block_ns)) == 0,
-          "%s: headers %llu/%llu rows %llu/%llu slots %llu/%llu back %llu/%llu %llu/%llu puts %llu/%llu signals %llu/%llu fences "
-          "%llu/%llu rounds %llu/%llu", what,
-          (unsigned long long)got.header_bytes, (unsigned long long)want.header_bytes, (unsigned long long)got.dispatch_rows,
-          (unsigned long long)want.dispatch_rows, (unsigned long long)got.dispatch_slot_bytes,
-          (unsigned long long)want.dispatch_slot_bytes, (unsigned long long)got.combine_rows, (unsigned long long)want.combine_rows,
-          (unsigned long long)got.combine_slot_bytes, (unsigned long long)want.combine_slot_bytes, (unsigned long long)got.puts,
-          (unsigned long long)want.puts, (unsigned long long)got.signals, (unsigned long long)want.signals,
-          (unsigned long long)got.fences, (unsigned long long)want.fences, (unsigned long long)got.rounds,
-          (unsigned long long)want.rounds);
-}
-
-void check_counters(const Layers& t) {
-    for (u32 i = 0; i < t.o.passes.size(); i++) {
-        const auto pairs = pairs_of(t, i);
-        for (u32 pe = 0; pe < t.o.n_pes; pe++) {
-            const Snapshot& s = t.seen[pe][i];
-            check_stats("forward", s.forward, expected_stats(t, pairs, pe, false));
-            if (t.o.passes[i].backward) check_stats("backward", s.backward, expected_stats(t, pairs, pe, true));
-            for (u32 e = 0; e < t.o.experts; e++) {
-                if (t.place(e) != pe) continue;
-                u32 slots = 0;
-                const auto kept = t.kept(i);
-                for (u32 from = 0; from < t.o.n_pes; from++)
-                    for (u32 k = 0; k < kept[from].size(); k++) slots += kept[from][k] && t.seen[from][i].chosen[k] == e;
-                const u32 got = s.expert_rows[t.w->pes[pe]->local_index[e]];
-                CHECK(got == slots, "expert %u: %u rows instead of %u", e, got, slots);
-            }
-        }
-    }
-}
-
-// ---- The same bits.
-template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-    return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
-}
-// What differs, or null.
-const char* difference(const Snapshot& a, const Snapshot& b) {
-    if (!a.done || !b.done) return "an unfinished pass";
-    if (!same_bits(a.out, b.out)) return "output";
-    if (!same_bits(a.dx, b.dx)) return "input gradient";
-    if (!same_bits(a.chosen, b.chosen) || !same_bits(a.weights, b.weights)) return "routing";
-    if (!same_bits(a.d_weights, b.d_weights) || !same_bits(a.d_shared_weight, b.d_shared_weight)) return "weight gradient";
-    if (!same_bits(a.expert_rows, b.expert_rows) || !same_bits(a.loss_sums, b.loss_sums)) return "counts";
-    for (u32 i = 0; i < a.gradients.size(); i++)
-        if (!same_bits(a.gradients[i], b.gradients[i])) return "gradients";
-    return nullptr;
-}
-std::string difference(const Layers& got, const Layers& want) {
-    for (u32 pe = 0; pe < got.o.n_pes; pe++) {
-        const ErrorRecord& e = *got.w->pes[pe]->layer().error;
-        char text[200];
-        std::snprintf(text, sizeof text, "pe %u: error %u pe %u what %u phase %u expected %llx seen %llx index %llu", pe, e.kind, e.pe,
-                      e.what, e.phase, (unsigned long long)e.expected, (unsigned long long)e.seen, (unsigned long long)e.index);
-        if (e.kind) return text;
-    }
-    for (u32 i = 0; i < got.o.passes.size(); i++) {
-        for (u32 pe = 0; pe < got.o.n_pes; pe++)
-            if (const char* what = difference(got.seen[pe][i], want.seen[pe][i]))
-                return std::string(what) + " of pe " + std::to_string(pe) + " in pass " + std::to_string(i);
-    }
-    return "";
-}
-
-// One schedule: who reaches whom, numbers of passes and of blocks' kinds follow from the seed.
-Options scheduled(Options o, u64 seed) {
-    const u64 starts[] = {1, (1 << 24) - 1, (u64(1) << 39) - 100};
-    o.schedule = seed;
-    o.reachable = reach(o.n_pes, Reach(seed % REACHES), seed);
-    o.first_pass = starts[seed / REACHES % 3], o.first_forward = o.first_pass + seed % 2;
-    o.blocks = 2 + seed / 2 % 4, o.comm_blocks = 1 + seed % (o.blocks - 1);
-    return o;
 }
 
 // A reference in float64 for one schedule, and its bits for all others.
@@ -291,5 +65,290 @@ CASE(an_expert_without_tokens) { any_schedule(an_expert_without_tokens(), seeds(
 CASE(eight_pes) { any_schedule(eight_pes(), seeds(4)); }
 CASE(inference) { any_schedule(inference(), seeds(8)); }
 CASE(bulk) { any_schedule(bulk(), seeds(8)); }
+
+// ---- Peers that die.
+namespace {
+
+constexpr u64 STAMP = u64(1) << STEP_BITS;  // of a pass
+
+// Runs passes of all PEs but of `dead`, which never begins or ends after its first forward pass.
+enum Death { NEVER_BEGAN, AFTER_FORWARD, NOT_DEAD };
+struct Dying {
+    const char* name;
+    Options o;
+    u32 dead;
+    Death death;
+    u32 fault;
+    ErrorRecord want;               // of the others
+    std::vector<u8> unharmed = {};  // PEs that end well
+    std::unique_ptr<Layers> t = nullptr;
+    u64 took = 0;
+
+    void run() {
+        t = std::make_unique<Layers>(o);
+        aristos_host_fault(t->w->handle, dead, fault);
+        const u64 start = dev::nanoseconds();
+        t->w->all([&](u32 pe) {
+            if (pe != dead || death == NOT_DEAD) return t->run_pe(pe);
+            Pass p = t->pass(pe, 0);
+            if (death == AFTER_FORWARD) t->forward(pe, p);
+        });
+        took = dev::nanoseconds() - start;
+    }
+    void check() const {
+        CHECK(took < 3 * o.wait_limit_ns, "%s: took %llu ms", name, (unsigned long long)(took / 1000000));
+        for (u32 pe = 0; pe < o.n_pes; pe++) {
+            if (pe == dead) continue;
+            const ErrorRecord& e = *t->w->pes[pe]->layer().error;
+            if (std::count(unharmed.begin(), unharmed.end(), pe)) {
+                CHECK(e.kind == ERROR_NONE && t->seen[pe].back().done, "%s: pe %u: error %u", name, pe, e.kind);
+                continue;
+            }
+            CHECK(e.kind == want.kind && e.pe == want.pe && e.what == want.what && e.phase == want.phase && e.expected == want.expected &&
+                      e.seen == want.seen && e.index == want.index,
+                  "%s: pe %u: error %u pe %u what %u phase %u expected %llx seen %llx index %llu", name, pe, e.kind, e.pe, e.what, e.phase,
+                  (unsigned long long)e.expected, (unsigned long long)e.seen, (unsigned long long)e.index);
+        }
+    }
+};
+
+Options dying() {
+    Options o = base(3);
+    o.tokens = 8, o.delay_us = 0, o.wait_limit_ns = 2 * SECOND;
+    o.passes = {{{8, 8, 8}}, {{8, 8, 8}}};
+    return o;
+}
+
+}  // namespace
+
+CASE(a_dead_peer_ends_the_waits_of_the_others) {
+    std::vector<Dying> all;
+    auto add = [&](const char* name, u32 dead, Death death, u32 fault, ErrorRecord want, auto change) {
+        Options o = dying();
+        change(o);
+        all.push_back({name, o, dead, death, fault, want});
+        return &all.back();
+    };
+    const ErrorRecord counts{ERROR_TIMEOUT, 2, WHAT_COUNTS, PHASE_DISPATCH, STAMP + 1, 0, 0};
+    add("never began", 2, NEVER_BEGAN, 0, counts, [](Options&) {});
+    add("never began, over the network", 2, NEVER_BEGAN, 0, counts, [](Options& o) { o.reachable = reach(3, REACH_NONE, 0); });
+    add("never began, eight PEs", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
+        o = eight_pes(), o.delay_us = 0, o.wait_limit_ns = 2 * SECOND, o.reachable = reach(8, REACH_NODES, 0);
+    });
+    add("signals lost", 2, NOT_DEAD, ARISTOS_FAULT_SIGNAL_LOST, counts, [](Options& o) { o.reachable = reach(3, REACH_NONE, 0); });
+    add("stores lost", 2, NOT_DEAD, ARISTOS_FAULT_STORE_LOST, counts, [](Options&) {});
+    add("never began, capacity", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_CAPACITY, PHASE_ROUTER, 1, 0, 0},
+        [](Options& o) { o.capacity = 1; });
+    add("never began, bulk", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, STAMP + 1, 0, 0},
+        [](Options& o) { o.bulk = 1; });
+    // Stamps of backward, which is pass 2; words still hold forward's.
+    add("no results", 0, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_COMBINE, 2 * STAMP + 1, STAMP + 1, 0},
+        [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 4, 4}}}; });
+    add("no acknowledgement of rows sent again", 0, AFTER_FORWARD, 0,
+        {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
+        [](Options& o) { o.hosts = 1, o.window_chunks = 1; });
+    add("no rows", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_ROWS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
+        [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 0, 4}}}; })->unharmed = {1};
+    std::vector<std::thread> threads;
+    for (Dying& d : all) threads.emplace_back([&d] { d.run(); });
+    for (auto& t : threads) t.join();
+    for (const Dying& d : all) d.check();
+    CHECK(world::failures == 0);
+}
+
+// A PE whose host gives up in the middle of whatever it does: all end, and who ended well has the right results.
+CASE(a_peer_that_stops_anywhere) {
+    Options o = one_expert_in_rounds();
+    o.wait_limit_ns = SECOND, o.delay_us = 0;
+    Layers want(o);
+    const u64 start = dev::nanoseconds();
+    want.run();
+    const u64 usual = dev::nanoseconds() - start;
+    std::vector<std::unique_ptr<Layers>> all;
+    const u32 count = seeds(16);
+    u32 harmed = 0;
+    for (u32 first = 0; first < count; first += 8) {
+        all.clear();
+        std::vector<std::thread> threads;
+        for (u32 i = 0; i < 8; i++) {
+            all.push_back(std::make_unique<Layers>(scheduled(o, first + i)));
+            Layers& t = *all.back();
+            threads.emplace_back([&t, i, first, usual] {
+                std::thread host([&t, i, first, usual] {
+                    std::mt19937_64 random(first + i);
+                    std::this_thread::sleep_for(std::chrono::nanoseconds(random() % (4 * usual)));
+                    __atomic_store_n(&t.w->pes[2]->layer().error->kind, u32(ERROR_ABORTED), __ATOMIC_RELEASE);
+                });
+                t.run();
+                host.join();
+            });
+        }
+        for (auto& t : threads) t.join();
+        for (const auto& t : all) {
+            for (u32 pe = 0; pe < o.n_pes; pe++) {
+                const ErrorRecord& e = *t->w->pes[pe]->layer().error;
+                CHECK(e.kind == ERROR_NONE || pe == 2 || (e.kind == ERROR_TIMEOUT && e.pe != pe && e.what != WHAT_LOCAL),
+                      "pe %u: error %u pe %u what %u phase %u", pe, e.kind, e.pe, e.what, e.phase);
+                CHECK(e.kind != ERROR_NONE || pe == 2 || t->seen[pe].back().done, "pe %u ended before its end", pe);
+                harmed += pe != 2 && e.kind != ERROR_NONE;
+                for (u32 i = 0; i < o.passes.size(); i++) {
+                    const char* what = t->seen[pe][i].done ? difference(t->seen[pe][i], want.seen[pe][i]) : nullptr;
+                    CHECK(!what, "pe %u pass %u: %s", pe, i, what);
+                }
+            }
+        }
+    }
+    CHECK(harmed > 0, "no PE noticed");
+    CHECK(world::failures == 0);
+}
+
+// ---- Peers that lie. PE 0 alone, with what PE 1 sent in a run that went well in its memory, but for a change.
+namespace {
+
+struct Lie {
+    Layers t;
+    const Layer& l;
+    u32* header;
+    char* window;
+    Lie(const Options& o, const Layers& honest) : t(o), l(t.w->pes[0]->layer()) {
+        const Layer& from = honest.w->pes[0]->layer();
+        const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0);
+        header = reinterpret_cast<u32*>(l.symmetric.header + at);
+        window = reinterpret_cast<char*>(l.symmetric.window + chunks);
+        std::memcpy(header, from.symmetric.header + at, l.sizes.header_bytes);
+        std::memcpy(window, from.symmetric.window + chunks, u64(l.shape.window_chunks) * l.sizes.chunk_pitch);
+        *header_signal(l, 1, 1) = STAMP + 1;
+        for (u32 i = 0; i < l.shape.window_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
+    }
+    // Of chunk 0.
+    u32* starts() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
+    u32* slots() const { return starts() + l.shape.chunk_rows + 1; }
+    const ErrorRecord& run() {
+        Pass p = t.pass(0, 0);
+        std::vector<float> out(u64(t.o.tokens) * t.o.hidden);
+        p.output = out.data();
+        t.forward(0, p);
+        return *l.error;
+    }
+};
+
+}  // namespace
+
+CASE(a_peer_is_not_believed) {
+    Options o = base(2);
+    o.hosts = 1, o.experts = 3, o.tokens = 9, o.delay_us = 0, o.wait_limit_ns = SECOND / 10;
+    o.passes = {{{5, 7}, false}};
+    Layers honest(o);
+    honest.run();
+    honest.verify();
+    CHECK(Lie(o, honest).run().kind == ERROR_NONE, "the truth was not believed");
+    const u32 words = HEADER_WORDS + o.experts;
+    for (u32 w = 0; w < words; w++) {
+        for (u32 value : {0x7fffffffu, ~0u, 0x80000000u, 1u << 24}) {
+            Lie lie(o, honest);
+            lie.header[w] = value;
+            const ErrorRecord& e = lie.run();
+            CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS && e.phase == PHASE_DISPATCH,
+                  "header word %u of %x: error %u pe %u what %u", w, value, e.kind, e.pe, e.what);
+        }
+        // What might be: no harm, or an error that names the PE.
+        for (u32 change : {1u, ~0u, 4u}) {
+            Lie lie(o, honest);
+            lie.header[w] += change;
+            const ErrorRecord& e = lie.run();
+            CHECK(e.kind == ERROR_NONE || (e.pe == 1 && e.what <= WHAT_ROWS), "header word %u and %d: error %u pe %u what %u", w,
+                  int(change), e.kind, e.pe, e.what);
+        }
+    }
+    const u32 last = o.chunk_rows;
+    auto in_chunk = [&](const char* what, auto change) {
+        Lie lie(o, honest);
+        change(lie);
+        const ErrorRecord& e = lie.run();
+        CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_ROWS && e.phase == PHASE_DISPATCH && e.index == 0,
+              "%s: error %u pe %u what %u", what, e.kind, e.pe, e.what);
+    };
+    in_chunk("first slot", [](Lie& lie) { lie.starts()[0] = 1; });
+    in_chunk("a row without slots", [](Lie& lie) { lie.starts()[1] = 0; });
+    in_chunk("slots backwards", [](Lie& lie) { std::swap(lie.starts()[1], lie.starts()[2]); });
+    in_chunk("too many slots of a row", [&](Lie& lie) { lie.starts()[last] += 1; });
+    in_chunk("slots beyond everything", [&](Lie& lie) { lie.starts()[last] = ~0u; });
+    in_chunk("an expert of nobody", [&](Lie& lie) { lie.slots()[0] = o.experts << RANK_BITS; });
+    in_chunk("an expert beyond everything", [](Lie& lie) { lie.slots()[2] = ~0u; });
+    in_chunk("a rank beyond its count", [](Lie& lie) { lie.slots()[2] |= MAX_RANK; });
+    CHECK(world::failures == 0);
+}
+
+// ---- Faults of the protocol, and of what carries it: the cases above must see them.
+namespace {
+
+// How many seeds until another result or an error; 0: never.
+u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
+    o.wait_limit_ns = 2 * SECOND;
+    Layers want(o);
+    want.run();
+    for (u32 seed = 1; seed <= 300; seed++) {
+        Options s = o;
+        s.schedule = seed, s.reachable = reach(o.n_pes, who, seed);
+        Layers got(s);
+        aristos_host_fault(got.w->handle, ~0u, host_fault);
+        planted = fault;
+        got.run();
+        planted = NO_FAULT;
+        const std::string what = difference(got, want);
+        if (what.empty()) continue;
+        std::printf("  seed %u: %s\n", seed, what.c_str());
+        return seed;
+    }
+    return 0;
+}
+
+}  // namespace
+
+CASE(planted_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL)); }
+CASE(planted_no_room) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_ROOM)); }
+CASE(planted_no_room_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_ROOM)); }
+CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE)); }
+CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
+CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
+
+// ---- Under ThreadSanitizer: everything ordered by what GPUs order it by.
+void orderly(const Options& o, u32 count) {
+    Layers want(o);
+    want.run();
+    for (u64 seed = 2; seed < 2 + count; seed++) {
+        Layers got(scheduled(o, seed));
+        got.run();
+        const std::string what = difference(got, want);
+        CHECK(what.empty(), "seed %llu: %s", (unsigned long long)seed, what.c_str());
+    }
+    CHECK(world::failures == 0);
+}
+CASE(tsan_two_pes) { orderly(rounds_by_slots(), seeds(4)); }
+CASE(tsan_three_pes) { orderly(losses_and_capacity(), seeds(4)); }
+CASE(tsan_four_pes) { orderly(one_expert_in_rounds(), seeds(4)); }
+CASE(tsan_running_ahead) { orderly(running_ahead(), seeds(4)); }
+CASE(tsan_inference) { orderly(inference(), seeds(4)); }
+CASE(tsan_bulk) { orderly(bulk(), seeds(4)); }
+CASE(tsan_eight_pes) { orderly(eight_pes(), seeds(1)); }
+
+#ifdef ARISTOS_TSAN
+namespace {
+void racy(PlantedFault fault) {
+    testing::ExpectRaces expect;
+    Options o = base(2);
+    o.tokens = 8;
+    o.passes = {{{8, 8}}};
+    Layers t(o);
+    planted = fault;
+    t.run();
+    planted = NO_FAULT;
+}
+}  // namespace
+CASE(tsan_finds_no_release) { racy(NO_RELEASE); }
+CASE(tsan_finds_no_acquire) { racy(NO_ACQUIRE); }
+CASE(tsan_finds_no_local_acquire) { racy(NO_LOCAL_ACQUIRE); }
+CASE(tsan_finds_early_signal) { racy(EARLY_SIGNAL); }
+#endif
 
 int main(int argc, char** argv) { return testing::testing_main(argc, argv); }
