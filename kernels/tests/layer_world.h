@@ -37,6 +37,7 @@ struct Options {
     u64 schedule = 1;             // of the emulator and of delays between launches
     u32 delay_us = 0;             // the longest of them
     u64 first_pass = 1, first_forward = 1;
+    bool host_plan = false;       // routing and plan by the test, at random, instead of by the kernels
     u64 wait_limit_ns = 60'000'000'000;
 };
 
@@ -178,12 +179,65 @@ struct Layers {
 
     bool forward(u32 pe, Pass& p) {
         static const char* const names[] = {"aristos_forward", "aristos_forward_hopper", "test_forward_small"};
-        return w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p) &&
-               w->launch(pe, KERNEL_FORWARD, names[o.path], p) && !failed(pe);
+        bool planned = o.host_plan ? plan(pe, u32(p.forward - o.first_forward))
+                                   : w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
+        return planned && w->launch(pe, KERNEL_FORWARD, names[o.path], p) && !failed(pe);
     }
     bool backward(u32 pe, Pass& p) {
         static const char* const names[] = {"aristos_backward", "aristos_backward_hopper", "test_backward_small"};
         return w->launch(pe, KERNEL_BACKWARD, names[o.path], p) && !failed(pe);
+    }
+    // What the kernels of routing leave, for choices at random. ThreadSanitizer takes long over their many threads.
+    bool plan(u32 pe, u32 i) {
+        const Layer& l = w->pes[pe]->layer();
+        const LayerShape& s = l.shape;
+        const Forward& f = o.passes[i];
+        std::mt19937_64 draws(o.seed * 1000 + i * 64 + pe);
+        *l.stats = {};
+        for (u32 k = 0; l.sizes.has_losses && k < 2 + 2 * s.n_experts; k++) l.losses.mine[k] = double(draws() % 1000);
+        for (u32 t = 0; t < f.tokens[pe]; t++) {
+            std::vector<u32> all(s.n_experts);
+            for (u32 e = 0; e < s.n_experts; e++) all[e] = e;
+            std::shuffle(all.begin(), all.end(), draws);
+            if (f.hot && o.hot != NONE) std::swap(*std::find(all.begin(), all.end(), o.hot), o.cold ? all.back() : all.front());
+            std::sort(all.begin(), all.begin() + s.top_k);
+            for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++)
+                l.routing.chosen[k] = all[k - t * s.top_k], l.routing.routing_weights[k] = float(draws() % 1000) / 1000;
+            if (o.shared) l.routing.shared_weight[t] = float(draws() % 1000) / 1000;
+        }
+        u32 slot_base = 0, chunk_base = 0;
+        for (u32 d = 0; d < s.n_pes; d++) {
+            DestPlan& to = l.plan.dest[d] = {0, 0, slot_base, 0, 0, chunk_base};
+            u32* row_slot = l.plan.row_slot + u64(d) * (s.max_tokens + 1);
+            u32* round_chunk = l.plan.round_chunk + u64(d) * (l.sizes.max_chunks + 1);
+            for (u32 t = 0; t < f.tokens[pe]; t++) {
+                u32& row = l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;
+                for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++) {
+                    if (place(l.routing.chosen[k]) != d) continue;
+                    if (row == NONE) row = to.rows++, l.plan.row_token[u64(d) * s.max_tokens + row] = t, row_slot[row] = to.slots;
+                    const u32 at = slot_base + to.slots++;
+                    l.plan.slot_word[at] = l.tables.local_index[l.routing.chosen[k]] << RANK_BITS;
+                    l.plan.slot_weight[at] = l.routing.routing_weights[k], l.plan.slot_choice[at] = k;
+                }
+            }
+            row_slot[to.rows] = to.slots;
+            // Rounds, and in each the ranks from 0.
+            to.chunks = (to.rows + s.chunk_rows - 1) / s.chunk_rows;
+            std::vector<u32> ranks(s.max_local, 0);
+            u32 first = 0;
+            for (u32 c = 0; c < to.chunks; c++) {
+                const u32 begin = row_slot[c * s.chunk_rows], end = row_slot[std::min((c + 1) * s.chunk_rows, to.rows)];
+                if (c == 0 || c - first == s.window_chunks || end - row_slot[first * s.chunk_rows] > s.round_slots) {
+                    round_chunk[to.rounds++] = first = c;
+                    ranks.assign(s.max_local, 0);
+                }
+                for (u32 at = slot_base + begin; at < slot_base + end; at++)
+                    l.plan.slot_word[at] += ranks[slot_expert(l.plan.slot_word[at])]++;
+            }
+            round_chunk[to.rounds] = to.chunks;
+            slot_base += to.slots, chunk_base += to.chunks;
+        }
+        return true;
     }
     // Number of pass `i` among all, and among the forward ones.
     Pass pass(u32 pe, u32 i) {

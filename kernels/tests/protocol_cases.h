@@ -207,7 +207,7 @@ inline const char* difference(const Snapshot& a, const Snapshot& b) {
         if (!same_bits(a.gradients[i], b.gradients[i])) return "gradients";
     return nullptr;
 }
-inline std::string difference(const Layers& got, const Layers& want) {
+inline std::string difference(const Layers& got, const std::vector<std::vector<Snapshot>>& want) {
     for (u32 pe = 0; pe < got.o.n_pes; pe++) {
         const ErrorRecord& e = *got.w->pes[pe]->layer().error;
         char text[200];
@@ -217,7 +217,7 @@ inline std::string difference(const Layers& got, const Layers& want) {
     }
     for (u32 i = 0; i < got.o.passes.size(); i++) {
         for (u32 pe = 0; pe < got.o.n_pes; pe++)
-            if (const char* what = difference(got.seen[pe][i], want.seen[pe][i]))
+            if (const char* what = difference(got.seen[pe][i], want[pe][i]))
                 return std::string(what) + " of pe " + std::to_string(pe) + " in pass " + std::to_string(i);
     }
     return "";
