@@ -37,6 +37,7 @@ struct Options {
     u64 schedule = 1;             // of the emulator and of delays between launches
     u32 delay_us = 0;             // the longest of them
     u64 first_pass = 1, first_forward = 1;
+    const char* forward_kernel = nullptr;  // null: of `path`
     bool host_plan = false;       // routing and plan by the test, at random, instead of by the kernels
     u64 wait_limit_ns = 60'000'000'000;
 };
@@ -181,7 +182,7 @@ struct Layers {
         static const char* const names[] = {"aristos_forward", "aristos_forward_hopper", "test_forward_small"};
         bool planned = o.host_plan ? plan(pe, u32(p.forward - o.first_forward))
                                    : w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
-        return planned && w->launch(pe, KERNEL_FORWARD, names[o.path], p) && !failed(pe);
+        return planned && w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : names[o.path], p) && !failed(pe);
     }
     bool backward(u32 pe, Pass& p) {
         static const char* const names[] = {"aristos_backward", "aristos_backward_hopper", "test_backward_small"};

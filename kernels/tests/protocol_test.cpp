@@ -356,23 +356,31 @@ CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }
 
 #ifdef ARISTOS_TSAN
+// The same race is reported once for each stack, so each fault has a kernel of its own at the bottom of it.
+#define PLANTED_CASE(name, fault)                                                                      \
+    extern "C" __attribute__((noinline)) void test_forward_##name(const Layer* layer, Pass pass) {     \
+        test_forward_small(layer, pass);                                                               \
+        asm volatile("");  /* no tail call */                                                          \
+    }                                                                                                  \
+    static const dev::Registration registration_of_##name("test_forward_" #name, SmallTile::THREADS, &test_forward_##name); \
+    CASE(tsan_finds_##name) { racy("test_forward_" #name, fault); }
+
 namespace {
-void racy(PlantedFault fault) {
+void racy(const char* kernel, PlantedFault fault) {
     testing::ExpectRaces expect;
     Options o = base(2);
-    o.tokens = 8;
-    o.passes = {{{8, 8}}};
-    o.host_plan = true, o.delay_us = 0;
+    o.tokens = 8, o.host_plan = true, o.delay_us = 0, o.forward_kernel = kernel;
+    o.passes = {{{8, 8}, false}, {{8, 8}, false}};
     Layers t(o);
     planted = fault;
     t.run();
     planted = NO_FAULT;
 }
 }  // namespace
-CASE(tsan_finds_no_release) { racy(NO_RELEASE); }
-CASE(tsan_finds_no_acquire) { racy(NO_ACQUIRE); }
-CASE(tsan_finds_no_local_acquire) { racy(NO_LOCAL_ACQUIRE); }
-CASE(tsan_finds_early_signal) { racy(EARLY_SIGNAL); }
+PLANTED_CASE(no_release, NO_RELEASE)
+PLANTED_CASE(no_acquire, NO_ACQUIRE)
+PLANTED_CASE(no_local_acquire, NO_LOCAL_ACQUIRE)
+PLANTED_CASE(early_signal, EARLY_SIGNAL)
 #endif
 
 int main(int argc, char** argv) { return testing::testing_main(argc, argv); }
