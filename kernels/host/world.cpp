@@ -38,15 +38,19 @@ World* new_world(u32 n_pes, u64 heap_bytes, u64 seed) {
     world->heap_bytes = heap_bytes;
     world->seed = seed;
     world->reachable.assign(u64(n_pes) * n_pes, 1);
+    world->idle_blocks.resize(n_pes);
     return world;
 }
 
-std::unique_ptr<Block> get_block(World& world) {
+// Only one that the same PE used: its launches are ordered by whoever launches, and those of two PEs need not be, which to
+// ThreadSanitizer would be a race in the block's shared memory.
+std::unique_ptr<Block> get_block(World& world, u32 pe) {
     {
         Locked locked(world.lock);
-        if (!world.idle_blocks.empty()) {
-            std::unique_ptr<Block> block = std::move(world.idle_blocks.back());
-            world.idle_blocks.pop_back();
+        auto& idle = world.idle_blocks[pe];
+        if (!idle.empty()) {
+            std::unique_ptr<Block> block = std::move(idle.back());
+            idle.pop_back();
             return block;
         }
     }
@@ -57,14 +61,14 @@ std::unique_ptr<Block> get_block(World& world) {
 void run_blocks(Grid& launch) {
     World& world = *launch.world;
     try {
-        std::unique_ptr<Block> block = get_block(world);
+        std::unique_ptr<Block> block = get_block(world, launch.pe);
         do {
             const u32 index = launch.next_block.fetch_add(1, std::memory_order_relaxed);
             if (index >= launch.grid || launch.failed) break;
             block->run(&launch, index);
         } while (launch.grid > RESIDENT);
         Locked locked(world.lock);
-        world.idle_blocks.push_back(std::move(block));
+        world.idle_blocks[launch.pe].push_back(std::move(block));
     } catch (const std::bad_alloc&) {
         report_failure(&launch, "no memory for a block");
     }

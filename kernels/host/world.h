@@ -18,9 +18,9 @@ struct World {
     u32 fault_pe = 0, fault = 0;   // AristosHostFault
     std::unique_ptr<Network> network;
 
-    // Blocks whose stacks can be used again.
+    // Blocks whose stacks can be used again, by the PE that used them.
     std::atomic_flag lock = ATOMIC_FLAG_INIT;
-    UntrackedVector<std::unique_ptr<Block>> idle_blocks;
+    std::vector<UntrackedVector<std::unique_ptr<Block>>> idle_blocks;
 
     bool has_fault(u32 pe, u32 kind) const { return fault == kind && (fault_pe == pe || fault_pe == ~0u); }
 };
