@@ -1,4 +1,5 @@
 // The persistent kernels by mma.sync: sm_80 and later.
+#define ARISTOS_PERSISTENT 1
 #include "pass.h"
 #include "path_ampere.h"
 

@@ -1,4 +1,5 @@
 // The persistent kernels by TMA and wgmma: sm_90a.
+#define ARISTOS_PERSISTENT 1
 #include "pass.h"
 #include "path_hopper.h"
 

@@ -38,12 +38,16 @@ template <> constexpr bool is_bf16<Bf16> = true;
 
 // ---- who am I
 
-// Read anew at each use. The compiler takes whatever follows from a known threadIdx out of all loops, to the beginning of a kernel,
-// and keeps it in registers from there on; the persistent kernels have none for that.
+// With ARISTOS_PERSISTENT, read anew at each use. Otherwise the compiler takes whatever follows from the number out of all loops, to
+// the beginning of a kernel, and keeps it in registers from there on; the persistent kernels have none for that.
 DEVICE u32 thread() {
+#ifdef ARISTOS_PERSISTENT
     u32 number;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
     return number;
+#else
+    return threadIdx.x;
+#endif
 }
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }
