@@ -2,8 +2,8 @@
 //!
 //! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. What it would do
 //! at run time is done here instead, as its functions panic where the library or a function is missing, and return codes
-//! as a Rust `enum`: a driver newer than the crate returns what is no value of it. The macro `call!` calls the same functions with
-//! a code that is a number, and what is missing is an error that says so (docs/decisions.md).
+//! as a Rust `enum`: a driver newer than the crate returns what is no value of it. The macro `call!` calls the same
+//! functions with a code that is a number, and what is missing is an error that says so (docs/decisions.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};
