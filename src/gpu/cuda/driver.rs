@@ -2,8 +2,8 @@
 //!
 //! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. What it would do
 //! at run time is done here instead, as its functions panic where the library or a function is missing, and return codes
-//! as a Rust `enum`: a driver newer than the crate returns what is no value of it. [`call!`] calls the same functions with
-//! a code that is a number, and what is missing is an error that says so (docs/decisions.md).
+//! as a Rust `enum`: a driver newer than the crate returns what is no value of it. The macro `call!` calls the same
+//! functions with a code that is a number, and what is missing is an error that says so (docs/decisions.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};
@@ -113,7 +113,7 @@ pub(super) use {any, call};
 /// An address in the library, of a function of any type.
 type Entry = unsafe extern "C" fn();
 
-/// The driver's functions, for [`call!`].
+/// The driver's functions, looked up.
 pub struct Driver(Vec<Entry>);
 
 /// Where the driver is looked for: a name that the loader finds, then where WSL and Slurm images without an entry in the
@@ -185,7 +185,7 @@ impl Driver {
     /// The driver's function, of the type that `cudarc` has for it.
     ///
     /// # Safety
-    /// The type is that of `symbol`; see [`call!`], which takes both by one name.
+    /// The type is that of `symbol`; see `call!`, which takes both by one name.
     pub(super) unsafe fn function<S: Signature>(&self, _of_type: impl FnOnce() -> S, symbol: Symbol) -> S::Raw {
         // SAFETY: both are addresses of functions, and the type is the right one by this function's contract. A code's
         // type `CUresult` is `repr(u32)`, and passed as a u32 is; every value of that is allowed.
