@@ -57,7 +57,7 @@ __device__ bool in_group(u32 scope) { return scope == BLOCK || (scope == WARP &&
 }  // namespace
 
 // One block; each iteration is the transfer and, for puts, quiet: when it is over the bytes are at the peer.
-extern "C" __global__ void __launch_bounds__(1024) p2p_latency(Loop l) {
+extern "C" __global__ void __launch_bounds__(1024, 1) p2p_latency(Loop l) {
     u64 start_ns = 0, start = 0;
     for (u32 i = 0; i < l.iterations + l.warmup; ++i) {
         __syncthreads();
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(1024) p2p_latency(Loop l) {
 }
 
 // Many blocks, each its own part of the bytes; a barrier of all blocks after each iteration, quiet at the end of each.
-extern "C" __global__ void __launch_bounds__(1024) p2p_bandwidth(Loop l) {
+extern "C" __global__ void __launch_bounds__(1024, 1) p2p_bandwidth(Loop l) {
     const u64 part = (l.bytes / gridDim.x) & ~u64(15);
     const u64 from = part * blockIdx.x;
     const u64 mine = blockIdx.x + 1 == gridDim.x ? l.bytes - from : part;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(1024) p2p_bandwidth(Loop l) {
 }
 
 // Two PEs, one block each: PE 0 puts with a signal, PE 1 waits and puts back. An iteration is the whole round trip.
-extern "C" __global__ void __launch_bounds__(1024) p2p_ping_pong(Loop l) {
+extern "C" __global__ void __launch_bounds__(1024, 1) p2p_ping_pong(Loop l) {
     u64 start_ns = 0, start = 0;
     for (u32 i = 0; i < l.iterations + l.warmup; ++i) {
         if (i == l.warmup) start_ns = global_ns(), start = clock64();
