@@ -507,7 +507,7 @@ fn several_forward_passes_wait_for_their_backward() {
                 let mut waiting: Vec<_> =
                     tokens.iter().map(|t| layer.forward(&t.x, t.count, &t.output).unwrap()).collect();
                 for t in tokens.iter().rev() {
-                    let mut saved = waiting.pop().unwrap();
+                    let saved = waiting.pop().unwrap();
                     layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
                     layer.finish(&saved).unwrap();
                     grads.insert(0, layer.gradients().unwrap().router);
@@ -515,7 +515,7 @@ fn several_forward_passes_wait_for_their_backward() {
                 }
             } else {
                 for t in &tokens {
-                    let mut saved = layer.forward(&t.x, t.count, &t.output).unwrap();
+                    let saved = layer.forward(&t.x, t.count, &t.output).unwrap();
                     layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
                     layer.finish(&saved).unwrap();
                     grads.push(layer.gradients().unwrap().router);
@@ -534,7 +534,7 @@ fn several_forward_passes_wait_for_their_backward() {
 /// passes that are not recorded.
 #[test]
 fn a_recorded_step_is_the_same_step() {
-    let source = synthetic(mixtral(6, 2), 11);
+    let source = synthetic(mixtral(32, 24, 6, 2), 11);
     for world in
         [World::new(), World { device: EmulatedDevice { hopper: true, ..EmulatedDevice::default() }, ..World::new() }]
     {
@@ -657,7 +657,7 @@ fn a_pass_says_what_it_did_and_when() {
         let first = 20 * gpu.my_pe();
         let tokens = Tokens::new(gpu, &source, first..first + 20, world.dtype);
         let launches = gpu.launches();
-        let mut saved = layer.forward(&tokens.x, 20, &tokens.output).unwrap();
+        let saved = layer.forward(&tokens.x, 20, &tokens.output).unwrap();
         assert_eq!(gpu.launches() - launches, 3, "router, plan, layer");
         let outcome = |o: PassOutcome| {
             assert!(o.seconds > 0.0 && (o.phases_s.iter().sum::<f64>() - o.seconds).abs() < 1e-9);
@@ -741,7 +741,7 @@ fn what_a_device_cannot_run_is_an_error() {
     let small = Buffer::new(&gpu, 4).unwrap();
     assert_eq!(error(layer.forward(&small, 4, &tokens.output)), "hidden_states has 2 elements, expected at least 64");
     assert_eq!(error(layer.forward(&tokens.x, 4, &small)), "output has 1 elements, expected at least 64");
-    let mut saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+    let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
     layer.finish(&saved).unwrap();
     let error = layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap_err();
     assert_eq!(error.to_string(), "cannot run backward: the layer was made without training");
