@@ -103,7 +103,7 @@ struct Reducer {
 
     DEVICE Reducer(const Layer& l, const ReduceVector& v, const Pass& p)
         : layer(l), vector(v), r(reduce_shape(l.shape)), me(l.shape.my_pe), n(l.shape.n_pes), channel(dev::block()),
-          pass(p.pass), area(reduce_area(l.shape) / 4) {}
+          pass(counted(l, p)), area(reduce_area(l.shape) / 4) {}
 
     // Where the piece of an owner and a step begins in the vector, and its elements, 0 beyond the end.
     DEVICE u64 begin(u32 owner, u32 step) const {

@@ -64,6 +64,8 @@ DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {
     }
     return pass;
 }
+// The number of the pass for kernels after the persistent one.
+DEVICE u64 counted(const Layer& l, const Pass& pass) { return pass.pass == 0 ? l.symmetric.passes[0] : pass.pass; }
 DEVICE void count_pass(const Layer& l, const Pass& pass, bool backward) {
     l.symmetric.passes[0] = pass.pass;
     if (backward) return;
