@@ -84,13 +84,16 @@ struct Tables {
     float* grad_router;           // [n_experts, H]
     float* grad_shared_gate;      // [H]
     const u64* peer;              // [n_pes]: this PE's address of each PE's symmetric block; 0 where only the network goes
-    const void* tensor_maps;      // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down as 2-D TMA maps; null on Ampere
+    // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down; null on Ampere. 2-D TMA maps of the weights as they lie, columns
+    // (the input features) fastest: box 64 columns x 64 rows, 128-byte swizzle, zeros out of bounds, for every use of them.
+    const void* tensor_maps;
 };
 
 // One pass. By value to every kernel of it.
 struct Pass {
-    u64 pass;          // from 1, forward and backward together
-    u64 forward;       // from 1, its forward pass
+    // From 1, forward and backward together; and its forward pass. 0: the device counts, so that a pass can be recorded and
+    // repeated. Either all passes of a layer or none.
+    u64 pass, forward;
     u32 tokens;        // of this PE
     u32 trace;         // 1: record spans
     const void* x;     // [tokens, H], the forward's input (in backward too)

@@ -5,6 +5,7 @@
 //! The modules, from the bottom up; arrows point one way:
 //!
 //! - [`shmem`]: the one-sided layer, a trait and its transports;
+//! - `gpu` (features `cuda`, `emulate`): devices, their memory, and launches of the kernels in `kernels/`;
 //! - [`launch`]: how PEs come to be, find each other, and end together;
 //! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
@@ -13,6 +14,7 @@
 //! - [`plan`]: Lysi, the planner of groups and placement;
 //! - [`report`]: tables, JSON and traces;
 //! - [`bench`](mod@bench): benchmarks;
+//! - [`doctor`]: what this machine has of what a run needs;
 //! - [`run`]: the main job, supervisor and PEs;
 //! - [`cli`]: one thin file per subcommand.
 
@@ -21,6 +23,9 @@ pub mod check;
 pub mod checkpoint;
 pub mod cli;
 pub mod cluster;
+pub mod doctor;
+#[cfg(feature = "device")]
+pub mod gpu;
 pub mod launch;
 pub mod moe;
 pub mod plan;

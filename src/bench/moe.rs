@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +17,7 @@ use crate::moe::metrics::{Observer, Phase};
 use crate::moe::placement::{Placement, block};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, Gradients, Layer, Layout, Mode, Options, WeightSource};
+use crate::run::Device;
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// What is measured.
@@ -26,6 +27,11 @@ pub struct MoeBench {
     pub layer: SyntheticSpec,
     /// Tokens, over all PEs.
     pub tokens: usize,
+    /// What computes.
+    pub device: Device,
+    /// On a device, which matrix products; by the device where `None`.
+    #[cfg(feature = "device")]
+    pub gemm: Option<crate::moe::device::GemmPath>,
     /// Element types, measured one after the other.
     pub dtypes: Vec<Dtype>,
     /// How the layer runs; the mode is the measurement's.
@@ -54,7 +60,7 @@ pub struct Measurement {
     pub backward: bool,
 }
 
-/// All measurements of an iteration.
+/// All measurements of an iteration on the CPU.
 pub const MEASUREMENTS: [Measurement; 6] = [
     Measurement { what: What::Gemms, backward: false },
     Measurement { what: What::Layer(Mode::Bulk), backward: false },
@@ -63,6 +69,17 @@ pub const MEASUREMENTS: [Measurement; 6] = [
     Measurement { what: What::Layer(Mode::Bulk), backward: true },
     Measurement { what: What::Layer(Mode::Pipelined), backward: true },
 ];
+
+impl MoeBench {
+    /// What each iteration runs.
+    pub fn measurements(&self) -> &'static [Measurement] {
+        #[cfg(any(feature = "cuda", feature = "emulate"))]
+        if self.device != Device::Cpu {
+            return &super::moe_device::MEASUREMENTS;
+        }
+        &MEASUREMENTS
+    }
+}
 
 impl Measurement {
     /// Its name in tables and files: what runs, and which passes.
@@ -81,9 +98,11 @@ impl Measurement {
 pub struct PeSamples {
     /// The element type's name.
     pub dtype: String,
+    /// The device's name; empty for the CPU.
+    pub device: String,
     /// Rows of each of its experts, its own tokens' included.
     pub expert_rows: Vec<u64>,
-    /// By iteration, one sample for each of [`MEASUREMENTS`].
+    /// By iteration, one sample for each of [`MoeBench::measurements`].
     pub iterations: Vec<Vec<Sample>>,
 }
 
@@ -130,6 +149,10 @@ fn pin(pe: usize, n_pes: usize) {
 /// # Errors
 /// A layer that cannot be made, or an error of the launcher or the protocol.
 pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    if bench.device != Device::Cpu {
+        return super::moe_device::run_pe(bench, context);
+    }
     let source = Synthetic::new(bench.layer.clone())?;
     let n = context.n_pes();
     pin(context.my_pe(), n);
@@ -146,6 +169,7 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
         let samples = match dtype {
             Dtype::F32 => measure::<_, f32>(bench, &source, &shmem, context, part)?,
             Dtype::Bf16 => measure::<_, bf16>(bench, &source, &shmem, context, part)?,
+            Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
         };
         context.send(&serde_json::to_vec(&samples)?)?;
     }
@@ -222,5 +246,10 @@ fn measure<T: Transport, E: Element>(
     }
     context.status().set_progress(((part + 1) * steps) as u64, all_steps);
     layer.free()?;
-    Ok(PeSamples { dtype: E::NAME.into(), expert_rows: rows.iter().map(|&r| r as u64).collect(), iterations })
+    Ok(PeSamples {
+        dtype: E::NAME.into(),
+        device: String::new(),
+        expert_rows: rows.iter().map(|&r| r as u64).collect(),
+        iterations,
+    })
 }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::moe::{MEASUREMENTS, Measurement, MoeBench, PeSamples, Sample, What};
+use super::moe::{Measurement, MoeBench, PeSamples, Sample, What};
 use crate::moe::Mode;
 use crate::moe::experts::gemm_flop;
 use crate::moe::metrics::Phase;
@@ -25,6 +25,8 @@ pub struct MoeSummary {
 pub struct Setting {
     /// The CPU's name, as the kernel gives it.
     pub cpu_model: String,
+    /// The devices' name; empty for the CPU.
+    pub device: String,
     /// Number of PEs, one thread each.
     pub pes: usize,
     /// Tokens, over all PEs.
@@ -62,7 +64,7 @@ pub struct LayerResult {
     pub cpus: Vec<Vec<usize>>,
     /// Measurements at whose end two PEs were on one CPU.
     pub shared_cpu: usize,
-    /// Each of [`MEASUREMENTS`].
+    /// Each of [`MoeBench::measurements`].
     pub measurements: Vec<MeasurementResult>,
     /// Ratios of two measurements' times.
     pub ratios: Vec<Ratio>,
@@ -131,6 +133,7 @@ impl MoeSummary {
         let gated = if layer.expert.gated { "gated" } else { "plain" };
         let setting = Setting {
             cpu_model: cpu_model(),
+            device: samples.first().and_then(|pes| pes.first()).map(|pe| pe.device.clone()).unwrap_or_default(),
             pes: samples.first().map_or(0, Vec::len),
             tokens: bench.tokens,
             hidden: layer.hidden,
@@ -153,9 +156,11 @@ impl MoeSummary {
 
     /// The result as text, ending with a newline. Times in ms.
     pub fn render_table(&self) -> String {
-        let Setting { cpu_model, pes, tokens, hidden, intermediate, experts, top_k, expert, .. } = &self.setting;
+        let Setting { cpu_model, device, pes, tokens, hidden, intermediate, experts, top_k, expert, .. } =
+            &self.setting;
+        let (what, each) = if device.is_empty() { (cpu_model, ", 1 thread each") } else { (device, "") };
         let mut text = format!(
-            "{cpu_model}\n{}, 1 thread each; {}, hidden {hidden}, {} of {intermediate} ({expert}), top-{top_k}\n",
+            "{what}\n{}{each}; {}, hidden {hidden}, {} of {intermediate} ({expert}), top-{top_k}\n",
             count(*pes as u64, "PE"),
             count(*tokens as u64, "token"),
             count(*experts as u64, "expert"),
@@ -178,9 +183,10 @@ impl LayerResult {
         let rows: u64 = rows_per_pe.iter().sum();
         let most = rows_per_pe.iter().copied().max().unwrap_or(0);
         let (iterations, n) = (bench.iterations, pes.len());
+        let all_measurements = bench.measurements();
         let sample = |pe: usize, iteration: usize, which: usize| -> &Sample { &pes[pe].iterations[iteration][which] };
         // By measurement and iteration, the slowest PE.
-        let seconds: Vec<Vec<f64>> = (0..MEASUREMENTS.len())
+        let seconds: Vec<Vec<f64>> = (0..all_measurements.len())
             .map(|which| {
                 let slowest = |i| (0..n).map(|pe| sample(pe, i, which).seconds).fold(0.0, f64::max);
                 (0..iterations).map(slowest).collect()
@@ -196,7 +202,7 @@ impl LayerResult {
             };
             Phase::ALL.iter().filter(|&&phase| phase != Phase::Idle).map(of).collect()
         };
-        let measurements = MEASUREMENTS.iter().enumerate().map(|(which, measurement)| {
+        let measurements = all_measurements.iter().enumerate().map(|(which, measurement)| {
             let (what, passes) = measurement.name();
             let seconds = Stats::of(seconds[which].clone());
             let flop = gemm_flop(&bench.layer.layer, rows, bench.tokens as u64, measurement.backward);
@@ -211,11 +217,13 @@ impl LayerResult {
         let ratios = [false, true].into_iter().flat_map(|backward| {
             let (gemms, bulk) = (What::Gemms, What::Layer(Mode::Bulk));
             let pipelined = What::Layer(Mode::Pipelined);
-            [(pipelined, gemms), (bulk, gemms), (pipelined, bulk)].map(|(of, to)| {
+            let index = move |what| all_measurements.iter().position(|&m| m == Measurement { what, backward });
+            let seconds = &seconds;
+            [(pipelined, gemms), (bulk, gemms), (pipelined, bulk)].into_iter().filter_map(move |(of, to)| {
+                let (above, below) = (&seconds[index(of)?], &seconds[index(to)?]);
                 let [of, to] = [of, to].map(|what| Measurement { what, backward });
-                let [above, below] = [of, to].map(|m| &seconds[index(m)]);
                 let ratio = Stats::of(above.iter().zip(below).map(|(a, b)| a / b).collect());
-                Ratio { of: of.name().0, to: to.name().0, passes: of.name().1, ratio }
+                Some(Ratio { of: of.name().0, to: to.name().0, passes: of.name().1, ratio })
             })
         });
         let cpus_of = |pe: usize| {
@@ -224,7 +232,7 @@ impl LayerResult {
             cpus.dedup();
             cpus
         };
-        let all = (0..iterations).flat_map(|i| (0..MEASUREMENTS.len()).map(move |which| (i, which)));
+        let all = (0..iterations).flat_map(|i| (0..all_measurements.len()).map(move |which| (i, which)));
         let shared_cpu = all
             .filter(|&(i, which)| (1..n).any(|a| (0..a).any(|b| sample(a, i, which).cpu == sample(b, i, which).cpu)));
         LayerResult {
@@ -286,7 +294,7 @@ impl LayerResult {
 }
 
 /// The raw samples: one line per element type, iteration, measurement and PE.
-pub fn samples_csv(samples: &[Vec<PeSamples>]) -> String {
+pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
     let mut csv = String::from("dtype,iteration,measurement,passes,pe,rows,cpu,seconds");
     for phase in Phase::ALL.iter().filter(|&&phase| phase != Phase::Idle) {
         let _ = write!(csv, ",{}_s", phase.name().replace([' ', '-'], "_").to_lowercase());
@@ -295,7 +303,7 @@ pub fn samples_csv(samples: &[Vec<PeSamples>]) -> String {
     for (pe, of_pe) in samples.iter().flat_map(|pes| pes.iter().enumerate()) {
         let rows: u64 = of_pe.expert_rows.iter().sum();
         for (iteration, of_iteration) in of_pe.iterations.iter().enumerate() {
-            for (measurement, sample) in MEASUREMENTS.iter().zip(of_iteration) {
+            for (measurement, sample) in bench.measurements().iter().zip(of_iteration) {
                 let (what, passes) = measurement.name();
                 let Sample { seconds, phases_s, cpu } = sample;
                 let _ = write!(csv, "{},{iteration},{what},{passes},{pe},{rows},{cpu},{seconds:.9}", of_pe.dtype);
@@ -307,11 +315,6 @@ pub fn samples_csv(samples: &[Vec<PeSamples>]) -> String {
         }
     }
     csv
-}
-
-/// The index of a measurement in [`MEASUREMENTS`].
-fn index(measurement: Measurement) -> usize {
-    MEASUREMENTS.iter().position(|&m| m == measurement).expect("all of them are there")
 }
 
 fn cpu_model() -> String {
@@ -326,6 +329,7 @@ mod tests {
     use crate::moe::Dtype;
     use crate::moe::synthetic::{RouterKind, SyntheticSpec};
     use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
+    use crate::run::Device;
 
     /// Two PEs, three iterations; a forward takes as many seconds as here, with backward three times as many.
     fn example() -> (MoeBench, Vec<Vec<PeSamples>>) {
@@ -342,6 +346,9 @@ mod tests {
         let bench = MoeBench {
             layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },
             tokens: 200,
+            device: Device::Cpu,
+            #[cfg(feature = "device")]
+            gemm: None,
             dtypes: vec![Dtype::F32],
             options: Options::default(),
             warmup: 0,
@@ -355,6 +362,7 @@ mod tests {
         ];
         let pe = |pe: usize, expert_rows: [u64; 2]| PeSamples {
             dtype: "f32".into(),
+            device: String::new(),
             expert_rows: expert_rows.to_vec(),
             iterations: seconds
                 .iter()
@@ -412,7 +420,7 @@ mod tests {
         assert!(line("forward           pipelined / bare GEMMs").ends_with("1.500  1.250  2.000"), "{text}");
         assert!(text.contains("0.25 of the experts get 0.7 of the routing"));
         assert!(text.lines().skip(1).all(|line| line.chars().count() <= 120), "{text}");
-        let csv = samples_csv(&samples);
+        let csv = samples_csv(&bench, &samples);
         let columns = csv.lines().next().unwrap().split(',').count();
         assert_eq!(csv.lines().count(), 1 + 3 * 6 * 2);
         assert!(csv.lines().all(|line| line.split(',').count() == columns));

@@ -10,6 +10,9 @@ pub const TOLERANCE_F32: f64 = 1e-5;
 /// times the few roundings between input and gradient.
 pub const TOLERANCE_BF16: f64 = 2e-2;
 
+/// The same of an f16 result: f16's unit roundoff, 5e-4, is an eighth of bf16's.
+pub const TOLERANCE_F16: f64 = TOLERANCE_BF16 / 8.0;
+
 /// The difference between a result and the reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Deviation {

@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 
-pub use compare::{Deviation, TOLERANCE_BF16, TOLERANCE_F32, compare};
+pub use compare::{Deviation, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, compare};
 
 use crate::moe::{LayerConfig, MlpConfig, WeightId};
 use matrix::{Matrix, axpy, dot};

@@ -2,19 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
-use super::run::ActivationArg;
+use super::run::{ActivationArg, DeviceArg};
 use crate::bench::moe::{self, MoeBench, PeSamples};
+use crate::bench::p2p::{self, P2pBench};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
+use crate::run::Device;
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
@@ -27,6 +31,159 @@ pub struct Args {
 enum What {
     /// The layer, pipelined and bulk, forward and backward, against the bare GEMMs of its experts
     Moe(MoeArgs),
+    /// Latency and bandwidth of put, get, non-blocking put and put with signal between two PEs
+    P2p(P2pArgs),
+}
+
+#[derive(clap::Args)]
+struct P2pArgs {
+    /// What the PEs talk over
+    #[arg(long, value_enum, default_value = "nvshmem")]
+    transport: TransportArg,
+    /// Operations [default: all]
+    #[arg(long, value_enum)]
+    op: Vec<OpArg>,
+    /// Which threads work on one operation [default: all]
+    #[arg(long, value_enum)]
+    scope: Vec<ScopeArg>,
+    /// Smallest size, bytes; each further one is four times the last
+    #[arg(long, value_name = "BYTES", default_value_t = 16)]
+    min: usize,
+    /// Largest size, bytes
+    #[arg(long, value_name = "BYTES", default_value_t = 4 << 20)]
+    max: usize,
+    /// Iterations that count
+    #[arg(long, default_value_t = 200)]
+    iterations: usize,
+    /// Iterations before them
+    #[arg(long, default_value_t = 20)]
+    warmup: usize,
+    /// How long a PE waits for another before the job fails, seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u32,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+    /// Write the rows
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum TransportArg {
+    /// NVSHMEM, from the device (feature `cuda`)
+    Nvshmem,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum OpArg {
+    Put,
+    PutNbi,
+    Get,
+    PutSignal,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ScopeArg {
+    Thread,
+    Warp,
+    Block,
+}
+
+impl P2pArgs {
+    fn bench(&self) -> Result<P2pBench> {
+        let TransportArg::Nvshmem = self.transport;
+        ensure!(
+            cfg!(feature = "cuda"),
+            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
+        );
+        ensure!(self.iterations > 0, "--iterations is 0, expected at least 1");
+        ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
+        ensure!(self.min > 0, "--min is 0, expected at least 1 byte");
+        ensure!(self.min <= self.max, "--min is {}, expected at most --max, which is {}", self.min, self.max);
+        ensure!(self.max <= 1 << 30, "--max is {}, expected at most {}", self.max, 1 << 30);
+        for (flag, value) in [("iterations", self.iterations), ("warmup", self.warmup)] {
+            ensure!(value <= 1 << 20, "--{flag} is {value}, expected at most {}", 1 << 20);
+        }
+        let or_all = |chosen: Vec<p2p::Op>, all: &[p2p::Op]| if chosen.is_empty() { all.to_vec() } else { chosen };
+        let ops = self.op.iter().map(|op| match op {
+            OpArg::Put => p2p::Op::Put,
+            OpArg::PutNbi => p2p::Op::PutNbi,
+            OpArg::Get => p2p::Op::Get,
+            OpArg::PutSignal => p2p::Op::PutSignal,
+        });
+        let mut scopes: Vec<p2p::Scope> = self
+            .scope
+            .iter()
+            .map(|scope| match scope {
+                ScopeArg::Thread => p2p::Scope::Thread,
+                ScopeArg::Warp => p2p::Scope::Warp,
+                ScopeArg::Block => p2p::Scope::Block,
+            })
+            .collect();
+        if scopes.is_empty() {
+            scopes = vec![p2p::Scope::Thread, p2p::Scope::Warp, p2p::Scope::Block];
+        }
+        let all = [p2p::Op::Put, p2p::Op::PutNbi, p2p::Op::Get, p2p::Op::PutSignal];
+        Ok(P2pBench {
+            ops: or_all(ops.collect(), &all),
+            scopes,
+            sizes: std::iter::successors(Some(self.min), |bytes| bytes.checked_mul(4))
+                .take_while(|&bytes| bytes <= self.max)
+                .collect(),
+            iterations: self.iterations,
+            warmup: self.warmup,
+        })
+    }
+
+    fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
+        self.bench()?;
+        let csv = create(self.csv.as_ref())?;
+        #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
+        let mut job = Job::new(p2p::PES, argv, &["measuring"]);
+        #[cfg(feature = "cuda")]
+        job.env.extend(crate::gpu::cuda::pe_environment(p2p::PES)?);
+        let mut rows: Option<serde_json::Result<Vec<p2p::Row>>> = None;
+        job.run(|event| {
+            if let Event::Message { body, .. } = event {
+                rows = Some(serde_json::from_slice(body));
+            }
+        })?;
+        let rows = rows.context("no PE sent its measurements")?.context("PE 0 sent what is no measurement")?;
+        write(csv, &p2p::to_csv(&rows))?;
+        if self.json {
+            println!("{}", serde_json::to_string_pretty(&rows)?);
+        } else {
+            print!("{}", p2p::render_table(&rows));
+        }
+        Ok(true)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn pe(&self, context: &mut PeContext) -> Result<()> {
+        let limit = Duration::from_secs(self.timeout.into());
+        let bench = self.bench()?;
+        crate::run::device::with_cuda(context, limit, |gpu, context| p2p::run_pe(&bench, gpu, context, limit))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn pe(&self, _: &mut PeContext) -> Result<()> {
+        self.bench().map(|_| ())
+    }
+}
+
+/// The file that raw samples go to, made before anything is measured.
+fn create(path: Option<&PathBuf>) -> Result<Option<(&PathBuf, File)>> {
+    path.map(|path| {
+        let named = || format!("cannot create {}", path.display());
+        File::create(path).with_context(named).map(|file| (path, file))
+    })
+    .transpose()
+}
+
+fn write(csv: Option<(&PathBuf, File)>, text: &str) -> Result<()> {
+    let Some((path, mut file)) = csv else { return Ok(()) };
+    file.write_all(text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[derive(clap::Args)]
@@ -34,9 +191,16 @@ struct MoeArgs {
     /// Number of PEs, one thread each
     #[arg(long, value_name = "N", default_value_t = 2)]
     pes: usize,
-    /// Element type of activations and expert weights; accumulation is always f32
-    #[arg(long, value_enum, default_value = "both")]
-    dtype: DtypeArg,
+    /// What the layer runs on
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: DeviceArg,
+    /// Which matrix products a device runs [default: the best that it has]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    gemm: Option<super::run::GemmArg>,
+    /// Element type of activations and expert weights; accumulation is always f32 [default: both on the CPU, bf16 on a device]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
     /// Tokens, over all PEs
     #[arg(long, default_value_t = 2048)]
     tokens: usize,
@@ -94,6 +258,8 @@ struct MoeArgs {
 enum DtypeArg {
     F32,
     Bf16,
+    /// On a device only
+    F16,
     /// One after the other
     Both,
 }
@@ -106,6 +272,20 @@ impl MoeArgs {
             ensure!(value > 0, "--{flag} is 0, expected at least 1");
         }
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
+        let (device, dtypes) = match (self.device, self.dtype) {
+            (DeviceArg::Cpu, None | Some(DtypeArg::Both)) => (Device::Cpu, vec![Dtype::F32, Dtype::Bf16]),
+            (device, dtype) => {
+                let dtype = match dtype {
+                    Some(DtypeArg::Both) => bail!("--dtype both on a device, expected bf16 or f16"),
+                    Some(DtypeArg::F32) => Some(super::run::DtypeArg::F32),
+                    Some(DtypeArg::Bf16) => Some(super::run::DtypeArg::Bf16),
+                    Some(DtypeArg::F16) => Some(super::run::DtypeArg::F16),
+                    None => None,
+                };
+                let (device, dtype) = device.device(dtype)?;
+                (device, vec![dtype])
+            }
+        };
         let layer = LayerConfig {
             hidden: self.hidden,
             n_experts: self.experts,
@@ -126,11 +306,10 @@ impl MoeArgs {
         Ok(MoeBench {
             layer,
             tokens: self.tokens,
-            dtypes: match self.dtype {
-                DtypeArg::F32 => vec![Dtype::F32],
-                DtypeArg::Bf16 => vec![Dtype::Bf16],
-                DtypeArg::Both => vec![Dtype::F32, Dtype::Bf16],
-            },
+            device,
+            #[cfg(feature = "device")]
+            gemm: self.gemm.map(Into::into),
+            dtypes,
             options: Options {
                 tile_rows: self.tile_rows,
                 chunk_rows: self.chunk_rows,
@@ -145,23 +324,28 @@ impl MoeArgs {
 
 /// The supervisor's part.
 pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
-    let What::Moe(args) = &args.what;
+    let args = match &args.what {
+        What::Moe(args) => args,
+        What::P2p(args) => return args.supervise(argv),
+    };
     let bench = args.bench()?;
     if !(1..=MAX_PES).contains(&args.pes) {
         return Err(LaunchError::Pes { pes: args.pes }.into());
     }
-    let csv = args.csv.as_ref().map(|path| {
-        let named = || format!("cannot create {}", path.display());
-        std::fs::File::create(path).with_context(named).map(|file| (path, file))
-    });
-    let csv = csv.transpose()?;
+    let csv = create(args.csv.as_ref())?;
 
     let phase_names = moe::phase_names();
     // By PE, then by element type.
     let mut samples: BTreeMap<usize, Vec<PeSamples>> = BTreeMap::new();
     let mut unreadable = None;
     let bar = ProgressBar::new(0);
-    Job::new(args.pes, argv, &phase_names).run(|event| match event {
+    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
+    let mut job = Job::new(args.pes, argv, &phase_names);
+    #[cfg(feature = "cuda")]
+    if bench.device == Device::Cuda {
+        job.env.extend(crate::gpu::cuda::pe_environment(args.pes)?);
+    }
+    job.run(|event| match event {
         Event::Message { pe, body } => match serde_json::from_slice(body) {
             Ok(of_pe) => samples.entry(pe).or_default().push(of_pe),
             Err(error) => unreadable = Some((pe, error)),
@@ -184,11 +368,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         ensure!(of_pe.len() == by_dtype.len(), "PE {pe} sent {} of {} samples", of_pe.len(), by_dtype.len());
         by_dtype.iter_mut().zip(of_pe).for_each(|(pes, of_pe)| pes.push(of_pe));
     }
-    if let Some((path, mut file)) = csv {
-        let text = samples_csv(&by_dtype);
-        std::io::Write::write_all(&mut file, text.as_bytes())
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    write(csv, &samples_csv(&bench, &by_dtype))?;
     let summary = MoeSummary::new(&bench, &by_dtype);
     if args.json {
         println!("{}", summary.to_json());
@@ -200,6 +380,8 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
 
 /// A PE's part.
 pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    let What::Moe(args) = &args.what;
-    moe::run_pe(&args.bench()?, context)
+    match &args.what {
+        What::Moe(args) => moe::run_pe(&args.bench()?, context),
+        What::P2p(args) => args.pe(context),
+    }
 }

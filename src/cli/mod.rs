@@ -1,6 +1,7 @@
 //! The command line: one thin file per subcommand.
 
 mod bench;
+mod doctor;
 mod plan;
 mod run;
 
@@ -28,6 +29,8 @@ enum Command {
     Run(Box<run::Args>),
     /// Measure.
     Bench(Box<bench::Args>),
+    /// Look at this machine, and say what is missing for which runs, and the cure.
+    Doctor(doctor::Args),
     /// Choose the expert-parallel groups and the placement of experts for a cluster and a workload.
     Plan(Box<plan::Args>),
 }
@@ -56,6 +59,7 @@ pub fn main() -> ExitCode {
             let passed = match command {
                 Command::Run(run) => run::supervise(&run, args),
                 Command::Bench(bench) => bench::supervise(&bench, args),
+                Command::Doctor(doctor) => doctor::supervise(&doctor),
                 Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
             };
             match passed {
@@ -72,6 +76,7 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
     let result = match command {
         Command::Run(args) => run::pe(args, &mut context),
         Command::Bench(args) => bench::pe(args, &mut context),
+        Command::Doctor(args) => doctor::pe(args, &mut context),
         Command::Plan(_) => Err(anyhow::anyhow!("`aristos plan` has no PEs")),
     };
     if let Err(error) = result {

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use crate::launch::PeContext;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
-use crate::run::{Job, Request, Work};
+use crate::run::{Device, Job, Request, Work};
 
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
@@ -36,9 +36,20 @@ pub struct Args {
     /// Where to write output, and with a backward pass grad_hidden_states and grad.<weight>, as safetensors, all F32
     #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
-    /// Element type of activations and expert weights; accumulation is always f32
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: DtypeArg,
+    /// What the layer runs on
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: DeviceArg,
+    /// Element type of activations and expert weights; accumulation is always f32 [default: f32 on the CPU, bf16 on a device]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
+    /// Which matrix products a device runs [default: the best that it has]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    gemm: Option<GemmArg>,
+    /// Record the passes once as a CUDA graph and repeat it
+    #[cfg(feature = "device")]
+    #[arg(long)]
+    graph: bool,
     /// How the PEs exchange rows
     #[arg(long, value_enum, default_value = "pipelined")]
     mode: ModeArg,
@@ -132,6 +143,8 @@ pub enum DtypeArg {
     F32,
     /// bfloat16
     Bf16,
+    /// IEEE half precision, on a device only
+    F16,
 }
 
 impl From<DtypeArg> for Dtype {
@@ -139,6 +152,60 @@ impl From<DtypeArg> for Dtype {
         match dtype {
             DtypeArg::F32 => Dtype::F32,
             DtypeArg::Bf16 => Dtype::Bf16,
+            DtypeArg::F16 => Dtype::F16,
+        }
+    }
+}
+
+/// `--device`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum DeviceArg {
+    /// The CPU
+    Cpu,
+    /// A CUDA device for each PE
+    Cuda,
+    /// The CUDA kernels on the CPU, for tests (feature `emulate`)
+    #[cfg(feature = "emulate")]
+    Emulated,
+}
+
+impl DeviceArg {
+    /// The device and its element type, or what is wrong with them.
+    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
+        let device = match self {
+            DeviceArg::Cpu => Device::Cpu,
+            DeviceArg::Cuda => Device::Cuda,
+            #[cfg(feature = "emulate")]
+            DeviceArg::Emulated => Device::Emulated,
+        };
+        ensure!(
+            device != Device::Cuda || cfg!(feature = "cuda"),
+            "--device cuda: this build has no CUDA; build it with `cargo build --release --features cuda`"
+        );
+        let default = if device == Device::Cpu { Dtype::F32 } else { Dtype::Bf16 };
+        let dtype = dtype.map_or(default, Dtype::from);
+        ensure!(device == Device::Cpu || dtype != Dtype::F32, "--dtype f32 on a device, expected bf16 or f16");
+        ensure!(device != Device::Cpu || dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
+        Ok((device, dtype))
+    }
+}
+
+/// `--gemm`.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, ValueEnum)]
+pub enum GemmArg {
+    /// mma and cp.async: every device from compute capability 8.0 on
+    Ampere,
+    /// wgmma and the tensor memory accelerator: compute capability 9.0
+    Hopper,
+}
+
+#[cfg(feature = "device")]
+impl From<GemmArg> for crate::moe::device::GemmPath {
+    fn from(gemm: GemmArg) -> Self {
+        match gemm {
+            GemmArg::Ampere => crate::moe::device::GemmPath::Ampere,
+            GemmArg::Hopper => crate::moe::device::GemmPath::Hopper,
         }
     }
 }
@@ -275,11 +342,21 @@ impl Args {
             "--timeout is {}, expected at most {MAX_TIMEOUT_S} seconds",
             self.timeout
         );
+        let (device, dtype) = self.device.device(self.dtype)?;
+        #[cfg(feature = "device")]
+        ensure!(device != Device::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
+        #[cfg(feature = "device")]
+        ensure!(device != Device::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Request {
             work,
             pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
-            dtype: self.dtype.into(),
+            device,
+            #[cfg(feature = "device")]
+            gemm: self.gemm.map(Into::into),
+            #[cfg(feature = "device")]
+            graph: self.graph,
+            dtype,
             steps: self.steps,
             options: Options {
                 mode: self.mode.into(),

@@ -28,7 +28,7 @@ impl Fleet {
     /// Starts the next PE; returns the supervisor's end of its control socket.
     ///
     /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore stay until the job's end.
-    pub(super) fn spawn(&mut self, n_pes: usize, args: &[OsString]) -> io::Result<OwnedFd> {
+    pub(super) fn spawn(&mut self, n_pes: usize, args: &[OsString], env: &[(String, String)]) -> io::Result<OwnedFd> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let mut command = Command::new("/proc/self/exe");
         if let Some(name) = std::env::args_os().next() {
@@ -36,6 +36,7 @@ impl Fleet {
         }
         let child = command
             .args(args)
+            .envs(env.iter().map(|(name, value)| (name, value)))
             .env(ENV_PE, self.members.len().to_string())
             .env(ENV_N_PES, n_pes.to_string())
             .env(ENV_SUPERVISOR, std::process::id().to_string())

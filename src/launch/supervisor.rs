@@ -38,6 +38,8 @@ pub struct Job<'a> {
     pub args: Vec<OsString>,
     /// Files that every PE gets, by name (at most 252; no zero byte in a name).
     pub fds: Vec<(String, OwnedFd)>,
+    /// Environment variables of each PE's process, over those of this one.
+    pub env: Vec<(String, String)>,
     /// Names of the phases; the index is the code that PEs give to `set_phase`. The first is the phase of a
     /// PE that has said nothing yet.
     pub phase_names: &'a [&'a str],
@@ -63,7 +65,15 @@ pub enum Event<'e> {
 impl<'a> Job<'a> {
     /// A job without files and without a time limit, and with a minute for each PE to start.
     pub fn new(pes: usize, args: Vec<OsString>, phase_names: &'a [&'a str]) -> Job<'a> {
-        Job { pes, args, fds: Vec::new(), phase_names, time_limit: None, start_limit: Duration::from_secs(60) }
+        Job {
+            pes,
+            args,
+            fds: Vec::new(),
+            env: Vec::new(),
+            phase_names,
+            time_limit: None,
+            start_limit: Duration::from_secs(60),
+        }
     }
 
     /// Starts the PEs and returns when all have ended. Whatever is returned, no process of them is left.
@@ -99,7 +109,7 @@ impl<'a> Job<'a> {
         let mut links = Vec::with_capacity(self.pes);
         let mut fleet = Fleet::new();
         for pe in 0..self.pes {
-            let socket = fleet.spawn(self.pes, &self.args).map_err(|source| LaunchError::Spawn {
+            let socket = fleet.spawn(self.pes, &self.args, &self.env).map_err(|source| LaunchError::Spawn {
                 pe,
                 n_pes: self.pes,
                 source,

@@ -58,6 +58,18 @@ pub enum MoeError {
         /// How long it waited.
         waited: Duration,
     },
+    /// The host ended a pass.
+    #[error("PE {pe} was asked to end in phase {}", phase.name())]
+    Aborted {
+        /// The PE.
+        pe: usize,
+        /// What it was doing.
+        phase: Phase,
+    },
+    /// The device.
+    #[cfg(feature = "device")]
+    #[error(transparent)]
+    Device(#[from] crate::gpu::GpuError),
     /// A peer that said something impossible.
     #[error("PE {pe} sent {what}")]
     Protocol {
@@ -73,6 +85,8 @@ impl MoeError {
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             MoeError::Wait { peer, .. } => *peer,
+            #[cfg(feature = "device")]
+            MoeError::Device(crate::gpu::GpuError::Barrier { peer, .. }) => *peer,
             _ => None,
         }
     }

@@ -3,6 +3,8 @@
 //! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
 
 pub mod config;
+#[cfg(feature = "device")]
+pub mod device;
 mod engine;
 mod error;
 pub mod experts;
@@ -33,6 +35,8 @@ pub enum Dtype {
     F32,
     /// bfloat16, accumulated in f32.
     Bf16,
+    /// IEEE half precision, accumulated in f32; on a device only.
+    F16,
 }
 
 impl Dtype {
@@ -41,6 +45,7 @@ impl Dtype {
         match self {
             Dtype::F32 => "f32",
             Dtype::Bf16 => "bf16",
+            Dtype::F16 => "f16",
         }
     }
 
@@ -48,7 +53,7 @@ impl Dtype {
     pub fn bytes(self) -> usize {
         match self {
             Dtype::F32 => 4,
-            Dtype::Bf16 => 2,
+            Dtype::Bf16 | Dtype::F16 => 2,
         }
     }
 }

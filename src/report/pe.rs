@@ -17,6 +17,10 @@ pub struct PeReport {
     pub traffic: Traffic,
     /// Rows its experts received in one step (the last), its own tokens' included.
     pub expert_rows: Vec<ExpertRows>,
+    /// The device it ran on: "cpu", or the device's name.
+    pub device: String,
+    /// The device's matrix products: "ampere" or "hopper"; `None` on a CPU.
+    pub gemm: Option<String>,
     /// Its symmetric memory.
     pub symmetric: SymmetricMemory,
     /// What it did when; empty unless a trace was asked for.
@@ -95,7 +99,7 @@ pub struct SymmetricMemory {
     pub budget_bytes: u64,
 }
 
-/// A piece of a PE's time, for the trace. Spans of one PE are nested or disjoint.
+/// A piece of a PE's time, for the trace. Spans of one track of a PE are nested or disjoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
     /// What it did.
@@ -106,4 +110,7 @@ pub struct Span {
     pub dur_ns: u64,
     /// In which step.
     pub step: u64,
+    /// Which of the things that a PE does at the same time, such as the block of a kernel; 0 on a CPU.
+    #[serde(default)]
+    pub track: u64,
 }

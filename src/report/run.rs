@@ -25,8 +25,12 @@ pub struct RunConfig {
     pub shared_intermediate: u64,
     /// Experts per token.
     pub top_k: u64,
-    /// Element type of tokens and weights: "f32" or "bf16".
+    /// Element type of tokens and weights: "f32", "bf16" or "f16".
     pub dtype: String,
+    /// What it ran on: "cpu", or the device's name.
+    pub device: String,
+    /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
+    pub gemm: Option<String>,
     /// How communication and compute are scheduled: "pipelined" or "bulk".
     pub mode: String,
     /// Number of PEs.
@@ -258,6 +262,7 @@ pub(super) mod tests {
             expert_rows: expert_rows.map(|(expert, rows)| ExpertRows { expert, rows }).to_vec(),
             symmetric: SymmetricMemory { used_bytes: 100, peak_bytes: 200 - pe as u64, budget_bytes: 400 },
             spans: Vec::new(),
+            ..PeReport::default()
         };
         let first = pe(0, [0.1, 0.3, 0.9], [(0, 10), (1, 400)]);
         let second = pe(1, [0.5, 0.6, 0.4], [(2, 0), (3, 190)]);

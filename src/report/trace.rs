@@ -24,7 +24,7 @@ pub fn trace_json(pes: &[PeReport]) -> String {
     let origin_ns = spans.first().map_or(0, |(_, span)| span.start_ns);
     events.extend(spans.into_iter().map(|(pe, span)| {
         json!({
-            "name": span.name, "cat": "phase", "ph": "X", "pid": pe, "tid": 0,
+            "name": span.name, "cat": "phase", "ph": "X", "pid": pe, "tid": span.track,
             "ts": (span.start_ns - origin_ns) as f64 / 1e3, "dur": span.dur_ns as f64 / 1e3,
             "args": {"step": span.step},
         })
@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     fn span(name: &str, start_ns: u64, dur_ns: u64) -> Span {
-        Span { name: name.into(), start_ns, dur_ns, step: 4 }
+        Span { name: name.into(), start_ns, dur_ns, step: 4, track: 0 }
     }
 
     #[test]

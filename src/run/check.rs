@@ -4,10 +4,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result};
-use half::bf16;
+use half::{bf16, f16};
 
 use super::Job;
-use crate::check::{CHOICE_TOLERANCE, Problem, TOLERANCE_BF16, TOLERANCE_F32, compare, reference_with};
+use crate::check::{CHOICE_TOLERANCE, Problem, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, compare, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
 use crate::moe::{Dtype, WeightId, WeightSource};
 use crate::report::{CheckReport, TensorCheck};
@@ -19,8 +19,10 @@ use crate::report::{CheckReport, TensorCheck};
 /// the scores.
 pub fn check(job: &Job, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
     let round = |mut values: Vec<f32>| {
-        if job.request.dtype == Dtype::Bf16 {
-            values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+        match job.request.dtype {
+            Dtype::F32 => {}
+            Dtype::Bf16 => values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
+            Dtype::F16 => values.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32()),
         }
         values
     };
@@ -37,6 +39,7 @@ pub fn check(job: &Job, results: &ResultLayout, file: &File, chosen: &File) -> R
     let tolerance = match job.request.dtype {
         Dtype::F32 => TOLERANCE_F32,
         Dtype::Bf16 => TOLERANCE_BF16,
+        Dtype::F16 => TOLERANCE_F16,
     };
     let mut tensors = Vec::new();
     let problem = Problem {

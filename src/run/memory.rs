@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 
-use super::Job;
+use super::{Device, Job};
 use crate::moe::Dtype;
 use crate::moe::Proj;
 use crate::shmem::available_bytes;
@@ -35,6 +35,10 @@ impl Job {
 
     /// Refuses a job that this machine cannot hold, rather than have it killed half way.
     pub(super) fn check_memory(&self) -> Result<()> {
+        if self.request.device == Device::Cuda {
+            // Its memory is not this machine's; the PEs ask the devices.
+            return Ok(());
+        }
         let Some(available) = available_bytes() else { return Ok(()) };
         let available = available as f64;
         let fits = |need: f64| {
@@ -47,6 +51,9 @@ impl Job {
             );
             Ok(())
         };
+        if self.request.device == Device::Emulated {
+            return Ok(());
+        }
         // The heap's size can be computed without overflow only where the rest fits.
         let private = self.memory_bytes();
         fits(private)?;

@@ -4,6 +4,8 @@
 //! what they report, checks, and publishes; [`pe`] is one PE's part.
 
 pub mod check;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) mod device;
 pub mod memory;
 pub mod pe;
 pub mod supervisor;
@@ -42,6 +44,17 @@ pub enum Work {
     },
 }
 
+/// What the layer runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+    /// A CUDA device for each PE.
+    Cuda,
+    /// The kernels for CUDA devices, on the CPU.
+    Emulated,
+}
+
 /// What the user asked for.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -49,6 +62,14 @@ pub struct Request {
     pub work: Work,
     /// Number of PEs.
     pub pes: usize,
+    /// What it runs on.
+    pub device: Device,
+    /// Which matrix products a device runs; by the device where `None`.
+    #[cfg(feature = "device")]
+    pub gemm: Option<crate::moe::device::GemmPath>,
+    /// Whether a device's passes are recorded once and repeated.
+    #[cfg(feature = "device")]
+    pub graph: bool,
     /// Element type.
     pub dtype: Dtype,
     /// Measured steps.
@@ -109,6 +130,10 @@ impl Job {
         (config.aux_loss_coef, config.z_loss_coef) = request.losses;
         config.capacity_factor = request.capacity_factor;
         config.validate()?;
+        #[cfg(feature = "device")]
+        if request.device != Device::Cpu {
+            crate::moe::device::check(&config, request.dtype)?;
+        }
         let placement = Placement::even(config.n_experts, request.pes.max(1));
         Ok(Job { source, config, tokens, backward, placement, request })
     }

@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use super::Job;
+use super::{Device, Job};
 use crate::checkpoint::InputTensor;
 use crate::launch::{PeContext, StatusPage};
 use crate::moe::Dtype;
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{self, Observer, Phase};
 use crate::moe::router::Load;
-use crate::moe::{Gradients, Layer, Layout, Saved};
+use crate::moe::{Gradients, Layer, Layout};
 use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
@@ -25,6 +25,8 @@ pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
     names[START_UP as usize] = "start-up";
     names[LOADING as usize] = "loading";
     names[WRITING as usize] = "writing results";
+    names[DEVICE_FORWARD as usize] = "forward on the device";
+    names[DEVICE_BACKWARD as usize] = "backward on the device";
     let mut i = 0;
     while i < Phase::ALL.len() {
         assert!(Phase::ALL[i].code() == i);
@@ -37,7 +39,10 @@ pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
 const START_UP: u32 = 0;
 const LOADING: u32 = 1;
 const WRITING: u32 = 2;
-const FIRST_PHASE: u32 = 3;
+/// What the kernels of a pass do, nobody can follow.
+pub(super) const DEVICE_FORWARD: u32 = 3;
+pub(super) const DEVICE_BACKWARD: u32 = 4;
+const FIRST_PHASE: u32 = 5;
 
 /// The files that the supervisor hands to the PEs.
 pub const RESULTS: &str = "results";
@@ -67,9 +72,16 @@ impl Observer for StatusObserver<'_> {
 /// One line.
 pub fn run(job: &Job, context: &mut PeContext) -> Result<()> {
     context.status().set_phase(LOADING);
+    if job.request.device != Device::Cpu {
+        #[cfg(any(feature = "cuda", feature = "emulate"))]
+        return super::device::run(job, context);
+        #[cfg(not(any(feature = "cuda", feature = "emulate")))]
+        bail!("this build runs layers on the CPU only");
+    }
     match job.request.dtype {
         Dtype::F32 => run_as::<f32>(job, context),
         Dtype::Bf16 => run_as::<bf16>(job, context),
+        Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
     }
 }
 
@@ -109,7 +121,7 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
     }
 
     let mut message = Message {
-        report: PeReport { pe: me, tokens: tokens.len() as u64, ..PeReport::default() },
+        report: PeReport { pe: me, tokens: tokens.len() as u64, device: "cpu".into(), ..PeReport::default() },
         losses: BTreeMap::new(),
     };
     let report = &mut message.report;
@@ -124,8 +136,10 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
         done.forward = pass_report(&mut layer, saved.rounds, &mut sent);
         if step + 1 == job.request.steps {
             chosen.clone_from(&saved.routing.chosen);
-            report.expert_rows = expert_rows(job, me, &saved);
-            message.losses = losses(job, &saved);
+            report.expert_rows = expert_rows(job, me, saved.batches.iter().map(|batch| batch.rows as u64));
+            let mut load = Load::default();
+            saved.loads.iter().for_each(|l| load.add(l));
+            message.losses = losses(job, &load);
         }
         let rounds = saved.rounds;
         if job.backward {
@@ -140,28 +154,48 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
             start_ns: s.start_ns,
             dur_ns: s.dur_ns,
             step: step as u64,
+            track: 0,
         });
         report.spans.extend(spans);
     }
-    report.traffic = traffic(&sent, shmem.bytes_put() - before);
+    // What was put beyond the layer's own protocol is the all-reduce.
+    let all_reduce = (shmem.bytes_put() - before).saturating_sub(sent.total_bytes());
+    report.traffic = traffic(&sent, all_reduce);
     report.symmetric = SymmetricMemory {
         used_bytes: shmem.used_bytes() as u64,
         peak_bytes: shmem.peak_bytes() as u64,
         budget_bytes: heap as u64,
     };
 
+    let results = Results { output: &output, grad_input: &grad_input, grads: &grads, chosen: &chosen };
+    report_and_write(job, context, &message, &results)
+    // The heap of a PE that is gone stays mapped by the others, so nothing is left to wait for.
+}
+
+/// What a PE computed in its last step.
+pub(super) struct Results<'r> {
+    pub(super) output: &'r [f32],
+    pub(super) grad_input: &'r [f32],
+    pub(super) grads: &'r Gradients,
+    pub(super) chosen: &'r [u32],
+}
+
+/// Writes this PE's part of the files that the supervisor handed over, and sends it the message.
+pub(super) fn report_and_write(job: &Job, context: &PeContext, message: &Message, results: &Results<'_>) -> Result<()> {
+    let me = context.my_pe();
+    let tokens = job.tokens_of(me);
     context.status().set_phase(WRITING);
     if let Some(file) = context.file(RESULTS) {
         let file = File::from(file.try_clone_to_owned().context("cannot take the result file")?);
-        let results = job.results()?;
-        results.write_rows(&file, "output", tokens.start, &output)?;
+        let layout = job.results()?;
+        layout.write_rows(&file, "output", tokens.start, results.output)?;
         if job.backward {
-            results.write_rows(&file, "grad_hidden_states", tokens.start, &grad_input)?;
+            layout.write_rows(&file, "grad_hidden_states", tokens.start, results.grad_input)?;
             for id in job.config.weights() {
                 // Replicated weights' gradients are the same on every PE; the first one writes them.
                 let mine = me == 0 || !job.config.replicated_weights().contains(&id);
-                if let Some(grad) = grads.get(id, &job.placement, me).filter(|_| mine) {
-                    results.write_rows(&file, &job.gradient_name(id), 0, grad)?;
+                if let Some(grad) = results.grads.get(id, &job.placement, me).filter(|_| mine) {
+                    layout.write_rows(&file, &job.gradient_name(id), 0, grad)?;
                 }
             }
         }
@@ -169,10 +203,9 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
     if let Some(file) = context.file(CHOSEN) {
         let file = File::from(file.try_clone_to_owned().context("cannot take the routing file")?);
         let offset = tokens.start * job.config.router.top_k * 4;
-        file.write_all_at(bytemuck::cast_slice(&chosen), offset as u64).context("cannot write the routing")?;
+        file.write_all_at(bytemuck::cast_slice(results.chosen), offset as u64).context("cannot write the routing")?;
     }
-    context.send(&serde_json::to_vec(&message)?)?;
-    // The heap of a PE that is gone stays mapped by the others, so nothing is left to wait for.
+    context.send(&serde_json::to_vec(message)?)?;
     Ok(())
 }
 
@@ -184,6 +217,11 @@ fn pass_report<T: Transport, E: Element>(
 ) -> PassReport {
     let (times_ns, traffic) = layer.recorder.take();
     sent.add(&traffic);
+    pass_times(&times_ns.map(|ns| ns as f64 * 1e-9), rounds as u64)
+}
+
+/// A report of these times, seconds, by [`Phase::code`].
+pub(super) fn pass_times(times_s: &[f64; Phase::ALL.len()], rounds: u64) -> PassReport {
     let mut phases_s = BTreeMap::new();
     let mut seconds = 0.0;
     for phase in Phase::ALL {
@@ -197,36 +235,35 @@ fn pass_report<T: Transport, E: Element>(
             // Time between passes is nobody's.
             Phase::Idle => continue,
         };
-        let time = times_ns[phase.code()] as f64 * 1e-9;
+        let time = times_s[phase.code()];
         seconds += time;
         *phases_s.entry(key.to_string()).or_default() += time;
     }
-    PassReport { seconds, phases_s, rounds: rounds as u64 }
+    PassReport { seconds, phases_s, rounds }
 }
 
-fn expert_rows<E: Element>(job: &Job, me: usize, saved: &Saved<E>) -> Vec<ExpertRows> {
-    let local = job.placement.experts(me).iter().zip(&saved.batches);
-    local.map(|(&expert, batch)| ExpertRows { expert, rows: batch.rows as u64 }).collect()
+/// Rows of this PE's experts, in their order.
+pub(super) fn expert_rows(job: &Job, me: usize, rows: impl Iterator<Item = u64>) -> Vec<ExpertRows> {
+    job.placement.experts(me).iter().zip(rows).map(|(&expert, rows)| ExpertRows { expert, rows }).collect()
 }
 
-fn losses<E: Element>(job: &Job, saved: &Saved<E>) -> BTreeMap<String, f64> {
-    let mut load = Load::default();
-    saved.loads.iter().for_each(|l| load.add(l));
+/// The losses of all PEs' tokens, weighted.
+pub(super) fn losses(job: &Job, load: &Load) -> BTreeMap<String, f64> {
     let (aux, z) = (job.config.aux_loss_coef, job.config.z_loss_coef);
     let all = [("load_balancing", aux, load.aux_loss()), ("z", z, load.z_loss())];
     let weighted = all.into_iter().filter(|(_, coef, _)| *coef != 0.0);
     weighted.map(|(name, coef, loss)| (name.to_string(), f64::from(coef) * loss)).collect()
 }
 
-/// The traffic of the measured steps; what `bytes_put` counts beyond the layer's own protocol is the all-reduce.
-fn traffic(sent: &metrics::Traffic, bytes_put: u64) -> Traffic {
+/// The traffic of the measured steps.
+pub(super) fn traffic(sent: &metrics::Traffic, all_reduce_bytes: u64) -> Traffic {
     let kinds = [
         ("counts", sent.header_bytes),
         ("dispatch_rows", sent.dispatch_row_bytes),
         ("dispatch_slots", sent.dispatch_slot_bytes),
         ("combine_rows", sent.combine_row_bytes),
         ("combine_slots", sent.combine_slot_bytes),
-        ("all_reduce", bytes_put.saturating_sub(sent.total_bytes())),
+        ("all_reduce", all_reduce_bytes),
     ];
     Traffic {
         remote_bytes: kinds.into_iter().map(|(kind, bytes)| (kind.to_string(), bytes)).collect(),

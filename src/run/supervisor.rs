@@ -25,6 +25,11 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
     if let super::Source::Checkpoint(_, input) = &job.source {
         input.check_finite(0..job.tokens)?;
     }
+    #[cfg(feature = "cuda")]
+    let environment = match job.request.device {
+        super::Device::Cuda => crate::gpu::cuda::pe_environment(job.request.pes)?,
+        _ => Vec::new(),
+    };
     let results = job.results()?;
     let output = match &job.request.output {
         Some(path) => Some(OutputFile::create(path, &results)?),
@@ -38,6 +43,8 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
     tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), "starting the PEs");
     let mut pes = launch::Job::new(job.request.pes, args, &PHASE_NAMES);
     pes.start_limit = pes.start_limit.max(job.wait_limit());
+    #[cfg(feature = "cuda")]
+    pes.env.extend(environment);
     for (name, file) in [(RESULTS, output.as_ref().map(OutputFile::file)), (CHOSEN, chosen.as_ref())] {
         if let Some(file) = file {
             pes.fds.push((name.to_string(), file.try_clone().context("cannot hand files to the PEs")?.into()));
@@ -126,6 +133,8 @@ fn run_config(job: &Job, reports: &[PeReport]) -> RunConfig {
         shared_intermediate: config.shared.map_or(0, |s| s.mlp.intermediate as u64),
         top_k: config.router.top_k as u64,
         dtype: job.request.dtype.name().to_string(),
+        device: reports.first().map(|r| r.device.clone()).unwrap_or_default(),
+        gemm: reports.first().and_then(|r| r.gemm.clone()),
         mode: job.mode().to_string(),
         pes: job.request.pes,
         steps: job.request.steps as u64,

@@ -10,7 +10,7 @@ pub(super) const ALIGN_BYTES: usize = 64;
 
 /// A first-fit allocator over `0..capacity`, with coalescing free.
 #[derive(Debug)]
-pub(super) struct Heap {
+pub(crate) struct Heap {
     /// Free ranges, offset to bytes; never empty, never touching.
     free: BTreeMap<usize, usize>,
     /// Allocated ranges, offset to bytes.
@@ -21,23 +21,23 @@ pub(super) struct Heap {
 
 /// Why an allocation failed: what was free.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Full {
+pub(crate) struct Full {
     /// Bytes free in all.
-    pub(super) free_bytes: usize,
+    pub(crate) free_bytes: usize,
     /// Bytes of the largest free range.
-    pub(super) largest_bytes: usize,
+    pub(crate) largest_bytes: usize,
 }
 
 impl Heap {
     /// An empty heap of `capacity_bytes`, rounded down to whole cache lines.
-    pub(super) fn new(capacity_bytes: usize) -> Self {
+    pub(crate) fn new(capacity_bytes: usize) -> Self {
         let capacity = capacity_bytes / ALIGN_BYTES * ALIGN_BYTES;
         let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
         Self { free, live: BTreeMap::new(), used_bytes: 0, peak_bytes: 0 }
     }
 
     /// Takes `bytes` (more than 0), and returns their offset.
-    pub(super) fn alloc(&mut self, bytes: usize) -> Result<usize, Full> {
+    pub(crate) fn alloc(&mut self, bytes: usize) -> Result<usize, Full> {
         debug_assert!(bytes > 0);
         let fit = bytes
             .checked_next_multiple_of(ALIGN_BYTES)
@@ -59,7 +59,7 @@ impl Heap {
     }
 
     /// Gives back the allocation of `bytes` at `offset`; false when there is none.
-    pub(super) fn free(&mut self, offset: usize, bytes: usize) -> bool {
+    pub(crate) fn free(&mut self, offset: usize, bytes: usize) -> bool {
         if self.live.get(&offset) != Some(&bytes.next_multiple_of(ALIGN_BYTES)) {
             return false;
         }
@@ -78,12 +78,12 @@ impl Heap {
     }
 
     /// Bytes allocated now.
-    pub(super) fn used_bytes(&self) -> usize {
+    pub(crate) fn used_bytes(&self) -> usize {
         self.used_bytes
     }
 
     /// The most that was ever allocated at once, bytes.
-    pub(super) fn peak_bytes(&self) -> usize {
+    pub(crate) fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
 }

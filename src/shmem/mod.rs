@@ -37,6 +37,8 @@ use std::time::Instant;
 pub use bytemuck::Pod;
 
 pub use error::{ShmemError, WaitTimeout};
+#[cfg(feature = "emulate")]
+pub(crate) use heap::Heap;
 pub use segment::{Segment, available_bytes};
 pub use shm::ShmTransport;
 pub use team::Team;

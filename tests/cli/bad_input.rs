@@ -360,3 +360,11 @@ fn a_full_device_and_a_limit_on_file_sizes() {
     assert_eq!(names_in(out.path()), [""; 0]);
     run_to("--trace", Path::new("/dev/full")).refused(&["/dev/full", "a device"]);
 }
+
+#[test]
+fn devices_and_element_types_that_are_not_there() {
+    if cfg!(not(feature = "cuda")) {
+        run(aristos_run("--tokens 8 --device cuda")).refused(&["--device cuda", "--features cuda"]);
+    }
+    run(aristos_run("--tokens 8 --dtype f16")).refused(&["--dtype f16 on the CPU, expected f32 or bf16"]);
+}

@@ -172,7 +172,12 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
 
 /// The float64 reference of a step over tokens `0..tokens`, with values rounded to `E` as the layer's are.
 pub fn reference<E: Element>(source: &Synthetic, tokens: usize, chosen: &[u32]) -> Reference {
-    let round = |v: Vec<f32>| v.into_iter().map(|x| E::from_f32(x).to_f32()).collect::<Vec<f32>>();
+    reference_rounded(source, tokens, chosen, |x| E::from_f32(x).to_f32())
+}
+
+/// The same, with values rounded so.
+pub fn reference_rounded(source: &Synthetic, tokens: usize, chosen: &[u32], round: fn(f32) -> f32) -> Reference {
+    let round = |v: Vec<f32>| v.into_iter().map(round).collect::<Vec<f32>>();
     let x = round(source.hidden_states(0..tokens));
     let g = round(source.grad_output(0..tokens));
     let weights = |id: WeightId| {

@@ -1,0 +1,45 @@
+//! With the features `cuda` and `emulate`, compiles what they need of `kernels/`; otherwise nothing.
+
+#[path = "build/nvcc.rs"]
+mod nvcc;
+
+use std::path::{Path, PathBuf};
+use std::{env, process};
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    let has = |feature: &str| env::var_os(format!("CARGO_FEATURE_{feature}")).is_some();
+    if has("DEVICE") {
+        println!("cargo::rerun-if-changed=kernels");
+        #[cfg(feature = "device")]
+        layer_memory();
+    }
+    if has("CUDA") {
+        nvcc::kernels();
+    }
+    if has("EMULATE") {
+        emulator();
+    }
+}
+
+/// What host and kernels share, into the crate: the sizes of a layer's memory.
+#[cfg(feature = "device")]
+fn layer_memory() {
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").warnings(true).extra_warnings(true).include("kernels");
+    build.file("kernels/memory.cpp").file("kernels/params_layout.cpp").compile("aristos_layer_memory");
+}
+
+/// The kernels as a library for the CPU, `ARISTOS_EMULATOR_LIBRARY`.
+fn emulator() {
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default()).join("emulator");
+    let status = process::Command::new("make")
+        .args(["-C", "kernels/host"])
+        .arg(format!("OUT={}", out.display()))
+        .status()
+        .unwrap_or_else(|error| panic!("cannot run make, which the feature `emulate` needs: {error}"));
+    assert!(status.success(), "make -C kernels/host failed: {status}");
+    let library = out.join("libaristos_kernels.so");
+    assert!(Path::new(&library).is_file(), "make -C kernels/host made no {}", library.display());
+    println!("cargo::rustc-env=ARISTOS_EMULATOR_LIBRARY={}", library.display());
+}

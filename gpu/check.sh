@@ -1,0 +1,265 @@
+#!/usr/bin/env bash
+# usage: gpu/check.sh [--dry-run] STAGE...     STAGE: facts smoke correct sanitize p2p speed, or all
+#
+# Everything that waits for a GPU, in stages of at most 8 minutes that run alone; `all` is all of them in this order. Writes
+# what every command printed to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
+# when nothing failed.
+#
+# Needs an NVIDIA GPU (compute capability 8.0 or more), nvcc, NVSHMEM (beside PyTorch is enough), python3 with PyTorch for
+# the comparison, and the program, target/gpu/aristos, which gpu/build.sh makes on any machine with Rust. Where there are
+# several PEs they share the first GPU through MPS, which the script starts and stops; the card's settings stay as they are.
+#
+#   --dry-run   builds what can be built here and says what each stage would run
+#
+#   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
+#   OUT                       where the logs go [target/gpu/out]
+#   LIMIT                     seconds one stage may take [480]
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+dry=0 stages=()
+for arg in "$@"; do
+    case $arg in
+    --dry-run) dry=1 ;;
+    facts | smoke | correct | sanitize | p2p | speed) stages+=("$arg") ;;
+    all) stages+=(facts smoke correct sanitize p2p speed) ;;
+    *)
+        sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
+        exit 2
+        ;;
+    esac
+done
+[ ${#stages[@]} -gt 0 ] || stages=(facts smoke correct sanitize p2p speed)
+
+OUT=${OUT:-target/gpu/out}
+LIMIT=${LIMIT:-480}
+aristos=target/gpu/aristos
+mkdir -p "$OUT" target/gpu
+if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then
+    CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
+fi
+if [ -z "${NVSHMEM_HOME:-}" ] && command -v python3 >/dev/null; then
+    NVSHMEM_HOME=$(python3 -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])' 2>/dev/null)
+fi
+if [ -d target/cuda-toolchain ] && { [ -z "${CUDA_HOME:-}" ] || [ -z "${NVSHMEM_HOME:-}" ]; }; then
+    while IFS='=' read -r name value; do
+        declare "$name=$value"
+    done < <(tools/cuda-toolchain)
+fi
+export CUDA_HOME=${CUDA_HOME:-} NVSHMEM_HOME=${NVSHMEM_HOME:-}
+
+# try NAME COMMAND...: runs it within what is left of the stage's time, keeps what it prints, counts it.
+declare -A passed=() failed=() seconds=()
+try() {
+    local name=$1 start=$SECONDS left=$((stage_end - SECONDS)) rc
+    shift
+    if [ $dry = 1 ]; then
+        printf '  %-44s %s\n' "$name" "$*"
+        return 0
+    fi
+    printf '\n#### %s\n$ %s\n' "$name" "$*" >>"$log"
+    if [ $left -le 0 ]; then
+        echo "not run: the stage's $LIMIT s are over" | tee -a "$log"
+        rc=124
+    else
+        timeout --kill-after=5 "$left" "$@" >>"$log" 2>&1
+        rc=$?
+    fi
+    printf '#### exit code %d after %d s\n' $rc $((SECONDS - start)) >>"$log"
+    if [ $rc = 0 ]; then
+        passed[$stage]=$((${passed[$stage]:-0} + 1))
+    else
+        failed[$stage]=$((${failed[$stage]:-0} + 1))
+        printf 'FAILED (%d) %s: %s\n' $rc "$stage" "$name"
+        tail -n 3 "$log" | sed 's/^/    /'
+    fi
+    return $rc
+}
+
+# to FILE COMMAND...: what it prints on stdout goes to FILE too.
+to() {
+    local file=$1
+    shift
+    "$@" >"$file.part" && mv "$file.part" "$file" && cat "$file"
+}
+
+mps_on() {
+    [ $dry = 0 ] || return 0
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/aristos-mps CUDA_MPS_LOG_DIRECTORY=/tmp/aristos-mps-log
+    export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / $1))
+    mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+    pgrep -x nvidia-cuda-mps >/dev/null || nvidia-cuda-mps-control -d >>"$log" 2>&1
+}
+mps_off() {
+    [ $dry = 0 ] || return 0
+    [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || echo quit | nvidia-cuda-mps-control >>"$log" 2>&1
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+}
+trap mps_off EXIT
+
+# The two programs in C++, which need no Rust: facts.cu and perftest.cu.
+build() {
+    local nvcc=$CUDA_HOME/bin/nvcc name arch flags
+    if [ ! -x "$nvcc" ]; then
+        echo "gpu/check.sh: no nvcc; set CUDA_HOME, or run tools/cuda-toolchain" >&2
+        return 1
+    fi
+    if [ ! -e "$NVSHMEM_HOME/include/nvshmem.h" ]; then
+        echo "gpu/check.sh: no NVSHMEM at '$NVSHMEM_HOME'; set NVSHMEM_HOME" >&2
+        return 1
+    fi
+    arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+    arch=${arch:-90}
+    flags=(-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -gencode "arch=compute_$arch,code=sm_$arch" "-I$NVSHMEM_HOME/include")
+    for name in facts perftest; do
+        "$nvcc" "${flags[@]}" -DFATBIN_ONLY -fatbin "gpu/$name.cu" -o "target/gpu/$name.fatbin" || return 1
+        if ldconfig -p | grep -q 'libcuda\.so\.1'; then
+            "$nvcc" "${flags[@]}" "gpu/$name.cu" -o "target/gpu/$name" "$NVSHMEM_HOME/lib/libnvshmem_host.so.3" \
+                "$(ldconfig -p | awk '/libcuda\.so\.1/ { print $NF; exit }')" -Xlinker "-rpath=$NVSHMEM_HOME/lib" || return 1
+        else
+            "$nvcc" "${flags[@]}" -c "gpu/$name.cu" -o "target/gpu/$name.o" || return 1
+        fi
+    done
+}
+
+# NVSHMEM on one host, as the program sets it too.
+host_env=(env NVSHMEM_REMOTE_TRANSPORT=none NVSHMEM_DISABLE_NVLS=1 NVSHMEM_DISABLE_NCCL=1 NVSHMEM_DISABLE_MNNVL=1
+    NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo)
+
+stage_facts() {
+    try "nvidia-smi" nvidia-smi
+    try "1 PE" "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 1
+    try "2 PEs without MPS" "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 2
+    mps_on 2
+    try "2 PEs, MPS" "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 2
+    try "2 PEs, MPS, without VMM" "${host_env[@]}" NVSHMEM_DISABLE_CUDA_VMM=1 NVSHMEM_SYMMETRIC_SIZE=1G target/gpu/facts 2
+    mps_on 4
+    try "4 PEs, MPS" "${host_env[@]}" target/gpu/facts 4
+    mps_off
+}
+
+run=("$aristos" run --device cuda --check --timeout 20)
+small=(--hidden 512 --intermediate 768 --experts 16 --top-k 4 --tokens 1000 --dtype bf16)
+
+stage_smoke() {
+    try "doctor" "$aristos" doctor
+    try "1 PE, Ampere path" "${run[@]}" --pes 1 --gemm ampere "${small[@]}"
+    try "1 PE, Hopper path" "${run[@]}" --pes 1 --gemm hopper "${small[@]}"
+    mps_on 2
+    try "2 PEs, Ampere path" "${run[@]}" --pes 2 --gemm ampere "${small[@]}"
+    try "2 PEs, Hopper path" "${run[@]}" --pes 2 --gemm hopper "${small[@]}"
+    mps_off
+}
+
+stage_correct() {
+    local gemm pes router activation
+    for pes in 1 2 4; do
+        [ $pes = 1 ] || mps_on $pes
+        for gemm in ampere hopper; do
+            for router in softmax softmax-renormalised sigmoid-groups; do
+                try "$pes PEs, $gemm, $router" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --router $router
+            done
+            for activation in gelu gelu-tanh relu; do
+                try "$pes PEs, $gemm, $activation, plain, bias" \
+                    "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --activation $activation --mlp plain --bias
+            done
+            try "$pes PEs, $gemm, f16" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --dtype f16
+            try "$pes PEs, $gemm, shared expert" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --shared-intermediate 384
+            try "$pes PEs, $gemm, losses, capacity" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
+                --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
+            try "$pes PEs, $gemm, 1 token" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --tokens 1
+            try "$pes PEs, $gemm, all to a few, small budget" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
+                --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
+            try "$pes PEs, $gemm, recorded" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --steps 5 --graph
+            try "$pes PEs, $gemm, bulk" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --mode bulk
+            try "$pes PEs, $gemm, odd sizes" "${run[@]}" --pes $pes --gemm $gemm --dtype bf16 \
+                --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777
+        done
+        mps_off
+    done
+    mps_on 2
+    try "10,000 steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${small[@]}" --tokens 256 --steps 10000
+    try "10,000 recorded steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${small[@]}" --tokens 256 --steps 10000 --graph
+    mps_off
+}
+
+stage_sanitize() {
+    local tiny=(--hidden 128 --intermediate 192 --experts 8 --top-k 2 --tokens 96 --dtype bf16 --timeout 300) gemm tool
+    for gemm in ampere hopper; do
+        for tool in memcheck racecheck; do
+            try "$tool, $gemm" compute-sanitizer --tool $tool --error-exitcode 9 --target-processes all \
+                "$aristos" run --device cuda --pes 1 --gemm $gemm "${tiny[@]}"
+        done
+    done
+}
+
+stage_p2p() {
+    mps_on 2
+    try "perftest's loops in C" to "$OUT/perftest.csv" "${host_env[@]}" target/gpu/perftest 2
+    try "aristos" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p.csv"
+    mps_off
+}
+
+stage_speed() {
+    local shape tokens common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5)
+    declare -A shapes=([mixtral]="--experts 8 --hidden 4096 --intermediate 14336 --top-k 2"
+        [qwen3-30b]="--experts 128 --hidden 2048 --intermediate 768 --top-k 8"
+        [llama4-scout]="--experts 16 --hidden 5120 --intermediate 8192 --top-k 1")
+    try "PyTorch and cuBLAS" to "$OUT/torch.csv" python3 gpu/torch_layer.py
+    for shape in mixtral qwen3-30b llama4-scout; do
+        for tokens in 128 512 2048 4096 8192 16384; do
+            # shellcheck disable=SC2086 # the shape is several words
+            try "$shape, $tokens tokens" "$aristos" "${common[@]}" --pes 1 --tokens $tokens ${shapes[$shape]} \
+                --csv "$OUT/speed-$shape-$tokens.csv"
+            # shellcheck disable=SC2086
+            try "$shape, $tokens tokens, skewed" "$aristos" "${common[@]}" --pes 1 --tokens $tokens ${shapes[$shape]} \
+                --hot-ratio 0.25 --hot-weight 0.7 --csv "$OUT/speed-$shape-$tokens-skewed.csv"
+        done
+        # shellcheck disable=SC2086
+        try "$shape, 4096 tokens, Ampere path" "$aristos" "${common[@]}" --gemm ampere --pes 1 --tokens 4096 ${shapes[$shape]} \
+            --csv "$OUT/speed-$shape-4096-ampere.csv"
+    done
+    for pes in 2 4; do
+        mps_on $pes
+        for shape in mixtral qwen3-30b llama4-scout; do
+            # shellcheck disable=SC2086
+            try "$shape, 4096 tokens, $pes PEs" "$aristos" "${common[@]}" --pes $pes --tokens 4096 ${shapes[$shape]} \
+                --csv "$OUT/speed-$shape-4096-$pes.csv"
+        done
+        mps_off
+    done
+}
+
+{
+    date -u +%FT%TZ
+    git log -1 --format='commit %H' 2>/dev/null
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null
+} | tee "$OUT/where.txt"
+if ! build >"$OUT/build.log" 2>&1; then
+    cat "$OUT/build.log"
+    exit 1
+fi
+if [ ! -x $aristos ]; then
+    echo "gpu/check.sh: no $aristos; run gpu/build.sh where Rust is" >&2
+    [ $dry = 1 ] || exit 1
+fi
+if [ $dry = 0 ] && ! nvidia-smi >/dev/null 2>&1; then
+    echo "gpu/check.sh: no GPU here (nvidia-smi does not answer); --dry-run builds and says what would run" >&2
+    exit 1
+fi
+for stage in "${stages[@]}"; do
+    log=$OUT/$stage.log
+    : >"$log"
+    echo "== $stage"
+    began=$SECONDS stage_end=$((SECONDS + LIMIT))
+    "stage_$stage"
+    seconds[$stage]=$((SECONDS - began))
+done
+[ $dry = 0 ] || exit 0
+printf '\n%-10s %7s %7s %8s\n' stage passed failed seconds
+total=0
+for stage in "${stages[@]}"; do
+    printf '%-10s %7d %7d %8d\n' "$stage" "${passed[$stage]:-0}" "${failed[$stage]:-0}" "${seconds[$stage]}"
+    total=$((total + ${failed[$stage]:-0}))
+done
+[ $total = 0 ]

@@ -1,0 +1,185 @@
+// Rows on their way in: from a source's window, or this PE's own from where they are, to their slots' places.
+#pragma once
+#include "layout.h"
+
+namespace aristos {
+
+// Tables of one chunk of one source, in this PE's memory.
+struct ChunkTables {
+    u32* row_start;
+    u32* place;
+    u32* expert;
+    char* rows;  // where its rows are kept; training only
+};
+DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode) {
+    u64 chunk = u64(source) * l.shape.window_chunks + index, slots = u64(l.shape.chunk_rows) * l.sizes.max_slots;
+    u8* rows = mode == MODE_GRADIENT ? l.received.grad : l.received.x;
+    return {l.received.row_start + chunk * (l.shape.chunk_rows + 1), l.received.place + chunk * slots,
+            l.received.expert + chunk * slots,
+            reinterpret_cast<char*>(rows + chunk * l.shape.chunk_rows * l.sizes.row_bytes)};
+}
+DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
+    return l.batches.tile[expert] + (place - l.batches.base[expert]) / l.shape.tile_m;
+}
+
+// Gives the slots of row `r` their places, or says that they cannot be. One thread. `slot(i, word, weight)`: slot i of the chunk.
+template <class Slot>
+DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
+    const u32* counts = l.received.counts + u64(source) * l.shape.n_local;
+    const u32* firsts = l.received.first + u64(source) * l.shape.n_local;
+    for (u32 i = first; i < end; i++) {
+        u32 word;
+        float weight;
+        slot(i, word, weight);
+        u32 expert = slot_expert(word), rank = slot_rank(word);
+        if (expert >= l.shape.n_local || rank >= counts[expert]) return false;
+        u32 place = l.batches.base[expert] + firsts[expert] + rank;
+        to.place[i] = place;
+        to.expert[i] = expert;
+        l.batches.routed.weight[place] = weight;
+        l.batches.routed.x_row[place] = row;
+    }
+    return true;
+}
+
+DEVICE u32* placed_flag(const Block& b, u32 source, u32 index) {
+    return b.counters().placed + u64(source) * b.l.shape.window_chunks + index;
+}
+// All threads, when the rows of a chunk and their slots are where GEMM tasks look for them: counts them towards their tiles.
+DEVICE void count_arrived(Block& b, u32 source, u32 index, const ChunkTables& t, u32 rows) {
+    const Layer& l = b.l;
+    dev::sync_block();
+    if (dev::thread() == 0) dev::store_release(placed_flag(b, source, index), 1);
+    u32 slots = t.row_start[rows];
+    for (u32 i = dev::thread(); i < slots; i += dev::threads())
+        dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
+}
+
+// The own rows of a chunk: they stay in the layer's input.
+DEVICE bool arrive_own(Block& b, u32 chunk, u32 rows, const ChunkTables& t) {
+    const Layer& l = b.l;
+    u32 me = l.shape.my_pe, first_row = chunk * l.shape.chunk_rows, row_bytes = l.sizes.row_bytes;
+    const u32* tokens = row_tokens(l, me) + first_row;
+    const char* x = static_cast<const char*>(b.pass.x);
+    const char* grad = static_cast<const char*>(b.pass.grad_output);
+    if (b.step.mode == MODE_GRADIENT) {
+        for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
+            for (u32 i = t.row_start[r]; i < t.row_start[r + 1]; i++) {
+                l.batches.routed.x_row[t.place[i]] = x + u64(tokens[r]) * row_bytes;
+                l.batches.routed.grad_row[t.place[i]] = grad + u64(tokens[r]) * row_bytes;
+            }
+        }
+        return true;
+    }
+    const u32* starts = row_slots(l, me) + first_row;
+    u32 first_slot = starts[0], base = l.plan.dest[me].slot_base + first_slot;
+    bool ok = true;
+    for (u32 r = dev::thread(); r <= rows; r += dev::threads()) {
+        t.row_start[r] = starts[r] - first_slot;
+        if (r == rows) break;
+        ok = place_row(l, t, me, starts[r] - first_slot, starts[r + 1] - first_slot, x + u64(tokens[r]) * row_bytes,
+                       [&](u32 i, u32& word, float& weight) {
+                           word = l.plan.slot_word[base + i];
+                           weight = l.plan.slot_weight[base + i];
+                       }) && ok;
+    }
+    return check_peer(b, !ok, me, WHAT_ROWS, rows, 0, chunk);
+}
+
+// The slots of a chunk from `source`, at `message` + rows. Allegations again.
+DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 rows, const char* message, const ChunkTables& t) {
+    const Layer& l = b.l;
+    u32 row_bytes = l.sizes.row_bytes, most = rows * l.sizes.max_slots;
+    const u32* starts = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
+    const u32* slots = starts + rows + 1;
+    // Without a backward nobody needs the rows after the results are back, and until then they may stay in the window.
+    const char* kept = l.shape.training ? t.rows : message;
+    bool ok = true;
+    for (u32 r = dev::thread(); r <= rows; r += dev::threads()) {
+        u32 start = starts[r];
+        t.row_start[r] = start;
+        if (r == 0) ok = start == 0;
+        if (r == rows) break;
+        u32 end = starts[r + 1];
+        ok = ok && start < end && end - start <= l.sizes.max_slots && end <= most;
+        ok = ok && place_row(l, t, source, start, end, kept + u64(r) * row_bytes,
+                             [&](u32 i, u32& word, float& weight) {
+                                 word = slots[2 * i];
+                                 weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
+                             });
+    }
+    return check_peer(b, !ok, source, WHAT_ROWS, rows, starts[rows], chunk);
+}
+
+// Recomputation: the rows are kept, and their window may take the gradients. No data, so no GEMM to wait for.
+DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
+    const Layer& l = b.l;
+    if (b.step.mode != MODE_RECOMPUTE) return;
+    dev::sync_block();
+    if (dev::thread() != 0) return;
+    u64 value = result_stamp(stamp(b.pass, stamp_step(b.step.round, MODE_RECOMPUTE, true)), true);
+    signal_peer(l, result_signal(l, l.shape.my_pe, chunk), value, source);
+    if (source != l.shape.my_pe) b.state.stats.signals++;
+}
+
+// Chunk number `index` of the round, of those from `source`.
+OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
+    const Layer& l = b.l;
+    const Received& in = l.received;
+    u32 chunk = in.first_chunk[source] + index;
+    if (chunk >= in.end_chunk[source]) return true;
+    enter(b, PHASE_DISPATCH);
+    u32 rows = chunk_count(l, in.rows[source], chunk);
+    ChunkTables t = chunk_tables(l, source, index, b.step.mode);
+    if (source == l.shape.my_pe) {
+        if (!arrive_own(b, chunk, rows, t)) return false;
+        count_arrived(b, source, index, t, rows);
+        acknowledge(b, source, chunk);
+        return true;
+    }
+    u64 expected = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
+    bool came = wait_block(b, 1, [&](u32) {
+        return wait_signal(l, chunk_signal(l, source, index), {source, WHAT_ROWS, b.phase, expected, chunk});
+    });
+    if (!came) return false;
+    const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, index));
+    u32 row_bytes = l.sizes.row_bytes;
+    if (b.step.mode == MODE_GRADIENT) {
+        for (u32 r = dev::thread(); r < rows; r += dev::threads())
+            for (u32 i = t.row_start[r]; i < t.row_start[r + 1]; i++)
+                l.batches.routed.grad_row[t.place[i]] = t.rows + u64(r) * row_bytes;
+    } else if (!arrive_slots(b, source, chunk, rows, message, t)) {
+        return false;
+    }
+    if (l.shape.training) {
+        for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
+            copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
+    }
+    count_arrived(b, source, index, t, rows);
+    acknowledge(b, source, chunk);
+    return true;
+}
+
+// The shared expert's rows: this PE's tokens.
+OUTLINE bool arrive_shared(Block& b, u32 item) {
+    const Layer& l = b.l;
+    enter(b, PHASE_DISPATCH);
+    u32 tile_m = l.shape.tile_m, first_tile = item * SHARED_TILES;
+    u32 first = first_tile * tile_m, end = first + SHARED_TILES * tile_m;
+    if (end > b.pass.tokens) end = b.pass.tokens;
+    const char* x = static_cast<const char*>(b.pass.x);
+    const char* grad = static_cast<const char*>(b.pass.grad_output);
+    for (u32 t = first + dev::thread(); t < end; t += dev::threads()) {
+        l.batches.shared.x_row[t] = x + u64(t) * l.sizes.row_bytes;
+        if (b.step.mode == MODE_GRADIENT) l.batches.shared.grad_row[t] = grad + u64(t) * l.sizes.row_bytes;
+    }
+    dev::sync_block();
+    u32 tile = dev::thread(), begin = first + tile * tile_m;
+    if (tile < SHARED_TILES && begin < end) {
+        u32 rows = end - begin < tile_m ? end - begin : tile_m;
+        dev::fetch_add_acq_rel(b.counters().arrived + l.batches.tile[l.shape.n_local] + first_tile + tile, rows);
+    }
+    return true;
+}
+
+}  // namespace aristos

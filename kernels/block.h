@@ -1,0 +1,148 @@
+// One block of a persistent kernel: the pass and step it is in, its tickets, what it counts, and where its time goes.
+#pragma once
+#include "gemm.h"
+#include "protocol.h"
+
+namespace aristos {
+
+// What a step does. RECOMPUTE: backward, the rows of a round come again and the first GEMM is computed again, because the
+// activations of several rounds were not kept.
+enum Mode : u32 { MODE_FORWARD = 0, MODE_RECOMPUTE = 1, MODE_GRADIENT = 2 };
+
+struct Step {
+    u32 round;
+    u32 mode;
+    u32 receives;   // 1: slots come to this PE
+    u32 with_shared;  // 1: the shared expert is computed in it
+};
+
+// In shared memory, behind what the GEMM uses. Times and counts have one writing thread at a time.
+struct State {
+    u64 phase_ns[PHASES];
+    u64 since;
+    u32 phase;
+    u32 ticket;       // of the item at hand
+    u32 more;         // 1: there is a task
+    u32 sums[64];     // of warps, for scans
+    PassStats stats;
+    GemmTask task;
+};
+// In shared memory too, with a copy of the pass: whatever a thread kept of it would be live across the products, which want every
+// register. Written by thread 0 between barriers.
+struct Block {
+    const Layer& l;
+    const Pass pass;
+    State& state;
+    char* scratch;        // shared memory that items may use
+    u64 first_step;       // steps done before this pass
+    u32 steps = 0;        // begun in this pass
+    u32 set = 0;          // of counters
+    u32 phase = PHASE_IDLE;  // PhaseId of the item at hand
+    u32 held = NONE;      // a communication ticket taken but not done, or NONE
+    u64 actions = 0;      // left of the step
+    Step step = {};
+
+    DEVICE const Counters& counters() const { return l.counters[set]; }
+    DEVICE bool is_comm() const { return dev::block() < l.shape.comm_blocks; }
+};
+
+constexpr u32 STATE_BYTES = 1024;  // a State, then a Block
+static_assert(sizeof(State) % alignof(Block) == 0 && sizeof(State) + sizeof(Block) <= STATE_BYTES, "state");
+
+// ---- Phases. One thread.
+DEVICE void add_span(const Layer& l, u64 start, u64 end, u32 phase) {
+    u32 at = dev::fetch_add(&l.control->span_count, 1u);
+    if (at < MAX_SPANS) l.spans[at] = {start, end, dev::block(), phase};
+}
+
+DEVICE void enter_now(const Layer& l, const Pass& pass, State& s, u32 phase) {
+    if (s.phase == phase) return;
+    u64 now = dev::nanoseconds();
+    s.phase_ns[s.phase] += now - s.since;
+    if (pass.trace && s.phase != PHASE_IDLE) add_span(l, s.since, now, s.phase);
+    s.since = now;
+    s.phase = phase;
+}
+
+// All threads, after a barrier since anyone read the phase of the item before.
+DEVICE void enter(Block& b, u32 phase) {
+    if (dev::thread() == 0) {
+        b.phase = phase;
+        enter_now(b.l, b.pass, b.state, phase);
+    }
+    dev::sync_block();
+}
+
+// ---- Waits of a block. `word(i)`, for i in [0, count), is waited for by one thread each: it returns whether it came. All
+// threads; what came is visible to all.
+template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
+    if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
+    bool ok = true;
+    for (u32 i = dev::thread(); i < count && ok; i += dev::threads()) ok = word(i);
+    bool all = !dev::sync_block_or(!ok);
+    if (dev::thread() == 0) enter_now(b.l, b.pass, b.state, b.phase);
+    return all;
+}
+
+// All threads: a new ticket of a queue. The first barrier keeps the last ticket until all have read it.
+DEVICE u32 take_ticket(Block& b, u32* queue) {
+    dev::sync_block();
+    if (dev::thread() == 0) b.state.ticket = dev::fetch_add(queue, 1u);
+    dev::sync_block();
+    return b.state.ticket;
+}
+
+// All threads: has any of them `wrong`? Then the error names the PE.
+DEVICE bool check_peer(Block& b, bool wrong, u32 pe, u32 what, u64 expected, u64 seen, u64 index) {
+    if (wrong) record_error(b.l, ERROR_PROTOCOL, {pe, what, b.phase, expected, index}, seen);
+    return !dev::sync_block_or(wrong);
+}
+
+// Exclusive prefix sums of values of `get(i)`, i in [0, n), into `put(i, sum)`; the total. All threads.
+template <class Get, class Put> DEVICE u32 scan_block(Block& b, u32 n, Get get, Put put) {
+    u32 lane = dev::lane(), warp = dev::warp(), warps = dev::threads() / 32;
+    u32 total = 0;
+    for (u32 first = 0; first < n; first += dev::threads()) {
+        u32 i = first + dev::thread();
+        u32 value = i < n ? get(i) : 0;
+        u32 sum = value;
+        UNROLL for (u32 d = 1; d < 32; d *= 2) {
+            u32 other = dev::shfl_up(sum, d);
+            if (lane >= d) sum += other;
+        }
+        if (lane == 31) b.state.sums[warp] = sum;
+        dev::sync_block();
+        u32 before = 0, all = 0;
+        for (u32 w = 0; w < warps; w++) {
+            if (w == warp) before = all;
+            all += b.state.sums[w];
+        }
+        if (i < n) put(i, total + before + sum - value);
+        total += all;
+        dev::sync_block();
+    }
+    return total;
+}
+
+// ---- Copies of whole 16-byte pieces: each lane of a warp has several loads under way before its first store.
+DEVICE void copy_warp(char* to, const char* from, u32 bytes) {
+    constexpr u32 DEPTH = 8;
+    u32 pieces = bytes / 16, lane = dev::lane();
+    u32 i = lane;
+    for (; i + (DEPTH - 1) * 32 < pieces; i += DEPTH * 32) {
+        Vec16 v[DEPTH];
+        UNROLL for (u32 k = 0; k < DEPTH; k++) v[k] = dev::load16_stream(from + u64(i + k * 32) * 16);
+        UNROLL for (u32 k = 0; k < DEPTH; k++) dev::store16(to + u64(i + k * 32) * 16, v[k]);
+    }
+    for (; i < pieces; i += 32) dev::store16(to + u64(i) * 16, dev::load16_stream(from + u64(i) * 16));
+}
+
+// ---- Chunks.
+DEVICE u32 chunk_count(const Layer& l, u32 rows, u32 chunk) {
+    u32 first = chunk * l.shape.chunk_rows;
+    u32 left = rows - first;
+    return left < l.shape.chunk_rows ? left : l.shape.chunk_rows;
+}
+DEVICE u32 chunks_of(const Layer& l, u32 rows) { return (rows + l.shape.chunk_rows - 1) / l.shape.chunk_rows; }
+
+}  // namespace aristos

@@ -1,0 +1,303 @@
+// Results on their way back, and the sums over PEs.
+#pragma once
+#include "arrive.h"
+#include "epilogue.h"
+
+namespace aristos {
+
+// acc[k] += weight * the row's piece first + 32 k of 8 elements, for k in [0, DEPTH). One warp; `piece` is this lane's first.
+constexpr u32 SUM_DEPTH = 4;
+struct RowSum { float v[SUM_DEPTH][8]; };
+template <class T> DEVICE void add_row(RowSum& sum, const char* row, u32 piece, u32 pieces, float weight) {
+    Vec16 in[SUM_DEPTH];
+    // Set on every path: a register that a load may or may not set is taken for live since the kernel's beginning.
+    UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) in[k] = {{0, 0, 0, 0}};
+    UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
+        if (piece + 32 * k < pieces) in[k] = dev::load16(row + u64(piece + 32 * k) * 16);
+    UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) {
+        if (piece + 32 * k >= pieces) continue;
+        float v[8];
+        unpack8<T>(in[k], v);
+        UNROLL for (u32 i = 0; i < 8; i++) sum.v[k][i] += weight * v[i];
+    }
+}
+DEVICE void clear(RowSum& sum) {
+    UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
+        UNROLL for (u32 i = 0; i < 8; i++) sum.v[k][i] = 0.0f;
+}
+
+DEVICE float sum_warp(float v) {
+    UNROLL for (int d = 16; d > 0; d /= 2) v += dev::shfl_xor(v, d);
+    return v;
+}
+
+// The gradient of a slot's weight: <q, h> from the tiles, in a fixed order, and <dY, down bias>. One warp.
+template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 place) {
+    const SlotStore& store = store_of(l, batch);
+    const float* parts = store.d_weight + u64(place) * store.d_weight_stride;
+    u32 tiles = tiles_across(l, BACKWARD_DOWN, batch);
+    float sum = 0.0f;
+    for (u32 i = dev::lane(); i < tiles; i += 32) sum += parts[i];
+    if (has_bias(l, batch)) {
+        const float* bias = l.tables.weights[batch].down_bias;
+        const char* row = static_cast<const char*>(store.grad_row[place]);
+        for (u32 piece = dev::lane(); piece < l.shape.hidden / 8; piece += 32) {
+            float v[8];
+            unpack8<T>(dev::load16(row + u64(piece) * 16), v);
+            UNROLL for (u32 i = 0; i < 8; i++) sum += v[i] * bias[piece * 8 + i];
+        }
+    }
+    return sum_warp(sum);
+}
+
+// ---- Chunk number `index` of the round, of those from `source`: its partial sums go back.
+template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
+    const Layer& l = b.l;
+    const Received& in = l.received;
+    u32 chunk = in.first_chunk[source] + index;
+    if (chunk >= in.end_chunk[source]) return true;
+    enter(b, PHASE_COMBINE);
+    u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes;
+    ChunkTables t = chunk_tables(l, source, index, b.step.mode);
+    if (!wait_block(b, 1, [&](u32) { return wait_local(l, placed_flag(b, source, index), 1, b.phase, chunk); })) return false;
+    u32 slots = t.row_start[rows];
+    bool done = wait_block(b, slots, [&](u32 i) {
+        u32 tile = place_tile(l, t.expert[i], t.place[i]);
+        return wait_local(l, b.counters().second_done + tile,
+                          tiles_across(l, second_kind(b.step.mode), t.expert[i]), b.phase, chunk);
+    });
+    if (!done) return false;
+
+    bool backward = b.step.mode == MODE_GRADIENT;
+    const SlotStore& store = l.batches.routed;
+    const char* y = static_cast<const char*>(store.y);
+    Message m = message(l, l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch,
+                        l.symmetric.result_stage + (u64(source) * l.shape.window_chunks + index) * l.sizes.return_pitch,
+                        source);
+    u32 pieces = row_bytes / 16;
+    for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
+        u32 first = t.row_start[r], end = t.row_start[r + 1];
+        for (u32 piece = dev::lane(); piece < pieces; piece += 32 * SUM_DEPTH) {
+            RowSum sum;
+            clear(sum);
+            for (u32 i = first; i < end; i++) {
+                u32 place = t.place[i];
+                // Backward's are weighted already: the weight went into the gradient of the expert's output.
+                float weight = backward ? 1.0f : store.weight[place];
+                add_row<T>(sum, y + u64(place) * row_bytes, piece, pieces, weight);
+            }
+            UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
+                if (piece + 32 * k < pieces)
+                    dev::store16(m.to + u64(r) * row_bytes + u64(piece + 32 * k) * 16, pack8<T>(sum.v[k]));
+        }
+    }
+    u64 bytes = u64(rows) * row_bytes;
+    if (backward) {
+        float* to = reinterpret_cast<float*>(m.to + bytes);
+        for (u32 i = dev::warp(); i < slots; i += dev::threads() / 32) {
+            float d = weight_gradient<T>(l, t.expert[i], t.place[i]);
+            if (dev::lane() == 0) to[i] = d;
+        }
+        bytes += 4 * slots;
+    }
+    u64 value = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
+    post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), result_stamp(value, *in.overflow), source);
+    if (dev::thread() == 0 && source != l.shape.my_pe) {
+        PassStats& stats = b.state.stats;
+        stats.combine_rows += rows;
+        stats.combine_row_bytes += u64(rows) * row_bytes;
+        if (backward) stats.combine_slot_bytes += 4 * slots;
+    }
+    return true;
+}
+
+// ---- Sums over PEs.
+
+// The results of row `row` at `pe`: in the return area.
+struct Returned {
+    const char* chunk;
+    u32 number, rows;
+    u32 in_chunk;  // the row's number
+};
+DEVICE Returned returned(const Layer& l, u32 pe, u32 row) {
+    const DestPlan& dest = l.plan.dest[pe];
+    u32 chunk = row / l.shape.chunk_rows;
+    const u8* at = l.symmetric.returns + u64(dest.return_chunk + chunk) * l.sizes.return_pitch;
+    return {reinterpret_cast<const char*>(at), chunk, chunk_count(l, dest.rows, chunk), row % l.shape.chunk_rows};
+}
+
+// One thread: waits for the results of a token's row at `pe`, and in forward notes whether `pe` keeps activations.
+DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
+    const Layer& l = b.l;
+    u32 row = l.plan.token_row[u64(pe) * l.shape.max_tokens + token];
+    if (row == NONE) return true;
+    u32 chunk = row / l.shape.chunk_rows, round = l.plan.dest[pe].rounds - 1;
+    const u32* chunks = round_chunks(l, pe);
+    while (chunks[round] > chunk) round--;
+    bool forward = b.step.mode == MODE_FORWARD;
+    bool overflow = !forward && l.received.peer_overflow[pe];
+    u64 expected = stamp(b.pass, stamp_step(round, b.step.mode, overflow));
+    const u64* word = result_signal(l, pe, chunk);
+    if (!wait_signal(l, word, {pe, WHAT_RESULTS, b.phase, expected, chunk}, 1)) return false;
+    // All chunks of a pass say the same.
+    if (forward) dev::store_release(l.received.peer_overflow + pe, u32(dev::load_relaxed(word) & 1));
+    return true;
+}
+
+// Gradients of a token's routing weights, from the rows that `pe_row` lists. One warp.
+DEVICE void take_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
+    const Layer& l = b.l;
+    u32 k = l.shape.top_k;
+    // Dropped choices have none.
+    for (u32 i = dev::lane(); i < k; i += 32) l.routing.d_weights[u64(token) * k + i] = 0.0f;
+    dev::sync_warp();
+    for (u32 e = 0; e < count; e++) {
+        u32 pe = pe_row[2 * e], row = pe_row[2 * e + 1];
+        Returned r = returned(l, pe, row);
+        const u32* starts = row_slots(l, pe);
+        u32 first = starts[row], before = first - starts[r.number * l.shape.chunk_rows];
+        const float* values = reinterpret_cast<const float*>(r.chunk + u64(r.rows) * l.sizes.row_bytes) + before;
+        const u32* choices = l.plan.slot_choice + l.plan.dest[pe].slot_base + first;
+        for (u32 i = dev::lane(); i < starts[row + 1] - first; i += 32) l.routing.d_weights[choices[i]] = values[i];
+    }
+}
+
+// A token's row of the output (in backward of the input gradient): PEs in order, then the shared expert. One warp.
+template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row, u32 count) {
+    const Layer& l = b.l;
+    u32 row_bytes = l.sizes.row_bytes, pieces = row_bytes / 16;
+    bool shared = l.shape.shared_intermediate != 0, backward = b.step.mode == MODE_GRADIENT;
+    float weight = shared && l.shape.shared_gate && !backward ? l.routing.shared_weight[token] : 1.0f;
+    float* out = b.pass.output + u64(token) * l.shape.hidden;
+    for (u32 piece = dev::lane(); piece < pieces; piece += 32 * SUM_DEPTH) {
+        RowSum sum;
+        clear(sum);
+        for (u32 e = 0; e < count; e++) {
+            Returned r = returned(l, pe_row[2 * e], pe_row[2 * e + 1]);
+            add_row<T>(sum, r.chunk + u64(r.in_chunk) * row_bytes, piece, pieces, 1.0f);
+        }
+        if (shared) {
+            const char* y = static_cast<const char*>(l.batches.shared.y) + u64(token) * row_bytes;
+            add_row<T>(sum, y, piece, pieces, weight);
+        }
+        UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) {
+            if (piece + 32 * k >= pieces) continue;
+            FloatQuad* to = reinterpret_cast<FloatQuad*>(out + u64(piece + 32 * k) * 8);
+            UNROLL for (u32 half = 0; half < 2; half++) {
+                const float* v = sum.v[k] + half * 4;
+                to[half] = {{v[0], v[1], v[2], v[3]}};
+            }
+        }
+    }
+}
+
+template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
+    const Layer& l = b.l;
+    enter(b, PHASE_COMBINE);
+    u32 n = l.shape.n_pes, first = item * FINAL_TOKENS;
+    u32 tokens = b.pass.tokens - first < FINAL_TOKENS ? b.pass.tokens - first : FINAL_TOKENS;
+    bool backward = b.step.mode == MODE_GRADIENT;
+    bool came = wait_block(b, tokens * n, [&](u32 i) { return wait_for_result(b, first + i / n, i % n); });
+    if (!came) return false;
+    if (b.step.with_shared) {
+        u32 batch = l.shape.n_local, tile = l.batches.tile[batch];
+        u32 begin = first / l.shape.tile_m, end = ceil_div(first + tokens, l.shape.tile_m);
+        came = wait_block(b, end - begin, [&](u32 i) {
+            return wait_local(l, b.counters().second_done + tile + begin + i,
+                              tiles_across(l, second_kind(b.step.mode), batch), b.phase, batch);
+        });
+        if (!came) return false;
+    }
+    u32 targets = l.shape.top_k < n ? l.shape.top_k : n;
+    u32* lists = reinterpret_cast<u32*>(b.scratch) + dev::warp() * 2 * targets;  // (PE, row) of this warp's token
+    for (u32 t = dev::warp(); t < tokens; t += dev::threads() / 32) {
+        u32 token = first + t, count = 0;
+        for (u32 begin = 0; begin < n; begin += 32) {
+            u32 pe = begin + dev::lane();
+            u32 row = pe < n ? l.plan.token_row[u64(pe) * l.shape.max_tokens + token] : NONE;
+            u32 mask = dev::ballot(row != NONE);
+            if (row != NONE) {
+                u32 at = count;
+                for (u32 below = mask & ((1u << dev::lane()) - 1); below; below &= below - 1) at++;
+                lists[2 * at] = pe;
+                lists[2 * at + 1] = row;
+            }
+            for (; mask; mask &= mask - 1) count++;
+        }
+        dev::sync_warp();
+        sum_token<T>(b, token, lists, count);
+        if (backward) {
+            take_d_weights(b, token, lists, count);
+            if (l.shape.shared_gate) {
+                float d = weight_gradient<T>(l, l.shape.n_local, token);
+                if (dev::lane() == 0) l.routing.d_shared_weight[token] = d;
+            }
+        }
+        dev::sync_warp();
+    }
+    return true;
+}
+
+// ---- Gradients that are no GEMM.
+
+// Some columns of the gradients of a batch's biases: sums over its slots, in order.
+template <class T> OUTLINE bool bias_gradient(Block& b, u32 item) {
+    const Layer& l = b.l;
+    u32 n = l.shape.n_local, routed = l.shape.bias && b.step.receives ? n * bias_items(l, 0) : 0;
+    u32 batch = item < routed ? item / bias_items(l, 0) : n;
+    u32 part = item < routed ? item % bias_items(l, 0) : item - routed;
+    const SlotStore& store = store_of(l, batch);
+    const MlpGradients& g = l.tables.gradients[batch];
+    u32 rows = l.batches.total[batch], down_parts = ceil_div(l.shape.hidden, BIAS_COLUMNS);
+    bool add = !is_shared(l, batch) && b.step.round > 0;
+    if (add && rows == 0) return true;
+    enter(b, PHASE_EXPERT);
+    u32 tasks = tiles_down(l, BACKWARD_DOWN, batch) * tiles_across(l, BACKWARD_DOWN, batch);
+    if (!wait_block(b, 1, [&](u32) {
+            return wait_local(l, b.counters().batch_done + batch, tasks, b.phase, batch);
+        })) return false;
+    u64 base = l.batches.base[batch];
+    bool down = part < down_parts;
+    u32 columns = down ? l.shape.hidden : gu_columns(l, batch);
+    u32 begin = (down ? part : part - down_parts) * BIAS_COLUMNS;
+    u32 end = columns - begin < BIAS_COLUMNS ? columns : begin + BIAS_COLUMNS;
+    const float* weight = !is_shared(l, batch) ? store.weight + base : l.shape.shared_gate ? l.routing.shared_weight : nullptr;
+    const char* gu = static_cast<const char*>(store.gu) + base * columns * l.sizes.elem_bytes;
+    for (u32 c = begin + 2 * dev::thread(); c < end; c += 2 * dev::threads()) {
+        float low = 0.0f, high = 0.0f;
+        for (u32 r = 0; r < rows; r++) {
+            float lo, hi, w = down && weight ? weight[r] : 1.0f;
+            const char* row = down ? static_cast<const char*>(store.grad_row[base + r]) : gu + u64(r) * columns * 2;
+            dev::unpack<T>(*reinterpret_cast<const u32*>(row + u64(c) * 2), lo, hi);
+            low += w * lo;
+            high += w * hi;
+        }
+        u32 at = c;
+        float* to = g.down_bias;
+        if (!down) {
+            bool gate = is_gated(l, batch) && c < store.intermediate;
+            to = gate ? g.gate_bias : g.up_bias;
+            if (is_gated(l, batch) && !gate) at -= store.intermediate;
+        }
+        to[at] = add ? to[at] + low : low;
+        to[at + 1] = add ? to[at + 1] + high : high;
+    }
+    return true;
+}
+
+// Some elements of one matrix's gradient, of a batch without slots.
+OUTLINE void zero_gradient(Block& b, u32 item) {
+    const Layer& l = b.l;
+    enter(b, PHASE_EXPERT);
+    u32 pieces = zero_pieces(l), batch = l.queue.empty[item / zero_items(l)];
+    u32 which = item % zero_items(l) / pieces, piece = item % pieces;
+    const MlpGradients& g = l.tables.gradients[batch];
+    float* to = which == 0 ? g.gate : which == 1 ? g.up : g.down;
+    if (which == 0 && !is_gated(l, batch)) return;
+    u64 count = u64(store_of(l, batch).intermediate) * l.shape.hidden;
+    u64 begin = u64(piece) * ZERO_ELEMENTS, end = begin + ZERO_ELEMENTS < count ? begin + ZERO_ELEMENTS : count;
+    for (u64 i = begin + 4 * dev::thread(); i < end; i += 4 * dev::threads())
+        dev::store16(to + i, Vec16{{0, 0, 0, 0}});
+}
+
+}  // namespace aristos

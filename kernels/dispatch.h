@@ -1,0 +1,198 @@
+// Rows on their way out: headers and chunks.
+#pragma once
+#include "schedule.h"
+
+namespace aristos {
+
+// ---- What this PE sends whom in a step.
+
+// Whether destination `pe` gets a header (and, unless it is this PE, rows) in this step.
+DEVICE bool sends_header(const Block& b, u32 pe) {
+    const Layer& l = b.l;
+    u32 round = b.step.round;
+    if (b.step.mode == MODE_FORWARD) return round == 0 || l.plan.dest[pe].rounds > round;
+    return b.step.mode == MODE_RECOMPUTE && l.plan.dest[pe].rounds > round && l.received.peer_overflow[pe];
+}
+DEVICE bool sends_rows(const Block& b, u32 pe) {
+    const Layer& l = b.l;
+    u32 round = b.step.round;
+    if (l.plan.dest[pe].rounds <= round) return false;
+    return b.step.mode != MODE_RECOMPUTE || l.received.peer_overflow[pe];
+}
+
+// The step of the stamps towards `pe`, which keeps activations or not, in a round.
+DEVICE u32 stamp_step(u32 round, u32 mode, bool overflow) {
+    return 2 * round + (mode == MODE_GRADIENT && overflow ? 1 : 0);
+}
+DEVICE u32 send_step(const Block& b, u32 pe) {
+    bool overflow = b.step.mode != MODE_FORWARD && b.l.received.peer_overflow[pe];
+    return stamp_step(b.step.round, b.step.mode, overflow);
+}
+
+DEVICE const u32* round_chunks(const Layer& l, u32 pe) {
+    return l.plan.round_chunk + u64(pe) * (l.sizes.max_chunks + 1);
+}
+DEVICE const u32* row_slots(const Layer& l, u32 pe) {
+    return l.plan.row_slot + u64(pe) * (l.shape.max_tokens + 1);
+}
+DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
+
+// Before anything of this step is written at `pe`: it has done with what was there. Its results say so: those of the last
+// round, or before gradients those of the recomputation. In round 0 the last pass has waited for them.
+DEVICE bool wait_for_room(Block& b, u32 pe) {
+    const Layer& l = b.l;
+    u32 round = b.step.round;
+    bool overflow = b.step.mode != MODE_FORWARD && l.received.peer_overflow[pe];
+    if (ARISTOS_PLANTED(NO_ROOM)) return true;
+    u32 step;
+    if (b.step.mode == MODE_GRADIENT && overflow) step = stamp_step(round, MODE_RECOMPUTE, true);
+    else if (round > 0) step = stamp_step(--round, b.step.mode == MODE_FORWARD ? MODE_FORWARD : MODE_GRADIENT, overflow);
+    else return true;
+    const u32* chunks = round_chunks(l, pe);
+    u32 first = chunks[round], end = chunks[round + 1];
+    u64 expected = stamp(b.pass, step);
+    return wait_block(b, end - first, [&](u32 i) {
+        return wait_signal(l, result_signal(l, pe, first + i), {pe, WHAT_RESULTS, b.phase, expected, first + i}, 1);
+    });
+}
+
+// Where this block writes a message of at most a chunk for `pe`: its memory, or a stage here.
+struct Message {
+    char* to;
+    u8* mine;     // the symmetric place
+    u8* stage;
+};
+DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
+    bool direct = reachable(l, pe);
+    return {reinterpret_cast<char*>(direct ? at_peer(l, mine, pe) : stage), mine, stage};
+}
+
+// All threads: the message is written; on with it and its signal. A stage is written again only after the peer has answered
+// this message (results, or for a header of a forward pass the header of the pass after it), so the put has read it long
+// before.
+DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
+    const Layer& l = b.l;
+    if (!ARISTOS_PLANTED(EARLY_SIGNAL)) dev::sync_block();
+    if (reachable(l, pe)) {
+        if (dev::thread() == 0) signal_peer(l, signal, value, pe);
+    } else {
+        dev::put_signal_block(m.mine, m.stage, bytes, signal, value, pe);
+    }
+    if (dev::thread() == 0 && pe != l.shape.my_pe) {
+        b.state.stats.signals++;
+        b.state.stats.puts++;
+        if (l.tables.peer[pe]) b.state.stats.fences++;
+    }
+}
+
+// ---- Headers.
+DEVICE bool send_header(Block& b, u32 pe) {
+    const Layer& l = b.l;
+    if (!sends_header(b, pe)) return true;
+    enter(b, PHASE_DISPATCH);
+    if (!wait_for_room(b, pe)) return false;
+    const DestPlan& dest = l.plan.dest[pe];
+    bool backward = b.step.mode != MODE_FORWARD;
+    const u32* chunks = round_chunks(l, pe);
+    const u32* starts = row_slots(l, pe);
+    u32 round = b.step.round, any = dest.rounds > round;
+    u32 first_chunk = any ? chunks[round] : 0, end_chunk = any ? chunks[round + 1] : 0;
+    u32 end_row = end_chunk * l.shape.chunk_rows < dest.rows ? end_chunk * l.shape.chunk_rows : dest.rows;
+    u32 first_slot = any ? starts[first_chunk * l.shape.chunk_rows] : 0, end_slot = any ? starts[end_row] : 0;
+
+    // Slots of each of its experts in this round.
+    u32* counts = reinterpret_cast<u32*>(b.scratch);
+    u32 experts = l.shape.max_local;
+    for (u32 e = dev::thread(); e < experts; e += dev::threads()) counts[e] = 0;
+    dev::sync_block();
+    for (u32 i = first_slot + dev::thread(); i < end_slot; i += dev::threads())
+        dev::shared_add(counts + slot_expert(l.plan.slot_word[dest.slot_base + i]), 1u);
+    dev::sync_block();
+
+    u32 place = header_place(b.pass, backward);
+    u64 at = header_offset(l, place, l.shape.my_pe);
+    // A peer's place for this PE's headers; staged by destination.
+    Message m = message(l, l.symmetric.header + at, l.symmetric.header_stage + header_offset(l, place, pe), pe);
+    u32* words = reinterpret_cast<u32*>(m.to);
+    for (u32 e = dev::thread(); e < experts; e += dev::threads()) words[HEADER_WORDS + e] = counts[e];
+    u32 world = 0;
+    for (u32 p = dev::lane(); p < l.shape.n_pes; p += 32) world = l.plan.dest[p].rounds > world ? l.plan.dest[p].rounds : world;
+    for (u32 d = 16; d > 0; d /= 2) {
+        u32 other = dev::shfl_xor(world, int(d));
+        world = other > world ? other : world;
+    }
+    if (dev::thread() == 0) {
+        words[HEADER_ROUNDS] = dest.rounds;
+        words[HEADER_WORLD_ROUNDS] = world;
+        words[HEADER_ROWS] = dest.rows;
+        words[HEADER_SLOTS] = end_slot - first_slot;
+        words[HEADER_RETURN_CHUNK] = dest.return_chunk;
+        words[HEADER_TOKENS] = b.pass.tokens;
+        words[HEADER_FIRST_CHUNK] = first_chunk;
+        words[HEADER_END_CHUNK] = end_chunk;
+        if (pe != l.shape.my_pe) b.state.stats.header_bytes += l.sizes.header_bytes;
+    }
+    if (l.sizes.has_losses && !backward && round == 0) {
+        double* sums = reinterpret_cast<double*>(m.to + l.sizes.header_counts_bytes);
+        for (u32 i = dev::thread(); i < 2 + 2 * l.shape.n_experts; i += dev::threads()) sums[i] = l.losses.mine[i];
+    }
+    post(b, m, l.sizes.header_bytes, header_signal(l, place, l.shape.my_pe), stamp(b.pass, send_step(b, pe)), pe);
+    return true;
+}
+
+// ---- Chunks.
+
+// Chunk number `index` of the round, of those for `pe`.
+DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
+    const Layer& l = b.l;
+    if (pe == l.shape.my_pe || !sends_rows(b, pe)) return true;
+    const DestPlan& dest = l.plan.dest[pe];
+    const u32* chunks = round_chunks(l, pe);
+    u32 chunk = chunks[b.step.round] + index;
+    if (chunk >= chunks[b.step.round + 1]) return true;
+    enter(b, PHASE_DISPATCH);
+    if (!wait_for_room(b, pe)) return false;
+
+    u32 first_row = chunk * l.shape.chunk_rows, rows = chunk_count(l, dest.rows, chunk), row_bytes = l.sizes.row_bytes;
+    Message m = message(l, l.symmetric.window + chunk_offset(l, l.shape.my_pe, index),
+                        l.symmetric.chunk_stage + chunk_offset(l, pe, index), pe);
+    bool gradient = b.step.mode == MODE_GRADIENT;
+    const char* from = static_cast<const char*>(gradient ? b.pass.grad_output : b.pass.x);
+    const u32* tokens = row_tokens(l, pe) + first_row;
+    for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
+        copy_warp(m.to + u64(r) * row_bytes, from + u64(tokens[r]) * row_bytes, row_bytes);
+    u64 bytes = u64(rows) * row_bytes;
+    u32 slots = 0;
+    if (!gradient) {
+        const u32* starts = row_slots(l, pe) + first_row;
+        u32 first_slot = starts[0];
+        slots = starts[rows] - first_slot;
+        u32* to_starts = reinterpret_cast<u32*>(m.to + bytes);
+        for (u32 r = dev::thread(); r <= rows; r += dev::threads()) to_starts[r] = starts[r] - first_slot;
+        u32* to_slots = to_starts + rows + 1;
+        const u32* words = l.plan.slot_word + dest.slot_base + first_slot;
+        const u32* weights = reinterpret_cast<const u32*>(l.plan.slot_weight) + dest.slot_base + first_slot;
+        for (u32 i = dev::thread(); i < 2 * slots; i += dev::threads())
+            to_slots[i] = i % 2 ? weights[i / 2] : words[i / 2];
+        bytes += 4 * (rows + 1) + 8 * slots;
+    }
+    post(b, m, bytes, chunk_signal(l, l.shape.my_pe, index), stamp(b.pass, send_step(b, pe)), pe);
+    if (dev::thread() == 0) {
+        PassStats& stats = b.state.stats;
+        stats.dispatch_rows += rows;
+        stats.dispatch_row_bytes += u64(rows) * row_bytes;
+        if (!gradient) stats.dispatch_slot_bytes += 4 * (rows + 1) + 8 * slots;
+    }
+    return true;
+}
+
+// Sends of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE begins with the next one, so that they do
+// not all write to PE 0 first.
+DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.window_chunks); }
+OUTLINE bool send(Block& b, u32 item) {
+    u32 n = b.l.shape.n_pes;
+    u32 pe = (b.l.shape.my_pe + 1 + item % n) % n;
+    return item < n ? send_header(b, pe) : send_chunk(b, pe, item / n - 1);
+}
+
+}  // namespace aristos

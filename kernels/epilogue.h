@@ -1,0 +1,256 @@
+// What is done to accumulators before they leave a tile, the same for both GEMM paths.
+//
+// A warp hands over units of 16 rows by 64 columns, which is how mma.m16n8k16 and a warp's share of wgmma both lay them out:
+// eight times (8 columns: lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8). `stage_unit` puts a unit into the
+// warp's own 4 KiB of shared memory; `finish_unit` takes it out with 8 consecutive columns of a row in one lane, so that all
+// global loads and stores are 16 bytes a lane and a whole row of the unit in 8 lanes. Only warp barriers are needed.
+#pragma once
+#include "activation.h"
+#include "gemm.h"
+
+namespace aristos {
+
+constexpr u32 UNIT_ROWS = 16, UNIT_COLS = 64;
+constexpr u32 UNIT_BYTES = UNIT_ROWS * UNIT_COLS * 4;
+constexpr u32 UNIT_PIECES = UNIT_COLS / 8;  // of 8 columns, in a row
+
+struct alignas(8) FloatPair { float lo, hi; };
+struct alignas(16) FloatQuad { float v[4]; };
+
+// Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that both the 8-byte stores of `stage_unit` (4 rows, 2 quads) and the
+// 16-byte loads of `load_piece` (8 even or odd quads of one row) meet each bank once.
+DEVICE u32 unit_offset(u32 row, u32 q) { return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ q >> 3) << 4); }
+
+// `get(n, i)`: this lane's accumulator i (of 4) of the n-th 8 columns (of 8). Follow by sync_warp.
+template <class Get> DEVICE void stage_unit(char* unit, Get get) {
+    u32 row = dev::lane() / 4, column = dev::lane() % 4 * 2;
+    UNROLL for (u32 n = 0; n < 8; n++) {
+        u32 q = n * 2 + column / 4;
+        *reinterpret_cast<FloatPair*>(unit + unit_offset(row, q) + column % 4 * 4) = {get(n, 0), get(n, 1)};
+        *reinterpret_cast<FloatPair*>(unit + unit_offset(row + 8, q) + column % 4 * 4) = {get(n, 2), get(n, 3)};
+    }
+}
+
+DEVICE void load_piece(const char* unit, u32 row, u32 piece, float (&v)[8]) {
+    UNROLL for (u32 half = 0; half < 2; half++) {
+        FloatQuad quad = *reinterpret_cast<const FloatQuad*>(unit + unit_offset(row, piece * 2 + half));
+        UNROLL for (u32 i = 0; i < 4; i++) v[half * 4 + i] = quad.v[i];
+    }
+}
+
+DEVICE FloatQuad load_quad(const float* p) {
+    Vec16 bits = dev::load16(p);
+    FloatQuad quad;
+    __builtin_memcpy(&quad, &bits, 16);
+    return quad;
+}
+DEVICE void store_quad(float* p, FloatQuad quad) {
+    Vec16 bits;
+    __builtin_memcpy(&bits, &quad, 16);
+    dev::store16(p, bits);
+}
+
+template <class T> DEVICE Vec16 pack8(const float (&v)[8]) {
+    Vec16 out;
+    UNROLL for (u32 i = 0; i < 4; i++) out.w[i] = dev::pack<T>(v[2 * i], v[2 * i + 1]);
+    return out;
+}
+
+template <class T> DEVICE void unpack8(Vec16 in, float (&v)[8]) {
+    UNROLL for (u32 i = 0; i < 4; i++) dev::unpack<T>(in.w[i], v[2 * i], v[2 * i + 1]);
+}
+
+// Adds bias[column .. column + 8), if there is one.
+DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
+    if (!bias) return;
+    UNROLL for (u32 half = 0; half < 2; half++) {
+        FloatQuad quad = load_quad(bias + column + half * 4);
+        UNROLL for (u32 i = 0; i < 4; i++) v[half * 4 + i] += quad.v[i];
+    }
+}
+
+// `row0`, `column0`: where the unit begins in the output (for a gated FORWARD_UP, its first column of h).
+template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
+    u32 pieces = t.gated ? UNIT_PIECES / 2 : UNIT_PIECES;
+    for (u32 item = dev::lane(); item < UNIT_ROWS * pieces; item += 32) {
+        u32 r = item / pieces, piece = item % pieces;
+        u32 row = row0 + r, column = column0 + piece * 8;
+        if (row >= t.rows || column >= t.intermediate) continue;
+        float up[8], h[8];
+        T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
+        if (t.gated) {
+            float gate[8];
+            load_piece(unit, r, piece, gate);
+            load_piece(unit, r, piece + UNIT_PIECES / 2, up);
+            add_bias(t.gate_bias, column, gate);
+            add_bias(t.up_bias, column, up);
+            if (t.training) {
+                dev::store16(gu, pack8<T>(gate));
+                dev::store16(gu + t.intermediate, pack8<T>(up));
+            }
+            UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(gate[i]).value * up[i];
+        } else {
+            load_piece(unit, r, piece, up);
+            add_bias(t.up_bias, column, up);
+            if (t.training) dev::store16(gu, pack8<T>(up));
+            UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(up[i]).value;
+        }
+        dev::store16(static_cast<T*>(t.h) + u64(row) * t.intermediate + column, pack8<T>(h));
+    }
+}
+
+// q = dY down is in the unit. With g the activation's argument: h = act(g) up, d_up = w q act(g), d_gate = w q up act'(g); not gated:
+// h = act(g), d_g = w q act'(g). `row_sums[r]` becomes the sum of q h over the unit's columns, for its 16 rows.
+template <class T, class Act>
+DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, u32 column0, float* row_sums) {
+    constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
+    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
+    u32 column = column0 + piece * 8, I = t.intermediate;
+    // All loads before any use: they are the only ones of the epilogue that wait for memory.
+    Vec16 saved_g[ITEMS], saved_up[ITEMS];
+    float weights[ITEMS], sums[ITEMS];
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 row = row0 + first + j * ROW_STEP;
+        saved_g[j] = saved_up[j] = {{0, 0, 0, 0}};
+        weights[j] = 1.0f;
+        if (row < t.rows && column < I) {
+            const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
+            saved_g[j] = dev::load16(gu);
+            if (t.gated) saved_up[j] = dev::load16(gu + I);
+            if (t.weight) weights[j] = t.weight[row];
+        }
+    }
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 r = first + j * ROW_STEP, row = row0 + r;
+        bool valid = row < t.rows && column < I;
+        float q[8], g[8], up[8];
+        load_piece(unit, r, piece, q);
+        unpack8<T>(saved_g[j], g);
+        unpack8<T>(saved_up[j], up);  // zeros where not gated
+        sums[j] = 0.0f;
+        UNROLL for (u32 i = 0; i < 8; i++) {
+            ValueSlope act = Act::at(g[i]);
+            float dh = weights[j] * q[i], h = act.value;
+            g[i] = dh * act.slope;
+            if (t.gated) {
+                g[i] *= up[i];
+                h *= up[i];
+                up[i] = dh * act.value;
+            }
+            sums[j] += q[i] * h;  // 0 where there is no row or column: q is
+            q[i] = weights[j] * h;
+        }
+        if (valid) {
+            T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
+            dev::store16(gu, pack8<T>(g));
+            if (t.gated) dev::store16(gu + I, pack8<T>(up));
+            dev::store16(static_cast<T*>(t.h) + u64(row) * I + column, pack8<T>(q));
+        }
+    }
+    UNROLL for (u32 mask = 1; mask < UNIT_PIECES; mask *= 2)
+        UNROLL for (u32 j = 0; j < ITEMS; j++) sums[j] += dev::shfl_xor(sums[j], mask);
+    if (piece == 0) UNROLL for (u32 j = 0; j < ITEMS; j++) row_sums[first + j * ROW_STEP] = sums[j];
+}
+
+// y = accumulators (+ bias), rounded.
+template <class T>
+DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 column0, const float* bias) {
+    for (u32 item = dev::lane(); item < UNIT_ROWS * UNIT_PIECES; item += 32) {
+        u32 r = item / UNIT_PIECES, piece = item % UNIT_PIECES;
+        u32 row = row0 + r, column = column0 + piece * 8;
+        if (row >= t.rows || column >= t.hidden) continue;
+        float v[8];
+        load_piece(unit, r, piece, v);
+        add_bias(bias, column, v);
+        dev::store16(static_cast<T*>(t.y) + u64(row) * t.hidden + column, pack8<T>(v));
+    }
+}
+
+// out (+)= accumulators, f32.
+DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
+    constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
+    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
+    u32 m = gemm_m(t), n = gemm_n(t), column = column0 + piece * 8;
+    if (column >= n) return;
+    FloatQuad sums[ITEMS][2];  // all loads before any store, as they could not pass it
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 row = row0 + first + j * ROW_STEP;
+        UNROLL for (u32 half = 0; half < 2; half++) {
+            sums[j][half] = {{0.0f, 0.0f, 0.0f, 0.0f}};
+            if (t.accumulate && row < m) sums[j][half] = load_quad(t.out + u64(row) * n + column + half * 4);
+        }
+    }
+    UNROLL for (u32 j = 0; j < ITEMS; j++) {
+        u32 r = first + j * ROW_STEP, row = row0 + r;
+        float v[8];
+        load_piece(unit, r, piece, v);
+        UNROLL for (u32 half = 0; half < 2; half++) {
+            UNROLL for (u32 i = 0; i < 4; i++) sums[j][half].v[i] += v[half * 4 + i];
+            if (row < m) store_quad(t.out + u64(row) * n + column + half * 4, sums[j][half]);
+        }
+    }
+}
+
+// The unit whose first accumulator is (`row`, `column`) of the tile. Called by all lanes of a warp, after `stage_unit` and sync_warp;
+// another sync_warp before the unit's memory is written again. `row_sums`: f32 [tile_n / 64][tile_m] in shared memory, written by
+// BACKWARD_DOWN only, for `finish_d_weight`.
+template <class T, u32 KINDS>
+DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column, u32 tile_m, float* row_sums) {
+    u32 row0 = t.m0 + row, column0 = t.n0 + (is_paired(t) ? column / 2 : column);
+    float* sums = row_sums + column / UNIT_COLS * tile_m + row;
+    auto is = [&](GemmKind kind) { return (KINDS & kind_set(kind)) != 0 && t.kind == kind; };
+    if (is(FORWARD_UP)) {
+        switch (t.activation) {
+            case ACT_SILU: return finish_forward_up<T, Silu>(t, unit, row0, column0);
+            case ACT_GELU: return finish_forward_up<T, Gelu>(t, unit, row0, column0);
+            case ACT_GELU_TANH: return finish_forward_up<T, GeluTanh>(t, unit, row0, column0);
+            default: return finish_forward_up<T, Relu>(t, unit, row0, column0);
+        }
+    }
+    if (is(BACKWARD_DOWN)) {
+        switch (t.activation) {
+            case ACT_SILU: return finish_backward_down<T, Silu>(t, unit, row0, column0, sums);
+            case ACT_GELU: return finish_backward_down<T, Gelu>(t, unit, row0, column0, sums);
+            case ACT_GELU_TANH: return finish_backward_down<T, GeluTanh>(t, unit, row0, column0, sums);
+            default: return finish_backward_down<T, Relu>(t, unit, row0, column0, sums);
+        }
+    }
+    if (is(FORWARD_DOWN) || is(BACKWARD_UP)) {
+        return finish_rows<T>(t, unit, row0, column0, is(FORWARD_DOWN) ? t.down_bias : nullptr);
+    }
+    if (KINDS & A_BY_K_KINDS) finish_gradient(t, unit, row0, column0);
+}
+
+// Brings what `finish_unit` is going to read of global memory into L2, so that not every unit waits for DRAM; by THREADS threads of
+// number `thread`, late in the sum or after it.
+template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_finish(const GemmTask& t, u32 thread) {
+    auto line_of = [&](u32 i, u32 width, u32& row, u32& column) {  // `width`: elements in 128 bytes
+        row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
+    };
+    u32 row, column;
+    if (t.kind == BACKWARD_DOWN) {
+        for (u32 i = thread; i < TILE_M * TILE_N / 64; i += THREADS) {
+            line_of(i, 64, row, column);
+            if (row >= t.rows || column >= t.intermediate) continue;
+            const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
+            dev::prefetch_l2(gu);
+            if (t.gated) dev::prefetch_l2(gu + t.intermediate);
+        }
+    } else if (a_by_k(t.kind) && t.accumulate) {
+        for (u32 i = thread; i < TILE_M * TILE_N / 32; i += THREADS) {
+            line_of(i, 32, row, column);
+            if (row < gemm_m(t) && column < gemm_n(t)) dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);
+        }
+    }
+}
+
+// BACKWARD_DOWN: the tile's partial sum of each of its rows, after a barrier among the warps that called `finish_unit`. `thread` of at
+// least `tile_m` threads; columns in ascending order.
+DEVICE void finish_d_weight(const GemmTask& t, const float* row_sums, u32 tile_m, u32 tile_n, u32 thread) {
+    if (t.kind != BACKWARD_DOWN || !t.d_weight || thread >= tile_m || t.m0 + thread >= t.rows) return;
+    float sum = 0.0f;
+    for (u32 i = 0; i < tile_n / UNIT_COLS; i++) sum += row_sums[i * tile_m + thread];
+    t.d_weight[u64(t.m0 + thread) * t.d_weight_stride + t.n0 / tile_n] = sum;
+}
+
+}  // namespace aristos

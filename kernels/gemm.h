@@ -1,0 +1,149 @@
+// One tile of one expert's matrix products: what both GEMM paths (gemm_ampere.h, gemm_hopper.h) are given.
+//
+// X: the batch's input rows, dY: the gradients of its results before the routing weights, w: those weights, by slot.
+//
+//   FORWARD_UP     act(X gate^T + b) * (X up^T + b), or act(X up^T + b)          -> h, and what act saw -> gu
+//   FORWARD_DOWN   h down^T + b                                                  -> y
+//   BACKWARD_DOWN  q = dY down; d_weight = <q, h>; the activation's backward     -> gu (over it), w h -> h (over it)
+//   BACKWARD_UP    d_gate gate + d_up up, the gradient of X                      -> y
+//   GRAD_UP        d_gate^T X or d_up^T X                                        -> out
+//   GRAD_DOWN      dY^T (w h)                                                    -> out
+//
+// Sums are f32 (tensor cores); what is stored as T is rounded once. No atomics: every output element has one writer, and
+// the order of a sum depends on the shape alone, so the same inputs give the same bits.
+#pragma once
+#include "params.h"
+#include "platform.h"
+
+namespace aristos {
+
+enum GemmKind : u32 {
+    FORWARD_UP = 0, FORWARD_DOWN = 1, BACKWARD_DOWN = 2, BACKWARD_UP = 3, GRAD_UP = 4, GRAD_DOWN = 5, GEMM_KINDS = 6,
+};
+
+// Sets of kinds: those that a kernel has code for. Backward computes the first GEMM again where the activations were not kept.
+constexpr u32 kind_set(GemmKind kind) { return 1u << kind; }
+constexpr u32 ALL_KINDS = (1u << GEMM_KINDS) - 1;
+constexpr u32 FORWARD_KINDS = kind_set(FORWARD_UP) | kind_set(FORWARD_DOWN);
+constexpr u32 BACKWARD_KINDS = ALL_KINDS - kind_set(FORWARD_DOWN);
+
+// All pointers to T, f32 or weights are 16-byte aligned. Pointers by slot start at the batch's first slot. A field that the kind
+// at hand does not name above may hold anything.
+struct GemmTask {
+    u32 kind;          // GemmKind
+    u32 rows;          // slots of the batch, at least 1
+    u32 m0, n0;        // first row and first column of the tile in the output; for a gated FORWARD_UP a column of h
+    u32 hidden, intermediate;  // multiples of 8
+    u8 gated;
+    u8 activation;     // Activation
+    u8 training;       // FORWARD_UP: store gu
+    u8 accumulate;     // GRAD_*: add to `out` rather than overwrite it
+    u8 which;          // GRAD_UP: 0 for gate, 1 for up; ignored when not gated
+    u8 unused[3];
+    u32 d_weight_stride;       // f32s from one slot's partial sums to the next one's: at least the tiles across I
+    const void* const* row;    // [rows]: each slot's row of X (FORWARD_UP, GRAD_UP) or dY (BACKWARD_DOWN, GRAD_DOWN), [H]
+    void* gu;          // [rows, 2 I]: gate's columns, then up's; not gated: [rows, I]
+    void* h;           // [rows, I]
+    void* y;           // [rows, H]
+    const void *gate, *up, *down;        // [I, H], [I, H], [H, I]; gate only when gated
+    const float *gate_bias, *up_bias;    // [I], null without
+    const float* down_bias;              // [H], null without
+    const float* weight;       // [rows]; null: all 1
+    float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not wanted
+    float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
+    const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
+    u32 batch;                 // for the scheduler, which gets it back in `done`
+};
+
+// Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so
+// that what the activation multiplies is always within one warp.
+constexpr u32 GATED_GROUP = 32;
+
+DEVICE bool is_paired(const GemmTask& t) { return t.kind == FORWARD_UP && t.gated; }
+DEVICE u32 gu_width(const GemmTask& t) { return t.gated ? 2 * t.intermediate : t.intermediate; }
+
+// The product's dimensions: output rows, output columns (of h where two products make one column), and what is summed over.
+DEVICE u32 gemm_m(const GemmTask& t) {
+    return t.kind == GRAD_UP ? t.intermediate : t.kind == GRAD_DOWN ? t.hidden : t.rows;
+}
+DEVICE u32 gemm_n(const GemmTask& t) {
+    bool over_intermediate = t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN || t.kind == GRAD_DOWN;
+    return over_intermediate ? t.intermediate : t.hidden;
+}
+DEVICE u32 gemm_k(const GemmTask& t) {
+    switch (t.kind) {
+        case FORWARD_UP: case BACKWARD_DOWN: return t.hidden;
+        case FORWARD_DOWN: return t.intermediate;
+        case BACKWARD_UP: return gu_width(t);
+        default: return t.rows;
+    }
+}
+
+// Output columns of one tile that is `tile_n` accumulators wide.
+DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWARD_UP && gated ? tile_n / 2 : tile_n; }
+
+// Where operands lie. A and B of `A B^T`: a "row" is contiguous, and is a row of the output (A), a column of it (B), or, where
+// `*_by_k`, one step of the summation, holding all output rows or columns.
+DEVICE bool a_by_k(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
+DEVICE bool b_by_k(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
+// The same where only some kinds can be.
+constexpr u32 A_BY_K_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
+template <u32 KINDS> DEVICE bool a_by_k(u32 kind) { return (KINDS & A_BY_K_KINDS) != 0 && a_by_k(kind); }
+template <u32 KINDS> DEVICE bool b_by_k(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_by_k(kind); }
+
+// Rows of an operand: through pointers, or in memory one after another, with a jump to where another matrix goes on. Addresses are
+// numbers, because the two matrices need not be in one array.
+template <class T> struct RowSource {
+    const void* const* gather;  // null: no pointers
+    u64 base, jump;  // bytes; `jump` is added from row `split` on
+    u32 stride, split, rows;
+
+    // Null beyond the last. No branches but a predicated load: it is called in the main loop.
+    DEVICE const T* row(u32 i) const {
+        u64 at = base + u64(i) * stride + (i < split ? 0 : jump);
+        if (gather && i < rows) at = reinterpret_cast<u64>(gather[i]);
+        return reinterpret_cast<const T*>(i < rows ? at : 0);
+    }
+};
+
+template <class T> DEVICE RowSource<T> in_memory(const void* base, u32 width, u32 rows) {
+    return {nullptr, reinterpret_cast<u64>(base), 0, width * u32(sizeof(T)), ~0u, rows};
+}
+template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows) { return {row, 0, 0, 0, ~0u, rows}; }
+
+// A, by output row of the whole product, or by k.
+template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
+    switch (t.kind) {
+        case FORWARD_DOWN: return in_memory<T>(t.h, t.intermediate, t.rows);
+        case BACKWARD_UP: return in_memory<T>(t.gu, gu_width(t), t.rows);
+        case GRAD_UP:
+            return in_memory<T>(static_cast<const T*>(t.gu) + (t.gated && t.which ? t.intermediate : 0), gu_width(t), t.rows);
+        default: return gathered<T>(t.row, t.rows);
+    }
+}
+
+// B by k.
+template <class T> DEVICE RowSource<T> b_rows_by_k(const GemmTask& t) {
+    u32 H = t.hidden, I = t.intermediate;
+    switch (t.kind) {
+        case BACKWARD_DOWN: return in_memory<T>(t.down, I, H);
+        case BACKWARD_UP: {
+            RowSource<T> source = in_memory<T>(t.gated ? t.gate : t.up, H, gu_width(t));
+            u64 up = reinterpret_cast<u64>(t.up) - u64(I) * source.stride;  // where its row 0 would be to have row I at t.up
+            if (t.gated) source.split = I, source.jump = up - source.base;
+            return source;
+        }
+        case GRAD_UP: return gathered<T>(t.row, t.rows);
+        default: return in_memory<T>(t.h, I, t.rows);
+    }
+}
+
+// The other B, FORWARD_*: accumulator column `i` of the tile. Null beyond the last.
+template <class T> DEVICE const T* b_column(const GemmTask& t, u32 i) {
+    if (t.kind == FORWARD_DOWN) return in_memory<T>(t.down, t.intermediate, t.hidden).row(t.n0 + i);
+    if (!t.gated) return in_memory<T>(t.up, t.hidden, t.intermediate).row(t.n0 + i);
+    u32 in_group = i % (2 * GATED_GROUP), column = t.n0 + i / (2 * GATED_GROUP) * GATED_GROUP + i % GATED_GROUP;
+    return in_memory<T>(in_group < GATED_GROUP ? t.gate : t.up, t.hidden, t.intermediate).row(column);
+}
+
+}  // namespace aristos

@@ -1,0 +1,202 @@
+// A GEMM tile by mma.sync: sm_80 and later. One block of 256 threads, 128 x 256 accumulators, 64 of the sum at a time.
+//
+// Why this tile. For 16 steps of the sum, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared memory and the
+// copies write 12 KiB. An SM of an A100 multiplies 1024 pairs and moves 128 bytes in a clock, so shared memory is busy 69% of the tensor
+// cores' time; with 128 x 128 (eight of 64 x 32) it is 100%, and L2 must deliver 32 instead of 24 bytes a clock to each SM. 128
+// accumulators and two sets of fragments (64 registers) fit in the 255 a thread can have; three stages of 48 KiB fit in 163 KiB, and a
+// copy has two chunks' time, about 4000 clocks, to arrive.
+//
+// Memory: an operand whose rows are contiguous in k has 128-byte rows in a stage, one for each row or column of the tile; one by k has 64
+// rows, one for each k. 16-byte piece p of row r lies at p ^ (r % 8), so that neither the copies nor ldmatrix (8 rows, same p)
+// meet a bank twice. The two differ in ldmatrix, plain or transposed, and in where row pointers come from: by output row, a table
+// filled once; by k, a ring, filled a chunk ahead of the copies.
+#pragma once
+#include "epilogue.h"
+
+namespace aristos {
+
+struct AmpereTile {
+    static constexpr u32 M = 128, N = 256, K = 64, THREADS = 256, STAGES = 3;
+    static constexpr u32 A_BYTES = M * K * 2, B_BYTES = N * K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+    static constexpr u32 RING = STAGES + 1;  // chunks whose row pointers are kept: those being read, and the next
+    static constexpr u32 TABLE_BYTES = N * 8;  // of one operand's row pointers: N, M or RING * K of them
+    static constexpr u32 TABLES = STAGES * STAGE_BYTES;
+    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, SHARED_BYTES = SOURCES + 128;
+    // After the products the stages' memory holds each warp's four units and the sums of finish_unit.
+    static constexpr u32 WARP_BYTES = 4 * UNIT_BYTES, ROW_SUMS = THREADS / 32 * WARP_BYTES;
+    static_assert(2 * sizeof(RowSource<Bf16>) <= 128 && RING * K <= N && M <= N && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
+};
+using GemmTile = AmpereTile;
+
+// One operand in shared memory: EXTENT rows (BY_K: columns) of the tile by K.
+template <class T, u32 EXTENT, bool BY_K> struct AmpereOperand {
+    static constexpr u32 ROW_BYTES = BY_K ? EXTENT * 2 : AmpereTile::K * 2, PIECES = ROW_BYTES / 16;
+    static constexpr u32 PASS_ROWS = AmpereTile::THREADS / PIECES, PASSES = EXTENT * AmpereTile::K * 2 / (16 * AmpereTile::THREADS);
+
+    const T** table;
+    u32 column;        // this thread's piece: its first element in the row, or by k in the output
+    u32 limit;         // of `column`: output columns, or K
+    u32 copy_offset;   // where it goes in a stage, plus 4096 for each pass
+    u32 copy_row;      // the row of the first pass
+    u32 read_offset;   // this lane's row for ldmatrix, to be exchanged and moved on by `fragment`
+
+    // `first` of `extent`: the tile's place in the output. `warp_first`: this warp's place in the tile.
+    DEVICE AmpereOperand(char* table_memory, u32 first, u32 extent, u32 k, u32 warp_first, bool is_a) {
+        u32 thread = dev::thread(), lane = dev::lane();
+        u32 row = thread / PIECES, piece = thread % PIECES;
+        table = reinterpret_cast<const T**>(table_memory);
+        column = piece * 8 + (BY_K ? first : 0);
+        limit = BY_K ? extent : k;
+        copy_row = row;
+        copy_offset = row * ROW_BYTES + ((piece ^ (row % 8)) << 4);
+        // ldmatrix.x4: lanes 8 j .. 8 j + 7 give the rows of matrix j. Matrices of A: (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15),
+        // (8-15, 8-15); of B: the same with the two middle ones exchanged, as two fragments of 8 columns.
+        u32 outer = is_a ? lane / 8 % 2 : lane / 16;  // 1: rows or columns 8-15
+        u32 inner = is_a ? lane / 16 : lane / 8 % 2;  // 1: k 8-15
+        u32 read_row = BY_K ? lane % 8 + inner * 8 : warp_first + lane % 8 + outer * 8;
+        u32 read_piece = BY_K ? warp_first / 8 + outer : inner;
+        read_offset = read_row * ROW_BYTES + ((read_piece ^ (lane % 8)) << 4);
+    }
+
+    // Copies passes [from, to) of the chunk that begins at `k0` into `stage`. `entry`: the table's first entry for it.
+    template <u32 FROM, u32 TO> DEVICE void copy(char* stage, u32 k0, u32 entry) const {
+        u32 at = BY_K ? column : k0 + column;
+        entry += copy_row;
+        UNROLL for (u32 pass = FROM; pass < TO; pass++) {
+            const T* row = table[entry + pass * PASS_ROWS];
+            dev::cp_async16(stage + copy_offset + pass * 4096, row + at, row != nullptr && at < limit);
+        }
+    }
+
+    // Fragments `i` (16 rows of A or columns of B) of step `kk` (16 of k) of a stage.
+    DEVICE void fragment(const char* stage, u32 i, u32 kk, u32 (&r)[4]) const {
+        if (BY_K) dev::ldmatrix_x4_trans(r, stage + (read_offset ^ (i << 5)) + kk * (16 * ROW_BYTES));
+        else dev::ldmatrix_x4(r, stage + (read_offset ^ (kk << 5)) + i * (16 * ROW_BYTES));
+    }
+};
+
+// acc = A B^T for the tile; ends with no copy under way and all warps past their last read of shared memory.
+template <class T, bool A_BY_K, bool B_BY_K>
+DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][4]) {
+    using Tile = AmpereTile;
+    constexpr u32 STEPS = Tile::K / 16;
+    static_assert(STEPS == 4 && Tile::STAGES >= 3, "the schedule below");
+    u32 thread = dev::thread(), k_end = gemm_k(t), chunks = (k_end + Tile::K - 1) / Tile::K;
+    AmpereOperand<T, Tile::M, A_BY_K> a(shared + Tile::TABLES, t.m0, gemm_m(t), k_end, dev::warp() / 4 * 64, true);
+    AmpereOperand<T, Tile::N, B_BY_K> b(shared + Tile::TABLES + Tile::TABLE_BYTES, t.n0, gemm_n(t), k_end, dev::warp() % 4 * 64, false);
+    static_assert(a.PASSES == 4 && b.PASSES == 8, "the schedule below");
+
+    // Row pointers by k: 64 threads look after those of A, 64 others after those of B.
+    const bool keeps_a = A_BY_K && thread < Tile::K, keeps_b = B_BY_K && thread / Tile::K == 1;
+    // Their descriptions wait in shared memory: registers are what this loop has none to spare of.
+    auto* sources = reinterpret_cast<RowSource<T>*>(shared + Tile::SOURCES);
+    if (thread == 0) sources[0] = a_rows<T>(t);
+    if (B_BY_K && thread == Tile::K) sources[1] = b_rows_by_k<T>(t);
+    dev::sync_block();
+    auto row_of_chunk = [&](u32 chunk) { return sources[keeps_b].row(chunk * Tile::K + thread % Tile::K); };
+    auto keep_row = [&](u32 chunk, const T* row) {
+        const T** table = keeps_b ? b.table : a.table;
+        if (keeps_a || keeps_b) table[chunk % Tile::RING * Tile::K + thread % Tile::K] = row;
+    };
+    if (!A_BY_K && thread < Tile::M) a.table[thread] = sources[0].row(t.m0 + thread);
+    if (!B_BY_K) b.table[thread] = b_column<T>(t, thread);
+    const T* next_row = nullptr;
+    if (A_BY_K || B_BY_K) {
+        for (u32 chunk = 0; chunk < Tile::STAGES; chunk++) keep_row(chunk, row_of_chunk(chunk));
+        next_row = row_of_chunk(Tile::STAGES);
+    }
+    UNROLL for (u32 i = 0; i < 4; i++)
+        UNROLL for (u32 j = 0; j < 8; j++)
+            UNROLL for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
+    dev::sync_block();
+
+    auto a_entry = [](u32 chunk) { return A_BY_K ? chunk % Tile::RING * Tile::K : 0; };
+    auto b_entry = [](u32 chunk) { return B_BY_K ? chunk % Tile::RING * Tile::K : 0; };
+    UNROLL for (u32 chunk = 0; chunk < Tile::STAGES - 1; chunk++) {
+        if (chunk < chunks) {
+            char* stage = shared + chunk * Tile::STAGE_BYTES;
+            a.template copy<0, 4>(stage, chunk * Tile::K, a_entry(chunk));
+            b.template copy<0, 8>(stage + Tile::A_BYTES, chunk * Tile::K, b_entry(chunk));
+        }
+        dev::cp_async_commit();
+    }
+
+    u32 a_frag[2][4][4], b_frag[2][4][4];
+    auto read = [&](const char* stage, u32 kk, u32 (&af)[4][4], u32 (&bf)[4][4]) {
+        UNROLL for (u32 i = 0; i < 4; i++) a.fragment(stage, i, kk, af[i]);
+        UNROLL for (u32 j = 0; j < 4; j++) b.fragment(stage + Tile::A_BYTES, j, kk, bf[j]);
+    };
+    dev::cp_async_wait<Tile::STAGES - 2>();
+    dev::sync_block();
+    read(shared, 0, a_frag[0], b_frag[0]);
+
+    u32 read_stage = 0, write_stage = Tile::STAGES - 1;
+    for (u32 chunk = 0; chunk < chunks; chunk++) {
+        u32 ahead = chunk + Tile::STAGES - 1;  // goes where chunk - 1 was: all have read that before the last barrier
+        char* from = shared + read_stage * Tile::STAGE_BYTES;
+        char* to = shared + write_stage * Tile::STAGE_BYTES;
+        UNROLL for (u32 kk = 0; kk < STEPS; kk++) {
+            if (kk < STEPS - 1) {
+                read(from, kk + 1, a_frag[(kk + 1) % 2], b_frag[(kk + 1) % 2]);
+                if (ahead < chunks) {
+                    if (kk == 0) a.template copy<0, 4>(to, ahead * Tile::K, a_entry(ahead));
+                    if (kk == 1) b.template copy<0, 4>(to + Tile::A_BYTES, ahead * Tile::K, b_entry(ahead));
+                    if (kk == 2) b.template copy<4, 8>(to + Tile::A_BYTES, ahead * Tile::K, b_entry(ahead));
+                }
+                if (kk == 2) {
+                    dev::cp_async_commit();
+                    if (A_BY_K || B_BY_K) {
+                        keep_row(ahead + 1, next_row);
+                        next_row = row_of_chunk(ahead + 2);
+                    }
+                }
+            } else if (chunk + 1 < chunks) {
+                read_stage = read_stage + 1 == Tile::STAGES ? 0 : read_stage + 1;
+                write_stage = write_stage + 1 == Tile::STAGES ? 0 : write_stage + 1;
+                dev::cp_async_wait<Tile::STAGES - 2>();
+                dev::sync_block();
+                read(shared + read_stage * Tile::STAGE_BYTES, 0, a_frag[0], b_frag[0]);
+            }
+            UNROLL for (u32 i = 0; i < 4; i++)
+                UNROLL for (u32 j = 0; j < 8; j++) {
+                    const u32 (&pair)[4] = b_frag[kk % 2][j / 2];
+                    const u32 columns[2] = {pair[j % 2 * 2], pair[j % 2 * 2 + 1]};
+                    dev::mma<T>(acc[i][j], a_frag[kk % 2][i], columns);
+                }
+        }
+    }
+    dev::cp_async_wait<0>();
+    dev::sync_block();
+}
+
+// One tile. Called by all 256 threads of a block with SHARED_BYTES of shared memory (`t` not in them). On return all threads have stored
+// their part of the tile and passed a barrier.
+template <class T, u32 KINDS = ALL_KINDS> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared) {
+    using Tile = AmpereTile;
+    float acc[4][8][4];
+    if (a_by_k<KINDS>(t.kind)) ampere_multiply<T, true, true>(t, shared, acc);
+    else if (b_by_k<KINDS>(t.kind)) ampere_multiply<T, false, true>(t, shared, acc);
+    else ampere_multiply<T, false, false>(t, shared, acc);
+
+    u32 warp = dev::warp(), row0 = warp / 4 * 64, column0 = warp % 4 * 64;
+    char* units = shared + warp * Tile::WARP_BYTES;
+    auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
+    UNROLL for (u32 i = 0; i < 4; i++)
+        stage_unit(units + i * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
+    // Only here, where accumulators have left their registers: the first unit still waits for DRAM, the others do not.
+    if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
+    dev::sync_warp();
+    for (u32 i = 0; i < 4; i++) {
+        u32 row = row0 + i * UNIT_ROWS;
+        if (t.m0 + row >= gemm_m(t)) break;
+        finish_unit<T, KINDS>(t, units + i * UNIT_BYTES, row, column0, Tile::M, row_sums);
+    }
+    const bool sums_rows = (KINDS & kind_set(BACKWARD_DOWN)) != 0 && t.kind == BACKWARD_DOWN;  // before the barrier, after which another may write the next task over `t`
+    dev::sync_block();
+    if (sums_rows) {
+        finish_d_weight(t, row_sums, Tile::M, Tile::N, dev::thread());
+        dev::sync_block();
+    }
+}
+
+}  // namespace aristos

@@ -1,0 +1,191 @@
+// Hopper's GEMM path: a queue of `GemmTask`s by wgmma, in tiles of 128 x 256.
+//
+// A block has three warpgroups. In the first, one warp asks the scheduler for tasks, one ahead of the consumers, and three
+// warps copy (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all 256 columns: 128 accumulators
+// a thread, which is why the registers are dealt out anew (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then
+// up's, so that a thread holds both of a column.
+//
+// The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads
+// is there; false at the end of the queue, and then not asked again. It may wait for any task before it in the queue, of this
+// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after
+// a barrier among all threads that wrote the task's results: it is the one to release them. Each thread has a `Scheduler` of
+// its own: what these two share must be in memory.
+#pragma once
+#include "gemm_hopper_load.h"
+
+#if ARISTOS_HOPPER
+namespace aristos {
+namespace hopper {
+
+// 384 threads of 168 registers are all that a block may have; 128 * 56 + 256 * 224 is as many.
+constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
+
+template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
+    const void* maps = nullptr;  // of the last expert
+    for (u32 n = 0;; n++) {
+        u32 e = nth<ENTRIES>(n);
+        Entry& entry = control->entry[e];
+        dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
+        bool more = scheduler.next(entry.task);
+        entry.more = more;
+        if (more && !a_by_k(entry.task.kind) && entry.task.tensor_maps != maps) {
+            maps = entry.task.tensor_maps;
+            for (u32 i = 0; i < 3; i++) {
+                const TensorMap* map = static_cast<const TensorMap*>(maps) + i;
+                dev::tensor_map_fence(map);
+                dev::tma_prefetch(map);
+            }
+        }
+        dev::mbarrier_arrive(&control->known[e]);
+        if (!more) break;
+    }
+}
+
+struct Consumer {
+    char* stages;
+    Control* control;
+    char* unit;      // this warp's
+    u32 group;       // which 64 rows
+    bool leads;      // the first lane of a warp
+    u32 used = 0;    // stages, over all tiles
+};
+
+DEVICE void release_stage(const Consumer& c, u32 n) {
+    if (c.leads) dev::mbarrier_arrive(&c.control->empty[nth<STAGES>(n)]);
+}
+
+DEVICE void wait_stage(const Consumer& c, u32 n) {
+    dev::mbarrier_wait(&c.control->full[nth<STAGES>(n)], parity<STAGES>(n));
+}
+
+// acc += A B over `steps` stages. The next stage's products are begun before those of the last one are over.
+template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[TILE_N / 2], Consumer& c, u32 steps) {
+    dev::wgmma_fence_operand(acc);
+    for (u32 i = 0; i < steps; i++) {
+        u32 n = c.used + i;
+        const char* a = c.stages + nth<STAGES>(n) * STAGE_BYTES + c.group * PANEL_BYTES;
+        const char* b = c.stages + nth<STAGES>(n) * STAGE_BYTES + A_BYTES;
+        wait_stage(c, n);
+        dev::wgmma_fence();
+        UNROLL for (u32 k16 = 0; k16 < TILE_K / 16; k16++) {
+            dev::wgmma<T, TILE_N, A_BY_K, B_BY_K>(acc, descriptor<A_BY_K>(a, k16), descriptor<B_BY_K>(b, k16), true);
+        }
+        dev::wgmma_commit();
+        dev::wgmma_wait<1>();
+        if (i > 0) release_stage(c, n - 1);
+    }
+    dev::wgmma_wait<0>();
+    dev::wgmma_fence_operand(acc);
+    c.used += steps;
+    release_stage(c, c.used - 1);
+}
+
+// Puts 64 of this warp's 256 columns into its unit, in the order that epilogue.h wants.
+template <u32 U> DEVICE void stage_columns(const float (&acc)[TILE_N / 2], bool paired, char* unit) {
+    stage_unit(unit, [&](u32 n, u32 i) {
+        u32 half = GATED_GROUP / 8;
+        u32 pair = (U * half + n % half + (n < half ? 0 : TILE_N / 16)) * 4 + i;
+        return paired ? acc[pair] : acc[(U * 8 + n) * 4 + i];
+    });
+}
+
+template <class T, u32 KINDS> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const GemmTask& t, const Consumer& c) {
+    static_assert(TILE_N == 4 * UNIT_COLS, "four units");
+    const u32 row = c.group * PANEL + dev::warp() % 4 * UNIT_ROWS, r = dev::lane() % UNIT_ROWS;
+    const bool paired = is_paired(t);
+    if (t.m0 + row >= gemm_m(t)) return;
+    float* row_sums = c.control->row_sums;
+    float row_sum = 0.0f;
+    // Not unrolled: the epilogue's code once, and accumulators are not indexed by a variable.
+    for (u32 u = 0; u < 4 && t.n0 + (paired ? u * GATED_GROUP : u * UNIT_COLS) < gemm_n(t); u++) {
+        if (u == 0) stage_columns<0>(acc, paired, c.unit);
+        else if (u == 1) stage_columns<1>(acc, paired, c.unit);
+        else if (u == 2) stage_columns<2>(acc, paired, c.unit);
+        else stage_columns<3>(acc, paired, c.unit);
+        dev::sync_warp();
+        // A row of the tile belongs to one warp, so its units' sums are added here, in ascending order of columns.
+        finish_unit<T, KINDS>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
+        dev::sync_warp();
+        if (t.kind == BACKWARD_DOWN) row_sum += row_sums[row + r];
+    }
+    if (t.kind == BACKWARD_DOWN && t.d_weight && dev::lane() < UNIT_ROWS && t.m0 + row + r < t.rows) {
+        t.d_weight[u64(t.m0 + row + r) * t.d_weight_stride + t.n0 / TILE_N] = row_sum;
+    }
+}
+
+// Stages of a task, as many as the copying warps make.
+DEVICE u32 task_stages(const GemmTask& t) {
+    u32 halves = t.kind == BACKWARD_UP && t.gated ? 2 : 1;
+    return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);
+}
+
+template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Scheduler& scheduler, Consumer c) {
+    for (u32 n = 0;; n++) {
+        u32 e = nth<ENTRIES>(n);
+        const Entry& entry = c.control->entry[e];
+        const GemmTask& t = entry.task;
+        dev::mbarrier_wait(&c.control->known[e], parity<ENTRIES>(n));
+        if (!entry.more) break;
+        const u32 steps = task_stages(t);
+        if (t.m0 + c.group * PANEL < gemm_m(t)) {
+            float acc[TILE_N / 2];
+            UNROLL for (u32 i = 0; i < TILE_N / 2; i++) acc[i] = 0.0f;
+            if (a_by_k<KINDS>(t.kind)) multiply<T, true, true>(acc, c, steps);
+            else if (b_by_k<KINDS>(t.kind)) multiply<T, false, true>(acc, c, steps);
+            else multiply<T, false, false>(acc, c, steps);
+            finish_tile<T, KINDS>(acc, t, c);
+        } else {
+            for (u32 i = 0; i < steps; i++, c.used++) {
+                wait_stage(c, c.used);
+                release_stage(c, c.used);
+            }
+        }
+        dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
+        if (dev::thread() == PRODUCERS) scheduler.done(t);
+        dev::sync_warp();
+        if (dev::lane() == 0) dev::mbarrier_arrive(&c.control->done[e]);
+    }
+}
+
+}  // namespace hopper
+
+// Runs the scheduler's queue to its end. Called by all 384 threads of a block, with `hopper::SHARED_BYTES` of 1024-byte aligned
+// shared memory that nobody else uses meanwhile; it needs no content before and leaves none.
+template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
+    using namespace hopper;
+    Control* control = reinterpret_cast<Control*>(shared + CONTROL_AT);
+    if (dev::thread() == 0) {
+        for (u32 s = 0; s < STAGES; s++) {
+            dev::mbarrier_init(&control->full[s], COPY_WARPS * 32 + 1);
+            dev::mbarrier_init(&control->empty[s], CONSUMER_WARPS);
+        }
+        for (u32 e = 0; e < ENTRIES; e++) {
+            dev::mbarrier_init(&control->known[e], 1);
+            dev::mbarrier_init(&control->done[e], COPY_WARPS + CONSUMER_WARPS);
+        }
+        dev::mbarrier_fence_init();
+    }
+    dev::fence_proxy_async();  // before TMA writes where threads may have written
+    dev::sync_block();
+    if (dev::thread() < PRODUCERS) {
+        dev::setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (dev::warp() == SCHEDULER_WARP) {
+            if (dev::lane() == 0) schedule_loop(scheduler, control);
+            dev::sync_warp();
+        } else {
+            copy_loop<T, KINDS>(Loader{shared, control});
+        }
+        dev::named_barrier(PRODUCER_BARRIER, PRODUCERS);  // setmaxnreg wants the whole warpgroup
+        dev::setmaxnreg_inc<EQUAL_REGISTERS>();
+    } else {
+        dev::setmaxnreg_inc<CONSUMER_REGISTERS>();
+        u32 warp = dev::warp() - PRODUCERS / 32;
+        consume_loop<T, KINDS>(scheduler, Consumer{shared, control, shared + UNITS_AT + warp * UNIT_BYTES, warp / 4, dev::lane() == 0});
+        dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
+        dev::setmaxnreg_dec<EQUAL_REGISTERS>();
+    }
+    dev::sync_block();
+}
+
+}  // namespace aristos
+#endif

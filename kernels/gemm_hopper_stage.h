@@ -1,0 +1,75 @@
+// Shared memory of the Hopper GEMM: the stages that operands travel through, and the layout that wgmma wants of them.
+//
+// A stage holds 128 x 64 of A and 64 x 256 of B as panels of 64 x 64 elements, 8 KB each: 64 lines of 128 bytes, and in
+// line r the 16-byte piece c lies at place c ^ (r % 8) ("128B swizzle": what TMA writes and wgmma reads; PTX ISA,
+// "Shared memory matrix layout"). A line is a row of A or a column of B when the operand is contiguous along K (K-major),
+// and a step of K when it is contiguous along M or N (MN-major). So one box of 64 x 64 elements serves both uses of a weight.
+//
+// Descriptors (PTX ISA, "Matrix descriptor format"), with 128B swizzle:
+// - K-major: the stride offset is from 8 lines to the next 8 lines, 1024 bytes, across panels too, because the panels of
+//   an operand are 64 consecutive lines each and lie one after the other. The leading offset is not used. 16 steps of K are
+//   32 bytes inside the 128-byte line: the hardware applies the swizzle to address bits, so the start address moves by 32.
+// - MN-major: the leading offset is from 64 elements of M or N to the next 64, one panel; the stride offset from 8 steps of
+//   K to the next 8, 1024 bytes. 16 steps of K are 16 lines, 2048 bytes.
+#pragma once
+#include "epilogue.h"
+#include "gemm.h"
+#include "platform.h"
+
+#if ARISTOS_HOPPER
+namespace aristos {
+namespace hopper {
+
+constexpr u32 TILE_M = 128, TILE_N = 256, TILE_K = 64;
+constexpr u32 STAGES = 4;
+constexpr u32 PANEL = 64;               // lines of a panel, and elements of a line
+constexpr u32 PANEL_BYTES = 64 * 128;
+constexpr u32 A_BYTES = TILE_M / PANEL * PANEL_BYTES, B_BYTES = TILE_N / PANEL * PANEL_BYTES;
+constexpr u32 STAGE_BYTES = A_BYTES + B_BYTES;
+static_assert(A_BYTES == TILE_M * TILE_K * 2 && B_BYTES == TILE_N * TILE_K * 2, "panels cover the tile");
+
+// The place of 16-byte piece `piece` of line `line` in a panel.
+DEVICE u32 swizzled(u32 line, u32 piece) { return line * 128 + ((piece ^ (line & 7)) << 4); }
+
+// wgmma's view of an operand whose panels begin at `panels`, at step `k16` (of 16) of the stage's K.
+template <bool BY_K> DEVICE u64 descriptor(const char* panels, u32 k16) {
+    return BY_K ? dev::smem_descriptor(panels + k16 * 16 * 128, PANEL_BYTES, 1024)
+                : dev::smem_descriptor(panels + k16 * 32, 16, 1024);
+}
+
+// Who is who in a block of 384 threads. A warpgroup begins at a multiple of 4 warps.
+constexpr u32 THREADS = 384;
+constexpr u32 COPY_WARPS = 3, SCHEDULER_WARP = 3;   // with it the first warpgroup, the producer
+constexpr u32 PRODUCERS = 128, CONSUMERS = 256, CONSUMER_WARPS = CONSUMERS / 32;
+constexpr u32 PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
+
+// A task on its way from the scheduler to copiers and consumers; two, so that the next tile is loaded during an epilogue.
+constexpr u32 ENTRIES = 2;
+struct Entry {
+    GemmTask task;
+    u32 more;  // 0: the queue is at its end, there is no task
+};
+
+struct Control {
+    u64 full[STAGES];    // a stage holds its operands: an arrival of each copying thread, one more, and TMA's bytes
+    u64 empty[STAGES];   // its operands are not read any more: an arrival of each consumer warp
+    u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
+    u64 done[ENTRIES];   // nobody reads it any more: an arrival of each copying and each consumer warp
+    Entry entry[ENTRIES];
+    float row_sums[TILE_M];
+};
+
+// Shared memory: stages, then each consumer warp's unit of the epilogue, then `Control`.
+constexpr u32 UNITS_AT = STAGES * STAGE_BYTES;
+constexpr u32 CONTROL_AT = UNITS_AT + CONSUMER_WARPS * UNIT_BYTES;
+constexpr u32 SHARED_BYTES = CONTROL_AT + sizeof(Control);
+static_assert(SHARED_BYTES <= 226 * 1024, "leaves the kernel 1 KB of a block's 227");
+
+// The n-th use of one of COUNT things that are taken in turn: its number, and the parity of the n / COUNT-th completion of
+// its barrier.
+template <u32 COUNT> DEVICE u32 nth(u32 n) { return n % COUNT; }
+template <u32 COUNT> DEVICE u32 parity(u32 n) { return n / COUNT & 1; }
+
+}  // namespace hopper
+}  // namespace aristos
+#endif

@@ -1,0 +1,51 @@
+// Kernels that do nothing but a queue of GEMM tiles, for tests and measurements of the Hopper path alone.
+#pragma once
+#include "gemm_hopper.h"
+
+#if ARISTOS_HOPPER
+namespace aristos {
+
+struct HopperQueue {
+    const GemmTask* tasks;
+    const u32* needs;   // task i waits until so many tasks are done: all that come before those it can run beside
+    u32 count;
+    u32 delay;          // tasks become known up to 4 times so many pauses late
+    u32* ticket;        // 0 before
+    u32* done;          // 0 before
+    u32* expired;       // set to 1 by a wait of more than `limit_ns`
+    u64 limit_ns;
+};
+
+struct HopperTestScheduler {
+    const HopperQueue* queue;
+
+    DEVICE bool next(GemmTask& task) {
+        u32 i = dev::fetch_add(queue->ticket, 1u);
+        if (i >= queue->count) return false;
+        for (u32 n = i * 7 % 5 * queue->delay; n > 0; n--) dev::pause();
+        u64 start = dev::nanoseconds();
+        while (dev::load_acquire(queue->done) < queue->needs[i]) {
+            if (dev::nanoseconds() - start > queue->limit_ns) {
+                dev::store_release(queue->expired, 1u);
+                return false;
+            }
+            dev::pause();
+        }
+        task = queue->tasks[i];
+        return true;
+    }
+    DEVICE void done(const GemmTask&) { dev::fetch_add_acq_rel(queue->done, 1u); }
+};
+
+template <class T> DEVICE void gemm_hopper_test_body(const HopperQueue* queue) {
+    HopperTestScheduler scheduler{queue};
+    gemm_loop_hopper<T>(scheduler, dev::shared());
+}
+
+KERNEL(aristos_gemm_hopper_test_bf16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16>(queue); }
+REGISTER_KERNEL(aristos_gemm_hopper_test_bf16)
+KERNEL(aristos_gemm_hopper_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16>(queue); }
+REGISTER_KERNEL(aristos_gemm_hopper_test_f16)
+
+}  // namespace aristos
+#endif

@@ -1,0 +1,215 @@
+// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA after a seeded number of turns.
+#include "raw.h"
+#include "simt.h"
+
+namespace aristos::host {
+
+namespace {
+
+// What a TensorMap holds here.
+struct Map {
+    u64 magic, base, row_stride_bytes;
+    u32 rows, cols, box_rows, box_cols, element_bytes, padding;
+};
+static_assert(sizeof(Map) <= sizeof(TensorMap));
+constexpr u64 MAP_MAGIC = 0x70616d5f61735f74;
+
+// An mbarrier's 8 bytes. Bytes of transactions are counted in 16s.
+using i16 = std::int16_t;
+struct Mbarrier { u16 tag, count, pending; i16 transactions; };
+static_assert(sizeof(Mbarrier) == 8);
+constexpr u16 MBARRIER_TAG = 0xb4a0;  // the lowest bit is the phase
+
+Mbarrier* checked(Block& block, u64* bar, const char* what) {
+    block.check_shared(bar, 8, 8, what);
+    Mbarrier* mbarrier = reinterpret_cast<Mbarrier*>(bar);
+    if ((mbarrier->tag & ~1) != MBARRIER_TAG) block.fail("%s of thread %u: nobody has initialised it", what, self()->thread);
+    return mbarrier;
+}
+
+// Ends the phase when all have come.
+void settle(Block& block, Mbarrier* mbarrier) {
+    if (mbarrier->pending != 0 || mbarrier->transactions != 0) return;
+    mbarrier->tag ^= 1;
+    mbarrier->pending = mbarrier->count;
+    block.idle_rounds = 0;
+    for (u32 i = 0; i < block.threads; ++i) {
+        Fiber* fiber = block.fibers[i].get();
+        if (fiber->wait == Wait::MBARRIER && fiber->wait_on == mbarrier) block.wake(fiber);
+    }
+}
+
+// For ThreadSanitizer: each of the two phases has an address of its own.
+const void* sync_of(const void* bar, u32 parity) { return static_cast<const char*>(bar) + 4 * (parity & 1); }
+
+void complete(Block& block, const TmaLoad& load) {
+    Map map;
+    std::memcpy(&map, load.map, sizeof map);
+    const u32 pieces = map.box_cols * map.element_bytes / 16;  // of a row
+    const u32 per_piece = 16 / map.element_bytes;
+    const char* base = reinterpret_cast<const char*>(map.base);
+    for (u32 r = 0; r < map.box_rows; ++r) {
+        for (u32 p = 0; p < pieces; ++p) {
+            // 128-byte swizzle: address bits 4 to 6 are XORed with bits 7 to 9.
+            const u32 plain = block.shared_address(load.to) + (r * pieces + p) * 16;
+            char* to = block.window + (plain ^ (plain >> 7 & 7) << 4);
+            block.unfenced[block.shared_address(to) / 16] = 0;
+            for (u32 e = 0; e < per_piece; ++e) {
+                const long long row = load.row + static_cast<long long>(r);
+                const long long col = load.col + static_cast<long long>(p * per_piece + e);
+                const bool inside = row >= 0 && row < map.rows && col >= 0 && col < map.cols;
+                char* element = to + e * map.element_bytes;
+                for (u32 b = 0; b < map.element_bytes; ++b) {
+                    element[b] = inside ? base[row * map.row_stride_bytes + col * map.element_bytes + b] : 0;
+                }
+            }
+        }
+    }
+    Mbarrier* mbarrier = reinterpret_cast<Mbarrier*>(load.bar);
+    mbarrier->transactions = i16(mbarrier->transactions - i16(map.box_rows * pieces));
+    settle(block, mbarrier);
+}
+
+}  // namespace
+
+void complete_loads(Block& block, bool force_one) {
+    std::size_t earliest = 0;
+    for (std::size_t i = 1; i < block.loads.size(); ++i) {
+        if (block.loads[i].due < block.loads[earliest].due) earliest = i;
+    }
+    if (force_one) block.loads[earliest].due = 0;
+    for (std::size_t i = 0; i < block.loads.size();) {
+        if (block.loads[i].due <= block.turn) {
+            const TmaLoad load = block.loads[i];
+            block.loads[i] = block.loads.back();
+            block.loads.pop_back();
+            complete(block, load);
+        } else {
+            ++i;
+        }
+    }
+    block.next_load_due = ~u64(0);
+    for (const TmaLoad& load : block.loads) {
+        if (load.due < block.next_load_due) block.next_load_due = load.due;
+    }
+}
+
+void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
+    std::size_t kept = 0;
+    for (Copy& copy : fiber->copies) {
+        const bool covered = copy.group < fiber->copy_groups ? copy.group < through_group : uncommitted_too;
+        if (!covered) {
+            fiber->copies[kept++] = copy;
+            continue;
+        }
+        const Vec16 zeros{};
+        if (copy.valid) tsan::reads(copy.from, 16);
+        tsan::writes(copy.to, 16);
+        const u32 piece = fiber->home->shared_address(copy.to) / 16;
+        fiber->home->unfenced[piece] = u16(fiber->thread + 1);
+        fiber->unfenced.push_back(piece);
+        __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
+    }
+    fiber->copies.resize(kept);
+}
+
+int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
+                    u32 element_bytes) {
+    // cuTensorMapEncodeTiled's conditions; the box's rows are whole 128-byte lines, so that the swizzle is what it looks like.
+    if (base % 16 != 0 || row_stride_bytes % 16 != 0 || row_stride_bytes >= u64(1) << 40) return 1;
+    if (rows == 0 || cols == 0 || box_rows == 0 || box_rows > 256 || box_cols > 256) return 1;
+    if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8) return 1;
+    if (box_cols * element_bytes != 128) return 1;
+    const Map map{MAP_MAGIC, base, row_stride_bytes, rows, cols, box_rows, box_cols, element_bytes, 0};
+    std::memset(out, 0, sizeof(TensorMap));
+    std::memcpy(out, &map, sizeof map);
+    return 0;
+}
+
+}  // namespace aristos::host
+
+namespace aristos::dev {
+
+using namespace host;
+
+void cp_async16(void* smem, const void* global, bool valid) {
+    Fiber* fiber = self();
+    fiber->home->check_shared(smem, 16, 16, "cp_async16's target");
+    if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
+    fiber->copies.push_back({static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid});
+    // The target may be written from now on: what is there in between is nobody's.
+    if (fiber->home->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
+}
+
+void cp_async_commit() {
+    Fiber* fiber = self();
+    ++fiber->copy_groups;
+    if (fiber->home->random.next() % 8 == 0) finish_copies(fiber, fiber->copy_groups, false);
+}
+
+void cp_async_wait_group(u32 n) {
+    Fiber* fiber = self();
+    finish_copies(fiber, fiber->copy_groups > n ? fiber->copy_groups - n : 0, false);
+}
+
+void fence_proxy_async() {
+    Fiber* fiber = self();
+    for (u32 piece : fiber->unfenced) {
+        if (fiber->home->unfenced[piece] == fiber->thread + 1) fiber->home->unfenced[piece] = 0;
+    }
+    fiber->unfenced.clear();
+}
+
+void mbarrier_init(u64* bar, u32 count) {
+    Block& block = *self()->home;
+    block.check_shared(bar, 8, 8, "mbarrier_init");
+    if (count == 0 || count > MAX_THREADS) block.fail("an mbarrier for %u arrivals", count);
+    *reinterpret_cast<Mbarrier*>(bar) = {MBARRIER_TAG, u16(count), u16(count), 0};
+}
+
+void mbarrier_arrive(u64* bar) { mbarrier_arrive_expect(bar, 0); }
+
+void mbarrier_arrive_expect(u64* bar, u32 bytes) {
+    Block& block = *self()->home;
+    Mbarrier* mbarrier = checked(block, bar, "mbarrier_arrive");
+    const u32 pieces = bytes / 16;
+    if (bytes % 16 != 0 || mbarrier->transactions + i32(pieces) > 32767) block.fail("an mbarrier is to expect %u bytes", bytes);
+    if (mbarrier->pending == 0) block.fail("thread %u arrives at an mbarrier where all had arrived", self()->thread);
+    tsan::release(sync_of(bar, mbarrier->tag));
+    mbarrier->transactions = i16(mbarrier->transactions + i32(pieces));
+    --mbarrier->pending;
+    settle(block, mbarrier);
+}
+
+bool mbarrier_test(u64* bar, u32 parity) {
+    const Mbarrier* mbarrier = checked(*self()->home, bar, "mbarrier_test");
+    if ((mbarrier->tag & 1) == (parity & 1)) return false;
+    tsan::acquire(sync_of(bar, parity));
+    return true;
+}
+
+void mbarrier_wait(u64* bar, u32 parity) {
+    Fiber* fiber = self();
+    Block& block = *fiber->home;
+    while (!mbarrier_test(bar, parity)) block.wait(fiber, Wait::MBARRIER, bar, parity & 1);
+}
+
+void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+    Block& block = *self()->home;
+    Map read;
+    std::memcpy(&read, map, sizeof read);
+    if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || read.magic != MAP_MAGIC) {
+        block.fail("thread %u loads through what is no tensor map", self()->thread);
+    }
+    const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
+    block.check_shared(smem, bytes, 128, "tma_load_2d's target");
+    checked(block, bar, "tma_load_2d's mbarrier");
+    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.turn + 1 + block.random.below(4 * block.threads)};
+    std::memcpy(load.map, map, sizeof load.map);
+    // The target may be written from now on.
+    if (block.random.next() % 2 == 0) raw_fill(smem, 0xff, bytes);
+    if (block.loads.empty() || load.due < block.next_load_due) block.next_load_due = load.due;
+    block.loads.push_back(load);
+}
+
+}  // namespace aristos::dev

@@ -1,0 +1,167 @@
+// How a block runs on a CPU.
+//
+// A block is an OS thread, a CUDA thread a fiber of it: a fiber runs until it has to wait (a barrier, a warp-wide instruction,
+// an mbarrier, a wgmma) or calls pause(), and then switches to the next one that can run. Fibers that can run stand in a
+// queue, in which a seeded generator now and then lets one wait. When none can run and no copy is under way, the block is in a
+// deadlock, and the launch fails with what each thread waits for. Any wrong use of a primitive ends the launch the same way:
+// the fibers of the block are left where they are, and the other blocks leave at their next switch.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../platform.h"
+#include "tsan.h"
+#include "wgmma.h"
+
+namespace aristos::host {
+
+struct World;
+struct Block;
+
+constexpr u32 MAX_THREADS = 1024;
+constexpr u32 MAX_SHARED = 232448;  // 227 KB: what a block can have on sm_90 (163 KB on sm_80)
+constexpr u32 SHARED_START = 1024;  // dynamic shared memory begins there in a block's shared window
+constexpr u64 STACK_BYTES = 64 << 10;
+
+// xorshift64*: Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled", 2016.
+struct Random {
+    u64 state;
+    explicit Random(u64 seed) : state(seed * 0x9e3779b97f4a7c15 + 0x2545f4914f6cdd1d) {
+        if (state == 0) state = 1;
+        for (int i = 0; i < 4; ++i) next();
+    }
+    u64 next() {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        return state * 0x2545f4914f6cdd1d >> 16;
+    }
+    u32 below(u32 n) { return u32(next() % n); }
+};
+
+// What a fiber waits for, for the report of a deadlock and to see that the lanes of a warp do the same.
+enum class Wait : u8 {
+    NOTHING, BLOCK, BLOCK_OR, NAMED, WARP, SHFL, SHFL_XOR, SHFL_UP, BALLOT, LDMATRIX, LDMATRIX_TRANS, MMA_BF16, MMA_F16,
+    MBARRIER, WGMMA, PUT, QUIET, DONE,
+};
+
+struct Fiber;
+
+// One lane's part in a warp-wide instruction; the last lane to come does it for all.
+struct Operands {
+    u64 value, argument;
+    u32 row[4];          // ldmatrix: the 16 bytes at the lane's address
+    u32* registers;      // ldmatrix: results
+    float* d;            // mma
+    const u32 *a, *b;
+};
+
+struct Copy { char* to; const char* from; u32 group; bool valid; };  // of cp.async
+
+struct Fiber : dev::ThreadContext {
+    void* stack_pointer;
+    Block* home;
+    void* tsan_fiber = nullptr;
+    Wait wait;
+    const void* wait_on;
+    u64 wait_value;
+    u64 result;
+    Operands operands;
+    u32 copy_groups;            // committed by cp.async
+    UntrackedVector<Copy> copies;   // under way
+    UntrackedVector<u32> unfenced;  // pieces of the shared window that cp.async wrote since the last fence_proxy_async
+    WgmmaThread wgmma;
+};
+
+struct Warp { Wait instruction; u32 arrived; u32 phase; u8 sync[2]; };
+
+// A block-wide put or a named barrier carries what the threads have to agree on.
+struct Barrier { u32 arrived, count, phase; bool any[2]; bool any_now; Wait kind; u8 sync[2]; const void* argument; };
+
+struct TmaLoad {
+    char* to;
+    u64* bar;
+    u8 map[sizeof(TensorMap)];  // not a TensorMap, whose alignment is more than an allocation's
+    i32 col, row;
+    u64 due;  // the turn
+};
+
+// One launch: what its blocks share.
+struct Grid {
+    World* world;
+    u32 pe, grid, threads, shared_bytes;
+    u64 number;
+    const dev::Registration* kernel;
+    void** args;
+    std::atomic<u32> next_block{0};
+    std::atomic<bool> failed{false};
+    std::atomic<bool> reported{false};
+    std::string error;
+    u8 sync[2];  // for ThreadSanitizer: start and end of the kernel
+};
+
+struct Block {
+    Block();
+    ~Block();
+    Block(const Block&) = delete;
+    // Runs block `index` to its end, on this OS thread.
+    void run(Grid* launch, u32 index);
+
+    // ---- for the primitives, called by a fiber
+    void switch_away(Fiber* self);         // `self` waits, or stands in the queue
+    void wait(Fiber* self, Wait kind, const void* on = nullptr, u64 value = 0);
+    void wake(Fiber* fiber);
+    void meet_block(Fiber* self, Barrier& barrier, u32 expected, Wait kind);
+    // True for the last lane, which does the instruction for all and then calls warp_done(); the others return when it is done.
+    bool meet_warp(Fiber* self, Wait instruction);
+    void warp_done(Fiber* self);
+    [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
+    void check_shared(const void* p, u64 bytes, u32 alignment, const char* what);
+    u32 shared_address(const void* p) const { return u32(static_cast<const char*>(p) - window); }
+    void pause(Fiber* self);
+
+    Grid* launch = nullptr;
+    u32 index = 0, threads = 0, live = 0;
+    Random random{1};
+    char* window = nullptr;   // the shared window: 1024 bytes that are the system's, then the dynamic shared memory
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Warp> warps;
+    std::vector<WgmmaGroup> warpgroups;
+    Barrier barriers[16];
+    UntrackedVector<TmaLoad> loads;
+    // Of each 16-byte piece: 1 + the thread whose cp.async wrote it and has not fenced since, otherwise 0.
+    u16 unfenced[(SHARED_START + MAX_SHARED) / 16];
+    u64 turn = 0, next_load_due = 0;
+    u64 pauses = 0, idle_rounds = 0;
+
+  private:
+    Fiber* pick();
+    Fiber* pop();
+    void start_fiber(Fiber* fiber);
+    void fiber_over(Fiber* self);
+    void release_barrier(Barrier& barrier, Fiber* but);
+    [[noreturn]] void leave();
+    std::string deadlock() const;
+    static void fiber_main();
+
+    char* stacks = nullptr;
+    u32 stack_count = 0;
+    u16 queue[MAX_THREADS];
+    u32 queue_head = 0, queue_size = 0;
+    void* main_stack_pointer = nullptr;
+    void* main_tsan_fiber = nullptr;
+    u8 sync_[2];  // for ThreadSanitizer: start and end of a run, on these stacks
+};
+
+inline Fiber* self() { return static_cast<Fiber*>(dev::current); }
+
+// copies.cpp
+void complete_loads(Block& block, bool force_one);
+void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
+
+// network.cpp: lets the network of the launch's world deliver something.
+void poll_network(World* world);
+
+}  // namespace aristos::host

@@ -1,0 +1,213 @@
+// What a layer is to its kernels: its shape, the host's tables, and pointers into one local and one symmetric block.
+//
+// The host makes one by `aristos_layer` (memory.cpp) and copies it to the device; no kernel changes it. Everything that a
+// forward pass leaves for its backward lies in the local block, so a layer with several forward passes in flight has
+// several `Layer`s with local blocks of their own, over one symmetric block.
+//
+// Plain data: no pointer in here is followed by host code.
+#pragma once
+#include "params.h"
+#include "route_sizes.h"
+
+namespace aristos {
+
+constexpr u32 NONE = ~0u;
+constexpr u32 HEADER_WORDS = 8;  // of a header before the counts of local experts
+// A slot word: local expert << RANK_BITS | rank among the slots of the same source, expert and round.
+constexpr u32 RANK_BITS = 20;
+constexpr u32 MAX_LOCAL = 4095;
+constexpr u32 MAX_RANK = (1u << RANK_BITS) - 1;
+constexpr u32 MAX_PES = 1024;
+
+constexpr u32 slot_expert(u32 word) { return word >> RANK_BITS; }
+constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
+
+// Written by the router; the choices of a token in ascending order of experts.
+struct Routing {
+    float* logits;           // [tokens, n_experts]
+    float* lse;              // [tokens]: log of the sum of exp(logit)
+    u32* chosen;             // [tokens, k]
+    float* routing_weights;  // [tokens, k]
+    float* d_weights;        // [tokens, k]: backward; 0 for a dropped choice
+    float* d_logits;         // [tokens, n_experts]: backward
+    float* shared_weight;    // [tokens]: sigmoid of the shared expert's gate; with shared_gate only
+    float* d_shared_weight;  // [tokens]: <gradient of the output, output of the shared expert>; with shared_gate only
+};
+
+// What this PE sends one PE in a pass. `slots` of PE 0 come first, then those of PE 1: `slot_base` is where a PE's begin.
+struct DestPlan {
+    u32 rows, slots, slot_base;
+    u32 chunks, rounds;  // chunk c is rows [c * chunk_rows, (c + 1) * chunk_rows), whatever round it is in
+    u32 return_chunk;    // the first of its chunks' places in the return area: chunks of the PEs before it
+};
+
+// Written by the planner, for every destination, this PE included. Rows and slots to a destination ascend by token, a
+// row's slots by local expert.
+struct Plan {
+    DestPlan* dest;      // [n_pes]
+    u32* row_token;      // [n_pes][max_tokens]: the token of a row
+    u32* token_row;      // [n_pes][max_tokens]: the row of a token, NONE where it has none
+    u32* row_slot;       // [n_pes][max_tokens + 1]: a row's first slot, counted from slot_base, and the end
+    u32* round_chunk;    // [n_pes][max_chunks + 1]: first chunk of each round, and the end
+    u32* slot_word;      // [max_tokens * k]: slot_expert, slot_rank
+    float* slot_weight;  // [max_tokens * k]: routing weight
+    u32* slot_choice;    // [max_tokens * k]: token * k + number of the choice
+    u8* scratch;         // plan_scratch_bytes(shape)
+};
+
+// With a loss only. Sums over a PE's tokens, as `LayerInfo::loss_sums`.
+struct Losses {
+    double* mine;  // [2 + 2 * n_experts]
+    double* all;   // [2 + 2 * n_experts]: over all PEs, added in their order
+};
+
+// Rows and slots in this PE's memory, by source; of the last round, and since a PE with one round keeps it, of the forward
+// pass for the backward. The places of slots are counted over all batches.
+struct Received {
+    u32* overflow;      // 1: some source has several rounds here, so backward computes activations again
+    u32* world_rounds;  // the most rounds of any pair that any PE announced
+    u32* my_rounds;     // the most rounds this PE sends or receives
+    u32* rounds;        // [n_pes]: rounds of a source
+    u32* rows;          // [n_pes]: of all rounds
+    u32* first_chunk;   // [n_pes]: of this round
+    u32* end_chunk;     // [n_pes]
+    u32* return_chunk;  // [n_pes]: where in the source's return area the results of its chunk 0 go
+    u32* counts;        // [n_pes][n_local]: slots of this round
+    u32* first;         // [n_pes][n_local]: the source's first place in the batch
+    u32* row_start;     // [n_pes][window_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
+    u32* place;         // [n_pes][window_chunks][chunk_rows * max_slots]: place of a slot
+    u32* expert;        // the same: its local expert
+    u32* peer_overflow; // [n_pes]: destination, 1: it keeps no activations, so backward sends it the rows again
+    u8* x;              // [n_pes][window_rows, H]: rows, of every source but this PE; with training only
+    u8* grad;           // the same for gradient rows
+};
+
+// The slots of some batches, one behind the other: those of the routed experts, or the shared expert's (a token each).
+struct SlotStore {
+    u32 capacity;          // slots
+    u32 intermediate;
+    const void** x_row;    // [capacity]: a slot's input row
+    const void** grad_row; // [capacity]: gradient of its row's output
+    float* weight;         // [capacity]: routing weight
+    u32 d_weight_stride;   // tiles across the intermediate size
+    // As in GemmTask (gemm.h).
+    void* gu;              // [capacity, 2 I] or [capacity, I]; training only
+    void* h;               // [capacity, I]
+    void* y;               // [capacity, H]
+    float* d_weight;       // [capacity][d_weight_stride]; training only
+};
+
+// One expert's slots, cut into tiles of tile_m. The shared expert is batch n_local.
+struct Batches {
+    u32* total;      // [n_local + 1]: slots
+    u32* own;        // [n_local + 1]: of these, this PE's, which come first
+    u32* base;       // [n_local + 1]: first place in its store
+    u32* tile;       // [n_local + 2]: first tile; the last is the end
+    u32* expert_rows;  // [n_local]: slots over all rounds of the forward
+    SlotStore routed, shared;
+};
+
+// The order of the items of a step, see schedule.h. GEMM tasks: entry i has tickets [entry_ticket[i], entry_ticket[i + 1]).
+constexpr u32 COMM_CLASSES = 7;
+constexpr u32 GRAD_ENTRIES = 3;  // of a batch: gate, up, down
+struct Queue {
+    u32* comm_end;         // [COMM_CLASSES]: communication tickets of a class and those before it
+    u32* entry_ticket;     // [max_entries + 1]
+    u32* entry_what;       // [max_entries]: see schedule.h
+    u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
+    u32* segment_prefix;   // [2][segments + 1]: tasks of the first and of the second GEMM before a segment
+};
+
+// What a step counts. Two sets: a step uses one and zeroes the other, so that neither needs a barrier of its own.
+struct Counters {
+    u32* send;        // tickets
+    u32* comm;
+    u32* compute;
+    u32* layout;      // 1: the layout is there
+    u32* placed;      // [n_pes][window_chunks]: 1: the chunk's slots have their places
+    u32* arrived;     // [max_tiles]: slots whose rows are there
+    u32* first_done;  // [max_tiles]: tasks of the first GEMM
+    u32* second_done; // [max_tiles]
+    u32* batch_done;  // [n_local + 1]: tasks of the first GEMM
+};
+
+// Words that live over passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
+// the host may set it to ERROR_ABORTED.
+struct ControlWords {
+    ErrorRecord error;
+    u32 error_claimed;
+    u32 span_count;
+    u64 barrier;  // arrivals at the barrier of the persistent kernels' blocks
+    u64 steps;    // steps ever done: chooses the set of counters
+    u64 exits;    // blocks that have left a persistent kernel
+    u64 forward;  // number of the forward pass whose state this is
+};
+
+// Of one block of a persistent kernel, added up by the last block that leaves.
+struct BlockStats {
+    PassStats stats;
+};
+
+// The same offsets on every PE. A peer's copy is at Tables::peer[pe] + (address - symmetric_base).
+struct Symmetric {
+    // Signal words, each written by the one PE that its first index names.
+    u64* header_signal;     // [3][n_pes]
+    u64* capacity_signal;   // [n_pes]
+    u64* chunk_signal;      // [n_pes][window_chunks]
+    u64* result_signal;     // [n_pes][max_chunks]
+    u64* barrier_signal;    // [3][n_pes]
+    u64* all_reduce_signal; // [all_reduce_signal_words(shape)]
+    u64* passes;  // [2]: of this PE, all and forward ones, that are done; no peer writes here, but all Layers share it
+    // What peers write here.
+    u8* header;    // [3][n_pes][header_bytes]: of even and odd forward passes, and of backward
+    u32* capacity; // [n_pes][n_experts]; with a capacity factor only
+    u8* window;    // [n_pes][window_chunks][chunk_pitch]
+    u8* returns;   // [return_chunks][return_pitch]
+    u8* all_reduce;  // all_reduce_bytes(shape); with training only
+    // What this PE puts from where only the network goes; with stage only.
+    u8* header_stage;  // [3][n_pes][header_bytes]
+    u8* chunk_stage;   // [n_pes][window_chunks][chunk_pitch]
+    u8* result_stage;  // [n_pes][window_chunks][return_pitch]
+};
+
+// Sizes that follow from the shape, once.
+struct Sizes {
+    u32 row_bytes;
+    u32 max_slots;    // of a row at one PE
+    u32 max_chunks;   // of a pair in a pass
+    u32 header_bytes; // multiple of 16
+    u32 header_counts_bytes;  // fixed words and the counts: where the sums for the losses begin, multiple of 8
+    u32 chunk_pitch, return_pitch;  // multiples of 16
+    u32 return_chunks;
+    u32 max_tiles;
+    u32 segments;     // of batches: own full tiles and the rest of each, and the shared expert's
+    u32 max_entries;
+    u32 has_losses;
+    u32 elem_bytes;
+    u32 hopper;       // 1: the tables have tensor maps, so the kernels of layer_hopper.cu run
+};
+
+struct Layer {
+    LayerShape shape;
+    Tables tables;
+    Sizes sizes;
+    u64 symmetric_base;
+    Routing routing;
+    Plan plan;
+    Losses losses;
+    Received received;
+    Batches batches;
+    Queue queue;
+    Counters counters[2];
+    u32* counters_begin[2];  // all words of a set
+    u32 counters_words;
+    ControlWords* control;
+    ErrorRecord* error;      // &control->error
+    PassStats* stats;
+    BlockStats* block_stats; // [blocks]
+    SpanRecord* spans;       // [MAX_SPANS]
+    u8* route_scratch;       // route_scratch_bytes(shape)
+    Symmetric symmetric;
+};
+
+}  // namespace aristos

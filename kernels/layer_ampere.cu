@@ -1,0 +1,30 @@
+// The persistent kernels by mma.sync: sm_80 and later.
+#define ARISTOS_PERSISTENT 1
+#include "pass.h"
+#include "path_ampere.h"
+
+namespace aristos {
+using namespace dev;
+
+// One for each direction and element type: a kernel's code is what it can need, and its registers are what the worst of it needs.
+KERNEL(aristos_forward_bf16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<Bf16, FORWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_forward_bf16)
+
+KERNEL(aristos_forward_f16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<F16, FORWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_forward_f16)
+
+KERNEL(aristos_backward_bf16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<Bf16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_bf16)
+
+KERNEL(aristos_backward_f16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<F16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_f16)
+
+}  // namespace aristos

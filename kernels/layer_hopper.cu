@@ -1,0 +1,30 @@
+// The persistent kernels by TMA and wgmma: sm_90a.
+#define ARISTOS_PERSISTENT 1
+#include "pass.h"
+#include "path_hopper.h"
+
+namespace aristos {
+using namespace dev;
+
+// One for each direction and element type: a kernel's code is what it can need, and its registers are what the worst of it needs.
+KERNEL(aristos_forward_hopper_bf16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<Bf16, FORWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_forward_hopper_bf16)
+
+KERNEL(aristos_forward_hopper_f16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<F16, FORWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_forward_hopper_f16)
+
+KERNEL(aristos_backward_hopper_bf16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<Bf16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_hopper_bf16)
+
+KERNEL(aristos_backward_hopper_f16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
+    run_pass<HopperPath<F16, BACKWARD_KINDS>>(*layer, pass);
+}
+REGISTER_KERNEL(aristos_backward_hopper_f16)
+
+}  // namespace aristos

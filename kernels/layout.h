@@ -1,0 +1,167 @@
+// Every slot's place, once the headers are in.
+#pragma once
+#include "dispatch.h"
+
+namespace aristos {
+
+// Whether a header of `source` is due in this step.
+DEVICE bool header_due(const Block& b, u32 source) {
+    if (b.step.mode == MODE_FORWARD && b.step.round == 0) return true;
+    return b.l.received.rounds[source] > b.step.round;
+}
+
+// What a header says is an allegation: it is checked here, once, and trusted from here on. One warp.
+DEVICE bool read_header(Block& b, u32 source) {
+    const Layer& l = b.l;
+    const LayerShape& s = l.shape;
+    const Received& in = l.received;
+    bool first = b.step.mode == MODE_FORWARD && b.step.round == 0;
+    u32* counts = in.counts + u64(source) * s.n_local;
+    if (!header_due(b, source)) {
+        for (u32 e = dev::lane(); e < s.n_local; e += 32) counts[e] = 0;
+        if (dev::lane() == 0) in.first_chunk[source] = in.end_chunk[source] = 0;
+        return true;
+    }
+    u32 place = header_place(b.pass, b.step.mode != MODE_FORWARD);
+    const u32* words = reinterpret_cast<const u32*>(l.symmetric.header + header_offset(l, place, source));
+    u64 slots = 0;
+    u32 most = 0;
+    for (u32 e = dev::lane(); e < s.n_local; e += 32) {
+        u32 count = words[HEADER_WORDS + e];
+        counts[e] = count;
+        slots += count;
+        most = count > most ? count : most;
+    }
+    UNROLL for (int d = 16; d > 0; d /= 2) {
+        slots += dev::shfl_xor(slots, d);
+        u32 other = dev::shfl_xor(most, d);
+        most = other > most ? other : most;
+    }
+    u32 rounds = words[HEADER_ROUNDS], world = words[HEADER_WORLD_ROUNDS], rows = words[HEADER_ROWS];
+    u32 return_chunk = words[HEADER_RETURN_CHUNK], tokens = words[HEADER_TOKENS];
+    u32 first_chunk = words[HEADER_FIRST_CHUNK], end_chunk = words[HEADER_END_CHUNK];
+    u32 chunks = chunks_of(l, rows);
+    u32 round_rows = (end_chunk - first_chunk) * s.chunk_rows;
+    bool valid = tokens <= s.max_tokens && rows <= tokens && rounds <= world && world <= l.sizes.max_chunks &&
+                 (rounds > 0) == (rows > 0) && rounds <= chunks && first_chunk <= end_chunk && end_chunk <= chunks &&
+                 end_chunk - first_chunk <= s.window_chunks && (rounds > 0) == (end_chunk > first_chunk) &&
+                 (b.step.round > 0 || first_chunk == 0) && (b.step.round + 1 < rounds || end_chunk == chunks) &&
+                 slots == words[HEADER_SLOTS] && slots <= s.round_slots && most <= MAX_RANK &&
+                 slots <= u64(round_rows) * l.sizes.max_slots && return_chunk <= l.sizes.return_chunks &&
+                 chunks <= l.sizes.return_chunks - return_chunk;
+    if (!first) valid = valid && rounds == in.rounds[source] && rows == in.rows[source];
+    dev::sync_warp();
+    if (dev::lane() == 0) {
+        // Of the whole pair: as the first header had it.
+        if (first) {
+            in.rounds[source] = rounds;
+            in.rows[source] = rows;
+        }
+        in.first_chunk[source] = first_chunk;
+        in.end_chunk[source] = end_chunk;
+        in.return_chunk[source] = return_chunk;
+        if (!valid) record_error(l, ERROR_PROTOCOL, {source, WHAT_COUNTS, b.phase, rounds, b.step.round}, slots);
+    }
+    return valid;
+}
+
+// All threads: the headers that are due, and what follows from all of them.
+DEVICE bool read_headers(Block& b) {
+    const Layer& l = b.l;
+    const Received& in = l.received;
+    u32 n = l.shape.n_pes, place = header_place(b.pass, b.step.mode != MODE_FORWARD);
+    u64 expected = stamp(b.pass, 2 * b.step.round);
+    bool came = wait_block(b, n, [&](u32 pe) {
+        return !header_due(b, pe) ||
+               wait_signal(l, header_signal(l, place, pe), {pe, WHAT_COUNTS, b.phase, expected, b.step.round});
+    });
+    if (!came) return false;
+    bool ok = true;
+    for (u32 pe = dev::warp(); pe < n; pe += dev::threads() / 32) ok = read_header(b, pe) && ok;
+    if (dev::sync_block_or(!ok)) return false;
+    if (b.step.mode != MODE_FORWARD || b.step.round > 0) return true;
+
+    if (dev::warp() == 0) {
+        u32 received = 0, mine = 0, world = 0;
+        for (u32 pe = dev::lane(); pe < n; pe += 32) {
+            const u32* words = reinterpret_cast<const u32*>(l.symmetric.header + header_offset(l, place, pe));
+            received = in.rounds[pe] > received ? in.rounds[pe] : received;
+            mine = l.plan.dest[pe].rounds > mine ? l.plan.dest[pe].rounds : mine;
+            world = words[HEADER_WORLD_ROUNDS] > world ? words[HEADER_WORLD_ROUNDS] : world;
+        }
+        UNROLL for (int d = 16; d > 0; d /= 2) {
+            u32 other = dev::shfl_xor(received, d);
+            received = other > received ? other : received;
+            other = dev::shfl_xor(mine, d);
+            mine = other > mine ? other : mine;
+            other = dev::shfl_xor(world, d);
+            world = other > world ? other : world;
+        }
+        if (dev::lane() == 0) {
+            *in.overflow = received > 1;
+            *in.my_rounds = received > mine ? received : mine;
+            *in.world_rounds = world;
+        }
+    }
+    if (l.sizes.has_losses) {
+        for (u32 i = dev::thread(); i < 2 + 2 * l.shape.n_experts; i += dev::threads()) {
+            double sum = 0;
+            for (u32 pe = 0; pe < n; pe++)
+                sum += reinterpret_cast<const double*>(l.symmetric.header + header_offset(l, place, pe) +
+                                                       l.sizes.header_counts_bytes)[i];
+            l.losses.all[i] = sum;
+        }
+    }
+    dev::sync_block();
+    return true;
+}
+
+// All threads: places of all sources' slots in the batches, own ones first, then those of the next PEs in turn; and tiles.
+DEVICE void place_slots(Block& b) {
+    const Layer& l = b.l;
+    const LayerShape& s = l.shape;
+    const Received& in = l.received;
+    const Batches& batches = l.batches;
+    for (u32 e = dev::thread(); e < s.n_local; e += dev::threads()) {
+        u32 total = 0;
+        u32 pe = s.my_pe;
+        for (u32 k = 0; k < s.n_pes; k++) {
+            u64 at = u64(pe) * s.n_local + e;
+            in.first[at] = total;
+            total += in.counts[at];
+            if (k == 0) batches.own[e] = total;
+            pe = pe + 1 == s.n_pes ? 0 : pe + 1;
+        }
+        batches.total[e] = total;
+        if (b.step.mode == MODE_FORWARD) batches.expert_rows[e] = total + (b.step.round ? batches.expert_rows[e] : 0);
+    }
+    dev::sync_block();
+    scan_block(b, s.n_local, [&](u32 e) { return batches.total[e]; }, [&](u32 e, u32 sum) { batches.base[e] = sum; });
+    u32 tiles = scan_block(b, s.n_local, [&](u32 e) { return ceil_div(batches.total[e], s.tile_m); },
+                           [&](u32 e, u32 sum) { batches.tile[e] = sum; });
+    if (dev::thread() == 0) {
+        u32 shared = s.n_local;
+        batches.total[shared] = batches.own[shared] = b.pass.tokens;
+        batches.base[shared] = 0;
+        batches.tile[shared] = tiles;
+        batches.tile[shared + 1] = tiles + (s.shared_intermediate ? ceil_div(b.pass.tokens, s.tile_m) : 0);
+    }
+    dev::sync_block();
+}
+
+// The item: in a step that receives nothing there is still a queue. Gradients have the places that the step before gave.
+OUTLINE bool make_layout(Block& b) {
+    enter(b, PHASE_DISPATCH);
+    if (b.step.receives && b.step.mode != MODE_GRADIENT) {
+        if (!read_headers(b)) return false;
+        place_slots(b);
+    }
+    build_queue(b);
+    if (dev::thread() == 0) {
+        dev::fence_gpu();
+        dev::store_release(b.counters().layout, 1);
+    }
+    return true;
+}
+
+}  // namespace aristos

@@ -1,0 +1,273 @@
+// The memory of a layer, on the host: sizes, addresses, launches. No CUDA call, no memory touched but the caller's.
+#include "memory.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "launch.h"
+
+namespace aristos {
+namespace {
+
+constexpr u64 ceil_div(u64 a, u64 b) { return (a + b - 1) / b; }
+constexpr u64 align(u64 a, u64 to) { return ceil_div(a, to) * to; }
+
+// The most a u32 offset or count in the tables may be.
+constexpr u64 LIMIT = 1u << 31;
+
+}  // namespace
+
+int check_shape(const LayerShape& s) {
+    // In the order of the fields, so that the number is the field's. A field is checked against those before it.
+    int field = 0;
+    auto bad = [&](bool wrong) {
+        ++field;
+        return wrong;
+    };
+    auto flag = [](u32 v) { return v > 1; };
+    if (bad(s.my_pe >= s.n_pes)) return field;
+    if (bad(s.n_pes == 0 || s.n_pes > MAX_PES)) return field;
+    if (bad(s.hidden == 0 || s.hidden % 8 || s.hidden > 1u << 20)) return field;
+    if (bad(s.intermediate == 0 || s.intermediate % 8 || s.intermediate > 1u << 20)) return field;
+    if (bad(s.shared_intermediate % 8 || s.shared_intermediate > 1u << 20)) return field;
+    if (bad(flag(s.shared_gate) || (s.shared_gate && !s.shared_intermediate))) return field;
+    if (bad(s.n_experts == 0 || s.n_experts > MAX_EXPERTS)) return field;
+    if (bad(s.n_local > MAX_LOCAL || s.n_local > s.n_experts)) return field;
+    if (bad(s.max_local == 0 || s.max_local > MAX_LOCAL || s.max_local < s.n_local)) return field;
+    if (bad(s.hosts == 0 || s.hosts > s.n_pes)) return field;
+    if (bad(s.top_k == 0 || s.top_k > s.n_experts || s.top_k > MAX_TOP_K)) return field;
+    if (bad(s.dtype > DTYPE_F16)) return field;
+    if (bad(flag(s.gated))) return field;
+    if (bad(s.activation > ACT_RELU)) return field;
+    if (bad(flag(s.bias))) return field;
+    if (bad(flag(s.shared_gated))) return field;
+    if (bad(s.shared_activation > ACT_RELU)) return field;
+    if (bad(flag(s.shared_bias))) return field;
+    if (bad(s.router_parts < 1 || s.router_parts > 3)) return field;
+    if (bad(s.scoring > SCORING_SIGMOID)) return field;
+    if (bad(flag(s.renormalise))) return field;
+    if (bad(s.n_groups && s.n_experts % s.n_groups)) return field;
+    if (bad(!route_shape_ok(s))) return field;
+    if (bad(flag(s.correction_bias))) return field;
+    if (bad(!(s.scaling == s.scaling))) return field;
+    if (bad(!(s.aux_loss_coef == s.aux_loss_coef))) return field;
+    if (bad(!(s.z_loss_coef == s.z_loss_coef))) return field;
+    if (bad(!(s.capacity_factor >= 0))) return field;
+    if (bad(s.max_tokens == 0 || s.max_tokens > MAX_RANK || u64{s.max_tokens} * s.top_k >= LIMIT / 8)) return field;
+    u64 max_slots = std::min<u64>(s.top_k, s.max_local);
+    if (bad(s.chunk_rows == 0 || s.chunk_rows > 1u << 16)) return field;
+    u64 max_chunks = ceil_div(s.max_tokens, s.chunk_rows);
+    if (bad(s.window_chunks == 0 || s.window_chunks > max_chunks || 2 * max_chunks + 2 >= 1u << 24)) return field;
+    if (bad(s.round_slots < s.chunk_rows * max_slots || u64{s.round_slots} * s.n_pes >= LIMIT)) return field;
+    if (bad(flag(s.training))) return field;
+    if (bad(flag(s.stage))) return field;
+    if (bad(flag(s.bulk))) return field;
+    // Both kinds of blocks must be there: each may wait for the other's items.
+    if (bad(s.blocks < 2 || s.blocks > 1u << 16)) return field;
+    if (bad(s.comm_blocks == 0 || s.comm_blocks >= s.blocks)) return field;
+    if (bad(s.tile_m == 0 || s.tile_m % 16)) return field;
+    if (bad(s.tile_n == 0 || s.tile_n % 16)) return field;
+    if (bad(s.wait_limit_ns == 0)) return field;
+    return 0;
+}
+
+Sizes layer_sizes(const LayerShape& s, bool hopper) {
+    Sizes z{};
+    z.elem_bytes = 2;
+    z.row_bytes = s.hidden * z.elem_bytes;
+    z.max_slots = static_cast<u32>(std::min<u64>(s.top_k, s.max_local));
+    z.max_chunks = static_cast<u32>(ceil_div(s.max_tokens, s.chunk_rows));
+    z.has_losses = has_losses(s);
+    z.header_counts_bytes = static_cast<u32>(align((HEADER_WORDS + u64{s.max_local}) * 4, 8));
+    u64 loss_bytes = z.has_losses ? (2 + 2 * u64{s.n_experts}) * 8 : 0;
+    z.header_bytes = static_cast<u32>(align(z.header_counts_bytes + loss_bytes, 16));
+    // Rows, then each row's first slot and the end, then (word, weight) of each slot.
+    z.chunk_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 + 8 * z.max_slots) + 4, 16));
+    z.return_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 * z.max_slots), 16));
+    // A PE's rows are at most tokens * targets, and each destination's last chunk may be short.
+    u64 targets = std::min<u64>(s.top_k, s.hosts);
+    z.return_chunks = static_cast<u32>(
+        std::min<u64>(u64{s.hosts} * z.max_chunks, u64{s.max_tokens} * targets / s.chunk_rows + s.hosts));
+    u64 slots = u64{s.n_pes} * s.round_slots;
+    u64 shared_tiles = s.shared_intermediate ? ceil_div(s.max_tokens, s.tile_m) : 0;
+    z.max_tiles = static_cast<u32>(slots / s.tile_m + s.n_local + shared_tiles + 1);
+    z.segments = 2 * s.n_local + (s.shared_intermediate ? 1 : 0);
+    z.max_entries = 2 * z.segments + GRAD_ENTRIES * (s.n_local + 1);
+    z.hopper = hopper;
+    return z;
+}
+
+namespace {
+
+void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes& z, u64 capacity, u64 intermediate,
+                 bool gated) {
+    store.capacity = static_cast<u32>(capacity);
+    store.intermediate = static_cast<u32>(intermediate);
+    store.d_weight_stride = static_cast<u32>(ceil_div(intermediate, s.tile_n));
+    u64 wide = capacity * intermediate * z.elem_bytes;
+    local.take(store.weight, capacity);
+    local.take(store.gu, s.training ? (gated ? 2 : 1) * wide : 0);
+    local.take(store.h, wide);
+    local.take(store.y, capacity * z.row_bytes);
+    local.take(store.d_weight, s.training ? capacity * store.d_weight_stride : 0);
+}
+
+}  // namespace
+
+void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signal_bytes) {
+    const LayerShape& s = l.shape;
+    const Sizes& z = l.sizes;
+    u64 pes = s.n_pes, tokens = s.max_tokens, k = s.top_k, batches = s.n_local + 1;
+    u64 window_rows = u64{s.window_chunks} * s.chunk_rows;
+    l.symmetric_base = symmetric.base;
+
+    local.take(l.control, 1);
+    l.error = reinterpret_cast<ErrorRecord*>(l.control);
+    for (int set = 0; set < 2; ++set) {
+        Counters& c = l.counters[set];
+        u64 begin = local.used;
+        local.take(c.send, 1);
+        local.take(c.comm, 1);
+        local.take(c.compute, 1);
+        local.take(c.layout, 1);
+        local.take(c.placed, pes * s.window_chunks);
+        local.take(c.arrived, z.max_tiles);
+        local.take(c.first_done, z.max_tiles);
+        local.take(c.second_done, z.max_tiles);
+        local.take(c.batch_done, batches);
+        l.counters_begin[set] = c.send;
+        l.counters_words = static_cast<u32>((local.used - begin) / 4);
+    }
+    // So that a slot that a faulty peer never fills leads nowhere harmful.
+    u64 slots = pes * s.round_slots;
+    local.take(l.batches.routed.x_row, slots);
+    local.take(l.batches.routed.grad_row, slots);
+    local.take(l.batches.shared.x_row, s.shared_intermediate ? tokens : 0);
+    local.take(l.batches.shared.grad_row, s.shared_intermediate ? tokens : 0);
+    zero_bytes = local.used;
+
+    Routing& r = l.routing;
+    local.take(r.logits, tokens * s.n_experts);
+    local.take(r.lse, tokens);
+    local.take(r.chosen, tokens * k);
+    local.take(r.routing_weights, tokens * k);
+    local.take(r.shared_weight, tokens);
+    local.take(r.d_weights, s.training ? tokens * k : 0);
+    local.take(r.d_logits, s.training ? tokens * s.n_experts : 0);
+    local.take(r.d_shared_weight, s.training ? tokens : 0);
+
+    Plan& p = l.plan;
+    local.take(p.dest, pes);
+    local.take(p.row_token, pes * tokens);
+    local.take(p.token_row, pes * tokens);
+    local.take(p.row_slot, pes * (tokens + 1));
+    local.take(p.round_chunk, pes * (z.max_chunks + 1));
+    local.take(p.slot_word, tokens * k);
+    local.take(p.slot_weight, tokens * k);
+    local.take(p.slot_choice, tokens * k);
+    local.take(p.scratch, plan_scratch_bytes(s));
+    local.take(l.route_scratch, route_scratch_bytes(s));
+
+    u64 sums = z.has_losses ? 2 + 2 * u64{s.n_experts} : 0;
+    local.take(l.losses.mine, sums);
+    local.take(l.losses.all, sums);
+
+    Received& in = l.received;
+    local.take(in.overflow, 1);
+    local.take(in.world_rounds, 1);
+    local.take(in.my_rounds, 1);
+    local.take(in.rounds, pes);
+    local.take(in.rows, pes);
+    local.take(in.first_chunk, pes);
+    local.take(in.end_chunk, pes);
+    local.take(in.return_chunk, pes);
+    local.take(in.counts, pes * s.n_local);
+    local.take(in.first, pes * s.n_local);
+    local.take(in.row_start, pes * s.window_chunks * (s.chunk_rows + 1));
+    local.take(in.place, pes * window_rows * z.max_slots);
+    local.take(in.expert, pes * window_rows * z.max_slots);
+    local.take(in.peer_overflow, pes);
+    local.take(in.x, s.training ? pes * window_rows * z.row_bytes : 0);
+    local.take(in.grad, s.training ? pes * window_rows * z.row_bytes : 0);
+
+    Batches& b = l.batches;
+    local.take(b.total, batches);
+    local.take(b.own, batches);
+    local.take(b.base, batches);
+    local.take(b.tile, batches + 1);
+    local.take(b.expert_rows, s.n_local);
+    place_store(b.routed, local, s, z, slots, s.intermediate, s.gated);
+    place_store(b.shared, local, s, z, s.shared_intermediate ? tokens : 0, s.shared_intermediate, s.shared_gated);
+
+    Queue& q = l.queue;
+    local.take(q.comm_end, COMM_CLASSES);
+    local.take(q.empty, batches);
+    local.take(q.entry_ticket, z.max_entries + 1);
+    local.take(q.entry_what, z.max_entries);
+    local.take(q.segment_prefix, 2 * (z.segments + 1));
+
+    local.take(l.stats, 1);
+    local.take(l.block_stats, s.blocks);
+    local.take(l.spans, MAX_SPANS);
+
+    Symmetric& y = l.symmetric;
+    symmetric.take(y.header_signal, 3 * pes);
+    symmetric.take(y.capacity_signal, pes);
+    symmetric.take(y.chunk_signal, pes * s.window_chunks);
+    symmetric.take(y.result_signal, pes * z.max_chunks);
+    symmetric.take(y.barrier_signal, 3 * pes);
+    symmetric.take(y.all_reduce_signal, all_reduce_signal_words(s));
+    symmetric.take(y.passes, 2);
+    signal_bytes = symmetric.used;
+    symmetric.take(y.header, 3 * pes * z.header_bytes);
+    symmetric.take(y.capacity, s.capacity_factor > 0 ? pes * s.n_experts : 0);
+    symmetric.take(y.window, pes * s.window_chunks * z.chunk_pitch);
+    symmetric.take(y.returns, u64{z.return_chunks} * z.return_pitch);
+    symmetric.take(y.all_reduce, s.training ? all_reduce_bytes(s) : 0);
+    symmetric.take(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
+    symmetric.take(y.chunk_stage, s.stage ? pes * s.window_chunks * z.chunk_pitch : 0);
+    symmetric.take(y.result_stage, s.stage ? pes * s.window_chunks * z.return_pitch : 0);
+}
+
+}  // namespace aristos
+
+extern "C" {
+// LayerShape::tile_m and tile_n of the two GEMM paths, for the host.
+extern const aristos::u32 aristos_ampere_tile[2] = {aristos::AMPERE_TILE_M, aristos::AMPERE_TILE_N};
+extern const aristos::u32 aristos_hopper_tile[2] = {aristos::HOPPER_TILE_M, aristos::HOPPER_TILE_N};
+}
+
+extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,
+                             aristos::u64 symmetric_base, void* layer, aristos::LayerInfo* info) {
+    using namespace aristos;
+    if (int field = check_shape(*shape)) return field;
+    Layer l{};
+    l.shape = *shape;
+    l.tables = *tables;
+    l.sizes = layer_sizes(*shape, tables->tensor_maps != nullptr);
+    Bump local{local_base}, symmetric{symmetric_base};
+    u64 zero_bytes = 0, signal_bytes = 0;
+    place_layer(l, local, symmetric, zero_bytes, signal_bytes);
+
+    auto address = [](const void* p) { return reinterpret_cast<u64>(p); };
+    *info = LayerInfo{};
+    info->layer_bytes = sizeof(Layer);
+    info->local_bytes = local.used;
+    info->symmetric_bytes = symmetric.used;
+    info->signals = symmetric_base;
+    info->signal_bytes = signal_bytes;
+    info->local_zero = local_base;
+    info->local_zero_bytes = zero_bytes;
+    info->chosen = address(l.routing.chosen);
+    info->routing_weights = address(l.routing.routing_weights);
+    info->expert_rows = address(l.batches.expert_rows);
+    info->loss_sums = address(l.losses.all);
+    info->stats = address(l.stats);
+    info->error = address(l.error);
+    info->spans = address(l.spans);
+    info->span_count = address(l.control) + offsetof(ControlWords, span_count);
+    layer_launches(l, info->launches);
+    if (layer) std::memcpy(layer, &l, sizeof l);
+    return 0;
+}

@@ -1,0 +1,55 @@
+// Sizes and field offsets of params.h as this compiler lays them out, for the test of its mirror in Rust.
+#include <cstddef>
+
+#include "params.h"
+
+using namespace aristos;
+
+#define F(type, field) offsetof(type, field)
+
+extern "C" {
+extern const u64 aristos_params_layout[] = {
+    sizeof(LayerShape),
+    F(LayerShape, my_pe), F(LayerShape, n_pes), F(LayerShape, hidden), F(LayerShape, intermediate),
+    F(LayerShape, shared_intermediate), F(LayerShape, shared_gate), F(LayerShape, n_experts), F(LayerShape, n_local),
+    F(LayerShape, max_local), F(LayerShape, hosts), F(LayerShape, top_k), F(LayerShape, dtype), F(LayerShape, gated),
+    F(LayerShape, activation), F(LayerShape, bias), F(LayerShape, shared_gated), F(LayerShape, shared_activation),
+    F(LayerShape, shared_bias), F(LayerShape, router_parts), F(LayerShape, scoring), F(LayerShape, renormalise),
+    F(LayerShape, n_groups), F(LayerShape, top_groups), F(LayerShape, correction_bias), F(LayerShape, scaling),
+    F(LayerShape, aux_loss_coef), F(LayerShape, z_loss_coef), F(LayerShape, capacity_factor),
+    F(LayerShape, max_tokens), F(LayerShape, chunk_rows), F(LayerShape, window_chunks), F(LayerShape, round_slots),
+    F(LayerShape, training), F(LayerShape, stage), F(LayerShape, bulk), F(LayerShape, blocks),
+    F(LayerShape, comm_blocks), F(LayerShape, tile_m), F(LayerShape, tile_n), F(LayerShape, wait_limit_ns),
+    sizeof(MlpWeights),
+    F(MlpWeights, gate), F(MlpWeights, up), F(MlpWeights, down), F(MlpWeights, gate_bias), F(MlpWeights, up_bias),
+    F(MlpWeights, down_bias),
+    sizeof(MlpGradients),
+    F(MlpGradients, gate), F(MlpGradients, up), F(MlpGradients, down), F(MlpGradients, gate_bias),
+    F(MlpGradients, up_bias), F(MlpGradients, down_bias),
+    sizeof(Tables),
+    F(Tables, router), F(Tables, router_f32), F(Tables, router_bias), F(Tables, shared_gate), F(Tables, owner),
+    F(Tables, local_index), F(Tables, weights), F(Tables, gradients), F(Tables, grad_router),
+    F(Tables, grad_shared_gate), F(Tables, peer), F(Tables, tensor_maps),
+    sizeof(Pass),
+    F(Pass, pass), F(Pass, forward), F(Pass, tokens), F(Pass, trace), F(Pass, x), F(Pass, grad_output),
+    F(Pass, output),
+    sizeof(ErrorRecord),
+    F(ErrorRecord, kind), F(ErrorRecord, pe), F(ErrorRecord, what), F(ErrorRecord, phase), F(ErrorRecord, expected),
+    F(ErrorRecord, seen), F(ErrorRecord, index),
+    sizeof(PassStats),
+    F(PassStats, header_bytes), F(PassStats, dispatch_row_bytes), F(PassStats, dispatch_slot_bytes),
+    F(PassStats, combine_row_bytes), F(PassStats, combine_slot_bytes), F(PassStats, dispatch_rows),
+    F(PassStats, combine_rows), F(PassStats, puts), F(PassStats, signals), F(PassStats, fences),
+    F(PassStats, all_reduce_bytes), F(PassStats, rounds), F(PassStats, phase_block_ns),
+    sizeof(SpanRecord),
+    F(SpanRecord, start_ns), F(SpanRecord, end_ns), F(SpanRecord, block), F(SpanRecord, phase),
+    sizeof(Launch),
+    F(Launch, grid), F(Launch, block), F(Launch, shared_bytes), F(Launch, cooperative),
+    sizeof(LayerInfo),
+    F(LayerInfo, layer_bytes), F(LayerInfo, local_bytes), F(LayerInfo, symmetric_bytes), F(LayerInfo, signals),
+    F(LayerInfo, signal_bytes), F(LayerInfo, local_zero), F(LayerInfo, local_zero_bytes), F(LayerInfo, chosen),
+    F(LayerInfo, routing_weights), F(LayerInfo, expert_rows), F(LayerInfo, loss_sums), F(LayerInfo, stats),
+    F(LayerInfo, error), F(LayerInfo, spans), F(LayerInfo, span_count), F(LayerInfo, launches),
+};
+extern const u64 aristos_params_layout_len = sizeof(aristos_params_layout) / sizeof(u64);
+}

@@ -1,0 +1,30 @@
+// How a block of a persistent kernel computes on Hopper: loads, products and epilogues of successive tasks overlap.
+#pragma once
+#include "gemm_hopper.h"
+#include "launch.h"
+#include "tasks.h"
+
+#if ARISTOS_HOPPER
+namespace aristos {
+
+template <class T, u32 KINDS> struct HopperPath {
+    using Element = T;
+    static_assert(hopper::TILE_M == HOPPER_TILE_M && hopper::TILE_N == HOPPER_TILE_N, "launch.h");
+    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
+    static constexpr u32 SHARED_BYTES = (hopper::SHARED_BYTES + 127) / 128 * 128;
+    static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
+
+    // Inlined: a function of its own would not know how few registers the producers have left themselves.
+    struct Source {
+        Block& b;
+        DEVICE bool next(GemmTask& t) { return scheduler_of(b).next(t); }
+        DEVICE void done(const GemmTask& t) { scheduler_of(b).done(t); }
+    };
+    static DEVICE void run(Block& b) {
+        Source source{b};
+        gemm_loop_hopper<T, KINDS>(source, dev::shared());
+    }
+};
+
+}  // namespace aristos
+#endif

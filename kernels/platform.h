@@ -1,0 +1,33 @@
+// The machine, as kernels see it: threads, barriers, ordered memory, asynchronous copies, tensor-core instructions, one-sided
+// puts. A kernel includes this file and nothing of CUDA, so that the same source runs on a GPU (platform_cuda.h) and on a
+// CPU (host/platform_host.h, where it is tested).
+//
+// A kernel is written
+//     KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass pass) { ... }     // at most 256 threads, 1 block per SM
+//     REGISTER_KERNEL(aristos_plan)
+// inside `namespace aristos` after `using namespace dev;` (there, and not globally: CUDA and libc have a ballot and a pause
+// of their own), with at most 4 trivially copyable parameters. Every loop that spins on memory calls pause() once per turn.
+//
+// ARISTOS_HOPPER is 1 where TMA, mbarriers and wgmma exist: with sm_90a (given on the compiler's line) and on the host.
+#pragma once
+#include "params.h"
+
+namespace aristos {
+
+// Elements as they lie in memory; arithmetic is in float.
+struct Bf16 { u16 bits; };
+struct F16 { u16 bits; };
+
+// The piece that one thread moves at once.
+struct alignas(16) Vec16 { u32 w[4]; };
+
+// A 2-D TMA map: opaque, made by the host.
+struct alignas(64) TensorMap { u8 bytes[128]; };
+
+}  // namespace aristos
+
+#ifdef __CUDACC__
+#include "platform_cuda.h"
+#else
+#include "host/platform_host.h"
+#endif

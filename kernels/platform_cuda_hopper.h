@@ -1,0 +1,87 @@
+// What sm_90a has beyond Ampere: mbarriers, TMA, wgmma. Included by platform_cuda.h alone.
+#pragma once
+#include "platform_cuda_wgmma.h"
+
+namespace aristos::dev {
+
+// ---- mbarriers: 8 bytes of shared memory. A phase ends when `count` arrivals and all announced bytes have come.
+
+DEVICE void mbarrier_init(u64* bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
+// After the inits, before other threads or TMA use the barriers.
+DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(u64* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+DEVICE void mbarrier_arrive_expect(u64* bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+// True when the phase of parity `parity` has ended: a new barrier is in phase 0, so parity 1 is true at once.
+DEVICE bool mbarrier_test(u64* bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(shared_address(bar)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+DEVICE void mbarrier_wait(u64* bar, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(shared_address(bar)), "r"(parity)
+            : "memory");
+    } while (done == 0);
+}
+
+// Writes of this thread to shared memory become visible to TMA and wgmma.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- TMA
+
+// The map's box, from element (row, col), to `smem`, 128-byte swizzled, zeros where out of bounds. By one thread.
+DEVICE void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(smem)),
+        "l"(map), "r"(col), "r"(row), "r"(shared_address(bar))
+        : "memory");
+}
+// A map that the host copied into device memory before the kernel began: once in each block before its first use there, by a thread
+// that the using one has met since (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
+DEVICE void tensor_map_fence(const TensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// ---- wgmma
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most the last N groups of this warpgroup are under way.
+template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// Keeps the compiler from moving reads and writes of accumulators across: call it on them before wgmma_fence() and after
+// wgmma_wait().
+template <int K> DEVICE void wgmma_fence_operand(float (&acc)[K]) {
+    UNROLL
+    for (int i = 0; i < K; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// Operand of 16-bit elements in shared memory with 128-byte swizzle, in atoms of 8 lines of 128 bytes, 1024-byte aligned.
+// k fastest (TRANS 0): a line is one row (A) or column (B), 64 k; `sbo_bytes` from 8 rows to the next 8, `lbo_bytes` unused.
+// The next 16 k are 32 bytes further. Rows fastest (TRANS 1): a line is 64 rows at one k; `sbo_bytes` from 8 k to the next 8,
+// `lbo_bytes` from 64 rows to the next 64. Bits: address 0-13, LBO 16-29, SBO 32-45 (all in 16 bytes), swizzle 62-63.
+DEVICE u64 smem_descriptor(const void* smem, u32 lbo_bytes, u32 sbo_bytes) {
+    return u64(shared_address(smem) >> 4 & 0x3fff) | u64(lbo_bytes >> 4 & 0x3fff) << 16 | u64(sbo_bytes >> 4 & 0x3fff) << 32 |
+           u64(1) << 62;
+}
+
+// More, or fewer, registers for every thread of this warpgroup.
+template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+}  // namespace aristos::dev

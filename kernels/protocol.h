@@ -1,0 +1,191 @@
+// What PEs say to each other: places, stamps, signals, and waits that end. docs/protocol.md and docs/kernels.md, "Rounds".
+#pragma once
+#include "layer.h"
+#include "platform.h"
+
+// kernels/tests/protocol_test.cpp plants faults where this stands, and sees that its cases notice them. Elsewhere it is false.
+#ifndef ARISTOS_PLANTED
+#define ARISTOS_PLANTED(fault) false
+#endif
+
+namespace aristos {
+
+// ---- Words of a header, before the counts of the destination's local experts; then, at header_counts_bytes, the sums for the
+// losses as f64.
+enum HeaderWord : u32 {
+    HEADER_ROUNDS = 0,        // of the pair, 0: no rows
+    HEADER_WORLD_ROUNDS = 1,  // the most of any pair of this source
+    HEADER_ROWS = 2,          // of the pair, in all rounds
+    HEADER_SLOTS = 3,         // of this round
+    HEADER_RETURN_CHUNK = 4,  // where in the source's return area the results of the pair's chunk 0 go
+    HEADER_TOKENS = 5,        // of the source
+    HEADER_FIRST_CHUNK = 6,   // of this round
+    HEADER_END_CHUNK = 7,
+};
+static_assert(HEADER_END_CHUNK + 1 == HEADER_WORDS, "counts follow the words");
+
+// Which of a pair's three places a header goes to. Those of forward passes are protocol.md's two. A header in backward has rows
+// behind it and so results, which its source waits for: it was read before the next is written, and one place is enough.
+DEVICE u32 header_place(const Pass& pass, bool backward) {
+    if (ARISTOS_PLANTED(ONE_PLACE)) return backward ? 2 : 0;
+    return backward ? 2 : u32(pass.forward & 1);
+}
+
+DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
+    return (u64(place) * l.shape.n_pes + source) * l.sizes.header_bytes;
+}
+DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
+    return l.symmetric.header_signal + place * l.shape.n_pes + source;
+}
+DEVICE u64 chunk_offset(const Layer& l, u32 pe, u32 place) {
+    return (u64(pe) * l.shape.window_chunks + place) * l.sizes.chunk_pitch;
+}
+DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 place) {
+    return l.symmetric.chunk_signal + u64(source) * l.shape.window_chunks + place;
+}
+DEVICE u64* result_signal(const Layer& l, u32 dest, u32 chunk) {
+    return l.symmetric.result_signal + u64(dest) * l.sizes.max_chunks + chunk;
+}
+
+// ---- Stamps. Every word is SET by one PE, to ever greater values.
+constexpr u32 STEP_BITS = 24;
+DEVICE u64 stamp(const Pass& pass, u32 step) {
+    if (ARISTOS_PLANTED(NO_PASS)) return step + 1;
+    return (pass.pass << STEP_BITS) + step + 1;
+}
+DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
+
+// ---- Numbers of passes.
+// The pass with its numbers, for kernels up to the persistent one, whose last block counts it (`count_pass`).
+DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {
+    if (pass.pass == 0) {
+        pass.pass = l.symmetric.passes[0] + 1;
+        pass.forward = backward ? l.control->forward : l.symmetric.passes[1] + 1;
+    }
+    return pass;
+}
+// The number of the pass for kernels after the persistent one.
+DEVICE u64 counted(const Layer& l, const Pass& pass) { return pass.pass == 0 ? l.symmetric.passes[0] : pass.pass; }
+DEVICE void count_pass(const Layer& l, const Pass& pass, bool backward) {
+    l.symmetric.passes[0] = pass.pass;
+    if (backward) return;
+    l.symmetric.passes[1] = pass.forward;
+    l.control->forward = pass.forward;
+}
+
+// ---- Peers.
+DEVICE bool reachable(const Layer& l, u32 pe) { return pe == l.shape.my_pe || l.tables.peer[pe] != 0; }
+
+// The same place at `pe`, which is reachable.
+template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
+    if (pe == l.shape.my_pe) return mine;
+    return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
+}
+
+// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative.
+DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
+    if (!reachable(l, pe)) return dev::signal_set(mine, value, pe);
+    u64* to = at_peer(l, mine, pe);
+    if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
+    else dev::store_release_sys(to, value);
+}
+
+// ---- Errors and waits.
+// A block that waits for another one of its PE is longer patient than that one is with a peer, whose name is what the user wants.
+constexpr u32 LOCAL_PATIENCE = 4;
+
+struct Waiting {
+    u32 pe;
+    u32 what;   // ErrorWhat
+    u32 phase;  // PhaseId
+    u64 expected;
+    u64 index;
+};
+
+// The first error of a PE stays; `kind` last, since it is what stops the others.
+DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
+    if (!dev::compare_swap(&l.control->error_claimed, 0, 1)) return;
+    ErrorRecord* e = l.error;
+    e->pe = w.pe;
+    e->what = w.what;
+    e->phase = w.phase;
+    e->expected = w.expected;
+    e->seen = seen;
+    e->index = w.index;
+    dev::fence_sys();
+    dev::store_release(&e->kind, kind);
+}
+
+DEVICE bool aborted(const Layer& l) { return dev::load_relaxed(&l.error->kind) != ERROR_NONE; }
+
+// One thread. `poll(seen)` says whether it is there, and gives what it saw.
+template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll, u32 patience = 1) {
+    u64 seen = 0;
+    if (poll(seen)) return true;
+    u64 start = dev::nanoseconds();
+    for (;;) {
+        dev::pause();
+        if (poll(seen)) return true;
+        if (aborted(l)) return false;
+        if (dev::nanoseconds() - start > patience * l.shape.wait_limit_ns) {
+            record_error(l, ERROR_TIMEOUT, w, seen);
+            return false;
+        }
+    }
+}
+
+// One thread. A word that a peer sets; `shift` drops flag bits.
+DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 shift = 0) {
+    return wait_until(l, w, [&](u64& seen) {
+        seen = (ARISTOS_PLANTED(NO_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire_sys(word)) >> shift;
+        return seen >= w.expected;
+    });
+}
+
+// One thread. A word that another block of this PE counts up.
+DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase, u64 index) {
+    Waiting w{l.shape.my_pe, WHAT_LOCAL, phase, expected, index};
+    return wait_until(l, w, [&](u64& seen) {
+        seen = ARISTOS_PLANTED(NO_LOCAL_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire(word);
+        return seen >= expected;
+    }, LOCAL_PATIENCE);
+}
+
+// All threads of all blocks. False: aborted, for at least this block.
+OUTLINE bool grid_barrier(const Layer& l) {
+    dev::sync_block();
+    bool ok = true;
+    if (dev::thread() == 0) {
+        u64 blocks = dev::blocks();
+        dev::fence_gpu();
+        u64 before = dev::fetch_add(&l.control->barrier, u64(1));
+        Waiting w{l.shape.my_pe, WHAT_LOCAL, PHASE_WAITING, (before / blocks + 1) * blocks, dev::block()};
+        ok = wait_until(l, w, [&](u64& seen) {
+            seen = dev::load_acquire(&l.control->barrier);
+            return seen >= w.expected;
+        }, LOCAL_PATIENCE);
+        dev::fence_gpu();
+    }
+    return !dev::sync_block_or(!ok);
+}
+
+// All threads of all blocks of all PEs; bulk mode only. One word for each of a step's three barriers: between two uses of a
+// word every PE passes another barrier, so its first value has arrived before the second is set.
+OUTLINE bool pe_barrier(const Layer& l, const Pass& pass, u32 which, u32 step) {
+    if (!grid_barrier(l)) return false;
+    bool ok = true;
+    u32 n = l.shape.n_pes, me = l.shape.my_pe;
+    if (dev::block() == 0) {
+        u64 value = stamp(pass, step);
+        u64* words = l.symmetric.barrier_signal + which * n;
+        dev::fence_sys();
+        for (u32 pe = dev::thread(); pe < n; pe += dev::threads())
+            if (pe != me) signal_peer(l, words + me, value, pe);
+        for (u32 pe = dev::thread(); pe < n && ok; pe += dev::threads())
+            if (pe != me) ok = wait_signal(l, words + pe, {pe, WHAT_BARRIER, PHASE_WAITING, value, which});
+    }
+    if (dev::sync_block_or(!ok)) return false;
+    return grid_barrier(l);
+}
+
+}  // namespace aristos

@@ -1,0 +1,90 @@
+// What routing and its backward share: sums over a warp in a fixed order, the total order of f32, scores from logits.
+#pragma once
+#include <cstring>
+#include "layer.h"
+#include "platform.h"
+#include "route_sizes.h"
+
+namespace aristos {
+
+DEVICE u32 float_bits(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+DEVICE float bits_float(u32 bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+DEVICE u32 count_bits(u32 x) {
+    x = x - ((x >> 1) & 0x55555555u);
+    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
+    return ((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u >> 24;
+}
+
+DEVICE float warp_sum(float x) {
+    for (u32 mask = 16; mask > 0; mask /= 2) x += dev::shfl_xor(x, mask);
+    return x;
+}
+DEVICE float warp_max(float x) {
+    for (u32 mask = 16; mask > 0; mask /= 2) x = fmaxf(x, dev::shfl_xor(x, mask));
+    return x;
+}
+DEVICE double warp_sum(double x) {
+    for (u32 mask = 16; mask > 0; mask /= 2) {
+        u64 bits;
+        memcpy(&bits, &x, 8);
+        bits = dev::shfl_xor(bits, mask);
+        double other;
+        memcpy(&other, &bits, 8);
+        x += other;
+    }
+    return x;
+}
+
+// Unsigned integers in the total order of f32 (IEEE 754-2019, 5.10), so that a NaN is just another value; and back.
+DEVICE u32 total_order(float x) {
+    const u32 bits = float_bits(x);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+DEVICE float from_total_order(u32 key) { return bits_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + dev::exp_(-x)); }
+
+// What a token's logits give its scores.
+struct TokenScores {
+    float max, sum;  // of exp(logit - max)
+    u32 scoring;
+    DEVICE float score(float logit) const {
+        return scoring == SCORING_SIGMOID ? sigmoid_of(logit) : dev::exp_(logit - max) / sum;
+    }
+    DEVICE float lse() const { return max + dev::log_(sum); }
+};
+
+// By a warp, for the same token; every lane gets it.
+DEVICE TokenScores token_scores(const float* logits, u32 n_experts, u32 scoring) {
+    float max = -INFINITY, sum = 0.0f;
+    for (u32 e = dev::lane(); e < n_experts; e += 32) max = fmaxf(max, logits[e]);
+    max = warp_max(max);
+    for (u32 e = dev::lane(); e < n_experts; e += 32) sum += dev::exp_(logits[e] - max);
+    return {max, warp_sum(sum), scoring};
+}
+
+// What scores are divided by to become probabilities: 1 for softmax.
+DEVICE double prob_norm(const TokenScores& scores, const float* logits, u32 n_experts) {
+    if (scores.scoring != SCORING_SIGMOID) return 1.0;
+    double sum = 0.0;
+    for (u32 e = dev::lane(); e < n_experts; e += 32) sum += double(scores.score(logits[e]));
+    sum = warp_sum(sum);
+    return sum > 2.2250738585072014e-308 ? sum : 2.2250738585072014e-308;
+}
+
+// What renormalised weights are divided by, from the sum of the chosen scores.
+DEVICE float weight_norm(const LayerShape& shape, float sum) {
+    if (!shape.renormalise) return 1.0f;
+    return shape.scoring == SCORING_SIGMOID ? sum + 1e-20f : sum;
+}
+
+}  // namespace aristos

@@ -1,0 +1,186 @@
+// Sizes and launches of routing, plan, their backward, and the all-reduce: functions of the shape alone, for the kernels and
+// for memory.cpp, which carves the memory. Needs nothing of a GPU.
+#pragma once
+#include "params.h"
+
+namespace aristos {
+
+constexpr u32 MAX_EXPERTS = 8192;     // a warp's scores lie in shared memory while it selects
+constexpr u32 MAX_TOP_K = 128;        // so that the slots of one segment of tokens can be counted in 16 bits
+
+constexpr u32 ROUTE_TOKENS = 32;      // of one block of aristos_route
+constexpr u32 ROUTE_THREADS = 256;
+constexpr u32 PLAN_TOKENS = 256;      // of one segment of aristos_plan: a thread each
+constexpr u32 PLAN_EXPERTS = 1024;    // whose tokens of a segment are counted in one go
+constexpr u32 PLAN_PES = 16;          // whose rows of a segment are counted in one go
+constexpr u32 SCALE_TOKENS = 64;      // tokens whose gradients of logits share one scale: a block of aristos_route_backward
+constexpr u32 GRAD_PARTS = 3;         // planes of the layer's dtype that a gradient of a logit is split into
+
+constexpr u32 div_up(u32 a, u32 b) { return (a + b - 1) / b; }
+constexpr u32 least(u32 a, u32 b) { return a < b ? a : b; }
+constexpr u32 most(u32 a, u32 b) { return a > b ? a : b; }
+constexpr u64 align_bytes(u64 bytes) { return (bytes + 255) / 256 * 256; }
+
+constexpr bool has_losses(const LayerShape& s) { return s.aux_loss_coef != 0.0f || s.z_loss_coef != 0.0f; }
+
+// Whether these kernels can run the shape at all; memory.cpp refuses it otherwise.
+constexpr bool route_shape_ok(const LayerShape& s) {
+    return s.n_experts >= 1 && s.n_experts <= MAX_EXPERTS && s.top_k >= 1 && s.top_k <= MAX_TOP_K &&
+           s.top_k <= s.n_experts && s.hidden % 8 == 0 && s.router_parts >= 1 && s.router_parts <= 3 &&
+           (s.n_groups == 0 || (s.n_experts % s.n_groups == 0 && s.top_groups >= 1 && s.top_groups <= s.n_groups &&
+                                s.n_experts / s.n_groups * s.top_groups >= s.top_k));
+}
+
+// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32. As many steps are on their way at once as let two
+// blocks be on an SM of an A100 where that is possible: with so little work a step, latency decides.
+constexpr u32 SMALL_TILE_N = 128, SMALL_TILE_K = 32;
+constexpr u32 small_step_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
+}
+constexpr u32 small_stages(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return most(3, least(8, (80 << 10) / small_step_bytes(tile_m, parts_a, parts_b)));
+}
+constexpr u32 small_gemm_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
+    return small_stages(tile_m, parts_a, parts_b) * small_step_bytes(tile_m, parts_a, parts_b);
+}
+
+// ---- Scratch: local memory that one pass's kernels of this family use between themselves. Nothing in it outlives the pass,
+// and none of it needs to be zero.
+// In forward: sums for the losses, then the plan's counts.
+constexpr u32 route_blocks(const LayerShape& s) { return div_up(s.max_tokens, ROUTE_TOKENS); }
+constexpr u32 plan_segments(const LayerShape& s) { return div_up(s.max_tokens, PLAN_TOKENS); }
+constexpr u32 plan_max_chunks(const LayerShape& s) { return div_up(s.max_tokens, s.chunk_rows); }
+// Whether some routing needs more than one round.
+constexpr bool plan_may_split(const LayerShape& s) {
+    return plan_max_chunks(s) > s.window_chunks || u64(s.max_tokens) * least(s.top_k, s.max_local) > s.round_slots;
+}
+struct PlanScratch {
+    u64 barrier;      // u64: arrivals at the barrier of aristos_plan's blocks; zeroed by aristos_route
+    u64 loss_parts;   // f64 [route_blocks][1 + E]: z_sum, prob_sums
+    u64 histogram;    // u32 [segments][E]
+    u64 dest_counts;  // u32 [segments][n_pes]: rows << 16 | slots
+    u64 pair_rank;    // u32 [max_tokens][k]: among its expert's pairs
+    u64 round_first;  // u32 [max_chunks][E]: rank of the first slot of a round
+    u64 bytes;
+};
+constexpr PlanScratch plan_scratch(const LayerShape& s) {
+    PlanScratch p{};
+    p.barrier = 0;
+    p.loss_parts = align_bytes(8);
+    p.histogram = p.loss_parts + align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
+    p.dest_counts = p.histogram + align_bytes(u64(plan_segments(s)) * s.n_experts * 4);
+    p.pair_rank = p.dest_counts + align_bytes(u64(plan_segments(s)) * s.n_pes * 4);
+    p.round_first = p.pair_rank + align_bytes(u64(s.max_tokens) * s.top_k * 4);
+    p.bytes = p.round_first + (plan_may_split(s) ? align_bytes(u64(plan_max_chunks(s)) * s.n_experts * 4) : 0);
+    return p;
+}
+
+// In backward: gradients of the logits in planes, and partial sums of the router's gradient. The shared expert's gate counts
+// as one more expert.
+constexpr u32 grad_rows(const LayerShape& s) { return s.n_experts + (s.shared_gate ? 1 : 0); }
+constexpr u32 grad_stride(const LayerShape& s) { return div_up(grad_rows(s), 8) * 8; }
+constexpr u32 grad_tiles_m(const LayerShape& s) { return div_up(grad_rows(s), 64); }
+constexpr u32 grad_tiles_n(const LayerShape& s) { return div_up(s.hidden, SMALL_TILE_N); }
+constexpr u32 grad_tiles(const LayerShape& s) { return grad_tiles_m(s) * grad_tiles_n(s); }
+// Into how many ranges of tokens the sum is cut: about two blocks for each that can be resident.
+constexpr u32 grad_splits(const LayerShape& s) {
+    return most(1, least(least(2 * s.blocks / most(1, grad_tiles(s)), div_up(s.max_tokens, 4 * SCALE_TOKENS)), 32));
+}
+struct GradScratch {
+    u64 planes;    // T [GRAD_PARTS][max_tokens][grad_stride]
+    u64 scales;    // f32 [tokens / SCALE_TOKENS]: what the planes are to be multiplied by
+    u64 counters;  // u32 [grad_tiles]: ranges of tokens that have been summed; zeroed by aristos_route_backward
+    u64 partials;  // f32 [splits][grad_rows][H]
+    u64 bytes;
+};
+constexpr GradScratch grad_scratch(const LayerShape& s) {
+    GradScratch g{};
+    if (!s.training) return g;
+    g.planes = 0;
+    g.scales = align_bytes(u64(GRAD_PARTS) * s.max_tokens * grad_stride(s) * 2);
+    g.counters = g.scales + align_bytes(u64(div_up(s.max_tokens, SCALE_TOKENS)) * 4);
+    g.partials = g.counters + align_bytes(u64(grad_tiles(s)) * 4);
+    g.bytes = g.partials + (grad_splits(s) > 1 ? align_bytes(u64(grad_splits(s)) * grad_rows(s) * s.hidden * 4) : 0);
+    return g;
+}
+
+// Bytes of Plan::scratch and of Layer::route_scratch, both local and 256-byte aligned.
+constexpr u64 plan_scratch_bytes(const LayerShape& s) { return plan_scratch(s).bytes; }
+constexpr u64 route_scratch_bytes(const LayerShape& s) { return grad_scratch(s).bytes; }
+
+// ---- All-reduce: the replicated gradients, one after another, each rounded up to whole 16-byte pieces.
+constexpr u32 REDUCE_SEGMENTS = 8;
+constexpr u32 REDUCE_THREADS = 256;
+constexpr u32 REDUCE_SLOTS = 4;  // pieces of one channel on the way between two PEs
+constexpr u64 reduce_round(u64 count) { return (count + 3) / 4 * 4; }
+constexpr u64 reduce_elements(const LayerShape& s) {
+    const u64 h = s.hidden, i = s.shared_intermediate;
+    u64 n = reduce_round(u64(s.n_experts) * h);
+    if (i > 0) {
+        n += (s.shared_gated ? 3 : 2) * reduce_round(h * i);
+        if (s.shared_bias) n += (s.shared_gated ? 2 : 1) * reduce_round(i) + reduce_round(h);
+        if (s.shared_gate) n += reduce_round(h);
+    }
+    return n;
+}
+// Over the network few large pieces, since every signal costs a fence there; else many small ones, a block each. At most
+// 1 MiB per peer and direction either way.
+struct ReduceShape {
+    u64 elements, per_pe;   // all, and of one owner
+    u32 channels, piece;    // blocks, and elements of one piece
+    u32 steps;              // pieces of one channel of one owner
+};
+constexpr ReduceShape reduce_shape(const LayerShape& s) {
+    ReduceShape r{};
+    r.elements = reduce_elements(s);
+    r.per_pe = reduce_round((r.elements + s.n_pes - 1) / s.n_pes);
+    const u32 channels = s.stage ? 4 : 16, piece = s.stage ? 16384 : 4096;
+    r.channels = most(1, least(channels, s.blocks));
+    const u64 share = reduce_round((r.per_pe + r.channels - 1) / r.channels);
+    r.piece = share < piece ? u32(share) : piece;
+    r.steps = u32((r.per_pe + u64(r.piece) * r.channels - 1) / (u64(r.piece) * r.channels));
+    return r;
+}
+// Areas of the stage, each [n_pes][channels][slots][piece] f32: values that came in, sums that came back; with a network also
+// values on their way out, and [channels][slots][piece] of sums.
+constexpr u64 reduce_area(const LayerShape& s) {
+    const ReduceShape r = reduce_shape(s);
+    return u64(r.channels) * REDUCE_SLOTS * r.piece * 4;
+}
+constexpr u64 all_reduce_bytes(const LayerShape& s) {
+    if (!s.training || s.n_pes == 1) return 0;
+    return align_bytes(reduce_area(s) * (s.stage ? 3 * s.n_pes + 1 : 2 * s.n_pes));
+}
+// Signal words: [2][n_pes][channels][slots], values in and sums back.
+constexpr u32 all_reduce_signal_words(const LayerShape& s) {
+    return s.training && s.n_pes > 1 ? 2 * s.n_pes * reduce_shape(s).channels * REDUCE_SLOTS : 0;
+}
+
+// ---- Launches.
+constexpr u32 select_warps(const LayerShape& s) { return most(1, least(8, (64 << 10) / (8 * s.n_experts))); }
+constexpr Launch route_launch(const LayerShape& s) {
+    const u32 gemm = small_gemm_bytes(ROUTE_TOKENS, 1, s.router_parts);
+    const u32 select = select_warps(s) * (s.n_experts + s.n_groups) * 4;
+    return {most(1, route_blocks(s)), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
+}
+constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd for the sake of the banks
+constexpr u32 plan_work_words(const LayerShape& s) {
+    const u32 masks = most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, s.n_experts);
+    return most(masks, PLAN_PES * (PLAN_TOKENS + 1));
+}
+constexpr Launch plan_launch(const LayerShape& s) {
+    const u32 words = plan_work_words(s) + 6 * s.n_pes + 2 * s.n_experts + 2;
+    return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, words * 4, 1};
+}
+constexpr Launch route_backward_launch(const LayerShape& s) {
+    return {most(1, div_up(s.max_tokens, SCALE_TOKENS)), ROUTE_THREADS, 1024, 0};
+}
+constexpr Launch router_gradients_launch(const LayerShape& s) {
+    const u32 items = grad_tiles(s) * grad_splits(s) + div_up(s.max_tokens, 64) * grad_tiles_n(s);
+    return {most(1, items), ROUTE_THREADS, small_gemm_bytes(64, GRAD_PARTS, s.router_parts) + 1024, 0};
+}
+constexpr Launch all_reduce_launch(const LayerShape& s) {
+    return {s.n_pes > 1 ? reduce_shape(s).channels : 1, REDUCE_THREADS, 1024, 1};
+}
+
+}  // namespace aristos

@@ -1,0 +1,402 @@
+// The Hopper GEMM path on the host's machine: queues of tiles of several experts, forward and then backward, against float64.
+//
+// Experts of 1, 7, 64, 129 and 200 slots, with K, M and N that end within a box, a piece of 16 bytes before or after one; rows between
+// batches hold NaN, and so does what no row pointer may lead to; everything that is written must lie within its array. The same queue
+// must give the same bytes on any number of blocks, for any seed of the machine, and with tasks that become known late.
+#include <limits>
+
+#include "../gemm_hopper_test_kernels.h"
+#include "gemm_reference.h"
+#include "testing.h"
+
+namespace {
+
+using namespace aristos;
+using reference::Near;
+
+void fail(const std::string& what) { CHECK(false, "%s", what.c_str()); }
+
+template <class T> TensorMap tensor_map(const T* weights, u32 rows, u32 columns) {
+    TensorMap map;
+    u64 base = reinterpret_cast<u64>(weights), stride = u64(columns) * sizeof(T);
+    if (aristos_host_tensor_map(&map, base, rows, columns, stride, hopper::PANEL, hopper::PANEL, sizeof(T)) != 0) {
+        fail(std::string("tensor map: ") + aristos_host_error());
+    }
+    return map;
+}
+
+// An array between two guards, 16-byte aligned, all bytes PATTERN before.
+constexpr unsigned char PATTERN = 0x5a;
+template <class E> class Guarded {
+    static constexpr size_t GUARD = 256;
+    struct alignas(256) Block { unsigned char bytes[256]; };
+    std::vector<Block> memory_;
+    size_t count_;
+
+public:
+    explicit Guarded(size_t count) : memory_((2 * GUARD + count * sizeof(E)) / 256 + 1), count_(count) {
+        std::memset(memory_.data(), PATTERN, memory_.size() * 256);
+    }
+    E* data() { return reinterpret_cast<E*>(memory_[0].bytes + GUARD); }
+    const E* data() const { return reinterpret_cast<const E*>(memory_[0].bytes + GUARD); }
+    E& operator[](size_t i) { return data()[i]; }
+    const E& operator[](size_t i) const { return data()[i]; }
+    size_t size() const { return count_; }
+    bool untouched(size_t first, size_t end) const {
+        auto* bytes = reinterpret_cast<const unsigned char*>(data());
+        for (size_t i = first * sizeof(E); i < end * sizeof(E); i++)
+            if (bytes[i] != PATTERN) return false;
+        return true;
+    }
+    void check_guards(const std::string& what) const {
+        const unsigned char* bytes = memory_[0].bytes;
+        size_t used = GUARD + count_ * sizeof(E), end = memory_.size() * 256;
+        for (size_t i = 0; i < end; i == GUARD - 1 ? i = used : i++)
+            if (bytes[i] != PATTERN) return fail(what + ": written outside the array");
+    }
+};
+
+struct Shape {
+    u32 hidden, intermediate;
+    bool gated, bias, weighted, training, accumulate;
+    u32 activation;
+    std::vector<u32> rows;  // of each expert
+};
+
+constexpr u32 GAP = 3;  // rows between two batches
+constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
+
+template <class T> struct Run {
+    Shape shape;
+    u32 H, I, W;  // W: width of gu
+    u32 experts, slots = 0, tokens = 0;
+    std::vector<u32> first;  // first slot of each expert
+    Guarded<T> x, dy, gate, up, down, gu, h, y, dx;
+    Guarded<float> gate_bias, up_bias, down_bias, weight, d_weight, d_gate, d_up, d_down;
+    std::vector<T> poison;                   // a row that no pointer of a batch leads to
+    std::vector<const void*> x_row, dy_row;  // by slot
+    std::vector<TensorMap> maps;
+    u32 d_weight_stride;
+
+    static u32 slots_of(const Shape& s) {
+        u32 n = 0;
+        for (u32 r : s.rows) n += r + GAP;
+        return n;
+    }
+
+    Run(const Shape& s, u32 seed)
+        : shape(s), H(s.hidden), I(s.intermediate), W(s.gated ? 2 * I : I), experts(u32(s.rows.size())), slots(slots_of(s)),
+          tokens(slots / 2 + 1), x(size_t(tokens) * H), dy(size_t(tokens) * H), gate(size_t(experts) * I * H),
+          up(size_t(experts) * I * H), down(size_t(experts) * H * I), gu(size_t(slots) * W), h(size_t(slots) * I),
+          y(size_t(slots) * H), dx(size_t(slots) * H), gate_bias(size_t(experts) * I), up_bias(size_t(experts) * I),
+          down_bias(size_t(experts) * H), weight(slots), d_weight(size_t(slots) * ((I + 255) / 256 + 1)),
+          d_gate(size_t(experts) * I * H), d_up(size_t(experts) * I * H), d_down(size_t(experts) * H * I), poison(H),
+          maps(3 * experts), d_weight_stride((I + 255) / 256 + 1) {
+        std::mt19937 random(seed);
+        std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+        float in = 1.0f / std::sqrt(float(H) / 3), back = 1.0f / std::sqrt(float(I) / 3);
+        for (size_t i = 0; i < x.size(); i++) x[i] = dev::from_float<T>(uniform(random));
+        for (size_t i = 0; i < dy.size(); i++) dy[i] = dev::from_float<T>(uniform(random));
+        for (size_t i = 0; i < gate.size(); i++) gate[i] = dev::from_float<T>(uniform(random) * 2 * in);
+        for (size_t i = 0; i < up.size(); i++) up[i] = dev::from_float<T>(uniform(random) * 2 * in);
+        for (size_t i = 0; i < down.size(); i++) down[i] = dev::from_float<T>(uniform(random) * back);
+        for (size_t i = 0; i < gate_bias.size(); i++) gate_bias[i] = uniform(random);
+        for (size_t i = 0; i < up_bias.size(); i++) up_bias[i] = uniform(random);
+        for (size_t i = 0; i < down_bias.size(); i++) down_bias[i] = uniform(random);
+        for (size_t i = 0; i < weight.size(); i++) weight[i] = uniform(random);
+        if (shape.accumulate) {
+            for (auto* g : {&d_gate, &d_up, &d_down})
+                for (size_t i = 0; i < g->size(); i++) (*g)[i] = uniform(random);
+        }
+        for (T& v : poison) v = dev::from_float<T>(NOT_A_NUMBER);
+        x_row.assign(slots, poison.data());
+        dy_row.assign(slots, poison.data());
+        u32 slot = 0;
+        for (u32 e = 0; e < experts; e++) {
+            first.push_back(slot);
+            for (u32 r = 0; r < shape.rows[e]; r++) {
+                u32 token = random() % tokens;
+                x_row[slot + r] = &x[size_t(token) * H];
+                dy_row[slot + r] = &dy[size_t(token) * H];
+            }
+            slot += shape.rows[e] + GAP;
+            for (u32 r = slot - GAP; r < slot; r++) {
+                for (u32 i = 0; i < W; i++) gu[size_t(r) * W + i] = poison[0];
+                for (u32 i = 0; i < I; i++) h[size_t(r) * I + i] = poison[0];
+                weight[r] = NOT_A_NUMBER;
+            }
+            maps[3 * e] = tensor_map(&gate[size_t(e) * I * H], I, H);
+            maps[3 * e + 1] = tensor_map(&up[size_t(e) * I * H], I, H);
+            maps[3 * e + 2] = tensor_map(&down[size_t(e) * H * I], H, I);
+        }
+    }
+
+    GemmTask task(u32 kind, u32 e, u32 m0, u32 n0, u32 which) {
+        GemmTask t;
+        std::memset(&t, 0xff, sizeof t);  // what a kind does not name may hold anything
+        size_t slot = first[e], in = size_t(e) * I * H;
+        t.kind = kind;
+        t.rows = shape.rows[e];
+        t.m0 = m0;
+        t.n0 = n0;
+        t.hidden = H;
+        t.intermediate = I;
+        t.gated = shape.gated;
+        t.activation = u8(shape.activation);
+        t.training = shape.training;
+        t.accumulate = shape.accumulate;
+        t.which = u8(which);
+        bool of_dy = kind == BACKWARD_DOWN || kind == GRAD_DOWN;
+        t.row = (of_dy ? dy_row : x_row).data() + slot;
+        t.gu = &gu[slot * W];
+        t.h = &h[slot * I];
+        t.y = kind == BACKWARD_UP ? &dx[slot * H] : &y[slot * H];
+        t.gate = t.up = t.down = nullptr;  // TMA takes them
+        t.gate_bias = shape.bias && shape.gated ? &gate_bias[size_t(e) * I] : nullptr;
+        t.up_bias = shape.bias ? &up_bias[size_t(e) * I] : nullptr;
+        t.down_bias = shape.bias ? &down_bias[size_t(e) * H] : nullptr;
+        t.weight = shape.weighted ? &weight[slot] : nullptr;
+        t.d_weight = shape.weighted ? &d_weight[slot * d_weight_stride] : nullptr;
+        t.d_weight_stride = d_weight_stride;
+        t.out = kind == GRAD_DOWN ? &d_down[in] : which == 0 && shape.gated ? &d_gate[in] : &d_up[in];
+        t.tensor_maps = &maps[3 * e];
+        return t;
+    }
+
+    // Runs all tiles of these (kind, which) on a grid of `blocks`, each in one stage of the queue.
+    void launch(const std::vector<std::pair<u32, u32>>& kinds, u32 blocks, u32 seed, u32 delay) {
+        std::vector<GemmTask> tasks;
+        std::vector<u32> needs;
+        for (auto [kind, which] : kinds) {
+            u32 before = u32(tasks.size());
+            for (u32 e = 0; e < experts; e++) {
+                GemmTask any = task(kind, e, 0, 0, which);
+                u32 columns = tile_columns(kind, shape.gated, hopper::TILE_N);
+                for (u32 n = 0; n < gemm_n(any); n += columns)
+                    for (u32 m = 0; m < gemm_m(any); m += hopper::TILE_M) tasks.push_back(task(kind, e, m, n, which));
+            }
+            needs.resize(tasks.size(), before);
+        }
+        u32 state[3] = {0, 0, 0};
+        HopperQueue queue{tasks.data(), needs.data(), u32(tasks.size()), delay, state, state + 1, state + 2, 20'000'000'000};
+        bool f16 = std::is_same_v<T, F16>;
+        testing::World world(1, 4096, seed);
+        world.launch(0, f16 ? "aristos_gemm_hopper_test_f16" : "aristos_gemm_hopper_test_bf16", blocks, hopper::THREADS,
+                     hopper::SHARED_BYTES, static_cast<const HopperQueue*>(&queue));
+        if (state[2]) fail("a task waited too long");
+        if (state[1] != tasks.size()) fail("tasks left undone");
+    }
+};
+
+template <class T> std::vector<double> widen(const Guarded<T>& a) {
+    std::vector<double> out(a.size());
+    for (size_t i = 0; i < out.size(); i++) {
+        if constexpr (std::is_same_v<T, float>) out[i] = a[i];
+        else out[i] = dev::to_float(a[i]);
+    }
+    return out;
+}
+
+void check(double got, Near want, const char* what, size_t slot, u32 column) {
+    double error = std::fabs(got - want.value);
+    if (error <= want.error) return;
+    char line[160];
+    std::snprintf(line, sizeof line, "%s slot or row %zu column %u: %.9g, expected %.9g +- %.3g", what, slot, column, got, want.value,
+                  want.error);
+    fail(line);
+}
+
+template <class T> void check_forward(const Run<T>& r) {
+    const auto type = reference::Type::of(std::is_same_v<T, F16>);
+    const u32 H = r.H, I = r.I, W = r.W;
+    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gu = widen(r.gu), y = widen(r.y);
+    for (u32 e = 0; e < r.experts; e++) {
+        for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++) {
+            std::vector<double> x(H);
+            for (u32 k = 0; k < H; k++) x[k] = dev::to_float(static_cast<const T*>(r.x_row[s])[k]);
+            for (u32 i = 0; i < I; i++) {
+                size_t in = size_t(e) * I * H + size_t(i) * H;
+                Near u = reference::dot({x.data(), 0, 1}, 0, {up.data() + in, 0, 1}, 0, H), g = u;
+                if (r.shape.bias) u = reference::plus(u, r.up_bias[size_t(e) * I + i]);
+                if (r.shape.gated) {
+                    g = reference::dot({x.data(), 0, 1}, 0, {gate.data() + in, 0, 1}, 0, H);
+                    if (r.shape.bias) g = reference::plus(g, r.gate_bias[size_t(e) * I + i]);
+                }
+                Near result = reference::value_f32(r.shape.activation, r.shape.gated ? g : u);
+                if (r.shape.gated) result = reference::times(result, u);
+                check(h[s * I + i], result.rounded(type), "h", s, i);
+                if (!r.shape.training) continue;
+                check(gu[s * W + i], (r.shape.gated ? g : u).rounded(type), "gate", s, i);
+                if (r.shape.gated) check(gu[s * W + I + i], u.rounded(type), "up", s, i);
+            }
+            for (u32 n = 0; n < H; n++) {
+                Near v = reference::dot({h.data() + s * I, 0, 1}, 0, {down.data() + size_t(e) * H * I + size_t(n) * I, 0, 1}, 0, I);
+                if (r.shape.bias) v = reference::plus(v, r.down_bias[size_t(e) * H + n]);
+                check(y[s * H + n], v.rounded(type), "y", s, n);
+            }
+        }
+    }
+    if (!r.shape.training && !r.gu.untouched(0, size_t(r.shape.rows[0]) * W)) fail("gu written without training");
+}
+
+// `before`: gu as forward left it; r.gu and r.h are what backward made of them.
+template <class T> void check_backward(const Run<T>& r, const std::vector<double>& before, const std::vector<std::vector<float>>& old) {
+    const auto type = reference::Type::of(std::is_same_v<T, F16>);
+    const u32 H = r.H, I = r.I, W = r.W;
+    auto gate = widen(r.gate), up = widen(r.up), down = widen(r.down), h = widen(r.h), gu = widen(r.gu), dx = widen(r.dx);
+    std::vector<double> x(size_t(r.slots) * H), dy(size_t(r.slots) * H);
+    for (u32 e = 0; e < r.experts; e++)
+        for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++)
+            for (u32 k = 0; k < H; k++) {
+                x[s * H + k] = dev::to_float(static_cast<const T*>(r.x_row[s])[k]);
+                dy[s * H + k] = dev::to_float(static_cast<const T*>(r.dy_row[s])[k]);
+            }
+    for (u32 e = 0; e < r.experts; e++) {
+        size_t in = size_t(e) * I * H;
+        for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++) {
+            Near w = reference::exact(r.shape.weighted ? r.weight[s] : 1.0);
+            std::vector<Near> sums((I + 255) / 256);
+            std::vector<double> sizes(sums.size());
+            for (u32 i = 0; i < I; i++) {
+                Near q = reference::dot({dy.data() + s * H, 0, 1}, 0, {down.data() + in + i, 0, I}, 0, H);
+                Near dh = reference::times(w, q);
+                Near value = reference::value_f32(r.shape.activation, before[s * W + i]);
+                Near slope = reference::slope_f32(r.shape.activation, before[s * W + i]);
+                Near d_g = reference::times(dh, slope), result = value;
+                if (r.shape.gated) {
+                    Near u = reference::exact(before[s * W + I + i]);
+                    d_g = reference::times(d_g, u);
+                    result = reference::times(result, u);
+                    check(gu[s * W + I + i], reference::times(dh, value).rounded(type), "d_up", s, i);
+                }
+                check(gu[s * W + i], d_g.rounded(type), "d_gate", s, i);
+                check(h[s * I + i], reference::times(w, result).rounded(type), "w h", s, i);
+                Near product = reference::times(q, result);
+                sums[i / 256].value += product.value;
+                sums[i / 256].error += product.error;
+                sizes[i / 256] += std::fabs(product.value) + product.error;
+            }
+            for (u32 tile = 0; tile < sums.size() && r.shape.weighted; tile++) {
+                sums[tile].error += 260 * reference::U * sizes[tile];
+                check(r.d_weight[s * r.d_weight_stride + tile], sums[tile], "d_weight", s, tile);
+            }
+            for (u32 n = 0; n < H; n++) {
+                Near v = reference::dot({gu.data() + s * W, 0, 1}, 0, {(r.shape.gated ? gate : up).data() + in + n, 0, H}, 0, I);
+                if (r.shape.gated) {
+                    Near second = reference::dot({gu.data() + s * W + I, 0, 1}, 0, {up.data() + in + n, 0, H}, 0, I);
+                    v.value += second.value;
+                    v.error = 2 * (v.error + second.error) + 4 * reference::U * (std::fabs(v.value) + std::fabs(second.value));
+                }
+                check(dx[s * H + n], v.rounded(type), "dx", s, n);
+            }
+        }
+        size_t slot = r.first[e], rows = r.shape.rows[e];
+        auto gradient = [&](const Guarded<float>& out, size_t which, reference::View a, reference::View b, u32 m, u32 n,
+                            const char* what) {
+            for (u32 i = 0; i < m; i++)
+                for (u32 j = 0; j < n; j++) {
+                    Near v = reference::dot(a, i, b, j, rows);
+                    size_t at = in + size_t(i) * n + j;
+                    if (r.shape.accumulate) v = reference::plus(v, old[which][at]);
+                    v.error += 1e-30;
+                    check(out[at], v, what, i, j);
+                }
+        };
+        if (r.shape.gated) gradient(r.d_gate, 0, {gu.data() + slot * W, 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of gate");
+        gradient(r.d_up, 1, {gu.data() + slot * W + (r.shape.gated ? I : 0), 1, W}, {x.data() + slot * H, 1, H}, I, H, "gradient of up");
+        gradient(r.d_down, 2, {dy.data() + slot * H, 1, H}, {h.data() + slot * I, 1, I}, H, I, "gradient of down");
+    }
+}
+
+template <class T> void check_memory(const Run<T>& r) {
+    r.gu.check_guards("gu");
+    r.h.check_guards("h");
+    r.y.check_guards("y");
+    r.dx.check_guards("dx");
+    r.d_weight.check_guards("d_weight");
+    r.d_gate.check_guards("gradient of gate");
+    r.d_up.check_guards("gradient of up");
+    r.d_down.check_guards("gradient of down");
+    if (!r.shape.gated && !r.shape.accumulate && !r.d_gate.untouched(0, r.d_gate.size())) fail("gate's gradient written, not gated");
+    for (u32 e = 0; e < r.experts; e++) {
+        size_t end = r.first[e] + r.shape.rows[e];
+        if (!r.y.untouched(end * r.H, (end + GAP) * r.H)) fail("y written beyond the batch");
+        if (!r.dx.untouched(end * r.H, (end + GAP) * r.H)) fail("dx written beyond the batch");
+        if (!r.d_weight.untouched(end * r.d_weight_stride, (end + GAP) * r.d_weight_stride)) fail("d_weight beyond the batch");
+        for (size_t i = end * r.W; i < (end + GAP) * r.W; i++)
+            if (r.gu[i].bits != r.poison[0].bits) fail("gu written beyond the batch");
+        for (size_t i = end * r.I; i < (end + GAP) * r.I; i++)
+            if (r.h[i].bits != r.poison[0].bits) fail("h written beyond the batch");
+    }
+}
+
+template <class E> void append(std::vector<unsigned char>& bytes, const Guarded<E>& a) {
+    auto* p = reinterpret_cast<const unsigned char*>(a.data());
+    bytes.insert(bytes.end(), p, p + a.size() * sizeof(E));
+}
+
+// Forward, then backward, of all experts. Returns every result byte.
+template <class T> std::vector<unsigned char> run(const Shape& shape, u32 blocks, u32 seed, u32 delay, bool compare) {
+    Run<T> r(shape, 7);
+    std::vector<unsigned char> bytes;
+    r.launch({{FORWARD_UP, 0}, {FORWARD_DOWN, 0}}, blocks, seed, delay);
+    if (compare) check_forward(r);
+    append(bytes, r.gu);
+    append(bytes, r.h);
+    append(bytes, r.y);
+    if (shape.training) {
+        auto before = widen(r.gu);
+        std::vector<std::vector<float>> old;
+        for (auto* g : {&r.d_gate, &r.d_up, &r.d_down}) old.emplace_back(g->data(), g->data() + g->size());
+        std::vector<std::pair<u32, u32>> kinds = {{BACKWARD_DOWN, 0}, {BACKWARD_UP, 0}};
+        if (shape.gated) kinds.push_back({GRAD_UP, 0});
+        kinds.push_back({GRAD_UP, 1});
+        kinds.push_back({GRAD_DOWN, 0});
+        r.launch(kinds, blocks, seed + 1, delay);
+        if (compare) check_backward(r, before, old);
+        append(bytes, r.gu);
+        append(bytes, r.h);
+        append(bytes, r.dx);
+        append(bytes, r.d_weight);
+        append(bytes, r.d_gate);
+        append(bytes, r.d_up);
+        append(bytes, r.d_down);
+    }
+    if (compare) check_memory(r);
+    return bytes;
+}
+
+template <class T> void test(const Shape& shape) {
+    auto bytes = run<T>(shape, 2, 1, 0, true);
+    CHECK(run<T>(shape, 1, 2, 0, false) == bytes, "another result on one block");
+    CHECK(run<T>(shape, 3, 3, 5, false) == bytes, "another result on three blocks, with tasks known late");
+}
+
+const std::vector<u32> ROWS = {1, 7, 64, 129, 200};
+// hidden, intermediate, gated, bias, weighted, training, accumulate, activation, rows
+const Shape GATED = {264, 136, true, true, true, true, true, ACT_SILU, ROWS};
+const Shape PLAIN = {72, 280, false, true, true, true, false, ACT_GELU, ROWS};
+const Shape SMALLEST = {8, 8, true, false, false, true, false, ACT_GELU_TANH, {3, 65}};
+const Shape WHOLE_BOXES = {320, 64, true, false, true, true, false, ACT_GELU, {127, 128}};
+const Shape FORWARD_ONLY = {128, 256, false, false, false, false, false, ACT_RELU, {5, 257}};
+const Shape LONG = {520, 192, false, false, false, true, true, ACT_RELU, {33, 321}};
+
+CASE(hopper_gated_bf16) { test<Bf16>(GATED); }
+CASE(hopper_gated_f16) { test<F16>(GATED); }
+CASE(hopper_plain_bf16) { test<Bf16>(PLAIN); }
+CASE(hopper_plain_f16) { test<F16>(PLAIN); }
+CASE(hopper_smallest_bf16) { test<Bf16>(SMALLEST); }
+CASE(hopper_smallest_f16) { test<F16>(SMALLEST); }
+CASE(hopper_whole_boxes_bf16) { test<Bf16>(WHOLE_BOXES); }
+CASE(hopper_whole_boxes_f16) { test<F16>(WHOLE_BOXES); }
+CASE(hopper_forward_only_bf16) { test<Bf16>(FORWARD_ONLY); }
+CASE(hopper_forward_only_f16) { test<F16>(FORWARD_ONLY); }
+CASE(hopper_long_bf16) { test<Bf16>(LONG); }
+CASE(hopper_long_f16) { test<F16>(LONG); }
+
+// A tile's results are read by other blocks as soon as it is said to be done.
+CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 3, 1, 1, false); }
+
+}  // namespace
+
+int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

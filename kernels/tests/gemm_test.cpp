@@ -1,0 +1,134 @@
+// The GEMM tile by mma.sync, and the activations, against float64: all kinds, element types, activations, tails.
+//
+//     make -C kernels/host tests && target/kernels/gemm_test
+#include <memory>
+
+#include "../gemm_test_kernels.h"
+#include "gemm_problem.h"
+#include "testing.h"
+
+using namespace aristos;
+using reference::Near, reference::Problem;
+using GemmCase = reference::Case;
+
+namespace {
+
+// Runs tiles on an emulated device that schedules by `seed`, several in each block, one after the other.
+void launch(const std::vector<GemmTask>& list, u32 blocks, bool f16, u64 seed) {
+    testing::World world(1, 4096, seed);
+    const GemmTask* tasks = list.data();
+    world.launch(0, f16 ? "aristos_gemm_test_f16" : "aristos_gemm_test_bf16", blocks, AmpereTile::THREADS, GEMM_TEST_SHARED_BYTES,
+                 tasks, u32(list.size()));
+}
+void launch(Problem& problem, bool f16, u64 seed) { launch(problem.tasks, u32(problem.tasks.size() + 1) / 2, f16, seed); }
+
+void check(const GemmCase& c, Problem& problem) {
+    std::string wrong = problem.verify();
+    CHECK(wrong.empty(), "%s:%s", c.name().c_str(), wrong.c_str());
+}
+
+// Below, at, and just above multiples of 16, 64, 128 and 256 in every dimension, each of which is M, N and K of some kind.
+struct Shape { u32 rows, hidden, intermediate; };
+const Shape SHAPES[] = {{1, 64, 64}, {7, 72, 136}, {128, 200, 264}, {129, 264, 128}, {200, 136, 72}, {65, 320, 200}};
+
+void products(u32 kind) {
+    double worst = 0;
+    for (u32 f16 = 0; f16 < 2; f16++)
+        for (u32 gated = 0; gated < 2; gated++)
+            for (u32 s = 0; s < sizeof SHAPES / sizeof *SHAPES; s++) {
+                // Four shapes in a row have all activations; the flags take all values with each type.
+                GemmCase c{kind, SHAPES[s].rows, SHAPES[s].hidden, SHAPES[s].intermediate, f16 != 0, gated != 0, (s + f16) % 4,
+                           s % 2 == 0, s % 3 != 1, s / 2 % 2 == 0, (s + gated) % 3 != 2, s % 2};
+                Problem problem(c, AmpereTile::M, AmpereTile::N);
+                launch(problem, c.f16, s + 1);
+                check(c, problem);
+                worst = std::fmax(worst, problem.worst());
+            }
+    std::printf("  worst error %.3f of its bound\n", worst);
+}
+
+template <class Act> void test_activation(u32 activation) {
+    double worst_value = 0, worst_slope = 0;
+    auto at = [&](float x) {
+        ValueSlope got = Act::at(x);
+        Near v = reference::value_f32(activation, x), s = reference::slope_f32(activation, x);
+        // Half of the least normal number besides: results below it may be flushed.
+        double off_value = std::fabs(got.value - v.value) / (v.error + 0x1p-127);
+        double off_slope = std::fabs(got.slope - s.value) / (s.error + 0x1p-127);
+        CHECK(off_value <= 1 && off_slope <= 1, "activation %u at %.9g: %.9g, slope %.9g, not %.9g, %.9g", activation, x, got.value,
+              got.slope, v.value, s.value);
+        worst_value = std::fmax(worst_value, off_value), worst_slope = std::fmax(worst_slope, off_slope);
+    };
+    for (int i = -200000; i <= 200000; i++) at(float(i) * 1e-4f);
+    for (float x = 1e-30f; x < 1e30f; x *= 1.7f) at(x), at(-x);
+    at(0.0f), at(-0.0f);
+    const float inf = INFINITY;
+    CHECK(std::isnan(Act::at(NAN).value));
+    CHECK(Act::at(inf).value == inf && Act::at(inf).slope == 1.0f);
+    ValueSlope low = Act::at(-inf);
+    CHECK(std::fabs(low.value) < 1e-34f && std::fabs(low.slope) < 1e-34f);
+    std::printf("  activation %u: worst error %.3f of its bound, slope %.3f\n", activation, worst_value, worst_slope);
+}
+
+}  // namespace
+
+CASE(activations) {
+    test_activation<Silu>(ACT_SILU);
+    test_activation<Gelu>(ACT_GELU);
+    test_activation<GeluTanh>(ACT_GELU_TANH);
+    test_activation<Relu>(ACT_RELU);
+}
+
+CASE(forward_up) { products(FORWARD_UP); }
+CASE(forward_down) { products(FORWARD_DOWN); }
+CASE(backward_down) { products(BACKWARD_DOWN); }
+CASE(backward_up) { products(BACKWARD_UP); }
+CASE(grad_up) { products(GRAD_UP); }
+CASE(grad_down) { products(GRAD_DOWN); }
+
+// The order in which the device runs warps and copies must not show in any bit.
+CASE(repeatable) {
+    for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
+        GemmCase c{kind, 137, 136, 328, kind % 2 != 0, true, ACT_SILU, true, true, true, true, 1};
+        Problem first(c, AmpereTile::M, AmpereTile::N);
+        launch(first, c.f16, 1);
+        check(c, first);
+        for (u64 seed = 2; seed < 5; seed++) {
+            Problem again(c, AmpereTile::M, AmpereTile::N);
+            launch(again, c.f16, seed);
+            CHECK(again.same_outputs(first), "%s: other bits with seed %llu", c.name().c_str(), static_cast<unsigned long long>(seed));
+        }
+    }
+}
+
+// One block does tiles of different kinds in turn, so nothing may be left over from one to the next.
+CASE(kinds_in_turn) {
+    for (u64 seed = 1; seed < 4; seed++) {
+        std::vector<GemmCase> cases;
+        std::vector<std::unique_ptr<Problem>> problems;
+        std::vector<GemmTask> tasks;
+        for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
+            cases.push_back({kind, 40 + 33 * kind, 136, 264, false, kind % 2 == 0, ACT_GELU, true, true, seed == 2, true, 1});
+            problems.push_back(std::make_unique<Problem>(cases.back(), AmpereTile::M, AmpereTile::N));
+        }
+        for (size_t i = 0, before = ~size_t(0); before != tasks.size(); i++) {
+            before = tasks.size();
+            for (auto& problem : problems)
+                if (i < problem->tasks.size()) tasks.push_back(problem->tasks[i]);
+        }
+        launch(tasks, 2, false, seed);
+        for (u32 kind = 0; kind < GEMM_KINDS; kind++) check(cases[kind], *problems[kind]);
+    }
+}
+
+// Threads of a block, and blocks with neighbouring tiles, share memory only across barriers.
+CASE(tsan_products) {
+    for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
+        GemmCase c{kind, 130, 136, 264, false, true, ACT_SILU, true, true, true, true, 0};
+        Problem problem(c, AmpereTile::M, AmpereTile::N);
+        launch(problem, c.f16, 1);
+        check(c, problem);
+    }
+}
+
+int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

@@ -1,0 +1,438 @@
+// Small layers with weights on the emulator, for the tests of the persistent kernels: several passes of every PE, what they left
+// behind, and the same in float64. Routing is the layer's own (route_test.cpp checks it): what it chose is read back.
+#pragma once
+#include <algorithm>
+#include <chrono>
+
+#include "../layer_ampere.cu"
+#include "../layer_hopper.cu"
+#include "../routing.cu"
+#include "route_world.h"
+#include "small_path.h"
+
+namespace world {
+
+// One forward pass of all PEs, and perhaps its backward.
+struct Forward {
+    std::vector<u32> tokens;  // by PE
+    bool backward = true;
+    bool hot = false;         // tokens go where Options::hot says
+};
+
+enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL };
+
+struct Options {
+    u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
+    u32 shared = 0, bias = 0, gated = 1, window_chunks = 0, chunk_rows = 16, round_slots = 0, bulk = 0;
+    u32 comm_blocks = 1, blocks = 3, training = 1;
+    u32 hosts = 0;                // PEs with experts; 0: all
+    double capacity = 0;
+    float aux_loss = 0, z_loss = 0;
+    u32 hot = NONE;               // the expert that hot passes prefer; with `cold`, the one that they avoid
+    bool cold = false;
+    std::vector<Forward> passes;  // none: two, with changing counts of tokens
+    std::vector<u8> reachable;    // as aristos_host_world; none: all
+    Path path = PATH_AMPERE;
+    u64 seed = 1;                 // of all data
+    u64 schedule = 1;             // of the emulator and of delays between launches
+    u32 delay_us = 0;             // the longest of them
+    u64 first_pass = 1, first_forward = 1;
+    const char* forward_kernel = nullptr;  // null: of `path`
+    bool host_plan = false;       // routing and plan by the test, at random, instead of by the kernels
+    u64 wait_limit_ns = 60'000'000'000;
+};
+
+struct Expert {
+    std::vector<u16> gate, up, down;
+    std::vector<float> gate_bias, up_bias, down_bias;
+};
+
+struct Doubles {
+    std::vector<double> gate, up, down, gate_bias, up_bias, down_bias;
+};
+
+// What one PE had after one forward pass and its backward.
+struct Snapshot {
+    bool done = false;
+    std::vector<float> out, dx, weights, d_weights, shared_weight, d_shared_weight;
+    std::vector<u32> chosen, expert_rows;
+    std::vector<double> loss_sums;
+    std::vector<std::vector<float>> gradients;  // six of each expert
+    PassStats forward{}, backward{};
+};
+
+struct Layers {
+    Options o;
+    std::mt19937_64 random;
+    std::unique_ptr<World> w;
+    std::vector<Expert> experts;  // routed by global number, then the shared one
+    std::vector<std::vector<MlpWeights>> weights;    // by PE
+    std::vector<std::vector<std::vector<float>>> gradients;  // by PE: six per expert
+    std::vector<std::vector<std::vector<u16>>> x, grad_output;  // by PE and pass
+    std::vector<std::vector<TensorMap>> maps;
+    std::vector<std::vector<Snapshot>> seen;  // by PE and pass
+
+    float uniform() { return float(random() % 20001) / 10000.0f - 1.0f; }
+    std::vector<u16> matrix(u64 count, float scale) {
+        std::vector<u16> m(count);
+        for (u16& v : m) v = narrow(uniform() * scale, o.dtype);
+        return m;
+    }
+    std::vector<float> vector(u64 count) {
+        std::vector<float> v(count);
+        for (float& f : v) f = uniform() * 0.3f;
+        return v;
+    }
+
+    u32 place(u32 e) const { return e % (o.hosts ? o.hosts : o.n_pes); }
+
+    explicit Layers(const Options& options) : o(options), random(options.seed) {
+        for (u32 i = 0; i < 2 && options.passes.empty(); i++) {
+            Forward f;
+            f.backward = o.training;
+            for (u32 pe = 0; pe < o.n_pes; pe++) f.tokens.push_back(o.tokens - (i * 7 + pe * 3) % o.tokens);
+            o.passes.push_back(f);
+        }
+        LayerShape s = world::shape();
+        s.n_pes = o.n_pes, s.hidden = o.hidden, s.intermediate = o.intermediate, s.n_experts = o.experts, s.top_k = o.top_k;
+        s.dtype = o.dtype, s.gated = o.gated, s.bias = o.bias, s.activation = ACT_SILU;
+        s.shared_intermediate = o.shared ? 32 : 0, s.shared_gate = o.shared, s.shared_gated = 1, s.shared_activation = ACT_GELU;
+        s.shared_bias = o.bias && o.shared;
+        s.aux_loss_coef = o.aux_loss, s.z_loss_coef = o.z_loss, s.capacity_factor = o.capacity;
+        s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
+        s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks, s.comm_blocks = o.comm_blocks;
+        s.tile_m = o.path == PATH_SMALL ? SmallTile::M : 128, s.tile_n = o.path == PATH_SMALL ? SmallTile::N : 256;
+        s.wait_limit_ns = o.wait_limit_ns;
+        for (u8 r : o.reachable) s.stage |= !r;
+        w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule);
+        for (u32 e = 0; e <= o.experts; e++) {
+            bool shared = e == o.experts, gated = shared || o.gated;
+            u64 h = o.hidden, i = shared ? s.shared_intermediate : o.intermediate;
+            Expert m;
+            if (gated) m.gate = matrix(i * h, 0.25f);
+            m.up = matrix(i * h, 0.25f), m.down = matrix(h * i, 0.25f);
+            if (o.bias) m.gate_bias = vector(i), m.up_bias = vector(i), m.down_bias = vector(h);
+            experts.push_back(m);
+        }
+        weights.resize(o.n_pes), gradients.resize(o.n_pes), x.resize(o.n_pes), grad_output.resize(o.n_pes), seen.resize(o.n_pes);
+        std::vector<float> router = vector(u64(o.experts) * o.hidden), gate = vector(o.hidden);
+        // The first feature says whether a token is hot.
+        if (o.hot != NONE) {
+            for (u32 e = 0; e < o.experts; e++) router[u64(e) * o.hidden] = 0;
+            router[u64(o.hot) * o.hidden] = o.cold ? -16.0f : 16.0f;
+        }
+        for (u32 pe = 0; pe < o.n_pes; pe++) make(pe, router, gate);
+    }
+
+    // The world reads the tables' addresses when it makes the layers; weights are added and the layers made again.
+    void make(u32 pe, const std::vector<float>& router, const std::vector<float>& gate) {
+        Pe& p = *w->pes[pe];
+        p.router_f32 = router;
+        w->set_router(p);
+        p.gate.assign(gate.begin(), gate.end());
+        for (const Forward& f : o.passes) {
+            x[pe].push_back(matrix(u64(o.tokens) * o.hidden, 1.0f));
+            grad_output[pe].push_back(matrix(u64(o.tokens) * o.hidden, 1.0f));
+            for (u32 t = 0; t < o.tokens && o.hot != NONE; t++) x[pe].back()[u64(t) * o.hidden] = narrow(f.hot, o.dtype);
+        }
+        seen[pe].resize(o.passes.size());
+        std::vector<MlpGradients> g;
+        for (u32 e = 0; e <= o.experts; e++) {
+            if (e < o.experts && place(e) != pe) continue;
+            const Expert& m = experts[e];
+            auto pointer = [](const auto& v) { return v.empty() ? nullptr : v.data(); };
+            weights[pe].push_back({pointer(m.gate), pointer(m.up), pointer(m.down), pointer(m.gate_bias), pointer(m.up_bias),
+                                   pointer(m.down_bias)});
+            float* to[6];
+            u64 sizes[6] = {m.gate.size(), m.up.size(), m.down.size(), m.gate_bias.size(), m.up_bias.size(), m.down_bias.size()};
+            for (int k = 0; k < 6; k++) {
+                gradients[pe].emplace_back(sizes[k] + 4, NAN);
+                to[k] = gradients[pe].back().data();
+            }
+            g.push_back({to[0], to[1], to[2], to[3], to[4], to[5]});
+        }
+        p.gradients = g;
+        p.tables.gradients = p.gradients.data();
+        p.tables.weights = weights[pe].data();
+        if (o.path == PATH_HOPPER) {
+            maps.emplace_back();
+            for (const MlpWeights& m : weights[pe]) {
+                u32 n = m.up == experts.back().up.data() ? p.s.shared_intermediate : o.intermediate;
+                map(maps.back(), m.gate, n, o.hidden), map(maps.back(), m.up, n, o.hidden), map(maps.back(), m.down, o.hidden, n);
+            }
+            p.tables.tensor_maps = maps.back().data();
+        }
+        p.tables.router_f32 = p.router_f32.data();
+        p.tables.shared_gate = p.s.shared_gate ? p.gate.data() : nullptr;
+        p.tables.router = p.router.data();
+        aristos_layer(&p.s, &p.tables, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
+        if (o.path == PATH_SMALL)
+            p.info.launches[KERNEL_FORWARD] = p.info.launches[KERNEL_BACKWARD] = {o.blocks, SmallTile::THREADS, SmallTile::LAUNCH_BYTES, 1};
+    }
+    void map(std::vector<TensorMap>& to, const void* weights, u32 rows, u32 columns) const {
+        to.emplace_back();
+        if (weights && aristos_host_tensor_map(&to.back(), reinterpret_cast<u64>(weights), rows, columns, columns * 2, 64, 64, 2))
+            fail(aristos_host_error());
+    }
+
+    // ---- The passes.
+    bool failed(u32 pe) const { return w->pes[pe]->layer().error->kind != ERROR_NONE; }
+
+    std::string kernel(const std::string& direction) const {
+        if (o.path == PATH_SMALL) return "test_" + direction + "_small";
+        return "aristos_" + direction + (o.path == PATH_HOPPER ? "_hopper" : "") + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
+    }
+    bool forward(u32 pe, Pass& p) {
+        bool planned = o.host_plan ? plan(pe, u32(p.forward - o.first_forward))
+                                   : w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
+        return planned && w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : kernel("forward").c_str(), p) && !failed(pe);
+    }
+    bool backward(u32 pe, Pass& p) {
+        return w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) && !failed(pe);
+    }
+    // What the kernels of routing leave, for choices at random. ThreadSanitizer takes long over their many threads.
+    bool plan(u32 pe, u32 i) {
+        const Layer& l = w->pes[pe]->layer();
+        const LayerShape& s = l.shape;
+        const Forward& f = o.passes[i];
+        std::mt19937_64 draws(o.seed * 1000 + i * 64 + pe);
+        *l.stats = {};
+        for (u32 k = 0; l.sizes.has_losses && k < 2 + 2 * s.n_experts; k++) l.losses.mine[k] = double(draws() % 1000);
+        for (u32 t = 0; t < f.tokens[pe]; t++) {
+            std::vector<u32> all(s.n_experts);
+            for (u32 e = 0; e < s.n_experts; e++) all[e] = e;
+            std::shuffle(all.begin(), all.end(), draws);
+            if (f.hot && o.hot != NONE) std::swap(*std::find(all.begin(), all.end(), o.hot), o.cold ? all.back() : all.front());
+            std::sort(all.begin(), all.begin() + s.top_k);
+            for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++)
+                l.routing.chosen[k] = all[k - t * s.top_k], l.routing.routing_weights[k] = float(draws() % 1000) / 1000;
+            if (o.shared) l.routing.shared_weight[t] = float(draws() % 1000) / 1000;
+        }
+        u32 slot_base = 0, chunk_base = 0;
+        for (u32 d = 0; d < s.n_pes; d++) {
+            DestPlan& to = l.plan.dest[d] = {0, 0, slot_base, 0, 0, chunk_base};
+            u32* row_slot = l.plan.row_slot + u64(d) * (s.max_tokens + 1);
+            u32* round_chunk = l.plan.round_chunk + u64(d) * (l.sizes.max_chunks + 1);
+            for (u32 t = 0; t < f.tokens[pe]; t++) {
+                u32& row = l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;
+                for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++) {
+                    if (place(l.routing.chosen[k]) != d) continue;
+                    if (row == NONE) row = to.rows++, l.plan.row_token[u64(d) * s.max_tokens + row] = t, row_slot[row] = to.slots;
+                    const u32 at = slot_base + to.slots++;
+                    l.plan.slot_word[at] = l.tables.local_index[l.routing.chosen[k]] << RANK_BITS;
+                    l.plan.slot_weight[at] = l.routing.routing_weights[k], l.plan.slot_choice[at] = k;
+                }
+            }
+            row_slot[to.rows] = to.slots;
+            // Rounds, and in each the ranks from 0.
+            to.chunks = (to.rows + s.chunk_rows - 1) / s.chunk_rows;
+            std::vector<u32> ranks(s.max_local, 0);
+            u32 first = 0;
+            for (u32 c = 0; c < to.chunks; c++) {
+                const u32 begin = row_slot[c * s.chunk_rows], end = row_slot[std::min((c + 1) * s.chunk_rows, to.rows)];
+                if (c == 0 || c - first == s.window_chunks || end - row_slot[first * s.chunk_rows] > s.round_slots) {
+                    round_chunk[to.rounds++] = first = c;
+                    ranks.assign(s.max_local, 0);
+                }
+                for (u32 at = slot_base + begin; at < slot_base + end; at++)
+                    l.plan.slot_word[at] += ranks[slot_expert(l.plan.slot_word[at])]++;
+            }
+            round_chunk[to.rounds] = to.chunks;
+            slot_base += to.slots, chunk_base += to.chunks;
+        }
+        return true;
+    }
+    // Number of pass `i` among all, and among the forward ones.
+    Pass pass(u32 pe, u32 i) {
+        u64 number = o.first_pass + i;
+        for (u32 k = 0; k < i; k++) number += o.passes[k].backward;
+        Pass p = w->pass(pe, number, o.first_forward + i, o.passes[i].tokens[pe]);
+        p.x = x[pe][i].data();
+        return p;
+    }
+
+    // All passes of one PE, as far as they go without an error.
+    void run_pe(u32 pe) {
+        std::mt19937_64 delays(o.schedule * 64 + pe);
+        auto nap = [&] {
+            if (o.delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delays() % 4 ? 0 : delays() % o.delay_us));
+        };
+        for (u32 i = 0; i < o.passes.size(); i++) {
+            Snapshot& s = seen[pe][i];
+            s.out.assign(u64(o.tokens) * o.hidden, NAN), s.dx = s.out;
+            Pass p = pass(pe, i);
+            p.output = s.out.data();
+            nap();
+            if (!forward(pe, p)) return;
+            s.forward = *w->pes[pe]->layer().stats;
+            if (o.passes[i].backward) {
+                p.pass++;
+                p.grad_output = grad_output[pe][i].data();
+                p.output = s.dx.data();
+                nap();
+                if (!backward(pe, p)) return;
+                s.backward = *w->pes[pe]->layer().stats;
+            }
+            take(pe, p.tokens, o.passes[i].backward, s);
+        }
+    }
+    void run() {
+        w->all([&](u32 pe) { run_pe(pe); });
+    }
+
+    void take(u32 pe, u32 tokens, bool backward, Snapshot& s) const {
+        const Layer& l = w->pes[pe]->layer();
+        auto copy = [](auto& to, const auto* from, u64 count) { to.assign(from, from + count); };
+        copy(s.chosen, l.routing.chosen, u64(tokens) * o.top_k);
+        copy(s.weights, l.routing.routing_weights, u64(tokens) * o.top_k);
+        copy(s.expert_rows, l.batches.expert_rows, l.shape.n_local);
+        if (l.sizes.has_losses) copy(s.loss_sums, l.losses.all, 2 + 2 * o.experts);
+        if (o.shared) copy(s.shared_weight, l.routing.shared_weight, tokens);
+        if (backward) {
+            copy(s.d_weights, l.routing.d_weights, u64(tokens) * o.top_k);
+            if (o.shared) copy(s.d_shared_weight, l.routing.d_shared_weight, tokens);
+            s.gradients = gradients[pe];
+        }
+        s.done = true;
+    }
+
+    // ---- What they should have left.
+    // Choices of a pass that the capacity limit keeps, by PE.
+    std::vector<std::vector<u8>> kept(u32 i) const {
+        std::vector<std::vector<u8>> all(o.n_pes);
+        std::vector<u64> used(o.experts, 0);
+        u64 tokens = 0;
+        for (u32 t : o.passes[i].tokens) tokens += t;
+        const double limit = std::ceil(o.capacity * o.top_k * double(tokens) / o.experts);
+        for (u32 pe = 0; pe < o.n_pes; pe++)
+            for (u32 e : seen[pe][i].chosen) all[pe].push_back(o.capacity == 0 || double(used[e]++) < limit);
+        return all;
+    }
+
+    double wide(u16 v) const { return widen(v, o.dtype); }
+
+    // One token through one expert; with `dy`, gradients too: of x into `dx`, of the weights into `d`, and <dy, y>.
+    std::vector<double> mlp(u32 e, const u16* x, double weight, const u16* dy, double* dx, Doubles* d, double* d_weight) const {
+        const Expert& m = experts[e];
+        bool shared = e == o.experts, gated = shared || o.gated;
+        u32 h = o.hidden, n = u32(m.up.size() / h);
+        std::vector<double> g(n), u(n), a(n), slope(n), act(n), y(h);
+        for (u32 i = 0; i < n; i++) {
+            g[i] = m.gate_bias.empty() ? 0 : m.gate_bias[i];
+            u[i] = m.up_bias.empty() ? 0 : m.up_bias[i];
+            for (u32 c = 0; c < h; c++) {
+                if (gated) g[i] += wide(m.gate[u64(i) * h + c]) * wide(x[c]);
+                u[i] += wide(m.up[u64(i) * h + c]) * wide(x[c]);
+            }
+            double z = gated ? g[i] : u[i];
+            if (shared) {
+                double phi = 0.5 * std::erfc(-z / std::sqrt(2.0));
+                act[i] = z * phi, slope[i] = phi + z * std::exp(-z * z / 2) / std::sqrt(2 * M_PI);
+            } else {
+                double s = 1 / (1 + std::exp(-z));
+                act[i] = z * s, slope[i] = s + z * s * (1 - s);
+            }
+            a[i] = gated ? act[i] * u[i] : act[i];
+        }
+        for (u32 c = 0; c < h; c++) {
+            y[c] = m.down_bias.empty() ? 0 : m.down_bias[c];
+            for (u32 i = 0; i < n; i++) y[c] += wide(m.down[u64(c) * n + i]) * a[i];
+        }
+        if (!dy) return y;
+        *d_weight = 0;
+        for (u32 c = 0; c < h; c++) *d_weight += wide(dy[c]) * y[c];
+        for (u32 i = 0; i < n; i++) {
+            double q = 0;
+            for (u32 c = 0; c < h; c++) {
+                q += wide(dy[c]) * wide(m.down[u64(c) * n + i]);
+                d->down[u64(c) * n + i] += weight * wide(dy[c]) * a[i];
+            }
+            q *= weight;
+            double du = gated ? q * act[i] : q * slope[i], dg = gated ? q * u[i] * slope[i] : 0;
+            d->up_bias[i] += du, d->gate_bias[i] += dg;
+            for (u32 c = 0; c < h; c++) {
+                if (gated) {
+                    d->gate[u64(i) * h + c] += dg * wide(x[c]);
+                    dx[c] += dg * wide(m.gate[u64(i) * h + c]);
+                }
+                d->up[u64(i) * h + c] += du * wide(x[c]);
+                dx[c] += du * wide(m.up[u64(i) * h + c]);
+            }
+        }
+        for (u32 c = 0; c < h; c++) d->down_bias[c] += weight * wide(dy[c]);
+        return y;
+    }
+
+    // Largest difference against the largest value, or `least` where terms that cancel may leave next to nothing.
+    void compare(const char* what, const float* got, const std::vector<double>& want, double least = 1e-3) const {
+        double scale = least, worst = 0;
+        u64 at = 0;
+        for (double v : want) scale = std::max(scale, std::fabs(v));
+        for (u64 i = 0; i < want.size(); i++) {
+            double d = std::fabs(got[i] - want[i]);
+            if (!(d <= worst)) worst = d, at = i;
+        }
+        double tolerance = o.dtype == DTYPE_F16 ? 3e-3 : 2.4e-2;
+        CHECK(worst <= tolerance * scale, "%s at %llu: %g instead of %g (scale %g)", what, (unsigned long long)at,
+              double(got[at]), want[at], scale);
+    }
+
+    // No error, and every pass as in float64.
+    void verify() {
+        for (u32 pe = 0; pe < o.n_pes; pe++) {
+            const ErrorRecord& e = *w->pes[pe]->layer().error;
+            CHECK(e.kind == 0, "pe %u: error %u pe %u what %u phase %u expected %llx seen %llx index %llu", pe, e.kind, e.pe,
+                  e.what, e.phase, (unsigned long long)e.expected, (unsigned long long)e.seen, (unsigned long long)e.index);
+            if (e.kind || !seen[pe].back().done) return fail("a pass did not end");
+        }
+        for (u32 i = 0; i < o.passes.size(); i++) verify(i);
+    }
+    void verify(u32 i) {
+        std::vector<Doubles> d(o.experts + 1);
+        for (u32 e = 0; e < o.experts; e++) clear(d[e], e);
+        const auto keep = kept(i);
+        bool backward = o.passes[i].backward;
+        for (u32 pe = 0; pe < o.n_pes; pe++) {
+            const Snapshot& s = seen[pe][i];
+            u32 tokens = o.passes[i].tokens[pe];
+            clear(d[o.experts], o.experts);
+            std::vector<double> y(u64(tokens) * o.hidden), gx = y, dw(u64(tokens) * o.top_k), ds(tokens);
+            for (u32 t = 0; t < tokens; t++) {
+                const u16* row = x[pe][i].data() + u64(t) * o.hidden;
+                const u16* dy = backward ? grad_output[pe][i].data() + u64(t) * o.hidden : nullptr;
+                auto one = [&](u32 e, double weight, double* d_weight) {
+                    auto v = mlp(e, row, weight, dy, &gx[u64(t) * o.hidden], &d[e], d_weight);
+                    for (u32 c = 0; c < o.hidden; c++) y[u64(t) * o.hidden + c] += weight * v[c];
+                };
+                for (u32 k = t * o.top_k; k < (t + 1) * o.top_k; k++)
+                    if (keep[pe][k]) one(s.chosen[k], s.weights[k], &dw[k]);
+                if (o.shared) one(o.experts, s.shared_weight[t], &ds[t]);
+            }
+            compare("output", s.out.data(), y);
+            if (!backward) continue;
+            compare("input gradient", s.dx.data(), gx);
+            compare("weight gradient", s.d_weights.data(), dw, 0.1);
+            if (o.shared) compare("shared weight gradient", s.d_shared_weight.data(), ds, 0.1);
+            if (o.shared) compare_gradients(s, w->pes[pe]->s.n_local, o.experts, d[o.experts]);
+        }
+        if (!backward) return;
+        for (u32 e = 0; e < o.experts; e++) compare_gradients(seen[place(e)][i], w->pes[place(e)]->local_index[e], e, d[e]);
+    }
+    void clear(Doubles& d, u32 e) const {
+        const Expert& x = experts[e];
+        d.gate.assign(x.gate.size(), 0), d.up.assign(x.up.size(), 0), d.down.assign(x.down.size(), 0);
+        d.gate_bias.assign(x.up.size() / o.hidden, 0), d.up_bias = d.gate_bias, d.down_bias.assign(o.hidden, 0);
+    }
+    void compare_gradients(const Snapshot& s, u32 local, u32 e, const Doubles& d) const {
+        const auto* g = &s.gradients[6 * local];
+        if (!experts[e].gate.empty()) compare("gate gradient", g[0].data(), d.gate);
+        compare("up gradient", g[1].data(), d.up);
+        compare("down gradient", g[2].data(), d.down);
+        if (!o.bias) return;
+        if (!experts[e].gate.empty()) compare("gate bias gradient", g[3].data(), d.gate_bias);
+        compare("up bias gradient", g[4].data(), d.up_bias);
+        compare("down bias gradient", g[5].data(), d.down_bias);
+    }
+};
+
+}  // namespace world

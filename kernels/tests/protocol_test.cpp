@@ -1,0 +1,390 @@
+// The protocol of the persistent kernels against everything that the foundation's protocol is tested with (tests/protocol.rs): any
+// order in which blocks run and a network delivers, PEs without tokens or experts, many rounds, PEs that run ahead, peers that
+// die or lie; and faults planted in it, which these cases must notice.
+//
+// ARISTOS_SEEDS=1000 runs that many schedules of each case instead of a few.
+#include <cstdlib>
+
+#include "testing.h"
+
+namespace aristos {
+// In the protocol, where ARISTOS_PLANTED stands.
+enum PlantedFault : u32 {
+    NO_FAULT,
+    NO_RELEASE,        // a signal by a store that releases nothing
+    NO_ACQUIRE,        // a wait for a peer that acquires nothing
+    NO_LOCAL_ACQUIRE,  // a wait for another block that acquires nothing
+    EARLY_SIGNAL,      // the signal before the block's barrier
+    NO_ROOM,           // a round is sent before the last one's results are back
+    ONE_PLACE,         // headers of odd and even forward passes in one place
+    NO_PASS,           // stamps without the pass
+};
+inline PlantedFault planted = NO_FAULT;
+}  // namespace aristos
+#define ARISTOS_PLANTED(fault) (::aristos::planted == ::aristos::fault)
+
+#include "protocol_cases.h"
+
+using namespace protocol_cases;
+
+namespace {
+
+constexpr u64 SECOND = 1'000'000'000;
+
+u32 seeds(u32 few) {
+    const char* text = std::getenv("ARISTOS_SEEDS");
+    return text ? u32(std::strtoul(text, nullptr, 10)) : few;
+}
+
+// A reference in float64 for one schedule, and its bits for all others.
+void any_schedule(const Options& o, u32 count) {
+    Layers want(o);
+    want.run();
+    want.verify();
+    CHECK(world::failures == 0);
+    if (testing::Case::failures) return;
+    check_counters(want);
+    for (u64 seed = 2; seed < 2 + count && !testing::Case::failures; seed++) {
+        Layers got(scheduled(o, seed));
+        got.run();
+        const std::string what = difference(got, want.seen);
+        CHECK(what.empty(), "seed %llu: %s", (unsigned long long)seed, what.c_str());
+        if (what.empty()) check_counters(got);
+    }
+    CHECK(world::failures == 0);
+}
+
+}  // namespace
+
+CASE(tokens_come_and_go) { any_schedule(tokens_come_and_go(), seeds(30)); }
+CASE(one_expert_in_rounds) { any_schedule(one_expert_in_rounds(), seeds(30)); }
+CASE(rounds_by_slots) { any_schedule(rounds_by_slots(), seeds(30)); }
+CASE(running_ahead) { any_schedule(running_ahead(), seeds(30)); }
+CASE(losses_and_capacity) { any_schedule(losses_and_capacity(), seeds(30)); }
+CASE(an_expert_without_tokens) { any_schedule(an_expert_without_tokens(), seeds(30)); }
+CASE(eight_pes) { any_schedule(eight_pes(), seeds(12)); }
+CASE(inference) { any_schedule(inference(), seeds(30)); }
+CASE(bulk) { any_schedule(bulk(), seeds(30)); }
+// The GEMM paths of the GPUs in the same rounds.
+CASE(gemm_paths) {
+    for (world::Path path : {world::PATH_AMPERE, world::PATH_HOPPER}) {
+        Options o = rounds_by_slots();
+        o.path = path, o.hidden = 64, o.intermediate = 48, o.passes = {{{14, 9}}};
+        any_schedule(o, 2);
+    }
+}
+
+// ---- Peers that die.
+namespace {
+
+constexpr u64 STAMP = u64(1) << STEP_BITS;  // of a pass
+
+// Runs passes of all PEs but of `dead`, which never begins or ends after its first forward pass.
+enum Death { NEVER_BEGAN, AFTER_FORWARD, NOT_DEAD };
+struct Dying {
+    const char* name;
+    Options o;
+    u32 dead;
+    Death death;
+    u32 fault;
+    ErrorRecord want;               // of the others
+    std::vector<u8> unharmed = {};  // PEs that end well
+    std::unique_ptr<Layers> t = nullptr;
+    u64 took = 0;
+
+    void run() {
+        t = std::make_unique<Layers>(o);
+        aristos_host_fault(t->w->handle, dead, fault);
+        const u64 start = dev::nanoseconds();
+        t->w->all([&](u32 pe) {
+            if (pe != dead || death == NOT_DEAD) return t->run_pe(pe);
+            Pass p = t->pass(pe, 0);
+            if (death == AFTER_FORWARD) t->forward(pe, p);
+        });
+        took = dev::nanoseconds() - start;
+    }
+    void check() const {
+        CHECK(took < 3 * o.wait_limit_ns, "%s: took %llu ms", name, (unsigned long long)(took / 1000000));
+        for (u32 pe = 0; pe < o.n_pes; pe++) {
+            if (pe == dead) continue;
+            const ErrorRecord& e = *t->w->pes[pe]->layer().error;
+            if (std::count(unharmed.begin(), unharmed.end(), pe)) {
+                CHECK(e.kind == ERROR_NONE && t->seen[pe].back().done, "%s: pe %u: error %u", name, pe, e.kind);
+                continue;
+            }
+            CHECK(e.kind == want.kind && e.pe == want.pe && e.what == want.what && e.phase == want.phase && e.expected == want.expected &&
+                      e.seen == want.seen && e.index == want.index,
+                  "%s: pe %u: error %u pe %u what %u phase %u expected %llx seen %llx index %llu", name, pe, e.kind, e.pe, e.what, e.phase,
+                  (unsigned long long)e.expected, (unsigned long long)e.seen, (unsigned long long)e.index);
+        }
+    }
+};
+
+Options dying() {
+    Options o = base(3);
+    o.tokens = 8, o.delay_us = 0, o.wait_limit_ns = 2 * SECOND;
+    o.passes = {{{8, 8, 8}}, {{8, 8, 8}}};
+    return o;
+}
+
+}  // namespace
+
+CASE(a_dead_peer_ends_the_waits_of_the_others) {
+    std::vector<Dying> all;
+    auto add = [&](const char* name, u32 dead, Death death, u32 fault, ErrorRecord want, auto change) {
+        Options o = dying();
+        change(o);
+        all.push_back({name, o, dead, death, fault, want});
+        return &all.back();
+    };
+    const ErrorRecord counts{ERROR_TIMEOUT, 2, WHAT_COUNTS, PHASE_DISPATCH, STAMP + 1, 0, 0};
+    add("never began", 2, NEVER_BEGAN, 0, counts, [](Options&) {});
+    add("never began, over the network", 2, NEVER_BEGAN, 0, counts, [](Options& o) { o.reachable = reach(3, REACH_NONE, 0); });
+    add("never began, eight PEs", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
+        o = eight_pes(), o.delay_us = 0, o.wait_limit_ns = 2 * SECOND, o.reachable = reach(8, REACH_NODES, 0);
+    });
+    add("signals lost", 2, NOT_DEAD, ARISTOS_FAULT_SIGNAL_LOST, counts, [](Options& o) { o.reachable = reach(3, REACH_NONE, 0); });
+    add("stores lost", 2, NOT_DEAD, ARISTOS_FAULT_STORE_LOST, counts, [](Options&) {});
+    add("never began, capacity", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_CAPACITY, PHASE_ROUTER, 1, 0, 0},
+        [](Options& o) { o.capacity = 1; });
+    add("never began, bulk", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, STAMP + 1, 0, 0},
+        [](Options& o) { o.bulk = 1; });
+    // Stamps of backward, which is pass 2; words still hold forward's.
+    add("no results", 0, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_COMBINE, 2 * STAMP + 1, STAMP + 1, 0},
+        [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 4, 4}}}; });
+    add("no acknowledgement of rows sent again", 0, AFTER_FORWARD, 0,
+        {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
+        [](Options& o) { o.hosts = 1, o.window_chunks = 1; });
+    add("no rows", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_ROWS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
+        [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 0, 4}}}; })->unharmed = {1};
+    std::vector<std::thread> threads;
+    for (Dying& d : all) threads.emplace_back([&d] { d.run(); });
+    for (auto& t : threads) t.join();
+    for (const Dying& d : all) d.check();
+    CHECK(world::failures == 0);
+}
+
+// A PE whose host gives up in the middle of whatever it does: all end, and who ended well has the right results.
+CASE(a_peer_that_stops_anywhere) {
+    Options o = one_expert_in_rounds();
+    o.wait_limit_ns = SECOND, o.delay_us = 0;
+    Layers want(o);
+    const u64 start = dev::nanoseconds();
+    want.run();
+    const u64 usual = dev::nanoseconds() - start;
+    std::vector<std::unique_ptr<Layers>> all;
+    const u32 count = seeds(16);
+    u32 harmed = 0;
+    for (u32 first = 0; first < count; first += 8) {
+        all.clear();
+        std::vector<std::thread> threads;
+        for (u32 i = 0; i < 8; i++) {
+            all.push_back(std::make_unique<Layers>(scheduled(o, first + i)));
+            Layers& t = *all.back();
+            threads.emplace_back([&t, i, first, usual] {
+                std::thread host([&t, i, first, usual] {
+                    std::mt19937_64 random(first + i);
+                    std::this_thread::sleep_for(std::chrono::nanoseconds(random() % (4 * usual)));
+                    __atomic_store_n(&t.w->pes[2]->layer().error->kind, u32(ERROR_ABORTED), __ATOMIC_RELEASE);
+                });
+                t.run();
+                host.join();
+            });
+        }
+        for (auto& t : threads) t.join();
+        for (const auto& t : all) {
+            for (u32 pe = 0; pe < o.n_pes; pe++) {
+                const ErrorRecord& e = *t->w->pes[pe]->layer().error;
+                CHECK(e.kind == ERROR_NONE || pe == 2 || (e.kind == ERROR_TIMEOUT && e.pe != pe && e.what != WHAT_LOCAL),
+                      "pe %u: error %u pe %u what %u phase %u", pe, e.kind, e.pe, e.what, e.phase);
+                CHECK(e.kind != ERROR_NONE || pe == 2 || t->seen[pe].back().done, "pe %u ended before its end", pe);
+                harmed += pe != 2 && e.kind != ERROR_NONE;
+                for (u32 i = 0; i < o.passes.size(); i++) {
+                    const char* what = t->seen[pe][i].done ? difference(t->seen[pe][i], want.seen[pe][i]) : nullptr;
+                    CHECK(!what, "pe %u pass %u: %s", pe, i, what);
+                }
+            }
+        }
+    }
+    CHECK(harmed > 0, "no PE noticed");
+    CHECK(world::failures == 0);
+}
+
+// ---- Peers that lie. PE 0 alone, with what PE 1 sent in a run that went well in its memory, but for a change.
+namespace {
+
+struct Lie {
+    Layers t;
+    const Layer& l;
+    u32* header;
+    char* window;
+    Lie(const Options& o, const Layers& honest) : t(o), l(t.w->pes[0]->layer()) {
+        const Layer& from = honest.w->pes[0]->layer();
+        const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0);
+        header = reinterpret_cast<u32*>(l.symmetric.header + at);
+        window = reinterpret_cast<char*>(l.symmetric.window + chunks);
+        std::memcpy(header, from.symmetric.header + at, l.sizes.header_bytes);
+        std::memcpy(window, from.symmetric.window + chunks, u64(l.shape.window_chunks) * l.sizes.chunk_pitch);
+        *header_signal(l, 1, 1) = STAMP + 1;
+        for (u32 i = 0; i < l.shape.window_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
+    }
+    // Of chunk 0.
+    u32* starts() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
+    u32* slots() const { return starts() + l.shape.chunk_rows + 1; }
+    const ErrorRecord& run() {
+        Pass p = t.pass(0, 0);
+        std::vector<float> out(u64(t.o.tokens) * t.o.hidden);
+        p.output = out.data();
+        t.forward(0, p);
+        return *l.error;
+    }
+};
+
+}  // namespace
+
+CASE(a_peer_is_not_believed) {
+    Options o = base(2);
+    o.hosts = 1, o.experts = 3, o.tokens = 9, o.delay_us = 0, o.wait_limit_ns = SECOND / 10;
+    o.passes = {{{5, 7}, false}};
+    Layers honest(o);
+    honest.run();
+    honest.verify();
+    CHECK(Lie(o, honest).run().kind == ERROR_NONE, "the truth was not believed");
+    const u32 words = HEADER_WORDS + o.experts;
+    for (u32 w = 0; w < words; w++) {
+        for (u32 value : {0x7fffffffu, ~0u, 0x80000000u, 1u << 24}) {
+            Lie lie(o, honest);
+            lie.header[w] = value;
+            const ErrorRecord& e = lie.run();
+            CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS && e.phase == PHASE_DISPATCH,
+                  "header word %u of %x: error %u pe %u what %u", w, value, e.kind, e.pe, e.what);
+        }
+        // What might be: no harm, or an error that names the PE.
+        for (u32 change : {1u, ~0u, 4u}) {
+            Lie lie(o, honest);
+            lie.header[w] += change;
+            const ErrorRecord& e = lie.run();
+            CHECK(e.kind == ERROR_NONE || (e.pe == 1 && e.what <= WHAT_ROWS), "header word %u and %d: error %u pe %u what %u", w,
+                  int(change), e.kind, e.pe, e.what);
+        }
+    }
+    const u32 last = o.chunk_rows;
+    auto in_chunk = [&](const char* what, auto change) {
+        Lie lie(o, honest);
+        change(lie);
+        const ErrorRecord& e = lie.run();
+        CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_ROWS && e.phase == PHASE_DISPATCH && e.index == 0,
+              "%s: error %u pe %u what %u", what, e.kind, e.pe, e.what);
+    };
+    in_chunk("first slot", [](Lie& lie) { lie.starts()[0] = 1; });
+    in_chunk("a row without slots", [](Lie& lie) { lie.starts()[1] = 0; });
+    in_chunk("slots backwards", [](Lie& lie) { std::swap(lie.starts()[1], lie.starts()[2]); });
+    in_chunk("too many slots of a row", [&](Lie& lie) { lie.starts()[last] += 1; });
+    in_chunk("slots beyond everything", [&](Lie& lie) { lie.starts()[last] = ~0u; });
+    in_chunk("an expert of nobody", [&](Lie& lie) { lie.slots()[0] = o.experts << RANK_BITS; });
+    in_chunk("an expert beyond everything", [](Lie& lie) { lie.slots()[2] = ~0u; });
+    in_chunk("a rank beyond its count", [](Lie& lie) { lie.slots()[2] |= MAX_RANK; });
+    CHECK(world::failures == 0);
+}
+
+// ---- Faults of the protocol, and of what carries it: the cases above must see them.
+namespace {
+
+// How many seeds until another result or an error; 0: never.
+u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
+    o.wait_limit_ns = 2 * SECOND;
+    Layers want(o);
+    want.run();
+    for (u32 seed = 1; seed <= 300; seed++) {
+        Options s = o;
+        s.schedule = seed, s.reachable = reach(o.n_pes, who, seed);
+        Layers got(s);
+        aristos_host_fault(got.w->handle, ~0u, host_fault);
+        planted = fault;
+        got.run();
+        planted = NO_FAULT;
+        const std::string what = difference(got, want.seen);
+        if (what.empty()) continue;
+        std::printf("  seed %u: %s\n", seed, what.c_str());
+        // It was the fault, and not a busy machine.
+        Layers control(s);
+        control.run();
+        CHECK(difference(control, want.seen).empty(), "seed %u fails without the fault too", seed);
+        return seed;
+    }
+    return 0;
+}
+
+}  // namespace
+
+CASE(planted_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL)); }
+CASE(planted_no_room) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_ROOM)); }
+CASE(planted_no_room_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_ROOM)); }
+CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE)); }
+CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
+CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
+
+// ---- Under ThreadSanitizer, which takes long: its clocks are as wide as there are threads, so the kernels of routing stay out.
+namespace {
+
+// Brief, by blocks of three kinds of order, for one way to reach each other after the other.
+void orderly(Options o, u32 count) {
+    o.host_plan = true, o.blocks = 3, o.capacity = 0, o.delay_us = 0;
+    std::vector<std::vector<Snapshot>> want;
+    for (u64 seed = 0; seed < count; seed++) {
+        o.schedule = seed + 1, o.comm_blocks = 1 + seed % 2;
+        o.reachable = reach(o.n_pes, seed == 0 ? REACH_ALL : seed == 1 ? REACH_NONE : REACH_RANDOM, seed);
+        Layers got(o);
+        got.run();
+        got.verify();
+        if (seed == 0) want = got.seen;
+        const std::string what = difference(got, want);
+        CHECK(what.empty(), "seed %llu: %s", (unsigned long long)seed, what.c_str());
+        check_counters(got);
+    }
+    CHECK(world::failures == 0);
+}
+Options brief(Options o, std::vector<Forward> passes) {
+    o.passes = passes;
+    return o;
+}
+
+}  // namespace
+
+CASE(tsan_two_pes) { orderly(brief(rounds_by_slots(), {{{14, 9}}, {{3, 12}}}), seeds(3)); }
+CASE(tsan_three_pes) { orderly(brief(losses_and_capacity(), {{{9, 0, 12}, false}, {{10, 11, 3}}}), seeds(3)); }
+CASE(tsan_four_pes) { orderly(brief(one_expert_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(3)); }
+CASE(tsan_running_ahead) { orderly(running_ahead(), seeds(2)); }
+CASE(tsan_inference) { orderly(brief(inference(), {{{9, 9, 0}, false, true}, {{0, 7, 9}, false}}), seeds(2)); }
+CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
+CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }
+
+#ifdef ARISTOS_TSAN
+// The same race is reported once for each stack, so each fault has a kernel of its own at the bottom of it.
+#define PLANTED_CASE(name, fault)                                                                      \
+    extern "C" __attribute__((noinline)) void test_forward_##name(const Layer* layer, Pass pass) {     \
+        test_forward_small(layer, pass);                                                               \
+        asm volatile("");  /* no tail call */                                                          \
+    }                                                                                                  \
+    static const dev::Registration registration_of_##name("test_forward_" #name, SmallTile::THREADS, &test_forward_##name); \
+    CASE(tsan_finds_##name) { racy("test_forward_" #name, fault); }
+
+namespace {
+void racy(const char* kernel, PlantedFault fault) {
+    testing::ExpectRaces expect;
+    Options o = base(2);
+    o.tokens = 8, o.host_plan = true, o.delay_us = 0, o.forward_kernel = kernel;
+    o.passes = {{{8, 8}, false}, {{8, 8}, false}};
+    Layers t(o);
+    planted = fault;
+    t.run();
+    planted = NO_FAULT;
+}
+}  // namespace
+PLANTED_CASE(no_release, NO_RELEASE)
+PLANTED_CASE(no_acquire, NO_ACQUIRE)
+PLANTED_CASE(no_local_acquire, NO_LOCAL_ACQUIRE)
+PLANTED_CASE(early_signal, EARLY_SIGNAL)
+#endif
+
+int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

@@ -1,0 +1,232 @@
+// PEs of one layer in one process, on the emulator, for the tests of routing, plan and all-reduce.
+#pragma once
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../host/host.h"
+#include "../memory.h"
+
+namespace world {
+
+using namespace aristos;
+
+inline int failures = 0;
+inline std::string context;
+inline void fail(const std::string& what) {
+    if (++failures <= 20) std::fprintf(stderr, "FAILED %s: %s\n", context.c_str(), what.c_str());
+}
+#ifndef CHECK  // testing.h has its own
+#define CHECK(ok, ...)                                  \
+    do {                                                \
+        if (!(ok)) {                                    \
+            char text_[400];                            \
+            std::snprintf(text_, sizeof text_, __VA_ARGS__); \
+            ::world::fail(text_);                       \
+        }                                               \
+    } while (0)
+#endif
+
+inline float from_bits(u32 bits) {
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Elements of the layer's dtype, by arithmetic of the test's own.
+inline float widen(u16 v, u32 dtype) {
+    if (dtype == DTYPE_BF16) return from_bits(u32(v) << 16);
+    const int exponent = v >> 10 & 31, fraction = v & 1023;
+    const float sign = v >> 15 ? -1.0f : 1.0f;
+    if (exponent == 31) return fraction ? NAN : sign * INFINITY;
+    return sign * (exponent == 0 ? std::ldexp(float(fraction), -24) : std::ldexp(float(fraction + 1024), exponent - 25));
+}
+inline u16 narrow(float f, u32 dtype) {
+    if (f != f) return 0x7fff;
+    u32 bits;
+    std::memcpy(&bits, &f, 4);
+    if (dtype == DTYPE_BF16) return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    // Nearest of the f16 values, ties to even: scaled to integers.
+    const float a = std::fabs(f);
+    const u16 sign = f < 0 ? 0x8000 : 0;
+    if (a < std::ldexp(1.0f, -14)) return u16(sign | u16(std::nearbyint(std::ldexp(a, 24))));
+    int e;
+    std::frexp(a, &e);  // a = m 2^e, m in [0.5, 1)
+    const u32 m = u32(std::nearbyint(std::ldexp(a, 11 - e)));  // 1024 to 2048
+    const u32 code = u32(e + 14) * 1024 + (m - 1024);
+    return u16(sign | (code >= 0x7c00 ? 0x7c00 : code));
+}
+
+// A small layer that the caller changes.
+inline LayerShape shape() {
+    LayerShape s{};
+    s.n_pes = s.hosts = 1;
+    s.hidden = 64;
+    s.intermediate = 16;
+    s.n_experts = 8;
+    s.top_k = 2;
+    s.gated = 1;
+    s.router_parts = 3;
+    s.scaling = 1.0f;
+    s.max_tokens = 64;
+    s.chunk_rows = 16;
+    s.window_chunks = 0;  // all of them
+    s.training = 1;
+    s.blocks = 4;
+    s.comm_blocks = 1;
+    s.tile_m = 128;
+    s.tile_n = 128;
+    s.wait_limit_ns = 60'000'000'000;
+    return s;
+}
+
+struct Pe {
+    LayerShape s{};
+    Tables tables{};
+    LayerInfo info{};
+    std::vector<char> layer_bytes;
+    char* local = nullptr;
+    std::vector<u16> x, router;
+    std::vector<float> router_f32, bias, gate, grad_router, grad_gate, output;
+    std::vector<u32> owner, local_index;
+    std::vector<MlpGradients> gradients;
+    std::vector<std::vector<float>> shared_gradients;
+    std::vector<u64> peer;
+    ~Pe() { std::free(local); }
+    const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
+};
+
+// All PEs; `place(expert)` says where an expert lives.
+struct World {
+    LayerShape s;
+    void* handle = nullptr;
+    std::vector<std::unique_ptr<Pe>> pes;
+
+    World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1)
+        : s(shape) {
+        const u32 n = s.n_pes;
+        std::vector<u32> owner(s.n_experts), index(s.n_experts), locals(n, 0);
+        for (u32 e = 0; e < s.n_experts; e++) owner[e] = place(e), index[e] = locals[owner[e]]++;
+        s.max_local = 0, s.hosts = 0;
+        for (u32 l : locals) s.max_local = std::max(s.max_local, l), s.hosts += l > 0;
+        const u32 chunks = (s.max_tokens + s.chunk_rows - 1) / s.chunk_rows;
+        if (s.window_chunks == 0) s.window_chunks = chunks;
+        s.window_chunks = std::min(s.window_chunks, chunks);
+        const u32 slots = std::min(s.top_k, s.max_local);
+        if (s.round_slots == 0) s.round_slots = s.window_chunks * s.chunk_rows * slots;
+        s.round_slots = std::max(s.round_slots, s.chunk_rows * slots);
+        u64 heap = 0;
+        for (u32 pe = 0; pe < n; pe++) {
+            pes.push_back(std::make_unique<Pe>());
+            Pe& p = *pes.back();
+            p.s = s;
+            p.s.my_pe = pe;
+            p.s.n_local = locals[pe];
+            p.owner = owner, p.local_index = index;
+            if (int field = aristos_layer(&p.s, &p.tables, 0, 0, nullptr, &p.info)) {
+                std::fprintf(stderr, "%s: field %d of the shape\n", context.c_str(), field);
+                std::exit(1);
+            }
+            heap = std::max(heap, p.info.symmetric_bytes);
+        }
+        handle = aristos_host_world(n, heap, seed, reachable.empty() ? nullptr : reachable.data());
+        if (!handle) std::fprintf(stderr, "%s\n", aristos_host_error()), std::exit(1);
+        for (u32 pe = 0; pe < n; pe++) make(pe);
+    }
+    ~World() { aristos_host_free(handle); }
+
+    void make(u32 pe) {
+        Pe& p = *pes[pe];
+        const u32 h = s.hidden, e = s.n_experts, i = s.shared_intermediate;
+        p.router.assign(u64(s.router_parts) * e * h, 0);
+        p.router_f32.assign(u64(e) * h, 0);
+        p.bias.assign(e, 0), p.gate.assign(h, 0);
+        p.grad_router.assign(u64(e) * h, NAN), p.grad_gate.assign(h, NAN);
+        p.output.assign(u64(s.max_tokens) * h, 0);
+        p.x.assign(u64(s.max_tokens) * h, 0);
+        p.gradients.assign(p.s.n_local + 1, {});
+        auto gradient = [&](u64 count) {
+            p.shared_gradients.emplace_back(count);
+            return p.shared_gradients.back().data();
+        };
+        if (i) {
+            MlpGradients& g = p.gradients.back();
+            if (s.shared_gated) g.gate = gradient(u64(i) * h);
+            g.up = gradient(u64(i) * h), g.down = gradient(u64(h) * i);
+            if (s.shared_bias) {
+                if (s.shared_gated) g.gate_bias = gradient(i);
+                g.up_bias = gradient(i), g.down_bias = gradient(h);
+            }
+        }
+        for (u32 q = 0; q < s.n_pes; q++) p.peer.push_back(aristos_host_heap(handle, pe, q));
+        Tables& t = p.tables;
+        t.router = p.router.data(), t.router_f32 = p.router_f32.data();
+        t.router_bias = s.correction_bias ? p.bias.data() : nullptr;
+        t.shared_gate = s.shared_gate ? p.gate.data() : nullptr;
+        t.owner = p.owner.data(), t.local_index = p.local_index.data();
+        t.gradients = p.gradients.data();
+        t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
+        t.peer = p.peer.data();
+        p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
+        // What nobody writes must not be taken for something.
+        std::memset(p.local, 0xa5, p.info.local_bytes);
+        p.layer_bytes.resize(p.info.layer_bytes);
+        aristos_layer(&p.s, &t, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
+        std::memset(reinterpret_cast<char*>(p.info.local_zero), 0, p.info.local_zero_bytes);
+    }
+
+    // Cuts weights into planes of the layer's dtype; what the planes do not hold is not part of the weights.
+    void set_router(Pe& p) const {
+        for (u64 i = 0; i < p.router_f32.size(); i++) {
+            float rest = p.router_f32[i];
+            float sum = 0;
+            for (u32 part = 0; part < s.router_parts; part++) {
+                const u16 v = narrow(rest, s.dtype);
+                p.router[part * p.router_f32.size() + i] = v;
+                rest -= widen(v, s.dtype), sum += widen(v, s.dtype);
+            }
+            p.router_f32[i] = sum;
+        }
+    }
+
+    // Launches a kernel on one PE; false when it failed.
+    bool launch(u32 pe, KernelId id, const char* name, Pass pass) {
+        Pe& p = *pes[pe];
+        const Layer* layer = &p.layer();
+        void* args[] = {&layer, &pass};
+        const Launch& l = p.info.launches[id];
+        if (aristos_host_launch(handle, pe, name, l.grid, l.block, l.shared_bytes, args) == 0) return true;
+        std::fprintf(stderr, "%s: %s\n", name, aristos_host_error());
+        failures++;
+        return false;
+    }
+
+    // `work(pe)` of all PEs at once.
+    void all(const std::function<void(u32)>& work) const {
+        std::vector<std::thread> threads;
+        for (u32 pe = 0; pe < s.n_pes; pe++) threads.emplace_back(work, pe);
+        for (auto& t : threads) t.join();
+    }
+
+    Pass pass(u32 pe, u64 number, u64 forward, u32 tokens) {
+        Pass p{};
+        p.pass = number, p.forward = forward, p.tokens = tokens;
+        p.x = pes[pe]->x.data(), p.output = pes[pe]->output.data();
+        return p;
+    }
+};
+
+inline int report(const char* what) {
+    std::printf("%s: %s\n", what, failures ? "FAILED" : "ok");
+    std::printf("1 cases, %d failed\n", failures ? 1 : 0);  // the last line, as testing.h has it
+    return failures ? 1 : 0;
+}
+
+}  // namespace world

@@ -1,0 +1,64 @@
+// A third GEMM path, for tests of everything around it: scalar products, tiles of 32 x 64 by blocks of two warps. On the emulator
+// it takes a hundredth of the others' time, so that a test can afford many seeds, and its small tiles are many.
+#pragma once
+#include "../pass.h"
+#include "../path_ampere.h"
+
+namespace aristos {
+
+struct SmallTile {
+    static constexpr u32 M = 2 * UNIT_ROWS, N = UNIT_COLS, THREADS = 64;
+    static constexpr u32 ROW_SUMS = 2 * UNIT_BYTES, SHARED_BYTES = ROW_SUMS + M * 4, LAUNCH_BYTES = SHARED_BYTES + STATE_BYTES;
+};
+
+template <class T> DEVICE void gemm_task_small(const GemmTask& t, char* shared) {
+    const u32 kind = t.kind, first = t.m0 + dev::warp() * UNIT_ROWS, lane = dev::lane();
+    const RowSource<T> a = a_rows<T>(t);
+    char* unit = shared + dev::warp() * UNIT_BYTES;
+    float acc[8][4] = {};
+    for (u32 n = 0; n < 8; n++) {
+        for (u32 i = 0; i < 4; i++) {
+            const u32 row = first + lane / 4 + i / 2 * 8, column = n * 8 + lane % 4 * 2 + i % 2;
+            if (row >= gemm_m(t)) continue;
+            const T* a_row = a_by_k(kind) ? nullptr : a.row(row);
+            const T* b_row = b_by_k(kind) ? nullptr : b_column<T>(t, column);
+            if (b_by_k(kind) ? t.n0 + column >= gemm_n(t) : b_row == nullptr) continue;
+            float sum = 0.0f;
+            for (u32 k = 0; k < gemm_k(t); k++) {
+                const T from_a = a_row ? a_row[k] : a.row(k)[row];
+                const T from_b = b_row ? b_row[k] : b_rows_by_k<T>(t).row(k)[t.n0 + column];
+                sum += dev::to_float(from_a) * dev::to_float(from_b);
+            }
+            acc[n][i] = sum;
+        }
+    }
+    stage_unit(unit, [&](u32 n, u32 i) { return acc[n][i]; });
+    dev::sync_warp();
+    float* row_sums = reinterpret_cast<float*>(shared + SmallTile::ROW_SUMS);
+    if (first < gemm_m(t)) finish_unit<T, ALL_KINDS>(t, unit, first - t.m0, 0, SmallTile::M, row_sums);
+    dev::sync_block();
+    finish_d_weight(t, row_sums, SmallTile::M, SmallTile::N, dev::thread());
+    dev::sync_block();
+}
+
+template <class T, bool IS_BACKWARD> struct SmallPath {
+    using Element = T;
+    static constexpr bool BACKWARD = IS_BACKWARD;
+    static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
+    static DEVICE void run(Block& b) {
+        for (;;) {
+            if (dev::thread() == 0) b.state.more = next_task(b);
+            dev::sync_block();
+            if (!b.state.more) return;
+            gemm_task_small<T>(b.state.task, dev::shared());
+            if (dev::thread() == 0) task_done(b);
+        }
+    }
+};
+
+KERNEL(test_forward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass) { run_pass<SmallPath<F16, false>>(*layer, pass); }
+REGISTER_KERNEL(test_forward_small)
+KERNEL(test_backward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass) { run_pass<SmallPath<F16, true>>(*layer, pass); }
+REGISTER_KERNEL(test_backward_small)
+
+}  // namespace aristos

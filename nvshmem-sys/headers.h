@@ -1,0 +1,3 @@
+// What nvshmem-sys/generate reads.
+#include <nvshmem.h>
+#include <nvshmemx.h>

@@ -1,0 +1,53 @@
+//! What every run needs.
+
+use super::{Facts, Finding, Need};
+
+/// What the bundled example needs, about, bytes.
+const LEAST_MEMORY: u64 = 512 << 20;
+/// Files a PE opens, about: its own, and one segment of each peer.
+const LEAST_FILES: u64 = 256;
+
+pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
+    let mut all = vec![build(facts), Finding::ok("CPUs", Need::Cpu, format!("{}", facts.cpus))];
+    all.push(match facts.available_bytes {
+        Some(bytes) if bytes < LEAST_MEMORY => Finding::fail(
+            "memory",
+            Need::Cpu,
+            format!("{:.2} GB available", bytes as f64 / 1e9),
+            "the smallest runs take half a GB: end other programs, or raise the container's limit",
+        ),
+        Some(bytes) => Finding::ok("memory", Need::Cpu, format!("{:.1} GB available", bytes as f64 / 1e9)),
+        None => Finding::warn("memory", Need::Cpu, "/proc does not tell what is available", "mount /proc"),
+    });
+    all.push(match &facts.memfd {
+        Ok(()) => Finding::ok("shared memory", Need::Cpu, "memfd works"),
+        Err(error) => Finding::fail(
+            "shared memory",
+            Need::Cpu,
+            error.clone(),
+            "PEs share memory by memfd_create and mmap: allow them (seccomp, memory limits)",
+        ),
+    });
+    all.push(match facts.open_files {
+        Some(limit) if limit < LEAST_FILES => Finding::warn(
+            "open files",
+            Need::Cpu,
+            format!("at most {limit}"),
+            "a PE opens one file per PE: ulimit -n 4096",
+        ),
+        Some(limit) => Finding::ok("open files", Need::Cpu, format!("at most {limit}")),
+        None => Finding::ok("open files", Need::Cpu, "no limit"),
+    });
+    all
+}
+
+fn build(facts: &Facts) -> Finding {
+    let mut features = vec![];
+    for (feature, there) in [("cuda", facts.cuda.is_some()), ("emulate", cfg!(feature = "emulate"))] {
+        if there {
+            features.push(feature);
+        }
+    }
+    let features = if features.is_empty() { "no features".to_string() } else { features.join(", ") };
+    Finding::ok("build", Need::Cpu, format!("aristos {}, {features}", env!("CARGO_PKG_VERSION")))
+}

@@ -1,0 +1,182 @@
+//! Which device a PE takes, and what that one must be.
+
+use std::ffi::{CStr, c_int};
+
+use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
+
+use super::driver::{Driver, call};
+use crate::gpu::GpuError;
+
+/// What the driver says of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceInfo {
+    /// Its number among the visible ones.
+    pub number: usize,
+    /// "NVIDIA A100-SXM4-40GB".
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Memory, bytes.
+    pub memory_total: u64,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Most dynamic shared memory of a block, bytes.
+    pub shared_bytes_per_block: u32,
+    /// Whether cooperative launches work.
+    pub cooperative: bool,
+    /// "0000:07:00.0", as /sys has it.
+    pub pci: String,
+}
+
+impl DeviceInfo {
+    /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them.
+    pub fn hopper(&self) -> bool {
+        self.capability.0 == 9
+    }
+
+    /// That the kernels can run on it.
+    ///
+    /// # Errors
+    /// [`GpuError::Unavailable`], with the reason.
+    pub fn usable(&self) -> Result<(), GpuError> {
+        let (DeviceInfo { number, name, .. }, (major, minor)) = (self, self.capability);
+        if major < 8 {
+            return Err(GpuError::Unavailable(format!(
+                "GPU {number} ({name}) has compute capability {major}.{minor}, and 8.0 or higher is needed (A100, H100 \
+                 and newer): run on the CPU (--device cpu)"
+            )));
+        }
+        if !self.cooperative {
+            return Err(GpuError::Unavailable(format!("GPU {number} ({name}) cannot launch kernels cooperatively")));
+        }
+        Ok(())
+    }
+}
+
+/// The visible devices.
+///
+/// # Errors
+/// The driver's.
+pub fn devices(driver: &Driver) -> Result<Vec<DeviceInfo>, GpuError> {
+    let mut count = 0;
+    // SAFETY: sets the number.
+    driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
+    (0..count).map(|number| info(driver, number).map(|(_, info)| info)).collect()
+}
+
+fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuError> {
+    let what = || format!("ask CUDA device {number} what it is");
+    let mut device = 0;
+    let (mut name, mut pci, mut memory) = ([0; 128], [0; 32], 0);
+    // SAFETY: each sets what it is given the address of; texts end with a zero inside the lengths given.
+    unsafe {
+        driver.check(call!(driver, cuDeviceGet(&raw mut device, number)), what)?;
+        driver.check(call!(driver, cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, device)), what)?;
+        driver.check(call!(driver, cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci.len() as c_int - 1, device)), what)?;
+        driver.check(call!(driver, cuDeviceTotalMem_v2(&raw mut memory, device)), what)?;
+    }
+    let attribute = |attribute| {
+        let mut value = 0;
+        // SAFETY: sets the value.
+        driver.check(unsafe { call!(driver, cuDeviceGetAttribute(&raw mut value, attribute, device)) }, what)?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    };
+    // SAFETY: the arrays end with a zero.
+    let text = |text: &[_]| unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned();
+    let info = DeviceInfo {
+        number: number as usize,
+        name: text(&name),
+        capability: (
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        memory_total: memory as u64,
+        multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes_per_block: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        cooperative: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)? != 0,
+        pci: text(&pci).to_lowercase(),
+    };
+    Ok((device, info))
+}
+
+/// The device of the PE that is number `local` on its host: they take them in turn. `CUDA_VISIBLE_DEVICES` is the driver's
+/// matter.
+///
+/// # Errors
+/// [`GpuError::Unavailable`] without a device; the driver's.
+pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
+    let mut count = 0;
+    // SAFETY: sets the number.
+    driver.check(unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }, || "count the CUDA devices".into())?;
+    if count <= 0 {
+        return Err(no_device());
+    }
+    let (device, info) = info(driver, (local % count as usize) as c_int)?;
+    info.usable()?;
+    Ok((device, info))
+}
+
+/// That there is none.
+pub fn no_device() -> GpuError {
+    GpuError::Unavailable(
+        "the CUDA driver sees no device: look at CUDA_VISIBLE_DEVICES, or run on the CPU (--device cpu)".into(),
+    )
+}
+
+/// The share of a device's multiprocessors that MPS gives a process, percent.
+pub const MPS_SHARE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+
+/// Whether NVIDIA's multi-process service (MPS) listens: then processes that share a device run on it at the same time.
+pub fn mps_is_on() -> bool {
+    let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    std::path::Path::new(&pipes).join("control").exists()
+}
+
+/// The multiprocessors that one PE's blocks may fill at the same time as the other PEs' on the device: under MPS the share
+/// that `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` gives it. Without MPS PEs take turns on a device, and each has all of it.
+pub fn share(multiprocessors: u32, percentage: Option<&str>) -> u32 {
+    let percentage = percentage.and_then(|text| text.trim().parse::<f64>().ok());
+    match percentage.filter(|p| *p > 0.0 && *p < 100.0) {
+        Some(p) => ((f64::from(multiprocessors) * p / 100.0) as u32).max(1),
+        None => multiprocessors,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mps_gives_a_share_and_nonsense_gives_all() {
+        assert_eq!(share(108, None), 108);
+        assert_eq!(share(108, Some("50")), 54);
+        assert_eq!(share(132, Some("33")), 43);
+        assert_eq!(share(108, Some(" 12.5 ")), 13);
+        assert_eq!(share(108, Some("0.1")), 1);
+        for nonsense in ["", "all", "-3", "0", "100", "1000", "NaN"] {
+            assert_eq!(share(108, Some(nonsense)), 108, "{nonsense}");
+        }
+    }
+
+    #[test]
+    fn an_old_device_is_refused() {
+        let device = |capability, cooperative| DeviceInfo {
+            number: 1,
+            name: "X".into(),
+            capability,
+            memory_total: 1 << 30,
+            multiprocessors: 80,
+            shared_bytes_per_block: 96 << 10,
+            cooperative,
+            pci: "0000:07:00.0".into(),
+        };
+        let volta = device((7, 0), true).usable().unwrap_err().to_string();
+        assert!(volta.contains("GPU 1 (X) has compute capability 7.0") && volta.contains("8.0"), "{volta}");
+        let alone = device((9, 0), false).usable().unwrap_err().to_string();
+        assert!(alone.contains("cooperatively"), "{alone}");
+        for capability in [(8, 0), (8, 9), (9, 0), (10, 0)] {
+            assert!(device(capability, true).usable().is_ok());
+            assert_eq!(device(capability, true).hopper(), capability.0 == 9);
+        }
+    }
+}

@@ -1,0 +1,680 @@
+//! A CUDA device with NVSHMEM between PEs: [`CudaGpu`].
+//!
+//! Nothing is linked: the driver and NVSHMEM's host library are opened at run time, so that a binary with this starts on
+//! any machine, and says in one line what is missing when a device is asked for. One PE alone does without NVSHMEM.
+//!
+//! Everything goes over one stream, so in the order of the calls.
+
+pub mod device;
+pub mod driver;
+mod graph;
+pub mod modules;
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_void};
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{
+    CUdevice, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUstream, CUstream_flags, CUtensorMap,
+    CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+};
+pub use device::DeviceInfo;
+use driver::{Driver, call};
+pub use graph::Graph;
+
+use super::nvshmem::{self, Meeting, Nvshmem};
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
+
+/// Marks that [`Gpu::mark`] takes.
+const MARKS: usize = 64;
+/// How often the stream is asked whether it is done, while a limit runs.
+const POLL: Duration = Duration::from_micros(50);
+
+/// What the processes of `pes` PEs on this host are to be started with, besides what is set: for the supervisor, which
+/// finds out here, before any PE runs, whether there is what they need.
+///
+/// # Errors
+/// What is missing, in one line.
+pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
+    let devices = device::devices(driver::driver()?)?;
+    if devices.is_empty() {
+        return Err(device::no_device());
+    }
+    devices.iter().take(pes).try_for_each(DeviceInfo::usable)?;
+    if pes == 1 {
+        return Ok(Vec::new());
+    }
+    nvshmem::find_library()?;
+    let mut environment = nvshmem::one_host_environment();
+    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && pes > devices.len() {
+        // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
+        let share = 100 / pes.div_ceil(devices.len());
+        environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
+    }
+    Ok(environment)
+}
+
+/// A context that is current in the thread that made it, and retained.
+struct Context {
+    driver: &'static Driver,
+    device: CUdevice,
+    stream: CUstream,
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: made in `CudaGpu::attach`; nothing of it is used any more.
+        unsafe {
+            call!(self.driver, cuStreamSynchronize(self.stream));
+            call!(self.driver, cuStreamDestroy_v2(self.stream));
+            call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device));
+        }
+    }
+}
+
+/// One PE's device.
+pub struct CudaGpu {
+    driver: &'static Driver,
+    info: DeviceInfo,
+    wait_limit: Duration,
+    meeting: Box<dyn Meeting>,
+    multiprocessors: u32,
+    modules: Vec<CUmodule>,
+    functions: RefCell<HashMap<String, CUfunction>>,
+    /// The dynamic shared memory that a function was last allowed, where it was raised.
+    shared: RefCell<HashMap<String, u32>>,
+    marks: [Cell<CUevent>; MARKS],
+    nvshmem: Option<Nvshmem>,
+    // Last, so that it is dropped after what lies in it.
+    context: Context,
+}
+
+impl CudaGpu {
+    /// Takes the device of this PE, on one host with the others of `meeting`, and loads the kernels (collective). A PE waits
+    /// for the others for `wait_limit` at most, here and where memory is made later.
+    ///
+    /// # Errors
+    /// What is missing, in one line: a driver, a device that can, NVSHMEM for several PEs; PEs that do not fit together.
+    pub fn attach(meeting: impl Meeting + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
+        let driver = driver::driver()?;
+        let (my_pe, n_pes) = (meeting.my_pe(), meeting.n_pes());
+        let (device, info) = device::choose(driver, my_pe)?;
+        let sharing = agree(&meeting, &info, wait_limit)?;
+        let context = Context::new(driver, device, &info)?;
+        let percentage = std::env::var(device::MPS_SHARE).ok();
+        let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
+
+        let nvshmem = if n_pes > 1 {
+            let (place, library) = nvshmem::find_library()?;
+            tracing::debug!(pe = my_pe, library = %place.display(), version = ?library.version, "NVSHMEM");
+            // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
+            let nvshmem = unsafe { Nvshmem::init(library, &meeting, wait_limit) }?;
+            if nvshmem.limited() && my_pe == 0 {
+                tracing::warn!("{sharing} PEs take turns on one GPU without MPS: results hold, times mean nothing");
+            }
+            Some(nvshmem)
+        } else {
+            None
+        };
+
+        let mut gpu = CudaGpu {
+            driver,
+            info,
+            wait_limit,
+            meeting: Box::new(meeting),
+            multiprocessors,
+            modules: Vec::new(),
+            functions: RefCell::default(),
+            shared: RefCell::default(),
+            marks: [const { Cell::new(ptr::null_mut()) }; MARKS],
+            nvshmem,
+            context,
+        };
+        for module in modules::modules_for(gpu.info.hopper()) {
+            gpu.load(module)?;
+        }
+        Ok(gpu)
+    }
+
+    /// What the driver says of the device.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Ends it (collective): to be called after a job that went well. Dropped without it, the process is to end.
+    ///
+    /// # Errors
+    /// [`GpuError::Barrier`]; the driver's.
+    pub fn finish(mut self) -> Result<(), GpuError> {
+        self.barrier(self.wait_limit)?;
+        if let Some(nvshmem) = self.nvshmem.take() {
+            nvshmem.finish();
+        }
+        for module in self.modules.drain(..) {
+            // SAFETY: loaded by `load`; nothing of it runs.
+            self.driver.check(unsafe { call!(self.driver, cuModuleUnload(module)) }, || "unload the kernels".into())?;
+        }
+        Ok(())
+    }
+
+    /// The value of a module's `__device__` variable of 8 bytes.
+    ///
+    /// # Errors
+    /// When there is none; the driver's.
+    pub fn global_u64(&self, name: &str) -> Result<u64, GpuError> {
+        let symbol = CString::new(name).map_err(|error| GpuError::failed(format!("find {name}"), error))?;
+        for module in &self.modules {
+            let (mut address, mut bytes) = (0, 0);
+            // SAFETY: sets address and length; the name ends with a zero.
+            let code = unsafe {
+                call!(self.driver, cuModuleGetGlobal_v2(&raw mut address, &raw mut bytes, *module, symbol.as_ptr()))
+            };
+            if code == driver::NOT_FOUND {
+                continue;
+            }
+            self.driver.check(code, || format!("find {name}"))?;
+            if bytes != 8 {
+                return Err(GpuError::failed(format!("read {name}"), format!("it has {bytes} bytes")));
+            }
+            let mut value = [0; 8];
+            // SAFETY: the variable has 8 bytes.
+            unsafe { self.copy_out_raw(&mut value, address) }?;
+            return Ok(u64::from_ne_bytes(value));
+        }
+        Err(GpuError::failed(format!("find {name}"), "no module has it"))
+    }
+
+    fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: sets the handle; the image is a fat binary, which lives for ever.
+        let code = unsafe { call!(self.driver, cuModuleLoadData(&raw mut handle, module.image.0.as_ptr().cast())) };
+        let (major, minor) = self.info.capability;
+        match code {
+            driver::NO_BINARY_FOR_GPU | driver::UNSUPPORTED_PTX => {
+                return Err(GpuError::Unavailable(format!(
+                    "the kernels ({}, {}, made by CUDA {}) do not run on {} (compute capability {major}.{minor}) with a \
+                     driver of CUDA {}: install a newer driver, or build with that CUDA (CUDA_HOME)",
+                    module.name,
+                    module.architectures,
+                    modules::MADE_BY,
+                    self.info.name,
+                    driver::version().map_or("?".into(), |version| version.to_string()),
+                )));
+            }
+            code => self.driver.check(code, || format!("load the kernels ({})", module.name))?,
+        }
+        self.modules.push(handle);
+        if module.nvshmem
+            && let Some(nvshmem) = &self.nvshmem
+        {
+            // SAFETY: loaded into the current context just now, and unloaded after NVSHMEM's end.
+            unsafe { nvshmem.add_module(handle.cast(), module.name) }?;
+        }
+        Ok(())
+    }
+
+    fn function(&self, kernel: &str) -> Result<CUfunction, GpuError> {
+        if let Some(function) = self.functions.borrow().get(kernel) {
+            return Ok(*function);
+        }
+        let name = CString::new(kernel).map_err(|error| GpuError::failed(format!("find kernel {kernel}"), error))?;
+        for module in &self.modules {
+            let mut function = ptr::null_mut();
+            // SAFETY: sets the function; the name ends with a zero.
+            let code = unsafe { call!(self.driver, cuModuleGetFunction(&raw mut function, *module, name.as_ptr())) };
+            if code != driver::NOT_FOUND {
+                self.driver.check(code, || format!("find kernel {kernel}"))?;
+                self.functions.borrow_mut().insert(kernel.to_string(), function);
+                return Ok(function);
+            }
+        }
+        Err(GpuError::failed(format!("find kernel {kernel}"), "no module has it"))
+    }
+
+    /// The function, allowed this much dynamic shared memory: above 48 KiB a function has to be told.
+    fn function_with_shared(&self, kernel: &str, shared_bytes: u32) -> Result<CUfunction, GpuError> {
+        let function = self.function(kernel)?;
+        let allowed = self.shared.borrow().get(kernel).copied().unwrap_or(48 << 10);
+        if shared_bytes > allowed {
+            if shared_bytes > self.info.shared_bytes_per_block {
+                return Err(GpuError::failed(
+                    format!("launch {kernel}"),
+                    format!(
+                        "it needs {shared_bytes} bytes of shared memory, and a block of {} has at most {}",
+                        self.info.name, self.info.shared_bytes_per_block
+                    ),
+                ));
+            }
+            // SAFETY: a function of a loaded module.
+            let code = unsafe {
+                call!(
+                    self.driver,
+                    cuFuncSetAttribute(
+                        function,
+                        CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        shared_bytes as c_int
+                    )
+                )
+            };
+            self.driver.check(code, || format!("give kernel {kernel} {shared_bytes} bytes of shared memory"))?;
+            self.shared.borrow_mut().insert(kernel.to_string(), shared_bytes);
+        }
+        Ok(function)
+    }
+
+    fn event(&self, number: usize) -> Result<&Cell<CUevent>, GpuError> {
+        self.marks.get(number).ok_or_else(|| GpuError::failed(format!("mark {number}"), "there are 64 marks"))
+    }
+
+    /// Waits for the stream, at most for `limit`.
+    fn synchronise_within(&self, limit: Duration) -> Result<(), GpuError> {
+        let start = Instant::now();
+        loop {
+            // SAFETY: the stream lives as long as this.
+            match unsafe { call!(self.driver, cuStreamQuery(self.context.stream)) } {
+                driver::NOT_READY => {}
+                code => return self.driver.check(code, || "wait for the kernels".into()),
+            }
+            if start.elapsed() >= limit {
+                return Err(GpuError::failed(
+                    "wait for the kernels",
+                    format!("PE {}'s have not ended within {:.1} s", self.my_pe(), limit.as_secs_f64()),
+                ));
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn memory(&self) -> Result<(u64, u64), GpuError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: sets both.
+        let code = unsafe { call!(self.driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) };
+        self.driver.check(code, || "ask for the free memory".into())?;
+        Ok((free as u64, total as u64))
+    }
+
+    fn out_of_memory(&self, kind: &'static str, asked: u64) -> GpuError {
+        let (free, total) = self.memory().unwrap_or((0, self.info.memory_total));
+        GpuError::OutOfMemory { kind, asked, free, total }
+    }
+}
+
+impl Context {
+    /// Makes the device's primary context current in this thread: the one that NVSHMEM works in.
+    fn new(driver: &'static Driver, device: CUdevice, info: &DeviceInfo) -> Result<Self, GpuError> {
+        let what = || format!("take GPU {} ({})", info.number, info.name);
+        let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: sets the context.
+        driver.check(unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device)) }, what)?;
+        // SAFETY: the context is retained; given back where no `Context` comes of it that would.
+        unsafe {
+            let made = driver.check(call!(driver, cuCtxSetCurrent(context)), what).and_then(|()| {
+                driver.check(
+                    call!(driver, cuStreamCreate(&raw mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)),
+                    what,
+                )
+            });
+            if let Err(error) = made {
+                call!(driver, cuDevicePrimaryCtxRelease_v2(device));
+                return Err(error);
+            }
+        }
+        Ok(Context { driver, device, stream })
+    }
+}
+
+/// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
+fn agree(meeting: &dyn Meeting, info: &DeviceInfo, limit: Duration) -> Result<usize, GpuError> {
+    const BYTES: usize = 33;
+    let mut mine = [0; BYTES];
+    mine[0] = info.hopper().into();
+    mine[1..].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
+    let all = meeting.all_gather(&mine, limit)?;
+    let kind = |of_pe: &[u8]| if of_pe[0] == 1 { "a Hopper" } else { "none" };
+    let first = &all[..BYTES];
+    if let Some((pe, other)) = all.chunks(BYTES).enumerate().find(|(_, of_pe)| of_pe[0] != first[0]) {
+        return Err(GpuError::Unavailable(format!(
+            "the PEs' GPUs must all be Hoppers or none, and PE 0's is {}, PE {pe}'s {}: choose with CUDA_VISIBLE_DEVICES",
+            kind(first),
+            kind(other)
+        )));
+    }
+    Ok(all.chunks(BYTES).filter(|of_pe| of_pe[1..] == mine[1..]).count())
+}
+
+impl Drop for CudaGpu {
+    fn drop(&mut self) {
+        for mark in &self.marks {
+            if !mark.get().is_null() {
+                // SAFETY: made by `mark`, and not used any more.
+                unsafe { call!(self.driver, cuEventDestroy_v2(mark.get())) };
+            }
+        }
+    }
+}
+
+impl Gpu for CudaGpu {
+    fn name(&self) -> String {
+        self.info.name.clone()
+    }
+
+    fn limits(&self) -> Result<DeviceLimits, GpuError> {
+        let (free, total) = self.memory()?;
+        Ok(DeviceLimits {
+            capability: self.info.capability,
+            multiprocessors: self.multiprocessors,
+            shared_bytes_per_block: self.info.shared_bytes_per_block,
+            memory_total: total,
+            memory_free: free,
+            symmetric_total: 0,
+        })
+    }
+
+    fn my_pe(&self) -> usize {
+        self.meeting.my_pe()
+    }
+
+    fn n_pes(&self) -> usize {
+        self.meeting.n_pes()
+    }
+
+    fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError> {
+        let mut address: CUdeviceptr = 0;
+        // SAFETY: sets the address.
+        match unsafe { call!(self.driver, cuMemAlloc_v2(&raw mut address, bytes as usize)) } {
+            driver::OUT_OF_MEMORY => Err(self.out_of_memory("device", bytes)),
+            code => self.driver.check(code, || format!("allocate {bytes} bytes on the device")).map(|()| address),
+        }
+    }
+
+    unsafe fn free_raw(&self, address: u64) {
+        // SAFETY: by this function's contract. What was launched may still use it: that ends first. Errors of it are
+        // told by the next call.
+        unsafe {
+            call!(self.driver, cuStreamSynchronize(self.context.stream));
+            call!(self.driver, cuMemFree_v2(address));
+        }
+    }
+
+    fn alloc_symmetric_raw(&self, bytes: u64) -> Result<u64, GpuError> {
+        let Some(nvshmem) = &self.nvshmem else { return self.alloc_raw(bytes) };
+        // NVSHMEM waits for all PEs without a limit, and frees of this PE may have gone before.
+        self.synchronise_within(self.wait_limit)?;
+        self.meeting.barrier(self.wait_limit)?;
+        match nvshmem.malloc(bytes as usize) {
+            0 => Err(self.out_of_memory("symmetric device", bytes)),
+            address => Ok(address),
+        }
+    }
+
+    unsafe fn free_symmetric_raw(&self, address: u64) {
+        match &self.nvshmem {
+            // SAFETY: by this function's contract.
+            Some(nvshmem) => unsafe { nvshmem.free(address) },
+            // SAFETY: as above; allocated by `alloc_raw`.
+            None => unsafe { self.free_raw(address) },
+        }
+    }
+
+    fn peer_raw(&self, symmetric: u64, pe: usize) -> u64 {
+        match &self.nvshmem {
+            _ if pe == self.my_pe() => symmetric,
+            Some(nvshmem) => nvshmem.ptr(symmetric, pe),
+            None => 0,
+        }
+    }
+
+    fn all_reachable(&self) -> Result<bool, GpuError> {
+        if self.nvshmem.is_none() {
+            return Ok(true);
+        }
+        // Whether a heap is mapped is the same for every place in it.
+        let place = self.alloc_symmetric_raw(64)?;
+        let mine = (0..self.n_pes()).all(|pe| self.peer_raw(place, pe) != 0);
+        let all = self.meeting.all_gather(&[mine.into()], self.wait_limit)?;
+        // SAFETY: allocated just now, and used by nobody; all PEs have looked.
+        unsafe { self.free_symmetric_raw(place) };
+        Ok(all.iter().all(|reaches| *reaches == 1))
+    }
+
+    unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        let what = || format!("copy {} bytes to the device", from.len());
+        // SAFETY: by this function's contract; the bytes are read before it returns.
+        unsafe {
+            let stream = self.context.stream;
+            self.driver
+                .check(call!(self.driver, cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream)), what)?;
+            self.driver.check(call!(self.driver, cuStreamSynchronize(stream)), what)
+        }
+    }
+
+    unsafe fn copy_out_raw(&self, to: &mut [u8], from: u64) -> Result<(), GpuError> {
+        if to.is_empty() {
+            return Ok(());
+        }
+        let what = || "copy from the device".to_string();
+        // SAFETY: by this function's contract; the bytes are written before it returns.
+        unsafe {
+            let stream = self.context.stream;
+            self.driver.check(
+                call!(self.driver, cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream)),
+                what,
+            )?;
+            self.driver.check(call!(self.driver, cuStreamSynchronize(stream)), what)
+        }
+    }
+
+    unsafe fn zero_raw(&self, to: u64, bytes: u64) -> Result<(), GpuError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: by this function's contract.
+        let code = unsafe { call!(self.driver, cuMemsetD8Async(to, 0, bytes as usize, self.context.stream)) };
+        self.driver.check(code, || format!("set {bytes} bytes of the device to 0"))
+    }
+
+    fn resident_blocks(&self, kernel: &str, block: u32, shared_bytes: u32) -> Result<u32, GpuError> {
+        let function = self.function_with_shared(kernel, shared_bytes)?;
+        let mut per_multiprocessor = 0;
+        // SAFETY: sets the number; a function of a loaded module.
+        let code = unsafe {
+            call!(
+                self.driver,
+                cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    &raw mut per_multiprocessor,
+                    function,
+                    block as c_int,
+                    shared_bytes as usize,
+                )
+            )
+        };
+        self.driver.check(code, || format!("ask how many blocks of {kernel} fit"))?;
+        Ok(u32::try_from(per_multiprocessor).unwrap_or(0) * self.multiprocessors)
+    }
+
+    unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
+        let Launch { grid, block, shared_bytes, cooperative } = launch;
+        let function = self.function_with_shared(kernel, shared_bytes)?;
+        if cooperative != 0 {
+            let fit = self.resident_blocks(kernel, block, shared_bytes)?;
+            if grid > fit {
+                return Err(GpuError::failed(
+                    format!("launch {kernel}"),
+                    format!(
+                        "{grid} blocks of {block} threads and {shared_bytes} bytes of shared memory must run at the same \
+                         time, and {fit} do on {} of {}'s multiprocessors",
+                        self.multiprocessors, self.info.name
+                    ),
+                ));
+            }
+        }
+        // Copies aligned as any parameter may want to be.
+        let mut copies: Vec<Vec<u128>> = args.iter().map(|arg| vec![0; arg.len().div_ceil(16)]).collect();
+        for (copy, arg) in copies.iter_mut().zip(args) {
+            bytemuck::cast_slice_mut(copy)[..arg.len()].copy_from_slice(arg);
+        }
+        let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
+        let (parameters, stream) = (pointers.as_mut_ptr(), self.context.stream);
+        // SAFETY: the parameters' types and addresses are the caller's promise; they are read before this returns.
+        let code = unsafe {
+            if cooperative != 0 {
+                call!(
+                    self.driver,
+                    cuLaunchCooperativeKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters,)
+                )
+            } else {
+                let none = ptr::null_mut();
+                call!(
+                    self.driver,
+                    cuLaunchKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters, none)
+                )
+            }
+        };
+        match code {
+            driver::COOPERATIVE_TOO_LARGE => Err(GpuError::failed(
+                format!("launch {kernel}"),
+                format!(
+                    "{grid} blocks do not run at the same time: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE must be at most 100 \
+                     divided by the number of PEs on this GPU"
+                ),
+            )),
+            code => self.driver.check(code, || format!("launch {kernel} ({grid} blocks of {block} threads)")),
+        }
+    }
+
+    fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError> {
+        Ok(Box::new(self.capture(work)?))
+    }
+
+    fn synchronise(&self) -> Result<(), GpuError> {
+        // SAFETY: the stream lives as long as this.
+        let code = unsafe { call!(self.driver, cuStreamSynchronize(self.context.stream)) };
+        self.driver.check(code, || "wait for the kernels".into())
+    }
+
+    fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
+        let start = Instant::now();
+        if let Some(nvshmem) = &self.nvshmem {
+            // SAFETY: this PE's stream.
+            unsafe { nvshmem.quiet_on_stream(self.context.stream.cast()) }
+        }
+        self.synchronise_within(limit)?;
+        self.meeting.barrier(limit.saturating_sub(start.elapsed()))
+    }
+
+    fn mark(&self, number: usize) -> Result<(), GpuError> {
+        let mark = self.event(number)?;
+        let what = || format!("note time {number}");
+        if mark.get().is_null() {
+            let mut event = ptr::null_mut();
+            // SAFETY: sets the event.
+            self.driver.check(unsafe { call!(self.driver, cuEventCreate(&raw mut event, 0)) }, what)?;
+            mark.set(event);
+        }
+        // SAFETY: event and stream live as long as this.
+        self.driver.check(unsafe { call!(self.driver, cuEventRecord(mark.get(), self.context.stream)) }, what)
+    }
+
+    fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError> {
+        let what = || format!("tell the time from mark {from} to mark {to}");
+        let (first, second) = (self.event(from)?.get(), self.event(to)?.get());
+        if first.is_null() || second.is_null() {
+            return Err(GpuError::failed(what(), "one was not made"));
+        }
+        let mut milliseconds = 0.0;
+        // SAFETY: sets the number; events of this context.
+        let code = unsafe { call!(self.driver, cuEventElapsedTime(&raw mut milliseconds, first, second)) };
+        self.driver.check(code, what)?;
+        Duration::try_from_secs_f64(f64::from(milliseconds) * 1e-3).map_err(|error| GpuError::failed(what(), error))
+    }
+
+    fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError> {
+        let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
+        check_tensor_map(&matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
+        let mut map = CUtensorMap { opaque: [0; 16] };
+        // Copied, never computed with.
+        let element = match matrix.element_bytes {
+            1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+        };
+        // Innermost first: columns, rows.
+        let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
+        let boxes = [matrix.box_cols, matrix.box_rows];
+        // SAFETY: writes the 128 bytes; the arrays have as many elements as there are dimensions, strides one fewer. The
+        // matrix itself is not read.
+        let code = unsafe {
+            call!(
+                self.driver,
+                cuTensorMapEncodeTiled(
+                    &raw mut map,
+                    element,
+                    2,
+                    matrix.base as *mut c_void,
+                    size.as_ptr(),
+                    [matrix.row_stride_bytes].as_ptr(),
+                    boxes.as_ptr(),
+                    [1u32, 1].as_ptr(),
+                    CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                    CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+                )
+            )
+        };
+        self.driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
+    }
+}
+
+/// What the driver would refuse with a number only.
+fn check_tensor_map(matrix: &TensorMap) -> Result<(), String> {
+    let TensorMap { base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes } = *matrix;
+    if !matches!(element_bytes, 1 | 2 | 4) {
+        return Err(format!("elements of {element_bytes} bytes"));
+    }
+    let box_bytes = u64::from(box_cols) * u64::from(element_bytes);
+    let wrong = [
+        (rows == 0 || cols == 0, "it is empty"),
+        (base % 16 != 0, "its address is no multiple of 16"),
+        (row_stride_bytes % 16 != 0, "its rows are no multiple of 16 bytes apart"),
+        (row_stride_bytes < u64::from(cols) * u64::from(element_bytes), "its rows overlap"),
+        (box_rows == 0 || box_rows > 256, "a box has 1 to 256 rows"),
+        (box_bytes == 0 || box_bytes > 128 || box_bytes % 16 != 0, "a box's row has 16 to 128 bytes, in steps of 16"),
+    ];
+    wrong.iter().find(|(is, _)| *is).map_or(Ok(()), |(_, text)| Err((*text).to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_that_tma_cannot_copy_is_refused_with_the_reason() {
+        let good = TensorMap {
+            base: 1 << 20,
+            rows: 5,
+            cols: 72,
+            row_stride_bytes: 144,
+            box_rows: 128,
+            box_cols: 64,
+            element_bytes: 2,
+        };
+        assert_eq!(check_tensor_map(&good), Ok(()));
+        for (bad, word) in [
+            (TensorMap { rows: 0, ..good }, "empty"),
+            (TensorMap { base: 8, ..good }, "multiple of 16"),
+            (TensorMap { row_stride_bytes: 152, ..good }, "16 bytes apart"),
+            (TensorMap { row_stride_bytes: 128, ..good }, "overlap"),
+            (TensorMap { box_rows: 257, ..good }, "256 rows"),
+            (TensorMap { box_cols: 65, ..good }, "steps of 16"),
+            (TensorMap { element_bytes: 3, ..good }, "3 bytes"),
+        ] {
+            assert!(check_tensor_map(&bad).unwrap_err().contains(word), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,568 @@
+//! The kernels on the CPU: `libaristos_kernels.so`, which build.rs makes of `kernels/` and `kernels/host/`.
+//!
+//! A launch runs to its end before it returns, on threads of its own. PEs are threads of one process ([`world`]) or
+//! processes over shared segments ([`attach`]). Memory is filled with bytes that are no numbers, so that nobody can rely on
+//! zeros.
+
+use std::alloc::{self, Layout};
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use libloading::Library;
+
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
+use crate::shmem::{Heap, ShmTransport, Shmem, Sym, Transport, available_bytes};
+
+/// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
+pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
+
+/// Alignment of device memory, that of CUDA's allocator.
+const ALIGN_BYTES: usize = 256;
+/// A NaN in every element type.
+const FILL: u8 = 0xff;
+const MARKS: usize = 64;
+
+/// What the emulated device of every PE is like.
+#[derive(Clone, Debug)]
+pub struct EmulatedDevice {
+    /// Whether it runs Hopper's kernels, or Ampere's.
+    pub hopper: bool,
+    /// Its multiprocessors: blocks of a cooperative kernel.
+    pub multiprocessors: u32,
+    /// Orders what may happen in any order.
+    pub seed: u64,
+}
+
+impl Default for EmulatedDevice {
+    fn default() -> Self {
+        EmulatedDevice { hopper: false, multiprocessors: 3, seed: 0 }
+    }
+}
+
+/// What can be wrong with what a PE sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    None = 0,
+    /// Over the network, the signal of a put comes before its data.
+    SignalFirst = 1,
+    /// Signals over the network never come.
+    SignalLost = 2,
+    /// Signals that are stored never come.
+    StoreLost = 3,
+}
+
+impl EmulatedDevice {
+    /// What it has, but for symmetric memory.
+    pub fn limits(&self) -> DeviceLimits {
+        let free = available_bytes().unwrap_or(u64::MAX);
+        DeviceLimits {
+            capability: (if self.hopper { 9 } else { 8 }, 0),
+            multiprocessors: self.multiprocessors,
+            shared_bytes_per_block: if self.hopper { 227 << 10 } else { 163 << 10 },
+            memory_total: free,
+            memory_free: free,
+            symmetric_total: 0,
+        }
+    }
+}
+
+type Launcher = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u32, u32, u32, *mut *mut c_void) -> c_int;
+type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32) -> c_int;
+
+/// The library's functions, and the library that keeps them loaded.
+struct Functions {
+    world: unsafe extern "C" fn(u32, u64, u64, *const u8) -> *mut c_void,
+    attach: unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64) -> *mut c_void,
+    heap: unsafe extern "C" fn(*mut c_void, u32, u32) -> u64,
+    launch: Launcher,
+    error: unsafe extern "C" fn() -> *const c_char,
+    tensor_map: TensorMapper,
+    fault: unsafe extern "C" fn(*mut c_void, u32, u32),
+    /// The kernels that there are.
+    kernels: Vec<String>,
+    free: unsafe extern "C" fn(*mut c_void),
+    _library: Library,
+}
+
+impl Functions {
+    fn load() -> Result<Self, GpuError> {
+        let path = std::env::var_os(ENV_LIBRARY).unwrap_or_else(|| OsString::from(env!("ARISTOS_EMULATOR_LIBRARY")));
+        let refuse = |error: libloading::Error| {
+            let path = path.display();
+            GpuError::Unavailable(format!("cannot load the emulated kernels from {path}: {error}; build again"))
+        };
+        // SAFETY: the library is ours; loading it only registers its kernels in a table of its own. The functions have
+        // these types in kernels/host.
+        unsafe {
+            let library = Library::new(&path).map_err(refuse)?;
+            let kernels: unsafe extern "C" fn() -> *const c_char =
+                *library.get(b"aristos_host_kernels\0").map_err(refuse)?;
+            let kernels = CStr::from_ptr(kernels()).to_string_lossy().lines().map(str::to_string).collect();
+            Ok(Functions {
+                kernels,
+                fault: *library.get(b"aristos_host_fault\0").map_err(refuse)?,
+                world: *library.get(b"aristos_host_world\0").map_err(refuse)?,
+                attach: *library.get(b"aristos_host_attach\0").map_err(refuse)?,
+                heap: *library.get(b"aristos_host_heap\0").map_err(refuse)?,
+                launch: *library.get(b"aristos_host_launch\0").map_err(refuse)?,
+                error: *library.get(b"aristos_host_error\0").map_err(refuse)?,
+                tensor_map: *library.get(b"aristos_host_tensor_map\0").map_err(refuse)?,
+                free: *library.get(b"aristos_host_free\0").map_err(refuse)?,
+                _library: library,
+            })
+        }
+    }
+
+    /// What the library says of the last failure.
+    fn message(&self) -> String {
+        // SAFETY: returns null or a string of the library's, copied at once.
+        unsafe {
+            let text = (self.error)();
+            if text.is_null() { "no reason given".into() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+        }
+    }
+}
+
+/// A world of the library's, or one PE's view of one.
+struct World {
+    functions: Functions,
+    handle: *mut c_void,
+}
+
+// SAFETY: the library's functions may be called from any thread; the handle is freed once.
+unsafe impl Send for World {}
+// SAFETY: as above.
+unsafe impl Sync for World {}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        // SAFETY: made by the library, and nobody else has it.
+        unsafe { (self.functions.free)(self.handle) }
+    }
+}
+
+/// Where PEs meet, and where their symmetric memory comes from.
+enum Meeting {
+    Threads { barrier: Arc<Barrier>, heap: RefCell<Heap> },
+    Processes { shmem: Box<Shmem<ShmTransport>>, syms: RefCell<HashMap<u64, Sym<u8>>> },
+}
+
+/// One PE's emulated device.
+pub struct Emulated {
+    world: Arc<World>,
+    pe: usize,
+    n_pes: usize,
+    device: EmulatedDevice,
+    meeting: Meeting,
+    heap_bytes: u64,
+    all_reachable: bool,
+    allocations: RefCell<HashMap<u64, Layout>>,
+    marks: [Cell<Option<Instant>>; MARKS],
+    launches: Cell<u64>,
+    /// Where launches go instead, while they are recorded.
+    recording: RefCell<Option<Vec<OneLaunch>>>,
+}
+
+/// `n_pes` PEs in this process, each for a thread of its own, with `heap_bytes` of symmetric memory each. `reachable`, where
+/// given, says for `[from][to]` whether loads and stores reach; others only the network.
+///
+/// # Errors
+/// When the library cannot be loaded, or refuses.
+pub fn world(
+    n_pes: usize,
+    heap_bytes: usize,
+    device: &EmulatedDevice,
+    reachable: Option<&[u8]>,
+) -> Result<Vec<Emulated>, GpuError> {
+    let functions = Functions::load()?;
+    if let Some(mask) = reachable.filter(|mask| mask.len() != n_pes * n_pes) {
+        return Err(GpuError::Unavailable(format!("a mask of {} pairs for {n_pes} PEs", mask.len())));
+    }
+    let mask = reachable.map_or(ptr::null(), <[u8]>::as_ptr);
+    // SAFETY: the mask is null or has a byte for each pair.
+    let handle = unsafe { (functions.world)(n_pes as u32, heap_bytes as u64, device.seed, mask) };
+    if handle.is_null() {
+        return Err(GpuError::failed("make a world of emulated devices", functions.message()));
+    }
+    let (world, barrier) = (Arc::new(World { functions, handle }), Arc::new(Barrier::new(n_pes)));
+    let all = reachable.is_none_or(|mask| mask.iter().all(|&reaches| reaches != 0));
+    let pes = (0..n_pes).map(|pe| {
+        let meeting = Meeting::Threads { barrier: barrier.clone(), heap: RefCell::new(Heap::new(heap_bytes)) };
+        Emulated::new(world.clone(), (pe, n_pes), device, meeting, heap_bytes, all)
+    });
+    Ok(pes.collect())
+}
+
+/// The device of this process's PE, whose symmetric memory comes from `shmem`'s.
+///
+/// # Errors
+/// When the library cannot be loaded, or refuses.
+pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emulated, GpuError> {
+    let functions = Functions::load()?;
+    let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
+    let heap = |pe| shmem.transport().ptr(0, pe).map_or(ptr::null_mut(), |p| p.as_ptr().cast::<c_void>());
+    let heaps: Vec<*mut c_void> = (0..n_pes).map(heap).collect();
+    // SAFETY: one heap per PE, each of `bytes` bytes, mapped for as long as `shmem`, which outlives the world in `Emulated`.
+    let handle = unsafe { (functions.attach)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed) };
+    if handle.is_null() {
+        return Err(GpuError::failed("attach an emulated device", functions.message()));
+    }
+    let meeting = Meeting::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
+    Ok(Emulated::new(Arc::new(World { functions, handle }), (pe, n_pes), device, meeting, bytes, true))
+}
+
+impl Emulated {
+    fn new(
+        world: Arc<World>,
+        (pe, n_pes): (usize, usize),
+        device: &EmulatedDevice,
+        meeting: Meeting,
+        heap_bytes: usize,
+        all_reachable: bool,
+    ) -> Self {
+        Emulated {
+            world,
+            pe,
+            n_pes,
+            device: device.clone(),
+            meeting,
+            heap_bytes: heap_bytes as u64,
+            all_reachable,
+            allocations: RefCell::default(),
+            marks: [const { Cell::new(None) }; MARKS],
+            launches: Cell::new(0),
+            recording: RefCell::new(None),
+        }
+    }
+
+    fn base(&self, pe: usize) -> u64 {
+        // SAFETY: both are PEs of this world.
+        unsafe { (self.world.functions.heap)(self.world.handle, self.pe as u32, pe as u32) }
+    }
+
+    /// From now on what this PE sends has this fault. For tests of what notices it; while nothing runs.
+    pub fn set_fault(&self, fault: Fault) {
+        // SAFETY: a PE of this world.
+        unsafe { (self.world.functions.fault)(self.world.handle, self.pe as u32, fault as u32) }
+    }
+
+    /// Kernels launched so far.
+    pub fn launches(&self) -> u64 {
+        self.launches.get()
+    }
+
+    /// Symmetric memory in use now, and the most that was, bytes.
+    pub fn symmetric_bytes(&self) -> (usize, usize) {
+        match &self.meeting {
+            Meeting::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
+            Meeting::Processes { shmem, .. } => (shmem.used_bytes(), shmem.peak_bytes()),
+        }
+    }
+}
+
+/// A kernel's name, how it is launched, and the bytes of its parameters.
+type OneLaunch = (String, Launch, Vec<Vec<u8>>);
+
+/// Launches that were recorded.
+struct Recorded<'g> {
+    gpu: &'g Emulated,
+    launches: Vec<OneLaunch>,
+}
+
+impl Recording for Recorded<'_> {
+    unsafe fn replay(&self) -> Result<(), GpuError> {
+        self.launches.iter().try_for_each(|(kernel, launch, args)| {
+            let args: Vec<&[u8]> = args.iter().map(Vec::as_slice).collect();
+            // SAFETY: by this function's contract.
+            unsafe { self.gpu.launch(kernel, *launch, &args) }
+        })
+    }
+}
+
+impl Gpu for Emulated {
+    fn name(&self) -> String {
+        format!("emulated {}", if self.device.hopper { "Hopper" } else { "Ampere" })
+    }
+
+    fn limits(&self) -> Result<DeviceLimits, GpuError> {
+        Ok(DeviceLimits { symmetric_total: self.heap_bytes, ..self.device.limits() })
+    }
+
+    fn my_pe(&self) -> usize {
+        self.pe
+    }
+
+    fn n_pes(&self) -> usize {
+        self.n_pes
+    }
+
+    fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError> {
+        let free = available_bytes().unwrap_or(u64::MAX);
+        let refuse = || GpuError::OutOfMemory { kind: "device", asked: bytes, free, total: free };
+        let layout = usize::try_from(bytes).ok().and_then(|b| Layout::from_size_align(b.max(1), ALIGN_BYTES).ok());
+        let layout = layout.filter(|_| bytes <= free).ok_or_else(refuse)?;
+        // SAFETY: the size is not 0; the bytes written are those allocated.
+        let address = unsafe {
+            let memory = alloc::alloc(layout);
+            if memory.is_null() {
+                return Err(refuse());
+            }
+            memory.write_bytes(FILL, layout.size());
+            memory.expose_provenance() as u64
+        };
+        self.allocations.borrow_mut().insert(address, layout);
+        Ok(address)
+    }
+
+    unsafe fn free_raw(&self, address: u64) {
+        let layout = self.allocations.borrow_mut().remove(&address);
+        debug_assert!(layout.is_some(), "{address:#x} is not an allocation");
+        if let Some(layout) = layout {
+            // SAFETY: allocated so in `alloc_raw`, and not used again, says the caller.
+            unsafe { alloc::dealloc(at(address), layout) }
+        }
+    }
+
+    fn alloc_symmetric_raw(&self, bytes: u64) -> Result<u64, GpuError> {
+        let refuse =
+            |free: u64| GpuError::OutOfMemory { kind: "symmetric device", asked: bytes, free, total: self.heap_bytes };
+        let wanted = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
+        let (offset, sym) = match &self.meeting {
+            Meeting::Threads { heap, .. } => {
+                (heap.borrow_mut().alloc(wanted).map_err(|full| refuse(full.free_bytes as u64))?, None)
+            }
+            Meeting::Processes { shmem, .. } => {
+                let free = self.heap_bytes - shmem.used_bytes() as u64;
+                let sym = shmem.alloc::<u8>(wanted).map_err(|_| refuse(free))?;
+                (sym.offset(), Some(sym))
+            }
+        };
+        let address = self.base(self.pe) + offset as u64;
+        if let (Meeting::Processes { syms, .. }, Some(sym)) = (&self.meeting, sym) {
+            syms.borrow_mut().insert(address, sym);
+        } else {
+            // The length, for when it is freed.
+            let layout = Layout::from_size_align(wanted, 1).map_err(|_| refuse(0))?;
+            self.allocations.borrow_mut().insert(address, layout);
+        }
+        // SAFETY: `wanted` bytes of this PE's heap, which no peer uses before it has allocated too and met this PE.
+        unsafe { at(address).write_bytes(FILL, wanted) };
+        Ok(address)
+    }
+
+    unsafe fn free_symmetric_raw(&self, address: u64) {
+        match &self.meeting {
+            Meeting::Threads { heap, .. } => {
+                if let Some(layout) = self.allocations.borrow_mut().remove(&address) {
+                    let freed = heap.borrow_mut().free((address - self.base(self.pe)) as usize, layout.size());
+                    debug_assert!(freed);
+                }
+            }
+            Meeting::Processes { shmem, syms } => {
+                if let Some(sym) = syms.borrow_mut().remove(&address) {
+                    shmem.free(sym);
+                }
+            }
+        }
+    }
+
+    fn peer_raw(&self, symmetric: u64, pe: usize) -> u64 {
+        match self.base(pe) {
+            0 => 0,
+            base => base + (symmetric - self.base(self.pe)),
+        }
+    }
+
+    fn all_reachable(&self) -> Result<bool, GpuError> {
+        Ok(self.all_reachable)
+    }
+
+    unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise; no kernel of this PE runs between launches.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), at(to), from.len()) };
+        Ok(())
+    }
+
+    unsafe fn copy_out_raw(&self, to: &mut [u8], from: u64) -> Result<(), GpuError> {
+        // SAFETY: as in `copy_in_raw`.
+        unsafe { ptr::copy_nonoverlapping(at(from), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    unsafe fn zero_raw(&self, to: u64, bytes: u64) -> Result<(), GpuError> {
+        // SAFETY: as in `copy_in_raw`.
+        unsafe { at(to).write_bytes(0, bytes as usize) };
+        Ok(())
+    }
+
+    fn resident_blocks(&self, kernel: &str, _: u32, _: u32) -> Result<u32, GpuError> {
+        if !self.world.functions.kernels.iter().any(|name| name == kernel) {
+            return Err(GpuError::failed(format!("find {kernel}"), "the library has no such kernel"));
+        }
+        Ok(self.device.multiprocessors)
+    }
+
+    fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError> {
+        let before = self.recording.replace(Some(Vec::new()));
+        let done = work();
+        let launches = self.recording.replace(before).unwrap_or_default();
+        done.map(|()| Box::new(Recorded { gpu: self, launches }) as Box<dyn Recording>)
+    }
+
+    unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
+        if let Some(launches) = self.recording.borrow_mut().as_mut() {
+            launches.push((kernel.to_string(), launch, args.iter().map(|arg| arg.to_vec()).collect()));
+            return Ok(());
+        }
+        let failed = |message: String| GpuError::failed(format!("launch {kernel}"), message);
+        let name = CString::new(kernel).map_err(|error| failed(error.to_string()))?;
+        // Copies aligned as any parameter may want to be.
+        let mut copies: Vec<Vec<u128>> = Vec::new();
+        for arg in args {
+            let mut copy = vec![0u128; arg.len().div_ceil(16)];
+            bytemuck::cast_slice_mut(&mut copy)[..arg.len()].copy_from_slice(arg);
+            copies.push(copy);
+        }
+        let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
+        let Launch { grid, block, shared_bytes, .. } = launch;
+        self.launches.set(self.launches.get() + 1);
+        // SAFETY: a world of the library's; the arguments are the kernel's, says the caller.
+        let status = unsafe {
+            (self.world.functions.launch)(
+                self.world.handle,
+                self.pe as u32,
+                name.as_ptr(),
+                grid,
+                block,
+                shared_bytes,
+                pointers.as_mut_ptr(),
+            )
+        };
+        if status == 0 { Ok(()) } else { Err(failed(self.world.functions.message())) }
+    }
+
+    fn synchronise(&self) -> Result<(), GpuError> {
+        Ok(())
+    }
+
+    fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
+        let begin = Instant::now();
+        let missing = |peer: Option<usize>| GpuError::Barrier { pe: self.pe, peer, waited: begin.elapsed() };
+        match &self.meeting {
+            Meeting::Threads { barrier, .. } => barrier.wait(limit).map_err(|()| missing(None)),
+            Meeting::Processes { shmem, .. } => {
+                let deadline = begin.checked_add(limit).unwrap_or(begin + Duration::from_secs(1 << 30));
+                shmem.barrier_all(deadline).map_err(|timeout| missing(Some(timeout.index)))
+            }
+        }
+    }
+
+    fn mark(&self, number: usize) -> Result<(), GpuError> {
+        self.marks[number % MARKS].set(Some(Instant::now()));
+        Ok(())
+    }
+
+    fn elapsed(&self, from: usize, to: usize) -> Result<Duration, GpuError> {
+        match (self.marks[from % MARKS].get(), self.marks[to % MARKS].get()) {
+            (Some(from), Some(to)) => Ok(to.saturating_duration_since(from)),
+            _ => Err(GpuError::failed("time a pass", "no such mark")),
+        }
+    }
+
+    fn tensor_map(&self, m: TensorMap) -> Result<[u8; 128], GpuError> {
+        #[repr(align(64))]
+        struct Aligned([u8; 128]);
+        let mut map = Aligned([0; 128]);
+        // SAFETY: writes 128 bytes, aligned as it wants.
+        let status = unsafe {
+            (self.world.functions.tensor_map)(
+                map.0.as_mut_ptr().cast(),
+                m.base,
+                m.rows,
+                m.cols,
+                m.row_stride_bytes,
+                m.box_rows,
+                m.box_cols,
+                m.element_bytes,
+            )
+        };
+        let refused = || GpuError::failed("describe a matrix", self.world.functions.message());
+        if status == 0 { Ok(map.0) } else { Err(refused()) }
+    }
+}
+
+impl Drop for Emulated {
+    fn drop(&mut self) {
+        // What was leaked, such as after an error; symmetric memory is the world's, and its entries have an alignment of 1.
+        for (&address, &layout) in self.allocations.borrow().iter().filter(|(_, layout)| layout.align() == ALIGN_BYTES)
+        {
+            // SAFETY: allocated so in `alloc_raw`; a buffer that is not freed yet borrows this device.
+            unsafe { alloc::dealloc(at(address), layout) }
+        }
+    }
+}
+
+/// A device address as this process's.
+fn at(address: u64) -> *mut u8 {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// A barrier of threads that does not wait for ever.
+struct Barrier {
+    threads: usize,
+    /// How many are there, and how often all were.
+    state: Mutex<(usize, u64)>,
+    all_there: Condvar,
+}
+
+impl Barrier {
+    fn new(threads: usize) -> Self {
+        Barrier { threads, state: Mutex::new((0, 0)), all_there: Condvar::new() }
+    }
+
+    fn wait(&self, limit: Duration) -> Result<(), ()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = state.1;
+        state.0 += 1;
+        if state.0 == self.threads {
+            *state = (0, turn + 1);
+            self.all_there.notify_all();
+            return Ok(());
+        }
+        let waited = self.all_there.wait_timeout_while(state, limit, |state| state.1 == turn);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.1 != turn {
+            return Ok(());
+        }
+        state.0 -= 1;
+        Err(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_barrier_waits_for_all_and_not_for_ever() {
+        let barrier = Barrier::new(3);
+        assert_eq!(barrier.wait(Duration::from_millis(10)), Err(()));
+        let arrived = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for turn in 1..=50 {
+                        arrived.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                        barrier.wait(Duration::from_secs(10)).unwrap();
+                        assert!(arrived.load(std::sync::atomic::Ordering::SeqCst) >= 3 * turn);
+                    }
+                });
+            }
+        });
+    }
+}

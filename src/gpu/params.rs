@@ -1,0 +1,304 @@
+//! `kernels/params.h` in Rust: the same bytes. Device addresses are `u64`.
+#![allow(missing_docs)]
+
+use bytemuck::{Pod, Zeroable};
+
+/// Defines structs of the header, and [`layout`], which says where their fields are.
+macro_rules! mirror {
+    ($($(#[$meta:meta])* struct $name:ident { $($field:ident: $ty:ty,)* })*) => {
+        $(
+            $(#[$meta])*
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug, Default, PartialEq)]
+            pub struct $name { $(pub $field: $ty,)* }
+
+            impl $name {
+                /// The fields' names, in order.
+                pub const FIELDS: &[&str] = &[$(stringify!($field)),*];
+            }
+        )*
+        /// Of each struct in turn: its size, then the offset of each field, bytes.
+        #[cfg(test)]
+        fn layout() -> Vec<(&'static str, usize)> {
+            let mut all = Vec::new();
+            $(
+                all.push((stringify!($name), size_of::<$name>()));
+                $(all.push((concat!(stringify!($name), "::", stringify!($field)), std::mem::offset_of!($name, $field)));)*
+            )*
+            all
+        }
+    };
+}
+
+pub const DTYPE_BF16: u32 = 0;
+pub const DTYPE_F16: u32 = 1;
+pub const ACT_SILU: u32 = 0;
+pub const ACT_GELU: u32 = 1;
+pub const ACT_GELU_TANH: u32 = 2;
+pub const ACT_RELU: u32 = 3;
+pub const SCORING_SOFTMAX: u32 = 0;
+pub const SCORING_SIGMOID: u32 = 1;
+/// Phases, by the codes of [`crate::moe::metrics::Phase`].
+pub const PHASES: usize = 7;
+pub const MAX_SPANS: usize = 1 << 16;
+
+pub const ERROR_NONE: u32 = 0;
+pub const ERROR_TIMEOUT: u32 = 1;
+pub const ERROR_PROTOCOL: u32 = 2;
+pub const ERROR_ABORTED: u32 = 3;
+
+pub const WHAT_NOTHING: u32 = 0;
+pub const WHAT_COUNTS: u32 = 1;
+pub const WHAT_ROWS: u32 = 2;
+pub const WHAT_RESULTS: u32 = 3;
+pub const WHAT_CAPACITY: u32 = 4;
+pub const WHAT_BARRIER: u32 = 5;
+pub const WHAT_ALL_REDUCE: u32 = 6;
+pub const WHAT_LOCAL: u32 = 7;
+
+/// The kernels of a layer, in the order of [`LayerInfo::launches`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernel {
+    Route,
+    Plan,
+    Forward,
+    Backward,
+    RouteBackward,
+    RouterGradients,
+    AllReduce,
+}
+
+pub const KERNELS: usize = 7;
+
+impl Kernel {
+    pub const ALL: [Kernel; KERNELS] = [
+        Kernel::Route,
+        Kernel::Plan,
+        Kernel::Forward,
+        Kernel::Backward,
+        Kernel::RouteBackward,
+        Kernel::RouterGradients,
+        Kernel::AllReduce,
+    ];
+
+    /// What it is called; those with matrix products of experts have several in their modules.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kernel::Route => "aristos_route",
+            Kernel::Plan => "aristos_plan",
+            Kernel::Forward => "aristos_forward",
+            Kernel::Backward => "aristos_backward",
+            Kernel::RouteBackward => "aristos_route_backward",
+            Kernel::RouterGradients => "aristos_router_gradients",
+            Kernel::AllReduce => "aristos_all_reduce",
+        }
+    }
+
+    /// The name in its module of the one that runs on Hopper, or elsewhere, with elements of `dtype` (`DTYPE_BF16` or
+    /// `DTYPE_F16`).
+    pub fn on(self, hopper: bool, dtype: u32) -> &'static str {
+        match (self, hopper, dtype == DTYPE_BF16) {
+            (Kernel::Forward, false, true) => "aristos_forward_bf16",
+            (Kernel::Forward, false, false) => "aristos_forward_f16",
+            (Kernel::Forward, true, true) => "aristos_forward_hopper_bf16",
+            (Kernel::Forward, true, false) => "aristos_forward_hopper_f16",
+            (Kernel::Backward, false, true) => "aristos_backward_bf16",
+            (Kernel::Backward, false, false) => "aristos_backward_f16",
+            (Kernel::Backward, true, true) => "aristos_backward_hopper_bf16",
+            (Kernel::Backward, true, false) => "aristos_backward_hopper_f16",
+            _ => self.name(),
+        }
+    }
+}
+
+mirror! {
+    struct LayerShape {
+        my_pe: u32,
+        n_pes: u32,
+        hidden: u32,
+        intermediate: u32,
+        shared_intermediate: u32,
+        shared_gate: u32,
+        n_experts: u32,
+        n_local: u32,
+        max_local: u32,
+        hosts: u32,
+        top_k: u32,
+        dtype: u32,
+        gated: u32,
+        activation: u32,
+        bias: u32,
+        shared_gated: u32,
+        shared_activation: u32,
+        shared_bias: u32,
+        router_parts: u32,
+        scoring: u32,
+        renormalise: u32,
+        n_groups: u32,
+        top_groups: u32,
+        correction_bias: u32,
+        scaling: f32,
+        aux_loss_coef: f32,
+        z_loss_coef: f32,
+        capacity_factor: f64,
+        max_tokens: u32,
+        chunk_rows: u32,
+        window_chunks: u32,
+        round_slots: u32,
+        training: u32,
+        stage: u32,
+        bulk: u32,
+        blocks: u32,
+        comm_blocks: u32,
+        tile_m: u32,
+        tile_n: u32,
+        wait_limit_ns: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct MlpWeights {
+        gate: u64,
+        up: u64,
+        down: u64,
+        gate_bias: u64,
+        up_bias: u64,
+        down_bias: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct MlpGradients {
+        gate: u64,
+        up: u64,
+        down: u64,
+        gate_bias: u64,
+        up_bias: u64,
+        down_bias: u64,
+    }
+
+    struct Tables {
+        router: u64,
+        router_f32: u64,
+        router_bias: u64,
+        shared_gate: u64,
+        owner: u64,
+        local_index: u64,
+        weights: u64,
+        gradients: u64,
+        grad_router: u64,
+        grad_shared_gate: u64,
+        peer: u64,
+        tensor_maps: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct Pass {
+        pass: u64,
+        forward: u64,
+        tokens: u32,
+        trace: u32,
+        x: u64,
+        grad_output: u64,
+        output: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct ErrorRecord {
+        kind: u32,
+        pe: u32,
+        what: u32,
+        phase: u32,
+        expected: u64,
+        seen: u64,
+        index: u64,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct PassStats {
+        header_bytes: u64,
+        dispatch_row_bytes: u64,
+        dispatch_slot_bytes: u64,
+        combine_row_bytes: u64,
+        combine_slot_bytes: u64,
+        dispatch_rows: u64,
+        combine_rows: u64,
+        puts: u64,
+        signals: u64,
+        fences: u64,
+        all_reduce_bytes: u64,
+        rounds: u64,
+        phase_block_ns: [u64; PHASES],
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct SpanRecord {
+        start_ns: u64,
+        end_ns: u64,
+        block: u32,
+        phase: u32,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct Launch {
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        cooperative: u32,
+    }
+
+    struct LayerInfo {
+        layer_bytes: u64,
+        local_bytes: u64,
+        symmetric_bytes: u64,
+        signals: u64,
+        signal_bytes: u64,
+        local_zero: u64,
+        local_zero_bytes: u64,
+        chosen: u64,
+        routing_weights: u64,
+        expert_rows: u64,
+        loss_sums: u64,
+        stats: u64,
+        error: u64,
+        spans: u64,
+        span_count: u64,
+        launches: [Launch; KERNELS],
+    }
+}
+
+impl LayerInfo {
+    /// How to launch a kernel.
+    pub fn launch(&self, kernel: Kernel) -> Launch {
+        self.launches[kernel as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" {
+        /// `kernels/params_layout.cpp`: the same list from the C++ compiler, and its length.
+        static aristos_params_layout: [u64; 256];
+        static aristos_params_layout_len: u64;
+    }
+
+    #[test]
+    fn the_header_and_its_mirror_are_the_same_bytes() {
+        let ours = layout();
+        // SAFETY: a constant.
+        let len = unsafe { aristos_params_layout_len } as usize;
+        assert_eq!(ours.len(), len);
+        for (i, (name, bytes)) in ours.into_iter().enumerate() {
+            // SAFETY: the array has `len` elements.
+            let theirs = unsafe { (&raw const aristos_params_layout).cast::<u64>().add(i).read() };
+            assert_eq!(bytes as u64, theirs, "{name}");
+        }
+    }
+
+    #[test]
+    fn kernels_are_numbered_as_the_launches() {
+        for (i, kernel) in Kernel::ALL.into_iter().enumerate() {
+            assert_eq!(kernel as usize, i);
+        }
+    }
+}

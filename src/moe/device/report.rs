@@ -1,0 +1,160 @@
+//! What a device says of a pass, in the words of the layer's reports and errors.
+
+use std::time::Duration;
+
+use crate::gpu::params::{self, ErrorRecord, PassStats, SpanRecord};
+use crate::moe::metrics::{Phase, Span, Traffic};
+use crate::moe::{MoeError, Options};
+
+/// What one pass took and sent.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PassOutcome {
+    /// Time on the device, seconds.
+    pub seconds: f64,
+    /// Of it by [`Phase::code`], seconds; the time of the persistent kernel by what its blocks did.
+    pub phases_s: [f64; Phase::ALL.len()],
+    /// Rounds through the windows.
+    pub rounds: u64,
+    /// What was put to other PEs.
+    pub traffic: Traffic,
+    /// Bytes of the sum of replicated gradients put to other PEs.
+    pub all_reduce_bytes: u64,
+    /// What each block did when, where spans are recorded.
+    pub spans: Vec<BlockSpan>,
+}
+
+/// A stretch of time of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSpan {
+    /// The block of the persistent kernel.
+    pub block: u32,
+    /// What it did, by the device's clock.
+    pub span: Span,
+}
+
+/// The parts of a pass between its marks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PassTimes {
+    /// Router, plan, and in backward what follows the persistent kernel.
+    pub router: Duration,
+    /// The persistent kernel.
+    pub layer: Duration,
+    /// The sum over PEs of replicated gradients.
+    pub all_reduce: Duration,
+}
+
+/// A pass's outcome from its counters.
+pub fn outcome(stats: &PassStats, times: PassTimes, spans: &[SpanRecord]) -> PassOutcome {
+    let mut phases_s = [0.0; Phase::ALL.len()];
+    let idle = Phase::Idle.code();
+    let busy_ns: u64 = (0..phases_s.len()).filter(|&i| i != idle).map(|i| stats.phase_block_ns[i]).sum();
+    let layer_s = times.layer.as_secs_f64();
+    if busy_ns == 0 {
+        phases_s[Phase::Expert.code()] = layer_s;
+    } else {
+        for (i, phase) in phases_s.iter_mut().enumerate().filter(|(i, _)| *i != idle) {
+            *phase = layer_s * (stats.phase_block_ns[i] as f64 / busy_ns as f64);
+        }
+    }
+    phases_s[Phase::Router.code()] += times.router.as_secs_f64();
+    phases_s[Phase::AllReduce.code()] += times.all_reduce.as_secs_f64();
+    PassOutcome {
+        seconds: phases_s.iter().sum(),
+        phases_s,
+        rounds: stats.rounds,
+        traffic: Traffic {
+            header_bytes: stats.header_bytes,
+            dispatch_row_bytes: stats.dispatch_row_bytes,
+            dispatch_slot_bytes: stats.dispatch_slot_bytes,
+            combine_row_bytes: stats.combine_row_bytes,
+            combine_slot_bytes: stats.combine_slot_bytes,
+            dispatch_rows: stats.dispatch_rows,
+            combine_rows: stats.combine_rows,
+            puts: stats.puts,
+            signals: stats.signals,
+            fences: stats.fences,
+        },
+        all_reduce_bytes: stats.all_reduce_bytes,
+        spans: spans.iter().filter_map(block_span).collect(),
+    }
+}
+
+fn block_span(record: &SpanRecord) -> Option<BlockSpan> {
+    let phase = phase(record.phase)?;
+    let (start_ns, dur_ns) = (record.start_ns, record.end_ns.saturating_sub(record.start_ns));
+    (phase != Phase::Idle).then_some(BlockSpan { block: record.block, span: Span { phase, start_ns, dur_ns } })
+}
+
+fn phase(code: u32) -> Option<Phase> {
+    Phase::ALL.get(code as usize).copied()
+}
+
+/// The layer's error of a device's record.
+pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeError> {
+    let phase = phase(record.phase).unwrap_or(Phase::Idle);
+    let what = match record.what {
+        params::WHAT_COUNTS => "its counts",
+        params::WHAT_ROWS => "its rows",
+        params::WHAT_RESULTS => "its results",
+        params::WHAT_CAPACITY => "its counts for the capacity",
+        params::WHAT_BARRIER => "its arrival at a barrier",
+        params::WHAT_ALL_REDUCE => "its gradients of replicated weights",
+        params::WHAT_LOCAL => "another block of this PE",
+        _ => "what it does not say",
+    };
+    let ErrorRecord { kind, pe, expected, seen, index, .. } = *record;
+    match kind {
+        params::ERROR_NONE => None,
+        params::ERROR_TIMEOUT => Some(MoeError::Wait {
+            pe: me,
+            peer: (record.what != params::WHAT_LOCAL).then_some(pe as usize),
+            what,
+            phase,
+            expected,
+            seen,
+            waited: options.wait_limit,
+        }),
+        params::ERROR_ABORTED => Some(MoeError::Aborted { pe: me, phase }),
+        _ => Some(MoeError::Protocol {
+            pe: pe as usize,
+            what: format!("{what} number {index}, which cannot be: {seen}, expected at most {expected}"),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_names_the_pe_and_what_it_waited_for() {
+        let record = |kind, what| ErrorRecord { kind, pe: 2, what, phase: 5, expected: 7, seen: 3, index: 1 };
+        let options = Options { wait_limit: Duration::from_secs(2), ..Options::default() };
+        let text = |kind, what| error(&record(kind, what), 1, &options).unwrap().to_string();
+        assert!(error(&record(params::ERROR_NONE, 1), 1, &options).is_none());
+        assert_eq!(
+            text(params::ERROR_TIMEOUT, params::WHAT_ROWS),
+            "PE 1 waited 2.0 s in phase waiting for PE 2: its rows: expected at least 7, seen 3"
+        );
+        assert_eq!(
+            error(&record(params::ERROR_TIMEOUT, params::WHAT_ROWS), 1, &options).unwrap().awaited_pe(),
+            Some(2)
+        );
+        assert!(text(params::ERROR_TIMEOUT, params::WHAT_LOCAL).contains("for another block of this PE: expected"));
+        assert_eq!(
+            text(params::ERROR_PROTOCOL, params::WHAT_COUNTS),
+            "PE 2 sent its counts number 1, which cannot be: 3, expected at most 7"
+        );
+    }
+
+    #[test]
+    fn phases_add_up_to_the_pass() {
+        let ms = Duration::from_millis;
+        let stats = PassStats { phase_block_ns: [1000, 0, 10, 20, 10, 0, 0], ..PassStats::default() };
+        let times = PassTimes { router: ms(1), layer: ms(8), all_reduce: ms(2) };
+        let outcome = outcome(&stats, times, &[]);
+        assert!((outcome.seconds - 0.011).abs() < 1e-12);
+        assert!((outcome.phases_s[Phase::Expert.code()] - 0.004).abs() < 1e-12);
+        assert_eq!(outcome.phases_s[Phase::Idle.code()], 0.0);
+    }
+}

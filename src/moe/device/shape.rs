@@ -1,0 +1,274 @@
+//! What a layer is to the kernels: the [`LayerShape`] of a configuration, and what a device cannot run.
+
+use std::ffi::c_void;
+
+use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
+use crate::gpu::{DeviceLimits, GpuError};
+use crate::moe::config::{Activation, ConfigError, LayerConfig, Scoring};
+use crate::moe::layout::Layout;
+use crate::moe::{Dtype, Mode, MoeError, Options, Placement};
+
+/// Rows and columns of a weight that the tensor memory accelerator brings at once.
+pub const TENSOR_MAP_BOX: u32 = 64;
+
+/// Most blocks of a cooperative kernel.
+const MAX_BLOCKS: u32 = 1 << 16;
+
+/// Which matrix products a device runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GemmPath {
+    /// `mma` on operands that `cp.async` brings: every device from Ampere on.
+    Ampere,
+    /// `wgmma` on operands that the tensor memory accelerator brings, where it can.
+    Hopper,
+}
+
+impl GemmPath {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            GemmPath::Ampere => "ampere",
+            GemmPath::Hopper => "hopper",
+        }
+    }
+
+    pub(super) fn is_hopper(self) -> bool {
+        self == GemmPath::Hopper
+    }
+
+    /// Rows and columns of a tile, as the kernels are compiled.
+    pub fn tile(self) -> (u32, u32) {
+        // SAFETY: constants of `kernels/memory.cpp`.
+        let [m, n] = unsafe {
+            match self {
+                GemmPath::Ampere => aristos_ampere_tile,
+                GemmPath::Hopper => aristos_hopper_tile,
+            }
+        };
+        (m, n)
+    }
+}
+
+/// How a layer runs on a device, besides [`Options`]. The same on every PE.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceOptions {
+    /// Which matrix products; by the device where `None`.
+    pub path: Option<GemmPath>,
+    /// Blocks of the persistent kernels that put communication first; an eighth where `None`.
+    pub comm_blocks: Option<u32>,
+}
+
+/// Element type on the device.
+fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
+    match dtype {
+        Dtype::Bf16 => Ok(params::DTYPE_BF16),
+        Dtype::F16 => Ok(params::DTYPE_F16),
+        Dtype::F32 => Err(config_error("dtype", "f32", "bf16 or f16 on a device")),
+    }
+}
+
+/// Refuses what no device runs.
+///
+/// # Errors
+/// Names the field, its value, and what would be right.
+pub fn check(config: &LayerConfig, dtype: Dtype) -> Result<(), MoeError> {
+    dtype_code(dtype)?;
+    let shared = config.shared.map_or(8, |s| s.mlp.intermediate);
+    for (field, value) in
+        [("hidden", config.hidden), ("intermediate", config.expert.intermediate), ("shared intermediate", shared)]
+    {
+        if !value.is_multiple_of(8) {
+            return Err(config_error(field, value, "a multiple of 8 on a device"));
+        }
+    }
+    Ok(())
+}
+
+fn config_error(field: &'static str, value: impl ToString, expected: &str) -> MoeError {
+    ConfigError { field, value: value.to_string(), expected: expected.into() }.into()
+}
+
+/// What the shape of a layer depends on.
+pub struct ShapeOf<'a> {
+    pub config: &'a LayerConfig,
+    pub placement: &'a Placement,
+    pub options: &'a Options,
+    pub device: &'a DeviceOptions,
+    pub dtype: Dtype,
+    pub my_pe: usize,
+    pub max_tokens: usize,
+    pub training: bool,
+    /// Whether every PE's loads and stores reach every other's symmetric memory.
+    pub all_reachable: bool,
+    /// How many planes of the layer's element type the router's weights take.
+    pub router_parts: u32,
+}
+
+impl ShapeOf<'_> {
+    /// The shape, with `blocks` blocks for the cooperative kernels.
+    pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
+        let ShapeOf { config, placement, options, .. } = self;
+        check(config, self.dtype)?;
+        let layout = Layout::new(config, placement, self.dtype.bytes(), self.max_tokens, options)?;
+        let (tile_m, tile_n) = self.path(limits).tile();
+        let router = &config.router;
+        let (shared, gate) = match config.shared {
+            Some(shared) => (shared.mlp, shared.sigmoid_gate),
+            None => (crate::moe::MlpConfig { intermediate: 0, gated: false, bias: false, ..config.expert }, false),
+        };
+        let blocks = blocks.clamp(2, MAX_BLOCKS);
+        let comm_blocks = self.device.comm_blocks.unwrap_or(blocks / 8).clamp(1, blocks - 1);
+        Ok(LayerShape {
+            my_pe: self.my_pe as u32,
+            n_pes: placement.n_pes() as u32,
+            hidden: config.hidden as u32,
+            intermediate: config.expert.intermediate as u32,
+            shared_intermediate: shared.intermediate as u32,
+            shared_gate: gate.into(),
+            n_experts: config.n_experts as u32,
+            n_local: placement.experts(self.my_pe).len() as u32,
+            max_local: placement.max_local() as u32,
+            hosts: placement.hosts() as u32,
+            top_k: router.top_k as u32,
+            dtype: dtype_code(self.dtype)?,
+            gated: config.expert.gated.into(),
+            activation: activation(config.expert.activation),
+            bias: config.expert.bias.into(),
+            shared_gated: shared.gated.into(),
+            shared_activation: activation(shared.activation),
+            shared_bias: shared.bias.into(),
+            router_parts: self.router_parts,
+            scoring: match router.scoring {
+                Scoring::Softmax => params::SCORING_SOFTMAX,
+                Scoring::Sigmoid => params::SCORING_SIGMOID,
+            },
+            renormalise: router.renormalise.into(),
+            n_groups: router.groups.map_or(0, |g| g.n_groups as u32),
+            top_groups: router.groups.map_or(0, |g| g.top_groups as u32),
+            correction_bias: router.correction_bias.into(),
+            scaling: router.scaling,
+            aux_loss_coef: config.aux_loss_coef,
+            z_loss_coef: config.z_loss_coef,
+            capacity_factor: config.capacity_factor.unwrap_or(0.0),
+            max_tokens: self.max_tokens.max(1) as u32,
+            chunk_rows: layout.chunk_rows as u32,
+            window_chunks: layout.window_chunks as u32,
+            round_slots: self.round_slots(&layout),
+            training: self.training.into(),
+            stage: (!self.all_reachable).into(),
+            bulk: (options.mode == Mode::Bulk).into(),
+            blocks,
+            comm_blocks,
+            tile_m,
+            tile_n,
+            wait_limit_ns: u64::try_from(options.wait_limit.as_nanos()).unwrap_or(u64::MAX).max(1),
+        })
+    }
+
+    /// The matrix products that run.
+    pub fn path(&self, limits: &DeviceLimits) -> GemmPath {
+        let default = if limits.hopper() { GemmPath::Hopper } else { GemmPath::Ampere };
+        self.device.path.unwrap_or(default)
+    }
+
+    /// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the
+    /// least, and no more than its windows' rows can have.
+    fn round_slots(&self, layout: &Layout) -> u32 {
+        let hosts = self.placement.hosts().max(1);
+        let even = (self.max_tokens * self.config.router.top_k).div_ceil(hosts);
+        let budget = (even as f64 * self.options.budget_factor).ceil() as usize;
+        let per_chunk = layout.chunk_rows * layout.max_slots_per_row;
+        budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
+    }
+}
+
+/// Symmetric memory that a layer takes on a device like this, whose PEs all reach each other, bytes: what a heap of fixed
+/// size must have.
+///
+/// # Errors
+/// What no device runs.
+#[allow(clippy::too_many_arguments)]
+pub fn symmetric_bytes(
+    config: &LayerConfig,
+    placement: &Placement,
+    dtype: Dtype,
+    max_tokens: usize,
+    training: bool,
+    options: &Options,
+    device: &DeviceOptions,
+    limits: &DeviceLimits,
+) -> Result<u64, MoeError> {
+    let all_reachable = true;
+    let shape_of = ShapeOf {
+        config,
+        placement,
+        options,
+        device,
+        dtype,
+        my_pe: 0,
+        max_tokens,
+        training,
+        all_reachable,
+        router_parts: 3,
+    };
+    let shape = shape_of.shape(limits, limits.multiprocessors)?;
+    Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
+}
+
+fn activation(activation: Activation) -> u32 {
+    match activation {
+        Activation::Silu => params::ACT_SILU,
+        Activation::Gelu => params::ACT_GELU,
+        Activation::GeluTanh => params::ACT_GELU_TANH,
+        Activation::Relu => params::ACT_RELU,
+    }
+}
+
+unsafe extern "C" {
+    /// `kernels/memory.cpp`, as what follows.
+    static aristos_ampere_tile: [u32; 2];
+    static aristos_hopper_tile: [u32; 2];
+    fn aristos_layer(
+        shape: *const LayerShape,
+        tables: *const Tables,
+        local_base: u64,
+        symmetric_base: u64,
+        layer: *mut c_void,
+        info: *mut LayerInfo,
+    ) -> i32;
+}
+
+/// Sizes and addresses of a layer of this shape whose memory begins at these addresses, and the bytes of its `Layer`.
+///
+/// # Errors
+/// Names the field of the shape that cannot be.
+pub fn place(
+    shape: &LayerShape,
+    tables: &Tables,
+    local: u64,
+    symmetric: u64,
+) -> Result<(LayerInfo, Vec<u8>), MoeError> {
+    let mut info = LayerInfo::default();
+    let refuse = |field: i32| {
+        let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
+        MoeError::Device(GpuError::failed(
+            "lay out the layer on the device",
+            format!("{name} cannot be so in {shape:?}"),
+        ))
+    };
+    // SAFETY: reads the first two, writes `info`; null is allowed for the layer. Addresses are not followed.
+    let field = unsafe { aristos_layer(shape, tables, local, symmetric, std::ptr::null_mut(), &mut info) };
+    if field != 0 {
+        return Err(refuse(field));
+    }
+    // Aligned as any struct.
+    let mut layer = vec![0u128; (info.layer_bytes as usize).div_ceil(16)];
+    // SAFETY: as above, and the layer has the bytes it said.
+    let field = unsafe { aristos_layer(shape, tables, local, symmetric, layer.as_mut_ptr().cast(), &mut info) };
+    if field != 0 {
+        return Err(refuse(field));
+    }
+    let mut bytes = bytemuck::cast_slice(&layer).to_vec();
+    bytes.truncate(info.layer_bytes as usize);
+    Ok((info, bytes))
+}

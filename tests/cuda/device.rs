@@ -1,0 +1,257 @@
+//! `CudaGpu` over the driver and the NVSHMEM of this directory. Each case is a process of its own, as the driver is opened
+//! once per process, and found by LD_LIBRARY_PATH as it was at the start.
+
+use std::process::Command;
+use std::time::Duration;
+
+use aristos::gpu::cuda::{CudaGpu, pe_environment};
+use aristos::gpu::nvshmem::Meeting;
+use aristos::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
+
+use crate::{Fakes, assert_says};
+
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Says that it is one of `n_pes` PEs, all of which say the same.
+struct Alike {
+    my_pe: usize,
+    n_pes: usize,
+}
+
+impl Meeting for Alike {
+    fn my_pe(&self) -> usize {
+        self.my_pe
+    }
+    fn n_pes(&self) -> usize {
+        self.n_pes
+    }
+    fn all_gather(&self, mine: &[u8], _: Duration) -> Result<Vec<u8>, GpuError> {
+        Ok(mine.repeat(self.n_pes))
+    }
+    fn barrier(&self, _: Duration) -> Result<(), GpuError> {
+        Ok(())
+    }
+}
+
+fn alone() -> CudaGpu {
+    CudaGpu::attach(Alike { my_pe: 0, n_pes: 1 }, LIMIT).unwrap()
+}
+
+/// Runs the ignored test `case` of this program with the fakes; it must pass.
+fn run(case: &str, fakes: &Fakes, env: &[(&str, &str)]) {
+    let mut command = fakes.around(Command::new(std::env::current_exe().unwrap()));
+    command.args(["--ignored", "--exact", &format!("device::{case}"), "--nocapture"]).envs(env.iter().copied());
+    let out = command.output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout) + String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// A test, and its case in a process of its own.
+macro_rules! cases {
+    ($($name:ident / $case:ident $env:expr;)*) => { $(
+        #[test]
+        fn $name() {
+            run(stringify!($case), &Fakes::new(&[], &[]), &$env);
+        }
+    )* };
+}
+
+cases! {
+    memory_and_copies / memory_case [("FAKE_UNKNOWN", "8")];
+    launches_pass_their_parameters / launch_case [];
+    a_grid_that_does_not_fit_is_refused / residency_case [("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")];
+    marks_and_graphs / graph_case [];
+    matrices_for_tma / tensor_map_case [];
+    kernels_newer_than_the_driver / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
+    nvshmem_that_does_not_start / status_case [("FAKE_STATUS", "1")];
+    a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
+    what_pes_are_started_with / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
+}
+
+#[test]
+fn nvshmem_begins_and_ends_in_order() {
+    let fakes = Fakes::new(&[], &[]);
+    run("nvshmem_case", &fakes, &[]);
+    let log = std::fs::read_to_string(fakes.log()).unwrap();
+    let words: Vec<&str> = log.lines().collect();
+    assert_eq!((words.first(), words.last()), (Some(&"init"), Some(&"finalize")), "{words:?}");
+    let count = |word| words.iter().filter(|w| **w == word).count();
+    assert!(count("module") >= 1 && count("module") == count("module ends"), "{words:?}");
+    assert!(count("quiet") >= 1);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn memory_case() {
+    let gpu = alone();
+    assert_eq!(gpu.name(), "Fake 0");
+    let limits = gpu.limits().unwrap();
+    assert_eq!((limits.capability, limits.multiprocessors, limits.memory_total), ((8, 0), 10, 1 << 20));
+    assert_eq!(limits.shared_bytes_per_block, 163 << 10);
+    let buffer = Buffer::from_slice(&gpu, &[1u32, 2, 3, 4]).unwrap();
+    buffer.zero(4, 8).unwrap();
+    assert_eq!(buffer.read_vec::<u32>(0, 4).unwrap(), [1, 0, 0, 4]);
+    buffer.write::<u32>(16, &[]).unwrap();
+    // A code that no header has is not taken for success.
+    assert_says(&Buffer::new(&gpu, 8).map(|_| ()).unwrap_err().to_string(), &["allocate 8 bytes", "CUDA error 1000"]);
+    let error = Buffer::new(&gpu, 2 << 20).map(|_| ()).unwrap_err().to_string();
+    assert_says(&error, &["out of device memory", "2097152", &format!("{} of 1048576", (1 << 20) - 16)]);
+    drop(buffer);
+    assert_eq!(gpu.limits().unwrap().memory_free, 1 << 20, "freed");
+    let symmetric = SymmetricBuffer::new(&gpu, 64).unwrap();
+    assert_eq!(symmetric.peer(0), symmetric.address());
+    assert!(gpu.all_reachable().unwrap());
+    symmetric.free(LIMIT).unwrap();
+    gpu.finish().unwrap();
+}
+
+fn smoke(gpu: &CudaGpu, out: &Buffer<'_>, launch: Launch) -> Result<(), GpuError> {
+    let (cell, limit) = (0u64, 77u64);
+    let args = [cell, out.address(), 0x1234_5678_9abc_def0, limit].map(u64::to_ne_bytes);
+    let args: Vec<&[u8]> = args.iter().map(|arg| &arg[..]).collect();
+    // SAFETY: the fake kernel writes two words at its second parameter.
+    unsafe { gpu.launch("aristos_smoke", launch, &args) }
+}
+
+const LAUNCH: Launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0 };
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn launch_case() {
+    let gpu = alone();
+    let out = Buffer::from_slice(&gpu, &[0u64; 2]).unwrap();
+    for (n, cooperative) in [(1, 0), (2, 1)] {
+        out.zero(0, 16).unwrap();
+        smoke(&gpu, &out, Launch { cooperative, ..LAUNCH }).unwrap();
+        gpu.synchronise().unwrap();
+        assert_eq!(out.read_vec::<u64>(0, 2).unwrap(), [0x1234_5678_9abc_def0, 77]);
+        assert_eq!(gpu.global_u64("aristos_smoke_launches").unwrap(), n);
+    }
+    let unknown = gpu.resident_blocks("aristos_nothing", 32, 0).unwrap_err().to_string();
+    assert_says(&unknown, &["aristos_nothing", "no module"]);
+    assert_says(&gpu.global_u64("nothing").unwrap_err().to_string(), &["nothing", "no module"]);
+    // An error of the driver's has its name.
+    let error = smoke(&gpu, &out, Launch { grid: 0, ..LAUNCH }).unwrap_err().to_string();
+    assert_says(&error, &["cannot launch aristos_smoke", "CUDA_ERROR_INVALID_VALUE (1, invalid argument)"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn residency_case() {
+    let gpu = alone();
+    // Half of ten multiprocessors, two blocks each; one with much shared memory.
+    assert_eq!(gpu.limits().unwrap().multiprocessors, 5);
+    assert_eq!(gpu.resident_blocks("aristos_smoke", 128, 0).unwrap(), 10);
+    assert_eq!(gpu.resident_blocks("aristos_smoke", 128, 100 << 10).unwrap(), 5);
+    let out = Buffer::from_slice(&gpu, &[0u64; 2]).unwrap();
+    smoke(&gpu, &out, Launch { grid: 10, cooperative: 1, ..LAUNCH }).unwrap();
+    let error = smoke(&gpu, &out, Launch { grid: 11, cooperative: 1, ..LAUNCH }).unwrap_err().to_string();
+    assert_says(&error, &["cannot launch aristos_smoke", "11 blocks", "and 10 do on 5 of Fake 0"]);
+    let error = smoke(&gpu, &out, Launch { shared_bytes: 164 << 10, ..LAUNCH }).unwrap_err().to_string();
+    assert_says(&error, &["167936 bytes of shared memory", "at most 166912"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn graph_case() {
+    let gpu = alone();
+    let out = Buffer::from_slice(&gpu, &[0u64; 2]).unwrap();
+    let graph = gpu
+        .capture(|| {
+            smoke(&gpu, &out, LAUNCH)?;
+            smoke(&gpu, &out, LAUNCH)
+        })
+        .unwrap();
+    assert_eq!(gpu.global_u64("aristos_smoke_launches").unwrap(), 0, "recorded, not run");
+    gpu.mark(3).unwrap();
+    for _ in 0..3 {
+        // SAFETY: nothing of it is gone.
+        unsafe { graph.replay() }.unwrap();
+    }
+    gpu.mark(63).unwrap();
+    gpu.synchronise().unwrap();
+    assert_eq!(gpu.global_u64("aristos_smoke_launches").unwrap(), 6);
+    assert_eq!(gpu.elapsed(3, 63).unwrap(), Duration::from_millis(6));
+    assert!(gpu.elapsed(3, 4).is_err() && gpu.mark(64).is_err());
+    // What cannot be recorded is an error, and the stream can be used again.
+    let failed = gpu.capture(|| out.zero(0, 8).and_then(|()| out.write(0, &[1u64])));
+    assert_says(&failed.map(|_| ()).unwrap_err().to_string(), &["cannot copy 8 bytes to the device"]);
+    out.write(0, &[1u64]).unwrap();
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn tensor_map_case() {
+    let gpu = alone();
+    let matrix = TensorMap {
+        base: 0x10000,
+        rows: 96,
+        cols: 72,
+        row_stride_bytes: 160,
+        box_rows: 128,
+        box_cols: 64,
+        element_bytes: 2,
+    };
+    let map = gpu.tensor_map(matrix).unwrap();
+    let words: Vec<u64> = map[..80].chunks(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect();
+    // As cuda.h numbers them: UINT16 = 1; two dimensions, columns first; swizzle 128 B = 3, promotion 256 B = 3.
+    assert_eq!(words, [1, 2, 0x10000, 72, 96, 160, 64, 128, 11, 330]);
+    let error = gpu.tensor_map(TensorMap { row_stride_bytes: 144 + 8, ..matrix }).unwrap_err().to_string();
+    assert_says(&error, &["tensor memory accelerator", "16 bytes apart"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn kernels_case() {
+    let error = CudaGpu::attach(Alike { my_pe: 0, n_pes: 1 }, LIMIT).map(|_| ()).unwrap_err().to_string();
+    assert_says(&error, &["made by CUDA", "Fake 0", "compute capability 8.0", "driver of CUDA 12.4", "newer driver"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn status_case() {
+    let error = CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).map(|_| ()).unwrap_err().to_string();
+    assert_says(&error, &["cannot initialise NVSHMEM", "status 1", "2 is needed"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn nvshmem_case() {
+    let gpu = CudaGpu::attach(Alike { my_pe: 0, n_pes: 3 }, LIMIT).unwrap();
+    assert!(gpu.all_reachable().unwrap());
+    let symmetric = SymmetricBuffer::new(&gpu, 4096).unwrap();
+    assert_eq!(symmetric.peer(2), symmetric.address() + 8192);
+    symmetric.zero(0, 4096).unwrap();
+    let error = SymmetricBuffer::new(&gpu, 1 << 30).map(|_| ()).unwrap_err().to_string();
+    assert_says(&error, &["out of symmetric device memory", "1073741824"]);
+    gpu.barrier(LIMIT).unwrap();
+    symmetric.free(LIMIT).unwrap();
+    gpu.finish().unwrap();
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn far_case() {
+    let gpu = CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).unwrap();
+    let symmetric = SymmetricBuffer::new(&gpu, 64).unwrap();
+    assert_eq!((symmetric.peer(0), symmetric.peer(1)), (symmetric.address(), 0));
+    assert!(!gpu.all_reachable().unwrap());
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn environment_case() {
+    let of = |pes| pe_environment(pes).unwrap();
+    assert!(of(1).is_empty(), "one PE needs no NVSHMEM");
+    let two = of(2);
+    let get = |env: &[(String, String)], name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
+    assert_eq!(get(&two, "NVSHMEM_REMOTE_TRANSPORT").as_deref(), Some("none"));
+    assert_eq!(get(&two, "NVSHMEM_DISABLE_NVLS"), None, "the user's stays");
+    assert_eq!(get(&two, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), None, "a device each");
+    assert_eq!(get(&of(5), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), None, "no MPS");
+    let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap();
+    std::fs::write(std::path::Path::new(&pipes).join("control"), "").unwrap();
+    // Two devices, three PEs on the first.
+    assert_eq!(get(&of(5), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").as_deref(), Some("33"));
+    assert_eq!(get(&of(2), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), None);
+}

@@ -1,0 +1,191 @@
+// A CUDA driver for tests: devices as the environment describes them, memory that is the host's, launches of one
+// kernel. What each function takes is as in cuda.h, from which it is compiled independently of cudarc's types.
+//
+//   FAKE_VERSION      13000      FAKE_DEVICES   1        FAKE_CAPABILITY  80, major and minor
+//   FAKE_MEMORY       bytes a device has          FAKE_INIT      0, what cuInit returns
+//   FAKE_UNKNOWN      bytes, of which an allocation fails with a code that no header has
+// Compiled with WITHOUT_TENSOR_MAPS, WITHOUT_VERSION, it lacks these; with STUB, it is what a toolkit has for linking.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef unsigned CUresult;
+typedef void* Handle;
+
+#ifdef STUB
+CUresult cuDriverGetVersion(int* version) { (void)version; return 34; }
+CUresult cuInit(unsigned flags) { (void)flags; return 34; }
+#else
+
+static long number(const char* name, long otherwise) {
+    const char* text = getenv(name);
+    return text ? atol(text) : otherwise;
+}
+
+static size_t used;
+static unsigned launches, recorded;
+static int recording;
+
+#ifndef WITHOUT_VERSION
+CUresult cuDriverGetVersion(int* version) { *version = (int)number("FAKE_VERSION", 13000); return 0; }
+#endif
+CUresult cuInit(unsigned flags) { return flags ? 1 : (CUresult)number("FAKE_INIT", 0); }
+CUresult cuGetErrorName(CUresult code, const char** name) {
+    *name = code == 1 ? "CUDA_ERROR_INVALID_VALUE" : code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : NULL;
+    return *name ? 0 : 1;
+}
+CUresult cuGetErrorString(CUresult code, const char** text) { *text = code == 1 ? "invalid argument" : NULL; return 0; }
+CUresult cuDeviceGetCount(int* count) { *count = (int)number("FAKE_DEVICES", 1); return 0; }
+CUresult cuDeviceGet(int* device, int i) { *device = 100 + i; return 0; }
+CUresult cuDeviceGetName(char* name, int len, int device) { snprintf(name, len, "Fake %d", device - 100); return 0; }
+CUresult cuDeviceGetPCIBusId(char* id, int len, int device) {
+    snprintf(id, len, "0000:0%d:00.0", device - 93);
+    return 0;
+}
+CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
+    long capability = number("FAKE_CAPABILITY", 80);
+    (void)device;
+    switch (attribute) {
+    case 16: *value = 10; return 0;
+    case 75: *value = (int)(capability / 10); return 0;
+    case 76: *value = (int)(capability % 10); return 0;
+    case 95: *value = 1; return 0;
+    case 97: *value = 163 << 10; return 0;
+    default: return 1;
+    }
+}
+CUresult cuDeviceTotalMem_v2(size_t* bytes, int device) { (void)device; *bytes = number("FAKE_MEMORY", 1 << 20); return 0; }
+CUresult cuDevicePrimaryCtxRetain(Handle* context, int device) { *context = (Handle)(intptr_t)device; return 0; }
+CUresult cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
+CUresult cuCtxSetCurrent(Handle context) { return context ? 0 : 1; }
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
+    *total = number("FAKE_MEMORY", 1 << 20);
+    *free = *total - used;
+    return 0;
+}
+// A size in front of what is given out.
+CUresult cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+    if (bytes == (size_t)number("FAKE_UNKNOWN", -1)) return 1000;
+    if (used + bytes > (size_t)number("FAKE_MEMORY", 1 << 20)) return 2;
+    char* place = malloc(bytes + 256);
+    memset(place, 0xff, bytes + 256);
+    memcpy(place, &bytes, sizeof bytes);
+    used += bytes;
+    *address = (uint64_t)(uintptr_t)(place + 256);
+    return 0;
+}
+CUresult cuMemFree_v2(uint64_t address) {
+    size_t bytes;
+    char* place = (char*)(uintptr_t)address - 256;
+    memcpy(&bytes, place, sizeof bytes);
+    used -= bytes;
+    free(place);
+    return 0;
+}
+CUresult cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, Handle stream) {
+    if (!stream || recording) return 1;
+    memcpy((void*)(uintptr_t)to, from, bytes);
+    return 0;
+}
+CUresult cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, Handle stream) {
+    if (!stream || recording) return 1;
+    memcpy(to, (void*)(uintptr_t)from, bytes);
+    return 0;
+}
+CUresult cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Handle stream) {
+    if (!stream) return 1;
+    memset((void*)(uintptr_t)to, value, bytes);
+    return 0;
+}
+CUresult cuStreamCreate(Handle* stream, unsigned flags) { *stream = flags == 1 ? (Handle)7 : NULL; return flags != 1; }
+CUresult cuStreamDestroy_v2(Handle stream) { return stream != (Handle)7; }
+CUresult cuStreamQuery(Handle stream) { return stream != (Handle)7; }
+CUresult cuStreamSynchronize(Handle stream) { return stream != (Handle)7; }
+CUresult cuStreamBeginCapture_v2(Handle stream, int mode) {
+    recording = 1;
+    recorded = 0;
+    return stream != (Handle)7 || mode != 1;
+}
+CUresult cuStreamEndCapture(Handle stream, Handle* graph) {
+    recording = 0;
+    *graph = (Handle)8;
+    return stream != (Handle)7;
+}
+CUresult cuGraphInstantiateWithFlags(Handle* ready, Handle graph, unsigned long long flags) {
+    *ready = (Handle)9;
+    return graph != (Handle)8 || flags;
+}
+CUresult cuGraphLaunch(Handle ready, Handle stream) {
+    launches += recorded;
+    return ready != (Handle)9 || stream != (Handle)7;
+}
+CUresult cuGraphDestroy(Handle graph) { return graph != (Handle)8; }
+CUresult cuGraphExecDestroy(Handle ready) { return ready != (Handle)9; }
+CUresult cuModuleLoadData(Handle* module, const void* image) {
+    const unsigned char magic[4] = {0x50, 0xed, 0x55, 0xba};
+    if (number("FAKE_VERSION", 13000) < number("FAKE_NEEDS", 0)) return 222;
+    *module = (Handle)image;
+    return memcmp(image, magic, 4) ? 1 : 0;
+}
+CUresult cuModuleUnload(Handle module) { return module == NULL; }
+CUresult cuModuleGetFunction(Handle* function, Handle module, const char* name) {
+    *function = (Handle)11;
+    return !module ? 1 : strcmp(name, "aristos_smoke") ? 500 : 0;
+}
+CUresult cuModuleGetGlobal_v2(uint64_t* address, size_t* bytes, Handle module, const char* name) {
+    static uint64_t value;
+    value = launches;
+    *address = (uint64_t)(uintptr_t)&value;
+    *bytes = 8;
+    return !module ? 1 : strcmp(name, "aristos_smoke_launches") ? 500 : 0;
+}
+CUresult cuFuncSetAttribute(Handle function, int attribute, int value) {
+    return function != (Handle)11 || attribute != 8 || value <= 48 << 10 || value > 163 << 10;
+}
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, int threads, size_t shared) {
+    *blocks = shared > 81 << 10 ? 1 : 2;
+    return function != (Handle)11 || threads <= 0;
+}
+static CUresult launch(unsigned grid, unsigned block, Handle stream, void** parameters) {
+    if (stream != (Handle)7 || grid == 0 || block == 0) return 1;
+    if (recording) {
+        recorded++;
+        return 0;
+    }
+    // cell, out, value, limit
+    uint64_t* out = *(uint64_t**)parameters[1];
+    out[0] = *(uint64_t*)parameters[2];
+    out[1] = *(uint64_t*)parameters[3];
+    launches++;
+    return 0;
+}
+CUresult cuLaunchKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c, unsigned shared,
+                        Handle stream, void** parameters, void** extra) {
+    (void)shared;
+    return f != (Handle)11 || y != 1 || z != 1 || b != 1 || c != 1 || extra ? 1 : launch(x, a, stream, parameters);
+}
+CUresult cuLaunchCooperativeKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
+                                   unsigned shared, Handle stream, void** parameters) {
+    (void)shared;
+    return f != (Handle)11 || y != 1 || z != 1 || b != 1 || c != 1 ? 1 : launch(x, a, stream, parameters);
+}
+CUresult cuEventCreate(Handle* event, unsigned flags) { *event = malloc(sizeof(unsigned)); return flags; }
+CUresult cuEventRecord(Handle event, Handle stream) { *(unsigned*)event = launches; return stream != (Handle)7; }
+CUresult cuEventElapsedTime(float* milliseconds, Handle from, Handle to) {
+    *milliseconds = (float)(*(unsigned*)to - *(unsigned*)from);
+    return 0;
+}
+CUresult cuEventDestroy_v2(Handle event) { free(event); return 0; }
+#ifndef WITHOUT_TENSOR_MAPS
+CUresult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* size,
+                                const uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,
+                                int swizzle, int promotion, int fill) {
+    const uint64_t seen[10] = {(uint64_t)type, rank, (uint64_t)(uintptr_t)base, size[0], size[1], strides[0],
+                               box[0], box[1], steps[0] * 10 + steps[1], (uint64_t)(interleave * 1000 + swizzle * 100 + promotion * 10 + fill)};
+    if ((uintptr_t)map % 64) return 1;
+    memcpy(map, seen, sizeof seen);
+    return 0;
+}
+#endif
+#endif

@@ -1,0 +1,160 @@
+//! CUDA devices without a GPU: the real binary and the device's Rust code, with a driver and an NVSHMEM that are C files
+//! beside this one. Whether kernels compute what they should is tested elsewhere.
+
+mod device;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+/// A directory with the driver, and below `nvshmem/lib` NVSHMEM's host library.
+struct Fakes(TempDir);
+
+impl Fakes {
+    /// Compiled with these flags of the compiler's.
+    fn new(nvshmem_flags: &[&str], driver_flags: &[&str]) -> Fakes {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("nvshmem/lib")).unwrap();
+        for (source, library, flags) in [
+            ("driver.c", "libcuda.so.1", driver_flags),
+            ("nvshmem.c", "nvshmem/lib/libnvshmem_host.so.3", nvshmem_flags),
+        ] {
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
+            let mut cc = Command::new("cc");
+            cc.args(["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o"]).arg(dir.path().join(library));
+            assert!(cc.args(flags).arg(source).status().unwrap().success());
+        }
+        Fakes(dir)
+    }
+
+    fn log(&self) -> PathBuf {
+        self.0.path().join("log")
+    }
+
+    /// The command, with the fakes in its environment and nothing of the user's that matters here.
+    fn around(&self, mut command: Command) -> Command {
+        for name in ["CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] {
+            command.env_remove(name);
+        }
+        command
+            .env("LD_LIBRARY_PATH", self.0.path())
+            .env("NVSHMEM_HOME", self.0.path().join("nvshmem"))
+            .env("FAKE_NVSHMEM_LOG", self.log())
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.0.path());
+        command
+    }
+}
+
+/// Runs `aristos run --device cuda` and returns its one line; nothing must have happened beside.
+fn refusal(fakes: &Fakes, pes: &str, env: &[(&str, &str)]) -> String {
+    let mut command = fakes.around(Command::new(env!("CARGO_BIN_EXE_aristos")));
+    command.args(["run", "--device", "cuda", "--pes", pes, "--tokens", "64"]).envs(env.iter().copied());
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let text = String::from_utf8(stderr).unwrap();
+    assert_eq!((status.code(), stdout.len()), (Some(1), 0), "{text}");
+    assert!(text.starts_with("aristos: ") && text.lines().count() == 1, "{text}");
+    assert!(!text.contains("PE 0") && !text.contains("panic"), "{text}");
+    text
+}
+
+#[track_caller]
+fn assert_says(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "no {word:?} in: {text}");
+    }
+}
+
+#[test]
+fn an_old_driver_is_refused_with_its_version() {
+    // As old ones are: without functions of newer ones.
+    let fakes = Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]);
+    let text = refusal(&fakes, "1", &[("FAKE_VERSION", "11040")]);
+    assert_says(&text, &["CUDA 11.4", "12.0", "newer NVIDIA driver"]);
+}
+
+#[test]
+fn a_driver_without_a_function_is_refused_by_the_function_s_name() {
+    let text = refusal(&Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]), "1", &[]);
+    assert_says(&text, &["of CUDA 13.0", "no cuTensorMapEncodeTiled", "newer NVIDIA driver"]);
+    let text = refusal(&Fakes::new(&[], &["-DWITHOUT_VERSION"]), "1", &[]);
+    assert_says(&text, &["libcuda.so.1 is no CUDA driver"]);
+}
+
+#[test]
+fn a_code_that_no_header_has_is_an_error_with_its_number() {
+    let fakes = Fakes::new(&[], &[]);
+    // In a gap of the codes, above them, and the highest.
+    for code in ["920", "1000", "4294967295"] {
+        let text = refusal(&fakes, "1", &[("FAKE_INIT", code)]);
+        assert_says(&text, &["does not start", &format!("CUDA error {code}")]);
+    }
+}
+
+#[test]
+fn a_toolkit_s_library_for_linking_is_not_taken_for_the_driver() {
+    let fakes = Fakes::new(&[], &[]);
+    let stub = fakes.0.path().join("libcuda.so");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-DSTUB", "-o"]).arg(stub);
+    cc.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/driver.c"));
+    assert!(cc.status().unwrap().success());
+    // What the other one says.
+    assert_says(&refusal(&fakes, "1", &[("FAKE_DEVICES", "0")]), &["no device"]);
+}
+
+/// `cudarc`'s functions, which panic where the driver's are missing, are not called from anywhere: only their types are.
+#[test]
+fn no_code_that_panics_without_a_driver_is_in_the_binary() {
+    let binary = std::fs::read(env!("CARGO_BIN_EXE_aristos")).unwrap();
+    let has = |text: &str| binary.windows(text.len()).any(|bytes| bytes == text.as_bytes());
+    assert!(has("no CUDA driver here"), "our own text is to be found");
+    assert!(!has("Missing symbol ") && !has("Unable to dynamically load"));
+}
+
+#[test]
+fn a_machine_without_devices_and_one_with_old_ones_are_refused() {
+    let fakes = Fakes::new(&[], &[]);
+    assert_says(&refusal(&fakes, "1", &[("FAKE_DEVICES", "0")]), &["no device", "CUDA_VISIBLE_DEVICES"]);
+    let text = refusal(&fakes, "1", &[("FAKE_CAPABILITY", "70")]);
+    assert_says(&text, &["GPU 0 (Fake 0)", "compute capability 7.0", "8.0"]);
+}
+
+#[test]
+fn an_nvshmem_of_another_version_is_refused_before_any_pe_starts() {
+    let fakes = Fakes::new(&[], &[]);
+    for version in ["3.4.4", "2.11.0", "4.0.0"] {
+        let text = refusal(&fakes, "2", &[("FAKE_NVSHMEM", version)]);
+        assert_says(&text, &["libnvshmem_host.so.3", &format!("NVSHMEM {version}"), "3.4.5", "NVSHMEM_HOME"]);
+    }
+    assert!(!fakes.log().exists(), "it was initialised");
+}
+
+#[test]
+fn an_nvshmem_without_a_function_is_refused_by_the_function_s_name() {
+    let text = refusal(&Fakes::new(&["-DWITHOUT_QUIET"], &[]), "2", &[]);
+    assert_says(&text, &["libnvshmem_host.so.3", "undefined symbol: nvshmemx_quiet_on_stream", "NVSHMEM_HOME"]);
+}
+
+#[test]
+fn the_binary_starts_without_cuda_and_needs_no_library_of_it() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    let out = command.env_remove("LD_LIBRARY_PATH").arg("--version").output().unwrap();
+    assert!(out.status.success());
+    // The names that the loader would look for at start.
+    let out = Command::new("readelf").args(["-d", env!("CARGO_BIN_EXE_aristos")]).output().unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(text.contains("NEEDED") && !text.contains("cuda") && !text.contains("nvshmem"), "{text}");
+}
+
+#[test]
+fn without_a_driver_a_cuda_job_ends_in_one_line() {
+    if aristos::gpu::cuda::driver::version().is_some() {
+        return; // a machine with one
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    let out = command.env_remove("LD_LIBRARY_PATH").args(["run", "--device", "cuda"]).output().unwrap();
+    let text = String::from_utf8(out.stderr).unwrap();
+    assert_eq!((out.status.code(), text.lines().count()), (Some(1), 1), "{text}");
+    assert_says(&text, &["no CUDA driver", "libcuda.so.1", "--device cpu"]);
+}

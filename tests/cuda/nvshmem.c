@@ -1,0 +1,61 @@
+// NVSHMEM's host library for tests: of the version in FAKE_NVSHMEM (3.4.5), initialised to the status in FAKE_STATUS (4).
+// It notes what it was asked in the file FAKE_NVSHMEM_LOG. Structures by their offsets, as NVSHMEM's headers have them.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int rank = -1, n_pes = -1, status;
+
+static void note(const char* what) {
+    const char* path = getenv("FAKE_NVSHMEM_LOG");
+    FILE* file = path ? fopen(path, "a") : NULL;
+    if (file) {
+        fprintf(file, "%s\n", what);
+        fclose(file);
+    }
+}
+
+void nvshmemx_vendor_get_version_info(int* major, int* minor, int* patch) {
+    const char* text = getenv("FAKE_NVSHMEM");
+    sscanf(text ? text : "3.4.5", "%d.%d.%d", major, minor, patch);
+}
+int nvshmemx_init_status(void) { return status; }
+int nvshmemx_get_uniqueid(void* id) {
+    memset((char*)id + 4, 0xab, 124);
+    return *(int*)id != 65664;
+}
+int nvshmemx_set_attr_uniqueid_args(int my_rank, int ranks, const void* id, char* attributes) {
+    if (*(int*)attributes != 65680 || *(int*)(attributes + 16) != 65664 || *(int*)(attributes + 24) != 65560) return 22;
+    *(const void**)(attributes + 32) = id;
+    *(int*)(attributes + 40) = my_rank;
+    *(int*)(attributes + 44) = ranks;
+    return 0;
+}
+int nvshmemx_hostlib_init_attr(unsigned flags, char* attributes) {
+    const unsigned char* id = *(const unsigned char**)(attributes + 32);
+    const char* wanted = getenv("FAKE_STATUS");
+    if (flags != 8 || !id || id[4] != 0xab || id[127] != 0xab) return 23;
+    rank = *(int*)(attributes + 40);
+    n_pes = *(int*)(attributes + 44);
+    status = wanted ? atoi(wanted) : 4;
+    note("init");
+    return 0;
+}
+void nvshmemx_hostlib_finalize(void) { note("finalize"); }
+int nvshmemx_cumodule_init(void* module) { note("module"); return module == NULL; }
+int nvshmemx_cumodule_finalize(void* module) { note("module ends"); return module == NULL; }
+void* nvshmem_malloc(size_t bytes) { return bytes > 1 << 20 ? NULL : malloc(bytes); }
+void nvshmem_free(void* place) { free(place); }
+void* nvshmem_ptr(const void* place, int pe) {
+    const char* far = getenv("FAKE_FAR"); // a PE whose memory is not mapped
+    return far && atoi(far) == pe ? NULL : (char*)place + 4096 * pe;
+}
+int nvshmem_my_pe(void) { return rank; }
+int nvshmem_n_pes(void) { return n_pes; }
+void nvshmem_barrier_all(void) {}
+void nvshmem_quiet(void) {}
+void nvshmemx_barrier_all_on_stream(void* stream) { (void)stream; }
+#ifndef WITHOUT_QUIET
+void nvshmemx_quiet_on_stream(void* stream) { (void)stream; note("quiet"); }
+#endif

@@ -1,0 +1,764 @@
+//! The layer on emulated devices against the float64 reference: every router, every expert, any number of PEs, whatever
+//! order things happen in.
+
+mod common;
+
+use std::ops::Range;
+use std::time::Duration;
+
+use aristos::check::{TOLERANCE_BF16, TOLERANCE_F16};
+use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
+use aristos::gpu::{Buffer, Gpu};
+use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, PassOutcome, to_elements};
+use aristos::moe::metrics::Traffic;
+use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+use aristos::moe::{
+    Activation, Dtype, LayerConfig, MlpConfig, Mode, MoeError, Options, Placement, SharedConfig, WeightSource,
+};
+use common::{Step, assert_close, even, heap_bytes, mixtral, reference_rounded, shm, synthetic};
+use half::{bf16, f16};
+
+/// Symmetric memory of each PE: far more than these layers take, and none of it is touched before it is allocated.
+const HEAP_BYTES: usize = 64 << 20;
+
+/// One world of PEs and what they run.
+#[derive(Clone)]
+struct World {
+    device: EmulatedDevice,
+    reachable: Option<Vec<u8>>,
+    options: Options,
+    dtype: Dtype,
+    fault: Fault,
+}
+
+impl World {
+    fn new() -> Self {
+        let (device, options) = (EmulatedDevice::default(), small_options());
+        World { device, reachable: None, options, dtype: Dtype::Bf16, fault: Fault::None }
+    }
+
+    fn mode(mut self, mode: Mode) -> Self {
+        self.options.mode = mode;
+        self
+    }
+
+    fn seed(mut self, seed: u64) -> Self {
+        self.device.seed = seed;
+        self
+    }
+
+    /// Only the network between PEs of different parity.
+    fn network(mut self, n: usize) -> Self {
+        self.reachable = Some((0..n * n).map(|i| u8::from((i / n) % 2 == (i % n) % 2)).collect());
+        self
+    }
+
+    fn pes(&self, n: usize) -> Vec<Emulated> {
+        emulated::world(n, HEAP_BYTES, &self.device, self.reachable.as_deref()).unwrap()
+    }
+
+    fn round(&self) -> fn(f32) -> f32 {
+        match self.dtype {
+            Dtype::F16 => |x| f16::from_f32(x).to_f32(),
+            _ => |x| bf16::from_f32(x).to_f32(),
+        }
+    }
+
+    fn tolerance(&self) -> f64 {
+        if self.dtype == Dtype::F16 { TOLERANCE_F16 } else { TOLERANCE_BF16 }
+    }
+}
+
+fn small_options() -> Options {
+    Options { chunk_rows: 5, wait_limit: Duration::from_secs(60), ..Options::default() }
+}
+
+/// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
+fn on_pes<R: Send>(pes: Vec<Emulated>, f: impl Fn(&Emulated) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let f = &f;
+        let threads: Vec<_> = pes.into_iter().map(|pe| scope.spawn(move || f(&pe))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// One PE's tokens on its device, and where results go.
+struct Tokens<'g> {
+    count: usize,
+    elements: usize,
+    x: Buffer<'g>,
+    grad_output: Buffer<'g>,
+    output: Buffer<'g>,
+    grad_input: Buffer<'g>,
+}
+
+impl<'g> Tokens<'g> {
+    fn new(gpu: &'g dyn Gpu, source: &Synthetic, range: Range<usize>, dtype: Dtype) -> Self {
+        let rows = |values: Vec<f32>| Buffer::from_slice(gpu, &to_elements(&values, dtype, "rows").unwrap()).unwrap();
+        let elements = range.len() * source.config().hidden;
+        let result = || Buffer::new(gpu, 4 * elements as u64).unwrap();
+        Tokens {
+            count: range.len(),
+            elements,
+            x: rows(source.hidden_states(range.clone())),
+            grad_output: rows(source.grad_output(range)),
+            output: result(),
+            grad_input: result(),
+        }
+    }
+
+    fn output(&self) -> Vec<f32> {
+        self.output.read_vec(0, self.elements).unwrap()
+    }
+
+    fn grad_input(&self) -> Vec<f32> {
+        self.grad_input.read_vec(0, self.elements).unwrap()
+    }
+}
+
+fn new_layer<'g>(
+    gpu: &'g Emulated,
+    world: &World,
+    source: &Synthetic,
+    max_tokens: usize,
+) -> Result<DeviceLayer<'g>, MoeError> {
+    let placement = Placement::even(source.config().n_experts, gpu.n_pes());
+    let options = world.options.clone();
+    DeviceLayer::new(gpu, source, placement, world.dtype, max_tokens, true, options, &DeviceOptions::default())
+}
+
+/// What a PE says of one step.
+struct PeStep {
+    step: Step,
+    rounds: [u64; 2],
+    expert_rows: Vec<u32>,
+    losses: (f64, f64),
+    all_reduce_bytes: u64,
+}
+
+/// Runs `steps` steps, step `s` on the token ranges `splits[s % splits.len()]`, with `ahead` forward passes without a backward
+/// before each.
+fn run(
+    world: &World,
+    source: &Synthetic,
+    splits: &[Vec<Range<usize>>],
+    steps: usize,
+    ahead: usize,
+) -> Result<Vec<Vec<PeStep>>, MoeError> {
+    let n = splits[0].len();
+    let config = source.config();
+    let placement = Placement::even(config.n_experts, n);
+    let max_tokens = splits.iter().flatten().map(Range::len).max().unwrap();
+    let by_pe = on_pes(world.pes(n), |gpu| {
+        let me = gpu.my_pe();
+        let mut layer = new_layer(gpu, world, source, max_tokens)?;
+        gpu.set_fault(world.fault);
+        let mut all = Vec::new();
+        for step in 0..steps {
+            let mut before = Vec::new();
+            for pass in 0..ahead {
+                let range = splits[(step + pass) % splits.len()][me].clone();
+                let tokens = Tokens::new(gpu, source, range, world.dtype);
+                let saved = layer.forward(&tokens.x, tokens.count, &tokens.output)?;
+                layer.finish(&saved)?;
+                layer.recycle(saved);
+                before.extend(tokens.output());
+            }
+            let tokens = Tokens::new(gpu, source, splits[step % splits.len()][me].clone(), world.dtype);
+            let saved = layer.forward(&tokens.x, tokens.count, &tokens.output)?;
+            let forward = layer.finish(&saved)?;
+            let chosen = layer.chosen(&saved)?;
+            let expert_rows = layer.expert_rows(&saved)?;
+            let load = layer.load(&saved)?;
+            layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input)?;
+            let backward = layer.finish(&saved)?;
+            layer.recycle(saved);
+            let grads = layer.gradients()?;
+            let ids = config.weights().into_iter();
+            let grads = ids.filter_map(|id| Some((id, grads.get(id, &placement, me)?.to_vec()))).collect();
+            let mut traffic = forward.traffic;
+            traffic.add(&backward.traffic);
+            all.push(PeStep {
+                step: Step {
+                    output: tokens.output(),
+                    grad_hidden_states: tokens.grad_input(),
+                    grads,
+                    chosen,
+                    ahead: before,
+                    traffic: vec![traffic],
+                    rounds: vec![forward.rounds as usize],
+                    peak_bytes: vec![layer.symmetric_bytes() as usize],
+                },
+                rounds: [forward.rounds, backward.rounds],
+                expert_rows,
+                losses: if config.has_losses() { (load.aux_loss(), load.z_loss()) } else { (0.0, 0.0) },
+                all_reduce_bytes: backward.all_reduce_bytes,
+            });
+        }
+        layer.free()?;
+        Ok(all)
+    });
+    let mut by_pe = by_pe.into_iter().collect::<Result<Vec<_>, MoeError>>()?;
+    // By step, then by PE.
+    Ok((0..steps).map(|_| by_pe.iter_mut().map(|pe| pe.remove(0)).collect()).collect())
+}
+
+/// What all PEs computed in a step. Replicated weights' gradients must be the same everywhere.
+fn together(pes: &[PeStep], config: &LayerConfig) -> Step {
+    let mut all = Step::default();
+    for pe in pes {
+        let step = &pe.step;
+        all.output.extend(&step.output);
+        all.grad_hidden_states.extend(&step.grad_hidden_states);
+        all.chosen.extend(&step.chosen);
+        all.ahead.extend(&step.ahead);
+        all.traffic.extend(&step.traffic);
+        all.rounds.extend(&step.rounds);
+        all.peak_bytes.extend(&step.peak_bytes);
+        for (id, grad) in &step.grads {
+            if let Some(before) = all.grads.insert(*id, grad.clone()) {
+                assert!(config.replicated_weights().contains(id));
+                assert_eq!(&before, grad, "{id:?} differs between PEs");
+            }
+        }
+    }
+    all
+}
+
+fn steps(world: &World, source: &Synthetic, splits: &[Vec<Range<usize>>], count: usize, ahead: usize) -> Vec<Step> {
+    let steps = run(world, source, splits, count, ahead).unwrap_or_else(|error| panic!("{error}"));
+    steps.iter().map(|pes| together(pes, source.config())).collect()
+}
+
+/// Fails where anything but traffic and memory differs in a bit.
+fn assert_same(got: &[Step], want: &[Step], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (step, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.chosen, want.chosen, "{what}, step {step}");
+        assert_eq!(got.ahead, want.ahead, "{what}, step {step}");
+        assert_eq!(got.output, want.output, "{what}, step {step}");
+        assert_eq!(got.grad_hidden_states, want.grad_hidden_states, "{what}, step {step}");
+        assert_eq!(got.grads, want.grads, "{what}, step {step}");
+        assert_eq!(got.rounds, want.rounds, "{what}, step {step}");
+    }
+}
+
+/// Two steps against the reference, and against each other; what the first one was.
+fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str) -> Vec<PeStep> {
+    let mut steps = run(world, source, &[even(tokens, n)], 2, 0).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let all: Vec<Step> = steps.iter().map(|pes| together(pes, source.config())).collect();
+    assert_same(&all[1..], &all[..1], what);
+    let want = reference_rounded(source, tokens, &all[0].chosen, world.round());
+    assert_close(&all[0], &want, world.tolerance(), what);
+    if source.config().has_losses() {
+        for pe in &steps[0] {
+            let near =
+                |got: f64, want: f64| assert!((got - want).abs() <= 1e-4 * want.abs(), "{what}: {got}, not {want}");
+            near(pe.losses.0, want.aux_loss);
+            near(pe.losses.1, want.z_loss);
+        }
+    }
+    let rows: Vec<u64> = steps[0].iter().flat_map(|pe| pe.expert_rows.iter().map(|&r| u64::from(r))).collect();
+    if source.config().capacity_factor.is_none() {
+        assert_eq!(rows, want.tokens_per_expert, "{what}");
+    } else {
+        assert_eq!(rows.iter().sum::<u64>() + want.dropped, (tokens * source.config().router.top_k) as u64, "{what}");
+    }
+    steps.swap_remove(0)
+}
+
+fn variants() -> Vec<(&'static str, LayerConfig)> {
+    let base = mixtral(32, 24, 7, 2);
+    let mut all = vec![("mixtral", base.clone())];
+    for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
+        all.push((name, LayerConfig { n_experts: 12, router: kind.config(12, 4), ..base.clone() }));
+    }
+    for (name, activation) in
+        [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
+    {
+        let expert = MlpConfig { intermediate: 24, gated: activation == Activation::GeluTanh, activation, bias: true };
+        all.push((name, LayerConfig { expert, ..base.clone() }));
+    }
+    for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
+        let mlp = MlpConfig { intermediate: 40, bias: sigmoid_gate, ..base.expert };
+        all.push((name, LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate }), ..base.clone() }));
+    }
+    all.push(("capacity", LayerConfig { capacity_factor: Some(0.8), ..base.clone() }));
+    all.push(("losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..base.clone() }));
+    let sigmoid = LayerConfig { n_experts: 12, router: RouterKind::Sigmoid.config(12, 4), ..base };
+    all.push(("sigmoid losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..sigmoid }));
+    all
+}
+
+#[test]
+fn every_layer() {
+    for (name, layer) in variants() {
+        let source = synthetic(layer, 3);
+        for dtype in [Dtype::Bf16, Dtype::F16] {
+            let world = World { dtype, ..World::new() };
+            check(&world, &source, 37, 3, &format!("{name} in {}", dtype.name()));
+        }
+    }
+}
+
+#[test]
+fn every_number_of_pes_and_mode() {
+    let base = mixtral(32, 24, 7, 2);
+    let mlp = MlpConfig { bias: true, ..base.expert };
+    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
+    let rich = LayerConfig { aux_loss_coef: 0.1, capacity_factor: Some(0.9), shared, ..base.clone() };
+    for layer in [base, rich] {
+        let source = synthetic(layer, 4);
+        for n in [1, 2, 4, 8] {
+            for mode in [Mode::Pipelined, Mode::Bulk] {
+                check(&World::new().mode(mode), &source, 37, n, &format!("{n} PEs, {mode:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn hopper_kernels() {
+    for (name, layer) in variants() {
+        let device = EmulatedDevice { hopper: true, ..EmulatedDevice::default() };
+        let world = World { device, ..World::new() };
+        check(&world, &synthetic(layer, 3), 37, 2, &format!("{name} on Hopper"));
+    }
+}
+
+#[test]
+fn several_tiles_of_an_expert() {
+    // More rows than a tile has, more columns than a tile has, and a rest of each.
+    let base = mixtral(288, 264, 3, 2);
+    let mlp = MlpConfig { bias: true, ..base.expert };
+    let source = synthetic(LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate: true }), ..base }, 8);
+    for hopper in [false, true] {
+        let device = EmulatedDevice { hopper, ..EmulatedDevice::default() };
+        let options = Options { chunk_rows: 64, ..small_options() };
+        let world = World { device, options, ..World::new() };
+        check(&world, &source, 421, 2, &format!("large, Hopper {hopper}"));
+    }
+}
+
+#[test]
+fn few_tokens_and_few_experts() {
+    for tokens in [0, 1, 2, 5] {
+        for n in [1, 3] {
+            check(&World::new(), &synthetic(mixtral(16, 8, 3, 2), 1), tokens, n, &format!("{tokens} tokens, {n} PEs"));
+        }
+    }
+    check(&World::new(), &synthetic(mixtral(16, 8, 1, 1), 1), 9, 3, "one expert");
+    check(&World::new(), &synthetic(mixtral(16, 8, 2, 2), 1), 9, 4, "PEs without experts");
+}
+
+/// A layer whose experts below `ratio` get all the rows.
+fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
+    let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: ratio, hot_weight: weight, seed: 5 };
+    Synthetic::new(spec).unwrap()
+}
+
+#[test]
+fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
+    let source = hot(&mixtral(32, 16, 8, 1), 1.0 / 8.0, 1.0);
+    let (tokens, n) = (160, 8);
+    let mut peaks = Vec::new();
+    for mode in [Mode::Pipelined, Mode::Bulk] {
+        let options = Options { mode, chunk_rows: 4, ..small_options() };
+        let world = World { options, ..World::new() };
+        let pes = check(&world, &source, tokens, n, "all to one");
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3: as on the CPU.
+        assert!(pes.iter().all(|pe| pe.rounds[0] == 4), "{:?}", pes.iter().map(|pe| pe.rounds).collect::<Vec<_>>());
+        peaks.extend(pes.iter().map(|pe| pe.step.peak_bytes[0]));
+    }
+    // No more than with even routing.
+    let even_source = synthetic(mixtral(32, 16, 8, 1), 5);
+    let options = Options { chunk_rows: 4, ..small_options() };
+    let pes = check(&World { options, ..World::new() }, &even_source, tokens, n, "even");
+    assert!(peaks.iter().all(|&peak| peak == pes[0].step.peak_bytes[0]));
+}
+
+#[test]
+fn rounds_with_several_experts_a_row_and_losses_and_a_shared_expert() {
+    let base = mixtral(32, 16, 8, 3);
+    let shared = Some(SharedConfig { mlp: MlpConfig { bias: true, ..base.expert }, sigmoid_gate: true });
+    let layer = LayerConfig { shared, aux_loss_coef: 0.1, z_loss_coef: 0.1, ..base };
+    for (ratio, weight, budget_factor) in [(0.25, 0.9, 0.5), (0.5, 1.0, 0.25)] {
+        let source = hot(&layer, ratio, weight);
+        let options = Options { chunk_rows: 3, budget_factor, ..small_options() };
+        let pes = check(&World { options, ..World::new() }, &source, 61, 3, "hot");
+        assert!(pes.iter().all(|pe| pe.rounds[0] > 1));
+    }
+}
+
+#[test]
+fn even_routing_takes_one_round() {
+    for tokens in [1, 2, 7, 33] {
+        let source = synthetic(mixtral(16, 8, 4, 2), 5);
+        for chunk_rows in [1, 4, 32] {
+            let world = World { options: Options { chunk_rows, ..small_options() }, ..World::new() };
+            let pes = check(&world, &source, 2 * tokens, 2, "even");
+            assert!(pes.iter().all(|pe| pe.rounds[0] <= 1), "{tokens} tokens in chunks of {chunk_rows}");
+        }
+    }
+}
+
+struct Case {
+    name: &'static str,
+    source: Synthetic,
+    splits: Vec<Vec<Range<usize>>>,
+    options: Options,
+}
+
+/// What makes PEs run ahead, wait, or go through memory again.
+fn cases() -> Vec<Case> {
+    let layer = mixtral(16, 8, 5, 2);
+    let options = Options { chunk_rows: 2, ..small_options() };
+    let rich = LayerConfig { aux_loss_coef: 0.1, capacity_factor: Some(0.9), ..layer.clone() };
+    vec![
+        Case {
+            name: "PEs without tokens, other ones each step",
+            source: synthetic(layer.clone(), 7),
+            splits: vec![vec![0..9, 9..9, 9..12], vec![0..0, 0..12, 12..12], vec![0..0, 0..0, 0..0]],
+            options: options.clone(),
+        },
+        Case {
+            name: "experts without tokens, all rows to one expert, through small windows in rounds",
+            source: hot(&mixtral(16, 8, 5, 1), 0.2, 1.0),
+            splits: vec![even(24, 3)],
+            options: Options { budget_factor: 0.5, ..options.clone() },
+        },
+        Case {
+            name: "PEs with neither tokens nor experts run ahead",
+            source: hot(&mixtral(16, 8, 2, 1), 0.5, 1.0),
+            splits: vec![vec![0..4, 4..8, 8..8]],
+            options: options.clone(),
+        },
+        Case { name: "losses and a capacity", source: synthetic(rich, 4), splits: vec![even(13, 3)], options },
+    ]
+}
+
+const STEPS: usize = 3;
+const AHEAD: usize = 2;
+const SEEDS: u64 = 12;
+
+#[test]
+fn seeds_networks_and_modes_change_nothing() {
+    for case in cases() {
+        let world = World { options: case.options.clone(), ..World::new() };
+        let n = case.splits[0].len();
+        let want = steps(&world, &case.source, &case.splits, STEPS, AHEAD);
+        for (step, split) in want.iter().zip(case.splits.iter().cycle()) {
+            let tokens = split.iter().map(|range| range.end).max().unwrap();
+            let close = reference_rounded(&case.source, tokens, &step.chosen, world.round());
+            assert_close(step, &close, world.tolerance(), case.name);
+        }
+        for seed in 1..=SEEDS {
+            let what = |how: &str| format!("{}, seed {seed}, {how}", case.name);
+            let seeded = world.clone().seed(seed);
+            assert_same(&steps(&seeded, &case.source, &case.splits, STEPS, AHEAD), &want, &what("reachable"));
+            let network = seeded.network(n);
+            assert_same(&steps(&network, &case.source, &case.splits, STEPS, AHEAD), &want, &what("network"));
+            let bulk = network.mode(Mode::Bulk);
+            assert_same(&steps(&bulk, &case.source, &case.splits, STEPS, AHEAD), &want, &what("bulk"));
+        }
+    }
+}
+
+#[test]
+fn planted_faults_are_caught() {
+    let case = cases().swap_remove(1);
+    let n = case.splits[0].len();
+    let mut options = case.options.clone();
+    options.wait_limit = Duration::from_millis(700);
+    let world = World { options, ..World::new() };
+    let run = |world: &World| run(world, &case.source, &case.splits, STEPS, AHEAD);
+    let all = |steps: &[Vec<PeStep>]| steps.iter().map(|pes| together(pes, case.source.config())).collect::<Vec<_>>();
+    let want = all(&run(&world).unwrap());
+    for (network, fault) in [(false, Fault::StoreLost), (true, Fault::SignalLost), (true, Fault::SignalFirst)] {
+        let caught = (1..10).any(|seed| {
+            let world = World { fault, ..world.clone().seed(seed) };
+            let world = if network { world.network(n) } else { world };
+            match std::panic::catch_unwind(|| run(&world).map(|steps| all(&steps))) {
+                Ok(Ok(got)) => got != want,
+                Ok(Err(_)) | Err(_) => true,
+            }
+        });
+        assert!(caught, "{fault:?}");
+    }
+}
+
+#[test]
+fn several_forward_passes_wait_for_their_backward() {
+    let source = synthetic(mixtral(16, 8, 5, 2), 7);
+    let world = World::new();
+    let (n, batches) = (3, 3);
+    // Each batch alone, and all of them forward before the first backward, which goes backwards through them.
+    let range = |me: usize, batch: usize| {
+        let first = 12 * batch + 4 * me;
+        first..first + if batch == 1 { me } else { 4 }
+    };
+    let results = |interleaved: bool| {
+        on_pes(world.pes(n), |gpu| {
+            let me = gpu.my_pe();
+            let mut layer = new_layer(gpu, &world, &source, 4).unwrap();
+            let tokens: Vec<_> = (0..batches).map(|b| Tokens::new(gpu, &source, range(me, b), world.dtype)).collect();
+            let mut grads = Vec::new();
+            if interleaved {
+                let mut waiting: Vec<_> =
+                    tokens.iter().map(|t| layer.forward(&t.x, t.count, &t.output).unwrap()).collect();
+                for t in tokens.iter().rev() {
+                    let saved = waiting.pop().unwrap();
+                    layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
+                    layer.finish(&saved).unwrap();
+                    grads.insert(0, layer.gradients().unwrap().router);
+                    layer.recycle(saved);
+                }
+            } else {
+                for t in &tokens {
+                    let saved = layer.forward(&t.x, t.count, &t.output).unwrap();
+                    layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
+                    layer.finish(&saved).unwrap();
+                    grads.push(layer.gradients().unwrap().router);
+                    layer.recycle(saved);
+                }
+            }
+            let all: Vec<_> = tokens.iter().map(|t| (t.output(), t.grad_input())).collect();
+            layer.free().unwrap();
+            (all, grads)
+        })
+    };
+    assert_eq!(results(true), results(false));
+}
+
+/// A recorded step equals one launched kernel by kernel, run after run, also when its input changes between runs, and between
+/// passes that are not recorded.
+#[test]
+fn a_recorded_step_is_the_same_step() {
+    let source = synthetic(mixtral(32, 24, 6, 2), 11);
+    for world in
+        [World::new(), World { device: EmulatedDevice { hopper: true, ..EmulatedDevice::default() }, ..World::new() }]
+    {
+        let by_pe = on_pes(world.pes(2), |gpu| {
+            let mut layer = new_layer(gpu, &world, &source, 20).unwrap();
+            let range = |step: usize| {
+                if gpu.my_pe() == 0 { 20 * step..20 * step + 20 } else { 100 + 17 * step..117 + 17 * step }
+            };
+            let tokens = Tokens::new(gpu, &source, range(0), world.dtype);
+            let buffers = Some((&tokens.grad_output, &tokens.grad_input));
+            let recorded = layer.record(&tokens.x, tokens.count, &tokens.output, buffers).unwrap();
+            let mut results = Vec::new();
+            for step in [0, 0, 1, 2] {
+                let fresh = Tokens::new(gpu, &source, range(step), world.dtype);
+                let saved = layer.forward(&fresh.x, fresh.count, &fresh.output).unwrap();
+                layer.backward(&saved, &fresh.x, &fresh.grad_output, &fresh.grad_input).unwrap();
+                layer.finish(&saved).unwrap();
+                layer.recycle(saved);
+                let want = (fresh.output(), fresh.grad_input(), layer.gradients().unwrap().router);
+                let elements = |rows: &Buffer<'_>| rows.read_vec::<u16>(0, fresh.elements).unwrap();
+                tokens.x.write(0, &elements(&fresh.x)).unwrap();
+                tokens.grad_output.write(0, &elements(&fresh.grad_output)).unwrap();
+                layer.replay_forward(&recorded).unwrap();
+                layer.replay_backward(&recorded).unwrap();
+                layer.finish(recorded.saved()).unwrap();
+                let got = (tokens.output(), tokens.grad_input(), layer.gradients().unwrap().router);
+                results.push((got, want));
+            }
+            drop(recorded);
+            layer.free().unwrap();
+            results
+        });
+        for (got, want) in by_pe.into_iter().flatten() {
+            assert!(got == want);
+        }
+    }
+}
+
+#[test]
+fn a_layer_can_be_made_where_another_was() {
+    let source = synthetic(mixtral(16, 8, 5, 2), 1);
+    let world = World::new();
+    let outputs = |batches: Range<usize>| {
+        on_pes(world.pes(3), |gpu| {
+            let of = |batch: usize| {
+                let first = 12 * batch + 4 * gpu.my_pe();
+                let tokens = Tokens::new(gpu, &source, first..first + 4, world.dtype);
+                let mut layer = new_layer(gpu, &world, &source, 4).unwrap();
+                let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+                layer.finish(&saved).unwrap();
+                drop(saved);
+                layer.free().unwrap();
+                assert_eq!(gpu.symmetric_bytes().0, 0, "all is free again");
+                tokens.output()
+            };
+            batches.clone().map(of).last().unwrap()
+        })
+    };
+    assert_eq!(outputs(0..2), outputs(1..2));
+}
+
+#[test]
+fn traffic_is_that_of_the_layer_on_the_cpu() {
+    let layer = mixtral(40, 16, 6, 3);
+    let source = synthetic(layer.clone(), 2);
+    let (tokens, n, h) = (50, 3, 40u64);
+    let world = World::new();
+    let splits = [even(tokens, n)];
+    let on_cpu = {
+        let heap = heap_bytes::<bf16>(&layer, n, tokens, &world.options);
+        common::run::<_, bf16>(shm(n, heap), &source, &splits, &world.options, 1).unwrap().remove(0)
+    };
+    for world in [world.clone(), world.clone().mode(Mode::Bulk), world.network(n)] {
+        let pes = run(&world, &source, &splits, 1, 0).unwrap().remove(0);
+        let step = together(&pes, &layer);
+        let chunk_rows = world.options.chunk_rows as u64;
+        assert_eq!(step.chosen, on_cpu.chosen);
+        for (pe, (got, want)) in step.traffic.iter().zip(&on_cpu.traffic).enumerate() {
+            assert_eq!((got.dispatch_rows, got.combine_rows), (want.dispatch_rows, want.combine_rows), "PE {pe}");
+            assert_eq!(got.dispatch_row_bytes, got.dispatch_rows * h * 2, "PE {pe}");
+            assert_eq!(got.combine_row_bytes, got.combine_rows * h * 2, "PE {pe}");
+            assert_eq!(got.combine_slot_bytes, want.combine_slot_bytes, "PE {pe}");
+            // A chunk has the first slot of each of its rows, and the end: 4 bytes more than a count for each row.
+            let chunks = (got.dispatch_slot_bytes - want.dispatch_slot_bytes) / 4;
+            // Whether the same rows go forward and backward, in as many chunks, to both peers.
+            let rows = got.dispatch_rows / 2;
+            assert!(
+                chunks >= rows.div_ceil(chunk_rows) && chunks <= rows.div_ceil(chunk_rows) + 2,
+                "PE {pe}: {chunks}"
+            );
+            // Forward has one header for each peer: 8 words, and one for each of the most experts that a PE has, rounded up to
+            // 16 bytes. Backward needs none, as all activations are kept.
+            assert_eq!(got.header_bytes, 2 * (4 * (8 + 2u64)).next_multiple_of(16), "PE {pe}");
+            // A put with its signal for each header, each chunk out, forward and backward, and each chunk back.
+            assert_eq!(got.puts, got.signals, "PE {pe}");
+            assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
+            assert_eq!(pes[pe].rounds, [1, 1]);
+        }
+        // The sum of the router's gradient: everyone sends its part of each owner's share, and gets the sums.
+        let bytes: u64 = pes.iter().map(|pe| pe.all_reduce_bytes).sum();
+        let elements = (layer.n_experts * layer.hidden) as u64;
+        assert!(bytes >= 2 * 4 * elements * (n as u64 - 1), "{bytes}");
+    }
+}
+
+#[test]
+fn one_pe_alone_sends_nothing() {
+    let pes = check(&World::new(), &synthetic(mixtral(16, 8, 3, 2), 1), 9, 1, "alone");
+    assert_eq!(pes[0].step.traffic, [Traffic::default()]);
+    assert_eq!(pes[0].all_reduce_bytes, 0);
+}
+
+#[test]
+fn a_pass_says_what_it_did_and_when() {
+    let source = synthetic(mixtral(16, 8, 4, 2), 1);
+    let world = World::new();
+    on_pes(world.pes(2), |gpu| {
+        let mut layer = new_layer(gpu, &world, &source, 20).unwrap();
+        layer.record_spans();
+        let first = 20 * gpu.my_pe();
+        let tokens = Tokens::new(gpu, &source, first..first + 20, world.dtype);
+        let launches = gpu.launches();
+        let saved = layer.forward(&tokens.x, 20, &tokens.output).unwrap();
+        assert_eq!(gpu.launches() - launches, 3, "router, plan, layer");
+        let outcome = |o: PassOutcome| {
+            assert!(o.seconds > 0.0 && (o.phases_s.iter().sum::<f64>() - o.seconds).abs() < 1e-9);
+            assert!(!o.spans.is_empty());
+            for s in &o.spans {
+                assert!(s.block < layer_blocks(gpu) && s.span.dur_ns < 60_000_000_000, "{s:?}");
+            }
+            for phase in ["dispatch", "expert GEMM", "combine"] {
+                assert!(o.spans.iter().any(|s| s.span.phase.name() == phase), "no {phase}");
+            }
+        };
+        outcome(layer.finish(&saved).unwrap());
+        layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap();
+        assert_eq!(gpu.launches() - launches, 7, "layer, router twice, all-reduce");
+        outcome(layer.finish(&saved).unwrap());
+    });
+}
+
+fn layer_blocks(gpu: &Emulated) -> u32 {
+    gpu.limits().unwrap().multiprocessors
+}
+
+#[test]
+fn a_silent_peer_ends_the_wait_of_the_others() {
+    let source = synthetic(mixtral(16, 8, 6, 3), 1);
+    let mut world = World::new();
+    world.options.wait_limit = Duration::from_millis(500);
+    let errors = on_pes(world.pes(3), |gpu| {
+        let mut layer = new_layer(gpu, &world, &source, 4).unwrap();
+        let tokens = Tokens::new(gpu, &source, 4 * gpu.my_pe()..4 * gpu.my_pe() + 4, world.dtype);
+        (gpu.my_pe() < 2).then(|| {
+            let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+            let error = layer.finish(&saved).unwrap_err();
+            assert_eq!(error.awaited_pe(), Some(2), "{error}");
+            error.to_string()
+        })
+    });
+    for (pe, error) in errors.into_iter().flatten().enumerate() {
+        assert!(error.starts_with(&format!("PE {pe} waited 0.5 s in phase ")), "{error}");
+        assert!(error.contains(" for PE 2: its counts: expected at least "), "{error}");
+    }
+}
+
+#[test]
+fn what_a_device_cannot_run_is_an_error() {
+    let world = World::new();
+    let refused = |layer: LayerConfig, change: fn(&mut World, &mut DeviceOptions), want: &str| {
+        let source = synthetic(layer, 1);
+        let (mut world, mut device) = (world.clone(), DeviceOptions::default());
+        change(&mut world, &mut device);
+        let gpu = world.pes(1).remove(0);
+        let placement = Placement::even(source.config().n_experts, 1);
+        let made = DeviceLayer::new(&gpu, &source, placement, world.dtype, 4, true, world.options.clone(), &device);
+        assert_eq!(made.map(drop).unwrap_err().to_string(), want);
+    };
+    let fine = || mixtral(16, 8, 6, 2);
+    refused(mixtral(12, 8, 6, 2), |_, _| {}, "hidden is 12, expected a multiple of 8 on a device");
+    refused(mixtral(16, 9, 6, 2), |_, _| {}, "intermediate is 9, expected a multiple of 8 on a device");
+    let mlp = MlpConfig { intermediate: 4, ..fine().expert };
+    let shared = Some(SharedConfig { mlp, sigmoid_gate: false });
+    let want = "shared intermediate is 4, expected a multiple of 8 on a device";
+    refused(LayerConfig { shared, ..fine() }, |_, _| {}, want);
+    refused(fine(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
+    let want = "this device, of capability 8.0, is no Hopper";
+    refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);
+    refused(fine(), |world, _| world.options.chunk_rows = 0, "chunk rows is 0, expected at least 1");
+
+    let gpu = world.pes(1).remove(0);
+    let source = synthetic(fine(), 1);
+    let placement = || Placement::even(6, 1);
+    let options = || world.options.clone();
+    let device = DeviceOptions::default();
+    let error = DeviceLayer::new(&gpu, &source, Placement::even(6, 2), world.dtype, 4, true, options(), &device);
+    let want = "the placement's list of PEs has 2 elements, expected 1";
+    assert_eq!(error.map(drop).unwrap_err().to_string(), want);
+    let mut layer = DeviceLayer::new(&gpu, &source, placement(), world.dtype, 4, false, options(), &device).unwrap();
+    let tokens = Tokens::new(&gpu, &source, 0..4, world.dtype);
+    let error = |result: Result<DeviceSaved<'_>, MoeError>| result.map(drop).unwrap_err().to_string();
+    let want = "the batch of tokens has 5 elements, expected at most 4";
+    assert_eq!(error(layer.forward(&tokens.x, 5, &tokens.output)), want);
+    let small = Buffer::new(&gpu, 4).unwrap();
+    assert_eq!(error(layer.forward(&small, 4, &tokens.output)), "hidden_states has 2 elements, expected at least 64");
+    assert_eq!(error(layer.forward(&tokens.x, 4, &small)), "output has 1 elements, expected at least 64");
+    let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+    layer.finish(&saved).unwrap();
+    let error = layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap_err();
+    assert_eq!(error.to_string(), "cannot run backward: the layer was made without training");
+}
+
+#[test]
+fn too_little_memory_says_how_much() {
+    let source = synthetic(mixtral(16, 8, 6, 2), 1);
+    let world = World::new();
+    let errors = on_pes(emulated::world(2, 4096, &world.device, None).unwrap(), |gpu| {
+        new_layer(gpu, &world, &source, 4).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.starts_with("out of symmetric device memory: "), "{error}");
+        assert!(error.ends_with(" bytes asked for, 4096 of 4096 bytes free"), "{error}");
+    }
+    let gpu = world.pes(1).remove(0);
+    let error = Buffer::new(&gpu, 1 << 60).map(drop).unwrap_err().to_string();
+    assert!(error.starts_with("out of device memory: 1152921504606846976 bytes asked for, "), "{error}");
+}

@@ -1,0 +1,176 @@
+//! `aristos run --device emulated`: PEs as processes, each with an emulated device.
+
+#[path = "binary/mod.rs"]
+mod binary;
+
+use std::time::{Duration, Instant};
+
+use binary::{Outcome, Running, aristos_run, names_in, read_tensors, relative_error, run, start};
+use rustix::process::{Signal, kill_process};
+use serde_json::Value;
+
+/// A layer that is quick to emulate.
+const SMALL: &str = "--tokens 64 --hidden 32 --intermediate 32 --experts 5";
+
+fn emulated(args: &str) -> Outcome {
+    run(aristos_run(&format!("--device emulated {args}")))
+}
+
+/// Its report.
+#[track_caller]
+fn report(args: &str) -> Value {
+    serde_json::from_str(&emulated(&format!("{args} --json")).success().stdout).unwrap()
+}
+
+#[test]
+fn it_is_checked_in_every_way_to_run_it() {
+    for args in [
+        "--pes 3",
+        "--pes 3 --mode bulk --dtype f16",
+        "--pes 1 --dtype bf16",
+        "--pes 2 --router sigmoid --top-k 3 --bias --shared-intermediate 24 --aux-loss-coef 0.1 --z-loss-coef 0.01",
+        "--pes 3 --capacity-factor 1 --mlp plain --activation gelu",
+        "--pes 3 --hot-ratio 0.2 --hot-weight 0.9 --budget-factor 0.5 --chunk-rows 4 --steps 2",
+        "--pes 2 --forward-only",
+    ] {
+        let report = report(&format!("{SMALL} --check {args}"));
+        assert_eq!(report["check"]["passed"], true, "{args}: {:#}", report["check"]);
+        let config = &report["config"];
+        assert_eq!((&config["device"], &config["gemm"]), (&"emulated Ampere".into(), &"ampere".into()));
+        assert_eq!(
+            config["dtype"],
+            if args.contains("f16 ") || args.ends_with("--dtype f16") { "f16" } else { "bf16" }
+        );
+        let rounds = report["forward"]["rounds"].as_u64().unwrap();
+        assert_eq!(rounds > 1, args.contains("--budget-factor"), "{args}");
+        let losses = report["aux_losses"].as_object().unwrap();
+        assert_eq!(losses.len(), if args.contains("loss") { 2 } else { 0 });
+    }
+}
+
+#[test]
+fn hopper_too() {
+    let report = report(&format!("{SMALL} --pes 2 --gemm hopper --check"));
+    assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
+    assert_eq!((&report["config"]["device"], &report["config"]["gemm"]), (&"emulated Hopper".into(), &"hopper".into()));
+}
+
+#[test]
+fn the_bundled_example_passes_its_check() {
+    let report = report("");
+    assert_eq!((&report["config"]["pes"], &report["config"]["tokens"]), (&4.into(), &512.into()));
+    assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
+    assert_eq!(report["check"]["tensors"].as_array().unwrap().len(), 2 + 1 + 3 * 8);
+}
+
+#[test]
+fn the_report_has_the_keys_of_the_cpus() {
+    fn keys(value: &Value, path: String, all: &mut Vec<String>) {
+        if let Value::Object(map) = value {
+            for (key, value) in map {
+                all.push(format!("{path}/{key}"));
+                keys(value, format!("{path}/{key}"), all);
+            }
+        }
+    }
+    let args = format!("{SMALL} --pes 2 --check --json");
+    let cpu: Value = serde_json::from_str(&run(aristos_run(&format!("--dtype bf16 {args}"))).success().stdout).unwrap();
+    let device = report(&format!("{SMALL} --pes 2 --check"));
+    let (mut want, mut got) = (Vec::new(), Vec::new());
+    keys(&cpu, String::new(), &mut want);
+    keys(&device, String::new(), &mut got);
+    assert_eq!(got, want);
+    assert_eq!((&cpu["config"]["device"], &cpu["config"]["gemm"]), (&"cpu".into(), &Value::Null));
+    assert_eq!(cpu["tokens_per_expert"], device["tokens_per_expert"]);
+    for kind in ["dispatch_rows", "combine_rows", "combine_slots"] {
+        assert_eq!(cpu["traffic"]["remote_bytes"][kind], device["traffic"]["remote_bytes"][kind], "{kind}");
+    }
+    let symmetric = |key: &str| device["symmetric"][key].as_u64().unwrap();
+    assert!(0 < symmetric("used_bytes") && symmetric("peak_bytes") <= symmetric("budget_bytes"), "{device:#}");
+}
+
+#[test]
+fn outputs_are_those_of_the_cpu_but_for_rounding() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, device: &str| {
+        let path = dir.path().join(name);
+        let mut command = aristos_run(&format!("{device} --dtype bf16 --pes 3 --output"));
+        command.arg(&path).args(SMALL.split_whitespace());
+        run(command).success();
+        read_tensors(&path)
+    };
+    let (cpu, device) = (write("cpu.safetensors", ""), write("device.safetensors", "--device emulated"));
+    assert_eq!(cpu.keys().collect::<Vec<_>>(), device.keys().collect::<Vec<_>>());
+    for (name, want) in &cpu {
+        let got = &device[name];
+        assert!(relative_error(&got.1, &want.1) < 2e-2, "{name}");
+    }
+}
+
+#[test]
+fn a_trace_has_every_block() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace.json");
+    let mut command = aristos_run(&format!("--device emulated --pes 2 {SMALL} --trace"));
+    command.arg(&path);
+    run(command).success();
+    let trace: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let spans: Vec<&Value> = trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X").collect();
+    let tracks: std::collections::BTreeSet<u64> = spans.iter().map(|span| span["tid"].as_u64().unwrap()).collect();
+    assert!(tracks.len() > 1, "{tracks:?}");
+    for phase in ["dispatch", "expert GEMM", "combine"] {
+        assert!(spans.iter().any(|span| span["name"] == phase), "no {phase}");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_one_line() {
+    emulated(&format!("{SMALL} --dtype f32")).refused(&["--dtype f32 on a device, expected bf16 or f16"]);
+    run(aristos_run(&format!("{SMALL} --dtype f16"))).refused(&["--dtype f16 on the CPU, expected f32 or bf16"]);
+    emulated("--hidden 36").refused(&["hidden is 36, expected a multiple of 8 on a device"]);
+    emulated("--intermediate 1001").refused(&["intermediate is 1001, expected a multiple of 8 on a device"]);
+    run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
+    if cfg!(not(feature = "cuda")) {
+        run(aristos_run(&format!("{SMALL} --device cuda"))).refused(&["--device cuda", "--features cuda"]);
+    }
+}
+
+/// A run that lasts for hours, its results to come in `out`.
+fn long_run(pes: usize, more: &str, out: &std::path::Path) -> Running {
+    let mut command = aristos_run(&format!("--device emulated --pes {pes} {SMALL} --steps 100000000"));
+    command.args(more.split_whitespace()).arg("--output").arg(out.join("out.safetensors"));
+    start(command)
+}
+
+#[test]
+fn a_killed_pe_is_named() {
+    let out = tempfile::tempdir().unwrap();
+    for round in 0..6 {
+        let (pes, victim) = (2 + round % 3, round % 2);
+        let mut running = long_run(pes, ["", "--mode bulk"][round % 2], out.path());
+        let pid = running.pe(victim);
+        std::thread::sleep(Duration::from_millis(150 * round as u64));
+        kill_process(pid, Signal::KILL).unwrap();
+        let killed = Instant::now();
+        let outcome = running.end();
+        assert!(killed.elapsed() < Duration::from_secs(3), "round {round}: {:?}", killed.elapsed());
+        outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
+        assert_eq!(names_in(out.path()), [""; 0], "round {round}");
+    }
+}
+
+#[test]
+fn a_stopped_pe_is_named_by_who_waits_for_it() {
+    let out = tempfile::tempdir().unwrap();
+    for (pes, victim, mode) in [(2, 0, "pipelined"), (2, 1, "bulk"), (3, 1, "pipelined")] {
+        let mut running = long_run(pes, &format!("--timeout 2 --mode {mode}"), out.path());
+        let pid = running.pe(victim);
+        std::thread::sleep(Duration::from_millis(1000));
+        kill_process(pid, Signal::STOP).unwrap();
+        let stopped = Instant::now();
+        let outcome = running.end();
+        assert!(stopped.elapsed() < Duration::from_secs(6), "{:?}", stopped.elapsed());
+        outcome.refused(&[&format!(" for PE {victim}: "), " waited 2.0 s"]);
+        assert_eq!(names_in(out.path()), [""; 0]);
+    }
+}

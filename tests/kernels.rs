@@ -1,0 +1,103 @@
+//! The CUDA kernels on the CPU: builds `kernels/host` and every `kernels/tests/*_test.cpp` with make and g++, and runs the
+//! programs, those with cases for it under ThreadSanitizer too. `kernels/tests/testing.h` says what a program is.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What one program may take, on a machine that is busy.
+const LIMIT: Duration = Duration::from_secs(600);
+
+#[test]
+fn programs_pass() {
+    check(&programs(|_| true), false);
+}
+
+#[test]
+fn programs_pass_under_thread_sanitizer() {
+    check(&programs(|source| source.contains("CASE(tsan_")), true);
+}
+
+/// The names of the test programs whose source is `wanted`.
+fn programs(wanted: impl Fn(&str) -> bool) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/tests");
+    let mut names: Vec<String> = fs::read_dir(&folder)
+        .expect("kernels/tests can be listed")
+        .filter_map(|entry| entry.expect("kernels/tests can be listed").file_name().into_string().ok())
+        .filter_map(|name| name.strip_suffix(".cpp").map(str::to_owned))
+        .filter(|name| name.ends_with("_test"))
+        .filter(|name| wanted(&fs::read_to_string(folder.join(name).with_extension("cpp")).expect("a readable source")))
+        .collect();
+    names.sort();
+    assert!(!names.is_empty(), "kernels/tests has no programs");
+    names
+}
+
+/// Builds and runs them all, and fails with the output of those that failed.
+fn check(programs: &[String], thread_sanitizer: bool) {
+    let out = build(programs, thread_sanitizer);
+    let failures: Vec<String> = programs.iter().filter_map(|program| run(&out, program).err()).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn build(programs: &[String], thread_sanitizer: bool) -> PathBuf {
+    let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let folder = if thread_sanitizer { "kernels-tsan" } else { "kernels" };
+    let out = tmp.parent().expect("a target folder").join(folder);
+    fs::create_dir_all(&out).expect("the target folder can be written");
+    for tool in ["make", "g++"] {
+        let found = Command::new(tool).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        assert!(found.is_ok_and(|status| status.success()), "the kernels' tests need make and g++: no {tool} here");
+    }
+    let mut make = Command::new("make");
+    make.arg("-C").arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/host"));
+    make.arg(format!("-j{}", thread::available_parallelism().map_or(1, usize::from)));
+    make.arg(format!("OUT={}", out.display()));
+    make.args(thread_sanitizer.then_some("TSAN=1"));
+    make.args(programs.iter().map(|program| out.join(program)));
+    // Cargo's own make jobs are none of this make's business.
+    let output = make.env_remove("MAKEFLAGS").env_remove("MFLAGS").output().expect("make runs");
+    assert!(output.status.success(), "make failed:\n{}", String::from_utf8_lossy(&output.stderr));
+    out
+}
+
+fn run(out: &Path, program: &str) -> Result<(), String> {
+    let result = attempt(out, program, Command::new(out.join(program)));
+    // Older sanitizers do not cope with much randomness of addresses.
+    if matches!(&result, Err(text) if text.contains("unexpected memory mapping")) {
+        let mut fixed = Command::new("setarch");
+        fixed.arg("-R").arg(out.join(program));
+        return attempt(out, program, fixed);
+    }
+    result
+}
+
+fn attempt(out: &Path, program: &str, mut command: Command) -> Result<(), String> {
+    let log = out.join(program).with_extension("log");
+    let file = File::create(&log).expect("the target folder can be written");
+    let errors = file.try_clone().expect("a file can be cloned");
+    let start = Instant::now();
+    let mut child = command.stdout(file).stderr(errors).spawn().map_err(|error| format!("{program}: {error}"))?;
+    let status = loop {
+        match child.try_wait().expect("a child can be waited for") {
+            Some(status) => break status.to_string(),
+            None if start.elapsed() > LIMIT => {
+                child.kill().expect("a child can be killed");
+                child.wait().expect("a child can be waited for");
+                break format!("no end after {LIMIT:?}");
+            }
+            None => thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    let text = String::from_utf8_lossy(&fs::read(&log).expect("a log that was just written")).into_owned();
+    // A program says at its end how it went; the exit status alone is the sanitizer's to choose.
+    let ended = text.lines().any(|line| line.ends_with(" cases, 0 failed"));
+    if ended && status == "exit status: 0" {
+        return Ok(());
+    }
+    let shown: Vec<&str> = text.lines().collect();
+    let tail = &shown[shown.len().saturating_sub(60)..];
+    Err(format!("{program}: {status}\n{}", tail.join("\n")))
+}
