@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::config::ConfigError;
 use super::metrics::Phase;
-use crate::shmem::{ShmemError, WaitTimeout};
+use crate::shmem::{Shmem, ShmemError, Transport, WaitTimeout};
 
 /// An error of the layer; each message is one line.
 #[derive(Debug, thiserror::Error)]
@@ -91,8 +91,16 @@ impl MoeError {
         }
     }
 
-    pub(super) fn wait(pe: usize, peer: Option<usize>, what: &'static str, phase: Phase, timeout: WaitTimeout) -> Self {
+    /// Of this PE of `shmem`; `peer` by its number there.
+    pub(super) fn wait<T: Transport>(
+        shmem: &Shmem<T>,
+        peer: usize,
+        what: &'static str,
+        phase: Phase,
+        timeout: WaitTimeout,
+    ) -> Self {
         let WaitTimeout { expected, seen, waited, .. } = timeout;
+        let (pe, peer) = (shmem.world_pe(shmem.my_pe()), Some(shmem.world_pe(peer)));
         MoeError::Wait { pe, peer, what, phase, expected, seen, waited }
     }
 }

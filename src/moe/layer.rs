@@ -9,6 +9,7 @@ use super::kernels::{self, Element};
 use super::layout::{Layout, Memory};
 use super::metrics::{Observer, Phase, Recorder};
 use super::placement::Placement;
+use super::replicas::{Exchange, Replicas};
 use super::router::{self, Load, Routing};
 use super::{MoeError, Options};
 use crate::shmem::{Cmp, Shmem, SignalOp, Transport, Wait};
@@ -36,6 +37,7 @@ pub struct Layer<'s, 'o, T: Transport, E: Element> {
     forwards: u64,
     credits_used: Vec<u64>,
     spare: Vec<Saved<E>>,
+    exchange: Option<Box<dyn Exchange + 's>>,
 }
 
 /// The gradients of the weights that a PE holds, overwritten by each backward, in the weights' shapes. Those of
@@ -139,12 +141,13 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             forwards: 0,
             credits_used: vec![0; shmem.n_pes()],
             spare: Vec::new(),
+            exchange: None,
         };
         // Nobody may signal before every PE's signal words are zero.
         layer.memory.clear_signals(shmem);
         shmem
             .barrier_all(layer.options.deadline())
-            .map_err(|timeout| MoeError::wait(me, Some(timeout.index), "to make the layer", Phase::Idle, timeout))?;
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "to make the layer", Phase::Idle, timeout))?;
         Ok(layer)
     }
 
@@ -166,6 +169,13 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     /// The local experts' weights.
     pub fn experts(&self) -> &[Mlp<E>] {
         &self.experts
+    }
+
+    /// Makes it one with the layers of other EP groups, which hold the same experts, where this layer is over one of several
+    /// groups of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens. To
+    /// be called before the first pass, on every PE of the world.
+    pub fn join<W: Transport>(&mut self, replicas: Replicas<'s, W>) {
+        self.exchange = Some(Box::new(replicas));
     }
 
     /// Changes the mode of the passes from now on (on every PE alike).
@@ -214,6 +224,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         if self.config.has_losses() {
             saved.loads[me] = saved.routing.load(&self.config);
         }
+        let load = saved.loads[me].clone();
         saved.routes = router::routes(&saved.routing, &self.placement, self.config.router.top_k);
         saved.shared.weight.clear();
         match &self.shared_gate {
@@ -226,6 +237,10 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;
+        if let (Some(exchange), true) = (&self.exchange, self.config.has_losses()) {
+            self.recorder.enter(Phase::AllReduce);
+            saved.loads = exchange.loads(&load, self.options.deadline())?;
+        }
         self.recorder.enter(Phase::Combine);
         if self.shared.is_some() {
             let rows = output.chunks_exact_mut(h).zip(saved.shared.out.chunks_exact(h));
@@ -329,10 +344,9 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     /// # Errors
     /// When a peer does not come.
     pub fn free(self) -> Result<(), MoeError> {
-        let me = self.shmem.my_pe();
         self.shmem
             .barrier_all(self.options.deadline())
-            .map_err(|timeout| MoeError::wait(me, Some(timeout.index), "to free the layer", Phase::Idle, timeout))?;
+            .map_err(|timeout| MoeError::wait(self.shmem, timeout.index, "to free the layer", Phase::Idle, timeout))?;
         self.memory.free(self.shmem);
         Ok(())
     }
@@ -346,6 +360,10 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         d_weights: &mut [f32],
         grads: &mut Gradients,
     ) -> Result<(), MoeError> {
+        let mut exchange = self.exchange.as_deref_mut().filter(|_| direction == Direction::Backward);
+        if let Some(exchange) = &mut exchange {
+            exchange.begin();
+        }
         Engine {
             shmem: self.shmem,
             memory: &self.memory,
@@ -366,18 +384,43 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             d_weights,
             expert_grads: &mut grads.experts,
             shared_grads: &mut grads.shared,
+            exchange: exchange.map(|exchange| exchange as _),
             progress: Progress::default(),
         }
-        .run()
+        .run()?;
+        if direction == Direction::Backward
+            && let Some(exchange) = &mut self.exchange
+        {
+            self.recorder.enter(Phase::AllReduce);
+            exchange.finish(&mut grads.experts, &mut self.recorder.traffic, self.options.deadline())?;
+        }
+        Ok(())
     }
 
     /// Under a capacity factor, drops the pairs beyond each expert's capacity, by global token index. Costs an exchange of
     /// counts before dispatch, because a PE must know what the PEs before it send.
     fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
         let Some(factor) = self.config.capacity_factor else { return Ok(()) };
-        let (me, n, e) = (self.shmem.my_pe(), self.shmem.n_pes(), self.config.n_experts);
-        let top_k = self.config.router.top_k;
+        let (top_k, e) = (self.config.router.top_k, self.config.n_experts);
         let own = routing.counts(e);
+        let (all, me) = match &self.exchange {
+            Some(exchange) => exchange.counts(&own, self.options.deadline())?,
+            None => (self.exchange_counts(own)?, self.shmem.my_pe()),
+        };
+        let pairs: u64 = all.iter().flatten().map(|&c| u64::from(c)).sum();
+        let mut before = vec![0u64; e];
+        for counts in &all[..me] {
+            before.iter_mut().zip(counts).for_each(|(b, &c)| *b += u64::from(c));
+        }
+        let tokens = pairs / top_k as u64;
+        let capacity = (factor * top_k as f64 * tokens as f64 / e as f64).ceil() as u64;
+        routing.apply_capacity(before.into_iter().map(|b| capacity.saturating_sub(b)).collect());
+        Ok(())
+    }
+
+    /// Every PE's counts, in the order of PEs.
+    fn exchange_counts(&mut self, own: Vec<u32>) -> Result<Vec<Vec<u32>>, MoeError> {
+        let (me, n, e) = (self.shmem.my_pe(), self.shmem.n_pes(), own.len());
         for pe in (0..n).filter(|&pe| pe != me) {
             let at = self.memory.capacity_counts(me, pe);
             let signal = self.memory.capacity_signal(me, pe);
@@ -387,40 +430,35 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             traffic.puts += 1;
             traffic.signals += 1;
         }
-        let mut before = vec![0u64; e];
-        let mut pairs = own.iter().map(|&c| u64::from(c)).sum::<u64>();
-        for pe in (0..n).filter(|&pe| pe != me) {
+        let mut all = vec![vec![0u32; e]; n];
+        for (pe, counts) in all.iter_mut().enumerate().filter(|(pe, _)| *pe != me) {
             let signal = self.memory.capacity_signal(pe, me);
             let phase = self.recorder.enter(Phase::Waiting);
             self.shmem
                 .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.options.deadline())
-                .map_err(|timeout| MoeError::wait(me, Some(pe), "its counts for the capacity", phase, timeout))?;
+                .map_err(|timeout| MoeError::wait(self.shmem, pe, "its counts for the capacity", phase, timeout))?;
             self.recorder.enter(phase);
-            let mut counts = vec![0u32; e];
-            self.shmem.get(&mut counts, self.memory.capacity_counts(pe, me), me);
-            pairs += counts.iter().map(|&c| u64::from(c)).sum::<u64>();
-            if pe < me {
-                before.iter_mut().zip(counts).for_each(|(b, c)| *b += u64::from(c));
-            }
+            self.shmem.get(counts, self.memory.capacity_counts(pe, me), me);
         }
-        let tokens = pairs / top_k as u64;
-        let capacity = (factor * top_k as f64 * tokens as f64 / e as f64).ceil() as u64;
-        routing.apply_capacity(before.into_iter().map(|b| capacity.saturating_sub(b)).collect());
-        Ok(())
+        all[me] = own;
+        Ok(all)
     }
 
     /// Sums the gradients of replicated weights over all PEs.
     fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {
-        if self.shmem.n_pes() == 1 {
+        if self.shmem.n_pes() == 1 && self.exchange.is_none() {
             return Ok(());
         }
         self.recorder.enter(Phase::AllReduce);
         let mut all: Vec<f32> = grads.replicated().flat_map(|g| g.iter().copied()).collect();
         let deadline = self.options.deadline();
-        self.shmem.all_reduce_sum(self.shmem.world(), &mut all, deadline).map_err(|timeout| {
-            let what = "its gradients of replicated weights";
-            MoeError::wait(self.shmem.my_pe(), Some(timeout.index), what, Phase::AllReduce, timeout)
-        })?;
+        match &self.exchange {
+            Some(exchange) => exchange.sum(&mut all, deadline)?,
+            None => self.shmem.all_reduce_sum(self.shmem.world(), &mut all, deadline).map_err(|timeout| {
+                let what = "its gradients of replicated weights";
+                MoeError::wait(self.shmem, timeout.index, what, Phase::AllReduce, timeout)
+            })?,
+        }
         let mut rest = &all[..];
         for grad in grads.replicated() {
             let (head, tail) = rest.split_at(grad.len());

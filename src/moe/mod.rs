@@ -13,6 +13,7 @@ mod layer;
 mod layout;
 pub mod metrics;
 pub mod placement;
+pub mod replicas;
 pub mod router;
 pub mod synthetic;
 
@@ -25,6 +26,7 @@ pub use error::MoeError;
 pub use layer::{Gradients, Layer};
 pub use layout::Layout;
 pub use placement::Placement;
+pub use replicas::{Groups, Replicas};
 
 use std::time::{Duration, Instant};
 

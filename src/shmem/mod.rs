@@ -22,6 +22,7 @@
 mod collective;
 mod doorbell;
 mod error;
+mod group;
 mod heap;
 pub mod reorder;
 mod segment;
@@ -37,6 +38,7 @@ use std::time::Instant;
 pub use bytemuck::Pod;
 
 pub use error::{ShmemError, WaitTimeout};
+pub use group::GroupTransport;
 #[cfg(feature = "emulate")]
 pub(crate) use heap::Heap;
 pub use segment::{Segment, available_bytes};
@@ -117,6 +119,10 @@ pub trait Transport {
     fn my_pe(&self) -> usize;
     /// Number of PEs.
     fn n_pes(&self) -> usize;
+    /// What messages call PE `pe`: another number where this world is a part of one.
+    fn world_pe(&self, pe: usize) -> usize {
+        pe
+    }
     /// Size of each PE's heap, bytes.
     fn heap_bytes(&self) -> usize;
     /// Copies `src` to offset `dest` of `pe`.

@@ -96,6 +96,11 @@ impl<T: Transport> Shmem<T> {
         self.transport.n_pes()
     }
 
+    /// What messages call PE `pe`: [`Transport::world_pe`].
+    pub fn world_pe(&self, pe: usize) -> usize {
+        self.transport.world_pe(pe)
+    }
+
     /// Size of each PE's heap, bytes.
     pub fn heap_bytes(&self) -> usize {
         self.transport.heap_bytes()

@@ -96,7 +96,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             && rounds <= layout.max_chunks;
         if !valid {
             let what = format!("counts {:?} that do not fit the layer", &words[..HEADER_WORDS + local]);
-            return Err(MoeError::Protocol { pe, what });
+            return Err(MoeError::Protocol { pe: self.shmem.world_pe(pe), what });
         }
         if self.config.has_losses() {
             let loss = &words[HEADER_WORDS + local..];
@@ -257,8 +257,8 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
 
     /// Reads which experts the rows of a chunk are for. Allegations again: checked against the header's counts.
     fn read_slots(&mut self, pe: usize, range: &Range<usize>, data: Sym<u8>) -> Result<(), MoeError> {
-        let (me, layout) = (self.me(), &self.memory.layout);
-        let bad = |what: &str| Err(MoeError::Protocol { pe, what: format!("rows {range:?} {what}") });
+        let (me, layout, named) = (self.me(), &self.memory.layout, self.shmem.world_pe(pe));
+        let bad = |what: &str| Err(MoeError::Protocol { pe: named, what: format!("rows {range:?} {what}") });
         let at = range.len() * layout.row_bytes;
         let mut counts = vec![0u32; range.len()];
         let slots_at = at + 4 * counts.len();

@@ -16,6 +16,7 @@ use super::kernels::Element;
 use super::layout::{Memory, ROUND_BITS};
 use super::metrics::{Phase, Recorder};
 use super::placement::Placement;
+use super::replicas::Exchange;
 use super::router::{Load, Routes, Routing};
 use super::{Mode, MoeError, Options};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
@@ -111,6 +112,8 @@ pub struct Engine<'a, 'o, T: Transport, E: Element> {
     /// Backward: gradients of the local experts' and the shared expert's weights.
     pub expert_grads: &'a mut [MlpGradients],
     pub shared_grads: &'a mut MlpGradients,
+    /// Backward: the groups that hold the same experts.
+    pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
     pub progress: Progress,
 }
 
@@ -370,6 +373,11 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             (Filler::SharedGradients, Some(mlp), _) => shared.weight_gradients(mlp, self.scratch, self.shared_grads),
             (Filler::ExpertGradients(e), ..) => {
                 self.saved.batches[e].weight_gradients(&self.experts[e], self.scratch, &mut self.expert_grads[e]);
+                if let Some(exchange) = &mut self.exchange {
+                    self.rec.enter(Phase::AllReduce);
+                    exchange.ready(e, &self.expert_grads[e]);
+                    exchange.poll(self.expert_grads);
+                }
             }
             (Filler::SharedTile(_) | Filler::SharedGradients, None, _) => {}
         }
@@ -421,7 +429,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             Ok(_) => Ok(()),
             Err(timeout) => {
                 let (pe, what) = names[timeout.index];
-                Err(MoeError::wait(self.me(), Some(pe), what, phase, timeout))
+                Err(MoeError::wait(self.shmem, pe, what, phase, timeout))
             }
         }
     }
@@ -430,6 +438,6 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         let phase = self.rec.enter(Phase::Waiting);
         self.shmem
             .barrier_all(self.options.deadline())
-            .map_err(|timeout| MoeError::wait(self.me(), Some(timeout.index), what, phase, timeout))
+            .map_err(|timeout| MoeError::wait(self.shmem, timeout.index, what, phase, timeout))
     }
 }

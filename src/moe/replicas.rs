@@ -1,0 +1,488 @@
+//! Expert-parallel (EP) groups: each holds all experts, each has its own tokens, and together they make one layer.
+//!
+//! Within a group, rows go to experts as in any layer. Between groups, gradients are summed: those of an expert by its owners,
+//! one in each group, one-sided and while backward still computes others ([`Replicas`]); those of the router and the
+//! shared expert over all PEs. Where experts live may differ from group to group.
+
+use std::time::Instant;
+
+use super::MoeError;
+use super::config::LayerConfig;
+use super::experts::MlpGradients;
+use super::metrics::{Phase, Traffic};
+use super::placement::Placement;
+use super::router::Load;
+use crate::shmem::{Cmp, Shmem, ShmemError, SignalOp, Sym, Transport, Wait, WaitTimeout};
+
+/// The EP groups of a world, and where each has its experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// The PEs of each group, in the order of their numbers in it.
+    members: Vec<Vec<usize>>,
+    /// Each group's placement, by numbers in the group.
+    placements: Vec<Placement>,
+}
+
+impl Groups {
+    /// One group of all PEs.
+    pub fn one(placement: Placement) -> Self {
+        Groups { members: vec![(0..placement.n_pes()).collect()], placements: vec![placement] }
+    }
+
+    /// Groups of PEs `0..n_pes`, each with a placement of the same experts over its members.
+    ///
+    /// # Errors
+    /// What is wrong, in one line: a PE in no group or in two, a placement of other PEs or experts than there are.
+    pub fn new(n_pes: usize, groups: Vec<(Vec<usize>, Placement)>) -> Result<Self, String> {
+        let (members, placements): (Vec<_>, Vec<_>) = groups.into_iter().unzip();
+        let mut seen = vec![false; n_pes];
+        for &pe in members.iter().flatten() {
+            match seen.get_mut(pe) {
+                None => return Err(format!("PE {pe} is in a group, and there are {n_pes} PEs")),
+                Some(seen) if *seen => return Err(format!("PE {pe} is in two groups")),
+                Some(seen) => *seen = true,
+            }
+        }
+        if let Some(pe) = seen.iter().position(|seen| !seen) {
+            return Err(format!("PE {pe} is in no group"));
+        }
+        let experts = placements.first().map_or(0, Placement::n_experts);
+        for (g, (members, placement)) in members.iter().zip(&placements).enumerate() {
+            if members.len() != placement.n_pes() {
+                return Err(format!("group {g} has {} PEs, its placement {}", members.len(), placement.n_pes()));
+            }
+            if placement.n_experts() != experts {
+                return Err(format!("group {g} places {} experts, group 0 {experts}", placement.n_experts()));
+            }
+        }
+        Ok(Groups { members, placements })
+    }
+
+    /// Number of groups.
+    pub fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Whether there is no group, and so no PE.
+    pub fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// The group of `pe`, and its number in it.
+    ///
+    /// # Panics
+    /// If there is no such PE.
+    pub fn place(&self, pe: usize) -> (usize, usize) {
+        let mut all = self.members.iter().enumerate();
+        all.find_map(|(g, members)| members.iter().position(|&member| member == pe).map(|index| (g, index)))
+            .expect("every PE is in a group")
+    }
+
+    /// The PEs of a group.
+    pub fn members(&self, group: usize) -> &[usize] {
+        &self.members[group]
+    }
+
+    /// A group's placement.
+    pub fn placement(&self, group: usize) -> &Placement {
+        &self.placements[group]
+    }
+
+    /// The PE that owns `expert` in `group`.
+    pub fn owner(&self, group: usize, expert: usize) -> usize {
+        self.members[group][self.placements[group].owner(expert)]
+    }
+
+    /// The experts of `pe`, ascending.
+    pub fn experts(&self, pe: usize) -> &[usize] {
+        let (group, index) = self.place(pe);
+        self.placements[group].experts(index)
+    }
+
+    fn max_local(&self) -> usize {
+        self.placements.iter().map(Placement::max_local).max().unwrap_or(0)
+    }
+}
+
+/// What a layer asks of the other groups, whatever their transport.
+pub(super) trait Exchange {
+    /// A backward pass begins.
+    fn begin(&mut self);
+    /// The gradients of local expert `local` are computed: they go out.
+    fn ready(&mut self, local: usize, grads: &MlpGradients);
+    /// Takes what has come; says whether there was anything. `grads` are those of the local experts.
+    fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
+    /// Waits until `grads` are sums over all groups; adds what was sent to `traffic`.
+    fn finish(&mut self, grads: &mut [MlpGradients], traffic: &mut Traffic, deadline: Instant) -> Result<(), MoeError>;
+    /// Adds up `data` over all PEs, in their order.
+    fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError>;
+    /// The loads of all PEs' tokens, in their order.
+    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
+    /// The counts of all PEs, in their order, and which are this PE's.
+    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
+}
+
+/// How far the sum of an expert's gradients has come.
+#[derive(Clone, Default)]
+struct Sum {
+    ready: bool,
+    summed: bool,
+    /// By other group: its part has been taken.
+    taken: Vec<bool>,
+}
+
+/// The sums over groups of expert gradients, at one PE.
+///
+/// With K groups, an expert's gradients (all its matrices and biases, one after another) have K parts. Part j is summed by the
+/// owner in group j: the others put theirs to it, each to a place of its own; it adds them in the order of groups, and
+/// puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the gradients.) Signals hold
+/// the number of the backward pass. A place is written again in the next pass, when what was there has been read: a
+/// contribution before its sum is sent, and who sends the next contribution has that sum; a sum before its receiver sends the
+/// next contribution, without which there is no next sum.
+pub struct Replicas<'w, T: Transport> {
+    world: &'w Shmem<T>,
+    groups: Groups,
+    group: usize,
+    experts: Vec<usize>,
+    /// Elements of an expert's gradients.
+    len: usize,
+    /// Most elements of a part.
+    part_len: usize,
+    /// `[max_local, K - 1, part_len]`: parts of ours that other groups have put here; sums that they have.
+    contributions: Sym<f32>,
+    sums: Sym<f32>,
+    /// `[2, max_local, K - 1]`: the pass whose contributions, sums are here.
+    signals: Sym<u64>,
+    pass: u64,
+    state: Vec<Sum>,
+    buffer: Vec<f32>,
+    part: Vec<f32>,
+    puts: u64,
+}
+
+/// Which of the two kinds of messages.
+#[derive(Clone, Copy)]
+enum Kind {
+    Contribution = 0,
+    Sum = 1,
+}
+
+impl<'w, T: Transport> Replicas<'w, T> {
+    /// Bytes of `world`'s heap that [`Replicas::new`] takes.
+    pub fn bytes(config: &LayerConfig, groups: &Groups) -> usize {
+        let (floats, words) = sizes(config, groups);
+        2 * (floats * size_of::<f32>()).next_multiple_of(64) + (words * size_of::<u64>()).next_multiple_of(64)
+    }
+
+    /// The exchange at this PE of `world` (collective). Its memory must be zero, as it is before anything was freed.
+    ///
+    /// # Errors
+    /// When the heap is too small.
+    pub fn new(world: &'w Shmem<T>, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
+        let (floats, words) = sizes(config, &groups);
+        let me = world.my_pe();
+        let len = gradient_len(config);
+        let experts = groups.experts(me).to_vec();
+        Ok(Replicas {
+            world,
+            group: groups.place(me).0,
+            len,
+            part_len: len.div_ceil(groups.len()),
+            contributions: world.alloc(floats)?,
+            sums: world.alloc(floats)?,
+            signals: world.alloc(words)?,
+            pass: 0,
+            state: vec![Sum::default(); experts.len()],
+            experts,
+            groups,
+            buffer: Vec::new(),
+            part: Vec::new(),
+            puts: 0,
+        })
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<T> {
+        let (k, mine) = (self.groups.len(), self.group);
+        (1..k).map(move |distance| (mine + distance) % k)
+    }
+
+    /// Where `part` of an expert's gradients begins and ends.
+    fn part(&self, part: usize) -> std::ops::Range<usize> {
+        let k = self.groups.len();
+        self.len * part / k..self.len * (part + 1) / k
+    }
+
+    /// At the owner of its local expert `local` in group `at`: the place and the signal of messages from group `from`.
+    fn place(&self, kind: Kind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
+        let others = self.groups.len() - 1;
+        let index = local * others + from - usize::from(from > at);
+        let places = match kind {
+            Kind::Contribution => self.contributions,
+            Kind::Sum => self.sums,
+        };
+        let word = kind as usize * self.groups.max_local() * others + index;
+        (places.slice(index * self.part_len..(index + 1) * self.part_len), self.signals.at(word))
+    }
+
+    /// Puts `data` to the owner of `expert` in group `to`.
+    fn send(&mut self, kind: Kind, expert: usize, data: &[f32], to: usize) {
+        let local = self.groups.placement(to).local(expert);
+        let (place, signal) = self.place(kind, local, self.group, to);
+        self.world.put_signal(place, data, signal, self.pass, SignalOp::Set, self.groups.owner(to, expert));
+        self.puts += 1;
+    }
+
+    /// What would let expert `local` go on, and the group it is from.
+    fn awaited(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
+        let state = &self.state[local];
+        self.others().enumerate().filter_map(move |(i, from)| {
+            let kind = match (state.summed, state.taken[i]) {
+                (_, true) => None,
+                (false, _) => Some(Kind::Contribution),
+                (true, false) => Some(Kind::Sum),
+            }?;
+            let (_, signal) = self.place(kind, local, from, self.group);
+            Some((Wait { signal, cmp: Cmp::Ge, value: self.pass }, from))
+        })
+    }
+
+    fn error(&self, what: &'static str, timeout: WaitTimeout) -> MoeError {
+        MoeError::wait(self.world, timeout.index, what, Phase::AllReduce, timeout)
+    }
+
+    /// Sums this PE's part of expert `local` if all contributions are here, and sends the sum. Says whether.
+    fn add_up(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
+        let here = |wait: (Wait, usize)| self.world.test(wait.0);
+        if !self.state[local].ready || self.state[local].summed || !self.awaited(local).all(here) {
+            return false;
+        }
+        let (mine, me) = (self.part(self.group), self.world.my_pe());
+        let mut sum = std::mem::take(&mut self.buffer);
+        let mut part = std::mem::take(&mut self.part);
+        sum.clear();
+        sum.resize(mine.len(), 0.0);
+        part.resize(mine.len(), 0.0);
+        for group in 0..self.groups.len() {
+            if group == self.group {
+                copy_out(grads, mine.start, &mut part);
+            } else {
+                self.world.get(&mut part, self.place(Kind::Contribution, local, group, self.group).0, me);
+            }
+            sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum += x);
+        }
+        copy_in(grads, mine.start, &sum);
+        self.state[local].summed = true;
+        let expert = self.experts[local];
+        for to in self.others() {
+            self.send(Kind::Sum, expert, &sum, to);
+        }
+        (self.buffer, self.part) = (sum, part);
+        true
+    }
+
+    /// Takes the sums of expert `local` that are here. Says whether there were any.
+    fn take(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
+        let mut any = false;
+        if !self.state[local].summed {
+            return any;
+        }
+        let mut part = std::mem::take(&mut self.part);
+        for (i, from) in self.others().enumerate() {
+            let (place, signal) = self.place(Kind::Sum, local, from, self.group);
+            if self.state[local].taken[i] || !self.world.test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
+                continue;
+            }
+            let range = self.part(from);
+            part.resize(range.len(), 0.0);
+            self.world.get(&mut part, place, self.world.my_pe());
+            copy_in(grads, range.start, &part);
+            self.state[local].taken[i] = true;
+            any = true;
+        }
+        self.part = part;
+        any
+    }
+
+    fn is_done(&self) -> bool {
+        self.state.iter().all(|state| state.summed && state.taken.iter().all(|&taken| taken))
+    }
+}
+
+impl<T: Transport> Exchange for Replicas<'_, T> {
+    fn begin(&mut self) {
+        self.pass += 1;
+        self.state.fill(Sum { taken: vec![false; self.groups.len() - 1], ..Sum::default() });
+    }
+
+    fn ready(&mut self, local: usize, grads: &MlpGradients) {
+        let mut part = std::mem::take(&mut self.part);
+        for to in self.others() {
+            let range = self.part(to);
+            part.resize(range.len(), 0.0);
+            copy_out(grads, range.start, &mut part);
+            self.send(Kind::Contribution, self.experts[local], &part, to);
+        }
+        self.part = part;
+        self.state[local].ready = true;
+    }
+
+    fn poll(&mut self, grads: &mut [MlpGradients]) -> bool {
+        let mut any = false;
+        for (local, grads) in grads.iter_mut().enumerate() {
+            any |= self.add_up(local, grads);
+            any |= self.take(local, grads);
+        }
+        any
+    }
+
+    fn finish(&mut self, grads: &mut [MlpGradients], traffic: &mut Traffic, deadline: Instant) -> Result<(), MoeError> {
+        while !self.is_done() {
+            if self.poll(grads) {
+                continue;
+            }
+            let (mut waits, mut owners) = (Vec::new(), Vec::new());
+            for (local, &expert) in self.experts.iter().enumerate() {
+                for (wait, from) in self.awaited(local).filter(|(wait, _)| !self.world.test(*wait)) {
+                    waits.push(wait);
+                    owners.push(self.groups.owner(from, expert));
+                }
+            }
+            if waits.is_empty() {
+                continue; // came meanwhile
+            }
+            self.world.wait_until_any(&waits, deadline).map_err(|timeout| {
+                let index = owners[timeout.index];
+                self.error("its gradients of an expert", WaitTimeout { index, ..timeout })
+            })?;
+        }
+        traffic.puts += self.puts;
+        traffic.signals += self.puts;
+        self.puts = 0;
+        Ok(())
+    }
+
+    fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError> {
+        let sum = self.world.all_reduce_sum(self.world.world(), data, deadline);
+        sum.map_err(|timeout| self.error("its gradients of replicated weights", timeout))
+    }
+
+    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError> {
+        let e = mine.routed.len();
+        let mut words = vec![mine.tokens, mine.z_sum.to_bits()];
+        words.extend(&mine.routed);
+        words.extend(mine.prob_sums.iter().map(|sum| sum.to_bits()));
+        let mut all = vec![0; words.len() * self.world.n_pes()];
+        let gathered = self.world.all_gather(self.world.world(), &words, &mut all, deadline);
+        gathered.map_err(|timeout| self.error("its sums for the losses", timeout))?;
+        let load = |words: &[u64]| Load {
+            tokens: words[0],
+            z_sum: f64::from_bits(words[1]),
+            routed: words[2..2 + e].to_vec(),
+            prob_sums: words[2 + e..].iter().map(|&bits| f64::from_bits(bits)).collect(),
+        };
+        Ok(all.chunks_exact(words.len()).map(load).collect())
+    }
+
+    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
+        let mut all = vec![0; mine.len() * self.world.n_pes()];
+        let gathered = self.world.all_gather(self.world.world(), mine, &mut all, deadline);
+        gathered.map_err(|timeout| self.error("its counts for the capacity", timeout))?;
+        Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.world.my_pe()))
+    }
+}
+
+/// Elements of `contributions` and of `signals`.
+fn sizes(config: &LayerConfig, groups: &Groups) -> (usize, usize) {
+    let places = groups.max_local() * (groups.len() - 1);
+    (places * gradient_len(config).div_ceil(groups.len()), 2 * places)
+}
+
+/// Elements of the gradients of one expert.
+fn gradient_len(config: &LayerConfig) -> usize {
+    config
+        .expert
+        .projections()
+        .iter()
+        .map(|&proj| {
+            let [out, inp] = config.expert.shape(proj, config.hidden);
+            out * inp + if config.expert.bias { out } else { 0 }
+        })
+        .sum()
+}
+
+/// The gradients' elements from `start` on, as if they lay one after another: matrices, then biases.
+fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
+    for values in grads.matrix.iter().chain(&grads.bias) {
+        let here = values.get(start..).unwrap_or_default();
+        let n = here.len().min(to.len());
+        let (head, tail) = to.split_at_mut(n);
+        head.copy_from_slice(&here[..n]);
+        to = tail;
+        start = start.saturating_sub(values.len());
+    }
+    debug_assert!(to.is_empty());
+}
+
+/// The reverse of [`copy_out`].
+fn copy_in(grads: &mut MlpGradients, mut start: usize, mut from: &[f32]) {
+    for values in grads.matrix.iter_mut().chain(&mut grads.bias) {
+        let len = values.len();
+        let here = values.get_mut(start..).unwrap_or_default();
+        let n = here.len().min(from.len());
+        let (head, tail) = from.split_at(n);
+        here[..n].copy_from_slice(head);
+        from = tail;
+        start = start.saturating_sub(len);
+    }
+    debug_assert!(from.is_empty());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_gradients_go_out_and_in() {
+        let numbered = |first: usize, n: usize| (first..first + n).map(|i| i as f32).collect::<Vec<_>>();
+        let grads = MlpGradients {
+            matrix: [numbered(0, 4), numbered(4, 3), numbered(7, 5)],
+            bias: [Vec::new(), numbered(12, 2), numbered(14, 1)],
+        };
+        let mut back = MlpGradients {
+            matrix: [vec![0.0; 4], vec![0.0; 3], vec![0.0; 5]],
+            bias: [Vec::new(), vec![0.0; 2], vec![0.0; 1]],
+        };
+        for k in 1..=15 {
+            for i in 0..k {
+                let range = 15 * i / k..15 * (i + 1) / k;
+                let mut part = vec![-1.0; range.len()];
+                copy_out(&grads, range.start, &mut part);
+                assert_eq!(part, numbered(range.start, range.len()));
+                copy_in(&mut back, range.start, &part);
+            }
+            assert_eq!((&back.matrix, &back.bias), (&grads.matrix, &grads.bias), "{k} parts");
+            back.matrix.iter_mut().chain(&mut back.bias).for_each(|values| values.fill(0.0));
+        }
+    }
+
+    #[test]
+    fn groups_that_cannot_be_are_named() {
+        let even = |pes| Placement::even(4, pes);
+        let new = |groups| Groups::new(3, groups).map(|_| ()).unwrap_err();
+        assert_eq!(new(vec![(vec![0, 1], even(2))]), "PE 2 is in no group");
+        assert_eq!(new(vec![(vec![0, 1], even(2)), (vec![1, 2], even(2))]), "PE 1 is in two groups");
+        assert_eq!(new(vec![(vec![0, 1, 3], even(3))]), "PE 3 is in a group, and there are 3 PEs");
+        assert_eq!(new(vec![(vec![0, 1, 2], even(2))]), "group 0 has 3 PEs, its placement 2");
+        let other = Placement::even(5, 1);
+        assert_eq!(new(vec![(vec![0, 1], even(2)), (vec![2], other)]), "group 1 places 5 experts, group 0 4");
+    }
+
+    #[test]
+    fn every_pe_has_its_place() {
+        let groups = vec![(vec![3, 0], Placement::from_owners(vec![0, 1, 1], 2)), (vec![1, 2], Placement::even(3, 2))];
+        let groups = Groups::new(4, groups).unwrap();
+        assert_eq!((groups.place(0), groups.place(2)), ((0, 1), (1, 1)));
+        assert_eq!((groups.owner(0, 0), groups.owner(0, 2), groups.owner(1, 2)), (3, 0, 2));
+        assert_eq!((groups.experts(0), groups.experts(1)), (&[1, 2][..], &[0, 1][..]));
+    }
+}

@@ -1,0 +1,213 @@
+//! Expert-parallel groups: several of them, with experts wherever they like, are one layer.
+
+mod common;
+
+use std::time::Duration;
+
+use aristos::check::TOLERANCE_F32;
+use aristos::moe::metrics::Unobserved;
+use aristos::moe::synthetic::{RouterKind, Synthetic};
+use aristos::moe::{
+    Gradients, Groups, Layer, LayerConfig, Layout, Mode, MoeError, Options, Placement, Replicas, SharedConfig,
+    WeightSource,
+};
+use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
+use aristos::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
+use common::{Step, assert_close, even, mixtral, on_pes, reference, run, shm, synthetic};
+
+type Group<'s, T> = GroupTransport<'s, T>;
+
+/// Of a group of PEs over its heap: what a layer in it needs.
+fn group_heap(config: &LayerConfig, groups: &Groups, max_tokens: usize, options: &Options) -> usize {
+    let needs = (0..groups.len()).map(|g| {
+        let layout = Layout::new(config, groups.placement(g), 4, max_tokens, options).unwrap();
+        Shmem::<ShmTransport>::heap_bytes_for(groups.members(g).len(), layout.total_bytes())
+    });
+    needs.max().unwrap()
+}
+
+fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize, options: &Options) -> usize {
+    let bytes = group_heap(config, groups, max_tokens, options) + Replicas::<ShmTransport>::bytes(config, groups);
+    Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
+}
+
+/// `steps` steps of all groups; what PE `pe` owns of them, as one step.
+fn run_groups<T: Transport + Send>(
+    transports: Vec<T>,
+    source: &Synthetic,
+    groups: &Groups,
+    tokens: usize,
+    options: &Options,
+    steps: usize,
+) -> Result<Vec<Step>, MoeError> {
+    let (n, config) = (transports.len(), source.config());
+    let splits = even(tokens, n);
+    let max_tokens = tokens.div_ceil(n);
+    let heap = group_heap(config, groups, max_tokens, options);
+    let by_pe = on_pes(transports, |world| {
+        let me = world.my_pe();
+        let (group, index) = groups.place(me);
+        let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
+        let shmem = Shmem::new(Group::new(&world, team, heap)?);
+        let placement = groups.placement(group).clone();
+        let mut layer =
+            Layer::<_, f32>::new(&shmem, source, placement.clone(), max_tokens, options.clone(), &Unobserved)?;
+        layer.join(Replicas::new(&world, config, groups.clone())?);
+        let (x, g) = (source.hidden_states(splits[me].clone()), source.grad_output(splits[me].clone()));
+        let mut all = Vec::new();
+        for _ in 0..steps {
+            let (mut output, mut grad_input) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
+            let mut grads = Gradients::zeros(config, &placement, index);
+            let saved = layer.forward(&x, &mut output)?;
+            let (chosen, rounds) = (saved.routing.chosen.clone(), saved.rounds);
+            layer.backward(saved, &g, &mut grad_input, &mut grads)?;
+            all.push((output, grad_input, grads, chosen, rounds));
+        }
+        // The others may still read what is ours.
+        world.barrier_all(options_deadline(options)).unwrap();
+        Ok(all)
+    });
+    let by_pe = by_pe.into_iter().collect::<Result<Vec<_>, MoeError>>()?;
+    Ok((0..steps)
+        .map(|s| {
+            let mut step = Step::default();
+            for (pe, results) in by_pe.iter().enumerate() {
+                let (output, grad_input, grads, chosen, rounds) = &results[s];
+                step.output.extend(output);
+                step.grad_hidden_states.extend(grad_input);
+                step.chosen.extend(chosen);
+                step.rounds.push(*rounds);
+                let (group, index) = groups.place(pe);
+                for id in config.weights() {
+                    let Some(grad) = grads.get(id, groups.placement(group), index) else { continue };
+                    // All groups' owners hold the same bits.
+                    let held = step.grads.entry(id).or_insert_with(|| grad.to_vec());
+                    assert_eq!(held, grad, "{id:?} on PE {pe}");
+                }
+            }
+            step
+        })
+        .collect())
+}
+
+fn options_deadline(options: &Options) -> std::time::Instant {
+    std::time::Instant::now() + options.wait_limit
+}
+
+/// Groups by their members, experts dealt out so: expert `e` of group `g` goes to member `deal(g, e)`.
+fn groups(n: usize, members: &[&[usize]], experts: usize, deal: impl Fn(usize, usize) -> usize) -> Groups {
+    let of = |(g, members): (usize, &&[usize])| {
+        let owners = (0..experts).map(|e| (deal(g, e) % members.len()) as u32).collect();
+        (members.to_vec(), Placement::from_owners(owners, members.len()))
+    };
+    Groups::new(n, members.iter().enumerate().map(of).collect()).unwrap()
+}
+
+fn groupings(experts: usize) -> Vec<(&'static str, usize, Groups)> {
+    vec![
+        ("one group, uneven", 3, groups(3, &[&[0, 1, 2]], experts, |_, e| usize::from(e > 1))),
+        ("two pairs", 4, groups(4, &[&[0, 1], &[2, 3]], experts, |_, e| e)),
+        ("two pairs, crossed and uneven", 4, groups(4, &[&[3, 0], &[1, 2]], experts, |g, e| usize::from(e > 4 * g))),
+        ("three groups of other sizes", 6, groups(6, &[&[5], &[0, 2, 4], &[1, 3]], experts, |g, e| e / (g + 1))),
+        ("all alone", 3, groups(3, &[&[0], &[1], &[2]], experts, |_, _| 0)),
+        ("a PE without experts", 4, groups(4, &[&[0, 1, 2], &[3]], experts, |_, e| 1 + e % 2)),
+    ]
+}
+
+fn small(mode: Mode) -> Options {
+    Options { mode, chunk_rows: 5, tile_rows: 8, ..Options::default() }
+}
+
+fn check(config: LayerConfig, what: &str) {
+    let source = synthetic(config.clone(), 3);
+    for (name, n, groups) in groupings(config.n_experts) {
+        for mode in [Mode::Pipelined, Mode::Bulk] {
+            for tokens in [37usize, 2] {
+                let what = format!("{what}, {name}, {tokens} tokens, {mode:?}");
+                let options = small(mode);
+                let heap = world_heap(&config, &groups, n, tokens.div_ceil(n), &options);
+                let steps = run_groups(shm(n, heap), &source, &groups, tokens, &options, 2).unwrap();
+                assert_eq!((&steps[0].output, &steps[0].grads), (&steps[1].output, &steps[1].grads), "{what}");
+                assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn groups_are_one_layer() {
+    check(mixtral(24, 20, 7, 2), "mixtral");
+}
+
+#[test]
+fn with_biases_and_a_shared_expert() {
+    let base = mixtral(24, 20, 7, 3);
+    let mlp = aristos::moe::MlpConfig { bias: true, ..base.expert };
+    let shared = Some(SharedConfig { mlp: aristos::moe::MlpConfig { intermediate: 12, ..mlp }, sigmoid_gate: true });
+    check(LayerConfig { expert: mlp, shared, ..base }, "biases, shared expert");
+}
+
+#[test]
+fn losses_and_capacity_count_over_all_groups() {
+    let base = mixtral(24, 20, 7, 2);
+    check(LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..base.clone() }, "losses");
+    check(LayerConfig { capacity_factor: Some(0.8), ..base.clone() }, "capacity");
+    let sigmoid = LayerConfig { n_experts: 12, router: RouterKind::Sigmoid.config(12, 4), ..base };
+    check(LayerConfig { aux_loss_coef: 0.3, ..sigmoid }, "sigmoid");
+}
+
+/// Bit for bit the same, whatever comes first; what one group gets is what a layer without groups gets.
+#[test]
+fn any_order_of_deliveries_gives_the_same() {
+    let source = synthetic(mixtral(16, 12, 6, 2), 5);
+    let config = source.config();
+    for (name, n, groups) in groupings(config.n_experts) {
+        let (tokens, options) = (17usize, small(Mode::Pipelined));
+        let heap = world_heap(config, &groups, n, tokens.div_ceil(n), &options);
+        let want = run_groups(shm(n, heap), &source, &groups, tokens, &options, 3).unwrap();
+        for seed in 0..60 {
+            let world: Vec<ReorderTransport> = ReorderWorld::new(n, heap, seed);
+            let got = run_groups(world, &source, &groups, tokens, &options, 3).unwrap();
+            assert_eq!(got, want, "{name}, seed {seed}");
+        }
+        if groups.len() == 1 {
+            let even_heap = common::heap_bytes::<f32>(config, n, tokens, &options);
+            let plain = run::<_, f32>(shm(n, even_heap), &source, &[even(tokens, n)], &options, 1).unwrap();
+            assert_close(&want[0], &reference::<f32>(&source, tokens, &plain[0].chosen), TOLERANCE_F32, name);
+        }
+    }
+}
+
+/// A PE of another group that does not do its backward is named, by its number in the world.
+#[test]
+fn a_silent_group_is_named() {
+    let source = synthetic(mixtral(16, 12, 6, 2), 5);
+    let config = source.config();
+    let groups = groups(4, &[&[0, 2], &[3, 1]], 6, |_, e| e);
+    let options = Options { wait_limit: Duration::from_millis(300), ..small(Mode::Pipelined) };
+    let heap = group_heap(config, &groups, 4, &options);
+    let errors = on_pes(shm(4, world_heap(config, &groups, 4, 4, &options)), |world| {
+        let me = world.my_pe();
+        let (group, index) = groups.place(me);
+        let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
+        let shmem = Shmem::new(Group::new(&world, team, heap).unwrap());
+        let placement = groups.placement(group).clone();
+        let mut layer =
+            Layer::<_, f32>::new(&shmem, &source, placement.clone(), 4, options.clone(), &Unobserved).unwrap();
+        layer.join(Replicas::new(&world, config, groups.clone()).unwrap());
+        let (x, mut output) = (source.hidden_states(4 * me..4 * me + 4), vec![0.0; 4 * 16]);
+        let saved = layer.forward(&x, &mut output).unwrap();
+        if group == 1 {
+            return String::new();
+        }
+        let mut grads = Gradients::zeros(config, &placement, index);
+        layer.backward(saved, &x, &mut output, &mut grads).unwrap_err().to_string()
+    });
+    for (me, peer) in [(0, 3), (2, 1)] {
+        let text = &errors[me];
+        assert!(
+            text.starts_with(&format!("PE {me} waited 0.3 s in phase all-reduce for PE {peer}: its gradients")),
+            "{text}"
+        );
+    }
+}
