@@ -336,7 +336,7 @@ fn effort(n: usize, matrix: bool, times: u32) -> Effort {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
-        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * fifth) as u64 },
+        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (THOROUGH_OPS * fifth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     };
     Effort { improve: usual.improve.saturating_mul(u64::from(times.max(1))), ..usual }
