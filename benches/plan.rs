@@ -2,6 +2,13 @@
 //!
 //! `cargo bench --bench plan -- [--csv] [--quick]`: medians and spread of wall time and of processor time. (Processor time alone means
 //! something on a busy machine.) Full matrices have 10% of noise on three tiers, so that no two links are equal; tiers are tiers.
+//!
+//! `cargo bench --bench plan -- --quality [EFFORT]`: on random clusters of 17 to 64 devices, how far the answer is above that of a search of
+//! EFFORT times the usual effort (16 when not said), half of the clusters having links without any structure.
+
+#[path = "../tests/plan_brute/mod.rs"]
+#[allow(dead_code)]
+mod plan_brute;
 
 use std::time::Instant;
 
@@ -13,6 +20,9 @@ fn main() {
     let args: Vec<String> = std::env::args().collect();
     let csv = args.iter().any(|a| a == "--csv");
     let quick = args.iter().any(|a| a == "--quick");
+    if let Some(place) = args.iter().position(|a| a == "--quality") {
+        return quality(args.get(place + 1).and_then(|effort| effort.parse().ok()).unwrap_or(16));
+    }
     if csv {
         println!("links,devices,mixed,groups,gap_bound,repetition,wall_ms,cpu_ms");
     } else {
@@ -36,6 +46,60 @@ fn main() {
             }
         }
     }
+}
+
+/// Prints the answers that are over 0.1% above the better one of two searches, and a summary.
+fn quality(effort: u32) {
+    let mut random = plan_brute::Random::new(7);
+    let cpu_s = || {
+        let time = clock_gettime(ClockId::ProcessCPUTime);
+        time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+    };
+    let (mut above, mut slowest) = (Vec::new(), 0.0f64);
+    println!(
+        "{:>7} {:>7} {:>14} {:>14} {:>9} {:>8} {:>8}",
+        "case", "devices", "usual, ms", "longer, ms", "above", "gap", "cpu s"
+    );
+    while above.len() < 100 {
+        let n = 17 + random.below(48);
+        let mut case = plan_brute::random_case(&mut random, n);
+        if above.len() % 2 == 0 {
+            case.structureless(&mut random);
+        }
+        let cluster = Cluster::from_json(&case.cluster_json()).expect("a cluster");
+        let workload = Workload::from_json(&case.workload_json()).expect("a workload");
+        let found = |effort| match plan(&cluster, &workload, Options { effort, ..Options::default() }) {
+            Ok(Outcome::Plan(plan)) => Some(plan),
+            _ => None,
+        };
+        let start = cpu_s();
+        let Some(usual) = found(1) else { continue };
+        let seconds = cpu_s() - start;
+        let Some(longer) = found(effort) else { continue };
+        let best = usual.objective_ms.min(longer.objective_ms);
+        let share = usual.objective_ms / best - 1.0;
+        if share > 1e-3 {
+            println!(
+                "{:7} {n:7} {:14.6} {:14.6} {:8.3}% {:7.1}% {seconds:8.3}",
+                above.len(),
+                usual.objective_ms,
+                longer.objective_ms,
+                100.0 * share,
+                100.0 * usual.gap_bound
+            );
+        }
+        slowest = slowest.max(seconds);
+        above.push(share);
+    }
+    let over = |limit: f64| above.iter().filter(|share| **share > limit).count();
+    println!(
+        "{} clusters: mean {:.3}%, largest {:.3}%, {} over 0.1%, {} over 1%; slowest {slowest:.3} s of processor time",
+        above.len(),
+        100.0 * above.iter().sum::<f64>() / above.len() as f64,
+        100.0 * above.iter().fold(0.0f64, |a, b| a.max(*b)),
+        over(1e-3),
+        over(1e-2),
+    );
 }
 
 fn measure(cluster: &Cluster, mixed: bool, repetitions: usize, csv: bool) {
@@ -103,7 +167,7 @@ fn cluster(n: usize, matrix: bool, mixed: bool) -> Cluster {
     } else {
         Links::Tiers(tiers)
     };
-    Cluster { devices: (0..n).map(device).collect(), links, sources: Default::default() }
+    Cluster { devices: (0..n).map(device).collect(), links, sources: Default::default(), probe: None }
 }
 
 /// The notebook's, with a smaller all-reduce, so that there is something to decide.

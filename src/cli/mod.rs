@@ -3,6 +3,7 @@
 mod bench;
 mod doctor;
 mod plan;
+mod probe;
 mod run;
 
 use std::ffi::OsString;
@@ -12,6 +13,7 @@ use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
 
+use crate::cluster::ProbeError;
 use crate::launch::{LaunchError, PeContext, one_line};
 use crate::moe::MoeError;
 
@@ -33,6 +35,8 @@ enum Command {
     Doctor(doctor::Args),
     /// Choose the expert-parallel groups and the placement of experts for a cluster and a workload.
     Plan(Box<plan::Args>),
+    /// Measure links, speeds and memories of N PEs of this host, and write the cluster file that `plan` reads.
+    Probe(probe::Args),
 }
 
 /// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE.
@@ -60,6 +64,7 @@ pub fn main() -> ExitCode {
                 Command::Run(run) => run::supervise(&run, args),
                 Command::Bench(bench) => bench::supervise(&bench, args),
                 Command::Doctor(doctor) => doctor::supervise(&doctor),
+                Command::Probe(probe) => probe::supervise(&probe, args),
                 Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
             };
             match passed {
@@ -77,10 +82,12 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
         Command::Run(args) => run::pe(args, &mut context),
         Command::Bench(args) => bench::pe(args, &mut context),
         Command::Doctor(args) => doctor::pe(args, &mut context),
+        Command::Probe(args) => probe::pe(args, &mut context),
         Command::Plan(_) => Err(anyhow::anyhow!("`aristos plan` has no PEs")),
     };
     if let Err(error) = result {
-        match error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe) {
+        let awaited = error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe);
+        match awaited.or_else(|| error.downcast_ref::<ProbeError>().and_then(ProbeError::awaited_pe)) {
             Some(peer) => context.fail_on(&one_line(&format!("{error:#}")), peer),
             None => context.fail(&one_line(&format!("{error:#}"))),
         }

@@ -32,6 +32,9 @@ pub struct Args {
     /// Let devices be left out of all groups, where that helps
     #[arg(long)]
     allow_idle: bool,
+    /// Let the search take N times its usual effort
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    effort: u32,
     /// Show the terms of the chosen groups beside rejected ones, and what binds
     #[arg(long)]
     explain: bool,
@@ -105,6 +108,7 @@ impl Args {
                 PlacementArg::Lysi => PlacementKind::Lysi,
             }),
             allow_idle: self.allow_idle,
+            effort: self.effort,
         }
     }
 

@@ -163,6 +163,25 @@ struct RawCluster {
     sources: BTreeMap<String, String>,
     devices: Vec<RawDevice>,
     links: RawLinks,
+    probe: Option<Probe>,
+}
+
+/// How a cluster was probed, beside what came of it: what says how far the figures can be trusted. The planner does not look at it.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Probe {
+    /// What the PEs talked over.
+    pub transport: String,
+    /// Sizes of the messages, bytes.
+    pub sizes_bytes: Vec<usize>,
+    /// The size that all sent at once, bytes.
+    pub together_bytes: usize,
+    /// By ordered pair, of the fit: median of |time - fitted time| / time; 0 on the diagonal.
+    pub residual: Vec<Vec<f64>>,
+    /// By ordered pair: time while every PE sends to one other and takes from one, over the time alone; 1 on the diagonal.
+    pub contention: Vec<Vec<f64>>,
+    /// By PE: time of everyone sending to everyone, over the sum of the PE's times alone.
+    pub exchange_factor: Vec<f64>,
 }
 
 #[derive(Deserialize, Serialize)]
@@ -220,8 +239,20 @@ impl Cluster {
             let memory_experts = device.memory_experts.0;
             devices.push(Device { id: device.id.0, host: device.host, flop_per_ms, memory_experts });
         }
-        let links = links(devices.len(), raw.links)?;
-        Ok(Cluster { devices, links, sources: raw.sources })
+        let n = devices.len();
+        let links = links(n, raw.links)?;
+        if let Some(probe) = &raw.probe {
+            for (key, rows) in [("residual", &probe.residual), ("contention", &probe.contention)] {
+                ensure!(rows.len() == n, "probe.{key} has {} rows, expected {n}, one per device", rows.len());
+                for (i, row) in rows.iter().enumerate() {
+                    let numbers = row.len();
+                    ensure!(numbers == n, "probe.{key}[{i}] has {numbers} numbers, expected {n}, one per device");
+                }
+            }
+            let factors = probe.exchange_factor.len();
+            ensure!(factors == n, "probe.exchange_factor has {factors} numbers, expected {n}, one per device");
+        }
+        Ok(Cluster { devices, links, sources: raw.sources, probe: raw.probe })
     }
 
     /// The cluster as JSON text, a device and a row of a matrix per line.
@@ -263,8 +294,21 @@ impl Cluster {
                 serde_json::to_string_pretty(&self.sources).expect("a map of strings").replace('\n', "\n  ")
             ),
         };
+        let probe = self.probe.as_ref().map_or(String::new(), |probe| {
+            let rows = |rows: &[Vec<f64>]| rows.iter().map(|row| line(row)).collect::<Vec<_>>().join(",\n      ");
+            format!(
+                ",\n  \"probe\": {{\n    \"transport\": {},\n    \"sizes_bytes\": {},\n    \"together_bytes\": {},\n    \
+                 \"residual\": [\n      {}],\n    \"contention\": [\n      {}],\n    \"exchange_factor\": {}}}",
+                line(&probe.transport),
+                line(&probe.sizes_bytes),
+                line(&probe.together_bytes),
+                rows(&probe.residual),
+                rows(&probe.contention),
+                line(&probe.exchange_factor)
+            )
+        });
         format!(
-            "{{\n  \"version\": {VERSION},\n{sources}  \"devices\": [\n    {devices}],\n  \"links\": {{\n    {links}}}\n}}\n"
+            "{{\n  \"version\": {VERSION},\n{sources}  \"devices\": [\n    {devices}],\n  \"links\": {{\n    {links}}}{probe}\n}}\n"
         )
     }
 }

@@ -6,16 +6,21 @@
 //!
 //! Times are milliseconds, sizes megabytes of 10^6 bytes, rates FLOP per millisecond, as in the files.
 
+mod fit;
 mod json;
 mod links;
 mod presets;
+mod probe;
 
 use std::collections::BTreeMap;
 
+pub use fit::{Fit, fit};
 pub(crate) use json::Number;
-pub use json::{Range, parse_json, read_text};
+pub use json::{Probe, Range, parse_json, read_text};
+pub(crate) use links::transposed;
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Rank, Tier, Tiers};
 pub use presets::{PRESETS, preset};
+pub use probe::{Own, ProbeError, ProbeOptions, ProbedLinks, Stage, probe, probe_links};
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,4 +44,6 @@ pub struct Cluster {
     pub links: Links,
     /// Where the figures come from, by what they are; empty when nobody said.
     pub sources: BTreeMap<String, String>,
+    /// How it was probed, where it was.
+    pub probe: Option<Probe>,
 }

@@ -121,6 +121,7 @@ pub fn preset(text: &str) -> Result<Cluster> {
             .iter()
             .map(|(what, source)| (what.to_string(), source.to_string()))
             .collect::<BTreeMap<_, _>>(),
+        probe: None,
     })
 }
 

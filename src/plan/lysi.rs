@@ -12,6 +12,8 @@ use crate::cluster::{Link, LinkTable};
 /// Up to so many devices all pairs are listed and sorted; beyond, only where links are of more than a few kinds.
 const PAIRS_SORTED: usize = 2048;
 const KINDS_FEW: usize = 16;
+/// Up to so many devices there is a table of all pairs of groups; sizes are below 2^16 then.
+const EVALUATED_LISTED: usize = 1024;
 
 /// A group as the algorithm sees it.
 struct Group {
@@ -46,6 +48,30 @@ pub(crate) fn groups<L: LinkTable>(problem: &Problem<L>) -> (Vec<Vec<u32>>, Vec<
     (groups, invalid)
 }
 
+/// Of each pair of groups that was evaluated, the sizes they had.
+enum Evaluated {
+    /// By pair, both sizes in one number; of few devices.
+    Table(usize, Vec<u32>),
+    Map(HashMap<(u32, u32), (usize, usize)>),
+}
+
+impl Evaluated {
+    fn new(n: usize) -> Evaluated {
+        if n <= EVALUATED_LISTED { Evaluated::Table(n, vec![0; n * n]) } else { Evaluated::Map(HashMap::new()) }
+    }
+
+    /// Whether the pair was last evaluated with these sizes; notes that it was.
+    fn before(&mut self, pair: (u32, u32), sizes: (usize, usize)) -> bool {
+        match self {
+            Evaluated::Table(n, table) => {
+                let both = (sizes.0 as u32) << 16 | sizes.1 as u32;
+                std::mem::replace(&mut table[pair.0 as usize * *n + pair.1 as usize], both) == both
+            }
+            Evaluated::Map(map) => map.insert(pair, sizes) == Some(sizes),
+        }
+    }
+}
+
 struct Pass<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
     groups: Vec<Option<Group>>,
@@ -55,8 +81,7 @@ struct Pass<'p, 'a, L> {
     n_groups: usize,
     invalid: usize,
     workers: usize,
-    /// Of each pair of groups that was evaluated, the sizes they had.
-    evaluated: HashMap<(u32, u32), (usize, usize)>,
+    evaluated: Evaluated,
     /// Slowest links first, which hold the slowest external one; those before `external` are internal.
     slowest: Vec<(u32, u32)>,
     external: usize,
@@ -87,7 +112,7 @@ impl<'p, 'a, L: LinkTable> Pass<'p, 'a, L> {
             n_groups: n,
             invalid: n - workers,
             workers,
-            evaluated: HashMap::new(),
+            evaluated: Evaluated::new(n),
             slowest,
             external: 0,
         }
@@ -109,9 +134,8 @@ impl<'p, 'a, L: LinkTable> Pass<'p, 'a, L> {
         let group = |g: u32| self.groups[g as usize].as_ref().expect("a device's group exists");
         let (ga, gb) = (group(a), group(b));
         let sizes = (ga.members.len(), gb.members.len());
-        let key = if a < b { (a, b) } else { (b, a) };
-        let by_key = if a < b { sizes } else { (sizes.1, sizes.0) };
-        if self.evaluated.insert(key, by_key) == Some(by_key) {
+        let (key, by_key) = if a < b { ((a, b), sizes) } else { ((b, a), (sizes.1, sizes.0)) };
+        if self.evaluated.before(key, by_key) {
             return;
         }
         let memory = ga.memory.saturating_add(gb.memory);

@@ -65,6 +65,8 @@ pub struct Options {
     pub placement: Option<PlacementKind>,
     /// Whether devices may be left out.
     pub allow_idle: bool,
+    /// How many times the usual effort the search may take; 0 counts as 1.
+    pub effort: u32,
 }
 
 /// The objective's parts: `objective_ms = gamma * (compute_ms + communication_ms) + all_reduce_ms`, of the group that the
@@ -249,7 +251,7 @@ fn choose_by<L: LeastExchange>(
         }
         search.offer(complete(&problem, published, false));
     }
-    search.run(&views(cluster, &problem), effort(n, matrix.is_some()));
+    search.run(&views(cluster, &problem), effort(n, matrix.is_some(), options.effort));
     let (found, others) = search.into_found();
     let Some(found) = found else {
         // All devices together are a valid group, or there would be a shortage.
@@ -328,15 +330,16 @@ fn complete<L: LinkTable>(
 
 /// How hard to try. Up to [`THOROUGH_DEVICES`] a fixed effort, a fraction of a second. Beyond, with a matrix, effort that falls with the
 /// fifth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
-fn effort(n: usize, matrix: bool) -> Effort {
+fn effort(n: usize, matrix: bool, times: u32) -> Effort {
     let fifth = (THOROUGH_DEVICES / n as f64).powi(5).min(1.0);
-    match matrix {
+    let usual = match matrix {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
-        true => Effort { construct: 4 * (n * n) as u64 + 100_000, improve: (THOROUGH_OPS * fifth) as u64 },
+        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (THOROUGH_OPS * fifth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
-    }
+    };
+    Effort { improve: usual.improve.saturating_mul(u64::from(times.max(1))), ..usual }
 }
 
 /// Orders and blocks of the cluster.

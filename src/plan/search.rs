@@ -26,6 +26,8 @@ const ROUNDS: usize = 5;
 const COOLER: [f64; ROUNDS] = [1.0, 0.6, 0.4, 0.6, 0.3];
 /// Chains in a round at least: two processors for a thread each.
 const CHAINS_LEAST: usize = 2;
+/// Links that a chain looks at, at least, per device.
+const CHAIN_LEAST: u64 = 16;
 /// Chains shorter than this are not worth a thread.
 const THREAD_LEAST: u64 = 20_000;
 
@@ -129,15 +131,22 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             if !self.may_improve(k) || self.ops > end {
                 break;
             }
+            // Like devices are cut alike, by whatever.
+            let mut made: Vec<Vec<Vec<u32>>> = Vec::new();
             for order in &views.orders {
                 for by in [CutBy::Count, CutBy::Rate, CutBy::Memory] {
-                    self.offer(cut(self.problem, order, k, by));
-                    self.ops += self.problem.n() as u64;
+                    made.push(cut(self.problem, order, k, by));
                 }
             }
             for blocks in views.blocks.iter().filter(|blocks| blocks.len() >= k) {
-                self.offer(deal(blocks, k, |i| self.problem.flops[i as usize]));
-                self.ops += self.problem.n() as u64;
+                made.push(deal(blocks, k, |i| self.problem.flops[i as usize]));
+            }
+            self.ops += (made.len() * self.problem.n()) as u64;
+            for place in 0..made.len() {
+                let (before, here) = made.split_at(place);
+                if !before.contains(&here[0]) {
+                    self.offer(here[0].clone());
+                }
             }
             if self.by_groups[k - 1].is_none() {
                 // Memory is tight.
@@ -154,7 +163,9 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     /// Annealing, on ever fewer numbers of groups; two chains at a time.
     fn anneal(&mut self, budget: u64) {
         let n = self.problem.n();
-        let mut most = FIRST_ROUND;
+        // A chain that is shorter than what starting it costs is not worth it.
+        let most_chains = (budget / ROUNDS as u64 / (CHAIN_LEAST * n as u64)).max(1) as usize;
+        let mut most = FIRST_ROUND.min(most_chains);
         for round in 0..ROUNDS {
             let mut numbers: Vec<usize> = (1..=n).collect();
             numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
@@ -173,7 +184,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             };
             let mut chains: Vec<(Vec<Vec<u32>>, u64)> =
                 numbers.iter().map(|&k| (start(k), (round * 65_536 + k) as u64)).collect();
-            if chains.len() < CHAINS_LEAST {
+            if chains.len() < CHAINS_LEAST.min(most_chains) {
                 let more = chains.iter().map(|(start, seed)| (start.clone(), seed + 32_768)).collect::<Vec<_>>();
                 chains.extend(more);
             }

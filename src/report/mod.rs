@@ -6,12 +6,14 @@
 //! Where there are several steps and several PEs, a time is the median over the steps of each PE, and of those the median
 //! and the maximum over the PEs.
 
+mod cluster;
 mod pe;
 mod plan;
 mod run;
 pub(crate) mod table;
 mod trace;
 
+pub(crate) use cluster::cluster_text;
 pub use pe::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
 pub(crate) use plan::{explanation_text, plan_text, replan_text};
 pub(crate) use run::median;

@@ -8,6 +8,7 @@ pub mod check;
 pub(crate) mod device;
 pub mod memory;
 pub mod pe;
+pub mod probe;
 pub mod supervisor;
 
 use std::ops::Range;

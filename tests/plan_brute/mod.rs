@@ -77,6 +77,15 @@ impl Case {
         self.gamma(workers) * worst + reduce
     }
 
+    /// Gives every link its own alpha and beta, over two orders of magnitude.
+    pub fn structureless(&mut self, random: &mut Random) {
+        let n = self.n();
+        for (i, j) in (0..n).flat_map(|i| (0..n).map(move |j| (i, j))).filter(|(i, j)| i != j) {
+            (self.alpha[i][j], self.beta[i][j]) = (random.scale(0.001, 0.3), random.scale(0.002, 0.4));
+        }
+        self.tiers = None;
+    }
+
     /// The best of all groupings; `None` where no group can be valid.
     pub fn optimum(&self, allow_idle: bool) -> Option<f64> {
         let mut best = None;

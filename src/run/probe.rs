@@ -1,0 +1,245 @@
+//! The probe, as the PEs of one host run it: what each computes, and the memory that it has for experts.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail, ensure};
+use half::bf16;
+
+use crate::cluster::{Cluster, Own, ProbeOptions, Stage, probe};
+use crate::launch::{PeContext, StatusPage};
+use crate::moe::experts::{Batch, Mlp, MlpGradients, Scratch, Which};
+use crate::moe::kernels::Element;
+use crate::moe::synthetic::RouterKind;
+use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Options, WeightId, WeightSource};
+use crate::shmem::{ShmTransport, Shmem, Transport, available_bytes};
+
+/// The names of what a PE of a probe may be doing, by status code.
+pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together", "expert GEMM"];
+
+/// Of the memory that is available, what experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
+const MEMORY_SHARE: f64 = 0.75;
+
+/// The expert that a cluster is probed for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProbedExpert {
+    /// Hidden width.
+    pub hidden: usize,
+    /// Width inside the expert.
+    pub intermediate: usize,
+    /// Three matrices instead of two.
+    pub gated: bool,
+    /// Element type: f32 or bf16.
+    pub dtype: Dtype,
+}
+
+impl ProbedExpert {
+    fn mlp(&self) -> MlpConfig {
+        let (intermediate, gated) = (self.intermediate, self.gated);
+        MlpConfig { intermediate, gated, activation: Activation::Silu, bias: false }
+    }
+
+    /// FLOP of its forward GEMMs for one row: what `expert_flop` of a workload is over the expert's rows.
+    pub fn flop_per_row(&self) -> f64 {
+        self.mlp().forward_flop_per_row(self.hidden)
+    }
+
+    /// Its memory in training, bytes: weights as the GEMMs want them (in bf16 once for each pass) and a gradient in f32.
+    pub fn bytes(&self) -> f64 {
+        let matrices = if self.gated { 3.0 } else { 2.0 };
+        let per_weight = self.dtype.bytes() as f64 * if self.dtype == Dtype::Bf16 { 2.0 } else { 1.0 };
+        matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + size_of::<f32>() as f64)
+    }
+
+    /// Checks that it can be made.
+    ///
+    /// # Errors
+    /// One line that names the flag.
+    pub fn check(&self) -> Result<()> {
+        for (flag, width) in [("hidden", self.hidden), ("intermediate", self.intermediate)] {
+            ensure!((1..=1 << 20).contains(&width), "--{flag} is {width}, expected 1 to {}", 1 << 20);
+        }
+        ensure!(self.dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
+        Ok(())
+    }
+
+    /// Rows that it computes at a time: the layer's tile, fewer where that would take long.
+    fn rows(&self) -> usize {
+        const FLOP: f64 = 1e10;
+        let least_rows = Options::default().tile_rows / 8;
+        let fits = (FLOP / self.flop_per_row()) as usize / least_rows * least_rows;
+        fits.clamp(least_rows, Options::default().tile_rows)
+    }
+
+    /// How many of them fit in `bytes`.
+    pub fn fit_in(&self, bytes: f64) -> u64 {
+        (bytes / self.bytes()) as u64
+    }
+
+    /// Bytes that a PE needs to compute with one of them.
+    pub fn working_bytes(&self) -> f64 {
+        let rows = self.rows() as f64;
+        self.bytes() + rows * (self.hidden as f64 * 16.0 + self.intermediate as f64 * 32.0)
+    }
+}
+
+/// A layer of one expert of small numbers: speed does not depend on which.
+impl WeightSource for Source {
+    fn config(&self) -> &LayerConfig {
+        &self.0
+    }
+
+    fn name(&self, _: WeightId) -> String {
+        "the probe's weights".to_string()
+    }
+
+    fn load(&self, id: WeightId) -> Result<Vec<f32>> {
+        let len = self.0.shape(id).iter().product();
+        Ok((0..len).map(|i| (i % 241) as f32 / 1200.0 - 0.1).collect())
+    }
+}
+
+struct Source(LayerConfig);
+
+/// What a PE brings to a probe.
+#[derive(Clone, Debug)]
+pub struct ProbeRequest {
+    /// The expert.
+    pub expert: ProbedExpert,
+    /// How to measure.
+    pub options: ProbeOptions,
+    /// Memory for experts, MB, by PE or one number for all; what the machine has where empty.
+    pub memory_mb: Vec<f64>,
+}
+
+impl ProbeRequest {
+    /// Experts that the memory of `pe` holds, of `here` PEs on this host.
+    fn memory_experts(&self, pe: usize, here: usize) -> Result<u64> {
+        let mb = match self.memory_mb[..] {
+            [] => match available_bytes() {
+                Some(bytes) => bytes as f64 * 1e-6 * MEMORY_SHARE / here as f64,
+                None => bail!("/proc/meminfo does not say how much memory is available: give --memory-mb"),
+            },
+            [all] => all,
+            ref each => each[pe],
+        };
+        // The largest count that a cluster file takes is far above what any memory holds.
+        Ok(self.expert.fit_in(mb * 1e6).min(1 << 40))
+    }
+}
+
+impl ProbeRequest {
+    /// Where each figure comes from.
+    fn sources(&self, transport: &str) -> BTreeMap<String, String> {
+        let ProbedExpert { hidden, intermediate, gated, dtype } = self.expert;
+        let mlp = if gated { "gated" } else { "plain" };
+        let expert = format!("a {mlp} expert of {hidden} x {intermediate} in {}", dtype.name());
+        let memory = match self.memory_mb.is_empty() {
+            true => format!("{:.0}% of the host's available memory, in equal parts to its PEs", 100.0 * MEMORY_SHARE),
+            false => "--memory-mb".to_string(),
+        };
+        let sizes = &self.options.sizes;
+        [
+            ("links", format!(
+                "probed over {transport}: put with signal, taken and answered, {} to {} bytes, every pair alone; a line through the \
+                 medians (Theil and Sen)",
+                sizes.first().unwrap_or(&0),
+                sizes.last().unwrap_or(&0)
+            )),
+            ("flop_per_ms", format!("probed: forward GEMMs of {expert}, {} rows at a time, all PEs at once", self.expert.rows())),
+            ("memory_experts", format!(
+                "{memory}, over {:.3} MB of {expert} with its gradient in f32",
+                self.expert.bytes() * 1e-6
+            )),
+        ]
+        .map(|(what, source)| (what.to_string(), source))
+        .into()
+    }
+}
+
+/// Probes over `shmem`, all of whose PEs call it, `here` of them on this host; every PE gets the same cluster. Collective.
+///
+/// `transport` is what the cluster calls the transport. `progress` hears what is done.
+///
+/// # Errors
+/// [`ProbeError`](crate::cluster::ProbeError); memory that cannot be told.
+pub fn probe_pes<T: Transport>(
+    shmem: &Shmem<T>,
+    request: &ProbeRequest,
+    transport: &str,
+    here: usize,
+    progress: &mut dyn FnMut(Stage, usize, usize),
+) -> Result<Cluster> {
+    match request.expert.dtype {
+        Dtype::F32 => probe_as::<T, f32>(shmem, request, transport, here, progress),
+        Dtype::Bf16 => probe_as::<T, bf16>(shmem, request, transport, here, progress),
+        Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
+    }
+}
+
+fn probe_as<T: Transport, E: Element>(
+    shmem: &Shmem<T>,
+    request: &ProbeRequest,
+    transport: &str,
+    here: usize,
+    progress: &mut dyn FnMut(Stage, usize, usize),
+) -> Result<Cluster> {
+    let expert = request.expert;
+    let layer = LayerConfig {
+        hidden: expert.hidden,
+        n_experts: 1,
+        router: RouterKind::Softmax.config(1, 1),
+        expert: expert.mlp(),
+        shared: None,
+        capacity_factor: None,
+        aux_loss_coef: 0.0,
+        z_loss_coef: 0.0,
+    };
+    let memory_experts = request.memory_experts(shmem.my_pe(), here)?;
+    let mlp = Mlp::<E>::load(&Source(layer), Which::Routed(0))?;
+    let rows = expert.rows();
+    let mut batch = Batch::<E>::filled(&expert.mlp(), expert.hidden, rows);
+    let (mut scratch, mut none) = (Scratch::default(), MlpGradients::default());
+    let mut work = || mlp.bare_gemms(&mut batch, &mut none, &mut scratch, false);
+    let work_flop = expert.flop_per_row() * rows as f64;
+    let own = Own { host: host_name(), memory_experts, work: &mut work, work_flop };
+    let mut cluster = probe(shmem, &request.options, transport, own, progress)?;
+    cluster.sources = request.sources(transport);
+    Ok(cluster)
+}
+
+/// This host's name, as the kernel has it.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "localhost".to_string(),
+        name => name.to_string(),
+    }
+}
+
+/// The symmetric heap that a probe of `pes` PEs needs, bytes.
+pub fn heap_bytes(options: &ProbeOptions, pes: usize) -> usize {
+    Shmem::<ShmTransport>::heap_bytes_for(pes, options.symmetric_bytes(pes))
+}
+
+/// A PE's part of `aristos probe`; PE 0 sends the cluster, as JSON.
+///
+/// # Errors
+/// One line.
+pub fn run_pe(request: &ProbeRequest, context: &mut PeContext) -> Result<()> {
+    let n = context.n_pes();
+    let segments = context.exchange_segments(heap_bytes(&request.options, n))?;
+    let context: &PeContext = context;
+    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
+    let status = context.status();
+    let cluster = probe_pes(&shmem, request, "shm", n, &mut |stage, done, of| show(status, stage, done, of))?;
+    if context.my_pe() == 0 {
+        context.send(cluster.to_json().as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Tells the supervisor.
+fn show(status: &StatusPage, stage: Stage, done: usize, of: usize) {
+    status.set_phase(1 + stage as u32);
+    status.set_progress(done as u64, of as u64);
+}

@@ -1,0 +1,176 @@
+//! `aristos probe`: what it measures, over which transports, what the planner makes of it, and how it ends.
+
+mod binary;
+
+use std::time::{Duration, Instant};
+
+use aristos::cluster::{Cluster, LinkTable, ProbeOptions, ProbedLinks, Stage, probe_links};
+use aristos::shmem::reorder::ReorderWorld;
+use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
+use binary::{aristos, names_in, run, start};
+use rustix::process::{Signal, kill_process};
+
+fn probe(args: &str) -> std::process::Command {
+    aristos(["probe"].into_iter().chain(args.split_whitespace()))
+}
+
+/// Everything that holds of every probed cluster.
+#[track_caller]
+fn check(cluster: &Cluster, pes: usize) {
+    assert_eq!(cluster.devices.len(), pes);
+    let probe = cluster.probe.as_ref().unwrap();
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    for (i, device) in cluster.devices.iter().enumerate() {
+        assert_eq!((device.id, &*device.host), (i as u64, host.trim()));
+        assert!(device.flop_per_ms > 1e4 && device.flop_per_ms < 1e12, "{device:?}");
+        assert!(probe.exchange_factor[i] > 0.0 && probe.exchange_factor[i].is_finite());
+    }
+    for (i, j) in (0..pes).flat_map(|i| (0..pes).map(move |j| (i, j))).filter(|(i, j)| i != j) {
+        let link = cluster.links.link(i, j);
+        assert!(link.alpha_ms >= 0.0 && link.alpha_ms < 1e3, "{i} to {j}: {link:?}");
+        // Between 1 MB/s and 10 TB/s.
+        assert!(link.beta_ms_per_mb > 1e-4 && link.beta_ms_per_mb < 1e3, "{i} to {j}: {link:?}");
+        assert!(probe.residual[i][j] >= 0.0 && probe.residual[i][j].is_finite());
+        assert!(probe.contention[i][j] > 0.0 && probe.contention[i][j].is_finite());
+    }
+}
+
+#[test]
+fn what_is_probed_can_be_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.json");
+    let out = path.display();
+    // 64 x 128, gated, f32 and its gradient: 0.196608 MB.
+    let args = format!("--pes 4 --quick --hidden 64 --intermediate 128 --memory-mb 10,5,0.1,2 --json --out {out}");
+    let outcome = run(probe(&args)).success();
+    let cluster = Cluster::read(&path).unwrap();
+    assert_eq!(outcome.stdout, std::fs::read_to_string(&path).unwrap());
+    check(&cluster, 4);
+    assert_eq!(cluster.devices.iter().map(|device| device.memory_experts).collect::<Vec<_>>(), [50, 25, 0, 10]);
+    assert_eq!(Cluster::from_json(&cluster.to_json()).unwrap(), cluster);
+    assert!(cluster.sources["memory_experts"].contains("--memory-mb"), "{:?}", cluster.sources);
+    assert_eq!(cluster.probe.unwrap().transport, "shm");
+
+    let workload = format!("{}/examples/plan/workload.json", env!("CARGO_MANIFEST_DIR"));
+    let plan = aristos(["plan", "--cluster", &out.to_string(), "--workload", &workload, "--json"]);
+    let plan: serde_json::Value = serde_json::from_str(&run(plan).success().stdout).unwrap();
+    assert_eq!(plan["feasible"], serde_json::json!(true));
+    assert_eq!(names_in(folder.path()), ["cluster.json"]);
+}
+
+#[test]
+fn pes_that_share_processors_are_probed_too() {
+    for args in ["--pes 8 --quick", "--pes 1 --quick --mlp plain --dtype bf16", "--pes 3 --hidden 64"] {
+        let outcome = run(probe(&format!("{args} --json"))).success();
+        let pes = args.split_whitespace().nth(1).unwrap().parse().unwrap();
+        check(&Cluster::from_json(&outcome.stdout).unwrap(), pes);
+    }
+    let outcome = run(probe("--pes 5 --quick --out /dev/null"));
+    outcome.refused(&["cannot write /dev/null"]);
+}
+
+/// Each transport in a thread of its own; all must come to the same.
+fn probe_in_threads<T: Transport + Send>(transports: Vec<T>, options: &ProbeOptions) -> ProbedLinks {
+    let mut all: Vec<ProbedLinks> = std::thread::scope(|scope| {
+        let pe = |transport: T| {
+            scope.spawn(move || {
+                let shmem = Shmem::new(transport);
+                let mut stages = Vec::new();
+                let probed = probe_links(&shmem, options, &mut |stage, done, of| {
+                    assert!(done <= of);
+                    stages.push(stage);
+                });
+                assert_eq!(stages.first(), Some(&Stage::Alone));
+                // Twice: nothing is left of the first time.
+                probe_links(&shmem, options, &mut |_, _, _| {}).unwrap();
+                probed.unwrap()
+            })
+        };
+        let threads: Vec<_> = transports.into_iter().map(pe).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let first = all.swap_remove(0);
+    for other in all {
+        assert_eq!((&other.fits, &other.contention), (&first.fits, &first.contention));
+        assert_eq!(other.exchange_factor, first.exchange_factor);
+    }
+    first
+}
+
+#[test]
+fn links_are_probed_over_any_transport() {
+    let options = ProbeOptions {
+        sizes: vec![8, 100, 1000],
+        together: 1,
+        repetitions: 6,
+        rounds: 2,
+        alone_limit: Duration::ZERO,
+        ..ProbeOptions::quick()
+    };
+    for n in [2, 3, 5] {
+        let heap = Shmem::<ShmTransport>::heap_bytes_for(n, options.symmetric_bytes(n));
+        let segments: Vec<Segment> = (0..n).map(|_| Segment::create("test", heap).unwrap()).collect();
+        let mapped =
+            || segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap()).collect();
+        let shm: Vec<ShmTransport> = (0..n).map(|pe| ShmTransport::new(pe, mapped()).unwrap()).collect();
+        let mut probed = vec![probe_in_threads(shm, &options)];
+        // Delayed and in another order, as OpenSHMEM allows.
+        probed.extend((0..10).map(|seed| probe_in_threads(ReorderWorld::new(n, heap, seed), &options)));
+        for links in probed {
+            for (at, fit) in links.fits.iter().enumerate() {
+                assert_eq!(fit.is_none(), at / n == at % n);
+                assert!(fit.is_none_or(|fit| fit.link.alpha_ms >= 0.0 && fit.link.beta_ms_per_mb > 0.0), "{fit:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_killed_pe_is_named_and_nothing_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    for (victim, after_ms) in [(0, 0), (1, 30), (2, 400), (1, 1500)] {
+        let out = folder.path().join("cluster.json");
+        let mut running = start(probe(&format!("--pes 3 --hidden 2048 --out {}", out.display())));
+        let pid = running.pe(victim);
+        std::thread::sleep(Duration::from_millis(after_ms));
+        kill_process(pid, Signal::KILL).unwrap();
+        let killed = Instant::now();
+        let outcome = running.end();
+        assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
+        outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
+        assert_eq!(names_in(folder.path()), [""; 0]);
+    }
+}
+
+#[test]
+fn a_stopped_pe_is_named_by_who_waits_for_it() {
+    let mut running = start(probe("--pes 3 --timeout 1 --json"));
+    let pid = running.pe(1);
+    std::thread::sleep(Duration::from_millis(300));
+    kill_process(pid, Signal::STOP).unwrap();
+    running.end().refused(&[" waited for PE 1 ("]);
+}
+
+#[test]
+fn bad_input_is_one_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("none").join("c.json");
+    // Whose probe would take ten seconds and more before anything could be written.
+    let early = format!("--pes 24 --out {}", missing.display());
+    run(probe(&early)).refused(&["cannot write", "none"]);
+    for (args, said) in [
+        ("--json --pes 0", "--pes 0: the number of PEs must be 1 to 1024"),
+        ("--json --pes 4000", "--pes 4000"),
+        ("--json --pes 3 --memory-mb 1,2", "--memory-mb has 2 numbers, expected one, or 3"),
+        ("--json --memory-mb NaN", "--memory-mb is NaN, expected a number of MB from 0 to 1e15"),
+        ("--json --memory-mb=-1", "--memory-mb is -1, expected"),
+        ("--json --hidden 0", "--hidden is 0, expected 1 to 1048576"),
+        ("--json --intermediate 2000000", "--intermediate is 2000000, expected 1 to"),
+        ("--json --dtype f16", "--dtype f16 on the CPU"),
+        ("--json --timeout 0", "--timeout is 0"),
+        ("--json --hidden 1048576 --intermediate 1048576", "GB of memory"),
+    ] {
+        run(probe(args)).refused(&[said]);
+    }
+    run(probe("")).misused(&["--out"]);
+}
