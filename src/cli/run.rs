@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use crate::launch::PeContext;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
+use crate::run::plan::{PLAN, PlanSource, plan_source};
 use crate::run::{Device, Job, Request, Work};
 
 /// PEs of the bundled example.
@@ -36,6 +37,14 @@ pub struct Args {
     /// Where to write output, and with a backward pass grad_hidden_states and grad.<weight>, as safetensors, all F32
     #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
+    /// Probe the PEs and let the planner choose expert-parallel groups and placement (auto), or take them from what
+    /// `aristos plan --out` wrote [default: one group, even shares]
+    #[arg(long, value_name = "auto|PLAN.json")]
+    plan: Option<PathBuf>,
+    /// With --plan auto: memory for experts, MB (10^6 bytes), one number for every PE or one for each [default: three
+    /// quarters of what is available, in equal parts]
+    #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',', requires = "plan")]
+    memory_mb: Vec<f64>,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -348,9 +357,16 @@ impl Args {
         #[cfg(feature = "device")]
         ensure!(device != Device::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
+        if let Some(PlanSource::File(path)) = &plan {
+            ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
+        }
+        let pes = self.pes.unwrap_or_else(|| default_pes(device, example));
+        check_memory_mb(&self.memory_mb, pes)?;
         Ok(Request {
             work,
             pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
+            plan,
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -394,10 +410,14 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     if request.pes == 0 || request.pes > crate::launch::MAX_PES {
         return Err(crate::launch::LaunchError::Pes { pes: request.pes }.into());
     }
-    crate::run::supervisor::run(&Job::open(request)?, argv)
+    crate::run::supervisor::run(&mut Job::open(request)?, argv)
 }
 
 /// A PE's part.
 pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    crate::run::pe::run(&Job::open(args.request()?)?, context)
+    let mut job = Job::open(args.request()?)?;
+    if let Some(plan) = context.file(PLAN) {
+        job.take_plan(plan)?;
+    }
+    crate::run::pe::run(&job, context)
 }

@@ -8,6 +8,7 @@ pub mod check;
 pub(crate) mod device;
 pub mod memory;
 pub mod pe;
+pub mod plan;
 pub mod probe;
 pub mod supervisor;
 
@@ -20,7 +21,8 @@ use anyhow::Result;
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 use crate::moe::placement::block;
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{Dtype, LayerConfig, Mode, Options, Placement, WeightId, WeightSource};
+use crate::moe::{Dtype, Groups, LayerConfig, Mode, Options, Placement, WeightId, WeightSource};
+use plan::{JobPlan, PlanSource};
 
 /// Which layer, on which tokens.
 #[derive(Clone, Debug)]
@@ -63,6 +65,8 @@ pub struct Request {
     pub work: Work,
     /// Number of PEs.
     pub pes: usize,
+    /// Where the EP groups and the placement come from; one group with even shares where `None`.
+    pub plan: Option<PlanSource>,
     /// What it runs on.
     pub device: Device,
     /// Which matrix products a device runs; by the device where `None`.
@@ -103,7 +107,9 @@ pub struct Job {
     config: LayerConfig,
     tokens: usize,
     backward: bool,
-    placement: Placement,
+    groups: Groups,
+    /// At the supervisor, once it is made.
+    plan: Option<JobPlan>,
 }
 
 impl Job {
@@ -135,8 +141,14 @@ impl Job {
         if request.device != Device::Cpu {
             crate::moe::device::check(&config, request.dtype)?;
         }
-        let placement = Placement::even(config.n_experts, request.pes.max(1));
-        Ok(Job { source, config, tokens, backward, placement, request })
+        let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
+        Ok(Job { source, config, tokens, backward, groups, plan: None, request })
+    }
+
+    /// The placement of `pe`'s group, and the PE's number in it.
+    fn place(&self, pe: usize) -> (&Placement, usize) {
+        let (group, index) = self.groups.place(pe);
+        (self.groups.placement(group), index)
     }
 
     /// The tokens of a PE.

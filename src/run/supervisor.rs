@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::check::check;
+use super::plan::PLAN;
 use super::pe::{CHOSEN, Message, PHASE_NAMES, RESULTS};
 use super::{Job, Request, Work};
 use crate::checkpoint::{OutputFile, memory_file};
@@ -19,7 +20,9 @@ use crate::report::{PeReport, RunConfig, RunReport, trace_json};
 ///
 /// # Errors
 /// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
-pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
+pub fn run(job: &mut Job, args: Vec<OsString>) -> Result<bool> {
+    job.make_plan()?;
+    let job: &Job = job;
     check_trace(&job.request)?;
     job.check_memory()?;
     if let super::Source::Checkpoint(_, input) = &job.source {
@@ -50,6 +53,12 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
             pes.fds.push((name.to_string(), file.try_clone().context("cannot hand files to the PEs")?.into()));
         }
     }
+    if let Some(plan) = &job.plan {
+        let text = serde_json::to_vec(&plan.plan)?;
+        let file = memory_file("aristos-plan", 0)?;
+        (&file).write_all(&text).context("cannot hand the plan to the PEs")?;
+        pes.fds.push((PLAN.to_string(), file.into()));
+    }
     let progress = Progress::new(job.request.steps);
     let mut messages: Vec<Message> = Vec::new();
     let mut bad_message = None;
@@ -71,6 +80,7 @@ pub fn run(job: &Job, args: Vec<OsString>) -> Result<bool> {
     let reports: Vec<PeReport> = messages.into_iter().map(|m| m.report).collect();
     let mut report = RunReport::merge(run_config(job, &reports), &reports);
     report.aux_losses = losses;
+    report.plan = job.plan_report(&report);
     if let (Some(output), Some(chosen)) = (&output, &chosen) {
         report.check = Some(check(job, &results, output.file(), chosen)?);
     }

@@ -1,0 +1,254 @@
+//! `--plan`: expert-parallel groups and placement from the planner, made for this run or read from a file.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::probe::PROBE_PHASES;
+use super::{Device, Job};
+use crate::cluster::{Cluster, parse_json, read_text};
+use crate::launch::{self, Event};
+use crate::moe::{Groups, Placement};
+use crate::plan::{self, Infeasible, Outcome, Plan, Workload};
+use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
+
+/// The file that the supervisor hands to the PEs: the plan, as JSON.
+pub const PLAN: &str = "plan";
+
+/// Where the plan comes from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PlanSource {
+    /// The PEs are probed, and a plan is made for them.
+    Auto {
+        /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; what the machine has where empty.
+        memory_mb: Vec<f64>,
+    },
+    /// What `aristos plan --out` wrote.
+    File(PathBuf),
+}
+
+/// A plan, and what the report calls where it is from.
+pub struct JobPlan {
+    pub plan: Plan,
+    pub source: String,
+}
+
+impl Job {
+    /// The layer as what the planner plans for. A step is `gamma` passes of equal cost: forward and backward at half their
+    /// sum each, or forward alone.
+    pub fn workload(&self) -> Workload {
+        let config = &self.config;
+        let (tokens, pes) = (self.tokens as f64, self.request.pes as f64);
+        let (top_k, experts) = (config.router.top_k as f64, config.n_experts as f64);
+        let rows = tokens * top_k / experts;
+        // Backward takes two products for each of forward's.
+        let passes = if self.backward { 1.5 } else { 1.0 };
+        let flop = config.expert.forward_flop_per_row(config.hidden) * rows * passes;
+        let row_mb = (config.hidden * self.request.dtype.bytes()) as f64 * 1e-6;
+        let gradients: usize = config
+            .weights()
+            .into_iter()
+            .filter(|id| id.has_gradient() && !config.replicated_weights().contains(id))
+            .map(|id| config.shape(id).iter().product::<usize>())
+            .sum();
+        Workload {
+            expert_flop: vec![flop; config.n_experts],
+            expert_load: None,
+            p2p_buffer_mb: tokens / pes * top_k.min(pes) * row_mb,
+            // Dispatch and combine.
+            p2p_frequency: 2.0,
+            all_reduce_buffer_mb: if self.backward { (gradients * size_of::<f32>()) as f64 * 1e-6 } else { 0.0 },
+            // gamma is (2 + 0) of this.
+            num_layers: if self.backward { 1.0 } else { 0.5 },
+            moe_frequency: 1.0,
+            global_batch_size: pes,
+            mini_batch_size: 1.0,
+            recomputation_amount: 0.0,
+        }
+    }
+
+    /// Makes or reads the plan that was asked for, and runs by it.
+    ///
+    /// # Errors
+    /// One line: a probe that failed, memory that does not suffice, a file that is no plan for this run.
+    pub(super) fn make_plan(&mut self) -> Result<()> {
+        let (plan, source) = match self.request.plan.clone() {
+            None => return Ok(()),
+            Some(PlanSource::File(path)) => {
+                let read = || parse_plan(&read_text(&path)?);
+                let plan = read().with_context(|| path.display().to_string())?;
+                self.groups = self.groups_of(&plan).with_context(|| path.display().to_string())?;
+                (plan, path.display().to_string())
+            }
+            Some(PlanSource::Auto { memory_mb }) => {
+                let cluster = self.probe(&memory_mb)?;
+                let plan = match plan::plan(&cluster, &self.workload(), plan::Options::default())? {
+                    Outcome::Plan(plan) => plan,
+                    Outcome::Infeasible(Infeasible { shortage, .. }) => bail!("--plan auto: no plan: {shortage}"),
+                };
+                self.groups = self.groups_of(&plan).context("--plan auto")?;
+                (plan, "auto".to_string())
+            }
+        };
+        for (g, group) in plan.groups.iter().enumerate() {
+            tracing::info!(group = g, pes = ?group.devices, experts = ?group.experts, "planned");
+        }
+        self.plan = Some(JobPlan { plan, source });
+        Ok(())
+    }
+
+    /// Takes the plan that the supervisor made.
+    ///
+    /// # Errors
+    /// When the text is no plan for this run.
+    pub fn take_plan(&mut self, text: &str) -> Result<()> {
+        self.groups = self.groups_of(&parse_plan(text)?)?;
+        Ok(())
+    }
+
+    /// Probes the PEs that are to run, by processes of their own.
+    fn probe(&self, memory_mb: &[f64]) -> Result<Cluster> {
+        let (config, request) = (&self.config, &self.request);
+        ensure!(
+            request.device == Device::Cpu,
+            "--plan auto probes PEs on the CPU, expected --device cpu, or a plan in a file"
+        );
+        let mut flags = vec![
+            ("--pes", request.pes.to_string()),
+            ("--hidden", config.hidden.to_string()),
+            ("--intermediate", config.expert.intermediate.to_string()),
+            ("--mlp", if config.expert.gated { "gated" } else { "plain" }.to_string()),
+            ("--dtype", request.dtype.name().to_string()),
+            ("--timeout", self.wait_limit().as_secs().max(1).to_string()),
+        ];
+        if !memory_mb.is_empty() {
+            flags.push(("--memory-mb", memory_mb.iter().map(f64::to_string).collect::<Vec<_>>().join(",")));
+        }
+        let args = ["probe", "--quick", "--json"].into_iter().map(OsString::from);
+        let args = args.chain(flags.into_iter().flat_map(|(flag, value)| [flag.into(), value.into()])).collect();
+        tracing::info!(pes = request.pes, "probing");
+        let mut job = launch::Job::new(request.pes, args, &PROBE_PHASES);
+        job.start_limit = job.start_limit.max(self.wait_limit());
+        let mut text = None;
+        job.run(|event| {
+            if let Event::Message { body, .. } = event {
+                text = Some(String::from_utf8_lossy(body).into_owned());
+            }
+        })
+        .context("--plan auto: the probe failed")?;
+        Cluster::from_json(&text.context("--plan auto: no PE sent its measurements")?)
+    }
+
+    /// The groups of a plan, device `i` being PE `i`.
+    fn groups_of(&self, plan: &Plan) -> Result<Groups> {
+        let (pes, experts) = (self.request.pes, self.config.n_experts);
+        let planned: usize = plan.groups.iter().map(|group| group.devices.len()).sum();
+        if let Some(id) = plan.idle_devices.first() {
+            bail!("idle_devices has device {id}, expected none: every PE takes part");
+        }
+        ensure!(planned == pes, "the groups have {planned} devices, expected {pes}, one for each PE (--pes)");
+        let mut groups = Vec::new();
+        for (g, group) in plan.groups.iter().enumerate() {
+            let mut members = Vec::new();
+            for (i, &id) in group.devices.iter().enumerate() {
+                let pe = usize::try_from(id).ok().filter(|&pe| pe < pes);
+                members.push(pe.with_context(|| {
+                    format!("groups[{g}].devices[{i}] is {id}, expected a number below {pes}: device ids are PEs")
+                })?);
+            }
+            members.sort_unstable();
+            groups.push((members.clone(), self.placement_of(g, &group.experts, &members)?));
+        }
+        let groups = Groups::new(pes, groups).map_err(|wrong| anyhow::anyhow!("groups: {wrong}"))?;
+        ensure!(
+            groups.len() == 1 || self.request.device == Device::Cpu,
+            "the plan has {} expert-parallel groups, expected one on a device; several run on the CPU",
+            groups.len()
+        );
+        debug_assert!((0..groups.len()).all(|g| groups.placement(g).n_experts() == experts));
+        Ok(groups)
+    }
+
+    fn placement_of(&self, g: usize, experts: &BTreeMap<u64, Vec<u32>>, members: &[usize]) -> Result<Placement> {
+        let n = self.config.n_experts;
+        let mut owners = vec![None; n];
+        for (id, list) in experts {
+            let index = members.iter().position(|&pe| pe as u64 == *id);
+            let index =
+                index.with_context(|| format!("groups[{g}].experts has device {id}, which is not in the group"))?;
+            for &e in list {
+                let owner = owners
+                    .get_mut(e as usize)
+                    .with_context(|| format!("groups[{g}].experts.{id} has expert {e}, the layer has {n}"))?;
+                ensure!(owner.is_none(), "groups[{g}].experts.{id} has expert {e}, which another device has too");
+                *owner = Some(index as u32);
+            }
+        }
+        if let Some(e) = owners.iter().position(Option::is_none) {
+            bail!("groups[{g}].experts lacks expert {e}, expected all {n} of the layer");
+        }
+        Ok(Placement::from_owners(owners.into_iter().flatten().collect(), members.len()))
+    }
+
+    /// What was planned beside what was measured; `None` without a plan.
+    pub(super) fn plan_report(&self, report: &RunReport) -> Option<PlanReport> {
+        let JobPlan { plan, source } = self.plan.as_ref()?;
+        let pes = self.request.pes as f64;
+        let terms = plan.terms;
+        // A group computes for its own tokens: its share of the PEs.
+        let makespan = |group: &plan::PlannedGroup| group.makespan_ms * group.devices.len() as f64 / pes;
+        let compute_ms = terms.gamma * plan.groups.iter().map(makespan).fold(0.0, f64::max);
+        let communication_ms = terms.gamma * terms.communication_ms;
+        let passes: Vec<_> = std::iter::once(&report.forward).chain(&report.backward).collect();
+        let of = |phases: &[&str]| -> f64 {
+            let phase = |key: &&str| passes.iter().filter_map(|pass| pass.phases.get(*key)).map(|s| s.max_s).sum::<f64>();
+            phases.iter().map(phase).sum()
+        };
+        Some(PlanReport {
+            source: source.clone(),
+            algorithm: plan.algorithm.clone(),
+            objective_s: plan.objective_ms * 1e-3,
+            groups: (0..self.groups.len())
+                .map(|g| PlannedPes {
+                    pes: self.groups.members(g).to_vec(),
+                    experts: self.groups.members(g).iter().map(|&pe| self.groups.experts(pe).to_vec()).collect(),
+                })
+                .collect(),
+            predicted: PlanTimes {
+                step_s: (compute_ms + communication_ms + terms.all_reduce_ms) * 1e-3,
+                compute_s: compute_ms * 1e-3,
+                communication_s: communication_ms * 1e-3,
+                all_reduce_s: terms.all_reduce_ms * 1e-3,
+            },
+            measured: PlanTimes {
+                step_s: report.step_s,
+                compute_s: of(&["expert_gemm"]),
+                communication_s: of(&["dispatch", "combine", "waiting"]),
+                all_reduce_s: of(&["other"]),
+            },
+        })
+    }
+}
+
+/// Reads what `aristos plan` wrote.
+fn parse_plan(text: &str) -> Result<Plan> {
+    #[derive(serde::Deserialize)]
+    struct Feasible {
+        feasible: bool,
+        #[serde(default)]
+        shortage: String,
+    }
+    let Feasible { feasible, shortage } = parse_json(text)?;
+    ensure!(feasible, "feasible is false, expected a plan ({shortage})");
+    parse_json(text)
+}
+
+/// Reads `--plan`.
+pub fn plan_source(plan: &Path, memory_mb: &[f64]) -> PlanSource {
+    match plan == Path::new("auto") {
+        true => PlanSource::Auto { memory_mb: memory_mb.to_vec() },
+        false => PlanSource::File(plan.to_owned()),
+    }
+}
