@@ -21,7 +21,7 @@ const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU]
+    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
@@ -347,10 +347,9 @@ impl Args {
         ensure!(device != Device::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
         ensure!(device != Device::Cpu || !self.graph, "--graph on the CPU, expected --device too");
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Request {
             work,
-            pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
+            pes: self.pes.unwrap_or_else(|| default_pes(device, example)),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -372,6 +371,16 @@ impl Args {
             trace: self.trace.clone(),
             json: self.json,
         })
+    }
+}
+
+/// PEs where nobody says how many. Why there is no CUDA device is said when one is asked for.
+fn default_pes(device: Device, example: bool) -> usize {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda => crate::gpu::cuda::visible_devices().map_or(1, |devices| devices.max(1)),
+        _ if example => EXAMPLE_PES,
+        _ => std::thread::available_parallelism().map_or(1, usize::from),
     }
 }
 

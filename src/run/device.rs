@@ -79,6 +79,9 @@ pub(crate) fn with_cuda<R>(
     let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
     let gpu = crate::gpu::cuda::CudaGpu::attach(shmem, wait_limit)?;
+    if gpu.n_pes() > 1 {
+        gpu.try_put()?;
+    }
     let result = work(&gpu, context)?;
     gpu.finish()?;
     Ok(result)
