@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use aristos::gpu::cuda::{CudaGpu, pe_environment};
 use aristos::gpu::nvshmem::Meeting;
-use aristos::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
+use aristos::gpu::{Buffer, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
 
 use crate::{Fakes, assert_says};
 
