@@ -76,6 +76,7 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
     if (reachable(l, pe)) {
         if (dev::thread() == 0) signal_peer(l, signal, value, pe);
     } else {
+        dev::fence_sys();  // a network card is going to read it
         dev::put_signal_block(m.mine, m.stage, bytes, signal, value, pe);
     }
     if (dev::thread() == 0 && pe != l.shape.my_pe) {

@@ -1,5 +1,5 @@
 // The smallest kernel that needs all of it: a driver that takes the module, NVSHMEM's device state in it, a put with a
-// signal to another PE, a variable of the module. What a new machine is tried with before anything larger.
+// signal to another PE. What several PEs try before anything larger (`CudaGpu::try_put`).
 #include "params.h"
 #include "platform.h"
 
@@ -10,16 +10,13 @@ struct SmokeCell {
     u64 sent, received, signal;
 };
 
-// Launches of this module so far; read by the host by its name.
-__device__ u64 aristos_smoke_launches;
-
 // One block. Each PE puts `value` to the next one and waits for the put of the one before it, at most `limit_ns`.
-// `out`: what came, or ~0 where nothing came in time; then the PE that the device library takes this one for.
+// `out`: what came, or ~0 where nothing came in time; the PE that the device library takes this one for, and the number of PEs
+// that it knows.
 KERNEL(aristos_smoke, 128, 1)(SmokeCell* cell, u64* out, u64 value, u64 limit_ns) {
     const u32 my_pe = u32(nvshmem_my_pe()), n_pes = u32(nvshmem_n_pes());
     if (dev::thread() == 0) {
         cell->sent = value;
-        aristos_smoke_launches += 1;
     }
     dev::sync_block();
     dev::put_signal_block(&cell->received, &cell->sent, sizeof(u64), &cell->signal, value, (my_pe + 1) % n_pes);
@@ -32,5 +29,6 @@ KERNEL(aristos_smoke, 128, 1)(SmokeCell* cell, u64* out, u64 value, u64 limit_ns
         }
         out[0] = came ? dev::load_relaxed(&cell->received) : ~u64{0};
         out[1] = my_pe;
+        out[2] = n_pes;
     }
 }

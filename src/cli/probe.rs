@@ -64,14 +64,7 @@ impl Args {
             return Err(LaunchError::Pes { pes }.into());
         }
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
-        let numbers = self.memory_mb.len();
-        ensure!(
-            numbers <= 1 || numbers == pes,
-            "--memory-mb has {numbers} numbers, expected one, or {pes}, one for each PE"
-        );
-        for mb in &self.memory_mb {
-            ensure!((0.0..=1e15).contains(mb), "--memory-mb is {mb}, expected a number of MB from 0 to 1e15");
-        }
+        check_memory_mb(&self.memory_mb, pes)?;
         let expert = ProbedExpert {
             hidden: self.hidden,
             intermediate: self.intermediate,
@@ -83,6 +76,19 @@ impl Args {
         let wait_limit = std::time::Duration::from_secs(self.timeout.into());
         Ok(ProbeRequest { expert, options: ProbeOptions { wait_limit, ..options }, memory_mb: self.memory_mb.clone() })
     }
+}
+
+/// Checks `--memory-mb`.
+pub fn check_memory_mb(memory_mb: &[f64], pes: usize) -> Result<()> {
+    let numbers = memory_mb.len();
+    ensure!(
+        numbers <= 1 || numbers == pes,
+        "--memory-mb has {numbers} numbers, expected one, or {pes}, one for each PE"
+    );
+    for mb in memory_mb {
+        ensure!((0.0..=1e15).contains(mb), "--memory-mb is {mb}, expected a number of MB from 0 to 1e15");
+    }
+    Ok(())
 }
 
 /// The supervisor's part.

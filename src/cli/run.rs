@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
+use super::probe::check_memory_mb;
 use crate::launch::PeContext;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
@@ -22,7 +23,7 @@ const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU]
+    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
@@ -356,7 +357,6 @@ impl Args {
         ensure!(device != Device::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
         ensure!(device != Device::Cpu || !self.graph, "--graph on the CPU, expected --device too");
-        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
@@ -365,7 +365,7 @@ impl Args {
         check_memory_mb(&self.memory_mb, pes)?;
         Ok(Request {
             work,
-            pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
+            pes,
             plan,
             device,
             #[cfg(feature = "device")]
@@ -388,6 +388,16 @@ impl Args {
             trace: self.trace.clone(),
             json: self.json,
         })
+    }
+}
+
+/// PEs where nobody says how many. Why there is no CUDA device is said when one is asked for.
+fn default_pes(device: Device, example: bool) -> usize {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda => crate::gpu::cuda::visible_devices().map_or(1, |devices| devices.max(1)),
+        _ if example => EXAMPLE_PES,
+        _ => std::thread::available_parallelism().map_or(1, usize::from),
     }
 }
 

@@ -157,7 +157,7 @@ mod tests {
         let (_dir, mut facts) = facts();
         facts.cuda = None;
         let all = examine(&facts);
-        assert_eq!((all.len(), all[0].level), (1, Level::Warn));
+        assert_eq!((all.len(), all[0].level, all[0].need), (1, Level::Fail, Need::Cuda));
         assert!(all[0].found.contains("no NVIDIA driver is here"));
     }
 

@@ -392,7 +392,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             && let Some(exchange) = &mut self.exchange
         {
             self.recorder.enter(Phase::AllReduce);
-            exchange.finish(&mut grads.experts, &mut self.recorder.traffic, self.options.deadline())?;
+            exchange.finish(&mut grads.experts, self.options.deadline())?;
         }
         Ok(())
     }

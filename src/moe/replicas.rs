@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::MoeError;
 use super::config::LayerConfig;
 use super::experts::MlpGradients;
-use super::metrics::{Phase, Traffic};
+use super::metrics::Phase;
 use super::placement::Placement;
 use super::router::Load;
 use crate::shmem::{Cmp, Shmem, ShmemError, SignalOp, Sym, Transport, Wait, WaitTimeout};
@@ -112,8 +112,8 @@ pub(super) trait Exchange {
     fn ready(&mut self, local: usize, grads: &MlpGradients);
     /// Takes what has come; says whether there was anything. `grads` are those of the local experts.
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
-    /// Waits until `grads` are sums over all groups; adds what was sent to `traffic`.
-    fn finish(&mut self, grads: &mut [MlpGradients], traffic: &mut Traffic, deadline: Instant) -> Result<(), MoeError>;
+    /// Waits until `grads` are sums over all groups.
+    fn finish(&mut self, grads: &mut [MlpGradients], deadline: Instant) -> Result<(), MoeError>;
     /// Adds up `data` over all PEs, in their order.
     fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError>;
     /// The loads of all PEs' tokens, in their order.
@@ -157,7 +157,6 @@ pub struct Replicas<'w, T: Transport> {
     state: Vec<Sum>,
     buffer: Vec<f32>,
     part: Vec<f32>,
-    puts: u64,
 }
 
 /// Which of the two kinds of messages.
@@ -197,7 +196,6 @@ impl<'w, T: Transport> Replicas<'w, T> {
             groups,
             buffer: Vec::new(),
             part: Vec::new(),
-            puts: 0,
         })
     }
 
@@ -229,7 +227,6 @@ impl<'w, T: Transport> Replicas<'w, T> {
         let local = self.groups.placement(to).local(expert);
         let (place, signal) = self.place(kind, local, self.group, to);
         self.world.put_signal(place, data, signal, self.pass, SignalOp::Set, self.groups.owner(to, expert));
-        self.puts += 1;
     }
 
     /// What would let expert `local` go on, and the group it is from.
@@ -335,7 +332,7 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
         any
     }
 
-    fn finish(&mut self, grads: &mut [MlpGradients], traffic: &mut Traffic, deadline: Instant) -> Result<(), MoeError> {
+    fn finish(&mut self, grads: &mut [MlpGradients], deadline: Instant) -> Result<(), MoeError> {
         while !self.is_done() {
             if self.poll(grads) {
                 continue;
@@ -355,9 +352,6 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
                 self.error("its gradients of an expert", WaitTimeout { index, ..timeout })
             })?;
         }
-        traffic.puts += self.puts;
-        traffic.signals += self.puts;
-        self.puts = 0;
         Ok(())
     }
 

@@ -107,6 +107,45 @@ impl CheckReport {
     }
 }
 
+/// One expert-parallel group of a plan.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlannedPes {
+    /// Its PEs.
+    pub pes: Vec<usize>,
+    /// The experts of each of them.
+    pub experts: Vec<Vec<usize>>,
+}
+
+/// What a step takes, and of it the longest PE's share by kind, seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlanTimes {
+    /// The step.
+    pub step_s: f64,
+    /// Expert GEMMs.
+    pub compute_s: f64,
+    /// Dispatch and combine; measured, waiting too.
+    pub communication_s: f64,
+    /// Gradients between groups; measured, those of replicated weights too.
+    pub all_reduce_s: f64,
+}
+
+/// The plan that a run followed, and what came of it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlanReport {
+    /// "auto", or the plan's file.
+    pub source: String,
+    /// What chose the groups.
+    pub algorithm: String,
+    /// What was minimised (`docs/planner.md`), seconds.
+    pub objective_s: f64,
+    /// The groups.
+    pub groups: Vec<PlannedPes>,
+    /// By the planner's model.
+    pub predicted: PlanTimes,
+    /// In this run.
+    pub measured: PlanTimes,
+}
+
 /// A run, over all PEs and steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
@@ -133,6 +172,9 @@ pub struct RunReport {
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
     /// [`RunReport::merge`] adds them.
     pub aux_losses: BTreeMap<String, f64>,
+    /// The plan, with `--plan`. The caller of [`RunReport::merge`] adds it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan: Option<PlanReport>,
     /// The result of `--check`, where it was asked for. The caller of [`RunReport::merge`] adds it.
     pub check: Option<CheckReport>,
 }
@@ -171,6 +213,7 @@ impl RunReport {
             tokens_per_expert,
             symmetric,
             aux_losses: BTreeMap::new(),
+            plan: None,
             check: None,
             config,
         }

@@ -3,7 +3,7 @@
 use comfy_table::{CellAlignment, Table, presets};
 
 use super::PHASES;
-use super::run::{CheckReport, PassTimes, RunReport, Spread};
+use super::run::{CheckReport, PassTimes, PlanReport, PlannedPes, RunReport, Spread};
 
 /// Columns of a line.
 const WIDTH: usize = 100;
@@ -102,6 +102,17 @@ impl RunReport {
             self.backward.as_ref().map_or_else(String::new, |times| format!(" forward, {} backward", times.rounds));
         row("rounds", format!("{}{backward}", self.forward.rounds));
         row("tokens per expert", self.experts());
+        if let Some(plan) = &self.plan {
+            row("EP groups", plan_groups(plan));
+            for (name, times) in [("planned", &plan.predicted), ("measured", &plan.measured)] {
+                let [step, compute, communication, all_reduce] =
+                    [times.step_s, times.compute_s, times.communication_s, times.all_reduce_s].map(ms);
+                row(
+                    name,
+                    format!("{step} ms: compute {compute}, communication {communication}, all-reduce {all_reduce}"),
+                );
+            }
+        }
         for (name, value) in &self.aux_losses {
             row(&format!("auxiliary loss, {name}"), format!("{value:.6}"));
         }
@@ -135,6 +146,16 @@ impl RunReport {
             busiest.join(", ")
         )
     }
+}
+
+/// The groups of a plan, each with its PEs and how many experts each of them has.
+fn plan_groups(plan: &PlanReport) -> String {
+    let group = |group: &PlannedPes| {
+        let pe = |(pe, experts): (&usize, &Vec<usize>)| format!("{pe} ({})", experts.len());
+        group.pes.iter().zip(&group.experts).map(pe).collect::<Vec<_>>().join(" ")
+    };
+    let groups: Vec<String> = plan.groups.iter().map(group).collect();
+    format!("{} by {} ({}), PEs and their experts: {}", groups.len(), plan.algorithm, plan.source, groups.join(" | "))
 }
 
 /// The check: a line that says how it went, and the worst tensors.

@@ -19,7 +19,7 @@ use crate::report::{PeReport, Span, StepReport, SymmetricMemory};
 pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
     let size = SizeOf {
         config: &job.config,
-        placement: &job.placement,
+        placement: job.groups.placement(0),
         dtype: job.request.dtype,
         max_tokens: job.max_tokens(),
         training: job.backward,
@@ -79,6 +79,9 @@ pub(crate) fn with_cuda<R>(
     let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
     let gpu = crate::gpu::cuda::CudaGpu::attach(shmem, wait_limit)?;
+    if gpu.n_pes() > 1 {
+        gpu.try_put()?;
+    }
     let result = work(&gpu, context)?;
     gpu.finish()?;
     Ok(result)
@@ -104,7 +107,8 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
     let mut layer = DeviceLayer::new(
         gpu,
         job,
-        job.placement.clone(),
+        // A device has one group of all PEs.
+        job.groups.placement(0).clone(),
         dtype,
         job.max_tokens(),
         job.backward,

@@ -19,7 +19,7 @@ impl Job {
         let (pes, tokens) = (self.request.pes as f64, self.tokens as f64);
         let (hidden, experts) = (config.hidden as f64, config.n_experts as f64);
         let shared = config.shared.map_or(0.0, |s| mlp(&s.mlp) * pes);
-        let weights = mlp(&config.expert) * experts + shared;
+        let weights = mlp(&config.expert) * experts * self.groups.len() as f64 + shared;
         let element = self.request.dtype.bytes() as f64;
         // bf16 keeps a packing for each of the two products.
         let per_weight = if self.request.dtype == Dtype::Bf16 { 2.0 * element } else { element };

@@ -15,9 +15,9 @@ use crate::moe::Dtype;
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{self, Observer, Phase};
 use crate::moe::router::Load;
-use crate::moe::{Gradients, Layer, Layout};
+use crate::moe::{Gradients, Layer, Layout, Replicas};
 use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
-use crate::shmem::{ShmTransport, Shmem, Transport};
+use crate::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
 pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
@@ -85,23 +85,58 @@ pub fn run(job: &Job, context: &mut PeContext) -> Result<()> {
     }
 }
 
+/// The symmetric heap of a group's layer, bytes: the same for all groups.
+fn group_heap_bytes(job: &Job) -> Result<usize> {
+    let (config, options, groups) = (&job.config, &job.request.options, &job.groups);
+    let mut most = 0;
+    for g in 0..groups.len() {
+        let layout = Layout::new(config, groups.placement(g), job.request.dtype.bytes(), job.max_tokens(), options)?;
+        most = most.max(Shmem::<ShmTransport>::heap_bytes_for(groups.members(g).len(), layout.total_bytes()));
+    }
+    Ok(most)
+}
+
 /// The symmetric heap that the job's layer needs, bytes.
 pub fn heap_bytes(job: &Job) -> Result<usize> {
-    let (config, options) = (&job.config, &job.request.options);
-    let layout = Layout::new(config, &job.placement, job.request.dtype.bytes(), job.max_tokens(), options)?;
-    Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, layout.total_bytes()))
+    let of_group = group_heap_bytes(job)?;
+    if job.groups.len() == 1 {
+        return Ok(of_group);
+    }
+    let exchange = Replicas::<ShmTransport>::bytes(&job.config, &job.groups);
+    Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, of_group.next_multiple_of(64) + exchange))
 }
 
 fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
-    let heap = heap_bytes(job)?;
-    let segments = context.exchange_segments(heap)?;
+    let segments = context.exchange_segments(heap_bytes(job)?)?;
     let context: &PeContext = context;
     let me = context.my_pe();
-    let shmem = Shmem::new(ShmTransport::new(me, segments)?);
+    let world = Shmem::new(ShmTransport::new(me, segments)?);
+    if job.groups.len() == 1 {
+        return run_layer::<_, ShmTransport, E>(job, context, &world, None);
+    }
+    let team = world.team_split(world.world(), job.groups.members(job.groups.place(me).0))?;
+    let team = team.context("a PE is in its group")?;
+    let group = Shmem::new(GroupTransport::new(&world, team, group_heap_bytes(job)?)?);
+    run_layer::<_, _, E>(job, context, &group, Some(&world))
+}
+
+/// Runs the layer of this PE's group; where there are several, `world` has all of them.
+fn run_layer<T: Transport, W: Transport, E: Element>(
+    job: &Job,
+    context: &PeContext,
+    shmem: &Shmem<T>,
+    world: Option<&Shmem<W>>,
+) -> Result<()> {
+    let me = context.my_pe();
+    let (placement, index) = job.place(me);
     let observer = StatusObserver(context.status());
     let options = job.request.options.clone();
-    let mut layer = Layer::<_, E>::new(&shmem, job, job.placement.clone(), job.max_tokens(), options, &observer)?;
-    tracing::debug!(pe = me, experts = layer.experts().len(), heap_bytes = heap, "the layer is ready");
+    let mut layer = Layer::<_, E>::new(shmem, job, placement.clone(), job.max_tokens(), options, &observer)?;
+    if let Some(world) = world {
+        layer.join(Replicas::new(world, &job.config, job.groups.clone())?);
+    }
+    let bytes_put = || shmem.bytes_put() + world.map_or(0, Shmem::bytes_put);
+    tracing::debug!(pe = me, experts = layer.experts().len(), "the layer is ready");
     if job.request.trace.is_some() {
         layer.recorder.record_spans();
     }
@@ -117,7 +152,7 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
     if job.backward {
         grad_output = to_elements(job.rows(InputTensor::GradOutput, tokens.clone())?);
         grad_input = vec![0.0; x.len()];
-        grads = Gradients::zeros(&job.config, &job.placement, me);
+        grads = Gradients::zeros(&job.config, placement, index);
     }
 
     let mut message = Message {
@@ -126,7 +161,7 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
     };
     let report = &mut message.report;
     layer.recorder.take();
-    let before = shmem.bytes_put();
+    let before = bytes_put();
     let mut sent = metrics::Traffic::default();
     let mut chosen = Vec::new();
     for step in 0..job.request.steps {
@@ -159,13 +194,15 @@ fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
         report.spans.extend(spans);
     }
     // What was put beyond the layer's own protocol is the all-reduce.
-    let all_reduce = (shmem.bytes_put() - before).saturating_sub(sent.total_bytes());
+    let all_reduce = (bytes_put() - before).saturating_sub(sent.total_bytes());
     report.traffic = traffic(&sent, all_reduce);
-    report.symmetric = SymmetricMemory {
-        used_bytes: shmem.used_bytes() as u64,
-        peak_bytes: shmem.peak_bytes() as u64,
-        budget_bytes: heap as u64,
+    // A group's heap is a part of the world's.
+    let (used, peak, budget) = match world {
+        Some(world) => (world.used_bytes(), world.peak_bytes(), world.heap_bytes()),
+        None => (shmem.used_bytes(), shmem.peak_bytes(), shmem.heap_bytes()),
     };
+    report.symmetric =
+        SymmetricMemory { used_bytes: used as u64, peak_bytes: peak as u64, budget_bytes: budget as u64 };
 
     let results = Results { output: &output, grad_input: &grad_input, grads: &grads, chosen: &chosen };
     report_and_write(job, context, &message, &results)
@@ -191,10 +228,12 @@ pub(super) fn report_and_write(job: &Job, context: &PeContext, message: &Message
         layout.write_rows(&file, "output", tokens.start, results.output)?;
         if job.backward {
             layout.write_rows(&file, "grad_hidden_states", tokens.start, results.grad_input)?;
+            let (placement, index) = job.place(me);
+            let first_group = job.groups.place(me).0 == 0;
             for id in job.config.weights() {
-                // Replicated weights' gradients are the same on every PE; the first one writes them.
-                let mine = me == 0 || !job.config.replicated_weights().contains(&id);
-                if let Some(grad) = results.grads.get(id, &job.placement, me).filter(|_| mine) {
+                // Replicated weights' gradients are the same on every PE, experts' in every group; the first one writes them.
+                let mine = if job.config.replicated_weights().contains(&id) { me == 0 } else { first_group };
+                if let Some(grad) = results.grads.get(id, placement, index).filter(|_| mine) {
                     layout.write_rows(&file, &job.gradient_name(id), 0, grad)?;
                 }
             }
@@ -244,7 +283,7 @@ pub(super) fn pass_times(times_s: &[f64; Phase::ALL.len()], rounds: u64) -> Pass
 
 /// Rows of this PE's experts, in their order.
 pub(super) fn expert_rows(job: &Job, me: usize, rows: impl Iterator<Item = u64>) -> Vec<ExpertRows> {
-    job.placement.experts(me).iter().zip(rows).map(|(&expert, rows)| ExpertRows { expert, rows }).collect()
+    job.groups.experts(me).iter().zip(rows).map(|(&expert, rows)| ExpertRows { expert, rows }).collect()
 }
 
 /// The losses of all PEs' tokens, weighted.

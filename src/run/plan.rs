@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -30,9 +33,9 @@ pub enum PlanSource {
 }
 
 /// A plan, and what the report calls where it is from.
-pub struct JobPlan {
-    pub plan: Plan,
-    pub source: String,
+pub(super) struct JobPlan {
+    pub(super) plan: Plan,
+    source: String,
 }
 
 impl Job {
@@ -99,12 +102,16 @@ impl Job {
         Ok(())
     }
 
-    /// Takes the plan that the supervisor made.
+    /// Takes the plan that the supervisor made, from the file [`PLAN`].
     ///
     /// # Errors
-    /// When the text is no plan for this run.
-    pub fn take_plan(&mut self, text: &str) -> Result<()> {
-        self.groups = self.groups_of(&parse_plan(text)?)?;
+    /// When it cannot be read, or is no plan for this run.
+    pub fn take_plan(&mut self, file: BorrowedFd<'_>) -> Result<()> {
+        // All PEs have the same file, and so the same position in it.
+        let file = File::from(file.try_clone_to_owned().context("cannot take the plan")?);
+        let mut text = vec![0; file.metadata().context("cannot read the plan")?.len() as usize];
+        file.read_exact_at(&mut text, 0).context("cannot read the plan")?;
+        self.groups = self.groups_of(&parse_plan(&String::from_utf8(text)?)?)?;
         Ok(())
     }
 
@@ -203,7 +210,8 @@ impl Job {
         let communication_ms = terms.gamma * terms.communication_ms;
         let passes: Vec<_> = std::iter::once(&report.forward).chain(&report.backward).collect();
         let of = |phases: &[&str]| -> f64 {
-            let phase = |key: &&str| passes.iter().filter_map(|pass| pass.phases.get(*key)).map(|s| s.max_s).sum::<f64>();
+            let phase =
+                |key: &&str| passes.iter().filter_map(|pass| pass.phases.get(*key)).map(|s| s.max_s).sum::<f64>();
             phases.iter().map(phase).sum()
         };
         Some(PlanReport {

@@ -8,8 +8,8 @@ use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::check::check;
-use super::plan::PLAN;
 use super::pe::{CHOSEN, Message, PHASE_NAMES, RESULTS};
+use super::plan::PLAN;
 use super::{Job, Request, Work};
 use crate::checkpoint::{OutputFile, memory_file};
 use crate::launch::{self, Event, StatusView};

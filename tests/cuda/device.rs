@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use aristos::gpu::cuda::{CudaGpu, pe_environment};
 use aristos::gpu::nvshmem::Meeting;
-use aristos::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
+use aristos::gpu::{Buffer, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
 
 use crate::{Fakes, assert_says};
 
@@ -64,6 +64,9 @@ cases! {
     matrices_for_tma / tensor_map_case [];
     kernels_newer_than_the_driver / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
     nvshmem_that_does_not_start / status_case [("FAKE_STATUS", "1")];
+    a_put_that_comes / put_case [("FAKE_RING", "0 3 0")];
+    a_put_that_does_not_come / lost_case [("FAKE_RING", "0 2 1")];
+    kernels_that_know_other_pes / stranger_case [("FAKE_RING", "1 2 0")];
     a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
     what_pes_are_started_with / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
 }
@@ -119,17 +122,15 @@ const LAUNCH: Launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperativ
 #[ignore = "runs in a process of its own"]
 fn launch_case() {
     let gpu = alone();
-    let out = Buffer::from_slice(&gpu, &[0u64; 2]).unwrap();
+    let out = Buffer::from_slice(&gpu, &[0u64; 3]).unwrap();
     for (n, cooperative) in [(1, 0), (2, 1)] {
-        out.zero(0, 16).unwrap();
+        out.zero(0, 24).unwrap();
         smoke(&gpu, &out, Launch { cooperative, ..LAUNCH }).unwrap();
         gpu.synchronise().unwrap();
-        assert_eq!(out.read_vec::<u64>(0, 2).unwrap(), [0x1234_5678_9abc_def0, 77]);
-        assert_eq!(gpu.global_u64("aristos_smoke_launches").unwrap(), n);
+        assert_eq!(out.read_vec::<u64>(0, 3).unwrap(), [0x1234_5678_9abc_def0, 77, n]);
     }
     let unknown = gpu.resident_blocks("aristos_nothing", 32, 0).unwrap_err().to_string();
     assert_says(&unknown, &["aristos_nothing", "no module"]);
-    assert_says(&gpu.global_u64("nothing").unwrap_err().to_string(), &["nothing", "no module"]);
     // An error of the driver's has its name.
     let error = smoke(&gpu, &out, Launch { grid: 0, ..LAUNCH }).unwrap_err().to_string();
     assert_says(&error, &["cannot launch aristos_smoke", "CUDA_ERROR_INVALID_VALUE (1, invalid argument)"]);
@@ -143,7 +144,7 @@ fn residency_case() {
     assert_eq!(gpu.limits().unwrap().multiprocessors, 5);
     assert_eq!(gpu.resident_blocks("aristos_smoke", 128, 0).unwrap(), 10);
     assert_eq!(gpu.resident_blocks("aristos_smoke", 128, 100 << 10).unwrap(), 5);
-    let out = Buffer::from_slice(&gpu, &[0u64; 2]).unwrap();
+    let out = Buffer::from_slice(&gpu, &[0u64; 3]).unwrap();
     smoke(&gpu, &out, Launch { grid: 10, cooperative: 1, ..LAUNCH }).unwrap();
     let error = smoke(&gpu, &out, Launch { grid: 11, cooperative: 1, ..LAUNCH }).unwrap_err().to_string();
     assert_says(&error, &["cannot launch aristos_smoke", "11 blocks", "and 10 do on 5 of Fake 0"]);
@@ -155,14 +156,14 @@ fn residency_case() {
 #[ignore = "runs in a process of its own"]
 fn graph_case() {
     let gpu = alone();
-    let out = Buffer::from_slice(&gpu, &[0u64; 2]).unwrap();
+    let out = Buffer::from_slice(&gpu, &[0u64; 3]).unwrap();
     let graph = gpu
         .capture(|| {
             smoke(&gpu, &out, LAUNCH)?;
             smoke(&gpu, &out, LAUNCH)
         })
         .unwrap();
-    assert_eq!(gpu.global_u64("aristos_smoke_launches").unwrap(), 0, "recorded, not run");
+    assert_eq!(out.read_vec::<u64>(16, 1).unwrap(), [0], "recorded, not run");
     gpu.mark(3).unwrap();
     for _ in 0..3 {
         // SAFETY: nothing of it is gone.
@@ -170,7 +171,7 @@ fn graph_case() {
     }
     gpu.mark(63).unwrap();
     gpu.synchronise().unwrap();
-    assert_eq!(gpu.global_u64("aristos_smoke_launches").unwrap(), 6);
+    assert_eq!(out.read_vec::<u64>(16, 1).unwrap(), [6]);
     assert_eq!(gpu.elapsed(3, 63).unwrap(), Duration::from_millis(6));
     assert!(gpu.elapsed(3, 4).is_err() && gpu.mark(64).is_err());
     // What cannot be recorded is an error, and the stream can be used again.
@@ -227,6 +228,28 @@ fn nvshmem_case() {
     gpu.barrier(LIMIT).unwrap();
     symmetric.free(LIMIT).unwrap();
     gpu.finish().unwrap();
+}
+
+fn try_put(n_pes: usize) -> Result<(), GpuError> {
+    CudaGpu::attach(Alike { my_pe: 0, n_pes }, LIMIT).unwrap().try_put()
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn put_case() {
+    try_put(3).unwrap();
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn lost_case() {
+    assert_says(&try_put(2).unwrap_err().to_string(), &["PE 0 waited 10.0 s", "PE 1 puts to it", "did not come"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn stranger_case() {
+    assert_says(&try_put(2).unwrap_err().to_string(), &["they are PE 1 of 2", "this is PE 0 of 2", "aristos doctor"]);
 }
 
 #[test]

@@ -64,7 +64,7 @@ symbols! {
     cuMemGetInfo_v2 cuMemAlloc_v2 cuMemFree_v2 cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemsetD8Async
     cuStreamCreate cuStreamDestroy_v2 cuStreamQuery cuStreamSynchronize cuStreamBeginCapture_v2 cuStreamEndCapture
     cuGraphInstantiateWithFlags cuGraphLaunch cuGraphDestroy cuGraphExecDestroy
-    cuModuleLoadData cuModuleUnload cuModuleGetFunction cuModuleGetGlobal_v2
+    cuModuleLoadData cuModuleUnload cuModuleGetFunction
     cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuLaunchKernel cuLaunchCooperativeKernel
     cuEventCreate cuEventRecord cuEventElapsedTime cuEventDestroy_v2
     cuTensorMapEncodeTiled

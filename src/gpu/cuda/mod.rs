@@ -25,7 +25,7 @@ use driver::{Driver, call};
 pub use graph::Graph;
 
 use super::nvshmem::{self, Meeting, Nvshmem};
-use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
+use super::{Buffer, DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
 
 /// Marks that [`Gpu::mark`] takes.
 const MARKS: usize = 64;
@@ -54,6 +54,14 @@ pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
         environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
     }
     Ok(environment)
+}
+
+/// How many devices there are for PEs.
+///
+/// # Errors
+/// The driver's, in one line.
+pub fn visible_devices() -> Result<usize, GpuError> {
+    Ok(device::devices(driver::driver()?)?.len())
 }
 
 /// A context that is current in the thread that made it, and retained.
@@ -159,31 +167,46 @@ impl CudaGpu {
         Ok(())
     }
 
-    /// The value of a module's `__device__` variable of 8 bytes.
+    /// Every PE puts a word to the next one, from a kernel, and waits for that of the one before (collective): what the layer's
+    /// kernels need of NVSHMEM at least, so that what is wrong with it is known by name before anything large is made.
     ///
     /// # Errors
-    /// When there is none; the driver's.
-    pub fn global_u64(&self, name: &str) -> Result<u64, GpuError> {
-        let symbol = CString::new(name).map_err(|error| GpuError::failed(format!("find {name}"), error))?;
-        for module in &self.modules {
-            let (mut address, mut bytes) = (0, 0);
-            // SAFETY: sets address and length; the name ends with a zero.
-            let code = unsafe {
-                call!(self.driver, cuModuleGetGlobal_v2(&raw mut address, &raw mut bytes, *module, symbol.as_ptr()))
-            };
-            if code == driver::NOT_FOUND {
-                continue;
-            }
-            self.driver.check(code, || format!("find {name}"))?;
-            if bytes != 8 {
-                return Err(GpuError::failed(format!("read {name}"), format!("it has {bytes} bytes")));
-            }
-            let mut value = [0; 8];
-            // SAFETY: the variable has 8 bytes.
-            unsafe { self.copy_out_raw(&mut value, address) }?;
-            return Ok(u64::from_ne_bytes(value));
+    /// [`GpuError::Unavailable`] when the put does not come, or the kernel knows other PEs than the host; the driver's.
+    pub fn try_put(&self) -> Result<(), GpuError> {
+        /// What travels: no number that lies about in memory.
+        const WORD: u64 = 0x4172_6973_746f_7321;
+        // sent, received, signal: `SmokeCell` of kernels/smoke.cu.
+        const CELL_BYTES: u64 = 24;
+        let cell = SymmetricBuffer::new(self, CELL_BYTES)?;
+        cell.zero(0, CELL_BYTES)?;
+        let out = Buffer::from_slice(self, &[0u64; 3])?;
+        self.barrier(self.wait_limit)?;
+        let limit_ns = u64::try_from(self.wait_limit.as_nanos()).unwrap_or(u64::MAX);
+        let args = [cell.address(), out.address(), WORD, limit_ns].map(u64::to_ne_bytes);
+        let args: Vec<&[u8]> = args.iter().map(|arg| &arg[..]).collect();
+        let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0 };
+        // SAFETY: the kernel's four parameters; a symmetric cell, three words and numbers.
+        unsafe { self.launch("aristos_smoke", launch, &args) }?;
+        self.synchronise_within(self.wait_limit.saturating_add(Duration::from_secs(1)))?;
+        let seen = out.read_vec::<u64>(0, 3)?;
+        let (me, n) = (self.my_pe(), self.n_pes());
+        if seen[1..] != [me as u64, n as u64] {
+            return Err(GpuError::Unavailable(format!(
+                "NVSHMEM tells the kernels that they are PE {} of {}, and this is PE {me} of {n}: its host library does not fit \
+                 the kernels (aristos doctor names both versions)",
+                seen[1], seen[2],
+            )));
         }
-        Err(GpuError::failed(format!("find {name}"), "no module has it"))
+        if seen[0] != WORD {
+            return Err(GpuError::Unavailable(format!(
+                "PE {me} waited {:.1} s for a word that PE {} puts to it by NVSHMEM, and {}: try NVSHMEM_DEBUG=INFO, and \
+                 aristos doctor",
+                self.wait_limit.as_secs_f64(),
+                (me + n - 1) % n,
+                if seen[0] == u64::MAX { "it did not come".to_string() } else { format!("{:#x} came", seen[0]) },
+            )));
+        }
+        cell.free(self.wait_limit)
     }
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {

@@ -1,0 +1,167 @@
+//! `aristos run --plan`: expert-parallel groups and unequal placements, as a command.
+
+#[path = "binary/mod.rs"]
+mod binary;
+
+use std::path::Path;
+use std::time::Duration;
+
+use binary::{Outcome, aristos_run, read_tensors, relative_error, run, start};
+use rustix::process::{Signal, kill_process};
+use serde_json::{Value, json};
+
+/// A layer whose experts take 0.049 MB each in training: 3 matrices of 32 x 64, weights and gradients in f32.
+const LAYER: &str = "--pes 4 --tokens 96 --hidden 32 --intermediate 64 --experts 8 --top-k 3";
+
+fn run_layer(args: &str) -> Outcome {
+    run(aristos_run(&format!("{LAYER} {args}")))
+}
+
+fn report(outcome: Outcome) -> Value {
+    serde_json::from_str(&outcome.success().stdout).unwrap()
+}
+
+/// All that a step comes to must be what one group with even shares gives.
+#[track_caller]
+fn equals_one_group(dir: &Path, name: &str, flags: &str) {
+    let one = dir.join("one.safetensors");
+    run_layer(&format!("--output {} {flags}", one.display())).success();
+    let (want, got) = (read_tensors(&one), read_tensors(&dir.join(name)));
+    assert_eq!(want.keys().collect::<Vec<_>>(), got.keys().collect::<Vec<_>>());
+    for (tensor, (shape, values)) in &want {
+        assert_eq!(shape, &got[tensor].0);
+        let error = relative_error(&got[tensor].1, values);
+        assert!(error < 1e-5, "{tensor}: {error:e}");
+    }
+}
+
+/// A plan file with groups of (devices, expert owners).
+fn plan(groups: &[(&[u64], &[u64])]) -> Value {
+    let group = |(devices, owners): &(&[u64], &[u64])| {
+        let experts = |device: &u64| {
+            let held: Vec<usize> = (0..owners.len()).filter(|&e| owners[e] == *device).collect();
+            (device.to_string(), json!(held))
+        };
+        let experts: serde_json::Map<String, Value> = devices.iter().map(experts).collect();
+        json!({"devices": devices, "objective_ms": 1.0, "experts": experts, "makespan_ms": 0.5})
+    };
+    json!({
+        "feasible": true, "algorithm": "search", "optimal": false, "gap_bound": 0.1, "objective_ms": 1.0,
+        "terms": {"gamma": 2.0, "compute_ms": 0.3, "communication_ms": 0.1, "all_reduce_ms": 0.2},
+        "groups": groups.iter().map(group).collect::<Vec<_>>(), "idle_devices": [], "elapsed_ms": 0.0,
+    })
+}
+
+fn two_groups() -> Value {
+    plan(&[(&[0, 3], &[0, 0, 0, 0, 0, 0, 3, 3]), (&[1, 2], &[2, 2, 2, 1, 2, 2, 2, 2])])
+}
+
+#[test]
+fn a_plan_for_unequal_memories_equals_one_group() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("planned.safetensors");
+    // Room for 3, 1, 5 and 2 experts.
+    let args = format!("--plan auto --memory-mb 0.15,0.05,0.25,0.1 --check --json --output {}", out.display());
+    let report = report(run_layer(&args));
+    assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
+    let plan = &report["plan"];
+    assert_eq!((&plan["source"], &plan["algorithm"]), (&json!("auto"), &json!("exact")));
+    let mut times_held = vec![0; 8];
+    for group in plan["groups"].as_array().unwrap() {
+        for (pe, experts) in group["pes"].as_array().unwrap().iter().zip(group["experts"].as_array().unwrap()) {
+            let experts = experts.as_array().unwrap();
+            assert!(experts.len() <= [3, 1, 5, 2][pe.as_u64().unwrap() as usize], "{plan:#}");
+            experts.iter().for_each(|e| times_held[e.as_u64().unwrap() as usize] += 1);
+        }
+    }
+    // All memory together holds 11 experts: one group.
+    assert_eq!(times_held, [1; 8]);
+    for times in ["predicted", "measured"] {
+        for key in ["step_s", "compute_s"] {
+            assert!(plan[times][key].as_f64().unwrap() > 0.0, "{times} {key}: {plan:#}");
+        }
+    }
+    equals_one_group(dir.path(), "planned.safetensors", "");
+}
+
+#[test]
+fn groups_with_unequal_placements_equal_one_group() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, out) = (dir.path().join("plan.json"), dir.path().join("planned.safetensors"));
+    std::fs::write(&file, two_groups().to_string()).unwrap();
+    for flags in ["", "--aux-loss-coef 0.1 --z-loss-coef 0.01 --shared-intermediate 24", "--capacity-factor 1.1"] {
+        let args = format!("--plan {} --check --steps 3 --json --output {} {flags}", file.display(), out.display());
+        let report = report(run_layer(&args));
+        assert_eq!(report["check"]["passed"], true, "{flags}: {:#}", report["check"]);
+        let groups = &report["plan"]["groups"];
+        assert_eq!((&groups[0]["pes"], &groups[1]["pes"]), (&json!([0, 3]), &json!([1, 2])));
+        assert_eq!(groups[1]["experts"], json!([[3], [0, 1, 2, 4, 5, 6, 7]]));
+        let tokens: u64 = report["tokens_per_expert"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum();
+        assert!(flags.contains("capacity") || tokens == 96 * 3, "{tokens}");
+        assert!(report["traffic"]["remote_bytes"]["all_reduce"].as_u64().unwrap() > 8 * 3 * 32 * 64 * 4);
+        equals_one_group(dir.path(), "planned.safetensors", flags);
+    }
+    // The table says it too.
+    let text = run_layer(&format!("--plan {} --dtype bf16 --check", file.display())).success().stdout;
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(text.contains("EP groups") && text.contains("0 (6) 3 (2) | 1 (1) 2 (7)"), "{text}");
+    assert!(text.contains("planned ") && text.contains("measured "), "{text}");
+}
+
+#[test]
+fn memory_that_does_not_suffice_is_named() {
+    run_layer("--plan auto --memory-mb 0.05").refused(&[
+        "--plan auto: no plan: memory",
+        "8 experts",
+        "hold 4",
+        "4 short",
+    ]);
+}
+
+#[test]
+fn flags_that_do_not_fit() {
+    run_layer("--memory-mb 5").misused(&["--plan"]);
+    run_layer("--plan auto --memory-mb 1,2").refused(&["--memory-mb has 2 numbers", "4, one for each PE"]);
+    run_layer("--plan auto --memory-mb=-1").refused(&["--memory-mb is -1"]);
+    run_layer("--plan none.json").refused(&["none.json", "No such file"]);
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("p.json");
+    std::fs::write(&file, two_groups().to_string()).unwrap();
+    run_layer(&format!("--plan {} --memory-mb 1", file.display())).refused(&["--memory-mb with --plan", "--plan auto"]);
+}
+
+#[test]
+fn plans_that_are_for_something_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("p.json");
+    let refused = |change: &dyn Fn(&mut Value), parts: &[&str]| {
+        let mut plan = two_groups();
+        change(&mut plan);
+        std::fs::write(&file, plan.to_string()).unwrap();
+        run_layer(&format!("--plan {}", file.display())).refused(&[&["p.json: "], parts].concat());
+    };
+    refused(&|p| p["groups"] = json!([p["groups"][0]]), &["2 devices", "expected 4", "--pes"]);
+    refused(&|p| p["idle_devices"] = json!([7]), &["idle_devices has device 7"]);
+    refused(&|p| p["groups"][1]["devices"][0] = json!(9), &["groups[1].devices[0] is 9", "below 4"]);
+    refused(&|p| p["groups"][1]["devices"][0] = json!(0), &["groups[1]", "device 1", "not in the group"]);
+    refused(&|p| p["groups"][0]["experts"]["3"] = json!([6]), &["groups[0].experts lacks expert 7"]);
+    refused(&|p| p["groups"][0]["experts"]["3"] = json!([6, 7, 0]), &["groups[0].experts.3 has expert 0", "another"]);
+    refused(&|p| p["groups"][0]["experts"]["3"] = json!([6, 7, 8]), &["has expert 8", "the layer has 8"]);
+    refused(&|p| p["groups"][0]["experts"]["3"] = json!([-1]), &["groups[0].experts.3[0]"]);
+    refused(&|p| *p = json!({"feasible": false, "shortage": "memory", "elapsed_ms": 1}), &["feasible is false"]);
+    refused(&|p| p["groups"] = json!("all"), &["groups"]);
+    refused(&|p| *p = json!([]), &[]);
+}
+
+/// Killed while groups wait for each other: named, and nothing is left.
+#[test]
+fn a_pe_of_a_group_that_dies_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("p.json");
+    std::fs::write(&file, two_groups().to_string()).unwrap();
+    let mut running = start(aristos_run(&format!("{LAYER} --plan {} --steps 1000000", file.display())));
+    let pe = running.pe(2);
+    std::thread::sleep(Duration::from_millis(300));
+    kill_process(pe, Signal::KILL).unwrap();
+    running.end().refused(&["PE 2", "signal 9"]);
+}
