@@ -147,7 +147,7 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 1.2e8;
+const THOROUGH_OPS: u64 = 120_000_000;
 /// What falls from there on, with matrices.
 const BEYOND_OPS: f64 = 8e7;
 /// The same of large clusters in tiers.
@@ -338,9 +338,7 @@ fn effort(n: usize, matrix: bool, times: u32) -> Effort {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
-        true if n as f64 <= THOROUGH_DEVICES => {
-            Effort { construct: 3 * (n * n) as u64 + 50_000, improve: THOROUGH_OPS as u64 }
-        }
+        true if n as f64 <= THOROUGH_DEVICES => Effort { construct: 2_000_000, improve: THOROUGH_OPS },
         true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (BEYOND_OPS * fifth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     };
