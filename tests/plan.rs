@@ -208,12 +208,16 @@ fn ten_thousand_inputs_have_valid_answers() {
     let (mut plans, mut worse) = (0, 0);
     for round in 0..10_000 {
         let n = match round {
-            _ if round % 200 == 0 => 64,
-            _ if round % 50 == 0 => 17 + random.below(48),
-            _ if round % 25 == 0 => 12 + random.below(5),
+            _ if round % 501 == 0 => 64,
+            _ if round % 151 == 0 => 17 + random.below(48),
+            _ if round % 75 == 0 => 12 + random.below(5),
             _ => 1 + random.below(11),
         };
         let mut case = random_case(&mut random, n);
+        if round % 1503 == 0 {
+            // The hardest to search.
+            case.structureless(&mut random);
+        }
         if round % 2 == 0 {
             hostile(&mut random, &mut case);
         }

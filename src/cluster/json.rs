@@ -295,7 +295,7 @@ impl Cluster {
             ),
         };
         let probe = self.probe.as_ref().map_or(String::new(), |probe| {
-            let rows = |rows: &[Vec<f64>]| rows.iter().map(|row| line(row)).collect::<Vec<_>>().join(",\n      ");
+            let rows = |rows: &[Vec<f64>]| rows.iter().map(line).collect::<Vec<_>>().join(",\n      ");
             format!(
                 ",\n  \"probe\": {{\n    \"transport\": {},\n    \"sizes_bytes\": {},\n    \"together_bytes\": {},\n    \
                  \"residual\": [\n      {}],\n    \"contention\": [\n      {}],\n    \"exchange_factor\": {}}}",

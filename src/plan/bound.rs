@@ -20,84 +20,23 @@ pub(crate) trait LeastExchange: LinkTable {
     fn devices_alike(&self) -> bool;
 }
 
-/// Sorts rows of links: most of what the bounds of a matrix cost.
-#[derive(Default)]
-struct Sorter {
-    values: Vec<f64>,
-    sorted: Vec<f64>,
-    bucket: Vec<u16>,
-    /// Where each bucket starts.
-    starts: Vec<u32>,
-}
-
-impl Sorter {
-    /// Buckets, a power of two.
-    const BUCKETS: usize = 512;
-    /// With so many in one bucket, comparing all of them would take long.
-    const CROWDED: u32 = 24;
-
-    /// The numbers of a row but its `skipped`-th, ascending: by buckets of equal width, whose few numbers are then put in order.
-    fn sorted(&mut self, row: &[f64], skipped: usize) -> &[f64] {
-        let Sorter { values, sorted, bucket, starts } = self;
-        values.clear();
-        values.extend_from_slice(row);
-        values.swap_remove(skipped);
-        let (low, high) = values.iter().fold((f64::INFINITY, 0.0f64), |(low, high), &x| (low.min(x), high.max(x)));
-        let per_width = (Self::BUCKETS - 1) as f64 / (high - low);
-        starts.clear();
-        starts.resize(Self::BUCKETS + 1, 0);
-        bucket.clear();
-        // No number is in a later bucket than a larger one; where all are equal, all are in the first.
-        bucket.extend(values.iter().map(|x| ((x - low) * per_width) as u16 & (Self::BUCKETS - 1) as u16));
-        let mut most = 0;
-        for &b in bucket.iter() {
-            let count = &mut starts[usize::from(b) + 1];
-            *count += 1;
-            most = most.max(*count);
-        }
-        sorted.clear();
-        if most > Self::CROWDED || !per_width.is_finite() {
-            sorted.extend_from_slice(values);
-            sorted.sort_unstable_by(f64::total_cmp);
-            return sorted;
-        }
-        let mut sum = 0;
-        for start in starts.iter_mut() {
-            sum += *start;
-            *start = sum;
-        }
-        sorted.resize(values.len(), 0.0);
-        for (x, b) in values.iter().zip(bucket.iter()) {
-            let place = &mut starts[usize::from(*b)];
-            sorted[*place as usize] = *x;
-            *place += 1;
-        }
-        for end in 1..sorted.len() {
-            let x = sorted[end];
-            let mut place = end;
-            while place > 0 && sorted[place - 1] > x {
-                sorted[place] = sorted[place - 1];
-                place -= 1;
-            }
-            sorted[place] = x;
-        }
-        sorted
-    }
-}
-
 impl LeastExchange for Matrix {
     fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
         let n = self.len();
         // A row's s - 1 smallest alphas and its s - 1 smallest betas, whether or not they are the same links.
         let per_peer: Vec<f64> = (1..=n).map(|s| mb / s as f64).collect();
         let mut by_device = vec![0.0; n * n];
-        let mut sorter = Sorter::default();
+        let mut row: Vec<u64> = Vec::with_capacity(n);
         for (i, by_size) in by_device.chunks_exact_mut(n).enumerate() {
             for (values, of_alpha) in [(self.alpha_row(i), true), (self.beta_row(i), false)] {
-                let row = sorter.sorted(values, i);
+                row.clear();
+                // Not negative, so the bits are in the numbers' order, and integers sort faster.
+                row.extend(values.iter().map(|x| x.to_bits()));
+                row.swap_remove(i);
+                row.sort_unstable();
                 let mut sum = 0.0;
-                for ((x, ms), per_peer) in row.iter().zip(&mut by_size[1..]).zip(&per_peer[1..]) {
-                    sum += x;
+                for ((bits, ms), per_peer) in row.iter().zip(&mut by_size[1..]).zip(&per_peer[1..]) {
+                    sum += f64::from_bits(*bits);
                     *ms += if of_alpha { sum } else { sum * per_peer };
                 }
             }
@@ -388,38 +327,5 @@ impl ReduceBound {
     fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
         let kinds = self.kinds.iter().take_while(|(_, most)| k <= *most);
         kinds.map(|(link, _)| problem.all_reduce(k, *link)).fold(f64::INFINITY, f64::min)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_are_sorted_whatever_is_in_them() {
-        let mut state = 1u64;
-        let mut unit = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 11) as f64 / (1u64 << 53) as f64
-        };
-        let mut sorter = Sorter::default();
-        for round in 0..600 {
-            let n = 1 + round % 300;
-            let row: Vec<f64> = (0..n)
-                .map(|_| match round % 6 {
-                    0 => unit(),
-                    1 => 0.25,
-                    2 => 1e-30 * 1e60f64.powf(unit()),
-                    3 => (unit() * 4.0).floor(),
-                    4 => 1.0 + 1e-15 * (unit() * 8.0).floor(),
-                    _ => [0.0, 1e30, 1e-30, 5e-324, 0.1 + 0.01 * unit()][(unit() * 5.0) as usize],
-                })
-                .collect();
-            let skipped = (unit() * n as f64) as usize;
-            let mut expected = row.clone();
-            expected.remove(skipped);
-            expected.sort_by(f64::total_cmp);
-            assert_eq!(sorter.sorted(&row, skipped), expected, "{row:?} but {skipped}");
-        }
     }
 }

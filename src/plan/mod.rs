@@ -147,7 +147,9 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 8e7;
+const THOROUGH_OPS: u64 = 120_000_000;
+/// What falls from there on, with matrices.
+const BEYOND_OPS: f64 = 8e7;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 20_000_000;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
@@ -336,7 +338,8 @@ fn effort(n: usize, matrix: bool, times: u32) -> Effort {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
-        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (THOROUGH_OPS * fifth) as u64 },
+        true if n as f64 <= THOROUGH_DEVICES => Effort { construct: 2_000_000, improve: THOROUGH_OPS },
+        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (BEYOND_OPS * fifth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     };
     Effort { improve: usual.improve.saturating_mul(u64::from(times.max(1))), ..usual }

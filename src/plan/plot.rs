@@ -67,7 +67,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
         of_device.extend(group.experts.iter().map(|(id, experts)| (*id, (g, experts))));
     }
     let title = format!(
-        "{} devices, {} experts: {} of {:.2} ms per iteration ({})",
+        "{} devices, {} experts: {}, {:.2} ms per iteration ({})",
         cluster.devices.len(),
         workload.n_experts(),
         crate::report::table::count(plan.groups.len() as u64, "group"),
@@ -75,7 +75,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
         plan.algorithm
     );
     write(area, &title, (EDGE, EDGE), 20, Pos::new(HPos::Left, VPos::Top))?;
-    let key = "a row per host, a colour per group; device: number of experts; bar: share of its group's makespan";
+    let key = "a block per host, a colour per group; in a cell, device: number of experts; bar: time over its group's makespan";
     write(area, key, (EDGE, EDGE + 26), 13, Pos::new(HPos::Left, VPos::Top))?;
 
     // Many hosts share rows.
@@ -90,11 +90,17 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
     for (place, host) in hosts.iter().enumerate() {
         let (row, first) = (place / per_row, place % per_row * (widest + 1));
         let y = (TOP + (row as f64 * cell.1) as i32, TOP + ((row + 1) as f64 * cell.1 * 0.999) as i32);
-        if first == 0 && cell.1 >= 12.0 {
-            let name = &cluster.devices[host[0] as usize].host;
-            let more = if per_row > 1 { " ..." } else { "" };
-            let name: String = name.chars().take(12).collect::<String>() + more;
-            write(area, &name, (LEFT - 8, (y.0 + y.1) / 2), 13, Pos::new(HPos::Right, VPos::Center))?;
+        let name: String = cluster.devices[host[0] as usize].host.chars().take(12).collect();
+        // Several in a row have the gap before them for their names, if it is wide enough.
+        let gap = if per_row == 1 { LEFT } else { cell.0 as i32 };
+        if cell.1 >= 12.0 && (first == 0 || gap >= 10 + 8 * name.chars().count() as i32) {
+            let x = LEFT + (first as f64 * cell.0) as i32;
+            let name = if first == 0 && per_row > 1 && gap < 10 + 8 * name.chars().count() as i32 {
+                name + " ..."
+            } else {
+                name
+            };
+            write(area, &name, (x - 8, (y.0 + y.1) / 2), 13, Pos::new(HPos::Right, VPos::Center))?;
         }
         for (seat, &i) in host.iter().enumerate() {
             let device = &cluster.devices[i as usize];
@@ -192,18 +198,29 @@ fn sizes(cluster: &Cluster) -> Vec<usize> {
     distinct
 }
 
+/// Round numbers from `low` to `high`, at least a few.
+fn ticks(low: f64, high: f64) -> Vec<f64> {
+    let steps: &[f64] = if high / low > 100.0 { &[1.0, 3.0] } else { &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0] };
+    let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
+    let all = decades.flat_map(|decade| steps.iter().map(move |step| step * 10f64.powi(decade)));
+    all.filter(|tick| (low..=high).contains(tick)).collect()
+}
+
 fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
     let latencies = || curves.iter().flat_map(|(_, points)| points).filter_map(|point| point.latency_ms);
     let (low, high) = latencies().fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));
-    let (low, high) = if high > 0.0 && low > 0.0 { (low / 1.3, high * 1.6) } else { (0.5, 2.0) };
+    let (low, high) = if high > 0.0 && low > 0.0 { (low / 1.2, high * 1.5) } else { (0.5, 2.0) };
     let numbers: Vec<usize> =
         curves.first().map_or_else(Vec::new, |(_, points)| points.iter().map(|p| p.experts).collect());
     let mut chart = ChartBuilder::on(area)
         .caption("Iteration latency by size of the expert-parallel groups (EP)", ("sans-serif", 20))
         .margin(14)
-        .x_label_area_size(44)
+        .x_label_area_size(48)
         .y_label_area_size(80)
-        .build_cartesian_2d(-0.3..numbers.len() as f64 - 0.7, (low..high).log_scale())
+        .build_cartesian_2d(
+            -0.5..numbers.len() as f64 - 0.5,
+            (low..high).log_scale().with_key_points(ticks(low, high / 1.3)),
+        )
         .map_err(failed)?;
     let label = |x: &f64| match numbers.get(x.round() as usize) {
         Some(experts) if (x - x.round()).abs() < 0.01 && *x > -0.01 => experts.to_string(),
@@ -213,12 +230,22 @@ fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
         .configure_mesh()
         .x_labels(numbers.len().max(2))
         .x_label_formatter(&label)
-        .y_label_formatter(&|y| format!("{y:.0}"))
-        .x_desc("experts; a cross is out of memory")
+        .y_label_formatter(&|y| format!("{y}"))
+        .x_desc("experts")
         .y_desc("ms per iteration (lower is better)")
-        .light_line_style(BLACK.mix(0.05))
+        .label_style(("sans-serif", 14))
+        .bold_line_style(BLACK.mix(0.12))
+        .light_line_style(TRANSPARENT)
         .draw()
         .map_err(failed)?;
+    // A band for the points that have no latency.
+    let (band, top) = (high / 1.22, high / 1.1);
+    let edges = (-0.5, numbers.len() as f64 - 0.5);
+    chart
+        .draw_series([Rectangle::new([(edges.0, band), (edges.1, high)], BLACK.mix(0.06).filled())])
+        .map_err(failed)?;
+    let style = ("sans-serif", 14).into_font().color(&BLACK).pos(Pos::new(HPos::Left, VPos::Center));
+    chart.draw_series([Text::new("out of memory", (-0.47, top), style)]).map_err(failed)?;
     for (place, (size, points)) in curves.iter().enumerate() {
         let color = COLORS[place % COLORS.len()];
         let line: Vec<(f64, f64)> =
@@ -230,16 +257,16 @@ fn latency_on(area: &Area, curves: &[(usize, Vec<Point>)]) -> Result<()> {
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
         chart.draw_series(line.iter().map(|&at| Circle::new(at, 4, color.filled()))).map_err(failed)?;
         // Beside each other, so that each curve's are seen.
-        let aside = 0.06 * (place as f64 - (curves.len() as f64 - 1.0) / 2.0);
+        let aside = 0.11 * (place as f64 - (curves.len() as f64 - 1.0) / 2.0);
         let out = points.iter().enumerate().filter(|(_, p)| p.latency_ms.is_none());
-        let top = high / 1.12;
         chart
             .draw_series(out.map(|(x, _)| Cross::new((x as f64 + aside, top), 5, color.stroke_width(2))))
             .map_err(failed)?;
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
+        .position(SeriesLabelPosition::LowerRight)
+        .label_font(("sans-serif", 14))
         .background_style(WHITE.mix(0.8))
         .border_style(BLACK.mix(0.3))
         .draw()

@@ -13,9 +13,14 @@ use super::objective::{IDLE, Problem};
 use super::state::{Move, State, Worth};
 use crate::cluster::LinkTable;
 
-/// How much the mean of the groups counts beside the objective while annealing: with the maximum alone, most moves change
+/// How much the groups' 8-norm or their mean, in turn, count beside the objective while annealing: with the maximum alone, most moves change
 /// nothing.
+const NORM_WEIGHT: f64 = 1.0;
 const MEAN_WEIGHT: f64 = 0.2;
+/// One in so many proposals moves all devices that slow links join.
+const JOINED_ONE_IN: usize = 8;
+/// Beyond so many devices such proposals cost more than they bring.
+const JOINED_MOST: usize = 128;
 /// The same in the descent, where it only breaks ties.
 const MEAN_TIE: f64 = 1e-6;
 /// Numbers of groups in the first round of annealing; every round halves them.
@@ -182,15 +187,20 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 Some(found) => found.groups.clone(),
                 None => self.dealt_by_memory(k),
             };
-            let mut chains: Vec<(Vec<Vec<u32>>, u64)> =
-                numbers.iter().map(|&k| (start(k), (round * 65_536 + k) as u64)).collect();
+            let mut chains: Vec<(Vec<Vec<u32>>, u64, bool)> = numbers
+                .iter()
+                .enumerate()
+                .map(|(place, &k)| (start(k), (round * 65_536 + k) as u64, (round + place).is_multiple_of(2)))
+                .collect();
             if chains.len() < CHAINS_LEAST.min(most_chains) {
-                let more = chains.iter().map(|(start, seed)| (start.clone(), seed + 32_768)).collect::<Vec<_>>();
+                let more =
+                    chains.iter().map(|(start, seed, norm)| (start.clone(), seed + 32_768, !norm)).collect::<Vec<_>>();
                 chains.extend(more);
             }
             let each = budget / ROUNDS as u64 / chains.len() as u64;
-            let anneal =
-                |(start, seed): &(Vec<Vec<u32>>, u64)| self.anneal_from(start, each, round, &mut Random(*seed));
+            let anneal = |(start, seed, norm): &(Vec<Vec<u32>>, u64, bool)| {
+                self.anneal_from(start, each, round, *norm, &mut Random(*seed))
+            };
             let half = chains.len() / 2;
             let found: Vec<Option<Vec<Vec<u32>>>> = if half > 0 && each >= THREAD_LEAST {
                 let (here, there) = chains.split_at(chains.len() - half);
@@ -209,15 +219,28 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 
     /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
-    fn anneal_from(&self, start: &[Vec<u32>], budget: u64, round: usize, random: &mut Random) -> Option<Vec<Vec<u32>>> {
+    fn anneal_from(
+        &self,
+        start: &[Vec<u32>],
+        budget: u64,
+        round: usize,
+        norm: bool,
+        random: &mut Random,
+    ) -> Option<Vec<Vec<u32>>> {
         let n = self.problem.n();
         let mut state = State::new(self.problem, start);
+        let tree = !self.allow_idle && n <= JOINED_MOST && start.len() > 1;
+        if tree {
+            state = state.with_tree();
+        }
+        let (mut moves, mut joined) = (Vec::new(), Vec::new());
         let worth = state.worth(None)?;
         // A group that lacks one expert is as bad as this much.
         let penalty = worth.objective_ms;
         let energy = |worth: &Worth| {
             let short = if worth.short > 0.0 { penalty * (0.02 + worth.short) } else { 0.0 };
-            worth.objective_ms + MEAN_WEIGHT * worth.mean_ms + short
+            let guide = if norm { NORM_WEIGHT * worth.norm_ms } else { MEAN_WEIGHT * worth.mean_ms };
+            worth.objective_ms + guide + short
         };
         let mut now = energy(&worth);
         let hot = self.temperature(&mut state, now, &energy, random)?;
@@ -236,6 +259,26 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             steps += 1;
             // A proposal costs something even where it comes to nothing.
             state.ops += 1;
+            if tree && random.below(JOINED_ONE_IN) == 0 {
+                self.propose_joined(&mut state, random, &mut joined, &mut moves);
+                if moves.is_empty() {
+                    continue;
+                }
+                let Some(worth) = make(&mut state, &moves) else { continue };
+                let then = energy(&worth);
+                if then <= now || random.unit() < ((now - then) / temperature).exp() {
+                    now = then;
+                    if worth.short == 0.0 && worth.objective_ms < best.0 * (1.0 - 1e-12) {
+                        best = (worth.objective_ms, Some(state.grouping()));
+                        state.ops += n as u64;
+                    }
+                } else {
+                    moves.reverse();
+                    moves.iter_mut().for_each(|(_, from, to)| std::mem::swap(from, to));
+                    make(&mut state, &moves);
+                }
+                continue;
+            }
             let Some(change) = self.propose(&state, random) else { continue };
             let Some(worth) = state.worth(Some(change)) else { continue };
             let then = energy(&worth);
@@ -272,6 +315,49 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         match count {
             0 => Some(now * 1e-3).filter(|t| *t > 0.0),
             _ => Some(0.2 * sum / f64::from(count)),
+        }
+    }
+
+    /// Moves, as device, from and to, that keep the slowest links inside groups: the devices that these join with one move together. Half of
+    /// the time the first of them is an end of the slowest link between groups, and goes to where the other end is. Others may come back for them.
+    fn propose_joined(
+        &self,
+        state: &mut State<L>,
+        random: &mut Random,
+        joined: &mut Vec<u32>,
+        moves: &mut Vec<(u32, u32, u32)>,
+    ) {
+        moves.clear();
+        let Some(place) = state.slowest() else { return };
+        state.ops += place as u64 / 2;
+        let edge = self.problem.edges[place];
+        let (i, to) = match random.below(4) {
+            0 => (edge.i, state.group_of(edge.j)),
+            1 => (edge.j, state.group_of(edge.i)),
+            _ => (random.below(self.problem.n()) as u32, random.below(state.n_groups()) as u32),
+        };
+        let from = state.group_of(i);
+        if from == to {
+            return;
+        }
+        state.joined(i, place, joined);
+        moves.extend(joined.iter().map(|&m| (m, from, to)));
+        let (mut here, there) = (state.members(from).len() - joined.len(), state.members(to).len());
+        let mut back = 0;
+        // As many as came, or fewer.
+        for _ in 0..random.below(joined.len() + 2) {
+            let j = state.members(to)[random.below(there)];
+            if moves.iter().any(|(m, ..)| *m == j) {
+                continue;
+            }
+            state.joined(j, place, joined);
+            back += joined.len();
+            here += joined.len();
+            moves.extend(joined.iter().map(|&m| (m, to, from)));
+        }
+        if here == 0 || back == there {
+            // A group of none: the number of groups is fixed.
+            moves.clear();
         }
     }
 
@@ -337,6 +423,12 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         self.ops += state.ops;
         self.offer(state.grouping());
     }
+}
+
+/// Makes all of these moves, from their `from` to their `to`.
+fn make<L: LinkTable>(state: &mut State<L>, moves: &[(u32, u32, u32)]) -> Option<Worth> {
+    moves.iter().for_each(|&(i, _, to)| state.apply(Move { i, to, j: None }));
+    state.worth(None)
 }
 
 /// Where an order is cut.

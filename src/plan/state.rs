@@ -28,6 +28,8 @@ pub(crate) struct Worth {
     pub objective_ms: f64,
     /// Mean over groups of gamma times compute and communication, ms: tells groupings of one objective apart.
     pub mean_ms: f64,
+    /// The groups' 8-norm mean of the same, ms: near the maximum, but every slow group counts.
+    pub norm_ms: f64,
     /// Experts for which groups lack memory, over the number of experts.
     pub short: f64,
 }
@@ -47,8 +49,13 @@ pub(crate) struct State<'p, 'a, L> {
     most: [(u32, f64); 3],
     /// Sum of the groups' work.
     sum_ms: f64,
+    /// Sum of the 8th powers of the groups' work over `unit_ms`.
+    sum_eighth: f64,
+    unit_ms: f64,
     /// Experts for which groups lack memory, over all groups.
     short: u64,
+    /// Of each device, the edges of the tree: where to, and their places.
+    neighbours: Vec<Vec<(u32, u32)>>,
     /// gamma by number of workers.
     gamma: Vec<f64>,
     /// Links looked at so far: the measure of effort.
@@ -68,7 +75,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             workers: groups.iter().map(Vec::len).sum(),
             most: [(IDLE, 0.0); 3],
             sum_ms: 0.0,
+            sum_eighth: 0.0,
+            unit_ms: 1.0,
             short: 0,
+            neighbours: Vec::new(),
             gamma: (0..=n).map(|workers| problem.gamma(workers)).collect(),
             ops: 0,
         };
@@ -83,6 +93,8 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             state.groups.push(Group { members: members.clone(), flops, memory, work_ms: 0.0 });
             state.groups[g].work_ms = state.work(g as u32, None, None);
         }
+        let most = state.groups.iter().map(|group| group.work_ms).fold(0.0, f64::max);
+        state.unit_ms = if most > 0.0 { most } else { 1.0 };
         state.sum_up();
         state
     }
@@ -90,9 +102,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     /// Brings up to date what is known of all groups together.
     fn sum_up(&mut self) {
         self.most = [(IDLE, 0.0); 3];
-        (self.sum_ms, self.short) = (0.0, 0);
+        (self.sum_ms, self.sum_eighth, self.short) = (0.0, 0.0, 0);
         for (g, group) in self.groups.iter().enumerate() {
             self.sum_ms += group.work_ms;
+            self.sum_eighth += eighth(group.work_ms / self.unit_ms);
             self.short += self.problem.n_experts.saturating_sub(group.memory);
             let mut here = (g as u32, group.work_ms);
             for most in &mut self.most {
@@ -102,6 +115,16 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             }
         }
         self.ops += self.groups.len() as u64 / 4;
+    }
+
+    /// Makes ready for [`State::joined`]; the problem's edges must be a tree.
+    pub fn with_tree(mut self) -> Self {
+        self.neighbours = vec![Vec::new(); self.problem.n()];
+        for (place, edge) in self.problem.edges.iter().enumerate() {
+            self.neighbours[edge.i as usize].push((edge.j, place as u32));
+            self.neighbours[edge.j as usize].push((edge.i, place as u32));
+        }
+        self
     }
 
     /// The groups, each ascending.
@@ -194,6 +217,8 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         let problem = self.problem;
         let experts = problem.n_experts;
         let (mut worst, mut sum_ms, mut short, mut workers) = (0.0f64, self.sum_ms, self.short, self.workers);
+        let mut sum_eighth = self.sum_eighth;
+        let unit_ms = self.unit_ms;
         let mut changed = (IDLE, IDLE);
         if let Some(Move { i, to, j }) = change {
             let from = self.group_of[i as usize];
@@ -211,6 +236,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 let work_ms = self.work(from, Some(i), j);
                 worst = worst.max(work_ms);
                 sum_ms += work_ms - group.work_ms;
+                sum_eighth += eighth(work_ms / unit_ms) - eighth(group.work_ms / unit_ms);
                 short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
             } else if j.is_none() {
                 workers += 1;
@@ -222,6 +248,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 let work_ms = self.work(to, j, Some(i));
                 worst = worst.max(work_ms);
                 sum_ms += work_ms - group.work_ms;
+                sum_eighth += eighth(work_ms / unit_ms) - eighth(group.work_ms / unit_ms);
                 short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
             } else if j.is_none() {
                 workers -= 1;
@@ -247,11 +274,37 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.ops += slowest.unwrap_or(0) as u64 / 2;
         let all_reduce = slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link));
         let gamma = self.gamma[workers];
+        let norm_ms = gamma * unit_ms * (sum_eighth.max(0.0) / self.groups.len() as f64).sqrt().sqrt().sqrt();
         Some(Worth {
             objective_ms: gamma * worst + all_reduce,
+            // Beyond what an 8th power holds, the maximum is all that counts.
+            norm_ms: if norm_ms.is_finite() { norm_ms } else { gamma * worst },
             mean_ms: gamma * sum_ms / self.groups.len() as f64,
             short: short as f64 / problem.n_experts as f64,
         })
+    }
+
+    /// The place in the problem's edges of the slowest link between groups.
+    pub fn slowest(&self) -> Option<usize> {
+        self.problem.slowest(|x| self.group_of[x as usize])
+    }
+
+    /// The devices that `i` is joined with by the slowest `edges` edges of the tree, itself first: they must move together, if no slower
+    /// link than the next edge is to come between groups.
+    pub fn joined(&mut self, i: u32, edges: usize, joined: &mut Vec<u32>) {
+        joined.clear();
+        joined.push(i);
+        let mut next = 0;
+        while let Some(&i) = joined.get(next) {
+            next += 1;
+            for &(j, place) in &self.neighbours[i as usize] {
+                // A tree: only where one came from is seen again.
+                if (place as usize) < edges && !joined.contains(&j) {
+                    joined.push(j);
+                }
+            }
+        }
+        self.ops += joined.len() as u64;
     }
 
     /// Makes a change, for which [`State::worth`] had an answer.
@@ -320,4 +373,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         group.members.push(i);
         group.memory += self.problem.memory[i as usize];
     }
+}
+
+fn eighth(x: f64) -> f64 {
+    let square = x * x;
+    let fourth = square * square;
+    fourth * fourth
 }
