@@ -1,6 +1,7 @@
 //! The command line: one thin file per subcommand.
 
 mod bench;
+mod bench_p2p;
 mod doctor;
 mod run;
 

@@ -7,6 +7,7 @@
 //! and the maximum over the PEs.
 
 mod pe;
+pub mod plot;
 mod run;
 pub(crate) mod table;
 mod trace;
