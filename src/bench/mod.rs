@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `bench moe` | [`moe`] | `moe_summary` |
 //! | `bench p2p` | [`p2p::host`], and `p2p::device` | [`p2p::report`] |
+//! | `bench straggler` | [`straggler::pe`] | [`straggler::report`] |
 
 pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -11,5 +12,6 @@ pub mod moe_device;
 mod moe_summary;
 pub mod p2p;
 pub mod probe;
+pub mod straggler;
 
 pub use moe_summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};

@@ -11,8 +11,8 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
-use super::bench_p2p;
 use super::run::{ActivationArg, DeviceArg};
+use super::{bench_p2p, bench_straggler};
 use crate::bench::moe::{self, MoeBench, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
@@ -33,6 +33,8 @@ enum What {
     Moe(MoeArgs),
     /// Latency, bandwidth and message rate of one-sided operations between two PEs, with plots
     P2p(bench_p2p::Args),
+    /// All-to-all steps: the delay of each, and which PE or link it was waiting for, with plots
+    Straggler(bench_straggler::Args),
 }
 
 /// The file that raw samples go to, made before anything is measured.
@@ -190,6 +192,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     let args = match &args.what {
         What::Moe(args) => args,
         What::P2p(args) => return args.supervise(argv),
+        What::Straggler(args) => return args.supervise(argv),
     };
     let bench = args.bench()?;
     if !(1..=MAX_PES).contains(&args.pes) {
@@ -246,5 +249,6 @@ pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
     match &args.what {
         What::Moe(args) => moe::run_pe(&args.bench()?, context),
         What::P2p(args) => args.pe(context),
+        What::Straggler(args) => args.pe(context),
     }
 }

@@ -264,7 +264,7 @@ impl Args {
 }
 
 /// A number of bytes from the command line: 16, 4KiB, 1MiB; KB and MB are powers of ten.
-fn size(flag: &str, text: &str) -> Result<usize> {
+pub(super) fn size(flag: &str, text: &str) -> Result<usize> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let unit: Option<usize> = match unit.trim() {

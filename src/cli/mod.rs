@@ -2,6 +2,7 @@
 
 mod bench;
 mod bench_p2p;
+mod bench_straggler;
 mod doctor;
 mod run;
 
