@@ -4,8 +4,10 @@
 //! |---|---|---|
 //! | `bench moe` | [`moe`] | `moe_summary` |
 //! | `bench p2p` | [`p2p::host`], and `p2p::device` | [`p2p::report`] |
+//! | `bench summary` | `aristos run`'s layer | [`kernel_summary`] |
 //! | `bench straggler` | [`straggler::pe`] | [`straggler::report`] |
 
+pub mod kernel_summary;
 pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;

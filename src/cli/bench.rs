@@ -12,7 +12,7 @@ use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
 use super::run::{ActivationArg, DeviceArg};
-use super::{bench_p2p, bench_straggler};
+use super::{bench_p2p, bench_straggler, bench_summary};
 use crate::bench::moe::{self, MoeBench, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
@@ -35,6 +35,8 @@ enum What {
     P2p(bench_p2p::Args),
     /// All-to-all steps: the delay of each, and which PE or link it was waiting for, with plots
     Straggler(bench_straggler::Args),
+    /// What each part of a forward pass has of its time, with a plot
+    Summary(bench_summary::Args),
 }
 
 /// The file that raw samples go to, made before anything is measured.
@@ -193,6 +195,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         What::Moe(args) => args,
         What::P2p(args) => return args.supervise(argv),
         What::Straggler(args) => return args.supervise(argv),
+        What::Summary(args) => return args.supervise(argv),
     };
     let bench = args.bench()?;
     if !(1..=MAX_PES).contains(&args.pes) {
@@ -250,5 +253,6 @@ pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
         What::Moe(args) => moe::run_pe(&args.bench()?, context),
         What::P2p(args) => args.pe(context),
         What::Straggler(args) => args.pe(context),
+        What::Summary(args) => args.pe(context),
     }
 }

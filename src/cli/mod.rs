@@ -3,6 +3,7 @@
 mod bench;
 mod bench_p2p;
 mod bench_straggler;
+mod bench_summary;
 mod doctor;
 mod run;
 

@@ -18,11 +18,12 @@ pub use run::{CheckReport, PassTimes, RunConfig, RunReport, Spread, TensorCheck}
 pub use trace::trace_json;
 
 /// The phases' keys, in the order of the table, and their names there.
-pub const PHASES: [(&str, &str); 6] = [
+pub const PHASES: [(&str, &str); 7] = [
     ("router", "router"),
     ("dispatch", "dispatch"),
     ("expert_gemm", "expert GEMM"),
     ("combine", "combine"),
+    ("scale", "scale"),
     ("waiting", "waiting"),
     ("other", "other"),
 ];
