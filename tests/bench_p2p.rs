@@ -111,7 +111,7 @@ fn operations_sizes_and_pairs_are_chosen() {
         aristos(&[&FEW[..6], &["--op", "get", "--min", "24B", "--max", "24", "--pair", "2,0", "--json"]].concat());
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["pes"], 3);
-    assert!(report["rows"].as_array().unwrap().iter().all(|row| row["pair"].to_string() == "[2,0]"));
+    assert!(report["rows"].as_array().unwrap().iter().all(|row| row["pair"] == serde_json::json!([2, 0])));
     let output = aristos(&[&FEW[..], &["--op", "put"]].concat());
     let table = String::from_utf8(output.stdout).unwrap();
     assert!(table.contains("% memcpy") && table.contains("round trip") && table.contains("transport shm"), "{table}");

@@ -152,7 +152,7 @@ mod tests {
         let summary = KernelSummary::new(&run, Some(8.0)).unwrap();
         assert_eq!(shares(&summary)[..2], [("attention", 50.0), ("router", 6.3)]);
         assert!((summary.total_s - 0.016).abs() < 1e-12);
-        assert!(summary.render_table().contains("attention          8.000   50.0"), "{}", summary.render_table());
+        assert!(summary.render_table().contains("attention      8.000   50.0"), "{}", summary.render_table());
         // As a training loop may say it.
         let run = report(&[("attention", 3.0), ("router", 1.0)]);
         assert_eq!(shares(&KernelSummary::new(&run, None).unwrap()), [("attention", 75.0), ("router", 25.0)]);

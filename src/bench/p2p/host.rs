@@ -151,6 +151,8 @@ pub fn run_pe<T: Transport>(
     let figures = figures(bench);
     let total = (figures.len() * bench.pairs.len()) as u64;
     for &pair in &bench.pairs {
+        // A pair counts from 0, whatever other pairs have counted on these signals; all have met since then.
+        shmem.put(memory.signals, &vec![0; memory.signals.len()], me);
         meet(shmem, limit)?;
         let mut part = pair.iter().position(|&pe| pe == me).map(|place| {
             let pages = |pe| Pages::of(shmem, memory.ring, memory.signals, pe);
@@ -624,5 +626,138 @@ impl<T: Transport> Part<'_, T> {
         }
         let plan = Plan { samples: PROBE.0, warmup: 2, batch: PROBE.1 };
         Ok(Some(median(self.ping_pong(plan, 0, Path::Raw)?) / 2.0))
+    }
+}
+
+#[cfg(all(test, not(miri)))] // Miri has no memfd.
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+    use crate::shmem::{Segment, ShmTransport};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn bench() -> P2pBench {
+        P2pBench {
+            ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
+            scopes: Vec::new(),
+            sizes: vec![1, 24, 4096],
+            pairs: vec![[0, 1]],
+            pes: 2,
+            iterations: 10,
+            warmup: 5,
+        }
+    }
+
+    /// Messages between two threads.
+    struct Mailbox(Mutex<Ends>);
+    type Ends = (Sender<Vec<u8>>, Receiver<Vec<u8>>);
+
+    impl TwoSided for Mailbox {
+        fn send(&self, bytes: &[u8], _: usize) -> Result<()> {
+            Ok(self.0.lock().unwrap().0.send(bytes.to_vec())?)
+        }
+
+        fn receive(&self, bytes: &mut [u8], _: usize, deadline: Instant) -> Result<()> {
+            let left = deadline.saturating_duration_since(Instant::now());
+            bytes.copy_from_slice(&self.0.lock().unwrap().1.recv_timeout(left)?);
+            Ok(())
+        }
+    }
+
+    /// Both PEs' rows of every figure, with or without pages that both reach; `source_of_1` may change what PE 1 takes for sent.
+    fn measure(pages: bool, source_of_1: impl Fn(&mut Vec<u64>) + Sync) -> [Result<Vec<Row>>; 2] {
+        let bench = bench();
+        let bytes = heap_bytes::<ShmTransport>(&bench);
+        let segments: Vec<Segment> = (0..2).map(|_| Segment::create("test", bytes).unwrap()).collect();
+        let view = || -> Vec<Segment> {
+            segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap()).collect()
+        };
+        let (to_1, from_0) = channel();
+        let (to_0, from_1) = channel();
+        let boxes = [(to_1, from_1), (to_0, from_0)].map(|ends| Mailbox(Mutex::new(ends)));
+        std::thread::scope(|scope| {
+            let run = |me: usize, mailbox: Mailbox| {
+                let (segments, bench, source_of_1) = (view(), &bench, &source_of_1);
+                scope.spawn(move || {
+                    let shmem = Shmem::new(ShmTransport::new(me, segments).unwrap());
+                    let memory = Memory {
+                        ring: shmem.alloc(Memory::ring_bytes(bench)).unwrap(),
+                        source: shmem.alloc(largest(bench)).unwrap(),
+                        signals: shmem.alloc(2 * SIGNALS * STRIDE).unwrap(),
+                    };
+                    let mut source: Vec<u64> = (0..largest(bench) as u64 / 8).collect();
+                    if me == 1 {
+                        source_of_1(&mut source);
+                    }
+                    let reach = |pe| Pages::of(&shmem, memory.ring, memory.signals, pe).filter(|_| pages);
+                    let mut part = Part {
+                        shmem: &shmem,
+                        two_sided: Some(&mailbox),
+                        memory: &memory,
+                        pair: [0, 1],
+                        peer: 1 - me,
+                        first: me == 0,
+                        raw: reach(me).zip(reach(1 - me)),
+                        source,
+                        count: HashMap::new(),
+                        limit: if me == 0 { Duration::from_secs(2) } else { LIMIT },
+                    };
+                    let mut rows = Vec::new();
+                    for (op, measure, bytes) in figures(bench) {
+                        rows.extend(part.figure(Plan::new(bench, measure, op, bytes), op, measure, bytes)?);
+                        meet(&shmem, part.limit)?;
+                    }
+                    Ok(rows)
+                })
+            };
+            let [first, second] = boxes;
+            let pes = [run(0, first), run(1, second)];
+            pes.map(|pe| pe.join().unwrap())
+        })
+    }
+
+    #[test]
+    fn every_figure_is_measured_by_the_pe_whose_clock_counts() {
+        for pages in [true, false] {
+            let [first, second] = measure(pages, |_| {}).map(Result::unwrap);
+            assert!(second.iter().all(|row| row.measure == Measure::Consume));
+            assert_eq!(second.iter().filter(|row| row.op == Op::SendRecv).count(), 3);
+            assert_eq!(second.len(), 6);
+            // Put, get: two measures; non-blocking: latency and issue; ping-pongs; atomic at one size.
+            assert_eq!(first.len(), 3 * (2 + 2 + 2 + 1 + 1) + 2);
+            for row in first.iter().chain(&second) {
+                assert_eq!(row.iterations, 10, "{row:?}");
+                assert_eq!(row.raw_us.is_some(), pages && row.op == Op::PutSignal, "{row:?}");
+                assert!(row.min_us > 0.0, "{row:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_not_those_sent_are_noticed() {
+        // The receiver expects other bytes than are sent: in the last word of the largest size only.
+        let [_, second] = measure(true, |source| source[511] ^= 1 << 40);
+        let error = second.unwrap_err().to_string();
+        assert_eq!(error, "message 0 of 4096 bytes from PE 0 arrived damaged");
+    }
+
+    #[test]
+    fn a_sample_is_worth_reading_the_clock_for() {
+        let bench = P2pBench { iterations: 1000, ..bench() };
+        let plan = |measure, op, bytes| Plan::new(&bench, measure, op, bytes);
+        let small = plan(Measure::Latency, Op::PutSignal, 16);
+        assert_eq!((small.batch, small.samples), (16, 1000));
+        let large = plan(Measure::Latency, Op::PutSignal, 64 << 20);
+        assert_eq!((large.batch, large.samples), (1, LEAST_SAMPLES));
+        assert_eq!(plan(Measure::Bandwidth, Op::Put, 4096).batch, 16);
+        for (measure, op) in [(Measure::Consume, Op::PutSignal), (Measure::Latency, Op::Get)] {
+            for bytes in [1, 100, 1 << 12, 1 << 22, 1 << 30] {
+                let plan = plan(measure, op, bytes);
+                assert!(plan.batch >= 1 && plan.samples.is_multiple_of(ROUNDS) && plan.samples >= LEAST_SAMPLES);
+            }
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The slowest PE of a step waits for one message, its last: in bulk mode, where nobody is through before everybody is, for the last
 //! of all PEs'. How long the message was awaited has two parts. Until it was sent, its sender is to blame: it
-//! *arrived late*. From then, less what such a message takes anyhow (the lower quartile of all flights), the *link*. The larger
+//! *arrived late* (or the receiver is, where others wait for it, and it had not yet sent its own). From then, less what such a message takes anyhow (the lower quartile of all flights), the *link*. The larger
 //! part names the cause.
 //!
 //! A sender that arrives late need not have computed long: without a barrier, it may have been kept by its own last message of the step before. The
@@ -113,24 +113,29 @@ fn follow(
     let pes = &steps[k];
     let got = &pes[receiver];
     let sender = last_sender(receiver, got)?;
-    let late = got.sent[sender] - pes[waiting].send;
+    // Who was not ready before: its sender, or, where others wait for it, a receiver that still computed.
+    let (ready, late_pe) = match got.sent[sender] {
+        sent if receiver != waiting && got.send > sent => (got.send, receiver),
+        sent => (sent, sender),
+    };
+    let late = ready - pes[waiting].send;
     let link = flight(got, sender) - usual;
     if link > late.max(0) {
         return Some(Cause::SlowLink { from: sender, to: receiver });
     }
-    let (sent, waited) = (&pes[sender], &pes[waiting]);
+    let (sent, waited) = (&pes[late_pe], &pes[waiting]);
     let computed = (sent.send - sent.begin) - (waited.send - waited.begin);
     let began = sent.begin - waited.begin;
     // It began late rather than that it computed long: what kept it in the step before? Its own compute, if it waited for nothing
     // there.
     if k > 0 && back > 0 && began > computed {
-        let before = &steps[k - 1][sender];
-        let kept = last_sender(sender, before).is_some_and(|s| before.arrived[s] - before.send > usual);
+        let before = &steps[k - 1][late_pe];
+        let kept = last_sender(late_pe, before).is_some_and(|s| before.arrived[s] - before.send > usual);
         if kept {
-            return follow(steps, k - 1, (sender, sender), usual, back - 1);
+            return follow(steps, k - 1, (late_pe, late_pe), usual, back - 1);
         }
     }
-    Some(Cause::LatePe { pe: sender })
+    Some(Cause::LatePe { pe: late_pe })
 }
 
 #[cfg(test)]
@@ -208,6 +213,20 @@ mod tests {
         assert_eq!((all[3].cause, all[4].cause), (link, link));
         assert!(all[3].delay > 400 && all[4].delay > 400, "{all:?}");
         assert!(all[6].delay < 20, "{:?}", all[6]);
+    }
+
+    #[test]
+    fn a_late_pe_that_then_loses_its_cpu_is_still_late() {
+        // PE 1 computes 600 longer, and then looks 80 later than it might: what it finds there was sent long before.
+        let mut steps = run(3, 4, Mode::Bulk, |_, pe| if pe == 1 { 700 } else { 100 }, |_, _, _| 0);
+        for pes in &mut steps {
+            for sender in [0, 2] {
+                pes[1].arrived[sender] = pes[1].send + 80;
+            }
+            pes.iter_mut().for_each(|pe| pe.end += 80);
+        }
+        let causes: Vec<_> = attribute(&steps, Mode::Bulk).into_iter().map(|step| step.cause).collect();
+        assert_eq!(causes, [Some(Cause::LatePe { pe: 1 }); 4]);
     }
 
     #[test]

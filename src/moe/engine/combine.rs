@@ -27,7 +27,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         let range = self.chunk_range(from.rows, chunk);
         let mut rows = vec![E::default(); range.len() * h];
         let mut d_weights = Vec::new();
-        enter_scale(&mut self.rec, self.direction);
+        enter_scale(self.rec, self.direction);
         for (row, j) in rows.chunks_exact_mut(h).zip(range.clone()) {
             let places = &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize];
             self.progress.row.fill(0.0);
@@ -88,7 +88,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
     }
 
     fn combine_own(&mut self, chunk: usize) {
-        enter_scale(&mut self.rec, self.direction);
+        enter_scale(self.rec, self.direction);
         let (me, h) = (self.me(), self.config.hidden);
         let (routes, from) = (&self.saved.routes[me], &self.saved.inbound[me]);
         for j in self.chunk_range(routes.tokens.len(), chunk) {
