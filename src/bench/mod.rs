@@ -1,9 +1,19 @@
 //! Benchmarks: what the machine gives, and what of it the layer makes use of.
+//!
+//! | command | measured by | reported by |
+//! |---|---|---|
+//! | `bench moe` | [`moe`] | `moe_summary` |
+//! | `bench p2p` | [`p2p::host`], and `p2p::device` | [`p2p::report`] |
+//! | `bench summary` | `aristos run`'s layer | [`kernel_summary`] |
+//! | `bench straggler` | [`straggler::pe`] | [`straggler::report`] |
 
+pub mod kernel_summary;
 pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;
+mod moe_summary;
 pub mod p2p;
-mod summary;
+pub mod probe;
+pub mod straggler;
 
-pub use summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};
+pub use moe_summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};

@@ -10,6 +10,7 @@ use anyhow::{Result, bail};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
+use super::probe;
 use crate::launch::{PeContext, StatusPage};
 use crate::moe::experts::{Batch, Scratch};
 use crate::moe::kernels::Element;
@@ -131,19 +132,6 @@ impl Observer for Status<'_> {
     }
 }
 
-/// Keeps this PE on a CPU of its own where there are enough: a measurement of two PEs that the scheduler leaves on one CPU
-/// measures the scheduler. The report says on which CPUs the PEs were seen.
-fn pin(pe: usize, n_pes: usize) {
-    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return };
-    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
-    if n_pes <= cpus.len() {
-        let mut own = rustix::thread::CpuSet::new();
-        own.set(cpus[pe]);
-        // Not being allowed to is no reason not to measure.
-        let _ = rustix::thread::sched_setaffinity(None, &own);
-    }
-}
-
 /// A PE's part: measures, and sends a [`PeSamples`] for each element type.
 ///
 /// # Errors
@@ -155,7 +143,7 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
     }
     let source = Synthetic::new(bench.layer.clone())?;
     let n = context.n_pes();
-    pin(context.my_pe(), n);
+    probe::pin(context.my_pe(), n);
     let mut layer_bytes = 0;
     for dtype in &bench.dtypes {
         let placement = Placement::even(source.config().n_experts, n);

@@ -12,8 +12,8 @@ use clap::{Subcommand, ValueEnum};
 use indicatif::ProgressBar;
 
 use super::run::{ActivationArg, DeviceArg};
+use super::{bench_p2p, bench_straggler, bench_summary};
 use crate::bench::moe::{self, MoeBench, PeSamples};
-use crate::bench::p2p::{self, P2pBench};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
@@ -31,149 +31,16 @@ pub struct Args {
 enum What {
     /// The layer, pipelined and bulk, forward and backward, against the bare GEMMs of its experts
     Moe(MoeArgs),
-    /// Latency and bandwidth of put, get, non-blocking put and put with signal between two PEs
-    P2p(P2pArgs),
-}
-
-#[derive(clap::Args)]
-struct P2pArgs {
-    /// What the PEs talk over
-    #[arg(long, value_enum, default_value = "nvshmem")]
-    transport: TransportArg,
-    /// Operations [default: all]
-    #[arg(long, value_enum)]
-    op: Vec<OpArg>,
-    /// Which threads work on one operation [default: all]
-    #[arg(long, value_enum)]
-    scope: Vec<ScopeArg>,
-    /// Smallest size, bytes; each further one is four times the last
-    #[arg(long, value_name = "BYTES", default_value_t = 16)]
-    min: usize,
-    /// Largest size, bytes
-    #[arg(long, value_name = "BYTES", default_value_t = 4 << 20)]
-    max: usize,
-    /// Iterations that count
-    #[arg(long, default_value_t = 200)]
-    iterations: usize,
-    /// Iterations before them
-    #[arg(long, default_value_t = 20)]
-    warmup: usize,
-    /// How long a PE waits for another before the job fails, seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
-    timeout: u32,
-    /// Print the result as JSON
-    #[arg(long)]
-    json: bool,
-    /// Write the rows
-    #[arg(long, value_name = "FILE")]
-    csv: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum TransportArg {
-    /// NVSHMEM, from the device (feature `cuda`)
-    Nvshmem,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum OpArg {
-    Put,
-    PutNbi,
-    Get,
-    PutSignal,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum ScopeArg {
-    Thread,
-    Warp,
-    Block,
-}
-
-impl P2pArgs {
-    fn bench(&self) -> Result<P2pBench> {
-        let TransportArg::Nvshmem = self.transport;
-        ensure!(
-            cfg!(feature = "cuda"),
-            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
-        );
-        ensure!(self.iterations > 0, "--iterations is 0, expected at least 1");
-        ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
-        ensure!(self.min > 0, "--min is 0, expected at least 1 byte");
-        ensure!(self.min <= self.max, "--min is {}, expected at most --max, which is {}", self.min, self.max);
-        ensure!(self.max <= 1 << 30, "--max is {}, expected at most {}", self.max, 1 << 30);
-        for (flag, value) in [("iterations", self.iterations), ("warmup", self.warmup)] {
-            ensure!(value <= 1 << 20, "--{flag} is {value}, expected at most {}", 1 << 20);
-        }
-        let or_all = |chosen: Vec<p2p::Op>, all: &[p2p::Op]| if chosen.is_empty() { all.to_vec() } else { chosen };
-        let ops = self.op.iter().map(|op| match op {
-            OpArg::Put => p2p::Op::Put,
-            OpArg::PutNbi => p2p::Op::PutNbi,
-            OpArg::Get => p2p::Op::Get,
-            OpArg::PutSignal => p2p::Op::PutSignal,
-        });
-        let mut scopes: Vec<p2p::Scope> = self
-            .scope
-            .iter()
-            .map(|scope| match scope {
-                ScopeArg::Thread => p2p::Scope::Thread,
-                ScopeArg::Warp => p2p::Scope::Warp,
-                ScopeArg::Block => p2p::Scope::Block,
-            })
-            .collect();
-        if scopes.is_empty() {
-            scopes = vec![p2p::Scope::Thread, p2p::Scope::Warp, p2p::Scope::Block];
-        }
-        let all = [p2p::Op::Put, p2p::Op::PutNbi, p2p::Op::Get, p2p::Op::PutSignal];
-        Ok(P2pBench {
-            ops: or_all(ops.collect(), &all),
-            scopes,
-            sizes: std::iter::successors(Some(self.min), |bytes| bytes.checked_mul(4))
-                .take_while(|&bytes| bytes <= self.max)
-                .collect(),
-            iterations: self.iterations,
-            warmup: self.warmup,
-        })
-    }
-
-    fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
-        self.bench()?;
-        let csv = create(self.csv.as_ref())?;
-        #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-        let mut job = Job::new(p2p::PES, argv, &["measuring"]);
-        #[cfg(feature = "cuda")]
-        job.env.extend(crate::gpu::cuda::pe_environment(p2p::PES)?);
-        let mut rows: Option<serde_json::Result<Vec<p2p::Row>>> = None;
-        job.run(|event| {
-            if let Event::Message { body, .. } = event {
-                rows = Some(serde_json::from_slice(body));
-            }
-        })?;
-        let rows = rows.context("no PE sent its measurements")?.context("PE 0 sent what is no measurement")?;
-        write(csv, &p2p::to_csv(&rows))?;
-        if self.json {
-            println!("{}", serde_json::to_string_pretty(&rows)?);
-        } else {
-            print!("{}", p2p::render_table(&rows));
-        }
-        Ok(true)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn pe(&self, context: &mut PeContext) -> Result<()> {
-        let limit = Duration::from_secs(self.timeout.into());
-        let bench = self.bench()?;
-        crate::run::device::with_cuda(context, limit, |gpu, context| p2p::run_pe(&bench, gpu, context, limit))
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn pe(&self, _: &mut PeContext) -> Result<()> {
-        self.bench().map(|_| ())
-    }
+    /// Latency, bandwidth and message rate of one-sided operations between two PEs, with plots
+    P2p(bench_p2p::Args),
+    /// All-to-all steps: the delay of each, and which PE or link it was waiting for, with plots
+    Straggler(bench_straggler::Args),
+    /// What each part of a forward pass has of its time, with a plot
+    Summary(bench_summary::Args),
 }
 
 /// The file that raw samples go to, made before anything is measured.
-fn create(path: Option<&PathBuf>) -> Result<Option<(&PathBuf, File)>> {
+pub(super) fn create(path: Option<&PathBuf>) -> Result<Option<(&PathBuf, File)>> {
     path.map(|path| {
         let named = || format!("cannot create {}", path.display());
         File::create(path).with_context(named).map(|file| (path, file))
@@ -181,7 +48,7 @@ fn create(path: Option<&PathBuf>) -> Result<Option<(&PathBuf, File)>> {
     .transpose()
 }
 
-fn write(csv: Option<(&PathBuf, File)>, text: &str) -> Result<()> {
+pub(super) fn write(csv: Option<(&PathBuf, File)>, text: &str) -> Result<()> {
     let Some((path, mut file)) = csv else { return Ok(()) };
     file.write_all(text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
 }
@@ -327,6 +194,8 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     let args = match &args.what {
         What::Moe(args) => args,
         What::P2p(args) => return args.supervise(argv),
+        What::Straggler(args) => return args.supervise(argv),
+        What::Summary(args) => return args.supervise(argv),
     };
     let bench = args.bench()?;
     if !(1..=MAX_PES).contains(&args.pes) {
@@ -383,5 +252,7 @@ pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
     match &args.what {
         What::Moe(args) => moe::run_pe(&args.bench()?, context),
         What::P2p(args) => args.pe(context),
+        What::Straggler(args) => args.pe(context),
+        What::Summary(args) => args.pe(context),
     }
 }

@@ -1,6 +1,9 @@
 //! The command line: one thin file per subcommand.
 
 mod bench;
+mod bench_p2p;
+mod bench_straggler;
+mod bench_summary;
 mod doctor;
 mod plan;
 mod probe;

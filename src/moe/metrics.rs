@@ -13,18 +13,29 @@ pub enum Phase {
     Dispatch,
     /// GEMMs and activations of the experts, shared experts included; weight gradients too.
     Expert,
-    /// Partial sums, their way back, and the final sum.
+    /// Partial sums on their way back, and the final sum.
     Combine,
     /// Blocked on a peer.
     Waiting,
     /// Sum over PEs of the gradients of replicated weights.
     AllReduce,
+    /// Of a forward pass: experts' results times their routing weights, summed by token where the expert is. A device counts
+    /// it with [`Phase::Combine`].
+    Scale,
 }
 
 impl Phase {
     /// All phases, in the order of their codes.
-    pub const ALL: [Phase; 7] =
-        [Phase::Idle, Phase::Router, Phase::Dispatch, Phase::Expert, Phase::Combine, Phase::Waiting, Phase::AllReduce];
+    pub const ALL: [Phase; 8] = [
+        Phase::Idle,
+        Phase::Router,
+        Phase::Dispatch,
+        Phase::Expert,
+        Phase::Combine,
+        Phase::Waiting,
+        Phase::AllReduce,
+        Phase::Scale,
+    ];
 
     /// The name in tables, traces and messages.
     pub const fn name(self) -> &'static str {
@@ -36,6 +47,7 @@ impl Phase {
             Phase::Combine => "combine",
             Phase::Waiting => "waiting",
             Phase::AllReduce => "all-reduce",
+            Phase::Scale => "scale",
         }
     }
 

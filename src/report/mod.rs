@@ -9,6 +9,7 @@
 mod cluster;
 mod pe;
 mod plan;
+pub mod plot;
 mod run;
 pub(crate) mod table;
 mod trace;
@@ -21,11 +22,12 @@ pub use run::{CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConf
 pub use trace::trace_json;
 
 /// The phases' keys, in the order of the table, and their names there.
-pub const PHASES: [(&str, &str); 6] = [
+pub const PHASES: [(&str, &str); 7] = [
     ("router", "router"),
     ("dispatch", "dispatch"),
     ("expert_gemm", "expert GEMM"),
     ("combine", "combine"),
+    ("scale", "scale"),
     ("waiting", "waiting"),
     ("other", "other"),
 ];

@@ -269,6 +269,7 @@ pub(super) fn pass_times(times_s: &[f64; Phase::ALL.len()], rounds: u64) -> Pass
             Phase::Dispatch => "dispatch",
             Phase::Expert => "expert_gemm",
             Phase::Combine => "combine",
+            Phase::Scale => "scale",
             Phase::Waiting => "waiting",
             Phase::AllReduce => "other",
             // Time between passes is nobody's.

@@ -19,8 +19,24 @@ use crate::report::{PeReport, RunConfig, RunReport, trace_json};
 /// Runs the job on PEs started with `args`, prints the report, and says whether the check, if asked for, passed.
 ///
 /// # Errors
-/// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
+/// As [`measure`].
 pub fn run(job: &mut Job, args: Vec<OsString>) -> Result<bool> {
+    let report = measure(job, args)?;
+    let text = if job.request.json { report.to_json() } else { report.render_table() };
+    let mut stdout = std::io::stdout().lock();
+    // A reader that has seen enough (`| head`) is no failure of the job.
+    match writeln!(stdout, "{}", text.trim_end()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => return Err(e).context("cannot write the report"),
+        _ => {}
+    }
+    Ok(report.check.is_none_or(|c| c.passed))
+}
+
+/// Runs the job on PEs started with `args`, and writes the files that it asks for.
+///
+/// # Errors
+/// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
+pub fn measure(job: &mut Job, args: Vec<OsString>) -> Result<RunReport> {
     job.make_plan()?;
     let job: &Job = job;
     check_trace(&job.request)?;
@@ -92,14 +108,7 @@ pub fn run(job: &mut Job, args: Vec<OsString>) -> Result<bool> {
     if let (Some(output), true) = (output, job.request.output.is_some()) {
         output.publish()?;
     }
-    let text = if job.request.json { report.to_json() } else { report.render_table() };
-    let mut stdout = std::io::stdout().lock();
-    // A reader that has seen enough (`| head`) is no failure of the job.
-    match writeln!(stdout, "{}", text.trim_end()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => return Err(e).context("cannot write the report"),
-        _ => {}
-    }
-    Ok(report.check.is_none_or(|c| c.passed))
+    Ok(report)
 }
 
 /// Refuses a trace that would take the place of the results, or of a file that is there to be read.

@@ -198,12 +198,13 @@ impl<T: Transport> Shmem<T> {
     /// sees this data. Empty data is just a signal.
     pub fn put_signal<E: Pod>(&self, dest: Sym<E>, src: &[E], signal: Sym<u64>, value: u64, op: SignalOp, pe: usize) {
         self.check(src.len(), dest.len, pe);
-        self.count(size_of_val(src), pe);
         if src.is_empty() {
             self.signal_op(signal, value, op, pe);
         } else {
             self.transport.put_signal(dest.offset, bytemuck::cast_slice(src), signal.word(), value, op, pe);
         }
+        // While the signal is on its way.
+        self.count(size_of_val(src), pe);
     }
 
     /// Updates the first word of `signal` on `pe`.

@@ -47,13 +47,14 @@ pub struct PassTimes {
 pub fn outcome(stats: &PassStats, times: PassTimes, spans: &[SpanRecord]) -> PassOutcome {
     let mut phases_s = [0.0; Phase::ALL.len()];
     let idle = Phase::Idle.code();
-    let busy_ns: u64 = (0..phases_s.len()).filter(|&i| i != idle).map(|i| stats.phase_block_ns[i]).sum();
+    let block_ns = stats.phase_block_ns.iter().enumerate();
+    let busy_ns: u64 = block_ns.clone().filter(|(i, _)| *i != idle).map(|(_, ns)| ns).sum();
     let layer_s = times.layer.as_secs_f64();
     if busy_ns == 0 {
         phases_s[Phase::Expert.code()] = layer_s;
     } else {
-        for (i, phase) in phases_s.iter_mut().enumerate().filter(|(i, _)| *i != idle) {
-            *phase = layer_s * (stats.phase_block_ns[i] as f64 / busy_ns as f64);
+        for (i, &ns) in block_ns.filter(|(i, _)| *i != idle) {
+            phases_s[i] = layer_s * (ns as f64 / busy_ns as f64);
         }
     }
     phases_s[Phase::Router.code()] += times.router.as_secs_f64();

@@ -4,7 +4,7 @@ use super::dispatch::put_pieces;
 use super::{Direction, Engine};
 use crate::moe::experts::Batch;
 use crate::moe::kernels::{self, Element};
-use crate::moe::metrics::Phase;
+use crate::moe::metrics::{Phase, Recorder};
 use crate::shmem::Transport;
 
 impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
@@ -27,6 +27,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         let range = self.chunk_range(from.rows, chunk);
         let mut rows = vec![E::default(); range.len() * h];
         let mut d_weights = Vec::new();
+        enter_scale(self.rec, self.direction);
         for (row, j) in rows.chunks_exact_mut(h).zip(range.clone()) {
             let places = &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize];
             self.progress.row.fill(0.0);
@@ -36,6 +37,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
                 d_weights.extend(places.iter().map(|&(e, k)| self.saved.batches[e as usize].d_weight[k as usize]));
             }
         }
+        self.rec.enter(Phase::Combine);
         let start = return_offset(
             (from.return_row, from.return_slot),
             (range.start, from.place_start[range.start] as usize),
@@ -75,7 +77,8 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             }
             self.rec.enter(Phase::Combine);
             if pe == me {
-                self.combine_own(chunk)
+                self.combine_own(chunk);
+                self.rec.enter(Phase::Combine);
             } else {
                 self.combine_chunk(pe, chunk)
             }
@@ -85,6 +88,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
     }
 
     fn combine_own(&mut self, chunk: usize) {
+        enter_scale(self.rec, self.direction);
         let (me, h) = (self.me(), self.config.hidden);
         let (routes, from) = (&self.saved.routes[me], &self.saved.inbound[me]);
         for j in self.chunk_range(routes.tokens.len(), chunk) {
@@ -130,6 +134,13 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
                 self.d_weights[slot.choice as usize] = d;
             }
         }
+    }
+}
+
+/// From here on results are weighed and summed, which in backward they are not.
+fn enter_scale(rec: &mut Recorder<'_>, direction: Direction) {
+    if direction == Direction::Forward {
+        rec.enter(Phase::Scale);
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use super::moe::{Measurement, MoeBench, PeSamples, Sample, What};
+use super::probe::cpu_model;
 use crate::moe::Mode;
 use crate::moe::experts::gemm_flop;
 use crate::moe::metrics::Phase;
@@ -315,12 +316,6 @@ pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
         }
     }
     csv
-}
-
-fn cpu_model() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-    name.map_or_else(|| "CPU of unknown model".to_string(), |(_, name)| name.trim().to_string())
 }
 
 #[cfg(test)]

@@ -1,0 +1,763 @@
+//! The measurement over a transport whose calls the host makes.
+//!
+//! A *sample* is the mean of a batch of operations, so large that reading the clock is no more than about 2% of it; large
+//! sizes have batches of one, and fewer samples. What shares pages is measured in turn with the same done bare ([`super::raw`]), in
+//! [`ROUNDS`] rounds each, so that a machine that grows slower meanwhile does so for both.
+//!
+//! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
+//! - **Bandwidth**: a batch of calls to the same place, then quiet. Nobody reads the bytes.
+//! - **Consume**: a stream of put with signal, or of sends, through a ring of [`RING_BYTES`], or of two slots where that is more. The receiver
+//!   adds up every byte, compares the sum with what must have come, and gives the slot back; it is its clock that counts.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+
+use super::raw::{self, Pages};
+use super::report::PeRows;
+use super::{Measure, Of, Op, P2pBench, Row};
+use crate::bench::probe::{self, Seat};
+use crate::launch::PeContext;
+use crate::report::median;
+use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
+
+/// Rounds of samples, between which the bare measurement has its turn.
+const ROUNDS: usize = 5;
+/// Bytes under way at most, where two messages are not more.
+const RING_BYTES: usize = 2 << 20;
+/// Messages under way at most.
+const SLOTS_MAX: usize = 64;
+/// Bytes that a figure moves, about, at most.
+const FIGURE_BYTES: usize = 512 << 20;
+/// The fewest samples that large sizes are cut to.
+const LEAST_SAMPLES: usize = 20;
+/// Words from one signal to the next, so that no two share a cache line.
+const STRIDE: usize = 8;
+/// Signals: of ping-pongs, of slots given back, of a target of atomics; then one for each slot. The bare ones follow.
+const PING: usize = 0;
+const CREDIT: usize = 1;
+const ATOMIC: usize = 2;
+const SLOT: usize = 3;
+const SIGNALS: usize = SLOT + SLOTS_MAX;
+/// Round trips of the probe, and how many of them are one sample.
+const PROBE: (usize, usize) = (9, 16);
+
+/// What the phases of the job are called: measuring each operation, by [`phase`].
+pub const PHASE_NAMES: [&str; 8] = [
+    "start-up",
+    "measuring memcpy",
+    "measuring put",
+    "measuring put-nbi",
+    "measuring get",
+    "measuring put-signal",
+    "measuring atomic",
+    "measuring send-recv",
+];
+
+fn phase(op: Op) -> u32 {
+    2 + op as u32
+}
+
+/// Matched messages between two PEs, for transports that have them beside one-sided operations.
+pub trait TwoSided {
+    /// Sends to `pe`; the bytes may be changed when it returns.
+    ///
+    /// # Errors
+    /// The transport's.
+    fn send(&self, bytes: &[u8], pe: usize) -> Result<()>;
+
+    /// Receives from `pe` as many bytes as there is room for.
+    ///
+    /// # Errors
+    /// The transport's; `deadline` passed.
+    fn receive(&self, bytes: &mut [u8], pe: usize, deadline: Instant) -> Result<()>;
+}
+
+/// How one size of one operation is sampled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Plan {
+    /// Samples that count, a multiple of [`ROUNDS`].
+    samples: usize,
+    /// Samples before those, in each round.
+    warmup: usize,
+    /// Operations of a sample.
+    batch: usize,
+}
+
+impl Plan {
+    fn new(bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> Plan {
+        // Until the mean of a batch is worth a clock: about 100 ns for a hop, 10 for a call, and the bytes.
+        let (budget, most) = match (measure, op) {
+            (Measure::Latency, Op::PutSignal | Op::SendRecv) => (64 << 10, 16),
+            (Measure::Latency | Measure::Issue, _) => (16 << 10, 64),
+            (Measure::Bandwidth, _) => (64 << 10, 512),
+            (Measure::Consume, _) => (256 << 10, 256),
+        };
+        let batch = (budget / bytes.max(1)).clamp(1, most);
+        let affordable = (FIGURE_BYTES / (batch * bytes).max(1)).max(LEAST_SAMPLES);
+        let samples = bench.iterations.min(affordable).next_multiple_of(ROUNDS);
+        Plan { samples, warmup: bench.warmup.div_ceil(ROUNDS).min(samples), batch }
+    }
+}
+
+/// The symmetric memory of the measurement; the same on every PE.
+struct Memory {
+    /// Where data arrives.
+    ring: Sym<u8>,
+    /// Where non-blocking puts are from.
+    source: Sym<u8>,
+    /// Signals of the library's turns, then those of the bare ones, [`STRIDE`] words apart.
+    signals: Sym<u64>,
+}
+
+impl Memory {
+    fn ring_bytes(bench: &P2pBench) -> usize {
+        (2 * largest(bench)).max(RING_BYTES)
+    }
+}
+
+fn largest(bench: &P2pBench) -> usize {
+    bench.sizes.iter().copied().max().unwrap_or(0).max(size_of::<u64>()).next_multiple_of(64)
+}
+
+/// Symmetric memory that a PE needs, bytes.
+pub fn heap_bytes<T: Transport>(bench: &P2pBench) -> usize {
+    let signals = 2 * SIGNALS * STRIDE * size_of::<u64>();
+    Shmem::<T>::heap_bytes_for(bench.pes, Memory::ring_bytes(bench) + largest(bench) + signals)
+}
+
+/// A PE's part: measures every pair in turn, and sends a [`PeRows`].
+///
+/// # Errors
+/// A PE that does not answer within `limit`, bytes that arrived damaged, or the launcher's.
+pub fn run_pe<T: Transport>(
+    bench: &P2pBench,
+    shmem: &Shmem<T>,
+    two_sided: Option<&dyn TwoSided>,
+    context: &PeContext,
+    limit: Duration,
+) -> Result<()> {
+    let me = shmem.my_pe();
+    probe::pin(me, shmem.n_pes());
+    let memory = Memory {
+        ring: shmem.alloc(Memory::ring_bytes(bench))?,
+        source: shmem.alloc(largest(bench))?,
+        signals: shmem.alloc(2 * SIGNALS * STRIDE)?,
+    };
+    let mut results = PeRows::default();
+    let mut figure = 0;
+    let figures = figures(bench);
+    let total = (figures.len() * bench.pairs.len()) as u64;
+    for &pair in &bench.pairs {
+        // A pair counts from 0, whatever other pairs have counted on these signals; all have met since then.
+        shmem.put(memory.signals, &vec![0; memory.signals.len()], me);
+        meet(shmem, limit)?;
+        let mut part = pair.iter().position(|&pe| pe == me).map(|place| {
+            let pages = |pe| Pages::of(shmem, memory.ring, memory.signals, pe);
+            let peer = pair[1 - place];
+            let source: Vec<u64> =
+                (0..largest(bench) as u64 / 8).map(|i| i.wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect();
+            shmem.put(memory.source, bytemuck::cast_slice(&source), me);
+            Part {
+                shmem,
+                two_sided,
+                memory: &memory,
+                pair,
+                peer,
+                first: place == 0,
+                raw: pages(me).zip(pages(peer)),
+                source,
+                count: HashMap::new(),
+                limit,
+            }
+        });
+        context.status().set_phase(1);
+        let mut memcpy_us = HashMap::new();
+        if let Some(part) = part.as_mut().filter(|part| part.first) {
+            for &bytes in &bench.sizes {
+                let plan = Plan::new(bench, Measure::Bandwidth, Op::Put, bytes);
+                memcpy_us.insert(bytes, part.memcpy(plan, bytes));
+            }
+        }
+        meet(shmem, limit)?;
+        for &(op, measure, bytes) in &figures {
+            context.status().set_phase(phase(op));
+            context.status().set_progress(figure as u64, total);
+            if let Some(part) = &mut part {
+                let seat = Seat::take();
+                let plan = Plan::new(bench, measure, op, bytes);
+                let rows = part.figure(plan, op, measure, bytes)?;
+                let seat = seat.leave();
+                let flag_us = part.flag_us()?;
+                results.seats.push((figure, part.first, seat));
+                if part.first
+                    && let Some(us) = memcpy_us.get(&bytes)
+                {
+                    results.memcpy_us.push((figure, *us));
+                }
+                results.rows.extend(rows.into_iter().map(|row| (figure, Row { flag_us, ..row })));
+            }
+            figure += 1;
+            meet(shmem, limit)?;
+        }
+    }
+    context.status().set_progress(total, total);
+    context.send(&serde_json::to_vec(&results)?)?;
+    Ok(())
+}
+
+/// Where all PEs meet.
+///
+/// # Errors
+/// A PE that does not come within `limit`.
+pub fn meet<T: Transport>(shmem: &Shmem<T>, limit: Duration) -> Result<()> {
+    shmem.barrier_all(Instant::now() + limit).map_err(|timeout| anyhow!("barrier with PE {}: {timeout}", timeout.index))
+}
+
+/// Everything that is measured of a pair, in order. Latency and issue of a non-blocking put are of one measurement.
+fn figures(bench: &P2pBench) -> Vec<(Op, Measure, usize)> {
+    let mut figures = Vec::new();
+    for &op in &bench.ops {
+        let measures: &[Measure] = match op {
+            Op::Put | Op::Get | Op::Atomic => &[Measure::Latency, Measure::Bandwidth],
+            Op::PutNbi => &[Measure::Latency],
+            Op::PutSignal | Op::SendRecv => &[Measure::Latency, Measure::Consume],
+        };
+        let word = [size_of::<u64>()];
+        let sizes = if op == Op::Atomic { &word[..] } else { &bench.sizes };
+        figures.extend(measures.iter().flat_map(|&m| sizes.iter().map(move |&bytes| (op, m, bytes))));
+    }
+    figures
+}
+
+/// One of the two PEs of a pair.
+struct Part<'s, T: Transport> {
+    shmem: &'s Shmem<T>,
+    two_sided: Option<&'s dyn TwoSided>,
+    memory: &'s Memory,
+    pair: [usize; 2],
+    peer: usize,
+    /// Whether this PE begins.
+    first: bool,
+    /// This PE's pages and the peer's, where both are within reach.
+    raw: Option<(Pages<'s>, Pages<'s>)>,
+    source: Vec<u64>,
+    /// What signals stand at, by their place: they only grow, so that none is reset. Both PEs count alike.
+    count: HashMap<usize, u64>,
+    limit: Duration,
+}
+
+/// Which code path a turn takes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Path {
+    Library,
+    Raw,
+}
+
+impl Path {
+    /// The place of the path's first signal.
+    fn base(self) -> usize {
+        if self == Path::Library { 0 } else { SIGNALS }
+    }
+}
+
+fn us(start: Instant, operations: usize) -> f64 {
+    start.elapsed().as_secs_f64() * 1e6 / operations as f64
+}
+
+impl<T: Transport> Part<'_, T> {
+    /// Measures one figure; the PE whose clock counts returns its rows.
+    fn figure(&mut self, plan: Plan, op: Op, measure: Measure, bytes: usize) -> Result<Vec<Row>> {
+        let of = Of { pair: self.pair, measure, op, scope: None, bytes, batch: plan.batch };
+        let counts_here = (measure == Measure::Consume) != self.first;
+        if op == Op::PutNbi {
+            return Ok(self.put_nbi(plan, of));
+        }
+        // The bare turns are the put with signal's, of whose two parts they consist.
+        let has_raw = op == Op::PutSignal && self.raw.is_some();
+        let (mut samples, mut raw) = (Vec::new(), Vec::new());
+        let part = Plan { samples: plan.samples / ROUNDS, ..plan };
+        for _ in 0..ROUNDS {
+            samples.extend(match (measure, op) {
+                (Measure::Latency, Op::PutSignal) => self.ping_pong(part, bytes, Path::Library)?,
+                (Measure::Latency, Op::SendRecv) => self.send_recv(part, bytes)?,
+                (Measure::Consume, Op::SendRecv) => self.send_stream(part, bytes)?,
+                (Measure::Consume, _) => self.stream(part, bytes, Path::Library)?,
+                _ => self.calls(part, op, measure, bytes),
+            });
+            if has_raw {
+                raw.extend(match measure {
+                    Measure::Consume => self.stream(part, bytes, Path::Raw)?,
+                    _ => self.ping_pong(part, bytes, Path::Raw)?,
+                });
+            }
+        }
+        if !counts_here {
+            return Ok(Vec::new());
+        }
+        let row = of.row(&samples);
+        Ok(vec![if has_raw { row.beside_raw(of, &raw) } else { row }])
+    }
+
+    fn deadline(&self) -> Instant {
+        Instant::now() + self.limit
+    }
+
+    fn bytes(&self, bytes: usize) -> &[u8] {
+        &bytemuck::cast_slice(&self.source)[..bytes]
+    }
+
+    /// The signal at a place.
+    fn signal(&self, place: usize) -> Sym<u64> {
+        self.memory.signals.at(place * STRIDE)
+    }
+
+    /// Waits until this PE's signal at a place is at least `value`.
+    fn wait(&self, place: usize, value: u64, deadline: Instant) -> Result<()> {
+        let wait = Wait { signal: self.signal(place), cmp: Cmp::Ge, value };
+        self.shmem.wait_until(wait, deadline).map(drop).with_context(|| format!("PE {}", self.peer))
+    }
+
+    /// Samples of an operation of this PE alone.
+    fn sample(&self, plan: Plan, mut batch: impl FnMut(usize)) -> Vec<f64> {
+        let mut samples = Vec::with_capacity(plan.samples);
+        for i in 0..plan.warmup + plan.samples {
+            let start = Instant::now();
+            batch(plan.batch);
+            if i >= plan.warmup {
+                samples.push(us(start, plan.batch));
+            }
+        }
+        samples
+    }
+
+    /// The median time of a memcpy by this PE, from its private memory to its heap, both as warm as they get.
+    fn memcpy(&self, plan: Plan, bytes: usize) -> f64 {
+        let src = self.bytes(bytes);
+        let Some((mine, _)) = &self.raw else {
+            let mut dest = vec![0; bytes];
+            return median(self.sample(plan, |n| {
+                for _ in 0..n {
+                    dest.copy_from_slice(std::hint::black_box(src));
+                    std::hint::black_box(&mut dest);
+                }
+            }));
+        };
+        median(self.sample(plan, |n| {
+            for _ in 0..n {
+                mine.copy_in(0, std::hint::black_box(src));
+            }
+        }))
+    }
+
+    /// Put, get and atomic: calls that the peer takes no part in.
+    fn calls(&self, plan: Plan, op: Op, measure: Measure, bytes: usize) -> Vec<f64> {
+        if !self.first {
+            return Vec::new();
+        }
+        let (shmem, peer) = (self.shmem, self.peer);
+        let mut local = vec![0; bytes];
+        let one = |local: &mut [u8]| match op {
+            Op::Get => shmem.get(local, self.memory.ring, peer),
+            Op::Atomic => drop(shmem.fetch_add(self.signal(ATOMIC), 1, peer)),
+            _ => shmem.put(self.memory.ring, std::hint::black_box(self.bytes(bytes)), peer),
+        };
+        self.sample(plan, |n| {
+            for _ in 0..n {
+                one(&mut local);
+                if measure == Measure::Latency {
+                    shmem.quiet();
+                }
+            }
+            shmem.quiet();
+            std::hint::black_box(&mut local);
+        })
+    }
+
+    /// Until the call has returned, and until quiet has.
+    fn put_nbi(&self, plan: Plan, of: Of) -> Vec<Row> {
+        if !self.first {
+            return Vec::new();
+        }
+        let (shmem, peer) = (self.shmem, self.peer);
+        let source = self.memory.source.slice(0..of.bytes);
+        // The call alone needs a clock between the two, so it is measured apart: a batch of calls, and quiet after the clock.
+        let complete = self.sample(plan, |n| {
+            for _ in 0..n {
+                shmem.put_nbi(self.memory.ring, source, peer);
+                shmem.quiet();
+            }
+        });
+        let mut issue = Vec::with_capacity(plan.samples);
+        for i in 0..plan.warmup + plan.samples {
+            let start = Instant::now();
+            for _ in 0..plan.batch {
+                shmem.put_nbi(self.memory.ring, source, peer);
+            }
+            let sample = us(start, plan.batch);
+            shmem.quiet();
+            if i >= plan.warmup {
+                issue.push(sample);
+            }
+        }
+        vec![of.row(&complete), Of { measure: Measure::Issue, ..of }.row(&issue)]
+    }
+
+    /// Samples of round trips, at the PE that begins.
+    fn rounds(
+        &self,
+        plan: Plan,
+        mut there: impl FnMut(&Self) -> Result<()>,
+        mut back: impl FnMut(&Self) -> Result<()>,
+    ) -> Result<Vec<f64>> {
+        let mut samples = Vec::with_capacity(plan.samples);
+        for i in 0..plan.warmup + plan.samples {
+            let start = Instant::now();
+            for _ in 0..plan.batch {
+                if self.first {
+                    there(self)?;
+                    back(self)?;
+                } else {
+                    back(self)?;
+                    there(self)?;
+                }
+            }
+            if i >= plan.warmup {
+                samples.push(us(start, plan.batch));
+            }
+        }
+        Ok(samples)
+    }
+
+    /// Put with signal there and back.
+    fn ping_pong(&mut self, plan: Plan, bytes: usize, path: Path) -> Result<Vec<f64>> {
+        let place = path.base() + PING;
+        let base = self.counted(place, ((plan.warmup + plan.samples) * plan.batch) as u64);
+        let deadline = self.deadline();
+        let (mut sent, mut seen) = (base, base);
+        if let (Path::Raw, Some((mine, theirs))) = (path, self.raw) {
+            let (own, other) = (mine.flag(place * STRIDE), theirs.flag(place * STRIDE));
+            return self.rounds(
+                plan,
+                |part| {
+                    sent += 1;
+                    theirs.copy_in(0, part.bytes(bytes));
+                    other.store(sent, Ordering::Release);
+                    Ok(())
+                },
+                |part| {
+                    seen += 1;
+                    raw::spin_until(own, seen, part.peer, deadline)
+                },
+            );
+        }
+        self.rounds(
+            plan,
+            |part| {
+                sent += 1;
+                let (dest, signal) = (part.memory.ring, part.signal(place));
+                part.shmem.put_signal(dest, part.bytes(bytes), signal, sent, SignalOp::Set, part.peer);
+                Ok(())
+            },
+            |part| {
+                seen += 1;
+                part.wait(place, seen, deadline)
+            },
+        )
+    }
+
+    /// What a signal stands at, which is to grow by `by`.
+    fn counted(&mut self, place: usize, by: u64) -> u64 {
+        let count = self.count.entry(place).or_default();
+        *count += by;
+        *count - by
+    }
+
+    /// A stream of messages that the receiver reads; samples at the receiver.
+    fn stream(&mut self, plan: Plan, bytes: usize, path: Path) -> Result<Vec<f64>> {
+        // No two slots share a cache line.
+        let pitch = bytes.max(1).next_multiple_of(64);
+        let slots = (self.memory.ring.len() / pitch).clamp(1, SLOTS_MAX);
+        let messages = ((plan.warmup + plan.samples) * plan.batch) as u64;
+        let deadline = self.deadline();
+        let base = path.base();
+        // Every slot's signal counts all messages of the path, whatever their slot: so slots may differ in size from figure to
+        // figure.
+        let first = self.counted(base + SLOT, messages);
+        let credit = self.counted(base + CREDIT, messages);
+        let slot_of = |m: u64| (m % slots as u64) as usize;
+        let stamped = bytes >= size_of::<u64>();
+        let raw = self.raw.filter(|_| path == Path::Raw);
+        if self.first {
+            let mut stamp = self.source[0];
+            for m in 0..messages {
+                if m >= slots as u64 {
+                    let least = credit + m + 1 - slots as u64;
+                    match raw {
+                        Some((mine, _)) => {
+                            raw::spin_until(mine.flag((base + CREDIT) * STRIDE), least, self.peer, deadline)?;
+                        }
+                        None => self.wait(base + CREDIT, least, deadline)?,
+                    }
+                }
+                stamp = stamp.wrapping_add(1);
+                self.source[0] = stamp;
+                let (slot, src) = (slot_of(m), self.bytes(bytes));
+                match raw {
+                    Some((_, theirs)) => {
+                        theirs.copy_in(slot * pitch, src);
+                        theirs.flag((base + SLOT + slot) * STRIDE).store(first + m + 1, Ordering::Release);
+                    }
+                    None => {
+                        let dest = self.memory.ring.slice(slot * pitch..slot * pitch + bytes);
+                        let signal = self.signal(base + SLOT + slot);
+                        self.shmem.put_signal(dest, src, signal, first + m + 1, SignalOp::Set, self.peer);
+                    }
+                }
+            }
+            self.source[0] = self.source[0].wrapping_sub(messages);
+            // Nothing is written before the last is read.
+            match raw {
+                Some((mine, _)) => {
+                    raw::spin_until(mine.flag((base + CREDIT) * STRIDE), credit + messages, self.peer, deadline)?;
+                }
+                None => self.wait(base + CREDIT, credit + messages, deadline)?,
+            }
+            return Ok(Vec::new());
+        }
+        let pages = self.raw.map(|(mine, _)| mine);
+        let mut copy = vec![0; if pages.is_none() { bytes } else { 0 }];
+        let expected = raw::sum(self.bytes(bytes));
+        let give_back = (slots as u64 / 4).max(1);
+        let mut owed = 0;
+        let mut samples = Vec::with_capacity(plan.samples);
+        let mut start = Instant::now();
+        for m in 0..messages {
+            let slot = slot_of(m);
+            match raw {
+                Some((mine, _)) => {
+                    let flag = mine.flag((base + SLOT + slot) * STRIDE);
+                    raw::spin_until(flag, first + m + 1, self.peer, deadline)?;
+                }
+                None => self.wait(base + SLOT + slot, first + m + 1, deadline)?,
+            }
+            let sum = match pages {
+                Some(pages) => pages.sum(slot * pitch, bytes),
+                None => {
+                    self.shmem.get(
+                        &mut copy,
+                        self.memory.ring.slice(slot * pitch..slot * pitch + bytes),
+                        self.shmem.my_pe(),
+                    );
+                    raw::sum(&copy)
+                }
+            };
+            let expected = if stamped { expected.wrapping_add(m + 1) } else { sum };
+            ensure!(sum == expected, "message {m} of {bytes} bytes from PE {} arrived damaged", self.peer);
+            owed += 1;
+            if owed == give_back || m + 1 == messages {
+                match raw {
+                    Some((_, theirs)) => {
+                        theirs.flag((base + CREDIT) * STRIDE).store(credit + m + 1, Ordering::Release);
+                    }
+                    None => self.shmem.signal_op(self.signal(base + CREDIT), owed, SignalOp::Add, self.peer),
+                }
+                owed = 0;
+            }
+            if (m + 1) % plan.batch as u64 == 0 {
+                if m / plan.batch as u64 >= plan.warmup as u64 {
+                    samples.push(us(start, plan.batch));
+                }
+                start = Instant::now();
+            }
+        }
+        Ok(samples)
+    }
+
+    fn messages(&self) -> Result<&dyn TwoSided> {
+        self.two_sided.context("--op send-recv: the transport has no matched messages")
+    }
+
+    /// Send and receive there and back.
+    fn send_recv(&self, plan: Plan, bytes: usize) -> Result<Vec<f64>> {
+        let (messages, deadline) = (self.messages()?, self.deadline());
+        let mut received = vec![0; bytes];
+        let samples = self.rounds(
+            plan,
+            |part| messages.send(part.bytes(bytes), part.peer),
+            |part| messages.receive(&mut received, part.peer, deadline),
+        )?;
+        ensure!(received == self.bytes(bytes), "{bytes} bytes from PE {} arrived damaged", self.peer);
+        Ok(samples)
+    }
+
+    /// A stream of sends whose bytes are read, and one answer at the end; samples at the receiver.
+    fn send_stream(&self, plan: Plan, bytes: usize) -> Result<Vec<f64>> {
+        let (messages, deadline) = (self.messages()?, self.deadline());
+        let all = (plan.warmup + plan.samples) * plan.batch;
+        let mut received = vec![0; bytes];
+        if self.first {
+            (0..all).try_for_each(|_| messages.send(self.bytes(bytes), self.peer))?;
+            messages.receive(&mut received[..bytes.min(1)], self.peer, deadline)?;
+            return Ok(Vec::new());
+        }
+        let expected = raw::sum(self.bytes(bytes));
+        let mut samples = Vec::with_capacity(plan.samples);
+        for i in 0..plan.warmup + plan.samples {
+            let start = Instant::now();
+            for _ in 0..plan.batch {
+                messages.receive(&mut received, self.peer, deadline)?;
+                ensure!(raw::sum(&received) == expected, "{bytes} bytes from PE {} arrived damaged", self.peer);
+            }
+            if i >= plan.warmup {
+                samples.push(us(start, plan.batch));
+            }
+        }
+        messages.send(&received[..bytes.min(1)], self.peer)?;
+        Ok(samples)
+    }
+
+    /// One way of a bare flag, microseconds: the distance between the two CPUs now.
+    fn flag_us(&mut self) -> Result<Option<f64>> {
+        if self.raw.is_none() {
+            return Ok(None);
+        }
+        let plan = Plan { samples: PROBE.0, warmup: 2, batch: PROBE.1 };
+        Ok(Some(median(self.ping_pong(plan, 0, Path::Raw)?) / 2.0))
+    }
+}
+
+#[cfg(all(test, not(miri)))] // Miri has no memfd.
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+    use crate::shmem::{Segment, ShmTransport};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn bench() -> P2pBench {
+        P2pBench {
+            ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
+            scopes: Vec::new(),
+            sizes: vec![1, 24, 4096],
+            pairs: vec![[0, 1]],
+            pes: 2,
+            iterations: 10,
+            warmup: 5,
+        }
+    }
+
+    /// Messages between two threads.
+    struct Mailbox(Mutex<Ends>);
+    type Ends = (Sender<Vec<u8>>, Receiver<Vec<u8>>);
+
+    impl TwoSided for Mailbox {
+        fn send(&self, bytes: &[u8], _: usize) -> Result<()> {
+            Ok(self.0.lock().unwrap().0.send(bytes.to_vec())?)
+        }
+
+        fn receive(&self, bytes: &mut [u8], _: usize, deadline: Instant) -> Result<()> {
+            let left = deadline.saturating_duration_since(Instant::now());
+            bytes.copy_from_slice(&self.0.lock().unwrap().1.recv_timeout(left)?);
+            Ok(())
+        }
+    }
+
+    /// Both PEs' rows of every figure, with or without pages that both reach; `source_of_1` may change what PE 1 takes for sent.
+    fn measure(pages: bool, source_of_1: impl Fn(&mut Vec<u64>) + Sync) -> [Result<Vec<Row>>; 2] {
+        let bench = bench();
+        let bytes = heap_bytes::<ShmTransport>(&bench);
+        let segments: Vec<Segment> = (0..2).map(|_| Segment::create("test", bytes).unwrap()).collect();
+        let view = || -> Vec<Segment> {
+            segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap()).collect()
+        };
+        let (to_1, from_0) = channel();
+        let (to_0, from_1) = channel();
+        let boxes = [(to_1, from_1), (to_0, from_0)].map(|ends| Mailbox(Mutex::new(ends)));
+        std::thread::scope(|scope| {
+            let run = |me: usize, mailbox: Mailbox| {
+                let (segments, bench, source_of_1) = (view(), &bench, &source_of_1);
+                scope.spawn(move || {
+                    let shmem = Shmem::new(ShmTransport::new(me, segments).unwrap());
+                    let memory = Memory {
+                        ring: shmem.alloc(Memory::ring_bytes(bench)).unwrap(),
+                        source: shmem.alloc(largest(bench)).unwrap(),
+                        signals: shmem.alloc(2 * SIGNALS * STRIDE).unwrap(),
+                    };
+                    let mut source: Vec<u64> = (0..largest(bench) as u64 / 8).collect();
+                    if me == 1 {
+                        source_of_1(&mut source);
+                    }
+                    let reach = |pe| Pages::of(&shmem, memory.ring, memory.signals, pe).filter(|_| pages);
+                    let mut part = Part {
+                        shmem: &shmem,
+                        two_sided: Some(&mailbox),
+                        memory: &memory,
+                        pair: [0, 1],
+                        peer: 1 - me,
+                        first: me == 0,
+                        raw: reach(me).zip(reach(1 - me)),
+                        source,
+                        count: HashMap::new(),
+                        limit: if me == 0 { Duration::from_secs(2) } else { LIMIT },
+                    };
+                    let mut rows = Vec::new();
+                    for (op, measure, bytes) in figures(bench) {
+                        rows.extend(part.figure(Plan::new(bench, measure, op, bytes), op, measure, bytes)?);
+                        meet(&shmem, part.limit)?;
+                    }
+                    Ok(rows)
+                })
+            };
+            let [first, second] = boxes;
+            let pes = [run(0, first), run(1, second)];
+            pes.map(|pe| pe.join().unwrap())
+        })
+    }
+
+    #[test]
+    fn every_figure_is_measured_by_the_pe_whose_clock_counts() {
+        for pages in [true, false] {
+            let [first, second] = measure(pages, |_| {}).map(Result::unwrap);
+            assert!(second.iter().all(|row| row.measure == Measure::Consume));
+            assert_eq!(second.iter().filter(|row| row.op == Op::SendRecv).count(), 3);
+            assert_eq!(second.len(), 6);
+            // Put, get: two measures; non-blocking: latency and issue; ping-pongs; atomic at one size.
+            assert_eq!(first.len(), 3 * (2 + 2 + 2 + 1 + 1) + 2);
+            for row in first.iter().chain(&second) {
+                assert_eq!(row.iterations, 10, "{row:?}");
+                assert_eq!(row.raw_us.is_some(), pages && row.op == Op::PutSignal, "{row:?}");
+                assert!(row.min_us > 0.0, "{row:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_not_those_sent_are_noticed() {
+        // The receiver expects other bytes than are sent: in the last word of the largest size only.
+        let [_, second] = measure(true, |source| source[511] ^= 1 << 40);
+        let error = second.unwrap_err().to_string();
+        assert_eq!(error, "message 0 of 4096 bytes from PE 0 arrived damaged");
+    }
+
+    #[test]
+    fn a_sample_is_worth_reading_the_clock_for() {
+        let bench = P2pBench { iterations: 1000, ..bench() };
+        let plan = |measure, op, bytes| Plan::new(&bench, measure, op, bytes);
+        let small = plan(Measure::Latency, Op::PutSignal, 16);
+        assert_eq!((small.batch, small.samples), (16, 1000));
+        let large = plan(Measure::Latency, Op::PutSignal, 64 << 20);
+        assert_eq!((large.batch, large.samples), (1, LEAST_SAMPLES));
+        assert_eq!(plan(Measure::Bandwidth, Op::Put, 4096).batch, 16);
+        for (measure, op) in [(Measure::Consume, Op::PutSignal), (Measure::Latency, Op::Get)] {
+            for bytes in [1, 100, 1 << 12, 1 << 22, 1 << 30] {
+                let plan = plan(measure, op, bytes);
+                assert!(plan.batch >= 1 && plan.samples.is_multiple_of(ROUNDS) && plan.samples >= LEAST_SAMPLES);
+            }
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! `aristos bench p2p`: latency, bandwidth and message rate of one-sided operations between two PEs.
+//!
+//! What is measured is the same whatever the transport; how, is [`host`]'s for transports whose calls the host makes, and
+//! [`device`]'s for NVSHMEM, whose calls are made on the device. [`report`] prints and plots both.
+//!
+//! The method is that of NVSHMEM's perftest, with two differences. There is a time for each iteration, or for each few where one is too
+//! short for a clock, so that a row has the median and the tail, and not only the mean. And a put whose bytes nobody reads measures
+//! the sender's cache: so bandwidth is also measured with a receiver that reads every byte.
+
+#[cfg(feature = "cuda")]
+pub mod device;
+pub mod host;
+pub mod raw;
+pub mod report;
+
+use serde::{Deserialize, Serialize};
+
+use super::probe::Placement;
+use crate::report::median;
+
+/// What is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Op {
+    /// A put, and quiet.
+    Put,
+    /// A non-blocking put and quiet; the time until the call returns apart.
+    PutNbi,
+    /// A get.
+    Get,
+    /// A put with a signal there, and one back.
+    PutSignal,
+    /// A fetch-and-add of 8 bytes.
+    Atomic,
+    /// A send there and one back, matched by receives.
+    SendRecv,
+}
+
+impl Op {
+    /// Its name on the command line and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Op::Put => "put",
+            Op::PutNbi => "put-nbi",
+            Op::Get => "get",
+            Op::PutSignal => "put-signal",
+            Op::Atomic => "atomic",
+            Op::SendRecv => "send-recv",
+        }
+    }
+}
+
+/// Which threads of a device work on one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Scope {
+    /// One thread.
+    Thread,
+    /// The 32 threads of a warp.
+    Warp,
+    /// The threads of a block.
+    Block,
+}
+
+impl Scope {
+    /// Its name on the command line and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Scope::Thread => "thread",
+            Scope::Warp => "warp",
+            Scope::Block => "block",
+        }
+    }
+}
+
+/// What of it is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Measure {
+    /// One at a time: until it is complete; of a ping-pong half the round trip.
+    Latency,
+    /// One at a time: until the call has returned.
+    Issue,
+    /// One after the other, complete at the end; bytes that nobody reads.
+    Bandwidth,
+    /// One after the other, each read to the last byte by the receiver, which says so; at most a window under way.
+    Consume,
+}
+
+impl Measure {
+    /// Its name in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Measure::Latency => "latency",
+            Measure::Issue => "issue",
+            Measure::Bandwidth => "bandwidth",
+            Measure::Consume => "consume",
+        }
+    }
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct P2pBench {
+    /// Operations.
+    pub ops: Vec<Op>,
+    /// Scopes, for a device.
+    pub scopes: Vec<Scope>,
+    /// Sizes, bytes, ascending.
+    pub sizes: Vec<usize>,
+    /// The pairs of PEs, measured one after the other; the first of each begins.
+    pub pairs: Vec<[usize; 2]>,
+    /// Number of PEs.
+    pub pes: usize,
+    /// Samples that count; of large sizes fewer, see [`host`].
+    pub iterations: usize,
+    /// Samples before them.
+    pub warmup: usize,
+}
+
+/// One figure. Times in microseconds, of one operation; those of ping-pongs are one way, half the round trip.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The PEs: who begins, and the other.
+    pub pair: [usize; 2],
+    /// What is measured.
+    pub measure: Measure,
+    /// The operation.
+    pub op: Op,
+    /// Which threads, of a device.
+    pub scope: Option<Scope>,
+    /// Of an operation; on a device, of all blocks together.
+    pub bytes: usize,
+    /// Samples.
+    pub iterations: usize,
+    /// Operations whose mean one sample is: more than 1 where one is too short for the clock.
+    pub batch: usize,
+    /// The median.
+    pub p50_us: f64,
+    /// The 99th percentile.
+    pub p99_us: f64,
+    /// The shortest.
+    pub min_us: f64,
+    /// The mean.
+    pub mean_us: f64,
+    /// The median round trip, of ping-pongs.
+    pub round_trip_us: Option<f64>,
+    /// Bytes over the median, 10^9 per second.
+    pub gb_per_s: f64,
+    /// Operations per second, by the median.
+    pub messages_per_s: f64,
+    /// The median time of a memcpy of that size by one thread, source hot, in the same run.
+    pub memcpy_us: Option<f64>,
+    /// How near to it: its time over this one's, percent.
+    pub memcpy_percent: Option<f64>,
+    /// The median of the same done by bare copies and flags on the same pages, measured in turn with this.
+    pub raw_us: Option<f64>,
+    /// This over that.
+    pub raw_ratio: Option<f64>,
+    /// One way of a bare flag right after this, median: which of the machine's distances lies between the PEs' CPUs.
+    pub flag_us: Option<f64>,
+    /// Where the PEs were.
+    pub placement: Option<Placement>,
+}
+
+/// What a row is of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Of {
+    /// See [`Row::pair`].
+    pub pair: [usize; 2],
+    /// See [`Row::measure`].
+    pub measure: Measure,
+    /// See [`Row::op`].
+    pub op: Op,
+    /// See [`Row::scope`].
+    pub scope: Option<Scope>,
+    /// See [`Row::bytes`].
+    pub bytes: usize,
+    /// See [`Row::batch`].
+    pub batch: usize,
+}
+
+impl Of {
+    /// Whether a sample is a round trip.
+    pub fn is_ping_pong(&self) -> bool {
+        self.measure == Measure::Latency && matches!(self.op, Op::PutSignal | Op::SendRecv)
+    }
+
+    /// A row from samples, microseconds of one operation or round trip.
+    pub fn row(self, samples: &[f64]) -> Row {
+        let ways = if self.is_ping_pong() { 2.0 } else { 1.0 };
+        let mut sorted: Vec<f64> = samples.iter().map(|us| us / ways).collect();
+        sorted.sort_by(f64::total_cmp);
+        let p50_us = median(sorted.clone());
+        let per_us = |amount: f64| if p50_us > 0.0 { amount / p50_us } else { 0.0 };
+        Row {
+            pair: self.pair,
+            measure: self.measure,
+            op: self.op,
+            scope: self.scope,
+            bytes: self.bytes,
+            iterations: sorted.len(),
+            batch: self.batch,
+            p50_us,
+            p99_us: percentile(&sorted, 0.99),
+            min_us: sorted.first().copied().unwrap_or(0.0),
+            mean_us: sorted.iter().sum::<f64>() / sorted.len().max(1) as f64,
+            round_trip_us: self.is_ping_pong().then_some(2.0 * p50_us),
+            gb_per_s: per_us(self.bytes as f64) * 1e-3,
+            messages_per_s: per_us(1e6),
+            memcpy_us: None,
+            memcpy_percent: None,
+            raw_us: None,
+            raw_ratio: None,
+            flag_us: None,
+            placement: None,
+        }
+    }
+}
+
+impl Row {
+    /// With the time of a memcpy, microseconds.
+    pub fn beside_memcpy(self, memcpy_us: f64) -> Row {
+        let percent = if self.p50_us > 0.0 { 100.0 * memcpy_us / self.p50_us } else { 0.0 };
+        Row { memcpy_us: Some(memcpy_us), memcpy_percent: Some(percent), ..self }
+    }
+
+    /// With samples of the same done bare.
+    pub fn beside_raw(self, of: Of, samples: &[f64]) -> Row {
+        let raw_us = of.row(samples).p50_us;
+        let ratio = if raw_us > 0.0 { self.p50_us / raw_us } else { 0.0 };
+        Row { raw_us: Some(raw_us), raw_ratio: Some(ratio), ..self }
+    }
+}
+
+/// The value that this share of the sorted values does not exceed; 0 of none.
+pub fn percentile(sorted: &[f64], share: f64) -> f64 {
+    let rank = (sorted.len() as f64 * share).ceil() as usize;
+    sorted.get(rank.max(1) - 1).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_says_what_the_samples_were() {
+        let of = Of { pair: [0, 1], measure: Measure::Latency, op: Op::Put, scope: None, bytes: 4096, batch: 4 };
+        let samples: Vec<f64> = (1..=100).rev().map(f64::from).collect();
+        let row = of.row(&samples);
+        assert_eq!((row.min_us, row.p50_us, row.p99_us, row.mean_us), (1.0, 50.5, 99.0, 50.5));
+        assert_eq!((row.iterations, row.batch, row.round_trip_us), (100, 4, None));
+        assert!((row.gb_per_s - 4096.0 / 50.5e3).abs() < 1e-12);
+        assert!((row.messages_per_s - 1e6 / 50.5).abs() < 1e-6);
+        let row = row.beside_memcpy(5.05);
+        assert!((row.memcpy_percent.unwrap() - 10.0).abs() < 1e-9);
+
+        let of = Of { op: Op::PutSignal, ..of };
+        let row = of.row(&samples).beside_raw(of, &[50.0]);
+        assert_eq!((row.min_us, row.p50_us, row.round_trip_us), (0.5, 25.25, Some(50.5)));
+        assert_eq!((row.raw_us, row.raw_ratio), (Some(25.0), Some(1.01)));
+        // Only the latency of a put with signal is a ping-pong.
+        assert_eq!(Of { measure: Measure::Consume, ..of }.row(&samples).p50_us, 50.5);
+        let none = of.row(&[]);
+        assert_eq!((none.p50_us, none.gb_per_s, none.p99_us), (0.0, 0.0, 0.0));
+    }
+}

@@ -1,0 +1,243 @@
+//! The cause of each step's delay.
+//!
+//! The slowest PE of a step waits for one message, its last: in bulk mode, where nobody is through before everybody is, for the last
+//! of all PEs'. How long the message was awaited has two parts. Until it was sent, its sender is to blame: it
+//! *arrived late* (or the receiver is, where others wait for it, and it had not yet sent its own). From then, less what such a message takes anyhow (the lower quartile of all flights), the *link*. The larger
+//! part names the cause.
+//!
+//! A sender that arrives late need not have computed long: without a barrier, it may have been kept by its own last message of the step before. The
+//! cause is then that message's, found the same way, back to where it began.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, PeStep};
+
+/// How many steps a cause is followed back.
+const BACK: usize = 32;
+
+/// What a step waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "cause")]
+pub enum Cause {
+    /// This PE began to send late: it computed longer than who waited for it.
+    LatePe {
+        /// The PE.
+        pe: usize,
+    },
+    /// A message took long after it was sent.
+    SlowLink {
+        /// The sender.
+        from: usize,
+        /// The receiver.
+        to: usize,
+    },
+}
+
+impl Cause {
+    /// As in tables: "PE 2 late", "link 0-1 slow".
+    pub fn render(&self) -> String {
+        match self {
+            Cause::LatePe { pe } => format!("PE {pe} late"),
+            Cause::SlowLink { from, to } => format!("link {from}-{to} slow"),
+        }
+    }
+}
+
+/// One step of all PEs. Times in nanoseconds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    /// Of each PE, from its first message until it was through.
+    pub times: Vec<i64>,
+    /// The fastest PE's time.
+    pub actual: i64,
+    /// By how much the slowest PE's is longer.
+    pub delay: i64,
+    /// Why; `None` for one PE alone.
+    pub cause: Option<Cause>,
+}
+
+/// Every step's delay and cause, from all PEs' times on one clock, by step, then by PE.
+pub fn attribute(steps: &[Vec<PeStep>], mode: Mode) -> Vec<Step> {
+    let usual = usual_flight(steps);
+    (0..steps.len())
+        .map(|k| {
+            let times: Vec<i64> = steps[k].iter().map(PeStep::time_ns).collect();
+            let actual = times.iter().copied().min().unwrap_or(0);
+            let slowest = times.iter().copied().max().unwrap_or(0);
+            Step { actual, delay: slowest - actual, cause: cause(steps, k, mode, usual), times }
+        })
+        .collect()
+}
+
+/// What a message takes that its receiver waits for: the lower quartile, so that one slow link of two does not count as usual.
+fn usual_flight(steps: &[Vec<PeStep>]) -> i64 {
+    let mut flights: Vec<i64> = steps
+        .iter()
+        .flat_map(|pes| pes.iter().enumerate())
+        .flat_map(|(me, pe)| (0..pe.sent.len()).filter(move |&s| s != me).map(move |s| flight(pe, s)))
+        .collect();
+    flights.sort_unstable();
+    flights.get(flights.len() / 4).copied().unwrap_or(0)
+}
+
+/// From when the message was sent, or from when its receiver looked, until it was there.
+fn flight(pe: &PeStep, sender: usize) -> i64 {
+    pe.arrived[sender] - pe.sent[sender].max(pe.send)
+}
+
+/// The sender of the last message that a PE got.
+fn last_sender(me: usize, pe: &PeStep) -> Option<usize> {
+    (0..pe.arrived.len()).filter(|&s| s != me).max_by_key(|&s| pe.arrived[s])
+}
+
+fn cause(steps: &[Vec<PeStep>], k: usize, mode: Mode, usual: i64) -> Option<Cause> {
+    let pes = &steps[k];
+    let slowest = (0..pes.len()).max_by_key(|&pe| pes[pe].time_ns())?;
+    // Who got the message that all waited for.
+    let last = |pe: usize| last_sender(pe, &pes[pe]).map_or(i64::MIN, |s| pes[pe].arrived[s]);
+    let receiver = match mode {
+        Mode::Bulk => (0..pes.len()).max_by_key(|&pe| last(pe))?,
+        Mode::OneSided => slowest,
+    };
+    follow(steps, k, (receiver, slowest), usual, BACK)
+}
+
+/// Why the last message of `receiver` in step `k` came when it did; `waiting` is who waited for it since it had sent its own.
+fn follow(
+    steps: &[Vec<PeStep>],
+    k: usize,
+    (receiver, waiting): (usize, usize),
+    usual: i64,
+    back: usize,
+) -> Option<Cause> {
+    let pes = &steps[k];
+    let got = &pes[receiver];
+    let sender = last_sender(receiver, got)?;
+    // Who was not ready before: its sender, or, where others wait for it, a receiver that still computed.
+    let (ready, late_pe) = match got.sent[sender] {
+        sent if receiver != waiting && got.send > sent => (got.send, receiver),
+        sent => (sent, sender),
+    };
+    let late = ready - pes[waiting].send;
+    let link = flight(got, sender) - usual;
+    if link > late.max(0) {
+        return Some(Cause::SlowLink { from: sender, to: receiver });
+    }
+    let (sent, waited) = (&pes[late_pe], &pes[waiting]);
+    let computed = (sent.send - sent.begin) - (waited.send - waited.begin);
+    let began = sent.begin - waited.begin;
+    // It began late rather than that it computed long: what kept it in the step before? Its own compute, if it waited for nothing
+    // there.
+    if k > 0 && back > 0 && began > computed {
+        let before = &steps[k - 1][late_pe];
+        let kept = last_sender(late_pe, before).is_some_and(|s| before.arrived[s] - before.send > usual);
+        if kept {
+            return follow(steps, k - 1, (late_pe, late_pe), usual, back - 1);
+        }
+    }
+    Some(Cause::LatePe { pe: late_pe })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps as they would be if a message took 10, and a PE in a step computed, and a link took longer, as these say.
+    fn run(
+        n: usize,
+        steps: usize,
+        mode: Mode,
+        compute: impl Fn(usize, usize) -> i64,
+        extra: impl Fn(usize, usize, usize) -> i64,
+    ) -> Vec<Vec<PeStep>> {
+        let mut begins = vec![0; n];
+        (0..steps)
+            .map(|k| {
+                let sends: Vec<i64> = (0..n).map(|pe| begins[pe] + compute(k, pe)).collect();
+                let mut pes: Vec<PeStep> = (0..n)
+                    .map(|me| {
+                        let at = |s: usize| {
+                            if s == me { sends[me] } else { (sends[s] + 10 + extra(k, s, me)).max(sends[me]) }
+                        };
+                        let arrived: Vec<i64> = (0..n).map(at).collect();
+                        let end = *arrived.iter().max().unwrap();
+                        PeStep { begin: begins[me], send: sends[me], end, sent: sends.clone(), arrived }
+                    })
+                    .collect();
+                if mode == Mode::Bulk {
+                    let end = pes.iter().map(|pe| pe.end).max().unwrap() + 1;
+                    pes.iter_mut().for_each(|pe| pe.end = end);
+                }
+                begins = pes.iter().map(|pe| pe.end).collect();
+                pes
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_slow_pe_is_named_in_both_modes() {
+        for n in [2, 3, 8] {
+            for slow in 0..n {
+                for mode in [Mode::Bulk, Mode::OneSided] {
+                    let steps = run(n, 20, mode, |_, pe| if pe == slow { 300 } else { 100 }, |_, _, _| 0);
+                    for (k, step) in attribute(&steps, mode).iter().enumerate() {
+                        assert_eq!(step.cause, Some(Cause::LatePe { pe: slow }), "{n} PEs, {mode:?}, step {k}");
+                        assert!(step.delay >= 190, "{step:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_slow_link_is_named_and_not_the_pe_that_it_keeps() {
+        for n in [2, 3, 8] {
+            let (from, to) = (n - 1, n / 3);
+            for mode in [Mode::Bulk, Mode::OneSided] {
+                let extra = |_, a: usize, b: usize| if (a, b) == (from, to) { 200 } else { 0 };
+                let steps = run(n, 20, mode, |_, _| 100, extra);
+                let causes: Vec<_> = attribute(&steps, mode).into_iter().map(|step| step.cause).collect();
+                let link = causes.iter().filter(|&&c| c == Some(Cause::SlowLink { from, to })).count();
+                assert!(link >= 19, "{n} PEs, {mode:?}: {causes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_that_was_late_once_is_followed_back() {
+        // In step 3 the link is slow once; its receiver then begins step 4 late, and is waited for there.
+        let extra = |k: usize, a: usize, b: usize| if (k, a, b) == (3, 0, 1) { 500 } else { 0 };
+        let steps = run(3, 8, Mode::OneSided, |_, _| 100, extra);
+        let all = attribute(&steps, Mode::OneSided);
+        let link = Some(Cause::SlowLink { from: 0, to: 1 });
+        assert_eq!((all[3].cause, all[4].cause), (link, link));
+        assert!(all[3].delay > 400 && all[4].delay > 400, "{all:?}");
+        assert!(all[6].delay < 20, "{:?}", all[6]);
+    }
+
+    #[test]
+    fn a_late_pe_that_then_loses_its_cpu_is_still_late() {
+        // PE 1 computes 600 longer, and then looks 80 later than it might: what it finds there was sent long before.
+        let mut steps = run(3, 4, Mode::Bulk, |_, pe| if pe == 1 { 700 } else { 100 }, |_, _, _| 0);
+        for pes in &mut steps {
+            for sender in [0, 2] {
+                pes[1].arrived[sender] = pes[1].send + 80;
+            }
+            pes.iter_mut().for_each(|pe| pe.end += 80);
+        }
+        let causes: Vec<_> = attribute(&steps, Mode::Bulk).into_iter().map(|step| step.cause).collect();
+        assert_eq!(causes, [Some(Cause::LatePe { pe: 1 }); 4]);
+    }
+
+    #[test]
+    fn the_times_are_from_the_first_message_on() {
+        let steps = run(2, 1, Mode::OneSided, |_, pe| 100 + 50 * pe as i64, |_, _, _| 0);
+        let step = &attribute(&steps, Mode::OneSided)[0];
+        // PE 0 waits for PE 1's message, which leaves at 150; PE 1 finds PE 0's there.
+        assert_eq!((&step.times[..], step.actual, step.delay), (&[60, 0][..], 0, 60));
+        let alone = run(1, 2, Mode::Bulk, |_, _| 100, |_, _, _| 0);
+        let alone = attribute(&alone, Mode::Bulk);
+        assert_eq!((alone[0].delay, alone[0].cause), (0, None));
+        assert!(attribute(&[], Mode::Bulk).is_empty());
+    }
+}

@@ -1,0 +1,199 @@
+//! Times of several PEs on one clock.
+//!
+//! PEs of one host share `CLOCK_MONOTONIC`: their offsets are 0, exactly. That two PEs are on one host is known by the boot id that its
+//! kernel made. Between hosts the offset is measured over the transport, as clocks are synchronised over networks (Cristian
+//! 1989): PE 0 notes when it asks and when the answer comes, the other PE answers with its time, and that was, give or take half the
+//! round trip, in the middle. Of many round trips the shortest counts. It is measured before and after the steps, so that
+//! clocks that run at different speeds are put right between; what two hosts' clocks differ by within a second is less than what a
+//! round trip leaves open.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
+
+/// Round trips of one measurement.
+const ROUNDS: u64 = 64;
+
+/// This PE's clock, nanoseconds.
+pub fn now_ns() -> i64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec * 1_000_000_000 + now.tv_nsec
+}
+
+/// Another PE's clock, as PE 0 saw it at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offset {
+    /// PE 0's time of it, nanoseconds.
+    pub at: i64,
+    /// The other's time less PE 0's.
+    pub offset_ns: i64,
+    /// By how much it may be wrong: half the shortest round trip.
+    pub error_ns: i64,
+}
+
+impl Offset {
+    /// From the round trips' times: asked and answered by PE 0's clock, and between by the other's.
+    fn of(trips: impl Iterator<Item = (i64, i64, i64)>) -> Offset {
+        let shortest = trips.min_by_key(|(asked, _, answered)| answered - asked);
+        let Some((asked, theirs, answered)) = shortest else { return Offset::default() };
+        let middle = asked + (answered - asked) / 2;
+        Offset { at: middle, offset_ns: theirs - middle, error_ns: (answered - asked + 1) / 2 }
+    }
+}
+
+/// How to read one PE's times as PE 0's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Common {
+    before: Offset,
+    after: Offset,
+}
+
+impl Common {
+    /// Between two measurements; before and after them, by the nearer.
+    pub fn new(before: Offset, after: Offset) -> Common {
+        Common { before, after }
+    }
+
+    /// PE 0's time, given this PE's.
+    pub fn common_ns(&self, theirs: i64) -> i64 {
+        let (a, b) = (self.before, self.after);
+        let span = (b.at - a.at).max(1);
+        // At which part of the way, by a first guess.
+        let part = ((theirs - a.offset_ns - a.at) as f64 / span as f64).clamp(0.0, 1.0);
+        theirs - a.offset_ns - (part * (b.offset_ns - a.offset_ns) as f64) as i64
+    }
+}
+
+/// The words that PEs measure their clocks by: one to ask by, one to answer by, and the time that is the answer.
+#[derive(Clone, Copy)]
+pub struct ClockWords {
+    asked: Sym<u64>,
+    answered: Sym<u64>,
+    time: Sym<u64>,
+}
+
+/// Words of them.
+pub const WORDS: usize = 3 * 8;
+
+impl ClockWords {
+    /// Over [`WORDS`] zeroed words, each on a cache line of its own.
+    pub fn new(words: Sym<u64>) -> ClockWords {
+        ClockWords { asked: words.at(0), answered: words.at(8), time: words.at(16) }
+    }
+
+    /// Measures every PE's clock against PE 0's; PE 0 has the results, index = PE. Collective; `turn` counts the calls, from 0.
+    ///
+    /// # Errors
+    /// A PE that does not answer within `limit`.
+    pub fn measure<T: Transport>(
+        &self,
+        shmem: &Shmem<T>,
+        turn: u64,
+        clock: impl Fn() -> i64,
+        limit: Duration,
+    ) -> Result<Vec<Offset>> {
+        let (me, n) = (shmem.my_pe(), shmem.n_pes());
+        let deadline = Instant::now() + limit;
+        let wait = |signal, value, peer: usize| {
+            let wait = Wait { signal, cmp: Cmp::Ge, value };
+            shmem.wait_until(wait, deadline).map(drop).map_err(|timeout| anyhow!("clock of PE {peer}: {timeout}"))
+        };
+        if me != 0 {
+            for round in 1..=ROUNDS {
+                wait(self.asked, turn * ROUNDS + round, 0)?;
+                let time = [clock() as u64];
+                shmem.put_signal(self.time, &time, self.answered, 1, SignalOp::Add, 0);
+            }
+            return Ok(Vec::new());
+        }
+        let mut offsets = vec![Offset { at: clock(), ..Offset::default() }];
+        for pe in 1..n {
+            let mut trips = Vec::new();
+            for round in 1..=ROUNDS {
+                let asked = clock();
+                shmem.signal_op(self.asked, turn * ROUNDS + round, SignalOp::Set, pe);
+                // The answers of all PEs before this one, in this turn and in those before.
+                let answers = (turn * (n as u64 - 1) + pe as u64 - 1) * ROUNDS + round;
+                wait(self.answered, answers, pe)?;
+                let answered = clock();
+                let mut time = [0];
+                shmem.get(&mut time, self.time, 0);
+                trips.push((asked, time[0] as i64, answered));
+            }
+            offsets.push(Offset::of(trips.into_iter()));
+        }
+        Ok(offsets)
+    }
+}
+
+/// What distinguishes this host's clock from other hosts'.
+pub fn host_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_string()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shortest_round_trip_counts() {
+        // The other clock is 1000 ahead; the second answer is quick, the others wait on one side.
+        let trips = [(0, 1090, 100), (200, 1205, 210), (300, 1305, 400)];
+        let offset = Offset::of(trips.into_iter());
+        assert_eq!(offset, Offset { at: 205, offset_ns: 1000, error_ns: 5 });
+        assert_eq!(Offset::of(std::iter::empty()), Offset::default());
+    }
+
+    #[test]
+    fn a_clock_that_runs_faster_is_put_right() {
+        // Theirs reads 1000 more at 0, and 1100 more at 1000000: 100 millionths faster.
+        let at = |at, offset_ns| Offset { at, offset_ns, error_ns: 5 };
+        let common = Common::new(at(0, 1000), at(1_000_000, 1100));
+        for (theirs, ours) in [(1000, 0), (501_050, 500_000), (1_001_100, 1_000_000)] {
+            assert!((common.common_ns(theirs) - ours).abs() <= 1, "{theirs}: {}", common.common_ns(theirs));
+        }
+        let same = Common::new(at(0, 0), at(0, 0));
+        assert_eq!((same.common_ns(-5), same.common_ns(77)), (-5, 77));
+    }
+
+    #[cfg(not(miri))]
+    #[test]
+    fn offsets_of_clocks_that_differ_are_measured() {
+        use crate::shmem::{Segment, ShmTransport};
+        const N: usize = 3;
+        let bytes = Shmem::<ShmTransport>::heap_bytes_for(N, WORDS * 8);
+        let segments: Vec<Segment> = (0..N).map(|_| Segment::create("test", bytes).unwrap()).collect();
+        let view = || -> Vec<Segment> {
+            segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap()).collect()
+        };
+        let ahead = [0i64, 5_000_000_000, -7_000_000_000];
+        let limit = Duration::from_secs(60);
+        std::thread::scope(|scope| {
+            let pes: Vec<_> = (0..N)
+                .map(|pe| {
+                    let segments = view();
+                    scope.spawn(move || {
+                        let shmem = Shmem::new(ShmTransport::new(pe, segments).unwrap());
+                        let words = ClockWords::new(shmem.alloc(WORDS).unwrap());
+                        let clock = || now_ns() + ahead[pe];
+                        let turns = [0, 1].map(|turn| words.measure(&shmem, turn, clock, limit).unwrap());
+                        shmem.barrier_all(Instant::now() + limit).unwrap();
+                        turns
+                    })
+                })
+                .collect();
+            let [first, second] = pes.into_iter().map(|pe| pe.join().unwrap()).next().unwrap();
+            for offsets in [first, second] {
+                assert_eq!(offsets.len(), N);
+                for (offset, ahead) in offsets.iter().zip(ahead) {
+                    let wrong = (offset.offset_ns - ahead).abs();
+                    assert!(wrong <= offset.error_ns, "{offset:?} {ahead}");
+                }
+            }
+        });
+    }
+}

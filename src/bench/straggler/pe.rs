@@ -1,0 +1,231 @@
+//! The steps, on one PE.
+//!
+//! Message `k` of a pair goes to slot `k % 2` of the receiver, under a signal of that slot: a PE sends message `k + 2` to a peer after it has
+//! received the peer's message `k + 1`, which the peer sent after it had read message `k`.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+use serde::{Deserialize, Serialize};
+
+use super::clock::{self, ClockWords, Common, Offset, now_ns};
+use super::{Mode, PeStep, StragglerBench};
+use crate::bench::p2p::host::meet;
+use crate::bench::probe::{self, Seat};
+use crate::launch::PeContext;
+use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
+
+/// Slots of a pair.
+const SLOTS: usize = 2;
+/// Words from one signal to the next, so that no two share a cache line.
+const STRIDE: usize = 8;
+/// The message begins with the time it was sent at.
+const STAMP_BYTES: usize = size_of::<i64>();
+
+/// What the phases of the job are called.
+pub const PHASE_NAMES: [&str; 4] = ["start-up", "reading clocks", "bulk steps", "one-sided steps"];
+
+/// What one PE measured in one mode, its times as its own clock had them.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PeSteps {
+    /// The PE.
+    pub pe: usize,
+    /// The mode.
+    pub mode: Mode,
+    /// Which host's clock it has.
+    pub host: String,
+    /// Where it was.
+    pub seat: Seat,
+    /// The clocks against PE 0's, before and after, of PE 0 only; index = PE.
+    pub offsets: [Vec<Offset>; 2],
+    /// The steps that count, in order; each sender's times as that sender's clock had them.
+    pub steps: Vec<PeStep>,
+}
+
+/// Symmetric memory that a PE needs, bytes.
+pub fn heap_bytes<T: Transport>(bench: &StragglerBench) -> usize {
+    let slots = bench.pes * SLOTS * slot_bytes(bench);
+    let words = bench.pes * SLOTS * STRIDE + clock::WORDS;
+    Shmem::<T>::heap_bytes_for(bench.pes, slots + words * size_of::<u64>() + 256)
+}
+
+fn slot_bytes(bench: &StragglerBench) -> usize {
+    bench.bytes.max(STAMP_BYTES).next_multiple_of(64)
+}
+
+/// The symmetric memory.
+struct Memory {
+    /// Slot `sender * SLOTS + k % SLOTS`.
+    slots: Sym<u8>,
+    /// Of each slot: how many messages have come through it.
+    signals: Sym<u64>,
+}
+
+/// A PE's part: the steps of every mode, and a [`PeSteps`] of each to the supervisor.
+///
+/// # Errors
+/// A PE that is not heard of within `limit`, or the launcher's.
+pub fn run_pe<T: Transport>(
+    bench: &StragglerBench,
+    shmem: &Shmem<T>,
+    context: &PeContext,
+    limit: Duration,
+) -> Result<()> {
+    let (me, n) = (shmem.my_pe(), shmem.n_pes());
+    probe::pin(me, n);
+    let memory =
+        Memory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
+    let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
+    let all = bench.warmup + bench.steps;
+    for (part, &mode) in bench.modes.iter().enumerate() {
+        let status = context.status();
+        let read_clocks = |turn| {
+            status.set_phase(1);
+            clocks.measure(shmem, turn, now_ns, limit)
+        };
+        meet(shmem, limit)?;
+        let before = read_clocks(2 * part as u64)?;
+        meet(shmem, limit)?;
+        status.set_phase(2 + u32::from(mode == Mode::OneSided));
+        let seat = Seat::take();
+        let mut steps = Vec::with_capacity(bench.steps);
+        for step in 0..all {
+            status.set_progress((part * all + step) as u64, (bench.modes.len() * all) as u64);
+            let times = one_step(bench, shmem, &memory, mode, (part * all + step) as u64, step, limit)?;
+            if step >= bench.warmup {
+                steps.push(times);
+            }
+        }
+        let seat = seat.leave();
+        meet(shmem, limit)?;
+        let after = read_clocks(2 * part as u64 + 1)?;
+        let result = PeSteps { pe: me, mode, host: clock::host_id(), seat, offsets: [before, after], steps };
+        context.send(&serde_json::to_vec(&result)?)?;
+    }
+    meet(shmem, limit)
+}
+
+/// One step: message number `k` of each pair.
+fn one_step<T: Transport>(
+    bench: &StragglerBench,
+    shmem: &Shmem<T>,
+    memory: &Memory,
+    mode: Mode,
+    k: u64,
+    step: usize,
+    limit: Duration,
+) -> Result<PeStep> {
+    let (me, n) = (shmem.my_pe(), shmem.n_pes());
+    let deadline = Instant::now() + limit;
+    let pitch = slot_bytes(bench);
+    let slot = |sender: usize| sender * SLOTS + (k % SLOTS as u64) as usize;
+    if mode == Mode::Bulk {
+        meet(shmem, limit)?;
+    }
+    let mut times = PeStep { begin: now_ns(), sent: vec![0; n], arrived: vec![0; n], ..PeStep::default() };
+    let until = times.begin + (bench.compute_us(step, me) * 1e3) as i64;
+    while now_ns() < until {
+        std::hint::spin_loop();
+    }
+    times.send = now_ns();
+    (times.sent[me], times.arrived[me]) = (times.send, times.send);
+    let mut message = vec![0; bench.bytes.max(STAMP_BYTES)];
+    // Starting with the next PE, so that not everybody sends to PE 0 first.
+    for pe in (1..n).map(|distance| (me + distance) % n) {
+        message[..STAMP_BYTES].copy_from_slice(&now_ns().to_le_bytes());
+        let at = slot(me);
+        let dest = memory.slots.slice(at * pitch..at * pitch + message.len());
+        shmem.put_signal(dest, &message, memory.signals.at(at * STRIDE), 1, SignalOp::Add, pe);
+    }
+    let mut missing: Vec<usize> = (0..n).filter(|&pe| pe != me).collect();
+    // Messages that have come over a link that was made slow, and when they are due.
+    let mut due: Vec<(usize, i64)> = Vec::new();
+    while !missing.is_empty() {
+        let waits: Vec<Wait> = missing
+            .iter()
+            .map(|&pe| Wait { signal: memory.signals.at(slot(pe) * STRIDE), cmp: Cmp::Ge, value: k / SLOTS as u64 + 1 })
+            .collect();
+        let found = shmem.wait_until_any(&waits, deadline);
+        let found = found.map_err(|timeout| anyhow!("step {step}: message of PE {}: {timeout}", missing[0]))?;
+        let (pe, now) = (missing.swap_remove(found), now_ns());
+        let mut stamp = [0; STAMP_BYTES];
+        let at = slot(pe) * pitch;
+        shmem.get(&mut stamp, memory.slots.slice(at..at + STAMP_BYTES), me);
+        times.sent[pe] = i64::from_le_bytes(stamp);
+        times.arrived[pe] = now;
+        // A slow link holds the message back from when it was sent: by the clock of its sender, which for made noise is the same
+        // host's, and else by when it came.
+        let extra = bench.link_ns(pe, me) as i64;
+        if extra > 0 {
+            let from = if (now - times.sent[pe]).abs() < 1_000_000_000 { times.sent[pe] } else { now };
+            due.push((pe, (from + extra).max(now)));
+        }
+    }
+    for (pe, at) in due {
+        while now_ns() < at {
+            std::hint::spin_loop();
+        }
+        times.arrived[pe] = at;
+    }
+    if mode == Mode::Bulk {
+        meet(shmem, limit)?;
+    }
+    times.end = now_ns();
+    Ok(times)
+}
+
+/// The steps of one mode on one clock: by step, then by PE. `of_mode` has one of each PE, in order.
+pub fn on_one_clock(of_mode: &[PeSteps]) -> Vec<Vec<PeStep>> {
+    let Some(first) = of_mode.first() else { return Vec::new() };
+    let clocks: Vec<Common> = of_mode
+        .iter()
+        .map(|pe| {
+            let same = pe.host == first.host && !pe.host.is_empty();
+            let offset = |which: usize| first.offsets[which].get(pe.pe).copied().filter(|_| !same).unwrap_or_default();
+            Common::new(offset(0), offset(1))
+        })
+        .collect();
+    let steps = of_mode.iter().map(|pe| pe.steps.len()).min().unwrap_or(0);
+    let of_pe = |pe: usize, step: usize| {
+        let (times, own) = (&of_mode[pe].steps[step], clocks[pe]);
+        let of = |t: i64| own.common_ns(t);
+        PeStep {
+            begin: of(times.begin),
+            send: of(times.send),
+            end: of(times.end),
+            sent: times.sent.iter().zip(&clocks).map(|(&t, sender)| sender.common_ns(t)).collect(),
+            arrived: times.arrived.iter().map(|&t| of(t)).collect(),
+        }
+    };
+    (0..steps).map(|step| (0..of_mode.len()).map(|pe| of_pe(pe, step)).collect()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_of_two_hosts_come_on_one_clock() {
+        let at = |offset_ns| Offset { at: 0, offset_ns, error_ns: 1 };
+        let pe = |pe: usize, host: &str, ahead: i64, sender: i64| PeSteps {
+            pe,
+            mode: Mode::Bulk,
+            host: host.into(),
+            seat: Seat::default(),
+            offsets: [vec![at(0), at(500)], vec![at(0), at(500)]],
+            steps: vec![PeStep {
+                begin: 10 + ahead,
+                send: 20 + ahead,
+                end: 40 + ahead,
+                sent: if pe == 0 { vec![20, 21 + sender] } else { vec![21, 20 + ahead] },
+                arrived: vec![30 + ahead; 2],
+            }],
+        };
+        let steps = on_one_clock(&[pe(0, "a", 0, 500), pe(1, "b", 500, 0)]);
+        let want = |sent: [i64; 2]| PeStep { begin: 10, send: 20, end: 40, sent: sent.to_vec(), arrived: vec![30, 30] };
+        assert_eq!(steps, [vec![want([20, 21]), want([21, 20])]]);
+        // On one host nothing is taken off, whatever was measured.
+        let steps = on_one_clock(&[pe(0, "a", 0, 0), pe(1, "a", 0, 0)]);
+        assert_eq!(steps[0][1], want([21, 20]));
+    }
+}

@@ -1,0 +1,419 @@
+//! The delays of all steps as a report: a table, CSV, JSON, and the plots.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde::Serialize;
+
+use super::attribute::{Cause, Step, attribute};
+use super::pe::{PeSteps, on_one_clock};
+use super::{Mode, StragglerBench};
+use crate::bench::p2p::percentile;
+use crate::bench::probe::{Nearness, Placement, Seat, cpu_model};
+use crate::report::median;
+use crate::report::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
+use crate::report::table::{count, plain, right_aligned};
+
+/// Causes that the table lists.
+const LISTED: usize = 5;
+/// The share of all delay from which on one cause is named as that of the whole run.
+const CULPRIT: f64 = 0.5;
+/// Points of a plot at most.
+const POINTS: usize = 2000;
+
+/// The result of `aristos bench straggler`; `docs/measurements/README.md` describes its keys.
+#[derive(Clone, Debug, Serialize)]
+pub struct StragglerReport {
+    /// The CPU's name, as the kernel gives it.
+    pub cpu_model: String,
+    /// What the PEs talked over.
+    pub transport: String,
+    /// Number of PEs.
+    pub pes: usize,
+    /// Steps that count.
+    pub steps: usize,
+    /// Bytes of each message.
+    pub bytes: usize,
+    /// Mean time that a PE computes in a step, microseconds.
+    pub compute_us: f64,
+    /// Compute of the most loaded PE of a step over the mean.
+    pub imbalance: f64,
+    /// Noise that was made, as it was asked for.
+    pub inject: Vec<String>,
+    /// Seed of imbalance and jitter.
+    pub seed: u64,
+    /// Each mode's result.
+    pub modes: Vec<ModeResult>,
+}
+
+/// The result of one mode. Times in microseconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModeResult {
+    /// The mode.
+    pub mode: Mode,
+    /// Of the delays, the most.
+    pub max_delay_us: f64,
+    /// The median.
+    pub median_delay_us: f64,
+    /// The mean.
+    pub mean_delay_us: f64,
+    /// The 95th percentile.
+    pub p95_delay_us: f64,
+    /// The fastest PE's time, the mean over the steps.
+    pub mean_actual_us: f64,
+    /// The slowest PE's time over the fastest's, of the sums over the steps.
+    pub total_over_actual: f64,
+    /// The cause that most of the delay has; `None` where it is spread over several.
+    pub culprit: Option<Cause>,
+    /// Each cause, by its part of the delay, the largest first.
+    pub causes: Vec<Share>,
+    /// Whether all PEs had one clock.
+    pub one_clock: bool,
+    /// Each PE's clock less PE 0's as measured at the start, and by how much that may be wrong, microseconds; index = PE.
+    pub clock_offsets_us: Vec<[f64; 2]>,
+    /// Where each PE was; index = PE.
+    pub seats: Vec<Seat>,
+    /// Whether two PEs were seen on one CPU.
+    pub shared_cpu: bool,
+    /// The steps, for CSV and plots.
+    #[serde(skip)]
+    pub all: Vec<Step>,
+    /// How long each PE computed, nanoseconds, by step.
+    #[serde(skip)]
+    pub computed: Vec<Vec<i64>>,
+}
+
+/// What one cause has of the delay.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Share {
+    /// The cause.
+    #[serde(flatten)]
+    pub cause: Cause,
+    /// Steps that it delayed most.
+    pub steps: usize,
+    /// Its part of the delay of all steps, each step's cut at the 95th percentile, so that what happens once does not
+    /// outweigh what happens always.
+    pub share: f64,
+}
+
+fn us(ns: i64) -> f64 {
+    ns as f64 * 1e-3
+}
+
+impl ModeResult {
+    fn new(mode: Mode, of_mode: &[PeSteps]) -> ModeResult {
+        let steps = on_one_clock(of_mode);
+        let all = attribute(&steps, mode);
+        let mut delays: Vec<f64> = all.iter().map(|step| us(step.delay)).collect();
+        delays.sort_by(f64::total_cmp);
+        let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / all.len().max(1) as f64;
+        let p95 = percentile(&delays, 0.95);
+        let mut by_cause: BTreeMap<Cause, (usize, f64)> = BTreeMap::new();
+        for step in &all {
+            if let Some(cause) = step.cause {
+                let (steps, sum) = by_cause.entry(cause).or_default();
+                *steps += 1;
+                *sum += us(step.delay).min(p95);
+            }
+        }
+        let whole: f64 = by_cause.values().map(|(_, sum)| sum).sum();
+        let share = |sum: f64| if whole > 0.0 { sum / whole } else { 0.0 };
+        let mut causes: Vec<Share> =
+            by_cause.into_iter().map(|(cause, (steps, sum))| Share { cause, steps, share: share(sum) }).collect();
+        causes.sort_by(|a, b| b.share.total_cmp(&a.share));
+        let (actual, delay) = (mean(&mut all.iter().map(|s| us(s.actual))), mean(&mut delays.iter().copied()));
+        let seats: Vec<Seat> = of_mode.iter().map(|pe| pe.seat).collect();
+        let pairs = || seats.iter().enumerate().flat_map(|(i, &a)| seats[..i].iter().map(move |&b| [b, a]));
+        let hosts = of_mode.iter().map(|pe| &pe.host);
+        let first = of_mode.first();
+        ModeResult {
+            mode,
+            max_delay_us: delays.last().copied().unwrap_or(0.0),
+            median_delay_us: median(delays.clone()),
+            mean_delay_us: delay,
+            p95_delay_us: p95,
+            mean_actual_us: actual,
+            total_over_actual: if actual > 0.0 { (actual + delay) / actual } else { 0.0 },
+            culprit: causes.first().filter(|top| top.share > CULPRIT).map(|top| top.cause),
+            causes,
+            one_clock: hosts.clone().all(|host| !host.is_empty() && Some(host) == first.map(|pe| &pe.host)),
+            clock_offsets_us: first
+                .map(|pe| pe.offsets[0].iter().map(|o| [us(o.offset_ns), us(o.error_ns)]).collect())
+                .unwrap_or_default(),
+            shared_cpu: pairs().any(|pair| Placement::of(pair).shared_cpu),
+            seats,
+            computed: steps.iter().map(|pes| pes.iter().map(|pe| pe.send - pe.begin).collect()).collect(),
+            all,
+        }
+    }
+
+    /// One line: who or what most of the delay waited for.
+    fn verdict(&self) -> String {
+        match (&self.culprit, self.causes.first()) {
+            (Some(cause), Some(top)) => {
+                let percent = 100.0 * top.share;
+                let steps = self.all.len();
+                match cause {
+                    Cause::LatePe { pe } => {
+                        format!(
+                            "culprit: PE {pe}, which sent late, has {percent:.0}% of the delay ({} of {steps} steps)",
+                            top.steps
+                        )
+                    }
+                    Cause::SlowLink { from, to } => format!(
+                        "culprit: the link from PE {from} to PE {to} has {percent:.0}% of the delay ({} of {steps} steps)",
+                        top.steps
+                    ),
+                }
+            }
+            (None, Some(top)) => {
+                format!(
+                    "no single culprit: the first of several, {}, has {:.0}% of the delay",
+                    top.cause.render(),
+                    100.0 * top.share
+                )
+            }
+            (_, None) => "no culprit: one PE waits for nobody".to_string(),
+        }
+    }
+}
+
+impl StragglerReport {
+    /// One report of all PEs' steps, in any order.
+    pub fn new(bench: &StragglerBench, transport: &str, inject: &[String], mut parts: Vec<PeSteps>) -> StragglerReport {
+        parts.sort_by_key(|part| part.pe);
+        let of_mode = |&mode: &Mode| {
+            let of_mode: Vec<PeSteps> = parts.iter().filter(|part| part.mode == mode).cloned().collect();
+            ModeResult::new(mode, &of_mode)
+        };
+        StragglerReport {
+            cpu_model: cpu_model(),
+            transport: transport.to_string(),
+            pes: bench.pes,
+            steps: bench.steps,
+            bytes: bench.bytes,
+            compute_us: bench.compute_us,
+            imbalance: bench.imbalance,
+            inject: inject.to_vec(),
+            seed: bench.seed,
+            modes: bench.modes.iter().map(of_mode).collect(),
+        }
+    }
+
+    /// The report as JSON, indented.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("no map has keys other than strings")
+    }
+
+    /// A line per mode, step and PE, with a heading.
+    pub fn to_csv(&self) -> String {
+        let mut csv = String::from("mode,step,pe,compute_us,time_us,actual_us,delay_us,cause,culprit\n");
+        for mode in &self.modes {
+            for (k, step) in mode.all.iter().enumerate() {
+                let (cause, culprit) = match step.cause {
+                    Some(Cause::LatePe { pe }) => ("late-pe", pe.to_string()),
+                    Some(Cause::SlowLink { from, to }) => ("slow-link", format!("{from}-{to}")),
+                    None => ("", String::new()),
+                };
+                for (pe, &time) in step.times.iter().enumerate() {
+                    let _ = writeln!(
+                        csv,
+                        "{},{k},{pe},{:.3},{:.3},{:.3},{:.3},{cause},{culprit}",
+                        mode.mode.name(),
+                        us(mode.computed[k][pe]),
+                        us(time),
+                        us(step.actual),
+                        us(step.delay),
+                    );
+                }
+            }
+        }
+        csv
+    }
+
+    fn setting(&self) -> String {
+        let mut text = format!(
+            "{}, {} over {}, all-to-all of {}",
+            self.cpu_model,
+            count(self.pes as u64, "PE"),
+            self.transport,
+            plot::bytes(self.bytes as u64)
+        );
+        if self.compute_us > 0.0 {
+            let _ = write!(text, ", {} us of compute", self.compute_us);
+        }
+        if self.imbalance > 1.0 {
+            let _ = write!(text, ", imbalance {}", self.imbalance);
+        }
+        if !self.inject.is_empty() {
+            let _ = write!(text, ", injected {}", self.inject.join(" "));
+        }
+        text
+    }
+
+    /// A table for each mode, ending with a newline. Times in microseconds.
+    pub fn render_table(&self) -> String {
+        let mut text = format!("{}\n{}, seed {}\n\n", self.setting(), count(self.steps as u64, "step"), self.seed);
+        let mut table = plain();
+        table.set_header(["", "max delay us", "median", "mean", "P95", "mean actual us", "total / actual"]);
+        for mode in &self.modes {
+            let times =
+                [mode.max_delay_us, mode.median_delay_us, mode.mean_delay_us, mode.p95_delay_us, mode.mean_actual_us];
+            let mut cells = vec![mode.mode.name().to_string()];
+            cells.extend(times.map(|us| format!("{us:.2}")));
+            cells.push(format!("{:.3}", mode.total_over_actual));
+            table.add_row(cells);
+        }
+        let _ = writeln!(text, "{}", right_aligned(table, 1));
+        for mode in &self.modes {
+            let _ = writeln!(text, "\n{}: {}", mode.mode.name(), mode.verdict());
+            for share in mode.causes.iter().take(LISTED) {
+                let cause = share.cause.render();
+                let _ = writeln!(text, "  {cause:<18} {:5.1}%  {:>6} steps", 100.0 * share.share, share.steps);
+            }
+            let cpus: Vec<String> = mode.seats.iter().map(|s| s.end.to_string()).collect();
+            let shared = if mode.shared_cpu { format!(" ({})", Nearness::SameCpu.name()) } else { String::new() };
+            let clock = if mode.one_clock {
+                "one clock".to_string()
+            } else {
+                let most = mode.clock_offsets_us.iter().map(|[_, error]| *error).fold(0.0, f64::max);
+                format!("clocks put right to within {most:.1} us")
+            };
+            let _ = writeln!(text, "  CPUs {}{shared}; {clock}", cpus.join(" "));
+        }
+        text
+    }
+
+    /// Writes, for each mode, the delay over the steps and its distribution, as SVG and PNG; returns the files.
+    ///
+    /// # Errors
+    /// Where a file cannot be written.
+    pub fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let mut files = Vec::new();
+        for mode in &self.modes {
+            let name = mode.mode.name();
+            files.extend(plot::save(folder, &format!("straggler-{name}"), &self.over_steps(mode).svg()?)?);
+            files.extend(plot::save(folder, &format!("straggler-{name}-ecdf"), &self.distribution(mode).svg()?)?);
+        }
+        Ok(files)
+    }
+
+    fn over_steps(&self, mode: &ModeResult) -> Plot {
+        // Of many steps the largest of each stretch is drawn, so that no peak is lost.
+        let stretch = mode.all.len().div_ceil(POINTS).max(1);
+        let of = |value: fn(&Step) -> i64| -> Vec<(f64, f64)> {
+            let most = |steps: &[Step]| steps.iter().map(|step| us(value(step)) * 1e-3).fold(0.0, f64::max);
+            mode.all.chunks(stretch).enumerate().map(|(i, steps)| ((i * stretch) as f64, most(steps))).collect()
+        };
+        let series = |name: String, points, color| Series { name, points, style: Style::Line, color };
+        let (max, mean) = (mode.max_delay_us * 1e-3, mode.mean_actual_us * 1e-3);
+        Plot {
+            title: format!("All-to-all straggler effect, {}", mode.mode.name()),
+            subtitle: self.setting(),
+            x: Axis::new("all-to-all step", Scale::Linear),
+            y: Axis::new("time, ms", Scale::Linear),
+            series: vec![
+                series(format!("delay (max {max:.3} ms)"), of(|step| step.delay), 1),
+                series(format!("actual (mean {mean:.3} ms)"), of(|step| step.actual), 0),
+            ],
+            marks: Vec::new(),
+        }
+    }
+
+    fn distribution(&self, mode: &ModeResult) -> Plot {
+        let mut delays: Vec<f64> = mode.all.iter().map(|step| us(step.delay) * 1e-3).collect();
+        delays.sort_by(f64::total_cmp);
+        let n = delays.len();
+        let every = n.div_ceil(POINTS).max(1);
+        let kept = (0..n).filter(|i| i % every == 0 || i + 1 == n);
+        // Steps: up to the share at each delay.
+        let points = kept.flat_map(|i| [(delays[i], i as f64 / n as f64), (delays[i], (i + 1) as f64 / n as f64)]);
+        let (mean, p95) = (mode.mean_delay_us * 1e-3, mode.p95_delay_us * 1e-3);
+        // A few long delays would press all others against the edge.
+        let far = mode.max_delay_us > 20.0 * mode.p95_delay_us.max(1e-9);
+        Plot {
+            title: format!("Distribution of the delay (ECDF), {}", mode.mode.name()),
+            subtitle: self.setting(),
+            x: Axis::new("delay, ms", if far { Scale::Log } else { Scale::Linear }),
+            y: Axis::new("share of the steps with at most that delay", Scale::Linear),
+            series: vec![Series { name: "ECDF".into(), points: points.collect(), style: Style::Line, color: 0 }],
+            marks: vec![
+                Mark { name: format!("mean = {mean:.3} ms"), at: mean, upright: true, color: 1 },
+                Mark { name: format!("P95 = {p95:.3} ms"), at: p95, upright: true, color: 2 },
+            ],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::PeStep;
+    use super::super::clock::Offset;
+    use super::*;
+
+    /// Two PEs, 20 steps; PE 1 sends 300 us late, in the last step 3 ms.
+    fn example() -> StragglerReport {
+        let bench = StragglerBench {
+            pes: 2,
+            steps: 20,
+            warmup: 0,
+            bytes: 4096,
+            compute_us: 100.0,
+            imbalance: 1.0,
+            modes: vec![Mode::OneSided],
+            inject: Vec::new(),
+            seed: 7,
+        };
+        let step = |pe: usize, k: i64| {
+            let late = if k == 19 { 3_000_000 } else { 300_000 };
+            let begin = k * 10_000_000;
+            let sends = [begin + 100_000, begin + 100_000 + late];
+            let end = if pe == 0 { sends[1] + 1000 } else { sends[1] + 2000 };
+            let arrived = if pe == 0 { [sends[0], end] } else { [end, sends[1]] };
+            PeStep { begin, send: sends[pe], end, sent: sends.to_vec(), arrived: arrived.to_vec() }
+        };
+        let pe = |pe: usize| PeSteps {
+            pe,
+            mode: Mode::OneSided,
+            host: "this".into(),
+            seat: Seat { start: pe, end: pe, allowed: 1 },
+            offsets: [vec![Offset::default(); 2], vec![Offset::default(); 2]],
+            steps: (0..20).map(|k| step(pe, k)).collect(),
+        };
+        StragglerReport::new(&bench, "shm", &["slow-pe=1:4".into()], vec![pe(1), pe(0)])
+    }
+
+    #[test]
+    fn the_figures_are_those_of_the_steps() {
+        let mode = &example().modes[0];
+        // PE 0 takes 301 us, PE 1 2 us; in the last step 3001.
+        assert_eq!((mode.median_delay_us, mode.max_delay_us, mode.p95_delay_us), (299.0, 2999.0, 299.0));
+        assert!((mode.mean_delay_us - (19.0 * 299.0 + 2999.0) / 20.0).abs() < 1e-9);
+        assert_eq!(mode.mean_actual_us, 2.0);
+        assert!((mode.total_over_actual - (2.0 + 434.0) / 2.0).abs() < 1e-9);
+        assert_eq!(mode.culprit, Some(Cause::LatePe { pe: 1 }));
+        assert_eq!(mode.causes, [Share { cause: Cause::LatePe { pe: 1 }, steps: 20, share: 1.0 }]);
+        assert!(mode.one_clock && !mode.shared_cpu);
+    }
+
+    #[test]
+    fn table_csv_and_plots_say_it() {
+        let report = example();
+        let table = report.render_table();
+        assert!(
+            table.contains("one-sided: culprit: PE 1, which sent late, has 100% of the delay (20 of 20 steps)"),
+            "{table}"
+        );
+        assert!(table.lines().skip(1).all(|line| line.chars().count() <= 120), "{table}");
+        let csv = report.to_csv();
+        assert_eq!(csv.lines().count(), 1 + 20 * 2);
+        assert!(csv.contains("\none-sided,0,1,400.000,2.000,2.000,299.000,late-pe,1\n"), "{csv}");
+        let folder = tempfile::tempdir().unwrap();
+        let files = report.plot(folder.path()).unwrap();
+        assert_eq!(files.len(), 4);
+        let ecdf = std::fs::read_to_string(folder.path().join("straggler-one-sided-ecdf.svg")).unwrap();
+        assert!(ecdf.contains("P95 = 0.299 ms") && ecdf.contains("mean = 0.434 ms"), "{ecdf}");
+    }
+}

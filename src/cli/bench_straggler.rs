@@ -1,0 +1,175 @@
+//! `aristos bench straggler`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail, ensure};
+use clap::ValueEnum;
+
+use super::bench::{create, write};
+use super::bench_p2p::size;
+use crate::bench::straggler::pe::{self, PeSteps};
+use crate::bench::straggler::report::StragglerReport;
+use crate::bench::straggler::{Inject, Mode, StragglerBench};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use crate::report::plot;
+use crate::shmem::{ShmTransport, Shmem};
+
+/// What `aristos bench straggler` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Steps that count
+    #[arg(long, default_value_t = 1800)]
+    steps: usize,
+    /// Steps before them
+    #[arg(long, default_value_t = 50)]
+    warmup: usize,
+    /// Number of PEs [default: as many as CPUs, 2 at least]
+    #[arg(long, value_name = "N")]
+    pes: Option<usize>,
+    /// Compute of the most loaded PE of a step over the mean; which PE it is changes from step to step
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    imbalance: f64,
+    /// Mean time a PE computes before it sends, microseconds
+    #[arg(long, value_name = "U", default_value_t = 200.0)]
+    compute_us: f64,
+    /// Size of each message, as 64KiB
+    #[arg(long, value_name = "SIZE", default_value = "64KiB")]
+    bytes: String,
+    /// What the PEs talk over
+    #[arg(long, value_enum, default_value = "shm")]
+    transport: TransportArg,
+    /// How the PEs of a step wait for each other
+    #[arg(long, value_enum, default_value = "both")]
+    mode: ModeArg,
+    /// Noise to make: slow-pe=P:FACTOR, slow-link=A-B:US or jitter=US; may be given several times
+    #[arg(long, value_name = "NOISE")]
+    inject: Vec<String>,
+    /// Seed of imbalance and jitter
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// How long a PE waits for another before the job fails, seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u32,
+    /// Print the result as JSON (keys: docs/measurements/README.md)
+    #[arg(long)]
+    json: bool,
+    /// Write a line per mode, step and PE
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Write plots of the delay over the steps and of its distribution, as SVG and PNG
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum TransportArg {
+    /// Shared memory of this host
+    Shm,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ModeArg {
+    /// A barrier before and after each exchange
+    Bulk,
+    /// Signals alone
+    OneSided,
+    /// One after the other
+    Both,
+}
+
+impl Args {
+    fn bench(&self) -> Result<StragglerBench> {
+        ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let pes = self.pes.unwrap_or(cpus.clamp(2, MAX_PES));
+        if !(1..=MAX_PES).contains(&pes) {
+            return Err(LaunchError::Pes { pes }.into());
+        }
+        let bench = StragglerBench {
+            pes,
+            steps: self.steps,
+            warmup: self.warmup,
+            bytes: size("bytes", &self.bytes)?,
+            compute_us: self.compute_us,
+            imbalance: self.imbalance,
+            modes: match self.mode {
+                ModeArg::Bulk => vec![Mode::Bulk],
+                ModeArg::OneSided => vec![Mode::OneSided],
+                ModeArg::Both => vec![Mode::Bulk, Mode::OneSided],
+            },
+            inject: self.inject.iter().map(|text| inject(text)).collect::<Result<_>>()?,
+            seed: self.seed,
+        };
+        ensure!(bench.warmup <= 1 << 20, "--warmup is {}, expected at most {}", bench.warmup, 1 << 20);
+        bench.validate()?;
+        Ok(bench)
+    }
+
+    /// The supervisor's part.
+    pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
+        let bench = self.bench()?;
+        let csv = create(self.csv.as_ref())?;
+        self.plot.as_deref().map(plot::create_folder).transpose()?;
+        let mut parts: Vec<PeSteps> = Vec::new();
+        let mut unreadable = None;
+        Job::new(bench.pes, argv, &pe::PHASE_NAMES).run(|event| {
+            if let Event::Message { pe, body } = event {
+                match serde_json::from_slice(body) {
+                    Ok(part) => parts.push(part),
+                    Err(error) => unreadable = Some(anyhow!("PE {pe} sent what is no measurement: {error}")),
+                }
+            }
+        })?;
+        if let Some(error) = unreadable {
+            return Err(error);
+        }
+        let TransportArg::Shm = self.transport;
+        let report = StragglerReport::new(&bench, "shm", &self.inject, parts);
+        write(csv, &report.to_csv())?;
+        if self.json {
+            println!("{}", report.to_json());
+        } else {
+            print!("{}", report.render_table());
+        }
+        if let Some(folder) = &self.plot {
+            for file in report.plot(folder)? {
+                eprintln!("{}", file.display());
+            }
+        }
+        Ok(true)
+    }
+
+    /// A PE's part.
+    pub fn pe(&self, context: &mut PeContext) -> Result<()> {
+        let bench = self.bench()?;
+        let segments = context.exchange_segments(pe::heap_bytes::<ShmTransport>(&bench))?;
+        let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
+        pe::run_pe(&bench, &shmem, context, Duration::from_secs(self.timeout.into()))
+    }
+}
+
+/// One `--inject`.
+fn inject(text: &str) -> Result<Inject> {
+    let parse = || -> Option<Inject> {
+        let (what, value) = text.split_once('=')?;
+        match what {
+            "slow-pe" => {
+                let (pe, factor) = value.split_once(':')?;
+                Some(Inject::SlowPe { pe: pe.parse().ok()?, factor: factor.parse().ok()? })
+            }
+            "slow-link" => {
+                let (link, us) = value.split_once(':')?;
+                let (from, to) = link.split_once('-')?;
+                Some(Inject::SlowLink { from: from.parse().ok()?, to: to.parse().ok()?, us: us.parse().ok()? })
+            }
+            "jitter" => Some(Inject::Jitter { us: value.parse().ok()? }),
+            _ => None,
+        }
+    };
+    match parse() {
+        Some(inject) => Ok(inject),
+        None => bail!("--inject is {text}, expected slow-pe=P:FACTOR, slow-link=A-B:US or jitter=US"),
+    }
+}

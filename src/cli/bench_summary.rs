@@ -1,0 +1,154 @@
+//! `aristos bench summary`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+
+use super::run::{ActivationArg, DtypeArg, ModeArg};
+use crate::bench::kernel_summary::KernelSummary;
+use crate::launch::{LaunchError, MAX_PES, PeContext};
+use crate::moe::synthetic::{RouterKind, SyntheticSpec};
+use crate::moe::{LayerConfig, MlpConfig, Options};
+use crate::report::plot;
+use crate::run::{Job, Request, Work};
+
+/// What `aristos bench summary` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A report that `aristos run --json` wrote, instead of a run
+    #[arg(long, value_name = "FILE", conflicts_with = "Layer")]
+    report: Option<PathBuf>,
+    /// Time of attention beside the layer, as a training loop measures it, milliseconds
+    #[arg(long, value_name = "X")]
+    attention_ms: Option<f64>,
+    /// Print the result as JSON (keys: docs/measurements/README.md)
+    #[arg(long)]
+    json: bool,
+    /// Write the shares as a plot, SVG and PNG
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
+    #[command(flatten)]
+    layer: Layer,
+}
+
+/// The layer that is run where no report is given.
+#[derive(clap::Args)]
+#[group(id = "Layer", multiple = true)]
+#[command(next_help_heading = "Layer")]
+struct Layer {
+    /// Number of PEs, one thread each
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pes: usize,
+    /// Steps that are measured
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+    /// Tokens, over all PEs
+    #[arg(long, default_value_t = 2048)]
+    tokens: usize,
+    /// Hidden width
+    #[arg(long, default_value_t = 1024)]
+    hidden: usize,
+    /// Width inside an expert
+    #[arg(long, default_value_t = 4096)]
+    intermediate: usize,
+    /// Routed experts
+    #[arg(long, default_value_t = 8)]
+    experts: usize,
+    /// Experts per token
+    #[arg(long, default_value_t = 2)]
+    top_k: usize,
+    /// The experts' nonlinearity
+    #[arg(long, value_enum, default_value = "gelu")]
+    activation: ActivationArg,
+    /// Gated experts, instead of plain two-matrix ones
+    #[arg(long)]
+    gated: bool,
+    /// Element type of activations and expert weights
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: DtypeArg,
+    /// How the PEs exchange rows
+    #[arg(long, value_enum, default_value = "pipelined")]
+    mode: ModeArg,
+    /// Seed of weights, tokens and routing
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+impl Layer {
+    fn job(&self) -> Result<Job> {
+        ensure!(self.steps > 0, "--steps is 0, expected at least 1");
+        if !(1..=MAX_PES).contains(&self.pes) {
+            return Err(LaunchError::Pes { pes: self.pes }.into());
+        }
+        let (device, dtype) = super::run::DeviceArg::Cpu.device(Some(self.dtype))?;
+        let layer = LayerConfig {
+            hidden: self.hidden,
+            n_experts: self.experts,
+            router: RouterKind::SoftmaxRenormalised.config(self.experts, self.top_k),
+            expert: MlpConfig {
+                intermediate: self.intermediate,
+                gated: self.gated,
+                activation: self.activation.into(),
+                bias: false,
+            },
+            shared: None,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        };
+        let spec = SyntheticSpec { layer, hot_ratio: 0.0, hot_weight: 0.0, seed: self.seed };
+        Job::open(Request {
+            work: Work::Synthetic { spec, tokens: self.tokens, backward: false },
+            pes: self.pes,
+            plan: None,
+            device,
+            #[cfg(feature = "device")]
+            gemm: None,
+            #[cfg(feature = "device")]
+            graph: false,
+            dtype,
+            steps: self.steps,
+            options: Options { mode: self.mode.into(), ..Options::default() },
+            losses: (0.0, 0.0),
+            capacity_factor: None,
+            output: None,
+            check: false,
+            trace: None,
+            json: false,
+        })
+    }
+}
+
+impl Args {
+    /// The supervisor's part.
+    pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
+        if let Some(ms) = self.attention_ms {
+            ensure!((0.0..=1e9).contains(&ms), "--attention-ms is {ms}, expected 0 to 10^9 milliseconds");
+        }
+        self.plot.as_deref().map(plot::create_folder).transpose()?;
+        let summary = match &self.report {
+            Some(path) => KernelSummary::read(path, self.attention_ms)?,
+            None => {
+                let report = crate::run::supervisor::measure(&mut self.layer.job()?, argv)?;
+                KernelSummary::new(&report, self.attention_ms)?
+            }
+        };
+        if self.json {
+            println!("{}", summary.to_json());
+        } else {
+            print!("{}", summary.render_table());
+        }
+        if let Some(folder) = &self.plot {
+            for file in summary.plot(folder)? {
+                eprintln!("{}", file.display());
+            }
+        }
+        Ok(true)
+    }
+
+    /// A PE's part.
+    pub fn pe(&self, context: &mut PeContext) -> Result<()> {
+        crate::run::pe::run(&self.layer.job()?, context)
+    }
+}

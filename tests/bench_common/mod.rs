@@ -1,0 +1,69 @@
+//! What the tests of the benchmarks' commands have in common.
+#![allow(dead_code)] // Each of them uses a part.
+
+use std::fs;
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Runs the command to its end.
+pub fn aristos(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_aristos")).args(args).output().expect("the binary was built for this test")
+}
+
+/// What a command that is refused says: one line, exit code 1, nothing on standard output.
+pub fn refusal(args: &[&str]) -> String {
+    let output = aristos(args);
+    assert_eq!(output.status.code(), Some(1), "{args:?}: {output:?}");
+    assert!(output.stdout.is_empty(), "{args:?}: {output:?}");
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(text.lines().count(), 1, "{text}");
+    text.trim_end().strip_prefix("aristos: ").unwrap_or_else(|| panic!("{text}")).to_string()
+}
+
+/// The heading and the lines of a CSV file, cell by cell.
+pub fn rows(path: &Path) -> (Vec<String>, Vec<Vec<String>>) {
+    let text = fs::read_to_string(path).unwrap();
+    let mut lines = text.lines().map(|line| line.split(',').map(str::to_string).collect::<Vec<_>>());
+    (lines.next().expect("a heading"), lines.collect())
+}
+
+/// Whether a file is a PNG picture.
+pub fn is_png(path: &Path) -> bool {
+    fs::read(path).is_ok_and(|bytes| bytes.starts_with(b"\x89PNG\r\n\x1a\n") && bytes.len() > 1000)
+}
+
+/// Runs the command, kills one PE when it is there, and returns what the command then says; nothing of it is left.
+pub fn kill_a_pe(args: &[&str], pe: usize) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    let mut child = command.args(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let name = format!("aristos-pe{pe}");
+    let limit = Instant::now() + Duration::from_secs(120);
+    let children = || -> Vec<i32> {
+        let path = format!("/proc/{0}/task/{0}/children", child.id());
+        let text = fs::read_to_string(path).unwrap_or_default();
+        text.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+    };
+    let victim = loop {
+        let named = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
+        if let Some(pid) = children().into_iter().find(named) {
+            break pid;
+        }
+        assert!(Instant::now() < limit, "{name} does not come");
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let pes = children();
+    // It has its name; a moment later it measures.
+    std::thread::sleep(Duration::from_millis(100));
+    rustix::process::kill_process(rustix::process::Pid::from_raw(victim).unwrap(), rustix::process::Signal::KILL)
+        .unwrap();
+    let mut error = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(1), "{error}");
+    for pid in pes {
+        let gone = !Path::new(&format!("/proc/{pid}")).exists();
+        assert!(gone, "process {pid} is left");
+    }
+    error
+}
