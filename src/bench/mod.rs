@@ -3,6 +3,8 @@
 pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;
+#[cfg(feature = "mpi")]
+pub mod mpi_baseline;
 pub mod p2p;
 mod summary;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
-use crate::launch::PeContext;
+use crate::launch::{PeContext, mpirun};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
 use crate::run::{Device, Job, Request, Work};
@@ -21,7 +21,7 @@ const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU]
+    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU; with --transport mpi as many as mpirun started]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
@@ -36,6 +36,9 @@ pub struct Args {
     /// Where to write output, and with a backward pass grad_hidden_states and grad.<weight>, as safetensors, all F32
     #[arg(long, value_name = "OUT")]
     output: Option<PathBuf>,
+    /// What carries rows and signals between PEs
+    #[arg(long, value_enum, default_value = "shm")]
+    transport: TransportArg,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -134,6 +137,15 @@ pub struct Synthetic {
     /// No backward pass
     #[arg(long)]
     forward_only: bool,
+}
+
+/// `--transport`.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// Shared memory: PEs of this host, which this command starts
+    Shm,
+    /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
+    Mpi,
 }
 
 /// `--dtype`.
@@ -321,7 +333,8 @@ impl Synthetic {
 }
 
 impl Args {
-    fn request(&self) -> Result<Request> {
+    /// What is asked for, where something else has started the PEs of as many as it has started.
+    fn request(&self, started: Option<usize>) -> Result<Request> {
         let (work, example) = match (&self.model, &self.input) {
             (Some(model), Some(input)) => {
                 (Work::Checkpoint { model: model.clone(), layer: self.layer, input: input.clone() }, false)
@@ -350,7 +363,7 @@ impl Args {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Request {
             work,
-            pes: self.pes.unwrap_or(if example { EXAMPLE_PES } else { cpus }),
+            pes: self.pes.or(started).unwrap_or(if example { EXAMPLE_PES } else { cpus }),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -375,6 +388,18 @@ impl Args {
     }
 }
 
+#[cfg(feature = "mpi")]
+impl Args {
+    /// The same of one of `started` PEs.
+    fn mpi_request(&self, started: usize) -> Result<Request> {
+        if let Some(pes) = self.pes.filter(|&pes| pes != started) {
+            bail!("--pes {pes} with --transport mpi: mpirun started {started}, expected {started} or no --pes");
+        }
+        ensure!(self.device == DeviceArg::Cpu, "--transport mpi on a device, expected --device cpu");
+        self.request(Some(started))
+    }
+}
+
 /// The bundled example: in the source tree that this binary was built from, or below the current directory.
 fn example() -> Result<Work> {
     const DIR: &str = "examples/tiny-moe";
@@ -388,9 +413,24 @@ fn example() -> Result<Work> {
     Ok(Work::Checkpoint { model: model.clone(), layer: 1, input: model.join("hidden_states.safetensors") })
 }
 
-/// The supervisor's part.
+/// The supervisor's part, or over MPI that of any PE.
 pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
-    let request = args.request()?;
+    if args.transport == TransportArg::Mpi {
+        #[cfg(feature = "mpi")]
+        return crate::run::mpi::run(|started| args.mpi_request(started));
+        #[cfg(not(feature = "mpi"))]
+        bail!(
+            "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features mpi` (needs an MPI \
+             with its compiler wrapper, and libclang)"
+        );
+    }
+    if let Some(started) = mpirun::size().filter(|&started| started > 1) {
+        if mpirun::rank().is_some_and(|rank| rank > 0) {
+            return Ok(false); // the first one says it
+        }
+        bail!("mpirun started {started} processes, each of which would start PEs of its own: add --transport mpi");
+    }
+    let request = args.request(None)?;
     if request.pes == 0 || request.pes > crate::launch::MAX_PES {
         return Err(crate::launch::LaunchError::Pes { pes: request.pes }.into());
     }
@@ -399,5 +439,5 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
 
 /// A PE's part.
 pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    crate::run::pe::run(&Job::open(args.request()?)?, context)
+    crate::run::pe::run(&Job::open(args.request(None)?)?, context)
 }

@@ -23,6 +23,8 @@ mod collective;
 mod doorbell;
 mod error;
 mod heap;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod reorder;
 mod segment;
 mod shm;
