@@ -51,7 +51,7 @@ pub fn main() -> ExitCode {
     let command = match Cli::try_parse() {
         Ok(cli) => cli.command,
         // Of PEs that mpirun started, one says it.
-        Err(error) if mpirun::rank().is_some_and(|rank| rank > 0) => return ExitCode::from(error.exit_code() as u8),
+        Err(error) if mpirun::first_speaks() => return ExitCode::from(error.exit_code() as u8),
         Err(error) => error.exit(),
     };
     match context {

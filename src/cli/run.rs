@@ -425,8 +425,8 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         );
     }
     if let Some(started) = mpirun::size().filter(|&started| started > 1) {
-        if mpirun::rank().is_some_and(|rank| rank > 0) {
-            return Ok(false); // the first one says it
+        if mpirun::first_speaks() {
+            return Ok(false);
         }
         bail!("mpirun started {started} processes, each of which would start PEs of its own: add --transport mpi");
     }

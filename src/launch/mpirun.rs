@@ -13,6 +13,16 @@ pub fn size() -> Option<usize> {
     first_number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 }
 
+/// Whether another process than this one, the first, says what is wrong with all of them. It waits a moment for that: at the
+/// first exit code `mpirun` ends the others, whatever they were about to say.
+pub fn first_speaks() -> bool {
+    let other = rank().is_some_and(|rank| rank > 0);
+    if other {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+    }
+    other
+}
+
 fn first_number(variables: [&str; 2]) -> Option<usize> {
     variables.iter().find_map(|variable| env::var(variable).ok()?.parse().ok())
 }
