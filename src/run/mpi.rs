@@ -38,12 +38,12 @@ const PART_BYTES: usize = 4 << 20;
 /// gets the number of PEs. Ends the process where a PE fails.
 ///
 /// # Errors
-/// One line, in the one PE that should print it; in the others `false` says the same.
+/// One line: MPI, or this PE, could not start. Later errors are printed by the one PE that should, and `false` everywhere.
 pub fn run(request: impl FnOnce(usize) -> Result<Request>) -> Result<bool> {
     let world = match start() {
         Ok(world) => world,
         // The others found the same.
-        Err(_) if mpirun::rank().is_some_and(|rank| rank > 0) => return Ok(false),
+        Err(_) if mpirun::first_speaks() => return Ok(false),
         Err(error) => return Err(error),
     };
     let status = StatusPage::private().context("cannot make a status page")?;
@@ -55,7 +55,8 @@ pub fn run(request: impl FnOnce(usize) -> Result<Request>) -> Result<bool> {
     let first = world.min(mine, limit).unwrap_or_else(|error| fail(&world, &status, &error.into()));
     let (job, outputs) = match prepared {
         Err(error) if first == me as u64 => {
-            return Err(if me == 0 { error } else { error.context(format!("PE {me}")) });
+            say(&if me == 0 { error } else { error.context(format!("PE {me}")) });
+            return Ok(false);
         }
         Ok(prepared) if first == nobody => prepared,
         _ => return Ok(false),
@@ -75,12 +76,20 @@ pub fn run(request: impl FnOnce(usize) -> Result<Request>) -> Result<bool> {
     };
     let finished = outputs.finish(&job, messages.into_inner());
     let passed = vec![u8::from(matches!(finished, Ok(true)))];
+    if let Err(error) = &finished {
+        say(error);
+    }
     for pe in 1..world.n_pes() {
         if let Err(error) = world.send(pe, passed.clone(), limit) {
             fail(&world, &status, &error.into());
         }
     }
-    finished
+    Ok(passed == [1])
+}
+
+/// Prints the line of an error, before any PE's end: at the first exit code `mpirun` ends the others.
+fn say(error: &anyhow::Error) {
+    eprintln!("aristos: {}", one_line(&format!("{error:#}")));
 }
 
 fn start() -> Result<MpiWorld> {
