@@ -324,8 +324,9 @@ const TESTS: &[(&str, fn())] = &[
             thread::sleep(Duration::from_millis(20));
         }
         running.signal(Signal::TERM);
-        // Open MPI's launcher has an exit code then, MPICH's none.
-        assert!(running.end().stdout.is_empty());
+        // Open MPI's launcher has an exit code then, MPICH's none, and a line about it.
+        let outcome = running.end();
+        assert!(!outcome.stdout.contains("tokens/s"), "{outcome:?}");
         while !pes_of(&name).is_empty() {
             assert!(begun.elapsed() < 2 * END_LIMIT, "left {:?}", pes_of(&name));
             thread::sleep(Duration::from_millis(20));
