@@ -12,6 +12,8 @@ pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;
 mod moe_summary;
+#[cfg(feature = "mpi")]
+pub mod mpi_baseline;
 pub mod p2p;
 pub mod probe;
 pub mod straggler;

@@ -91,7 +91,7 @@ impl ResultLayout {
     /// One line that names the file and the tensor: no such tensor, not whole rows, rows beyond the last, or what
     /// the system said (such as a full disk).
     pub fn write_rows(&self, file: &File, name: &str, first_row: usize, rows: &[f32]) -> anyhow::Result<()> {
-        let at = self.range(name, first_row, rows.len())?;
+        let at = self.rows_at(name, first_row, rows.len())?;
         file.write_all_at(bytemuck::cast_slice(rows), at)
             .map_err(|e| anyhow!("cannot write tensor {name} to {}: {e}", self.label))
     }
@@ -112,8 +112,11 @@ impl ResultLayout {
         self.tensors.get(name).with_context(|| format!("{}: no tensor {name}", self.label))
     }
 
-    /// The first byte of `len` numbers from row `first_row` on.
-    fn range(&self, name: &str, first_row: usize, len: usize) -> anyhow::Result<u64> {
+    /// Where in the file `len` numbers from row `first_row` of tensor `name` begin, bytes.
+    ///
+    /// # Errors
+    /// One line that names the file and the tensor: no such tensor, not whole rows, or rows beyond the last.
+    pub fn rows_at(&self, name: &str, first_row: usize, len: usize) -> anyhow::Result<u64> {
         let (shape, at) = self.place(name)?;
         let row: usize = shape.iter().skip(1).product();
         let total: usize = shape.iter().product();

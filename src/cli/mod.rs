@@ -17,7 +17,7 @@ use std::sync::Arc;
 use clap::{Parser, Subcommand};
 
 use crate::cluster::ProbeError;
-use crate::launch::{LaunchError, PeContext, one_line};
+use crate::launch::{LaunchError, PeContext, mpirun, one_line};
 use crate::moe::MoeError;
 
 /// A Mixture-of-Experts layer over one-sided communication.
@@ -58,7 +58,12 @@ pub fn main() -> ExitCode {
     let ansi = std::io::stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
 
-    let command = Cli::parse().command;
+    let command = match Cli::try_parse() {
+        Ok(cli) => cli.command,
+        // Of PEs that mpirun started, one says it.
+        Err(error) if mpirun::first_speaks() => return ExitCode::from(error.exit_code() as u8),
+        Err(error) => error.exit(),
+    };
     match context {
         Some(context) => pe_main(&command, context),
         None => {

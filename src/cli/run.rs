@@ -8,7 +8,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::probe::check_memory_mb;
-use crate::launch::PeContext;
+use crate::launch::{PeContext, mpirun};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
 use crate::run::plan::{PLAN, PlanSource, plan_source};
@@ -23,7 +23,8 @@ const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU, or per CUDA device]
+    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU, or per CUDA device; with --transport mpi as
+    /// many as mpirun started]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
@@ -46,6 +47,9 @@ pub struct Args {
     /// quarters of what is available, in equal parts]
     #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',', requires = "plan")]
     memory_mb: Vec<f64>,
+    /// What carries rows and signals between PEs
+    #[arg(long, value_enum, default_value = "shm")]
+    transport: TransportArg,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -144,6 +148,15 @@ pub struct Synthetic {
     /// No backward pass
     #[arg(long)]
     forward_only: bool,
+}
+
+/// `--transport`.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// Shared memory: PEs of this host, which this command starts
+    Shm,
+    /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
+    Mpi,
 }
 
 /// `--dtype`.
@@ -331,7 +344,8 @@ impl Synthetic {
 }
 
 impl Args {
-    fn request(&self) -> Result<Request> {
+    /// What is asked for, where something else has started the PEs of as many as it has started.
+    fn request(&self, started: Option<usize>) -> Result<Request> {
         let (work, example) = match (&self.model, &self.input) {
             (Some(model), Some(input)) => {
                 (Work::Checkpoint { model: model.clone(), layer: self.layer, input: input.clone() }, false)
@@ -361,7 +375,7 @@ impl Args {
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
         }
-        let pes = self.pes.unwrap_or_else(|| default_pes(device, example));
+        let pes = self.pes.or(started).unwrap_or_else(|| default_pes(device, example));
         check_memory_mb(&self.memory_mb, pes)?;
         Ok(Request {
             work,
@@ -401,6 +415,22 @@ fn default_pes(device: Device, example: bool) -> usize {
     }
 }
 
+#[cfg(feature = "mpi")]
+impl Args {
+    /// The same of one of `started` PEs.
+    fn mpi_request(&self, started: usize) -> Result<Request> {
+        if let Some(pes) = self.pes.filter(|&pes| pes != started) {
+            bail!("--pes {pes} with --transport mpi: mpirun started {started}, expected {started} or no --pes");
+        }
+        ensure!(self.device == DeviceArg::Cpu, "--transport mpi on a device, expected --device cpu");
+        ensure!(
+            self.plan.as_deref() != Some(Path::new("auto")),
+            "--plan auto with --transport mpi, expected a file: aristos plan --out makes one"
+        );
+        self.request(Some(started))
+    }
+}
+
 /// The bundled example: in the source tree that this binary was built from, or below the current directory.
 fn example() -> Result<Work> {
     const DIR: &str = "examples/tiny-moe";
@@ -414,9 +444,24 @@ fn example() -> Result<Work> {
     Ok(Work::Checkpoint { model: model.clone(), layer: 1, input: model.join("hidden_states.safetensors") })
 }
 
-/// The supervisor's part.
+/// The supervisor's part, or over MPI that of any PE.
 pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
-    let request = args.request()?;
+    if args.transport == TransportArg::Mpi {
+        #[cfg(feature = "mpi")]
+        return crate::run::mpi::run(|started| args.mpi_request(started));
+        #[cfg(not(feature = "mpi"))]
+        bail!(
+            "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features mpi` (needs an MPI \
+             with its compiler wrapper, and libclang)"
+        );
+    }
+    if let Some(started) = mpirun::size().filter(|&started| started > 1) {
+        if mpirun::first_speaks() {
+            return Ok(false);
+        }
+        bail!("mpirun started {started} processes, each of which would start PEs of its own: add --transport mpi");
+    }
+    let request = args.request(None)?;
     if request.pes == 0 || request.pes > crate::launch::MAX_PES {
         return Err(crate::launch::LaunchError::Pes { pes: request.pes }.into());
     }
@@ -425,7 +470,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
 
 /// A PE's part.
 pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    let mut job = Job::open(args.request()?)?;
+    let mut job = Job::open(args.request(None)?)?;
     if let Some(plan) = context.file(PLAN) {
         job.take_plan(plan)?;
     }

@@ -20,6 +20,7 @@
 //! Each PE is in a process group of its own: a terminal's Ctrl-C reaches the supervisor alone.
 
 mod fleet;
+pub mod mpirun;
 mod pe;
 mod signals;
 mod status;

@@ -28,6 +28,18 @@ impl StatusPage {
         Ok(StatusPage { segment, pe })
     }
 
+    /// A page that nobody else sees, for a PE without a supervisor.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn private() -> io::Result<StatusPage> {
+        Ok(StatusPage { segment: Segment::create("aristos-status", SLOT_BYTES).map_err(io::Error::other)?, pe: 0 })
+    }
+
+    /// The phase that this PE said last.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn phase(&self) -> usize {
+        word(&self.segment, self.pe, PHASE).load(Ordering::Relaxed) as usize
+    }
+
     /// Says which phase this PE is in, as an index in the job's `phase_names`.
     pub fn set_phase(&self, code: u32) {
         word(&self.segment, self.pe, PHASE).store(u64::from(code), Ordering::Relaxed);

@@ -33,8 +33,8 @@ impl Job {
         weights * (per_weight + gradients) + router + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
     }
 
-    /// Refuses a job that this machine cannot hold, rather than have it killed half way.
-    pub(super) fn check_memory(&self) -> Result<()> {
+    /// Refuses a job of which this machine cannot hold its `pes_here` PEs, rather than have it killed half way.
+    pub(super) fn check_memory(&self, pes_here: usize) -> Result<()> {
         if self.request.device == Device::Cuda {
             // Its memory is not this machine's; the PEs ask the devices.
             return Ok(());
@@ -55,8 +55,8 @@ impl Job {
             return Ok(());
         }
         // The heap's size can be computed without overflow only where the rest fits.
-        let private = self.memory_bytes();
+        let private = self.memory_bytes() * pes_here as f64 / self.request.pes as f64;
         fits(private)?;
-        fits(private + super::pe::heap_bytes(self)? as f64 * self.request.pes as f64)
+        fits(private + super::pe::heap_bytes(self)? as f64 * pes_here as f64)
     }
 }

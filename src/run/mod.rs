@@ -1,12 +1,15 @@
 //! The main job: a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs of this host.
 //!
 //! Supervisor and PEs work out the same [`Job`] from the same command line; [`supervisor`] starts the PEs, collects
-//! what they report, checks, and publishes; [`pe`] is one PE's part.
+//! what they report, checks, and publishes; [`pe`] is one PE's part. Where `mpirun` has started the PEs there is no
+//! supervisor, and PE 0 does what it would (`mpi`).
 
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod device;
 pub mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod pe;
 pub mod plan;
 pub mod probe;

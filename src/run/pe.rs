@@ -58,6 +58,45 @@ pub struct Message {
     pub losses: BTreeMap<String, f64>,
 }
 
+/// Whom a PE reports to.
+pub(super) trait Host {
+    /// This PE's number.
+    fn my_pe(&self) -> usize;
+    /// Where it says what it is doing.
+    fn status(&self) -> &StatusPage;
+    /// Whether there is a file of this name, [`RESULTS`] or [`CHOSEN`].
+    fn has_file(&self, name: &str) -> bool;
+    /// Writes into that file; `what` it is, error lines say.
+    fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<()>;
+    /// Sends what a PE has to say at its end: a [`Message`] as JSON.
+    fn send(&self, body: &[u8]) -> Result<()>;
+}
+
+/// A supervisor on the same host has passed the files.
+impl Host for PeContext {
+    fn my_pe(&self) -> usize {
+        self.my_pe()
+    }
+
+    fn status(&self) -> &StatusPage {
+        self.status()
+    }
+
+    fn has_file(&self, name: &str) -> bool {
+        self.file(name).is_some()
+    }
+
+    fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<()> {
+        let file = self.file(name).with_context(|| format!("there is no file for {what}"))?;
+        let file = File::from(file.try_clone_to_owned().with_context(|| format!("cannot take the file for {what}"))?);
+        file.write_all_at(bytes, at).with_context(|| format!("cannot write {what}"))
+    }
+
+    fn send(&self, body: &[u8]) -> Result<()> {
+        Ok(self.send(body)?)
+    }
+}
+
 struct StatusObserver<'c>(&'c StatusPage);
 
 impl Observer for StatusObserver<'_> {
@@ -71,16 +110,23 @@ impl Observer for StatusObserver<'_> {
 /// # Errors
 /// One line.
 pub fn run(job: &Job, context: &mut PeContext) -> Result<()> {
-    context.status().set_phase(LOADING);
+    loading(context);
     if job.request.device != Device::Cpu {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
         return super::device::run(job, context);
         #[cfg(not(any(feature = "cuda", feature = "emulate")))]
         bail!("this build runs layers on the CPU only");
     }
+    let segments = context.exchange_segments(heap_bytes(job)?)?;
+    let transport = ShmTransport::new(context.my_pe(), segments)?;
+    run_over(job, &*context, &Shmem::new(transport))
+}
+
+/// This PE's part on the CPU, over a heap of [`heap_bytes`].
+pub(super) fn run_over<T: Transport>(job: &Job, host: &impl Host, shmem: &Shmem<T>) -> Result<()> {
     match job.request.dtype {
-        Dtype::F32 => run_as::<f32>(job, context),
-        Dtype::Bf16 => run_as::<bf16>(job, context),
+        Dtype::F32 => run_as::<T, f32>(job, host, shmem),
+        Dtype::Bf16 => run_as::<T, bf16>(job, host, shmem),
         Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
     }
 }
@@ -96,6 +142,11 @@ fn group_heap_bytes(job: &Job) -> Result<usize> {
     Ok(most)
 }
 
+/// Says that the PE is reading weights and tokens.
+pub(super) fn loading(host: &impl Host) {
+    host.status().set_phase(LOADING);
+}
+
 /// The symmetric heap that the job's layer needs, bytes.
 pub fn heap_bytes(job: &Job) -> Result<usize> {
     let of_group = group_heap_bytes(job)?;
@@ -106,30 +157,27 @@ pub fn heap_bytes(job: &Job) -> Result<usize> {
     Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, of_group.next_multiple_of(64) + exchange))
 }
 
-fn run_as<E: Element>(job: &Job, context: &mut PeContext) -> Result<()> {
-    let segments = context.exchange_segments(heap_bytes(job)?)?;
-    let context: &PeContext = context;
-    let me = context.my_pe();
-    let world = Shmem::new(ShmTransport::new(me, segments)?);
+/// Over as many groups as the job has: `world` has all PEs.
+fn run_as<T: Transport, E: Element>(job: &Job, host: &impl Host, world: &Shmem<T>) -> Result<()> {
     if job.groups.len() == 1 {
-        return run_layer::<_, ShmTransport, E>(job, context, &world, None);
+        return run_layer::<_, T, E>(job, host, world, None);
     }
-    let team = world.team_split(world.world(), job.groups.members(job.groups.place(me).0))?;
+    let team = world.team_split(world.world(), job.groups.members(job.groups.place(host.my_pe()).0))?;
     let team = team.context("a PE is in its group")?;
-    let group = Shmem::new(GroupTransport::new(&world, team, group_heap_bytes(job)?)?);
-    run_layer::<_, _, E>(job, context, &group, Some(&world))
+    let group = Shmem::new(GroupTransport::new(world, team, group_heap_bytes(job)?)?);
+    run_layer::<_, _, E>(job, host, &group, Some(world))
 }
 
 /// Runs the layer of this PE's group; where there are several, `world` has all of them.
 fn run_layer<T: Transport, W: Transport, E: Element>(
     job: &Job,
-    context: &PeContext,
+    host: &impl Host,
     shmem: &Shmem<T>,
     world: Option<&Shmem<W>>,
 ) -> Result<()> {
-    let me = context.my_pe();
+    let me = host.my_pe();
     let (placement, index) = job.place(me);
-    let observer = StatusObserver(context.status());
+    let observer = StatusObserver(host.status());
     let options = job.request.options.clone();
     let mut layer = Layer::<_, E>::new(shmem, job, placement.clone(), job.max_tokens(), options, &observer)?;
     if let Some(world) = world {
@@ -165,7 +213,7 @@ fn run_layer<T: Transport, W: Transport, E: Element>(
     let mut sent = metrics::Traffic::default();
     let mut chosen = Vec::new();
     for step in 0..job.request.steps {
-        context.status().set_progress(step as u64, job.request.steps as u64);
+        host.status().set_progress(step as u64, job.request.steps as u64);
         let mut done = StepReport::default();
         let saved = layer.forward(&x, &mut output)?;
         done.forward = pass_report(&mut layer, saved.rounds, &mut sent);
@@ -205,8 +253,9 @@ fn run_layer<T: Transport, W: Transport, E: Element>(
         SymmetricMemory { used_bytes: used as u64, peak_bytes: peak as u64, budget_bytes: budget as u64 };
 
     let results = Results { output: &output, grad_input: &grad_input, grads: &grads, chosen: &chosen };
-    report_and_write(job, context, &message, &results)
-    // The heap of a PE that is gone stays mapped by the others, so nothing is left to wait for.
+    report_and_write(job, host, &message, &results)
+    // Over shared memory the heap of a PE that is gone stays mapped by the others, so nothing is left to wait for; over MPI
+    // the end of the window does.
 }
 
 /// What a PE computed in its last step.
@@ -217,35 +266,37 @@ pub(super) struct Results<'r> {
     pub(super) chosen: &'r [u32],
 }
 
-/// Writes this PE's part of the files that the supervisor handed over, and sends it the message.
-pub(super) fn report_and_write(job: &Job, context: &PeContext, message: &Message, results: &Results<'_>) -> Result<()> {
-    let me = context.my_pe();
+/// Writes this PE's part of the files that the host has, and sends it the message.
+pub(super) fn report_and_write(job: &Job, host: &impl Host, message: &Message, results: &Results<'_>) -> Result<()> {
+    let me = host.my_pe();
     let tokens = job.tokens_of(me);
-    context.status().set_phase(WRITING);
-    if let Some(file) = context.file(RESULTS) {
-        let file = File::from(file.try_clone_to_owned().context("cannot take the result file")?);
+    host.status().set_phase(WRITING);
+    if host.has_file(RESULTS) {
         let layout = job.results()?;
-        layout.write_rows(&file, "output", tokens.start, results.output)?;
+        let file = job.request.output.as_ref().map_or("the result file".to_string(), |path| path.display().to_string());
+        let write = |name: &str, first_row: usize, rows: &[f32]| -> Result<()> {
+            let at = layout.rows_at(name, first_row, rows.len())?;
+            host.write(RESULTS, at, bytemuck::cast_slice(rows), &format!("tensor {name} to {file}"))
+        };
+        write("output", tokens.start, results.output)?;
         if job.backward {
-            layout.write_rows(&file, "grad_hidden_states", tokens.start, results.grad_input)?;
+            write("grad_hidden_states", tokens.start, results.grad_input)?;
             let (placement, index) = job.place(me);
             let first_group = job.groups.place(me).0 == 0;
             for id in job.config.weights() {
                 // Replicated weights' gradients are the same on every PE, experts' in every group; the first one writes them.
                 let mine = if job.config.replicated_weights().contains(&id) { me == 0 } else { first_group };
                 if let Some(grad) = results.grads.get(id, placement, index).filter(|_| mine) {
-                    layout.write_rows(&file, &job.gradient_name(id), 0, grad)?;
+                    write(&job.gradient_name(id), 0, grad)?;
                 }
             }
         }
     }
-    if let Some(file) = context.file(CHOSEN) {
-        let file = File::from(file.try_clone_to_owned().context("cannot take the routing file")?);
+    if host.has_file(CHOSEN) {
         let offset = tokens.start * job.config.router.top_k * 4;
-        file.write_all_at(bytemuck::cast_slice(results.chosen), offset as u64).context("cannot write the routing")?;
+        host.write(CHOSEN, offset as u64, bytemuck::cast_slice(results.chosen), "the routing")?;
     }
-    context.send(&serde_json::to_vec(message)?)?;
-    Ok(())
+    host.send(&serde_json::to_vec(message)?)
 }
 
 /// Times of the pass that just ended; adds what it sent to `sent`.

@@ -1,6 +1,7 @@
 //! The supervisor's part of the main job.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
@@ -11,7 +12,7 @@ use super::check::check;
 use super::pe::{CHOSEN, Message, PHASE_NAMES, RESULTS};
 use super::plan::PLAN;
 use super::{Job, Request, Work};
-use crate::checkpoint::{OutputFile, memory_file};
+use crate::checkpoint::{OutputFile, ResultLayout, memory_file};
 use crate::launch::{self, Event, StatusView};
 use crate::moe::experts::gemm_flop;
 use crate::report::{PeReport, RunConfig, RunReport, trace_json};
@@ -22,6 +23,14 @@ use crate::report::{PeReport, RunConfig, RunReport, trace_json};
 /// As [`measure`].
 pub fn run(job: &mut Job, args: Vec<OsString>) -> Result<bool> {
     let report = measure(job, args)?;
+    print(job, &report)
+}
+
+/// Prints the report, and says whether the check, if asked for, passed.
+///
+/// # Errors
+/// When it cannot be written.
+pub(super) fn print(job: &Job, report: &RunReport) -> Result<bool> {
     let text = if job.request.json { report.to_json() } else { report.render_table() };
     let mut stdout = std::io::stdout().lock();
     // A reader that has seen enough (`| head`) is no failure of the job.
@@ -29,7 +38,7 @@ pub fn run(job: &mut Job, args: Vec<OsString>) -> Result<bool> {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => return Err(e).context("cannot write the report"),
         _ => {}
     }
-    Ok(report.check.is_none_or(|c| c.passed))
+    Ok(report.check.as_ref().is_none_or(|c| c.passed))
 }
 
 /// Runs the job on PEs started with `args`, and writes the files that it asks for.
@@ -40,32 +49,22 @@ pub fn measure(job: &mut Job, args: Vec<OsString>) -> Result<RunReport> {
     job.make_plan()?;
     let job: &Job = job;
     check_trace(&job.request)?;
-    job.check_memory()?;
-    if let super::Source::Checkpoint(_, input) = &job.source {
-        input.check_finite(0..job.tokens)?;
-    }
+    job.check_memory(job.request.pes)?;
+    check_input(job)?;
     #[cfg(feature = "cuda")]
     let environment = match job.request.device {
         super::Device::Cuda => crate::gpu::cuda::pe_environment(job.request.pes)?,
         _ => Vec::new(),
     };
-    let results = job.results()?;
-    let output = match &job.request.output {
-        Some(path) => Some(OutputFile::create(path, &results)?),
-        None if job.request.check => Some(OutputFile::in_memory(&results)?),
-        None => None,
-    };
-    let trace = job.request.trace.as_deref().map(OutputFile::create_empty).transpose()?;
-    let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
-    let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
+    let outputs = Outputs::create(job)?;
 
     tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), "starting the PEs");
     let mut pes = launch::Job::new(job.request.pes, args, &PHASE_NAMES);
     pes.start_limit = pes.start_limit.max(job.wait_limit());
     #[cfg(feature = "cuda")]
     pes.env.extend(environment);
-    for (name, file) in [(RESULTS, output.as_ref().map(OutputFile::file)), (CHOSEN, chosen.as_ref())] {
-        if let Some(file) = file {
+    for name in [RESULTS, CHOSEN] {
+        if let Some(file) = outputs.file(name) {
             pes.fds.push((name.to_string(), file.try_clone().context("cannot hand files to the PEs")?.into()));
         }
     }
@@ -91,28 +90,74 @@ pub fn measure(job: &mut Job, args: Vec<OsString>) -> Result<RunReport> {
     if let Some(error) = bad_message {
         return Err(error);
     }
+    outputs.finish(job, messages)
+}
 
-    let losses = messages.iter().find(|m| m.report.pe == 0).map(|m| m.losses.clone()).unwrap_or_default();
-    let reports: Vec<PeReport> = messages.into_iter().map(|m| m.report).collect();
-    let mut report = RunReport::merge(run_config(job, &reports), &reports);
-    report.aux_losses = losses;
-    report.plan = job.plan_report(&report);
-    if let (Some(output), Some(chosen)) = (&output, &chosen) {
-        report.check = Some(check(job, &results, output.file(), chosen)?);
+/// Refuses an input that is not finite.
+pub(super) fn check_input(job: &Job) -> Result<()> {
+    match &job.source {
+        super::Source::Checkpoint(_, input) => input.check_finite(0..job.tokens),
+        super::Source::Synthetic(_) => Ok(()),
     }
-    if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
-        let written = trace.file().write_all(trace_json(&reports).as_bytes());
-        written.with_context(|| format!("{}: cannot write the trace", path.display()))?;
-        trace.publish()?;
+}
+
+/// The files of a job that PEs write to, or that are written at its end.
+pub(super) struct Outputs {
+    layout: ResultLayout,
+    results: Option<OutputFile>,
+    chosen: Option<File>,
+    trace: Option<OutputFile>,
+}
+
+impl Outputs {
+    /// Makes what the request asks for, before anything is computed.
+    pub(super) fn create(job: &Job) -> Result<Outputs> {
+        let layout = job.results()?;
+        let results = match &job.request.output {
+            Some(path) => Some(OutputFile::create(path, &layout)?),
+            None if job.request.check => Some(OutputFile::in_memory(&layout)?),
+            None => None,
+        };
+        let trace = job.request.trace.as_deref().map(OutputFile::create_empty).transpose()?;
+        let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
+        let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
+        Ok(Outputs { layout, results, chosen, trace })
     }
-    if let (Some(output), true) = (output, job.request.output.is_some()) {
-        output.publish()?;
+
+    /// What PEs write to by this name, [`RESULTS`] or [`CHOSEN`].
+    pub(super) fn file(&self, name: &str) -> Option<&File> {
+        match name {
+            RESULTS => self.results.as_ref().map(OutputFile::file),
+            CHOSEN => self.chosen.as_ref(),
+            _ => None,
+        }
     }
-    Ok(report)
+
+    /// All PEs have written and said what they had to: checks and publishes.
+    pub(super) fn finish(self, job: &Job, messages: Vec<Message>) -> Result<RunReport> {
+        let Outputs { layout, results: output, chosen, trace } = self;
+        let losses = messages.iter().find(|m| m.report.pe == 0).map(|m| m.losses.clone()).unwrap_or_default();
+        let reports: Vec<PeReport> = messages.into_iter().map(|m| m.report).collect();
+        let mut report = RunReport::merge(run_config(job, &reports), &reports);
+        report.aux_losses = losses;
+        report.plan = job.plan_report(&report);
+        if let (Some(output), Some(chosen)) = (&output, &chosen) {
+            report.check = Some(check(job, &layout, output.file(), chosen)?);
+        }
+        if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
+            let written = trace.file().write_all(trace_json(&reports).as_bytes());
+            written.with_context(|| format!("{}: cannot write the trace", path.display()))?;
+            trace.publish()?;
+        }
+        if let (Some(output), true) = (output, job.request.output.is_some()) {
+            output.publish()?;
+        }
+        Ok(report)
+    }
 }
 
 /// Refuses a trace that would take the place of the results, or of a file that is there to be read.
-fn check_trace(request: &Request) -> Result<()> {
+pub(super) fn check_trace(request: &Request) -> Result<()> {
     let Some(trace) = &request.trace else { return Ok(()) };
     let (place, shown) = (real_path(trace), trace.display());
     let is_place = |path: &Path| real_path(path) == place;

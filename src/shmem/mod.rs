@@ -24,6 +24,8 @@ mod doorbell;
 mod error;
 mod group;
 mod heap;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod reorder;
 mod segment;
 mod shm;

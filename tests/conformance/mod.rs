@@ -364,11 +364,11 @@ pub fn misuse_panics(world: &impl World) {
     });
 }
 
-/// Makes a `#[test]` of every check for the world that `$world` is an expression of.
+/// Calls the macro `$then` with what is given and then the names of all checks.
 #[macro_export]
-macro_rules! conformance_tests {
-    ($world:expr) => {
-        $crate::conformance_tests!(@ $world;
+macro_rules! conformance_checks {
+    ($then:ident $given:tt) => {
+        $crate::$then!(@ $given;
             puts_are_complete_after_a_barrier put_signal_brings_its_own_data a_fence_orders_puts_before_a_signal
             fences_order_writes_of_one_place quiet_completes_nbi get_reads_a_peer fetch_add_hands_out_tickets
             fetch_add_after_a_fence_announces signals_set_and_add waits_compare wait_any_finds_all polling_gets_there
@@ -376,7 +376,15 @@ macro_rules! conformance_tests {
             teams_synchronise_one_pe_ahead nested_teams all_reduce_adds_in_team_order all_reduce_back_to_back
             all_gather_collects);
     };
-    (@ $world:expr; $($check:ident)*) => {
+}
+
+/// Makes a `#[test]` of every check for the world that `$world` is an expression of.
+#[macro_export]
+macro_rules! conformance_tests {
+    ($world:expr) => {
+        $crate::conformance_checks!(conformance_tests ($world));
+    };
+    (@ ($world:expr); $($check:ident)*) => {
         $(
             #[test]
             fn $check() {

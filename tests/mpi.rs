@@ -1,0 +1,348 @@
+//! The MPI transport, under the `mpirun` of the MPI that this program was built with: the conformance suite, then the main
+//! job as users start it.
+//!
+//! A PE of the suite is this program again, so it has its own `main`. A check is a job of its own: what fails in one PE
+//! ends that job alone.
+
+#[path = "binary/mod.rs"]
+mod binary;
+#[macro_use]
+mod conformance;
+
+use std::collections::BTreeMap;
+use std::env;
+use std::ffi::OsStr;
+use std::fs;
+use std::panic::catch_unwind;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use aristos::shmem::Shmem;
+use aristos::shmem::mpi::{MpiTransport, MpiWorld, library};
+use binary::{Outcome, read_tensors, relative_error, run, start};
+use conformance::{HEAP_BYTES, World};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// In a PE of the suite, the check.
+const ENV_CHECK: &str = "ARISTOS_MPI_CHECK";
+/// In all processes of a job, which test's it is.
+const ENV_JOB: &str = "ARISTOS_MPI_JOB";
+/// The most PEs of a check.
+const SUITE_PES: usize = 5;
+/// How soon a job must be over after a PE has died, and what has ended must be gone.
+const END_LIMIT: Duration = Duration::from_secs(20);
+
+fn main() -> ExitCode {
+    if let Ok(check) = env::var(ENV_CHECK) {
+        return play(&check);
+    }
+    let args: Vec<String> = env::args().skip(1).collect();
+    let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
+    let (mut passed, mut failed) = (0, 0);
+    let mut test = |name: String, test: &(dyn Fn() + std::panic::RefUnwindSafe)| {
+        if !name.contains(filter) {
+            return;
+        }
+        let ok = catch_unwind(test).is_ok();
+        println!("test {name} ... {}", if ok { "ok" } else { "FAILED" });
+        if ok { passed += 1 } else { failed += 1 }
+    };
+    for (name, _) in CHECKS {
+        test(format!("conformance::{name}"), &|| conforms(name, None));
+    }
+    // Windows as they are on a network without remote memory access: every operation a message, which its target must be
+    // in a call to take.
+    if is_open_mpi() {
+        for (name, _) in CHECKS {
+            test(format!("conformance_by_messages::{name}"), &|| conforms(name, Some(("OMPI_MCA_osc", "pt2pt"))));
+        }
+    }
+    for (name, function) in TESTS {
+        test(format!("run::{name}"), function);
+    }
+    println!("{passed} passed, {failed} failed");
+    ExitCode::from(u8::from(failed > 0))
+}
+
+/// The first PEs of a world, for a while.
+struct Mpi(MpiWorld);
+
+impl World for Mpi {
+    type T = MpiTransport<'static>;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<MpiTransport<'static>>) + Sync) {
+        for piece_bytes in [None, Some(24), None] {
+            // Its end would be in the way of nothing, but the transport's type has no place for its lifetime.
+            if let Some(world) = self.0.first(n_pes).unwrap() {
+                let transport = MpiTransport::new(Box::leak(Box::new(world)), HEAP_BYTES).unwrap();
+                f(&Shmem::new(match piece_bytes {
+                    Some(bytes) => transport.with_piece_bytes(bytes),
+                    None => transport,
+                }));
+            }
+            self.0.barrier(Duration::from_secs(60)).unwrap();
+        }
+    }
+}
+
+type Check = (&'static str, fn(&Mpi));
+
+/// A table of the checks, by name.
+#[macro_export]
+macro_rules! conformance_table {
+    (@ ($table:ident); $($check:ident)*) => {
+        const $table: &[Check] = &[$((stringify!($check), |world: &Mpi| conformance::$check(world))),*];
+    };
+}
+conformance_checks!(conformance_table(CHECKS));
+
+/// One PE of a check. A panic ends the job: the world's end sees to that.
+fn play(check: &str) -> ExitCode {
+    let world = Mpi(MpiWorld::init().unwrap());
+    let pe = world.0.my_pe();
+    // Some checks catch panics; only those that end the job are of interest, and mpirun says that there was one.
+    std::panic::set_hook(Box::new(move |info| {
+        eprintln!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
+    }));
+    assert_eq!(world.0.n_pes(), SUITE_PES);
+    let (_, function) = CHECKS.iter().find(|(name, _)| *name == check).unwrap();
+    function(&world);
+    println!("PE {pe} conforms");
+    ExitCode::SUCCESS
+}
+
+fn conforms(check: &str, setting: Option<(&str, &str)>) {
+    let mut command = mpirun(SUITE_PES, env::current_exe().unwrap(), [""; 0]);
+    command.env(ENV_CHECK, check).envs(setting);
+    let outcome = run(command);
+    assert!(outcome.status.success(), "{outcome:?}");
+    let mut said: Vec<&str> = outcome.stdout.lines().collect();
+    said.sort_unstable();
+    let all: Vec<String> = (0..SUITE_PES).map(|pe| format!("PE {pe} conforms")).collect();
+    assert_eq!(said, all);
+}
+
+/// Whether this program is built with Open MPI; MPICH otherwise.
+fn is_open_mpi() -> bool {
+    library().starts_with("Open MPI")
+}
+
+fn in_path(name: &str) -> Option<PathBuf> {
+    let places = env::var_os("PATH")?;
+    env::split_paths(&places).map(|place| place.join(name)).find(|path| path.is_file())
+}
+
+/// The launchers of Open MPI, and those of MPICH.
+fn launcher(open_mpi: bool) -> Option<PathBuf> {
+    let names = if open_mpi { ["mpirun.openmpi", "mpirun"] } else { ["mpirun.mpich", "mpirun"] };
+    names.into_iter().find_map(in_path)
+}
+
+/// `program` as a job of `n` processes, in the repository's root.
+fn mpirun<S: AsRef<OsStr>>(n: usize, program: impl AsRef<OsStr>, args: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new(launcher(is_open_mpi()).expect("mpirun in PATH"));
+    if is_open_mpi() {
+        // Debian's wants to be told that it may run as root, and with more processes than CPUs.
+        command.args(["--allow-run-as-root", "--oversubscribe"]);
+    }
+    command.args(["-n", &n.to_string()]).arg(program).args(args).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+}
+
+/// `aristos run --transport mpi` on `n` PEs, with arguments that are separated by spaces.
+fn aristos_run(n: usize, args: &str) -> Command {
+    let args = ["run", "--transport", "mpi"].into_iter().chain(args.split_whitespace());
+    mpirun(n, env!("CARGO_BIN_EXE_aristos"), args)
+}
+
+/// Lines of ours on standard error; launchers add theirs when a process has an exit code.
+fn lines(outcome: &Outcome) -> Vec<&str> {
+    outcome.stderr.lines().filter(|line| line.starts_with("aristos: ")).collect()
+}
+
+/// Fails the test unless one PE refused the job with exit code 1 and one line that says all of `parts`.
+#[track_caller]
+fn refused(command: Command, parts: &[&str]) {
+    let outcome = run(command);
+    assert_eq!((outcome.status.code(), lines(&outcome).len()), (Some(1), 1), "{outcome:?}");
+    for part in parts {
+        assert!(lines(&outcome)[0].contains(part), "{outcome:?}\ndoes not say {part:?}");
+    }
+}
+
+/// The processes of a job by PE.
+fn pes_of(job: &str) -> BTreeMap<usize, Pid> {
+    let job = format!("{ENV_JOB}={job}");
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    processes
+        .filter_map(|pid: i32| {
+            // Of a process that ends meanwhile there is nothing to read.
+            let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+            let variables: Vec<&str> =
+                environment.split(|byte| *byte == 0).filter_map(|v| std::str::from_utf8(v).ok()).collect();
+            variables.iter().find(|v| **v == job)?;
+            let rank = ["OMPI_COMM_WORLD_RANK=", "PMI_RANK="];
+            let pe = rank.iter().find_map(|name| variables.iter().find_map(|v| v.strip_prefix(name)?.parse().ok()))?;
+            Some((pe, Pid::from_raw(pid)?))
+        })
+        .collect()
+}
+
+/// A job too long to end by itself, its PEs at work; `act` on them, then its end.
+fn disturbed(name: &str, n: usize, more: &str, act: impl Fn(&BTreeMap<usize, Pid>)) -> Outcome {
+    let name = format!("{name}-{}", std::process::id());
+    let layer = "--tokens 256 --hidden 128 --intermediate 256 --experts 8 --steps 1000000";
+    let mut command = aristos_run(n, &format!("{layer} {more}"));
+    command.env(ENV_JOB, &name);
+    let running = start(command);
+    let begun = Instant::now();
+    let pes = loop {
+        let pes = pes_of(&name);
+        // The layer's threads are those of MPI; that steps are being made shows in nothing but time.
+        if pes.len() == n && begun.elapsed() > Duration::from_secs(3) {
+            break pes;
+        }
+        assert!(begun.elapsed() < END_LIMIT, "PEs of {n}: {pes:?}");
+        thread::sleep(Duration::from_millis(20));
+    };
+    let acted = Instant::now();
+    act(&pes);
+    let outcome = running.end();
+    assert!(acted.elapsed() < END_LIMIT, "it took {:?}", acted.elapsed());
+    while !pes_of(&name).is_empty() {
+        assert!(acted.elapsed() < END_LIMIT, "left {:?}", pes_of(&name));
+        thread::sleep(Duration::from_millis(20));
+    }
+    outcome
+}
+
+const SMALL: &str =
+    "--tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
+
+const TESTS: &[(&str, fn())] = &[
+    ("every_number_of_pes_is_checked", || {
+        for n in [1, 2, 3, 4, 8] {
+            let outcome = run(aristos_run(n, &format!("{SMALL} --check --steps 2 --chunk-rows 8 --budget-factor 0.5")));
+            let outcome = outcome.success();
+            assert_eq!(outcome.stdout.matches("check passed").count(), 1, "{outcome:?}");
+            assert!(outcome.stdout.contains(&format!("{n} PE")), "{outcome:?}");
+        }
+    }),
+    ("results_are_those_of_shared_memory", || {
+        let dir = tempfile::tempdir().unwrap();
+        let example = "--model examples/tiny-moe --layer 1 --input examples/tiny-moe/hidden_states.safetensors";
+        let losses = "--seed 7 --shared-intermediate 48 --bias --aux-loss-coef 0.01 --z-loss-coef 0.001";
+        for (name, layer) in [("example", example.to_string()), ("losses", format!("{SMALL} {losses}"))] {
+            for n in [2, 4] {
+                let out = |transport: &str| dir.path().join(format!("{name}-{n}-{transport}"));
+                let (shm, mpi) = (out("shm"), out("mpi"));
+                run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
+                run(aristos_run(n, &format!("{layer} --pes {n} --output {}", mpi.display()))).success();
+                same(&shm, &mpi);
+            }
+        }
+        assert_eq!(binary::names_in(dir.path()).len(), 8, "nothing else is left");
+    }),
+    ("report_and_trace_are_of_all_pes", || {
+        let dir = tempfile::tempdir().unwrap();
+        let trace = dir.path().join("trace.json");
+        let args = format!("{SMALL} --steps 3 --json --trace {}", trace.display());
+        let outcome = run(aristos_run(3, &args)).success();
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+        assert!(report.to_string().contains(r#""pes":3"#), "{report}");
+        let trace: serde_json::Value = serde_json::from_slice(&fs::read(trace).unwrap()).unwrap();
+        for pe in 0..3 {
+            assert!(trace.to_string().contains(&format!(r#""pid":{pe}"#)), "PE {pe} has no spans");
+        }
+    }),
+    ("without_mpirun_it_is_one_pe", || {
+        let args = format!("--transport mpi --check {SMALL}");
+        let outcome = run(binary::aristos_run(&args)).success();
+        assert!(outcome.stdout.contains("1 PE") && outcome.stdout.contains("check passed"), "{outcome:?}");
+    }),
+    ("what_does_not_fit_is_one_line", || {
+        refused(aristos_run(2, &format!("{SMALL} --pes 3")), &["--pes 3", "mpirun started 2", "expected 2"]);
+        refused(aristos_run(3, "--model nowhere --input nowhere"), &["nowhere/config.json", "No such file"]);
+        refused(aristos_run(2, "--tokens 10 --steps 0"), &["--steps is 0"]);
+        refused(aristos_run(2, &format!("{SMALL} --output /nowhere/out")), &["/nowhere"]);
+        refused(aristos_run(2, &format!("{SMALL} --device cuda")), &["--device"]);
+        let without = mpirun(2, env!("CARGO_BIN_EXE_aristos"), ["run"]);
+        refused(without, &["mpirun started 2 processes", "--transport mpi"]);
+    }),
+    ("an_unknown_transport_is_said_once", || {
+        let args = ["run", "--transport", "bogus"];
+        let outcome = run(mpirun(3, env!("CARGO_BIN_EXE_aristos"), args));
+        assert_eq!(outcome.status.code(), Some(2), "{outcome:?}");
+        assert_eq!(outcome.stderr.matches("invalid value 'bogus'").count(), 1, "{outcome:?}");
+        assert!(outcome.stderr.contains("shm, mpi"), "{outcome:?}");
+    }),
+    ("another_mpis_mpirun_is_noticed", || {
+        let Some(other) = launcher(!is_open_mpi()).filter(|other| Some(other) != launcher(is_open_mpi()).as_ref())
+        else {
+            println!("(there is only one MPI here)");
+            return;
+        };
+        let mut command = Command::new(other);
+        if !is_open_mpi() {
+            command.args(["--allow-run-as-root", "--oversubscribe"]);
+        }
+        command.args(["-n", "2", env!("CARGO_BIN_EXE_aristos"), "run", "--transport", "mpi"]);
+        command.current_dir(env!("CARGO_MANIFEST_DIR"));
+        refused(command, &["mpirun started 2 processes", "sees 1", library().split_whitespace().next().unwrap()]);
+    }),
+    ("a_pe_that_is_killed_ends_the_job", || {
+        for (n, victim) in [(2, 1), (3, 0)] {
+            let outcome = disturbed("kill", n, "", |pes| kill_process(pes[&victim], Signal::KILL).unwrap());
+            assert!(!outcome.status.success() && outcome.stdout.matches("tokens/s").count() == 0, "{outcome:?}");
+            let named =
+                [format!("rank {victim} "), "KILLED BY SIGNAL: 9".into(), "Killed".into(), "EXIT CODE: 9".into()];
+            let said = outcome.stderr.clone() + &outcome.stdout;
+            assert!(named.iter().any(|name| said.contains(name)), "{outcome:?}");
+        }
+    }),
+    ("a_pe_that_is_stopped_is_named", || {
+        // MPICH's launcher asks a process to end, and a stopped one cannot; Open MPI's has ended it before it is to go on.
+        let stop = |pes: &BTreeMap<usize, Pid>| {
+            kill_process(pes[&1], Signal::STOP).unwrap();
+            thread::sleep(Duration::from_secs(6));
+            let _ = kill_process(pes[&1], Signal::CONT);
+        };
+        let outcome = disturbed("stop", 2, "--timeout 1", stop);
+        assert_eq!((outcome.status.code(), lines(&outcome).len()), (Some(1), 1), "{outcome:?}");
+        let line = lines(&outcome)[0];
+        assert!(line.contains("PE 0 failed") && line.contains("for PE 1"), "{outcome:?}");
+    }),
+    ("mpirun_that_is_ended_leaves_nothing", || {
+        let name = format!("end-{}", std::process::id());
+        let mut command = aristos_run(2, &format!("{SMALL} --steps 1000000"));
+        command.env(ENV_JOB, &name);
+        let running = start(command);
+        let begun = Instant::now();
+        while pes_of(&name).len() < 2 || begun.elapsed() < Duration::from_secs(2) {
+            assert!(begun.elapsed() < END_LIMIT);
+            thread::sleep(Duration::from_millis(20));
+        }
+        running.signal(Signal::TERM);
+        // Open MPI's launcher has an exit code then, MPICH's none, and a line about it.
+        let outcome = running.end();
+        assert!(!outcome.stdout.contains("tokens/s"), "{outcome:?}");
+        while !pes_of(&name).is_empty() {
+            assert!(begun.elapsed() < 2 * END_LIMIT, "left {:?}", pes_of(&name));
+            thread::sleep(Duration::from_millis(20));
+        }
+    }),
+];
+
+/// Fails the test unless both files have the same tensors within 1e-6, norm-wise.
+fn same(shm: &Path, mpi: &Path) {
+    let (shm, mpi) = (read_tensors(shm), read_tensors(mpi));
+    assert_eq!(shm.keys().collect::<Vec<_>>(), mpi.keys().collect::<Vec<_>>());
+    assert!(shm.len() > 20);
+    for (name, (shape, want)) in &shm {
+        let (got_shape, got) = &mpi[name];
+        assert_eq!(shape, got_shape, "{name}");
+        let error = relative_error(got, want);
+        assert!(error <= 1e-6, "{name}: {error:e}");
+    }
+}
