@@ -173,7 +173,6 @@ pub struct RunReport {
     /// [`RunReport::merge`] adds them.
     pub aux_losses: BTreeMap<String, f64>,
     /// The plan, with `--plan`. The caller of [`RunReport::merge`] adds it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<PlanReport>,
     /// The result of `--check`, where it was asked for. The caller of [`RunReport::merge`] adds it.
     pub check: Option<CheckReport>,
