@@ -13,9 +13,26 @@ pub mod moe;
 pub mod moe_device;
 mod moe_summary;
 #[cfg(feature = "mpi")]
+pub mod mpi;
+#[cfg(feature = "mpi")]
 pub mod mpi_baseline;
 pub mod p2p;
 pub mod probe;
 pub mod straggler;
 
 pub use moe_summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};
+
+use crate::launch::{PeContext, StatusPage};
+
+/// Where a PE of a benchmark says what it is doing, and what it sends its measurements by.
+pub struct BenchHost<'h> {
+    /// For whoever shows progress.
+    pub status: &'h StatusPage,
+    /// Sends a message to who prints the report.
+    pub send: &'h dyn Fn(&[u8]) -> anyhow::Result<()>,
+}
+
+/// Works as a PE that a supervisor started.
+pub fn supervised<R>(context: &PeContext, work: impl FnOnce(&BenchHost<'_>) -> R) -> R {
+    work(&BenchHost { status: context.status(), send: &|body| Ok(context.send(body)?) })
+}

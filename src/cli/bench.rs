@@ -39,8 +39,11 @@ enum What {
     Summary(bench_summary::Args),
 }
 
+/// A file of measurements that was asked for, open.
+pub(super) type Csv<'p> = Option<(&'p PathBuf, File)>;
+
 /// The file that raw samples go to, made before anything is measured.
-pub(super) fn create(path: Option<&PathBuf>) -> Result<Option<(&PathBuf, File)>> {
+pub(super) fn create(path: Option<&PathBuf>) -> Result<Csv<'_>> {
     path.map(|path| {
         let named = || format!("cannot create {}", path.display());
         File::create(path).with_context(named).map(|file| (path, file))
@@ -48,7 +51,7 @@ pub(super) fn create(path: Option<&PathBuf>) -> Result<Option<(&PathBuf, File)>>
     .transpose()
 }
 
-pub(super) fn write(csv: Option<(&PathBuf, File)>, text: &str) -> Result<()> {
+pub(super) fn write(csv: Csv<'_>, text: &str) -> Result<()> {
     let Some((path, mut file)) = csv else { return Ok(()) };
     file.write_all(text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
 }

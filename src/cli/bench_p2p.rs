@@ -4,12 +4,18 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+#[cfg(feature = "mpi")]
+use anyhow::Context;
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
-use super::bench::{create, write};
+use super::bench::{Csv, create, write};
+use super::run::NO_MPI;
 use crate::bench::p2p::report::{P2pReport, PeRows};
 use crate::bench::p2p::{self, P2pBench, host};
+use crate::bench::supervised;
+#[cfg(feature = "mpi")]
+use crate::launch::mpirun;
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
 use crate::report::plot;
 use crate::shmem::{ShmTransport, Shmem};
@@ -156,7 +162,7 @@ impl Args {
         }
         match self.transport {
             TransportArg::Shm => {}
-            TransportArg::Mpi => bail!("--transport mpi: this build has no MPI"),
+            TransportArg::Mpi => ensure!(cfg!(feature = "mpi"), NO_MPI),
             TransportArg::Nvshmem => ensure!(
                 cfg!(feature = "cuda"),
                 "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
@@ -208,6 +214,10 @@ impl Args {
 
     /// The supervisor's part.
     pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
+        #[cfg(feature = "mpi")]
+        if self.transport == TransportArg::Mpi {
+            return self.over_mpi();
+        }
         let bench = self.bench()?;
         let csv = create(self.csv.as_ref())?;
         self.plot.as_deref().map(plot::create_folder).transpose()?;
@@ -231,7 +241,12 @@ impl Args {
         if let Some(error) = unreadable {
             return Err(error);
         }
-        let mut report = P2pReport::merge(self.transport.name(), &parts);
+        self.print(&bench, csv, &parts)
+    }
+
+    /// Prints, writes and plots what all PEs measured.
+    fn print(&self, bench: &P2pBench, csv: Csv<'_>, parts: &[PeRows]) -> Result<bool> {
+        let mut report = P2pReport::merge(self.transport.name(), parts);
         report.pes = bench.pes;
         write(csv, &report.to_csv())?;
         if self.json {
@@ -259,7 +274,32 @@ impl Args {
         }
         let segments = context.exchange_segments(host::heap_bytes::<ShmTransport>(&bench))?;
         let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-        host::run_pe(&bench, &shmem, None, context, limit)
+        let context: &PeContext = context;
+        supervised(context, |pe| host::run_pe(&bench, &shmem, None, pe, limit))
+    }
+
+    /// Any PE's part, where `mpirun` started them.
+    #[cfg(feature = "mpi")]
+    fn over_mpi(&self) -> Result<bool> {
+        use crate::bench::mpi::{MpiMessages, run};
+        use crate::shmem::mpi::MpiTransport;
+        let first = mpirun::rank().unwrap_or(0) == 0;
+        let bench = match self.bench() {
+            Err(_) if mpirun::first_speaks() => return Ok(false),
+            bench => bench?,
+        };
+        let limit = Duration::from_secs(self.timeout.into());
+        let csv = if first { create(self.csv.as_ref())? } else { None };
+        if first {
+            self.plot.as_deref().map(plot::create_folder).transpose()?;
+        }
+        let heap = |_| Ok(host::heap_bytes::<MpiTransport<'_>>(&bench));
+        let messages = run(Some(bench.pes), heap, limit, |shmem, world, pe| {
+            host::run_pe(&bench, shmem, Some(&MpiMessages { world, limit }), pe, limit)
+        })?;
+        let Some(messages) = messages else { return Ok(true) };
+        let parts = messages.iter().map(|body| serde_json::from_slice(body)).collect::<Result<Vec<PeRows>, _>>();
+        self.print(&bench, csv, &parts.context("a PE sent what is no measurement")?)
     }
 }
 

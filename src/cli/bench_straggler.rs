@@ -4,15 +4,19 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+#[cfg(feature = "mpi")]
+use anyhow::Context;
 use anyhow::{Result, anyhow, bail, ensure};
 use clap::ValueEnum;
 
-use super::bench::{create, write};
+use super::bench::{Csv, create, write};
 use super::bench_p2p::size;
+use super::run::NO_MPI;
 use crate::bench::straggler::pe::{self, PeSteps};
 use crate::bench::straggler::report::StragglerReport;
 use crate::bench::straggler::{Inject, Mode, StragglerBench};
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use crate::bench::supervised;
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, mpirun};
 use crate::report::plot;
 use crate::shmem::{ShmTransport, Shmem};
 
@@ -63,10 +67,12 @@ pub struct Args {
     plot: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum TransportArg {
     /// Shared memory of this host
     Shm,
+    /// MPI, between hosts too (feature `mpi`)
+    Mpi,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -83,7 +89,9 @@ impl Args {
     fn bench(&self) -> Result<StragglerBench> {
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        let pes = self.pes.unwrap_or(cpus.clamp(2, MAX_PES));
+        let started = mpirun::size().filter(|_| self.transport == TransportArg::Mpi);
+        let pes = self.pes.or(started).unwrap_or(cpus.clamp(2, MAX_PES));
+        ensure!(self.transport == TransportArg::Shm || cfg!(feature = "mpi"), NO_MPI);
         if !(1..=MAX_PES).contains(&pes) {
             return Err(LaunchError::Pes { pes }.into());
         }
@@ -109,6 +117,10 @@ impl Args {
 
     /// The supervisor's part.
     pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
+        #[cfg(feature = "mpi")]
+        if self.transport == TransportArg::Mpi {
+            return self.over_mpi();
+        }
         let bench = self.bench()?;
         let csv = create(self.csv.as_ref())?;
         self.plot.as_deref().map(plot::create_folder).transpose()?;
@@ -125,8 +137,13 @@ impl Args {
         if let Some(error) = unreadable {
             return Err(error);
         }
-        let TransportArg::Shm = self.transport;
-        let report = StragglerReport::new(&bench, "shm", &self.inject, parts);
+        self.print(&bench, csv, parts)
+    }
+
+    /// Prints, writes and plots what all PEs measured.
+    fn print(&self, bench: &StragglerBench, csv: Csv<'_>, parts: Vec<PeSteps>) -> Result<bool> {
+        let transport = if self.transport == TransportArg::Mpi { "mpi" } else { "shm" };
+        let report = StragglerReport::new(bench, transport, &self.inject, parts);
         write(csv, &report.to_csv())?;
         if self.json {
             println!("{}", report.to_json());
@@ -146,7 +163,31 @@ impl Args {
         let bench = self.bench()?;
         let segments = context.exchange_segments(pe::heap_bytes::<ShmTransport>(&bench))?;
         let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-        pe::run_pe(&bench, &shmem, context, Duration::from_secs(self.timeout.into()))
+        let context: &PeContext = context;
+        supervised(context, |pe| pe::run_pe(&bench, &shmem, pe, Duration::from_secs(self.timeout.into())))
+    }
+
+    /// Any PE's part, where `mpirun` started them.
+    #[cfg(feature = "mpi")]
+    fn over_mpi(&self) -> Result<bool> {
+        use crate::shmem::mpi::MpiTransport;
+        let first = mpirun::rank().unwrap_or(0) == 0;
+        let bench = match self.bench() {
+            Err(_) if mpirun::first_speaks() => return Ok(false),
+            bench => bench?,
+        };
+        let csv = if first { create(self.csv.as_ref())? } else { None };
+        if first {
+            self.plot.as_deref().map(plot::create_folder).transpose()?;
+        }
+        let limit = Duration::from_secs(self.timeout.into());
+        let heap = |_| Ok(pe::heap_bytes::<MpiTransport<'_>>(&bench));
+        let messages = crate::bench::mpi::run(Some(bench.pes), heap, limit, |shmem, _, host| {
+            pe::run_pe(&bench, shmem, host, limit)
+        })?;
+        let Some(messages) = messages else { return Ok(true) };
+        let parts = messages.iter().map(|body| serde_json::from_slice(body)).collect::<Result<Vec<PeSteps>, _>>();
+        self.print(&bench, csv, parts.context("a PE sent what is no measurement")?)
     }
 }
 

@@ -17,6 +17,10 @@ use crate::run::{Device, Job, Request, Work};
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
 
+/// What a build without the feature says to `--transport mpi`.
+pub(super) const NO_MPI: &str = "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features \
+    mpi` (needs an MPI with its compiler wrapper, and libclang)";
+
 /// Longest wait that can be asked for, seconds: half a year.
 const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 
@@ -450,10 +454,7 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         #[cfg(feature = "mpi")]
         return crate::run::mpi::run(|started| args.mpi_request(started));
         #[cfg(not(feature = "mpi"))]
-        bail!(
-            "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features mpi` (needs an MPI \
-             with its compiler wrapper, and libclang)"
-        );
+        bail!(NO_MPI);
     }
     if let Some(started) = mpirun::size().filter(|&started| started > 1) {
         if mpirun::first_speaks() {

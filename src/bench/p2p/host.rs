@@ -18,8 +18,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 use super::raw::{self, Pages};
 use super::report::PeRows;
 use super::{Measure, Of, Op, P2pBench, Row};
+use crate::bench::BenchHost;
 use crate::bench::probe::{self, Seat};
-use crate::launch::PeContext;
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
@@ -136,7 +136,7 @@ pub fn run_pe<T: Transport>(
     bench: &P2pBench,
     shmem: &Shmem<T>,
     two_sided: Option<&dyn TwoSided>,
-    context: &PeContext,
+    host: &BenchHost<'_>,
     limit: Duration,
 ) -> Result<()> {
     let me = shmem.my_pe();
@@ -173,7 +173,7 @@ pub fn run_pe<T: Transport>(
                 limit,
             }
         });
-        context.status().set_phase(1);
+        host.status.set_phase(1);
         let mut memcpy_us = HashMap::new();
         if let Some(part) = part.as_mut().filter(|part| part.first) {
             for &bytes in &bench.sizes {
@@ -183,8 +183,8 @@ pub fn run_pe<T: Transport>(
         }
         meet(shmem, limit)?;
         for &(op, measure, bytes) in &figures {
-            context.status().set_phase(phase(op));
-            context.status().set_progress(figure as u64, total);
+            host.status.set_phase(phase(op));
+            host.status.set_progress(figure as u64, total);
             if let Some(part) = &mut part {
                 let seat = Seat::take();
                 let plan = Plan::new(bench, measure, op, bytes);
@@ -203,8 +203,8 @@ pub fn run_pe<T: Transport>(
             meet(shmem, limit)?;
         }
     }
-    context.status().set_progress(total, total);
-    context.send(&serde_json::to_vec(&results)?)?;
+    host.status.set_progress(total, total);
+    (host.send)(&serde_json::to_vec(&results)?)?;
     Ok(())
 }
 

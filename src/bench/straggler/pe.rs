@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::clock::{self, ClockWords, Common, Offset, now_ns};
 use super::{Mode, PeStep, StragglerBench};
+use crate::bench::BenchHost;
 use crate::bench::p2p::host::meet;
 use crate::bench::probe::{self, Seat};
-use crate::launch::PeContext;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 /// Slots of a pair.
@@ -68,7 +68,7 @@ struct Memory {
 pub fn run_pe<T: Transport>(
     bench: &StragglerBench,
     shmem: &Shmem<T>,
-    context: &PeContext,
+    host: &BenchHost<'_>,
     limit: Duration,
 ) -> Result<()> {
     let (me, n) = (shmem.my_pe(), shmem.n_pes());
@@ -78,7 +78,7 @@ pub fn run_pe<T: Transport>(
     let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
     let all = bench.warmup + bench.steps;
     for (part, &mode) in bench.modes.iter().enumerate() {
-        let status = context.status();
+        let status = host.status;
         let read_clocks = |turn| {
             status.set_phase(1);
             clocks.measure(shmem, turn, now_ns, limit)
@@ -100,7 +100,7 @@ pub fn run_pe<T: Transport>(
         meet(shmem, limit)?;
         let after = read_clocks(2 * part as u64 + 1)?;
         let result = PeSteps { pe: me, mode, host: clock::host_id(), seat, offsets: [before, after], steps };
-        context.send(&serde_json::to_vec(&result)?)?;
+        (host.send)(&serde_json::to_vec(&result)?)?;
     }
     meet(shmem, limit)
 }

@@ -1,0 +1,123 @@
+//! Benchmarks on PEs that `mpirun` started: every process measures, PE 0 collects.
+
+use std::cell::RefCell;
+use std::mem::ManuallyDrop;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use mpi::request::Request;
+use mpi::traits::*;
+
+use super::BenchHost;
+use super::p2p::host::TwoSided;
+use crate::launch::{StatusPage, mpirun, one_line};
+use crate::shmem::Shmem;
+use crate::shmem::mpi::{MpiTransport, MpiWorld};
+
+/// Runs `part` on this PE, over a window of `heap_bytes`; PE 0 gets all PEs' messages, in any order, the others `None`. Where a PE
+/// fails, it says so and ends the job.
+///
+/// # Errors
+/// One line: MPI could not start, or there are not `pes` PEs.
+pub fn run(
+    pes: Option<usize>,
+    heap_bytes: impl FnOnce(usize) -> Result<usize>,
+    limit: Duration,
+    part: impl FnOnce(&Shmem<MpiTransport<'_>>, &MpiWorld, &BenchHost<'_>) -> Result<()>,
+) -> Result<Option<Vec<Vec<u8>>>> {
+    let world = MpiWorld::init()?;
+    let n = world.n_pes();
+    if let Some(pes) = pes.filter(|&pes| pes != n) {
+        if mpirun::first_speaks() {
+            return Ok(None);
+        }
+        bail!("--transport mpi with {n} PEs, expected {pes}: mpirun -n {pes}");
+    }
+    let status = StatusPage::private().context("cannot make a status page")?;
+    let messages = RefCell::new(Vec::new());
+    let send = |body: &[u8]| -> Result<()> {
+        match world.my_pe() {
+            0 => messages.borrow_mut().push(body.to_vec()),
+            _ => world.send(0, body.to_vec(), limit)?,
+        }
+        Ok(())
+    };
+    let measure = || -> Result<()> {
+        // The end of a window waits for all PEs, which after an error would be for ever.
+        let transport = MpiTransport::new(&world, heap_bytes(n)?)?.with_flush_limit(limit)?;
+        let shmem = ManuallyDrop::new(Shmem::new(transport));
+        part(&shmem, &world, &BenchHost { status: &status, send: &send })?;
+        drop(ManuallyDrop::into_inner(shmem));
+        Ok(())
+    };
+    if let Err(error) = measure() {
+        eprintln!("aristos: PE {} failed: {}", world.my_pe(), one_line(&format!("{error:#}")));
+        world.abort(1);
+    }
+    if world.my_pe() > 0 {
+        return Ok(None);
+    }
+    let mut messages = messages.into_inner();
+    while messages.len() < n {
+        let Some((_, message)) = world.receive(Some(limit))? else {
+            bail!("waited {} s for the measurements of {} PEs", limit.as_secs_f64(), n - messages.len());
+        };
+        messages.push(message);
+    }
+    Ok(Some(messages))
+}
+
+/// Matched messages of MPI, the baseline of the one-sided operations.
+pub struct MpiMessages<'w> {
+    /// The PEs.
+    pub world: &'w MpiWorld,
+    /// How long a message may take.
+    pub limit: Duration,
+}
+
+impl MpiMessages<'_> {
+    /// Waits for the request; past the deadline the job ends, as MPI's requests cannot be left.
+    fn finish<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
+        &self,
+        mut request: Request<'a, D, S>,
+        deadline: Instant,
+        what: &str,
+        pe: usize,
+    ) {
+        let mut looks = 0u32;
+        loop {
+            request = match request.test() {
+                Ok(_) => return,
+                Err(request) => request,
+            };
+            looks = looks.wrapping_add(1);
+            if looks.is_multiple_of(1024) {
+                if Instant::now() > deadline {
+                    let me = self.world.my_pe();
+                    eprintln!("aristos: PE {me} failed: waited {} s to {what} PE {pe}", self.limit.as_secs_f64());
+                    self.world.abort(1);
+                }
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+impl TwoSided for MpiMessages<'_> {
+    fn send(&self, bytes: &[u8], pe: usize) -> Result<()> {
+        let deadline = Instant::now() + self.limit;
+        mpi::request::scope(|scope| {
+            let request = self.world.comm().process_at_rank(pe as i32).immediate_send(scope, bytes);
+            self.finish(request, deadline, "send to", pe);
+        });
+        Ok(())
+    }
+
+    fn receive(&self, bytes: &mut [u8], pe: usize, deadline: Instant) -> Result<()> {
+        mpi::request::scope(|scope| {
+            let request = self.world.comm().process_at_rank(pe as i32).immediate_receive_into(scope, bytes);
+            self.finish(request, deadline, "receive from", pe);
+        });
+        Ok(())
+    }
+}
