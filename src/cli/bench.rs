@@ -15,7 +15,7 @@ use super::run::{ActivationArg, DeviceArg};
 use crate::bench::moe::{self, MoeBench, PeSamples};
 use crate::bench::p2p::{self, P2pBench};
 use crate::bench::{MoeSummary, samples_csv};
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, settled_pes};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
 use crate::run::Device;
@@ -188,9 +188,9 @@ fn write(csv: Option<(&PathBuf, File)>, text: &str) -> Result<()> {
 
 #[derive(clap::Args)]
 struct MoeArgs {
-    /// Number of PEs, one thread each
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    pes: usize,
+    /// Number of PEs, one thread each [default: as many processes as srun, mpirun or torchrun started; otherwise 2]
+    #[arg(long, value_name = "N")]
+    pes: Option<usize>,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -329,8 +329,9 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         What::P2p(args) => return args.supervise(argv),
     };
     let bench = args.bench()?;
-    if !(1..=MAX_PES).contains(&args.pes) {
-        return Err(LaunchError::Pes { pes: args.pes }.into());
+    let pes = args.pes.or_else(settled_pes).unwrap_or(2);
+    if !(1..=MAX_PES).contains(&pes) {
+        return Err(LaunchError::Pes { pes }.into());
     }
     let csv = create(args.csv.as_ref())?;
 
@@ -340,10 +341,10 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     let mut unreadable = None;
     let bar = ProgressBar::new(0);
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-    let mut job = Job::new(args.pes, argv, &phase_names);
+    let mut job = Job::new(pes, argv, &phase_names);
     #[cfg(feature = "cuda")]
     if bench.device == Device::Cuda {
-        job.env.extend(crate::gpu::cuda::pe_environment(args.pes)?);
+        job.env.extend(crate::gpu::cuda::pe_environment(pes)?);
     }
     job.run(|event| match event {
         Event::Message { pe, body } => match serde_json::from_slice(body) {

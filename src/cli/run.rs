@@ -8,7 +8,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::probe::check_memory_mb;
-use crate::launch::PeContext;
+use crate::launch::{PeContext, settled_pes};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
 use crate::run::plan::{PLAN, PlanSource, plan_source};
@@ -23,7 +23,8 @@ const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU, or per CUDA device]
+    /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; 4 for the bundled example, otherwise
+    /// one per CPU, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
@@ -361,7 +362,7 @@ impl Args {
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
         }
-        let pes = self.pes.unwrap_or_else(|| default_pes(device, example));
+        let pes = self.pes.or_else(settled_pes).unwrap_or_else(|| default_pes(device, example));
         check_memory_mb(&self.memory_mb, pes)?;
         Ok(Request {
             work,

@@ -18,9 +18,17 @@
 //! - The supervisor died, by `kill -9` too: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
 //!
 //! Each PE is in a process group of its own: a terminal's Ctrl-C reaches the supervisor alone.
+//!
+//! # Processes that a launcher started
+//! Where `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each
+//! process the parent of one PE: see `rendezvous.rs`. All of the above holds, and the end of such a process ends the job.
 
 mod fleet;
+mod hello;
+mod keeper;
 mod pe;
+mod place;
+mod rendezvous;
 mod signals;
 mod status;
 mod supervisor;
@@ -29,7 +37,9 @@ mod wire;
 use std::io;
 use std::time::Duration;
 
+pub use keeper::Keeper;
 pub use pe::PeContext;
+pub use rendezvous::{Role, conclude, enter, settled_pes};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Job, one_line};
 
@@ -91,6 +101,17 @@ pub enum LaunchError {
         /// Its line.
         message: String,
     },
+    /// The launched process that kept a PE ended, and the PE with it.
+    #[error("PE {pe} was lost in phase {phase}: the process that its launcher started for it has ended")]
+    Lost {
+        /// The PE.
+        pe: usize,
+        /// The phase it was in.
+        phase: String,
+    },
+    /// The processes that a launcher started do not make up this job.
+    #[error("{0}")]
+    World(String),
     /// The job ran longer than it may.
     #[error("time limit of {} s passed: {states}", .limit.as_secs_f64())]
     TimeLimit {
