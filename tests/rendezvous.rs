@@ -7,14 +7,14 @@ mod binary;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use binary::{Outcome, Running, aristos, names_in, start};
-use rustix::process::{Pid, Signal, getpid, kill_process};
+use rustix::process::{Pid, Signal, Uid, geteuid, getpid, kill_process};
 
 /// How soon everything must be over after its cause.
 const END_LIMIT: Duration = Duration::from_secs(2);
@@ -214,7 +214,9 @@ fn a_command_that_cannot_be_ends_all_processes_with_its_code() {
 fn who_never_comes_is_named() {
     let mut commands = Launcher::Slurm.job(new_job(), 4, SMALL);
     commands.remove(2);
-    commands.iter_mut().for_each(|command| drop(command.env("ARISTOS_JOIN_LIMIT", "5")));
+    for command in &mut commands {
+        command.env("ARISTOS_JOIN_LIMIT", "5");
+    }
     refused(end_all(start_all(commands)), &["rank 2 of 4 has not come within 5 s, as Slurm started them"]);
     // Where it is rank 0, the others say so themselves.
     let mut command = Launcher::Slurm.command(new_job(), 1, 2, SMALL);
@@ -226,7 +228,9 @@ fn who_never_comes_is_named() {
 fn strangers_are_refused_by_name_and_disturb_nobody() {
     let job = new_job();
     let mut commands = Launcher::Slurm.job(job, 3, &format!("{SMALL} --check"));
-    commands.iter_mut().for_each(|command| drop(command.env("ARISTOS_JOB_TOKEN", "of this job")));
+    for command in &mut commands {
+        command.env("ARISTOS_JOB_TOKEN", "of this job");
+    }
     // Rank 2 comes when the strangers have gone.
     let late = commands.pop().unwrap();
     let mut running = start_all(commands);
@@ -314,11 +318,76 @@ fn a_world_of_several_hosts_is_told_what_to_use() {
 #[test]
 fn an_environment_of_no_launcher_is_one_line() {
     let mut commands = Launcher::Torchrun.job(new_job(), 2, SMALL);
-    commands.iter_mut().for_each(|command| drop(command.env("MASTER_PORT", "seven")));
+    for command in &mut commands {
+        command.env("MASTER_PORT", "seven");
+    }
     refused(end_all(start_all(commands)), &["MASTER_PORT=seven: not a port"]);
     let mut commands = Launcher::Slurm.job(new_job(), 2, SMALL);
-    commands.iter_mut().for_each(|command| drop(command.env("ARISTOS_JOIN_LIMIT", "soon")));
+    for command in &mut commands {
+        command.env("ARISTOS_JOIN_LIMIT", "soon");
+    }
     refused(end_all(start_all(commands)), &["ARISTOS_JOIN_LIMIT=soon", "seconds"]);
+}
+
+/// Runs it as another user, where this process may.
+fn as_nobody<R: Send>(work: impl FnOnce() -> R + Send) -> Option<R> {
+    if !geteuid().is_root() {
+        println!("not root: without a second user nothing is tested here");
+        return None;
+    }
+    let nobody = Uid::from_raw(65534);
+    // Of this thread alone.
+    let become_nobody = move || rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+    Some(thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            become_nobody();
+            work()
+        });
+        thread.join().unwrap()
+    }))
+}
+
+#[test]
+fn other_users_can_neither_join_nor_listen() {
+    let job = new_job();
+    let commands = Launcher::Slurm.job(job, 2, &format!("{SMALL} --check"));
+    let mut commands = commands.into_iter();
+    let first = start(commands.next().unwrap());
+    let name = meeting_place(&format!("slurm-{job}.0"));
+    let hello = format!(
+        r#"{{"protocol":1,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
+        env!("CARGO_PKG_VERSION")
+    );
+    let answer = as_nobody(|| come(&name, &hello));
+    if let Some((kind, why)) = &answer {
+        assert!(*kind == REFUSED && why.contains("user 65534"), "{why}");
+    }
+    let second = start(commands.next().unwrap());
+    let outcome = first.end();
+    assert!(outcome.status.success(), "{outcome:?}");
+    assert_eq!(outcome.stderr.contains("it is of user 65534"), answer.is_some(), "{outcome:?}");
+    quiet(&[second.end()], 0);
+
+    // One that takes the name first.
+    let job = new_job();
+    let name = format!("aristos-{}-slurm-{job}.0", geteuid().as_raw());
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    if let Some(_taken) = as_nobody(|| UnixListener::bind_addr(&address).unwrap()) {
+        binary::run(Launcher::Slurm.command(job, 0, 2, SMALL)).refused(&["meeting place", "is taken"]);
+        binary::run(Launcher::Slurm.command(job, 1, 2, SMALL)).refused(&["user 65534 sits at"]);
+    }
+}
+
+#[test]
+fn a_process_that_ends_while_others_are_awaited_is_named() {
+    let job = new_job();
+    let mut running = start_all((0..2).map(|rank| Launcher::Slurm.command(job, rank, 3, SMALL)).collect());
+    meeting_place(&format!("slurm-{job}.0"));
+    thread::sleep(Duration::from_millis(500));
+    let second = running.pop().unwrap();
+    second.signal(Signal::KILL);
+    second.end();
+    running.pop().unwrap().end().refused(&["rank 1 of 3 has ended before all had come"]);
 }
 
 /// A job that lasts for hours, its results to come in `out`; all PEs run.
@@ -333,7 +402,9 @@ fn long_job(launcher: Launcher, out: &std::path::Path) -> (Vec<Running>, Vec<Pid
 fn a_pe_that_is_killed_ends_all_and_is_named() {
     let out = tempfile::tempdir().unwrap();
     for (round, victim) in [0, 1, 2, 1].into_iter().enumerate() {
-        let (running, pes) = long_job(ALL[round], out.path());
+        // Not MPICH's, of which there can be one job at a time.
+        let launcher = [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun, Launcher::Slurm][round];
+        let (running, pes) = long_job(launcher, out.path());
         thread::sleep(Duration::from_millis([0, 10, 100, 300][round]));
         kill_process(pes[victim], Signal::KILL).unwrap();
         let killed = Instant::now();

@@ -72,7 +72,11 @@ pub fn main() -> ExitCode {
             }
         },
         Ok(Role::Keeper(keeper)) => keeper.serve().unwrap_or_else(|error| fail(&error.into())),
-        Ok(Role::Silent) => 1,
+        Ok(Role::Silent) => {
+            // Some launchers kill all processes when one ends: rank 0 must have spoken.
+            std::thread::sleep(std::time::Duration::from_secs(1));
+            1
+        }
         Err(error) => fail(&error.into()),
     };
     launch::conclude(code);

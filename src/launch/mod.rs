@@ -50,7 +50,7 @@ pub const MAX_PES: usize = 1024;
 const ENV_PE: &str = "ARISTOS_PE";
 /// The number of PEs.
 const ENV_N_PES: &str = "ARISTOS_N_PES";
-/// The supervisor's process id.
+/// The process id of its parent: the supervisor, or a launched process that keeps it.
 const ENV_SUPERVISOR: &str = "ARISTOS_SUPERVISOR";
 
 /// Why a job, or a PE's part in it, ended. Each displays as one line.

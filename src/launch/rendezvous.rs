@@ -229,6 +229,7 @@ impl Meeting {
                 break;
             }
             if let Some(signal) = signals.and_then(Signals::caught) {
+                self.given_up = true;
                 return Err(LaunchError::Interrupted { signal });
             }
             let now = Instant::now();
@@ -240,6 +241,7 @@ impl Meeting {
             let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
             fds.extend(pipe.iter().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
             fds.extend(self.pending.iter().map(|one| PollFd::new(&one.socket, PollFlags::IN)));
+            fds.extend(self.kept.iter().flatten().map(|kept| PollFd::new(&kept.socket, PollFlags::IN)));
             let wait = (until - now).min(Duration::from_millis(100));
             let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as _ }));
             if let Some(signals) = signals {
@@ -247,6 +249,20 @@ impl Meeting {
             }
             self.accept();
             self.hear();
+            self.check_kept()?;
+        }
+        Ok(())
+    }
+
+    /// Whether those that have come are still there. They say nothing before they are asked to start a PE.
+    fn check_kept(&mut self) -> Result<(), LaunchError> {
+        let size = self.place.size;
+        for (rank, kept) in self.kept.iter_mut().enumerate() {
+            let Some(kept) = kept else { continue };
+            if !matches!(kept.inbox.fill(kept.socket.as_fd(), &mut [0; 64], RecvFlags::DONTWAIT), Err(Errno::AGAIN)) {
+                self.given_up = true;
+                return Err(LaunchError::World(format!("rank {rank} of {size} has ended before all had come")));
+            }
         }
         Ok(())
     }
