@@ -160,10 +160,12 @@ fn come(name: &[u8], hello: &str) -> (u32, String) {
     frame.extend(0_u32.to_le_bytes());
     frame.extend((hello.len() as u64).to_le_bytes());
     frame.extend(hello.as_bytes());
-    stream.write_all(&frame).unwrap();
+    // Who is refused for what it is is not heard: the answer may be there, and the socket closed, before this is written.
+    let _ = stream.write_all(&frame);
     let mut answer = Vec::new();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    stream.read_to_end(&mut answer).unwrap();
+    let _ = stream.read_to_end(&mut answer);
+    assert!(answer.len() >= 16, "no answer to {hello}");
     (u32::from_le_bytes(answer[..4].try_into().unwrap()), String::from_utf8_lossy(&answer[16..]).into_owned())
 }
 
