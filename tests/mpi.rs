@@ -267,8 +267,24 @@ const TESTS: &[(&str, fn())] = &[
         refused(aristos_run(2, "--tokens 10 --steps 0"), &["--steps is 0"]);
         refused(aristos_run(2, &format!("{SMALL} --output /nowhere/out")), &["/nowhere"]);
         refused(aristos_run(2, &format!("{SMALL} --device cuda")), &["--device"]);
-        let without = mpirun(2, env!("CARGO_BIN_EXE_aristos"), ["run"]);
-        refused(without, &["mpirun started 2 processes", "--transport mpi"]);
+    }),
+    ("without_the_flag_the_processes_share_memory", || {
+        let args = format!("run {SMALL} --check");
+        let outcome = run(mpirun(2, env!("CARGO_BIN_EXE_aristos"), args.split_whitespace()));
+        assert!(outcome.status.success(), "{outcome:?}");
+        assert!(outcome.stdout.contains("2 PEs") && outcome.stdout.contains("check passed"), "{outcome:?}");
+    }),
+    ("the_benchmarks_run_over_mpi", || {
+        let bench = |n, args: &str| run(mpirun(n, env!("CARGO_BIN_EXE_aristos"), args.split_whitespace()));
+        let p2p = "bench p2p --transport mpi --max 4KiB --iterations 5 --warmup 1 --json";
+        let outcome = bench(2, p2p);
+        assert!(outcome.status.success(), "{outcome:?}");
+        for op in ["put-signal", "atomic", "send-recv"] {
+            assert!(outcome.stdout.contains(&format!("\"{op}\"")), "{op}: {outcome:?}");
+        }
+        let outcome = bench(3, "bench straggler --transport mpi --steps 20 --warmup 2 --compute-us 10 --json");
+        assert!(outcome.status.success() && outcome.stdout.contains("total_over_actual"), "{outcome:?}");
+        refused(mpirun(3, env!("CARGO_BIN_EXE_aristos"), p2p.split_whitespace()), &["3 PEs", "expected 2"]);
     }),
     ("an_unknown_transport_is_said_once", || {
         let args = ["run", "--transport", "bogus"];

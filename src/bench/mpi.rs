@@ -24,7 +24,7 @@ pub fn run(
     heap_bytes: impl FnOnce(usize) -> Result<usize>,
     limit: Duration,
     part: impl FnOnce(&Shmem<MpiTransport<'_>>, &MpiWorld, &BenchHost<'_>) -> Result<()>,
-) -> Result<Option<Vec<Vec<u8>>>> {
+) -> Result<Option<Vec<String>>> {
     let world = MpiWorld::init()?;
     let n = world.n_pes();
     if let Some(pes) = pes.filter(|&pes| pes != n) {
@@ -34,12 +34,9 @@ pub fn run(
         bail!("--transport mpi with {n} PEs, expected {pes}: mpirun -n {pes}");
     }
     let status = StatusPage::private().context("cannot make a status page")?;
-    let messages = RefCell::new(Vec::new());
+    let mine = RefCell::new(Vec::new());
     let send = |body: &[u8]| -> Result<()> {
-        match world.my_pe() {
-            0 => messages.borrow_mut().push(body.to_vec()),
-            _ => world.send(0, body.to_vec(), limit)?,
-        }
+        mine.borrow_mut().push(String::from_utf8(body.to_vec())?);
         Ok(())
     };
     let measure = || -> Result<()> {
@@ -50,19 +47,30 @@ pub fn run(
         drop(ManuallyDrop::into_inner(shmem));
         Ok(())
     };
-    if let Err(error) = measure() {
-        eprintln!("aristos: PE {} failed: {}", world.my_pe(), one_line(&format!("{error:#}")));
-        world.abort(1);
+    let gathered = measure().and_then(|()| gather(&world, mine.take(), limit));
+    match gathered {
+        Ok(messages) => Ok(messages),
+        Err(error) => {
+            eprintln!("aristos: PE {} failed: {}", world.my_pe(), one_line(&format!("{error:#}")));
+            world.abort(1)
+        }
     }
+}
+
+/// All PEs' messages at PE 0.
+fn gather(world: &MpiWorld, mine: Vec<String>, limit: Duration) -> Result<Option<Vec<String>>> {
     if world.my_pe() > 0 {
+        world.send(0, serde_json::to_vec(&mine)?, limit)?;
         return Ok(None);
     }
-    let mut messages = messages.into_inner();
-    while messages.len() < n {
-        let Some((_, message)) = world.receive(Some(limit))? else {
-            bail!("waited {} s for the measurements of {} PEs", limit.as_secs_f64(), n - messages.len());
+    let mut messages = mine;
+    for _ in 1..world.n_pes() {
+        let Some((pe, body)) = world.receive(Some(limit))? else {
+            bail!("waited {} s for the measurements of another PE", limit.as_secs_f64());
         };
-        messages.push(message);
+        let theirs: Vec<String> =
+            serde_json::from_slice(&body).with_context(|| format!("PE {pe} sent what is no measurement"))?;
+        messages.extend(theirs);
     }
     Ok(Some(messages))
 }

@@ -15,7 +15,7 @@ use super::run::{ActivationArg, DeviceArg};
 use super::{bench_p2p, bench_straggler, bench_summary};
 use crate::bench::moe::{self, MoeBench, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, settled_pes};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
 use crate::run::Device;
@@ -58,9 +58,9 @@ pub(super) fn write(csv: Csv<'_>, text: &str) -> Result<()> {
 
 #[derive(clap::Args)]
 struct MoeArgs {
-    /// Number of PEs, one thread each
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    pes: usize,
+    /// Number of PEs, one thread each [default: as many processes as srun, mpirun or torchrun started; otherwise 2]
+    #[arg(long, value_name = "N")]
+    pes: Option<usize>,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -192,6 +192,17 @@ impl MoeArgs {
     }
 }
 
+impl Args {
+    /// Whether the PEs are those of MPI.
+    pub fn over_mpi(&self) -> bool {
+        match &self.what {
+            What::P2p(args) => args.over_mpi(),
+            What::Straggler(args) => args.over_mpi(),
+            _ => false,
+        }
+    }
+}
+
 /// The supervisor's part.
 pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     let args = match &args.what {
@@ -201,8 +212,9 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         What::Summary(args) => return args.supervise(argv),
     };
     let bench = args.bench()?;
-    if !(1..=MAX_PES).contains(&args.pes) {
-        return Err(LaunchError::Pes { pes: args.pes }.into());
+    let pes = args.pes.or_else(settled_pes).unwrap_or(2);
+    if !(1..=MAX_PES).contains(&pes) {
+        return Err(LaunchError::Pes { pes }.into());
     }
     let csv = create(args.csv.as_ref())?;
 
@@ -212,10 +224,10 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
     let mut unreadable = None;
     let bar = ProgressBar::new(0);
     #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-    let mut job = Job::new(args.pes, argv, &phase_names);
+    let mut job = Job::new(pes, argv, &phase_names);
     #[cfg(feature = "cuda")]
     if bench.device == Device::Cuda {
-        job.env.extend(crate::gpu::cuda::pe_environment(args.pes)?);
+        job.env.extend(crate::gpu::cuda::pe_environment(pes)?);
     }
     job.run(|event| match event {
         Event::Message { pe, body } => match serde_json::from_slice(body) {

@@ -16,7 +16,7 @@ use crate::bench::p2p::{self, P2pBench, host};
 use crate::bench::supervised;
 #[cfg(feature = "mpi")]
 use crate::launch::mpirun;
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, settled_pes};
 use crate::report::plot;
 use crate::shmem::{ShmTransport, Shmem};
 
@@ -196,7 +196,7 @@ impl Args {
             Ok(pes)
         };
         if self.pair == "all" {
-            let pes = most(self.pes.unwrap_or(2))?;
+            let pes = most(self.pes.or_else(settled_pes).unwrap_or(2))?;
             return Ok(((0..pes).flat_map(|a| (a + 1..pes).map(move |b| [a, b])).collect(), pes));
         }
         let numbers =
@@ -207,7 +207,7 @@ impl Args {
         ensure!(a != b, "--pair is {}, expected two different PEs", self.pair);
         let largest = a.max(b);
         ensure!(largest < MAX_PES, "--pair is {}, expected PEs below {MAX_PES}", self.pair);
-        let pes = most(self.pes.unwrap_or(largest + 1))?;
+        let pes = most(self.pes.or_else(settled_pes).unwrap_or(largest + 1))?;
         ensure!(largest < pes, "--pair is {}, expected PEs below --pes, which is {pes}", self.pair);
         Ok((vec![[a, b]], pes))
     }
@@ -216,7 +216,7 @@ impl Args {
     pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
         #[cfg(feature = "mpi")]
         if self.transport == TransportArg::Mpi {
-            return self.over_mpi();
+            return self.run_over_mpi();
         }
         let bench = self.bench()?;
         let csv = create(self.csv.as_ref())?;
@@ -278,9 +278,14 @@ impl Args {
         supervised(context, |pe| host::run_pe(&bench, &shmem, None, pe, limit))
     }
 
+    /// Whether the PEs are those of MPI.
+    pub fn over_mpi(&self) -> bool {
+        self.transport == TransportArg::Mpi
+    }
+
     /// Any PE's part, where `mpirun` started them.
     #[cfg(feature = "mpi")]
-    fn over_mpi(&self) -> Result<bool> {
+    fn run_over_mpi(&self) -> Result<bool> {
         use crate::bench::mpi::{MpiMessages, run};
         use crate::shmem::mpi::MpiTransport;
         let first = mpirun::rank().unwrap_or(0) == 0;
@@ -298,7 +303,7 @@ impl Args {
             host::run_pe(&bench, shmem, Some(&MpiMessages { world, limit }), pe, limit)
         })?;
         let Some(messages) = messages else { return Ok(true) };
-        let parts = messages.iter().map(|body| serde_json::from_slice(body)).collect::<Result<Vec<PeRows>, _>>();
+        let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeRows>, _>>();
         self.print(&bench, csv, &parts.context("a PE sent what is no measurement")?)
     }
 }

@@ -16,7 +16,7 @@ use crate::bench::straggler::pe::{self, PeSteps};
 use crate::bench::straggler::report::StragglerReport;
 use crate::bench::straggler::{Inject, Mode, StragglerBench};
 use crate::bench::supervised;
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, mpirun};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, mpirun, settled_pes};
 use crate::report::plot;
 use crate::shmem::{ShmTransport, Shmem};
 
@@ -90,7 +90,7 @@ impl Args {
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let started = mpirun::size().filter(|_| self.transport == TransportArg::Mpi);
-        let pes = self.pes.or(started).unwrap_or(cpus.clamp(2, MAX_PES));
+        let pes = self.pes.or(started).or_else(settled_pes).unwrap_or(cpus.clamp(2, MAX_PES));
         ensure!(self.transport == TransportArg::Shm || cfg!(feature = "mpi"), NO_MPI);
         if !(1..=MAX_PES).contains(&pes) {
             return Err(LaunchError::Pes { pes }.into());
@@ -119,7 +119,7 @@ impl Args {
     pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
         #[cfg(feature = "mpi")]
         if self.transport == TransportArg::Mpi {
-            return self.over_mpi();
+            return self.run_over_mpi();
         }
         let bench = self.bench()?;
         let csv = create(self.csv.as_ref())?;
@@ -167,9 +167,14 @@ impl Args {
         supervised(context, |pe| pe::run_pe(&bench, &shmem, pe, Duration::from_secs(self.timeout.into())))
     }
 
+    /// Whether the PEs are those of MPI.
+    pub fn over_mpi(&self) -> bool {
+        self.transport == TransportArg::Mpi
+    }
+
     /// Any PE's part, where `mpirun` started them.
     #[cfg(feature = "mpi")]
-    fn over_mpi(&self) -> Result<bool> {
+    fn run_over_mpi(&self) -> Result<bool> {
         use crate::shmem::mpi::MpiTransport;
         let first = mpirun::rank().unwrap_or(0) == 0;
         let bench = match self.bench() {
@@ -186,7 +191,7 @@ impl Args {
             pe::run_pe(&bench, shmem, host, limit)
         })?;
         let Some(messages) = messages else { return Ok(true) };
-        let parts = messages.iter().map(|body| serde_json::from_slice(body)).collect::<Result<Vec<PeSteps>, _>>();
+        let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeSteps>, _>>();
         self.print(&bench, csv, parts.context("a PE sent what is no measurement")?)
     }
 }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use clap::{Parser, Subcommand};
 
 use crate::cluster::ProbeError;
-use crate::launch::{LaunchError, PeContext, mpirun, one_line};
+use crate::launch::{self, LaunchError, PeContext, Role, one_line};
 use crate::moe::MoeError;
 
 /// A Mixture-of-Experts layer over one-sided communication.
@@ -42,14 +42,15 @@ enum Command {
     Probe(probe::Args),
 }
 
-/// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE.
+/// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE, or as one of a launcher's
+/// processes. Of these, rank 0 alone prints, and all end with its exit code.
 ///
 /// Exit code: 0; 1 for an error, which is one line on standard error, or a failed check; 2 for a command line that
 /// cannot be read, or a cluster that cannot hold the experts; 128 + n after signal n.
 pub fn main() -> ExitCode {
     let context = match PeContext::from_env() {
         Ok(context) => context,
-        Err(error) => return fail(&error.into()),
+        Err(error) => return fail(&error.into()).into(),
     };
     // A file size limit is an error of the write then, and not the end of the process without a word.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
@@ -58,29 +59,63 @@ pub fn main() -> ExitCode {
     let ansi = std::io::stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
 
-    let command = match Cli::try_parse() {
-        Ok(cli) => cli.command,
-        // Of PEs that mpirun started, one says it.
-        Err(error) if mpirun::first_speaks() => return ExitCode::from(error.exit_code() as u8),
-        Err(error) => error.exit(),
+    let cli = Cli::try_parse();
+    if let Some(context) = context {
+        return match cli {
+            Ok(cli) => pe_main(&cli.command, context),
+            Err(error) => error.exit(),
+        };
+    }
+    // MPI makes its own world of the processes.
+    let entered = match &cli {
+        Ok(cli) if cli.command.over_mpi() => Ok(Role::Alone),
+        _ => launch::enter(),
     };
-    match context {
-        Some(context) => pe_main(&command, context),
-        None => {
-            let args: Vec<OsString> = std::env::args_os().skip(1).collect();
-            let passed = match command {
-                Command::Run(run) => run::supervise(&run, args),
-                Command::Bench(bench) => bench::supervise(&bench, args),
-                Command::Doctor(doctor) => doctor::supervise(&doctor),
-                Command::Probe(probe) => probe::supervise(&probe, args),
-                Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
-            };
-            match passed {
-                Ok(true) => ExitCode::SUCCESS,
-                Ok(false) => ExitCode::FAILURE,
-                Err(error) => fail(&error),
+    let code = match entered {
+        Ok(Role::Alone | Role::Supervisor) => match cli {
+            Ok(cli) => command_main(cli.command),
+            Err(error) => {
+                let _ = error.print();
+                error.exit_code() as u8
             }
+        },
+        Ok(Role::Keeper(keeper)) => keeper.serve().unwrap_or_else(|error| fail(&error.into())),
+        Ok(Role::Silent) => {
+            // Some launchers kill all processes when one ends: rank 0 must have spoken.
+            std::thread::sleep(std::time::Duration::from_secs(1));
+            1
         }
+        Err(error) => fail(&error.into()),
+    };
+    launch::conclude(code);
+    code.into()
+}
+
+impl Command {
+    /// Whether its PEs are the processes that MPI makes a world of.
+    fn over_mpi(&self) -> bool {
+        match self {
+            Command::Run(args) => args.over_mpi(),
+            Command::Bench(args) => args.over_mpi(),
+            _ => false,
+        }
+    }
+}
+
+/// Runs a command, the PEs' part excepted; returns its exit code.
+fn command_main(command: Command) -> u8 {
+    let args: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let passed = match command {
+        Command::Run(run) => run::supervise(&run, args),
+        Command::Bench(bench) => bench::supervise(&bench, args),
+        Command::Doctor(doctor) => doctor::supervise(&doctor),
+        Command::Probe(probe) => probe::supervise(&probe, args),
+        Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
+    };
+    match passed {
+        Ok(true) => 0,
+        Ok(false) => 1,
+        Err(error) => fail(&error),
     }
 }
 
@@ -107,7 +142,8 @@ fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
     }
 }
 
-fn fail(error: &anyhow::Error) -> ExitCode {
+/// Says it; returns the exit code.
+fn fail(error: &anyhow::Error) -> u8 {
     eprintln!("aristos: {}", one_line(&format!("{error:#}")));
-    error.downcast_ref::<LaunchError>().map_or(ExitCode::FAILURE, |e| ExitCode::from(e.exit_code()))
+    error.downcast_ref::<LaunchError>().map_or(1, LaunchError::exit_code)
 }

@@ -1,7 +1,6 @@
 //! `aristos plan`.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
@@ -147,7 +146,7 @@ impl Args {
 }
 
 /// Plans, prints and writes. The exit code is 0, or 2 when there is no plan.
-pub fn main(args: &Args) -> Result<ExitCode> {
+pub fn main(args: &Args) -> Result<u8> {
     let (cluster, workload, options) = (args.cluster()?, args.workload()?, args.options());
     let outcome = plan::plan(&cluster, &workload, options)?;
     if let Some(path) = &args.out {
@@ -163,7 +162,7 @@ pub fn main(args: &Args) -> Result<ExitCode> {
                 true => println!("{}", outcome.to_json()),
                 false => eprintln!("aristos: no plan: {shortage}"),
             }
-            return Ok(ExitCode::from(INFEASIBLE));
+            return Ok(INFEASIBLE);
         }
     };
     if let Some(path) = &args.plot {
@@ -177,7 +176,7 @@ pub fn main(args: &Args) -> Result<ExitCode> {
     if args.json {
         let printed = Printed { plan, explanation: explanation.as_ref(), replan: replan.as_ref() };
         println!("{}", serde_json::to_string_pretty(&printed)?);
-        return Ok(ExitCode::SUCCESS);
+        return Ok(0);
     }
     let mut text = crate::report::plan_text(plan, cluster.devices.len(), workload.n_experts());
     if let Some(explanation) = &explanation {
@@ -187,7 +186,7 @@ pub fn main(args: &Args) -> Result<ExitCode> {
         text += &format!("\n{}", crate::report::replan_text(replan));
     }
     print!("{text}");
-    Ok(ExitCode::SUCCESS)
+    Ok(0)
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {

@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::run::{DtypeArg, MlpArg};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, ProbeOptions};
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, StatusView};
+use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, StatusView, settled_pes};
 use crate::run::probe::{PROBE_PHASES, ProbeRequest, ProbedExpert, heap_bytes, run_pe};
 use crate::shmem::available_bytes;
 
@@ -20,7 +20,7 @@ const PES_LEAST: usize = 2;
 /// What `aristos probe` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: one per CPU, at least 2]
+    /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; otherwise one per CPU, at least 2]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// Where to write the cluster (docs/planner.md), for `aristos plan --cluster`
@@ -55,7 +55,9 @@ pub struct Args {
 
 impl Args {
     fn pes(&self) -> usize {
-        self.pes.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST))
+        self.pes
+            .or_else(settled_pes)
+            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST))
     }
 
     fn request(&self) -> Result<ProbeRequest> {

@@ -8,7 +8,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::probe::check_memory_mb;
-use crate::launch::{PeContext, mpirun};
+use crate::launch::{PeContext, settled_pes};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
 use crate::run::plan::{PLAN, PlanSource, plan_source};
@@ -27,8 +27,8 @@ const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 /// What `aristos run` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: 4 for the bundled example, otherwise one per CPU, or per CUDA device; with --transport mpi as
-    /// many as mpirun started]
+    /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; 4 for the bundled example, otherwise
+    /// one per CPU, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
@@ -379,7 +379,7 @@ impl Args {
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
         }
-        let pes = self.pes.or(started).unwrap_or_else(|| default_pes(device, example));
+        let pes = self.pes.or(started).or_else(settled_pes).unwrap_or_else(|| default_pes(device, example));
         check_memory_mb(&self.memory_mb, pes)?;
         Ok(Request {
             work,
@@ -419,6 +419,13 @@ fn default_pes(device: Device, example: bool) -> usize {
     }
 }
 
+impl Args {
+    /// Whether the PEs are those of MPI.
+    pub(super) fn over_mpi(&self) -> bool {
+        self.transport == TransportArg::Mpi
+    }
+}
+
 #[cfg(feature = "mpi")]
 impl Args {
     /// The same of one of `started` PEs.
@@ -455,12 +462,6 @@ pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
         return crate::run::mpi::run(|started| args.mpi_request(started));
         #[cfg(not(feature = "mpi"))]
         bail!(NO_MPI);
-    }
-    if let Some(started) = mpirun::size().filter(|&started| started > 1) {
-        if mpirun::first_speaks() {
-            return Ok(false);
-        }
-        bail!("mpirun started {started} processes, each of which would start PEs of its own: add --transport mpi");
     }
     let request = args.request(None)?;
     if request.pes == 0 || request.pes > crate::launch::MAX_PES {

@@ -1,15 +1,20 @@
 //! The PEs' processes: started, reaped, and killed when their owner goes.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
 
-use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, signals};
+use super::keeper::Start;
+use super::rendezvous::{Kept, Meeting};
+use super::wire::{self, Kind};
+use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, signals};
 
 /// How long killed processes may take to be gone. SIGKILL takes effect at once, except in a process that
 /// sleeps uninterruptibly in the kernel; such a one is not waited for.
@@ -17,45 +22,138 @@ const REAP_LIMIT: Duration = Duration::from_millis(1500);
 
 /// The processes of a job's PEs, index = PE. Dropping it kills and reaps those that still run.
 pub(super) struct Fleet {
-    members: Vec<(Child, Option<ExitStatus>)>,
+    members: Vec<Member>,
+    /// The launched processes that keep the PEs from 1 on, where there are any.
+    meeting: Option<MutexGuard<'static, Meeting>>,
+    scratch: Vec<u8>,
+}
+
+struct Member {
+    /// `None` where a launched process keeps it.
+    child: Option<Child>,
+    end: Option<End>,
+    /// Whether [`Fleet::reap`] has told its end.
+    told: bool,
+}
+
+#[derive(Clone, Copy)]
+enum End {
+    Status(ExitStatus),
+    /// With the process that kept it.
+    Lost,
+}
+
+/// Starts a PE as a child of this process, which it dies with.
+pub(super) fn start_pe(
+    pe: usize,
+    n_pes: usize,
+    args: &[&OsStr],
+    env: &[(String, String)],
+    stdin: OwnedFd,
+) -> io::Result<Child> {
+    let mut command = Command::new("/proc/self/exe");
+    if let Some(name) = std::env::args_os().next() {
+        command.arg0(name);
+    }
+    command
+        .args(args)
+        .envs(env.iter().map(|(name, value)| (name, value)))
+        .env(ENV_PE, pe.to_string())
+        .env(ENV_N_PES, n_pes.to_string())
+        .env(ENV_SUPERVISOR, std::process::id().to_string())
+        .stdin(Stdio::from(stdin))
+        .process_group(0)
+        .spawn()
 }
 
 impl Fleet {
-    pub(super) fn new() -> Fleet {
-        Fleet { members: Vec::new() }
+    /// PEs of this process alone, or with those that launched processes keep.
+    pub(super) fn new(meeting: Option<MutexGuard<'static, Meeting>>) -> Fleet {
+        Fleet { members: Vec::new(), meeting, scratch: vec![0; 4096] }
     }
 
     /// Starts the next PE; returns the supervisor's end of its control socket.
     ///
-    /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore stay until the job's end.
+    /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore stay until the job's end; one that another
+    /// process keeps dies with that process.
     pub(super) fn spawn(&mut self, n_pes: usize, args: &[OsString], env: &[(String, String)]) -> io::Result<OwnedFd> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-        let mut command = Command::new("/proc/self/exe");
-        if let Some(name) = std::env::args_os().next() {
-            command.arg0(name);
-        }
-        let child = command
-            .args(args)
-            .envs(env.iter().map(|(name, value)| (name, value)))
-            .env(ENV_PE, self.members.len().to_string())
-            .env(ENV_N_PES, n_pes.to_string())
-            .env(ENV_SUPERVISOR, std::process::id().to_string())
-            .stdin(Stdio::from(theirs))
-            .process_group(0)
-            .spawn()?;
-        self.members.push((child, None));
+        let pe = self.members.len();
+        let child = match self.keeper(pe) {
+            Some(kept) => {
+                let start = serde_json::to_vec(&Start::new(pe, n_pes, args, env))?;
+                wire::send(kept.socket.as_fd(), Kind::Start, &start, &[theirs.as_fd()])?;
+                None
+            }
+            None => {
+                let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
+                Some(start_pe(pe, n_pes, &args, env, theirs)?)
+            }
+        };
+        self.members.push(Member { child, end: None, told: false });
         Ok(ours)
     }
 
-    /// Reaps the PEs that have just ended.
+    /// The process that keeps a PE, where another one does.
+    fn keeper(&mut self, pe: usize) -> Option<&mut Kept> {
+        self.meeting.as_mut()?.kept.get_mut(pe)?.as_mut()
+    }
+
+    /// The sockets of the processes that keep PEs; readable when there is something for [`Fleet::listen`].
+    pub(super) fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
+        self.meeting.iter().flat_map(|meeting| meeting.kept.iter().flatten()).map(|kept| &kept.socket)
+    }
+
+    /// Takes what the processes that keep PEs say; returns the PEs that have just been lost with theirs.
+    ///
+    /// # Errors
+    /// A PE that could not be started.
+    pub(super) fn listen(&mut self) -> Result<Vec<usize>, LaunchError> {
+        let mut lost = Vec::new();
+        let n_pes = self.members.len();
+        let Some(meeting) = &mut self.meeting else { return Ok(lost) };
+        for (pe, (member, place)) in self.members.iter_mut().zip(&mut meeting.kept).enumerate() {
+            let Some(kept) = place else { continue };
+            let gone = match kept.inbox.fill(kept.socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
+                Ok(1..) | Err(Errno::AGAIN) => false,
+                Ok(0) | Err(_) => true,
+            };
+            while let Ok(Some(frame)) = kept.inbox.next() {
+                let code = frame.body.first_chunk().map_or(0, |code| i32::from_le_bytes(*code));
+                match frame.kind {
+                    Kind::Ended => member.end = Some(End::Status(ExitStatus::from_raw(code))),
+                    Kind::Unstarted => {
+                        member.end = Some(End::Lost);
+                        let source = io::Error::from_raw_os_error(code);
+                        return Err(LaunchError::Spawn { pe, n_pes, source });
+                    }
+                    _ => {}
+                }
+            }
+            if gone {
+                *place = None;
+                if member.end.is_none() {
+                    member.end = Some(End::Lost);
+                    lost.push(pe);
+                }
+            }
+        }
+        Ok(lost)
+    }
+
+    /// The PEs that have just ended; those of this process are reaped.
     pub(super) fn reap(&mut self) -> Vec<(usize, ExitStatus)> {
         let mut ended = Vec::new();
-        for (pe, (child, status)) in self.members.iter_mut().enumerate() {
-            if status.is_none()
-                && let Ok(Some(new)) = child.try_wait()
+        for (pe, member) in self.members.iter_mut().enumerate() {
+            if member.end.is_none()
+                && let Some(child) = &mut member.child
+                && let Ok(Some(status)) = child.try_wait()
             {
-                *status = Some(new);
-                ended.push((pe, new));
+                member.end = Some(End::Status(status));
+            }
+            if let (false, Some(End::Status(status))) = (member.told, member.end) {
+                member.told = true;
+                ended.push((pe, status));
             }
         }
         ended
@@ -63,27 +161,41 @@ impl Fleet {
 
     /// The first PE whose process has not ended.
     pub(super) fn first_running(&self) -> Option<usize> {
-        self.members.iter().position(|(_, status)| status.is_none())
+        self.members.iter().position(|member| member.end.is_none())
     }
 
     /// Whether every process has ended and is reaped.
     pub(super) fn ended(&self) -> bool {
         self.first_running().is_none()
     }
+
+    fn kill(&mut self) {
+        for pe in 0..self.members.len() {
+            let member = &mut self.members[pe];
+            if member.end.is_some() {
+                continue;
+            }
+            match &mut member.child {
+                // An error says that it has ended already: reap() finds it.
+                Some(child) => drop(child.kill()),
+                None => {
+                    if let Some(kept) = self.keeper(pe) {
+                        let _ = wire::send(kept.socket.as_fd(), Kind::Kill, b"", &[]);
+                    }
+                }
+            }
+        }
+    }
 }
 
 impl Drop for Fleet {
     fn drop(&mut self) {
-        for (child, status) in &mut self.members {
-            if status.is_none() {
-                // An error says that it has ended already: reap() finds it.
-                let _ = child.kill();
-            }
-        }
+        self.kill();
         let limit = Instant::now() + REAP_LIMIT;
         self.reap();
         while !self.ended() && Instant::now() < limit {
             std::thread::sleep(Duration::from_millis(1));
+            let _ = self.listen();
             self.reap();
         }
     }

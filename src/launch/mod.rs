@@ -18,10 +18,18 @@
 //! - The supervisor died, by `kill -9` too: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
 //!
 //! Each PE is in a process group of its own: a terminal's Ctrl-C reaches the supervisor alone.
+//!
+//! # Processes that a launcher started
+//! Where `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each
+//! process the parent of one PE: see `rendezvous.rs`. All of the above holds, and the end of such a process ends the job.
 
 mod fleet;
+mod hello;
+mod keeper;
 pub mod mpirun;
 mod pe;
+mod place;
+mod rendezvous;
 mod signals;
 mod status;
 mod supervisor;
@@ -30,7 +38,9 @@ mod wire;
 use std::io;
 use std::time::Duration;
 
+pub use keeper::Keeper;
 pub use pe::PeContext;
+pub use rendezvous::{Role, conclude, enter, settled_pes};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Job, one_line};
 
@@ -41,7 +51,7 @@ pub const MAX_PES: usize = 1024;
 const ENV_PE: &str = "ARISTOS_PE";
 /// The number of PEs.
 const ENV_N_PES: &str = "ARISTOS_N_PES";
-/// The supervisor's process id.
+/// The process id of its parent: the supervisor, or a launched process that keeps it.
 const ENV_SUPERVISOR: &str = "ARISTOS_SUPERVISOR";
 
 /// Why a job, or a PE's part in it, ended. Each displays as one line.
@@ -92,6 +102,17 @@ pub enum LaunchError {
         /// Its line.
         message: String,
     },
+    /// The launched process that kept a PE ended, and the PE with it.
+    #[error("PE {pe} was lost in phase {phase}: the process that its launcher started for it has ended")]
+    Lost {
+        /// The PE.
+        pe: usize,
+        /// The phase it was in.
+        phase: String,
+    },
+    /// The processes that a launcher started do not make up this job.
+    #[error("{0}")]
+    World(String),
     /// The job ran longer than it may.
     #[error("time limit of {} s passed: {states}", .limit.as_secs_f64())]
     TimeLimit {

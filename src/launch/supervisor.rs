@@ -15,7 +15,7 @@ use super::fleet::{Fleet, describe};
 use super::signals::Signals;
 use super::status::StatusView;
 use super::wire::{Frame, Inbox, Kind, MAX_FILES, Outbox};
-use super::{LaunchError, MAX_PES};
+use super::{LaunchError, MAX_PES, rendezvous};
 
 /// Time between [`Event::Tick`]s.
 const TICK: Duration = Duration::from_millis(100);
@@ -78,6 +78,8 @@ impl<'a> Job<'a> {
 
     /// Starts the PEs and returns when all have ended. Whatever is returned, no process of them is left.
     ///
+    /// As rank 0 of a launcher's processes ([`enter`](super::enter)) it waits for the others first; each of these then keeps a PE.
+    ///
     /// To be called in a thread that lives until the return: PEs die with the thread that started them. While it
     /// runs, SIGINT, SIGTERM and SIGHUP end the job instead of the process.
     ///
@@ -107,7 +109,7 @@ impl<'a> Job<'a> {
         let signals = Signals::catch().map_err(setup("catch signals"))?;
         // Dropped in this order, here and in the supervisor: a PE must be killed before it can see its socket end.
         let mut links = Vec::with_capacity(self.pes);
-        let mut fleet = Fleet::new();
+        let mut fleet = Fleet::new(rendezvous::gather(self.pes, &signals)?);
         for pe in 0..self.pes {
             let socket = fleet.spawn(self.pes, &self.args, &self.env).map_err(|source| LaunchError::Spawn {
                 pe,
@@ -187,7 +189,9 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                 self.read(pe, READ_BYTES)?;
             }
             self.hand_out_segments()?;
+            let lost = self.fleet.listen()?;
             self.judge_ended()?;
+            self.note_lost(&lost)?;
             let now = Instant::now();
             if self.failed_at.is_some_and(|at| now >= at + GRACE || self.fleet.ended()) {
                 return Err(self.first_cause());
@@ -226,6 +230,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
         let signal_pipe = signals.pipe();
         let mut fds = vec![PollFd::new(&signal_pipe, PollFlags::IN)];
+        fds.extend(self.fleet.sockets().map(|socket| PollFd::new(socket, PollFlags::IN)));
         fds.extend(self.links.iter().filter_map(|link| Some(PollFd::new(link.socket.as_ref()?, PollFlags::IN))));
         let timeout = Timespec { tv_sec: 0, tv_nsec: limit.as_nanos().min(999_999_999) as _ };
         // EINTR is a signal, which the loop looks at.
@@ -283,7 +288,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
                 self.failures.push((pe, peer, error));
                 self.failed_at.get_or_insert_with(Instant::now);
             }
-            Kind::Files | Kind::Segments => return Err(format!("a {:?} frame from a PE", frame.kind)),
+            _ => return Err(format!("a {:?} frame from a PE", frame.kind)),
         }
         Ok(())
     }
@@ -327,6 +332,19 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             if !(link.failed || link.done && status.success()) {
                 return Err(LaunchError::Died { pe, how: describe(status), phase: self.phase(pe) });
             }
+        }
+        Ok(())
+    }
+
+    /// Takes the loss of PEs with the processes that kept them for a failure. It is held as one: where a launcher ends all of a job's
+    /// processes, this one is next.
+    fn note_lost(&mut self, lost: &[usize]) -> Result<(), LaunchError> {
+        for &pe in lost {
+            self.read(pe, usize::MAX)?; // what it said before it ended
+            self.links[pe].failed = true;
+            let error = LaunchError::Lost { pe, phase: self.phase(pe) };
+            self.failures.push((pe, None, error));
+            self.failed_at.get_or_insert_with(Instant::now);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Frames on the control socket between the supervisor and one PE.
+//! Frames on the control socket between the supervisor and one PE, and on that between rank 0 and another launched process.
 //!
 //! A frame is a 16-byte header (kind u32, number of files u32, body length u64, little endian), then the body. Files
 //! travel as `SCM_RIGHTS` with the header's first byte, so that they are there when the frame is complete.
@@ -43,13 +43,46 @@ pub(super) enum Kind {
     Fail,
     /// PE: I have failed, for want of another; the body is its number, native usize, and one line.
     FailOn,
+    /// Launched process to rank 0: let me in; the body is a `Hello`.
+    Join,
+    /// Rank 0: you are in. No body.
+    Joined,
+    /// Rank 0: you are not; the body says why, UTF-8.
+    Refused,
+    /// Rank 0: start a PE with this socket (one file); the body is a `Start`.
+    Start,
+    /// Launched process: it could not be started; the body is the system's error, i32.
+    Unstarted,
+    /// Launched process: it has ended; the body is its status as wait(2) has it, i32.
+    Ended,
+    /// Rank 0: kill the PE. No body.
+    Kill,
+    /// Rank 0: it is over; the body is the exit code, u8.
+    Verdict,
 }
 
 impl Kind {
+    const ALL: [Kind; 16] = [
+        Kind::Hello,
+        Kind::Files,
+        Kind::Segment,
+        Kind::Segments,
+        Kind::Message,
+        Kind::Done,
+        Kind::Fail,
+        Kind::FailOn,
+        Kind::Join,
+        Kind::Joined,
+        Kind::Refused,
+        Kind::Start,
+        Kind::Unstarted,
+        Kind::Ended,
+        Kind::Kill,
+        Kind::Verdict,
+    ];
+
     fn from_code(code: u32) -> Option<Kind> {
-        [Kind::Hello, Kind::Files, Kind::Segment, Kind::Segments, Kind::Message, Kind::Done, Kind::Fail, Kind::FailOn]
-            .into_iter()
-            .find(|kind| *kind as u32 == code)
+        Kind::ALL.into_iter().find(|kind| *kind as u32 == code)
     }
 }
 

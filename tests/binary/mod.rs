@@ -101,8 +101,8 @@ impl Running {
             }
             thread::sleep(Duration::from_millis(1));
         };
-        // Only a killed supervisor cannot see to it that its PEs are gone before itself.
-        let limit = Duration::from_secs(if status.signal() == Some(9) { 2 } else { 0 });
+        // Only a process that a signal ended cannot see to it that its PEs are gone before itself. (A supervisor catches SIGTERM.)
+        let limit = Duration::from_secs(if status.signal().is_some() { 2 } else { 0 });
         let ended = Instant::now();
         let mut left = pes_of(self.child.id());
         while !left.is_empty() && ended.elapsed() < limit {

@@ -1,0 +1,96 @@
+//! What a process says when it comes to a rendezvous, and whether it is let in.
+
+use serde::{Deserialize, Serialize};
+
+use super::place::Place;
+
+/// Raised with every change to the frames between processes.
+const PROTOCOL: u32 = 1;
+/// Secret of a job's processes, where the user sets one.
+const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
+
+/// The body of a `Join` frame, as JSON. What another version says must be readable as far as its version, so
+/// whatever lacks has a default, and what is unknown is passed over.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Hello {
+    /// [`PROTOCOL`].
+    protocol: u32,
+    /// The program's version.
+    version: String,
+    /// See [`Place::job`].
+    job: String,
+    /// `ARISTOS_JOB_TOKEN`, empty where there is none.
+    token: String,
+    /// The process.
+    rank: usize,
+    /// How many it takes part with.
+    size: usize,
+}
+
+impl Hello {
+    /// What this process says.
+    pub(super) fn of(place: &Place) -> Hello {
+        Hello {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").to_string(),
+            job: place.job.clone(),
+            token: std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned(),
+            rank: place.rank,
+            size: place.size,
+        }
+    }
+
+    /// As JSON.
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        // Strings and numbers can always be written.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// The rank of who says `said`, where rank 0 (`self`) lets it in; otherwise why not.
+    pub(super) fn admit(&self, said: &[u8]) -> Result<usize, String> {
+        let said: Hello =
+            serde_json::from_slice(said).map_err(|_| "it does not speak as a process of a job".to_string())?;
+        if (said.protocol, &said.version) != (self.protocol, &self.version) {
+            return Err(format!(
+                "it is aristos {} (protocol {}), rank 0 is aristos {} (protocol {}): all must be the same",
+                said.version, said.protocol, self.version, self.protocol
+            ));
+        }
+        if said.job != self.job || said.token != self.token {
+            return Err("it does not know the job's token".to_string());
+        }
+        if said.size != self.size || !(1..self.size).contains(&said.rank) {
+            return Err(format!("it is rank {} of {}, of {} expected", said.rank, said.size, self.size));
+        }
+        Ok(said.rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_process_of_the_job_is_admitted() {
+        let place = |rank| Place { launcher: "test", rank, size: 3, one_host: true, job: "j".to_string() };
+        let (zero, two) = (Hello::of(&place(0)), Hello::of(&place(2)));
+        assert_eq!(zero.admit(&two.to_bytes()), Ok(2));
+        let refused = |hello: Hello, part: &str| {
+            let why = zero.admit(&hello.to_bytes()).unwrap_err();
+            assert!(why.contains(part), "{why}");
+        };
+        refused(
+            Hello { version: "0.0.9".into(), ..two.clone() },
+            "it is aristos 0.0.9 (protocol 1), rank 0 is aristos",
+        );
+        refused(Hello { protocol: 0, ..two.clone() }, "(protocol 0)");
+        refused(Hello { token: "x".into(), ..two.clone() }, "token");
+        refused(Hello { job: "k".into(), ..two.clone() }, "token");
+        refused(Hello { rank: 0, ..two.clone() }, "rank 0 of 3");
+        refused(Hello { size: 4, ..two.clone() }, "rank 2 of 4");
+        assert!(zero.admit(b"GET / HTTP/1.1").unwrap_err().contains("does not speak"));
+        // Of a later version, with words that this one does not know.
+        assert!(zero.admit(br#"{"protocol":9,"version":"2.0","more":[1]}"#).unwrap_err().contains("aristos 2.0"));
+    }
+}

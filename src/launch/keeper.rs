@@ -1,0 +1,165 @@
+//! A launched process other than rank 0: it keeps one PE for rank 0's supervisor.
+
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::process::ExitStatusExt;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+use rustix::process::{Pid, PidfdFlags};
+use serde::{Deserialize, Serialize};
+
+use super::LaunchError;
+use super::fleet::start_pe;
+use super::hello::Hello;
+use super::place::Place;
+use super::rendezvous::connect;
+use super::wire::{self, Frame, Inbox, Kind};
+
+/// How often rank 0 is looked for.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// The body of a `Start` frame, as JSON; the frame's file is the PE's end of its control socket.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Start {
+    pub(super) pe: usize,
+    pub(super) n_pes: usize,
+    args: Vec<Vec<u8>>,
+    env: Vec<(String, String)>,
+}
+
+impl Start {
+    pub(super) fn new(pe: usize, n_pes: usize, args: &[OsString], env: &[(String, String)]) -> Start {
+        Start { pe, n_pes, args: args.iter().map(|arg| arg.as_bytes().to_vec()).collect(), env: env.to_vec() }
+    }
+}
+
+/// A process that keeps a PE.
+pub struct Keeper {
+    place: Place,
+    limit: Duration,
+}
+
+/// The PE, while it runs.
+struct Running {
+    child: Child,
+    /// Readable when it has ended.
+    pidfd: OwnedFd,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // An error says that it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Keeper {
+    pub(super) fn new(place: Place, limit: Duration) -> Keeper {
+        Keeper { place, limit }
+    }
+
+    /// Keeps a PE as rank 0 says, until its command ends; returns its exit code. If rank 0 ends without one, or this process
+    /// does, the PE is killed. To be called in the main thread: the PE dies with it.
+    ///
+    /// # Errors
+    /// One line: rank 0 did not come, or refused this process.
+    pub fn serve(self) -> Result<u8, LaunchError> {
+        let Some(socket) = self.find()? else { return Ok(1) };
+        // Rank 0 has ended: it has said why.
+        let lost = |_: Errno| ();
+        let joined = wire::send(socket.as_fd(), Kind::Join, &Hello::of(&self.place).to_bytes(), &[]).map_err(lost);
+        if joined.is_err() {
+            return Ok(1);
+        }
+        let (mut inbox, mut scratch) = (Inbox::default(), vec![0; 1 << 16]);
+        let mut running: Option<Running> = None;
+        loop {
+            while let Some(frame) = inbox.next().transpose() {
+                let Ok(frame) = frame else { return Ok(1) };
+                match frame.kind {
+                    Kind::Joined => {}
+                    Kind::Start => {
+                        if self.start(frame, &socket, &mut running).is_err() {
+                            return Ok(1);
+                        }
+                    }
+                    Kind::Kill => {
+                        if let Some(running) = &mut running {
+                            let _ = running.child.kill();
+                        }
+                    }
+                    Kind::Verdict => return Ok(frame.body.first().copied().unwrap_or(1)),
+                    Kind::Refused => {
+                        let (rank, why) = (self.place.rank, String::from_utf8_lossy(&frame.body).into_owned());
+                        return Err(LaunchError::World(format!("rank 0 refused rank {rank}: {why}")));
+                    }
+                    _ => return Ok(1),
+                }
+            }
+            let mut fds = vec![PollFd::new(&socket, PollFlags::IN)];
+            fds.extend(running.iter().map(|running| PollFd::new(&running.pidfd, PollFlags::IN)));
+            // Rank 0 bounds this wait: it ends a job that does not, and with it itself and its socket.
+            let _ = poll(&mut fds, None);
+            if let Some(one) = &mut running
+                && let Ok(Some(status)) = one.child.try_wait()
+            {
+                running = None;
+                let _ = wire::send(socket.as_fd(), Kind::Ended, &status.into_raw().to_le_bytes(), &[]);
+            }
+            match inbox.fill(socket.as_fd(), &mut scratch, RecvFlags::DONTWAIT) {
+                Ok(1..) | Err(Errno::AGAIN) => {}
+                Ok(0) | Err(_) => return Ok(1),
+            }
+        }
+    }
+
+    /// Looks for rank 0; `None` where it is on another host, which is for rank 0 to say.
+    fn find(&self) -> Result<Option<OwnedFd>, LaunchError> {
+        let until = Instant::now() + self.limit;
+        loop {
+            if let Some(socket) = connect(&self.place)? {
+                return Ok(Some(socket));
+            }
+            if Instant::now() >= until {
+                let (Place { rank, launcher, .. }, seconds) = (&self.place, self.limit.as_secs_f64());
+                let line = format!("rank {rank}: rank 0 has not come within {seconds} s, as {launcher} started it");
+                return if self.place.one_host { Err(LaunchError::World(line)) } else { Ok(None) };
+            }
+            std::thread::sleep(RETRY);
+        }
+    }
+
+    /// Starts the PE; an error says that rank 0 has ended, or is out of its mind.
+    fn start(&self, frame: Frame, socket: &OwnedFd, running: &mut Option<Running>) -> Result<(), ()> {
+        let start: Start = serde_json::from_slice(&frame.body).map_err(|_| ())?;
+        let (Some(stdin), None) = (frame.files.into_iter().next(), &running) else { return Err(()) };
+        let args: Vec<OsString> = start.args.into_iter().map(OsString::from_vec).collect();
+        let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
+        let started = start_pe(start.pe, start.n_pes, &args, &start.env, stdin).and_then(|mut child| {
+            match rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
+                Ok(pidfd) => Ok(Running { child, pidfd }),
+                Err(error) => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    Err(error.into())
+                }
+            }
+        });
+        match started {
+            Ok(started) => {
+                *running = Some(started);
+                Ok(())
+            }
+            Err(error) => {
+                let code = error.raw_os_error().unwrap_or(0);
+                wire::send(socket.as_fd(), Kind::Unstarted, &code.to_le_bytes(), &[]).map_err(|_| ())
+            }
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Which of a launcher's processes this one is: what Slurm, Open MPI, MPICH and torchrun say in the environment.
+
+use super::MAX_PES;
+
+/// Steps of Slurm from here on are no steps: the batch script, the interactive shell, the external step.
+const SLURM_NO_STEP: u32 = 0xffff_fff0;
+
+/// A process's place among those that a launcher started together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Who started them, for messages.
+    pub(super) launcher: &'static str,
+    /// This process.
+    pub(super) rank: usize,
+    /// How many there are.
+    pub(super) size: usize,
+    /// Whether the launcher says that all are on one host.
+    pub(super) one_host: bool,
+    /// What all of them have in common, and no other job on the host has.
+    pub(super) job: String,
+}
+
+/// What is wrong with what the launcher says.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct BadPlace {
+    /// One line.
+    pub(super) line: String,
+    /// Whether this process is the one of all that says it.
+    pub(super) speaks: bool,
+}
+
+/// The environment, as far as it is asked for.
+struct Env<'a> {
+    get: &'a dyn Fn(&str) -> Option<String>,
+    rank_name: &'a str,
+}
+
+impl Env<'_> {
+    fn has(&self, name: &str) -> bool {
+        (self.get)(name).is_some()
+    }
+
+    fn text(&self, name: &str) -> String {
+        (self.get)(name).unwrap_or_default()
+    }
+
+    fn bad(&self, line: String) -> BadPlace {
+        // Without a rank nobody knows who speaks, and all do.
+        let speaks = self.text(self.rank_name).parse::<usize>().map_or(true, |rank| rank == 0);
+        BadPlace { line, speaks }
+    }
+
+    fn number(&self, name: &str) -> Result<usize, BadPlace> {
+        let value = self.text(name);
+        value.parse().map_err(|_| self.bad(format!("{name}={value}: not a number, as a launcher sets it")))
+    }
+
+    /// The place by these variables; `None` for a process that is alone.
+    fn place(&self, launcher: &'static str, size_name: &str, job: String) -> Result<Option<Place>, BadPlace> {
+        let (rank, size) = (self.number(self.rank_name)?, self.number(size_name)?);
+        if rank >= size || size > MAX_PES {
+            let rank_name = self.rank_name;
+            let line = format!(
+                "{rank_name}={rank} and {size_name}={size}: a launcher sets the first below the second, and that to \
+                 at most {MAX_PES}"
+            );
+            return Err(self.bad(line));
+        }
+        Ok((size > 1).then_some(Place { launcher, rank, size, one_host: true, job }))
+    }
+}
+
+/// This process's place; `None` when no launcher started it, or it alone.
+///
+/// The innermost launcher counts: `torchrun` and `mpirun` are themselves started in steps of Slurm. `parent` is this process's
+/// parent, which is all that MPICH's processes have in common.
+pub(super) fn place(get: &dyn Fn(&str) -> Option<String>, parent: i32) -> Result<Option<Place>, BadPlace> {
+    let env = |rank_name| Env { get, rank_name };
+    let torch = env("RANK");
+    if torch.has("TORCHELASTIC_RUN_ID") || ["RANK", "WORLD_SIZE", "MASTER_PORT"].iter().all(|name| torch.has(name)) {
+        let port = torch.text("MASTER_PORT");
+        if port.parse::<u16>().ok().is_none_or(|port| port == 0) {
+            return Err(torch.bad(format!("MASTER_PORT={port}: not a port, expected 1 to 65535")));
+        }
+        let (run, restart) = (torch.text("TORCHELASTIC_RUN_ID"), torch.text("TORCHELASTIC_RESTART_COUNT"));
+        let place = torch.place("torchrun", "WORLD_SIZE", format!("torchrun-{port}-{restart}-{run}"))?;
+        return with_hosts(place, &torch, "LOCAL_WORLD_SIZE");
+    }
+    let ompi = env("OMPI_COMM_WORLD_RANK");
+    if ompi.has("OMPI_COMM_WORLD_RANK") {
+        let names = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"];
+        let job = names.iter().find_map(|name| get(name)).unwrap_or_else(|| format!("child-of-{parent}"));
+        let place = ompi.place("Open MPI", "OMPI_COMM_WORLD_SIZE", format!("openmpi-{job}"))?;
+        return with_hosts(place, &ompi, "OMPI_COMM_WORLD_LOCAL_SIZE");
+    }
+    let slurm = env("SLURM_PROCID");
+    // A batch script's shell has a SLURM_PROCID too, and a shell in an allocation what the allocation has.
+    let step = slurm.text("SLURM_STEP_ID").parse::<u32>().ok().filter(|step| *step < SLURM_NO_STEP);
+    let tasks = if slurm.has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
+    let slurm_step = step.filter(|_| slurm.has("SLURM_PROCID") && slurm.has(tasks));
+    let pmi = env("PMI_RANK");
+    // Slurm sets these for its own tasks as well; others are of an mpiexec whose proxies Slurm started.
+    let of_slurm = slurm_step.is_some() && pmi.text("PMI_SIZE") == slurm.text(tasks);
+    if pmi.has("PMI_RANK") && pmi.has("PMI_SIZE") && !of_slurm {
+        let place = pmi.place("MPICH", "PMI_SIZE", format!("mpich-child-of-{parent}"))?;
+        return with_hosts(place, &pmi, "MPI_LOCALNRANKS");
+    }
+    if let Some(step) = slurm_step {
+        let job = format!("slurm-{}.{step}", slurm.text("SLURM_JOB_ID"));
+        let place = slurm.place("Slurm", tasks, job)?;
+        let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"].into_iter().find(|name| slurm.has(name));
+        let several = nodes.map(|name| slurm.number(name)).transpose()?.is_some_and(|nodes| nodes > 1);
+        return Ok(place.map(|place| Place { one_host: !several, ..place }));
+    }
+    if env("PMIX_RANK").has("PMIX_RANK") && env("PMIX_RANK").has("PMIX_NAMESPACE") {
+        let line =
+            "PMIX_RANK is set, but nothing says how many processes there are: start with mpirun, srun or torchrun";
+        return Err(env("PMIX_RANK").bad(line.to_string()));
+    }
+    Ok(None)
+}
+
+/// The place, with what `local_size_name` says of hosts where it is set.
+fn with_hosts(place: Option<Place>, env: &Env<'_>, local_size_name: &str) -> Result<Option<Place>, BadPlace> {
+    match place {
+        Some(place) if env.has(local_size_name) => {
+            let here = env.number(local_size_name)?;
+            Ok(Some(Place { one_host: here >= place.size, ..place }))
+        }
+        place => Ok(place),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &str) -> Result<Option<Place>, BadPlace> {
+        let pairs: Vec<(&str, &str)> = variables.split_whitespace().filter_map(|pair| pair.split_once('=')).collect();
+        place(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()), 77)
+    }
+
+    fn is(variables: &str, rank: usize, size: usize, one_host: bool, job: &str) {
+        let place = of(variables).unwrap().unwrap_or_else(|| panic!("{variables}: no place"));
+        assert_eq!((place.rank, place.size, place.one_host, &*place.job), (rank, size, one_host, job), "{variables}");
+    }
+
+    const STEP: &str =
+        "SLURM_JOB_ID=12 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_NTASKS=8 SLURM_NNODES=2";
+
+    #[test]
+    fn each_launcher_is_understood() {
+        is(&format!("{STEP} SLURM_STEP_NUM_NODES=1"), 1, 4, true, "slurm-12.3");
+        is(STEP, 1, 4, false, "slurm-12.3");
+        is(&format!("{STEP} PMI_RANK=1 PMI_SIZE=4 SLURM_STEP_NUM_NODES=1"), 1, 4, true, "slurm-12.3");
+        let ompi = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 PMIX_NAMESPACE=99 PMIX_RANK=2";
+        is(&format!("{ompi} OMPI_COMM_WORLD_LOCAL_SIZE=3"), 2, 3, true, "openmpi-99");
+        is(&format!("{ompi} OMPI_COMM_WORLD_LOCAL_SIZE=2"), 2, 3, false, "openmpi-99");
+        is("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALNRANKS=2", 0, 2, true, "mpich-child-of-77");
+        is("RANK=0 WORLD_SIZE=2 MASTER_PORT=29500", 0, 2, true, "torchrun-29500--");
+        is("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_PORT=1 TORCHELASTIC_RUN_ID=r", 1, 2, false, "torchrun-1--r");
+    }
+
+    #[test]
+    fn the_innermost_launcher_counts() {
+        is(&format!("{STEP} OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=6 PMIX_NAMESPACE=9"), 5, 6, true, "openmpi-9");
+        is(&format!("{STEP} PMI_RANK=5 PMI_SIZE=6"), 5, 6, true, "mpich-child-of-77");
+        is(&format!("{STEP} RANK=5 WORLD_SIZE=6 MASTER_PORT=7"), 5, 6, true, "torchrun-7--");
+    }
+
+    #[test]
+    fn no_step_and_no_company_mean_no_launcher() {
+        let allocation = "SLURM_JOB_ID=12 SLURM_NTASKS=4 SLURM_NNODES=1";
+        for variables in [
+            "",
+            allocation,
+            &format!("{allocation} SLURM_PROCID=0"),
+            &format!("{allocation} SLURM_PROCID=0 SLURM_STEP_ID=4294967291"),
+            &format!("{allocation} SLURM_PROCID=0 SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1"),
+            "SLURM_JOB_ID=12 SLURM_STEP_ID=3 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
+            "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1",
+            "MASTER_PORT=29500 MASTER_ADDR=here",
+            "RANK=3",
+        ] {
+            assert_eq!(of(variables), Ok(None), "{variables}");
+        }
+    }
+
+    #[test]
+    fn what_no_launcher_sets_is_one_line_that_one_process_says() {
+        let refused = |variables: &str, part: &str, speaks: bool| {
+            let bad = of(variables).unwrap_err();
+            assert!(bad.line.contains(part) && bad.speaks == speaks, "{variables}: {bad:?}");
+        };
+        refused("RANK=0 WORLD_SIZE=2 MASTER_PORT=seven", "MASTER_PORT=seven: not a port", true);
+        refused("RANK=1 WORLD_SIZE=2 MASTER_PORT=0", "MASTER_PORT=0: not a port", false);
+        refused("OMPI_COMM_WORLD_RANK=x OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK=x: not a number", true);
+        refused("PMI_RANK=2 PMI_SIZE=2", "PMI_RANK=2 and PMI_SIZE=2", false);
+        refused("PMI_RANK=0 PMI_SIZE=2000", "at most 1024", true);
+        refused("PMIX_RANK=0 PMIX_NAMESPACE=n", "nothing says how many", true);
+    }
+}

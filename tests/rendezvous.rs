@@ -1,0 +1,447 @@
+//! Processes that a launcher started become a job: `aristos` in the environments of Slurm, Open MPI, MPICH and torchrun, which
+//! this test makes as they do.
+
+#[path = "binary/mod.rs"]
+mod binary;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use binary::{Outcome, Running, aristos, names_in, start};
+use rustix::process::{Pid, Signal, Uid, geteuid, getpid, kill_process};
+
+/// How soon everything must be over after its cause.
+const END_LIMIT: Duration = Duration::from_secs(2);
+/// A layer that is computed in no time.
+const SMALL: &str = "run --tokens 64 --hidden 32 --intermediate 32";
+
+/// A stand-in for a launcher.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Launcher {
+    Slurm,
+    OpenMpi,
+    Mpich,
+    Torchrun,
+}
+
+const ALL: [Launcher; 4] = [Launcher::Slurm, Launcher::OpenMpi, Launcher::Mpich, Launcher::Torchrun];
+
+/// A number that no other job of this machine's tests has.
+fn new_job() -> usize {
+    static JOBS: AtomicUsize = AtomicUsize::new(0);
+    getpid().as_raw_pid() as usize * 100 + JOBS.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Launcher {
+    /// What it sets for a process, of which `here` are on this host.
+    fn variables(self, job: usize, rank: usize, size: usize, here: usize) -> Vec<(&'static str, String)> {
+        let number = |n: usize| n.to_string();
+        match self {
+            Launcher::Slurm => vec![
+                ("SLURM_JOB_ID", number(job)),
+                ("SLURM_STEP_ID", number(0)),
+                ("SLURM_PROCID", number(rank)),
+                ("SLURM_LOCALID", number(rank)),
+                ("SLURM_NTASKS", number(size)),
+                ("SLURM_STEP_NUM_TASKS", number(size)),
+                ("SLURM_NNODES", number(size / here)),
+                ("SLURM_STEP_NUM_NODES", number(size / here)),
+            ],
+            Launcher::OpenMpi => vec![
+                ("OMPI_COMM_WORLD_RANK", number(rank)),
+                ("OMPI_COMM_WORLD_SIZE", number(size)),
+                ("OMPI_COMM_WORLD_LOCAL_RANK", number(rank)),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", number(here)),
+                ("PMIX_NAMESPACE", number(job)),
+                ("PMIX_RANK", number(rank)),
+            ],
+            // Its processes have their parent in common, which is this test: one such job at a time.
+            Launcher::Mpich => vec![
+                ("PMI_RANK", number(rank)),
+                ("PMI_SIZE", number(size)),
+                ("MPI_LOCALNRANKS", number(here)),
+                ("MPI_LOCALRANKID", number(rank)),
+            ],
+            Launcher::Torchrun => vec![
+                ("RANK", number(rank)),
+                ("WORLD_SIZE", number(size)),
+                ("LOCAL_RANK", number(rank)),
+                ("LOCAL_WORLD_SIZE", number(here)),
+                ("MASTER_ADDR", "127.0.0.1".to_string()),
+                ("MASTER_PORT", number(1024 + job % 64000)),
+                ("TORCHELASTIC_RUN_ID", number(job)),
+            ],
+        }
+    }
+
+    /// `aristos` with these arguments, as a process that it starts.
+    fn command(self, job: usize, rank: usize, size: usize, args: &str) -> Command {
+        let mut command = aristos(args.split_whitespace());
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            if ["SLURM_", "OMPI_", "PMI", "TORCHELASTIC_", "ARISTOS_"].iter().any(|prefix| name.starts_with(prefix)) {
+                command.env_remove(name);
+            }
+        }
+        for name in ["RANK", "WORLD_SIZE", "MASTER_PORT"] {
+            command.env_remove(name);
+        }
+        command.envs(self.variables(job, rank, size, size));
+        command
+    }
+
+    /// All processes of a job.
+    fn job(self, job: usize, size: usize, args: &str) -> Vec<Command> {
+        (0..size).map(|rank| self.command(job, rank, size, args)).collect()
+    }
+}
+
+/// Starts them last first, so that rank 0 is looked for.
+fn start_all(commands: Vec<Command>) -> Vec<Running> {
+    let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
+    running.reverse();
+    running
+}
+
+fn end_all(running: Vec<Running>) -> Vec<Outcome> {
+    running.into_iter().map(Running::end).collect()
+}
+
+/// Fails the test unless those other than rank 0 ended with this code and without a word.
+#[track_caller]
+fn quiet(others: &[Outcome], code: i32) {
+    for outcome in others {
+        assert_eq!(outcome.status.code(), Some(code), "{outcome:?}");
+        assert!(outcome.stdout.is_empty() && outcome.stderr.is_empty(), "{outcome:?}");
+    }
+}
+
+/// Fails the test unless all succeeded, and rank 0 alone spoke; what it said.
+#[track_caller]
+fn succeeded(mut outcomes: Vec<Outcome>) -> String {
+    let others = outcomes.split_off(1);
+    quiet(&others, 0);
+    outcomes.remove(0).success().stdout
+}
+
+/// Fails the test unless rank 0 refused, in one line that says all of `parts`, and the others ended with its code, silently.
+#[track_caller]
+fn refused(mut outcomes: Vec<Outcome>, parts: &[&str]) {
+    let others = outcomes.split_off(1);
+    let first = outcomes.remove(0).refused(parts);
+    quiet(&others, first.status.code().unwrap());
+}
+
+/// The meeting place's name, as /proc/net/unix shows it, once it is there.
+fn meeting_place(of: &str) -> Vec<u8> {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(20) {
+        let sockets = fs::read_to_string("/proc/net/unix").unwrap();
+        let names = sockets.lines().filter_map(|line| line.split('@').nth(1));
+        if let Some(name) = names.filter(|name| name.starts_with("aristos-")).find(|name| name.ends_with(of)) {
+            return name.as_bytes().to_vec();
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    panic!("no meeting place of {of}");
+}
+
+/// Comes to a meeting place and says that; what is answered, a frame's kind and its body.
+fn come(name: &[u8], hello: &str) -> (u32, String) {
+    let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+    const JOIN: u32 = 9;
+    let mut frame = JOIN.to_le_bytes().to_vec();
+    frame.extend(0_u32.to_le_bytes());
+    frame.extend((hello.len() as u64).to_le_bytes());
+    frame.extend(hello.as_bytes());
+    // Who is refused for what it is is not heard: the answer may be there, and the socket closed, before this is written.
+    let _ = stream.write_all(&frame);
+    let mut answer = Vec::new();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let _ = stream.read_to_end(&mut answer);
+    assert!(answer.len() >= 16, "no answer to {hello}");
+    (u32::from_le_bytes(answer[..4].try_into().unwrap()), String::from_utf8_lossy(&answer[16..]).into_owned())
+}
+
+const REFUSED: u32 = 11;
+
+#[test]
+fn the_processes_of_every_launcher_run_a_job() {
+    for launcher in ALL {
+        let table = succeeded(end_all(start_all(launcher.job(new_job(), 4, "run --check"))));
+        assert!(table.contains("4 PEs") && table.contains("check passed"), "{launcher:?}: {table}");
+    }
+    // Two jobs in one command: the probe's and the layer's.
+    let args = format!("{SMALL} --check --plan auto --pes 3");
+    let table = succeeded(end_all(start_all(Launcher::Slurm.job(new_job(), 3, &args))));
+    assert!(table.contains("3 PEs") && table.contains("check passed"), "{table}");
+    // Commands without PEs, and one that prints help.
+    for args in ["--version", "doctor --json"] {
+        assert!(!succeeded(end_all(start_all(Launcher::OpenMpi.job(new_job(), 2, args)))).is_empty());
+    }
+}
+
+#[test]
+fn a_shell_in_an_allocation_starts_its_own_pes() {
+    for more in [None, Some(("SLURM_PROCID", "0")), Some(("SLURM_STEP_ID", "4294967291"))] {
+        let mut command = aristos(format!("{SMALL} --pes 2 --check").split_whitespace());
+        command
+            .env_remove("SLURM_STEP_ID")
+            .env_remove("SLURM_PROCID")
+            .env("SLURM_JOB_ID", "7")
+            .env("SLURM_NTASKS", "4");
+        command.envs(more);
+        assert!(binary::run(command).success().stdout.contains("2 PEs"), "{more:?}");
+    }
+}
+
+#[test]
+fn a_command_that_cannot_be_ends_all_processes_with_its_code() {
+    let outcomes = end_all(start_all(Launcher::Slurm.job(new_job(), 3, "run --steps no")));
+    assert!(outcomes[0].stderr.starts_with("error: "), "{:?}", outcomes[0]);
+    assert_eq!(outcomes[0].status.code(), Some(2));
+    quiet(&outcomes[1..], 2);
+    refused(end_all(start_all(Launcher::Torchrun.job(new_job(), 2, "run --model /no --input /no"))), &["/no"]);
+    let wrong = end_all(start_all(Launcher::OpenMpi.job(new_job(), 3, &format!("{SMALL} --pes 2"))));
+    refused(wrong, &["a job of 2 PEs, but Open MPI started 3 processes"]);
+}
+
+#[test]
+fn who_never_comes_is_named() {
+    let mut commands = Launcher::Slurm.job(new_job(), 4, SMALL);
+    commands.remove(2);
+    for command in &mut commands {
+        command.env("ARISTOS_JOIN_LIMIT", "5");
+    }
+    refused(end_all(start_all(commands)), &["rank 2 of 4 has not come within 5 s, as Slurm started them"]);
+    // Where it is rank 0, the others say so themselves.
+    let mut command = Launcher::Slurm.command(new_job(), 1, 2, SMALL);
+    command.env("ARISTOS_JOIN_LIMIT", "0.5");
+    binary::run(command).refused(&["rank 1: rank 0 has not come within 0.5 s, as Slurm started it"]);
+}
+
+#[test]
+fn strangers_are_refused_by_name_and_disturb_nobody() {
+    let job = new_job();
+    let mut commands = Launcher::Slurm.job(job, 3, &format!("{SMALL} --check"));
+    for command in &mut commands {
+        command.env("ARISTOS_JOB_TOKEN", "of this job");
+    }
+    // Rank 2 comes when the strangers have gone.
+    let late = commands.pop().unwrap();
+    let mut running = start_all(commands);
+    let name = meeting_place(&format!("slurm-{job}.0"));
+    let hello = |version: &str, token: &str, rank: usize| {
+        format!(
+            r#"{{"protocol":1,"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
+        )
+    };
+    let ours = env!("CARGO_PKG_VERSION");
+    for (said, why) in [
+        (hello(ours, "of another", 2), "does not know the job's token"),
+        (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 1), rank 0 is aristos"),
+        (hello(ours, "of this job", 3), "it is rank 3 of 3"),
+        ("GET / HTTP/1.1".to_string(), "does not speak"),
+    ] {
+        let (kind, answer) = come(&name, &said);
+        assert!(kind == REFUSED && answer.contains(why), "{said}: {kind} {answer}");
+    }
+    // One that says nothing, one that says too much, one that leaves.
+    let connect = || UnixStream::connect_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+    let (silent, mut loud) = (connect(), connect());
+    let _ = loud.write_all(&[9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0].repeat(1 << 12));
+    drop(connect());
+    // A process with the wrong token says so itself.
+    let mut wrong = Launcher::Slurm.command(job, 2, 3, SMALL);
+    wrong.env("ARISTOS_JOB_TOKEN", "of another");
+    binary::run(wrong).refused(&["rank 0 refused rank 2: it does not know the job's token"]);
+    running.push(start(late));
+    let mut outcomes = end_all(running);
+    drop(silent);
+    let others = outcomes.split_off(1);
+    quiet(&others, 0);
+    let first = &outcomes[0];
+    assert!(first.status.success() && first.stdout.contains("check passed"), "{first:?}");
+    for why in ["token", "aristos 0.0.7", "rank 3 of 3", "does not speak"] {
+        let named = |line: &str| line.starts_with("aristos: refused process ") && line.contains(why);
+        assert!(first.stderr.lines().any(named), "{first:?}: {why}");
+    }
+}
+
+#[test]
+fn two_jobs_at_once_do_not_meet() {
+    for launcher in [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun] {
+        let args = [format!("{SMALL} --check --json --seed 1"), format!("{SMALL} --check --json --seed 2")];
+        let jobs = args.map(|args| start_all(launcher.job(new_job(), 3, &args)));
+        for outcomes in jobs.map(end_all) {
+            assert!(succeeded(outcomes).contains(r#""pes": 3"#));
+        }
+    }
+    // With the same mark, the second is told.
+    let job = new_job();
+    let first = start_all(vec![Launcher::Torchrun.command(job, 0, 2, SMALL)]);
+    meeting_place(&format!("torchrun-{}--{job}", 1024 + job % 64000));
+    let second = binary::run(Launcher::Torchrun.command(job, 0, 2, SMALL));
+    second.refused(&["meeting place", "is taken", "--master-port"]);
+    let rest = start(Launcher::Torchrun.command(job, 1, 2, SMALL));
+    succeeded(end_all(first.into_iter().chain([rest]).collect()));
+}
+
+#[test]
+fn a_world_of_several_hosts_is_told_what_to_use() {
+    for launcher in [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun] {
+        let job = new_job();
+        let commands = (0..2).map(|rank| {
+            let mut command = launcher.command(job, rank, 4, SMALL);
+            command.envs(launcher.variables(job, rank, 4, 2)).env("ARISTOS_JOIN_LIMIT", "3");
+            command
+        });
+        refused(
+            end_all(start_all(commands.collect())),
+            &["4 processes on several hosts", "ranks 2, 3", "--transport mpi"],
+        );
+    }
+    // Nodes of one host, as Slurm can have them, are one host.
+    let job = new_job();
+    let commands = (0..2).map(|rank| {
+        let mut command = Launcher::Slurm.command(job, rank, 2, &format!("{SMALL} --check"));
+        command.envs(Launcher::Slurm.variables(job, rank, 2, 1));
+        command
+    });
+    succeeded(end_all(start_all(commands.collect())));
+}
+
+#[test]
+fn an_environment_of_no_launcher_is_one_line() {
+    let mut commands = Launcher::Torchrun.job(new_job(), 2, SMALL);
+    for command in &mut commands {
+        command.env("MASTER_PORT", "seven");
+    }
+    refused(end_all(start_all(commands)), &["MASTER_PORT=seven: not a port"]);
+    let mut commands = Launcher::Slurm.job(new_job(), 2, SMALL);
+    for command in &mut commands {
+        command.env("ARISTOS_JOIN_LIMIT", "soon");
+    }
+    refused(end_all(start_all(commands)), &["ARISTOS_JOIN_LIMIT=soon", "seconds"]);
+}
+
+/// Runs it as another user, where this process may.
+fn as_nobody<R: Send>(work: impl FnOnce() -> R + Send) -> Option<R> {
+    if !geteuid().is_root() {
+        println!("not root: without a second user nothing is tested here");
+        return None;
+    }
+    let nobody = Uid::from_raw(65534);
+    // Of this thread alone.
+    let become_nobody = move || rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+    Some(thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            become_nobody();
+            work()
+        });
+        thread.join().unwrap()
+    }))
+}
+
+#[test]
+fn other_users_can_neither_join_nor_listen() {
+    let job = new_job();
+    let commands = Launcher::Slurm.job(job, 2, &format!("{SMALL} --check"));
+    let mut commands = commands.into_iter();
+    let first = start(commands.next().unwrap());
+    let name = meeting_place(&format!("slurm-{job}.0"));
+    let hello = format!(
+        r#"{{"protocol":1,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
+        env!("CARGO_PKG_VERSION")
+    );
+    let answer = as_nobody(|| come(&name, &hello));
+    if let Some((kind, why)) = &answer {
+        assert!(*kind == REFUSED && why.contains("user 65534"), "{why}");
+    }
+    let second = start(commands.next().unwrap());
+    let outcome = first.end();
+    assert!(outcome.status.success(), "{outcome:?}");
+    assert_eq!(outcome.stderr.contains("it is of user 65534"), answer.is_some(), "{outcome:?}");
+    quiet(&[second.end()], 0);
+
+    // One that takes the name first.
+    let job = new_job();
+    let name = format!("aristos-{}-slurm-{job}.0", geteuid().as_raw());
+    let address = SocketAddr::from_abstract_name(&name).unwrap();
+    if let Some(_taken) = as_nobody(|| UnixListener::bind_addr(&address).unwrap()) {
+        binary::run(Launcher::Slurm.command(job, 0, 2, SMALL)).refused(&["meeting place", "is taken"]);
+        binary::run(Launcher::Slurm.command(job, 1, 2, SMALL)).refused(&["user 65534 sits at"]);
+    }
+}
+
+#[test]
+fn a_process_that_ends_while_others_are_awaited_is_named() {
+    let job = new_job();
+    let mut running = start_all((0..2).map(|rank| Launcher::Slurm.command(job, rank, 3, SMALL)).collect());
+    meeting_place(&format!("slurm-{job}.0"));
+    thread::sleep(Duration::from_millis(500));
+    let second = running.pop().unwrap();
+    second.signal(Signal::KILL);
+    second.end();
+    running.pop().unwrap().end().refused(&["rank 1 of 3 has ended before all had come"]);
+}
+
+/// A job that lasts for hours, its results to come in `out`; all PEs run.
+fn long_job(launcher: Launcher, out: &std::path::Path) -> (Vec<Running>, Vec<Pid>) {
+    let args = format!("{SMALL} --steps 100000000 --output {}", out.join("out.safetensors").display());
+    let mut running = start_all(launcher.job(new_job(), 3, &args));
+    let pes = running.iter_mut().enumerate().map(|(pe, one)| one.pe(pe)).collect();
+    (running, pes)
+}
+
+#[test]
+fn a_pe_that_is_killed_ends_all_and_is_named() {
+    let out = tempfile::tempdir().unwrap();
+    for (round, victim) in [0, 1, 2, 1].into_iter().enumerate() {
+        // Not MPICH's, of which there can be one job at a time.
+        let launcher = [Launcher::Slurm, Launcher::OpenMpi, Launcher::Torchrun, Launcher::Slurm][round];
+        let (running, pes) = long_job(launcher, out.path());
+        thread::sleep(Duration::from_millis([0, 10, 100, 300][round]));
+        kill_process(pes[victim], Signal::KILL).unwrap();
+        let killed = Instant::now();
+        let outcomes = end_all(running);
+        assert!(killed.elapsed() < END_LIMIT, "{:?}", killed.elapsed());
+        refused(outcomes, &[&format!("PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
+        assert_eq!(names_in(out.path()), [""; 0]);
+    }
+}
+
+#[test]
+fn a_process_of_the_launcher_that_is_killed_ends_all() {
+    let out = tempfile::tempdir().unwrap();
+    for victim in [0, 2] {
+        let (running, _) = long_job(Launcher::Slurm, out.path());
+        thread::sleep(Duration::from_millis(100));
+        running[victim].signal(Signal::KILL);
+        let killed = Instant::now();
+        let mut outcomes = end_all(running);
+        assert!(killed.elapsed() < END_LIMIT, "{:?}", killed.elapsed());
+        outcomes.remove(victim);
+        if victim == 0 {
+            quiet(&outcomes, 1);
+        } else {
+            refused(outcomes, &["PE 2 was lost in phase ", "its launcher started"]);
+        }
+        assert_eq!(names_in(out.path()), [""; 0]);
+    }
+}
+
+#[test]
+fn a_signal_to_all_is_an_interruption() {
+    let (running, _) = long_job(Launcher::OpenMpi, tempfile::tempdir().unwrap().path());
+    running.iter().rev().for_each(|one| one.signal(Signal::TERM));
+    let outcomes = end_all(running);
+    assert_eq!(outcomes[0].status.code(), Some(143), "{:?}", outcomes[0]);
+    outcomes.into_iter().next().unwrap().refused(&["interrupted by SIGTERM"]);
+}
