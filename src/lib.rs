@@ -29,6 +29,7 @@ pub mod gpu;
 pub mod launch;
 pub mod moe;
 pub mod plan;
+pub mod plot;
 pub mod report;
 pub mod run;
 pub mod shmem;

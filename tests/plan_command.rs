@@ -84,6 +84,9 @@ fn what_was_asked_for_is_shown_and_drawn() {
     }
     let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
     assert!(read("p.svg").matches("<rect").count() >= 32, "a cell and a bar per device");
+    assert!(aristos(folder.path(), &["--plot", "p.png"]).status.success());
+    let png = std::fs::read(folder.path().join("p.png")).unwrap();
+    assert!(png.starts_with(b"\x89PNG") && png.len() > 10_000, "{} bytes", png.len());
     let latency = read("l.svg");
     assert!(latency.contains("EP = 4") && latency.contains("EP = 16") && latency.contains("<circle"));
 }

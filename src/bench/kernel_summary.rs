@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
-use crate::report::plot::{Bar, Bars, save};
+use crate::plot::{Bar, Bars, save};
 use crate::report::table::{ms, plain, right_aligned};
 use crate::report::{RunConfig, RunReport};
 

@@ -17,7 +17,7 @@ use crate::bench::supervised;
 #[cfg(feature = "mpi")]
 use crate::launch::mpirun;
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, settled_pes};
-use crate::report::plot;
+use crate::plot;
 use crate::shmem::{ShmTransport, Shmem};
 
 /// Samples of a figure, where nothing else is asked for: a device's are of many threads, and cost more.

@@ -17,7 +17,7 @@ use crate::bench::straggler::report::StragglerReport;
 use crate::bench::straggler::{Inject, Mode, StragglerBench};
 use crate::bench::supervised;
 use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, mpirun, settled_pes};
-use crate::report::plot;
+use crate::plot;
 use crate::shmem::{ShmTransport, Shmem};
 
 /// What `aristos bench straggler` takes.

@@ -10,7 +10,7 @@ use crate::bench::kernel_summary::KernelSummary;
 use crate::launch::{LaunchError, MAX_PES, PeContext};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{LayerConfig, MlpConfig, Options};
-use crate::report::plot;
+use crate::plot;
 use crate::run::{Job, Request, Work};
 
 /// What `aristos bench summary` takes.

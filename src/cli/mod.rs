@@ -55,7 +55,8 @@ pub fn main() -> ExitCode {
     // A file size limit is an error of the write then, and not the end of the process without a word.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+        // A curve of one point is no news.
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,usvg=error"));
     let ansi = std::io::stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
 

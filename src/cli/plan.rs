@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::cluster::{Cluster, parse_json, preset, read_text};
 use crate::plan::{self, Algorithm, Explanation, Infeasible, Options, Outcome, PlacementKind, Plan, Replan, Workload};
+use crate::plot;
 
 /// The exit code when there is no plan.
 const INFEASIBLE: u8 = 2;
@@ -43,11 +44,11 @@ pub struct Args {
     /// Write the plan as JSON
     #[arg(long, value_name = "PLAN.json")]
     out: Option<PathBuf>,
-    /// Draw the plan on its cluster
-    #[arg(long, value_name = "PLAN.svg")]
+    /// Draw the plan on its cluster, as SVG or PNG by the file's name
+    #[arg(long, value_name = "PLAN.svg|png")]
     plot: Option<PathBuf>,
     /// Draw iteration latency against the number of experts, for several sizes of groups, with out-of-memory points
-    #[arg(long, value_name = "LATENCY.svg")]
+    #[arg(long, value_name = "LATENCY.svg|png")]
     plot_latency: Option<PathBuf>,
     /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
     #[arg(long, value_name = "REPORT.json")]
@@ -150,10 +151,10 @@ pub fn main(args: &Args) -> Result<u8> {
     let (cluster, workload, options) = (args.cluster()?, args.workload()?, args.options());
     let outcome = plan::plan(&cluster, &workload, options)?;
     if let Some(path) = &args.out {
-        write(path, &(outcome.to_json() + "\n"))?;
+        write(path, outcome.to_json() + "\n")?;
     }
     if let Some(path) = &args.plot_latency {
-        write(path, &plan::plot_latency(&cluster, &workload)?)?;
+        write_plot(path, &plan::plot_latency(&cluster, &workload)?)?;
     }
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,
@@ -166,7 +167,7 @@ pub fn main(args: &Args) -> Result<u8> {
         }
     };
     if let Some(path) = &args.plot {
-        write(path, &plan::plot_plan(&cluster, &workload, plan)?)?;
+        write_plot(path, &plan::plot_plan(&cluster, &workload, plan)?)?;
     }
     let explanation = match args.explain {
         true => Some(plan::explain(&cluster, &workload, options, plan)?),
@@ -189,9 +190,17 @@ pub fn main(args: &Args) -> Result<u8> {
     Ok(0)
 }
 
-fn write(path: &Path, text: &str) -> Result<()> {
+/// Writes a picture: as pixels where the file's name ends in .png, otherwise the SVG.
+fn write_plot(path: &Path, svg: &str) -> Result<()> {
+    match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
+        true => write(path, plot::png(svg)?),
+        false => write(path, svg),
+    }
+}
+
+fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     if path.is_dir() {
         bail!("cannot write {}: it is a folder", path.display());
     }
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    std::fs::write(path, content).with_context(|| format!("cannot write {}", path.display()))
 }

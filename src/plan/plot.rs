@@ -1,13 +1,13 @@
 //! Plots, as SVG: a plan on its cluster, and iteration latency against the number of experts.
 
-use anyhow::{Result, anyhow};
-use plotters::coord::Shift;
+use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::{Plan, evaluate, hosts};
 use crate::cluster::{Cluster, Links};
 use crate::plan::workload::Workload;
+use crate::plot::{Area, COLORS, draw, failed, write};
 
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
@@ -16,45 +16,13 @@ const LABELLED: (i32, i32) = (38, 24);
 /// Curves of the latency plot at most.
 const CURVES: usize = 6;
 
-/// Colours that stay apart for the colour-blind too (Okabe and Ito 2008).
-const COLORS: [RGBColor; 8] = [
-    RGBColor(0, 114, 178),
-    RGBColor(230, 159, 0),
-    RGBColor(0, 158, 115),
-    RGBColor(204, 121, 167),
-    RGBColor(86, 180, 233),
-    RGBColor(213, 94, 0),
-    RGBColor(240, 228, 66),
-    RGBColor(120, 120, 120),
-];
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-
 /// A row per host, a cell per device: its colour is its group's, its text its id and how many experts it holds; the darker bar
 /// at the bottom is how much of its group's makespan it works.
 ///
 /// # Errors
 /// If the drawing library fails.
 pub fn plot_plan(cluster: &Cluster, workload: &Workload, plan: &Plan) -> Result<String> {
-    let mut svg = String::new();
-    draw(&mut svg, |area| plan_on(area, cluster, workload, plan))?;
-    Ok(svg)
-}
-
-fn draw(svg: &mut String, paint: impl FnOnce(&Area) -> Result<()>) -> Result<()> {
-    let area = SVGBackend::with_string(svg, (WIDTH, HEIGHT)).into_drawing_area();
-    area.fill(&WHITE).map_err(failed)?;
-    paint(&area)?;
-    area.present().map_err(failed)
-}
-
-fn failed(error: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!("cannot draw: {error}")
-}
-
-fn write(area: &Area, text: &str, at: (i32, i32), size: i32, anchor: Pos) -> Result<()> {
-    let style = ("sans-serif", size).into_font().color(&BLACK).pos(anchor);
-    area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
+    draw((WIDTH, HEIGHT), |area| plan_on(area, cluster, workload, plan))
 }
 
 fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> Result<()> {
@@ -145,9 +113,7 @@ struct Point {
 /// If the drawing library fails.
 pub fn plot_latency(cluster: &Cluster, workload: &Workload) -> Result<String> {
     let curves = latency(cluster, workload);
-    let mut svg = String::new();
-    draw(&mut svg, |area| latency_on(area, &curves))?;
-    Ok(svg)
+    draw((WIDTH, HEIGHT), |area| latency_on(area, &curves))
 }
 
 /// By size of groups, the points.

@@ -9,7 +9,6 @@
 mod cluster;
 mod pe;
 mod plan;
-pub mod plot;
 mod run;
 pub(crate) mod table;
 mod trace;

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Measure, Op, Row};
 use crate::bench::probe::{Placement, Seat, cpu_model};
-use crate::report::plot::{self, Axis, Plot, Scale, Series, Style};
+use crate::plot::{self, Axis, Plot, Scale, Series, Style};
 use crate::report::table::{plain, right_aligned};
 
 /// What one PE measured, by figure: PEs count the figures alike.

@@ -12,8 +12,8 @@ use super::pe::{PeSteps, on_one_clock};
 use super::{Mode, StragglerBench};
 use crate::bench::p2p::percentile;
 use crate::bench::probe::{Nearness, Placement, Seat, cpu_model};
+use crate::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
 use crate::report::median;
-use crate::report::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
 use crate::report::table::{count, plain, right_aligned};
 
 /// Causes that the table lists.
