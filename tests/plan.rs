@@ -202,11 +202,20 @@ fn hostile(random: &mut Random, case: &mut Case) {
 }
 
 #[test]
-fn ten_thousand_inputs_have_valid_answers() {
-    let mut random = Random::new(4);
+fn five_thousand_inputs_have_valid_answers() {
+    inputs_have_valid_answers(0..5_000, 4);
+}
+
+#[test]
+fn five_thousand_more_inputs_have_valid_answers() {
+    inputs_have_valid_answers(5_000..10_000, 5);
+}
+
+fn inputs_have_valid_answers(rounds: std::ops::Range<usize>, seed: u64) {
+    let mut random = Random::new(seed);
     let limit_s = if cfg!(debug_assertions) { 20.0 } else { 1.0 };
     let (mut plans, mut worse) = (0, 0);
-    for round in 0..10_000 {
+    for round in rounds {
         let n = match round {
             _ if round % 501 == 0 => 64,
             _ if round % 151 == 0 => 17 + random.below(48),
@@ -247,5 +256,5 @@ fn ten_thousand_inputs_have_valid_answers() {
             assert_eq!(again, Some(without_time(found)), "the same input, another plan");
         }
     }
-    assert!(plans > 7_000 && worse > 1_000, "{plans} plans, the published algorithm worse in {worse}");
+    assert!(plans > 3_500 && worse > 500, "{plans} plans, the published algorithm worse in {worse}");
 }

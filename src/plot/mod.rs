@@ -1,6 +1,6 @@
 //! Plots: series over axes and horizontal bars, as SVG, and the same picture as PNG.
 //!
-//! `plotters` draws the SVG, `resvg` makes pixels of that, with a font of our own ([`FONT`]): nothing is asked of the machine, and
+//! `plotters` draws the SVG, `resvg` makes pixels of that, with a font of our own: nothing is asked of the machine, and
 //! both files show the same. The legend has a strip beside the axes, so that it never covers data.
 
 use std::ops::Range;
@@ -175,7 +175,7 @@ pub fn write(area: &Area, text: &str, at: (i32, i32), size: i32, anchor: Pos) ->
     area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
 }
 
-/// An SVG as pixels, in the format PNG, [`PNG_SCALE`] of them per unit.
+/// An SVG as pixels, in the format PNG, two of them per unit.
 ///
 /// # Errors
 /// If it is no SVG.

@@ -2,11 +2,11 @@
 //!
 //! A *sample* is the mean of a batch of operations, so large that reading the clock is no more than about 2% of it; large
 //! sizes have batches of one, and fewer samples. What shares pages is measured in turn with the same done bare ([`super::raw`]), in
-//! [`ROUNDS`] rounds each, so that a machine that grows slower meanwhile does so for both.
+//! rounds each, so that a machine that grows slower meanwhile does so for both.
 //!
 //! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
 //! - **Bandwidth**: a batch of calls to the same place, then quiet. Nobody reads the bytes.
-//! - **Consume**: a stream of put with signal, or of sends, through a ring of [`RING_BYTES`], or of two slots where that is more. The receiver
+//! - **Consume**: a stream of put with signal, or of sends, through a ring of 2 MiB, or of two slots where that is more. The receiver
 //!   adds up every byte, compares the sum with what must have come, and gives the slot back; it is its clock that counts.
 
 use std::collections::HashMap;
@@ -44,7 +44,7 @@ const SIGNALS: usize = SLOT + SLOTS_MAX;
 /// Round trips of the probe, and how many of them are one sample.
 const PROBE: (usize, usize) = (9, 16);
 
-/// What the phases of the job are called: measuring each operation, by [`phase`].
+/// What the phases of the job are called: measuring each operation.
 pub const PHASE_NAMES: [&str; 8] = [
     "start-up",
     "measuring memcpy",
