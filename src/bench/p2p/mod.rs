@@ -1,7 +1,7 @@
 //! `aristos bench p2p`: latency, bandwidth and message rate of one-sided operations between two PEs.
 //!
 //! What is measured is the same whatever the transport; how, is [`host`]'s for transports whose calls the host makes, and
-//! [`device`]'s for NVSHMEM, whose calls are made on the device. [`report`] prints and plots both.
+//! `device`'s for NVSHMEM, whose calls are made on the device. [`report`] prints and plots both.
 //!
 //! The method is that of NVSHMEM's perftest, with two differences. There is a time for each iteration, or for each few where one is too
 //! short for a clock, so that a row has the median and the tail, and not only the mean. And a put whose bytes nobody reads measures
