@@ -20,14 +20,14 @@ use crate::shmem::mpi::{MpiTransport, MpiWorld};
 /// # Errors
 /// One line: MPI could not start, or there are not `pes` PEs.
 pub fn run(
-    pes: Option<usize>,
+    pes: usize,
     heap_bytes: impl FnOnce(usize) -> Result<usize>,
     limit: Duration,
     part: impl FnOnce(&Shmem<MpiTransport<'_>>, &MpiWorld, &BenchHost<'_>) -> Result<()>,
 ) -> Result<Option<Vec<String>>> {
     let world = MpiWorld::init()?;
     let n = world.n_pes();
-    if let Some(pes) = pes.filter(|&pes| pes != n) {
+    if n != pes {
         if mpirun::first_speaks() {
             return Ok(None);
         }

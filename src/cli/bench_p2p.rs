@@ -299,7 +299,7 @@ impl Args {
             self.plot.as_deref().map(plot::create_folder).transpose()?;
         }
         let heap = |_| Ok(host::heap_bytes::<MpiTransport<'_>>(&bench));
-        let messages = run(Some(bench.pes), heap, limit, |shmem, world, pe| {
+        let messages = run(bench.pes, heap, limit, |shmem, world, pe| {
             host::run_pe(&bench, shmem, Some(&MpiMessages { world, limit }), pe, limit)
         })?;
         let Some(messages) = messages else { return Ok(true) };

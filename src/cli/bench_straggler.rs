@@ -187,9 +187,8 @@ impl Args {
         }
         let limit = Duration::from_secs(self.timeout.into());
         let heap = |_| Ok(pe::heap_bytes::<MpiTransport<'_>>(&bench));
-        let messages = crate::bench::mpi::run(Some(bench.pes), heap, limit, |shmem, _, host| {
-            pe::run_pe(&bench, shmem, host, limit)
-        })?;
+        let messages =
+            crate::bench::mpi::run(bench.pes, heap, limit, |shmem, _, host| pe::run_pe(&bench, shmem, host, limit))?;
         let Some(messages) = messages else { return Ok(true) };
         let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeSteps>, _>>();
         self.print(&bench, csv, parts.context("a PE sent what is no measurement")?)

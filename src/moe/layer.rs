@@ -224,7 +224,6 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         if self.config.has_losses() {
             saved.loads[me] = saved.routing.load(&self.config);
         }
-        let load = saved.loads[me].clone();
         saved.routes = router::routes(&saved.routing, &self.placement, self.config.router.top_k);
         saved.shared.weight.clear();
         match &self.shared_gate {
@@ -239,7 +238,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;
         if let (Some(exchange), true) = (&self.exchange, self.config.has_losses()) {
             self.recorder.enter(Phase::AllReduce);
-            saved.loads = exchange.loads(&load, self.options.deadline())?;
+            saved.loads = exchange.loads(&saved.loads[me], self.options.deadline())?;
         }
         self.recorder.enter(Phase::Combine);
         if self.shared.is_some() {
