@@ -156,6 +156,34 @@ fn aristos_run(n: usize, args: &str) -> Command {
     mpirun(n, env!("CARGO_BIN_EXE_aristos"), args)
 }
 
+/// `program` as a job of `n` processes on three hosts, which are namespaces (`tests/hosts/hosts`), in the repository's root; `None`
+/// where none can be made.
+fn over_hosts(n: usize, program: impl AsRef<OsStr>, args: &str) -> Option<Command> {
+    if !rustix::process::geteuid().is_root() {
+        println!("(network namespaces are root's to make: left out)");
+        return None;
+    }
+    let hosts = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/hosts");
+    let mut command = Command::new(hosts);
+    command.arg(HOSTS.len().to_string()).arg(launcher(is_open_mpi()).expect("mpirun in PATH"));
+    if is_open_mpi() {
+        let slots: Vec<String> = HOSTS.iter().map(|host| format!("{host}:{}", n.div_ceil(HOSTS.len()))).collect();
+        command.args(["--allow-run-as-root", "--oversubscribe", "--map-by", "node"]);
+        // A plain network; and hosts that share their CPUs, of which none knows.
+        command.args(["--mca", "osc", "^rdma", "--mca", "mpi_yield_when_idle", "1"]);
+        command.args(["--mca", "plm_rsh_agent", &format!("{hosts} --on")]);
+        command.args(["--host", &slots.join(",")]);
+    } else {
+        command.args(["-launcher", "ssh", "-launcher-exec", hosts, "-hosts", &HOSTS.join(",")]);
+    }
+    command.args(["-n", &n.to_string()]).arg(program).args(args.split_whitespace());
+    command.current_dir(env!("CARGO_MANIFEST_DIR"));
+    Some(command)
+}
+
+/// The addresses that `tests/hosts/hosts` gives them.
+const HOSTS: [&str; 3] = ["10.77.0.1", "10.77.0.2", "10.77.0.3"];
+
 /// Lines of ours on standard error; launchers add theirs when a process has an exit code.
 fn lines(outcome: &Outcome) -> Vec<&str> {
     outcome.stderr.lines().filter(|line| line.starts_with("aristos: ")).collect()
@@ -244,6 +272,52 @@ const TESTS: &[(&str, fn())] = &[
         }
         assert_eq!(binary::names_in(dir.path()).len(), 8, "nothing else is left");
     }),
+    ("several_hosts_run_the_layer", || {
+        let aristos = env!("CARGO_BIN_EXE_aristos");
+        let Some(where_am_i) = over_hosts(4, "hostname", "") else { return };
+        let outcome = run(where_am_i).success();
+        let mut names: Vec<&str> = outcome.stdout.lines().collect();
+        names.sort_unstable();
+        assert_eq!(names, ["node0", "node0", "node1", "node2"], "{outcome:?}");
+
+        let checked = format!("run --transport mpi {SMALL} --check --steps 2 --chunk-rows 8");
+        let outcome = run(over_hosts(4, aristos, &checked).unwrap()).success();
+        assert_eq!(outcome.stdout.matches("check passed").count(), 1, "{outcome:?}");
+        assert!(outcome.stdout.contains("4 PEs"), "{outcome:?}");
+
+        let dir = tempfile::tempdir().unwrap();
+        let (shm, mpi) = (dir.path().join("shm"), dir.path().join("mpi"));
+        let layer = format!("{SMALL} --seed 7 --bias --aux-loss-coef 0.01 --pes 3");
+        run(binary::aristos_run(&format!("{layer} --output {}", shm.display()))).success();
+        let over = format!("run --transport mpi {layer} --output {}", mpi.display());
+        run(over_hosts(3, aristos, &over).unwrap()).success();
+        same(&shm, &mpi);
+    }),
+    ("several_hosts_are_measured", || {
+        let aristos = env!("CARGO_BIN_EXE_aristos");
+        let dir = tempfile::tempdir().unwrap();
+        let cluster = dir.path().join("cluster.json");
+        let probe = format!("probe --transport mpi --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
+        let p2p = "bench p2p --transport mpi --max 4KiB --iterations 5 --warmup 1 --json";
+        let Some(command) = over_hosts(3, aristos, &probe) else { return };
+        run(command).success();
+        let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
+        let hosts: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
+        assert_eq!(hosts, ["node0", "node1", "node2"]);
+        let outcome = run(over_hosts(2, aristos, p2p).unwrap()).success();
+        assert!(outcome.stdout.contains("\"put-signal\""), "{outcome:?}");
+        let straggler =
+            "bench straggler --transport mpi --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=2:8 --json";
+        let outcome = run(over_hosts(3, aristos, straggler).unwrap()).success();
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+        for mode in report["modes"].as_array().unwrap() {
+            assert_eq!(mode["culprit"]["pe"], 2, "{mode}");
+        }
+    }),
+    ("shared_memory_of_several_hosts_is_one_line", || {
+        let Some(command) = over_hosts(3, env!("CARGO_BIN_EXE_aristos"), "run --tokens 10") else { return };
+        refused(command, &["several hosts", "--transport mpi"]);
+    }),
     ("report_and_trace_are_of_all_pes", || {
         let dir = tempfile::tempdir().unwrap();
         let trace = dir.path().join("trace.json");
@@ -255,6 +329,28 @@ const TESTS: &[(&str, fn())] = &[
         for pe in 0..3 {
             assert!(trace.to_string().contains(&format!(r#""pid":{pe}"#)), "PE {pe} has no spans");
         }
+    }),
+    ("pes_are_probed_and_run_by_the_plan", || {
+        let dir = tempfile::tempdir().unwrap();
+        let cluster = dir.path().join("cluster.json");
+        let args = format!("probe --transport mpi --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
+        let outcome = run(mpirun(3, env!("CARGO_BIN_EXE_aristos"), args.split_whitespace())).success();
+        assert!(outcome.stdout.contains("3 "), "{outcome:?}");
+        let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
+        assert_eq!((probed.devices.len(), &*probed.probe.unwrap().transport), (3, "mpi"));
+        // Eight experts of 64 x 96: 0.147 MB each with its gradient. Two PEs must share, two can hold all.
+        let args = format!("{SMALL} --plan auto --memory-mb 10,0.6,0.7,10 --check --json");
+        let outcome = run(aristos_run(4, &args)).success();
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+        assert_eq!(report["plan"]["source"], "auto", "{report}");
+        let groups = report["plan"]["groups"].as_array().unwrap();
+        let experts = |group: &serde_json::Value| -> usize {
+            group["experts"].as_array().unwrap().iter().map(|of_pe| of_pe.as_array().unwrap().len()).sum()
+        };
+        assert!(groups.iter().all(|group| experts(group) == 8), "{report}");
+        assert_eq!(report["check"]["passed"], true, "{report}");
+        refused(aristos_run(2, &format!("{SMALL} --plan auto --memory-mb 0.1,0.1")), &["--plan auto", "short"]);
+        refused(aristos_run(2, &format!("{SMALL} --plan auto --memory-mb 1,2,3")), &["--memory-mb has 3 numbers"]);
     }),
     ("without_mpirun_it_is_one_pe", || {
         let args = format!("--transport mpi --check {SMALL}");
@@ -284,6 +380,7 @@ const TESTS: &[(&str, fn())] = &[
         }
         let outcome = bench(3, "bench straggler --transport mpi --steps 20 --warmup 2 --compute-us 10 --json");
         assert!(outcome.status.success() && outcome.stdout.contains("total_over_actual"), "{outcome:?}");
+        assert!(outcome.stdout.contains(r#""mode": "alltoallv""#), "{outcome:?}");
         refused(mpirun(3, env!("CARGO_BIN_EXE_aristos"), p2p.split_whitespace()), &["3 PEs", "expected 2"]);
     }),
     ("an_unknown_transport_is_said_once", || {

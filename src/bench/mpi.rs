@@ -4,14 +4,17 @@ use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use mpi::datatype::{Partition, PartitionMut};
 use mpi::request::Request;
 use mpi::traits::*;
 
 use super::BenchHost;
 use super::p2p::host::TwoSided;
+use super::straggler::pe::AllToAll;
 use crate::launch::{StatusPage, mpirun, one_line};
 use crate::shmem::Shmem;
+use crate::shmem::mpi::watchdog::Watchdog;
 use crate::shmem::mpi::{MpiTransport, MpiWorld};
 
 /// Runs `part` on this PE, over a window of `heap_bytes`; PE 0 gets all PEs' messages, in any order, the others `None`. Where a PE
@@ -126,6 +129,37 @@ impl TwoSided for MpiMessages<'_> {
             let request = self.world.comm().process_at_rank(pe as i32).immediate_receive_into(scope, bytes);
             self.finish(request, deadline, "receive from", pe);
         });
+        Ok(())
+    }
+}
+
+/// `MPI_Alltoallv`, the baseline of all-to-all steps.
+pub struct MpiAllToAll<'w> {
+    world: &'w MpiWorld,
+    watchdog: Watchdog,
+}
+
+impl<'w> MpiAllToAll<'w> {
+    /// Over all PEs; a call that takes longer than `limit` ends the job, with a line that says so.
+    ///
+    /// # Errors
+    /// When there can be no thread to watch.
+    pub fn new(world: &'w MpiWorld, limit: Duration) -> Result<Self> {
+        let watchdog = Watchdog::start(world.my_pe(), limit, |_| "the other PEs (MPI_Alltoallv)".into());
+        Ok(MpiAllToAll { world, watchdog: watchdog.context("cannot start the watchdog's thread")? })
+    }
+}
+
+impl AllToAll for MpiAllToAll<'_> {
+    fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<()> {
+        let n = self.world.n_pes();
+        let fits = i32::try_from(n * bytes).is_ok();
+        ensure!(fits, "--bytes is {bytes}, expected less than 2 GiB for all {n} PEs with --mode alltoallv");
+        let counts = vec![bytes as i32; n];
+        let starts: Vec<i32> = (0..n).map(|pe| (pe * bytes) as i32).collect();
+        let out = Partition::new(out, &counts[..], &starts[..]);
+        let mut into = PartitionMut::new(into, &counts[..], &starts[..]);
+        self.watchdog.during(0, || self.world.comm().all_to_all_varcount_into(&out, &mut into));
         Ok(())
     }
 }

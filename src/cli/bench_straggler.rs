@@ -44,9 +44,9 @@ pub struct Args {
     /// What the PEs talk over
     #[arg(long, value_enum, default_value = "shm")]
     transport: TransportArg,
-    /// How the PEs of a step wait for each other
-    #[arg(long, value_enum, default_value = "both")]
-    mode: ModeArg,
+    /// How the PEs of a step wait for each other, may be given several times [default: all that the transport has]
+    #[arg(long, value_enum)]
+    mode: Vec<ModeArg>,
     /// Noise to make: slow-pe=P:FACTOR, slow-link=A-B:US or jitter=US; may be given several times
     #[arg(long, value_name = "NOISE")]
     inject: Vec<String>,
@@ -75,14 +75,14 @@ enum TransportArg {
     Mpi,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum ModeArg {
     /// A barrier before and after each exchange
     Bulk,
     /// Signals alone
     OneSided,
-    /// One after the other
-    Both,
+    /// MPI_Alltoallv, the baseline, over MPI
+    Alltoallv,
 }
 
 impl Args {
@@ -95,6 +95,7 @@ impl Args {
         if !(1..=MAX_PES).contains(&pes) {
             return Err(LaunchError::Pes { pes }.into());
         }
+        let inject = self.inject.iter().map(|text| parse_inject(text)).collect::<Result<Vec<_>>>()?;
         let bench = StragglerBench {
             pes,
             steps: self.steps,
@@ -102,17 +103,37 @@ impl Args {
             bytes: size("bytes", &self.bytes)?,
             compute_us: self.compute_us,
             imbalance: self.imbalance,
-            modes: match self.mode {
-                ModeArg::Bulk => vec![Mode::Bulk],
-                ModeArg::OneSided => vec![Mode::OneSided],
-                ModeArg::Both => vec![Mode::Bulk, Mode::OneSided],
-            },
-            inject: self.inject.iter().map(|text| inject(text)).collect::<Result<_>>()?,
+            modes: self.modes(&inject)?,
+            inject,
             seed: self.seed,
         };
         ensure!(bench.warmup <= 1 << 20, "--warmup is {}, expected at most {}", bench.warmup, 1 << 20);
         bench.validate()?;
         Ok(bench)
+    }
+
+    /// The modes that were asked for, or all there are.
+    fn modes(&self, inject: &[Inject]) -> Result<Vec<Mode>> {
+        // What comes by one call comes all at once: no message of it can be held back.
+        let slow_link = inject.iter().any(|noise| matches!(noise, Inject::SlowLink { .. }));
+        let alltoallv = self.transport == TransportArg::Mpi && !slow_link;
+        if self.mode.contains(&ModeArg::Alltoallv) {
+            let transport = if self.transport == TransportArg::Mpi { "mpi" } else { "shm" };
+            ensure!(self.transport == TransportArg::Mpi, "--mode alltoallv on --transport {transport}, expected mpi");
+            ensure!(alltoallv, "--mode alltoallv with --inject slow-link, expected --mode bulk or one-sided");
+        }
+        // Always in this order: the other two count their messages on.
+        let all = [ModeArg::Bulk, ModeArg::OneSided, ModeArg::Alltoallv];
+        let wanted = |mode: &ModeArg| match self.mode.is_empty() {
+            true => *mode != ModeArg::Alltoallv || alltoallv,
+            false => self.mode.contains(mode),
+        };
+        let modes = all.into_iter().filter(wanted).map(|mode| match mode {
+            ModeArg::Bulk => Mode::Bulk,
+            ModeArg::OneSided => Mode::OneSided,
+            ModeArg::Alltoallv => Mode::Alltoallv,
+        });
+        Ok(modes.collect())
     }
 
     /// The supervisor's part.
@@ -164,7 +185,7 @@ impl Args {
         let segments = context.exchange_segments(pe::heap_bytes::<ShmTransport>(&bench))?;
         let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
         let context: &PeContext = context;
-        supervised(context, |pe| pe::run_pe(&bench, &shmem, pe, Duration::from_secs(self.timeout.into())))
+        supervised(context, |pe| pe::run_pe(&bench, &shmem, None, pe, Duration::from_secs(self.timeout.into())))
     }
 
     /// Whether the PEs are those of MPI.
@@ -175,6 +196,7 @@ impl Args {
     /// Any PE's part, where `mpirun` started them.
     #[cfg(feature = "mpi")]
     fn run_over_mpi(&self) -> Result<bool> {
+        use crate::bench::mpi::MpiAllToAll;
         use crate::shmem::mpi::MpiTransport;
         let first = mpirun::rank().unwrap_or(0) == 0;
         let bench = match self.bench() {
@@ -187,8 +209,10 @@ impl Args {
         }
         let limit = Duration::from_secs(self.timeout.into());
         let heap = |_| Ok(pe::heap_bytes::<MpiTransport<'_>>(&bench));
-        let messages =
-            crate::bench::mpi::run(bench.pes, heap, limit, |shmem, _, host| pe::run_pe(&bench, shmem, host, limit))?;
+        let messages = crate::bench::mpi::run(bench.pes, heap, limit, |shmem, world, host| {
+            let all_to_all = MpiAllToAll::new(world, limit)?;
+            pe::run_pe(&bench, shmem, Some(&all_to_all), host, limit)
+        })?;
         let Some(messages) = messages else { return Ok(true) };
         let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeSteps>, _>>();
         self.print(&bench, csv, parts.context("a PE sent what is no measurement")?)
@@ -196,7 +220,7 @@ impl Args {
 }
 
 /// One `--inject`.
-fn inject(text: &str) -> Result<Inject> {
+fn parse_inject(text: &str) -> Result<Inject> {
     let parse = || -> Option<Inject> {
         let (what, value) = text.split_once('=')?;
         match what {

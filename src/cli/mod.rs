@@ -38,7 +38,7 @@ enum Command {
     Doctor(doctor::Args),
     /// Choose the expert-parallel groups and the placement of experts for a cluster and a workload.
     Plan(Box<plan::Args>),
-    /// Measure links, speeds and memories of N PEs of this host, and write the cluster file that `plan` reads.
+    /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
 }
 
@@ -98,6 +98,7 @@ impl Command {
         match self {
             Command::Run(args) => args.over_mpi(),
             Command::Bench(args) => args.over_mpi(),
+            Command::Probe(args) => args.over_mpi(),
             _ => false,
         }
     }

@@ -434,10 +434,6 @@ impl Args {
             bail!("--pes {pes} with --transport mpi: mpirun started {started}, expected {started} or no --pes");
         }
         ensure!(self.device == DeviceArg::Cpu, "--transport mpi on a device, expected --device cpu");
-        ensure!(
-            self.plan.as_deref() != Some(Path::new("auto")),
-            "--plan auto with --transport mpi, expected a file: aristos plan --out makes one"
-        );
         self.request(Some(started))
     }
 }

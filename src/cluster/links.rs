@@ -164,7 +164,7 @@ fn exact_sum(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// The columns of `n` rows of `n`. In blocks, so that both sides stay in cache.
-pub(crate) fn transposed(n: usize, rows: &[f64]) -> Vec<f64> {
+fn transposed(n: usize, rows: &[f64]) -> Vec<f64> {
     const BLOCK: usize = 16;
     let mut columns = vec![0.0; n * n];
     for i0 in (0..n).step_by(BLOCK) {

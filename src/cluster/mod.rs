@@ -17,7 +17,6 @@ use std::collections::BTreeMap;
 pub use fit::{Fit, fit};
 pub(crate) use json::Number;
 pub use json::{Probe, Range, parse_json, read_text};
-pub(crate) use links::transposed;
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Rank, Tier, Tiers};
 pub use presets::{PRESETS, preset};
 pub use probe::{Own, ProbeError, ProbeOptions, ProbedLinks, Stage, probe, probe_links};

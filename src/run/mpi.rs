@@ -19,8 +19,10 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use super::pe::{self, CHOSEN, Host, Message, PHASE_NAMES, RESULTS};
+use super::probe::{heap_bytes, probe_pes};
 use super::supervisor::{self, Outputs};
 use super::{Job, Request};
+use crate::cluster::Cluster;
 use crate::launch::{LaunchError, MAX_PES, StatusPage, mpirun, one_line};
 use crate::moe::MoeError;
 use crate::shmem::Shmem;
@@ -47,20 +49,13 @@ pub fn run(request: impl FnOnce(usize) -> Result<Request>) -> Result<bool> {
         Err(error) => return Err(error),
     };
     let status = StatusPage::private().context("cannot make a status page")?;
-    let prepared = prepare(&world, request);
-    let limit = prepared.as_ref().map_or(START_LIMIT, |(job, _)| job.wait_limit().max(START_LIMIT));
-    let me = world.my_pe();
-    let nobody = world.n_pes() as u64;
-    let mine = if prepared.is_ok() { nobody } else { me as u64 };
-    let first = world.min(mine, limit).unwrap_or_else(|error| fail(&world, &status, &error.into()));
-    let (job, outputs) = match prepared {
-        Err(error) if first == me as u64 => {
-            say(&if me == 0 { error } else { error.context(format!("PE {me}")) });
-            return Ok(false);
-        }
-        Ok(prepared) if first == nobody => prepared,
-        _ => return Ok(false),
-    };
+    let Some(mut job) = agreed(&world, &status, START_LIMIT, open(&world, request)) else { return Ok(false) };
+    let limit = job.wait_limit().max(START_LIMIT);
+    // Here every PE is at hand to be probed; all get the same cluster, and make the same plan of it.
+    let cluster = probe(&world, &job).unwrap_or_else(|error| fail(&world, &status, &error));
+    let prepared = prepare(&world, &mut job, cluster);
+    let Some(outputs) = agreed(&world, &status, limit, prepared) else { return Ok(false) };
+    let job = job;
     let host = MpiHost { world: &world, status, request: &job.request, outputs, messages: RefCell::default() };
     if let Err(error) = compute(&job, &host) {
         drop(host.outputs);
@@ -105,21 +100,52 @@ fn start() -> Result<MpiWorld> {
     }
 }
 
-/// What must be right before anything is computed; at PE 0 with the files.
-fn prepare(world: &MpiWorld, request: impl FnOnce(usize) -> Result<Request>) -> Result<(Job, Option<Outputs>)> {
+/// What all PEs could do; `None`, and the line of the first that could not, where one could not.
+fn agreed<R>(world: &MpiWorld, status: &StatusPage, limit: Duration, mine: Result<R>) -> Option<R> {
+    let (me, nobody) = (world.my_pe() as u64, world.n_pes() as u64);
+    let failed = if mine.is_ok() { nobody } else { me };
+    let first = world.min(failed, limit).unwrap_or_else(|error| fail(world, status, &error.into()));
+    match mine {
+        Err(error) if first == me => say(&if me == 0 { error } else { error.context(format!("PE {me}")) }),
+        Ok(mine) if first == nobody => return Some(mine),
+        _ => {}
+    }
+    None
+}
+
+fn open(world: &MpiWorld, request: impl FnOnce(usize) -> Result<Request>) -> Result<Job> {
     let pes = world.n_pes();
     ensure!(pes <= MAX_PES, LaunchError::Pes { pes });
-    let mut job = Job::open(request(pes)?)?;
-    job.make_plan()?;
+    let job = Job::open(request(pes)?)?;
+    job.probe_request()?;
+    Ok(job)
+}
+
+/// The PEs as a cluster, where the plan is to be made for them. Collective.
+fn probe(world: &MpiWorld, job: &Job) -> Result<Option<Cluster>> {
+    let Some(request) = job.probe_request()? else { return Ok(None) };
+    let heap_bytes = heap_bytes::<MpiTransport<'_>>(&request.options, world.n_pes());
+    // As in `compute`.
+    let transport = MpiTransport::new(world, heap_bytes)?.with_flush_limit(request.options.wait_limit)?;
+    let shmem = ManuallyDrop::new(Shmem::new(transport));
+    let cluster = probe_pes(&shmem, &request, "mpi", world.pes_on_host(), &mut |_, _, _| {});
+    let cluster = cluster.context("--plan auto: the probe failed")?;
+    drop(ManuallyDrop::into_inner(shmem));
+    Ok(Some(cluster))
+}
+
+/// What must be right before anything is computed; at PE 0 the files.
+fn prepare(world: &MpiWorld, job: &mut Job, cluster: Option<Cluster>) -> Result<Option<Outputs>> {
+    let pes = world.n_pes();
+    job.make_plan(|_, _| cluster.context("--plan auto: nothing was probed"))?;
     supervisor::check_trace(&job.request)?;
     job.check_memory(world.pes_on_host())?;
     if world.my_pe() > 0 {
-        return Ok((job, None));
+        return Ok(None);
     }
-    supervisor::check_input(&job)?;
+    supervisor::check_input(job)?;
     tracing::info!(pes, tokens = job.tokens, mode = job.mode(), mpi = mpi::library(), "starting");
-    let outputs = Outputs::create(&job)?;
-    Ok((job, Some(outputs)))
+    Ok(Some(Outputs::create(job)?))
 }
 
 fn compute(job: &Job, host: &MpiHost<'_>) -> Result<()> {

@@ -10,7 +10,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 
 use super::probe::PROBE_PHASES;
+#[cfg(feature = "mpi")]
+use super::probe::{ProbeRequest, ProbedExpert};
 use super::{Device, Job};
+#[cfg(feature = "mpi")]
+use crate::cluster::ProbeOptions;
 use crate::cluster::{Cluster, parse_json, read_text};
 use crate::launch::{self, Event};
 use crate::moe::{Groups, Placement};
@@ -72,11 +76,12 @@ impl Job {
         }
     }
 
-    /// Makes or reads the plan that was asked for, and runs by it.
+    /// Makes or reads the plan that was asked for, and runs by it. `probe` gives the cluster of the PEs that are to run, where it is
+    /// asked for.
     ///
     /// # Errors
     /// One line: a probe that failed, memory that does not suffice, a file that is no plan for this run.
-    pub(super) fn make_plan(&mut self) -> Result<()> {
+    pub(super) fn make_plan(&mut self, probe: impl FnOnce(&Job, &[f64]) -> Result<Cluster>) -> Result<()> {
         let (plan, source) = match self.request.plan.clone() {
             None => return Ok(()),
             Some(PlanSource::File(path)) => {
@@ -86,7 +91,7 @@ impl Job {
                 (plan, path.display().to_string())
             }
             Some(PlanSource::Auto { memory_mb }) => {
-                let cluster = self.probe(&memory_mb)?;
+                let cluster = probe(self, &memory_mb)?;
                 let plan = match plan::plan(&cluster, &self.workload(), plan::Options::default())? {
                     Outcome::Plan(plan) => plan,
                     Outcome::Infeasible(Infeasible { shortage, .. }) => bail!("--plan auto: no plan: {shortage}"),
@@ -115,8 +120,26 @@ impl Job {
         Ok(())
     }
 
+    /// What `--plan auto` asks of a probe, in PEs that are the job's own; `None` where there is nothing to probe.
+    ///
+    /// # Errors
+    /// What cannot be probed.
+    #[cfg(feature = "mpi")]
+    pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
+        let Some(PlanSource::Auto { memory_mb }) = &self.request.plan else { return Ok(None) };
+        let expert = ProbedExpert {
+            hidden: self.config.hidden,
+            intermediate: self.config.expert.intermediate,
+            gated: self.config.expert.gated,
+            dtype: self.request.dtype,
+        };
+        expert.check()?;
+        let options = ProbeOptions { wait_limit: self.wait_limit(), ..ProbeOptions::quick() };
+        Ok(Some(ProbeRequest { expert, options, memory_mb: memory_mb.clone() }))
+    }
+
     /// Probes the PEs that are to run, by processes of their own.
-    fn probe(&self, memory_mb: &[f64]) -> Result<Cluster> {
+    pub(super) fn probe(&self, memory_mb: &[f64]) -> Result<Cluster> {
         let (config, request) = (&self.config, &self.request);
         ensure!(
             request.device == Device::Cpu,

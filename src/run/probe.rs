@@ -1,17 +1,17 @@
-//! The probe, as the PEs of one host run it: what each computes, and the memory that it has for experts.
+//! The probe, as PEs run it: what each computes, and the memory that it has for experts.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
 use half::bf16;
 
+use crate::bench::BenchHost;
 use crate::cluster::{Cluster, Own, ProbeOptions, Stage, probe};
-use crate::launch::{PeContext, StatusPage};
 use crate::moe::experts::{Batch, Mlp, MlpGradients, Scratch, Which};
 use crate::moe::kernels::Element;
 use crate::moe::synthetic::RouterKind;
 use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Options, WeightId, WeightSource};
-use crate::shmem::{ShmTransport, Shmem, Transport, available_bytes};
+use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
 pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together", "expert GEMM"];
@@ -217,29 +217,28 @@ fn host_name() -> String {
 }
 
 /// The symmetric heap that a probe of `pes` PEs needs, bytes.
-pub fn heap_bytes(options: &ProbeOptions, pes: usize) -> usize {
-    Shmem::<ShmTransport>::heap_bytes_for(pes, options.symmetric_bytes(pes))
+pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
+    Shmem::<T>::heap_bytes_for(pes, options.symmetric_bytes(pes))
 }
 
-/// A PE's part of `aristos probe`; PE 0 sends the cluster, as JSON.
+/// A PE's part of `aristos probe`, `here` of the PEs being on this host; PE 0 sends the cluster, as JSON.
 ///
 /// # Errors
 /// One line.
-pub fn run_pe(request: &ProbeRequest, context: &mut PeContext) -> Result<()> {
-    let n = context.n_pes();
-    let segments = context.exchange_segments(heap_bytes(&request.options, n))?;
-    let context: &PeContext = context;
-    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    let status = context.status();
-    let cluster = probe_pes(&shmem, request, "shm", n, &mut |stage, done, of| show(status, stage, done, of))?;
-    if context.my_pe() == 0 {
-        context.send(cluster.to_json().as_bytes())?;
+pub fn run_pe<T: Transport>(
+    shmem: &Shmem<T>,
+    request: &ProbeRequest,
+    transport: &str,
+    here: usize,
+    host: &BenchHost<'_>,
+) -> Result<()> {
+    let mut show = |stage: Stage, done: usize, of: usize| {
+        host.status.set_phase(1 + stage as u32);
+        host.status.set_progress(done as u64, of as u64);
+    };
+    let cluster = probe_pes(shmem, request, transport, here, &mut show)?;
+    if shmem.my_pe() == 0 {
+        (host.send)(cluster.to_json().as_bytes())?;
     }
     Ok(())
-}
-
-/// Tells the supervisor.
-fn show(status: &StatusPage, stage: Stage, done: usize, of: usize) {
-    status.set_phase(1 + stage as u32);
-    status.set_progress(done as u64, of as u64);
 }

@@ -46,7 +46,7 @@ pub(super) fn print(job: &Job, report: &RunReport) -> Result<bool> {
 /// # Errors
 /// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
 pub fn measure(job: &mut Job, args: Vec<OsString>) -> Result<RunReport> {
-    job.make_plan()?;
+    job.make_plan(Job::probe)?;
     let job: &Job = job;
     check_trace(&job.request)?;
     job.check_memory(job.request.pes)?;

@@ -85,9 +85,9 @@ fn flight(pe: &PeStep, sender: usize) -> i64 {
     pe.arrived[sender] - pe.sent[sender].max(pe.send)
 }
 
-/// The sender of the last message that a PE got.
+/// The sender of the last message that a PE got; of those that came together, as a collective call gives them, the one sent last.
 fn last_sender(me: usize, pe: &PeStep) -> Option<usize> {
-    (0..pe.arrived.len()).filter(|&s| s != me).max_by_key(|&s| pe.arrived[s])
+    (0..pe.arrived.len()).filter(|&s| s != me).max_by_key(|&s| (pe.arrived[s], pe.sent[s]))
 }
 
 fn cause(steps: &[Vec<PeStep>], k: usize, mode: Mode, usual: i64) -> Option<Cause> {
@@ -97,7 +97,7 @@ fn cause(steps: &[Vec<PeStep>], k: usize, mode: Mode, usual: i64) -> Option<Caus
     let last = |pe: usize| last_sender(pe, &pes[pe]).map_or(i64::MIN, |s| pes[pe].arrived[s]);
     let receiver = match mode {
         Mode::Bulk => (0..pes.len()).max_by_key(|&pe| last(pe))?,
-        Mode::OneSided => slowest,
+        Mode::OneSided | Mode::Alltoallv => slowest,
     };
     follow(steps, k, (receiver, slowest), usual, BACK)
 }

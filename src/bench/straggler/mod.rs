@@ -28,6 +28,8 @@ pub enum Mode {
     Bulk,
     /// Signals alone: a PE goes on when it has what was sent to it.
     OneSided,
+    /// `MPI_Alltoallv`, the baseline, for transports that have it.
+    Alltoallv,
 }
 
 impl Mode {
@@ -36,6 +38,7 @@ impl Mode {
         match self {
             Mode::Bulk => "bulk",
             Mode::OneSided => "one-sided",
+            Mode::Alltoallv => "alltoallv",
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use serde::{Deserialize, Serialize};
 
 use super::clock::{self, ClockWords, Common, Offset, now_ns};
@@ -23,7 +23,18 @@ const STRIDE: usize = 8;
 const STAMP_BYTES: usize = size_of::<i64>();
 
 /// What the phases of the job are called.
-pub const PHASE_NAMES: [&str; 4] = ["start-up", "reading clocks", "bulk steps", "one-sided steps"];
+pub const PHASE_NAMES: [&str; 5] =
+    ["start-up", "reading clocks", "bulk steps", "one-sided steps", "steps of MPI_Alltoallv"];
+
+/// An all-to-all that is one call, for transports that have one beside one-sided operations.
+pub trait AllToAll {
+    /// Sends to each PE the `bytes` bytes of `out` that begin at its number times `bytes`, and takes theirs to the like place of
+    /// `into`. Collective.
+    ///
+    /// # Errors
+    /// The transport's.
+    fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<()>;
+}
 
 /// What one PE measured in one mode, its times as its own clock had them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -68,6 +79,7 @@ struct Memory {
 pub fn run_pe<T: Transport>(
     bench: &StragglerBench,
     shmem: &Shmem<T>,
+    all_to_all: Option<&dyn AllToAll>,
     host: &BenchHost<'_>,
     limit: Duration,
 ) -> Result<()> {
@@ -75,103 +87,148 @@ pub fn run_pe<T: Transport>(
     probe::pin(me, n);
     let memory =
         Memory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
+    let part = Part { bench, shmem, memory, all_to_all, limit };
     let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
     let all = bench.warmup + bench.steps;
-    for (part, &mode) in bench.modes.iter().enumerate() {
+    for (turn, &mode) in bench.modes.iter().enumerate() {
         let status = host.status;
         let read_clocks = |turn| {
             status.set_phase(1);
             clocks.measure(shmem, turn, now_ns, limit)
         };
         meet(shmem, limit)?;
-        let before = read_clocks(2 * part as u64)?;
+        let before = read_clocks(2 * turn as u64)?;
         meet(shmem, limit)?;
-        status.set_phase(2 + u32::from(mode == Mode::OneSided));
+        status.set_phase(2 + mode as u32);
         let seat = Seat::take();
         let mut steps = Vec::with_capacity(bench.steps);
         for step in 0..all {
-            status.set_progress((part * all + step) as u64, (bench.modes.len() * all) as u64);
-            let times = one_step(bench, shmem, &memory, mode, (part * all + step) as u64, step, limit)?;
+            let k = (turn * all + step) as u64;
+            status.set_progress(k, (bench.modes.len() * all) as u64);
+            let times = part.one_step(mode, k, step)?;
             if step >= bench.warmup {
                 steps.push(times);
             }
         }
         let seat = seat.leave();
         meet(shmem, limit)?;
-        let after = read_clocks(2 * part as u64 + 1)?;
+        let after = read_clocks(2 * turn as u64 + 1)?;
         let result = PeSteps { pe: me, mode, host: clock::host_id(), seat, offsets: [before, after], steps };
         (host.send)(&serde_json::to_vec(&result)?)?;
     }
     meet(shmem, limit)
 }
 
-/// One step: message number `k` of each pair.
-fn one_step<T: Transport>(
-    bench: &StragglerBench,
-    shmem: &Shmem<T>,
-    memory: &Memory,
-    mode: Mode,
-    k: u64,
-    step: usize,
+/// What the steps of one PE need.
+struct Part<'a, T: Transport> {
+    bench: &'a StragglerBench,
+    shmem: &'a Shmem<T>,
+    memory: Memory,
+    all_to_all: Option<&'a dyn AllToAll>,
     limit: Duration,
-) -> Result<PeStep> {
-    let (me, n) = (shmem.my_pe(), shmem.n_pes());
-    let deadline = Instant::now() + limit;
-    let pitch = slot_bytes(bench);
-    let slot = |sender: usize| sender * SLOTS + (k % SLOTS as u64) as usize;
-    if mode == Mode::Bulk {
-        meet(shmem, limit)?;
-    }
-    let mut times = PeStep { begin: now_ns(), sent: vec![0; n], arrived: vec![0; n], ..PeStep::default() };
-    let until = times.begin + (bench.compute_us(step, me) * 1e3) as i64;
-    while now_ns() < until {
-        std::hint::spin_loop();
-    }
-    times.send = now_ns();
-    (times.sent[me], times.arrived[me]) = (times.send, times.send);
-    let mut message = vec![0; bench.bytes.max(STAMP_BYTES)];
-    // Starting with the next PE, so that not everybody sends to PE 0 first.
-    for pe in (1..n).map(|distance| (me + distance) % n) {
-        message[..STAMP_BYTES].copy_from_slice(&now_ns().to_le_bytes());
-        let at = slot(me);
-        let dest = memory.slots.slice(at * pitch..at * pitch + message.len());
-        shmem.put_signal(dest, &message, memory.signals.at(at * STRIDE), 1, SignalOp::Add, pe);
-    }
-    let mut missing: Vec<usize> = (0..n).filter(|&pe| pe != me).collect();
-    // Messages that have come over a link that was made slow, and when they are due.
-    let mut due: Vec<(usize, i64)> = Vec::new();
-    while !missing.is_empty() {
-        let waits: Vec<Wait> = missing
-            .iter()
-            .map(|&pe| Wait { signal: memory.signals.at(slot(pe) * STRIDE), cmp: Cmp::Ge, value: k / SLOTS as u64 + 1 })
-            .collect();
-        let found = shmem.wait_until_any(&waits, deadline);
-        let found = found.map_err(|timeout| anyhow!("step {step}: message of PE {}: {timeout}", missing[0]))?;
-        let (pe, now) = (missing.swap_remove(found), now_ns());
-        let mut stamp = [0; STAMP_BYTES];
-        let at = slot(pe) * pitch;
-        shmem.get(&mut stamp, memory.slots.slice(at..at + STAMP_BYTES), me);
-        times.sent[pe] = i64::from_le_bytes(stamp);
-        times.arrived[pe] = now;
-        // A slow link holds the message back from when it was sent: by the clock of its sender, which for made noise is the same
-        // host's, and else by when it came.
-        let extra = bench.link_ns(pe, me) as i64;
-        if extra > 0 {
-            let from = if (now - times.sent[pe]).abs() < 1_000_000_000 { times.sent[pe] } else { now };
-            due.push((pe, (from + extra).max(now)));
+}
+
+impl<T: Transport> Part<'_, T> {
+    /// One step: message number `k` of each pair.
+    fn one_step(&self, mode: Mode, k: u64, step: usize) -> Result<PeStep> {
+        let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
+        if mode == Mode::Bulk {
+            meet(self.shmem, self.limit)?;
         }
-    }
-    for (pe, at) in due {
-        while now_ns() < at {
+        let mut times = PeStep { begin: now_ns(), sent: vec![0; n], arrived: vec![0; n], ..PeStep::default() };
+        let until = times.begin + (self.bench.compute_us(step, me) * 1e3) as i64;
+        while now_ns() < until {
             std::hint::spin_loop();
         }
-        times.arrived[pe] = at;
+        times.send = now_ns();
+        if mode == Mode::Alltoallv {
+            self.call(&mut times)?;
+            return Ok(times);
+        }
+        self.send(k);
+        self.receive(k, step, &mut times)?;
+        if mode == Mode::Bulk {
+            meet(self.shmem, self.limit)?;
+        }
+        times.end = now_ns();
+        Ok(times)
     }
-    if mode == Mode::Bulk {
-        meet(shmem, limit)?;
+
+    /// The place of message `k` of a sender, among the slots.
+    fn slot(&self, sender: usize, k: u64) -> usize {
+        sender * SLOTS + (k % SLOTS as u64) as usize
     }
-    times.end = now_ns();
-    Ok(times)
+
+    fn send(&self, k: u64) {
+        let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
+        let mut message = vec![0; self.bench.bytes.max(STAMP_BYTES)];
+        let (slot, pitch) = (self.slot(me, k), slot_bytes(self.bench));
+        let dest = self.memory.slots.slice(slot * pitch..slot * pitch + message.len());
+        // Starting with the next PE, so that not everybody sends to PE 0 first.
+        for pe in (1..n).map(|distance| (me + distance) % n) {
+            message[..STAMP_BYTES].copy_from_slice(&now_ns().to_le_bytes());
+            self.shmem.put_signal(dest, &message, self.memory.signals.at(slot * STRIDE), 1, SignalOp::Add, pe);
+        }
+    }
+
+    fn receive(&self, k: u64, step: usize, times: &mut PeStep) -> Result<()> {
+        let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
+        let deadline = Instant::now() + self.limit;
+        (times.sent[me], times.arrived[me]) = (times.send, times.send);
+        let mut missing: Vec<usize> = (0..n).filter(|&pe| pe != me).collect();
+        // Messages that have come over a link that was made slow, and when they are due.
+        let mut due: Vec<(usize, i64)> = Vec::new();
+        while !missing.is_empty() {
+            let wait = |&pe: &usize| {
+                let signal = self.memory.signals.at(self.slot(pe, k) * STRIDE);
+                Wait { signal, cmp: Cmp::Ge, value: k / SLOTS as u64 + 1 }
+            };
+            let waits: Vec<Wait> = missing.iter().map(wait).collect();
+            let found = self.shmem.wait_until_any(&waits, deadline);
+            let found = found.map_err(|timeout| anyhow!("step {step}: message of PE {}: {timeout}", missing[0]))?;
+            let (pe, now) = (missing.swap_remove(found), now_ns());
+            let mut stamp = [0; STAMP_BYTES];
+            let at = self.slot(pe, k) * slot_bytes(self.bench);
+            self.shmem.get(&mut stamp, self.memory.slots.slice(at..at + STAMP_BYTES), me);
+            times.sent[pe] = i64::from_le_bytes(stamp);
+            times.arrived[pe] = now;
+            // A slow link holds the message back from when it was sent: by the clock of its sender, which for made noise is the same
+            // host's, and else by when it came.
+            let extra = self.bench.link_ns(pe, me) as i64;
+            if extra > 0 {
+                let from = if (now - times.sent[pe]).abs() < 1_000_000_000 { times.sent[pe] } else { now };
+                due.push((pe, (from + extra).max(now)));
+            }
+        }
+        for (pe, at) in due {
+            while now_ns() < at {
+                std::hint::spin_loop();
+            }
+            times.arrived[pe] = at;
+        }
+        Ok(())
+    }
+
+    /// The same messages by one call: they have all come when it returns.
+    fn call(&self, times: &mut PeStep) -> Result<()> {
+        let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
+        let all_to_all = self.all_to_all.context("this transport has no all-to-all")?;
+        let bytes = self.bench.bytes.max(STAMP_BYTES);
+        let (mut out, mut into) = (vec![0; n * bytes], vec![0; n * bytes]);
+        times.send = now_ns();
+        out.chunks_exact_mut(bytes)
+            .for_each(|message| message[..STAMP_BYTES].copy_from_slice(&times.send.to_le_bytes()));
+        all_to_all.exchange(&out, &mut into, bytes)?;
+        times.end = now_ns();
+        for (sent, message) in times.sent.iter_mut().zip(into.chunks_exact(bytes)) {
+            let mut stamp = [0; STAMP_BYTES];
+            stamp.copy_from_slice(&message[..STAMP_BYTES]);
+            *sent = i64::from_le_bytes(stamp);
+        }
+        times.arrived.fill(times.end);
+        (times.sent[me], times.arrived[me]) = (times.send, times.send);
+        Ok(())
+    }
 }
 
 /// The steps of one mode on one clock: by step, then by PE. `of_mode` has one of each PE, in order.

@@ -29,7 +29,7 @@
 //! `MPI_Abort`: the trait's operations cannot fail, and peers would wait for what does not come. MPI's flushes have
 //! no time limit; [`MpiTransport::with_flush_limit`] gives them one.
 
-mod watchdog;
+pub(crate) mod watchdog;
 mod world;
 
 use std::cell::Cell;
@@ -102,6 +102,18 @@ impl<'w> MpiTransport<'w> {
         check("MPI_Win_allocate", unsafe {
             let base = (&raw mut base).cast::<c_void>();
             ffi::MPI_Win_allocate(size, 1, info.0, world.comm().as_raw(), base, &mut window)
+        })
+        .map_err(|error| match error {
+            // Its component `rdma` is asked first, and where the network has no remote memory access fails instead of leaving it to
+            // another.
+            MpiError::Call { .. }
+                if world::library().starts_with("Open MPI") && world.pes_on_host() < world.n_pes() =>
+            {
+                unfit(format!(
+                    "{error}; between these hosts start with mpirun --mca osc ^rdma, or OMPI_MCA_osc=^rdma set"
+                ))
+            }
+            error => error,
         })?;
         drop(info);
         let base = NonNull::new(base)
@@ -149,7 +161,9 @@ impl<'w> MpiTransport<'w> {
     /// # Errors
     /// When there can be no thread to watch.
     pub fn with_flush_limit(mut self, limit: Duration) -> Result<Self, MpiError> {
-        let watchdog = Watchdog::start(self.world.my_pe(), limit);
+        let watchdog = Watchdog::start(self.world.my_pe(), limit, |pe| {
+            format!("PE {pe} to take what was sent to it (MPI_Win_flush)")
+        });
         self.watchdog =
             Some(watchdog.map_err(|e| MpiError::Unfit(format!("cannot start the watchdog's thread: {e}")))?);
         Ok(self)

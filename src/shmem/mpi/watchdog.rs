@@ -1,6 +1,7 @@
-//! The time limit that MPI's flushes lack: a thread that ends the process when one has lasted too long.
+//! The time limit that MPI's calls lack: a thread that ends the process when one has lasted too long.
 //!
-//! Where puts are messages, a flush waits for its target to take them; of a target that hangs, it waits for ever.
+//! Where puts are messages, a flush waits for its target to take them; of a target that hangs, it waits for ever. So do collective
+//! calls.
 
 use std::io;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ const PERIOD: Duration = Duration::from_millis(100);
 
 /// Watches one thread's calls. Nothing is ordered by its words: a look that comes too early is followed by another.
 #[derive(Debug)]
-pub(super) struct Watchdog {
+pub(crate) struct Watchdog {
     calls: Arc<Calls>,
     thread: Option<JoinHandle<()>>,
 }
@@ -28,17 +29,17 @@ struct Calls {
 }
 
 impl Watchdog {
-    /// Starts the thread, for PE `me`.
-    pub(super) fn start(me: usize, limit: Duration) -> io::Result<Watchdog> {
+    /// Starts the thread, for PE `me`; `what` says what it waited for, given the PE.
+    pub(crate) fn start(me: usize, limit: Duration, what: fn(usize) -> String) -> io::Result<Watchdog> {
         let calls = Arc::new(Calls::default());
         let watched = calls.clone();
         let thread =
-            thread::Builder::new().name("aristos-watchdog".into()).spawn(move || watch(&watched, me, limit))?;
+            thread::Builder::new().name("aristos-watchdog".into()).spawn(move || watch(&watched, me, limit, what))?;
         Ok(Watchdog { calls, thread: Some(thread) })
     }
 
     /// Makes a call that may wait for `pe`.
-    pub(super) fn during<R>(&self, pe: usize, call: impl FnOnce() -> R) -> R {
+    pub(crate) fn during<R>(&self, pe: usize, call: impl FnOnce() -> R) -> R {
         let count = self.calls.count.load(Ordering::Relaxed);
         self.calls.pe.store(pe, Ordering::Relaxed);
         self.calls.count.store(count + 1, Ordering::Relaxed);
@@ -59,7 +60,7 @@ impl Drop for Watchdog {
     }
 }
 
-fn watch(calls: &Calls, me: usize, limit: Duration) {
+fn watch(calls: &Calls, me: usize, limit: Duration, what: fn(usize) -> String) {
     let (mut last, mut since) = (0, Instant::now());
     while !calls.stop.load(Ordering::Relaxed) {
         thread::park_timeout(PERIOD);
@@ -67,11 +68,8 @@ fn watch(calls: &Calls, me: usize, limit: Duration) {
         if count != last || count.is_multiple_of(2) {
             (last, since) = (count, Instant::now());
         } else if since.elapsed() >= limit {
-            let pe = calls.pe.load(Ordering::Relaxed);
-            eprintln!(
-                "aristos: PE {me} failed: waited {} s for PE {pe} to take what was sent to it (MPI_Win_flush)",
-                limit.as_secs_f64()
-            );
+            let what = what(calls.pe.load(Ordering::Relaxed));
+            eprintln!("aristos: PE {me} failed: waited {} s for {what}", limit.as_secs_f64());
             // The other thread is in MPI, which lets nobody else in: the process ends as it is, and mpirun ends the others.
             signal_hook::low_level::exit(1);
         }
