@@ -12,6 +12,7 @@
 #   --dry-run   builds what can be built here and says what each stage would run
 #
 #   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
+#   NCCL_HOME                 where NCCL is, for its send and receive [beside PyTorch, then the loader's path]
 #   OUT                       where the logs go [target/gpu/out]
 #   LIMIT                     seconds one stage may take [480]
 set -uo pipefail
@@ -24,7 +25,7 @@ for arg in "$@"; do
     facts | smoke | correct | sanitize | p2p | speed) stages+=("$arg") ;;
     all) stages+=(facts smoke correct sanitize p2p speed) ;;
     *)
-        sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
@@ -46,7 +47,10 @@ if [ -d target/cuda-toolchain ] && { [ -z "${CUDA_HOME:-}" ] || [ -z "${NVSHMEM_
         declare "$name=$value"
     done < <(tools/cuda-toolchain)
 fi
-export CUDA_HOME=${CUDA_HOME:-} NVSHMEM_HOME=${NVSHMEM_HOME:-}
+if [ -z "${NCCL_HOME:-}" ] && command -v python3 >/dev/null; then
+    NCCL_HOME=$(python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null)
+fi
+export CUDA_HOME=${CUDA_HOME:-} NVSHMEM_HOME=${NVSHMEM_HOME:-} NCCL_HOME=${NCCL_HOME:-}
 
 # try NAME COMMAND...: runs it within what is left of the stage's time, keeps what it prints, counts it.
 declare -A passed=() failed=() seconds=()
@@ -62,7 +66,8 @@ try() {
         echo "not run: the stage's $LIMIT s are over" | tee -a "$log"
         rc=124
     else
-        timeout --kill-after=5 "$left" "$@" >>"$log" 2>&1
+        # By a shell of its own, as `to` is no program.
+        timeout --kill-after=5 "$left" bash -c '"$@"' try "$@" >>"$log" 2>&1
         rc=$?
     fi
     printf '#### exit code %d after %d s\n' $rc $((SECONDS - start)) >>"$log"
@@ -82,6 +87,7 @@ to() {
     shift
     "$@" >"$file.part" && mv "$file.part" "$file" && cat "$file"
 }
+export -f to
 
 mps_on() {
     [ $dry = 0 ] || return 0
@@ -193,11 +199,32 @@ stage_sanitize() {
     done
 }
 
+# beside_c P2P PERFTEST: what aristos measured on streams beside the loops in C; fails where there is nothing to compare. A
+# ping-pong is a round trip in C.
+beside_c() {
+    awk -F, '
+        FNR == 1 { file++; next }
+        file == 1 && $5 == "stream" && ($4 == "put" || $4 == "get") { ours[$4 "_" $3 "_on_stream," $6] = $12 }
+        file == 1 && $5 == "stream" && $4 == "put-signal" { ours["ping_pong_on_stream," $6] = 2 * $12 }
+        file == 2 && ($1 "," $2) in ours && $4 > 0 {
+            if (!n++) print "op,bytes,aristos_us,c_us,ratio"
+            printf "%s,%s,%s,%s,%.3f\n", $1, $2, ours[$1 "," $2], $4, ours[$1 "," $2] / $4
+        }
+        END { exit !n }' "$1" "$2"
+}
+export -f beside_c
+
 stage_p2p() {
     mps_on 2
     try "perftest's loops in C" to "$OUT/perftest.csv" "${host_env[@]}" target/gpu/perftest 2
-    try "aristos" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p.csv"
+    # NCCL refuses two PEs on one GPU: one line says so, and the rest is measured.
+    try "aristos" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p.csv" --plot "$OUT/p2p"
+    try "on streams, beside C" to "$OUT/p2p-streams.csv" beside_c "$OUT/p2p.csv" "$OUT/perftest.csv"
     mps_off
+    if [ $dry = 1 ] || [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
+        try "NCCL, a GPU each" "$aristos" bench p2p --transport nvshmem --op send-recv --csv "$OUT/p2p-nccl.csv"
+        try "aristos, a GPU each" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p-2-gpus.csv" --plot "$OUT/p2p-2-gpus"
+    fi
 }
 
 stage_speed() {

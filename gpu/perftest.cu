@@ -2,6 +2,9 @@
 // NVSHMEM's own perftest (device put_bw, put_latency, put_signal ping-pong): host timing around one launch, the mean of all
 // iterations, block scope.
 //
+// Then the same from the host, on a stream, between two CUDA events: put and get with quiet after each, many puts or gets
+// with one quiet at the end, and the ping-pong.
+//
 //   perftest [2]    prints CSV: op,bytes,iterations,mean_us,gb_per_s
 //
 // gpu/check.sh builds it, as facts.cu.
@@ -71,6 +74,57 @@ static double now_us() {
     return t.tv_sec * 1e6 + t.tv_usec;
 }
 
+// One iteration on the stream. `turn` is the signal's value, one more each time.
+static void on_stream(const char* op, char* to, char* from, size_t bytes, int peer, uint64_t* signal, uint64_t turn, int me,
+                      CUstream stream) {
+    if (!std::strncmp(op, "put", 3)) nvshmemx_putmem_on_stream(to, from, bytes, peer, stream);
+    if (!std::strncmp(op, "get", 3)) nvshmemx_getmem_on_stream(from, to, bytes, peer, stream);
+    if (std::strstr(op, "latency")) nvshmemx_quiet_on_stream(stream);
+    if (!std::strncmp(op, "ping_pong", 9)) {
+        if (me != 0) nvshmemx_signal_wait_until_on_stream(signal, NVSHMEM_CMP_GE, turn, stream);
+        nvshmemx_putmem_signal_on_stream(to, from, bytes, signal, turn, NVSHMEM_SIGNAL_SET, peer, stream);
+        if (me == 0) nvshmemx_signal_wait_until_on_stream(signal, NVSHMEM_CMP_GE, turn, stream);
+    }
+}
+
+// What the stream does between two events, of `iterations` of them; no more than a stream has room for.
+static int stream_loops(int me, int peer, char* to, char* from, uint64_t* signal) {
+    CUstream stream;
+    CUevent start, end;
+    CU(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    CU(cuEventCreate(&start, 0));
+    CU(cuEventCreate(&end, 0));
+    const struct { const char* op; int iterations; bool both; } tests[] = {
+        {"put_latency_on_stream", 200, false}, {"get_latency_on_stream", 200, false},
+        {"put_bandwidth_on_stream", 64, false}, {"get_bandwidth_on_stream", 64, false},
+        {"ping_pong_on_stream", 200, true},
+    };
+    for (const auto& test : tests) {
+        // Waiting on a stream ends the process where PEs share the GPU without MPS.
+        if (test.both && nvshmemx_init_status() == NVSHMEM_STATUS_LIMITED_MPG) continue;
+        for (size_t bytes = 16; bytes <= 4 << 20; bytes *= 4) {
+            float ms = 0;
+            CU(cuMemsetD8((CUdeviceptr)signal, 0, 4096));
+            CU(cuCtxSynchronize());
+            nvshmem_barrier_all();
+            uint64_t turn = 0;
+            for (int run = 0; run < 2 && (me == 0 || test.both); ++run) {  // the first is the warm-up
+                CU(cuEventRecord(start, stream));
+                for (int i = 0; i < test.iterations; ++i) on_stream(test.op, to, from, bytes, peer, signal, ++turn, me, stream);
+                nvshmemx_quiet_on_stream(stream);
+                CU(cuEventRecord(end, stream));
+                CU(cuStreamSynchronize(stream));
+                CU(cuEventElapsedTime(&ms, start, end));
+            }
+            nvshmem_barrier_all();
+            const double us = ms * 1e3 / test.iterations;
+            if (me == 0) std::printf("%s,%zu,%d,%.3f,%.3f\n", test.op, bytes, test.iterations, us, bytes / us / 1e3);
+        }
+    }
+    CU(cuStreamDestroy(stream));
+    return 0;
+}
+
 static int pe_main(int me, int n, Shared* shared, const char* fatbin) {
     if (n != 2) {
         std::fprintf(stderr, "perftest: PES is %d, expected 2\n", n);
@@ -118,6 +172,7 @@ static int pe_main(int me, int n, Shared* shared, const char* fatbin) {
             if (me == 0) std::printf("%s,%zu,%d,%.3f,%.3f\n", test.name, bytes, test.iterations, us, bytes / us / 1e3);
         }
     }
+    if (stream_loops(me, peer, to, from, signal)) return 1;
     nvshmem_free(memory);
     nvshmemx_cumodule_finalize(module);
     nvshmemx_hostlib_finalize();

@@ -125,7 +125,19 @@ fn bad_arguments_are_one_line() {
         (&["--min", "1MiB", "--max", "4KiB"], "--min is 1MiB, expected at most --max, which is 4KiB"),
         (&["--min", "0"], "--min is 0, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"),
         (&["--scope", "warp"], "--scope on --transport shm, expected --transport nvshmem: the threads are a device's"),
-        (&["--op", "send-recv"], "--op send-recv on --transport shm, expected --transport mpi"),
+        (&["--op", "send-recv"], "--op send-recv on --transport shm, expected mpi or nvshmem"),
+        (
+            &["--op", "send-recv", "--transport", "nvshmem", "--scope", "thread"],
+            "--op send-recv on --scope thread, expected stream",
+        ),
+        (
+            &["--op", "put-nbi", "--transport", "nvshmem", "--scope", "stream"],
+            "--op put-nbi on --scope stream, expected thread, warp or block",
+        ),
+        (
+            &["--op", "send-recv", "--transport", "nvshmem", "--scope", "warp", "--scope", "stream"],
+            "--scope warp for --op send-recv: it has none such",
+        ),
         (&["--op", "atomic", "--transport", "nvshmem"], "--op atomic on --transport nvshmem, expected shm or mpi"),
         (&["--pair", "0"], "--pair is 0, expected two numbers of PEs, as 0,1, or all"),
         (&["--pair", "1,1"], "--pair is 1,1, expected two different PEs"),

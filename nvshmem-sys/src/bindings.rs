@@ -6,6 +6,9 @@ use super::{CUmodule, cudaStream_t};
 pub const NVSHMEM_VENDOR_MAJOR_VERSION: u32 = 3;
 pub const NVSHMEM_VENDOR_MINOR_VERSION: u32 = 4;
 pub const NVSHMEM_VENDOR_PATCH_VERSION: u32 = 5;
+pub const NVSHMEM_SIGNAL_SET: nvshmemx_signal_op_t = 9;
+pub const NVSHMEM_SIGNAL_ADD: nvshmemx_signal_op_t = 10;
+pub type nvshmemx_signal_op_t = ::std::os::raw::c_uint;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct nvshmemx_uniqueid_v1 {
@@ -74,6 +77,14 @@ impl Default for nvshmemx_init_attr_v1 {
     }
 }
 pub type nvshmemx_init_attr_t = nvshmemx_init_attr_v1;
+pub const NVSHMEM_CMP_EQ: nvshmemi_cmp_type = 0;
+pub const NVSHMEM_CMP_NE: nvshmemi_cmp_type = 1;
+pub const NVSHMEM_CMP_GT: nvshmemi_cmp_type = 2;
+pub const NVSHMEM_CMP_LE: nvshmemi_cmp_type = 3;
+pub const NVSHMEM_CMP_LT: nvshmemi_cmp_type = 4;
+pub const NVSHMEM_CMP_GE: nvshmemi_cmp_type = 5;
+pub const NVSHMEM_CMP_SENTINEL: nvshmemi_cmp_type = 2147483647;
+pub type nvshmemi_cmp_type = ::std::os::raw::c_uint;
 pub const NVSHMEM_STATUS_NOT_INITIALIZED: nvshmemx_init_status_t = 0;
 pub const NVSHMEM_STATUS_IS_BOOTSTRAPPED: nvshmemx_init_status_t = 1;
 pub const NVSHMEM_STATUS_IS_INITIALIZED: nvshmemx_init_status_t = 2;
@@ -118,7 +129,33 @@ pub struct NvshmemHost {
     pub nvshmemx_get_uniqueid: unsafe extern "C" fn(uniqueid: *mut nvshmemx_uniqueid_t) -> ::std::os::raw::c_int,
     pub nvshmemx_cumodule_init: unsafe extern "C" fn(module: CUmodule) -> ::std::os::raw::c_int,
     pub nvshmemx_cumodule_finalize: unsafe extern "C" fn(module: CUmodule) -> ::std::os::raw::c_int,
+    pub nvshmemx_putmem_on_stream: unsafe extern "C" fn(
+        dest: *mut ::std::os::raw::c_void,
+        source: *const ::std::os::raw::c_void,
+        bytes: usize,
+        pe: ::std::os::raw::c_int,
+        cstrm: cudaStream_t,
+    ),
+    pub nvshmemx_putmem_signal_on_stream: unsafe extern "C" fn(
+        dest: *mut ::std::os::raw::c_void,
+        source: *const ::std::os::raw::c_void,
+        bytes: usize,
+        sig_addr: *mut u64,
+        signal: u64,
+        sig_op: ::std::os::raw::c_int,
+        pe: ::std::os::raw::c_int,
+        cstrm: cudaStream_t,
+    ),
+    pub nvshmemx_getmem_on_stream: unsafe extern "C" fn(
+        dest: *mut ::std::os::raw::c_void,
+        source: *const ::std::os::raw::c_void,
+        bytes: usize,
+        pe: ::std::os::raw::c_int,
+        cstrm: cudaStream_t,
+    ),
     pub nvshmemx_quiet_on_stream: unsafe extern "C" fn(cstrm: cudaStream_t),
+    pub nvshmemx_signal_wait_until_on_stream:
+        unsafe extern "C" fn(sig_addr: *mut u64, cmp: ::std::os::raw::c_int, cmp_value: u64, cstream: cudaStream_t),
 }
 impl NvshmemHost {
     pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
@@ -153,7 +190,13 @@ impl NvshmemHost {
         let nvshmemx_get_uniqueid = unsafe { __library.get(b"nvshmemx_get_uniqueid\0") }.map(|sym| *sym)?;
         let nvshmemx_cumodule_init = unsafe { __library.get(b"nvshmemx_cumodule_init\0") }.map(|sym| *sym)?;
         let nvshmemx_cumodule_finalize = unsafe { __library.get(b"nvshmemx_cumodule_finalize\0") }.map(|sym| *sym)?;
+        let nvshmemx_putmem_on_stream = unsafe { __library.get(b"nvshmemx_putmem_on_stream\0") }.map(|sym| *sym)?;
+        let nvshmemx_putmem_signal_on_stream =
+            unsafe { __library.get(b"nvshmemx_putmem_signal_on_stream\0") }.map(|sym| *sym)?;
+        let nvshmemx_getmem_on_stream = unsafe { __library.get(b"nvshmemx_getmem_on_stream\0") }.map(|sym| *sym)?;
         let nvshmemx_quiet_on_stream = unsafe { __library.get(b"nvshmemx_quiet_on_stream\0") }.map(|sym| *sym)?;
+        let nvshmemx_signal_wait_until_on_stream =
+            unsafe { __library.get(b"nvshmemx_signal_wait_until_on_stream\0") }.map(|sym| *sym)?;
         Ok(NvshmemHost {
             __library,
             nvshmemx_init_status,
@@ -172,7 +215,11 @@ impl NvshmemHost {
             nvshmemx_get_uniqueid,
             nvshmemx_cumodule_init,
             nvshmemx_cumodule_finalize,
+            nvshmemx_putmem_on_stream,
+            nvshmemx_putmem_signal_on_stream,
+            nvshmemx_getmem_on_stream,
             nvshmemx_quiet_on_stream,
+            nvshmemx_signal_wait_until_on_stream,
         })
     }
     pub unsafe fn nvshmemx_init_status(&self) -> ::std::os::raw::c_int {
@@ -242,7 +289,49 @@ impl NvshmemHost {
     pub unsafe fn nvshmemx_cumodule_finalize(&self, module: CUmodule) -> ::std::os::raw::c_int {
         unsafe { (self.nvshmemx_cumodule_finalize)(module) }
     }
+    pub unsafe fn nvshmemx_putmem_on_stream(
+        &self,
+        dest: *mut ::std::os::raw::c_void,
+        source: *const ::std::os::raw::c_void,
+        bytes: usize,
+        pe: ::std::os::raw::c_int,
+        cstrm: cudaStream_t,
+    ) {
+        unsafe { (self.nvshmemx_putmem_on_stream)(dest, source, bytes, pe, cstrm) }
+    }
+    pub unsafe fn nvshmemx_putmem_signal_on_stream(
+        &self,
+        dest: *mut ::std::os::raw::c_void,
+        source: *const ::std::os::raw::c_void,
+        bytes: usize,
+        sig_addr: *mut u64,
+        signal: u64,
+        sig_op: ::std::os::raw::c_int,
+        pe: ::std::os::raw::c_int,
+        cstrm: cudaStream_t,
+    ) {
+        unsafe { (self.nvshmemx_putmem_signal_on_stream)(dest, source, bytes, sig_addr, signal, sig_op, pe, cstrm) }
+    }
+    pub unsafe fn nvshmemx_getmem_on_stream(
+        &self,
+        dest: *mut ::std::os::raw::c_void,
+        source: *const ::std::os::raw::c_void,
+        bytes: usize,
+        pe: ::std::os::raw::c_int,
+        cstrm: cudaStream_t,
+    ) {
+        unsafe { (self.nvshmemx_getmem_on_stream)(dest, source, bytes, pe, cstrm) }
+    }
     pub unsafe fn nvshmemx_quiet_on_stream(&self, cstrm: cudaStream_t) {
         unsafe { (self.nvshmemx_quiet_on_stream)(cstrm) }
+    }
+    pub unsafe fn nvshmemx_signal_wait_until_on_stream(
+        &self,
+        sig_addr: *mut u64,
+        cmp: ::std::os::raw::c_int,
+        cmp_value: u64,
+        cstream: cudaStream_t,
+    ) {
+        unsafe { (self.nvshmemx_signal_wait_until_on_stream)(sig_addr, cmp, cmp_value, cstream) }
     }
 }

@@ -1,6 +1,7 @@
 //! Raw bindings of NVSHMEM's host library, opened at run time; see the README. `bindings` is made by `generate`.
 
-#[allow(missing_docs, non_camel_case_types, non_snake_case, clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc)]
+#[allow(missing_docs, non_camel_case_types, non_snake_case)]
+#[allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, clippy::too_many_arguments)]
 #[rustfmt::skip]
 mod bindings;
 

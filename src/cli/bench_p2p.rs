@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-#[cfg(feature = "mpi")]
+#[cfg(any(feature = "cuda", feature = "mpi"))]
 use anyhow::Context;
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
@@ -33,7 +33,7 @@ pub struct Args {
     /// Operations [default: all that the transport has]
     #[arg(long, value_enum)]
     op: Vec<OpArg>,
-    /// Which threads of a device work on one operation, for nvshmem [default: all]
+    /// Which threads of a device work on one operation, or the stream, for nvshmem [default: all]
     #[arg(long, value_enum)]
     scope: Vec<ScopeArg>,
     /// Smallest size, as 16, 4KiB or 1MiB; each further one is four times the last
@@ -74,7 +74,7 @@ enum TransportArg {
     Shm,
     /// MPI, between hosts too (feature `mpi`)
     Mpi,
-    /// NVSHMEM, from the device (feature `cuda`)
+    /// NVSHMEM, from the device and on its stream, and NCCL beside it (feature `cuda`)
     Nvshmem,
 }
 
@@ -86,7 +86,7 @@ enum OpArg {
     PutSignal,
     /// Fetch-and-add of 8 bytes
     Atomic,
-    /// Matched messages, the two-sided baseline (mpi)
+    /// Matched messages, the two-sided baseline (mpi; nvshmem: NCCL's)
     SendRecv,
 }
 
@@ -108,6 +108,8 @@ enum ScopeArg {
     Thread,
     Warp,
     Block,
+    /// None: the host asks, and the stream does it
+    Stream,
 }
 
 impl From<ScopeArg> for p2p::Scope {
@@ -116,6 +118,7 @@ impl From<ScopeArg> for p2p::Scope {
             ScopeArg::Thread => p2p::Scope::Thread,
             ScopeArg::Warp => p2p::Scope::Warp,
             ScopeArg::Block => p2p::Scope::Block,
+            ScopeArg::Stream => p2p::Scope::Stream,
         }
     }
 }
@@ -135,7 +138,7 @@ impl TransportArg {
         match self {
             TransportArg::Shm => &[Put, PutNbi, Get, PutSignal, Atomic],
             TransportArg::Mpi => &[Put, PutNbi, Get, PutSignal, Atomic, SendRecv],
-            TransportArg::Nvshmem => &[Put, PutNbi, Get, PutSignal],
+            TransportArg::Nvshmem => &[Put, PutNbi, Get, PutSignal, SendRecv],
         }
     }
 }
@@ -155,11 +158,32 @@ impl Args {
             match op {
                 _ if self.transport.ops().contains(&op) => {}
                 p2p::Op::SendRecv => {
-                    bail!("--op send-recv on --transport {}, expected --transport mpi", self.transport.name())
+                    bail!("--op send-recv on --transport {}, expected mpi or nvshmem", self.transport.name())
                 }
                 _ => bail!("--op {} on --transport {}, expected shm or mpi", op.name(), self.transport.name()),
             }
         }
+        let asked = (!ops.is_empty(), !self.scope.is_empty());
+        if ops.is_empty() {
+            ops = self.transport.ops().to_vec();
+        }
+        ops.dedup();
+        let mut scopes: Vec<p2p::Scope> = self.scope.iter().map(|&scope| scope.into()).collect();
+        if on_device {
+            // Of several, those that go together are measured.
+            if let Some(op) = ops.iter().find(|op| asked.0 && !scopes.is_empty() && !shares(op.scopes(), &scopes)) {
+                bail!("--op {} on --scope {}, expected {}", op.name(), list(&scopes), list(op.scopes()));
+            }
+            let of_some = |scope: &p2p::Scope| ops.iter().any(|op| op.scopes().contains(scope));
+            if let Some(scope) = scopes.iter().find(|scope| !of_some(scope)) {
+                let ops: Vec<_> = ops.iter().map(|op| op.name()).collect();
+                bail!("--scope {} for --op {}: it has none such", scope.name(), ops.join(" and "));
+            }
+        }
+        if scopes.is_empty() {
+            scopes = p2p::Scope::ALL.to_vec();
+        }
+        scopes.dedup();
         match self.transport {
             TransportArg::Shm => {}
             TransportArg::Mpi => ensure!(cfg!(feature = "mpi"), NO_MPI),
@@ -176,17 +200,9 @@ impl Args {
         }
         let (pairs, pes) = self.pairs()?;
         ensure!(!on_device || pes == 2, "--pair and --pes on --transport nvshmem: it is measured between PEs 0 and 1");
-        if ops.is_empty() {
-            ops = self.transport.ops().to_vec();
-        }
-        ops.dedup();
-        let mut scopes: Vec<p2p::Scope> = self.scope.iter().map(|&scope| scope.into()).collect();
-        if scopes.is_empty() {
-            scopes = vec![p2p::Scope::Thread, p2p::Scope::Warp, p2p::Scope::Block];
-        }
         let sizes = std::iter::successors(Some(min), |bytes| bytes.checked_mul(4));
         let sizes = sizes.take_while(|&bytes| bytes <= max).collect();
-        Ok(P2pBench { ops, scopes, sizes, pairs, pes, iterations, warmup: self.warmup })
+        Ok(P2pBench { ops, scopes, asked, sizes, pairs, pes, iterations, warmup: self.warmup })
     }
 
     /// The pairs, and the number of PEs.
@@ -225,7 +241,13 @@ impl Args {
         let mut job = Job::new(bench.pes, argv, &host::PHASE_NAMES);
         #[cfg(feature = "cuda")]
         if self.transport == TransportArg::Nvshmem {
-            job.env.extend(crate::gpu::cuda::pe_environment(bench.pes)?);
+            use crate::gpu::cuda::{nccl, pe_environment};
+            job.env.extend(pe_environment(bench.pes)?);
+            let matched = bench.ops.contains(&p2p::Op::SendRecv) && bench.scopes.contains(&p2p::Scope::Stream);
+            if matched && bench.asked.0 {
+                nccl::find_library().context("--op send-recv")?;
+            }
+            job.env.extend(matched.then(nccl::one_host_environment).flatten());
         }
         let mut parts: Vec<PeRows> = Vec::new();
         let mut unreadable = None;
@@ -240,6 +262,9 @@ impl Args {
         ended?;
         if let Some(error) = unreadable {
             return Err(error);
+        }
+        for line in parts.iter().flat_map(|part| &part.left_out) {
+            eprintln!("aristos: {line}");
         }
         self.print(&bench, csv, &parts)
     }
@@ -305,6 +330,19 @@ impl Args {
         let Some(messages) = messages else { return Ok(true) };
         let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeRows>, _>>();
         self.print(&bench, csv, &parts.context("a PE sent what is no measurement")?)
+    }
+}
+
+fn shares(some: &[p2p::Scope], others: &[p2p::Scope]) -> bool {
+    some.iter().any(|scope| others.contains(scope))
+}
+
+/// "thread, warp or block".
+fn list(scopes: &[p2p::Scope]) -> String {
+    let names: Vec<_> = scopes.iter().map(|scope| scope.name()).collect();
+    match &names[..] {
+        [most @ .., last] if !most.is_empty() => format!("{} or {last}", most.join(", ")),
+        _ => names.concat(),
     }
 }
 

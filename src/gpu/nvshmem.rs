@@ -149,6 +149,25 @@ fn parse_version(text: &str) -> [u32; 3] {
     std::array::from_fn(|_| parts.next().unwrap_or(0))
 }
 
+/// Bytes that move between this PE's device and another's.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    /// Where to: of a put, this PE's address of the symmetric place.
+    pub to: u64,
+    /// Where from: of a get, this PE's address of the symmetric place.
+    pub from: u64,
+    /// How many bytes.
+    pub bytes: u64,
+    /// The other PE.
+    pub pe: usize,
+}
+
+impl Transfer {
+    fn raw(self) -> (*mut c_void, *const c_void, usize, c_int) {
+        (self.to as *mut c_void, self.from as *const c_void, self.bytes as usize, self.pe as c_int)
+    }
+}
+
 /// NVSHMEM, initialised: this PE is one of its.
 pub struct Nvshmem {
     host: &'static NvshmemHost,
@@ -264,6 +283,48 @@ impl Nvshmem {
     pub unsafe fn quiet_on_stream(&self, stream: sys::cudaStream_t) {
         // SAFETY: by this function's contract.
         unsafe { self.host.nvshmemx_quiet_on_stream(stream) }
+    }
+
+    /// Puts, in the stream's order: complete there after a quiet on it.
+    ///
+    /// # Safety
+    /// A stream of the current context, and a valid transfer until it is done.
+    pub unsafe fn put_on_stream(&self, t: Transfer, stream: sys::cudaStream_t) {
+        let (to, from, bytes, pe) = t.raw();
+        // SAFETY: by this function's contract.
+        unsafe { self.host.nvshmemx_putmem_on_stream(to, from, bytes, pe, stream) }
+    }
+
+    /// Gets, in the stream's order: what follows on it sees the bytes.
+    ///
+    /// # Safety
+    /// As of [`Nvshmem::put_on_stream`].
+    pub unsafe fn get_on_stream(&self, t: Transfer, stream: sys::cudaStream_t) {
+        let (to, from, bytes, pe) = t.raw();
+        // SAFETY: by this function's contract.
+        unsafe { self.host.nvshmemx_getmem_on_stream(to, from, bytes, pe, stream) }
+    }
+
+    /// Puts, and sets the word at the symmetric `signal` to `value` when the bytes are there, in the stream's order.
+    ///
+    /// # Safety
+    /// As of [`Nvshmem::put_on_stream`]; `signal` is an aligned word of symmetric memory.
+    pub unsafe fn put_signal_on_stream(&self, t: Transfer, signal: u64, value: u64, stream: sys::cudaStream_t) {
+        let (to, from, bytes, pe) = t.raw();
+        let (signal, set) = (signal as *mut u64, sys::NVSHMEM_SIGNAL_SET as c_int);
+        // SAFETY: by this function's contract.
+        unsafe { self.host.nvshmemx_putmem_signal_on_stream(to, from, bytes, signal, value, set, pe, stream) }
+    }
+
+    /// Lets the stream go on when the own word at `signal` is `value` or more. Not where [`Nvshmem::limited`]: there it ends
+    /// the process.
+    ///
+    /// # Safety
+    /// A stream of the current context; an aligned word of symmetric memory, which stays until then.
+    pub unsafe fn wait_signal_on_stream(&self, signal: u64, value: u64, stream: sys::cudaStream_t) {
+        let at_least = sys::NVSHMEM_CMP_GE as c_int;
+        // SAFETY: by this function's contract.
+        unsafe { self.host.nvshmemx_signal_wait_until_on_stream(signal as *mut u64, at_least, value, stream) }
     }
 
     /// Ends it (collective): to be called when all PEs have come to the end. Without it the process may end, but

@@ -9,6 +9,8 @@ use anyhow::{Result, bail};
 use super::pe::{self, Message, Results};
 use super::{Device, Job};
 use crate::checkpoint::InputTensor;
+#[cfg(feature = "cuda")]
+use crate::gpu::cuda::CudaGpu;
 use crate::gpu::{Buffer, Gpu};
 use crate::launch::PeContext;
 use crate::moe::device::{DeviceLayer, DeviceOptions, PassOutcome, to_elements};
@@ -58,7 +60,7 @@ pub(crate) fn with_device<R>(
 ) -> Result<R> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda => with_cuda(context, size.options.wait_limit, work),
+        Device::Cuda => with_cuda(context, size.options.wait_limit, |gpu, context| work(gpu, context)),
         #[cfg(feature = "emulate")]
         Device::Emulated => {
             let gpu = emulated(size, layers, context)?;
@@ -73,12 +75,12 @@ pub(crate) fn with_device<R>(
 pub(crate) fn with_cuda<R>(
     context: &mut PeContext,
     wait_limit: Duration,
-    work: impl FnOnce(&dyn Gpu, &PeContext) -> Result<R>,
+    work: impl FnOnce(&CudaGpu, &PeContext) -> Result<R>,
 ) -> Result<R> {
     use crate::shmem::{ShmTransport, Shmem};
     let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    let gpu = crate::gpu::cuda::CudaGpu::attach(shmem, wait_limit)?;
+    let gpu = CudaGpu::attach(shmem, wait_limit)?;
     if gpu.n_pes() > 1 {
         gpu.try_put()?;
     }

@@ -3,13 +3,17 @@
 //
 //   FAKE_VERSION      13000      FAKE_DEVICES   1        FAKE_CAPABILITY  80, major and minor
 //   FAKE_MEMORY       bytes a device has          FAKE_INIT      0, what cuInit returns
-//   FAKE_RING         "1 3 0": a kernel's PE, number of PEs, whether nothing comes; not set, its last parameter and the launches
+//   FAKE_RING         "1 3 0": a kernel's PE, number of PEs, whether nothing comes; "job", as the supervisor's environment has
+//                     it; not set, its last parameter and the launches
+//   FAKE_TICK         milliseconds from an event to the next, besides one for each launch
+//   FAKE_STUCK        set, the stream does not end after the first event
 //   FAKE_UNKNOWN      bytes, of which an allocation fails with a code that no header has
 // Compiled with WITHOUT_TENSOR_MAPS, WITHOUT_VERSION, it lacks these; with STUB, it is what a toolkit has for linking.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef unsigned CUresult;
 typedef void* Handle;
@@ -27,7 +31,9 @@ static long number(const char* name, long otherwise) {
 static size_t used;
 static unsigned launches, recorded;
 static uint64_t* written; // by the kernel last launched or recorded
-static int recording;
+static int recording, events;
+
+static int stuck(void) { return events > 0 && getenv("FAKE_STUCK") != NULL; }
 
 #ifndef WITHOUT_VERSION
 CUresult cuDriverGetVersion(int* version) { *version = (int)number("FAKE_VERSION", 13000); return 0; }
@@ -102,8 +108,11 @@ CUresult cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, Handle 
 }
 CUresult cuStreamCreate(Handle* stream, unsigned flags) { *stream = flags == 1 ? (Handle)7 : NULL; return flags != 1; }
 CUresult cuStreamDestroy_v2(Handle stream) { return stream != (Handle)7; }
-CUresult cuStreamQuery(Handle stream) { return stream != (Handle)7; }
-CUresult cuStreamSynchronize(Handle stream) { return stream != (Handle)7; }
+CUresult cuStreamQuery(Handle stream) { return stuck() ? 600 : stream != (Handle)7; }
+CUresult cuStreamSynchronize(Handle stream) {
+    while (stuck()) pause();
+    return stream != (Handle)7;
+}
 CUresult cuStreamBeginCapture_v2(Handle stream, int mode) {
     recording = 1;
     recorded = 0;
@@ -133,15 +142,16 @@ CUresult cuModuleLoadData(Handle* module, const void* image) {
 }
 CUresult cuModuleUnload(Handle module) { return module == NULL; }
 CUresult cuModuleGetFunction(Handle* function, Handle module, const char* name) {
-    *function = (Handle)11;
-    return !module ? 1 : strcmp(name, "aristos_smoke") ? 500 : 0;
+    const int loop = !strncmp(name, "p2p_", 4);
+    *function = loop ? (Handle)12 : (Handle)11;
+    return !module ? 1 : strcmp(name, "aristos_smoke") && !loop ? 500 : 0;
 }
 CUresult cuFuncSetAttribute(Handle function, int attribute, int value) {
     return function != (Handle)11 || attribute != 8 || value <= 48 << 10 || value > 163 << 10;
 }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, int threads, size_t shared) {
-    *blocks = shared > 81 << 10 ? 1 : 2;
-    return function != (Handle)11 || threads <= 0;
+    *blocks = function == (Handle)12 ? 4 : shared > 81 << 10 ? 1 : 2;
+    return (function != (Handle)11 && function != (Handle)12) || threads <= 0;
 }
 static CUresult launch(unsigned grid, unsigned block, Handle stream, void** parameters) {
     if (stream != (Handle)7 || grid == 0 || block == 0) return 1;
@@ -156,6 +166,11 @@ static CUresult launch(unsigned grid, unsigned block, Handle stream, void** para
     out[2] = ++launches;
     const char* ring = getenv("FAKE_RING");
     unsigned long long lost = 0;
+    if (ring && !strcmp(ring, "job")) {
+        out[1] = number("ARISTOS_PE", -1);
+        out[2] = number("ARISTOS_N_PES", -1);
+        return 0;
+    }
     if (ring && sscanf(ring, "%lu %lu %llu", (unsigned long*)&out[1], (unsigned long*)&out[2], &lost) == 3 && lost) out[0] = ~0ull;
     return 0;
 }
@@ -164,13 +179,26 @@ CUresult cuLaunchKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a
     (void)shared;
     return f != (Handle)11 || y != 1 || z != 1 || b != 1 || c != 1 || extra ? 1 : launch(x, a, stream, parameters);
 }
+// As a loop of kernels/p2p.cu leaves its times: 2 us each, 1 us until the call was over.
+static CUresult loop(unsigned grid, unsigned block, Handle stream, void** parameters) {
+    if (stream != (Handle)7 || grid == 0 || block != 1024) return 1;
+    const char* arguments = parameters[0];
+    uint64_t *cycles = *(uint64_t**)(arguments + 24), *issue = *(uint64_t**)(arguments + 32), *total = *(uint64_t**)(arguments + 40);
+    for (uint32_t i = 0; i < *(const uint32_t*)(arguments + 64); ++i) cycles[i] = 2000, issue[i] = 1000;
+    total[0] = total[1] = 1000;
+    return 0;
+}
 CUresult cuLaunchCooperativeKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
                                    unsigned shared, Handle stream, void** parameters) {
     (void)shared;
-    return f != (Handle)11 || y != 1 || z != 1 || b != 1 || c != 1 ? 1 : launch(x, a, stream, parameters);
+    if (y != 1 || z != 1 || b != 1 || c != 1) return 1;
+    return f == (Handle)12 ? loop(x, a, stream, parameters) : f == (Handle)11 ? launch(x, a, stream, parameters) : 1;
 }
 CUresult cuEventCreate(Handle* event, unsigned flags) { *event = malloc(sizeof(unsigned)); return flags; }
-CUresult cuEventRecord(Handle event, Handle stream) { *(unsigned*)event = launches; return stream != (Handle)7; }
+CUresult cuEventRecord(Handle event, Handle stream) {
+    *(unsigned*)event = launches + events++ * number("FAKE_TICK", 0);
+    return stream != (Handle)7;
+}
 CUresult cuEventElapsedTime(float* milliseconds, Handle from, Handle to) {
     *milliseconds = (float)(*(unsigned*)to - *(unsigned*)from);
     return 0;

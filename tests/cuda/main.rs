@@ -1,24 +1,28 @@
-//! CUDA devices without a GPU: the real binary and the device's Rust code, with a driver and an NVSHMEM that are C files
-//! beside this one. Whether kernels compute what they should is tested elsewhere.
+//! CUDA devices without a GPU: the real binary and the device's Rust code, with a driver, an NVSHMEM and an NCCL that are C
+//! files beside this one. Whether kernels compute what they should is tested elsewhere.
 
 mod device;
+mod p2p;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-/// A directory with the driver, and below `nvshmem/lib` NVSHMEM's host library.
+/// A directory with the driver, and below `nvshmem/lib` NVSHMEM's host library, below `nccl/lib` NCCL.
 struct Fakes(TempDir);
 
 impl Fakes {
     /// Compiled with these flags of the compiler's.
     fn new(nvshmem_flags: &[&str], driver_flags: &[&str]) -> Fakes {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::create_dir_all(dir.path().join("nvshmem/lib")).unwrap();
+        for home in ["nvshmem/lib", "nccl/lib"] {
+            std::fs::create_dir_all(dir.path().join(home)).unwrap();
+        }
         for (source, library, flags) in [
             ("driver.c", "libcuda.so.1", driver_flags),
             ("nvshmem.c", "nvshmem/lib/libnvshmem_host.so.3", nvshmem_flags),
+            ("nccl.c", "nccl/lib/libnccl.so.2", &[]),
         ] {
             let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
             let mut cc = Command::new("cc");
@@ -40,6 +44,7 @@ impl Fakes {
         command
             .env("LD_LIBRARY_PATH", self.0.path())
             .env("NVSHMEM_HOME", self.0.path().join("nvshmem"))
+            .env("NCCL_HOME", self.0.path().join("nccl"))
             .env("FAKE_NVSHMEM_LOG", self.log())
             .env("CUDA_MPS_PIPE_DIRECTORY", self.0.path());
         command

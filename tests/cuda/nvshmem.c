@@ -45,7 +45,12 @@ int nvshmemx_hostlib_init_attr(unsigned flags, char* attributes) {
 void nvshmemx_hostlib_finalize(void) { note("finalize"); }
 int nvshmemx_cumodule_init(void* module) { note("module"); return module == NULL; }
 int nvshmemx_cumodule_finalize(void* module) { note("module ends"); return module == NULL; }
-void* nvshmem_malloc(size_t bytes) { return bytes > 1 << 20 ? NULL : malloc(bytes); }
+static char* last; // allocated, with its size
+static size_t last_bytes;
+void* nvshmem_malloc(size_t bytes) {
+    last_bytes = bytes;
+    return last = bytes > 1 << 20 ? NULL : malloc(bytes);
+}
 void nvshmem_free(void* place) { free(place); }
 void* nvshmem_ptr(const void* place, int pe) {
     const char* far = getenv("FAKE_FAR"); // a PE whose memory is not mapped
@@ -56,6 +61,33 @@ int nvshmem_n_pes(void) { return n_pes; }
 void nvshmem_barrier_all(void) {}
 void nvshmem_quiet(void) {}
 void nvshmemx_barrier_all_on_stream(void* stream) { (void)stream; }
+// What the stream would do is noted, by PE; what it could not do, as "wrong".
+static void on_stream(const char* what, const void* place, size_t bytes, int pe, void* stream) {
+    char line[128];
+    const int inside = last && (const char*)place >= last && (const char*)place + bytes <= last + last_bytes;
+    const int right = inside && stream == (void*)7 && pe >= 0 && pe < n_pes;
+    snprintf(line, sizeof line, "%sPE %d %s %zu bytes, PE %d", right ? "" : "wrong: ", rank, what, bytes, pe);
+    note(line);
+}
+void nvshmemx_putmem_on_stream(void* to, const void* from, size_t bytes, int pe, void* stream) {
+    on_stream("puts", to, bytes, from == to ? -1 : pe, stream);
+}
+void nvshmemx_getmem_on_stream(void* to, const void* from, size_t bytes, int pe, void* stream) {
+    on_stream("gets", from, bytes, from == to ? -1 : pe, stream);
+}
+static uint64_t turn_put, turn_awaited; // each one more than the last, or the first
+void nvshmemx_putmem_signal_on_stream(void* to, const void* from, size_t bytes, uint64_t* signal, uint64_t value, int op,
+                                      int pe, void* stream) {
+    const int right = op == 9 && (value == turn_put + 1 || value == 1) && from != to && (char*)signal != to;
+    turn_put = value;
+    on_stream("signals", to, bytes, right ? pe : -1, stream);
+}
+void nvshmemx_signal_wait_until_on_stream(uint64_t* signal, int compare, uint64_t value, void* stream) {
+    if (status == 3) exit(255); // as the real one does
+    const int right = compare == 5 && (value == turn_awaited + 1 || value == 1);
+    turn_awaited = value;
+    on_stream("waits for", signal, sizeof *signal, right ? 1 - rank : -1, stream);
+}
 #ifndef WITHOUT_QUIET
 void nvshmemx_quiet_on_stream(void* stream) { (void)stream; note("quiet"); }
 #endif

@@ -1,4 +1,5 @@
-//! The measurement on a device: the loops of `kernels/p2p.cu`, which make NVSHMEM's calls there. Times are the device's.
+//! The measurement on a device: the loops of `kernels/p2p.cu`, which make NVSHMEM's calls there, and what the host asks of
+//! the stream (`stream`). Times are the device's.
 
 use std::time::Duration;
 
@@ -6,8 +7,10 @@ use anyhow::{Result, bail, ensure};
 use bytemuck::{Pod, Zeroable};
 
 use super::report::PeRows;
+use super::stream::OnStream;
 use super::{Measure, Of, Op, P2pBench, Row, Scope};
-use crate::gpu::{Buffer, Gpu, Launch, SymmetricBuffer};
+use crate::gpu::cuda::CudaGpu;
+use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 use crate::launch::PeContext;
 
 /// PEs of a measurement.
@@ -38,91 +41,150 @@ struct Arguments {
     me: u32,
 }
 
-/// A PE's part; PE 0 sends the rows.
+/// A PE's part; PE 0 sends the rows, and what is left out.
 ///
 /// # Errors
-/// What is missing for NVSHMEM, or the driver's.
-pub fn run_pe(bench: &P2pBench, gpu: &dyn Gpu, context: &PeContext, limit: Duration) -> Result<()> {
+/// What is missing for NVSHMEM, or for what was asked for; the driver's.
+pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &PeContext, limit: Duration) -> Result<()> {
     ensure!(gpu.n_pes() == PES, "there are {} PEs, expected {PES}", gpu.n_pes());
     let largest = bench.sizes.iter().copied().max().unwrap_or(0).next_multiple_of(256) as u64;
     let data = SymmetricBuffer::new(gpu, 2 * largest + 256)?;
-    let times = (bench.iterations * size_of::<u64>()) as u64;
-    let local = Buffer::new(gpu, 2 * times + 256)?;
+    let mut kinds: Vec<(Op, Scope)> = Vec::new();
+    for &op in &bench.ops {
+        kinds.extend(bench.scopes.iter().filter(|scope| op.scopes().contains(scope)).map(|&scope| (op, scope)));
+    }
+    let mut left_out = Vec::new();
+    let mut leave_out = |kinds: &mut Vec<(Op, Scope)>, of: (Op, Scope), asked: bool, why: String| {
+        ensure!(!asked, "--op {} on --scope {}: {why}", of.0.name(), of.1.name());
+        left_out.push(format!("{} on scope {} is left out: {why}", of.0.name(), of.1.name()));
+        kinds.retain(|kind| *kind != of);
+        Ok(())
+    };
+    let waiting = (Op::PutSignal, Scope::Stream);
+    if kinds.contains(&waiting) && !gpu.can_wait_on_stream() {
+        let why = "a stream cannot wait for a signal where PEs share a GPU without MPS".to_string();
+        leave_out(&mut kinds, waiting, bench.asked == (true, true), why)?;
+    }
+    let matched = (Op::SendRecv, Scope::Stream);
+    let nccl = match kinds.contains(&matched).then(|| gpu.nccl(&data, limit)).transpose() {
+        Err(GpuError::Unavailable(why)) => leave_out(&mut kinds, matched, bench.asked.0, why).map(|()| None)?,
+        nccl => nccl?,
+    };
+    let measurement = Measurement {
+        bench,
+        largest,
+        local: Buffer::new(gpu, 2 * times(bench) + 256)?,
+        streams: OnStream { gpu, nccl: nccl.as_ref(), data: &data, largest, limit },
+    };
+
     let mut rows: Vec<Row> = Vec::new();
     let mut done = 0;
     let measures = [Measure::Latency, Measure::Bandwidth];
-    let total = measures.len() * bench.ops.len() * bench.scopes.len() * bench.sizes.len();
+    let total = measures.len() * kinds.len() * bench.sizes.len();
     for measure in measures {
-        for &op in &bench.ops {
-            for &scope in &bench.scopes {
-                for &bytes in &bench.sizes {
-                    context.status().set_progress(done as u64, total as u64);
-                    done += 1;
-                    if measure == Measure::Bandwidth && op == Op::PutSignal {
-                        continue;
+        for &(op, scope) in &kinds {
+            for &bytes in &bench.sizes {
+                context.status().set_progress(done as u64, total as u64);
+                done += 1;
+                if measure == Measure::Bandwidth && op == Op::PutSignal {
+                    continue;
+                }
+                data.zero(2 * largest, 256)?;
+                gpu.barrier(limit)?;
+                let of = Of { pair: [0, 1], measure, op, scope: Some(scope), bytes, batch: 1 };
+                let measured = match scope {
+                    Scope::Stream => {
+                        let (samples, batch) = measurement.streams.figure(bench, measure, op, bytes)?;
+                        gpu.barrier(limit)?;
+                        vec![(Of { batch, ..of }, samples)]
                     }
-                    // All of it in the two buffers, which outlive the launch.
-                    let arguments = Arguments {
-                        remote: data.address(),
-                        local: data.address() + largest,
-                        signal: data.address() + 2 * largest,
-                        cycles: local.address(),
-                        issue_cycles: local.address() + times,
-                        total: local.address() + 2 * times,
-                        arrived: local.address() + 2 * times + 64,
-                        bytes: bytes as u64,
-                        iterations: bench.iterations as u32,
-                        warmup: bench.warmup as u32,
-                        op: match op {
-                            Op::Put | Op::PutSignal => 0,
-                            Op::PutNbi => 1,
-                            Op::Get => 2,
-                            Op::Atomic | Op::SendRecv => bail!("--op {} is not measured on a device", op.name()),
-                        },
-                        scope: match scope {
-                            Scope::Thread => 0,
-                            Scope::Warp => 1,
-                            Scope::Block => 2,
-                        },
-                        peer: 1 - gpu.my_pe() as u32,
-                        me: gpu.my_pe() as u32,
-                    };
-                    let (kernel, grid) = match (measure, op) {
-                        (Measure::Bandwidth, _) => ("p2p_bandwidth", BLOCKS),
-                        (_, Op::PutSignal) => ("p2p_ping_pong", 1),
-                        _ => ("p2p_latency", 1),
-                    };
-                    local.zero(0, 2 * times + 256)?;
-                    data.zero(2 * largest, 256)?;
-                    gpu.barrier(limit)?;
-                    if gpu.my_pe() == 0 || op == Op::PutSignal {
-                        let launch = Launch { grid, block: THREADS, shared_bytes: 0, cooperative: 1 };
-                        // SAFETY: the kernel takes this structure, and works within the two buffers it names.
-                        unsafe { gpu.launch(kernel, launch, &[bytemuck::bytes_of(&arguments)])? };
-                        gpu.synchronise()?;
-                    }
-                    gpu.barrier(limit)?;
-                    if gpu.my_pe() == 0 {
-                        let read = |at, count| local.read_vec::<u64>(at, count);
-                        let total = read(2 * times, 2)?;
-                        let us_per_cycle = total[0] as f64 / total[1].max(1) as f64 * 1e-3;
-                        let us = |at| -> Result<Vec<f64>> {
-                            let cycles = read(at, bench.iterations)?;
-                            Ok(cycles.into_iter().map(|c| c as f64 * us_per_cycle).collect())
-                        };
-                        let of = Of { pair: [0, 1], measure, op, scope: Some(scope), bytes, batch: 1 };
-                        rows.push(of.row(&us(0)?));
-                        if measure == Measure::Latency && op == Op::PutNbi {
-                            rows.push(Of { measure: Measure::Issue, ..of }.row(&us(times)?));
-                        }
-                    }
+                    _ => measurement.by_kernel(of, scope)?,
+                };
+                if gpu.my_pe() == 0 {
+                    rows.extend(measured.into_iter().map(|(of, samples)| of.row(&samples)));
                 }
             }
         }
     }
+    drop(measurement);
     if gpu.my_pe() == 0 {
-        context.send(&serde_json::to_vec(&PeRows::numbered(rows))?)?;
+        context.send(&serde_json::to_vec(&PeRows { left_out, ..PeRows::numbered(rows) })?)?;
     }
+    drop(nccl);
     data.free(limit)?;
     Ok(())
+}
+
+/// Bytes of the samples of a figure.
+fn times(bench: &P2pBench) -> u64 {
+    (bench.iterations * size_of::<u64>()) as u64
+}
+
+struct Measurement<'a> {
+    bench: &'a P2pBench,
+    largest: u64,
+    /// Where kernels leave their times.
+    local: Buffer<'a>,
+    streams: OnStream<'a>,
+}
+
+impl Measurement<'_> {
+    /// A figure by one of the kernels, collective: rows to be, and their samples, microseconds; none but PE 0's count.
+    fn by_kernel(&self, of: Of, scope: Scope) -> Result<Vec<(Of, Vec<f64>)>> {
+        let Measurement { bench, largest, local, streams: OnStream { gpu, data, limit, .. } } = self;
+        let (bench, gpu, times) = (*bench, *gpu, times(self.bench));
+        // All of it in the two buffers, which outlive the launch.
+        let arguments = Arguments {
+            remote: data.address(),
+            local: data.address() + largest,
+            signal: data.address() + 2 * largest,
+            cycles: local.address(),
+            issue_cycles: local.address() + times,
+            total: local.address() + 2 * times,
+            arrived: local.address() + 2 * times + 64,
+            bytes: of.bytes as u64,
+            iterations: bench.iterations as u32,
+            warmup: bench.warmup as u32,
+            op: match of.op {
+                Op::Put | Op::PutSignal => 0,
+                Op::PutNbi => 1,
+                Op::Get => 2,
+                Op::Atomic | Op::SendRecv => bail!("--op {} is not measured by a kernel", of.op.name()),
+            },
+            scope: match scope {
+                Scope::Thread => 0,
+                Scope::Warp => 1,
+                Scope::Block => 2,
+                Scope::Stream => bail!("a stream has no kernel"),
+            },
+            peer: 1 - gpu.my_pe() as u32,
+            me: gpu.my_pe() as u32,
+        };
+        let (kernel, grid) = match (of.measure, of.op) {
+            (Measure::Bandwidth, _) => ("p2p_bandwidth", BLOCKS),
+            (_, Op::PutSignal) => ("p2p_ping_pong", 1),
+            _ => ("p2p_latency", 1),
+        };
+        local.zero(0, 2 * times + 256)?;
+        if gpu.my_pe() == 0 || of.op == Op::PutSignal {
+            let launch = Launch { grid, block: THREADS, shared_bytes: 0, cooperative: 1 };
+            // SAFETY: the kernel takes this structure, and works within the two buffers it names.
+            unsafe { gpu.launch(kernel, launch, &[bytemuck::bytes_of(&arguments)])? };
+        }
+        gpu.barrier(*limit)?;
+        if gpu.my_pe() != 0 {
+            return Ok(Vec::new());
+        }
+        let total: Vec<u64> = local.read_vec(2 * times, 2)?;
+        let us_per_cycle = total[0] as f64 / total[1].max(1) as f64 * 1e-3;
+        let us = |at| -> Result<Vec<f64>> {
+            let cycles: Vec<u64> = local.read_vec(at, bench.iterations)?;
+            Ok(cycles.into_iter().map(|c| c as f64 * us_per_cycle).collect())
+        };
+        let mut measured = vec![(of, us(0)?)];
+        if of.measure == Measure::Latency && of.op == Op::PutNbi {
+            measured.push((Of { measure: Measure::Issue, ..of }, us(times)?));
+        }
+        Ok(measured)
+    }
 }

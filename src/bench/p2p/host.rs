@@ -643,6 +643,7 @@ mod tests {
         P2pBench {
             ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
             scopes: Vec::new(),
+            asked: (false, false),
             sizes: vec![1, 24, 4096],
             pairs: vec![[0, 1]],
             pes: 2,

@@ -1,7 +1,8 @@
 //! `aristos bench p2p`: latency, bandwidth and message rate of one-sided operations between two PEs.
 //!
 //! What is measured is the same whatever the transport; how, is [`host`]'s for transports whose calls the host makes, and
-//! `device`'s for NVSHMEM, whose calls are made on the device. [`report`] prints and plots both.
+//! `device`'s for NVSHMEM, whose calls are made on the device, or by the host for a stream (`stream`). [`report`] prints and
+//! plots all.
 //!
 //! The method is that of NVSHMEM's perftest, with two differences. There is a time for each iteration, or for each few where one is too
 //! short for a clock, so that a row has the median and the tail, and not only the mean. And a put whose bytes nobody reads measures
@@ -12,6 +13,8 @@ pub mod device;
 pub mod host;
 pub mod raw;
 pub mod report;
+#[cfg(feature = "cuda")]
+mod stream;
 
 use serde::{Deserialize, Serialize};
 
@@ -48,9 +51,19 @@ impl Op {
             Op::SendRecv => "send-recv",
         }
     }
+
+    /// The scopes that it has on a device.
+    pub fn scopes(self) -> &'static [Scope] {
+        match self {
+            Op::Put | Op::Get | Op::PutSignal => &Scope::ALL,
+            Op::PutNbi => &[Scope::Thread, Scope::Warp, Scope::Block],
+            Op::SendRecv => &[Scope::Stream],
+            Op::Atomic => &[],
+        }
+    }
 }
 
-/// Which threads of a device work on one operation.
+/// Which threads of a device work on one operation, or whether none does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Scope {
@@ -60,15 +73,21 @@ pub enum Scope {
     Warp,
     /// The threads of a block.
     Block,
+    /// None: the host asks for it, and the stream does it.
+    Stream,
 }
 
 impl Scope {
+    /// All of them.
+    pub const ALL: [Scope; 4] = [Scope::Thread, Scope::Warp, Scope::Block, Scope::Stream];
+
     /// Its name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Thread => "thread",
             Scope::Warp => "warp",
             Scope::Block => "block",
+            Scope::Stream => "stream",
         }
     }
 }
@@ -104,8 +123,11 @@ impl Measure {
 pub struct P2pBench {
     /// Operations.
     pub ops: Vec<Op>,
-    /// Scopes, for a device.
+    /// Scopes, for a device; each operation is measured in those of them that it has.
     pub scopes: Vec<Scope>,
+    /// Whether the operations were asked for, and the scopes: what cannot be measured here is an error then, and left out
+    /// of all that there is.
+    pub asked: (bool, bool),
     /// Sizes, bytes, ascending.
     pub sizes: Vec<usize>,
     /// The pairs of PEs, measured one after the other; the first of each begins.

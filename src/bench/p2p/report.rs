@@ -21,6 +21,8 @@ pub struct PeRows {
     pub seats: Vec<(usize, bool, Seat)>,
     /// The time of a memcpy of the figure's size, microseconds.
     pub memcpy_us: Vec<(usize, f64)>,
+    /// What cannot be measured here, and why: a line each.
+    pub left_out: Vec<String>,
 }
 
 impl PeRows {
@@ -263,6 +265,7 @@ impl P2pReport {
             (Measure::Bandwidth, Op::Put, "put alone"),
             (Measure::Bandwidth, Op::PutNbi, "put-nbi alone"),
             (Measure::Bandwidth, Op::Get, "get"),
+            (Measure::Bandwidth, Op::SendRecv, "send-recv"),
             (Measure::Consume, Op::PutSignal, "put, receiver reads"),
             (Measure::Consume, Op::SendRecv, "send-recv, reads"),
         ] {
@@ -322,12 +325,14 @@ mod tests {
             ],
             seats: (0..5).map(|figure| (figure, true, Seat { start: 0, end: 0, allowed: 1 })).collect(),
             memcpy_us: (0..5).map(|figure| (figure, 0.125)).collect(),
+            left_out: Vec::new(),
         };
         let seat = |figure: usize| Seat { start: 1, end: usize::from(figure != 4), allowed: 1 };
         let second = PeRows {
             rows: vec![(2, of(Measure::Consume, Op::PutSignal, 4096).row(&[0.25]))],
             seats: (0..5).map(|figure| (figure, false, seat(figure))).collect(),
             memcpy_us: Vec::new(),
+            left_out: Vec::new(),
         };
         P2pReport::merge("shm", &[first, second])
     }

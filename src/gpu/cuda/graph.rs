@@ -56,6 +56,9 @@ impl Recording for Graph<'_> {
 
 impl Drop for Graph<'_> {
     fn drop(&mut self) {
+        if self.gpu.context.stuck.get() {
+            return;
+        }
         // SAFETY: made by `capture`; the launches of it that run finish first.
         unsafe {
             call!(self.gpu.driver, cuStreamSynchronize(self.gpu.context.stream));

@@ -5,10 +5,13 @@
 //!
 //! Everything goes over one stream, so in the order of the calls.
 
+mod context;
 pub mod device;
 pub mod driver;
 mod graph;
 pub mod modules;
+pub mod nccl;
+mod stream;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -16,9 +19,10 @@ use std::ffi::{CString, c_int, c_void};
 use std::ptr;
 use std::time::{Duration, Instant};
 
+use context::Context;
 use cudarc::driver::sys::{
-    CUdevice, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUstream, CUstream_flags, CUtensorMap,
-    CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
+    CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUtensorMap, CUtensorMapDataType,
+    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 pub use device::DeviceInfo;
 use driver::{Driver, call};
@@ -28,7 +32,7 @@ use super::nvshmem::{self, Meeting, Nvshmem};
 use super::{Buffer, DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
 
 /// Marks that [`Gpu::mark`] takes.
-const MARKS: usize = 64;
+pub const MARKS: usize = 64;
 /// How often the stream is asked whether it is done, while a limit runs.
 const POLL: Duration = Duration::from_micros(50);
 
@@ -62,24 +66,6 @@ pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
 /// The driver's, in one line.
 pub fn visible_devices() -> Result<usize, GpuError> {
     Ok(device::devices(driver::driver()?)?.len())
-}
-
-/// A context that is current in the thread that made it, and retained.
-struct Context {
-    driver: &'static Driver,
-    device: CUdevice,
-    stream: CUstream,
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        // SAFETY: made in `CudaGpu::attach`; nothing of it is used any more.
-        unsafe {
-            call!(self.driver, cuStreamSynchronize(self.stream));
-            call!(self.driver, cuStreamDestroy_v2(self.stream));
-            call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device));
-        }
-    }
 }
 
 /// One PE's device.
@@ -291,8 +277,12 @@ impl CudaGpu {
         self.marks.get(number).ok_or_else(|| GpuError::failed(format!("mark {number}"), "there are 64 marks"))
     }
 
-    /// Waits for the stream, at most for `limit`.
-    fn synchronise_within(&self, limit: Duration) -> Result<(), GpuError> {
+    /// Waits for all that was launched, at most for `limit`. After an error of that nothing waits for it any more, and the
+    /// process is to end.
+    ///
+    /// # Errors
+    /// When it has not ended then; the driver's, of any of it.
+    pub fn synchronise_within(&self, limit: Duration) -> Result<(), GpuError> {
         let start = Instant::now();
         loop {
             // SAFETY: the stream lives as long as this.
@@ -301,6 +291,7 @@ impl CudaGpu {
                 code => return self.driver.check(code, || "wait for the kernels".into()),
             }
             if start.elapsed() >= limit {
+                self.context.stuck.set(true);
                 return Err(GpuError::failed(
                     "wait for the kernels",
                     format!("PE {}'s have not ended within {:.1} s", self.my_pe(), limit.as_secs_f64()),
@@ -321,30 +312,6 @@ impl CudaGpu {
     fn out_of_memory(&self, kind: &'static str, asked: u64) -> GpuError {
         let (free, total) = self.memory().unwrap_or((0, self.info.memory_total));
         GpuError::OutOfMemory { kind, asked, free, total }
-    }
-}
-
-impl Context {
-    /// Makes the device's primary context current in this thread: the one that NVSHMEM works in.
-    fn new(driver: &'static Driver, device: CUdevice, info: &DeviceInfo) -> Result<Self, GpuError> {
-        let what = || format!("take GPU {} ({})", info.number, info.name);
-        let (mut context, mut stream) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: sets the context.
-        driver.check(unsafe { call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device)) }, what)?;
-        // SAFETY: the context is retained; given back where no `Context` comes of it that would.
-        unsafe {
-            let made = driver.check(call!(driver, cuCtxSetCurrent(context)), what).and_then(|()| {
-                driver.check(
-                    call!(driver, cuStreamCreate(&raw mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING as u32)),
-                    what,
-                )
-            });
-            if let Err(error) = made {
-                call!(driver, cuDevicePrimaryCtxRelease_v2(device));
-                return Err(error);
-            }
-        }
-        Ok(Context { driver, device, stream })
     }
 }
 
@@ -413,6 +380,9 @@ impl Gpu for CudaGpu {
     }
 
     unsafe fn free_raw(&self, address: u64) {
+        if self.context.stuck.get() {
+            return;
+        }
         // SAFETY: by this function's contract. What was launched may still use it: that ends first. Errors of it are
         // told by the next call.
         unsafe {

@@ -1,0 +1,174 @@
+//! `aristos bench p2p --transport nvshmem`: what the host does of it, with two PEs as processes. Times are the fake driver's,
+//! a millisecond from one event to the next.
+
+use std::process::{Command, Output};
+
+use crate::{Fakes, assert_says};
+
+/// Few samples of two sizes.
+const FEW: [&str; 12] =
+    ["bench", "p2p", "--transport", "nvshmem", "--iterations", "3", "--warmup", "1", "--min", "16", "--max", "64"];
+
+fn bench(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> Output {
+    // A PE that waits for ever is an error too.
+    let mut command = fakes.around(Command::new("timeout"));
+    command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(args);
+    command.env("FAKE_RING", "job").env("FAKE_TICK", "1").env_remove("NCCL_SOCKET_IFNAME");
+    command.envs(env.iter().copied()).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Runs it, and returns the rows, "measure op scope bytes batch p50_us round_trip_us" each, and what is said beside.
+fn rows(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> (Vec<String>, String) {
+    let csv = fakes.log().with_extension("csv");
+    let output = bench(fakes, &[args, &["--csv", csv.to_str().unwrap()]].concat(), env);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = std::fs::read_to_string(csv).unwrap();
+    let row = |line: &str| {
+        let cells: Vec<&str> = line.split(',').collect();
+        [2, 3, 4, 5, 7, 8, 12].map(|cell| cells[cell]).join(" ").trim_end().to_string()
+    };
+    (text.lines().skip(1).map(row).collect(), stderr(&output))
+}
+
+/// Its one line; nothing must have been printed beside.
+#[track_caller]
+fn refusal(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> String {
+    let output = bench(fakes, args, env);
+    // What is said of times without MPS is no part of it.
+    let text: String = stderr(&output).split_inclusive('\n').filter(|line| !line.contains(" WARN ")).collect();
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{text}");
+    assert!(text.starts_with("aristos: ") && text.lines().count() == 1, "{text}");
+    text
+}
+
+/// The log's lines of one PE, without the number.
+fn log_of(fakes: &Fakes, pe: usize) -> Vec<String> {
+    let text = std::fs::read_to_string(fakes.log()).unwrap();
+    assert!(!text.contains("wrong"), "{text}");
+    let start = format!("PE {pe} ");
+    text.lines().filter_map(|line| line.strip_prefix(&start)).map(str::to_string).collect()
+}
+
+#[test]
+fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
+    let fakes = Fakes::new(&[], &[]);
+    let ops = ["--scope", "stream", "--op", "put", "--op", "get", "--op", "put-signal"];
+    let (rows, beside) = rows(&fakes, &ops, &[]);
+    assert_eq!(beside, "");
+    // Batches of 16, and of 64 for bandwidth, take a millisecond each.
+    let want = [
+        "latency put stream 16 16 62.5000",
+        "latency put stream 64 16 62.5000",
+        "latency get stream 16 16 62.5000",
+        "latency get stream 64 16 62.5000",
+        "latency put-signal stream 16 16 31.2500 62.5000",
+        "latency put-signal stream 64 16 31.2500 62.5000",
+        "bandwidth put stream 16 64 15.6250",
+        "bandwidth put stream 64 64 15.6250",
+        "bandwidth get stream 16 64 15.6250",
+        "bandwidth get stream 64 64 15.6250",
+    ];
+    assert_eq!(rows, want);
+    // Four samples, and a batch in front of them wherever the host has waited; of bandwidth three samples go together.
+    let (first, second) = (log_of(&fakes, 0), log_of(&fakes, 1));
+    let count = |of: &[String], what: &str| of.iter().filter(|line| line.starts_with(what)).count();
+    for what in ["puts 16 bytes, PE 1", "puts 64 bytes, PE 1", "gets 16 bytes, PE 1", "gets 64 bytes, PE 1"] {
+        assert_eq!(count(&first, what), 5 * 16 + 6 * 64, "{what}");
+    }
+    let turns: Vec<_> =
+        first.iter().filter(|line| line.starts_with("signals 16") || line.starts_with("waits")).collect();
+    assert_eq!(turns[..3], ["signals 16 bytes, PE 1", "waits for 8 bytes, PE 1", "signals 16 bytes, PE 1"]);
+    assert_eq!(second[..2], ["waits for 8 bytes, PE 0", "signals 16 bytes, PE 0"], "{:?}", &second[..4]);
+    for (of, what) in [(&first, "waits"), (&first, "signals"), (&second, "waits"), (&second, "signals")] {
+        assert_eq!(count(of, what), 2 * 5 * 16, "{what}");
+    }
+    assert_eq!(count(&second, "puts") + count(&second, "gets"), 0, "one PE alone puts and gets");
+}
+
+#[test]
+fn nccl_s_messages_match() {
+    let fakes = Fakes::new(&[], &[]);
+    let (rows, beside) = rows(&fakes, &["--op", "send-recv"], &[]);
+    assert_eq!(beside, "");
+    let want = [
+        "latency send-recv stream 16 16 31.2500 62.5000",
+        "latency send-recv stream 64 16 31.2500 62.5000",
+        "bandwidth send-recv stream 16 64 15.6250",
+        "bandwidth send-recv stream 64 64 15.6250",
+    ];
+    assert_eq!(rows, want);
+    let (first, second) = (log_of(&fakes, 0), log_of(&fakes, 1));
+    let of = |log: &[String], what: &str| -> Vec<String> {
+        log.iter()
+            .filter_map(|line| line.strip_prefix(what))
+            .map(|line| line[..line.rfind("PE").unwrap()].to_string())
+            .collect()
+    };
+    for (sender, receiver) in [(&first, &second), (&second, &first)] {
+        let sent = of(sender, "sends");
+        assert_eq!(sent, of(receiver, "receives"), "in the order that they are sent in");
+        assert!(sent.len() > 2 * 5 * 16);
+    }
+    assert_eq!(first.last().map(String::as_str), Some("leaves 0 bytes, PE 1"));
+    assert_eq!(second.last().map(String::as_str), Some("leaves 0 bytes, PE 0"));
+    // The byte at the start, and windows of the first PE's.
+    let grouped = first.iter().filter(|line| line.ends_with("in a group")).count();
+    assert_eq!(grouped, 2 + 2 * 5 * 64, "{first:?}");
+}
+
+#[test]
+fn everything_is_measured_but_what_there_is_not() {
+    let fakes = Fakes::new(&[], &[]);
+    let (all, beside) = rows(&fakes, &[], &[]);
+    assert_eq!(beside, "");
+    // put, get: 4 scopes, two measures; put-nbi: 3, and its issue; put-signal: 4; send-recv: two measures.
+    assert_eq!(all.len(), 2 * (2 * 4 * 2 + 3 * 3 + 4 + 2), "{all:?}");
+    assert!(all.contains(&"issue put-nbi warp 16 1 1.0000".to_string()), "{all:?}");
+    assert!(all.contains(&"latency put-signal block 64 1 1.0000 2.0000".to_string()), "{all:?}");
+    let (some, beside) = rows(&fakes, &[], &[("FAKE_NCCL", "duplicate")]);
+    assert_eq!(some, all.iter().filter(|row| !row.contains("send-recv")).cloned().collect::<Vec<_>>());
+    assert_eq!(beside.lines().count(), 1, "{beside}");
+    assert_says(
+        &beside,
+        &["aristos: send-recv on scope stream is left out: ", "NCCL 2.27.3 answers 5", "Duplicate GPU detected"],
+    );
+    // PEs that share a device without MPS.
+    let (some, beside) = rows(&fakes, &["--op", "put-signal"], &[("FAKE_STATUS", "3")]);
+    assert_eq!(some.len(), 2 * 3);
+    assert_says(&beside, &["aristos: put-signal on scope stream is left out: ", "without MPS"]);
+}
+
+#[test]
+fn what_was_asked_for_and_is_not_there_is_one_line() {
+    let fakes = Fakes::new(&[], &[]);
+    let text = refusal(&fakes, &["--op", "send-recv"], &[("FAKE_NCCL", "duplicate")]);
+    assert_says(&text, &["--op send-recv on --scope stream: cannot start NCCL: ", "Duplicate GPU detected"]);
+    // One PE's refusal is all's.
+    let (rows, beside) = rows(&fakes, &["--scope", "stream"], &[("FAKE_NCCL", "pe1")]);
+    assert_eq!((rows.len(), beside.lines().count()), (2 * 5, 1), "{beside}");
+    assert_says(&beside, &["left out: no NCCL on PE 1"]);
+    let text = refusal(&fakes, &["--op", "put-signal", "--scope", "stream"], &[("FAKE_STATUS", "3")]);
+    assert_says(&text, &["--op put-signal on --scope stream: ", "without MPS"]);
+    // A library that cannot be loaded, told before any PE starts.
+    std::fs::write(fakes.0.path().join("nccl/lib/libnccl.so.2"), "").unwrap();
+    let text = refusal(&fakes, &["--op", "send-recv"], &[]);
+    assert_says(&text, &["aristos: --op send-recv: no NCCL (", "nccl/lib/libnccl.so.2", "NCCL_HOME"]);
+    assert!(!text.contains("PE "), "{text}");
+}
+
+#[test]
+fn nothing_waits_for_ever() {
+    let fakes = Fakes::new(&[], &[]);
+    let args = ["--op", "send-recv", "--timeout", "1"];
+    let text = refusal(&fakes, &args, &[("FAKE_NCCL", "hang")]);
+    assert_says(&text, &["cannot start NCCL: it is not ready after 1.0 s", "NCCL_DEBUG=INFO"]);
+    for op in ["send-recv", "put"] {
+        let args = ["--op", op, "--scope", "stream", "--timeout", "1"];
+        let text = refusal(&fakes, &args, &[("FAKE_STUCK", "1")]);
+        assert_says(&text, &["cannot wait for the kernels", "have not ended within 1.0 s"]);
+    }
+}
