@@ -147,11 +147,11 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: u64 = 120_000_000;
+const THOROUGH_OPS: u64 = 85_000_000;
 /// What falls from there on, with matrices.
-const BEYOND_OPS: f64 = 8e7;
+const BEYOND_OPS: f64 = 5.6e7;
 /// The same of large clusters in tiers.
-const TIERS_OPS: u64 = 20_000_000;
+const TIERS_OPS: u64 = 14_000_000;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
 const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.

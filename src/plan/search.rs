@@ -3,7 +3,7 @@
 //! First groupings that are made in one go, for every number of groups that the lower bounds leave: along an order of the devices that
 //! keeps near ones together, cut by count, by rate or as soon as memory allows; whole hosts or blocks dealt out by rate. Then
 //! simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983) with a fixed number of groups, the most promising numbers
-//! getting ever more of the effort (successive halving: Karnin, Koren and Somekh 2013), and a descent at the end.
+//! getting ever more of the effort (after successive halving: Karnin, Koren and Somekh 2013), and a descent at the end.
 //!
 //! Effort is counted in links looked at, not in time, and random numbers come from a fixed seed: the same input gives the same
 //! plan on any machine.
@@ -13,7 +13,7 @@ use super::objective::{IDLE, Problem};
 use super::state::{Move, State, Worth};
 use crate::cluster::LinkTable;
 
-/// How much the groups' 8-norm or their mean, in turn, count beside the objective while annealing: with the maximum alone, most moves change
+/// How much the devices' 8-norm or the groups' mean, in turn, count beside the objective while annealing: with the maximum alone, most moves change
 /// nothing.
 const NORM_WEIGHT: f64 = 1.0;
 const MEAN_WEIGHT: f64 = 0.2;
@@ -23,12 +23,13 @@ const JOINED_ONE_IN: usize = 8;
 const JOINED_MOST: usize = 128;
 /// The same in the descent, where it only breaks ties.
 const MEAN_TIE: f64 = 1e-6;
-/// Numbers of groups in the first round of annealing; every round halves them.
-const FIRST_ROUND: usize = 24;
-/// Rounds.
-const ROUNDS: usize = 5;
-/// How hot each round starts, by the moves' mean cost.
-const COOLER: [f64; ROUNDS] = [1.0, 0.6, 0.4, 0.6, 0.3];
+/// Rounds of annealing.
+const ROUNDS: usize = 4;
+/// Numbers of groups in each round at most, and its share of the effort.
+const NUMBERS: [usize; ROUNDS] = [24, 6, 3, 1];
+const SHARES: [f64; ROUNDS] = [0.15, 0.2, 0.25, 0.4];
+/// How hot each round starts, by the moves' mean cost. Long and hot at last: short chains seldom end as well.
+const COOLER: [f64; ROUNDS] = [1.0, 0.6, 0.6, 0.6];
 /// Chains in a round at least: two processors for a thread each.
 const CHAINS_LEAST: usize = 2;
 /// Links that a chain looks at, at least, per device.
@@ -170,7 +171,6 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         let n = self.problem.n();
         // A chain that is shorter than what starting it costs is not worth it.
         let most_chains = (budget / ROUNDS as u64 / (CHAIN_LEAST * n as u64)).max(1) as usize;
-        let mut most = FIRST_ROUND.min(most_chains);
         for round in 0..ROUNDS {
             let mut numbers: Vec<usize> = (1..=n).collect();
             numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
@@ -178,8 +178,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             let known =
                 |k: usize| self.by_groups[k - 1].as_ref().map_or(self.bounds.by_groups[k - 1], |f| f.objective_ms);
             numbers.sort_by(|&a, &b| known(a).total_cmp(&known(b)).then(a.cmp(&b)));
-            numbers.truncate(most);
-            most = (most / 2).max(1);
+            numbers.truncate(NUMBERS[round].min(most_chains));
             if numbers.is_empty() {
                 return;
             }
@@ -197,7 +196,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                     chains.iter().map(|(start, seed, norm)| (start.clone(), seed + 32_768, !norm)).collect::<Vec<_>>();
                 chains.extend(more);
             }
-            let each = budget / ROUNDS as u64 / chains.len() as u64;
+            let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
             let anneal = |(start, seed, norm): &(Vec<Vec<u32>>, u64, bool)| {
                 self.anneal_from(start, each, round, *norm, &mut Random(*seed))
             };
@@ -234,13 +233,23 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             state = state.with_tree();
         }
         let (mut moves, mut joined) = (Vec::new(), Vec::new());
-        let worth = state.worth(None)?;
+        let worth = state.worth(None, f64::INFINITY)?;
         // A group that lacks one expert is as bad as this much.
         let penalty = worth.objective_ms;
         let energy = |worth: &Worth| {
             let short = if worth.short > 0.0 { penalty * (0.02 + worth.short) } else { 0.0 };
             let guide = if norm { NORM_WEIGHT * worth.norm_ms } else { MEAN_WEIGHT * worth.mean_ms };
             worth.objective_ms + guide + short
+        };
+        // Whatever a group's work, the energy is at least so many times that and the least all-reduce: what is over it need not be looked at
+        // to the end.
+        let guide = if norm { NORM_WEIGHT * (1.0 / n as f64).powf(0.125) } else { MEAN_WEIGHT / start.len() as f64 };
+        let per_work = self.problem.gamma(n) * (1.0 + guide) * (1.0 - 1e-9);
+        let reduce = if self.allow_idle {
+            0.0
+        } else {
+            let edges = &self.problem.edges[..=n - start.len().max(2)];
+            edges.iter().map(|edge| self.problem.all_reduce(start.len(), edge.link)).fold(f64::INFINITY, f64::min)
         };
         let mut now = energy(&worth);
         let hot = self.temperature(&mut state, now, &energy, random)?;
@@ -280,9 +289,11 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 continue;
             }
             let Some(change) = self.propose(&state, random) else { continue };
-            let Some(worth) = state.worth(Some(change)) else { continue };
+            // Drawn before the change is looked at.
+            let most = now - temperature * (1.0 - random.unit()).ln();
+            let Some(worth) = state.worth(Some(change), (most - reduce) / per_work) else { continue };
             let then = energy(&worth);
-            if then <= now || random.unit() < ((now - then) / temperature).exp() {
+            if then <= most {
                 state.apply(change);
                 now = then;
                 if worth.short == 0.0 && worth.objective_ms < best.0 * (1.0 - 1e-12) {
@@ -305,7 +316,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         let (mut sum, mut count) = (0.0, 0);
         for _ in 0..64 {
             let Some(change) = self.propose(state, random) else { continue };
-            let Some(worth) = state.worth(Some(change)) else { continue };
+            let Some(worth) = state.worth(Some(change), f64::INFINITY) else { continue };
             let worse = energy(&worth) - now;
             if worse > 0.0 && worth.short == 0.0 {
                 sum += worse;
@@ -392,7 +403,8 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             true => f64::INFINITY,
             false => worth.objective_ms + MEAN_TIE * worth.mean_ms,
         };
-        let mut now = state.worth(None).map_or(f64::INFINITY, |worth| energy(&worth));
+        let mut now = state.worth(None, f64::INFINITY).map_or(f64::INFINITY, |worth| energy(&worth));
+        let gamma = self.problem.gamma(n as usize);
         let mut since = 0;
         // Round and round, until a whole round brought nothing.
         let mut i = 0;
@@ -410,7 +422,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 if state.ops > budget {
                     break;
                 }
-                let Some(worth) = state.worth(Some(change)) else { continue };
+                let Some(worth) = state.worth(Some(change), now / gamma) else { continue };
                 if energy(&worth) < now * (1.0 - 1e-13) {
                     state.apply(change);
                     now = energy(&worth);
@@ -428,7 +440,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
 /// Makes all of these moves, from their `from` to their `to`.
 fn make<L: LinkTable>(state: &mut State<L>, moves: &[(u32, u32, u32)]) -> Option<Worth> {
     moves.iter().for_each(|&(i, _, to)| state.apply(Move { i, to, j: None }));
-    state.worth(None)
+    state.worth(None, f64::INFINITY)
 }
 
 /// Where an order is cut.

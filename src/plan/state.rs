@@ -11,6 +11,8 @@ struct Group {
     memory: u64,
     /// Compute and communication, ms.
     work_ms: f64,
+    /// Sum over devices of the 8th powers of their compute and communication over the unit.
+    eighth: f64,
 }
 
 /// A change: device `i` goes to group `to` (or [`IDLE`]); and where there is a `j`, it takes `i`'s place.
@@ -28,7 +30,8 @@ pub(crate) struct Worth {
     pub objective_ms: f64,
     /// Mean over groups of gamma times compute and communication, ms: tells groupings of one objective apart.
     pub mean_ms: f64,
-    /// The groups' 8-norm mean of the same, ms: near the maximum, but every slow group counts.
+    /// The devices' 8-norm mean of gamma times their group's compute and their own communication, ms: near the maximum, but every slow
+    /// device counts.
     pub norm_ms: f64,
     /// Experts for which groups lack memory, over the number of experts.
     pub short: f64,
@@ -49,7 +52,7 @@ pub(crate) struct State<'p, 'a, L> {
     most: [(u32, f64); 3],
     /// Sum of the groups' work.
     sum_ms: f64,
-    /// Sum of the 8th powers of the groups' work over `unit_ms`.
+    /// Sum of the groups' sums of 8th powers.
     sum_eighth: f64,
     unit_ms: f64,
     /// Experts for which groups lack memory, over all groups.
@@ -90,11 +93,14 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 state.sums[i as usize] = sums;
             }
             let memory = problem.holds(members);
-            state.groups.push(Group { members: members.clone(), flops, memory, work_ms: 0.0 });
-            state.groups[g].work_ms = state.work(g as u32, None, None);
+            state.groups.push(Group { members: members.clone(), flops, memory, work_ms: 0.0, eighth: 0.0 });
+            state.groups[g].work_ms = state.whole(g as u32).0;
         }
         let most = state.groups.iter().map(|group| group.work_ms).fold(0.0, f64::max);
         state.unit_ms = if most > 0.0 { most } else { 1.0 };
+        for g in 0..state.groups.len() {
+            state.groups[g].eighth = state.whole(g as u32).1;
+        }
         state.sum_up();
         state
     }
@@ -105,7 +111,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         (self.sum_ms, self.sum_eighth, self.short) = (0.0, 0.0, 0);
         for (g, group) in self.groups.iter().enumerate() {
             self.sum_ms += group.work_ms;
-            self.sum_eighth += eighth(group.work_ms / self.unit_ms);
+            self.sum_eighth += group.eighth;
             self.short += self.problem.n_experts.saturating_sub(group.memory);
             let mut here = (g as u32, group.work_ms);
             for most in &mut self.most {
@@ -165,21 +171,43 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         members.iter().copied().reduce(|worst, i| if time(i) > time(worst) { i } else { worst })
     }
 
-    /// Compute and communication of group `g` without device `out` and with device `into`.
-    fn work(&self, g: u32, out: Option<u32>, into: Option<u32>) -> f64 {
+    /// Compute and communication of group `g` as it is, and its sum of 8th powers.
+    fn whole(&self, g: u32) -> (f64, f64) {
+        self.work(g, None, None, f64::INFINITY).unwrap_or((f64::INFINITY, f64::INFINITY))
+    }
+
+    /// Compute and communication of group `g` without device `out` and with device `into`, and its sum of 8th powers; `None` as soon as it
+    /// is seen to take longer than `limit_ms`.
+    fn work(&self, g: u32, out: Option<u32>, into: Option<u32>, limit_ms: f64) -> Option<(f64, f64)> {
         match (out, into) {
-            (None, None) => self.work_of::<false, false>(g, 0, 0),
-            (Some(out), None) => self.work_of::<true, false>(g, out, 0),
-            (None, Some(into)) => self.work_of::<false, true>(g, 0, into),
-            (Some(out), Some(into)) => self.work_of::<true, true>(g, out, into),
+            (None, None) => self.work_of::<false, false>(g, 0, 0, limit_ms),
+            (Some(out), None) => self.work_of::<true, false>(g, out, 0, limit_ms),
+            (None, Some(into)) => self.work_of::<false, true>(g, 0, into, limit_ms),
+            (Some(out), Some(into)) => self.work_of::<true, true>(g, out, into, limit_ms),
         }
     }
 
-    fn work_of<const OUT: bool, const IN: bool>(&self, g: u32, out: u32, into: u32) -> f64 {
+    fn work_of<const OUT: bool, const IN: bool>(
+        &self,
+        g: u32,
+        out: u32,
+        into: u32,
+        limit_ms: f64,
+    ) -> Option<(f64, f64)> {
         let (problem, group) = (self.problem, &self.groups[g as usize]);
         let size = group.members.len() + usize::from(IN) - usize::from(OUT);
         let per_peer = problem.workload.p2p_buffer_mb / size as f64;
-        let (mut worst, mut new) = (0.0f64, (0.0, 0.0));
+        let (mut worst, mut new, mut sum) = (0.0f64, (0.0, 0.0), 0.0);
+        let mut flops = group.flops;
+        if OUT {
+            flops -= problem.flops[out as usize];
+        }
+        if IN {
+            flops += problem.flops[into as usize];
+        }
+        let compute = problem.compute(flops);
+        let limit = (limit_ms - compute) / problem.workload.p2p_frequency;
+        let (scale, offset) = (problem.workload.p2p_frequency / self.unit_ms, compute / self.unit_ms);
         for &m in &group.members {
             if OUT && m == out {
                 continue;
@@ -198,22 +226,25 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 new.0 += link.alpha_ms;
                 new.1 += link.beta_ms_per_mb;
             }
-            worst = worst.max(alpha + beta * per_peer);
-        }
-        let mut flops = group.flops;
-        if OUT {
-            flops -= problem.flops[out as usize];
+            let here = alpha + beta * per_peer;
+            if here > limit {
+                return None;
+            }
+            worst = worst.max(here);
+            sum += eighth(here * scale + offset);
         }
         if IN {
-            flops += problem.flops[into as usize];
-            worst = worst.max(new.0 + new.1 * per_peer);
+            let here = new.0 + new.1 * per_peer;
+            worst = worst.max(here);
+            sum += eighth(here * scale + offset);
         }
-        problem.compute(flops) + problem.workload.p2p_frequency * worst
+        let work_ms = compute + problem.workload.p2p_frequency * worst;
+        (work_ms <= limit_ms).then_some((work_ms, sum))
     }
 
     /// What the grouping is worth after a change, or as it is; `None` where the change would empty a group or
-    /// changes nothing.
-    pub fn worth(&mut self, change: Option<Move>) -> Option<Worth> {
+    /// changes nothing, or a changed group would take longer than `limit_ms`, before gamma.
+    pub fn worth(&mut self, change: Option<Move>, limit_ms: f64) -> Option<Worth> {
         let problem = self.problem;
         let experts = problem.n_experts;
         let (mut worst, mut sum_ms, mut short, mut workers) = (0.0f64, self.sum_ms, self.short, self.workers);
@@ -226,32 +257,36 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 return None;
             }
             let memory = |i: u32| problem.memory[i as usize];
+            if to != IDLE {
+                let group = &self.groups[to as usize];
+                let size = group.members.len() as u64;
+                self.ops += 1 + size / 4;
+                let then = group.memory + memory(i) - j.map_or(0, memory);
+                let (work_ms, eighth) = self.work(to, j, Some(i), limit_ms)?;
+                self.ops += size - size / 4;
+                worst = worst.max(work_ms);
+                sum_ms += work_ms - group.work_ms;
+                sum_eighth += eighth - group.eighth;
+                short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
+            } else if j.is_none() {
+                workers -= 1;
+            }
             if from != IDLE {
                 let group = &self.groups[from as usize];
                 if group.members.len() == 1 && j.is_none() {
                     return None;
                 }
-                self.ops += group.members.len() as u64;
+                let size = group.members.len() as u64;
+                self.ops += 1 + size / 4;
                 let then = group.memory - memory(i) + j.map_or(0, memory);
-                let work_ms = self.work(from, Some(i), j);
+                let (work_ms, eighth) = self.work(from, Some(i), j, limit_ms)?;
+                self.ops += size - size / 4;
                 worst = worst.max(work_ms);
                 sum_ms += work_ms - group.work_ms;
-                sum_eighth += eighth(work_ms / unit_ms) - eighth(group.work_ms / unit_ms);
+                sum_eighth += eighth - group.eighth;
                 short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
             } else if j.is_none() {
                 workers += 1;
-            }
-            if to != IDLE {
-                let group = &self.groups[to as usize];
-                self.ops += group.members.len() as u64;
-                let then = group.memory + memory(i) - j.map_or(0, memory);
-                let work_ms = self.work(to, j, Some(i));
-                worst = worst.max(work_ms);
-                sum_ms += work_ms - group.work_ms;
-                sum_eighth += eighth(work_ms / unit_ms) - eighth(group.work_ms / unit_ms);
-                short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
-            } else if j.is_none() {
-                workers -= 1;
             }
             changed = (from, to);
         }
@@ -274,7 +309,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.ops += slowest.unwrap_or(0) as u64 / 2;
         let all_reduce = slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link));
         let gamma = self.gamma[workers];
-        let norm_ms = gamma * unit_ms * (sum_eighth.max(0.0) / self.groups.len() as f64).sqrt().sqrt().sqrt();
+        let norm_ms = gamma * unit_ms * (sum_eighth.max(0.0) / workers as f64).sqrt().sqrt().sqrt();
         Some(Worth {
             objective_ms: gamma * worst + all_reduce,
             // Beyond what an 8th power holds, the maximum is all that counts.
@@ -323,7 +358,8 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 // Not by differences: one very large rate would swallow the others for good.
                 let group = &mut self.groups[g as usize];
                 group.flops = group.members.iter().map(|&m| self.problem.flops[m as usize]).sum();
-                self.groups[g as usize].work_ms = self.work(g, None, None);
+                let (work_ms, eighth) = self.whole(g);
+                (self.groups[g as usize].work_ms, self.groups[g as usize].eighth) = (work_ms, eighth);
             }
         }
         self.sum_up();
