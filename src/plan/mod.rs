@@ -230,31 +230,32 @@ fn choose_by<L: LeastExchange>(
 ) -> Result<Chosen> {
     let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
     let n = problem.n();
-    // The two take about as long; for few devices a thread would cost more than it saves.
-    let lysi_wanted = n <= LYSI_MOST && options.algorithm != Algorithm::Lysi;
-    let (bounds, published) = std::thread::scope(|scope| {
-        let published = || lysi::groups(&problem);
-        let beside = (lysi_wanted && n >= BESIDE_LEAST).then(|| scope.spawn(published));
-        let bounds = bounds(&problem, options.allow_idle);
-        let published = match beside.map(|thread| thread.join()) {
-            Some(Ok(groups)) => Some(groups),
-            _ => lysi_wanted.then(published),
-        };
-        (bounds, published)
-    });
     if options.algorithm == Algorithm::Lysi {
         let groups = complete(&problem, lysi::groups(&problem), options.allow_idle);
-        return Ok(finish(&problem, groups, "lysi", false, &bounds, Vec::new()));
+        return Ok(finish(&problem, groups, "lysi", false, &bounds(&problem, options.allow_idle), Vec::new()));
     }
-    let mut search = Search::new(&problem, &bounds, options.allow_idle);
-    if let Some(published) = published {
-        if options.allow_idle {
-            search.offer(published.0.clone());
+    let effort = effort(n, matrix.is_some(), options.effort);
+    let views = views(cluster, &problem);
+    let search = std::thread::scope(|scope| {
+        // For few devices a thread would cost more than it saves.
+        let published = || if n <= LYSI_MOST { Some(lysi::groups(&problem)) } else { None };
+        let beside = (BESIDE_LEAST..=LYSI_MOST).contains(&n).then(|| scope.spawn(published));
+        let mut search = Search::new(&problem, bounds(&problem, options.allow_idle), options.allow_idle);
+        search.construct(&views, effort.construct);
+        let published = match beside.map(|thread| thread.join()) {
+            Some(Ok(published)) => published,
+            _ => published(),
+        };
+        if let Some(published) = published {
+            if options.allow_idle {
+                search.offer(published.0.clone());
+            }
+            search.offer(complete(&problem, published, false));
         }
-        search.offer(complete(&problem, published, false));
-    }
-    search.run(&views(cluster, &problem), effort(n, matrix.is_some(), options.effort));
-    let (found, others) = search.into_found();
+        search.improve(effort.improve);
+        search
+    });
+    let (found, others, bounds) = search.into_found();
     let Some(found) = found else {
         // All devices together are a valid group, or there would be a shortage.
         bail!("no grouping was found, though all devices together are one");

@@ -64,7 +64,7 @@ pub(crate) struct Found {
 /// The best groupings so far.
 pub(crate) struct Search<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
-    bounds: &'p Bounds,
+    bounds: Bounds,
     allow_idle: bool,
     best: Option<Found>,
     /// By number of groups (index K - 1).
@@ -73,17 +73,17 @@ pub(crate) struct Search<'p, 'a, L> {
 }
 
 impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
-    pub fn new(problem: &'p Problem<'a, L>, bounds: &'p Bounds, allow_idle: bool) -> Self {
+    pub fn new(problem: &'p Problem<'a, L>, bounds: Bounds, allow_idle: bool) -> Self {
         Search { problem, bounds, allow_idle, best: None, by_groups: vec![None; problem.n()], ops: 0 }
     }
 
-    /// The best grouping, which is there once a valid one was offered; and the best for other numbers of groups, best first.
-    pub fn into_found(self) -> (Option<Found>, Vec<Found>) {
+    /// The best grouping, which is there once a valid one was offered; the best for other numbers of groups, best first; and the bounds.
+    pub fn into_found(self) -> (Option<Found>, Vec<Found>, Bounds) {
         let chosen = self.best.as_ref().map(|best| best.groups.len());
         let mut others: Vec<Found> = self.by_groups.into_iter().flatten().collect();
         others.retain(|found| Some(found.groups.len()) != chosen);
         others.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        (self.best, others)
+        (self.best, others, self.bounds)
     }
 
     /// The best objective so far, ms.
@@ -117,15 +117,14 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         self.bounds.by_groups[k - 1] < self.best_ms() * (1.0 - 1e-12)
     }
 
-    /// The search.
-    pub fn run(&mut self, views: &Views, effort: Effort) {
-        self.construct(views, effort.construct);
-        self.anneal(effort.improve / 10 * 9);
-        self.descend(effort.improve / 10);
+    /// From the best so far.
+    pub fn improve(&mut self, budget: u64) {
+        self.anneal(budget / 10 * 9);
+        self.descend(budget / 10);
     }
 
     /// Groupings made in one go.
-    fn construct(&mut self, views: &Views, budget: u64) {
+    pub fn construct(&mut self, views: &Views, budget: u64) {
         for blocks in &views.blocks {
             self.offer(blocks.clone());
         }
