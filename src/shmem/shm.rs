@@ -34,13 +34,15 @@ use super::{RawWait, Segment, ShmemError, SignalOp, Transport};
 /// The longest sleep without looking at the words again.
 const SLEEP_MAX: Duration = Duration::from_millis(50);
 
-/// How often a wait looks at its words before it sleeps.
+/// Looks between two readings of the clock. There is no PAUSE between them: a hypervisor takes a CPU that pauses again and again
+/// for one that spins in vain, and takes it away for microseconds.
+const LOOKS_A_CLOCK: u32 = 200;
+
+/// How long a wait looks at its words before it sleeps.
 #[derive(Clone, Copy, Debug)]
 struct Patience {
-    /// One look right after the other.
-    looks: u32,
-    /// With a PAUSE after each look.
-    spins: u32,
+    /// For so long one look right after the other: waking up takes some microseconds, which a wait for a large message would add.
+    spin: Duration,
     /// With a sched_yield after each.
     yields: u32,
 }
@@ -69,9 +71,9 @@ impl ShmTransport {
         }
         let crowded = available_parallelism().is_ok_and(|cores| segments.len() > cores.get());
         let patience = if crowded {
-            Patience { looks: 0, spins: 50, yields: 2 }
+            Patience { spin: Duration::ZERO, yields: 2 }
         } else {
-            Patience { looks: 300, spins: 2000, yields: 5 }
+            Patience { spin: Duration::from_micros(200), yields: 5 }
         };
         Ok(Self { my_pe, segments, patience })
     }
@@ -133,18 +135,19 @@ impl Transport for ShmTransport {
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         let look = || waits.iter().position(|wait| wait.cmp.holds(self.signal_fetch(wait.signal), wait.value));
-        for _ in 0..self.patience.looks {
-            if let Some(found) = look() {
-                return Some(found);
+        let start = Instant::now();
+        loop {
+            for _ in 0..LOOKS_A_CLOCK {
+                if let Some(found) = look() {
+                    return Some(found);
+                }
             }
-        }
-        for spin in 1..=self.patience.spins {
-            if let Some(found) = look() {
-                return Some(found);
-            }
-            std::hint::spin_loop();
-            if spin.is_multiple_of(64) && Instant::now() >= deadline {
+            let now = Instant::now();
+            if now >= deadline {
                 return look();
+            }
+            if now - start >= self.patience.spin {
+                break;
             }
         }
         for _ in 0..self.patience.yields {

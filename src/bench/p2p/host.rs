@@ -35,7 +35,8 @@ const FIGURE_BYTES: usize = 512 << 20;
 const LEAST_SAMPLES: usize = 20;
 /// Words from one signal to the next, so that no two share a cache line.
 const STRIDE: usize = 8;
-/// Signals: of ping-pongs, of slots given back, of a target of atomics; then one for each slot. The bare ones follow.
+/// Signals: of ping-pongs, of slots given back, of a target of atomics; then one for each slot. The bare turns use the same ones: a word's
+/// place decides how far it is from either core.
 const PING: usize = 0;
 const CREDIT: usize = 1;
 const ATOMIC: usize = 2;
@@ -108,7 +109,7 @@ struct Memory {
     ring: Sym<u8>,
     /// Where non-blocking puts are from.
     source: Sym<u8>,
-    /// Signals of the library's turns, then those of the bare ones, [`STRIDE`] words apart.
+    /// Signals, [`STRIDE`] words apart.
     signals: Sym<u64>,
 }
 
@@ -124,7 +125,7 @@ fn largest(bench: &P2pBench) -> usize {
 
 /// Symmetric memory that a PE needs, bytes.
 pub fn heap_bytes<T: Transport>(bench: &P2pBench) -> usize {
-    let signals = 2 * SIGNALS * STRIDE * size_of::<u64>();
+    let signals = SIGNALS * STRIDE * size_of::<u64>();
     Shmem::<T>::heap_bytes_for(bench.pes, Memory::ring_bytes(bench) + largest(bench) + signals)
 }
 
@@ -144,7 +145,7 @@ pub fn run_pe<T: Transport>(
     let memory = Memory {
         ring: shmem.alloc(Memory::ring_bytes(bench))?,
         source: shmem.alloc(largest(bench))?,
-        signals: shmem.alloc(2 * SIGNALS * STRIDE)?,
+        signals: shmem.alloc(SIGNALS * STRIDE)?,
     };
     let mut results = PeRows::default();
     let mut figure = 0;
@@ -254,13 +255,6 @@ struct Part<'s, T: Transport> {
 enum Path {
     Library,
     Raw,
-}
-
-impl Path {
-    /// The place of the path's first signal.
-    fn base(self) -> usize {
-        if self == Path::Library { 0 } else { SIGNALS }
-    }
 }
 
 fn us(start: Instant, operations: usize) -> f64 {
@@ -433,7 +427,7 @@ impl<T: Transport> Part<'_, T> {
 
     /// Put with signal there and back.
     fn ping_pong(&mut self, plan: Plan, bytes: usize, path: Path) -> Result<Vec<f64>> {
-        let place = path.base() + PING;
+        let place = PING;
         let base = self.counted(place, ((plan.warmup + plan.samples) * plan.batch) as u64);
         let deadline = self.deadline();
         let (mut sent, mut seen) = (base, base);
@@ -482,11 +476,10 @@ impl<T: Transport> Part<'_, T> {
         let slots = (self.memory.ring.len() / pitch).clamp(1, SLOTS_MAX);
         let messages = ((plan.warmup + plan.samples) * plan.batch) as u64;
         let deadline = self.deadline();
-        let base = path.base();
-        // Every slot's signal counts all messages of the path, whatever their slot: so slots may differ in size from figure to
+        // Every slot's signal counts all messages of both paths, whatever their slot: so slots may differ in size from figure to
         // figure.
-        let first = self.counted(base + SLOT, messages);
-        let credit = self.counted(base + CREDIT, messages);
+        let first = self.counted(SLOT, messages);
+        let credit = self.counted(CREDIT, messages);
         let slot_of = |m: u64| (m % slots as u64) as usize;
         let stamped = bytes >= size_of::<u64>();
         let raw = self.raw.filter(|_| path == Path::Raw);
@@ -497,9 +490,9 @@ impl<T: Transport> Part<'_, T> {
                     let least = credit + m + 1 - slots as u64;
                     match raw {
                         Some((mine, _)) => {
-                            raw::spin_until(mine.flag((base + CREDIT) * STRIDE), least, self.peer, deadline)?;
+                            raw::spin_until(mine.flag(CREDIT * STRIDE), least, self.peer, deadline)?;
                         }
-                        None => self.wait(base + CREDIT, least, deadline)?,
+                        None => self.wait(CREDIT, least, deadline)?,
                     }
                 }
                 stamp = stamp.wrapping_add(1);
@@ -508,11 +501,11 @@ impl<T: Transport> Part<'_, T> {
                 match raw {
                     Some((_, theirs)) => {
                         theirs.copy_in(slot * pitch, src);
-                        theirs.flag((base + SLOT + slot) * STRIDE).store(first + m + 1, Ordering::Release);
+                        theirs.flag((SLOT + slot) * STRIDE).store(first + m + 1, Ordering::Release);
                     }
                     None => {
                         let dest = self.memory.ring.slice(slot * pitch..slot * pitch + bytes);
-                        let signal = self.signal(base + SLOT + slot);
+                        let signal = self.signal(SLOT + slot);
                         self.shmem.put_signal(dest, src, signal, first + m + 1, SignalOp::Set, self.peer);
                     }
                 }
@@ -521,9 +514,9 @@ impl<T: Transport> Part<'_, T> {
             // Nothing is written before the last is read.
             match raw {
                 Some((mine, _)) => {
-                    raw::spin_until(mine.flag((base + CREDIT) * STRIDE), credit + messages, self.peer, deadline)?;
+                    raw::spin_until(mine.flag(CREDIT * STRIDE), credit + messages, self.peer, deadline)?;
                 }
-                None => self.wait(base + CREDIT, credit + messages, deadline)?,
+                None => self.wait(CREDIT, credit + messages, deadline)?,
             }
             return Ok(Vec::new());
         }
@@ -538,10 +531,10 @@ impl<T: Transport> Part<'_, T> {
             let slot = slot_of(m);
             match raw {
                 Some((mine, _)) => {
-                    let flag = mine.flag((base + SLOT + slot) * STRIDE);
+                    let flag = mine.flag((SLOT + slot) * STRIDE);
                     raw::spin_until(flag, first + m + 1, self.peer, deadline)?;
                 }
-                None => self.wait(base + SLOT + slot, first + m + 1, deadline)?,
+                None => self.wait(SLOT + slot, first + m + 1, deadline)?,
             }
             let sum = match pages {
                 Some(pages) => pages.sum(slot * pitch, bytes),
@@ -560,9 +553,9 @@ impl<T: Transport> Part<'_, T> {
             if owed == give_back || m + 1 == messages {
                 match raw {
                     Some((_, theirs)) => {
-                        theirs.flag((base + CREDIT) * STRIDE).store(credit + m + 1, Ordering::Release);
+                        theirs.flag(CREDIT * STRIDE).store(credit + m + 1, Ordering::Release);
                     }
-                    None => self.shmem.signal_op(self.signal(base + CREDIT), owed, SignalOp::Add, self.peer),
+                    None => self.shmem.signal_op(self.signal(CREDIT), owed, SignalOp::Add, self.peer),
                 }
                 owed = 0;
             }
@@ -687,7 +680,7 @@ mod tests {
                     let memory = Memory {
                         ring: shmem.alloc(Memory::ring_bytes(bench)).unwrap(),
                         source: shmem.alloc(largest(bench)).unwrap(),
-                        signals: shmem.alloc(2 * SIGNALS * STRIDE).unwrap(),
+                        signals: shmem.alloc(SIGNALS * STRIDE).unwrap(),
                     };
                     let mut source: Vec<u64> = (0..largest(bench) as u64 / 8).collect();
                     if me == 1 {
