@@ -65,7 +65,9 @@ int main(int argc, char **argv)
     MPI_Win_lock_all(MPI_MODE_NOCHECK, window);
     memset(heap, 0, signal + 64);
     MPI_Win_sync(window);
-    char *source = calloc(1, largest ? largest : 1);
+    /* Written, so that each page is one of its own. */
+    char *source = malloc(largest + 1);
+    memset(source, 1, largest + 1);
     uint64_t count = 0;
 
     for (int i = 4; i < argc; i++) {

@@ -28,6 +28,18 @@ fn main() -> ExitCode {
         }
     };
     let samples = Samples { samples: *samples, warmup: 3, batch: (*batch).max(1) };
+    let print = |op: &str, bytes: usize, values: Vec<f64>| {
+        for (i, value) in values.into_iter().enumerate() {
+            println!("{},{op},{bytes},{i},{value:.4}", args[0]);
+        }
+    };
+    // Before there is a window, which MPI looks after in every call.
+    for &bytes in sizes {
+        print("send_recv", bytes, send_recv_latency_us(&world, bytes, samples));
+        print("send_recv_window", bytes, send_recv_bandwidth_gb_s(&world, bytes, Samples { batch: 16, ..samples }));
+        let rows = vec![vec![bytes; world.n_pes()]; world.n_pes()];
+        print("all_to_all_v", bytes, all_to_all_v_us(&world, &rows, samples));
+    }
     let largest = sizes.iter().copied().max().unwrap_or(0);
     let heap = Shmem::<MpiTransport<'_>>::heap_bytes_for(world.n_pes(), largest + 128);
     let shmem = match MpiTransport::new(&world, heap) {
@@ -37,18 +49,9 @@ fn main() -> ExitCode {
             world.abort(1);
         }
     };
-    let print = |op: &str, bytes: usize, values: Vec<f64>| {
-        for (i, value) in values.into_iter().enumerate() {
-            println!("{},{op},{bytes},{i},{value:.4}", args[0]);
-        }
-    };
     for &bytes in sizes {
         print("put_signal", bytes, put_signal_us(&shmem, bytes, samples));
         print("put", bytes, put_gb_s(&shmem, bytes, samples));
-        print("send_recv", bytes, send_recv_latency_us(&world, bytes, samples));
-        print("send_recv_window", bytes, send_recv_bandwidth_gb_s(&world, bytes, Samples { batch: 16, ..samples }));
-        let rows = vec![vec![bytes; world.n_pes()]; world.n_pes()];
-        print("all_to_all_v", bytes, all_to_all_v_us(&world, &rows, samples));
     }
     ExitCode::SUCCESS
 }

@@ -7,6 +7,7 @@
 #include <shmem.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 enum { WARMUP = 3 };
@@ -31,9 +32,10 @@ int main(int argc, char **argv)
     size_t largest = 1;
     for (int i = 4; i < argc; i++)
         largest = (size_t)atol(argv[i]) > largest ? (size_t)atol(argv[i]) : largest;
-    char *data = shmem_align(64, largest), *source = calloc(1, largest);
+    char *data = shmem_align(64, largest), *source = malloc(largest);
     unsigned long *signal = shmem_align(64, 64), count = 0;
     *signal = 0;
+    memset(source, 1, largest);
     shmem_barrier_all();
     for (int i = 4; i < argc; i++) {
         const size_t bytes = atol(argv[i]);

@@ -35,7 +35,8 @@ impl Samples {
 /// If there is one PE only.
 pub fn send_recv_latency_us(world: &MpiWorld, bytes: usize, samples: Samples) -> Vec<f64> {
     let (me, comm) = (pair(world), world.comm());
-    let mut data = vec![me as u8; bytes];
+    // Two, as in OSU's osu_latency: one alone would be read by the peer and then written here, every time.
+    let (source, mut target) = (vec![me as u8; bytes], vec![0u8; bytes]);
     let times = samples.take(|| {
         comm.barrier();
         if me > 1 {
@@ -45,11 +46,11 @@ pub fn send_recv_latency_us(world: &MpiWorld, bytes: usize, samples: Samples) ->
         let start = Instant::now();
         for _ in 0..samples.batch {
             if me == 0 {
-                peer.send(&data[..]);
-                peer.receive_into(&mut data[..]);
+                peer.send(&source[..]);
+                peer.receive_into(&mut target[..]);
             } else {
-                peer.receive_into(&mut data[..]);
-                peer.send(&data[..]);
+                peer.receive_into(&mut target[..]);
+                peer.send(&source[..]);
             }
         }
         start.elapsed().as_secs_f64() * 1e6 / (2 * samples.batch) as f64

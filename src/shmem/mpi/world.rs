@@ -348,8 +348,13 @@ fn own_cpus() -> [u64; 16] {
 
 const SLEEP_MIN: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_micros(500);
+/// How long a wait offers the CPU to others before it sleeps. Where there are CPUs enough it is as good as always, as with MPI's own waits:
+/// while a PE sleeps, puts to it that MPI makes messages of do not move.
+const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE_CROWDED: Duration = Duration::from_micros(50);
 
-/// What a wait does between its looks: nobody rings here, as memory may be written by a network. First nothing, then
+/// What a wait does between its looks: nobody rings here, as memory may be written by a network. First nothing (no PAUSE either:
+/// `shm.rs` says why), then
 /// the CPU is offered to others, then it sleeps, always shorter than it has waited; all sooner where there are more PEs than
 /// CPUs, and the PE waited for may need this one.
 pub(super) struct Pause {
@@ -375,10 +380,9 @@ impl Pause {
         let spins = self.spins();
         self.looks = self.looks.saturating_add(1);
         if spins {
-            std::hint::spin_loop();
             return;
         }
-        let patience = if self.crowded { Duration::from_micros(50) } else { Duration::from_millis(5) };
+        let patience = if self.crowded { PATIENCE_CROWDED } else { PATIENCE };
         if self.since.get_or_insert_with(Instant::now).elapsed() < patience {
             rustix::thread::sched_yield();
         } else {
