@@ -18,8 +18,9 @@ use crate::report::table::{count, plain, right_aligned};
 
 /// Causes that the table lists.
 const LISTED: usize = 5;
-/// The share of all delay from which on one cause is named as that of the whole run.
+/// One cause is named as that of the whole run where it has more than this share of all delay, and that many times the next one's.
 const CULPRIT: f64 = 0.5;
+const CULPRIT_OVER_NEXT: f64 = 2.0;
 /// Points of a plot at most.
 const POINTS: usize = 2000;
 
@@ -102,6 +103,12 @@ fn us(ns: i64) -> f64 {
     ns as f64 * 1e-3
 }
 
+/// The cause of the whole run, if one stands out. `causes` is by share, the largest first.
+fn culprit(causes: &[Share]) -> Option<Cause> {
+    let next = causes.get(1).map_or(0.0, |next| next.share);
+    causes.first().filter(|top| top.share > CULPRIT && top.share >= CULPRIT_OVER_NEXT * next).map(|top| top.cause)
+}
+
 impl ModeResult {
     fn new(mode: Mode, of_mode: &[PeSteps]) -> ModeResult {
         let steps = on_one_clock(of_mode);
@@ -136,7 +143,7 @@ impl ModeResult {
             p95_delay_us: p95,
             mean_actual_us: actual,
             total_over_actual: if actual > 0.0 { (actual + delay) / actual } else { 0.0 },
-            culprit: causes.first().filter(|top| top.share > CULPRIT).map(|top| top.cause),
+            culprit: culprit(&causes),
             causes,
             one_clock: hosts.clone().all(|host| !host.is_empty() && Some(host) == first.map(|pe| &pe.host)),
             clock_offsets_us: first
@@ -383,6 +390,18 @@ mod tests {
             steps: (0..20).map(|k| step(pe, k)).collect(),
         };
         StragglerReport::new(&bench, "shm", &["slow-pe=1:4".into()], vec![pe(1), pe(0)])
+    }
+
+    #[test]
+    fn only_a_cause_that_stands_out_is_the_culprit() {
+        let of = |shares: &[f64]| {
+            let share = |(pe, &share): (usize, &f64)| Share { cause: Cause::LatePe { pe }, steps: 1, share };
+            culprit(&shares.iter().enumerate().map(share).collect::<Vec<_>>())
+        };
+        let first = Some(Cause::LatePe { pe: 0 });
+        assert_eq!([of(&[1.0]), of(&[0.7, 0.3]), of(&[0.51, 0.2, 0.2])], [first; 3]);
+        // Two PEs that are late in turn; many causes; none.
+        assert_eq!([of(&[0.52, 0.48]), of(&[0.45, 0.1, 0.1]), of(&[])], [None; 3]);
     }
 
     #[test]
