@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use aristos::bench::mpi_baseline::{Samples, all_to_all_v_us, send_recv_bandwidth_gb_s, send_recv_latency_us};
 use aristos::shmem::mpi::{MpiTransport, MpiWorld};
-use aristos::shmem::{Cmp, Shmem, SignalOp, Transport, Wait};
+use aristos::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -49,9 +49,11 @@ fn main() -> ExitCode {
             world.abort(1);
         }
     };
+    // The places of the program in C: the signal beyond the data of any size.
+    let (data, signal) = (shmem.alloc::<u8>(largest.max(1)).unwrap(), shmem.alloc::<u64>(1).unwrap());
     for &bytes in sizes {
-        print("put_signal", bytes, put_signal_us(&shmem, bytes, samples));
-        print("put", bytes, put_gb_s(&shmem, bytes, samples));
+        print("put_signal", bytes, put_signal_us(&shmem, data.slice(0..bytes), signal, samples));
+        print("put", bytes, put_gb_s(&shmem, data.slice(0..bytes), samples));
     }
     ExitCode::SUCCESS
 }
@@ -61,9 +63,8 @@ fn deadline() -> Instant {
 }
 
 /// A put with a signal there and back: half the round trip, microseconds.
-fn put_signal_us<T: Transport>(shmem: &Shmem<T>, bytes: usize, samples: Samples) -> Vec<f64> {
-    let (me, source) = (shmem.my_pe(), vec![1u8; bytes]);
-    let (data, signal) = (shmem.alloc::<u8>(bytes).unwrap(), shmem.alloc::<u64>(1).unwrap());
+fn put_signal_us<T: Transport>(shmem: &Shmem<T>, data: Sym<u8>, signal: Sym<u64>, samples: Samples) -> Vec<f64> {
+    let (me, source) = (shmem.my_pe(), vec![1u8; data.len()]);
     let mut count = shmem.signal_fetch(signal);
     let times = samples.take(|| {
         shmem.barrier_all(deadline()).unwrap();
@@ -85,15 +86,12 @@ fn put_signal_us<T: Transport>(shmem: &Shmem<T>, bytes: usize, samples: Samples)
         }
         start.elapsed().as_secs_f64() * 1e6 / (2 * samples.batch) as f64
     });
-    shmem.free(signal);
-    shmem.free(data);
     if me == 0 { times } else { Vec::new() }
 }
 
 /// A batch of puts from PE 0 and quiet: 10^9 bytes per second.
-fn put_gb_s<T: Transport>(shmem: &Shmem<T>, bytes: usize, samples: Samples) -> Vec<f64> {
-    let (me, source) = (shmem.my_pe(), vec![1u8; bytes]);
-    let data = shmem.alloc::<u8>(bytes).unwrap();
+fn put_gb_s<T: Transport>(shmem: &Shmem<T>, data: Sym<u8>, samples: Samples) -> Vec<f64> {
+    let (me, source) = (shmem.my_pe(), vec![1u8; data.len()]);
     let rates = samples.take(|| {
         shmem.barrier_all(deadline()).unwrap();
         let start = Instant::now();
@@ -101,9 +99,8 @@ fn put_gb_s<T: Transport>(shmem: &Shmem<T>, bytes: usize, samples: Samples) -> V
             (0..samples.batch).for_each(|_| shmem.put(data, &source, 1));
             shmem.quiet();
         }
-        (bytes * samples.batch) as f64 / start.elapsed().as_secs_f64() * 1e-9
+        (data.len() * samples.batch) as f64 / start.elapsed().as_secs_f64() * 1e-9
     });
     shmem.barrier_all(deadline()).unwrap();
-    shmem.free(data);
     if me == 0 { rates } else { Vec::new() }
 }
