@@ -363,6 +363,10 @@ const TESTS: &[(&str, fn())] = &[
         refused(aristos_run(2, "--tokens 10 --steps 0"), &["--steps is 0"]);
         refused(aristos_run(2, &format!("{SMALL} --output /nowhere/out")), &["/nowhere"]);
         refused(aristos_run(2, &format!("{SMALL} --device cuda")), &["--device"]);
+        // The other tests may be built with CUDA, and then do not see it refused.
+        if cfg!(not(feature = "cuda")) {
+            refused(binary::aristos_run("--tokens 8 --device cuda"), &["--device cuda", "--features cuda"]);
+        }
     }),
     ("without_the_flag_the_processes_share_memory", || {
         let args = format!("run {SMALL} --check");
