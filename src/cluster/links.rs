@@ -80,7 +80,10 @@ pub trait LinkTable: Sync {
     }
 
     /// An order of the devices that keeps near ones together, by the time to move `mb` megabytes.
-    fn near_order(&self, mb: f64) -> Vec<u32>;
+    ///
+    /// Each with the time there and back between it and the nearest one before it: the devices that links of at most some time join follow each
+    /// other, and the first of them is farther (Gower and Ross 1969, on single linkage by Prim's algorithm).
+    fn near_order(&self, mb: f64) -> Vec<(u32, f64)>;
 
     /// For each member of a group (ascending), the sums of alpha and of beta to all other members.
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)>;
@@ -98,8 +101,7 @@ pub struct Matrix {
     n: usize,
     alpha: Vec<f64>,
     beta: Vec<f64>,
-    alpha_by_column: Vec<f64>,
-    beta_by_column: Vec<f64>,
+    by_column: Vec<Link>,
 }
 
 impl Matrix {
@@ -113,8 +115,8 @@ impl Matrix {
             alpha[i * n + i] = 0.0;
             beta[i * n + i] = 0.0;
         }
-        let (alpha_by_column, beta_by_column) = (transposed(n, &alpha), transposed(n, &beta));
-        Matrix { n, alpha, beta, alpha_by_column, beta_by_column }
+        let by_column = transposed(n, &alpha, &beta);
+        Matrix { n, alpha, beta, by_column }
     }
 
     /// The same links, written out.
@@ -141,14 +143,9 @@ impl Matrix {
         &self.beta[i * self.n..(i + 1) * self.n]
     }
 
-    /// Column `i` of alpha: the links to device `i`; its diagonal is 0.
-    pub fn alpha_column(&self, i: usize) -> &[f64] {
-        &self.alpha_by_column[i * self.n..(i + 1) * self.n]
-    }
-
-    /// Column `i` of beta: the links to device `i`; its diagonal is 0.
-    pub fn beta_column(&self, i: usize) -> &[f64] {
-        &self.beta_by_column[i * self.n..(i + 1) * self.n]
+    /// Column `i`: the links to device `i`; its diagonal is 0.
+    pub fn column(&self, i: usize) -> &[Link] {
+        &self.by_column[i * self.n..(i + 1) * self.n]
     }
 }
 
@@ -164,14 +161,14 @@ fn exact_sum(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// The columns of `n` rows of `n`. In blocks, so that both sides stay in cache.
-fn transposed(n: usize, rows: &[f64]) -> Vec<f64> {
+fn transposed(n: usize, alpha: &[f64], beta: &[f64]) -> Vec<Link> {
     const BLOCK: usize = 16;
-    let mut columns = vec![0.0; n * n];
+    let mut columns = vec![Link::default(); n * n];
     for i0 in (0..n).step_by(BLOCK) {
         for j0 in (0..n).step_by(BLOCK) {
             for i in i0..n.min(i0 + BLOCK) {
                 for j in j0..n.min(j0 + BLOCK) {
-                    columns[j * n + i] = rows[i * n + j];
+                    columns[j * n + i] = Link { alpha_ms: alpha[i * n + j], beta_ms_per_mb: beta[i * n + j] };
                 }
             }
         }
@@ -220,8 +217,7 @@ impl LinkTable for Matrix {
 
     #[inline]
     fn link_to(&self, i: usize, j: usize) -> Link {
-        let at = i * self.n + j;
-        Link { alpha_ms: self.alpha_by_column[at], beta_ms_per_mb: self.beta_by_column[at] }
+        self.by_column[i * self.n + j]
     }
 
     fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
@@ -232,13 +228,12 @@ impl LinkTable for Matrix {
         let mut last = 0;
         let mut tree = Vec::with_capacity(n.saturating_sub(1));
         while !left.is_empty() {
-            let (to, from) = (self.alpha_row(last), self.alpha_column(last));
-            let (to_beta, from_beta) = (self.beta_row(last), self.beta_column(last));
+            let (to, to_beta, from) = (self.alpha_row(last), self.beta_row(last), self.column(last));
             let mut next = (Rank(f64::NEG_INFINITY, 0.0), 0);
             for (place, &j) in left.iter().enumerate() {
                 let j = j as usize;
                 let out = Rank(to[j] + to_beta[j] * mb, to[j]);
-                let back = Rank(from[j] + from_beta[j] * mb, from[j]);
+                let back = Rank::of(from[j], mb);
                 let here = if back > out { back } else { out };
                 if here > best[j].0 {
                     best[j] = (here, last as u32);
@@ -255,21 +250,20 @@ impl LinkTable for Matrix {
         tree
     }
 
-    fn near_order(&self, mb: f64) -> Vec<u32> {
+    fn near_order(&self, mb: f64) -> Vec<(u32, f64)> {
         // The order in which Prim's algorithm reaches the devices over the fastest links.
         let n = self.n;
         let mut best = vec![f64::INFINITY; n];
         let mut left: Vec<u32> = (1..n as u32).collect();
         let mut order = Vec::with_capacity(n);
         let mut last = 0;
-        order.extend((n > 0).then_some(0));
+        order.extend((n > 0).then_some((0, 0.0)));
         while !left.is_empty() {
-            let (to, from) = (self.alpha_row(last), self.alpha_column(last));
-            let (to_beta, from_beta) = (self.beta_row(last), self.beta_column(last));
+            let (to, to_beta, from) = (self.alpha_row(last), self.beta_row(last), self.column(last));
             let mut next = (f64::INFINITY, 0);
             for (place, &j) in left.iter().enumerate() {
                 let j = j as usize;
-                let both = to[j] + from[j] + (to_beta[j] + from_beta[j]) * mb;
+                let both = to[j] + from[j].alpha_ms + (to_beta[j] + from[j].beta_ms_per_mb) * mb;
                 best[j] = best[j].min(both);
                 // The later in the list among equals would do as well; the lower index keeps blocks in order.
                 if best[j] < next.0 || (best[j] == next.0 && j < left[next.1] as usize) {
@@ -277,7 +271,7 @@ impl LinkTable for Matrix {
                 }
             }
             last = left.swap_remove(next.1) as usize;
-            order.push(last as u32);
+            order.push((last as u32, next.0));
         }
         order
     }
@@ -428,8 +422,11 @@ impl LinkTable for Tiers {
         (size * self.tiers.len()) as u64
     }
 
-    fn near_order(&self, _: f64) -> Vec<u32> {
-        (0..self.n as u32).collect()
+    fn near_order(&self, mb: f64) -> Vec<(u32, f64)> {
+        // The first device of a block is as far from those before as the smallest block around both says.
+        (0..self.n as u32)
+            .map(|i| (i, if i == 0 { 0.0 } else { 2.0 * self.link(i as usize, i as usize - 1).time_ms(mb) }))
+            .collect()
     }
 
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
@@ -521,7 +518,7 @@ impl LinkTable for Links {
         }
     }
 
-    fn near_order(&self, mb: f64) -> Vec<u32> {
+    fn near_order(&self, mb: f64) -> Vec<(u32, f64)> {
         match self {
             Links::Matrix(matrix) => matrix.near_order(mb),
             Links::Tiers(tiers) => tiers.near_order(mb),

@@ -147,11 +147,13 @@ const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// Up to so many devices, nobody waits for a search of this many links.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: u64 = 85_000_000;
-/// What falls from there on, with matrices.
-const BEYOND_OPS: f64 = 5.6e7;
+const THOROUGH_OPS: u64 = 200_000_000;
 /// The same of large clusters in tiers.
-const TIERS_OPS: u64 = 14_000_000;
+const TIERS_OPS: u64 = 60_000_000;
+/// Up to so many devices blocks are looked for in a matrix: of so many sizes at most, where times grow by so much.
+const BLOCKS_MOST: usize = 128;
+const LEVELS: usize = 3;
+const JUMP_LEAST: f64 = 1.1;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
 const PROVED_FAST: usize = 11;
 /// Steps of the proof of optimality: what nobody waits for, and what is asked for.
@@ -240,7 +242,7 @@ fn choose_by<L: LeastExchange>(
         // For few devices a thread would cost more than it saves.
         let published = || if n <= LYSI_MOST { Some(lysi::groups(&problem)) } else { None };
         let beside = (BESIDE_LEAST..=LYSI_MOST).contains(&n).then(|| scope.spawn(published));
-        let mut search = Search::new(&problem, bounds(&problem, options.allow_idle), options.allow_idle);
+        let mut search = Search::new(&problem, bounds(&problem, options.allow_idle), &views, options.allow_idle);
         search.construct(&views, effort.construct);
         let published = match beside.map(|thread| thread.join()) {
             Some(Ok(published)) => published,
@@ -332,15 +334,15 @@ fn complete<L: LinkTable>(
 }
 
 /// How hard to try. Up to [`THOROUGH_DEVICES`] a fixed effort, a fraction of a second. Beyond, with a matrix, effort that falls with the
-/// fifth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
+/// sixth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
 fn effort(n: usize, matrix: bool, times: u32) -> Effort {
-    let fifth = (THOROUGH_DEVICES / n as f64).powi(5).min(1.0);
+    let sixth = (THOROUGH_DEVICES / n as f64).powi(6).min(1.0);
     let usual = match matrix {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
         true if n as f64 <= THOROUGH_DEVICES => Effort { construct: 2_000_000, improve: THOROUGH_OPS },
-        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (BEYOND_OPS * fifth) as u64 },
+        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (THOROUGH_OPS as f64 * sixth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     };
     Effort { improve: usual.improve.saturating_mul(u64::from(times.max(1))), ..usual }
@@ -352,14 +354,18 @@ fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
     let file: Vec<u32> = (0..n as u32).collect();
     let mut orders = vec![file.clone()];
     let near = problem.links.near_order(problem.workload.p2p_buffer_mb / (n as f64).sqrt());
-    if near != file {
-        orders.push(near);
+    let order: Vec<u32> = near.iter().map(|(i, _)| *i).collect();
+    if order != file {
+        orders.push(order);
     }
     let mut blocks = vec![vec![file.clone()], hosts(cluster), file.iter().map(|&i| vec![i]).collect()];
-    if let Links::Tiers(tiers) = &cluster.links {
-        for tier in tiers.tiers() {
-            blocks.push(file.chunks(tier.size).map(<[u32]>::to_vec).collect());
+    match &cluster.links {
+        Links::Tiers(tiers) => {
+            let of = |size: usize| file.chunks(size).map(<[u32]>::to_vec).collect();
+            blocks.extend(tiers.tiers().iter().map(|tier| of(tier.size)));
         }
+        Links::Matrix(_) if n <= BLOCKS_MOST => blocks.extend(blocks_by_links(&near)),
+        Links::Matrix(_) => {}
     }
     let mut distinct: Vec<Vec<Vec<u32>>> = Vec::new();
     for partition in blocks {
@@ -368,6 +374,28 @@ fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
         }
     }
     Views { orders, blocks: distinct }
+}
+
+/// Blocks within which links are much faster than between them, of up to [`LEVELS`] sizes. `near` is a cluster's `near_order`.
+fn blocks_by_links(near: &[(u32, f64)]) -> Vec<Vec<Vec<u32>>> {
+    let mut times: Vec<f64> = near.iter().skip(1).map(|(_, ms)| *ms).collect();
+    times.sort_by(f64::total_cmp);
+    let mut jumps: Vec<(f64, f64)> = times.windows(2).map(|pair| (pair[1] / pair[0], pair[0])).collect();
+    jumps.retain(|(ratio, _)| *ratio > JUMP_LEAST);
+    jumps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.total_cmp(&b.1)));
+    let within = |(_, most): &(f64, f64)| {
+        let mut blocks: Vec<Vec<u32>> = Vec::new();
+        for (i, ms) in near {
+            match blocks.last_mut() {
+                Some(block) if ms <= most => block.push(*i),
+                _ => blocks.push(vec![*i]),
+            }
+        }
+        blocks.iter_mut().for_each(|block| block.sort_unstable());
+        blocks.sort();
+        blocks
+    };
+    jumps.iter().take(LEVELS).map(within).collect()
 }
 
 /// The devices by host, in the order of first appearance.

@@ -3,33 +3,34 @@
 //! First groupings that are made in one go, for every number of groups that the lower bounds leave: along an order of the devices that
 //! keeps near ones together, cut by count, by rate or as soon as memory allows; whole hosts or blocks dealt out by rate. Then
 //! simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983) with a fixed number of groups, the most promising numbers
-//! getting ever more of the effort (after successive halving: Karnin, Koren and Somekh 2013), and a descent at the end.
+//! getting ever more of the effort (after successive halving: Karnin, Koren and Somekh 2013), and a descent at the end. What is annealed is
+//! not the objective but how much the devices exceed a target a little below the best one so far (as graphs are coloured with a
+//! given number of colours by annealing the conflicts: Johnson, Aragon, McGeoch and Schevon 1991).
 //!
 //! Effort is counted in links looked at, not in time, and random numbers come from a fixed seed: the same input gives the same
 //! plan on any machine.
 
 use super::bound::Bounds;
 use super::objective::{IDLE, Problem};
-use super::state::{Move, State, Worth};
+use super::state::{Move, State};
 use crate::cluster::LinkTable;
 
-/// How much the devices' 8-norm or the groups' mean, in turn, count beside the objective while annealing: with the maximum alone, most moves change
-/// nothing.
-const NORM_WEIGHT: f64 = 1.0;
-const MEAN_WEIGHT: f64 = 0.2;
-/// One in so many proposals moves all devices that slow links join.
-const JOINED_ONE_IN: usize = 8;
+/// The target is under the best objective so far, by so much of its work.
+const UNDER: f64 = 0.03;
+/// Temperatures at first and at last, as shares of what the target leaves for a group.
+const HOT: f64 = 0.1;
+const COLD: f64 = 0.02;
+/// One in so many proposals moves several devices together.
+const TOGETHER_ONE_IN: usize = 32;
 /// Beyond so many devices such proposals cost more than they bring.
-const JOINED_MOST: usize = 128;
-/// The same in the descent, where it only breaks ties.
-const MEAN_TIE: f64 = 1e-6;
+const TOGETHER_MOST: usize = 128;
 /// Rounds of annealing.
 const ROUNDS: usize = 4;
 /// Numbers of groups in each round at most, and its share of the effort.
 const NUMBERS: [usize; ROUNDS] = [24, 6, 3, 1];
 const SHARES: [f64; ROUNDS] = [0.15, 0.2, 0.25, 0.4];
-/// How hot each round starts, by the moves' mean cost. Long and hot at last: short chains seldom end as well.
-const COOLER: [f64; ROUNDS] = [1.0, 0.6, 0.6, 0.6];
+/// Values that stand for the exponential distribution, each in the middle of its share.
+const EXPONENTIAL: usize = 1024;
 /// Chains in a round at least: two processors for a thread each.
 const CHAINS_LEAST: usize = 2;
 /// Links that a chain looks at, at least, per device.
@@ -65,6 +66,10 @@ pub(crate) struct Found {
 pub(crate) struct Search<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
     bounds: Bounds,
+    /// Partitions of the devices into several blocks: the block of each device.
+    blocks: Vec<Vec<u32>>,
+    /// Values of the exponential distribution: logarithms take longer than many a proposal.
+    exponential: Vec<f64>,
     allow_idle: bool,
     best: Option<Found>,
     /// By number of groups (index K - 1).
@@ -73,8 +78,26 @@ pub(crate) struct Search<'p, 'a, L> {
 }
 
 impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
-    pub fn new(problem: &'p Problem<'a, L>, bounds: Bounds, allow_idle: bool) -> Self {
-        Search { problem, bounds, allow_idle, best: None, by_groups: vec![None; problem.n()], ops: 0 }
+    pub fn new(problem: &'p Problem<'a, L>, bounds: Bounds, views: &Views, allow_idle: bool) -> Self {
+        let n = problem.n();
+        let several = views.blocks.iter().filter(|blocks| blocks.len() > 1 && blocks.len() < n);
+        let block_of = |blocks: &Vec<Vec<u32>>| {
+            let mut block_of = vec![0; n];
+            for (place, block) in blocks.iter().enumerate() {
+                block.iter().for_each(|&i| block_of[i as usize] = place as u32);
+            }
+            block_of
+        };
+        Search {
+            problem,
+            bounds,
+            blocks: several.map(block_of).collect(),
+            exponential: (0..EXPONENTIAL).map(|at| -((at as f64 + 0.5) / EXPONENTIAL as f64).ln()).collect(),
+            allow_idle,
+            best: None,
+            by_groups: vec![None; n],
+            ops: 0,
+        }
     }
 
     /// The best grouping, which is there once a valid one was offered; the best for other numbers of groups, best first; and the bounds.
@@ -119,8 +142,8 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
 
     /// From the best so far.
     pub fn improve(&mut self, budget: u64) {
-        self.anneal(budget / 10 * 9);
-        self.descend(budget / 10);
+        self.anneal(budget / 20 * 19);
+        self.descend(budget / 20);
     }
 
     /// Groupings made in one go.
@@ -185,20 +208,14 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 Some(found) => found.groups.clone(),
                 None => self.dealt_by_memory(k),
             };
-            let mut chains: Vec<(Vec<Vec<u32>>, u64, bool)> = numbers
-                .iter()
-                .enumerate()
-                .map(|(place, &k)| (start(k), (round * 65_536 + k) as u64, (round + place).is_multiple_of(2)))
-                .collect();
+            let mut chains: Vec<(Vec<Vec<u32>>, u64)> =
+                numbers.iter().map(|&k| (start(k), (round * 65_536 + k) as u64)).collect();
             if chains.len() < CHAINS_LEAST.min(most_chains) {
-                let more =
-                    chains.iter().map(|(start, seed, norm)| (start.clone(), seed + 32_768, !norm)).collect::<Vec<_>>();
+                let more = chains.iter().map(|(start, seed)| (start.clone(), seed + 32_768)).collect::<Vec<_>>();
                 chains.extend(more);
             }
             let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
-            let anneal = |(start, seed, norm): &(Vec<Vec<u32>>, u64, bool)| {
-                self.anneal_from(start, each, round, *norm, &mut Random(*seed))
-            };
+            let anneal = |(start, seed): &(Vec<Vec<u32>>, u64)| self.anneal_from(start, each, &mut Random(*seed));
             let half = chains.len() / 2;
             let found: Vec<Option<Vec<Vec<u32>>>> = if half > 0 && each >= THREAD_LEAST {
                 let (here, there) = chains.split_at(chains.len() - half);
@@ -217,120 +234,54 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 
     /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
-    fn anneal_from(
-        &self,
-        start: &[Vec<u32>],
-        budget: u64,
-        round: usize,
-        norm: bool,
-        random: &mut Random,
-    ) -> Option<Vec<Vec<u32>>> {
+    fn anneal_from(&self, start: &[Vec<u32>], budget: u64, random: &mut Random) -> Option<Vec<Vec<u32>>> {
         let n = self.problem.n();
-        let mut state = State::new(self.problem, start);
-        let tree = !self.allow_idle && n <= JOINED_MOST && start.len() > 1;
+        let mut state = State::new(self.problem, start, UNDER);
+        let tree = !self.allow_idle && n <= TOGETHER_MOST && start.len() > 1;
         if tree {
             state = state.with_tree();
         }
         let (mut moves, mut joined) = (Vec::new(), Vec::new());
-        let worth = state.worth(None, f64::INFINITY)?;
-        // A group that lacks one expert is as bad as this much.
-        let penalty = worth.objective_ms;
-        let energy = |worth: &Worth| {
-            let short = if worth.short > 0.0 { penalty * (0.02 + worth.short) } else { 0.0 };
-            let guide = if norm { NORM_WEIGHT * worth.norm_ms } else { MEAN_WEIGHT * worth.mean_ms };
-            worth.objective_ms + guide + short
-        };
-        // Whatever a group's work, the energy is at least so many times that and the least all-reduce: what is over it need not be looked at
-        // to the end.
-        let guide = if norm { NORM_WEIGHT * (1.0 / n as f64).powf(0.125) } else { MEAN_WEIGHT / start.len() as f64 };
-        let per_work = self.problem.gamma(n) * (1.0 + guide) * (1.0 - 1e-9);
-        let reduce = if self.allow_idle {
-            0.0
-        } else {
-            let edges = &self.problem.edges[..=n - start.len().max(2)];
-            edges.iter().map(|edge| self.problem.all_reduce(start.len(), edge.link)).fold(f64::INFINITY, f64::min)
-        };
-        let mut now = energy(&worth);
-        let hot = self.temperature(&mut state, now, &energy, random)?;
-        // Later rounds start from good groupings, and cooler.
-        let hot = hot * COOLER[round];
-        let cold = hot * 1e-3;
-        let mut temperature = hot;
-        let known = if worth.short > 0.0 { f64::INFINITY } else { worth.objective_ms };
-        let mut best = (known, None);
-        let mut steps = 0u64;
+        let mut best = (if state.valid() { state.objective_ms() } else { f64::INFINITY }, None);
+        let unit = state.limit_ms();
+        let (mut temperature, mut steps) = (0.0, 0u64);
         while state.ops < budget {
             if steps.is_multiple_of(64) {
                 let progress = state.ops as f64 / budget as f64;
-                temperature = hot * (cold / hot).powf(progress);
+                temperature = unit * HOT * (COLD / HOT).powf(progress);
             }
             steps += 1;
             // A proposal costs something even where it comes to nothing.
             state.ops += 1;
-            if tree && random.below(JOINED_ONE_IN) == 0 {
-                self.propose_joined(&mut state, random, &mut joined, &mut moves);
+            // Drawn before the change is looked at.
+            let most = state.excess_ms() + temperature * self.exponential[random.below(EXPONENTIAL)];
+            if tree && random.below(TOGETHER_ONE_IN) == 0 {
+                self.propose_together(&mut state, random, &mut joined, &mut moves);
                 if moves.is_empty() {
                     continue;
                 }
-                let Some(worth) = make(&mut state, &moves) else { continue };
-                let then = energy(&worth);
-                if then <= now || random.unit() < ((now - then) / temperature).exp() {
-                    now = then;
-                    if worth.short == 0.0 && worth.objective_ms < best.0 * (1.0 - 1e-12) {
-                        best = (worth.objective_ms, Some(state.grouping()));
-                        state.ops += n as u64;
-                    }
-                } else {
-                    moves.reverse();
-                    moves.iter_mut().for_each(|(_, from, to)| std::mem::swap(from, to));
-                    make(&mut state, &moves);
+                if !state.exchange((moves[0].1, moves[0].2), &moves, most) {
+                    continue;
                 }
-                continue;
+            } else {
+                let Some(change) = self.propose(&state, random) else { continue };
+                let Some(after) = state.after(change, most) else { continue };
+                state.apply(change, after);
             }
-            let Some(change) = self.propose(&state, random) else { continue };
-            // Drawn before the change is looked at.
-            let most = now - temperature * (1.0 - random.unit()).ln();
-            let Some(worth) = state.worth(Some(change), (most - reduce) / per_work) else { continue };
-            let then = energy(&worth);
-            if then <= most {
-                state.apply(change);
-                now = then;
-                if worth.short == 0.0 && worth.objective_ms < best.0 * (1.0 - 1e-12) {
-                    best = (worth.objective_ms, Some(state.grouping()));
-                    state.ops += n as u64;
-                }
+            if state.valid() && state.objective_ms() < best.0 * (1.0 - 1e-12) {
+                best = (state.objective_ms(), Some(state.grouping()));
+                state.ops += n as u64;
+                let target_ms = state.under(UNDER);
+                state.aim(target_ms);
             }
         }
         best.1
     }
 
-    /// A temperature at which a good part of the moves for the worse are made; `None` when no move can be made.
-    fn temperature(
-        &self,
-        state: &mut State<L>,
-        now: f64,
-        energy: &impl Fn(&Worth) -> f64,
-        random: &mut Random,
-    ) -> Option<f64> {
-        let (mut sum, mut count) = (0.0, 0);
-        for _ in 0..64 {
-            let Some(change) = self.propose(state, random) else { continue };
-            let Some(worth) = state.worth(Some(change), f64::INFINITY) else { continue };
-            let worse = energy(&worth) - now;
-            if worse > 0.0 && worth.short == 0.0 {
-                sum += worse;
-                count += 1;
-            }
-        }
-        match count {
-            0 => Some(now * 1e-3).filter(|t| *t > 0.0),
-            _ => Some(0.2 * sum / f64::from(count)),
-        }
-    }
-
-    /// Moves, as device, from and to, that keep the slowest links inside groups: the devices that these join with one move together. Half of
-    /// the time the first of them is an end of the slowest link between groups, and goes to where the other end is. Others may come back for them.
-    fn propose_joined(
+    /// Moves, as device, from and to, of several devices together: those that links slower than the slowest between groups join, as they must
+    /// stay in one group; or some of those of one block. In the first case, half of the time the first device is an end of the slowest link
+    /// between groups, and goes to where the other end is. Others may come back for them.
+    fn propose_together(
         &self,
         state: &mut State<L>,
         random: &mut Random,
@@ -350,17 +301,37 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         if from == to {
             return;
         }
-        state.joined(i, place, joined);
+        let block = match self.blocks.len() {
+            0 => None,
+            partitions => Some(&self.blocks[random.below(partitions)]).filter(|_| random.below(2) == 0),
+        };
+        let together = |state: &mut State<L>, i: u32, joined: &mut Vec<u32>, random: &mut Random| match block {
+            Some(block) => {
+                let group = state.members(state.group_of(i));
+                joined.clear();
+                joined.push(i);
+                joined.extend(group.iter().filter(|m| **m != i && block[**m as usize] == block[i as usize]));
+                let most = 2 * joined.len();
+                joined.truncate(1 + random.below(most));
+            }
+            None => state.joined(i, place, joined),
+        };
+        together(state, i, joined, random);
         moves.extend(joined.iter().map(|&m| (m, from, to)));
         let (mut here, there) = (state.members(from).len() - joined.len(), state.members(to).len());
         let mut back = 0;
-        // As many as came, or fewer.
-        for _ in 0..random.below(joined.len() + 2) {
+        // As many as came, or fewer; of blocks, often one.
+        let returns = match block {
+            Some(_) if random.below(2) == 0 => 1,
+            _ => random.below(joined.len() + 2),
+        };
+        for _ in 0..returns {
             let j = state.members(to)[random.below(there)];
             if moves.iter().any(|(m, ..)| *m == j) {
                 continue;
             }
-            state.joined(j, place, joined);
+            together(state, j, joined, random);
+            joined.retain(|m| !moves.iter().any(|(moved, ..)| moved == m));
             back += joined.len();
             here += joined.len();
             moves.extend(joined.iter().map(|&m| (m, to, from)));
@@ -371,16 +342,14 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         }
     }
 
-    /// A random change: the device that exchanges longest, another of its group, or any, into the group of another device, alone or in its place.
+    /// A random change: a device of the worst group, or any, into the group of another device, alone or in its place.
     fn propose(&self, state: &State<L>, random: &mut Random) -> Option<Move> {
         let n = self.problem.n();
-        let i = match random.below(8) {
-            0 => state.worst_device()?,
-            1 | 2 => {
-                let worst = state.members(state.worst());
-                worst[random.below(worst.len())]
-            }
-            _ => random.below(n) as u32,
+        let i = if random.below(8) < 3 {
+            let worst = state.members(state.worst());
+            worst[random.below(worst.len())]
+        } else {
+            random.below(n) as u32
         };
         if self.allow_idle && random.below(8) == 0 {
             return Some(Move { i, to: IDLE, j: None });
@@ -393,17 +362,12 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         Some(Move { i, to: state.group_of(j), j: Some(j) })
     }
 
-    /// From the best grouping, every change that makes it better, until there is none.
+    /// From the best grouping, every change that brings it nearer to the target, until there is none.
     fn descend(&mut self, budget: u64) {
         let Some(best) = self.best.clone() else { return };
         let n = self.problem.n() as u32;
-        let mut state = State::new(self.problem, &best.groups);
-        let energy = |worth: &Worth| match worth.short > 0.0 {
-            true => f64::INFINITY,
-            false => worth.objective_ms + MEAN_TIE * worth.mean_ms,
-        };
-        let mut now = state.worth(None, f64::INFINITY).map_or(f64::INFINITY, |worth| energy(&worth));
-        let gamma = self.problem.gamma(n as usize);
+        let mut state = State::new(self.problem, &best.groups, UNDER);
+        let mut best = (best.objective_ms, None);
         let mut since = 0;
         // Round and round, until a whole round brought nothing.
         let mut i = 0;
@@ -421,25 +385,24 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 if state.ops > budget {
                     break;
                 }
-                let Some(worth) = state.worth(Some(change), now / gamma) else { continue };
-                if energy(&worth) < now * (1.0 - 1e-13) {
-                    state.apply(change);
-                    now = energy(&worth);
+                let most = state.excess_ms() * (1.0 - 1e-12);
+                let Some(after) = state.after(change, most) else { continue };
+                if after.excess_ms < most {
+                    state.apply(change, after);
                     improved = true;
+                    if state.valid() && state.objective_ms() < best.0 * (1.0 - 1e-12) {
+                        best = (state.objective_ms(), Some(state.grouping()));
+                    }
                 }
             }
             since = if improved { 0 } else { since + 1 };
             i = (i + 1) % n;
         }
         self.ops += state.ops;
-        self.offer(state.grouping());
+        if let Some(groups) = best.1 {
+            self.offer(groups);
+        }
     }
-}
-
-/// Makes all of these moves, from their `from` to their `to`.
-fn make<L: LinkTable>(state: &mut State<L>, moves: &[(u32, u32, u32)]) -> Option<Worth> {
-    moves.iter().for_each(|&(i, _, to)| state.apply(Move { i, to, j: None }));
-    state.worth(None, f64::INFINITY)
 }
 
 /// Where an order is cut.
@@ -511,10 +474,5 @@ impl Random {
     /// Below `n`, which is above 0.
     fn below(&mut self, n: usize) -> usize {
         ((u128::from(self.next()) * n as u128) >> 64) as usize
-    }
-
-    /// From 0 to below 1.
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 }

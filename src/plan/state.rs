@@ -1,4 +1,7 @@
-//! A grouping under change: what moving a device, or swapping two, does to the objective, without computing it anew.
+//! A grouping under change: what moving a device, or swapping two, does to it, without computing it anew.
+//!
+//! With the maximum alone most changes are worth the same. So a grouping is worth its excess over a target: the sum over devices of what their
+//! compute and communication is over the most that the target leaves for it. No excess, and the target is met.
 
 use super::objective::{IDLE, Problem};
 use crate::cluster::LinkTable;
@@ -9,10 +12,16 @@ struct Group {
     members: Vec<u32>,
     flops: f64,
     memory: u64,
+    work: Work,
+}
+
+/// What a group takes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
     /// Compute and communication, ms.
-    work_ms: f64,
-    /// Sum over devices of the 8th powers of their compute and communication over the unit.
-    eighth: f64,
+    ms: f64,
+    /// Sum over devices of what their compute and communication is over the limit, and a penalty where memory is short, ms.
+    excess_ms: f64,
 }
 
 /// A change: device `i` goes to group `to` (or [`IDLE`]); and where there is a `j`, it takes `i`'s place.
@@ -23,18 +32,32 @@ pub(crate) struct Move {
     pub j: Option<u32>,
 }
 
-/// What a grouping is worth.
+/// A changed group, before its members are looked at.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Worth {
-    /// The objective, ms; what it would be if groups that are short of memory were not.
-    pub objective_ms: f64,
-    /// Mean over groups of gamma times compute and communication, ms: tells groupings of one objective apart.
-    pub mean_ms: f64,
-    /// The devices' 8-norm mean of gamma times their group's compute and their own communication, ms: near the maximum, but every slow
-    /// device counts.
-    pub norm_ms: f64,
-    /// Experts for which groups lack memory, over the number of experts.
-    pub short: f64,
+struct Side {
+    g: u32,
+    out: Option<u32>,
+    into: Option<u32>,
+    /// MB that a member sends to each other one.
+    per_peer: f64,
+    compute: f64,
+    /// What the limit leaves for the exchange.
+    over: f64,
+    /// The exchange of the device that comes.
+    worst: f64,
+    /// Its excess, and the penalty where memory is short.
+    excess_ms: f64,
+}
+
+/// What a change would come to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct After {
+    /// The excess of all groups together.
+    pub excess_ms: f64,
+    /// Of the group that `i` leaves, and the one that it comes to.
+    works: [Work; 2],
+    slowest: Option<usize>,
+    limit_ms: f64,
 }
 
 /// A grouping, and the sums that make its changes cheap.
@@ -46,17 +69,26 @@ pub(crate) struct State<'p, 'a, L> {
     place: Vec<u32>,
     /// Sums of alpha and beta to the other members of a device's group.
     sums: Vec<(f64, f64)>,
+    /// Of group g and device i (index g n + i): the sums from the device to the group's members, so that most changes are ruled out at
+    /// a glance; empty beyond [`TOWARD_MOST`] devices.
+    toward: Vec<(f64, f64)>,
     workers: usize,
-    /// The three groups with the most work, most first: which and how much. At most two groups change at a time, so the maximum
-    /// over the others is among them.
-    most: [(u32, f64); 3],
-    /// Sum of the groups' work.
-    sum_ms: f64,
-    /// Sum of the groups' sums of 8th powers.
-    sum_eighth: f64,
-    unit_ms: f64,
-    /// Experts for which groups lack memory, over all groups.
-    short: u64,
+    /// The group with the most work, and how much.
+    most: (u32, f64),
+    /// Sum of the groups' excess.
+    excess_ms: f64,
+    /// The objective that is aimed at.
+    target_ms: f64,
+    /// What the target leaves for a group's compute and communication, as the groups are.
+    limit_ms: f64,
+    /// Penalty for a group that lacks memory for one expert.
+    penalty_ms: f64,
+    /// The place in the problem's edges of the slowest link between groups.
+    slowest: Option<usize>,
+    /// Of each device, the first of these edges that ends there.
+    first_edge: Vec<u32>,
+    /// Groups that lack memory.
+    short: usize,
     /// Of each device, the edges of the tree: where to, and their places.
     neighbours: Vec<Vec<(u32, u32)>>,
     /// gamma by number of workers.
@@ -65,21 +97,37 @@ pub(crate) struct State<'p, 'a, L> {
     pub ops: u64,
 }
 
+/// A group that lacks memory costs this much of its work, and that much again for all experts that it lacks.
+const SHORT: (f64, f64) = (0.5, 10.0);
+/// Beyond so many devices sums with every group are too many.
+const TOWARD_MOST: usize = 128;
+/// A change costs as much as so many links, even where it is ruled out at once.
+const CHANGE_OPS: u64 = 16;
+
 impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
-    /// The state of a grouping; devices in none of the groups are idle.
-    pub fn new(problem: &'p Problem<'a, L>, groups: &[Vec<u32>]) -> Self {
+    /// The state of a grouping; devices in none of the groups are idle. The target is its own objective, less `under` of its work.
+    pub fn new(problem: &'p Problem<'a, L>, groups: &[Vec<u32>], under: f64) -> Self {
         let n = problem.n();
+        let mut first_edge = vec![u32::MAX; n];
+        for (place, edge) in problem.edges.iter().enumerate().rev() {
+            first_edge[edge.i as usize] = place as u32;
+            first_edge[edge.j as usize] = place as u32;
+        }
         let mut state = State {
             problem,
             groups: Vec::with_capacity(groups.len()),
             group_of: vec![IDLE; n],
             place: vec![0; n],
             sums: vec![(0.0, 0.0); n],
+            toward: Vec::new(),
             workers: groups.iter().map(Vec::len).sum(),
-            most: [(IDLE, 0.0); 3],
-            sum_ms: 0.0,
-            sum_eighth: 0.0,
-            unit_ms: 1.0,
+            most: (IDLE, 0.0),
+            excess_ms: 0.0,
+            target_ms: 0.0,
+            limit_ms: 0.0,
+            penalty_ms: 0.0,
+            slowest: None,
+            first_edge,
             short: 0,
             neighbours: Vec::new(),
             gamma: (0..=n).map(|workers| problem.gamma(workers)).collect(),
@@ -93,34 +141,79 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 state.sums[i as usize] = sums;
             }
             let memory = problem.holds(members);
-            state.groups.push(Group { members: members.clone(), flops, memory, work_ms: 0.0, eighth: 0.0 });
-            state.groups[g].work_ms = state.whole(g as u32).0;
+            state.groups.push(Group { members: members.clone(), flops, memory, work: Work::default() });
         }
-        let most = state.groups.iter().map(|group| group.work_ms).fold(0.0, f64::max);
-        state.unit_ms = if most > 0.0 { most } else { 1.0 };
-        for g in 0..state.groups.len() {
-            state.groups[g].eighth = state.whole(g as u32).1;
+        if n <= TOWARD_MOST {
+            state.toward = vec![(0.0, 0.0); n * groups.len()];
+            for (g, members) in groups.iter().enumerate() {
+                members.iter().for_each(|&m| state.reach(m, IDLE, g as u32));
+            }
         }
-        state.sum_up();
+        state.slowest = if groups.len() > 1 { problem.slowest(|x| state.group_of[x as usize]) } else { None };
+        state.aim(0.0);
+        state.penalty_ms = state.most.1;
+        let target_ms = state.under(under);
+        state.aim(target_ms);
         state
+    }
+
+    /// The objective, less a share of its work.
+    pub fn under(&self, share: f64) -> f64 {
+        self.gamma[self.workers] * self.most.1 * (1.0 - share) + self.all_reduce(self.slowest)
+    }
+
+    /// The objective, ms; what it would be if groups that are short of memory were not.
+    pub fn objective_ms(&self) -> f64 {
+        self.under(0.0)
+    }
+
+    /// Whether all groups have the memory that they need.
+    pub fn valid(&self) -> bool {
+        self.short == 0
+    }
+
+    /// What all devices together are over the limit, ms.
+    pub fn excess_ms(&self) -> f64 {
+        self.excess_ms
+    }
+
+    /// What the target leaves for a group's compute and communication, ms.
+    pub fn limit_ms(&self) -> f64 {
+        self.limit_ms
+    }
+
+    /// Aims at an objective.
+    pub fn aim(&mut self, target_ms: f64) {
+        self.target_ms = target_ms;
+        self.limit_ms = self.limit(self.slowest, self.workers);
+        for g in 0..self.groups.len() {
+            self.groups[g].work = self.whole(g as u32, self.limit_ms);
+        }
+        self.ops += self.workers as u64;
+        self.sum_up();
+    }
+
+    fn all_reduce(&self, slowest: Option<usize>) -> f64 {
+        slowest.map_or(0.0, |place| self.problem.all_reduce(self.groups.len(), self.problem.edges[place].link))
+    }
+
+    /// What the target leaves for a group's compute and communication.
+    fn limit(&self, slowest: Option<usize>, workers: usize) -> f64 {
+        (self.target_ms - self.all_reduce(slowest)) / self.gamma[workers]
     }
 
     /// Brings up to date what is known of all groups together.
     fn sum_up(&mut self) {
-        self.most = [(IDLE, 0.0); 3];
-        (self.sum_ms, self.sum_eighth, self.short) = (0.0, 0.0, 0);
+        self.most = (IDLE, 0.0);
+        (self.excess_ms, self.short) = (0.0, 0);
         for (g, group) in self.groups.iter().enumerate() {
-            self.sum_ms += group.work_ms;
-            self.sum_eighth += group.eighth;
-            self.short += self.problem.n_experts.saturating_sub(group.memory);
-            let mut here = (g as u32, group.work_ms);
-            for most in &mut self.most {
-                if here.1 > most.1 || most.0 == IDLE {
-                    std::mem::swap(&mut here, most);
-                }
+            self.excess_ms += group.work.excess_ms;
+            self.short += usize::from(group.memory < self.problem.n_experts);
+            if group.work.ms > self.most.1 || self.most.0 == IDLE {
+                self.most = (g as u32, group.work.ms);
             }
         }
-        self.ops += self.groups.len() as u64 / 4;
+        self.ops += 8 + self.groups.len() as u64 / 2;
     }
 
     /// Makes ready for [`State::joined`]; the problem's edges must be a tree.
@@ -160,55 +253,71 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
 
     /// The group with the most compute and communication.
     pub fn worst(&self) -> u32 {
-        self.most[0].0
+        self.most.0
     }
 
-    /// In that group, the device that exchanges longest.
-    pub fn worst_device(&self) -> Option<u32> {
-        let members = &self.groups.get(self.most[0].0 as usize)?.members;
-        let per_peer = self.problem.workload.p2p_buffer_mb / members.len() as f64;
-        let time = |i: u32| self.sums[i as usize].0 + self.sums[i as usize].1 * per_peer;
-        members.iter().copied().reduce(|worst, i| if time(i) > time(worst) { i } else { worst })
+    /// Group `g` as it is, with another limit.
+    fn whole(&self, g: u32, limit_ms: f64) -> Work {
+        let side = self.side(g, None, None, limit_ms);
+        self.work(&side, f64::INFINITY).unwrap_or(Work { ms: f64::INFINITY, excess_ms: f64::INFINITY })
     }
 
-    /// Compute and communication of group `g` as it is, and its sum of 8th powers.
-    fn whole(&self, g: u32) -> (f64, f64) {
-        self.work(g, None, None, f64::INFINITY).unwrap_or((f64::INFINITY, f64::INFINITY))
-    }
-
-    /// Compute and communication of group `g` without device `out` and with device `into`, and its sum of 8th powers; `None` as soon as it
-    /// is seen to take longer than `limit_ms`.
-    fn work(&self, g: u32, out: Option<u32>, into: Option<u32>, limit_ms: f64) -> Option<(f64, f64)> {
-        match (out, into) {
-            (None, None) => self.work_of::<false, false>(g, 0, 0, limit_ms),
-            (Some(out), None) => self.work_of::<true, false>(g, out, 0, limit_ms),
-            (None, Some(into)) => self.work_of::<false, true>(g, 0, into, limit_ms),
-            (Some(out), Some(into)) => self.work_of::<true, true>(g, out, into, limit_ms),
-        }
-    }
-
-    fn work_of<const OUT: bool, const IN: bool>(
-        &self,
-        g: u32,
-        out: u32,
-        into: u32,
-        limit_ms: f64,
-    ) -> Option<(f64, f64)> {
+    /// Group `g` without device `out` and with device `into`, as far as can be told without its other members' exchanges.
+    fn side(&self, g: u32, out: Option<u32>, into: Option<u32>, limit_ms: f64) -> Side {
         let (problem, group) = (self.problem, &self.groups[g as usize]);
-        let size = group.members.len() + usize::from(IN) - usize::from(OUT);
+        let size = group.members.len() + usize::from(into.is_some()) - usize::from(out.is_some());
         let per_peer = problem.workload.p2p_buffer_mb / size as f64;
-        let (mut worst, mut new, mut sum) = (0.0f64, (0.0, 0.0), 0.0);
-        let mut flops = group.flops;
-        if OUT {
+        let (mut flops, mut memory) = (group.flops, group.memory);
+        if let Some(out) = out {
             flops -= problem.flops[out as usize];
+            memory -= problem.memory[out as usize];
         }
-        if IN {
+        if let Some(into) = into {
             flops += problem.flops[into as usize];
+            memory += problem.memory[into as usize];
         }
         let compute = problem.compute(flops);
-        let limit = (limit_ms - compute) / problem.workload.p2p_frequency;
-        let (scale, offset) = (problem.workload.p2p_frequency / self.unit_ms, compute / self.unit_ms);
-        for &m in &group.members {
+        let over = limit_ms - compute;
+        let (mut worst, mut excess_ms) = (0.0, 0.0);
+        if memory < problem.n_experts {
+            let share = (problem.n_experts - memory) as f64 / problem.n_experts as f64;
+            excess_ms = self.penalty_ms * (SHORT.0 + SHORT.1 * share);
+        }
+        if let Some(into) = into {
+            let (mut alpha, mut beta) = match self.toward.get(g as usize * self.group_of.len() + into as usize) {
+                Some(toward) => *toward,
+                None => group.members.iter().fold((0.0, 0.0), |(alpha, beta), &m| {
+                    let link = problem.links.link(into as usize, m as usize);
+                    (alpha + link.alpha_ms, beta + link.beta_ms_per_mb)
+                }),
+            };
+            if let Some(out) = out {
+                let link = problem.links.link(into as usize, out as usize);
+                alpha -= link.alpha_ms;
+                beta -= link.beta_ms_per_mb;
+            }
+            worst = problem.workload.p2p_frequency * (alpha + beta * per_peer);
+            excess_ms += (worst - over).max(0.0);
+        }
+        Side { g, out, into, per_peer, compute, over, worst, excess_ms }
+    }
+
+    /// The same with all members; `None` as soon as the excess is seen to be over `most`.
+    fn work(&self, side: &Side, most: f64) -> Option<Work> {
+        match (side.out.is_some(), side.into.is_some()) {
+            (false, false) => self.work_of::<false, false>(side, most),
+            (true, false) => self.work_of::<true, false>(side, most),
+            (false, true) => self.work_of::<false, true>(side, most),
+            (true, true) => self.work_of::<true, true>(side, most),
+        }
+    }
+
+    fn work_of<const OUT: bool, const IN: bool>(&self, side: &Side, most: f64) -> Option<Work> {
+        let problem = self.problem;
+        let (out, into) = (side.out.unwrap_or_default(), side.into.unwrap_or_default());
+        let eta = problem.workload.p2p_frequency;
+        let (mut worst, mut excess_ms) = (side.worst, side.excess_ms);
+        for &m in &self.groups[side.g as usize].members {
             if OUT && m == out {
                 continue;
             }
@@ -222,106 +331,88 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 let link = problem.links.link_to(into as usize, m as usize);
                 alpha += link.alpha_ms;
                 beta += link.beta_ms_per_mb;
-                let link = problem.links.link(into as usize, m as usize);
-                new.0 += link.alpha_ms;
-                new.1 += link.beta_ms_per_mb;
             }
-            let here = alpha + beta * per_peer;
-            if here > limit {
-                return None;
-            }
+            let here = eta * (alpha + beta * side.per_peer);
             worst = worst.max(here);
-            sum += eighth(here * scale + offset);
-        }
-        if IN {
-            let here = new.0 + new.1 * per_peer;
-            worst = worst.max(here);
-            sum += eighth(here * scale + offset);
-        }
-        let work_ms = compute + problem.workload.p2p_frequency * worst;
-        (work_ms <= limit_ms).then_some((work_ms, sum))
-    }
-
-    /// What the grouping is worth after a change, or as it is; `None` where the change would empty a group or
-    /// changes nothing, or a changed group would take longer than `limit_ms`, before gamma.
-    pub fn worth(&mut self, change: Option<Move>, limit_ms: f64) -> Option<Worth> {
-        let problem = self.problem;
-        let experts = problem.n_experts;
-        let (mut worst, mut sum_ms, mut short, mut workers) = (0.0f64, self.sum_ms, self.short, self.workers);
-        let mut sum_eighth = self.sum_eighth;
-        let unit_ms = self.unit_ms;
-        let mut changed = (IDLE, IDLE);
-        if let Some(Move { i, to, j }) = change {
-            let from = self.group_of[i as usize];
-            if from == to || j.is_some_and(|j| self.group_of[j as usize] != to) {
-                return None;
-            }
-            let memory = |i: u32| problem.memory[i as usize];
-            if to != IDLE {
-                let group = &self.groups[to as usize];
-                let size = group.members.len() as u64;
-                self.ops += 1 + size / 4;
-                let then = group.memory + memory(i) - j.map_or(0, memory);
-                let (work_ms, eighth) = self.work(to, j, Some(i), limit_ms)?;
-                self.ops += size - size / 4;
-                worst = worst.max(work_ms);
-                sum_ms += work_ms - group.work_ms;
-                sum_eighth += eighth - group.eighth;
-                short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
-            } else if j.is_none() {
-                workers -= 1;
-            }
-            if from != IDLE {
-                let group = &self.groups[from as usize];
-                if group.members.len() == 1 && j.is_none() {
+            if here > side.over {
+                excess_ms += here - side.over;
+                if excess_ms > most {
                     return None;
                 }
-                let size = group.members.len() as u64;
-                self.ops += 1 + size / 4;
-                let then = group.memory - memory(i) + j.map_or(0, memory);
-                let (work_ms, eighth) = self.work(from, Some(i), j, limit_ms)?;
-                self.ops += size - size / 4;
-                worst = worst.max(work_ms);
-                sum_ms += work_ms - group.work_ms;
-                sum_eighth += eighth - group.eighth;
-                short = short - experts.saturating_sub(group.memory) + experts.saturating_sub(then);
-            } else if j.is_none() {
-                workers += 1;
             }
-            changed = (from, to);
         }
-        let unchanged = self.most.iter().find(|(g, _)| *g != changed.0 && *g != changed.1);
-        worst = worst.max(unchanged.map_or(0.0, |(_, work_ms)| *work_ms));
-        self.ops += 8;
-        let slowest = match change {
-            _ if self.groups.len() < 2 => None,
-            None => problem.slowest(|x| self.group_of[x as usize]),
-            Some(Move { i, to, j }) => {
-                let from = self.group_of[i as usize];
-                problem.slowest(|x| match x {
-                    x if x == i => to,
-                    x if Some(x) == j => from,
-                    x => self.group_of[x as usize],
-                })
+        (excess_ms <= most).then_some(Work { ms: side.compute + worst, excess_ms })
+    }
+
+    /// What a change would come to; `None` where it would empty a group or changes nothing, or the excess would be over `most_ms`.
+    pub fn after(&mut self, Move { i, to, j }: Move, most_ms: f64) -> Option<After> {
+        self.ops += CHANGE_OPS;
+        let from = self.group_of[i as usize];
+        if from == to || j.is_some_and(|j| self.group_of[j as usize] != to) {
+            return None;
+        }
+        let mut workers = self.workers;
+        if j.is_none() {
+            match (from, to) {
+                (IDLE, _) => workers += 1,
+                (_, IDLE) => workers -= 1,
+                _ => {}
             }
+            if from != IDLE && self.groups[from as usize].members.len() == 1 {
+                return None;
+            }
+        }
+        let slowest = self.slowest_after(i, to, j, from);
+        let (limit_ms, others) = if slowest == self.slowest && workers == self.workers {
+            let excess = |g: u32| if g == IDLE { 0.0 } else { self.groups[g as usize].work.excess_ms };
+            (self.limit_ms, self.excess_ms - excess(from) - excess(to))
+        } else {
+            let limit_ms = self.limit(slowest, workers);
+            self.ops += self.workers as u64;
+            let others = (0..self.groups.len() as u32).filter(|&g| g != from && g != to);
+            (limit_ms, others.map(|g| self.whole(g, limit_ms).excess_ms).sum())
         };
-        // Edges inside groups are cheap to pass by, but may be many.
+        // First what comes to each group, as that is most likely to be too much.
+        let mut left = most_ms - others;
+        let changed = [(from, Some(i), j), (to, j, Some(i))];
+        let sides = changed.map(|(g, out, into)| (g != IDLE).then(|| self.side(g, out, into, limit_ms)));
+        if self.toward.is_empty() {
+            self.ops +=
+                sides.iter().flatten().map(|side| self.groups[side.g as usize].members.len() as u64 / 2).sum::<u64>();
+        }
+        if sides.iter().flatten().map(|side| side.excess_ms).sum::<f64>() > left {
+            return None;
+        }
+        let mut works = [Work::default(); 2];
+        for (work, side) in works.iter_mut().zip(&sides).rev() {
+            let Some(side) = side else { continue };
+            self.ops += self.groups[side.g as usize].members.len() as u64 * 3 / 2;
+            *work = self.work(side, left)?;
+            left -= work.excess_ms;
+        }
+        let excess_ms = others + works[0].excess_ms + works[1].excess_ms;
+        Some(After { excess_ms, works, slowest, limit_ms })
+    }
+
+    /// The slowest link between groups after a change.
+    fn slowest_after(&mut self, i: u32, to: u32, j: Option<u32>, from: u32) -> Option<usize> {
+        let now = self.slowest? as u32;
+        // Where no end of an edge that counts has moved, nothing has changed.
+        if self.first_edge[i as usize] > now && j.is_none_or(|j| self.first_edge[j as usize] > now) {
+            return self.slowest;
+        }
+        let slowest = self.problem.slowest(|x| match x {
+            x if x == i => to,
+            x if Some(x) == j => from,
+            x => self.group_of[x as usize],
+        });
         self.ops += slowest.unwrap_or(0) as u64 / 2;
-        let all_reduce = slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link));
-        let gamma = self.gamma[workers];
-        let norm_ms = gamma * unit_ms * (sum_eighth.max(0.0) / workers as f64).sqrt().sqrt().sqrt();
-        Some(Worth {
-            objective_ms: gamma * worst + all_reduce,
-            // Beyond what an 8th power holds, the maximum is all that counts.
-            norm_ms: if norm_ms.is_finite() { norm_ms } else { gamma * worst },
-            mean_ms: gamma * sum_ms / self.groups.len() as f64,
-            short: short as f64 / problem.n_experts as f64,
-        })
+        slowest
     }
 
     /// The place in the problem's edges of the slowest link between groups.
     pub fn slowest(&self) -> Option<usize> {
-        self.problem.slowest(|x| self.group_of[x as usize])
+        self.slowest
     }
 
     /// The devices that `i` is joined with by the slowest `edges` edges of the tree, itself first: they must move together, if no slower
@@ -342,8 +433,69 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.ops += joined.len() as u64;
     }
 
-    /// Makes a change, for which [`State::worth`] had an answer.
-    pub fn apply(&mut self, Move { i, to, j }: Move) {
+    /// Makes a change that comes to `after`.
+    pub fn apply(&mut self, change: Move, after: After) {
+        let from = self.group_of[change.i as usize];
+        let again = after.limit_ms != self.limit_ms;
+        (self.slowest, self.limit_ms) = (after.slowest, after.limit_ms);
+        self.shift(change);
+        self.reach(change.i, from, change.to);
+        if let Some(j) = change.j {
+            self.reach(j, change.to, from);
+        }
+        for (g, work) in [from, change.to].into_iter().zip(after.works) {
+            if g != IDLE {
+                self.groups[g as usize].work = work;
+            }
+        }
+        if again {
+            self.aim(self.target_ms);
+        } else {
+            self.sum_up();
+        }
+    }
+
+    /// Moves devices of two groups from the one to the other, if then the excess is at most `most_ms`; neither may be left empty.
+    pub fn exchange(&mut self, (a, b): (u32, u32), moves: &[(u32, u32, u32)], most_ms: f64) -> bool {
+        moves.iter().for_each(|&(i, _, to)| self.shift(Move { i, to, j: None }));
+        let slowest = self.problem.slowest(|x| self.group_of[x as usize]);
+        self.ops += slowest.unwrap_or(0) as u64 / 2 + CHANGE_OPS;
+        let limit_ms = self.limit(slowest, self.workers);
+        let works = [a, b].map(|g| self.whole(g, limit_ms));
+        let size = |g: u32| self.groups[g as usize].members.len() as u64;
+        self.ops += size(a) + size(b);
+        let excess = |g: u32| self.groups[g as usize].work.excess_ms;
+        let mut excess_ms = works[0].excess_ms + works[1].excess_ms;
+        if excess_ms <= most_ms {
+            excess_ms += match slowest == self.slowest {
+                true => self.excess_ms - excess(a) - excess(b),
+                false => {
+                    self.ops += self.workers as u64;
+                    let others = (0..self.groups.len() as u32).filter(|&g| g != a && g != b);
+                    others.map(|g| self.whole(g, limit_ms).excess_ms).sum()
+                }
+            };
+        }
+        let fits = excess_ms <= most_ms;
+        if !fits {
+            moves.iter().rev().for_each(|&(i, from, _)| self.shift(Move { i, to: from, j: None }));
+            return false;
+        }
+        moves.iter().for_each(|&(i, from, to)| self.reach(i, from, to));
+        for (g, work) in [a, b].into_iter().zip(works) {
+            self.groups[g as usize].work = work;
+        }
+        let again = slowest != self.slowest;
+        (self.slowest, self.limit_ms) = (slowest, limit_ms);
+        if again {
+            self.aim(self.target_ms);
+        } else {
+            self.sum_up();
+        }
+        true
+    }
+
+    fn shift(&mut self, Move { i, to, j }: Move) {
         let from = self.group_of[i as usize];
         self.take(i);
         if let Some(j) = j {
@@ -358,11 +510,24 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 // Not by differences: one very large rate would swallow the others for good.
                 let group = &mut self.groups[g as usize];
                 group.flops = group.members.iter().map(|&m| self.problem.flops[m as usize]).sum();
-                let (work_ms, eighth) = self.whole(g);
-                (self.groups[g as usize].work_ms, self.groups[g as usize].eighth) = (work_ms, eighth);
             }
         }
-        self.sum_up();
+    }
+
+    /// Brings all devices' sums with groups up to date, when device `i` went from one to another.
+    fn reach(&mut self, i: u32, from: u32, to: u32) {
+        let n = self.group_of.len();
+        for (g, sign) in [(from, -1.0), (to, 1.0)] {
+            let Some(toward) = self.toward.get_mut((g as usize).wrapping_mul(n)..).filter(|_| g != IDLE) else {
+                continue;
+            };
+            for (x, (alpha, beta)) in toward.iter_mut().take(n).enumerate() {
+                let link = self.problem.links.link_to(i as usize, x);
+                *alpha += sign * link.alpha_ms;
+                *beta += sign * link.beta_ms_per_mb;
+            }
+        }
+        self.ops += n as u64;
     }
 
     fn take(&mut self, i: u32) {
@@ -409,10 +574,4 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         group.members.push(i);
         group.memory += self.problem.memory[i as usize];
     }
-}
-
-fn eighth(x: f64) -> f64 {
-    let square = x * x;
-    let fourth = square * square;
-    fourth * fourth
 }
