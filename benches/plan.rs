@@ -3,9 +3,10 @@
 //! `cargo bench --bench plan -- [--csv] [--quick]`: medians and spread of wall time and of processor time. (Processor time alone means
 //! something on a busy machine.) Full matrices have 10% of noise on three tiers, so that no two links are equal; tiers are tiers.
 //!
-//! `cargo bench --bench plan -- --quality [EFFORT] [--cases N] [--best FILE]`: on N (100) random clusters of 17 to 64 devices, how far the answer
+//! `cargo bench --bench plan -- --quality [EFFORT] [--cases N] [--best FILE]`: on N (120) random clusters of 17 to 64 devices, how far the answer
 //! is above the best known: of a search of EFFORT times the usual effort (16 when not said; 1 for none), and of FILE, where the best ever
-//! found are kept. Half of the clusters have links without any structure.
+//! found are kept. A third of the clusters have two or three tiers, with noise and asymmetry, a third links without any structure, a third
+//! is as the tests draw them.
 
 #[path = "../tests/plan_brute/mod.rs"]
 #[allow(dead_code)]
@@ -26,7 +27,7 @@ fn main() {
     if let Some(place) = args.iter().position(|a| a == "--quality") {
         let value = |flag: &str| args.iter().position(|a| a == flag).and_then(|place| args.get(place + 1));
         let effort = args.get(place + 1).and_then(|effort| effort.parse().ok()).unwrap_or(16);
-        let cases = value("--cases").and_then(|cases| cases.parse().ok()).unwrap_or(100);
+        let cases = value("--cases").and_then(|cases| cases.parse().ok()).unwrap_or(120);
         return quality(effort, cases, value("--best").map(Path::new));
     }
     if csv {
@@ -64,7 +65,7 @@ fn quality(effort: u32, cases: usize, best: Option<&Path>) {
     };
     let mut known: BTreeMap<usize, f64> =
         best.and_then(|path| serde_json::from_slice(&std::fs::read(path).ok()?).ok()).unwrap_or_default();
-    let mut kinds = [("structureless", Vec::new()), ("tiers, noise", Vec::new())];
+    let mut kinds = [("structureless", Vec::new()), ("tiers", Vec::new()), ("as tested", Vec::new())];
     let (mut done, mut slowest) = (0, (0.0f64, 0.0f64));
     println!(
         "{:>7} {:>7} {:>6} {:>14} {:>14} {:>9} {:>8} {:>8}",
@@ -73,8 +74,10 @@ fn quality(effort: u32, cases: usize, best: Option<&Path>) {
     while done < cases {
         let n = 17 + random.below(48);
         let mut case = plan_brute::random_case(&mut random, n);
-        if done % 2 == 0 {
-            case.structureless(&mut random);
+        match done % kinds.len() {
+            0 => case.structureless(&mut random),
+            1 => case.layered(&mut random),
+            _ => {}
         }
         let cluster = Cluster::from_json(&case.cluster_json()).expect("a cluster");
         let workload = Workload::from_json(&case.workload_json()).expect("a workload");
@@ -104,7 +107,8 @@ fn quality(effort: u32, cases: usize, best: Option<&Path>) {
             );
         }
         slowest = (slowest.0.max(seconds.0), slowest.1.max(seconds.1));
-        kinds[done % 2].1.push(share);
+        let kind = done % kinds.len();
+        kinds[kind].1.push(share);
         done += 1;
     }
     for (kind, above) in &kinds {

@@ -268,7 +268,14 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 let Some(after) = state.after(change, most) else { continue };
                 state.apply(change, after);
             }
-            if state.valid() && state.objective_ms() < best.0 * (1.0 - 1e-12) {
+            let better = |state: &State<L>| state.valid() && state.objective_ms() < best.0 * (1.0 - 1e-12);
+            if better(&state) {
+                if n <= TOGETHER_MOST {
+                    state.refresh();
+                    if !better(&state) {
+                        continue;
+                    }
+                }
                 best = (state.objective_ms(), Some(state.grouping()));
                 state.ops += n as u64;
                 let target_ms = state.under(UNDER);

@@ -81,7 +81,7 @@ pub(crate) struct State<'p, 'a, L> {
     target_ms: f64,
     /// What the target leaves for a group's compute and communication, as the groups are.
     limit_ms: f64,
-    /// Penalty for a group that lacks memory for one expert.
+    /// What penalties are counted in: the most work of a group at first.
     penalty_ms: f64,
     /// The place in the problem's edges of the slowest link between groups.
     slowest: Option<usize>,
@@ -91,16 +91,20 @@ pub(crate) struct State<'p, 'a, L> {
     short: usize,
     /// Of each device, the edges of the tree: where to, and their places.
     neighbours: Vec<Vec<(u32, u32)>>,
+    /// Changes made so far.
+    changes: u64,
     /// gamma by number of workers.
     gamma: Vec<f64>,
     /// Links looked at so far: the measure of effort.
     pub ops: u64,
 }
 
-/// A group that lacks memory costs this much of its work, and that much again for all experts that it lacks.
+/// What a group costs that lacks memory, in the penalty's unit: in any case, and if it lacked it for all experts.
 const SHORT: (f64, f64) = (0.5, 10.0);
 /// Beyond so many devices sums with every group are too many.
 const TOWARD_MOST: usize = 128;
+/// Sums are worked out anew after so many changes.
+const REFRESH: u64 = 512;
 /// A change costs as much as so many links, even where it is ruled out at once.
 const CHANGE_OPS: u64 = 16;
 
@@ -130,25 +134,17 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             first_edge,
             short: 0,
             neighbours: Vec::new(),
+            changes: 0,
             gamma: (0..=n).map(|workers| problem.gamma(workers)).collect(),
             ops: 0,
         };
         for (g, members) in groups.iter().enumerate() {
             let flops = members.iter().map(|&i| problem.flops[i as usize]).sum();
-            for (place, (&i, sums)) in members.iter().zip(problem.links.sums(members)).enumerate() {
-                state.group_of[i as usize] = g as u32;
-                state.place[i as usize] = place as u32;
-                state.sums[i as usize] = sums;
-            }
+            members.iter().for_each(|&i| state.group_of[i as usize] = g as u32);
             let memory = problem.holds(members);
             state.groups.push(Group { members: members.clone(), flops, memory, work: Work::default() });
         }
-        if n <= TOWARD_MOST {
-            state.toward = vec![(0.0, 0.0); n * groups.len()];
-            for (g, members) in groups.iter().enumerate() {
-                members.iter().for_each(|&m| state.reach(m, IDLE, g as u32));
-            }
-        }
+        state.add_up();
         state.slowest = if groups.len() > 1 { problem.slowest(|x| state.group_of[x as usize]) } else { None };
         state.aim(0.0);
         state.penalty_ms = state.most.1;
@@ -448,7 +444,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 self.groups[g as usize].work = work;
             }
         }
-        if again {
+        self.changes += 1;
+        if self.changes.is_multiple_of(REFRESH) {
+            self.refresh();
+        } else if again {
             self.aim(self.target_ms);
         } else {
             self.sum_up();
@@ -514,14 +513,38 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
     }
 
+    /// Works out all sums of links anew: differences of large numbers lose the small ones.
+    fn add_up(&mut self) {
+        for group in &mut self.groups {
+            group.members.sort_unstable();
+            for (place, (&i, sums)) in group.members.iter().zip(self.problem.links.sums(&group.members)).enumerate() {
+                self.place[i as usize] = place as u32;
+                self.sums[i as usize] = sums;
+            }
+            self.ops += self.problem.links.sums_cost(group.members.len());
+        }
+        let n = self.group_of.len();
+        if n <= TOWARD_MOST {
+            self.toward.clear();
+            self.toward.resize(n * self.groups.len(), (0.0, 0.0));
+            (0..n as u32).for_each(|i| self.reach(i, IDLE, self.group_of[i as usize]));
+        }
+    }
+
+    /// The same, and what comes of it.
+    pub fn refresh(&mut self) {
+        self.add_up();
+        self.aim(self.target_ms);
+    }
+
     /// Brings all devices' sums with groups up to date, when device `i` went from one to another.
     fn reach(&mut self, i: u32, from: u32, to: u32) {
+        if self.toward.is_empty() {
+            return;
+        }
         let n = self.group_of.len();
-        for (g, sign) in [(from, -1.0), (to, 1.0)] {
-            let Some(toward) = self.toward.get_mut((g as usize).wrapping_mul(n)..).filter(|_| g != IDLE) else {
-                continue;
-            };
-            for (x, (alpha, beta)) in toward.iter_mut().take(n).enumerate() {
+        for (g, sign) in [(from, -1.0), (to, 1.0)].into_iter().filter(|(g, _)| *g != IDLE) {
+            for (x, (alpha, beta)) in self.toward[g as usize * n..][..n].iter_mut().enumerate() {
                 let link = self.problem.links.link_to(i as usize, x);
                 *alpha += sign * link.alpha_ms;
                 *beta += sign * link.beta_ms_per_mb;

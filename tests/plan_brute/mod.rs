@@ -86,6 +86,39 @@ impl Case {
         self.tiers = None;
     }
 
+    /// Gives the links two or three tiers, each slower than the one inside it, with noise, and slower in one direction or from some devices.
+    pub fn layered(&mut self, random: &mut Random) {
+        let n = self.n();
+        let host = 2 + random.below(15);
+        let rack = host * (2 + random.below(4));
+        let (alpha, beta) = (random.scale(0.002, 0.02), random.scale(0.003, 0.03));
+        let (middle, outer) =
+            ([random.scale(1.2, 4.0), random.scale(1.2, 8.0)], [random.scale(1.2, 6.0), random.scale(1.2, 10.0)]);
+        let three = random.below(5) < 3 && rack < n;
+        let noise = random.pick(&[0.0, 0.05, 0.2, 0.5]);
+        let (lopsided, slower) = (random.below(3), random.scale(1.0, 4.0));
+        let of_device: Vec<f64> =
+            (0..n).map(|_| if random.below(10) < 3 { random.scale(1.0, 3.0) } else { 1.0 }).collect();
+        for (i, j) in (0..n).flat_map(|i| (0..n).map(move |j| (i, j))).filter(|(i, j)| i != j) {
+            let mut factor = 1.0 + noise * random.real(-1.0, 1.0);
+            match lopsided {
+                0 if i > j => factor *= slower,
+                1 => factor *= of_device[i],
+                _ => {}
+            }
+            let mut link = (alpha, beta);
+            if i / host != j / host && three {
+                link = (link.0 * middle[0], link.1 * middle[1]);
+            }
+            if i / host != j / host && (!three || i / rack != j / rack) {
+                link = (link.0 * outer[0], link.1 * outer[1]);
+            }
+            (self.alpha[i][j], self.beta[i][j]) = (link.0 * factor, link.1 * factor);
+        }
+        self.hosts = (0..n).map(|i| i / host).collect();
+        self.tiers = None;
+    }
+
     /// The best of all groupings; `None` where no group can be valid.
     pub fn optimum(&self, allow_idle: bool) -> Option<f64> {
         let mut best = None;
