@@ -226,6 +226,8 @@ fn inputs_have_valid_answers(rounds: std::ops::Range<usize>, seed: u64) {
         if round % 1503 == 0 {
             // The hardest to search.
             case.structureless(&mut random);
+        } else if round % 7 == 0 {
+            case.layered(&mut random);
         }
         if round % 2 == 0 {
             hostile(&mut random, &mut case);

@@ -144,6 +144,32 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     pub fn improve(&mut self, budget: u64) {
         self.anneal(budget / 20 * 19);
         self.descend(budget / 20);
+        self.merge();
+    }
+
+    /// Of every number of groups the best grouping with two of its groups made one: those that together take least. Where one group decides
+    /// and cannot be bettered, what is left to win is the all-reduce.
+    fn merge(&mut self) {
+        if self.problem.n() > TOGETHER_MOST {
+            return;
+        }
+        for k in (2..=self.problem.n()).rev() {
+            let Some(Found { groups, .. }) = self.by_groups[k - 1].clone() else { continue };
+            let mut least = (f64::INFINITY, Vec::new(), (0, 0));
+            for (b, a) in (1..k).flat_map(|b| (0..b).map(move |a| (b, a))) {
+                let mut both = [&groups[a][..], &groups[b]].concat();
+                both.sort_unstable();
+                let (compute, communication) = self.problem.group(&both);
+                if compute + communication < least.0 {
+                    least = (compute + communication, both, (a, b));
+                }
+            }
+            let (_, both, (a, b)) = least;
+            if !both.is_empty() {
+                let others = groups.into_iter().enumerate().filter(|(g, _)| *g != a && *g != b);
+                self.offer(others.map(|(_, group)| group).chain([both]).collect());
+            }
+        }
     }
 
     /// Groupings made in one go.
@@ -194,6 +220,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
         // A chain that is shorter than what starting it costs is not worth it.
         let most_chains = (budget / ROUNDS as u64 / (CHAIN_LEAST * n as u64)).max(1) as usize;
         for round in 0..ROUNDS {
+            self.merge();
             let mut numbers: Vec<usize> = (1..=n).collect();
             numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
             // A number of groups without a valid grouping yet is as promising as its bound.
