@@ -24,6 +24,8 @@ const COLD: f64 = 0.02;
 const TOGETHER_ONE_IN: usize = 32;
 /// Beyond so many devices such proposals cost more than they bring.
 const TOGETHER_MOST: usize = 128;
+/// Beyond so many devices there are too many pairs of groups to merge.
+const MERGE_MOST: usize = 64;
 /// Rounds of annealing.
 const ROUNDS: usize = 4;
 /// Numbers of groups in each round at most, and its share of the effort.
@@ -150,10 +152,13 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     /// Of every number of groups the best grouping with two of its groups made one: those that together take least. Where one group decides
     /// and cannot be bettered, what is left to win is the all-reduce.
     fn merge(&mut self) {
-        if self.problem.n() > TOGETHER_MOST {
+        if self.problem.n() > MERGE_MOST {
             return;
         }
         for k in (2..=self.problem.n()).rev() {
+            if !self.may_improve(k - 1) {
+                continue;
+            }
             let Some(Found { groups, .. }) = self.by_groups[k - 1].clone() else { continue };
             let mut least = (f64::INFINITY, Vec::new(), (0, 0));
             for (b, a) in (1..k).flat_map(|b| (0..b).map(move |a| (b, a))) {
