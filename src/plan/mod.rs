@@ -145,9 +145,9 @@ const MATRIX_MOST: usize = 128;
 const LYSI_MOST: usize = 1024;
 /// From so many devices on it runs in a thread beside the bounds.
 const BESIDE_LEAST: usize = 96;
-/// Up to so many devices, nobody waits for a search of this many links.
+/// For so many devices nobody waits for a search of this many links, or for fewer in proportion.
 const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: u64 = 200_000_000;
+const THOROUGH_OPS: f64 = 2.6e8;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 60_000_000;
 /// Up to so many devices blocks are looked for in a matrix: of so many sizes at most, where times grow by so much.
@@ -333,16 +333,18 @@ fn complete<L: LinkTable>(
     groups
 }
 
-/// How hard to try. Up to [`THOROUGH_DEVICES`] a fixed effort, a fraction of a second. Beyond, with a matrix, effort that falls with the
-/// sixth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
+/// How hard to try. Up to [`THOROUGH_DEVICES`] an effort in proportion, a fraction of a second. Beyond, with a matrix, effort that falls with
+/// the sixth power, so that 256 devices are planned in milliseconds; with tiers, where nothing is quadratic, a fixed one again.
 fn effort(n: usize, matrix: bool, times: u32) -> Effort {
     let sixth = (THOROUGH_DEVICES / n as f64).powi(6).min(1.0);
     let usual = match matrix {
         // The proof will find what is missing.
         true if n <= PROVED_FAST => Effort { construct: 100_000, improve: 300_000 },
         true if n <= exact::MOST_DEVICES => Effort { construct: 100_000, improve: 5_000_000 },
-        true if n as f64 <= THOROUGH_DEVICES => Effort { construct: 2_000_000, improve: THOROUGH_OPS },
-        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (THOROUGH_OPS as f64 * sixth) as u64 },
+        true if n as f64 <= THOROUGH_DEVICES => {
+            Effort { construct: 2_000_000, improve: (THOROUGH_OPS * n as f64 / THOROUGH_DEVICES) as u64 }
+        }
+        true => Effort { construct: 3 * (n * n) as u64 + 50_000, improve: (THOROUGH_OPS * sixth) as u64 },
         false => Effort { construct: 100_000_000, improve: TIERS_OPS },
     };
     Effort { improve: usual.improve.saturating_mul(u64::from(times.max(1))), ..usual }
