@@ -30,7 +30,7 @@ use objective::{Evaluation, Problem};
 use placement::Seats;
 pub use plot::{plot_latency, plot_plan};
 pub use replan::{Replan, loads_of_report, replan};
-use search::{Effort, Found, Search, Views};
+use search::{Effort, Found, Search, TOGETHER_MOST, Views};
 pub use workload::Workload;
 
 /// How to choose the groups.
@@ -150,8 +150,7 @@ const THOROUGH_DEVICES: f64 = 64.0;
 const THOROUGH_OPS: f64 = 2.6e8;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 60_000_000;
-/// Up to so many devices blocks are looked for in a matrix: of so many sizes at most, where times grow by so much.
-const BLOCKS_MOST: usize = 128;
+/// Blocks that are looked for in a matrix: of so many sizes at most, where times grow by so much.
 const LEVELS: usize = 3;
 const JUMP_LEAST: f64 = 1.1;
 /// Up to so many devices the proof of optimality takes no longer than the search would.
@@ -366,7 +365,7 @@ fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
             let of = |size: usize| file.chunks(size).map(<[u32]>::to_vec).collect();
             blocks.extend(tiers.tiers().iter().map(|tier| of(tier.size)));
         }
-        Links::Matrix(_) if n <= BLOCKS_MOST => blocks.extend(blocks_by_links(&near)),
+        Links::Matrix(_) if n <= TOGETHER_MOST => blocks.extend(blocks_by_links(&near)),
         Links::Matrix(_) => {}
     }
     let mut distinct: Vec<Vec<Vec<u32>>> = Vec::new();

@@ -23,7 +23,7 @@ const COLD: f64 = 0.02;
 /// One in so many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 32;
 /// Beyond so many devices such proposals cost more than they bring.
-const TOGETHER_MOST: usize = 128;
+pub(crate) const TOGETHER_MOST: usize = 128;
 /// Beyond so many devices there are too many pairs of groups to merge.
 const MERGE_MOST: usize = 64;
 /// Rounds of annealing.
@@ -289,10 +289,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             let most = state.excess_ms() + temperature * self.exponential[random.below(EXPONENTIAL)];
             if tree && random.below(TOGETHER_ONE_IN) == 0 {
                 self.propose_together(&mut state, random, &mut joined, &mut moves);
-                if moves.is_empty() {
-                    continue;
-                }
-                if !state.exchange((moves[0].1, moves[0].2), &moves, most) {
+                if !state.exchange(&moves, most) {
                     continue;
                 }
             } else {

@@ -359,15 +359,9 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             }
         }
         let slowest = self.slowest_after(i, to, j, from);
-        let (limit_ms, others) = if slowest == self.slowest && workers == self.workers {
-            let excess = |g: u32| if g == IDLE { 0.0 } else { self.groups[g as usize].work.excess_ms };
-            (self.limit_ms, self.excess_ms - excess(from) - excess(to))
-        } else {
-            let limit_ms = self.limit(slowest, workers);
-            self.ops += self.workers as u64;
-            let others = (0..self.groups.len() as u32).filter(|&g| g != from && g != to);
-            (limit_ms, others.map(|g| self.whole(g, limit_ms).excess_ms).sum())
-        };
+        let as_now = slowest == self.slowest && workers == self.workers;
+        let limit_ms = if as_now { self.limit_ms } else { self.limit(slowest, workers) };
+        let others = self.others(from, to, as_now, limit_ms);
         // First what comes to each group, as that is most likely to be too much.
         let mut left = most_ms - others;
         let changed = [(from, Some(i), j), (to, j, Some(i))];
@@ -388,6 +382,17 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
         let excess_ms = others + works[0].excess_ms + works[1].excess_ms;
         Some(After { excess_ms, works, slowest, limit_ms })
+    }
+
+    /// The excess of all groups but two, either of which may be [`IDLE`]; as it is known where the limit is as now.
+    fn others(&mut self, a: u32, b: u32, as_now: bool, limit_ms: f64) -> f64 {
+        if as_now {
+            let excess = |g: u32| if g == IDLE { 0.0 } else { self.groups[g as usize].work.excess_ms };
+            return self.excess_ms - excess(a) - excess(b);
+        }
+        self.ops += self.workers as u64;
+        let others = (0..self.groups.len() as u32).filter(|&g| g != a && g != b);
+        others.map(|g| self.whole(g, limit_ms).excess_ms).sum()
     }
 
     /// The slowest link between groups after a change.
@@ -454,8 +459,10 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
     }
 
-    /// Moves devices of two groups from the one to the other, if then the excess is at most `most_ms`; neither may be left empty.
-    pub fn exchange(&mut self, (a, b): (u32, u32), moves: &[(u32, u32, u32)], most_ms: f64) -> bool {
+    /// Moves devices of two groups, each from the one to the other, if then the excess is at most `most_ms`; neither may be left empty. Says
+    /// whether it did.
+    pub fn exchange(&mut self, moves: &[(u32, u32, u32)], most_ms: f64) -> bool {
+        let Some(&(_, a, b)) = moves.first() else { return false };
         moves.iter().for_each(|&(i, _, to)| self.shift(Move { i, to, j: None }));
         let slowest = self.problem.slowest(|x| self.group_of[x as usize]);
         self.ops += slowest.unwrap_or(0) as u64 / 2 + CHANGE_OPS;
@@ -463,17 +470,9 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         let works = [a, b].map(|g| self.whole(g, limit_ms));
         let size = |g: u32| self.groups[g as usize].members.len() as u64;
         self.ops += size(a) + size(b);
-        let excess = |g: u32| self.groups[g as usize].work.excess_ms;
         let mut excess_ms = works[0].excess_ms + works[1].excess_ms;
         if excess_ms <= most_ms {
-            excess_ms += match slowest == self.slowest {
-                true => self.excess_ms - excess(a) - excess(b),
-                false => {
-                    self.ops += self.workers as u64;
-                    let others = (0..self.groups.len() as u32).filter(|&g| g != a && g != b);
-                    others.map(|g| self.whole(g, limit_ms).excess_ms).sum()
-                }
-            };
+            excess_ms += self.others(a, b, slowest == self.slowest, limit_ms);
         }
         let fits = excess_ms <= most_ms;
         if !fits {
