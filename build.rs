@@ -1,8 +1,5 @@
-//! With the features `cuda` and `emulate`, compiles what they need of `kernels/`; with `mpi`, MPI's constants.
+//! With the features `cuda` and `emulate`, compiles what they need of `kernels/`.
 
-#[cfg(feature = "mpi")]
-#[path = "build/mpi.rs"]
-mod mpi;
 #[path = "build/nvcc.rs"]
 mod nvcc;
 
@@ -23,8 +20,6 @@ fn main() {
     if has("EMULATE") {
         emulator();
     }
-    #[cfg(feature = "mpi")]
-    mpi::constants();
 }
 
 /// What host and kernels share, into the crate: the sizes of a layer's memory.

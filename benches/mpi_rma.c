@@ -1,4 +1,4 @@
-/* The calls of the MPI transport (src/shmem/mpi/mod.rs), in C: what they cost without Rust around them.
+/* The calls of the MPI transport (shmem/src/mpi/mod.rs), in C: what they cost without Rust around them.
  *
  *   mpicc -O2 -o mpi_rma benches/mpi_rma.c && mpirun -n 2 ./mpi_rma c SAMPLES BATCH BYTES...
  *

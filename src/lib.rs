@@ -4,7 +4,7 @@
 //!
 //! The modules, from the bottom up; arrows point one way:
 //!
-//! - [`shmem`]: the one-sided layer, a trait and its transports;
+//! - [`shmem`], a package of its own, `aristos-shmem`: the one-sided layer, a trait and its transports;
 //! - `gpu` (features `cuda`, `emulate`): devices, their memory, and launches of the kernels in `kernels/`;
 //! - [`launch`]: how PEs come to be, find each other, and end together;
 //! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
@@ -32,4 +32,5 @@ pub mod plan;
 pub mod plot;
 pub mod report;
 pub mod run;
-pub mod shmem;
+
+pub use aristos_shmem as shmem;

@@ -7,7 +7,8 @@
 #[path = "binary/mod.rs"]
 mod binary;
 #[macro_use]
-mod conformance;
+#[path = "../shmem/tests/conformance/suite/mod.rs"]
+mod suite;
 
 use std::collections::BTreeMap;
 use std::env;
@@ -22,8 +23,8 @@ use std::time::{Duration, Instant};
 use aristos::shmem::Shmem;
 use aristos::shmem::mpi::{MpiTransport, MpiWorld, library};
 use binary::{Outcome, read_tensors, relative_error, run, start};
-use conformance::{HEAP_BYTES, World};
 use rustix::process::{Pid, Signal, kill_process};
+use suite::{HEAP_BYTES, World};
 
 /// In a PE of the suite, the check.
 const ENV_CHECK: &str = "ARISTOS_MPI_CHECK";
@@ -92,7 +93,7 @@ type Check = (&'static str, fn(&Mpi));
 #[macro_export]
 macro_rules! conformance_table {
     (@ ($table:ident); $($check:ident)*) => {
-        const $table: &[Check] = &[$((stringify!($check), |world: &Mpi| conformance::$check(world))),*];
+        const $table: &[Check] = &[$((stringify!($check), |world: &Mpi| suite::$check(world))),*];
     };
 }
 conformance_checks!(conformance_table(CHECKS));

@@ -14,7 +14,7 @@ use super::p2p::host::TwoSided;
 use super::straggler::pe::AllToAll;
 use crate::launch::{StatusPage, mpirun, one_line};
 use crate::shmem::Shmem;
-use crate::shmem::mpi::watchdog::Watchdog;
+use crate::shmem::mpi::Watchdog;
 use crate::shmem::mpi::{MpiTransport, MpiWorld};
 
 /// Runs `part` on this PE, over a window of `heap_bytes`; PE 0 gets all PEs' messages, in any order, the others `None`. Where a PE

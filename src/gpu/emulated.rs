@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use libloading::Library;
 
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
-use crate::shmem::{Heap, ShmTransport, Shmem, Sym, Transport, available_bytes};
+use crate::shmem::heap::Heap;
+use crate::shmem::{ShmTransport, Shmem, Sym, Transport, available_bytes};
 
 /// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";

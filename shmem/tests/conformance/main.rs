@@ -1,15 +1,15 @@
 //! The conformance suite over the transports that need nothing but this process, and proof that it bites.
 
 #[macro_use]
-mod conformance;
+mod suite;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
-use aristos::shmem::{Cmp, Segment, ShmTransport, Shmem, SignalOp, Transport, Wait};
-use conformance::{HEAP_BYTES, World, soon};
+use aristos_shmem::reorder::{ReorderTransport, ReorderWorld};
+use aristos_shmem::{Cmp, Segment, ShmTransport, Shmem, SignalOp, Transport, Wait};
+use suite::{HEAP_BYTES, World, soon};
 
 /// One thread per transport, each a PE.
 fn run_threads<T: Transport + Send>(transports: Vec<T>, f: impl Fn(&Shmem<T>) + Sync) {
@@ -85,7 +85,7 @@ mod bites {
                 return true;
             }
             shmem.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap();
-            conformance::read(shmem, data) == [5; 8]
+            suite::read(shmem, data) == [5; 8]
         })
     }
 
@@ -110,8 +110,8 @@ mod bites {
                     return true;
                 }
                 shmem.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap();
-                assert_eq!(conformance::read(shmem, data.at(1)), [5], "its own data is there");
-                conformance::read(shmem, data.at(0)) == [5]
+                assert_eq!(suite::read(shmem, data.at(1)), [5], "its own data is there");
+                suite::read(shmem, data.at(0)) == [5]
             })
         };
         assert_eq!(run(true), 0);
@@ -129,7 +129,7 @@ mod bites {
                 if quiet {
                     shmem.quiet();
                 }
-                shmem.my_pe() == 0 || conformance::read(shmem, mine) == [5]
+                shmem.my_pe() == 0 || suite::read(shmem, mine) == [5]
             })
         };
         assert_eq!(run(true), 0);
@@ -151,7 +151,7 @@ mod bites {
                     shmem.put(source, &[6], 0);
                 }
                 shmem.barrier_all(soon()).unwrap();
-                shmem.my_pe() == 0 || conformance::read(shmem, data) == [5]
+                shmem.my_pe() == 0 || suite::read(shmem, data) == [5]
             })
         };
         assert_eq!(run(true), 0);
@@ -182,7 +182,7 @@ mod bites {
                     }
                     _ => {
                         wait();
-                        if conformance::read(shmem, data) != [5] {
+                        if suite::read(shmem, data) != [5] {
                             wrong.fetch_add(1, Ordering::Relaxed);
                         }
                     }

@@ -29,7 +29,7 @@
 //! `MPI_Abort`: the trait's operations cannot fail, and peers would wait for what does not come. MPI's flushes have
 //! no time limit; [`MpiTransport::with_flush_limit`] gives them one.
 
-pub(crate) mod watchdog;
+mod watchdog;
 mod world;
 
 use std::cell::Cell;
@@ -41,14 +41,14 @@ use std::time::{Duration, Instant};
 use mpi::ffi;
 use mpi::traits::AsRaw;
 
+pub use watchdog::Watchdog;
 pub use world::{MpiError, MpiWorld, library};
 
 use super::{RawWait, SignalOp, Transport};
-use watchdog::Watchdog;
 use world::check;
 
 unsafe extern "C" {
-    // build/mpi_constants.c
+    // src/mpi/constants.c
     static aristos_mpi_replace: ffi::MPI_Op;
     static aristos_mpi_win_model: c_int;
     static aristos_mpi_win_unified: c_int;

@@ -5,7 +5,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use aristos::shmem::{Cmp, Shmem, ShmemError, SignalOp, Sym, Team, Transport, Wait};
+use aristos_shmem::{Cmp, Shmem, ShmemError, SignalOp, Sym, Team, Transport, Wait};
 
 mod collectives;
 pub use collectives::*;
@@ -388,7 +388,7 @@ macro_rules! conformance_tests {
         $(
             #[test]
             fn $check() {
-                $crate::conformance::$check(&$world);
+                $crate::suite::$check(&$world);
             }
         )*
     };

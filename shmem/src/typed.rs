@@ -391,6 +391,7 @@ impl<E> Sym<E> {
 
 impl Sym<u64> {
     /// The offset of the first word, which must be there.
+    #[inline]
     #[track_caller]
     fn word(&self) -> usize {
         assert!(self.len > 0, "a signal is at least one word");

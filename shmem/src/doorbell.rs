@@ -35,15 +35,19 @@ pub(super) trait Word<V> {
 macro_rules! word {
     ($atomic:ty, $value:ty) => {
         impl Word<$value> for $atomic {
+            #[inline]
             fn load(&self, order: Ordering) -> $value {
                 <$atomic>::load(self, order)
             }
+            #[inline]
             fn store(&self, value: $value, order: Ordering) {
                 <$atomic>::store(self, value, order);
             }
+            #[inline]
             fn fetch_add(&self, value: $value, order: Ordering) -> $value {
                 <$atomic>::fetch_add(self, value, order)
             }
+            #[inline]
             fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
                 <$atomic>::fetch_sub(self, value, order)
             }

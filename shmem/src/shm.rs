@@ -24,6 +24,7 @@
 //! before sleeping is short when there are more PEs than cores, where the PE waited for may need this core.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
@@ -51,7 +52,8 @@ struct Patience {
 #[derive(Debug)]
 pub struct ShmTransport {
     my_pe: usize,
-    segments: Vec<Segment>,
+    /// By PE; shared where the PEs are threads of one process.
+    segments: Arc<[Segment]>,
     patience: Patience,
 }
 
@@ -61,6 +63,21 @@ impl ShmTransport {
     /// # Errors
     /// When `my_pe` has no segment, or the heaps differ in size.
     pub fn new(my_pe: usize, segments: Vec<Segment>) -> Result<Self, ShmemError> {
+        Self::over(my_pe, segments.into())
+    }
+
+    /// A world of `n_pes` PEs in this process, each with a heap of `heap_bytes` bytes, by number: one for each of as many
+    /// threads. [`crate::threads`] makes [`Shmem`](crate::Shmem)s of them.
+    ///
+    /// # Errors
+    /// As [`Segment::create`].
+    pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Self>, ShmemError> {
+        let create = |pe| Segment::create(&format!("aristos-{pe}"), heap_bytes);
+        let segments: Arc<[Segment]> = (0..n_pes).map(create).collect::<Result<_, _>>()?;
+        (0..n_pes).map(|pe| Self::over(pe, segments.clone())).collect()
+    }
+
+    fn over(my_pe: usize, segments: Arc<[Segment]>) -> Result<Self, ShmemError> {
         let Some(mine) = segments.get(my_pe) else {
             return Err(ShmemError::Segment(format!("PE {my_pe} of {} has none", segments.len())));
         };
@@ -78,54 +95,66 @@ impl ShmTransport {
         Ok(Self { my_pe, segments, patience })
     }
 
+    #[inline]
     fn mine(&self) -> &Segment {
         &self.segments[self.my_pe]
     }
 }
 
 impl Transport for ShmTransport {
+    #[inline]
     fn my_pe(&self) -> usize {
         self.my_pe
     }
 
+    #[inline]
     fn n_pes(&self) -> usize {
         self.segments.len()
     }
 
+    #[inline]
     fn heap_bytes(&self) -> usize {
         self.mine().heap_bytes()
     }
 
+    #[inline]
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
         self.segments[pe].copy_in(dest, src);
     }
 
+    #[inline]
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
         self.mine().copy_to(src, &self.segments[pe], dest, bytes);
     }
 
+    #[inline]
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
         self.segments[pe].copy_out(src, dest);
     }
 
+    #[inline]
     fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
         self.segments[pe].copy_to(src, self.mine(), dest, bytes);
     }
 
+    #[inline]
     fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize) {
         self.put(dest, src, pe);
         self.signal_op(signal, value, op, pe);
     }
 
+    #[inline]
     fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
         let peer = &self.segments[pe];
         signal(peer.atomic_u64(word), value, op, peer.bell());
     }
 
+    #[inline]
     fn signal_fetch(&self, signal: usize) -> u64 {
         self.mine().atomic_u64(signal).load(Ordering::Acquire)
     }
 
+    #[inline]
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
         let peer = &self.segments[pe];
         let was = peer.atomic_u64(target).fetch_add(value, Ordering::AcqRel);
@@ -166,18 +195,22 @@ impl Transport for ShmTransport {
         sleep_until(self.mine().bell(), look, time_left)
     }
 
+    #[inline]
     fn fence(&self) {
         fence(Ordering::Release);
     }
 
+    #[inline]
     fn quiet(&self) {
         fence(Ordering::SeqCst);
     }
 
+    #[inline]
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
         Some(self.segments[pe].address(offset, 0))
     }
 
+    #[inline]
     fn is_reachable(&self, pe: usize) -> bool {
         pe < self.segments.len()
     }

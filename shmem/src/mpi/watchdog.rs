@@ -14,7 +14,7 @@ const PERIOD: Duration = Duration::from_millis(100);
 
 /// Watches one thread's calls. Nothing is ordered by its words: a look that comes too early is followed by another.
 #[derive(Debug)]
-pub(crate) struct Watchdog {
+pub struct Watchdog {
     calls: Arc<Calls>,
     thread: Option<JoinHandle<()>>,
 }
@@ -30,7 +30,10 @@ struct Calls {
 
 impl Watchdog {
     /// Starts the thread, for PE `me`; `what` says what it waited for, given the PE.
-    pub(crate) fn start(me: usize, limit: Duration, what: fn(usize) -> String) -> io::Result<Watchdog> {
+    ///
+    /// # Errors
+    /// When the system refuses the thread.
+    pub fn start(me: usize, limit: Duration, what: fn(usize) -> String) -> io::Result<Watchdog> {
         let calls = Arc::new(Calls::default());
         let watched = calls.clone();
         let thread =
@@ -39,7 +42,7 @@ impl Watchdog {
     }
 
     /// Makes a call that may wait for `pe`.
-    pub(crate) fn during<R>(&self, pe: usize, call: impl FnOnce() -> R) -> R {
+    pub fn during<R>(&self, pe: usize, call: impl FnOnce() -> R) -> R {
         let count = self.calls.count.load(Ordering::Relaxed);
         self.calls.pe.store(pe, Ordering::Relaxed);
         self.calls.count.store(count + 1, Ordering::Relaxed);

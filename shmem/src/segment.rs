@@ -40,7 +40,7 @@ pub(super) struct Bell {
 /// Copies are plain, and only the transport makes them. Where another PE, be it a process or a thread, accesses the
 /// same bytes meanwhile and one of the two writes, the bytes read are unspecified. No type can rule that out: the
 /// other side is mostly another process. What rules it out is the protocol, whose signals order the copies
-/// ([`super::ShmTransport`] says how); the rules in [`crate::shmem`] are thus a contract, which callers keep. Short of that,
+/// ([`super::ShmTransport`] says how); the rules in [the crate](crate) are thus a contract, which callers keep. Short of that,
 /// objects are [`Pod`](super::Pod), for which any bytes are a value; every access is checked against the heap's
 /// bounds; and the file's size is sealed, so that no access faults.
 #[derive(Debug)]
@@ -150,6 +150,7 @@ impl Segment {
     }
 
     /// Size of the heap, bytes.
+    #[inline]
     pub fn heap_bytes(&self) -> usize {
         self.heap_bytes
     }
@@ -158,6 +159,7 @@ impl Segment {
     ///
     /// # Panics
     /// If it does not fit there.
+    #[inline]
     pub(super) fn copy_in(&self, offset: usize, src: &[u8]) {
         let dest = self.address(offset, src.len());
         // SAFETY: `dest` is valid for `src.len()` bytes of the mapping; `src` is Rust's memory, not the mapping's.
@@ -171,6 +173,7 @@ impl Segment {
     ///
     /// # Panics
     /// If they are not all in the heap.
+    #[inline]
     pub(super) fn copy_out(&self, offset: usize, dest: &mut [u8]) {
         let src = self.address(offset, dest.len());
         // SAFETY: as in `copy_in`, the other way.
@@ -181,6 +184,7 @@ impl Segment {
     ///
     /// # Panics
     /// If they are not all in the heaps.
+    #[inline]
     pub(super) fn copy_to(&self, offset: usize, dest: &Segment, dest_offset: usize, bytes: usize) {
         let (from, to) = (self.address(offset, bytes), dest.address(dest_offset, bytes));
         // SAFETY: both are valid for `bytes` bytes of their mappings, and may overlap; else as in `copy_in`.
@@ -191,6 +195,7 @@ impl Segment {
     ///
     /// # Panics
     /// If it is not in the heap, or `offset` is not a multiple of 8.
+    #[inline]
     pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8), "offset {offset} of a signal word is not a multiple of 8");
         // SAFETY: the address is 8 bytes inside the mapping, which is aligned to a page, at a multiple of 8; it
@@ -199,6 +204,7 @@ impl Segment {
     }
 
     /// The address of `offset` of the heap, the start of `bytes` bytes of it.
+    #[inline]
     pub(super) fn address(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         let end = offset.checked_add(bytes);
         assert!(
@@ -211,10 +217,12 @@ impl Segment {
     }
 
     /// The doorbell of the PE whose heap this is.
+    #[inline]
     pub(super) fn bell(&self) -> &Bell {
         &self.header().bell
     }
 
+    #[inline]
     fn header(&self) -> &Header {
         const { assert!(size_of::<Header>() <= HEADER_BYTES) };
         // SAFETY: the mapping starts with HEADER_BYTES that only headers use, aligned to a page, and lives as long as
@@ -235,10 +243,12 @@ impl Drop for Segment {
 impl Doorbell for Bell {
     type U32 = AtomicU32;
 
+    #[inline]
     fn waiters(&self) -> &AtomicU32 {
         &self.waiters
     }
 
+    #[inline]
     fn bell(&self) -> &AtomicU32 {
         &self.bell
     }
@@ -258,6 +268,7 @@ impl Doorbell for Bell {
         let _ = futex::wake(&self.bell, futex::Flags::empty(), i32::MAX as u32);
     }
 
+    #[inline]
     fn full_fence() {
         fence(Ordering::SeqCst);
     }

@@ -1,8 +1,15 @@
-//! Compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack.
+//! With the feature `mpi`, compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    #[cfg(feature = "mpi")]
+    mpi_constants();
+}
 
 /// Against the MPI that `mpi-sys` finds too: both ask `build-probe-mpi`.
-pub fn constants() {
-    const SOURCE: &str = "build/mpi_constants.c";
+#[cfg(feature = "mpi")]
+fn mpi_constants() {
+    const SOURCE: &str = "src/mpi/constants.c";
     println!("cargo::rerun-if-changed={SOURCE}");
     for variable in ["MPICC", "MPI_PKG_CONFIG", "CRAY_MPICH_DIR"] {
         println!("cargo::rerun-if-env-changed={variable}");

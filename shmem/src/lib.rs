@@ -18,12 +18,41 @@
 //! To read or write bytes that a peer accesses meanwhile, one of the two writing, is against this contract, and yields
 //! unspecified bytes. Memory holds plain bytes ([`Pod`]), for which any bytes are a value, so that a protocol in error gets
 //! wrong values, never invalid ones; every access is checked against the object's bounds when its [`Sym`] is made.
+//!
+//! # Threads
+//! [`Shmem`] is `Send` and `Sync` where its transport is: over [`ShmTransport`] and
+//! [`reorder::ReorderTransport`] it is made in one thread and used in another. MPI's transport stays in the thread that
+//! initialised MPI.
+//!
+//! # Example
+//! Two PEs, threads of this process, that give each other a message.
+//! ```
+//! use std::time::{Duration, Instant};
+//! use aristos_shmem::{Cmp, SignalOp, Wait};
+//!
+//! let pes = aristos_shmem::threads(2, 1 << 20)?;
+//! std::thread::scope(|scope| {
+//!     for pe in pes {
+//!         scope.spawn(move || {
+//!             let (data, signal) = (pe.alloc::<f32>(3).unwrap(), pe.alloc::<u64>(1).unwrap());
+//!             let other = 1 - pe.my_pe();
+//!             pe.put_signal(data, &[pe.my_pe() as f32; 3], signal, 1, SignalOp::Set, other);
+//!             let soon = Instant::now() + Duration::from_secs(10);
+//!             pe.wait_until(Wait { signal, cmp: Cmp::Eq, value: 1 }, soon).unwrap();
+//!             let mut seen = [f32::NAN; 3];
+//!             pe.get(&mut seen, data, pe.my_pe());
+//!             assert_eq!(seen, [other as f32; 3]);
+//!         });
+//!     }
+//! });
+//! # Ok::<(), aristos_shmem::ShmemError>(())
+//! ```
 
 mod collective;
 mod doorbell;
 mod error;
 mod group;
-mod heap;
+pub mod heap;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod reorder;
@@ -41,12 +70,29 @@ pub use bytemuck::Pod;
 
 pub use error::{ShmemError, WaitTimeout};
 pub use group::GroupTransport;
-#[cfg(feature = "emulate")]
-pub(crate) use heap::Heap;
 pub use segment::{Segment, available_bytes};
 pub use shm::ShmTransport;
 pub use team::Team;
 pub use typed::Shmem;
+
+/// A world of `n_pes` PEs over shared memory in this process, by number: one for each of as many threads.
+///
+/// `heap_bytes` is the size of each PE's heap, what [`Shmem::new`] takes of it included: [`Shmem::heap_bytes_for`] says how
+/// large it is for what a caller needs.
+///
+/// # Errors
+/// When the heap is too small for [`Shmem::new`], or more than the host has.
+pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Shmem<ShmTransport>>, ShmemError> {
+    if n_pes == 0 {
+        return Ok(Vec::new());
+    }
+    let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
+    if heap_bytes < reserved {
+        let why = format!("a symmetric heap for {n_pes} PEs has at least {reserved} bytes, this one {heap_bytes}");
+        return Err(ShmemError::Segment(why));
+    }
+    Ok(ShmTransport::threads(n_pes, heap_bytes)?.into_iter().map(Shmem::new).collect())
+}
 
 /// What a signal operation does with its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +122,7 @@ pub enum Cmp {
 
 impl Cmp {
     /// Whether `seen` satisfies the comparison with `value`.
+    #[inline]
     pub fn holds(self, seen: u64, value: u64) -> bool {
         match self {
             Cmp::Eq => seen == value,
@@ -219,6 +266,32 @@ pub struct Wait {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pes_move_between_threads() {
+        fn moves<T: Send>() {}
+        fn is_shared<T: Send + Sync>() {}
+        is_shared::<Shmem<ShmTransport>>();
+        is_shared::<Shmem<reorder::ReorderTransport>>();
+        moves::<Shmem<GroupTransport<'_, ShmTransport>>>();
+        moves::<Sym<f32>>();
+        moves::<Team>();
+    }
+
+    #[cfg(not(miri))] // Miri has no memfd.
+    #[test]
+    fn a_world_of_threads() {
+        let need = Shmem::<ShmTransport>::heap_bytes_for(3, 0);
+        let pes = threads(3, need).unwrap();
+        let seen: Vec<_> = pes.iter().map(|pe| (pe.my_pe(), pe.n_pes(), pe.heap_bytes())).collect();
+        assert_eq!(seen, [(0, 3, need), (1, 3, need), (2, 3, need)]);
+        assert!(threads(0, need).unwrap().is_empty());
+        assert_eq!(
+            threads(3, 100).unwrap_err().to_string(),
+            "unusable segment: a symmetric heap for 3 PEs has at least 512 bytes, this one 100"
+        );
+        assert!(matches!(threads(2, usize::MAX), Err(ShmemError::System { .. })));
+    }
 
     #[test]
     fn a_slice_counts_elements() {

@@ -1,7 +1,7 @@
 //! Teams, synchronisation and reductions.
 
 use super::{World, read, soon};
-use aristos::shmem::{Shmem, Team, Transport};
+use aristos_shmem::{Shmem, Team, Transport};
 
 fn members<T: Transport>(shmem: &Shmem<T>, list: &[usize]) -> Option<Team> {
     shmem.team_split(shmem.world(), list).unwrap()

@@ -1,4 +1,4 @@
-//! Every interleaving of the signals' and the doorbell's algorithm, by loom: `src/shmem/doorbell.rs` itself, over loom's atomics.
+//! Every interleaving of the signals' and the doorbell's algorithm, by loom: `doorbell.rs` itself, over loom's atomics.
 //!
 //! Each of these changes there was made by hand, and makes at least one of the models fail:
 //! - `Relaxed` for the Release of a store, or of an add, in `signal`: the data is not visible;
@@ -7,13 +7,13 @@
 //! - W0 after W2: the same.
 
 #[macro_use]
-#[path = "../src/shmem/doorbell.rs"]
+#[path = "../src/doorbell.rs"]
 mod doorbell;
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aristos::shmem::SignalOp;
+use aristos_shmem::SignalOp;
 use doorbell::{Doorbell, Word, signal, sleep_until};
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};

@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 
 /// Every allocation starts at a multiple of this, and takes a multiple of it: one cache line, bytes.
-pub(super) const ALIGN_BYTES: usize = 64;
+pub const ALIGN_BYTES: usize = 64;
 
 /// A first-fit allocator over `0..capacity`, with coalescing free.
 #[derive(Debug)]
-pub(crate) struct Heap {
+pub struct Heap {
     /// Free ranges, offset to bytes; never empty, never touching.
     free: BTreeMap<usize, usize>,
     /// Allocated ranges, offset to bytes.
@@ -21,23 +21,26 @@ pub(crate) struct Heap {
 
 /// Why an allocation failed: what was free.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Full {
+pub struct Full {
     /// Bytes free in all.
-    pub(crate) free_bytes: usize,
+    pub free_bytes: usize,
     /// Bytes of the largest free range.
-    pub(crate) largest_bytes: usize,
+    pub largest_bytes: usize,
 }
 
 impl Heap {
     /// An empty heap of `capacity_bytes`, rounded down to whole cache lines.
-    pub(crate) fn new(capacity_bytes: usize) -> Self {
+    pub fn new(capacity_bytes: usize) -> Self {
         let capacity = capacity_bytes / ALIGN_BYTES * ALIGN_BYTES;
         let free = if capacity > 0 { BTreeMap::from([(0, capacity)]) } else { BTreeMap::new() };
         Self { free, live: BTreeMap::new(), used_bytes: 0, peak_bytes: 0 }
     }
 
     /// Takes `bytes` (more than 0), and returns their offset.
-    pub(crate) fn alloc(&mut self, bytes: usize) -> Result<usize, Full> {
+    ///
+    /// # Errors
+    /// When no free range is that large.
+    pub fn alloc(&mut self, bytes: usize) -> Result<usize, Full> {
         debug_assert!(bytes > 0);
         let fit = bytes
             .checked_next_multiple_of(ALIGN_BYTES)
@@ -59,7 +62,7 @@ impl Heap {
     }
 
     /// Gives back the allocation of `bytes` at `offset`; false when there is none.
-    pub(crate) fn free(&mut self, offset: usize, bytes: usize) -> bool {
+    pub fn free(&mut self, offset: usize, bytes: usize) -> bool {
         if self.live.get(&offset) != Some(&bytes.next_multiple_of(ALIGN_BYTES)) {
             return false;
         }
@@ -78,12 +81,12 @@ impl Heap {
     }
 
     /// Bytes allocated now.
-    pub(crate) fn used_bytes(&self) -> usize {
+    pub fn used_bytes(&self) -> usize {
         self.used_bytes
     }
 
     /// The most that was ever allocated at once, bytes.
-    pub(crate) fn peak_bytes(&self) -> usize {
+    pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
 }
