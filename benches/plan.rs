@@ -8,7 +8,7 @@
 //! found are kept. A third of the clusters have two or three tiers, with noise and asymmetry, a third links without any structure, a third
 //! is as the tests draw them.
 
-#[path = "../tests/plan_brute/mod.rs"]
+#[path = "../plan/tests/plan_brute/mod.rs"]
 #[allow(dead_code)]
 mod plan_brute;
 

@@ -10,8 +10,8 @@
 //! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
-//! - [`cluster`]: devices and links, files and presets;
-//! - [`plan`]: Lysi, the planner of groups and placement;
+//! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
+//!   files, presets and the probe;
 //! - [`report`]: tables, JSON and traces;
 //! - [`bench`](mod@bench): benchmarks;
 //! - [`doctor`]: what this machine has of what a run needs;
@@ -22,15 +22,15 @@ pub mod bench;
 pub mod check;
 pub mod checkpoint;
 pub mod cli;
-pub mod cluster;
 pub mod doctor;
 #[cfg(feature = "device")]
 pub mod gpu;
 pub mod launch;
 pub mod moe;
-pub mod plan;
 pub mod plot;
 pub mod report;
 pub mod run;
 
+pub use aristos_plan as plan;
+pub use aristos_plan::cluster;
 pub use aristos_shmem as shmem;

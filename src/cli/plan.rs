@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
@@ -149,12 +149,13 @@ impl Args {
 /// Plans, prints and writes. The exit code is 0, or 2 when there is no plan.
 pub fn main(args: &Args) -> Result<u8> {
     let (cluster, workload, options) = (args.cluster()?, args.workload()?, args.options());
-    let outcome = plan::plan(&cluster, &workload, options)?;
+    // Of all that is asked of the planner it can refuse `--algorithm exact` alone.
+    let outcome = plan::plan(&cluster, &workload, options).map_err(|error| anyhow!("--{error}"))?;
     if let Some(path) = &args.out {
         write(path, outcome.to_json() + "\n")?;
     }
     if let Some(path) = &args.plot_latency {
-        write_plot(path, &plan::plot_latency(&cluster, &workload)?)?;
+        write_plot(path, &plot::plot_latency(&cluster, &workload)?)?;
     }
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,
@@ -167,7 +168,7 @@ pub fn main(args: &Args) -> Result<u8> {
         }
     };
     if let Some(path) = &args.plot {
-        write_plot(path, &plan::plot_plan(&cluster, &workload, plan)?)?;
+        write_plot(path, &plot::plot_plan(&cluster, &workload, plan)?)?;
     }
     let explanation = match args.explain {
         true => Some(plan::explain(&cluster, &workload, options, plan)?),

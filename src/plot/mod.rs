@@ -3,6 +3,8 @@
 //! `plotters` draws the SVG, `resvg` makes pixels of that, with a font of our own: nothing is asked of the machine, and
 //! both files show the same. The legend has a strip beside the axes, so that it never covers data.
 
+mod plan;
+
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,6 +14,8 @@ use plotters::coord::Shift;
 use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint, Ranged};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+pub use plan::{plot_latency, plot_plan};
 
 /// The picture's size in the SVG, pixels.
 const SIZE: (u32, u32) = (960, 560);

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
 use serde::de::{DeserializeOwned, Deserializer, Error, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 
-use super::links::{Link, Links, Matrix, Tier, Tiers};
+use super::links::{Link, Links, Matrix, Tier, Tiers, TiersError};
 use super::{Cluster, Device};
+use crate::InputError;
 
 /// The version of the files.
 const VERSION: u64 = 1;
@@ -35,7 +35,7 @@ impl Range {
     ///
     /// # Errors
     /// One line: `PATH is VALUE, expected ...`, where `path` says what PATH is.
-    pub fn check(self, value: f64, path: impl FnOnce() -> String) -> Result<f64> {
+    pub fn check(self, value: f64, path: impl FnOnce() -> String) -> Result<f64, InputError> {
         let zero = value == 0.0 && self == Range::NonNegative;
         if zero || (SMALLEST..=LARGEST).contains(&value) {
             return Ok(value);
@@ -44,7 +44,7 @@ impl Range {
             Range::Positive => format!("a number from {SMALLEST:e} to {LARGEST:e}"),
             Range::NonNegative => format!("0 or a number from {SMALLEST:e} to {LARGEST:e}"),
         };
-        bail!("{} is {value:?}, expected {expected}", path())
+        Err(InputError::value(path(), format!("is {value:?}"), expected))
     }
 }
 
@@ -52,19 +52,21 @@ impl Range {
 ///
 /// # Errors
 /// One line that names the file.
-pub fn read_text(path: &Path) -> Result<String> {
-    let shown = path.display();
-    let meta = std::fs::metadata(path).with_context(|| format!("cannot read {shown}"))?;
-    ensure!(meta.is_file(), "cannot read {shown}: it is not a regular file");
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read {shown}"))?;
-    String::from_utf8(bytes).ok().with_context(|| format!("cannot read {shown}: it is not UTF-8 text"))
+pub fn read_text(path: &Path) -> Result<String, InputError> {
+    let unreadable = |reason: String| InputError::Unreadable { path: path.to_path_buf(), reason };
+    let meta = std::fs::metadata(path).map_err(|error| unreadable(error.to_string()))?;
+    if !meta.is_file() {
+        return Err(unreadable("it is not a regular file".into()));
+    }
+    let bytes = std::fs::read(path).map_err(|error| unreadable(error.to_string()))?;
+    String::from_utf8(bytes).map_err(|_| unreadable("it is not UTF-8 text".into()))
 }
 
 /// Reads JSON.
 ///
 /// # Errors
 /// One line: the path inside the file, what is there and what was expected, and the line and column.
-pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T> {
+pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T, InputError> {
     let mut json = serde_json::Deserializer::from_str(text);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = match error.path().to_string() {
@@ -72,12 +74,12 @@ pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T> {
             path => format!("{path}: "),
         };
         let inner = error.inner();
-        match token_at(text, inner) {
-            Some(token) => anyhow::anyhow!("{path}`{token}` is not JSON: {inner}"),
-            None => anyhow::anyhow!("{path}{inner}"),
-        }
+        InputError::Json(match token_at(text, inner) {
+            Some(token) => format!("{path}`{token}` is not JSON: {inner}"),
+            None => format!("{path}{inner}"),
+        })
     })?;
-    json.end().context("expected nothing more")?;
+    json.end().map_err(|error| InputError::Json(format!("expected nothing more: {error}")))?;
     Ok(value)
 }
 
@@ -214,25 +216,33 @@ impl Cluster {
     ///
     /// # Errors
     /// One line that names the file, the path inside it, what is there and what is right.
-    pub fn read(path: &Path) -> Result<Cluster> {
+    pub fn read(path: &Path) -> Result<Cluster, InputError> {
         let text = read_text(path)?;
-        Cluster::from_json(&text).with_context(|| path.display().to_string())
+        Cluster::from_json(&text).map_err(|error| error.in_file(path))
     }
 
     /// A cluster from its JSON text.
     ///
     /// # Errors
     /// One line that names the path inside the text, what is there and what is right.
-    pub fn from_json(text: &str) -> Result<Cluster> {
+    pub fn from_json(text: &str) -> Result<Cluster, InputError> {
         let raw: RawCluster = parse_json(text)?;
-        ensure!(raw.version.0 == VERSION, "version is {}, expected {VERSION}", raw.version.0);
-        ensure!(!raw.devices.is_empty(), "devices is empty, expected at least one device");
-        ensure!(raw.devices.len() <= u32::MAX as usize, "devices has more than {} entries", u32::MAX);
+        if raw.version.0 != VERSION {
+            return Err(InputError::value("version", format!("is {}", raw.version.0), VERSION.to_string()));
+        }
+        if raw.devices.is_empty() {
+            return Err(InputError::value("devices", "is empty", "at least one device"));
+        }
+        if raw.devices.len() > u32::MAX as usize {
+            let found = format!("has {} entries", raw.devices.len());
+            return Err(InputError::value("devices", found, format!("at most {}", u32::MAX)));
+        }
         let mut places = HashMap::new();
         let mut devices = Vec::with_capacity(raw.devices.len());
         for (place, device) in raw.devices.into_iter().enumerate() {
             if let Some(first) = places.insert(device.id.0, place) {
-                bail!("devices[{place}].id is {}, expected another id: devices[{first}] has it", device.id.0);
+                let (field, found) = (format!("devices[{place}].id"), format!("is {}", device.id.0));
+                return Err(InputError::value(field, found, format!("another id: devices[{first}] has it")));
             }
             let flop_per_ms =
                 Range::Positive.check(device.flop_per_ms.0, || format!("devices[{place}].flop_per_ms"))?;
@@ -243,14 +253,12 @@ impl Cluster {
         let links = links(n, raw.links)?;
         if let Some(probe) = &raw.probe {
             for (key, rows) in [("residual", &probe.residual), ("contention", &probe.contention)] {
-                ensure!(rows.len() == n, "probe.{key} has {} rows, expected {n}, one per device", rows.len());
+                one_per_device(n, rows.len(), "rows", || format!("probe.{key}"))?;
                 for (i, row) in rows.iter().enumerate() {
-                    let numbers = row.len();
-                    ensure!(numbers == n, "probe.{key}[{i}] has {numbers} numbers, expected {n}, one per device");
+                    one_per_device(n, row.len(), "numbers", || format!("probe.{key}[{i}]"))?;
                 }
             }
-            let factors = probe.exchange_factor.len();
-            ensure!(factors == n, "probe.exchange_factor has {factors} numbers, expected {n}, one per device");
+            one_per_device(n, probe.exchange_factor.len(), "numbers", || "probe.exchange_factor".into())?;
         }
         Ok(Cluster { devices, links, sources: raw.sources, probe: raw.probe })
     }
@@ -318,7 +326,16 @@ fn line(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("numbers and strings only")
 }
 
-fn links(n: usize, raw: RawLinks) -> Result<Links> {
+/// Checks that there are `n`, where `found` are.
+fn one_per_device(n: usize, found: usize, what: &str, field: impl FnOnce() -> String) -> Result<(), InputError> {
+    match found == n {
+        true => Ok(()),
+        false => Err(InputError::value(field(), format!("has {found} {what}"), format!("{n}, one per device"))),
+    }
+}
+
+fn links(n: usize, raw: RawLinks) -> Result<Links, InputError> {
+    let wrong = InputError::value::<&str, &str, &str>;
     match (raw.alpha_ms, raw.beta_ms_per_mb, raw.tiers) {
         (Some(alpha), Some(beta), None) => {
             let alpha = matrix(n, &alpha, "alpha_ms")?;
@@ -339,24 +356,26 @@ fn links(n: usize, raw: RawLinks) -> Result<Links> {
                     },
                 });
             }
-            let tiers = Tiers::new(n, tiers).map_err(|(place, expected)| match raw.get(place) {
-                Some(tier) => anyhow::anyhow!("links.tiers[{place}].size is {}, {expected}", tier.size.0),
-                None => anyhow::anyhow!("links.tiers is empty, {expected}"),
+            let tiers = Tiers::new(n, tiers).map_err(|TiersError { index, expected }| match raw.get(index) {
+                Some(tier) => {
+                    InputError::value(format!("links.tiers[{index}].size"), format!("is {}", tier.size.0), expected)
+                }
+                None => InputError::value("links.tiers", "is empty", expected),
             })?;
             Ok(Links::Tiers(tiers))
         }
-        (None, None, None) => bail!("links is empty, expected alpha_ms and beta_ms_per_mb, or tiers"),
-        (Some(_), None, None) => bail!("links: missing field `beta_ms_per_mb`, expected it beside alpha_ms"),
-        (None, Some(_), None) => bail!("links: missing field `alpha_ms`, expected it beside beta_ms_per_mb"),
-        (_, _, Some(_)) => bail!("links has tiers and matrices, expected one or the other"),
+        (None, None, None) => Err(wrong("links", "is empty", "alpha_ms and beta_ms_per_mb, or tiers")),
+        (Some(_), None, None) => Err(wrong("links:", "missing field `beta_ms_per_mb`", "it beside alpha_ms")),
+        (None, Some(_), None) => Err(wrong("links:", "missing field `alpha_ms`", "it beside beta_ms_per_mb")),
+        (_, _, Some(_)) => Err(wrong("links", "has tiers and matrices", "one or the other")),
     }
 }
 
-fn matrix(n: usize, rows: &[Vec<Number>], key: &str) -> Result<Vec<f64>> {
-    ensure!(rows.len() == n, "links.{key} has {} rows, expected {n}, one per device", rows.len());
+fn matrix(n: usize, rows: &[Vec<Number>], key: &str) -> Result<Vec<f64>, InputError> {
+    one_per_device(n, rows.len(), "rows", || format!("links.{key}"))?;
     let mut flat = Vec::with_capacity(n * n);
     for (i, row) in rows.iter().enumerate() {
-        ensure!(row.len() == n, "links.{key}[{i}] has {} numbers, expected {n}, one per device", row.len());
+        one_per_device(n, row.len(), "numbers", || format!("links.{key}[{i}]"))?;
         for (j, number) in row.iter().enumerate() {
             // The diagonal is ignored, whatever it holds.
             let range = Range::NonNegative;

@@ -4,14 +4,38 @@
 //! in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds.
 //!
 //! Units are those of the files: ms, MB of 10^6 bytes, FLOP per ms.
+//!
+//! # Example
+//! ```
+//! use aristos_plan::cluster::preset;
+//! use aristos_plan::{Options, Outcome, Workload, plan};
+//!
+//! let cluster = preset("dgx-h100:2")?;
+//! let workload = Workload::from_json(
+//!     r#"{"expert_flop": [2e10, 2e10, 2e10, 2e10, 2e10, 2e10, 2e10, 2e10], "p2p_buffer_mb": 16, "p2p_frequency": 4,
+//!         "all_reduce_buffer_mb": 400, "num_layers": 24, "moe_frequency": 2, "global_batch_size": 256,
+//!         "mini_batch_size": 4, "recomputation_amount": 1}"#,
+//! )?;
+//! let Outcome::Plan(plan) = plan(&cluster, &workload, Options::default())? else { panic!("8 experts fit anywhere") };
+//! let devices: usize = plan.groups.iter().map(|group| group.devices.len()).sum();
+//! assert_eq!(devices, 16);
+//! // Every group holds every expert, once.
+//! for group in &plan.groups {
+//!     let mut experts: Vec<u32> = group.experts.values().flatten().copied().collect();
+//!     experts.sort();
+//!     assert_eq!(experts, [0, 1, 2, 3, 4, 5, 6, 7]);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod bound;
+pub mod cluster;
+mod error;
 mod exact;
 mod explain;
 mod lysi;
 mod objective;
 mod placement;
-mod plot;
 mod replan;
 mod search;
 mod state;
@@ -20,15 +44,14 @@ mod workload;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 
-use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::{Cluster, LinkTable, Links, Matrix};
 use bound::{Bounds, LeastExchange, bounds};
+pub use error::{InputError, PlanError};
 pub use explain::{Alternative, Explanation, explain};
 use objective::{Evaluation, Problem};
 use placement::Seats;
-pub use plot::{plot_latency, plot_plan};
 pub use replan::{Replan, loads_of_report, replan};
 use search::{Effort, Found, Search, TOGETHER_MOST, Views};
 pub use workload::Workload;
@@ -164,8 +187,8 @@ const EQUAL: f64 = 1e-10;
 /// Plans.
 ///
 /// # Errors
-/// One line, with [`Algorithm::Exact`] only: optimality cannot be proved in reasonable time.
-pub fn plan(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Outcome> {
+/// [`PlanError::Unproved`], with [`Algorithm::Exact`] only.
+pub fn plan(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Outcome, PlanError> {
     let start = Instant::now();
     let elapsed_ms = || start.elapsed().as_secs_f64() * 1e3;
     if let Some(shortage) = shortage(cluster, workload) {
@@ -208,7 +231,7 @@ pub(crate) struct Chosen {
     pub others: Vec<Found>,
 }
 
-pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Chosen> {
+pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Chosen, PlanError> {
     match &cluster.links {
         Links::Matrix(matrix) => choose_by(cluster, matrix, workload, options, Some(matrix)),
         Links::Tiers(tiers) if tiers.len() <= MATRIX_MOST => {
@@ -228,7 +251,7 @@ fn choose_by<L: LeastExchange>(
     workload: &Workload,
     options: Options,
     matrix: Option<&Matrix>,
-) -> Result<Chosen> {
+) -> Result<Chosen, PlanError> {
     let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
     let n = problem.n();
     if options.algorithm == Algorithm::Lysi {
@@ -259,7 +282,7 @@ fn choose_by<L: LeastExchange>(
     let (found, others, bounds) = search.into_found();
     let Some(found) = found else {
         // All devices together are a valid group, or there would be a shortage.
-        bail!("no grouping was found, though all devices together are one");
+        return Err(PlanError::NoGrouping);
     };
     let proved = found.objective_ms * (1.0 - EQUAL) <= bounds.least();
     let label = |proved: bool| if proved && n <= exact::MOST_DEVICES { "exact" } else { "search" };
@@ -280,13 +303,8 @@ fn choose_by<L: LeastExchange>(
         None => exact::Outcome { better: None, complete: false },
     };
     if asked && !outcome.complete {
-        let least = bounds.least();
-        bail!(
-            "--algorithm exact: optimality cannot be proved for these {n} devices; search finds {} ms, at most {:.3}% above \
-             the least possible",
-            found.objective_ms,
-            100.0 * (found.objective_ms / least - 1.0)
-        );
+        let found_ms = found.objective_ms;
+        return Err(PlanError::Unproved { devices: n, found_ms, gap: found_ms / bounds.least() - 1.0 });
     }
     let groups = outcome.better.unwrap_or(found.groups);
     Ok(finish(&problem, groups, label(outcome.complete), outcome.complete, &bounds, others))
@@ -359,7 +377,7 @@ fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
     if order != file {
         orders.push(order);
     }
-    let mut blocks = vec![vec![file.clone()], hosts(cluster), file.iter().map(|&i| vec![i]).collect()];
+    let mut blocks = vec![vec![file.clone()], cluster.hosts(), file.iter().map(|&i| vec![i]).collect()];
     match &cluster.links {
         Links::Tiers(tiers) => {
             let of = |size: usize| file.chunks(size).map(<[u32]>::to_vec).collect();
@@ -399,18 +417,10 @@ fn blocks_by_links(near: &[(u32, f64)]) -> Vec<Vec<Vec<u32>>> {
     jumps.iter().take(LEVELS).map(within).collect()
 }
 
-/// The devices by host, in the order of first appearance.
-pub(crate) fn hosts(cluster: &Cluster) -> Vec<Vec<u32>> {
-    let mut place: HashMap<&str, usize> = HashMap::new();
-    let mut hosts: Vec<Vec<u32>> = Vec::new();
-    for (i, device) in cluster.devices.iter().enumerate() {
-        let host = *place.entry(&device.host).or_insert(hosts.len());
-        if host == hosts.len() {
-            hosts.push(Vec::new());
-        }
-        hosts[host].push(i as u32);
-    }
-    hosts
+/// The objective of groups of devices, each given by its index in the cluster, ms: of valid groups or not, and of devices left
+/// out or not. No group is empty, and no device in two.
+pub fn objective_ms(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> f64 {
+    evaluate(cluster, workload, groups).objective_ms
 }
 
 /// The objective of groups on this cluster, computed fresh.

@@ -2,8 +2,8 @@
 
 mod plan_brute;
 
-use aristos::cluster::Cluster;
-use aristos::plan::{Algorithm, Options, Outcome, PlacementKind, Plan, Workload, plan};
+use aristos_plan::cluster::Cluster;
+use aristos_plan::{Algorithm, Options, Outcome, PlacementKind, Plan, Workload, plan};
 use plan_brute::{Case, Random, random_case};
 use rustix::time::{ClockId, clock_gettime};
 

@@ -12,10 +12,11 @@
 
 use std::time::{Duration, Instant};
 
+use aristos_shmem::{Cmp, Pod, Shmem, ShmemError, SignalOp, Sym, Transport, Wait, WaitTimeout};
+
 use super::fit::{Fit, fit};
 use super::json::Probe;
 use super::{Cluster, Device, Links, Matrix};
-use crate::shmem::{Cmp, Pod, Shmem, ShmemError, SignalOp, Sym, Transport, Wait, WaitTimeout};
 
 /// In the low bits of a message's number: which size it has, or that it was the last.
 const SIZE_BITS: u32 = 8;

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use super::InputError;
 use crate::cluster::{Number, Range, parse_json, read_text};
 
 /// The experts and the schedule.
@@ -53,19 +53,21 @@ impl Workload {
     ///
     /// # Errors
     /// One line that names the file, the path inside it, what is there and what is right.
-    pub fn read(path: &Path) -> Result<Workload> {
+    pub fn read(path: &Path) -> Result<Workload, InputError> {
         let text = read_text(path)?;
-        Workload::from_json(&text).with_context(|| path.display().to_string())
+        Workload::from_json(&text).map_err(|error| error.in_file(path))
     }
 
     /// A workload from its JSON text.
     ///
     /// # Errors
     /// One line that names the path inside the text, what is there and what is right.
-    pub fn from_json(text: &str) -> Result<Workload> {
+    pub fn from_json(text: &str) -> Result<Workload, InputError> {
         let raw: RawWorkload = parse_json(text)?;
-        ensure!(!raw.expert_flop.is_empty(), "expert_flop is empty, expected at least one expert");
-        let list = |numbers: &[Number], key: &str| -> Result<Vec<f64>> {
+        if raw.expert_flop.is_empty() {
+            return Err(InputError::value("expert_flop", "is empty", "at least one expert"));
+        }
+        let list = |numbers: &[Number], key: &str| -> Result<Vec<f64>, InputError> {
             let check = |(e, x): (usize, &Number)| Range::NonNegative.check(x.0, || format!("{key}[{e}]"));
             numbers.iter().enumerate().map(check).collect()
         };
@@ -133,15 +135,21 @@ impl Workload {
     ///
     /// # Errors
     /// One line: not one per expert, or all zero. `what` names them.
-    pub fn set_load(&mut self, load: Vec<f64>, what: &str) -> Result<()> {
+    pub fn set_load(&mut self, load: Vec<f64>, what: &str) -> Result<(), InputError> {
         check_load(&load, self.n_experts(), what)?;
         self.expert_load = Some(load);
         Ok(())
     }
 }
 
-fn check_load(load: &[f64], n_experts: usize, what: &str) -> Result<()> {
-    ensure!(load.len() == n_experts, "{what} has {} numbers, expected {n_experts}, one per expert", load.len());
-    ensure!(load.iter().sum::<f64>() > 0.0, "{what} is all zeros, expected at least one expert with tokens");
+fn check_load(load: &[f64], n_experts: usize, what: &str) -> Result<(), InputError> {
+    if load.len() != n_experts {
+        let found = format!("has {} numbers", load.len());
+        return Err(InputError::value(what, found, format!("{n_experts}, one per expert")));
+    }
+    // Not `<=`: a sum that is no number is none either.
+    if !(load.iter().sum::<f64>() > 0.0) {
+        return Err(InputError::value(what, "is all zeros", "at least one expert with tokens"));
+    }
     Ok(())
 }

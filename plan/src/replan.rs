@@ -2,11 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::workload::Workload;
-use super::{Plan, evaluate};
+use super::{InputError, Plan, evaluate};
 use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 
 /// What a change of plans gains and costs.
@@ -33,7 +32,7 @@ pub struct Replan {
 ///
 /// # Errors
 /// One line that names the path inside the text, what is there and what is right.
-pub fn loads_of_report(text: &str) -> Result<Vec<f64>> {
+pub fn loads_of_report(text: &str) -> Result<Vec<f64>, InputError> {
     #[derive(Deserialize)]
     struct Report {
         tokens_per_expert: Vec<Number>,
@@ -53,7 +52,7 @@ pub fn replan(
     current: &Plan,
     planned: &Plan,
     expert_mb: f64,
-) -> Result<Replan> {
+) -> Result<Replan, InputError> {
     let index: HashMap<u64, u32> = cluster.devices.iter().map(|device| device.id).zip(0..).collect();
     check(&index, workload, current)?;
     let current_ms = placed_ms(cluster, workload, &index, current);
@@ -110,27 +109,40 @@ fn placed_ms(cluster: &Cluster, workload: &Workload, index: &HashMap<u64, u32>, 
 }
 
 /// Whether a plan, read from a file, is one of these devices and experts.
-fn check(index: &HashMap<u64, u32>, workload: &Workload, plan: &Plan) -> Result<()> {
-    ensure!(!plan.groups.is_empty(), "groups is empty, expected at least one group");
+fn check(index: &HashMap<u64, u32>, workload: &Workload, plan: &Plan) -> Result<(), InputError> {
+    let wrong = |field: String, found: String, expected: String| Err(InputError::Value { field, found, expected });
+    if plan.groups.is_empty() {
+        return wrong("groups".into(), "is empty".into(), "at least one group".into());
+    }
     let n_experts = workload.n_experts();
     let mut used = BTreeSet::new();
     for (g, group) in plan.groups.iter().enumerate() {
         for (place, id) in group.devices.iter().enumerate() {
             let path = format!("groups[{g}].devices[{place}]");
-            ensure!(index.contains_key(id), "{path} is {id}, expected the id of a device of the cluster");
-            ensure!(used.insert(id), "{path} is {id}, expected a device that is in no other place");
+            if !index.contains_key(id) {
+                return wrong(path, format!("is {id}"), "the id of a device of the cluster".into());
+            }
+            if !used.insert(id) {
+                return wrong(path, format!("is {id}"), "a device that is in no other place".into());
+            }
         }
         let mut seen = vec![false; n_experts];
         for (id, experts) in &group.experts {
             let path = format!("groups[{g}].experts.{id}");
-            ensure!(group.devices.contains(id), "{path}: expected the id of a device of the group");
+            if !group.devices.contains(id) {
+                return wrong(path, String::new(), "the id of a device of the group".into());
+            }
             for &e in experts {
                 let new = seen.get_mut(e as usize).is_some_and(|seen| !std::mem::replace(seen, true));
-                ensure!(new, "{path} has {e}, expected each of {n_experts} experts once in the group");
+                if !new {
+                    let expected = format!("each of {n_experts} experts once in the group");
+                    return wrong(path, format!("has {e}"), expected);
+                }
             }
         }
         if let Some(e) = seen.iter().position(|seen| !seen) {
-            anyhow::bail!("groups[{g}].experts lacks expert {e}, expected each of {n_experts} experts once");
+            let expected = format!("each of {n_experts} experts once");
+            return wrong(format!("groups[{g}].experts"), format!("lacks expert {e}"), expected);
         }
     }
     Ok(())

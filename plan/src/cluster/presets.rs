@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, bail, ensure};
-
 use super::links::{Link, Links, Tier, Tiers};
 use super::{Cluster, Device};
+use crate::InputError;
 
 /// A node of a known kind.
 struct Node {
@@ -91,17 +90,24 @@ const NODES: [Node; 3] = [
 pub const PRESETS: [(&str, &str); 3] =
     [(NODES[0].name, NODES[0].what), (NODES[1].name, NODES[1].what), (NODES[2].name, NODES[2].what)];
 
+/// The most nodes of a preset.
+const NODES_MOST: usize = 1 << 16;
+
 /// A cluster from `NAME` or `NAME:NODES` (one node when not said).
 ///
 /// # Errors
 /// One line: an unknown name, or a number of nodes that is none.
-pub fn preset(text: &str) -> Result<Cluster> {
+pub fn preset(text: &str) -> Result<Cluster, InputError> {
     let (name, nodes) = text.split_once(':').unwrap_or((text, "1"));
     let Some(node) = NODES.iter().find(|node| node.name == name) else {
-        bail!("preset {name} is unknown, expected one of {}", NODES.map(|node| node.name).join(", "));
+        let expected = format!("one of {}", NODES.map(|node| node.name).join(", "));
+        return Err(InputError::value(format!("preset {name}"), "is unknown", expected));
     };
-    let nodes: usize = nodes.parse().ok().with_context(|| format!("preset {text}: expected a number of nodes"))?;
-    ensure!((1..=1 << 16).contains(&nodes), "preset {text}: expected 1 to {} nodes", 1 << 16);
+    let expected = |what: String| InputError::value(format!("preset {text}"), "", what);
+    let nodes: usize = nodes.parse().map_err(|_| expected("a number of nodes".into()))?;
+    if !(1..=NODES_MOST).contains(&nodes) {
+        return Err(expected(format!("1 to {NODES_MOST} nodes")));
+    }
     let n = nodes * node.devices;
     let device = |i: usize| Device {
         id: i as u64,

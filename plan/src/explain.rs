@@ -1,10 +1,9 @@
 //! Why these groups: the chosen ones beside others, and what keeps them from being better.
 
-use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::workload::Workload;
-use super::{Algorithm, Options, Plan, Terms, choose, evaluate, hosts, terms};
+use super::{Algorithm, Options, Plan, PlanError, Terms, choose, evaluate, terms};
 use crate::cluster::{Cluster, LinkTable};
 
 /// Better groupings of other numbers of groups that are shown.
@@ -38,14 +37,19 @@ pub struct Explanation {
 ///
 /// # Errors
 /// As [`plan`](super::plan).
-pub fn explain(cluster: &Cluster, workload: &Workload, options: Options, plan: &Plan) -> Result<Explanation> {
+pub fn explain(
+    cluster: &Cluster,
+    workload: &Workload,
+    options: Options,
+    plan: &Plan,
+) -> Result<Explanation, PlanError> {
     let groups = indices(cluster, plan);
     let all: Vec<u32> = (0..cluster.devices.len() as u32).collect();
     let searched = Options { algorithm: Algorithm::Search, ..options };
     let found = choose(cluster, workload, searched)?;
     let mut others = vec![
         ("all together".to_string(), vec![all.clone()]),
-        ("one per node".to_string(), hosts(cluster)),
+        ("one per node".to_string(), cluster.hosts()),
         ("one per device".to_string(), all.iter().map(|&i| vec![i]).collect()),
     ];
     if options.algorithm == Algorithm::Lysi {
@@ -99,7 +103,7 @@ fn binding(
     options: Options,
     plan: &Plan,
     groups: &[Vec<u32>],
-) -> Result<Vec<String>> {
+) -> Result<Vec<String>, PlanError> {
     let evaluation = evaluate(cluster, workload, groups);
     let id = |i: u32| cluster.devices[i as usize].id;
     let Terms { gamma, compute_ms, communication_ms, all_reduce_ms } = plan.terms;
@@ -141,10 +145,14 @@ fn binding(
     roomy.devices.iter_mut().for_each(|device| device.memory_experts = device.memory_experts.max(needed));
     let free = choose(&roomy, workload, options)?;
     let free_ms = evaluate(cluster, workload, &free.groups).objective_ms;
+    let groups = match free.groups.len() {
+        1 => "1 group".to_string(),
+        n => format!("{n} groups"),
+    };
     lines.push(if free_ms < plan.objective_ms * (1.0 - 1e-9) {
         format!(
-            "memory binds: with room for all {needed} experts on every device, {} of {free_ms:.3} ms would do, {:.1}% less",
-            crate::report::table::count(free.groups.len() as u64, "group"),
+            "memory binds: with room for all {needed} experts on every device, {groups} of {free_ms:.3} ms would do, {:.1}% \
+             less",
             100.0 * (1.0 - free_ms / plan.objective_ms)
         )
     } else if plan.optimal {

@@ -295,6 +295,16 @@ pub struct Tier {
     pub link: Link,
 }
 
+/// A tier of a size that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("tier {index}: expected {expected}")]
+pub struct TiersError {
+    /// Which tier.
+    pub index: usize,
+    /// What is right.
+    pub expected: String,
+}
+
 /// Nested blocks, inner first.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tiers {
@@ -306,26 +316,27 @@ impl Tiers {
     /// `n` devices in nested blocks.
     ///
     /// # Errors
-    /// The index of the first tier whose size is wrong, and what is right: each size is a multiple of the one before and
-    /// larger, a size below `n` divides `n`, and the last is at least `n`.
-    pub fn new(n: usize, tiers: Vec<Tier>) -> Result<Tiers, (usize, String)> {
+    /// The first tier whose size is wrong: each size is a multiple of the one before and larger, a size below `n` divides `n`, and
+    /// the last is at least `n`.
+    pub fn new(n: usize, tiers: Vec<Tier>) -> Result<Tiers, TiersError> {
+        let wrong = |index: usize, expected: String| Err(TiersError { index, expected });
         let mut inner = 1;
         for (index, tier) in tiers.iter().enumerate() {
             let size = tier.size;
             if size == 0 || !size.is_multiple_of(inner) || (index > 0 && size == inner) {
                 let larger = if index > 0 { "a larger multiple" } else { "a multiple" };
-                return Err((index, format!("expected {larger} of {inner}, the size of the tier inside")));
+                return wrong(index, format!("{larger} of {inner}, the size of the tier inside"));
             }
             if size < n && !n.is_multiple_of(size) {
-                return Err((index, format!("expected a size that divides {n}, the number of devices")));
+                return wrong(index, format!("a size that divides {n}, the number of devices"));
             }
             inner = size;
         }
         match tiers.last() {
             Some(last) if last.size < n => {
-                Err((tiers.len() - 1, format!("expected the outermost tier to hold all {n} devices")))
+                wrong(tiers.len() - 1, format!("the outermost tier to hold all {n} devices"))
             }
-            None if n > 1 => Err((0, format!("expected a tier that holds all {n} devices"))),
+            None if n > 1 => wrong(0, format!("a tier that holds all {n} devices")),
             _ => Ok(Tiers { n, tiers }),
         }
     }

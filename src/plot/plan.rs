@@ -4,10 +4,9 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::{Plan, evaluate, hosts};
+use super::{Area, COLORS, draw, failed, write};
 use crate::cluster::{Cluster, Links};
-use crate::plan::workload::Workload;
-use crate::plot::{Area, COLORS, draw, failed, write};
+use crate::plan::{Plan, Workload, objective_ms};
 
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
@@ -47,7 +46,7 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
     write(area, key, (EDGE, EDGE + 26), 13, Pos::new(HPos::Left, VPos::Top))?;
 
     // Many hosts share rows.
-    let hosts = hosts(cluster);
+    let hosts = cluster.hosts();
     let widest = hosts.iter().map(Vec::len).max().unwrap_or(1).max(1);
     let per_row =
         (1..=hosts.len()).find(|per_row| hosts.len().div_ceil(*per_row) * 24 <= widest * per_row * 16).unwrap_or(1);
@@ -139,7 +138,7 @@ fn latency(cluster: &Cluster, workload: &Workload) -> Vec<(usize, Vec<Point>)> {
         let point = |&experts: &usize| {
             let workload = Workload { expert_flop: vec![mean; experts], expert_load: None, ..workload.clone() };
             let fits = least >= experts as u64;
-            Point { experts, latency_ms: fits.then(|| evaluate(cluster, &workload, &groups).objective_ms) }
+            Point { experts, latency_ms: fits.then(|| objective_ms(cluster, &workload, &groups)) }
         };
         (size, numbers.iter().map(point).collect())
     };
@@ -149,7 +148,7 @@ fn latency(cluster: &Cluster, workload: &Workload) -> Vec<(usize, Vec<Point>)> {
 /// Sizes of groups that are worth a curve: hosts, blocks of tiers, everything, and powers of two that divide, up to a few.
 fn sizes(cluster: &Cluster) -> Vec<usize> {
     let n = cluster.devices.len();
-    let mut sizes = vec![n, hosts(cluster)[0].len()];
+    let mut sizes = vec![n, cluster.hosts()[0].len()];
     if let Links::Tiers(tiers) = &cluster.links {
         sizes.extend(tiers.tiers().iter().map(|tier| tier.size.min(n)));
     }

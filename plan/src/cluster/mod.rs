@@ -12,12 +12,12 @@ mod links;
 mod presets;
 mod probe;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 pub use fit::{Fit, fit};
 pub(crate) use json::Number;
 pub use json::{Probe, Range, parse_json, read_text};
-pub use links::{Edge, Link, LinkTable, Links, Matrix, Rank, Tier, Tiers};
+pub use links::{Edge, Link, LinkTable, Links, Matrix, Rank, Tier, Tiers, TiersError};
 pub use presets::{PRESETS, preset};
 pub use probe::{Own, ProbeError, ProbeOptions, ProbedLinks, Stage, probe, probe_links};
 
@@ -35,6 +35,24 @@ pub struct Device {
 }
 
 /// Devices and links.
+///
+/// ```
+/// use aristos_plan::cluster::{Cluster, LinkTable};
+///
+/// let cluster = Cluster::from_json(
+///     r#"{"version": 1,
+///         "devices": [{"id": 7, "host": "a", "flop_per_ms": 1e9, "memory_experts": 4},
+///                     {"id": 9, "host": "b", "flop_per_ms": 2e9, "memory_experts": 8}],
+///         "links": {"alpha_ms": [[0, 0.01], [0.01, 0]], "beta_ms_per_mb": [[0, 0.05], [0.1, 0]]}}"#,
+/// )?;
+/// // 2 MB from device 9 to device 7.
+/// assert!((cluster.links.link(1, 0).time_ms(2.0) - 0.21).abs() < 1e-12);
+/// assert_eq!(Cluster::from_json(&cluster.to_json())?, cluster);
+///
+/// let error = Cluster::from_json(r#"{"version": 2, "devices": [], "links": {}}"#).unwrap_err();
+/// assert_eq!(error.to_string(), "version is 2, expected 1");
+/// # Ok::<(), aristos_plan::InputError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
     /// The devices; everywhere else a device is its index here.
@@ -45,4 +63,20 @@ pub struct Cluster {
     pub sources: BTreeMap<String, String>,
     /// How it was probed, where it was.
     pub probe: Option<Probe>,
+}
+
+impl Cluster {
+    /// The devices of each host, ascending; the hosts in the order of first appearance.
+    pub fn hosts(&self) -> Vec<Vec<u32>> {
+        let mut place: HashMap<&str, usize> = HashMap::new();
+        let mut hosts: Vec<Vec<u32>> = Vec::new();
+        for (i, device) in self.devices.iter().enumerate() {
+            let host = *place.entry(&device.host).or_insert(hosts.len());
+            if host == hosts.len() {
+                hosts.push(Vec::new());
+            }
+            hosts[host].push(i as u32);
+        }
+        hosts
+    }
 }
