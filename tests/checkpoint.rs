@@ -127,7 +127,7 @@ fn assert_refused(dir: &Path, layer: usize, parts: &[&str]) {
     assert_eq!(format!("{error:#}"), error.to_string());
 }
 
-fn assert_line(error: &anyhow::Error, parts: &[&str]) {
+fn assert_line(error: &impl std::fmt::Display, parts: &[&str]) {
     let line = format!("{error:#}");
     assert!(!line.contains('\n'), "more than a line: {line}");
     for part in parts {

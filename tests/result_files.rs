@@ -7,7 +7,7 @@ use std::process::Command;
 
 use aristos::checkpoint::{OutputFile, ResultLayout};
 
-fn assert_line(error: &anyhow::Error, parts: &[&str]) {
+fn assert_line(error: &impl std::fmt::Display, parts: &[&str]) {
     let line = format!("{error:#}");
     assert!(!line.contains('\n'), "more than a line: {line}");
     for part in parts {

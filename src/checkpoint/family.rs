@@ -6,9 +6,9 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{anyhow, bail};
 use serde_json::{Map, Value};
 
+use super::FileError;
 use super::file::read_regular;
 use crate::moe::{Activation, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId};
 
@@ -70,35 +70,38 @@ impl Family {
 ///
 /// # Errors
 /// One line that names the file, the field, its value and what is expected.
-pub(super) fn read_config(dir: &Path, layer: usize) -> anyhow::Result<(Family, LayerConfig)> {
+pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig), FileError> {
     let path = dir.join("config.json");
-    let text = read_regular(&path).map_err(|e| anyhow!("cannot read {}: {e}", path.display()))?;
-    let map = serde_json::from_slice(&text).map_err(|e| anyhow!("{} is not a JSON object: {e}", path.display()))?;
+    let text = read_regular(&path).map_err(|e| FileError::read(&path, e))?;
+    let map =
+        serde_json::from_slice(&text).map_err(|e| FileError::malformed(&path, format!("is not a JSON object: {e}")))?;
     let fields = Fields { path, map };
 
     let model_type = fields.string("model_type", None)?;
     let Some(family) = Family::ALL.into_iter().find(|f| f.model_type() == model_type) else {
         let known = Family::ALL.map(Family::model_type).join(", ");
-        bail!("{}: model_type is {model_type:?}, expected one of {known}", fields.path.display());
+        return Err(fields.wrong("model_type", format!("is {model_type:?}"), &format!("one of {known}")));
     };
     if let Some(q) = fields.get("quantization_config") {
         let method = q.get("quant_method").and_then(Value::as_str).unwrap_or("of an unnamed method");
-        bail!("{}: quantization_config is there ({method}), expected an unquantised checkpoint", fields.path.display());
+        let found = format!("is there ({method})");
+        return Err(fields.wrong("quantization_config", found, "an unquantised checkpoint"));
     }
     let layers = fields.size(&["num_hidden_layers"])?;
     if layer >= layers {
-        bail!("{}: layer {layer} is out of range, expected 0 to {}", fields.path.display(), layers.saturating_sub(1));
+        let expected = format!("0 to {}", layers.saturating_sub(1));
+        return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
     }
     if let Some(why) = why_dense(family, &fields, layer)? {
-        bail!("{}: layer {layer} is dense ({why}), expected a layer with experts", fields.path.display());
+        return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
     }
     let config = layer_config(family, &fields)?;
-    config.validate().map_err(|e| anyhow!("{}: {e}", fields.path.display()))?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
     Ok((family, config))
 }
 
 /// Why layer `layer` has no experts, `None` where it has.
-fn why_dense(family: Family, fields: &Fields, layer: usize) -> anyhow::Result<Option<String>> {
+fn why_dense(family: Family, fields: &Fields, layer: usize) -> Result<Option<String>, FileError> {
     match family {
         Family::Mixtral | Family::Olmoe => {}
         Family::Qwen2Moe | Family::Qwen3Moe => {
@@ -127,7 +130,7 @@ fn why_dense(family: Family, fields: &Fields, layer: usize) -> anyhow::Result<Op
     Ok(None)
 }
 
-fn layer_config(family: Family, fields: &Fields) -> anyhow::Result<LayerConfig> {
+fn layer_config(family: Family, fields: &Fields) -> Result<LayerConfig, FileError> {
     let activation = match fields.string("hidden_act", Some("silu"))? {
         "silu" | "swish" => Activation::Silu,
         "gelu" | "gelu_python" => Activation::Gelu,
@@ -136,7 +139,7 @@ fn layer_config(family: Family, fields: &Fields) -> anyhow::Result<LayerConfig> 
         _ => return Err(fields.unexpected("hidden_act", "silu, gelu, gelu_new, gelu_pytorch_tanh or relu")),
     };
     let mlp = |intermediate| MlpConfig { intermediate, gated: true, activation, bias: false };
-    let softmax = |renormalise| -> anyhow::Result<RouterConfig> {
+    let softmax = |renormalise| -> Result<RouterConfig, FileError> {
         Ok(RouterConfig {
             scoring: Scoring::Softmax,
             top_k: fields.size(&["num_experts_per_tok"])?,
@@ -196,7 +199,7 @@ fn layer_config(family: Family, fields: &Fields) -> anyhow::Result<LayerConfig> 
     })
 }
 
-fn deepseek_router(fields: &Fields) -> anyhow::Result<RouterConfig> {
+fn deepseek_router(fields: &Fields) -> Result<RouterConfig, FileError> {
     // Published config.json files name these two; `transformers` knows one value of each and does not read them.
     if fields.string("scoring_func", Some("sigmoid"))? != "sigmoid" {
         return Err(fields.unexpected("scoring_func", "\"sigmoid\""));
@@ -226,15 +229,20 @@ impl Fields {
         self.map.get(name).filter(|v| !v.is_null())
     }
 
-    fn unexpected(&self, name: &str, expected: &str) -> anyhow::Error {
+    fn wrong(&self, name: &str, found: impl Into<String>, expected: &str) -> FileError {
+        let (file, field) = (self.path.clone(), name.to_string());
+        FileError::Field { file, field, found: found.into(), expected: expected.to_string() }
+    }
+
+    fn unexpected(&self, name: &str, expected: &str) -> FileError {
         match self.get(name) {
-            Some(value) => anyhow!("{}: {name} is {value}, expected {expected}", self.path.display()),
-            None => anyhow!("{}: {name} is missing, expected {expected}", self.path.display()),
+            Some(value) => self.wrong(name, format!("is {value}"), expected),
+            None => self.wrong(name, "is missing", expected),
         }
     }
 
     /// A required non-negative integer with one or more names.
-    fn size(&self, names: &[&str]) -> anyhow::Result<usize> {
+    fn size(&self, names: &[&str]) -> Result<usize, FileError> {
         let mut found: Option<usize> = None;
         for name in names.iter().filter(|name| self.get(name).is_some()) {
             let value = self.parse(name, "a non-negative integer", |v| v.as_u64().map(|v| v as usize))?;
@@ -246,26 +254,26 @@ impl Fields {
         found.ok_or_else(|| self.unexpected(names[0], "a non-negative integer"))
     }
 
-    fn size_or(&self, name: &str, default: usize) -> anyhow::Result<usize> {
+    fn size_or(&self, name: &str, default: usize) -> Result<usize, FileError> {
         if self.get(name).is_none() { Ok(default) } else { self.size(&[name]) }
     }
 
-    fn number_or(&self, name: &str, default: f64) -> anyhow::Result<f64> {
+    fn number_or(&self, name: &str, default: f64) -> Result<f64, FileError> {
         if self.get(name).is_none() { Ok(default) } else { self.parse(name, "a number", Value::as_f64) }
     }
 
-    fn boolean_or(&self, name: &str, default: bool) -> anyhow::Result<bool> {
+    fn boolean_or(&self, name: &str, default: bool) -> Result<bool, FileError> {
         if self.get(name).is_none() { Ok(default) } else { self.parse(name, "true or false", Value::as_bool) }
     }
 
-    fn string<'a>(&'a self, name: &str, default: Option<&'a str>) -> anyhow::Result<&'a str> {
+    fn string<'a>(&'a self, name: &str, default: Option<&'a str>) -> Result<&'a str, FileError> {
         match (self.get(name), default) {
             (None, Some(default)) => Ok(default),
             _ => self.parse(name, "a string", Value::as_str),
         }
     }
 
-    fn sizes_or_empty(&self, name: &str) -> anyhow::Result<Vec<usize>> {
+    fn sizes_or_empty(&self, name: &str) -> Result<Vec<usize>, FileError> {
         if self.get(name).is_none() {
             return Ok(Vec::new());
         }
@@ -279,7 +287,7 @@ impl Fields {
         name: &str,
         expected: &str,
         read: impl FnOnce(&'a Value) -> Option<T>,
-    ) -> anyhow::Result<T> {
+    ) -> Result<T, FileError> {
         self.get(name).and_then(read).ok_or_else(|| self.unexpected(name, expected))
     }
 }

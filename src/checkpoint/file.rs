@@ -7,10 +7,11 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, anyhow, bail};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
+
+use super::FileError;
 
 // Numbers in a safetensors file are little-endian, and are read as they lie.
 #[cfg(target_endian = "big")]
@@ -37,27 +38,28 @@ impl TensorFile {
     ///
     /// # Errors
     /// One line that names the file, and the tensor where there is one.
-    pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
-        let show = path.display();
-        let file = open_regular(path).map_err(|e| anyhow!("cannot open {show}: {e}"))?;
-        let file_bytes = file.metadata().map_err(|e| anyhow!("cannot read {show}: {e}"))?.len();
+    pub(super) fn open(path: &Path) -> Result<Self, FileError> {
+        let no_tensors = |why: String| FileError::malformed(path, format!("is not a safetensors file: {why}"));
+        let file = open_regular(path).map_err(|e| FileError::system(format!("open {}", path.display()), e))?;
+        let file_bytes = file.metadata().map_err(|e| FileError::read(path, e))?.len();
         if file_bytes < 8 {
-            bail!("{show} is not a safetensors file: {file_bytes} bytes, too short for a header");
+            return Err(no_tensors(format!("{file_bytes} bytes, too short for a header")));
         }
         let mut prefix = [0; 8];
-        file.read_exact_at(&mut prefix, 0).map_err(|e| anyhow!("cannot read {show}: {e}"))?;
+        file.read_exact_at(&mut prefix, 0).map_err(|e| FileError::read(path, e))?;
         let header_bytes = u64::from_le_bytes(prefix);
         if header_bytes > MAX_HEADER_BYTES {
-            bail!("{show} is not a safetensors file: a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} fit");
+            return Err(no_tensors(format!("a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} fit")));
         }
         let data_start = 8 + header_bytes;
         if data_start > file_bytes {
-            bail!("{show} is truncated: its header ends at byte {data_start}, the file at byte {file_bytes}");
+            let what = format!("is truncated: its header ends at byte {data_start}, the file at byte {file_bytes}");
+            return Err(FileError::malformed(path, what));
         }
         let mut header = vec![0; header_bytes as usize];
-        file.read_exact_at(&mut header, 8).map_err(|e| anyhow!("cannot read {show}: {e}"))?;
-        let entries: HashMap<String, serde_json::Value> = serde_json::from_slice(&header)
-            .map_err(|e| anyhow!("{show} is not a safetensors file: its header is not a JSON object: {e}"))?;
+        file.read_exact_at(&mut header, 8).map_err(|e| FileError::read(path, e))?;
+        let entries: HashMap<String, serde_json::Value> =
+            serde_json::from_slice(&header).map_err(|e| no_tensors(format!("its header is not a JSON object: {e}")))?;
         let mut tensors = HashMap::with_capacity(entries.len());
         for (name, entry) in entries {
             if name == "__metadata__" {
@@ -66,9 +68,11 @@ impl TensorFile {
             let info: TensorInfo = serde_json::from_value(entry).map_err(|e| {
                 // serde lists every known type behind an unknown one; the reader needs the unknown one.
                 let e = e.to_string();
-                anyhow!("{show}: header of tensor {name}: {}", e.split(", expected one of").next().unwrap_or(&e))
+                let e = e.split(", expected one of").next().unwrap_or(&e);
+                FileError::part(path, format!("header of tensor {name}: {e}"))
             })?;
-            check_entry(&info, file_bytes - data_start).map_err(|e| anyhow!("{show}: tensor {name}: {e}"))?;
+            check_entry(&info, file_bytes - data_start)
+                .map_err(|e| FileError::part(path, format!("tensor {name}: {e}")))?;
             tensors.insert(name, info);
         }
         Ok(TensorFile { path: path.to_owned(), file, data_start, tensors })
@@ -88,10 +92,10 @@ impl TensorFile {
     ///
     /// # Errors
     /// One line that names the file and the tensor, what is there, and what is expected.
-    pub(super) fn expect(&self, name: &str, shape: &[usize]) -> anyhow::Result<()> {
+    pub(super) fn expect(&self, name: &str, shape: &[usize]) -> Result<(), FileError> {
         let info = self.info(name)?;
         if info.shape != shape {
-            bail!("{}: tensor {name} has shape {:?}, expected {shape:?}", self.path.display(), info.shape);
+            return Err(self.wrong(name, format!("has shape {:?}", info.shape), format!("{shape:?}")));
         }
         self.expect_float(name)
     }
@@ -100,10 +104,10 @@ impl TensorFile {
     ///
     /// # Errors
     /// One line that names the file, the tensor and its type.
-    pub(super) fn expect_float(&self, name: &str) -> anyhow::Result<()> {
+    pub(super) fn expect_float(&self, name: &str) -> Result<(), FileError> {
         match self.info(name)?.dtype {
             Dtype::F32 | Dtype::BF16 | Dtype::F16 | Dtype::F64 => Ok(()),
-            other => bail!("{}: tensor {name} is {other}, expected F32, BF16, F16 or F64", self.path.display()),
+            other => Err(self.wrong(name, format!("is {other}"), "F32, BF16, F16 or F64".into())),
         }
     }
 
@@ -115,7 +119,7 @@ impl TensorFile {
     ///
     /// # Panics
     /// If the elements are not all in the tensor.
-    pub(super) fn read_f32(&self, name: &str, first: usize, len: usize) -> anyhow::Result<Vec<f32>> {
+    pub(super) fn read_f32(&self, name: &str, first: usize, len: usize) -> Result<Vec<f32>, FileError> {
         let info = self.info(name)?;
         let total: usize = info.shape.iter().product();
         assert!(first <= total && len <= total - first, "elements {first}+{len} of {total} in {name}");
@@ -145,21 +149,26 @@ impl TensorFile {
     }
 
     /// Reads rows `rows` of the two-dimensional tensor `name`; errors and panics as [`TensorFile::read_f32`].
-    pub(super) fn read_rows(&self, name: &str, rows: Range<usize>) -> anyhow::Result<Vec<f32>> {
+    pub(super) fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, FileError> {
         let width: usize = self.info(name)?.shape[1..].iter().product();
         self.read_f32(name, rows.start * width, rows.len() * width)
     }
 
-    fn info(&self, name: &str) -> anyhow::Result<&TensorInfo> {
-        self.tensors.get(name).with_context(|| format!("{}: no tensor {name}", self.path.display()))
+    fn info(&self, name: &str) -> Result<&TensorInfo, FileError> {
+        self.tensors.get(name).ok_or_else(|| FileError::no_tensor(&self.path, name))
     }
 
-    fn read_exact(&self, name: &str, buf: &mut [u8], at: u64) -> anyhow::Result<()> {
+    /// An error of tensor `name`.
+    pub(super) fn wrong(&self, name: &str, found: String, expected: String) -> FileError {
+        FileError::Tensor { file: self.path.clone(), tensor: name.to_string(), found, expected }
+    }
+
+    fn read_exact(&self, name: &str, buf: &mut [u8], at: u64) -> Result<(), FileError> {
         self.file.read_exact_at(buf, at).map_err(|e| match e.kind() {
             ErrorKind::UnexpectedEof => {
-                anyhow!("{} was cut short while tensor {name} was being read", self.path.display())
+                FileError::malformed(&self.path, format!("was cut short while tensor {name} was being read"))
             }
-            _ => anyhow!("cannot read tensor {name} of {}: {e}", self.path.display()),
+            _ => FileError::system(format!("read tensor {name} of {}", self.path.display()), e),
         })
     }
 }
@@ -180,18 +189,18 @@ pub(super) fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Checks a header entry against itself and against the bytes of data that the file has.
-fn check_entry(info: &TensorInfo, data_bytes: u64) -> anyhow::Result<()> {
+fn check_entry(info: &TensorInfo, data_bytes: u64) -> Result<(), String> {
     let (begin, end) = info.data_offsets;
     if begin > end {
-        bail!("its bytes begin at {begin} and end at {end}");
+        return Err(format!("its bytes begin at {begin} and end at {end}"));
     }
     let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
-    let Some(bits) = bits else { bail!("its shape {:?} overflows", info.shape) };
+    let Some(bits) = bits else { return Err(format!("its shape {:?} overflows", info.shape)) };
     if !bits.is_multiple_of(8) || end - begin != bits / 8 {
-        bail!("{} bytes of data for shape {:?} of {}", end - begin, info.shape, info.dtype);
+        return Err(format!("{} bytes of data for shape {:?} of {}", end - begin, info.shape, info.dtype));
     }
     if end as u64 > data_bytes {
-        bail!("its bytes end at {end} of the data, the file has {data_bytes}: truncated");
+        return Err(format!("its bytes end at {end} of the data, the file has {data_bytes}: truncated"));
     }
     Ok(())
 }

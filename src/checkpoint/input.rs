@@ -3,8 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use anyhow::bail;
-
+use super::FileError;
 use super::file::TensorFile;
 
 /// Rows that are scanned at a time for numbers that are not finite.
@@ -43,13 +42,13 @@ pub struct Input {
 /// # Errors
 /// One line that names the file and the tensor: a missing file, not a safetensors file, truncated, no
 /// `hidden_states`, not two-dimensional, a `grad_output` of another shape, an unsupported type.
-pub fn read_input(path: &Path) -> anyhow::Result<Input> {
+pub fn read_input(path: &Path) -> Result<Input, FileError> {
     let file = TensorFile::open(path)?;
     let name = InputTensor::HiddenStates.name();
     file.expect_float(name)?;
     let (tokens, hidden) = match *file.shape(name).unwrap_or_default() {
         [tokens, hidden] if hidden > 0 => (tokens, hidden),
-        ref shape => bail!("{}: tensor {name} has shape {shape:?}, expected [tokens, hidden]", path.display()),
+        ref shape => return Err(file.wrong(name, format!("has shape {shape:?}"), "[tokens, hidden]".into())),
     };
     let grad = InputTensor::GradOutput.name();
     let grad_output = file.shape(grad).is_some();
@@ -79,14 +78,10 @@ impl Input {
     ///
     /// # Errors
     /// One line that names the file, the width it has and the layer's.
-    pub fn expect_hidden(&self, hidden: usize) -> anyhow::Result<()> {
+    pub fn expect_hidden(&self, hidden: usize) -> Result<(), FileError> {
         if self.hidden != hidden {
-            bail!(
-                "{}: tensor hidden_states has shape [{}, {}], expected [tokens, {hidden}] for this layer",
-                self.file.path().display(),
-                self.tokens,
-                self.hidden
-            );
+            let found = format!("has shape [{}, {}]", self.tokens, self.hidden);
+            return Err(self.file.wrong("hidden_states", found, format!("[tokens, {hidden}] for this layer")));
         }
         Ok(())
     }
@@ -98,7 +93,7 @@ impl Input {
     ///
     /// # Panics
     /// If `rows` is not within `0..tokens`.
-    pub fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> anyhow::Result<Vec<f32>> {
+    pub fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>, FileError> {
         self.file.read_rows(tensor.name(), rows)
     }
 
@@ -109,14 +104,15 @@ impl Input {
     ///
     /// # Panics
     /// If `rows` is not within `0..tokens`.
-    pub fn check_finite(&self, rows: Range<usize>) -> anyhow::Result<()> {
+    pub fn check_finite(&self, rows: Range<usize>) -> Result<(), FileError> {
         let tensors = [InputTensor::HiddenStates, InputTensor::GradOutput];
         for tensor in &tensors[..1 + usize::from(self.grad_output)] {
             for first in rows.clone().step_by(SCAN_ROWS) {
                 let block = self.rows(*tensor, first..rows.end.min(first + SCAN_ROWS))?;
                 if let Some(i) = block.iter().position(|x| !x.is_finite()) {
                     let (row, column, x) = (first + i / self.hidden, i % self.hidden, block[i]);
-                    bail!("{}: {}[{row}, {column}] is {x}", self.file.path().display(), tensor.name());
+                    let what = format!("{}[{row}, {column}] is {x}", tensor.name());
+                    return Err(FileError::part(self.file.path(), what));
                 }
             }
         }

@@ -8,6 +8,7 @@
 //! file is cut short while it is mapped, the next access is a SIGBUS that ends the process without a word, where
 //! `pread` returns an error that can name the file and the tensor. A PE thus reads only the experts it owns.
 
+mod error;
 mod family;
 mod file;
 mod input;
@@ -16,9 +17,8 @@ mod result;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use anyhow::{Context, anyhow, bail};
-
 use crate::moe::{LayerConfig, WeightId, WeightSource};
+pub use error::FileError;
 pub use family::Family;
 use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};
@@ -49,11 +49,11 @@ impl Checkpoint {
     /// One line that names the file and the field or tensor: a missing or unreadable file, an unknown model type, a
     /// missing or ill-typed field, a layer out of range or dense, a quantised checkpoint, a truncated or malformed
     /// safetensors file, a missing weight, a weight of another shape or of an unsupported type.
-    pub fn open(dir: &Path, layer: usize) -> anyhow::Result<Self> {
+    pub fn open(dir: &Path, layer: usize) -> Result<Self, FileError> {
         let (family, config) = family::read_config(dir, layer)?;
         let mut checkpoint = Checkpoint { family, layer, config, files: BTreeMap::new(), shard_of: None };
         let single = dir.join(SINGLE);
-        if single.try_exists().map_err(|e| anyhow!("cannot read {}: {e}", single.display()))? {
+        if single.try_exists().map_err(|e| FileError::read(&single, e))? {
             checkpoint.files.insert(SINGLE.into(), TensorFile::open(&single)?);
         } else {
             checkpoint.shard_of = Some(read_index(dir)?);
@@ -82,12 +82,13 @@ impl Checkpoint {
     }
 
     /// Opens the shard that holds `id`, unless it is open already, and checks the weight's shape and type.
-    fn open_and_check(&mut self, dir: &Path, id: WeightId) -> anyhow::Result<()> {
+    fn open_and_check(&mut self, dir: &Path, id: WeightId) -> Result<(), FileError> {
         let name = self.name(id);
         if let Some(shard_of) = &self.shard_of {
-            let Some(shard) = shard_of.get(&name) else { bail!("{}: no tensor {name}", dir.join(INDEX).display()) };
+            let shard = shard_of.get(&name).ok_or_else(|| FileError::no_tensor(&dir.join(INDEX), &name))?;
             if !self.files.contains_key(shard) {
-                let file = TensorFile::open(&dir.join(shard)).map_err(|e| anyhow!("{e} (a shard in {INDEX})"))?;
+                let file = TensorFile::open(&dir.join(shard))
+                    .map_err(|error| FileError::Shard { error: Box::new(error), index: INDEX })?;
                 self.files.insert(shard.clone(), file);
             }
         }
@@ -95,12 +96,12 @@ impl Checkpoint {
     }
 
     /// The open file that holds tensor `name`.
-    fn file_of(&self, name: &str) -> anyhow::Result<&TensorFile> {
+    fn file_of(&self, name: &str) -> Result<&TensorFile, FileError> {
         let file_name = match &self.shard_of {
             None => SINGLE,
-            Some(map) => map.get(name).with_context(|| format!("{INDEX}: no tensor {name}"))?,
+            Some(map) => map.get(name).ok_or_else(|| FileError::no_tensor(Path::new(INDEX), name))?,
         };
-        self.files.get(file_name).with_context(|| format!("{file_name} is not open"))
+        self.files.get(file_name).ok_or_else(|| FileError::malformed(Path::new(file_name), "is not open"))
     }
 }
 
@@ -117,7 +118,7 @@ impl WeightSource for Checkpoint {
         let (name, shape) = (self.name(id), self.config.shape(id));
         let file = self.file_of(&name)?;
         file.expect(&name, &shape)?;
-        file.read_f32(&name, 0, shape.iter().product())
+        Ok(file.read_f32(&name, 0, shape.iter().product())?)
     }
 }
 
@@ -125,7 +126,7 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Reads the index of a sharded checkpoint: from tensor name to file name.
-fn read_index(dir: &Path) -> anyhow::Result<HashMap<String, String>> {
+fn read_index(dir: &Path) -> Result<HashMap<String, String>, FileError> {
     #[derive(serde::Deserialize)]
     struct Index {
         weight_map: HashMap<String, String>,
@@ -133,15 +134,16 @@ fn read_index(dir: &Path) -> anyhow::Result<HashMap<String, String>> {
     let path = dir.join(INDEX);
     let text = match read_regular(&path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            bail!("{}: neither {SINGLE} nor {INDEX} is there", dir.display())
+            return Err(FileError::part(dir, format!("neither {SINGLE} nor {INDEX} is there")));
         }
-        other => other.map_err(|e| anyhow!("cannot read {}: {e}", path.display()))?,
+        other => other.map_err(|e| FileError::read(&path, e))?,
     };
-    let index: Index = serde_json::from_slice(&text).map_err(|e| anyhow!("{}: {e}", path.display()))?;
+    let index: Index = serde_json::from_slice(&text).map_err(|e| FileError::part(&path, e.to_string()))?;
     for (name, file) in &index.weight_map {
         // A shard lies in the checkpoint's own folder; anything else is a mistake, or an attack.
         if Path::new(file).file_name() != Some(file.as_ref()) {
-            bail!("{}: {name} is in {file:?}, expected the name of a file in the same folder", path.display());
+            let what = format!("{name} is in {file:?}, expected the name of a file in the same folder");
+            return Err(FileError::part(&path, what));
         }
     }
     Ok(index.weight_map)

@@ -2,17 +2,19 @@
 //! positional writes, and published under its name only when it is whole.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, anyhow, bail};
 use rustix::fs::{Access, AtFlags, CWD, FallocateFlags, MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
+
+use super::FileError;
 
 /// Where every tensor of a result file lies; the same on every PE that builds it from the same list.
 #[derive(Debug, Clone)]
@@ -23,7 +25,7 @@ pub struct ResultLayout {
     tensors: HashMap<String, (Vec<usize>, u64)>,
     len_bytes: u64,
     /// What error lines call the file.
-    label: String,
+    label: PathBuf,
 }
 
 impl ResultLayout {
@@ -31,7 +33,7 @@ impl ResultLayout {
     ///
     /// # Errors
     /// One line: a name that comes twice, or a size that overflows.
-    pub fn new(tensors: Vec<(String, Vec<usize>)>) -> anyhow::Result<Self> {
+    pub fn new(tensors: Vec<(String, Vec<usize>)>) -> Result<Self, FileError> {
         let mut infos = Vec::with_capacity(tensors.len());
         let mut places = HashMap::with_capacity(tensors.len());
         let mut at = 0usize;
@@ -39,17 +41,21 @@ impl ResultLayout {
             let end = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d)).and_then(|n| n.checked_add(at));
             // File offsets are signed; the header needs some room too.
             let Some(end) = end.filter(|&end| end < i64::MAX as usize / 2) else {
-                bail!("result tensor {name}: shape {shape:?} is too large for a file");
+                return Err(FileError::Layout {
+                    tensor: name,
+                    what: format!(": shape {shape:?} is too large for a file"),
+                });
             };
             if places.insert(name.clone(), (shape.clone(), at as u64)).is_some() {
-                bail!("result tensor {name} comes twice");
+                return Err(FileError::Layout { tensor: name, what: " comes twice".into() });
             }
             infos.push((name, TensorInfo { dtype: Dtype::F32, shape, data_offsets: (at, end) }));
             at = end;
         }
-        let metadata = Metadata::new(None, infos).context("result file")?;
+        let label = PathBuf::from("the result file");
+        let metadata = Metadata::new(None, infos).map_err(|e| FileError::part(&label, e.to_string()))?;
         let mut head = vec![0; 8];
-        serde_json::to_writer(&mut head, &metadata).context("result file")?;
+        serde_json::to_writer(&mut head, &metadata).map_err(|e| FileError::part(&label, e.to_string()))?;
         head.resize(head.len().next_multiple_of(8), b' ');
         let header_bytes = (head.len() - 8) as u64;
         head[..8].copy_from_slice(&header_bytes.to_le_bytes());
@@ -57,12 +63,12 @@ impl ResultLayout {
             *first_byte += head.len() as u64;
         }
         let len_bytes = (head.len() + at) as u64;
-        Ok(ResultLayout { head, tensors: places, len_bytes, label: "the result file".into() })
+        Ok(ResultLayout { head, tensors: places, len_bytes, label })
     }
 
     /// The same layout, with errors that call the file `path`.
     pub fn for_path(mut self, path: &Path) -> Self {
-        self.label = path.display().to_string();
+        self.label = path.to_path_buf();
         self
     }
 
@@ -80,8 +86,8 @@ impl ResultLayout {
     ///
     /// # Errors
     /// One line that names the file and what the system said.
-    pub fn write_header(&self, file: &File) -> anyhow::Result<()> {
-        file.write_all_at(&self.head, 0).map_err(|e| anyhow!("cannot write {}: {e}", self.label))
+    pub fn write_header(&self, file: &File) -> Result<(), FileError> {
+        file.write_all_at(&self.head, 0).map_err(|e| FileError::write(&self.label, e))
     }
 
     /// Writes whole rows of tensor `name`, from row `first_row` on (a row: one index of the first dimension). Writes of
@@ -90,33 +96,33 @@ impl ResultLayout {
     /// # Errors
     /// One line that names the file and the tensor: no such tensor, not whole rows, rows beyond the last, or what
     /// the system said (such as a full disk).
-    pub fn write_rows(&self, file: &File, name: &str, first_row: usize, rows: &[f32]) -> anyhow::Result<()> {
+    pub fn write_rows(&self, file: &File, name: &str, first_row: usize, rows: &[f32]) -> Result<(), FileError> {
         let at = self.rows_at(name, first_row, rows.len())?;
         file.write_all_at(bytemuck::cast_slice(rows), at)
-            .map_err(|e| anyhow!("cannot write tensor {name} to {}: {e}", self.label))
+            .map_err(|e| FileError::system(format!("write tensor {name} to {}", self.label.display()), e))
     }
 
     /// Reads the whole of tensor `name`, row-major.
     ///
     /// # Errors
     /// One line that names the file and the tensor: no such tensor, or what the system said.
-    pub fn read(&self, file: &File, name: &str) -> anyhow::Result<Vec<f32>> {
+    pub fn read(&self, file: &File, name: &str) -> Result<Vec<f32>, FileError> {
         let (shape, at) = self.place(name)?;
         let mut out = vec![0f32; shape.iter().product()];
         file.read_exact_at(bytemuck::cast_slice_mut(&mut out), *at)
-            .map_err(|e| anyhow!("cannot read tensor {name} of {}: {e}", self.label))?;
+            .map_err(|e| FileError::system(format!("read tensor {name} of {}", self.label.display()), e))?;
         Ok(out)
     }
 
-    fn place(&self, name: &str) -> anyhow::Result<&(Vec<usize>, u64)> {
-        self.tensors.get(name).with_context(|| format!("{}: no tensor {name}", self.label))
+    fn place(&self, name: &str) -> Result<&(Vec<usize>, u64), FileError> {
+        self.tensors.get(name).ok_or_else(|| FileError::no_tensor(&self.label, name))
     }
 
     /// Where in the file `len` numbers from row `first_row` of tensor `name` begin, bytes.
     ///
     /// # Errors
     /// One line that names the file and the tensor: no such tensor, not whole rows, or rows beyond the last.
-    pub fn rows_at(&self, name: &str, first_row: usize, len: usize) -> anyhow::Result<u64> {
+    pub fn rows_at(&self, name: &str, first_row: usize, len: usize) -> Result<u64, FileError> {
         let (shape, at) = self.place(name)?;
         let row: usize = shape.iter().skip(1).product();
         let total: usize = shape.iter().product();
@@ -124,7 +130,8 @@ impl ResultLayout {
         match first {
             Some(first) if len.is_multiple_of(row.max(1)) => Ok(at + first as u64 * 4),
             _ => {
-                bail!("{}: tensor {name} has shape {shape:?}, no room for {len} numbers at row {first_row}", self.label)
+                let what = format!("tensor {name} has shape {shape:?}, no room for {len} numbers at row {first_row}");
+                Err(FileError::part(&self.label, what))
             }
         }
     }
@@ -165,7 +172,7 @@ impl OutputFile {
     /// # Errors
     /// One line that names the path: its folder is missing or not writable, it is not a regular file, it may not be
     /// written, or the disk has no room (with the bytes needed).
-    pub fn create(path: &Path, layout: &ResultLayout) -> anyhow::Result<Self> {
+    pub fn create(path: &Path, layout: &ResultLayout) -> Result<Self, FileError> {
         let output = Self::create_empty(path)?;
         if let Some(target) = &output.target {
             reserve(&output.file, target, layout.len_bytes)?;
@@ -179,22 +186,23 @@ impl OutputFile {
     ///
     /// # Errors
     /// As [`OutputFile::create`].
-    pub fn create_empty(path: &Path) -> anyhow::Result<Self> {
-        let shown = path.display();
+    pub fn create_empty(path: &Path) -> Result<Self, FileError> {
+        let refuse = |reason: &dyn Display| FileError::write(path, reason);
         let path = match path.metadata() {
             Ok(meta) => {
                 if !meta.is_file() {
-                    bail!("cannot write {shown}: it is {}, expected a regular file or a new name", kind(&meta));
+                    let reason = format!("it is {}, expected a regular file or a new name", kind(&meta));
+                    return Err(refuse(&reason));
                 }
                 rustix::fs::access(path, Access::WRITE_OK).map_err(|e| cannot_write(path, e))?;
                 // Through a symbolic link the file is replaced, and not the link.
-                path.canonicalize().map_err(|e| anyhow!("cannot write {shown}: {e}"))?
+                path.canonicalize().map_err(|e| refuse(&e))?
             }
             Err(e) if e.kind() == ErrorKind::NotFound => path.to_owned(),
-            Err(e) => bail!("cannot write {shown}: {e}"),
+            Err(e) => return Err(refuse(&e)),
         };
         if path.file_name().is_none() {
-            bail!("cannot write {shown}: expected the name of a file");
+            return Err(refuse(&"expected the name of a file"));
         }
         let dir = match path.parent() {
             Some(dir) if !dir.as_os_str().is_empty() => dir.to_owned(),
@@ -207,7 +215,7 @@ impl OutputFile {
             Ok(fd) => File::from(fd),
             // File systems without O_TMPFILE say the first, kernels without it the second.
             Err(Errno::OPNOTSUPP | Errno::ISDIR) => target.open_named(flags, mode)?,
-            Err(e) => bail!("cannot write {shown}: folder {}: {}", target.dir.display(), io::Error::from(e)),
+            Err(e) => return Err(refuse(&format!("folder {}: {}", target.dir.display(), io::Error::from(e)))),
         };
         Ok(OutputFile { file, target: Some(target) })
     }
@@ -216,7 +224,7 @@ impl OutputFile {
     ///
     /// # Errors
     /// One line with what the system said.
-    pub fn in_memory(layout: &ResultLayout) -> anyhow::Result<Self> {
+    pub fn in_memory(layout: &ResultLayout) -> Result<Self, FileError> {
         let file = memory_file("aristos-result", layout.len_bytes)?;
         layout.write_header(&file)?;
         Ok(OutputFile { file, target: None })
@@ -232,9 +240,9 @@ impl OutputFile {
     ///
     /// # Errors
     /// One line that names the path and what the system said; what was at the path is then still there.
-    pub fn publish(self) -> anyhow::Result<()> {
+    pub fn publish(self) -> Result<(), FileError> {
         let Some(mut target) = self.target else { return Ok(()) };
-        self.file.sync_all().map_err(|e| anyhow!("cannot write {}: {e}", target.path.display()))?;
+        self.file.sync_all().map_err(|e| FileError::write(&target.path, e))?;
         if target.temporary.is_none() {
             let open = format!("/proc/self/fd/{}", self.file.as_raw_fd());
             let link = |name: &Path| rustix::fs::linkat(CWD, &open, CWD, name, AtFlags::SYMLINK_FOLLOW);
@@ -255,7 +263,7 @@ impl OutputFile {
 
 impl Target {
     /// Has `make` make a file in the target's folder under a name that nobody has there; it goes when `self` does.
-    fn with_temporary_name<R>(&mut self, make: impl Fn(&Path) -> Result<R, Errno>) -> anyhow::Result<R> {
+    fn with_temporary_name<R>(&mut self, make: impl Fn(&Path) -> Result<R, Errno>) -> Result<R, FileError> {
         const TRIES: usize = 100;
         let mut result = Err(Errno::EXIST);
         for _ in 0..TRIES {
@@ -273,33 +281,33 @@ impl Target {
     }
 
     /// Opens a file under a temporary name.
-    fn open_named(&mut self, flags: OFlags, mode: Mode) -> anyhow::Result<File> {
+    fn open_named(&mut self, flags: OFlags, mode: Mode) -> Result<File, FileError> {
         self.with_temporary_name(|name| rustix::fs::openat(CWD, name, flags | OFlags::CREATE | OFlags::EXCL, mode))
             .map(File::from)
     }
 
     /// Makes the new name itself last.
-    fn sync_dir(&self) -> anyhow::Result<()> {
+    fn sync_dir(&self) -> Result<(), FileError> {
         File::open(&self.dir)
             .and_then(|dir| dir.sync_all())
-            .map_err(|e| anyhow!("cannot write {}: folder {}: {e}", self.path.display(), self.dir.display()))
+            .map_err(|e| FileError::write(&self.path, format!("folder {}: {e}", self.dir.display())))
     }
 }
 
 /// Reserves `len` bytes for `file`, so that a full disk is found now and not after the work.
-fn reserve(file: &File, target: &Target, len: u64) -> anyhow::Result<()> {
-    let shown = target.path.display();
+fn reserve(file: &File, target: &Target, len: u64) -> Result<(), FileError> {
+    let refuse = |reason: String| Err(FileError::write(&target.path, reason));
     // Beyond this limit the kernel would end the process with a signal.
     if let Some(limit) = rustix::process::getrlimit(rustix::process::Resource::Fsize).current
         && len > limit
     {
-        bail!("cannot write {shown}: it needs {len} bytes, the file size limit (ulimit -f) is {limit}");
+        return refuse(format!("it needs {len} bytes, the file size limit (ulimit -f) is {limit}"));
     }
     // Asked for more than there is, some file systems take all there is before they refuse.
     if let Ok(disk) = rustix::fs::fstatvfs(file) {
         let free = disk.f_bavail.saturating_mul(disk.f_frsize);
         if len > free {
-            bail!("cannot write {shown}: it needs {len} bytes, the disk has {free} free");
+            return refuse(format!("it needs {len} bytes, the disk has {free} free"));
         }
     }
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, len) {
@@ -308,13 +316,13 @@ fn reserve(file: &File, target: &Target, len: u64) -> anyhow::Result<()> {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
             rustix::fs::ftruncate(file, len).map_err(|e| cannot_write(&target.path, e))
         }
-        Err(Errno::NOSPC) => bail!("cannot write {shown}: it needs {len} bytes, the disk has no room for them"),
+        Err(Errno::NOSPC) => refuse(format!("it needs {len} bytes, the disk has no room for them")),
         Err(e) => Err(cannot_write(&target.path, e)),
     }
 }
 
-fn cannot_write(path: &Path, e: Errno) -> anyhow::Error {
-    anyhow!("cannot write {}: {}", path.display(), io::Error::from(e))
+fn cannot_write(path: &Path, e: Errno) -> FileError {
+    FileError::write(path, io::Error::from(e))
 }
 
 fn kind(meta: &std::fs::Metadata) -> &'static str {
@@ -334,10 +342,10 @@ fn kind(meta: &std::fs::Metadata) -> &'static str {
 ///
 /// # Errors
 /// One line with what the system said.
-pub fn memory_file(name: &str, len_bytes: u64) -> anyhow::Result<File> {
+pub fn memory_file(name: &str, len_bytes: u64) -> Result<File, FileError> {
     rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)
         .and_then(|fd| rustix::fs::ftruncate(&fd, len_bytes).map(|()| File::from(fd)))
-        .map_err(|e| anyhow!("cannot hold {name} in memory: {}", io::Error::from(e)))
+        .map_err(|e| FileError::system(format!("hold {name} in memory"), io::Error::from(e)))
 }
 
 #[cfg(test)]

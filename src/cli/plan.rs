@@ -114,8 +114,8 @@ impl Args {
 
     fn cluster(&self) -> Result<Cluster> {
         match self.cluster.to_str().and_then(|text| text.strip_prefix("preset:")) {
-            Some(name) => preset(name),
-            None => Cluster::read(&self.cluster),
+            Some(name) => Ok(preset(name)?),
+            None => Ok(Cluster::read(&self.cluster)?),
         }
     }
 

@@ -160,7 +160,7 @@ fn check_available(request: &ProbeRequest, heap_bytes: usize, here: usize) -> Re
 
 impl Args {
     fn create_out(&self) -> Result<Option<OutputFile>> {
-        self.out.as_deref().map(OutputFile::create_empty).transpose()
+        Ok(self.out.as_deref().map(OutputFile::create_empty).transpose()?)
     }
 
     /// Writes and prints the cluster that PE 0 sent.

@@ -167,7 +167,7 @@ impl Job {
     /// Rows of an input tensor, f32.
     fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>> {
         match (&self.source, tensor) {
-            (Source::Checkpoint(_, input), _) => input.rows(tensor, rows),
+            (Source::Checkpoint(_, input), _) => Ok(input.rows(tensor, rows)?),
             (Source::Synthetic(s), InputTensor::HiddenStates) => Ok(s.hidden_states(rows)),
             (Source::Synthetic(s), InputTensor::GradOutput) => Ok(s.grad_output(rows)),
         }

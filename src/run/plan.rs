@@ -168,7 +168,7 @@ impl Job {
             }
         })
         .context("--plan auto: the probe failed")?;
-        Cluster::from_json(&text.context("--plan auto: no PE sent its measurements")?)
+        Ok(Cluster::from_json(&text.context("--plan auto: no PE sent its measurements")?)?)
     }
 
     /// The groups of a plan, device `i` being PE `i`.
@@ -273,7 +273,7 @@ fn parse_plan(text: &str) -> Result<Plan> {
     }
     let Feasible { feasible, shortage } = parse_json(text)?;
     ensure!(feasible, "feasible is false, expected a plan ({shortage})");
-    parse_json(text)
+    Ok(parse_json(text)?)
 }
 
 /// Reads `--plan`.

@@ -96,7 +96,7 @@ pub fn measure(job: &mut Job, args: Vec<OsString>) -> Result<RunReport> {
 /// Refuses an input that is not finite.
 pub(super) fn check_input(job: &Job) -> Result<()> {
     match &job.source {
-        super::Source::Checkpoint(_, input) => input.check_finite(0..job.tokens),
+        super::Source::Checkpoint(_, input) => Ok(input.check_finite(0..job.tokens)?),
         super::Source::Synthetic(_) => Ok(()),
     }
 }

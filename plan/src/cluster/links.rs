@@ -573,7 +573,7 @@ mod tests {
     fn tiers_that_do_not_nest_are_refused() {
         let refused = |n, sizes: &[usize], index, what: &str| {
             let error = Tiers::new(n, sizes.iter().map(|&s| tier(s, 1.0, 1.0)).collect()).unwrap_err();
-            assert!(error.0 == index && error.1.contains(what), "{sizes:?}: {error:?}");
+            assert!(error.index == index && error.expected.contains(what), "{sizes:?}: {error:?}");
         };
         refused(16, &[3, 16], 0, "divides 16");
         refused(16, &[8, 12], 1, "multiple of 8");
