@@ -21,7 +21,7 @@ namespace aristos {
 
 static_assert(REDUCE_SLOTS >= 3, "values, sums and copies are a step apart each");
 
-// The vector: gradients in the order of `replicated` (src/moe/layer.rs), each rounded up to 16 bytes.
+// The vector: gradients in the order of `replicated` (src/moe/cpu/layer.rs), each rounded up to 16 bytes.
 struct ReduceVector {
     u32 segments;
     u64 start[REDUCE_SEGMENTS + 1];

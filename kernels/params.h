@@ -128,13 +128,13 @@ struct ErrorRecord {
     u64 index;  // chunk, round, or block: for the message
 };
 
-// As in src/moe/metrics.rs, by its codes.
+// As in src/moe/spec/metrics.rs, by its codes.
 enum PhaseId : u32 {
     PHASE_IDLE = 0, PHASE_ROUTER = 1, PHASE_DISPATCH = 2, PHASE_EXPERT = 3, PHASE_COMBINE = 4, PHASE_WAITING = 5,
     PHASE_ALL_REDUCE = 6, PHASES = 7,
 };
 
-// Counters of one pass, as src/moe/metrics.rs `Traffic`; summed by the kernels with integer atomics, so in any order.
+// Counters of one pass, as src/moe/spec/metrics.rs `Traffic`; summed by the kernels with integer atomics, so in any order.
 struct PassStats {
     u64 header_bytes, dispatch_row_bytes, dispatch_slot_bytes, combine_row_bytes, combine_slot_bytes;
     u64 dispatch_rows, combine_rows;

@@ -1,5 +1,5 @@
 // aristos_plan: from the chosen experts, what goes where: the capacity limit, each PE's rows, slots, ranks, chunks and rounds.
-// The meaning is that of `routes` (src/moe/router.rs) and `apply_capacity` (src/moe/layer.rs).
+// The meaning is that of `routes` (src/moe/cpu/router.rs) and `apply_capacity` (src/moe/cpu/layer.rs).
 //
 // Tokens are cut into segments of PLAN_TOKENS, one thread a token. Places follow from counts of the segments before, so they are
 // in the order of tokens whatever block comes first:

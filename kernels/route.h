@@ -1,5 +1,5 @@
 // aristos_route: logits by tensor cores, scores, selection of experts, routing weights, sums for the losses, and the shared
-// expert's gate. A block does ROUTE_TOKENS tokens. The meaning is that of src/moe/router.rs.
+// expert's gate. A block does ROUTE_TOKENS tokens. The meaning is that of src/moe/cpu/router.rs.
 #pragma once
 #include "route_math.h"
 #include "small_gemm.h"

@@ -1,5 +1,5 @@
 // aristos_route_backward: the gradient of the logits from that of the routing weights and the losses (the formulas are those
-// of `Routing::backward` in src/moe/router.rs), and its planes for the tensor cores. A block does SCALE_TOKENS tokens.
+// of `Routing::backward` in src/moe/cpu/router.rs), and its planes for the tensor cores. A block does SCALE_TOKENS tokens.
 #pragma once
 #include "route_math.h"
 

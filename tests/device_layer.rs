@@ -9,8 +9,8 @@ use std::time::Duration;
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F16};
 use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
 use aristos::gpu::{Buffer, Gpu};
-use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, PassOutcome, to_elements};
-use aristos::moe::metrics::Traffic;
+use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, to_elements};
+use aristos::moe::metrics::{PassOutcome, Traffic};
 use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
     Activation, Dtype, LayerConfig, MlpConfig, Mode, MoeError, Options, Placement, SharedConfig, WeightSource,
@@ -663,10 +663,10 @@ fn a_pass_says_what_it_did_and_when() {
             assert!(o.seconds > 0.0 && (o.phases_s.iter().sum::<f64>() - o.seconds).abs() < 1e-9);
             assert!(!o.spans.is_empty());
             for s in &o.spans {
-                assert!(s.block < layer_blocks(gpu) && s.span.dur_ns < 60_000_000_000, "{s:?}");
+                assert!(s.track < layer_blocks(gpu) && s.dur_ns < 60_000_000_000, "{s:?}");
             }
             for phase in ["dispatch", "expert GEMM", "combine"] {
-                assert!(o.spans.iter().any(|s| s.span.phase.name() == phase), "no {phase}");
+                assert!(o.spans.iter().any(|s| s.phase.name() == phase), "no {phase}");
             }
         };
         outcome(layer.finish(&saved).unwrap());

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::probe;
 use crate::launch::{PeContext, StatusPage};
-use crate::moe::experts::{Batch, Scratch};
+use crate::moe::cpu::experts::{Batch, Scratch};
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
 use crate::moe::placement::{Placement, block};

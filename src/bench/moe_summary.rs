@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::moe::{Measurement, MoeBench, PeSamples, Sample, What};
 use super::probe::cpu_model;
 use crate::moe::Mode;
-use crate::moe::experts::gemm_flop;
+use crate::moe::gemm_flop;
 use crate::moe::metrics::Phase;
 use crate::report::median;
 use crate::report::table::{count, ms, plain, right_aligned};

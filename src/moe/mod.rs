@@ -1,126 +1,15 @@
-//! The MoE layer: router, dispatch, experts, combine; forward and backward, over one-sided communication.
-//!
-//! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
+//! The Mixture-of-Experts layer: what it is ([`spec`]), and the two engines that run it, on CPUs ([`cpu`]) and on devices
+//! (`device`).
 
-pub mod config;
+pub mod cpu;
 #[cfg(feature = "device")]
 pub mod device;
-mod engine;
-mod error;
-pub mod experts;
-pub mod kernels;
-mod layer;
-mod layout;
-pub mod metrics;
-pub mod placement;
-pub mod replicas;
-pub mod router;
+pub mod spec;
 pub mod synthetic;
 
-pub use config::{
-    Activation, ConfigError, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId,
-    WeightSource,
+pub use cpu::{Layer, Replicas, kernels};
+pub use spec::{
+    Activation, ConfigError, Dtype, Gradients, GroupLimit, Groups, LayerConfig, LayerSpec, Layout, Load, MlpConfig,
+    MlpGradients, MlpId, Mode, MoeError, MoeLayer, NO_EXPERT, Options, Placement, Proj, Routed, RouterConfig, Scoring,
+    SharedConfig, WeightId, WeightSource, gemm_flop, metrics, placement, proj_index,
 };
-pub use engine::Saved;
-pub use error::MoeError;
-pub use layer::{Gradients, Layer};
-pub use layout::Layout;
-pub use placement::Placement;
-pub use replicas::{Groups, Replicas};
-
-use std::time::{Duration, Instant};
-
-/// Element type of activations and expert weights; what [`kernels::Element`] is at compile time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    /// 32-bit floats.
-    F32,
-    /// bfloat16, accumulated in f32.
-    Bf16,
-    /// IEEE half precision, accumulated in f32; on a device only.
-    F16,
-}
-
-impl Dtype {
-    /// Its name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
-            Dtype::F16 => "f16",
-        }
-    }
-
-    /// Bytes of an element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::Bf16 | Dtype::F16 => 2,
-        }
-    }
-}
-
-/// How the PEs exchange rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Rows, tiles and results flow as they come; a PE waits only when it has nothing to do.
-    Pipelined,
-    /// Bulk-synchronous: all PEs finish each step (counts, rows, experts, results) before any begins the next. The
-    /// baseline.
-    Bulk,
-}
-
-/// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Pipelined or bulk.
-    pub mode: Mode,
-    /// Receive windows, as a multiple of the even share of the rows (at least one row is always there).
-    pub budget_factor: f64,
-    /// Most rows sent under one signal.
-    pub chunk_rows: usize,
-    /// Rows that an expert's GEMMs are cut to, about.
-    pub tile_rows: usize,
-    /// How long a PE waits for a peer before it gives up.
-    pub wait_limit: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Options {
-            mode: Mode::Pipelined,
-            budget_factor: 2.0,
-            chunk_rows: 256,
-            tile_rows: 512,
-            wait_limit: Duration::from_secs(60),
-        }
-    }
-}
-
-impl Options {
-    /// Checks that a layer can run with these.
-    ///
-    /// # Errors
-    /// Names the first option that is out of range, its value, and what would be right.
-    pub fn validate(&self) -> Result<(), ConfigError> {
-        for (field, value) in [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows)] {
-            if value == 0 {
-                return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
-            }
-        }
-        let factor = self.budget_factor;
-        if !(factor.is_finite() && factor > 0.0) {
-            let expected = "a finite number above 0".into();
-            return Err(ConfigError { field: "budget factor", value: factor.to_string(), expected });
-        }
-        Ok(())
-    }
-
-    /// When a wait that begins now is over.
-    pub(crate) fn deadline(&self) -> Instant {
-        /// For a limit beyond what an [`Instant`] can hold: a century.
-        const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
-        let now = Instant::now();
-        now.checked_add(self.wait_limit).unwrap_or_else(|| now + FAR)
-    }
-}

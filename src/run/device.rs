@@ -13,7 +13,8 @@ use crate::checkpoint::InputTensor;
 use crate::gpu::cuda::CudaGpu;
 use crate::gpu::{Buffer, Gpu};
 use crate::launch::PeContext;
-use crate::moe::device::{DeviceLayer, DeviceOptions, PassOutcome, to_elements};
+use crate::moe::device::{DeviceLayer, DeviceOptions, to_elements};
+use crate::moe::metrics::PassOutcome;
 use crate::moe::{Dtype, Gradients, LayerConfig, Options, Placement, metrics};
 use crate::report::{PeReport, Span, StepReport, SymmetricMemory};
 
@@ -158,11 +159,11 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
             sent.add(&outcome.traffic);
             all_reduce_bytes += outcome.all_reduce_bytes;
             spans.extend(outcome.spans.iter().map(|s| Span {
-                name: s.span.phase.name().to_string(),
-                start_ns: s.span.start_ns,
-                dur_ns: s.span.dur_ns,
+                name: s.phase.name().to_string(),
+                start_ns: s.start_ns,
+                dur_ns: s.dur_ns,
                 step: step as u64,
-                track: s.block.into(),
+                track: s.track.into(),
             }));
             pe::pass_times(&outcome.phases_s, outcome.rounds)
         };

@@ -7,10 +7,10 @@ use half::bf16;
 
 use crate::bench::BenchHost;
 use crate::cluster::{Cluster, Own, ProbeOptions, Stage, probe};
-use crate::moe::experts::{Batch, Mlp, MlpGradients, Scratch, Which};
+use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
 use crate::moe::synthetic::RouterKind;
-use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Options, WeightId, WeightSource};
+use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, MlpGradients, MlpId, Options, WeightId, WeightSource};
 use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
@@ -195,7 +195,7 @@ fn probe_as<T: Transport, E: Element>(
         z_loss_coef: 0.0,
     };
     let memory_experts = request.memory_experts(shmem.my_pe(), here)?;
-    let mlp = Mlp::<E>::load(&Source(layer), Which::Routed(0))?;
+    let mlp = Mlp::<E>::load(&Source(layer), MlpId::Routed(0))?;
     let rows = expert.rows();
     let mut batch = Batch::<E>::filled(&expert.mlp(), expert.hidden, rows);
     let (mut scratch, mut none) = (Scratch::default(), MlpGradients::default());

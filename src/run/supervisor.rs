@@ -14,7 +14,7 @@ use super::plan::PLAN;
 use super::{Job, Request, Work};
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file};
 use crate::launch::{self, Event, StatusView};
-use crate::moe::experts::gemm_flop;
+use crate::moe::gemm_flop;
 use crate::report::{PeReport, RunConfig, RunReport, trace_json};
 
 /// Runs the job on PEs started with `args`, prints the report, and says whether the check, if asked for, passed.

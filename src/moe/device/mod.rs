@@ -11,7 +11,6 @@ mod weights;
 use bytemuck::Zeroable;
 
 pub use record::RecordedStep;
-pub use report::{BlockSpan, PassOutcome};
 pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
 pub use weights::to_elements;
 
@@ -19,8 +18,7 @@ use report::PassTimes;
 use shape::{ShapeOf, place};
 use weights::{DeviceWeights, Router};
 
-use super::router::Load;
-use super::{Dtype, Gradients, LayerConfig, MoeError, Options, Placement, WeightSource};
+use super::spec::{Dtype, Gradients, LayerConfig, Load, MoeError, Options, Placement, WeightSource};
 use crate::gpu::params::{ErrorRecord, Kernel, LayerInfo, LayerShape, MAX_SPANS, Pass, PassStats, SpanRecord};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 

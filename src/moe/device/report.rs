@@ -3,34 +3,8 @@
 use std::time::Duration;
 
 use crate::gpu::params::{self, ErrorRecord, PassStats, SpanRecord};
-use crate::moe::metrics::{Phase, Span, Traffic};
+use crate::moe::metrics::{PassOutcome, Phase, Span, Traffic};
 use crate::moe::{MoeError, Options};
-
-/// What one pass took and sent.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PassOutcome {
-    /// Time on the device, seconds.
-    pub seconds: f64,
-    /// Of it by [`Phase::code`], seconds; the time of the persistent kernel by what its blocks did.
-    pub phases_s: [f64; Phase::ALL.len()],
-    /// Rounds through the windows.
-    pub rounds: u64,
-    /// What was put to other PEs.
-    pub traffic: Traffic,
-    /// Bytes of the sum of replicated gradients put to other PEs.
-    pub all_reduce_bytes: u64,
-    /// What each block did when, where spans are recorded.
-    pub spans: Vec<BlockSpan>,
-}
-
-/// A stretch of time of one block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockSpan {
-    /// The block of the persistent kernel.
-    pub block: u32,
-    /// What it did, by the device's clock.
-    pub span: Span,
-}
 
 /// The parts of a pass between its marks.
 #[derive(Clone, Copy, Debug, Default)]
@@ -80,10 +54,10 @@ pub fn outcome(stats: &PassStats, times: PassTimes, spans: &[SpanRecord]) -> Pas
     }
 }
 
-fn block_span(record: &SpanRecord) -> Option<BlockSpan> {
+fn block_span(record: &SpanRecord) -> Option<Span> {
     let phase = phase(record.phase)?;
     let (start_ns, dur_ns) = (record.start_ns, record.end_ns.saturating_sub(record.start_ns));
-    (phase != Phase::Idle).then_some(BlockSpan { block: record.block, span: Span { phase, start_ns, dur_ns } })
+    (phase != Phase::Idle).then_some(Span { phase, start_ns, dur_ns, track: record.block })
 }
 
 fn phase(code: u32) -> Option<Phase> {

@@ -4,9 +4,9 @@ use std::ffi::c_void;
 
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
-use crate::moe::config::{Activation, ConfigError, LayerConfig, Scoring};
-use crate::moe::layout::Layout;
-use crate::moe::{Dtype, Mode, MoeError, Options, Placement};
+use crate::moe::spec::{
+    Activation, ConfigError, Dtype, LayerConfig, Layout, Mode, MoeError, Options, Placement, Scoring,
+};
 
 /// Rows and columns of a weight that the tensor memory accelerator brings at once.
 pub const TENSOR_MAP_BOX: u32 = 64;
@@ -14,7 +14,7 @@ pub const TENSOR_MAP_BOX: u32 = 64;
 /// Most blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
 
-/// Which matrix products a device runs.
+/// MlpId matrix products a device runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GemmPath {
     /// `mma` on operands that `cp.async` brings: every device from Ampere on.
@@ -52,7 +52,7 @@ impl GemmPath {
 /// How a layer runs on a device, besides [`Options`]. The same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceOptions {
-    /// Which matrix products; by the device where `None`.
+    /// MlpId matrix products; by the device where `None`.
     pub path: Option<GemmPath>,
     /// Blocks of the persistent kernels that put communication first; an eighth where `None`.
     pub comm_blocks: Option<u32>,

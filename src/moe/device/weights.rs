@@ -5,8 +5,10 @@ use half::{bf16, f16};
 use super::shape::{GemmPath, TENSOR_MAP_BOX};
 use crate::gpu::params::{self, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, SymmetricBuffer, TensorMap};
-use crate::moe::experts::{MlpGradients, Which, proj_index};
-use crate::moe::{Dtype, Gradients, LayerConfig, MlpConfig, MoeError, Placement, Proj, WeightId, WeightSource};
+use crate::moe::spec::{
+    Dtype, Gradients, LayerConfig, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightId, WeightSource,
+    proj_index,
+};
 
 /// What every piece begins at a multiple of, bytes.
 const ALIGN_BYTES: u64 = 256;
@@ -141,9 +143,9 @@ impl Router {
 }
 
 /// The MLPs that `pe` holds: its experts, then the shared one.
-fn mlps(config: &LayerConfig, placement: &Placement, pe: usize) -> Vec<(Which, MlpConfig)> {
-    let routed = placement.experts(pe).iter().map(|&e| (Which::Routed(e), config.expert));
-    routed.chain(config.shared.map(|s| (Which::Shared, s.mlp))).collect()
+fn mlps(config: &LayerConfig, placement: &Placement, pe: usize) -> Vec<(MlpId, MlpConfig)> {
+    let routed = placement.experts(pe).iter().map(|&e| (MlpId::Routed(e), config.expert));
+    routed.chain(config.shared.map(|s| (MlpId::Shared, s.mlp))).collect()
 }
 
 impl<'g> DeviceWeights<'g> {
@@ -270,7 +272,7 @@ impl MlpPlaces {
 }
 
 impl<'g> DeviceGradients<'g> {
-    fn new(gpu: &'g dyn Gpu, config: &LayerConfig, mlps: &[(Which, MlpConfig)]) -> Result<Self, GpuError> {
+    fn new(gpu: &'g dyn Gpu, config: &LayerConfig, mlps: &[(MlpId, MlpConfig)]) -> Result<Self, GpuError> {
         let mut bump = Bump::default();
         let bytes = size_of::<f32>();
         let router = bump.take(config.n_experts * config.hidden * bytes);
@@ -284,7 +286,7 @@ impl<'g> DeviceGradients<'g> {
 /// Tensor maps of gate, up and down of each MLP; zeros where there is none.
 fn tensor_maps(
     gpu: &dyn Gpu,
-    mlps: &[(Which, MlpConfig)],
+    mlps: &[(MlpId, MlpConfig)],
     hidden: usize,
     addresses: &[[u64; 6]],
     dtype: Dtype,

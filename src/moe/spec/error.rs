@@ -58,6 +58,14 @@ pub enum MoeError {
         /// How long it waited.
         waited: Duration,
     },
+    /// A call that this layer cannot take: what it is, and why not.
+    #[error("cannot {what}: {why}")]
+    Usage {
+        /// The call.
+        what: &'static str,
+        /// The reason.
+        why: String,
+    },
     /// The host ended a pass.
     #[error("PE {pe} was asked to end in phase {}", phase.name())]
     Aborted {
@@ -92,7 +100,7 @@ impl MoeError {
     }
 
     /// Of this PE of `shmem`; `peer` by its number there.
-    pub(super) fn wait<T: Transport>(
+    pub(in crate::moe) fn wait<T: Transport>(
         shmem: &Shmem<T>,
         peer: usize,
         what: &'static str,

@@ -3,8 +3,7 @@
 //! Everything here is f32 whatever the layer's element type: the router is a sliver of the work, and a
 //! rounding there moves tokens to other experts.
 
-use super::config::{GroupLimit, LayerConfig, RouterConfig, Scoring};
-use super::placement::Placement;
+use crate::moe::spec::{GroupLimit, LayerConfig, Load, Placement, RouterConfig, Scoring};
 
 /// What the router decided for one PE's tokens.
 #[derive(Clone, Debug, Default)]
@@ -23,45 +22,6 @@ pub struct Routing {
     scores: Vec<f32>,
     /// logsumexp of each token's logits, `[tokens]`.
     lse: Vec<f32>,
-}
-
-/// Sums over tokens that the losses need; over one PE's tokens, or over all.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Load {
-    /// Tokens.
-    pub tokens: u64,
-    /// (token, expert) pairs routed to each expert, before any drop.
-    pub routed: Vec<u64>,
-    /// Sum of each expert's probability: softmax probability, or sigmoid score over the token's sum of scores.
-    pub prob_sums: Vec<f64>,
-    /// Sum of squared logsumexp of the logits.
-    pub z_sum: f64,
-}
-
-impl Load {
-    /// Adds another PE's sums.
-    pub fn add(&mut self, other: &Load) {
-        self.tokens += other.tokens;
-        self.z_sum += other.z_sum;
-        self.routed.resize(other.routed.len(), 0);
-        self.prob_sums.resize(other.prob_sums.len(), 0.0);
-        self.routed.iter_mut().zip(&other.routed).for_each(|(a, b)| *a += b);
-        self.prob_sums.iter_mut().zip(&other.prob_sums).for_each(|(a, b)| *a += b);
-    }
-
-    /// The load-balancing loss, `n_experts * sum_e f_e P_e` with `f_e` the routed pairs per token and `P_e` the mean
-    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices); without its
-    /// coefficient. 0 without tokens.
-    pub fn aux_loss(&self) -> f64 {
-        let t = self.tokens.max(1) as f64;
-        let dot: f64 = self.routed.iter().zip(&self.prob_sums).map(|(&r, &p)| r as f64 / t * (p / t)).sum();
-        dot * self.routed.len() as f64
-    }
-
-    /// The z-loss, the mean of squared logsumexp (ST-MoE, equation 5); without its coefficient. 0 without tokens.
-    pub fn z_loss(&self) -> f64 {
-        self.z_sum / self.tokens.max(1) as f64
-    }
 }
 
 /// Scores, selects and weighs, from logits `[tokens, n_experts]`.

@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use super::config::{LayerConfig, MlpConfig, Proj, WeightId, WeightSource};
 use super::kernels::{self, Element, Workspace};
+use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, Proj, WeightSource, proj_index};
 
 /// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
@@ -17,53 +17,16 @@ pub struct Mlp<E: Element> {
     bias: [Vec<f32>; 3],
 }
 
-/// The gradients of one MLP's weights, in the weights' shapes; empty where there is no such weight.
-#[derive(Clone, Debug, Default)]
-pub struct MlpGradients {
-    /// Of the gate, up and down matrices, `[out, in]`.
-    pub matrix: [Vec<f32>; 3],
-    /// Of their biases, `[out]`.
-    pub bias: [Vec<f32>; 3],
-}
-
-/// The index of a projection in arrays of three.
-pub fn proj_index(proj: Proj) -> usize {
-    match proj {
-        Proj::Gate => 0,
-        Proj::Up => 1,
-        Proj::Down => 2,
-    }
-}
-
-/// Which MLP of the layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
-    /// A routed expert, by its global number.
-    Routed(usize),
-    /// The shared expert.
-    Shared,
-}
-
-impl Which {
-    /// The names of a projection's matrix and bias.
-    pub fn ids(self, proj: Proj) -> (WeightId, WeightId) {
-        match self {
-            Which::Routed(e) => (WeightId::Expert(e, proj), WeightId::ExpertBias(e, proj)),
-            Which::Shared => (WeightId::Shared(proj), WeightId::SharedBias(proj)),
-        }
-    }
-}
-
 impl<E: Element> Mlp<E> {
     /// Loads and prepares one MLP.
     ///
     /// # Errors
     /// The source's.
-    pub fn load(source: &dyn WeightSource, which: Which) -> anyhow::Result<Self> {
+    pub fn load(source: &dyn WeightSource, which: MlpId) -> anyhow::Result<Self> {
         let layer = source.config();
         let config = match which {
-            Which::Routed(_) => layer.expert,
-            Which::Shared => layer.shared.map_or(layer.expert, |s| s.mlp),
+            MlpId::Routed(_) => layer.expert,
+            MlpId::Shared => layer.shared.map_or(layer.expert, |s| s.mlp),
         };
         let matrix = |proj: Proj| -> anyhow::Result<E::Weight> {
             let [out, inp] = config.shape(proj, layer.hidden);
@@ -110,21 +73,6 @@ impl<E: Element> Mlp<E> {
         }
         E::gemm_tn(ws, m, i, h, &batch.d_up, &batch.x, &mut grads.matrix[1], false);
         E::gemm_tn(ws, m, h, i, &batch.g, &batch.hw, &mut grads.matrix[2], false);
-    }
-}
-
-impl MlpGradients {
-    /// Zeros in the shapes of an MLP's weights.
-    pub fn zeros(config: &MlpConfig, hidden: usize) -> Self {
-        let mut grads = MlpGradients::default();
-        for &proj in config.projections() {
-            let [out, inp] = config.shape(proj, hidden);
-            grads.matrix[proj_index(proj)] = vec![0.0; out * inp];
-            if config.bias {
-                grads.bias[proj_index(proj)] = vec![0.0; out];
-            }
-        }
-        grads
     }
 }
 
@@ -329,14 +277,6 @@ pub fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range
     let n = rows.len();
     let count = if n == 0 { 0 } else { ((n + tile_rows / 2) / tile_rows).max(1) };
     (0..count).map(move |k| rows.start + n * k / count..rows.start + n * (k + 1) / count)
-}
-
-/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared one, forward, or
-/// with `backward` three times that. The router's are not counted.
-pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
-    let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
-    let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;
-    (routed + shared) * if backward { 3.0 } else { 1.0 }
 }
 
 #[cfg(test)]

@@ -10,15 +10,13 @@ mod dispatch;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::config::LayerConfig;
-use super::experts::{Batch, Mlp, MlpGradients, Scratch, tiles};
+use super::experts::{Batch, Mlp, Scratch, tiles};
 use super::kernels::Element;
-use super::layout::{Memory, ROUND_BITS};
-use super::metrics::{Phase, Recorder};
-use super::placement::Placement;
+use super::memory::Memory;
 use super::replicas::Exchange;
-use super::router::{Load, Routes, Routing};
-use super::{Mode, MoeError, Options};
+use super::router::{Routes, Routing};
+use crate::moe::spec::metrics::{Phase, Recorder};
+use crate::moe::spec::{LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
 /// Rows that came from one PE (or stayed: the own ones), and where its results go.

@@ -2,16 +2,17 @@
 
 use std::borrow::Cow;
 
-use super::config::{LayerConfig, MlpConfig, Proj, WeightId, WeightSource};
 use super::engine::{Direction, Engine, Progress, Saved};
-use super::experts::{Mlp, MlpGradients, Scratch, Which, proj_index};
+use super::experts::{Mlp, Scratch};
 use super::kernels::{self, Element};
-use super::layout::{Layout, Memory};
-use super::metrics::{Observer, Phase, Recorder};
-use super::placement::Placement;
+use super::memory::Memory;
 use super::replicas::{Exchange, Replicas};
-use super::router::{self, Load, Routing};
-use super::{MoeError, Options};
+use super::router::{self, Routing};
+use crate::moe::spec::metrics::{Observer, Phase, Recorder};
+use crate::moe::spec::{
+    Gradients, LayerConfig, Layout, Load, MlpConfig, MlpGradients, MlpId, Mode, MoeError, Options, Placement, Proj,
+    WeightId, WeightSource, proj_index,
+};
 use crate::shmem::{Cmp, Shmem, SignalOp, Transport, Wait};
 
 /// One PE's part of a MoE layer whose experts are spread over all PEs.
@@ -38,53 +39,6 @@ pub struct Layer<'s, 'o, T: Transport, E: Element> {
     credits_used: Vec<u64>,
     spare: Vec<Saved<E>>,
     exchange: Option<Box<dyn Exchange + 's>>,
-}
-
-/// The gradients of the weights that a PE holds, overwritten by each backward, in the weights' shapes. Those of
-/// replicated weights are summed over all PEs.
-#[derive(Clone, Debug, Default)]
-pub struct Gradients {
-    /// `[n_experts, hidden]`.
-    pub router: Vec<f32>,
-    /// Of the local experts, in the order of [`Placement::experts`].
-    pub experts: Vec<MlpGradients>,
-    /// Of the shared expert.
-    pub shared: MlpGradients,
-    /// Of the shared expert's gate, `[1, hidden]`, empty where there is none.
-    pub shared_gate: Vec<f32>,
-}
-
-impl Gradients {
-    /// Zeros in the shapes of the weights that `pe` holds.
-    pub fn zeros(config: &LayerConfig, placement: &Placement, pe: usize) -> Self {
-        let expert = MlpGradients::zeros(&config.expert, config.hidden);
-        Gradients {
-            router: vec![0.0; config.n_experts * config.hidden],
-            experts: vec![expert; placement.experts(pe).len()],
-            shared: config.shared.map_or_else(Default::default, |s| MlpGradients::zeros(&s.mlp, config.hidden)),
-            shared_gate: vec![0.0; if config.shared.is_some_and(|s| s.sigmoid_gate) { config.hidden } else { 0 }],
-        }
-    }
-
-    /// The gradient of one weight; `None` when `pe` does not hold it or it has none.
-    pub fn get(&self, id: WeightId, placement: &Placement, pe: usize) -> Option<&[f32]> {
-        let local = |e: usize| (placement.owner(e) == pe).then(|| &self.experts[placement.local(e)]);
-        match id {
-            WeightId::Router => Some(&self.router),
-            WeightId::RouterBias => None,
-            WeightId::Expert(e, p) => Some(&local(e)?.matrix[proj_index(p)]),
-            WeightId::ExpertBias(e, p) => Some(&local(e)?.bias[proj_index(p)]),
-            WeightId::Shared(p) => Some(&self.shared.matrix[proj_index(p)]),
-            WeightId::SharedBias(p) => Some(&self.shared.bias[proj_index(p)]),
-            WeightId::SharedGate => Some(&self.shared_gate),
-        }
-    }
-
-    /// The gradients of the weights that every PE holds.
-    fn replicated(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
-        let shared = self.shared.matrix.iter_mut().chain(&mut self.shared.bias);
-        std::iter::once(&mut self.router).chain(shared).chain(std::iter::once(&mut self.shared_gate))
-    }
 }
 
 impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
@@ -119,8 +73,8 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
         let shared_gate = gated.then(|| load(WeightId::SharedGate)).transpose()?;
         let mlp = |which| Mlp::load(source, which).map_err(MoeError::Weights);
-        let experts = placement.experts(me).iter().map(|&e| mlp(Which::Routed(e))).collect::<Result<_, _>>()?;
-        let shared = config.shared.is_some().then(|| mlp(Which::Shared)).transpose()?;
+        let experts = placement.experts(me).iter().map(|&e| mlp(MlpId::Routed(e))).collect::<Result<_, _>>()?;
+        let shared = config.shared.is_some().then(|| mlp(MlpId::Shared)).transpose()?;
 
         let layout = Layout::new(&config, &placement, size_of::<E>(), max_tokens, &options)?;
         let memory = Memory::new(shmem, layout)?;
@@ -179,7 +133,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     }
 
     /// Changes the mode of the passes from now on (on every PE alike).
-    pub fn set_mode(&mut self, mode: super::Mode) {
+    pub fn set_mode(&mut self, mode: Mode) {
         self.options.mode = mode;
     }
 

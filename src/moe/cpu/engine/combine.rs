@@ -2,9 +2,9 @@
 
 use super::dispatch::put_pieces;
 use super::{Direction, Engine};
-use crate::moe::experts::Batch;
-use crate::moe::kernels::{self, Element};
-use crate::moe::metrics::{Phase, Recorder};
+use crate::moe::cpu::experts::Batch;
+use crate::moe::cpu::kernels::{self, Element};
+use crate::moe::spec::metrics::{Phase, Recorder};
 use crate::shmem::Transport;
 
 impl<T: Transport, E: Element> Engine<'_, '_, T, E> {

@@ -3,11 +3,9 @@
 use std::ops::Range;
 
 use super::{Direction, Engine, Inbound};
-use crate::moe::MoeError;
-use crate::moe::kernels::Element;
-use crate::moe::layout::HEADER_WORDS;
-use crate::moe::metrics::{Phase, Traffic};
-use crate::moe::router::Load;
+use crate::moe::cpu::kernels::Element;
+use crate::moe::spec::metrics::{Phase, Traffic};
+use crate::moe::spec::{HEADER_WORDS, Load, MoeError};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 impl<T: Transport, E: Element> Engine<'_, '_, T, E> {

@@ -112,10 +112,30 @@ impl Traffic {
 pub struct Span {
     /// The phase.
     pub phase: Phase,
-    /// Start, nanoseconds of `CLOCK_MONOTONIC`, comparable between the PEs of one host.
+    /// Start, nanoseconds: of `CLOCK_MONOTONIC`, comparable between the PEs of one host, or of the device's clock.
     pub start_ns: u64,
     /// Duration, nanoseconds.
     pub dur_ns: u64,
+    /// Which of the things that a PE does at the same time: the block of a kernel; 0 on a CPU.
+    pub track: u32,
+}
+
+/// What one pass, or several, took and sent.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct PassOutcome {
+    /// Time of the pass, seconds; on a device the device's own.
+    pub seconds: f64,
+    /// Of it by [`Phase::code`], seconds; on a device the time of the persistent kernel by what its blocks did.
+    pub phases_s: [f64; Phase::ALL.len()],
+    /// Rounds through the windows.
+    pub rounds: u64,
+    /// What the protocol put to other PEs.
+    pub traffic: Traffic,
+    /// Bytes of the sums of gradients (of replicated weights; of experts between groups) put to other PEs.
+    pub all_reduce_bytes: u64,
+    /// What was done when, where spans are recorded.
+    pub spans: Vec<Span>,
 }
 
 /// Told what a PE is doing while it does it (for status displays and for naming the phase of a dead PE).
@@ -176,7 +196,7 @@ impl<'o> Recorder<'o> {
             if let Some(spans) = &mut self.spans
                 && before != Phase::Idle
             {
-                spans.push(Span { phase: before, start_ns: self.since_ns, dur_ns });
+                spans.push(Span { phase: before, start_ns: self.since_ns, dur_ns, track: 0 });
             }
             self.phase = phase;
             self.since_ns = now;

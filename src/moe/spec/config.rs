@@ -322,3 +322,11 @@ pub trait WeightSource {
     /// One line that names the file, the tensor, and what is wrong with it.
     fn load(&self, id: WeightId) -> anyhow::Result<Vec<f32>>;
 }
+
+/// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared one, forward, or
+/// with `backward` three times that. The router's are not counted.
+pub fn gemm_flop(layer: &LayerConfig, routed_rows: u64, tokens: u64, backward: bool) -> f64 {
+    let shared = layer.shared.map_or(0.0, |s| s.mlp.forward_flop_per_row(layer.hidden) * tokens as f64);
+    let routed = layer.expert.forward_flop_per_row(layer.hidden) * routed_rows as f64;
+    (routed + shared) * if backward { 3.0 } else { 1.0 }
+}

@@ -1,0 +1,15 @@
+//! The layer on a CPU: router, dispatch, experts, combine; forward and backward, over one-sided communication.
+//!
+//! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
+
+mod engine;
+pub mod experts;
+pub mod kernels;
+mod layer;
+mod memory;
+mod replicas;
+pub mod router;
+
+pub use engine::Saved;
+pub use layer::Layer;
+pub use replicas::Replicas;

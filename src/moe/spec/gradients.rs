@@ -1,0 +1,103 @@
+//! The gradients of the weights that a PE holds.
+
+use super::config::{LayerConfig, MlpConfig, Proj, WeightId};
+use super::placement::Placement;
+
+/// The gradients of the weights that a PE holds, overwritten by each backward, in the weights' shapes. Those of
+/// replicated weights are summed over all PEs.
+#[derive(Clone, Debug, Default)]
+pub struct Gradients {
+    /// `[n_experts, hidden]`.
+    pub router: Vec<f32>,
+    /// Of the local experts, in the order of [`Placement::experts`].
+    pub experts: Vec<MlpGradients>,
+    /// Of the shared expert.
+    pub shared: MlpGradients,
+    /// Of the shared expert's gate, `[1, hidden]`, empty where there is none.
+    pub shared_gate: Vec<f32>,
+}
+
+impl Gradients {
+    /// Zeros in the shapes of the weights that `pe` holds.
+    pub fn zeros(config: &LayerConfig, placement: &Placement, pe: usize) -> Self {
+        let expert = MlpGradients::zeros(&config.expert, config.hidden);
+        Gradients {
+            router: vec![0.0; config.n_experts * config.hidden],
+            experts: vec![expert; placement.experts(pe).len()],
+            shared: config.shared.map_or_else(Default::default, |s| MlpGradients::zeros(&s.mlp, config.hidden)),
+            shared_gate: vec![0.0; if config.shared.is_some_and(|s| s.sigmoid_gate) { config.hidden } else { 0 }],
+        }
+    }
+
+    /// The gradient of one weight; `None` when `pe` does not hold it or it has none.
+    pub fn get(&self, id: WeightId, placement: &Placement, pe: usize) -> Option<&[f32]> {
+        let local = |e: usize| (placement.owner(e) == pe).then(|| &self.experts[placement.local(e)]);
+        match id {
+            WeightId::Router => Some(&self.router),
+            WeightId::RouterBias => None,
+            WeightId::Expert(e, p) => Some(&local(e)?.matrix[proj_index(p)]),
+            WeightId::ExpertBias(e, p) => Some(&local(e)?.bias[proj_index(p)]),
+            WeightId::Shared(p) => Some(&self.shared.matrix[proj_index(p)]),
+            WeightId::SharedBias(p) => Some(&self.shared.bias[proj_index(p)]),
+            WeightId::SharedGate => Some(&self.shared_gate),
+        }
+    }
+
+    /// The gradients of the weights that every PE holds.
+    fn replicated(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
+        let shared = self.shared.matrix.iter_mut().chain(&mut self.shared.bias);
+        std::iter::once(&mut self.router).chain(shared).chain(std::iter::once(&mut self.shared_gate))
+    }
+}
+
+/// The gradients of one MLP's weights, in the weights' shapes; empty where there is no such weight.
+#[derive(Clone, Debug, Default)]
+pub struct MlpGradients {
+    /// Of the gate, up and down matrices, `[out, in]`.
+    pub matrix: [Vec<f32>; 3],
+    /// Of their biases, `[out]`.
+    pub bias: [Vec<f32>; 3],
+}
+
+impl MlpGradients {
+    /// Zeros in the shapes of an MLP's weights.
+    pub fn zeros(config: &MlpConfig, hidden: usize) -> Self {
+        let mut grads = MlpGradients::default();
+        for &proj in config.projections() {
+            let [out, inp] = config.shape(proj, hidden);
+            grads.matrix[proj_index(proj)] = vec![0.0; out * inp];
+            if config.bias {
+                grads.bias[proj_index(proj)] = vec![0.0; out];
+            }
+        }
+        grads
+    }
+}
+
+/// The index of a projection in arrays of three.
+pub fn proj_index(proj: Proj) -> usize {
+    match proj {
+        Proj::Gate => 0,
+        Proj::Up => 1,
+        Proj::Down => 2,
+    }
+}
+
+/// MlpId MLP of the layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlpId {
+    /// A routed expert, by its global number.
+    Routed(usize),
+    /// The shared expert.
+    Shared,
+}
+
+impl MlpId {
+    /// The names of a projection's matrix and bias.
+    pub fn ids(self, proj: Proj) -> (WeightId, WeightId) {
+        match self {
+            MlpId::Routed(e) => (WeightId::Expert(e, proj), WeightId::ExpertBias(e, proj)),
+            MlpId::Shared => (WeightId::Shared(proj), WeightId::SharedBias(proj)),
+        }
+    }
+}

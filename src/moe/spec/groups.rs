@@ -1,0 +1,143 @@
+//! Expert-parallel (EP) groups: each holds all experts, each has its own tokens, and together they make one layer.
+
+use super::placement::Placement;
+
+/// The EP groups of a world, and where each has its experts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// The PEs of each group, in the order of their numbers in it.
+    members: Vec<Vec<usize>>,
+    /// Each group's placement, by numbers in the group.
+    placements: Vec<Placement>,
+}
+
+impl Groups {
+    /// One group of all PEs.
+    pub fn one(placement: Placement) -> Self {
+        Groups { members: vec![(0..placement.n_pes()).collect()], placements: vec![placement] }
+    }
+
+    /// Groups of PEs `0..n_pes`, each with a placement of the same experts over its members.
+    ///
+    /// # Errors
+    /// What is wrong, in one line: a PE in no group or in two, a placement of other PEs or experts than there are.
+    pub fn new(n_pes: usize, groups: Vec<(Vec<usize>, Placement)>) -> Result<Self, String> {
+        let (members, placements): (Vec<_>, Vec<_>) = groups.into_iter().unzip();
+        let mut seen = vec![false; n_pes];
+        for &pe in members.iter().flatten() {
+            match seen.get_mut(pe) {
+                None => return Err(format!("PE {pe} is in a group, and there are {n_pes} PEs")),
+                Some(seen) if *seen => return Err(format!("PE {pe} is in two groups")),
+                Some(seen) => *seen = true,
+            }
+        }
+        if let Some(pe) = seen.iter().position(|seen| !seen) {
+            return Err(format!("PE {pe} is in no group"));
+        }
+        let experts = placements.first().map_or(0, Placement::n_experts);
+        for (g, (members, placement)) in members.iter().zip(&placements).enumerate() {
+            if members.len() != placement.n_pes() {
+                return Err(format!("group {g} has {} PEs, its placement {}", members.len(), placement.n_pes()));
+            }
+            if placement.n_experts() != experts {
+                return Err(format!("group {g} places {} experts, group 0 {experts}", placement.n_experts()));
+            }
+        }
+        Ok(Groups { members, placements })
+    }
+
+    /// Number of groups.
+    pub fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Whether there is no group, and so no PE.
+    pub fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// The group of `pe`, and its number in it.
+    ///
+    /// # Panics
+    /// If there is no such PE.
+    pub fn place(&self, pe: usize) -> (usize, usize) {
+        let mut all = self.members.iter().enumerate();
+        all.find_map(|(g, members)| members.iter().position(|&member| member == pe).map(|index| (g, index)))
+            .expect("every PE is in a group")
+    }
+
+    /// The PEs of a group.
+    pub fn members(&self, group: usize) -> &[usize] {
+        &self.members[group]
+    }
+
+    /// A group's placement.
+    pub fn placement(&self, group: usize) -> &Placement {
+        &self.placements[group]
+    }
+
+    /// The PE that owns `expert` in `group`.
+    pub fn owner(&self, group: usize, expert: usize) -> usize {
+        self.members[group][self.placements[group].owner(expert)]
+    }
+
+    /// The experts of `pe`, ascending.
+    pub fn experts(&self, pe: usize) -> &[usize] {
+        let (group, index) = self.place(pe);
+        self.placements[group].experts(index)
+    }
+
+    fn max_local(&self) -> usize {
+        self.placements.iter().map(Placement::max_local).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_gradients_go_out_and_in() {
+        let numbered = |first: usize, n: usize| (first..first + n).map(|i| i as f32).collect::<Vec<_>>();
+        let grads = MlpGradients {
+            matrix: [numbered(0, 4), numbered(4, 3), numbered(7, 5)],
+            bias: [Vec::new(), numbered(12, 2), numbered(14, 1)],
+        };
+        let mut back = MlpGradients {
+            matrix: [vec![0.0; 4], vec![0.0; 3], vec![0.0; 5]],
+            bias: [Vec::new(), vec![0.0; 2], vec![0.0; 1]],
+        };
+        for k in 1..=15 {
+            for i in 0..k {
+                let range = 15 * i / k..15 * (i + 1) / k;
+                let mut part = vec![-1.0; range.len()];
+                copy_out(&grads, range.start, &mut part);
+                assert_eq!(part, numbered(range.start, range.len()));
+                copy_in(&mut back, range.start, &part);
+            }
+            assert_eq!((&back.matrix, &back.bias), (&grads.matrix, &grads.bias), "{k} parts");
+            back.matrix.iter_mut().chain(&mut back.bias).for_each(|values| values.fill(0.0));
+        }
+    }
+
+    #[test]
+    fn groups_that_cannot_be_are_named() {
+        let even = |pes| Placement::even(4, pes);
+        let new = |groups| Groups::new(3, groups).map(|_| ()).unwrap_err();
+        assert_eq!(new(vec![(vec![0, 1], even(2))]), "PE 2 is in no group");
+        assert_eq!(new(vec![(vec![0, 1], even(2)), (vec![1, 2], even(2))]), "PE 1 is in two groups");
+        assert_eq!(new(vec![(vec![0, 1, 3], even(3))]), "PE 3 is in a group, and there are 3 PEs");
+        assert_eq!(new(vec![(vec![0, 1, 2], even(2))]), "group 0 has 3 PEs, its placement 2");
+        let other = Placement::even(5, 1);
+        assert_eq!(new(vec![(vec![0, 1], even(2)), (vec![2], other)]), "group 1 places 5 experts, group 0 4");
+    }
+
+    #[test]
+    fn every_pe_has_its_place() {
+        let groups = vec![(vec![3, 0], Placement::from_owners(vec![0, 1, 1], 2)), (vec![1, 2], Placement::even(3, 2))];
+        let groups = Groups::new(4, groups).unwrap();
+        assert_eq!((groups.place(0), groups.place(2)), ((0, 1), (1, 1)));
+        assert_eq!((groups.owner(0, 0), groups.owner(0, 2), groups.owner(1, 2)), (3, 0, 2));
+        assert_eq!((groups.experts(0), groups.experts(1)), (&[1, 2][..], &[0, 1][..]));
+    }
+}

@@ -1,0 +1,40 @@
+//! The sums over tokens that the losses are computed from.
+
+/// Sums over tokens that the losses need; over one PE's tokens, or over all.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Load {
+    /// Tokens.
+    pub tokens: u64,
+    /// (token, expert) pairs routed to each expert, before any drop.
+    pub routed: Vec<u64>,
+    /// Sum of each expert's probability: softmax probability, or sigmoid score over the token's sum of scores.
+    pub prob_sums: Vec<f64>,
+    /// Sum of squared logsumexp of the logits.
+    pub z_sum: f64,
+}
+
+impl Load {
+    /// Adds another PE's sums.
+    pub fn add(&mut self, other: &Load) {
+        self.tokens += other.tokens;
+        self.z_sum += other.z_sum;
+        self.routed.resize(other.routed.len(), 0);
+        self.prob_sums.resize(other.prob_sums.len(), 0.0);
+        self.routed.iter_mut().zip(&other.routed).for_each(|(a, b)| *a += b);
+        self.prob_sums.iter_mut().zip(&other.prob_sums).for_each(|(a, b)| *a += b);
+    }
+
+    /// The load-balancing loss, `n_experts * sum_e f_e P_e` with `f_e` the routed pairs per token and `P_e` the mean
+    /// probability (Switch Transformers, section 2.2, equation 4, summed over the top-k choices); without its
+    /// coefficient. 0 without tokens.
+    pub fn aux_loss(&self) -> f64 {
+        let t = self.tokens.max(1) as f64;
+        let dot: f64 = self.routed.iter().zip(&self.prob_sums).map(|(&r, &p)| r as f64 / t * (p / t)).sum();
+        dot * self.routed.len() as f64
+    }
+
+    /// The z-loss, the mean of squared logsumexp (ST-MoE, equation 5); without its coefficient. 0 without tokens.
+    pub fn z_loss(&self) -> f64 {
+        self.z_sum / self.tokens.max(1) as f64
+    }
+}

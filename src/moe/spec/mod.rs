@@ -1,0 +1,26 @@
+//! What a layer is, whichever engine runs it: configuration, placement, groups, options, gradients, metrics.
+
+mod config;
+mod error;
+mod gradients;
+mod groups;
+mod layer;
+mod layout;
+mod load;
+pub mod metrics;
+mod options;
+pub mod placement;
+
+pub use config::{
+    Activation, ConfigError, GroupLimit, LayerConfig, MAX_WIDTH, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig,
+    WeightId, WeightSource, gemm_flop,
+};
+pub use error::MoeError;
+pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};
+pub use groups::Groups;
+pub use layer::{LayerSpec, MoeLayer, NO_EXPERT, Routed};
+pub use layout::Layout;
+pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};
+pub use load::Load;
+pub use options::{Dtype, Mode, Options};
+pub use placement::Placement;

@@ -1,0 +1,100 @@
+//! How a layer runs: element type, mode, and what trades memory for time.
+
+use std::time::{Duration, Instant};
+
+use super::config::ConfigError;
+
+/// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16, accumulated in f32.
+    Bf16,
+    /// IEEE half precision, accumulated in f32; on a device only.
+    F16,
+}
+
+impl Dtype {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+            Dtype::F16 => "f16",
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::Bf16 | Dtype::F16 => 2,
+        }
+    }
+}
+
+/// How the PEs exchange rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Rows, tiles and results flow as they come; a PE waits only when it has nothing to do.
+    Pipelined,
+    /// Bulk-synchronous: all PEs finish each step (counts, rows, experts, results) before any begins the next. The
+    /// baseline.
+    Bulk,
+}
+
+/// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// Pipelined or bulk.
+    pub mode: Mode,
+    /// Receive windows, as a multiple of the even share of the rows (at least one row is always there).
+    pub budget_factor: f64,
+    /// Most rows sent under one signal.
+    pub chunk_rows: usize,
+    /// Rows that an expert's GEMMs are cut to, about.
+    pub tile_rows: usize,
+    /// How long a PE waits for a peer before it gives up.
+    pub wait_limit: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            mode: Mode::Pipelined,
+            budget_factor: 2.0,
+            chunk_rows: 256,
+            tile_rows: 512,
+            wait_limit: Duration::from_secs(60),
+        }
+    }
+}
+
+impl Options {
+    /// Checks that a layer can run with these.
+    ///
+    /// # Errors
+    /// Names the first option that is out of range, its value, and what would be right.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        for (field, value) in [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows)] {
+            if value == 0 {
+                return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
+            }
+        }
+        let factor = self.budget_factor;
+        if !(factor.is_finite() && factor > 0.0) {
+            let expected = "a finite number above 0".into();
+            return Err(ConfigError { field: "budget factor", value: factor.to_string(), expected });
+        }
+        Ok(())
+    }
+
+    /// When a wait that begins now is over.
+    pub(crate) fn deadline(&self) -> Instant {
+        /// For a limit beyond what an [`Instant`] can hold: a century.
+        const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+        let now = Instant::now();
+        now.checked_add(self.wait_limit).unwrap_or_else(|| now + FAR)
+    }
+}
