@@ -5,29 +5,30 @@ mod common;
 use std::time::Duration;
 
 use aristos::check::TOLERANCE_F32;
-use aristos::moe::metrics::Unobserved;
+use aristos::moe::cpu::replica_bytes;
 use aristos::moe::synthetic::{RouterKind, Synthetic};
 use aristos::moe::{
-    Gradients, Groups, Layer, LayerConfig, Layout, Mode, MoeError, Options, Placement, Replicas, SharedConfig,
-    WeightSource,
+    Groups, Layer, LayerConfig, LayerSpec, Mode, MoeError, Options, Placement, Replicas, SharedConfig, WeightSource,
 };
 use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
 use aristos::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
-use common::{Step, assert_close, even, mixtral, on_pes, reference, run, shm, synthetic};
+use common::{PeStep, Step, assert_close, even, forward, mixtral, on_pes, one_step, reference, run, shm, synthetic};
 
 type Group<'s, T> = GroupTransport<'s, T>;
 
+/// The layer of a group.
+fn spec(config: &LayerConfig, groups: &Groups, group: usize, max_tokens: usize, options: &Options) -> LayerSpec {
+    let n = groups.members(group).len();
+    common::spec::<f32>(config, n, max_tokens, options).placement(groups.placement(group).clone())
+}
+
 /// Of a group of PEs over its heap: what a layer in it needs.
 fn group_heap(config: &LayerConfig, groups: &Groups, max_tokens: usize, options: &Options) -> usize {
-    let needs = (0..groups.len()).map(|g| {
-        let layout = Layout::new(config, groups.placement(g), 4, max_tokens, options).unwrap();
-        Shmem::<ShmTransport>::heap_bytes_for(groups.members(g).len(), layout.total_bytes())
-    });
-    needs.max().unwrap()
+    (0..groups.len()).map(|g| spec(config, groups, g, max_tokens, options).heap_bytes().unwrap()).max().unwrap()
 }
 
 fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize, options: &Options) -> usize {
-    let bytes = group_heap(config, groups, max_tokens, options) + Replicas::<ShmTransport>::bytes(config, groups);
+    let bytes = group_heap(config, groups, max_tokens, options) + replica_bytes(config, groups);
     Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
 }
 
@@ -46,23 +47,14 @@ fn run_groups<T: Transport + Send>(
     let heap = group_heap(config, groups, max_tokens, options);
     let by_pe = on_pes(transports, |world| {
         let me = world.my_pe();
-        let (group, index) = groups.place(me);
+        let group = groups.place(me).0;
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap)?);
-        let placement = groups.placement(group).clone();
-        let mut layer =
-            Layer::<_, f32>::new(&shmem, source, placement.clone(), max_tokens, options.clone(), &Unobserved)?;
-        layer.join(Replicas::new(&world, config, groups.clone())?);
+        let mut layer = Layer::<_, f32>::builder(spec(config, groups, group, max_tokens, options))
+            .exchange(Replicas::new(&world, config, groups.clone())?)
+            .build(&shmem, source)?;
         let (x, g) = (source.hidden_states(splits[me].clone()), source.grad_output(splits[me].clone()));
-        let mut all = Vec::new();
-        for _ in 0..steps {
-            let (mut output, mut grad_input) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
-            let mut grads = Gradients::zeros(config, &placement, index);
-            let saved = layer.forward(&x, &mut output)?;
-            let (chosen, rounds) = (saved.routing.chosen.clone(), saved.rounds);
-            layer.backward(saved, &g, &mut grad_input, &mut grads)?;
-            all.push((output, grad_input, grads, chosen, rounds));
-        }
+        let all = (0..steps).map(|_| one_step(&mut layer, &x, &g)).collect::<Result<Vec<_>, _>>()?;
         // The others may still read what is ours.
         world.barrier_all(options_deadline(options)).unwrap();
         Ok(all)
@@ -72,10 +64,10 @@ fn run_groups<T: Transport + Send>(
         .map(|s| {
             let mut step = Step::default();
             for (pe, results) in by_pe.iter().enumerate() {
-                let (output, grad_input, grads, chosen, rounds) = &results[s];
+                let PeStep { output, grad_input, grads, routed, rounds, .. } = &results[s];
                 step.output.extend(output);
                 step.grad_hidden_states.extend(grad_input);
-                step.chosen.extend(chosen);
+                step.chosen.extend(&routed.chosen);
                 step.rounds.push(*rounds);
                 let (group, index) = groups.place(pe);
                 for id in config.weights() {
@@ -188,20 +180,19 @@ fn a_silent_group_is_named() {
     let heap = group_heap(config, &groups, 4, &options);
     let errors = on_pes(shm(4, world_heap(config, &groups, 4, 4, &options)), |world| {
         let me = world.my_pe();
-        let (group, index) = groups.place(me);
+        let group = groups.place(me).0;
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap).unwrap());
-        let placement = groups.placement(group).clone();
-        let mut layer =
-            Layer::<_, f32>::new(&shmem, &source, placement.clone(), 4, options.clone(), &Unobserved).unwrap();
-        layer.join(Replicas::new(&world, config, groups.clone()).unwrap());
-        let (x, mut output) = (source.hidden_states(4 * me..4 * me + 4), vec![0.0; 4 * 16]);
-        let saved = layer.forward(&x, &mut output).unwrap();
+        let mut layer = Layer::<_, f32>::builder(spec(config, &groups, group, 4, &options))
+            .exchange(Replicas::new(&world, config, groups.clone()).unwrap())
+            .build(&shmem, &source)
+            .unwrap();
+        let x = source.hidden_states(4 * me..4 * me + 4);
         if group == 1 {
+            forward(&mut layer, &x).unwrap();
             return String::new();
         }
-        let mut grads = Gradients::zeros(config, &placement, index);
-        layer.backward(saved, &x, &mut output, &mut grads).unwrap_err().to_string()
+        one_step(&mut layer, &x, &x).err().unwrap().to_string()
     });
     for (me, peer) in [(0, 3), (2, 1)] {
         let text = &errors[me];

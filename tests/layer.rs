@@ -2,15 +2,16 @@
 
 mod common;
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
 use aristos::moe::kernels::Element;
-use aristos::moe::metrics::Unobserved;
 use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
-    Activation, Gradients, Layer, LayerConfig, MlpConfig, Mode, Options, Placement, SharedConfig, WeightSource,
+    Activation, Layer, LayerConfig, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig, WeightSource,
 };
+use aristos::shmem::{ShmTransport, Shmem};
 use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, shm, synthetic};
 use half::bf16;
 
@@ -181,16 +182,17 @@ fn a_layer_that_cannot_be_is_an_error() {
     let heap = heap_bytes::<f32>(source.config(), 2, 4, &Options::default());
     let refused = |placement: Placement, options: Options, want: &str| {
         for result in on_pes(shm(2, heap), |shmem| {
-            let made = Layer::<_, f32>::new(&shmem, &source, placement.clone(), 4, options.clone(), &Unobserved);
+            let spec = common::spec::<f32>(source.config(), 2, 4, &options).placement(placement.clone());
+            let made = Layer::<_, f32>::builder(spec).build(&shmem, &source);
             made.map(drop).map_err(|error| error.to_string())
         }) {
             assert_eq!(result, Err(want.to_string()));
         }
     };
     let options = Options::default;
-    refused(Placement::even(6, 3), options(), "the placement's list of PEs has 3 elements, expected 2");
-    refused(Placement::even(5, 2), options(), "the placement's list of experts has 5 elements, expected 6");
-    refused(Placement::even(7, 2), options(), "the placement's list of experts has 7 elements, expected 6");
+    refused(Placement::even(6, 3), options(), "the placement's number of PEs is 3, expected 2");
+    refused(Placement::even(5, 2), options(), "the placement's number of experts is 5, expected 6");
+    refused(Placement::even(7, 2), options(), "the placement's number of experts is 7, expected 6");
     let even = Placement::even(6, 2);
     refused(even.clone(), Options { tile_rows: 0, ..options() }, "tile rows is 0, expected at least 1");
     refused(even.clone(), Options { chunk_rows: 0, ..options() }, "chunk rows is 0, expected at least 1");
@@ -200,42 +202,73 @@ fn a_layer_that_cannot_be_is_an_error() {
     }
 }
 
+/// What a forward pass leaves belongs to its layer, for one backward of the same kind.
 #[test]
-fn gradients_of_other_shapes_are_an_error() {
-    let base = mixtral(8, 4, 6, 2);
-    let mlp = MlpConfig { bias: true, ..base.expert };
-    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
-    let source = synthetic(LayerConfig { expert: mlp, shared, ..base }, 1);
+fn a_saved_pass_of_another_kind_is_refused() {
+    let source = synthetic(mixtral(8, 4, 6, 2), 1);
     // A limit that no clock reaches is no limit.
     let options = Options { wait_limit: Duration::MAX, ..Options::default() };
-    let heap = heap_bytes::<f32>(source.config(), 2, 4, &options);
-    type Spoil = fn(&mut Gradients);
-    let spoils: [(Spoil, &str); 8] = [
-        (|g| *g = Gradients::default(), "the router's gradient has 0 elements, expected 48"),
-        (|g| g.experts.truncate(1), "the gradients' list of experts has 1 elements, expected 3"),
-        (|g| g.experts[2].matrix[0].clear(), "an expert's gradient has 0 elements, expected 32"),
-        (|g| g.experts[0].bias[2].push(0.0), "an expert's bias gradient has 9 elements, expected 8"),
-        (|g| g.shared = Default::default(), "the shared expert's gradient has 0 elements, expected 32"),
-        (|g| g.shared.bias[1].clear(), "the shared expert's bias gradient has 0 elements, expected 4"),
-        (|g| g.shared_gate.clear(), "the gradient of the shared expert's gate has 0 elements, expected 8"),
-        (|g| g.router.push(0.0), "the router's gradient has 49 elements, expected 48"),
-    ];
+    let spec = common::spec::<f32>(source.config(), 2, 4, &options);
+    let heap = Shmem::<ShmTransport>::heap_bytes_for(2, 2 * spec.layout().unwrap().total_bytes());
     on_pes(shm(2, heap), |shmem| {
-        let (me, placement) = (shmem.my_pe(), Placement::even(6, 2));
-        let mut layer =
-            Layer::<_, f32>::new(&shmem, &source, placement.clone(), 4, options.clone(), &Unobserved).unwrap();
-        let x = source.hidden_states(4 * me..4 * me + 4);
-        let (mut output, mut grad_input) = (vec![0.0; x.len()], vec![0.0; x.len()]);
-        let zeros = Gradients::zeros(source.config(), &placement, me);
-        for (spoil, want) in spoils {
-            let saved = layer.forward(&x, &mut output).unwrap();
-            let mut grads = zeros.clone();
-            spoil(&mut grads);
-            let error = layer.backward(saved, &x, &mut grad_input, &mut grads).unwrap_err();
-            assert_eq!(error.to_string(), want);
-        }
-        // None of them was sent anything, so that the layer can go on.
-        let saved = layer.forward(&x, &mut output).unwrap();
-        layer.backward(saved, &x, &mut grad_input, &mut zeros.clone()).unwrap();
+        let first = 4 * shmem.my_pe();
+        let x = source.hidden_states(first..first + 4);
+        let mut layers = [0, 1].map(|_| Layer::<_, f32>::builder(spec.clone()).build(&shmem, &source).unwrap());
+        let [layer, other] = &mut layers;
+        let (mut y, mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; x.len()], vec![0.0; 8]);
+        let mut saved = layer.forward(&x, &mut y).unwrap();
+        let refused = |result: Result<(), MoeError>| match result {
+            Err(error @ MoeError::Usage { .. }) => error.to_string(),
+            other => panic!("{other:?}"),
+        };
+        let elsewhere = other.backward(&mut saved, &x, &x, &mut dx);
+        assert_eq!(refused(elsewhere), "cannot run backward: the forward pass was another layer's");
+        assert_eq!(
+            refused(other.routed(&saved).map(drop)),
+            "cannot say where rows went: the forward pass was another layer's"
+        );
+        let external = layer.experts_backward(&mut saved, &x, &x, &mut dx, &mut dw);
+        let want = "cannot run the backward of experts: the layer's own router routed the forward pass";
+        assert_eq!(refused(external), want);
+        // None of them was sent anything, so that the layer can go on; but once.
+        layer.backward(&mut saved, &x, &x, &mut dx).unwrap();
+        let again = layer.backward(&mut saved, &x, &x, &mut dx);
+        assert_eq!(refused(again), "cannot run backward: the forward pass has had its backward");
+        let (ids, w) = (vec![0, 5, 1, -1, -1, -1, 2, 3], vec![1.0; 8]);
+        let mut saved = layer.experts(&x, &ids, &w, &mut y).unwrap();
+        let own = layer.backward(&mut saved, &x, &x, &mut dx);
+        assert_eq!(refused(own), "cannot run backward: the caller routed the forward pass");
+        layer.experts_backward(&mut saved, &x, &x, &mut dx, &mut dw).unwrap();
+        shmem.barrier_all(Instant::now() + Duration::from_secs(60)).unwrap();
     });
+}
+
+#[test]
+fn a_layer_not_made_for_training_has_no_backward() {
+    let source = synthetic(mixtral(8, 4, 6, 2), 1);
+    let spec = common::spec::<f32>(source.config(), 1, 4, &Options::default()).training(false);
+    on_pes(shm(1, spec.heap_bytes().unwrap()), |shmem| {
+        let mut layer = Layer::<_, f32>::builder(spec.clone()).build(shmem, &source).unwrap();
+        let x = source.hidden_states(0..4);
+        let (mut y, mut dx) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+        let mut saved = layer.forward(&x, &mut y).unwrap();
+        let why = "the layer was not made for training";
+        let errors = [
+            layer.backward(&mut saved, &x, &x, &mut dx).unwrap_err(),
+            layer.gradients().map(drop).unwrap_err(),
+            layer.set_accumulate(true).unwrap_err(),
+        ];
+        for (error, what) in errors.iter().zip(["run backward", "read gradients", "accumulate gradients"]) {
+            assert_eq!(error.to_string(), format!("cannot {what}: {why}"));
+        }
+    });
+}
+
+/// A layer may be used from another thread than the one that made it.
+#[test]
+fn a_layer_can_be_sent() {
+    fn is_send<T: Send>() {}
+    is_send::<Layer<Shmem<ShmTransport>, f32>>();
+    is_send::<Layer<&Shmem<ShmTransport>, bf16>>();
+    is_send::<Layer<Shmem<ShmTransport>, f32, aristos::moe::Replicas<Arc<Shmem<ShmTransport>>>>>();
 }

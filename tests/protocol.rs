@@ -114,22 +114,19 @@ fn bulk_is_the_same_under_reordering() {
 
 #[test]
 fn a_layer_can_be_made_where_another_was() {
-    use aristos::moe::metrics::Unobserved;
-    use aristos::moe::{Layer, Placement, WeightSource};
+    use aristos::moe::{Layer, WeightSource};
     let source = synthetic(mixtral(6, 4, 5, 2), 1);
     let options = Options { chunk_rows: 2, ..Options::default() };
-    let heap = heap_bytes::<f32>(source.config(), 3, 4, &options);
+    let spec = common::spec::<f32>(source.config(), 3, 4, &options);
+    let heap = spec.heap_bytes().unwrap();
     // One layer after the other in the same heap: what the first left there must not be taken for the second's.
     let outputs = |seed: u64, batches: Range<usize>| -> Vec<Vec<f32>> {
         common::on_pes(ReorderWorld::new(3, heap, seed), |shmem| {
             let layer_output = |batch: usize| {
                 let first = 12 * batch + 4 * shmem.my_pe();
                 let x = source.hidden_states(first..first + 4);
-                let mut layer =
-                    Layer::<_, f32>::new(&shmem, &source, Placement::even(5, 3), 4, options.clone(), &Unobserved)
-                        .unwrap();
-                let mut output = vec![0.0; x.len()];
-                layer.forward(&x, &mut output).unwrap();
+                let mut layer = Layer::<_, f32>::builder(spec.clone()).build(&shmem, &source).unwrap();
+                let output = common::forward(&mut layer, &x).unwrap();
                 layer.free().unwrap();
                 output
             };
@@ -147,21 +144,19 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use aristos::moe::metrics::Unobserved;
-    use aristos::moe::{Layer, Placement, WeightSource};
+    use aristos::moe::{Layer, WeightSource};
     let source = synthetic(mixtral(6, 4, 6, 3), 1);
     let options = Options { wait_limit: Duration::from_millis(200), ..Options::default() };
-    let heap = heap_bytes::<f32>(source.config(), 3, 4, &options);
+    let spec = common::spec::<f32>(source.config(), 3, 4, &options);
+    let heap = spec.heap_bytes().unwrap();
     let (sender, receiver) = mpsc::channel();
     // PEs 0 and 1 have each other's rows, which they cannot gather without the counts of PE 2.
     std::thread::spawn(move || {
         let errors = common::on_pes(shm(3, heap), |shmem| {
             let me = shmem.my_pe();
-            let mut layer =
-                Layer::<_, f32>::new(&shmem, &source, Placement::even(6, 3), 4, options.clone(), &Unobserved).unwrap();
+            let mut layer = Layer::<_, f32>::builder(spec.clone()).build(&shmem, &source).unwrap();
             let x = source.hidden_states(4 * me..4 * me + 4);
-            let mut output = vec![0.0; x.len()];
-            (me < 2).then(|| layer.forward(&x, &mut output).map(drop).unwrap_err().to_string())
+            (me < 2).then(|| common::forward(&mut layer, &x).unwrap_err().to_string())
         });
         sender.send(errors)
     });

@@ -52,6 +52,7 @@ mod collective;
 mod doorbell;
 mod error;
 mod group;
+mod handle;
 pub mod heap;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -70,6 +71,7 @@ pub use bytemuck::Pod;
 
 pub use error::{ShmemError, WaitTimeout};
 pub use group::GroupTransport;
+pub use handle::AsShmem;
 pub use segment::{Segment, available_bytes};
 pub use shm::ShmTransport;
 pub use team::Team;

@@ -4,6 +4,7 @@
 //! meanwhile does so for all of them; their order turns by one with each iteration. Before each one all PEs meet at
 //! a barrier. The bare GEMMs are those of whole expert batches, as large as the layer's routing makes them.
 
+use std::borrow::{Borrow, BorrowMut};
 use std::time::Instant;
 
 use anyhow::{Result, bail};
@@ -14,10 +15,10 @@ use super::probe;
 use crate::launch::{PeContext, StatusPage};
 use crate::moe::cpu::experts::{Batch, Scratch};
 use crate::moe::kernels::Element;
-use crate::moe::metrics::{Observer, Phase};
-use crate::moe::placement::{Placement, block};
+use crate::moe::metrics::{Observer, PassOutcome, Phase};
+use crate::moe::placement::block;
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{Dtype, Gradients, Layer, Layout, Mode, Options, WeightSource};
+use crate::moe::{Dtype, Layer, LayerSpec, MlpGradients, Mode, MoeLayer, Options, WeightSource};
 use crate::run::Device;
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
@@ -72,6 +73,13 @@ pub const MEASUREMENTS: [Measurement; 6] = [
 ];
 
 impl MoeBench {
+    /// The layer on `n_pes` PEs.
+    pub(super) fn spec(&self, source: &Synthetic, n_pes: usize, dtype: Dtype) -> LayerSpec {
+        LayerSpec::new(source.config().clone(), n_pes, block(self.tokens, n_pes, 0).len())
+            .dtype(dtype)
+            .options(self.options.clone())
+    }
+
     /// What each iteration runs.
     pub fn measurements(&self) -> &'static [Measurement] {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -110,7 +118,7 @@ pub struct PeSamples {
 /// One measurement of one iteration on one PE.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Sample {
-    /// From the barrier to this PE's end, seconds.
+    /// Of the passes, or of the GEMMs, seconds; on a device the device's own.
     pub seconds: f64,
     /// Of it, by phase (in the order of [`Phase::ALL`]), seconds; zeros for bare GEMMs.
     pub phases_s: [f64; Phase::ALL.len()],
@@ -124,9 +132,9 @@ pub fn phase_names() -> Vec<&'static str> {
 }
 
 /// Shows the layer's phase to the supervisor.
-struct Status<'s>(&'s StatusPage);
+struct Status(StatusPage);
 
-impl Observer for Status<'_> {
+impl Observer for Status {
     fn phase(&self, phase: Phase) {
         self.0.set_phase(phase.code() as u32);
     }
@@ -144,19 +152,17 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
     let n = context.n_pes();
     probe::pin(context.my_pe(), n);
-    let mut layer_bytes = 0;
-    for dtype in &bench.dtypes {
-        let placement = Placement::even(source.config().n_experts, n);
-        let max_tokens = block(bench.tokens, n, 0).len();
-        let layout = Layout::new(source.config(), &placement, dtype.bytes(), max_tokens, &bench.options)?;
-        layer_bytes = layout.total_bytes().max(layer_bytes);
+    let spec = |dtype| bench.spec(&source, n, dtype);
+    let mut heap_bytes = 0;
+    for &dtype in &bench.dtypes {
+        heap_bytes = heap_bytes.max(spec(dtype).heap_bytes()?);
     }
-    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(n, layer_bytes))?;
+    let segments = context.exchange_segments(heap_bytes)?;
     let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    for (part, dtype) in bench.dtypes.iter().enumerate() {
+    for (part, &dtype) in bench.dtypes.iter().enumerate() {
         let samples = match dtype {
-            Dtype::F32 => measure::<_, f32>(bench, &source, &shmem, context, part)?,
-            Dtype::Bf16 => measure::<_, bf16>(bench, &source, &shmem, context, part)?,
+            Dtype::F32 => run_as::<_, f32>(bench, &source, &shmem, spec(dtype), context, part)?,
+            Dtype::Bf16 => run_as::<_, bf16>(bench, &source, &shmem, spec(dtype), context, part)?,
             Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
         };
         context.send(&serde_json::to_vec(&samples)?)?;
@@ -164,80 +170,102 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
     Ok(())
 }
 
-fn measure<T: Transport, E: Element>(
+fn run_as<T: Transport, E: Element>(
     bench: &MoeBench,
     source: &Synthetic,
     shmem: &Shmem<T>,
+    spec: LayerSpec,
     context: &PeContext,
     part: usize,
 ) -> Result<PeSamples> {
-    let (me, n) = (shmem.my_pe(), shmem.n_pes());
-    let tokens = block(bench.tokens, n, me);
-    let elements = |values: Vec<f32>| values.into_iter().map(E::from_f32).collect::<Vec<E>>();
-    let x = elements(source.hidden_states(tokens.clone()));
-    let grad_output = elements(source.grad_output(tokens));
-    let (mut output, mut grad_input) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+    let (expert, hidden) = (spec.config.expert, spec.config.hidden);
+    let observer = Status(context.status().clone());
+    let mut layer = Layer::<_, E>::builder(spec).observer(observer).build(shmem, source)?;
+    // As large as the layer's routing makes them.
+    let bare_gemms = |rows: &[u64]| {
+        let mut batches: Vec<Batch<E>> =
+            rows.iter().map(|&rows| Batch::filled(&expert, hidden, rows as usize)).collect();
+        let mut grads = vec![MlpGradients::zeros(&expert, hidden); rows.len()];
+        let mut scratch = Scratch::default();
+        move |layer: &Layer<_, E>, backward| {
+            for ((batch, expert), grads) in batches.iter_mut().zip(layer.local_experts()).zip(&mut grads) {
+                expert.bare_gemms(batch, grads, &mut scratch, backward);
+            }
+        }
+    };
+    let samples = measure(bench, source, &mut layer, context, part, String::new(), bare_gemms)?;
+    layer.free()?;
+    Ok(samples)
+}
 
-    let observer = Status(context.status());
-    let placement = Placement::even(source.config().n_experts, n);
-    let max_tokens = block(bench.tokens, n, 0).len();
-    let mut layer = Layer::<T, E>::new(shmem, source, placement, max_tokens, bench.options.clone(), &observer)?;
-    let config = layer.config().clone();
-    let mut grads = Gradients::zeros(&config, layer.placement(), me);
+/// Measures over the layer of any engine, on `device`; `bare_gemms` makes what runs the GEMMs of this PE's experts alone, given the
+/// rows of each.
+pub(super) fn measure<L: MoeLayer, G: FnMut(&L, bool)>(
+    bench: &MoeBench,
+    source: &Synthetic,
+    layer: &mut L,
+    context: &PeContext,
+    part: usize,
+    device: String,
+    bare_gemms: impl FnOnce(&[u64]) -> G,
+) -> Result<PeSamples> {
+    let tokens = block(bench.tokens, context.n_pes(), layer.my_pe());
+    let zeros = vec![0.0; tokens.len() * source.config().hidden];
+    let x = layer.rows(&source.hidden_states(tokens.clone()), "hidden_states")?;
+    let grad_output = layer.rows(&source.grad_output(tokens), "grad_output")?;
+    let (mut output, mut grad_input) = (layer.values(&zeros)?, layer.values(&zeros)?);
 
-    let saved = layer.forward(&x, &mut output)?;
-    let rows: Vec<usize> = saved.batches.iter().map(|batch| batch.rows).collect();
+    let saved = layer.forward(x.borrow(), output.borrow_mut())?;
+    layer.finish(&saved)?;
+    let expert_rows = layer.routed(&saved)?.expert_rows;
     layer.recycle(saved);
-    let mut batches: Vec<Batch<E>> =
-        rows.iter().map(|&rows| Batch::filled(&config.expert, config.hidden, rows)).collect();
-    let mut scratch = Scratch::default();
+    let mut gemms = bare_gemms(&expert_rows);
 
+    let measurements = bench.measurements();
     let steps = bench.warmup + bench.iterations;
     let all_steps = (steps * bench.dtypes.len()) as u64;
     let mut iterations = Vec::new();
     for step in 0..steps {
         context.status().set_progress((part * steps + step) as u64, all_steps);
-        let mut samples = vec![Sample::default(); MEASUREMENTS.len()];
-        for turn in 0..MEASUREMENTS.len() {
-            let which = (step + turn) % MEASUREMENTS.len();
-            let Measurement { what, backward } = MEASUREMENTS[which];
+        let mut samples = vec![Sample::default(); measurements.len()];
+        for turn in 0..measurements.len() {
+            let which = (step + turn) % measurements.len();
+            let Measurement { what, backward } = measurements[which];
+            let mut sample = Sample::default();
             if let What::Layer(mode) = what {
-                layer.set_mode(mode);
+                layer.set_mode(mode)?;
             }
-            layer.recorder.take();
-            shmem.barrier_all(bench.options.deadline())?;
-            let start = Instant::now();
+            layer.barrier()?;
             match what {
                 What::Gemms => {
-                    for ((batch, expert), grads) in batches.iter_mut().zip(layer.experts()).zip(&mut grads.experts) {
-                        expert.bare_gemms(batch, grads, &mut scratch, backward);
-                    }
+                    let start = Instant::now();
+                    gemms(layer, backward);
+                    sample.seconds = start.elapsed().as_secs_f64();
                 }
                 What::Layer(_) => {
-                    let saved = layer.forward(&x, &mut output)?;
+                    let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
+                    sample.add(&layer.finish(&saved)?);
                     if backward {
-                        layer.backward(saved, &grad_output, &mut grad_input, &mut grads)?;
-                    } else {
-                        layer.recycle(saved);
+                        layer.backward(&mut saved, x.borrow(), grad_output.borrow(), grad_input.borrow_mut())?;
+                        sample.add(&layer.finish(&saved)?);
                     }
+                    layer.recycle(saved);
                 }
             }
-            let seconds = start.elapsed().as_secs_f64();
-            let (phases_ns, _) = layer.recorder.take();
-            let mut phases_s = phases_ns.map(|ns| ns as f64 * 1e-9);
-            phases_s[Phase::Idle.code()] = 0.0;
-            samples[which] = Sample { seconds, phases_s, cpu: rustix::thread::sched_getcpu() };
+            sample.cpu = rustix::thread::sched_getcpu();
+            samples[which] = sample;
         }
         if step >= bench.warmup {
             iterations.push(samples);
         }
     }
     context.status().set_progress(((part + 1) * steps) as u64, all_steps);
-    layer.free()?;
-    Ok(PeSamples {
-        dtype: E::NAME.into(),
-        device: String::new(),
-        expert_rows: rows.iter().map(|&r| r as u64).collect(),
-        iterations,
-    })
+    Ok(PeSamples { dtype: layer.spec().dtype.name().into(), device, expert_rows, iterations })
+}
+
+impl Sample {
+    fn add(&mut self, outcome: &PassOutcome) {
+        self.seconds += outcome.seconds;
+        self.phases_s.iter_mut().zip(outcome.phases_s).for_each(|(sum, s)| *sum += s);
+    }
 }

@@ -324,6 +324,7 @@ mod tests {
             scaling: 1.0,
             groups: groups.map(|(n_groups, top_groups)| GroupLimit { n_groups, top_groups }),
             correction_bias: false,
+            external: false,
         }
     }
 

@@ -29,6 +29,7 @@ fn base() -> LayerConfig {
             scaling: 1.0,
             groups: None,
             correction_bias: false,
+            external: false,
         },
         expert: mlp(Activation::Silu, false, false),
         shared: None,
@@ -142,6 +143,7 @@ fn gradients_of_every_router_with_both_losses() {
                     scaling: 2.5,
                     groups,
                     correction_bias: scoring == Scoring::Sigmoid,
+                    external: false,
                 };
                 let config = LayerConfig { n_experts: 8, router, aux_loss_coef: 0.5, z_loss_coef: 0.25, ..base() };
                 Data::new(config, TOKENS, 20).check_gradients();
@@ -223,6 +225,7 @@ fn a_gated_sigmoid_layer_with_biases_and_shared_expert_is_its_formula() {
         renormalise: true,
         scaling: 2.5,
         correction_bias: true,
+        external: false,
         ..base().router
     };
     let shared = Some(SharedConfig { mlp: expert, sigmoid_gate: true });

@@ -147,6 +147,7 @@ fn layer_config(family: Family, fields: &Fields) -> Result<LayerConfig, FileErro
             scaling: 1.0,
             groups: None,
             correction_bias: false,
+            external: false,
         })
     };
     // `transformers` renames some of these when it saves: the number of experts has two names in the wild.
@@ -215,6 +216,7 @@ fn deepseek_router(fields: &Fields) -> Result<RouterConfig, FileError> {
         scaling: fields.number_or("routed_scaling_factor", 2.5)? as f32,
         groups: Some(groups),
         correction_bias: true,
+        external: false,
     })
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::shmem::Segment;
@@ -12,9 +13,10 @@ const PHASE: usize = 0;
 const DONE: usize = 8;
 const TOTAL: usize = 16;
 
-/// A PE's own slot in the page. All stores are relaxed: nothing is ordered by them.
+/// A PE's own slot in the page, cheap to clone. All stores are relaxed: nothing is ordered by them.
+#[derive(Clone)]
 pub struct StatusPage {
-    segment: Segment,
+    segment: Arc<Segment>,
     pe: usize,
 }
 
@@ -25,13 +27,14 @@ impl StatusPage {
         if segment.heap_bytes() < (pe + 1) * SLOT_BYTES {
             return Err(io::Error::other(format!("it has {} bytes, too few for PE {pe}", segment.heap_bytes())));
         }
-        Ok(StatusPage { segment, pe })
+        Ok(StatusPage { segment: Arc::new(segment), pe })
     }
 
     /// A page that nobody else sees, for a PE without a supervisor.
     #[cfg(feature = "mpi")]
     pub(crate) fn private() -> io::Result<StatusPage> {
-        Ok(StatusPage { segment: Segment::create("aristos-status", SLOT_BYTES).map_err(io::Error::other)?, pe: 0 })
+        let segment = Segment::create("aristos-status", SLOT_BYTES).map_err(io::Error::other)?;
+        Ok(StatusPage { segment: Arc::new(segment), pe: 0 })
     }
 
     /// The phase that this PE said last.

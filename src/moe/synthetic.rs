@@ -62,6 +62,7 @@ impl RouterKind {
             scaling: if sigmoid { 2.5 } else { 1.0 },
             groups,
             correction_bias: sigmoid,
+            external: false,
         }
     }
 }

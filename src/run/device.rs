@@ -1,12 +1,12 @@
 //! One PE's part of the main job on a device.
 
-use std::collections::BTreeMap;
 #[cfg(feature = "cuda")]
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 
-use super::pe::{self, Message, Results};
+use super::pe;
+use super::steps::{self, Results};
 use super::{Device, Job};
 use crate::checkpoint::InputTensor;
 #[cfg(feature = "cuda")]
@@ -15,8 +15,8 @@ use crate::gpu::{Buffer, Gpu};
 use crate::launch::PeContext;
 use crate::moe::device::{DeviceLayer, DeviceOptions, to_elements};
 use crate::moe::metrics::PassOutcome;
-use crate::moe::{Dtype, Gradients, LayerConfig, Options, Placement, metrics};
-use crate::report::{PeReport, Span, StepReport, SymmetricMemory};
+use crate::moe::{Dtype, Gradients, LayerConfig, Options, Placement, Routed, metrics};
+use crate::report::{ExpertRows, PeReport, Span, StepReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
 pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
@@ -137,18 +137,16 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         None
     };
 
-    let report = PeReport {
+    let mut report = PeReport {
         pe: me,
         tokens: tokens.len() as u64,
         device: gpu.name(),
         gemm: Some(layer.path().name().to_string()),
         ..PeReport::default()
     };
-    let mut message = Message { report, losses: BTreeMap::new() };
-    let report = &mut message.report;
     let mut sent = metrics::Traffic::default();
     let mut all_reduce_bytes = 0;
-    let mut chosen = Vec::new();
+    let mut routed = Routed::default();
     let gradient_buffers = gradients.as_ref().map(|(grad_output, grad_input)| (grad_output, grad_input));
     let recorded = match job.request.graph {
         true => Some(layer.record(&x, tokens.len(), &output, gradient_buffers)?),
@@ -165,7 +163,7 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
                 step: step as u64,
                 track: s.track.into(),
             }));
-            pe::pass_times(&outcome.phases_s, outcome.rounds)
+            steps::pass_report(&outcome)
         };
         context.status().set_progress(step as u64, job.request.steps as u64);
         context.status().set_phase(pe::DEVICE_FORWARD);
@@ -179,9 +177,12 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         };
         let forward = take(layer.finish(saved)?, &mut report.spans);
         if step + 1 == job.request.steps {
-            chosen = layer.chosen(saved)?;
-            report.expert_rows = pe::expert_rows(job, me, layer.expert_rows(saved)?.into_iter().map(u64::from));
-            message.losses = pe::losses(job, &layer.load(saved)?);
+            routed.chosen = layer.chosen(saved)?;
+            let rows = layer.expert_rows(saved)?.into_iter().map(u64::from);
+            let experts = job.groups.experts(me).iter().zip(rows.clone());
+            report.expert_rows = experts.map(|(&expert, rows)| ExpertRows { expert, rows }).collect();
+            routed.expert_rows = rows.collect();
+            routed.load = layer.load(saved)?;
         }
         let mut backward = None;
         if let Some((grad_output, grad_input)) = &gradients {
@@ -197,7 +198,7 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         }
         report.steps.push(StepReport { forward, backward });
     }
-    report.traffic = pe::traffic(&sent, all_reduce_bytes);
+    report.traffic = steps::traffic(&sent, all_reduce_bytes);
     let symmetric = layer.symmetric_bytes();
     report.symmetric = SymmetricMemory {
         used_bytes: symmetric,
@@ -212,8 +213,8 @@ fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
         grads = layer.gradients()?;
     }
     let output: Vec<f32> = output.read_vec(0, elements)?;
-    let results = Results { output: &output, grad_input: &grad_input, grads: &grads, chosen: &chosen };
-    pe::report_and_write(job, context, &message, &results)?;
+    let results = Results { output, grad_input, grads, routed };
+    pe::report_and_write(job, context, report, &results)?;
     drop(recorded);
     // No PE may end while another's kernels still reach into its memory.
     Ok(layer.free()?)

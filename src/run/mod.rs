@@ -13,6 +13,7 @@ pub mod mpi;
 pub mod pe;
 pub mod plan;
 pub mod probe;
+mod steps;
 pub mod supervisor;
 
 use std::ops::Range;
@@ -24,7 +25,7 @@ use anyhow::Result;
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 use crate::moe::placement::block;
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{Dtype, Groups, LayerConfig, Mode, Options, Placement, WeightId, WeightSource};
+use crate::moe::{Dtype, Groups, LayerConfig, LayerSpec, Mode, Options, Placement, WeightId, WeightSource};
 use plan::{JobPlan, PlanSource};
 
 /// Which layer, on which tokens.
@@ -152,6 +153,15 @@ impl Job {
     fn place(&self, pe: usize) -> (&Placement, usize) {
         let (group, index) = self.groups.place(pe);
         (self.groups.placement(group), index)
+    }
+
+    /// The layer of `pe`'s group.
+    fn layer_spec(&self, pe: usize) -> LayerSpec {
+        LayerSpec::new(self.config.clone(), self.request.pes, self.max_tokens())
+            .placement(self.place(pe).0.clone())
+            .dtype(self.request.dtype)
+            .training(self.backward)
+            .options(self.request.options.clone())
     }
 
     /// The tokens of a PE.

@@ -9,8 +9,7 @@ use crate::bench::BenchHost;
 use crate::cluster::{Cluster, Own, ProbeOptions, Stage, probe};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
-use crate::moe::synthetic::RouterKind;
-use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, MlpGradients, MlpId, Options, WeightId, WeightSource};
+use crate::moe::{Activation, Dtype, MlpConfig, MlpGradients, MlpId, Options, WeightId};
 use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
@@ -81,24 +80,6 @@ impl ProbedExpert {
         self.bytes() + rows * (self.hidden as f64 * 16.0 + self.intermediate as f64 * 32.0)
     }
 }
-
-/// A layer of one expert of small numbers: speed does not depend on which.
-impl WeightSource for Source {
-    fn config(&self) -> &LayerConfig {
-        &self.0
-    }
-
-    fn name(&self, _: WeightId) -> String {
-        "the probe's weights".to_string()
-    }
-
-    fn load(&self, id: WeightId) -> Result<Vec<f32>> {
-        let len = self.0.shape(id).iter().product();
-        Ok((0..len).map(|i| (i % 241) as f32 / 1200.0 - 0.1).collect())
-    }
-}
-
-struct Source(LayerConfig);
 
 /// What a PE brings to a probe.
 #[derive(Clone, Debug)]
@@ -184,18 +165,16 @@ fn probe_as<T: Transport, E: Element>(
     progress: &mut dyn FnMut(Stage, usize, usize),
 ) -> Result<Cluster> {
     let expert = request.expert;
-    let layer = LayerConfig {
-        hidden: expert.hidden,
-        n_experts: 1,
-        router: RouterKind::Softmax.config(1, 1),
-        expert: expert.mlp(),
-        shared: None,
-        capacity_factor: None,
-        aux_loss_coef: 0.0,
-        z_loss_coef: 0.0,
-    };
     let memory_experts = request.memory_experts(shmem.my_pe(), here)?;
-    let mlp = Mlp::<E>::load(&Source(layer), MlpId::Routed(0))?;
+    // Small numbers: speed does not depend on which.
+    let small = |id: WeightId| -> Result<Vec<f32>> {
+        let [out, inp] = match id {
+            WeightId::Expert(_, proj) => expert.mlp().shape(proj, expert.hidden),
+            other => bail!("an expert without biases has no {other:?}"),
+        };
+        Ok((0..out * inp).map(|i| (i % 241) as f32 / 1200.0 - 0.1).collect())
+    };
+    let mlp = Mlp::<E>::load(expert.mlp(), expert.hidden, MlpId::Routed(0), small)?;
     let rows = expert.rows();
     let mut batch = Batch::<E>::filled(&expert.mlp(), expert.hidden, rows);
     let (mut scratch, mut none) = (Scratch::default(), MlpGradients::default());

@@ -1,17 +1,18 @@
 //! Runs a layer on several PEs, as threads of this process, over any transport.
 #![allow(dead_code)]
 
+use std::borrow::{Borrow, BorrowMut};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use aristos::check::{self, Problem, Reference};
 use aristos::moe::kernels::Element;
-use aristos::moe::metrics::{Traffic, Unobserved};
+use aristos::moe::metrics::Traffic;
 use aristos::moe::placement::{Placement, block};
 use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
 use aristos::moe::{
-    Activation, Gradients, Layer, LayerConfig, Layout, MlpConfig, MoeError, Options, RouterConfig, Scoring, WeightId,
-    WeightSource,
+    Activation, Dtype, Gradients, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, Options, Routed,
+    RouterConfig, Scoring, WeightId, WeightSource,
 };
 use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 
@@ -27,6 +28,7 @@ pub fn mixtral(hidden: usize, intermediate: usize, n_experts: usize, top_k: usiz
             scaling: 1.0,
             groups: None,
             correction_bias: false,
+            external: false,
         },
         expert: MlpConfig { intermediate, gated: true, activation: Activation::Silu, bias: false },
         shared: None,
@@ -72,10 +74,75 @@ pub fn shm(n: usize, heap_bytes: usize) -> Vec<ShmTransport> {
         .collect()
 }
 
+/// A layer for training with elements `E`.
+pub fn spec<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, options: &Options) -> LayerSpec {
+    let dtype = if E::NAME == "f32" { Dtype::F32 } else { Dtype::Bf16 };
+    LayerSpec::new(layer.clone(), n, max_tokens).dtype(dtype).options(options.clone())
+}
+
 /// The symmetric heap that a layer needs.
 pub fn heap_bytes<E: Element>(layer: &LayerConfig, n: usize, max_tokens: usize, options: &Options) -> usize {
-    let layout = Layout::new(layer, &Placement::even(layer.n_experts, n), size_of::<E>(), max_tokens, options).unwrap();
-    Shmem::<ShmTransport>::heap_bytes_for(n, layout.total_bytes())
+    spec::<E>(layer, n, max_tokens, options).heap_bytes().unwrap()
+}
+
+/// What one PE computed in one step.
+pub struct PeStep {
+    pub output: Vec<f32>,
+    pub grad_input: Vec<f32>,
+    pub grads: Gradients,
+    pub routed: Routed,
+    pub traffic: Traffic,
+    /// Of forward and backward.
+    pub all_reduce_bytes: [u64; 2],
+    pub rounds: usize,
+}
+
+/// A forward pass without backward; its output.
+pub fn forward<L: MoeLayer>(layer: &mut L, x: &[f32]) -> Result<Vec<f32>, MoeError> {
+    let mut output = vec![f32::NAN; x.len()];
+    let x = layer.rows(x, "x")?;
+    let mut on_layer = layer.values(&output)?;
+    let saved = layer.forward(x.borrow(), on_layer.borrow_mut())?;
+    layer.finish(&saved)?;
+    layer.recycle(saved);
+    layer.read(on_layer.borrow(), &mut output)?;
+    Ok(output)
+}
+
+/// A forward pass and its backward, over the layer of any engine.
+pub fn one_step<L: MoeLayer>(layer: &mut L, x: &[f32], grad_output: &[f32]) -> Result<PeStep, MoeError> {
+    let (mut output, mut grad_input) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
+    let (x, grad_output) = (layer.rows(x, "x")?, layer.rows(grad_output, "grad_output")?);
+    let (mut y, mut dx) = (layer.values(&output)?, layer.values(&grad_input)?);
+    let mut saved = layer.forward(x.borrow(), y.borrow_mut())?;
+    let forward = layer.finish(&saved)?;
+    let routed = layer.routed(&saved)?;
+    layer.backward(&mut saved, x.borrow(), grad_output.borrow(), dx.borrow_mut())?;
+    let backward = layer.finish(&saved)?;
+    layer.recycle(saved);
+    layer.read(y.borrow(), &mut output)?;
+    layer.read(dx.borrow(), &mut grad_input)?;
+    let grads = layer.gradients()?.clone();
+    let mut traffic = forward.traffic;
+    traffic.add(&backward.traffic);
+    let all_reduce_bytes = [forward.all_reduce_bytes, backward.all_reduce_bytes];
+    Ok(PeStep { output, grad_input, grads, routed, traffic, all_reduce_bytes, rounds: forward.rounds as usize })
+}
+
+impl Step {
+    /// Takes the part of PE `pe`, whose number in the placement is that too.
+    pub fn take(&mut self, done: &PeStep, config: &LayerConfig, placement: &Placement, pe: usize) {
+        self.output.extend(&done.output);
+        self.grad_hidden_states.extend(&done.grad_input);
+        self.chosen.extend(&done.routed.chosen);
+        self.traffic.push(done.traffic);
+        self.rounds.push(done.rounds);
+        for id in config.weights() {
+            if let Some(grad) = done.grads.get(id, placement, pe) {
+                self.grads.insert(id, grad.to_vec());
+            }
+        }
+    }
 }
 
 /// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
@@ -110,37 +177,25 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
 ) -> Result<Vec<Step>, MoeError> {
     let n = transports.len();
     let config = source.config();
-    let placement = Placement::even(config.n_experts, n);
     let max_tokens = splits.iter().flatten().map(Range::len).max().unwrap();
+    let spec = spec::<E>(config, n, max_tokens, options);
     let by_pe = on_pes(transports, |shmem| {
         let me = shmem.my_pe();
-        let mut layer =
-            Layer::<T, E>::new(&shmem, source, placement.clone(), max_tokens, options.clone(), &Unobserved)?;
+        let mut layer = Layer::<_, E>::builder(spec.clone()).build(&shmem, source)?;
         let mut all = Vec::new();
         for step in 0..steps {
-            let to_e = |v: Vec<f32>| v.into_iter().map(E::from_f32).collect::<Vec<E>>();
             let mut before = Vec::new();
             for pass in 0..ahead {
-                let x = to_e(source.hidden_states(splits[(step + pass) % splits.len()][me].clone()));
-                let mut output = vec![f32::NAN; x.len()];
-                let saved = layer.forward(&x, &mut output)?;
-                layer.recycle(saved);
-                before.extend(output);
+                let x = source.hidden_states(splits[(step + pass) % splits.len()][me].clone());
+                before.extend(forward(&mut layer, &x)?);
             }
             let range = splits[step % splits.len()][me].clone();
-            let (x, g) = (to_e(source.hidden_states(range.clone())), to_e(source.grad_output(range)));
-            let mut output = vec![f32::NAN; x.len()];
-            let mut grad_input = vec![f32::NAN; x.len()];
-            let mut grads = Gradients::zeros(config, &placement, me);
-            let counted = (shmem.bytes_put(), layer.recorder.traffic.total_bytes());
-            let saved = layer.forward(&x, &mut output)?;
+            let bytes_put = shmem.bytes_put();
+            let done = one_step(&mut layer, &source.hidden_states(range.clone()), &source.grad_output(range))?;
             // What the layer says it sent is what the one-sided layer sent for it.
-            let sent = layer.recorder.traffic.total_bytes() - counted.1;
-            assert_eq!(shmem.bytes_put() - counted.0, sent);
-            let (chosen, rounds) = (saved.routing.chosen.clone(), saved.rounds);
-            layer.backward(saved, &g, &mut grad_input, &mut grads)?;
-            let traffic = layer.recorder.take().1;
-            all.push((output, grad_input, grads, chosen, traffic, rounds, shmem.peak_bytes(), before));
+            let [in_forward, in_backward] = done.all_reduce_bytes;
+            assert_eq!((shmem.bytes_put() - bytes_put, 0), (done.traffic.total_bytes() + in_backward, in_forward));
+            all.push((done, shmem.peak_bytes(), before));
         }
         layer.free()?;
         Ok(all)
@@ -151,19 +206,10 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
         .map(|s| {
             let mut step = Step::default();
             for (pe, results) in by_pe.iter().enumerate() {
-                let (output, grad_input, grads, chosen, traffic, rounds, peak, before) = &results[s];
+                let (done, peak, before) = &results[s];
                 step.ahead.extend(before);
-                step.output.extend(output);
-                step.grad_hidden_states.extend(grad_input);
-                step.chosen.extend(chosen);
-                step.traffic.push(*traffic);
-                step.rounds.push(*rounds);
+                step.take(done, &spec.config, &spec.placement, pe);
                 step.peak_bytes.push(*peak);
-                for id in config.weights() {
-                    if let Some(grad) = grads.get(id, &placement, pe) {
-                        step.grads.insert(id, grad.to_vec());
-                    }
-                }
             }
             step
         })

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::kernels::{self, Element, Workspace};
-use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, Proj, WeightSource, proj_index};
+use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, Proj, WeightId, proj_index};
 
 /// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
@@ -18,34 +18,62 @@ pub struct Mlp<E: Element> {
 }
 
 impl<E: Element> Mlp<E> {
-    /// Loads and prepares one MLP.
+    /// Loads and prepares one MLP of a layer of width `hidden`; `load` gives a weight of the shape asked for.
     ///
     /// # Errors
-    /// The source's.
-    pub fn load(source: &dyn WeightSource, which: MlpId) -> anyhow::Result<Self> {
-        let layer = source.config();
-        let config = match which {
-            MlpId::Routed(_) => layer.expert,
-            MlpId::Shared => layer.shared.map_or(layer.expert, |s| s.mlp),
+    /// Those of `load`.
+    pub fn load<Error>(
+        config: MlpConfig,
+        hidden: usize,
+        mlp: MlpId,
+        mut load: impl FnMut(WeightId) -> Result<Vec<f32>, Error>,
+    ) -> Result<Self, Error> {
+        let mut matrix = |proj: Proj| {
+            let [out, inp] = config.shape(proj, hidden);
+            Ok(E::prepare(&load(mlp.ids(proj).0)?, out, inp))
         };
-        let matrix = |proj: Proj| -> anyhow::Result<E::Weight> {
-            let [out, inp] = config.shape(proj, layer.hidden);
-            Ok(E::prepare(&source.load(which.ids(proj).0)?, out, inp))
-        };
+        let gate = if config.gated { Some(matrix(Proj::Gate)?) } else { None };
+        let (up, down) = (matrix(Proj::Up)?, matrix(Proj::Down)?);
         let mut bias = [const { Vec::new() }; 3];
         if config.bias {
             for &proj in config.projections() {
-                bias[proj_index(proj)] = source.load(which.ids(proj).1)?;
+                bias[proj_index(proj)] = load(mlp.ids(proj).1)?;
             }
         }
-        Ok(Mlp {
-            config,
-            hidden: layer.hidden,
-            gate: if config.gated { Some(matrix(Proj::Gate)?) } else { None },
-            up: matrix(Proj::Up)?,
-            down: matrix(Proj::Down)?,
-            bias,
-        })
+        Ok(Mlp { config, hidden, gate, up, down, bias })
+    }
+
+    /// What it is.
+    pub fn config(&self) -> &MlpConfig {
+        &self.config
+    }
+
+    /// A projection's matrix.
+    pub fn matrix(&self, proj: Proj) -> Option<&E::Weight> {
+        match proj {
+            Proj::Gate => self.gate.as_ref(),
+            Proj::Up => Some(&self.up),
+            Proj::Down => Some(&self.down),
+        }
+    }
+
+    /// A projection's matrix, to be replaced.
+    pub fn matrix_mut(&mut self, proj: Proj) -> Option<&mut E::Weight> {
+        match proj {
+            Proj::Gate => self.gate.as_mut(),
+            Proj::Up => Some(&mut self.up),
+            Proj::Down => Some(&mut self.down),
+        }
+    }
+
+    /// A projection's bias.
+    pub fn bias(&self, proj: Proj) -> Option<&[f32]> {
+        Some(&self.bias[proj_index(proj)][..]).filter(|bias| !bias.is_empty())
+    }
+
+    /// A projection's bias, to be replaced.
+    pub fn bias_mut(&mut self, proj: Proj) -> Option<&mut [f32]> {
+        Some(&mut self.bias[proj_index(proj)][..]).filter(|bias| !bias.is_empty())
     }
 
     /// Runs the bare GEMMs of a forward pass over `rows` rows, and of a backward pass when `backward`, with nothing

@@ -1,118 +1,134 @@
-//! The layer: weights and symmetric memory of one PE, and its forward and backward.
+//! The layer on a CPU: weights and symmetric memory of one PE, and its forward and backward.
 
 use std::borrow::Cow;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::engine::{Direction, Engine, Progress, Saved};
+use super::engine::{Direction, Engine, Progress, Saved, Stage};
 use super::experts::{Mlp, Scratch};
 use super::kernels::{self, Element};
 use super::memory::Memory;
-use super::replicas::{Exchange, Replicas};
+use super::replicas::{Exchange, OneGroup};
 use super::router::{self, Routing};
-use crate::moe::spec::metrics::{Observer, Phase, Recorder};
+use super::weights::Weights;
+use crate::moe::spec::metrics::{Observer, PassOutcome, Phase, Recorder, Unobserved};
 use crate::moe::spec::{
-    Gradients, LayerConfig, Layout, Load, MlpConfig, MlpGradients, MlpId, Mode, MoeError, Options, Placement, Proj,
-    WeightId, WeightSource, proj_index,
+    ConfigError, Gradients, LayerSpec, Layout, Load, Mode, MoeError, MoeLayer, Routed, WeightId, WeightSource,
 };
-use crate::shmem::{Cmp, Shmem, SignalOp, Transport, Wait};
+use crate::shmem::{AsShmem, Cmp, Shmem, SignalOp, Wait};
 
-/// One PE's part of a MoE layer whose experts are spread over all PEs.
+/// One PE's part of a MoE layer on the CPU, over the one-sided layer that `S` holds, with elements `E`.
 ///
-/// Every PE makes the layer with the same configuration, placement, `max_tokens` and options, and calls
-/// [`Layer::forward`] and [`Layer::backward`] in the same order; how many tokens it brings (0 included) is its own affair.
-pub struct Layer<'s, 'o, T: Transport, E: Element> {
-    shmem: &'s Shmem<T>,
-    config: LayerConfig,
-    placement: Placement,
-    options: Options,
+/// Used through [`MoeLayer`]. `X` is the exchange with other EP groups, where there are any. A layer may be used from another
+/// thread than the one that made it: it is `Send` where `S` is.
+pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
+    shmem: S,
+    spec: LayerSpec,
     memory: Memory,
-    /// `[n_experts, hidden]`.
-    router: <f32 as Element>::Weight,
-    router_bias: Option<Vec<f32>>,
-    experts: Vec<Mlp<E>>,
-    shared: Option<Mlp<E>>,
-    shared_gate: Option<Vec<f32>>,
+    weights: Weights<E>,
+    gradients: Option<LayerGradients>,
     scratch: Scratch,
-    /// Where the time goes and what goes over the wire.
-    pub recorder: Recorder<'o>,
+    recorder: Recorder,
+    /// Which layer a [`Saved`] belongs to.
+    id: u64,
     passes: u64,
     forwards: u64,
     credits_used: Vec<u64>,
     spare: Vec<Saved<E>>,
-    exchange: Option<Box<dyn Exchange + 's>>,
+    exchange: Option<X>,
+    /// What passes since the last outcome put to other PEs, the sums of gradients included.
+    pass_bytes: u64,
 }
 
-impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
-    /// Loads the weights that this PE owns or shares and allocates the symmetric memory (collective). Tells
-    /// `observer` of each phase it enters.
+/// What backward passes leave.
+struct LayerGradients {
+    all: Gradients,
+    /// Where a backward computes while `accumulate` is on; made when it is first turned on.
+    last: Option<Gradients>,
+    accumulate: bool,
+}
+
+/// Makes a [`Layer`].
+pub struct LayerBuilder<S, E, X = OneGroup> {
+    spec: LayerSpec,
+    observer: Box<dyn Observer>,
+    exchange: Option<X>,
+    types: PhantomData<fn() -> (S, E)>,
+}
+
+impl<S: AsShmem, E: Element> Layer<S, E> {
+    /// Begins to make a layer by `spec`; [`LayerBuilder::build`] makes it.
+    pub fn builder(spec: LayerSpec) -> LayerBuilder<S, E> {
+        LayerBuilder { spec, observer: Box::new(Unobserved), exchange: None, types: PhantomData }
+    }
+}
+
+impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
+    /// Tells `observer` of each phase that the layer enters.
+    pub fn observer(self, observer: impl Observer + 'static) -> Self {
+        LayerBuilder { observer: Box::new(observer), ..self }
+    }
+
+    /// Makes it one with the layers of other EP groups, which hold the same experts, where `spec` is of one of several groups
+    /// of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens.
+    pub fn exchange<Y: Exchange>(self, exchange: Y) -> LayerBuilder<S, E, Y> {
+        let LayerBuilder { spec, observer, types, .. } = self;
+        LayerBuilder { spec, observer, exchange: Some(exchange), types }
+    }
+
+    /// Loads the weights that this PE owns or shares from `source` and allocates the symmetric memory in the heap of `shmem`
+    /// (collective), which needs [`LayerSpec::heap_bytes`].
     ///
     /// # Errors
-    /// A configuration or options that cannot be, a placement of other PEs or experts than there are, weights that
-    /// cannot be loaded, a heap that is too small, or a peer that does not
-    /// come.
-    pub fn new(
-        shmem: &'s Shmem<T>,
-        source: &dyn WeightSource,
-        placement: Placement,
-        max_tokens: usize,
-        options: Options,
-        observer: &'o dyn Observer,
-    ) -> Result<Self, MoeError> {
-        let config = source.config().clone();
-        config.validate()?;
-        options.validate()?;
-        for (what, got, expected) in [
-            ("the placement's list of PEs", placement.n_pes(), shmem.n_pes()),
-            ("the placement's list of experts", placement.n_experts(), config.n_experts),
-        ] {
-            expect_len(what, got, expected)?;
+    /// A `spec` that is not consistent or not of as many PEs as there are, or of another element type than `E`; weights that
+    /// cannot be loaded; a heap that is too small; a peer that does not come.
+    pub fn build(self, shmem: S, source: &dyn WeightSource) -> Result<Layer<S, E, X>, MoeError> {
+        let LayerBuilder { spec, observer, exchange, .. } = self;
+        let pe = shmem.as_shmem();
+        let (me, n) = (pe.my_pe(), pe.n_pes());
+        spec.validate(n)?;
+        if spec.dtype.name() != E::NAME {
+            let (value, expected) = (spec.dtype.name().into(), E::NAME.into());
+            return Err(ConfigError { field: "dtype", value, expected }.into());
         }
-        let me = shmem.my_pe();
-        let load = |id| source.load(id).map_err(MoeError::Weights);
-        let router = f32::prepare(&load(WeightId::Router)?, config.n_experts, config.hidden);
-        let router_bias = config.router.correction_bias.then(|| load(WeightId::RouterBias)).transpose()?;
-        let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
-        let shared_gate = gated.then(|| load(WeightId::SharedGate)).transpose()?;
-        let mlp = |which| Mlp::load(source, which).map_err(MoeError::Weights);
-        let experts = placement.experts(me).iter().map(|&e| mlp(MlpId::Routed(e))).collect::<Result<_, _>>()?;
-        let shared = config.shared.is_some().then(|| mlp(MlpId::Shared)).transpose()?;
-
-        let layout = Layout::new(&config, &placement, size_of::<E>(), max_tokens, &options)?;
-        let memory = Memory::new(shmem, layout)?;
-        let layer = Layer {
+        let weights = Weights::load(source, &spec, me)?;
+        let gradients = spec.training.then(|| LayerGradients {
+            all: Gradients::zeros(&spec.config, &spec.placement, me),
+            last: None,
+            accumulate: false,
+        });
+        let memory = Memory::new(pe, spec.layout()?)?;
+        // Nobody may signal before every PE's signal words are zero.
+        memory.clear_signals(pe);
+        pe.barrier_all(spec.options.deadline())
+            .map_err(|timeout| MoeError::wait(pe, timeout.index, "to make the layer", Phase::Idle, timeout))?;
+        static LAYERS: AtomicU64 = AtomicU64::new(1);
+        Ok(Layer {
             shmem,
-            config,
-            placement,
-            options,
+            spec,
             memory,
-            router,
-            router_bias,
-            experts,
-            shared,
-            shared_gate,
+            weights,
+            gradients,
             scratch: Scratch::default(),
             recorder: Recorder::new(observer),
+            id: LAYERS.fetch_add(1, Ordering::Relaxed),
             passes: 0,
             forwards: 0,
-            credits_used: vec![0; shmem.n_pes()],
+            credits_used: vec![0; n],
             spare: Vec::new(),
-            exchange: None,
-        };
-        // Nobody may signal before every PE's signal words are zero.
-        layer.memory.clear_signals(shmem);
-        shmem
-            .barrier_all(layer.options.deadline())
-            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "to make the layer", Phase::Idle, timeout))?;
-        Ok(layer)
+            exchange,
+            pass_bytes: 0,
+        })
     }
+}
 
-    /// The layer's configuration.
-    pub fn config(&self) -> &LayerConfig {
-        &self.config
-    }
+/// Which pass a [`Saved`] is for, by the way its tokens were routed.
+const OWN_ROUTER: &str = "run backward";
+const EXTERNAL: &str = "run the backward of experts";
 
-    /// Where the experts live.
-    pub fn placement(&self) -> &Placement {
-        &self.placement
+impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
+    fn pe(&self) -> &Shmem<S::Transport> {
+        self.shmem.as_shmem()
     }
 
     /// The sizes of the symmetric memory.
@@ -120,142 +136,213 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         &self.memory.layout
     }
 
-    /// The local experts' weights.
-    pub fn experts(&self) -> &[Mlp<E>] {
-        &self.experts
+    /// The local experts, in the order of [`Placement::experts`](crate::moe::Placement::experts).
+    pub fn local_experts(&self) -> &[Mlp<E>] {
+        &self.weights.experts
     }
 
-    /// Makes it one with the layers of other EP groups, which hold the same experts, where this layer is over one of several
-    /// groups of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens. To
-    /// be called before the first pass, on every PE of the world.
-    pub fn join<W: Transport>(&mut self, replicas: Replicas<'s, W>) {
-        self.exchange = Some(Box::new(replicas));
-    }
-
-    /// Changes the mode of the passes from now on (on every PE alike).
-    pub fn set_mode(&mut self, mode: Mode) {
-        self.options.mode = mode;
-    }
-
-    /// `output = sum over chosen experts of weight * expert(x), plus the shared expert`, for this PE's tokens; `x` and
-    /// `output` are `[tokens, hidden]`. Returns what [`Layer::backward`] needs; give it to [`Layer::recycle`] if there is
-    /// to be no backward.
+    /// Frees the symmetric memory (collective), and gives the one-sided layer back. Dropped without it, the layer leaves its
+    /// memory to the heap's owner.
     ///
     /// # Errors
-    /// Arguments of the wrong length; a peer that does not do its part within the wait limit, or sends what cannot be.
-    /// After an error the layer is not usable: the PEs may be at different places of the protocol.
-    pub fn forward(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
-        let saved = self.forward_pass(x, output)?;
-        self.recorder.enter(Phase::Idle);
-        Ok(saved)
+    /// When a peer does not come.
+    pub fn free(self) -> Result<S, MoeError> {
+        let shmem = self.pe();
+        shmem
+            .barrier_all(self.spec.options.deadline())
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "to free the layer", Phase::Idle, timeout))?;
+        self.memory.free(shmem);
+        Ok(self.shmem)
     }
 
-    fn forward_pass(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
-        let (h, e, me) = (self.config.hidden, self.config.n_experts, self.shmem.my_pe());
+    /// Bytes put to other PEs so far, the sums of gradients included.
+    fn bytes_put(&self) -> u64 {
+        self.pe().bytes_put() + self.exchange.as_ref().map_or(0, Exchange::bytes_put)
+    }
+
+    /// The tokens of `x`, where it and `output` fit.
+    fn tokens(&self, x: &[E], output: &[f32]) -> Result<usize, MoeError> {
+        let h = self.spec.config.hidden;
         let max = self.memory.layout.max_tokens * h;
         if !x.len().is_multiple_of(h) || x.len() > max {
             let expected = format!("a multiple of {h}, the hidden size, up to {max}");
-            return Err(MoeError::Shape { what: "hidden_states", got: x.len(), expected });
+            return Err(MoeError::Shape { what: "hidden_states".into(), got: x.len(), expected });
         }
         expect_len("output", output.len(), x.len())?;
+        Ok(x.len() / h)
+    }
+
+    /// A forward pass by `external`, the caller's routing, or by the layer's own router and with its shared expert.
+    fn forward_pass(&mut self, x: &[E], external: Option<Routing>, output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        let (h, me) = (self.spec.config.hidden, self.pe().my_pe());
+        let tokens = x.len() / h;
         self.recorder.enter(Phase::Router);
+        let bytes_before = self.bytes_put();
         self.passes += 1;
         self.forwards += 1;
-        let tokens = x.len() / h;
         let mut saved = self.spare.pop().unwrap_or_default();
-        saved.batches.resize_with(self.experts.len(), Default::default);
-        saved.shared.rows = tokens;
-        saved.shared.x.clear();
-        saved.shared.x.extend_from_slice(x);
-
-        let x32 = as_f32(x);
-        let mut logits = vec![0.0f32; tokens * e];
-        f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, &self.router, &mut logits, false);
-        saved.routing = router::route(&self.config, self.router_bias.as_deref(), logits);
+        saved.layer = self.id;
+        saved.stage = Stage::Forward;
+        saved.external = external.is_some();
+        saved.batches.resize_with(self.weights.experts.len(), Default::default);
+        saved.routing = match external {
+            Some(routing) => routing,
+            None => self.route(x, &mut saved),
+        };
         self.apply_capacity(&mut saved.routing)?;
         saved.loads.clear();
-        saved.loads.resize(self.shmem.n_pes(), Load::default());
-        if self.config.has_losses() {
-            saved.loads[me] = saved.routing.load(&self.config);
+        saved.loads.resize(self.pe().n_pes(), Load::default());
+        let config = &self.spec.config;
+        if config.has_losses() {
+            saved.loads[me] = match saved.external {
+                false => saved.routing.load(config),
+                // The losses are of the layer's own router; the header has their words all the same.
+                true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
+            };
         }
-        saved.routes = router::routes(&saved.routing, &self.placement, self.config.router.top_k);
-        saved.shared.weight.clear();
-        match &self.shared_gate {
-            Some(gate) => {
-                let sigmoid = |row| kernels::sigmoid(kernels::dot(row, gate));
-                saved.shared.weight.extend(x32.chunks_exact(h).map(sigmoid));
-            }
-            None => saved.shared.weight.resize(tokens, 1.0),
-        }
+        saved.routes = router::routes(&saved.routing, &self.spec.placement, config.router.top_k);
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;
-        if let (Some(exchange), true) = (&self.exchange, self.config.has_losses()) {
+        if let (Some(exchange), true) = (&self.exchange, self.spec.config.has_losses() && !saved.external) {
             self.recorder.enter(Phase::AllReduce);
-            saved.loads = exchange.loads(&saved.loads[me], self.options.deadline())?;
+            saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
         }
         self.recorder.enter(Phase::Combine);
-        if self.shared.is_some() {
+        if self.weights.shared.is_some() && !saved.external {
             let rows = output.chunks_exact_mut(h).zip(saved.shared.out.chunks_exact(h));
             for ((out, shared), &weight) in rows.zip(&saved.shared.weight) {
                 kernels::axpy(out, weight, shared);
             }
         }
+        self.pass_bytes += self.bytes_put() - bytes_before;
+        self.recorder.enter(Phase::Idle);
         Ok(saved)
     }
 
-    /// From the gradient of the output, the gradient of the input (both `[tokens, hidden]`) and of the weights, by the
-    /// routing of the forward pass that returned `saved`. The losses count with their coefficients.
-    ///
-    /// # Errors
-    /// As for [`Layer::forward`]; `grads` in other shapes than [`Gradients::zeros`] gives.
-    pub fn backward(
-        &mut self,
-        mut saved: Saved<E>,
-        grad_output: &[E],
-        grad_input: &mut [f32],
-        grads: &mut Gradients,
-    ) -> Result<(), MoeError> {
-        self.backward_pass(&mut saved, grad_output, grad_input, grads)?;
-        self.recorder.enter(Phase::Idle);
-        self.recycle(saved);
-        Ok(())
+    /// Routes by the layer's own router, and readies the shared expert's rows.
+    fn route(&mut self, x: &[E], saved: &mut Saved<E>) -> Routing {
+        let (h, e) = (self.spec.config.hidden, self.spec.config.n_experts);
+        let tokens = x.len() / h;
+        let x32 = as_f32(x);
+        let mut logits = vec![0.0f32; tokens * e];
+        if let Some(router) = &self.weights.router {
+            f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, router, &mut logits, false);
+        }
+        if self.weights.shared.is_some() {
+            let shared = &mut saved.shared;
+            shared.rows = tokens;
+            shared.x.clear();
+            shared.x.extend_from_slice(x);
+            shared.weight.clear();
+            match &self.weights.shared_gate {
+                Some(gate) => {
+                    let sigmoid = |row| kernels::sigmoid(kernels::dot(row, gate));
+                    shared.weight.extend(x32.chunks_exact(h).map(sigmoid));
+                }
+                None => shared.weight.resize(tokens, 1.0),
+            }
+        }
+        router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits)
+    }
+
+    /// Refuses a backward that cannot be: `what` is the call, for passes routed by the caller where `external`.
+    fn check_saved(&self, saved: &Saved<E>, what: &'static str, external: bool) -> Result<(), MoeError> {
+        let why = if saved.layer != self.id {
+            "the forward pass was another layer's"
+        } else if saved.stage == Stage::Backward {
+            "the forward pass has had its backward"
+        } else if saved.external != external {
+            if external {
+                "the layer's own router routed the forward pass"
+            } else {
+                "the caller routed the forward pass"
+            }
+        } else if self.gradients.is_none() {
+            "the layer was not made for training"
+        } else {
+            return Ok(());
+        };
+        Err(MoeError::Usage { what, why: why.into() })
     }
 
     fn backward_pass(
         &mut self,
         saved: &mut Saved<E>,
+        x: &[E],
         grad_output: &[E],
         grad_input: &mut [f32],
+        grad_weights: Option<&mut [f32]>,
+    ) -> Result<(), MoeError> {
+        let what = if grad_weights.is_some() { EXTERNAL } else { OWN_ROUTER };
+        self.check_saved(saved, what, grad_weights.is_some())?;
+        let elements = saved.routing.tokens * self.spec.config.hidden;
+        for (what, got) in
+            [("hidden_states", x.len()), ("grad_output", grad_output.len()), ("grad_hidden_states", grad_input.len())]
+        {
+            expect_len(what, got, elements)?;
+        }
+        if let Some(weights) = &grad_weights {
+            expect_len("grad_weights", weights.len(), saved.routing.chosen.len())?;
+        }
+        saved.stage = Stage::Backward;
+        let Some(mut gradients) = self.gradients.take() else { return Ok(()) };
+        let LayerGradients { all, last, accumulate } = &mut gradients;
+        let (into, add) = match last {
+            Some(last) if *accumulate => (last, true),
+            _ => (&mut *all, false),
+        };
+        let bytes_before = self.bytes_put();
+        let done = self.backward_into(saved, x, grad_output, grad_input, grad_weights, into);
+        if let (Some(last), true) = (last, add && done.is_ok()) {
+            all.add(last);
+        }
+        self.gradients = Some(gradients);
+        self.pass_bytes += self.bytes_put() - bytes_before;
+        self.recorder.enter(if done.is_ok() { Phase::Idle } else { self.recorder.phase() });
+        done
+    }
+
+    fn backward_into(
+        &mut self,
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grad_weights: Option<&mut [f32]>,
         grads: &mut Gradients,
     ) -> Result<(), MoeError> {
-        let (h, tokens) = (self.config.hidden, saved.routing.tokens);
-        for (what, got) in [("grad_output", grad_output.len()), ("grad_hidden_states", grad_input.len())] {
-            expect_len(what, got, tokens * h)?;
-        }
-        self.check_gradients(grads)?;
         self.recorder.enter(Phase::Router);
         self.passes += 1;
-        if self.shared.is_some() {
+        grad_input.fill(0.0);
+        if let Some(grad_weights) = grad_weights {
+            grad_weights.fill(0.0);
+            grads.replicated().for_each(|grad| grad.fill(0.0));
+            return self.run_pass(Direction::Backward, saved, grad_output, grad_input, grad_weights, grads);
+        }
+        if self.weights.shared.is_some() {
             saved.shared.g.clear();
             saved.shared.g.extend_from_slice(grad_output);
         }
         let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
-        grad_input.fill(0.0);
         self.run_pass(Direction::Backward, saved, grad_output, grad_input, &mut d_weights, grads)?;
 
         self.recorder.enter(Phase::Router);
+        let (config, tokens) = (&self.spec.config, saved.routing.tokens);
+        let h = config.hidden;
         let mut load = Load::default();
         saved.loads.iter().for_each(|l| load.add(l));
-        let d_logits = saved.routing.backward(&self.config, &load, &d_weights);
-        let x32 = as_f32(&saved.shared.x);
-        let ws = &mut self.scratch.workspace;
-        f32::gemm_nn(ws, tokens, &d_logits, &self.router, grad_input, true);
-        f32::gemm_tn(ws, tokens, self.config.n_experts, h, &d_logits, &x32, &mut grads.router, false);
-        if self.shared.is_some() {
+        let d_logits = saved.routing.backward(config, &load, &d_weights);
+        let x32 = as_f32(x);
+        if let Some(router) = &self.weights.router {
+            let ws = &mut self.scratch.workspace;
+            f32::gemm_nn(ws, tokens, &d_logits, router, grad_input, true);
+            f32::gemm_tn(ws, tokens, config.n_experts, h, &d_logits, &x32, &mut grads.router, false);
+        }
+        if self.weights.shared.is_some() {
             kernels::axpy(grad_input, 1.0, &saved.shared.out[..tokens * h]);
         }
-        if let Some(gate) = &self.shared_gate {
+        if let Some(gate) = &self.weights.shared_gate {
             grads.shared_gate.fill(0.0);
             for t in 0..tokens {
                 let s = saved.shared.weight[t];
@@ -267,43 +354,6 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         self.reduce(grads)
     }
 
-    /// Checks that `grads` has the shapes of [`Gradients::zeros`].
-    fn check_gradients(&self, grads: &Gradients) -> Result<(), MoeError> {
-        let h = self.config.hidden;
-        expect_len("the router's gradient", grads.router.len(), self.config.n_experts * h)?;
-        expect_len("the gradients' list of experts", grads.experts.len(), self.experts.len())?;
-        for expert in &grads.experts {
-            check_mlp_gradients(
-                ["an expert's gradient", "an expert's bias gradient"],
-                expert,
-                Some(&self.config.expert),
-                h,
-            )?;
-        }
-        let shared = self.config.shared.map(|s| s.mlp);
-        let what = ["the shared expert's gradient", "the shared expert's bias gradient"];
-        check_mlp_gradients(what, &grads.shared, shared.as_ref(), h)?;
-        let gate = self.shared_gate.as_ref().map_or(0, Vec::len);
-        expect_len("the gradient of the shared expert's gate", grads.shared_gate.len(), gate)
-    }
-
-    /// Keeps the memory of a forward pass for the next one.
-    pub fn recycle(&mut self, saved: Saved<E>) {
-        self.spare.push(saved);
-    }
-
-    /// Frees the symmetric memory (collective). The heap's owner frees it otherwise.
-    ///
-    /// # Errors
-    /// When a peer does not come.
-    pub fn free(self) -> Result<(), MoeError> {
-        self.shmem
-            .barrier_all(self.options.deadline())
-            .map_err(|timeout| MoeError::wait(self.shmem, timeout.index, "to free the layer", Phase::Idle, timeout))?;
-        self.memory.free(self.shmem);
-        Ok(())
-    }
-
     fn run_pass(
         &mut self,
         direction: Direction,
@@ -313,18 +363,18 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         d_weights: &mut [f32],
         grads: &mut Gradients,
     ) -> Result<(), MoeError> {
-        let mut exchange = self.exchange.as_deref_mut().filter(|_| direction == Direction::Backward);
+        let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
         if let Some(exchange) = &mut exchange {
             exchange.begin();
         }
         Engine {
-            shmem: self.shmem,
+            shmem: self.shmem.as_shmem(),
             memory: &self.memory,
-            config: &self.config,
-            placement: &self.placement,
-            options: &self.options,
-            experts: &self.experts,
-            shared: self.shared.as_ref(),
+            config: &self.spec.config,
+            placement: &self.spec.placement,
+            options: &self.spec.options,
+            experts: &self.weights.experts,
+            shared: self.weights.shared.as_ref().filter(|_| !saved.external),
             scratch: &mut self.scratch,
             rec: &mut self.recorder,
             credits_used: &mut self.credits_used,
@@ -345,7 +395,7 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
             && let Some(exchange) = &mut self.exchange
         {
             self.recorder.enter(Phase::AllReduce);
-            exchange.finish(&mut grads.experts, self.options.deadline())?;
+            exchange.finish(&mut grads.experts, self.spec.options.deadline())?;
         }
         Ok(())
     }
@@ -353,12 +403,12 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     /// Under a capacity factor, drops the pairs beyond each expert's capacity, by global token index. Costs an exchange of
     /// counts before dispatch, because a PE must know what the PEs before it send.
     fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
-        let Some(factor) = self.config.capacity_factor else { return Ok(()) };
-        let (top_k, e) = (self.config.router.top_k, self.config.n_experts);
+        let Some(factor) = self.spec.config.capacity_factor else { return Ok(()) };
+        let (top_k, e) = (self.spec.config.router.top_k, self.spec.config.n_experts);
         let own = routing.counts(e);
         let (all, me) = match &self.exchange {
-            Some(exchange) => exchange.counts(&own, self.options.deadline())?,
-            None => (self.exchange_counts(own)?, self.shmem.my_pe()),
+            Some(exchange) => exchange.counts(&own, self.spec.options.deadline())?,
+            None => (self.exchange_counts(own)?, self.pe().my_pe()),
         };
         let pairs: u64 = all.iter().flatten().map(|&c| u64::from(c)).sum();
         let mut before = vec![0u64; e];
@@ -373,11 +423,11 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
 
     /// Every PE's counts, in the order of PEs.
     fn exchange_counts(&mut self, own: Vec<u32>) -> Result<Vec<Vec<u32>>, MoeError> {
-        let (me, n, e) = (self.shmem.my_pe(), self.shmem.n_pes(), own.len());
+        let (me, n, e) = (self.pe().my_pe(), self.pe().n_pes(), own.len());
         for pe in (0..n).filter(|&pe| pe != me) {
             let at = self.memory.capacity_counts(me, pe);
             let signal = self.memory.capacity_signal(me, pe);
-            self.shmem.put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
+            self.pe().put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
             let traffic = &mut self.recorder.traffic;
             traffic.header_bytes += 4 * e as u64;
             traffic.puts += 1;
@@ -387,11 +437,11 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
         for (pe, counts) in all.iter_mut().enumerate().filter(|(pe, _)| *pe != me) {
             let signal = self.memory.capacity_signal(pe, me);
             let phase = self.recorder.enter(Phase::Waiting);
-            self.shmem
-                .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.options.deadline())
-                .map_err(|timeout| MoeError::wait(self.shmem, pe, "its counts for the capacity", phase, timeout))?;
+            self.pe()
+                .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.spec.options.deadline())
+                .map_err(|timeout| MoeError::wait(self.pe(), pe, "its counts for the capacity", phase, timeout))?;
             self.recorder.enter(phase);
-            self.shmem.get(counts, self.memory.capacity_counts(pe, me), me);
+            self.pe().get(counts, self.memory.capacity_counts(pe, me), me);
         }
         all[me] = own;
         Ok(all)
@@ -399,17 +449,17 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
 
     /// Sums the gradients of replicated weights over all PEs.
     fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {
-        if self.shmem.n_pes() == 1 && self.exchange.is_none() {
+        if self.pe().n_pes() == 1 && self.exchange.is_none() {
             return Ok(());
         }
         self.recorder.enter(Phase::AllReduce);
         let mut all: Vec<f32> = grads.replicated().flat_map(|g| g.iter().copied()).collect();
-        let deadline = self.options.deadline();
+        let deadline = self.spec.options.deadline();
         match &self.exchange {
             Some(exchange) => exchange.sum(&mut all, deadline)?,
-            None => self.shmem.all_reduce_sum(self.shmem.world(), &mut all, deadline).map_err(|timeout| {
+            None => self.pe().all_reduce_sum(self.pe().world(), &mut all, deadline).map_err(|timeout| {
                 let what = "its gradients of replicated weights";
-                MoeError::wait(self.shmem, timeout.index, what, Phase::AllReduce, timeout)
+                MoeError::wait(self.pe(), timeout.index, what, Phase::AllReduce, timeout)
             })?,
         }
         let mut rest = &all[..];
@@ -422,29 +472,170 @@ impl<'s, 'o, T: Transport, E: Element> Layer<'s, 'o, T, E> {
     }
 }
 
-fn expect_len(what: &'static str, got: usize, expected: usize) -> Result<(), MoeError> {
-    if got == expected { Ok(()) } else { Err(MoeError::Shape { what, got, expected: expected.to_string() }) }
+impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
+    type Rows = [E];
+    type Values = [f32];
+    type Ids = [i32];
+    type RowsBuf = Vec<E>;
+    type ValuesBuf = Vec<f32>;
+    type IdsBuf = Vec<i32>;
+    type Saved = Saved<E>;
+
+    fn spec(&self) -> &LayerSpec {
+        &self.spec
+    }
+
+    fn my_pe(&self) -> usize {
+        self.pe().my_pe()
+    }
+
+    fn rows(&self, values: &[f32], _: &str) -> Result<Vec<E>, MoeError> {
+        let mut rows = vec![E::default(); values.len()];
+        E::convert(values, &mut rows);
+        Ok(rows)
+    }
+
+    fn values(&self, values: &[f32]) -> Result<Vec<f32>, MoeError> {
+        Ok(values.to_vec())
+    }
+
+    fn ids(&self, ids: &[i32]) -> Result<Vec<i32>, MoeError> {
+        Ok(ids.to_vec())
+    }
+
+    fn read(&self, values: &[f32], into: &mut [f32]) -> Result<(), MoeError> {
+        expect_len("the copy of values", into.len(), values.len())?;
+        into.copy_from_slice(values);
+        Ok(())
+    }
+
+    fn forward(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        if self.spec.config.router.external {
+            let why = "the layer has no router: the caller routes, by experts".into();
+            return Err(MoeError::Usage { what: "run forward", why });
+        }
+        self.tokens(x, output)?;
+        self.forward_pass(x, None, output)
+    }
+
+    fn backward(
+        &mut self,
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+    ) -> Result<(), MoeError> {
+        self.backward_pass(saved, x, grad_output, grad_input, None)
+    }
+
+    fn experts(&mut self, x: &[E], ids: &[i32], weights: &[f32], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
+        expect_len("ids", ids.len(), pairs)?;
+        expect_len("weights", weights.len(), pairs)?;
+        let routing = Routing::given(&self.spec.config, ids, weights)?;
+        self.forward_pass(x, Some(routing), output)
+    }
+
+    fn experts_backward(
+        &mut self,
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grad_weights: &mut [f32],
+    ) -> Result<(), MoeError> {
+        self.backward_pass(saved, x, grad_output, grad_input, Some(grad_weights))
+    }
+
+    fn finish(&mut self, saved: &Saved<E>) -> Result<PassOutcome, MoeError> {
+        let (times_ns, traffic) = self.recorder.take();
+        let mut phases_s = times_ns.map(|ns| ns as f64 * 1e-9);
+        // Time between passes is no pass's.
+        phases_s[Phase::Idle.code()] = 0.0;
+        // What was put beyond the layer's own protocol are the sums of gradients.
+        let all_reduce_bytes = std::mem::take(&mut self.pass_bytes).saturating_sub(traffic.total_bytes());
+        Ok(PassOutcome {
+            seconds: phases_s.iter().sum(),
+            phases_s,
+            rounds: saved.rounds as u64,
+            traffic,
+            all_reduce_bytes,
+            spans: self.recorder.take_spans(),
+        })
+    }
+
+    fn routed(&mut self, saved: &Saved<E>) -> Result<Routed, MoeError> {
+        if saved.layer != self.id {
+            let why = "the forward pass was another layer's".into();
+            return Err(MoeError::Usage { what: "say where rows went", why });
+        }
+        let mut load = Load::default();
+        saved.loads.iter().for_each(|l| load.add(l));
+        Ok(Routed {
+            chosen: saved.routing.chosen.clone(),
+            weights: saved.routing.weights.clone(),
+            expert_rows: saved.batches.iter().map(|batch| batch.rows as u64).collect(),
+            load,
+        })
+    }
+
+    fn recycle(&mut self, saved: Saved<E>) {
+        if saved.layer == self.id {
+            self.spare.push(saved);
+        }
+    }
+
+    fn gradients(&mut self) -> Result<&Gradients, MoeError> {
+        self.gradients.as_ref().map(|gradients| &gradients.all).ok_or_else(|| not_training("read gradients"))
+    }
+
+    fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError> {
+        let me = self.pe().my_pe();
+        let gradients = self.gradients.as_mut().ok_or_else(|| not_training("accumulate gradients"))?;
+        gradients.accumulate = accumulate;
+        if accumulate {
+            let LayerSpec { config, placement, .. } = &self.spec;
+            gradients.last.get_or_insert_with(|| Gradients::zeros(config, placement, me));
+        }
+        Ok(())
+    }
+
+    fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
+        self.weights.get(id, &self.spec.placement, self.pe().my_pe(), into)
+    }
+
+    fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
+        let me = self.pe().my_pe();
+        self.weights.set(&mut self.scratch.workspace, id, &self.spec.placement, me, values)
+    }
+
+    fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
+        self.spec.options.mode = mode;
+        Ok(())
+    }
+
+    fn record_spans(&mut self) {
+        self.recorder.record_spans();
+    }
+
+    fn barrier(&mut self) -> Result<(), MoeError> {
+        let shmem = self.shmem.as_shmem();
+        shmem
+            .barrier_all(self.spec.options.deadline())
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "at a barrier", Phase::Idle, timeout))
+    }
 }
 
-/// Checks the gradients of one MLP, empty where it does not have the projection or there is no MLP; `what` is what to
-/// call those of matrices and of biases.
-fn check_mlp_gradients(
-    what: [&'static str; 2],
-    grads: &MlpGradients,
-    mlp: Option<&MlpConfig>,
-    hidden: usize,
-) -> Result<(), MoeError> {
-    for proj in [Proj::Gate, Proj::Up, Proj::Down] {
-        let [out, inp] = match mlp {
-            Some(mlp) if mlp.projections().contains(&proj) => mlp.shape(proj, hidden),
-            _ => [0, 0],
-        };
-        let bias = if mlp.is_some_and(|mlp| mlp.bias) { out } else { 0 };
-        let i = proj_index(proj);
-        expect_len(what[0], grads.matrix[i].len(), out * inp)?;
-        expect_len(what[1], grads.bias[i].len(), bias)?;
+fn not_training(what: &'static str) -> MoeError {
+    MoeError::Usage { what, why: "the layer was not made for training".into() }
+}
+
+fn expect_len(what: &'static str, got: usize, expected: usize) -> Result<(), MoeError> {
+    if got == expected {
+        Ok(())
+    } else {
+        Err(MoeError::Shape { what: what.into(), got, expected: expected.to_string() })
     }
-    Ok(())
 }
 
 /// The values as f32, without a copy where they are f32.

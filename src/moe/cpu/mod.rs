@@ -9,7 +9,8 @@ mod layer;
 mod memory;
 mod replicas;
 pub mod router;
+mod weights;
 
 pub use engine::Saved;
-pub use layer::Layer;
-pub use replicas::Replicas;
+pub use layer::{Layer, LayerBuilder};
+pub use replicas::{Exchange, OneGroup, Replicas, replica_bytes};

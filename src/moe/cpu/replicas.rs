@@ -7,11 +7,11 @@
 use std::time::Instant;
 
 use crate::moe::spec::metrics::Phase;
-use crate::moe::spec::{Groups, LayerConfig, Load, MlpGradients, MoeError, Placement};
-use crate::shmem::{Cmp, Shmem, ShmemError, SignalOp, Sym, Transport, Wait, WaitTimeout};
+use crate::moe::spec::{Groups, LayerConfig, Load, MlpGradients, MoeError};
+use crate::shmem::{AsShmem, Cmp, Shmem, ShmemError, SignalOp, Sym, Wait, WaitTimeout};
 
-/// What a layer asks of the other groups, whatever their transport.
-pub(super) trait Exchange {
+/// What a layer asks of the other EP groups, which hold the same experts: [`Replicas`], or [`OneGroup`] where there are none.
+pub trait Exchange {
     /// A backward pass begins.
     fn begin(&mut self);
     /// The gradients of local expert `local` are computed: they go out.
@@ -26,6 +26,46 @@ pub(super) trait Exchange {
     fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
     /// The counts of all PEs, in their order, and which are this PE's.
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
+    /// Bytes put to other PEs so far.
+    fn bytes_put(&self) -> u64;
+}
+
+/// The exchange of a layer whose group is the only one.
+#[derive(Clone, Copy, Debug)]
+pub enum OneGroup {}
+
+impl Exchange for OneGroup {
+    fn begin(&mut self) {
+        match *self {}
+    }
+
+    fn ready(&mut self, _: usize, _: &MlpGradients) {
+        match *self {}
+    }
+
+    fn poll(&mut self, _: &mut [MlpGradients]) -> bool {
+        match *self {}
+    }
+
+    fn finish(&mut self, _: &mut [MlpGradients], _: Instant) -> Result<(), MoeError> {
+        match *self {}
+    }
+
+    fn sum(&self, _: &mut [f32], _: Instant) -> Result<(), MoeError> {
+        match *self {}
+    }
+
+    fn loads(&self, _: &Load, _: Instant) -> Result<Vec<Load>, MoeError> {
+        match *self {}
+    }
+
+    fn counts(&self, _: &[u32], _: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
+        match *self {}
+    }
+
+    fn bytes_put(&self) -> u64 {
+        match *self {}
+    }
 }
 
 /// How far the sum of an expert's gradients has come.
@@ -45,8 +85,8 @@ struct Sum {
 /// the number of the backward pass. A place is written again in the next pass, when what was there has been read: a
 /// contribution before its sum is sent, and who sends the next contribution has that sum; a sum before its receiver sends the
 /// next contribution, without which there is no next sum.
-pub struct Replicas<'w, T: Transport> {
-    world: &'w Shmem<T>,
+pub struct Replicas<W> {
+    world: W,
     groups: Groups,
     group: usize,
     experts: Vec<usize>,
@@ -72,40 +112,39 @@ enum Kind {
     Sum = 1,
 }
 
-impl<'w, T: Transport> Replicas<'w, T> {
-    /// Bytes of `world`'s heap that [`Replicas::new`] takes.
-    pub fn bytes(config: &LayerConfig, groups: &Groups) -> usize {
-        let (floats, words) = sizes(config, groups);
-        2 * (floats * size_of::<f32>()).next_multiple_of(64) + (words * size_of::<u64>()).next_multiple_of(64)
-    }
-
+impl<W: AsShmem> Replicas<W> {
     /// The exchange at this PE of `world` (collective). Its memory must be zero, as it is before anything was freed.
     ///
     /// # Errors
     /// When the heap is too small.
-    pub fn new(world: &'w Shmem<T>, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
+    pub fn new(world: W, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
         let (floats, words) = sizes(config, &groups);
-        let me = world.my_pe();
+        let shmem = world.as_shmem();
+        let me = shmem.my_pe();
         let len = gradient_len(config);
         let experts = groups.experts(me).to_vec();
         Ok(Replicas {
-            world,
             group: groups.place(me).0,
             len,
             part_len: len.div_ceil(groups.len()),
-            contributions: world.alloc(floats)?,
-            sums: world.alloc(floats)?,
-            signals: world.alloc(words)?,
+            contributions: shmem.alloc(floats)?,
+            sums: shmem.alloc(floats)?,
+            signals: shmem.alloc(words)?,
             pass: 0,
             state: vec![Sum::default(); experts.len()],
             experts,
             groups,
             buffer: Vec::new(),
             part: Vec::new(),
+            world,
         })
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> + use<T> {
+    fn shmem(&self) -> &Shmem<W::Transport> {
+        self.world.as_shmem()
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<W> {
         let (k, mine) = (self.groups.len(), self.group);
         (1..k).map(move |distance| (mine + distance) % k)
     }
@@ -132,7 +171,7 @@ impl<'w, T: Transport> Replicas<'w, T> {
     fn send(&mut self, kind: Kind, expert: usize, data: &[f32], to: usize) {
         let local = self.groups.placement(to).local(expert);
         let (place, signal) = self.place(kind, local, self.group, to);
-        self.world.put_signal(place, data, signal, self.pass, SignalOp::Set, self.groups.owner(to, expert));
+        self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, self.groups.owner(to, expert));
     }
 
     /// What would let expert `local` go on, and the group it is from.
@@ -150,16 +189,16 @@ impl<'w, T: Transport> Replicas<'w, T> {
     }
 
     fn error(&self, what: &'static str, timeout: WaitTimeout) -> MoeError {
-        MoeError::wait(self.world, timeout.index, what, Phase::AllReduce, timeout)
+        MoeError::wait(self.shmem(), timeout.index, what, Phase::AllReduce, timeout)
     }
 
     /// Sums this PE's part of expert `local` if all contributions are here, and sends the sum. Says whether.
     fn add_up(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
-        let here = |wait: (Wait, usize)| self.world.test(wait.0);
+        let here = |wait: (Wait, usize)| self.shmem().test(wait.0);
         if !self.state[local].ready || self.state[local].summed || !self.awaited(local).all(here) {
             return false;
         }
-        let (mine, me) = (self.part(self.group), self.world.my_pe());
+        let (mine, me) = (self.part(self.group), self.shmem().my_pe());
         let mut sum = std::mem::take(&mut self.buffer);
         let mut part = std::mem::take(&mut self.part);
         sum.clear();
@@ -169,7 +208,7 @@ impl<'w, T: Transport> Replicas<'w, T> {
             if group == self.group {
                 copy_out(grads, mine.start, &mut part);
             } else {
-                self.world.get(&mut part, self.place(Kind::Contribution, local, group, self.group).0, me);
+                self.shmem().get(&mut part, self.place(Kind::Contribution, local, group, self.group).0, me);
             }
             sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum += x);
         }
@@ -192,12 +231,12 @@ impl<'w, T: Transport> Replicas<'w, T> {
         let mut part = std::mem::take(&mut self.part);
         for (i, from) in self.others().enumerate() {
             let (place, signal) = self.place(Kind::Sum, local, from, self.group);
-            if self.state[local].taken[i] || !self.world.test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
+            if self.state[local].taken[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
                 continue;
             }
             let range = self.part(from);
             part.resize(range.len(), 0.0);
-            self.world.get(&mut part, place, self.world.my_pe());
+            self.shmem().get(&mut part, place, self.shmem().my_pe());
             copy_in(grads, range.start, &part);
             self.state[local].taken[i] = true;
             any = true;
@@ -211,7 +250,7 @@ impl<'w, T: Transport> Replicas<'w, T> {
     }
 }
 
-impl<T: Transport> Exchange for Replicas<'_, T> {
+impl<W: AsShmem> Exchange for Replicas<W> {
     fn begin(&mut self) {
         self.pass += 1;
         self.state.fill(Sum { taken: vec![false; self.groups.len() - 1], ..Sum::default() });
@@ -245,7 +284,7 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
             }
             let (mut waits, mut owners) = (Vec::new(), Vec::new());
             for (local, &expert) in self.experts.iter().enumerate() {
-                for (wait, from) in self.awaited(local).filter(|(wait, _)| !self.world.test(*wait)) {
+                for (wait, from) in self.awaited(local).filter(|(wait, _)| !self.shmem().test(*wait)) {
                     waits.push(wait);
                     owners.push(self.groups.owner(from, expert));
                 }
@@ -253,7 +292,7 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
             if waits.is_empty() {
                 continue; // came meanwhile
             }
-            self.world.wait_until_any(&waits, deadline).map_err(|timeout| {
+            self.shmem().wait_until_any(&waits, deadline).map_err(|timeout| {
                 let index = owners[timeout.index];
                 self.error("its gradients of an expert", WaitTimeout { index, ..timeout })
             })?;
@@ -262,7 +301,7 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
     }
 
     fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError> {
-        let sum = self.world.all_reduce_sum(self.world.world(), data, deadline);
+        let sum = self.shmem().all_reduce_sum(self.shmem().world(), data, deadline);
         sum.map_err(|timeout| self.error("its gradients of replicated weights", timeout))
     }
 
@@ -271,8 +310,8 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
         let mut words = vec![mine.tokens, mine.z_sum.to_bits()];
         words.extend(&mine.routed);
         words.extend(mine.prob_sums.iter().map(|sum| sum.to_bits()));
-        let mut all = vec![0; words.len() * self.world.n_pes()];
-        let gathered = self.world.all_gather(self.world.world(), &words, &mut all, deadline);
+        let mut all = vec![0; words.len() * self.shmem().n_pes()];
+        let gathered = self.shmem().all_gather(self.shmem().world(), &words, &mut all, deadline);
         gathered.map_err(|timeout| self.error("its sums for the losses", timeout))?;
         let load = |words: &[u64]| Load {
             tokens: words[0],
@@ -284,11 +323,21 @@ impl<T: Transport> Exchange for Replicas<'_, T> {
     }
 
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
-        let mut all = vec![0; mine.len() * self.world.n_pes()];
-        let gathered = self.world.all_gather(self.world.world(), mine, &mut all, deadline);
+        let mut all = vec![0; mine.len() * self.shmem().n_pes()];
+        let gathered = self.shmem().all_gather(self.shmem().world(), mine, &mut all, deadline);
         gathered.map_err(|timeout| self.error("its counts for the capacity", timeout))?;
-        Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.world.my_pe()))
+        Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
     }
+
+    fn bytes_put(&self) -> u64 {
+        self.shmem().bytes_put()
+    }
+}
+
+/// Bytes of the world's heap that [`Replicas::new`] takes.
+pub fn replica_bytes(config: &LayerConfig, groups: &Groups) -> usize {
+    let (floats, words) = sizes(config, groups);
+    2 * (floats * size_of::<f32>()).next_multiple_of(64) + (words * size_of::<u64>()).next_multiple_of(64)
 }
 
 /// Elements of `contributions` and of `signals`.
@@ -335,4 +384,33 @@ fn copy_in(grads: &mut MlpGradients, mut start: usize, mut from: &[f32]) {
         start = start.saturating_sub(len);
     }
     debug_assert!(from.is_empty());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_gradients_go_out_and_in() {
+        let numbered = |first: usize, n: usize| (first..first + n).map(|i| i as f32).collect::<Vec<_>>();
+        let grads = MlpGradients {
+            matrix: [numbered(0, 4), numbered(4, 3), numbered(7, 5)],
+            bias: [Vec::new(), numbered(12, 2), numbered(14, 1)],
+        };
+        let mut back = MlpGradients {
+            matrix: [vec![0.0; 4], vec![0.0; 3], vec![0.0; 5]],
+            bias: [Vec::new(), vec![0.0; 2], vec![0.0; 1]],
+        };
+        for k in 1..=15 {
+            for i in 0..k {
+                let range = 15 * i / k..15 * (i + 1) / k;
+                let mut part = vec![-1.0; range.len()];
+                copy_out(&grads, range.start, &mut part);
+                assert_eq!(part, numbered(range.start, range.len()));
+                copy_in(&mut back, range.start, &part);
+            }
+            assert_eq!((&back.matrix, &back.bias), (&grads.matrix, &grads.bias), "{k} parts");
+            back.matrix.iter_mut().chain(&mut back.bias).for_each(|values| values.fill(0.0));
+        }
+    }
 }

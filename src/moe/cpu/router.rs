@@ -3,14 +3,15 @@
 //! Everything here is f32 whatever the layer's element type: the router is a sliver of the work, and a
 //! rounding there moves tokens to other experts.
 
-use crate::moe::spec::{GroupLimit, LayerConfig, Load, Placement, RouterConfig, Scoring};
+use crate::moe::spec::{GroupLimit, LayerConfig, Load, MoeError, NO_EXPERT, Placement, RouterConfig, Scoring};
 
 /// What the router decided for one PE's tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Routing {
     /// Number of tokens.
     pub tokens: usize,
-    /// The chosen experts, `[tokens, top_k]`, ascending within a token.
+    /// The chosen experts, `[tokens, top_k]`: ascending within a token where the layer's router chose them, and as the caller has
+    /// them, [`NO_EXPERT`] among them, where it did.
     pub chosen: Vec<u32>,
     /// Their weights, `[tokens, top_k]`.
     pub weights: Vec<f32>,
@@ -109,10 +110,38 @@ fn normaliser(config: &RouterConfig, chosen_scores: &[f32]) -> f32 {
 }
 
 impl Routing {
+    /// The caller's routing: `ids` and `weights` are `[tokens, top_k]`, in any order within a token, -1 for no expert.
+    ///
+    /// # Errors
+    /// An id out of range, or twice in one token.
+    pub fn given(config: &LayerConfig, ids: &[i32], weights: &[f32]) -> Result<Routing, MoeError> {
+        let k = config.router.top_k;
+        let mut chosen = Vec::with_capacity(ids.len());
+        for (token, ids) in ids.chunks_exact(k).enumerate() {
+            for (column, &id) in ids.iter().enumerate() {
+                let refuse = |why: String| Err(MoeError::Usage { what: "route by the given ids", why });
+                match u32::try_from(id) {
+                    Ok(e) if (e as usize) < config.n_experts => {
+                        if ids[..column].contains(&id) {
+                            return refuse(format!("token {token} has expert {id} twice"));
+                        }
+                        chosen.push(e);
+                    }
+                    Err(_) if id == -1 => chosen.push(NO_EXPERT),
+                    _ => {
+                        let last = config.n_experts - 1;
+                        return refuse(format!("token {token} has expert {id}, expected 0 to {last}, or -1 for none"));
+                    }
+                }
+            }
+        }
+        Ok(Routing { tokens: ids.len() / k, chosen, weights: weights.to_vec(), ..Routing::default() })
+    }
+
     /// Pairs routed to each expert, before any drop.
     pub fn counts(&self, n_experts: usize) -> Vec<u32> {
         let mut counts = vec![0; n_experts];
-        self.chosen.iter().for_each(|&c| counts[c as usize] += 1);
+        self.chosen.iter().filter(|&&c| c != NO_EXPERT).for_each(|&c| counts[c as usize] += 1);
         counts
     }
 
@@ -122,7 +151,7 @@ impl Routing {
             .chosen
             .iter()
             .map(|&c| {
-                let left = &mut capacity[c as usize];
+                let Some(left) = capacity.get_mut(c as usize) else { return false };
                 let keep = *left > 0;
                 *left -= u64::from(keep);
                 keep
@@ -257,22 +286,27 @@ impl Routes {
 pub fn routes(routing: &Routing, placement: &Placement, top_k: usize) -> Vec<Routes> {
     let mut all: Vec<Routes> =
         (0..placement.n_pes()).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect();
-    for (choice, &expert) in routing.chosen.iter().enumerate() {
-        if !routing.is_kept(choice) {
-            continue;
+    let mut columns: Vec<usize> = (0..top_k).collect();
+    for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
+        // A row's slots are summed in the order of experts, however the caller had them.
+        columns.sort_unstable_by_key(|&column| chosen[column]);
+        for &column in &columns {
+            let (expert, choice) = (chosen[column], token * top_k + column);
+            if expert == NO_EXPERT || !routing.is_kept(choice) {
+                continue;
+            }
+            let to = &mut all[placement.owner(expert as usize)];
+            if to.tokens.last() != Some(&(token as u32)) {
+                to.tokens.push(token as u32);
+                to.slot_start.push(to.slots.len() as u32);
+            }
+            to.slots.push(RouteSlot {
+                expert: placement.local(expert as usize) as u32,
+                weight: routing.weights[choice],
+                choice: choice as u32,
+            });
+            *to.slot_start.last_mut().expect("starts with one element") += 1;
         }
-        let token = (choice / top_k) as u32;
-        let to = &mut all[placement.owner(expert as usize)];
-        if to.tokens.last() != Some(&token) {
-            to.tokens.push(token);
-            to.slot_start.push(to.slots.len() as u32);
-        }
-        to.slots.push(RouteSlot {
-            expert: placement.local(expert as usize) as u32,
-            weight: routing.weights[choice],
-            choice: choice as u32,
-        });
-        *to.slot_start.last_mut().expect("starts with one element") += 1;
     }
     all
 }

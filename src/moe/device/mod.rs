@@ -18,6 +18,7 @@ use report::PassTimes;
 use shape::{ShapeOf, place};
 use weights::{DeviceWeights, Router};
 
+use super::spec::metrics::PassOutcome;
 use super::spec::{Dtype, Gradients, LayerConfig, Load, MoeError, Options, Placement, WeightSource};
 use crate::gpu::params::{ErrorRecord, Kernel, LayerInfo, LayerShape, MAX_SPANS, Pass, PassStats, SpanRecord};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
@@ -98,7 +99,7 @@ impl<'g> DeviceLayer<'g> {
             ("the placement's list of experts", placement.n_experts(), config.n_experts),
         ] {
             if got != expected {
-                return Err(MoeError::Shape { what, got, expected: expected.to_string() });
+                return Err(MoeError::Shape { what: what.into(), got, expected: expected.to_string() });
             }
         }
         let limits = gpu.limits()?;
@@ -367,7 +368,7 @@ impl<'g> DeviceLayer<'g> {
     fn begin(&mut self, x: &Buffer<'g>, tokens: usize, output: &Buffer<'g>) -> Result<DeviceSaved<'g>, MoeError> {
         if tokens > self.shape.max_tokens as usize {
             let expected = format!("at most {}", self.shape.max_tokens);
-            return Err(MoeError::Shape { what: "the batch of tokens", got: tokens, expected });
+            return Err(MoeError::Shape { what: "the batch of tokens".into(), got: tokens, expected });
         }
         self.check_rows("hidden_states", x, tokens, self.dtype.bytes())?;
         self.check_rows("output", output, tokens, size_of::<f32>())?;
@@ -417,7 +418,7 @@ impl<'g> DeviceLayer<'g> {
         let wanted = tokens * self.config.hidden;
         let got = rows.bytes() as usize / bytes;
         if got < wanted {
-            return Err(MoeError::Shape { what, got, expected: format!("at least {wanted}") });
+            return Err(MoeError::Shape { what: what.into(), got, expected: format!("at least {wanted}") });
         }
         Ok(())
     }

@@ -60,6 +60,24 @@ pub struct RouterConfig {
     pub groups: Option<GroupLimit>,
     /// Whether there is a per-expert correction bias ([`WeightId::RouterBias`]) in the selection.
     pub correction_bias: bool,
+    /// Whether the caller routes every pass ([`MoeLayer::experts`](super::MoeLayer::experts)): the layer then has no router
+    /// weights, and of these fields only `top_k` counts.
+    pub external: bool,
+}
+
+impl RouterConfig {
+    /// No router: the caller chooses up to `top_k` experts for each token, and their weights.
+    pub fn external(top_k: usize) -> Self {
+        RouterConfig {
+            scoring: Scoring::Softmax,
+            top_k,
+            renormalise: false,
+            scaling: 1.0,
+            groups: None,
+            correction_bias: false,
+            external: true,
+        }
+    }
 }
 
 /// One expert's multi-layer perceptron.
@@ -186,6 +204,11 @@ impl LayerConfig {
         self.shared.map_or(self.expert, |s| s.mlp)
     }
 
+    /// Rows of the router's weight: the number of experts, 0 where the caller routes.
+    pub(in crate::moe) fn router_rows(&self) -> usize {
+        if self.router.external { 0 } else { self.n_experts }
+    }
+
     /// Whether a loss has a coefficient, so that its sums over all PEs' tokens are needed.
     pub fn has_losses(&self) -> bool {
         self.aux_loss_coef != 0.0 || self.z_loss_coef != 0.0
@@ -193,7 +216,10 @@ impl LayerConfig {
 
     /// The weights every PE holds: router, correction bias, shared expert and its gate, in a fixed order.
     pub fn replicated_weights(&self) -> Vec<WeightId> {
-        let mut ids = vec![WeightId::Router];
+        let mut ids = Vec::new();
+        if !self.router.external {
+            ids.push(WeightId::Router);
+        }
         if self.router.correction_bias {
             ids.push(WeightId::RouterBias);
         }
@@ -251,6 +277,17 @@ impl LayerConfig {
         let k = self.router.top_k;
         if k == 0 || k > e {
             return err("top-k", k.to_string(), format!("1 to {e}, the number of experts"));
+        }
+        if self.router.external {
+            let fields = [
+                ("n_group", self.router.groups.is_some()),
+                ("correction bias", self.router.correction_bias),
+                ("aux-loss coefficient", self.aux_loss_coef != 0.0),
+                ("z-loss coefficient", self.z_loss_coef != 0.0),
+            ];
+            if let Some((field, _)) = fields.into_iter().find(|(_, given)| *given) {
+                return err(field, "given".into(), "none where the caller routes".into());
+            }
         }
         if !self.router.scaling.is_finite() {
             return err("scaling", self.router.scaling.to_string(), "a finite number".into());

@@ -1,5 +1,6 @@
 //! What can go wrong in a layer.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use super::config::ConfigError;
@@ -31,7 +32,7 @@ pub enum MoeError {
     #[error("{what} has {got} elements, expected {expected}")]
     Shape {
         /// Which argument.
-        what: &'static str,
+        what: Cow<'static, str>,
         /// Its length.
         got: usize,
         /// What would be right.

@@ -7,7 +7,7 @@ use super::placement::Placement;
 /// replicated weights are summed over all PEs.
 #[derive(Clone, Debug, Default)]
 pub struct Gradients {
-    /// `[n_experts, hidden]`.
+    /// `[n_experts, hidden]`, empty where the caller routes.
     pub router: Vec<f32>,
     /// Of the local experts, in the order of [`Placement::experts`].
     pub experts: Vec<MlpGradients>,
@@ -22,7 +22,7 @@ impl Gradients {
     pub fn zeros(config: &LayerConfig, placement: &Placement, pe: usize) -> Self {
         let expert = MlpGradients::zeros(&config.expert, config.hidden);
         Gradients {
-            router: vec![0.0; config.n_experts * config.hidden],
+            router: vec![0.0; config.router_rows() * config.hidden],
             experts: vec![expert; placement.experts(pe).len()],
             shared: config.shared.map_or_else(Default::default, |s| MlpGradients::zeros(&s.mlp, config.hidden)),
             shared_gate: vec![0.0; if config.shared.is_some_and(|s| s.sigmoid_gate) { config.hidden } else { 0 }],
@@ -31,7 +31,7 @@ impl Gradients {
 
     /// The gradient of one weight; `None` when `pe` does not hold it or it has none.
     pub fn get(&self, id: WeightId, placement: &Placement, pe: usize) -> Option<&[f32]> {
-        let local = |e: usize| (placement.owner(e) == pe).then(|| &self.experts[placement.local(e)]);
+        let local = |e| placement.local_on(e, pe).map(|local| &self.experts[local]);
         match id {
             WeightId::Router => Some(&self.router),
             WeightId::RouterBias => None,
@@ -44,9 +44,23 @@ impl Gradients {
     }
 
     /// The gradients of the weights that every PE holds.
-    fn replicated(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
+    pub(in crate::moe) fn replicated(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
         let shared = self.shared.matrix.iter_mut().chain(&mut self.shared.bias);
         std::iter::once(&mut self.router).chain(shared).chain(std::iter::once(&mut self.shared_gate))
+    }
+}
+
+impl Gradients {
+    /// Adds another backward's, of the same shapes.
+    pub(in crate::moe) fn add(&mut self, other: &mut Gradients) {
+        let experts = self.experts.iter_mut().zip(&mut other.experts);
+        let experts = experts.flat_map(|(to, from)| to.all().zip(from.all()));
+        for (to, from) in experts {
+            to.iter_mut().zip(&*from).for_each(|(to, from)| *to += from);
+        }
+        for (to, from) in self.replicated().zip(other.replicated()) {
+            to.iter_mut().zip(&*from).for_each(|(to, from)| *to += from);
+        }
     }
 }
 
@@ -60,6 +74,10 @@ pub struct MlpGradients {
 }
 
 impl MlpGradients {
+    fn all(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
+        self.matrix.iter_mut().chain(&mut self.bias)
+    }
+
     /// Zeros in the shapes of an MLP's weights.
     pub fn zeros(config: &MlpConfig, hidden: usize) -> Self {
         let mut grads = MlpGradients::default();

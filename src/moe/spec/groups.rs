@@ -87,7 +87,7 @@ impl Groups {
         self.placements[group].experts(index)
     }
 
-    fn max_local(&self) -> usize {
+    pub(in crate::moe) fn max_local(&self) -> usize {
         self.placements.iter().map(Placement::max_local).max().unwrap_or(0)
     }
 }
@@ -95,30 +95,6 @@ impl Groups {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn parts_of_gradients_go_out_and_in() {
-        let numbered = |first: usize, n: usize| (first..first + n).map(|i| i as f32).collect::<Vec<_>>();
-        let grads = MlpGradients {
-            matrix: [numbered(0, 4), numbered(4, 3), numbered(7, 5)],
-            bias: [Vec::new(), numbered(12, 2), numbered(14, 1)],
-        };
-        let mut back = MlpGradients {
-            matrix: [vec![0.0; 4], vec![0.0; 3], vec![0.0; 5]],
-            bias: [Vec::new(), vec![0.0; 2], vec![0.0; 1]],
-        };
-        for k in 1..=15 {
-            for i in 0..k {
-                let range = 15 * i / k..15 * (i + 1) / k;
-                let mut part = vec![-1.0; range.len()];
-                copy_out(&grads, range.start, &mut part);
-                assert_eq!(part, numbered(range.start, range.len()));
-                copy_in(&mut back, range.start, &part);
-            }
-            assert_eq!((&back.matrix, &back.bias), (&grads.matrix, &grads.bias), "{k} parts");
-            back.matrix.iter_mut().chain(&mut back.bias).for_each(|values| values.fill(0.0));
-        }
-    }
 
     #[test]
     fn groups_that_cannot_be_are_named() {

@@ -10,6 +10,7 @@ use super::metrics::PassOutcome;
 use super::options::{Dtype, Mode, Options};
 use super::placement::Placement;
 use super::{ConfigError, MoeError};
+use crate::shmem::{ShmTransport, Shmem};
 
 /// A layer, and how one expert-parallel group of PEs runs it. The same on every PE of the group.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,6 +76,21 @@ impl LayerSpec {
         Ok(())
     }
 
+    /// The symmetric heap that a PE needs for this layer and nothing else, bytes.
+    ///
+    /// # Errors
+    /// [`MoeError::TooLarge`].
+    pub fn heap_bytes(&self) -> Result<usize, MoeError> {
+        Ok(Shmem::<ShmTransport>::heap_bytes_for(self.placement.n_pes(), self.layout()?.total_bytes()))
+    }
+
+    /// The weights that PE `pe` holds, in a fixed order: those that every PE holds, then its experts'.
+    pub fn held(&self, pe: usize) -> Vec<WeightId> {
+        let mut ids = self.config.replicated_weights();
+        ids.extend(self.placement.experts(pe).iter().flat_map(|&e| self.config.expert_weights(e)));
+        ids
+    }
+
     /// The sizes of the chunks and windows.
     ///
     /// # Errors
@@ -127,6 +143,9 @@ pub trait MoeLayer {
 
     /// What the layer was made by.
     fn spec(&self) -> &LayerSpec;
+
+    /// This PE's number in its group.
+    fn my_pe(&self) -> usize;
 
     /// Rounds `values` to the layer's element type and puts them where the engine reads them; `name` is what errors call them.
     ///

@@ -14,6 +14,11 @@ pub struct Load {
 }
 
 impl Load {
+    /// Of no tokens, for a layer of `n_experts`.
+    pub(in crate::moe) fn zeros(n_experts: usize) -> Load {
+        Load { routed: vec![0; n_experts], prob_sums: vec![0.0; n_experts], ..Load::default() }
+    }
+
     /// Adds another PE's sums.
     pub fn add(&mut self, other: &Load) {
         self.tokens += other.tokens;

@@ -139,7 +139,7 @@ pub struct PassOutcome {
 }
 
 /// Told what a PE is doing while it does it (for status displays and for naming the phase of a dead PE).
-pub trait Observer {
+pub trait Observer: Send {
     /// The PE enters `phase`.
     fn phase(&self, phase: Phase);
 }
@@ -158,8 +158,8 @@ pub fn now_ns() -> u64 {
 }
 
 /// Accumulates the time of each phase and, when asked, the spans.
-pub struct Recorder<'o> {
-    observer: &'o dyn Observer,
+pub struct Recorder {
+    observer: Box<dyn Observer>,
     phase: Phase,
     since_ns: u64,
     totals_ns: [u64; Phase::ALL.len()],
@@ -168,9 +168,9 @@ pub struct Recorder<'o> {
     pub traffic: Traffic,
 }
 
-impl<'o> Recorder<'o> {
+impl Recorder {
     /// A recorder in [`Phase::Idle`].
-    pub fn new(observer: &'o dyn Observer) -> Self {
+    pub fn new(observer: Box<dyn Observer>) -> Self {
         Recorder {
             observer,
             phase: Phase::Idle,
@@ -179,6 +179,11 @@ impl<'o> Recorder<'o> {
             spans: None,
             traffic: Traffic::default(),
         }
+    }
+
+    /// The current phase.
+    pub fn phase(&self) -> Phase {
+        self.phase
     }
 
     /// Keeps spans from now on.

@@ -45,6 +45,11 @@ impl Placement {
         self.local[e] as usize
     }
 
+    /// Expert `e`'s number on `pe`, where `pe` owns it.
+    pub fn local_on(&self, e: usize, pe: usize) -> Option<usize> {
+        (e < self.n_experts() && self.owner(e) == pe).then(|| self.local(e))
+    }
+
     /// The experts of `pe`, ascending.
     pub fn experts(&self, pe: usize) -> &[usize] {
         &self.by_pe[pe]

@@ -7,7 +7,7 @@ use crate::moe::cpu::kernels::{self, Element};
 use crate::moe::spec::metrics::{Phase, Recorder};
 use crate::shmem::Transport;
 
-impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
+impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Sends back the results of the chunks whose slots are all computed.
     pub(super) fn return_chunks(&mut self) {
         for pe in self.peers() {
@@ -138,7 +138,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
 }
 
 /// From here on results are weighed and summed, which in backward they are not.
-fn enter_scale(rec: &mut Recorder<'_>, direction: Direction) {
+fn enter_scale(rec: &mut Recorder, direction: Direction) {
     if direction == Direction::Forward {
         rec.enter(Phase::Scale);
     }

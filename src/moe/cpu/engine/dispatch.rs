@@ -8,7 +8,7 @@ use crate::moe::spec::metrics::{Phase, Traffic};
 use crate::moe::spec::{HEADER_WORDS, Load, MoeError};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
-impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
+impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Puts to every peer: how many rows and slots it gets, where their results go, and how many for each expert.
     pub(super) fn send_headers(&mut self) {
         if self.direction == Direction::Backward {

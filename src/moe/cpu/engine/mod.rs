@@ -20,8 +20,8 @@ use crate::moe::spec::{LayerConfig, Load, MlpGradients, Mode, MoeError, Options,
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
 /// Rows that came from one PE (or stayed: the own ones), and where its results go.
-#[derive(Clone, Debug, Default)]
-pub struct Inbound {
+#[derive(Debug, Default)]
+pub(super) struct Inbound {
     rows: usize,
     slots: usize,
     /// First of the sender's return rows and return slots that are ours.
@@ -35,23 +35,35 @@ pub struct Inbound {
     places: Vec<(u32, u32)>,
 }
 
-/// What a forward pass leaves for its backward.
-#[derive(Clone, Debug, Default)]
+/// What a forward pass leaves for its backward. It belongs to the layer that returned it.
+#[derive(Debug, Default)]
 pub struct Saved<E> {
-    /// The router's decisions for this PE's tokens.
-    pub routing: Routing,
+    pub(super) layer: u64,
+    pub(super) stage: Stage,
+    /// Whether the caller routed the tokens.
+    pub(super) external: bool,
+    /// The router's decisions for this PE's tokens, or the caller's.
+    pub(super) routing: Routing,
     /// The rows for each PE.
-    pub routes: Vec<Routes>,
+    pub(super) routes: Vec<Routes>,
     /// The rows from each PE.
-    pub inbound: Vec<Inbound>,
+    pub(super) inbound: Vec<Inbound>,
     /// One batch per local expert.
-    pub batches: Vec<Batch<E>>,
-    /// The shared expert's, with this PE's tokens as rows; its `x` is the layer's input even without shared expert.
-    pub shared: Batch<E>,
+    pub(super) batches: Vec<Batch<E>>,
+    /// The shared expert's, with this PE's tokens as rows.
+    pub(super) shared: Batch<E>,
     /// Each PE's sums for the losses, where a loss has a coefficient.
-    pub loads: Vec<Load>,
+    pub(super) loads: Vec<Load>,
     /// Rounds through the receive windows.
-    pub rounds: usize,
+    pub(super) rounds: usize,
+}
+
+/// Which passes have been over a [`Saved`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Stage {
+    #[default]
+    Forward,
+    Backward,
 }
 
 /// Which way a pass goes.
@@ -85,7 +97,7 @@ impl TileMap {
 }
 
 /// What a pass works with and on.
-pub struct Engine<'a, 'o, T: Transport, E: Element> {
+pub struct Engine<'a, T: Transport, E: Element> {
     pub shmem: &'a Shmem<T>,
     pub memory: &'a Memory,
     pub config: &'a LayerConfig,
@@ -94,7 +106,7 @@ pub struct Engine<'a, 'o, T: Transport, E: Element> {
     pub experts: &'a [Mlp<E>],
     pub shared: Option<&'a Mlp<E>>,
     pub scratch: &'a mut Scratch,
-    pub rec: &'a mut Recorder<'o>,
+    pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
     pub direction: Direction,
@@ -146,7 +158,7 @@ enum Filler {
     ExpertGradients(usize),
 }
 
-impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
+impl<T: Transport, E: Element> Engine<'_, T, E> {
     fn me(&self) -> usize {
         self.shmem.my_pe()
     }
@@ -254,11 +266,11 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             row: vec![0.0; self.config.hidden],
             ..Progress::default()
         };
-        if let Some(shared) = self.config.shared {
+        if let Some(shared) = self.shared {
             if self.direction == Direction::Backward {
                 p.filler.push(Filler::SharedGradients);
             } else {
-                self.saved.shared.resize_forward(&shared.mlp, self.config.hidden, self.saved.routing.tokens);
+                self.saved.shared.resize_forward(shared.config(), self.config.hidden, self.saved.routing.tokens);
             }
             let tokens = 0..self.saved.routing.tokens;
             let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows).map(Filler::SharedTile).collect();
@@ -269,7 +281,7 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
         let me = self.me();
         self.progress.headers[me] = true;
         if self.direction == Direction::Forward {
-            self.saved.inbound = vec![Inbound::default(); n];
+            self.saved.inbound = (0..n).map(|_| Inbound::default()).collect();
             let routes = &self.saved.routes[me];
             let (rows, slots) = (routes.tokens.len(), routes.slots.len());
             let counts: Vec<usize> = routes.counts(local).iter().map(|&c| c as usize).collect();
@@ -287,8 +299,8 @@ impl<T: Transport, E: Element> Engine<'_, '_, T, E> {
             for batch in &mut self.saved.batches {
                 batch.resize_backward(&self.config.expert, self.config.hidden);
             }
-            if let Some(shared) = self.config.shared {
-                self.saved.shared.resize_backward(&shared.mlp, self.config.hidden);
+            if let Some(shared) = self.shared {
+                self.saved.shared.resize_backward(shared.config(), self.config.hidden);
             }
             self.place();
         }

@@ -42,6 +42,12 @@ pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
     /// Prepares `w [out, inp]`, rounded to `Self`.
     fn prepare(w: &[f32], out: usize, inp: usize) -> Self::Weight;
 
+    /// As [`prepare`](Self::prepare), in place of what is there: allocates nothing once `ws` is large enough.
+    fn set_weight(ws: &mut Workspace, weight: &mut Self::Weight, w: &[f32]);
+
+    /// Widens a prepared weight into `w`, `[out, inp]`: what [`prepare`](Self::prepare) was given, rounded.
+    fn get_weight(weight: &Self::Weight, w: &mut [f32]);
+
     /// Forward: `c [m, out] (+)= a [m, inp] Wᵀ`.
     fn gemm_nt(ws: &mut Workspace, m: usize, a: &[Self], w: &Self::Weight, c: &mut [f32], accumulate: bool);
 
@@ -88,6 +94,14 @@ impl Element for f32 {
         F32Weight::new(w.to_vec(), out, inp)
     }
 
+    fn set_weight(_: &mut Workspace, weight: &mut F32Weight, w: &[f32]) {
+        weight.values_mut().copy_from_slice(w);
+    }
+
+    fn get_weight(weight: &F32Weight, w: &mut [f32]) {
+        w.copy_from_slice(weight.values());
+    }
+
     fn gemm_nt(_: &mut Workspace, m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: bool) {
         gemm_f32::nt(m, a, w, c, accumulate);
     }
@@ -131,6 +145,14 @@ impl Element for bf16 {
 
     fn prepare(w: &[f32], out: usize, inp: usize) -> Bf16Weight {
         Bf16Weight::new(w, out, inp)
+    }
+
+    fn set_weight(ws: &mut Workspace, weight: &mut Bf16Weight, w: &[f32]) {
+        weight.set(ws, w);
+    }
+
+    fn get_weight(weight: &Bf16Weight, w: &mut [f32]) {
+        weight.get(w);
     }
 
     fn gemm_nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &mut [f32], accumulate: bool) {

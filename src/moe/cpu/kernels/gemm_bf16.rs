@@ -24,7 +24,7 @@ use half::bf16;
 use super::Line;
 use super::{Element, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
-use avx512::{Left, pack_panels, pack_panels_transposed, panel_lines};
+use avx512::{Left, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 
 /// Which implementation a product takes.
 #[derive(Clone, Copy)]
@@ -91,25 +91,48 @@ impl Bf16Weight {
 
     /// As [`new`](Self::new), on a chosen path.
     pub(super) fn with_path(path: Path, w: &[f32], out: usize, inp: usize) -> Self {
-        assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
         let form = match path {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16(features) => {
-                let mut rounded = vec![bf16::default(); w.len()];
-                bf16::convert(w, &mut rounded);
-                let mut nt = vec![bytemuck::Zeroable::zeroed(); panel_lines(inp, out)];
-                pack_panels_transposed(&rounded, out, inp, bytemuck::cast_slice_mut(&mut nt));
-                let mut nn = vec![bytemuck::Zeroable::zeroed(); panel_lines(out, inp)];
-                pack_panels(&rounded, out, inp, bytemuck::cast_slice_mut(&mut nn));
-                Form::Packed { features, nt, nn }
-            }
-            Path::Widen => Form::Wide(F32Weight::new(
-                w.iter().map(|&x| Element::to_f32(<bf16 as Element>::from_f32(x))).collect(),
-                out,
-                inp,
-            )),
+            Path::Avx512Bf16(features) => Form::Packed {
+                features,
+                nt: vec![bytemuck::Zeroable::zeroed(); panel_lines(inp, out)],
+                nn: vec![bytemuck::Zeroable::zeroed(); panel_lines(out, inp)],
+            },
+            Path::Widen => Form::Wide(F32Weight::new(vec![0.0; out * inp], out, inp)),
         };
-        Bf16Weight { out, inp, form }
+        let mut weight = Bf16Weight { out, inp, form };
+        weight.set(&mut Workspace::default(), w);
+        weight
+    }
+
+    /// Rounds and packs `w [out, inp]` in place of what is there.
+    pub(super) fn set(&mut self, ws: &mut Workspace, w: &[f32]) {
+        let (out, inp) = (self.out, self.inp);
+        assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
+        match &mut self.form {
+            #[cfg(target_arch = "x86_64")]
+            Form::Packed { nt, nn, .. } => {
+                let rounded = scratch::<bf16>(&mut ws.a, w.len());
+                bf16::convert(w, rounded);
+                pack_panels_transposed(rounded, out, inp, bytemuck::cast_slice_mut(nt));
+                pack_panels(rounded, out, inp, bytemuck::cast_slice_mut(nn));
+            }
+            Form::Wide(wide) => {
+                for (to, &x) in wide.values_mut().iter_mut().zip(w) {
+                    *to = Element::to_f32(<bf16 as Element>::from_f32(x));
+                }
+            }
+        }
+    }
+
+    /// Widens the elements, `[out, inp]`, into `w`.
+    pub(super) fn get(&self, w: &mut [f32]) {
+        assert_eq!(w.len(), self.out * self.inp, "weight of shape [{}, {}]", self.out, self.inp);
+        match &self.form {
+            #[cfg(target_arch = "x86_64")]
+            Form::Packed { nn, .. } => unpack_panels(bytemuck::cast_slice(nn), self.out, self.inp, w),
+            Form::Wide(wide) => w.copy_from_slice(wide.values()),
+        }
     }
 }
 
@@ -253,6 +276,18 @@ mod avx512 {
                         }
                     }
                 }
+            }
+        }
+    }
+
+    /// Widens what [`pack_panels`] packed, `[k, n]`.
+    pub(super) fn unpack_panels(panels: &[u32], k: usize, n: usize, b: &mut [f32]) {
+        let pairs = k.div_ceil(2);
+        for (row, values) in b.chunks_mut(n.max(1)).enumerate() {
+            for (column, value) in values.iter_mut().enumerate() {
+                let pair = panels[(column / NR * pairs + row / 2) * NR + column % NR];
+                // A bf16 is the upper half of an f32.
+                *value = f32::from_bits(if row % 2 == 0 { pair << 16 } else { pair & 0xffff_0000 });
             }
         }
     }

@@ -17,6 +17,16 @@ impl F32Weight {
         assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
         F32Weight { w, out, inp }
     }
+
+    /// Its elements, `[out, inp]`.
+    pub(super) fn values(&self) -> &[f32] {
+        &self.w
+    }
+
+    /// The same, to be replaced.
+    pub(super) fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.w
+    }
 }
 
 impl WeightShape for F32Weight {

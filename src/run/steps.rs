@@ -1,0 +1,130 @@
+//! The steps of a run on one PE, over the layer of any engine.
+
+use std::borrow::{Borrow, BorrowMut};
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+
+use super::Job;
+use crate::checkpoint::InputTensor;
+use crate::launch::StatusPage;
+use crate::moe::metrics::{self, PassOutcome, Phase};
+use crate::moe::{Gradients, MoeLayer, Routed};
+use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, Traffic};
+
+/// What a PE computed in its last step.
+pub(super) struct Results {
+    /// `[tokens, hidden]`.
+    pub(super) output: Vec<f32>,
+    /// `[tokens, hidden]`; empty without backward, as the gradients are.
+    pub(super) grad_input: Vec<f32>,
+    pub(super) grads: Gradients,
+    pub(super) routed: Routed,
+}
+
+/// Runs the job's steps on this PE's tokens, and enters in `report` what they took and sent; `report.pe` says which PE this is.
+pub(super) fn run<L: MoeLayer>(
+    job: &Job,
+    status: &StatusPage,
+    layer: &mut L,
+    report: &mut PeReport,
+) -> Result<Results> {
+    let me = report.pe;
+    let tokens = job.tokens_of(me);
+    report.tokens = tokens.len() as u64;
+    tracing::debug!(pe = me, experts = job.groups.experts(me).len(), "the layer is ready");
+    if job.request.trace.is_some() {
+        layer.record_spans();
+    }
+    let zeros = vec![0.0; tokens.len() * job.config.hidden];
+    let x = layer.rows(&job.rows(InputTensor::HiddenStates, tokens.clone())?, "hidden_states")?;
+    let mut output = layer.values(&zeros)?;
+    let mut backward = None;
+    if job.backward {
+        let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens)?, "grad_output")?;
+        backward = Some((grad_output, layer.values(&zeros)?));
+    }
+
+    let mut sent = metrics::Traffic::default();
+    let mut all_reduce_bytes = 0;
+    let mut routed = Routed::default();
+    for step in 0..job.request.steps {
+        status.set_progress(step as u64, job.request.steps as u64);
+        let mut take = |outcome: PassOutcome| {
+            sent.add(&outcome.traffic);
+            all_reduce_bytes += outcome.all_reduce_bytes;
+            report.spans.extend(outcome.spans.iter().map(|s| Span {
+                name: s.phase.name().to_string(),
+                start_ns: s.start_ns,
+                dur_ns: s.dur_ns,
+                step: step as u64,
+                track: s.track.into(),
+            }));
+            pass_report(&outcome)
+        };
+        let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
+        let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
+        if step + 1 == job.request.steps {
+            routed = layer.routed(&saved)?;
+        }
+        if let Some((grad_output, grad_input)) = &mut backward {
+            layer.backward(&mut saved, x.borrow(), (*grad_output).borrow(), grad_input.borrow_mut())?;
+            done.backward = Some(take(layer.finish(&saved)?));
+        }
+        layer.recycle(saved);
+        report.steps.push(done);
+    }
+    report.traffic = traffic(&sent, all_reduce_bytes);
+    let rows = job.groups.experts(me).iter().zip(&routed.expert_rows);
+    report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
+
+    let mut results = Results { output: zeros.clone(), grad_input: Vec::new(), grads: Gradients::default(), routed };
+    layer.read(output.borrow(), &mut results.output)?;
+    if let Some((_, grad_input)) = &backward {
+        results.grad_input = zeros;
+        layer.read(grad_input.borrow(), &mut results.grad_input)?;
+        results.grads = layer.gradients()?.clone();
+    }
+    Ok(results)
+}
+
+/// A pass's times by the report's names of phases.
+pub(super) fn pass_report(outcome: &PassOutcome) -> PassReport {
+    let mut phases_s = BTreeMap::new();
+    let mut seconds = 0.0;
+    for phase in Phase::ALL {
+        let key = match phase {
+            Phase::Router => "router",
+            Phase::Dispatch => "dispatch",
+            Phase::Expert => "expert_gemm",
+            Phase::Combine => "combine",
+            Phase::Scale => "scale",
+            Phase::Waiting => "waiting",
+            Phase::AllReduce => "other",
+            // Time between passes is nobody's.
+            Phase::Idle => continue,
+        };
+        let time = outcome.phases_s[phase.code()];
+        seconds += time;
+        *phases_s.entry(key.to_string()).or_default() += time;
+    }
+    PassReport { seconds, phases_s, rounds: outcome.rounds }
+}
+
+/// The traffic of the measured steps.
+pub(super) fn traffic(sent: &metrics::Traffic, all_reduce_bytes: u64) -> Traffic {
+    let kinds = [
+        ("counts", sent.header_bytes),
+        ("dispatch_rows", sent.dispatch_row_bytes),
+        ("dispatch_slots", sent.dispatch_slot_bytes),
+        ("combine_rows", sent.combine_row_bytes),
+        ("combine_slots", sent.combine_slot_bytes),
+        ("all_reduce", all_reduce_bytes),
+    ];
+    Traffic {
+        remote_bytes: kinds.into_iter().map(|(kind, bytes)| (kind.to_string(), bytes)).collect(),
+        puts: sent.puts,
+        signals: sent.signals,
+        fences: sent.fences,
+    }
+}
