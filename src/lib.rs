@@ -12,23 +12,32 @@
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
 //!   files, presets and the probe;
-//! - [`report`]: tables, JSON and traces;
-//! - [`bench`](mod@bench): benchmarks;
-//! - [`doctor`]: what this machine has of what a run needs;
-//! - [`run`]: the main job, supervisor and PEs;
-//! - [`cli`]: one thin file per subcommand.
+//!
+//! With the feature `command`, which is on unless a dependency is declared with `default-features = false`:
+//!
+//! - `report`: tables, JSON and traces; `plot`: pictures;
+//! - `bench`: benchmarks;
+//! - `doctor`: what this machine has of what a run needs;
+//! - `run`: the main job, supervisor and PEs;
+//! - `cli`: one thin file per subcommand.
 
+#[cfg(feature = "command")]
 pub mod bench;
 pub mod check;
 pub mod checkpoint;
+#[cfg(feature = "command")]
 pub mod cli;
+#[cfg(feature = "command")]
 pub mod doctor;
 #[cfg(feature = "device")]
 pub mod gpu;
 pub mod launch;
 pub mod moe;
+#[cfg(feature = "command")]
 pub mod plot;
+#[cfg(feature = "command")]
 pub mod report;
+#[cfg(feature = "command")]
 pub mod run;
 
 pub use aristos_plan as plan;
