@@ -26,6 +26,7 @@ pub mod bench;
 pub mod check;
 pub mod checkpoint;
 #[cfg(feature = "command")]
+#[allow(unnameable_types, reason = "arguments are for clap")]
 pub mod cli;
 #[cfg(feature = "command")]
 pub mod doctor;

@@ -17,7 +17,7 @@ mod result;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use crate::moe::{LayerConfig, WeightId, WeightSource};
+use crate::moe::{LayerConfig, WeightError, WeightId, WeightSource};
 pub use error::FileError;
 pub use family::Family;
 use file::{TensorFile, read_regular};
@@ -114,11 +114,14 @@ impl WeightSource for Checkpoint {
         self.family.weight_name(self.layer, id)
     }
 
-    fn load(&self, id: WeightId) -> anyhow::Result<Vec<f32>> {
+    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         let (name, shape) = (self.name(id), self.config.shape(id));
-        let file = self.file_of(&name)?;
-        file.expect(&name, &shape)?;
-        Ok(file.read_f32(&name, 0, shape.iter().product())?)
+        let read = || -> Result<Vec<f32>, FileError> {
+            let file = self.file_of(&name)?;
+            file.expect(&name, &shape)?;
+            file.read_f32(&name, 0, shape.iter().product())
+        };
+        read().map_err(WeightError::new)
     }
 }
 

@@ -11,5 +11,5 @@ pub use cpu::{Layer, Replicas, kernels};
 pub use spec::{
     Activation, ConfigError, Dtype, Gradients, GroupLimit, Groups, LayerConfig, LayerSpec, Layout, Load, MlpConfig,
     MlpGradients, MlpId, Mode, MoeError, MoeLayer, NO_EXPERT, Options, Placement, Proj, Routed, RouterConfig, Scoring,
-    SharedConfig, WeightId, WeightSource, gemm_flop, metrics, placement, proj_index,
+    SharedConfig, WeightError, WeightId, WeightSource, gemm_flop, metrics, placement, proj_index,
 };

@@ -19,11 +19,10 @@
 
 use std::ops::Range;
 
-use anyhow::{Result, ensure};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightId, WeightSource};
+use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightError, WeightId, WeightSource};
 
 /// Standard deviation of what the noise in a router row adds to a logit.
 const LOGIT_NOISE: f32 = 0.05;
@@ -254,7 +253,7 @@ impl WeightSource for Synthetic {
     }
 
     /// Projections, their biases and the shared gate are uniform with variance `1 / fan_in`.
-    fn load(&self, id: WeightId) -> Result<Vec<f32>> {
+    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         let layer = &self.spec.layer;
         let exists = match id {
             WeightId::Expert(e, _) | WeightId::ExpertBias(e, _) => {
@@ -262,7 +261,9 @@ impl WeightSource for Synthetic {
             }
             _ => layer.replicated_weights().contains(&id),
         };
-        ensure!(exists, "the synthetic layer has no weight {}", self.name(id));
+        if !exists {
+            return Err(WeightError::new(format!("the synthetic layer has no weight {}", self.name(id))));
+        }
         let mut data = vec![0.0; layer.shape(id).iter().product()];
         let matrix = match id {
             WeightId::ExpertBias(e, p) => WeightId::Expert(e, p),

@@ -25,7 +25,9 @@ use anyhow::Result;
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 use crate::moe::placement::block;
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{Dtype, Groups, LayerConfig, LayerSpec, Mode, Options, Placement, WeightId, WeightSource};
+use crate::moe::{
+    Dtype, Groups, LayerConfig, LayerSpec, Mode, Options, Placement, WeightError, WeightId, WeightSource,
+};
 use plan::{JobPlan, PlanSource};
 
 /// Which layer, on which tokens.
@@ -235,7 +237,7 @@ impl WeightSource for Job {
         self.weights().name(id)
     }
 
-    fn load(&self, id: WeightId) -> Result<Vec<f32>> {
+    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         self.weights().load(id)
     }
 }

@@ -6,8 +6,8 @@ use super::shape::{GemmPath, TENSOR_MAP_BOX};
 use crate::gpu::params::{self, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, SymmetricBuffer, TensorMap};
 use crate::moe::spec::{
-    Dtype, Gradients, LayerConfig, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightId, WeightSource,
-    proj_index,
+    Dtype, Gradients, LayerConfig, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError, WeightId,
+    WeightSource, proj_index,
 };
 
 /// What every piece begins at a multiple of, bytes.
@@ -42,11 +42,11 @@ pub fn to_elements(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<u16>,
     let too_large = |(&x, &e): (&f32, &u16)| x.is_finite() && !to_f32(e, dtype).is_finite();
     match values.iter().zip(&elements).position(too_large) {
         None => Ok(elements),
-        Some(at) => Err(MoeError::Weights(anyhow::anyhow!(
+        Some(at) => Err(MoeError::Weights(WeightError::new(format!(
             "{name}: element {at} is {}, too large for {}",
             values[at],
             dtype.name()
-        ))),
+        )))),
     }
 }
 

@@ -357,7 +357,35 @@ pub trait WeightSource {
     ///
     /// # Errors
     /// One line that names the file, the tensor, and what is wrong with it.
-    fn load(&self, id: WeightId) -> anyhow::Result<Vec<f32>>;
+    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError>;
+}
+
+/// Why a [`WeightSource`] does not give a weight, in its own words: one line.
+#[derive(Debug)]
+pub struct WeightError(Box<dyn std::error::Error + Send + Sync>);
+
+impl WeightError {
+    /// An error, or what it says.
+    pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> WeightError {
+        WeightError(error.into())
+    }
+
+    /// The source's error.
+    pub fn get(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
+        &*self.0
+    }
+}
+
+impl fmt::Display for WeightError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for WeightError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
 }
 
 /// FLOP of a step's GEMMs: `routed_rows` rows through routed experts and `tokens` through the shared one, forward, or

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use super::config::ConfigError;
+use super::config::{ConfigError, WeightError};
 use super::metrics::Phase;
 use crate::shmem::{Shmem, ShmemError, Transport, WaitTimeout};
 
@@ -18,8 +18,8 @@ pub enum MoeError {
     #[error(transparent)]
     Shmem(#[from] ShmemError),
     /// Weights that could not be loaded.
-    #[error("{0:#}")]
-    Weights(anyhow::Error),
+    #[error(transparent)]
+    Weights(#[from] WeightError),
     /// More (token, expert) pairs than 32 bits number.
     #[error("{tokens} tokens of top-k {top_k} on one PE are too many; use more PEs or fewer tokens a step")]
     TooLarge {

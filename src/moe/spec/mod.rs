@@ -13,7 +13,7 @@ pub mod placement;
 
 pub use config::{
     Activation, ConfigError, GroupLimit, LayerConfig, MAX_WIDTH, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig,
-    WeightId, WeightSource, gemm_flop,
+    WeightError, WeightId, WeightSource, gemm_flop,
 };
 pub use error::MoeError;
 pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};

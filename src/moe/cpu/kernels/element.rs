@@ -17,10 +17,12 @@ pub trait WeightShape {
 /// The matrix products overwrite `c`, or add to it if `accumulate`. Each panics if a slice is not of the
 /// length its shape says: the layer computes all shapes itself.
 ///
+/// It is sealed: the kernels are for these two types.
+///
 /// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16 a row of [`gemm_nt`](Self::gemm_nt) and
 /// [`gemm_nn`](Self::gemm_nn) moreover does not depend on the other rows, nor on how many there are; through faer it may,
 /// in the last bits.
-pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
+pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'static {
     /// `"f32"` or `"bf16"`.
     const NAME: &'static str;
     /// A weight matrix prepared for [`gemm_nt`](Self::gemm_nt) and [`gemm_nn`](Self::gemm_nn).
@@ -66,6 +68,13 @@ pub trait Element: bytemuck::Pod + Default + Send + Sync + 'static {
         c: &mut [f32],
         accumulate: bool,
     );
+}
+
+mod sealed {
+    #[expect(unnameable_types, reason = "that nobody can name it is what seals Element")]
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for half::bf16 {}
 }
 
 impl Element for f32 {
