@@ -2,7 +2,7 @@
 
 mod bench_common;
 
-use bench_common::{aristos, is_png, refusal};
+use bench_common::{aristos, assert_png_if_built, refusal};
 use serde_json::Value;
 
 const SMALL: [&str; 12] =
@@ -43,7 +43,7 @@ fn a_run_and_its_report_have_the_same_parts() {
     assert!((ffn - 100.0 * phases["expert_gemm"]["median_s"].as_f64().unwrap() / total).abs() < 1e-6);
     let svg = std::fs::read_to_string(plots.join("kernel-summary.svg")).unwrap();
     assert!(svg.contains("expert FFN") && svg.contains(&format!("{ffn:.1}%")), "{svg}");
-    assert!(is_png(&plots.join("kernel-summary.png")));
+    assert_png_if_built(&plots.join("kernel-summary.png"));
     let table = aristos(&["bench", "summary", "--report", file.to_str().unwrap()]);
     assert!(String::from_utf8(table.stdout).unwrap().contains("forward pass"));
 }

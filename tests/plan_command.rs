@@ -84,11 +84,23 @@ fn what_was_asked_for_is_shown_and_drawn() {
     }
     let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
     assert!(read("p.svg").matches("<rect").count() >= 32, "a cell and a bar per device");
-    assert!(aristos(folder.path(), &["--plot", "p.png"]).status.success());
-    let png = std::fs::read(folder.path().join("p.png")).unwrap();
-    assert!(png.starts_with(b"\x89PNG") && png.len() > 10_000, "{} bytes", png.len());
     let latency = read("l.svg");
     assert!(latency.contains("EP = 4") && latency.contains("EP = 16") && latency.contains("<circle"));
+}
+
+#[test]
+fn a_picture_is_a_png_where_this_build_has_it() {
+    let folder = folder(CLUSTER, WORKLOAD);
+    let output = aristos(folder.path(), &["--plot", "p.png"]);
+    let png = std::fs::read(folder.path().join("p.png")).unwrap_or_default();
+    if cfg!(feature = "png") {
+        assert!(output.status.success(), "{output:?}");
+        assert!(png.starts_with(b"\x89PNG") && png.len() > 10_000, "{} bytes", png.len());
+    } else {
+        let line = "aristos: --plot: p.png: this build writes SVG alone; build it with `cargo build --release --features png`\n";
+        assert_eq!((output.status.code(), output.stderr), (Some(1), line.into()));
+        assert!(output.stdout.is_empty() && png.is_empty());
+    }
 }
 
 #[test]

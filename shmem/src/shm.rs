@@ -19,9 +19,9 @@
 //!   put_signal, signal_op, fence and quiet.
 //!
 //! # Waiting
-//! A wait looks at its words for about a microsecond without a pause (one takes up to 140 cycles, as long as a signal's way to a near
-//! CPU), for a while with PAUSE between, then with sched_yield between, then sleeps on the doorbell of its own segment ([`super::doorbell`]), so that more PEs than cores work as well. The time spent
-//! before sleeping is short when there are more PEs than cores, where the PE waited for may need this core.
+//! A wait looks at its words without a pause between looks (PAUSE takes up to 140 cycles, as long as a signal's way to a near CPU), then
+//! with sched_yield between them, then sleeps on the doorbell of its own segment ([`super::doorbell`]). With more PEs than
+//! CPUs it goes to sleep sooner, as the PE that it waits for may need this CPU.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

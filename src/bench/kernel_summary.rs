@@ -108,7 +108,7 @@ impl KernelSummary {
         format!("{}\n\n{}\n", self.setting(), right_aligned(table, 1))
     }
 
-    /// Writes the parts as bars, as SVG and PNG; returns the files.
+    /// Writes the parts as bars, in the formats of [`save`]; returns the files.
     ///
     /// # Errors
     /// Where a file cannot be written.
@@ -124,7 +124,7 @@ impl KernelSummary {
             label: format!("share of the forward pass, {} ms, in percent", ms(self.total_s)),
             bars: self.parts.iter().map(bar).collect(),
         };
-        Ok(save(folder, "kernel-summary", &bars.svg()?)?.to_vec())
+        save(folder, "kernel-summary", &bars.svg()?)
     }
 }
 

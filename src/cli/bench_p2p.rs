@@ -63,7 +63,7 @@ pub struct Args {
     /// Write the rows
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Write plots of latency, bandwidth and non-blocking put, as SVG and PNG
+    /// Write plots of latency, bandwidth and non-blocking put: SVG, and with the feature `png` PNG too
     #[arg(long, value_name = "DIR")]
     plot: Option<PathBuf>,
 }

@@ -62,7 +62,7 @@ pub struct Args {
     /// Write a line per mode, step and PE
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Write plots of the delay over the steps and of its distribution, as SVG and PNG
+    /// Write plots of the delay over the steps and of its distribution: SVG, and with the feature `png` PNG too
     #[arg(long, value_name = "DIR")]
     plot: Option<PathBuf>,
 }

@@ -25,7 +25,7 @@ pub struct Args {
     /// Print the result as JSON (keys: docs/measurements/README.md)
     #[arg(long)]
     json: bool,
-    /// Write the shares as a plot, SVG and PNG
+    /// Write the shares as a plot: SVG, and with the feature `png` PNG too
     #[arg(long, value_name = "DIR")]
     plot: Option<PathBuf>,
     #[command(flatten)]

@@ -15,6 +15,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
 
 use crate::cluster::ProbeError;
 use crate::launch::{self, LaunchError, PeContext, Role, one_line};
@@ -54,11 +56,7 @@ pub fn main() -> ExitCode {
     };
     // A file size limit is an error of the write then, and not the end of the process without a word.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env()
-        // A curve of one point is no news.
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,usvg=error"));
-    let ansi = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(ansi).with_writer(std::io::stderr).init();
+    log_to_stderr();
 
     let cli = Cli::try_parse();
     if let Some(context) = context {
@@ -90,6 +88,17 @@ pub fn main() -> ExitCode {
     };
     launch::conclude(code);
     code.into()
+}
+
+/// Warnings and errors, or what `RUST_LOG` asks for, as `debug` or `aristos::run=debug,warn`.
+fn log_to_stderr() {
+    let asked = std::env::var("RUST_LOG").ok().filter(|directives| !directives.trim().is_empty());
+    let filter: Targets = asked
+        .and_then(|directives| directives.parse().ok())
+        .unwrap_or_else(|| Targets::new().with_default(tracing::Level::WARN));
+    let layer =
+        tracing_subscriber::fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
+    tracing_subscriber::registry().with(layer.with_filter(filter)).init();
 }
 
 impl Command {

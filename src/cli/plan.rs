@@ -44,10 +44,11 @@ pub struct Args {
     /// Write the plan as JSON
     #[arg(long, value_name = "PLAN.json")]
     out: Option<PathBuf>,
-    /// Draw the plan on its cluster, as SVG or PNG by the file's name
+    /// Draw the plan on its cluster, as SVG, or with the feature `png` as PNG where the file's name ends so
     #[arg(long, value_name = "PLAN.svg|png")]
     plot: Option<PathBuf>,
-    /// Draw iteration latency against the number of experts, for several sizes of groups, with out-of-memory points
+    /// Draw iteration latency against the number of experts, for several sizes of groups, with out-of-memory points; SVG or PNG
+    /// as for `--plot`
     #[arg(long, value_name = "LATENCY.svg|png")]
     plot_latency: Option<PathBuf>,
     /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
@@ -148,6 +149,9 @@ impl Args {
 
 /// Plans, prints and writes. The exit code is 0, or 2 when there is no plan.
 pub fn main(args: &Args) -> Result<u8> {
+    for (name, path) in [("--plot", &args.plot), ("--plot-latency", &args.plot_latency)] {
+        path.as_deref().map(plot::check_format).transpose().context(name)?;
+    }
     let (cluster, workload, options) = (args.cluster()?, args.workload()?, args.options());
     // Of all that is asked of the planner it can refuse `--algorithm exact` alone.
     let outcome = plan::plan(&cluster, &workload, options).map_err(|error| anyhow!("--{error}"))?;
@@ -155,7 +159,7 @@ pub fn main(args: &Args) -> Result<u8> {
         write(path, outcome.to_json() + "\n")?;
     }
     if let Some(path) = &args.plot_latency {
-        write_plot(path, &plot::plot_latency(&cluster, &workload)?)?;
+        write(path, plot::encode(&plot::plot_latency(&cluster, &workload)?, path)?)?;
     }
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,
@@ -168,7 +172,7 @@ pub fn main(args: &Args) -> Result<u8> {
         }
     };
     if let Some(path) = &args.plot {
-        write_plot(path, &plot::plot_plan(&cluster, &workload, plan)?)?;
+        write(path, plot::encode(&plot::plot_plan(&cluster, &workload, plan)?, path)?)?;
     }
     let explanation = match args.explain {
         true => Some(plan::explain(&cluster, &workload, options, plan)?),
@@ -189,14 +193,6 @@ pub fn main(args: &Args) -> Result<u8> {
     }
     print!("{text}");
     Ok(0)
-}
-
-/// Writes a picture: as pixels where the file's name ends in .png, otherwise the SVG.
-fn write_plot(path: &Path, svg: &str) -> Result<()> {
-    match path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png")) {
-        true => write(path, plot::png(svg)?),
-        false => write(path, svg),
-    }
 }
 
 fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {

@@ -1,13 +1,13 @@
-//! Plots: series over axes and horizontal bars, as SVG, and the same picture as PNG.
+//! Plots: series over axes and horizontal bars, as SVG, and with the feature `png` the same picture as PNG.
 //!
-//! `plotters` draws the SVG, `resvg` makes pixels of that, with a font of our own: nothing is asked of the machine, and
-//! both files show the same. The legend has a strip beside the axes, so that it never covers data.
+//! `plotters` draws the SVG. The legend has a strip beside the axes, so that it never covers data.
 
 mod plan;
+#[cfg(feature = "png")]
+mod png;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use plotters::coord::Shift;
@@ -19,15 +19,14 @@ pub use plan::{plot_latency, plot_plan};
 
 /// The picture's size in the SVG, pixels.
 const SIZE: (u32, u32) = (960, 560);
-/// Pixels of the PNG per pixel of the SVG.
-const PNG_SCALE: u32 = 2;
 /// Width of the strip that the legend has, pixels.
 const LEGEND: u32 = 236;
 /// Height of the title and the line below it, pixels.
 const HEADING: u32 = 58;
 
-/// Latin letters, digits and signs of DejaVu Sans (`font/LICENSE`).
-const FONT: &[u8] = include_bytes!("font/DejaVuSans.ttf");
+/// What [`save`] writes.
+const FORMATS: &[&str] = if cfg!(feature = "png") { &["svg", "png"] } else { &["svg"] };
+
 const FAMILY: &str = "DejaVu Sans";
 
 /// Colours that stay apart for the colour-blind too (Okabe and Ito 2008).
@@ -179,23 +178,39 @@ pub fn write(area: &Area, text: &str, at: (i32, i32), size: i32, anchor: Pos) ->
     area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
 }
 
-/// An SVG as pixels, in the format PNG, two of them per unit.
+/// Refuses to write PNG, before anything is measured, where this build cannot.
 ///
 /// # Errors
-/// If it is no SVG.
-pub fn png(svg: &str) -> Result<Vec<u8>> {
-    use resvg::{tiny_skia, usvg};
-    let mut fonts = usvg::fontdb::Database::new();
-    fonts.load_font_data(FONT.to_vec());
-    fonts.set_sans_serif_family(FAMILY);
-    let options = usvg::Options { font_family: FAMILY.into(), fontdb: Arc::new(fonts), ..usvg::Options::default() };
-    let tree = usvg::Tree::from_str(svg, &options).map_err(failed)?;
-    let size = tree.size().to_int_size();
-    let mut pixels = tiny_skia::Pixmap::new(size.width() * PNG_SCALE, size.height() * PNG_SCALE)
-        .ok_or_else(|| failed("a picture without size"))?;
-    let scale = tiny_skia::Transform::from_scale(PNG_SCALE as f32, PNG_SCALE as f32);
-    resvg::render(&tree, scale, &mut pixels.as_mut());
-    pixels.encode_png().map_err(failed)
+/// In a build without the feature `png`, for a path that ends in `.png`.
+pub fn check_format(path: &Path) -> Result<()> {
+    check_format_for(cfg!(feature = "png"), path)
+}
+
+fn check_format_for(has_png: bool, path: &Path) -> Result<()> {
+    ensure!(
+        has_png || !is_png(path),
+        "{}: this build writes SVG alone; build it with `cargo build --release --features png`",
+        path.display()
+    );
+    Ok(())
+}
+
+/// Whether a file of this name is a PNG; any other is an SVG.
+fn is_png(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("png"))
+}
+
+/// What a file of this name holds of a picture.
+///
+/// # Errors
+/// Where the drawing library fails, and as [`check_format`].
+pub fn encode(svg: &str, path: &Path) -> Result<Vec<u8>> {
+    check_format(path)?;
+    #[cfg(feature = "png")]
+    if is_png(path) {
+        return png::encode(svg);
+    }
+    Ok(svg.as_bytes().to_vec())
 }
 
 /// Makes the folder of the plots, before anything is measured.
@@ -206,17 +221,17 @@ pub fn create_folder(folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))
 }
 
-/// Writes a plot as `<stem>.svg` and `<stem>.png`; returns their paths.
+/// Writes a plot as `<stem>.svg`, and with the feature `png` as `<stem>.png` too; returns the paths.
 ///
 /// # Errors
 /// Where a file cannot be written.
-pub fn save(folder: &Path, stem: &str, svg: &str) -> Result<[PathBuf; 2]> {
-    let put = |suffix: &str, bytes: &[u8]| {
+pub fn save(folder: &Path, stem: &str, svg: &str) -> Result<Vec<PathBuf>> {
+    let put = |suffix: &&str| {
         let path = folder.join(format!("{stem}.{suffix}"));
-        std::fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok::<_, anyhow::Error>(path)
+        std::fs::write(&path, encode(svg, &path)?).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(path)
     };
-    Ok([put("svg", svg.as_bytes())?, put("png", &png(svg)?)?])
+    FORMATS.iter().map(put).collect()
 }
 
 /// What an axis covers: values as they are placed, and where its labels stand.
@@ -478,23 +493,35 @@ mod tests {
         }
     }
 
-    /// Values of dark pixels of a PNG, by column and row.
-    fn pixels(png: &[u8]) -> resvg::tiny_skia::Pixmap {
-        resvg::tiny_skia::Pixmap::decode_png(png).unwrap()
-    }
-
     #[test]
-    fn a_plot_has_its_labels_and_a_png_its_letters() {
+    fn a_plot_has_its_labels() {
         let svg = example().svg().unwrap();
         for text in ["Latency", "two PEs", "latency, us", "16 B", "1 MiB", "put-signal", "memcpy", "P95"] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
-        let png = pixels(&png(&svg).unwrap());
-        assert_eq!((png.width(), png.height()), (SIZE.0 * PNG_SCALE, SIZE.1 * PNG_SCALE));
+    }
+
+    #[cfg(feature = "png")]
+    #[test]
+    fn a_png_has_the_letters_of_its_plot() {
+        use resvg::tiny_skia::Pixmap;
+        let encoded = encode(&example().svg().unwrap(), Path::new("latency.PNG")).unwrap();
+        let picture = Pixmap::decode_png(&encoded).unwrap();
+        assert_eq!((picture.width(), picture.height()), (SIZE.0 * png::SCALE, SIZE.1 * png::SCALE));
         // The title's letters: without a font there would be none.
-        let dark = |x, y| png.pixel(x, y).is_some_and(|p| u16::from(p.red()) + u16::from(p.blue()) < 200);
+        let dark = |x, y| picture.pixel(x, y).is_some_and(|p| u16::from(p.red()) + u16::from(p.blue()) < 200);
         let title = (0..400).flat_map(|x| (20..60).map(move |y| (x, y))).filter(|&(x, y)| dark(x, y)).count();
         assert!(title > 200, "{title} dark pixels");
+        assert!(encode("no picture", Path::new("latency.png")).is_err());
+    }
+
+    #[test]
+    fn the_name_says_the_format() {
+        assert_eq!(encode("<svg/>", Path::new("png.svg")).unwrap(), b"<svg/>");
+        let path = Path::new("plots/latency.PNG");
+        let said = check_format_for(false, path).unwrap_err().to_string();
+        assert!(said.starts_with("plots/latency.PNG: this build writes SVG alone") && said.contains("--features png"));
+        assert!(check_format_for(true, path).is_ok() && check_format_for(false, Path::new("png")).is_ok());
     }
 
     #[test]
@@ -504,7 +531,6 @@ mod tests {
         assert_eq!(plot.svg().unwrap_err().to_string(), "Latency: there is nothing to plot");
         let bars = Bars { title: "Shares".into(), subtitle: String::new(), label: String::new(), bars: vec![] };
         assert!(bars.svg().is_err());
-        assert!(png("no picture").is_err());
     }
 
     #[test]

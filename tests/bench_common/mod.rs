@@ -29,9 +29,11 @@ pub fn rows(path: &Path) -> (Vec<String>, Vec<Vec<String>>) {
     (lines.next().expect("a heading"), lines.collect())
 }
 
-/// Whether a file is a PNG picture.
-pub fn is_png(path: &Path) -> bool {
-    fs::read(path).is_ok_and(|bytes| bytes.starts_with(b"\x89PNG\r\n\x1a\n") && bytes.len() > 1000)
+/// A PNG picture with the feature `png`, nothing without it.
+#[track_caller]
+pub fn assert_png_if_built(path: &Path) {
+    let is_png = fs::read(path).is_ok_and(|bytes| bytes.starts_with(b"\x89PNG\r\n\x1a\n") && bytes.len() > 1000);
+    assert_eq!((path.exists(), is_png), (cfg!(feature = "png"), cfg!(feature = "png")), "{}", path.display());
 }
 
 /// Runs the command, kills one PE when it is there, and returns what the command then says; nothing of it is left.

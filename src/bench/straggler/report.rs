@@ -293,7 +293,7 @@ impl StragglerReport {
         text
     }
 
-    /// Writes, for each mode, the delay over the steps and its distribution, as SVG and PNG; returns the files.
+    /// Writes, for each mode, the delay over the steps and its distribution, in the formats of [`plot::save`]; returns the files.
     ///
     /// # Errors
     /// Where a file cannot be written.
