@@ -40,6 +40,9 @@ pub mod plot;
 pub mod report;
 #[cfg(feature = "command")]
 pub mod run;
+#[cfg(test)]
+#[path = "../tests/skip/mod.rs"]
+mod skip;
 
 pub use aristos_plan as plan;
 pub use aristos_plan::cluster;

@@ -1,5 +1,7 @@
 //! Result files: whole, in place at once, and refused before the work where they cannot be written.
 
+mod skip;
+
 use std::fs;
 use std::fs::File;
 use std::path::Path;
@@ -117,7 +119,7 @@ fn a_result_larger_than_the_disk_is_refused_before_the_work() {
 }
 
 /// Runs this file's test `name` again, on a disk of its own of 1 MiB (its path in `SMALL_DISK`), where the system lets
-/// an ordinary user mount one; says so and passes where it does not.
+/// an ordinary user mount one; skipped where it does not.
 fn on_a_small_disk(name: &str, test: impl FnOnce(&Path)) {
     if let Some(disk) = std::env::var_os("SMALL_DISK") {
         return test(Path::new(&disk));
@@ -133,9 +135,9 @@ fn on_a_small_disk(name: &str, test: impl FnOnce(&Path)) {
     let no_mounts = |stderr: &[u8]| String::from_utf8_lossy(stderr).starts_with("unshare");
     match output {
         Ok(o) if o.status.success() => {}
-        Ok(o) if o.status.code() == Some(77) || no_mounts(&o.stderr) => eprintln!("skipped: no mounts here"),
+        Ok(o) if o.status.code() == Some(77) || no_mounts(&o.stderr) => skip::skip("no mounts here"),
         Ok(o) => panic!("{}", String::from_utf8_lossy(&o.stdout)),
-        Err(e) => eprintln!("skipped: no unshare here: {e}"),
+        Err(e) => skip::skip(format_args!("no unshare here: {e}")),
     }
 }
 

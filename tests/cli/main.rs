@@ -2,6 +2,8 @@
 
 #[path = "../binary/mod.rs"]
 mod binary;
+#[path = "../skip/mod.rs"]
+mod skip;
 
 mod bad_input;
 mod ends;

@@ -1,0 +1,27 @@
+//! How a test says that it cannot run here: `tools/sums` then counts it as skipped, not as passed.
+
+use std::fmt::Display;
+use std::io::Write;
+use std::panic::Location;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// Says why this test cannot run here, or not all of it: once in a test, which then returns.
+///
+/// The line goes to standard error itself, which the test harness does not capture.
+#[track_caller]
+pub fn skip(why: impl Display) {
+    COUNT.fetch_add(1, Ordering::Relaxed);
+    let (caller, thread) = (Location::caller(), thread::current());
+    // The harness may have begun a line about this test.
+    let line = format!("\nskipped: {}: {}: {why}\n", caller.file(), thread.name().unwrap_or("a test"));
+    std::io::stderr().write_all(line.as_bytes()).expect("standard error can be written");
+}
+
+/// How many tests of this process were skipped so far.
+#[allow(dead_code)] // For those that have their own `main`.
+pub fn count() -> usize {
+    COUNT.load(Ordering::Relaxed)
+}
