@@ -81,7 +81,7 @@ fn quality(effort: u32, cases: usize, best: Option<&Path>) {
         }
         let cluster = Cluster::from_json(&case.cluster_json()).expect("a cluster");
         let workload = Workload::from_json(&case.workload_json()).expect("a workload");
-        let found = |effort| match plan(&cluster, &workload, Options { effort, ..Options::default() }) {
+        let found = |effort| match plan(&cluster, &workload, Options::default().effort(effort)) {
             Ok(Outcome::Plan(plan)) => Some(plan),
             _ => None,
         };

@@ -65,6 +65,7 @@ fn config(family: Family) -> Value {
             "moe_intermediate_size": 10, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
             "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
         }),
+        other => panic!("no config.json for {other:?}"),
     };
     c.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     c

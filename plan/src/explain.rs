@@ -11,6 +11,7 @@ const OTHERS: usize = 3;
 
 /// One grouping, chosen or not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Alternative {
     /// What it is.
     pub name: String,
@@ -26,6 +27,7 @@ pub struct Alternative {
 
 /// The chosen groups beside rejected ones, and what binds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Explanation {
     /// The chosen groups first, then the others, best first.
     pub alternatives: Vec<Alternative>,

@@ -58,6 +58,7 @@ pub use workload::Workload;
 
 /// How to choose the groups.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Algorithm {
     /// Search; and proof where the cluster is small.
     #[default]
@@ -72,6 +73,7 @@ pub enum Algorithm {
 
 /// How to place the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PlacementKind {
     /// The least makespan.
     Auto,
@@ -81,6 +83,7 @@ pub enum PlacementKind {
 
 /// What is asked of the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Options {
     /// How to choose the groups.
     pub algorithm: Algorithm,
@@ -92,9 +95,32 @@ pub struct Options {
     pub effort: u32,
 }
 
+impl Options {
+    /// The groups chosen so.
+    pub fn algorithm(self, algorithm: Algorithm) -> Options {
+        Options { algorithm, ..self }
+    }
+
+    /// The experts placed so, whatever chooses the groups.
+    pub fn placement(self, placement: PlacementKind) -> Options {
+        Options { placement: Some(placement), ..self }
+    }
+
+    /// Whether devices may be left out.
+    pub fn allow_idle(self, allow_idle: bool) -> Options {
+        Options { allow_idle, ..self }
+    }
+
+    /// A search of this many times the usual effort.
+    pub fn effort(self, effort: u32) -> Options {
+        Options { effort, ..self }
+    }
+}
+
 /// The objective's parts: `objective_ms = gamma * (compute_ms + communication_ms) + all_reduce_ms`, of the group that the
 /// objective is the maximum of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Terms {
     /// Passes of an MoE layer per iteration.
     pub gamma: f64,
@@ -108,6 +134,7 @@ pub struct Terms {
 
 /// One expert-parallel group.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct PlannedGroup {
     /// Ids of its devices, in the cluster's order.
     pub devices: Vec<u64>,
@@ -121,6 +148,7 @@ pub struct PlannedGroup {
 
 /// Groups and placement. As JSON it is what `aristos plan --json` prints.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Plan {
     /// True; see [`Outcome`].
     pub feasible: bool,
@@ -144,6 +172,7 @@ pub struct Plan {
 
 /// No plan: what is missing.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Infeasible {
     /// False.
     pub feasible: bool,

@@ -10,6 +10,7 @@ use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 
 /// What a change of plans gains and costs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Replan {
     /// Predicted time of an iteration with the plan in use, under the new loads: as the objective, but with each group's
     /// makespan for its compute.

@@ -20,7 +20,7 @@ fn run(case: &Case, options: Options) -> Outcome {
 }
 
 fn options(algorithm: Algorithm) -> Options {
-    Options { algorithm, ..Options::default() }
+    Options::default().algorithm(algorithm)
 }
 
 /// Everything that holds of every answer; gives the plan, where there is one.
@@ -113,7 +113,7 @@ fn small_clusters_are_planned_as_by_brute_force() {
 #[test]
 fn idle_devices_are_planned_as_by_brute_force() {
     let mut random = Random::new(2);
-    let idle = |algorithm| Options { allow_idle: true, ..options(algorithm) };
+    let idle = |algorithm| options(algorithm).allow_idle(true);
     let (mut plans, mut with_idle) = (0, 0);
     for round in 0..300 {
         let case = random_case(&mut random, if round < 280 { 1 + round % 7 } else { 8 });
@@ -142,7 +142,7 @@ fn makespans_are_the_least_there_are() {
         case.expert_load = None;
         case.memory = (0..case.n()).map(|_| random.below(experts + 2) as u64).collect();
         let Some(plan) = solve(&case, options(Algorithm::Auto)) else { continue };
-        let lysi = solve(&case, Options { placement: Some(PlacementKind::Lysi), ..Options::default() }).unwrap();
+        let lysi = solve(&case, Options::default().placement(PlacementKind::Lysi)).unwrap();
         for (group, lysi) in plan.groups.iter().zip(&lysi.groups) {
             let members: Vec<usize> = group.devices.iter().map(|&id| id as usize).collect();
             near(group.makespan_ms, case.least_makespan(&members));
@@ -241,12 +241,12 @@ fn inputs_have_valid_answers(first: u64) {
         if round % 2 == 0 {
             hostile(&mut random, &mut case);
         }
-        let asked = Options { allow_idle: round % 5 == 0, ..options(Algorithm::Auto) };
+        let asked = options(Algorithm::Auto).allow_idle(round % 5 == 0);
         let start = cpu_s();
         let outcome = run(&case, asked);
         assert!(cpu_s() - start < limit_s, "over {limit_s} s for input {round}, {case:?}");
         let found = check(&case, asked, outcome);
-        let lysi = solve(&case, Options { algorithm: Algorithm::Lysi, ..asked });
+        let lysi = solve(&case, asked.algorithm(Algorithm::Lysi));
         assert_eq!(found.is_some(), lysi.is_some());
         let (Some(found), Some(lysi)) = (found, lysi) else { continue };
         plans += 1;

@@ -48,6 +48,7 @@ pub enum ShmemError {
 /// A wait's deadline passed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("waited {waited:.3?} for a signal {} {expected}, saw {seen}", .cmp.symbol())]
+#[non_exhaustive]
 pub struct WaitTimeout {
     /// The right side of the comparison.
     pub expected: u64,

@@ -14,6 +14,7 @@ use crate::moe::{Activation, GroupLimit, LayerConfig, MlpConfig, Proj, RouterCon
 
 /// A model family whose checkpoints can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Family {
     /// `mixtral`
     Mixtral,

@@ -28,6 +28,23 @@ pub use result::{OutputFile, ResultLayout, memory_file};
 ///
 /// Opening reads `config.json` and the headers of the files that hold the layer, and checks that every weight is
 /// there in its shape; [`WeightSource::load`] then reads one weight.
+///
+/// ```
+/// use std::path::Path;
+///
+/// use aristos::checkpoint::{Checkpoint, Family};
+/// use aristos::moe::{Proj, WeightId, WeightSource};
+///
+/// let checkpoint = Checkpoint::open(Path::new("examples/tiny-moe"), 0)?;
+/// assert_eq!(checkpoint.family(), Family::Qwen3Moe);
+/// let layer = checkpoint.config();
+/// let up = checkpoint.load(WeightId::Expert(3, Proj::Up))?;
+/// assert_eq!(up.len(), layer.expert.intermediate * layer.hidden);
+///
+/// let error = Checkpoint::open(Path::new("examples/tiny-moe"), 99).unwrap_err();
+/// assert!(error.to_string().starts_with("examples/tiny-moe/config.json: layer 99 is out of range, expected 0 to "));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Checkpoint {
     family: Family,

@@ -97,19 +97,17 @@ struct Printed<'a> {
 
 impl Args {
     fn options(&self) -> Options {
-        Options {
-            algorithm: match self.algorithm {
-                AlgorithmArg::Auto => Algorithm::Auto,
-                AlgorithmArg::Exact => Algorithm::Exact,
-                AlgorithmArg::Search => Algorithm::Search,
-                AlgorithmArg::Lysi => Algorithm::Lysi,
-            },
-            placement: self.placement.map(|placement| match placement {
-                PlacementArg::Auto => PlacementKind::Auto,
-                PlacementArg::Lysi => PlacementKind::Lysi,
-            }),
-            allow_idle: self.allow_idle,
-            effort: self.effort,
+        let algorithm = match self.algorithm {
+            AlgorithmArg::Auto => Algorithm::Auto,
+            AlgorithmArg::Exact => Algorithm::Exact,
+            AlgorithmArg::Search => Algorithm::Search,
+            AlgorithmArg::Lysi => Algorithm::Lysi,
+        };
+        let options = Options::default().algorithm(algorithm).allow_idle(self.allow_idle).effort(self.effort);
+        match self.placement {
+            None => options,
+            Some(PlacementArg::Auto) => options.placement(PlacementKind::Auto),
+            Some(PlacementArg::Lysi) => options.placement(PlacementKind::Lysi),
         }
     }
 

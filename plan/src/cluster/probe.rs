@@ -228,6 +228,7 @@ pub fn probe<T: Transport>(
 
 /// The links between all PEs, by ordered pair, row by row; the diagonal means nothing.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ProbedLinks {
     /// Alone.
     pub fits: Vec<Option<Fit>>,

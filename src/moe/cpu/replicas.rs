@@ -292,9 +292,9 @@ impl<W: AsShmem> Exchange for Replicas<W> {
             if waits.is_empty() {
                 continue; // came meanwhile
             }
-            self.shmem().wait_until_any(&waits, deadline).map_err(|timeout| {
-                let index = owners[timeout.index];
-                self.error("its gradients of an expert", WaitTimeout { index, ..timeout })
+            self.shmem().wait_until_any(&waits, deadline).map_err(|mut timeout| {
+                timeout.index = owners[timeout.index];
+                self.error("its gradients of an expert", timeout)
             })?;
         }
         Ok(())

@@ -6,6 +6,7 @@ use std::fmt;
 
 /// The elementwise nonlinearity of an expert's MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Activation {
     /// `x * sigmoid(x)` (also called swish).
     Silu,
@@ -23,6 +24,7 @@ pub const MAX_WIDTH: usize = 1 << 20;
 
 /// How router logits become scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Scoring {
     /// Softmax over all experts (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE).
     Softmax,
@@ -66,6 +68,11 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
+    /// Softmax over all experts; the weights of the best `top_k` are divided by their sum.
+    pub fn softmax(top_k: usize) -> Self {
+        RouterConfig { renormalise: true, external: false, ..RouterConfig::external(top_k) }
+    }
+
     /// No router: the caller chooses up to `top_k` experts for each token, and their weights.
     pub fn external(top_k: usize) -> Self {
         RouterConfig {
@@ -106,6 +113,23 @@ pub struct SharedConfig {
 }
 
 /// The whole layer.
+///
+/// Begin with [`LayerConfig::new`] and set what differs, so that a field that comes later keeps its default.
+///
+/// ```
+/// use aristos::moe::{LayerConfig, MlpConfig, Proj, RouterConfig, WeightId};
+///
+/// // Mixtral 8x7B's layer, with a load-balancing loss.
+/// let mut layer = LayerConfig::new(4096, 8, RouterConfig::softmax(2), MlpConfig::gated(14336));
+/// layer.aux_loss_coef = 0.02;
+/// layer.validate()?;
+/// assert_eq!(layer.shape(WeightId::Router), [8, 4096]);
+/// assert_eq!(layer.shape(WeightId::Expert(7, Proj::Down)), [4096, 14336]);
+///
+/// layer.router.top_k = 9;
+/// assert_eq!(layer.validate().unwrap_err().to_string(), "top-k is 9, expected 1 to 8, the number of experts");
+/// # Ok::<(), aristos::moe::ConfigError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerConfig {
     /// Model width.
@@ -167,6 +191,11 @@ impl WeightId {
 }
 
 impl MlpConfig {
+    /// A gated MLP with SiLU and without biases, `intermediate` wide inside.
+    pub fn gated(intermediate: usize) -> Self {
+        MlpConfig { intermediate, gated: true, activation: Activation::Silu, bias: false }
+    }
+
     /// The projections this MLP has, in a fixed order: gate (if gated), up, down.
     pub fn projections(&self) -> &'static [Proj] {
         if self.gated { &[Proj::Gate, Proj::Up, Proj::Down] } else { &[Proj::Up, Proj::Down] }
@@ -187,6 +216,20 @@ impl MlpConfig {
 }
 
 impl LayerConfig {
+    /// A dropless layer without a shared expert and without auxiliary losses.
+    pub fn new(hidden: usize, n_experts: usize, router: RouterConfig, expert: MlpConfig) -> Self {
+        LayerConfig {
+            hidden,
+            n_experts,
+            router,
+            expert,
+            shared: None,
+            capacity_factor: None,
+            aux_loss_coef: 0.0,
+            z_loss_coef: 0.0,
+        }
+    }
+
     /// The shape of a weight.
     pub fn shape(&self, id: WeightId) -> Vec<usize> {
         match id {
@@ -328,6 +371,7 @@ impl LayerConfig {
 
 /// A layer configuration that cannot be.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConfigError {
     /// The field at fault.
     pub field: &'static str,

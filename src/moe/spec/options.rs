@@ -6,6 +6,7 @@ use super::config::ConfigError;
 
 /// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Dtype {
     /// 32-bit floats.
     F32,
@@ -36,6 +37,7 @@ impl Dtype {
 
 /// How the PEs exchange rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Mode {
     /// Rows, tiles and results flow as they come; a PE waits only when it has nothing to do.
     Pipelined,
@@ -45,6 +47,8 @@ pub enum Mode {
 }
 
 /// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
+///
+/// Written with `..Options::default()`, as more options may come.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// Pipelined or bulk.

@@ -3,6 +3,17 @@
 use std::ops::Range;
 
 /// Expert `e` lives on PE `owner(e)`, as that PE's expert number `local(e)`.
+///
+/// ```
+/// use aristos::moe::Placement;
+///
+/// let even = Placement::even(5, 2);
+/// assert_eq!((even.experts(0), even.experts(1)), (&[0, 1, 2][..], &[3, 4][..]));
+///
+/// let chosen = Placement::from_owners(vec![1, 0, 1, 0, 1], 2);
+/// assert_eq!(chosen.experts(1), [0, 2, 4]);
+/// assert_eq!((chosen.owner(4), chosen.local(4)), (1, 2));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     owner: Vec<u32>,
