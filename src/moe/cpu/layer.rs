@@ -21,6 +21,27 @@ use crate::shmem::{AsShmem, Cmp, Shmem, SignalOp, Wait};
 ///
 /// Used through [`MoeLayer`]. `X` is the exchange with other EP groups, where there are any. A layer may be used from another
 /// thread than the one that made it: it is `Send` where `S` is.
+///
+/// ```
+/// use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
+/// use aristos::moe::{Activation, Layer, LayerConfig, LayerSpec, MlpConfig, MoeLayer};
+///
+/// let mlp = MlpConfig { intermediate: 24, gated: true, activation: Activation::Silu, bias: false };
+/// let layer = LayerConfig::new(16, 4, RouterKind::SoftmaxRenormalised.config(4, 2), mlp);
+/// let source = Synthetic::new(SyntheticSpec { layer: layer.clone(), hot_ratio: 0.0, hot_weight: 0.0, seed: 1 })?;
+/// let (pes, tokens) = (1, 8);
+/// let spec = LayerSpec::new(layer, pes, tokens);
+/// let pe = aristos::shmem::threads(pes, spec.heap_bytes()?)?.remove(0);
+/// let mut layer = Layer::<_, f32>::builder(spec).build(pe, &source)?;
+///
+/// let (x, grad_output) = (source.hidden_states(0..tokens), source.grad_output(0..tokens));
+/// let (mut output, mut grad_input) = (vec![0.0; x.len()], vec![0.0; x.len()]);
+/// let mut saved = layer.forward(&x, &mut output)?;
+/// layer.backward(&mut saved, &x, &grad_output, &mut grad_input)?;
+/// layer.recycle(saved);
+/// assert!(layer.gradients()?.router.iter().any(|&g| g != 0.0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     shmem: S,
     spec: LayerSpec,
