@@ -6,10 +6,10 @@
 //!
 //! - [`shmem`], a package of its own, `aristos-shmem`: the one-sided layer, a trait and its transports;
 //! - `gpu` (features `cuda`, `emulate`): devices, their memory, and launches of the kernels in `kernels/`;
-//! - [`launch`]: how PEs come to be, find each other, and end together;
 //! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
+//! - [`job`]: a request, the PEs that carry it out, and what they send: processes, launchers, MPI;
 //! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
 //!   files, presets and the probe;
 //!
@@ -18,7 +18,7 @@
 //! - `report`: tables, JSON and traces; `plot`: pictures;
 //! - `bench`: benchmarks;
 //! - `doctor`: what this machine has of what a run needs;
-//! - `run`: the main job, supervisor and PEs;
+//! - `run`: steps of a layer;
 //! - `cli`: one thin file per subcommand.
 
 #[cfg(feature = "command")]
@@ -32,7 +32,7 @@ pub mod cli;
 pub mod doctor;
 #[cfg(feature = "device")]
 pub mod gpu;
-pub mod launch;
+pub mod job;
 pub mod moe;
 #[cfg(feature = "command")]
 pub mod plot;

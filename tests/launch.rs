@@ -1,19 +1,20 @@
 //! Jobs of real processes: how they start, talk, and above all end.
 //!
 //! A supervisor starts its own executable again, so this program is its own PE and has its own `main`: as a PE it plays
-//! the scenario its arguments name, as `supervise` it runs one job, and otherwise it runs the tests.
+//! the scenario that its request names, as `supervise` it runs one job, and otherwise it runs the tests.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use std::{env, fs, process, thread};
 
-use aristos::launch::{Event, Job, LaunchError, MAX_PES, PeContext};
+use aristos::job::launch::{Event, LaunchError, MAX_PES, PE_COMMAND, PeContext, Processes};
 use aristos::shmem::{ShmTransport, Shmem};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -22,23 +23,31 @@ use rustix::process::{Pid, Signal, kill_process};
 const PHASES: &[&str] = &["start", "dispatch", "expert GEMM", "waiting"];
 const SEGMENT_BYTES: usize = 1 << 16;
 const BIG_BYTES: usize = 8 << 20;
+/// In the PEs of a job one of which never takes its place.
+const ENV_DEAF: &str = "ARISTOS_TEST_DEAF";
+/// In the PEs of a supervisor that is a process of its own, which test's they are.
+const ENV_TOKEN: &str = "ARISTOS_TEST_TOKEN";
 /// How soon everything must be over after the cause.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let argument = |index: usize| args.get(index).map_or("", String::as_str);
-    if argument(0) == "deaf" && env::var("ARISTOS_PE").is_ok_and(|pe| pe == "1") {
-        thread::sleep(Duration::from_secs(60)); // never takes its place
-    }
-    match PeContext::from_env() {
-        Ok(Some(pe)) => return play(argument(0), pe),
-        Ok(None) if argument(0) == "supervise" => return supervise(argument(1), argument(2)),
-        Ok(None) => {}
-        Err(error) => {
-            eprintln!("{error}");
-            return ExitCode::from(7);
+    match argument(0) {
+        PE_COMMAND => {
+            if env::var_os(ENV_DEAF).is_some() && env::var("ARISTOS_PE").is_ok_and(|pe| pe == "1") {
+                thread::sleep(Duration::from_secs(60)); // never takes its place
+            }
+            return match PeContext::take() {
+                Ok(pe) => play(pe),
+                Err(error) => {
+                    eprintln!("{error}");
+                    ExitCode::from(7)
+                }
+            };
         }
+        "supervise" => return supervise(argument(1), argument(2)),
+        _ => {}
     }
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed) = (0, 0);
@@ -86,9 +95,10 @@ const TESTS: &[(&str, fn())] = &[
 
 // ---- What PEs do ----
 
-fn play(scenario: &str, mut pe: PeContext) -> ExitCode {
+fn play(mut pe: PeContext) -> ExitCode {
     let me = pe.my_pe();
-    match scenario {
+    let scenario = String::from_utf8(pe.request().to_vec()).unwrap();
+    match &*scenario {
         "clean" => {
             let segments = pe.exchange_segments(SEGMENT_BYTES).unwrap();
             let shmem = Shmem::new(ShmTransport::new(me, segments).unwrap());
@@ -218,14 +228,14 @@ fn big_message(pe: usize, seed: u64) -> Vec<u8> {
 
 // ---- What supervisors do ----
 
-fn job(pes: usize, scenario: &str) -> Job<'static> {
-    let mut job = Job::new(pes, vec![OsString::from(scenario)], PHASES);
+fn job(pes: usize, scenario: &str) -> Processes<'static> {
+    let mut job = Processes::new(pes, scenario.into(), PHASES);
     job.time_limit = Some(Duration::from_secs(60)); // a bug here ends as a failed test
     job
 }
 
 /// Runs a job whose failure is expected, and returns its line.
-fn failure(job: Job<'_>) -> String {
+fn failure(job: Processes<'_>) -> String {
     let line = job.run(|_| ()).unwrap_err().to_string();
     assert!(!line.contains('\n'), "{line:?}");
     line
@@ -234,7 +244,7 @@ fn failure(job: Job<'_>) -> String {
 /// One job in a process of its own: says on stdout when all PEs work, and how it ended on stderr.
 fn supervise(scenario: &str, token: &str) -> ExitCode {
     let mut job = job(3, scenario);
-    job.args.push(token.into());
+    job.env.push((ENV_TOKEN.into(), token.into()));
     let mut ready = 0;
     let result = job.run(|event| {
         if let Event::Message { .. } = event {
@@ -277,13 +287,15 @@ fn signal(process: &Child, signal: Signal) {
     kill_process(Pid::from_child(process), signal).unwrap();
 }
 
-/// The processes with `token` among their arguments.
+/// The processes with `token` among their arguments, and their PEs.
 fn processes_with(token: &str) -> Vec<String> {
     let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| Some(entry.ok()?.path()));
+    let variable = format!("{ENV_TOKEN}={token}");
+    let has = |path: &Path, file: &str, part: &str| {
+        fs::read(path.join(file)).is_ok_and(|parts| parts.split(|b| *b == 0).any(|one| one == part.as_bytes()))
+    };
     processes
-        .filter(|path| {
-            fs::read(path.join("cmdline")).is_ok_and(|line| line.split(|b| *b == 0).any(|a| a == token.as_bytes()))
-        })
+        .filter(|path| has(path, "cmdline", token) || has(path, "environ", &variable))
         .map(|path| path.display().to_string())
         .collect()
 }
@@ -339,8 +351,8 @@ fn clean_jobs() {
 }
 
 fn impossible_numbers() {
-    assert_eq!(failure(job(0, "clean")), format!("--pes 0: the number of PEs must be 1 to {MAX_PES}"));
-    assert!(failure(job(MAX_PES + 1, "clean")).starts_with("--pes 1025: "));
+    assert_eq!(failure(job(0, "clean")), format!("`pes` 0: the number of PEs must be 1 to {MAX_PES}"));
+    assert!(failure(job(MAX_PES + 1, "clean")).starts_with("`pes` 1025: "));
     // More than fit: some PE cannot be started, and the ones before it end.
     let old = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let tight = rustix::process::Rlimit { current: Some(open_files() as u64 + 20), ..old };
@@ -454,6 +466,7 @@ fn fails() {
 fn deaf() {
     let mut job = job(3, "deaf");
     job.start_limit = Duration::from_millis(700);
+    job.env.push((ENV_DEAF.into(), "1".into()));
     assert_eq!(failure(job), "PE 1 has not connected within 0.7 s, in phase start");
 }
 
@@ -539,10 +552,12 @@ fn supervisor_killed() {
 fn false_environment() {
     let run = |variables: &[(&str, &str)]| {
         let mut command = Command::new(env::current_exe().unwrap());
-        let output = command.envs(variables.iter().copied()).stdin(Stdio::null()).output().unwrap();
+        command.arg(PE_COMMAND).env_remove("ARISTOS_PE").envs(variables.iter().copied());
+        let output = command.stdin(Stdio::null()).output().unwrap();
         assert_eq!(output.status.code(), Some(7));
         String::from_utf8(output.stderr).unwrap()
     };
+    assert!(run(&[]).starts_with("this command is for the PEs that a supervisor starts"));
     assert!(run(&[("ARISTOS_PE", "0")]).starts_with("ARISTOS_N_PES=: not a number"));
     assert!(run(&[("ARISTOS_PE", "x")]).starts_with("ARISTOS_PE=x: not a number"));
     let pair = [("ARISTOS_PE", "2"), ("ARISTOS_N_PES", "2"), ("ARISTOS_SUPERVISOR", "1")];

@@ -240,13 +240,13 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     let name = meeting_place(&format!("slurm-{job}.0"));
     let hello = |version: &str, token: &str, rank: usize| {
         format!(
-            r#"{{"protocol":1,"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
+            r#"{{"protocol":2,"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
         )
     };
     let ours = env!("CARGO_PKG_VERSION");
     for (said, why) in [
         (hello(ours, "of another", 2), "does not know the job's token"),
-        (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 1), rank 0 is aristos"),
+        (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 2), rank 0 is aristos"),
         (hello(ours, "of this job", 3), "it is rank 3 of 3"),
         ("GET / HTTP/1.1".to_string(), "does not speak"),
     ] {
@@ -357,7 +357,7 @@ fn other_users_can_neither_join_nor_listen() {
     let first = start(commands.next().unwrap());
     let name = meeting_place(&format!("slurm-{job}.0"));
     let hello = format!(
-        r#"{{"protocol":1,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
+        r#"{{"protocol":2,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
         env!("CARGO_PKG_VERSION")
     );
     let answer = as_nobody(|| come(&name, &hello));

@@ -6,35 +6,28 @@
 
 use anyhow::Result;
 
-use super::moe::{Measurement, MoeBench, PeSamples, Sample, What};
+use super::moe_samples::{DEVICE_MEASUREMENTS as MEASUREMENTS, Measurement, PeSamples, Sample, What};
 use crate::gpu::{Buffer, Gpu};
-use crate::launch::PeContext;
+use crate::job::device::{LayerSize, with_device};
+use crate::job::host::{Host, MemoryHost};
+use crate::job::request::MoeBench;
 use crate::moe::device::{DeviceLayer, DeviceOptions, to_elements};
 use crate::moe::metrics::{PassOutcome, Phase};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Dtype, Mode, Options, Placement, WeightSource};
-use crate::run::device::{SizeOf, with_device};
-
-/// All measurements of an iteration on a device.
-pub const MEASUREMENTS: [Measurement; 4] = [
-    Measurement { what: What::Layer(Mode::Bulk), backward: false },
-    Measurement { what: What::Layer(Mode::Pipelined), backward: false },
-    Measurement { what: What::Layer(Mode::Bulk), backward: true },
-    Measurement { what: What::Layer(Mode::Pipelined), backward: true },
-];
 
 /// A PE's part: measures, and sends a [`PeSamples`] for each element type.
 ///
 /// # Errors
 /// No such device, a layer that it cannot run, or an error of the launcher or the protocol.
-pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
+pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
-    let placement = Placement::even(source.config().n_experts, context.n_pes());
-    let max_tokens = block(bench.tokens, context.n_pes(), 0).len();
+    let placement = Placement::even(source.config().n_experts, bench.pes);
+    let max_tokens = block(bench.tokens, bench.pes, 0).len();
     // Each mode is a layer of its own.
     let layers = [Mode::Bulk, Mode::Pipelined].len();
-    let size = SizeOf {
+    let size = LayerSize {
         config: source.config(),
         placement: &placement,
         dtype: Dtype::Bf16,
@@ -43,10 +36,10 @@ pub fn run_pe(bench: &MoeBench, context: &mut PeContext) -> Result<()> {
         options: &bench.options,
         on_device: &on_device(bench),
     };
-    with_device(bench.device, &size, layers, context, |gpu, context| {
+    with_device(bench.device, &size, layers, host, |gpu, host| {
         for (part, &dtype) in bench.dtypes.iter().enumerate() {
-            let samples = measure(bench, &source, &placement, gpu, context, (part, dtype))?;
-            context.send(&serde_json::to_vec(&samples)?)?;
+            let samples = measure(bench, &source, &placement, gpu, host, (part, dtype))?;
+            host.send(&serde_json::to_vec(&samples)?)?;
         }
         Ok(())
     })
@@ -61,7 +54,7 @@ fn measure(
     source: &Synthetic,
     placement: &Placement,
     gpu: &dyn Gpu,
-    context: &PeContext,
+    context: &dyn Host,
     (part, dtype): (usize, Dtype),
 ) -> Result<PeSamples> {
     let (me, n) = (context.my_pe(), context.n_pes());

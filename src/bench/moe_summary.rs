@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::moe::{Measurement, MoeBench, PeSamples, Sample, What};
+use super::moe_samples::{Measurement, PeSamples, Sample, What};
 use super::probe::cpu_model;
+use crate::job::request::MoeBench;
 use crate::moe::Mode;
 use crate::moe::gemm_flop;
 use crate::moe::metrics::Phase;
@@ -321,10 +322,10 @@ pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::request::Device;
     use crate::moe::Dtype;
     use crate::moe::synthetic::{RouterKind, SyntheticSpec};
     use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
-    use crate::run::Device;
 
     /// Two PEs, three iterations; a forward takes as many seconds as here, with backward three times as many.
     fn example() -> (MoeBench, Vec<Vec<PeSamples>>) {
@@ -339,6 +340,7 @@ mod tests {
             z_loss_coef: 0.0,
         };
         let bench = MoeBench {
+            pes: 2,
             layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },
             tokens: 200,
             device: Device::Cpu,

@@ -1,34 +1,35 @@
 //! `aristos bench`.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::fs::File;
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::{Subcommand, ValueEnum};
-use indicatif::ProgressBar;
 
-use super::run::{ActivationArg, DeviceArg};
+use super::files::{Csv, create, write};
+use super::job::{self, Asked, Found};
+use super::progress::Progress;
+#[cfg(feature = "device")]
+use super::values::GemmArg;
+use super::values::{self, ActivationArg, DeviceArg, check_pes};
 use super::{bench_p2p, bench_straggler, bench_summary};
-use crate::bench::moe::{self, MoeBench, PeSamples};
+use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, settled_pes};
+use crate::job::launch::settled_pes;
+use crate::job::request::{Device, MoeBench, Request};
 use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
-use crate::run::Device;
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
-    what: What,
+    bench: Bench,
 }
 
 #[derive(Subcommand)]
-enum What {
+enum Bench {
     /// The layer, pipelined and bulk, forward and backward, against the bare GEMMs of its experts
     Moe(MoeArgs),
     /// Latency, bandwidth and message rate of one-sided operations between two PEs, with plots
@@ -37,23 +38,6 @@ enum What {
     Straggler(bench_straggler::Args),
     /// What each part of a forward pass has of its time, with a plot
     Summary(bench_summary::Args),
-}
-
-/// A file of measurements that was asked for, open.
-pub(super) type Csv<'p> = Option<(&'p PathBuf, File)>;
-
-/// The file that raw samples go to, made before anything is measured.
-pub(super) fn create(path: Option<&PathBuf>) -> Result<Csv<'_>> {
-    path.map(|path| {
-        let named = || format!("cannot create {}", path.display());
-        File::create(path).with_context(named).map(|file| (path, file))
-    })
-    .transpose()
-}
-
-pub(super) fn write(csv: Csv<'_>, text: &str) -> Result<()> {
-    let Some((path, mut file)) = csv else { return Ok(()) };
-    file.write_all(text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[derive(clap::Args)]
@@ -67,7 +51,7 @@ struct MoeArgs {
     /// Which matrix products a device runs [default: the best that it has]
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
-    gemm: Option<super::run::GemmArg>,
+    gemm: Option<GemmArg>,
     /// Element type of activations and expert weights; accumulation is always f32 [default: both on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
@@ -147,9 +131,9 @@ impl MoeArgs {
             (device, dtype) => {
                 let dtype = match dtype {
                     Some(DtypeArg::Both) => bail!("--dtype both on a device, expected bf16 or f16"),
-                    Some(DtypeArg::F32) => Some(super::run::DtypeArg::F32),
-                    Some(DtypeArg::Bf16) => Some(super::run::DtypeArg::Bf16),
-                    Some(DtypeArg::F16) => Some(super::run::DtypeArg::F16),
+                    Some(DtypeArg::F32) => Some(values::DtypeArg::F32),
+                    Some(DtypeArg::Bf16) => Some(values::DtypeArg::Bf16),
+                    Some(DtypeArg::F16) => Some(values::DtypeArg::F16),
                     None => None,
                 };
                 let (device, dtype) = device.device(dtype)?;
@@ -173,7 +157,9 @@ impl MoeArgs {
         };
         let layer = SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
         Synthetic::new(layer.clone())?;
+        let pes = check_pes(self.pes.or_else(settled_pes).unwrap_or(2))?;
         Ok(MoeBench {
+            pes,
             layer,
             tokens: self.tokens,
             device,
@@ -195,79 +181,62 @@ impl MoeArgs {
 impl Args {
     /// Whether the PEs are those of MPI.
     pub fn over_mpi(&self) -> bool {
-        match &self.what {
-            What::P2p(args) => args.over_mpi(),
-            What::Straggler(args) => args.over_mpi(),
-            _ => false,
+        match &self.bench {
+            Bench::P2p(args) => args.over_mpi(),
+            Bench::Straggler(args) => args.over_mpi(),
+            Bench::Moe(_) | Bench::Summary(_) => false,
         }
     }
 }
 
-/// The supervisor's part.
-pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
-    let args = match &args.what {
-        What::Moe(args) => args,
-        What::P2p(args) => return args.supervise(argv),
-        What::Straggler(args) => return args.supervise(argv),
-        What::Summary(args) => return args.supervise(argv),
-    };
-    let bench = args.bench()?;
-    let pes = args.pes.or_else(settled_pes).unwrap_or(2);
-    if !(1..=MAX_PES).contains(&pes) {
-        return Err(LaunchError::Pes { pes }.into());
+/// Runs the benchmark.
+///
+/// # Errors
+/// One line.
+pub fn command(args: &Args) -> Result<bool> {
+    match &args.bench {
+        Bench::Moe(args) => args.command(),
+        Bench::P2p(args) => args.command(),
+        Bench::Straggler(args) => args.command(),
+        Bench::Summary(args) => args.command(),
     }
-    let csv = create(args.csv.as_ref())?;
+}
 
-    let phase_names = moe::phase_names();
-    // By PE, then by element type.
-    let mut samples: BTreeMap<usize, Vec<PeSamples>> = BTreeMap::new();
-    let mut unreadable = None;
-    let bar = ProgressBar::new(0);
-    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-    let mut job = Job::new(pes, argv, &phase_names);
-    #[cfg(feature = "cuda")]
-    if bench.device == Device::Cuda {
-        job.env.extend(crate::gpu::cuda::pe_environment(pes)?);
-    }
-    job.run(|event| match event {
-        Event::Message { pe, body } => match serde_json::from_slice(body) {
-            Ok(of_pe) => samples.entry(pe).or_default().push(of_pe),
-            Err(error) => unreadable = Some((pe, error)),
-        },
-        Event::Tick(view) => {
-            let slowest = (0..view.n_pes()).map(|pe| view.pe(pe)).min_by_key(|status| status.done);
-            if let Some(status) = slowest.filter(|status| status.total > 0) {
-                bar.set_length(status.total);
-                bar.set_position(status.done);
+impl MoeArgs {
+    fn command(&self) -> Result<bool> {
+        let ask = |_: Found| {
+            let bench = self.bench()?;
+            #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
+            let mut env = Vec::new();
+            #[cfg(feature = "cuda")]
+            if bench.device == Device::Cuda {
+                env.extend(crate::gpu::cuda::pe_environment(bench.pes)?);
             }
+            let (pes, wait_limit) = (bench.pes, bench.options.wait_limit);
+            let kept = (bench.clone(), create(self.csv.as_ref())?);
+            Ok(Asked { request: Request::BenchMoe(Box::new(bench)), pes, wait_limit, env, kept })
+        };
+        let progress = Progress::of_slowest_pe("measurement");
+        job::run(false, &moe_samples::phase_names(), progress, ask, |(bench, csv), sent| self.report(&bench, csv, sent))
+    }
+
+    /// Prints and writes what all PEs measured.
+    fn report(&self, bench: &MoeBench, csv: Csv<'_>, sent: Vec<(usize, PeSamples)>) -> Result<bool> {
+        // By PE, then by element type.
+        let mut samples: BTreeMap<usize, Vec<PeSamples>> = BTreeMap::new();
+        sent.into_iter().for_each(|(pe, of_pe)| samples.entry(pe).or_default().push(of_pe));
+        let mut by_dtype: Vec<Vec<PeSamples>> = bench.dtypes.iter().map(|_| Vec::new()).collect();
+        for (pe, of_pe) in samples {
+            ensure!(of_pe.len() == by_dtype.len(), "PE {pe} sent {} of {} samples", of_pe.len(), by_dtype.len());
+            by_dtype.iter_mut().zip(of_pe).for_each(|(pes, of_pe)| pes.push(of_pe));
         }
-    })?;
-    bar.finish_and_clear();
-    if let Some((pe, error)) = unreadable {
-        return Err(error).with_context(|| format!("PE {pe} sent what is no sample"));
-    }
-
-    let mut by_dtype: Vec<Vec<PeSamples>> = bench.dtypes.iter().map(|_| Vec::new()).collect();
-    for (pe, of_pe) in samples {
-        ensure!(of_pe.len() == by_dtype.len(), "PE {pe} sent {} of {} samples", of_pe.len(), by_dtype.len());
-        by_dtype.iter_mut().zip(of_pe).for_each(|(pes, of_pe)| pes.push(of_pe));
-    }
-    write(csv, &samples_csv(&bench, &by_dtype))?;
-    let summary = MoeSummary::new(&bench, &by_dtype);
-    if args.json {
-        println!("{}", summary.to_json());
-    } else {
-        print!("{}", summary.render_table());
-    }
-    Ok(true)
-}
-
-/// A PE's part.
-pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    match &args.what {
-        What::Moe(args) => moe::run_pe(&args.bench()?, context),
-        What::P2p(args) => args.pe(context),
-        What::Straggler(args) => args.pe(context),
-        What::Summary(args) => args.pe(context),
+        write(csv, &samples_csv(bench, &by_dtype))?;
+        let summary = MoeSummary::new(bench, &by_dtype);
+        if self.json {
+            println!("{}", summary.to_json());
+        } else {
+            print!("{}", summary.render_table());
+        }
+        Ok(true)
     }
 }

@@ -1,28 +1,23 @@
 //! `aristos bench p2p`.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-#[cfg(any(feature = "cuda", feature = "mpi"))]
-use anyhow::Context;
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
-use super::bench::{Csv, create, write};
-use super::run::NO_MPI;
+use super::files::{Csv, create, write};
+use super::job::{self, Asked, Found};
+use super::progress::Progress;
+use super::values::{NO_MPI, size};
 use crate::bench::p2p::report::{P2pReport, PeRows};
 use crate::bench::p2p::{self, P2pBench, host};
-use crate::bench::supervised;
-#[cfg(feature = "mpi")]
-use crate::launch::mpirun;
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, settled_pes};
+use crate::job::launch::{MAX_PES, settled_pes};
+use crate::job::request::Request;
 use crate::plot;
-use crate::shmem::{ShmTransport, Shmem};
 
 /// Samples of a figure, where nothing else is asked for: a device's are of many threads, and cost more.
 const ITERATIONS: (usize, usize) = (1000, 200);
-const SIZE_MAX: usize = 1 << 30;
 
 /// What `aristos bench p2p` takes.
 #[derive(clap::Args)]
@@ -202,7 +197,8 @@ impl Args {
         ensure!(!on_device || pes == 2, "--pair and --pes on --transport nvshmem: it is measured between PEs 0 and 1");
         let sizes = std::iter::successors(Some(min), |bytes| bytes.checked_mul(4));
         let sizes = sizes.take_while(|&bytes| bytes <= max).collect();
-        Ok(P2pBench { ops, scopes, asked, sizes, pairs, pes, iterations, warmup: self.warmup })
+        let (warmup, wait_limit) = (self.warmup, Duration::from_secs(self.timeout.into()));
+        Ok(P2pBench { ops, scopes, asked, sizes, pairs, pes, iterations, warmup, on_device, wait_limit })
     }
 
     /// The pairs, and the number of PEs.
@@ -228,51 +224,35 @@ impl Args {
         Ok((vec![[a, b]], pes))
     }
 
-    /// The supervisor's part.
-    pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
-        #[cfg(feature = "mpi")]
-        if self.transport == TransportArg::Mpi {
-            return self.run_over_mpi();
-        }
-        let bench = self.bench()?;
-        let csv = create(self.csv.as_ref())?;
-        self.plot.as_deref().map(plot::create_folder).transpose()?;
-        #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-        let mut job = Job::new(bench.pes, argv, &host::PHASE_NAMES);
-        #[cfg(feature = "cuda")]
-        if self.transport == TransportArg::Nvshmem {
-            use crate::gpu::cuda::{nccl, pe_environment};
-            job.env.extend(pe_environment(bench.pes)?);
-            let matched = bench.ops.contains(&p2p::Op::SendRecv) && bench.scopes.contains(&p2p::Scope::Stream);
-            if matched && bench.asked.0 {
-                nccl::find_library().context("--op send-recv")?;
+    /// Runs the benchmark.
+    ///
+    /// # Errors
+    /// One line.
+    pub fn command(&self) -> Result<bool> {
+        let ask = |found: Found| {
+            let bench = self.bench()?;
+            let csv = if found.reports { create(self.csv.as_ref())? } else { None };
+            if let Some(folder) = self.plot.as_deref().filter(|_| found.reports) {
+                plot::create_folder(folder)?;
             }
-            job.env.extend(matched.then(nccl::one_host_environment).flatten());
-        }
-        let mut parts: Vec<PeRows> = Vec::new();
-        let mut unreadable = None;
-        let ended: Result<(), LaunchError> = job.run(|event| {
-            if let Event::Message { pe, body } = event {
-                match serde_json::from_slice(body) {
-                    Ok(part) => parts.push(part),
-                    Err(error) => unreadable = Some(anyhow::anyhow!("PE {pe} sent what is no measurement: {error}")),
-                }
+            let (pes, wait_limit, env) = (bench.pes, bench.wait_limit, environment(&bench)?);
+            let request = Request::BenchP2p(bench);
+            Ok(Asked { request, pes, wait_limit, env, kept: (pes, csv) })
+        };
+        let report = |(pes, csv), sent: Vec<(usize, PeRows)>| {
+            let parts: Vec<PeRows> = sent.into_iter().map(|(_, rows)| rows).collect();
+            for line in parts.iter().flat_map(|part| &part.left_out) {
+                eprintln!("aristos: {line}");
             }
-        });
-        ended?;
-        if let Some(error) = unreadable {
-            return Err(error);
-        }
-        for line in parts.iter().flat_map(|part| &part.left_out) {
-            eprintln!("aristos: {line}");
-        }
-        self.print(&bench, csv, &parts)
+            self.print(pes, csv, &parts)
+        };
+        job::run(self.over_mpi(), &host::PHASE_NAMES, Progress::none(), ask, report)
     }
 
     /// Prints, writes and plots what all PEs measured.
-    fn print(&self, bench: &P2pBench, csv: Csv<'_>, parts: &[PeRows]) -> Result<bool> {
+    fn print(&self, pes: usize, csv: Csv<'_>, parts: &[PeRows]) -> Result<bool> {
         let mut report = P2pReport::merge(self.transport.name(), parts);
-        report.pes = bench.pes;
+        report.pes = pes;
         write(csv, &report.to_csv())?;
         if self.json {
             println!("{}", report.to_json());
@@ -287,50 +267,33 @@ impl Args {
         Ok(true)
     }
 
-    /// A PE's part.
-    pub fn pe(&self, context: &mut PeContext) -> Result<()> {
-        let bench = self.bench()?;
-        let limit = Duration::from_secs(self.timeout.into());
-        #[cfg(feature = "cuda")]
-        if self.transport == TransportArg::Nvshmem {
-            return crate::run::device::with_cuda(context, limit, |gpu, context| {
-                p2p::device::run_pe(&bench, gpu, context, limit)
-            });
-        }
-        let segments = context.exchange_segments(host::heap_bytes::<ShmTransport>(&bench))?;
-        let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-        let context: &PeContext = context;
-        supervised(context, |pe| host::run_pe(&bench, &shmem, None, pe, limit))
-    }
-
     /// Whether the PEs are those of MPI.
     pub fn over_mpi(&self) -> bool {
         self.transport == TransportArg::Mpi
     }
+}
 
-    /// Any PE's part, where `mpirun` started them.
-    #[cfg(feature = "mpi")]
-    fn run_over_mpi(&self) -> Result<bool> {
-        use crate::bench::mpi::{MpiMessages, run};
-        use crate::shmem::mpi::MpiTransport;
-        let first = mpirun::rank().unwrap_or(0) == 0;
-        let bench = match self.bench() {
-            Err(_) if mpirun::first_speaks() => return Ok(false),
-            bench => bench?,
-        };
-        let limit = Duration::from_secs(self.timeout.into());
-        let csv = if first { create(self.csv.as_ref())? } else { None };
-        if first {
-            self.plot.as_deref().map(plot::create_folder).transpose()?;
-        }
-        let heap = |_| Ok(host::heap_bytes::<MpiTransport<'_>>(&bench));
-        let messages = run(bench.pes, heap, limit, |shmem, world, pe| {
-            host::run_pe(&bench, shmem, Some(&MpiMessages { world, limit }), pe, limit)
-        })?;
-        let Some(messages) = messages else { return Ok(true) };
-        let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeRows>, _>>();
-        self.print(&bench, csv, &parts.context("a PE sent what is no measurement")?)
+/// What the PEs' processes need in their environment for NVSHMEM, and for NCCL beside it.
+#[cfg(feature = "cuda")]
+fn environment(bench: &P2pBench) -> Result<Vec<(String, String)>> {
+    use anyhow::Context;
+
+    use crate::gpu::cuda::{nccl, pe_environment};
+    if !bench.on_device {
+        return Ok(Vec::new());
     }
+    let mut env = pe_environment(bench.pes)?;
+    let matched = bench.ops.contains(&p2p::Op::SendRecv) && bench.scopes.contains(&p2p::Scope::Stream);
+    if matched && bench.asked.0 {
+        nccl::find_library().context("--op send-recv")?;
+    }
+    env.extend(matched.then(nccl::one_host_environment).flatten());
+    Ok(env)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn environment(_: &P2pBench) -> Result<Vec<(String, String)>> {
+    Ok(Vec::new())
 }
 
 fn shares(some: &[p2p::Scope], others: &[p2p::Scope]) -> bool {
@@ -343,43 +306,5 @@ fn list(scopes: &[p2p::Scope]) -> String {
     match &names[..] {
         [most @ .., last] if !most.is_empty() => format!("{} or {last}", most.join(", ")),
         _ => names.concat(),
-    }
-}
-
-/// A number of bytes from the command line: 16, 4KiB, 1MiB; KB and MB are powers of ten.
-pub(super) fn size(flag: &str, text: &str) -> Result<usize> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let unit: Option<usize> = match unit.trim() {
-        "" | "B" => Some(1),
-        "KB" | "kB" => Some(1000),
-        "MB" => Some(1_000_000),
-        "KiB" => Some(1 << 10),
-        "MiB" => Some(1 << 20),
-        "GiB" => Some(1 << 30),
-        _ => None,
-    };
-    let bytes = number.parse::<usize>().ok().zip(unit).and_then(|(number, unit)| number.checked_mul(unit));
-    match bytes {
-        Some(bytes) if (1..=SIZE_MAX).contains(&bytes) => Ok(bytes),
-        _ => bail!("--{flag} is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_read_and_others_are_refused() {
-        for (text, bytes) in
-            [("16", 16), ("16B", 16), ("4KiB", 4096), ("4 KiB", 4096), ("1MiB", 1 << 20), ("64KB", 64000)]
-        {
-            assert_eq!(size("min", text).unwrap(), bytes, "{text}");
-        }
-        for text in ["", "x", "-1", "1.5KiB", "0", "4Kib", "2GiB", "99999999999999999999", "18446744073709551615KiB"] {
-            let error = size("min", text).unwrap_err().to_string();
-            assert_eq!(error, format!("--min is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"));
-        }
     }
 }

@@ -1,24 +1,20 @@
 //! `aristos bench straggler`.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-#[cfg(feature = "mpi")]
-use anyhow::Context;
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
-use super::bench::{Csv, create, write};
-use super::bench_p2p::size;
-use super::run::NO_MPI;
+use super::files::{Csv, create, write};
+use super::job::{self, Asked, Found};
+use super::progress::Progress;
+use super::values::{NO_MPI, TransportArg, check_pes, size};
 use crate::bench::straggler::pe::{self, PeSteps};
 use crate::bench::straggler::report::StragglerReport;
-use crate::bench::straggler::{Inject, Mode, StragglerBench};
-use crate::bench::supervised;
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, mpirun, settled_pes};
+use crate::job::launch::{MAX_PES, settled_pes};
+use crate::job::request::{Inject, Request, StragglerBench, StragglerMode};
 use crate::plot;
-use crate::shmem::{ShmTransport, Shmem};
 
 /// What `aristos bench straggler` takes.
 #[derive(clap::Args)]
@@ -68,14 +64,6 @@ pub struct Args {
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum TransportArg {
-    /// Shared memory of this host
-    Shm,
-    /// MPI, between hosts too (feature `mpi`)
-    Mpi,
-}
-
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum ModeArg {
     /// A barrier before and after each exchange
     Bulk,
@@ -86,15 +74,12 @@ enum ModeArg {
 }
 
 impl Args {
-    fn bench(&self) -> Result<StragglerBench> {
+    fn bench(&self, started: Option<usize>) -> Result<StragglerBench> {
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        let started = mpirun::size().filter(|_| self.transport == TransportArg::Mpi);
         let pes = self.pes.or(started).or_else(settled_pes).unwrap_or(cpus.clamp(2, MAX_PES));
         ensure!(self.transport == TransportArg::Shm || cfg!(feature = "mpi"), NO_MPI);
-        if !(1..=MAX_PES).contains(&pes) {
-            return Err(LaunchError::Pes { pes }.into());
-        }
+        check_pes(pes)?;
         let inject = self.inject.iter().map(|text| parse_inject(text)).collect::<Result<Vec<_>>>()?;
         let bench = StragglerBench {
             pes,
@@ -106,14 +91,14 @@ impl Args {
             modes: self.modes(&inject)?,
             inject,
             seed: self.seed,
+            wait_limit: Duration::from_secs(self.timeout.into()),
         };
-        ensure!(bench.warmup <= 1 << 20, "--warmup is {}, expected at most {}", bench.warmup, 1 << 20);
         bench.validate()?;
         Ok(bench)
     }
 
     /// The modes that were asked for, or all there are.
-    fn modes(&self, inject: &[Inject]) -> Result<Vec<Mode>> {
+    fn modes(&self, inject: &[Inject]) -> Result<Vec<StragglerMode>> {
         // What comes by one call comes all at once: no message of it can be held back.
         let slow_link = inject.iter().any(|noise| matches!(noise, Inject::SlowLink { .. }));
         let alltoallv = self.transport == TransportArg::Mpi && !slow_link;
@@ -129,36 +114,32 @@ impl Args {
             false => self.mode.contains(mode),
         };
         let modes = all.into_iter().filter(wanted).map(|mode| match mode {
-            ModeArg::Bulk => Mode::Bulk,
-            ModeArg::OneSided => Mode::OneSided,
-            ModeArg::Alltoallv => Mode::Alltoallv,
+            ModeArg::Bulk => StragglerMode::Bulk,
+            ModeArg::OneSided => StragglerMode::OneSided,
+            ModeArg::Alltoallv => StragglerMode::Alltoallv,
         });
         Ok(modes.collect())
     }
 
-    /// The supervisor's part.
-    pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
-        #[cfg(feature = "mpi")]
-        if self.transport == TransportArg::Mpi {
-            return self.run_over_mpi();
-        }
-        let bench = self.bench()?;
-        let csv = create(self.csv.as_ref())?;
-        self.plot.as_deref().map(plot::create_folder).transpose()?;
-        let mut parts: Vec<PeSteps> = Vec::new();
-        let mut unreadable = None;
-        Job::new(bench.pes, argv, &pe::PHASE_NAMES).run(|event| {
-            if let Event::Message { pe, body } = event {
-                match serde_json::from_slice(body) {
-                    Ok(part) => parts.push(part),
-                    Err(error) => unreadable = Some(anyhow!("PE {pe} sent what is no measurement: {error}")),
-                }
+    /// Runs the benchmark.
+    ///
+    /// # Errors
+    /// One line.
+    pub fn command(&self) -> Result<bool> {
+        let ask = |found: Found| {
+            let bench = self.bench(found.started)?;
+            let csv = if found.reports { create(self.csv.as_ref())? } else { None };
+            if let Some(folder) = self.plot.as_deref().filter(|_| found.reports) {
+                plot::create_folder(folder)?;
             }
-        })?;
-        if let Some(error) = unreadable {
-            return Err(error);
-        }
-        self.print(&bench, csv, parts)
+            let (pes, wait_limit) = (bench.pes, bench.wait_limit);
+            let kept = (bench.clone(), csv);
+            Ok(Asked { request: Request::BenchStraggler(bench), pes, wait_limit, env: Vec::new(), kept })
+        };
+        let report = |(bench, csv), sent: Vec<(usize, PeSteps)>| {
+            self.print(&bench, csv, sent.into_iter().map(|(_, steps)| steps).collect())
+        };
+        job::run(self.over_mpi(), &pe::PHASE_NAMES, Progress::none(), ask, report)
     }
 
     /// Prints, writes and plots what all PEs measured.
@@ -179,43 +160,9 @@ impl Args {
         Ok(true)
     }
 
-    /// A PE's part.
-    pub fn pe(&self, context: &mut PeContext) -> Result<()> {
-        let bench = self.bench()?;
-        let segments = context.exchange_segments(pe::heap_bytes::<ShmTransport>(&bench))?;
-        let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-        let context: &PeContext = context;
-        supervised(context, |pe| pe::run_pe(&bench, &shmem, None, pe, Duration::from_secs(self.timeout.into())))
-    }
-
     /// Whether the PEs are those of MPI.
     pub fn over_mpi(&self) -> bool {
         self.transport == TransportArg::Mpi
-    }
-
-    /// Any PE's part, where `mpirun` started them.
-    #[cfg(feature = "mpi")]
-    fn run_over_mpi(&self) -> Result<bool> {
-        use crate::bench::mpi::MpiAllToAll;
-        use crate::shmem::mpi::MpiTransport;
-        let first = mpirun::rank().unwrap_or(0) == 0;
-        let bench = match self.bench() {
-            Err(_) if mpirun::first_speaks() => return Ok(false),
-            bench => bench?,
-        };
-        let csv = if first { create(self.csv.as_ref())? } else { None };
-        if first {
-            self.plot.as_deref().map(plot::create_folder).transpose()?;
-        }
-        let limit = Duration::from_secs(self.timeout.into());
-        let heap = |_| Ok(pe::heap_bytes::<MpiTransport<'_>>(&bench));
-        let messages = crate::bench::mpi::run(bench.pes, heap, limit, |shmem, world, host| {
-            let all_to_all = MpiAllToAll::new(world, limit)?;
-            pe::run_pe(&bench, shmem, Some(&all_to_all), host, limit)
-        })?;
-        let Some(messages) = messages else { return Ok(true) };
-        let parts = messages.iter().map(|body| serde_json::from_str(body)).collect::<Result<Vec<PeSteps>, _>>();
-        self.print(&bench, csv, parts.context("a PE sent what is no measurement")?)
     }
 }
 

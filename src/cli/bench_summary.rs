@@ -1,17 +1,17 @@
 //! `aristos bench summary`.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 
-use super::run::{ActivationArg, DtypeArg, ModeArg};
+use super::progress::Progress;
+use super::values::{ActivationArg, DeviceArg, DtypeArg, ModeArg, check_pes};
 use crate::bench::kernel_summary::KernelSummary;
-use crate::launch::{LaunchError, MAX_PES, PeContext};
+use crate::job::request::{RunRequest, Work};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{LayerConfig, MlpConfig, Options};
 use crate::plot;
-use crate::run::{Job, Request, Work};
+use crate::run::{PreparedRun, supervisor};
 
 /// What `aristos bench summary` takes.
 #[derive(clap::Args)]
@@ -76,12 +76,9 @@ struct Layer {
 }
 
 impl Layer {
-    fn job(&self) -> Result<Job> {
+    fn run(&self) -> Result<PreparedRun> {
         ensure!(self.steps > 0, "--steps is 0, expected at least 1");
-        if !(1..=MAX_PES).contains(&self.pes) {
-            return Err(LaunchError::Pes { pes: self.pes }.into());
-        }
-        let (device, dtype) = super::run::DeviceArg::Cpu.device(Some(self.dtype))?;
+        let (device, dtype) = DeviceArg::Cpu.device(Some(self.dtype))?;
         let layer = LayerConfig {
             hidden: self.hidden,
             n_experts: self.experts,
@@ -98,9 +95,9 @@ impl Layer {
             z_loss_coef: 0.0,
         };
         let spec = SyntheticSpec { layer, hot_ratio: 0.0, hot_weight: 0.0, seed: self.seed };
-        Job::open(Request {
+        PreparedRun::open(RunRequest {
             work: Work::Synthetic { spec, tokens: self.tokens, backward: false },
-            pes: self.pes,
+            pes: check_pes(self.pes)?,
             plan: None,
             device,
             #[cfg(feature = "device")]
@@ -121,8 +118,11 @@ impl Layer {
 }
 
 impl Args {
-    /// The supervisor's part.
-    pub fn supervise(&self, argv: Vec<OsString>) -> Result<bool> {
+    /// Runs the benchmark.
+    ///
+    /// # Errors
+    /// One line.
+    pub fn command(&self) -> Result<bool> {
         if let Some(ms) = self.attention_ms {
             ensure!((0.0..=1e9).contains(&ms), "--attention-ms is {ms}, expected 0 to 10^9 milliseconds");
         }
@@ -130,8 +130,10 @@ impl Args {
         let summary = match &self.report {
             Some(path) => KernelSummary::read(path, self.attention_ms)?,
             None => {
-                let report = crate::run::supervisor::measure(&mut self.layer.job()?, argv)?;
-                KernelSummary::new(&report, self.attention_ms)?
+                let progress = Progress::of_slowest_pe("step");
+                let report = supervisor::measure(&mut self.layer.run()?, |status| progress.show(status));
+                progress.clear();
+                KernelSummary::new(&report?, self.attention_ms)?
             }
         };
         if self.json {
@@ -145,10 +147,5 @@ impl Args {
             }
         }
         Ok(true)
-    }
-
-    /// A PE's part.
-    pub fn pe(&self, context: &mut PeContext) -> Result<()> {
-        crate::run::pe::run(&self.layer.job()?, context)
     }
 }

@@ -2,10 +2,9 @@
 
 use std::io::Write;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use crate::doctor::{Facts, cpu_runs, examine, render, to_json};
-use crate::launch::PeContext;
 
 /// What `aristos doctor` takes.
 #[derive(clap::Args)]
@@ -16,15 +15,10 @@ pub struct Args {
 }
 
 /// Prints the findings; `false` when something is missing that a run on the CPU needs.
-pub fn supervise(args: &Args) -> Result<bool> {
+pub fn command(args: &Args) -> Result<bool> {
     let findings = examine(&Facts::gather());
     let text = if args.json { format!("{:#}\n", to_json(&findings)) } else { render(&findings) };
     // Who reads the first lines only, as `head` does, has what it wanted.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(cpu_runs(&findings))
-}
-
-/// It starts no PEs.
-pub fn pe(_: &Args, _: &mut PeContext) -> Result<()> {
-    bail!("aristos doctor has no PEs")
 }

@@ -5,22 +5,26 @@ mod bench_p2p;
 mod bench_straggler;
 mod bench_summary;
 mod doctor;
+mod files;
+mod flags;
+mod job;
+mod pe;
 mod plan;
 mod probe;
+mod progress;
 mod run;
+mod values;
 
-use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
 
-use crate::cluster::ProbeError;
-use crate::launch::{self, LaunchError, PeContext, Role, one_line};
-use crate::moe::MoeError;
+use crate::job::JobError;
+use crate::job::launch::{self, LaunchError, PE_COMMAND, Role, one_line};
 
 /// A Mixture-of-Experts layer over one-sided communication.
 #[derive(Parser)]
@@ -42,29 +46,26 @@ enum Command {
     Plan(Box<plan::Args>),
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
+    /// A PE of a job, which its supervisor starts.
+    #[command(name = PE_COMMAND, hide = true)]
+    Pe,
 }
 
-/// Parses the command line and runs it, as supervisor or, where the environment says so, as a PE, or as one of a launcher's
+/// Parses the command line and runs it, as supervisor, as a PE that one has started, or as one of a launcher's
 /// processes. Of these, rank 0 alone prints, and all end with its exit code.
 ///
 /// Exit code: 0; 1 for an error, which is one line on standard error, or a failed check; 2 for a command line that
 /// cannot be read, or a cluster that cannot hold the experts; 128 + n after signal n.
 pub fn main() -> ExitCode {
-    let context = match PeContext::from_env() {
-        Ok(context) => context,
-        Err(error) => return fail(&error.into()).into(),
-    };
     // A file size limit is an error of the write then, and not the end of the process without a word.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     log_to_stderr();
 
     let cli = Cli::try_parse();
-    if let Some(context) = context {
-        return match cli {
-            Ok(cli) => pe_main(&cli.command, context),
-            Err(error) => error.exit(),
-        };
+    if let Ok(Cli { command: Command::Pe }) = &cli {
+        return pe::main().unwrap_or_else(|error| fail(&error).into());
     }
+    flags::learn(&Cli::command());
     // MPI makes its own world of the processes.
     let entered = match &cli {
         Ok(cli) if cli.command.over_mpi() => Ok(Role::Alone),
@@ -113,15 +114,15 @@ impl Command {
     }
 }
 
-/// Runs a command, the PEs' part excepted; returns its exit code.
+/// Runs a command; returns its exit code.
 fn command_main(command: Command) -> u8 {
-    let args: Vec<OsString> = std::env::args_os().skip(1).collect();
     let passed = match command {
-        Command::Run(run) => run::supervise(&run, args),
-        Command::Bench(bench) => bench::supervise(&bench, args),
-        Command::Doctor(doctor) => doctor::supervise(&doctor),
-        Command::Probe(probe) => probe::supervise(&probe, args),
+        Command::Run(args) => run::command(&args),
+        Command::Bench(args) => bench::command(&args),
+        Command::Doctor(args) => doctor::command(&args),
+        Command::Probe(args) => probe::command(&args),
         Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
+        Command::Pe => unreachable!("a PE has its own main"),
     };
     match passed {
         Ok(true) => 0,
@@ -130,31 +131,9 @@ fn command_main(command: Command) -> u8 {
     }
 }
 
-/// A PE's life; its errors reach the user through the supervisor.
-fn pe_main(command: &Command, mut context: PeContext) -> ExitCode {
-    let result = match command {
-        Command::Run(args) => run::pe(args, &mut context),
-        Command::Bench(args) => bench::pe(args, &mut context),
-        Command::Doctor(args) => doctor::pe(args, &mut context),
-        Command::Probe(args) => probe::pe(args, &mut context),
-        Command::Plan(_) => Err(anyhow::anyhow!("`aristos plan` has no PEs")),
-    };
-    if let Err(error) = result {
-        let awaited = error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe);
-        match awaited.or_else(|| error.downcast_ref::<ProbeError>().and_then(ProbeError::awaited_pe)) {
-            Some(peer) => context.fail_on(&one_line(&format!("{error:#}")), peer),
-            None => context.fail(&one_line(&format!("{error:#}"))),
-        }
-    }
-    match context.done() {
-        Ok(()) => ExitCode::SUCCESS,
-        // The supervisor is gone: nobody is left to be told.
-        Err(_) => ExitCode::FAILURE,
-    }
-}
-
 /// Says it; returns the exit code.
 fn fail(error: &anyhow::Error) -> u8 {
-    eprintln!("aristos: {}", one_line(&format!("{error:#}")));
-    error.downcast_ref::<LaunchError>().map_or(1, LaunchError::exit_code)
+    eprintln!("aristos: {}", one_line(&flags::as_flags(&format!("{error:#}"))));
+    let of_job = error.downcast_ref::<JobError>().map(JobError::exit_code);
+    of_job.or_else(|| error.downcast_ref::<LaunchError>().map(LaunchError::exit_code)).unwrap_or(1)
 }

@@ -1,20 +1,19 @@
 //! `aristos probe`.
 
-use std::ffi::OsString;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use clap::ValueEnum;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::run::{DtypeArg, MlpArg, NO_MPI};
-use crate::bench::supervised;
+use super::job::{self, Asked, Found};
+use super::progress::Progress;
+use super::values::{DtypeArg, MlpArg, NO_MPI, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, ProbeOptions};
-use crate::launch::{Event, Job, LaunchError, MAX_PES, PeContext, StatusView, mpirun, settled_pes};
-use crate::run::probe::{PROBE_PHASES, ProbeRequest, ProbedExpert, heap_bytes, run_pe};
-use crate::shmem::{ShmTransport, Shmem, available_bytes};
+use crate::job::launch::settled_pes;
+use crate::job::request::{ProbeRequest, ProbedExpert, Request};
+use crate::run::probe::{PROBE_PHASES, heap_bytes};
+use crate::shmem::{ShmTransport, available_bytes};
 
 /// PEs at least, when not said: one alone has no links.
 const PES_LEAST: usize = 2;
@@ -58,33 +57,16 @@ pub struct Args {
     timeout: u32,
 }
 
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum TransportArg {
-    /// Shared memory of this host
-    Shm,
-    /// MPI, between hosts too (feature `mpi`)
-    Mpi,
-}
-
 impl Args {
     /// Whether the PEs are those of MPI.
     pub(super) fn over_mpi(&self) -> bool {
         self.transport == TransportArg::Mpi
     }
 
-    fn pes(&self) -> usize {
-        self.pes
-            .or(mpirun::size().filter(|_| self.over_mpi()))
-            .or_else(settled_pes)
-            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST))
-    }
-
-    fn request(&self) -> Result<ProbeRequest> {
-        let pes = self.pes();
+    fn request(&self, started: Option<usize>) -> Result<ProbeRequest> {
         ensure!(!self.over_mpi() || cfg!(feature = "mpi"), NO_MPI);
-        if !(1..=MAX_PES).contains(&pes) {
-            return Err(LaunchError::Pes { pes }.into());
-        }
+        let one_each = || std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST);
+        let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or_else(one_each))?;
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         check_memory_mb(&self.memory_mb, pes)?;
         let expert = ProbedExpert {
@@ -96,51 +78,27 @@ impl Args {
         expert.check()?;
         let options = if self.quick { ProbeOptions::quick() } else { ProbeOptions::thorough() };
         let wait_limit = std::time::Duration::from_secs(self.timeout.into());
-        Ok(ProbeRequest { expert, options: ProbeOptions { wait_limit, ..options }, memory_mb: self.memory_mb.clone() })
+        let options = ProbeOptions { wait_limit, ..options };
+        let (memory_mb, memory_source) = (self.memory_mb.clone(), "--memory-mb".to_string());
+        Ok(ProbeRequest { pes, expert, options, memory_mb, memory_source })
     }
 }
 
-/// Checks `--memory-mb`.
-pub fn check_memory_mb(memory_mb: &[f64], pes: usize) -> Result<()> {
-    let numbers = memory_mb.len();
-    ensure!(
-        numbers <= 1 || numbers == pes,
-        "--memory-mb has {numbers} numbers, expected one, or {pes}, one for each PE"
-    );
-    for mb in memory_mb {
-        ensure!((0.0..=1e15).contains(mb), "--memory-mb is {mb}, expected a number of MB from 0 to 1e15");
-    }
-    Ok(())
-}
-
-/// The supervisor's part, or over MPI that of any PE.
-pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
-    #[cfg(feature = "mpi")]
-    if args.over_mpi() {
-        return args.run_over_mpi();
-    }
-    let (request, pes) = (args.request()?, args.pes());
-    check_available(&request, heap_bytes::<ShmTransport>(&request.options, pes), pes)?;
-    let out = args.create_out()?;
-    let mut job = Job::new(pes, argv, &PROBE_PHASES);
-    job.start_limit = job.start_limit.max(request.options.wait_limit);
-    let progress = Progress::new();
-    let mut text = None;
-    let ended = job.run(|event| match event {
-        Event::Message { body, .. } => text = Some(String::from_utf8_lossy(body).into_owned()),
-        Event::Tick(status) => progress.show(status),
-    });
-    progress.0.finish_and_clear();
-    ended?;
-    args.finish(out, text)
-}
-
-/// A PE's part.
-pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    let (request, n) = (args.request()?, context.n_pes());
-    let segments = context.exchange_segments(heap_bytes::<ShmTransport>(&request.options, n))?;
-    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    supervised(context, |host| run_pe(&shmem, &request, "shm", n, host))
+/// Probes, and writes and prints the cluster.
+///
+/// # Errors
+/// One line.
+pub fn command(args: &Args) -> Result<bool> {
+    let ask = |found: Found| {
+        let request = args.request(found.started)?;
+        let heap_bytes = heap_bytes::<ShmTransport>(&request.options, request.pes);
+        check_available(&request, heap_bytes, found.here.unwrap_or(request.pes))?;
+        let out = if found.reports { args.create_out()? } else { None };
+        let (pes, wait_limit) = (request.pes, request.options.wait_limit);
+        Ok(Asked { request: Request::Probe(request), pes, wait_limit, env: Vec::new(), kept: out })
+    };
+    let report = |out, sent: Vec<(usize, String)>| args.finish(out, sent.into_iter().next().map(|(_, text)| text));
+    job::run(args.over_mpi(), &PROBE_PHASES, Progress::of_first_pe(), ask, report)
 }
 
 /// Checks that `here` PEs fit on this host: a probe that it cannot hold would be killed half way.
@@ -177,48 +135,5 @@ impl Args {
             Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e).context("cannot write the cluster"),
             _ => Ok(true),
         }
-    }
-
-    /// Any PE's part, where `mpirun` started them.
-    #[cfg(feature = "mpi")]
-    fn run_over_mpi(&self) -> Result<bool> {
-        use crate::shmem::mpi::MpiTransport;
-        let limit = std::time::Duration::from_secs(self.timeout.into());
-        let request = match self.request() {
-            Err(_) if mpirun::first_speaks() => return Ok(false),
-            request => request?,
-        };
-        let first = mpirun::rank().unwrap_or(0) == 0;
-        let out = if first { self.create_out()? } else { None };
-        let heap = |pes| Ok(heap_bytes::<MpiTransport<'_>>(&request.options, pes));
-        let messages = crate::bench::mpi::run(self.pes(), heap, limit, |shmem, world, host| {
-            let here = world.pes_on_host();
-            check_available(&request, heap_bytes::<MpiTransport<'_>>(&request.options, world.n_pes()), here)?;
-            run_pe(shmem, &request, "mpi", here, host)
-        })?;
-        match messages {
-            Some(messages) => self.finish(out, messages.into_iter().next()),
-            None => Ok(true),
-        }
-    }
-}
-
-/// A bar on a terminal, nothing elsewhere.
-struct Progress(ProgressBar);
-
-impl Progress {
-    fn new() -> Self {
-        let target =
-            if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len}, {elapsed}, {msg}");
-        let bar = ProgressBar::with_draw_target(None, target);
-        Progress(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
-    }
-
-    fn show(&self, status: &StatusView<'_>) {
-        let first = status.pe(0);
-        self.0.set_length(first.total);
-        self.0.set_position(first.done);
-        self.0.set_message(first.phase.to_string());
     }
 }

@@ -1,25 +1,23 @@
 //! `aristos run`.
 
-use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
-use super::probe::check_memory_mb;
-use crate::launch::{PeContext, settled_pes};
+use super::progress::Progress;
+#[cfg(feature = "device")]
+use super::values::GemmArg;
+use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, TransportArg, check_memory_mb, check_pes};
+use crate::job::launch::settled_pes;
+use crate::job::request::{Device, PlanSource, RunRequest, Work};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
-use crate::moe::{Activation, Dtype, LayerConfig, MlpConfig, Mode, Options, SharedConfig};
-use crate::run::plan::{PLAN, PlanSource, plan_source};
-use crate::run::{Device, Job, Request, Work};
+use crate::moe::{Activation, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::run::{PreparedRun, supervisor};
 
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
-
-/// What a build without the feature says to `--transport mpi`.
-pub(super) const NO_MPI: &str = "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features \
-    mpi` (needs an MPI with its compiler wrapper, and libclang)";
 
 /// Longest wait that can be asked for, seconds: half a year.
 const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
@@ -154,140 +152,6 @@ pub struct Synthetic {
     forward_only: bool,
 }
 
-/// `--transport`.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum TransportArg {
-    /// Shared memory: PEs of this host, which this command starts
-    Shm,
-    /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
-    Mpi,
-}
-
-/// `--dtype`.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum DtypeArg {
-    /// 32-bit floats
-    F32,
-    /// bfloat16
-    Bf16,
-    /// IEEE half precision, on a device only
-    F16,
-}
-
-impl From<DtypeArg> for Dtype {
-    fn from(dtype: DtypeArg) -> Self {
-        match dtype {
-            DtypeArg::F32 => Dtype::F32,
-            DtypeArg::Bf16 => Dtype::Bf16,
-            DtypeArg::F16 => Dtype::F16,
-        }
-    }
-}
-
-/// `--device`.
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-pub enum DeviceArg {
-    /// The CPU
-    Cpu,
-    /// A CUDA device for each PE
-    Cuda,
-    /// The CUDA kernels on the CPU, for tests (feature `emulate`)
-    #[cfg(feature = "emulate")]
-    Emulated,
-}
-
-impl DeviceArg {
-    /// The device and its element type, or what is wrong with them.
-    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
-        let device = match self {
-            DeviceArg::Cpu => Device::Cpu,
-            DeviceArg::Cuda => Device::Cuda,
-            #[cfg(feature = "emulate")]
-            DeviceArg::Emulated => Device::Emulated,
-        };
-        ensure!(
-            device != Device::Cuda || cfg!(feature = "cuda"),
-            "--device cuda: this build has no CUDA; build it with `cargo build --release --features cuda`"
-        );
-        let default = if device == Device::Cpu { Dtype::F32 } else { Dtype::Bf16 };
-        let dtype = dtype.map_or(default, Dtype::from);
-        ensure!(device == Device::Cpu || dtype != Dtype::F32, "--dtype f32 on a device, expected bf16 or f16");
-        ensure!(device != Device::Cpu || dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
-        Ok((device, dtype))
-    }
-}
-
-/// `--gemm`.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, ValueEnum)]
-pub enum GemmArg {
-    /// mma and cp.async: every device from compute capability 8.0 on
-    Ampere,
-    /// wgmma and the tensor memory accelerator: compute capability 9.0
-    Hopper,
-}
-
-#[cfg(feature = "device")]
-impl From<GemmArg> for crate::moe::device::GemmPath {
-    fn from(gemm: GemmArg) -> Self {
-        match gemm {
-            GemmArg::Ampere => crate::moe::device::GemmPath::Ampere,
-            GemmArg::Hopper => crate::moe::device::GemmPath::Hopper,
-        }
-    }
-}
-
-/// `--mode`.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum ModeArg {
-    /// Rows, expert tiles and results flow as they come
-    Pipelined,
-    /// Bulk-synchronous all-to-all, the baseline
-    Bulk,
-}
-
-impl From<ModeArg> for Mode {
-    fn from(mode: ModeArg) -> Self {
-        match mode {
-            ModeArg::Pipelined => Mode::Pipelined,
-            ModeArg::Bulk => Mode::Bulk,
-        }
-    }
-}
-
-/// `--activation`.
-#[derive(Clone, Copy, ValueEnum)]
-pub enum ActivationArg {
-    /// x sigmoid(x)
-    Silu,
-    /// Exact, through erf
-    Gelu,
-    /// Through tanh
-    GeluTanh,
-    /// max(x, 0)
-    Relu,
-}
-
-impl From<ActivationArg> for Activation {
-    fn from(activation: ActivationArg) -> Self {
-        match activation {
-            ActivationArg::Silu => Activation::Silu,
-            ActivationArg::Gelu => Activation::Gelu,
-            ActivationArg::GeluTanh => Activation::GeluTanh,
-            ActivationArg::Relu => Activation::Relu,
-        }
-    }
-}
-
-/// `--mlp`.
-#[derive(Clone, Copy, PartialEq, ValueEnum)]
-pub enum MlpArg {
-    /// down(act(gate(x)) * up(x))
-    Gated,
-    /// down(act(up(x)))
-    Plain,
-}
-
 /// `--router`.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum RouterArg {
@@ -349,7 +213,7 @@ impl Synthetic {
 
 impl Args {
     /// What is asked for, where something else has started the PEs of as many as it has started.
-    fn request(&self, started: Option<usize>) -> Result<Request> {
+    fn request(&self, started: Option<usize>) -> Result<RunRequest> {
         let (work, example) = match (&self.model, &self.input) {
             (Some(model), Some(input)) => {
                 (Work::Checkpoint { model: model.clone(), layer: self.layer, input: input.clone() }, false)
@@ -381,7 +245,7 @@ impl Args {
         }
         let pes = self.pes.or(started).or_else(settled_pes).unwrap_or_else(|| default_pes(device, example));
         check_memory_mb(&self.memory_mb, pes)?;
-        Ok(Request {
+        Ok(RunRequest {
             work,
             pes,
             plan,
@@ -429,7 +293,7 @@ impl Args {
 #[cfg(feature = "mpi")]
 impl Args {
     /// The same of one of `started` PEs.
-    fn mpi_request(&self, started: usize) -> Result<Request> {
+    fn mpi_request(&self, started: usize) -> Result<RunRequest> {
         if let Some(pes) = self.pes.filter(|&pes| pes != started) {
             bail!("--pes {pes} with --transport mpi: mpirun started {started}, expected {started} or no --pes");
         }
@@ -451,26 +315,30 @@ fn example() -> Result<Work> {
     Ok(Work::Checkpoint { model: model.clone(), layer: 1, input: model.join("hidden_states.safetensors") })
 }
 
-/// The supervisor's part, or over MPI that of any PE.
-pub fn supervise(args: &Args, argv: Vec<OsString>) -> Result<bool> {
-    if args.transport == TransportArg::Mpi {
+/// Runs the layer, prints its report, and says whether the check, if asked for, passed.
+///
+/// # Errors
+/// One line.
+pub fn command(args: &Args) -> Result<bool> {
+    if args.over_mpi() {
         #[cfg(feature = "mpi")]
-        return crate::run::mpi::run(|started| args.mpi_request(started));
+        return crate::run::mpi::run(|started| args.mpi_request(started), super::flags::as_flags, super::pe::failure);
         #[cfg(not(feature = "mpi"))]
-        bail!(NO_MPI);
+        bail!(super::values::NO_MPI);
     }
     let request = args.request(None)?;
-    if request.pes == 0 || request.pes > crate::launch::MAX_PES {
-        return Err(crate::launch::LaunchError::Pes { pes: request.pes }.into());
-    }
-    crate::run::supervisor::run(&mut Job::open(request)?, argv)
+    check_pes(request.pes)?;
+    let progress = Progress::of_slowest_pe("step");
+    let mut run = PreparedRun::open(request)?;
+    let report = supervisor::measure(&mut run, |status| progress.show(status));
+    progress.clear();
+    supervisor::print(&run, &report?)
 }
 
-/// A PE's part.
-pub fn pe(args: &Args, context: &mut PeContext) -> Result<()> {
-    let mut job = Job::open(args.request(None)?)?;
-    if let Some(plan) = context.file(PLAN) {
-        job.take_plan(plan)?;
+/// What `--plan` names.
+fn plan_source(plan: &Path, memory_mb: &[f64]) -> PlanSource {
+    match plan == Path::new("auto") {
+        true => PlanSource::Auto { memory_mb: memory_mb.to_vec() },
+        false => PlanSource::File(plan.to_owned()),
     }
-    crate::run::pe::run(&job, context)
 }

@@ -21,6 +21,7 @@ use std::ops::Range;
 
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightError, WeightId, WeightSource};
 
@@ -67,7 +68,7 @@ impl RouterKind {
 }
 
 /// What a synthetic layer is made from.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SyntheticSpec {
     /// The layer; its hidden width is at least its number of experts.
     pub layer: LayerConfig,

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result};
 use half::{bf16, f16};
 
-use super::Job;
+use super::PreparedRun;
 use crate::check::{CHOICE_TOLERANCE, Problem, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, compare, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
 use crate::moe::{Dtype, WeightId, WeightSource};
@@ -17,7 +17,7 @@ use crate::report::{CheckReport, TensorCheck};
 /// # Errors
 /// When results cannot be read back, or the PEs chose experts that the reference would not choose, with the token and
 /// the scores.
-pub fn check(job: &Job, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
+pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &File) -> Result<CheckReport> {
     let round = |mut values: Vec<f32>| {
         match job.request.dtype {
             Dtype::F32 => {}

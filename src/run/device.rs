@@ -1,26 +1,22 @@
-//! One PE's part of the main job on a device.
+//! One PE's part of a run on a device.
 
-#[cfg(feature = "cuda")]
-use std::time::Duration;
+use anyhow::Result;
 
-use anyhow::{Result, bail};
-
-use super::pe;
+use super::PreparedRun;
+use super::pe_results as pe;
 use super::steps::{self, Results};
-use super::{Device, Job};
 use crate::checkpoint::InputTensor;
-#[cfg(feature = "cuda")]
-use crate::gpu::cuda::CudaGpu;
 use crate::gpu::{Buffer, Gpu};
-use crate::launch::PeContext;
+use crate::job::device::{LayerSize, with_device};
+use crate::job::host::{Host, MemoryHost};
 use crate::moe::device::{DeviceLayer, DeviceOptions, to_elements};
 use crate::moe::metrics::PassOutcome;
-use crate::moe::{Dtype, Gradients, LayerConfig, Options, Placement, Routed, metrics};
+use crate::moe::{Gradients, Routed, metrics};
 use crate::report::{ExpertRows, PeReport, Span, StepReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
-pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
-    let size = SizeOf {
+pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
+    let size = LayerSize {
         config: &job.config,
         placement: job.groups.placement(0),
         dtype: job.request.dtype,
@@ -29,82 +25,14 @@ pub(super) fn run(job: &Job, context: &mut PeContext) -> Result<()> {
         options: &job.request.options,
         on_device: &on_device(job),
     };
-    with_device(job.request.device, &size, 1, context, |gpu, context| run_on(job, context, gpu))
+    with_device(job.request.device, &size, 1, host, |gpu, host| run_on(job, host, gpu))
 }
 
-fn on_device(job: &Job) -> DeviceOptions {
+fn on_device(job: &PreparedRun) -> DeviceOptions {
     DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() }
 }
 
-/// What the symmetric memory of a layer depends on. CUDA's grows with what is asked for; only the emulated device's must be
-/// known before.
-#[cfg_attr(not(feature = "emulate"), allow(dead_code))]
-pub(crate) struct SizeOf<'a> {
-    pub config: &'a LayerConfig,
-    pub placement: &'a Placement,
-    pub dtype: Dtype,
-    pub max_tokens: usize,
-    pub training: bool,
-    pub options: &'a Options,
-    pub on_device: &'a DeviceOptions,
-}
-
-/// Opens this PE's device, with as much symmetric memory as `layers` such layers need where that must be known at first, and
-/// works with it.
-#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
-pub(crate) fn with_device<R>(
-    device: Device,
-    size: &SizeOf<'_>,
-    layers: usize,
-    context: &mut PeContext,
-    work: impl FnOnce(&dyn Gpu, &PeContext) -> Result<R>,
-) -> Result<R> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda => with_cuda(context, size.options.wait_limit, |gpu, context| work(gpu, context)),
-        #[cfg(feature = "emulate")]
-        Device::Emulated => {
-            let gpu = emulated(size, layers, context)?;
-            work(&gpu, context)
-        }
-        other => bail!("this build cannot run a layer on a device of kind {other:?}"),
-    }
-}
-
-/// Works with the CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing.
-#[cfg(feature = "cuda")]
-pub(crate) fn with_cuda<R>(
-    context: &mut PeContext,
-    wait_limit: Duration,
-    work: impl FnOnce(&CudaGpu, &PeContext) -> Result<R>,
-) -> Result<R> {
-    use crate::shmem::{ShmTransport, Shmem};
-    let segments = context.exchange_segments(Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), 0))?;
-    let shmem = Shmem::new(ShmTransport::new(context.my_pe(), segments)?);
-    let gpu = CudaGpu::attach(shmem, wait_limit)?;
-    if gpu.n_pes() > 1 {
-        gpu.try_put()?;
-    }
-    let result = work(&gpu, context)?;
-    gpu.finish()?;
-    Ok(result)
-}
-
-#[cfg(feature = "emulate")]
-fn emulated(size: &SizeOf<'_>, layers: usize, context: &mut PeContext) -> Result<crate::gpu::emulated::Emulated> {
-    use crate::gpu::emulated::{EmulatedDevice, attach};
-    use crate::moe::device::{GemmPath, symmetric_bytes};
-    use crate::shmem::{ShmTransport, Shmem};
-    let device = EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
-    let &SizeOf { config, placement, dtype, max_tokens, training, options, on_device } = size;
-    let limits = device.limits();
-    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;
-    let heap = Shmem::<ShmTransport>::heap_bytes_for(context.n_pes(), layers * bytes as usize);
-    let segments = context.exchange_segments(heap)?;
-    Ok(attach(Shmem::new(ShmTransport::new(context.my_pe(), segments)?), &device)?)
-}
-
-fn run_on(job: &Job, context: &PeContext, gpu: &dyn Gpu) -> Result<()> {
+fn run_on(job: &PreparedRun, context: &dyn Host, gpu: &dyn Gpu) -> Result<()> {
     let (me, dtype) = (context.my_pe(), job.request.dtype);
     let options = job.request.options.clone();
     let mut layer = DeviceLayer::new(

@@ -2,12 +2,13 @@
 
 use anyhow::{Result, ensure};
 
-use super::{Device, Job};
+use super::PreparedRun;
+use crate::job::request::Device;
 use crate::moe::Dtype;
 use crate::moe::Proj;
 use crate::shmem::available_bytes;
 
-impl Job {
+impl PreparedRun {
     /// About what all PEs and the supervisor allocate besides symmetric heaps, bytes: weights prepared for both products,
     /// gradients, the batches of routed and shared experts, and results.
     fn memory_bytes(&self) -> f64 {
@@ -45,7 +46,7 @@ impl Job {
             ensure!(
                 need <= available,
                 "the layer needs about {:.1} GB of memory, this machine has {:.1} GB available: use fewer tokens, a smaller \
-                 layer, a smaller --budget-factor, or --dtype bf16",
+                 layer, a smaller `budget_factor`, or `dtype` bf16",
                 need / 1e9,
                 available / 1e9
             );

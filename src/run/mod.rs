@@ -1,8 +1,8 @@
-//! The main job: a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs of this host.
+//! Steps of a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs.
 //!
-//! Supervisor and PEs work out the same [`Job`] from the same command line; [`supervisor`] starts the PEs, collects
-//! what they report, checks, and publishes; [`pe`] is one PE's part. Where `mpirun` has started the PEs there is no
-//! supervisor, and PE 0 does what it would (`mpi`).
+//! [`PreparedRun`] is a request with its files open, the same on every PE and at who reports. [`supervisor`] starts the PEs, collects
+//! what they report, checks, and publishes; [`pe`] is one PE's part, on the CPU or on a device. Where `mpirun` has started
+//! the PEs there is no supervisor, and PE 0 does what it would (`mpi`).
 
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -11,95 +11,24 @@ pub mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod pe;
+mod pe_results;
 pub mod plan;
 pub mod probe;
 mod steps;
 pub mod supervisor;
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Result;
 
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
+#[cfg(feature = "device")]
+use crate::job::request::Device;
+use crate::job::request::{PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
-use crate::moe::synthetic::{Synthetic, SyntheticSpec};
-use crate::moe::{
-    Dtype, Groups, LayerConfig, LayerSpec, Mode, Options, Placement, WeightError, WeightId, WeightSource,
-};
-use plan::{JobPlan, PlanSource};
-
-/// Which layer, on which tokens.
-#[derive(Clone, Debug)]
-pub enum Work {
-    /// A layer of a Hugging Face checkpoint.
-    Checkpoint {
-        /// Its directory.
-        model: PathBuf,
-        /// The layer's number.
-        layer: usize,
-        /// The file of the tokens.
-        input: PathBuf,
-    },
-    /// A layer made from a seed.
-    Synthetic {
-        /// The layer and its routing.
-        spec: SyntheticSpec,
-        /// Number of tokens.
-        tokens: usize,
-        /// Whether there is a backward pass.
-        backward: bool,
-    },
-}
-
-/// What the layer runs on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
-    /// The CPU.
-    Cpu,
-    /// A CUDA device for each PE.
-    Cuda,
-    /// The kernels for CUDA devices, on the CPU.
-    Emulated,
-}
-
-/// What the user asked for.
-#[derive(Clone, Debug)]
-pub struct Request {
-    /// The layer and the tokens.
-    pub work: Work,
-    /// Number of PEs.
-    pub pes: usize,
-    /// Where the EP groups and the placement come from; one group with even shares where `None`.
-    pub plan: Option<PlanSource>,
-    /// What it runs on.
-    pub device: Device,
-    /// Which matrix products a device runs; by the device where `None`.
-    #[cfg(feature = "device")]
-    pub gemm: Option<crate::moe::device::GemmPath>,
-    /// Whether a device's passes are recorded once and repeated.
-    #[cfg(feature = "device")]
-    pub graph: bool,
-    /// Element type.
-    pub dtype: Dtype,
-    /// Measured steps.
-    pub steps: usize,
-    /// How the layer runs.
-    pub options: Options,
-    /// Coefficients of the load-balancing and the z-loss, capacity factor, over what the layer says.
-    pub losses: (f32, f32),
-    /// See [`LayerConfig::capacity_factor`].
-    pub capacity_factor: Option<f64>,
-    /// Where the results go.
-    pub output: Option<PathBuf>,
-    /// Whether the results are checked against the float64 reference.
-    pub check: bool,
-    /// Where the timeline goes.
-    pub trace: Option<PathBuf>,
-    /// Whether the report is printed as JSON.
-    pub json: bool,
-}
+use crate::moe::synthetic::Synthetic;
+use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightSource};
 
 enum Source {
     Checkpoint(Checkpoint, Input),
@@ -107,23 +36,23 @@ enum Source {
 }
 
 /// A request with its files open and its numbers checked.
-pub struct Job {
-    request: Request,
+pub struct PreparedRun {
+    request: RunRequest,
     source: Source,
     config: LayerConfig,
     tokens: usize,
     backward: bool,
     groups: Groups,
-    /// At the supervisor, once it is made.
-    plan: Option<JobPlan>,
+    /// What the report calls where the plan is from, at who has made or read it.
+    plan_source: Option<String>,
 }
 
-impl Job {
+impl PreparedRun {
     /// Opens the files and checks that everything fits together.
     ///
     /// # Errors
-    /// One line that names the file or flag and what is wrong with it.
-    pub fn open(request: Request) -> Result<Self> {
+    /// One line that names the file or field and what is wrong with it.
+    pub fn open(request: RunRequest) -> Result<Self> {
         let (source, tokens, backward) = match &request.work {
             Work::Checkpoint { model, layer, input } => {
                 let checkpoint = Checkpoint::open(model, *layer)?;
@@ -148,7 +77,16 @@ impl Job {
             crate::moe::device::check(&config, request.dtype)?;
         }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
-        Ok(Job { source, config, tokens, backward, groups, plan: None, request })
+        let mut run = PreparedRun { source, config, tokens, backward, groups, plan_source: None, request };
+        if let Some(PlanSource::Made(plan)) = &run.request.plan {
+            run.groups = run.groups_of(plan)?;
+        }
+        Ok(run)
+    }
+
+    /// What the PEs are asked.
+    pub fn request(&self) -> &RunRequest {
+        &self.request
     }
 
     /// The placement of `pe`'s group, and the PE's number in it.
@@ -228,7 +166,7 @@ impl Job {
 }
 
 /// The source's weights for the layer as requested (losses and capacity included).
-impl WeightSource for Job {
+impl WeightSource for PreparedRun {
     fn config(&self) -> &LayerConfig {
         &self.config
     }

@@ -1,48 +1,20 @@
-//! `--plan`: expert-parallel groups and placement from the planner, made for this run or read from a file.
+//! A run by a plan: expert-parallel groups and placement from the planner, made for its PEs or read from a file.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::fs::File;
-use std::os::fd::BorrowedFd;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::PreparedRun;
 use super::probe::PROBE_PHASES;
-#[cfg(feature = "mpi")]
-use super::probe::{ProbeRequest, ProbedExpert};
-use super::{Device, Job};
-#[cfg(feature = "mpi")]
-use crate::cluster::ProbeOptions;
-use crate::cluster::{Cluster, parse_json, read_text};
-use crate::launch::{self, Event};
+use crate::cluster::{Cluster, ProbeOptions, parse_json, read_text};
+use crate::job::launch::Processes;
+use crate::job::messages::collect;
+use crate::job::request::{Device, PlanSource, ProbeRequest, ProbedExpert, Request};
 use crate::moe::{Groups, Placement};
 use crate::plan::{self, Infeasible, Outcome, Plan, Workload};
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
 
-/// The file that the supervisor hands to the PEs: the plan, as JSON.
-pub const PLAN: &str = "plan";
-
-/// Where the plan comes from.
-#[derive(Clone, Debug, PartialEq)]
-pub enum PlanSource {
-    /// The PEs are probed, and a plan is made for them.
-    Auto {
-        /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; what the machine has where empty.
-        memory_mb: Vec<f64>,
-    },
-    /// What `aristos plan --out` wrote.
-    File(PathBuf),
-}
-
-/// A plan, and what the report calls where it is from.
-pub(super) struct JobPlan {
-    pub(super) plan: Plan,
-    source: String,
-}
-
-impl Job {
+impl PreparedRun {
     /// The layer as what the planner plans for. A step is `gamma` passes of equal cost: forward and backward at half their
     /// sum each, or forward alone.
     pub fn workload(&self) -> Workload {
@@ -81,52 +53,44 @@ impl Job {
     ///
     /// # Errors
     /// One line: a probe that failed, memory that does not suffice, a file that is no plan for this run.
-    pub(super) fn make_plan(&mut self, probe: impl FnOnce(&Job, &[f64]) -> Result<Cluster>) -> Result<()> {
+    pub(super) fn make_plan(&mut self, probe: impl FnOnce(&PreparedRun) -> Result<Cluster>) -> Result<()> {
         let (plan, source) = match self.request.plan.clone() {
-            None => return Ok(()),
+            None | Some(PlanSource::Made(_)) => return Ok(()),
             Some(PlanSource::File(path)) => {
                 let read = || parse_plan(&read_text(&path)?);
                 let plan = read().with_context(|| path.display().to_string())?;
                 self.groups = self.groups_of(&plan).with_context(|| path.display().to_string())?;
                 (plan, path.display().to_string())
             }
-            Some(PlanSource::Auto { memory_mb }) => {
-                let cluster = probe(self, &memory_mb)?;
+            Some(PlanSource::Auto { .. }) => {
+                let cluster = probe(self)?;
                 let plan = match plan::plan(&cluster, &self.workload(), plan::Options::default())? {
                     Outcome::Plan(plan) => plan,
-                    Outcome::Infeasible(Infeasible { shortage, .. }) => bail!("--plan auto: no plan: {shortage}"),
+                    Outcome::Infeasible(Infeasible { shortage, .. }) => bail!("`plan` auto: no plan: {shortage}"),
                 };
-                self.groups = self.groups_of(&plan).context("--plan auto")?;
+                self.groups = self.groups_of(&plan).context("`plan` auto")?;
                 (plan, "auto".to_string())
             }
         };
         for (g, group) in plan.groups.iter().enumerate() {
             tracing::info!(group = g, pes = ?group.devices, experts = ?group.experts, "planned");
         }
-        self.plan = Some(JobPlan { plan, source });
+        self.plan_source = Some(source);
+        // What the PEs get is the plan, wherever it is from.
+        self.request.plan = Some(PlanSource::Made(Box::new(plan)));
         Ok(())
     }
 
-    /// Takes the plan that the supervisor made, from the file [`PLAN`].
-    ///
-    /// # Errors
-    /// When it cannot be read, or is no plan for this run.
-    pub fn take_plan(&mut self, file: BorrowedFd<'_>) -> Result<()> {
-        // All PEs have the same file, and so the same position in it.
-        let file = File::from(file.try_clone_to_owned().context("cannot take the plan")?);
-        let mut text = vec![0; file.metadata().context("cannot read the plan")?.len() as usize];
-        file.read_exact_at(&mut text, 0).context("cannot read the plan")?;
-        self.groups = self.groups_of(&parse_plan(&String::from_utf8(text)?)?)?;
-        Ok(())
-    }
-
-    /// What `--plan auto` asks of a probe, in PEs that are the job's own; `None` where there is nothing to probe.
+    /// What a plan that is to be made asks of a probe, in PEs that are the run's own; `None` where there is nothing to probe.
     ///
     /// # Errors
     /// What cannot be probed.
-    #[cfg(feature = "mpi")]
     pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
         let Some(PlanSource::Auto { memory_mb }) = &self.request.plan else { return Ok(None) };
+        ensure!(
+            self.request.device == Device::Cpu,
+            "`plan` auto probes PEs on the CPU, expected `device` cpu, or a plan in a file"
+        );
         let expert = ProbedExpert {
             hidden: self.config.hidden,
             intermediate: self.config.expert.intermediate,
@@ -135,50 +99,29 @@ impl Job {
         };
         expert.check()?;
         let options = ProbeOptions { wait_limit: self.wait_limit(), ..ProbeOptions::quick() };
-        Ok(Some(ProbeRequest { expert, options, memory_mb: memory_mb.clone() }))
+        let (pes, memory_mb, memory_source) = (self.request.pes, memory_mb.clone(), "given".to_string());
+        Ok(Some(ProbeRequest { pes, expert, options, memory_mb, memory_source }))
     }
 
     /// Probes the PEs that are to run, by processes of their own.
-    pub(super) fn probe(&self, memory_mb: &[f64]) -> Result<Cluster> {
-        let (config, request) = (&self.config, &self.request);
-        ensure!(
-            request.device == Device::Cpu,
-            "--plan auto probes PEs on the CPU, expected --device cpu, or a plan in a file"
-        );
-        let mut flags = vec![
-            ("--pes", request.pes.to_string()),
-            ("--hidden", config.hidden.to_string()),
-            ("--intermediate", config.expert.intermediate.to_string()),
-            ("--mlp", if config.expert.gated { "gated" } else { "plain" }.to_string()),
-            ("--dtype", request.dtype.name().to_string()),
-            ("--timeout", self.wait_limit().as_secs().max(1).to_string()),
-        ];
-        if !memory_mb.is_empty() {
-            flags.push(("--memory-mb", memory_mb.iter().map(f64::to_string).collect::<Vec<_>>().join(",")));
-        }
-        let args = ["probe", "--quick", "--json"].into_iter().map(OsString::from);
-        let args = args.chain(flags.into_iter().flat_map(|(flag, value)| [flag.into(), value.into()])).collect();
+    pub(super) fn probe(&self) -> Result<Cluster> {
+        let request = self.probe_request()?.context("nothing is to be probed")?;
         tracing::info!(pes = request.pes, "probing");
-        let mut job = launch::Job::new(request.pes, args, &PROBE_PHASES);
-        job.start_limit = job.start_limit.max(self.wait_limit());
-        let mut text = None;
-        job.run(|event| {
-            if let Event::Message { body, .. } = event {
-                text = Some(String::from_utf8_lossy(body).into_owned());
-            }
-        })
-        .context("--plan auto: the probe failed")?;
-        Ok(Cluster::from_json(&text.context("--plan auto: no PE sent its measurements")?)?)
+        let mut processes = Processes::new(request.pes, Request::Probe(request).to_bytes()?, &PROBE_PHASES);
+        processes.start_limit = processes.start_limit.max(self.wait_limit());
+        let sent = collect::<String>(processes, |_| ()).context("`plan` auto: the probe failed")?;
+        let (_, text) = sent.first().context("`plan` auto: no PE sent its measurements")?;
+        Ok(Cluster::from_json(text)?)
     }
 
     /// The groups of a plan, device `i` being PE `i`.
-    fn groups_of(&self, plan: &Plan) -> Result<Groups> {
+    pub(super) fn groups_of(&self, plan: &Plan) -> Result<Groups> {
         let (pes, experts) = (self.request.pes, self.config.n_experts);
         let planned: usize = plan.groups.iter().map(|group| group.devices.len()).sum();
         if let Some(id) = plan.idle_devices.first() {
             bail!("idle_devices has device {id}, expected none: every PE takes part");
         }
-        ensure!(planned == pes, "the groups have {planned} devices, expected {pes}, one for each PE (--pes)");
+        ensure!(planned == pes, "the groups have {planned} devices, expected {pes}, one for each PE (`pes`)");
         let mut groups = Vec::new();
         for (g, group) in plan.groups.iter().enumerate() {
             let mut members = Vec::new();
@@ -224,7 +167,7 @@ impl Job {
 
     /// What was planned beside what was measured; `None` without a plan.
     pub(super) fn plan_report(&self, report: &RunReport) -> Option<PlanReport> {
-        let JobPlan { plan, source } = self.plan.as_ref()?;
+        let (Some(PlanSource::Made(plan)), Some(source)) = (&self.request.plan, &self.plan_source) else { return None };
         let pes = self.request.pes as f64;
         let terms = plan.terms;
         // A group computes for its own tokens: its share of the PEs.
@@ -274,12 +217,4 @@ fn parse_plan(text: &str) -> Result<Plan> {
     let Feasible { feasible, shortage } = parse_json(text)?;
     ensure!(feasible, "feasible is false, expected a plan ({shortage})");
     Ok(parse_json(text)?)
-}
-
-/// Reads `--plan`.
-pub fn plan_source(plan: &Path, memory_mb: &[f64]) -> PlanSource {
-    match plan == Path::new("auto") {
-        true => PlanSource::Auto { memory_mb: memory_mb.to_vec() },
-        false => PlanSource::File(plan.to_owned()),
-    }
 }

@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use half::bf16;
 
-use crate::bench::BenchHost;
 use crate::cluster::{Cluster, Own, ProbeOptions, Stage, probe};
+use crate::job::host::{Host, MemoryHost, PePart};
+use crate::job::request::{ProbeRequest, ProbedExpert};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
-use crate::moe::{Activation, Dtype, MlpConfig, MlpGradients, MlpId, Options, WeightId};
+use crate::moe::{Dtype, MlpGradients, MlpId, Options, WeightId};
 use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
@@ -18,25 +19,7 @@ pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together"
 /// Of the memory that is available, what experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
 const MEMORY_SHARE: f64 = 0.75;
 
-/// The expert that a cluster is probed for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ProbedExpert {
-    /// Hidden width.
-    pub hidden: usize,
-    /// Width inside the expert.
-    pub intermediate: usize,
-    /// Three matrices instead of two.
-    pub gated: bool,
-    /// Element type: f32 or bf16.
-    pub dtype: Dtype,
-}
-
 impl ProbedExpert {
-    fn mlp(&self) -> MlpConfig {
-        let (intermediate, gated) = (self.intermediate, self.gated);
-        MlpConfig { intermediate, gated, activation: Activation::Silu, bias: false }
-    }
-
     /// FLOP of its forward GEMMs for one row: what `expert_flop` of a workload is over the expert's rows.
     pub fn flop_per_row(&self) -> f64 {
         self.mlp().forward_flop_per_row(self.hidden)
@@ -47,18 +30,6 @@ impl ProbedExpert {
         let matrices = if self.gated { 3.0 } else { 2.0 };
         let per_weight = self.dtype.bytes() as f64 * if self.dtype == Dtype::Bf16 { 2.0 } else { 1.0 };
         matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + size_of::<f32>() as f64)
-    }
-
-    /// Checks that it can be made.
-    ///
-    /// # Errors
-    /// One line that names the flag.
-    pub fn check(&self) -> Result<()> {
-        for (flag, width) in [("hidden", self.hidden), ("intermediate", self.intermediate)] {
-            ensure!((1..=1 << 20).contains(&width), "--{flag} is {width}, expected 1 to {}", 1 << 20);
-        }
-        ensure!(self.dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
-        Ok(())
     }
 
     /// Rows that it computes at a time: the layer's tile, fewer where that would take long.
@@ -81,24 +52,13 @@ impl ProbedExpert {
     }
 }
 
-/// What a PE brings to a probe.
-#[derive(Clone, Debug)]
-pub struct ProbeRequest {
-    /// The expert.
-    pub expert: ProbedExpert,
-    /// How to measure.
-    pub options: ProbeOptions,
-    /// Memory for experts, MB, by PE or one number for all; what the machine has where empty.
-    pub memory_mb: Vec<f64>,
-}
-
 impl ProbeRequest {
     /// Experts that the memory of `pe` holds, of `here` PEs on this host.
     fn memory_experts(&self, pe: usize, here: usize) -> Result<u64> {
         let mb = match self.memory_mb[..] {
             [] => match available_bytes() {
                 Some(bytes) => bytes as f64 * 1e-6 * MEMORY_SHARE / here as f64,
-                None => bail!("/proc/meminfo does not say how much memory is available: give --memory-mb"),
+                None => bail!("/proc/meminfo does not say how much memory is available: give `memory_mb`"),
             },
             [all] => all,
             ref each => each[pe],
@@ -116,7 +76,7 @@ impl ProbeRequest {
         let expert = format!("a {mlp} expert of {hidden} x {intermediate} in {}", dtype.name());
         let memory = match self.memory_mb.is_empty() {
             true => format!("{:.0}% of the host's available memory, in equal parts to its PEs", 100.0 * MEMORY_SHARE),
-            false => "--memory-mb".to_string(),
+            false => self.memory_source.clone(),
         };
         let sizes = &self.options.sizes;
         [
@@ -200,24 +160,34 @@ pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
     Shmem::<T>::heap_bytes_for(pes, options.symmetric_bytes(pes))
 }
 
-/// A PE's part of `aristos probe`, `here` of the PEs being on this host; PE 0 sends the cluster, as JSON.
+/// A PE's part of a probe; PE 0 sends the cluster's JSON, as text.
 ///
 /// # Errors
 /// One line.
-pub fn run_pe<T: Transport>(
-    shmem: &Shmem<T>,
-    request: &ProbeRequest,
-    transport: &str,
-    here: usize,
-    host: &BenchHost<'_>,
-) -> Result<()> {
-    let mut show = |stage: Stage, done: usize, of: usize| {
-        host.status.set_phase(1 + stage as u32);
-        host.status.set_progress(done as u64, of as u64);
-    };
-    let cluster = probe_pes(shmem, request, transport, here, &mut show)?;
-    if shmem.my_pe() == 0 {
-        (host.send)(cluster.to_json().as_bytes())?;
+pub fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
+    host.work(ProbePart { request })
+}
+
+struct ProbePart<'r> {
+    request: &'r ProbeRequest,
+}
+
+impl PePart for ProbePart<'_> {
+    type Error = anyhow::Error;
+
+    fn heap_bytes<T: Transport>(&self) -> Result<usize> {
+        Ok(heap_bytes::<T>(&self.request.options, self.request.pes))
     }
-    Ok(())
+
+    fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
+        let mut show = |stage: Stage, done: usize, of: usize| {
+            host.status().set_phase(1 + stage as u32);
+            host.status().set_progress(done as u64, of as u64);
+        };
+        let cluster = probe_pes(shmem, self.request, host.transport(), host.pes_on_host(), &mut show)?;
+        if shmem.my_pe() == 0 {
+            host.send(&serde_json::to_vec(&cluster.to_json())?)?;
+        }
+        Ok(())
+    }
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 
-use super::Job;
+use super::PreparedRun;
 use crate::checkpoint::InputTensor;
-use crate::launch::StatusPage;
+use crate::job::launch::StatusPage;
 use crate::moe::metrics::{self, PassOutcome, Phase};
 use crate::moe::{Gradients, MoeLayer, Routed};
 use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, Traffic};
@@ -24,7 +24,7 @@ pub(super) struct Results {
 
 /// Runs the job's steps on this PE's tokens, and enters in `report` what they took and sent; `report.pe` says which PE this is.
 pub(super) fn run<L: MoeLayer>(
-    job: &Job,
+    job: &PreparedRun,
     status: &StatusPage,
     layer: &mut L,
     report: &mut PeReport,

@@ -9,3 +9,4 @@ mod bad_input;
 mod ends;
 mod files;
 mod jobs;
+mod pe;

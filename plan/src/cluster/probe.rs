@@ -13,6 +13,7 @@
 use std::time::{Duration, Instant};
 
 use aristos_shmem::{Cmp, Pod, Shmem, ShmemError, SignalOp, Sym, Transport, Wait, WaitTimeout};
+use serde::{Deserialize, Serialize};
 
 use super::fit::{Fit, fit};
 use super::json::Probe;
@@ -25,7 +26,7 @@ const LAST: u64 = (1 << SIZE_BITS) - 1;
 const HOST_BYTES: usize = 64;
 
 /// How to probe. The same on every PE.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ProbeOptions {
     /// Sizes of messages, bytes, ascending, at least two and at most 255.
     pub sizes: Vec<usize>,

@@ -11,7 +11,7 @@ use super::stream::OnStream;
 use super::{Measure, Of, Op, P2pBench, Row, Scope};
 use crate::gpu::cuda::CudaGpu;
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
-use crate::launch::PeContext;
+use crate::job::host::Host;
 
 /// PEs of a measurement.
 const PES: usize = 2;
@@ -45,7 +45,8 @@ struct Arguments {
 ///
 /// # Errors
 /// What is missing for NVSHMEM, or for what was asked for; the driver's.
-pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &PeContext, limit: Duration) -> Result<()> {
+pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &dyn Host) -> Result<()> {
+    let limit = bench.wait_limit;
     ensure!(gpu.n_pes() == PES, "there are {} PEs, expected {PES}", gpu.n_pes());
     let largest = bench.sizes.iter().copied().max().unwrap_or(0).next_multiple_of(256) as u64;
     let data = SymmetricBuffer::new(gpu, 2 * largest + 256)?;
@@ -55,7 +56,7 @@ pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &PeContext, limit: Durat
     }
     let mut left_out = Vec::new();
     let mut leave_out = |kinds: &mut Vec<(Op, Scope)>, of: (Op, Scope), asked: bool, why: String| {
-        ensure!(!asked, "--op {} on --scope {}: {why}", of.0.name(), of.1.name());
+        ensure!(!asked, "`op` {} on `scope` {}: {why}", of.0.name(), of.1.name());
         left_out.push(format!("{} on scope {} is left out: {why}", of.0.name(), of.1.name()));
         kinds.retain(|kind| *kind != of);
         Ok(())
@@ -149,7 +150,7 @@ impl Measurement<'_> {
                 Op::Put | Op::PutSignal => 0,
                 Op::PutNbi => 1,
                 Op::Get => 2,
-                Op::Atomic | Op::SendRecv => bail!("--op {} is not measured by a kernel", of.op.name()),
+                Op::Atomic | Op::SendRecv => bail!("`op` {} is not measured by a kernel", of.op.name()),
             },
             scope: match scope {
                 Scope::Thread => 0,

@@ -18,8 +18,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 use super::raw::{self, Pages};
 use super::report::PeRows;
 use super::{Measure, Of, Op, P2pBench, Row};
-use crate::bench::BenchHost;
 use crate::bench::probe::{self, Seat};
+use crate::job::host::{Host, PePart, TwoSided};
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
@@ -59,21 +59,6 @@ pub const PHASE_NAMES: [&str; 8] = [
 
 fn phase(op: Op) -> u32 {
     2 + op as u32
-}
-
-/// Matched messages between two PEs, for transports that have them beside one-sided operations.
-pub trait TwoSided {
-    /// Sends to `pe`; the bytes may be changed when it returns.
-    ///
-    /// # Errors
-    /// The transport's.
-    fn send(&self, bytes: &[u8], pe: usize) -> Result<()>;
-
-    /// Receives from `pe` as many bytes as there is room for.
-    ///
-    /// # Errors
-    /// The transport's; `deadline` passed.
-    fn receive(&self, bytes: &mut [u8], pe: usize, deadline: Instant) -> Result<()>;
 }
 
 /// How one size of one operation is sampled.
@@ -123,23 +108,30 @@ fn largest(bench: &P2pBench) -> usize {
     bench.sizes.iter().copied().max().unwrap_or(0).max(size_of::<u64>()).next_multiple_of(64)
 }
 
-/// Symmetric memory that a PE needs, bytes.
-pub fn heap_bytes<T: Transport>(bench: &P2pBench) -> usize {
-    let signals = SIGNALS * STRIDE * size_of::<u64>();
-    Shmem::<T>::heap_bytes_for(bench.pes, Memory::ring_bytes(bench) + largest(bench) + signals)
+/// A PE's part: measures every pair in turn, and sends a [`PeRows`].
+pub struct OnHost<'b> {
+    /// What to measure.
+    pub bench: &'b P2pBench,
 }
 
-/// A PE's part: measures every pair in turn, and sends a [`PeRows`].
-///
-/// # Errors
-/// A PE that does not answer within `limit`, bytes that arrived damaged, or the launcher's.
-pub fn run_pe<T: Transport>(
-    bench: &P2pBench,
-    shmem: &Shmem<T>,
-    two_sided: Option<&dyn TwoSided>,
-    host: &BenchHost<'_>,
-    limit: Duration,
-) -> Result<()> {
+impl PePart for OnHost<'_> {
+    type Error = anyhow::Error;
+
+    fn heap_bytes<T: Transport>(&self) -> Result<usize> {
+        let bench = self.bench;
+        let signals = SIGNALS * STRIDE * size_of::<u64>();
+        Ok(Shmem::<T>::heap_bytes_for(bench.pes, Memory::ring_bytes(bench) + largest(bench) + signals))
+    }
+
+    /// # Errors
+    /// A PE that does not answer in time, bytes that arrived damaged, or the host's.
+    fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
+        measure(self.bench, shmem, host)
+    }
+}
+
+fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
+    let (two_sided, limit) = (host.two_sided(), bench.wait_limit);
     let me = shmem.my_pe();
     probe::pin(me, shmem.n_pes());
     let memory = Memory {
@@ -174,7 +166,7 @@ pub fn run_pe<T: Transport>(
                 limit,
             }
         });
-        host.status.set_phase(1);
+        host.status().set_phase(1);
         let mut memcpy_us = HashMap::new();
         if let Some(part) = part.as_mut().filter(|part| part.first) {
             for &bytes in &bench.sizes {
@@ -184,8 +176,8 @@ pub fn run_pe<T: Transport>(
         }
         meet(shmem, limit)?;
         for &(op, measure, bytes) in &figures {
-            host.status.set_phase(phase(op));
-            host.status.set_progress(figure as u64, total);
+            host.status().set_phase(phase(op));
+            host.status().set_progress(figure as u64, total);
             if let Some(part) = &mut part {
                 let seat = Seat::take();
                 let plan = Plan::new(bench, measure, op, bytes);
@@ -204,8 +196,8 @@ pub fn run_pe<T: Transport>(
             meet(shmem, limit)?;
         }
     }
-    host.status.set_progress(total, total);
-    (host.send)(&serde_json::to_vec(&results)?)?;
+    host.status().set_progress(total, total);
+    host.send(&serde_json::to_vec(&results)?)?;
     Ok(())
 }
 
@@ -570,7 +562,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     fn messages(&self) -> Result<&dyn TwoSided> {
-        self.two_sided.context("--op send-recv: the transport has no matched messages")
+        self.two_sided.context("`op` send-recv: the transport has no matched messages")
     }
 
     /// Send and receive there and back.
@@ -579,8 +571,8 @@ impl<T: Transport> Part<'_, T> {
         let mut received = vec![0; bytes];
         let samples = self.rounds(
             plan,
-            |part| messages.send(part.bytes(bytes), part.peer),
-            |part| messages.receive(&mut received, part.peer, deadline),
+            |part| Ok(messages.send(part.bytes(bytes), part.peer)?),
+            |part| Ok(messages.receive(&mut received, part.peer, deadline)?),
         )?;
         ensure!(received == self.bytes(bytes), "{bytes} bytes from PE {} arrived damaged", self.peer);
         Ok(samples)
@@ -628,6 +620,7 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
+    use crate::job::JobError;
     use crate::shmem::{Segment, ShmTransport};
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -642,6 +635,8 @@ mod tests {
             pes: 2,
             iterations: 10,
             warmup: 5,
+            on_device: false,
+            wait_limit: LIMIT,
         }
     }
 
@@ -650,13 +645,14 @@ mod tests {
     type Ends = (Sender<Vec<u8>>, Receiver<Vec<u8>>);
 
     impl TwoSided for Mailbox {
-        fn send(&self, bytes: &[u8], _: usize) -> Result<()> {
-            Ok(self.0.lock().unwrap().0.send(bytes.to_vec())?)
+        fn send(&self, bytes: &[u8], _: usize) -> Result<(), JobError> {
+            self.0.lock().unwrap().0.send(bytes.to_vec()).map_err(|error| JobError::Peers(error.to_string()))
         }
 
-        fn receive(&self, bytes: &mut [u8], _: usize, deadline: Instant) -> Result<()> {
+        fn receive(&self, bytes: &mut [u8], _: usize, deadline: Instant) -> Result<(), JobError> {
             let left = deadline.saturating_duration_since(Instant::now());
-            bytes.copy_from_slice(&self.0.lock().unwrap().1.recv_timeout(left)?);
+            let received = self.0.lock().unwrap().1.recv_timeout(left);
+            bytes.copy_from_slice(&received.map_err(|error| JobError::Peers(error.to_string()))?);
             Ok(())
         }
     }
@@ -664,7 +660,7 @@ mod tests {
     /// Both PEs' rows of every figure, with or without pages that both reach; `source_of_1` may change what PE 1 takes for sent.
     fn measure(pages: bool, source_of_1: impl Fn(&mut Vec<u64>) + Sync) -> [Result<Vec<Row>>; 2] {
         let bench = bench();
-        let bytes = heap_bytes::<ShmTransport>(&bench);
+        let bytes = OnHost { bench: &bench }.heap_bytes::<ShmTransport>().unwrap();
         let segments: Vec<Segment> = (0..2).map(|_| Segment::create("test", bytes).unwrap()).collect();
         let view = || -> Vec<Segment> {
             segments.iter().map(|s| Segment::from_fd(s.fd().try_clone_to_owned().unwrap()).unwrap()).collect()

@@ -11,6 +11,7 @@
 #[cfg(feature = "cuda")]
 pub mod device;
 pub mod host;
+pub mod pe;
 pub mod raw;
 pub mod report;
 #[cfg(feature = "cuda")]
@@ -19,78 +20,8 @@ mod stream;
 use serde::{Deserialize, Serialize};
 
 use super::probe::Placement;
+pub use crate::job::request::{Op, P2pBench, Scope};
 use crate::report::median;
-
-/// What is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Op {
-    /// A put, and quiet.
-    Put,
-    /// A non-blocking put and quiet; the time until the call returns apart.
-    PutNbi,
-    /// A get.
-    Get,
-    /// A put with a signal there, and one back.
-    PutSignal,
-    /// A fetch-and-add of 8 bytes.
-    Atomic,
-    /// A send there and one back, matched by receives.
-    SendRecv,
-}
-
-impl Op {
-    /// Its name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Op::Put => "put",
-            Op::PutNbi => "put-nbi",
-            Op::Get => "get",
-            Op::PutSignal => "put-signal",
-            Op::Atomic => "atomic",
-            Op::SendRecv => "send-recv",
-        }
-    }
-
-    /// The scopes that it has on a device.
-    pub fn scopes(self) -> &'static [Scope] {
-        match self {
-            Op::Put | Op::Get | Op::PutSignal => &Scope::ALL,
-            Op::PutNbi => &[Scope::Thread, Scope::Warp, Scope::Block],
-            Op::SendRecv => &[Scope::Stream],
-            Op::Atomic => &[],
-        }
-    }
-}
-
-/// Which threads of a device work on one operation, or whether none does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scope {
-    /// One thread.
-    Thread,
-    /// The 32 threads of a warp.
-    Warp,
-    /// The threads of a block.
-    Block,
-    /// None: the host asks for it, and the stream does it.
-    Stream,
-}
-
-impl Scope {
-    /// All of them.
-    pub const ALL: [Scope; 4] = [Scope::Thread, Scope::Warp, Scope::Block, Scope::Stream];
-
-    /// Its name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Scope::Thread => "thread",
-            Scope::Warp => "warp",
-            Scope::Block => "block",
-            Scope::Stream => "stream",
-        }
-    }
-}
 
 /// What of it is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -116,28 +47,6 @@ impl Measure {
             Measure::Consume => "consume",
         }
     }
-}
-
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct P2pBench {
-    /// Operations.
-    pub ops: Vec<Op>,
-    /// Scopes, for a device; each operation is measured in those of them that it has.
-    pub scopes: Vec<Scope>,
-    /// Whether the operations were asked for, and the scopes: what cannot be measured here is an error then, and left out
-    /// of all that there is.
-    pub asked: (bool, bool),
-    /// Sizes, bytes, ascending.
-    pub sizes: Vec<usize>,
-    /// The pairs of PEs, measured one after the other; the first of each begins.
-    pub pairs: Vec<[usize; 2]>,
-    /// Number of PEs.
-    pub pes: usize,
-    /// Samples that count; of large sizes fewer, see [`host`].
-    pub iterations: usize,
-    /// Samples before them.
-    pub warmup: usize,
 }
 
 /// One figure. Times in microseconds, of one operation; those of ping-pongs are one way, half the round trip.

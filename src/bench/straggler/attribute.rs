@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, PeStep};
+use super::{PeStep, StragglerMode};
 
 /// How many steps a cause is followed back.
 const BACK: usize = 32;
@@ -57,7 +57,7 @@ pub struct Step {
 }
 
 /// Every step's delay and cause, from all PEs' times on one clock, by step, then by PE.
-pub fn attribute(steps: &[Vec<PeStep>], mode: Mode) -> Vec<Step> {
+pub fn attribute(steps: &[Vec<PeStep>], mode: StragglerMode) -> Vec<Step> {
     let usual = usual_flight(steps);
     (0..steps.len())
         .map(|k| {
@@ -90,14 +90,14 @@ fn last_sender(me: usize, pe: &PeStep) -> Option<usize> {
     (0..pe.arrived.len()).filter(|&s| s != me).max_by_key(|&s| (pe.arrived[s], pe.sent[s]))
 }
 
-fn cause(steps: &[Vec<PeStep>], k: usize, mode: Mode, usual: i64) -> Option<Cause> {
+fn cause(steps: &[Vec<PeStep>], k: usize, mode: StragglerMode, usual: i64) -> Option<Cause> {
     let pes = &steps[k];
     let slowest = (0..pes.len()).max_by_key(|&pe| pes[pe].time_ns())?;
     // Who got the message that all waited for.
     let last = |pe: usize| last_sender(pe, &pes[pe]).map_or(i64::MIN, |s| pes[pe].arrived[s]);
     let receiver = match mode {
-        Mode::Bulk => (0..pes.len()).max_by_key(|&pe| last(pe))?,
-        Mode::OneSided | Mode::Alltoallv => slowest,
+        StragglerMode::Bulk => (0..pes.len()).max_by_key(|&pe| last(pe))?,
+        StragglerMode::OneSided | StragglerMode::Alltoallv => slowest,
     };
     follow(steps, k, (receiver, slowest), usual, BACK)
 }
@@ -146,7 +146,7 @@ mod tests {
     fn run(
         n: usize,
         steps: usize,
-        mode: Mode,
+        mode: StragglerMode,
         compute: impl Fn(usize, usize) -> i64,
         extra: impl Fn(usize, usize, usize) -> i64,
     ) -> Vec<Vec<PeStep>> {
@@ -164,7 +164,7 @@ mod tests {
                         PeStep { begin: begins[me], send: sends[me], end, sent: sends.clone(), arrived }
                     })
                     .collect();
-                if mode == Mode::Bulk {
+                if mode == StragglerMode::Bulk {
                     let end = pes.iter().map(|pe| pe.end).max().unwrap() + 1;
                     pes.iter_mut().for_each(|pe| pe.end = end);
                 }
@@ -178,7 +178,7 @@ mod tests {
     fn a_slow_pe_is_named_in_both_modes() {
         for n in [2, 3, 8] {
             for slow in 0..n {
-                for mode in [Mode::Bulk, Mode::OneSided] {
+                for mode in [StragglerMode::Bulk, StragglerMode::OneSided] {
                     let steps = run(n, 20, mode, |_, pe| if pe == slow { 300 } else { 100 }, |_, _, _| 0);
                     for (k, step) in attribute(&steps, mode).iter().enumerate() {
                         assert_eq!(step.cause, Some(Cause::LatePe { pe: slow }), "{n} PEs, {mode:?}, step {k}");
@@ -193,7 +193,7 @@ mod tests {
     fn a_slow_link_is_named_and_not_the_pe_that_it_keeps() {
         for n in [2, 3, 8] {
             let (from, to) = (n - 1, n / 3);
-            for mode in [Mode::Bulk, Mode::OneSided] {
+            for mode in [StragglerMode::Bulk, StragglerMode::OneSided] {
                 let extra = |_, a: usize, b: usize| if (a, b) == (from, to) { 200 } else { 0 };
                 let steps = run(n, 20, mode, |_, _| 100, extra);
                 let causes: Vec<_> = attribute(&steps, mode).into_iter().map(|step| step.cause).collect();
@@ -207,8 +207,8 @@ mod tests {
     fn a_step_that_was_late_once_is_followed_back() {
         // In step 3 the link is slow once; its receiver then begins step 4 late, and is waited for there.
         let extra = |k: usize, a: usize, b: usize| if (k, a, b) == (3, 0, 1) { 500 } else { 0 };
-        let steps = run(3, 8, Mode::OneSided, |_, _| 100, extra);
-        let all = attribute(&steps, Mode::OneSided);
+        let steps = run(3, 8, StragglerMode::OneSided, |_, _| 100, extra);
+        let all = attribute(&steps, StragglerMode::OneSided);
         let link = Some(Cause::SlowLink { from: 0, to: 1 });
         assert_eq!((all[3].cause, all[4].cause), (link, link));
         assert!(all[3].delay > 400 && all[4].delay > 400, "{all:?}");
@@ -218,26 +218,26 @@ mod tests {
     #[test]
     fn a_late_pe_that_then_loses_its_cpu_is_still_late() {
         // PE 1 computes 600 longer, and then looks 80 later than it might: what it finds there was sent long before.
-        let mut steps = run(3, 4, Mode::Bulk, |_, pe| if pe == 1 { 700 } else { 100 }, |_, _, _| 0);
+        let mut steps = run(3, 4, StragglerMode::Bulk, |_, pe| if pe == 1 { 700 } else { 100 }, |_, _, _| 0);
         for pes in &mut steps {
             for sender in [0, 2] {
                 pes[1].arrived[sender] = pes[1].send + 80;
             }
             pes.iter_mut().for_each(|pe| pe.end += 80);
         }
-        let causes: Vec<_> = attribute(&steps, Mode::Bulk).into_iter().map(|step| step.cause).collect();
+        let causes: Vec<_> = attribute(&steps, StragglerMode::Bulk).into_iter().map(|step| step.cause).collect();
         assert_eq!(causes, [Some(Cause::LatePe { pe: 1 }); 4]);
     }
 
     #[test]
     fn the_times_are_from_the_first_message_on() {
-        let steps = run(2, 1, Mode::OneSided, |_, pe| 100 + 50 * pe as i64, |_, _, _| 0);
-        let step = &attribute(&steps, Mode::OneSided)[0];
+        let steps = run(2, 1, StragglerMode::OneSided, |_, pe| 100 + 50 * pe as i64, |_, _, _| 0);
+        let step = &attribute(&steps, StragglerMode::OneSided)[0];
         // PE 0 waits for PE 1's message, which leaves at 150; PE 1 finds PE 0's there.
         assert_eq!((&step.times[..], step.actual, step.delay), (&[60, 0][..], 0, 60));
-        let alone = run(1, 2, Mode::Bulk, |_, _| 100, |_, _, _| 0);
-        let alone = attribute(&alone, Mode::Bulk);
+        let alone = run(1, 2, StragglerMode::Bulk, |_, _| 100, |_, _, _| 0);
+        let alone = attribute(&alone, StragglerMode::Bulk);
         assert_eq!((alone[0].delay, alone[0].cause), (0, None));
-        assert!(attribute(&[], Mode::Bulk).is_empty());
+        assert!(attribute(&[], StragglerMode::Bulk).is_empty());
     }
 }

@@ -15,125 +15,13 @@ pub mod clock;
 pub mod pe;
 pub mod report;
 
-use anyhow::{Result, ensure};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// How the PEs of a step wait for each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// A barrier before and after: nobody is through before everybody has everything.
-    Bulk,
-    /// Signals alone: a PE goes on when it has what was sent to it.
-    OneSided,
-    /// `MPI_Alltoallv`, the baseline, for transports that have it.
-    Alltoallv,
-}
-
-impl Mode {
-    /// Its name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Mode::Bulk => "bulk",
-            Mode::OneSided => "one-sided",
-            Mode::Alltoallv => "alltoallv",
-        }
-    }
-}
-
-/// Noise that is made on purpose.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Inject {
-    /// A PE computes this many times as long.
-    SlowPe {
-        /// The PE.
-        pe: usize,
-        /// At least 1.
-        factor: f64,
-    },
-    /// Messages from one PE to another take this much longer.
-    SlowLink {
-        /// The sender.
-        from: usize,
-        /// The receiver.
-        to: usize,
-        /// Microseconds.
-        us: f64,
-    },
-    /// Every PE computes longer by a random time, up to this.
-    Jitter {
-        /// Microseconds.
-        us: f64,
-    },
-}
-
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct StragglerBench {
-    /// Number of PEs.
-    pub pes: usize,
-    /// Steps that count.
-    pub steps: usize,
-    /// Steps before them.
-    pub warmup: usize,
-    /// Bytes of each message.
-    pub bytes: usize,
-    /// Mean time a PE computes in a step, microseconds.
-    pub compute_us: f64,
-    /// Compute of the most loaded PE of a step over the mean, 1 to the number of PEs; which PE it is, the seed decides anew
-    /// for each step.
-    pub imbalance: f64,
-    /// Modes, measured one after the other.
-    pub modes: Vec<Mode>,
-    /// Noise.
-    pub inject: Vec<Inject>,
-    /// Of imbalance and jitter.
-    pub seed: u64,
-}
+pub use crate::job::request::{Inject, StragglerBench, StragglerMode};
 
 impl StragglerBench {
-    /// Checks the numbers.
-    ///
-    /// # Errors
-    /// One line that names the flag.
-    pub fn validate(&self) -> Result<()> {
-        let n = self.pes;
-        ensure!(self.steps > 0, "--steps is 0, expected at least 1");
-        ensure!(self.steps <= 1 << 20, "--steps is {}, expected at most {}", self.steps, 1 << 20);
-        let us = |flag: &str, us: f64| {
-            ensure!((0.0..=1e7).contains(&us), "{flag} is {us}, expected 0 to 10^7 microseconds");
-            Ok(())
-        };
-        us("--compute-us", self.compute_us)?;
-        ensure!(
-            (1.0..=n as f64).contains(&self.imbalance),
-            "--imbalance is {}, expected 1 to {n}, the number of PEs",
-            self.imbalance
-        );
-        let there = |what: &str, pe: usize| {
-            ensure!(pe < n, "--inject {what}: PE {pe}, expected one below --pes, which is {n}");
-            Ok(())
-        };
-        for inject in &self.inject {
-            match *inject {
-                Inject::SlowPe { pe, factor } => {
-                    there("slow-pe", pe)?;
-                    ensure!((1.0..=1e6).contains(&factor), "--inject slow-pe: factor {factor}, expected 1 to 10^6");
-                }
-                Inject::SlowLink { from, to, us: time } => {
-                    there("slow-link", from)?;
-                    there("slow-link", to)?;
-                    ensure!(from != to, "--inject slow-link: PE {from} to itself, expected two PEs");
-                    us("--inject slow-link", time)?;
-                }
-                Inject::Jitter { us: time } => us("--inject jitter", time)?,
-            }
-        }
-        Ok(())
-    }
-
     /// How long a PE computes in a step, microseconds: the same whoever asks.
     pub fn compute_us(&self, step: usize, pe: usize) -> f64 {
         let n = self.pes as f64;
@@ -206,9 +94,10 @@ mod tests {
             bytes: 64,
             compute_us: 100.0,
             imbalance: 2.5,
-            modes: vec![Mode::Bulk],
+            modes: vec![StragglerMode::Bulk],
             inject: Vec::new(),
             seed: 1,
+            wait_limit: std::time::Duration::from_secs(1),
         }
     }
 
@@ -251,16 +140,16 @@ mod tests {
             change(&mut bench);
             bench.validate().unwrap_err().to_string()
         };
-        assert_eq!(wrong(|b| b.steps = 0), "--steps is 0, expected at least 1");
-        assert_eq!(wrong(|b| b.imbalance = 5.0), "--imbalance is 5, expected 1 to 4, the number of PEs");
-        assert_eq!(wrong(|b| b.compute_us = f64::NAN), "--compute-us is NaN, expected 0 to 10^7 microseconds");
+        assert_eq!(wrong(|b| b.steps = 0), "`steps` is 0, expected at least 1");
+        assert_eq!(wrong(|b| b.imbalance = 5.0), "`imbalance` is 5, expected 1 to 4, the number of PEs");
+        assert_eq!(wrong(|b| b.compute_us = f64::NAN), "`compute_us` is NaN, expected 0 to 10^7 microseconds");
         assert_eq!(
             wrong(|b| b.inject = vec![Inject::SlowPe { pe: 4, factor: 2.0 }]),
-            "--inject slow-pe: PE 4, expected one below --pes, which is 4"
+            "`inject` slow-pe: PE 4, expected one below `pes`, which is 4"
         );
         assert_eq!(
             wrong(|b| b.inject = vec![Inject::SlowLink { from: 1, to: 1, us: 2.0 }]),
-            "--inject slow-link: PE 1 to itself, expected two PEs"
+            "`inject` slow-link: PE 1 to itself, expected two PEs"
         );
     }
 }

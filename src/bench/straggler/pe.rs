@@ -9,10 +9,10 @@ use anyhow::{Context, Result, anyhow};
 use serde::{Deserialize, Serialize};
 
 use super::clock::{self, ClockWords, Common, Offset, now_ns};
-use super::{Mode, PeStep, StragglerBench};
-use crate::bench::BenchHost;
+use super::{PeStep, StragglerBench, StragglerMode};
 use crate::bench::p2p::host::meet;
 use crate::bench::probe::{self, Seat};
+use crate::job::host::{AllToAll, Host, MemoryHost, PePart};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 /// Slots of a pair.
@@ -26,23 +26,13 @@ const STAMP_BYTES: usize = size_of::<i64>();
 pub const PHASE_NAMES: [&str; 5] =
     ["start-up", "reading clocks", "bulk steps", "one-sided steps", "steps of MPI_Alltoallv"];
 
-/// An all-to-all that is one call, for transports that have one beside one-sided operations.
-pub trait AllToAll {
-    /// Sends to each PE the `bytes` bytes of `out` that begin at its number times `bytes`, and takes theirs to the like place of
-    /// `into`. Collective.
-    ///
-    /// # Errors
-    /// The transport's.
-    fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<()>;
-}
-
 /// What one PE measured in one mode, its times as its own clock had them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PeSteps {
     /// The PE.
     pub pe: usize,
     /// The mode.
-    pub mode: Mode,
+    pub mode: StragglerMode,
     /// Which host's clock it has.
     pub host: String,
     /// Where it was.
@@ -51,13 +41,6 @@ pub struct PeSteps {
     pub offsets: [Vec<Offset>; 2],
     /// The steps that count, in order; each sender's times as that sender's clock had them.
     pub steps: Vec<PeStep>,
-}
-
-/// Symmetric memory that a PE needs, bytes.
-pub fn heap_bytes<T: Transport>(bench: &StragglerBench) -> usize {
-    let slots = bench.pes * SLOTS * slot_bytes(bench);
-    let words = bench.pes * SLOTS * STRIDE + clock::WORDS;
-    Shmem::<T>::heap_bytes_for(bench.pes, slots + words * size_of::<u64>() + 256)
 }
 
 fn slot_bytes(bench: &StragglerBench) -> usize {
@@ -72,26 +55,49 @@ struct Memory {
     signals: Sym<u64>,
 }
 
-/// A PE's part: the steps of every mode, and a [`PeSteps`] of each to the supervisor.
+/// A PE's part: the steps of every mode, and a [`PeSteps`] of each.
 ///
 /// # Errors
-/// A PE that is not heard of within `limit`, or the launcher's.
-pub fn run_pe<T: Transport>(
-    bench: &StragglerBench,
-    shmem: &Shmem<T>,
-    all_to_all: Option<&dyn AllToAll>,
-    host: &BenchHost<'_>,
-    limit: Duration,
-) -> Result<()> {
+/// A PE that is not heard of in time, or the host's.
+pub fn run(bench: &StragglerBench, host: &mut impl MemoryHost) -> Result<()> {
+    host.work(StragglerPart { bench })
+}
+
+struct StragglerPart<'b> {
+    bench: &'b StragglerBench,
+}
+
+impl PePart for StragglerPart<'_> {
+    type Error = anyhow::Error;
+
+    fn heap_bytes<T: Transport>(&self) -> Result<usize> {
+        let bench = self.bench;
+        let slots = bench.pes * SLOTS * slot_bytes(bench);
+        let words = bench.pes * SLOTS * STRIDE + clock::WORDS;
+        Ok(Shmem::<T>::heap_bytes_for(bench.pes, slots + words * size_of::<u64>() + 256))
+    }
+
+    fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
+        measure(self.bench, shmem, host)
+    }
+}
+
+fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
+    let limit = bench.wait_limit;
+    let all_to_all = match bench.modes.contains(&StragglerMode::Alltoallv) {
+        true => host.all_to_all()?,
+        false => None,
+    };
+    let all_to_all = all_to_all.as_deref();
     let (me, n) = (shmem.my_pe(), shmem.n_pes());
     probe::pin(me, n);
     let memory =
         Memory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
-    let part = Part { bench, shmem, memory, all_to_all, limit };
+    let part = Steps { bench, shmem, memory, all_to_all, limit };
     let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
     let all = bench.warmup + bench.steps;
     for (turn, &mode) in bench.modes.iter().enumerate() {
-        let status = host.status;
+        let status = host.status();
         let read_clocks = |turn| {
             status.set_phase(1);
             clocks.measure(shmem, turn, now_ns, limit)
@@ -114,13 +120,13 @@ pub fn run_pe<T: Transport>(
         meet(shmem, limit)?;
         let after = read_clocks(2 * turn as u64 + 1)?;
         let result = PeSteps { pe: me, mode, host: clock::host_id(), seat, offsets: [before, after], steps };
-        (host.send)(&serde_json::to_vec(&result)?)?;
+        host.send(&serde_json::to_vec(&result)?)?;
     }
     meet(shmem, limit)
 }
 
 /// What the steps of one PE need.
-struct Part<'a, T: Transport> {
+struct Steps<'a, T: Transport> {
     bench: &'a StragglerBench,
     shmem: &'a Shmem<T>,
     memory: Memory,
@@ -128,11 +134,11 @@ struct Part<'a, T: Transport> {
     limit: Duration,
 }
 
-impl<T: Transport> Part<'_, T> {
+impl<T: Transport> Steps<'_, T> {
     /// One step: message number `k` of each pair.
-    fn one_step(&self, mode: Mode, k: u64, step: usize) -> Result<PeStep> {
+    fn one_step(&self, mode: StragglerMode, k: u64, step: usize) -> Result<PeStep> {
         let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
-        if mode == Mode::Bulk {
+        if mode == StragglerMode::Bulk {
             meet(self.shmem, self.limit)?;
         }
         let mut times = PeStep { begin: now_ns(), sent: vec![0; n], arrived: vec![0; n], ..PeStep::default() };
@@ -141,13 +147,13 @@ impl<T: Transport> Part<'_, T> {
             std::hint::spin_loop();
         }
         times.send = now_ns();
-        if mode == Mode::Alltoallv {
+        if mode == StragglerMode::Alltoallv {
             self.call(&mut times)?;
             return Ok(times);
         }
         self.send(k);
         self.receive(k, step, &mut times)?;
-        if mode == Mode::Bulk {
+        if mode == StragglerMode::Bulk {
             meet(self.shmem, self.limit)?;
         }
         times.end = now_ns();
@@ -266,7 +272,7 @@ mod tests {
         let at = |offset_ns| Offset { at: 0, offset_ns, error_ns: 1 };
         let pe = |pe: usize, host: &str, ahead: i64, sender: i64| PeSteps {
             pe,
-            mode: Mode::Bulk,
+            mode: StragglerMode::Bulk,
             host: host.into(),
             seat: Seat::default(),
             offsets: [vec![at(0), at(500)], vec![at(0), at(500)]],

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::attribute::{Cause, Step, attribute};
 use super::pe::{PeSteps, on_one_clock};
-use super::{Mode, StragglerBench};
+use super::{StragglerBench, StragglerMode};
 use crate::bench::p2p::percentile;
 use crate::bench::probe::{Nearness, Placement, Seat, cpu_model};
 use crate::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
@@ -53,7 +53,7 @@ pub struct StragglerReport {
 #[derive(Clone, Debug, Serialize)]
 pub struct ModeResult {
     /// The mode.
-    pub mode: Mode,
+    pub mode: StragglerMode,
     /// Of the delays, the most.
     pub max_delay_us: f64,
     /// The median.
@@ -110,7 +110,7 @@ fn culprit(causes: &[Share]) -> Option<Cause> {
 }
 
 impl ModeResult {
-    fn new(mode: Mode, of_mode: &[PeSteps]) -> ModeResult {
+    fn new(mode: StragglerMode, of_mode: &[PeSteps]) -> ModeResult {
         let steps = on_one_clock(of_mode);
         let all = attribute(&steps, mode);
         let mut delays: Vec<f64> = all.iter().map(|step| us(step.delay)).collect();
@@ -191,7 +191,7 @@ impl StragglerReport {
     /// One report of all PEs' steps, in any order.
     pub fn new(bench: &StragglerBench, transport: &str, inject: &[String], mut parts: Vec<PeSteps>) -> StragglerReport {
         parts.sort_by_key(|part| part.pe);
-        let of_mode = |&mode: &Mode| {
+        let of_mode = |&mode: &StragglerMode| {
             let of_mode: Vec<PeSteps> = parts.iter().filter(|part| part.mode == mode).cloned().collect();
             ModeResult::new(mode, &of_mode)
         };
@@ -369,9 +369,10 @@ mod tests {
             bytes: 4096,
             compute_us: 100.0,
             imbalance: 1.0,
-            modes: vec![Mode::OneSided],
+            modes: vec![StragglerMode::OneSided],
             inject: Vec::new(),
             seed: 7,
+            wait_limit: std::time::Duration::from_secs(1),
         };
         let step = |pe: usize, k: i64| {
             let late = if k == 19 { 3_000_000 } else { 300_000 };
@@ -383,7 +384,7 @@ mod tests {
         };
         let pe = |pe: usize| PeSteps {
             pe,
-            mode: Mode::OneSided,
+            mode: StragglerMode::OneSided,
             host: "this".into(),
             seat: Seat { start: pe, end: pe, allowed: 1 },
             offsets: [vec![Offset::default(); 2], vec![Offset::default(); 2]],

@@ -2,6 +2,8 @@
 
 use std::ffi::c_void;
 
+use serde::{Deserialize, Serialize};
+
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
@@ -14,8 +16,8 @@ pub const TENSOR_MAP_BOX: u32 = 64;
 /// Most blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
 
-/// MlpId matrix products a device runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which matrix products a device runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GemmPath {
     /// `mma` on operands that `cp.async` brings: every device from Ampere on.
     Ampere,
@@ -52,7 +54,7 @@ impl GemmPath {
 /// How a layer runs on a device, besides [`Options`]. The same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceOptions {
-    /// MlpId matrix products; by the device where `None`.
+    /// Which matrix products; by the device where `None`.
     pub path: Option<GemmPath>,
     /// Blocks of the persistent kernels that put communication first; an eighth where `None`.
     pub comm_blocks: Option<u32>,

@@ -4,8 +4,10 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// The elementwise nonlinearity of an expert's MLP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Activation {
     /// `x * sigmoid(x)` (also called swish).
@@ -23,7 +25,7 @@ pub enum Activation {
 pub const MAX_WIDTH: usize = 1 << 20;
 
 /// How router logits become scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Scoring {
     /// Softmax over all experts (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE).
@@ -35,7 +37,7 @@ pub enum Scoring {
 /// Group-limited selection (DeepSeek-V3, section 2.1.2): experts form `n_groups` equal contiguous
 /// groups; a group's score is the sum of its two best expert scores (with bias correction);
 /// only the experts of the best `top_groups` groups can be chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupLimit {
     /// Number of groups; divides the number of experts.
     pub n_groups: usize,
@@ -48,7 +50,7 @@ pub struct GroupLimit {
 /// `scores = scoring(x W^T)`; the `top_k` experts with the largest `scores + correction bias`
 /// (among the eligible groups; ties to the smaller index) are chosen; their weights are their
 /// scores *without* the bias, divided by their sum if `renormalise`, times `scaling`.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RouterConfig {
     /// Scores from logits.
     pub scoring: Scoring,
@@ -91,7 +93,7 @@ impl RouterConfig {
 ///
 /// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`. Each of `gate`, `up`, `down` is
 /// `y = x W^T + b` with `W` stored `[out, in]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MlpConfig {
     /// Inner width.
     pub intermediate: usize,
@@ -104,7 +106,7 @@ pub struct MlpConfig {
 }
 
 /// An expert that every token passes through, added to the routed experts' sum.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedConfig {
     /// Its MLP.
     pub mlp: MlpConfig,
@@ -130,7 +132,7 @@ pub struct SharedConfig {
 /// assert_eq!(layer.validate().unwrap_err().to_string(), "top-k is 9, expected 1 to 8, the number of experts");
 /// # Ok::<(), aristos::moe::ConfigError>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerConfig {
     /// Model width.
     pub hidden: usize,

@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use super::config::ConfigError;
 
 /// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Dtype {
     /// 32-bit floats.
@@ -36,7 +38,7 @@ impl Dtype {
 }
 
 /// How the PEs exchange rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mode {
     /// Rows, tiles and results flow as they come; a PE waits only when it has nothing to do.
@@ -49,7 +51,7 @@ pub enum Mode {
 /// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
 ///
 /// Written with `..Options::default()`, as more options may come.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Options {
     /// Pipelined or bulk.
     pub mode: Mode,

@@ -1,6 +1,9 @@
 //! The PE's side: its number, its files, its segment, its messages.
 
+use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::panic::PanicHookInfo;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +25,7 @@ pub struct PeContext {
     control: Arc<Control>,
     inbox: Inbox,
     status: StatusPage,
+    request: Vec<u8>,
     files: Vec<(String, OwnedFd)>,
 }
 
@@ -48,16 +52,17 @@ impl Control {
 }
 
 impl PeContext {
-    /// The PE that this process is; `None` when no supervisor started it.
+    /// The PE that this process, started as [`PE_COMMAND`](super::PE_COMMAND), is.
     ///
     /// To be called once, before anything reads standard input (which becomes `/dev/null`). From then on a panic
     /// in any thread is reported to the supervisor, as [`PeContext::fail`] would, besides being printed.
     ///
     /// # Errors
-    /// When the environment says that this is a PE, but it is not what a supervisor makes; or the supervisor has ended.
-    pub fn from_env() -> Result<Option<PeContext>, LaunchError> {
+    /// When the environment is not what a supervisor makes; or the supervisor has ended.
+    pub fn take() -> Result<PeContext, LaunchError> {
         if env::var_os(ENV_PE).is_none() {
-            return Ok(None);
+            let line = "this command is for the PEs that a supervisor starts; run a job, and it starts them";
+            return Err(LaunchError::Environment(line.to_string()));
         }
         static TAKEN: AtomicBool = AtomicBool::new(false);
         if TAKEN.swap(true, Ordering::Relaxed) {
@@ -100,6 +105,8 @@ impl PeContext {
             what: "map the status page",
             source,
         })?;
+        let request = files.next().ok_or_else(|| protocol(&control, "no request".to_string()))?;
+        let request = read(request).map_err(|source| LaunchError::Pe { pe, what: "read its request", source })?;
         let names = frame.body.split(|byte| *byte == 0).map(|name| String::from_utf8_lossy(name).into_owned());
         let files = names.zip(files).collect();
 
@@ -108,7 +115,7 @@ impl PeContext {
         if let Ok(name) = std::ffi::CString::new(format!("aristos-pe{pe}")) {
             let _ = rustix::thread::set_name(&name);
         }
-        Ok(Some(PeContext { n_pes, control, inbox, status, files }))
+        Ok(PeContext { n_pes, control, inbox, status, request, files })
     }
 
     /// This PE's number, `0..n_pes`.
@@ -119,6 +126,11 @@ impl PeContext {
     /// Number of PEs.
     pub fn n_pes(&self) -> usize {
         self.n_pes
+    }
+
+    /// What the supervisor asks of its PEs.
+    pub fn request(&self) -> &[u8] {
+        &self.request
     }
 
     /// The file that the job passed under this name.
@@ -133,7 +145,7 @@ impl PeContext {
     ///
     /// # Errors
     /// When memory or files run out, or the supervisor ends. A PE that gave another size, or none in
-    /// [`Job::start_limit`](super::Job::start_limit), ends the job.
+    /// [`Processes::start_limit`](super::Processes::start_limit), ends the job.
     pub fn exchange_segments(&mut self, bytes: usize) -> Result<Vec<Segment>, LaunchError> {
         let pe = self.my_pe();
         let refused = |error: ShmemError| LaunchError::Segment { pe, message: error.to_string() };
@@ -163,7 +175,7 @@ impl PeContext {
         &self.status
     }
 
-    /// Sends a message to the caller of [`Job::run`](super::Job::run). Returns when it is on its way.
+    /// Sends a message to the caller of [`Processes::run`](super::Processes::run). Returns when it is on its way.
     ///
     /// # Errors
     /// When the supervisor has ended.
@@ -192,6 +204,14 @@ impl PeContext {
         let _ = self.control.send(Kind::FailOn, &[&peer.to_le_bytes()[..], error.as_bytes()].concat(), &[]);
         process::exit(1)
     }
+}
+
+/// The content of a file whose position all PEs share.
+fn read(file: OwnedFd) -> io::Result<Vec<u8>> {
+    let file = File::from(file);
+    let mut content = vec![0; file.metadata()?.len() as usize];
+    file.read_exact_at(&mut content, 0)?;
+    Ok(content)
 }
 
 /// A number from the environment.

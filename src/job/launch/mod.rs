@@ -1,12 +1,12 @@
-//! How PEs come to be, find each other, and end together.
+//! How the processes of a job's PEs come to be, find each other, and end together.
 //!
-//! [`Job::run`], in the supervisor, starts N PEs on this host as processes: the same program with the same arguments,
-//! and the environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. [`PeContext::from_env`], called
-//! first thing in `main`, tells such a process that it is a PE and which.
+//! [`Processes::run`], in the supervisor, starts N PEs on this host: the same program with [`PE_COMMAND`] for its only argument, and the
+//! environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. [`PeContext::take`], called first thing in
+//! such a process, finds out which PE it is, and what the job asks of it.
 //!
-//! Supervisor and PE talk over a Unix socket pair that is the PE's standard input until `from_env` takes it. So
+//! Supervisor and PE talk over a Unix socket pair that is the PE's standard input until `take` takes it. So
 //! each PE holds its own socket and no other, whatever else the program starts meanwhile, and the end of a process is the
-//! end of its stream. Files (the symmetric heaps, the inputs, the status page) are memfds or ordinary files passed over
+//! end of its stream. Files (the request, the symmetric heaps, the inputs, the status page) are memfds or ordinary files passed over
 //! it: nothing has a name in `/dev/shm` or `/tmp`, so nothing can be left there.
 //!
 //! # How a job ends
@@ -23,13 +23,16 @@
 //! Where `srun`, `mpirun` or `torchrun` started several processes on this host, [`enter`] makes rank 0 the supervisor, and each
 //! process the parent of one PE: see `rendezvous.rs`. All of the above holds, and the end of such a process ends the job.
 
+mod address;
+mod child;
+mod environment;
 mod fleet;
 mod hello;
 mod keeper;
 pub mod mpirun;
 mod pe;
-mod place;
 mod rendezvous;
+mod role;
 mod signals;
 mod status;
 mod supervisor;
@@ -40,9 +43,15 @@ use std::time::Duration;
 
 pub use keeper::Keeper;
 pub use pe::PeContext;
-pub use rendezvous::{Role, conclude, enter, settled_pes};
+pub use rendezvous::{conclude, settled_pes};
+pub use role::{Role, enter};
 pub use status::{PeStatus, StatusPage, StatusView};
-pub use supervisor::{Event, Job, one_line};
+pub use supervisor::{Event, Processes, one_line};
+
+/// Raised with every change to what the processes of a job say to each other: the frames on their sockets, and the request.
+pub const VERSION: u32 = 2;
+/// The argument with which a program starts itself again as a PE.
+pub const PE_COMMAND: &str = "pe";
 
 /// Most PEs a job may have.
 pub const MAX_PES: usize = 1024;
@@ -54,12 +63,12 @@ const ENV_N_PES: &str = "ARISTOS_N_PES";
 /// The process id of its parent: the supervisor, or a launched process that keeps it.
 const ENV_SUPERVISOR: &str = "ARISTOS_SUPERVISOR";
 
-/// Why a job, or a PE's part in it, ended. Each displays as one line.
+/// Why a job, or a PE's part in it, ended. Each displays as one line; a field of the request is named in backticks.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
     /// A job of no PEs, or of more than [`MAX_PES`].
-    #[error("--pes {pes}: the number of PEs must be 1 to {MAX_PES}")]
+    #[error("`pes` {pes}: the number of PEs must be 1 to {MAX_PES}")]
     Pes {
         /// What was asked.
         pes: usize,
@@ -121,7 +130,7 @@ pub enum LaunchError {
         /// Every PE's phase.
         states: String,
     },
-    /// A PE did not do within [`Job::start_limit`] what the others' start depends on.
+    /// A PE did not do within [`Processes::start_limit`] what the others' start depends on.
     #[error("PE {pe} has not {what} within {} s, in phase {phase}", .limit.as_secs_f64())]
     Late {
         /// The PE.

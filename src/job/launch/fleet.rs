@@ -1,20 +1,19 @@
 //! The PEs' processes: started, reaped, and killed when their owner goes.
 
-use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
 
-use super::keeper::Start;
-use super::rendezvous::{Kept, Meeting};
+use super::child::Start;
+use super::rendezvous::{Kept, Rendezvous};
 use super::wire::{self, Kind};
-use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, signals};
+use super::{LaunchError, signals};
 
 /// How long killed processes may take to be gone. SIGKILL takes effect at once, except in a process that
 /// sleeps uninterruptibly in the kernel; such a one is not waited for.
@@ -24,7 +23,7 @@ const REAP_LIMIT: Duration = Duration::from_millis(1500);
 pub(super) struct Fleet {
     members: Vec<Member>,
     /// The launched processes that keep the PEs from 1 on, where there are any.
-    meeting: Option<MutexGuard<'static, Meeting>>,
+    rendezvous: Option<MutexGuard<'static, Rendezvous>>,
     scratch: Vec<u8>,
 }
 
@@ -43,52 +42,26 @@ enum End {
     Lost,
 }
 
-/// Starts a PE as a child of this process, which it dies with.
-pub(super) fn start_pe(
-    pe: usize,
-    n_pes: usize,
-    args: &[&OsStr],
-    env: &[(String, String)],
-    stdin: OwnedFd,
-) -> io::Result<Child> {
-    let mut command = Command::new("/proc/self/exe");
-    if let Some(name) = std::env::args_os().next() {
-        command.arg0(name);
-    }
-    command
-        .args(args)
-        .envs(env.iter().map(|(name, value)| (name, value)))
-        .env(ENV_PE, pe.to_string())
-        .env(ENV_N_PES, n_pes.to_string())
-        .env(ENV_SUPERVISOR, std::process::id().to_string())
-        .stdin(Stdio::from(stdin))
-        .process_group(0)
-        .spawn()
-}
-
 impl Fleet {
     /// PEs of this process alone, or with those that launched processes keep.
-    pub(super) fn new(meeting: Option<MutexGuard<'static, Meeting>>) -> Fleet {
-        Fleet { members: Vec::new(), meeting, scratch: vec![0; 4096] }
+    pub(super) fn new(rendezvous: Option<MutexGuard<'static, Rendezvous>>) -> Fleet {
+        Fleet { members: Vec::new(), rendezvous, scratch: vec![0; 4096] }
     }
 
     /// Starts the next PE; returns the supervisor's end of its control socket.
     ///
     /// The PE dies with the calling thread (`PR_SET_PDEATHSIG`), which must therefore stay until the job's end; one that another
     /// process keeps dies with that process.
-    pub(super) fn spawn(&mut self, n_pes: usize, args: &[OsString], env: &[(String, String)]) -> io::Result<OwnedFd> {
+    pub(super) fn spawn(&mut self, n_pes: usize, env: &[(String, String)]) -> io::Result<OwnedFd> {
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         let pe = self.members.len();
+        let start = Start { pe, n_pes, env: env.to_vec() };
         let child = match self.keeper(pe) {
             Some(kept) => {
-                let start = serde_json::to_vec(&Start::new(pe, n_pes, args, env))?;
-                wire::send(kept.socket.as_fd(), Kind::Start, &start, &[theirs.as_fd()])?;
+                wire::send(kept.socket.as_fd(), Kind::Start, &serde_json::to_vec(&start)?, &[theirs.as_fd()])?;
                 None
             }
-            None => {
-                let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
-                Some(start_pe(pe, n_pes, &args, env, theirs)?)
-            }
+            None => Some(start.spawn(theirs)?),
         };
         self.members.push(Member { child, end: None, told: false });
         Ok(ours)
@@ -96,12 +69,12 @@ impl Fleet {
 
     /// The process that keeps a PE, where another one does.
     fn keeper(&mut self, pe: usize) -> Option<&mut Kept> {
-        self.meeting.as_mut()?.kept.get_mut(pe)?.as_mut()
+        self.rendezvous.as_mut()?.kept.get_mut(pe)?.as_mut()
     }
 
     /// The sockets of the processes that keep PEs; readable when there is something for [`Fleet::listen`].
     pub(super) fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
-        self.meeting.iter().flat_map(|meeting| meeting.kept.iter().flatten()).map(|kept| &kept.socket)
+        self.rendezvous.iter().flat_map(|rendezvous| rendezvous.kept.iter().flatten()).map(|kept| &kept.socket)
     }
 
     /// Takes what the processes that keep PEs say; returns the PEs that have just been lost with theirs.
@@ -111,8 +84,8 @@ impl Fleet {
     pub(super) fn listen(&mut self) -> Result<Vec<usize>, LaunchError> {
         let mut lost = Vec::new();
         let n_pes = self.members.len();
-        let Some(meeting) = &mut self.meeting else { return Ok(lost) };
-        for (pe, (member, place)) in self.members.iter_mut().zip(&mut meeting.kept).enumerate() {
+        let Some(rendezvous) = &mut self.rendezvous else { return Ok(lost) };
+        for (pe, (member, place)) in self.members.iter_mut().zip(&mut rendezvous.kept).enumerate() {
             let Some(kept) = place else { continue };
             let gone = match kept.inbox.fill(kept.socket.as_fd(), &mut self.scratch, RecvFlags::DONTWAIT) {
                 Ok(1..) | Err(Errno::AGAIN) => false,

@@ -29,13 +29,13 @@ const FILES_SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FILES));
 pub(super) enum Kind {
     /// PE: I run. No body.
     Hello = 1,
-    /// Supervisor: the status page, then the job's files; the body is their names, each ended by a zero byte.
+    /// Supervisor: the status page, the request, then the job's files; the body is the files' names, each ended by a zero byte.
     Files,
     /// PE: my segment (one file); the body is its size in bytes, u64.
     Segment,
     /// Supervisor: the next PEs' segments, in PE order, at most [`MAX_FILES`] a frame. No body.
     Segments,
-    /// PE: a message for the caller of `Job::run`.
+    /// PE: a message for the caller of [`Processes::run`](super::Processes::run).
     Message,
     /// PE: I have ended well. No body.
     Done,

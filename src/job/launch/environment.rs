@@ -5,9 +5,9 @@ use super::MAX_PES;
 /// Steps of Slurm from here on are no steps: the batch script, the interactive shell, the external step.
 const SLURM_NO_STEP: u32 = 0xffff_fff0;
 
-/// A process's place among those that a launcher started together.
+/// One of the processes that a launcher started together.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct LaunchedProcess {
     /// Who started them, for messages.
     pub(super) launcher: &'static str,
     /// This process.
@@ -22,7 +22,7 @@ pub(super) struct Place {
 
 /// What is wrong with what the launcher says.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct BadPlace {
+pub(super) struct BadEnvironment {
     /// One line.
     pub(super) line: String,
     /// Whether this process is the one of all that says it.
@@ -44,19 +44,24 @@ impl Env<'_> {
         (self.get)(name).unwrap_or_default()
     }
 
-    fn bad(&self, line: String) -> BadPlace {
+    fn bad(&self, line: String) -> BadEnvironment {
         // Without a rank nobody knows who speaks, and all do.
         let speaks = self.text(self.rank_name).parse::<usize>().map_or(true, |rank| rank == 0);
-        BadPlace { line, speaks }
+        BadEnvironment { line, speaks }
     }
 
-    fn number(&self, name: &str) -> Result<usize, BadPlace> {
+    fn number(&self, name: &str) -> Result<usize, BadEnvironment> {
         let value = self.text(name);
         value.parse().map_err(|_| self.bad(format!("{name}={value}: not a number, as a launcher sets it")))
     }
 
-    /// The place by these variables; `None` for a process that is alone.
-    fn place(&self, launcher: &'static str, size_name: &str, job: String) -> Result<Option<Place>, BadPlace> {
+    /// The process by these variables; `None` for a process that is alone.
+    fn process(
+        &self,
+        launcher: &'static str,
+        size_name: &str,
+        job: String,
+    ) -> Result<Option<LaunchedProcess>, BadEnvironment> {
         let (rank, size) = (self.number(self.rank_name)?, self.number(size_name)?);
         if rank >= size || size > MAX_PES {
             let rank_name = self.rank_name;
@@ -66,15 +71,18 @@ impl Env<'_> {
             );
             return Err(self.bad(line));
         }
-        Ok((size > 1).then_some(Place { launcher, rank, size, one_host: true, job }))
+        Ok((size > 1).then_some(LaunchedProcess { launcher, rank, size, one_host: true, job }))
     }
 }
 
-/// This process's place; `None` when no launcher started it, or it alone.
+/// This process, as one of a launcher's; `None` when no launcher started it, or it alone.
 ///
 /// The innermost launcher counts: `torchrun` and `mpirun` are themselves started in steps of Slurm. `parent` is this process's
 /// parent, which is all that MPICH's processes have in common.
-pub(super) fn place(get: &dyn Fn(&str) -> Option<String>, parent: i32) -> Result<Option<Place>, BadPlace> {
+pub(super) fn launched_process(
+    get: &dyn Fn(&str) -> Option<String>,
+    parent: i32,
+) -> Result<Option<LaunchedProcess>, BadEnvironment> {
     let env = |rank_name| Env { get, rank_name };
     let torch = env("RANK");
     if torch.has("TORCHELASTIC_RUN_ID") || ["RANK", "WORLD_SIZE", "MASTER_PORT"].iter().all(|name| torch.has(name)) {
@@ -83,15 +91,15 @@ pub(super) fn place(get: &dyn Fn(&str) -> Option<String>, parent: i32) -> Result
             return Err(torch.bad(format!("MASTER_PORT={port}: not a port, expected 1 to 65535")));
         }
         let (run, restart) = (torch.text("TORCHELASTIC_RUN_ID"), torch.text("TORCHELASTIC_RESTART_COUNT"));
-        let place = torch.place("torchrun", "WORLD_SIZE", format!("torchrun-{port}-{restart}-{run}"))?;
-        return with_hosts(place, &torch, "LOCAL_WORLD_SIZE");
+        let process = torch.process("torchrun", "WORLD_SIZE", format!("torchrun-{port}-{restart}-{run}"))?;
+        return with_hosts(process, &torch, "LOCAL_WORLD_SIZE");
     }
     let ompi = env("OMPI_COMM_WORLD_RANK");
     if ompi.has("OMPI_COMM_WORLD_RANK") {
         let names = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"];
         let job = names.iter().find_map(|name| get(name)).unwrap_or_else(|| format!("child-of-{parent}"));
-        let place = ompi.place("Open MPI", "OMPI_COMM_WORLD_SIZE", format!("openmpi-{job}"))?;
-        return with_hosts(place, &ompi, "OMPI_COMM_WORLD_LOCAL_SIZE");
+        let process = ompi.process("Open MPI", "OMPI_COMM_WORLD_SIZE", format!("openmpi-{job}"))?;
+        return with_hosts(process, &ompi, "OMPI_COMM_WORLD_LOCAL_SIZE");
     }
     let slurm = env("SLURM_PROCID");
     // A batch script's shell has a SLURM_PROCID too, and a shell in an allocation what the allocation has.
@@ -102,15 +110,15 @@ pub(super) fn place(get: &dyn Fn(&str) -> Option<String>, parent: i32) -> Result
     // Slurm sets these for its own tasks as well; others are of an mpiexec whose proxies Slurm started.
     let of_slurm = slurm_step.is_some() && pmi.text("PMI_SIZE") == slurm.text(tasks);
     if pmi.has("PMI_RANK") && pmi.has("PMI_SIZE") && !of_slurm {
-        let place = pmi.place("MPICH", "PMI_SIZE", format!("mpich-child-of-{parent}"))?;
-        return with_hosts(place, &pmi, "MPI_LOCALNRANKS");
+        let process = pmi.process("MPICH", "PMI_SIZE", format!("mpich-child-of-{parent}"))?;
+        return with_hosts(process, &pmi, "MPI_LOCALNRANKS");
     }
     if let Some(step) = slurm_step {
         let job = format!("slurm-{}.{step}", slurm.text("SLURM_JOB_ID"));
-        let place = slurm.place("Slurm", tasks, job)?;
+        let process = slurm.process("Slurm", tasks, job)?;
         let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"].into_iter().find(|name| slurm.has(name));
         let several = nodes.map(|name| slurm.number(name)).transpose()?.is_some_and(|nodes| nodes > 1);
-        return Ok(place.map(|place| Place { one_host: !several, ..place }));
+        return Ok(process.map(|process| LaunchedProcess { one_host: !several, ..process }));
     }
     if env("PMIX_RANK").has("PMIX_RANK") && env("PMIX_RANK").has("PMIX_NAMESPACE") {
         let line =
@@ -120,14 +128,18 @@ pub(super) fn place(get: &dyn Fn(&str) -> Option<String>, parent: i32) -> Result
     Ok(None)
 }
 
-/// The place, with what `local_size_name` says of hosts where it is set.
-fn with_hosts(place: Option<Place>, env: &Env<'_>, local_size_name: &str) -> Result<Option<Place>, BadPlace> {
-    match place {
-        Some(place) if env.has(local_size_name) => {
+/// The process, with what `local_size_name` says of hosts where it is set.
+fn with_hosts(
+    process: Option<LaunchedProcess>,
+    env: &Env<'_>,
+    local_size_name: &str,
+) -> Result<Option<LaunchedProcess>, BadEnvironment> {
+    match process {
+        Some(process) if env.has(local_size_name) => {
             let here = env.number(local_size_name)?;
-            Ok(Some(Place { one_host: here >= place.size, ..place }))
+            Ok(Some(LaunchedProcess { one_host: here >= process.size, ..process }))
         }
-        place => Ok(place),
+        process => Ok(process),
     }
 }
 
@@ -135,14 +147,18 @@ fn with_hosts(place: Option<Place>, env: &Env<'_>, local_size_name: &str) -> Res
 mod tests {
     use super::*;
 
-    fn of(variables: &str) -> Result<Option<Place>, BadPlace> {
+    fn of(variables: &str) -> Result<Option<LaunchedProcess>, BadEnvironment> {
         let pairs: Vec<(&str, &str)> = variables.split_whitespace().filter_map(|pair| pair.split_once('=')).collect();
-        place(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()), 77)
+        launched_process(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_string()), 77)
     }
 
     fn is(variables: &str, rank: usize, size: usize, one_host: bool, job: &str) {
-        let place = of(variables).unwrap().unwrap_or_else(|| panic!("{variables}: no place"));
-        assert_eq!((place.rank, place.size, place.one_host, &*place.job), (rank, size, one_host, job), "{variables}");
+        let process = of(variables).unwrap().unwrap_or_else(|| panic!("{variables}: no launcher"));
+        assert_eq!(
+            (process.rank, process.size, process.one_host, &*process.job),
+            (rank, size, one_host, job),
+            "{variables}"
+        );
     }
 
     const STEP: &str =

@@ -1,11 +1,11 @@
 //! The supervisor's side: starts the PEs, listens to them, and ends them together.
 
-use std::ffi::OsString;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -30,13 +30,13 @@ const READ_BYTES: usize = 4 << 20;
 /// A failure's line is cut at this many characters.
 const LINE_CHARS: usize = 4000;
 
-/// What to start. [`Job::new`] fills in what is seldom asked for.
-pub struct Job<'a> {
+/// The processes of a job's PEs, to be started. [`Processes::new`] fills in what is seldom asked for.
+pub struct Processes<'a> {
     /// Number of PEs, 1 to [`MAX_PES`].
     pub pes: usize,
-    /// Arguments of each PE's process, after the program's name.
-    pub args: Vec<OsString>,
-    /// Files that every PE gets, by name (at most 252; no zero byte in a name).
+    /// What every PE gets as [`PeContext::request`](super::PeContext::request).
+    pub request: Vec<u8>,
+    /// Files that every PE gets, by name (at most 251; no zero byte in a name).
     pub fds: Vec<(String, OwnedFd)>,
     /// Environment variables of each PE's process, over those of this one.
     pub env: Vec<(String, String)>,
@@ -49,7 +49,7 @@ pub struct Job<'a> {
     pub start_limit: Duration,
 }
 
-/// What [`Job::run`] tells its caller. While the caller handles it, the PEs are not watched.
+/// What [`Processes::run`] tells its caller. While the caller handles it, the PEs are not watched.
 pub enum Event<'e> {
     /// A PE sent a message.
     Message {
@@ -62,12 +62,12 @@ pub enum Event<'e> {
     Tick(&'e StatusView<'e>),
 }
 
-impl<'a> Job<'a> {
-    /// A job without files and without a time limit, and with a minute for each PE to start.
-    pub fn new(pes: usize, args: Vec<OsString>, phase_names: &'a [&'a str]) -> Job<'a> {
-        Job {
+impl<'a> Processes<'a> {
+    /// Without files and without a time limit, and with a minute for each PE to start.
+    pub fn new(pes: usize, request: Vec<u8>, phase_names: &'a [&'a str]) -> Processes<'a> {
+        Processes {
             pes,
-            args,
+            request,
             fds: Vec::new(),
             env: Vec::new(),
             phase_names,
@@ -93,15 +93,16 @@ impl<'a> Job<'a> {
         let start = Instant::now();
         let status = StatusView::create(self.pes, self.phase_names).map_err(setup("create the status page"))?;
         let page = status.fd().try_clone_to_owned().map_err(setup("create the status page"))?;
+        let request = memory_file("aristos-request", &self.request).map_err(setup("write the request"))?;
         let mut names = Vec::new();
-        let mut files = vec![page];
+        let mut files = vec![page, request];
         for (name, file) in self.fds {
             names.extend_from_slice(name.as_bytes());
             names.push(0);
             files.push(file);
         }
         if files.len() > MAX_FILES {
-            let source = io::Error::other(format!("{} files, at most {}", files.len() - 1, MAX_FILES - 1));
+            let source = io::Error::other(format!("{} files, at most {}", files.len() - 2, MAX_FILES - 2));
             return Err(LaunchError::Setup { what: "pass files to the PEs", source });
         }
         let files: Arc<[OwnedFd]> = files.into();
@@ -111,7 +112,7 @@ impl<'a> Job<'a> {
         let mut links = Vec::with_capacity(self.pes);
         let mut fleet = Fleet::new(rendezvous::gather(self.pes, &signals)?);
         for pe in 0..self.pes {
-            let socket = fleet.spawn(self.pes, &self.args, &self.env).map_err(|source| LaunchError::Spawn {
+            let socket = fleet.spawn(self.pes, &self.env).map_err(|source| LaunchError::Spawn {
                 pe,
                 n_pes: self.pes,
                 source,
@@ -140,6 +141,13 @@ impl<'a> Job<'a> {
         };
         supervisor.watch(&signals)
     }
+}
+
+/// A file in memory with this content.
+fn memory_file(name: &str, content: &[u8]) -> io::Result<OwnedFd> {
+    let file = fs::File::from(rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?);
+    file.write_all_at(content, 0)?;
+    Ok(file.into())
 }
 
 /// One PE, as the supervisor knows it.

@@ -2,10 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::place::Place;
+use super::VERSION;
+use super::environment::LaunchedProcess;
 
-/// Raised with every change to the frames between processes.
-const PROTOCOL: u32 = 1;
 /// Secret of a job's processes, where the user sets one.
 const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
 
@@ -14,11 +13,11 @@ const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Hello {
-    /// [`PROTOCOL`].
+    /// [`VERSION`].
     protocol: u32,
     /// The program's version.
     version: String,
-    /// See [`Place::job`].
+    /// See [`LaunchedProcess::job`].
     job: String,
     /// `ARISTOS_JOB_TOKEN`, empty where there is none.
     token: String,
@@ -30,14 +29,14 @@ pub(super) struct Hello {
 
 impl Hello {
     /// What this process says.
-    pub(super) fn of(place: &Place) -> Hello {
+    pub(super) fn of(process: &LaunchedProcess) -> Hello {
         Hello {
-            protocol: PROTOCOL,
+            protocol: VERSION,
             version: env!("CARGO_PKG_VERSION").to_string(),
-            job: place.job.clone(),
+            job: process.job.clone(),
             token: std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned(),
-            rank: place.rank,
-            size: place.size,
+            rank: process.rank,
+            size: process.size,
         }
     }
 
@@ -73,8 +72,8 @@ mod tests {
 
     #[test]
     fn only_a_process_of_the_job_is_admitted() {
-        let place = |rank| Place { launcher: "test", rank, size: 3, one_host: true, job: "j".to_string() };
-        let (zero, two) = (Hello::of(&place(0)), Hello::of(&place(2)));
+        let process = |rank| LaunchedProcess { launcher: "test", rank, size: 3, one_host: true, job: "j".to_string() };
+        let (zero, two) = (Hello::of(&process(0)), Hello::of(&process(2)));
         assert_eq!(zero.admit(&two.to_bytes()), Ok(2));
         let refused = |hello: Hello, part: &str| {
             let why = zero.admit(&hello.to_bytes()).unwrap_err();
@@ -82,7 +81,7 @@ mod tests {
         };
         refused(
             Hello { version: "0.0.9".into(), ..two.clone() },
-            "it is aristos 0.0.9 (protocol 1), rank 0 is aristos",
+            "it is aristos 0.0.9 (protocol 2), rank 0 is aristos",
         );
         refused(Hello { protocol: 0, ..two.clone() }, "(protocol 0)");
         refused(Hello { token: "x".into(), ..two.clone() }, "token");

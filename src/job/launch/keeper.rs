@@ -1,8 +1,6 @@
 //! A launched process other than rank 0: it keeps one PE for rank 0's supervisor.
 
-use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -11,36 +9,20 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use rustix::process::{Pid, PidfdFlags};
-use serde::{Deserialize, Serialize};
 
 use super::LaunchError;
-use super::fleet::start_pe;
+use super::address::connect;
+use super::child::Start;
+use super::environment::LaunchedProcess;
 use super::hello::Hello;
-use super::place::Place;
-use super::rendezvous::connect;
 use super::wire::{self, Frame, Inbox, Kind};
 
 /// How often rank 0 is looked for.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// The body of a `Start` frame, as JSON; the frame's file is the PE's end of its control socket.
-#[derive(Serialize, Deserialize)]
-pub(super) struct Start {
-    pub(super) pe: usize,
-    pub(super) n_pes: usize,
-    args: Vec<Vec<u8>>,
-    env: Vec<(String, String)>,
-}
-
-impl Start {
-    pub(super) fn new(pe: usize, n_pes: usize, args: &[OsString], env: &[(String, String)]) -> Start {
-        Start { pe, n_pes, args: args.iter().map(|arg| arg.as_bytes().to_vec()).collect(), env: env.to_vec() }
-    }
-}
-
 /// A process that keeps a PE.
 pub struct Keeper {
-    place: Place,
+    process: LaunchedProcess,
     limit: Duration,
 }
 
@@ -60,8 +42,8 @@ impl Drop for Running {
 }
 
 impl Keeper {
-    pub(super) fn new(place: Place, limit: Duration) -> Keeper {
-        Keeper { place, limit }
+    pub(super) fn new(process: LaunchedProcess, limit: Duration) -> Keeper {
+        Keeper { process, limit }
     }
 
     /// Keeps a PE as rank 0 says, until its command ends; returns its exit code. If rank 0 ends without one, or this process
@@ -73,7 +55,7 @@ impl Keeper {
         let Some(socket) = self.find()? else { return Ok(1) };
         // Rank 0 has ended: it has said why.
         let lost = |_: Errno| ();
-        let joined = wire::send(socket.as_fd(), Kind::Join, &Hello::of(&self.place).to_bytes(), &[]).map_err(lost);
+        let joined = wire::send(socket.as_fd(), Kind::Join, &Hello::of(&self.process).to_bytes(), &[]).map_err(lost);
         if joined.is_err() {
             return Ok(1);
         }
@@ -96,7 +78,7 @@ impl Keeper {
                     }
                     Kind::Verdict => return Ok(frame.body.first().copied().unwrap_or(1)),
                     Kind::Refused => {
-                        let (rank, why) = (self.place.rank, String::from_utf8_lossy(&frame.body).into_owned());
+                        let (rank, why) = (self.process.rank, String::from_utf8_lossy(&frame.body).into_owned());
                         return Err(LaunchError::World(format!("rank 0 refused rank {rank}: {why}")));
                     }
                     _ => return Ok(1),
@@ -123,25 +105,23 @@ impl Keeper {
     fn find(&self) -> Result<Option<OwnedFd>, LaunchError> {
         let until = Instant::now() + self.limit;
         loop {
-            if let Some(socket) = connect(&self.place)? {
+            if let Some(socket) = connect(&self.process)? {
                 return Ok(Some(socket));
             }
             if Instant::now() >= until {
-                let (Place { rank, launcher, .. }, seconds) = (&self.place, self.limit.as_secs_f64());
+                let (LaunchedProcess { rank, launcher, .. }, seconds) = (&self.process, self.limit.as_secs_f64());
                 let line = format!("rank {rank}: rank 0 has not come within {seconds} s, as {launcher} started it");
-                return if self.place.one_host { Err(LaunchError::World(line)) } else { Ok(None) };
+                return if self.process.one_host { Err(LaunchError::World(line)) } else { Ok(None) };
             }
             std::thread::sleep(RETRY);
         }
     }
 
-    /// Starts the PE; an error says that rank 0 has ended, or is out of its mind.
+    /// Starts the PE; an error says that rank 0 has ended, or broke the protocol.
     fn start(&self, frame: Frame, socket: &OwnedFd, running: &mut Option<Running>) -> Result<(), ()> {
         let start: Start = serde_json::from_slice(&frame.body).map_err(|_| ())?;
-        let (Some(stdin), None) = (frame.files.into_iter().next(), &running) else { return Err(()) };
-        let args: Vec<OsString> = start.args.into_iter().map(OsString::from_vec).collect();
-        let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
-        let started = start_pe(start.pe, start.n_pes, &args, &start.env, stdin).and_then(|mut child| {
+        let (Some(socket_of_pe), None) = (frame.files.into_iter().next(), &running) else { return Err(()) };
+        let started = start.spawn(socket_of_pe).and_then(|mut child| {
             match rustix::process::pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
                 Ok(pidfd) => Ok(Running { child, pidfd }),
                 Err(error) => {

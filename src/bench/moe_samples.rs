@@ -1,0 +1,111 @@
+//! What `aristos bench moe` measures, and how it travels to who reports it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::job::request::{Device, MoeBench};
+use crate::moe::metrics::{PassOutcome, Phase};
+use crate::moe::placement::block;
+use crate::moe::synthetic::Synthetic;
+use crate::moe::{Dtype, LayerSpec, Mode, WeightSource};
+
+/// What runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// The experts' GEMMs alone.
+    Gemms,
+    /// The layer in this mode.
+    Layer(Mode),
+}
+
+/// One measurement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measurement {
+    /// What runs.
+    pub what: What,
+    /// Whether its backward runs too.
+    pub backward: bool,
+}
+
+/// All measurements of an iteration on the CPU.
+pub const MEASUREMENTS: [Measurement; 6] = [
+    Measurement { what: What::Gemms, backward: false },
+    Measurement { what: What::Layer(Mode::Bulk), backward: false },
+    Measurement { what: What::Layer(Mode::Pipelined), backward: false },
+    Measurement { what: What::Gemms, backward: true },
+    Measurement { what: What::Layer(Mode::Bulk), backward: true },
+    Measurement { what: What::Layer(Mode::Pipelined), backward: true },
+];
+
+/// All measurements of an iteration on a device.
+pub const DEVICE_MEASUREMENTS: [Measurement; 4] = [
+    Measurement { what: What::Layer(Mode::Bulk), backward: false },
+    Measurement { what: What::Layer(Mode::Pipelined), backward: false },
+    Measurement { what: What::Layer(Mode::Bulk), backward: true },
+    Measurement { what: What::Layer(Mode::Pipelined), backward: true },
+];
+
+impl MoeBench {
+    /// The layer.
+    pub(super) fn spec(&self, source: &Synthetic, dtype: Dtype) -> LayerSpec {
+        LayerSpec::new(source.config().clone(), self.pes, block(self.tokens, self.pes, 0).len())
+            .dtype(dtype)
+            .options(self.options.clone())
+    }
+
+    /// What each iteration runs.
+    pub fn measurements(&self) -> &'static [Measurement] {
+        if self.device != Device::Cpu {
+            return &DEVICE_MEASUREMENTS;
+        }
+        &MEASUREMENTS
+    }
+}
+
+impl Measurement {
+    /// Its name in tables and files: what runs, and which passes.
+    pub fn name(self) -> (&'static str, &'static str) {
+        let what = match self.what {
+            What::Gemms => "gemms",
+            What::Layer(Mode::Bulk) => "bulk",
+            What::Layer(Mode::Pipelined) => "pipelined",
+        };
+        (what, if self.backward { "forward+backward" } else { "forward" })
+    }
+}
+
+/// What one PE measured with one element type; travels to the supervisor as JSON.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PeSamples {
+    /// The element type's name.
+    pub dtype: String,
+    /// The device's name; empty for the CPU.
+    pub device: String,
+    /// Rows of each of its experts, its own tokens' included.
+    pub expert_rows: Vec<u64>,
+    /// By iteration, one sample for each of [`MoeBench::measurements`].
+    pub iterations: Vec<Vec<Sample>>,
+}
+
+/// One measurement of one iteration on one PE.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Sample {
+    /// Of the passes, or of the GEMMs, seconds; on a device the device's own.
+    pub seconds: f64,
+    /// Of it, by phase (in the order of [`Phase::ALL`]), seconds; zeros for bare GEMMs.
+    pub phases_s: [f64; Phase::ALL.len()],
+    /// The CPU that it ended on.
+    pub cpu: usize,
+}
+
+/// The names of the job's phases, for the supervisor.
+pub fn phase_names() -> Vec<&'static str> {
+    Phase::ALL.iter().map(|phase| phase.name()).collect()
+}
+
+impl Sample {
+    /// Adds a pass.
+    pub(super) fn add(&mut self, outcome: &PassOutcome) {
+        self.seconds += outcome.seconds;
+        self.phases_s.iter_mut().zip(outcome.phases_s).for_each(|(sum, s)| *sum += s);
+    }
+}

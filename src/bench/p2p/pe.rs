@@ -1,0 +1,25 @@
+//! A PE's part: the measurement on the host or on the device, by what the request asks for.
+
+use anyhow::Result;
+#[cfg(not(feature = "cuda"))]
+use anyhow::bail;
+
+use super::P2pBench;
+use super::host::OnHost;
+use crate::job::host::MemoryHost;
+
+/// Measures, and sends a [`PeRows`](super::report::PeRows).
+///
+/// # Errors
+/// A PE that does not answer in time, bytes that arrived damaged, what is missing for NVSHMEM, or the host's.
+pub fn run(bench: &P2pBench, host: &mut impl MemoryHost) -> Result<()> {
+    if bench.on_device {
+        #[cfg(feature = "cuda")]
+        return crate::job::device::with_cuda(host, bench.wait_limit, |gpu, host| {
+            super::device::run_pe(bench, gpu, host)
+        });
+        #[cfg(not(feature = "cuda"))]
+        bail!("this build has no CUDA");
+    }
+    host.work(OnHost { bench })
+}

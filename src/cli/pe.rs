@@ -1,0 +1,57 @@
+//! `aristos pe`: a PE that a supervisor started. What it is to do comes to it as a request; its command line says no more.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use crate::bench::{moe, p2p, straggler};
+use crate::cluster::ProbeError;
+use crate::job::host::MemoryHost;
+use crate::job::launch::{PeContext, one_line};
+use crate::job::request::Request;
+use crate::job::{JobError, PeFailure};
+use crate::moe::MoeError;
+use crate::run::{self, PreparedRun};
+
+/// A PE's life; its errors reach the user through the supervisor.
+///
+/// # Errors
+/// This process is no PE of a supervisor's.
+pub fn main() -> Result<ExitCode> {
+    let mut context = PeContext::take()?;
+    let request = Request::from_bytes(context.request());
+    if let Err(error) = request.map_err(Into::into).and_then(|request| carry_out(request, &mut context)) {
+        let failure = failure(&error);
+        match failure.awaited {
+            Some(peer) => context.fail_on(&one_line(&failure.line), peer),
+            None => context.fail(&one_line(&failure.line)),
+        }
+    }
+    Ok(match context.done() {
+        Ok(()) => ExitCode::SUCCESS,
+        // The supervisor is gone: nobody is left to be told.
+        Err(_) => ExitCode::FAILURE,
+    })
+}
+
+/// Does this PE's part, whoever started it.
+///
+/// # Errors
+/// One line.
+pub fn carry_out(request: Request, host: &mut impl MemoryHost) -> Result<()> {
+    match request {
+        Request::Run(request) => run::pe::run(&PreparedRun::open(*request)?, host),
+        Request::BenchMoe(bench) => moe::run(&bench, host),
+        Request::BenchP2p(bench) => p2p::pe::run(&bench, host),
+        Request::BenchStraggler(bench) => straggler::pe::run(&bench, host),
+        Request::Probe(request) => run::probe::run(&request, host),
+    }
+}
+
+/// What a PE says of its error.
+pub fn failure(error: &anyhow::Error) -> PeFailure {
+    let awaited = error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe);
+    let awaited = awaited.or_else(|| error.downcast_ref::<ProbeError>().and_then(ProbeError::awaited_pe));
+    let awaited = awaited.or_else(|| error.downcast_ref::<JobError>().and_then(JobError::awaited_pe));
+    PeFailure { line: format!("{error:#}"), awaited }
+}

@@ -1,0 +1,63 @@
+//! How far the PEs are: a bar on a terminal, nothing elsewhere.
+
+use std::io::IsTerminal;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::job::launch::StatusView;
+
+/// The bar.
+pub struct Progress {
+    bar: ProgressBar,
+    followed: Followed,
+}
+
+/// Whose progress it is.
+#[derive(Clone, Copy, PartialEq)]
+enum Followed {
+    SlowestPe,
+    FirstPe,
+}
+
+impl Progress {
+    /// No bar.
+    pub fn none() -> Progress {
+        Progress { bar: ProgressBar::hidden(), followed: Followed::FirstPe }
+    }
+
+    /// Steps of the PE that is behind all others.
+    pub fn of_slowest_pe(unit: &str) -> Progress {
+        Progress::new(&format!("{{bar:30}} {unit} {{pos}}/{{len}}, {{elapsed}}, {{msg}}"), Followed::SlowestPe)
+    }
+
+    /// What PE 0 does, where all do the same.
+    pub fn of_first_pe() -> Progress {
+        Progress::new("{bar:30} {pos}/{len}, {elapsed}, {msg}", Followed::FirstPe)
+    }
+
+    fn new(template: &str, followed: Followed) -> Progress {
+        let target =
+            if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        Progress { bar: ProgressBar::with_draw_target(None, target).with_style(style), followed }
+    }
+
+    /// Shows what the PEs are doing now.
+    pub fn show(&self, status: &StatusView<'_>) {
+        let slowest = || (0..status.n_pes()).map(|pe| status.pe(pe)).min_by_key(|status| status.done);
+        let (followed, name) = match self.followed {
+            Followed::SlowestPe => (slowest(), "slowest PE: "),
+            Followed::FirstPe => (Some(status.pe(0)), ""),
+        };
+        if let Some(status) = followed {
+            self.bar.set_length(status.total);
+            self.bar.set_position(status.done);
+            self.bar.set_message(format!("{name}{}", status.phase));
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn clear(self) {
+        self.bar.finish_and_clear();
+    }
+}

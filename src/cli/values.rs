@@ -1,0 +1,206 @@
+//! Values that flags of several commands take.
+
+use anyhow::{Result, bail, ensure};
+use clap::ValueEnum;
+
+use crate::job::launch::{LaunchError, MAX_PES};
+use crate::job::request::Device;
+use crate::moe::{Activation, Dtype, Mode};
+
+/// What a build without the feature says to `--transport mpi`.
+pub const NO_MPI: &str = "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features \
+    mpi` (needs an MPI with its compiler wrapper, and libclang)";
+
+/// The largest size that can be asked for.
+const SIZE_MAX: usize = 1 << 30;
+
+/// Checks a number of PEs.
+pub fn check_pes(pes: usize) -> Result<usize> {
+    ensure!((1..=MAX_PES).contains(&pes), LaunchError::Pes { pes });
+    Ok(pes)
+}
+
+/// Checks `--memory-mb`.
+pub fn check_memory_mb(memory_mb: &[f64], pes: usize) -> Result<()> {
+    let numbers = memory_mb.len();
+    ensure!(
+        numbers <= 1 || numbers == pes,
+        "--memory-mb has {numbers} numbers, expected one, or {pes}, one for each PE"
+    );
+    for mb in memory_mb {
+        ensure!((0.0..=1e15).contains(mb), "--memory-mb is {mb}, expected a number of MB from 0 to 1e15");
+    }
+    Ok(())
+}
+
+/// A number of bytes from the command line: 16, 4KiB, 1MiB; KB and MB are powers of ten.
+pub fn size(flag: &str, text: &str) -> Result<usize> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit: Option<usize> = match unit.trim() {
+        "" | "B" => Some(1),
+        "KB" | "kB" => Some(1000),
+        "MB" => Some(1_000_000),
+        "KiB" => Some(1 << 10),
+        "MiB" => Some(1 << 20),
+        "GiB" => Some(1 << 30),
+        _ => None,
+    };
+    let bytes = number.parse::<usize>().ok().zip(unit).and_then(|(number, unit)| number.checked_mul(unit));
+    match bytes {
+        Some(bytes) if (1..=SIZE_MAX).contains(&bytes) => Ok(bytes),
+        _ => bail!("--{flag} is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"),
+    }
+}
+
+/// `--transport`.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// Shared memory: PEs of this host, which this command starts
+    Shm,
+    /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
+    Mpi,
+}
+
+/// `--dtype`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum DtypeArg {
+    /// 32-bit floats
+    F32,
+    /// bfloat16
+    Bf16,
+    /// IEEE half precision, on a device only
+    F16,
+}
+
+impl From<DtypeArg> for Dtype {
+    fn from(dtype: DtypeArg) -> Self {
+        match dtype {
+            DtypeArg::F32 => Dtype::F32,
+            DtypeArg::Bf16 => Dtype::Bf16,
+            DtypeArg::F16 => Dtype::F16,
+        }
+    }
+}
+
+/// `--device`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum DeviceArg {
+    /// The CPU
+    Cpu,
+    /// A CUDA device for each PE
+    Cuda,
+    /// The CUDA kernels on the CPU, for tests (feature `emulate`)
+    #[cfg(feature = "emulate")]
+    Emulated,
+}
+
+impl DeviceArg {
+    /// The device and its element type, or what is wrong with them.
+    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
+        let device = match self {
+            DeviceArg::Cpu => Device::Cpu,
+            DeviceArg::Cuda => Device::Cuda,
+            #[cfg(feature = "emulate")]
+            DeviceArg::Emulated => Device::Emulated,
+        };
+        ensure!(
+            device != Device::Cuda || cfg!(feature = "cuda"),
+            "--device cuda: this build has no CUDA; build it with `cargo build --release --features cuda`"
+        );
+        let default = if device == Device::Cpu { Dtype::F32 } else { Dtype::Bf16 };
+        let dtype = dtype.map_or(default, Dtype::from);
+        ensure!(device == Device::Cpu || dtype != Dtype::F32, "--dtype f32 on a device, expected bf16 or f16");
+        ensure!(device != Device::Cpu || dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
+        Ok((device, dtype))
+    }
+}
+
+/// `--gemm`.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, ValueEnum)]
+pub enum GemmArg {
+    /// mma and cp.async: every device from compute capability 8.0 on
+    Ampere,
+    /// wgmma and the tensor memory accelerator: compute capability 9.0
+    Hopper,
+}
+
+#[cfg(feature = "device")]
+impl From<GemmArg> for crate::moe::device::GemmPath {
+    fn from(gemm: GemmArg) -> Self {
+        match gemm {
+            GemmArg::Ampere => crate::moe::device::GemmPath::Ampere,
+            GemmArg::Hopper => crate::moe::device::GemmPath::Hopper,
+        }
+    }
+}
+
+/// `--mode`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum ModeArg {
+    /// Rows, expert tiles and results flow as they come
+    Pipelined,
+    /// Bulk-synchronous all-to-all, the baseline
+    Bulk,
+}
+
+impl From<ModeArg> for Mode {
+    fn from(mode: ModeArg) -> Self {
+        match mode {
+            ModeArg::Pipelined => Mode::Pipelined,
+            ModeArg::Bulk => Mode::Bulk,
+        }
+    }
+}
+
+/// `--activation`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum ActivationArg {
+    /// x sigmoid(x)
+    Silu,
+    /// Exact, through erf
+    Gelu,
+    /// Through tanh
+    GeluTanh,
+    /// max(x, 0)
+    Relu,
+}
+
+impl From<ActivationArg> for Activation {
+    fn from(activation: ActivationArg) -> Self {
+        match activation {
+            ActivationArg::Silu => Activation::Silu,
+            ActivationArg::Gelu => Activation::Gelu,
+            ActivationArg::GeluTanh => Activation::GeluTanh,
+            ActivationArg::Relu => Activation::Relu,
+        }
+    }
+}
+
+/// `--mlp`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum MlpArg {
+    /// down(act(gate(x)) * up(x))
+    Gated,
+    /// down(act(up(x)))
+    Plain,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_and_others_are_refused() {
+        for (text, bytes) in
+            [("16", 16), ("16B", 16), ("4KiB", 4096), ("4 KiB", 4096), ("1MiB", 1 << 20), ("64KB", 64000)]
+        {
+            assert_eq!(size("min", text).unwrap(), bytes, "{text}");
+        }
+        for text in ["", "x", "-1", "1.5KiB", "0", "4Kib", "2GiB", "99999999999999999999", "18446744073709551615KiB"] {
+            let error = size("min", text).unwrap_err().to_string();
+            assert_eq!(error, format!("--min is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"));
+        }
+    }
+}

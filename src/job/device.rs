@@ -1,0 +1,94 @@
+//! The device of a PE, opened with as much symmetric memory as its layers need.
+
+#[cfg(feature = "cuda")]
+use std::time::Duration;
+
+use super::JobError;
+use super::host::{Host, MemoryHost};
+use super::request::Device;
+use crate::gpu::Gpu;
+#[cfg(feature = "cuda")]
+use crate::gpu::cuda::CudaGpu;
+#[cfg(feature = "emulate")]
+use crate::gpu::emulated::{Emulated, EmulatedDevice, attach};
+use crate::moe::device::DeviceOptions;
+#[cfg(feature = "emulate")]
+use crate::moe::device::{GemmPath, symmetric_bytes};
+use crate::moe::{Dtype, LayerConfig, MoeError, Options, Placement};
+use crate::shmem::{ShmTransport, Shmem};
+
+/// What the symmetric memory of a layer depends on. CUDA's grows with what is asked for; only the emulated device's must be
+/// known before.
+#[cfg_attr(not(feature = "emulate"), allow(dead_code))]
+pub struct LayerSize<'a> {
+    /// The layer.
+    pub config: &'a LayerConfig,
+    /// Where its experts are.
+    pub placement: &'a Placement,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// The most tokens of any PE.
+    pub max_tokens: usize,
+    /// Whether it has a backward pass.
+    pub training: bool,
+    /// How it runs.
+    pub options: &'a Options,
+    /// How it runs on a device.
+    pub on_device: &'a DeviceOptions,
+}
+
+/// Opens this PE's device, with as much symmetric memory as `layers` such layers need where that must be known at first, and
+/// works with it. Collective.
+///
+/// # Errors
+/// No such device, what it lacks, or the work's.
+#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
+pub fn with_device<R, E: From<JobError>>(
+    device: Device,
+    size: &LayerSize<'_>,
+    layers: usize,
+    host: &mut impl MemoryHost,
+    work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
+) -> Result<R, E> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda => with_cuda(host, size.options.wait_limit, |gpu, host| work(gpu, host)),
+        #[cfg(feature = "emulate")]
+        Device::Emulated => {
+            let gpu = emulated(size, layers, host)?;
+            work(&gpu, host)
+        }
+        other => Err(JobError::NoDevice { device: other }.into()),
+    }
+}
+
+/// Works with the CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing. Collective.
+///
+/// # Errors
+/// What the device or NVSHMEM lacks, or the work's.
+#[cfg(feature = "cuda")]
+pub fn with_cuda<R, E: From<JobError>>(
+    host: &mut impl MemoryHost,
+    wait_limit: Duration,
+    work: impl FnOnce(&CudaGpu, &dyn Host) -> Result<R, E>,
+) -> Result<R, E> {
+    let failed = |error| E::from(JobError::Layer(MoeError::Device(error)));
+    let shmem = host.shared_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))?;
+    let gpu = CudaGpu::attach(shmem, wait_limit).map_err(failed)?;
+    if gpu.n_pes() > 1 {
+        gpu.try_put().map_err(failed)?;
+    }
+    let result = work(&gpu, host)?;
+    gpu.finish().map_err(failed)?;
+    Ok(result)
+}
+
+#[cfg(feature = "emulate")]
+fn emulated(size: &LayerSize<'_>, layers: usize, host: &mut impl MemoryHost) -> Result<Emulated, JobError> {
+    let device = EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
+    let &LayerSize { config, placement, dtype, max_tokens, training, options, on_device } = size;
+    let limits = device.limits();
+    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;
+    let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), layers * bytes as usize);
+    Ok(attach(host.shared_memory(heap)?, &device).map_err(MoeError::Device)?)
+}

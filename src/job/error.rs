@@ -1,0 +1,97 @@
+//! Why a job failed, or a PE's part in it.
+
+use std::io;
+
+use super::launch::LaunchError;
+use super::request::{Device, RequestError};
+use crate::moe::MoeError;
+use crate::shmem::ShmemError;
+#[cfg(feature = "mpi")]
+use crate::shmem::mpi::MpiError;
+
+/// Why a job failed. Each displays as one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// Its processes.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// The request.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    /// A PE sent something else than the job's messages are.
+    #[error("PE {pe} sent what cannot be read: {source}")]
+    Message {
+        /// The PE.
+        pe: usize,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// A PE has something to write into a file that the job does not have.
+    #[error("there is no file for {what}")]
+    NoFile {
+        /// What it has to write.
+        what: String,
+    },
+    /// The system refused what a PE wrote.
+    #[error("cannot write {what}: {source}")]
+    Write {
+        /// What it wrote.
+        what: String,
+        /// The refusal.
+        source: io::Error,
+    },
+    /// Symmetric memory.
+    #[error(transparent)]
+    Shmem(#[from] ShmemError),
+    /// The layer, or the device under it.
+    #[error(transparent)]
+    Layer(#[from] MoeError),
+    /// What a layer should run on is not in this build.
+    #[error("this build cannot run a layer on a device of kind {device:?}")]
+    NoDevice {
+        /// The device.
+        device: Device,
+    },
+    /// MPI.
+    #[cfg(feature = "mpi")]
+    #[error(transparent)]
+    Mpi(#[from] MpiError),
+    /// The PEs are not those of the job, or one does not do its part.
+    #[error("{0}")]
+    Peers(String),
+}
+
+impl JobError {
+    /// The PE that was waited for in vain, where the error is that.
+    pub fn awaited_pe(&self) -> Option<usize> {
+        match self {
+            JobError::Layer(error) => error.awaited_pe(),
+            _ => None,
+        }
+    }
+
+    /// The exit code that says this.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            JobError::Launch(error) => error.exit_code(),
+            _ => 1,
+        }
+    }
+}
+
+/// How a PE's part failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeFailure {
+    /// One line.
+    pub line: String,
+    /// The PE that it waited for in vain, where it is that. Where several PEs report one, the one that all wait for in the end is
+    /// looked for.
+    pub awaited: Option<usize>,
+}
+
+impl From<JobError> for PeFailure {
+    fn from(error: JobError) -> Self {
+        PeFailure { line: error.to_string(), awaited: error.awaited_pe() }
+    }
+}

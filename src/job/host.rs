@@ -1,0 +1,162 @@
+//! What a PE of any job sees, whoever started it: a supervisor on this host, a launcher, or `mpirun`.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::time::Instant;
+
+use super::JobError;
+use super::launch::{PeContext, StatusPage};
+use crate::shmem::{ShmTransport, Shmem, Transport};
+
+/// Where a PE is, and whom it reports to.
+pub trait Host {
+    /// This PE's number.
+    fn my_pe(&self) -> usize;
+
+    /// Number of PEs.
+    fn n_pes(&self) -> usize;
+
+    /// How many of them run on this host.
+    fn pes_on_host(&self) -> usize;
+
+    /// The name of what carries rows and signals between them.
+    fn transport(&self) -> &'static str;
+
+    /// Where it says what it is doing.
+    fn status(&self) -> &StatusPage;
+
+    /// Whether the job has a file of this name.
+    fn has_file(&self, name: &str) -> bool;
+
+    /// Writes into that file, from a byte on; `what` it is, errors say.
+    ///
+    /// # Errors
+    /// No such file, or what the system refused.
+    fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError>;
+
+    /// Sends a message, which is JSON, to who reports the job.
+    ///
+    /// # Errors
+    /// When who reports has ended.
+    fn send(&self, body: &[u8]) -> Result<(), JobError>;
+
+    /// Matched messages, where the PEs have them beside one-sided operations.
+    fn two_sided(&self) -> Option<&dyn TwoSided> {
+        None
+    }
+
+    /// An all-to-all that is one call, where the PEs have one.
+    ///
+    /// # Errors
+    /// What it needs could not be made.
+    fn all_to_all(&self) -> Result<Option<Box<dyn AllToAll + '_>>, JobError> {
+        Ok(None)
+    }
+}
+
+/// A host that can give its PE symmetric memory.
+pub trait MemoryHost: Host {
+    /// Does a part over symmetric memory that all PEs make together. Collective.
+    ///
+    /// # Errors
+    /// The memory's, or the part's.
+    fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error>;
+
+    /// Shared memory of so many bytes a PE, for a part that needs it as its own. Collective.
+    ///
+    /// # Errors
+    /// When memory or files run out, a PE goes, or the PEs share no memory.
+    fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError>;
+}
+
+/// A PE's part of a job, over any transport.
+pub trait PePart {
+    /// Why it fails.
+    type Error: From<JobError>;
+
+    /// The symmetric heap that it needs, bytes: the same on every PE.
+    ///
+    /// # Errors
+    /// When there can be none so large.
+    fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
+
+    /// Does it.
+    ///
+    /// # Errors
+    /// Its own.
+    fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<(), Self::Error>;
+}
+
+/// Matched messages between two PEs.
+pub trait TwoSided {
+    /// Sends to `pe`; the bytes may be changed when it returns.
+    ///
+    /// # Errors
+    /// The transport's.
+    fn send(&self, bytes: &[u8], pe: usize) -> Result<(), JobError>;
+
+    /// Receives from `pe` as many bytes as there is room for.
+    ///
+    /// # Errors
+    /// The transport's; `deadline` passed.
+    fn receive(&self, bytes: &mut [u8], pe: usize, deadline: Instant) -> Result<(), JobError>;
+}
+
+/// An all-to-all that is one call.
+pub trait AllToAll {
+    /// Sends to each PE the `bytes` bytes of `out` that begin at its number times `bytes`, and takes theirs to the like place of
+    /// `into`. Collective.
+    ///
+    /// # Errors
+    /// The transport's.
+    fn exchange(&self, out: &[u8], into: &mut [u8], bytes: usize) -> Result<(), JobError>;
+}
+
+/// A supervisor, on the same host, has passed the files.
+impl Host for PeContext {
+    fn my_pe(&self) -> usize {
+        self.my_pe()
+    }
+
+    fn n_pes(&self) -> usize {
+        self.n_pes()
+    }
+
+    fn pes_on_host(&self) -> usize {
+        self.n_pes()
+    }
+
+    fn transport(&self) -> &'static str {
+        "shm"
+    }
+
+    fn status(&self) -> &StatusPage {
+        self.status()
+    }
+
+    fn has_file(&self, name: &str) -> bool {
+        self.file(name).is_some()
+    }
+
+    fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError> {
+        let file = self.file(name).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
+        let written = file.try_clone_to_owned().and_then(|file| File::from(file).write_all_at(bytes, at));
+        written.map_err(|source| JobError::Write { what: what.to_string(), source })
+    }
+
+    fn send(&self, body: &[u8]) -> Result<(), JobError> {
+        Ok(self.send(body)?)
+    }
+}
+
+impl MemoryHost for PeContext {
+    fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
+        let shmem = self.shared_memory(part.heap_bytes::<ShmTransport>()?)?;
+        part.run(&shmem, self)
+    }
+
+    fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError> {
+        let segments = self.exchange_segments(heap_bytes)?;
+        Ok(Shmem::new(ShmTransport::new(self.my_pe(), segments)?))
+    }
+}

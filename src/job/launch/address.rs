@@ -1,0 +1,39 @@
+//! Where the processes that a launcher started meet: a Unix socket with an abstract name.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::LaunchError;
+use super::environment::LaunchedProcess;
+
+/// The name of the meeting place, without its leading zero byte. Names that are equal in what fits are no danger: a hello
+/// has the whole.
+pub(super) fn name(process: &LaunchedProcess) -> Vec<u8> {
+    const MAX_BYTES: usize = 100;
+    let mut name = format!("aristos-{}-{}", rustix::process::geteuid().as_raw(), process.job).into_bytes();
+    name.truncate(MAX_BYTES);
+    name
+}
+
+/// Connects to the meeting place; `None` while nobody is there.
+pub(super) fn connect(process: &LaunchedProcess) -> Result<Option<OwnedFd>, LaunchError> {
+    let failed = |source: Errno| LaunchError::Setup { what: "connect to rank 0", source: io::Error::from(source) };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
+    match rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(&name(process)).map_err(failed)?) {
+        Ok(()) => {}
+        Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) => return Ok(None),
+        Err(error) => return Err(failed(error)),
+    }
+    let owner = socket_peercred(&socket).map_err(failed)?.uid;
+    if owner != rustix::process::geteuid() {
+        let (owner, rank) = (owner.as_raw(), process.rank);
+        return Err(LaunchError::World(format!("rank {rank}: user {owner} sits at the job's meeting place")));
+    }
+    rustix::io::ioctl_fionbio(&socket, false).map_err(failed)?;
+    Ok(Some(socket))
+}

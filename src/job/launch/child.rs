@@ -1,0 +1,39 @@
+//! One PE's process, as the child of the process that keeps it.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use serde::{Deserialize, Serialize};
+
+use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, PE_COMMAND};
+
+/// Which PE to start, and with what; also the body of a `Start` frame, as JSON, whose file is the PE's end of its control socket.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Start {
+    pub(super) pe: usize,
+    pub(super) n_pes: usize,
+    /// Variables of its environment, over those of this process.
+    pub(super) env: Vec<(String, String)>,
+}
+
+impl Start {
+    /// Starts the PE as a child of this process, which it dies with. It is this program again with [`PE_COMMAND`] for its only
+    /// argument: what it is to do comes over `socket`.
+    pub(super) fn spawn(&self, socket: OwnedFd) -> io::Result<Child> {
+        let mut command = Command::new("/proc/self/exe");
+        if let Some(name) = std::env::args_os().next() {
+            command.arg0(name);
+        }
+        command
+            .arg(PE_COMMAND)
+            .envs(self.env.iter().map(|(name, value)| (name, value)))
+            .env(ENV_PE, self.pe.to_string())
+            .env(ENV_N_PES, self.n_pes.to_string())
+            .env(ENV_SUPERVISOR, std::process::id().to_string())
+            .stdin(Stdio::from(socket))
+            .process_group(0)
+            .spawn()
+    }
+}

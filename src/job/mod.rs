@@ -1,0 +1,22 @@
+//! A job: a request, the PEs that carry it out, and what they send.
+//!
+//! - [`request`]: what the PEs are asked to do, and how it travels to them;
+//! - [`launch`]: the processes of the PEs, and the launchers that start them;
+//! - `mpi`: PEs that `mpirun` started;
+//! - [`host`]: what a PE sees, whoever started it;
+//! - [`messages`]: what the PEs send, collected;
+//! - `device`: the device of a PE.
+//!
+//! Nothing here knows a flag, or what a request means: `cli` makes it, `run` and `bench` carry it out.
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub mod device;
+mod error;
+pub mod host;
+pub mod launch;
+pub mod messages;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod request;
+
+pub use error::{JobError, PeFailure};

@@ -1,0 +1,223 @@
+//! What the PEs of a job are asked to do, and how it travels to them.
+//!
+//! A command makes a [`Request`] of its flags, once. The supervisor passes it as JSON to every PE, which so never sees a flag; over
+//! MPI, where there is no supervisor, every process makes the same one of the same command line.
+
+mod bench;
+mod probe;
+mod run;
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
+pub use probe::{ProbeRequest, ProbedExpert};
+pub use run::{Device, PlanSource, RunRequest, Work};
+
+use super::launch::VERSION;
+
+/// What the PEs of a job do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Request {
+    /// Steps of a layer.
+    Run(Box<RunRequest>),
+    /// The layer against the bare GEMMs of its experts.
+    BenchMoe(Box<MoeBench>),
+    /// One-sided operations between two PEs.
+    BenchP2p(P2pBench),
+    /// All-to-all steps, and whom they wait for.
+    BenchStraggler(StragglerBench),
+    /// Links, speeds and memories.
+    Probe(ProbeRequest),
+}
+
+/// What says which request this is, and then the request.
+#[derive(Serialize)]
+struct Envelope<'r> {
+    version: u32,
+    program: &'r str,
+    request: &'r Request,
+}
+
+/// As much of it as every version can read.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Head {
+    version: u32,
+    program: String,
+}
+
+#[derive(Deserialize)]
+struct Body {
+    request: Request,
+}
+
+/// Why what came is no request for this program.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RequestError {
+    /// It is of another version.
+    #[error(
+        "the request is of aristos {program} (protocol {version}), this PE is aristos {} (protocol {VERSION}): all must be the same",
+        env!("CARGO_PKG_VERSION")
+    )]
+    Version {
+        /// The program's version.
+        program: String,
+        /// What [`VERSION`] is there.
+        version: u32,
+    },
+    /// It is not one.
+    #[error("the request cannot be read: {0}")]
+    Unreadable(#[from] serde_json::Error),
+}
+
+impl Request {
+    /// As it travels.
+    ///
+    /// # Errors
+    /// What JSON cannot say.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, RequestError> {
+        let envelope = Envelope { version: VERSION, program: env!("CARGO_PKG_VERSION"), request: self };
+        Ok(serde_json::to_vec(&envelope)?)
+    }
+
+    /// Reads what [`Request::to_bytes`] has made.
+    ///
+    /// # Errors
+    /// One line: another version's request, or none at all.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Request, RequestError> {
+        let Head { version, program } = serde_json::from_slice(bytes)?;
+        if (version, &*program) != (VERSION, env!("CARGO_PKG_VERSION")) {
+            return Err(RequestError::Version { program, version });
+        }
+        Ok(serde_json::from_slice::<Body>(bytes)?.request)
+    }
+}
+
+/// A field of a request that cannot be: one line. Fields are named in backticks, here and in `expected`, so that the command can name
+/// its flags instead.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FieldError {
+    /// The field.
+    pub field: &'static str,
+    /// Its value, and what it is of where the field has several parts: "is 0", "slow-pe: PE 4".
+    pub value: String,
+    /// What would be right.
+    pub expected: String,
+}
+
+impl FieldError {
+    /// The error of a field that has one value.
+    pub fn new(field: &'static str, value: impl fmt::Display, expected: impl Into<String>) -> FieldError {
+        FieldError { field, value: format!("is {value}"), expected: expected.into() }
+    }
+}
+
+impl fmt::Display for FieldError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` {}, expected {}", self.field, self.value, self.expected)
+    }
+}
+
+impl std::error::Error for FieldError {}
+
+/// Paths as bytes: they need not be UTF-8.
+mod path_bytes {
+    use std::ffi::OsString;
+    use std::path::PathBuf;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(path: &PathBuf, serializer: S) -> Result<S::Ok, S::Error> {
+        path.as_os_str().serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
+        OsString::deserialize(deserializer).map(PathBuf::from)
+    }
+}
+
+/// As [`path_bytes`], of a path that may be missing.
+mod optional_path_bytes {
+    use std::ffi::OsString;
+    use std::path::PathBuf;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
+        path.as_ref().map(|path| path.as_os_str()).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {
+        Ok(Option::<OsString>::deserialize(deserializer)?.map(PathBuf::from))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::moe::{Dtype, Options};
+
+    fn request() -> RunRequest {
+        RunRequest {
+            work: Work::Checkpoint {
+                model: PathBuf::from(OsStr::from_bytes(b"no\xffutf-8")),
+                layer: 3,
+                input: PathBuf::from("in"),
+            },
+            pes: 4,
+            plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15] }),
+            device: Device::Cpu,
+            #[cfg(feature = "device")]
+            gemm: None,
+            #[cfg(feature = "device")]
+            graph: false,
+            dtype: Dtype::Bf16,
+            steps: 7,
+            options: Options { budget_factor: 0.1 + 0.2, wait_limit: Duration::from_nanos(123), ..Options::default() },
+            losses: (0.1, f32::MIN_POSITIVE),
+            capacity_factor: Some(1.0 / 3.0),
+            output: Some(PathBuf::from(OsStr::from_bytes(b"\xfe"))),
+            check: true,
+            trace: None,
+            json: false,
+        }
+    }
+
+    #[test]
+    fn a_request_comes_as_it_was_sent() {
+        let sent = Request::Run(Box::new(request()));
+        let came = Request::from_bytes(&sent.to_bytes().unwrap()).unwrap();
+        assert_eq!(format!("{came:?}"), format!("{sent:?}"));
+    }
+
+    #[test]
+    fn another_versions_request_is_one_line() {
+        let said = |text: &str| Request::from_bytes(text.as_bytes()).unwrap_err().to_string();
+        let ours = env!("CARGO_PKG_VERSION");
+        assert_eq!(
+            said(r#"{"version":99,"program":"9.9.9","request":{"fly":1},"more":[]}"#),
+            format!(
+                "the request is of aristos 9.9.9 (protocol 99), this PE is aristos {ours} (protocol {VERSION}): all must be the same"
+            )
+        );
+        assert!(said(&format!(r#"{{"version":{},"program":"{ours}"}}"#, VERSION - 1)).contains("all must be the same"));
+        let unknown = format!(r#"{{"version":{VERSION},"program":"{ours}","request":{{"fly":1}}}}"#);
+        assert!(said(&unknown).starts_with("the request cannot be read: unknown variant `fly`"), "{}", said(&unknown));
+        assert!(said("run --steps 3").starts_with("the request cannot be read: "));
+    }
+
+    #[test]
+    fn a_wrong_field_is_named_with_its_value() {
+        let error = FieldError::new("steps", 0, "at least 1");
+        assert_eq!(error.to_string(), "`steps` is 0, expected at least 1");
+    }
+}

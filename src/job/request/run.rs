@@ -1,0 +1,104 @@
+//! Steps of a layer.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::{optional_path_bytes, path_bytes};
+#[cfg(feature = "device")]
+use crate::moe::device::GemmPath;
+use crate::moe::synthetic::SyntheticSpec;
+use crate::moe::{Dtype, Options};
+use crate::plan::Plan;
+
+/// Which layer, on which tokens.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Work {
+    /// A layer of a Hugging Face checkpoint.
+    Checkpoint {
+        /// Its directory.
+        #[serde(with = "path_bytes")]
+        model: PathBuf,
+        /// The layer's number.
+        layer: usize,
+        /// The file of the tokens.
+        #[serde(with = "path_bytes")]
+        input: PathBuf,
+    },
+    /// A layer made from a seed.
+    Synthetic {
+        /// The layer and its routing.
+        spec: SyntheticSpec,
+        /// Number of tokens.
+        tokens: usize,
+        /// Whether there is a backward pass.
+        backward: bool,
+    },
+}
+
+/// What the layer runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Device {
+    /// The CPU.
+    Cpu,
+    /// A CUDA device for each PE.
+    Cuda,
+    /// The kernels for CUDA devices, on the CPU.
+    Emulated,
+}
+
+/// Where the plan of EP groups and placement comes from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PlanSource {
+    /// The PEs are probed, and a plan is made for them.
+    Auto {
+        /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; what the machine has where empty.
+        memory_mb: Vec<f64>,
+    },
+    /// What `aristos plan` wrote.
+    File(#[serde(with = "path_bytes")] PathBuf),
+    /// The plan itself, as the supervisor has made or read it.
+    Made(Box<Plan>),
+}
+
+/// A run of a layer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RunRequest {
+    /// The layer and the tokens.
+    pub work: Work,
+    /// Number of PEs.
+    pub pes: usize,
+    /// Where the EP groups and the placement come from; one group with even shares where `None`.
+    pub plan: Option<PlanSource>,
+    /// What it runs on.
+    pub device: Device,
+    /// Which matrix products a device runs; by the device where `None`.
+    #[cfg(feature = "device")]
+    pub gemm: Option<GemmPath>,
+    /// Whether a device's passes are recorded once and repeated.
+    #[cfg(feature = "device")]
+    pub graph: bool,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Measured steps.
+    pub steps: usize,
+    /// How the layer runs.
+    pub options: Options,
+    /// Coefficients of the load-balancing and the z-loss, over what the layer says.
+    pub losses: (f32, f32),
+    /// See [`LayerConfig::capacity_factor`](crate::moe::LayerConfig::capacity_factor).
+    pub capacity_factor: Option<f64>,
+    /// Where the results go.
+    #[serde(with = "optional_path_bytes")]
+    pub output: Option<PathBuf>,
+    /// Whether the results are checked against the float64 reference.
+    pub check: bool,
+    /// Where the timeline goes.
+    #[serde(with = "optional_path_bytes")]
+    pub trace: Option<PathBuf>,
+    /// Whether the report is printed as JSON.
+    pub json: bool,
+}
