@@ -162,11 +162,19 @@ DEVICE void take_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     }
 }
 
+// Where the caller has them. One warp, all of whose lanes' values are there.
+DEVICE void give_d_weights(Block& b, u32 token) {
+    const Layer& l = b.l;
+    const u64 first = u64(token) * l.shape.top_k;
+    for (u32 i = dev::lane(); i < l.shape.top_k; i += 32)
+        b.pass.grad_weights[first + l.routing.columns[first + i]] = l.routing.d_weights[first + i];
+}
+
 // A token's row of the output (in backward of the input gradient): PEs in order, then the shared expert. One warp.
 template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row, u32 count) {
     const Layer& l = b.l;
     u32 row_bytes = l.sizes.row_bytes, pieces = row_bytes / 16;
-    bool shared = l.shape.shared_intermediate != 0, backward = b.step.mode == MODE_GRADIENT;
+    bool shared = has_shared(l, b.pass), backward = b.step.mode == MODE_GRADIENT;
     float weight = shared && l.shape.shared_gate && !backward ? l.routing.shared_weight[token] : 1.0f;
     float* out = b.pass.output + u64(token) * l.shape.hidden;
     for (u32 piece = dev::lane(); piece < pieces; piece += 32 * SUM_DEPTH) {
@@ -228,7 +236,10 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
         sum_token<T>(b, token, lists, count);
         if (backward) {
             take_d_weights(b, token, lists, count);
-            if (l.shape.shared_gate) {
+            if (b.pass.grad_weights) {
+                dev::sync_warp();
+                give_d_weights(b, token);
+            } else if (l.shape.shared_gate) {
                 float d = weight_gradient<T>(l, l.shape.n_local, token);
                 if (dev::lane() == 0) l.routing.d_shared_weight[token] = d;
             }

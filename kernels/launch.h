@@ -21,6 +21,7 @@ inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     launches[KERNEL_ROUTE_BACKWARD] = route_backward_launch(s);
     launches[KERNEL_ROUTER_GRADIENTS] = router_gradients_launch(s);
     launches[KERNEL_ALL_REDUCE] = all_reduce_launch(s);
+    launches[KERNEL_TAKE_ROUTING] = take_routing_launch(s);
 }
 
 }  // namespace aristos

@@ -22,12 +22,14 @@ constexpr u32 MAX_PES = 1024;
 constexpr u32 slot_expert(u32 word) { return word >> RANK_BITS; }
 constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
 
-// Written by the router; the choices of a token in ascending order of experts.
+// Written by the router, or from a caller's routing; the choices of a token in ascending order of experts, behind them those that
+// are none (NONE).
 struct Routing {
     float* logits;           // [tokens, n_experts]
     float* lse;              // [tokens]: log of the sum of exp(logit)
     u32* chosen;             // [tokens, k]
     float* routing_weights;  // [tokens, k]
+    u32* columns;            // [tokens, k]: of a caller's routing, which of the token's choices the caller has it as
     float* d_weights;        // [tokens, k]: backward; 0 for a dropped choice
     float* d_logits;         // [tokens, n_experts]: backward
     float* shared_weight;    // [tokens]: sigmoid of the shared expert's gate; with shared_gate only

@@ -152,6 +152,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(r.lse, tokens);
     local.take(r.chosen, tokens * k);
     local.take(r.routing_weights, tokens * k);
+    local.take(r.columns, tokens * k);
     local.take(r.shared_weight, tokens);
     local.take(r.d_weights, s.training ? tokens * k : 0);
     local.take(r.d_logits, s.training ? tokens * s.n_experts : 0);
@@ -261,6 +262,7 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     info->local_zero_bytes = zero_bytes;
     info->chosen = address(l.routing.chosen);
     info->routing_weights = address(l.routing.routing_weights);
+    info->columns = address(l.routing.columns);
     info->expert_rows = address(l.batches.expert_rows);
     info->loss_sums = address(l.losses.all);
     info->stats = address(l.stats);

@@ -99,6 +99,10 @@ struct Pass {
     const void* x;     // [tokens, H], the forward's input (in backward too)
     const void* grad_output;  // [tokens, H], backward
     float* output;     // [tokens, H] f32: output, or input gradient
+    // A caller's routing, [tokens, top_k] each, in any order within a token; all null where the layer's router routes.
+    const i32* ids;         // forward: experts, -1: none
+    const float* weights;   // forward: theirs
+    float* grad_weights;    // backward
 };
 
 // A wait that ran out, or a peer that sent what cannot be. The first one of a PE stays.
@@ -107,6 +111,7 @@ enum ErrorKind : u32 {
     ERROR_TIMEOUT = 1,     // pe, what, expected, seen
     ERROR_PROTOCOL = 2,    // pe, what, expected, seen: a count, an expert or an offset beyond its bounds
     ERROR_ABORTED = 3,     // the host asked
+    ERROR_ROUTING = 4,     // what, seen, index: a caller's choice for a token
 };
 // What was waited for, or wrong.
 enum ErrorWhat : u32 {
@@ -118,6 +123,8 @@ enum ErrorWhat : u32 {
     WHAT_BARRIER = 5,
     WHAT_ALL_REDUCE = 6,
     WHAT_LOCAL = 7,        // another block of this PE
+    WHAT_NO_EXPERT = 8,    // an id that is neither an expert's nor -1
+    WHAT_TWICE = 9,        // an id that the token has twice
 };
 struct ErrorRecord {
     u32 kind;   // ErrorKind; written last
@@ -125,7 +132,7 @@ struct ErrorRecord {
     u32 what;   // ErrorWhat
     u32 phase;  // PhaseId of the block that waited
     u64 expected, seen;
-    u64 index;  // chunk, round, or block: for the message
+    u64 index;  // chunk, round, block, or token: for the message
 };
 
 // As in src/moe/spec/metrics.rs, by its codes.
@@ -150,7 +157,7 @@ constexpr u32 MAX_SPANS = 1 << 16;
 // The kernels of a layer, in the order of LayerInfo::launches.
 enum KernelId : u32 {
     KERNEL_ROUTE = 0, KERNEL_PLAN = 1, KERNEL_FORWARD = 2, KERNEL_BACKWARD = 3, KERNEL_ROUTE_BACKWARD = 4,
-    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNELS = 7,
+    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNELS = 8,
 };
 struct Launch { u32 grid, block, shared_bytes, cooperative; };
 
@@ -162,6 +169,7 @@ struct LayerInfo {
     u64 local_zero, local_zero_bytes;  // in the local block: to be zeroed once, when it is made
     u64 chosen;                 // u32 [max_tokens, top_k], ascending within a token
     u64 routing_weights;        // f32 [max_tokens, top_k]
+    u64 columns;                // u32 [max_tokens, top_k]: of a caller's routing, which of the token's choices the caller has it as
     u64 expert_rows;            // u32 [n_local]: slots of each local expert in the last forward, over all rounds
     u64 loss_sums;              // f64 [2 + 2 * n_experts]: tokens, z_sum, routed[], prob_sums[], over all PEs; with losses only
     u64 stats;                  // PassStats, cleared by the first kernel of each pass

@@ -32,7 +32,7 @@ extern const u64 aristos_params_layout[] = {
     F(Tables, grad_shared_gate), F(Tables, peer), F(Tables, tensor_maps),
     sizeof(Pass),
     F(Pass, pass), F(Pass, forward), F(Pass, tokens), F(Pass, trace), F(Pass, x), F(Pass, grad_output),
-    F(Pass, output),
+    F(Pass, output), F(Pass, ids), F(Pass, weights), F(Pass, grad_weights),
     sizeof(ErrorRecord),
     F(ErrorRecord, kind), F(ErrorRecord, pe), F(ErrorRecord, what), F(ErrorRecord, phase), F(ErrorRecord, expected),
     F(ErrorRecord, seen), F(ErrorRecord, index),
@@ -48,7 +48,7 @@ extern const u64 aristos_params_layout[] = {
     sizeof(LayerInfo),
     F(LayerInfo, layer_bytes), F(LayerInfo, local_bytes), F(LayerInfo, symmetric_bytes), F(LayerInfo, signals),
     F(LayerInfo, signal_bytes), F(LayerInfo, local_zero), F(LayerInfo, local_zero_bytes), F(LayerInfo, chosen),
-    F(LayerInfo, routing_weights), F(LayerInfo, expert_rows), F(LayerInfo, loss_sums), F(LayerInfo, stats),
+    F(LayerInfo, routing_weights), F(LayerInfo, columns), F(LayerInfo, expert_rows), F(LayerInfo, loss_sums), F(LayerInfo, stats),
     F(LayerInfo, error), F(LayerInfo, spans), F(LayerInfo, span_count), F(LayerInfo, launches),
 };
 extern const u64 aristos_params_layout_len = sizeof(aristos_params_layout) / sizeof(u64);

@@ -126,7 +126,7 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     // The first step of a forward pass receives from everyone, and finds out.
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
     bool receives = mode == MODE_RECOMPUTE ? overflow : round == 0 || overflow;
-    bool with_shared = mode != MODE_RECOMPUTE && round == 0 && l.shape.shared_intermediate;
+    bool with_shared = mode != MODE_RECOMPUTE && round == 0 && has_shared(l, b.pass);
     dev::sync_block();
     if (dev::thread() == 0) {
         b.step = {round, mode, receives, with_shared};

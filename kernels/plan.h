@@ -86,6 +86,7 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
         }
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
+            if (chosen[j] == NONE) p.pair_rank[u64(token) * k + j] = NONE;
             const u32 e = chosen[j] - e0;
             if (e >= n) continue;
             const u32* mask = p.work + e * PLAN_MASK_STRIDE;
@@ -111,8 +112,9 @@ DEVICE void place_tokens(const Planner& p, u32 segment, u32 d0, u32 n) {
     const u32* rank = p.pair_rank + u64(token) * k;
     for (u32 d = 0; d < n; d++) p.work[d * STRIDE + dev::thread()] = 0;
     for (u32 j = 0; j < k && token < p.tokens; j++) {
+        if (rank[j] == NONE) continue;
         const u32 d = p.layer.tables.owner[chosen[j]] - d0;
-        if (d >= n || rank[j] == NONE) continue;
+        if (d >= n) continue;
         u32& mine = p.work[d * STRIDE + dev::thread()];
         mine += mine == 0 ? (1u << 16) + 1 : 1;
     }
@@ -223,12 +225,13 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     return true;
 }
 
-// Ranks among all of this PE's pairs of an expert; NONE for those beyond the limit.
+// Ranks among all of this PE's pairs of an expert; NONE for those beyond the limit, and for choices that are none.
 DEVICE void rank_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     sum_experts(p, segment, p.experts_before);
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         const u64 pair = u64(token) * k + j;
+        if (p.pair_rank[pair] == NONE) continue;
         const u32 e = p.layer.routing.chosen[pair], rank = p.experts_before[e] + p.pair_rank[pair];
         p.pair_rank[pair] = !p.limited() || rank < p.allowed[e] ? rank : NONE;
     }
@@ -286,8 +289,9 @@ DEVICE void write_segment(const Planner& p, u32 segment) {
         place_tokens(p, segment, d0, some);
         for (u32 j = 0; j < k && token < p.tokens; j++) {
             const u32 choice = token * k + j, e = p.layer.routing.chosen[choice], rank = p.pair_rank[choice];
+            if (rank == NONE) continue;
             const u32 d = p.layer.tables.owner[e];
-            if (d - d0 >= some || rank == NONE) continue;
+            if (d - d0 >= some) continue;
             u32& at = p.work[(d - d0) * STRIDE + dev::thread()];
             const u32 slot = p.slots_before[d] + (at & 0xffff);
             if (!(at & HAS_ROW)) {
@@ -356,7 +360,10 @@ DEVICE void first_of_round(const Planner& p, u32 d, u32 round) {
     const u32 token = p.layer.plan.row_token[u64(d) * p.s.max_tokens + u64(chunk) * p.s.chunk_rows];
     const u32 segment = token / PLAN_TOKENS, mine = segment * PLAN_TOKENS + dev::thread();
     sum_experts(p, segment, p.work);
-    for (u32 j = 0; j < k && mine < token; j++) dev::shared_add(&p.work[p.layer.routing.chosen[u64(mine) * k + j]], 1);
+    for (u32 j = 0; j < k && mine < token; j++) {
+        const u32 e = p.layer.routing.chosen[u64(mine) * k + j];
+        if (e != NONE) dev::shared_add(&p.work[e], 1);
+    }
     dev::sync_block();
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
         if (p.layer.tables.owner[e] == d) p.round_first[u64(round) * experts + e] = p.work[e];
@@ -401,19 +408,20 @@ DEVICE bool cut_all_rounds(const Planner& p) {
     return true;
 }
 
-// This PE's sums for the losses: those of the router's blocks in their order, and pairs of each expert before any drop.
-DEVICE void sum_losses(const Planner& p) {
+// This PE's sums for the losses: those of the router's blocks in their order, and pairs of each expert before any drop. Of a
+// caller's routing the tokens alone: the losses are of the layer's router.
+DEVICE void sum_losses(const Planner& p, bool by_caller) {
     const u32 experts = p.s.n_experts, blocks = div_up(p.tokens, ROUTE_TOKENS);
     const double* parts = reinterpret_cast<const double*>(p.layer.plan.scratch + plan_scratch(p.s).loss_parts);
     double* mine = p.layer.losses.mine;
     for (u32 i = p.grid_thread(); i < 1 + experts; i += p.grid_threads()) {
         double sum = 0.0;
-        for (u32 b = 0; b < blocks; b++) sum += parts[u64(b) * (1 + experts) + i];
+        for (u32 b = 0; b < blocks && !by_caller; b++) sum += parts[u64(b) * (1 + experts) + i];
         mine[i == 0 ? 1 : 2 + experts + i - 1] = sum;
     }
     for (u32 e = p.grid_thread(); e < experts; e += p.grid_threads()) {
         u64 sum = 0;
-        for (u32 i = 0; i < p.segments; i++) sum += p.histogram[u64(i) * experts + e];
+        for (u32 i = 0; i < p.segments && !by_caller; i++) sum += p.histogram[u64(i) * experts + e];
         mine[2 + e] = double(sum);
     }
     if (p.grid_thread() == 0) mine[0] = double(p.tokens);
@@ -427,7 +435,7 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
         if (!p.limited()) count_dests(p, i);
     }
     if (!plan_barrier(p)) return;
-    if (has_losses(p.s)) sum_losses(p);
+    if (has_losses(p.s)) sum_losses(p, routed_by_caller(pass));
     if (p.limited() && !limit_experts(p, pass)) return;
     for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
         rank_pairs(p, i);

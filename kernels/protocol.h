@@ -55,6 +55,10 @@ DEVICE u64 stamp(const Pass& pass, u32 step) {
 }
 DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
 
+// ---- Whose routing it is: with a caller's, neither router nor shared expert have a part in the pass.
+DEVICE bool routed_by_caller(const Pass& pass) { return pass.ids != nullptr || pass.grad_weights != nullptr; }
+DEVICE bool has_shared(const Layer& l, const Pass& pass) { return l.shape.shared_intermediate && !routed_by_caller(pass); }
+
 // ---- Numbers of passes.
 // The pass with its numbers, for kernels up to the persistent one, whose last block counts it (`count_pass`).
 DEVICE Pass numbered(const Layer& l, Pass pass, bool backward) {

@@ -188,12 +188,7 @@ DEVICE void block_losses(const Layer& layer, const LossTokens& of, u32 token0, u
 template <class T>
 DEVICE void route(const Layer& layer, const Pass& pass) {
     const LayerShape& s = layer.shape;
-    if (dev::block() == 0) {
-        static_assert(sizeof(PassStats) % 8 == 0, "words");
-        for (u32 i = dev::thread(); i < sizeof(PassStats) / 8; i += ROUTE_THREADS)
-            reinterpret_cast<u64*>(layer.stats)[i] = 0;
-        if (dev::thread() == 0) *reinterpret_cast<u64*>(layer.plan.scratch + plan_scratch(s).barrier) = 0;
-    }
+    if (dev::block() == 0) clear_pass(layer);
     const u32 token0 = dev::block() * ROUTE_TOKENS;
     if (token0 >= pass.tokens) return;
     if (s.router_parts == 1) {

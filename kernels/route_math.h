@@ -53,6 +53,13 @@ DEVICE float from_total_order(u32 key) { return bits_float(key >> 31 ? key & 0x7
 
 DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + dev::exp_(-x)); }
 
+// By one block of the first kernel of a forward pass: its counters, and the word that the plan's blocks meet at.
+DEVICE void clear_pass(const Layer& layer) {
+    static_assert(sizeof(PassStats) % 8 == 0, "words");
+    for (u32 i = dev::thread(); i < sizeof(PassStats) / 8; i += ROUTE_THREADS) reinterpret_cast<u64*>(layer.stats)[i] = 0;
+    if (dev::thread() == 0) *reinterpret_cast<u64*>(layer.plan.scratch + plan_scratch(layer.shape).barrier) = 0;
+}
+
 // What a token's logits give its scores.
 struct TokenScores {
     float max, sum;  // of exp(logit - max)

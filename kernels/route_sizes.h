@@ -8,7 +8,7 @@ namespace aristos {
 constexpr u32 MAX_EXPERTS = 8192;     // a warp's scores lie in shared memory while it selects
 constexpr u32 MAX_TOP_K = 128;        // so that the slots of one segment of tokens can be counted in 16 bits
 
-constexpr u32 ROUTE_TOKENS = 32;      // of one block of aristos_route
+constexpr u32 ROUTE_TOKENS = 32;      // of one block of aristos_route, and of aristos_take_routing
 constexpr u32 ROUTE_THREADS = 256;
 constexpr u32 PLAN_TOKENS = 256;      // of one segment of aristos_plan: a thread each
 constexpr u32 PLAN_EXPERTS = 1024;    // whose tokens of a segment are counted in one go
@@ -163,6 +163,7 @@ constexpr Launch route_launch(const LayerShape& s) {
     const u32 select = select_warps(s) * (s.n_experts + s.n_groups) * 4;
     return {most(1, route_blocks(s)), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
 }
+constexpr Launch take_routing_launch(const LayerShape& s) { return {most(1, route_blocks(s)), ROUTE_THREADS, 0, 0}; }
 constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd for the sake of the banks
 constexpr u32 plan_work_words(const LayerShape& s) {
     const u32 masks = most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, s.n_experts);

@@ -2,6 +2,10 @@
 //! order things happen in.
 
 mod common;
+#[path = "device_layer/contract.rs"]
+mod contract;
+#[path = "device_layer/experts.rs"]
+mod experts;
 
 use std::ops::Range;
 use std::time::Duration;
@@ -9,11 +13,12 @@ use std::time::Duration;
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F16};
 use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
 use aristos::gpu::{Buffer, Gpu};
-use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, to_elements};
+use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, RecordedLayer, to_elements};
 use aristos::moe::metrics::{PassOutcome, Traffic};
 use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
-    Activation, Dtype, LayerConfig, MlpConfig, Mode, MoeError, Options, Placement, SharedConfig, WeightSource,
+    Activation, Dtype, LayerConfig, LayerSpec, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, Routed,
+    SharedConfig, WeightSource,
 };
 use common::{Step, assert_close, even, heap_bytes, mixtral, reference_rounded, shm, synthetic};
 use half::{bf16, f16};
@@ -84,7 +89,6 @@ fn on_pes<R: Send>(pes: Vec<Emulated>, f: impl Fn(&Emulated) -> R + Sync) -> Vec
 
 /// One PE's tokens on its device, and where results go.
 struct Tokens<'g> {
-    count: usize,
     elements: usize,
     x: Buffer<'g>,
     grad_output: Buffer<'g>,
@@ -98,7 +102,6 @@ impl<'g> Tokens<'g> {
         let elements = range.len() * source.config().hidden;
         let result = || Buffer::new(gpu, 4 * elements as u64).unwrap();
         Tokens {
-            count: range.len(),
             elements,
             x: rows(source.hidden_states(range.clone())),
             grad_output: rows(source.grad_output(range)),
@@ -122,16 +125,19 @@ fn new_layer<'g>(
     source: &Synthetic,
     max_tokens: usize,
 ) -> Result<DeviceLayer<'g>, MoeError> {
-    let placement = Placement::even(source.config().n_experts, gpu.n_pes());
-    let options = world.options.clone();
-    DeviceLayer::new(gpu, source, placement, world.dtype, max_tokens, true, options, &DeviceOptions::default())
+    let spec = spec_of(world, source, gpu.n_pes(), max_tokens);
+    DeviceLayer::new(gpu, spec, source, &DeviceOptions::default())
+}
+
+fn spec_of(world: &World, source: &Synthetic, n_pes: usize, max_tokens: usize) -> LayerSpec {
+    LayerSpec::new(source.config().clone(), n_pes, max_tokens).dtype(world.dtype).options(world.options.clone())
 }
 
 /// What a PE says of one step.
 struct PeStep {
     step: Step,
     rounds: [u64; 2],
-    expert_rows: Vec<u32>,
+    expert_rows: Vec<u64>,
     losses: (f64, f64),
     all_reduce_bytes: u64,
 }
@@ -158,19 +164,17 @@ fn run(
             let mut before = Vec::new();
             for pass in 0..ahead {
                 let range = splits[(step + pass) % splits.len()][me].clone();
-                let tokens = Tokens::new(gpu, source, range, world.dtype);
-                let saved = layer.forward(&tokens.x, tokens.count, &tokens.output)?;
+                let mut tokens = Tokens::new(gpu, source, range, world.dtype);
+                let saved = layer.forward(&tokens.x, &mut tokens.output)?;
                 layer.finish(&saved)?;
                 layer.recycle(saved);
                 before.extend(tokens.output());
             }
-            let tokens = Tokens::new(gpu, source, splits[step % splits.len()][me].clone(), world.dtype);
-            let saved = layer.forward(&tokens.x, tokens.count, &tokens.output)?;
+            let mut tokens = Tokens::new(gpu, source, splits[step % splits.len()][me].clone(), world.dtype);
+            let mut saved = layer.forward(&tokens.x, &mut tokens.output)?;
             let forward = layer.finish(&saved)?;
-            let chosen = layer.chosen(&saved)?;
-            let expert_rows = layer.expert_rows(&saved)?;
-            let load = layer.load(&saved)?;
-            layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input)?;
+            let Routed { chosen, expert_rows, load, .. } = layer.routed(&saved)?;
+            layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &mut tokens.grad_input)?;
             let backward = layer.finish(&saved)?;
             layer.recycle(saved);
             let grads = layer.gradients()?;
@@ -258,7 +262,7 @@ fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str)
             near(pe.losses.1, want.z_loss);
         }
     }
-    let rows: Vec<u64> = steps[0].iter().flat_map(|pe| pe.expert_rows.iter().map(|&r| u64::from(r))).collect();
+    let rows: Vec<u64> = steps[0].iter().flat_map(|pe| pe.expert_rows.iter().copied()).collect();
     if source.config().capacity_factor.is_none() {
         assert_eq!(rows, want.tokens_per_expert, "{what}");
     } else {
@@ -501,24 +505,25 @@ fn several_forward_passes_wait_for_their_backward() {
         on_pes(world.pes(n), |gpu| {
             let me = gpu.my_pe();
             let mut layer = new_layer(gpu, &world, &source, 4).unwrap();
-            let tokens: Vec<_> = (0..batches).map(|b| Tokens::new(gpu, &source, range(me, b), world.dtype)).collect();
+            let mut tokens: Vec<_> =
+                (0..batches).map(|b| Tokens::new(gpu, &source, range(me, b), world.dtype)).collect();
             let mut grads = Vec::new();
             if interleaved {
                 let mut waiting: Vec<_> =
-                    tokens.iter().map(|t| layer.forward(&t.x, t.count, &t.output).unwrap()).collect();
-                for t in tokens.iter().rev() {
-                    let saved = waiting.pop().unwrap();
-                    layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
+                    tokens.iter_mut().map(|t| layer.forward(&t.x, &mut t.output).unwrap()).collect();
+                for t in tokens.iter_mut().rev() {
+                    let mut saved = waiting.pop().unwrap();
+                    layer.backward(&mut saved, &t.x, &t.grad_output, &mut t.grad_input).unwrap();
                     layer.finish(&saved).unwrap();
-                    grads.insert(0, layer.gradients().unwrap().router);
+                    grads.insert(0, layer.gradients().unwrap().router.clone());
                     layer.recycle(saved);
                 }
             } else {
-                for t in &tokens {
-                    let saved = layer.forward(&t.x, t.count, &t.output).unwrap();
-                    layer.backward(&saved, &t.x, &t.grad_output, &t.grad_input).unwrap();
+                for t in &mut tokens {
+                    let mut saved = layer.forward(&t.x, &mut t.output).unwrap();
+                    layer.backward(&mut saved, &t.x, &t.grad_output, &mut t.grad_input).unwrap();
                     layer.finish(&saved).unwrap();
-                    grads.push(layer.gradients().unwrap().router);
+                    grads.push(layer.gradients().unwrap().router.clone());
                     layer.recycle(saved);
                 }
             }
@@ -543,27 +548,34 @@ fn a_recorded_step_is_the_same_step() {
             let range = |step: usize| {
                 if gpu.my_pe() == 0 { 20 * step..20 * step + 20 } else { 100 + 17 * step..117 + 17 * step }
             };
-            let tokens = Tokens::new(gpu, &source, range(0), world.dtype);
-            let buffers = Some((&tokens.grad_output, &tokens.grad_input));
-            let recorded = layer.record(&tokens.x, tokens.count, &tokens.output, buffers).unwrap();
-            let mut results = Vec::new();
-            for step in [0, 0, 1, 2] {
-                let fresh = Tokens::new(gpu, &source, range(step), world.dtype);
-                let saved = layer.forward(&fresh.x, fresh.count, &fresh.output).unwrap();
-                layer.backward(&saved, &fresh.x, &fresh.grad_output, &fresh.grad_input).unwrap();
+            let steps = [0, 0, 1, 2];
+            fn one<'g>(layer: &mut DeviceLayer<'g>, tokens: &mut Tokens<'g>) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+                let mut saved = layer.forward(&tokens.x, &mut tokens.output).unwrap();
+                layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &mut tokens.grad_input).unwrap();
                 layer.finish(&saved).unwrap();
                 layer.recycle(saved);
-                let want = (fresh.output(), fresh.grad_input(), layer.gradients().unwrap().router);
+                (tokens.output(), tokens.grad_input(), layer.gradients().unwrap().router.clone())
+            }
+            let fresh = |step| Tokens::new(gpu, &source, range(step), world.dtype);
+            let want = steps.map(|step| one(&mut layer, &mut fresh(step)));
+            let mut tokens = fresh(0);
+            let mut recorded = RecordedLayer::new(&mut layer).unwrap();
+            let mut results = Vec::new();
+            for (step, want) in steps.into_iter().zip(want) {
+                let fresh = fresh(step);
                 let elements = |rows: &Buffer<'_>| rows.read_vec::<u16>(0, fresh.elements).unwrap();
                 tokens.x.write(0, &elements(&fresh.x)).unwrap();
                 tokens.grad_output.write(0, &elements(&fresh.grad_output)).unwrap();
-                layer.replay_forward(&recorded).unwrap();
-                layer.replay_backward(&recorded).unwrap();
-                layer.finish(recorded.saved()).unwrap();
-                let got = (tokens.output(), tokens.grad_input(), layer.gradients().unwrap().router);
+                let mut saved = recorded.forward(&tokens.x, &mut tokens.output).unwrap();
+                recorded.backward(&mut saved, &tokens.x, &tokens.grad_output, &mut tokens.grad_input).unwrap();
+                recorded.finish(&saved).unwrap();
+                recorded.recycle(saved);
+                let got = (tokens.output(), tokens.grad_input(), recorded.gradients().unwrap().router.clone());
                 results.push((got, want));
             }
             drop(recorded);
+            // And not recorded again.
+            results.push((one(&mut layer, &mut fresh(2)), results[3].1.clone()));
             layer.free().unwrap();
             results
         });
@@ -581,9 +593,9 @@ fn a_layer_can_be_made_where_another_was() {
         on_pes(world.pes(3), |gpu| {
             let of = |batch: usize| {
                 let first = 12 * batch + 4 * gpu.my_pe();
-                let tokens = Tokens::new(gpu, &source, first..first + 4, world.dtype);
+                let mut tokens = Tokens::new(gpu, &source, first..first + 4, world.dtype);
                 let mut layer = new_layer(gpu, &world, &source, 4).unwrap();
-                let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+                let saved = layer.forward(&tokens.x, &mut tokens.output).unwrap();
                 layer.finish(&saved).unwrap();
                 drop(saved);
                 layer.free().unwrap();
@@ -655,9 +667,9 @@ fn a_pass_says_what_it_did_and_when() {
         let mut layer = new_layer(gpu, &world, &source, 20).unwrap();
         layer.record_spans();
         let first = 20 * gpu.my_pe();
-        let tokens = Tokens::new(gpu, &source, first..first + 20, world.dtype);
+        let mut tokens = Tokens::new(gpu, &source, first..first + 20, world.dtype);
         let launches = gpu.launches();
-        let saved = layer.forward(&tokens.x, 20, &tokens.output).unwrap();
+        let mut saved = layer.forward(&tokens.x, &mut tokens.output).unwrap();
         assert_eq!(gpu.launches() - launches, 3, "router, plan, layer");
         let outcome = |o: PassOutcome| {
             assert!(o.seconds > 0.0 && (o.phases_s.iter().sum::<f64>() - o.seconds).abs() < 1e-9);
@@ -670,7 +682,7 @@ fn a_pass_says_what_it_did_and_when() {
             }
         };
         outcome(layer.finish(&saved).unwrap());
-        layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap();
+        layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &mut tokens.grad_input).unwrap();
         assert_eq!(gpu.launches() - launches, 7, "layer, router twice, all-reduce");
         outcome(layer.finish(&saved).unwrap());
     });
@@ -687,9 +699,9 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
     world.options.wait_limit = Duration::from_millis(500);
     let errors = on_pes(world.pes(3), |gpu| {
         let mut layer = new_layer(gpu, &world, &source, 4).unwrap();
-        let tokens = Tokens::new(gpu, &source, 4 * gpu.my_pe()..4 * gpu.my_pe() + 4, world.dtype);
+        let mut tokens = Tokens::new(gpu, &source, 4 * gpu.my_pe()..4 * gpu.my_pe() + 4, world.dtype);
         (gpu.my_pe() < 2).then(|| {
-            let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+            let saved = layer.forward(&tokens.x, &mut tokens.output).unwrap();
             let error = layer.finish(&saved).unwrap_err();
             assert_eq!(error.awaited_pe(), Some(2), "{error}");
             error.to_string()
@@ -709,8 +721,7 @@ fn what_a_device_cannot_run_is_an_error() {
         let (mut world, mut device) = (world.clone(), DeviceOptions::default());
         change(&mut world, &mut device);
         let gpu = world.pes(1).remove(0);
-        let placement = Placement::even(source.config().n_experts, 1);
-        let made = DeviceLayer::new(&gpu, &source, placement, world.dtype, 4, true, world.options.clone(), &device);
+        let made = DeviceLayer::new(&gpu, spec_of(&world, &source, 1, 4), &source, &device);
         assert_eq!(made.map(drop).unwrap_err().to_string(), want);
     };
     let fine = || mixtral(16, 8, 6, 2);
@@ -725,26 +736,29 @@ fn what_a_device_cannot_run_is_an_error() {
     refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);
     refused(fine(), |world, _| world.options.chunk_rows = 0, "chunk rows is 0, expected at least 1");
 
+    let want = "tile rows is 64, expected none on a device, whose tiles have one size";
+    refused(fine(), |world, _| world.options.tile_rows = Some(64), want);
+
     let gpu = world.pes(1).remove(0);
     let source = synthetic(fine(), 1);
-    let placement = || Placement::even(6, 1);
-    let options = || world.options.clone();
     let device = DeviceOptions::default();
-    let error = DeviceLayer::new(&gpu, &source, Placement::even(6, 2), world.dtype, 4, true, options(), &device);
-    let want = "the placement's list of PEs has 2 elements, expected 1";
+    let error = DeviceLayer::new(&gpu, spec_of(&world, &source, 2, 4), &source, &device);
+    let want = "the placement's number of PEs is 2, expected 1";
     assert_eq!(error.map(drop).unwrap_err().to_string(), want);
-    let mut layer = DeviceLayer::new(&gpu, &source, placement(), world.dtype, 4, false, options(), &device).unwrap();
-    let tokens = Tokens::new(&gpu, &source, 0..4, world.dtype);
+    let spec = spec_of(&world, &source, 1, 4).training(false);
+    let mut layer = DeviceLayer::new(&gpu, spec, &source, &device).unwrap();
+    let mut tokens = Tokens::new(&gpu, &source, 0..4, world.dtype);
     let error = |result: Result<DeviceSaved<'_>, MoeError>| result.map(drop).unwrap_err().to_string();
-    let want = "the batch of tokens has 5 elements, expected at most 4";
-    assert_eq!(error(layer.forward(&tokens.x, 5, &tokens.output)), want);
-    let small = Buffer::new(&gpu, 4).unwrap();
-    assert_eq!(error(layer.forward(&small, 4, &tokens.output)), "hidden_states has 2 elements, expected at least 64");
-    assert_eq!(error(layer.forward(&tokens.x, 4, &small)), "output has 1 elements, expected at least 64");
-    let saved = layer.forward(&tokens.x, 4, &tokens.output).unwrap();
+    let five = Buffer::new(&gpu, 5 * 16 * 2).unwrap();
+    let want = "expected a multiple of 16, the hidden size, up to 64";
+    assert_eq!(error(layer.forward(&five, &mut tokens.output)), format!("hidden_states has 80 elements, {want}"));
+    let mut small = Buffer::new(&gpu, 4).unwrap();
+    assert_eq!(error(layer.forward(&small, &mut tokens.output)), format!("hidden_states has 2 elements, {want}"));
+    assert_eq!(error(layer.forward(&tokens.x, &mut small)), "output has 1 elements, expected 64");
+    let mut saved = layer.forward(&tokens.x, &mut tokens.output).unwrap();
     layer.finish(&saved).unwrap();
-    let error = layer.backward(&saved, &tokens.x, &tokens.grad_output, &tokens.grad_input).unwrap_err();
-    assert_eq!(error.to_string(), "cannot run backward: the layer was made without training");
+    let error = layer.backward(&mut saved, &tokens.x, &tokens.grad_output, &mut tokens.grad_input).unwrap_err();
+    assert_eq!(error.to_string(), "cannot run backward: the layer was not made for training");
 }
 
 #[test]

@@ -107,7 +107,7 @@ fn groupings(experts: usize) -> Vec<(&'static str, usize, Groups)> {
 }
 
 fn small(mode: Mode) -> Options {
-    Options { mode, chunk_rows: 5, tile_rows: 8, ..Options::default() }
+    Options { mode, chunk_rows: 5, tile_rows: Some(8), ..Options::default() }
 }
 
 fn check(config: LayerConfig, what: &str) {

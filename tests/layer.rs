@@ -16,7 +16,7 @@ use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, sh
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
-    Options { mode, chunk_rows: 5, tile_rows: 8, ..Options::default() }
+    Options { mode, chunk_rows: 5, tile_rows: Some(8), ..Options::default() }
 }
 
 fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Options, tolerance: f64, what: &str) {
@@ -117,7 +117,7 @@ fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: 1.0 / 8.0, hot_weight: 1.0, seed: 5 };
     let source = Synthetic::new(spec).unwrap();
     for mode in [Mode::Pipelined, Mode::Bulk] {
-        let options = Options { mode, chunk_rows: 4, tile_rows: 16, ..Options::default() };
+        let options = Options { mode, chunk_rows: 4, tile_rows: Some(16), ..Options::default() };
         let (tokens, n) = (160, 8);
         let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
         let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
@@ -194,7 +194,7 @@ fn a_layer_that_cannot_be_is_an_error() {
     refused(Placement::even(5, 2), options(), "the placement's number of experts is 5, expected 6");
     refused(Placement::even(7, 2), options(), "the placement's number of experts is 7, expected 6");
     let even = Placement::even(6, 2);
-    refused(even.clone(), Options { tile_rows: 0, ..options() }, "tile rows is 0, expected at least 1");
+    refused(even.clone(), Options { tile_rows: Some(0), ..options() }, "tile rows is 0, expected at least 1");
     refused(even.clone(), Options { chunk_rows: 0, ..options() }, "chunk rows is 0, expected at least 1");
     for budget_factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let want = format!("budget factor is {budget_factor}, expected a finite number above 0");

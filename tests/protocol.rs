@@ -55,7 +55,7 @@ const SEEDS_A_RUN: u64 = 100;
 
 fn cases() -> Vec<Case> {
     let layer = mixtral(6, 4, 5, 2);
-    let options = Options { chunk_rows: 2, tile_rows: 4, ..Options::default() };
+    let options = Options { chunk_rows: 2, tile_rows: Some(4), ..Options::default() };
     let hot = |layer: &LayerConfig, ratio: f64| {
         let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: ratio, hot_weight: 1.0, seed: 11 };
         Synthetic::new(spec).unwrap()

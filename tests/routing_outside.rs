@@ -29,7 +29,7 @@ fn external() -> LayerConfig {
 }
 
 fn spec<E: Element>(config: &LayerConfig, n: usize, max_tokens: usize) -> LayerSpec {
-    let options = Options { chunk_rows: 4, tile_rows: 8, ..Options::default() };
+    let options = Options { chunk_rows: 4, tile_rows: Some(8), ..Options::default() };
     common::spec::<E>(config, n, max_tokens, &options)
 }
 

@@ -95,12 +95,13 @@ struct Case {
     Skew skew = EVEN;
     u32 network = 0;
     u32 losses = 0;
+    u32 none = 0;  // 1 of so many choices is no expert; a caller's routing, whose losses do not count
 };
 
 void run(const Case& c, u32 seed) {
     context = "pes " + std::to_string(c.n_pes) + " experts " + std::to_string(c.experts) + " k " + std::to_string(c.k) + " tokens " +
               std::to_string(c.tokens[0]) + " window " + std::to_string(c.window_chunks) + " capacity " + std::to_string(c.capacity) +
-              " seed " + std::to_string(seed);
+              " none " + std::to_string(c.none) + " seed " + std::to_string(seed);
     LayerShape s = shape();
     s.n_pes = c.n_pes, s.n_experts = c.experts, s.top_k = c.k, s.max_tokens = c.max_tokens;
     s.capacity_factor = c.capacity, s.chunk_rows = c.chunk_rows, s.window_chunks = c.window_chunks, s.round_slots = c.round_slots;
@@ -123,18 +124,21 @@ void run(const Case& c, u32 seed) {
                     if (c.skew == ONE_EXPERT && mine.empty()) e = c.experts / 2;
                     if (std::find(mine.begin(), mine.end(), e) == mine.end()) mine.push_back(e);
                 }
+                for (u32& e : mine)
+                    if (c.none && random() % c.none == 0) e = NONE;
                 std::sort(mine.begin(), mine.end());
                 for (u32 e : mine) chosen[pe].push_back(e), weights[pe].push_back(float(random() % 1000));
             }
         }
         // The capacity limit as it is defined: by global token index, the first ceil(factor k T / E) pairs of an expert.
         std::vector<std::vector<bool>> kept(c.n_pes);
-        u64 all_tokens = 0;
-        for (u32 t : c.tokens) all_tokens += t;
+        u64 pairs = 0;
+        for (auto& of_pe : chosen) pairs += u64(of_pe.size() - std::count(of_pe.begin(), of_pe.end(), NONE));
+        const u64 all_tokens = pairs / c.k;  // as many as would have all their choices
         const u64 limit = c.capacity > 0 ? u64(std::ceil(c.capacity * c.k * double(all_tokens) / c.experts)) : ~0ull;
         std::vector<u64> count(c.experts, 0);
         for (u32 pe = 0; pe < c.n_pes; pe++)
-            for (u32 e : chosen[pe]) kept[pe].push_back(count[e]++ < limit);
+            for (u32 e : chosen[pe]) kept[pe].push_back(e != NONE && count[e]++ < limit);
 
         w.all([&](u32 pe) {
             const Layer& l = w.pes[pe]->layer();
@@ -142,14 +146,18 @@ void run(const Case& c, u32 seed) {
             std::copy(weights[pe].begin(), weights[pe].end(), l.routing.routing_weights);
             *reinterpret_cast<u64*>(l.plan.scratch + plan_scratch(s).barrier) = 0;  // as aristos_route does
             if (c.losses) std::memset(l.plan.scratch + plan_scratch(w.s).loss_parts, 0, plan_scratch(w.s).histogram);
-            w.launch(pe, KERNEL_PLAN, "aristos_plan", w.pass(pe, forward * 2 - 1, forward, c.tokens[pe]));
+            Pass pass = w.pass(pe, forward * 2 - 1, forward, c.tokens[pe]);
+            const i32 ids[1] = {};  // which the plan does not read
+            if (c.none) pass.ids = ids;
+            w.launch(pe, KERNEL_PLAN, "aristos_plan", pass);
         });
         for (u32 pe = 0; pe < c.n_pes; pe++) {
             CHECK(w.pes[pe]->layer().error->kind == ERROR_NONE, "PE %u has an error", pe);
             compare(*w.pes[pe], serial_plan(*w.pes[pe], chosen[pe], weights[pe], kept[pe]), c.tokens[pe]);
             if (!c.losses) continue;
             std::vector<double> routed(c.experts, 0);
-            for (u32 e : chosen[pe]) routed[e]++;
+            for (u32 e : chosen[pe])
+                if (!c.none) routed[e]++;
             const double* mine = w.pes[pe]->layer().losses.mine;
             CHECK(mine[0] == c.tokens[pe], "tokens of the losses");
             for (u32 e = 0; e < c.experts; e++) CHECK(mine[2 + e] == routed[e], "expert %u: %g pairs instead of %g", e, mine[2 + e], routed[e]);
@@ -214,6 +222,12 @@ int main(int argc, char** argv) {
     for (u32 n : {2u, 4u}) run({n, 8, 2, 400, std::vector<u32>(n, 390), 0.75, 16, 0, 0, SKEWED, 1}, seed++);  // over a network
     run({2, 60, 4, 600, {600, 3}, 1.25, 16, 0, 0, SKEWED, 0, 1}, seed++);
     run({1, 8, 2, 600, {600}, 0, 16, 0, 0, SKEWED, 0, 1}, seed++);
+    // Tokens with fewer choices, and with none.
+    for (u32 none : {1u, 2u, 5u}) {
+        run({3, 12, 3, 600, {600, 0, 257}, 0.0, 16, 0, 0, SKEWED, 0, 0, none}, seed++);
+        run({3, 12, 3, 600, {599, 1, 257}, 0.75, 4, 40, 64, SKEWED, 0, 1, none}, seed++);
+    }
+    run({2, 1100, 8, 300, {300, 20}, 0.0, 8, 3, 0, EVEN, 0, 0, 3}, seed++);
     faults();
     return report("plan_test");
 }

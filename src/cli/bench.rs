@@ -91,9 +91,9 @@ struct MoeArgs {
     /// Iterations before them
     #[arg(long, default_value_t = 2)]
     warmup: usize,
-    /// Rows that an expert's GEMMs are cut to, about
-    #[arg(long, value_name = "ROWS", default_value_t = Options::default().tile_rows)]
-    tile_rows: usize,
+    /// Rows that an expert's GEMMs are cut to, about; on the CPU only [default: 512]
+    #[arg(long, value_name = "ROWS")]
+    tile_rows: Option<usize>,
     /// Most rows sent under one signal
     #[arg(long, value_name = "ROWS", default_value_t = Options::default().chunk_rows)]
     chunk_rows: usize,
@@ -120,10 +120,15 @@ enum DtypeArg {
 
 impl MoeArgs {
     fn bench(&self) -> Result<MoeBench> {
-        for (flag, value) in
-            [("iterations", self.iterations), ("tile-rows", self.tile_rows), ("chunk-rows", self.chunk_rows)]
-        {
-            ensure!(value > 0, "--{flag} is 0, expected at least 1");
+        for (flag, value) in [
+            ("iterations", Some(self.iterations)),
+            ("tile-rows", self.tile_rows),
+            ("chunk-rows", Some(self.chunk_rows)),
+        ] {
+            ensure!(value != Some(0), "--{flag} is 0, expected at least 1");
+        }
+        if let (Some(rows), true) = (self.tile_rows, self.device != DeviceArg::Cpu) {
+            bail!("--tile-rows {rows} on a device, expected --device cpu: a device's tiles have one size");
         }
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let (device, dtypes) = match (self.device, self.dtype) {

@@ -165,6 +165,7 @@ pub struct Emulated {
     allocations: RefCell<HashMap<u64, Layout>>,
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
+    allocated: Cell<u64>,
     /// Where launches go instead, while they are recorded.
     recording: RefCell<Option<Vec<OneLaunch>>>,
 }
@@ -237,6 +238,7 @@ impl Emulated {
             allocations: RefCell::default(),
             marks: [const { Cell::new(None) }; MARKS],
             launches: Cell::new(0),
+            allocated: Cell::new(0),
             recording: RefCell::new(None),
         }
     }
@@ -255,6 +257,11 @@ impl Emulated {
     /// Kernels launched so far.
     pub fn launches(&self) -> u64 {
         self.launches.get()
+    }
+
+    /// Blocks of device memory allocated so far, those that were freed included.
+    pub fn allocations(&self) -> u64 {
+        self.allocated.get()
     }
 
     /// Symmetric memory in use now, and the most that was, bytes.
@@ -285,7 +292,9 @@ impl Recording for Recorded<'_> {
     }
 }
 
-impl Gpu for Emulated {
+// SAFETY: memory is the allocator's, or the world's heap of this PE; kernels run to their end before `launch` returns, so
+// everything is in the order of the calls.
+unsafe impl Gpu for Emulated {
     fn name(&self) -> String {
         format!("emulated {}", if self.device.hopper { "Hopper" } else { "Ampere" })
     }
@@ -317,6 +326,7 @@ impl Gpu for Emulated {
             memory.expose_provenance() as u64
         };
         self.allocations.borrow_mut().insert(address, layout);
+        self.allocated.set(self.allocated.get() + 1);
         Ok(address)
     }
 

@@ -94,7 +94,19 @@ impl GpuError {
 /// One PE's device. Addresses are of the device, never of the host, and mean nothing to another PE.
 ///
 /// Operations take effect in the order of the calls.
-pub trait Gpu {
+///
+/// # Safety
+/// Safe code relies on what an implementation returns, so it promises:
+/// - [`Gpu::alloc_raw`] and [`Gpu::alloc_symmetric_raw`] return memory of that many bytes, aligned as they say, that nothing else
+///   uses until it is given back;
+/// - copies, zeroing, freeing, launches and replays take effect in the order of the calls: memory that is given back is not used
+///   again before all that was launched until then is done;
+/// - [`Gpu::peer_raw`] returns 0, or where this device's loads and stores reach the peer's block of the same allocation;
+/// - [`Gpu::my_pe`] and [`Gpu::n_pes`] never change, and `my_pe < n_pes`;
+/// - [`Gpu::resident_blocks`] and [`Gpu::limits`] do not promise more than the device has;
+/// - [`Gpu::tensor_map`] describes the matrix that it was given, and nothing else;
+/// - what [`Gpu::record`] returns launches the same kernels with the same parameters as `work` did, and nothing else.
+pub unsafe trait Gpu {
     /// The device's name, as its vendor has it.
     fn name(&self) -> String;
 
@@ -289,6 +301,11 @@ impl<'g> Buffer<'g> {
     /// Its length, bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Whether it is memory of this device.
+    pub fn is_on(&self, gpu: &dyn Gpu) -> bool {
+        std::ptr::addr_eq(self.gpu, gpu)
     }
 
     fn at(&self, offset: u64, bytes: usize) -> u64 {

@@ -46,6 +46,7 @@ pub const ERROR_NONE: u32 = 0;
 pub const ERROR_TIMEOUT: u32 = 1;
 pub const ERROR_PROTOCOL: u32 = 2;
 pub const ERROR_ABORTED: u32 = 3;
+pub const ERROR_ROUTING: u32 = 4;
 
 pub const WHAT_NOTHING: u32 = 0;
 pub const WHAT_COUNTS: u32 = 1;
@@ -55,6 +56,8 @@ pub const WHAT_CAPACITY: u32 = 4;
 pub const WHAT_BARRIER: u32 = 5;
 pub const WHAT_ALL_REDUCE: u32 = 6;
 pub const WHAT_LOCAL: u32 = 7;
+pub const WHAT_NO_EXPERT: u32 = 8;
+pub const WHAT_TWICE: u32 = 9;
 
 /// The kernels of a layer, in the order of [`LayerInfo::launches`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,9 +69,10 @@ pub enum Kernel {
     RouteBackward,
     RouterGradients,
     AllReduce,
+    TakeRouting,
 }
 
-pub const KERNELS: usize = 7;
+pub const KERNELS: usize = 8;
 
 impl Kernel {
     pub const ALL: [Kernel; KERNELS] = [
@@ -79,6 +83,7 @@ impl Kernel {
         Kernel::RouteBackward,
         Kernel::RouterGradients,
         Kernel::AllReduce,
+        Kernel::TakeRouting,
     ];
 
     /// What it is called; those with matrix products of experts have several in their modules.
@@ -91,6 +96,7 @@ impl Kernel {
             Kernel::RouteBackward => "aristos_route_backward",
             Kernel::RouterGradients => "aristos_router_gradients",
             Kernel::AllReduce => "aristos_all_reduce",
+            Kernel::TakeRouting => "aristos_take_routing",
         }
     }
 
@@ -199,6 +205,9 @@ mirror! {
         x: u64,
         grad_output: u64,
         output: u64,
+        ids: u64,
+        weights: u64,
+        grad_weights: u64,
     }
 
     #[derive(Pod, Zeroable)]
@@ -255,6 +264,7 @@ mirror! {
         local_zero_bytes: u64,
         chosen: u64,
         routing_weights: u64,
+        columns: u64,
         expert_rows: u64,
         loss_sums: u64,
         stats: u64,

@@ -14,48 +14,28 @@ use crate::gpu::emulated::{Emulated, EmulatedDevice, attach};
 use crate::moe::device::DeviceOptions;
 #[cfg(feature = "emulate")]
 use crate::moe::device::{GemmPath, symmetric_bytes};
-use crate::moe::{Dtype, LayerConfig, MoeError, Options, Placement};
+use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
-/// What the symmetric memory of a layer depends on. CUDA's grows with what is asked for; only the emulated device's must be
-/// known before.
-#[cfg_attr(not(feature = "emulate"), allow(dead_code))]
-pub struct LayerSize<'a> {
-    /// The layer.
-    pub config: &'a LayerConfig,
-    /// Where its experts are.
-    pub placement: &'a Placement,
-    /// Its element type.
-    pub dtype: Dtype,
-    /// The most tokens of any PE.
-    pub max_tokens: usize,
-    /// Whether it has a backward pass.
-    pub training: bool,
-    /// How it runs.
-    pub options: &'a Options,
-    /// How it runs on a device.
-    pub on_device: &'a DeviceOptions,
-}
-
-/// Opens this PE's device, with as much symmetric memory as `layers` such layers need where that must be known at first, and
-/// works with it. Collective.
+/// Opens this PE's device, with as much symmetric memory as such a layer needs where that must be known at first, as on an
+/// emulated device; CUDA's grows with what is asked for. Works with it. Collective.
 ///
 /// # Errors
 /// No such device, what it lacks, or the work's.
 #[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
 pub fn with_device<R, E: From<JobError>>(
     device: Device,
-    size: &LayerSize<'_>,
-    layers: usize,
+    spec: &LayerSpec,
+    on_device: &DeviceOptions,
     host: &mut impl MemoryHost,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda => with_cuda(host, size.options.wait_limit, |gpu, host| work(gpu, host)),
+        Device::Cuda => with_cuda(host, spec.options.wait_limit, |gpu, host| work(gpu, host)),
         #[cfg(feature = "emulate")]
         Device::Emulated => {
-            let gpu = emulated(size, layers, host)?;
+            let gpu = emulated(spec, on_device, host)?;
             work(&gpu, host)
         }
         other => Err(JobError::NoDevice { device: other }.into()),
@@ -84,11 +64,9 @@ pub fn with_cuda<R, E: From<JobError>>(
 }
 
 #[cfg(feature = "emulate")]
-fn emulated(size: &LayerSize<'_>, layers: usize, host: &mut impl MemoryHost) -> Result<Emulated, JobError> {
-    let device = EmulatedDevice { hopper: size.on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
-    let &LayerSize { config, placement, dtype, max_tokens, training, options, on_device } = size;
-    let limits = device.limits();
-    let bytes = symmetric_bytes(config, placement, dtype, max_tokens, training, options, on_device, &limits)?;
-    let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), layers * bytes as usize);
+fn emulated(spec: &LayerSpec, on_device: &DeviceOptions, host: &mut impl MemoryHost) -> Result<Emulated, JobError> {
+    let device = EmulatedDevice { hopper: on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
+    let bytes = symmetric_bytes(spec, on_device, &device.limits())?;
+    let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), bytes as usize);
     Ok(attach(host.shared_memory(heap)?, &device).map_err(MoeError::Device)?)
 }

@@ -74,7 +74,7 @@ impl PreparedRun {
         config.validate()?;
         #[cfg(feature = "device")]
         if request.device != Device::Cpu {
-            crate::moe::device::check(&config, request.dtype)?;
+            crate::moe::device::check(&config, request.dtype, &request.options)?;
         }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
         let mut run = PreparedRun { source, config, tokens, backward, groups, plan_source: None, request };

@@ -35,9 +35,9 @@ impl ProbedExpert {
     /// Rows that it computes at a time: the layer's tile, fewer where that would take long.
     fn rows(&self) -> usize {
         const FLOP: f64 = 1e10;
-        let least_rows = Options::default().tile_rows / 8;
+        let least_rows = Options::DEFAULT_TILE_ROWS / 8;
         let fits = (FLOP / self.flop_per_row()) as usize / least_rows * least_rows;
-        fits.clamp(least_rows, Options::default().tile_rows)
+        fits.clamp(least_rows, Options::DEFAULT_TILE_ROWS)
     }
 
     /// How many of them fit in `bytes`.

@@ -22,10 +22,12 @@ pub(super) struct Results {
     pub(super) routed: Routed,
 }
 
-/// Runs the job's steps on this PE's tokens, and enters in `report` what they took and sent; `report.pe` says which PE this is.
+/// Runs the job's steps on this PE's tokens, and enters in `report` what they took and sent; `report.pe` says which PE
+/// this is. `passes`: status codes of a forward and a backward, of a layer that does not say itself what it is doing.
 pub(super) fn run<L: MoeLayer>(
     job: &PreparedRun,
     status: &StatusPage,
+    passes: Option<[u32; 2]>,
     layer: &mut L,
     report: &mut PeReport,
 ) -> Result<Results> {
@@ -62,12 +64,15 @@ pub(super) fn run<L: MoeLayer>(
             }));
             pass_report(&outcome)
         };
+        let enter = |pass: usize| passes.iter().for_each(|codes| status.set_phase(codes[pass]));
+        enter(0);
         let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
         let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
         if step + 1 == job.request.steps {
             routed = layer.routed(&saved)?;
         }
         if let Some((grad_output, grad_input)) = &mut backward {
+            enter(1);
             layer.backward(&mut saved, x.borrow(), (*grad_output).borrow(), grad_input.borrow_mut())?;
             done.backward = Some(take(layer.finish(&saved)?));
         }

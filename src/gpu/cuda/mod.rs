@@ -345,7 +345,9 @@ impl Drop for CudaGpu {
     }
 }
 
-impl Gpu for CudaGpu {
+// SAFETY: memory is the driver's, or NVSHMEM's symmetric heap; everything goes to one stream, or waits for it, so it takes effect in
+// the order of the calls.
+unsafe impl Gpu for CudaGpu {
     fn name(&self) -> String {
         self.info.name.clone()
     }

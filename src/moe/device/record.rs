@@ -1,81 +1,220 @@
 //! Passes that are recorded once and repeated: on a CUDA device, graphs.
 
-use std::marker::PhantomData;
-
-use super::{BACKWARD, DeviceLayer, DeviceSaved, FORWARD, MARKS};
+use super::pass::Checked;
+use super::saved::RoutedBy;
+use super::{DeviceLayer, DeviceSaved};
 use crate::gpu::params::Pass;
 use crate::gpu::{Buffer, Recording};
-use crate::moe::MoeError;
+use crate::moe::metrics::PassOutcome;
+use crate::moe::spec::{Gradients, LayerSpec, Mode, MoeError, MoeLayer, Routed, WeightId};
 
-/// A forward pass, and its backward where it has one, over the same buffers and the same number of tokens, to be run again
-/// and again. What the buffers hold may change between runs, and so may the routing. Every PE runs its passes in the
-/// same order, recorded or not.
-pub struct RecordedStep<'b, 'g> {
+/// A layer whose passes are recorded when they are first called, and repeated with one launch each from then on: the same forward
+/// pass, and the same backward, over the same buffers with the same number of tokens. What the buffers hold may change between
+/// passes, and so may the routing and the weights. Every PE runs its passes in the same order, recorded or not.
+///
+/// It has memory for one forward pass: the next one takes it, and what was not followed by its backward until then never is.
+pub struct RecordedLayer<'a, 'g> {
+    layer: &'a mut DeviceLayer<'g>,
     saved: DeviceSaved<'g>,
-    forward: Box<dyn Recording + 'g>,
-    backward: Option<Box<dyn Recording + 'g>>,
-    /// Their addresses are in the recording.
-    buffers: PhantomData<&'b Buffer<'g>>,
+    /// Forward passes so far.
+    forwards: u64,
+    forward: Option<Recorded<'g>>,
+    backward: Option<Recorded<'g>>,
 }
 
-impl<'b, 'g> RecordedStep<'b, 'g> {
-    /// What the last pass left, for [`DeviceLayer::finish`] and what asks about a pass.
-    pub fn saved(&self) -> &DeviceSaved<'g> {
-        &self.saved
-    }
+/// One pass, and what its launches depend on.
+struct Recorded<'g> {
+    pass: Pass,
+    version: u64,
+    recording: Box<dyn Recording + 'g>,
 }
 
-impl<'g> DeviceLayer<'g> {
-    /// Records a forward pass, and with the gradient of the output and a place for that of the input, its backward. Runs
-    /// nothing.
+/// What a forward pass of a [`RecordedLayer`] leaves: the pass's number. Only the last one's backward can be run.
+#[derive(Debug)]
+pub struct RecordedPass {
+    layer: u64,
+    forward: u64,
+}
+
+impl<'a, 'g> RecordedLayer<'a, 'g> {
+    /// Records this layer's passes from now on.
     ///
     /// # Errors
-    /// As [`DeviceLayer::forward`] and [`DeviceLayer::backward`].
-    pub fn record<'b>(
-        &mut self,
-        x: &'b Buffer<'g>,
-        tokens: usize,
-        output: &'b Buffer<'g>,
-        gradients: Option<(&'b Buffer<'g>, &'b Buffer<'g>)>,
-    ) -> Result<RecordedStep<'b, 'g>, MoeError> {
-        let saved = self.begin(x, tokens, output)?;
-        let pass = Pass { x: x.address(), output: output.address(), ..self.pass(&saved) };
-        let forward = self.gpu.record(&mut || self.launch(&saved, &pass, &FORWARD))?;
-        let backward = match gradients {
-            Some((grad_output, grad_input)) => {
-                let pass = self.backward_pass(&saved, x, grad_output, grad_input)?;
-                Some(self.gpu.record(&mut || self.launch(&saved, &pass, &BACKWARD))?)
+    /// Too little memory.
+    pub fn new(layer: &'a mut DeviceLayer<'g>) -> Result<Self, MoeError> {
+        let saved = layer.take_state()?;
+        Ok(RecordedLayer { layer, saved, forwards: 0, forward: None, backward: None })
+    }
+
+    /// Sees to it that a pass is recorded, and is the one that was.
+    fn record(&mut self, checked: &Checked, backward: bool) -> Result<(), MoeError> {
+        self.saved.refresh(self.layer)?;
+        let (layer, saved) = (&*self.layer, &self.saved);
+        let recorded = if backward { &mut self.backward } else { &mut self.forward };
+        // What the layer's description says, and with it how kernels are launched, may have changed.
+        let current = recorded.take().filter(|r| r.version == layer.version && r.pass.trace == checked.pass.trace);
+        let current = match current {
+            Some(current) => current,
+            None => {
+                let recording = layer.gpu.record(&mut || layer.launch_all(saved, checked))?;
+                Recorded { pass: checked.pass, version: layer.version, recording }
             }
-            None => None,
         };
-        Ok(RecordedStep { saved, forward, backward, buffers: PhantomData })
+        let same = recorded.insert(current).pass == checked.pass;
+        let why = || "its buffers or the number of tokens are others than those recorded".into();
+        same.then_some(()).ok_or_else(|| MoeError::Usage { what: "repeat a recorded pass", why: why() })
     }
 
-    /// Launches the forward pass of a recorded step.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn replay_forward(&mut self, step: &RecordedStep<'_, 'g>) -> Result<(), MoeError> {
-        self.replay(&*step.forward)
+    /// Repeats the recording of the pass that [`RecordedLayer::record`] has just checked.
+    fn replay(&self, recorded: &Option<Recorded<'g>>) -> Result<(), MoeError> {
+        let Some(recorded) = recorded else { return Ok(()) };
+        // SAFETY: the recording is of launches of this layer's kernels on `self.saved`, which lives as long as it and is of
+        // the version that was recorded; the addresses in the recorded pass equal those of the pass that was checked, whose
+        // buffers the caller lends this call.
+        self.layer.run_as_one(|| unsafe { recorded.recording.replay() })
     }
 
-    /// Launches the backward pass of a recorded step, after its forward. Nothing where none was recorded.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn replay_backward(&mut self, step: &RecordedStep<'_, 'g>) -> Result<(), MoeError> {
-        step.backward.as_ref().map_or(Ok(()), |backward| self.replay(&**backward))
+    /// Refuses a pass that is not the last.
+    fn check(&self, saved: &RecordedPass, what: &'static str) -> Result<(), MoeError> {
+        let why = match (saved.layer == self.layer.id, saved.forward == self.forwards) {
+            (true, true) => return Ok(()),
+            (true, false) => "another forward pass took the recorded pass's memory",
+            (false, _) => "the forward pass was another layer's",
+        };
+        Err(MoeError::Usage { what, why: why.into() })
     }
 
-    fn replay(&self, recording: &dyn Recording) -> Result<(), MoeError> {
-        self.gpu.mark(MARKS[0])?;
-        self.gpu.mark(MARKS[1])?;
-        // SAFETY: the recording is of this layer's kernels, on blocks of the step's state; the buffers are borrowed by the
-        // step, and were checked when it was recorded.
-        unsafe { recording.replay()? };
-        for mark in &MARKS[2..] {
-            self.gpu.mark(*mark)?;
-        }
-        Ok(())
+    fn run_forward(&mut self, checked: Checked) -> Result<RecordedPass, MoeError> {
+        self.record(&checked, false)?;
+        self.saved.begin(checked.pass.tokens as usize, checked.by);
+        self.forwards += 1;
+        self.replay(&self.forward)?;
+        Ok(RecordedPass { layer: self.layer.id, forward: self.forwards })
+    }
+
+    fn run_backward(&mut self, checked: &Checked) -> Result<(), MoeError> {
+        self.record(checked, true)?;
+        self.saved.begin_backward();
+        self.layer.before_backward(checked.by)?;
+        self.replay(&self.backward)?;
+        self.layer.after_backward()
+    }
+}
+
+impl<'g> MoeLayer for RecordedLayer<'_, 'g> {
+    type Rows = Buffer<'g>;
+    type Values = Buffer<'g>;
+    type Ids = Buffer<'g>;
+    type RowsBuf = Buffer<'g>;
+    type ValuesBuf = Buffer<'g>;
+    type IdsBuf = Buffer<'g>;
+    type Saved = RecordedPass;
+
+    fn spec(&self) -> &LayerSpec {
+        self.layer.spec()
+    }
+
+    fn my_pe(&self) -> usize {
+        self.layer.my_pe()
+    }
+
+    fn rows(&self, values: &[f32], name: &str) -> Result<Buffer<'g>, MoeError> {
+        self.layer.rows(values, name)
+    }
+
+    fn values(&self, values: &[f32]) -> Result<Buffer<'g>, MoeError> {
+        self.layer.values(values)
+    }
+
+    fn ids(&self, ids: &[i32]) -> Result<Buffer<'g>, MoeError> {
+        self.layer.ids(ids)
+    }
+
+    fn read(&self, values: &Buffer<'g>, into: &mut [f32]) -> Result<(), MoeError> {
+        self.layer.read(values, into)
+    }
+
+    fn forward(&mut self, x: &Buffer<'g>, output: &mut Buffer<'g>) -> Result<RecordedPass, MoeError> {
+        let checked = self.layer.check_forward(x, output)?;
+        self.run_forward(checked)
+    }
+
+    fn backward(
+        &mut self,
+        saved: &mut RecordedPass,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &mut Buffer<'g>,
+    ) -> Result<(), MoeError> {
+        self.check(saved, "run backward")?;
+        self.saved.check_backward(self.layer, RoutedBy::Layer)?;
+        let checked = self.layer.check_backward(self.saved.tokens(), x, grad_output, grad_input)?;
+        self.run_backward(&checked)
+    }
+
+    fn experts(
+        &mut self,
+        x: &Buffer<'g>,
+        ids: &Buffer<'g>,
+        weights: &Buffer<'g>,
+        output: &mut Buffer<'g>,
+    ) -> Result<RecordedPass, MoeError> {
+        let checked = self.layer.check_experts(x, ids, weights, output)?;
+        self.run_forward(checked)
+    }
+
+    fn experts_backward(
+        &mut self,
+        saved: &mut RecordedPass,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &mut Buffer<'g>,
+        grad_weights: &mut Buffer<'g>,
+    ) -> Result<(), MoeError> {
+        self.check(saved, "run the backward of experts")?;
+        self.saved.check_backward(self.layer, RoutedBy::Caller)?;
+        let tokens = self.saved.tokens();
+        let checked = self.layer.check_experts_backward(tokens, x, grad_output, grad_input, grad_weights)?;
+        self.run_backward(&checked)
+    }
+
+    fn finish(&mut self, saved: &RecordedPass) -> Result<PassOutcome, MoeError> {
+        self.check(saved, "finish a pass")?;
+        self.layer.finish(&self.saved)
+    }
+
+    fn routed(&mut self, saved: &RecordedPass) -> Result<Routed, MoeError> {
+        self.check(saved, "read a pass's routing")?;
+        self.layer.routed(&self.saved)
+    }
+
+    fn recycle(&mut self, _: RecordedPass) {}
+
+    fn gradients(&mut self) -> Result<&Gradients, MoeError> {
+        self.layer.gradients()
+    }
+
+    fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError> {
+        self.layer.set_accumulate(accumulate)
+    }
+
+    fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
+        self.layer.weights(id, into)
+    }
+
+    fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
+        self.layer.set_weights(id, values)
+    }
+
+    fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
+        self.layer.set_mode(mode)
+    }
+
+    fn record_spans(&mut self) {
+        self.layer.record_spans();
+    }
+
+    fn barrier(&mut self) -> Result<(), MoeError> {
+        self.layer.barrier()
     }
 }

@@ -80,6 +80,14 @@ pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeEr
     let ErrorRecord { kind, pe, expected, seen, index, .. } = *record;
     match kind {
         params::ERROR_NONE => None,
+        params::ERROR_ROUTING => {
+            let id = seen as u32 as i32;
+            let why = match record.what {
+                params::WHAT_TWICE => format!("token {index} has expert {id} twice"),
+                _ => format!("token {index} has expert {id}, expected 0 to {}, or -1 for none", expected - 1),
+            };
+            Some(MoeError::Usage { what: "route by the given ids", why })
+        }
         params::ERROR_TIMEOUT => Some(MoeError::Wait {
             pe: me,
             peer: (record.what != params::WHAT_LOCAL).then_some(pe as usize),

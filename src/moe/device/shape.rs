@@ -4,10 +4,11 @@ use std::ffi::c_void;
 
 use serde::{Deserialize, Serialize};
 
+use super::weights::MAX_PARTS;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
-    Activation, ConfigError, Dtype, LayerConfig, Layout, Mode, MoeError, Options, Placement, Scoring,
+    Activation, ConfigError, Dtype, LayerConfig, LayerSpec, Layout, Mode, MoeError, Options, Scoring,
 };
 
 /// Rows and columns of a weight that the tensor memory accelerator brings at once.
@@ -73,8 +74,11 @@ fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
 ///
 /// # Errors
 /// Names the field, its value, and what would be right.
-pub fn check(config: &LayerConfig, dtype: Dtype) -> Result<(), MoeError> {
+pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<(), MoeError> {
     dtype_code(dtype)?;
+    if let Some(rows) = options.tile_rows {
+        return Err(config_error("tile rows", rows, "none on a device, whose tiles have one size"));
+    }
     let shared = config.shared.map_or(8, |s| s.mlp.intermediate);
     for (field, value) in
         [("hidden", config.hidden), ("intermediate", config.expert.intermediate), ("shared intermediate", shared)]
@@ -92,14 +96,9 @@ fn config_error(field: &'static str, value: impl ToString, expected: &str) -> Mo
 
 /// What the shape of a layer depends on.
 pub struct ShapeOf<'a> {
-    pub config: &'a LayerConfig,
-    pub placement: &'a Placement,
-    pub options: &'a Options,
+    pub spec: &'a LayerSpec,
     pub device: &'a DeviceOptions,
-    pub dtype: Dtype,
     pub my_pe: usize,
-    pub max_tokens: usize,
-    pub training: bool,
     /// Whether every PE's loads and stores reach every other's symmetric memory.
     pub all_reachable: bool,
     /// How many planes of the layer's element type the router's weights take.
@@ -109,9 +108,9 @@ pub struct ShapeOf<'a> {
 impl ShapeOf<'_> {
     /// The shape, with `blocks` blocks for the cooperative kernels.
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
-        let ShapeOf { config, placement, options, .. } = self;
-        check(config, self.dtype)?;
-        let layout = Layout::new(config, placement, self.dtype.bytes(), self.max_tokens, options)?;
+        let LayerSpec { config, placement, options, dtype, max_tokens, training } = self.spec;
+        check(config, *dtype, options)?;
+        let layout = self.spec.layout()?;
         let (tile_m, tile_n) = self.path(limits).tile();
         let router = &config.router;
         let (shared, gate) = match config.shared {
@@ -132,7 +131,7 @@ impl ShapeOf<'_> {
             max_local: placement.max_local() as u32,
             hosts: placement.hosts() as u32,
             top_k: router.top_k as u32,
-            dtype: dtype_code(self.dtype)?,
+            dtype: dtype_code(*dtype)?,
             gated: config.expert.gated.into(),
             activation: activation(config.expert.activation),
             bias: config.expert.bias.into(),
@@ -152,11 +151,11 @@ impl ShapeOf<'_> {
             aux_loss_coef: config.aux_loss_coef,
             z_loss_coef: config.z_loss_coef,
             capacity_factor: config.capacity_factor.unwrap_or(0.0),
-            max_tokens: self.max_tokens.max(1) as u32,
+            max_tokens: (*max_tokens).max(1) as u32,
             chunk_rows: layout.chunk_rows as u32,
             window_chunks: layout.window_chunks as u32,
             round_slots: self.round_slots(&layout),
-            training: self.training.into(),
+            training: (*training).into(),
             stage: (!self.all_reachable).into(),
             bulk: (options.mode == Mode::Bulk).into(),
             blocks,
@@ -176,9 +175,10 @@ impl ShapeOf<'_> {
     /// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the
     /// least, and no more than its windows' rows can have.
     fn round_slots(&self, layout: &Layout) -> u32 {
-        let hosts = self.placement.hosts().max(1);
-        let even = (self.max_tokens * self.config.router.top_k).div_ceil(hosts);
-        let budget = (even as f64 * self.options.budget_factor).ceil() as usize;
+        let LayerSpec { config, placement, options, max_tokens, .. } = self.spec;
+        let hosts = placement.hosts().max(1);
+        let even = (max_tokens * config.router.top_k).div_ceil(hosts);
+        let budget = (even as f64 * options.budget_factor).ceil() as usize;
         let per_chunk = layout.chunk_rows * layout.max_slots_per_row;
         budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
     }
@@ -189,30 +189,8 @@ impl ShapeOf<'_> {
 ///
 /// # Errors
 /// What no device runs.
-#[allow(clippy::too_many_arguments)]
-pub fn symmetric_bytes(
-    config: &LayerConfig,
-    placement: &Placement,
-    dtype: Dtype,
-    max_tokens: usize,
-    training: bool,
-    options: &Options,
-    device: &DeviceOptions,
-    limits: &DeviceLimits,
-) -> Result<u64, MoeError> {
-    let all_reachable = true;
-    let shape_of = ShapeOf {
-        config,
-        placement,
-        options,
-        device,
-        dtype,
-        my_pe: 0,
-        max_tokens,
-        training,
-        all_reachable,
-        router_parts: 3,
-    };
+pub fn symmetric_bytes(spec: &LayerSpec, device: &DeviceOptions, limits: &DeviceLimits) -> Result<u64, MoeError> {
+    let shape_of = ShapeOf { spec, device, my_pe: 0, all_reachable: true, router_parts: MAX_PARTS };
     let shape = shape_of.shape(limits, limits.multiprocessors)?;
     Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
 }

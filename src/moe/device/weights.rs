@@ -4,16 +4,18 @@ use half::{bf16, f16};
 
 use super::shape::{GemmPath, TENSOR_MAP_BOX};
 use crate::gpu::params::{self, Tables};
-use crate::gpu::{Buffer, Gpu, GpuError, SymmetricBuffer, TensorMap};
+use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
 use crate::moe::spec::{
-    Dtype, Gradients, LayerConfig, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError, WeightId,
-    WeightSource, proj_index,
+    Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
+    WeightId, WeightSource, proj_index,
 };
 
+/// `kernels/accumulate.h`.
+const ACCUMULATE: &str = "aristos_accumulate";
 /// What every piece begins at a multiple of, bytes.
 const ALIGN_BYTES: u64 = 256;
 /// Most planes that a router's weight is split into.
-const MAX_PARTS: usize = 3;
+pub const MAX_PARTS: u32 = 3;
 
 /// Hands out places in a buffer that is still to be made.
 #[derive(Default)]
@@ -29,19 +31,27 @@ impl Bump {
     }
 }
 
-/// Values in the layer's element type.
+/// Rounds values to the layer's element type.
 ///
 /// # Errors
 /// A finite value that is none there, with its place; `name` is what to call them.
 pub fn to_elements(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<u16>, MoeError> {
+    let mut elements = Vec::new();
+    put_elements(values, dtype, name, &mut elements)?;
+    Ok(elements)
+}
+
+/// [`to_elements`] into a vector that is kept.
+fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16>) -> Result<(), MoeError> {
     let round = |x: f32| match dtype {
         Dtype::F16 => f16::from_f32(x).to_bits(),
         _ => bf16::from_f32(x).to_bits(),
     };
-    let elements: Vec<u16> = values.iter().map(|&x| round(x)).collect();
+    elements.clear();
+    elements.extend(values.iter().map(|&x| round(x)));
     let too_large = |(&x, &e): (&f32, &u16)| x.is_finite() && !to_f32(e, dtype).is_finite();
-    match values.iter().zip(&elements).position(too_large) {
-        None => Ok(elements),
+    match values.iter().zip(&*elements).position(too_large) {
+        None => Ok(()),
         Some(at) => Err(MoeError::Weights(WeightError::new(format!(
             "{name}: element {at} is {}, too large for {}",
             values[at],
@@ -57,21 +67,37 @@ fn to_f32(bits: u16, dtype: Dtype) -> f32 {
     }
 }
 
-/// As few planes of the element type as add up to `values`, three at most, which hold 24 bits; of f16's, whose smallest steps are
-/// 2^-24, down to these.
-pub fn split(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<Vec<u16>>, MoeError> {
-    let mut rest = values.to_vec();
-    let mut planes = Vec::new();
-    while planes.len() < MAX_PARTS {
-        let plane = to_elements(&rest, dtype, name)?;
-        // Exact: the difference of a number and its rounding.
-        rest.iter_mut().zip(&plane).for_each(|(r, &p)| *r -= to_f32(p, dtype));
-        planes.push(plane);
-        if rest.iter().all(|&r| r == 0.0) {
-            break;
+/// A router's weights as planes of the element type that add up to them: vectors that are kept from one split to the next.
+#[derive(Default)]
+struct Planes {
+    /// [`MAX_PARTS`] planes, those that are not needed all zeros.
+    planes: Vec<u16>,
+    /// How many are needed.
+    parts: u32,
+    rest: Vec<f32>,
+    plane: Vec<u16>,
+}
+
+impl Planes {
+    /// Three planes at most, which hold 24 bits; of f16's, whose smallest steps are 2^-24, down to these.
+    fn split(&mut self, values: &[f32], dtype: Dtype, name: &str) -> Result<(), MoeError> {
+        self.planes.clear();
+        self.parts = 0;
+        self.rest.clear();
+        self.rest.extend_from_slice(values);
+        while self.parts < MAX_PARTS {
+            put_elements(&self.rest, dtype, name, &mut self.plane)?;
+            // Exact: the difference of a number and its rounding.
+            self.rest.iter_mut().zip(&self.plane).for_each(|(r, &p)| *r -= to_f32(p, dtype));
+            self.planes.extend_from_slice(&self.plane);
+            self.parts += 1;
+            if self.rest.iter().all(|&r| r == 0.0) {
+                break;
+            }
         }
+        self.planes.resize(MAX_PARTS as usize * values.len(), 0);
+        Ok(())
     }
-    Ok(planes)
 }
 
 /// Where the matrices and biases of an MLP begin in a buffer.
@@ -102,44 +128,38 @@ impl MlpPlaces {
     }
 }
 
-/// The gradients of a layer's weights on a device, overwritten by each backward.
-struct DeviceGradients<'g> {
-    buffer: Buffer<'g>,
-    /// Of the local experts, then the shared one's.
-    places: Vec<MlpPlaces>,
-    router: u64,
-    shared_gate: Option<u64>,
-}
-
 /// The weights that a PE holds, the tables that find them, and their gradients.
 pub struct DeviceWeights<'g> {
     /// What the kernels are given.
     pub tables: Tables,
     /// Device memory, bytes.
     pub bytes: u64,
-    gradients: Option<DeviceGradients<'g>>,
-    /// What the tables point to.
-    _buffers: Vec<Buffer<'g>>,
+    /// Planes that the router's weights need.
+    pub router_parts: u32,
+    /// `None` without training.
+    pub gradients: Option<DeviceGradients<'g>>,
+    /// Matrices and biases of the local experts, then of the shared one, at `places`.
+    mlps: Buffer<'g>,
+    places: Vec<MlpPlaces>,
+    /// Room for [`MAX_PARTS`] planes, and the values that they add up to; `None` where the caller routes.
+    router: Option<[Buffer<'g>; 2]>,
+    router_bias: Option<Buffer<'g>>,
+    shared_gate: Option<Buffer<'g>>,
+    /// What else the tables point to.
+    kept: Vec<Buffer<'g>>,
+    /// What is being written, so that new weights need no allocation.
+    elements: Vec<u16>,
+    planes: Planes,
 }
 
-/// The router's weights, and the planes that add up to them; needed before anything is allocated.
-pub struct Router {
-    values: Vec<f32>,
-    planes: Vec<Vec<u16>>,
-}
-
-impl Router {
-    /// Loads and splits it.
-    pub fn load(source: &dyn WeightSource, dtype: Dtype) -> Result<Self, MoeError> {
-        let values = source.load(WeightId::Router).map_err(MoeError::Weights)?;
-        let planes = split(&values, dtype, &source.name(WeightId::Router))?;
-        Ok(Router { values, planes })
-    }
-
-    /// How many planes.
-    pub fn parts(&self) -> u32 {
-        self.planes.len() as u32
-    }
+/// Where a weight is.
+enum Place<'a, 'g> {
+    /// In the layer's element type, from this byte on.
+    Elements(&'a Buffer<'g>, u64),
+    /// In f32.
+    Values(&'a Buffer<'g>, u64),
+    /// The router's: planes, and the values that they add up to.
+    Router(&'a [Buffer<'g>; 2]),
 }
 
 /// The MLPs that `pe` holds: its experts, then the shared one.
@@ -148,28 +168,36 @@ fn mlps(config: &LayerConfig, placement: &Placement, pe: usize) -> Vec<(MlpId, M
     routed.chain(config.shared.map(|s| (MlpId::Shared, s.mlp))).collect()
 }
 
+/// Loads a weight of the length that the configuration says.
+fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result<Vec<f32>, MoeError> {
+    let values = source.load(id)?;
+    let expected: usize = config.shape(id).iter().product();
+    if values.len() != expected {
+        let (name, got) = (source.name(id), values.len());
+        return Err(MoeError::Weights(WeightError::new(format!("{name} has {got} elements, expected {expected}"))));
+    }
+    Ok(values)
+}
+
 impl<'g> DeviceWeights<'g> {
     /// Loads what this PE holds, one weight at a time.
     pub fn new(
         gpu: &'g dyn Gpu,
+        spec: &LayerSpec,
         source: &dyn WeightSource,
-        placement: &Placement,
-        dtype: Dtype,
         path: GemmPath,
-        training: bool,
-        router: &Router,
     ) -> Result<Self, MoeError> {
-        let (config, me) = (source.config(), gpu.my_pe());
-        let hidden = config.hidden;
-        let mlps = mlps(config, placement, me);
+        let LayerSpec { config, placement, dtype, .. } = spec;
+        let (me, hidden, dtype) = (gpu.my_pe(), config.hidden, *dtype);
+        let held = mlps(config, placement, me);
         let mut bump = Bump::default();
         let places: Vec<_> =
-            mlps.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
+            held.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, hidden, dtype.bytes())).collect();
         let weights = Buffer::new(gpu, bump.used)?;
-        for ((which, mlp), places) in mlps.iter().zip(&places) {
+        let load = |id| load(source, config, id);
+        for ((which, mlp), places) in held.iter().zip(&places) {
             for &proj in mlp.projections() {
                 let (matrix, bias) = which.ids(proj);
-                let load = |id| source.load(id).map_err(MoeError::Weights);
                 if let Some(at) = places.matrix[proj_index(proj)] {
                     weights.write(at, &to_elements(&load(matrix)?, dtype, &source.name(matrix))?)?;
                 }
@@ -178,36 +206,53 @@ impl<'g> DeviceWeights<'g> {
                 }
             }
         }
-        let gradients = training.then(|| DeviceGradients::new(gpu, config, &mlps)).transpose()?;
+        let gradients = spec.training.then(|| DeviceGradients::new(gpu, config, &held)).transpose()?;
 
+        let mut planes = Planes::default();
+        let mut router = None;
+        if !config.router.external {
+            let values = load(WeightId::Router)?;
+            planes.split(&values, dtype, &source.name(WeightId::Router))?;
+            router = Some([Buffer::from_slice(gpu, &planes.planes)?, Buffer::from_slice(gpu, &values)?]);
+        }
+        let optional = |id: WeightId, wanted: bool| -> Result<_, MoeError> {
+            wanted.then(|| Ok(Buffer::from_slice(gpu, &load(id)?)?)).transpose()
+        };
+        let router_bias = optional(WeightId::RouterBias, config.router.correction_bias)?;
+        let shared_gate = optional(WeightId::SharedGate, config.shared.is_some_and(|s| s.sigmoid_gate))?;
+        let address = |buffer: &Option<Buffer<'g>>| buffer.as_ref().map_or(0, Buffer::address);
+        let own = router.iter().flatten().chain(&router_bias).chain(&shared_gate).chain([&weights]);
         let mut made = DeviceWeights {
-            tables: Tables::default(),
-            bytes: weights.bytes() + gradients.as_ref().map_or(0, |g| g.buffer.bytes()),
+            tables: Tables {
+                router: router.as_ref().map_or(0, |[planes, _]| planes.address()),
+                router_f32: router.as_ref().map_or(0, |[_, values]| values.address()),
+                router_bias: address(&router_bias),
+                shared_gate: address(&shared_gate),
+                ..Tables::default()
+            },
+            bytes: own.map(Buffer::bytes).sum::<u64>() + gradients.as_ref().map_or(0, |g| g.buffer.bytes()),
+            // A layer without a router launches nothing that asks.
+            router_parts: planes.parts.max(1),
             gradients,
-            _buffers: Vec::new(),
+            mlps: weights,
+            places,
+            router,
+            router_bias,
+            shared_gate,
+            kept: Vec::new(),
+            elements: Vec::new(),
+            planes,
         };
         let n = config.n_experts;
         let owner: Vec<u32> = (0..n).map(|e| placement.owner(e) as u32).collect();
         let local: Vec<u32> = (0..n).map(|e| placement.local(e) as u32).collect();
-        let optional =
-            |id: WeightId, wanted: bool| wanted.then(|| source.load(id)).transpose().map_err(MoeError::Weights);
-        let bias = optional(WeightId::RouterBias, config.router.correction_bias)?;
-        let gate = optional(WeightId::SharedGate, config.shared.is_some_and(|s| s.sigmoid_gate))?;
-        made.tables.router = made.keep(gpu, &router.planes.concat())?;
-        made.tables.router_f32 = made.keep(gpu, &router.values)?;
         made.tables.owner = made.keep(gpu, &owner)?;
         made.tables.local_index = made.keep(gpu, &local)?;
-        if let Some(bias) = bias {
-            made.tables.router_bias = made.keep(gpu, &bias)?;
-        }
-        if let Some(gate) = gate {
-            made.tables.shared_gate = made.keep(gpu, &gate)?;
-        }
-        let mut addresses: Vec<[u64; 6]> = places.iter().map(|p| p.addresses(weights.address())).collect();
+        let mut addresses: Vec<[u64; 6]> = made.places.iter().map(|p| p.addresses(made.mlps.address())).collect();
         addresses.resize(placement.experts(me).len() + 1, [0; 6]);
         made.tables.weights = made.keep(gpu, &addresses)?;
         if path == GemmPath::Hopper {
-            let maps = tensor_maps(gpu, &mlps, hidden, &addresses, dtype)?;
+            let maps = tensor_maps(gpu, &held, hidden, &addresses, dtype)?;
             made.tables.tensor_maps = made.keep(gpu, &maps)?;
         }
         if let Some(gradients) = &made.gradients {
@@ -218,7 +263,6 @@ impl<'g> DeviceWeights<'g> {
             made.tables.grad_shared_gate = gradients.shared_gate.map_or(0, |at| base + at);
             made.tables.gradients = made.keep(gpu, &of)?;
         }
-        made._buffers.push(weights);
         Ok(made)
     }
 
@@ -233,29 +277,203 @@ impl<'g> DeviceWeights<'g> {
     fn keep<T: bytemuck::Pod>(&mut self, gpu: &'g dyn Gpu, values: &[T]) -> Result<u64, GpuError> {
         let buffer = Buffer::from_slice(gpu, values)?;
         self.bytes += buffer.bytes();
-        self._buffers.push(buffer);
-        Ok(self._buffers.last().map_or(0, Buffer::address))
+        self.kept.push(buffer);
+        Ok(self.kept.last().map_or(0, Buffer::address))
     }
 
-    /// The gradients of the last backward, read back; `None` without training.
-    pub fn gradients(
+    /// Where a weight is, whose length is checked.
+    fn place(
         &self,
-        config: &LayerConfig,
-        placement: &Placement,
-        pe: usize,
-    ) -> Result<Option<Gradients>, GpuError> {
-        let Some(on_device) = &self.gradients else { return Ok(None) };
-        let mut all = Gradients::zeros(config, placement, pe);
-        let buffer = &on_device.buffer;
-        buffer.read(on_device.router, &mut all.router)?;
-        if let Some(at) = on_device.shared_gate {
+        spec: &LayerSpec,
+        me: usize,
+        id: WeightId,
+        len: usize,
+        what: &'static str,
+    ) -> Result<Place<'_, 'g>, MoeError> {
+        let (config, placement) = (&spec.config, &spec.placement);
+        let routed = |e| placement.local_on(e, me).and_then(|local| self.places.get(local));
+        // Behind the local experts, where there is one.
+        let shared = self.places.get(placement.experts(me).len());
+        let place = match id {
+            WeightId::Router => self.router.as_ref().map(Place::Router),
+            WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| Place::Values(buffer, 0)),
+            WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| Place::Values(buffer, 0)),
+            WeightId::Expert(e, p) => {
+                routed(e).and_then(|places| places.matrix[proj_index(p)]).map(|at| self.matrix(at))
+            }
+            WeightId::Shared(p) => shared.and_then(|places| places.matrix[proj_index(p)]).map(|at| self.matrix(at)),
+            WeightId::ExpertBias(e, p) => {
+                routed(e).and_then(|places| places.bias[proj_index(p)]).map(|at| self.bias(at))
+            }
+            WeightId::SharedBias(p) => shared.and_then(|places| places.bias[proj_index(p)]).map(|at| self.bias(at)),
+        };
+        let place = place.ok_or_else(|| MoeError::Usage { what, why: format!("PE {me} holds no {id:?}") })?;
+        let expected: usize = config.shape(id).iter().product();
+        if len != expected {
+            return Err(MoeError::Shape { what: format!("{id:?}").into(), got: len, expected: expected.to_string() });
+        }
+        Ok(place)
+    }
+
+    fn matrix(&self, at: u64) -> Place<'_, 'g> {
+        Place::Elements(&self.mlps, at)
+    }
+
+    fn bias(&self, at: u64) -> Place<'_, 'g> {
+        Place::Values(&self.mlps, at)
+    }
+
+    /// Reads a weight back.
+    pub fn read(&self, spec: &LayerSpec, me: usize, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
+        match self.place(spec, me, id, into.len(), "read a weight")? {
+            Place::Router([_, router]) => router.read(0, into)?,
+            Place::Values(buffer, at) => buffer.read(at, into)?,
+            Place::Elements(buffer, at) => {
+                // Half the bytes come to the second half of the place, and are widened from its beginning: no value is written
+                // over an element that is still to be read.
+                let len = into.len();
+                let halves: &mut [u16] = bytemuck::cast_slice_mut(into);
+                buffer.read(at, &mut halves[len..])?;
+                for i in 0..len {
+                    let bits = to_f32(halves[len + i], spec.dtype).to_bits();
+                    halves[2 * i..2 * i + 2].copy_from_slice(bytemuck::cast_slice(&[bits]));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces a weight.
+    pub fn write(&mut self, spec: &LayerSpec, me: usize, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
+        let name = || format!("{id:?}");
+        // Taken for as long as the place borrows all else.
+        let (mut elements, mut planes) = (std::mem::take(&mut self.elements), std::mem::take(&mut self.planes));
+        let written = self.place(spec, me, id, values.len(), "set a weight").and_then(|place| match place {
+            Place::Values(buffer, at) => Ok(buffer.write(at, values)?),
+            Place::Elements(buffer, at) => {
+                put_elements(values, spec.dtype, &name(), &mut elements)?;
+                Ok(buffer.write(at, &elements)?)
+            }
+            Place::Router([on_device, router]) => {
+                planes.split(values, spec.dtype, &name())?;
+                on_device.write(0, &planes.planes)?;
+                Ok(router.write(0, values)?)
+            }
+        });
+        if id == WeightId::Router && written.is_ok() {
+            self.router_parts = planes.parts;
+        }
+        (self.elements, self.planes) = (elements, planes);
+        written
+    }
+}
+
+/// The gradients of a layer's weights on a device.
+pub struct DeviceGradients<'g> {
+    /// Of the last backward: what the kernels write. First those of replicated weights, of `replicated_bytes`.
+    buffer: Buffer<'g>,
+    replicated_bytes: u64,
+    /// Whether those of replicated weights are zeros.
+    replicated_zero: bool,
+    /// The sums over backward passes, once they were accumulated.
+    sum: Option<Buffer<'g>>,
+    accumulate: bool,
+    /// Whether the layer's gradients are in `sum`.
+    summed: bool,
+    /// Of the local experts, then the shared one's.
+    places: Vec<MlpPlaces>,
+    router: u64,
+    shared_gate: Option<u64>,
+    /// As the host has read them.
+    read: Gradients,
+}
+
+impl<'g> DeviceGradients<'g> {
+    fn new(gpu: &'g dyn Gpu, config: &LayerConfig, mlps: &[(MlpId, MlpConfig)]) -> Result<Self, GpuError> {
+        let mut bump = Bump::default();
+        let bytes = size_of::<f32>();
+        let router = bump.take(config.router_rows() * config.hidden * bytes);
+        let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
+        let shared_gate = gated.then(|| bump.take(config.hidden * bytes));
+        let place = |bump: &mut Bump, mlp: &MlpConfig| MlpPlaces::new(bump, mlp, config.hidden, bytes);
+        let shared = config.shared.map(|shared| place(&mut bump, &shared.mlp));
+        let replicated_bytes = bump.used;
+        let routed = mlps.iter().filter(|(which, _)| *which != MlpId::Shared);
+        let mut places: Vec<_> = routed.map(|(_, mlp)| place(&mut bump, mlp)).collect();
+        places.extend(shared);
+        let buffer = Buffer::new(gpu, bump.used)?;
+        buffer.zero(0, buffer.bytes())?;
+        Ok(DeviceGradients {
+            buffer,
+            replicated_bytes,
+            replicated_zero: true,
+            sum: None,
+            accumulate: false,
+            summed: false,
+            places,
+            router,
+            shared_gate,
+            read: Gradients::default(),
+        })
+    }
+
+    /// Adds those of the backward passes from now on, or no longer; the bytes of memory that it took.
+    pub fn set_accumulate(&mut self, gpu: &'g dyn Gpu, accumulate: bool) -> Result<u64, GpuError> {
+        self.accumulate = accumulate;
+        if !accumulate || self.sum.is_some() {
+            return Ok(0);
+        }
+        Ok(self.sum.insert(Buffer::new(gpu, self.buffer.bytes())?).bytes())
+    }
+
+    /// Before a backward is launched, which leaves those of replicated weights alone where the caller has routed: they are zeros.
+    pub fn begin(&mut self, gpu: &dyn Gpu, by_caller: bool) -> Result<(), GpuError> {
+        if self.accumulate && !self.summed {
+            self.add(gpu, true)?;
+        }
+        self.summed = self.accumulate;
+        if by_caller && !self.replicated_zero {
+            self.buffer.zero(0, self.replicated_bytes)?;
+        }
+        self.replicated_zero = by_caller;
+        Ok(())
+    }
+
+    /// After a backward was launched.
+    pub fn end(&mut self, gpu: &dyn Gpu) -> Result<(), GpuError> {
+        if self.accumulate { self.add(gpu, false) } else { Ok(()) }
+    }
+
+    /// Launches `sum = last` or `sum += last`.
+    fn add(&self, gpu: &dyn Gpu, begin: bool) -> Result<(), GpuError> {
+        const THREADS: u32 = 256;
+        let Some(sum) = &self.sum else { return Ok(()) };
+        let count = sum.bytes() / size_of::<f32>() as u64;
+        let blocks = count.div_ceil(4 * u64::from(THREADS)).clamp(1, u64::from(8 * gpu.limits()?.multiprocessors));
+        let launch = Launch { grid: blocks as u32, block: THREADS, shared_bytes: 0, cooperative: 0 };
+        let (to, from) = (sum.address(), self.buffer.address());
+        let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
+        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag; the buffers are as long
+        // as each other, of pieces that are rounded up to whole 256 bytes.
+        unsafe { gpu.launch(ACCUMULATE, launch, &[args[0], args[1], args[2], bytemuck::bytes_of(&u32::from(begin))]) }
+    }
+
+    /// The gradients of the last backward, or the sums.
+    pub fn read(&mut self, spec: &LayerSpec, me: usize) -> Result<&Gradients, GpuError> {
+        let all = &mut self.read;
+        if all.experts.is_empty() && all.router.is_empty() {
+            *all = Gradients::zeros(&spec.config, &spec.placement, me);
+        }
+        let buffer = self.sum.as_ref().filter(|_| self.summed).unwrap_or(&self.buffer);
+        buffer.read(self.router, &mut all.router)?;
+        if let Some(at) = self.shared_gate {
             buffer.read(at, &mut all.shared_gate)?;
         }
-        let shared = config.shared.is_some().then_some(&mut all.shared);
-        for (places, grads) in on_device.places.iter().zip(all.experts.iter_mut().chain(shared)) {
+        let shared = spec.config.shared.is_some().then_some(&mut all.shared);
+        for (places, grads) in self.places.iter().zip(all.experts.iter_mut().chain(shared)) {
             places.read(buffer, grads)?;
         }
-        Ok(Some(all))
+        Ok(all)
     }
 }
 
@@ -268,18 +486,6 @@ impl MlpPlaces {
             }
         }
         Ok(())
-    }
-}
-
-impl<'g> DeviceGradients<'g> {
-    fn new(gpu: &'g dyn Gpu, config: &LayerConfig, mlps: &[(MlpId, MlpConfig)]) -> Result<Self, GpuError> {
-        let mut bump = Bump::default();
-        let bytes = size_of::<f32>();
-        let router = bump.take(config.n_experts * config.hidden * bytes);
-        let gated = config.shared.is_some_and(|s| s.sigmoid_gate);
-        let shared_gate = gated.then(|| bump.take(config.hidden * bytes));
-        let places = mlps.iter().map(|(_, mlp)| MlpPlaces::new(&mut bump, mlp, config.hidden, bytes)).collect();
-        Ok(DeviceGradients { buffer: Buffer::new(gpu, bump.used)?, places, router, shared_gate })
     }
 }
 
@@ -319,18 +525,21 @@ mod tests {
 
     #[test]
     fn planes_add_up_to_24_bits_and_are_as_few_as_can_be() {
-        let add =
-            |planes: &[Vec<u16>], i: usize, dtype| planes.iter().map(|p| f64::from(to_f32(p[i], dtype))).sum::<f64>();
+        // Split one after the other into the same vectors.
+        let mut split = Planes::default();
         for (values, dtype, parts) in [
             (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),
             (vec![1.0 + f32::EPSILON * 32768.0, 0.0], Dtype::Bf16, 2),
             (vec![1.0 / 3.0, 0.1, -1e-3], Dtype::Bf16, 3),
             (vec![1.0 + 1.0 / 1024.0, 2.0], Dtype::F16, 1),
+            (vec![1.0], Dtype::Bf16, 1),
         ] {
-            let planes = split(&values, dtype, "w").unwrap();
-            assert_eq!(planes.len(), parts, "{values:?}");
+            split.split(&values, dtype, "w").unwrap();
+            assert_eq!(split.parts, parts, "{values:?}");
+            assert_eq!(split.planes.len(), 3 * values.len());
             for (i, &v) in values.iter().enumerate() {
-                assert!((add(&planes, i, dtype) - f64::from(v)).abs() <= f64::from(v).abs() * 2f64.powi(-23));
+                let sum: f64 = split.planes.chunks(values.len()).map(|p| f64::from(to_f32(p[i], dtype))).sum();
+                assert!((sum - f64::from(v)).abs() <= f64::from(v).abs() * 2f64.powi(-23));
             }
         }
     }

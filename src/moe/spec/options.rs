@@ -59,8 +59,9 @@ pub struct Options {
     pub budget_factor: f64,
     /// Most rows sent under one signal.
     pub chunk_rows: usize,
-    /// Rows that an expert's GEMMs are cut to, about.
-    pub tile_rows: usize,
+    /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles have one size, so it takes
+    /// none.
+    pub tile_rows: Option<usize>,
     /// How long a PE waits for a peer before it gives up.
     pub wait_limit: Duration,
 }
@@ -71,19 +72,27 @@ impl Default for Options {
             mode: Mode::Pipelined,
             budget_factor: 2.0,
             chunk_rows: 256,
-            tile_rows: 512,
+            tile_rows: None,
             wait_limit: Duration::from_secs(60),
         }
     }
 }
 
 impl Options {
+    /// [`Options::tile_rows`] on a CPU where none are given.
+    pub const DEFAULT_TILE_ROWS: usize = 512;
+
+    /// Rows that the CPU engine cuts an expert's GEMMs to.
+    pub fn tile_rows(&self) -> usize {
+        self.tile_rows.unwrap_or(Self::DEFAULT_TILE_ROWS)
+    }
+
     /// Checks that a layer can run with these.
     ///
     /// # Errors
     /// Names the first option that is out of range, its value, and what would be right.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        for (field, value) in [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows)] {
+        for (field, value) in [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows())] {
             if value == 0 {
                 return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
             }

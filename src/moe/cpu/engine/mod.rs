@@ -273,7 +273,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 self.saved.shared.resize_forward(shared.config(), self.config.hidden, self.saved.routing.tokens);
             }
             let tokens = 0..self.saved.routing.tokens;
-            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows).map(Filler::SharedTile).collect();
+            let mut shared_tiles: Vec<_> = tiles(tokens, self.options.tile_rows()).map(Filler::SharedTile).collect();
             shared_tiles.reverse();
             p.filler.append(&mut shared_tiles);
         }
@@ -288,7 +288,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             for (e, &rows) in counts.iter().enumerate() {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
                 self.progress.origin[e].resize(rows, (0, 0));
-                if rows >= self.options.tile_rows {
+                if rows >= self.options.tile_rows() {
                     self.add_tiles(e, 0..rows, 0);
                 }
             }
@@ -310,7 +310,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     fn add_tiles(&mut self, expert: usize, rows: Range<usize>, there: usize) {
         let p = &mut self.progress;
         let first = p.tiles.len();
-        for tile in tiles(rows.clone(), self.options.tile_rows) {
+        for tile in tiles(rows.clone(), self.options.tile_rows()) {
             let missing = tile.end.saturating_sub(there.max(tile.start));
             if missing == 0 {
                 p.ready.push_back(p.tiles.len());

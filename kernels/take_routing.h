@@ -1,0 +1,45 @@
+// aristos_take_routing: a caller's routing in the place of aristos_route's, checked: each token's experts in ascending order, which is
+// what everything after it expects, and where the caller has each. A warp does a token.
+#pragma once
+#include "protocol.h"
+#include "route_math.h"
+
+namespace aristos {
+
+// Experts in their order, then all that are none.
+DEVICE u32 choice_key(i32 id, u32 experts) { return id >= 0 && u32(id) < experts ? u32(id) : NONE; }
+
+DEVICE void take_choices(const Layer& layer, const Pass& pass, u32 token) {
+    const u32 k = layer.shape.top_k, experts = layer.shape.n_experts;
+    const u64 first = u64(token) * k;
+    for (u32 j = dev::lane(); j < k; j += 32) {
+        const i32 id = pass.ids[first + j];
+        const u32 key = choice_key(id, experts);
+        u32 rank = 0;
+        bool twice = false;
+        for (u32 i = 0; i < k; i++) {
+            const u32 other = choice_key(pass.ids[first + i], experts);
+            rank += other < key || (other == key && i < j);
+            twice |= other == key && i < j;
+        }
+        twice = twice && key != NONE;
+        if (twice || (key == NONE && id != -1)) {
+            const Waiting w{layer.shape.my_pe, twice ? WHAT_TWICE : WHAT_NO_EXPERT, PHASE_ROUTER, experts, token};
+            record_error(layer, ERROR_ROUTING, w, u64(u32(id)));
+        }
+        // A wrong one is none for the kernels that still run: the plan counts on an expert once a token.
+        const bool none = twice || key == NONE;
+        layer.routing.chosen[first + rank] = none ? NONE : key;
+        layer.routing.routing_weights[first + rank] = none ? 0.0f : pass.weights[first + j];
+        layer.routing.columns[first + rank] = j;
+    }
+}
+
+KERNEL(aristos_take_routing, 256, 2)(const Layer* layer, Pass pass) {
+    if (dev::block() == 0) clear_pass(*layer);
+    const u32 begin = dev::block() * ROUTE_TOKENS, end = least(begin + ROUTE_TOKENS, pass.tokens);
+    for (u32 token = begin + dev::warp(); token < end; token += ROUTE_THREADS / 32) take_choices(*layer, pass, token);
+}
+REGISTER_KERNEL(aristos_take_routing)
+
+}  // namespace aristos

@@ -1,0 +1,457 @@
+//! The passes of a layer on a device: what is checked, what is launched, what is read afterwards.
+
+use bytemuck::Zeroable;
+
+use super::report::{self, PassTimes};
+use super::saved::RoutedBy;
+use super::{DeviceLayer, DeviceSaved, to_elements};
+use crate::gpu::params::{ErrorRecord, Kernel, MAX_SPANS, Pass, PassStats, SpanRecord};
+use crate::gpu::{Buffer, GpuError};
+use crate::moe::metrics::PassOutcome;
+use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
+
+/// The kernels of a pass, in order, by the phases that their time counts as.
+pub(super) struct Stages {
+    /// Router and plan.
+    before: &'static [Kernel],
+    /// The persistent kernel.
+    layer: Kernel,
+    /// The router's backward.
+    after: &'static [Kernel],
+    /// The sum over PEs of replicated gradients.
+    reduce: &'static [Kernel],
+}
+
+const FORWARD: Stages =
+    Stages { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+const BACKWARD: Stages = Stages {
+    before: &[],
+    layer: Kernel::Backward,
+    after: &[Kernel::RouteBackward, Kernel::RouterGradients],
+    reduce: &[Kernel::AllReduce],
+};
+
+/// By the caller's routing: the layer's router and shared expert have no part in it, and so there is nothing to sum over PEs.
+const EXPERTS: Stages =
+    Stages { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+const EXPERTS_BACKWARD: Stages = Stages { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
+
+/// The marks of a pass: its begin, the persistent kernel's, the persistent kernel's end, the begin of the all-reduce, the end.
+const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
+
+/// What a pass is launched with, checked against the layer.
+pub(super) struct Checked {
+    pub(super) pass: Pass,
+    pub(super) stages: &'static Stages,
+    pub(super) by: RoutedBy,
+}
+
+/// Elements that an argument should have.
+#[derive(Clone, Copy)]
+struct Expect {
+    what: &'static str,
+    elements: usize,
+    /// Bytes of each.
+    bytes: usize,
+}
+
+impl<'g> DeviceLayer<'g> {
+    /// The arguments of a forward pass.
+    pub(super) fn check_forward(&self, x: &Buffer<'g>, output: &Buffer<'g>) -> Result<Checked, MoeError> {
+        if self.spec.config.router.external {
+            let why = "the layer has no router: the caller routes, by experts".into();
+            return Err(MoeError::Usage { what: "run forward", why });
+        }
+        let tokens = self.check_tokens(x)?;
+        self.check_rows("output", output, tokens, size_of::<f32>())?;
+        let pass = Pass { x: x.address(), output: output.address(), ..self.pass(tokens) };
+        Ok(Checked { pass, stages: &FORWARD, by: RoutedBy::Layer })
+    }
+
+    /// The arguments of the backward of a forward pass of `tokens` tokens.
+    pub(super) fn check_backward(
+        &self,
+        tokens: usize,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &Buffer<'g>,
+    ) -> Result<Checked, MoeError> {
+        self.check_training("run backward")?;
+        self.check_rows("hidden_states", x, tokens, self.spec.dtype.bytes())?;
+        self.check_rows("grad_output", grad_output, tokens, self.spec.dtype.bytes())?;
+        self.check_rows("grad_hidden_states", grad_input, tokens, size_of::<f32>())?;
+        let (x, grad_output, output) = (x.address(), grad_output.address(), grad_input.address());
+        let pass = Pass { x, grad_output, output, ..self.pass(tokens) };
+        Ok(Checked { pass, stages: &BACKWARD, by: RoutedBy::Layer })
+    }
+
+    /// The arguments of a forward pass by the caller's routing.
+    pub(super) fn check_experts(
+        &self,
+        x: &Buffer<'g>,
+        ids: &Buffer<'g>,
+        weights: &Buffer<'g>,
+        output: &Buffer<'g>,
+    ) -> Result<Checked, MoeError> {
+        let tokens = self.check_tokens(x)?;
+        self.check_choices("ids", ids, tokens)?;
+        self.check_choices("weights", weights, tokens)?;
+        self.check_rows("output", output, tokens, size_of::<f32>())?;
+        let (x, ids, weights, output) = (x.address(), ids.address(), weights.address(), output.address());
+        let pass = Pass { x, ids, weights, output, ..self.pass(tokens) };
+        Ok(Checked { pass, stages: &EXPERTS, by: RoutedBy::Caller })
+    }
+
+    /// The arguments of its backward.
+    pub(super) fn check_experts_backward(
+        &self,
+        tokens: usize,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &Buffer<'g>,
+        grad_weights: &Buffer<'g>,
+    ) -> Result<Checked, MoeError> {
+        self.check_choices("grad_weights", grad_weights, tokens)?;
+        let Checked { pass, .. } = self.check_backward(tokens, x, grad_output, grad_input)?;
+        let pass = Pass { grad_weights: grad_weights.address(), ..pass };
+        Ok(Checked { pass, stages: &EXPERTS_BACKWARD, by: RoutedBy::Caller })
+    }
+
+    fn check_training(&self, what: &'static str) -> Result<(), MoeError> {
+        match self.spec.training {
+            true => Ok(()),
+            false => Err(MoeError::Usage { what, why: "the layer was not made for training".into() }),
+        }
+    }
+
+    /// Tokens of an input.
+    fn check_tokens(&self, x: &Buffer<'g>) -> Result<usize, MoeError> {
+        let (hidden, bytes) = (self.spec.config.hidden, self.spec.dtype.bytes());
+        let (tokens, max) = (x.bytes() as usize / bytes / hidden, self.spec.max_tokens * hidden);
+        if x.bytes() as usize != tokens * hidden * bytes || tokens * hidden > max {
+            let got = x.bytes() as usize / bytes;
+            let expected = format!("a multiple of {hidden}, the hidden size, up to {max}");
+            return Err(MoeError::Shape { what: "hidden_states".into(), got, expected });
+        }
+        self.check_rows("hidden_states", x, tokens, bytes)?;
+        Ok(tokens)
+    }
+
+    fn check_choices(&self, what: &'static str, choices: &Buffer<'g>, tokens: usize) -> Result<(), MoeError> {
+        let elements = tokens * self.spec.config.router.top_k;
+        self.check_buffer(choices, Expect { what, elements, bytes: size_of::<f32>() })
+    }
+
+    fn check_rows(&self, what: &'static str, rows: &Buffer<'g>, tokens: usize, bytes: usize) -> Result<(), MoeError> {
+        self.check_buffer(rows, Expect { what, elements: tokens * self.spec.config.hidden, bytes })
+    }
+
+    /// That a buffer is memory of this device, and as long as it should be.
+    fn check_buffer(&self, buffer: &Buffer<'g>, expect: Expect) -> Result<(), MoeError> {
+        let Expect { what, elements, bytes } = expect;
+        if !buffer.is_on(self.gpu) {
+            return Err(MoeError::Usage { what: "run a pass", why: format!("{what} is memory of another device") });
+        }
+        if buffer.bytes() != (elements * bytes) as u64 {
+            let got = buffer.bytes() as usize / bytes;
+            return Err(MoeError::Shape { what: what.into(), got, expected: elements.to_string() });
+        }
+        Ok(())
+    }
+
+    fn pass(&self, tokens: usize) -> Pass {
+        Pass { tokens: tokens as u32, trace: self.trace.into(), ..Pass::zeroed() }
+    }
+
+    /// Memory for a forward pass.
+    pub(super) fn take_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
+        self.spare.pop().map_or_else(|| DeviceSaved::new(self), Ok)
+    }
+
+    /// Launches a pass, kernel by kernel.
+    fn run(&self, saved: &DeviceSaved<'g>, Checked { pass, stages, .. }: &Checked) -> Result<(), MoeError> {
+        self.gpu.mark(MARKS[0])?;
+        self.launch(saved, pass, stages.before)?;
+        self.gpu.mark(MARKS[1])?;
+        self.launch(saved, pass, &[stages.layer])?;
+        self.gpu.mark(MARKS[2])?;
+        self.launch(saved, pass, stages.after)?;
+        self.gpu.mark(MARKS[3])?;
+        self.launch(saved, pass, stages.reduce)?;
+        Ok(self.gpu.mark(MARKS[4])?)
+    }
+
+    /// Launches all kernels of a pass and nothing else.
+    pub(super) fn launch_all(&self, saved: &DeviceSaved<'g>, checked: &Checked) -> Result<(), GpuError> {
+        let Checked { pass, stages, .. } = checked;
+        self.launch(saved, pass, stages.before)?;
+        self.launch(saved, pass, &[stages.layer])?;
+        self.launch(saved, pass, stages.after)?;
+        self.launch(saved, pass, stages.reduce)
+    }
+
+    /// Marks a pass that `launch` launches as one: all its time counts as the persistent kernel's.
+    pub(super) fn run_as_one(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
+        self.gpu.mark(MARKS[0])?;
+        self.gpu.mark(MARKS[1])?;
+        launch()?;
+        for mark in &MARKS[2..] {
+            self.gpu.mark(*mark)?;
+        }
+        Ok(())
+    }
+
+    fn launch(&self, saved: &DeviceSaved<'g>, pass: &Pass, kernels: &[Kernel]) -> Result<(), GpuError> {
+        let args = [bytemuck::bytes_of(&saved.description()).to_vec(), bytemuck::bytes_of(pass).to_vec()];
+        kernels.iter().try_for_each(|kernel| {
+            let (name, launch) = (kernel.on(self.path.is_hopper(), self.shape.dtype), saved.info().launch(*kernel));
+            // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`.
+            // - The `Layer` is `place`'s, over the state's memory and this layer's tables, weights and symmetric memory: the
+            //   state was checked to be of this layer (`DeviceSaved::check`, or it is one of the layer's own), which holds all
+            //   the rest; the state's memory has the size that `place` asked for.
+            // - The addresses of the `Pass` are those of buffers that the caller of this pass lent it, of this device and as long as
+            //   the pass reads and writes (`check_buffer`). What is freed, written or read after the launch waits for it, by
+            //   the contract of `Gpu`; no kernel follows an address of an earlier pass's buffers.
+            // - Kernels check what they read of peers before they use it as an index.
+            unsafe { self.gpu.launch(name, launch, &[&args[0], &args[1]]) }
+        })
+    }
+}
+
+impl<'g> DeviceLayer<'g> {
+    /// Runs a forward pass on a state of the layer's own.
+    fn run_forward(&mut self, checked: &Checked) -> Result<DeviceSaved<'g>, MoeError> {
+        let mut saved = self.take_state()?;
+        saved.refresh(self)?;
+        saved.begin(checked.pass.tokens as usize, checked.by);
+        self.run(&saved, checked)?;
+        Ok(saved)
+    }
+
+    /// Runs a backward whose `saved` and arguments are checked.
+    fn run_backward(&mut self, saved: &mut DeviceSaved<'g>, checked: &Checked) -> Result<(), MoeError> {
+        saved.refresh(self)?;
+        saved.begin_backward();
+        self.before_backward(checked.by)?;
+        self.run(saved, checked)?;
+        self.after_backward()
+    }
+
+    /// Readies the gradients for a backward that is launched next.
+    pub(super) fn before_backward(&mut self, by: RoutedBy) -> Result<(), MoeError> {
+        let gpu = self.gpu;
+        Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.begin(gpu, by == RoutedBy::Caller))?)
+    }
+
+    /// Adds the gradients of the backward that was launched to those before it, where the layer accumulates.
+    pub(super) fn after_backward(&mut self) -> Result<(), MoeError> {
+        let gpu = self.gpu;
+        Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.end(gpu))?)
+    }
+
+    /// What the kernels are told of the layer has changed.
+    fn change(&mut self) -> Result<(), MoeError> {
+        self.version += 1;
+        // Now and not in the next pass, which other PEs may wait for.
+        let mut spare = std::mem::take(&mut self.spare);
+        let done = spare.iter_mut().try_for_each(|saved| saved.refresh(self));
+        self.spare = spare;
+        done
+    }
+}
+
+impl<'g> MoeLayer for DeviceLayer<'g> {
+    type Rows = Buffer<'g>;
+    type Values = Buffer<'g>;
+    type Ids = Buffer<'g>;
+    type RowsBuf = Buffer<'g>;
+    type ValuesBuf = Buffer<'g>;
+    type IdsBuf = Buffer<'g>;
+    type Saved = DeviceSaved<'g>;
+
+    fn spec(&self) -> &LayerSpec {
+        &self.spec
+    }
+
+    fn my_pe(&self) -> usize {
+        self.gpu.my_pe()
+    }
+
+    fn rows(&self, values: &[f32], name: &str) -> Result<Buffer<'g>, MoeError> {
+        Ok(Buffer::from_slice(self.gpu, &to_elements(values, self.spec.dtype, name)?)?)
+    }
+
+    fn values(&self, values: &[f32]) -> Result<Buffer<'g>, MoeError> {
+        Ok(Buffer::from_slice(self.gpu, values)?)
+    }
+
+    fn ids(&self, ids: &[i32]) -> Result<Buffer<'g>, MoeError> {
+        Ok(Buffer::from_slice(self.gpu, ids)?)
+    }
+
+    fn read(&self, values: &Buffer<'g>, into: &mut [f32]) -> Result<(), MoeError> {
+        if values.bytes() != size_of_val(into) as u64 {
+            let (got, expected) = (into.len(), (values.bytes() as usize / size_of::<f32>()).to_string());
+            return Err(MoeError::Shape { what: "the place to read to".into(), got, expected });
+        }
+        Ok(values.read(0, into)?)
+    }
+
+    fn forward(&mut self, x: &Buffer<'g>, output: &mut Buffer<'g>) -> Result<DeviceSaved<'g>, MoeError> {
+        let checked = self.check_forward(x, output)?;
+        self.run_forward(&checked)
+    }
+
+    fn backward(
+        &mut self,
+        saved: &mut DeviceSaved<'g>,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &mut Buffer<'g>,
+    ) -> Result<(), MoeError> {
+        saved.check_backward(self, RoutedBy::Layer)?;
+        let checked = self.check_backward(saved.tokens(), x, grad_output, grad_input)?;
+        self.run_backward(saved, &checked)
+    }
+
+    fn experts(
+        &mut self,
+        x: &Buffer<'g>,
+        ids: &Buffer<'g>,
+        weights: &Buffer<'g>,
+        output: &mut Buffer<'g>,
+    ) -> Result<DeviceSaved<'g>, MoeError> {
+        let checked = self.check_experts(x, ids, weights, output)?;
+        self.run_forward(&checked)
+    }
+
+    fn experts_backward(
+        &mut self,
+        saved: &mut DeviceSaved<'g>,
+        x: &Buffer<'g>,
+        grad_output: &Buffer<'g>,
+        grad_input: &mut Buffer<'g>,
+        grad_weights: &mut Buffer<'g>,
+    ) -> Result<(), MoeError> {
+        saved.check_backward(self, RoutedBy::Caller)?;
+        let tokens = saved.tokens();
+        let checked = self.check_experts_backward(tokens, x, grad_output, grad_input, grad_weights)?;
+        self.run_backward(saved, &checked)
+    }
+
+    fn finish(&mut self, saved: &DeviceSaved<'g>) -> Result<PassOutcome, MoeError> {
+        saved.check(self, "finish a pass")?;
+        self.gpu.synchronise()?;
+        let info = saved.info();
+        let mut record = ErrorRecord::zeroed();
+        let (local, at) = saved.at(info.error);
+        local.read(at, std::slice::from_mut(&mut record))?;
+        if let Some(error) = report::error(&record, self.gpu.my_pe(), &self.spec.options) {
+            return Err(error);
+        }
+        let mut stats = PassStats::zeroed();
+        let (local, at) = saved.at(info.stats);
+        local.read(at, std::slice::from_mut(&mut stats))?;
+        let mut spans = Vec::new();
+        if self.trace {
+            let (_, count_at) = saved.at(info.span_count);
+            let count = local.read_vec::<u32>(count_at, 1)?[0] as usize;
+            let (_, at) = saved.at(info.spans);
+            spans = local.read_vec::<SpanRecord>(at, count.min(MAX_SPANS))?;
+            local.zero(count_at, size_of::<u32>() as u64)?;
+        }
+        let router = self.gpu.elapsed(MARKS[0], MARKS[1])? + self.gpu.elapsed(MARKS[2], MARKS[3])?;
+        let layer = self.gpu.elapsed(MARKS[1], MARKS[2])?;
+        let all_reduce = self.gpu.elapsed(MARKS[3], MARKS[4])?;
+        Ok(report::outcome(&stats, PassTimes { router, layer, all_reduce }, &spans))
+    }
+
+    fn routed(&mut self, saved: &DeviceSaved<'g>) -> Result<Routed, MoeError> {
+        saved.check(self, "read a pass's routing")?;
+        let (info, config) = (saved.info(), &self.spec.config);
+        let choices = saved.tokens() * config.router.top_k;
+        let (local, chosen) = saved.at(info.chosen);
+        let (_, weights) = saved.at(info.routing_weights);
+        let (_, rows) = saved.at(info.expert_rows);
+        let rows: Vec<u32> = local.read_vec(rows, self.shape.n_local as usize)?;
+        let mut load = Load::default();
+        if config.has_losses() {
+            let n = config.n_experts;
+            let (_, at) = saved.at(info.loss_sums);
+            let sums: Vec<f64> = local.read_vec(at, 2 + 2 * n)?;
+            load = Load {
+                tokens: sums[0] as u64,
+                z_sum: sums[1],
+                routed: sums[2..2 + n].iter().map(|&r| r as u64).collect(),
+                prob_sums: sums[2 + n..].to_vec(),
+            };
+        }
+        let (mut chosen, mut weights) = (local.read_vec(chosen, choices)?, local.read_vec(weights, choices)?);
+        if saved.routed_by() == RoutedBy::Caller {
+            // As the caller has them.
+            let (_, at) = saved.at(info.columns);
+            let columns: Vec<u32> = local.read_vec(at, choices)?;
+            let (by_expert, by_expert_weights) = (chosen.clone(), weights.clone());
+            for (i, column) in columns.into_iter().enumerate() {
+                let to = i - i % config.router.top_k + column as usize;
+                (chosen[to], weights[to]) = (by_expert[i], by_expert_weights[i]);
+            }
+        }
+        Ok(Routed { chosen, weights, expert_rows: rows.into_iter().map(u64::from).collect(), load })
+    }
+
+    fn recycle(&mut self, saved: DeviceSaved<'g>) {
+        // Of another layer it is only freed.
+        if saved.is_of(self) {
+            self.spare.push(saved);
+        }
+    }
+
+    fn gradients(&mut self) -> Result<&Gradients, MoeError> {
+        self.check_training("read gradients")?;
+        let why = || MoeError::Usage { what: "read gradients", why: "the layer has none".into() };
+        let gradients = self.weights.gradients.as_mut().ok_or_else(why)?;
+        Ok(gradients.read(&self.spec, self.gpu.my_pe())?)
+    }
+
+    fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError> {
+        self.check_training("accumulate gradients")?;
+        let gpu = self.gpu;
+        if let Some(gradients) = &mut self.weights.gradients {
+            self.weights.bytes += gradients.set_accumulate(gpu, accumulate)?;
+        }
+        Ok(())
+    }
+
+    fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
+        self.weights.read(&self.spec, self.gpu.my_pe(), id, into)
+    }
+
+    fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
+        self.weights.write(&self.spec, self.gpu.my_pe(), id, values)?;
+        // As many planes as any router had that the layer was given: those that the present one does not need are zeros, which add
+        // nothing to any bit.
+        if self.weights.router_parts > self.shape.router_parts {
+            self.shape.router_parts = self.weights.router_parts;
+            self.change()?;
+        }
+        Ok(())
+    }
+
+    fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
+        if mode != self.spec.options.mode {
+            self.spec.options.mode = mode;
+            self.shape.bulk = (mode == Mode::Bulk).into();
+            self.change()?;
+        }
+        Ok(())
+    }
+
+    fn record_spans(&mut self) {
+        self.trace = true;
+    }
+
+    fn barrier(&mut self) -> Result<(), MoeError> {
+        Ok(self.gpu.barrier(self.spec.options.wait_limit)?)
+    }
+}
