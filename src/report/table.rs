@@ -184,7 +184,7 @@ fn tensors(check: &CheckReport) -> String {
 
 pub(crate) fn plain() -> Table {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).force_no_tty();
+    table.load_style(presets::NOTHING);
     table
 }
 
