@@ -9,16 +9,17 @@
 //!
 //! Each has a `run` that is a PE's part: it carries out the [request](crate::job::request) that the command has made.
 
+pub mod cpus;
 pub mod kernel_summary;
 pub mod moe;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod moe_device;
 pub mod moe_samples;
+mod moe_steps;
 mod moe_summary;
 #[cfg(feature = "mpi")]
 pub mod mpi_baseline;
 pub mod p2p;
-pub mod probe;
 pub mod straggler;
 
 pub use moe_summary::{LayerResult, MeasurementResult, MoeSummary, PeSpread, Ratio, Setting, Stats, samples_csv};

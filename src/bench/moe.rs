@@ -4,14 +4,12 @@
 //! meanwhile does so for all of them; their order turns by one with each iteration. Before each one all PEs meet at
 //! a barrier. The bare GEMMs are those of whole expert batches, as large as the layer's routing makes them.
 
-use std::borrow::{Borrow, BorrowMut};
-use std::time::Instant;
-
 use anyhow::{Result, bail};
 use half::bf16;
 
-use super::moe_samples::{Measurement, PeSamples, Sample, What};
-use super::probe;
+use super::cpus;
+use super::moe_samples::PeSamples;
+use super::moe_steps::measure;
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::launch::StatusPage;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -20,9 +18,8 @@ use crate::job::request::MoeBench;
 use crate::moe::cpu::experts::{Batch, Scratch};
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
-use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
-use crate::moe::{Dtype, Layer, LayerSpec, MlpGradients, MoeLayer, WeightSource};
+use crate::moe::{Dtype, Layer, LayerSpec, MlpGradients};
 use crate::shmem::{Shmem, Transport};
 
 /// Shows the layer's phase to the supervisor.
@@ -44,7 +41,7 @@ pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
         return super::moe_device::run(bench, host);
     }
     let source = Synthetic::new(bench.layer.clone())?;
-    probe::pin(host.my_pe(), host.n_pes());
+    cpus::pin(host.my_pe(), host.n_pes());
     host.work(OnCpu { bench, source })
 }
 
@@ -106,69 +103,4 @@ fn run_as<T: Transport, E: Element>(
     let samples = measure(bench, source, &mut layer, context, part, String::new(), bare_gemms)?;
     layer.free()?;
     Ok(samples)
-}
-
-/// Measures over the layer of any engine, on `device`; `bare_gemms` makes what runs the GEMMs of this PE's experts alone, given the
-/// rows of each.
-pub(super) fn measure<L: MoeLayer, G: FnMut(&L, bool)>(
-    bench: &MoeBench,
-    source: &Synthetic,
-    layer: &mut L,
-    context: &dyn Host,
-    part: usize,
-    device: String,
-    bare_gemms: impl FnOnce(&[u64]) -> G,
-) -> Result<PeSamples> {
-    let tokens = block(bench.tokens, context.n_pes(), layer.my_pe());
-    let zeros = vec![0.0; tokens.len() * source.config().hidden];
-    let x = layer.rows(&source.hidden_states(tokens.clone()), "hidden_states")?;
-    let grad_output = layer.rows(&source.grad_output(tokens), "grad_output")?;
-    let (mut output, mut grad_input) = (layer.values(&zeros)?, layer.values(&zeros)?);
-
-    let saved = layer.forward(x.borrow(), output.borrow_mut())?;
-    layer.finish(&saved)?;
-    let expert_rows = layer.routed(&saved)?.expert_rows;
-    layer.recycle(saved);
-    let mut gemms = bare_gemms(&expert_rows);
-
-    let measurements = bench.measurements();
-    let steps = bench.warmup + bench.iterations;
-    let all_steps = (steps * bench.dtypes.len()) as u64;
-    let mut iterations = Vec::new();
-    for step in 0..steps {
-        context.status().set_progress((part * steps + step) as u64, all_steps);
-        let mut samples = vec![Sample::default(); measurements.len()];
-        for turn in 0..measurements.len() {
-            let which = (step + turn) % measurements.len();
-            let Measurement { what, backward } = measurements[which];
-            let mut sample = Sample::default();
-            if let What::Layer(mode) = what {
-                layer.set_mode(mode)?;
-            }
-            layer.barrier()?;
-            match what {
-                What::Gemms => {
-                    let start = Instant::now();
-                    gemms(layer, backward);
-                    sample.seconds = start.elapsed().as_secs_f64();
-                }
-                What::Layer(_) => {
-                    let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
-                    sample.add(&layer.finish(&saved)?);
-                    if backward {
-                        layer.backward(&mut saved, x.borrow(), grad_output.borrow(), grad_input.borrow_mut())?;
-                        sample.add(&layer.finish(&saved)?);
-                    }
-                    layer.recycle(saved);
-                }
-            }
-            sample.cpu = rustix::thread::sched_getcpu();
-            samples[which] = sample;
-        }
-        if step >= bench.warmup {
-            iterations.push(samples);
-        }
-    }
-    context.status().set_progress(((part + 1) * steps) as u64, all_steps);
-    Ok(PeSamples { dtype: layer.spec().dtype.name().into(), device, expert_rows, iterations })
 }

@@ -6,7 +6,7 @@
 
 use anyhow::Result;
 
-use super::moe::measure;
+use super::moe_steps::measure;
 use crate::job::device::with_device;
 use crate::job::host::MemoryHost;
 use crate::job::request::MoeBench;

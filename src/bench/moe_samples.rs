@@ -10,7 +10,7 @@ use crate::moe::{Dtype, LayerSpec, Mode, WeightSource};
 
 /// What runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum Subject {
     /// The experts' GEMMs alone.
     Gemms,
     /// The layer in this mode.
@@ -21,27 +21,27 @@ pub enum What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measurement {
     /// What runs.
-    pub what: What,
+    pub what: Subject,
     /// Whether its backward runs too.
     pub backward: bool,
 }
 
 /// All measurements of an iteration on the CPU.
 pub const MEASUREMENTS: [Measurement; 6] = [
-    Measurement { what: What::Gemms, backward: false },
-    Measurement { what: What::Layer(Mode::Bulk), backward: false },
-    Measurement { what: What::Layer(Mode::Pipelined), backward: false },
-    Measurement { what: What::Gemms, backward: true },
-    Measurement { what: What::Layer(Mode::Bulk), backward: true },
-    Measurement { what: What::Layer(Mode::Pipelined), backward: true },
+    Measurement { what: Subject::Gemms, backward: false },
+    Measurement { what: Subject::Layer(Mode::Bulk), backward: false },
+    Measurement { what: Subject::Layer(Mode::Pipelined), backward: false },
+    Measurement { what: Subject::Gemms, backward: true },
+    Measurement { what: Subject::Layer(Mode::Bulk), backward: true },
+    Measurement { what: Subject::Layer(Mode::Pipelined), backward: true },
 ];
 
 /// All measurements of an iteration on a device.
 pub const DEVICE_MEASUREMENTS: [Measurement; 4] = [
-    Measurement { what: What::Layer(Mode::Bulk), backward: false },
-    Measurement { what: What::Layer(Mode::Pipelined), backward: false },
-    Measurement { what: What::Layer(Mode::Bulk), backward: true },
-    Measurement { what: What::Layer(Mode::Pipelined), backward: true },
+    Measurement { what: Subject::Layer(Mode::Bulk), backward: false },
+    Measurement { what: Subject::Layer(Mode::Pipelined), backward: false },
+    Measurement { what: Subject::Layer(Mode::Bulk), backward: true },
+    Measurement { what: Subject::Layer(Mode::Pipelined), backward: true },
 ];
 
 impl MoeBench {
@@ -65,9 +65,9 @@ impl Measurement {
     /// Its name in tables and files: what runs, and which passes.
     pub fn name(self) -> (&'static str, &'static str) {
         let what = match self.what {
-            What::Gemms => "gemms",
-            What::Layer(Mode::Bulk) => "bulk",
-            What::Layer(Mode::Pipelined) => "pipelined",
+            Subject::Gemms => "gemms",
+            Subject::Layer(Mode::Bulk) => "bulk",
+            Subject::Layer(Mode::Pipelined) => "pipelined",
         };
         (what, if self.backward { "forward+backward" } else { "forward" })
     }

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::moe_samples::{Measurement, PeSamples, Sample, What};
-use super::probe::cpu_model;
+use super::cpus::cpu_model;
+use super::moe_samples::{Measurement, PeSamples, Sample, Subject};
 use crate::job::request::MoeBench;
 use crate::moe::Mode;
 use crate::moe::gemm_flop;
@@ -213,12 +213,12 @@ impl LayerResult {
                 passes,
                 seconds,
                 gflop_per_s: flop / seconds.median * 1e-9,
-                phases: if measurement.what == What::Gemms { Vec::new() } else { phases(which) },
+                phases: if measurement.what == Subject::Gemms { Vec::new() } else { phases(which) },
             }
         });
         let ratios = [false, true].into_iter().flat_map(|backward| {
-            let (gemms, bulk) = (What::Gemms, What::Layer(Mode::Bulk));
-            let pipelined = What::Layer(Mode::Pipelined);
+            let (gemms, bulk) = (Subject::Gemms, Subject::Layer(Mode::Bulk));
+            let pipelined = Subject::Layer(Mode::Pipelined);
             let index = move |what| all_measurements.iter().position(|&m| m == Measurement { what, backward });
             let seconds = &seconds;
             [(pipelined, gemms), (bulk, gemms), (pipelined, bulk)].into_iter().filter_map(move |(of, to)| {

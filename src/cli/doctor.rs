@@ -4,6 +4,7 @@ use std::io::Write;
 
 use anyhow::Result;
 
+use super::flags::as_flags;
 use crate::doctor::{Facts, cpu_runs, examine, render, to_json};
 
 /// What `aristos doctor` takes.
@@ -18,6 +19,7 @@ pub struct Args {
 pub fn command(args: &Args) -> Result<bool> {
     let findings = examine(&Facts::gather());
     let text = if args.json { format!("{:#}\n", to_json(&findings)) } else { render(&findings) };
+    let text = as_flags(&text);
     // Who reads the first lines only, as `head` does, has what it wanted.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(cpu_runs(&findings))

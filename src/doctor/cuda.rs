@@ -53,7 +53,7 @@ fn driver(facts: &Facts, cuda: &CudaFacts) -> Finding {
         (Err(error), _) => {
             let cure = match number {
                 Some(number) => format!("the kernel module {number} is loaded: install its libcuda.so.1 too"),
-                None => "install NVIDIA's driver; without a GPU, run with --device cpu".to_string(),
+                None => "install NVIDIA's driver; without a GPU, run with `device` cpu".to_string(),
             };
             Finding::fail("driver", Need::Cuda, error.clone(), cure)
         }
@@ -167,7 +167,7 @@ mod tests {
         let all = examine(&facts);
         let driver = only(&all, "driver");
         assert_eq!((driver.level, driver.need), (Level::Fail, Need::Cuda));
-        assert!(driver.cure.unwrap().contains("--device cpu"));
+        assert!(driver.cure.unwrap().contains("`device` cpu"));
         assert!(super::super::cpu_runs(&all));
         // The module without its library is another case.
         std::fs::create_dir_all(facts.path("/proc/driver/nvidia")).unwrap();

@@ -8,7 +8,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::report::PeRows;
 use super::stream::OnStream;
-use super::{Measure, Of, Op, P2pBench, Row, Scope};
+use super::{Figure, Measure, Op, P2pBench, Row, Scope};
 use crate::gpu::cuda::CudaGpu;
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
 use crate::job::host::Host;
@@ -92,12 +92,12 @@ pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &dyn Host) -> Result<()>
                 }
                 data.zero(2 * largest, 256)?;
                 gpu.barrier(limit)?;
-                let of = Of { pair: [0, 1], measure, op, scope: Some(scope), bytes, batch: 1 };
+                let of = Figure { pair: [0, 1], measure, op, scope: Some(scope), bytes, batch: 1 };
                 let measured = match scope {
                     Scope::Stream => {
                         let (samples, batch) = measurement.streams.figure(bench, measure, op, bytes)?;
                         gpu.barrier(limit)?;
-                        vec![(Of { batch, ..of }, samples)]
+                        vec![(Figure { batch, ..of }, samples)]
                     }
                     _ => measurement.by_kernel(of, scope)?,
                 };
@@ -131,7 +131,7 @@ struct Measurement<'a> {
 
 impl Measurement<'_> {
     /// A figure by one of the kernels, collective: rows to be, and their samples, microseconds; none but PE 0's count.
-    fn by_kernel(&self, of: Of, scope: Scope) -> Result<Vec<(Of, Vec<f64>)>> {
+    fn by_kernel(&self, of: Figure, scope: Scope) -> Result<Vec<(Figure, Vec<f64>)>> {
         let Measurement { bench, largest, local, streams: OnStream { gpu, data, limit, .. } } = self;
         let (bench, gpu, times) = (*bench, *gpu, times(self.bench));
         // All of it in the two buffers, which outlive the launch.
@@ -184,7 +184,7 @@ impl Measurement<'_> {
         };
         let mut measured = vec![(of, us(0)?)];
         if of.measure == Measure::Latency && of.op == Op::PutNbi {
-            measured.push((Of { measure: Measure::Issue, ..of }, us(times)?));
+            measured.push((Figure { measure: Measure::Issue, ..of }, us(times)?));
         }
         Ok(measured)
     }

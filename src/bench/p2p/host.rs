@@ -17,8 +17,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::raw::{self, Pages};
 use super::report::PeRows;
-use super::{Measure, Of, Op, P2pBench, Row};
-use crate::bench::probe::{self, Seat};
+use super::{Figure, Measure, Op, P2pBench, Row};
+use crate::bench::cpus::{self, CpuSpan};
 use crate::job::host::{Host, PePart, TwoSided};
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
@@ -133,7 +133,7 @@ impl PePart for OnHost<'_> {
 fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
     let (two_sided, limit) = (host.two_sided(), bench.wait_limit);
     let me = shmem.my_pe();
-    probe::pin(me, shmem.n_pes());
+    cpus::pin(me, shmem.n_pes());
     let memory = Memory {
         ring: shmem.alloc(Memory::ring_bytes(bench))?,
         source: shmem.alloc(largest(bench))?,
@@ -179,7 +179,7 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
             host.status().set_phase(phase(op));
             host.status().set_progress(figure as u64, total);
             if let Some(part) = &mut part {
-                let seat = Seat::take();
+                let seat = CpuSpan::take();
                 let plan = Plan::new(bench, measure, op, bytes);
                 let rows = part.figure(plan, op, measure, bytes)?;
                 let seat = seat.leave();
@@ -256,7 +256,7 @@ fn us(start: Instant, operations: usize) -> f64 {
 impl<T: Transport> Part<'_, T> {
     /// Measures one figure; the PE whose clock counts returns its rows.
     fn figure(&mut self, plan: Plan, op: Op, measure: Measure, bytes: usize) -> Result<Vec<Row>> {
-        let of = Of { pair: self.pair, measure, op, scope: None, bytes, batch: plan.batch };
+        let of = Figure { pair: self.pair, measure, op, scope: None, bytes, batch: plan.batch };
         let counts_here = (measure == Measure::Consume) != self.first;
         if op == Op::PutNbi {
             return Ok(self.put_nbi(plan, of));
@@ -363,7 +363,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// Until the call has returned, and until quiet has.
-    fn put_nbi(&self, plan: Plan, of: Of) -> Vec<Row> {
+    fn put_nbi(&self, plan: Plan, of: Figure) -> Vec<Row> {
         if !self.first {
             return Vec::new();
         }
@@ -388,7 +388,7 @@ impl<T: Transport> Part<'_, T> {
                 issue.push(sample);
             }
         }
-        vec![of.row(&complete), Of { measure: Measure::Issue, ..of }.row(&issue)]
+        vec![of.row(&complete), Figure { measure: Measure::Issue, ..of }.row(&issue)]
     }
 
     /// Samples of round trips, at the PE that begins.

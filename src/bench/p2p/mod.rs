@@ -19,7 +19,7 @@ mod stream;
 
 use serde::{Deserialize, Serialize};
 
-use super::probe::Placement;
+use super::cpus::CpuPair;
 pub use crate::job::request::{Op, P2pBench, Scope};
 use crate::report::median;
 
@@ -91,12 +91,12 @@ pub struct Row {
     /// One way of a bare flag right after this, median: which of the machine's distances lies between the PEs' CPUs.
     pub flag_us: Option<f64>,
     /// Where the PEs were.
-    pub placement: Option<Placement>,
+    pub placement: Option<CpuPair>,
 }
 
 /// What a row is of.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Of {
+pub struct Figure {
     /// See [`Row::pair`].
     pub pair: [usize; 2],
     /// See [`Row::measure`].
@@ -111,7 +111,7 @@ pub struct Of {
     pub batch: usize,
 }
 
-impl Of {
+impl Figure {
     /// Whether a sample is a round trip.
     pub fn is_ping_pong(&self) -> bool {
         self.measure == Measure::Latency && matches!(self.op, Op::PutSignal | Op::SendRecv)
@@ -157,7 +157,7 @@ impl Row {
     }
 
     /// With samples of the same done bare.
-    pub fn beside_raw(self, of: Of, samples: &[f64]) -> Row {
+    pub fn beside_raw(self, of: Figure, samples: &[f64]) -> Row {
         let raw_us = of.row(samples).p50_us;
         let ratio = if raw_us > 0.0 { self.p50_us / raw_us } else { 0.0 };
         Row { raw_us: Some(raw_us), raw_ratio: Some(ratio), ..self }
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_row_says_what_the_samples_were() {
-        let of = Of { pair: [0, 1], measure: Measure::Latency, op: Op::Put, scope: None, bytes: 4096, batch: 4 };
+        let of = Figure { pair: [0, 1], measure: Measure::Latency, op: Op::Put, scope: None, bytes: 4096, batch: 4 };
         let samples: Vec<f64> = (1..=100).rev().map(f64::from).collect();
         let row = of.row(&samples);
         assert_eq!((row.min_us, row.p50_us, row.p99_us, row.mean_us), (1.0, 50.5, 99.0, 50.5));
@@ -186,12 +186,12 @@ mod tests {
         let row = row.beside_memcpy(5.05);
         assert!((row.memcpy_percent.unwrap() - 10.0).abs() < 1e-9);
 
-        let of = Of { op: Op::PutSignal, ..of };
+        let of = Figure { op: Op::PutSignal, ..of };
         let row = of.row(&samples).beside_raw(of, &[50.0]);
         assert_eq!((row.min_us, row.p50_us, row.round_trip_us), (0.5, 25.25, Some(50.5)));
         assert_eq!((row.raw_us, row.raw_ratio), (Some(25.0), Some(1.01)));
         // Only the latency of a put with signal is a ping-pong.
-        assert_eq!(Of { measure: Measure::Consume, ..of }.row(&samples).p50_us, 50.5);
+        assert_eq!(Figure { measure: Measure::Consume, ..of }.row(&samples).p50_us, 50.5);
         let none = of.row(&[]);
         assert_eq!((none.p50_us, none.gb_per_s, none.p99_us), (0.0, 0.0, 0.0));
     }

@@ -8,7 +8,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::{Measure, Op, Row};
-use crate::bench::probe::{Placement, Seat, cpu_model};
+use crate::bench::cpus::{CpuPair, CpuSpan, cpu_model};
 use crate::plot::{self, Axis, Plot, Scale, Series, Style};
 use crate::report::table::{plain, right_aligned};
 
@@ -18,7 +18,7 @@ pub struct PeRows {
     /// Its rows.
     pub rows: Vec<(usize, Row)>,
     /// Whether it was the one that began, and where it was.
-    pub seats: Vec<(usize, bool, Seat)>,
+    pub seats: Vec<(usize, bool, CpuSpan)>,
     /// The time of a memcpy of the figure's size, microseconds.
     pub memcpy_us: Vec<(usize, f64)>,
     /// What cannot be measured here, and why: a line each.
@@ -51,12 +51,12 @@ impl P2pReport {
         let mut rows: Vec<(usize, Row)> = parts.iter().flat_map(|part| part.rows.iter().cloned()).collect();
         rows.sort_by_key(|(figure, _)| *figure);
         let seats = parts.iter().flat_map(|part| &part.seats);
-        let seats: BTreeMap<(usize, bool), Seat> =
+        let seats: BTreeMap<(usize, bool), CpuSpan> =
             seats.map(|&(figure, first, seat)| ((figure, first), seat)).collect();
         let memcpy_us: BTreeMap<usize, f64> = parts.iter().flat_map(|part| part.memcpy_us.iter().copied()).collect();
         let complete = |(figure, row): (usize, Row)| {
             let both = seats.get(&(figure, true)).zip(seats.get(&(figure, false)));
-            let row = Row { placement: both.map(|(a, b)| Placement::of([*a, *b])), ..row };
+            let row = Row { placement: both.map(|(a, b)| CpuPair::of([*a, *b])), ..row };
             // What moves nothing like a copy is not held against one.
             match memcpy_us.get(&figure) {
                 Some(&us) if row.op != Op::Atomic && row.measure != Measure::Issue => row.beside_memcpy(us),
@@ -309,12 +309,12 @@ fn us(value: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Of;
+    use super::super::Figure;
     use super::*;
 
     /// Two PEs, one of which ended on the other's CPU in the last figure.
     fn example() -> P2pReport {
-        let of = |measure, op, bytes| Of { pair: [0, 1], measure, op, scope: None, bytes, batch: 1 };
+        let of = |measure, op, bytes| Figure { pair: [0, 1], measure, op, scope: None, bytes, batch: 1 };
         let latency = of(Measure::Latency, Op::PutSignal, 4096);
         let first = PeRows {
             rows: vec![
@@ -323,11 +323,11 @@ mod tests {
                 (3, of(Measure::Latency, Op::Atomic, 8).row(&[0.1])),
                 (4, of(Measure::Issue, Op::PutNbi, 4096).row(&[0.1])),
             ],
-            seats: (0..5).map(|figure| (figure, true, Seat { start: 0, end: 0, allowed: 1 })).collect(),
+            seats: (0..5).map(|figure| (figure, true, CpuSpan { start: 0, end: 0, allowed: 1 })).collect(),
             memcpy_us: (0..5).map(|figure| (figure, 0.125)).collect(),
             left_out: Vec::new(),
         };
-        let seat = |figure: usize| Seat { start: 1, end: usize::from(figure != 4), allowed: 1 };
+        let seat = |figure: usize| CpuSpan { start: 1, end: usize::from(figure != 4), allowed: 1 };
         let second = PeRows {
             rows: vec![(2, of(Measure::Consume, Op::PutSignal, 4096).row(&[0.25]))],
             seats: (0..5).map(|figure| (figure, false, seat(figure))).collect(),

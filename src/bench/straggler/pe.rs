@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::clock::{self, ClockWords, Common, Offset, now_ns};
 use super::{PeStep, StragglerBench, StragglerMode};
+use crate::bench::cpus::{self, CpuSpan};
 use crate::bench::p2p::host::meet;
-use crate::bench::probe::{self, Seat};
 use crate::job::host::{AllToAll, Host, MemoryHost, PePart};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
@@ -36,7 +36,7 @@ pub struct PeSteps {
     /// Which host's clock it has.
     pub host: String,
     /// Where it was.
-    pub seat: Seat,
+    pub seat: CpuSpan,
     /// The clocks against PE 0's, before and after, of PE 0 only; index = PE.
     pub offsets: [Vec<Offset>; 2],
     /// The steps that count, in order; each sender's times as that sender's clock had them.
@@ -90,7 +90,7 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
     };
     let all_to_all = all_to_all.as_deref();
     let (me, n) = (shmem.my_pe(), shmem.n_pes());
-    probe::pin(me, n);
+    cpus::pin(me, n);
     let memory =
         Memory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
     let part = Steps { bench, shmem, memory, all_to_all, limit };
@@ -106,7 +106,7 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
         let before = read_clocks(2 * turn as u64)?;
         meet(shmem, limit)?;
         status.set_phase(2 + mode as u32);
-        let seat = Seat::take();
+        let seat = CpuSpan::take();
         let mut steps = Vec::with_capacity(bench.steps);
         for step in 0..all {
             let k = (turn * all + step) as u64;
@@ -274,7 +274,7 @@ mod tests {
             pe,
             mode: StragglerMode::Bulk,
             host: host.into(),
-            seat: Seat::default(),
+            seat: CpuSpan::default(),
             offsets: [vec![at(0), at(500)], vec![at(0), at(500)]],
             steps: vec![PeStep {
                 begin: 10 + ahead,

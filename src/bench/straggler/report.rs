@@ -10,8 +10,8 @@ use serde::Serialize;
 use super::attribute::{Cause, Step, attribute};
 use super::pe::{PeSteps, on_one_clock};
 use super::{StragglerBench, StragglerMode};
+use crate::bench::cpus::{CpuPair, CpuSpan, Nearness, cpu_model};
 use crate::bench::p2p::percentile;
-use crate::bench::probe::{Nearness, Placement, Seat, cpu_model};
 use crate::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
 use crate::report::median;
 use crate::report::table::{count, plain, right_aligned};
@@ -75,7 +75,7 @@ pub struct ModeResult {
     /// Each PE's clock less PE 0's as measured at the start, and by how much that may be wrong, microseconds; index = PE.
     pub clock_offsets_us: Vec<[f64; 2]>,
     /// Where each PE was; index = PE.
-    pub seats: Vec<Seat>,
+    pub seats: Vec<CpuSpan>,
     /// Whether two PEs were seen on one CPU.
     pub shared_cpu: bool,
     /// The steps, for CSV and plots.
@@ -131,7 +131,7 @@ impl ModeResult {
             by_cause.into_iter().map(|(cause, (steps, sum))| Share { cause, steps, share: share(sum) }).collect();
         causes.sort_by(|a, b| b.share.total_cmp(&a.share));
         let (actual, delay) = (mean(&mut all.iter().map(|s| us(s.actual))), mean(&mut delays.iter().copied()));
-        let seats: Vec<Seat> = of_mode.iter().map(|pe| pe.seat).collect();
+        let seats: Vec<CpuSpan> = of_mode.iter().map(|pe| pe.seat).collect();
         let pairs = || seats.iter().enumerate().flat_map(|(i, &a)| seats[..i].iter().map(move |&b| [b, a]));
         let hosts = of_mode.iter().map(|pe| &pe.host);
         let first = of_mode.first();
@@ -149,7 +149,7 @@ impl ModeResult {
             clock_offsets_us: first
                 .map(|pe| pe.offsets[0].iter().map(|o| [us(o.offset_ns), us(o.error_ns)]).collect())
                 .unwrap_or_default(),
-            shared_cpu: pairs().any(|pair| Placement::of(pair).shared_cpu),
+            shared_cpu: pairs().any(|pair| CpuPair::of(pair).shared_cpu),
             seats,
             computed: steps.iter().map(|pes| pes.iter().map(|pe| pe.send - pe.begin).collect()).collect(),
             all,
@@ -386,7 +386,7 @@ mod tests {
             pe,
             mode: StragglerMode::OneSided,
             host: "this".into(),
-            seat: Seat { start: pe, end: pe, allowed: 1 },
+            seat: CpuSpan { start: pe, end: pe, allowed: 1 },
             offsets: [vec![Offset::default(); 2], vec![Offset::default(); 2]],
             steps: (0..20).map(|k| step(pe, k)).collect(),
         };

@@ -43,7 +43,7 @@ impl DeviceInfo {
         if major < 8 {
             return Err(GpuError::Unavailable(format!(
                 "GPU {number} ({name}) has compute capability {major}.{minor}, and 8.0 or higher is needed (A100, H100 \
-                 and newer): run on the CPU (--device cpu)"
+                 and newer): run on the CPU (`device` cpu)"
             )));
         }
         if !self.cooperative {
@@ -119,7 +119,7 @@ pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), G
 /// That there is none.
 pub fn no_device() -> GpuError {
     GpuError::Unavailable(
-        "the CUDA driver sees no device: look at CUDA_VISIBLE_DEVICES, or run on the CPU (--device cpu)".into(),
+        "the CUDA driver sees no device: look at CUDA_VISIBLE_DEVICES, or run on the CPU (`device` cpu)".into(),
     )
 }
 

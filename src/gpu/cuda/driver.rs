@@ -159,7 +159,7 @@ pub fn driver() -> Result<&'static Driver, GpuError> {
 
 fn open() -> Result<Driver, String> {
     let library = library().map_err(|cause| {
-        format!("no CUDA driver here ({cause}): install NVIDIA's driver, or run on the CPU (--device cpu)")
+        format!("no CUDA driver here ({cause}): install NVIDIA's driver, or run on the CPU (`device` cpu)")
     })?;
     let version = version().ok_or("libcuda.so.1 is no CUDA driver: it does not tell its version")?;
     if version < OLDEST {

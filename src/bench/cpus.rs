@@ -35,7 +35,7 @@ pub fn cpu_model() -> String {
 
 /// Where one PE was during one measurement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seat {
+pub struct CpuSpan {
     /// The CPU at the start.
     pub start: usize,
     /// The CPU at the end.
@@ -44,16 +44,16 @@ pub struct Seat {
     pub allowed: usize,
 }
 
-impl Seat {
+impl CpuSpan {
     /// At the start of a measurement.
-    pub fn take() -> Seat {
+    pub fn take() -> CpuSpan {
         let cpu = sched_getcpu();
-        Seat { start: cpu, end: cpu, allowed: allowed().len() }
+        CpuSpan { start: cpu, end: cpu, allowed: allowed().len() }
     }
 
     /// At its end.
-    pub fn leave(self) -> Seat {
-        Seat { end: sched_getcpu(), ..self }
+    pub fn leave(self) -> CpuSpan {
+        CpuSpan { end: sched_getcpu(), ..self }
     }
 }
 
@@ -91,26 +91,26 @@ impl Nearness {
 
 /// Where the two PEs of a figure were.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Placement {
+pub struct CpuPair {
     /// Of each PE.
-    pub seats: [Seat; 2],
+    pub seats: [CpuSpan; 2],
     /// Whether they were on one CPU, at the start or at the end.
     pub shared_cpu: bool,
     /// What the CPUs at the end share.
     pub nearness: Nearness,
 }
 
-impl Placement {
+impl CpuPair {
     /// From both PEs' seats, on one host whose CPUs are described below `/sys/devices/system/cpu`.
-    pub fn of(seats: [Seat; 2]) -> Placement {
+    pub fn of(seats: [CpuSpan; 2]) -> CpuPair {
         let [a, b] = seats;
         let nearness = nearness(Path::new("/sys/devices/system/cpu"), a.end, b.end);
-        Placement { seats, shared_cpu: a.start == b.start || a.end == b.end, nearness }
+        CpuPair { seats, shared_cpu: a.start == b.start || a.end == b.end, nearness }
     }
 
     /// As in the table: "0 1 same L3", "0+1 1 same CPU".
     pub fn render(&self) -> String {
-        let seat = |s: Seat| if s.start == s.end { s.end.to_string() } else { format!("{}+{}", s.start, s.end) };
+        let seat = |s: CpuSpan| if s.start == s.end { s.end.to_string() } else { format!("{}+{}", s.start, s.end) };
         let name = if self.shared_cpu { Nearness::SameCpu.name() } else { self.nearness.name() };
         format!("{} {} {name}", seat(self.seats[0]), seat(self.seats[1]))
     }
@@ -164,10 +164,10 @@ mod tests {
 
     #[test]
     fn a_shared_cpu_is_said_even_if_it_was_left() {
-        let seat = |start, end| Seat { start, end, allowed: 2 };
-        let placement = Placement::of([seat(0, 1), seat(0, 0)]);
+        let seat = |start, end| CpuSpan { start, end, allowed: 2 };
+        let placement = CpuPair::of([seat(0, 1), seat(0, 0)]);
         assert!(placement.shared_cpu);
         assert_eq!(placement.render(), "0+1 0 same CPU");
-        assert!(!Placement::of([seat(0, 0), seat(1, 1)]).shared_cpu);
+        assert!(!CpuPair::of([seat(0, 0), seat(1, 1)]).shared_cpu);
     }
 }
