@@ -7,6 +7,7 @@ pub mod experts;
 pub mod kernels;
 mod layer;
 mod memory;
+mod pass;
 mod replicas;
 pub mod router;
 mod weights;

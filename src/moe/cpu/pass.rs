@@ -1,0 +1,332 @@
+//! The passes of a layer on a CPU: what comes before and after the engine's part.
+
+use std::borrow::Cow;
+
+use super::engine::{Direction, Engine, Progress, Saved, Stage};
+use super::kernels::{self, Element};
+use super::layer::{Layer, LayerGradients, expect_len};
+use super::replicas::Exchange;
+use super::router::{self, Routing};
+use crate::moe::spec::metrics::Phase;
+use crate::moe::spec::{Gradients, Load, MoeError};
+use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
+
+/// Which pass a [`Saved`] is for, by the way its tokens were routed.
+const OWN_ROUTER: &str = "run backward";
+const EXTERNAL: &str = "run the backward of experts";
+
+impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
+    /// A forward pass by `external`, the caller's routing, or by the layer's own router and with its shared expert.
+    pub(super) fn forward_pass(
+        &mut self,
+        x: &[E],
+        external: Option<Routing>,
+        output: &mut [f32],
+    ) -> Result<Saved<E>, MoeError> {
+        let (h, me) = (self.spec.config.hidden, self.pe().my_pe());
+        let tokens = x.len() / h;
+        self.recorder.enter(Phase::Router);
+        let bytes_before = self.bytes_put();
+        self.passes += 1;
+        self.forwards += 1;
+        let mut saved = self.spare.pop().unwrap_or_default();
+        saved.layer = self.id;
+        saved.stage = Stage::Forward;
+        saved.external = external.is_some();
+        saved.batches.resize_with(self.weights.experts.len(), Default::default);
+        saved.routing = match external {
+            Some(routing) => routing,
+            None => self.route(x, &mut saved),
+        };
+        self.apply_capacity(&mut saved.routing)?;
+        saved.loads.clear();
+        saved.loads.resize(self.pe().n_pes(), Load::default());
+        let config = &self.spec.config;
+        if config.has_losses() {
+            saved.loads[me] = match saved.external {
+                false => saved.routing.load(config),
+                // The losses are of the layer's own router; the header has their words all the same.
+                true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
+            };
+        }
+        saved.routes = router::routes(&saved.routing, &self.spec.placement, config.router.top_k);
+
+        output.fill(0.0);
+        self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;
+        if let (Some(exchange), true) = (&self.exchange, self.spec.config.has_losses() && !saved.external) {
+            self.recorder.enter(Phase::AllReduce);
+            saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
+        }
+        self.recorder.enter(Phase::Combine);
+        if self.weights.shared.is_some() && !saved.external {
+            let rows = output.chunks_exact_mut(h).zip(saved.shared.out.chunks_exact(h));
+            for ((out, shared), &weight) in rows.zip(&saved.shared.weight) {
+                kernels::axpy(out, weight, shared);
+            }
+        }
+        self.pass_bytes += self.bytes_put() - bytes_before;
+        self.recorder.enter(Phase::Idle);
+        Ok(saved)
+    }
+
+    /// Routes by the layer's own router, and readies the shared expert's rows.
+    fn route(&mut self, x: &[E], saved: &mut Saved<E>) -> Routing {
+        let (h, e) = (self.spec.config.hidden, self.spec.config.n_experts);
+        let tokens = x.len() / h;
+        let x32 = as_f32(x);
+        let mut logits = vec![0.0f32; tokens * e];
+        if let Some(router) = &self.weights.router {
+            f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, router, &mut logits, false);
+        }
+        if self.weights.shared.is_some() {
+            let shared = &mut saved.shared;
+            shared.rows = tokens;
+            shared.x.clear();
+            shared.x.extend_from_slice(x);
+            shared.weight.clear();
+            match &self.weights.shared_gate {
+                Some(gate) => {
+                    let sigmoid = |row| kernels::sigmoid(kernels::dot(row, gate));
+                    shared.weight.extend(x32.chunks_exact(h).map(sigmoid));
+                }
+                None => shared.weight.resize(tokens, 1.0),
+            }
+        }
+        router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits)
+    }
+
+    /// Refuses a backward that cannot be: `what` is the call, for passes routed by the caller where `external`.
+    fn check_saved(&self, saved: &Saved<E>, what: &'static str, external: bool) -> Result<(), MoeError> {
+        let why = if saved.layer != self.id {
+            "the forward pass was another layer's"
+        } else if saved.stage == Stage::Backward {
+            "the forward pass has had its backward"
+        } else if saved.external != external {
+            if external {
+                "the layer's own router routed the forward pass"
+            } else {
+                "the caller routed the forward pass"
+            }
+        } else if self.gradients.is_none() {
+            "the layer was not made for training"
+        } else {
+            return Ok(());
+        };
+        Err(MoeError::Usage { what, why: why.into() })
+    }
+
+    pub(super) fn backward_pass(
+        &mut self,
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grad_weights: Option<&mut [f32]>,
+    ) -> Result<(), MoeError> {
+        let what = if grad_weights.is_some() { EXTERNAL } else { OWN_ROUTER };
+        self.check_saved(saved, what, grad_weights.is_some())?;
+        let elements = saved.routing.tokens * self.spec.config.hidden;
+        for (what, got) in
+            [("hidden_states", x.len()), ("grad_output", grad_output.len()), ("grad_hidden_states", grad_input.len())]
+        {
+            expect_len(what, got, elements)?;
+        }
+        if let Some(weights) = &grad_weights {
+            expect_len("grad_weights", weights.len(), saved.routing.chosen.len())?;
+        }
+        saved.stage = Stage::Backward;
+        let Some(mut gradients) = self.gradients.take() else { return Ok(()) };
+        let LayerGradients { all, last, accumulate } = &mut gradients;
+        let (into, add) = match last {
+            Some(last) if *accumulate => (last, true),
+            _ => (&mut *all, false),
+        };
+        let bytes_before = self.bytes_put();
+        let done = self.backward_into(saved, x, grad_output, grad_input, grad_weights, into);
+        if let (Some(last), true) = (last, add && done.is_ok()) {
+            all.add(last);
+        }
+        self.gradients = Some(gradients);
+        self.pass_bytes += self.bytes_put() - bytes_before;
+        self.recorder.enter(if done.is_ok() { Phase::Idle } else { self.recorder.phase() });
+        done
+    }
+
+    fn backward_into(
+        &mut self,
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grad_weights: Option<&mut [f32]>,
+        grads: &mut Gradients,
+    ) -> Result<(), MoeError> {
+        self.recorder.enter(Phase::Router);
+        self.passes += 1;
+        grad_input.fill(0.0);
+        if let Some(grad_weights) = grad_weights {
+            grad_weights.fill(0.0);
+            grads.replicated().for_each(|grad| grad.fill(0.0));
+            return self.run_pass(Direction::Backward, saved, grad_output, grad_input, grad_weights, grads);
+        }
+        if self.weights.shared.is_some() {
+            saved.shared.g.clear();
+            saved.shared.g.extend_from_slice(grad_output);
+        }
+        let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
+        self.run_pass(Direction::Backward, saved, grad_output, grad_input, &mut d_weights, grads)?;
+
+        self.recorder.enter(Phase::Router);
+        let (config, tokens) = (&self.spec.config, saved.routing.tokens);
+        let h = config.hidden;
+        let mut load = Load::default();
+        saved.loads.iter().for_each(|l| load.add(l));
+        let d_logits = saved.routing.backward(config, &load, &d_weights);
+        let x32 = as_f32(x);
+        if let Some(router) = &self.weights.router {
+            let ws = &mut self.scratch.workspace;
+            f32::gemm_nn(ws, tokens, &d_logits, router, grad_input, true);
+            f32::gemm_tn(ws, tokens, config.n_experts, h, &d_logits, &x32, &mut grads.router, false);
+        }
+        if self.weights.shared.is_some() {
+            kernels::axpy(grad_input, 1.0, &saved.shared.out[..tokens * h]);
+        }
+        if let Some(gate) = &self.weights.shared_gate {
+            grads.shared_gate.fill(0.0);
+            for t in 0..tokens {
+                let s = saved.shared.weight[t];
+                let d = saved.shared.d_weight[t] * s * (1.0 - s);
+                kernels::axpy(&mut grads.shared_gate, d, &x32[t * h..(t + 1) * h]);
+                kernels::axpy(&mut grad_input[t * h..(t + 1) * h], d, gate);
+            }
+        }
+        self.reduce(grads)
+    }
+
+    fn run_pass(
+        &mut self,
+        direction: Direction,
+        saved: &mut Saved<E>,
+        input: &[E],
+        output: &mut [f32],
+        d_weights: &mut [f32],
+        grads: &mut Gradients,
+    ) -> Result<(), MoeError> {
+        let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
+        if let Some(exchange) = &mut exchange {
+            exchange.begin();
+        }
+        Engine {
+            shmem: self.shmem.as_shmem(),
+            memory: &self.memory,
+            config: &self.spec.config,
+            placement: &self.spec.placement,
+            options: &self.spec.options,
+            experts: &self.weights.experts,
+            shared: self.weights.shared.as_ref().filter(|_| !saved.external),
+            scratch: &mut self.scratch,
+            rec: &mut self.recorder,
+            credits_used: &mut self.credits_used,
+            saved,
+            direction,
+            pass: self.passes,
+            forward: self.forwards,
+            input,
+            output,
+            d_weights,
+            expert_grads: &mut grads.experts,
+            shared_grads: &mut grads.shared,
+            exchange: exchange.map(|exchange| exchange as _),
+            progress: Progress::default(),
+        }
+        .run()?;
+        if direction == Direction::Backward
+            && let Some(exchange) = &mut self.exchange
+        {
+            self.recorder.enter(Phase::AllReduce);
+            exchange.finish(&mut grads.experts, self.spec.options.deadline())?;
+        }
+        Ok(())
+    }
+
+    /// Under a capacity factor, drops the pairs beyond each expert's capacity, by global token index. Costs an exchange of
+    /// counts before dispatch, because a PE must know what the PEs before it send.
+    fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
+        let Some(factor) = self.spec.config.capacity_factor else { return Ok(()) };
+        let (top_k, e) = (self.spec.config.router.top_k, self.spec.config.n_experts);
+        let own = routing.counts(e);
+        let (all, me) = match &self.exchange {
+            Some(exchange) => exchange.counts(&own, self.spec.options.deadline())?,
+            None => (self.exchange_counts(own)?, self.pe().my_pe()),
+        };
+        let pairs: u64 = all.iter().flatten().map(|&c| u64::from(c)).sum();
+        let mut before = vec![0u64; e];
+        for counts in &all[..me] {
+            before.iter_mut().zip(counts).for_each(|(b, &c)| *b += u64::from(c));
+        }
+        let tokens = pairs / top_k as u64;
+        let capacity = (factor * top_k as f64 * tokens as f64 / e as f64).ceil() as u64;
+        routing.apply_capacity(before.into_iter().map(|b| capacity.saturating_sub(b)).collect());
+        Ok(())
+    }
+
+    /// Every PE's counts, in the order of PEs.
+    fn exchange_counts(&mut self, own: Vec<u32>) -> Result<Vec<Vec<u32>>, MoeError> {
+        let (me, n, e) = (self.pe().my_pe(), self.pe().n_pes(), own.len());
+        for pe in (0..n).filter(|&pe| pe != me) {
+            let at = self.memory.capacity_counts(me, pe);
+            let signal = self.memory.capacity_signal(me, pe);
+            self.pe().put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
+            let traffic = &mut self.recorder.traffic;
+            traffic.header_bytes += 4 * e as u64;
+            traffic.puts += 1;
+            traffic.signals += 1;
+        }
+        let mut all = vec![vec![0u32; e]; n];
+        for (pe, counts) in all.iter_mut().enumerate().filter(|(pe, _)| *pe != me) {
+            let signal = self.memory.capacity_signal(pe, me);
+            let phase = self.recorder.enter(Phase::Waiting);
+            self.pe()
+                .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.spec.options.deadline())
+                .map_err(|timeout| MoeError::wait(self.pe(), pe, "its counts for the capacity", phase, timeout))?;
+            self.recorder.enter(phase);
+            self.pe().get(counts, self.memory.capacity_counts(pe, me), me);
+        }
+        all[me] = own;
+        Ok(all)
+    }
+
+    /// Sums the gradients of replicated weights over all PEs.
+    fn reduce(&mut self, grads: &mut Gradients) -> Result<(), MoeError> {
+        if self.pe().n_pes() == 1 && self.exchange.is_none() {
+            return Ok(());
+        }
+        self.recorder.enter(Phase::AllReduce);
+        let mut all: Vec<f32> = grads.replicated().flat_map(|g| g.iter().copied()).collect();
+        let deadline = self.spec.options.deadline();
+        match &self.exchange {
+            Some(exchange) => exchange.sum(&mut all, deadline)?,
+            None => self.pe().all_reduce_sum(self.pe().world(), &mut all, deadline).map_err(|timeout| {
+                let what = "its gradients of replicated weights";
+                MoeError::wait(self.pe(), timeout.index, what, Phase::AllReduce, timeout)
+            })?,
+        }
+        let mut rest = &all[..];
+        for grad in grads.replicated() {
+            let (head, tail) = rest.split_at(grad.len());
+            grad.copy_from_slice(head);
+            rest = tail;
+        }
+        Ok(())
+    }
+}
+
+/// The values as f32, without a copy where they are f32.
+fn as_f32<E: Element>(x: &[E]) -> Cow<'_, [f32]> {
+    if E::NAME == <f32 as Element>::NAME {
+        return Cow::Borrowed(bytemuck::cast_slice(x));
+    }
+    let mut wide = vec![0.0; x.len()];
+    E::widen(x, &mut wide);
+    Cow::Owned(wide)
+}
