@@ -1,28 +1,189 @@
-//! The passes of a layer on a CPU: what comes before and after the engine's part.
+//! The layer on a CPU behind the contract: its passes, what comes before and after the engine's part, and its weights and gradients.
 
 use std::borrow::Cow;
 
 use super::engine::{Direction, Engine, Progress, Saved, Stage};
 use super::kernels::{self, Element};
-use super::layer::{Layer, LayerGradients, expect_len};
+use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
 use super::router::{self, Routing};
-use crate::moe::spec::metrics::Phase;
-use crate::moe::spec::{Gradients, Load, MoeError};
+use crate::moe::spec::metrics::{PassOutcome, Phase};
+use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
 /// Which pass a [`Saved`] is for, by the way its tokens were routed.
 const OWN_ROUTER: &str = "run backward";
 const EXTERNAL: &str = "run the backward of experts";
 
-impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
-    /// A forward pass by `external`, the caller's routing, or by the layer's own router and with its shared expert.
-    pub(super) fn forward_pass(
+impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
+    type Rows = [E];
+    type Values = [f32];
+    type Ids = [i32];
+    type RowsBuf = Vec<E>;
+    type ValuesBuf = Vec<f32>;
+    type IdsBuf = Vec<i32>;
+    type Saved = Saved<E>;
+
+    fn spec(&self) -> &LayerSpec {
+        &self.spec
+    }
+
+    fn my_pe(&self) -> usize {
+        self.pe().my_pe()
+    }
+
+    fn rows(&self, values: &[f32], _: &str) -> Result<Vec<E>, MoeError> {
+        let mut rows = vec![E::default(); values.len()];
+        E::convert(values, &mut rows);
+        Ok(rows)
+    }
+
+    fn values(&self, values: &[f32]) -> Result<Vec<f32>, MoeError> {
+        Ok(values.to_vec())
+    }
+
+    fn ids(&self, ids: &[i32]) -> Result<Vec<i32>, MoeError> {
+        Ok(ids.to_vec())
+    }
+
+    fn read(&self, values: &[f32], into: &mut [f32]) -> Result<(), MoeError> {
+        expect_len("the copy of values", into.len(), values.len())?;
+        into.copy_from_slice(values);
+        Ok(())
+    }
+
+    fn forward(&mut self, x: &[E], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        if self.spec.config.router.external {
+            let why = "the layer has no router: the caller routes, by experts".into();
+            return Err(MoeError::Usage { what: "run forward", why });
+        }
+        self.tokens(x, output)?;
+        self.forward_pass(x, None, output)
+    }
+
+    fn backward(
         &mut self,
+        saved: &mut Saved<E>,
         x: &[E],
-        external: Option<Routing>,
-        output: &mut [f32],
-    ) -> Result<Saved<E>, MoeError> {
+        grad_output: &[E],
+        grad_input: &mut [f32],
+    ) -> Result<(), MoeError> {
+        self.backward_pass(saved, x, grad_output, grad_input, None)
+    }
+
+    fn experts(&mut self, x: &[E], ids: &[i32], weights: &[f32], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+        let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
+        expect_len("ids", ids.len(), pairs)?;
+        expect_len("weights", weights.len(), pairs)?;
+        let routing = Routing::given(&self.spec.config, ids, weights)?;
+        self.forward_pass(x, Some(routing), output)
+    }
+
+    fn experts_backward(
+        &mut self,
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grad_weights: &mut [f32],
+    ) -> Result<(), MoeError> {
+        self.backward_pass(saved, x, grad_output, grad_input, Some(grad_weights))
+    }
+
+    fn finish(&mut self, saved: &Saved<E>) -> Result<PassOutcome, MoeError> {
+        let (times_ns, traffic) = self.recorder.take();
+        let mut phases_s = times_ns.map(|ns| ns as f64 * 1e-9);
+        // Time between passes is no pass's.
+        phases_s[Phase::Idle.code()] = 0.0;
+        // What was put beyond the layer's own protocol are the sums of gradients.
+        let all_reduce_bytes = std::mem::take(&mut self.pass_bytes).saturating_sub(traffic.total_bytes());
+        Ok(PassOutcome {
+            seconds: phases_s.iter().sum(),
+            phases_s,
+            rounds: saved.rounds as u64,
+            traffic,
+            all_reduce_bytes,
+            spans: self.recorder.take_spans(),
+        })
+    }
+
+    fn routed(&mut self, saved: &Saved<E>) -> Result<Routed, MoeError> {
+        if saved.layer != self.id {
+            let why = "the forward pass was another layer's".into();
+            return Err(MoeError::Usage { what: "say where rows went", why });
+        }
+        let mut load = Load::default();
+        saved.loads.iter().for_each(|l| load.add(l));
+        Ok(Routed {
+            chosen: saved.routing.chosen.clone(),
+            weights: saved.routing.weights.clone(),
+            expert_rows: saved.batches.iter().map(|batch| batch.rows as u64).collect(),
+            load,
+        })
+    }
+
+    fn recycle(&mut self, saved: Saved<E>) {
+        if saved.layer == self.id {
+            self.spare.push(saved);
+        }
+    }
+
+    fn gradients(&mut self) -> Result<&Gradients, MoeError> {
+        self.gradients.as_ref().map(|gradients| &gradients.all).ok_or_else(|| not_training("read gradients"))
+    }
+
+    fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError> {
+        let me = self.pe().my_pe();
+        let gradients = self.gradients.as_mut().ok_or_else(|| not_training("accumulate gradients"))?;
+        gradients.accumulate = accumulate;
+        if accumulate {
+            let LayerSpec { config, placement, .. } = &self.spec;
+            gradients.last.get_or_insert_with(|| Gradients::zeros(config, placement, me));
+        }
+        Ok(())
+    }
+
+    fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
+        self.weights.get(id, &self.spec.placement, self.pe().my_pe(), into)
+    }
+
+    fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
+        let me = self.pe().my_pe();
+        self.weights.set(&mut self.scratch.workspace, id, &self.spec.placement, me, values)
+    }
+
+    fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
+        self.spec.options.mode = mode;
+        Ok(())
+    }
+
+    fn record_spans(&mut self) {
+        self.recorder.record_spans();
+    }
+
+    fn barrier(&mut self) -> Result<(), MoeError> {
+        let shmem = self.shmem.as_shmem();
+        shmem
+            .barrier_all(self.spec.options.deadline())
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "at a barrier", Phase::Idle, timeout))
+    }
+}
+
+impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
+    /// The tokens of `x`, where it and `output` fit.
+    fn tokens(&self, x: &[E], output: &[f32]) -> Result<usize, MoeError> {
+        let h = self.spec.config.hidden;
+        let max = self.memory.layout.max_tokens * h;
+        if !x.len().is_multiple_of(h) || x.len() > max {
+            let expected = format!("a multiple of {h}, the hidden size, up to {max}");
+            return Err(MoeError::Shape { what: "hidden_states".into(), got: x.len(), expected });
+        }
+        expect_len("output", output.len(), x.len())?;
+        Ok(x.len() / h)
+    }
+
+    /// A forward pass by `external`, the caller's routing, or by the layer's own router and with its shared expert.
+    fn forward_pass(&mut self, x: &[E], external: Option<Routing>, output: &mut [f32]) -> Result<Saved<E>, MoeError> {
         let (h, me) = (self.spec.config.hidden, self.pe().my_pe());
         let tokens = x.len() / h;
         self.recorder.enter(Phase::Router);
@@ -115,7 +276,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Err(MoeError::Usage { what, why: why.into() })
     }
 
-    pub(super) fn backward_pass(
+    fn backward_pass(
         &mut self,
         saved: &mut Saved<E>,
         x: &[E],
@@ -318,6 +479,18 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             rest = tail;
         }
         Ok(())
+    }
+}
+
+fn not_training(what: &'static str) -> MoeError {
+    MoeError::Usage { what, why: "the layer was not made for training".into() }
+}
+
+fn expect_len(what: &'static str, got: usize, expected: usize) -> Result<(), MoeError> {
+    if got == expected {
+        Ok(())
+    } else {
+        Err(MoeError::Shape { what: what.into(), got, expected: expected.to_string() })
     }
 }
 
