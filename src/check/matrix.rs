@@ -1,6 +1,7 @@
 //! Row-major f64 matrices with the one product the reference needs, in plain loops.
 
 use std::num::NonZero;
+use std::ops::Range;
 use std::thread;
 
 /// Below this many multiply-adds a thread costs more than it saves.
@@ -73,12 +74,58 @@ impl Matrix {
         sums
     }
 
+    /// The 2-norm of every row, its entries first multiplied by `scale [cols]`.
+    pub fn row_norms(&self, scale: Option<&[f64]>) -> Vec<f64> {
+        let norm = |row: &[f64]| match scale {
+            None => dot(row, row).sqrt(),
+            Some(scale) => row.iter().zip(scale).map(|(v, s)| (v * s) * (v * s)).sum::<f64>().sqrt(),
+        };
+        (0..self.rows).map(|r| norm(self.row(r))).collect()
+    }
+
+    /// The 2-norm of every column, its entries first multiplied by `scale [rows]`.
+    pub fn column_norms(&self, scale: Option<&[f64]>) -> Vec<f64> {
+        let mut squares = vec![0.0; self.cols];
+        for r in 0..self.rows {
+            let scale = scale.map_or(1.0, |scale| scale[r]);
+            for (square, &v) in squares.iter_mut().zip(self.row(r)) {
+                *square += (v * scale) * (v * scale);
+            }
+        }
+        squares.into_iter().map(f64::sqrt).collect()
+    }
+
+    /// `A^T A v` for `A`, this matrix with its rows multiplied by `scale [rows]`.
+    pub fn gram_product(&self, scale: &[f64], v: &[f64]) -> Vec<f64> {
+        let part = |rows: Range<usize>| {
+            let mut sum = vec![0.0; self.cols];
+            for r in rows {
+                axpy(scale[r] * scale[r] * dot(self.row(r), v), self.row(r), &mut sum);
+            }
+            sum
+        };
+        let threads = useful_threads(self.rows, 2 * self.cols);
+        let block = self.rows.div_ceil(threads).max(1);
+        let mut total = vec![0.0; self.cols];
+        thread::scope(|scope| {
+            let part = &part;
+            let blocks = (0..self.rows).step_by(block).skip(1);
+            let others: Vec<_> =
+                blocks.map(|first| scope.spawn(move || part(first..self.rows.min(first + block)))).collect();
+            axpy(1.0, &part(0..self.rows.min(block)), &mut total);
+            for other in others {
+                axpy(1.0, &other.join().expect("sums cannot fail"), &mut total);
+            }
+        });
+        total
+    }
+
     /// `self * right^T`: entry (i, j) is the dot product of row i of `self` and row j of `right`.
     pub fn times_transpose(&self, right: &Matrix) -> Matrix {
         assert_eq!(self.cols, right.cols, "inner sizes of a product");
         let mut out = Matrix::zeros(self.rows, right.rows);
         let cols = out.cols;
-        for_row_blocks(&mut out.data, cols, right.rows * self.cols, |first, block| {
+        for_row_blocks([&mut out.data], cols, right.rows * self.cols, |first, [block]| {
             self.product_rows(right, first, block);
         });
         out
@@ -161,25 +208,43 @@ fn dots<const R: usize, const C: usize>(left: [&[f64]; R], right: [&[f64]; C]) -
     out
 }
 
-/// Splits `data`, rows of `cols`, into contiguous blocks of rows, one per thread, and calls
-/// `f(first row, block)` on each. `work_per_row` is in multiply-adds; little work stays on this thread.
-pub fn for_row_blocks(data: &mut [f64], cols: usize, work_per_row: usize, f: impl Fn(usize, &mut [f64]) + Sync) {
-    if data.is_empty() {
+/// Splits all of `data`, rows of `cols`, into the same contiguous blocks of rows, one per thread, and calls
+/// `f(first row, blocks)` on each. `work_per_row` is in multiply-adds; little work stays on this thread. A matrix that is
+/// empty where others are not is empty in every call.
+pub fn for_row_blocks<const N: usize>(
+    data: [&mut [f64]; N],
+    cols: usize,
+    work_per_row: usize,
+    f: impl Fn(usize, [&mut [f64]; N]) + Sync,
+) {
+    let len = data.iter().map(|d| d.len()).max().unwrap_or(0);
+    if len == 0 {
         return;
     }
-    let rows = data.len() / cols;
-    let useful = (rows * work_per_row / MIN_WORK_PER_THREAD).clamp(1, rows);
-    if useful == 1 {
+    let rows = len / cols;
+    let threads = useful_threads(rows, work_per_row);
+    if threads == 1 {
         return f(0, data);
     }
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(useful);
     let rows_per_thread = rows.div_ceil(threads);
+    let mut rest = data;
     thread::scope(|scope| {
-        for (i, block) in data.chunks_mut(rows_per_thread * cols).enumerate() {
+        for first in (0..rows).step_by(rows_per_thread) {
+            let mut block = [(); N].map(|()| &mut [][..]);
+            for (block, rest) in block.iter_mut().zip(&mut rest) {
+                let at = rest.len().min(rows_per_thread * cols);
+                (*block, *rest) = std::mem::take(rest).split_at_mut(at);
+            }
             let f = &f;
-            scope.spawn(move || f(i * rows_per_thread, block));
+            scope.spawn(move || f(first, block));
         }
     });
+}
+
+/// How many threads are worth their cost.
+fn useful_threads(rows: usize, work_per_row: usize) -> usize {
+    let useful = (rows * work_per_row / MIN_WORK_PER_THREAD).clamp(1, rows.max(1));
+    thread::available_parallelism().map_or(1, NonZero::get).min(useful)
 }
 
 #[cfg(test)]
@@ -204,6 +269,30 @@ mod tests {
                     // Integers far below 2^53: exact in any order.
                     assert_eq!(got.data[i * n + j], want, "{m} {n} {k}: {i} {j}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn norms_and_gram_product_are_those_of_the_scaled_matrix() {
+        // The last one is split over threads.
+        for (rows, cols) in [(3, 2), (1, 5), (1031, 1100)] {
+            let m = sample(rows, cols, 4);
+            let (by_row, by_col): (Vec<f64>, Vec<f64>) =
+                ((0..rows).map(|r| (r % 3) as f64).collect(), (0..cols).map(|c| (c % 5) as f64 - 2.0).collect());
+            let a = |r: usize, c: usize| by_row[r] * m.data[r * cols + c];
+            let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+            let close = |got: f64, want: f64| assert!((got - want).abs() <= 1e-12 * want.abs(), "{got}, not {want}");
+            close(m.row_norms(None)[rows - 1], norm(&mut m.row(rows - 1).iter().copied()));
+            let scaled = m.row(0).iter().zip(&by_col).map(|(v, s)| v * s);
+            close(m.row_norms(Some(&by_col))[0], norm(&mut scaled.clone()));
+            close(m.column_norms(None)[1], norm(&mut (0..rows).map(|r| m.data[r * cols + 1])));
+            close(m.column_norms(Some(&by_row))[1], norm(&mut (0..rows).map(|r| a(r, 1))));
+            let got = m.gram_product(&by_row, &by_col);
+            let product: Vec<f64> = (0..rows).map(|r| (0..cols).map(|c| a(r, c) * by_col[c]).sum()).collect();
+            for c in 0..cols {
+                // Integers far below 2^53.
+                assert_eq!(got[c], (0..rows).map(|r| a(r, c) * product[r]).sum::<f64>(), "{rows} {cols}: {c}");
             }
         }
     }

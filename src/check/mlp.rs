@@ -1,12 +1,13 @@
-//! An expert's MLP on a matrix of token rows, forward and backward.
+//! An expert's MLP on a matrix of token rows, forward and backward, with bounds on what rounding may do (see `bound`).
 
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 
-use super::matrix::{Matrix, axpy, for_row_blocks};
-use super::special::activate;
-use crate::moe::{LayerConfig, MlpConfig, Proj, WeightId};
+use super::bound::{Bounded, Bounds, F32_FLOOR, Rounding, SUM, coherence, column_coherence, norm, repetition, scalar};
+use super::matrix::{Matrix, axpy, dot, for_row_blocks};
+use super::special::{STEEPEST, activate};
+use crate::moe::{LayerConfig, MlpConfig, MlpId, Proj, WeightId};
 
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
 const ACTIVATION_WORK: usize = 64;
@@ -32,9 +33,18 @@ pub fn load(
 struct Linear {
     weight: Matrix,
     bias: Option<Vec<f64>>,
+    /// Norms of the weight's rows, of its columns, and of all of it.
+    row_norms: Vec<f64>,
+    column_norms: Vec<f64>,
+    norm: f64,
 }
 
 impl Linear {
+    fn new(weight: Matrix, bias: Option<Vec<f64>>) -> Self {
+        let (row_norms, column_norms) = (weight.row_norms(None), weight.column_norms(None));
+        Linear { norm: norm(&row_norms), row_norms, column_norms, weight, bias }
+    }
+
     fn forward(&self, x: &Matrix) -> Matrix {
         let mut y = x.times_transpose(&self.weight);
         if let Some(bias) = &self.bias {
@@ -45,40 +55,33 @@ impl Linear {
         y
     }
 
-    /// The gradient of the input; those of the weight and the bias go to `grads`.
-    fn backward(&self, x: &Matrix, dy: &Matrix, ids: [WeightId; 2], grads: &mut Gradients) -> Matrix {
-        grads.insert(ids[0], dy.transposed().times_transpose(&x.transposed()).data);
-        if self.bias.is_some() {
-            grads.insert(ids[1], dy.column_sums());
-        }
-        dy.times_transpose(&self.weight.transposed())
+    /// What summing in f32 does to element `i` of the result for an exact input of this norm.
+    fn sum_bound(&self, x_norm: f64, i: usize) -> f64 {
+        SUM * (x_norm * self.row_norms[i] + self.bias.as_ref().map_or(0.0, |b| b[i].abs()))
     }
+
+    fn bias_norm(&self) -> f64 {
+        self.bias.as_deref().map_or(0.0, norm)
+    }
+}
+
+/// A weight's gradient.
+#[derive(Clone, Debug)]
+pub struct Gradient {
+    /// In the weight's shape.
+    pub values: Vec<f64>,
+    /// How far rounding may move its rows and columns.
+    pub bounds: Bounds,
 }
 
 /// Gradients by weight.
-pub type Gradients = BTreeMap<WeightId, Vec<f64>>;
-
-/// Which MLP of the layer: a routed expert, or the shared one.
-#[derive(Clone, Copy)]
-pub enum Which {
-    Expert(usize),
-    Shared,
-}
-
-impl Which {
-    /// The names of a projection's matrix and bias.
-    fn ids(self, proj: Proj) -> [WeightId; 2] {
-        match self {
-            Which::Expert(e) => [WeightId::Expert(e, proj), WeightId::ExpertBias(e, proj)],
-            Which::Shared => [WeightId::Shared(proj), WeightId::SharedBias(proj)],
-        }
-    }
-}
+pub type Gradients = BTreeMap<WeightId, Gradient>;
 
 /// An MLP with its weights.
 pub struct Mlp {
     config: MlpConfig,
-    which: Which,
+    rounding: Rounding,
+    id: MlpId,
     gate: Option<Linear>,
     up: Linear,
     down: Linear,
@@ -86,6 +89,8 @@ pub struct Mlp {
 
 /// What the backward pass needs of the forward pass.
 pub struct Trace {
+    /// Norms of the rows of the input.
+    x_norms: Vec<f64>,
     /// `gate(x)`, gated MLPs only.
     gate: Option<Matrix>,
     /// `up(x)`.
@@ -94,17 +99,30 @@ pub struct Trace {
     inner: Matrix,
     /// The MLP's output.
     pub output: Matrix,
+    /// Bounds on the errors of the output's rows.
+    pub output_bounds: Vec<f64>,
+}
+
+/// What the backward pass gives beside the gradients of weights.
+pub struct InputGradient {
+    /// The gradient of the input.
+    pub x: Matrix,
+    /// Bounds on the errors of its rows.
+    pub x_bounds: Vec<f64>,
+    /// The gradient of each row's factor.
+    pub factors: Vec<Bounded>,
 }
 
 impl Mlp {
     pub fn load(
         layer: &LayerConfig,
         config: MlpConfig,
-        which: Which,
+        rounding: Rounding,
+        id: MlpId,
         weights: &dyn Fn(WeightId) -> Result<Vec<f32>>,
     ) -> Result<Self> {
         let linear = |proj| -> Result<Linear> {
-            let [weight_id, bias_id] = which.ids(proj);
+            let (weight_id, bias_id) = id.ids(proj);
             let (shape, data) = load(layer, weights, weight_id)?;
             let weight = Matrix::from_f32(shape[0], shape[1], &data);
             let bias = if config.bias {
@@ -112,57 +130,192 @@ impl Mlp {
             } else {
                 None
             };
-            Ok(Linear { weight, bias })
+            Ok(Linear::new(weight, bias))
         };
         let gate = if config.gated { Some(linear(Proj::Gate)?) } else { None };
-        Ok(Mlp { config, which, gate, up: linear(Proj::Up)?, down: linear(Proj::Down)? })
+        Ok(Mlp { config, rounding, id, gate, up: linear(Proj::Up)?, down: linear(Proj::Down)? })
     }
 
     pub fn forward(&self, x: &Matrix) -> Trace {
+        let rounding = self.rounding;
+        let x_norms = x.row_norms(None);
         let up = self.up.forward(x);
         let gate = self.gate.as_ref().map(|gate| gate.forward(x));
-        let mut inner = Matrix::zeros(up.rows, up.cols);
         let cols = up.cols;
-        for_row_blocks(&mut inner.data, cols, cols * ACTIVATION_WORK, |first, block| {
-            for (i, h) in block.iter_mut().enumerate() {
-                let at = first * cols + i;
-                *h = match &gate {
-                    Some(gate) => activate(self.config.activation, gate.data[at]).0 * up.data[at],
-                    None => activate(self.config.activation, up.data[at]).0,
+        let mut inner = Matrix::zeros(up.rows, cols);
+        let mut errors = Matrix::zeros(up.rows, cols);
+        let outputs = [&mut inner.data[..], &mut errors.data[..]];
+        for_row_blocks(outputs, cols, cols * ACTIVATION_WORK, |first, [inner, errors]| {
+            for (i, (h, error)) in inner.iter_mut().zip(errors).enumerate() {
+                let (at, t, column) = (first * cols + i, first + i / cols, i % cols);
+                let up_bound = self.up.sum_bound(x_norms[t], column);
+                let moved;
+                (*h, moved) = match (&self.gate, &gate) {
+                    (Some(linear), Some(gate)) => {
+                        let value = activate(self.config.activation, gate.data[at]).0;
+                        let gate_bound = linear.sum_bound(x_norms[t], column);
+                        let up = up.data[at];
+                        (
+                            value * up,
+                            value.abs() * up_bound + (STEEPEST * gate_bound + F32_FLOOR) * (up.abs() + up_bound),
+                        )
+                    }
+                    _ => (activate(self.config.activation, up.data[at]).0, STEEPEST * up_bound),
                 };
+                *error = moved + rounding.stored(*h);
             }
         });
         let output = self.down.forward(&inner);
-        Trace { gate, up, inner, output }
+        let kappa = column_coherence(&self.down.weight, &self.down.column_norms);
+        let moved = errors.row_norms(Some(&self.down.column_norms));
+        let (inner_norms, output_norms) = (inner.row_norms(None), output.row_norms(None));
+        let floor = rounding.floor * (output.cols as f64).sqrt();
+        let output_bounds = (0..x.rows)
+            .map(|t| {
+                let sums = SUM * (inner_norms[t] * self.down.norm + self.down.bias_norm());
+                kappa * moved[t] + sums + rounding.stored(output_norms[t]) + floor
+            })
+            .collect();
+        Trace { x_norms, gate, up, inner, output, output_bounds }
     }
 
-    /// The gradient of the input for the output's gradient `dy`; the weights' gradients go to `grads`.
-    pub fn backward(&self, x: &Matrix, trace: &Trace, dy: &Matrix, grads: &mut Gradients) -> Matrix {
-        let d_inner = self.down.backward(&trace.inner, dy, self.which.ids(Proj::Down), grads);
-        let cols = d_inner.cols;
-        // inner = act(gate) * up, or act(up).
-        let mut d_up = Matrix::zeros(d_inner.rows, cols);
-        for_row_blocks(&mut d_up.data, cols, cols * ACTIVATION_WORK, |first, block| {
-            for (i, d) in block.iter_mut().enumerate() {
-                let at = first * cols + i;
-                *d = d_inner.data[at]
-                    * match &trace.gate {
-                        Some(gate) => activate(self.config.activation, gate.data[at]).0,
-                        None => activate(self.config.activation, trace.up.data[at]).1,
-                    };
+    /// The gradients of the input and of the rows' factors for the gradient `dy` of `factors[t] * output[t]`; the weights'
+    /// gradients go to `grads`.
+    pub fn backward(
+        &self,
+        x: &Matrix,
+        trace: &Trace,
+        dy: &Matrix,
+        factors: &[Bounded],
+        grads: &mut Gradients,
+    ) -> InputGradient {
+        let rounding = self.rounding;
+        let dy_norms = dy.row_norms(None);
+        // The gradient of the inner values, before the factor.
+        let q = dy.times_transpose(&self.down.weight.transposed());
+        let cols = q.cols;
+        let shape = || Matrix::zeros(q.rows, cols);
+        let if_gated = || if self.gate.is_some() { shape() } else { Matrix::zeros(0, cols) };
+        let (mut d_up, mut d_gate) = (shape(), if_gated());
+        let (mut up_errors, mut gate_errors, mut inner_errors) = (shape(), if_gated(), shape());
+        let outputs = [&mut d_up, &mut d_gate, &mut up_errors, &mut gate_errors, &mut inner_errors];
+        let outputs = outputs.map(|m| &mut m.data[..]);
+        let act = |x: f64| activate(self.config.activation, x);
+        // The activation's value and slope at an argument that was stored, and how far they may be off.
+        let spread = |argument: f64, bound: f64| {
+            let (value, slope) = act(argument);
+            let ends = [act(argument - bound), act(argument + bound)];
+            let most = |f: &dyn Fn((f64, f64)) -> f64| ends.into_iter().map(f).fold(0.0, f64::max);
+            let value_bound = most(&|end| (end.0 - value).abs()) + SUM * value.abs() + F32_FLOOR;
+            let slope_bound = most(&|end| (end.1 - slope).abs()) + SUM * slope.abs() + F32_FLOOR;
+            (Bounded { value, bound: value_bound }, Bounded { value: slope, bound: slope_bound })
+        };
+        for_row_blocks(outputs, cols, 3 * cols * ACTIVATION_WORK, |first, [d_ups, d_gates, up_e, gate_e, inner_e]| {
+            for i in 0..d_ups.len() {
+                let (at, t, column) = (first * cols + i, first + i / cols, i % cols);
+                let factor = factors[t];
+                let up = trace.up.data[at];
+                let up_bound = self.up.sum_bound(trace.x_norms[t], column) + rounding.stored(up);
+                let q = Bounded {
+                    value: q.data[at],
+                    bound: SUM * (dy_norms[t] * self.down.column_norms[column] + q.data[at].abs()),
+                };
+                // The gradient of the inner value, with the factor.
+                let d_inner = factor.times(q);
+                let store = |values: &mut [f64], errors: &mut [f64], d: Bounded| {
+                    values[i] = d.value;
+                    errors[i] = d.bound + rounding.stored(d.value);
+                };
+                let inner = match (&self.gate, &trace.gate) {
+                    (Some(linear), Some(gate)) => {
+                        let gate = gate.data[at];
+                        let gate_bound = linear.sum_bound(trace.x_norms[t], column) + rounding.stored(gate);
+                        let (value, slope) = spread(gate, gate_bound);
+                        let up = Bounded { value: up, bound: up_bound };
+                        store(d_ups, up_e, d_inner.times(value));
+                        store(d_gates, gate_e, d_inner.times(up.times(slope)));
+                        value.times(up)
+                    }
+                    _ => {
+                        let (value, slope) = spread(up, up_bound);
+                        store(d_ups, up_e, d_inner.times(slope));
+                        value
+                    }
+                };
+                inner_e[i] = inner.bound + rounding.stored(inner.value);
             }
         });
-        let mut dx = self.up.backward(x, &d_up, self.which.ids(Proj::Up), grads);
-        if let (Some(linear), Some(gate)) = (&self.gate, &trace.gate) {
-            let mut d_gate = d_up;
-            for_row_blocks(&mut d_gate.data, cols, cols * ACTIVATION_WORK, |first, block| {
-                for (i, d) in block.iter_mut().enumerate() {
-                    let at = first * cols + i;
-                    *d = d_inner.data[at] * trace.up.data[at] * activate(self.config.activation, gate.data[at]).1;
-                }
-            });
-            dx.add(&linear.backward(x, &d_gate, self.which.ids(Proj::Gate), grads));
+
+        // The down projection's: the sum of `factor * inner`, which are stored, times dy.
+        let (down_id, down_bias_id) = self.id.ids(Proj::Down);
+        let (mut weighted, mut weighted_errors) = (trace.inner.clone(), inner_errors.clone());
+        for (t, factor) in factors.iter().enumerate() {
+            for (h, error) in weighted.row_mut(t).iter_mut().zip(weighted_errors.row_mut(t)) {
+                *error = factor.value.abs() * *error + factor.bound * (h.abs() + *error);
+                *h *= factor.value;
+                *error += rounding.stored(*h);
+            }
         }
-        dx
+        grads.insert(
+            down_id,
+            Gradient {
+                values: dy.transposed().times_transpose(&weighted.transposed()).data,
+                bounds: Bounds::of_outer_products(&weighted, &weighted_errors, dy, coherence(dy, &dy_norms))
+                    .transposed(),
+            },
+        );
+        if self.down.bias.is_some() {
+            let (mut values, mut rows) = (vec![0.0; dy.cols], vec![0.0; dy.cols]);
+            for (t, factor) in factors.iter().enumerate() {
+                axpy(factor.value, dy.row(t), &mut values);
+                let bound = factor.bound + SUM * factor.value.abs();
+                rows.iter_mut().zip(dy.row(t)).for_each(|(row, d)| *row += bound * d.abs());
+            }
+            grads.insert(down_bias_id, Gradient { values, bounds: Bounds { rows, columns: Vec::new() } });
+        }
+
+        let mut dx = Matrix::zeros(x.rows, x.cols);
+        let mut dx_bounds = vec![0.0; x.rows];
+        let x_coherence = coherence(x, &trace.x_norms);
+        let first_layer =
+            [(Proj::Up, Some(&self.up), &d_up, &up_errors), (Proj::Gate, self.gate.as_ref(), &d_gate, &gate_errors)];
+        for (proj, linear, d, errors) in first_layer {
+            let Some(linear) = linear else { continue };
+            let (id, bias_id) = self.id.ids(proj);
+            let bounds = Bounds::of_outer_products(d, errors, x, x_coherence);
+            grads.insert(id, Gradient { values: d.transposed().times_transpose(&x.transposed()).data, bounds });
+            if linear.bias.is_some() {
+                let mut rows = vec![0.0; cols];
+                for t in 0..d.rows {
+                    for ((row, d), error) in rows.iter_mut().zip(d.row(t)).zip(errors.row(t)) {
+                        *row += error + SUM * d.abs();
+                    }
+                }
+                let bounds = Bounds { rows, columns: Vec::new() };
+                grads.insert(bias_id, Gradient { values: d.column_sums(), bounds });
+            }
+            dx.add(&d.times_transpose(&linear.weight.transposed()));
+            let rows_coherence = coherence(&linear.weight, &linear.row_norms);
+            let moved = errors.row_norms(Some(&linear.row_norms)).into_iter().zip(d.row_norms(None));
+            for (bound, (moved, d_norm)) in dx_bounds.iter_mut().zip(moved) {
+                *bound += rows_coherence * moved + SUM * d_norm * linear.norm;
+            }
+        }
+        let floor = rounding.floor * (dx.cols as f64).sqrt();
+        for (bound, norm) in dx_bounds.iter_mut().zip(dx.row_norms(None)) {
+            *bound += rounding.stored(norm) + floor;
+        }
+
+        // <dy, output>, which the layer computes as <q, inner> + <dy, bias>.
+        let inner_scales = trace.inner.row_norms(Some(&self.down.column_norms));
+        let repetition = repetition(&self.up.weight);
+        let factor_gradient = |t: usize| {
+            let value = dot(dy.row(t), trace.output.row(t));
+            let errors = q.row(t).iter().zip(inner_errors.row(t)).map(|(q, error)| q.abs() * error);
+            let sums = SUM
+                * (dy_norms[t] * (inner_scales[t] + self.down.bias_norm()) + norm(q.row(t)) * norm(trace.inner.row(t)));
+            Bounded { value, bound: scalar(errors, repetition, 3.0 * rounding.unit * value.abs()) + sums }
+        };
+        InputGradient { x: dx, x_bounds: dx_bounds, factors: (0..x.rows).map(factor_gradient).collect() }
     }
 }

@@ -10,6 +10,7 @@
 //! The choice of experts and the auxiliary loss's token counts are constants there; scores,
 //! renormalisation and scaling are differentiated.
 
+mod bound;
 mod compare;
 mod matrix;
 mod mlp;
@@ -22,11 +23,17 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
 
-pub use compare::{Deviation, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, compare};
+pub use bound::Bounds;
+pub use compare::{
+    Axis, Comparison, Deviation, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, WorstSlice, compare, compare_slices,
+    judge,
+};
 
-use crate::moe::{LayerConfig, MlpConfig, WeightId};
+use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightId};
+use bound::{Bounded, Rounding, SUM, coherence, repetition};
 use matrix::{Matrix, axpy, dot};
-use mlp::{Gradients, Mlp, Which};
+pub use mlp::Gradient;
+use mlp::{Gradients, Mlp};
 use routing::Routing;
 
 /// What a layer's f32 logits may be off by, relative to the sum of their terms' magnitudes:
@@ -51,6 +58,8 @@ pub struct Problem<'a> {
     /// How far the layer's router logits may be off, relative to the sum of their terms' magnitudes,
     /// when `chosen` is verified; usually [`CHOICE_TOLERANCE`].
     pub choice_tolerance: f64,
+    /// The run's element type, for the bounds.
+    pub dtype: Dtype,
 }
 
 /// What the layer should have computed.
@@ -58,11 +67,17 @@ pub struct Problem<'a> {
 pub struct Reference {
     /// `[tokens, hidden]`.
     pub output: Vec<f64>,
+    /// How far rounding may move each token's output.
+    pub output_bounds: Bounds,
     /// `[tokens, hidden]`, where there was a `grad_output`.
     pub grad_hidden_states: Option<Vec<f64>>,
+    /// How far rounding may move each token's.
+    pub grad_hidden_states_bounds: Bounds,
     /// The gradient of every weight that has one, in its shape; empty without a `grad_output`, and
     /// where [`reference_with`] handed them out.
     pub grads: BTreeMap<WeightId, Vec<f64>>,
+    /// How far rounding may move them.
+    pub grad_bounds: BTreeMap<WeightId, Bounds>,
     /// The load-balancing loss, before its coefficient:
     /// `n_experts * sum_e (pairs of e / tokens) * (mean probability of e)`. 0 without tokens.
     pub aux_loss: f64,
@@ -85,13 +100,13 @@ pub struct Reference {
 /// length or cannot be loaded, a router logit is not finite, or the layer's choice of experts is
 /// wrong (with the token, the expert, and the scores).
 pub fn reference(problem: &Problem) -> Result<Reference> {
-    let mut grads = BTreeMap::new();
-    let mut result = reference_with(problem, &mut |id, grad| {
-        grads.insert(id, grad);
+    let (mut grads, mut grad_bounds) = (BTreeMap::new(), BTreeMap::new());
+    let result = reference_with(problem, &mut |id, grad| {
+        grads.insert(id, grad.values);
+        grad_bounds.insert(id, grad.bounds);
         Ok(())
     })?;
-    result.grads = grads;
-    Ok(result)
+    Ok(Reference { grads, grad_bounds, ..result })
 }
 
 /// Computes the layer as [`reference()`] does, but hands each weight's gradient to `on_grad` as soon
@@ -101,7 +116,7 @@ pub fn reference(problem: &Problem) -> Result<Reference> {
 /// As [`reference()`], and those of `on_grad`.
 pub fn reference_with(
     problem: &Problem,
-    on_grad: &mut dyn FnMut(WeightId, Vec<f64>) -> Result<()>,
+    on_grad: &mut dyn FnMut(WeightId, Gradient) -> Result<()>,
 ) -> Result<Reference> {
     let &Problem { config, tokens, weights, .. } = problem;
     let hidden = config.hidden;
@@ -124,12 +139,15 @@ pub fn reference_with(
 
     let mut layer = Layer {
         problem,
+        rounding: Rounding::of(problem.dtype),
         x,
         output: Matrix::zeros(tokens, hidden),
+        output_bounds: vec![0.0; tokens],
         backward: grad_output.map(|dy| Backward {
             dy,
             dx: Matrix::zeros(tokens, hidden),
-            d_weights: vec![0.0; tokens * k],
+            dx_bounds: vec![0.0; tokens],
+            d_weights: vec![Bounded::ZERO; tokens * k],
             on_grad,
         }),
     };
@@ -140,29 +158,45 @@ pub fn reference_with(
         layer.shared(shared.mlp, shared.sigmoid_gate)?;
     }
     if let Some(b) = &mut layer.backward {
-        let d_logits = routing.backward(&b.d_weights);
+        let (d_logits, errors) = routing.backward(&b.d_weights);
         b.dx.add(&d_logits.times_transpose(&router.transposed()));
-        (b.on_grad)(WeightId::Router, d_logits.transposed().times_transpose(&layer.x.transposed()).data)?;
+        let row_norms = router.row_norms(None);
+        let (kappa, router_norm) = (coherence(&router, &row_norms), bound::norm(&row_norms));
+        let moved = errors.row_norms(Some(&row_norms)).into_iter().zip(d_logits.row_norms(None));
+        for (bound, (moved, d_norm)) in b.dx_bounds.iter_mut().zip(moved) {
+            *bound += kappa * moved + SUM * d_norm * router_norm;
+        }
+        let bounds = Bounds::of_outer_products(&d_logits, &errors, &layer.x, repetition(&layer.x));
+        let values = d_logits.transposed().times_transpose(&layer.x.transposed()).data;
+        (b.on_grad)(WeightId::Router, Gradient { values, bounds })?;
     }
 
+    let by_row = |rows: Vec<f64>| Bounds { rows, columns: Vec::new() };
+    let (dx, dx_bounds) = layer.backward.map(|b| (b.dx.data, b.dx_bounds)).unzip();
     Ok(Reference {
         output: layer.output.data,
-        grad_hidden_states: layer.backward.map(|b| b.dx.data),
+        output_bounds: by_row(layer.output_bounds),
+        grad_hidden_states: dx,
+        grad_hidden_states_bounds: by_row(dx_bounds.unwrap_or_default()),
         grads: BTreeMap::new(),
+        grad_bounds: BTreeMap::new(),
         aux_loss: routing.aux_loss(),
         z_loss: routing.z_loss(),
         dropped: routing.kept.iter().filter(|kept| !**kept).count() as u64,
         chosen: routing.chosen.iter().map(|&e| e as u32).collect(),
+        routing_weights: routing.weights.iter().map(|w| w.value).collect(),
         tokens_per_expert: routing.tokens_per_expert,
-        routing_weights: routing.weights,
     })
 }
 
 /// The pass under way.
 struct Layer<'a> {
     problem: &'a Problem<'a>,
+    rounding: Rounding,
     x: Matrix,
     output: Matrix,
+    /// Bounds on the errors of the output's rows so far.
+    output_bounds: Vec<f64>,
     backward: Option<Backward<'a>>,
 }
 
@@ -172,9 +206,11 @@ struct Backward<'a> {
     dy: Matrix,
     /// The input's gradient so far.
     dx: Matrix,
+    /// Bounds on the errors of its rows.
+    dx_bounds: Vec<f64>,
     /// The routing weights' gradient, `[tokens, top_k]`.
-    d_weights: Vec<f64>,
-    on_grad: &'a mut dyn FnMut(WeightId, Vec<f64>) -> Result<()>,
+    d_weights: Vec<Bounded>,
+    on_grad: &'a mut dyn FnMut(WeightId, Gradient) -> Result<()>,
 }
 
 impl Layer<'_> {
@@ -187,30 +223,34 @@ impl Layer<'_> {
         if pairs.is_empty() {
             if let Some(b) = &mut self.backward {
                 for id in config.expert_weights(expert) {
-                    (b.on_grad)(id, vec![0.0; config.shape(id).iter().product()])?;
+                    let shape = config.shape(id);
+                    let values = vec![0.0; shape.iter().product()];
+                    (b.on_grad)(id, Gradient { values, bounds: Bounds::exact(&shape) })?;
                 }
             }
             return Ok(());
         }
-        let mlp = Mlp::load(config, config.expert, Which::Expert(expert), self.problem.weights)?;
-        let mut rows = Matrix::zeros(pairs.len(), config.hidden);
-        for (r, &p) in pairs.iter().enumerate() {
-            rows.row_mut(r).copy_from_slice(self.x.row(p / k));
-        }
+        let id = MlpId::Routed(expert);
+        let mlp = Mlp::load(config, config.expert, self.rounding, id, self.problem.weights)?;
+        let rows_of = |from: &Matrix| {
+            let mut rows = Matrix::zeros(pairs.len(), config.hidden);
+            for (r, &p) in pairs.iter().enumerate() {
+                rows.row_mut(r).copy_from_slice(from.row(p / k));
+            }
+            rows
+        };
+        let rows = rows_of(&self.x);
+        let factors: Vec<Bounded> = pairs.iter().map(|&p| routing.weights[p]).collect();
         let trace = mlp.forward(&rows);
         for (r, &p) in pairs.iter().enumerate() {
-            axpy(routing.weights[p], trace.output.row(r), self.output.row_mut(p / k));
+            self.add_output(p / k, factors[r], trace.output.row(r), trace.output_bounds[r]);
         }
         let Some(b) = &mut self.backward else { return Ok(()) };
-        let mut d_rows = Matrix::zeros(pairs.len(), config.hidden);
-        for (r, &p) in pairs.iter().enumerate() {
-            b.d_weights[p] = dot(b.dy.row(p / k), trace.output.row(r));
-            axpy(routing.weights[p], b.dy.row(p / k), d_rows.row_mut(r));
-        }
         let mut grads = Gradients::new();
-        let dx = mlp.backward(&rows, &trace, &d_rows, &mut grads);
+        let d = mlp.backward(&rows, &trace, &rows_of(&b.dy), &factors, &mut grads);
         for (r, &p) in pairs.iter().enumerate() {
-            axpy(1.0, dx.row(r), b.dx.row_mut(p / k));
+            b.d_weights[p] = d.factors[r];
+            b.add_dx(p / k, d.x.row(r), d.x_bounds[r], self.rounding);
         }
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
     }
@@ -219,7 +259,7 @@ impl Layer<'_> {
     fn shared(&mut self, config: MlpConfig, sigmoid_gate: bool) -> Result<()> {
         let layer = self.problem.config;
         let tokens = self.x.rows;
-        let mlp = Mlp::load(layer, config, Which::Shared, self.problem.weights)?;
+        let mlp = Mlp::load(layer, config, self.rounding, MlpId::Shared, self.problem.weights)?;
         let trace = mlp.forward(&self.x);
         let gate = if sigmoid_gate {
             let (_, w) = mlp::load(layer, self.problem.weights, WeightId::SharedGate)?;
@@ -227,27 +267,55 @@ impl Layer<'_> {
         } else {
             None
         };
-        let factor = |t: usize| gate.as_ref().map_or(1.0, |w| special::sigmoid(dot(self.x.row(t), w.row(0))));
-        let factors: Vec<f64> = (0..tokens).map(factor).collect();
-        for (t, &s) in factors.iter().enumerate() {
-            axpy(s, trace.output.row(t), self.output.row_mut(t));
+        let gate_norm = gate.as_ref().map_or(0.0, |w| bound::norm(w.row(0)));
+        let x_norms = self.x.row_norms(None);
+        let factor = |t: usize| {
+            let Some(w) = &gate else { return Bounded::ONE };
+            let s = special::sigmoid(dot(self.x.row(t), w.row(0)));
+            Bounded { value: s, bound: routing::score_bound(s, SUM * x_norms[t] * gate_norm) }
+        };
+        let factors: Vec<Bounded> = (0..tokens).map(factor).collect();
+        for (t, &factor) in factors.iter().enumerate() {
+            self.add_output(t, factor, trace.output.row(t), trace.output_bounds[t]);
         }
         let Some(b) = &mut self.backward else { return Ok(()) };
         let mut grads = Gradients::new();
-        let mut d_rows = Matrix::zeros(tokens, layer.hidden);
-        for (t, &s) in factors.iter().enumerate() {
-            axpy(s, b.dy.row(t), d_rows.row_mut(t));
+        let d = mlp.backward(&self.x, &trace, &b.dy, &factors, &mut grads);
+        for t in 0..tokens {
+            b.add_dx(t, d.x.row(t), d.x_bounds[t], self.rounding);
         }
-        b.dx.add(&mlp.backward(&self.x, &trace, &d_rows, &mut grads));
         if let Some(w) = gate {
-            let mut dw = vec![0.0; layer.hidden];
-            for (t, &s) in factors.iter().enumerate() {
-                let d_logit = dot(b.dy.row(t), trace.output.row(t)) * s * (1.0 - s);
-                axpy(d_logit, self.x.row(t), &mut dw);
+            let (mut d_logits, mut errors) = (Matrix::zeros(tokens, 1), Matrix::zeros(tokens, 1));
+            for (t, (s, d)) in factors.iter().zip(&d.factors).enumerate() {
+                let slope = s.value * (1.0 - s.value);
+                let d_logit = d.value * slope;
+                let error = d.bound * (slope + s.bound) + d.value.abs() * (s.bound + SUM * s.value);
                 axpy(d_logit, w.row(0), b.dx.row_mut(t));
+                b.dx_bounds[t] += (error + SUM * d_logit.abs()) * gate_norm;
+                (d_logits.data[t], errors.data[t]) = (d_logit, error);
             }
-            grads.insert(WeightId::SharedGate, dw);
+            let values = d_logits.transposed().times_transpose(&self.x.transposed()).data;
+            let rows = Bounds::of_outer_products(&d_logits, &errors, &self.x, repetition(&self.x)).rows;
+            grads.insert(WeightId::SharedGate, Gradient { values, bounds: Bounds { rows, columns: Vec::new() } });
         }
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
+    }
+
+    /// `output[t] += factor * row`. The sum of what one PE adds may be rounded on its way, no more than each part by itself.
+    fn add_output(&mut self, t: usize, factor: Bounded, row: &[f64], row_bound: f64) {
+        axpy(factor.value, row, self.output.row_mut(t));
+        let norm = bound::norm(row);
+        let floor = self.rounding.floor * (row.len() as f64).sqrt();
+        self.output_bounds[t] +=
+            factor.value.abs() * (row_bound + self.rounding.stored(norm)) + factor.bound * (norm + row_bound) + floor;
+    }
+}
+
+impl Backward<'_> {
+    /// `dx[t] += row`, as in [`Layer::add_output`].
+    fn add_dx(&mut self, t: usize, row: &[f64], row_bound: f64, rounding: Rounding) {
+        axpy(1.0, row, self.dx.row_mut(t));
+        let floor = rounding.floor * (row.len() as f64).sqrt();
+        self.dx_bounds[t] += row_bound + rounding.stored(bound::norm(row)) + floor;
     }
 }

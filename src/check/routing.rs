@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail, ensure};
 
+use super::bound::{Bounded, SUM};
 use super::matrix::Matrix;
 use super::special::sigmoid;
 use crate::moe::{LayerConfig, RouterConfig, Scoring};
@@ -14,10 +15,12 @@ pub struct Routing<'a> {
     config: &'a LayerConfig,
     logits: Matrix,
     scores: Matrix,
+    /// How far each token's logits may be off, `[tokens]`.
+    logit_bounds: Vec<f64>,
     /// `[tokens, top_k]`.
     pub chosen: Vec<usize>,
     /// The factor on the chosen experts' outputs, `[tokens, top_k]`; a dropped pair's too.
-    pub weights: Vec<f64>,
+    pub weights: Vec<Bounded>,
     /// Whether the pair is within its expert's capacity, `[tokens, top_k]`.
     pub kept: Vec<bool>,
     /// Pairs routed to each expert before any drop, `[n_experts]`.
@@ -58,16 +61,18 @@ impl<'a> Routing<'a> {
             }
         }
         // The sum of the terms' magnitudes is what the rounding of a logit is relative to.
-        let magnitudes = given.map(|_| x.map(f64::abs).times_transpose(&router.map(f64::abs)));
+        let magnitudes = x.map(f64::abs).times_transpose(&router.map(f64::abs));
+        let largest = |t: usize| magnitudes.row(t).iter().copied().fold(0.0, f64::max);
+        let logit_bounds: Vec<f64> = (0..tokens).map(|t| SUM * largest(t)).collect();
         let mut chosen = Vec::with_capacity(tokens * k);
         for t in 0..tokens {
             let with_bias = |e: usize, s: f64| s + bias.map_or(0.0, |b| f64::from(b[e]));
             let score: Vec<f64> = scores.row(t).iter().enumerate().map(|(e, &s)| with_bias(e, s)).collect();
-            let (Some(given), Some(magnitudes)) = (given, &magnitudes) else {
+            let Some(given) = given else {
                 chosen.extend(select(&config.router, &score));
                 continue;
             };
-            let logit_slack = tolerance * magnitudes.row(t).iter().copied().fold(0.0, f64::max);
+            let logit_slack = tolerance * largest(t);
             let slack = (0..n_experts)
                 .map(|e| {
                     let s = scores.row(t)[e];
@@ -83,9 +88,14 @@ impl<'a> Routing<'a> {
 
         let mut weights = Vec::with_capacity(tokens * k);
         for t in 0..tokens {
-            let raw = chosen[t * k..(t + 1) * k].iter().map(|&e| scores.row(t)[e]);
-            let factor = f64::from(config.router.scaling) / normaliser(&config.router, raw.clone());
-            weights.extend(raw.map(|s| s * factor));
+            let raw: Vec<Bounded> = chosen[t * k..(t + 1) * k]
+                .iter()
+                .map(|&e| Bounded { value: scores.row(t)[e], bound: score_bound(scores.row(t)[e], logit_bounds[t]) })
+                .collect();
+            let shares = shares(&config.router, &raw);
+            let scaling = f64::from(config.router.scaling);
+            let scaled = |share: &Bounded| Bounded { value: scaling * share.value, bound: scaling.abs() * share.bound };
+            weights.extend(shares.iter().map(scaled));
         }
 
         let mut tokens_per_expert = vec![0; n_experts];
@@ -95,7 +105,7 @@ impl<'a> Routing<'a> {
             kept.push(capacity.is_none_or(|c| tokens_per_expert[e] < c));
             tokens_per_expert[e] += 1;
         }
-        Ok(Routing { config, logits, scores, chosen, weights, kept, tokens_per_expert })
+        Ok(Routing { config, logits, scores, logit_bounds, chosen, weights, kept, tokens_per_expert })
     }
 
     /// `f_e`: the pairs routed to each expert, before any drop, over the tokens.
@@ -139,8 +149,8 @@ impl<'a> Routing<'a> {
     }
 
     /// The gradient of the logits, `[tokens, n_experts]`, for that of the weights, `[tokens, top_k]`,
-    /// with both losses' shares.
-    pub fn backward(&self, d_weights: &[f64]) -> Matrix {
+    /// with both losses' shares; and bounds on its errors.
+    pub fn backward(&self, d_weights: &[Bounded]) -> (Matrix, Matrix) {
         let router = &self.config.router;
         let (tokens, n_experts, k) = (self.logits.rows, self.config.n_experts, router.top_k);
         let fractions = self.fractions();
@@ -148,61 +158,115 @@ impl<'a> Routing<'a> {
         let z = f64::from(self.config.z_loss_coef) / tokens as f64;
         let scaling = f64::from(router.scaling);
         let mut d_logits = Matrix::zeros(tokens, n_experts);
+        let mut errors = Matrix::zeros(tokens, n_experts);
         for t in 0..tokens {
-            let scores = self.scores.row(t);
+            let logit_bound = self.logit_bounds[t];
+            let scores: Vec<Bounded> = self
+                .scores
+                .row(t)
+                .iter()
+                .map(|&value| Bounded { value, bound: score_bound(value, logit_bound) })
+                .collect();
             let chosen = &self.chosen[t * k..(t + 1) * k];
             let d_weights = &d_weights[t * k..(t + 1) * k];
 
-            let mut d_scores = vec![0.0; n_experts];
+            let mut d_scores = vec![Bounded::ZERO; n_experts];
             // weight_i = scaling s_i / sum_j s_j. Written so that top-1 renormalised, where the
             // weight does not depend on the score, gives exactly 0.
-            let sum = normaliser(router, chosen.iter().map(|&e| scores[e]));
+            let raw: Vec<Bounded> = chosen.iter().map(|&e| scores[e]).collect();
+            let sum = normaliser(router, &raw);
             let through_sum = if router.renormalise {
-                chosen.iter().zip(d_weights).map(|(&e, d)| d * (scores[e] / sum)).sum()
+                let products = shares(router, &raw).into_iter().zip(d_weights).map(|(share, &d)| d.times(share));
+                products.fold(Bounded::ZERO, Bounded::plus)
             } else {
-                0.0
+                Bounded::ZERO
             };
             for (&e, d) in chosen.iter().zip(d_weights) {
-                d_scores[e] += scaling / sum * (d - through_sum);
+                let factor = scaling / sum.value;
+                let value = factor * (d.value - through_sum.value);
+                let magnitude = factor.abs() * (d.value.abs() + through_sum.value.abs());
+                let relative = SUM + sum.bound / sum.value;
+                d_scores[e].value += value;
+                d_scores[e].bound += factor.abs() * (d.bound + through_sum.bound) + magnitude * relative;
             }
             // The auxiliary loss: P_e is s_e / total; total is constant under softmax.
-            let total = self.score_total(scores);
-            let through_total = match router.scoring {
-                Scoring::Softmax => 0.0,
-                Scoring::Sigmoid => fractions.iter().zip(scores).map(|(f, s)| f * s / total).sum(),
-            };
+            let total = self.score_total(self.scores.row(t));
+            let mut through_total = Bounded::ZERO;
+            let mut total_bound = 0.0;
+            if router.scoring == Scoring::Sigmoid {
+                total_bound = scores.iter().map(|s| s.bound).sum();
+                for (f, s) in fractions.iter().zip(&scores) {
+                    through_total.value += f * s.value / total;
+                    through_total.bound += f * (s.bound + s.value * (SUM + total_bound / total)) / total;
+                }
+            }
             for (d, f) in d_scores.iter_mut().zip(&fractions) {
-                *d += aux * (f - through_total) / total;
+                d.value += aux * (f - through_total.value) / total;
+                let magnitude = f + through_total.value;
+                d.bound += aux.abs() * (through_total.bound + magnitude * (SUM + total_bound / total)) / total;
             }
 
-            let through_softmax: f64 = d_scores.iter().zip(scores).map(|(d, s)| d * s).sum();
+            let through_softmax = d_scores.iter().zip(&scores).map(|(&d, &s)| d.times(s));
+            let through_softmax = through_softmax.fold(Bounded::ZERO, Bounded::plus);
             let lse = logsumexp(self.logits.row(t));
-            for (e, d) in d_logits.row_mut(t).iter_mut().enumerate() {
-                let s = scores[e];
-                *d = match router.scoring {
-                    Scoring::Softmax => s * (d_scores[e] - through_softmax),
-                    Scoring::Sigmoid => s * (1.0 - s) * d_scores[e],
+            let of_token = d_logits.row_mut(t).iter_mut().zip(errors.row_mut(t)).enumerate();
+            for (e, (d, error)) in of_token {
+                let (s, d_score) = (scores[e], d_scores[e]);
+                match router.scoring {
+                    Scoring::Softmax => {
+                        *d = s.value * (d_score.value - through_softmax.value);
+                        *error = (s.value + s.bound) * (d_score.bound + through_softmax.bound)
+                            + (s.bound + SUM * s.value) * (d_score.value.abs() + through_softmax.value.abs());
+                    }
+                    Scoring::Sigmoid => {
+                        let slope = s.value * (1.0 - s.value);
+                        *d = slope * d_score.value;
+                        *error = (slope + s.bound) * d_score.bound + (s.bound + SUM * s.value) * d_score.value.abs();
+                    }
                 };
-                *d += 2.0 * z * lse * (self.logits.row(t)[e] - lse).exp();
+                let p = (self.logits.row(t)[e] - lse).exp();
+                *d += 2.0 * z * lse * p;
+                *error += 2.0
+                    * z.abs()
+                    * ((logit_bound + SUM * lse.abs()) * p + lse.abs() * (score_bound(p, logit_bound) + SUM * p));
             }
         }
-        d_logits
+        (d_logits, errors)
     }
+}
+
+/// How far a score (a softmax probability or a sigmoid) may be off where logits are off by `logit_bound`: its slope is
+/// `s (1 - s)`, for softmax twice that over all logits together, and changes by as much again.
+pub fn score_bound(score: f64, logit_bound: f64) -> f64 {
+    let moved = score * (1.0 - score) * (2.0 * logit_bound).exp_m1();
+    moved.min(1.0) + SUM * score + SCORE_FLOOR
+}
+
+/// The chosen scores over their sum, or themselves, as the router says.
+fn shares(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
+    let sum = normaliser(router, chosen);
+    let share = |s: &Bounded| {
+        let value = s.value / sum.value;
+        Bounded { value, bound: (s.bound + value * sum.bound) / sum.value + SUM * value }
+    };
+    chosen.iter().map(share).collect()
 }
 
 /// What the chosen scores are divided by.
-fn normaliser(router: &RouterConfig, chosen_scores: impl Iterator<Item = f64>) -> f64 {
+fn normaliser(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
+    let sum = chosen.iter().copied().fold(Bounded::ZERO, Bounded::plus);
     match (router.renormalise, router.scoring) {
-        (false, _) => 1.0,
-        (true, Scoring::Softmax) => chosen_scores.sum(),
-        (true, Scoring::Sigmoid) => chosen_scores.sum::<f64>() + 1e-20,
+        (false, _) => Bounded::ONE,
+        (true, Scoring::Softmax) => sum,
+        (true, Scoring::Sigmoid) => Bounded { value: sum.value + 1e-20, ..sum },
     }
 }
 
-/// The most pairs an expert keeps, where there is a limit.
+/// The most pairs an expert keeps, where there is a limit. The factors in the order of the layer's, since a product that is
+/// a whole number but for its last bit has another one above it.
 fn capacity(config: &LayerConfig, tokens: usize) -> Option<u64> {
-    let pairs = (tokens * config.router.top_k) as f64;
-    config.capacity_factor.map(|c| (c * pairs / config.n_experts as f64).ceil() as u64)
+    let top_k = config.router.top_k as f64;
+    config.capacity_factor.map(|c| (c * top_k * tokens as f64 / config.n_experts as f64).ceil() as u64)
 }
 
 fn softmax(logits: &[f64], out: &mut [f64]) {

@@ -6,7 +6,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::*;
-use crate::moe::{Activation, GroupLimit, Proj, RouterConfig, Scoring, SharedConfig};
+use crate::moe::{Activation, Dtype, GroupLimit, Proj, RouterConfig, Scoring, SharedConfig};
 
 const HIDDEN: usize = 5;
 const TOKENS: usize = 6;
@@ -72,6 +72,7 @@ impl Data {
             weights: &|id| Ok(self.weights[&id].clone()),
             chosen,
             choice_tolerance: tolerance,
+            dtype: Dtype::F32,
         })
     }
 

@@ -319,7 +319,7 @@ fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
 mod tests {
     use super::*;
     use crate::check::{CHOICE_TOLERANCE, Problem, reference};
-    use crate::moe::{Activation, MlpConfig, SharedConfig};
+    use crate::moe::{Activation, Dtype, MlpConfig, SharedConfig};
 
     fn layer(hidden: usize, router: RouterConfig, n_experts: usize) -> LayerConfig {
         let expert = MlpConfig { intermediate: 4, gated: true, activation: Activation::Silu, bias: true };
@@ -357,6 +357,7 @@ mod tests {
             weights: &weights,
             chosen: None,
             choice_tolerance: CHOICE_TOLERANCE,
+            dtype: Dtype::Bf16,
         };
         reference(&problem).unwrap().chosen
     }

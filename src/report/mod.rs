@@ -17,7 +17,9 @@ pub(crate) use cluster::cluster_text;
 pub use pe::{ExpertRows, PassReport, PeReport, Span, StepReport, SymmetricMemory, Traffic};
 pub(crate) use plan::{explanation_text, plan_text, replan_text};
 pub(crate) use run::median;
-pub use run::{CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, Spread, TensorCheck};
+pub use run::{
+    CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread, TensorCheck,
+};
 pub use trace::trace_json;
 
 /// The phases' keys, in the order of the table, and their names there.

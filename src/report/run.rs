@@ -74,21 +74,50 @@ pub struct TensorCheck {
     pub relative_error: f64,
     /// The most it may be.
     pub tolerance: f64,
-    /// Whether it is within: false when it is not a number.
+    /// The row or column that is the farthest off, relative to its bound; `None` where there is none.
+    pub worst: Option<SliceCheck>,
+    /// Whether both are within: false when one is not a number.
     pub passed: bool,
 }
 
+/// A row or column of a tensor against the reference.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SliceCheck {
+    /// "row" or "column".
+    pub axis: String,
+    /// Its number: of a tensor with a row per token, the token.
+    pub index: usize,
+    /// Norm of the difference; null in JSON when it is not a number.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub error: f64,
+    /// The most it may be.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub bound: f64,
+}
+
+impl SliceCheck {
+    /// Error over bound; not a number counts as infinite.
+    pub(super) fn severity(&self) -> f64 {
+        if self.error == 0.0 { 0.0 } else { not_nan(self.error / self.bound) }
+    }
+}
+
 impl TensorCheck {
-    /// Compares an error with its tolerance.
-    pub fn new(name: &str, relative_error: f64, tolerance: f64) -> TensorCheck {
-        TensorCheck { name: name.to_string(), relative_error, tolerance, passed: relative_error <= tolerance }
+    /// Compares the errors with what they may be.
+    pub fn new(name: &str, relative_error: f64, tolerance: f64, worst: Option<SliceCheck>) -> TensorCheck {
+        let passed = relative_error <= tolerance && worst.as_ref().is_none_or(|slice| slice.error <= slice.bound);
+        TensorCheck { name: name.to_string(), relative_error, tolerance, worst, passed }
     }
 
-    /// Error over tolerance, for ordering; not a number counts as infinite.
+    /// The largest of its errors over what it may be, for ordering; not a number counts as infinite.
     pub(super) fn severity(&self) -> f64 {
-        let severity = self.relative_error / self.tolerance;
-        if severity.is_nan() { f64::INFINITY } else { severity }
+        let slice = self.worst.as_ref().map_or(0.0, SliceCheck::severity);
+        not_nan(self.relative_error / self.tolerance).max(slice)
     }
+}
+
+fn not_nan(severity: f64) -> f64 {
+    if severity.is_nan() { f64::INFINITY } else { severity }
 }
 
 /// The result of `--check`.
@@ -355,13 +384,13 @@ pub(super) mod tests {
         let (config, pes) = example();
         let mut report = RunReport::merge(config, &pes);
         report.aux_losses.insert("z".into(), 0.125);
-        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 1e-7, 1e-5)]));
+        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 1e-7, 1e-5, None)]));
         let back: RunReport = serde_json::from_str(&report.to_json()).unwrap();
         assert_eq!(back, report);
         let back: Vec<PeReport> = serde_json::from_str(&serde_json::to_string(&pes).unwrap()).unwrap();
         assert_eq!(back, pes);
 
-        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", f64::NAN, 1e-5)]));
+        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", f64::NAN, 1e-5, None)]));
         let back: RunReport = serde_json::from_str(&report.to_json()).unwrap();
         let check = back.check.unwrap();
         assert!(!check.passed && !check.tensors[0].passed && check.tensors[0].relative_error.is_nan());
@@ -371,7 +400,7 @@ pub(super) mod tests {
     fn every_key_is_documented() {
         let (config, pes) = example();
         let mut report = RunReport::merge(config, &pes);
-        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 0.0, 1e-5)]));
+        report.check = Some(CheckReport::new(vec![TensorCheck::new("output", 0.0, 1e-5, None)]));
         let page = include_str!("../../docs/report.md");
         let mut missing = Vec::new();
         let mut visit = vec![serde_json::to_value(&report).unwrap()];

@@ -13,6 +13,8 @@ const EXPERTS_LISTED: usize = 16;
 const EXPERTS_BUSIEST: usize = 6;
 /// So many tensors of a check, the worst first.
 const TENSORS_LISTED: usize = 12;
+/// Columns of a tensor's name: what "rel. error", "tolerance", "column 12345", "of bound" and "FAILED" leave of a line.
+const NAME_WIDTH: usize = WIDTH - 55;
 
 impl RunReport {
     /// The report as a few small tables, ending with a newline. Times in ms, memory in MB (10^6 bytes).
@@ -169,11 +171,15 @@ fn tensors(check: &CheckReport) -> String {
     let mut worst: Vec<_> = check.tensors.iter().collect();
     worst.sort_by(|a, b| b.severity().total_cmp(&a.severity()));
     let mut table = plain();
-    table.set_header(["tensor", "relative error", "tolerance", ""]);
+    table.set_header(["tensor", "rel. error", "tolerance", "worst", "of bound", ""]);
     for tensor in worst.iter().take(TENSORS_LISTED) {
         let (error, tolerance) = (format!("{:.2e}", tensor.relative_error), format!("{:.1e}", tensor.tolerance));
+        let (slice, of_bound) = match &tensor.worst {
+            Some(slice) => (format!("{} {}", slice.axis, slice.index), share(slice.severity())),
+            None => Default::default(),
+        };
         let verdict = if tensor.passed { "ok" } else { "FAILED" };
-        table.add_row([shorten(&tensor.name, WIDTH - 40), error, tolerance, verdict.to_string()]);
+        table.add_row([shorten(&tensor.name, NAME_WIDTH), error, tolerance, slice, of_bound, verdict.to_string()]);
     }
     let more = match check.tensors.len().saturating_sub(TENSORS_LISTED) {
         0 => String::new(),
@@ -209,6 +215,11 @@ fn time_row<'s>(name: &str, spreads: impl Iterator<Item = Option<&'s Spread>>) -
 
 pub(crate) fn ms(seconds: f64) -> String {
     format!("{:.3}", seconds * 1e3)
+}
+
+/// An error as a multiple of its bound.
+fn share(severity: f64) -> String {
+    if severity < 100.0 { format!("{severity:.3}") } else { format!("{severity:.0e}") }
 }
 
 fn mb(bytes: f64) -> String {
@@ -248,8 +259,8 @@ fn wrap(text: &str, width: usize) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::run::TensorCheck;
     use super::super::run::tests::example;
+    use super::super::run::{SliceCheck, TensorCheck};
     use super::*;
 
     fn fits(text: &str) {
@@ -259,14 +270,20 @@ mod tests {
         }
     }
 
+    fn slice(axis: &str, index: usize, error: f64) -> Option<SliceCheck> {
+        Some(SliceCheck { axis: axis.into(), index, error, bound: 1e-4 })
+    }
+
     #[test]
     fn a_small_run_reads_like_this() {
         let (config, pes) = example();
         let mut report = RunReport::merge(config, &pes);
         report.aux_losses.insert("load_balancing".into(), 0.0125);
         report.check = Some(CheckReport::new(vec![
-            TensorCheck::new("output", 2.5e-7, 1e-5),
-            TensorCheck::new("grad_hidden_states", 2e-5, 1e-5),
+            TensorCheck::new("output", 2.5e-7, 1e-5, slice("row", 17, 2e-6)),
+            TensorCheck::new("grad_hidden_states", 2e-6, 1e-5, slice("row", 299, 5e-4)),
+            TensorCheck::new("grad.router.weight", 2e-5, 1e-5, slice("column", 2, 0.0)),
+            TensorCheck::new("grad.experts.0.up_proj.weight", 0.0, 1e-5, None),
         ]));
         let want = "\
 synthetic
@@ -287,10 +304,12 @@ rounds                          3 forward, 1 backward
 tokens per expert               10 400 0 190
 auxiliary loss, load_balancing  0.012500
 
-check FAILED: 1 of 2 tensors beyond tolerance of the float64 reference
-tensor              relative error  tolerance
-grad_hidden_states         2.00e-5     1.0e-5  FAILED
-output                     2.50e-7     1.0e-5      ok
+check FAILED: 2 of 4 tensors beyond tolerance of the float64 reference
+tensor                         rel. error  tolerance     worst  of bound
+grad_hidden_states                2.00e-6     1.0e-5   row 299     5.000  FAILED
+grad.router.weight                2.00e-5     1.0e-5  column 2     0.000  FAILED
+output                            2.50e-7     1.0e-5    row 17     0.020      ok
+grad.experts.0.up_proj.weight      0.00e0     1.0e-5                          ok
 ";
         assert_eq!(report.render_table(), want);
         fits(want);
@@ -310,14 +329,16 @@ output                     2.50e-7     1.0e-5      ok
         pes[0].traffic.remote_bytes = kinds.map(|kind| (kind.to_string(), 123_456_789_012)).into();
         let mut report = RunReport::merge(config, &pes);
         let name = |i: usize| format!("grad.model.layers.61.mlp.experts.{i}.a_rather_long_projection_name.weight");
-        let tensors = (0..768).map(|i| TensorCheck::new(&name(i), if i == 700 { f64::NAN } else { 1e-7 }, 1e-5));
+        let tensors = (0..768).map(|i| {
+            TensorCheck::new(&name(i), if i == 700 { f64::NAN } else { 1e-7 }, 1e-5, slice("column", 16383, 1e9))
+        });
         report.check = Some(CheckReport::new(tensors.collect()));
         let text = report.render_table();
         fits(&text);
         assert!(text.lines().count() < 50, "{text}");
         assert!(text.contains("min 0, median 49.5, max 100; 3 of 256 got none; busiest: "), "{text}");
         let first = text.lines().find(|line| line.ends_with("FAILED")).unwrap();
-        assert!(first.contains("NaN") && first.contains("experts.700"), "{first}");
+        assert!(first.contains("NaN") && first.contains(".700."), "{first}");
         assert!(text.contains("(756 more, "));
     }
 

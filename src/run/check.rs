@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use half::{bf16, f16};
 
 use super::PreparedRun;
-use crate::check::{CHOICE_TOLERANCE, Problem, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, compare, reference_with};
+use crate::check::{Bounds, CHOICE_TOLERANCE, Comparison, Problem, judge, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
 use crate::moe::{Dtype, WeightId, WeightSource};
-use crate::report::{CheckReport, TensorCheck};
+use crate::report::{CheckReport, SliceCheck, TensorCheck};
 
 /// Compares every tensor of the results with the reference.
 ///
@@ -36,11 +36,6 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
     let mut choice = vec![0u32; job.tokens * job.config.router.top_k];
     chosen.read_exact_at(bytemuck::cast_slice_mut(&mut choice), 0).context("cannot read the routing back")?;
 
-    let tolerance = match job.request.dtype {
-        Dtype::F32 => TOLERANCE_F32,
-        Dtype::Bf16 => TOLERANCE_BF16,
-        Dtype::F16 => TOLERANCE_F16,
-    };
     let mut tensors = Vec::new();
     let problem = Problem {
         config: &job.config,
@@ -50,16 +45,24 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         weights: &weights,
         chosen: Some(&choice),
         choice_tolerance: CHOICE_TOLERANCE,
+        dtype: job.request.dtype,
     };
-    let mut test = |name: &str, want: &[f64]| -> Result<()> {
-        let deviation = compare(name, &results.read(file, name)?, want);
-        tensors.push(TensorCheck::new(name, deviation.relative, tolerance));
+    let mut test = |name: &str, want: &[f64], bounds: &Bounds| -> Result<()> {
+        let Comparison { deviation, tolerance, worst } =
+            judge(name, &results.read(file, name)?, want, bounds, job.request.dtype);
+        let worst = worst.map(|slice| SliceCheck {
+            axis: slice.axis.name().to_string(),
+            index: slice.index,
+            error: slice.error,
+            bound: slice.bound,
+        });
+        tensors.push(TensorCheck::new(name, deviation.relative, tolerance, worst));
         Ok(())
     };
-    let want = reference_with(&problem, &mut |id, grad| test(&job.gradient_name(id), &grad))?;
-    test("output", &want.output)?;
+    let want = reference_with(&problem, &mut |id, grad| test(&job.gradient_name(id), &grad.values, &grad.bounds))?;
+    test("output", &want.output, &want.output_bounds)?;
     if let Some(grad) = &want.grad_hidden_states {
-        test("grad_hidden_states", grad)?;
+        test("grad_hidden_states", grad, &want.grad_hidden_states_bounds)?;
     }
     Ok(CheckReport::new(tensors))
 }

@@ -238,6 +238,7 @@ pub fn reference_rounded(source: &Synthetic, tokens: usize, chosen: &[u32], roun
         weights: &weights,
         chosen: Some(chosen),
         choice_tolerance: check::CHOICE_TOLERANCE,
+        dtype: Dtype::F32,
     })
     .unwrap()
 }

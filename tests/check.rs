@@ -1,0 +1,448 @@
+//! What `--check` sees: the bounds hold for the layer in every shape, and one lost, stale or swapped row of thousands breaks them.
+
+mod common;
+
+use std::ops::Range;
+
+use aristos::check::{self, Bounds, Comparison, Problem, Reference, judge};
+use aristos::moe::kernels::Element;
+use aristos::moe::synthetic::RouterKind;
+use aristos::moe::{
+    Activation, Dtype, Layer, LayerConfig, MlpConfig, Options, Proj, SharedConfig, WeightError, WeightId, WeightSource,
+};
+use common::{Step, even, on_pes, one_step, shm, spec};
+use half::{bf16, f16};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// A layer and tokens, all numbers at hand, rounded to the element type.
+struct Case {
+    config: LayerConfig,
+    dtype: Dtype,
+    x: Vec<f32>,
+    grad_output: Vec<f32>,
+    weights: Vec<(WeightId, Vec<f32>)>,
+}
+
+impl WeightSource for Case {
+    fn config(&self) -> &LayerConfig {
+        &self.config
+    }
+
+    fn name(&self, id: WeightId) -> String {
+        format!("{id:?}")
+    }
+
+    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
+        Ok(self.weights.iter().find(|(other, _)| *other == id).expect("all weights are there").1.clone())
+    }
+}
+
+/// How the numbers of a case are made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Numbers {
+    Even,
+    /// Tokens all alike, and weights of one value.
+    Constant,
+    /// Few tokens, many times over.
+    Repeated,
+    /// Inputs of about a thousand.
+    Large,
+    /// Inputs that f32 hardly has.
+    Tiny,
+    /// Each second expert is the negative of the one before, so that what they give cancels.
+    Cancelling,
+    /// One element of a token is far larger than the others.
+    Outlier,
+    /// Most are zero.
+    Sparse,
+}
+
+const NUMBERS: [Numbers; 8] = [
+    Numbers::Even,
+    Numbers::Constant,
+    Numbers::Repeated,
+    Numbers::Large,
+    Numbers::Tiny,
+    Numbers::Cancelling,
+    Numbers::Outlier,
+    Numbers::Sparse,
+];
+
+impl Case {
+    fn new(config: LayerConfig, dtype: Dtype, tokens: usize, numbers: Numbers, seed: u64) -> Case {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let hidden = config.hidden;
+        let round = |v: f32| match dtype {
+            Dtype::F32 => v,
+            Dtype::Bf16 => bf16::from_f32(v).to_f32(),
+            _ => f16::from_f32(v).to_f32(),
+        };
+        let sparse = |rng: &mut ChaCha8Rng, v: f32| if rng.random_bool(0.8) { 0.0 } else { v };
+        let mut rows = |scale: f32, outlier: bool| -> Vec<f32> {
+            let mut out: Vec<f32> = (0..tokens * hidden).map(|_| rng.random_range(-1.7..1.7) * scale).collect();
+            for (t, row) in (0..tokens).zip(0..) {
+                let source = match numbers {
+                    Numbers::Constant => 0,
+                    Numbers::Repeated => t % 3,
+                    _ => t,
+                };
+                let from = out[source * hidden..(source + 1) * hidden].to_vec();
+                let row = &mut out[row * hidden..][..hidden];
+                row.copy_from_slice(&from);
+                match numbers {
+                    Numbers::Outlier if outlier => row[t % hidden] *= 300.0,
+                    Numbers::Sparse => row.iter_mut().for_each(|v| *v = sparse(&mut rng, *v)),
+                    _ => {}
+                }
+            }
+            out.into_iter().map(round).collect()
+        };
+        let scale = match numbers {
+            Numbers::Large => 1000.0,
+            Numbers::Tiny => 1e-20,
+            _ => 1.0,
+        };
+        let x = rows(scale, true);
+        let grad_output = rows(if numbers == Numbers::Tiny { 1e-15 } else { 1.0 }, false);
+        let mut weights: Vec<(WeightId, Vec<f32>)> = Vec::new();
+        for id in config.weights() {
+            let shape = config.shape(id);
+            let fan_in = *shape.last().unwrap() as f32;
+            let mut data: Vec<f32> =
+                (0..shape.iter().product()).map(|_| rng.random_range(-1.7..1.7) / fan_in.sqrt()).collect();
+            match (numbers, id) {
+                (Numbers::Constant, _) if id != WeightId::Router => {
+                    let value = data[0];
+                    data.fill(value);
+                }
+                (Numbers::Sparse, _) => data.iter_mut().for_each(|v| *v = sparse(&mut rng, *v)),
+                (Numbers::Cancelling, WeightId::Expert(e, proj)) if e % 2 == 1 => {
+                    let other = weights.iter().find(|(id, _)| *id == WeightId::Expert(e - 1, proj)).unwrap();
+                    let sign = if proj == Proj::Down { -1.0 } else { 1.0 };
+                    data = other.1.iter().map(|v| sign * v).collect();
+                }
+                // Tied scores: with a near tie the weights of two such experts are nearly equal.
+                (Numbers::Cancelling, WeightId::Router) => data.iter_mut().for_each(|v| *v *= 1e-3),
+                _ => {}
+            }
+            if matches!(id, WeightId::Expert(..) | WeightId::Shared(_)) {
+                data.iter_mut().for_each(|v| *v = round(*v));
+            }
+            weights.push((id, data));
+        }
+        Case { config, dtype, x, grad_output, weights }
+    }
+
+    fn tokens(&self) -> usize {
+        self.x.len() / self.config.hidden
+    }
+
+    fn run(&self, n: usize) -> Step {
+        match self.dtype {
+            Dtype::F32 => self.run_as::<f32>(n),
+            _ => self.run_as::<bf16>(n),
+        }
+    }
+
+    /// One step on `n` PEs.
+    fn run_as<E: Element>(&self, n: usize) -> Step {
+        let options = Options { chunk_rows: 7, tile_rows: Some(64), ..Options::default() };
+        let spec = spec::<E>(&self.config, n, self.tokens().div_ceil(n), &options);
+        let splits = even(self.tokens(), n);
+        let by_pe = on_pes(shm(n, spec.heap_bytes().unwrap()), |shmem| {
+            let h = self.config.hidden;
+            let Range { start, end } = splits[shmem.my_pe()].clone();
+            let mut layer = Layer::<_, E>::builder(spec.clone()).build(&shmem, self).unwrap();
+            let done = one_step(&mut layer, &self.x[start * h..end * h], &self.grad_output[start * h..end * h]);
+            layer.free().unwrap();
+            done.unwrap()
+        });
+        let mut step = Step::default();
+        for (pe, done) in by_pe.iter().enumerate() {
+            step.take(done, &self.config, &spec.placement, pe);
+        }
+        step
+    }
+
+    fn reference(&self, chosen: &[u32]) -> Reference {
+        self.reference_of(Some(chosen))
+    }
+
+    fn reference_of(&self, chosen: Option<&[u32]>) -> Reference {
+        check::reference(&Problem {
+            config: &self.config,
+            tokens: self.tokens(),
+            hidden_states: &self.x,
+            grad_output: Some(&self.grad_output),
+            weights: &|id| Ok(self.load(id)?),
+            chosen,
+            choice_tolerance: check::CHOICE_TOLERANCE,
+            dtype: self.dtype,
+        })
+        .unwrap()
+    }
+
+    fn judge(&self, name: &str, got: &[f32], want: &[f64], bounds: &Bounds) -> Comparison {
+        judge(name, got, want, bounds, self.dtype)
+    }
+
+    /// Every tensor that the check says is wrong.
+    fn wrong(&self, step: &Step, want: &Reference) -> Vec<Comparison> {
+        let mut all = vec![
+            self.judge("output", &step.output, &want.output, &want.output_bounds),
+            self.judge(
+                "grad_hidden_states",
+                &step.grad_hidden_states,
+                want.grad_hidden_states.as_ref().unwrap(),
+                &want.grad_hidden_states_bounds,
+            ),
+        ];
+        for (id, grad) in &want.grads {
+            all.push(self.judge(&format!("{id:?}"), &step.grads[id], grad, &want.grad_bounds[id]));
+        }
+        all.retain(|comparison| !comparison.passed());
+        all
+    }
+}
+
+/// A random case, with a description.
+fn random_case(seed: u64) -> (Case, usize, String) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut pick = |values: &[usize]| values[rng.random_range(0..values.len())];
+    let n_experts = pick(&[1, 2, 3, 4, 8, 16]);
+    let top_k = pick(&[1, 2, 2, 8]).min(n_experts);
+    let hidden = pick(&[1, 2, 3, 5, 8, 33, 64]);
+    let intermediate = pick(&[1, 2, 3, 7, 16, 48]);
+    let tokens = pick(&[1, 2, 3, 9, 40, 150, 300]);
+    let n = pick(&[1, 2, 3]);
+    let numbers = NUMBERS[pick(&[0, 0, 1, 2, 3, 4, 5, 6, 7])];
+    let activation = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu][pick(&[0, 1, 2, 3])];
+    let expert = MlpConfig { intermediate, gated: pick(&[0, 1]) == 1, activation, bias: pick(&[0, 0, 1]) == 1 };
+    let mlp = MlpConfig { intermediate: pick(&[1, 2, 17]), ..expert };
+    let shared = [None, Some(false), Some(true)][pick(&[0, 0, 1, 2])];
+    let kind = [RouterKind::Softmax, RouterKind::SoftmaxRenormalised, RouterKind::Sigmoid][pick(&[0, 1, 2])];
+    let config = LayerConfig {
+        hidden,
+        n_experts,
+        router: kind.config(n_experts, top_k),
+        expert,
+        shared: shared.map(|sigmoid_gate| SharedConfig { mlp, sigmoid_gate }),
+        capacity_factor: [None, Some(0.4), Some(1.5)][pick(&[0, 0, 0, 1, 2])],
+        // Where all of a token's sigmoid scores vanish, the share of each in the balance loss is not a number in f32.
+        aux_loss_coef: if numbers == Numbers::Large { 0.0 } else { [0.0, 0.01, 1000.0][pick(&[0, 0, 1, 2])] },
+        z_loss_coef: [0.0, 0.001, 1000.0][pick(&[0, 0, 1, 2])],
+    };
+    let dtype = [Dtype::F32, Dtype::Bf16][pick(&[0, 1])];
+    let what = format!("seed {seed}, {tokens} tokens on {n} PEs, {numbers:?}, {dtype:?}, {config:?}");
+    (Case::new(config, dtype, tokens, numbers, seed), n, what)
+}
+
+#[test]
+fn no_alarm_for_a_correct_run_in_any_shape() {
+    let (mut alarms, mut skipped) = (Vec::new(), 0);
+    for seed in 0..200 {
+        let (case, n, what) = random_case(seed);
+        let step = case.run(n);
+        let want = case.reference(&step.chosen);
+        let finite = |values: &[f64]| values.iter().all(|v| v.is_finite());
+        let mut all = want.grads.values().chain([&want.output]).chain(&want.grad_hidden_states);
+        if !all.all(|values| finite(values)) {
+            // Scores that vanish even in f64: there is nothing to compare with.
+            skipped += 1;
+            continue;
+        }
+        let wrong = case.wrong(&step, &want);
+        alarms.extend(wrong.iter().map(|comparison| format!("{what}: {comparison:?}")));
+    }
+    assert!(skipped <= 6, "{skipped} skipped");
+    assert!(alarms.is_empty(), "{} alarms:\n{}", alarms.len(), alarms.join("\n"));
+}
+
+/// Tokens of the cases below: at bf16's tolerance the norm of all does not see one of them.
+const TOKENS: usize = 2600;
+const HIDDEN: usize = 64;
+
+fn plain_config(n_experts: usize) -> LayerConfig {
+    let expert = MlpConfig { intermediate: 96, gated: true, activation: Activation::Silu, bias: false };
+    LayerConfig {
+        hidden: HIDDEN,
+        n_experts,
+        router: RouterKind::SoftmaxRenormalised.config(n_experts, 2),
+        expert,
+        shared: None,
+        capacity_factor: None,
+        aux_loss_coef: 0.0,
+        z_loss_coef: 0.0,
+    }
+}
+
+/// What was computed, and what should have been. No CPU layer computes in f16: the reference rounded to it stands in.
+fn computed(case: &Case) -> (Step, Reference) {
+    if case.dtype != Dtype::F16 {
+        let step = case.run(3);
+        let want = case.reference(&step.chosen);
+        return (step, want);
+    }
+    let want = case.reference_of(None);
+    let rounded = |v: &[f64]| v.iter().map(|&v| f16::from_f64(v).to_f32()).collect::<Vec<_>>();
+    let step = Step {
+        output: rounded(&want.output),
+        grad_hidden_states: rounded(want.grad_hidden_states.as_ref().unwrap()),
+        grads: want.grads.iter().map(|(id, grad)| (*id, rounded(grad))).collect(),
+        chosen: want.chosen.clone(),
+        ..Step::default()
+    };
+    (step, want)
+}
+
+/// One tensor with a row per token: its values, the reference's, and the bounds.
+struct Rows<'a> {
+    name: &'static str,
+    got: &'a [f32],
+    want: &'a [f64],
+    bounds: &'a Bounds,
+}
+
+impl Rows<'_> {
+    fn row(&self, t: usize) -> &[f32] {
+        &self.got[t * HIDDEN..(t + 1) * HIDDEN]
+    }
+
+    /// Puts `row` in the place of token `t`'s, and sees that the check says so and names it.
+    fn caught(&self, case: &Case, fault: &str, t: usize, row: &[f32]) -> Comparison {
+        let mut got = self.got.to_vec();
+        got[t * HIDDEN..(t + 1) * HIDDEN].copy_from_slice(row);
+        let comparison = case.judge(self.name, &got, self.want, self.bounds);
+        let worst = comparison.worst.as_ref().unwrap();
+        assert!(worst.severity() > 1.0, "{fault}, token {t}, {:?}: {comparison:?}", case.dtype);
+        assert_eq!(worst.index, t, "{fault}, {:?}: {comparison:?}", case.dtype);
+        comparison
+    }
+}
+
+#[test]
+fn one_wrong_row_of_thousands_is_caught() {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+        let case = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 77);
+        let (step, want) = computed(&case);
+        let wrong = case.wrong(&step, &want);
+        assert!(wrong.is_empty(), "{wrong:?}");
+        let relative = |bounds: &Bounds, want: &[f64]| {
+            let row = |t: usize| want[t * HIDDEN..(t + 1) * HIDDEN].iter().map(|v| v * v).sum::<f64>().sqrt();
+            let mut all: Vec<f64> = bounds.rows.iter().enumerate().map(|(t, bound)| bound / row(t)).collect();
+            all.sort_by(f64::total_cmp);
+            [all[TOKENS / 2], all[TOKENS * 99 / 100]]
+        };
+        let of_output = relative(&want.output_bounds, &want.output);
+        let of_gradient = relative(&want.grad_hidden_states_bounds, want.grad_hidden_states.as_ref().unwrap());
+        println!("{dtype:?}: bounds over norms of rows, median and P99: {of_output:?}, gradient {of_gradient:?}");
+        // The same layer without one expert.
+        let lost = 3;
+        let mut without = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 77);
+        let down = without.weights.iter_mut().find(|(id, _)| *id == WeightId::Expert(lost, Proj::Down)).unwrap();
+        down.1.fill(0.0);
+        let without = without.reference(&step.chosen);
+        let tensors = [
+            (
+                Rows { name: "output", got: &step.output, want: &want.output, bounds: &want.output_bounds },
+                &without.output,
+            ),
+            (
+                Rows {
+                    name: "grad_hidden_states",
+                    got: &step.grad_hidden_states,
+                    want: want.grad_hidden_states.as_ref().unwrap(),
+                    bounds: &want.grad_hidden_states_bounds,
+                },
+                without.grad_hidden_states.as_ref().unwrap(),
+            ),
+        ];
+        for (rows, without) in &tensors {
+            let size = |t: usize| rows.row(t).iter().map(|v| v * v).sum::<f32>();
+            let smallest = (0..TOKENS).min_by(|&a, &b| size(a).total_cmp(&size(b))).unwrap();
+            let unseen = rows.caught(&case, "lost", smallest, &[0.0; HIDDEN]);
+            // What the norm of the whole tensor says of it.
+            assert!(dtype != Dtype::Bf16 || unseen.deviation.relative <= unseen.tolerance, "{unseen:?}");
+            let mut contributions = 0;
+            for t in [0, 1, 17, 866, 867, 1300, TOKENS - 1] {
+                let other = (t + 1) % TOKENS;
+                rows.caught(&case, "lost", t, &[0.0; HIDDEN]);
+                rows.caught(&case, "stale", t, rows.row(other));
+                let twice: Vec<f32> = rows.row(t).iter().map(|v| 2.0 * v).collect();
+                rows.caught(&case, "twice", t, &twice);
+                let mut swapped = rows.got.to_vec();
+                let (a, b) = (t.min(other), t.max(other));
+                let (head, tail) = swapped.split_at_mut(b * HIDDEN);
+                head[a * HIDDEN..(a + 1) * HIDDEN].swap_with_slice(&mut tail[..HIDDEN]);
+                let comparison = case.judge(rows.name, &swapped, rows.want, rows.bounds);
+                assert!(!comparison.passed() && [a, b].contains(&comparison.worst.unwrap().index));
+            }
+            for t in (0..TOKENS).filter(|t| step.chosen[2 * t..2 * t + 2].contains(&(lost as u32))).take(20) {
+                let range = t * HIDDEN..(t + 1) * HIDDEN;
+                let share = without[range.clone()].iter().zip(&rows.want[range]).map(|(a, b)| (a - b) as f32);
+                let row: Vec<f32> = rows.row(t).iter().zip(share).map(|(got, share)| got + share).collect();
+                rows.caught(&case, "an expert's share lost", t, &row);
+                contributions += 1;
+            }
+            assert_eq!(contributions, 20);
+        }
+    }
+}
+
+#[test]
+fn a_wrong_row_or_column_of_a_gradient_is_caught() {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+        let case = Case::new(plain_config(8), dtype, TOKENS, Numbers::Even, 78);
+        let (step, want) = computed(&case);
+        for (id, grad) in &want.grads {
+            let bounds = &want.grad_bounds[id];
+            let (rows, cols) = (bounds.rows.len(), bounds.columns.len());
+            assert_eq!(rows * cols, grad.len(), "{id:?}");
+            let caught = |what: &str, index: usize, wrong: &dyn Fn(usize, usize) -> bool| {
+                let mut got = step.grads[id].clone();
+                for (_, g) in got.iter_mut().enumerate().filter(|(i, _)| wrong(i / cols, i % cols)) {
+                    *g = if what == "twice" { 2.0 * *g } else { 0.0 };
+                }
+                let comparison = case.judge(what, &got, grad, bounds);
+                let worst = comparison.worst.as_ref().unwrap();
+                assert!(worst.severity() > 1.0, "{what} {index} of {id:?}, {dtype:?}: {comparison:?}");
+            };
+            for index in [0, rows / 2, rows - 1] {
+                caught("row", index, &|r, _| r == index);
+                caught("twice", index, &|r, _| r == index);
+            }
+            caught("column", cols / 2, &|_, c| c == cols / 2);
+        }
+    }
+}
+
+/// A token's share of an expert's gradient: seen where the expert has few rows, in f32 where it has hundreds.
+#[test]
+fn one_token_lost_from_a_gradient_is_caught_where_rounding_is_less() {
+    for (dtype, n_experts, tokens) in [(Dtype::F32, 8, TOKENS), (Dtype::Bf16, 8, 160), (Dtype::F16, 8, TOKENS)] {
+        let case = Case::new(plain_config(n_experts), dtype, tokens, Numbers::Even, 79);
+        let (step, want) = computed(&case);
+        for t in [0, tokens / 2, tokens - 1] {
+            let range = t * HIDDEN..(t + 1) * HIDDEN;
+            let alone = Case {
+                config: case.config.clone(),
+                x: case.x[range.clone()].to_vec(),
+                grad_output: case.grad_output[range].to_vec(),
+                weights: case.weights.clone(),
+                dtype,
+            };
+            let share = alone.reference(&step.chosen[2 * t..2 * t + 2]);
+            for &expert in &step.chosen[2 * t..2 * t + 2] {
+                for proj in [Proj::Gate, Proj::Up, Proj::Down] {
+                    let id = WeightId::Expert(expert as usize, proj);
+                    let got: Vec<f32> =
+                        step.grads[&id].iter().zip(&share.grads[&id]).map(|(g, s)| g - *s as f32).collect();
+                    let comparison = case.judge("gradient", &got, &want.grads[&id], &want.grad_bounds[&id]);
+                    let severity = comparison.worst.as_ref().unwrap().severity();
+                    assert!(severity > 1.0, "token {t} of {id:?}, {dtype:?}: {comparison:?}");
+                }
+            }
+        }
+    }
+}
