@@ -10,7 +10,7 @@ DEVICE bool header_due(const Block& b, u32 source) {
     return b.l.received.rounds[source] > b.step.round;
 }
 
-// What a header says is an allegation: it is checked here, once, and trusted from here on. One warp.
+// A header is untrusted: it is validated here, once, and trusted afterwards. One warp.
 DEVICE bool read_header(Block& b, u32 source) {
     const Layer& l = b.l;
     const LayerShape& s = l.shape;

@@ -105,7 +105,7 @@ struct Pass {
     float* grad_weights;    // backward
 };
 
-// A wait that ran out, or a peer that sent what cannot be. The first one of a PE stays.
+// A wait past its limit, or a peer that sent an invalid value. A PE keeps its first error.
 enum ErrorKind : u32 {
     ERROR_NONE = 0,
     ERROR_TIMEOUT = 1,     // pe, what, expected, seen

@@ -95,7 +95,7 @@ DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
 }
 
 // ---- Errors and waits.
-// A block that waits for another one of its PE is longer patient than that one is with a peer, whose name is what the user wants.
+// Waits within a PE have a longer limit than waits for a peer, so that the error that is reported names the peer at fault.
 constexpr u32 LOCAL_PATIENCE = 4;
 
 struct Waiting {

@@ -137,7 +137,7 @@ void cp_async16(void* smem, const void* global, bool valid) {
     fiber->home->check_shared(smem, 16, 16, "cp_async16's target");
     if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
     fiber->copies.push_back({static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid});
-    // The target may be written from now on: what is there in between is nobody's.
+    // The target may be written from now on; until the copy completes its contents are undefined.
     if (fiber->home->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
 }
 

@@ -70,7 +70,7 @@ impl<T: Transport> Shmem<T> {
     /// The heap that leaves `bytes` to the caller after what [`Shmem::new`] takes of it, bytes, in whole pages.
     pub fn heap_bytes_for(n_pes: usize, bytes: usize) -> usize {
         const PAGE: usize = 4096;
-        // What is taken grows with the heap, by about a sixteenth of it: a few turns until it fits.
+        // The reserved part grows with the heap, by about a sixteenth of it, so this converges in a few iterations.
         let mut heap_bytes = bytes;
         loop {
             let need = bytes + Self::reserved_bytes(n_pes, heap_bytes);

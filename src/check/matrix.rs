@@ -290,9 +290,9 @@ mod tests {
             close(m.column_norms(Some(&by_row))[1], norm(&mut (0..rows).map(|r| a(r, 1))));
             let got = m.gram_product(&by_row, &by_col);
             let product: Vec<f64> = (0..rows).map(|r| (0..cols).map(|c| a(r, c) * by_col[c]).sum()).collect();
-            for c in 0..cols {
+            for (c, &got) in got.iter().enumerate() {
                 // Integers far below 2^53.
-                assert_eq!(got[c], (0..rows).map(|r| a(r, c) * product[r]).sum::<f64>(), "{rows} {cols}: {c}");
+                assert_eq!(got, (0..rows).map(|r| a(r, c) * product[r]).sum::<f64>(), "{rows} {cols}: {c}");
             }
         }
     }

@@ -203,7 +203,7 @@ pub unsafe trait Gpu {
     /// Records what `work` launches, and nothing else, without running it: on CUDA devices a graph, which one call launches.
     ///
     /// # Errors
-    /// `work`'s; the driver's, when it did what cannot be recorded.
+    /// `work`'s; the driver's, when it did something that cannot be captured.
     fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError>;
 
     /// Waits until all that was launched is done.

@@ -20,7 +20,7 @@ pub enum JobError {
     #[error(transparent)]
     Request(#[from] RequestError),
     /// A PE sent something else than the job's messages are.
-    #[error("PE {pe} sent what cannot be read: {source}")]
+    #[error("PE {pe} sent an unreadable message: {source}")]
     Message {
         /// The PE.
         pe: usize,

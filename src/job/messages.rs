@@ -70,6 +70,6 @@ mod tests {
         let mut messages = Messages::<u32>::default();
         [(1, "7"), (2, "x"), (0, "y")].into_iter().for_each(|(pe, body)| messages.take(pe, body.as_bytes()));
         let line = messages.finish().unwrap_err().to_string();
-        assert!(line.starts_with("PE 2 sent what cannot be read: "), "{line}");
+        assert!(line.starts_with("PE 2 sent an unreadable message: "), "{line}");
     }
 }

@@ -106,7 +106,7 @@ pub(super) fn pass_report(outcome: &PassOutcome) -> PassReport {
             Phase::Scale => "scale",
             Phase::Waiting => "waiting",
             Phase::AllReduce => "other",
-            // Time between passes is nobody's.
+            // Time between passes is not part of any.
             Phase::Idle => continue,
         };
         let time = outcome.phases_s[phase.code()];

@@ -18,7 +18,7 @@ impl CudaGpu {
     /// Records what `work` launches and sets to 0, without running it. `work` must not wait, copy, allocate or free.
     ///
     /// # Errors
-    /// `work`'s; the driver's, when `work` did what cannot be recorded.
+    /// `work`'s; the driver's, when `work` did something that cannot be captured.
     pub fn capture<E: From<GpuError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph<'_>, E> {
         let driver = self.driver;
         let check = |code, what: &str| driver.check(code, || what.to_string());

@@ -100,7 +100,7 @@ pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeEr
         params::ERROR_ABORTED => Some(MoeError::Aborted { pe: me, phase }),
         _ => Some(MoeError::Protocol {
             pe: pe as usize,
-            what: format!("{what} number {index}, which cannot be: {seen}, expected at most {expected}"),
+            what: format!("{what} number {index}, which is out of range: {seen}, expected at most {expected}"),
         }),
     }
 }
@@ -126,7 +126,7 @@ mod tests {
         assert!(text(params::ERROR_TIMEOUT, params::WHAT_LOCAL).contains("for another block of this PE: expected"));
         assert_eq!(
             text(params::ERROR_PROTOCOL, params::WHAT_COUNTS),
-            "PE 2 sent its counts number 1, which cannot be: 3, expected at most 7"
+            "PE 2 sent its counts number 1, which is out of range: 3, expected at most 7"
         );
     }
 

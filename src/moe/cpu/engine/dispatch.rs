@@ -75,7 +75,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Wait { signal: self.memory.header_signal(pe, self.me(), self.forward), cmp: Cmp::Ge, value: self.forward }
     }
 
-    /// What a peer's header says is an allegation: it is checked here, once, and trusted from here on.
+    /// A peer's header is untrusted: it is validated here, once, and trusted afterwards.
     fn read_header(&mut self, pe: usize) -> Result<(), MoeError> {
         let (me, local, e) = (self.me(), self.experts.len(), self.config.n_experts);
         let layout = &self.memory.layout;
