@@ -220,7 +220,8 @@ pub trait MoeLayer {
         grad_weights: &mut Self::Values,
     ) -> Result<(), MoeError>;
 
-    /// Waits until the last pass, which was on `saved`, is done; what the passes since the last call took and sent.
+    /// Waits until the last pass, which was on `saved`, is done; what it took and sent. To be called after each pass whose outcome
+    /// is wanted: on a device the next pass overwrites it, on a CPU the next outcome has it too.
     ///
     /// # Errors
     /// A peer that did not do its part in time or sent what does not fit; the device's.
