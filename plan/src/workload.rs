@@ -147,8 +147,8 @@ fn check_load(load: &[f64], n_experts: usize, what: &str) -> Result<(), InputErr
         let found = format!("has {} numbers", load.len());
         return Err(InputError::value(what, found, format!("{n_experts}, one per expert")));
     }
-    // Not `<=`: a sum that is no number is none either.
-    if !(load.iter().sum::<f64>() > 0.0) {
+    let sum: f64 = load.iter().sum();
+    if sum <= 0.0 || sum.is_nan() {
         return Err(InputError::value(what, "is all zeros", "at least one expert with tokens"));
     }
     Ok(())

@@ -50,7 +50,7 @@ fn any_choices(tokens: usize, experts: usize, k: usize, seed: u64) -> Choices {
             order.swap(i, draws.next() as usize % (i + 1));
         }
         for &id in &order[..k] {
-            let none = token % 7 == 3 || draws.next() % 3 == 0;
+            let none = token % 7 == 3 || draws.next().is_multiple_of(3);
             all.ids.push(if none { -1 } else { id });
             // What is not read may be anything.
             all.weights.push(if none { f32::NAN } else { draws.weight() });
