@@ -6,6 +6,8 @@ use anyhow::Result;
 
 use crate::bench::{moe, p2p, straggler};
 use crate::cluster::ProbeError;
+#[cfg(feature = "device")]
+use crate::gpu::GpuError;
 use crate::job::host::MemoryHost;
 use crate::job::launch::{PeContext, one_line};
 use crate::job::request::Request;
@@ -53,5 +55,7 @@ pub fn failure(error: &anyhow::Error) -> PeFailure {
     let awaited = error.downcast_ref::<MoeError>().and_then(MoeError::awaited_pe);
     let awaited = awaited.or_else(|| error.downcast_ref::<ProbeError>().and_then(ProbeError::awaited_pe));
     let awaited = awaited.or_else(|| error.downcast_ref::<JobError>().and_then(JobError::awaited_pe));
+    #[cfg(feature = "device")]
+    let awaited = awaited.or_else(|| error.downcast_ref::<GpuError>().and_then(GpuError::awaited_pe));
     PeFailure { line: format!("{error:#}"), awaited }
 }

@@ -85,6 +85,14 @@ pub enum GpuError {
 }
 
 impl GpuError {
+    /// The PE that was waited for in vain, where the error is that.
+    pub fn awaited_pe(&self) -> Option<usize> {
+        match self {
+            GpuError::Barrier { peer, .. } => *peer,
+            _ => None,
+        }
+    }
+
     /// A failed operation.
     pub fn failed(what: impl Into<String>, message: impl ToString) -> Self {
         GpuError::Failed { what: what.into(), message: message.to_string() }

@@ -80,7 +80,9 @@ fn the_json_has_the_documented_keys_and_no_others() {
     assert_eq!(keys(&report["traffic"]), section("traffic"));
     assert_eq!(keys(&report["symmetric"]), section("symmetric"));
     let mut check = keys(&report["check"]);
-    check.extend(keys(&report["check"]["tensors"][0]));
+    let tensor = &report["check"]["tensors"][0];
+    check.extend(keys(tensor));
+    check.extend(keys(&tensor["worst"]).into_iter().map(|key| format!("worst.{key}")));
     assert_eq!(check, section("check"));
 
     let config = &report["config"];

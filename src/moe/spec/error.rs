@@ -95,7 +95,7 @@ impl MoeError {
         match self {
             MoeError::Wait { peer, .. } => *peer,
             #[cfg(feature = "device")]
-            MoeError::Device(crate::gpu::GpuError::Barrier { peer, .. }) => *peer,
+            MoeError::Device(error) => error.awaited_pe(),
             _ => None,
         }
     }
