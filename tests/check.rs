@@ -175,7 +175,7 @@ impl Case {
             tokens: self.tokens(),
             hidden_states: &self.x,
             grad_output: Some(&self.grad_output),
-            weights: &|id| Ok(self.load(id)?),
+            weights: &|id| self.load(id),
             chosen,
             choice_tolerance: check::CHOICE_TOLERANCE,
             dtype: self.dtype,

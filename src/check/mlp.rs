@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
-
 use super::bound::{Bounded, Bounds, F32_FLOOR, Rounding, SUM, coherence, column_coherence, norm, repetition, scalar};
 use super::matrix::{Matrix, axpy, dot, for_row_blocks};
 use super::special::{STEEPEST, activate};
+use super::{CheckError, Weights};
 use crate::moe::{LayerConfig, MlpConfig, MlpId, Proj, WeightId};
 
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
@@ -15,17 +14,16 @@ const ACTIVATION_WORK: usize = 64;
 /// Loads one weight of the layer and checks its length.
 pub fn load(
     config: &LayerConfig,
-    weights: &dyn Fn(WeightId) -> Result<Vec<f32>>,
+    weights: &Weights,
     id: WeightId,
-) -> Result<(Vec<usize>, Vec<f32>)> {
+) -> Result<(Vec<usize>, Vec<f32>), CheckError> {
     let shape = config.shape(id);
     let data = weights(id)?;
     let expected: usize = shape.iter().product();
-    ensure!(
-        data.len() == expected,
-        "weight {id:?} has {} numbers, expected {expected} for shape {shape:?}",
-        data.len()
-    );
+    if data.len() != expected {
+        let len = data.len();
+        return Err(CheckError::Input(format!("weight {id:?} has {len} numbers, expected {expected} for shape {shape:?}")));
+    }
     Ok((shape, data))
 }
 
@@ -119,9 +117,9 @@ impl Mlp {
         config: MlpConfig,
         rounding: Rounding,
         id: MlpId,
-        weights: &dyn Fn(WeightId) -> Result<Vec<f32>>,
-    ) -> Result<Self> {
-        let linear = |proj| -> Result<Linear> {
+        weights: &Weights,
+    ) -> Result<Self, CheckError> {
+        let linear = |proj| -> Result<Linear, CheckError> {
             let (weight_id, bias_id) = id.ids(proj);
             let (shape, data) = load(layer, weights, weight_id)?;
             let weight = Matrix::from_f32(shape[0], shape[1], &data);

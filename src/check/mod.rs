@@ -12,6 +12,7 @@
 
 mod bound;
 mod compare;
+mod error;
 mod matrix;
 mod mlp;
 mod routing;
@@ -21,15 +22,15 @@ mod tests;
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, ensure};
-
 pub use bound::Bounds;
 pub use compare::{
     Axis, Comparison, Deviation, TOLERANCE_BF16, TOLERANCE_F16, TOLERANCE_F32, WorstSlice, compare, compare_slices,
     judge,
 };
 
-use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightId};
+pub use error::CheckError;
+
+use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightError, WeightId};
 use bound::{Bounded, Rounding, SUM, coherence, repetition};
 use matrix::{Matrix, axpy, dot};
 pub use mlp::Gradient;
@@ -39,6 +40,9 @@ use routing::Routing;
 /// What a layer's f32 logits may be off by, relative to the sum of their terms' magnitudes:
 /// some hundred f32 roundings.
 pub const CHOICE_TOLERANCE: f64 = 1e-5;
+
+/// Where the reference takes its weights from.
+pub type Weights<'a> = dyn Fn(WeightId) -> Result<Vec<f32>, WeightError> + 'a;
 
 /// One pass through the layer, to be computed by the reference.
 pub struct Problem<'a> {
@@ -51,7 +55,7 @@ pub struct Problem<'a> {
     /// The output's gradient, `[tokens, hidden]`, already rounded; without it there is no backward pass.
     pub grad_output: Option<&'a [f32]>,
     /// The weights, already rounded to the run's dtype; the router's as the layer uses them.
-    pub weights: &'a dyn Fn(WeightId) -> Result<Vec<f32>>,
+    pub weights: &'a Weights<'a>,
     /// The layer's choice of experts, `[tokens, top_k]`, in any order within a token. It is verified,
     /// and then used, since a near tie may fall either way in f32. Without it the reference chooses.
     pub chosen: Option<&'a [u32]>,
@@ -99,9 +103,9 @@ pub struct Reference {
 /// One line where the configuration does not hold together, an input or a weight has the wrong
 /// length or cannot be loaded, a router logit is not finite, or the layer's choice of experts is
 /// wrong (with the token, the expert, and the scores).
-pub fn reference(problem: &Problem) -> Result<Reference> {
+pub fn reference(problem: &Problem) -> Result<Reference, CheckError> {
     let (mut grads, mut grad_bounds) = (BTreeMap::new(), BTreeMap::new());
-    let result = reference_with(problem, &mut |id, grad| {
+    let result = reference_with(problem, &mut |id, grad| -> Result<(), CheckError> {
         grads.insert(id, grad.values);
         grad_bounds.insert(id, grad.bounds);
         Ok(())
@@ -114,22 +118,28 @@ pub fn reference(problem: &Problem) -> Result<Reference> {
 ///
 /// # Errors
 /// As [`reference()`], and those of `on_grad`.
-pub fn reference_with(
+pub fn reference_with<E: From<CheckError>>(
     problem: &Problem,
-    on_grad: &mut dyn FnMut(WeightId, Gradient) -> Result<()>,
-) -> Result<Reference> {
+    on_grad: &mut dyn FnMut(WeightId, Gradient) -> Result<(), E>,
+) -> Result<Reference, E> {
     let &Problem { config, tokens, weights, .. } = problem;
     let hidden = config.hidden;
-    config.validate()?;
-    let rows = |name: &str, data: &[f32]| -> Result<Matrix> {
-        ensure!(data.len() == tokens * hidden, "{name} has {} numbers, expected {tokens} x {hidden}", data.len());
+    config.validate().map_err(CheckError::from)?;
+    let rows = |name: &str, data: &[f32]| {
+        let len = data.len();
+        if len != tokens * hidden {
+            return Err(CheckError::Input(format!("{name} has {len} numbers, expected {tokens} x {hidden}")));
+        }
         Ok(Matrix::from_f32(tokens, hidden, data))
     };
     let x = rows("hidden_states", problem.hidden_states)?;
     let grad_output = problem.grad_output.map(|g| rows("grad_output", g)).transpose()?;
     let k = config.router.top_k;
-    if let Some(chosen) = problem.chosen {
-        ensure!(chosen.len() == tokens * k, "the layer's choice has {} experts, expected {tokens} x {k}", chosen.len());
+    if let Some(len) = problem.chosen.map(<[u32]>::len)
+        && len != tokens * k
+    {
+        let text = format!("the layer's choice has {len} experts, expected {tokens} x {k}");
+        return Err(CheckError::Choice(text).into());
     }
 
     let router = Matrix::from_f32(config.n_experts, hidden, &mlp::load(config, weights, WeightId::Router)?.1);
@@ -190,18 +200,18 @@ pub fn reference_with(
 }
 
 /// The pass under way.
-struct Layer<'a> {
+struct Layer<'a, E> {
     problem: &'a Problem<'a>,
     rounding: Rounding,
     x: Matrix,
     output: Matrix,
     /// Bounds on the errors of the output's rows so far.
     output_bounds: Vec<f64>,
-    backward: Option<Backward<'a>>,
+    backward: Option<Backward<'a, E>>,
 }
 
 /// The backward pass under way.
-struct Backward<'a> {
+struct Backward<'a, E> {
     /// The output's gradient.
     dy: Matrix,
     /// The input's gradient so far.
@@ -210,12 +220,12 @@ struct Backward<'a> {
     dx_bounds: Vec<f64>,
     /// The routing weights' gradient, `[tokens, top_k]`.
     d_weights: Vec<Bounded>,
-    on_grad: &'a mut dyn FnMut(WeightId, Gradient) -> Result<()>,
+    on_grad: &'a mut dyn FnMut(WeightId, Gradient) -> Result<(), E>,
 }
 
-impl Layer<'_> {
+impl<E: From<CheckError>> Layer<'_, E> {
     /// Adds one routed expert's share: `output_t += weight_te * expert(x_t)` for the tokens that keep it.
-    fn expert(&mut self, expert: usize, routing: &Routing) -> Result<()> {
+    fn expert(&mut self, expert: usize, routing: &Routing) -> Result<(), E> {
         let config = self.problem.config;
         let k = config.router.top_k;
         let pairs: Vec<usize> =
@@ -256,7 +266,7 @@ impl Layer<'_> {
     }
 
     /// Adds the shared expert's share: `output_t += shared(x_t)`, times `sigmoid(x_t w^T)` if gated.
-    fn shared(&mut self, config: MlpConfig, sigmoid_gate: bool) -> Result<()> {
+    fn shared(&mut self, config: MlpConfig, sigmoid_gate: bool) -> Result<(), E> {
         let layer = self.problem.config;
         let tokens = self.x.rows;
         let mlp = Mlp::load(layer, config, self.rounding, MlpId::Shared, self.problem.weights)?;
@@ -311,7 +321,7 @@ impl Layer<'_> {
     }
 }
 
-impl Backward<'_> {
+impl<E> Backward<'_, E> {
     /// `dx[t] += row`, as in [`Layer::add_output`].
     fn add_dx(&mut self, t: usize, row: &[f64], row_bound: f64, rounding: Rounding) {
         axpy(1.0, row, self.dx.row_mut(t));

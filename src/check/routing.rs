@@ -1,7 +1,6 @@
 //! The router: scores, the choice of experts and its verification, weights, losses, gradients.
 
-use anyhow::{Result, bail, ensure};
-
+use super::CheckError;
 use super::bound::{Bounded, SUM};
 use super::matrix::Matrix;
 use super::special::sigmoid;
@@ -43,11 +42,12 @@ impl<'a> Routing<'a> {
         bias: Option<&[f32]>,
         given: Option<&[u32]>,
         tolerance: f64,
-    ) -> Result<Self> {
+    ) -> Result<Self, CheckError> {
         let (tokens, n_experts, k) = (x.rows, config.n_experts, config.router.top_k);
         let logits = x.times_transpose(router);
         if let Some(i) = logits.data.iter().position(|l| !l.is_finite()) {
-            bail!("router logit of token {}, expert {} is not finite", i / n_experts, i % n_experts);
+            let (t, e) = (i / n_experts, i % n_experts);
+            return Err(CheckError::Input(format!("router logit of token {t}, expert {e} is not finite")));
         }
         let mut scores = Matrix::zeros(tokens, n_experts);
         for t in 0..tokens {
@@ -308,11 +308,16 @@ fn select(router: &RouterConfig, score: &[f64]) -> Vec<usize> {
 
 /// Checks that `own` is a choice the rules allow when every selection score may be off by its slack:
 /// no expert left out is better than one chosen by more than the two scores' slacks.
-fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -> Result<()> {
+fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -> Result<(), CheckError> {
     let n_experts = sel.score.len();
     for (i, &e) in own.iter().enumerate() {
-        ensure!(e < n_experts, "token {token} goes to expert {e}, but there are {n_experts} experts");
-        ensure!(!own[..i].contains(&e), "token {token} goes to expert {e} twice");
+        if e >= n_experts {
+            let text = format!("token {token} goes to expert {e}, but there are {n_experts} experts");
+            return Err(CheckError::Choice(text));
+        }
+        if own[..i].contains(&e) {
+            return Err(CheckError::Choice(format!("token {token} goes to expert {e} twice")));
+        }
     }
     let eligible = eligible_experts(router, token, own, sel)?;
     let above = |e: &usize| sel.score[*e] + sel.slack[*e];
@@ -322,18 +327,22 @@ fn verify(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -
     if let (Some(worst), Some(left_out)) = (worst, best_left_out)
         && below(&left_out) > above(&worst)
     {
-        bail!(
+        return Err(CheckError::Choice(format!(
             "token {token} goes to expert {worst} with selection score {}, expected expert {left_out} with {}",
-            sel.score[worst],
-            sel.score[left_out]
-        );
+            sel.score[worst], sel.score[left_out]
+        )));
     }
     Ok(())
 }
 
 /// The experts `own` may have been chosen among: all, or those of the eligible groups. Where groups are
 /// nearly tied, the ties are resolved in favour of `own`.
-fn eligible_experts(router: &RouterConfig, token: usize, own: &[usize], sel: &Selection) -> Result<Vec<usize>> {
+fn eligible_experts(
+    router: &RouterConfig,
+    token: usize,
+    own: &[usize],
+    sel: &Selection,
+) -> Result<Vec<usize>, CheckError> {
     let n_experts = sel.score.len();
     let Some(groups) = router.groups else {
         return Ok((0..n_experts).collect());
@@ -349,23 +358,25 @@ fn eligible_experts(router: &RouterConfig, token: usize, own: &[usize], sel: &Se
         |&g: &usize| others(g).filter(|&o| score[o] - slack[o] > score[g] + slack[g]).count() < groups.top_groups;
     for &e in own {
         let g = e / size;
-        ensure!(
-            perhaps(&g),
-            "token {token} goes to expert {e} of group {g} with group score {}, expected one of the groups {:?}, the \
-             best {} of the group scores {score:?}",
-            score[g],
-            largest(&score, 0..groups.n_groups, groups.top_groups),
-            groups.top_groups
-        );
+        if !perhaps(&g) {
+            return Err(CheckError::Choice(format!(
+                "token {token} goes to expert {e} of group {g} with group score {}, expected one of the groups {:?}, \
+                 the best {} of the group scores {score:?}",
+                score[g],
+                largest(&score, 0..groups.n_groups, groups.top_groups),
+                groups.top_groups
+            )));
+        }
     }
     let mut eligible: Vec<usize> =
         (0..groups.n_groups).filter(|g| surely(g) || own.iter().any(|&e| e / size == *g)).collect();
-    ensure!(
-        eligible.len() <= groups.top_groups,
-        "token {token} goes to experts {own:?} of too many groups: with the groups that are surely among the best {} \
-         they make {eligible:?}; group scores {score:?}",
-        groups.top_groups
-    );
+    if eligible.len() > groups.top_groups {
+        return Err(CheckError::Choice(format!(
+            "token {token} goes to experts {own:?} of too many groups: with the groups that are surely among the best \
+             {} they make {eligible:?}; group scores {score:?}",
+            groups.top_groups
+        )));
+    }
     // The rest of the places, to the nearly tied groups whose best expert is the worst.
     let best = |g: usize| sel.score[g * size..(g + 1) * size].iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut tied: Vec<usize> = (0..groups.n_groups).filter(|g| perhaps(g) && !eligible.contains(g)).collect();
@@ -392,7 +403,7 @@ mod tests {
         }
     }
 
-    fn check(router: &RouterConfig, score: &[f64], own: &[usize]) -> Result<()> {
+    fn check(router: &RouterConfig, score: &[f64], own: &[usize]) -> Result<(), CheckError> {
         verify(router, 7, own, &Selection { score: score.to_vec(), slack: vec![1e-3; score.len()] })
     }
 

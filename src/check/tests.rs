@@ -63,7 +63,7 @@ impl Data {
         Data { config, hidden_states, grad_output, weights }
     }
 
-    fn run(&self, chosen: Option<&[u32]>, tolerance: f64) -> Result<Reference> {
+    fn run(&self, chosen: Option<&[u32]>, tolerance: f64) -> Result<Reference, CheckError> {
         reference(&Problem {
             config: &self.config,
             tokens: self.hidden_states.len() / self.config.hidden,

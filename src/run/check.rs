@@ -28,7 +28,7 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
     };
     let x = round(job.rows(InputTensor::HiddenStates, 0..job.tokens)?);
     let grad_output = if job.backward { Some(round(job.rows(InputTensor::GradOutput, 0..job.tokens)?)) } else { None };
-    let weights = |id: WeightId| -> Result<Vec<f32>> {
+    let weights = |id: WeightId| {
         let values = job.load(id)?;
         // Router, shared gate and biases stay f32 in the layer.
         Ok(if matches!(id, WeightId::Expert(..) | WeightId::Shared(_)) { round(values) } else { values })
