@@ -1,4 +1,4 @@
-// Activations and their derivatives in f32, by the formulas of src/moe/cpu/kernels/activation.rs. Bounds on the argument are where the
+// Activations and their derivatives in f32, by the formulas of cpu-kernels/src/activation.rs. Bounds on the argument are where the
 // function is flat or linear in f32; they keep exp in its range, and infinity from meeting zero. NaN gives NaN.
 #pragma once
 #include "params.h"

@@ -6,7 +6,8 @@
 //!
 //! - [`shmem`], a package of its own, `aristos-shmem`: the one-sided layer, a trait and its transports;
 //! - `gpu` (features `cuda`, `emulate`): devices, their memory, and launches of the kernels in `kernels/`;
-//! - [`moe`]: the layer: router, dispatch, experts, combine, their backward, and the kernels;
+//! - [`moe`]: the layer: router, dispatch, experts, combine, their backward; its CPU kernels are a package of their own,
+//!   `aristos-cpu-kernels`;
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`job`]: a request, the PEs that carry it out, and what they send: processes, launchers, MPI;
@@ -40,9 +41,6 @@ pub mod plot;
 pub mod report;
 #[cfg(feature = "command")]
 pub mod run;
-#[cfg(test)]
-#[path = "../tests/skip/mod.rs"]
-mod skip;
 
 pub use aristos_plan as plan;
 pub use aristos_plan::cluster;

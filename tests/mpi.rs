@@ -5,6 +5,7 @@
 
 #[path = "binary/mod.rs"]
 mod binary;
+mod common;
 mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
@@ -20,9 +21,12 @@ use std::process::{Command, ExitCode};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use aristos::shmem::Shmem;
+use aristos::moe::placement::block;
+use aristos::moe::{Layer, LayerSpec, MoeLayer, Options, RouterConfig};
 use aristos::shmem::mpi::{MpiTransport, MpiWorld, library};
+use aristos::shmem::{Shmem, Transport};
 use binary::{Outcome, read_tensors, relative_error, run, start};
+use common::{mixtral, on_pes, shm, synthetic};
 use rustix::process::{Pid, Signal, kill_process};
 use suite::{HEAP_BYTES, World};
 
@@ -93,7 +97,7 @@ impl Sums {
 fn conforming(suite: &str, filter: &str, setting: Option<(&str, &str)>, sums: &mut Sums) {
     let name = |check: &str| format!("{suite}::{check}");
     let checks: Vec<&str> =
-        CHECKS.iter().map(|(check, _)| *check).filter(|check| name(check).contains(filter)).collect();
+        all_checks().map(|(check, _)| *check).filter(|check| name(check).contains(filter)).collect();
     for mut left in checks.chunks(CHECKS_PER_JOB) {
         while !left.is_empty() {
             let outcome = catch_unwind(|| {
@@ -157,6 +161,60 @@ macro_rules! conformance_table {
 }
 conformance_checks!(conformance_table(CHECKS));
 
+/// Those of the one-sided layer, and the layer's.
+fn all_checks() -> impl Iterator<Item = &'static Check> {
+    const LAYER: Check = ("experts_by_the_callers_routing", experts_by_the_callers_routing);
+    CHECKS.iter().chain(&[LAYER])
+}
+
+/// What a PE computes by the caller's routing over MPI is what it computes over shared memory, bit for bit.
+fn experts_by_the_callers_routing(world: &Mpi) {
+    let n = 4;
+    let spec = |router: RouterConfig| {
+        let mut config = mixtral(24, 20, 6, 2);
+        config.router = router;
+        common::spec::<f32>(&config, n, TOKENS.div_ceil(n), &Options::default())
+    };
+    let (own, external) = (spec(mixtral(24, 20, 6, 2).router), spec(RouterConfig::external(2)));
+    let heap_bytes = own.heap_bytes().unwrap() + external.heap_bytes().unwrap();
+    if let Some(first) = world.0.first(n).unwrap() {
+        let pe = Shmem::new(MpiTransport::new(Box::leak(Box::new(first)), heap_bytes).unwrap());
+        let over_mpi = by_the_callers_routing(&pe, &own, &external);
+        let over_shm = on_pes(shm(n, heap_bytes), |pe| by_the_callers_routing(&pe, &own, &external));
+        assert!(over_mpi.iter().flatten().all(|x| x.is_finite()));
+        assert_eq!(over_mpi, over_shm[pe.my_pe()]);
+    }
+    world.0.barrier(Duration::from_secs(60)).unwrap();
+}
+
+/// Tokens of all PEs together: not a multiple of their number.
+const TOKENS: usize = 37;
+
+/// Routes by a layer's own router, gives its choice to one without, and gives back what that one computed: output, gradients of the input
+/// and of the routing weights, and of the local experts.
+fn by_the_callers_routing<T: Transport>(pe: &Shmem<T>, own: &LayerSpec, external: &LayerSpec) -> Vec<Vec<f32>> {
+    let source = synthetic(own.config.clone(), 7);
+    let tokens = block(TOKENS, pe.n_pes(), pe.my_pe());
+    let (x, grad_output) = (source.hidden_states(tokens.clone()), source.grad_output(tokens));
+    let zeros = || vec![0.0f32; x.len()];
+    let (mut expected, mut output, mut grad_input) = (zeros(), zeros(), zeros());
+
+    let mut layer = Layer::<_, f32>::builder(own.clone()).build(pe, &source).unwrap();
+    let saved = layer.forward(&x, &mut expected).unwrap();
+    let routed = layer.routed(&saved).unwrap();
+    layer.free().unwrap();
+
+    let mut layer = Layer::<_, f32>::builder(external.clone()).build(pe, &source).unwrap();
+    let ids: Vec<i32> = routed.chosen.iter().map(|&e| e as i32).collect();
+    let mut grad_weights = vec![0.0; ids.len()];
+    let mut saved = layer.experts(&x, &ids, &routed.weights, &mut output).unwrap();
+    assert_eq!(output, expected, "the caller's routing is the router's");
+    layer.experts_backward(&mut saved, &x, &grad_output, &mut grad_input, &mut grad_weights).unwrap();
+    let experts = layer.gradients().unwrap().experts.iter().flat_map(|e| e.matrix.clone()).collect::<Vec<_>>();
+    layer.free().unwrap();
+    [output, grad_input, grad_weights].into_iter().chain(experts).collect()
+}
+
 /// One PE of some checks. A panic ends the job: the world's end sees to that.
 fn play(checks: &str) -> ExitCode {
     let world = Mpi(MpiWorld::init().unwrap());
@@ -167,7 +225,7 @@ fn play(checks: &str) -> ExitCode {
     }));
     assert_eq!(world.0.n_pes(), SUITE_PES);
     for check in checks.split(',') {
-        let (_, function) = CHECKS.iter().find(|(name, _)| *name == check).unwrap();
+        let (_, function) = all_checks().find(|(name, _)| *name == check).unwrap();
         function(&world);
         println!("{}", conforms(pe, check));
     }

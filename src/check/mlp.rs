@@ -12,17 +12,15 @@ use crate::moe::{LayerConfig, MlpConfig, MlpId, Proj, WeightId};
 const ACTIVATION_WORK: usize = 64;
 
 /// Loads one weight of the layer and checks its length.
-pub fn load(
-    config: &LayerConfig,
-    weights: &Weights,
-    id: WeightId,
-) -> Result<(Vec<usize>, Vec<f32>), CheckError> {
+pub fn load(config: &LayerConfig, weights: &Weights, id: WeightId) -> Result<(Vec<usize>, Vec<f32>), CheckError> {
     let shape = config.shape(id);
     let data = weights(id)?;
     let expected: usize = shape.iter().product();
     if data.len() != expected {
         let len = data.len();
-        return Err(CheckError::Input(format!("weight {id:?} has {len} numbers, expected {expected} for shape {shape:?}")));
+        return Err(CheckError::Input(format!(
+            "weight {id:?} has {len} numbers, expected {expected} for shape {shape:?}"
+        )));
     }
     Ok((shape, data))
 }

@@ -4,7 +4,6 @@
 
 mod engine;
 pub mod experts;
-pub mod kernels;
 mod layer;
 mod memory;
 mod pass;
@@ -12,6 +11,7 @@ mod replicas;
 pub mod router;
 mod weights;
 
+pub use aristos_cpu_kernels as kernels;
 pub use engine::Saved;
 pub use layer::{Layer, LayerBuilder};
 pub use replicas::{Exchange, OneGroup, Replicas, replica_bytes};

@@ -4,21 +4,8 @@
 
 use std::fmt;
 
+use aristos_cpu_kernels::Activation;
 use serde::{Deserialize, Serialize};
-
-/// The elementwise nonlinearity of an expert's MLP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Activation {
-    /// `x * sigmoid(x)` (also called swish).
-    Silu,
-    /// `x * Phi(x)`, with the Gaussian cumulative distribution computed through erf.
-    Gelu,
-    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel, 2016, section 2).
-    GeluTanh,
-    /// `max(x, 0)`; its derivative at 0 is taken as 0.
-    Relu,
-}
 
 /// Most experts of a layer, and most elements of its widths: far above any model, and low enough that no product of two
 /// overflows.

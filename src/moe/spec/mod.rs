@@ -11,9 +11,10 @@ pub mod metrics;
 mod options;
 pub mod placement;
 
+pub use aristos_cpu_kernels::Activation;
 pub use config::{
-    Activation, ConfigError, GroupLimit, LayerConfig, MAX_WIDTH, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig,
-    WeightError, WeightId, WeightSource, gemm_flop,
+    ConfigError, GroupLimit, LayerConfig, MAX_WIDTH, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightError,
+    WeightId, WeightSource, gemm_flop,
 };
 pub use error::MoeError;
 pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};

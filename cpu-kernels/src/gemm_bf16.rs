@@ -217,7 +217,7 @@ mod avx512 {
 
     use half::bf16;
 
-    use super::super::{Element, Line, scratch, vectorised};
+    use crate::{Element, Line, scratch, vectorised};
 
     /// Rows of a register tile.
     const MR: usize = 12;
@@ -230,7 +230,7 @@ mod avx512 {
 
     /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
     #[derive(Clone, Copy)]
-    pub(in crate::moe::kernels) struct Features(());
+    pub struct Features(());
 
     impl Features {
         pub(super) fn detect() -> Option<Features> {
@@ -475,8 +475,14 @@ mod avx512 {
         }
         let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
         for (a, b) in a.iter().zip(b) {
-            // SAFETY: an array of 16 words is 64 readable bytes, and every bit pattern is a vector.
-            let b = b.each_ref().map(|b| unsafe { std::mem::transmute(_mm512_loadu_epi32(b.as_ptr().cast())) });
+            // A closure would be a function of its own wherever it is not inlined, which no optimisation promises.
+            let mut vectors = [_mm512_setzero_si512(); VECTORS];
+            for (vector, b) in vectors.iter_mut().zip(b) {
+                // SAFETY: an array of 16 words is 64 readable bytes.
+                *vector = unsafe { _mm512_loadu_si512(b.as_ptr().cast()) };
+            }
+            // SAFETY: both are vectors of 64 bytes of any bits.
+            let b: [__m512bh; VECTORS] = unsafe { std::mem::transmute(vectors) };
             for (sums, &a) in sums.iter_mut().zip(a) {
                 // SAFETY: both are 64 bytes of any bits.
                 let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(a as i32)) };

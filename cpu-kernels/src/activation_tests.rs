@@ -5,7 +5,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::*;
-use crate::moe::Activation;
+use crate::Activation;
 
 const ALL: [Activation; 4] = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu];
 

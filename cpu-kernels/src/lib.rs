@@ -16,10 +16,13 @@ mod element;
 mod gemm_bf16;
 mod gemm_f32;
 #[cfg(test)]
+#[path = "../../tests/skip/mod.rs"]
+mod skip;
+#[cfg(test)]
 mod tests;
 
 pub use activation::{
-    add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain, sigmoid,
+    Activation, add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain, sigmoid,
 };
 pub use element::{Element, WeightShape};
 pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};

@@ -4,8 +4,22 @@
 //! matrix products do. They are fused multiply-adds throughout; on a CPU without that instruction
 //! they give the same result slowly.
 
-use super::{Element, vectorised};
-use crate::moe::Activation;
+use serde::{Deserialize, Serialize};
+
+use crate::{Element, vectorised};
+
+/// The elementwise nonlinearity of an expert's MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Activation {
+    /// `x * sigmoid(x)` (also called swish).
+    Silu,
+    /// `x * Phi(x)`, with the Gaussian cumulative distribution computed through erf.
+    Gelu,
+    /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel, 2016, section 2).
+    GeluTanh,
+    /// `max(x, 0)`; its derivative at 0 is taken as 0.
+    Relu,
+}
 
 /// `e^x` for `-86.5 <= x <= 88`: relative error below 3e-7 there, 1e-7 for `|x| < 20`. Not for NaN.
 ///
