@@ -172,11 +172,10 @@ fn cluster(n: usize, matrix: bool, mixed: bool) -> Cluster {
         (random >> 11) as f64 / (1u64 << 53) as f64
     };
     let speeds = [1.0, 0.5, 0.7];
-    let device = |i: usize| Device {
-        id: i as u64,
-        host: format!("n{}", i / 8),
-        flop_per_ms: 134_160_000_000.0 * if mixed { speeds[(i / 8 * 7 + i % 3) % 3] } else { 1.0 },
-        memory_experts: if mixed { [32, 16, 0, 8][(i * 5 + i / 8) % 4] } else { 32 },
+    let device = |i: usize| {
+        let flop_per_ms = 134_160_000_000.0 * if mixed { speeds[(i / 8 * 7 + i % 3) % 3] } else { 1.0 };
+        let memory_experts = if mixed { [32, 16, 0, 8][(i * 5 + i / 8) % 4] } else { 32 };
+        Device::new(i as u64, format!("n{}", i / 8), flop_per_ms, memory_experts)
     };
     let link = |alpha_ms, beta_ms_per_mb| Link { alpha_ms, beta_ms_per_mb };
     let kinds = [(8, link(0.009, 0.004)), (64, link(0.02, 0.03)), (n.max(128), link(0.03, 0.054))];
@@ -194,21 +193,19 @@ fn cluster(n: usize, matrix: bool, mixed: bool) -> Cluster {
     } else {
         Links::Tiers(tiers)
     };
-    Cluster { devices: (0..n).map(device).collect(), links, sources: Default::default(), probe: None }
+    Cluster::new((0..n).map(device).collect(), links)
 }
 
 /// The notebook's, with a smaller all-reduce, so that there is something to decide.
 fn workload() -> Workload {
-    Workload {
-        expert_flop: vec![137_438_953_472.0; 64],
-        expert_load: None,
-        p2p_buffer_mb: 16.0,
-        p2p_frequency: 4.0,
-        all_reduce_buffer_mb: 64.0,
-        num_layers: 24.0,
-        moe_frequency: 2.0,
-        global_batch_size: 256.0,
-        mini_batch_size: 4.0,
-        recomputation_amount: 1.0,
-    }
+    let mut workload = Workload::new(vec![137_438_953_472.0; 64]);
+    workload.p2p_buffer_mb = 16.0;
+    workload.p2p_frequency = 4.0;
+    workload.all_reduce_buffer_mb = 64.0;
+    workload.num_layers = 24.0;
+    workload.moe_frequency = 2.0;
+    workload.global_batch_size = 256.0;
+    workload.mini_batch_size = 4.0;
+    workload.recomputation_amount = 1.0;
+    workload
 }

@@ -99,14 +99,12 @@ fn probe_in_threads<T: Transport + Send>(transports: Vec<T>, options: &ProbeOpti
 
 #[test]
 fn links_are_probed_over_any_transport() {
-    let options = ProbeOptions {
-        sizes: vec![8, 100, 1000],
-        together: 1,
-        repetitions: 6,
-        rounds: 2,
-        alone_limit: Duration::ZERO,
-        ..ProbeOptions::quick()
-    };
+    let mut options = ProbeOptions::quick();
+    options.sizes = vec![8, 100, 1000];
+    options.together = 1;
+    options.repetitions = 6;
+    options.rounds = 2;
+    options.alone_limit = Duration::ZERO;
     for n in [2, 3, 5] {
         let heap = Shmem::<ShmTransport>::heap_bytes_for(n, options.symmetric_bytes(n));
         let segments: Vec<Segment> = (0..n).map(|_| Segment::create("test", heap).unwrap()).collect();

@@ -9,6 +9,7 @@ use crate::cluster::{Number, Range, parse_json, read_text};
 
 /// The experts and the schedule.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Workload {
     /// FLOP of each expert in one pass of one MoE layer, under an even share of the tokens.
     pub expert_flop: Vec<f64>,
@@ -49,6 +50,23 @@ struct RawWorkload {
 }
 
 impl Workload {
+    /// One layer of experts of this many FLOP each, and one sample per iteration. Nothing is exchanged or all-reduced, as the
+    /// buffers are empty; there are two exchanges per pass, dispatch and combine.
+    pub fn new(expert_flop: Vec<f64>) -> Workload {
+        Workload {
+            expert_flop,
+            expert_load: None,
+            p2p_buffer_mb: 0.0,
+            p2p_frequency: 2.0,
+            all_reduce_buffer_mb: 0.0,
+            num_layers: 1.0,
+            moe_frequency: 1.0,
+            global_batch_size: 1.0,
+            mini_batch_size: 1.0,
+            recomputation_amount: 0.0,
+        }
+    }
+
     /// Reads a workload file.
     ///
     /// # Errors

@@ -76,9 +76,8 @@ impl Args {
             dtype: self.dtype.into(),
         };
         expert.check()?;
-        let options = if self.quick { ProbeOptions::quick() } else { ProbeOptions::thorough() };
-        let wait_limit = std::time::Duration::from_secs(self.timeout.into());
-        let options = ProbeOptions { wait_limit, ..options };
+        let mut options = if self.quick { ProbeOptions::quick() } else { ProbeOptions::thorough() };
+        options.wait_limit = std::time::Duration::from_secs(self.timeout.into());
         let (memory_mb, memory_source) = (self.memory_mb.clone(), "--memory-mb".to_string());
         Ok(ProbeRequest { pes, expert, options, memory_mb, memory_source })
     }

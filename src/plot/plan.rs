@@ -136,7 +136,8 @@ fn latency(cluster: &Cluster, workload: &Workload) -> Vec<(usize, Vec<Point>)> {
         let least = groups.iter().map(|group| held(group)).min().unwrap_or(0);
         // The objective is linear in the number of experts: computed fresh for each all the same.
         let point = |&experts: &usize| {
-            let workload = Workload { expert_flop: vec![mean; experts], expert_load: None, ..workload.clone() };
+            let mut workload = workload.clone();
+            (workload.expert_flop, workload.expert_load) = (vec![mean; experts], None);
             let fits = least >= experts as u64;
             Point { experts, latency_ms: fits.then(|| objective_ms(cluster, &workload, &groups)) }
         };

@@ -32,20 +32,17 @@ impl PreparedRun {
             .filter(|id| id.has_gradient() && !config.replicated_weights().contains(id))
             .map(|id| config.shape(id).iter().product::<usize>())
             .sum();
-        Workload {
-            expert_flop: vec![flop; config.n_experts],
-            expert_load: None,
-            p2p_buffer_mb: tokens / pes * top_k.min(pes) * row_mb,
-            // Dispatch and combine.
-            p2p_frequency: 2.0,
-            all_reduce_buffer_mb: if self.backward { (gradients * size_of::<f32>()) as f64 * 1e-6 } else { 0.0 },
-            // gamma is (2 + 0) of this.
-            num_layers: if self.backward { 1.0 } else { 0.5 },
-            moe_frequency: 1.0,
-            global_batch_size: pes,
-            mini_batch_size: 1.0,
-            recomputation_amount: 0.0,
+        let mut workload = Workload::new(vec![flop; config.n_experts]);
+        workload.p2p_buffer_mb = tokens / pes * top_k.min(pes) * row_mb;
+        // Dispatch and combine.
+        workload.p2p_frequency = 2.0;
+        workload.global_batch_size = pes;
+        if self.backward {
+            workload.all_reduce_buffer_mb = (gradients * size_of::<f32>()) as f64 * 1e-6;
         }
+        // gamma is (2 + 0) of this.
+        workload.num_layers = if self.backward { 1.0 } else { 0.5 };
+        workload
     }
 
     /// Makes or reads the plan that was asked for, and runs by it. `probe` gives the cluster of the PEs that are to run, where it is
@@ -98,7 +95,8 @@ impl PreparedRun {
             dtype: self.request.dtype,
         };
         expert.check()?;
-        let options = ProbeOptions { wait_limit: self.wait_limit(), ..ProbeOptions::quick() };
+        let mut options = ProbeOptions::quick();
+        options.wait_limit = self.wait_limit();
         let (pes, memory_mb, memory_source) = (self.request.pes, memory_mb.clone(), "given".to_string());
         Ok(Some(ProbeRequest { pes, expert, options, memory_mb, memory_source }))
     }

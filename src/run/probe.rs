@@ -140,7 +140,7 @@ fn probe_as<T: Transport, E: Element>(
     let (mut scratch, mut none) = (Scratch::default(), MlpGradients::default());
     let mut work = || mlp.bare_gemms(&mut batch, &mut none, &mut scratch, false);
     let work_flop = expert.flop_per_row() * rows as f64;
-    let own = Own { host: host_name(), memory_experts, work: &mut work, work_flop };
+    let own = Own::new(host_name(), memory_experts, &mut work, work_flop);
     let mut cluster = probe(shmem, &request.options, transport, own, progress)?;
     cluster.sources = request.sources(transport);
     Ok(cluster)

@@ -4,6 +4,7 @@ use super::Link;
 
 /// The link that a set of times says there is.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Fit {
     /// Latency, ms, 0 or more, and inverse bandwidth, ms per MB, above 0.
     pub link: Link,

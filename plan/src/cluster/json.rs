@@ -171,6 +171,7 @@ struct RawCluster {
 /// How a cluster was probed, beside what came of it: what says how far the figures can be trusted. The planner does not look at it.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Probe {
     /// What the PEs talked over.
     pub transport: String,

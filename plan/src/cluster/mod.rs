@@ -23,6 +23,7 @@ pub use probe::{Own, ProbeError, ProbeOptions, ProbedLinks, Stage, probe, probe_
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Device {
     /// Its id, unique in the cluster.
     pub id: u64,
@@ -32,6 +33,13 @@ pub struct Device {
     pub flop_per_ms: f64,
     /// How many experts its memory holds.
     pub memory_experts: u64,
+}
+
+impl Device {
+    /// A device: its id, its host, its rate (FLOP per millisecond), and how many experts it holds.
+    pub fn new(id: u64, host: impl Into<String>, flop_per_ms: f64, memory_experts: u64) -> Device {
+        Device { id, host: host.into(), flop_per_ms, memory_experts }
+    }
 }
 
 /// Devices and links.
@@ -54,6 +62,7 @@ pub struct Device {
 /// # Ok::<(), aristos_plan::InputError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Cluster {
     /// The devices; everywhere else a device is its index here.
     pub devices: Vec<Device>,
@@ -66,6 +75,11 @@ pub struct Cluster {
 }
 
 impl Cluster {
+    /// Devices and the links between as many, in the same order.
+    pub fn new(devices: Vec<Device>, links: Links) -> Cluster {
+        Cluster { devices, links, sources: BTreeMap::new(), probe: None }
+    }
+
     /// The devices of each host, ascending; the hosts in the order of first appearance.
     pub fn hosts(&self) -> Vec<Vec<u32>> {
         let mut place: HashMap<&str, usize> = HashMap::new();

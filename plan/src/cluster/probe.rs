@@ -25,8 +25,9 @@ const LAST: u64 = (1 << SIZE_BITS) - 1;
 /// A host's name is cut at this many bytes.
 const HOST_BYTES: usize = 64;
 
-/// How to probe. The same on every PE.
+/// How to probe. The same on every PE. Begin with [`ProbeOptions::thorough`] or [`ProbeOptions::quick`] and set what differs.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ProbeOptions {
     /// Sizes of messages, bytes, ascending, at least two and at most 255.
     pub sizes: Vec<usize>,
@@ -109,6 +110,7 @@ impl ProbeOptions {
 }
 
 /// What a PE's own device is, for [`probe`].
+#[non_exhaustive]
 pub struct Own<'w> {
     /// The name of its host.
     pub host: String,
@@ -118,6 +120,13 @@ pub struct Own<'w> {
     pub work: &'w mut dyn FnMut(),
     /// FLOP of one call of `work`.
     pub work_flop: f64,
+}
+
+impl<'w> Own<'w> {
+    /// A device on `host` that holds `memory_experts` experts; one call of `work` is `work_flop` FLOP.
+    pub fn new(host: String, memory_experts: u64, work: &'w mut dyn FnMut(), work_flop: f64) -> Own<'w> {
+        Own { host, memory_experts, work, work_flop }
+    }
 }
 
 /// What a PE is doing, for whoever shows it.
