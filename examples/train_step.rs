@@ -1,16 +1,15 @@
 //! Two PEs, as threads, train a MoE layer to do what another one does: `cargo run --release --example train_step`.
 
-use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
-use aristos::moe::{Activation, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer};
+use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
+use aristos::moe::{Activation, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, RouterConfig};
 use aristos::shmem::{ShmTransport, Shmem};
 
 const PES: usize = 2;
 const TOKENS: usize = 64; // of each PE
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mlp = MlpConfig { intermediate: 64, gated: true, activation: Activation::Silu, bias: false };
-    let layer = LayerConfig::new(32, 8, RouterKind::SoftmaxRenormalised.config(8, 2), mlp);
-    let weights = |seed| Synthetic::new(SyntheticSpec { layer: layer.clone(), hot_ratio: 0.0, hot_weight: 0.0, seed });
+    let layer = LayerConfig::new(32, 8, RouterConfig::softmax(2), MlpConfig::gated(64, Activation::Silu));
+    let weights = |seed| Synthetic::new(SyntheticSpec::new(layer.clone(), seed));
     let (teacher, student) = (weights(1)?, weights(2)?);
     let spec = LayerSpec::new(layer.clone(), PES, TOKENS);
     // Room for the teacher and the student.

@@ -1,5 +1,6 @@
 //! What `--check` sees: the bounds hold for the layer in every shape, and one lost, stale or swapped row of thousands breaks them.
 
+#[macro_use]
 mod common;
 
 use std::ops::Range;
@@ -8,7 +9,8 @@ use aristos::check::{self, Bounds, Comparison, Problem, Reference, judge};
 use aristos::moe::kernels::Element;
 use aristos::moe::synthetic::RouterKind;
 use aristos::moe::{
-    Activation, Dtype, Layer, LayerConfig, MlpConfig, Options, Proj, SharedConfig, WeightError, WeightId, WeightSource,
+    Activation, Dtype, Layer, LayerConfig, MlpConfig, Options, Proj, RouterConfig, SharedConfig, WeightError, WeightId,
+    WeightSource,
 };
 use common::{Step, even, on_pes, one_step, shm, spec};
 use half::{bf16, f16};
@@ -147,7 +149,7 @@ impl Case {
 
     /// One step on `n` PEs.
     fn run_as<E: Element>(&self, n: usize) -> Step {
-        let options = Options { chunk_rows: 7, tile_rows: Some(64), ..Options::default() };
+        let options = with!(Options::default(); chunk_rows = 7, tile_rows = Some(64));
         let spec = spec::<E>(&self.config, n, self.tokens().div_ceil(n), &options);
         let splits = even(self.tokens(), n);
         let by_pe = on_pes(shm(n, spec.heap_bytes().unwrap()), |shmem| {
@@ -218,21 +220,17 @@ fn random_case(seed: u64) -> (Case, usize, String) {
     let n = pick(&[1, 2, 3]);
     let numbers = NUMBERS[pick(&[0, 0, 1, 2, 3, 4, 5, 6, 7])];
     let activation = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu][pick(&[0, 1, 2, 3])];
-    let expert = MlpConfig { intermediate, gated: pick(&[0, 1]) == 1, activation, bias: pick(&[0, 0, 1]) == 1 };
-    let mlp = MlpConfig { intermediate: pick(&[1, 2, 17]), ..expert };
+    let expert = MlpConfig::plain(intermediate, activation);
+    let expert = with!(expert; gated = pick(&[0, 1]) == 1, bias = pick(&[0, 0, 1]) == 1);
+    let mlp = with!(expert; intermediate = pick(&[1, 2, 17]));
     let shared = [None, Some(false), Some(true)][pick(&[0, 0, 1, 2])];
     let kind = [RouterKind::Softmax, RouterKind::SoftmaxRenormalised, RouterKind::Sigmoid][pick(&[0, 1, 2])];
-    let config = LayerConfig {
-        hidden,
-        n_experts,
-        router: kind.config(n_experts, top_k),
-        expert,
-        shared: shared.map(|sigmoid_gate| SharedConfig { mlp, sigmoid_gate }),
-        capacity_factor: [None, Some(0.4), Some(1.5)][pick(&[0, 0, 0, 1, 2])],
-        // Where all of a token's sigmoid scores vanish, the share of each in the balance loss is not a number in f32.
-        aux_loss_coef: if numbers == Numbers::Large { 0.0 } else { [0.0, 0.01, 1000.0][pick(&[0, 0, 1, 2])] },
-        z_loss_coef: [0.0, 0.001, 1000.0][pick(&[0, 0, 1, 2])],
-    };
+    let mut config = LayerConfig::new(hidden, n_experts, kind.config(n_experts, top_k), expert);
+    config.shared = shared.map(|sigmoid_gate| SharedConfig::new(mlp, sigmoid_gate));
+    config.capacity_factor = [None, Some(0.4), Some(1.5)][pick(&[0, 0, 0, 1, 2])];
+    // Where all of a token's sigmoid scores vanish, the share of each in the balance loss is not a number in f32.
+    config.aux_loss_coef = if numbers == Numbers::Large { 0.0 } else { [0.0, 0.01, 1000.0][pick(&[0, 0, 1, 2])] };
+    config.z_loss_coef = [0.0, 0.001, 1000.0][pick(&[0, 0, 1, 2])];
     let dtype = [Dtype::F32, Dtype::Bf16][pick(&[0, 1])];
     let what = format!("seed {seed}, {tokens} tokens on {n} PEs, {numbers:?}, {dtype:?}, {config:?}");
     (Case::new(config, dtype, tokens, numbers, seed), n, what)
@@ -264,17 +262,7 @@ const TOKENS: usize = 2600;
 const HIDDEN: usize = 64;
 
 fn plain_config(n_experts: usize) -> LayerConfig {
-    let expert = MlpConfig { intermediate: 96, gated: true, activation: Activation::Silu, bias: false };
-    LayerConfig {
-        hidden: HIDDEN,
-        n_experts,
-        router: RouterKind::SoftmaxRenormalised.config(n_experts, 2),
-        expert,
-        shared: None,
-        capacity_factor: None,
-        aux_loss_coef: 0.0,
-        z_loss_coef: 0.0,
-    }
+    LayerConfig::new(HIDDEN, n_experts, RouterConfig::softmax(2), MlpConfig::gated(96, Activation::Silu))
 }
 
 /// What was computed, and what should have been. No CPU layer computes in f16: the reference rounded to it stands in.

@@ -1,6 +1,7 @@
 //! The layer on emulated devices against the float64 reference: every router, every expert, any number of PEs, whatever
 //! order things happen in.
 
+#[macro_use]
 mod common;
 #[path = "device_layer/contract.rs"]
 mod contract;
@@ -75,7 +76,7 @@ impl World {
 }
 
 fn small_options() -> Options {
-    Options { chunk_rows: 5, wait_limit: Duration::from_secs(60), ..Options::default() }
+    with!(Options::default(); chunk_rows = 5, wait_limit = Duration::from_secs(60))
 }
 
 /// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
@@ -275,22 +276,23 @@ fn variants() -> Vec<(&'static str, LayerConfig)> {
     let base = mixtral(32, 24, 7, 2);
     let mut all = vec![("mixtral", base.clone())];
     for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
-        all.push((name, LayerConfig { n_experts: 12, router: kind.config(12, 4), ..base.clone() }));
+        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
     }
     for (name, activation) in
         [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
     {
-        let expert = MlpConfig { intermediate: 24, gated: activation == Activation::GeluTanh, activation, bias: true };
-        all.push((name, LayerConfig { expert, ..base.clone() }));
+        let gated = activation == Activation::GeluTanh;
+        let expert = with!(MlpConfig::plain(24, activation); gated = gated, bias = true);
+        all.push((name, with!(base.clone(); expert = expert)));
     }
     for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
-        let mlp = MlpConfig { intermediate: 40, bias: sigmoid_gate, ..base.expert };
-        all.push((name, LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate }), ..base.clone() }));
+        let mlp = with!(base.expert; intermediate = 40, bias = sigmoid_gate);
+        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
     }
-    all.push(("capacity", LayerConfig { capacity_factor: Some(0.8), ..base.clone() }));
-    all.push(("losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..base.clone() }));
-    let sigmoid = LayerConfig { n_experts: 12, router: RouterKind::Sigmoid.config(12, 4), ..base };
-    all.push(("sigmoid losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..sigmoid }));
+    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
+    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
+    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
+    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
     all
 }
 
@@ -308,9 +310,9 @@ fn every_layer() {
 #[test]
 fn every_number_of_pes_and_mode() {
     let base = mixtral(32, 24, 7, 2);
-    let mlp = MlpConfig { bias: true, ..base.expert };
-    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
-    let rich = LayerConfig { aux_loss_coef: 0.1, capacity_factor: Some(0.9), shared, ..base.clone() };
+    let mlp = with!(base.expert; bias = true);
+    let shared = Some(SharedConfig::new(mlp, true));
+    let rich = with!(base.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9), shared = shared);
     for layer in [base, rich] {
         let source = synthetic(layer, 4);
         for n in [1, 2, 4, 8] {
@@ -324,7 +326,7 @@ fn every_number_of_pes_and_mode() {
 #[test]
 fn hopper_kernels() {
     for (name, layer) in variants() {
-        let device = EmulatedDevice { hopper: true, ..EmulatedDevice::default() };
+        let device = with!(EmulatedDevice::default(); hopper = true);
         let world = World { device, ..World::new() };
         check(&world, &synthetic(layer, 3), 37, 2, &format!("{name} on Hopper"));
     }
@@ -334,11 +336,11 @@ fn hopper_kernels() {
 fn several_tiles_of_an_expert() {
     // More rows than a tile has, more columns than a tile has, and a rest of each.
     let base = mixtral(288, 264, 3, 2);
-    let mlp = MlpConfig { bias: true, ..base.expert };
-    let source = synthetic(LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate: true }), ..base }, 8);
+    let mlp = with!(base.expert; bias = true);
+    let source = synthetic(with!(base; shared = Some(SharedConfig::new(mlp, true))), 8);
     for hopper in [false, true] {
-        let device = EmulatedDevice { hopper, ..EmulatedDevice::default() };
-        let options = Options { chunk_rows: 64, ..small_options() };
+        let device = with!(EmulatedDevice::default(); hopper = hopper);
+        let options = with!(small_options(); chunk_rows = 64);
         let world = World { device, options, ..World::new() };
         check(&world, &source, 421, 2, &format!("large, Hopper {hopper}"));
     }
@@ -357,7 +359,7 @@ fn few_tokens_and_few_experts() {
 
 /// A layer whose experts below `ratio` get all the rows.
 fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
-    let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: ratio, hot_weight: weight, seed: 5 };
+    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = ratio, hot_weight = weight);
     Synthetic::new(spec).unwrap()
 }
 
@@ -367,7 +369,7 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
     let (tokens, n) = (160, 8);
     let mut peaks = Vec::new();
     for mode in [Mode::Pipelined, Mode::Bulk] {
-        let options = Options { mode, chunk_rows: 4, ..small_options() };
+        let options = with!(small_options(); mode = mode, chunk_rows = 4);
         let world = World { options, ..World::new() };
         let pes = check(&world, &source, tokens, n, "all to one");
         // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3: as on the CPU.
@@ -376,7 +378,7 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
     }
     // No more than with even routing.
     let even_source = synthetic(mixtral(32, 16, 8, 1), 5);
-    let options = Options { chunk_rows: 4, ..small_options() };
+    let options = with!(small_options(); chunk_rows = 4);
     let pes = check(&World { options, ..World::new() }, &even_source, tokens, n, "even");
     assert!(peaks.iter().all(|&peak| peak == pes[0].step.peak_bytes[0]));
 }
@@ -384,11 +386,11 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
 #[test]
 fn rounds_with_several_experts_a_row_and_losses_and_a_shared_expert() {
     let base = mixtral(32, 16, 8, 3);
-    let shared = Some(SharedConfig { mlp: MlpConfig { bias: true, ..base.expert }, sigmoid_gate: true });
-    let layer = LayerConfig { shared, aux_loss_coef: 0.1, z_loss_coef: 0.1, ..base };
+    let shared = Some(SharedConfig::new(with!(base.expert; bias = true), true));
+    let layer = with!(base; shared = shared, aux_loss_coef = 0.1, z_loss_coef = 0.1);
     for (ratio, weight, budget_factor) in [(0.25, 0.9, 0.5), (0.5, 1.0, 0.25)] {
         let source = hot(&layer, ratio, weight);
-        let options = Options { chunk_rows: 3, budget_factor, ..small_options() };
+        let options = with!(small_options(); chunk_rows = 3, budget_factor = budget_factor);
         let pes = check(&World { options, ..World::new() }, &source, 61, 3, "hot");
         assert!(pes.iter().all(|pe| pe.rounds[0] > 1));
     }
@@ -399,7 +401,7 @@ fn even_routing_takes_one_round() {
     for tokens in [1, 2, 7, 33] {
         let source = synthetic(mixtral(16, 8, 4, 2), 5);
         for chunk_rows in [1, 4, 32] {
-            let world = World { options: Options { chunk_rows, ..small_options() }, ..World::new() };
+            let world = World { options: with!(small_options(); chunk_rows = chunk_rows), ..World::new() };
             let pes = check(&world, &source, 2 * tokens, 2, "even");
             assert!(pes.iter().all(|pe| pe.rounds[0] <= 1), "{tokens} tokens in chunks of {chunk_rows}");
         }
@@ -416,8 +418,8 @@ struct Case {
 /// What makes PEs run ahead, wait, or go through memory again.
 fn cases() -> Vec<Case> {
     let layer = mixtral(16, 8, 5, 2);
-    let options = Options { chunk_rows: 2, ..small_options() };
-    let rich = LayerConfig { aux_loss_coef: 0.1, capacity_factor: Some(0.9), ..layer.clone() };
+    let options = with!(small_options(); chunk_rows = 2);
+    let rich = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
     vec![
         Case {
             name: "PEs without tokens, other ones each step",
@@ -429,7 +431,7 @@ fn cases() -> Vec<Case> {
             name: "experts without tokens, all rows to one expert, through small windows in rounds",
             source: hot(&mixtral(16, 8, 5, 1), 0.2, 1.0),
             splits: vec![even(24, 3)],
-            options: Options { budget_factor: 0.5, ..options.clone() },
+            options: with!(options.clone(); budget_factor = 0.5),
         },
         Case {
             name: "PEs with neither tokens nor experts run ahead",
@@ -540,9 +542,7 @@ fn several_forward_passes_wait_for_their_backward() {
 #[test]
 fn a_recorded_step_is_the_same_step() {
     let source = synthetic(mixtral(32, 24, 6, 2), 11);
-    for world in
-        [World::new(), World { device: EmulatedDevice { hopper: true, ..EmulatedDevice::default() }, ..World::new() }]
-    {
+    for world in [World::new(), World { device: with!(EmulatedDevice::default(); hopper = true), ..World::new() }] {
         let by_pe = on_pes(world.pes(2), |gpu| {
             let mut layer = new_layer(gpu, &world, &source, 20).unwrap();
             let range = |step: usize| {
@@ -727,10 +727,9 @@ fn what_a_device_cannot_run_is_an_error() {
     let fine = || mixtral(16, 8, 6, 2);
     refused(mixtral(12, 8, 6, 2), |_, _| {}, "hidden is 12, expected a multiple of 8 on a device");
     refused(mixtral(16, 9, 6, 2), |_, _| {}, "intermediate is 9, expected a multiple of 8 on a device");
-    let mlp = MlpConfig { intermediate: 4, ..fine().expert };
-    let shared = Some(SharedConfig { mlp, sigmoid_gate: false });
+    let shared = Some(SharedConfig::new(with!(fine().expert; intermediate = 4), false));
     let want = "shared intermediate is 4, expected a multiple of 8 on a device";
-    refused(LayerConfig { shared, ..fine() }, |_, _| {}, want);
+    refused(with!(fine(); shared = shared), |_, _| {}, want);
     refused(fine(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
     let want = "this device, of capability 8.0, is no Hopper";
     refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);

@@ -1,5 +1,6 @@
 //! Expert-parallel groups: several of them, with experts wherever they like, are one layer.
 
+#[macro_use]
 mod common;
 
 use std::time::Duration;
@@ -107,7 +108,7 @@ fn groupings(experts: usize) -> Vec<(&'static str, usize, Groups)> {
 }
 
 fn small(mode: Mode) -> Options {
-    Options { mode, chunk_rows: 5, tile_rows: Some(8), ..Options::default() }
+    with!(Options::default(); mode = mode, chunk_rows = 5, tile_rows = Some(8))
 }
 
 fn check(config: LayerConfig, what: &str) {
@@ -134,18 +135,18 @@ fn groups_are_one_layer() {
 #[test]
 fn with_biases_and_a_shared_expert() {
     let base = mixtral(24, 20, 7, 3);
-    let mlp = aristos::moe::MlpConfig { bias: true, ..base.expert };
-    let shared = Some(SharedConfig { mlp: aristos::moe::MlpConfig { intermediate: 12, ..mlp }, sigmoid_gate: true });
-    check(LayerConfig { expert: mlp, shared, ..base }, "biases, shared expert");
+    let mlp = with!(base.expert; bias = true);
+    let shared = Some(SharedConfig::new(with!(mlp; intermediate = 12), true));
+    check(with!(base; expert = mlp, shared = shared), "biases, shared expert");
 }
 
 #[test]
 fn losses_and_capacity_count_over_all_groups() {
     let base = mixtral(24, 20, 7, 2);
-    check(LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..base.clone() }, "losses");
-    check(LayerConfig { capacity_factor: Some(0.8), ..base.clone() }, "capacity");
-    let sigmoid = LayerConfig { n_experts: 12, router: RouterKind::Sigmoid.config(12, 4), ..base };
-    check(LayerConfig { aux_loss_coef: 0.3, ..sigmoid }, "sigmoid");
+    check(with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1), "losses");
+    check(with!(base.clone(); capacity_factor = Some(0.8)), "capacity");
+    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
+    check(with!(sigmoid; aux_loss_coef = 0.3), "sigmoid");
 }
 
 /// Bit for bit the same, whatever comes first; what one group gets is what a layer without groups gets.
@@ -176,7 +177,7 @@ fn a_silent_group_is_named() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
     let config = source.config();
     let groups = groups(4, &[&[0, 2], &[3, 1]], 6, |_, e| e);
-    let options = Options { wait_limit: Duration::from_millis(300), ..small(Mode::Pipelined) };
+    let options = with!(small(Mode::Pipelined); wait_limit = Duration::from_millis(300));
     let heap = group_heap(config, &groups, 4, &options);
     let errors = on_pes(shm(4, world_heap(config, &groups, 4, 4, &options)), |world| {
         let me = world.my_pe();

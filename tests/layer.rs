@@ -1,5 +1,6 @@
 //! The layer over shared memory against the float64 reference: every router, every expert, any number of PEs.
 
+#[macro_use]
 mod common;
 
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, sh
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
-    Options { mode, chunk_rows: 5, tile_rows: Some(8), ..Options::default() }
+    with!(Options::default(); mode = mode, chunk_rows = 5, tile_rows = Some(8))
 }
 
 fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Options, tolerance: f64, what: &str) {
@@ -32,22 +33,23 @@ fn variants() -> Vec<(&'static str, LayerConfig)> {
     let base = mixtral(24, 20, 7, 2);
     let mut all = vec![("mixtral", base.clone())];
     for (name, kind) in [("softmax", RouterKind::Softmax), ("sigmoid", RouterKind::Sigmoid)] {
-        all.push((name, LayerConfig { n_experts: 12, router: kind.config(12, 4), ..base.clone() }));
+        all.push((name, with!(base.clone(); n_experts = 12, router = kind.config(12, 4))));
     }
     for (name, activation) in
         [("gelu", Activation::Gelu), ("gelu tanh", Activation::GeluTanh), ("relu", Activation::Relu)]
     {
-        let expert = MlpConfig { intermediate: 20, gated: activation == Activation::GeluTanh, activation, bias: true };
-        all.push((name, LayerConfig { expert, ..base.clone() }));
+        let gated = activation == Activation::GeluTanh;
+        let expert = with!(MlpConfig::plain(20, activation); gated = gated, bias = true);
+        all.push((name, with!(base.clone(); expert = expert)));
     }
     for (name, sigmoid_gate) in [("shared", false), ("shared gated", true)] {
-        let mlp = MlpConfig { intermediate: 33, bias: sigmoid_gate, ..base.expert };
-        all.push((name, LayerConfig { shared: Some(SharedConfig { mlp, sigmoid_gate }), ..base.clone() }));
+        let mlp = with!(base.expert; intermediate = 33, bias = sigmoid_gate);
+        all.push((name, with!(base.clone(); shared = Some(SharedConfig::new(mlp, sigmoid_gate)))));
     }
-    all.push(("capacity", LayerConfig { capacity_factor: Some(0.8), ..base.clone() }));
-    all.push(("losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..base.clone() }));
-    let sigmoid = LayerConfig { n_experts: 12, router: RouterKind::Sigmoid.config(12, 4), ..base };
-    all.push(("sigmoid losses", LayerConfig { aux_loss_coef: 0.3, z_loss_coef: 0.1, ..sigmoid }));
+    all.push(("capacity", with!(base.clone(); capacity_factor = Some(0.8))));
+    all.push(("losses", with!(base.clone(); aux_loss_coef = 0.3, z_loss_coef = 0.1)));
+    let sigmoid = with!(base; n_experts = 12, router = RouterKind::Sigmoid.config(12, 4));
+    all.push(("sigmoid losses", with!(sigmoid; aux_loss_coef = 0.3, z_loss_coef = 0.1)));
     all
 }
 
@@ -114,10 +116,10 @@ fn pes_agree_across_their_number() {
 #[test]
 fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let layer = mixtral(32, 16, 8, 1);
-    let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: 1.0 / 8.0, hot_weight: 1.0, seed: 5 };
+    let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = 1.0 / 8.0, hot_weight = 1.0);
     let source = Synthetic::new(spec).unwrap();
     for mode in [Mode::Pipelined, Mode::Bulk] {
-        let options = Options { mode, chunk_rows: 4, tile_rows: Some(16), ..Options::default() };
+        let options = with!(Options::default(); mode = mode, chunk_rows = 4, tile_rows = Some(16));
         let (tokens, n) = (160, 8);
         let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
         let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
@@ -135,7 +137,7 @@ fn even_routing_takes_one_round() {
     for tokens in [1, 2, 7, 90, 91, 93] {
         let (source, n) = (synthetic(mixtral(8, 4, 4, 2), 5), 2);
         for chunk_rows in [1, 2, 4, 32, 64] {
-            let options = Options { chunk_rows, ..Options::default() };
+            let options = with!(Options::default(); chunk_rows = chunk_rows);
             let heap = heap_bytes::<f32>(&mixtral(8, 4, 4, 2), n, tokens, &options);
             let steps = run::<_, f32>(shm(n, heap), &source, &[even(2 * tokens, n)], &options, 1).unwrap();
             assert!(steps[0].rounds.iter().all(|&r| r <= 1), "{tokens} tokens in chunks of {chunk_rows}");
@@ -194,11 +196,11 @@ fn a_layer_that_cannot_be_is_an_error() {
     refused(Placement::even(5, 2), options(), "the placement's number of experts is 5, expected 6");
     refused(Placement::even(7, 2), options(), "the placement's number of experts is 7, expected 6");
     let even = Placement::even(6, 2);
-    refused(even.clone(), Options { tile_rows: Some(0), ..options() }, "tile rows is 0, expected at least 1");
-    refused(even.clone(), Options { chunk_rows: 0, ..options() }, "chunk rows is 0, expected at least 1");
+    refused(even.clone(), with!(options(); tile_rows = Some(0)), "tile rows is 0, expected at least 1");
+    refused(even.clone(), with!(options(); chunk_rows = 0), "chunk rows is 0, expected at least 1");
     for budget_factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let want = format!("budget factor is {budget_factor}, expected a finite number above 0");
-        refused(even.clone(), Options { budget_factor, ..options() }, &want);
+        refused(even.clone(), with!(options(); budget_factor = budget_factor), &want);
     }
 }
 
@@ -207,7 +209,7 @@ fn a_layer_that_cannot_be_is_an_error() {
 fn a_saved_pass_of_another_kind_is_refused() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
     // A limit that no clock reaches is no limit.
-    let options = Options { wait_limit: Duration::MAX, ..Options::default() };
+    let options = with!(Options::default(); wait_limit = Duration::MAX);
     let spec = common::spec::<f32>(source.config(), 2, 4, &options);
     let heap = Shmem::<ShmTransport>::heap_bytes_for(2, 2 * spec.layout().unwrap().total_bytes());
     on_pes(shm(2, heap), |shmem| {

@@ -1,6 +1,7 @@
 //! The layer over the transport that delays and reorders all that the OpenSHMEM model lets it: the result is, bit for bit, that
 //! of shared memory, whatever the seed.
 
+#[macro_use]
 mod common;
 mod sample;
 
@@ -55,14 +56,14 @@ const SEEDS_A_RUN: u64 = 100;
 
 fn cases() -> Vec<Case> {
     let layer = mixtral(6, 4, 5, 2);
-    let options = Options { chunk_rows: 2, tile_rows: Some(4), ..Options::default() };
+    let options = with!(Options::default(); chunk_rows = 2, tile_rows = Some(4));
     let hot = |layer: &LayerConfig, ratio: f64| {
-        let spec = SyntheticSpec { layer: layer.clone(), hot_ratio: ratio, hot_weight: 1.0, seed: 11 };
+        let spec = with!(SyntheticSpec::new(layer.clone(), 11); hot_ratio = ratio, hot_weight = 1.0);
         Synthetic::new(spec).unwrap()
     };
     let top1 = mixtral(6, 4, 5, 1);
     let few = mixtral(6, 4, 2, 1);
-    let rich = LayerConfig { aux_loss_coef: 0.1, capacity_factor: Some(0.9), ..layer.clone() };
+    let rich = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
     vec![
         Case {
             name: "PEs without tokens, other ones each step",
@@ -74,7 +75,7 @@ fn cases() -> Vec<Case> {
             name: "experts without tokens, all rows to one expert, through small windows in rounds",
             source: hot(&top1, 0.2),
             splits: vec![even(24, 3)],
-            options: Options { budget_factor: 0.5, ..options.clone() },
+            options: with!(options.clone(); budget_factor = 0.5),
         },
         Case {
             name: "PEs with neither tokens nor experts run ahead",
@@ -121,7 +122,7 @@ fn bulk_is_the_same_under_reordering() {
 fn a_layer_can_be_made_where_another_was() {
     use aristos::moe::{Layer, WeightSource};
     let source = synthetic(mixtral(6, 4, 5, 2), 1);
-    let options = Options { chunk_rows: 2, ..Options::default() };
+    let options = with!(Options::default(); chunk_rows = 2);
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
     // One layer after the other in the same heap: what the first left there must not be taken for the second's.
@@ -151,7 +152,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
 
     use aristos::moe::{Layer, WeightSource};
     let source = synthetic(mixtral(6, 4, 6, 3), 1);
-    let options = Options { wait_limit: Duration::from_millis(200), ..Options::default() };
+    let options = with!(Options::default(); wait_limit = Duration::from_millis(200));
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
     let (sender, receiver) = mpsc::channel();

@@ -1,5 +1,6 @@
 //! Experts by the caller's routing, weights set in place, and gradients accumulated: the layer as a training loop uses it.
 
+#[macro_use]
 mod common;
 
 use std::time::Duration;
@@ -8,8 +9,8 @@ use aristos::moe::kernels::Element;
 use aristos::moe::placement::block;
 use aristos::moe::synthetic::Synthetic;
 use aristos::moe::{
-    Activation, Gradients, Layer, LayerConfig, LayerSpec, MlpConfig, Mode, MoeError, MoeLayer, NO_EXPERT, Options,
-    Proj, RouterConfig, SharedConfig, WeightId, WeightSource, proj_index,
+    Activation, Gradients, Layer, LayerConfig, LayerSpec, Mode, MoeError, MoeLayer, NO_EXPERT, Options, Proj,
+    RouterConfig, SharedConfig, WeightId, WeightSource, proj_index,
 };
 use aristos::shmem::reorder::ReorderWorld;
 use aristos::shmem::{Shmem, Transport};
@@ -25,11 +26,11 @@ const TOP_K: usize = 3;
 
 /// A layer without a router.
 fn external() -> LayerConfig {
-    LayerConfig { router: RouterConfig::external(TOP_K), ..mixtral(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K) }
+    with!(mixtral(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K); router = RouterConfig::external(TOP_K))
 }
 
 fn spec<E: Element>(config: &LayerConfig, n: usize, max_tokens: usize) -> LayerSpec {
-    let options = Options { chunk_rows: 4, tile_rows: Some(8), ..Options::default() };
+    let options = with!(Options::default(); chunk_rows = 4, tile_rows = Some(8));
     common::spec::<E>(config, n, max_tokens, &options)
 }
 
@@ -371,9 +372,9 @@ fn ids_that_are_no_experts_are_named_and_the_layer_goes_on() {
 /// Everything that a layer can hold.
 fn full() -> LayerConfig {
     let base = mixtral(HIDDEN, INTERMEDIATE, EXPERTS, 2);
-    let mlp = MlpConfig { bias: true, activation: Activation::Gelu, ..base.expert };
-    let shared = Some(SharedConfig { mlp: MlpConfig { intermediate: 6, ..mlp }, sigmoid_gate: true });
-    LayerConfig { expert: mlp, shared, ..base }
+    let mlp = with!(base.expert; bias = true, activation = Activation::Gelu);
+    let shared = Some(SharedConfig::new(with!(mlp; intermediate = 6), true));
+    with!(base; expert = mlp, shared = shared)
 }
 
 /// One layer's weights, set in another, make it the same, bit for bit.

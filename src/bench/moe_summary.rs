@@ -329,16 +329,8 @@ mod tests {
 
     /// Two PEs, three iterations; a forward takes as many seconds as here, with backward three times as many.
     fn example() -> (MoeBench, Vec<Vec<PeSamples>>) {
-        let layer = LayerConfig {
-            hidden: 1000,
-            n_experts: 4,
-            router: RouterKind::Softmax.config(4, 2),
-            expert: MlpConfig { intermediate: 5000, gated: false, activation: Activation::Gelu, bias: false },
-            shared: None,
-            capacity_factor: None,
-            aux_loss_coef: 0.0,
-            z_loss_coef: 0.0,
-        };
+        let expert = MlpConfig::plain(5000, Activation::Gelu);
+        let layer = LayerConfig::new(1000, 4, RouterKind::Softmax.config(4, 2), expert);
         let bench = MoeBench {
             pes: 2,
             layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },

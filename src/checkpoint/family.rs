@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use super::FileError;
 use super::file::read_regular;
-use crate::moe::{Activation, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightId};
+use crate::moe::{Activation, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, SharedConfig, WeightId};
 
 /// A model family whose checkpoints can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,17 +139,9 @@ fn layer_config(family: Family, fields: &Fields) -> Result<LayerConfig, FileErro
         "relu" => Activation::Relu,
         _ => return Err(fields.unexpected("hidden_act", "silu, gelu, gelu_new, gelu_pytorch_tanh or relu")),
     };
-    let mlp = |intermediate| MlpConfig { intermediate, gated: true, activation, bias: false };
+    let mlp = |intermediate| MlpConfig::gated(intermediate, activation);
     let softmax = |renormalise| -> Result<RouterConfig, FileError> {
-        Ok(RouterConfig {
-            scoring: Scoring::Softmax,
-            top_k: fields.size(&["num_experts_per_tok"])?,
-            renormalise,
-            scaling: 1.0,
-            groups: None,
-            correction_bias: false,
-            external: false,
-        })
+        Ok(RouterConfig { renormalise, ..RouterConfig::softmax(fields.size(&["num_experts_per_tok"])?) })
     };
     // `transformers` renames some of these when it saves: the number of experts has two names in the wild.
     let experts = ["num_experts", "num_local_experts"];
@@ -171,7 +163,7 @@ fn layer_config(family: Family, fields: &Fields) -> Result<LayerConfig, FileErro
         Family::Qwen2Moe => {
             let renormalise = fields.boolean_or("norm_topk_prob", false)?;
             let shared = mlp(fields.size(&["shared_expert_intermediate_size"])?);
-            let shared = Some(SharedConfig { mlp: shared, sigmoid_gate: true });
+            let shared = Some(SharedConfig::new(shared, true));
             (fields.size(&experts)?, fields.size(&moe_intermediate)?, softmax(renormalise)?, shared)
         }
         Family::Qwen3Moe => {
@@ -184,21 +176,13 @@ fn layer_config(family: Family, fields: &Fields) -> Result<LayerConfig, FileErro
             let Some(shared_intermediate) = intermediate.checked_mul(n_shared) else {
                 return Err(fields.unexpected("n_shared_experts", "a small number"));
             };
-            let shared = (n_shared > 0).then(|| SharedConfig { mlp: mlp(shared_intermediate), sigmoid_gate: false });
+            let shared = (n_shared > 0).then(|| SharedConfig::new(mlp(shared_intermediate), false));
             let router = deepseek_router(fields)?;
             (fields.size(&["n_routed_experts", "num_local_experts"])?, intermediate, router, shared)
         }
     };
-    Ok(LayerConfig {
-        hidden: fields.size(&["hidden_size"])?,
-        n_experts,
-        router,
-        expert: mlp(intermediate),
-        shared,
-        capacity_factor: None,
-        aux_loss_coef: 0.0,
-        z_loss_coef: 0.0,
-    })
+    let hidden = fields.size(&["hidden_size"])?;
+    Ok(LayerConfig { shared, ..LayerConfig::new(hidden, n_experts, router, mlp(intermediate)) })
 }
 
 fn deepseek_router(fields: &Fields) -> Result<RouterConfig, FileError> {
@@ -211,13 +195,11 @@ fn deepseek_router(fields: &Fields) -> Result<RouterConfig, FileError> {
     }
     let groups = GroupLimit { n_groups: fields.size_or("n_group", 8)?, top_groups: fields.size_or("topk_group", 4)? };
     Ok(RouterConfig {
-        scoring: Scoring::Sigmoid,
-        top_k: fields.size(&["num_experts_per_tok"])?,
         renormalise: fields.boolean_or("norm_topk_prob", true)?,
         scaling: fields.number_or("routed_scaling_factor", 2.5)? as f32,
         groups: Some(groups),
         correction_bias: true,
-        external: false,
+        ..RouterConfig::sigmoid(fields.size(&["num_experts_per_tok"])?)
     })
 }
 

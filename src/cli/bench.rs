@@ -18,8 +18,8 @@ use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::job::launch::settled_pes;
 use crate::job::request::{Device, MoeBench, Request};
-use crate::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
-use crate::moe::{Dtype, LayerConfig, MlpConfig, Options};
+use crate::moe::synthetic::{Synthetic, SyntheticSpec};
+use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
@@ -145,21 +145,9 @@ impl MoeArgs {
                 (device, vec![dtype])
             }
         };
-        let layer = LayerConfig {
-            hidden: self.hidden,
-            n_experts: self.experts,
-            router: RouterKind::SoftmaxRenormalised.config(self.experts, self.top_k),
-            expert: MlpConfig {
-                intermediate: self.intermediate,
-                gated: self.gated,
-                activation: self.activation.into(),
-                bias: false,
-            },
-            shared: None,
-            capacity_factor: None,
-            aux_loss_coef: 0.0,
-            z_loss_coef: 0.0,
-        };
+        let activation = self.activation.into();
+        let expert = MlpConfig { gated: self.gated, ..MlpConfig::gated(self.intermediate, activation) };
+        let layer = LayerConfig::new(self.hidden, self.experts, RouterConfig::softmax(self.top_k), expert);
         let layer = SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
         Synthetic::new(layer.clone())?;
         let pes = check_pes(self.pes.or_else(settled_pes).unwrap_or(2))?;

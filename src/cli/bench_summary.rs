@@ -8,8 +8,8 @@ use super::progress::Progress;
 use super::values::{ActivationArg, DeviceArg, DtypeArg, ModeArg, check_pes};
 use crate::bench::kernel_summary::KernelSummary;
 use crate::job::request::{RunRequest, Work};
-use crate::moe::synthetic::{RouterKind, SyntheticSpec};
-use crate::moe::{LayerConfig, MlpConfig, Options};
+use crate::moe::synthetic::SyntheticSpec;
+use crate::moe::{LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::plot;
 use crate::run::{PreparedRun, supervisor};
 
@@ -79,22 +79,10 @@ impl Layer {
     fn run(&self) -> Result<PreparedRun> {
         ensure!(self.steps > 0, "--steps is 0, expected at least 1");
         let (device, dtype) = DeviceArg::Cpu.device(Some(self.dtype))?;
-        let layer = LayerConfig {
-            hidden: self.hidden,
-            n_experts: self.experts,
-            router: RouterKind::SoftmaxRenormalised.config(self.experts, self.top_k),
-            expert: MlpConfig {
-                intermediate: self.intermediate,
-                gated: self.gated,
-                activation: self.activation.into(),
-                bias: false,
-            },
-            shared: None,
-            capacity_factor: None,
-            aux_loss_coef: 0.0,
-            z_loss_coef: 0.0,
-        };
-        let spec = SyntheticSpec { layer, hot_ratio: 0.0, hot_weight: 0.0, seed: self.seed };
+        let activation = self.activation.into();
+        let expert = MlpConfig { gated: self.gated, ..MlpConfig::gated(self.intermediate, activation) };
+        let layer = LayerConfig::new(self.hidden, self.experts, RouterConfig::softmax(self.top_k), expert);
+        let spec = SyntheticSpec::new(layer, self.seed);
         PreparedRun::open(RunRequest {
             work: Work::Synthetic { spec, tokens: self.tokens, backward: false },
             pes: check_pes(self.pes)?,

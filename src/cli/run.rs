@@ -187,24 +187,15 @@ impl Synthetic {
             activation: self.activation.map_or(Activation::Silu, Into::into),
             bias: self.bias,
         };
-        let shared = self
-            .shared_intermediate
-            .map(|intermediate| SharedConfig { mlp: MlpConfig { intermediate, ..expert }, sigmoid_gate: false });
+        let shared =
+            self.shared_intermediate.map(|intermediate| SharedConfig::new(MlpConfig { intermediate, ..expert }, false));
         let kind = match self.router {
             Some(RouterArg::Softmax) => RouterKind::Softmax,
             None | Some(RouterArg::SoftmaxRenormalised) => RouterKind::SoftmaxRenormalised,
             Some(RouterArg::Sigmoid) => RouterKind::Sigmoid,
         };
-        let layer = LayerConfig {
-            hidden: self.hidden.unwrap_or(256),
-            n_experts,
-            router: kind.config(n_experts, top_k),
-            expert,
-            shared,
-            capacity_factor: None,
-            aux_loss_coef: 0.0,
-            z_loss_coef: 0.0,
-        };
+        let (hidden, router) = (self.hidden.unwrap_or(256), kind.config(n_experts, top_k));
+        let layer = LayerConfig { shared, ..LayerConfig::new(hidden, n_experts, router, expert) };
         let (hot_ratio, hot_weight) = (self.hot_ratio.unwrap_or(0.0), self.hot_weight.unwrap_or(0.0));
         let spec = SyntheticSpec { layer, hot_ratio, hot_weight, seed: self.seed.unwrap_or(0) };
         Work::Synthetic { spec, tokens: self.tokens.unwrap_or(1024), backward: !self.forward_only }

@@ -29,6 +29,7 @@ const MARKS: usize = 64;
 
 /// What the emulated device of every PE is like.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct EmulatedDevice {
     /// Whether it runs Hopper's kernels, or Ampere's.
     pub hopper: bool,

@@ -55,20 +55,19 @@ impl RouterKind {
             let needed = top_k.div_ceil(n_experts / n_groups);
             GroupLimit { n_groups, top_groups: (n_groups / 2).max(needed).min(n_groups) }
         });
-        RouterConfig {
-            scoring: if sigmoid { Scoring::Sigmoid } else { Scoring::Softmax },
-            top_k,
-            renormalise: self != RouterKind::Softmax,
-            scaling: if sigmoid { 2.5 } else { 1.0 },
-            groups,
-            correction_bias: sigmoid,
-            external: false,
+        match self {
+            RouterKind::Softmax => RouterConfig { renormalise: false, ..RouterConfig::softmax(top_k) },
+            RouterKind::SoftmaxRenormalised => RouterConfig::softmax(top_k),
+            RouterKind::Sigmoid => {
+                RouterConfig { scaling: 2.5, groups, correction_bias: true, ..RouterConfig::sigmoid(top_k) }
+            }
         }
     }
 }
 
 /// What a synthetic layer is made from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SyntheticSpec {
     /// The layer; its hidden width is at least its number of experts.
     pub layer: LayerConfig,
@@ -78,6 +77,13 @@ pub struct SyntheticSpec {
     pub hot_weight: f64,
     /// Seed of weights, tokens and routing.
     pub seed: u64,
+}
+
+impl SyntheticSpec {
+    /// A layer with uniform routing.
+    pub fn new(layer: LayerConfig, seed: u64) -> Self {
+        SyntheticSpec { layer, hot_ratio: 0.0, hot_weight: 0.0, seed }
+    }
 }
 
 /// A synthetic layer: its weights, and any number of tokens for it.
@@ -322,18 +328,9 @@ mod tests {
     use crate::moe::{Activation, Dtype, MlpConfig, SharedConfig};
 
     fn layer(hidden: usize, router: RouterConfig, n_experts: usize) -> LayerConfig {
-        let expert = MlpConfig { intermediate: 4, gated: true, activation: Activation::Silu, bias: true };
-        let shared = Some(SharedConfig { mlp: expert, sigmoid_gate: true });
-        LayerConfig {
-            hidden,
-            n_experts,
-            router,
-            expert,
-            shared,
-            capacity_factor: None,
-            aux_loss_coef: 0.0,
-            z_loss_coef: 0.0,
-        }
+        let expert = MlpConfig { bias: true, ..MlpConfig::gated(4, Activation::Silu) };
+        let shared = Some(SharedConfig::new(expert, true));
+        LayerConfig { shared, ..LayerConfig::new(hidden, n_experts, router, expert) }
     }
 
     fn make(kind: RouterKind, hidden: usize, n_experts: usize, top_k: usize, hot: (f64, f64)) -> Synthetic {

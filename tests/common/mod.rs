@@ -1,5 +1,5 @@
 //! Runs a layer on several PEs, as threads of this process, over any transport.
-#![allow(dead_code)]
+#![allow(dead_code, unused_macros)]
 
 use std::borrow::{Borrow, BorrowMut};
 use std::collections::BTreeMap;
@@ -12,35 +12,28 @@ use aristos::moe::placement::{Placement, block};
 use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
 use aristos::moe::{
     Activation, Dtype, Gradients, Layer, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, Options, Routed,
-    RouterConfig, Scoring, WeightId, WeightSource,
+    RouterConfig, WeightId, WeightSource,
 };
 use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 
+/// A value with some fields set to others: `with!(base.clone(); router.top_k = 3, z_loss_coef = 0.1)`.
+macro_rules! with {
+    ($base:expr; $($($field:ident).+ = $value:expr),+) => {{
+        let mut changed = $base;
+        $(changed.$($field).+ = $value;)+
+        changed
+    }};
+}
+
 /// A small Mixtral-like layer: gated SiLU, softmax top-2, renormalised.
 pub fn mixtral(hidden: usize, intermediate: usize, n_experts: usize, top_k: usize) -> LayerConfig {
-    LayerConfig {
-        hidden,
-        n_experts,
-        router: RouterConfig {
-            scoring: Scoring::Softmax,
-            top_k,
-            renormalise: true,
-            scaling: 1.0,
-            groups: None,
-            correction_bias: false,
-            external: false,
-        },
-        expert: MlpConfig { intermediate, gated: true, activation: Activation::Silu, bias: false },
-        shared: None,
-        capacity_factor: None,
-        aux_loss_coef: 0.0,
-        z_loss_coef: 0.0,
-    }
+    let expert = MlpConfig::gated(intermediate, Activation::Silu);
+    LayerConfig::new(hidden, n_experts, RouterConfig::softmax(top_k), expert)
 }
 
 /// A synthetic source with uniform routing.
 pub fn synthetic(layer: LayerConfig, seed: u64) -> Synthetic {
-    Synthetic::new(SyntheticSpec { layer, hot_ratio: 0.0, hot_weight: 0.0, seed }).unwrap()
+    Synthetic::new(SyntheticSpec::new(layer, seed)).unwrap()
 }
 
 /// What all PEs together computed in one step.

@@ -8,10 +8,10 @@ use super::*;
 /// A layer with every kind of weight, which a sigmoid router with a correction bias routes.
 fn rich() -> LayerConfig {
     let base = mixtral(32, 24, 12, 4);
-    let expert = MlpConfig { bias: true, ..base.expert };
-    let shared = Some(SharedConfig { mlp: MlpConfig { intermediate: 40, ..expert }, sigmoid_gate: true });
+    let expert = with!(base.expert; bias = true);
+    let shared = Some(SharedConfig::new(with!(expert; intermediate = 40), true));
     let router = RouterKind::Sigmoid.config(12, 4);
-    LayerConfig { expert, shared, router, aux_loss_coef: 0.1, ..base }
+    with!(base; expert = expert, shared = shared, router = router, aux_loss_coef = 0.1)
 }
 
 /// A source whose router's weights are exact in bf16, so that one plane holds them.
@@ -61,7 +61,7 @@ fn weights_set_in_place_are_those_of_a_layer_made_anew() {
     let (before, after) = (synthetic(rich(), 3), synthetic(rich(), 4));
     for dtype in [Dtype::Bf16, Dtype::F16] {
         for hopper in [false, true] {
-            let device = EmulatedDevice { hopper, ..EmulatedDevice::default() };
+            let device = with!(EmulatedDevice::default(); hopper = hopper);
             let world = World { dtype, device, ..World::new() };
             let (before_one, after_one) = (OnePlane(&before), OnePlane(&after));
             let pairs: [(&(dyn WeightSource + Sync), &(dyn WeightSource + Sync)); 4] =
@@ -102,7 +102,7 @@ fn weights_set_between_steps_take_no_memory() {
     // As little as an emulated device takes for a step, a thousand times.
     let small = || mixtral(8, 8, 2, 1);
     let (source, other) = (synthetic(small(), 3), synthetic(small(), 4));
-    let device = EmulatedDevice { multiprocessors: 2, ..EmulatedDevice::default() };
+    let device = with!(EmulatedDevice::default(); multiprocessors = 2);
     let world = World { device, ..World::new() };
     let gpu = world.pes(1).remove(0);
     let mut layer = new_layer(&gpu, &world, &source, 2).unwrap();
@@ -210,7 +210,7 @@ fn accumulated_gradients_are_the_sums() {
 fn the_mode_can_change_at_any_time() {
     for source in [synthetic(rich(), 3), hot(&mixtral(32, 16, 8, 2), 0.25, 1.0)] {
         let mut world = World::new();
-        world.options = Options { chunk_rows: 3, budget_factor: 0.5, ..small_options() };
+        world.options = with!(small_options(); chunk_rows = 3, budget_factor = 0.5);
         on_pes(world.pes(3), |gpu| {
             let mut layer = new_layer(gpu, &world, &source, 13).unwrap();
             let want = step(&mut layer, &source);

@@ -267,7 +267,7 @@ fn check_experts(world: &World, source: &Synthetic, choices: &Choices, n: usize,
 #[test]
 fn the_dense_loops_differentiate() {
     let base = mixtral(8, 16, 4, 3);
-    let source = synthetic(LayerConfig { expert: MlpConfig { bias: true, ..base.expert }, ..base }, 9);
+    let source = synthetic(with!(base; expert.bias = true), 9);
     let choices = any_choices(3, 4, 3, 1);
     let wide = |values: Vec<f32>| values.into_iter().map(f64::from).collect::<Vec<_>>();
     let (x, dy) = (wide(source.hidden_states(0..3)), wide(source.grad_output(0..3)));
@@ -293,9 +293,9 @@ fn the_dense_loops_differentiate() {
 #[test]
 fn any_routing_is_that_of_float64() {
     let base = mixtral(32, 24, 7, 4);
-    let expert = MlpConfig { bias: true, ..base.expert };
-    let shared = Some(SharedConfig { mlp: MlpConfig { intermediate: 40, ..expert }, sigmoid_gate: true });
-    let rich = LayerConfig { expert, shared, aux_loss_coef: 0.1, z_loss_coef: 0.1, ..base.clone() };
+    let expert = with!(base.expert; bias = true);
+    let shared = Some(SharedConfig::new(with!(expert; intermediate = 40), true));
+    let rich = with!(base.clone(); expert = expert, shared = shared, aux_loss_coef = 0.1, z_loss_coef = 0.1);
     for (name, layer) in [("plain", base), ("biases, a shared expert and losses", rich)] {
         let source = synthetic(layer, 6);
         for (n, mode, dtype) in [
@@ -308,7 +308,7 @@ fn any_routing_is_that_of_float64() {
             check_experts(&world, &source, &any_choices(41, 7, 4, 2), n, &format!("{name}, {n} PEs, {mode:?}"));
         }
         check_experts(&World::new().network(3), &source, &any_choices(41, 7, 4, 3), 3, &format!("{name}, network"));
-        let device = EmulatedDevice { hopper: true, ..EmulatedDevice::default() };
+        let device = with!(EmulatedDevice::default(); hopper = true);
         let world = World { device, ..World::new() };
         check_experts(&world, &source, &any_choices(41, 7, 4, 4), 2, &format!("{name}, Hopper"));
     }
@@ -318,7 +318,7 @@ fn any_routing_is_that_of_float64() {
 fn all_tokens_to_one_expert_by_the_callers_routing() {
     let source = synthetic(mixtral(32, 24, 7, 3), 6);
     for (n, hot) in [(1, 0), (3, 6), (3, 2)] {
-        let options = Options { budget_factor: 0.5, chunk_rows: 4, ..small_options() };
+        let options = with!(small_options(); budget_factor = 0.5, chunk_rows = 4);
         let world = World { options, ..World::new() };
         let pes = check_experts(&world, &source, &all_to_one(90, hot, 3, 5), n, &format!("{n} PEs to {hot}"));
         assert!(pes.iter().all(|pe| pe.rounds > 1), "{:?}", pes.iter().map(|pe| pe.rounds).collect::<Vec<_>>());
@@ -390,7 +390,7 @@ fn a_constant_router_adds_nothing_to_the_inputs_gradient() {
 fn a_layer_without_a_router() {
     let layer = mixtral(32, 24, 7, 3);
     let with = synthetic(layer.clone(), 3);
-    let without = synthetic(LayerConfig { router: RouterConfig::external(3), ..layer }, 3);
+    let without = synthetic(with!(layer; router = RouterConfig::external(3)), 3);
     let world = World::new();
     let choices = any_choices(37, 7, 3, 8);
     let run = |source: &Synthetic| check_experts(&world, source, &choices, 2, "with and without a router");

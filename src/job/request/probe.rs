@@ -22,8 +22,7 @@ pub struct ProbedExpert {
 impl ProbedExpert {
     /// Its MLP.
     pub fn mlp(&self) -> MlpConfig {
-        let (intermediate, gated) = (self.intermediate, self.gated);
-        MlpConfig { intermediate, gated, activation: Activation::Silu, bias: false }
+        MlpConfig { gated: self.gated, ..MlpConfig::gated(self.intermediate, Activation::Silu) }
     }
 
     /// Checks that it can be made.

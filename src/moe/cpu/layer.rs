@@ -19,12 +19,11 @@ use crate::shmem::{AsShmem, Shmem};
 /// thread than the one that made it: it is `Send` where `S` is.
 ///
 /// ```
-/// use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
-/// use aristos::moe::{Activation, Layer, LayerConfig, LayerSpec, MlpConfig, MoeLayer};
+/// use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
+/// use aristos::moe::{Activation, Layer, LayerConfig, LayerSpec, MlpConfig, MoeLayer, RouterConfig};
 ///
-/// let mlp = MlpConfig { intermediate: 24, gated: true, activation: Activation::Silu, bias: false };
-/// let layer = LayerConfig::new(16, 4, RouterKind::SoftmaxRenormalised.config(4, 2), mlp);
-/// let source = Synthetic::new(SyntheticSpec { layer: layer.clone(), hot_ratio: 0.0, hot_weight: 0.0, seed: 1 })?;
+/// let layer = LayerConfig::new(16, 4, RouterConfig::softmax(2), MlpConfig::gated(24, Activation::Silu));
+/// let source = Synthetic::new(SyntheticSpec::new(layer.clone(), 1))?;
 /// let (pes, tokens) = (1, 8);
 /// let spec = LayerSpec::new(layer, pes, tokens);
 /// let pe = aristos::shmem::threads(pes, spec.heap_bytes()?)?.remove(0);

@@ -54,6 +54,7 @@ impl GemmPath {
 
 /// How a layer runs on a device, besides [`Options`]. The same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceOptions {
     /// Which matrix products; by the device where `None`.
     pub path: Option<GemmPath>,
@@ -115,7 +116,7 @@ impl ShapeOf<'_> {
         let router = &config.router;
         let (shared, gate) = match config.shared {
             Some(shared) => (shared.mlp, shared.sigmoid_gate),
-            None => (crate::moe::MlpConfig { intermediate: 0, gated: false, bias: false, ..config.expert }, false),
+            None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
         let blocks = blocks.clamp(2, MAX_BLOCKS);
         let comm_blocks = self.device.comm_blocks.unwrap_or(blocks / 8).clamp(1, blocks - 1);

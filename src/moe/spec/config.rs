@@ -38,6 +38,7 @@ pub struct GroupLimit {
 /// (among the eligible groups; ties to the smaller index) are chosen; their weights are their
 /// scores *without* the bias, divided by their sum if `renormalise`, times `scaling`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct RouterConfig {
     /// Scores from logits.
     pub scoring: Scoring,
@@ -62,6 +63,11 @@ impl RouterConfig {
         RouterConfig { renormalise: true, external: false, ..RouterConfig::external(top_k) }
     }
 
+    /// An independent sigmoid per expert; the weights of the best `top_k` are divided by their sum.
+    pub fn sigmoid(top_k: usize) -> Self {
+        RouterConfig { scoring: Scoring::Sigmoid, ..RouterConfig::softmax(top_k) }
+    }
+
     /// No router: the caller chooses up to `top_k` experts for each token, and their weights.
     pub fn external(top_k: usize) -> Self {
         RouterConfig {
@@ -81,6 +87,7 @@ impl RouterConfig {
 /// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`. Each of `gate`, `up`, `down` is
 /// `y = x W^T + b` with `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct MlpConfig {
     /// Inner width.
     pub intermediate: usize,
@@ -94,6 +101,7 @@ pub struct MlpConfig {
 
 /// An expert that every token passes through, added to the routed experts' sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SharedConfig {
     /// Its MLP.
     pub mlp: MlpConfig,
@@ -106,10 +114,11 @@ pub struct SharedConfig {
 /// Begin with [`LayerConfig::new`] and set what differs, so that a field that comes later keeps its default.
 ///
 /// ```
-/// use aristos::moe::{LayerConfig, MlpConfig, Proj, RouterConfig, WeightId};
+/// use aristos::moe::{Activation, LayerConfig, MlpConfig, Proj, RouterConfig, WeightId};
 ///
 /// // Mixtral 8x7B's layer, with a load-balancing loss.
-/// let mut layer = LayerConfig::new(4096, 8, RouterConfig::softmax(2), MlpConfig::gated(14336));
+/// let expert = MlpConfig::gated(14336, Activation::Silu);
+/// let mut layer = LayerConfig::new(4096, 8, RouterConfig::softmax(2), expert);
 /// layer.aux_loss_coef = 0.02;
 /// layer.validate()?;
 /// assert_eq!(layer.shape(WeightId::Router), [8, 4096]);
@@ -120,6 +129,7 @@ pub struct SharedConfig {
 /// # Ok::<(), aristos::moe::ConfigError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct LayerConfig {
     /// Model width.
     pub hidden: usize,
@@ -180,9 +190,14 @@ impl WeightId {
 }
 
 impl MlpConfig {
-    /// A gated MLP with SiLU and without biases, `intermediate` wide inside.
-    pub fn gated(intermediate: usize) -> Self {
-        MlpConfig { intermediate, gated: true, activation: Activation::Silu, bias: false }
+    /// A gated MLP without biases, `intermediate` wide inside.
+    pub fn gated(intermediate: usize, activation: Activation) -> Self {
+        MlpConfig { intermediate, gated: true, activation, bias: false }
+    }
+
+    /// An MLP without gate and without biases, `intermediate` wide inside.
+    pub fn plain(intermediate: usize, activation: Activation) -> Self {
+        MlpConfig { gated: false, ..MlpConfig::gated(intermediate, activation) }
     }
 
     /// The projections this MLP has, in a fixed order: gate (if gated), up, down.
@@ -201,6 +216,13 @@ impl MlpConfig {
     /// Multiply-adds times two of a forward pass of one row: `2 * hidden * intermediate` per projection.
     pub fn forward_flop_per_row(&self, hidden: usize) -> f64 {
         2.0 * hidden as f64 * self.intermediate as f64 * self.projections().len() as f64
+    }
+}
+
+impl SharedConfig {
+    /// A shared expert; `sigmoid_gate` says whether its output has the gate.
+    pub fn new(mlp: MlpConfig, sigmoid_gate: bool) -> Self {
+        SharedConfig { mlp, sigmoid_gate }
     }
 }
 

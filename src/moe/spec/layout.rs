@@ -134,16 +134,8 @@ mod tests {
 
     #[test]
     fn rounds_that_would_reach_into_the_number_of_the_pass_are_refused() {
-        let config = LayerConfig {
-            hidden: 1,
-            n_experts: 2,
-            router: RouterKind::Softmax.config(2, 1),
-            expert: MlpConfig { intermediate: 1, gated: false, activation: Activation::Relu, bias: false },
-            shared: None,
-            capacity_factor: None,
-            aux_loss_coef: 0.0,
-            z_loss_coef: 0.0,
-        };
+        let expert = MlpConfig::plain(1, Activation::Relu);
+        let config = LayerConfig::new(1, 2, RouterKind::Softmax.config(2, 1), expert);
         // Windows of one row: as many rounds as tokens.
         let options = Options { budget_factor: 1e-9, ..Options::default() };
         let layout = |tokens| Layout::new(&config, &Placement::even(2, 2), 4, tokens, &options);

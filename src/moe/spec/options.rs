@@ -50,8 +50,9 @@ pub enum Mode {
 
 /// How a layer runs; nothing here changes its results, other than by rounding. Must be the same on every PE.
 ///
-/// Written with `..Options::default()`, as more options may come.
+/// Begin with [`Options::default`] and set what differs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Options {
     /// Pipelined or bulk.
     pub mode: Mode,
