@@ -1,5 +1,5 @@
 // Activations and their derivatives in f32, by the formulas of cpu-kernels/src/activation.rs. Bounds on the argument are where the
-// function is flat or linear in f32; they keep exp in its range, and infinity from meeting zero. NaN gives NaN.
+// function is flat or linear in f32; they keep exp within its range and avoid infinity times zero. NaN gives NaN.
 #pragma once
 #include "params.h"
 #include "platform.h"

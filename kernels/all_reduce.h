@@ -1,17 +1,17 @@
 // aristos_all_reduce: the gradients of replicated weights, summed over all PEs in the order of PEs.
 //
 // The gradients one after another are one vector. Each PE owns 1/n of it, cut into pieces; piece g belongs to channel
-// g mod channels, its number there is its step. A channel is one block on every PE, and has nothing to do with the others. At
-// each of its turns a block
+// g mod channels, its number there is its step. A channel is one block on every PE, independent of the other channels. In each
+// iteration a block
 //   sends   its values of step i of every owner's part to the owner;
 //   reduces step i - 1 of its own part: waits for all PEs' values, sums them in the order of PEs, sends the sums to all;
 //   copies  the sums of step i - 2 of the others' parts to where they belong.
-// Places are used in turn by REDUCE_SLOTS steps. Values of step i + REDUCE_SLOTS leave only after the sums of step i came back,
+// REDUCE_SLOTS places are used round robin, one by each step. Values of step i + REDUCE_SLOTS leave only after the sums of step i came back,
 // which the owner sends after it has read the values of step i: so a place is free when it is written, and values tell the
-// owner that the place of the sums of REDUCE_SLOTS steps before is free too. Nothing else acknowledges. From pass to pass it
-// is the same: values leave only after all sums of the last pass have come.
+// owner that the place of the sums of REDUCE_SLOTS steps before is free too. There is no other acknowledgement. The same holds
+// from pass to pass: values leave only after all sums of the last pass have come.
 //
-// Nobody waits in a circle: sums of step i wait for values of step i alone, and values of step i for sums of step
+// No cyclic wait: sums of step i wait for values of step i alone, and values of step i for sums of step
 // i - REDUCE_SLOTS at most.
 #pragma once
 #include "protocol.h"
@@ -115,15 +115,15 @@ struct Reducer {
         if (step >= r.steps || from >= end) return 0;
         return end - from < r.piece ? u32(end - from) : r.piece;
     }
-    // Places in this PE's memory, of values (area 0), sums (1), values on their way out (2); `pe` is the other one.
+    // Places in this PE's memory, of values (area 0), sums (1), outgoing values (2); `pe` is the other PE.
     DEVICE float* place(u32 kind, u32 pe, u32 step) const {
         float* base = reinterpret_cast<float*>(layer.symmetric.all_reduce) + (u64(kind) * n + pe) * area;
         return base + (u64(channel) * REDUCE_SLOTS + step % REDUCE_SLOTS) * r.piece;
     }
-    // Sums on their way out over the network, the same for all PEs.
+    // Sums to be put over the network, the same for all PEs.
     DEVICE float* sums_out(u32 step) const { return place(3, 0, step); }
     // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
-    // not go backwards. Whoever sets it knows that its last value was seen, as he knows that the place is free.
+    // not go backwards. Whoever sets it knows that its last value was seen, as it knows that the place is free.
     DEVICE u64* signal(u32 kind, u32 pe, u32 step) const {
         u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * n + pe) * r.channels + channel) * REDUCE_SLOTS;
         return words + step % REDUCE_SLOTS;
@@ -142,7 +142,7 @@ struct Reducer {
             float* to = direct ? at_peer(layer, place(0, me, step), pe) : place(2, pe, step);
             for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4)
                 dev::store16(to + e, as_bits(read4(vector, begin(pe, step) + e)));
-            if (!direct) dev::fence_sys();  // a network card is going to read it
+            if (!direct) dev::fence_sys();  // the network card reads it
             dev::sync_block();
             if (direct) {
                 if (dev::thread() == 0) signal_peer(layer, signal(0, me, step), stamp_of(step), pe);

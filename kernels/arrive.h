@@ -1,4 +1,4 @@
-// Rows on their way in: from a source's window, or this PE's own from where they are, to their slots' places.
+// Incoming rows: from a source's window, or this PE's own from where they lie, to their slots' places.
 #pragma once
 #include "layout.h"
 
@@ -22,7 +22,8 @@ DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
     return l.batches.tile[expert] + (place - l.batches.base[expert]) / l.shape.tile_m;
 }
 
-// Gives the slots of row `r` their places, or says that they cannot be. One thread. `slot(i, word, weight)`: slot i of the chunk.
+// Gives the slots [first, end) of a row their places. False: the message is invalid. One thread. `slot(i, word, weight)`: slot i of the
+// chunk.
 template <class Slot>
 DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
     const u32* counts = l.received.counts + u64(source) * l.shape.n_local;
@@ -45,7 +46,7 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
 DEVICE u32* placed_flag(const Block& b, u32 source, u32 index) {
     return b.counters().placed + u64(source) * b.l.shape.window_chunks + index;
 }
-// All threads, when the rows of a chunk and their slots are where GEMM tasks look for them: counts them towards their tiles.
+// All threads, once the rows of a chunk and their slots are where GEMM tasks read them: counts them towards their tiles.
 DEVICE void count_arrived(Block& b, u32 source, u32 index, const ChunkTables& t, u32 rows) {
     const Layer& l = b.l;
     dev::sync_block();
@@ -86,7 +87,7 @@ DEVICE bool arrive_own(Block& b, u32 chunk, u32 rows, const ChunkTables& t) {
     return check_peer(b, !ok, me, WHAT_ROWS, rows, 0, chunk);
 }
 
-// The slots of a chunk from `source`, at `message` + rows. Allegations again.
+// The slots of a chunk from `source`, at `message` + rows. Untrusted: validated here.
 DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 rows, const char* message, const ChunkTables& t) {
     const Layer& l = b.l;
     u32 row_bytes = l.sizes.row_bytes, most = rows * l.sizes.max_slots;
@@ -111,7 +112,8 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 rows, const char* 
     return check_peer(b, !ok, source, WHAT_ROWS, rows, starts[rows], chunk);
 }
 
-// Recomputation: the rows are kept, and their window may take the gradients. No data, so no GEMM to wait for.
+// Recomputation: the rows are kept, so their window is free for the gradients. The acknowledgement carries no data and waits for no
+// GEMM.
 DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     const Layer& l = b.l;
     if (b.step.mode != MODE_RECOMPUTE) return;

@@ -1,4 +1,4 @@
-// One block of a persistent kernel: the pass and step it is in, its tickets, what it counts, and where its time goes.
+// One block of a persistent kernel: the pass and step it is in, its tickets, what it counts, and where it spends its time.
 #pragma once
 #include "gemm.h"
 #include "protocol.h"
@@ -21,14 +21,14 @@ struct State {
     u64 phase_ns[PHASES];
     u64 since;
     u32 phase;
-    u32 ticket;       // of the item at hand
+    u32 ticket;       // of the current item
     u32 more;         // 1: there is a task
     u32 sums[64];     // of warps, for scans
     PassStats stats;
     GemmTask task;
 };
-// In shared memory too, with a copy of the pass: whatever a thread kept of it would be live across the products, which want every
-// register. Written by thread 0 between barriers.
+// In shared memory too, with a copy of the pass: whatever a thread held of it in registers would be live across the products, which
+// need every register. Written by thread 0 between barriers.
 struct Block {
     const Layer& l;
     const Pass pass;
@@ -37,7 +37,7 @@ struct Block {
     u64 first_step;       // steps done before this pass
     u32 steps = 0;        // begun in this pass
     u32 set = 0;          // of counters
-    u32 phase = PHASE_IDLE;  // PhaseId of the item at hand
+    u32 phase = PHASE_IDLE;  // PhaseId of the current item
     u32 held = NONE;      // a communication ticket taken but not done, or NONE
     u64 actions = 0;      // left of the step
     Step step = {};
@@ -64,7 +64,7 @@ DEVICE void enter_now(const Layer& l, const Pass& pass, State& s, u32 phase) {
     s.phase = phase;
 }
 
-// All threads, after a barrier since anyone read the phase of the item before.
+// All threads, with a barrier between the last read of the previous item's phase and this.
 DEVICE void enter(Block& b, u32 phase) {
     if (dev::thread() == 0) {
         b.phase = phase;
@@ -92,7 +92,7 @@ DEVICE u32 take_ticket(Block& b, u32* queue) {
     return b.state.ticket;
 }
 
-// All threads: has any of them `wrong`? Then the error names the PE.
+// All threads: whether any has `wrong`; if so, the error names the PE.
 DEVICE bool check_peer(Block& b, bool wrong, u32 pe, u32 what, u64 expected, u64 seen, u64 index) {
     if (wrong) record_error(b.l, ERROR_PROTOCOL, {pe, what, b.phase, expected, index}, seen);
     return !dev::sync_block_or(wrong);
@@ -124,7 +124,7 @@ template <class Get, class Put> DEVICE u32 scan_block(Block& b, u32 n, Get get, 
     return total;
 }
 
-// ---- Copies of whole 16-byte pieces: each lane of a warp has several loads under way before its first store.
+// ---- Copies of whole 16-byte pieces: each lane of a warp has several loads in flight before its first store.
 DEVICE void copy_warp(char* to, const char* from, u32 bytes) {
     constexpr u32 DEPTH = 8;
     u32 pieces = bytes / 16, lane = dev::lane();

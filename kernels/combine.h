@@ -1,4 +1,4 @@
-// Results on their way back, and the sums over PEs.
+// Results returned to their sources, and the sums over PEs.
 #pragma once
 #include "arrive.h"
 #include "epilogue.h"
@@ -10,7 +10,7 @@ constexpr u32 SUM_DEPTH = 4;
 struct RowSum { float v[SUM_DEPTH][8]; };
 template <class T> DEVICE void add_row(RowSum& sum, const char* row, u32 piece, u32 pieces, float weight) {
     Vec16 in[SUM_DEPTH];
-    // Set on every path: a register that a load may or may not set is taken for live since the kernel's beginning.
+    // Set on every path: the compiler takes a register that a load sets conditionally for live from the kernel's beginning.
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++) in[k] = {{0, 0, 0, 0}};
     UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
         if (piece + 32 * k < pieces) in[k] = dev::load16(row + u64(piece + 32 * k) * 16);
@@ -82,7 +82,7 @@ template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
             clear(sum);
             for (u32 i = first; i < end; i++) {
                 u32 place = t.place[i];
-                // Backward's are weighted already: the weight went into the gradient of the expert's output.
+                // In backward they are weighted already: the weight went into the gradient of the expert's output.
                 float weight = backward ? 1.0f : store.weight[place];
                 add_row<T>(sum, y + u64(place) * row_bytes, piece, pieces, weight);
             }
@@ -162,7 +162,7 @@ DEVICE void take_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
     }
 }
 
-// Where the caller has them. One warp, all of whose lanes' values are there.
+// In the caller's order. One warp, whose lanes have all written their values.
 DEVICE void give_d_weights(Block& b, u32 token) {
     const Layer& l = b.l;
     const u64 first = u64(token) * l.shape.top_k;
@@ -249,7 +249,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
     return true;
 }
 
-// ---- Gradients that are no GEMM.
+// ---- Gradients without a GEMM.
 
 // Some columns of the gradients of a batch's biases: sums over its slots, in order.
 template <class T> OUTLINE bool bias_gradient(Block& b, u32 item) {

@@ -1,10 +1,10 @@
-// Rows on their way out: headers and chunks.
+// Outgoing headers and chunks of rows.
 #pragma once
 #include "schedule.h"
 
 namespace aristos {
 
-// ---- What this PE sends whom in a step.
+// ---- What this PE sends to whom in a step.
 
 // Whether destination `pe` gets a header (and, unless it is this PE, rows) in this step.
 DEVICE bool sends_header(const Block& b, u32 pe) {
@@ -37,8 +37,8 @@ DEVICE const u32* row_slots(const Layer& l, u32 pe) {
 }
 DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
 
-// Before anything of this step is written at `pe`: it has done with what was there. Its results say so: those of the last
-// round, or before gradients those of the recomputation. In round 0 the last pass has waited for them.
+// Before anything of this step is written at `pe`: waits until it no longer reads what was there. Its results say so: those of the
+// last round, or, before gradients, those of the recomputation. In round 0 the last pass has waited for them.
 DEVICE bool wait_for_room(Block& b, u32 pe) {
     const Layer& l = b.l;
     u32 round = b.step.round;
@@ -67,16 +67,15 @@ DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
     return {reinterpret_cast<char*>(direct ? at_peer(l, mine, pe) : stage), mine, stage};
 }
 
-// All threads: the message is written; on with it and its signal. A stage is written again only after the peer has answered
-// this message (results, or for a header of a forward pass the header of the pass after it), so the put has read it long
-// before.
+// All threads, once the message is written: sends it with its signal. A stage is written again only after the peer has answered this
+// message (by results, or, to a header of a forward pass, by the header of the next pass), so the put has long read it.
 DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
     const Layer& l = b.l;
     if (!ARISTOS_PLANTED(EARLY_SIGNAL)) dev::sync_block();
     if (reachable(l, pe)) {
         if (dev::thread() == 0) signal_peer(l, signal, value, pe);
     } else {
-        dev::fence_sys();  // a network card is going to read it
+        dev::fence_sys();  // the network card reads it
         dev::put_signal_block(m.mine, m.stage, bytes, signal, value, pe);
     }
     if (dev::thread() == 0 && pe != l.shape.my_pe) {

@@ -218,7 +218,7 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     if (is(FORWARD_DOWN) || is(BACKWARD_UP)) {
         return finish_rows<T>(t, unit, row0, column0, is(FORWARD_DOWN) ? t.down_bias : nullptr);
     }
-    if (KINDS & A_BY_K_KINDS) finish_gradient(t, unit, row0, column0);
+    if (KINDS & A_MN_MAJOR_KINDS) finish_gradient(t, unit, row0, column0);
 }
 
 // Brings what `finish_unit` is going to read of global memory into L2, so that not every unit waits for DRAM; by THREADS threads of
@@ -236,7 +236,7 @@ template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_fin
             dev::prefetch_l2(gu);
             if (t.gated) dev::prefetch_l2(gu + t.intermediate);
         }
-    } else if (a_by_k(t.kind) && t.accumulate) {
+    } else if (a_mn_major(t.kind) && t.accumulate) {
         for (u32 i = thread; i < TILE_M * TILE_N / 32; i += THREADS) {
             line_of(i, 32, row, column);
             if (row < gemm_m(t) && column < gemm_n(t)) dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);

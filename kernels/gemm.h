@@ -82,14 +82,14 @@ DEVICE u32 gemm_k(const GemmTask& t) {
 // Output columns of one tile that is `tile_n` accumulators wide.
 DEVICE u32 tile_columns(u32 kind, bool gated, u32 tile_n) { return kind == FORWARD_UP && gated ? tile_n / 2 : tile_n; }
 
-// Where operands lie. A and B of `A B^T`: a "row" is contiguous, and is a row of the output (A), a column of it (B), or, where
-// `*_by_k`, one step of the summation, holding all output rows or columns.
-DEVICE bool a_by_k(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
-DEVICE bool b_by_k(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
-// The same where only some kinds can be.
-constexpr u32 A_BY_K_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
-template <u32 KINDS> DEVICE bool a_by_k(u32 kind) { return (KINDS & A_BY_K_KINDS) != 0 && a_by_k(kind); }
-template <u32 KINDS> DEVICE bool b_by_k(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_by_k(kind); }
+// How operands lie in memory: A is [M, K] and B [N, K]. K-major: contiguous along K, so a `RowSource` row is one row of the output (A)
+// or one column of it (B). MN-major: contiguous along M (A) or N (B), so a row is one step of K across all output rows or columns.
+DEVICE bool a_mn_major(u32 kind) { return kind == GRAD_UP || kind == GRAD_DOWN; }
+DEVICE bool b_mn_major(u32 kind) { return kind != FORWARD_UP && kind != FORWARD_DOWN; }
+// The same in a kernel that has code for KINDS alone: known at compile time where they leave no choice.
+constexpr u32 A_MN_MAJOR_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
+template <u32 KINDS> DEVICE bool a_mn_major(u32 kind) { return (KINDS & A_MN_MAJOR_KINDS) != 0 && a_mn_major(kind); }
+template <u32 KINDS> DEVICE bool b_mn_major(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_mn_major(kind); }
 
 // Rows of an operand: through pointers, or in memory one after another, with a jump to where another matrix goes on. Addresses are
 // numbers, because the two matrices need not be in one array.
@@ -111,7 +111,7 @@ template <class T> DEVICE RowSource<T> in_memory(const void* base, u32 width, u3
 }
 template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows) { return {row, 0, 0, 0, ~0u, rows}; }
 
-// A, by output row of the whole product, or by k.
+// Rows of A: an output row each, or, MN-major, a step of K.
 template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
     switch (t.kind) {
         case FORWARD_DOWN: return in_memory<T>(t.h, t.intermediate, t.rows);
@@ -122,8 +122,8 @@ template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
     }
 }
 
-// B by k.
-template <class T> DEVICE RowSource<T> b_rows_by_k(const GemmTask& t) {
+// Rows of an MN-major B: a step of K each.
+template <class T> DEVICE RowSource<T> b_mn_major_rows(const GemmTask& t) {
     u32 H = t.hidden, I = t.intermediate;
     switch (t.kind) {
         case BACKWARD_DOWN: return in_memory<T>(t.down, I, H);
@@ -138,7 +138,7 @@ template <class T> DEVICE RowSource<T> b_rows_by_k(const GemmTask& t) {
     }
 }
 
-// The other B, FORWARD_*: accumulator column `i` of the tile. Null beyond the last.
+// A K-major B (FORWARD_*): what accumulator column `i` of the tile multiplies. Null beyond the last.
 template <class T> DEVICE const T* b_column(const GemmTask& t, u32 i) {
     if (t.kind == FORWARD_DOWN) return in_memory<T>(t.down, t.intermediate, t.hidden).row(t.n0 + i);
     if (!t.gated) return in_memory<T>(t.up, t.hidden, t.intermediate).row(t.n0 + i);

@@ -6,10 +6,10 @@
 // accumulators and two sets of fragments (64 registers) fit in the 255 a thread can have; three stages of 48 KiB fit in 163 KiB, and a
 // copy has two chunks' time, about 4000 clocks, to arrive.
 //
-// Memory: an operand whose rows are contiguous in k has 128-byte rows in a stage, one for each row or column of the tile; one by k has 64
-// rows, one for each k. 16-byte piece p of row r lies at p ^ (r % 8), so that neither the copies nor ldmatrix (8 rows, same p)
-// meet a bank twice. The two differ in ldmatrix, plain or transposed, and in where row pointers come from: by output row, a table
-// filled once; by k, a ring, filled a chunk ahead of the copies.
+// Memory: a K-major operand (gemm.h) has 128-byte rows in a stage, one for each row or column of the tile; an MN-major one has 64 rows,
+// one for each step of K. 16-byte piece p of row r lies at p ^ (r % 8), so that neither the copies nor ldmatrix (8 rows, same p) access
+// a bank twice. The two differ in ldmatrix, plain or transposed, and in where row pointers come from: K-major, a table that is filled
+// once; MN-major, a ring that is filled a chunk ahead of the copies.
 #pragma once
 #include "epilogue.h"
 
@@ -28,39 +28,39 @@ struct AmpereTile {
 };
 using GemmTile = AmpereTile;
 
-// One operand in shared memory: EXTENT rows (BY_K: columns) of the tile by K.
-template <class T, u32 EXTENT, bool BY_K> struct AmpereOperand {
-    static constexpr u32 ROW_BYTES = BY_K ? EXTENT * 2 : AmpereTile::K * 2, PIECES = ROW_BYTES / 16;
+// One operand in shared memory: EXTENT rows (A) or columns (B) of the tile, by K.
+template <class T, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
+    static constexpr u32 ROW_BYTES = MN_MAJOR ? EXTENT * 2 : AmpereTile::K * 2, PIECES = ROW_BYTES / 16;
     static constexpr u32 PASS_ROWS = AmpereTile::THREADS / PIECES, PASSES = EXTENT * AmpereTile::K * 2 / (16 * AmpereTile::THREADS);
 
     const T** table;
-    u32 column;        // this thread's piece: its first element in the row, or by k in the output
-    u32 limit;         // of `column`: output columns, or K
+    u32 column;        // this thread's piece: its first element in the row; MN-major: in the output
+    u32 limit;         // of `column`: MN-major, the output's rows or columns; else K
     u32 copy_offset;   // where it goes in a stage, plus 4096 for each pass
     u32 copy_row;      // the row of the first pass
-    u32 read_offset;   // this lane's row for ldmatrix, to be exchanged and moved on by `fragment`
+    u32 read_offset;   // this lane's row for ldmatrix, to which `fragment` applies the swizzle and the step
 
     // `first` of `extent`: the tile's place in the output. `warp_first`: this warp's place in the tile.
     DEVICE AmpereOperand(char* table_memory, u32 first, u32 extent, u32 k, u32 warp_first, bool is_a) {
         u32 thread = dev::thread(), lane = dev::lane();
         u32 row = thread / PIECES, piece = thread % PIECES;
         table = reinterpret_cast<const T**>(table_memory);
-        column = piece * 8 + (BY_K ? first : 0);
-        limit = BY_K ? extent : k;
+        column = piece * 8 + (MN_MAJOR ? first : 0);
+        limit = MN_MAJOR ? extent : k;
         copy_row = row;
         copy_offset = row * ROW_BYTES + ((piece ^ (row % 8)) << 4);
         // ldmatrix.x4: lanes 8 j .. 8 j + 7 give the rows of matrix j. Matrices of A: (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15),
         // (8-15, 8-15); of B: the same with the two middle ones exchanged, as two fragments of 8 columns.
         u32 outer = is_a ? lane / 8 % 2 : lane / 16;  // 1: rows or columns 8-15
         u32 inner = is_a ? lane / 16 : lane / 8 % 2;  // 1: k 8-15
-        u32 read_row = BY_K ? lane % 8 + inner * 8 : warp_first + lane % 8 + outer * 8;
-        u32 read_piece = BY_K ? warp_first / 8 + outer : inner;
+        u32 read_row = MN_MAJOR ? lane % 8 + inner * 8 : warp_first + lane % 8 + outer * 8;
+        u32 read_piece = MN_MAJOR ? warp_first / 8 + outer : inner;
         read_offset = read_row * ROW_BYTES + ((read_piece ^ (lane % 8)) << 4);
     }
 
     // Copies passes [from, to) of the chunk that begins at `k0` into `stage`. `entry`: the table's first entry for it.
     template <u32 FROM, u32 TO> DEVICE void copy(char* stage, u32 k0, u32 entry) const {
-        u32 at = BY_K ? column : k0 + column;
+        u32 at = MN_MAJOR ? column : k0 + column;
         entry += copy_row;
         UNROLL for (u32 pass = FROM; pass < TO; pass++) {
             const T* row = table[entry + pass * PASS_ROWS];
@@ -70,38 +70,38 @@ template <class T, u32 EXTENT, bool BY_K> struct AmpereOperand {
 
     // Fragments `i` (16 rows of A or columns of B) of step `kk` (16 of k) of a stage.
     DEVICE void fragment(const char* stage, u32 i, u32 kk, u32 (&r)[4]) const {
-        if (BY_K) dev::ldmatrix_x4_trans(r, stage + (read_offset ^ (i << 5)) + kk * (16 * ROW_BYTES));
+        if (MN_MAJOR) dev::ldmatrix_x4_trans(r, stage + (read_offset ^ (i << 5)) + kk * (16 * ROW_BYTES));
         else dev::ldmatrix_x4(r, stage + (read_offset ^ (kk << 5)) + i * (16 * ROW_BYTES));
     }
 };
 
-// acc = A B^T for the tile; ends with no copy under way and all warps past their last read of shared memory.
-template <class T, bool A_BY_K, bool B_BY_K>
+// acc = A B^T for the tile; ends with no copy in flight and all warps past their last read of shared memory.
+template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR>
 DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][4]) {
     using Tile = AmpereTile;
     constexpr u32 STEPS = Tile::K / 16;
     static_assert(STEPS == 4 && Tile::STAGES >= 3, "the schedule below");
     u32 thread = dev::thread(), k_end = gemm_k(t), chunks = (k_end + Tile::K - 1) / Tile::K;
-    AmpereOperand<T, Tile::M, A_BY_K> a(shared + Tile::TABLES, t.m0, gemm_m(t), k_end, dev::warp() / 4 * 64, true);
-    AmpereOperand<T, Tile::N, B_BY_K> b(shared + Tile::TABLES + Tile::TABLE_BYTES, t.n0, gemm_n(t), k_end, dev::warp() % 4 * 64, false);
+    AmpereOperand<T, Tile::M, A_MN_MAJOR> a(shared + Tile::TABLES, t.m0, gemm_m(t), k_end, dev::warp() / 4 * 64, true);
+    AmpereOperand<T, Tile::N, B_MN_MAJOR> b(shared + Tile::TABLES + Tile::TABLE_BYTES, t.n0, gemm_n(t), k_end, dev::warp() % 4 * 64, false);
     static_assert(a.PASSES == 4 && b.PASSES == 8, "the schedule below");
 
-    // Row pointers by k: 64 threads look after those of A, 64 others after those of B.
-    const bool keeps_a = A_BY_K && thread < Tile::K, keeps_b = B_BY_K && thread / Tile::K == 1;
-    // Their descriptions wait in shared memory: registers are what this loop has none to spare of.
+    // Row pointers of MN-major operands: 64 threads keep A's, 64 others B's.
+    const bool keeps_a = A_MN_MAJOR && thread < Tile::K, keeps_b = B_MN_MAJOR && thread / Tile::K == 1;
+    // The row sources wait in shared memory: this loop has no registers to spare.
     auto* sources = reinterpret_cast<RowSource<T>*>(shared + Tile::SOURCES);
     if (thread == 0) sources[0] = a_rows<T>(t);
-    if (B_BY_K && thread == Tile::K) sources[1] = b_rows_by_k<T>(t);
+    if (B_MN_MAJOR && thread == Tile::K) sources[1] = b_mn_major_rows<T>(t);
     dev::sync_block();
     auto row_of_chunk = [&](u32 chunk) { return sources[keeps_b].row(chunk * Tile::K + thread % Tile::K); };
     auto keep_row = [&](u32 chunk, const T* row) {
         const T** table = keeps_b ? b.table : a.table;
         if (keeps_a || keeps_b) table[chunk % Tile::RING * Tile::K + thread % Tile::K] = row;
     };
-    if (!A_BY_K && thread < Tile::M) a.table[thread] = sources[0].row(t.m0 + thread);
-    if (!B_BY_K) b.table[thread] = b_column<T>(t, thread);
+    if (!A_MN_MAJOR && thread < Tile::M) a.table[thread] = sources[0].row(t.m0 + thread);
+    if (!B_MN_MAJOR) b.table[thread] = b_column<T>(t, thread);
     const T* next_row = nullptr;
-    if (A_BY_K || B_BY_K) {
+    if (A_MN_MAJOR || B_MN_MAJOR) {
         for (u32 chunk = 0; chunk < Tile::STAGES; chunk++) keep_row(chunk, row_of_chunk(chunk));
         next_row = row_of_chunk(Tile::STAGES);
     }
@@ -110,8 +110,8 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
             UNROLL for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
     dev::sync_block();
 
-    auto a_entry = [](u32 chunk) { return A_BY_K ? chunk % Tile::RING * Tile::K : 0; };
-    auto b_entry = [](u32 chunk) { return B_BY_K ? chunk % Tile::RING * Tile::K : 0; };
+    auto a_entry = [](u32 chunk) { return A_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0; };
+    auto b_entry = [](u32 chunk) { return B_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0; };
     UNROLL for (u32 chunk = 0; chunk < Tile::STAGES - 1; chunk++) {
         if (chunk < chunks) {
             char* stage = shared + chunk * Tile::STAGE_BYTES;
@@ -145,7 +145,7 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
                 }
                 if (kk == 2) {
                     dev::cp_async_commit();
-                    if (A_BY_K || B_BY_K) {
+                    if (A_MN_MAJOR || B_MN_MAJOR) {
                         keep_row(ahead + 1, next_row);
                         next_row = row_of_chunk(ahead + 2);
                     }
@@ -169,13 +169,13 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
     dev::sync_block();
 }
 
-// One tile. Called by all 256 threads of a block with SHARED_BYTES of shared memory (`t` not in them). On return all threads have stored
-// their part of the tile and passed a barrier.
+// One tile. Called by all 256 threads of a block with SHARED_BYTES of shared memory, which do not hold `t`. On return all threads have
+// stored their part of the tile and passed a barrier.
 template <class T, u32 KINDS = ALL_KINDS> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared) {
     using Tile = AmpereTile;
     float acc[4][8][4];
-    if (a_by_k<KINDS>(t.kind)) ampere_multiply<T, true, true>(t, shared, acc);
-    else if (b_by_k<KINDS>(t.kind)) ampere_multiply<T, false, true>(t, shared, acc);
+    if (a_mn_major<KINDS>(t.kind)) ampere_multiply<T, true, true>(t, shared, acc);
+    else if (b_mn_major<KINDS>(t.kind)) ampere_multiply<T, false, true>(t, shared, acc);
     else ampere_multiply<T, false, false>(t, shared, acc);
 
     u32 warp = dev::warp(), row0 = warp / 4 * 64, column0 = warp % 4 * 64;
@@ -183,7 +183,7 @@ template <class T, u32 KINDS = ALL_KINDS> DEVICE void gemm_task_ampere(const Gem
     auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
     UNROLL for (u32 i = 0; i < 4; i++)
         stage_unit(units + i * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
-    // Only here, where accumulators have left their registers: the first unit still waits for DRAM, the others do not.
+    // Not earlier: only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.
     if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
     dev::sync_warp();
     for (u32 i = 0; i < 4; i++) {

@@ -2,14 +2,14 @@
 //
 // A block has three warpgroups. In the first, one warp asks the scheduler for tasks, one ahead of the consumers, and three
 // warps copy (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all 256 columns: 128 accumulators
-// a thread, which is why the registers are dealt out anew (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then
+// a thread, which is why the registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then
 // up's, so that a thread holds both of a column.
 //
 // The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads
-// is there; false at the end of the queue, and then not asked again. It may wait for any task before it in the queue, of this
+// is there; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
 // block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after
-// a barrier among all threads that wrote the task's results: it is the one to release them. Each thread has a `Scheduler` of
-// its own: what these two share must be in memory.
+// a barrier among all threads that wrote the task's results: it is what releases them. Each thread has a `Scheduler` of its own, so
+// what the two calls share must be in memory.
 #pragma once
 #include "gemm_hopper_load.h"
 
@@ -28,7 +28,7 @@ template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Contr
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
         bool more = scheduler.next(entry.task);
         entry.more = more;
-        if (more && !a_by_k(entry.task.kind) && entry.task.tensor_maps != maps) {
+        if (more && !a_mn_major(entry.task.kind) && entry.task.tensor_maps != maps) {
             maps = entry.task.tensor_maps;
             for (u32 i = 0; i < 3; i++) {
                 const TensorMap* map = static_cast<const TensorMap*>(maps) + i;
@@ -58,8 +58,8 @@ DEVICE void wait_stage(const Consumer& c, u32 n) {
     dev::mbarrier_wait(&c.control->full[nth<STAGES>(n)], parity<STAGES>(n));
 }
 
-// acc += A B over `steps` stages. The next stage's products are begun before those of the last one are over.
-template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[TILE_N / 2], Consumer& c, u32 steps) {
+// acc += A B over `steps` stages. A stage's products are issued before those of the stage before it have completed.
+template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR> DEVICE void multiply(float (&acc)[TILE_N / 2], Consumer& c, u32 steps) {
     dev::wgmma_fence_operand(acc);
     for (u32 i = 0; i < steps; i++) {
         u32 n = c.used + i;
@@ -68,7 +68,7 @@ template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[T
         wait_stage(c, n);
         dev::wgmma_fence();
         UNROLL for (u32 k16 = 0; k16 < TILE_K / 16; k16++) {
-            dev::wgmma<T, TILE_N, A_BY_K, B_BY_K>(acc, descriptor<A_BY_K>(a, k16), descriptor<B_BY_K>(b, k16), true);
+            dev::wgmma<T, TILE_N, A_MN_MAJOR, B_MN_MAJOR>(acc, descriptor<A_MN_MAJOR>(a, k16), descriptor<B_MN_MAJOR>(b, k16), true);
         }
         dev::wgmma_commit();
         dev::wgmma_wait<1>();
@@ -80,7 +80,7 @@ template <class T, bool A_BY_K, bool B_BY_K> DEVICE void multiply(float (&acc)[T
     release_stage(c, c.used - 1);
 }
 
-// Puts 64 of this warp's 256 columns into its unit, in the order that epilogue.h wants.
+// Puts 64 of this warp's 256 columns into its unit, in the order that epilogue.h expects.
 template <u32 U> DEVICE void stage_columns(const float (&acc)[TILE_N / 2], bool paired, char* unit) {
     stage_unit(unit, [&](u32 n, u32 i) {
         u32 half = GATED_GROUP / 8;
@@ -96,7 +96,7 @@ template <class T, u32 KINDS> DEVICE void finish_tile(const float (&acc)[TILE_N 
     if (t.m0 + row >= gemm_m(t)) return;
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
-    // Not unrolled: the epilogue's code once, and accumulators are not indexed by a variable.
+    // Not unrolled, so that the epilogue's code exists once; the four calls below keep accumulator indices constant.
     for (u32 u = 0; u < 4 && t.n0 + (paired ? u * GATED_GROUP : u * UNIT_COLS) < gemm_n(t); u++) {
         if (u == 0) stage_columns<0>(acc, paired, c.unit);
         else if (u == 1) stage_columns<1>(acc, paired, c.unit);
@@ -130,8 +130,8 @@ template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Schedule
         if (t.m0 + c.group * PANEL < gemm_m(t)) {
             float acc[TILE_N / 2];
             UNROLL for (u32 i = 0; i < TILE_N / 2; i++) acc[i] = 0.0f;
-            if (a_by_k<KINDS>(t.kind)) multiply<T, true, true>(acc, c, steps);
-            else if (b_by_k<KINDS>(t.kind)) multiply<T, false, true>(acc, c, steps);
+            if (a_mn_major<KINDS>(t.kind)) multiply<T, true, true>(acc, c, steps);
+            else if (b_mn_major<KINDS>(t.kind)) multiply<T, false, true>(acc, c, steps);
             else multiply<T, false, false>(acc, c, steps);
             finish_tile<T, KINDS>(acc, t, c);
         } else {
@@ -150,7 +150,7 @@ template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Schedule
 }  // namespace hopper
 
 // Runs the scheduler's queue to its end. Called by all 384 threads of a block, with `hopper::SHARED_BYTES` of 1024-byte aligned
-// shared memory that nobody else uses meanwhile; it needs no content before and leaves none.
+// shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
 template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
     Control* control = reinterpret_cast<Control*>(shared + CONTROL_AT);
@@ -175,7 +175,7 @@ template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop
         } else {
             copy_loop<T, KINDS>(Loader{shared, control});
         }
-        dev::named_barrier(PRODUCER_BARRIER, PRODUCERS);  // setmaxnreg wants the whole warpgroup
+        dev::named_barrier(PRODUCER_BARRIER, PRODUCERS);  // setmaxnreg needs the whole warpgroup
         dev::setmaxnreg_inc<EQUAL_REGISTERS>();
     } else {
         dev::setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -1,4 +1,4 @@
-// Shared memory of the Hopper GEMM: the stages that operands travel through, and the layout that wgmma wants of them.
+// Shared memory of the Hopper GEMM: the stages that operands pass through, and the layout that wgmma expects there.
 //
 // A stage holds 128 x 64 of A and 64 x 256 of B as panels of 64 x 64 elements, 8 KB each: 64 lines of 128 bytes, and in
 // line r the 16-byte piece c lies at place c ^ (r % 8) ("128B swizzle": what TMA writes and wgmma reads; PTX ISA,
@@ -32,12 +32,12 @@ static_assert(A_BYTES == TILE_M * TILE_K * 2 && B_BYTES == TILE_N * TILE_K * 2, 
 DEVICE u32 swizzled(u32 line, u32 piece) { return line * 128 + ((piece ^ (line & 7)) << 4); }
 
 // wgmma's view of an operand whose panels begin at `panels`, at step `k16` (of 16) of the stage's K.
-template <bool BY_K> DEVICE u64 descriptor(const char* panels, u32 k16) {
-    return BY_K ? dev::smem_descriptor(panels + k16 * 16 * 128, PANEL_BYTES, 1024)
-                : dev::smem_descriptor(panels + k16 * 32, 16, 1024);
+template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels, u32 k16) {
+    return MN_MAJOR ? dev::smem_descriptor(panels + k16 * 16 * 128, PANEL_BYTES, 1024)
+                    : dev::smem_descriptor(panels + k16 * 32, 16, 1024);
 }
 
-// Who is who in a block of 384 threads. A warpgroup begins at a multiple of 4 warps.
+// The roles in a block of 384 threads. A warpgroup begins at a multiple of 4 warps.
 constexpr u32 THREADS = 384;
 constexpr u32 COPY_WARPS = 3, SCHEDULER_WARP = 3;   // with it the first warpgroup, the producer
 constexpr u32 PRODUCERS = 128, CONSUMERS = 256, CONSUMER_WARPS = CONSUMERS / 32;
@@ -47,12 +47,12 @@ constexpr u32 PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
 constexpr u32 ENTRIES = 2;
 struct Entry {
     GemmTask task;
-    u32 more;  // 0: the queue is at its end, there is no task
+    u32 more;  // 0: the queue is at its end, and `task` is none
 };
 
 struct Control {
     u64 full[STAGES];    // a stage holds its operands: an arrival of each copying thread, one more, and TMA's bytes
-    u64 empty[STAGES];   // its operands are not read any more: an arrival of each consumer warp
+    u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp
     u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
     u64 done[ENTRIES];   // nobody reads it any more: an arrival of each copying and each consumer warp
     Entry entry[ENTRIES];
@@ -65,8 +65,7 @@ constexpr u32 CONTROL_AT = UNITS_AT + CONSUMER_WARPS * UNIT_BYTES;
 constexpr u32 SHARED_BYTES = CONTROL_AT + sizeof(Control);
 static_assert(SHARED_BYTES <= 226 * 1024, "leaves the kernel 1 KB of a block's 227");
 
-// The n-th use of one of COUNT things that are taken in turn: its number, and the parity of the n / COUNT-th completion of
-// its barrier.
+// For the n-th use of COUNT slots taken round robin: the slot's number, and the parity of completion n / COUNT of its barrier.
 template <u32 COUNT> DEVICE u32 nth(u32 n) { return n % COUNT; }
 template <u32 COUNT> DEVICE u32 parity(u32 n) { return n / COUNT & 1; }
 

@@ -7,9 +7,9 @@ namespace aristos {
 
 struct HopperQueue {
     const GemmTask* tasks;
-    const u32* needs;   // task i waits until so many tasks are done: all that come before those it can run beside
+    const u32* needs;   // task i waits until this many tasks are done
     u32 count;
-    u32 delay;          // tasks become known up to 4 times so many pauses late
+    u32 delay;          // tasks become known up to 4 times this many pauses late
     u32* ticket;        // 0 before
     u32* done;          // 0 before
     u32* expired;       // set to 1 by a wait of more than `limit_ns`

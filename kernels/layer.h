@@ -22,14 +22,14 @@ constexpr u32 MAX_PES = 1024;
 constexpr u32 slot_expert(u32 word) { return word >> RANK_BITS; }
 constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
 
-// Written by the router, or from a caller's routing; the choices of a token in ascending order of experts, behind them those that
-// are none (NONE).
+// Written by the router, or from a caller's routing; the choices of a token in ascending order of experts, after them those that
+// are NONE.
 struct Routing {
     float* logits;           // [tokens, n_experts]
     float* lse;              // [tokens]: log of the sum of exp(logit)
     u32* chosen;             // [tokens, k]
     float* routing_weights;  // [tokens, k]
-    u32* columns;            // [tokens, k]: of a caller's routing, which of the token's choices the caller has it as
+    u32* columns;            // [tokens, k]: the choice's index in a caller's routing of the token
     float* d_weights;        // [tokens, k]: backward; 0 for a dropped choice
     float* d_logits;         // [tokens, n_experts]: backward
     float* shared_weight;    // [tokens]: sigmoid of the shared expert's gate; with shared_gate only
@@ -57,14 +57,14 @@ struct Plan {
     u8* scratch;         // plan_scratch_bytes(shape)
 };
 
-// With a loss only. Sums over a PE's tokens, as `LayerInfo::loss_sums`.
+// With an auxiliary loss only. Sums over a PE's tokens, as in `LayerInfo::loss_sums`.
 struct Losses {
     double* mine;  // [2 + 2 * n_experts]
     double* all;   // [2 + 2 * n_experts]: over all PEs, added in their order
 };
 
-// Rows and slots in this PE's memory, by source; of the last round, and since a PE with one round keeps it, of the forward
-// pass for the backward. The places of slots are counted over all batches.
+// Rows and slots in this PE's memory, by source; of the last round, which a PE with a single round keeps from the
+// forward pass for the backward. The places of slots are counted over all batches.
 struct Received {
     u32* overflow;      // 1: some source has several rounds here, so backward computes activations again
     u32* world_rounds;  // the most rounds of any pair that any PE announced
@@ -84,7 +84,7 @@ struct Received {
     u8* grad;           // the same for gradient rows
 };
 
-// The slots of some batches, one behind the other: those of the routed experts, or the shared expert's (a token each).
+// The slots of some batches, one after another: those of the routed experts, or the shared expert's (a token each).
 struct SlotStore {
     u32 capacity;          // slots
     u32 intermediate;
@@ -125,7 +125,7 @@ struct Counters {
     u32* send;        // tickets
     u32* comm;
     u32* compute;
-    u32* layout;      // 1: the layout is there
+    u32* layout;      // 1: the layout is made
     u32* placed;      // [n_pes][window_chunks]: 1: the chunk's slots have their places
     u32* arrived;     // [max_tiles]: slots whose rows are there
     u32* first_done;  // [max_tiles]: tasks of the first GEMM
@@ -133,7 +133,7 @@ struct Counters {
     u32* batch_done;  // [n_local + 1]: tasks of the first GEMM
 };
 
-// Words that live over passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
+// Words that persist across passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
 // the host may set it to ERROR_ABORTED.
 struct ControlWords {
     ErrorRecord error;
@@ -166,7 +166,7 @@ struct Symmetric {
     u8* window;    // [n_pes][window_chunks][chunk_pitch]
     u8* returns;   // [return_chunks][return_pitch]
     u8* all_reduce;  // all_reduce_bytes(shape); with training only
-    // What this PE puts from where only the network goes; with stage only.
+    // What this PE puts to peers that only the network reaches; with `stage` only.
     u8* header_stage;  // [3][n_pes][header_bytes]
     u8* chunk_stage;   // [n_pes][window_chunks][chunk_pitch]
     u8* result_stage;  // [n_pes][window_chunks][return_pitch]
@@ -182,7 +182,7 @@ struct Sizes {
     u32 chunk_pitch, return_pitch;  // multiples of 16
     u32 return_chunks;
     u32 max_tiles;
-    u32 segments;     // of batches: own full tiles and the rest of each, and the shared expert's
+    u32 segments;     // of batches: each one's own full tiles, the rest of each, and the shared expert's
     u32 max_entries;
     u32 has_losses;
     u32 elem_bytes;

@@ -6,7 +6,7 @@
 namespace aristos {
 using namespace dev;
 
-// One for each direction and element type: a kernel's code is what it can need, and its registers are what the worst of it needs.
+// One for each direction and element type: a kernel then has only the code it can need, and the registers of the worst of that.
 KERNEL(aristos_forward_hopper_bf16, HOPPER_THREADS, 1)(const Layer* layer, Pass pass) {
     run_pass<HopperPath<Bf16, FORWARD_KINDS>>(*layer, pass);
 }

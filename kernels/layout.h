@@ -65,7 +65,7 @@ DEVICE bool read_header(Block& b, u32 source) {
     return valid;
 }
 
-// All threads: the headers that are due, and what follows from all of them.
+// All threads: waits for the headers that are due, and derives what follows from them.
 DEVICE bool read_headers(Block& b) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -149,7 +149,7 @@ DEVICE void place_slots(Block& b) {
     dev::sync_block();
 }
 
-// The item: in a step that receives nothing there is still a queue. Gradients have the places that the step before gave.
+// The item. A step that receives nothing still has a queue. Gradients use the places that the step before assigned.
 OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {

@@ -6,7 +6,7 @@
 
 namespace aristos {
 
-// Hands out addresses from `base` up. Kernels copy by 16 bytes, TMA wants 128, and 256 keeps unrelated words apart.
+// Hands out addresses from `base` up. Kernels copy by 16 bytes, TMA wants 128, and 256 keeps unrelated words in different lines.
 struct Bump {
     u64 base;
     u64 used = 0;
@@ -20,7 +20,7 @@ struct Bump {
     }
 };
 
-// 0, or the number (from 1) of the field of LayerShape that cannot be.
+// 0, or the number (from 1) of the invalid field of LayerShape.
 int check_shape(const LayerShape& shape);
 Sizes layer_sizes(const LayerShape& shape, bool hopper);
 // Fills the pointers of `layer`, whose shape, tables and sizes are set. `local` and `symmetric` begin at their bases.

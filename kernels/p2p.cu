@@ -1,9 +1,9 @@
 // Point-to-point microbenchmarks between two PEs: latency and bandwidth of put, get, put_nbi and put with signal, by the
 // method of NVSHMEM's perftest (block scope for bandwidth, one block for latency, ping-pong for put with signal), but with
-// the time of every iteration kept, so that medians and tails can be told, not only the mean.
+// the time of every iteration kept, so that medians and tails can be reported, not only the mean.
 //
 // A module of its own, for a GPU only: what is measured is NVSHMEM itself, so there is nothing to run on the host.
-// Times are clock cycles of the multiprocessor, which read cheaply; each kernel also says how many nanoseconds of the global
+// Times are clock cycles of the multiprocessor, which are cheap to read; each kernel also says how many nanoseconds of the global
 // timer and how many cycles its whole loop took, which gives the rate.
 #include "platform.h"
 
@@ -20,7 +20,7 @@ struct Loop {
     char* local;        // symmetric too
     uint64_t* signal;   // symmetric: put with signal
     u64* cycles;        // [iterations]: of each iteration, by thread 0 of block 0
-    u64* issue_cycles;  // [iterations]: of it, until the call returned, before quiet
+    u64* issue_cycles;  // [iterations]: of each, until the call returned, before quiet
     u64* total;         // [2]: nanoseconds, cycles of the whole loop after the warm-up
     u32* arrived;       // [1], zero: the blocks' barrier
     u64 bytes;
@@ -56,7 +56,7 @@ __device__ bool in_group(u32 scope) { return scope == BLOCK || (scope == WARP &&
 
 }  // namespace
 
-// One block; each iteration is the transfer and, for puts, quiet: when it is over the bytes are at the peer.
+// One block; each iteration is the transfer and, for puts, quiet: at its end the bytes are at the peer.
 extern "C" __global__ void __launch_bounds__(1024, 1) p2p_latency(Loop l) {
     u64 start_ns = 0, start = 0;
     for (u32 i = 0; i < l.iterations + l.warmup; ++i) {

@@ -1,10 +1,10 @@
-// What the host hands to the kernels. Plain data, the same bytes in Rust (`src/gpu/params.rs`), in CUDA and on the host.
+// What the host passes to the kernels. Plain data, the same bytes in Rust (`src/gpu/params.rs`), in CUDA and on the host.
 //
 // The host fills a `LayerShape`, asks `aristos_layer` (memory.cpp) how many bytes of local and of symmetric memory that
 // takes, allocates both, and asks again for the `Layer`, whose pointers lie in them. A kernel gets a pointer to the `Layer`
 // in device memory and a `Pass` by value.
 //
-// "Row", "slot", "chunk", "window", "round" are the words of docs/kernels.md.
+// "Row", "slot", "chunk", "window" and "round" are defined in docs/kernels.md.
 #pragma once
 #include <cstdint>
 
@@ -54,8 +54,8 @@ struct LayerShape {
     u32 stage;         // 1: some pair of PEs cannot load and store each other's memory, so staging is needed
     u32 bulk;          // 1: bulk-synchronous, the baseline
     u32 blocks;        // of the cooperative kernels: all resident at once
-    u32 comm_blocks;   // of these, how many put communication first
-    u32 tile_m, tile_n;  // of the GEMM path that is going to run
+    u32 comm_blocks;   // of these, how many take communication first
+    u32 tile_m, tile_n;  // of the GEMM path that runs
     u64 wait_limit_ns;
 };
 
@@ -83,13 +83,13 @@ struct Tables {
     const MlpGradients* gradients;  // [n_local + 1]; null without training
     float* grad_router;           // [n_experts, H]
     float* grad_shared_gate;      // [H]
-    const u64* peer;              // [n_pes]: this PE's address of each PE's symmetric block; 0 where only the network goes
+    const u64* peer;              // [n_pes]: this PE's address of each PE's symmetric block; 0 where only the network reaches it
     // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down; null on Ampere. 2-D TMA maps of the weights as they lie, columns
     // (the input features) fastest: box 64 columns x 64 rows, 128-byte swizzle, zeros out of bounds, for every use of them.
     const void* tensor_maps;
 };
 
-// One pass. By value to every kernel of it.
+// One pass. Passed by value to each of its kernels.
 struct Pass {
     // From 1, forward and backward together; and its forward pass. 0: the device counts, so that a pass can be recorded and
     // repeated. Either all passes of a layer or none.
@@ -113,7 +113,7 @@ enum ErrorKind : u32 {
     ERROR_ABORTED = 3,     // the host asked
     ERROR_ROUTING = 4,     // what, seen, index: a caller's choice for a token
 };
-// What was waited for, or wrong.
+// What was waited for, or was invalid.
 enum ErrorWhat : u32 {
     WHAT_NOTHING = 0,
     WHAT_COUNTS = 1,       // its header
@@ -135,13 +135,13 @@ struct ErrorRecord {
     u64 index;  // chunk, round, block, or token: for the message
 };
 
-// As in src/moe/spec/metrics.rs, by its codes.
+// The codes of src/moe/spec/metrics.rs.
 enum PhaseId : u32 {
     PHASE_IDLE = 0, PHASE_ROUTER = 1, PHASE_DISPATCH = 2, PHASE_EXPERT = 3, PHASE_COMBINE = 4, PHASE_WAITING = 5,
     PHASE_ALL_REDUCE = 6, PHASES = 7,
 };
 
-// Counters of one pass, as src/moe/spec/metrics.rs `Traffic`; summed by the kernels with integer atomics, so in any order.
+// Counters of one pass, as `Traffic` in src/moe/spec/metrics.rs; summed by the kernels with integer atomics, so in any order.
 struct PassStats {
     u64 header_bytes, dispatch_row_bytes, dispatch_slot_bytes, combine_row_bytes, combine_slot_bytes;
     u64 dispatch_rows, combine_rows;
@@ -169,7 +169,7 @@ struct LayerInfo {
     u64 local_zero, local_zero_bytes;  // in the local block: to be zeroed once, when it is made
     u64 chosen;                 // u32 [max_tokens, top_k], ascending within a token
     u64 routing_weights;        // f32 [max_tokens, top_k]
-    u64 columns;                // u32 [max_tokens, top_k]: of a caller's routing, which of the token's choices the caller has it as
+    u64 columns;                // u32 [max_tokens, top_k]: the choice's index in a caller's routing of the token
     u64 expert_rows;            // u32 [n_local]: slots of each local expert in the last forward, over all rounds
     u64 loss_sums;              // f64 [2 + 2 * n_experts]: tokens, z_sum, routed[], prob_sums[], over all PEs; with losses only
     u64 stats;                  // PassStats, cleared by the first kernel of each pass
@@ -183,7 +183,7 @@ struct LayerInfo {
 extern "C" {
 // Fills `info`, and `layer` (layer_bytes bytes, may be null) with addresses relative to the two bases, which it never
 // dereferences. Several `Layer`s with local blocks of their own may share one symmetric block: one per forward pass that
-// waits for its backward. Returns 0, or the number (from 1) of the field of LayerShape that cannot be.
+// waits for its backward. Returns 0, or the number (from 1) of the invalid field of LayerShape.
 int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,
                   aristos::u64 symmetric_base, void* layer, aristos::LayerInfo* info);
 }

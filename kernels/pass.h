@@ -46,7 +46,7 @@ template <class T> DEVICE bool run_comm(Block& b, u32 last) {
     return true;
 }
 
-// Sends, to the end or, for a block that would rather compute, until there is something to compute.
+// Sends, to the end of the queue, or, by a block that prefers to compute, until there is something to compute.
 DEVICE bool run_sends(Block& b, bool all) {
     for (;;) {
         if (!all && dev::sync_block_or(dev::thread() == 0 && dev::load_relaxed(b.counters().layout))) return true;
@@ -71,8 +71,8 @@ DEVICE void clear_next_counters(Block& b) {
         words[i] = 0;
 }
 
-// How a block goes through a step: a list of at most 16 actions. A list, and not calls in a row, so that each action is in
-// the kernel's code once.
+// How a block goes through a step: a list of at most 16 actions. A list rather than a sequence of calls, so that each action's
+// code is in the kernel once.
 enum Action : u32 {
     ACTION_END = 0, ACTION_SENDS = 1, ACTION_SENDS_FIRST = 2, ACTION_COMPUTE = 3, ACTION_GRID_BARRIER = 4,
     ACTION_PE_BARRIER = 5,  // and 6 and 7: the second and the third of a step
@@ -113,7 +113,7 @@ template <class Path> DEVICE bool run_step(Block& b) {
 // Does any destination of round `round`, or this PE, need recomputation? All threads.
 DEVICE bool recomputes(const Block& b, u32 round) {
     const Received& in = b.l.received;
-    if (b.l.shape.bulk) return *in.world_rounds > 1;  // its barriers are everyone's
+    if (b.l.shape.bulk) return *in.world_rounds > 1;  // all PEs pass the same barriers
     bool any = *in.overflow;
     for (u32 pe = dev::thread(); pe < b.l.shape.n_pes && !any; pe += dev::threads())
         any = b.l.plan.dest[pe].rounds > round && in.peer_overflow[pe];
@@ -123,7 +123,7 @@ DEVICE bool recomputes(const Block& b, u32 round) {
 // Sets up the step; all threads.
 DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     const Layer& l = b.l;
-    // The first step of a forward pass receives from everyone, and finds out.
+    // The first step of a forward pass receives from everyone, and so learns whether anyone overflows.
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
     bool receives = mode == MODE_RECOMPUTE ? overflow : round == 0 || overflow;
     bool with_shared = mode != MODE_RECOMPUTE && round == 0 && has_shared(l, b.pass);
@@ -146,7 +146,7 @@ template <class Path> DEVICE void run_steps(Block& b) {
     begin_round(b, 0, Path::BACKWARD);
     while (run_step<Path>(b)) {
         bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
-        // Forward knows how many rounds there are when its first step is over.
+        // Forward knows the number of rounds only once its first step is over.
         if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
         if (!grid_barrier(b.l)) return;
         if (again) begin_step(b, b.step.round, MODE_GRADIENT);
@@ -154,7 +154,7 @@ template <class Path> DEVICE void run_steps(Block& b) {
     }
 }
 
-// All blocks of the kernel end here, whatever happened; the last one adds up what they counted.
+// All blocks of the kernel end here, after an error too; the last one adds up what they counted.
 OUTLINE void leave(Block& b, bool backward) {
     const Layer& l = b.l;
     constexpr u32 WORDS = sizeof(PassStats) / sizeof(u64);

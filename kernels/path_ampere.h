@@ -6,7 +6,7 @@
 
 namespace aristos {
 
-// Functions of their own, and nothing kept in registers: the products want every one.
+// Functions of their own that keep nothing in registers: the products need them all.
 OUTLINE bool next_task(Block& b) { return scheduler_of(b).next(b.state.task); }
 OUTLINE void task_done(Block& b) { scheduler_of(b).done(b.state.task); }
 

@@ -14,7 +14,7 @@ template <class T, u32 KINDS> struct HopperPath {
     static constexpr u32 SHARED_BYTES = (hopper::SHARED_BYTES + 127) / 128 * 128;
     static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
 
-    // Inlined: a function of its own would not know how few registers the producers have left themselves.
+    // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
     struct Source {
         Block& b;
         DEVICE bool next(GemmTask& t) { return scheduler_of(b).next(t); }

@@ -1,11 +1,11 @@
-// aristos_plan: from the chosen experts, what goes where: the capacity limit, each PE's rows, slots, ranks, chunks and rounds.
+// aristos_plan: derives from the chosen experts what goes where: the capacity limit, each PE's rows, slots, ranks, chunks and rounds.
 // The meaning is that of `routes` (src/moe/cpu/router.rs) and `apply_capacity` (src/moe/cpu/layer.rs).
 //
-// Tokens are cut into segments of PLAN_TOKENS, one thread a token. Places follow from counts of the segments before, so they are
-// in the order of tokens whatever block comes first:
+// Tokens are cut into segments of PLAN_TOKENS, one thread per token. Places follow from counts of the segments before, so they are
+// in the order of tokens whichever block comes first:
 //   count    pairs of each expert in each segment, and each pair's rank in its segment; dropless: also rows and slots of each PE
 //   limit    with a capacity factor: PEs exchange their counts; what is kept, and rows and slots of each PE
-//   write    every row and slot to its place; one round where the windows hold everything, which is all there is to do then
+//   write    every row and slot to its place; one round where the windows hold everything, and then nothing is left to do
 //   rounds   else cuts the chunks into rounds, and subtracts from each rank the slots of the rounds before
 #pragma once
 #include "protocol.h"
@@ -103,7 +103,7 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
     }
 }
 
-// Rows << 16 | slots of the tokens before each one of a segment, for PEs [d0, d0 + n), in work[pe - d0][token]; behind the
+// Rows << 16 | slots of the tokens before each one of a segment, for PEs [d0, d0 + n), in work[pe - d0][token]; after the
 // tokens the sum. A row is a token with at least one kept pair at the PE.
 DEVICE void place_tokens(const Planner& p, u32 segment, u32 d0, u32 n) {
     constexpr u32 STRIDE = PLAN_TOKENS + 1;
@@ -169,7 +169,7 @@ DEVICE void send_counts(const Planner& p, const Pass& pass) {
         u32* to = at_peer(p.layer, place, pe);
         for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) to[e] = p.allowed[e];
     }
-    if (p.s.stage) dev::fence_sys();  // a network card is going to read them
+    if (p.s.stage) dev::fence_sys();  // the network card reads them
     dev::sync_block();
     for (u32 pe = dev::thread(); pe < n; pe += PLAN_TOKENS) {
         if (pe != me && reachable(p.layer, pe)) signal_peer(p.layer, signal, pass.forward, pe);
@@ -185,7 +185,7 @@ DEVICE void send_counts(const Planner& p, const Pass& pass) {
 }
 
 // How many pairs of each expert this PE may keep: capacity(e) less those of the PEs before. False: a PE's counts did not come,
-// or cannot be.
+// or are invalid.
 DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     const u32 experts = p.s.n_experts, me = p.s.my_pe, n = p.s.n_pes;
     sum_experts(p, p.segments, p.allowed);
@@ -217,7 +217,7 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     const u64 all_tokens = ((u64(p.total[1]) << 20) + p.total[0]) / p.s.top_k;
     const double capacity = ceil(p.s.capacity_factor * double(p.s.top_k) * double(all_tokens) / double(experts));
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
-        // No more than fit a word: there are no more.
+        // Capped at what a word holds, which no count of pairs exceeds.
         const u32 limit = capacity < 4294967295.0 ? u32(capacity) : ~0u, before = p.experts_before[e];
         p.allowed[e] = limit > before ? limit - before : 0;
     }
@@ -225,7 +225,7 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     return true;
 }
 
-// Ranks among all of this PE's pairs of an expert; NONE for those beyond the limit, and for choices that are none.
+// Ranks among all of this PE's pairs of an expert; NONE for those beyond the limit, and for choices without an expert.
 DEVICE void rank_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     sum_experts(p, segment, p.experts_before);
@@ -314,7 +314,7 @@ DEVICE void write_segment(const Planner& p, u32 segment) {
     }
 }
 
-// By block 0: what is known of each PE before rounds are; these are right where one round does.
+// By block 0: what is known of each PE before the rounds are made; it stands where one round is enough.
 DEVICE void write_dests(const Planner& p) {
     const u32 max = p.s.max_tokens;
     for (u32 d = dev::thread(); d < p.s.n_pes; d += PLAN_TOKENS) {
@@ -327,7 +327,7 @@ DEVICE void write_dests(const Planner& p) {
     }
 }
 
-// By a warp: the rounds of a PE. A round takes chunks while its window and its slots last; one chunk always fits.
+// By a warp: the rounds of a PE. A round takes chunks until its window or its slots are full; one chunk always fits.
 DEVICE void cut_rounds(const Planner& p, u32 d) {
     DestPlan& dest = p.layer.plan.dest[d];
     const u32 rows = dest.rows, chunks = dest.chunks, chunk_rows = p.s.chunk_rows;
@@ -408,8 +408,8 @@ DEVICE bool cut_all_rounds(const Planner& p) {
     return true;
 }
 
-// This PE's sums for the losses: those of the router's blocks in their order, and pairs of each expert before any drop. Of a
-// caller's routing the tokens alone: the losses are of the layer's router.
+// This PE's sums for the losses: those of the router's blocks in their order, and pairs of each expert before any drop. With a
+// caller's routing, the tokens alone: the losses are those of the layer's router.
 DEVICE void sum_losses(const Planner& p, bool by_caller) {
     const u32 experts = p.s.n_experts, blocks = div_up(p.tokens, ROUTE_TOKENS);
     const double* parts = reinterpret_cast<const double*>(p.layer.plan.scratch + plan_scratch(p.s).loss_parts);
@@ -448,7 +448,7 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     bool split = false;
     for (u32 d = dev::thread(); d < p.s.n_pes; d += PLAN_TOKENS)
         split |= div_up(p.rows[d], p.s.chunk_rows) > p.s.window_chunks || p.slots[d] > p.s.round_slots;
-    // Every block has the same sums, so all of them go on or none.
+    // Every block has the same sums, so either all of them go on or none.
     if (!dev::sync_block_or(split) || !plan_barrier(p)) return;
     cut_all_rounds(p);
 }

@@ -5,8 +5,8 @@
 // A kernel is written
 //     KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass pass) { ... }     // at most 256 threads, 1 block per SM
 //     REGISTER_KERNEL(aristos_plan)
-// inside `namespace aristos` after `using namespace dev;` (there, and not globally: CUDA and libc have a ballot and a pause
-// of their own), with at most 4 trivially copyable parameters. Every loop that spins on memory calls pause() once per turn.
+// inside `namespace aristos` after `using namespace dev;` (there, not globally: CUDA and libc define a ballot and a pause of
+// their own), with at most 4 trivially copyable parameters. Every loop that spins on memory calls pause() in each iteration.
 //
 // ARISTOS_HOPPER is 1 where TMA, mbarriers and wgmma exist: with sm_90a (given on the compiler's line) and on the host.
 #pragma once
@@ -18,7 +18,7 @@ namespace aristos {
 struct Bf16 { u16 bits; };
 struct F16 { u16 bits; };
 
-// The piece that one thread moves at once.
+// What one thread moves in one instruction.
 struct alignas(16) Vec16 { u32 w[4]; };
 
 // A 2-D TMA map: opaque, made by the host.

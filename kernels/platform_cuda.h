@@ -36,10 +36,10 @@ namespace aristos::dev {
 template <class T> constexpr bool is_bf16 = false;
 template <> constexpr bool is_bf16<Bf16> = true;
 
-// ---- who am I
+// ---- thread and block numbers
 
-// With ARISTOS_PERSISTENT, read anew at each use. Otherwise the compiler takes whatever follows from the number out of all loops, to
-// the beginning of a kernel, and keeps it in registers from there on; the persistent kernels have none for that.
+// With ARISTOS_PERSISTENT, read anew at each use. Otherwise the compiler hoists whatever depends on the number out of all loops, to the
+// beginning of a kernel, and keeps it in registers from there on; the persistent kernels have none to spare.
 DEVICE u32 thread() {
 #ifdef ARISTOS_PERSISTENT
     u32 number;
@@ -90,7 +90,7 @@ DEVICE float exp_(float x) { return expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float tanh_(float x) { return tanhf(x); }
 DEVICE float erf_(float x) { return erff(x); }
-// 2^x to two units in the last place and 1 / x to one, in one instruction each, where expf is ten and a division ten and a
+// 2^x to two units in the last place and 1 / x to one, in one instruction each; expf takes ten, and a division ten and a
 // branch. Results too small for a normal number are 0.
 DEVICE float exp2_(float x) {
     float r;
@@ -107,7 +107,7 @@ DEVICE float inverse_(float x) {
 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE u32 sync_block_or(bool v) { return __syncthreads_or(v); }
-// `count` threads, whole warps, meet at barrier `id`, 1 to 15.
+// A barrier among `count` threads, whole warps, by barrier `id`, 1 to 15.
 DEVICE void named_barrier(u32 id, u32 count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 shfl(u32 v, int from) { return __shfl_sync(~0u, v, from); }
@@ -123,7 +123,7 @@ DEVICE u32 ballot(bool v) { return __ballot_sync(~0u, v); }
 
 // ---- memory
 
-// Global memory only: the compiler is told so, and need not keep these in order with shared memory.
+// Global memory only: the compiler is told so and need not order these with accesses to shared memory.
 DEVICE Vec16 load16(const void* p) {
     __builtin_assume(__isGlobal(p));
     const uint4 v = *static_cast<const uint4*>(p);
@@ -143,7 +143,7 @@ DEVICE void store16(void* p, Vec16 v) {
     *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 }
 
-// Brings the line of 128 bytes into L2 at some time.
+// A hint: brings the line of 128 bytes into L2.
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
 
 DEVICE u32 load_acquire(const u32* p) {
@@ -189,7 +189,7 @@ DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
 }
 DEVICE void fence_gpu() { __threadfence(); }
 DEVICE void fence_sys() { __threadfence_system(); }
-// In shared memory, relaxed; they return what was there.
+// In shared memory, relaxed; they return the previous value.
 DEVICE u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
 DEVICE u64 shared_add(u64* p, u64 v) { return atomicAdd(reinterpret_cast<unsigned long long*>(p), (unsigned long long)v); }
 DEVICE float shared_add(float* p, float v) { return atomicAdd(p, v); }
@@ -209,11 +209,11 @@ DEVICE void cp_async16(void* smem, const void* global, bool valid) {
                  : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most the last N groups of this thread are under way. Other threads' copies: a barrier after their waits.
+// Waits until at most the last N groups of this thread are in flight. For other threads' copies: a barrier after their waits.
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Four 8x8 matrices of 16-bit elements: lane 8 i + j gives the address of row j of matrix i (16 bytes). r[i] of lane l is
-// matrix i's row l / 4, columns 2 (l % 4) and the next; with _trans of the transposed matrix.
+// matrix i's row l / 4, columns 2 (l % 4) and the next; with _trans, of the transposed matrix.
 DEVICE void ldmatrix_x4(u32 (&r)[4], const void* smem_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -243,7 +243,7 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
     }
 }
 
-// ---- one-sided, to a PE whose memory cannot be stored to. What the block's threads wrote before is what a put sends; the source
+// ---- one-sided, to a PE whose memory cannot be stored to directly. What the block's threads wrote before is what a put sends; the source
 // is to be left alone until quiet_block(), or until the peer has answered.
 
 #ifdef ARISTOS_NVSHMEM
@@ -264,7 +264,7 @@ DEVICE void quiet_block() {
     __syncthreads();
 }
 #else
-// A module without a network is only loaded where every peer's memory is mapped; getting here is a bug of the host's.
+// A module without a network is only loaded where every peer's memory is mapped; getting here is a bug in the host code.
 DEVICE void put_block(void*, const void*, u64, u32) { __trap(); }
 DEVICE void put_signal_block(void*, const void*, u64, u64*, u64, u32) { __trap(); }
 DEVICE void signal_set(u64*, u64, u32) { __trap(); }

@@ -52,7 +52,7 @@ DEVICE void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32
         : "memory");
 }
 // A map that the host copied into device memory before the kernel began: once in each block before its first use there, by a thread
-// that the using one has met since (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
+// that has since been at a barrier with the one that uses it (CUDA C++ Programming Guide, "Passing a tensor map through global memory").
 DEVICE void tensor_map_fence(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
@@ -62,7 +62,7 @@ DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensorma
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most the last N groups of this warpgroup are under way.
+// Waits until at most the last N groups of this warpgroup are in flight.
 template <int N> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 // Keeps the compiler from moving reads and writes of accumulators across: call it on them before wgmma_fence() and after
 // wgmma_wait().
@@ -72,8 +72,8 @@ template <int K> DEVICE void wgmma_fence_operand(float (&acc)[K]) {
 }
 
 // Operand of 16-bit elements in shared memory with 128-byte swizzle, in atoms of 8 lines of 128 bytes, 1024-byte aligned.
-// k fastest (TRANS 0): a line is one row (A) or column (B), 64 k; `sbo_bytes` from 8 rows to the next 8, `lbo_bytes` unused.
-// The next 16 k are 32 bytes further. Rows fastest (TRANS 1): a line is 64 rows at one k; `sbo_bytes` from 8 k to the next 8,
+// K-major (TRANS 0): a line is one row (A) or column (B), 64 k; `sbo_bytes` from 8 rows to the next 8, `lbo_bytes` unused.
+// The next 16 k are 32 bytes further. MN-major (TRANS 1): a line is 64 rows at one k; `sbo_bytes` from 8 k to the next 8,
 // `lbo_bytes` from 64 rows to the next 64. Bits: address 0-13, LBO 16-29, SBO 32-45 (all in 16 bytes), swizzle 62-63.
 DEVICE u64 smem_descriptor(const void* smem, u32 lbo_bytes, u32 sbo_bytes) {
     return u64(shared_address(smem) >> 4 & 0x3fff) | u64(lbo_bytes >> 4 & 0x3fff) << 16 | u64(sbo_bytes >> 4 & 0x3fff) << 32 |

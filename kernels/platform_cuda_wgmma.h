@@ -50,7 +50,7 @@ namespace aristos::dev {
         : "l"(desc_a), "l"(desc_b), "r"(int(accumulate)), "n"(TRANS_A), "n"(TRANS_B))
 
 // D[64, N] = A[64, 16] B[16, N] (+ D): `acc[i]` of thread t of the warpgroup is row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2),
-// column 8 (i / 4) + 2 (t % 4) + i % 2. TRANS: 0, the operand's k runs fastest in shared memory; 1, its rows (A) or columns (B).
+// column 8 (i / 4) + 2 (t % 4) + i % 2. TRANS: 0, the operand is K-major; 1, MN-major (gemm.h).
 template <class T, int N, int TRANS_A, int TRANS_B>
 DEVICE void wgmma(float (&acc)[N / 2], u64 desc_a, u64 desc_b, bool accumulate) {
     static_assert(N == 64 || N == 128 || N == 256, "only these shapes are written out");

@@ -1,9 +1,9 @@
-// What PEs say to each other: places, stamps, signals, and waits that end. docs/protocol.md and docs/kernels.md, "Rounds".
+// What PEs exchange: places, stamps, signals, and waits with a limit. docs/protocol.md and docs/kernels.md, "Rounds".
 #pragma once
 #include "layer.h"
 #include "platform.h"
 
-// kernels/tests/protocol_test.cpp plants faults where this stands, and sees that its cases notice them. Elsewhere it is false.
+// Where this stands kernels/tests/protocol_test.cpp plants faults, to see that its cases notice them. Elsewhere it is false.
 #ifndef ARISTOS_PLANTED
 #define ARISTOS_PLANTED(fault) false
 #endif
@@ -24,8 +24,8 @@ enum HeaderWord : u32 {
 };
 static_assert(HEADER_END_CHUNK + 1 == HEADER_WORDS, "counts follow the words");
 
-// Which of a pair's three places a header goes to. Those of forward passes are protocol.md's two. A header in backward has rows
-// behind it and so results, which its source waits for: it was read before the next is written, and one place is enough.
+// Which of a pair's three places a header goes to. Those of forward passes are protocol.md's two. A header in backward is
+// followed by rows and so by results, which its source waits for: it is read before the next one is written, so one place is enough.
 DEVICE u32 header_place(const Pass& pass, bool backward) {
     if (ARISTOS_PLANTED(ONE_PLACE)) return backward ? 2 : 0;
     return backward ? 2 : u32(pass.forward & 1);
@@ -55,7 +55,7 @@ DEVICE u64 stamp(const Pass& pass, u32 step) {
 }
 DEVICE u64 result_stamp(u64 stamp, bool overflow) { return stamp << 1 | (overflow ? 1 : 0); }
 
-// ---- Whose routing it is: with a caller's, neither router nor shared expert have a part in the pass.
+// ---- Whose routing it is: with a caller's, neither the router nor the shared expert takes part in the pass.
 DEVICE bool routed_by_caller(const Pass& pass) { return pass.ids != nullptr || pass.grad_weights != nullptr; }
 DEVICE bool has_shared(const Layer& l, const Pass& pass) { return l.shape.shared_intermediate && !routed_by_caller(pass); }
 
@@ -95,8 +95,8 @@ DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
 }
 
 // ---- Errors and waits.
-// Waits within a PE have a longer limit than waits for a peer, so that the error that is reported names the peer at fault.
-constexpr u32 LOCAL_PATIENCE = 4;
+// The limit of a wait within a PE is this many times that of a wait for a peer, so that the error that is reported names the peer at fault.
+constexpr u32 LOCAL_LIMIT_FACTOR = 4;
 
 struct Waiting {
     u32 pe;
@@ -106,7 +106,7 @@ struct Waiting {
     u64 index;
 };
 
-// The first error of a PE stays; `kind` last, since it is what stops the others.
+// A PE keeps its first error; `kind` is written last, since it is what stops the other blocks.
 DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
     if (!dev::compare_swap(&l.control->error_claimed, 0, 1)) return;
     ErrorRecord* e = l.error;
@@ -122,8 +122,8 @@ DEVICE void record_error(const Layer& l, u32 kind, const Waiting& w, u64 seen) {
 
 DEVICE bool aborted(const Layer& l) { return dev::load_relaxed(&l.error->kind) != ERROR_NONE; }
 
-// One thread. `poll(seen)` says whether it is there, and gives what it saw.
-template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll, u32 patience = 1) {
+// One thread. `poll(seen)` returns whether what is waited for has come, and sets `seen` to what it read.
+template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, Poll poll, u32 limit_factor = 1) {
     u64 seen = 0;
     if (poll(seen)) return true;
     u64 start = dev::nanoseconds();
@@ -131,7 +131,7 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
         dev::pause();
         if (poll(seen)) return true;
         if (aborted(l)) return false;
-        if (dev::nanoseconds() - start > patience * l.shape.wait_limit_ns) {
+        if (dev::nanoseconds() - start > limit_factor * l.shape.wait_limit_ns) {
             record_error(l, ERROR_TIMEOUT, w, seen);
             return false;
         }
@@ -152,10 +152,10 @@ DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase,
     return wait_until(l, w, [&](u64& seen) {
         seen = ARISTOS_PLANTED(NO_LOCAL_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire(word);
         return seen >= expected;
-    }, LOCAL_PATIENCE);
+    }, LOCAL_LIMIT_FACTOR);
 }
 
-// All threads of all blocks. False: aborted, for at least this block.
+// All threads of all blocks. False: aborted; other blocks may have got true.
 OUTLINE bool grid_barrier(const Layer& l) {
     dev::sync_block();
     bool ok = true;
@@ -167,7 +167,7 @@ OUTLINE bool grid_barrier(const Layer& l) {
         ok = wait_until(l, w, [&](u64& seen) {
             seen = dev::load_acquire(&l.control->barrier);
             return seen >= w.expected;
-        }, LOCAL_PATIENCE);
+        }, LOCAL_LIMIT_FACTOR);
         dev::fence_gpu();
     }
     return !dev::sync_block_or(!ok);

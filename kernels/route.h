@@ -1,5 +1,5 @@
 // aristos_route: logits by tensor cores, scores, selection of experts, routing weights, sums for the losses, and the shared
-// expert's gate. A block does ROUTE_TOKENS tokens. The meaning is that of src/moe/cpu/router.rs.
+// expert's gate. A block handles ROUTE_TOKENS tokens. src/moe/cpu/router.rs defines the results.
 #pragma once
 #include "route_math.h"
 #include "small_gemm.h"
@@ -26,7 +26,7 @@ DEVICE void route_logits(const Layer& layer, const Pass& pass, u32 token0) {
     }
 }
 
-// Keys of a warp that selects: the total order of scores, but for these two below them all.
+// Keys that a warp selects by: scores in the total order, above these two values.
 constexpr u32 KEY_TAKEN = 0, KEY_MASKED = 1, KEY_LEAST = 2;
 DEVICE u32 live_key(float x) {
     const u32 key = total_order(x);
@@ -36,7 +36,7 @@ DEVICE u32 live_key(float x) {
 // Marks the `count` largest of `keys` as taken, ties to the smaller index. By a warp; there are at least `count`.
 DEVICE void take_largest(u32* keys, u32 n, u32 count) {
     const u32 lane = dev::lane();
-    // The largest of this lane's keys; it looks again only when that one is taken.
+    // The largest of this lane's keys; it searches again only when that one is taken.
     u32 key = 0, index = NONE;
     auto look = [&] {
         key = 0, index = NONE;
@@ -126,7 +126,7 @@ DEVICE void select_experts(const Layer& layer, u32 token, const TokenScores& sco
     dev::sync_warp();
 }
 
-// sigmoid(x w^T) of each of the block's tokens: four tokens a warp at once, so that w is read once for them.
+// sigmoid(x w^T) of each of the block's tokens: four tokens at once per warp, so that w is read once for them.
 template <class T>
 DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     const u32 hidden = layer.shape.hidden, lane = dev::lane();
@@ -158,7 +158,7 @@ DEVICE void shared_gate(const Layer& layer, const Pass& pass, u32 token0) {
     }
 }
 
-// What the losses need of each of the block's tokens, in shared memory behind all else.
+// What the losses need of each of the block's tokens, in shared memory after everything else.
 struct LossTokens {
     double norm[ROUTE_TOKENS];
     float max[ROUTE_TOKENS], sum[ROUTE_TOKENS], lse[ROUTE_TOKENS];

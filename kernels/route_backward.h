@@ -1,12 +1,12 @@
 // aristos_route_backward: the gradient of the logits from that of the routing weights and the losses (the formulas are those
-// of `Routing::backward` in src/moe/cpu/router.rs), and its planes for the tensor cores. A block does SCALE_TOKENS tokens.
+// of `Routing::backward` in src/moe/cpu/router.rs), and its planes for the tensor cores. A block handles SCALE_TOKENS tokens.
 #pragma once
 #include "route_math.h"
 
 namespace aristos {
 
-// One token's gradient of the logits, by a warp; `out` [E] holds the gradient of the scores meanwhile, each element in the
-// hands of one lane but between the barriers. Returns the largest magnitude.
+// One token's gradient of the logits, by a warp; `out` [E] holds the gradient of the scores meanwhile; between barriers
+// only one lane accesses an element. Returns the largest magnitude.
 DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, float* out) {
     const LayerShape& s = layer.shape;
     const u32 lane = dev::lane(), experts = s.n_experts, k = s.top_k;
@@ -19,7 +19,7 @@ DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, f
     const bool aux = s.aux_loss_coef != 0.0f;
     const double aux_scale = aux ? double(s.aux_loss_coef) * experts / (all_tokens * all_tokens) : 0.0;
     auto aux_of = [&](u32 e) { return float(aux_scale * layer.losses.all[2 + e]); };
-    // p = s / norm; for softmax norm is 1 and stays out of the derivative, which the softmax's own has.
+    // p = s / norm; for softmax, norm is 1 and is not differentiated: softmax's own derivative covers it.
     const float p_norm = aux ? float(prob_norm(scores, logits, experts)) : 1.0f;
     float aux_mean = 0.0f;
     if (aux && s.scoring == SCORING_SIGMOID) {
@@ -61,7 +61,7 @@ DEVICE float logit_gradients(const Layer& layer, u32 token, double all_tokens, f
 }
 
 // The power of two that brings `largest` into [2^13, 2^14), where f16 has its full precision for 2^27 below it, or 1 where
-// there is nothing to scale. bf16 has the exponents of f32 and needs none.
+// there is nothing to scale. bf16 has the exponent range of f32 and needs none.
 template <class T>
 DEVICE float plane_scale(float) { return 1.0f; }
 template <>
@@ -99,7 +99,7 @@ DEVICE void route_backward(const Layer& layer, const Pass& pass) {
     }
     float* of_warps = reinterpret_cast<float*>(dev::shared());
     if (dev::lane() == 0) of_warps[dev::warp()] = largest;
-    dev::sync_block();  // and the gradients are in memory
+    dev::sync_block();  // the gradients are in memory too
     for (u32 w = 0; w < ROUTE_THREADS / 32; w++) largest = fmaxf(largest, of_warps[w]);
     const float scale = plane_scale<T>(largest);
     if (dev::thread() == 0)

@@ -44,7 +44,7 @@ DEVICE double warp_sum(double x) {
     return x;
 }
 
-// Unsigned integers in the total order of f32 (IEEE 754-2019, 5.10), so that a NaN is just another value; and back.
+// Unsigned integers in the total order of f32 (IEEE 754-2019, 5.10), so that a NaN is a value like any other; and back.
 DEVICE u32 total_order(float x) {
     const u32 bits = float_bits(x);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -53,14 +53,14 @@ DEVICE float from_total_order(u32 key) { return bits_float(key >> 31 ? key & 0x7
 
 DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + dev::exp_(-x)); }
 
-// By one block of the first kernel of a forward pass: its counters, and the word that the plan's blocks meet at.
+// By one block of the first kernel of a forward pass: resets its counters, and the word of the barrier among the plan's blocks.
 DEVICE void clear_pass(const Layer& layer) {
     static_assert(sizeof(PassStats) % 8 == 0, "words");
     for (u32 i = dev::thread(); i < sizeof(PassStats) / 8; i += ROUTE_THREADS) reinterpret_cast<u64*>(layer.stats)[i] = 0;
     if (dev::thread() == 0) *reinterpret_cast<u64*>(layer.plan.scratch + plan_scratch(layer.shape).barrier) = 0;
 }
 
-// What a token's logits give its scores.
+// What a token's scores need of all its logits.
 struct TokenScores {
     float max, sum;  // of exp(logit - max)
     u32 scoring;

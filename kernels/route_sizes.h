@@ -1,5 +1,5 @@
 // Sizes and launches of routing, plan, their backward, and the all-reduce: functions of the shape alone, for the kernels and
-// for memory.cpp, which carves the memory. Needs nothing of a GPU.
+// for memory.cpp, which carves the memory. Needs no GPU.
 #pragma once
 #include "params.h"
 
@@ -11,8 +11,8 @@ constexpr u32 MAX_TOP_K = 128;        // so that the slots of one segment of tok
 constexpr u32 ROUTE_TOKENS = 32;      // of one block of aristos_route, and of aristos_take_routing
 constexpr u32 ROUTE_THREADS = 256;
 constexpr u32 PLAN_TOKENS = 256;      // of one segment of aristos_plan: a thread each
-constexpr u32 PLAN_EXPERTS = 1024;    // whose tokens of a segment are counted in one go
-constexpr u32 PLAN_PES = 16;          // whose rows of a segment are counted in one go
+constexpr u32 PLAN_EXPERTS = 1024;    // whose tokens in a segment are counted in one pass
+constexpr u32 PLAN_PES = 16;          // whose rows in a segment are counted in one pass
 constexpr u32 SCALE_TOKENS = 64;      // tokens whose gradients of logits share one scale: a block of aristos_route_backward
 constexpr u32 GRAD_PARTS = 3;         // planes of the layer's dtype that a gradient of a logit is split into
 
@@ -31,8 +31,8 @@ constexpr bool route_shape_ok(const LayerShape& s) {
                                 s.n_experts / s.n_groups * s.top_groups >= s.top_k));
 }
 
-// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32. As many steps are on their way at once as let two
-// blocks be on an SM of an A100 where that is possible: with so little work a step, latency decides.
+// ---- Tiles of the small GEMMs: `tile_m` by 128 columns by steps of 32. As many steps are in flight as let two blocks
+// reside on an SM of an A100, where possible: with so little work in a step, latency dominates.
 constexpr u32 SMALL_TILE_N = 128, SMALL_TILE_K = 32;
 constexpr u32 small_step_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
     return (parts_a * tile_m + parts_b * SMALL_TILE_N) * SMALL_TILE_K * 2;
@@ -111,7 +111,7 @@ constexpr u64 route_scratch_bytes(const LayerShape& s) { return grad_scratch(s).
 // ---- All-reduce: the replicated gradients, one after another, each rounded up to whole 16-byte pieces.
 constexpr u32 REDUCE_SEGMENTS = 8;
 constexpr u32 REDUCE_THREADS = 256;
-constexpr u32 REDUCE_SLOTS = 4;  // pieces of one channel on the way between two PEs
+constexpr u32 REDUCE_SLOTS = 4;  // pieces of one channel in flight between two PEs
 constexpr u64 reduce_round(u64 count) { return (count + 3) / 4 * 4; }
 constexpr u64 reduce_elements(const LayerShape& s) {
     const u64 h = s.hidden, i = s.shared_intermediate;
@@ -123,8 +123,8 @@ constexpr u64 reduce_elements(const LayerShape& s) {
     }
     return n;
 }
-// Over the network few large pieces, since every signal costs a fence there; else many small ones, a block each. At most
-// 1 MiB per peer and direction either way.
+// Over the network few large pieces, since every signal costs a fence there; else many small ones, one per block. In both
+// cases at most 1 MiB per peer and direction.
 struct ReduceShape {
     u64 elements, per_pe;   // all, and of one owner
     u32 channels, piece;    // blocks, and elements of one piece
@@ -164,7 +164,7 @@ constexpr Launch route_launch(const LayerShape& s) {
     return {most(1, route_blocks(s)), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
 }
 constexpr Launch take_routing_launch(const LayerShape& s) { return {most(1, route_blocks(s)), ROUTE_THREADS, 0, 0}; }
-constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd for the sake of the banks
+constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd, against bank conflicts
 constexpr u32 plan_work_words(const LayerShape& s) {
     const u32 masks = most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, s.n_experts);
     return most(masks, PLAN_PES * (PLAN_TOKENS + 1));

@@ -3,8 +3,8 @@
 //   grad_router [E, H] = d_logits^T x       split into ranges of tokens; the last block of a tile adds the ranges in order
 //   output [T, H]     += d_logits W + d_gate w^T
 //
-// d_logits is in GRAD_PARTS planes (aristos_route_backward) that hold all its 24 bits, the gate's as one more expert. One block
-// does one tile; blocks beyond the work there is do nothing.
+// d_logits is in GRAD_PARTS planes (aristos_route_backward) that hold all its 24 bits, the gate's as one more expert. Each
+// block computes one tile; surplus blocks do nothing.
 #pragma once
 #include "route_backward.h"
 #include "small_gemm.h"
@@ -89,7 +89,7 @@ DEVICE void router_gradients(const Layer& layer, const Pass& pass) {
     const LayerShape& s = layer.shape;
     static_assert(SCALE_TOKENS == 64, "a tile of tokens has one scale");
     u32 item = dev::block();
-    // First the tiles that another block may have to wait for the sums of.
+    // First the tiles whose sums another block may have to wait for.
     const u32 router_items = grad_tiles(s) * grad_splits(s);
     if (item < router_items) {
         router_gradient_tile<T>(layer, pass, item);

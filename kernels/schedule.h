@@ -1,23 +1,23 @@
-// Who does what when: the queues of a step.
+// The queues of a step: which block takes what, and when.
 //
 // Items of communication are taken in the order of their classes, GEMM tasks in the order of `Queue`'s entries. The batches'
 // tiles come as segments: first the tiles that hold own slots only, of every expert, since they need not wait for a peer; then
-// the other tiles of every expert; then the shared expert, which nobody waits for but this PE. A segment's second GEMM follows
+// the other tiles of every expert; then the shared expert, which only this PE waits for. A segment's second GEMM follows
 // its first at a lag of at least as many tasks as there are blocks, so that it finds its inputs done; weight gradients, which
 // nobody waits for at all, are last.
 //
 // Why no step can deadlock. Order all items of all PEs by (step, class), with classes send < layout < arrive < GEMM (in queue
 // order) < return < final sum < the rest. Every wait is for items before the waiting one in this order: a send of round q for
-// results of round q - 1, or for the acknowledgements of this round's recomputation, which follow its arrivals, a layout for headers, an arrival for its
-// chunk and the layout, a GEMM for arrivals and earlier GEMMs, a return for GEMMs, a final sum for returns; the barrier at the
-// end of a step is after all of its own PE's items. Of the unfinished items take the first, X; all items before it are done. If a
-// block holds X, nothing that X waits for is missing, and X ends. If nobody holds X, X is in a queue whose earlier items are
-// all done, and some block takes it next: communication is taken first by the first `comm_blocks` blocks (at least one), and
-// GEMM tasks by the others (at least one); a block of either kind holds nothing of the other queue before its own is
-// exhausted, but for sends, which are before everything. All blocks are resident, so that block runs. (A Hopper block asks
-// for one GEMM task while it still computes another: the former waits in a warp of its own.)
-// A step of one PE may have no counterpart at another that has nothing to send or to receive in it; nobody waits for what it
-// does not announce.
+// results of round q - 1, or for the acknowledgements of this round's recomputation, which follow its arrivals, a layout for
+// headers, an arrival for its chunk and the layout, a GEMM for arrivals and earlier GEMMs, a return for GEMMs, a final sum for
+// returns; the barrier at the end of a step is after all of its own PE's items. Of the unfinished items take the first, X; all
+// items before it are done. If a block holds X, nothing that X waits for is missing, and X ends. If nobody holds X, X is in a
+// queue whose earlier items are all done, and some block takes it next: communication is taken first by the first
+// `comm_blocks` blocks (at least one), and GEMM tasks by the others (at least one); a block of either kind holds nothing of
+// the other queue before its own is exhausted, but for sends, which are before everything. All blocks are resident, so that
+// block runs. (A Hopper block asks for one GEMM task while it still computes another: the former waits in a warp of its own.)
+// A step of one PE may have no counterpart at another that has nothing to send or to receive in it: nobody waits for what was
+// not announced.
 #pragma once
 #include "block.h"
 
@@ -75,7 +75,7 @@ DEVICE u32 gu_columns(const Layer& l, u32 batch) {
 DEVICE u32 bias_items(const Layer& l, u32 batch) {
     return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gu_columns(l, batch), BIAS_COLUMNS);
 }
-// Items of CLASS_ZERO: for each of three matrices, as many as the largest wants.
+// Items of CLASS_ZERO: for each of three matrices, as many as the largest needs.
 DEVICE u32 zero_pieces(const Layer& l) {
     u32 wide = l.shape.intermediate > l.shape.shared_intermediate ? l.shape.intermediate : l.shape.shared_intermediate;
     return u32((u64(wide) * l.shape.hidden + ZERO_ELEMENTS - 1) / ZERO_ELEMENTS);

@@ -1,7 +1,7 @@
 // D = A B for the router: few columns or few rows, operands in one to three planes of the layer's dtype whose sum is the
 // f32 value. Of the products of planes only those up to the third order count: what is left out is below 2^-24 of the result.
 //
-// A block of 256 threads computes TILE_M x 128 of D. Operands may lie either way round in memory:
+// A block of 256 threads computes TILE_M x 128 of D. Operands may be K-major or, transposed, MN-major (gemm.h):
 //   A [M, K] or, transposed, [K, M];   B [N, K] or, transposed, [K, N].
 // Every step of 32 along K is summed by the tensor cores from zero and then added in f32 with round to nearest: their own
 // accumulation truncates, which over thousands of terms is a bias.

@@ -1,5 +1,5 @@
-// The smallest kernel that needs all of it: a driver that takes the module, NVSHMEM's device state in it, a put with a
-// signal to another PE. What several PEs try before anything larger (`CudaGpu::try_put`).
+// The smallest kernel that needs everything: a driver that loads the module, NVSHMEM's device state in it, a put with a
+// signal to another PE. Several PEs try it before anything larger (`CudaGpu::try_put`).
 #include "params.h"
 #include "platform.h"
 
@@ -11,8 +11,7 @@ struct SmokeCell {
 };
 
 // One block. Each PE puts `value` to the next one and waits for the put of the one before it, at most `limit_ns`.
-// `out`: what came, or ~0 where nothing came in time; the PE that the device library takes this one for, and the number of PEs
-// that it knows.
+// `out`: what came, or ~0 where nothing came in time; this PE's number and the number of PEs according to the device library.
 KERNEL(aristos_smoke, 128, 1)(SmokeCell* cell, u64* out, u64 value, u64 limit_ns) {
     const u32 my_pe = u32(nvshmem_my_pe()), n_pes = u32(nvshmem_n_pes());
     if (dev::thread() == 0) {

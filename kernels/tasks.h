@@ -72,7 +72,7 @@ private:
         t.intermediate = store.intermediate;
         t.gated = gated;
         t.activation = u8(shared ? s.shared_activation : s.activation);
-        // What backward needs is not kept where several rounds go through the same memory.
+        // Where several rounds use the same memory, what backward needs is not kept.
         t.training = s.training && (shared || step.mode == MODE_RECOMPUTE || !*l.received.overflow);
         t.accumulate = !shared && step.round > 0;
         t.d_weight_stride = store.d_weight_stride;

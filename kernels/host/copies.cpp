@@ -1,4 +1,4 @@
-// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA after a seeded number of turns.
+// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA after a seeded number of switches.
 #include "raw.h"
 #include "simt.h"
 
@@ -6,7 +6,7 @@ namespace aristos::host {
 
 namespace {
 
-// What a TensorMap holds here.
+// The contents of a TensorMap here.
 struct Map {
     u64 magic, base, row_stride_bytes;
     u32 rows, cols, box_rows, box_cols, element_bytes, padding;
@@ -27,7 +27,7 @@ Mbarrier* checked(Block& block, u64* bar, const char* what) {
     return mbarrier;
 }
 
-// Ends the phase when all have come.
+// Ends the phase when all arrivals and bytes have come.
 void settle(Block& block, Mbarrier* mbarrier) {
     if (mbarrier->pending != 0 || mbarrier->transactions != 0) return;
     mbarrier->tag ^= 1;
@@ -79,7 +79,7 @@ void complete_loads(Block& block, bool force_one) {
     }
     if (force_one) block.loads[earliest].due = 0;
     for (std::size_t i = 0; i < block.loads.size();) {
-        if (block.loads[i].due <= block.turn) {
+        if (block.loads[i].due <= block.switches) {
             const TmaLoad load = block.loads[i];
             block.loads[i] = block.loads.back();
             block.loads.pop_back();
@@ -115,7 +115,7 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
 
 int make_tensor_map(void* out, u64 base, u32 rows, u32 cols, u64 row_stride_bytes, u32 box_rows, u32 box_cols,
                     u32 element_bytes) {
-    // cuTensorMapEncodeTiled's conditions; the box's rows are whole 128-byte lines, so that the swizzle is what it looks like.
+    // cuTensorMapEncodeTiled's conditions; the box's rows are whole 128-byte lines, so that the swizzle applies as written here.
     if (base % 16 != 0 || row_stride_bytes % 16 != 0 || row_stride_bytes >= u64(1) << 40) return 1;
     if (rows == 0 || cols == 0 || box_rows == 0 || box_rows > 256 || box_cols > 256) return 1;
     if (element_bytes != 1 && element_bytes != 2 && element_bytes != 4 && element_bytes != 8) return 1;
@@ -204,7 +204,7 @@ void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
     const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
     block.check_shared(smem, bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
-    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.turn + 1 + block.random.below(4 * block.threads)};
+    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.switches + 1 + block.random.below(4 * block.threads)};
     std::memcpy(load.map, map, sizeof load.map);
     // The target may be written from now on.
     if (block.random.next() % 2 == 0) raw_fill(smem, 0xff, bytes);

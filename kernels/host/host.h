@@ -1,8 +1,8 @@
 // The C ABI of libaristos_kernels.so: kernels run on the CPU, with worlds of several PEs.
 //
-// A world holds PEs with symmetric heaps of equal size. A launch runs a kernel's grid on OS threads and returns when it is
-// over; launches of different PEs, and of one PE, may run at the same time from different threads. Up to 64 blocks of a
-// launch are all resident at once and may wait for each other; of more, some run when others are over.
+// A world holds PEs with symmetric heaps of equal size. A launch runs a kernel's grid on OS threads and returns when it has
+// ended; launches of different PEs, and of one PE, may run at the same time from different threads. Up to 64 blocks of a
+// launch are all resident at once and may wait for each other; of larger grids, the rest run as others end.
 #pragma once
 #include "../params.h"
 
@@ -21,12 +21,12 @@ void* aristos_host_attach(aristos::u32 my_pe, aristos::u32 n_pes, void* const* h
 aristos::u64 aristos_host_heap(void* world, aristos::u32 pe, aristos::u32 of_pe);
 
 // Runs a kernel on `pe` and waits for its end; `args` are pointers to the parameters' values, as for cuLaunchKernel.
-// 0, or 1 with aristos_host_error(): unknown kernel, sizes that cannot be (block not a multiple of 32 or above the kernel's
-// bound, more than 227 KB of shared memory), a deadlock inside a block, a wrong use of a primitive.
+// 0, or 1 with aristos_host_error(): unknown kernel, invalid sizes (block not a multiple of 32 or above the kernel's
+// bound, more than 227 KB of shared memory), a deadlock inside a block, a misused primitive.
 int aristos_host_launch(void* world, aristos::u32 pe, const char* kernel, aristos::u32 grid, aristos::u32 block,
                         aristos::u32 shared_bytes, void** args);
 
-// What the last call of this thread failed with; valid until its next.
+// The error of this thread's last call; valid until its next.
 const char* aristos_host_error();
 
 // The names of all kernels, one per line.

@@ -11,7 +11,7 @@ namespace aristos::host {
 
 Network::Network(World& world, bool with_thread)
     : world_(world), random_(world.seed * 31 + 7), tsan_fiber_(tsan::create_fiber()) {
-    // Without it a put that nobody polls for would never come. Where it cannot be had, whoever polls delivers.
+    // Without this thread a put that nobody polls for would never come. Where it cannot be started, whoever polls delivers.
     has_thread_ = with_thread && pthread_create(&thread_, nullptr, deliver_now_and_then, this) == 0;
 }
 
@@ -52,7 +52,7 @@ void Network::put(u32 from, void* to, const void* source, u64 bytes, u64* signal
     u64 done = 0;
     for (u32 left = 1 + random_.below(4); done < bytes; --left) {
         const u64 rest = bytes - done;
-        // Cut anywhere at 8 bytes, what hardware is likely to do.
+        // Cut at any multiple of 8 bytes, as hardware is likely to.
         u64 piece = left <= 1 || rest <= 8 ? rest : (random_.next() % rest + 7) / 8 * 8;
         if (piece == 0 || piece > rest) piece = rest;
         bag_.push_back({number, static_cast<char*>(to) + done, static_cast<const char*>(source) + done, piece, false});
@@ -112,7 +112,7 @@ void Network::quiet(u32 from) {
             }
         }
     }
-    // What was delivered is over for the caller: it may use its sources again.
+    // For the caller, what was delivered has completed: it may reuse its sources.
     tsan::acquire(&delivered_);
 }
 
@@ -128,7 +128,7 @@ using namespace host;
 
 namespace {
 
-// `pe`'s place for the symmetric `mine`.
+// The address at `pe` of the symmetric `mine`.
 char* place_at(Block& block, const void* mine, u64 bytes, u32 pe, const char* what) {
     const World& world = *block.launch->world;
     const u64 offset = u64(static_cast<const char*>(mine) - world.heaps[block.launch->pe]);
@@ -139,7 +139,7 @@ char* place_at(Block& block, const void* mine, u64 bytes, u32 pe, const char* wh
     return world.heaps[pe] + offset;
 }
 
-// The threads of the block come together with the same arguments, and the last one does the work.
+// All threads of the block call it with the same arguments, and the last one to come does the work.
 template <class Work> void once(Wait kind, const void* argument, Work work) {
     Fiber* fiber = self();
     Block& block = *fiber->home;

@@ -1,8 +1,8 @@
-// Puts to PEs that are only reachable over a network: as late, as cut up and as disordered as OpenSHMEM allows.
+// Puts to PEs that are only reachable over a network: as late, as fragmented and as reordered as OpenSHMEM allows.
 //
-// A put is cut into up to four pieces. Pieces of all puts wait in one bag, and one at random is delivered at a time: by whoever
-// polls or is quiet, and by a thread of the network's now and then. The source is read at delivery. A put's signal goes into
-// the bag when all its pieces are out. Nothing else is ordered but by quiet.
+// A put is cut into up to four pieces. Pieces of all puts wait in one pool, from which one at random is delivered at a time: by
+// whoever polls or calls quiet, and now and then by the network's own thread. The source is read at delivery. A put's signal enters
+// the pool once all its pieces are delivered. Only quiet orders anything else.
 #pragma once
 #include "world.h"
 
@@ -15,7 +15,7 @@ class Network {
     // `signal` may be null.
     void put(u32 from, void* to, const void* source, u64 bytes, u64* signal, u64 value);
     void poll();
-    // Until nothing from `from` is under way.
+    // Waits until nothing from `from` is in flight.
     void quiet(u32 from);
 
   private:
@@ -33,8 +33,8 @@ class Network {
     UntrackedVector<Piece> bag_;
     UntrackedVector<Put> puts_;
     UntrackedVector<u32> free_puts_;
-    void* tsan_fiber_;      // what delivers, to ThreadSanitizer
-    u8 delivered_ = 0;      // an address for it: all that is delivered
+    void* tsan_fiber_;      // as which ThreadSanitizer sees deliveries
+    u8 delivered_ = 0;      // its address stands, to ThreadSanitizer, for all that was delivered
     std::atomic<bool> over_{false};
     unsigned long thread_ = 0;
     bool has_thread_ = false;

@@ -51,7 +51,7 @@ class Registration {
     }
 };
 
-// ---- who am I
+// ---- thread and block numbers
 
 struct ThreadContext {
     u32 thread, threads, block, blocks;
@@ -169,7 +169,7 @@ DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
     return __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 #ifdef ARISTOS_TSAN
-// ThreadSanitizer knows no fences: every fence synchronises with every fence before it, which hides some races but invents none.
+// ThreadSanitizer knows no fences: every fence synchronises with every fence before it, which hides some races but reports no false ones.
 void fence_for_tsan();
 DEVICE void fence_gpu() { fence_for_tsan(); }
 #else
@@ -240,7 +240,7 @@ DEVICE void wgmma(float (&acc)[N / 2], u64 desc_a, u64 desc_b, bool accumulate) 
     static_assert((TRANS_A | TRANS_B) >> 1 == 0, "TRANS is 0 or 1");
     wgmma_64xnx16(acc, N, desc_a, desc_b, accumulate, is_bf16<T>, TRANS_A, TRANS_B);
 }
-// Registers are not counted here; the bounds are those of the instruction.
+// Registers are not counted here; only the instruction's bounds are checked.
 template <int N> DEVICE void setmaxnreg_inc() { static_assert(N >= 24 && N <= 256 && N % 8 == 0, "setmaxnreg"); }
 template <int N> DEVICE void setmaxnreg_dec() { static_assert(N >= 24 && N <= 256 && N % 8 == 0, "setmaxnreg"); }
 

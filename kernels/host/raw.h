@@ -1,5 +1,5 @@
-// Filling and copying memory in the middle of what ThreadSanitizer watches: it replaces memset and memcpy, and would take what
-// a machine's copy engines do for the calling thread's doing. simt.h's tsan::reads and writes say where it is.
+// Filling and copying memory in the middle of what ThreadSanitizer watches: it replaces memset and memcpy, and would attribute
+// what a machine's copy engines do to the calling thread. simt.h's tsan::reads and writes say where it is.
 #pragma once
 #include "../params.h"
 

@@ -108,9 +108,9 @@ void Block::run(Grid* the_launch, u32 block_index) {
     warpgroups.resize((threads + WARPGROUP - 1) / WARPGROUP);
     for (Barrier& barrier : barriers) barrier = Barrier{};
     loads.clear();
-    turn = pauses = idle_rounds = 0;
+    switches = pauses = idle_rounds = 0;
     queue_head = queue_size = 0;
-    // Whoever reads what nobody wrote shall see it: NaN in every format.
+    // A read of what nobody wrote must show: NaN in every format.
     raw_fill(window, 0xff, SHARED_START + launch->shared_bytes);
     raw_fill(unfenced, 0, sizeof unfenced);
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
@@ -119,7 +119,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     main_tsan_fiber = tsan::current_fiber();
     tsan::release(&sync_[0]);
     dev::ThreadContext* outside = dev::current;
-    Fiber* to = pop();  // not pick(), which leaves for here where another block has failed
+    Fiber* to = pop();  // not pick(), which comes here when another block has failed
     dev::current = to;
     tsan::switch_to(to->tsan_fiber);
     aristos_switch_stack(&main_stack_pointer, to->stack_pointer);
@@ -214,9 +214,9 @@ void Block::check_shared(const void* p, u64 bytes, u32 alignment, const char* wh
 
 // The next fiber. Returns to run() where the launch is over for this block.
 Fiber* Block::pick() {
-    ++turn;
+    ++switches;
     if (launch->failed.load(std::memory_order_relaxed)) leave();
-    if (!loads.empty() && turn >= next_load_due) complete_loads(*this, false);
+    if (!loads.empty() && switches >= next_load_due) complete_loads(*this, false);
     while (queue_size == 0) {
         if (live == 0) leave();
         if (loads.empty()) {
@@ -263,7 +263,7 @@ void Block::wake(Fiber* fiber) {
 
 void Block::pause(Fiber* fiber) {
     wake(fiber);
-    if (++pauses > queue_size) {  // everyone had a turn, and someone only polls
+    if (++pauses > queue_size) {  // every fiber has run, and some only poll
         pauses = 0;
         poll_network(launch->world);
         if (++idle_rounds < 256) {

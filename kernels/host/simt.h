@@ -1,9 +1,9 @@
 // How a block runs on a CPU.
 //
 // A block is an OS thread, a CUDA thread a fiber of it: a fiber runs until it has to wait (a barrier, a warp-wide instruction,
-// an mbarrier, a wgmma) or calls pause(), and then switches to the next one that can run. Fibers that can run stand in a
-// queue, in which a seeded generator now and then lets one wait. When none can run and no copy is under way, the block is in a
-// deadlock, and the launch fails with what each thread waits for. Any wrong use of a primitive ends the launch the same way:
+// an mbarrier, a wgmma) or calls pause(), and then switches to the next runnable one. Runnable fibers stand in a
+// queue, in which a seeded generator now and then defers one. When none is runnable and no copy is in flight, the block is in a
+// deadlock, and the launch fails with what each thread waits for. Any misuse of a primitive ends the launch the same way:
 // the fibers of the block are left where they are, and the other blocks leave at their next switch.
 #pragma once
 #include <atomic>
@@ -70,7 +70,7 @@ struct Fiber : dev::ThreadContext {
     u64 result;
     Operands operands;
     u32 copy_groups;            // committed by cp.async
-    UntrackedVector<Copy> copies;   // under way
+    UntrackedVector<Copy> copies;   // in flight
     UntrackedVector<u32> unfenced;  // pieces of the shared window that cp.async wrote since the last fence_proxy_async
     WgmmaThread wgmma;
 };
@@ -85,7 +85,7 @@ struct TmaLoad {
     u64* bar;
     u8 map[sizeof(TensorMap)];  // not a TensorMap, whose alignment is more than an allocation's
     i32 col, row;
-    u64 due;  // the turn
+    u64 due;  // as a number of `switches`
 };
 
 // One launch: what its blocks share.
@@ -125,15 +125,15 @@ struct Block {
     Grid* launch = nullptr;
     u32 index = 0, threads = 0, live = 0;
     Random random{1};
-    char* window = nullptr;   // the shared window: 1024 bytes that are the system's, then the dynamic shared memory
+    char* window = nullptr;   // the shared window: 1024 bytes that the system reserves, then the dynamic shared memory
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<Warp> warps;
     std::vector<WgmmaGroup> warpgroups;
     Barrier barriers[16];
     UntrackedVector<TmaLoad> loads;
-    // Of each 16-byte piece: 1 + the thread whose cp.async wrote it and has not fenced since, otherwise 0.
+    // Of each 16-byte piece: 1 + the thread whose cp.async wrote it and which has not fenced since, otherwise 0.
     u16 unfenced[(SHARED_START + MAX_SHARED) / 16];
-    u64 turn = 0, next_load_due = 0;
+    u64 switches = 0, next_load_due = 0;
     u64 pauses = 0, idle_rounds = 0;
 
   private:

@@ -7,7 +7,7 @@ namespace aristos::host {
 
 namespace {
 
-// Vectors by name: left to itself, the compiler vectorises these loops over k, with gathers.
+// Explicit vectors: on its own the compiler vectorises these loops over k, with gathers.
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats16 __attribute__((vector_size(64), may_alias));
 
@@ -75,8 +75,8 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
 u32 row_of(u32 t, u32 i) { return 16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2); }
 u32 col_of(u32 t, u32 i) { return 8 * (i / 4) + 2 * (t % 4) + i % 2; }
 
-// An operand's address of (row or column `r`, `k`), k and r in steps of 8 elements where they run fastest. PTX ISA, "Shared
-// Memory Matrix Layout" and "Strides"; the 128-byte swizzle XORs address bits 4 to 6 with bits 7 to 9.
+// An operand's address of (row or column `r`, `k`), a multiple of 8 along the contiguous dimension. PTX ISA, "Shared Memory Matrix
+// Layout" and "Strides"; the 128-byte swizzle XORs address bits 4 to 6 with bits 7 to 9.
 u32 place(u64 descriptor, u32 r, u32 k, bool trans) {
     const u32 start = u32(descriptor & 0x3fff) << 4;
     const u32 lbo = u32(descriptor >> 16 & 0x3fff) << 4;

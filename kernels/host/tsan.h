@@ -1,5 +1,5 @@
 // What ThreadSanitizer has to be told. The kernels are compiled with it, the runtime is not: what the runtime does to memory
-// and which of its meetings order memory is said here. Each CUDA thread is a fiber of the sanitizer's, so that races between
+// and which of its synchronisations order memory is declared here. Each CUDA thread is a fiber of the sanitizer's, so that races between
 // threads of one block are seen though they share an OS thread.
 #pragma once
 #include <cstdlib>
@@ -47,7 +47,7 @@ inline void writes(void*, unsigned long) {}
 
 namespace aristos::host {
 
-// Memory of the runtime's that one fiber allocates and another frees: not by the sanitizer's malloc, to which that is a race.
+// For the runtime's memory that one fiber allocates and another frees: bypasses the sanitizer's malloc, to which that is a race.
 template <class T> struct Untracked {
     using value_type = T;
     Untracked() = default;

@@ -13,11 +13,11 @@ namespace aristos::host {
 
 constexpr u32 WARPGROUP = 128;
 
-// 64 x n accumulators, row-major, away from their threads.
+// 64 x n accumulators, row-major, while they are taken from their threads.
 struct Accumulators {
     u32 n = 0;
-    u32 open = 0;                 // threads that have not got theirs back
-    float* of_thread[WARPGROUP];  // where they go; null when not taken, or back
+    u32 open = 0;                 // threads that do not have theirs back yet
+    float* of_thread[WARPGROUP];  // where they go back to; null when not taken, or returned
     u64 last_use[WARPGROUP];      // by the thread's own wgmmas
     UntrackedVector<float> values;
 };
@@ -40,7 +40,7 @@ struct WgmmaThread {
     u64 groups = 0;
     u64 group_end[16];            // of the last 16 groups: wgmmas issued until then
     bool fenced = false;
-    u32 taken = 0;                // accumulators that are away
+    u32 taken = 0;                // accumulators that are taken
 };
 
 }  // namespace aristos::host

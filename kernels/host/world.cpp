@@ -42,8 +42,8 @@ World* new_world(u32 n_pes, u64 heap_bytes, u64 seed) {
     return world;
 }
 
-// Only one that the same PE used: its launches are ordered by whoever launches, and those of two PEs need not be, which to
-// ThreadSanitizer would be a race in the block's shared memory.
+// Only one that the same PE used: the caller orders a PE's launches, but not those of two PEs, which to ThreadSanitizer would be a
+// race in the block's shared memory.
 std::unique_ptr<Block> get_block(World& world, u32 pe) {
     {
         Locked locked(world.lock);
@@ -57,7 +57,7 @@ std::unique_ptr<Block> get_block(World& world, u32 pe) {
     return std::make_unique<Block>();
 }
 
-// One OS thread of a launch: a block, or of a grid that is not all resident, one after the other.
+// One OS thread of a launch: a block, or, of a grid that is not all resident, several in sequence.
 void run_blocks(Grid& launch) {
     World& world = *launch.world;
     try {

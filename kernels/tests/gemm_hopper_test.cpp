@@ -1,8 +1,8 @@
-// The Hopper GEMM path on the host's machine: queues of tiles of several experts, forward and then backward, against float64.
+// The Hopper GEMM path on the emulator: queues of tiles of several experts, forward and then backward, against float64.
 //
 // Experts of 1, 7, 64, 129 and 200 slots, with K, M and N that end within a box, a piece of 16 bytes before or after one; rows between
 // batches hold NaN, and so does what no row pointer may lead to; everything that is written must lie within its array. The same queue
-// must give the same bytes on any number of blocks, for any seed of the machine, and with tasks that become known late.
+// must give the same bytes on any number of blocks, for any seed of the emulator, and with tasks that become known late.
 #include <limits>
 
 #include "../gemm_hopper_test_kernels.h"
@@ -133,7 +133,7 @@ template <class T> struct Run {
 
     GemmTask task(u32 kind, u32 e, u32 m0, u32 n0, u32 which) {
         GemmTask t;
-        std::memset(&t, 0xff, sizeof t);  // what a kind does not name may hold anything
+        std::memset(&t, 0xff, sizeof t);  // fields that a kind does not use may hold anything
         size_t slot = first[e], in = size_t(e) * I * H;
         t.kind = kind;
         t.rows = shape.rows[e];
@@ -394,7 +394,7 @@ CASE(hopper_forward_only_f16) { test<F16>(FORWARD_ONLY); }
 CASE(hopper_long_bf16) { test<Bf16>(LONG); }
 CASE(hopper_long_f16) { test<F16>(LONG); }
 
-// A tile's results are read by other blocks as soon as it is said to be done.
+// A tile's results are read by other blocks as soon as it is reported done.
 CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 3, 1, 1, false); }
 
 }  // namespace

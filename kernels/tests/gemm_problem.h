@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    static constexpr size_t GUARD = 4096;  // as far as any stray row or piece of these tests would reach
+    static constexpr size_t GUARD = 4096;  // further than any stray row or piece of these tests reaches
     u8* begin() {
         auto address = reinterpret_cast<std::uintptr_t>(memory_.data()) + GUARD;
         return memory_.data() + GUARD + (128 - address % 128) % 128;
@@ -78,7 +78,7 @@ public:
         const size_t R = c.rows, H = c.hidden, I = c.intermediate, G = c.gated ? 2 * I : I;
         const bool gathers = c.kind != FORWARD_DOWN && c.kind != BACKWARD_UP;
         if (gathers) {
-            // Rows at odd places, in no order, some of them for two slots.
+            // Rows at scattered places, in no order, some of them shared by two slots.
             size_t used = R / 2 + 1;
             x.make((2 * used + 1) * H * 2);
             for (size_t i = 0; i < used; i++) fill(x, (2 * i + 1) * H, H, 1);
@@ -93,7 +93,7 @@ public:
         y.make(R * H * 2);
         if (c.kind == BACKWARD_DOWN) {
             fill(gu, 0, R * G, 4);
-            for (size_t i = 0; i < R * G; i += 11) set(gu, i, 0.0);  // where relu has a corner
+            for (size_t i = 0; i < R * G; i += 11) set(gu, i, 0.0);  // where relu has its kink
             for (size_t i = 5; i < R * G; i += 97) set(gu, i, i % 2 ? 60.0 : -60.0);
         }
         if (c.kind == BACKWARD_UP || c.kind == GRAD_UP) fill(gu, 0, R * G, 1);
@@ -164,7 +164,7 @@ public:
     bool same_outputs(const Problem& other) const {
         return gu.same(other.gu) && h.same(other.h) && y.same(other.y) && d_weight.same(other.d_weight) && out.same(other.out);
     }
-    double worst() const { return worst_; }  // largest error as a part of its bound
+    double worst() const { return worst_; }  // largest error as a fraction of its bound
 
 private:
     Case c_;

@@ -20,7 +20,7 @@ struct Type {
     double rounding(double v) const { return unit * std::fabs(v) + tiny; }
 };
 
-// A value and how far from it a kernel's may be.
+// A value, and how far from it a kernel's value may be.
 struct Near {
     double value = 0, error = 0;
     Near rounded(Type type) const { return {value, error + type.rounding(std::fabs(value) + error)}; }
@@ -66,7 +66,7 @@ inline double slope(u32 activation, double x) {
 inline Near value_f32(u32 activation, double x) { return {value(activation, x), 16 * U * std::fabs(x)}; }
 inline Near slope_f32(u32 activation, double x) { return {slope(activation, x), 24 * U * (1 + std::fabs(x))}; }
 
-// Of an argument that is itself off: no activation here is steeper than 1.2.
+// For an argument that itself has an error: no activation here is steeper than 1.2.
 inline Near value_f32(u32 activation, Near x) {
     Near v = value_f32(activation, x.value);
     v.error += 1.2 * x.error + 16 * U * x.error;

@@ -36,7 +36,7 @@ void products(u32 kind) {
     for (u32 f16 = 0; f16 < 2; f16++)
         for (u32 gated = 0; gated < 2; gated++)
             for (u32 s = 0; s < sizeof SHAPES / sizeof *SHAPES; s++) {
-                // Four shapes in a row have all activations; the flags take all values with each type.
+                // Any four consecutive shapes have all activations; the flags take all values with each type.
                 GemmCase c{kind, SHAPES[s].rows, SHAPES[s].hidden, SHAPES[s].intermediate, f16 != 0, gated != 0, (s + f16) % 4,
                            s % 2 == 0, s % 3 != 1, s / 2 % 2 == 0, (s + gated) % 3 != 2, s % 2};
                 Problem problem(c, AmpereTile::M, AmpereTile::N);
@@ -52,7 +52,7 @@ template <class Act> void test_activation(u32 activation) {
     auto at = [&](float x) {
         ValueSlope got = Act::at(x);
         Near v = reference::value_f32(activation, x), s = reference::slope_f32(activation, x);
-        // Half of the least normal number besides: results below it may be flushed.
+        // Plus half of the smallest normal number: results below it may be flushed to zero.
         double off_value = std::fabs(got.value - v.value) / (v.error + 0x1p-127);
         double off_slope = std::fabs(got.slope - s.value) / (s.error + 0x1p-127);
         CHECK(off_value <= 1 && off_slope <= 1, "activation %u at %.9g: %.9g, slope %.9g, not %.9g, %.9g", activation, x, got.value,
@@ -101,7 +101,7 @@ CASE(repeatable) {
     }
 }
 
-// One block does tiles of different kinds in turn, so nothing may be left over from one to the next.
+// One block computes tiles of different kinds in turn, so nothing may be left over from one for the next.
 CASE(kinds_in_turn) {
     for (u64 seed = 1; seed < 4; seed++) {
         std::vector<GemmCase> cases;

@@ -1,5 +1,5 @@
 // Small layers with weights on the emulator, for the tests of the persistent kernels: several passes of every PE, what they left
-// behind, and the same in float64. Routing is the layer's own (route_test.cpp checks it): what it chose is read back.
+// in memory, and the same in float64. Routing is the layer's own (route_test.cpp checks it): what it chose is read back.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -116,7 +116,7 @@ struct Layers {
         }
         weights.resize(o.n_pes), gradients.resize(o.n_pes), x.resize(o.n_pes), grad_output.resize(o.n_pes), seen.resize(o.n_pes);
         std::vector<float> router = vector(u64(o.experts) * o.hidden), gate = vector(o.hidden);
-        // The first feature says whether a token is hot.
+        // The first feature tells whether a token is hot.
         if (o.hot != NONE) {
             for (u32 e = 0; e < o.experts; e++) router[u64(e) * o.hidden] = 0;
             router[u64(o.hot) * o.hidden] = o.cold ? -16.0f : 16.0f;
@@ -190,7 +190,7 @@ struct Layers {
     bool backward(u32 pe, Pass& p) {
         return w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) && !failed(pe);
     }
-    // What the kernels of routing leave, for choices at random. ThreadSanitizer takes long over their many threads.
+    // What the kernels of routing leave, for random choices. Under ThreadSanitizer those kernels take long, with their many threads.
     bool plan(u32 pe, u32 i) {
         const Layer& l = w->pes[pe]->layer();
         const LayerShape& s = l.shape;
@@ -251,7 +251,7 @@ struct Layers {
         return p;
     }
 
-    // All passes of one PE, as far as they go without an error.
+    // All passes of one PE, up to the first error.
     void run_pe(u32 pe) {
         std::mt19937_64 delays(o.schedule * 64 + pe);
         auto nap = [&] {
@@ -296,7 +296,7 @@ struct Layers {
         s.done = true;
     }
 
-    // ---- What they should have left.
+    // ---- What they should leave.
     // Choices of a pass that the capacity limit keeps, by PE.
     std::vector<std::vector<u8>> kept(u32 i) const {
         std::vector<std::vector<u8>> all(o.n_pes);
@@ -363,7 +363,7 @@ struct Layers {
         return y;
     }
 
-    // Largest difference against the largest value, or `least` where terms that cancel may leave next to nothing.
+    // Largest difference relative to the largest value, or to `least` where terms may cancel almost completely.
     void compare(const char* what, const float* got, const std::vector<double>& want, double least = 1e-3) const {
         double scale = least, worst = 0;
         u64 at = 0;

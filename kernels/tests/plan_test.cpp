@@ -12,7 +12,7 @@ struct Slot { u32 expert, rank; float weight; u32 choice; };
 struct Row { u32 token; std::vector<Slot> slots; };
 struct Dest { std::vector<Row> rows; std::vector<u32> round_chunk; };
 
-// What one PE sends whom. `kept[choice]`.
+// What one PE sends to whom. `kept[choice]`.
 std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const std::vector<float>& weights,
                               const std::vector<bool>& kept) {
     const LayerShape& s = p.s;
@@ -95,7 +95,7 @@ struct Case {
     Skew skew = EVEN;
     u32 network = 0;
     u32 losses = 0;
-    u32 none = 0;  // 1 of so many choices is no expert; a caller's routing, whose losses do not count
+    u32 none = 0;  // one in this many choices is no expert; a caller's routing, which has no losses
 };
 
 void run(const Case& c, u32 seed) {
@@ -134,7 +134,7 @@ void run(const Case& c, u32 seed) {
         std::vector<std::vector<bool>> kept(c.n_pes);
         u64 pairs = 0;
         for (auto& of_pe : chosen) pairs += u64(of_pe.size() - std::count(of_pe.begin(), of_pe.end(), NONE));
-        const u64 all_tokens = pairs / c.k;  // as many as would have all their choices
+        const u64 all_tokens = pairs / c.k;  // of full choices each
         const u64 limit = c.capacity > 0 ? u64(std::ceil(c.capacity * c.k * double(all_tokens) / c.experts)) : ~0ull;
         std::vector<u64> count(c.experts, 0);
         for (u32 pe = 0; pe < c.n_pes; pe++)
@@ -165,7 +165,7 @@ void run(const Case& c, u32 seed) {
     }
 }
 
-// A PE whose counts never come, and one whose counts cannot be.
+// A PE whose counts never come, and one whose counts are invalid.
 void faults() {
     context = "faults";
     LayerShape s = shape();
@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
             run({3, experts, k, 1000, {tokens, 300, 1}, 0.5 + seed % 3 * 0.5}, seed++);
         }
     }
-    // Many PEs, many experts (more than are counted in one go), many choices.
+    // Many PEs, many experts (more than are counted in one pass), many choices.
     if (!brief) run({40, 80, 8, 300, std::vector<u32>(40, 70)}, seed++);
     run({18, 40, 8, 20, std::vector<u32>(18, 20)}, seed++);
     if (!brief) run({2, 1100, 8, 600, {600, 520}, 1.0}, seed++);

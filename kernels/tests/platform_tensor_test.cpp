@@ -1,4 +1,4 @@
-// Tensor-core instructions and the copies that feed them, on the CPU, each against arithmetic of its own.
+// Tensor-core instructions and the copies that feed them, on the CPU, each against independent arithmetic.
 #include "testing.h"
 
 namespace aristos {
@@ -245,12 +245,12 @@ CASE(tsan_ring_of_mbarriers) {
 
 // ---- wgmma
 
-// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], k fastest; what a mode transposes is
-// laid out with k slowest in shared memory.
+// D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; what is transposed is
+// MN-major in shared memory.
 struct Wgmma {
     const void *a, *b;
     float* d;
-    u32 mode;  // 0: right; 1: looks at accumulators before the wait; 2: overwrites B before the wait
+    u32 mode;  // 0: correct; 1: reads accumulators before the wait; 2: overwrites B before the wait
 };
 constexpr u32 A_BYTES = 8192, B_BYTES = 256 * 128;
 

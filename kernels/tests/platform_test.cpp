@@ -1,4 +1,4 @@
-// The primitives of platform.h on the CPU, each against arithmetic of its own.
+// The primitives of platform.h on the CPU, each against independent arithmetic.
 #include <algorithm>
 #include <thread>
 
@@ -146,7 +146,7 @@ CASE(tsan_named_barriers) {
     for (u32 t = 0; t < 128; ++t) CHECK(out[t] == 10 * (t / 64 * 64 + (t + 40) % 64) + 45, "thread %u: %u", t, out[t]);
 }
 
-// ---- what must not go unnoticed
+// ---- misuse that must be reported
 
 KERNEL(test_wrong, 128, 1)(u32 what, char* memory) {
     u64* bar = reinterpret_cast<u64*>(shared());
@@ -170,7 +170,7 @@ KERNEL(test_wrong, 128, 1)(u32 what, char* memory) {
         while (load_acquire(reinterpret_cast<u32*>(memory)) == 0) pause();
     }
     if (what == 9) put_block(memory - 16, memory, 16, 0);
-    if (what == 10) wgmma_wait<0>();  // nothing under way: nothing to wait for
+    if (what == 10) wgmma_wait<0>();  // nothing in flight: nothing to wait for
 }
 REGISTER_KERNEL(test_wrong)
 
@@ -210,7 +210,7 @@ CASE(wrong_use_is_reported) {
 struct Puts { u64 *signals, *data, *source; u32 mode, peer; };
 
 KERNEL(test_put, 64, 1)(Puts p) {
-    if (p.mode == 0) {  // 8 puts with a signal each, from places of their own
+    if (p.mode == 0) {  // 8 puts with a signal each, from distinct places
         for (u32 i = 0; i < 8; ++i) {
             for (u32 j = thread(); j < 512; j += threads()) p.source[i * 512 + j] = i * 1000 + j + 1;
             put_signal_block(p.data + i * 512, p.source + i * 512, 4096, p.signals + i, i + 1, p.peer);
@@ -229,7 +229,7 @@ KERNEL(test_put, 64, 1)(Puts p) {
 }
 REGISTER_KERNEL(test_put)
 
-// Waits for `mode == 0 ? 8 : 1` signals; counts data that is not there, and signals that came after a later one.
+// Waits for `mode == 0 ? 8 : 1` signals; counts data that has not come, and signals that came after a later one.
 KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
     const u64 start = nanoseconds();
     const u32 n = p.mode == 0 ? 8 : 1;
@@ -271,7 +271,7 @@ Seen send(u32 mode, u64 seed, u32 fault) {
     return {wrong[0], wrong[1], wrong[2]};
 }
 
-// What is only seen if the receiver looks at the right moment is tried with further seeds: the machine may be busy.
+// What shows only if the receiver looks at the right moment is tried with further seeds: the machine may be busy.
 constexpr u64 MOST_SEEDS = 200;
 
 CASE(tsan_put_with_signal) {

@@ -1,5 +1,5 @@
 // What protocol_test.cpp runs: routings and rounds in which the protocol has been wrong or might be, the counters that each pass
-// should have, and whether two runs left the same bits.
+// should have, and a comparison of two runs bit by bit.
 #pragma once
 #include "layer_world.h"
 

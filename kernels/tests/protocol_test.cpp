@@ -1,6 +1,6 @@
-// The protocol of the persistent kernels against everything that the foundation's protocol is tested with (tests/protocol.rs): any
-// order in which blocks run and a network delivers, PEs without tokens or experts, many rounds, PEs that run ahead, peers that
-// die or lie; and faults planted in it, which these cases must notice.
+// The protocol of the persistent kernels under everything that tests/protocol.rs tries on the CPU's: any order in which blocks run
+// and a network delivers, PEs without tokens or experts, many rounds, PEs that run ahead, peers that die or send invalid values; and
+// faults planted in it, which these cases must notice.
 //
 // ARISTOS_SEEDS=1000 runs that many schedules of each case instead of a few.
 #include <cstdlib>
@@ -88,7 +88,7 @@ struct Dying {
     Death death;
     u32 fault;
     ErrorRecord want;               // of the others
-    std::vector<u8> unharmed = {};  // PEs that end well
+    std::vector<u8> unharmed = {};  // PEs that end without an error
     std::unique_ptr<Layers> t = nullptr;
     u64 took = 0;
 
@@ -164,7 +164,7 @@ CASE(a_dead_peer_ends_the_waits_of_the_others) {
     CHECK(world::failures == 0);
 }
 
-// A PE whose host gives up in the middle of whatever it does: all end, and who ended well has the right results.
+// A PE whose host aborts it at any moment: all PEs end, and those that end without an error have the right results.
 CASE(a_peer_that_stops_anywhere) {
     Options o = one_expert_in_rounds();
     o.wait_limit_ns = SECOND, o.delay_us = 0;
@@ -210,7 +210,7 @@ CASE(a_peer_that_stops_anywhere) {
     CHECK(world::failures == 0);
 }
 
-// ---- Peers that lie. PE 0 alone, with what PE 1 sent in a run that went well in its memory, but for a change.
+// ---- Peers that send invalid values. PE 0 alone, whose memory holds what PE 1 sent in a correct run, with one change.
 namespace {
 
 struct Lie {
@@ -259,7 +259,7 @@ CASE(a_peer_is_not_believed) {
             CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_COUNTS && e.phase == PHASE_DISPATCH,
                   "header word %u of %x: error %u pe %u what %u", w, value, e.kind, e.pe, e.what);
         }
-        // What might be: no harm, or an error that names the PE.
+        // Either is right: no effect, or an error that names the PE.
         for (u32 change : {1u, ~0u, 4u}) {
             Lie lie(o, honest);
             lie.header[w] += change;
@@ -324,10 +324,10 @@ CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE));
 CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
-// ---- Under ThreadSanitizer, which takes long: its clocks are as wide as there are threads, so the kernels of routing stay out.
+// ---- Under ThreadSanitizer, which is slow: its vector clocks have an entry for each thread, so the kernels of routing are left out.
 namespace {
 
-// Brief, by blocks of three kinds of order, for one way to reach each other after the other.
+// Short runs, with blocks in three kinds of order, for each way in which PEs reach each other.
 void orderly(Options o, u32 count) {
     o.host_plan = true, o.blocks = 3, o.capacity = 0, o.delay_us = 0;
     std::vector<std::vector<Snapshot>> want;
@@ -360,7 +360,7 @@ CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }
 
 #ifdef ARISTOS_TSAN
-// The same race is reported once for each stack, so each fault has a kernel of its own at the bottom of it.
+// A race is reported once for each stack, so each fault has its own kernel at the bottom of the stack.
 #define PLANTED_CASE(name, fault)                                                                      \
     extern "C" __attribute__((noinline)) void test_forward_##name(const Layer* layer, Pass pass) {     \
         test_forward_small(layer, pass);                                                               \

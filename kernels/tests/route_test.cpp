@@ -17,7 +17,7 @@ struct Case {
     u32 scoring = SCORING_SOFTMAX, renormalise = 0, bias = 0, groups = 0, top_groups = 0;
     float scaling = 1.0f, aux = 0.0f, z = 0.0f;
     u32 gate = 0;
-    u32 ties = 0;    // every expert has the weights of the one before, two by two
+    u32 ties = 0;    // experts 2 i and 2 i + 1 have the same weights
     float d_size = 1.0f;  // of the routing weights' gradients
     u32 blocks = 4;
 };
@@ -78,7 +78,7 @@ std::vector<u32> choose(const Case& c, const std::vector<double>& scores, const 
     return chosen;
 }
 
-// What the kernels' gradients are of: the routing weights against d_weights, and both losses, of one token.
+// The function whose gradients the kernels compute: <routing weights, d_weights> and both losses, of one token.
 double objective(const Case& c, const double* logits, const u32* chosen, const float* dw, const std::vector<double>& routed,
                  double all_tokens) {
     const auto scores = scores_of(c, logits);
@@ -101,7 +101,7 @@ void run(const Case& c, u32 seed) {
     s.scoring = c.scoring, s.renormalise = c.renormalise, s.correction_bias = c.bias, s.n_groups = c.groups;
     s.top_groups = c.top_groups, s.scaling = c.scaling, s.aux_loss_coef = c.aux, s.z_loss_coef = c.z;
     s.shared_gate = c.gate, s.shared_intermediate = c.gate ? 8 : 0, s.blocks = c.blocks;
-    s.max_tokens = c.tokens + 3;  // so that a stride taken for the other one is seen
+    s.max_tokens = c.tokens + 3;  // so that two strides taken for each other show
     World w(s, [](u32) { return 0; });
     Pe& p = *w.pes[0];
     const Layer& l = p.layer();
@@ -134,7 +134,7 @@ void run(const Case& c, u32 seed) {
             const double got = l.routing.logits[u64(t) * experts + e], error = std::fabs(got - sum) / (size + 1e-30);
             worst_logit = std::max(worst_logit, error);
             CHECK(error < 5e-7, "logit of token %u expert %u: %g instead of %g", t, e, got, sum);
-            logits[u64(t) * experts + e] = got;  // from here on by the kernel's logits, so that errors do not add up
+            logits[u64(t) * experts + e] = got;  // from here on the kernel's logits, so that errors do not add up
         }
         const double* of = &logits[u64(t) * experts];
         const auto scores = scores_of(c, of);
@@ -174,7 +174,7 @@ void run(const Case& c, u32 seed) {
         }
     }
 
-    // Backward, as if other PEs had 100 tokens more, all to expert 0.
+    // Backward, as if other PEs had 100 more tokens, all for expert 0.
     const double all_tokens = c.tokens + 100;
     routed[0] += 100;
     if (losses) {
@@ -307,7 +307,7 @@ int main(int argc, char** argv) {
         run({100, 16, 3, 64, DTYPE_BF16, 3, scoring, 1, scoring, 0, 0, 1.0f, 0, 0, 0, 1}, seed++);
         run({100, 16, 3, 64, DTYPE_BF16, 3, scoring, 1, scoring, 4, 2, 1.0f, 0, 0, 0, 1}, seed++);
     }
-    // The losses alone, so that no part of them drowns.
+    // The losses alone, so that no part of them is lost among larger terms.
     for (u32 scoring : {SCORING_SOFTMAX, SCORING_SIGMOID}) {
         run({50, 12, 3, 64, DTYPE_BF16, 2, scoring, 1, 0, 0, 0, 1.0f, 10.0f, 0, 0, 0, 1e-5f}, seed++);
         run({50, 12, 3, 64, DTYPE_BF16, 2, scoring, 0, 0, 0, 0, 1.0f, 0, 10.0f, 0, 0, 1e-5f}, seed++);

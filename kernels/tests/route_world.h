@@ -40,7 +40,7 @@ inline float from_bits(u32 bits) {
     return f;
 }
 
-// Elements of the layer's dtype, by arithmetic of the test's own.
+// Elements of the layer's dtype, by the test's own arithmetic.
 inline float widen(u16 v, u32 dtype) {
     if (dtype == DTYPE_BF16) return from_bits(u32(v) << 16);
     const int exponent = v >> 10 & 31, fraction = v & 1023;
@@ -175,7 +175,7 @@ struct World {
         t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
         t.peer = p.peer.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
-        // What nobody writes must not be taken for something.
+        // What nobody writes must not look like a value.
         std::memset(p.local, 0xa5, p.info.local_bytes);
         p.layer_bytes.resize(p.info.layer_bytes);
         aristos_layer(&p.s, &t, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
@@ -208,7 +208,7 @@ struct World {
         return false;
     }
 
-    // `work(pe)` of all PEs at once.
+    // `work(pe)` of all PEs, concurrently.
     void all(const std::function<void(u32)>& work) const {
         std::vector<std::thread> threads;
         for (u32 pe = 0; pe < s.n_pes; pe++) threads.emplace_back(work, pe);

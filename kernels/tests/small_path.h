@@ -20,13 +20,13 @@ template <class T> DEVICE void gemm_task_small(const GemmTask& t, char* shared) 
         for (u32 i = 0; i < 4; i++) {
             const u32 row = first + lane / 4 + i / 2 * 8, column = n * 8 + lane % 4 * 2 + i % 2;
             if (row >= gemm_m(t)) continue;
-            const T* a_row = a_by_k(kind) ? nullptr : a.row(row);
-            const T* b_row = b_by_k(kind) ? nullptr : b_column<T>(t, column);
-            if (b_by_k(kind) ? t.n0 + column >= gemm_n(t) : b_row == nullptr) continue;
+            const T* a_row = a_mn_major(kind) ? nullptr : a.row(row);
+            const T* b_row = b_mn_major(kind) ? nullptr : b_column<T>(t, column);
+            if (b_mn_major(kind) ? t.n0 + column >= gemm_n(t) : b_row == nullptr) continue;
             float sum = 0.0f;
             for (u32 k = 0; k < gemm_k(t); k++) {
                 const T from_a = a_row ? a_row[k] : a.row(k)[row];
-                const T from_b = b_row ? b_row[k] : b_rows_by_k<T>(t).row(k)[t.n0 + column];
+                const T from_b = b_row ? b_row[k] : b_mn_major_rows<T>(t).row(k)[t.n0 + column];
                 sum += dev::to_float(from_a) * dev::to_float(from_b);
             }
             acc[n][i] = sum;

@@ -1,4 +1,4 @@
-// aristos_take_routing: a caller's choices sorted, and where they came from; wrong ones named. And aristos_accumulate.
+// aristos_take_routing: a caller's choices sorted, and their indices in the caller's routing; invalid ones named. And aristos_accumulate.
 #include <algorithm>
 #include <limits>
 
@@ -15,7 +15,7 @@ struct Choices {
     std::vector<float> weights;
 };
 
-// Some different experts in any order, some choices none.
+// Some distinct experts in any order, some choices of none.
 Choices random_choices(const LayerShape& s, u32 tokens, std::mt19937& random) {
     Choices c;
     std::vector<i32> all(s.n_experts);
@@ -66,7 +66,7 @@ void sorts(u32 tokens, u32 experts, u32 k, u32 seed) {
     for (u32 j = 0; j < k; j++) CHECK(l.routing.chosen[u64(tokens) * k + j] == 0xa5a5a5a5, "choices beyond the tokens");
 }
 
-// A wrong choice is named, and no kernel that still runs sees it.
+// An invalid choice is named, and no kernel that still runs sees it.
 void refuses(i32 wrong, bool twice) {
     context = "wrong id " + std::to_string(wrong);
     LayerShape s = shape();

@@ -41,7 +41,7 @@ struct Case {
     static testing::Case registered_case_##name(#name, case_##name); \
     static void case_##name()
 
-// Goes on, but not with a thousand lines.
+// Continues, but prints no more than a few lines.
 #define CHECK(condition, ...)                                                              \
     do {                                                                                   \
         if (!(condition) && ++testing::Case::failures <= 20) {                             \
