@@ -1,4 +1,4 @@
-//! Lysi, the planner: expert-parallel groups and the placement of experts in them.
+//! The planner: expert-parallel groups and the placement of experts in them. Lysi, the published algorithm, is one of its algorithms.
 //!
 //! [`plan`] takes a [`Cluster`] and a [`Workload`] and gives an [`Outcome`]: a [`Plan`], or why there is none. What it minimises is
 //! in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds.
@@ -67,7 +67,7 @@ pub enum Algorithm {
     Exact,
     /// Search alone, with a bound on the gap.
     Search,
-    /// The published algorithm, for comparison.
+    /// Lysi, the published algorithm, for comparison.
     Lysi,
 }
 
@@ -77,7 +77,7 @@ pub enum Algorithm {
 pub enum PlacementKind {
     /// The least makespan.
     Auto,
-    /// The published algorithm, for comparison.
+    /// Lysi's placement, for comparison.
     Lysi,
 }
 
@@ -87,7 +87,7 @@ pub enum PlacementKind {
 pub struct Options {
     /// How to choose the groups.
     pub algorithm: Algorithm,
-    /// How to place the experts; when not said, the published way with the published groups, and else the best.
+    /// How to place the experts; by default Lysi's way with [`Algorithm::Lysi`], else the best.
     pub placement: Option<PlacementKind>,
     /// Whether devices may be left out.
     pub allow_idle: bool,
@@ -193,7 +193,7 @@ pub enum Outcome {
 
 /// Tiers of up to so many devices are written out as a matrix, which is faster to search.
 const MATRIX_MOST: usize = 128;
-/// Beyond so many devices the published algorithm, O(n^2) in memory or time, is not asked for its groups.
+/// Beyond this many devices Lysi, O(n^2) in memory or time, does not run beside the search.
 const LYSI_MOST: usize = 1024;
 /// From so many devices on it runs in a thread beside the bounds.
 const BESIDE_LEAST: usize = 96;
@@ -354,7 +354,7 @@ fn finish<L: LinkTable>(
     Chosen { groups, evaluation, algorithm, optimal, bound_ms, others }
 }
 
-/// The published algorithm's groups, and the devices that it would drop: they join the group that suffers least, unless they
+/// Lysi's groups, and the devices that it would drop: they join the group that suffers least, unless they
 /// may be idle.
 fn complete<L: LinkTable>(
     problem: &Problem<L>,

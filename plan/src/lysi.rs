@@ -1,4 +1,4 @@
-//! The published grouping algorithm, for comparison (`--algorithm lysi`).
+//! Lysi, the published grouping algorithm, for comparison (`--algorithm lysi`).
 //!
 //! One ascending pass over the pairs of devices, merging their groups when both gain on average; no merge is ever undone.
 //! It reads only the upper triangle of the links, and a merged group keeps an all-reduce time that is out of date: kept

@@ -1,4 +1,4 @@
-//! The objective that the planner minimises, the poster's equation (1):
+//! The objective that the planner minimises, equation (1) of the Lysi poster:
 //!
 //! ```text
 //! max over groups g of  gamma(W) * (sum of costs / sum of flops of g + eta * max over i in g of C_i(g))

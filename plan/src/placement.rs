@@ -50,7 +50,7 @@ impl Seats<'_> {
     }
 }
 
-/// The published placement: round robin, each device taking the experts that fit its share best. A full device's rate leaves
+/// Lysi's placement: round robin, each device taking the experts that fit its share best. A full device's rate leaves
 /// the sum once, not at every visit, so it ends on every input.
 pub(crate) fn lysi(seats: &Seats) -> Placement {
     let (n, n_experts) = (seats.flops.len(), seats.costs.len());

@@ -71,7 +71,7 @@ pub enum AlgorithmArg {
     Exact,
     /// Search, with a bound on the gap
     Search,
-    /// The published algorithm, for comparison
+    /// Lysi, the published algorithm, for comparison
     Lysi,
 }
 
@@ -80,7 +80,7 @@ pub enum AlgorithmArg {
 pub enum PlacementArg {
     /// The least makespan
     Auto,
-    /// The published algorithm, for comparison
+    /// Lysi's placement, for comparison
     Lysi,
 }
 
