@@ -4,7 +4,7 @@ mod binary;
 
 use std::time::{Duration, Instant};
 
-use aristos::cluster::{Cluster, LinkTable, ProbeOptions, ProbedLinks, Stage, probe_links};
+use aristos::cluster::{Cluster, LinkTable, ProbeOptions, ProbedLinks, ProbeStage, probe_links};
 use aristos::shmem::reorder::ReorderWorld;
 use aristos::shmem::{Segment, ShmTransport, Shmem, Transport};
 use binary::{aristos, names_in, run, start};
@@ -80,7 +80,7 @@ fn probe_in_threads<T: Transport + Send>(transports: Vec<T>, options: &ProbeOpti
                     assert!(done <= of);
                     stages.push(stage);
                 });
-                assert_eq!(stages.first(), Some(&Stage::Alone));
+                assert_eq!(stages.first(), Some(&ProbeStage::Alone));
                 // Twice: nothing is left of the first time.
                 probe_links(&shmem, options, &mut |_, _, _| {}).unwrap();
                 probed.unwrap()

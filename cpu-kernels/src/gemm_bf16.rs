@@ -24,11 +24,11 @@ use half::bf16;
 use super::Line;
 use super::{Element, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
-use avx512::{Left, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
+use avx512::{LeftOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 
 /// Which implementation a product takes.
 #[derive(Clone, Copy)]
-pub(super) enum Path {
+pub(super) enum ProductPath {
     /// The AVX512-BF16 kernel.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(avx512::Features),
@@ -36,32 +36,32 @@ pub(super) enum Path {
     Widen,
 }
 
-impl Path {
+impl ProductPath {
     /// The best one this CPU has.
-    pub(super) fn detect() -> Path {
+    pub(super) fn detect() -> ProductPath {
         #[cfg(target_arch = "x86_64")]
         if let Some(features) = avx512::Features::detect() {
-            return Path::Avx512Bf16(features);
+            return ProductPath::Avx512Bf16(features);
         }
-        Path::Widen
+        ProductPath::Widen
     }
 }
 
 /// Whether bf16 products use this CPU's AVX512-BF16 instructions.
 pub fn uses_avx512_bf16() -> bool {
-    !matches!(Path::detect(), Path::Widen)
+    !matches!(ProductPath::detect(), ProductPath::Widen)
 }
 
 /// Rounds `src` into `dst` with the CPU's own instruction; false if it has none.
 pub(super) fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
     assert_eq!(src.len(), dst.len());
-    match Path::detect() {
+    match ProductPath::detect() {
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512Bf16(features) => {
+        ProductPath::Avx512Bf16(features) => {
             avx512::narrow(features, src, dst);
             true
         }
-        Path::Widen => false,
+        ProductPath::Widen => false,
     }
 }
 
@@ -86,19 +86,19 @@ enum Form {
 
 impl Bf16Weight {
     pub(super) fn new(w: &[f32], out: usize, inp: usize) -> Self {
-        Self::with_path(Path::detect(), w, out, inp)
+        Self::with_path(ProductPath::detect(), w, out, inp)
     }
 
     /// As [`new`](Self::new), on a chosen path.
-    pub(super) fn with_path(path: Path, w: &[f32], out: usize, inp: usize) -> Self {
+    pub(super) fn with_path(path: ProductPath, w: &[f32], out: usize, inp: usize) -> Self {
         let form = match path {
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16(features) => Form::Packed {
+            ProductPath::Avx512Bf16(features) => Form::Packed {
                 features,
                 nt: vec![bytemuck::Zeroable::zeroed(); panel_lines(inp, out)],
                 nn: vec![bytemuck::Zeroable::zeroed(); panel_lines(out, inp)],
             },
-            Path::Widen => Form::Wide(F32Weight::new(vec![0.0; out * inp], out, inp)),
+            ProductPath::Widen => Form::Wide(F32Weight::new(vec![0.0; out * inp], out, inp)),
         };
         let mut weight = Bf16Weight { out, inp, form };
         weight.set(&mut Workspace::default(), w);
@@ -151,7 +151,7 @@ pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
     match &w.form {
         #[cfg(target_arch = "x86_64")]
         &Form::Packed { features, ref nt, .. } => {
-            let (left, k, n) = (Left::Rows(a), w.inp, w.out);
+            let (left, k, n) = (LeftOperand::Rows(a), w.inp, w.out);
             avx512::product(features, &mut ws.a, [m, n, k], left, bytemuck::cast_slice(nt), c, accumulate);
         }
         Form::Wide(w) => {
@@ -167,7 +167,7 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
     match &w.form {
         #[cfg(target_arch = "x86_64")]
         &Form::Packed { features, ref nn, .. } => {
-            let (left, k, n) = (Left::Rows(a), w.out, w.inp);
+            let (left, k, n) = (LeftOperand::Rows(a), w.out, w.inp);
             avx512::product(features, &mut ws.a, [m, n, k], left, bytemuck::cast_slice(nn), c, accumulate);
         }
         Form::Wide(w) => {
@@ -180,12 +180,12 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
 
 /// `c [n, k] (+)= aᵀ b` with `a [m, n]` and `b [m, k]`.
 pub(super) fn tn(ws: &mut Workspace, shape: [usize; 3], a: &[bf16], b: &[bf16], c: &mut [f32], accumulate: bool) {
-    tn_with_path(Path::detect(), ws, shape, a, b, c, accumulate);
+    tn_with_path(ProductPath::detect(), ws, shape, a, b, c, accumulate);
 }
 
 /// As [`tn`], on a chosen path.
 pub(super) fn tn_with_path(
-    path: Path,
+    path: ProductPath,
     ws: &mut Workspace,
     shape: [usize; 3],
     a: &[bf16],
@@ -195,13 +195,13 @@ pub(super) fn tn_with_path(
 ) {
     match path {
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512Bf16(features) => {
+        ProductPath::Avx512Bf16(features) => {
             let [m, n, k] = shape;
             let panels = scratch::<u32>(&mut ws.b, panel_lines(m, k) * 16);
             pack_panels(b, m, k, panels);
-            avx512::product(features, &mut ws.a, [n, k, m], Left::Columns(a), panels, c, accumulate);
+            avx512::product(features, &mut ws.a, [n, k, m], LeftOperand::Columns(a), panels, c, accumulate);
         }
-        Path::Widen => {
+        ProductPath::Widen => {
             let wide_a = scratch::<f32>(&mut ws.a, a.len());
             bf16::widen(a, wide_a);
             let wide_b = scratch::<f32>(&mut ws.b, b.len());
@@ -306,7 +306,7 @@ mod avx512 {
 
     /// Where a left operand `[m, k]` comes from.
     #[derive(Clone, Copy)]
-    pub(super) enum Left<'a> {
+    pub(super) enum LeftOperand<'a> {
         /// Stored `[m, k]`.
         Rows(&'a [bf16]),
         /// Stored `[k, m]`.
@@ -314,9 +314,9 @@ mod avx512 {
     }
 
     /// Packs rows `i0..i0 + rows` and summed elements `k0..k0 + kc` of a left operand into tiles.
-    fn pack_left(left: Left<'_>, [m, k]: [usize; 2], [i0, rows]: [usize; 2], [k0, kc]: [usize; 2], tiles: &mut [u32]) {
+    fn pack_left(left: LeftOperand<'_>, [m, k]: [usize; 2], [i0, rows]: [usize; 2], [k0, kc]: [usize; 2], tiles: &mut [u32]) {
         match left {
-            Left::Rows(a) => {
+            LeftOperand::Rows(a) => {
                 let pairs = kc.div_ceil(2);
                 for (t, tile) in tiles.chunks_mut(pairs * MR).enumerate() {
                     let height = MR.min(rows - t * MR);
@@ -332,7 +332,7 @@ mod avx512 {
                     }
                 }
             }
-            Left::Columns(a) => pack_left_columns(a, m, i0, rows, k0, kc, tiles),
+            LeftOperand::Columns(a) => pack_left_columns(a, m, i0, rows, k0, kc, tiles),
         }
     }
 
@@ -399,14 +399,14 @@ mod avx512 {
         _: Features,
         buffer: &mut Vec<Line>,
         [m, n, k]: [usize; 3],
-        left: Left<'_>,
+        left: LeftOperand<'_>,
         right: &[u32],
         c: &mut [f32],
         accumulate: bool,
     ) {
         let pairs_total = k.div_ceil(2);
         assert_eq!(c.len(), m * n, "result of shape [{m}, {n}]");
-        let (Left::Rows(a) | Left::Columns(a)) = left;
+        let (LeftOperand::Rows(a) | LeftOperand::Columns(a)) = left;
         assert_eq!(a.len(), m * k, "left operand of shape [{m}, {k}]");
         assert_eq!(right.len(), n.div_ceil(NR) * pairs_total * NR, "packed right operand of shape [{k}, {n}]");
         if k == 0 && !accumulate {

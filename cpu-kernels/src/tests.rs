@@ -4,7 +4,7 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::gemm_bf16::{self, Path};
+use super::gemm_bf16::{self, ProductPath};
 use super::{Bf16Weight, Element, WeightShape, Workspace};
 
 /// `[m, n, k]` with every tail: below, at and above vector, block and panel sizes.
@@ -132,9 +132,9 @@ fn bf16_products_match_float64() {
 #[test]
 fn bf16_products_without_the_instruction_match_float64() {
     products_match_float64::<bf16>(
-        |w, out, inp| Bf16Weight::with_path(Path::Widen, w, out, inp),
+        |w, out, inp| Bf16Weight::with_path(ProductPath::Widen, w, out, inp),
         |ws, m, n, k, a, b, c, accumulate| {
-            gemm_bf16::tn_with_path(Path::Widen, ws, [m, n, k], a, b, c, accumulate);
+            gemm_bf16::tn_with_path(ProductPath::Widen, ws, [m, n, k], a, b, c, accumulate);
         },
     );
 }

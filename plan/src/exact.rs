@@ -14,7 +14,7 @@ use crate::cluster::{Edge, Link, LinkTable, Matrix};
 pub(crate) const MOST_DEVICES: usize = 16;
 
 /// What came of it.
-pub(crate) struct Outcome {
+pub(crate) struct Improvement {
     /// A better grouping than the one that was known, where there is one.
     pub better: Option<Vec<Vec<u32>>>,
     /// Whether everything was looked at, and so the better or the known one is optimal.
@@ -28,10 +28,10 @@ pub(crate) fn improve(
     known_ms: f64,
     allow_idle: bool,
     budget: u64,
-) -> Outcome {
+) -> Improvement {
     let n = problem.n();
     if n > MOST_DEVICES {
-        return Outcome { better: None, complete: false };
+        return Improvement { better: None, complete: false };
     }
     let mut dp = Dp { problem, bounds, work: work_of_sets(problem), best_ms: known_ms, best: None, left: budget };
     let all = (1u32 << n) - 1;
@@ -44,7 +44,7 @@ pub(crate) fn improve(
         dp.workers(all, n)
     };
     let groups = |sets: Vec<u32>| sets.into_iter().map(devices).collect();
-    Outcome { better: dp.best.map(groups), complete }
+    Improvement { better: dp.best.map(groups), complete }
 }
 
 /// The devices of a set, ascending.
@@ -111,7 +111,7 @@ impl Dp<'_, '_> {
         let mb = self.problem.workload.all_reduce_buffer_mb / 2.0;
         let pairs = members.iter().enumerate().flat_map(|(a, &i)| members[a + 1..].iter().map(move |&j| (i, j)));
         let mut pairs: Vec<_> = pairs.map(|(i, j)| self.problem.links.edge(i as usize, j as usize, mb)).collect();
-        pairs.sort_by(|a, b| b.rank.partial_cmp(&a.rank).expect("finite"));
+        pairs.sort_by(|a, b| b.slowness.partial_cmp(&a.slowness).expect("finite"));
         let mut part: Vec<u32> = (0..self.problem.n() as u32).collect();
         pairs.retain(|edge| {
             let (a, b) = (part[edge.i as usize], part[edge.j as usize]);

@@ -51,7 +51,7 @@ use bound::{Bounds, LeastExchange, bounds};
 pub use error::{InputError, PlanError};
 pub use explain::{Alternative, Explanation, explain};
 use objective::{Evaluation, Problem};
-use placement::Seats;
+use placement::GroupDevices;
 pub use replan::{Replan, loads_of_report, replan};
 use search::{Effort, Found, Search, TOGETHER_MOST, Views};
 pub use workload::Workload;
@@ -507,29 +507,29 @@ fn place(
     costs: &[f64],
     groups: &[Vec<u32>],
     kind: PlacementKind,
-) -> Vec<(placement::Placement, f64)> {
+) -> Vec<(placement::DeviceExperts, f64)> {
     let n = cluster.devices.len();
-    // Rates as bits, and memories, of a group's devices.
+    // Rates as bits, and memories, of a group's devices: groups with the same ones get the same placement.
     type Alike = (Vec<u64>, Vec<u64>);
-    let seats_of = |members: &[u32]| -> Alike {
+    let devices_of = |members: &[u32]| -> Alike {
         let device = |i: &u32| &cluster.devices[*i as usize];
         members.iter().map(|i| (device(i).flop_per_ms.to_bits(), device(i).memory_experts)).unzip()
     };
-    let all: Vec<Alike> = groups.iter().map(|members| seats_of(members)).collect();
+    let all: Vec<Alike> = groups.iter().map(|members| devices_of(members)).collect();
     let distinct = all.iter().collect::<std::collections::HashSet<_>>().len();
     let steps = if n as f64 <= THOROUGH_DEVICES { 20_000_000 } else { 200_000 };
-    let mut known: HashMap<&Alike, (placement::Placement, f64)> = HashMap::new();
-    let place = |seats: &Alike| {
-        let flops: Vec<f64> = seats.0.iter().map(|bits| f64::from_bits(*bits)).collect();
-        let seats = Seats { flops: &flops, memory: &seats.1, costs };
+    let mut known: HashMap<&Alike, (placement::DeviceExperts, f64)> = HashMap::new();
+    let place = |alike: &Alike| {
+        let flops: Vec<f64> = alike.0.iter().map(|bits| f64::from_bits(*bits)).collect();
+        let group = GroupDevices { flops: &flops, memory: &alike.1, costs };
         let placement = match kind {
-            PlacementKind::Auto => placement::auto(&seats, steps / distinct as u64),
-            PlacementKind::Lysi => placement::lysi(&seats),
+            PlacementKind::Auto => placement::auto(&group, steps / distinct as u64),
+            PlacementKind::Lysi => placement::lysi(&group),
         };
-        let makespan_ms = seats.makespan(&placement);
+        let makespan_ms = group.makespan(&placement);
         (placement, makespan_ms)
     };
-    all.iter().map(|seats| known.entry(seats).or_insert_with(|| place(seats)).clone()).collect()
+    all.iter().map(|alike| known.entry(alike).or_insert_with(|| place(alike)).clone()).collect()
 }
 
 impl Outcome {

@@ -35,7 +35,7 @@ struct Merged {
 /// The groups it ends with, each ascending, by first device; and the devices whose group stayed short of memory (at most one
 /// group does, as two invalid groups always merge).
 pub(crate) fn groups<L: LinkTable>(problem: &Problem<L>) -> (Vec<Vec<u32>>, Vec<u32>) {
-    let mut pass = Pass::new(problem);
+    let mut pass = MergePass::new(problem);
     pairs_ascending(problem, |i, j| pass.pair(i, j));
     let mut groups = Vec::new();
     let mut invalid = Vec::new();
@@ -72,7 +72,7 @@ impl Evaluated {
     }
 }
 
-struct Pass<'p, 'a, L> {
+struct MergePass<'p, 'a, L> {
     problem: &'p Problem<'a, L>,
     groups: Vec<Option<Group>>,
     group_of: Vec<u32>,
@@ -87,7 +87,7 @@ struct Pass<'p, 'a, L> {
     external: usize,
 }
 
-impl<'p, 'a, L: LinkTable> Pass<'p, 'a, L> {
+impl<'p, 'a, L: LinkTable> MergePass<'p, 'a, L> {
     fn new(problem: &'p Problem<'a, L>) -> Self {
         let n = problem.n();
         let valid = |i: usize| problem.memory[i] >= problem.n_experts;
@@ -104,7 +104,7 @@ impl<'p, 'a, L: LinkTable> Pass<'p, 'a, L> {
             },
             all_reduce_ms,
         };
-        Pass {
+        MergePass {
             problem,
             groups: (0..n).map(|i| Some(group(i))).collect(),
             group_of: (0..n as u32).collect(),
@@ -269,16 +269,16 @@ fn few_kinds(n: usize, bits: impl Fn(usize, usize) -> u64) -> Option<Vec<u64>> {
 fn slowest_tree_upper<L: LinkTable>(problem: &Problem<L>) -> Vec<(u32, u32)> {
     let n = problem.n();
     let mb = problem.workload.all_reduce_buffer_mb / 2.0;
-    type Rank = (f64, u32, u32);
-    let mut best: Vec<Rank> = vec![(f64::NEG_INFINITY, 0, 0); n];
+    type EdgeKey = (f64, u32, u32);
+    let mut best: Vec<EdgeKey> = vec![(f64::NEG_INFINITY, 0, 0); n];
     let mut left: Vec<u32> = (1..n as u32).collect();
-    let (mut tree, mut last): (Vec<Rank>, u32) = (Vec::new(), 0);
+    let (mut tree, mut last): (Vec<EdgeKey>, u32) = (Vec::new(), 0);
     while !left.is_empty() {
         let mut next = ((f64::NEG_INFINITY, 0, 0), 0);
         for (place, &j) in left.iter().enumerate() {
-            let rank = (upper(problem, last, j).time_ms(mb), last.min(j), last.max(j));
-            if rank > best[j as usize] {
-                best[j as usize] = rank;
+            let key = (upper(problem, last, j).time_ms(mb), last.min(j), last.max(j));
+            if key > best[j as usize] {
+                best[j as usize] = key;
             }
             if best[j as usize] > next.0 {
                 next = (best[j as usize], place);

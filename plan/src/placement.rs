@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, BinaryHeap};
 
 /// One group's devices, as placement sees them.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Seats<'a> {
+pub(crate) struct GroupDevices<'a> {
     /// Rates, FLOP per ms.
     pub flops: &'a [f64],
     /// Experts that each holds at most; together at least all.
@@ -21,11 +21,11 @@ pub(crate) struct Seats<'a> {
 const MOST_BRANCHED: usize = 256;
 
 /// Of each device, its experts, ascending.
-pub(crate) type Placement = Vec<Vec<u32>>;
+pub(crate) type DeviceExperts = Vec<Vec<u32>>;
 
-impl Seats<'_> {
+impl GroupDevices<'_> {
     /// The longest time of a device, ms.
-    pub fn makespan(&self, placement: &Placement) -> f64 {
+    pub fn makespan(&self, placement: &DeviceExperts) -> f64 {
         let time = |d: usize| placement[d].iter().map(|&e| self.costs[e as usize]).sum::<f64>() / self.flops[d];
         (0..placement.len()).map(time).fold(0.0, f64::max)
     }
@@ -52,22 +52,22 @@ impl Seats<'_> {
 
 /// Lysi's placement: round robin, each device taking the experts that fit its share best. A full device's rate leaves
 /// the sum once, not at every visit, so it ends on every input.
-pub(crate) fn lysi(seats: &Seats) -> Placement {
-    let (n, n_experts) = (seats.flops.len(), seats.costs.len());
+pub(crate) fn lysi(group: &GroupDevices) -> DeviceExperts {
+    let (n, n_experts) = (group.flops.len(), group.costs.len());
     let mut order: Vec<usize> = (0..n).collect();
-    order.sort_by(|&a, &b| seats.flops[b].total_cmp(&seats.flops[a]));
+    order.sort_by(|&a, &b| group.flops[b].total_cmp(&group.flops[a]));
     let even = n_experts.div_ceil(n) as u64;
     // As published: whether any of the first n - 1 has, not whether each has.
     let each_has_capacity = match n {
-        1 => seats.memory[0] >= even,
-        _ => seats.memory[..n - 1].iter().any(|m| *m >= even),
+        1 => group.memory[0] >= even,
+        _ => group.memory[..n - 1].iter().any(|m| *m >= even),
     };
     // Costs are not negative, so their bits are in their order.
-    let mut experts: BTreeSet<(u64, u32)> = seats.costs.iter().map(|c| c.to_bits()).zip(0..).collect();
+    let mut experts: BTreeSet<(u64, u32)> = group.costs.iter().map(|c| c.to_bits()).zip(0..).collect();
     let mut placement = vec![Vec::new(); n];
-    let mut memory = seats.memory.to_vec();
-    let mut cost_left: f64 = seats.costs.iter().sum();
-    let mut flops_left: f64 = seats.flops.iter().sum();
+    let mut memory = group.memory.to_vec();
+    let mut cost_left: f64 = group.costs.iter().sum();
+    let mut flops_left: f64 = group.flops.iter().sum();
     let mut counted = vec![true; n];
     while !experts.is_empty() {
         let before = experts.len();
@@ -78,10 +78,10 @@ pub(crate) fn lysi(seats: &Seats) -> Placement {
             if memory[d] > 0 {
                 if !counted[d] {
                     // A further round, in which the published version would divide by what is no longer there.
-                    flops_left = (0..n).filter(|&d| memory[d] > 0).map(|d| seats.flops[d]).sum();
+                    flops_left = (0..n).filter(|&d| memory[d] > 0).map(|d| group.flops[d]).sum();
                     counted = memory.iter().map(|m| *m > 0).collect();
                 }
-                let budget = share(seats.flops[d], cost_left, flops_left);
+                let budget = share(group.flops[d], cost_left, flops_left);
                 let mut left = budget;
                 while left > 0.0 && memory[d] > 0 {
                     let Some(expert) = best_fit(&experts, left) else { break };
@@ -94,7 +94,7 @@ pub(crate) fn lysi(seats: &Seats) -> Placement {
             }
             if counted[d] && (memory[d] == 0 || each_has_capacity) {
                 counted[d] = false;
-                flops_left -= seats.flops[d];
+                flops_left -= group.flops[d];
             }
         }
         if experts.len() == before {
@@ -138,67 +138,67 @@ fn best_fit(experts: &BTreeSet<(u64, u32)>, budget: f64) -> Option<(u64, u32)> {
 
 /// A placement, never worse than [`lysi`]'s; optimal for experts of one cost, and where about `budget` steps suffice to
 /// prove it.
-pub(crate) fn auto(seats: &Seats, budget: u64) -> Placement {
-    let least = seats.least();
-    let greedy = largest_first(seats);
-    let mut best = (seats.makespan(&greedy), greedy);
-    let keep = |best: &mut (f64, Placement), placement: Placement| {
-        let makespan = seats.makespan(&placement);
+pub(crate) fn auto(group: &GroupDevices, budget: u64) -> DeviceExperts {
+    let least = group.least();
+    let greedy = largest_first(group);
+    let mut best = (group.makespan(&greedy), greedy);
+    let keep = |best: &mut (f64, DeviceExperts), placement: DeviceExperts| {
+        let makespan = group.makespan(&placement);
         if makespan < best.0 {
             *best = (makespan, placement);
         }
     };
-    let reached = |best: &(f64, Placement)| best.0 * (1.0 - 1e-12) <= least;
-    let equal = seats.costs.iter().all(|c| *c == seats.costs[0]);
+    let reached = |best: &(f64, DeviceExperts)| best.0 * (1.0 - 1e-12) <= least;
+    let equal = group.costs.iter().all(|c| *c == group.costs[0]);
     let mut done = equal || reached(&best);
     if !done {
-        keep(&mut best, lysi(seats));
+        keep(&mut best, lysi(group));
         let mut improved = best.1.clone();
-        local_search(seats, &mut improved, budget / 4);
+        local_search(group, &mut improved, budget / 4);
         keep(&mut best, improved);
         done = reached(&best);
     }
-    if !done && seats.costs.len() <= MOST_BRANCHED {
-        let mut branch = Branch::new(seats, best.0, budget / 4 * 3);
+    if !done && group.costs.len() <= MOST_BRANCHED {
+        let mut branch = Branch::new(group, best.0, budget / 4 * 3);
         branch.go(0);
         if let Some(owner) = branch.best_owner {
-            let mut placement = vec![Vec::new(); seats.flops.len()];
+            let mut placement = vec![Vec::new(); group.flops.len()];
             branch.order.iter().zip(owner).for_each(|(&e, d)| placement[d as usize].push(e));
             keep(&mut best, placement);
         }
     }
-    let mut placement = in_order(seats, best.1);
+    let mut placement = in_order(group, best.1);
     placement.iter_mut().for_each(|experts| experts.sort_unstable());
     placement
 }
 
 /// Largest expert first, each where it ends first (Graham 1969, on uniform machines); optimal for experts of one cost.
-fn largest_first(seats: &Seats) -> Placement {
-    let mut order: Vec<u32> = (0..seats.costs.len() as u32).collect();
-    order.sort_by(|&a, &b| seats.costs[b as usize].total_cmp(&seats.costs[a as usize]).then(a.cmp(&b)));
-    let n = seats.flops.len();
+fn largest_first(group: &GroupDevices) -> DeviceExperts {
+    let mut order: Vec<u32> = (0..group.costs.len() as u32).collect();
+    order.sort_by(|&a, &b| group.costs[b as usize].total_cmp(&group.costs[a as usize]).then(a.cmp(&b)));
+    let n = group.flops.len();
     let mut placement = vec![Vec::new(); n];
     let mut load = vec![0.0f64; n];
-    let equal = seats.costs.iter().all(|c| *c == seats.costs[0]);
+    let equal = group.costs.iter().all(|c| *c == group.costs[0]);
     // With equal costs the next end of each device can wait in a heap; times are not negative, so bits are in order.
     if equal {
-        let cost = seats.costs[0];
-        let ends = |d: usize, held: usize| ((held as f64 + 1.0) * cost / seats.flops[d]).to_bits();
+        let cost = group.costs[0];
+        let ends = |d: usize, held: usize| ((held as f64 + 1.0) * cost / group.flops[d]).to_bits();
         let mut heap: BinaryHeap<_> =
-            (0..n).filter(|&d| seats.memory[d] > 0).map(|d| Reverse((ends(d, 0), 0usize, d))).collect();
+            (0..n).filter(|&d| group.memory[d] > 0).map(|d| Reverse((ends(d, 0), 0usize, d))).collect();
         for e in order {
             let Some(Reverse((_, _, d))) = heap.pop() else { break };
             placement[d].push(e);
-            if (placement[d].len() as u64) < seats.memory[d] {
+            if (placement[d].len() as u64) < group.memory[d] {
                 heap.push(Reverse((ends(d, placement[d].len()), placement[d].len(), d)));
             }
         }
         return placement;
     }
     for e in order {
-        let cost = seats.costs[e as usize];
-        let free = (0..n).filter(|&d| (placement[d].len() as u64) < seats.memory[d]);
-        let ends = |d: usize| (load[d] + cost) / seats.flops[d];
+        let cost = group.costs[e as usize];
+        let free = (0..n).filter(|&d| (placement[d].len() as u64) < group.memory[d]);
+        let ends = |d: usize| (load[d] + cost) / group.flops[d];
         // Experts that cost nothing go where most memory is left free, not all to one device.
         let key = |d: usize| (ends(d), placement[d].len());
         let Some(d) = free.min_by(|&a, &b| key(a).partial_cmp(&key(b)).expect("finite")) else { break };
@@ -209,20 +209,20 @@ fn largest_first(seats: &Seats) -> Placement {
 }
 
 /// Moves and swaps that relieve the slowest device, until there is none.
-fn local_search(seats: &Seats, placement: &mut Placement, budget: u64) {
-    let n = seats.flops.len();
-    let cost = |e: u32| seats.costs[e as usize];
+fn local_search(group: &GroupDevices, placement: &mut DeviceExperts, budget: u64) {
+    let n = group.flops.len();
+    let cost = |e: u32| group.costs[e as usize];
     let mut load: Vec<f64> = placement.iter().map(|experts| experts.iter().map(|&e| cost(e)).sum()).collect();
     let mut left = budget as i64;
     while left > 0 {
-        let time = |d: usize, load: f64| load / seats.flops[d];
+        let time = |d: usize, load: f64| load / group.flops[d];
         let slowest = (0..n).fold(0, |s, d| if time(d, load[d]) > time(s, load[s]) { d } else { s });
         let now = time(slowest, load[slowest]);
         // The change after which the later of the two devices ends first.
         let mut best = (now * (1.0 - 1e-12), None);
         for (place, &e) in placement[slowest].iter().enumerate() {
             for d in (0..n).filter(|&d| d != slowest) {
-                if (placement[d].len() as u64) < seats.memory[d] {
+                if (placement[d].len() as u64) < group.memory[d] {
                     let then = time(d, load[d] + cost(e)).max(time(slowest, load[slowest] - cost(e)));
                     if then < best.0 {
                         best = (then, Some((place, d, None)));
@@ -258,7 +258,7 @@ fn local_search(seats: &Seats, placement: &mut Placement, budget: u64) {
 
 /// Depth-first branch and bound over the experts, most expensive first.
 struct Branch<'s, 'a> {
-    seats: &'s Seats<'a>,
+    group: &'s GroupDevices<'a>,
     order: Vec<u32>,
     /// Cost of the experts from each place of the order on.
     rest: Vec<f64>,
@@ -273,22 +273,22 @@ struct Branch<'s, 'a> {
 }
 
 impl<'s, 'a> Branch<'s, 'a> {
-    fn new(seats: &'s Seats<'a>, best_ms: f64, budget: u64) -> Self {
-        let mut order: Vec<u32> = (0..seats.costs.len() as u32).collect();
-        order.sort_by(|&a, &b| seats.costs[b as usize].total_cmp(&seats.costs[a as usize]).then(a.cmp(&b)));
+    fn new(group: &'s GroupDevices<'a>, best_ms: f64, budget: u64) -> Self {
+        let mut order: Vec<u32> = (0..group.costs.len() as u32).collect();
+        order.sort_by(|&a, &b| group.costs[b as usize].total_cmp(&group.costs[a as usize]).then(a.cmp(&b)));
         let mut rest = vec![0.0; order.len() + 1];
         for place in (0..order.len()).rev() {
-            rest[place] = rest[place + 1] + seats.costs[order[place] as usize];
+            rest[place] = rest[place + 1] + group.costs[order[place] as usize];
         }
-        let mut devices: Vec<u32> = (0..seats.flops.len() as u32).collect();
-        devices.sort_by(|&a, &b| seats.flops[b as usize].total_cmp(&seats.flops[a as usize]).then(a.cmp(&b)));
+        let mut devices: Vec<u32> = (0..group.flops.len() as u32).collect();
+        devices.sort_by(|&a, &b| group.flops[b as usize].total_cmp(&group.flops[a as usize]).then(a.cmp(&b)));
         Branch {
-            seats,
+            group,
             order,
             rest,
             devices,
-            load: vec![0.0; seats.flops.len()],
-            free: seats.memory.to_vec(),
+            load: vec![0.0; group.flops.len()],
+            free: group.memory.to_vec(),
             owner: Vec::new(),
             best_ms,
             best_owner: None,
@@ -299,7 +299,7 @@ impl<'s, 'a> Branch<'s, 'a> {
     fn go(&mut self, place: usize) {
         let limit = self.best_ms * (1.0 - 1e-12);
         if place == self.order.len() {
-            let time = |d: usize| self.load[d] / self.seats.flops[d];
+            let time = |d: usize| self.load[d] / self.group.flops[d];
             let makespan = (0..self.load.len()).map(time).fold(0.0, f64::max);
             if makespan < limit {
                 self.best_ms = makespan;
@@ -312,28 +312,28 @@ impl<'s, 'a> Branch<'s, 'a> {
             return;
         }
         // What the devices can still take before the limit, seen as a whole.
-        let largest = self.seats.costs[self.order[place] as usize];
+        let largest = self.group.costs[self.order[place] as usize];
         let room: f64 = (0..self.load.len())
-            .map(|d| (limit * self.seats.flops[d] - self.load[d]).clamp(0.0, self.free[d] as f64 * largest))
+            .map(|d| (limit * self.group.flops[d] - self.load[d]).clamp(0.0, self.free[d] as f64 * largest))
             .sum();
         if room < self.rest[place] * (1.0 - 1e-12) {
             return;
         }
         // An expert that costs as much as the one before goes to no device before that one's.
-        let twin = place > 0 && self.seats.costs[self.order[place - 1] as usize] == largest;
+        let twin = place > 0 && self.group.costs[self.order[place - 1] as usize] == largest;
         let first = match twin {
             true => self.devices.iter().position(|d| Some(d) == self.owner.last()).unwrap_or(0),
             false => 0,
         };
         for at in first..self.devices.len() {
             let d = self.devices[at] as usize;
-            if self.free[d] == 0 || (self.load[d] + largest) / self.seats.flops[d] >= limit {
+            if self.free[d] == 0 || (self.load[d] + largest) / self.group.flops[d] >= limit {
                 continue;
             }
             // A device that is just like one before leads to the same placements.
             let alike = |o: u32| {
                 let o = o as usize;
-                self.seats.flops[o] == self.seats.flops[d]
+                self.group.flops[o] == self.group.flops[d]
                     && self.load[o] == self.load[d]
                     && self.free[o] == self.free[d]
             };
@@ -356,17 +356,17 @@ impl<'s, 'a> Branch<'s, 'a> {
 }
 
 /// The same placement with experts of one cost in order: the first device that has some gets the lowest ids.
-fn in_order(seats: &Seats, placement: Placement) -> Placement {
-    let mut ids: Vec<u32> = (0..seats.costs.len() as u32).collect();
-    let by_cost = |&a: &u32, &b: &u32| seats.costs[a as usize].total_cmp(&seats.costs[b as usize]).then(a.cmp(&b));
+fn in_order(group: &GroupDevices, placement: DeviceExperts) -> DeviceExperts {
+    let mut ids: Vec<u32> = (0..group.costs.len() as u32).collect();
+    let by_cost = |&a: &u32, &b: &u32| group.costs[a as usize].total_cmp(&group.costs[b as usize]).then(a.cmp(&b));
     ids.sort_by(by_cost);
     // Of each expert, the next unused place of its cost among `ids`.
-    let mut first = vec![0usize; seats.costs.len()];
+    let mut first = vec![0usize; group.costs.len()];
     for (place, &e) in ids.iter().enumerate() {
-        let twin = place > 0 && seats.costs[ids[place - 1] as usize] == seats.costs[e as usize];
+        let twin = place > 0 && group.costs[ids[place - 1] as usize] == group.costs[e as usize];
         first[e as usize] = if twin { first[ids[place - 1] as usize] } else { place };
     }
-    let mut used = vec![0usize; seats.costs.len()];
+    let mut used = vec![0usize; group.costs.len()];
     let mut next = |e: u32| {
         let class = first[e as usize];
         used[class] += 1;

@@ -12,12 +12,12 @@ struct Group {
     members: Vec<u32>,
     flops: f64,
     memory: u64,
-    work: Work,
+    work: GroupWork,
 }
 
 /// What a group takes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Work {
+struct GroupWork {
     /// Compute and communication, ms.
     ms: f64,
     /// Sum over devices of what their compute and communication is over the limit, and a penalty where memory is short, ms.
@@ -34,7 +34,7 @@ pub(crate) struct Move {
 
 /// A changed group, before its members are looked at.
 #[derive(Clone, Copy, Debug)]
-struct Side {
+struct ChangedGroup {
     g: u32,
     out: Option<u32>,
     into: Option<u32>,
@@ -51,11 +51,11 @@ struct Side {
 
 /// What a change would come to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct After {
+pub(crate) struct MoveResult {
     /// The excess of all groups together.
     pub excess_ms: f64,
     /// Of the group that `i` leaves, and the one that it comes to.
-    works: [Work; 2],
+    works: [GroupWork; 2],
     slowest: Option<usize>,
     limit_ms: f64,
 }
@@ -142,7 +142,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             let flops = members.iter().map(|&i| problem.flops[i as usize]).sum();
             members.iter().for_each(|&i| state.group_of[i as usize] = g as u32);
             let memory = problem.holds(members);
-            state.groups.push(Group { members: members.clone(), flops, memory, work: Work::default() });
+            state.groups.push(Group { members: members.clone(), flops, memory, work: GroupWork::default() });
         }
         state.add_up();
         state.slowest = if groups.len() > 1 { problem.slowest(|x| state.group_of[x as usize]) } else { None };
@@ -253,13 +253,13 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     }
 
     /// Group `g` as it is, with another limit.
-    fn whole(&self, g: u32, limit_ms: f64) -> Work {
+    fn whole(&self, g: u32, limit_ms: f64) -> GroupWork {
         let side = self.side(g, None, None, limit_ms);
-        self.work(&side, f64::INFINITY).unwrap_or(Work { ms: f64::INFINITY, excess_ms: f64::INFINITY })
+        self.work(&side, f64::INFINITY).unwrap_or(GroupWork { ms: f64::INFINITY, excess_ms: f64::INFINITY })
     }
 
     /// Group `g` without device `out` and with device `into`, as far as can be told without its other members' exchanges.
-    fn side(&self, g: u32, out: Option<u32>, into: Option<u32>, limit_ms: f64) -> Side {
+    fn side(&self, g: u32, out: Option<u32>, into: Option<u32>, limit_ms: f64) -> ChangedGroup {
         let (problem, group) = (self.problem, &self.groups[g as usize]);
         let size = group.members.len() + usize::from(into.is_some()) - usize::from(out.is_some());
         let per_peer = problem.workload.p2p_buffer_mb / size as f64;
@@ -295,11 +295,11 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             worst = problem.workload.p2p_frequency * (alpha + beta * per_peer);
             excess_ms += (worst - over).max(0.0);
         }
-        Side { g, out, into, per_peer, compute, over, worst, excess_ms }
+        ChangedGroup { g, out, into, per_peer, compute, over, worst, excess_ms }
     }
 
     /// The same with all members; `None` as soon as the excess is seen to be over `most`.
-    fn work(&self, side: &Side, most: f64) -> Option<Work> {
+    fn work(&self, side: &ChangedGroup, most: f64) -> Option<GroupWork> {
         match (side.out.is_some(), side.into.is_some()) {
             (false, false) => self.work_of::<false, false>(side, most),
             (true, false) => self.work_of::<true, false>(side, most),
@@ -308,7 +308,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         }
     }
 
-    fn work_of<const OUT: bool, const IN: bool>(&self, side: &Side, most: f64) -> Option<Work> {
+    fn work_of<const OUT: bool, const IN: bool>(&self, side: &ChangedGroup, most: f64) -> Option<GroupWork> {
         let problem = self.problem;
         let (out, into) = (side.out.unwrap_or_default(), side.into.unwrap_or_default());
         let eta = problem.workload.p2p_frequency;
@@ -337,11 +337,11 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 }
             }
         }
-        (excess_ms <= most).then_some(Work { ms: side.compute + worst, excess_ms })
+        (excess_ms <= most).then_some(GroupWork { ms: side.compute + worst, excess_ms })
     }
 
     /// What a change would come to; `None` where it would empty a group or changes nothing, or the excess would be over `most_ms`.
-    pub fn after(&mut self, Move { i, to, j }: Move, most_ms: f64) -> Option<After> {
+    pub fn after(&mut self, Move { i, to, j }: Move, most_ms: f64) -> Option<MoveResult> {
         self.ops += CHANGE_OPS;
         let from = self.group_of[i as usize];
         if from == to || j.is_some_and(|j| self.group_of[j as usize] != to) {
@@ -373,7 +373,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         if sides.iter().flatten().map(|side| side.excess_ms).sum::<f64>() > left {
             return None;
         }
-        let mut works = [Work::default(); 2];
+        let mut works = [GroupWork::default(); 2];
         for (work, side) in works.iter_mut().zip(&sides).rev() {
             let Some(side) = side else { continue };
             self.ops += self.groups[side.g as usize].members.len() as u64 * 3 / 2;
@@ -381,7 +381,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             left -= work.excess_ms;
         }
         let excess_ms = others + works[0].excess_ms + works[1].excess_ms;
-        Some(After { excess_ms, works, slowest, limit_ms })
+        Some(MoveResult { excess_ms, works, slowest, limit_ms })
     }
 
     /// The excess of all groups but two, either of which may be [`IDLE`]; as it is known where the limit is as now.
@@ -435,7 +435,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     }
 
     /// Makes a change that comes to `after`.
-    pub fn apply(&mut self, change: Move, after: After) {
+    pub fn apply(&mut self, change: Move, after: MoveResult) {
         let from = self.group_of[change.i as usize];
         let again = after.limit_ms != self.limit_ms;
         (self.slowest, self.limit_ms) = (after.slowest, after.limit_ms);

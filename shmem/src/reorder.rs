@@ -69,7 +69,7 @@ impl ReorderWorld {
 
 /// What differs from seed to seed: how fast things are delivered, how long a PE keeps its turn.
 #[derive(Debug)]
-struct Habits {
+struct Behaviour {
     /// Chance, per call and then per delivery, that something is delivered.
     deliver: f64,
     /// Usual delays are below this, in calls.
@@ -87,7 +87,7 @@ struct Habits {
 #[derive(Debug)]
 struct State {
     rng: ChaCha8Rng,
-    habits: Habits,
+    habits: Behaviour,
     /// Counts calls.
     clock: u64,
     /// Whose turn it is.
@@ -95,14 +95,14 @@ struct State {
     heaps: Vec<Vec<u8>>,
     pes: Vec<Pe>,
     /// What was issued and has not been delivered whole, in no order.
-    pending: Vec<Op>,
+    pending: Vec<OpInFlight>,
     /// For each pair (from, to): the fence epochs with pending operations, oldest first, with how many.
     epochs: Vec<VecDeque<(u64, usize)>>,
 }
 
 #[derive(Debug)]
 struct Pe {
-    status: Status,
+    status: PeState,
     /// Has made a call.
     started: bool,
     /// Fences so far.
@@ -112,7 +112,7 @@ struct Pe {
 }
 
 #[derive(Debug)]
-enum Status {
+enum PeState {
     Running,
     Waiting {
         waits: Vec<RawWait>,
@@ -125,7 +125,7 @@ enum Status {
 
 /// An operation under way: its pieces, in any order, then its signal.
 #[derive(Debug)]
-struct Op {
+struct OpInFlight {
     issuer: usize,
     /// Whose heap it changes.
     writes: usize,
@@ -157,7 +157,7 @@ impl State {
         fn one_of<V: Copy>(rng: &mut ChaCha8Rng, values: &[V]) -> V {
             values[rng.random_range(0..values.len())]
         }
-        let habits = Habits {
+        let habits = Behaviour {
             deliver: one_of(&mut rng, &[0.02, 0.2, 0.5, 0.9]),
             delay: one_of(&mut rng, &[1, 10, 100]),
             hold: one_of(&mut rng, &[0.0, 0.05, 0.3]),
@@ -169,7 +169,7 @@ impl State {
         let pes = (0..n_pes)
             .map(|_| {
                 let naps_until = if rng.random_bool(late) { rng.random_range(0..2000) } else { 0 };
-                Pe { status: Status::Running, started: false, epoch: 0, naps_until }
+                Pe { status: PeState::Running, started: false, epoch: 0, naps_until }
             })
             .collect();
         Self {
@@ -205,7 +205,7 @@ impl State {
             false => self.rng.random_range(0..self.habits.delay),
         };
         let (pieces, signal) = parts;
-        self.pending.push(Op { issuer, writes, epoch, due: self.clock + delay, pieces, signal });
+        self.pending.push(OpInFlight { issuer, writes, epoch, due: self.clock + delay, pieces, signal });
     }
 
     /// A transfer of `bytes` bytes to `dest`, whole or in pieces; `data` makes the piece of a range of it.
@@ -221,7 +221,7 @@ impl State {
     }
 
     /// Whether no operation that a fence puts before `op` is pending.
-    fn eligible(&self, op: &Op) -> bool {
+    fn eligible(&self, op: &OpInFlight) -> bool {
         let oldest = self.epochs[op.issuer * self.heaps.len() + op.writes].front();
         op.epoch.is_none_or(|epoch| oldest.is_some_and(|(oldest, _)| *oldest == epoch))
     }
@@ -261,9 +261,9 @@ impl State {
     }
 
     /// Delivers all that `which` chooses, in an order that fences allow.
-    fn drain(&mut self, which: impl Fn(&Op) -> bool) {
+    fn drain(&mut self, which: impl Fn(&OpInFlight) -> bool) {
         loop {
-            let chosen = |op: &Op| which(op) && self.eligible(op);
+            let chosen = |op: &OpInFlight| which(op) && self.eligible(op);
             let indices: Vec<_> = (0..self.pending.len()).filter(|&i| chosen(&self.pending[i])).collect();
             if indices.is_empty() {
                 return;
@@ -308,9 +308,9 @@ impl State {
 
     fn can_run(&self, pe: usize, now: Instant) -> bool {
         match &self.pes[pe].status {
-            Status::Running | Status::Stuck => true,
-            Status::Waiting { waits, deadline } => now >= *deadline || !self.holding(pe, waits).is_empty(),
-            Status::Gone => false,
+            PeState::Running | PeState::Stuck => true,
+            PeState::Waiting { waits, deadline } => now >= *deadline || !self.holding(pe, waits).is_empty(),
+            PeState::Gone => false,
         }
     }
 
@@ -329,8 +329,8 @@ impl State {
                 // Nobody can run and nothing is under way.
                 let mut stuck = false;
                 for pe in &mut self.pes {
-                    if matches!(pe.status, Status::Waiting { .. }) {
-                        pe.status = Status::Stuck;
+                    if matches!(pe.status, PeState::Waiting { .. }) {
+                        pe.status = PeState::Stuck;
                         stuck = true;
                     }
                 }
@@ -488,11 +488,11 @@ impl Transport for ReorderTransport {
         waits.iter().for_each(|wait| self.check_word(wait.signal));
         let mut state = self.turn();
         if state.holding(self.my_pe, waits).is_empty() {
-            state.pes[self.my_pe].status = Status::Waiting { waits: waits.to_vec(), deadline };
+            state.pes[self.my_pe].status = PeState::Waiting { waits: waits.to_vec(), deadline };
             self.pass_turn(&mut state);
             drop(state);
             state = self.turn();
-            state.pes[self.my_pe].status = Status::Running;
+            state.pes[self.my_pe].status = PeState::Running;
         }
         let holding = state.holding(self.my_pe, waits);
         let found = (!holding.is_empty()).then(|| holding[state.rng.random_range(0..holding.len())]);
@@ -527,7 +527,7 @@ impl Drop for ReorderTransport {
         // In its turn, for the sake of one run per seed; but a PE that panics, or that was never used, just goes.
         let waits = !std::thread::panicking() && lock().pes[self.my_pe].started;
         let mut state = if waits { self.turn() } else { lock() };
-        state.pes[self.my_pe].status = Status::Gone;
+        state.pes[self.my_pe].status = PeState::Gone;
         if state.turn == self.my_pe {
             self.pass_turn(&mut state);
         }

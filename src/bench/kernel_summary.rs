@@ -32,17 +32,17 @@ pub struct KernelSummary {
     /// All parts together, seconds.
     pub total_s: f64,
     /// The parts that took time, in the order of the pass.
-    pub parts: Vec<Part>,
+    pub parts: Vec<PassPart>,
 }
 
-/// One part.
+/// One part of a pass.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Part {
+pub struct PassPart {
     /// Its name.
     pub name: String,
     /// Its time, seconds.
     pub seconds: f64,
-    /// Its part of the total, percent.
+    /// Its share of the total, percent.
     pub percent: f64,
 }
 
@@ -68,7 +68,7 @@ impl KernelSummary {
         let total_s: f64 = times.iter().map(|(_, seconds)| seconds).sum();
         ensure!(phases.values().any(|spread| spread.median_s > 0.0), "its forward pass has no phases that took time");
         let part =
-            |(name, seconds): (&str, f64)| Part { name: name.to_string(), seconds, percent: 100.0 * seconds / total_s };
+            |(name, seconds): (&str, f64)| PassPart { name: name.to_string(), seconds, percent: 100.0 * seconds / total_s };
         Ok(KernelSummary { config: report.config.clone(), total_s, parts: times.into_iter().map(part).collect() })
     }
 
@@ -113,7 +113,7 @@ impl KernelSummary {
     /// # Errors
     /// Where a file cannot be written.
     pub fn plot(&self, folder: &Path) -> Result<Vec<PathBuf>> {
-        let bar = |part: &Part| Bar {
+        let bar = |part: &PassPart| Bar {
             name: part.name.clone(),
             value: part.percent,
             text: format!("{:.1}% ({} ms)", part.percent, ms(part.seconds)),

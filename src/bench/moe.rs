@@ -13,7 +13,7 @@ use super::moe_steps::measure;
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::launch::StatusPage;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
-use crate::job::request::Device;
+use crate::job::request::DeviceKind;
 use crate::job::request::MoeBench;
 use crate::moe::cpu::experts::{Batch, Scratch};
 use crate::moe::kernels::Element;
@@ -23,9 +23,9 @@ use crate::moe::{Dtype, Layer, LayerSpec, MlpGradients};
 use crate::shmem::{Shmem, Transport};
 
 /// Shows the layer's phase to the supervisor.
-struct Status(StatusPage);
+struct StatusObserver(StatusPage);
 
-impl Observer for Status {
+impl Observer for StatusObserver {
     fn phase(&self, phase: Phase) {
         self.0.set_phase(phase.code() as u32);
     }
@@ -37,7 +37,7 @@ impl Observer for Status {
 /// A layer that cannot be made, or an error of the launcher or the protocol.
 pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     #[cfg(any(feature = "cuda", feature = "emulate"))]
-    if bench.device != Device::Cpu {
+    if bench.device != DeviceKind::Cpu {
         return super::moe_device::run(bench, host);
     }
     let source = Synthetic::new(bench.layer.clone())?;
@@ -86,7 +86,7 @@ fn run_as<T: Transport, E: Element>(
     part: usize,
 ) -> Result<PeSamples> {
     let (expert, hidden) = (spec.config.expert, spec.config.hidden);
-    let observer = Status(context.status().clone());
+    let observer = StatusObserver(context.status().clone());
     let mut layer = Layer::<_, E>::builder(spec).observer(observer).build(shmem, source)?;
     // As large as the layer's routing makes them.
     let bare_gemms = |rows: &[u64]| {

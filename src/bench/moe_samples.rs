@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::job::request::{Device, MoeBench};
+use crate::job::request::{DeviceKind, MoeBench};
 use crate::moe::metrics::{PassOutcome, Phase};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
@@ -54,7 +54,7 @@ impl MoeBench {
 
     /// What each iteration runs.
     pub fn measurements(&self) -> &'static [Measurement] {
-        if self.device != Device::Cpu {
+        if self.device != DeviceKind::Cpu {
             return &DEVICE_MEASUREMENTS;
         }
         &MEASUREMENTS

@@ -322,7 +322,7 @@ pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::request::Device;
+    use crate::job::request::DeviceKind;
     use crate::moe::Dtype;
     use crate::moe::synthetic::{RouterKind, SyntheticSpec};
     use crate::moe::{Activation, LayerConfig, MlpConfig, Options};
@@ -335,7 +335,7 @@ mod tests {
             pes: 2,
             layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },
             tokens: 200,
-            device: Device::Cpu,
+            device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,
             dtypes: vec![Dtype::F32],

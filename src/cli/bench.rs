@@ -8,7 +8,7 @@ use anyhow::{Result, bail, ensure};
 use clap::{Subcommand, ValueEnum};
 
 use super::files::{Csv, create, write};
-use super::job::{self, Asked, Found};
+use super::job::{self, JobSpec, JobProcesses};
 use super::progress::Progress;
 #[cfg(feature = "device")]
 use super::values::GemmArg;
@@ -17,7 +17,7 @@ use super::{bench_p2p, bench_straggler, bench_summary};
 use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::job::launch::settled_pes;
-use crate::job::request::{Device, MoeBench, Request};
+use crate::job::request::{DeviceKind, MoeBench, Request};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
 
@@ -54,7 +54,7 @@ struct MoeArgs {
     gemm: Option<GemmArg>,
     /// Element type of activations and expert weights; accumulation is always f32 [default: both on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    dtype: Option<BenchDtypeArg>,
     /// Tokens, over all PEs
     #[arg(long, default_value_t = 2048)]
     tokens: usize,
@@ -109,7 +109,7 @@ struct MoeArgs {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum DtypeArg {
+enum BenchDtypeArg {
     F32,
     Bf16,
     /// On a device only
@@ -132,13 +132,13 @@ impl MoeArgs {
         }
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let (device, dtypes) = match (self.device, self.dtype) {
-            (DeviceArg::Cpu, None | Some(DtypeArg::Both)) => (Device::Cpu, vec![Dtype::F32, Dtype::Bf16]),
+            (DeviceArg::Cpu, None | Some(BenchDtypeArg::Both)) => (DeviceKind::Cpu, vec![Dtype::F32, Dtype::Bf16]),
             (device, dtype) => {
                 let dtype = match dtype {
-                    Some(DtypeArg::Both) => bail!("--dtype both on a device, expected bf16 or f16"),
-                    Some(DtypeArg::F32) => Some(values::DtypeArg::F32),
-                    Some(DtypeArg::Bf16) => Some(values::DtypeArg::Bf16),
-                    Some(DtypeArg::F16) => Some(values::DtypeArg::F16),
+                    Some(BenchDtypeArg::Both) => bail!("--dtype both on a device, expected bf16 or f16"),
+                    Some(BenchDtypeArg::F32) => Some(values::DtypeArg::F32),
+                    Some(BenchDtypeArg::Bf16) => Some(values::DtypeArg::Bf16),
+                    Some(BenchDtypeArg::F16) => Some(values::DtypeArg::F16),
                     None => None,
                 };
                 let (device, dtype) = device.device(dtype)?;
@@ -197,17 +197,17 @@ pub fn command(args: &Args) -> Result<bool> {
 
 impl MoeArgs {
     fn command(&self) -> Result<bool> {
-        let ask = |_: Found| {
+        let ask = |_: JobProcesses| {
             let bench = self.bench()?;
             #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
             let mut env = Vec::new();
             #[cfg(feature = "cuda")]
-            if bench.device == Device::Cuda {
+            if bench.device == DeviceKind::Cuda {
                 env.extend(crate::gpu::cuda::pe_environment(bench.pes)?);
             }
             let (pes, wait_limit) = (bench.pes, bench.options.wait_limit);
             let kept = (bench.clone(), create(self.csv.as_ref())?);
-            Ok(Asked { request: Request::BenchMoe(Box::new(bench)), pes, wait_limit, env, kept })
+            Ok(JobSpec { request: Request::BenchMoe(Box::new(bench)), pes, wait_limit, env, kept })
         };
         let progress = Progress::of_slowest_pe("measurement");
         job::run(false, &moe_samples::phase_names(), progress, ask, |(bench, csv), sent| self.report(&bench, csv, sent))

@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::files::{Csv, create, write};
-use super::job::{self, Asked, Found};
+use super::job::{self, JobSpec, JobProcesses};
 use super::progress::Progress;
 use super::values::{NO_MPI, size};
 use crate::bench::p2p::report::{P2pReport, PeRows};
@@ -24,7 +24,7 @@ const ITERATIONS: (usize, usize) = (1000, 200);
 pub struct Args {
     /// What the PEs talk over
     #[arg(long, value_enum, default_value = "shm")]
-    transport: TransportArg,
+    transport: P2pTransportArg,
     /// Operations [default: all that the transport has]
     #[arg(long, value_enum)]
     op: Vec<OpArg>,
@@ -64,7 +64,7 @@ pub struct Args {
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum TransportArg {
+enum P2pTransportArg {
     /// Shared memory of this host
     Shm,
     /// MPI, between hosts too (feature `mpi`)
@@ -118,12 +118,12 @@ impl From<ScopeArg> for p2p::Scope {
     }
 }
 
-impl TransportArg {
+impl P2pTransportArg {
     fn name(self) -> &'static str {
         match self {
-            TransportArg::Shm => "shm",
-            TransportArg::Mpi => "mpi",
-            TransportArg::Nvshmem => "nvshmem",
+            P2pTransportArg::Shm => "shm",
+            P2pTransportArg::Mpi => "mpi",
+            P2pTransportArg::Nvshmem => "nvshmem",
         }
     }
 
@@ -131,9 +131,9 @@ impl TransportArg {
     fn ops(self) -> &'static [p2p::Op] {
         use p2p::Op::*;
         match self {
-            TransportArg::Shm => &[Put, PutNbi, Get, PutSignal, Atomic],
-            TransportArg::Mpi => &[Put, PutNbi, Get, PutSignal, Atomic, SendRecv],
-            TransportArg::Nvshmem => &[Put, PutNbi, Get, PutSignal, SendRecv],
+            P2pTransportArg::Shm => &[Put, PutNbi, Get, PutSignal, Atomic],
+            P2pTransportArg::Mpi => &[Put, PutNbi, Get, PutSignal, Atomic, SendRecv],
+            P2pTransportArg::Nvshmem => &[Put, PutNbi, Get, PutSignal, SendRecv],
         }
     }
 }
@@ -142,7 +142,7 @@ impl Args {
     fn bench(&self) -> Result<P2pBench> {
         let (min, max) = (size("min", &self.min)?, size("max", &self.max)?);
         ensure!(min <= max, "--min is {}, expected at most --max, which is {}", self.min, self.max);
-        let on_device = self.transport == TransportArg::Nvshmem;
+        let on_device = self.transport == P2pTransportArg::Nvshmem;
         ensure!(
             on_device || self.scope.is_empty(),
             "--scope on --transport {}, expected --transport nvshmem: the threads are a device's",
@@ -180,9 +180,9 @@ impl Args {
         }
         scopes.dedup();
         match self.transport {
-            TransportArg::Shm => {}
-            TransportArg::Mpi => ensure!(cfg!(feature = "mpi"), NO_MPI),
-            TransportArg::Nvshmem => ensure!(
+            P2pTransportArg::Shm => {}
+            P2pTransportArg::Mpi => ensure!(cfg!(feature = "mpi"), NO_MPI),
+            P2pTransportArg::Nvshmem => ensure!(
                 cfg!(feature = "cuda"),
                 "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
             ),
@@ -229,7 +229,7 @@ impl Args {
     /// # Errors
     /// One line.
     pub fn command(&self) -> Result<bool> {
-        let ask = |found: Found| {
+        let ask = |found: JobProcesses| {
             let bench = self.bench()?;
             let csv = if found.reports { create(self.csv.as_ref())? } else { None };
             if let Some(folder) = self.plot.as_deref().filter(|_| found.reports) {
@@ -237,7 +237,7 @@ impl Args {
             }
             let (pes, wait_limit, env) = (bench.pes, bench.wait_limit, environment(&bench)?);
             let request = Request::BenchP2p(bench);
-            Ok(Asked { request, pes, wait_limit, env, kept: (pes, csv) })
+            Ok(JobSpec { request, pes, wait_limit, env, kept: (pes, csv) })
         };
         let report = |(pes, csv), sent: Vec<(usize, PeRows)>| {
             let parts: Vec<PeRows> = sent.into_iter().map(|(_, rows)| rows).collect();
@@ -269,7 +269,7 @@ impl Args {
 
     /// Whether the PEs are those of MPI.
     pub fn over_mpi(&self) -> bool {
-        self.transport == TransportArg::Mpi
+        self.transport == P2pTransportArg::Mpi
     }
 }
 

@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::files::{Csv, create, write};
-use super::job::{self, Asked, Found};
+use super::job::{self, JobSpec, JobProcesses};
 use super::progress::Progress;
 use super::values::{NO_MPI, TransportArg, check_pes, size};
 use crate::bench::straggler::pe::{self, PeSteps};
@@ -42,7 +42,7 @@ pub struct Args {
     transport: TransportArg,
     /// How the PEs of a step wait for each other, may be given several times [default: all that the transport has]
     #[arg(long, value_enum)]
-    mode: Vec<ModeArg>,
+    mode: Vec<StragglerModeArg>,
     /// Noise to make: slow-pe=P:FACTOR, slow-link=A-B:US or jitter=US; may be given several times
     #[arg(long, value_name = "NOISE")]
     inject: Vec<String>,
@@ -64,7 +64,7 @@ pub struct Args {
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum ModeArg {
+enum StragglerModeArg {
     /// A barrier before and after each exchange
     Bulk,
     /// Signals alone
@@ -102,21 +102,21 @@ impl Args {
         // What comes by one call comes all at once: no message of it can be held back.
         let slow_link = inject.iter().any(|noise| matches!(noise, Inject::SlowLink { .. }));
         let alltoallv = self.transport == TransportArg::Mpi && !slow_link;
-        if self.mode.contains(&ModeArg::Alltoallv) {
+        if self.mode.contains(&StragglerModeArg::Alltoallv) {
             let transport = if self.transport == TransportArg::Mpi { "mpi" } else { "shm" };
             ensure!(self.transport == TransportArg::Mpi, "--mode alltoallv on --transport {transport}, expected mpi");
             ensure!(alltoallv, "--mode alltoallv with --inject slow-link, expected --mode bulk or one-sided");
         }
         // Always in this order: the other two count their messages on.
-        let all = [ModeArg::Bulk, ModeArg::OneSided, ModeArg::Alltoallv];
-        let wanted = |mode: &ModeArg| match self.mode.is_empty() {
-            true => *mode != ModeArg::Alltoallv || alltoallv,
+        let all = [StragglerModeArg::Bulk, StragglerModeArg::OneSided, StragglerModeArg::Alltoallv];
+        let wanted = |mode: &StragglerModeArg| match self.mode.is_empty() {
+            true => *mode != StragglerModeArg::Alltoallv || alltoallv,
             false => self.mode.contains(mode),
         };
         let modes = all.into_iter().filter(wanted).map(|mode| match mode {
-            ModeArg::Bulk => StragglerMode::Bulk,
-            ModeArg::OneSided => StragglerMode::OneSided,
-            ModeArg::Alltoallv => StragglerMode::Alltoallv,
+            StragglerModeArg::Bulk => StragglerMode::Bulk,
+            StragglerModeArg::OneSided => StragglerMode::OneSided,
+            StragglerModeArg::Alltoallv => StragglerMode::Alltoallv,
         });
         Ok(modes.collect())
     }
@@ -126,7 +126,7 @@ impl Args {
     /// # Errors
     /// One line.
     pub fn command(&self) -> Result<bool> {
-        let ask = |found: Found| {
+        let ask = |found: JobProcesses| {
             let bench = self.bench(found.started)?;
             let csv = if found.reports { create(self.csv.as_ref())? } else { None };
             if let Some(folder) = self.plot.as_deref().filter(|_| found.reports) {
@@ -134,7 +134,7 @@ impl Args {
             }
             let (pes, wait_limit) = (bench.pes, bench.wait_limit);
             let kept = (bench.clone(), csv);
-            Ok(Asked { request: Request::BenchStraggler(bench), pes, wait_limit, env: Vec::new(), kept })
+            Ok(JobSpec { request: Request::BenchStraggler(bench), pes, wait_limit, env: Vec::new(), kept })
         };
         let report = |(bench, csv), sent: Vec<(usize, PeSteps)>| {
             self.print(&bench, csv, sent.into_iter().map(|(_, steps)| steps).collect())

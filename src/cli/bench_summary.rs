@@ -29,14 +29,14 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     plot: Option<PathBuf>,
     #[command(flatten)]
-    layer: Layer,
+    layer: LayerArgs,
 }
 
 /// The layer that is run where no report is given.
 #[derive(clap::Args)]
 #[group(id = "Layer", multiple = true)]
 #[command(next_help_heading = "Layer")]
-struct Layer {
+struct LayerArgs {
     /// Number of PEs, one thread each
     #[arg(long, value_name = "N", default_value_t = 2)]
     pes: usize,
@@ -75,7 +75,7 @@ struct Layer {
     seed: u64,
 }
 
-impl Layer {
+impl LayerArgs {
     fn run(&self) -> Result<PreparedRun> {
         ensure!(self.steps > 0, "--steps is 0, expected at least 1");
         let (device, dtype) = DeviceArg::Cpu.device(Some(self.dtype))?;

@@ -11,7 +11,7 @@ use crate::job::messages::collect;
 use crate::job::request::Request;
 
 /// The processes of a job, as a command finds them.
-pub struct Found {
+pub struct JobProcesses {
     /// How many PEs there are, where `mpirun` has started them; otherwise the request says.
     pub started: Option<usize>,
     /// How many of them are on this host.
@@ -20,8 +20,8 @@ pub struct Found {
     pub reports: bool,
 }
 
-/// What a command asks, and what it keeps for its report.
-pub struct Asked<S> {
+/// What a command asks of its job, and what it keeps for the report.
+pub struct JobSpec<S> {
     /// What the PEs do.
     pub request: Request,
     /// How many they are.
@@ -43,7 +43,7 @@ pub fn run<S, M: DeserializeOwned>(
     over_mpi: bool,
     phase_names: &[&'static str],
     progress: Progress,
-    ask: impl FnOnce(Found) -> Result<Asked<S>>,
+    ask: impl FnOnce(JobProcesses) -> Result<JobSpec<S>>,
     report: impl FnOnce(S, Vec<(usize, M)>) -> Result<bool>,
 ) -> Result<bool> {
     #[cfg(feature = "mpi")]
@@ -52,7 +52,7 @@ pub fn run<S, M: DeserializeOwned>(
     }
     // Without MPI the command's flags are refused where the request is made of them.
     let _ = over_mpi;
-    let Asked { request, pes, wait_limit, env, kept } = ask(Found { started: None, here: None, reports: true })?;
+    let JobSpec { request, pes, wait_limit, env, kept } = ask(JobProcesses { started: None, here: None, reports: true })?;
     let mut processes = Processes::new(pes, request.to_bytes()?, phase_names);
     processes.start_limit = processes.start_limit.max(wait_limit);
     processes.env = env;
@@ -64,7 +64,7 @@ pub fn run<S, M: DeserializeOwned>(
 #[cfg(feature = "mpi")]
 fn run_over_mpi<S, M: DeserializeOwned>(
     phase_names: &[&'static str],
-    ask: impl FnOnce(Found) -> Result<Asked<S>>,
+    ask: impl FnOnce(JobProcesses) -> Result<JobSpec<S>>,
     report: impl FnOnce(S, Vec<(usize, M)>) -> Result<bool>,
 ) -> Result<bool> {
     use super::flags::as_flags;
@@ -73,13 +73,13 @@ fn run_over_mpi<S, M: DeserializeOwned>(
 
     let Some(pes) = MpiPes::join(phase_names, as_flags)? else { return Ok(false) };
     let n = pes.world().n_pes();
-    let found = Found { started: Some(n), here: Some(pes.world().pes_on_host()), reports: pes.reports() };
+    let found = JobProcesses { started: Some(n), here: Some(pes.world().pes_on_host()), reports: pes.reports() };
     let asked = ask(found).and_then(|asked| {
         let expected = asked.pes;
         anyhow::ensure!(n == expected, "--transport mpi with {n} PEs, expected {expected}: mpirun -n {expected}");
         Ok(asked)
     });
-    let Some(Asked { request, wait_limit, kept, .. }) = pes.agree(asked, START_LIMIT) else { return Ok(false) };
+    let Some(JobSpec { request, wait_limit, kept, .. }) = pes.agree(asked, START_LIMIT) else { return Ok(false) };
     let sent = pes.run(&[], Vec::new(), wait_limit, |host| carry_out(request, host).map_err(|error| failure(&error)));
     let well = sent.unwrap_or_else(|failure| pes.fail(&failure)).map(|sent| {
         report(kept, sent).unwrap_or_else(|error| {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 
-use super::job::{self, Asked, Found};
+use super::job::{self, JobSpec, JobProcesses};
 use super::progress::Progress;
 use super::values::{DtypeArg, MlpArg, NO_MPI, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
@@ -88,13 +88,13 @@ impl Args {
 /// # Errors
 /// One line.
 pub fn command(args: &Args) -> Result<bool> {
-    let ask = |found: Found| {
+    let ask = |found: JobProcesses| {
         let request = args.request(found.started)?;
         let heap_bytes = heap_bytes::<ShmTransport>(&request.options, request.pes);
         check_available(&request, heap_bytes, found.here.unwrap_or(request.pes))?;
         let out = if found.reports { args.create_out()? } else { None };
         let (pes, wait_limit) = (request.pes, request.options.wait_limit);
-        Ok(Asked { request: Request::Probe(request), pes, wait_limit, env: Vec::new(), kept: out })
+        Ok(JobSpec { request: Request::Probe(request), pes, wait_limit, env: Vec::new(), kept: out })
     };
     let report = |out, sent: Vec<(usize, String)>| args.finish(out, sent.into_iter().next().map(|(_, text)| text));
     job::run(args.over_mpi(), &PROBE_PHASES, Progress::of_first_pe(), ask, report)

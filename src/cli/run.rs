@@ -11,7 +11,7 @@ use super::progress::Progress;
 use super::values::GemmArg;
 use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, TransportArg, check_memory_mb, check_pes};
 use crate::job::launch::settled_pes;
-use crate::job::request::{Device, PlanSource, RunRequest, Work};
+use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, LayerConfig, MlpConfig, Options, SharedConfig};
 use crate::run::{PreparedRun, supervisor};
@@ -100,14 +100,14 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     timeout: f64,
     #[command(flatten)]
-    synthetic: Synthetic,
+    synthetic: SyntheticArgs,
 }
 
 /// A synthetic layer; any of these flags asks for one.
 #[derive(clap::Args, Default)]
 #[group(id = "Synthetic", multiple = true)]
 #[command(next_help_heading = "Synthetic layer")]
-pub struct Synthetic {
+pub struct SyntheticArgs {
     /// Tokens, over all PEs [default: 1024]
     #[arg(long)]
     tokens: Option<usize>,
@@ -163,10 +163,10 @@ pub enum RouterArg {
     Sigmoid,
 }
 
-impl Synthetic {
+impl SyntheticArgs {
     /// Whether any of the flags was given.
     fn given(&self) -> bool {
-        let Synthetic { tokens, hidden, intermediate, experts, top_k, activation, mlp, .. } = self;
+        let SyntheticArgs { tokens, hidden, intermediate, experts, top_k, activation, mlp, .. } = self;
         let numbers = [tokens, hidden, intermediate, experts, top_k, &self.shared_intermediate];
         numbers.iter().any(|n| n.is_some())
             || activation.is_some()
@@ -227,9 +227,9 @@ impl Args {
         );
         let (device, dtype) = self.device.device(self.dtype)?;
         #[cfg(feature = "device")]
-        ensure!(device != Device::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
+        ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
-        ensure!(device != Device::Cpu || !self.graph, "--graph on the CPU, expected --device too");
+        ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
@@ -265,10 +265,10 @@ impl Args {
 }
 
 /// PEs where nobody says how many. Why there is no CUDA device is said when one is asked for.
-fn default_pes(device: Device, example: bool) -> usize {
+fn default_pes(device: DeviceKind, example: bool) -> usize {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda => crate::gpu::cuda::visible_devices().map_or(1, |devices| devices.max(1)),
+        DeviceKind::Cuda => crate::gpu::cuda::visible_devices().map_or(1, |devices| devices.max(1)),
         _ if example => EXAMPLE_PES,
         _ => std::thread::available_parallelism().map_or(1, usize::from),
     }

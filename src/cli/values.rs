@@ -4,7 +4,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::job::launch::{LaunchError, MAX_PES};
-use crate::job::request::Device;
+use crate::job::request::DeviceKind;
 use crate::moe::{Activation, Dtype, Mode};
 
 /// What a build without the feature says to `--transport mpi`.
@@ -97,21 +97,21 @@ pub enum DeviceArg {
 
 impl DeviceArg {
     /// The device and its element type, or what is wrong with them.
-    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(Device, Dtype)> {
+    pub fn device(self, dtype: Option<DtypeArg>) -> Result<(DeviceKind, Dtype)> {
         let device = match self {
-            DeviceArg::Cpu => Device::Cpu,
-            DeviceArg::Cuda => Device::Cuda,
+            DeviceArg::Cpu => DeviceKind::Cpu,
+            DeviceArg::Cuda => DeviceKind::Cuda,
             #[cfg(feature = "emulate")]
-            DeviceArg::Emulated => Device::Emulated,
+            DeviceArg::Emulated => DeviceKind::Emulated,
         };
         ensure!(
-            device != Device::Cuda || cfg!(feature = "cuda"),
+            device != DeviceKind::Cuda || cfg!(feature = "cuda"),
             "--device cuda: this build has no CUDA; build it with `cargo build --release --features cuda`"
         );
-        let default = if device == Device::Cpu { Dtype::F32 } else { Dtype::Bf16 };
+        let default = if device == DeviceKind::Cpu { Dtype::F32 } else { Dtype::Bf16 };
         let dtype = dtype.map_or(default, Dtype::from);
-        ensure!(device == Device::Cpu || dtype != Dtype::F32, "--dtype f32 on a device, expected bf16 or f16");
-        ensure!(device != Device::Cpu || dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
+        ensure!(device == DeviceKind::Cpu || dtype != Dtype::F32, "--dtype f32 on a device, expected bf16 or f16");
+        ensure!(device != DeviceKind::Cpu || dtype != Dtype::F16, "--dtype f16 on the CPU, expected f32 or bf16");
         Ok((device, dtype))
     }
 }

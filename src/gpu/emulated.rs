@@ -131,17 +131,17 @@ impl Functions {
 }
 
 /// A world of the library's, or one PE's view of one.
-struct World {
+struct EmulatedWorld {
     functions: Functions,
     handle: *mut c_void,
 }
 
 // SAFETY: the library's functions may be called from any thread; the handle is freed once.
-unsafe impl Send for World {}
+unsafe impl Send for EmulatedWorld {}
 // SAFETY: as above.
-unsafe impl Sync for World {}
+unsafe impl Sync for EmulatedWorld {}
 
-impl Drop for World {
+impl Drop for EmulatedWorld {
     fn drop(&mut self) {
         // SAFETY: made by the library, and nobody else has it.
         unsafe { (self.functions.free)(self.handle) }
@@ -156,7 +156,7 @@ enum Meeting {
 
 /// One PE's emulated device.
 pub struct Emulated {
-    world: Arc<World>,
+    world: Arc<EmulatedWorld>,
     pe: usize,
     n_pes: usize,
     device: EmulatedDevice,
@@ -192,7 +192,7 @@ pub fn world(
     if handle.is_null() {
         return Err(GpuError::failed("make a world of emulated devices", functions.message()));
     }
-    let (world, barrier) = (Arc::new(World { functions, handle }), Arc::new(Barrier::new(n_pes)));
+    let (world, barrier) = (Arc::new(EmulatedWorld { functions, handle }), Arc::new(Barrier::new(n_pes)));
     let all = reachable.is_none_or(|mask| mask.iter().all(|&reaches| reaches != 0));
     let pes = (0..n_pes).map(|pe| {
         let meeting = Meeting::Threads { barrier: barrier.clone(), heap: RefCell::new(Heap::new(heap_bytes)) };
@@ -216,12 +216,12 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
         return Err(GpuError::failed("attach an emulated device", functions.message()));
     }
     let meeting = Meeting::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
-    Ok(Emulated::new(Arc::new(World { functions, handle }), (pe, n_pes), device, meeting, bytes, true))
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, true))
 }
 
 impl Emulated {
     fn new(
-        world: Arc<World>,
+        world: Arc<EmulatedWorld>,
         (pe, n_pes): (usize, usize),
         device: &EmulatedDevice,
         meeting: Meeting,
@@ -278,12 +278,12 @@ impl Emulated {
 type OneLaunch = (String, Launch, Vec<Vec<u8>>);
 
 /// Launches that were recorded.
-struct Recorded<'g> {
+struct RecordedLaunches<'g> {
     gpu: &'g Emulated,
     launches: Vec<OneLaunch>,
 }
 
-impl Recording for Recorded<'_> {
+impl Recording for RecordedLaunches<'_> {
     unsafe fn replay(&self) -> Result<(), GpuError> {
         self.launches.iter().try_for_each(|(kernel, launch, args)| {
             let args: Vec<&[u8]> = args.iter().map(Vec::as_slice).collect();
@@ -423,7 +423,7 @@ unsafe impl Gpu for Emulated {
         let before = self.recording.replace(Some(Vec::new()));
         let done = work();
         let launches = self.recording.replace(before).unwrap_or_default();
-        done.map(|()| Box::new(Recorded { gpu: self, launches }) as Box<dyn Recording>)
+        done.map(|()| Box::new(RecordedLaunches { gpu: self, launches }) as Box<dyn Recording>)
     }
 
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {

@@ -42,7 +42,7 @@ fn missing_of<'a>(wanted: &[(&'a str, &'a str)], get: impl Fn(&str) -> Option<Os
 }
 
 /// How the PEs find each other before there is symmetric memory.
-pub trait Meeting {
+pub trait Bootstrap {
     /// This PE's number.
     fn my_pe(&self) -> usize;
     /// Number of PEs.
@@ -59,7 +59,7 @@ pub trait Meeting {
     fn barrier(&self, limit: Duration) -> Result<(), GpuError>;
 }
 
-impl<T: crate::shmem::Transport> Meeting for crate::shmem::Shmem<T> {
+impl<T: crate::shmem::Transport> Bootstrap for crate::shmem::Shmem<T> {
     fn my_pe(&self) -> usize {
         self.my_pe()
     }
@@ -81,7 +81,7 @@ impl<T: crate::shmem::Transport> Meeting for crate::shmem::Shmem<T> {
 
     fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
         // An all-gather of nothing but a byte: unlike a barrier, it says who did not come.
-        Meeting::all_gather(self, &[0], limit).map(|_| ())
+        Bootstrap::all_gather(self, &[0], limit).map(|_| ())
     }
 }
 
@@ -178,7 +178,7 @@ pub struct Nvshmem {
 }
 
 impl Nvshmem {
-    /// Initialises it, on all PEs at once: PE 0's unique id goes to all, over `meeting`.
+    /// Initialises it, on all PEs at once: PE 0's unique id goes to all, over `bootstrap`.
     ///
     /// # Safety
     /// This PE's primary context is current in this thread, and stays retained until the end.
@@ -186,9 +186,9 @@ impl Nvshmem {
     /// # Errors
     /// A PE that does not come within `limit`; what NVSHMEM answers. Where it cannot start it may also end the process,
     /// with lines of its own.
-    pub unsafe fn init(library: HostLibrary, meeting: &dyn Meeting, limit: Duration) -> Result<Self, GpuError> {
+    pub unsafe fn init(library: HostLibrary, bootstrap: &dyn Bootstrap, limit: Duration) -> Result<Self, GpuError> {
         let host = library.host;
-        let (my_pe, n_pes) = (meeting.my_pe(), meeting.n_pes());
+        let (my_pe, n_pes) = (bootstrap.my_pe(), bootstrap.n_pes());
         let mut id = Box::new(sys::unique_id());
         let mut made = 0;
         if my_pe == 0 {
@@ -199,7 +199,7 @@ impl Nvshmem {
         let mut mine = Vec::with_capacity(132);
         mine.extend_from_slice(&made.to_ne_bytes());
         mine.extend(id.internal.iter().map(|c| c.cast_unsigned()));
-        let all = meeting.all_gather(&mine, limit)?;
+        let all = bootstrap.all_gather(&mine, limit)?;
         check(i32::from_ne_bytes([all[0], all[1], all[2], all[3]]), "make a unique id for NVSHMEM (on PE 0)")?;
         id.internal.iter_mut().zip(&all[4..]).for_each(|(to, from)| *to = from.cast_signed());
 

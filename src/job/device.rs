@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::JobError;
 use super::host::{Host, MemoryHost};
-use super::request::Device;
+use super::request::DeviceKind;
 use crate::gpu::Gpu;
 #[cfg(feature = "cuda")]
 use crate::gpu::cuda::CudaGpu;
@@ -24,7 +24,7 @@ use crate::shmem::{ShmTransport, Shmem};
 /// No such device, what it lacks, or the work's.
 #[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
 pub fn with_device<R, E: From<JobError>>(
-    device: Device,
+    device: DeviceKind,
     spec: &LayerSpec,
     on_device: &DeviceOptions,
     host: &mut impl MemoryHost,
@@ -32,9 +32,9 @@ pub fn with_device<R, E: From<JobError>>(
 ) -> Result<R, E> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda => with_cuda(host, spec.options.wait_limit, |gpu, host| work(gpu, host)),
+        DeviceKind::Cuda => with_cuda(host, spec.options.wait_limit, |gpu, host| work(gpu, host)),
         #[cfg(feature = "emulate")]
-        Device::Emulated => {
+        DeviceKind::Emulated => {
             let gpu = emulated(spec, on_device, host)?;
             work(&gpu, host)
         }

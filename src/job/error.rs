@@ -3,7 +3,7 @@
 use std::io;
 
 use super::launch::LaunchError;
-use super::request::{Device, RequestError};
+use super::request::{DeviceKind, RequestError};
 use crate::moe::MoeError;
 use crate::shmem::ShmemError;
 #[cfg(feature = "mpi")]
@@ -51,7 +51,7 @@ pub enum JobError {
     #[error("this build cannot run a layer on a device of kind {device:?}")]
     NoDevice {
         /// The device.
-        device: Device,
+        device: DeviceKind,
     },
     /// MPI.
     #[cfg(feature = "mpi")]

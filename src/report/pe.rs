@@ -14,7 +14,7 @@ pub struct PeReport {
     /// The measured steps, in order; warm-up steps are not among them.
     pub steps: Vec<StepReport>,
     /// What it sent, over all measured steps.
-    pub traffic: Traffic,
+    pub traffic: TrafficReport,
     /// Rows its experts received in one step (the last), its own tokens' included.
     pub expert_rows: Vec<ExpertRows>,
     /// The device it ran on: "cpu", or the device's name.
@@ -24,7 +24,7 @@ pub struct PeReport {
     /// Its symmetric memory.
     pub symmetric: SymmetricMemory,
     /// What it did when; empty unless a trace was asked for.
-    pub spans: Vec<Span>,
+    pub spans: Vec<TraceSpan>,
 }
 
 /// One step of one PE.
@@ -56,7 +56,7 @@ pub struct PassReport {
 
 /// One-sided operations to other PEs. What a PE does in its own heap is not counted.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Traffic {
+pub struct TrafficReport {
     /// Bytes put, by kind ("dispatch_rows", "combine_rows", "counts", ...).
     pub remote_bytes: BTreeMap<String, u64>,
     /// Number of puts, those with a signal included; collectives' are not counted, here and below.
@@ -67,9 +67,9 @@ pub struct Traffic {
     pub fences: u64,
 }
 
-impl Traffic {
+impl TrafficReport {
     /// Adds what another PE sent.
-    pub(super) fn add(&mut self, other: &Traffic) {
+    pub(super) fn add(&mut self, other: &TrafficReport) {
         for (kind, bytes) in &other.remote_bytes {
             *self.remote_bytes.entry(kind.clone()).or_default() += bytes;
         }
@@ -101,7 +101,7 @@ pub struct SymmetricMemory {
 
 /// A piece of a PE's time, for the trace. Spans of one track of a PE are nested or disjoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Span {
+pub struct TraceSpan {
     /// What it did.
     pub name: String,
     /// When it began: CLOCK_MONOTONIC, which the PEs of a host share, nanoseconds.

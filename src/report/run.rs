@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, Traffic};
+use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, TrafficReport};
 
 /// What was run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -191,7 +191,7 @@ pub struct RunReport {
     /// The backward pass, where there is one.
     pub backward: Option<PassTimes>,
     /// What all PEs sent to each other, over all measured steps.
-    pub traffic: Traffic,
+    pub traffic: TrafficReport,
     /// All kinds of remote bytes, per step.
     pub remote_bytes_per_step: f64,
     /// Tokens that each expert got in one step, index = expert.
@@ -215,7 +215,7 @@ impl RunReport {
         let step_s = median((0..n_steps).map(slowest).collect());
         let per_second = |amount: f64| if step_s > 0.0 { amount / step_s } else { 0.0 };
 
-        let mut traffic = Traffic::default();
+        let mut traffic = TrafficReport::default();
         let mut symmetric = SymmetricMemory::default();
         let mut tokens_per_expert = vec![0; config.experts];
         for pe in pes {
@@ -324,7 +324,7 @@ pub(super) mod tests {
                     backward: Some(pass(2.0 * s, s, 1)),
                 })
                 .collect(),
-            traffic: Traffic {
+            traffic: TrafficReport {
                 remote_bytes: BTreeMap::from([("dispatch".into(), 3000), ("combine".into(), 600 * pe as u64)]),
                 puts: 6,
                 signals: 9,

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use serde_json::{Value, json};
 
-use super::pe::{PeReport, Span};
+use super::pe::{PeReport, TraceSpan};
 
 /// The PEs' spans as a trace: a process per PE, a complete event per span; times in microseconds since the first span's
 /// start, sorted.
@@ -17,7 +17,7 @@ pub fn trace_json(pes: &[PeReport]) -> String {
         );
         events.push(json!({"name": "process_sort_index", "ph": "M", "pid": pe, "tid": 0, "args": {"sort_index": pe}}));
     }
-    let mut spans: Vec<(usize, &Span)> =
+    let mut spans: Vec<(usize, &TraceSpan)> =
         pes.iter().flat_map(|report| report.spans.iter().map(|span| (report.pe, span))).collect();
     // Of spans that start together the outer one comes first: the viewer nests in this order.
     spans.sort_by_key(|(pe, span)| (span.start_ns, Reverse(span.dur_ns), *pe));
@@ -36,8 +36,8 @@ pub fn trace_json(pes: &[PeReport]) -> String {
 mod tests {
     use super::*;
 
-    fn span(name: &str, start_ns: u64, dur_ns: u64) -> Span {
-        Span { name: name.into(), start_ns, dur_ns, step: 4, track: 0 }
+    fn span(name: &str, start_ns: u64, dur_ns: u64) -> TraceSpan {
+        TraceSpan { name: name.into(), start_ns, dur_ns, step: 4, track: 0 }
     }
 
     #[test]

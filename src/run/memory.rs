@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 
 use super::PreparedRun;
-use crate::job::request::Device;
+use crate::job::request::DeviceKind;
 use crate::moe::Dtype;
 use crate::moe::Proj;
 use crate::shmem::available_bytes;
@@ -36,7 +36,7 @@ impl PreparedRun {
 
     /// Refuses a job of which this machine cannot hold its `pes_here` PEs, rather than have it killed half way.
     pub(super) fn check_memory(&self, pes_here: usize) -> Result<()> {
-        if self.request.device == Device::Cuda {
+        if self.request.device == DeviceKind::Cuda {
             // Its memory is not this machine's; the PEs ask the devices.
             return Ok(());
         }
@@ -52,7 +52,7 @@ impl PreparedRun {
             );
             Ok(())
         };
-        if self.request.device == Device::Emulated {
+        if self.request.device == DeviceKind::Emulated {
             return Ok(());
         }
         // The heap's size can be computed without overflow only where the rest fits.

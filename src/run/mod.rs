@@ -24,7 +24,7 @@ use anyhow::Result;
 
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 #[cfg(feature = "device")]
-use crate::job::request::Device;
+use crate::job::request::DeviceKind;
 use crate::job::request::{PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
@@ -73,7 +73,7 @@ impl PreparedRun {
         config.capacity_factor = request.capacity_factor;
         config.validate()?;
         #[cfg(feature = "device")]
-        if request.device != Device::Cpu {
+        if request.device != DeviceKind::Cpu {
             crate::moe::device::check(&config, request.dtype, &request.options)?;
         }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));

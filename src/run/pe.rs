@@ -7,7 +7,7 @@ use super::pe_results::{FIRST_PHASE, LOADING, report_and_write};
 use super::{PreparedRun, steps};
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::launch::StatusPage;
-use crate::job::request::Device;
+use crate::job::request::DeviceKind;
 use crate::moe::cpu::{Exchange, OneGroup, replica_bytes};
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
@@ -29,7 +29,7 @@ impl Observer for StatusObserver {
 /// One line.
 pub fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     host.status().set_phase(LOADING);
-    if job.request.device != Device::Cpu {
+    if job.request.device != DeviceKind::Cpu {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
         return super::device::run(job, host);
         #[cfg(not(any(feature = "cuda", feature = "emulate")))]

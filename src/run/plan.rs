@@ -9,7 +9,7 @@ use super::probe::PROBE_PHASES;
 use crate::cluster::{Cluster, ProbeOptions, parse_json, read_text};
 use crate::job::launch::Processes;
 use crate::job::messages::collect;
-use crate::job::request::{Device, PlanSource, ProbeRequest, ProbedExpert, Request};
+use crate::job::request::{DeviceKind, PlanSource, ProbeRequest, ProbedExpert, Request};
 use crate::moe::{Groups, Placement};
 use crate::plan::{self, Infeasible, Outcome, Plan, Workload};
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
@@ -85,7 +85,7 @@ impl PreparedRun {
     pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
         let Some(PlanSource::Auto { memory_mb }) = &self.request.plan else { return Ok(None) };
         ensure!(
-            self.request.device == Device::Cpu,
+            self.request.device == DeviceKind::Cpu,
             "`plan` auto probes PEs on the CPU, expected `device` cpu, or a plan in a file"
         );
         let expert = ProbedExpert {
@@ -134,7 +134,7 @@ impl PreparedRun {
         }
         let groups = Groups::new(pes, groups).map_err(|wrong| anyhow::anyhow!("groups: {wrong}"))?;
         ensure!(
-            groups.len() == 1 || self.request.device == Device::Cpu,
+            groups.len() == 1 || self.request.device == DeviceKind::Cpu,
             "the plan has {} expert-parallel groups, expected one on a device; several run on the CPU",
             groups.len()
         );

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use half::bf16;
 
-use crate::cluster::{Cluster, Own, ProbeOptions, Stage, probe};
+use crate::cluster::{Cluster, OwnDevice, ProbeOptions, ProbeStage, probe};
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::request::{ProbeRequest, ProbedExpert};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
@@ -108,7 +108,7 @@ pub fn probe_pes<T: Transport>(
     request: &ProbeRequest,
     transport: &str,
     here: usize,
-    progress: &mut dyn FnMut(Stage, usize, usize),
+    progress: &mut dyn FnMut(ProbeStage, usize, usize),
 ) -> Result<Cluster> {
     match request.expert.dtype {
         Dtype::F32 => probe_as::<T, f32>(shmem, request, transport, here, progress),
@@ -122,7 +122,7 @@ fn probe_as<T: Transport, E: Element>(
     request: &ProbeRequest,
     transport: &str,
     here: usize,
-    progress: &mut dyn FnMut(Stage, usize, usize),
+    progress: &mut dyn FnMut(ProbeStage, usize, usize),
 ) -> Result<Cluster> {
     let expert = request.expert;
     let memory_experts = request.memory_experts(shmem.my_pe(), here)?;
@@ -140,7 +140,7 @@ fn probe_as<T: Transport, E: Element>(
     let (mut scratch, mut none) = (Scratch::default(), MlpGradients::default());
     let mut work = || mlp.bare_gemms(&mut batch, &mut none, &mut scratch, false);
     let work_flop = expert.flop_per_row() * rows as f64;
-    let own = Own::new(host_name(), memory_experts, &mut work, work_flop);
+    let own = OwnDevice::new(host_name(), memory_experts, &mut work, work_flop);
     let mut cluster = probe(shmem, &request.options, transport, own, progress)?;
     cluster.sources = request.sources(transport);
     Ok(cluster)
@@ -180,7 +180,7 @@ impl PePart for ProbePart<'_> {
     }
 
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
-        let mut show = |stage: Stage, done: usize, of: usize| {
+        let mut show = |stage: ProbeStage, done: usize, of: usize| {
             host.status().set_phase(1 + stage as u32);
             host.status().set_progress(done as u64, of as u64);
         };

@@ -10,7 +10,7 @@ use crate::checkpoint::InputTensor;
 use crate::job::launch::StatusPage;
 use crate::moe::metrics::{self, PassOutcome, Phase};
 use crate::moe::{Gradients, MoeLayer, Routed};
-use crate::report::{ExpertRows, PassReport, PeReport, Span, StepReport, Traffic};
+use crate::report::{ExpertRows, PassReport, PeReport, TraceSpan, StepReport, TrafficReport};
 
 /// What a PE computed in its last step.
 pub(super) struct Results {
@@ -55,7 +55,7 @@ pub(super) fn run<L: MoeLayer>(
         let mut take = |outcome: PassOutcome| {
             sent.add(&outcome.traffic);
             all_reduce_bytes += outcome.all_reduce_bytes;
-            report.spans.extend(outcome.spans.iter().map(|s| Span {
+            report.spans.extend(outcome.spans.iter().map(|s| TraceSpan {
                 name: s.phase.name().to_string(),
                 start_ns: s.start_ns,
                 dur_ns: s.dur_ns,
@@ -117,7 +117,7 @@ pub(super) fn pass_report(outcome: &PassOutcome) -> PassReport {
 }
 
 /// The traffic of the measured steps.
-pub(super) fn traffic(sent: &metrics::Traffic, all_reduce_bytes: u64) -> Traffic {
+pub(super) fn traffic(sent: &metrics::Traffic, all_reduce_bytes: u64) -> TrafficReport {
     let kinds = [
         ("counts", sent.header_bytes),
         ("dispatch_rows", sent.dispatch_row_bytes),
@@ -126,7 +126,7 @@ pub(super) fn traffic(sent: &metrics::Traffic, all_reduce_bytes: u64) -> Traffic
         ("combine_slots", sent.combine_slot_bytes),
         ("all_reduce", all_reduce_bytes),
     ];
-    Traffic {
+    TrafficReport {
         remote_bytes: kinds.into_iter().map(|(kind, bytes)| (kind.to_string(), bytes)).collect(),
         puts: sent.puts,
         signals: sent.signals,

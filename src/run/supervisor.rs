@@ -13,7 +13,7 @@ use crate::checkpoint::{OutputFile, ResultLayout, memory_file};
 use crate::job::launch::{Processes, StatusView};
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
-use crate::job::request::Device;
+use crate::job::request::DeviceKind;
 use crate::job::request::{Request, RunRequest, Work};
 use crate::moe::gemm_flop;
 use crate::report::{PeReport, RunConfig, RunReport, trace_json};
@@ -45,7 +45,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     check_input(job)?;
     #[cfg(feature = "cuda")]
     let environment = match job.request.device {
-        Device::Cuda => crate::gpu::cuda::pe_environment(job.request.pes)?,
+        DeviceKind::Cuda => crate::gpu::cuda::pe_environment(job.request.pes)?,
         _ => Vec::new(),
     };
     let outputs = Outputs::create(job)?;

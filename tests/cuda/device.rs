@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use aristos::gpu::cuda::{CudaGpu, pe_environment};
-use aristos::gpu::nvshmem::Meeting;
+use aristos::gpu::nvshmem::Bootstrap;
 use aristos::gpu::{Buffer, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
 
 use crate::{Fakes, assert_says};
@@ -18,7 +18,7 @@ struct Alike {
     n_pes: usize,
 }
 
-impl Meeting for Alike {
+impl Bootstrap for Alike {
     fn my_pe(&self) -> usize {
         self.my_pe
     }

@@ -49,7 +49,7 @@ pub trait LinkTable: Sync {
         for i in (0..n).filter(|&i| group_of[i] != none) {
             for j in (i + 1..n).filter(|&j| group_of[j] != none && group_of[j] != group_of[i]) {
                 let edge = self.edge(i, j, mb);
-                if slowest.is_none_or(|s| edge.rank > s.rank) {
+                if slowest.is_none_or(|s| edge.slowness > s.slowness) {
                     slowest = Some(edge);
                 }
             }
@@ -60,9 +60,9 @@ pub trait LinkTable: Sync {
     /// The slower of the two links between devices `i` and `j`.
     fn edge(&self, i: usize, j: usize, mb: f64) -> Edge {
         let (out, back) = (self.link(i, j), self.link(j, i));
-        let (out, back) = ((Rank::of(out, mb), out), (Rank::of(back, mb), back));
-        let (rank, link) = if back.0 > out.0 { back } else { out };
-        Edge { i: i as u32, j: j as u32, link, rank }
+        let (out, back) = ((Slowness::of(out, mb), out), (Slowness::of(back, mb), back));
+        let (slowness, link) = if back.0 > out.0 { back } else { out };
+        Edge { i: i as u32, j: j as u32, link, slowness }
     }
 
     /// The slower link of every pair, slowest first.
@@ -185,18 +185,18 @@ pub struct Edge {
     pub j: u32,
     /// The slower of the links between them.
     pub link: Link,
-    /// How slow it is, as the caller ranks links.
-    pub rank: Rank,
+    /// How slow it is, for the size that the caller asked about.
+    pub slowness: Slowness,
 }
 
 /// How slow a link is: by time, then by latency.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
-pub struct Rank(pub f64, pub f64);
+pub struct Slowness(pub f64, pub f64);
 
-impl Rank {
-    /// The rank by the time to move `mb` megabytes.
-    pub fn of(link: Link, mb: f64) -> Rank {
-        Rank(link.time_ms(mb), link.alpha_ms)
+impl Slowness {
+    /// By the time to move `mb` megabytes.
+    pub fn of(link: Link, mb: f64) -> Slowness {
+        Slowness(link.time_ms(mb), link.alpha_ms)
     }
 }
 
@@ -223,17 +223,17 @@ impl LinkTable for Matrix {
     fn slowest_tree(&self, mb: f64) -> Vec<Edge> {
         // Prim's algorithm, O(n^2).
         let n = self.n;
-        let mut best = vec![(Rank(f64::NEG_INFINITY, 0.0), 0u32); n];
+        let mut best = vec![(Slowness(f64::NEG_INFINITY, 0.0), 0u32); n];
         let mut left: Vec<u32> = (1..n as u32).collect();
         let mut last = 0;
         let mut tree = Vec::with_capacity(n.saturating_sub(1));
         while !left.is_empty() {
             let (to, to_beta, from) = (self.alpha_row(last), self.beta_row(last), self.column(last));
-            let mut next = (Rank(f64::NEG_INFINITY, 0.0), 0);
+            let mut next = (Slowness(f64::NEG_INFINITY, 0.0), 0);
             for (place, &j) in left.iter().enumerate() {
                 let j = j as usize;
-                let out = Rank(to[j] + to_beta[j] * mb, to[j]);
-                let back = Rank::of(from[j], mb);
+                let out = Slowness(to[j] + to_beta[j] * mb, to[j]);
+                let back = Slowness::of(from[j], mb);
                 let here = if back > out { back } else { out };
                 if here > best[j].0 {
                     best[j] = (here, last as u32);
@@ -374,8 +374,8 @@ impl LinkTable for Tiers {
         // block's first device back to the first block.
         let n = self.n;
         let mut order: Vec<usize> = (0..self.tiers.len()).collect();
-        let rank = |tier: usize| Rank::of(self.tiers[tier].link, mb);
-        order.sort_by(|&a, &b| rank(b).partial_cmp(&rank(a)).expect("finite"));
+        let slowness = |tier: usize| Slowness::of(self.tiers[tier].link, mb);
+        order.sort_by(|&a, &b| slowness(b).partial_cmp(&slowness(a)).expect("finite"));
         let mut parent: Vec<u32> = (0..n as u32).collect();
         let mut tree = Vec::with_capacity(n.saturating_sub(1));
         for tier in order {
@@ -393,7 +393,7 @@ impl LinkTable for Tiers {
                     if a != b {
                         parent[a.max(b) as usize] = a.min(b);
                         let link = self.tiers[tier].link;
-                        tree.push(Edge { i: i as u32, j: j as u32, link, rank: rank(tier) });
+                        tree.push(Edge { i: i as u32, j: j as u32, link, slowness: slowness(tier) });
                     }
                 }
             }
@@ -404,8 +404,8 @@ impl LinkTable for Tiers {
     fn slowest_between(&self, group_of: &[u32], none: u32, mb: f64) -> Option<Edge> {
         let n = self.n;
         let mut order: Vec<usize> = (0..self.tiers.len()).collect();
-        let rank = |tier: usize| Rank::of(self.tiers[tier].link, mb);
-        order.sort_by(|&a, &b| rank(b).partial_cmp(&rank(a)).expect("finite"));
+        let slowness = |tier: usize| Slowness::of(self.tiers[tier].link, mb);
+        order.sort_by(|&a, &b| slowness(b).partial_cmp(&slowness(a)).expect("finite"));
         for tier in order {
             let inner = if tier == 0 { 1 } else { self.tiers[tier - 1].size };
             for start in (0..n).step_by(self.tiers[tier].size) {
@@ -464,7 +464,7 @@ impl LinkTable for Tiers {
 }
 
 fn sort_slowest_first(tree: &mut [Edge]) {
-    tree.sort_by(|a, b| b.rank.partial_cmp(&a.rank).expect("finite"));
+    tree.sort_by(|a, b| b.slowness.partial_cmp(&a.slowness).expect("finite"));
 }
 
 /// The root of `i`'s set; halves the path to it.
@@ -562,8 +562,8 @@ mod tests {
                 assert_eq!(tiers.sums(&members), matrix.sums(&members), "{n} {sizes:?} {members:?}");
             }
             for mb in [0.0, 0.1, 1.0, 100.0] {
-                let ranks = |tree: Vec<Edge>| tree.into_iter().map(|edge| edge.rank).collect::<Vec<_>>();
-                assert_eq!(ranks(tiers.slowest_tree(mb)), ranks(matrix.slowest_tree(mb)), "{n} {sizes:?} {mb}");
+                let slownesses = |tree: Vec<Edge>| tree.into_iter().map(|edge| edge.slowness).collect::<Vec<_>>();
+                assert_eq!(slownesses(tiers.slowest_tree(mb)), slownesses(matrix.slowest_tree(mb)), "{n} {sizes:?} {mb}");
             }
             assert_eq!(tiers.peers().iter().sum::<usize>(), n - 1, "{n} {sizes:?}");
         }

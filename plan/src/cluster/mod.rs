@@ -17,9 +17,9 @@ use std::collections::{BTreeMap, HashMap};
 pub use fit::{Fit, fit};
 pub(crate) use json::Number;
 pub use json::{Probe, Range, parse_json, read_text};
-pub use links::{Edge, Link, LinkTable, Links, Matrix, Rank, Tier, Tiers, TiersError};
+pub use links::{Edge, Link, LinkTable, Links, Matrix, Slowness, Tier, Tiers, TiersError};
 pub use presets::{PRESETS, preset};
-pub use probe::{Own, ProbeError, ProbeOptions, ProbedLinks, Stage, probe, probe_links};
+pub use probe::{OwnDevice, ProbeError, ProbeOptions, ProbedLinks, ProbeStage, probe, probe_links};
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]

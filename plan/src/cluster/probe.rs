@@ -111,7 +111,7 @@ impl ProbeOptions {
 
 /// What a PE's own device is, for [`probe`].
 #[non_exhaustive]
-pub struct Own<'w> {
+pub struct OwnDevice<'w> {
     /// The name of its host.
     pub host: String,
     /// How many experts its memory holds.
@@ -122,16 +122,16 @@ pub struct Own<'w> {
     pub work_flop: f64,
 }
 
-impl<'w> Own<'w> {
+impl<'w> OwnDevice<'w> {
     /// A device on `host` that holds `memory_experts` experts; one call of `work` is `work_flop` FLOP.
-    pub fn new(host: String, memory_experts: u64, work: &'w mut dyn FnMut(), work_flop: f64) -> Own<'w> {
-        Own { host, memory_experts, work, work_flop }
+    pub fn new(host: String, memory_experts: u64, work: &'w mut dyn FnMut(), work_flop: f64) -> OwnDevice<'w> {
+        OwnDevice { host, memory_experts, work, work_flop }
     }
 }
 
 /// What a PE is doing, for whoever shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum ProbeStage {
     /// Pairs alone.
     Alone,
     /// All pairs at once.
@@ -190,12 +190,12 @@ pub fn probe<T: Transport>(
     shmem: &Shmem<T>,
     options: &ProbeOptions,
     transport: &str,
-    own: Own<'_>,
-    progress: &mut dyn FnMut(Stage, usize, usize),
+    own: OwnDevice<'_>,
+    progress: &mut dyn FnMut(ProbeStage, usize, usize),
 ) -> Result<Cluster, ProbeError> {
     let n = shmem.n_pes();
     let links = probe_links(shmem, options, progress)?;
-    progress(Stage::Compute, 0, 1);
+    progress(ProbeStage::Compute, 0, 1);
     let rate = probe_rate(shmem, options, own.work, own.work_flop)?;
     let gathering = Gathering { shmem, limit: options.wait_limit };
     let rates = gathering.all(&[rate])?;
@@ -204,7 +204,7 @@ pub fn probe<T: Transport>(
     let cut = own.host.floor_char_boundary(HOST_BYTES);
     name[..cut].copy_from_slice(&own.host.as_bytes()[..cut]);
     let names = gathering.all(&name)?;
-    progress(Stage::Compute, 1, 1);
+    progress(ProbeStage::Compute, 1, 1);
 
     let host = |pe: usize| {
         let name = &names[pe * HOST_BYTES..(pe + 1) * HOST_BYTES];
@@ -255,7 +255,7 @@ pub struct ProbedLinks {
 pub fn probe_links<T: Transport>(
     shmem: &Shmem<T>,
     options: &ProbeOptions,
-    progress: &mut dyn FnMut(Stage, usize, usize),
+    progress: &mut dyn FnMut(ProbeStage, usize, usize),
 ) -> Result<ProbedLinks, ProbeError> {
     options.check()?;
     let (n, me) = (shmem.n_pes(), shmem.my_pe());
@@ -282,7 +282,7 @@ pub fn probe_links<T: Transport>(
     let per_size = options.alone_limit.div_f64((pairs * each).max(1) as f64);
     let others = (0..n).flat_map(|i| (0..n).map(move |j| (i, j))).filter(|(i, j)| i != j);
     for (done, (i, j)) in others.enumerate() {
-        progress(Stage::Alone, done, pairs);
+        progress(ProbeStage::Alone, done, pairs);
         if me == i {
             let times = prober.send(j, per_size)?;
             own[j * each..(j + 1) * each].copy_from_slice(&times);
@@ -295,12 +295,12 @@ pub fn probe_links<T: Transport>(
 
     let mut contention = vec![1.0; n];
     for shift in 1..n {
-        progress(Stage::Together, shift - 1, n);
+        progress(ProbeStage::Together, shift - 1, n);
         let to = (me + shift) % n;
         let time = prober.shift(to, (me + n - shift) % n)?;
         contention[to] = time / own[to * each + 1 + options.together].max(f64::MIN_POSITIVE);
     }
-    progress(Stage::Together, n.saturating_sub(1), n);
+    progress(ProbeStage::Together, n.saturating_sub(1), n);
     let together = prober.exchange()?;
     let sum: f64 = (0..n).filter(|to| *to != me).map(|to| own[to * each + 1 + options.together]).sum();
     let factor = if n > 1 { together / sum.max(f64::MIN_POSITIVE) } else { 1.0 };

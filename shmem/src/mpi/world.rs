@@ -162,7 +162,7 @@ impl MpiWorld {
         // Behind a pointer of its own, so that it may move while MPI writes to it.
         let mut words = vec![value, 0];
         let at = words.as_mut_ptr();
-        let mut request = Request::new();
+        let mut request = MpiRequest::new();
         // SAFETY: the two words live until the operation is done: `finish` leaks them if it is not.
         check("MPI_Iallreduce", unsafe {
             ffi::MPI_Iallreduce(
@@ -195,7 +195,7 @@ impl MpiWorld {
     /// If the message is longer.
     pub fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), MpiError> {
         let len = c_int::try_from(message.len()).expect("a message has less than 2 GiB");
-        let mut request = Request::new();
+        let mut request = MpiRequest::new();
         // SAFETY: the message lives until it is sent: `finish` leaks it if it is not.
         check("MPI_Isend", unsafe {
             ffi::MPI_Isend(
@@ -241,7 +241,7 @@ impl MpiWorld {
         // SAFETY: the status is that of the message found.
         check("MPI_Get_count", unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) })?;
         let mut bytes = vec![0u8; len as usize];
-        let mut request = Request::new();
+        let mut request = MpiRequest::new();
         // SAFETY: the buffer has as many bytes as the message, and lives until it is there: `finish` leaks it if it is not.
         check("MPI_Imrecv", unsafe {
             let at = bytes.as_mut_ptr().cast::<c_void>();
@@ -252,7 +252,7 @@ impl MpiWorld {
     }
 
     /// Waits for an operation on `buffer`, which MPI goes on using if it does not end.
-    fn finish<B>(&self, mut request: Request, buffer: B, what: &'static str, limit: Duration) -> Result<B, MpiError> {
+    fn finish<B>(&self, mut request: MpiRequest, buffer: B, what: &'static str, limit: Duration) -> Result<B, MpiError> {
         let start = Instant::now();
         let mut pause = self.pause();
         loop {
@@ -296,12 +296,12 @@ impl std::fmt::Debug for MpiWorld {
 }
 
 /// A non-blocking operation.
-struct Request(ffi::MPI_Request);
+struct MpiRequest(ffi::MPI_Request);
 
-impl Request {
-    fn new() -> Request {
+impl MpiRequest {
+    fn new() -> MpiRequest {
         // SAFETY: the null request is a constant.
-        Request(unsafe { ffi::RSMPI_REQUEST_NULL })
+        MpiRequest(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
 }
 

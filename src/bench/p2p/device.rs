@@ -69,7 +69,7 @@ pub fn run_pe(bench: &P2pBench, gpu: &CudaGpu, context: &dyn Host) -> Result<()>
         Err(GpuError::Unavailable(why)) => leave_out(&mut kinds, matched, bench.asked.0, why).map(|()| None)?,
         nccl => nccl?,
     };
-    let measurement = Measurement {
+    let measurement = DeviceMeasurement {
         bench,
         largest,
         local: Buffer::new(gpu, 2 * times(bench) + 256)?,
@@ -119,7 +119,7 @@ fn times(bench: &P2pBench) -> u64 {
     (bench.iterations * size_of::<u64>()) as u64
 }
 
-struct Measurement<'a> {
+struct DeviceMeasurement<'a> {
     bench: &'a P2pBench,
     largest: u64,
     /// Where kernels leave their times.
@@ -127,10 +127,10 @@ struct Measurement<'a> {
     streams: OnStream<'a>,
 }
 
-impl Measurement<'_> {
+impl DeviceMeasurement<'_> {
     /// A figure by one of the kernels, collective: rows to be, and their samples, microseconds; none but PE 0's count.
     fn by_kernel(&self, of: Figure, scope: Scope) -> Result<Vec<(Figure, Vec<f64>)>> {
-        let Measurement { bench, largest, local, streams: OnStream { gpu, data, limit, .. } } = self;
+        let DeviceMeasurement { bench, largest, local, streams: OnStream { gpu, data, limit, .. } } = self;
         let (bench, gpu, times) = (*bench, *gpu, times(self.bench));
         // All of it in the two buffers, which outlive the launch.
         let arguments = Arguments {

@@ -63,7 +63,7 @@ fn phase(op: Op) -> u32 {
 
 /// How one size of one operation is sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Plan {
+struct HostSampling {
     /// Samples that count, a multiple of [`ROUNDS`].
     samples: usize,
     /// Samples before those, in each round.
@@ -72,8 +72,8 @@ struct Plan {
     batch: usize,
 }
 
-impl Plan {
-    fn new(bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> Plan {
+impl HostSampling {
+    fn new(bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> HostSampling {
         // Until the mean of a batch is worth a clock: about 100 ns for a hop, 10 for a call, and the bytes.
         let (budget, most) = match (measure, op) {
             (Measure::Latency, Op::PutSignal | Op::SendRecv) => (64 << 10, 16),
@@ -84,12 +84,12 @@ impl Plan {
         let batch = (budget / bytes.max(1)).clamp(1, most);
         let affordable = (FIGURE_BYTES / (batch * bytes).max(1)).max(LEAST_SAMPLES);
         let samples = bench.iterations.min(affordable).next_multiple_of(ROUNDS);
-        Plan { samples, warmup: bench.warmup.div_ceil(ROUNDS).min(samples), batch }
+        HostSampling { samples, warmup: bench.warmup.div_ceil(ROUNDS).min(samples), batch }
     }
 }
 
 /// The symmetric memory of the measurement; the same on every PE.
-struct Memory {
+struct P2pMemory {
     /// Where data arrives.
     ring: Sym<u8>,
     /// Where non-blocking puts are from.
@@ -98,7 +98,7 @@ struct Memory {
     signals: Sym<u64>,
 }
 
-impl Memory {
+impl P2pMemory {
     fn ring_bytes(bench: &P2pBench) -> usize {
         (2 * largest(bench)).max(RING_BYTES)
     }
@@ -120,7 +120,7 @@ impl PePart for OnHost<'_> {
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {
         let bench = self.bench;
         let signals = SIGNALS * STRIDE * size_of::<u64>();
-        Ok(Shmem::<T>::heap_bytes_for(bench.pes, Memory::ring_bytes(bench) + largest(bench) + signals))
+        Ok(Shmem::<T>::heap_bytes_for(bench.pes, P2pMemory::ring_bytes(bench) + largest(bench) + signals))
     }
 
     /// # Errors
@@ -134,8 +134,8 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
     let (two_sided, limit) = (host.two_sided(), bench.wait_limit);
     let me = shmem.my_pe();
     cpus::pin(me, shmem.n_pes());
-    let memory = Memory {
-        ring: shmem.alloc(Memory::ring_bytes(bench))?,
+    let memory = P2pMemory {
+        ring: shmem.alloc(P2pMemory::ring_bytes(bench))?,
         source: shmem.alloc(largest(bench))?,
         signals: shmem.alloc(SIGNALS * STRIDE)?,
     };
@@ -153,7 +153,7 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
             let source: Vec<u64> =
                 (0..largest(bench) as u64 / 8).map(|i| i.wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect();
             shmem.put(memory.source, bytemuck::cast_slice(&source), me);
-            Part {
+            PairMember {
                 shmem,
                 two_sided,
                 memory: &memory,
@@ -170,7 +170,7 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
         let mut memcpy_us = HashMap::new();
         if let Some(part) = part.as_mut().filter(|part| part.first) {
             for &bytes in &bench.sizes {
-                let plan = Plan::new(bench, Measure::Bandwidth, Op::Put, bytes);
+                let plan = HostSampling::new(bench, Measure::Bandwidth, Op::Put, bytes);
                 memcpy_us.insert(bytes, part.memcpy(plan, bytes));
             }
         }
@@ -180,7 +180,7 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
             host.status().set_progress(figure as u64, total);
             if let Some(part) = &mut part {
                 let seat = CpuSpan::take();
-                let plan = Plan::new(bench, measure, op, bytes);
+                let plan = HostSampling::new(bench, measure, op, bytes);
                 let rows = part.figure(plan, op, measure, bytes)?;
                 let seat = seat.leave();
                 let flag_us = part.flag_us()?;
@@ -226,10 +226,10 @@ fn figures(bench: &P2pBench) -> Vec<(Op, Measure, usize)> {
 }
 
 /// One of the two PEs of a pair.
-struct Part<'s, T: Transport> {
+struct PairMember<'s, T: Transport> {
     shmem: &'s Shmem<T>,
     two_sided: Option<&'s dyn TwoSided>,
-    memory: &'s Memory,
+    memory: &'s P2pMemory,
     pair: [usize; 2],
     peer: usize,
     /// Whether this PE begins.
@@ -244,7 +244,7 @@ struct Part<'s, T: Transport> {
 
 /// Which code path a turn takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Path {
+enum CodePath {
     Library,
     Raw,
 }
@@ -253,9 +253,9 @@ fn us(start: Instant, operations: usize) -> f64 {
     start.elapsed().as_secs_f64() * 1e6 / operations as f64
 }
 
-impl<T: Transport> Part<'_, T> {
+impl<T: Transport> PairMember<'_, T> {
     /// Measures one figure; the PE whose clock counts returns its rows.
-    fn figure(&mut self, plan: Plan, op: Op, measure: Measure, bytes: usize) -> Result<Vec<Row>> {
+    fn figure(&mut self, plan: HostSampling, op: Op, measure: Measure, bytes: usize) -> Result<Vec<Row>> {
         let of = Figure { pair: self.pair, measure, op, scope: None, bytes, batch: plan.batch };
         let counts_here = (measure == Measure::Consume) != self.first;
         if op == Op::PutNbi {
@@ -264,19 +264,19 @@ impl<T: Transport> Part<'_, T> {
         // The bare turns are the put with signal's, of whose two parts they consist.
         let has_raw = op == Op::PutSignal && self.raw.is_some();
         let (mut samples, mut raw) = (Vec::new(), Vec::new());
-        let part = Plan { samples: plan.samples / ROUNDS, ..plan };
+        let part = HostSampling { samples: plan.samples / ROUNDS, ..plan };
         for _ in 0..ROUNDS {
             samples.extend(match (measure, op) {
-                (Measure::Latency, Op::PutSignal) => self.ping_pong(part, bytes, Path::Library)?,
+                (Measure::Latency, Op::PutSignal) => self.ping_pong(part, bytes, CodePath::Library)?,
                 (Measure::Latency, Op::SendRecv) => self.send_recv(part, bytes)?,
                 (Measure::Consume, Op::SendRecv) => self.send_stream(part, bytes)?,
-                (Measure::Consume, _) => self.stream(part, bytes, Path::Library)?,
+                (Measure::Consume, _) => self.stream(part, bytes, CodePath::Library)?,
                 _ => self.calls(part, op, measure, bytes),
             });
             if has_raw {
                 raw.extend(match measure {
-                    Measure::Consume => self.stream(part, bytes, Path::Raw)?,
-                    _ => self.ping_pong(part, bytes, Path::Raw)?,
+                    Measure::Consume => self.stream(part, bytes, CodePath::Raw)?,
+                    _ => self.ping_pong(part, bytes, CodePath::Raw)?,
                 });
             }
         }
@@ -307,7 +307,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// Samples of an operation of this PE alone.
-    fn sample(&self, plan: Plan, mut batch: impl FnMut(usize)) -> Vec<f64> {
+    fn sample(&self, plan: HostSampling, mut batch: impl FnMut(usize)) -> Vec<f64> {
         let mut samples = Vec::with_capacity(plan.samples);
         for i in 0..plan.warmup + plan.samples {
             let start = Instant::now();
@@ -320,7 +320,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// The median time of a memcpy by this PE, from its private memory to its heap, both as warm as they get.
-    fn memcpy(&self, plan: Plan, bytes: usize) -> f64 {
+    fn memcpy(&self, plan: HostSampling, bytes: usize) -> f64 {
         let src = self.bytes(bytes);
         let Some((mine, _)) = &self.raw else {
             let mut dest = vec![0; bytes];
@@ -339,7 +339,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// Put, get and atomic: calls that the peer takes no part in.
-    fn calls(&self, plan: Plan, op: Op, measure: Measure, bytes: usize) -> Vec<f64> {
+    fn calls(&self, plan: HostSampling, op: Op, measure: Measure, bytes: usize) -> Vec<f64> {
         if !self.first {
             return Vec::new();
         }
@@ -363,7 +363,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// Until the call has returned, and until quiet has.
-    fn put_nbi(&self, plan: Plan, of: Figure) -> Vec<Row> {
+    fn put_nbi(&self, plan: HostSampling, of: Figure) -> Vec<Row> {
         if !self.first {
             return Vec::new();
         }
@@ -394,7 +394,7 @@ impl<T: Transport> Part<'_, T> {
     /// Samples of round trips, at the PE that begins.
     fn rounds(
         &self,
-        plan: Plan,
+        plan: HostSampling,
         mut there: impl FnMut(&Self) -> Result<()>,
         mut back: impl FnMut(&Self) -> Result<()>,
     ) -> Result<Vec<f64>> {
@@ -418,12 +418,12 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// Put with signal there and back.
-    fn ping_pong(&mut self, plan: Plan, bytes: usize, path: Path) -> Result<Vec<f64>> {
+    fn ping_pong(&mut self, plan: HostSampling, bytes: usize, path: CodePath) -> Result<Vec<f64>> {
         let place = PING;
         let base = self.counted(place, ((plan.warmup + plan.samples) * plan.batch) as u64);
         let deadline = self.deadline();
         let (mut sent, mut seen) = (base, base);
-        if let (Path::Raw, Some((mine, theirs))) = (path, self.raw) {
+        if let (CodePath::Raw, Some((mine, theirs))) = (path, self.raw) {
             let (own, other) = (mine.flag(place * STRIDE), theirs.flag(place * STRIDE));
             return self.rounds(
                 plan,
@@ -462,7 +462,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// A stream of messages that the receiver reads; samples at the receiver.
-    fn stream(&mut self, plan: Plan, bytes: usize, path: Path) -> Result<Vec<f64>> {
+    fn stream(&mut self, plan: HostSampling, bytes: usize, path: CodePath) -> Result<Vec<f64>> {
         // No two slots share a cache line.
         let pitch = bytes.max(1).next_multiple_of(64);
         let slots = (self.memory.ring.len() / pitch).clamp(1, SLOTS_MAX);
@@ -474,7 +474,7 @@ impl<T: Transport> Part<'_, T> {
         let credit = self.counted(CREDIT, messages);
         let slot_of = |m: u64| (m % slots as u64) as usize;
         let stamped = bytes >= size_of::<u64>();
-        let raw = self.raw.filter(|_| path == Path::Raw);
+        let raw = self.raw.filter(|_| path == CodePath::Raw);
         if self.first {
             let mut stamp = self.source[0];
             for m in 0..messages {
@@ -566,7 +566,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// Send and receive there and back.
-    fn send_recv(&self, plan: Plan, bytes: usize) -> Result<Vec<f64>> {
+    fn send_recv(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
         let (messages, deadline) = (self.messages()?, self.deadline());
         let mut received = vec![0; bytes];
         let samples = self.rounds(
@@ -579,7 +579,7 @@ impl<T: Transport> Part<'_, T> {
     }
 
     /// A stream of sends whose bytes are read, and one answer at the end; samples at the receiver.
-    fn send_stream(&self, plan: Plan, bytes: usize) -> Result<Vec<f64>> {
+    fn send_stream(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
         let (messages, deadline) = (self.messages()?, self.deadline());
         let all = (plan.warmup + plan.samples) * plan.batch;
         let mut received = vec![0; bytes];
@@ -609,8 +609,8 @@ impl<T: Transport> Part<'_, T> {
         if self.raw.is_none() {
             return Ok(None);
         }
-        let plan = Plan { samples: PROBE.0, warmup: 2, batch: PROBE.1 };
-        Ok(Some(median(self.ping_pong(plan, 0, Path::Raw)?) / 2.0))
+        let plan = HostSampling { samples: PROBE.0, warmup: 2, batch: PROBE.1 };
+        Ok(Some(median(self.ping_pong(plan, 0, CodePath::Raw)?) / 2.0))
     }
 }
 
@@ -673,8 +673,8 @@ mod tests {
                 let (segments, bench, source_of_1) = (view(), &bench, &source_of_1);
                 scope.spawn(move || {
                     let shmem = Shmem::new(ShmTransport::new(me, segments).unwrap());
-                    let memory = Memory {
-                        ring: shmem.alloc(Memory::ring_bytes(bench)).unwrap(),
+                    let memory = P2pMemory {
+                        ring: shmem.alloc(P2pMemory::ring_bytes(bench)).unwrap(),
                         source: shmem.alloc(largest(bench)).unwrap(),
                         signals: shmem.alloc(SIGNALS * STRIDE).unwrap(),
                     };
@@ -683,7 +683,7 @@ mod tests {
                         source_of_1(&mut source);
                     }
                     let reach = |pe| Pages::of(&shmem, memory.ring, memory.signals, pe).filter(|_| pages);
-                    let mut part = Part {
+                    let mut part = PairMember {
                         shmem: &shmem,
                         two_sided: Some(&mailbox),
                         memory: &memory,
@@ -697,7 +697,7 @@ mod tests {
                     };
                     let mut rows = Vec::new();
                     for (op, measure, bytes) in figures(bench) {
-                        rows.extend(part.figure(Plan::new(bench, measure, op, bytes), op, measure, bytes)?);
+                        rows.extend(part.figure(HostSampling::new(bench, measure, op, bytes), op, measure, bytes)?);
                         meet(&shmem, part.limit)?;
                     }
                     Ok(rows)
@@ -737,7 +737,7 @@ mod tests {
     #[test]
     fn a_sample_is_worth_reading_the_clock_for() {
         let bench = P2pBench { iterations: 1000, ..bench() };
-        let plan = |measure, op, bytes| Plan::new(&bench, measure, op, bytes);
+        let plan = |measure, op, bytes| HostSampling::new(&bench, measure, op, bytes);
         let small = plan(Measure::Latency, Op::PutSignal, 16);
         assert_eq!((small.batch, small.samples), (16, 1000));
         let large = plan(Measure::Latency, Op::PutSignal, 64 << 20);

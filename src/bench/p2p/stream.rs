@@ -29,15 +29,15 @@ pub(super) struct OnStream<'a> {
 
 /// How one figure is sampled.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Plan {
+struct StreamSampling {
     /// Operations, or round trips, of a sample.
     batch: usize,
     /// Samples until the host waits for the stream.
     together: usize,
 }
 
-impl Plan {
-    fn new(measure: Measure, op: Op, bytes: usize) -> Plan {
+impl StreamSampling {
+    fn new(measure: Measure, op: Op, bytes: usize) -> StreamSampling {
         let (budget, most) = match measure {
             Measure::Bandwidth => (16 << 20, 64),
             _ => (1 << 20, 16),
@@ -50,7 +50,7 @@ impl Plan {
             _ => 2 * batch,
         };
         // Each sample ends with an event, and the first begins with one.
-        Plan { batch, together: (QUEUED / on_stream).clamp(1, MARKS - 1) }
+        StreamSampling { batch, together: (QUEUED / on_stream).clamp(1, MARKS - 1) }
     }
 }
 
@@ -59,7 +59,7 @@ impl OnStream<'_> {
     /// Collective; what PE 0 returns counts.
     pub fn figure(&self, bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> Result<(Vec<f64>, usize)> {
         let gpu = self.gpu;
-        let plan = Plan::new(measure, op, bytes);
+        let plan = StreamSampling::new(measure, op, bytes);
         let all = bench.warmup + bench.iterations;
         let mut samples = Vec::with_capacity(all);
         let mut turn = 0;
@@ -189,7 +189,7 @@ mod tests {
         for measure in [Measure::Latency, Measure::Bandwidth] {
             for op in [Op::Put, Op::Get, Op::PutSignal, Op::SendRecv] {
                 for bytes in [1, 4096, 1 << 20, 1 << 30] {
-                    let plan = Plan::new(measure, op, bytes);
+                    let plan = StreamSampling::new(measure, op, bytes);
                     assert!(plan.batch >= 1 && (1..MARKS).contains(&plan.together), "{plan:?}");
                     // With the batch that does not count, and the events.
                     let each = if op == Op::SendRecv && measure == Measure::Bandwidth { 2 } else { 2 * plan.batch };
@@ -197,7 +197,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(Plan::new(Measure::Latency, Op::Put, 16), Plan { batch: 16, together: 8 });
-        assert_eq!(Plan::new(Measure::Bandwidth, Op::Put, 4 << 20), Plan { batch: 4, together: 51 });
+        assert_eq!(StreamSampling::new(Measure::Latency, Op::Put, 16), StreamSampling { batch: 16, together: 8 });
+        assert_eq!(StreamSampling::new(Measure::Bandwidth, Op::Put, 4 << 20), StreamSampling { batch: 4, together: 51 });
     }
 }

@@ -48,7 +48,7 @@ fn slot_bytes(bench: &StragglerBench) -> usize {
 }
 
 /// The symmetric memory.
-struct Memory {
+struct StragglerMemory {
     /// Slot `sender * SLOTS + k % SLOTS`.
     slots: Sym<u8>,
     /// Of each slot: how many messages have come through it.
@@ -92,7 +92,7 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
     let (me, n) = (shmem.my_pe(), shmem.n_pes());
     cpus::pin(me, n);
     let memory =
-        Memory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
+        StragglerMemory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
     let part = Steps { bench, shmem, memory, all_to_all, limit };
     let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
     let all = bench.warmup + bench.steps;
@@ -129,7 +129,7 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
 struct Steps<'a, T: Transport> {
     bench: &'a StragglerBench,
     shmem: &'a Shmem<T>,
-    memory: Memory,
+    memory: StragglerMemory,
     all_to_all: Option<&'a dyn AllToAll>,
     limit: Duration,
 }

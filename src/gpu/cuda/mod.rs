@@ -28,7 +28,7 @@ pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
 
-use super::nvshmem::{self, Meeting, Nvshmem};
+use super::nvshmem::{self, Bootstrap, Nvshmem};
 use super::{Buffer, DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
 
 /// Marks that [`Gpu::mark`] takes.
@@ -73,7 +73,7 @@ pub struct CudaGpu {
     driver: &'static Driver,
     info: DeviceInfo,
     wait_limit: Duration,
-    meeting: Box<dyn Meeting>,
+    bootstrap: Box<dyn Bootstrap>,
     multiprocessors: u32,
     modules: Vec<CUmodule>,
     functions: RefCell<HashMap<String, CUfunction>>,
@@ -86,16 +86,16 @@ pub struct CudaGpu {
 }
 
 impl CudaGpu {
-    /// Takes the device of this PE, on one host with the others of `meeting`, and loads the kernels (collective). A PE waits
+    /// Takes the device of this PE, on one host with the others of `bootstrap`, and loads the kernels (collective). A PE waits
     /// for the others for `wait_limit` at most, here and where memory is made later.
     ///
     /// # Errors
     /// What is missing, in one line: a driver, a device that can, NVSHMEM for several PEs; PEs that do not fit together.
-    pub fn attach(meeting: impl Meeting + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
+    pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
-        let (my_pe, n_pes) = (meeting.my_pe(), meeting.n_pes());
+        let (my_pe, n_pes) = (bootstrap.my_pe(), bootstrap.n_pes());
         let (device, info) = device::choose(driver, my_pe)?;
-        let sharing = agree(&meeting, &info, wait_limit)?;
+        let sharing = agree(&bootstrap, &info, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
         let percentage = std::env::var(device::MPS_SHARE).ok();
         let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
@@ -104,7 +104,7 @@ impl CudaGpu {
             let (place, library) = nvshmem::find_library()?;
             tracing::debug!(pe = my_pe, library = %place.display(), version = ?library.version, "NVSHMEM");
             // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
-            let nvshmem = unsafe { Nvshmem::init(library, &meeting, wait_limit) }?;
+            let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) }?;
             if nvshmem.limited() && my_pe == 0 {
                 tracing::warn!("{sharing} PEs take turns on one GPU without MPS: results hold, times mean nothing");
             }
@@ -117,7 +117,7 @@ impl CudaGpu {
             driver,
             info,
             wait_limit,
-            meeting: Box::new(meeting),
+            bootstrap: Box::new(bootstrap),
             multiprocessors,
             modules: Vec::new(),
             functions: RefCell::default(),
@@ -316,12 +316,12 @@ impl CudaGpu {
 }
 
 /// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
-fn agree(meeting: &dyn Meeting, info: &DeviceInfo, limit: Duration) -> Result<usize, GpuError> {
+fn agree(bootstrap: &dyn Bootstrap, info: &DeviceInfo, limit: Duration) -> Result<usize, GpuError> {
     const BYTES: usize = 33;
     let mut mine = [0; BYTES];
     mine[0] = info.hopper().into();
     mine[1..].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
-    let all = meeting.all_gather(&mine, limit)?;
+    let all = bootstrap.all_gather(&mine, limit)?;
     let kind = |of_pe: &[u8]| if of_pe[0] == 1 { "a Hopper" } else { "none" };
     let first = &all[..BYTES];
     if let Some((pe, other)) = all.chunks(BYTES).enumerate().find(|(_, of_pe)| of_pe[0] != first[0]) {
@@ -365,11 +365,11 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn my_pe(&self) -> usize {
-        self.meeting.my_pe()
+        self.bootstrap.my_pe()
     }
 
     fn n_pes(&self) -> usize {
-        self.meeting.n_pes()
+        self.bootstrap.n_pes()
     }
 
     fn alloc_raw(&self, bytes: u64) -> Result<u64, GpuError> {
@@ -397,7 +397,7 @@ unsafe impl Gpu for CudaGpu {
         let Some(nvshmem) = &self.nvshmem else { return self.alloc_raw(bytes) };
         // NVSHMEM waits for all PEs without a limit, and frees of this PE may have gone before.
         self.synchronise_within(self.wait_limit)?;
-        self.meeting.barrier(self.wait_limit)?;
+        self.bootstrap.barrier(self.wait_limit)?;
         match nvshmem.malloc(bytes as usize) {
             0 => Err(self.out_of_memory("symmetric device", bytes)),
             address => Ok(address),
@@ -428,7 +428,7 @@ unsafe impl Gpu for CudaGpu {
         // Whether a heap is mapped is the same for every place in it.
         let place = self.alloc_symmetric_raw(64)?;
         let mine = (0..self.n_pes()).all(|pe| self.peer_raw(place, pe) != 0);
-        let all = self.meeting.all_gather(&[mine.into()], self.wait_limit)?;
+        let all = self.bootstrap.all_gather(&[mine.into()], self.wait_limit)?;
         // SAFETY: allocated just now, and used by nobody; all PEs have looked.
         unsafe { self.free_symmetric_raw(place) };
         Ok(all.iter().all(|reaches| *reaches == 1))
@@ -559,7 +559,7 @@ unsafe impl Gpu for CudaGpu {
             unsafe { nvshmem.quiet_on_stream(self.context.stream.cast()) }
         }
         self.synchronise_within(limit)?;
-        self.meeting.barrier(limit.saturating_sub(start.elapsed()))
+        self.bootstrap.barrier(limit.saturating_sub(start.elapsed()))
     }
 
     fn mark(&self, number: usize) -> Result<(), GpuError> {

@@ -166,7 +166,7 @@ impl CudaGpu {
         assert!(place.bytes() >= 512, "a place of {} bytes", place.bytes());
         let start = Instant::now();
         let left = || limit.saturating_sub(start.elapsed());
-        let (me, n) = (self.meeting.my_pe(), self.meeting.n_pes());
+        let (me, n) = (self.bootstrap.my_pe(), self.bootstrap.n_pes());
         let mut id = ncclUniqueId { internal: [0; ID_BYTES] };
         let found = find_library().and_then(|library| {
             if me == 0 {
@@ -179,7 +179,7 @@ impl CudaGpu {
         // What PE 0 made, and whether each PE has what it needs, so that nobody starts alone.
         let mut mine = vec![u8::from(found.is_ok())];
         mine.extend(id.internal.iter().map(|c| c.cast_unsigned()));
-        let all = self.meeting.all_gather(&mine, left())?;
+        let all = self.bootstrap.all_gather(&mine, left())?;
         let library = self.agreed(found, all.chunks(mine.len()).map(|of_pe| of_pe[0] == 1))?;
         id.internal.iter_mut().zip(&all[1..]).for_each(|(to, from)| *to = from.cast_signed());
 
@@ -225,7 +225,7 @@ impl CudaGpu {
             Err(RecvTimeoutError::Disconnected) => return Err(late("its thread has ended")),
         };
         let started = started.map(|Started(communicator)| Nccl { gpu: self, library, communicator }).map_err(refused);
-        let all = self.meeting.all_gather(&[started.is_ok().into()], left())?;
+        let all = self.bootstrap.all_gather(&[started.is_ok().into()], left())?;
         let started = self.agreed(started, all.iter().map(|ready| *ready == 1))?;
         self.synchronise_within(left())?;
         Ok(started)

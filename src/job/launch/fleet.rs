@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
 
 use super::child::Start;
-use super::rendezvous::{Kept, Rendezvous};
+use super::rendezvous::{KeeperLink, Rendezvous};
 use super::wire::{self, Kind};
 use super::{LaunchError, signals};
 
@@ -68,7 +68,7 @@ impl Fleet {
     }
 
     /// The process that keeps a PE, where another one does.
-    fn keeper(&mut self, pe: usize) -> Option<&mut Kept> {
+    fn keeper(&mut self, pe: usize) -> Option<&mut KeeperLink> {
         self.rendezvous.as_mut()?.kept.get_mut(pe)?.as_mut()
     }
 

@@ -35,10 +35,10 @@ const SEND_LIMIT: Duration = Duration::from_secs(10);
 /// Most refusals that are printed.
 const SHOWN_REFUSALS: usize = 8;
 
-static WORLD: OnceLock<World> = OnceLock::new();
+static JOB: OnceLock<LaunchedJob> = OnceLock::new();
 
 /// The job that this process is rank 0 of.
-struct World {
+struct LaunchedJob {
     size: usize,
     launcher: &'static str,
     rendezvous: Mutex<Rendezvous>,
@@ -49,18 +49,18 @@ pub(super) fn open(process: LaunchedProcess, limit: Duration) -> Result<(), Laun
     let (size, launcher) = (process.size, process.launcher);
     let rendezvous = Mutex::new(Rendezvous::open(process, limit)?);
     let taken = |_| LaunchError::Environment("this process has taken its place in the job already".to_string());
-    WORLD.set(World { size, launcher, rendezvous }).map_err(taken)
+    JOB.set(LaunchedJob { size, launcher, rendezvous }).map_err(taken)
 }
 
 /// The number of PEs, where this process is rank 0 of those that a launcher started: each keeps one.
 pub fn settled_pes() -> Option<usize> {
-    WORLD.get().map(|world| world.size)
+    JOB.get().map(|job| job.size)
 }
 
 /// As rank 0, tells the other processes the exit code with which this one ends; they end with it too.
 pub fn conclude(code: u8) {
-    let Some(world) = WORLD.get() else { return };
-    let mut rendezvous = world.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(job) = JOB.get() else { return };
+    let mut rendezvous = job.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
     if !rendezvous.given_up {
         // Whoever comes now learns at once that it is over, instead of waiting for one who has gone.
         rendezvous.limit = rendezvous.limit.min(LINGER);
@@ -73,21 +73,21 @@ pub fn conclude(code: u8) {
 
 /// The processes that keep this job's PEs, once all are there; `None` where no launcher started this one.
 pub(super) fn gather(pes: usize, signals: &Signals) -> Result<Option<MutexGuard<'static, Rendezvous>>, LaunchError> {
-    let Some(world) = WORLD.get() else { return Ok(None) };
-    if pes != world.size {
-        let World { size, launcher, .. } = world;
+    let Some(job) = JOB.get() else { return Ok(None) };
+    if pes != job.size {
+        let LaunchedJob { size, launcher, .. } = job;
         return Err(LaunchError::World(format!(
             "this is a job of {pes} PEs, but {launcher} started {size} processes, each of which is a PE: make `pes`, or the \
              processes, agree"
         )));
     }
-    let mut rendezvous = world.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut rendezvous = job.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
     rendezvous.gather(Some(signals))?;
     Ok(Some(rendezvous))
 }
 
 /// A process that keeps a PE, as rank 0 knows it.
-pub(super) struct Kept {
+pub(super) struct KeeperLink {
     pub(super) socket: OwnedFd,
     pub(super) inbox: Inbox,
 }
@@ -110,7 +110,7 @@ pub(super) struct Rendezvous {
     listener: Option<OwnedFd>,
     pending: Vec<Pending>,
     /// By rank; rank 0 keeps its PE itself.
-    pub(super) kept: Vec<Option<Kept>>,
+    pub(super) kept: Vec<Option<KeeperLink>>,
     refusals: usize,
     last_refusal: Option<String>,
     given_up: bool,
@@ -269,7 +269,7 @@ impl Rendezvous {
                     let limited = set_socket_timeout(&one.socket, Timeout::Send, Some(SEND_LIMIT));
                     let let_in = limited.and_then(|()| wire::send(one.socket.as_fd(), Kind::Joined, b"", &[]));
                     if let_in.is_ok() {
-                        self.kept[rank] = Some(Kept { socket: one.socket, inbox: one.inbox });
+                        self.kept[rank] = Some(KeeperLink { socket: one.socket, inbox: one.inbox });
                     }
                 }
                 Err(why) => self.refuse(&one.socket, one.pid, &why),

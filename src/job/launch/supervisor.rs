@@ -117,7 +117,7 @@ impl<'a> Processes<'a> {
                 n_pes: self.pes,
                 source,
             })?;
-            let mut link = Link { socket: Some(socket), ..Link::default() };
+            let mut link = PeLink { socket: Some(socket), ..PeLink::default() };
             link.outbox.push(Kind::Files, &names, files.clone(), 0..files.len());
             links.push(link);
             if let Some(signal) = signals.caught() {
@@ -152,7 +152,7 @@ fn memory_file(name: &str, content: &[u8]) -> io::Result<OwnedFd> {
 
 /// One PE, as the supervisor knows it.
 #[derive(Default)]
-struct Link {
+struct PeLink {
     /// `None` after the end of the stream.
     socket: Option<OwnedFd>,
     inbox: Inbox,
@@ -167,7 +167,7 @@ struct Supervisor<'a, F> {
     fleet: Fleet,
     on_event: F,
     status: StatusView<'a>,
-    links: Vec<Link>,
+    links: Vec<PeLink>,
     started: Instant,
     time_limit: Option<(Instant, Duration)>,
     start_limit: Duration,
@@ -389,7 +389,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     /// "PE 0 in phase dispatch, PE 1 done"; the first 16.
     fn states(&self) -> String {
         const SHOWN: usize = 16;
-        let state = |(pe, link): (usize, &Link)| match link.done {
+        let state = |(pe, link): (usize, &PeLink)| match link.done {
             true => format!("PE {pe} done"),
             false => format!("PE {pe} in phase {}", self.status.pe(pe).phase),
         };

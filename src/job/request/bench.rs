@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Device, FieldError};
+use super::{DeviceKind, FieldError};
 #[cfg(feature = "device")]
 use crate::moe::device::GemmPath;
 use crate::moe::synthetic::SyntheticSpec;
@@ -21,7 +21,7 @@ pub struct MoeBench {
     /// Tokens, over all PEs.
     pub tokens: usize,
     /// What computes.
-    pub device: Device,
+    pub device: DeviceKind,
     /// On a device, which matrix products; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,

@@ -40,7 +40,7 @@ pub enum Work {
 /// What the layer runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Device {
+pub enum DeviceKind {
     /// The CPU.
     Cpu,
     /// A CUDA device for each PE.
@@ -74,7 +74,7 @@ pub struct RunRequest {
     /// Where the EP groups and the placement come from; one group with even shares where `None`.
     pub plan: Option<PlanSource>,
     /// What it runs on.
-    pub device: Device,
+    pub device: DeviceKind,
     /// Which matrix products a device runs; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::engine::Saved;
 use super::experts::{Mlp, Scratch};
 use super::kernels::Element;
-use super::memory::Memory;
+use super::memory::LayerMemory;
 use super::replicas::{Exchange, OneGroup};
 use super::weights::Weights;
 use crate::moe::spec::metrics::{Observer, Phase, Recorder, Unobserved};
@@ -40,7 +40,7 @@ use crate::shmem::{AsShmem, Shmem};
 pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) shmem: S,
     pub(super) spec: LayerSpec,
-    pub(super) memory: Memory,
+    pub(super) memory: LayerMemory,
     pub(super) weights: Weights<E>,
     pub(super) gradients: Option<LayerGradients>,
     pub(super) scratch: Scratch,
@@ -113,7 +113,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             last: None,
             accumulate: false,
         });
-        let memory = Memory::new(pe, spec.layout()?)?;
+        let memory = LayerMemory::new(pe, spec.layout()?)?;
         // Nobody may signal before every PE's signal words are zero.
         memory.clear_signals(pe);
         pe.barrier_all(spec.options.deadline())

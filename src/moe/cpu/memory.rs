@@ -4,7 +4,7 @@ use crate::moe::spec::Layout;
 use crate::shmem::{Shmem, ShmemError, Sym, Transport};
 
 /// The layer's symmetric objects. A peer's index is its number, less one if it is above ours.
-pub struct Memory {
+pub struct LayerMemory {
     /// The sizes.
     pub layout: Layout,
     windows: Sym<u8>,
@@ -14,13 +14,13 @@ pub struct Memory {
     signals: Sym<u64>,
 }
 
-impl Memory {
+impl LayerMemory {
     /// Allocates on every PE (collective).
     ///
     /// # Errors
     /// When the heap is too small.
     pub fn new<T: Transport>(shmem: &Shmem<T>, layout: Layout) -> Result<Self, ShmemError> {
-        Ok(Memory {
+        Ok(LayerMemory {
             windows: shmem.alloc(layout.window_bytes())?,
             returns: shmem.alloc(layout.return_bytes)?,
             headers: shmem.alloc(2 * layout.peers * layout.header_words)?,

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::engine::{Direction, Engine, Progress, Saved, Stage};
+use super::engine::{Direction, Engine, PassProgress, Saved, SavedStage};
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
@@ -192,7 +192,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.forwards += 1;
         let mut saved = self.spare.pop().unwrap_or_default();
         saved.layer = self.id;
-        saved.stage = Stage::Forward;
+        saved.stage = SavedStage::Forward;
         saved.external = external.is_some();
         saved.batches.resize_with(self.weights.experts.len(), Default::default);
         saved.routing = match external {
@@ -260,7 +260,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     fn check_saved(&self, saved: &Saved<E>, what: &'static str, external: bool) -> Result<(), MoeError> {
         let why = if saved.layer != self.id {
             "the forward pass was another layer's"
-        } else if saved.stage == Stage::Backward {
+        } else if saved.stage == SavedStage::Backward {
             "the forward pass has had its backward"
         } else if saved.external != external {
             if external {
@@ -295,7 +295,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(weights) = &grad_weights {
             expect_len("grad_weights", weights.len(), saved.routing.chosen.len())?;
         }
-        saved.stage = Stage::Backward;
+        saved.stage = SavedStage::Backward;
         let Some(mut gradients) = self.gradients.take() else { return Ok(()) };
         let LayerGradients { all, last, accumulate } = &mut gradients;
         let (into, add) = match last {
@@ -398,7 +398,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             expert_grads: &mut grads.experts,
             shared_grads: &mut grads.shared,
             exchange: exchange.map(|exchange| exchange as _),
-            progress: Progress::default(),
+            progress: PassProgress::default(),
         }
         .run()?;
         if direction == Direction::Backward

@@ -107,7 +107,7 @@ pub struct Replicas<W> {
 
 /// Which of the two kinds of messages.
 #[derive(Clone, Copy)]
-enum Kind {
+enum MessageKind {
     Contribution = 0,
     Sum = 1,
 }
@@ -156,19 +156,19 @@ impl<W: AsShmem> Replicas<W> {
     }
 
     /// At the owner of its local expert `local` in group `at`: the place and the signal of messages from group `from`.
-    fn place(&self, kind: Kind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
+    fn place(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
         let others = self.groups.len() - 1;
         let index = local * others + from - usize::from(from > at);
         let places = match kind {
-            Kind::Contribution => self.contributions,
-            Kind::Sum => self.sums,
+            MessageKind::Contribution => self.contributions,
+            MessageKind::Sum => self.sums,
         };
         let word = kind as usize * self.groups.max_local() * others + index;
         (places.slice(index * self.part_len..(index + 1) * self.part_len), self.signals.at(word))
     }
 
     /// Puts `data` to the owner of `expert` in group `to`.
-    fn send(&mut self, kind: Kind, expert: usize, data: &[f32], to: usize) {
+    fn send(&mut self, kind: MessageKind, expert: usize, data: &[f32], to: usize) {
         let local = self.groups.placement(to).local(expert);
         let (place, signal) = self.place(kind, local, self.group, to);
         self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, self.groups.owner(to, expert));
@@ -180,8 +180,8 @@ impl<W: AsShmem> Replicas<W> {
         self.others().enumerate().filter_map(move |(i, from)| {
             let kind = match (state.summed, state.taken[i]) {
                 (_, true) => None,
-                (false, _) => Some(Kind::Contribution),
-                (true, false) => Some(Kind::Sum),
+                (false, _) => Some(MessageKind::Contribution),
+                (true, false) => Some(MessageKind::Sum),
             }?;
             let (_, signal) = self.place(kind, local, from, self.group);
             Some((Wait { signal, cmp: Cmp::Ge, value: self.pass }, from))
@@ -208,7 +208,7 @@ impl<W: AsShmem> Replicas<W> {
             if group == self.group {
                 copy_out(grads, mine.start, &mut part);
             } else {
-                self.shmem().get(&mut part, self.place(Kind::Contribution, local, group, self.group).0, me);
+                self.shmem().get(&mut part, self.place(MessageKind::Contribution, local, group, self.group).0, me);
             }
             sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum += x);
         }
@@ -216,7 +216,7 @@ impl<W: AsShmem> Replicas<W> {
         self.state[local].summed = true;
         let expert = self.experts[local];
         for to in self.others() {
-            self.send(Kind::Sum, expert, &sum, to);
+            self.send(MessageKind::Sum, expert, &sum, to);
         }
         (self.buffer, self.part) = (sum, part);
         true
@@ -230,7 +230,7 @@ impl<W: AsShmem> Replicas<W> {
         }
         let mut part = std::mem::take(&mut self.part);
         for (i, from) in self.others().enumerate() {
-            let (place, signal) = self.place(Kind::Sum, local, from, self.group);
+            let (place, signal) = self.place(MessageKind::Sum, local, from, self.group);
             if self.state[local].taken[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
                 continue;
             }
@@ -262,7 +262,7 @@ impl<W: AsShmem> Exchange for Replicas<W> {
             let range = self.part(to);
             part.resize(range.len(), 0.0);
             copy_out(grads, range.start, &mut part);
-            self.send(Kind::Contribution, self.experts[local], &part, to);
+            self.send(MessageKind::Contribution, self.experts[local], &part, to);
         }
         self.part = part;
         self.state[local].ready = true;

@@ -2,7 +2,7 @@
 
 use bytemuck::Zeroable;
 
-use super::report::{self, PassTimes};
+use super::report::{self, DevicePassTimes};
 use super::saved::RoutedBy;
 use super::{DeviceLayer, DeviceSaved, to_elements};
 use crate::gpu::params::{ErrorRecord, Kernel, MAX_SPANS, Pass, PassStats, SpanRecord};
@@ -363,7 +363,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         let router = self.gpu.elapsed(MARKS[0], MARKS[1])? + self.gpu.elapsed(MARKS[2], MARKS[3])?;
         let layer = self.gpu.elapsed(MARKS[1], MARKS[2])?;
         let all_reduce = self.gpu.elapsed(MARKS[3], MARKS[4])?;
-        Ok(report::outcome(&stats, PassTimes { router, layer, all_reduce }, &spans))
+        Ok(report::outcome(&stats, DevicePassTimes { router, layer, all_reduce }, &spans))
     }
 
     fn routed(&mut self, saved: &DeviceSaved<'g>) -> Result<Routed, MoeError> {

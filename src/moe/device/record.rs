@@ -18,12 +18,12 @@ pub struct RecordedLayer<'a, 'g> {
     saved: DeviceSaved<'g>,
     /// Forward passes so far.
     forwards: u64,
-    forward: Option<Recorded<'g>>,
-    backward: Option<Recorded<'g>>,
+    forward: Option<PassRecording<'g>>,
+    backward: Option<PassRecording<'g>>,
 }
 
 /// One pass, and what its launches depend on.
-struct Recorded<'g> {
+struct PassRecording<'g> {
     pass: Pass,
     version: u64,
     recording: Box<dyn Recording + 'g>,
@@ -57,7 +57,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
             Some(current) => current,
             None => {
                 let recording = layer.gpu.record(&mut || layer.launch_all(saved, checked))?;
-                Recorded { pass: checked.pass, version: layer.version, recording }
+                PassRecording { pass: checked.pass, version: layer.version, recording }
             }
         };
         let same = recorded.insert(current).pass == checked.pass;
@@ -66,7 +66,7 @@ impl<'a, 'g> RecordedLayer<'a, 'g> {
     }
 
     /// Repeats the recording of the pass that [`RecordedLayer::record`] has just checked.
-    fn replay(&self, recorded: &Option<Recorded<'g>>) -> Result<(), MoeError> {
+    fn replay(&self, recorded: &Option<PassRecording<'g>>) -> Result<(), MoeError> {
         let Some(recorded) = recorded else { return Ok(()) };
         // SAFETY: the recording is of launches of this layer's kernels on `self.saved`, which lives as long as it and is of
         // the version that was recorded; the addresses in the recorded pass equal those of the pass that was checked, whose

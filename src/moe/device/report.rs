@@ -8,7 +8,7 @@ use crate::moe::{MoeError, Options};
 
 /// The parts of a pass between its marks.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct PassTimes {
+pub struct DevicePassTimes {
     /// Router, plan, and in backward what follows the persistent kernel.
     pub router: Duration,
     /// The persistent kernel.
@@ -18,7 +18,7 @@ pub struct PassTimes {
 }
 
 /// A pass's outcome from its counters.
-pub fn outcome(stats: &PassStats, times: PassTimes, spans: &[SpanRecord]) -> PassOutcome {
+pub fn outcome(stats: &PassStats, times: DevicePassTimes, spans: &[SpanRecord]) -> PassOutcome {
     let mut phases_s = [0.0; Phase::ALL.len()];
     let idle = Phase::Idle.code();
     let block_ns = stats.phase_block_ns.iter().enumerate();
@@ -134,7 +134,7 @@ mod tests {
     fn phases_add_up_to_the_pass() {
         let ms = Duration::from_millis;
         let stats = PassStats { phase_block_ns: [1000, 0, 10, 20, 10, 0, 0], ..PassStats::default() };
-        let times = PassTimes { router: ms(1), layer: ms(8), all_reduce: ms(2) };
+        let times = DevicePassTimes { router: ms(1), layer: ms(8), all_reduce: ms(2) };
         let outcome = outcome(&stats, times, &[]);
         assert!((outcome.seconds - 0.011).abs() < 1e-12);
         assert!((outcome.phases_s[Phase::Expert.code()] - 0.004).abs() < 1e-12);

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::experts::{Batch, Mlp, Scratch, tiles};
 use super::kernels::Element;
-use super::memory::Memory;
+use super::memory::LayerMemory;
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
@@ -39,7 +39,7 @@ pub(super) struct Inbound {
 #[derive(Debug, Default)]
 pub struct Saved<E> {
     pub(super) layer: u64,
-    pub(super) stage: Stage,
+    pub(super) stage: SavedStage,
     /// Whether the caller routed the tokens.
     pub(super) external: bool,
     /// The router's decisions for this PE's tokens, or the caller's.
@@ -60,7 +60,7 @@ pub struct Saved<E> {
 
 /// Which passes have been over a [`Saved`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum SavedStage {
     #[default]
     Forward,
     Backward,
@@ -99,7 +99,7 @@ impl TileMap {
 /// What a pass works with and on.
 pub struct Engine<'a, T: Transport, E: Element> {
     pub shmem: &'a Shmem<T>,
-    pub memory: &'a Memory,
+    pub memory: &'a LayerMemory,
     pub config: &'a LayerConfig,
     pub placement: &'a Placement,
     pub options: &'a Options,
@@ -124,12 +124,12 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub shared_grads: &'a mut MlpGradients,
     /// Backward: the groups that hold the same experts.
     pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
-    pub progress: Progress,
+    pub progress: PassProgress,
 }
 
 /// How far a pass has come.
 #[derive(Default)]
-pub struct Progress {
+pub struct PassProgress {
     sent: Vec<usize>,
     headers: Vec<bool>,
     placed: bool,
@@ -253,7 +253,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     fn begin(&mut self) {
         let (n, local) = (self.shmem.n_pes(), self.experts.len());
-        let mut p = Progress {
+        let mut p = PassProgress {
             sent: vec![0; n],
             headers: vec![false; n],
             taken: vec![vec![0; local]; n],
@@ -264,7 +264,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             maps: (0..local).map(|_| TileMap::default()).collect(),
             tiles_left: vec![0; local],
             row: vec![0.0; self.config.hidden],
-            ..Progress::default()
+            ..PassProgress::default()
         };
         if let Some(shared) = self.shared {
             if self.direction == Direction::Backward {
