@@ -62,7 +62,7 @@ fn bad_arguments_are_one_line() {
     assert_eq!(said(&["--dtype", "f16"]), "--dtype f16 on the CPU, expected f32 or bf16");
     assert_eq!(said(&["--report", "/nowhere"]), "cannot read /nowhere: No such file or directory (os error 2)");
     let text = file("text", "ms 12");
-    assert!(said(&["--report", &text]).starts_with(&format!("{text}: no report of `aristos run --json`: ")));
+    assert!(said(&["--report", &text]).starts_with(&format!("{text}: not the JSON report of a run: ")));
     let other = file("other", "{\"config\": {}}");
     assert!(said(&["--report", &other]).contains(": missing field "), "{}", said(&["--report", &other]));
     let output = aristos(&["bench", "summary", "--report", &text, "--steps", "3"]);

@@ -97,7 +97,7 @@ fn a_picture_is_a_png_where_this_build_has_it() {
         assert!(output.status.success(), "{output:?}");
         assert!(png.starts_with(b"\x89PNG") && png.len() > 10_000, "{} bytes", png.len());
     } else {
-        let line = "aristos: --plot: p.png: this build writes SVG alone; build it with `cargo build --release --features png`\n";
+        let line = "aristos: --plot: p.png: this build writes only SVG; PNG needs the cargo feature `png`\n";
         assert_eq!((output.status.code(), output.stderr), (Some(1), line.into()));
         assert!(output.stdout.is_empty() && png.is_empty());
     }

@@ -72,7 +72,7 @@ impl KernelSummary {
         Ok(KernelSummary { config: report.config.clone(), total_s, parts: times.into_iter().map(part).collect() })
     }
 
-    /// From a file that `aristos run --json` wrote.
+    /// From a file that holds a run's report as JSON.
     ///
     /// # Errors
     /// One line that names the file.
@@ -80,7 +80,7 @@ impl KernelSummary {
         let shown = path.display();
         let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
         let report: RunReport =
-            serde_json::from_str(&text).with_context(|| format!("{shown}: no report of `aristos run --json`"))?;
+            serde_json::from_str(&text).with_context(|| format!("{shown}: not the JSON report of a run"))?;
         KernelSummary::new(&report, attention_ms).with_context(|| format!("{shown}"))
     }
 

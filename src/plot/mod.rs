@@ -189,7 +189,7 @@ pub fn check_format(path: &Path) -> Result<()> {
 fn check_format_for(has_png: bool, path: &Path) -> Result<()> {
     ensure!(
         has_png || !is_png(path),
-        "{}: this build writes SVG alone; build it with `cargo build --release --features png`",
+        "{}: this build writes only SVG; PNG needs the cargo feature `png`",
         path.display()
     );
     Ok(())
@@ -520,7 +520,7 @@ mod tests {
         assert_eq!(encode("<svg/>", Path::new("png.svg")).unwrap(), b"<svg/>");
         let path = Path::new("plots/latency.PNG");
         let said = check_format_for(false, path).unwrap_err().to_string();
-        assert!(said.starts_with("plots/latency.PNG: this build writes SVG alone") && said.contains("--features png"));
+        assert!(said.starts_with("plots/latency.PNG: this build writes only SVG") && said.contains("feature `png`"));
         assert!(check_format_for(true, path).is_ok() && check_format_for(false, Path::new("png")).is_ok());
     }
 

@@ -17,8 +17,8 @@ pub use saved::DeviceSaved;
 pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
 pub use weights::to_elements;
 
-use shape::{ShapeOf, place};
-use weights::{DeviceWeights, MAX_PARTS};
+use shape::{MAX_ROUTER_PARTS, ShapeOf, place};
+use weights::DeviceWeights;
 
 use super::spec::{LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{Kernel, LayerInfo, LayerShape};
@@ -63,7 +63,7 @@ impl<'g> DeviceLayer<'g> {
         check(&spec.config, spec.dtype, &spec.options)?;
         let limits = gpu.limits()?;
         let all_reachable = gpu.all_reachable()?;
-        let mut shape_of = ShapeOf { spec: &spec, device, my_pe: gpu.my_pe(), all_reachable, router_parts: MAX_PARTS };
+        let mut shape_of = ShapeOf { spec: &spec, device, my_pe: gpu.my_pe(), all_reachable, router_parts: MAX_ROUTER_PARTS };
         let path = shape_of.path(&limits);
         if path == GemmPath::Hopper && !limits.hopper() {
             let (major, minor) = limits.capability;

@@ -4,15 +4,14 @@ use std::ffi::c_void;
 
 use serde::{Deserialize, Serialize};
 
-use super::weights::MAX_PARTS;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
     Activation, ConfigError, Dtype, LayerConfig, LayerSpec, Layout, Mode, MoeError, Options, Scoring,
 };
 
-/// Rows and columns of a weight that the tensor memory accelerator brings at once.
-pub const TENSOR_MAP_BOX: u32 = 64;
+/// Most planes that the router's weights are split into (`LayerShape::router_parts`).
+pub const MAX_ROUTER_PARTS: u32 = 3;
 
 /// Most blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
@@ -191,7 +190,7 @@ impl ShapeOf<'_> {
 /// # Errors
 /// What no device runs.
 pub fn symmetric_bytes(spec: &LayerSpec, device: &DeviceOptions, limits: &DeviceLimits) -> Result<u64, MoeError> {
-    let shape_of = ShapeOf { spec, device, my_pe: 0, all_reachable: true, router_parts: MAX_PARTS };
+    let shape_of = ShapeOf { spec, device, my_pe: 0, all_reachable: true, router_parts: MAX_ROUTER_PARTS };
     let shape = shape_of.shape(limits, limits.multiprocessors)?;
     Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
 }
@@ -222,7 +221,7 @@ unsafe extern "C" {
 /// Sizes and addresses of a layer of this shape whose memory begins at these addresses, and the bytes of its `Layer`.
 ///
 /// # Errors
-/// Names the field of the shape that cannot be.
+/// Names the invalid field of the shape.
 pub fn place(
     shape: &LayerShape,
     tables: &Tables,
@@ -234,7 +233,7 @@ pub fn place(
         let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
         MoeError::Device(GpuError::failed(
             "lay out the layer on the device",
-            format!("{name} cannot be so in {shape:?}"),
+            format!("{name} is invalid in {shape:?}"),
         ))
     };
     // SAFETY: reads the first two, writes `info`; null is allowed for the layer. Addresses are not followed.

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::shape::{GemmPath, TENSOR_MAP_BOX};
+use super::shape::{GemmPath, MAX_ROUTER_PARTS};
 use crate::gpu::params::{self, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
 use crate::moe::spec::{
@@ -14,8 +14,8 @@ use crate::moe::spec::{
 const ACCUMULATE: &str = "aristos_accumulate";
 /// What every piece begins at a multiple of, bytes.
 const ALIGN_BYTES: u64 = 256;
-/// Most planes that a router's weight is split into.
-pub const MAX_PARTS: u32 = 3;
+/// Rows and columns of a weight that the tensor memory accelerator brings at once.
+const TENSOR_MAP_BOX: u32 = 64;
 
 /// Hands out places in a buffer that is still to be made.
 #[derive(Default)]
@@ -70,7 +70,7 @@ fn to_f32(bits: u16, dtype: Dtype) -> f32 {
 /// A router's weights as planes of the element type that add up to them: vectors that are kept from one split to the next.
 #[derive(Default)]
 struct Planes {
-    /// [`MAX_PARTS`] planes, those that are not needed all zeros.
+    /// [`MAX_ROUTER_PARTS`] planes, those that are not needed all zeros.
     planes: Vec<u16>,
     /// How many are needed.
     parts: u32,
@@ -85,7 +85,7 @@ impl Planes {
         self.parts = 0;
         self.rest.clear();
         self.rest.extend_from_slice(values);
-        while self.parts < MAX_PARTS {
+        while self.parts < MAX_ROUTER_PARTS {
             put_elements(&self.rest, dtype, name, &mut self.plane)?;
             // Exact: the difference of a number and its rounding.
             self.rest.iter_mut().zip(&self.plane).for_each(|(r, &p)| *r -= to_f32(p, dtype));
@@ -95,7 +95,7 @@ impl Planes {
                 break;
             }
         }
-        self.planes.resize(MAX_PARTS as usize * values.len(), 0);
+        self.planes.resize(MAX_ROUTER_PARTS as usize * values.len(), 0);
         Ok(())
     }
 }
@@ -141,7 +141,7 @@ pub struct DeviceWeights<'g> {
     /// Matrices and biases of the local experts, then of the shared one, at `places`.
     mlps: Buffer<'g>,
     places: Vec<MlpPlaces>,
-    /// Room for [`MAX_PARTS`] planes, and the values that they add up to; `None` where the caller routes.
+    /// Room for [`MAX_ROUTER_PARTS`] planes, and the values that they add up to; `None` where the caller routes.
     router: Option<[Buffer<'g>; 2]>,
     router_bias: Option<Buffer<'g>>,
     shared_gate: Option<Buffer<'g>>,
