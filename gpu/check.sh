@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # usage: gpu/check.sh [--dry-run] STAGE...     STAGE: facts smoke correct sanitize p2p speed, or all
 #
-# Everything that waits for a GPU, in stages of at most 8 minutes that run alone; `all` is all of them in this order. Writes
-# what every command printed to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
+# Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
+# them in this order. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
 # when nothing failed.
 #
 # Needs an NVIDIA GPU (compute capability 8.0 or more), nvcc, NVSHMEM (beside PyTorch is enough), python3 with PyTorch for
 # the comparison, and the program, target/gpu/aristos, which gpu/build.sh makes on any machine with Rust. Where there are
 # several PEs they share the first GPU through MPS, which the script starts and stops; the card's settings stay as they are.
 #
-#   --dry-run   builds what can be built here and says what each stage would run
+#   --dry-run   builds what can be built here and prints what each stage would run
 #
 #   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
 #   NCCL_HOME                 where NCCL is, for its send and receive [beside PyTorch, then the loader's path]
@@ -66,7 +66,7 @@ try() {
         echo "not run: the stage's $LIMIT s are over" | tee -a "$log"
         rc=124
     else
-        # By a shell of its own, as `to` is no program.
+        # By another shell, as `to` is not a program.
         timeout --kill-after=5 "$left" bash -c '"$@"' try "$@" >>"$log" 2>&1
         rc=$?
     fi

@@ -1,5 +1,5 @@
-// What the runtime takes for granted about NVSHMEM and the driver, asked of the machine, without Rust and without the
-// runtime's own kernels: so that a failure elsewhere can be told from a wrong assumption.
+// Checks on the machine what the runtime assumes about NVSHMEM and the driver, without Rust and without the runtime's own
+// kernels, so that a failure elsewhere can be told from a wrong assumption.
 //
 //   facts [PES]     PES processes share the first GPU (default 2); prints "question: answer" lines; exit code 0 if a put and
 //                   a put with signal between neighbours arrived, 1 otherwise.
@@ -70,7 +70,7 @@ static int pe_main(int me, int n, Shared* shared, const char* fatbin) {
 
     auto* words = static_cast<unsigned long long*>(nvshmem_malloc(1 << 20));
     if (!words) {
-        std::printf("PE %d: nvshmem_malloc gave nothing\n", me);
+        std::printf("PE %d: nvshmem_malloc returned null\n", me);
         return 1;
     }
     CU(cuMemsetD8((CUdeviceptr)words, 0, 1 << 20));

@@ -1,4 +1,4 @@
-// perftest's loops in C: what `aristos bench p2p` is compared with on the same card. Written after the description of
+// perftest's loops in C: what `aristos bench p2p` is compared with on the same card. Written from the description of
 // NVSHMEM's own perftest (device put_bw, put_latency, put_signal ping-pong): host timing around one launch, the mean of all
 // iterations, block scope.
 //
@@ -32,7 +32,7 @@ extern "C" __global__ void get_latency(char* to, const char* from, size_t bytes,
     }
 }
 
-// Each block puts its part; all blocks meet after each iteration; quiet once, at the end.
+// Each block puts its part; a barrier of all blocks after each iteration; quiet once, at the end.
 extern "C" __global__ void put_bandwidth(char* to, const char* from, size_t bytes, int peer, int iterations, unsigned* counter) {
     const size_t part = bytes / gridDim.x, at = part * blockIdx.x;
     for (int i = 0; i < iterations; ++i) {
@@ -87,7 +87,7 @@ static void on_stream(const char* op, char* to, char* from, size_t bytes, int pe
     }
 }
 
-// What the stream does between two events, of `iterations` of them; no more than a stream has room for.
+// What the stream does between two events: `iterations` operations, no more than a stream has room for.
 static int stream_loops(int me, int peer, char* to, char* from, uint64_t* signal) {
     CUstream stream;
     CUevent start, end;
@@ -137,7 +137,7 @@ static int pe_main(int me, int n, Shared* shared, const char* fatbin) {
     const size_t most = 32 << 20;
     char* memory = static_cast<char*>(nvshmem_malloc(2 * most + 4096));
     if (!memory) {
-        std::printf("PE %d: nvshmem_malloc gave nothing\n", me);
+        std::printf("PE %d: nvshmem_malloc returned null\n", me);
         return 1;
     }
     char *to = memory, *from = memory + most;

@@ -46,7 +46,7 @@ inline int join(int me, int n, Shared* shared, CUdevice& device) {
         shared->have_id = 1;
     }
     for (int ms = 0; !shared->have_id; ++ms) {
-        if (ms == 30000) return 1;  // PE 0 has said why
+        if (ms == 30000) return 1;  // PE 0 has printed why
         usleep(1000);
     }
     static nvshmemx_uniqueid_t id;  // kept by pointer

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The same MoE layers in PyTorch on one GPU, and the card's own limit, timed: what `gpu/check.sh speed` puts beside ours.
+"""The same MoE layers in PyTorch on one GPU, and the card's own limit, timed: what `gpu/check.sh speed` compares ours with.
 
 The layer is softmax top-k, renormalised, gated SiLU experts: tokens are sorted by expert, `grouped_mm` runs the
 experts' GEMMs in one kernel per projection, and the weighted results are summed per token. The limit is cuBLAS's rate at the

@@ -18,7 +18,7 @@ DEVICE=${DEVICE:-cpu}
 }
 mkdir -p "$OUT"
 
-# What a machine with modules has; elsewhere (a test cluster) the scripts run without.
+# Only on a machine with modules; elsewhere (a test cluster) the scripts run without these settings.
 if [ "$(type -t module)" = function ]; then
     module load PrgEnv-gnu cray-mpich
     if [ "$DEVICE" = cuda ]; then
@@ -40,11 +40,11 @@ if [ "$DEVICE" = cuda ]; then
     fi
 fi
 
-# What host memory travels over: shared memory within a node, MPI between nodes.
+# What carries data between host memories: shared memory within a node, MPI between nodes.
 transport=shm
 [ "$nodes" = 1 ] || transport=mpi
 
-# tasks PER_NODE COMMAND...: so many processes on every node, each a PE. Not --gpus-per-task: its cgroups hide the
+# tasks PER_NODE COMMAND...: PER_NODE processes on every node, each a PE. Not --gpus-per-task: its cgroups hide the
 # neighbours' GPUs, and CUDA cannot map their memory.
 tasks() {
     local per_node=$1 gpus=()

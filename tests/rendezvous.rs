@@ -248,7 +248,7 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
         (hello(ours, "of another", 2), "does not know the job's token"),
         (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 2), rank 0 is aristos"),
         (hello(ours, "of this job", 3), "it is rank 3 of 3"),
-        ("GET / HTTP/1.1".to_string(), "does not speak"),
+        ("GET / HTTP/1.1".to_string(), "no valid hello"),
     ] {
         let (kind, answer) = come(&name, &said);
         assert!(kind == REFUSED && answer.contains(why), "{said}: {kind} {answer}");
@@ -269,7 +269,7 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     quiet(&others, 0);
     let first = &outcomes[0];
     assert!(first.status.success() && first.stdout.contains("check passed"), "{first:?}");
-    for why in ["token", "aristos 0.0.7", "rank 3 of 3", "does not speak"] {
+    for why in ["token", "aristos 0.0.7", "rank 3 of 3", "no valid hello"] {
         let named = |line: &str| line.starts_with("aristos: refused process ") && line.contains(why);
         assert!(first.stderr.lines().any(named), "{first:?}: {why}");
     }
@@ -284,12 +284,12 @@ fn two_jobs_at_once_do_not_meet() {
             assert!(succeeded(outcomes).contains(r#""pes": 3"#));
         }
     }
-    // With the same mark, the second is told.
+    // With the same id, the second is told.
     let job = new_job();
     let first = start_all(vec![Launcher::Torchrun.command(job, 0, 2, SMALL)]);
     meeting_place(&format!("torchrun-{}--{job}", 1024 + job % 64000));
     let second = binary::run(Launcher::Torchrun.command(job, 0, 2, SMALL));
-    second.refused(&["meeting place", "is taken", "--master-port"]);
+    second.refused(&["rendezvous socket", "is taken", "--master-port"]);
     let rest = start(Launcher::Torchrun.command(job, 1, 2, SMALL));
     succeeded(end_all(first.into_iter().chain([rest]).collect()));
 }
@@ -367,7 +367,7 @@ fn other_users_can_neither_join_nor_listen() {
     let second = start(commands.next().unwrap());
     let outcome = first.end();
     assert!(outcome.status.success(), "{outcome:?}");
-    assert_eq!(outcome.stderr.contains("it is of user 65534"), answer.is_some(), "{outcome:?}");
+    assert_eq!(outcome.stderr.contains("it belongs to user 65534"), answer.is_some(), "{outcome:?}");
     quiet(&[second.end()], 0);
 
     // One that takes the name first.
@@ -375,8 +375,8 @@ fn other_users_can_neither_join_nor_listen() {
     let name = format!("aristos-{}-slurm-{job}.0", geteuid().as_raw());
     let address = SocketAddr::from_abstract_name(&name).unwrap();
     if let Some(_taken) = as_nobody(|| UnixListener::bind_addr(&address).unwrap()) {
-        binary::run(Launcher::Slurm.command(job, 0, 2, SMALL)).refused(&["meeting place", "is taken"]);
-        binary::run(Launcher::Slurm.command(job, 1, 2, SMALL)).refused(&["user 65534 sits at"]);
+        binary::run(Launcher::Slurm.command(job, 0, 2, SMALL)).refused(&["rendezvous socket", "is taken"]);
+        binary::run(Launcher::Slurm.command(job, 1, 2, SMALL)).refused(&["user 65534 has taken"]);
     } else {
         skip::skip("not root: there is no second user to refuse");
     }

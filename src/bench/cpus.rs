@@ -1,7 +1,7 @@
 //! Where PEs ran while they measured: their CPUs, and how near these are to each other.
 //!
 //! A latency between two PEs is first of all that of the two CPUs they are on, and virtual CPUs move. So every figure has, beside it,
-//! the CPUs at its start and end, and what the operating system says that they share.
+//! the CPUs at its start and end, and what they share according to the operating system.
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub fn pin(pe: usize, n_pes: usize) {
     if n_pes <= cpus.len() {
         let mut own = CpuSet::new();
         own.set(cpus[pe]);
-        // Not being allowed to is no reason not to measure.
+        // Where pinning is not allowed, the measurement goes on without it.
         let _ = sched_setaffinity(None, &own);
     }
 }
@@ -61,7 +61,7 @@ impl CpuSpan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nearness {
-    /// They are one: two PEs there take turns.
+    /// They are the same: two PEs there take turns.
     SameCpu,
     /// Two threads of one core.
     SameCore,
@@ -101,7 +101,7 @@ pub struct CpuPair {
 }
 
 impl CpuPair {
-    /// From both PEs' seats, on one host whose CPUs are described below `/sys/devices/system/cpu`.
+    /// From where both PEs were, on one host whose CPUs are described below `/sys/devices/system/cpu`.
     pub fn of(seats: [CpuSpan; 2]) -> CpuPair {
         let [a, b] = seats;
         let nearness = nearness(Path::new("/sys/devices/system/cpu"), a.end, b.end);

@@ -1,4 +1,4 @@
-//! `aristos bench summary`: what each part of a forward pass has of its time.
+//! `aristos bench summary`: the share of each part of a forward pass in its time.
 //!
 //! The times are a run's, by phase: of each PE the median over the steps, and of those the median over the PEs, so that the shares are a
 //! typical PE's. Attention is not the layer's; a training loop that measures it says how long it takes.

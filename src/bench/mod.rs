@@ -1,4 +1,4 @@
-//! Benchmarks: what the machine gives, and what of it the layer makes use of.
+//! Benchmarks: what the machine can do, and how much of it the layer achieves.
 //!
 //! | command | measured by | reported by |
 //! |---|---|---|

@@ -2,7 +2,7 @@
 //!
 //! As on the CPU, each iteration runs every measurement once, in an order that turns by one. All PEs meet at a barrier
 //! before each; the time is the device's own, from the first kernel of the passes to the end of the last. Bulk runs the same
-//! work one piece after the other, with all PEs waiting for each other between: what overlap wins is the ratio of the two.
+//! work one piece after the other, with barriers among all PEs between: the ratio of the two is what overlap gains.
 
 use anyhow::Result;
 

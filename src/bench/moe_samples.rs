@@ -1,4 +1,4 @@
-//! What `aristos bench moe` measures, and how it travels to who reports it.
+//! What `aristos bench moe` measures, and how it travels to the process that reports it.
 
 use serde::{Deserialize, Serialize};
 

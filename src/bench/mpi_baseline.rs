@@ -1,4 +1,4 @@
-//! What MPI's two-sided calls give on the same processes: the baselines of the one-sided transport.
+//! MPI's two-sided calls on the same processes: the baselines of the one-sided transport.
 //!
 //! All functions are collective over the world and return PE 0's samples, an empty list elsewhere. A sample is the mean over
 //! a batch, as one call is too short for a clock. They fail only as MPI does, whose error ends the job.

@@ -25,7 +25,7 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
                 "devices",
                 Need::Cuda,
                 "the driver sees no device",
-                "look at CUDA_VISIBLE_DEVICES, at the container's options (--gpus all), and at nvidia-smi",
+                "check CUDA_VISIBLE_DEVICES, the container's options (--gpus all), and nvidia-smi",
             ));
         } else {
             all.push(mps(facts, devices.len()));
@@ -74,7 +74,7 @@ fn driver(facts: &Facts, cuda: &CudaFacts) -> Finding {
     }
 }
 
-/// Whether a driver of CUDA `driver` does not take what CUDA `compiler` made: machine code goes with the major version.
+/// Whether a driver of CUDA `driver` cannot load what CUDA `compiler` made: machine code depends on the major version.
 fn older(driver: &str, compiler: &str) -> bool {
     let major = |text: &str| text.split('.').next().and_then(|n| n.parse::<u32>().ok());
     major(driver).zip(major(compiler)).is_some_and(|(driver, compiler)| driver < compiler)
@@ -117,7 +117,7 @@ fn kernels(cuda: &CudaFacts) -> Finding {
             "kernels",
             Need::Cuda,
             found,
-            "the layer's are not among them: build again from a whole source tree",
+            "the layer's are not among them: build again from a complete source tree",
         )
     }
 }

@@ -17,7 +17,7 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
             "the smallest runs take half a GB: end other programs, or raise the container's limit",
         ),
         Some(bytes) => Finding::ok("memory", Need::Cpu, format!("{:.1} GB available", bytes as f64 / 1e9)),
-        None => Finding::warn("memory", Need::Cpu, "/proc does not tell what is available", "mount /proc"),
+        None => Finding::warn("memory", Need::Cpu, "/proc does not say what is available", "mount /proc"),
     });
     all.push(match &facts.memfd {
         Ok(()) => Finding::ok("shared memory", Need::Cpu, "memfd works"),

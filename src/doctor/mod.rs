@@ -1,7 +1,7 @@
-//! What this machine has of what a run needs, and the cure for what is missing: `aristos doctor`.
+//! What a run needs, what of it this machine has, and the cure for what is missing: `aristos doctor`.
 //!
 //! Facts are gathered first ([`Facts::gather`]: the driver and NVSHMEM are asked, files are read), then judged
-//! ([`examine`]), so that the judgements are tested with machines that are not here.
+//! ([`examine`]), so that the judgements can be tested with the facts of other machines.
 
 mod cuda;
 mod facts;
@@ -12,7 +12,7 @@ use serde::Serialize;
 
 pub use facts::{CudaFacts, DeviceFacts, Facts, LibraryFacts};
 
-/// How a thing stands.
+/// The state of what was looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
@@ -20,7 +20,7 @@ pub enum Level {
     Ok,
     /// Runs, but not as well as it could, or not everywhere.
     Warn,
-    /// What needs it does not run.
+    /// The runs that need it fail.
     Fail,
 }
 
@@ -34,7 +34,7 @@ impl Level {
     }
 }
 
-/// What needs a thing.
+/// Which runs need what was looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Need {
@@ -51,9 +51,9 @@ pub enum Need {
 pub struct Finding {
     /// What was looked at: "driver", "memlock".
     pub topic: &'static str,
-    /// How it stands.
+    /// Its state.
     pub level: Level,
-    /// What needs it.
+    /// Which runs need it.
     pub need: Need,
     /// What was found.
     pub found: String,
@@ -84,7 +84,7 @@ pub fn examine(facts: &Facts) -> Vec<Finding> {
     all
 }
 
-/// Whether a run on the CPU goes.
+/// Whether a run on the CPU works.
 pub fn cpu_runs(findings: &[Finding]) -> bool {
     !findings.iter().any(|f| f.need == Need::Cpu && f.level == Level::Fail)
 }

@@ -1,5 +1,5 @@
 //! What runs over several hosts need, and what is known to go wrong there: NICs near the GPUs, NVSHMEM's plugins, libfabric,
-//! the process manager, locked memory. Where the traps are from: docs/cuda.md.
+//! the process manager, locked memory. docs/cuda.md has the sources.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
@@ -9,7 +9,7 @@ use super::{CudaFacts, Facts, Finding, Need};
 
 /// A region larger than this, bytes, is slow with the versions of libfabric in [`SLOW_LIBFABRIC`].
 const SLOW_REGION: u64 = 3 << 29;
-/// The first version of libfabric whose cxi provider is slow, and the first that is not any more.
+/// The first version of libfabric whose cxi provider is slow, and the first that no longer is.
 const SLOW_LIBFABRIC: [(u32, u32); 2] = [(1, 22), (2, 5)];
 
 /// A network interface.
@@ -45,7 +45,7 @@ fn nics(facts: &Facts) -> Vec<Nic> {
     for (class, slingshot) in [("cxi", true), ("infiniband", false), ("net", true)] {
         for entry in facts.entries(&format!("/sys/class/{class}")) {
             let name = entry.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-            // Slingshot's Ethernet side stands for it where there is no cxi device to be seen.
+            // Where no cxi device is visible, Slingshot's Ethernet interface stands for it.
             let cxi_known = all.iter().any(|nic: &Nic| nic.slingshot && nic.name.starts_with("cxi"));
             if class == "net" && (!name.starts_with("hsn") || cxi_known) {
                 continue;
@@ -97,7 +97,7 @@ fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
                 "affinity",
                 Need::Network,
                 format!("{}: no NIC is near it", gpu.name),
-                "puts cross sockets: bind each PE's CPUs to the node of its GPU, and look at the machine's topology",
+                "puts cross sockets: bind each PE's CPUs to the node of its GPU, and check the machine's topology",
             ));
             continue;
         }
@@ -124,7 +124,7 @@ fn is_pci_function(name: &str) -> bool {
         if domain.len() >= 4 && hex(domain, domain.len()) && hex(bus, 2) && hex(slot, 2) && hex(function, 1))
 }
 
-/// The plugins beside NVSHMEM's host library, which opens them by name: another version's, found first, do not fit.
+/// The plugins beside NVSHMEM's host library, which opens them by name: those of another version, found first, would not fit.
 fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     let Ok(library) = &cuda.nvshmem else { return Vec::new() };
     let Some(dir) = library.path.parent().filter(|dir| dir.is_absolute()) else { return Vec::new() };
@@ -147,7 +147,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             "plugins",
             Need::Cuda,
             format!("no nvshmem_bootstrap_uid.so.3 in {}", dir.display()),
-            "PEs meet by a unique id: set NVSHMEM_HOME to a whole NVSHMEM",
+            "PEs bootstrap by a unique id: set NVSHMEM_HOME to a complete NVSHMEM",
         ));
     }
     if let Some(wanted) = facts.env("NVSHMEM_REMOTE_TRANSPORT").filter(|wanted| *wanted != "none")
@@ -157,7 +157,7 @@ fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             "plugins",
             Need::Network,
             format!("NVSHMEM_REMOTE_TRANSPORT={wanted}, and there is no such plugin in {}", dir.display()),
-            format!("one of {}, or another NVSHMEM_HOME", listed(&transports)),
+            format!("use one of {}, or set another NVSHMEM_HOME", listed(&transports)),
         ));
     }
     for other in facts.env("LD_LIBRARY_PATH").unwrap_or_default().split(':').filter(|other| !other.is_empty()) {
@@ -229,7 +229,7 @@ fn gpu_binding(facts: &Facts) -> Option<Finding> {
         "GPU binding",
         Need::Network,
         format!("{bound}: each task sees its own GPU alone, and CUDA cannot map the others' memory"),
-        "srun --gpus-per-node=4 --gpu-bind=none, and let each PE choose by its local rank",
+        "use srun --gpus-per-node=4 --gpu-bind=none, and let each PE choose by its local rank",
     ))
 }
 
@@ -262,7 +262,7 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
         None => all.push(Finding::warn(
             "libfabric",
             Need::Network,
-            "no libfabric.so.1 is to be found",
+            "libfabric.so.1 was not found",
             "load the system's module (module load libfabric), or add its directory to LD_LIBRARY_PATH",
         )),
         Some(version @ (major, minor)) => {
@@ -273,7 +273,7 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
                     "libfabric",
                     Need::Network,
                     format!("{major}.{minor}: puts fall from 20 to 1.7 GB/s with a symmetric heap above 1.5 GiB"),
-                    "NVSHMEM_SYMMETRIC_SIZE=1536M at most, or libfabric 2.5 and newer",
+                    "set NVSHMEM_SYMMETRIC_SIZE to at most 1536M, or use libfabric 2.5 or newer",
                 ));
             } else {
                 all.push(Finding::ok("libfabric", Need::Network, format!("{major}.{minor}")));

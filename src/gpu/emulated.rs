@@ -1,7 +1,7 @@
 //! The kernels on the CPU: `libaristos_kernels.so`, which build.rs makes of `kernels/` and `kernels/host/`.
 //!
 //! A launch runs to its end before it returns, on threads of its own. PEs are threads of one process ([`world`]) or
-//! processes over shared segments ([`attach`]). Memory is filled with bytes that are no numbers, so that nobody can rely on
+//! processes over shared segments ([`attach`]). Memory is filled with bytes that are NaN in every element type, so that nothing can rely on
 //! zeros.
 
 use std::alloc::{self, Layout};
@@ -35,7 +35,7 @@ pub struct EmulatedDevice {
     pub hopper: bool,
     /// Its multiprocessors: blocks of a cooperative kernel.
     pub multiprocessors: u32,
-    /// Orders what may happen in any order.
+    /// Seed of the order of what may happen in any order.
     pub seed: u64,
 }
 
@@ -59,7 +59,7 @@ pub enum Fault {
 }
 
 impl EmulatedDevice {
-    /// What it has, but for symmetric memory.
+    /// Its limits, except for symmetric memory.
     pub fn limits(&self) -> DeviceLimits {
         let free = available_bytes().unwrap_or(u64::MAX);
         DeviceLimits {
@@ -172,7 +172,7 @@ pub struct Emulated {
 }
 
 /// `n_pes` PEs in this process, each for a thread of its own, with `heap_bytes` of symmetric memory each. `reachable`, where
-/// given, says for `[from][to]` whether loads and stores reach; others only the network.
+/// given, says for `[from][to]` whether loads and stores reach; elsewhere only the network does.
 ///
 /// # Errors
 /// When the library cannot be loaded, or refuses.

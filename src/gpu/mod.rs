@@ -38,7 +38,7 @@ pub struct DeviceLimits {
 }
 
 impl DeviceLimits {
-    /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them (sm_90a, and no later device).
+    /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them (sm_90a; no later device has).
     pub fn hopper(&self) -> bool {
         self.capability.0 == 9
     }

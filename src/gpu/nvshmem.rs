@@ -2,7 +2,7 @@
 //!
 //! The order is NVSHMEM's: a CUDA context is current, [`Nvshmem::init`] on all PEs at once, then memory, modules
 //! ([`Nvshmem::add_module`]) and launches, and at the end [`Nvshmem::finish`] on all PEs at once. The library exits the
-//! process where there is no driver, and answers 0 to an initialisation that failed: so the driver is asked first, and
+//! process where there is no driver, and returns 0 from an initialisation that failed: so the driver is checked first, and
 //! the library's status afterwards.
 
 use std::cell::RefCell;
@@ -20,8 +20,8 @@ pub const HEADER_VERSION: &str = env!("ARISTOS_NVSHMEM_VERSION");
 /// Where the toolchain that this was built with has the library: the last place but the loader's own that is looked at.
 const BUILT_WITH: &str = env!("ARISTOS_NVSHMEM_LIB");
 
-/// What makes NVSHMEM keep to one host: no network transport, no libraries that want one, the loopback for the first
-/// contact. Only what the user has not set.
+/// What confines NVSHMEM to one host: no network transport, no libraries that need one, the loopback interface for the bootstrap.
+/// Only what the user has not set.
 const ONE_HOST: [(&str, &str); 6] = [
     ("NVSHMEM_REMOTE_TRANSPORT", "none"),
     ("NVSHMEM_DISABLE_NVLS", "1"),
@@ -93,7 +93,7 @@ pub struct HostLibrary {
     pub version: [u32; 3],
 }
 
-/// Where the library may be, in the order of looking.
+/// Where the library may be, in the order of the search.
 pub fn places(nvshmem_home: Option<&OsStr>) -> Vec<PathBuf> {
     let home = nvshmem_home.filter(|home| !home.is_empty()).map(|home| Path::new(home).join("lib"));
     let in_home = home.into_iter().map(|lib| lib.join(sys::LIBRARY));
@@ -114,7 +114,7 @@ pub fn find_library() -> Result<(PathBuf, HostLibrary), GpuError> {
         }
         return open_library(place).map(|library| (place.clone(), library));
     }
-    Err(GpuError::Unavailable(format!("{} is nowhere", sys::LIBRARY)))
+    Err(GpuError::Unavailable(format!("{} was not found", sys::LIBRARY)))
 }
 
 fn open_library(path: &Path) -> Result<HostLibrary, GpuError> {
@@ -168,7 +168,7 @@ impl Transfer {
     }
 }
 
-/// NVSHMEM, initialised: this PE is one of its.
+/// NVSHMEM, initialised, with this PE as one of its PEs.
 pub struct Nvshmem {
     host: &'static NvshmemHost,
     status: c_int,
@@ -255,7 +255,7 @@ impl Nvshmem {
         unsafe { self.host.nvshmem_free(address as *mut c_void) }
     }
 
-    /// This PE's address of `pe`'s place at the own `address`; 0 where loads and stores do not reach it.
+    /// This PE's address of what lies at `pe` where `address` is here; 0 where loads and stores do not reach it.
     pub fn ptr(&self, address: u64, pe: usize) -> u64 {
         // SAFETY: initialised; an address outside the heap gives null.
         unsafe { self.host.nvshmem_ptr(address as *const c_void, pe as c_int) as u64 }
@@ -316,7 +316,7 @@ impl Nvshmem {
         unsafe { self.host.nvshmemx_putmem_signal_on_stream(to, from, bytes, signal, value, set, pe, stream) }
     }
 
-    /// Lets the stream go on when the own word at `signal` is `value` or more. Not where [`Nvshmem::limited`]: there it ends
+    /// Makes the stream wait until this PE's word at `signal` is `value` or more. Not where [`Nvshmem::limited`]: there it ends
     /// the process.
     ///
     /// # Safety

@@ -19,7 +19,7 @@ pub enum JobError {
     /// The request.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// A PE sent something else than the job's messages are.
+    /// A PE sent something that is not a message of this job.
     #[error("PE {pe} sent an unreadable message: {source}")]
     Message {
         /// The PE.
@@ -47,7 +47,7 @@ pub enum JobError {
     /// The layer, or the device under it.
     #[error(transparent)]
     Layer(#[from] MoeError),
-    /// What a layer should run on is not in this build.
+    /// This build does not support what the layer should run on.
     #[error("this build cannot run a layer on a device of kind {device:?}")]
     NoDevice {
         /// The device.
@@ -63,7 +63,7 @@ pub enum JobError {
 }
 
 impl JobError {
-    /// The PE that was waited for in vain, where the error is that.
+    /// The PE that was waited for in vain, if that is the error.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             JobError::Layer(error) => error.awaited_pe(),
@@ -85,8 +85,8 @@ impl JobError {
 pub struct PeFailure {
     /// One line.
     pub line: String,
-    /// The PE that it waited for in vain, where it is that. Where several PEs report one, the one that all wait for in the end is
-    /// looked for.
+    /// The PE that it waited for in vain, if that is how it failed. Where several PEs report one, the supervisor finds the one that all wait
+    /// for in the end.
     pub awaited: Option<usize>,
 }
 

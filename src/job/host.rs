@@ -8,7 +8,7 @@ use super::JobError;
 use super::launch::{PeContext, StatusPage};
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
-/// Where a PE is, and whom it reports to.
+/// A PE's surroundings: its number, its peers, its files, and whom it reports to.
 pub trait Host {
     /// This PE's number.
     fn my_pe(&self) -> usize;
@@ -22,22 +22,22 @@ pub trait Host {
     /// The name of what carries rows and signals between them.
     fn transport(&self) -> &'static str;
 
-    /// Where it says what it is doing.
+    /// Where it shows what it is doing.
     fn status(&self) -> &StatusPage;
 
     /// Whether the job has a file of this name.
     fn has_file(&self, name: &str) -> bool;
 
-    /// Writes into that file, from a byte on; `what` it is, errors say.
+    /// Writes into that file, from a byte on; errors name `what` it is.
     ///
     /// # Errors
     /// No such file, or what the system refused.
     fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError>;
 
-    /// Sends a message, which is JSON, to who reports the job.
+    /// Sends a message, which is JSON, to the process that reports the job.
     ///
     /// # Errors
-    /// When who reports has ended.
+    /// When that process has ended.
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
     /// Matched messages, where the PEs have them beside one-sided operations.
@@ -62,10 +62,10 @@ pub trait MemoryHost: Host {
     /// The memory's, or the part's.
     fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error>;
 
-    /// Shared memory of so many bytes a PE, for a part that needs it as its own. Collective.
+    /// Shared memory of this many bytes per PE, for a part that needs its own. Collective.
     ///
     /// # Errors
-    /// When memory or files run out, a PE goes, or the PEs share no memory.
+    /// When memory or files run out, a PE ends, or the PEs share no memory.
     fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError>;
 }
 

@@ -1,4 +1,4 @@
-//! What PEs send to who reports the job.
+//! What PEs send to the process that reports the job.
 
 use serde::de::DeserializeOwned;
 
@@ -17,7 +17,7 @@ impl<M: DeserializeOwned> Messages<M> {
         Messages { read: Vec::new(), unreadable: None }
     }
 
-    /// Takes one. What cannot be read is said at the end, as the job goes on.
+    /// Takes one. A message that cannot be read is reported at the end, as the job goes on.
     pub fn take(&mut self, pe: usize, body: &[u8]) {
         match serde_json::from_slice(body) {
             Ok(message) => self.read.push((pe, message)),

@@ -1,15 +1,15 @@
 //! PEs that `mpirun` started: no supervisor, every process a PE.
 //!
 //! Every process makes the same request of the same command line, as `mpirun` gives all of them one, and they agree that they could
-//! before they begin: to send the request from one of them would take MPI, and so a start, before the first wrong flag is
-//! refused, and spare nothing. What a supervisor does before and after (input, files, report), PE 0 does: the others send it what they
+//! before they begin: to send the request from one of them would need MPI started before the first wrong flag is
+//! refused, and would save nothing. What a supervisor does before and after (input, files, report), PE 0 does: the others send it what they
 //! write and say by two-sided messages, so that only PE 0's host needs to see the files.
 //!
 //! # How a job ends
 //! - All PEs did their part: PE 0 tells the others how it went, and all exit with that code.
 //! - A PE could not begin: the first one that could not prints its line, and all exit with code 1.
-//! - A PE fails on the way: it prints a line with its number and phase, and aborts the job (`MPI_Abort`, code 1). One that
-//!   fails for want of another waits a moment first, since that one may have more to say.
+//! - A PE fails later: it prints a line with its number and phase, and aborts the job (`MPI_Abort`, code 1). One that
+//!   fails because another did not answer waits a moment first, since that one may have the cause to report.
 //! - A PE dies: `mpirun` ends the others, and says which.
 
 use std::cell::RefCell;
@@ -33,7 +33,7 @@ use crate::shmem::{ShmTransport, Shmem};
 
 /// How long PEs may take, one after the other, to open the job's files.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long a PE that could not hear from another waits before it ends the job, and by how much longer the next PE.
+/// How long a PE that did not hear from another waits before it ends the job, and how much longer the next PE waits.
 const GRACE: Duration = Duration::from_millis(250);
 const GRACE_STEP: Duration = Duration::from_millis(20);
 /// The most bytes of a file in one message.
@@ -148,7 +148,7 @@ impl MpiPes {
     /// Ends the job: PE 0 tells the others whether all went well, which they return too.
     pub fn conclude(&self, report: Option<bool>, limit: Duration) -> bool {
         let Some(well) = report else {
-            // PE 0 may take as long as it likes over its report.
+            // PE 0 may take any time for its report.
             return match self.world.receive(None) {
                 Ok(verdict) => verdict.is_some_and(|(_, well)| well == [1]),
                 Err(error) => self.fail(&JobError::from(error).into()),
@@ -230,7 +230,7 @@ impl MpiHost<'_> {
                 Some((kind, at, bytes)) => {
                     self.write_here((kind - KIND_FILES) as usize, at, bytes, &format!("the results of PE {from}"))?;
                 }
-                None => return Err(JobError::Peers(format!("PE {from} sent what is no message"))),
+                None => return Err(JobError::Peers(format!("PE {from} sent an invalid message"))),
             }
         }
         Ok(())

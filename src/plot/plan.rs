@@ -12,7 +12,7 @@ const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
 /// Cells narrower or lower than this, in pixels, are not written into.
 const LABELLED: (i32, i32) = (38, 24);
-/// Curves of the latency plot at most.
+/// Most curves of the latency plot.
 const CURVES: usize = 6;
 
 /// A row per host, a cell per device: its colour is its group's, its text its id and how many experts it holds; the darker bar

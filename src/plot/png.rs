@@ -1,4 +1,4 @@
-//! The pixels of an SVG, by `resvg`, with a font of our own: nothing is asked of the machine.
+//! The pixels of an SVG, by `resvg`, with an embedded font: independent of the machine's.
 
 use std::sync::Arc;
 

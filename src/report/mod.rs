@@ -1,4 +1,4 @@
-//! What a run says of itself: the table it prints, the JSON of `--json`, and the trace of `--trace`.
+//! The report of a run: the table it prints, the JSON of `--json`, and the trace of `--trace`.
 //!
 //! Every PE fills a [`PeReport`] and sends it to the supervisor as JSON; [`RunReport::merge`] makes one report of them. The
 //! structs' fields are the keys of the JSON; `docs/report.md` lists them.

@@ -158,7 +158,7 @@ pub struct PlanTimes {
     pub all_reduce_s: f64,
 }
 
-/// The plan that a run followed, and what came of it.
+/// The plan that a run followed, and prediction beside measurement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlanReport {
     /// "auto", or the plan's file.

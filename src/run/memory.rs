@@ -34,7 +34,7 @@ impl PreparedRun {
         weights * (per_weight + gradients) + router + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
     }
 
-    /// Refuses a job of which this machine cannot hold its `pes_here` PEs, rather than have it killed half way.
+    /// Refuses a job whose `pes_here` PEs this machine cannot hold, rather than have it killed half way.
     pub(super) fn check_memory(&self, pes_here: usize) -> Result<()> {
         if self.request.device == DeviceKind::Cuda {
             // Its memory is not this machine's; the PEs ask the devices.

@@ -1,6 +1,6 @@
 //! Steps of a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs.
 //!
-//! [`PreparedRun`] is a request with its files open, the same on every PE and at who reports. [`supervisor`] starts the PEs, collects
+//! [`PreparedRun`] is a request with its files open, the same on every PE and in the process that reports. [`supervisor`] starts the PEs, collects
 //! what they report, checks, and publishes; [`pe`] is one PE's part, on the CPU or on a device. Where `mpirun` has started
 //! the PEs there is no supervisor, and PE 0 does what it would (`mpi`).
 
@@ -43,7 +43,7 @@ pub struct PreparedRun {
     tokens: usize,
     backward: bool,
     groups: Groups,
-    /// What the report calls where the plan is from, at who has made or read it.
+    /// The plan's source as the report names it, in the process that made or read it.
     plan_source: Option<String>,
 }
 
@@ -84,7 +84,7 @@ impl PreparedRun {
         Ok(run)
     }
 
-    /// What the PEs are asked.
+    /// The request to the PEs.
     pub fn request(&self) -> &RunRequest {
         &self.request
     }

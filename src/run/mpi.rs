@@ -16,7 +16,7 @@ use crate::job::request::RunRequest;
 use crate::shmem::mpi::{MpiTransport, library};
 
 /// Runs this process's part as a PE, and at PE 0 prints the report; says whether the check, if asked for, passed. `request`
-/// gets the number of PEs; `show` makes of an error's line what the user sees, `failure` of an error how it ends the job. Ends the
+/// gets the number of PEs; `show` makes what the user sees of an error's line, and `failure` of an error makes how it ends the job. Ends the
 /// process where a PE fails.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! What a PE says of its steps, and what it writes of their results.
+//! What a PE reports of its steps, and what it writes of their results.
 
 use std::collections::BTreeMap;
 

@@ -16,7 +16,7 @@ use crate::shmem::{Shmem, Transport, available_bytes};
 /// The names of what a PE of a probe may be doing, by status code.
 pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together", "expert GEMM"];
 
-/// Of the memory that is available, what experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
+/// The share of the available memory that experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
 const MEMORY_SHARE: f64 = 0.75;
 
 impl ProbedExpert {
@@ -99,7 +99,7 @@ impl ProbeRequest {
 
 /// Probes over `shmem`, all of whose PEs call it, `here` of them on this host; every PE gets the same cluster. Collective.
 ///
-/// `transport` is what the cluster calls the transport. `progress` hears what is done.
+/// `transport` is what the cluster calls the transport. `progress` is told what is done.
 ///
 /// # Errors
 /// [`ProbeError`](crate::cluster::ProbeError); memory that cannot be told.

@@ -85,7 +85,7 @@ fn a_driver_without_a_function_is_refused_by_the_function_s_name() {
     let text = refusal(&Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]), "1", &[]);
     assert_says(&text, &["of CUDA 13.0", "no cuTensorMapEncodeTiled", "newer NVIDIA driver"]);
     let text = refusal(&Fakes::new(&[], &["-DWITHOUT_VERSION"]), "1", &[]);
-    assert_says(&text, &["libcuda.so.1 is no CUDA driver"]);
+    assert_says(&text, &["libcuda.so.1 is not a CUDA driver"]);
 }
 
 #[test]

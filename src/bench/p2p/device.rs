@@ -1,5 +1,5 @@
-//! The measurement on a device: the loops of `kernels/p2p.cu`, which make NVSHMEM's calls there, and what the host asks of
-//! the stream (`stream`). Times are the device's.
+//! The measurement on a device: the loops of `kernels/p2p.cu`, which make NVSHMEM's calls there, and what the host
+//! enqueues on a stream (`stream`). Times are the device's.
 
 use anyhow::{Result, bail, ensure};
 use bytemuck::{Pod, Zeroable};

@@ -1,13 +1,13 @@
 //! The measurement over a transport whose calls the host makes.
 //!
 //! A *sample* is the mean of a batch of operations, so large that reading the clock is no more than about 2% of it; large
-//! sizes have batches of one, and fewer samples. What shares pages is measured in turn with the same done bare ([`super::raw`]), in
-//! rounds each, so that a machine that grows slower meanwhile does so for both.
+//! sizes have batches of one, and fewer samples. Where PEs share pages, rounds of the measurement alternate with rounds
+//! of the same done bare ([`super::raw`]), so that a machine that grows slower meanwhile does so for both.
 //!
 //! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
 //! - **Bandwidth**: a batch of calls to the same place, then quiet. Nobody reads the bytes.
 //! - **Consume**: a stream of put with signal, or of sends, through a ring of 2 MiB, or of two slots where that is more. The receiver
-//!   adds up every byte, compares the sum with what must have come, and gives the slot back; it is its clock that counts.
+//!   adds up every byte, compares the sum with what must have come, and gives the slot back; its clock counts.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -23,13 +23,13 @@ use crate::job::host::{Host, PePart, TwoSided};
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
-/// Rounds of samples, between which the bare measurement has its turn.
+/// Rounds of samples, between which the bare measurement runs.
 const ROUNDS: usize = 5;
-/// Bytes under way at most, where two messages are not more.
+/// Most bytes in flight, unless two messages are more.
 const RING_BYTES: usize = 2 << 20;
-/// Messages under way at most.
+/// Most messages in flight.
 const SLOTS_MAX: usize = 64;
-/// Bytes that a figure moves, about, at most.
+/// About the most bytes that a figure moves.
 const FIGURE_BYTES: usize = 512 << 20;
 /// The fewest samples that large sizes are cut to.
 const LEAST_SAMPLES: usize = 20;
@@ -74,7 +74,7 @@ struct HostSampling {
 
 impl HostSampling {
     fn new(bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> HostSampling {
-        // Until the mean of a batch is worth a clock: about 100 ns for a hop, 10 for a call, and the bytes.
+        // Until a batch is long enough for the clock: about 100 ns for a hop, 10 for a call, and the bytes.
         let (budget, most) = match (measure, op) {
             (Measure::Latency, Op::PutSignal | Op::SendRecv) => (64 << 10, 16),
             (Measure::Latency | Measure::Issue, _) => (16 << 10, 64),
@@ -237,12 +237,12 @@ struct PairMember<'s, T: Transport> {
     /// This PE's pages and the peer's, where both are within reach.
     raw: Option<(Pages<'s>, Pages<'s>)>,
     source: Vec<u64>,
-    /// What signals stand at, by their place: they only grow, so that none is reset. Both PEs count alike.
+    /// The signals' values, by their place: they only grow, so that none is reset. Both PEs count alike.
     count: HashMap<usize, u64>,
     limit: Duration,
 }
 
-/// Which code path a turn takes.
+/// Which code path a round takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CodePath {
     Library,
@@ -261,7 +261,7 @@ impl<T: Transport> PairMember<'_, T> {
         if op == Op::PutNbi {
             return Ok(self.put_nbi(plan, of));
         }
-        // The bare turns are the put with signal's, of whose two parts they consist.
+        // The bare rounds belong to the put with signal, of whose two parts they consist.
         let has_raw = op == Op::PutSignal && self.raw.is_some();
         let (mut samples, mut raw) = (Vec::new(), Vec::new());
         let part = HostSampling { samples: plan.samples / ROUNDS, ..plan };
@@ -454,7 +454,7 @@ impl<T: Transport> PairMember<'_, T> {
         )
     }
 
-    /// What a signal stands at, which is to grow by `by`.
+    /// A signal's value, which is to grow by `by`.
     fn counted(&mut self, place: usize, by: u64) -> u64 {
         let count = self.count.entry(place).or_default();
         *count += by;

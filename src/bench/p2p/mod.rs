@@ -1,8 +1,8 @@
 //! `aristos bench p2p`: latency, bandwidth and message rate of one-sided operations between two PEs.
 //!
-//! What is measured is the same whatever the transport; how, is [`host`]'s for transports whose calls the host makes, and
-//! `device`'s for NVSHMEM, whose calls are made on the device, or by the host for a stream (`stream`). [`report`] prints and
-//! plots all.
+//! What is measured is the same whatever the transport; [`host`] measures transports whose calls the host makes, and
+//! `device` NVSHMEM, whose calls are made on the device, or by the host for a stream (`stream`). [`report`] prints and
+//! plots the results.
 //!
 //! The method is that of NVSHMEM's perftest, with two differences. There is a time for each iteration, or for each few where one is too
 //! short for a clock, so that a row has the median and the tail, and not only the mean. And a put whose bytes nobody reads measures
@@ -23,7 +23,7 @@ use super::cpus::CpuPair;
 pub use crate::job::request::{Op, P2pBench, Scope};
 use crate::report::median;
 
-/// What of it is measured.
+/// What is measured of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Measure {
@@ -33,7 +33,7 @@ pub enum Measure {
     Issue,
     /// One after the other, complete at the end; bytes that nobody reads.
     Bandwidth,
-    /// One after the other, each read to the last byte by the receiver, which says so; at most a window under way.
+    /// One after the other, each read to the last byte by the receiver, which says so; at most a window in flight.
     Consume,
 }
 
@@ -86,7 +86,7 @@ pub struct Row {
     pub memcpy_percent: Option<f64>,
     /// The median of the same done by bare copies and flags on the same pages, measured in turn with this.
     pub raw_us: Option<f64>,
-    /// This over that.
+    /// The median over `raw_us`.
     pub raw_ratio: Option<f64>,
     /// One way of a bare flag right after this, median: which of the machine's distances lies between the PEs' CPUs.
     pub flag_us: Option<f64>,

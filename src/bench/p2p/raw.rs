@@ -1,6 +1,6 @@
-//! What two PEs that share pages can do without any library: plain copies and flags. The others' figures are held against these.
+//! What two PEs that share pages can do without any library: plain copies and flags. The others' figures are compared with these.
 //!
-//! A flag is spun on without pause, and given up with a yield only after some microseconds, so that nothing is faster on two CPUs.
+//! A flag is spun on without PAUSE, and the CPU is yielded only after some microseconds: on two CPUs nothing is faster.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,13 +10,13 @@ use anyhow::{Result, ensure};
 
 use crate::shmem::{Shmem, Sym, Transport};
 
-/// Looks at a flag before the CPU is offered to others and the clock is looked at.
+/// Polls of a flag before the CPU is yielded and the clock is read.
 const LOOKS: u32 = 1 << 13;
 
 /// A range of bytes of a symmetric heap that this process has mapped, and flags beside it.
 ///
-/// It lives no longer than the [`Shmem`] that it is from. Who writes the bytes when is the business of the benchmark's protocol,
-/// whose flags order the copies, as [`crate::shmem`] asks of every program.
+/// It lives no longer than the [`Shmem`] that it is from. Who writes the bytes when, is for the benchmark's protocol to
+/// say, whose flags order the copies, as [`crate::shmem`] asks of every program.
 #[derive(Clone, Copy)]
 pub struct Pages<'s> {
     bytes: NonNull<u8>,

@@ -57,7 +57,7 @@ impl P2pReport {
         let complete = |(figure, row): (usize, Row)| {
             let both = seats.get(&(figure, true)).zip(seats.get(&(figure, false)));
             let row = Row { placement: both.map(|(a, b)| CpuPair::of([*a, *b])), ..row };
-            // What moves nothing like a copy is not held against one.
+            // Operations that move no data like a copy are not compared with one.
             match memcpy_us.get(&figure) {
                 Some(&us) if row.op != Op::Atomic && row.measure != Measure::Issue => row.beside_memcpy(us),
                 _ => row,
@@ -302,7 +302,7 @@ fn dashed(series: Vec<Series>) -> impl Iterator<Item = Series> {
     series.into_iter().map(|series| Series { style: Style::Dashed, ..series })
 }
 
-/// Microseconds with as many digits as the clock is good for.
+/// Microseconds with as many digits as the clock's precision is worth.
 fn us(value: f64) -> String {
     if value < 10.0 { format!("{value:.3}") } else { format!("{value:.1}") }
 }

@@ -1,9 +1,9 @@
-//! The measurement on a stream: NVSHMEM's operations that the host asks for, and NCCL's as the two-sided baseline. Times are
+//! The measurement on a stream: NVSHMEM's operations that the host enqueues, and NCCL's as the two-sided baseline. Times are
 //! the device's, between events on the stream around batches.
 //!
-//! The host goes on asking while the stream works, so that a batch is the stream's time where that is longer than the call's,
-//! and the calls' rate where those are. Few operations wait at a time: a stream that has no room left would keep a call, and
-//! nothing would bound that.
+//! The host goes on enqueuing while the stream works, so that a batch takes the stream's time where that is longer than the calls',
+//! and the calls' time otherwise. Few operations wait at a time: on a full stream a call would block, and nothing would bound
+//! that.
 
 use std::time::Duration;
 
@@ -85,7 +85,7 @@ impl OnStream<'_> {
         Ok((samples, plan.batch))
     }
 
-    /// Asks for a batch; `turn` is the last signal's value.
+    /// Enqueues a batch; `turn` is the last signal's value.
     fn batch(&self, measure: Measure, op: Op, bytes: u64, batch: usize, turn: &mut u64) -> Result<()> {
         let (gpu, first) = (self.gpu, self.gpu.my_pe() == 0);
         match (measure, op) {
@@ -146,7 +146,7 @@ impl OnStream<'_> {
         }
     }
 
-    /// One turn of a ping-pong: whoever is `first` puts, and waits for the answer.
+    /// One round trip of a ping-pong: whoever is `first` puts, and waits for the answer.
     fn hand_over(&self, bytes: u64, turn: u64, first: bool) -> Result<(), GpuError> {
         let (gpu, signal) = (self.gpu, self.data.address() + 2 * self.largest);
         let put = self.transfer(self.arrive(), self.source(), bytes);

@@ -1,11 +1,11 @@
 //! The cause of each step's delay.
 //!
-//! The slowest PE of a step waits for one message, its last: in bulk mode, where nobody is through before everybody is, for the last
-//! of all PEs'. How long the message was awaited has two parts. Until it was sent, its sender is to blame: it
-//! *arrived late* (or the receiver is, where others wait for it, and it had not yet sent its own). From then, less what such a message takes anyhow (the lower quartile of all flights), the *link*. The larger
-//! part names the cause.
+//! The slowest PE of a step waits for one message, its last; in bulk mode, where no PE is through before all are, for the last
+//! of all PEs'. The wait has two parts. Until it was sent, its sender is to blame: it
+//! *arrived late* (or the receiver is, where others wait for it, and it had not yet sent its own). From then on, less what such a message usually takes (the lower quartile of all), the *link*
+//! is. The larger part names the cause.
 //!
-//! A sender that arrives late need not have computed long: without a barrier, it may have been kept by its own last message of the step before. The
+//! A sender that arrives late need not have computed long: without a barrier, it may have been delayed by its own last message of the step before. The
 //! cause is then that message's, found the same way, back to where it began.
 
 use serde::{Deserialize, Serialize};

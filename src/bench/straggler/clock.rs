@@ -2,10 +2,10 @@
 //!
 //! PEs of one host share `CLOCK_MONOTONIC`: their offsets are 0, exactly. That two PEs are on one host is known by the boot id that its
 //! kernel made. Between hosts the offset is measured over the transport, as clocks are synchronised over networks (Cristian
-//! 1989): PE 0 notes when it asks and when the answer comes, the other PE answers with its time, and that was, give or take half the
-//! round trip, in the middle. Of many round trips the shortest counts. It is measured before and after the steps, so that
-//! clocks that run at different speeds are put right between; what two hosts' clocks differ by within a second is less than what a
-//! round trip leaves open.
+//! 1989): PE 0 notes when it asks and when the answer comes, the other PE answers with its time, which was read in the middle, give or take half the
+//! round trip. Of many round trips the shortest counts. It is measured before and after the steps, so that
+//! drift is corrected in between; two hosts' clocks drift apart by less in a second than a round trip leaves
+//! uncertain.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! `aristos bench straggler`: all-to-all steps, whom they wait for, and why.
 //!
 //! In a step every PE computes, then sends a message to every other, and is through when it has all of theirs. Its *time* is from the
-//! first message it sends until then. The fastest PE's is what the exchange *actually* takes; the slowest's is more by the
+//! first message it sends until then. The fastest PE's time is what the exchange *actually* takes; the slowest's is longer by the
 //! *delay*, which it spent waiting. Each delay is attributed: to a PE that began to send late, or to a link on which a message took
 //! long after it was sent.
 //!
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::job::request::{Inject, StragglerBench, StragglerMode};
 
 impl StragglerBench {
-    /// How long a PE computes in a step, microseconds: the same whoever asks.
+    /// How long a PE computes in a step, microseconds: the same on every PE that computes it.
     pub fn compute_us(&self, step: usize, pe: usize) -> f64 {
         let n = self.pes as f64;
         let mut of_step = ChaCha8Rng::seed_from_u64(self.seed);
@@ -71,7 +71,7 @@ pub struct PeStep {
     pub end: i64,
     /// When each PE sent its message to this one; index = sender.
     pub sent: Vec<i64>,
-    /// When that was here; at the earliest when this PE looked.
+    /// When that arrived; at the earliest when this PE looked.
     pub arrived: Vec<i64>,
 }
 

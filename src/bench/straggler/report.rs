@@ -286,7 +286,7 @@ impl StragglerReport {
                 "one clock".to_string()
             } else {
                 let most = mode.clock_offsets_us.iter().map(|[_, error]| *error).fold(0.0, f64::max);
-                format!("clocks put right to within {most:.1} us")
+                format!("clocks aligned to within {most:.1} us")
             };
             let _ = writeln!(text, "  CPUs {}{shared}; {clock}", cpus.join(" "));
         }

@@ -1,9 +1,9 @@
 //! The CUDA driver, `libcuda.so.1`: the functions that this project calls.
 //!
-//! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. What it would do
-//! at run time is done here instead, as its functions panic where the library or a function is missing, and return codes
-//! as a Rust `enum`: a driver newer than the crate returns what is no value of it. The macro `call!` calls the same
-//! functions with a code that is a number, and what is missing is an error that says so (docs/decisions.md).
+//! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. Loading and calling them
+//! is done here instead, as `cudarc`'s functions panic where the library or a function is missing, and return codes
+//! as a Rust `enum`, of which a newer driver's code may be no value. The macro `call!` calls the same
+//! functions with codes that are numbers, and what is missing is an error that says so (docs/decisions.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};
@@ -116,7 +116,7 @@ type Entry = unsafe extern "C" fn();
 /// The driver's functions, looked up.
 pub struct Driver(Vec<Entry>);
 
-/// Where the driver is looked for: a name that the loader finds, then where WSL and Slurm images without an entry in the
+/// Where the driver is sought: a name that the loader finds, then where WSL and Slurm images without an entry in the
 /// loader's cache have it.
 const PLACES: [&str; 3] = ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"];
 
@@ -161,7 +161,7 @@ fn open() -> Result<Driver, String> {
     let library = library().map_err(|cause| {
         format!("no CUDA driver here ({cause}): install NVIDIA's driver, or run on the CPU (`device` cpu)")
     })?;
-    let version = version().ok_or("libcuda.so.1 is no CUDA driver: it does not tell its version")?;
+    let version = version().ok_or("libcuda.so.1 is not a CUDA driver: it does not report its version")?;
     if version < OLDEST {
         return Err(format!(
             "the driver is of CUDA {version}, and {OLDEST} or newer is needed: install a newer NVIDIA driver"

@@ -106,7 +106,7 @@ impl CudaGpu {
             // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
             let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) }?;
             if nvshmem.limited() && my_pe == 0 {
-                tracing::warn!("{sharing} PEs take turns on one GPU without MPS: results hold, times mean nothing");
+                tracing::warn!("{sharing} PEs take turns on one GPU without MPS: results are right, times mean nothing");
             }
             Some(nvshmem)
         } else {
@@ -154,12 +154,12 @@ impl CudaGpu {
     }
 
     /// Every PE puts a word to the next one, from a kernel, and waits for that of the one before (collective): what the layer's
-    /// kernels need of NVSHMEM at least, so that what is wrong with it is known by name before anything large is made.
+    /// kernels need of NVSHMEM at least, so that a fault in it is named before anything large is made.
     ///
     /// # Errors
     /// [`GpuError::Unavailable`] when the put does not come, or the kernel knows other PEs than the host; the driver's.
     pub fn try_put(&self) -> Result<(), GpuError> {
-        /// What travels: no number that lies about in memory.
+        /// What is sent: a number that is unlikely to be in memory by chance.
         const WORD: u64 = 0x4172_6973_746f_7321;
         // sent, received, signal: `SmokeCell` of kernels/smoke.cu.
         const CELL_BYTES: u64 = 24;
@@ -239,7 +239,7 @@ impl CudaGpu {
                 return Ok(function);
             }
         }
-        Err(GpuError::failed(format!("find kernel {kernel}"), "no module has it"))
+        Err(GpuError::failed(format!("find kernel {kernel}"), "no module contains it"))
     }
 
     /// The function, allowed this much dynamic shared memory: above 48 KiB a function has to be told.
@@ -277,8 +277,8 @@ impl CudaGpu {
         self.marks.get(number).ok_or_else(|| GpuError::failed(format!("mark {number}"), "there are 64 marks"))
     }
 
-    /// Waits for all that was launched, at most for `limit`. After an error of that nothing waits for it any more, and the
-    /// process is to end.
+    /// Waits for all that was launched, at most for `limit`. After that error nothing waits for it any more, and the
+    /// process must end.
     ///
     /// # Errors
     /// When it has not ended then; the driver's, of any of it.

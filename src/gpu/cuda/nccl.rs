@@ -1,10 +1,10 @@
-//! NCCL's matched sends and receives between the PEs' devices, on the stream: what one-sided operations are held against.
+//! NCCL's matched sends and receives between the PEs' devices, on the stream: what one-sided operations are compared with.
 //!
 //! The library is opened at run time, and where there is none, or it refuses, that is [`GpuError::Unavailable`]. The types
 //! are those of the crate `cudarc`, called as the driver's are ([`super::driver`]), with codes that are numbers.
 //!
 //! NCCL waits without a limit, for its peers while it starts and while two of them first talk. So both are done in a thread
-//! that this one waits for within a limit. Its own way not to block would make a thread in each call, and measure that.
+//! that this one waits for within a limit. Its own non-blocking mode makes a thread in each call, which would be measured.
 
 use std::error::Error;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
@@ -23,7 +23,7 @@ use crate::gpu::{GpuError, SymmetricBuffer};
 
 /// The library's file name. Its number is that of NCCL's major version.
 pub const LIBRARY: &str = "libnccl.so.2";
-/// What makes PEs of one host find each other there: only what the user has not set.
+/// What makes PEs of one host find each other over the loopback interface: only what the user has not set.
 const ONE_HOST: (&str, &str) = ("NCCL_SOCKET_IFNAME", "lo");
 const SUCCESS: u32 = ncclResult_t::ncclSuccess as u32;
 const ID_BYTES: usize = size_of::<ncclUniqueId>();
@@ -134,7 +134,7 @@ impl Library {
     }
 }
 
-/// NCCL's refusal to start, which others may do without.
+/// NCCL's refusal to start: what does not need NCCL goes on without it.
 fn refused(error: GpuError) -> GpuError {
     GpuError::Unavailable(error.to_string())
 }

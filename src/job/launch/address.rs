@@ -10,7 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::LaunchError;
 use super::environment::LaunchedProcess;
 
-/// The name of the meeting place, without its leading zero byte. Names that are equal in what fits are no danger: a hello
+/// The name of the rendezvous socket, without its leading zero byte. Names that are equal once cut to what fits do no harm: a hello
 /// has the whole.
 pub(super) fn name(process: &LaunchedProcess) -> Vec<u8> {
     const MAX_BYTES: usize = 100;
@@ -19,7 +19,7 @@ pub(super) fn name(process: &LaunchedProcess) -> Vec<u8> {
     name
 }
 
-/// Connects to the meeting place; `None` while nobody is there.
+/// Connects to the rendezvous socket; `None` while there is none.
 pub(super) fn connect(process: &LaunchedProcess) -> Result<Option<OwnedFd>, LaunchError> {
     let failed = |source: Errno| LaunchError::Setup { what: "connect to rank 0", source: io::Error::from(source) };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -32,7 +32,7 @@ pub(super) fn connect(process: &LaunchedProcess) -> Result<Option<OwnedFd>, Laun
     let owner = socket_peercred(&socket).map_err(failed)?.uid;
     if owner != rustix::process::geteuid() {
         let (owner, rank) = (owner.as_raw(), process.rank);
-        return Err(LaunchError::World(format!("rank {rank}: user {owner} sits at the job's meeting place")));
+        return Err(LaunchError::World(format!("rank {rank}: user {owner} has taken the job's rendezvous socket")));
     }
     rustix::io::ioctl_fionbio(&socket, false).map_err(failed)?;
     Ok(Some(socket))

@@ -2,7 +2,7 @@
 
 use super::MAX_PES;
 
-/// Steps of Slurm from here on are no steps: the batch script, the interactive shell, the external step.
+/// Step numbers of Slurm from here on are not steps of tasks: the batch script, the interactive shell, the external step.
 const SLURM_NO_STEP: u32 = 0xffff_fff0;
 
 /// One of the processes that a launcher started together.
@@ -20,12 +20,12 @@ pub(super) struct LaunchedProcess {
     pub(super) job: String,
 }
 
-/// What is wrong with what the launcher says.
+/// What is wrong with the launcher's variables.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BadEnvironment {
     /// One line.
     pub(super) line: String,
-    /// Whether this process is the one of all that says it.
+    /// Whether this process is the one that reports it.
     pub(super) speaks: bool,
 }
 
@@ -102,7 +102,7 @@ pub(super) fn launched_process(
         return with_hosts(process, &ompi, "OMPI_COMM_WORLD_LOCAL_SIZE");
     }
     let slurm = env("SLURM_PROCID");
-    // A batch script's shell has a SLURM_PROCID too, and a shell in an allocation what the allocation has.
+    // A batch script's shell has a SLURM_PROCID too, and a shell in an allocation has the allocation's variables.
     let step = slurm.text("SLURM_STEP_ID").parse::<u32>().ok().filter(|step| *step < SLURM_NO_STEP);
     let tasks = if slurm.has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
     let slurm_step = step.filter(|_| slurm.has("SLURM_PROCID") && slurm.has(tasks));

@@ -1,4 +1,4 @@
-//! What a process says when it comes to a rendezvous, and whether it is let in.
+//! What a process sends when it connects to a rendezvous, and whether it is admitted.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,8 +8,8 @@ use super::environment::LaunchedProcess;
 /// Secret of a job's processes, where the user sets one.
 const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
 
-/// The body of a `Join` frame, as JSON. What another version says must be readable as far as its version, so
-/// whatever lacks has a default, and what is unknown is passed over.
+/// The body of a `Join` frame, as JSON. Another version's must be readable at least as far as its version, so
+/// missing fields have defaults, and unknown ones are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Hello {
@@ -46,10 +46,10 @@ impl Hello {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// The rank of who says `said`, where rank 0 (`self`) lets it in; otherwise why not.
+    /// The rank of the process that sent `said`, if rank 0 (`self`) admits it; otherwise why not.
     pub(super) fn admit(&self, said: &[u8]) -> Result<usize, String> {
         let said: Hello =
-            serde_json::from_slice(said).map_err(|_| "it does not speak as a process of a job".to_string())?;
+            serde_json::from_slice(said).map_err(|_| "it sent no valid hello".to_string())?;
         if (said.protocol, &said.version) != (self.protocol, &self.version) {
             return Err(format!(
                 "it is aristos {} (protocol {}), rank 0 is aristos {} (protocol {}): all must be the same",
@@ -88,7 +88,7 @@ mod tests {
         refused(Hello { job: "k".into(), ..two.clone() }, "token");
         refused(Hello { rank: 0, ..two.clone() }, "rank 0 of 3");
         refused(Hello { size: 4, ..two.clone() }, "rank 2 of 4");
-        assert!(zero.admit(b"GET / HTTP/1.1").unwrap_err().contains("does not speak"));
+        assert!(zero.admit(b"GET / HTTP/1.1").unwrap_err().contains("no valid hello"));
         // Of a later version, with words that this one does not know.
         assert!(zero.admit(br#"{"protocol":9,"version":"2.0","more":[1]}"#).unwrap_err().contains("aristos 2.0"));
     }

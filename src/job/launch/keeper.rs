@@ -17,7 +17,7 @@ use super::environment::LaunchedProcess;
 use super::hello::Hello;
 use super::wire::{self, Frame, Inbox, Kind};
 
-/// How often rank 0 is looked for.
+/// How often the connection to rank 0 is tried.
 const RETRY: Duration = Duration::from_millis(20);
 
 /// A process that keeps a PE.

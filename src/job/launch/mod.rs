@@ -1,4 +1,4 @@
-//! How the processes of a job's PEs come to be, find each other, and end together.
+//! How the processes of a job's PEs start, find each other, and end together.
 //!
 //! [`Processes::run`], in the supervisor, starts N PEs on this host: the same program with [`PE_COMMAND`] for its only argument, and the
 //! environment variables `ARISTOS_PE`, `ARISTOS_N_PES` and `ARISTOS_SUPERVISOR`. [`PeContext::take`], called first thing in
@@ -48,7 +48,7 @@ pub use role::{Role, enter};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes, one_line};
 
-/// Raised with every change to what the processes of a job say to each other: the frames on their sockets, and the request.
+/// Raised with every change to what the processes of a job send each other: the frames on their sockets, and the request.
 pub const VERSION: u32 = 2;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
@@ -158,7 +158,7 @@ pub enum LaunchError {
         /// PE 0's size.
         expected: u64,
     },
-    /// Something else than a frame came over a control socket.
+    /// Something other than a frame came over a control socket.
     #[error("control socket of PE {pe}: {message}")]
     Protocol {
         /// The PE at its end.

@@ -1,4 +1,4 @@
-//! What `mpirun` tells a process of its place, by Open MPI's variables or those of all that speak PMI (MPICH, Slurm's PMI
+//! What `mpirun` tells a process about its place, by Open MPI's variables or those of all that use PMI (MPICH, Slurm's PMI
 //! plug-ins); known before MPI is initialised, and without it.
 
 use std::env;
@@ -13,8 +13,8 @@ pub fn size() -> Option<usize> {
     first_number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 }
 
-/// Whether another process than this one, the first, says what is wrong with all of them. It waits a moment for that: at the
-/// first exit code `mpirun` ends the others, whatever they were about to say.
+/// Whether another process than this one, the first, reports what is wrong with all of them. Waits a moment for that: at the
+/// first exit code `mpirun` ends the others, whatever they were about to print.
 pub fn first_speaks() -> bool {
     let other = rank().is_some_and(|rank| rank > 0);
     if other {

@@ -66,7 +66,7 @@ impl PeContext {
         }
         static TAKEN: AtomicBool = AtomicBool::new(false);
         if TAKEN.swap(true, Ordering::Relaxed) {
-            return Err(LaunchError::Environment("this process has taken its place as a PE already".to_string()));
+            return Err(LaunchError::Environment("this process is a PE already".to_string()));
         }
         let pe: usize = variable(ENV_PE)?;
         let n_pes: usize = variable(ENV_N_PES)?;

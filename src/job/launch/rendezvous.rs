@@ -1,12 +1,12 @@
-//! Processes that somebody else started on one host become a job: rank 0's side.
+//! Turns processes that a launcher started on one host into a job: rank 0's side.
 //!
 //! Each process that `srun`, `mpirun` or `torchrun` started keeps one PE: it starts it as its child, in the environment and
 //! on the CPUs that the launcher gave, and says how it ended. Rank 0's process is the supervisor besides. So the PEs, their
 //! sockets and all that [`Processes::run`](super::Processes::run) does are the same whoever starts the processes, and one command may run several jobs.
 //!
 //! They meet at a Unix socket with an abstract name (nothing is left in a file system), made of the user and of what the
-//! launcher gives to all of its processes and to no others. The kernel says who is at a socket's other end: both sides refuse
-//! another user's process. A process of the same user must know the job's token (`ARISTOS_JOB_TOKEN` where it is set, and what the
+//! launcher gives to all of its processes and to no others. The kernel tells whose process is at a socket's other end: both sides refuse
+//! another user's. A process of the same user must know the job's token (`ARISTOS_JOB_TOKEN` where it is set, and what the
 //! name is made of), and be of the same version. A socket that ends is a process that ended, on either side.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,13 +24,13 @@ use super::signals::Signals;
 use super::wire::{self, Inbox, Kind};
 use super::{LaunchError, address, one_line};
 
-/// How long rank 0, its command at an end, waits for processes that have not come yet, to tell them.
+/// How long rank 0, once its command has ended, waits for processes that have not come yet, to tell them.
 const LINGER: Duration = Duration::from_secs(5);
-/// How long who connects may take to say who it is.
+/// How long a process that connects may take to send its hello.
 const HELLO_LIMIT: Duration = Duration::from_secs(5);
 /// No hello is longer, bytes.
 const HELLO_BYTES: usize = 1 << 13;
-/// How long a process that keeps a PE may take to take a frame.
+/// How long a process that keeps a PE may take to receive a frame.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
 /// Most refusals that are printed.
 const SHOWN_REFUSALS: usize = 8;
@@ -44,11 +44,11 @@ struct LaunchedJob {
     rendezvous: Mutex<Rendezvous>,
 }
 
-/// As rank 0 of the processes that a launcher started, opens the meeting place. Once in a process.
+/// As rank 0 of the processes that a launcher started, opens the rendezvous socket. Once in a process.
 pub(super) fn open(process: LaunchedProcess, limit: Duration) -> Result<(), LaunchError> {
     let (size, launcher) = (process.size, process.launcher);
     let rendezvous = Mutex::new(Rendezvous::open(process, limit)?);
-    let taken = |_| LaunchError::Environment("this process has taken its place in the job already".to_string());
+    let taken = |_| LaunchError::Environment("this process has joined the job already".to_string());
     JOB.set(LaunchedJob { size, launcher, rendezvous }).map_err(taken)
 }
 
@@ -62,7 +62,7 @@ pub fn conclude(code: u8) {
     let Some(job) = JOB.get() else { return };
     let mut rendezvous = job.rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
     if !rendezvous.given_up {
-        // Whoever comes now learns at once that it is over, instead of waiting for one who has gone.
+        // A process that comes now learns at once that the job is over, instead of waiting for one that has ended.
         rendezvous.limit = rendezvous.limit.min(LINGER);
         let _ = rendezvous.gather(None);
     }
@@ -92,7 +92,7 @@ pub(super) struct KeeperLink {
     pub(super) inbox: Inbox,
 }
 
-/// One that has connected and not said who it is.
+/// A process that has connected and not yet sent its hello.
 struct Pending {
     socket: OwnedFd,
     inbox: Inbox,
@@ -101,7 +101,7 @@ struct Pending {
     bytes: usize,
 }
 
-/// Where the processes come to.
+/// Where the processes meet: rank 0's end.
 pub(super) struct Rendezvous {
     process: LaunchedProcess,
     hello: Hello,
@@ -118,7 +118,7 @@ pub(super) struct Rendezvous {
 
 impl Rendezvous {
     fn open(process: LaunchedProcess, limit: Duration) -> Result<Rendezvous, LaunchError> {
-        let setup = |source: Errno| LaunchError::Setup { what: "open the job's meeting place", source: source.into() };
+        let setup = |source: Errno| LaunchError::Setup { what: "open the job's rendezvous socket", source: source.into() };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(setup)?;
         let name = address::name(&process);
@@ -131,7 +131,7 @@ impl Rendezvous {
                     _ => "wait for it to end",
                 };
                 return Err(LaunchError::World(one_line(&format!(
-                    "the job's meeting place (abstract socket {name}) is taken: another job has the same mark of {launcher}'s; {cure}"
+                    "the job's rendezvous socket (abstract name {name}) is taken: another job has the same id from {launcher}; {cure}"
                 ))));
             }
             bound => bound.map_err(setup)?,
@@ -162,7 +162,7 @@ impl Rendezvous {
         let until = Instant::now() + self.limit;
         while let (Some(listener), missing) = (&self.listener, self.missing()) {
             if missing.is_empty() {
-                // Whoever comes later finds nobody.
+                // A process that comes later finds nobody.
                 self.listener = None;
                 self.pending.clear();
                 break;
@@ -193,7 +193,7 @@ impl Rendezvous {
         Ok(())
     }
 
-    /// Whether those that have come are still there. They say nothing before they are asked to start a PE.
+    /// Whether those that have come are still there. They send nothing before they are asked to start a PE.
     fn check_kept(&mut self) -> Result<(), LaunchError> {
         let size = self.process.size;
         for (rank, kept) in self.kept.iter_mut().enumerate() {
@@ -225,7 +225,7 @@ impl Rendezvous {
         format!("{noun} {ranks} of {size} {have} not come within {seconds} s, as {launcher} started them{refused}")
     }
 
-    /// Takes in who has connected.
+    /// Accepts new connections.
     fn accept(&mut self) {
         const MOST: usize = 2 * super::MAX_PES;
         while let Some(listener) = self.listener.as_ref().filter(|_| self.pending.len() < MOST) {
@@ -233,7 +233,7 @@ impl Rendezvous {
             let Ok(peer) = socket_peercred(&socket) else { continue };
             let pid = peer.pid.as_raw_pid();
             if peer.uid != rustix::process::geteuid() {
-                self.refuse(&socket, pid, &format!("it is of user {}", peer.uid.as_raw()));
+                self.refuse(&socket, pid, &format!("it belongs to user {}", peer.uid.as_raw()));
                 continue;
             }
             let (inbox, since) = (Inbox::default(), Instant::now());
@@ -241,7 +241,7 @@ impl Rendezvous {
         }
     }
 
-    /// Listens to who has connected, and lets in who may.
+    /// Reads the hellos of those that have connected, and admits those that may join.
     fn hear(&mut self) {
         let mut scratch = [0; 2048];
         for mut one in std::mem::take(&mut self.pending) {
@@ -249,17 +249,17 @@ impl Rendezvous {
             one.bytes += received.unwrap_or(0);
             let said = match one.inbox.next() {
                 Ok(Some(frame)) if frame.kind == Kind::Join => self.hello.admit(&frame.body),
-                Ok(None) if one.bytes > HELLO_BYTES => Err("it says too much".to_string()),
+                Ok(None) if one.bytes > HELLO_BYTES => Err("its hello is too long".to_string()),
                 Ok(None) => match received {
-                    Ok(0) => Err("it left without a word".to_string()),
+                    Ok(0) => Err("it disconnected without a hello".to_string()),
                     Ok(_) | Err(Errno::AGAIN) if one.since.elapsed() < HELLO_LIMIT => {
                         self.pending.push(one);
                         continue;
                     }
-                    Ok(_) | Err(Errno::AGAIN) => Err("it does not say who it is".to_string()),
+                    Ok(_) | Err(Errno::AGAIN) => Err("it sent no hello in time".to_string()),
                     Err(error) => Err(error.to_string()),
                 },
-                Ok(Some(_)) | Err(_) => Err("it does not speak as a process of a job".to_string()),
+                Ok(Some(_)) | Err(_) => Err("it sent no valid hello".to_string()),
             };
             match said {
                 Ok(rank) if self.kept[rank].is_some() => {
@@ -277,7 +277,7 @@ impl Rendezvous {
         }
     }
 
-    /// Sends somebody away, and says so.
+    /// Refuses a process, and reports it.
     fn refuse(&mut self, socket: &OwnedFd, pid: i32, why: &str) {
         let line = one_line(&format!("refused process {pid}: {why}"));
         // A fresh socket has room; one that has not is not waited for.

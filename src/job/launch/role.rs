@@ -24,10 +24,10 @@ pub enum Role {
     Silent,
 }
 
-/// Finds this process's role, and as rank 0 opens the meeting place. To be called once.
+/// Finds this process's role, and as rank 0 opens the rendezvous socket. To be called once.
 ///
 /// # Errors
-/// One line: the environment makes no sense; the meeting place is taken.
+/// One line: the environment makes no sense; the rendezvous socket is taken.
 pub fn enter() -> Result<Role, LaunchError> {
     let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_pid());
     let process = match launched_process(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), parent) {

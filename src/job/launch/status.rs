@@ -37,32 +37,32 @@ impl StatusPage {
         Ok(StatusPage { segment: Arc::new(segment), pe: 0 })
     }
 
-    /// The phase that this PE said last.
+    /// The phase that this PE set last.
     #[cfg(feature = "mpi")]
     pub(crate) fn phase(&self) -> usize {
         word(&self.segment, self.pe, PHASE).load(Ordering::Relaxed) as usize
     }
 
-    /// Says which phase this PE is in, as an index in the job's `phase_names`.
+    /// Sets the phase that this PE is in, as an index in the job's `phase_names`.
     pub fn set_phase(&self, code: u32) {
         word(&self.segment, self.pe, PHASE).store(u64::from(code), Ordering::Relaxed);
     }
 
-    /// Says how far it is: `done` of `total`, in whatever unit the progress bar shows.
+    /// Sets how far it is: `done` of `total`, in whatever unit the progress bar shows.
     pub fn set_progress(&self, done: u64, total: u64) {
         word(&self.segment, self.pe, TOTAL).store(total, Ordering::Relaxed);
         word(&self.segment, self.pe, DONE).store(done, Ordering::Relaxed);
     }
 }
 
-/// What a PE said last.
+/// What a PE set last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeStatus<'a> {
     /// The phase's name.
     pub phase: &'a str,
     /// How far it is.
     pub done: u64,
-    /// Of how much; 0 when it has not said.
+    /// Of how much; 0 where it was not set.
     pub total: u64,
 }
 
@@ -88,7 +88,7 @@ impl<'a> StatusView<'a> {
         self.n_pes
     }
 
-    /// What `pe` said last. It has the first phase, and no progress, until it says otherwise.
+    /// What `pe` set last; the first phase and no progress until it sets others.
     ///
     /// # Panics
     /// If there is no such PE.

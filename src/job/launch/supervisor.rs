@@ -19,7 +19,7 @@ use super::{LaunchError, MAX_PES, rendezvous};
 
 /// Time between [`Event::Tick`]s.
 const TICK: Duration = Duration::from_millis(100);
-/// How long a failure report is held, for the death or the other PE's failure that may have caused it to be seen.
+/// How long a failure report is held, so that the death or the other PE's failure that may have caused it is seen.
 const GRACE: Duration = Duration::from_millis(250);
 /// How soon a full socket is tried again.
 const RETRY: Duration = Duration::from_millis(5);
@@ -30,7 +30,7 @@ const READ_BYTES: usize = 4 << 20;
 /// A failure's line is cut at this many characters.
 const LINE_CHARS: usize = 4000;
 
-/// The processes of a job's PEs, to be started. [`Processes::new`] fills in what is seldom asked for.
+/// The processes of a job's PEs, to be started. [`Processes::new`] fills in what is rarely set.
 pub struct Processes<'a> {
     /// Number of PEs, 1 to [`MAX_PES`].
     pub pes: usize,
@@ -150,7 +150,7 @@ fn memory_file(name: &str, content: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// One PE, as the supervisor knows it.
+/// The supervisor's end of one PE.
 #[derive(Default)]
 struct PeLink {
     /// `None` after the end of the stream.
@@ -265,7 +265,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    /// Acts on one frame; an error says why it cannot be.
+    /// Acts on one frame; an error says why it is invalid.
     fn handle(&mut self, pe: usize, frame: Frame) -> Result<(), String> {
         let link = &mut self.links[pe];
         match frame.kind {
@@ -401,7 +401,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     }
 }
 
-/// A message, perhaps with names of files or a PE's words in it, as one line of bounded length without control characters.
+/// A message, perhaps with file names or a PE's text in it, as one line of bounded length without control characters.
 pub fn one_line(text: &str) -> String {
     let words = text.split(|c: char| c.is_control()).filter(|part| !part.is_empty());
     words.collect::<Vec<_>>().join(" ").chars().take(LINE_CHARS).collect()

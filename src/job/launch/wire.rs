@@ -41,13 +41,13 @@ pub(super) enum Kind {
     Done,
     /// PE: I have failed; the body is one line, UTF-8.
     Fail,
-    /// PE: I have failed, for want of another; the body is its number, native usize, and one line.
+    /// PE: I have failed because another did not answer; the body is its number, native usize, and one line.
     FailOn,
-    /// Launched process to rank 0: let me in; the body is a `Hello`.
+    /// Launched process to rank 0: asks to join; the body is a `Hello`.
     Join,
-    /// Rank 0: you are in. No body.
+    /// Rank 0: admitted. No body.
     Joined,
-    /// Rank 0: you are not; the body says why, UTF-8.
+    /// Rank 0: refused; the body says why, UTF-8.
     Refused,
     /// Rank 0: start a PE with this socket (one file); the body is a `Start`.
     Start,
@@ -215,7 +215,7 @@ impl Inbox {
     /// Takes the next complete frame.
     ///
     /// # Errors
-    /// One line, when what came is no frame, or when its files were lost (no room in the table of open files).
+    /// One line, when what came is not a frame, or when its files were lost (no room in the table of open files).
     pub(super) fn next(&mut self) -> Result<Option<Frame>, String> {
         let Some((header, rest)) = self.bytes.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
         let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);

@@ -1,6 +1,6 @@
 //! What the PEs of a job are asked to do, and how it travels to them.
 //!
-//! A command makes a [`Request`] of its flags, once. The supervisor passes it as JSON to every PE, which so never sees a flag; over
+//! A command makes a [`Request`] of its flags, once. The supervisor passes it as JSON to every PE, which thus never sees a flag; over
 //! MPI, where there is no supervisor, every process makes the same one of the same command line.
 
 mod bench;
@@ -33,7 +33,7 @@ pub enum Request {
     Probe(ProbeRequest),
 }
 
-/// What says which request this is, and then the request.
+/// The version of a request, and then the request.
 #[derive(Serialize)]
 struct Envelope<'r> {
     version: u32,
@@ -54,7 +54,7 @@ struct Body {
     request: Request,
 }
 
-/// Why what came is no request for this program.
+/// Why what came is not a request for this program.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
@@ -69,7 +69,7 @@ pub enum RequestError {
         /// What [`VERSION`] is there.
         version: u32,
     },
-    /// It is not one.
+    /// It is not a request.
     #[error("the request cannot be read: {0}")]
     Unreadable(#[from] serde_json::Error),
 }
@@ -97,13 +97,13 @@ impl Request {
     }
 }
 
-/// A field of a request that cannot be: one line. Fields are named in backticks, here and in `expected`, so that the command can name
+/// An invalid field of a request: one line. Fields are named in backticks, here and in `expected`, so that the command can name
 /// its flags instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FieldError {
     /// The field.
     pub field: &'static str,
-    /// Its value, and what it is of where the field has several parts: "is 0", "slow-pe: PE 4".
+    /// Its value, preceded by the part that it belongs to where the field has several: "is 0", "slow-pe: PE 4".
     pub value: String,
     /// What would be right.
     pub expected: String,
