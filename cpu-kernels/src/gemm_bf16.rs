@@ -314,7 +314,13 @@ mod avx512 {
     }
 
     /// Packs rows `i0..i0 + rows` and summed elements `k0..k0 + kc` of a left operand into tiles.
-    fn pack_left(left: LeftOperand<'_>, [m, k]: [usize; 2], [i0, rows]: [usize; 2], [k0, kc]: [usize; 2], tiles: &mut [u32]) {
+    fn pack_left(
+        left: LeftOperand<'_>,
+        [m, k]: [usize; 2],
+        [i0, rows]: [usize; 2],
+        [k0, kc]: [usize; 2],
+        tiles: &mut [u32],
+    ) {
         match left {
             LeftOperand::Rows(a) => {
                 let pairs = kc.div_ceil(2);

@@ -67,8 +67,11 @@ impl KernelSummary {
         let times: Vec<(&str, f64)> = names.map(|(key, name)| (name, time(key))).filter(|(_, s)| *s > 0.0).collect();
         let total_s: f64 = times.iter().map(|(_, seconds)| seconds).sum();
         ensure!(phases.values().any(|spread| spread.median_s > 0.0), "its forward pass has no phases that took time");
-        let part =
-            |(name, seconds): (&str, f64)| PassPart { name: name.to_string(), seconds, percent: 100.0 * seconds / total_s };
+        let part = |(name, seconds): (&str, f64)| PassPart {
+            name: name.to_string(),
+            seconds,
+            percent: 100.0 * seconds / total_s,
+        };
         Ok(KernelSummary { config: report.config.clone(), total_s, parts: times.into_iter().map(part).collect() })
     }
 

@@ -8,7 +8,7 @@ use anyhow::{Result, bail, ensure};
 use clap::{Subcommand, ValueEnum};
 
 use super::files::{Csv, create, write};
-use super::job::{self, JobSpec, JobProcesses};
+use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 #[cfg(feature = "device")]
 use super::values::GemmArg;

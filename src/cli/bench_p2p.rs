@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::files::{Csv, create, write};
-use super::job::{self, JobSpec, JobProcesses};
+use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::values::{NO_MPI, size};
 use crate::bench::p2p::report::{P2pReport, PeRows};

@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::files::{Csv, create, write};
-use super::job::{self, JobSpec, JobProcesses};
+use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::values::{NO_MPI, TransportArg, check_pes, size};
 use crate::bench::straggler::pe::{self, PeSteps};

@@ -52,7 +52,8 @@ pub fn run<S, M: DeserializeOwned>(
     }
     // Without MPI the command's flags are refused where the request is made of them.
     let _ = over_mpi;
-    let JobSpec { request, pes, wait_limit, env, kept } = ask(JobProcesses { started: None, here: None, reports: true })?;
+    let JobSpec { request, pes, wait_limit, env, kept } =
+        ask(JobProcesses { started: None, here: None, reports: true })?;
     let mut processes = Processes::new(pes, request.to_bytes()?, phase_names);
     processes.start_limit = processes.start_limit.max(wait_limit);
     processes.env = env;

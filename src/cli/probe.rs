@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 
-use super::job::{self, JobSpec, JobProcesses};
+use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::values::{DtypeArg, MlpArg, NO_MPI, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;

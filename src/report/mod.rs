@@ -14,7 +14,7 @@ pub(crate) mod table;
 mod trace;
 
 pub(crate) use cluster::cluster_text;
-pub use pe::{ExpertRows, PassReport, PeReport, TraceSpan, StepReport, SymmetricMemory, TrafficReport};
+pub use pe::{ExpertRows, PassReport, PeReport, StepReport, SymmetricMemory, TraceSpan, TrafficReport};
 pub(crate) use plan::{explanation_text, plan_text, replan_text};
 pub(crate) use run::median;
 pub use run::{

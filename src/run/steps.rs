@@ -10,7 +10,7 @@ use crate::checkpoint::InputTensor;
 use crate::job::launch::StatusPage;
 use crate::moe::metrics::{self, PassOutcome, Phase};
 use crate::moe::{Gradients, MoeLayer, Routed};
-use crate::report::{ExpertRows, PassReport, PeReport, TraceSpan, StepReport, TrafficReport};
+use crate::report::{ExpertRows, PassReport, PeReport, StepReport, TraceSpan, TrafficReport};
 
 /// What a PE computed in its last step.
 pub(super) struct Results {

@@ -563,7 +563,11 @@ mod tests {
             }
             for mb in [0.0, 0.1, 1.0, 100.0] {
                 let slownesses = |tree: Vec<Edge>| tree.into_iter().map(|edge| edge.slowness).collect::<Vec<_>>();
-                assert_eq!(slownesses(tiers.slowest_tree(mb)), slownesses(matrix.slowest_tree(mb)), "{n} {sizes:?} {mb}");
+                assert_eq!(
+                    slownesses(tiers.slowest_tree(mb)),
+                    slownesses(matrix.slowest_tree(mb)),
+                    "{n} {sizes:?} {mb}"
+                );
             }
             assert_eq!(tiers.peers().iter().sum::<usize>(), n - 1, "{n} {sizes:?}");
         }

@@ -19,7 +19,7 @@ pub(crate) use json::Number;
 pub use json::{Probe, Range, parse_json, read_text};
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Slowness, Tier, Tiers, TiersError};
 pub use presets::{PRESETS, preset};
-pub use probe::{OwnDevice, ProbeError, ProbeOptions, ProbedLinks, ProbeStage, probe, probe_links};
+pub use probe::{OwnDevice, ProbeError, ProbeOptions, ProbeStage, ProbedLinks, probe, probe_links};
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]

@@ -252,7 +252,13 @@ impl MpiWorld {
     }
 
     /// Waits for an operation on `buffer`, which MPI goes on using if it does not end.
-    fn finish<B>(&self, mut request: MpiRequest, buffer: B, what: &'static str, limit: Duration) -> Result<B, MpiError> {
+    fn finish<B>(
+        &self,
+        mut request: MpiRequest,
+        buffer: B,
+        what: &'static str,
+        limit: Duration,
+    ) -> Result<B, MpiError> {
         let start = Instant::now();
         let mut pause = self.pause();
         loop {

@@ -198,6 +198,9 @@ mod tests {
             }
         }
         assert_eq!(StreamSampling::new(Measure::Latency, Op::Put, 16), StreamSampling { batch: 16, together: 8 });
-        assert_eq!(StreamSampling::new(Measure::Bandwidth, Op::Put, 4 << 20), StreamSampling { batch: 4, together: 51 });
+        assert_eq!(
+            StreamSampling::new(Measure::Bandwidth, Op::Put, 4 << 20),
+            StreamSampling { batch: 4, together: 51 }
+        );
     }
 }

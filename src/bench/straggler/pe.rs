@@ -91,8 +91,10 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
     let all_to_all = all_to_all.as_deref();
     let (me, n) = (shmem.my_pe(), shmem.n_pes());
     cpus::pin(me, n);
-    let memory =
-        StragglerMemory { slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?, signals: shmem.alloc(n * SLOTS * STRIDE)? };
+    let memory = StragglerMemory {
+        slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?,
+        signals: shmem.alloc(n * SLOTS * STRIDE)?,
+    };
     let part = Steps { bench, shmem, memory, all_to_all, limit };
     let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
     let all = bench.warmup + bench.steps;

@@ -106,7 +106,9 @@ impl CudaGpu {
             // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
             let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) }?;
             if nvshmem.limited() && my_pe == 0 {
-                tracing::warn!("{sharing} PEs take turns on one GPU without MPS: results are right, times mean nothing");
+                tracing::warn!(
+                    "{sharing} PEs take turns on one GPU without MPS: results are right, times mean nothing"
+                );
             }
             Some(nvshmem)
         } else {

@@ -48,8 +48,7 @@ impl Hello {
 
     /// The rank of the process that sent `said`, if rank 0 (`self`) admits it; otherwise why not.
     pub(super) fn admit(&self, said: &[u8]) -> Result<usize, String> {
-        let said: Hello =
-            serde_json::from_slice(said).map_err(|_| "it sent no valid hello".to_string())?;
+        let said: Hello = serde_json::from_slice(said).map_err(|_| "it sent no valid hello".to_string())?;
         if (said.protocol, &said.version) != (self.protocol, &self.version) {
             return Err(format!(
                 "it is aristos {} (protocol {}), rank 0 is aristos {} (protocol {}): all must be the same",

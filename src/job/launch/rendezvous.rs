@@ -118,7 +118,8 @@ pub(super) struct Rendezvous {
 
 impl Rendezvous {
     fn open(process: LaunchedProcess, limit: Duration) -> Result<Rendezvous, LaunchError> {
-        let setup = |source: Errno| LaunchError::Setup { what: "open the job's rendezvous socket", source: source.into() };
+        let setup =
+            |source: Errno| LaunchError::Setup { what: "open the job's rendezvous socket", source: source.into() };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(setup)?;
         let name = address::name(&process);

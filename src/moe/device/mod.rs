@@ -63,7 +63,8 @@ impl<'g> DeviceLayer<'g> {
         check(&spec.config, spec.dtype, &spec.options)?;
         let limits = gpu.limits()?;
         let all_reachable = gpu.all_reachable()?;
-        let mut shape_of = ShapeOf { spec: &spec, device, my_pe: gpu.my_pe(), all_reachable, router_parts: MAX_ROUTER_PARTS };
+        let mut shape_of =
+            ShapeOf { spec: &spec, device, my_pe: gpu.my_pe(), all_reachable, router_parts: MAX_ROUTER_PARTS };
         let path = shape_of.path(&limits);
         if path == GemmPath::Hopper && !limits.hopper() {
             let (major, minor) = limits.capability;

@@ -231,10 +231,7 @@ pub fn place(
     let mut info = LayerInfo::default();
     let refuse = |field: i32| {
         let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
-        MoeError::Device(GpuError::failed(
-            "lay out the layer on the device",
-            format!("{name} is invalid in {shape:?}"),
-        ))
+        MoeError::Device(GpuError::failed("lay out the layer on the device", format!("{name} is invalid in {shape:?}")))
     };
     // SAFETY: reads the first two, writes `info`; null is allowed for the layer. Addresses are not followed.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, std::ptr::null_mut(), &mut info) };
