@@ -329,7 +329,7 @@ fn choose_by<L: LeastExchange>(
             let budget = if asked { PROOF_ASKED } else { PROOF_AUTO };
             exact::improve(&problem, &bounds, found.objective_ms, options.allow_idle, budget)
         }
-        None => exact::Outcome { better: None, complete: false },
+        None => exact::Improvement { better: None, complete: false },
     };
     if asked && !outcome.complete {
         let found_ms = found.objective_ms;
