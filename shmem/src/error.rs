@@ -40,6 +40,9 @@ pub enum ShmemError {
         /// The system's answer.
         source: io::Error,
     },
+    /// Processes that were to become one world did not.
+    #[error("cannot meet the other PEs: {0}")]
+    Meeting(String),
     /// A file descriptor, or a set of segments, that a transport cannot use.
     #[error("unusable segment: {0}")]
     Segment(String),

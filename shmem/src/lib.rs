@@ -54,6 +54,7 @@ mod error;
 mod group;
 mod handle;
 pub mod heap;
+mod meet;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod reorder;
@@ -72,6 +73,7 @@ pub use bytemuck::Pod;
 pub use error::{ShmemError, WaitTimeout};
 pub use group::GroupTransport;
 pub use handle::AsShmem;
+pub use meet::meet;
 pub use segment::{Segment, available_bytes};
 pub use shm::ShmTransport;
 pub use team::Team;
