@@ -10,7 +10,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bytemuck::{Pod, Zeroable};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -21,8 +20,8 @@ use rustix::net::{
 
 use super::{Segment, ShmTransport, Shmem, ShmemError};
 
-/// The most files that Linux takes in one message (`SCM_MAX_FD`).
-const MAX_FILES: usize = 253;
+/// The most files in a packet; Linux takes 253 (`SCM_MAX_FD`).
+const MAX_FILES: usize = 16;
 /// No refusal is longer, bytes.
 const MAX_TEXT: usize = 1 << 12;
 /// How much longer than PE 0 the others wait: it knows who is missing, and says so.
@@ -30,18 +29,27 @@ const GRACE: Duration = Duration::from_secs(1);
 /// Between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(2);
 /// Raised with every change to the packets.
-const VERSION: u32 = 1;
+const VERSION: u64 = 1;
 
 /// A PE's side of the agreement, and the header of every packet.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
+#[derive(Clone, Copy)]
 struct Hello {
-    version: u32,
+    version: u64,
     /// 0 when files come with it; otherwise a refusal follows.
-    refused: u32,
-    pe: u32,
-    n_pes: u32,
+    refused: u64,
+    pe: u64,
+    n_pes: u64,
     heap_bytes: u64,
+}
+
+impl Hello {
+    fn words(&self) -> [u64; 5] {
+        [self.version, self.refused, self.pe, self.n_pes, self.heap_bytes]
+    }
+
+    fn from_words([version, refused, pe, n_pes, heap_bytes]: [u64; 5]) -> Hello {
+        Hello { version, refused, pe, n_pes, heap_bytes }
+    }
 }
 
 /// Makes a world with the `n_pes - 1` other processes of this host that call this with the same `key`, `n_pes` and `heap_bytes` (as for
@@ -59,7 +67,7 @@ pub fn meet(
     heap_bytes: usize,
     deadline: Instant,
 ) -> Result<Shmem<ShmTransport>, ShmemError> {
-    if my_pe >= n_pes || u32::try_from(n_pes).is_err() {
+    if my_pe >= n_pes {
         return Err(meeting(format!("PE {my_pe} of {n_pes}: expected a number below that of PEs")));
     }
     let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
@@ -69,7 +77,7 @@ pub fn meet(
     }
     let own = Segment::create(&format!("aristos-{my_pe}"), heap_bytes)?;
     let hello =
-        Hello { version: VERSION, refused: 0, pe: my_pe as u32, n_pes: n_pes as u32, heap_bytes: heap_bytes as u64 };
+        Hello { version: VERSION, refused: 0, pe: my_pe as u64, n_pes: n_pes as u64, heap_bytes: heap_bytes as u64 };
     let user = rustix::process::geteuid().as_raw();
     let name = format!("aristos-meet-{user}-{key}");
     let address = SocketAddrUnix::new_abstract_name(name.as_bytes())
@@ -266,13 +274,14 @@ fn send(
     files: &[BorrowedFd<'_>],
     deadline: Instant,
 ) -> Result<(), Errno> {
+    let words = hello.words();
     loop {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         if !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
             return Err(Errno::INVAL);
         }
-        let parts = [IoSlice::new(bytemuck::bytes_of(hello)), IoSlice::new(text)];
+        let parts = [IoSlice::new(bytemuck::cast_slice(&words)), IoSlice::new(text)];
         match rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(_) => return Ok(()),
             // TOOMANYREFS: files in flight, which passes as the other PEs take theirs.
@@ -290,12 +299,12 @@ fn refuse(socket: &OwnedFd, mine: &Hello, why: &str) {
 
 /// Receives one packet: its header, its text and its files. An empty one, where the other end has closed, is an error.
 fn receive(socket: &OwnedFd) -> Result<(Hello, String, Vec<OwnedFd>), Errno> {
-    let mut hello = Hello::zeroed();
+    let mut words = [0u64; 5];
     let mut text = [0; MAX_TEXT];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::io::retry_on_intr(|| {
-        let mut parts = [IoSliceMut::new(bytemuck::bytes_of_mut(&mut hello)), IoSliceMut::new(&mut text)];
+        let mut parts = [IoSliceMut::new(bytemuck::cast_slice_mut(&mut words)), IoSliceMut::new(&mut text)];
         rustix::net::recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)
     })?;
     let mut files = Vec::new();
@@ -304,6 +313,6 @@ fn receive(socket: &OwnedFd) -> Result<(Hello, String, Vec<OwnedFd>), Errno> {
             files.extend(descriptors);
         }
     }
-    let len = received.bytes.checked_sub(size_of::<Hello>()).ok_or(Errno::CONNRESET)?;
-    Ok((hello, String::from_utf8_lossy(&text[..len]).into_owned(), files))
+    let len = received.bytes.checked_sub(size_of_val(&words)).ok_or(Errno::CONNRESET)?;
+    Ok((Hello::from_words(words), String::from_utf8_lossy(&text[..len]).into_owned(), files))
 }
