@@ -1,0 +1,158 @@
+"""Every parameter's gradient with experts over N processes equals the unpatched model's in one process.
+
+Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py fsdp|tp MODEL... ``. With ``--fault NAME`` an error is planted,
+and the comparison must see it.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import aristos
+from aristos import _experts
+
+WIDTHS = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=64,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+MODELS = {
+    "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
+    "qwen2_moe": dict(
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    ),
+    "qwen3_moe": dict(
+        moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1
+    ),
+    "olmoe": dict(num_experts=8, num_experts_per_tok=2),
+    "deepseek_v3": dict(
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=0,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        qk_nope_head_dim=8,
+        n_shared_experts=1,
+    ),
+}
+BATCH, LENGTH, STEPS = 4, 16, 2
+
+
+def plant(fault):
+    """Breaks the plug-in."""
+    if fault == "no-gradient-of-weights":
+        backward = _experts._backward
+
+        def broken(ctx, grad_output):
+            grad_x, grad_weights, grad_up, grad_down = backward(ctx, grad_output)
+            return grad_x, torch.zeros_like(grad_weights), grad_up, grad_down
+
+        _experts._backward = broken
+    elif fault == "stale-weights":
+        load = _experts.Experts._load
+
+        def once(self, up, down):
+            if not hasattr(self, "loaded"):
+                load(self, up, down)
+            self.loaded = True
+
+        _experts.Experts._load = once
+    elif fault:
+        sys.exit(f"no fault {fault}")
+
+
+def steps(model, batches):
+    """The losses of some steps of SGD, and the gradients and parameters after the last one."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
+    grads = {name: full(p.grad) for name, p in model.named_parameters()}
+    return losses, grads
+
+
+def compare(name, mode, folder):
+    """The worst relative error over all parameters' gradients, and which."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    batches = torch.randint(3, 64, (STEPS, BATCH * size, LENGTH))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    _, wanted = steps(reference, batches)
+    split = dict(fsdp_size=size) if mode == "fsdp" else dict(tp_size=size)
+    patched = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **split),
+    )
+    own = batches[:, BATCH * rank : BATCH * (rank + 1)] if mode == "fsdp" else batches
+    _, got = steps(patched, own)
+    assert got.keys() == wanted.keys(), f"{got.keys() ^ wanted.keys()}"
+    worst = ("", 0.0)
+    for key, want in wanted.items():
+        assert got[key] is not None, f"{key} has no gradient"
+        error = ((got[key] - want).norm() / (want.norm() + 1e-12)).item()
+        if not error <= worst[1]:
+            worst = (key, error)
+    return worst
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=["fsdp", "tp"])
+    parser.add_argument("models", nargs="+", choices=MODELS)
+    parser.add_argument("--fault")
+    args = parser.parse_args()
+    plant(args.fault)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    failed = 0
+    for name in args.models:
+        folder = [tempfile.mkdtemp()] if rank == 0 else [None]
+        dist.broadcast_object_list(folder)
+        if rank == 0:
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(name, **{**WIDTHS, **MODELS[name]})
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder[0])
+        dist.barrier()
+        key, error = compare(name, args.mode, folder[0])
+        seen = error > 1e-5
+        wrong = seen != bool(args.fault)
+        failed += wrong
+        if rank == 0:
+            what = f"fault {args.fault}" if args.fault else "equal"
+            verdict = "FAILED" if wrong else "ok"
+            print(f"test transformers::{name}::{args.mode}::{size}::{what} ... {verdict} ({error:.1e}, {key})", flush=True)
+    dist.destroy_process_group()
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
