@@ -230,7 +230,7 @@ mod avx512 {
 
     /// Proof that the CPU has the instructions; only [`Features::detect`] makes one.
     #[derive(Clone, Copy)]
-    pub struct Features(());
+    pub(crate) struct Features(());
 
     impl Features {
         pub(super) fn detect() -> Option<Features> {
@@ -481,14 +481,8 @@ mod avx512 {
         }
         let mut sums = [[_mm512_setzero_ps(); VECTORS]; R];
         for (a, b) in a.iter().zip(b) {
-            // A closure would be a function of its own wherever it is not inlined, which no optimisation promises.
-            let mut vectors = [_mm512_setzero_si512(); VECTORS];
-            for (vector, b) in vectors.iter_mut().zip(b) {
-                // SAFETY: an array of 16 words is 64 readable bytes.
-                *vector = unsafe { _mm512_loadu_si512(b.as_ptr().cast()) };
-            }
-            // SAFETY: both are vectors of 64 bytes of any bits.
-            let b: [__m512bh; VECTORS] = unsafe { std::mem::transmute(vectors) };
+            // SAFETY: an array of 16 words is 64 readable bytes, and every bit pattern is a vector.
+            let b = b.each_ref().map(|b| unsafe { std::mem::transmute(_mm512_loadu_epi32(b.as_ptr().cast())) });
             for (sums, &a) in sums.iter_mut().zip(a) {
                 // SAFETY: both are 64 bytes of any bits.
                 let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(a as i32)) };

@@ -47,7 +47,9 @@ class Experts:
         )
         self.max_tokens = max_tokens
         self.shares_batch = shares_batch
+        self._local = _aristos.local_experts(experts, group.rank, group.size)
         self._layer = None
+        self._dtype = None
 
     def __call__(self, x, ids, weights, up, down):
         """``sum over a token's experts of weight * expert(x)``. Collective; differentiable in x, weights, up and down.
@@ -73,7 +75,7 @@ class Experts:
 
     def _check(self, x, ids, weights, up, down):
         s, k = self.shape, self.shape["top_k"]
-        local = s["experts"] // self.group.size + (self.group.rank < s["experts"] % self.group.size)
+        local = len(self._local)
         wide = s["intermediate"] * (2 if s["gated"] else 1)
         if x.dim() != 2 or x.shape[1] != s["hidden"]:
             raise ValueError(f"x has shape {list(x.shape)}, expected [T, {s['hidden']}]")
@@ -99,7 +101,6 @@ class Experts:
 
     def _ready(self, x):
         """The native layer. Collective in the first pass."""
-        dtype = _DTYPES[x.dtype]
         if self._layer is None:
             if self.max_tokens is None:
                 self.max_tokens = max(1, self.group.largest(x.shape[0]))
@@ -107,13 +108,14 @@ class Experts:
                 self.group.next_key(),
                 self.group.rank,
                 self.group.size,
-                dtype=dtype,
+                dtype=_DTYPES[x.dtype],
                 max_tokens=self.max_tokens,
                 wait_limit_s=self.group.wait_limit,
                 **self.shape,
             )
-        if self._layer.dtype != dtype:
-            raise ValueError(f"x has type {x.dtype}, but the layer was made for {self._layer.dtype}")
+            self._dtype = x.dtype
+        if x.dtype != self._dtype:
+            raise ValueError(f"x has type {x.dtype}, but the layer was made for {self._dtype}")
         if x.shape[0] > self.max_tokens:
             raise ValueError(f"{x.shape[0]} tokens, expected at most {self.max_tokens}, the layer's max_tokens")
         return self._layer
@@ -130,7 +132,7 @@ class Experts:
     def _matrices(self, up, down):
         """The native layer's matrices in these tensors: expert, projection and view."""
         inner = self.shape["intermediate"]
-        for local, expert in enumerate(self._layer.local_experts()):
+        for local, expert in enumerate(self._local):
             if self.shape["gated"]:
                 yield expert, "gate", up[local, :inner]
                 yield expert, "up", up[local, inner:]

@@ -3,6 +3,7 @@
 import os
 import secrets
 
+import torch
 import torch.distributed as dist
 
 
@@ -42,8 +43,6 @@ class Group:
         """The largest of the processes' numbers. Collective."""
         if self.size == 1:
             return number
-        import torch
-
         value = torch.tensor([number], dtype=torch.int64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
         return int(value.item())
@@ -52,8 +51,6 @@ class Group:
         """All processes' rows, in order: ``rows`` has ``counts[rank]`` of them. Collective."""
         if self.size == 1:
             return rows
-        import torch
-
         most = max(counts)
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows

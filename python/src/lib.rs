@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use aristos::moe::kernels::{Activation, Element};
+use aristos::moe::placement::block;
 use aristos::moe::{
     self, Dtype, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, Options, Proj, RouterConfig, WeightError,
     WeightId, WeightSource, proj_index,
@@ -28,7 +29,7 @@ enum Engine {
 }
 
 /// What a forward pass left for its backward.
-enum Left {
+enum PassState {
     F32(SavedOf<f32>),
     Bf16(SavedOf<bf16>),
 }
@@ -86,30 +87,80 @@ unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
     unsafe { slice::from_raw_parts_mut(address as *mut T, len) }
 }
 
+/// Addresses of a pass's tensors, all contiguous: x, grad_output `[tokens, hidden]` in the layer's element type; ids i32, the others f32.
+struct Forward {
+    tokens: usize,
+    x: usize,
+    ids: usize,
+    weights: usize,
+    output: usize,
+}
+
+struct Backward {
+    tokens: usize,
+    x: usize,
+    grad_output: usize,
+    grad_x: usize,
+    grad_weights: usize,
+}
+
+impl Forward {
+    /// # Safety
+    /// The addresses are those of the caller's tensors, of these shapes and types, which nobody else touches meanwhile.
+    unsafe fn run<E: Element>(&self, layer: &mut Over<E>) -> PyResult<SavedOf<E>> {
+        let (elements, pairs) = sizes(layer, self.tokens);
+        // SAFETY: as the function's.
+        let (x, ids, weights, output) = unsafe {
+            (read(self.x, elements), read(self.ids, pairs), read(self.weights, pairs), write(self.output, elements))
+        };
+        layer.experts(x, ids, weights, output).map_err(moe_error)
+    }
+}
+
+impl Backward {
+    /// # Safety
+    /// As [`Forward::run`].
+    unsafe fn run<E: Element>(&self, layer: &mut Over<E>, mut saved: SavedOf<E>) -> PyResult<()> {
+        let (elements, pairs) = sizes(layer, self.tokens);
+        // SAFETY: as the function's.
+        let (x, grad_output, grad_x, grad_weights) = unsafe {
+            (
+                read(self.x, elements),
+                read(self.grad_output, elements),
+                write(self.grad_x, elements),
+                write(self.grad_weights, pairs),
+            )
+        };
+        layer.experts_backward(&mut saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
+        layer.recycle(saved);
+        Ok(())
+    }
+}
+
+/// Elements of a pass's tokens, and their pairs with experts.
+fn sizes<E: Element>(layer: &Over<E>, tokens: usize) -> (usize, usize) {
+    let config = &layer.spec().config;
+    (tokens * config.hidden, tokens * config.router.top_k)
+}
+
 /// This process's part of a layer of experts that the caller routes to.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Layer {
     engine: Mutex<Engine>,
-    rank: usize,
-    config: LayerConfig,
-    elements: Dtype,
+    /// Elements of one matrix of an expert.
+    matrix_len: usize,
 }
 
 /// What a forward pass left for its backward.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Saved {
-    left: Mutex<Option<Left>>,
+    state: Mutex<Option<PassState>>,
     tokens: usize,
 }
 
 impl Layer {
     fn lock(&self) -> PyResult<std::sync::MutexGuard<'_, Engine>> {
         self.engine.lock().map_err(|_| error("the layer failed before"))
-    }
-
-    /// Elements of one matrix of an expert.
-    fn matrix_len(&self) -> usize {
-        self.config.hidden * self.config.expert.intermediate
     }
 }
 
@@ -185,18 +236,12 @@ impl Layer {
                 _ => Engine::Bf16(moe::Layer::builder(spec).build(pe, &source).map_err(moe_error)?),
             })
         })?;
-        Ok(Layer { engine: Mutex::new(engine), rank, config, elements })
-    }
-
-    /// The global numbers of the experts that are this process's.
-    fn local_experts(&self) -> PyResult<Vec<usize>> {
-        let engine = self.lock()?;
-        Ok(with!(&*engine, layer => layer.spec().placement.experts(self.rank).to_vec()))
+        Ok(Layer { engine: Mutex::new(engine), matrix_len: hidden * intermediate })
     }
 
     /// Replaces a matrix of an expert, `[out, in]`, given at `address` in the layer's element type.
     fn set_weight(&self, py: Python<'_>, expert: usize, projection: &str, address: usize) -> PyResult<()> {
-        let (id, len) = (WeightId::Expert(expert, proj(projection)?), self.matrix_len());
+        let (id, len) = (WeightId::Expert(expert, proj(projection)?), self.matrix_len);
         py.detach(|| match &mut *self.lock()? {
             // SAFETY: the wrapper holds the tensor, and has checked its type and size.
             Engine::F32(layer) => layer.set_weights(id, unsafe { read(address, len) }).map_err(moe_error),
@@ -210,17 +255,18 @@ impl Layer {
         })
     }
 
-    /// Adds the gradient that the last backward left of a matrix of an expert to the f32 values at `address`, or writes it.
+    /// Copies the gradient that the last backward left of a matrix of an expert to the f32 values at `address`.
     fn gradient(&self, py: Python<'_>, expert: usize, projection: &str, address: usize) -> PyResult<()> {
-        let (which, len) = (proj_index(proj(projection)?), self.matrix_len());
+        let (which, len) = (proj_index(proj(projection)?), self.matrix_len);
         py.detach(|| {
             // SAFETY: the wrapper holds the tensor, and has checked its type and size.
             let into: &mut [f32] = unsafe { write(address, len) };
             let mut engine = self.lock()?;
-            let local = with!(&*engine, layer => layer.spec().placement.local_on(expert, self.rank));
-            let local = local.ok_or_else(|| error(format!("expert {expert} is not this process's")))?;
-            let gradients = with!(&mut *engine, layer => layer.gradients().map_err(moe_error)?);
-            into.copy_from_slice(&gradients.experts[local].matrix[which]);
+            with!(&mut *engine, layer => {
+                let local = layer.spec().placement.local_on(expert, layer.my_pe());
+                let local = local.ok_or_else(|| error(format!("expert {expert} is not this process's")))?;
+                into.copy_from_slice(&layer.gradients().map_err(moe_error)?.experts[local].matrix[which]);
+            });
             Ok(())
         })
     }
@@ -236,25 +282,13 @@ impl Layer {
         weights: usize,
         output: usize,
     ) -> PyResult<Saved> {
-        let (elements, pairs) = (tokens * self.config.hidden, tokens * self.config.router.top_k);
-        let left = py.detach(|| {
-            // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
-            let (ids, weights, output): (&[i32], &[f32], &mut [f32]) =
-                unsafe { (read(ids, pairs), read(weights, pairs), write(output, elements)) };
-            match &mut *self.lock()? {
-                Engine::F32(layer) => {
-                    // SAFETY: as above.
-                    let x = unsafe { read(x, elements) };
-                    layer.experts(x, ids, weights, output).map(Left::F32).map_err(moe_error)
-                }
-                Engine::Bf16(layer) => {
-                    // SAFETY: as above.
-                    let x = unsafe { read(x, elements) };
-                    layer.experts(x, ids, weights, output).map(Left::Bf16).map_err(moe_error)
-                }
-            }
+        let pass = Forward { tokens, x, ids, weights, output };
+        // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
+        let state = py.detach(|| match &mut *self.lock()? {
+            Engine::F32(layer) => unsafe { pass.run(layer) }.map(PassState::F32),
+            Engine::Bf16(layer) => unsafe { pass.run(layer) }.map(PassState::Bf16),
         })?;
-        Ok(Saved { left: Mutex::new(Some(left)), tokens })
+        Ok(Saved { state: Mutex::new(Some(state)), tokens })
     }
 
     /// The backward of the pass that left `saved`: x as forward had it, grad_output in the layer's element type; grad_x f32 `[tokens,
@@ -268,44 +302,31 @@ impl Layer {
         grad_x: usize,
         grad_weights: usize,
     ) -> PyResult<()> {
-        let elements = saved.tokens * self.config.hidden;
-        let pairs = saved.tokens * self.config.router.top_k;
+        let pass = Backward { tokens: saved.tokens, x, grad_output, grad_x, grad_weights };
         py.detach(|| {
-            let mut left = saved.left.lock().map_err(|_| error("the pass failed before"))?;
-            let left = left.take().ok_or_else(|| error("the forward pass has had its backward"))?;
+            let state = saved.state.lock().map_err(|_| error("the pass failed before"))?.take();
             // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
-            let (grad_x, grad_weights): (&mut [f32], &mut [f32]) =
-                unsafe { (write(grad_x, elements), write(grad_weights, pairs)) };
-            match (&mut *self.lock()?, left) {
-                (Engine::F32(layer), Left::F32(mut saved)) => {
-                    // SAFETY: as above.
-                    let (x, grad_output) = unsafe { (read(x, elements), read(grad_output, elements)) };
-                    layer.experts_backward(&mut saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
-                    layer.recycle(saved);
-                }
-                (Engine::Bf16(layer), Left::Bf16(mut saved)) => {
-                    // SAFETY: as above.
-                    let (x, grad_output) = unsafe { (read(x, elements), read(grad_output, elements)) };
-                    layer.experts_backward(&mut saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
-                    layer.recycle(saved);
-                }
-                _ => return Err(error("the forward pass was another layer's")),
+            match (&mut *self.lock()?, state) {
+                (Engine::F32(layer), Some(PassState::F32(saved))) => unsafe { pass.run(layer, saved) },
+                (Engine::Bf16(layer), Some(PassState::Bf16(saved))) => unsafe { pass.run(layer, saved) },
+                (_, None) => Err(error("the forward pass has had its backward")),
+                _ => Err(error("the forward pass was another layer's")),
             }
-            Ok(())
         })
     }
+}
 
-    /// The layer's element type: `f32` or `bf16`.
-    #[getter]
-    fn dtype(&self) -> &'static str {
-        self.elements.name()
-    }
+/// The numbers of the experts that are process `rank`'s, of `experts` over `size` processes.
+#[pyfunction]
+fn local_experts(experts: usize, rank: usize, size: usize) -> Vec<usize> {
+    block(experts, size, rank).collect()
 }
 
 /// The native part of the package `aristos`.
 #[pymodule]
 fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("AristosError", module.py().get_type::<AristosError>())?;
+    module.add_function(wrap_pyfunction!(local_experts, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()
 }

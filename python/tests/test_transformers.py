@@ -5,7 +5,7 @@ and the comparison must see it.
 """
 
 import argparse
-import os
+import math
 import sys
 import tempfile
 
@@ -84,19 +84,15 @@ def plant(fault):
 
 
 def steps(model, batches):
-    """The losses of some steps of SGD, and the gradients and parameters after the last one."""
+    """The gradients of the last of some steps of SGD."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
     for batch in batches:
         optimizer.zero_grad()
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        losses.append(loss.detach())
+        model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
     full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
-    grads = {name: full(p.grad) for name, p in model.named_parameters()}
-    return losses, grads
+    return {name: full(p.grad) for name, p in model.named_parameters()}
 
 
 def compare(name, mode, folder):
@@ -105,7 +101,7 @@ def compare(name, mode, folder):
     torch.manual_seed(1)
     batches = torch.randint(3, 64, (STEPS, BATCH * size, LENGTH))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    _, wanted = steps(reference, batches)
+    wanted = steps(reference, batches)
     split = dict(fsdp_size=size) if mode == "fsdp" else dict(tp_size=size)
     patched = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -113,13 +109,15 @@ def compare(name, mode, folder):
         distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **split),
     )
     own = batches[:, BATCH * rank : BATCH * (rank + 1)] if mode == "fsdp" else batches
-    _, got = steps(patched, own)
+    got = steps(patched, own)
     assert got.keys() == wanted.keys(), f"{got.keys() ^ wanted.keys()}"
     worst = ("", 0.0)
     for key, want in wanted.items():
         assert got[key] is not None, f"{key} has no gradient"
         error = ((got[key] - want).norm() / (want.norm() + 1e-12)).item()
-        if not error <= worst[1]:
+        if math.isnan(error):
+            return key, math.inf
+        if error > worst[1]:
             worst = (key, error)
     return worst
 
@@ -135,14 +133,15 @@ def main():
     rank, size = dist.get_rank(), dist.get_world_size()
     failed = 0
     for name in args.models:
-        folder = [tempfile.mkdtemp()] if rank == 0 else [None]
-        dist.broadcast_object_list(folder)
-        if rank == 0:
-            torch.manual_seed(0)
-            config = AutoConfig.for_model(name, **{**WIDTHS, **MODELS[name]})
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder[0])
-        dist.barrier()
-        key, error = compare(name, args.mode, folder[0])
+        with tempfile.TemporaryDirectory() as folder:
+            if rank == 0:
+                torch.manual_seed(0)
+                config = AutoConfig.for_model(name, **{**WIDTHS, **MODELS[name]})
+                AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            shared = [folder]
+            dist.broadcast_object_list(shared)
+            key, error = compare(name, args.mode, shared[0])
+            dist.barrier()
         seen = error > 1e-5
         wrong = seen != bool(args.fault)
         failed += wrong

@@ -51,6 +51,7 @@
 mod collective;
 mod doorbell;
 mod error;
+pub mod fds;
 mod group;
 mod handle;
 pub mod heap;
@@ -90,12 +91,18 @@ pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Shmem<ShmTransport
     if n_pes == 0 {
         return Ok(Vec::new());
     }
+    check_heap(n_pes, heap_bytes)?;
+    Ok(ShmTransport::threads(n_pes, heap_bytes)?.into_iter().map(Shmem::new).collect())
+}
+
+/// Whether a heap has room for what [`Shmem::new`] takes of it.
+fn check_heap(n_pes: usize, heap_bytes: usize) -> Result<(), ShmemError> {
     let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
     if heap_bytes < reserved {
         let why = format!("a symmetric heap for {n_pes} PEs has at least {reserved} bytes, this one {heap_bytes}");
         return Err(ShmemError::Segment(why));
     }
-    Ok(ShmTransport::threads(n_pes, heap_bytes)?.into_iter().map(Shmem::new).collect())
+    Ok(())
 }
 
 /// What a signal operation does with its value.

@@ -5,7 +5,6 @@
 //! travel with them as `SCM_RIGHTS`.
 
 use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,15 +12,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::{Segment, ShmTransport, Shmem, ShmemError};
+use super::{Segment, ShmTransport, Shmem, ShmemError, check_heap, fds};
 
-/// The most files in a packet; Linux takes 253 (`SCM_MAX_FD`).
-const MAX_FILES: usize = 16;
+/// The most files in a packet.
+const FILES_PER_PACKET: usize = 16;
 /// No refusal is longer, bytes.
 const MAX_TEXT: usize = 1 << 12;
 /// How much longer than PE 0 the others wait: it knows who is missing, and says so.
@@ -70,11 +66,7 @@ pub fn meet(
     if my_pe >= n_pes {
         return Err(meeting(format!("PE {my_pe} of {n_pes}: expected a number below that of PEs")));
     }
-    let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
-    if heap_bytes < reserved {
-        let why = format!("a symmetric heap for {n_pes} PEs has at least {reserved} bytes, this one {heap_bytes}");
-        return Err(ShmemError::Segment(why));
-    }
+    check_heap(n_pes, heap_bytes)?;
     let own = Segment::create(&format!("aristos-{my_pe}"), heap_bytes)?;
     let hello =
         Hello { version: VERSION, refused: 0, pe: my_pe as u64, n_pes: n_pes as u64, heap_bytes: heap_bytes as u64 };
@@ -137,7 +129,7 @@ fn listen(
         let mut fds = vec![PollFd::new(&listener, PollFlags::IN)];
         fds.extend(waiting.iter().map(|socket| PollFd::new(socket, PollFlags::IN)));
         wait(&mut fds, left)?;
-        while let Ok(socket) = rustix::net::accept_with(&listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        while let Ok(socket) = rustix::net::accept_with(&listener, SocketFlags::CLOEXEC) {
             if is_ours(&socket) {
                 waiting.push(socket);
             }
@@ -169,7 +161,7 @@ fn listen(
         came.iter().map(|one| one.as_ref().map_or(own.fd(), |(_, file)| file.as_fd())).collect();
     for (pe, one) in came.iter().enumerate() {
         let Some((socket, _)) = one else { continue };
-        for files in files.chunks(MAX_FILES) {
+        for files in files.chunks(FILES_PER_PACKET) {
             send(socket, mine, b"", files, deadline).map_err(|errno| match errno {
                 Errno::PIPE | Errno::CONNRESET => meeting(format!("PE {pe} has ended")),
                 errno => system("send segments to a PE", errno),
@@ -219,7 +211,6 @@ fn call(
     if !is_ours(&socket) {
         return Err(meeting("another user's process listens with the same key".into()));
     }
-    rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| system("set up a socket", errno))?;
     let ended = |errno| match errno {
         Errno::PIPE | Errno::CONNRESET => meeting("PE 0 has ended".into()),
         errno => system("exchange segments with PE 0", errno),
@@ -266,7 +257,7 @@ fn wait(fds: &mut [PollFd<'_>], at_most: Duration) -> Result<(), ShmemError> {
     }
 }
 
-/// Sends one packet on a socket that does not block.
+/// Sends one packet, by the deadline.
 fn send(
     socket: &OwnedFd,
     hello: &Hello,
@@ -275,17 +266,12 @@ fn send(
     deadline: Instant,
 ) -> Result<(), Errno> {
     let words = hello.words();
+    let parts = [IoSlice::new(bytemuck::cast_slice(&words)), IoSlice::new(text)];
     loop {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        if !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
-            return Err(Errno::INVAL);
-        }
-        let parts = [IoSlice::new(bytemuck::cast_slice(&words)), IoSlice::new(text)];
-        match rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+        match fds::send(socket.as_fd(), &parts, files, SendFlags::DONTWAIT) {
             Ok(_) => return Ok(()),
             // TOOMANYREFS: files in flight, which passes as the other PEs take theirs.
-            Err(Errno::AGAIN | Errno::TOOMANYREFS | Errno::INTR) if Instant::now() < deadline => thread::sleep(RETRY),
+            Err(Errno::AGAIN | Errno::TOOMANYREFS) if Instant::now() < deadline => thread::sleep(RETRY),
             Err(errno) => return Err(errno),
         }
     }
@@ -301,18 +287,9 @@ fn refuse(socket: &OwnedFd, mine: &Hello, why: &str) {
 fn receive(socket: &OwnedFd) -> Result<(Hello, String, Vec<OwnedFd>), Errno> {
     let mut words = [0u64; 5];
     let mut text = [0; MAX_TEXT];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::io::retry_on_intr(|| {
-        let mut parts = [IoSliceMut::new(bytemuck::cast_slice_mut(&mut words)), IoSliceMut::new(&mut text)];
-        rustix::net::recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)
-    })?;
     let mut files = Vec::new();
-    for message in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-            files.extend(descriptors);
-        }
-    }
-    let len = received.bytes.checked_sub(size_of_val(&words)).ok_or(Errno::CONNRESET)?;
+    let mut parts = [IoSliceMut::new(bytemuck::cast_slice_mut(&mut words)), IoSliceMut::new(&mut text)];
+    let bytes = fds::receive(socket.as_fd(), &mut parts, &mut files, RecvFlags::DONTWAIT)?;
+    let len = bytes.checked_sub(size_of_val(&words)).ok_or(Errno::CONNRESET)?;
     Ok((Hello::from_words(words), String::from_utf8_lossy(&text[..len]).into_owned(), files))
 }

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use super::bound::{Bounded, Bounds, F32_FLOOR, Rounding, SUM, coherence, column_coherence, norm, repetition, scalar};
 use super::matrix::{Matrix, axpy, dot, for_row_blocks};
 use super::special::{STEEPEST, activate};
-use super::{CheckError, Weights};
+use super::{CheckError, WeightLoader};
 use crate::moe::{LayerConfig, MlpConfig, MlpId, Proj, WeightId};
 
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
 const ACTIVATION_WORK: usize = 64;
 
 /// Loads one weight of the layer and checks its length.
-pub fn load(config: &LayerConfig, weights: &Weights, id: WeightId) -> Result<(Vec<usize>, Vec<f32>), CheckError> {
+pub fn load(config: &LayerConfig, weights: &WeightLoader, id: WeightId) -> Result<(Vec<usize>, Vec<f32>), CheckError> {
     let shape = config.shape(id);
     let data = weights(id)?;
     let expected: usize = shape.iter().product();
@@ -115,7 +115,7 @@ impl Mlp {
         config: MlpConfig,
         rounding: Rounding,
         id: MlpId,
-        weights: &Weights,
+        weights: &WeightLoader,
     ) -> Result<Self, CheckError> {
         let linear = |proj| -> Result<Linear, CheckError> {
             let (weight_id, bias_id) = id.ids(proj);

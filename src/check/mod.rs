@@ -42,7 +42,7 @@ use routing::Routing;
 pub const CHOICE_TOLERANCE: f64 = 1e-5;
 
 /// Where the reference takes its weights from.
-pub type Weights<'a> = dyn Fn(WeightId) -> Result<Vec<f32>, WeightError> + 'a;
+pub type WeightLoader<'a> = dyn Fn(WeightId) -> Result<Vec<f32>, WeightError> + 'a;
 
 /// One pass through the layer, to be computed by the reference.
 pub struct Problem<'a> {
@@ -55,7 +55,7 @@ pub struct Problem<'a> {
     /// The output's gradient, `[tokens, hidden]`, already rounded; without it there is no backward pass.
     pub grad_output: Option<&'a [f32]>,
     /// The weights, already rounded to the run's dtype; the router's as the layer uses them.
-    pub weights: &'a Weights<'a>,
+    pub weights: &'a WeightLoader<'a>,
     /// The layer's choice of experts, `[tokens, top_k]`, in any order within a token. It is verified,
     /// and then used, since a near tie may fall either way in f32. Without it the reference chooses.
     pub chosen: Option<&'a [u32]>,

@@ -6,22 +6,19 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
+use rustix::net::{RecvFlags, SendFlags};
 
-/// The most files that Linux takes in one message (`SCM_MAX_FD`).
-pub(super) const MAX_FILES: usize = 253;
+use crate::shmem::fds;
+pub(super) use crate::shmem::fds::MAX_FILES;
+
 /// No frame is larger; a header that says otherwise is not one of ours.
 const MAX_BODY_BYTES: u64 = 1 << 32;
 const HEADER_BYTES: usize = 16;
-const FILES_SPACE: usize = rustix::cmsg_space!(ScmRights(MAX_FILES));
 
 /// What a frame says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,21 +99,6 @@ fn header(kind: Kind, n_files: usize, body_bytes: usize) -> [u8; HEADER_BYTES] {
     header
 }
 
-/// Sends what it can of `parts` with `files`; returns the bytes sent, at least one.
-fn send_some(
-    socket: BorrowedFd<'_>,
-    parts: &[IoSlice<'_>],
-    files: &[BorrowedFd<'_>],
-    flags: SendFlags,
-) -> Result<usize, Errno> {
-    let mut space = [MaybeUninit::uninit(); FILES_SPACE];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
-        return Err(Errno::INVAL);
-    }
-    rustix::io::retry_on_intr(|| rustix::net::sendmsg(socket, parts, &mut ancillary, flags | SendFlags::NOSIGNAL))
-}
-
 /// Sends one frame on a blocking socket.
 pub(super) fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let header = header(kind, files.len(), body.len());
@@ -125,7 +107,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, kind: Kind, body: &[u8], files: &[Bor
         let head = &header[sent.min(HEADER_BYTES)..];
         let tail = &body[sent.saturating_sub(HEADER_BYTES)..];
         let files = if sent == 0 { files } else { &[] };
-        sent += send_some(socket, &[IoSlice::new(head), IoSlice::new(tail)], files, SendFlags::empty())?;
+        sent += fds::send(socket, &[IoSlice::new(head), IoSlice::new(tail)], files, SendFlags::empty())?;
     }
     Ok(())
 }
@@ -165,7 +147,7 @@ impl Outbox {
         while let Some(Outgoing { bytes, sent, files, range }) = self.queue.front_mut() {
             let borrowed: Vec<BorrowedFd<'_>> =
                 if *sent == 0 { files[range.clone()].iter().map(AsFd::as_fd).collect() } else { Vec::new() };
-            match send_some(socket, &[IoSlice::new(&bytes[*sent..])], &borrowed, SendFlags::DONTWAIT) {
+            match fds::send(socket, &[IoSlice::new(&bytes[*sent..])], &borrowed, SendFlags::DONTWAIT) {
                 Ok(n) => *sent += n,
                 Err(Errno::AGAIN | Errno::TOOMANYREFS) => return Ok(()),
                 Err(error) => return Err(error),
@@ -193,23 +175,9 @@ impl Inbox {
         scratch: &mut [u8],
         flags: RecvFlags,
     ) -> Result<usize, Errno> {
-        let mut space = [MaybeUninit::uninit(); FILES_SPACE];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let received = rustix::io::retry_on_intr(|| {
-            rustix::net::recvmsg(
-                socket,
-                &mut [IoSliceMut::new(scratch)],
-                &mut ancillary,
-                flags | RecvFlags::CMSG_CLOEXEC,
-            )
-        })?;
-        for message in ancillary.drain() {
-            if let RecvAncillaryMessage::ScmRights(files) = message {
-                self.files.extend(files);
-            }
-        }
-        self.bytes.extend_from_slice(&scratch[..received.bytes]);
-        Ok(received.bytes)
+        let bytes = fds::receive(socket, &mut [IoSliceMut::new(scratch)], &mut self.files, flags)?;
+        self.bytes.extend_from_slice(&scratch[..bytes]);
+        Ok(bytes)
     }
 
     /// Takes the next complete frame.
