@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use super::FileError;
 use super::file::read_regular;
 use crate::moe::{Activation, GroupLimit, LayerConfig, MlpConfig, Proj, RouterConfig, SharedConfig, WeightId};
+use crate::plan::Model;
 
 /// A model family whose checkpoints can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +73,38 @@ impl Family {
 /// # Errors
 /// One line that names the file, the field, its value and what is expected.
 pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig), FileError> {
+    let (family, fields, layers) = open_config(dir)?;
+    if layer >= layers {
+        let expected = format!("0 to {}", layers.saturating_sub(1));
+        return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
+    }
+    if let Some(why) = why_dense(family, &fields, layer)? {
+        return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
+    }
+    let config = layer_config(family, &fields)?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
+    Ok((family, config))
+}
+
+/// Reads `config.json` in folder `dir` as what the planner wants to know of a model.
+///
+/// # Errors
+/// As [`read_config`]; and a model without experts.
+pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
+    let (family, fields, layers) = open_config(dir)?;
+    let mut moe_layers = 0;
+    for layer in 0..layers {
+        moe_layers += usize::from(why_dense(family, &fields, layer)?.is_none());
+    }
+    if moe_layers == 0 {
+        return Err(fields.unexpected("num_hidden_layers", "a layer with experts among them"));
+    }
+    let config = layer_config(family, &fields)?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
+    Ok(config.model((layers, moe_layers)))
+}
+
+fn open_config(dir: &Path) -> Result<(Family, Fields, usize), FileError> {
     let path = dir.join("config.json");
     let text = read_regular(&path).map_err(|e| FileError::read(&path, e))?;
     let map =
@@ -89,16 +122,7 @@ pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConf
         return Err(fields.wrong("quantization_config", found, "an unquantised checkpoint"));
     }
     let layers = fields.size(&["num_hidden_layers"])?;
-    if layer >= layers {
-        let expected = format!("0 to {}", layers.saturating_sub(1));
-        return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
-    }
-    if let Some(why) = why_dense(family, &fields, layer)? {
-        return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
-    }
-    let config = layer_config(family, &fields)?;
-    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
-    Ok((family, config))
+    Ok((family, fields, layers))
 }
 
 /// Why layer `layer` has no experts, `None` where it has.
