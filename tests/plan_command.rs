@@ -210,6 +210,34 @@ fn memory_is_counted_in_bytes_where_it_is_known() {
 }
 
 #[test]
+fn hot_experts_are_replicated() {
+    let folder = tempfile::tempdir().unwrap();
+    let rebalance = |loads: Value, args: &str| {
+        let path = folder.path().join("loads.json");
+        std::fs::write(&path, loads.to_string()).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+        command.args(["rebalance", "--load"]).arg(path).args(args.split_whitespace()).output().unwrap()
+    };
+    let tokens = json!({"tokens_per_expert": [600, 560, 120, 120, 20, 10, 10, 10]});
+    let all = parsed(&rebalance(tokens.clone(), "--replicas 16 --ranks 8 --json"));
+    assert!(all["imbalance"][0].as_f64().unwrap() < 1.0852, "{all}");
+    assert_eq!(all["phy2log"][0].as_array().unwrap().len(), 16);
+    let text = rebalance(json!({"weight": [[3, 1], [1, 1]]}), "--replicas 4 --ranks 2").stdout;
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.contains("1.0000") && text.contains(" | "), "{text}");
+    for (loads, args, part) in [
+        (tokens.clone(), "--replicas 7 --ranks 1", "--replicas is 7, expected at least 8"),
+        (tokens, "--replicas 16 --ranks 3", "a multiple of --ranks, 3"),
+        (json!({"weight": [[1, -2]]}), "--replicas 2 --ranks 1", "loads.json: weight[0][1] is -2"),
+        (json!({}), "--replicas 2 --ranks 1", "loads.json: weight is missing"),
+    ] {
+        let output = rebalance(loads, args);
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && line.contains(part), "{line:?} does not say {part:?}");
+    }
+}
+
+#[test]
 fn a_model_that_is_not_there_is_refused() {
     for (args, part) in [
         ("--model gpt-2 --tokens-per-device 8", "--model gpt-2 is unknown, expected a folder with a config.json"),

@@ -12,6 +12,7 @@ mod pe;
 mod plan;
 mod probe;
 mod progress;
+mod rebalance;
 mod run;
 mod values;
 mod workload;
@@ -26,6 +27,7 @@ use tracing_subscriber::prelude::*;
 
 use crate::job::JobError;
 use crate::job::launch::{self, LaunchError, PE_COMMAND, Role, one_line};
+use crate::plan::InputError;
 
 /// A Mixture-of-Experts layer over one-sided communication.
 #[derive(Parser)]
@@ -47,6 +49,8 @@ enum Command {
     Plan(Box<plan::Args>),
     /// Say what the planner is to plan for, of a model and a batch.
     Workload(workload::Args),
+    /// Replicate hot experts, and place all on devices, so that none has much more to do than the mean.
+    Rebalance(rebalance::Args),
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
     /// A PE of a job, which its supervisor starts.
@@ -124,6 +128,7 @@ fn command_main(command: Command) -> u8 {
         Command::Bench(args) => bench::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Probe(args) => probe::command(&args),
+        Command::Rebalance(args) => rebalance::command(&args),
         Command::Workload(args) => workload::command(&args),
         Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
         Command::Pe => unreachable!("a PE has its own main"),
@@ -137,7 +142,10 @@ fn command_main(command: Command) -> u8 {
 
 /// Says it; returns the exit code.
 fn fail(error: &anyhow::Error) -> u8 {
-    eprintln!("aristos: {}", one_line(&flags::as_flags(&format!("{error:#}"))));
+    let line = format!("{error:#}");
+    // What a file has wrong is said in the file's words.
+    let of_file = error.chain().any(|cause| cause.is::<InputError>());
+    eprintln!("aristos: {}", one_line(&if of_file { line } else { flags::as_flags(&line) }));
     let of_job = error.downcast_ref::<JobError>().map(JobError::exit_code);
     of_job.or_else(|| error.downcast_ref::<LaunchError>().map(LaunchError::exit_code)).unwrap_or(1)
 }

@@ -15,7 +15,7 @@ mod trace;
 
 pub(crate) use cluster::cluster_text;
 pub use pe::{ExpertRows, PassReport, PeReport, StepReport, SymmetricMemory, TraceSpan, TrafficReport};
-pub(crate) use plan::{explanation_text, plan_text, replan_text};
+pub(crate) use plan::{explanation_text, plan_text, rebalanced_text, replan_text};
 pub(crate) use run::median;
 pub use run::{
     CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread, TensorCheck,

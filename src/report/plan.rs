@@ -1,7 +1,7 @@
 //! A plan as text.
 
 use super::table::{count, plain, right_aligned};
-use crate::plan::{Explanation, Plan, PlannedGroup, Replan};
+use crate::plan::{Explanation, Plan, PlannedGroup, Rebalanced, Replan};
 
 /// Groups and devices listed; the rest is counted.
 const GROUPS_LISTED: usize = 16;
@@ -125,4 +125,18 @@ pub(crate) fn replan_text(replan: &Replan) -> String {
         replan.moved_mb,
         replan.move_ms
     )
+}
+
+/// Of each layer, the largest load over the mean, the least possible, and the experts of each rank.
+pub(crate) fn rebalanced_text(all: &Rebalanced, ranks: usize) -> String {
+    let mut table = plain();
+    table.set_header(["layer", "largest / mean", "least possible", "experts by rank"]);
+    for (layer, phy2log) in all.phy2log.iter().enumerate() {
+        let held =
+            phy2log.chunks(phy2log.len() / ranks).map(|held| held.iter().map(usize::to_string).collect::<Vec<_>>());
+        let held = held.map(|held| held.join(" ")).collect::<Vec<_>>().join(" | ");
+        let (imbalance, least) = (all.imbalance[layer], all.imbalance_least[layer]);
+        table.add_row([layer.to_string(), format!("{imbalance:.4}"), format!("{least:.4}"), held]);
+    }
+    right_aligned(table, 3) + "\n"
 }
