@@ -253,7 +253,7 @@ impl<'w> Node<'w> {
                 break;
             }
             let step = step % steps;
-            if step % 64 == 0 {
+            if step.is_multiple_of(64) {
                 self.target = self.least.max(best.0 * (1.0 - UNDER));
                 let progress = step as f64 / steps as f64;
                 temperature = (mean * HOT * (COLD / HOT).powf(progress)).powi(2);
@@ -351,9 +351,9 @@ mod tests {
         for (layer, weight) in weight.iter().enumerate() {
             let (phy2log, logcnt) = (&all.phy2log[layer], &all.logcnt[layer]);
             assert_eq!(phy2log.len(), replicas);
-            for e in 0..weight.len() {
+            for (e, count) in logcnt.iter().enumerate() {
                 let places: Vec<i64> = (0..replicas).filter(|&p| phy2log[p] == e).map(|p| p as i64).collect();
-                assert!(!places.is_empty() && places.len() == logcnt[e], "expert {e}");
+                assert!(!places.is_empty() && places.len() == *count, "expert {e}");
                 assert_eq!(all.log2phy[layer][e][..places.len()], places);
                 assert!(all.log2phy[layer][e][places.len()..].iter().all(|p| *p == -1));
             }
