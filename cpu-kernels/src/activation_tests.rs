@@ -177,7 +177,7 @@ fn passes_match_formulas<E: Element>(tolerance: f64) {
                 assert!(up_saved[i].to_f32() == E::from_f32(up[i]).to_f32());
                 assert_near(&what, h[i].to_f32(), reference(act, f64::from(up[i])).0, tolerance);
             }
-            forward_gated(act, &gate, &up, &mut gate_saved, &mut up_saved, &mut h);
+            forward_gated(act, Glu::PRODUCT, &gate, &up, &mut gate_saved, &mut up_saved, &mut h);
             for i in 0..m * n {
                 assert!(gate_saved[i].to_f32() == E::from_f32(gate[i]).to_f32());
                 assert!(up_saved[i].to_f32() == E::from_f32(up[i]).to_f32());
@@ -206,7 +206,21 @@ fn passes_match_formulas<E: Element>(tolerance: f64) {
                 let dh = f64::from(w[i / n]) * f64::from(q[i]);
                 assert_near(&what, d_up[i].to_f32(), dh * reference(act, up64[i]).1, tolerance);
             }
-            backward_gated(act, m, n, &w, &q, &gate_saved, &up_saved, &h, &mut d_gate, &mut d_up, &mut hw, &mut dw);
+            backward_gated(
+                act,
+                Glu::PRODUCT,
+                m,
+                n,
+                &w,
+                &q,
+                &gate_saved,
+                &up_saved,
+                &h,
+                &mut d_gate,
+                &mut d_up,
+                &mut hw,
+                &mut dw,
+            );
             check_rows(&hw, &dw);
             for i in 0..m * n {
                 let dh = f64::from(w[i / n]) * f64::from(q[i]);

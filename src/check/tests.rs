@@ -14,29 +14,13 @@ const TOKENS: usize = 6;
 const STEP: f32 = 1.0 / 4096.0;
 
 fn mlp(activation: Activation, gated: bool, bias: bool) -> MlpConfig {
-    MlpConfig { intermediate: 3, gated, activation, bias }
+    MlpConfig { gated, bias, ..MlpConfig::gated(3, activation) }
 }
 
 /// Softmax top-2 of four plain SiLU experts.
 fn base() -> LayerConfig {
-    LayerConfig {
-        hidden: HIDDEN,
-        n_experts: 4,
-        router: RouterConfig {
-            scoring: Scoring::Softmax,
-            top_k: 2,
-            renormalise: false,
-            scaling: 1.0,
-            groups: None,
-            correction_bias: false,
-            external: false,
-        },
-        expert: mlp(Activation::Silu, false, false),
-        shared: None,
-        capacity_factor: None,
-        aux_loss_coef: 0.0,
-        z_loss_coef: 0.0,
-    }
+    let router = RouterConfig { renormalise: false, ..RouterConfig::softmax(2) };
+    LayerConfig::new(HIDDEN, 4, router, mlp(Activation::Silu, false, false))
 }
 
 /// Inputs and weights on a coarse grid in -1..1, the router's in -2..2.
@@ -144,7 +128,7 @@ fn gradients_of_every_router_with_both_losses() {
                     scaling: 2.5,
                     groups,
                     correction_bias: scoring == Scoring::Sigmoid,
-                    external: false,
+                    ..RouterConfig::sigmoid(3)
                 };
                 let config = LayerConfig { n_experts: 8, router, aux_loss_coef: 0.5, z_loss_coef: 0.25, ..base() };
                 Data::new(config, TOKENS, 20).check_gradients();
@@ -156,7 +140,7 @@ fn gradients_of_every_router_with_both_losses() {
 #[test]
 fn gradients_of_shared_experts() {
     for sigmoid_gate in [false, true] {
-        let shared = Some(SharedConfig { mlp: mlp(Activation::Gelu, true, sigmoid_gate), sigmoid_gate });
+        let shared = Some(SharedConfig::new(mlp(Activation::Gelu, true, sigmoid_gate), sigmoid_gate));
         Data::new(LayerConfig { shared, ..base() }, TOKENS, 30).check_gradients();
     }
 }
@@ -226,10 +210,9 @@ fn a_gated_sigmoid_layer_with_biases_and_shared_expert_is_its_formula() {
         renormalise: true,
         scaling: 2.5,
         correction_bias: true,
-        external: false,
         ..base().router
     };
-    let shared = Some(SharedConfig { mlp: expert, sigmoid_gate: true });
+    let shared = Some(SharedConfig::new(expert, true));
     let mut data = Data::new(LayerConfig { hidden: 1, n_experts: 3, router, expert, shared, ..base() }, 1, 70);
     data.hidden_states = vec![0.5];
     // Expert 0 scores best, but the bias puts it last.
@@ -272,7 +255,7 @@ fn the_pairs_with_the_smallest_token_index_are_kept() {
 #[test]
 fn no_tokens_are_an_ordinary_case() {
     let mlp = mlp(Activation::Silu, true, true);
-    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
+    let shared = Some(SharedConfig::new(mlp, true));
     let config = LayerConfig { shared, aux_loss_coef: 1.0, z_loss_coef: 1.0, ..base() };
     let r = Data::new(config.clone(), 0, 1).run(Some(&[]), CHOICE_TOLERANCE).unwrap();
     assert!(r.output.is_empty() && r.grad_hidden_states.unwrap().is_empty());

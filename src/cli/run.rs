@@ -13,7 +13,7 @@ use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, Transpo
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
-use crate::moe::{Activation, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
 use crate::run::{PreparedRun, supervisor};
 
 /// PEs of the bundled example.
@@ -186,6 +186,7 @@ impl SyntheticArgs {
             gated: self.mlp != Some(MlpArg::Plain),
             activation: self.activation.map_or(Activation::Silu, Into::into),
             bias: self.bias,
+            glu: Glu::PRODUCT,
         };
         let shared =
             self.shared_intermediate.map(|intermediate| SharedConfig::new(MlpConfig { intermediate, ..expert }, false));
