@@ -569,6 +569,31 @@ mod tests {
     }
 
     #[test]
+    fn groups_are_ranked_by_their_best_or_by_two() {
+        // Groups score 0.8 and 1.0 by two, 0.7 and 0.5 by their best.
+        let score = [0.7, 0.1, 0.5, 0.5];
+        let two = router(1, Some((2, 1)));
+        let best = RouterConfig { group_score: GroupScore::Best, ..two.clone() };
+        assert_eq!((select(&two, &score), select(&best, &score)), (vec![2], vec![0]));
+        check(&best, &score, &[0]).unwrap();
+        assert!(error(&best, &score, &[2]).contains("expert 2 of group 1"));
+        assert!(error(&two, &score, &[0]).contains("expert 0 of group 0"));
+    }
+
+    #[test]
+    fn sparse_mixer_takes_the_best_and_the_best_of_the_others() {
+        let logits = [0.3, 2.0, 1.9, -1.0];
+        assert_eq!(mixed_choice(7, &logits, None, 1e-6).unwrap(), [1, 2]);
+        assert_eq!(mixed_choice(7, &logits, Some(&[2, 1]), 1e-6).unwrap(), [2, 1]);
+        assert!(mixed_choice(7, &logits, Some(&[1, 0]), 1e-6).unwrap_err().to_string().contains("expected [1, 2]"));
+        // Within 2 * 0.01 of the best there is nothing else; the second's softmax is without the first.
+        let shares = mixed_shares(0.01, &logits, &[1, 2]);
+        assert_eq!((shares[0][1], shares[1][2]), (1.0, 1.0));
+        let shares = mixed_shares(0.03, &logits, &[2, 1]);
+        assert!((shares[1][1] - 1.0 / (1.0 + (-0.1f64).exp())).abs() < 1e-12 && shares[0][2] == 1.0);
+    }
+
+    #[test]
     fn a_near_tie_between_groups_is_no_error_and_a_wrong_group_is() {
         // Groups of two with scores 1.2, 0.8, 0.8005, 0.3.
         let score = [0.7, 0.5, 0.6, 0.2, 0.45, 0.3505, 0.2, 0.1];

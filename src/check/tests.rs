@@ -107,7 +107,8 @@ impl Data {
 
 #[test]
 fn gradients_of_every_activation_gated_and_plain_with_biases() {
-    let activations = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu];
+    use Activation::{Gelu, GeluTanh, QuickGelu, Relu, Relu2, Silu};
+    let activations = [Silu, Gelu, GeluTanh, Relu, Relu2, QuickGelu];
     for (i, activation) in activations.into_iter().enumerate() {
         for gated in [false, true] {
             let expert = mlp(activation, gated, true);
@@ -135,6 +136,42 @@ fn gradients_of_every_router_with_both_losses() {
             }
         }
     }
+}
+
+#[test]
+fn gradients_of_what_only_some_families_have() {
+    use crate::moe::{Glu, GroupScore, Norm, SparseMixer};
+    type Change = fn(&mut LayerConfig);
+    let changes: [(Change, bool); 13] = [
+        (|l| l.router.scoring = Scoring::SqrtSoftplus, true),
+        (|l| l.router.norm = Norm::sum(0.3), true),
+        (|l| l.router.norm.floor = 0.6, true),
+        (|l| l.router.norm.order = 2.0, true),
+        (|l| l.router.softcap = 1.5, true),
+        (|l| l.router.logit_bias = true, true),
+        (|l| l.router.group_score = GroupScore::Best, true),
+        (|l| (l.router.select_logits, l.router.scoring) = (true, Scoring::Sigmoid), true),
+        (|l| l.router.weigh_input = true, true),
+        (|l| l.router.sparse_mixer = Some(SparseMixer { jitter: 0.5 }), false),
+        (|l| l.identity_experts = 3, false),
+        (|l| l.expert.glu = Glu { plus_one: true, ..Glu::clamped(0.9) }, true),
+        (|l| l.expert.glu = Glu { limit_after: true, ..Glu::clamped(0.4) }, true),
+    ];
+    for (i, (change, losses)) in changes.into_iter().enumerate() {
+        let router = RouterConfig::softmax(2);
+        let mut config = LayerConfig { router, expert: mlp(Activation::Silu, true, true), ..base() };
+        if losses {
+            (config.aux_loss_coef, config.z_loss_coef) = (0.5, 0.25);
+        }
+        change(&mut config);
+        Data::new(config, TOKENS, 90 + i as u64).check_gradients();
+    }
+}
+
+#[test]
+fn gradients_of_a_scaled_shared_expert() {
+    let shared = Some(SharedConfig { scale: 0.5, ..SharedConfig::new(mlp(Activation::Relu2, true, false), true) });
+    Data::new(LayerConfig { shared, ..base() }, TOKENS, 31).check_gradients();
 }
 
 #[test]

@@ -133,7 +133,7 @@ CASES = {
         formats=(True,),
     ),
     "deepseek_v2": Case("deepseek_v2"),
-    "deepseek_v2-groups": Case("deepseek_v2", dict(topk_method="group_limited_greedy", routed_scaling_factor=2.0, **GROUPS)),
+    "deepseek_v2-groups": Case("deepseek_v2", dict(topk_method="group_limited_greedy", num_experts_per_tok=3, routed_scaling_factor=2.0, **GROUPS)),
     "deepseek_ocr2": Case("deepseek_ocr2_text", dict(mlp_layer_types=TYPES, num_key_value_heads=4)),
     "unlimited_ocr": Case("unlimited_ocr_text", dict(mlp_layer_types=TYPES)),
     "deepseek_v32": Case("deepseek_v32", GROUPS),
@@ -435,19 +435,16 @@ def lookup(config, path):
 
 
 def defaults(root, families):
-    """For each family its configuration's values where nothing is given."""
+    """For each family the fields of its configuration class: what each is where it is absent, and whether it may be null."""
     out = {}
     for family in families:
-        config = class_of_config(family)()
+        cls = class_of_config(family)
         values = {}
-        for f in dataclasses.fields(type(config)):
-            try:
-                value = getattr(config, f.name)
-            except Exception:
-                continue  # differs from layer to layer
+        for f in dataclasses.fields(cls):
+            value = f.default
             if value is None or isinstance(value, (bool, int, float, str)):
                 try:
-                    type(config)(**{f.name: None})
+                    cls(**{f.name: None})
                     null = True
                 except Exception:
                     null = False
@@ -456,6 +453,7 @@ def defaults(root, families):
     ffn = CONFIG_MAPPING["dbrx"]().ffn_config
     for key in ("moe_num_experts", "ffn_hidden_size", "moe_top_k"):
         out["dbrx"]["ffn_config." + key] = dict(default=getattr(ffn, key), null=False)
+    out["dbrx"]["ffn_config.ffn_act_fn.name"] = dict(default=ffn.ffn_act_fn["name"], null=False)
     with open(os.path.join(root, "defaults.json"), "w") as f:
         json.dump(out, f, indent=1)
 

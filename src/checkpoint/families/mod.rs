@@ -291,7 +291,11 @@ impl Entry {
 
     /// The fields that are read, lists and nested objects apart.
     fn fields(&self) -> Vec<Field> {
-        let mut all = vec![self.layers, self.hidden, self.experts, self.intermediate, self.router.top_k];
+        let mut all = vec![self.hidden, self.experts, self.intermediate, self.router.top_k];
+        // Where layers are listed, their number is not read.
+        if !matches!(self.experts_in, ExpertsIn::Blocks) {
+            all.push(self.layers);
+        }
         match self.experts_in {
             ExpertsIn::From(dense) => all.push(dense),
             ExpertsIn::Step(_) => all.push(STEP),
