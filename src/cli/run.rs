@@ -29,7 +29,7 @@ pub struct Args {
     /// one per CPU, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
-    /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
+    /// A directory with a checkpoint in a Hugging Face layout (of the families in docs/families.md)
     #[arg(long, value_name = "DIR", requires = "input", conflicts_with = "Synthetic")]
     model: Option<PathBuf>,
     /// Which layer of the checkpoint

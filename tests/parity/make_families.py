@@ -70,6 +70,25 @@ SMALL = dict(
     mamba_dt_rank=4,
 )
 GROUPS = dict(n_group=3, topk_group=2)
+# A tiny vision model.
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    depth=1,
+    num_attention_heads=2,
+    num_heads=2,
+    patch_size=4,
+    image_size=8,
+    out_hidden_size=H,
+    spatial_merge_size=1,
+    temporal_patch_size=1,
+    in_channels=3,
+    projector_input_dim=16,
+    projector_output_dim=H,
+    deepstack_visual_indexes=[0],
+    num_position_embeddings=16,
+)
 
 
 def attention(x, name, block):
@@ -94,6 +113,9 @@ class Case:
     limits: tuple = ()
     # Tensors on disk that nothing reads.
     unread: str | None = None
+    # The model type of a model of text and images that has this one as a part, and fields of its vision model.
+    within: str | None = None
+    vision: dict = dataclasses.field(default_factory=dict)
 
 
 # name: how. Where a family has a choice, its second case is called after it.
@@ -213,6 +235,21 @@ CASES = {
         gain=2.0,
         limits=(1.0, 1.5),
     ),
+    "within-aria": Case("aria_text", dict(moe_num_experts=6), within="aria", bf16=False),
+    "within-glm4v_moe": Case("glm4v_moe_text", within="glm4v_moe", bf16=False),
+    "within-llama4": Case("llama4_text", within="llama4", vision=dict(vision_output_dim=16), bf16=False),
+    "within-minimax_m3_vl": Case(
+        "minimax_m3_vl_text",
+        dict(dense_intermediate_size=20, mlp_layer_types=TYPES, swiglu_limit=1.5),
+        within="minimax_m3_vl",
+        bf16=False,
+        gain=2.0,
+        limits=(1.5,),
+    ),
+    "within-mistral_large4": Case("mistral_large4_text", dict(moe_intermediate_size=12), within="mistral_large4", bf16=False),
+    "within-qwen3_5_moe": Case("qwen3_5_moe_text", within="qwen3_5_moe", bf16=False),
+    "within-qwen3_vl_moe": Case("qwen3_vl_moe_text", within="qwen3_vl_moe", bf16=False),
+    "within-qwen4_exp": Case("qwen4_exp_text", within="qwen4_exp", bf16=False),
     "step3p7-free": Case("step3p5", dict(mlp_layer_types=TYPES, share_expert_dim=10), bf16=False),
 }
 
@@ -229,6 +266,18 @@ def configure(family, fields):
     return config
 
 
+def wrap(case, text):
+    """The configuration of the model that has the text model as a part."""
+    cls = class_of_config(case.within)
+    usual = cls(text_config=text.to_dict()).vision_config
+    known = {f.name for f in dataclasses.fields(type(usual))}
+    vision = type(usual)(**({k: v for k, v in VISION.items() if k in known} | case.vision))
+    config = cls(text_config=text.to_dict(), vision_config=vision.to_dict())
+    config._experts_implementation = "eager"
+    config.text_config._experts_implementation = "eager"
+    return config
+
+
 def model_class(config, named):
     """The model that generates text, or else the text model, from the family's own module."""
     module = inspect.getmodule(type(config)).__name__.replace("configuration_", "modeling_")
@@ -237,7 +286,7 @@ def model_class(config, named):
         return getattr(module, named)
     classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
     fits = [c for c in classes if getattr(c, "config_class", None) is type(config)]
-    for pattern in (r"ForCausalLM$", r"TextModel$|LanguageModel$", r"Model$"):
+    for pattern in (r"ForConditionalGeneration$", r"ForCausalLM$", r"TextModel$|LanguageModel$", r"Model$"):
         for c in fits:
             if re.search(pattern, c.__name__) and "PreTrained" not in c.__name__:
                 return c
@@ -361,10 +410,12 @@ def tensors_of(folder):
 def make(root, name, case, seed):
     torch.manual_seed(seed)
     config = configure(case.family, case.fields)
+    if case.within:
+        config = wrap(case, config)
     model = model_class(config, case.model)(config).float().eval()
     core = model
     while not any(hasattr(core, a) for a in ("layers", "blocks")):
-        core = next(getattr(core, a) for a in ("model", "transformer", "backbone", "language_model") if hasattr(core, a))
+        core = next(getattr(core, a) for a in ("language_model", "model", "transformer", "backbone") if hasattr(core, a))
     block = Block((core.layers if hasattr(core, "layers") else core.blocks)[LAYER])
     cases = []
     kinds = [("f32", original) for original in case.formats] + ([("bf16", case.formats[0])] if case.bf16 else [])

@@ -274,9 +274,11 @@ pub(super) const DEEPSEEK_V4: Layout = Layout {
 pub(super) const MISTRAL_LARGE_4: Layout = Layout {
     router: "gate.weight",
     experts: each!("experts.{e}", "w1", "w3", "w2"),
-    shared: each!("shared_experts"),
+    shared: each!("shared_experts", "w1", "w3", "w2"),
     ..EACH
 };
+/// As the text model by itself saves it.
+pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: each!("shared_experts"), ..MISTRAL_LARGE_4 };
 
 pub(super) const JAMBA: Layout =
     Layout { router: "feed_forward.router.weight", experts: each!("feed_forward.experts.{e}"), ..EACH };
@@ -316,8 +318,23 @@ pub(super) const GPT_OSS: Layout = Layout {
 pub(super) const PRIVACY_FILTER: Layout = Layout { experts: ARIA_FUSED.experts, ..GPT_OSS };
 pub(super) const MINIMAX_M3: Layout =
     Layout { shared: fused!("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"), ..FUSED };
+/// The same as published.
+pub(super) const MINIMAX_M3_EACH: Layout = Layout { shared: each!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
 /// Qwen3-VL's published checkpoints.
 pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..EACH };
+
+/// Step 3.7 as published: all experts in one tensor for each projection.
+pub(super) const STEP3: Layout = Layout {
+    router: "moe.gate.weight",
+    router_bias: "moe.router_bias",
+    experts: Mlps {
+        gate: "moe.gate_proj.weight",
+        up: "moe.up_proj.weight",
+        ..fused!("moe.gate_up_proj.weight", "moe.down_proj.weight")
+    },
+    shared: each!("share_expert"),
+    ..EACH
+};
 
 pub(super) const NEMOTRON: Layout = Layout {
     router: "mixer.gate.weight",

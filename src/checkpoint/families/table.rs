@@ -644,7 +644,7 @@ pub(super) static FAMILIES: &[Entry] = &[
     Entry {
         model_type: "minimax_m3_vl_text",
         wrapper: text_config("minimax_m3_vl"),
-        layouts: &[names::MINIMAX_M3],
+        layouts: &[names::MINIMAX_M3_EACH, names::MINIMAX_M3],
         layers: layers(60),
         experts_in: types(0),
         hidden: hidden(6144),
@@ -680,7 +680,7 @@ pub(super) static FAMILIES: &[Entry] = &[
     Entry {
         model_type: "mistral_large4_text",
         wrapper: text_config("mistral_large4"),
-        layouts: &[names::MISTRAL_LARGE_4, FUSED],
+        layouts: &[names::MISTRAL_LARGE_4, names::MISTRAL_LARGE_4_TEXT, FUSED],
         layers: layers(72),
         experts_in: types_from(1),
         hidden: hidden(6144),
@@ -795,6 +795,7 @@ pub(super) static FAMILIES: &[Entry] = &[
     Entry {
         model_type: "step3p5",
         wrapper: text_config("step3p7"),
+        layouts: &[names::STEP3, EACH, FUSED],
         layers: layers(45),
         experts_in: types(3),
         experts: routed(288).or("moe_num_experts"),
@@ -807,7 +808,8 @@ pub(super) static FAMILIES: &[Entry] = &[
         shared: Shared::Width(size("share_expert_dim", 1280).or("share_expert_dims")),
         shared_bias: Some(flag("mlp_bias", false)),
         adjust: Some(step3),
-        note: "Gate and up are cut off, the gate after its activation, at the layer's `swiglu_limits`.",
+        note: "Gate and up are cut off, the gate after its activation, at the layer's `swiglu_limits`. The published names are by the \
+               conversion table of `transformers`; parity is of the text model by itself.",
         ..USUAL
     },
 ];

@@ -290,3 +290,32 @@ pub fn place(
     bytes.truncate(info.layer_bytes as usize);
     Ok((info, bytes))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::moe::spec::{MlpConfig, RouterConfig};
+
+    #[test]
+    fn what_only_a_cpu_computes_is_refused_in_a_line() {
+        let base = LayerConfig::new(16, 4, RouterConfig::softmax(2), MlpConfig::gated(8, Activation::Silu));
+        check(&base, Dtype::Bf16, &Options::default()).unwrap();
+        type Change = fn(&mut LayerConfig);
+        let changes: [(Change, &str); 8] = [
+            (|l| l.router.scoring = Scoring::SqrtSoftplus, "sqrt(softplus)"),
+            (|l| l.router.norm.order = 2.0, "norm"),
+            (|l| l.router.logit_bias = true, "bias of the logits"),
+            (|l| l.router.weigh_input = true, "weights on the inputs"),
+            (|l| l.router.softcap = 1.0, "softcap"),
+            (|l| l.identity_experts = 1, "identity experts"),
+            (|l| l.expert.glu = Glu::clamped(7.0), "GLU"),
+            (|l| l.expert.activation = Activation::Relu2, "ReLU^2"),
+        ];
+        for (change, what) in changes {
+            let mut layer = base.clone();
+            change(&mut layer);
+            let line = check(&layer, Dtype::Bf16, &Options::default()).unwrap_err().to_string();
+            assert!(line.contains(what) && line.contains("on a device") && !line.contains('\n'), "{line}");
+        }
+    }
+}
