@@ -5,7 +5,7 @@
 
 use std::hint::black_box;
 
-use aristos::moe::Activation;
+use aristos::moe::{Activation, Glu};
 use aristos::moe::kernels::{self, Element, Workspace};
 use half::bf16;
 use rustix::time::{ClockId, clock_gettime};

@@ -163,7 +163,7 @@ mod tests {
         close(activate(Activation::Relu, 2.0), 2.0, 1.0);
         close(activate(Activation::Relu2, -1.0), 0.0, 0.0);
         close(activate(Activation::Relu2, 1.5), 2.25, 3.0);
-        close(activate(Activation::QuickGelu, 1.0), 0.8457957659328212, 1.0677796065563341);
+        close(activate(Activation::QuickGelu, 1.0), 0.845_795_765_932_821_2, 1.067_779_606_556_334);
         close(activate(Activation::Silu, 0.0), 0.0, 0.5);
         close(activate(Activation::Silu, 1.0), 0.731_058_578_630_004_9, 0.927_670_511_871_486_7);
         close(activate(Activation::Gelu, 1.0), 0.841_344_746_068_542_9, 1.083_315_470_587_686_4);

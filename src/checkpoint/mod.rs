@@ -53,7 +53,7 @@ pub struct Checkpoint {
     layer: usize,
     config: LayerConfig,
     /// How the family's checkpoint is written.
-    layout: Layout,
+    layout: &'static Layout,
     /// What is before a weight's name in it, such as `model.layers.3.`.
     prefix: String,
     /// The files that hold the layer's weights, by file name.
@@ -75,7 +75,7 @@ impl Checkpoint {
     /// another shape or of an unsupported type.
     pub fn open(dir: &Path, layer: usize) -> Result<Self, FileError> {
         let (family, config) = families::read_config(dir, layer)?;
-        let layout = family.layouts()[0];
+        let layout = &family.layouts()[0];
         let (files, prefix) = (BTreeMap::new(), format!("model.{}.{layer}.", layout.layers));
         let mut checkpoint = Checkpoint { family, layer, config, layout, prefix, files, shard_of: None };
         let single = dir.join(SINGLE);
@@ -120,7 +120,7 @@ impl Checkpoint {
     /// alone do not tell; and what is before the names.
     fn recognise(&mut self, dir: &Path) -> Result<(), FileError> {
         const EXPERT: WeightId = WeightId::Expert(0, Proj::Up);
-        let mut found: Vec<(Layout, String)> = Vec::new();
+        let mut found: Vec<(&'static Layout, String)> = Vec::new();
         for layout in self.family.layouts() {
             let layer = format!("{}.{}.", layout.layers, self.layer);
             let tail = layer.clone() + &layout.name(EXPERT);
@@ -130,7 +130,7 @@ impl Checkpoint {
             // A model of several parts, each with such a layer: the one that text goes through.
             prefixes.sort_by_key(|prefix| PREFIXES.iter().position(|known| known == prefix).unwrap_or(PREFIXES.len()));
             if let Some(prefix) = prefixes.first() {
-                found.push((*layout, format!("{prefix}{layer}")));
+                found.push((layout, format!("{prefix}{layer}")));
             }
         }
         // Where several have that name, the one with the expert in its shape, and then with the most of the other names.

@@ -111,10 +111,13 @@ struct Entry {
     /// Random noise in training, which is not applied.
     noise: &'static [Field],
     /// What no field above says.
-    adjust: Option<fn(&Fields, &mut LayerConfig) -> Result<(), FileError>>,
+    adjust: Option<Adjust>,
     /// What a reader of `docs/families.md` should know.
     note: &'static str,
 }
+
+/// Sets what a row's fields cannot say.
+type Adjust = fn(&Fields, &mut LayerConfig) -> Result<(), FileError>;
 
 /// A model whose `config.json` has the text model's in it.
 #[derive(Clone, Copy)]

@@ -175,7 +175,8 @@ fn mix_one(mixer: SparseMixer, logits: &[f32], taken: Option<usize>) -> Mixed {
     }
     let expert = argmax(&left);
     let best = logits[expert];
-    let near = |e: usize, l: f32| Some(e) != taken && !((best - l) / l.abs().max(best) > 2.0 * mixer.jitter);
+    let far = |l: f32| (best - l) / l.abs().max(best) > 2.0 * mixer.jitter;
+    let near = |e: usize, l: f32| Some(e) != taken && !far(l);
     let mut shares: Vec<f32> =
         logits.iter().enumerate().map(|(e, &l)| if near(e, l) { (l - best).exp() } else { 0.0 }).collect();
     let sum: f32 = shares.iter().sum();
