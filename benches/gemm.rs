@@ -5,8 +5,8 @@
 
 use std::hint::black_box;
 
-use aristos::moe::{Activation, Glu};
 use aristos::moe::kernels::{self, Element, Workspace};
+use aristos::moe::{Activation, Glu};
 use half::bf16;
 use rustix::time::{ClockId, clock_gettime};
 

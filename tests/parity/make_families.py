@@ -62,6 +62,8 @@ SMALL = dict(
     linear_num_value_heads=2,
     linear_key_head_dim=8,
     linear_value_head_dim=8,
+    linear_head_dim=8,
+    linear_num_heads=2,
     mamba_d_state=8,
     mamba_n_heads=4,
     mamba_d_head=16,
@@ -111,6 +113,8 @@ class Case:
     gain: float = 1.0
     # Where gate and up are cut off, which no value may be near: rounding would decide.
     limits: tuple = ()
+    # The most bytes of a file, where there are to be several.
+    shard: str | None = None
     # Tensors on disk that nothing reads.
     unread: str | None = None
     # The model type of a model of text and images that has this one as a part, and fields of its vision model.
@@ -126,6 +130,7 @@ CASES = {
     "qwen3_moe-one": Case("qwen3_moe", dict(num_experts_per_tok=1), bf16=False),
     "olmoe": Case("olmoe"),
     "deepseek_v3": Case("deepseek_v3", GROUPS),
+    "deepseek_v3-shards": Case("deepseek_v3", dict(n_shared_experts=0), shard="8KB", bf16=False),
     "deepseek_v3-null": Case("deepseek_v3", dict(norm_topk_prob=None, n_shared_experts=3), bf16=False),
     "afmoe": Case("afmoe", dict(num_shared_experts=1, route_scale=1.5)),
     "aria_text": Case("aria_text", dict(moe_num_experts=6)),
@@ -178,6 +183,7 @@ CASES = {
     ),
     "glm_moe_dsa": Case("glm_moe_dsa"),
     "gpt_oss": Case("gpt_oss", dict(swiglu_limit=1.5), gain=2.0, limits=(1.5,)),
+    "gpt_oss-shards": Case("gpt_oss", dict(swiglu_limit=1.5), gain=2.0, limits=(1.5,), shard="8KB", bf16=False),
     "openai_privacy_filter": Case("openai_privacy_filter", dict(swiglu_limit=1.5), gain=2.0, limits=(1.5,)),
     "granitemoe": Case("granitemoe"),
     "granitemoeshared": Case("granitemoeshared"),
@@ -395,8 +401,8 @@ def draw_tokens(block, gen, rounding, limits):
     raise SystemExit("tokens stay near a tie")
 
 
-def save(model, folder, original):
-    model.save_pretrained(folder, save_original_format=original)
+def save(model, folder, original, shard=None):
+    model.save_pretrained(folder, save_original_format=original, **({"max_shard_size": shard} if shard else {}))
 
 
 def tensors_of(folder):
@@ -440,7 +446,7 @@ def make(root, name, case, seed):
         chosen = block.choose(x)
 
         folder = os.path.join(root, name + ("" if original else "-internal") + ("-bf16" if dtype == "bf16" else ""))
-        save(model, folder, original)
+        save(model, folder, original, case.shard)
         if dtype == "bf16":
             path = os.path.join(folder, "model.safetensors")
             rounded = {k: v.bfloat16() if v.dim() > 1 and v.is_floating_point() else v for k, v in load_file(path).items()}
@@ -459,7 +465,7 @@ def make(root, name, case, seed):
         for key, value in tensors_of(os.path.join(root, "gradients")).items():
             if case.unread and re.search(case.unread, key):
                 continue
-            if value.is_floating_point() and not value.isnan().any():
+            if value.numel() and value.is_floating_point() and not value.isnan().any():
                 expected["grad." + key] = value.float()
         with torch.no_grad():
             for p, value in zip(state, kept):
