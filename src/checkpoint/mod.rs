@@ -184,7 +184,7 @@ impl Checkpoint {
         FileError::NoWeight {
             file: file.to_path_buf(),
             tensor: tensor.to_string(),
-            layout: format!("{}, {}", self.family.model_type(), self.layout.experts.packing.describe()),
+            layout: format!("{}, {}", self.family.model_type(), self.layout.experts.describe()),
             nearest: nearest::nearest(tensor, self.names())
                 .map_or("there are no tensors".into(), |name| format!("the nearest name there is {name}")),
         }

@@ -38,7 +38,7 @@ pub fn families_page() -> String {
         let names: Vec<String> = family.model_types().map(|name| format!("`{name}`")).collect();
         let mut layouts: Vec<String> = Vec::new();
         for layout in entry.layouts {
-            let text = format!("`{}`: {}", layout.experts.up, layout.experts.packing.describe());
+            let text = format!("`{}`: {}", layout.experts.up, layout.experts.describe());
             if !layouts.contains(&text) {
                 layouts.push(text);
             }

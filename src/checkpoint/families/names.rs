@@ -51,7 +51,7 @@ pub(in crate::checkpoint) enum Packing {
 
 impl Packing {
     /// In words.
-    pub fn describe(self) -> &'static str {
+    fn describe(self) -> &'static str {
         match self {
             Packing::Each => "a tensor per expert and projection",
             Packing::Fused => "experts in one tensor, gate and up one after the other",
@@ -108,6 +108,14 @@ impl Layout {
 impl Mlps {
     /// Tensors that are not there.
     pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Each };
+
+    /// How they lie, in words.
+    pub fn describe(&self) -> &'static str {
+        if self.packing == Packing::Fused && self.gate != self.up {
+            return "experts in one tensor for each projection";
+        }
+        self.packing.describe()
+    }
 
     fn matrix(&self, proj: Proj) -> &'static str {
         match proj {
