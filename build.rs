@@ -14,12 +14,22 @@ fn main() {
         #[cfg(feature = "device")]
         layer_memory();
     }
-    if has("CUDA") {
-        nvcc::kernels();
-    }
-    if has("EMULATE") {
-        emulator();
-    }
+    // Side by side: nvcc's last module leaves a processor idle, and so does most of the other.
+    std::thread::scope(|scope| {
+        let emulator = has("EMULATE").then(|| scope.spawn(emulator));
+        if has("CUDA") {
+            nvcc::kernels(&shared_folder("cuda-kernels"));
+        }
+        if let Some(Err(panic)) = emulator.map(|thread| thread.join()) {
+            std::panic::resume_unwind(panic);
+        }
+    });
+}
+
+/// A folder beside the build directories of each set of features, which so share what is in it.
+fn shared_folder(name: &str) -> PathBuf {
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
+    out.ancestors().find(|dir| dir.ends_with("build")).and_then(Path::parent).unwrap_or(&out).join(name)
 }
 
 /// What host and kernels share, into the crate: the sizes of a layer's memory.
@@ -32,7 +42,7 @@ fn layer_memory() {
 
 /// The kernels as a library for the CPU, `ARISTOS_EMULATOR_LIBRARY`.
 fn emulator() {
-    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default()).join("emulator");
+    let out = shared_folder("emulator");
     let status = process::Command::new("make")
         .args(["-C", "kernels/host"])
         .arg(format!("OUT={}", out.display()))

@@ -39,8 +39,8 @@ struct Toolchain {
     nvshmem_version: [u32; 3],
 }
 
-/// Makes what `src/gpu/cuda/modules.rs` includes.
-pub fn kernels() {
+/// Makes what `src/gpu/cuda/modules.rs` includes, in the folder `made`.
+pub fn kernels(made: &Path) {
     for name in ["CUDA_HOME", "NVSHMEM_HOME", "ARISTOS_CACHE", "ARISTOS_NVCC_FLAGS"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
@@ -48,10 +48,7 @@ pub fn kernels() {
     println!("cargo::rerun-if-changed=kernels");
     let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default());
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
-    // Beside the build directories of each set of features, which so share them.
-    let made = out.ancestors().find(|dir| dir.ends_with("build")).and_then(Path::parent).unwrap_or(&out);
-    let made = made.join("cuda-kernels");
-    if let Err(error) = fs::create_dir_all(&made) {
+    if let Err(error) = fs::create_dir_all(made) {
         fail(&format!("cannot make {}: {error}", made.display()));
     }
     let tools = toolchain(&root);
@@ -65,7 +62,7 @@ pub fn kernels() {
                 loop {
                     let next = queue.lock().ok().and_then(|mut queue| queue.pop_front());
                     let Some(module) = next else { break };
-                    if let (Err(error), Ok(mut failures)) = (compile(&tools, &root, &made, module), failures.lock()) {
+                    if let (Err(error), Ok(mut failures)) = (compile(&tools, &root, made, module), failures.lock()) {
                         failures.push(error);
                     }
                 }
@@ -78,7 +75,7 @@ pub fn kernels() {
 
     let mut table = String::from("&[\n");
     for module in modules {
-        let depends = fs::read_to_string(fatbin(&made, module).with_extension("d")).unwrap_or_default();
+        let depends = fs::read_to_string(fatbin(made, module).with_extension("d")).unwrap_or_default();
         let _ = writeln!(
             table,
             "    Module {{ name: {:?}, architectures: {:?}, hopper: {}, nvshmem: {}, image: &Image(*include_bytes!({:?})) }},",
@@ -86,7 +83,7 @@ pub fn kernels() {
             module.architectures,
             module.hopper,
             depends.contains("nvshmem.h"),
-            fatbin(&made, module)
+            fatbin(made, module)
         );
     }
     table.push(']');
@@ -97,7 +94,7 @@ pub fn kernels() {
     println!("cargo::rustc-env=ARISTOS_CUDA_VERSION={}", tools.cuda_version);
     // For tools/check-machine-code, which looks at what was built.
     let there = MODULES.iter().filter(|module| source(&root, module).is_file());
-    let list: String = there.map(|module| format!("{} {}\n", module.name, fatbin(&made, module).display())).collect();
+    let list: String = there.map(|module| format!("{} {}\n", module.name, fatbin(made, module).display())).collect();
     write(&made.join("list"), &list);
 }
 

@@ -43,7 +43,17 @@ fn the_notebook_is_planned_as_published() {
     for cluster in [CLUSTER.to_string(), written_out()] {
         let folder = folder(&cluster, WORKLOAD);
         for algorithm in ["lysi", "auto", "exact", "search"] {
-            let args = ["--algorithm", algorithm, "--placement", "lysi", "--json", "--out", "plan.json"];
+            let args = [
+                "--algorithm",
+                algorithm,
+                "--objective",
+                "published",
+                "--placement",
+                "lysi",
+                "--json",
+                "--out",
+                "plan.json",
+            ];
             let plan = parsed(&aristos(folder.path(), &args));
             assert_eq!(plan["objective_ms"], json!(OBJECTIVE_MS), "{algorithm}");
             assert_eq!(plan["optimal"], json!(true));
@@ -65,7 +75,11 @@ fn the_notebook_is_planned_as_published() {
 #[test]
 fn what_was_asked_for_is_shown_and_drawn() {
     let folder = folder(CLUSTER, WORKLOAD);
-    let output = aristos(folder.path(), &["--explain", "--plot", "p.svg", "--plot-latency", "l.svg"]);
+    let published = ["--objective", "published"];
+    let output = aristos(
+        folder.path(),
+        &[&published[..], &["--explain", "--plot", "p.svg", "--plot-latency", "l.svg"]].concat(),
+    );
     let text = String::from_utf8(output.stdout).unwrap();
     for part in [
         "1 group of 16 devices, 64 experts",
@@ -76,7 +90,7 @@ fn what_was_asked_for_is_shown_and_drawn() {
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
-    let json = parsed(&aristos(folder.path(), &["--explain", "--json"]));
+    let json = parsed(&aristos(folder.path(), &[&published[..], &["--explain", "--json"]].concat()));
     let names: Vec<&str> =
         json["explanation"]["alternatives"].as_array().unwrap().iter().map(|a| a["name"].as_str().unwrap()).collect();
     for name in ["chosen", "all together", "one per node", "one per device", "lysi"] {
@@ -132,6 +146,81 @@ fn no_plan_is_exit_code_2_and_the_shortage() {
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["feasible"], json!(false));
     assert!(json["shortage"].as_str().unwrap().contains("16 short"));
+}
+
+/// By the placed objective experts are whole: of fewer experts than devices, a group has no more devices than experts, or they idle.
+#[test]
+fn devices_without_experts_are_named() {
+    let mut workload: Value = serde_json::from_str(WORKLOAD).unwrap();
+    workload["expert_flop"] = json!([1e12, 1e12, 1e12, 1e12]);
+    let mut cluster: Value = serde_json::from_str(CLUSTER).unwrap();
+    cluster["devices"].as_array_mut().unwrap().iter_mut().for_each(|device| device["memory_experts"] = json!(4));
+    let folder = folder(&cluster.to_string(), &workload.to_string());
+    let placed = parsed(&aristos(folder.path(), &["--json", "--out", "placed.json"]));
+    assert_eq!(placed["objective"], json!("placed"));
+    let held = |plan: &Value| -> Vec<usize> {
+        let groups = plan["groups"].as_array().unwrap().iter();
+        groups.flat_map(|g| g["experts"].as_object().unwrap().values()).map(|e| e.as_array().unwrap().len()).collect()
+    };
+    assert!(held(&placed).iter().all(|held| *held > 0), "{placed:#}");
+    let published = ["--objective", "published", "--explain"];
+    let plan = parsed(&aristos(folder.path(), &[&published[..], &["--json"]].concat()));
+    let empty = held(&plan).iter().filter(|held| **held == 0).count();
+    let text = String::from_utf8(aristos(folder.path(), &published).stdout).unwrap();
+    let line = text.lines().find(|line| line.contains("without experts"));
+    assert_eq!(empty > 0, line.is_some(), "{empty} {text}");
+    // What the two come to by one measure: the plan in use beside the new one.
+    std::fs::write(folder.path().join("published.json"), plan.to_string()).unwrap();
+    let replan = parsed(&aristos(folder.path(), &["--current", "published.json", "--json"]))["replan"].clone();
+    assert!(replan["current_ms"].as_f64() > replan["planned_ms"].as_f64(), "{replan}");
+    assert_eq!(replan["planned_ms"], placed["objective_ms"], "one number");
+}
+
+/// Memory in MB decides where both sides have it, over all layers with experts.
+#[test]
+fn memory_is_counted_in_bytes_where_it_is_known() {
+    let mut cluster: Value = serde_json::from_str(CLUSTER).unwrap();
+    let mut workload: Value = serde_json::from_str(WORKLOAD).unwrap();
+    // 24 layers, every second with experts: 12 of them.
+    workload["expert_mb"] = json!(10.0);
+    for device in cluster["devices"].as_array_mut().unwrap() {
+        device["memory_mb"] = json!(10.0 * 12.0 * 5.0 + 1.0);
+    }
+    let held = |cluster: &Value, workload: &Value| {
+        let folder = folder(&cluster.to_string(), &workload.to_string());
+        let plan = parsed(&aristos(folder.path(), &["--json"]));
+        let most = |group: &Value| {
+            group["experts"].as_object().unwrap().values().map(|e| e.as_array().unwrap().len()).max().unwrap()
+        };
+        plan["groups"].as_array().unwrap().iter().map(most).max().unwrap()
+    };
+    assert!(held(&cluster, &workload) <= 5);
+    for device in cluster["devices"].as_array_mut().unwrap() {
+        device.as_object_mut().unwrap().remove("memory_experts");
+    }
+    assert!(held(&cluster, &workload) <= 5);
+    workload.as_object_mut().unwrap().remove("expert_mb");
+    refused(
+        &cluster.to_string(),
+        &workload.to_string(),
+        &["c.json: devices[0].memory_mb", "expert_mb in the workload"],
+    );
+    workload["expert_mb"] = json!(0.0);
+    refused(CLUSTER, &workload.to_string(), &["w.json: expert_mb is 0"]);
+}
+
+#[test]
+fn a_model_that_is_not_there_is_refused() {
+    for (args, part) in [
+        ("--model gpt-2 --tokens-per-device 8", "--model gpt-2 is unknown, expected a folder with a config.json"),
+        ("--model deepseek-v3 --tokens-per-device 8 --bytes-per-parameter 0", "--bytes-per-parameter is 0"),
+        ("--model deepseek-v3 --tokens-per-device 8 --recomputation=-1", "--recomputation is -1"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+        let output = command.arg("workload").args(args.split_whitespace()).output().unwrap();
+        let line = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && line.contains(part), "{args}: {line}");
+    }
 }
 
 /// A change somewhere in the example must be refused with a line that says all of `parts`.
@@ -227,7 +316,6 @@ fn each_wrong_field_of_a_workload_is_named() {
         "all_reduce_buffer_mb",
         "num_layers",
         "moe_frequency",
-        "global_batch_size",
         "mini_batch_size",
         "recomputation_amount",
     ];

@@ -46,7 +46,7 @@ fn plan(groups: &[(&[u64], &[u64])]) -> Value {
         json!({"devices": devices, "objective_ms": 1.0, "experts": experts, "makespan_ms": 0.5})
     };
     json!({
-        "feasible": true, "algorithm": "search", "optimal": false, "gap_bound": 0.1, "objective_ms": 1.0,
+        "feasible": true, "objective": "placed", "algorithm": "search", "optimal": false, "gap_bound": 0.1, "objective_ms": 1.0,
         "terms": {"gamma": 2.0, "compute_ms": 0.3, "communication_ms": 0.1, "all_reduce_ms": 0.2},
         "groups": groups.iter().map(group).collect::<Vec<_>>(), "idle_devices": [], "elapsed_ms": 0.0,
     })
@@ -105,7 +105,61 @@ fn groups_with_unequal_placements_equal_one_group() {
     let text = run_layer(&format!("--plan {} --dtype bf16 --check", file.display())).success().stdout;
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(text.contains("EP groups") && text.contains("0 (6) 3 (2) | 1 (1) 2 (7)"), "{text}");
-    assert!(text.contains("planned ") && text.contains("measured "), "{text}");
+    assert!(text.contains("planned not compared: ") && text.contains("measured "), "{text}");
+}
+
+/// From a model to a prediction beside a measurement: `workload`, `plan`, `run`.
+#[test]
+fn a_plan_is_compared_with_a_run_of_its_own_workload() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let model = format!("{}/examples/tiny-moe", env!("CARGO_MANIFEST_DIR"));
+    let devices: Vec<Value> = (0..2)
+        .map(|i| json!({"id": i, "host": "here", "flop_per_ms": 1e7, "memory_experts": 1, "memory_mb": 1e4}))
+        .collect();
+    let links = json!({"tiers": [{"size": 2, "alpha_ms": 0.01, "beta_ms_per_mb": 0.2}]});
+    let cluster = json!({"version": 1, "devices": devices, "links": links});
+    std::fs::write(path("c.json"), cluster.to_string()).unwrap();
+    let aristos = |args: &str| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_aristos"));
+        let output = command.args(args.split_whitespace()).output().unwrap();
+        assert!(output.status.success(), "{args}: {}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    };
+    let first: Value = serde_json::from_slice(&aristos(&format!(
+        "run --model {model} --input {model}/hidden_states.safetensors --pes 2 --json"
+    )))
+    .unwrap();
+    let tokens = first["config"]["tokens"].as_u64().unwrap();
+    assert_eq!(tokens % 2, 0, "{first:#}");
+    let (w, c, p) = (path("w.json"), path("c.json"), path("p.json"));
+    for (tokens, compared) in [(tokens / 2, true), (tokens, false)] {
+        aristos(&format!(
+            "workload --model {model} --tokens-per-device {tokens} --devices 2 --layers 1 --dtype f32 --out {w}"
+        ));
+        aristos(&format!("plan --cluster {c} --workload {w} --out {p}"));
+        let planned: Value = serde_json::from_slice(&std::fs::read(&p).unwrap()).unwrap();
+        let report: Value = serde_json::from_slice(&aristos(&format!(
+            "run --model {model} --input {model}/hidden_states.safetensors --pes 2 --plan {p} --json"
+        )))
+        .unwrap();
+        let plan = &report["plan"];
+        assert_eq!(plan["predicted"].is_null(), !compared, "{plan:#}");
+        if compared {
+            // One number everywhere.
+            let step_s = plan["predicted"]["step_s"].as_f64().unwrap();
+            assert!((step_s - planned["objective_ms"].as_f64().unwrap() * 1e-3).abs() < 1e-12 * step_s, "{plan:#}");
+        } else {
+            let why = plan["not_predicted"].as_str().unwrap();
+            assert!(why.contains("another workload") && why.contains("expert_flop[0]"), "{why}");
+        }
+        // The same in one go.
+        let args =
+            format!("plan --cluster {c} --model {model} --tokens-per-device {tokens} --layers 1 --dtype f32 --json");
+        let at_once: Value = serde_json::from_slice(&aristos(&args)).unwrap();
+        assert_eq!(at_once["groups"], planned["groups"]);
+        assert_eq!(at_once["workload"], planned["workload"]);
+    }
 }
 
 #[test]

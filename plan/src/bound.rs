@@ -13,6 +13,10 @@ pub(crate) trait LeastExchange: LinkTable {
     /// of `mb` / s; and for each device the least that it exchanges in a group of s, through `each(i, s, ms)`.
     fn least_exchange(&self, mb: f64, each: impl FnMut(usize, usize, f64)) -> Vec<f64>;
 
+    /// Of each size s = 1..=n (index s - 1): the least that any device receives from the other s - 1 of its group, ms, where each sends it
+    /// `mb(s)`.
+    fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64>;
+
     /// A link that no link is faster than.
     fn fastest(&self) -> Link;
 
@@ -23,7 +27,8 @@ pub(crate) trait LeastExchange: LinkTable {
 impl LeastExchange for Matrix {
     fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
         let n = self.len();
-        let mut by_size = smallest_sums(self, mb);
+        let row = |i: usize, k: usize| Link { alpha_ms: self.alpha_row(i)[k], beta_ms_per_mb: self.beta_row(i)[k] };
+        let mut by_size = smallest_sums(n, row, |s| mb / s as f64);
         let mut least = Vec::with_capacity(n);
         for s in 1..=n {
             let of_size = &mut by_size[(s - 1) * n..s * n];
@@ -33,6 +38,12 @@ impl LeastExchange for Matrix {
             least.push(*ms);
         }
         least
+    }
+
+    fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
+        let n = self.len();
+        let by_size = smallest_sums(n, |i, k| self.column(i)[k], mb);
+        by_size.chunks(n).map(|of_size| of_size.iter().copied().fold(f64::INFINITY, f64::min)).collect()
     }
 
     fn fastest(&self) -> Link {
@@ -57,24 +68,23 @@ impl LeastExchange for Matrix {
 const LANES: usize = 8;
 type Lanes = [f64; LANES];
 
-/// Of each size s = 1..=n, and in it of each device (index (s - 1) n + i): the sum of the s - 1 smallest alphas of its row and of `mb` / s
-/// times the s - 1 smallest betas, whether or not they are the same links.
-fn smallest_sums(links: &Matrix, mb: f64) -> Vec<f64> {
-    let n = links.len();
+/// Of each size s = 1..=n, and in it of each device i (index (s - 1) n + i): the sum of the s - 1 smallest alphas of its links, `link(i, k)` with
+/// every other device k, and of `mb(s)` times the s - 1 smallest betas, whether or not they are the same links.
+fn smallest_sums(n: usize, link: impl Fn(usize, usize) -> Link, mb: impl Fn(usize) -> f64) -> Vec<f64> {
     let mut by_size = vec![0.0; n * n];
     let mut rows: Vec<Lanes> = vec![[0.0; LANES]; n.saturating_sub(1)];
     for first in (0..n).step_by(LANES) {
         let devices = first..(first + LANES).min(n);
         for of_alpha in [true, false] {
             for (lane, i) in devices.clone().enumerate() {
-                let values = if of_alpha { links.alpha_row(i) } else { links.beta_row(i) };
-                let others = values[..i].iter().chain(&values[i + 1..]);
-                rows.iter_mut().zip(others).for_each(|(row, value)| row[lane] = *value);
+                let others = (0..i).chain(i + 1..n).map(|k| link(i, k));
+                let values = others.map(|link| if of_alpha { link.alpha_ms } else { link.beta_ms_per_mb });
+                rows.iter_mut().zip(values).for_each(|(row, value)| row[lane] = value);
             }
             sort_lanes(&mut rows);
             let mut sums = [0.0; LANES];
             for (s, row) in (2..=n).zip(&rows) {
-                let weight = if of_alpha { 1.0 } else { mb / s as f64 };
+                let weight = if of_alpha { 1.0 } else { mb(s) };
                 let of_size = &mut by_size[(s - 1) * n..s * n][devices.clone()];
                 for (sum, value) in sums.iter_mut().zip(row) {
                     *sum += value;
@@ -116,14 +126,16 @@ fn sort_lanes(rows: &mut [Lanes]) {
     }
 }
 
-impl LeastExchange for Tiers {
-    fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
+impl Tiers {
+    /// Of each size s = 1..=n (index s - 1): the least that a device exchanges with s - 1 others, ms, `mb(s)` with each.
+    fn least_by_size(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
         let n = self.len();
         let peers = self.peers();
         let mut order: Vec<usize> = (0..peers.len()).collect();
         let mut least = Vec::with_capacity(n);
         for s in 1..=n {
-            let time = |tier: usize| self.tiers()[tier].link.time_ms(mb / s as f64);
+            let mb = mb(s);
+            let time = |tier: usize| self.tiers()[tier].link.time_ms(mb);
             order.sort_by(|&a, &b| time(a).total_cmp(&time(b)));
             let mut missing = s - 1;
             let mut ms = 0.0;
@@ -132,11 +144,22 @@ impl LeastExchange for Tiers {
                 ms += taken as f64 * time(tier);
                 missing -= taken;
             }
-            // Every device sees the same tiers; one stands for all.
-            each(0, s, ms);
             least.push(ms);
         }
         least
+    }
+}
+
+impl LeastExchange for Tiers {
+    fn least_exchange(&self, mb: f64, mut each: impl FnMut(usize, usize, f64)) -> Vec<f64> {
+        let least = self.least_by_size(|s| mb / s as f64);
+        // Every device sees the same tiers; one stands for all.
+        least.iter().zip(1..).for_each(|(&ms, s)| each(0, s, ms));
+        least
+    }
+
+    fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
+        self.least_by_size(mb)
     }
 
     fn fastest(&self) -> Link {
@@ -158,6 +181,13 @@ impl LeastExchange for Links {
         match self {
             Links::Matrix(matrix) => matrix.least_exchange(mb, each),
             Links::Tiers(tiers) => tiers.least_exchange(mb, each),
+        }
+    }
+
+    fn least_received(&self, mb: impl Fn(usize) -> f64) -> Vec<f64> {
+        match self {
+            Links::Matrix(matrix) => matrix.least_received(mb),
+            Links::Tiers(tiers) => tiers.least_received(mb),
         }
     }
 
@@ -190,12 +220,12 @@ impl Bounds {
 }
 
 /// A little less than 1: bounds are rounded down by more than sums of so many numbers round up.
-fn slack(n: usize) -> f64 {
+pub(crate) fn slack(n: usize) -> f64 {
     1.0 - 4.0 * (n as f64 + 8.0) * f64::EPSILON
 }
 
 /// Beyond so many devices, the number of idle ones is not gone through.
-const IDLE_COUNTED: usize = 1024;
+pub(crate) const IDLE_COUNTED: usize = 1024;
 
 /// Beyond so many unlike devices, what each takes on its own is left out: it seldom decides, and costs as much as the rest.
 const OWN_MOST: usize = 128;
@@ -290,13 +320,13 @@ fn sizes<'p, 'a, L: LeastExchange>(problem: &'p Problem<'a, L>, smallest: usize,
 }
 
 /// Minima of ranges of a list.
-struct RangeMin {
+pub(crate) struct RangeMin {
     /// Entry l: minima of 2^l numbers from each place on.
     levels: Vec<Vec<f64>>,
 }
 
 impl RangeMin {
-    fn new(values: Vec<f64>) -> RangeMin {
+    pub fn new(values: Vec<f64>) -> RangeMin {
         let mut levels = vec![values];
         let mut width = 1;
         while let Some(last) = levels.last()
@@ -310,7 +340,7 @@ impl RangeMin {
     }
 
     /// The least of the numbers from the `first`-th (from 1) to the `last`-th; infinite when there are none.
-    fn of(&self, first: usize, last: usize) -> f64 {
+    pub fn of(&self, first: usize, last: usize) -> f64 {
         if first > last {
             return f64::INFINITY;
         }
@@ -327,7 +357,7 @@ fn with(own: f64, flops: &[f64], fastest: &[f64], s: usize) -> f64 {
 
 /// The smallest size of a group whose memory can hold all experts, and a number of groups that memory does not allow to
 /// exceed.
-fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
+pub(crate) fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
     let mut memory = memory.to_vec();
     memory.sort_unstable_by(|a, b| b.cmp(a));
     let mut sum = 0u64;
@@ -345,13 +375,13 @@ fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
 }
 
 /// The least that an all-reduce between k groups takes.
-struct ReduceBound {
+pub(crate) struct ReduceBound {
     /// Links that are the slowest between some k groups, one of each kind, and how many groups at most each may be between.
     kinds: Vec<(Link, usize)>,
 }
 
 impl ReduceBound {
-    fn new<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> ReduceBound {
+    pub fn new<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> ReduceBound {
         let n = problem.n();
         if n < 2 {
             return ReduceBound { kinds: Vec::new() };
@@ -369,7 +399,7 @@ impl ReduceBound {
         ReduceBound { kinds }
     }
 
-    fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
+    pub fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
         let kinds = self.kinds.iter().take_while(|(_, most)| k <= *most);
         kinds.map(|(link, _)| problem.all_reduce(k, *link)).fold(f64::INFINITY, f64::min)
     }

@@ -74,6 +74,9 @@ pub enum PlanError {
         /// At most this share above the least possible objective.
         gap: f64,
     },
+    /// What was given cannot be used.
+    #[error(transparent)]
+    Input(#[from] InputError),
     /// The search came back with nothing, though all devices together are a group.
     #[error("no grouping was found, though all devices together are one")]
     NoGrouping,

@@ -21,7 +21,7 @@ pub(crate) struct Improvement {
     pub complete: bool,
 }
 
-/// Looks for a grouping with a lower objective than `known_ms`, in at most about `budget` steps.
+/// Looks for a grouping with a lower objective than `known_ms`, in at most about `budget` steps, under the published objective.
 pub(crate) fn improve(
     problem: &Problem<Matrix>,
     bounds: &Bounds,
@@ -29,11 +29,28 @@ pub(crate) fn improve(
     allow_idle: bool,
     budget: u64,
 ) -> Improvement {
-    let n = problem.n();
-    if n > MOST_DEVICES {
+    if problem.n() > MOST_DEVICES {
         return Improvement { better: None, complete: false };
     }
-    let mut dp = Dp { problem, bounds, work: work_of_sets(problem), best_ms: known_ms, best: None, left: budget };
+    // No group has more than its share of the rate.
+    let rate = problem.flops.iter().sum::<f64>();
+    let compute = |k: usize| problem.compute(rate / k as f64) * (1.0 - 1e-12);
+    improve_by(problem, work_of_sets(problem), &compute, bounds, known_ms, allow_idle, budget)
+}
+
+/// The same under an objective by which the set of devices `s` takes `work[s]`, ms, as a group, infinite where it cannot be one, and the worst of
+/// `k` groups computes for `compute(k)` or longer.
+pub(crate) fn improve_by(
+    problem: &Problem<Matrix>,
+    work: Vec<f64>,
+    compute: &dyn Fn(usize) -> f64,
+    bounds: &Bounds,
+    known_ms: f64,
+    allow_idle: bool,
+    budget: u64,
+) -> Improvement {
+    let n = problem.n();
+    let mut dp = Dp { problem, bounds, work, compute, best_ms: known_ms, best: None, left: budget };
     let all = (1u32 << n) - 1;
     let complete = if allow_idle {
         // With more workers first: those are more often best.
@@ -48,7 +65,7 @@ pub(crate) fn improve(
 }
 
 /// The devices of a set, ascending.
-fn devices(set: u32) -> Vec<u32> {
+pub(crate) fn devices(set: u32) -> Vec<u32> {
     (0..32).filter(|i| set >> i & 1 == 1).collect()
 }
 
@@ -70,6 +87,7 @@ struct Dp<'p, 'a> {
     problem: &'p Problem<'a, Matrix>,
     bounds: &'p Bounds,
     work: Vec<f64>,
+    compute: &'p dyn Fn(usize) -> f64,
     best_ms: f64,
     best: Option<Vec<u32>>,
     left: u64,
@@ -123,10 +141,9 @@ impl Dp<'_, '_> {
 
     /// The largest number of groups that may be better than the best known.
     fn most_groups(&self, m: usize, gamma: f64, slowest: Link) -> usize {
-        let rate = self.problem.flops.iter().sum::<f64>();
         let may = |k: &usize| {
-            let compute = self.problem.compute(rate / *k as f64) * (1.0 - 1e-12);
-            let least = self.bounds.by_groups[k - 1].max(gamma * compute + self.problem.all_reduce(*k, slowest));
+            let work = gamma * (self.compute)(*k);
+            let least = self.bounds.by_groups[k - 1].max(work + self.problem.all_reduce(*k, slowest));
             least < self.best_ms
         };
         (2..=m).rev().find(may).unwrap_or(0)

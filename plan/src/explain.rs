@@ -2,8 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::objective::Evaluation;
+use super::placement::DeviceExperts;
 use super::workload::Workload;
-use super::{Algorithm, Options, Plan, PlanError, Terms, choose, evaluate, terms};
+use super::{Algorithm, Objective, Options, Plan, PlanError, Terms, choose, evaluate, indices, placed, terms};
 use crate::cluster::{Cluster, LinkTable};
 
 /// Better groupings of other numbers of groups that are shown.
@@ -45,8 +47,10 @@ pub fn explain(
     options: Options,
     plan: &Plan,
 ) -> Result<Explanation, PlanError> {
-    let groups = indices(cluster, plan);
+    let cluster = &*workload.on(cluster)?;
+    let (groups, placements) = indices(cluster, plan);
     let all: Vec<u32> = (0..cluster.devices.len() as u32).collect();
+    let options = options.objective(plan.objective);
     let searched = Options { algorithm: Algorithm::Search, ..options };
     let found = choose(cluster, workload, searched)?;
     let mut others = vec![
@@ -60,31 +64,67 @@ pub fn explain(
         let published = Options { algorithm: Algorithm::Lysi, ..options };
         others.push(("lysi".into(), choose(cluster, workload, published)?.groups));
     }
+    if plan.objective == Objective::Placed {
+        let published = searched.objective(Objective::Published);
+        others.push(("least published objective".into(), choose(cluster, workload, published)?.groups));
+    }
     for other in found.others.into_iter().take(OTHERS) {
         others.push((format!("best found with {} groups", other.groups.len()), other.groups));
     }
     let mut alternatives: Vec<Alternative> = Vec::new();
     for (name, groups) in others {
-        alternatives.push(alternative(cluster, workload, name, &groups));
+        let evaluation = best_of(cluster, workload, plan.objective, &groups);
+        alternatives.push(alternative(cluster, workload, name, &groups, &evaluation));
     }
     alternatives.sort_by(|a, b| {
         let key = |a: &Alternative| (a.invalid.is_some(), a.objective_ms);
         key(a).partial_cmp(&key(b)).expect("objectives are finite")
     });
-    alternatives.insert(0, alternative(cluster, workload, "chosen".into(), &groups));
-    let binding = binding(cluster, workload, searched, plan, &groups)?;
+    let evaluation = as_planned(cluster, workload, plan.objective, &groups, &placements);
+    alternatives.insert(0, alternative(cluster, workload, "chosen".into(), &groups, &evaluation));
+    let binding = binding(cluster, workload, searched, plan, (&groups, &placements), &evaluation)?;
     Ok(Explanation { alternatives, binding })
 }
 
-/// The groups of a plan by the devices' indices.
-fn indices(cluster: &Cluster, plan: &Plan) -> Vec<Vec<u32>> {
-    let index: std::collections::HashMap<u64, u32> = cluster.devices.iter().map(|d| d.id).zip(0..).collect();
-    let group = |devices: &[u64]| devices.iter().filter_map(|id| index.get(id).copied()).collect();
-    plan.groups.iter().map(|g| group(&g.devices)).collect()
+/// The objective of a plan's groups.
+fn as_planned(
+    cluster: &Cluster,
+    workload: &Workload,
+    objective: Objective,
+    groups: &[Vec<u32>],
+    placements: &[DeviceExperts],
+) -> Evaluation {
+    match objective {
+        Objective::Placed => evaluate(cluster, workload, groups, Some(placements)),
+        Objective::Published => evaluate(cluster, workload, groups, None),
+    }
 }
 
-fn alternative(cluster: &Cluster, workload: &Workload, name: String, groups: &[Vec<u32>]) -> Alternative {
-    let evaluation = evaluate(cluster, workload, groups);
+/// The objective of any groups: where memory does not suffice, as if it did.
+fn best_of(cluster: &Cluster, workload: &Workload, objective: Objective, groups: &[Vec<u32>]) -> Evaluation {
+    let placed = || match placed::evaluate_groups(cluster, workload, groups) {
+        None => placed::evaluate_groups(&roomy(cluster, workload), workload, groups),
+        some => some,
+    };
+    let placed = (objective == Objective::Placed).then(placed).flatten();
+    placed.unwrap_or_else(|| evaluate(cluster, workload, groups, None))
+}
+
+/// The same cluster with room for all experts on every device.
+fn roomy(cluster: &Cluster, workload: &Workload) -> Cluster {
+    let mut roomy = cluster.clone();
+    let needed = workload.n_experts() as u64;
+    roomy.devices.iter_mut().for_each(|device| device.memory_experts = device.memory_experts.max(needed));
+    roomy
+}
+
+fn alternative(
+    cluster: &Cluster,
+    workload: &Workload,
+    name: String,
+    groups: &[Vec<u32>],
+    evaluation: &Evaluation,
+) -> Alternative {
     let held = |members: &Vec<u32>| {
         members.iter().fold(0u64, |sum, &i| sum.saturating_add(cluster.devices[i as usize].memory_experts))
     };
@@ -94,7 +134,7 @@ fn alternative(cluster: &Cluster, workload: &Workload, name: String, groups: &[V
         name,
         groups: groups.len(),
         objective_ms: evaluation.objective_ms,
-        terms: terms(&evaluation),
+        terms: terms(evaluation),
         invalid: (least < needed).then(|| format!("a group holds {least} of {needed} experts")),
     }
 }
@@ -104,9 +144,9 @@ fn binding(
     workload: &Workload,
     options: Options,
     plan: &Plan,
-    groups: &[Vec<u32>],
+    (groups, placements): (&[Vec<u32>], &[DeviceExperts]),
+    evaluation: &Evaluation,
 ) -> Result<Vec<String>, PlanError> {
-    let evaluation = evaluate(cluster, workload, groups);
     let id = |i: u32| cluster.devices[i as usize].id;
     let Terms { gamma, compute_ms, communication_ms, all_reduce_ms } = plan.terms;
     let share = |ms: f64| if plan.objective_ms > 0.0 { 100.0 * ms / plan.objective_ms } else { 0.0 };
@@ -116,21 +156,48 @@ fn binding(
         share(gamma * communication_ms),
         share(all_reduce_ms)
     )];
-    if let Some(members) = groups.get(evaluation.worst()) {
-        let sums = cluster.links.sums(members);
-        let time = |&(a, b): &(f64, f64)| a + b * (workload.p2p_buffer_mb / members.len() as f64);
-        let slowest = members.iter().zip(&sums).fold(None, |slowest: Option<(u32, f64)>, (&i, sum)| match slowest {
-            Some((_, ms)) if ms >= time(sum) => slowest,
-            _ => Some((i, time(sum))),
-        });
-        if let Some((i, ms)) = slowest {
-            lines.push(format!(
-                "group {} decides ({} devices); in it device {} exchanges longest, {ms:.4} ms",
-                evaluation.worst(),
-                members.len(),
-                id(i)
-            ));
+    let worst = evaluation.worst();
+    if let (Some(members), Some(placement)) = (groups.get(worst), placements.get(worst)) {
+        let exchanges: Vec<f64> = match plan.objective {
+            Objective::Placed => placed::exchanges(cluster, workload, members, placement),
+            Objective::Published => {
+                let time = |(alpha, beta)| alpha + beta * (workload.p2p_buffer_mb / members.len() as f64);
+                cluster.links.sums(members).into_iter().map(time).collect()
+            }
+        };
+        let longest = (0..members.len()).fold(0, |l, i| if exchanges[i] > exchanges[l] { i } else { l });
+        let (device, ms) = (id(members[longest]), exchanges[longest]);
+        lines.push(format!(
+            "group {worst} decides ({} devices); in it device {device} exchanges longest, {ms:.4} ms",
+            members.len(),
+        ));
+        if plan.objective == Objective::Placed {
+            let costs = workload.costs();
+            let time = |i: usize| {
+                let cost: f64 = placement[i].iter().map(|&e| costs[e as usize]).sum();
+                cost / cluster.devices[members[i] as usize].flop_per_ms
+            };
+            let longest = (0..members.len()).fold(0, |l, i| if time(i) > time(l) { i } else { l });
+            let held = match placement[longest].len() {
+                1 => "1 expert".to_string(),
+                n => format!("{n} experts"),
+            };
+            let (device, ms) = (id(members[longest]), evaluation.compute_ms[worst]);
+            lines.push(format!("in it device {device} computes longest, {ms:.4} ms for {held}"));
         }
+    }
+    if !plan.idle_devices.is_empty() {
+        lines.push(format!("in no group: {}", devices(&plan.idle_devices)));
+    }
+    let empty: Vec<u64> = groups
+        .iter()
+        .zip(placements)
+        .flat_map(|(members, placement)| {
+            members.iter().zip(placement).filter(|(_, experts)| experts.is_empty()).map(|(&i, _)| id(i))
+        })
+        .collect();
+    if !empty.is_empty() {
+        lines.push(format!("in a group but without experts, so with nothing to compute: {}", devices(&empty)));
     }
     if let Some(edge) = evaluation.slowest {
         lines.push(format!(
@@ -142,11 +209,10 @@ fn binding(
         ));
     }
     // Memory binds where a search without its limits finds better groups.
-    let mut roomy = cluster.clone();
-    let needed = workload.n_experts() as u64;
-    roomy.devices.iter_mut().for_each(|device| device.memory_experts = device.memory_experts.max(needed));
+    let needed = workload.n_experts();
+    let roomy = roomy(cluster, workload);
     let free = choose(&roomy, workload, options)?;
-    let free_ms = evaluate(cluster, workload, &free.groups).objective_ms;
+    let free_ms = free.evaluation.objective_ms;
     let groups = match free.groups.len() {
         1 => "1 group".to_string(),
         n => format!("{n} groups"),
@@ -163,4 +229,15 @@ fn binding(
         "memory does not bind: a search without its limits finds nothing better".to_string()
     });
     Ok(lines)
+}
+
+/// The first few devices by id, and how many more there are.
+fn devices(ids: &[u64]) -> String {
+    const SHOWN: usize = 16;
+    let shown = ids.iter().take(SHOWN).map(u64::to_string).collect::<Vec<_>>().join(", ");
+    let what = if ids.len() == 1 { "device" } else { "devices" };
+    match ids.len().saturating_sub(SHOWN) {
+        0 => format!("{what} {shown}"),
+        more => format!("{what} {shown} and {more} more"),
+    }
 }

@@ -34,8 +34,11 @@ mod error;
 mod exact;
 mod explain;
 mod lysi;
+mod model;
 mod objective;
+mod placed;
 mod placement;
+mod random;
 mod replan;
 mod search;
 mod state;
@@ -50,6 +53,7 @@ use crate::cluster::{Cluster, LinkTable, Links, Matrix};
 use bound::{Bounds, LeastExchange, bounds};
 pub use error::{InputError, PlanError};
 pub use explain::{Alternative, Explanation, explain};
+pub use model::{Batch, MODELS, Model};
 use objective::{Evaluation, Problem};
 use placement::GroupDevices;
 pub use replan::{Replan, loads_of_report, replan};
@@ -81,12 +85,26 @@ pub enum PlacementKind {
     Lysi,
 }
 
+/// What a plan is to minimise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Objective {
+    /// The time of an iteration with experts whole and where they are, and every group's own tokens.
+    #[default]
+    Placed,
+    /// Equation (1) of the Lysi poster, which spreads the experts' work over a group as if they could be cut, for comparison.
+    Published,
+}
+
 /// What is asked of the planner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Options {
     /// How to choose the groups.
     pub algorithm: Algorithm,
+    /// What to minimise; by default [`Objective::Placed`], and with [`Algorithm::Lysi`], which minimises that, [`Objective::Published`].
+    pub objective: Option<Objective>,
     /// How to place the experts; by default Lysi's way with [`Algorithm::Lysi`], else the best.
     pub placement: Option<PlacementKind>,
     /// Whether devices may be left out.
@@ -99,6 +117,19 @@ impl Options {
     /// The groups chosen so.
     pub fn algorithm(self, algorithm: Algorithm) -> Options {
         Options { algorithm, ..self }
+    }
+
+    /// What is minimised.
+    pub fn minimised(self) -> Objective {
+        self.objective.unwrap_or(match self.algorithm {
+            Algorithm::Lysi => Objective::Published,
+            _ => Objective::Placed,
+        })
+    }
+
+    /// To minimise this.
+    pub fn objective(self, objective: Objective) -> Options {
+        Options { objective: Some(objective), ..self }
     }
 
     /// The experts placed so, whatever chooses the groups.
@@ -119,12 +150,14 @@ impl Options {
 
 /// The objective's parts: `objective_ms = gamma * (compute_ms + communication_ms) + all_reduce_ms`, of the group that the
 /// objective is the maximum of.
+///
+/// By the published objective, compute is the experts' costs over the group's rate, and communication the exchange in even shares.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Terms {
     /// Passes of an MoE layer per iteration.
     pub gamma: f64,
-    /// The experts' costs over the group's rate.
+    /// The longest time of a device of the group for its experts.
     pub compute_ms: f64,
     /// Exchanges per pass times the longest exchange of a device of the group.
     pub communication_ms: f64,
@@ -142,7 +175,7 @@ pub struct PlannedGroup {
     pub objective_ms: f64,
     /// By device id, the experts that it holds, ascending.
     pub experts: BTreeMap<u64, Vec<u32>>,
-    /// The longest time of a device for its experts in one pass.
+    /// The longest time of a device for its experts in one pass: of the group's tokens, or by the published objective of one device's.
     pub makespan_ms: f64,
 }
 
@@ -152,9 +185,15 @@ pub struct PlannedGroup {
 pub struct Plan {
     /// True; see [`Outcome`].
     pub feasible: bool,
+    /// What it was made for; unknown of older plans.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workload: Option<Box<Workload>>,
+    /// What was minimised. Plans that do not say so are of before there was a choice.
+    #[serde(default = "before_objectives")]
+    pub objective: Objective,
     /// What chose the groups: "exact", "search" or "lysi".
     pub algorithm: String,
-    /// Whether no grouping has a lower objective.
+    /// Whether there is no lower objective.
     pub optimal: bool,
     /// The objective is at most this share above the least possible one: objective / lower bound - 1.
     pub gap_bound: f64,
@@ -168,6 +207,10 @@ pub struct Plan {
     pub idle_devices: Vec<u64>,
     /// Time that planning took.
     pub elapsed_ms: f64,
+}
+
+fn before_objectives() -> Objective {
+    Objective::Published
 }
 
 /// No plan: what is missing.
@@ -216,20 +259,21 @@ const EQUAL: f64 = 1e-10;
 /// Plans.
 ///
 /// # Errors
-/// [`PlanError::Unproved`], with [`Algorithm::Exact`] only.
+/// [`PlanError::Unproved`], with [`Algorithm::Exact`] only; [`PlanError::Input`], where memory in MB has no `expert_mb` to go with it.
 pub fn plan(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Outcome, PlanError> {
+    let cluster = &*workload.on(cluster)?;
     let start = Instant::now();
     let elapsed_ms = || start.elapsed().as_secs_f64() * 1e3;
     if let Some(shortage) = shortage(cluster, workload) {
         return Ok(Outcome::Infeasible(Infeasible { feasible: false, shortage, elapsed_ms: elapsed_ms() }));
     }
     let chosen = choose(cluster, workload, options)?;
-    let mut plan = assemble(cluster, workload, &chosen, placement_kind(options));
+    let mut plan = assemble(cluster, workload, &chosen, options);
     plan.elapsed_ms = elapsed_ms();
     Ok(Outcome::Plan(plan))
 }
 
-fn placement_kind(options: Options) -> PlacementKind {
+pub(crate) fn placement_kind(options: Options) -> PlacementKind {
     options.placement.unwrap_or(match options.algorithm {
         Algorithm::Lysi => PlacementKind::Lysi,
         _ => PlacementKind::Auto,
@@ -251,6 +295,8 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
 /// The groups that were chosen.
 pub(crate) struct Chosen {
     pub groups: Vec<Vec<u32>>,
+    /// Of each group, where the objective depends on it.
+    pub placements: Option<Vec<placement::DeviceExperts>>,
     pub evaluation: Evaluation,
     pub algorithm: &'static str,
     pub optimal: bool,
@@ -267,7 +313,7 @@ pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -
             let matrix = Matrix::from_table(tiers);
             let mut chosen = choose_by(cluster, &matrix, workload, options, Some(&matrix))?;
             // The same but for the order of sums; as it is computed from tiers everywhere else.
-            chosen.evaluation = evaluate(cluster, workload, &chosen.groups);
+            chosen.evaluation = evaluate(cluster, workload, &chosen.groups, chosen.placements.as_deref());
             Ok(chosen)
         }
         Links::Tiers(tiers) => choose_by(cluster, tiers, workload, options, None),
@@ -275,6 +321,27 @@ pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -
 }
 
 fn choose_by<L: LeastExchange>(
+    cluster: &Cluster,
+    links: &L,
+    workload: &Workload,
+    options: Options,
+    matrix: Option<&Matrix>,
+) -> Result<Chosen, PlanError> {
+    if options.minimised() == Objective::Published {
+        return choose_published(cluster, links, workload, options, matrix);
+    }
+    // Optimality under another objective need not be proved.
+    let algorithm = match options.algorithm {
+        Algorithm::Exact => Algorithm::Auto,
+        other => other,
+    };
+    let found = choose_published(cluster, links, workload, options.algorithm(algorithm), matrix)?;
+    let placements = place(cluster, &workload.costs(), &found.groups, placement_kind(options));
+    let placements = placements.into_iter().map(|(placement, _)| placement).collect();
+    placed::choose(cluster, links, workload, options, matrix, (found, placements))
+}
+
+fn choose_published<L: LeastExchange>(
     cluster: &Cluster,
     links: &L,
     workload: &Workload,
@@ -351,7 +418,7 @@ fn finish<L: LinkTable>(
     let evaluation = problem.evaluate_exactly(&groups);
     let bound_ms = bounds.least();
     let optimal = proved || evaluation.objective_ms * (1.0 - EQUAL) <= bound_ms;
-    Chosen { groups, evaluation, algorithm, optimal, bound_ms, others }
+    Chosen { groups, placements: None, evaluation, algorithm, optimal, bound_ms, others }
 }
 
 /// Lysi's groups, and the devices that it would drop: they join the group that suffers least, unless they
@@ -397,7 +464,7 @@ fn effort(n: usize, matrix: bool, times: u32) -> Effort {
 }
 
 /// Orders and blocks of the cluster.
-fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
+pub(crate) fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
     let n = problem.n();
     let file: Vec<u32> = (0..n as u32).collect();
     let mut orders = vec![file.clone()];
@@ -446,14 +513,46 @@ fn blocks_by_links(near: &[(u32, f64)]) -> Vec<Vec<Vec<u32>>> {
     jumps.iter().take(LEVELS).map(within).collect()
 }
 
-/// The objective of groups of devices, each given by its index in the cluster, ms: of valid groups or not, and of devices left
-/// out or not. No group is empty, and no device in two.
-pub fn objective_ms(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> f64 {
-    evaluate(cluster, workload, groups).objective_ms
+/// The objective of groups of devices, each given by its index in the cluster, ms, with the best placement found where that counts; `None`
+/// where a group's memory does not hold all experts. Devices may be left out; no group is empty, and no device in two.
+pub fn objective_ms(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>], objective: Objective) -> Option<f64> {
+    let cluster = &*workload.on(cluster).ok()?;
+    let held = |members: &Vec<u32>| {
+        members.iter().fold(0u64, |sum, &i| sum.saturating_add(cluster.devices[i as usize].memory_experts))
+    };
+    if groups.iter().any(|members| held(members) < workload.n_experts() as u64) {
+        return None;
+    }
+    match objective {
+        Objective::Placed => placed::evaluate_groups(cluster, workload, groups),
+        Objective::Published => Some(evaluate(cluster, workload, groups, None)),
+    }
+    .map(|evaluation| evaluation.objective_ms)
 }
 
-/// The objective of groups on this cluster, computed fresh.
-pub(crate) fn evaluate(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Evaluation {
+/// The groups of a plan by the devices' indices in the cluster, ascending, and their placements; devices that the cluster does not have are
+/// left out.
+pub(crate) fn indices(cluster: &Cluster, plan: &Plan) -> (Vec<Vec<u32>>, Vec<placement::DeviceExperts>) {
+    let index: HashMap<u64, u32> = cluster.devices.iter().map(|d| d.id).zip(0..).collect();
+    let group = |group: &PlannedGroup| {
+        let mut devices: Vec<(u32, u64)> = group.devices.iter().filter_map(|id| Some((*index.get(id)?, *id))).collect();
+        devices.sort_unstable();
+        let experts = |(_, id): &(u32, u64)| group.experts.get(id).cloned().unwrap_or_default();
+        (devices.iter().map(|(i, _)| *i).collect(), devices.iter().map(experts).collect())
+    };
+    plan.groups.iter().map(group).unzip()
+}
+
+/// The objective of groups on this cluster, computed fresh: with placements the placed one, else the published one.
+pub(crate) fn evaluate(
+    cluster: &Cluster,
+    workload: &Workload,
+    groups: &[Vec<u32>],
+    placements: Option<&[placement::DeviceExperts]>,
+) -> Evaluation {
+    if let Some(placements) = placements {
+        return placed::evaluate(cluster, workload, groups, placements);
+    }
     match &cluster.links {
         Links::Matrix(matrix) => Problem::new(&cluster.devices, matrix, workload, false).evaluate_exactly(groups),
         Links::Tiers(tiers) => Problem::new(&cluster.devices, tiers, workload, false).evaluate_exactly(groups),
@@ -471,10 +570,12 @@ pub(crate) fn terms(evaluation: &Evaluation) -> Terms {
     }
 }
 
-fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, kind: PlacementKind) -> Plan {
+fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, options: Options) -> Plan {
     let evaluation = &chosen.evaluation;
-    let costs = workload.costs();
-    let placements = place(cluster, &costs, &chosen.groups, kind);
+    let placements = match &chosen.placements {
+        Some(placements) => placements.iter().cloned().zip(evaluation.compute_ms.iter().copied()).collect(),
+        None => place(cluster, &workload.costs(), &chosen.groups, placement_kind(options)),
+    };
     let id = |i: u32| cluster.devices[i as usize].id;
     let groups = chosen.groups.iter().zip(placements).enumerate().map(|(g, (members, (placement, makespan_ms)))| {
         let ids: Vec<u64> = members.iter().map(|&i| id(i)).collect();
@@ -490,6 +591,8 @@ fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, kind: Place
     };
     Plan {
         feasible: true,
+        workload: Some(Box::new(workload.clone())),
+        objective: options.minimised(),
         algorithm: chosen.algorithm.to_string(),
         optimal: chosen.optimal,
         gap_bound: gap,

@@ -83,9 +83,9 @@ impl<'a, L: LinkTable> Problem<'a, L> {
     /// Passes of an MoE layer per iteration, with `workers` devices in groups.
     pub fn gamma(&self, workers: usize) -> f64 {
         let w = self.workload;
-        let layers = w.num_layers / w.moe_frequency;
-        let steps = w.global_batch_size / (workers as f64 * w.mini_batch_size);
-        layers * steps * (2.0 + w.recomputation_amount)
+        let global_batch = w.global_batch_size.unwrap_or(self.n() as f64 * w.mini_batch_size);
+        let steps = global_batch / (workers as f64 * w.mini_batch_size);
+        w.moe_layers() * steps * (2.0 + w.recomputation_amount)
     }
 
     /// The all-reduce between `k` groups over their slowest link, ms.
@@ -148,6 +148,12 @@ impl<'a, L: LinkTable> Problem<'a, L> {
     }
 
     fn evaluate_by(&self, groups: &[Vec<u32>], group: impl Fn(&[u32]) -> (f64, f64)) -> Evaluation {
+        let (compute_ms, communication_ms) = groups.iter().map(|g| group(g)).unzip();
+        self.evaluate_times(groups, compute_ms, communication_ms)
+    }
+
+    /// The objective of a grouping whose groups take these times.
+    pub fn evaluate_times(&self, groups: &[Vec<u32>], compute_ms: Vec<f64>, communication_ms: Vec<f64>) -> Evaluation {
         let mut group_of = vec![IDLE; self.n()];
         for (g, members) in groups.iter().enumerate() {
             members.iter().for_each(|&i| group_of[i as usize] = g as u32);
@@ -157,7 +163,6 @@ impl<'a, L: LinkTable> Problem<'a, L> {
             true => self.slowest(|i| group_of[i as usize]).map(|place| self.edges[place]),
             false => self.links.slowest_between(&group_of, IDLE, self.workload.all_reduce_buffer_mb / 2.0),
         };
-        let (compute_ms, communication_ms): (Vec<f64>, Vec<f64>) = groups.iter().map(|g| group(g)).unzip();
         let mut evaluation = Evaluation {
             gamma: self.gamma(workers),
             compute_ms,

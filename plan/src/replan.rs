@@ -5,15 +5,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde::{Deserialize, Serialize};
 
 use super::workload::Workload;
-use super::{InputError, Plan, evaluate};
+use super::{InputError, Plan, indices, placed};
 use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 
 /// What a change of plans gains and costs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Replan {
-    /// Predicted time of an iteration with the plan in use, under the new loads: as the objective, but with each group's
-    /// makespan for its compute.
+    /// Predicted time of an iteration with the plan in use, under the new loads: its [`Objective::Placed`](crate::Objective::Placed).
     pub current_ms: f64,
     /// The same with the new plan.
     pub planned_ms: f64,
@@ -56,8 +55,8 @@ pub fn replan(
 ) -> Result<Replan, InputError> {
     let index: HashMap<u64, u32> = cluster.devices.iter().map(|device| device.id).zip(0..).collect();
     check(&index, workload, current)?;
-    let current_ms = placed_ms(cluster, workload, &index, current);
-    let planned_ms = placed_ms(cluster, workload, &index, planned);
+    let current_ms = placed_ms(cluster, workload, current);
+    let planned_ms = placed_ms(cluster, workload, planned);
     let held = |plan: &Plan| -> BTreeMap<u32, BTreeSet<u32>> {
         let devices = plan.groups.iter().flat_map(|group| &group.experts);
         devices.map(|(id, experts)| (index[id], experts.iter().copied().collect())).collect()
@@ -93,20 +92,10 @@ pub fn replan(
     })
 }
 
-/// The objective of a plan with its makespans in the place of even shares.
-fn placed_ms(cluster: &Cluster, workload: &Workload, index: &HashMap<u64, u32>, plan: &Plan) -> f64 {
-    let costs = workload.costs();
-    let groups: Vec<Vec<u32>> =
-        plan.groups.iter().map(|group| group.devices.iter().map(|id| index[id]).collect()).collect();
-    let evaluation = evaluate(cluster, workload, &groups);
-    let work = plan.groups.iter().zip(&evaluation.communication_ms).map(|(group, communication_ms)| {
-        let time = |(id, experts): (&u64, &Vec<u32>)| {
-            let cost: f64 = experts.iter().map(|&e| costs[e as usize]).sum();
-            cost / cluster.devices[index[id] as usize].flop_per_ms
-        };
-        group.experts.iter().map(time).fold(0.0, f64::max) + communication_ms
-    });
-    evaluation.gamma * work.fold(0.0, f64::max) + evaluation.all_reduce_ms
+/// The placed objective of a plan.
+fn placed_ms(cluster: &Cluster, workload: &Workload, plan: &Plan) -> f64 {
+    let (groups, placements) = indices(cluster, plan);
+    placed::evaluate(cluster, workload, &groups, &placements).objective_ms
 }
 
 /// Whether a plan, read from a file, is one of these devices and experts.

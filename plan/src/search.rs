@@ -12,6 +12,7 @@
 
 use super::bound::Bounds;
 use super::objective::{IDLE, Problem};
+use super::random::Random;
 use super::state::{Move, State};
 use crate::cluster::LinkTable;
 
@@ -32,7 +33,7 @@ const ROUNDS: usize = 4;
 const NUMBERS: [usize; ROUNDS] = [24, 6, 3, 1];
 const SHARES: [f64; ROUNDS] = [0.15, 0.2, 0.25, 0.4];
 /// Values that stand for the exponential distribution, each in the middle of its share.
-const EXPONENTIAL: usize = 1024;
+pub(crate) const EXPONENTIAL: usize = 1024;
 /// Chains in a round at least: two processors for a thread each.
 const CHAINS_LEAST: usize = 2;
 /// Links that a chain looks at, at least, per device.
@@ -94,7 +95,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             problem,
             bounds,
             blocks: several.map(block_of).collect(),
-            exponential: (0..EXPONENTIAL).map(|at| -((at as f64 + 0.5) / EXPONENTIAL as f64).ln()).collect(),
+            exponential: exponential(),
             allow_idle,
             best: None,
             by_groups: vec![None; n],
@@ -190,33 +191,14 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             if !self.may_improve(k) || self.ops > end {
                 break;
             }
-            // Like devices are cut alike, by whatever.
-            let mut made: Vec<Vec<Vec<u32>>> = Vec::new();
-            for order in &views.orders {
-                for by in [CutBy::Count, CutBy::Rate, CutBy::Memory] {
-                    made.push(cut(self.problem, order, k, by));
-                }
-            }
-            for blocks in views.blocks.iter().filter(|blocks| blocks.len() >= k) {
-                made.push(deal(blocks, k, |i| self.problem.flops[i as usize]));
-            }
+            let made = constructed(self.problem, views, k);
             self.ops += (made.len() * self.problem.n()) as u64;
-            for place in 0..made.len() {
-                let (before, here) = made.split_at(place);
-                if !before.contains(&here[0]) {
-                    self.offer(here[0].clone());
-                }
-            }
+            made.into_iter().for_each(|groups| self.offer(groups));
             if self.by_groups[k - 1].is_none() {
                 // Memory is tight.
-                self.offer(self.dealt_by_memory(k));
+                self.offer(dealt_by_memory(self.problem, k));
             }
         }
-    }
-
-    fn dealt_by_memory(&self, k: usize) -> Vec<Vec<u32>> {
-        let singles: Vec<Vec<u32>> = (0..self.problem.n() as u32).map(|i| vec![i]).collect();
-        deal(&singles, k, |i| self.problem.memory[i as usize].min(self.problem.n_experts) as f64)
     }
 
     /// Annealing, on ever fewer numbers of groups; two chains at a time.
@@ -238,7 +220,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             }
             let start = |k: usize| match &self.by_groups[k - 1] {
                 Some(found) => found.groups.clone(),
-                None => self.dealt_by_memory(k),
+                None => dealt_by_memory(self.problem, k),
             };
             let mut chains: Vec<(Vec<Vec<u32>>, u64)> =
                 numbers.iter().map(|&k| (start(k), (round * 65_536 + k) as u64)).collect();
@@ -441,6 +423,37 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 }
 
+/// Values that stand for the exponential distribution.
+pub(crate) fn exponential() -> Vec<f64> {
+    (0..EXPONENTIAL).map(|at| -((at as f64 + 0.5) / EXPONENTIAL as f64).ln()).collect()
+}
+
+/// Groupings into `k` groups that are made in one go, each once.
+pub(crate) fn constructed<L: LinkTable>(problem: &Problem<L>, views: &Views, k: usize) -> Vec<Vec<Vec<u32>>> {
+    let mut made: Vec<Vec<Vec<u32>>> = Vec::new();
+    // Like devices are cut alike, by whatever.
+    let mut keep = |groups: Vec<Vec<u32>>| {
+        if !made.contains(&groups) {
+            made.push(groups);
+        }
+    };
+    for order in &views.orders {
+        for by in [CutBy::Count, CutBy::Rate, CutBy::Memory] {
+            keep(cut(problem, order, k, by));
+        }
+    }
+    for blocks in views.blocks.iter().filter(|blocks| blocks.len() >= k) {
+        keep(deal(blocks, k, |i| problem.flops[i as usize]));
+    }
+    made
+}
+
+/// Devices dealt out to `k` groups by memory, which may be tight.
+pub(crate) fn dealt_by_memory<L: LinkTable>(problem: &Problem<L>, k: usize) -> Vec<Vec<u32>> {
+    let singles: Vec<Vec<u32>> = (0..problem.n() as u32).map(|i| vec![i]).collect();
+    deal(&singles, k, |i| problem.memory[i as usize].min(problem.n_experts) as f64)
+}
+
 /// Where an order is cut.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CutBy {
@@ -493,22 +506,4 @@ fn deal(blocks: &[Vec<u32>], k: usize, weight: impl Fn(u32) -> f64) -> Vec<Vec<u
         heap.push(std::cmp::Reverse(((f64::from_bits(bits) + rate).to_bits(), g)));
     }
     groups
-}
-
-/// SplitMix64 (Steele, Lea and Flood 2014): fast, and the same everywhere.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Below `n`, which is above 0.
-    fn below(&mut self, n: usize) -> usize {
-        ((u128::from(self.next()) * n as u128) >> 64) as usize
-    }
 }

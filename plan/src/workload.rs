@@ -1,50 +1,58 @@
 //! What is to be planned for: the experts' costs and the training schedule.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::InputError;
-use crate::cluster::{Number, Range, parse_json, read_text};
+use crate::cluster::{Cluster, Number, Range, parse_json, read_text};
 
 /// The experts and the schedule.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "RawWorkload", into = "RawWorkload")]
 #[non_exhaustive]
 pub struct Workload {
-    /// FLOP of each expert in one pass of one MoE layer, under an even share of the tokens.
+    /// FLOP of each expert in one pass of one MoE layer, for the tokens of one device's mini-batch, each expert having an even share of them.
     pub expert_flop: Vec<f64>,
     /// Each expert's share of the tokens, in any unit; it weighs the costs.
     pub expert_load: Option<Vec<f64>>,
-    /// What a device exchanges in one dispatch or combine, over all its peers, MB.
+    /// What one expert of one layer takes of a device's memory, with all that training keeps of it, MB; see
+    /// [`Device::memory_mb`](crate::cluster::Device::memory_mb).
+    pub expert_mb: Option<f64>,
+    /// What a device sends in one dispatch or combine, what stays with it included, MB.
     pub p2p_buffer_mb: f64,
     /// Exchanges per pass of a layer.
     pub p2p_frequency: f64,
-    /// Gradients that groups all-reduce between them, MB.
+    /// Gradients that groups all-reduce between them in an iteration, of all layers, MB.
     pub all_reduce_buffer_mb: f64,
     /// Layers of the model.
     pub num_layers: f64,
     /// One layer in this many has experts.
     pub moe_frequency: f64,
-    /// Samples per iteration.
-    pub global_batch_size: f64,
+    /// Samples per iteration; a mini-batch of each device of the cluster where `None`.
+    pub global_batch_size: Option<f64>,
     /// Samples per device and step.
     pub mini_batch_size: f64,
     /// Further forward passes by recomputation.
     pub recomputation_amount: f64,
 }
 
-#[derive(Deserialize, Serialize)]
+#[derive(Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct RawWorkload {
     expert_flop: Vec<Number>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     expert_load: Option<Vec<Number>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    expert_mb: Option<Number>,
     p2p_buffer_mb: Number,
     p2p_frequency: Number,
     all_reduce_buffer_mb: Number,
     num_layers: Number,
     moe_frequency: Number,
-    global_batch_size: Number,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    global_batch_size: Option<Number>,
     mini_batch_size: Number,
     recomputation_amount: Number,
 }
@@ -56,12 +64,13 @@ impl Workload {
         Workload {
             expert_flop,
             expert_load: None,
+            expert_mb: None,
             p2p_buffer_mb: 0.0,
             p2p_frequency: 2.0,
             all_reduce_buffer_mb: 0.0,
             num_layers: 1.0,
             moe_frequency: 1.0,
-            global_batch_size: 1.0,
+            global_batch_size: Some(1.0),
             mini_batch_size: 1.0,
             recomputation_amount: 0.0,
         }
@@ -81,7 +90,104 @@ impl Workload {
     /// # Errors
     /// One line that names the path inside the text, what is there and what is right.
     pub fn from_json(text: &str) -> Result<Workload, InputError> {
-        let raw: RawWorkload = parse_json(text)?;
+        parse_json::<RawWorkload>(text)?.try_into()
+    }
+
+    /// The workload as JSON text.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers only")
+    }
+
+    /// Number of experts.
+    pub fn n_experts(&self) -> usize {
+        self.expert_flop.len()
+    }
+
+    /// What each expert costs, FLOP: `expert_flop`, times its share of the tokens over the even share where loads are
+    /// given.
+    pub fn costs(&self) -> Vec<f64> {
+        match &self.expert_load {
+            None => self.expert_flop.clone(),
+            Some(load) => {
+                let (n, sum) = (load.len() as f64, load.iter().sum::<f64>());
+                self.expert_flop.iter().zip(load).map(|(flop, load)| flop * (load * n / sum)).collect()
+            }
+        }
+    }
+
+    /// Layers with experts.
+    pub fn moe_layers(&self) -> f64 {
+        self.num_layers / self.moe_frequency
+    }
+
+    /// The cluster as this workload finds it: what a device has of memory in experts of a layer, where both say it in MB.
+    ///
+    /// # Errors
+    /// One line: a device whose memory is known in MB alone, and a workload that does not say how large an expert is.
+    pub(crate) fn on<'c>(&self, cluster: &'c Cluster) -> Result<Cow<'c, Cluster>, InputError> {
+        let Some(expert_mb) = self.expert_mb else {
+            let place = cluster.devices.iter().position(|d| d.memory_mb.is_some() && d.memory_experts == 0);
+            return match place {
+                None => Ok(Cow::Borrowed(cluster)),
+                Some(place) => Err(InputError::value(
+                    format!("devices[{place}].memory_mb"),
+                    "is there without memory_experts",
+                    "expert_mb in the workload, or memory_experts",
+                )),
+            };
+        };
+        if cluster.devices.iter().all(|device| device.memory_mb.is_none()) {
+            return Ok(Cow::Borrowed(cluster));
+        }
+        let mut cluster = cluster.clone();
+        for device in &mut cluster.devices {
+            if let Some(memory_mb) = device.memory_mb {
+                // A quotient that rounding has left a little below a whole number is that number.
+                device.memory_experts = (memory_mb / (expert_mb * self.moe_layers()) * (1.0 + 1e-12)).floor() as u64;
+            }
+        }
+        Ok(Cow::Owned(cluster))
+    }
+
+    /// The first thing in which two workloads of `devices` devices differ by more than rounding, as one line; what experts take of memory and their
+    /// loads aside.
+    pub fn difference(&self, other: &Workload, devices: usize) -> Option<String> {
+        let number = |name: &str, here: f64, there: f64| {
+            let same = (here - there).abs() <= 1e-9 * here.abs().max(there.abs());
+            (!same).then(|| format!("{name} is {here}, not {there}"))
+        };
+        let batches = |workload: &Workload| {
+            workload.global_batch_size.map_or(devices as f64, |size| size / workload.mini_batch_size)
+        };
+        let counts = (self.n_experts() as f64, other.n_experts() as f64);
+        number("the number of experts", counts.0, counts.1)
+            .or_else(|| {
+                let both = self.expert_flop.iter().zip(&other.expert_flop).enumerate();
+                both.into_iter().find_map(|(e, (here, there))| number(&format!("expert_flop[{e}]"), *here, *there))
+            })
+            .or_else(|| number("p2p_buffer_mb", self.p2p_buffer_mb, other.p2p_buffer_mb))
+            .or_else(|| number("p2p_frequency", self.p2p_frequency, other.p2p_frequency))
+            .or_else(|| number("all_reduce_buffer_mb", self.all_reduce_buffer_mb, other.all_reduce_buffer_mb))
+            .or_else(|| number("num_layers / moe_frequency", self.moe_layers(), other.moe_layers()))
+            .or_else(|| number("global_batch_size / mini_batch_size", batches(self), batches(other)))
+            .or_else(|| number("recomputation_amount", self.recomputation_amount, other.recomputation_amount))
+    }
+
+    /// Sets the experts' loads, such as the tokens that each got.
+    ///
+    /// # Errors
+    /// One line: not one per expert, or all zero. `what` names them.
+    pub fn set_load(&mut self, load: Vec<f64>, what: &str) -> Result<(), InputError> {
+        check_load(&load, self.n_experts(), what)?;
+        self.expert_load = Some(load);
+        Ok(())
+    }
+}
+
+impl TryFrom<RawWorkload> for Workload {
+    type Error = InputError;
+
+    fn try_from(raw: RawWorkload) -> Result<Workload, InputError> {
         if raw.expert_flop.is_empty() {
             return Err(InputError::value("expert_flop", "is empty", "at least one expert"));
         }
@@ -103,60 +209,38 @@ impl Workload {
         Ok(Workload {
             expert_flop,
             expert_load,
+            expert_mb: raw.expert_mb.map(|mb| number(mb, Positive, "expert_mb")).transpose()?,
             p2p_buffer_mb: number(raw.p2p_buffer_mb, NonNegative, "p2p_buffer_mb")?,
             p2p_frequency: number(raw.p2p_frequency, NonNegative, "p2p_frequency")?,
             all_reduce_buffer_mb: number(raw.all_reduce_buffer_mb, NonNegative, "all_reduce_buffer_mb")?,
             num_layers: number(raw.num_layers, Positive, "num_layers")?,
             moe_frequency: number(raw.moe_frequency, Positive, "moe_frequency")?,
-            global_batch_size: number(raw.global_batch_size, Positive, "global_batch_size")?,
+            global_batch_size: raw
+                .global_batch_size
+                .map(|size| number(size, Positive, "global_batch_size"))
+                .transpose()?,
             mini_batch_size: number(raw.mini_batch_size, Positive, "mini_batch_size")?,
             recomputation_amount: number(raw.recomputation_amount, NonNegative, "recomputation_amount")?,
         })
     }
+}
 
-    /// The workload as JSON text.
-    pub fn to_json(&self) -> String {
+impl From<Workload> for RawWorkload {
+    fn from(workload: Workload) -> RawWorkload {
         let list = |numbers: &[f64]| numbers.iter().copied().map(Number).collect::<Vec<_>>();
-        let raw = RawWorkload {
-            expert_flop: list(&self.expert_flop),
-            expert_load: self.expert_load.as_deref().map(list),
-            p2p_buffer_mb: Number(self.p2p_buffer_mb),
-            p2p_frequency: Number(self.p2p_frequency),
-            all_reduce_buffer_mb: Number(self.all_reduce_buffer_mb),
-            num_layers: Number(self.num_layers),
-            moe_frequency: Number(self.moe_frequency),
-            global_batch_size: Number(self.global_batch_size),
-            mini_batch_size: Number(self.mini_batch_size),
-            recomputation_amount: Number(self.recomputation_amount),
-        };
-        serde_json::to_string(&raw).expect("numbers only")
-    }
-
-    /// Number of experts.
-    pub fn n_experts(&self) -> usize {
-        self.expert_flop.len()
-    }
-
-    /// What each expert costs, FLOP: `expert_flop`, times its share of the tokens over the even share where loads are
-    /// given.
-    pub fn costs(&self) -> Vec<f64> {
-        match &self.expert_load {
-            None => self.expert_flop.clone(),
-            Some(load) => {
-                let (n, sum) = (load.len() as f64, load.iter().sum::<f64>());
-                self.expert_flop.iter().zip(load).map(|(flop, load)| flop * (load * n / sum)).collect()
-            }
+        RawWorkload {
+            expert_flop: list(&workload.expert_flop),
+            expert_load: workload.expert_load.as_deref().map(list),
+            expert_mb: workload.expert_mb.map(Number),
+            p2p_buffer_mb: Number(workload.p2p_buffer_mb),
+            p2p_frequency: Number(workload.p2p_frequency),
+            all_reduce_buffer_mb: Number(workload.all_reduce_buffer_mb),
+            num_layers: Number(workload.num_layers),
+            moe_frequency: Number(workload.moe_frequency),
+            global_batch_size: workload.global_batch_size.map(Number),
+            mini_batch_size: Number(workload.mini_batch_size),
+            recomputation_amount: Number(workload.recomputation_amount),
         }
-    }
-
-    /// Sets the experts' loads, such as the tokens that each got.
-    ///
-    /// # Errors
-    /// One line: not one per expert, or all zero. `what` names them.
-    pub fn set_load(&mut self, load: Vec<f64>, what: &str) -> Result<(), InputError> {
-        check_load(&load, self.n_experts(), what)?;
-        self.expert_load = Some(load);
-        Ok(())
     }
 }
 

@@ -283,9 +283,10 @@ impl Layer {
         output: usize,
     ) -> PyResult<Saved> {
         let pass = Forward { tokens, x, ids, weights, output };
-        // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
         let state = py.detach(|| match &mut *self.lock()? {
+            // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
             Engine::F32(layer) => unsafe { pass.run(layer) }.map(PassState::F32),
+            // SAFETY: as above.
             Engine::Bf16(layer) => unsafe { pass.run(layer) }.map(PassState::Bf16),
         })?;
         Ok(Saved { state: Mutex::new(Some(state)), tokens })
@@ -305,9 +306,10 @@ impl Layer {
         let pass = Backward { tokens: saved.tokens, x, grad_output, grad_x, grad_weights };
         py.detach(|| {
             let state = saved.state.lock().map_err(|_| error("the pass failed before"))?.take();
-            // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
             match (&mut *self.lock()?, state) {
+                // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
                 (Engine::F32(layer), Some(PassState::F32(saved))) => unsafe { pass.run(layer, saved) },
+                // SAFETY: as above.
                 (Engine::Bf16(layer), Some(PassState::Bf16(saved))) => unsafe { pass.run(layer, saved) },
                 (_, None) => Err(error("the forward pass has had its backward")),
                 _ => Err(error("the forward pass was another layer's")),

@@ -1,10 +1,10 @@
 """Every parameter's gradient with experts over N processes equals the unpatched model's in one process.
 
-Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py fsdp|tp MODEL... ``. With ``--fault NAME`` an error is planted,
-and the comparison must see it.
+Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py CASE...``, a case being ``fsdp`` or ``tp``, a colon, and a model; or
+a further colon and a fault, which is planted, and which the comparison must see.
 """
 
-import argparse
+import contextlib
 import math
 import sys
 import tempfile
@@ -60,27 +60,46 @@ MODELS = {
 BATCH, LENGTH, STEPS = 4, 16, 2
 
 
-def plant(fault):
-    """Breaks the plug-in."""
-    if fault == "no-gradient-of-weights":
-        backward = _experts._backward
+def broken_backward(original):
+    """Loses the gradient of the routing weights."""
 
-        def broken(ctx, grad_output):
-            grad_x, grad_weights, grad_up, grad_down = backward(ctx, grad_output)
-            return grad_x, torch.zeros_like(grad_weights), grad_up, grad_down
+    def backward(ctx, grad_output):
+        grad_x, grad_weights, grad_up, grad_down = original(ctx, grad_output)
+        return grad_x, torch.zeros_like(grad_weights), grad_up, grad_down
 
-        _experts._backward = broken
-    elif fault == "stale-weights":
-        load = _experts.Experts._load
+    return backward
 
-        def once(self, up, down):
-            if not hasattr(self, "loaded"):
-                load(self, up, down)
-            self.loaded = True
 
-        _experts.Experts._load = once
-    elif fault:
-        sys.exit(f"no fault {fault}")
+def broken_load(original):
+    """Keeps the weights of the first pass."""
+
+    def load(self, up, down):
+        if not hasattr(self, "loaded"):
+            original(self, up, down)
+        self.loaded = True
+
+    return load
+
+
+FAULTS = {
+    "no-gradient-of-weights": (_experts, "_backward", broken_backward),
+    "stale-weights": (_experts.Experts, "_load", broken_load),
+}
+
+
+@contextlib.contextmanager
+def planted(fault):
+    """The plug-in with a fault, or as it is with none."""
+    if not fault:
+        yield
+        return
+    owner, name, breaks = FAULTS[fault]
+    original = getattr(owner, name)
+    setattr(owner, name, breaks(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def steps(model, batches):
@@ -122,17 +141,20 @@ def compare(name, mode, folder):
     return worst
 
 
+def parse(text):
+    """A case: its mode, its model, its fault or an empty string."""
+    mode, model, fault = (text.split(":") + [""])[:3]
+    if mode not in ("fsdp", "tp") or model not in MODELS or (fault and fault not in FAULTS):
+        sys.exit(f"no case {text}")
+    return mode, model, fault
+
+
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=["fsdp", "tp"])
-    parser.add_argument("models", nargs="+", choices=MODELS)
-    parser.add_argument("--fault")
-    args = parser.parse_args()
-    plant(args.fault)
+    cases = [parse(text) for text in sys.argv[1:]]
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     failed = 0
-    for name in args.models:
+    for mode, name, fault in cases:
         with tempfile.TemporaryDirectory() as folder:
             if rank == 0:
                 torch.manual_seed(0)
@@ -140,15 +162,16 @@ def main():
                 AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             shared = [folder]
             dist.broadcast_object_list(shared)
-            key, error = compare(name, args.mode, shared[0])
+            with planted(fault):
+                key, error = compare(name, mode, shared[0])
             dist.barrier()
         seen = error > 1e-5
-        wrong = seen != bool(args.fault)
+        wrong = seen != bool(fault)
         failed += wrong
         if rank == 0:
-            what = f"fault {args.fault}" if args.fault else "equal"
+            what = f"fault {fault}" if fault else "equal"
             verdict = "FAILED" if wrong else "ok"
-            print(f"test transformers::{name}::{args.mode}::{size}::{what} ... {verdict} ({error:.1e}, {key})", flush=True)
+            print(f"test transformers::{name}::{mode}::{size}::{what} ... {verdict} ({error:.1e}, {key})", flush=True)
     dist.destroy_process_group()
     sys.exit(failed > 0)
 

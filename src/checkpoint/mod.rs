@@ -19,12 +19,21 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
+use crate::plan::Model;
 pub use error::FileError;
 use families::Layout;
 pub use families::{Family, families_page};
 use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};
 pub use result::{OutputFile, ResultLayout, memory_file};
+
+/// What the planner wants to know of the model whose `config.json` is in folder `dir`; weights are not looked at.
+///
+/// # Errors
+/// One line that names the file, the field, its value and what is expected; a model without experts.
+pub fn read_model(dir: &Path) -> Result<Model, FileError> {
+    families::read_model(dir)
+}
 
 /// One MoE layer of a checkpoint on disk.
 ///

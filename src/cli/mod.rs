@@ -14,6 +14,7 @@ mod probe;
 mod progress;
 mod run;
 mod values;
+mod workload;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -44,6 +45,8 @@ enum Command {
     Doctor(doctor::Args),
     /// Choose the expert-parallel groups and the placement of experts for a cluster and a workload.
     Plan(Box<plan::Args>),
+    /// Say what the planner is to plan for, of a model and a batch.
+    Workload(workload::Args),
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
     /// A PE of a job, which its supervisor starts.
@@ -121,6 +124,7 @@ fn command_main(command: Command) -> u8 {
         Command::Bench(args) => bench::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Probe(args) => probe::command(&args),
+        Command::Workload(args) => workload::command(&args),
         Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
         Command::Pe => unreachable!("a PE has its own main"),
     };

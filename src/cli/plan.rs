@@ -6,8 +6,12 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
+use super::workload::OptionalModelArgs;
 use crate::cluster::{Cluster, parse_json, preset, read_text};
-use crate::plan::{self, Algorithm, Explanation, Infeasible, Options, Outcome, PlacementKind, Plan, Replan, Workload};
+use crate::plan::{
+    self, Algorithm, Explanation, Infeasible, Objective, Options, Outcome, PlacementKind, Plan, PlanError, Replan,
+    Workload,
+};
 use crate::plot;
 
 /// The exit code when there is no plan.
@@ -21,8 +25,13 @@ pub struct Args {
     #[arg(long, value_name = "C")]
     cluster: PathBuf,
     /// The workload: a JSON file (docs/planner.md)
-    #[arg(long, value_name = "W")]
-    workload: PathBuf,
+    #[arg(long, value_name = "W", required_unless_present = "model")]
+    workload: Option<PathBuf>,
+    #[command(flatten)]
+    of_model: OptionalModelArgs,
+    /// What to minimise [default: placed; published with --algorithm lysi]
+    #[arg(long, value_enum)]
+    objective: Option<ObjectiveArg>,
     /// How to choose the groups
     #[arg(long, value_enum, default_value = "auto")]
     algorithm: AlgorithmArg,
@@ -75,6 +84,15 @@ pub enum AlgorithmArg {
     Lysi,
 }
 
+/// `--objective`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum ObjectiveArg {
+    /// The time of an iteration, with experts whole and where they are placed
+    Placed,
+    /// Equation (1) of the Lysi poster, which spreads experts over a group as if they could be cut, for comparison
+    Published,
+}
+
 /// `--placement`.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum PlacementArg {
@@ -104,6 +122,11 @@ impl Args {
             AlgorithmArg::Lysi => Algorithm::Lysi,
         };
         let options = Options::default().algorithm(algorithm).allow_idle(self.allow_idle).effort(self.effort);
+        let options = match self.objective {
+            None => options,
+            Some(ObjectiveArg::Placed) => options.objective(Objective::Placed),
+            Some(ObjectiveArg::Published) => options.objective(Objective::Published),
+        };
         match self.placement {
             None => options,
             Some(PlacementArg::Auto) => options.placement(PlacementKind::Auto),
@@ -118,8 +141,11 @@ impl Args {
         }
     }
 
-    fn workload(&self) -> Result<Workload> {
-        let mut workload = Workload::read(&self.workload)?;
+    fn workload(&self, cluster: &Cluster) -> Result<Workload> {
+        let mut workload = match &self.workload {
+            Some(path) => Workload::read(path)?,
+            None => self.of_model.workload(cluster.devices.len())?,
+        };
         if let Some(path) = &self.expert_load_from {
             let text = read_text(path)?;
             let set = |workload: &mut Workload| {
@@ -150,14 +176,18 @@ pub fn main(args: &Args) -> Result<u8> {
     for (name, path) in [("--plot", &args.plot), ("--plot-latency", &args.plot_latency)] {
         path.as_deref().map(plot::check_format).transpose().context(name)?;
     }
-    let (cluster, workload, options) = (args.cluster()?, args.workload()?, args.options());
-    // Of all that is asked of the planner it can refuse `--algorithm exact` alone.
-    let outcome = plan::plan(&cluster, &workload, options).map_err(|error| anyhow!("--{error}"))?;
+    let (cluster, options) = (args.cluster()?, args.options());
+    let workload = args.workload(&cluster)?;
+    let outcome = plan::plan(&cluster, &workload, options).map_err(|error| match error {
+        PlanError::Input(error) => anyhow!(error).context(args.cluster.display().to_string()),
+        // Of all that is asked of the planner it can refuse `--algorithm exact` alone.
+        error => anyhow!("--{error}"),
+    })?;
     if let Some(path) = &args.out {
         write(path, outcome.to_json() + "\n")?;
     }
     if let Some(path) = &args.plot_latency {
-        write(path, plot::encode(&plot::plot_latency(&cluster, &workload)?, path)?)?;
+        write(path, plot::encode(&plot::plot_latency(&cluster, &workload, options.minimised())?, path)?)?;
     }
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,

@@ -1,12 +1,14 @@
 //! Plots, as SVG: a plan on its cluster, and iteration latency against the number of experts.
 
+use std::collections::HashMap;
+
 use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::{Area, COLORS, draw, failed, write};
-use crate::cluster::{Cluster, Links};
-use crate::plan::{Plan, Workload, objective_ms};
+use crate::cluster::{Cluster, Device, Links};
+use crate::plan::{Objective, Plan, Workload, objective_ms};
 
 const WIDTH: u32 = 960;
 const HEIGHT: u32 = 600;
@@ -29,9 +31,18 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
     const LEFT: i32 = 110;
     const EDGE: i32 = 12;
     let costs = workload.costs();
-    let mut of_device: std::collections::HashMap<u64, (usize, &Vec<u32>)> = std::collections::HashMap::new();
+    let time =
+        |experts: &[u32], device: &Device| experts.iter().map(|&e| costs[e as usize]).sum::<f64>() / device.flop_per_ms;
+    let mut of_device: HashMap<u64, (usize, &Vec<u32>)> = HashMap::new();
     for (g, group) in plan.groups.iter().enumerate() {
         of_device.extend(group.experts.iter().map(|(id, experts)| (*id, (g, experts))));
+    }
+    // Of each group, the time of the device that takes longest.
+    let mut longest = vec![0.0f64; plan.groups.len()];
+    for device in &cluster.devices {
+        if let Some(&(g, experts)) = of_device.get(&device.id) {
+            longest[g] = longest[g].max(time(experts, device));
+        }
     }
     let title = format!(
         "{} devices, {} experts: {}, {:.2} ms per iteration ({})",
@@ -81,9 +92,8 @@ fn plan_on(area: &Area, cluster: &Cluster, workload: &Workload, plan: &Plan) -> 
             };
             let color = COLORS[g % COLORS.len()];
             area.draw(&Rectangle::new([near, far], color.mix(0.45).filled())).map_err(failed)?;
-            let time = experts.iter().map(|&e| costs[e as usize]).sum::<f64>() / device.flop_per_ms;
-            let makespan = plan.groups[g].makespan_ms;
-            let busy = if makespan > 0.0 { (time / makespan).min(1.0) } else { 0.0 };
+            let time = time(experts, device);
+            let busy = if longest[g] > 0.0 { (time / longest[g]).min(1.0) } else { 0.0 };
             let bar = (near.0 + (f64::from(far.0 - near.0) * busy) as i32, far.1);
             let height = ((far.1 - near.1) / 8).max(1);
             area.draw(&Rectangle::new([(near.0, far.1 - height), bar], color.filled())).map_err(failed)?;
@@ -110,20 +120,17 @@ struct Point {
 ///
 /// # Errors
 /// If the drawing library fails.
-pub fn plot_latency(cluster: &Cluster, workload: &Workload) -> Result<String> {
-    let curves = latency(cluster, workload);
+pub fn plot_latency(cluster: &Cluster, workload: &Workload, objective: Objective) -> Result<String> {
+    let curves = latency(cluster, workload, objective);
     draw((WIDTH, HEIGHT), |area| latency_on(area, &curves))
 }
 
 /// By size of groups, the points.
-fn latency(cluster: &Cluster, workload: &Workload) -> Vec<(usize, Vec<Point>)> {
+fn latency(cluster: &Cluster, workload: &Workload, objective: Objective) -> Vec<(usize, Vec<Point>)> {
     let n = cluster.devices.len();
     let all: Vec<u32> = (0..n as u32).collect();
-    let held = |members: &[u32]| {
-        members.iter().fold(0u64, |sum, &i| sum.saturating_add(cluster.devices[i as usize].memory_experts))
-    };
-    // From a quarter of the experts to where every size is out of memory, or sixteen times as many.
-    let most = (held(&all).saturating_add(1)).min(16 * workload.n_experts() as u64) as usize;
+    // From a quarter of the experts to sixteen times as many, or to where every size is out of memory.
+    let most = 16 * workload.n_experts();
     let mut numbers = vec![(workload.n_experts() / 4).max(1)];
     while let Some(last) = numbers.last()
         && *last < most
@@ -133,17 +140,19 @@ fn latency(cluster: &Cluster, workload: &Workload) -> Vec<(usize, Vec<Point>)> {
     let mean = workload.costs().iter().sum::<f64>() / workload.n_experts() as f64;
     let curve = |size: usize| {
         let groups: Vec<Vec<u32>> = all.chunks(size).map(<[u32]>::to_vec).collect();
-        let least = groups.iter().map(|group| held(group)).min().unwrap_or(0);
-        // The objective is linear in the number of experts: computed fresh for each all the same.
         let point = |&experts: &usize| {
             let mut workload = workload.clone();
             (workload.expert_flop, workload.expert_load) = (vec![mean; experts], None);
-            let fits = least >= experts as u64;
-            Point { experts, latency_ms: fits.then(|| objective_ms(cluster, &workload, &groups)) }
+            Point { experts, latency_ms: objective_ms(cluster, &workload, &groups, objective) }
         };
         (size, numbers.iter().map(point).collect())
     };
-    sizes(cluster).into_iter().map(curve).collect()
+    let mut curves: Vec<(usize, Vec<Point>)> = sizes(cluster).into_iter().map(curve).collect();
+    // One number beyond the last that fits somewhere.
+    let last = |points: &Vec<Point>| points.iter().rposition(|point| point.latency_ms.is_some()).map_or(1, |at| at + 2);
+    let shown = curves.iter().map(|(_, points)| last(points)).max().unwrap_or(0);
+    curves.iter_mut().for_each(|(_, points)| points.truncate(shown));
+    curves
 }
 
 /// Sizes of groups that are worth a curve: hosts, blocks of tiers, everything, and powers of two that divide, up to a few.

@@ -167,10 +167,13 @@ pub struct PlanReport {
     pub algorithm: String,
     /// What was minimised (`docs/planner.md`), seconds.
     pub objective_s: f64,
+    /// Why there is no prediction, where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_predicted: Option<String>,
     /// The groups.
     pub groups: Vec<PlannedPes>,
-    /// By the planner's model.
-    pub predicted: PlanTimes,
+    /// By the planner's model: the parts of its objective.
+    pub predicted: Option<PlanTimes>,
     /// In this run.
     pub measured: PlanTimes,
 }

@@ -106,7 +106,11 @@ impl RunReport {
         row("tokens per expert", self.experts());
         if let Some(plan) = &self.plan {
             row("EP groups", plan_groups(plan));
-            for (name, times) in [("planned", &plan.predicted), ("measured", &plan.measured)] {
+            if let Some(why) = &plan.not_predicted {
+                row("planned", format!("not compared: {why}"));
+            }
+            for (name, times) in [("planned", plan.predicted.as_ref()), ("measured", Some(&plan.measured))] {
+                let Some(times) = times else { continue };
                 let [step, compute, communication, all_reduce] =
                     [times.step_s, times.compute_s, times.communication_s, times.all_reduce_s].map(ms);
                 row(

@@ -11,38 +11,17 @@ use crate::job::launch::Processes;
 use crate::job::messages::collect;
 use crate::job::request::{DeviceKind, PlanSource, ProbeRequest, ProbedExpert, Request};
 use crate::moe::{Groups, Placement};
-use crate::plan::{self, Infeasible, Outcome, Plan, Workload};
+use crate::plan::{self, Batch, Infeasible, Objective, Outcome, Plan, Workload};
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
 
 impl PreparedRun {
-    /// The layer as what the planner plans for. A step is `gamma` passes of equal cost: forward and backward at half their
-    /// sum each, or forward alone.
+    /// The layer as what the planner plans for: a model of this one layer, of which every PE has an equal part of the tokens.
     pub fn workload(&self) -> Workload {
-        let config = &self.config;
-        let (tokens, pes) = (self.tokens as f64, self.request.pes as f64);
-        let (top_k, experts) = (config.router.top_k as f64, config.n_experts as f64);
-        let rows = tokens * top_k / experts;
-        // Backward takes two products for each of forward's.
-        let passes = if self.backward { 1.5 } else { 1.0 };
-        let flop = config.expert.forward_flop_per_row(config.hidden) * rows * passes;
-        let row_mb = (config.hidden * self.request.dtype.bytes()) as f64 * 1e-6;
-        let gradients: usize = config
-            .weights()
-            .into_iter()
-            .filter(|id| id.has_gradient() && !config.replicated_weights().contains(id))
-            .map(|id| config.shape(id).iter().product::<usize>())
-            .sum();
-        let mut workload = Workload::new(vec![flop; config.n_experts]);
-        workload.p2p_buffer_mb = tokens / pes * top_k.min(pes) * row_mb;
-        // Dispatch and combine.
-        workload.p2p_frequency = 2.0;
-        workload.global_batch_size = pes;
-        if self.backward {
-            workload.all_reduce_buffer_mb = (gradients * size_of::<f32>()) as f64 * 1e-6;
-        }
-        // gamma is (2 + 0) of this.
-        workload.num_layers = if self.backward { 1.0 } else { 0.5 };
-        workload
+        let pes = self.request.pes;
+        let mut batch = Batch::new(self.tokens as f64 / pes as f64, self.request.dtype.bytes());
+        batch.devices = Some(pes);
+        batch.backward = self.backward;
+        self.config.model((1, 1)).workload(&batch)
     }
 
     /// Makes or reads the plan that was asked for, and runs by it. `probe` gives the cluster of the PEs that are to run, where it is
@@ -71,6 +50,9 @@ impl PreparedRun {
         };
         for (g, group) in plan.groups.iter().enumerate() {
             tracing::info!(group = g, pes = ?group.devices, experts = ?group.experts, "planned");
+        }
+        if let Some(why) = self.not_predicted(&plan) {
+            tracing::info!("plan {source}: {why}; its prediction is not compared");
         }
         self.plan_source = Some(source);
         // What the PEs get is the plan, wherever it is from.
@@ -166,12 +148,14 @@ impl PreparedRun {
     /// What was planned beside what was measured; `None` without a plan.
     pub(super) fn plan_report(&self, report: &RunReport) -> Option<PlanReport> {
         let (Some(PlanSource::Made(plan)), Some(source)) = (&self.request.plan, &self.plan_source) else { return None };
-        let pes = self.request.pes as f64;
         let terms = plan.terms;
-        // A group computes for its own tokens: its share of the PEs.
-        let makespan = |group: &plan::PlannedGroup| group.makespan_ms * group.devices.len() as f64 / pes;
-        let compute_ms = terms.gamma * plan.groups.iter().map(makespan).fold(0.0, f64::max);
-        let communication_ms = terms.gamma * terms.communication_ms;
+        let predicted = PlanTimes {
+            step_s: plan.objective_ms * 1e-3,
+            compute_s: terms.gamma * terms.compute_ms * 1e-3,
+            communication_s: terms.gamma * terms.communication_ms * 1e-3,
+            all_reduce_s: terms.all_reduce_ms * 1e-3,
+        };
+        let not_predicted = self.not_predicted(plan);
         let passes: Vec<_> = std::iter::once(&report.forward).chain(&report.backward).collect();
         let of = |phases: &[&str]| -> f64 {
             let phase =
@@ -188,12 +172,8 @@ impl PreparedRun {
                     experts: self.groups.members(g).iter().map(|&pe| self.groups.experts(pe).to_vec()).collect(),
                 })
                 .collect(),
-            predicted: PlanTimes {
-                step_s: (compute_ms + communication_ms + terms.all_reduce_ms) * 1e-3,
-                compute_s: compute_ms * 1e-3,
-                communication_s: communication_ms * 1e-3,
-                all_reduce_s: terms.all_reduce_ms * 1e-3,
-            },
+            predicted: not_predicted.is_none().then_some(predicted),
+            not_predicted,
             measured: PlanTimes {
                 step_s: report.step_s,
                 compute_s: of(&["expert_gemm"]),
@@ -201,6 +181,20 @@ impl PreparedRun {
                 all_reduce_s: of(&["other"]),
             },
         })
+    }
+}
+
+impl PreparedRun {
+    /// Why a plan's objective says nothing about this run, where it does not.
+    fn not_predicted(&self, plan: &Plan) -> Option<String> {
+        if plan.objective != Objective::Placed {
+            return Some("the plan minimises the published objective, which is no time of a step".into());
+        }
+        let Some(workload) = &plan.workload else {
+            return Some("the plan does not say what workload it was made for".into());
+        };
+        let difference = workload.difference(&self.workload(), self.request.pes)?;
+        Some(format!("the plan was made for another workload than this run: its {difference}"))
     }
 }
 

@@ -193,7 +193,10 @@ struct RawDevice {
     id: Count,
     host: String,
     flop_per_ms: Number,
-    memory_experts: Count,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    memory_experts: Option<Count>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    memory_mb: Option<Number>,
 }
 
 #[derive(Deserialize, Serialize)]
@@ -247,8 +250,18 @@ impl Cluster {
             }
             let flop_per_ms =
                 Range::Positive.check(device.flop_per_ms.0, || format!("devices[{place}].flop_per_ms"))?;
-            let memory_experts = device.memory_experts.0;
-            devices.push(Device { id: device.id.0, host: device.host, flop_per_ms, memory_experts });
+            let check_mb = |mb: Number| Range::NonNegative.check(mb.0, || format!("devices[{place}].memory_mb"));
+            let memory_mb = device.memory_mb.map(check_mb).transpose()?;
+            let memory_experts = match (device.memory_experts, memory_mb) {
+                (Some(count), _) => count.0,
+                // What it comes to in experts is for the workload to say.
+                (None, Some(_)) => 0,
+                (None, None) => {
+                    let field = format!("devices[{place}].memory_experts");
+                    return Err(InputError::value(field, "is missing", "a number of experts, or memory_mb"));
+                }
+            };
+            devices.push(Device { id: device.id.0, host: device.host, flop_per_ms, memory_experts, memory_mb });
         }
         let n = devices.len();
         let links = links(n, raw.links)?;
@@ -271,7 +284,8 @@ impl Cluster {
                 id: Count(d.id),
                 host: d.host.clone(),
                 flop_per_ms: Number(d.flop_per_ms),
-                memory_experts: Count(d.memory_experts),
+                memory_experts: (d.memory_mb.is_none() || d.memory_experts > 0).then_some(Count(d.memory_experts)),
+                memory_mb: d.memory_mb.map(Number),
             })
         };
         let devices = self.devices.iter().map(device).collect::<Vec<_>>().join(",\n    ");

@@ -92,6 +92,34 @@ pub trait LinkTable: Sync {
     fn exact_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
         self.sums(members)
     }
+
+    /// For each member of a group (ascending), the sums of alpha and of beta from all other members.
+    fn received_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        let of = |&j: &u32| {
+            let others = members.iter().filter(|&&i| i != j);
+            others.fold((0.0, 0.0), |(alpha, beta), &i| {
+                let link = self.link_to(j as usize, i as usize);
+                (alpha + link.alpha_ms, beta + link.beta_ms_per_mb)
+            })
+        };
+        members.iter().map(of).collect()
+    }
+
+    /// For each member of a group (ascending), the longer of sending and receiving, ms, where every other member sends each member `mb` of it, and
+    /// nothing at all where that is `None`.
+    fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
+        let mut sent = vec![0.0; members.len()];
+        let mut received = vec![0.0; members.len()];
+        for ((&j, mb), received) in members.iter().zip(mb).zip(&mut received) {
+            let Some(mb) = *mb else { continue };
+            for (&i, sent) in members.iter().zip(&mut sent).filter(|(i, _)| **i != j) {
+                let ms = self.link_to(j as usize, i as usize).time_ms(mb);
+                *sent += ms;
+                *received += ms;
+            }
+        }
+        sent.into_iter().zip(received).map(|(sent, received)| f64::max(sent, received)).collect()
+    }
 }
 
 /// Alpha and beta of every ordered pair; the diagonal is ignored. Kept by row and by column, as the planner goes
@@ -461,6 +489,41 @@ impl LinkTable for Tiers {
         }
         sums
     }
+
+    fn received_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        // Links are as fast there as back.
+        self.sums(members)
+    }
+
+    fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
+        let sums = self.sums(members);
+        let receive = |((alpha, beta), mb): (&(f64, f64), &Option<f64>)| mb.map_or(0.0, |mb| alpha + beta * mb);
+        let received: Vec<f64> = sums.iter().zip(mb).map(receive).collect();
+        let mut sent = vec![0.0; members.len()];
+        // The receivers in a member's block of the tier inside, itself included, and their MB.
+        let own = |mb: &Option<f64>| (usize::from(mb.is_some()), mb.unwrap_or(0.0));
+        let mut inside: Vec<(usize, f64)> = mb.iter().map(own).collect();
+        for tier in &self.tiers {
+            let size = tier.size as u64;
+            let mut start = 0;
+            while start < members.len() {
+                let block = u64::from(members[start]) / size;
+                let end = start + members[start..].partition_point(|&m| u64::from(m) / size == block);
+                let count = mb[start..end].iter().flatten().count();
+                let sum: f64 = mb[start..end].iter().flatten().sum();
+                for (sent, inner) in sent[start..end].iter_mut().zip(&mut inside[start..end]) {
+                    let (alpha, beta) = (tier.link.alpha_ms, tier.link.beta_ms_per_mb);
+                    // Of no receiver nothing, whatever rounding leaves.
+                    if count > inner.0 {
+                        *sent += (count - inner.0) as f64 * alpha + (sum - inner.1).max(0.0) * beta;
+                    }
+                    *inner = (count, sum);
+                }
+                start = end;
+            }
+        }
+        sent.into_iter().zip(received).map(|(sent, received)| f64::max(sent, received)).collect()
+    }
 }
 
 fn sort_slowest_first(tree: &mut [Edge]) {
@@ -542,6 +605,20 @@ impl LinkTable for Links {
             Links::Tiers(tiers) => tiers.sums(members),
         }
     }
+
+    fn received_sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
+        match self {
+            Links::Matrix(matrix) => matrix.received_sums(members),
+            Links::Tiers(tiers) => tiers.received_sums(members),
+        }
+    }
+
+    fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
+        match self {
+            Links::Matrix(matrix) => matrix.exchanges(members, mb),
+            Links::Tiers(tiers) => tiers.exchanges(members, mb),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -560,6 +637,9 @@ mod tests {
             let matrix = Matrix::from_table(&tiers);
             for members in [(0..n as u32).collect::<Vec<_>>(), (0..n as u32).step_by(3).collect(), vec![n as u32 - 1]] {
                 assert_eq!(tiers.sums(&members), matrix.sums(&members), "{n} {sizes:?} {members:?}");
+                assert_eq!(tiers.received_sums(&members), matrix.received_sums(&members), "{n} {sizes:?} {members:?}");
+                let mb: Vec<_> = members.iter().map(|m| (m % 3 != 1).then_some(f64::from(m % 5) * 0.25)).collect();
+                assert_eq!(tiers.exchanges(&members, &mb), matrix.exchanges(&members, &mb), "{n} {sizes:?} {mb:?}");
             }
             for mb in [0.0, 0.1, 1.0, 100.0] {
                 let slownesses = |tree: Vec<Edge>| tree.into_iter().map(|edge| edge.slowness).collect::<Vec<_>>();

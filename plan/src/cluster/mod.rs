@@ -31,14 +31,21 @@ pub struct Device {
     pub host: String,
     /// Its rate in the experts' matrix products, FLOP per millisecond.
     pub flop_per_ms: f64,
-    /// How many experts its memory holds.
+    /// How many experts of a layer its memory holds; where `memory_mb` is there and the workload says how large an expert is, those decide.
     pub memory_experts: u64,
+    /// What it has for experts and their state, MB (10^6 bytes).
+    pub memory_mb: Option<f64>,
 }
 
 impl Device {
     /// A device: its id, its host, its rate (FLOP per millisecond), and how many experts it holds.
     pub fn new(id: u64, host: impl Into<String>, flop_per_ms: f64, memory_experts: u64) -> Device {
-        Device { id, host: host.into(), flop_per_ms, memory_experts }
+        Device { id, host: host.into(), flop_per_ms, memory_experts, memory_mb: None }
+    }
+
+    /// The device with so many MB (10^6 bytes) for experts and their state.
+    pub fn memory_mb(self, memory_mb: f64) -> Device {
+        Device { memory_mb: Some(memory_mb), ..self }
     }
 }
 

@@ -13,10 +13,16 @@ struct Node {
     devices: usize,
     flop_per_ms: f64,
     memory_experts: u64,
+    memory_mb: f64,
     inside: Link,
     between: Link,
-    sources: [(&'static str, &'static str); 4],
+    sources: [(&'static str, &'static str); 5],
 }
+
+/// The share of a device's memory that experts get, an assumption: the dense layers, activations and buffers take the rest.
+const FOR_EXPERTS: f64 = 0.75;
+const MEMORY: &str =
+    "three quarters of the device's memory, an assumption: dense layers, activations and buffers take the rest";
 
 const A100_FLOP: &str = "312 TFLOP/s dense BF16 (NVIDIA A100 whitepaper, table 1) times 0.43, the share that expert \
                          matrix products reached in the Lysi notebook's measurements";
@@ -31,11 +37,13 @@ const NODES: [Node; 3] = [
         devices: 4,
         flop_per_ms: 134_160_000_000.0,
         memory_experts: 16,
+        memory_mb: 40_000.0,
         inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 0.014 },
         between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.054 },
         sources: [
             ("flop_per_ms", A100_FLOP),
             ("memory_experts", "half of what the Lysi notebook gives the 80 GB device, for a GPT-3 350M MoE"),
+            ("memory_mb", MEMORY),
             ("links, tier 0", PERLMUTTER_INSIDE),
             ("links, tier 1", PERLMUTTER_BETWEEN),
         ],
@@ -46,11 +54,13 @@ const NODES: [Node; 3] = [
         devices: 4,
         flop_per_ms: 134_160_000_000.0,
         memory_experts: 32,
+        memory_mb: 80_000.0,
         inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 0.014 },
         between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.054 },
         sources: [
             ("flop_per_ms", A100_FLOP),
             ("memory_experts", "the Lysi notebook's figure, for a GPT-3 350M MoE"),
+            ("memory_mb", MEMORY),
             ("links, tier 0", PERLMUTTER_INSIDE),
             ("links, tier 1", PERLMUTTER_BETWEEN),
         ],
@@ -62,6 +72,7 @@ const NODES: [Node; 3] = [
         // 989.4 * 0.43, in 10^9 FLOP per ms.
         flop_per_ms: 425_442_000_000.0,
         memory_experts: 32,
+        memory_mb: 80_000.0,
         // 1 / 450 and 1 / 50 ms per MB.
         inside: Link { alpha_ms: 0.009, beta_ms_per_mb: 0.002_222_222_222_222_222 },
         between: Link { alpha_ms: 0.03, beta_ms_per_mb: 0.02 },
@@ -72,6 +83,7 @@ const NODES: [Node; 3] = [
                  notebook measured on A100; not measured on H100",
             ),
             ("memory_experts", "the Lysi notebook's figure for 80 GB, for a GPT-3 350M MoE"),
+            ("memory_mb", MEMORY),
             (
                 "links, tier 0",
                 "beta: NVLink 4 at its peak, 450 GB/s each way (NVIDIA DGX H100 data sheet: 900 GB/s both ways); alpha: the \
@@ -114,6 +126,7 @@ pub fn preset(text: &str) -> Result<Cluster, InputError> {
         host: format!("n{}", i / node.devices),
         flop_per_ms: node.flop_per_ms,
         memory_experts: node.memory_experts,
+        memory_mb: Some(node.memory_mb * FOR_EXPERTS),
     };
     let mut tiers = vec![Tier { size: node.devices, link: node.inside }];
     if nodes > 1 {

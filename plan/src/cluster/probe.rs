@@ -218,6 +218,7 @@ pub fn probe<T: Transport>(
             // A PE that came to nothing in its time is slow, and a device nonetheless.
             flop_per_ms: rates[pe].max(1.0),
             memory_experts: memories[pe],
+            memory_mb: None,
         })
         .collect();
     let of = |value: &dyn Fn(&Fit) -> f64| -> Vec<f64> {

@@ -61,6 +61,11 @@ impl Case {
             let slowest = g.iter().map(|&i| exchange(i)).fold(0.0, f64::max);
             worst = worst.max(cost / flops + self.eta * slowest);
         }
+        self.gamma(workers) * worst + self.all_reduce(groups)
+    }
+
+    /// The all-reduce between groups.
+    fn all_reduce(&self, groups: &[Vec<usize>]) -> f64 {
         let mut link = (f64::NEG_INFINITY, 0.0, 0.0);
         for (a, g) in groups.iter().enumerate() {
             for (b, h) in groups.iter().enumerate() {
@@ -73,8 +78,76 @@ impl Case {
             }
         }
         let k = groups.len() as f64;
-        let reduce = if groups.len() < 2 { 0.0 } else { 2.0 * (k - 1.0) * (link.1 + link.2 * self.all_reduce_mb / k) };
-        self.gamma(workers) * worst + reduce
+        if groups.len() < 2 { 0.0 } else { 2.0 * (k - 1.0) * (link.1 + link.2 * self.all_reduce_mb / k) }
+    }
+
+    /// Compute and communication of a group by the placed objective, ms: `held[i]` are the experts of `group[i]`.
+    pub fn placed_group(&self, group: &[usize], held: &[Vec<usize>]) -> f64 {
+        let costs = self.costs();
+        let total: f64 = costs.iter().sum();
+        let load = |i: usize| held[i].iter().map(|&e| costs[e]).sum::<f64>();
+        let share = |i: usize| if total > 0.0 { load(i) / total } else { 0.0 };
+        let size = group.len();
+        let time = |from: usize, to: usize| match held[to].is_empty() || from == to {
+            true => 0.0,
+            false => self.alpha[group[from]][group[to]] + self.beta[group[from]][group[to]] * self.p2p_mb * share(to),
+        };
+        let mut worst = (0.0f64, 0.0f64);
+        for (i, &device) in group.iter().enumerate() {
+            let send: f64 = (0..size).map(|j| time(i, j)).sum();
+            let receive: f64 = (0..size).map(|j| time(j, i)).sum();
+            worst.0 = worst.0.max(size as f64 * load(i) / self.flops[device]);
+            worst.1 = worst.1.max(send.max(receive));
+        }
+        worst.0 + self.eta * worst.1
+    }
+
+    /// The placed objective, of groups that take `work` each.
+    fn placed_of(&self, groups: &[Vec<usize>], work: impl Fn(usize) -> f64) -> f64 {
+        let workers = groups.iter().map(Vec::len).sum();
+        let worst = (0..groups.len()).map(work).fold(0.0, f64::max);
+        self.gamma(workers) * worst + self.all_reduce(groups)
+    }
+
+    /// The placed objective of groups and placements.
+    pub fn placed_objective(&self, groups: &[Vec<usize>], held: &[Vec<Vec<usize>>]) -> f64 {
+        self.placed_of(groups, |g| self.placed_group(&groups[g], &held[g]))
+    }
+
+    /// The least placed objective over all groupings and placements; `None` where no group can be valid. Only for a few experts and devices.
+    pub fn placed_optimum(&self, allow_idle: bool) -> Option<f64> {
+        let set = |group: &[usize]| group.iter().fold(0usize, |set, i| set | 1 << i);
+        let mut works = vec![f64::INFINITY; 1 << self.n()];
+        for (s, work) in works.iter_mut().enumerate().skip(1) {
+            let group: Vec<usize> = (0..self.n()).filter(|i| s >> i & 1 == 1).collect();
+            if self.valid(&group) {
+                self.placements(&group, |held| *work = work.min(self.placed_group(&group, held)));
+            }
+        }
+        let mut best: Option<f64> = None;
+        self.partitions(0, &mut Vec::new(), allow_idle, &mut |groups| {
+            if !groups.is_empty() && groups.iter().all(|g| self.valid(g)) {
+                let objective = self.placed_of(groups, |g| works[set(&groups[g])]);
+                best = Some(best.map_or(objective, |best| best.min(objective)));
+            }
+        });
+        best
+    }
+
+    /// Every placement that memory allows.
+    fn placements(&self, group: &[usize], mut visit: impl FnMut(&[Vec<usize>])) {
+        let n = group.len();
+        let mut owner = vec![0; self.expert_flop.len()];
+        loop {
+            let mut held = vec![Vec::new(); n];
+            owner.iter().enumerate().for_each(|(e, &d): (usize, &usize)| held[d].push(e));
+            if (0..n).all(|d| held[d].len() as u64 <= self.memory[group[d]]) {
+                visit(&held);
+            }
+            let Some(e) = owner.iter().position(|&d| d + 1 < n) else { return };
+            owner[..e].fill(0);
+            owner[e] += 1;
+        }
     }
 
     /// Gives every link its own alpha and beta, over two orders of magnitude.
@@ -119,6 +192,22 @@ impl Case {
         self.tiers = None;
     }
 
+    /// Gives it a quarter to four experts for each device, and memory from just enough in all to enough for all in each.
+    pub fn experts_per_device(&mut self, random: &mut Random) {
+        let n = self.n();
+        let experts = ((n as f64 * random.scale(0.25, 4.0)).round() as usize).max(1);
+        let mean = self.expert_flop.iter().sum::<f64>() / self.expert_flop.len() as f64;
+        let flop = mean * self.expert_flop.len() as f64 / experts as f64;
+        let uneven = random.below(2) == 0;
+        self.expert_flop =
+            (0..experts).map(|_| (flop * if uneven { random.real(0.1, 2.0) } else { 1.0 }).round()).collect();
+        self.expert_load = (random.below(4) == 0).then(|| (0..experts).map(|_| random.real(0.1, 3.0)).collect());
+        let least = experts.div_ceil(n) as f64;
+        let room = random.scale(least, experts as f64).ceil() as u64;
+        let mixed = random.below(2) == 0;
+        self.memory = (0..n).map(|_| room * if mixed { 1 + random.below(2) as u64 } else { 1 }).collect();
+    }
+
     /// The best of all groupings; `None` where no group can be valid.
     pub fn optimum(&self, allow_idle: bool) -> Option<f64> {
         let mut best = None;
@@ -159,23 +248,14 @@ impl Case {
 
     /// The least makespan of a group, over all placements; only for a few experts and devices.
     pub fn least_makespan(&self, group: &[usize]) -> f64 {
-        let (costs, n) = (self.costs(), group.len());
+        let costs = self.costs();
         let mut best = f64::INFINITY;
-        let mut owner = vec![0; costs.len()];
-        loop {
-            let mut held = vec![0u64; n];
-            let mut load = vec![0.0; n];
-            for (e, &d) in owner.iter().enumerate() {
-                held[d] += 1;
-                load[d] += costs[e];
-            }
-            if (0..n).all(|d| held[d] <= self.memory[group[d]]) {
-                best = (0..n).map(|d| load[d] / self.flops[group[d]]).fold(0.0, f64::max).min(best);
-            }
-            let Some(e) = owner.iter().position(|&d| d + 1 < n) else { return best };
-            owner[..e].fill(0);
-            owner[e] += 1;
-        }
+        self.placements(group, |held| {
+            let time =
+                |(i, experts): (&usize, &Vec<usize>)| experts.iter().map(|&e| costs[e]).sum::<f64>() / self.flops[*i];
+            best = group.iter().zip(held).map(time).fold(0.0, f64::max).min(best);
+        });
+        best
     }
 
     pub fn cluster_json(&self) -> String {

@@ -20,6 +20,7 @@ use crate::moe::{
     Activation, Glu, GroupLimit, GroupScore, LayerConfig, MlpConfig, Norm, RouterConfig, Scoring, SharedConfig,
     SparseMixer,
 };
+use crate::plan::Model;
 pub use docs::families_page;
 use fields::{Field, Fields, flag, number, size, text};
 pub(super) use names::Layout;
@@ -343,11 +344,52 @@ const INTERLEAVE: Field = size("interleave_moe_layer_step", 1);
 /// # Errors
 /// One line that names the file, the field, its value and what is expected.
 pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig), FileError> {
+    let (family, mut fields, layers) = open_config(dir)?;
+    if layer >= layers {
+        let expected = format!("0 to {}", layers.saturating_sub(1));
+        return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
+    }
+    fields.layer = layer;
+    if let Some(why) = family.0.why_dense(&fields, layers)? {
+        return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
+    }
+    let config = family.0.layer(&fields)?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
+    Ok((family, config))
+}
+
+/// Reads `config.json` in folder `dir` as what the planner wants to know of a model.
+///
+/// # Errors
+/// As [`read_config`]; and a model without experts.
+pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
+    let (family, mut fields, layers) = open_config(dir)?;
+    let mut with_experts = Vec::new();
+    for layer in 0..layers {
+        fields.layer = layer;
+        if family.0.why_dense(&fields, layers)?.is_none() {
+            with_experts.push(layer);
+        }
+    }
+    let Some(&first) = with_experts.first() else {
+        return Err(fields.unexpected(family.0.layers.name(), "a layer with experts among them"));
+    };
+    fields.layer = first;
+    let config = family.0.layer(&fields)?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
+    Ok(config.model((layers, with_experts.len())))
+}
+
+/// Far above any model's.
+const MAX_LAYERS: usize = 1 << 16;
+
+/// The family, its fields (for layer 0), and the number of layers.
+fn open_config(dir: &Path) -> Result<(Family, Fields, usize), FileError> {
     let path = dir.join("config.json");
     let text = read_regular(&path).map_err(|e| FileError::read(&path, e))?;
     let map: Map<String, Value> =
         serde_json::from_slice(&text).map_err(|e| FileError::malformed(&path, format!("is not a JSON object: {e}")))?;
-    let mut fields = Fields { path, within: String::new(), map, layer };
+    let mut fields = Fields { path, within: String::new(), map, layer: 0 };
     let model_type = match fields.get("model_type") {
         Some(Value::String(model_type)) => model_type.clone(),
         Some(Value::Null) | None => return Err(fields.wrong("model_type", "is missing", "a string")),
@@ -371,16 +413,10 @@ pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConf
         ExpertsIn::Blocks => blocks(&fields)?.len(),
         _ => fields.size(&entry.layers)?,
     };
-    if layer >= layers {
-        let expected = format!("0 to {}", layers.saturating_sub(1));
-        return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
+    if layers > MAX_LAYERS {
+        return Err(fields.unexpected(entry.layers.name(), &format!("at most {MAX_LAYERS}")));
     }
-    if let Some(why) = entry.why_dense(&fields, layers)? {
-        return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
-    }
-    let config = entry.layer(&fields)?;
-    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
-    Ok((family, config))
+    Ok((family, fields, layers))
 }
 
 /// Goes from a wrapper's configuration to the text model's in it.

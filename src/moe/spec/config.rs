@@ -2,6 +2,7 @@
 //!
 //! Nothing here knows a file format; `checkpoint` and the synthetic layer both produce these.
 
+use crate::plan::Model;
 use std::fmt;
 
 use aristos_cpu_kernels::{Activation, Glu};
@@ -580,6 +581,19 @@ impl fmt::Display for WeightError {
 impl std::error::Error for WeightError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.0.source()
+    }
+}
+
+impl LayerConfig {
+    /// What the planner wants to know of a model of `(layers, moe_layers)` layers, those with experts being like this one.
+    pub fn model(&self, layers: (usize, usize)) -> Model {
+        let replicated = self.replicated_weights();
+        let routed = self.weights().into_iter().filter(|id| id.has_gradient() && !replicated.contains(id));
+        let weights: usize = routed.map(|id| self.shape(id).iter().product::<usize>()).sum();
+        let mut model = Model::gated(layers, self.hidden, self.expert.intermediate, self.n_experts, self.router.top_k);
+        model.expert_parameters = weights as f64 / self.n_experts as f64;
+        model.flop_per_row = self.expert.forward_flop_per_row(self.hidden);
+        model
     }
 }
 

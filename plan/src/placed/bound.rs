@@ -1,0 +1,81 @@
+//! Lower bounds on the placed objective, by number of groups. `docs/planner.md` proves them.
+
+use super::Experts;
+use crate::bound::{Bounds, IDLE_COUNTED, LeastExchange, RangeMin, ReduceBound, by_memory, slack};
+use crate::objective::Problem;
+
+/// What every number of groups needs.
+struct Sizes {
+    total: f64,
+    /// Index s: the rates of the s fastest devices.
+    rate: Vec<f64>,
+    smallest: usize,
+    /// eta times the least that the device with most experts receives, by size.
+    exchange: RangeMin,
+    /// Compute and exchange, by size.
+    least: RangeMin,
+}
+
+impl Sizes {
+    /// The worst group's compute and communication, with `w` devices in `k` groups.
+    fn work(&self, k: usize, w: usize) -> f64 {
+        let largest = w - (k - 1) * self.smallest;
+        // Some group has at most w / k members, some has at least that; and some is no faster than the mean.
+        let small = self.least.of(self.smallest, w / k);
+        let large = self.least.of(w.div_ceil(k), largest);
+        let mean = w as f64 * self.total / self.rate[w];
+        small.max(large).max(mean + self.exchange.of(self.smallest, largest))
+    }
+}
+
+/// Bounds for every number of groups; `allow_idle` says whether devices may be left out.
+pub(crate) fn bounds<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, allow_idle: bool) -> Bounds {
+    let n = problem.n();
+    let (smallest, most_groups) = by_memory(&problem.memory, problem.n_experts);
+    let sizes = sizes(problem, experts, smallest);
+    let reduce = ReduceBound::new(problem, allow_idle);
+    let bound = |k: usize| {
+        if k > most_groups || k.saturating_mul(smallest) > n {
+            return f64::INFINITY;
+        }
+        let work = match allow_idle {
+            false => problem.gamma(n) * sizes.work(k, n),
+            true if n <= IDLE_COUNTED => {
+                let of = |w: usize| problem.gamma(w) * sizes.work(k, w);
+                (k * smallest..=n).map(of).fold(f64::INFINITY, f64::min)
+            }
+            // gamma is least with all devices.
+            true => problem.gamma(n) * sizes.least.of(smallest, n / k),
+        };
+        (work + reduce.least(problem, k)) * slack(n + experts.costs.len())
+    };
+    Bounds { by_groups: (1..=n).map(bound).collect() }
+}
+
+fn sizes<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, smallest: usize) -> Sizes {
+    let n = problem.n();
+    let (eta, d) = (problem.workload.p2p_frequency, problem.workload.p2p_buffer_mb);
+    let mut flops = problem.flops.clone();
+    flops.sort_unstable_by(|a, b| b.total_cmp(a));
+    let mut rate = vec![0.0; n + 1];
+    (0..n).for_each(|s| rate[s + 1] = rate[s] + flops[s]);
+    // The j most expensive experts are on at most j devices, and so are all on the fastest; of s devices, at most s.
+    let mut compute = vec![0.0; n + 1];
+    let (mut cost, mut dense) = (0.0, 0.0f64);
+    for s in 1..=n {
+        if let Some(&e) = experts.order.get(s - 1) {
+            cost += experts.costs[e as usize];
+            dense = dense.max(cost / rate[s]);
+        }
+        let all = experts.total / rate[s.min(experts.order.len())];
+        compute[s] = s as f64 * dense.max(all);
+    }
+    // Of at most min(s, experts) devices that hold some, one has that share of the tokens or more.
+    let share = |s: usize| if experts.total > 0.0 { d / s.min(experts.order.len()) as f64 } else { 0.0 };
+    let received = problem.links.least_received(share);
+    let valid = |s: usize, ms: f64| if s < smallest { f64::INFINITY } else { ms };
+    let exchange: Vec<f64> = (1..=n).map(|s| valid(s, eta * received[s - 1])).collect();
+    let least = exchange.iter().zip(1..).map(|(ms, s)| ms + compute[s]).collect();
+    let (exchange, least) = (RangeMin::new(exchange), RangeMin::new(least));
+    Sizes { total: experts.total, rate, smallest, exchange, least }
+}

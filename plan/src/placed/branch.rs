@@ -1,0 +1,156 @@
+//! The best placement in a small group, by depth-first branch and bound over the experts, the most expensive first.
+
+use super::Experts;
+use super::place::GroupLinks;
+use crate::placement::DeviceExperts;
+
+/// Most experts: it goes as deep as there are experts.
+const MOST_EXPERTS: usize = 256;
+
+/// A search for a placement that takes less than the best known.
+pub(super) struct Branch<'g> {
+    links: &'g GroupLinks,
+    experts: &'g Experts,
+    /// FLOP of the experts from each place of the order on.
+    rest: Vec<f64>,
+    /// Devices, fastest first.
+    devices: Vec<u32>,
+    load: Vec<f64>,
+    free: Vec<u64>,
+    held: Vec<u64>,
+    /// Of each expert placed so far, the device.
+    owner: Vec<u32>,
+    /// What each device sends, ms: of as many experts placed a row each, so that nothing has to be taken back.
+    sent: Vec<f64>,
+    /// No placement computes or exchanges less, ms.
+    least: (f64, f64),
+    best_ms: f64,
+    best: Option<Vec<u32>>,
+    left: u64,
+}
+
+impl<'g> Branch<'g> {
+    /// A search below `best_ms` of at most about `nodes` nodes.
+    pub fn new(links: &'g GroupLinks, experts: &'g Experts, best_ms: f64, nodes: u64) -> Self {
+        let n = links.n();
+        let n_experts = experts.order.len();
+        let mut rest = vec![0.0; n_experts + 1];
+        for place in (0..n_experts).rev() {
+            rest[place] = rest[place + 1] + experts.costs[experts.order[place] as usize];
+        }
+        let mut devices: Vec<u32> = (0..n as u32).collect();
+        devices.sort_by(|&a, &b| links.flops[b as usize].total_cmp(&links.flops[a as usize]).then(a.cmp(&b)));
+        let rate: f64 = (0..n).filter(|&i| links.memory[i] > 0).map(|i| links.flops[i]).sum();
+        let most = n_experts.min(n).max(1) as f64;
+        let share = if experts.total > 0.0 { 1.0 / most } else { 0.0 };
+        // Some device has that share or more.
+        let receive = links.received.iter().map(|(alpha, beta)| alpha + share * beta).fold(f64::INFINITY, f64::min);
+        Branch {
+            links,
+            experts,
+            rest,
+            devices,
+            load: vec![0.0; n],
+            free: links.memory.clone(),
+            held: vec![0; n],
+            owner: Vec::with_capacity(n_experts),
+            sent: vec![0.0; (n_experts.min(MOST_EXPERTS) + 1) * n],
+            least: (n as f64 * experts.total / rate, if n > 1 { receive } else { 0.0 }),
+            best_ms,
+            best: None,
+            left: if n_experts > MOST_EXPERTS { 0 } else { nodes },
+        }
+    }
+
+    /// How many nodes are left; with any left, nothing below the best was left out.
+    pub fn nodes_left(&self) -> u64 {
+        self.left
+    }
+
+    /// The placement found, where there is a better one.
+    pub fn into_best(self) -> Option<DeviceExperts> {
+        let owner = self.best?;
+        let mut placement = vec![Vec::new(); self.links.n()];
+        owner.iter().zip(&self.experts.order).for_each(|(&i, &e)| placement[i as usize].push(e));
+        placement.iter_mut().for_each(|held| held.sort_unstable());
+        Some(placement)
+    }
+
+    /// Looks at all placements that may take less.
+    pub fn search(&mut self) {
+        if self.left > 0 {
+            self.go(0, 0.0, 0.0);
+        }
+    }
+
+    /// With the first `place` experts placed: the longest compute, in FLOP over rate, and the longest exchange so far.
+    fn go(&mut self, place: usize, compute: f64, exchange: f64) {
+        let n = self.links.n();
+        let limit = self.best_ms * (1.0 - 1e-12);
+        let size = n as f64;
+        if place == self.experts.order.len() {
+            let ms = size * compute + self.links.eta * exchange;
+            if ms < limit {
+                self.best_ms = ms;
+                self.best = Some(self.owner.clone());
+            }
+            return;
+        }
+        self.left = self.left.saturating_sub(1);
+        let exchange_least = self.links.eta * exchange.max(self.least.1);
+        if self.left == 0 || (size * compute).max(self.least.0) + exchange_least >= limit {
+            return;
+        }
+        // What the devices can still take before the limit, seen as a whole.
+        let cost = self.experts.costs[self.experts.order[place] as usize];
+        let most = (limit - exchange_least) / size;
+        let room: f64 =
+            (0..n).map(|i| (most * self.links.flops[i] - self.load[i]).clamp(0.0, self.free[i] as f64 * cost)).sum();
+        if room < self.rest[place] * (1.0 - 1e-12) {
+            return;
+        }
+        // An expert that costs as much as the one before goes to no device before that one's.
+        let twin = place > 0 && self.experts.costs[self.experts.order[place - 1] as usize] == cost;
+        let first = match twin {
+            true => self.devices.iter().position(|i| Some(i) == self.owner.last()).unwrap_or(0),
+            false => 0,
+        };
+        let share = if self.experts.total > 0.0 { cost / self.experts.total } else { 0.0 };
+        for at in first..n {
+            let j = self.devices[at] as usize;
+            if self.free[j] == 0 {
+                continue;
+            }
+            let load = self.load[j] + cost;
+            let compute = compute.max(load / self.links.flops[j]);
+            let received = match self.experts.total > 0.0 {
+                true => self.links.received[j].0 + load / self.experts.total * self.links.received[j].1,
+                false => self.links.received[j].0,
+            };
+            let mut longest = exchange.max(received);
+            if size * compute + self.links.eta * longest >= self.best_ms * (1.0 - 1e-12) {
+                continue;
+            }
+            let first = if self.held[j] == 0 { 1.0 } else { 0.0 };
+            let (before, after) = self.sent.split_at_mut((place + 1) * n);
+            let before = &before[place * n..];
+            let (alpha, beta) = (&self.links.alpha[j * n..(j + 1) * n], &self.links.beta[j * n..(j + 1) * n]);
+            for i in 0..n {
+                after[i] = before[i] + first * alpha[i] + share * beta[i];
+                longest = longest.max(after[i]);
+            }
+            let load_before = std::mem::replace(&mut self.load[j], load);
+            self.free[j] -= 1;
+            self.held[j] += 1;
+            self.owner.push(j as u32);
+            self.go(place + 1, compute, longest);
+            self.owner.pop();
+            self.held[j] -= 1;
+            self.free[j] += 1;
+            self.load[j] = load_before;
+            if self.left == 0 {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! Search for groups under the placed objective.
+//!
+//! It starts from the best groupings of every number of groups under the published objective, and from groupings made in one go, then
+//! anneals those of the most promising numbers as `crate::search` does, with experts dealt out anew in every group that changes. The groups
+//! of the best few are then given a thorough placement each, and the best of those is the answer.
+
+use std::collections::HashMap;
+
+use super::state::{Change, State};
+use super::{GroupTimes, Known, Placed};
+use crate::bound::Bounds;
+use crate::cluster::LinkTable;
+use crate::objective::IDLE;
+use crate::placement::DeviceExperts;
+use crate::random::Random;
+use crate::search::{EXPONENTIAL, Found, Views, constructed, dealt_by_memory, exponential};
+
+/// The target is under the best objective so far, by so much of its work.
+const UNDER: f64 = 0.03;
+/// Temperatures at first and at last, as shares of what the target leaves for a group.
+const HOT: f64 = 0.1;
+const COLD: f64 = 0.01;
+/// Rounds of annealing; numbers of groups in each at most, and its share of the effort.
+const ROUNDS: usize = 4;
+const NUMBERS: [usize; ROUNDS] = [16, 6, 3, 1];
+const SHARES: [f64; ROUNDS] = [0.2, 0.2, 0.25, 0.35];
+/// Chains in a round at least: two processors for a thread each.
+const CHAINS_LEAST: usize = 2;
+/// Links that all chains together look at, at least, for each pair of devices.
+const CHAIN_LEAST: u64 = 64;
+/// Chains shorter than this are not worth a thread.
+const THREAD_LEAST: u64 = 100_000;
+/// One in so many proposals moves several devices together.
+const TOGETHER_ONE_IN: usize = 16;
+/// Groupings whose placement is improved; and those of them whose groups are improved with it.
+const IMPROVED: usize = 6;
+const JOINT: usize = 3;
+
+/// A grouping with its placement.
+#[derive(Clone)]
+pub(crate) struct FoundPlaced {
+    pub groups: Vec<Vec<u32>>,
+    pub placements: Vec<DeviceExperts>,
+    pub times: Vec<GroupTimes>,
+    pub objective_ms: f64,
+}
+
+impl FoundPlaced {
+    pub fn new<L: LinkTable>(placed: &Placed<L>, groups: Vec<Vec<u32>>, placements: Vec<DeviceExperts>) -> FoundPlaced {
+        let of = |(members, placement): (&Vec<u32>, &DeviceExperts)| placed.placed_times(members, placement);
+        let times: Vec<GroupTimes> = groups.iter().zip(&placements).map(of).collect();
+        let objective_ms = placed.evaluate(&groups, &times).objective_ms;
+        FoundPlaced { groups, placements, times, objective_ms }
+    }
+}
+
+/// How hard to try.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlacedEffort {
+    /// For groupings made in one go, in links looked at.
+    pub construct: u64,
+    /// For annealing groups, in links looked at.
+    pub anneal: u64,
+    /// For the placements of one grouping, in links looked at; and nodes of branch and bound.
+    pub place: u64,
+    pub nodes: u64,
+    /// For annealing groups and placements together, in links looked at.
+    pub joint: u64,
+}
+
+pub(crate) struct PlacedSearch<'s, 'p, 'a, L> {
+    placed: &'s Placed<'p, 'a, L>,
+    bounds: &'s Bounds,
+    /// Partitions of the devices into several blocks.
+    blocks: Vec<Vec<Vec<u32>>>,
+    exponential: Vec<f64>,
+    allow_idle: bool,
+    /// By number of groups (index K - 1), with experts dealt out.
+    by_groups: Vec<Option<Found>>,
+    /// Groupings that were offered with a placement.
+    placed_already: Vec<FoundPlaced>,
+    /// What groups take with experts dealt out.
+    dealt: HashMap<Vec<u32>, Option<GroupTimes>>,
+    ops: u64,
+}
+
+impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
+    pub fn new(placed: &'s Placed<'p, 'a, L>, bounds: &'s Bounds, views: &Views, allow_idle: bool) -> Self {
+        let n = placed.problem.n();
+        let several = views.blocks.iter().filter(|blocks| blocks.len() > 1 && blocks.len() < n);
+        PlacedSearch {
+            placed,
+            bounds,
+            blocks: several.cloned().collect(),
+            exponential: exponential(),
+            allow_idle,
+            by_groups: vec![None; n],
+            placed_already: Vec::new(),
+            dealt: HashMap::new(),
+            ops: 0,
+        }
+    }
+
+    fn best_ms(&self) -> f64 {
+        let found = self.by_groups.iter().flatten().map(|found| found.objective_ms);
+        let placed = self.placed_already.iter().map(|found| found.objective_ms);
+        found.chain(placed).fold(f64::INFINITY, f64::min)
+    }
+
+    fn may_improve(&self, k: usize) -> bool {
+        self.bounds.by_groups[k - 1] < self.best_ms() * (1.0 - 1e-12)
+    }
+
+    /// Takes a grouping into account, if every group is valid.
+    pub fn offer(&mut self, mut groups: Vec<Vec<u32>>) {
+        groups.iter_mut().for_each(|members| members.sort_unstable());
+        if groups.is_empty() || !groups.iter().all(|members| self.placed.problem.valid(members)) {
+            return;
+        }
+        let links = &self.placed.problem.links;
+        let mut times = Vec::with_capacity(groups.len());
+        for members in &groups {
+            let known = self.dealt.get(members).copied();
+            let here = known.unwrap_or_else(|| {
+                self.ops += 3 * links.sums_cost(members.len()) + 4 * self.placed.experts.costs.len() as u64;
+                let here = self.placed.dealt(members).map(|(_, times)| times);
+                self.dealt.insert(members.clone(), here);
+                here
+            });
+            let Some(here) = here else { return };
+            times.push(here);
+        }
+        let objective_ms = self.placed.evaluate(&groups, &times).objective_ms;
+        self.keep(Found { groups, objective_ms });
+    }
+
+    fn keep(&mut self, found: Found) {
+        let place = &mut self.by_groups[found.groups.len() - 1];
+        if place.as_ref().is_none_or(|known| found.objective_ms < known.objective_ms) {
+            *place = Some(found);
+        }
+    }
+
+    /// Takes a grouping into account with its placement, too.
+    pub fn offer_placed(&mut self, groups: Vec<Vec<u32>>, placements: Vec<DeviceExperts>) {
+        self.placed_already.push(FoundPlaced::new(self.placed, groups.clone(), placements));
+        self.offer(groups);
+    }
+
+    /// Groupings made in one go.
+    pub fn construct(&mut self, views: &Views, budget: u64) {
+        for blocks in &views.blocks {
+            self.offer(blocks.clone());
+        }
+        let mut numbers: Vec<usize> = (1..=self.placed.problem.n()).collect();
+        numbers.retain(|&k| self.bounds.by_groups[k - 1].is_finite());
+        numbers.sort_by(|&a, &b| self.bounds.by_groups[a - 1].total_cmp(&self.bounds.by_groups[b - 1]).then(a.cmp(&b)));
+        let end = self.ops + budget;
+        for k in numbers {
+            if self.ops > end || !self.may_improve(k) {
+                break;
+            }
+            for groups in constructed(self.placed.problem, views, k) {
+                self.offer(groups);
+            }
+        }
+    }
+
+    /// Annealing, on ever fewer numbers of groups; two chains at a time.
+    pub fn anneal(&mut self, budget: u64) {
+        let n = self.placed.problem.n();
+        // A chain that is shorter than what starting it costs is not worth it.
+        if budget < CHAIN_LEAST * (n * n) as u64 {
+            return;
+        }
+        for round in 0..ROUNDS {
+            let mut numbers: Vec<usize> = (1..=n).collect();
+            numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
+            let known =
+                |k: usize| self.by_groups[k - 1].as_ref().map_or(self.bounds.by_groups[k - 1], |f| f.objective_ms);
+            numbers.sort_by(|&a, &b| known(a).total_cmp(&known(b)).then(a.cmp(&b)));
+            numbers.truncate(NUMBERS[round]);
+            if numbers.is_empty() {
+                return;
+            }
+            let start = |k: usize| match &self.by_groups[k - 1] {
+                Some(found) => found.groups.clone(),
+                None => dealt_by_memory(self.placed.problem, k),
+            };
+            let mut chains: Vec<(Vec<Vec<u32>>, u64)> =
+                numbers.iter().map(|&k| (start(k), (round * 65_536 + k) as u64)).collect();
+            if chains.len() < CHAINS_LEAST {
+                let more = chains.iter().map(|(start, seed)| (start.clone(), seed + 32_768)).collect::<Vec<_>>();
+                chains.extend(more);
+            }
+            let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
+            let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| self.anneal_from(&start, each, &mut Random(seed));
+            let found = in_two_threads(chains, each >= THREAD_LEAST, anneal);
+            found.into_iter().flatten().for_each(|groups| self.offer(groups));
+        }
+    }
+
+    /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
+    fn anneal_from(&self, start: &[Vec<u32>], budget: u64, random: &mut Random) -> Option<Vec<Vec<u32>>> {
+        let mut state = State::new(self.placed, start, UNDER);
+        let mut best = (if state.valid() { state.objective_ms() } else { f64::INFINITY }, None);
+        let unit = state.limit_ms();
+        let (mut temperature, mut steps) = (0.0, 0u64);
+        let mut change = Change::new();
+        while state.ops < budget {
+            if steps.is_multiple_of(64) {
+                let progress = state.ops as f64 / budget as f64;
+                temperature = unit * HOT * (COLD / HOT).powf(progress);
+            }
+            steps += 1;
+            // A proposal costs something even where it comes to nothing.
+            state.ops += 1;
+            self.propose(&state, random, &mut change);
+            if change.is_empty() {
+                continue;
+            }
+            let most = state.excess_ms() + temperature * self.exponential[random.below(EXPONENTIAL)];
+            let Some(changed) = state.after(&change, most) else { continue };
+            state.apply(changed, &change);
+            if state.valid() && state.objective_ms() < best.0 * (1.0 - 1e-12) {
+                let mut groups = state.groups().to_vec();
+                groups.iter_mut().for_each(|members| members.sort_unstable());
+                best = (state.objective_ms(), Some(groups));
+                let target_ms = state.under(UNDER);
+                state.aim(target_ms);
+            }
+        }
+        best.1
+    }
+
+    /// A random change: a device of the worst group, or any, into the group of another device, alone or in its place; or devices of one
+    /// block together, and devices of another back for them.
+    fn propose(&self, state: &State<L>, random: &mut Random, change: &mut Change) {
+        change.clear();
+        let n = self.placed.problem.n();
+        let groups = state.groups();
+        if !self.blocks.is_empty() && groups.len() > 1 && random.below(TOGETHER_ONE_IN) == 0 {
+            let partition = &self.blocks[random.below(self.blocks.len())];
+            let (from, back) = (&partition[random.below(partition.len())], &partition[random.below(partition.len())]);
+            let to = random.below(groups.len()) as u32;
+            let source = state.group_of(from[random.below(from.len())]);
+            if source == IDLE || source == to {
+                return;
+            }
+            change.extend(from.iter().filter(|&&i| state.group_of(i) == source).map(|&i| (i, to)));
+            if random.below(4) > 0 {
+                let most = change.len();
+                let returns = back.iter().filter(|&&i| state.group_of(i) == to && !from.contains(&i)).take(most);
+                change.extend(returns.map(|&i| (i, source)).collect::<Vec<_>>());
+            }
+            return;
+        }
+        let i = if random.below(8) < 3 {
+            let worst = &groups[state.worst()];
+            worst[random.below(worst.len())]
+        } else {
+            random.below(n) as u32
+        };
+        let from = state.group_of(i);
+        if self.allow_idle && random.below(8) == 0 {
+            if from != IDLE {
+                change.push((i, IDLE));
+            }
+            return;
+        }
+        if random.below(2) == 0 {
+            let to = random.below(groups.len()) as u32;
+            if to != from {
+                change.push((i, to));
+            }
+            return;
+        }
+        let j = random.below(n) as u32;
+        let to = state.group_of(j);
+        if to != from && to != IDLE {
+            change.extend([(j, from), (i, to)]);
+        }
+    }
+
+    /// The best grouping with its placement; the best of other numbers of groups, best first. `known` collects placements.
+    pub fn into_found(self, effort: PlacedEffort, known: &mut Known) -> (Option<FoundPlaced>, Vec<Found>) {
+        let PlacedSearch { placed, exponential, by_groups, placed_already, .. } = self;
+        let mut candidates: Vec<Found> = by_groups.into_iter().flatten().collect();
+        candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        let thorough =
+            |found: &Found| place_thoroughly(placed, &found.groups, f64::INFINITY, effort.place, effort.nodes, known);
+        let mut best: Vec<FoundPlaced> = candidates.iter().take(IMPROVED).filter_map(thorough).collect();
+        best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        best.truncate(JOINT);
+        if effort.joint > 0 {
+            let each = effort.joint / best.len().max(1) as u64;
+            let improve = |found: FoundPlaced| found.improved(placed, &exponential, each, &mut Random(1));
+            best = in_two_threads(best, each >= THREAD_LEAST, improve);
+        }
+        best.extend(placed_already);
+        let best = best.into_iter().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        let chosen = best.as_ref().map(|best| best.groups.len());
+        candidates.retain(|found| Some(found.groups.len()) != chosen);
+        (best, candidates)
+    }
+}
+
+/// What comes of each, every second one in a thread beside where that is `worth_it` and a thread can start.
+fn in_two_threads<T: Clone + Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
+    if !worth_it || all.len() < 2 {
+        return all.into_iter().map(work).collect();
+    }
+    let every_second = |first: usize| all.iter().skip(first).step_by(2).cloned().collect::<Vec<T>>();
+    let (here, there) = (every_second(0), every_second(1));
+    std::thread::scope(|scope| {
+        let beside = {
+            let (there, work) = (there.clone(), &work);
+            std::thread::Builder::new().spawn_scoped(scope, move || there.into_iter().map(work).collect::<Vec<R>>())
+        };
+        let here: Vec<R> = here.into_iter().map(&work).collect();
+        let beside = beside.ok().and_then(|beside| beside.join().ok());
+        let there = beside.unwrap_or_else(|| there.into_iter().map(&work).collect());
+        let (mut here, mut there) = (here.into_iter(), there.into_iter());
+        std::iter::from_fn(|| Some([here.next(), there.next()]))
+            .take(all.len().div_ceil(2))
+            .flatten()
+            .flatten()
+            .collect()
+    })
+}
+
+/// A grouping's placement, with `budget` and `nodes` for all its groups together: of the group that takes longest the best, until that is still the longest. `None` where it cannot be below `least_ms`
+/// or memory does not suffice.
+pub(crate) fn place_thoroughly<L: LinkTable>(
+    placed: &Placed<L>,
+    groups: &[Vec<u32>],
+    least_ms: f64,
+    budget: u64,
+    nodes: u64,
+    known: &mut Known,
+) -> Option<FoundPlaced> {
+    let mut placements = Vec::with_capacity(groups.len());
+    let mut times = Vec::with_capacity(groups.len());
+    let mut improved = vec![false; groups.len()];
+    for (members, improved) in groups.iter().zip(&mut improved) {
+        let (placement, here) = match known.get(members) {
+            Some(known) => {
+                *improved = true;
+                known.clone()
+            }
+            None => placed.dealt(members)?,
+        };
+        placements.push(placement);
+        times.push(here);
+    }
+    loop {
+        let worst = (0..groups.len()).fold(0, |worst, g| if times[g].ms() > times[worst].ms() { g } else { worst });
+        if improved[worst] {
+            break;
+        }
+        let share = groups.len() as u64;
+        let (placement, here) = placed.improved(&groups[worst], budget / share, nodes / share)?;
+        known.insert(groups[worst].clone(), (placement.clone(), here));
+        (placements[worst], times[worst], improved[worst]) = (placement, here, true);
+    }
+    let objective_ms = placed.evaluate(groups, &times).objective_ms;
+    let found = FoundPlaced { groups: groups.to_vec(), placements, times, objective_ms };
+    (objective_ms < least_ms).then_some(found)
+}

@@ -1,0 +1,129 @@
+//! `aristos workload`, and the model's flags of `aristos plan`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::values::DtypeArg;
+use crate::checkpoint;
+use crate::cluster::read_text;
+use crate::moe::Dtype;
+use crate::plan::{self, Batch, Model, Workload};
+
+/// What `aristos workload` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    of_model: ModelArgs,
+    /// Number of devices, where it is known: a token goes to each at most once, and a step of each is an iteration [default: as many as the
+    /// cluster has, and every copy of a token counted]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    devices: Option<u32>,
+    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
+    #[arg(long, value_name = "REPORT.json")]
+    routing: Option<PathBuf>,
+    /// Where to write the workload (docs/planner.md), for `aristos plan --workload` [default: standard output]
+    #[arg(long, value_name = "W.json")]
+    out: Option<PathBuf>,
+}
+
+/// A model and a batch.
+#[derive(clap::Args)]
+pub struct ModelArgs {
+    /// A folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, gpt-oss-120b
+    #[arg(long, value_name = "DIR|NAME")]
+    model: PathBuf,
+    /// Tokens of each device in a step
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    tokens_per_device: u64,
+    #[command(flatten)]
+    rest: RestArgs,
+}
+
+/// The same as an alternative to `--workload`.
+#[derive(clap::Args)]
+pub struct OptionalModelArgs {
+    /// In place of a workload file, a model: a folder with a config.json, or one of mixtral-8x7b, mixtral-8x22b, qwen3-30b-a3b,
+    /// qwen3-235b-a22b, deepseek-v3, gpt-oss-120b
+    #[arg(long, value_name = "DIR|NAME", conflicts_with = "workload", requires = "tokens_per_device")]
+    model: Option<PathBuf>,
+    /// With --model: tokens of each device in a step
+    #[arg(long, value_name = "N", requires = "model", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    tokens_per_device: Option<u64>,
+    #[command(flatten)]
+    rest: RestArgs,
+}
+
+#[derive(clap::Args)]
+struct RestArgs {
+    /// With --model: so many of its layers with experts [default: all]
+    #[arg(long, value_name = "L", value_parser = clap::value_parser!(u32).range(1..))]
+    layers: Option<u32>,
+    /// With --model: element type of activations and weights
+    #[arg(long, value_enum, default_value = "bf16")]
+    dtype: DtypeArg,
+    /// With --model: bytes of memory for each weight of an expert, with its gradient and what the optimizer keeps [default: of Adam, 18 for
+    /// bf16 and 16 for f32]
+    #[arg(long, value_name = "B")]
+    bytes_per_parameter: Option<f64>,
+    /// With --model: further forward passes by recomputation
+    #[arg(long, value_name = "R", default_value_t = 0.0)]
+    recomputation: f64,
+}
+
+impl RestArgs {
+    fn workload(&self, model: &Path, tokens_per_device: u64, devices: Option<usize>) -> Result<Workload> {
+        let mut model = read_model(model)?;
+        if let Some(layers) = self.layers {
+            (model.layers, model.moe_layers) = (layers as usize, layers as usize);
+        }
+        let dtype: Dtype = self.dtype.into();
+        let bytes = self.bytes_per_parameter.unwrap_or(Batch::adam_bytes(dtype.bytes()));
+        ensure!((1e-3..=1e6).contains(&bytes), "--bytes-per-parameter is {bytes}, expected a number from 0.001 to 1e6");
+        let recomputation = self.recomputation;
+        ensure!(
+            (0.0..=1e6).contains(&recomputation),
+            "--recomputation is {recomputation}, expected a number from 0 to 1e6"
+        );
+        let mut batch = Batch::new(tokens_per_device as f64, dtype.bytes());
+        (batch.devices, batch.bytes_per_parameter, batch.recomputation) = (devices, Some(bytes), recomputation);
+        Ok(model.workload(&batch))
+    }
+}
+
+impl OptionalModelArgs {
+    /// The workload of the model for so many devices.
+    pub fn workload(&self, devices: usize) -> Result<Workload> {
+        let (model, tokens) = self.model.as_deref().zip(self.tokens_per_device).context("--model is missing")?;
+        self.rest.workload(model, tokens, Some(devices))
+    }
+}
+
+/// A model by its folder, or by its name.
+fn read_model(model: &Path) -> Result<Model> {
+    if model.is_dir() {
+        return Ok(checkpoint::read_model(model)?);
+    }
+    Model::preset(&model.to_string_lossy()).map_err(|error| anyhow::anyhow!("--{error}"))
+}
+
+/// Writes the workload.
+pub fn command(args: &Args) -> Result<bool> {
+    let of_model = &args.of_model;
+    let devices = args.devices.map(|devices| devices as usize);
+    let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
+    if let Some(path) = &args.routing {
+        let text = read_text(path)?;
+        let loads = plan::loads_of_report(&text);
+        let set = loads.and_then(|loads| workload.set_load(loads, "tokens_per_expert"));
+        set.with_context(|| path.display().to_string())?;
+    }
+    let text = workload.to_json() + "\n";
+    match &args.out {
+        None => print!("{text}"),
+        Some(path) => {
+            std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    }
+    Ok(true)
+}
