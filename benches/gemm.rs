@@ -5,8 +5,8 @@
 
 use std::hint::black_box;
 
-use aristos::moe::Activation;
 use aristos::moe::kernels::{self, Element, Workspace};
+use aristos::moe::{Activation, Glu};
 use half::bf16;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -93,18 +93,23 @@ fn activations<E: Element>(repetitions: usize) {
     let x: Vec<E> = wide.iter().map(|&x| E::from_f32(x)).collect();
     let [mut a, mut b, mut c] = std::array::from_fn(|_| vec![E::default(); m * n]);
     let (w, mut dw) = (vec![0.5; m], vec![0.0; m]);
-    for act in [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
+    use Activation::{Gelu, GeluTanh, QuickGelu, Relu, Relu2, Silu};
+    // gpt-oss's, which is to cost little more than SwiGLU.
+    let clamped = Glu { plus_one: true, ..Glu::clamped(7.0) };
+    let usual = [Silu, Gelu, GeluTanh, Relu, Relu2].map(|act| (act, Glu::PRODUCT));
+    for (act, glu) in usual.into_iter().chain([(QuickGelu, clamped), (Silu, Glu::clamped(10.0))]) {
         let plain = median(repetitions, || kernels::forward_plain(act, &wide, &mut a, &mut b));
-        let gated = median(repetitions, || kernels::forward_gated(act, &wide, &wide, &mut a, &mut b, &mut c));
+        let gated = median(repetitions, || kernels::forward_gated(act, glu, &wide, &wide, &mut a, &mut b, &mut c));
         let back_plain =
             median(repetitions, || kernels::backward_plain(act, m, n, &w, &wide, &x, &x, &mut a, &mut b, &mut dw));
         let back_gated = median(repetitions, || {
-            kernels::backward_gated(act, m, n, &w, &wide, &x, &x, &x, &mut a, &mut b, &mut c, &mut dw);
+            kernels::backward_gated(act, glu, m, n, &w, &wide, &x, &x, &x, &mut a, &mut b, &mut c, &mut dw);
         });
         let rate = |t: f64| (m * n) as f64 / t * 1e-9;
         println!(
-            "{:5} {act:?}: Gelements/s forward {:.2}, gated {:.2}, backward {:.2}, gated {:.2}",
+            "{:5} {act:?}{}: Gelements/s forward {:.2}, gated {:.2}, backward {:.2}, gated {:.2}",
             E::NAME,
+            if glu == Glu::PRODUCT { "" } else { " clamped" },
             rate(plain),
             rate(gated),
             rate(back_plain),

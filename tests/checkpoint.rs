@@ -4,10 +4,16 @@ use std::fs;
 use std::fs::File;
 use std::path::Path;
 
-use aristos::checkpoint::{Checkpoint, Family, InputTensor, read_input};
+use aristos::checkpoint::{Checkpoint, InputTensor, read_input};
 use aristos::moe::{Activation, GroupLimit, Proj, Scoring, WeightId, WeightSource};
 use half::{bf16, f16};
 use serde_json::{Value, json};
+
+const MIXTRAL: &str = "mixtral";
+const QWEN2: &str = "qwen2_moe";
+const QWEN3: &str = "qwen3_moe";
+const OLMOE: &str = "olmoe";
+const DEEPSEEK: &str = "deepseek_v3";
 
 /// A tensor to write: name, type, shape, bytes.
 type Tensor = (String, &'static str, Vec<usize>, Vec<u8>);
@@ -51,32 +57,30 @@ fn tensor(name: &str, dtype: &'static str, shape: &[usize]) -> Tensor {
 }
 
 /// `config.json` of a family with hidden 6, intermediate 10, 5 experts (4 for DeepSeek-V3), 2 layers, top 2.
-fn config(family: Family) -> Value {
-    let mut c =
-        json!({"model_type": family.model_type(), "num_hidden_layers": 2, "hidden_size": 6, "num_experts_per_tok": 2});
+fn config(family: &str) -> Value {
+    let mut c = json!({"model_type": family, "num_hidden_layers": 2, "hidden_size": 6, "num_experts_per_tok": 2});
     let more = match family {
-        Family::Mixtral => json!({"intermediate_size": 10, "num_local_experts": 5}),
-        Family::Qwen2Moe => json!({
+        MIXTRAL => json!({"intermediate_size": 10, "num_local_experts": 5}),
+        QWEN2 => json!({
             "moe_intermediate_size": 10, "intermediate_size": 99, "num_experts": 5, "shared_expert_intermediate_size": 14,
         }),
-        Family::Qwen3Moe => json!({"moe_intermediate_size": 10, "intermediate_size": 99, "num_experts": 5}),
-        Family::Olmoe => json!({"intermediate_size": 10, "num_experts": 5}),
-        Family::DeepseekV3 => json!({
+        QWEN3 => json!({"moe_intermediate_size": 10, "intermediate_size": 99, "num_experts": 5}),
+        OLMOE => json!({"intermediate_size": 10, "num_experts": 5}),
+        DEEPSEEK => json!({
             "moe_intermediate_size": 10, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
             "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
         }),
-        other => panic!("no config.json for {other:?}"),
+        other => panic!("no config.json for {other}"),
     };
     c.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     c
 }
 
 /// The weights of layer 1 under the names and in the shapes of the published checkpoints.
-fn weights(family: Family, dtype: &'static str) -> Vec<Tensor> {
-    let block = if family == Family::Mixtral { "block_sparse_moe" } else { "mlp" };
-    let n_experts = if family == Family::DeepseekV3 { 4 } else { 5 };
-    let [gate, up, down] =
-        if family == Family::Mixtral { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
+fn weights(family: &str, dtype: &'static str) -> Vec<Tensor> {
+    let block = if family == MIXTRAL { "block_sparse_moe" } else { "mlp" };
+    let n_experts = if family == DEEPSEEK { 4 } else { 5 };
+    let [gate, up, down] = if family == MIXTRAL { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
     let mut all = Vec::new();
     let mut add = |name: &str, dtype, shape: &[usize]| {
         all.push(tensor(&format!("model.layers.1.{block}.{name}"), dtype, shape));
@@ -88,8 +92,8 @@ fn weights(family: Family, dtype: &'static str) -> Vec<Tensor> {
         add(&format!("experts.{e}.{down}.weight"), dtype, &[6, 10]);
     }
     let shared = match family {
-        Family::Qwen2Moe => Some(("shared_expert", 14)),
-        Family::DeepseekV3 => Some(("shared_experts", 20)),
+        QWEN2 => Some(("shared_expert", 14)),
+        DEEPSEEK => Some(("shared_experts", 20)),
         _ => None,
     };
     if let Some((shared, width)) = shared {
@@ -97,10 +101,10 @@ fn weights(family: Family, dtype: &'static str) -> Vec<Tensor> {
         add(&format!("{shared}.up_proj.weight"), dtype, &[width, 6]);
         add(&format!("{shared}.down_proj.weight"), dtype, &[6, width]);
     }
-    if family == Family::Qwen2Moe {
+    if family == QWEN2 {
         add("shared_expert_gate.weight", dtype, &[1, 6]);
     }
-    if family == Family::DeepseekV3 {
+    if family == DEEPSEEK {
         add("gate.e_score_correction_bias", "F32", &[4]);
     }
     all
@@ -111,7 +115,7 @@ fn write_config(dir: &Path, config: &Value) {
 }
 
 /// A checkpoint in one file, after `edit` has changed its configuration.
-fn checkpoint(family: Family, edit: impl FnOnce(&mut Value)) -> tempfile::TempDir {
+fn checkpoint(family: &str, edit: impl FnOnce(&mut Value)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let mut c = config(family);
     edit(&mut c);
@@ -136,7 +140,7 @@ fn assert_line(error: &impl std::fmt::Display, parts: &[&str]) {
     }
 }
 
-const FAMILIES: [Family; 5] = [Family::Mixtral, Family::Qwen2Moe, Family::Qwen3Moe, Family::Olmoe, Family::DeepseekV3];
+const FAMILIES: [&str; 5] = [MIXTRAL, QWEN2, QWEN3, OLMOE, DEEPSEEK];
 
 #[test]
 fn every_weight_of_every_family_is_read_under_its_own_name() {
@@ -164,26 +168,17 @@ fn the_names_on_disk_are_the_published_ones() {
         let dir = checkpoint(family, |_| ());
         Checkpoint::open(dir.path(), 1).unwrap().name(id)
     };
-    assert_eq!(
-        name(Family::Mixtral, WeightId::Expert(3, Proj::Up)),
-        "model.layers.1.block_sparse_moe.experts.3.w3.weight"
-    );
-    assert_eq!(
-        name(Family::Qwen3Moe, WeightId::Expert(4, Proj::Down)),
-        "model.layers.1.mlp.experts.4.down_proj.weight"
-    );
-    assert_eq!(
-        name(Family::Qwen2Moe, WeightId::Shared(Proj::Gate)),
-        "model.layers.1.mlp.shared_expert.gate_proj.weight"
-    );
-    assert_eq!(name(Family::DeepseekV3, WeightId::RouterBias), "model.layers.1.mlp.gate.e_score_correction_bias");
+    assert_eq!(name(MIXTRAL, WeightId::Expert(3, Proj::Up)), "model.layers.1.block_sparse_moe.experts.3.w3.weight");
+    assert_eq!(name(QWEN3, WeightId::Expert(4, Proj::Down)), "model.layers.1.mlp.experts.4.down_proj.weight");
+    assert_eq!(name(QWEN2, WeightId::Shared(Proj::Gate)), "model.layers.1.mlp.shared_expert.gate_proj.weight");
+    assert_eq!(name(DEEPSEEK, WeightId::RouterBias), "model.layers.1.mlp.gate.e_score_correction_bias");
 }
 
 #[test]
 fn a_large_tensor_in_bf16_is_read_whole() {
     // More than the reader converts at a time, and no multiple of it.
-    let dir = checkpoint(Family::Mixtral, |c| c["hidden_size"] = json!(40_007));
-    let mut written = weights(Family::Mixtral, "BF16");
+    let dir = checkpoint(MIXTRAL, |c| c["hidden_size"] = json!(40_007));
+    let mut written = weights(MIXTRAL, "BF16");
     for t in &mut written {
         let shape: Vec<usize> = t.2.iter().map(|&d| if d == 6 { 40_007 } else { d }).collect();
         *t = tensor(&t.0, "BF16", &shape);
@@ -200,16 +195,226 @@ fn defaults_are_those_of_the_model_classes() {
         let dir = checkpoint(family, edit);
         Checkpoint::open(dir.path(), 1).unwrap().config().router.clone()
     };
-    assert!(router(Family::Mixtral, |_| ()).renormalise);
-    for family in [Family::Qwen2Moe, Family::Qwen3Moe, Family::Olmoe] {
+    assert!(router(MIXTRAL, |_| ()).renormalise);
+    for family in [QWEN2, QWEN3, OLMOE] {
         let plain = router(family, |_| ());
         assert_eq!((plain.scoring, plain.renormalise, plain.scaling), (Scoring::Softmax, false, 1.0));
         assert!(router(family, |c| c["norm_topk_prob"] = json!(true)).renormalise);
     }
-    let deepseek = router(Family::DeepseekV3, |_| ());
+    let deepseek = router(DEEPSEEK, |_| ());
     assert_eq!((deepseek.scoring, deepseek.renormalise, deepseek.scaling), (Scoring::Sigmoid, true, 2.5));
     assert_eq!(deepseek.groups, Some(GroupLimit { n_groups: 2, top_groups: 1 }));
     assert!(deepseek.correction_bias);
+}
+
+#[test]
+fn null_is_what_the_model_classes_make_of_it() {
+    let open =
+        |family, edit: fn(&mut Value)| Checkpoint::open(checkpoint(family, edit).path(), 1).map(|c| c.config().clone());
+    // `bool | None` there: false where it is read.
+    assert!(!open(DEEPSEEK, |c| c["norm_topk_prob"] = json!(null)).unwrap().router.renormalise);
+    // Fields that the model class cannot do without.
+    for field in ["n_group", "topk_group", "num_experts_per_tok", "routed_scaling_factor", "n_shared_experts"] {
+        let dir = checkpoint(DEEPSEEK, |c| c[field] = json!(null));
+        assert_refused(dir.path(), 1, &["config.json", field, "null"]);
+    }
+    let dir = checkpoint(QWEN3, |c| c["norm_topk_prob"] = json!(null));
+    assert_refused(dir.path(), 1, &["config.json", "norm_topk_prob is null", "true or false"]);
+    open(QWEN3, |c| c["mlp_only_layers"] = json!(null)).unwrap();
+    // Absent: the class's own number, which here is not what the file has.
+    let dir = checkpoint(DEEPSEEK, |c| drop(c.as_object_mut().unwrap().remove("num_experts_per_tok")));
+    assert_refused(dir.path(), 1, &["config.json", "top-k is 8"]);
+}
+
+/// One layer of `family` with these fields and tensors, F32, before which `prefix` stands.
+fn layer_of(fields: Value, prefix: &str, tensors: &[(&str, &[usize])]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), &fields);
+    let tensors: Vec<Tensor> =
+        tensors.iter().map(|(name, shape)| tensor(&format!("{prefix}layers.1.{name}"), "F32", shape)).collect();
+    write_tensors(&dir.path().join("model.safetensors"), &tensors);
+    dir
+}
+
+const GRANITE: &[(&str, &[usize])] = &[
+    ("block_sparse_moe.router.layer.weight", &[5, 6]),
+    ("block_sparse_moe.input_linear.weight", &[5, 20, 6]),
+    ("block_sparse_moe.output_linear.weight", &[5, 6, 10]),
+];
+
+fn granite() -> Value {
+    json!({"model_type": "granitemoe", "num_hidden_layers": 2, "hidden_size": 6, "intermediate_size": 10, "num_local_experts": 5})
+}
+
+#[test]
+fn experts_in_one_tensor_are_read_one_by_one() {
+    let dir = layer_of(granite(), "model.", GRANITE);
+    let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
+    let all = values("model.layers.1.block_sparse_moe.input_linear.weight", 5 * 20 * 6);
+    assert_eq!(checkpoint.load(WeightId::Expert(3, Proj::Gate)).unwrap(), all[3 * 120..3 * 120 + 60]);
+    assert_eq!(checkpoint.load(WeightId::Expert(3, Proj::Up)).unwrap(), all[3 * 120 + 60..4 * 120]);
+    let place = checkpoint.weight_place(WeightId::Expert(3, Proj::Up));
+    assert_eq!((place.shape, place.part), (vec![5, 20, 6], 360..480));
+
+    // gpt-oss: transposed, gate and up in turns, biases too.
+    let dir = layer_of(
+        json!({"model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 6, "intermediate_size": 10, "num_local_experts": 5,
+               "num_experts_per_tok": 2}),
+        "model.",
+        &[
+            ("mlp.router.weight", &[5, 6]),
+            ("mlp.router.bias", &[5]),
+            ("mlp.experts.gate_up_proj", &[5, 6, 20]),
+            ("mlp.experts.gate_up_proj_bias", &[5, 20]),
+            ("mlp.experts.down_proj", &[5, 10, 6]),
+            ("mlp.experts.down_proj_bias", &[5, 6]),
+        ],
+    );
+    let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
+    let all = values("model.layers.1.mlp.experts.gate_up_proj", 5 * 6 * 20);
+    let up = checkpoint.load(WeightId::Expert(2, Proj::Up)).unwrap();
+    for (out, column) in (0..10).flat_map(|out| (0..6).map(move |column| (out, column))) {
+        assert_eq!(up[out * 6 + column], all[2 * 120 + column * 20 + 2 * out + 1], "{out} {column}");
+    }
+    let bias = values("model.layers.1.mlp.experts.gate_up_proj_bias", 100);
+    let gate = checkpoint.load(WeightId::ExpertBias(4, Proj::Gate)).unwrap();
+    assert_eq!(gate, (0..10).map(|out| bias[80 + 2 * out]).collect::<Vec<_>>());
+}
+
+#[test]
+fn any_prefix_is_found() {
+    for prefix in ["", "model.", "model.language_model.", "language_model.model.", "some.other."] {
+        let checkpoint = Checkpoint::open(layer_of(granite(), prefix, GRANITE).path(), 1).unwrap();
+        assert!(checkpoint.name(WeightId::Router).starts_with(&format!("{prefix}layers.1.block")));
+    }
+    // Not a part of a longer word.
+    let dir = layer_of(granite(), "modellayers.1.", GRANITE);
+    Checkpoint::open(dir.path(), 1).unwrap();
+    let dir = layer_of(granite(), "nomodel", GRANITE);
+    assert_refused(
+        dir.path(),
+        1,
+        &["no tensor model.layers.1.block_sparse_moe.router.layer.weight", "the nearest name"],
+    );
+}
+
+#[test]
+fn a_text_model_inside_another() {
+    let text = json!({"model_type": "qwen3_vl_moe_text", "num_hidden_layers": 2, "hidden_size": 6, "moe_intermediate_size": 10,
+                      "num_experts": 5, "num_experts_per_tok": 2});
+    let tensors: &[(&str, &[usize])] = &[
+        ("mlp.gate.weight", &[5, 6]),
+        ("mlp.experts.gate_up_proj", &[5, 6, 20]),
+        ("mlp.experts.down_proj", &[5, 10, 6]),
+    ];
+    let whole = |text: Value| json!({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": text});
+    let dir = layer_of(whole(text.clone()), "model.language_model.", tensors);
+    let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
+    assert_eq!(checkpoint.name(WeightId::Router), "model.language_model.layers.1.mlp.gate.weight");
+    assert_eq!(checkpoint.config().router.top_k, 2);
+    // Published transposed, and the other way as the model class has it: told apart by the shape.
+    let all = values("model.language_model.layers.1.mlp.experts.down_proj", 300);
+    let down = checkpoint.load(WeightId::Expert(1, Proj::Down)).unwrap();
+    assert_eq!((down[0], down[1]), (all[60], all[66]));
+    let other: &[(&str, &[usize])] = &[
+        ("mlp.gate.weight", &[5, 6]),
+        ("mlp.experts.gate_up_proj", &[5, 20, 6]),
+        ("mlp.experts.down_proj", &[5, 6, 10]),
+    ];
+    let dir = layer_of(whole(text.clone()), "model.language_model.", other);
+    let down = Checkpoint::open(dir.path(), 1).unwrap().load(WeightId::Expert(1, Proj::Down)).unwrap();
+    assert_eq!((down[0], down[1]), (all[60], all[61]));
+
+    let mut wrong = text.clone();
+    wrong["num_experts_per_tok"] = json!("2");
+    let dir = layer_of(whole(wrong), "model.language_model.", tensors);
+    assert_refused(dir.path(), 1, &["config.json: text_config.num_experts_per_tok is \"2\"", "integer"]);
+    let mut wrong = text;
+    wrong["model_type"] = json!("qwen3_moe");
+    let dir = layer_of(whole(wrong), "model.language_model.", tensors);
+    assert_refused(dir.path(), 1, &["text_config.model_type is \"qwen3_moe\"", "qwen3_vl_moe_text"]);
+    let dir = layer_of(json!({"model_type": "qwen3_vl_moe", "text_config": 3}), "", tensors);
+    assert_refused(dir.path(), 1, &["text_config is 3", "an object"]);
+}
+
+#[test]
+fn a_missing_tensor_is_named_with_the_layout_and_the_nearest_name() {
+    let mut tensors = GRANITE.to_vec();
+    tensors[2].0 = "block_sparse_moe.output_linaer.weight";
+    let dir = layer_of(granite(), "model.", &tensors);
+    let parts = [
+        "model.safetensors: no tensor model.layers.1.block_sparse_moe.output_linear.weight",
+        "granitemoe, experts in one tensor, gate and up one after the other",
+        "the nearest name there is model.layers.1.block_sparse_moe.output_linaer.weight",
+    ];
+    assert_refused(dir.path(), 1, &parts);
+    // A config of another family with this one's name.
+    let dir = checkpoint(QWEN3, |_| ());
+    let mut fields = granite();
+    fields["num_local_experts"] = json!(5);
+    write_config(dir.path(), &fields);
+    assert_refused(
+        dir.path(),
+        1,
+        &["no tensor", "block_sparse_moe", "granitemoe", "the nearest name there is model.layers.1."],
+    );
+}
+
+#[test]
+fn a_weight_that_is_not_finite_is_named_when_it_is_read() {
+    let dir = layer_of(granite(), "model.", GRANITE);
+    let path = dir.path().join("model.safetensors");
+    let mut tensors: Vec<Tensor> =
+        GRANITE.iter().map(|(name, shape)| tensor(&format!("model.layers.1.{name}"), "F32", shape)).collect();
+    let at = ((2 * 20 + 13) * 6 + 4) * 4;
+    tensors[1].3[at..at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    write_tensors(&path, &tensors);
+    let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
+    checkpoint.load(WeightId::Expert(2, Proj::Gate)).unwrap();
+    let error = checkpoint.load(WeightId::Expert(2, Proj::Up)).unwrap_err();
+    assert_line(
+        &error,
+        &["model.safetensors: tensor", "input_linear.weight is NaN at [2, 13, 4]", "expected finite numbers"],
+    );
+}
+
+#[test]
+fn layers_with_experts_are_those_of_the_model_classes() {
+    let dense = |edit: fn(&mut Value), layer: usize| {
+        let mut fields = granite();
+        edit(&mut fields);
+        let dir = layer_of(fields, "model.", &[]);
+        let error = Checkpoint::open(dir.path(), layer).unwrap_err().to_string();
+        error.contains("is dense").then_some(error)
+    };
+    fn set(c: &mut Value, more: Value) {
+        c.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    }
+    let jamba = |c: &mut Value| set(c, json!({"model_type": "jamba", "num_hidden_layers": 6}));
+    assert!(dense(jamba, 0).is_some() && dense(jamba, 3).is_none());
+    let types = |c: &mut Value| set(c, json!({"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "dense"]}));
+    assert!(dense(types, 0).is_none());
+    assert!(dense(types, 1).unwrap().contains("mlp_layer_types has \"dense\" there"));
+    let usual = |c: &mut Value| set(c, json!({"model_type": "glm4_moe_lite"}));
+    assert!(dense(usual, 0).is_some() && dense(usual, 1).is_none());
+    let freq = |c: &mut Value| set(c, json!({"model_type": "axk1", "num_hidden_layers": 9, "moe_layer_freq": 3}));
+    assert!([3, 6].into_iter().all(|layer| dense(freq, layer).is_none()) && dense(freq, 4).is_some());
+    let range = |c: &mut Value| {
+        set(
+            c,
+            json!({"model_type": "ernie4_5_moe", "num_hidden_layers": 9, "moe_layer_interval": 2, "moe_layer_end_index": 6}),
+        );
+    };
+    assert!([1, 3, 5].into_iter().all(|layer| dense(range, layer).is_none()));
+    assert!([0, 2, 7, 8].into_iter().all(|layer| dense(range, layer).is_some()));
+    let listed = |c: &mut Value| set(c, json!({"model_type": "llama4_text", "moe_layers": [1]}));
+    assert!(dense(listed, 0).unwrap().contains("moe_layers") && dense(listed, 1).is_none());
+    let stepped = |c: &mut Value| set(c, json!({"model_type": "llama4_text", "interleave_moe_layer_step": 2}));
+    assert!(dense(stepped, 0).is_some() && dense(stepped, 1).is_none());
+    let blocks = |c: &mut Value| set(c, json!({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E-"}));
+    assert!(dense(blocks, 2).is_none() && dense(blocks, 3).unwrap().contains("layers_block_type has \"-\""));
+    let hash = |c: &mut Value| set(c, json!({"model_type": "deepseek_v4", "mlp_layer_types": ["hash_moe", "moe"]}));
+    assert!(dense(hash, 0).unwrap().contains("hash_moe") && dense(hash, 1).is_none());
 }
 
 #[test]
@@ -220,13 +425,15 @@ fn activations_by_name() {
         ("gelu_new", Activation::GeluTanh),
         ("gelu_pytorch_tanh", Activation::GeluTanh),
         ("relu", Activation::Relu),
+        ("relu2", Activation::Relu2),
+        ("quick_gelu", Activation::QuickGelu),
     ];
     for (name, activation) in known {
-        let dir = checkpoint(Family::Olmoe, |c| c["hidden_act"] = json!(name));
+        let dir = checkpoint(OLMOE, |c| c["hidden_act"] = json!(name));
         assert_eq!(Checkpoint::open(dir.path(), 1).unwrap().config().expert.activation, activation);
     }
-    let dir = checkpoint(Family::Olmoe, |c| c["hidden_act"] = json!("relu2"));
-    assert_refused(dir.path(), 1, &["config.json", "hidden_act is \"relu2\"", "expected silu"]);
+    let dir = checkpoint(OLMOE, |c| c["hidden_act"] = json!("mish"));
+    assert_refused(dir.path(), 1, &["config.json", "hidden_act is \"mish\"", "expected silu"]);
 }
 
 #[test]
@@ -234,17 +441,17 @@ fn the_number_of_experts_has_two_names() {
     let rename = |c: &mut Value| {
         c["num_local_experts"] = c["num_experts"].take();
     };
-    let dir = checkpoint(Family::Qwen3Moe, rename);
+    let dir = checkpoint(QWEN3, rename);
     assert_eq!(Checkpoint::open(dir.path(), 1).unwrap().config().n_experts, 5);
-    let dir = checkpoint(Family::Qwen3Moe, |c| c["num_local_experts"] = json!(6));
+    let dir = checkpoint(QWEN3, |c| c["num_local_experts"] = json!(6));
     assert_refused(dir.path(), 1, &["num_local_experts is 6", "the same as num_experts"]);
 }
 
 #[test]
 fn shards_are_found_through_the_index() {
-    let dir = checkpoint(Family::DeepseekV3, |_| ());
+    let dir = checkpoint(DEEPSEEK, |_| ());
     fs::remove_file(dir.path().join("model.safetensors")).unwrap();
-    let all = weights(Family::DeepseekV3, "BF16");
+    let all = weights(DEEPSEEK, "BF16");
     let mut map = serde_json::Map::new();
     for (i, part) in all.chunks(5).enumerate() {
         let file = format!("model-{i:05}.safetensors");
@@ -285,33 +492,25 @@ fn shards_are_found_through_the_index() {
 #[test]
 fn config_errors_name_the_field() {
     type Edit = fn(&mut Value);
-    let cases: [(Family, Edit, &[&str]); 17] = [
-        (Family::Mixtral, |c| c["model_type"] = json!("llama"), &["model_type is \"llama\"", "mixtral, qwen2_moe"]),
-        (Family::Mixtral, |c| c["model_type"] = json!(3), &["model_type is 3", "a string"]),
-        (Family::Mixtral, |c| c["hidden_size"] = json!(null), &["hidden_size is missing", "integer"]),
-        (Family::Mixtral, |c| c["hidden_size"] = json!("6"), &["hidden_size is \"6\"", "integer"]),
-        (Family::Mixtral, |c| c["hidden_size"] = json!(-6), &["hidden_size is -6", "integer"]),
-        (Family::Mixtral, |c| c["num_local_experts"] = json!(0), &["experts is 0"]),
-        (Family::Olmoe, |c| c["num_experts_per_tok"] = json!(6), &["top-k is 6", "1 to 5"]),
-        (Family::Olmoe, |c| c["norm_topk_prob"] = json!(1), &["norm_topk_prob is 1", "true or false"]),
+    let cases: [(&str, Edit, &[&str]); 17] = [
+        (MIXTRAL, |c| c["model_type"] = json!("llama"), &["model_type is \"llama\"", "mixtral, qwen2_moe"]),
+        (MIXTRAL, |c| c["model_type"] = json!(3), &["model_type is 3", "a string"]),
+        (MIXTRAL, |c| c["hidden_size"] = json!(null), &["hidden_size is null", "integer"]),
+        (MIXTRAL, |c| c["hidden_size"] = json!("6"), &["hidden_size is \"6\"", "integer"]),
+        (MIXTRAL, |c| c["hidden_size"] = json!(-6), &["hidden_size is -6", "integer"]),
+        (MIXTRAL, |c| c["num_local_experts"] = json!(0), &["experts is 0"]),
+        (OLMOE, |c| c["num_experts_per_tok"] = json!(6), &["top-k is 6", "1 to 5"]),
+        (OLMOE, |c| c["norm_topk_prob"] = json!(1), &["norm_topk_prob is 1", "true or false"]),
+        (QWEN2, |c| c["shared_expert_intermediate_size"] = json!(null), &["shared_expert_intermediate_size"]),
+        (QWEN3, |c| c["mlp_only_layers"] = json!([1]), &["layer 1 is dense", "mlp_only_layers"]),
+        (QWEN3, |c| c["mlp_only_layers"] = json!(["1"]), &["mlp_only_layers is [\"1\"]", "a list"]),
+        (QWEN2, |c| c["decoder_sparse_step"] = json!(3), &["layer 1 is dense", "decoder_sparse_step is 3"]),
+        (QWEN2, |c| c["decoder_sparse_step"] = json!(0), &["decoder_sparse_step is 0"]),
+        (DEEPSEEK, |c| c["first_k_dense_replace"] = json!(2), &["layer 1 is dense", "first_k_dense_replace is 2"]),
+        (DEEPSEEK, |c| c["scoring_func"] = json!("softmax"), &["scoring_func is \"softmax\"", "sigmoid"]),
+        (DEEPSEEK, |c| c["n_group"] = json!(3), &["n_group is 3", "a divisor of 4"]),
         (
-            Family::Qwen2Moe,
-            |c| c["shared_expert_intermediate_size"] = json!(null),
-            &["shared_expert_intermediate_size"],
-        ),
-        (Family::Qwen3Moe, |c| c["mlp_only_layers"] = json!([1]), &["layer 1 is dense", "mlp_only_layers"]),
-        (Family::Qwen3Moe, |c| c["mlp_only_layers"] = json!(["1"]), &["mlp_only_layers is [\"1\"]", "a list"]),
-        (Family::Qwen2Moe, |c| c["decoder_sparse_step"] = json!(3), &["layer 1 is dense", "decoder_sparse_step is 3"]),
-        (Family::Qwen2Moe, |c| c["decoder_sparse_step"] = json!(0), &["decoder_sparse_step is 0"]),
-        (
-            Family::DeepseekV3,
-            |c| c["first_k_dense_replace"] = json!(2),
-            &["layer 1 is dense", "first_k_dense_replace is 2"],
-        ),
-        (Family::DeepseekV3, |c| c["scoring_func"] = json!("softmax"), &["scoring_func is \"softmax\"", "sigmoid"]),
-        (Family::DeepseekV3, |c| c["n_group"] = json!(3), &["n_group is 3", "a divisor of 4"]),
-        (
-            Family::DeepseekV3,
+            DEEPSEEK,
             |c| c["quantization_config"] = json!({"quant_method": "fp8"}),
             &["quantization_config", "fp8", "unquantised"],
         ),
@@ -321,7 +520,7 @@ fn config_errors_name_the_field() {
         assert_refused(dir.path(), 1, parts);
         assert_refused(dir.path(), 1, &["config.json"]);
     }
-    let dir = checkpoint(Family::Mixtral, |_| ());
+    let dir = checkpoint(MIXTRAL, |_| ());
     assert_refused(dir.path(), 2, &["config.json", "layer 2 is out of range", "0 to 1"]);
     fs::write(dir.path().join("config.json"), "[1, 2").unwrap();
     assert_refused(dir.path(), 1, &["config.json", "JSON"]);
@@ -332,18 +531,18 @@ fn config_errors_name_the_field() {
 #[test]
 fn the_sparse_step_counts_as_the_model_class_does() {
     // Layer i has experts where (i + 1) is a multiple of the step.
-    let dir = checkpoint(Family::Qwen3Moe, |c| c["decoder_sparse_step"] = json!(2));
+    let dir = checkpoint(QWEN3, |c| c["decoder_sparse_step"] = json!(2));
     Checkpoint::open(dir.path(), 1).unwrap();
     assert_refused(dir.path(), 0, &["layer 0 is dense", "decoder_sparse_step is 2"]);
 }
 
 #[test]
 fn weights_of_another_shape_or_type_or_none_at_all_are_named() {
-    let dir = checkpoint(Family::Mixtral, |_| ());
+    let dir = checkpoint(MIXTRAL, |_| ());
     let file = dir.path().join("model.safetensors");
     let name = "model.layers.1.block_sparse_moe.experts.4.w2.weight";
     let edited = |edit: &dyn Fn(&mut Vec<Tensor>, usize)| {
-        let mut all = weights(Family::Mixtral, "F32");
+        let mut all = weights(MIXTRAL, "F32");
         let at = all.iter().position(|t| t.0 == name).unwrap();
         edit(&mut all, at);
         write_tensors(&file, &all);
@@ -360,15 +559,15 @@ fn weights_of_another_shape_or_type_or_none_at_all_are_named() {
 
 #[test]
 fn a_claim_of_very_many_experts_is_refused_at_once() {
-    let dir = checkpoint(Family::Mixtral, |c| c["num_local_experts"] = json!(1u64 << 60));
+    let dir = checkpoint(MIXTRAL, |c| c["num_local_experts"] = json!(1u64 << 60));
     assert_refused(dir.path(), 1, &["config.json", "experts is 1152921504606846976"]);
-    let dir = checkpoint(Family::Mixtral, |c| c["num_local_experts"] = json!(1u64 << 20));
+    let dir = checkpoint(MIXTRAL, |c| c["num_local_experts"] = json!(1u64 << 20));
     assert_refused(dir.path(), 1, &["gate.weight", "shape [5, 6]"]);
 }
 
 #[test]
 fn malformed_safetensors_files_are_refused() {
-    let dir = checkpoint(Family::Mixtral, |_| ());
+    let dir = checkpoint(MIXTRAL, |_| ());
     let file = dir.path().join("model.safetensors");
     let whole = fs::read(&file).unwrap();
 
@@ -404,7 +603,7 @@ fn malformed_safetensors_files_are_refused() {
 
 #[test]
 fn a_file_cut_short_after_it_was_opened_is_an_error_and_not_a_signal() {
-    let dir = checkpoint(Family::Mixtral, |_| ());
+    let dir = checkpoint(MIXTRAL, |_| ());
     let checkpoint = Checkpoint::open(dir.path(), 1).unwrap();
     let file = File::options().write(true).open(dir.path().join("model.safetensors")).unwrap();
     file.set_len(200).unwrap();

@@ -19,6 +19,32 @@ pub enum Activation {
     GeluTanh,
     /// `max(x, 0)`; its derivative at 0 is taken as 0.
     Relu,
+    /// `max(x, 0)^2` (So et al., Primer, arXiv 2109.08668, section 4.2).
+    Relu2,
+    /// `x * sigmoid(1.702 x)` (Hendrycks and Gimpel, 2016, section 2).
+    QuickGelu,
+}
+
+/// How gate and up make the inner values of a gated MLP: `min(act(gate), limit) * (clamp(up, -limit, limit) + plus_one)`, where it is
+/// the gate itself that is cut off, and not the activation, unless `limit_after`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Glu {
+    /// What gate and up are cut off at; 0 for nothing.
+    pub limit: f32,
+    /// Whether the activation is cut off rather than the gate.
+    pub limit_after: bool,
+    /// Whether 1 is added to up.
+    pub plus_one: bool,
+}
+
+impl Glu {
+    /// `act(gate) * up`.
+    pub const PRODUCT: Glu = Glu { limit: 0.0, limit_after: false, plus_one: false };
+
+    /// Gate and up are cut off at `limit`.
+    pub const fn clamped(limit: f32) -> Glu {
+        Glu { limit, ..Glu::PRODUCT }
+    }
 }
 
 /// `e^x` for `-86.5 <= x <= 88`: relative error below 3e-7 there, 1e-7 for `|x| < 20`. Not for NaN.
@@ -160,6 +186,38 @@ impl Act for Relu {
     }
 }
 
+struct Relu2;
+impl Act for Relu2 {
+    #[inline(always)]
+    fn value(x: f32) -> f32 {
+        let x = at_least(x, 0.0);
+        x * x
+    }
+
+    #[inline(always)]
+    fn slope(x: f32) -> (f32, f32) {
+        let x = at_least(x, 0.0);
+        (x * x, 2.0 * x)
+    }
+}
+
+struct QuickGelu;
+impl Act for QuickGelu {
+    #[inline(always)]
+    fn value(x: f32) -> f32 {
+        Self::slope(x).0
+    }
+
+    #[inline(always)]
+    fn slope(x: f32) -> (f32, f32) {
+        const SCALE: f32 = 1.702;
+        let x = at_least(x, -88.0 / SCALE);
+        let inner = at_most(x, 86.5 / SCALE);
+        let (s, rest) = logistic(SCALE * inner);
+        (x * s, (SCALE * inner * s).mul_add(rest, s))
+    }
+}
+
 /// Calls a function whose last type parameter is an [`Act`], for the activation at hand.
 macro_rules! with_act {
     ($act:expr, $f:ident$(::<$e:ident>)?($($arg:expr),* $(,)?)) => {
@@ -168,6 +226,8 @@ macro_rules! with_act {
             Activation::Gelu => $f::<$($e,)? Gelu>($($arg),*),
             Activation::GeluTanh => $f::<$($e,)? GeluTanh>($($arg),*),
             Activation::Relu => $f::<$($e,)? Relu>($($arg),*),
+            Activation::Relu2 => $f::<$($e,)? Relu2>($($arg),*),
+            Activation::QuickGelu => $f::<$($e,)? QuickGelu>($($arg),*),
         }
     };
 }
@@ -202,9 +262,10 @@ vectorised! {
     }
 }
 
-/// `h = act(gate) up`, and both pre-activations saved for the backward pass. All of one length.
+/// `h = act(gate) up`, or as `glu` says, and both pre-activations saved for the backward pass. All of one length.
 pub fn forward_gated<E: Element>(
     act: Activation,
+    glu: Glu,
     gate: &[f32],
     up: &[f32],
     gate_saved: &mut [E],
@@ -216,7 +277,11 @@ pub fn forward_gated<E: Element>(
     let mut buffer = [0.0; BLOCK];
     for block in blocks(n) {
         let (gate, up, wide) = (&gate[block.clone()], &up[block.clone()], &mut buffer[..block.len()]);
-        with_act!(act, gated_values(gate, up, wide));
+        if glu == Glu::PRODUCT {
+            with_act!(act, gated_values(gate, up, wide));
+        } else {
+            with_act!(act, glu_values(Cuts::of(glu), gate, up, wide));
+        }
         E::convert(gate, &mut gate_saved[block.clone()]);
         E::convert(up, &mut up_saved[block.clone()]);
         E::convert(wide, &mut h[block]);
@@ -227,6 +292,42 @@ vectorised! {
     fn gated_values<A: Act>(gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
         for (h, (&gate, &up)) in h.iter_mut().zip(gate.iter().zip(up)) {
             *h = A::value(gate) * up;
+        }
+    }
+}
+
+/// A [`Glu`] as the loops use it: where the gate is cut off, where its activation is, where up is, and what is added to up.
+#[derive(Clone, Copy)]
+struct Cuts {
+    gate: f32,
+    value: f32,
+    up: f32,
+    offset: f32,
+}
+
+impl Cuts {
+    fn of(glu: Glu) -> Cuts {
+        let limit = if glu.limit > 0.0 { glu.limit } else { f32::INFINITY };
+        let (gate, value) = if glu.limit_after { (f32::INFINITY, limit) } else { (limit, f32::INFINITY) };
+        Cuts { gate, value, up: limit, offset: f32::from(u8::from(glu.plus_one)) }
+    }
+
+    /// The activation's value and its derivative by the gate, and the factor made of up and its derivative.
+    #[inline(always)]
+    fn slopes<A: Act>(self, gate: f32, up: f32) -> (f32, f32, f32, f32) {
+        let (value, slope) = A::slope(at_most(gate, self.gate));
+        let flat = gate > self.gate || value > self.value;
+        let factor = at_least(at_most(up, self.up), -self.up) + self.offset;
+        let up_slope = if up > self.up || up < -self.up { 0.0 } else { 1.0 };
+        (at_most(value, self.value), if flat { 0.0 } else { slope }, factor, up_slope)
+    }
+}
+
+vectorised! {
+    fn glu_values<A: Act>(cuts: Cuts, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
+        for (h, (&gate, &up)) in h.iter_mut().zip(gate.iter().zip(up)) {
+            let value = at_most(A::value(at_most(gate, cuts.gate)), cuts.value);
+            *h = value * (at_least(at_most(up, cuts.up), -cuts.up) + cuts.offset);
         }
     }
 }
@@ -286,10 +387,11 @@ vectorised! {
 }
 
 /// Backward of [`forward_gated`]; as [`backward_plain`], with `d_up = w q act(gate)` and
-/// `d_gate = w q up act'(gate)`.
+/// `d_gate = w q up act'(gate)`, each 0 where `glu` cut it off.
 #[allow(clippy::too_many_arguments)]
 pub fn backward_gated<E: Element>(
     act: Activation,
+    glu: Glu,
     m: usize,
     n: usize,
     w: &[f32],
@@ -314,7 +416,12 @@ pub fn backward_gated<E: Element>(
             let (up, h) = (&up[block.clone()], &h[block.clone()]);
             E::widen(h, wide_h);
             dw[r] += dot(q, wide_h);
-            with_act!(act, gated_gradients::<E>(w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
+            if glu == Glu::PRODUCT {
+                with_act!(act, gated_gradients::<E>(w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
+            } else {
+                let cuts = Cuts::of(glu);
+                with_act!(act, glu_gradients::<E>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
+            }
             E::convert(wide_gate, &mut d_gate[block.clone()]);
             E::convert(wide_up, &mut d_up[block.clone()]);
             E::convert(wide_hw, &mut hw[block]);
@@ -341,6 +448,31 @@ vectorised! {
             let (value, slope) = A::slope(gate[i].to_f32());
             d_up[i] = dh * value;
             d_gate[i] = dh * up[i].to_f32() * slope;
+            hw[i] = w * h[i];
+        }
+    }
+}
+
+vectorised! {
+    #[allow(clippy::too_many_arguments)]
+    fn glu_gradients<E: Element, A: Act>(
+        cuts: Cuts,
+        w: f32,
+        q: &'a [f32],
+        gate: &'a [E],
+        up: &'a [E],
+        h: &'a [f32],
+        d_gate: &'a mut [f32],
+        d_up: &'a mut [f32],
+        hw: &'a mut [f32],
+    ) -> () {
+        let n = q.len();
+        assert!([gate.len(), up.len(), h.len(), d_gate.len(), d_up.len(), hw.len()] == [n; 6]);
+        for i in 0..n {
+            let dh = w * q[i];
+            let (value, slope, factor, up_slope) = cuts.slopes::<A>(gate[i].to_f32(), up[i].to_f32());
+            d_up[i] = dh * value * up_slope;
+            d_gate[i] = dh * factor * slope;
             hw[i] = w * h[i];
         }
     }

@@ -7,7 +7,8 @@ use rand_chacha::ChaCha8Rng;
 use super::*;
 use crate::Activation;
 
-const ALL: [Activation; 4] = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu];
+const ALL: [Activation; 5] =
+    [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu, Activation::QuickGelu];
 
 /// The complementary error function in float64: the Taylor series of erf below 2.5, the continued fraction of erfc
 /// above (Abramowitz and Stegun 7.1.5 and 7.1.14).
@@ -51,6 +52,11 @@ fn reference(act: Activation, x: f64) -> (f64, f64) {
             (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * c * (1.0 + 3.0 * 0.044715 * x * x))
         }
         Activation::Relu => (x.max(0.0), if x > 0.0 { 1.0 } else { 0.0 }),
+        Activation::Relu2 => (x.max(0.0).powi(2), 2.0 * x.max(0.0)),
+        Activation::QuickGelu => {
+            let s = logistic64(1.702 * x);
+            (x * s, s + 1.702 * x * s * (1.0 - s))
+        }
     }
 }
 
@@ -95,6 +101,74 @@ fn values_and_derivatives_match_float64() {
                 (f64::from(slope) - want_slope).abs() <= 6e-7,
                 "{act:?}'({x:e}) is {slope:e}, expected {want_slope:e}"
             );
+        }
+    }
+}
+
+#[test]
+fn relu_squared_is_its_formula() {
+    let x: Vec<f32> = (-400..400).map(|i| i as f32 * 0.02).collect();
+    for ((&x, value), slope) in x.iter().zip(values(Activation::Relu2, &x)).zip(slopes(Activation::Relu2, &x)) {
+        let (want, want_slope) = reference(Activation::Relu2, f64::from(x));
+        assert!(
+            (f64::from(value) - want).abs() <= 1e-7 * want && f64::from(slope) == want_slope,
+            "{x}: {value} {slope}"
+        );
+    }
+    assert!(values(Activation::Relu2, &[f32::NAN])[0].is_nan());
+}
+
+/// Gate's and up's factor, each with its derivative, in float64.
+fn glu_reference(act: Activation, glu: Glu, gate: f64, up: f64) -> [(f64, f64); 2] {
+    let limit = f64::from(glu.limit);
+    let (cut_gate, flat) = if glu.limit_after { (gate, false) } else { (gate.min(limit), gate > limit) };
+    let (value, slope) = reference(act, cut_gate);
+    let (value, flat) = if glu.limit_after { (value.min(limit), value > limit) } else { (value, flat) };
+    let factor = up.clamp(-limit, limit) + f64::from(u8::from(glu.plus_one));
+    [(value, if flat { 0.0 } else { slope }), (factor, f64::from(u8::from(up.abs() <= limit)))]
+}
+
+#[test]
+fn clamped_glus_are_their_formula() {
+    // Multiples of 1/8 on both sides of the limits, and on them.
+    let grid: Vec<f32> = (-60..=60).map(|i| i as f32 / 8.0).collect();
+    let (gate, up): (Vec<f32>, Vec<f32>) = grid.iter().flat_map(|&g| grid.iter().map(move |&u| (g, u))).unzip();
+    let n = gate.len();
+    for (act, glu) in [
+        (Activation::Silu, Glu::clamped(2.5)),
+        (Activation::Silu, Glu { limit_after: true, ..Glu::clamped(2.5) }),
+        (Activation::QuickGelu, Glu { plus_one: true, ..Glu::clamped(7.0) }),
+    ] {
+        let [mut gate_saved, mut up_saved, mut h, mut d_gate, mut d_up, mut hw] =
+            std::array::from_fn(|_| vec![0.0f32; n]);
+        forward_gated(act, glu, &gate, &up, &mut gate_saved, &mut up_saved, &mut h);
+        let (q, mut dw) = (vec![1.0; n], [0.0]);
+        backward_gated(
+            act,
+            glu,
+            1,
+            n,
+            &[0.5],
+            &q,
+            &gate_saved,
+            &up_saved,
+            &h,
+            &mut d_gate,
+            &mut d_up,
+            &mut hw,
+            &mut dw,
+        );
+        for i in 0..n {
+            let [(value, slope), (factor, up_slope)] = glu_reference(act, glu, gate[i].into(), up[i].into());
+            for (got, want) in [
+                (h[i], value * factor),
+                (d_gate[i], 0.5 * factor * slope),
+                (d_up[i], 0.5 * value * up_slope),
+                (hw[i], 0.5 * value * factor),
+            ] {
+                let close = (f64::from(got) - want).abs() <= 1e-5 * want.abs() + 1e-5;
+                assert!(close, "{act:?} {glu:?} at {} {}: {got}, not {want}", gate[i], up[i]);
+            }
         }
     }
 }
@@ -177,7 +251,7 @@ fn passes_match_formulas<E: Element>(tolerance: f64) {
                 assert!(up_saved[i].to_f32() == E::from_f32(up[i]).to_f32());
                 assert_near(&what, h[i].to_f32(), reference(act, f64::from(up[i])).0, tolerance);
             }
-            forward_gated(act, &gate, &up, &mut gate_saved, &mut up_saved, &mut h);
+            forward_gated(act, Glu::PRODUCT, &gate, &up, &mut gate_saved, &mut up_saved, &mut h);
             for i in 0..m * n {
                 assert!(gate_saved[i].to_f32() == E::from_f32(gate[i]).to_f32());
                 assert!(up_saved[i].to_f32() == E::from_f32(up[i]).to_f32());
@@ -206,7 +280,21 @@ fn passes_match_formulas<E: Element>(tolerance: f64) {
                 let dh = f64::from(w[i / n]) * f64::from(q[i]);
                 assert_near(&what, d_up[i].to_f32(), dh * reference(act, up64[i]).1, tolerance);
             }
-            backward_gated(act, m, n, &w, &q, &gate_saved, &up_saved, &h, &mut d_gate, &mut d_up, &mut hw, &mut dw);
+            backward_gated(
+                act,
+                Glu::PRODUCT,
+                m,
+                n,
+                &w,
+                &q,
+                &gate_saved,
+                &up_saved,
+                &h,
+                &mut d_gate,
+                &mut d_up,
+                &mut hw,
+                &mut dw,
+            );
             check_rows(&hw, &dw);
             for i in 0..m * n {
                 let dh = f64::from(w[i / n]) * f64::from(q[i]);

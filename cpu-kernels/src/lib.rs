@@ -22,7 +22,8 @@ mod skip;
 mod tests;
 
 pub use activation::{
-    Activation, add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain, sigmoid,
+    Activation, Glu, add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain,
+    sigmoid,
 };
 pub use element::{Element, WeightShape};
 pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};

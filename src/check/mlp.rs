@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::bound::{Bounded, Bounds, F32_FLOOR, Rounding, SUM, coherence, column_coherence, norm, repetition, scalar};
 use super::matrix::{Matrix, axpy, dot, for_row_blocks};
-use super::special::{STEEPEST, activate};
+use super::special::{activate, glu_factors, steepest};
 use super::{CheckError, WeightLoader};
-use crate::moe::{LayerConfig, MlpConfig, MlpId, Proj, WeightId};
+use crate::moe::{Glu, LayerConfig, MlpConfig, MlpId, Proj, WeightId};
 
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
 const ACTIVATION_WORK: usize = 64;
@@ -85,8 +85,10 @@ pub struct Mlp {
 
 /// What the backward pass needs of the forward pass.
 pub struct Trace {
-    /// Norms of the rows of the input.
+    /// Norms of the rows of the input, enlarged by what it is off by.
     x_norms: Vec<f64>,
+    /// How far the input's rows are off, relative to their norms.
+    input_error: f64,
     /// `gate(x)`, gated MLPs only.
     gate: Option<Matrix>,
     /// `up(x)`.
@@ -132,9 +134,12 @@ impl Mlp {
         Ok(Mlp { config, rounding, id, gate, up: linear(Proj::Up)?, down: linear(Proj::Down)? })
     }
 
-    pub fn forward(&self, x: &Matrix) -> Trace {
+    /// The MLP of the rows of `x`, which are off by up to `input_error` of their norms.
+    pub fn forward(&self, x: &Matrix, input_error: f64) -> Trace {
         let rounding = self.rounding;
-        let x_norms = x.row_norms(None);
+        // A sum is off by SUM of the norms' product, and by the error of its input.
+        let mut x_norms = x.row_norms(None);
+        x_norms.iter_mut().for_each(|norm| *norm *= 1.0 + input_error / SUM);
         let up = self.up.forward(x);
         let gate = self.gate.as_ref().map(|gate| gate.forward(x));
         let cols = up.cols;
@@ -148,15 +153,24 @@ impl Mlp {
                 let moved;
                 (*h, moved) = match (&self.gate, &gate) {
                     (Some(linear), Some(gate)) => {
-                        let value = activate(self.config.activation, gate.data[at]).0;
                         let gate_bound = linear.sum_bound(x_norms[t], column);
-                        let up = up.data[at];
+                        let steepest = steepest(self.config.activation, gate.data[at], gate_bound);
+                        let (value, up) = match self.config.glu {
+                            Glu::PRODUCT => (activate(self.config.activation, gate.data[at]).0, up.data[at]),
+                            glu => {
+                                let [value, up] = glu_factors(self.config.activation, glu, gate.data[at], up.data[at]);
+                                (value.0, up.0)
+                            }
+                        };
                         (
                             value * up,
-                            value.abs() * up_bound + (STEEPEST * gate_bound + F32_FLOOR) * (up.abs() + up_bound),
+                            value.abs() * up_bound + (steepest * gate_bound + F32_FLOOR) * (up.abs() + up_bound),
                         )
                     }
-                    _ => (activate(self.config.activation, up.data[at]).0, STEEPEST * up_bound),
+                    _ => {
+                        let steepest = steepest(self.config.activation, up.data[at], up_bound);
+                        (activate(self.config.activation, up.data[at]).0, steepest * up_bound)
+                    }
                 };
                 *error = moved + rounding.stored(*h);
             }
@@ -172,7 +186,7 @@ impl Mlp {
                 kappa * moved[t] + sums + rounding.stored(output_norms[t]) + floor
             })
             .collect();
-        Trace { x_norms, gate, up, inner, output, output_bounds }
+        Trace { x_norms, input_error, gate, up, inner, output, output_bounds }
     }
 
     /// The gradients of the input and of the rows' factors for the gradient `dy` of `factors[t] * output[t]`; the weights'
@@ -226,9 +240,13 @@ impl Mlp {
                     (Some(linear), Some(gate)) => {
                         let gate = gate.data[at];
                         let gate_bound = linear.sum_bound(trace.x_norms[t], column) + rounding.stored(gate);
-                        let (value, slope) = spread(gate, gate_bound);
-                        let up = Bounded { value: up, bound: up_bound };
-                        store(d_ups, up_e, d_inner.times(value));
+                        let (value, slope, up, up_slope) = if self.config.glu == Glu::PRODUCT {
+                            let (value, slope) = spread(gate, gate_bound);
+                            (value, slope, Bounded { value: up, bound: up_bound }, Bounded::ONE)
+                        } else {
+                            self.spread_glu((gate, gate_bound), (up, up_bound))
+                        };
+                        store(d_ups, up_e, d_inner.times(value.times(up_slope)));
                         store(d_gates, gate_e, d_inner.times(up.times(slope)));
                         value.times(up)
                     }
@@ -241,6 +259,11 @@ impl Mlp {
                 inner_e[i] = inner.bound + rounding.stored(inner.value);
             }
         });
+
+        // Where the input is off, so is each product with it.
+        for (d, errors) in [(&d_up, &mut up_errors), (&d_gate, &mut gate_errors)] {
+            errors.data.iter_mut().zip(&d.data).for_each(|(error, d)| *error += trace.input_error * d.abs());
+        }
 
         // The down projection's: the sum of `factor * inner`, which are stored, times dy.
         let (down_id, down_bias_id) = self.id.ids(Proj::Down);
@@ -272,7 +295,7 @@ impl Mlp {
 
         let mut dx = Matrix::zeros(x.rows, x.cols);
         let mut dx_bounds = vec![0.0; x.rows];
-        let x_coherence = coherence(x, &trace.x_norms);
+        let x_coherence = coherence(x, &x.row_norms(None));
         let first_layer =
             [(Proj::Up, Some(&self.up), &d_up, &up_errors), (Proj::Gate, self.gate.as_ref(), &d_gate, &gate_errors)];
         for (proj, linear, d, errors) in first_layer {
@@ -313,5 +336,26 @@ impl Mlp {
             Bounded { value, bound: scalar(errors, repetition, 3.0 * rounding.unit * value.abs()) + sums }
         };
         InputGradient { x: dx, x_bounds: dx_bounds, factors: (0..x.rows).map(factor_gradient).collect() }
+    }
+
+    /// The factors of an inner value, and their derivatives by gate and up, where these are off by their bounds. A derivative jumps where
+    /// its argument is cut off: both sides are allowed where the argument may be on both.
+    fn spread_glu(&self, gate: (f64, f64), up: (f64, f64)) -> (Bounded, Bounded, Bounded, Bounded) {
+        let at = |gate, up| glu_factors(self.config.activation, self.config.glu, gate, up);
+        let [value, factor] = at(gate.0, up.0);
+        let ends = [at(gate.0 - gate.1, up.0 - up.1), at(gate.0 + gate.1, up.0 + up.1)];
+        let bounded = |value: f64, ends: [f64; 2]| {
+            let most = ends.into_iter().map(|end| (end - value).abs()).fold(0.0, f64::max);
+            Bounded { value, bound: most + SUM * value.abs() + F32_FLOOR }
+        };
+        (
+            bounded(value.0, ends.map(|end| end[0].0)),
+            bounded(value.1, ends.map(|end| end[0].1)),
+            bounded(factor.0, ends.map(|end| end[1].0)),
+            Bounded {
+                value: factor.1,
+                bound: ends.map(|end| (end[1].1 - factor.1).abs()).into_iter().fold(0.0, f64::max),
+            },
+        )
     }
 }

@@ -142,10 +142,13 @@ pub fn reference_with<E: From<CheckError>>(
         return Err(CheckError::Choice(text).into());
     }
 
-    let router = Matrix::from_f32(config.n_experts, hidden, &mlp::load(config, weights, WeightId::Router)?.1);
+    let router = Matrix::from_f32(config.choices(), hidden, &mlp::load(config, weights, WeightId::Router)?.1);
     let bias =
         if config.router.correction_bias { Some(mlp::load(config, weights, WeightId::RouterBias)?.1) } else { None };
-    let routing = Routing::new(config, &x, &router, bias.as_deref(), problem.chosen, problem.choice_tolerance)?;
+    let logit_bias =
+        if config.router.logit_bias { Some(mlp::load(config, weights, WeightId::LogitBias)?.1) } else { None };
+    let biases = [logit_bias.as_deref(), bias.as_deref()];
+    let routing = Routing::new(config, &x, &router, biases[0], biases[1], problem.chosen, problem.choice_tolerance)?;
 
     let mut layer = Layer {
         problem,
@@ -164,8 +167,9 @@ pub fn reference_with<E: From<CheckError>>(
     for e in 0..config.n_experts {
         layer.expert(e, &routing)?;
     }
+    layer.identities(&routing);
     if let Some(shared) = config.shared {
-        layer.shared(shared.mlp, shared.sigmoid_gate)?;
+        layer.shared(shared.mlp, shared.sigmoid_gate, f64::from(shared.scale))?;
     }
     if let Some(b) = &mut layer.backward {
         let (d_logits, errors) = routing.backward(&b.d_weights);
@@ -179,6 +183,15 @@ pub fn reference_with<E: From<CheckError>>(
         let bounds = Bounds::of_outer_products(&d_logits, &errors, &layer.x, repetition(&layer.x));
         let values = d_logits.transposed().times_transpose(&layer.x.transposed()).data;
         (b.on_grad)(WeightId::Router, Gradient { values, bounds })?;
+        if config.router.logit_bias {
+            let mut rows = vec![0.0; d_logits.cols];
+            for t in 0..d_logits.rows {
+                let of_token = d_logits.row(t).iter().zip(errors.row(t));
+                rows.iter_mut().zip(of_token).for_each(|(row, (d, error))| *row += error + SUM * d.abs());
+            }
+            let bounds = Bounds { rows, columns: Vec::new() };
+            (b.on_grad)(WeightId::LogitBias, Gradient { values: d_logits.column_sums(), bounds })?;
+        }
     }
 
     let by_row = |rows: Vec<f64>| Bounds { rows, columns: Vec::new() };
@@ -195,7 +208,7 @@ pub fn reference_with<E: From<CheckError>>(
         dropped: routing.kept.iter().filter(|kept| !**kept).count() as u64,
         chosen: routing.chosen.iter().map(|&e| e as u32).collect(),
         routing_weights: routing.weights.iter().map(|w| w.value).collect(),
-        tokens_per_expert: routing.tokens_per_expert,
+        tokens_per_expert: routing.tokens_per_expert[..config.n_experts].to_vec(),
     })
 }
 
@@ -249,9 +262,13 @@ impl<E: From<CheckError>> Layer<'_, E> {
             }
             rows
         };
-        let rows = rows_of(&self.x);
-        let factors: Vec<Bounded> = pairs.iter().map(|&p| routing.weights[p]).collect();
-        let trace = mlp.forward(&rows);
+        let tokens = rows_of(&self.x);
+        let weights: Vec<Bounded> = pairs.iter().map(|&p| routing.weights[p]).collect();
+        if config.router.weigh_input {
+            return self.weighed_input(&mlp, &pairs, &tokens, &weights);
+        }
+        let (rows, factors) = (tokens, weights);
+        let trace = mlp.forward(&rows, 0.0);
         for (r, &p) in pairs.iter().enumerate() {
             self.add_output(p / k, factors[r], trace.output.row(r), trace.output_bounds[r]);
         }
@@ -265,12 +282,65 @@ impl<E: From<CheckError>> Layer<'_, E> {
         grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
     }
 
-    /// Adds the shared expert's share: `output_t += shared(x_t)`, times `sigmoid(x_t w^T)` if gated.
-    fn shared(&mut self, config: MlpConfig, sigmoid_gate: bool) -> Result<(), E> {
+    /// [`Layer::expert`] where weights are on inputs: `output_t += expert(weight_te * x_t)`.
+    fn weighed_input(&mut self, mlp: &Mlp, pairs: &[usize], tokens: &Matrix, weights: &[Bounded]) -> Result<(), E> {
+        let k = self.problem.config.router.top_k;
+        let mut rows = tokens.clone();
+        // The weights' errors, and the rounding of the product, relative to the rows.
+        let mut error: f64 = self.rounding.unit + SUM;
+        for (r, weight) in weights.iter().enumerate() {
+            rows.row_mut(r).iter_mut().for_each(|x| *x *= weight.value);
+            if weight.value > 0.0 {
+                error = error.max(self.rounding.unit + SUM + weight.bound / weight.value);
+            }
+        }
+        let ones = vec![Bounded::ONE; pairs.len()];
+        let trace = mlp.forward(&rows, error);
+        for (r, &p) in pairs.iter().enumerate() {
+            self.add_output(p / k, Bounded::ONE, trace.output.row(r), trace.output_bounds[r]);
+        }
+        let Some(b) = &mut self.backward else { return Ok(()) };
+        let mut dy = Matrix::zeros(pairs.len(), tokens.cols);
+        for (r, &p) in pairs.iter().enumerate() {
+            dy.row_mut(r).copy_from_slice(b.dy.row(p / k));
+        }
+        let mut grads = Gradients::new();
+        let d = mlp.backward(&rows, &trace, &dy, &ones, &mut grads);
+        for (r, &p) in pairs.iter().enumerate() {
+            let (x, dx, weight) = (tokens.row(r), d.x.row(r), weights[r]);
+            let norm = bound::norm(x);
+            b.d_weights[p] =
+                Bounded { value: dot(x, dx), bound: norm * (d.x_bounds[r] + (error + SUM) * bound::norm(dx)) };
+            let weighed: Vec<f64> = dx.iter().map(|d| d * weight.value).collect();
+            let bound = weight.value.abs() * d.x_bounds[r] + weight.bound * (bound::norm(dx) + d.x_bounds[r]);
+            b.add_dx(p / k, &weighed, bound, self.rounding);
+        }
+        grads.into_iter().try_for_each(|(id, grad)| (b.on_grad)(id, grad))
+    }
+
+    /// Adds the identity experts' share: `output_t += weight_te * x_t`.
+    fn identities(&mut self, routing: &Routing) {
+        let config = self.problem.config;
+        let k = config.router.top_k;
+        for p in (0..routing.chosen.len()).filter(|&p| routing.chosen[p] >= config.n_experts) {
+            let (t, weight) = (p / k, routing.weights[p]);
+            let x = self.x.row(t).to_vec();
+            self.add_output(t, weight, &x, 0.0);
+            let Some(b) = &mut self.backward else { continue };
+            let dy = b.dy.row(t).to_vec();
+            let bound = SUM * bound::norm(&x) * bound::norm(&dy);
+            b.d_weights[p] = Bounded { value: dot(&dy, &x), bound };
+            let row: Vec<f64> = dy.iter().map(|d| d * weight.value).collect();
+            b.add_dx(t, &row, (weight.bound + SUM * weight.value.abs()) * bound::norm(&dy), self.rounding);
+        }
+    }
+
+    /// Adds the shared expert's share: `output_t += scale * shared(x_t)`, times `sigmoid(x_t w^T)` if gated.
+    fn shared(&mut self, config: MlpConfig, sigmoid_gate: bool, scale: f64) -> Result<(), E> {
         let layer = self.problem.config;
         let tokens = self.x.rows;
         let mlp = Mlp::load(layer, config, self.rounding, MlpId::Shared, self.problem.weights)?;
-        let trace = mlp.forward(&self.x);
+        let trace = mlp.forward(&self.x, 0.0);
         let gate = if sigmoid_gate {
             let (_, w) = mlp::load(layer, self.problem.weights, WeightId::SharedGate)?;
             Some(Matrix::from_f32(1, layer.hidden, &w))
@@ -284,7 +354,9 @@ impl<E: From<CheckError>> Layer<'_, E> {
             let s = special::sigmoid(dot(self.x.row(t), w.row(0)));
             Bounded { value: s, bound: routing::score_bound(s, SUM * x_norms[t] * gate_norm) }
         };
-        let factors: Vec<Bounded> = (0..tokens).map(factor).collect();
+        let gates: Vec<Bounded> = (0..tokens).map(factor).collect();
+        let scaled = |g: &Bounded| Bounded { value: scale * g.value, bound: scale.abs() * g.bound };
+        let factors: Vec<Bounded> = gates.iter().map(scaled).collect();
         for (t, &factor) in factors.iter().enumerate() {
             self.add_output(t, factor, trace.output.row(t), trace.output_bounds[t]);
         }
@@ -296,7 +368,7 @@ impl<E: From<CheckError>> Layer<'_, E> {
         }
         if let Some(w) = gate {
             let (mut d_logits, mut errors) = (Matrix::zeros(tokens, 1), Matrix::zeros(tokens, 1));
-            for (t, (s, d)) in factors.iter().zip(&d.factors).enumerate() {
+            for (t, (s, d)) in gates.iter().zip(d.factors.iter().map(scaled)).enumerate() {
                 let slope = s.value * (1.0 - s.value);
                 let d_logit = d.value * slope;
                 let error = d.bound * (slope + s.bound) + d.value.abs() * (s.bound + SUM * s.value);

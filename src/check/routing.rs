@@ -3,8 +3,8 @@
 use super::CheckError;
 use super::bound::{Bounded, SUM};
 use super::matrix::Matrix;
-use super::special::sigmoid;
-use crate::moe::{LayerConfig, RouterConfig, Scoring};
+use super::special::{sigmoid, softplus};
+use crate::moe::{GroupScore, LayerConfig, RouterConfig, Scoring};
 
 /// The least a score can be off by: f32 scores below its smallest normal number vanish.
 const SCORE_FLOOR: f64 = 2.0 * f32::MIN_POSITIVE as f64;
@@ -39,12 +39,26 @@ impl<'a> Routing<'a> {
         config: &'a LayerConfig,
         x: &Matrix,
         router: &Matrix,
+        logit_bias: Option<&[f32]>,
         bias: Option<&[f32]>,
         given: Option<&[u32]>,
         tolerance: f64,
     ) -> Result<Self, CheckError> {
-        let (tokens, n_experts, k) = (x.rows, config.n_experts, config.router.top_k);
-        let logits = x.times_transpose(router);
+        let (tokens, n_experts, k) = (x.rows, config.choices(), config.router.top_k);
+        let mut logits = x.times_transpose(router);
+        // The sum of the terms' magnitudes is what the rounding of a logit is relative to.
+        let mut magnitudes = x.map(f64::abs).times_transpose(&router.map(f64::abs));
+        if let Some(bias) = logit_bias {
+            for t in 0..tokens {
+                logits.row_mut(t).iter_mut().zip(bias).for_each(|(l, &b)| *l += f64::from(b));
+                magnitudes.row_mut(t).iter_mut().zip(bias).for_each(|(m, &b)| *m += f64::from(b.abs()));
+            }
+        }
+        let cap = f64::from(config.router.softcap);
+        if cap > 0.0 {
+            // No steeper than the logit itself.
+            logits = logits.map(|l| cap * (l / cap).tanh());
+        }
         if let Some(i) = logits.data.iter().position(|l| !l.is_finite()) {
             let (t, e) = (i / n_experts, i % n_experts);
             return Err(CheckError::Input(format!("router logit of token {t}, expert {e} is not finite")));
@@ -58,16 +72,25 @@ impl<'a> Routing<'a> {
                         *s = sigmoid(l);
                     }
                 }
+                Scoring::SqrtSoftplus => {
+                    for (s, &l) in scores.row_mut(t).iter_mut().zip(logits.row(t)) {
+                        *s = softplus(l).sqrt();
+                    }
+                }
             }
         }
-        // The sum of the terms' magnitudes is what the rounding of a logit is relative to.
-        let magnitudes = x.map(f64::abs).times_transpose(&router.map(f64::abs));
         let largest = |t: usize| magnitudes.row(t).iter().copied().fold(0.0, f64::max);
         let logit_bounds: Vec<f64> = (0..tokens).map(|t| SUM * largest(t)).collect();
         let mut chosen = Vec::with_capacity(tokens * k);
         for t in 0..tokens {
             let with_bias = |e: usize, s: f64| s + bias.map_or(0.0, |b| f64::from(b[e]));
-            let score: Vec<f64> = scores.row(t).iter().enumerate().map(|(e, &s)| with_bias(e, s)).collect();
+            let by = if config.router.select_logits { logits.row(t) } else { scores.row(t) };
+            let score: Vec<f64> = by.iter().enumerate().map(|(e, &s)| with_bias(e, s)).collect();
+            if config.router.sparse_mixer.is_some() {
+                let given = given.map(|given| &given[t * k..(t + 1) * k]);
+                chosen.extend(mixed_choice(t, logits.row(t), given, tolerance * largest(t))?);
+                continue;
+            }
             let Some(given) = given else {
                 chosen.extend(select(&config.router, &score));
                 continue;
@@ -76,6 +99,13 @@ impl<'a> Routing<'a> {
             let slack = (0..n_experts)
                 .map(|e| {
                     let s = scores.row(t)[e];
+                    if config.router.select_logits {
+                        return logit_slack + tolerance * score[e].abs() + SCORE_FLOOR;
+                    }
+                    if config.router.scoring == Scoring::SqrtSoftplus {
+                        // Its slope is sigmoid / (2 s), which is below a half.
+                        return 0.5 * logit_slack + tolerance * (s + score[e].abs()) + SCORE_FLOOR;
+                    }
                     // |d softmax_e| <= 2 s (1 - s) max |d logit|, |d sigmoid| = s (1 - s) |d logit|;
                     // then the rounding of the score and of its sum with the bias.
                     2.0 * s * (1.0 - s) * logit_slack + tolerance * (s + score[e].abs()) + SCORE_FLOOR
@@ -88,11 +118,21 @@ impl<'a> Routing<'a> {
 
         let mut weights = Vec::with_capacity(tokens * k);
         for t in 0..tokens {
-            let raw: Vec<Bounded> = chosen[t * k..(t + 1) * k]
-                .iter()
-                .map(|&e| Bounded { value: scores.row(t)[e], bound: score_bound(scores.row(t)[e], logit_bounds[t]) })
-                .collect();
-            let shares = shares(&config.router, &raw);
+            let own = &chosen[t * k..(t + 1) * k];
+            let shares = match config.router.sparse_mixer {
+                Some(mixer) => {
+                    let shares = mixed_shares(f64::from(mixer.jitter), logits.row(t), own);
+                    let share = |(shares, &e): (&Vec<f64>, &usize)| Bounded {
+                        value: shares[e],
+                        bound: score_bound(shares[e], logit_bounds[t]),
+                    };
+                    shares.iter().zip(own).map(share).collect()
+                }
+                None => {
+                    let score = |&e: &usize| scored(&config.router, scores.row(t)[e], logit_bounds[t]);
+                    shares(&config.router, &own.iter().map(score).collect::<Vec<_>>())
+                }
+            };
             let scaling = f64::from(config.router.scaling);
             let scaled = |share: &Bounded| Bounded { value: scaling * share.value, bound: scaling.abs() * share.bound };
             weights.extend(shares.iter().map(scaled));
@@ -135,7 +175,7 @@ impl<'a> Routing<'a> {
     fn score_total(&self, scores: &[f64]) -> f64 {
         match self.config.router.scoring {
             Scoring::Softmax => 1.0,
-            Scoring::Sigmoid => scores.iter().sum(),
+            Scoring::Sigmoid | Scoring::SqrtSoftplus => scores.iter().sum(),
         }
     }
 
@@ -152,7 +192,7 @@ impl<'a> Routing<'a> {
     /// with both losses' shares; and bounds on its errors.
     pub fn backward(&self, d_weights: &[Bounded]) -> (Matrix, Matrix) {
         let router = &self.config.router;
-        let (tokens, n_experts, k) = (self.logits.rows, self.config.n_experts, router.top_k);
+        let (tokens, n_experts, k) = (self.logits.rows, self.config.choices(), router.top_k);
         let fractions = self.fractions();
         let aux = f64::from(self.config.aux_loss_coef) * n_experts as f64 / tokens as f64;
         let z = f64::from(self.config.z_loss_coef) / tokens as f64;
@@ -161,14 +201,24 @@ impl<'a> Routing<'a> {
         let mut errors = Matrix::zeros(tokens, n_experts);
         for t in 0..tokens {
             let logit_bound = self.logit_bounds[t];
-            let scores: Vec<Bounded> = self
-                .scores
-                .row(t)
-                .iter()
-                .map(|&value| Bounded { value, bound: score_bound(value, logit_bound) })
-                .collect();
+            let scores: Vec<Bounded> =
+                self.scores.row(t).iter().map(|&value| scored(router, value, logit_bound)).collect();
             let chosen = &self.chosen[t * k..(t + 1) * k];
             let d_weights = &d_weights[t * k..(t + 1) * k];
+            if let Some(mixer) = router.sparse_mixer {
+                let shares = mixed_shares(f64::from(mixer.jitter), self.logits.row(t), chosen);
+                for ((&e, shares), d) in chosen.iter().zip(&shares).zip(d_weights) {
+                    let bounded = |value: f64| Bounded { value, bound: score_bound(value, logit_bound) };
+                    let through = d.times(bounded(shares[e]));
+                    for (other, &share) in shares.iter().enumerate() {
+                        let kept = if other == e { 1.0 - share } else { -share };
+                        let d = through.times(Bounded { value: kept, bound: score_bound(share, logit_bound) });
+                        d_logits.row_mut(t)[other] += scaling * d.value;
+                        errors.row_mut(t)[other] += scaling.abs() * (d.bound + SUM * d.value.abs());
+                    }
+                }
+                continue;
+            }
 
             let mut d_scores = vec![Bounded::ZERO; n_experts];
             // weight_i = scaling s_i / sum_j s_j. Written so that top-1 renormalised, where the
@@ -181,8 +231,10 @@ impl<'a> Routing<'a> {
             } else {
                 Bounded::ZERO
             };
-            for (&e, d) in chosen.iter().zip(d_weights) {
+            let slopes = norm_slopes(router, &raw);
+            for ((&e, d), slope) in chosen.iter().zip(d_weights).zip(slopes) {
                 let factor = scaling / sum.value;
+                let through_sum = through_sum.times(slope);
                 let value = factor * (d.value - through_sum.value);
                 let magnitude = factor.abs() * (d.value.abs() + through_sum.value.abs());
                 let relative = SUM + sum.bound / sum.value;
@@ -193,7 +245,7 @@ impl<'a> Routing<'a> {
             let total = self.score_total(self.scores.row(t));
             let mut through_total = Bounded::ZERO;
             let mut total_bound = 0.0;
-            if router.scoring == Scoring::Sigmoid {
+            if router.scoring != Scoring::Softmax {
                 total_bound = scores.iter().map(|s| s.bound).sum();
                 for (f, s) in fractions.iter().zip(&scores) {
                     through_total.value += f * s.value / total;
@@ -223,12 +275,30 @@ impl<'a> Routing<'a> {
                         *d = slope * d_score.value;
                         *error = (slope + s.bound) * d_score.bound + (s.bound + SUM * s.value) * d_score.value.abs();
                     }
+                    Scoring::SqrtSoftplus => {
+                        let l = self.logits.row(t)[e];
+                        let slope = if s.value > 0.0 { sigmoid(l) / (2.0 * s.value) } else { 0.0 };
+                        // It changes by at most half of itself for each unit of the logit.
+                        let slope = Bounded { value: slope, bound: slope * (logit_bound + SUM) };
+                        let product = slope.times(d_score);
+                        (*d, *error) = (product.value, product.bound);
+                    }
                 };
                 let p = (self.logits.row(t)[e] - lse).exp();
                 *d += 2.0 * z * lse * p;
                 *error += 2.0
                     * z.abs()
                     * ((logit_bound + SUM * lse.abs()) * p + lse.abs() * (score_bound(p, logit_bound) + SUM * p));
+            }
+        }
+        let cap = f64::from(router.softcap);
+        if cap > 0.0 {
+            let all = d_logits.data.iter_mut().zip(&mut errors.data).zip(&self.logits.data).enumerate();
+            for (i, ((d, error), l)) in all {
+                let slope = 1.0 - (l / cap) * (l / cap);
+                let off = 2.0 * self.logit_bounds[i / n_experts] / cap + SUM;
+                *error = *error * (slope + off) + d.abs() * off;
+                *d *= slope;
             }
         }
         (d_logits, errors)
@@ -242,7 +312,17 @@ pub fn score_bound(score: f64, logit_bound: f64) -> f64 {
     moved.min(1.0) + SUM * score + SCORE_FLOOR
 }
 
-/// The chosen scores over their sum, or themselves, as the router says.
+/// A score with its bound.
+fn scored(router: &RouterConfig, value: f64, logit_bound: f64) -> Bounded {
+    let bound = match router.scoring {
+        Scoring::Softmax | Scoring::Sigmoid => score_bound(value, logit_bound),
+        // Its slope is below a half.
+        Scoring::SqrtSoftplus => 0.5 * logit_bound + SUM * value + SCORE_FLOOR,
+    };
+    Bounded { value, bound }
+}
+
+/// The chosen scores over their norm, or themselves, as the router says.
 fn shares(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
     let sum = normaliser(router, chosen);
     let share = |s: &Bounded| {
@@ -254,12 +334,71 @@ fn shares(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
 
 /// What the chosen scores are divided by.
 fn normaliser(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
-    let sum = chosen.iter().copied().fold(Bounded::ZERO, Bounded::plus);
-    match (router.renormalise, router.scoring) {
-        (false, _) => Bounded::ONE,
-        (true, Scoring::Softmax) => sum,
-        (true, Scoring::Sigmoid) => Bounded { value: sum.value + 1e-20, ..sum },
+    if !router.renormalise {
+        return Bounded::ONE;
     }
+    let norm = p_norm(router, chosen);
+    let value = norm.value + f64::from(router.norm.epsilon);
+    Bounded { value: value.max(f64::from(router.norm.floor)), ..norm }
+}
+
+/// The norm of the chosen scores; no score moves it by more than itself moves, for an order of 1 or more.
+fn p_norm(router: &RouterConfig, chosen: &[Bounded]) -> Bounded {
+    let sum = chosen.iter().copied().fold(Bounded::ZERO, Bounded::plus);
+    let order = f64::from(router.norm.order);
+    if order == 1.0 {
+        return sum;
+    }
+    let value = chosen.iter().map(|s| s.value.powf(order)).sum::<f64>().powf(1.0 / order);
+    // Below 1 the norm is steeper: by the ratio of the norm to the score, to the power 1 - p.
+    let steepness = |s: &Bounded| if order < 1.0 { (value / s.value).powf(1.0 - order) } else { 1.0 };
+    Bounded { value, bound: chosen.iter().map(|s| s.bound * steepness(s)).sum::<f64>() + SUM * value }
+}
+
+/// The derivatives of [`normaliser`] by the chosen scores.
+fn norm_slopes(router: &RouterConfig, chosen: &[Bounded]) -> Vec<Bounded> {
+    let norm = p_norm(router, chosen);
+    let order = f64::from(router.norm.order);
+    if norm.value + f64::from(router.norm.epsilon) < f64::from(router.norm.floor) {
+        return vec![Bounded::ZERO; chosen.len()];
+    }
+    if order == 1.0 {
+        return vec![Bounded::ONE; chosen.len()];
+    }
+    let slope = |s: &Bounded| {
+        let value = (s.value / norm.value).powf(order - 1.0);
+        let relative = (order - 1.0).abs() * (s.bound / s.value + norm.bound / norm.value);
+        Bounded { value, bound: value * (relative + SUM) }
+    };
+    chosen.iter().map(slope).collect()
+}
+
+/// SparseMixer's choice: the best logit, and the best of the others; or `given`, in its order of logits, where it is that within `slack`.
+fn mixed_choice(token: usize, logits: &[f64], given: Option<&[u32]>, slack: f64) -> Result<Vec<usize>, CheckError> {
+    let own = largest(logits, 0..logits.len(), 2);
+    let Some(given) = given else { return Ok(own) };
+    let given: Vec<usize> = given.iter().map(|&e| e as usize).collect();
+    let least = own.iter().map(|&e| logits[e]).fold(f64::INFINITY, f64::min);
+    let fits = |&e: &usize| e < logits.len() && logits[e] + 2.0 * slack >= least;
+    if given.len() != 2 || given[0] == given[1] || !given.iter().all(fits) {
+        return Err(CheckError::Choice(format!("token {token} goes to experts {given:?}, expected {own:?}")));
+    }
+    Ok(given)
+}
+
+/// For each of two chosen experts, the shares of all in the softmax that its weight is of. The chosen ones are in any order; the better
+/// goes first, and is not among the second's.
+fn mixed_shares(jitter: f64, logits: &[f64], chosen: &[usize]) -> Vec<Vec<f64>> {
+    let first = if (logits[chosen[1]], chosen[0]) > (logits[chosen[0]], chosen[1]) { chosen[1] } else { chosen[0] };
+    let shares = |&e: &usize| {
+        let best = logits[e];
+        let out = |i: usize, l: f64| (e != first && i == first) || (best - l) / l.abs().max(best) > 2.0 * jitter;
+        let terms: Vec<f64> =
+            logits.iter().enumerate().map(|(i, &l)| if out(i, l) { 0.0 } else { (l - best).exp() }).collect();
+        let sum: f64 = terms.iter().sum();
+        terms.into_iter().map(|term| term / sum).collect()
+    };
+    chosen.iter().map(shares).collect()
 }
 
 /// The most pairs an expert keeps, where there is a limit. The factors in the order of the layer's, since a product that is
@@ -289,10 +428,11 @@ fn largest(values: &[f64], among: impl Iterator<Item = usize>, n: usize) -> Vec<
     order
 }
 
-/// The sum of the two best scores of each group, or the only one's.
-fn group_scores(score: &[f64], n_groups: usize) -> Vec<f64> {
+/// The sum of the two best scores of each group, or the only one's; or the best one.
+fn group_scores(router: &RouterConfig, score: &[f64], n_groups: usize) -> Vec<f64> {
     let size = score.len() / n_groups;
-    score.chunks(size).map(|group| largest(group, 0..size, 2).iter().map(|&e| group[e]).sum()).collect()
+    let best = if router.group_score == GroupScore::Best { 1 } else { 2 };
+    score.chunks(size).map(|group| largest(group, 0..size, best).iter().map(|&e| group[e]).sum()).collect()
 }
 
 /// The chosen experts of one token, best first.
@@ -302,7 +442,7 @@ fn select(router: &RouterConfig, score: &[f64]) -> Vec<usize> {
         return largest(score, all, router.top_k);
     };
     let size = score.len() / groups.n_groups;
-    let eligible = largest(&group_scores(score, groups.n_groups), 0..groups.n_groups, groups.top_groups);
+    let eligible = largest(&group_scores(router, score, groups.n_groups), 0..groups.n_groups, groups.top_groups);
     largest(score, all.filter(|e| eligible.contains(&(e / size))), router.top_k)
 }
 
@@ -348,7 +488,7 @@ fn eligible_experts(
         return Ok((0..n_experts).collect());
     };
     let size = n_experts / groups.n_groups;
-    let score = group_scores(&sel.score, groups.n_groups);
+    let score = group_scores(router, &sel.score, groups.n_groups);
     let slack: Vec<f64> = sel.slack.chunks(size).map(|group| 2.0 * group.iter().copied().fold(0.0, f64::max)).collect();
     let others = |g: usize| (0..groups.n_groups).filter(move |&o| o != g);
     // Eligible whatever the rounding; perhaps eligible.
@@ -392,15 +532,8 @@ mod tests {
     use crate::moe::GroupLimit;
 
     fn router(top_k: usize, groups: Option<(usize, usize)>) -> RouterConfig {
-        RouterConfig {
-            scoring: Scoring::Sigmoid,
-            top_k,
-            renormalise: true,
-            scaling: 1.0,
-            groups: groups.map(|(n_groups, top_groups)| GroupLimit { n_groups, top_groups }),
-            correction_bias: false,
-            external: false,
-        }
+        let groups = groups.map(|(n_groups, top_groups)| GroupLimit { n_groups, top_groups });
+        RouterConfig { groups, ..RouterConfig::sigmoid(top_k) }
     }
 
     fn check(router: &RouterConfig, score: &[f64], own: &[usize]) -> Result<(), CheckError> {
@@ -433,6 +566,31 @@ mod tests {
         assert!(error(&r, &score, &[1, 2]).contains("expected expert 0"));
         assert!(error(&r, &score, &[0, 0]).contains("expert 0 twice"));
         assert!(error(&r, &score, &[0, 4]).contains("expert 4, but there are 4"));
+    }
+
+    #[test]
+    fn groups_are_ranked_by_their_best_or_by_two() {
+        // Groups score 0.8 and 1.0 by two, 0.7 and 0.5 by their best.
+        let score = [0.7, 0.1, 0.5, 0.5];
+        let two = router(1, Some((2, 1)));
+        let best = RouterConfig { group_score: GroupScore::Best, ..two.clone() };
+        assert_eq!((select(&two, &score), select(&best, &score)), (vec![2], vec![0]));
+        check(&best, &score, &[0]).unwrap();
+        assert!(error(&best, &score, &[2]).contains("expert 2 of group 1"));
+        assert!(error(&two, &score, &[0]).contains("expert 0 of group 0"));
+    }
+
+    #[test]
+    fn sparse_mixer_takes_the_best_and_the_best_of_the_others() {
+        let logits = [0.3, 2.0, 1.9, -1.0];
+        assert_eq!(mixed_choice(7, &logits, None, 1e-6).unwrap(), [1, 2]);
+        assert_eq!(mixed_choice(7, &logits, Some(&[2, 1]), 1e-6).unwrap(), [2, 1]);
+        assert!(mixed_choice(7, &logits, Some(&[1, 0]), 1e-6).unwrap_err().to_string().contains("expected [1, 2]"));
+        // Within 2 * 0.01 of the best there is nothing else; the second's softmax is without the first.
+        let shares = mixed_shares(0.01, &logits, &[1, 2]);
+        assert_eq!((shares[0][1], shares[1][2]), (1.0, 1.0));
+        let shares = mixed_shares(0.03, &logits, &[2, 1]);
+        assert!((shares[1][1] - 1.0 / (1.0 + (-0.1f64).exp())).abs() < 1e-12 && shares[0][2] == 1.0);
     }
 
     #[test]

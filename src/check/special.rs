@@ -2,13 +2,21 @@
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-use crate::moe::Activation;
+use crate::moe::{Activation, Glu};
 
 /// From here on the continued fraction converges faster than the series.
 const SERIES_LIMIT: f64 = 2.5;
 
-/// No activation is steeper than this anywhere (GELU's slope reaches 1.129).
+/// No activation is steeper than this anywhere (GELU's slope reaches 1.129), but ReLU^2, whose slope is `2 x`.
 pub const STEEPEST: f64 = 1.13;
+
+/// The steepest that an activation is between `x - by` and `x + by`.
+pub fn steepest(activation: Activation, x: f64, by: f64) -> f64 {
+    match activation {
+        Activation::Relu2 => 2.0 * (x + by).max(0.0),
+        _ => STEEPEST,
+    }
+}
 
 /// `1 - erf(x)`, within 1e-14 absolute everywhere, and relative to the value for `x >= 0`.
 ///
@@ -73,7 +81,39 @@ pub fn activate(activation: Activation, x: f64) -> (f64, f64) {
                 (0.0, 0.0)
             }
         }
+        Activation::Relu2 => {
+            if x > 0.0 {
+                (x * x, 2.0 * x)
+            } else {
+                (0.0, 0.0)
+            }
+        }
+        Activation::QuickGelu => {
+            let s = sigmoid(1.702 * x);
+            (x * s, s + 1.702 * x * s * (1.0 - s))
+        }
     }
+}
+
+/// `ln(1 + e^x)`.
+pub fn softplus(x: f64) -> f64 {
+    if x > 0.0 { x + (-x).exp().ln_1p() } else { x.exp().ln_1p() }
+}
+
+/// Gate's and up's factors of an inner value, each with its derivative, for an MLP that cuts them off or adds to them.
+pub fn glu_factors(activation: Activation, glu: Glu, gate: f64, up: f64) -> [(f64, f64); 2] {
+    let limit = if glu.limit == 0.0 { f64::INFINITY } else { f64::from(glu.limit) };
+    let value = if glu.limit_after {
+        let (value, slope) = activate(activation, gate);
+        if value > limit { (limit, 0.0) } else { (value, slope) }
+    } else if gate > limit {
+        (activate(activation, limit).0, 0.0)
+    } else {
+        activate(activation, gate)
+    };
+    let offset = if glu.plus_one { 1.0 } else { 0.0 };
+    let factor = if up.abs() > limit { (limit.copysign(up) + offset, 0.0) } else { (up + offset, 1.0) };
+    [value, factor]
 }
 
 #[cfg(test)]
@@ -106,7 +146,8 @@ mod tests {
 
     #[test]
     fn no_activation_is_steeper_than_stated() {
-        for activation in [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
+        use Activation::{Gelu, GeluTanh, QuickGelu, Relu, Silu};
+        for activation in [Silu, Gelu, GeluTanh, Relu, QuickGelu] {
             let steepest =
                 (-8000..8000).map(|i| activate(activation, f64::from(i) / 1000.0).1.abs()).fold(0.0, f64::max);
             assert!((1.0..STEEPEST).contains(&steepest), "{activation:?}: {steepest}");
@@ -120,6 +161,9 @@ mod tests {
         };
         close(activate(Activation::Relu, 0.0), 0.0, 0.0);
         close(activate(Activation::Relu, 2.0), 2.0, 1.0);
+        close(activate(Activation::Relu2, -1.0), 0.0, 0.0);
+        close(activate(Activation::Relu2, 1.5), 2.25, 3.0);
+        close(activate(Activation::QuickGelu, 1.0), 0.845_795_765_932_821_2, 1.067_779_606_556_334);
         close(activate(Activation::Silu, 0.0), 0.0, 0.5);
         close(activate(Activation::Silu, 1.0), 0.731_058_578_630_004_9, 0.927_670_511_871_486_7);
         close(activate(Activation::Gelu, 1.0), 0.841_344_746_068_542_9, 1.083_315_470_587_686_4);

@@ -14,29 +14,13 @@ const TOKENS: usize = 6;
 const STEP: f32 = 1.0 / 4096.0;
 
 fn mlp(activation: Activation, gated: bool, bias: bool) -> MlpConfig {
-    MlpConfig { intermediate: 3, gated, activation, bias }
+    MlpConfig { gated, bias, ..MlpConfig::gated(3, activation) }
 }
 
 /// Softmax top-2 of four plain SiLU experts.
 fn base() -> LayerConfig {
-    LayerConfig {
-        hidden: HIDDEN,
-        n_experts: 4,
-        router: RouterConfig {
-            scoring: Scoring::Softmax,
-            top_k: 2,
-            renormalise: false,
-            scaling: 1.0,
-            groups: None,
-            correction_bias: false,
-            external: false,
-        },
-        expert: mlp(Activation::Silu, false, false),
-        shared: None,
-        capacity_factor: None,
-        aux_loss_coef: 0.0,
-        z_loss_coef: 0.0,
-    }
+    let router = RouterConfig { renormalise: false, ..RouterConfig::softmax(2) };
+    LayerConfig::new(HIDDEN, 4, router, mlp(Activation::Silu, false, false))
 }
 
 /// Inputs and weights on a coarse grid in -1..1, the router's in -2..2.
@@ -123,7 +107,8 @@ impl Data {
 
 #[test]
 fn gradients_of_every_activation_gated_and_plain_with_biases() {
-    let activations = [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu];
+    use Activation::{Gelu, GeluTanh, QuickGelu, Relu, Relu2, Silu};
+    let activations = [Silu, Gelu, GeluTanh, Relu, Relu2, QuickGelu];
     for (i, activation) in activations.into_iter().enumerate() {
         for gated in [false, true] {
             let expert = mlp(activation, gated, true);
@@ -144,7 +129,7 @@ fn gradients_of_every_router_with_both_losses() {
                     scaling: 2.5,
                     groups,
                     correction_bias: scoring == Scoring::Sigmoid,
-                    external: false,
+                    ..RouterConfig::sigmoid(3)
                 };
                 let config = LayerConfig { n_experts: 8, router, aux_loss_coef: 0.5, z_loss_coef: 0.25, ..base() };
                 Data::new(config, TOKENS, 20).check_gradients();
@@ -154,9 +139,45 @@ fn gradients_of_every_router_with_both_losses() {
 }
 
 #[test]
+fn gradients_of_what_only_some_families_have() {
+    use crate::moe::{Glu, GroupScore, Norm, SparseMixer};
+    type Change = fn(&mut LayerConfig);
+    let changes: [(Change, bool); 13] = [
+        (|l| l.router.scoring = Scoring::SqrtSoftplus, true),
+        (|l| l.router.norm = Norm::sum(0.3), true),
+        (|l| l.router.norm.floor = 0.6, true),
+        (|l| l.router.norm.order = 2.0, true),
+        (|l| l.router.softcap = 1.5, true),
+        (|l| l.router.logit_bias = true, true),
+        (|l| l.router.group_score = GroupScore::Best, true),
+        (|l| (l.router.select_logits, l.router.scoring) = (true, Scoring::Sigmoid), true),
+        (|l| l.router.weigh_input = true, true),
+        (|l| l.router.sparse_mixer = Some(SparseMixer { jitter: 0.5 }), false),
+        (|l| l.identity_experts = 3, false),
+        (|l| l.expert.glu = Glu { plus_one: true, ..Glu::clamped(0.9) }, true),
+        (|l| l.expert.glu = Glu { limit_after: true, ..Glu::clamped(0.4) }, true),
+    ];
+    for (i, (change, losses)) in changes.into_iter().enumerate() {
+        let router = RouterConfig::softmax(2);
+        let mut config = LayerConfig { router, expert: mlp(Activation::Silu, true, true), ..base() };
+        if losses {
+            (config.aux_loss_coef, config.z_loss_coef) = (0.5, 0.25);
+        }
+        change(&mut config);
+        Data::new(config, TOKENS, 90 + i as u64).check_gradients();
+    }
+}
+
+#[test]
+fn gradients_of_a_scaled_shared_expert() {
+    let shared = Some(SharedConfig { scale: 0.5, ..SharedConfig::new(mlp(Activation::Relu2, true, false), true) });
+    Data::new(LayerConfig { shared, ..base() }, TOKENS, 31).check_gradients();
+}
+
+#[test]
 fn gradients_of_shared_experts() {
     for sigmoid_gate in [false, true] {
-        let shared = Some(SharedConfig { mlp: mlp(Activation::Gelu, true, sigmoid_gate), sigmoid_gate });
+        let shared = Some(SharedConfig::new(mlp(Activation::Gelu, true, sigmoid_gate), sigmoid_gate));
         Data::new(LayerConfig { shared, ..base() }, TOKENS, 30).check_gradients();
     }
 }
@@ -226,10 +247,9 @@ fn a_gated_sigmoid_layer_with_biases_and_shared_expert_is_its_formula() {
         renormalise: true,
         scaling: 2.5,
         correction_bias: true,
-        external: false,
         ..base().router
     };
-    let shared = Some(SharedConfig { mlp: expert, sigmoid_gate: true });
+    let shared = Some(SharedConfig::new(expert, true));
     let mut data = Data::new(LayerConfig { hidden: 1, n_experts: 3, router, expert, shared, ..base() }, 1, 70);
     data.hidden_states = vec![0.5];
     // Expert 0 scores best, but the bias puts it last.
@@ -272,7 +292,7 @@ fn the_pairs_with_the_smallest_token_index_are_kept() {
 #[test]
 fn no_tokens_are_an_ordinary_case() {
     let mlp = mlp(Activation::Silu, true, true);
-    let shared = Some(SharedConfig { mlp, sigmoid_gate: true });
+    let shared = Some(SharedConfig::new(mlp, true));
     let config = LayerConfig { shared, aux_loss_coef: 1.0, z_loss_coef: 1.0, ..base() };
     let r = Data::new(config.clone(), 0, 1).run(Some(&[]), CHOICE_TOLERANCE).unwrap();
     assert!(r.output.is_empty() && r.grad_hidden_states.unwrap().is_empty());

@@ -61,6 +61,18 @@ pub enum FileError {
         /// The tensor.
         tensor: String,
     },
+    /// A weight's tensor that is not there, in a checkpoint of a known layout.
+    #[error("{}: no tensor {tensor}, expected in this layout ({layout}); {nearest}", .file.display())]
+    NoWeight {
+        /// The file.
+        file: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The family and how its experts lie on disk, as recognised.
+        layout: String,
+        /// The nearest name that is there, in words.
+        nearest: String,
+    },
     /// A tensor of another shape or type, or with a number that is not allowed.
     #[error("{}: tensor {tensor} {found}, expected {expected}", .file.display())]
     Tensor {

@@ -83,6 +83,11 @@ impl TensorFile {
         &self.path
     }
 
+    /// The names of its tensors.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     /// The shape of tensor `name`, `None` where the file has no such tensor.
     pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|info| info.shape.as_slice())
@@ -171,6 +176,21 @@ impl TensorFile {
             _ => FileError::system(format!("read tensor {name} of {}", self.path.display()), e),
         })
     }
+}
+
+/// The index, in each dimension, of element `element` of a tensor of this shape.
+pub(super) fn index_of(shape: &[usize], mut element: usize) -> Vec<usize> {
+    let mut index: Vec<usize> = shape
+        .iter()
+        .rev()
+        .map(|&size| {
+            let at = element % size.max(1);
+            element /= size.max(1);
+            at
+        })
+        .collect();
+    index.reverse();
+    index
 }
 
 /// Opens a regular file to read. Looks before it opens: to open a named pipe would be to wait for its writer.

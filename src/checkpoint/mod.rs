@@ -1,26 +1,28 @@
 //! Checkpoints in Hugging Face layouts and tensor files in; result files out.
 //!
 //! A checkpoint is a folder with `config.json` and either `model.safetensors`, or shards listed by
-//! `model.safetensors.index.json`. [`Checkpoint`] reads one MoE layer of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and
-//! DeepSeek-V3 checkpoints, [`Input`] the tokens, and [`OutputFile`] takes the results.
+//! `model.safetensors.index.json`. [`Checkpoint`] reads one MoE layer of the families in `docs/families.md`, [`Input`] the
+//! tokens, and [`OutputFile`] takes the results.
 //!
 //! Tensors are read with positional reads (`pread`), only the bytes asked for, and not through a memory map: when a
 //! file is cut short while it is mapped, the next access is a SIGBUS that ends the process without a word, where
 //! `pread` returns an error that can name the file and the tensor. A PE thus reads only the experts it owns.
 
 mod error;
-mod family;
+mod families;
 mod file;
 mod input;
+mod nearest;
 mod result;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-use crate::moe::{LayerConfig, WeightError, WeightId, WeightSource};
+use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
 use crate::plan::Model;
 pub use error::FileError;
-pub use family::Family;
+use families::Layout;
+pub use families::{Family, families_page};
 use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};
 pub use result::{OutputFile, ResultLayout, memory_file};
@@ -30,7 +32,7 @@ pub use result::{OutputFile, ResultLayout, memory_file};
 /// # Errors
 /// One line that names the file, the field, its value and what is expected; a model without experts.
 pub fn read_model(dir: &Path) -> Result<Model, FileError> {
-    family::read_model(dir)
+    families::read_model(dir)
 }
 
 /// One MoE layer of a checkpoint on disk.
@@ -41,11 +43,11 @@ pub fn read_model(dir: &Path) -> Result<Model, FileError> {
 /// ```
 /// use std::path::Path;
 ///
-/// use aristos::checkpoint::{Checkpoint, Family};
+/// use aristos::checkpoint::Checkpoint;
 /// use aristos::moe::{Proj, WeightId, WeightSource};
 ///
 /// let checkpoint = Checkpoint::open(Path::new("examples/tiny-moe"), 0)?;
-/// assert_eq!(checkpoint.family(), Family::Qwen3Moe);
+/// assert_eq!(checkpoint.family().model_type(), "qwen3_moe");
 /// let layer = checkpoint.config();
 /// let up = checkpoint.load(WeightId::Expert(3, Proj::Up))?;
 /// assert_eq!(up.len(), layer.expert.intermediate * layer.hidden);
@@ -59,6 +61,10 @@ pub struct Checkpoint {
     family: Family,
     layer: usize,
     config: LayerConfig,
+    /// How the family's checkpoint is written.
+    layout: &'static Layout,
+    /// What is before a weight's name in it, such as `model.layers.3.`.
+    prefix: String,
     /// The files that hold the layer's weights, by file name.
     files: BTreeMap<String, TensorFile>,
     /// From a weight's name to its file's name, for sharded checkpoints; `None` for a single file.
@@ -74,16 +80,20 @@ impl Checkpoint {
     /// # Errors
     /// One line that names the file and the field or tensor: a missing or unreadable file, an unknown model type, a
     /// missing or ill-typed field, a layer out of range or dense, a quantised checkpoint, a truncated or malformed
-    /// safetensors file, a missing weight, a weight of another shape or of an unsupported type.
+    /// safetensors file, a missing weight (with the layout that was recognised and the nearest name there is), a weight of
+    /// another shape or of an unsupported type.
     pub fn open(dir: &Path, layer: usize) -> Result<Self, FileError> {
-        let (family, config) = family::read_config(dir, layer)?;
-        let mut checkpoint = Checkpoint { family, layer, config, files: BTreeMap::new(), shard_of: None };
+        let (family, config) = families::read_config(dir, layer)?;
+        let layout = &family.layouts()[0];
+        let (files, prefix) = (BTreeMap::new(), format!("model.{}.{layer}.", layout.layers));
+        let mut checkpoint = Checkpoint { family, layer, config, layout, prefix, files, shard_of: None };
         let single = dir.join(SINGLE);
         if single.try_exists().map_err(|e| FileError::read(&single, e))? {
             checkpoint.files.insert(SINGLE.into(), TensorFile::open(&single)?);
         } else {
             checkpoint.shard_of = Some(read_index(dir)?);
         }
+        checkpoint.recognise(dir)?;
         // Replicated weights first: the router's shape bounds the number of experts that config.json claims, before
         // anything of that size is built.
         for id in checkpoint.config.replicated_weights() {
@@ -107,18 +117,86 @@ impl Checkpoint {
         self.layer
     }
 
-    /// Opens the shard that holds `id`, unless it is open already, and checks the weight's shape and type.
-    fn open_and_check(&mut self, dir: &Path, id: WeightId) -> Result<(), FileError> {
-        let name = self.name(id);
+    /// The names of all tensors.
+    fn names(&self) -> Vec<&str> {
+        match &self.shard_of {
+            Some(shard_of) => shard_of.keys().map(String::as_str).collect(),
+            None => self.files.values().flat_map(TensorFile::names).collect(),
+        }
+    }
+
+    /// Finds how the checkpoint is written: the first of the family's layouts in which an expert is there, in its shape where names
+    /// alone do not tell; and what is before the names.
+    fn recognise(&mut self, dir: &Path) -> Result<(), FileError> {
+        const EXPERT: WeightId = WeightId::Expert(0, Proj::Up);
+        let mut found: Vec<(&'static Layout, String)> = Vec::new();
+        for layout in self.family.layouts() {
+            let layer = format!("{}.{}.", layout.layers, self.layer);
+            let tail = layer.clone() + &layout.name(EXPERT);
+            let mut prefixes: Vec<&str> =
+                self.names().into_iter().filter_map(|name| name.strip_suffix(&tail)).collect();
+            prefixes.retain(|prefix| prefix.is_empty() || prefix.ends_with('.'));
+            // A model of several parts, each with such a layer: the one that text goes through.
+            prefixes.sort_by_key(|prefix| PREFIXES.iter().position(|known| known == prefix).unwrap_or(PREFIXES.len()));
+            if let Some(prefix) = prefixes.first() {
+                found.push((layout, format!("{prefix}{layer}")));
+            }
+        }
+        // Where several have that name, the one with the expert in its shape, and then with the most of the other names.
+        let mut best = (0, 0);
+        for i in (0..found.len()).rev().filter(|_| found.len() > 1) {
+            let (layout, prefix) = &found[i];
+            let name = prefix.clone() + &layout.name(EXPERT);
+            self.open_file_of(dir, &name)?;
+            let place = layout.place(&self.config, EXPERT, name);
+            let fits = self.file_of(&place.tensor)?.shape(&place.tensor) == Some(&place.shape);
+            let names: HashSet<&str> = self.names().into_iter().collect();
+            let ids = self.config.replicated_weights().into_iter().chain(self.config.expert_weights(0));
+            let there = ids.filter(|&id| names.contains((prefix.clone() + &layout.name(id)).as_str())).count();
+            let score = there + if fits { names.len() } else { 0 };
+            if score >= best.0 {
+                best = (score, i);
+            }
+        }
+        if !found.is_empty() {
+            (self.layout, self.prefix) = found.swap_remove(best.1);
+        }
+        Ok(())
+    }
+
+    /// Opens the shard that holds tensor `name`, unless it is open already.
+    fn open_file_of(&mut self, dir: &Path, name: &str) -> Result<(), FileError> {
         if let Some(shard_of) = &self.shard_of {
-            let shard = shard_of.get(&name).ok_or_else(|| FileError::no_tensor(&dir.join(INDEX), &name))?;
+            let shard = shard_of.get(name).ok_or_else(|| self.missing(&dir.join(INDEX), name))?;
             if !self.files.contains_key(shard) {
                 let file = TensorFile::open(&dir.join(shard))
                     .map_err(|error| FileError::Shard { error: Box::new(error), index: INDEX })?;
                 self.files.insert(shard.clone(), file);
             }
         }
-        self.file_of(&name)?.expect(&name, &self.config.shape(id))
+        Ok(())
+    }
+
+    /// Opens the shard that holds `id`, and checks the shape and type of the tensor that the weight is in.
+    fn open_and_check(&mut self, dir: &Path, id: WeightId) -> Result<(), FileError> {
+        let place = self.weight_place(id);
+        self.open_file_of(dir, &place.tensor)?;
+        let file = self.file_of(&place.tensor)?;
+        if file.shape(&place.tensor).is_none() {
+            return Err(self.missing(file.path(), &place.tensor));
+        }
+        file.expect(&place.tensor, &place.shape)
+    }
+
+    /// The error of a tensor that is not there.
+    fn missing(&self, file: &Path, tensor: &str) -> FileError {
+        FileError::NoWeight {
+            file: file.to_path_buf(),
+            tensor: tensor.to_string(),
+            layout: format!("{}, {}", self.family.model_type(), self.layout.experts.describe()),
+            nearest: nearest::nearest(tensor, self.names())
+                .map_or("there are no tensors".into(), |name| format!("the nearest name there is {name}")),
+        }
     }
 
     /// The open file that holds tensor `name`.
@@ -137,19 +215,42 @@ impl WeightSource for Checkpoint {
     }
 
     fn name(&self, id: WeightId) -> String {
-        self.family.weight_name(self.layer, id)
+        self.prefix.clone() + &self.layout.name(id)
+    }
+
+    fn weight_place(&self, id: WeightId) -> WeightPlace {
+        self.layout.place(&self.config, id, self.name(id))
     }
 
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
-        let (name, shape) = (self.name(id), self.config.shape(id));
+        let place = self.weight_place(id);
         let read = || -> Result<Vec<f32>, FileError> {
-            let file = self.file_of(&name)?;
-            file.expect(&name, &shape)?;
-            file.read_f32(&name, 0, shape.iter().product())
+            let (file, span) = (self.file_of(&place.tensor)?, place.span());
+            file.expect(&place.tensor, &place.shape)?;
+            let elements = file.read_f32(&place.tensor, span.start, span.len())?;
+            if let Some(i) = elements.iter().position(|x| !x.is_finite()) {
+                let index = file::index_of(&place.shape, span.start + i);
+                let found = format!("is {} at {index:?}", elements[i]);
+                return Err(file.wrong(&place.tensor, found, "finite numbers".into()));
+            }
+            let in_order = place.strides == [place.size[1], 1];
+            Ok(if in_order { elements } else { place.gather(&elements, span.start) })
         };
         read().map_err(WeightError::new)
     }
 }
+
+/// What may be before `layers.N` in a model of several parts, the part that text goes through first.
+const PREFIXES: [&str; 8] = [
+    "model.",
+    "",
+    "model.language_model.",
+    "language_model.model.",
+    "thinker.model.",
+    "model.text_model.",
+    "transformer.",
+    "backbone.",
+];
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

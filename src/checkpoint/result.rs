@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, ErrorKind};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
@@ -112,6 +113,31 @@ impl ResultLayout {
         file.read_exact_at(bytemuck::cast_slice_mut(&mut out), *at)
             .map_err(|e| FileError::system(format!("read tensor {name} of {}", self.label.display()), e))?;
         Ok(out)
+    }
+
+    /// Reads elements `elements` of tensor `name`.
+    ///
+    /// # Errors
+    /// As [`ResultLayout::read`]; elements beyond the last.
+    pub fn read_elements(&self, file: &File, name: &str, elements: Range<usize>) -> Result<Vec<f32>, FileError> {
+        let at = self.elements_at(name, elements.clone())?;
+        let mut out = vec![0f32; elements.len()];
+        file.read_exact_at(bytemuck::cast_slice_mut(&mut out), at)
+            .map_err(|e| FileError::system(format!("read tensor {name} of {}", self.label.display()), e))?;
+        Ok(out)
+    }
+
+    /// Where in the file elements `elements` of tensor `name`, in row-major order, begin, bytes.
+    ///
+    /// # Errors
+    /// One line that names the file and the tensor: no such tensor, or elements beyond the last.
+    pub fn elements_at(&self, name: &str, elements: Range<usize>) -> Result<u64, FileError> {
+        let (shape, at) = self.place(name)?;
+        if elements.start > elements.end || elements.end > shape.iter().product() {
+            let what = format!("tensor {name} has shape {shape:?}, no elements {elements:?}");
+            return Err(FileError::part(&self.label, what));
+        }
+        Ok(at + elements.start as u64 * 4)
     }
 
     fn place(&self, name: &str) -> Result<&(Vec<usize>, u64), FileError> {

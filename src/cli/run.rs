@@ -13,7 +13,7 @@ use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, Transpo
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
-use crate::moe::{Activation, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
 use crate::run::{PreparedRun, supervisor};
 
 /// PEs of the bundled example.
@@ -29,7 +29,7 @@ pub struct Args {
     /// one per CPU, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
-    /// A directory with a checkpoint in a Hugging Face layout (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3)
+    /// A directory with a checkpoint in a Hugging Face layout (of the families in docs/families.md)
     #[arg(long, value_name = "DIR", requires = "input", conflicts_with = "Synthetic")]
     model: Option<PathBuf>,
     /// Which layer of the checkpoint
@@ -186,6 +186,7 @@ impl SyntheticArgs {
             gated: self.mlp != Some(MlpArg::Plain),
             activation: self.activation.map_or(Activation::Silu, Into::into),
             bias: self.bias,
+            glu: Glu::PRODUCT,
         };
         let shared =
             self.shared_intermediate.map(|intermediate| SharedConfig::new(MlpConfig { intermediate, ..expert }, false));

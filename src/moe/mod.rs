@@ -9,7 +9,8 @@ pub mod synthetic;
 
 pub use cpu::{Layer, Replicas, kernels};
 pub use spec::{
-    Activation, ConfigError, Dtype, Gradients, GroupLimit, Groups, LayerConfig, LayerSpec, Layout, Load, MlpConfig,
-    MlpGradients, MlpId, Mode, MoeError, MoeLayer, NO_EXPERT, Options, Placement, Proj, Routed, RouterConfig, Scoring,
-    SharedConfig, WeightError, WeightId, WeightSource, gemm_flop, metrics, placement, proj_index,
+    Activation, ConfigError, Dtype, Glu, Gradients, GroupLimit, GroupScore, Groups, LayerConfig, LayerSpec, Layout,
+    Load, MlpConfig, MlpGradients, MlpId, Mode, MoeError, MoeLayer, NO_EXPERT, Norm, Options, Placement, Proj, Routed,
+    RouterConfig, Scoring, SharedConfig, SparseMixer, WeightError, WeightId, WeightPlace, WeightSource, gemm_flop,
+    metrics, placement, proj_index,
 };

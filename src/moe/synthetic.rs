@@ -110,7 +110,7 @@ impl Synthetic {
     /// One line that names the field, its value, and what would be right.
     pub fn new(spec: SyntheticSpec) -> Result<Self, ConfigError> {
         spec.layer.validate()?;
-        let (n_experts, hidden) = (spec.layer.n_experts, spec.layer.hidden);
+        let (n_experts, hidden) = (spec.layer.choices(), spec.layer.hidden);
         if n_experts > hidden {
             return Err(ConfigError {
                 field: "experts",
@@ -226,6 +226,7 @@ impl Synthetic {
             Stream::Weight(WeightId::ExpertBias(e, p)) => [7, e as u64, p as u64],
             Stream::Weight(WeightId::Shared(p)) => [8, 0, p as u64],
             Stream::Weight(WeightId::SharedBias(p)) => [9, 0, p as u64],
+            Stream::Weight(WeightId::LogitBias) => [10, 0, 0],
         };
         let mut seed = [0; 32];
         for (bytes, word) in seed.chunks_exact_mut(8).zip([self.spec.seed, key[0], key[1], key[2]]) {
@@ -250,6 +251,7 @@ impl WeightSource for Synthetic {
         };
         match id {
             WeightId::Router => "router.weight".into(),
+            WeightId::LogitBias => "router.bias".into(),
             WeightId::RouterBias => "router.correction_bias".into(),
             WeightId::Expert(e, p) => format!("experts.{e}.{}.weight", proj(p)),
             WeightId::ExpertBias(e, p) => format!("experts.{e}.{}.bias", proj(p)),
@@ -280,9 +282,10 @@ impl WeightSource for Synthetic {
         let fan_in_scale = 1.0 / (layer.shape(matrix).last().copied().unwrap_or(1) as f32).sqrt();
         let std_dev = match id {
             WeightId::Router => LOGIT_NOISE * fan_in_scale,
+            WeightId::LogitBias => LOGIT_NOISE,
             WeightId::RouterBias => {
                 let max = match layer.router.scoring {
-                    Scoring::Sigmoid => BIAS_MAX,
+                    Scoring::Sigmoid | Scoring::SqrtSoftplus => BIAS_MAX,
                     // Softmax scores, and so what separates them, shrink with the number of experts.
                     Scoring::Softmax => BIAS_MAX / layer.n_experts as f32,
                 };

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result};
 use half::{bf16, f16};
 
-use super::PreparedRun;
+use super::{PreparedRun, gradient_name};
 use crate::check::{Bounds, CHOICE_TOLERANCE, Comparison, Problem, judge, reference_with};
 use crate::checkpoint::{InputTensor, ResultLayout};
 use crate::moe::{Dtype, WeightId, WeightSource};
@@ -47,9 +47,8 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         choice_tolerance: CHOICE_TOLERANCE,
         dtype: job.request.dtype,
     };
-    let mut test = |name: &str, want: &[f64], bounds: &Bounds| -> Result<()> {
-        let Comparison { deviation, tolerance, worst } =
-            judge(name, &results.read(file, name)?, want, bounds, job.request.dtype);
+    let mut test = |name: &str, got: &[f32], want: &[f64], bounds: &Bounds| -> Result<()> {
+        let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, job.request.dtype);
         let worst = worst.map(|slice| SliceCheck {
             axis: slice.axis.name().to_string(),
             index: slice.index,
@@ -59,10 +58,25 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         tensors.push(TensorCheck::new(name, deviation.relative, tolerance, worst));
         Ok(())
     };
-    let want = reference_with(&problem, &mut |id, grad| test(&job.gradient_name(id), &grad.values, &grad.bounds))?;
-    test("output", &want.output, &want.output_bounds)?;
+    let want = reference_with(&problem, &mut |id, grad| {
+        let place = job.weight_place(id);
+        let name = gradient_name(&place.tensor);
+        if place.is_whole() {
+            return test(&name, &results.read(file, &name)?, &grad.values, &grad.bounds);
+        }
+        // A part of a tensor, which is called by what it is.
+        let span = place.span();
+        let got = place.gather(&results.read_elements(file, &name, span.clone())?, span.start);
+        let part = match id {
+            WeightId::Expert(e, proj) | WeightId::ExpertBias(e, proj) => format!("{e}, {proj:?}"),
+            other => format!("{other:?}"),
+        };
+        test(&format!("{name} ({part})"), &got, &grad.values, &grad.bounds)
+    })?;
+    test("output", &results.read(file, "output")?, &want.output, &want.output_bounds)?;
     if let Some(grad) = &want.grad_hidden_states {
-        test("grad_hidden_states", grad, &want.grad_hidden_states_bounds)?;
+        let name = "grad_hidden_states";
+        test(name, &results.read(file, name)?, grad, &want.grad_hidden_states_bounds)?;
     }
     Ok(CheckReport::new(tensors))
 }

@@ -28,7 +28,7 @@ use crate::job::request::DeviceKind;
 use crate::job::request::{PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
-use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightSource};
+use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource};
 
 enum Source {
     Checkpoint(Checkpoint, Input),
@@ -129,19 +129,20 @@ impl PreparedRun {
         let mut tensors = vec![("output".to_string(), rows.clone())];
         if self.backward {
             tensors.push(("grad_hidden_states".into(), rows));
-            let with_gradient = self.config.weights().into_iter().filter(|id| id.has_gradient());
-            tensors.extend(with_gradient.map(|id| (self.gradient_name(id), self.config.shape(id))));
+            // Several weights may be in one tensor of the checkpoint, and so are their gradients.
+            let mut seen = std::collections::HashSet::new();
+            for id in self.config.weights().into_iter().filter(|id| id.has_gradient()) {
+                let WeightPlace { tensor, shape, .. } = self.weight_place(id);
+                if seen.insert(tensor.clone()) {
+                    tensors.push((gradient_name(&tensor), shape));
+                }
+            }
         }
         let layout = ResultLayout::new(tensors)?;
         Ok(match &self.request.output {
             Some(path) => layout.for_path(path),
             None => layout,
         })
-    }
-
-    /// The name of a weight's gradient in the result file.
-    fn gradient_name(&self, id: WeightId) -> String {
-        format!("grad.{}", self.name(id))
     }
 
     fn weights(&self) -> &dyn WeightSource {
@@ -175,7 +176,16 @@ impl WeightSource for PreparedRun {
         self.weights().name(id)
     }
 
+    fn weight_place(&self, id: WeightId) -> WeightPlace {
+        self.weights().weight_place(id)
+    }
+
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         self.weights().load(id)
     }
+}
+
+/// What the gradient of a tensor's weights is called in the result file.
+fn gradient_name(tensor: &str) -> String {
+    format!("grad.{tensor}")
 }

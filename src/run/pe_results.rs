@@ -1,15 +1,17 @@
 //! What a PE reports of its steps, and what it writes of their results.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-use super::PreparedRun;
 use super::steps::Results;
+use super::{PreparedRun, gradient_name};
+use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
-use crate::moe::Load;
 use crate::moe::metrics::Phase;
+use crate::moe::{Load, WeightPlace, WeightSource};
 use crate::report::PeReport;
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
@@ -69,13 +71,24 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
             write("grad_hidden_states", tokens.start, &results.grad_input)?;
             let (placement, index) = job.place(me);
             let first_group = job.groups.place(me).0 == 0;
+            let mut parts = Parts::default();
+            let mut expert = None;
             for id in job.config.weights() {
                 // Replicated weights' gradients are the same on every PE, experts' in every group; the first one writes them.
                 let mine = if job.config.replicated_weights().contains(&id) { me == 0 } else { first_group };
-                if let Some(grad) = results.grads.get(id, placement, index).filter(|_| mine) {
-                    write(&job.gradient_name(id), 0, grad)?;
+                let Some(grad) = results.grads.get(id, placement, index).filter(|_| mine) else { continue };
+                let place = job.weight_place(id);
+                if place.is_whole() {
+                    write(&gradient_name(&place.tensor), 0, grad)?;
+                    continue;
                 }
+                let of = id.expert();
+                if std::mem::replace(&mut expert, of) != of {
+                    parts.write(host, &layout, &file)?;
+                }
+                parts.add(&place, grad);
             }
+            parts.write(host, &layout, &file)?;
         }
     }
     if host.has_file(CHOSEN) {
@@ -83,6 +96,32 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
         host.write(CHOSEN, offset as u64, bytemuck::cast_slice(&results.routed.chosen), "the routing")?;
     }
     Ok(host.send(&serde_json::to_vec(&message)?)?)
+}
+
+/// Gradients of an expert's weights that share tensors with each other, gathered so that each part of a file is written at once.
+#[derive(Default)]
+struct Parts(Vec<(String, Range<usize>, Vec<f32>)>);
+
+impl Parts {
+    fn add(&mut self, place: &WeightPlace, grad: &[f32]) {
+        let same = |(tensor, part, _): &&mut (String, Range<usize>, _)| *tensor == place.tensor && *part == place.part;
+        if let Some((_, _, values)) = self.0.iter_mut().find(same) {
+            return place.scatter(grad, values, place.part.start);
+        }
+        let mut values = vec![0.0; place.part.len()];
+        place.scatter(grad, &mut values, place.part.start);
+        self.0.push((place.tensor.clone(), place.part.clone(), values));
+    }
+
+    /// Writes what there is, to `file` by its name.
+    fn write(&mut self, host: &dyn Host, layout: &ResultLayout, file: &str) -> Result<()> {
+        for (tensor, part, values) in self.0.drain(..) {
+            let name = gradient_name(&tensor);
+            let at = layout.elements_at(&name, part)?;
+            host.write(RESULTS, at, bytemuck::cast_slice(&values), &format!("tensor {name} to {file}"))?;
+        }
+        Ok(())
+    }
 }
 
 /// The losses of all PEs' tokens, weighted.

@@ -15,6 +15,8 @@ pub struct Mlp<E: Element> {
     down: E::Weight,
     /// Of gate, up, down; empty where there is none.
     bias: [Vec<f32>; 3],
+    /// Whether a row's weight multiplies its input, rather than its output.
+    weigh_input: bool,
 }
 
 impl<E: Element> Mlp<E> {
@@ -40,7 +42,12 @@ impl<E: Element> Mlp<E> {
                 bias[proj_index(proj)] = load(mlp.ids(proj).1)?;
             }
         }
-        Ok(Mlp { config, hidden, gate, up, down, bias })
+        Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
+    }
+
+    /// The same, with the rows' weights on their inputs or on their outputs.
+    pub fn weigh_input(self, weigh_input: bool) -> Self {
+        Mlp { weigh_input, ..self }
     }
 
     /// What it is.
@@ -132,10 +139,12 @@ impl Scratch {
 pub struct Batch<E> {
     /// Number of rows.
     pub rows: usize,
-    /// Inputs.
+    /// Inputs, times the rows' weights once their tile is computed, where weights are on inputs.
     pub x: Vec<E>,
     /// Weight of each row.
     pub weight: Vec<f32>,
+    /// Whether the weights are in the inputs already.
+    pub weighed_input: bool,
     /// Forward: the unweighted outputs. Backward: the input gradients.
     pub out: Vec<f32>,
     /// Gradients of the weighted outputs, before the weights.
@@ -199,6 +208,15 @@ impl<E: Element> Batch<E> {
         let Scratch { workspace, inner: [gate, up] } = scratch;
         let (gate, up) = (&mut gate[..m * i], &mut up[..m * i]);
         let (outer, inner) = (tile.start * h..tile.end * h, tile.start * i..tile.end * i);
+        self.weighed_input = mlp.weigh_input;
+        if mlp.weigh_input {
+            let mut row = vec![0.0; h];
+            for (x, weight) in self.x[outer.clone()].chunks_exact_mut(h).zip(&self.weight[tile.clone()]) {
+                E::widen(x, &mut row);
+                row.iter_mut().for_each(|x| *x *= weight);
+                E::convert(&row, x);
+            }
+        }
         let x = &self.x[outer.clone()];
         E::gemm_nt(workspace, m, x, &mlp.up, up, false);
         add_bias(m, up, &mlp.bias[1]);
@@ -207,6 +225,7 @@ impl<E: Element> Batch<E> {
             add_bias(m, gate, &mlp.bias[0]);
             kernels::forward_gated(
                 mlp.config.activation,
+                mlp.config.glu,
                 gate,
                 up,
                 &mut self.gate[inner.clone()],
@@ -229,16 +248,21 @@ impl<E: Element> Batch<E> {
         let (outer, inner) = (tile.start * h..tile.end * h, tile.start * i..tile.end * i);
         let g = &self.g[outer.clone()];
         E::gemm_nn(&mut scratch.workspace, m, g, &mlp.down, q, false);
-        let weight = &self.weight[tile.clone()];
+        // With weights on the inputs the outputs' are 1.
+        let ones = if mlp.weigh_input { vec![1.0; m] } else { Vec::new() };
+        let input_weight = &self.weight[tile.clone()];
+        let weight = if mlp.weigh_input { &ones[..] } else { input_weight };
         let d_weight = &mut self.d_weight[tile];
         let (up, act) = (&self.up[inner.clone()], &self.h[inner.clone()]);
         let (d_up, hw) = (&mut self.d_up[inner.clone()], &mut self.hw[inner.clone()]);
         let activation = mlp.config.activation;
+        let outer_range = outer.clone();
         let out = &mut self.out[outer];
         if let Some(w) = &mlp.gate {
             let d_gate = &mut self.d_gate[inner.clone()];
             kernels::backward_gated(
                 activation,
+                mlp.config.glu,
                 m,
                 i,
                 weight,
@@ -258,9 +282,19 @@ impl<E: Element> Batch<E> {
         E::gemm_nn(&mut scratch.workspace, m, d_up, &mlp.up, out, mlp.gate.is_some());
         if !mlp.bias[2].is_empty() {
             let mut row = vec![0.0; h];
-            for (g, d) in g.chunks_exact(h).zip(d_weight) {
+            for (g, d) in g.chunks_exact(h).zip(&mut *d_weight) {
                 E::widen(g, &mut row);
                 *d += kernels::dot(&row, &mlp.bias[2]);
+            }
+        }
+        if mlp.weigh_input {
+            // The input was x times the weight: d_weight = <x, gradient of the input>, and x is what is kept over the weight.
+            let mut row = vec![0.0; h];
+            let rows = self.x[outer_range].chunks_exact(h).zip(out.chunks_exact_mut(h));
+            for ((x, out), (d, &weight)) in rows.zip(d_weight.iter_mut().zip(input_weight)) {
+                E::widen(x, &mut row);
+                *d = if weight == 0.0 { 0.0 } else { kernels::dot(&row, out) / weight };
+                out.iter_mut().for_each(|o| *o *= weight);
             }
         }
     }
@@ -282,7 +316,8 @@ impl<E: Element> Batch<E> {
                 kernels::column_sum(m, i, &self.d_gate[..m * i], None, &mut grads.bias[0]);
             }
             kernels::column_sum(m, i, d_up, None, &mut grads.bias[1]);
-            kernels::column_sum(m, h, g, Some(&self.weight[..m]), &mut grads.bias[2]);
+            let weights = (!mlp.weigh_input).then_some(&self.weight[..m]);
+            kernels::column_sum(m, h, g, weights, &mut grads.bias[2]);
         }
     }
 }

@@ -8,7 +8,7 @@ use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
-use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
+use crate::moe::spec::{Gradients, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
 /// Which pass a [`Saved`] is for, by the way its tokens were routed.
@@ -219,6 +219,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
         }
         self.recorder.enter(Phase::Combine);
+        if self.spec.config.identity_experts > 0 {
+            let x32 = as_f32(x);
+            for (token, weight, _) in identities(&saved.routing, &self.spec.config) {
+                kernels::axpy(&mut output[token * h..(token + 1) * h], weight, &x32[token * h..(token + 1) * h]);
+            }
+        }
         if self.weights.shared.is_some() && !saved.external {
             let rows = output.chunks_exact_mut(h).zip(saved.shared.out.chunks_exact(h));
             for ((out, shared), &weight) in rows.zip(&saved.shared.weight) {
@@ -232,25 +238,29 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
 
     /// Routes by the layer's own router, and readies the shared expert's rows.
     fn route(&mut self, x: &[E], saved: &mut Saved<E>) -> Routing {
-        let (h, e) = (self.spec.config.hidden, self.spec.config.n_experts);
+        let (h, e) = (self.spec.config.hidden, self.spec.config.choices());
         let tokens = x.len() / h;
         let x32 = as_f32(x);
         let mut logits = vec![0.0f32; tokens * e];
         if let Some(router) = &self.weights.router {
             f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, router, &mut logits, false);
         }
+        if let Some(bias) = &self.weights.logit_bias {
+            kernels::add_bias(tokens, e, &mut logits, bias);
+        }
         if self.weights.shared.is_some() {
             let shared = &mut saved.shared;
+            let scale = self.spec.config.shared.map_or(1.0, |s| s.scale);
             shared.rows = tokens;
             shared.x.clear();
             shared.x.extend_from_slice(x);
             shared.weight.clear();
             match &self.weights.shared_gate {
                 Some(gate) => {
-                    let sigmoid = |row| kernels::sigmoid(kernels::dot(row, gate));
+                    let sigmoid = |row| scale * kernels::sigmoid(kernels::dot(row, gate));
                     shared.weight.extend(x32.chunks_exact(h).map(sigmoid));
                 }
-                None => shared.weight.resize(tokens, 1.0),
+                None => shared.weight.resize(tokens, scale),
             }
         }
         router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits)
@@ -338,6 +348,14 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.run_pass(Direction::Backward, saved, grad_output, grad_input, &mut d_weights, grads)?;
 
         self.recorder.enter(Phase::Router);
+        if self.spec.config.identity_experts > 0 {
+            let (x32, g32, h) = (as_f32(x), as_f32(grad_output), self.spec.config.hidden);
+            for (token, weight, choice) in identities(&saved.routing, &self.spec.config) {
+                let row = token * h..(token + 1) * h;
+                d_weights[choice] = kernels::dot(&g32[row.clone()], &x32[row.clone()]);
+                kernels::axpy(&mut grad_input[row.clone()], weight, &g32[row]);
+            }
+        }
         let (config, tokens) = (&self.spec.config, saved.routing.tokens);
         let h = config.hidden;
         let mut load = Load::default();
@@ -347,7 +365,11 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(router) = &self.weights.router {
             let ws = &mut self.scratch.workspace;
             f32::gemm_nn(ws, tokens, &d_logits, router, grad_input, true);
-            f32::gemm_tn(ws, tokens, config.n_experts, h, &d_logits, &x32, &mut grads.router, false);
+            f32::gemm_tn(ws, tokens, config.choices(), h, &d_logits, &x32, &mut grads.router, false);
+        }
+        if !grads.logit_bias.is_empty() {
+            grads.logit_bias.fill(0.0);
+            kernels::column_sum(tokens, config.choices(), &d_logits, None, &mut grads.logit_bias);
         }
         if self.weights.shared.is_some() {
             kernels::axpy(grad_input, 1.0, &saved.shared.out[..tokens * h]);
@@ -355,8 +377,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(gate) = &self.weights.shared_gate {
             grads.shared_gate.fill(0.0);
             for t in 0..tokens {
+                // The row's weight is scale times the gate, and the scale is in the gradient once.
+                let scale = config.shared.map_or(1.0, |s| s.scale);
                 let s = saved.shared.weight[t];
-                let d = saved.shared.d_weight[t] * s * (1.0 - s);
+                let d = saved.shared.d_weight[t] * s * (1.0 - s / scale);
                 kernels::axpy(&mut grads.shared_gate, d, &x32[t * h..(t + 1) * h]);
                 kernels::axpy(&mut grad_input[t * h..(t + 1) * h], d, gate);
             }
@@ -480,6 +504,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         }
         Ok(())
     }
+}
+
+/// The choices of identity experts: token, weight, and index into [`Routing::chosen`].
+fn identities<'r>(routing: &'r Routing, config: &LayerConfig) -> impl Iterator<Item = (usize, f32, usize)> + 'r {
+    let (first, end, top_k) = (config.n_experts, config.choices(), config.router.top_k);
+    let choices = routing.chosen.iter().enumerate().filter(move |(_, c)| (first..end).contains(&(**c as usize)));
+    choices.map(move |(choice, _)| (choice / top_k, routing.weights[choice], choice))
 }
 
 fn not_training(what: &'static str) -> MoeError {

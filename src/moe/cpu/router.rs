@@ -3,7 +3,9 @@
 //! Everything here is f32 whatever the layer's element type: the router is a sliver of the work, and a
 //! rounding there moves tokens to other experts.
 
-use crate::moe::spec::{GroupLimit, LayerConfig, Load, MoeError, NO_EXPERT, Placement, RouterConfig, Scoring};
+use crate::moe::spec::{
+    GroupLimit, GroupScore, LayerConfig, Load, MoeError, NO_EXPERT, Norm, Placement, Scoring, SparseMixer,
+};
 
 /// What the router decided for one PE's tokens.
 #[derive(Clone, Debug, Default)]
@@ -17,17 +19,21 @@ pub struct Routing {
     pub weights: Vec<f32>,
     /// Whether each choice is kept under the capacity limit, `[tokens, top_k]`; empty when dropless.
     pub kept: Vec<bool>,
-    /// `[tokens, n_experts]`.
+    /// With their bias, and capped, `[tokens, choices]`.
     logits: Vec<f32>,
-    /// Softmax or sigmoid of the logits, `[tokens, n_experts]`.
+    /// What the scoring makes of the logits, `[tokens, choices]`.
     scores: Vec<f32>,
     /// logsumexp of each token's logits, `[tokens]`.
     lse: Vec<f32>,
 }
 
-/// Scores, selects and weighs, from logits `[tokens, n_experts]`.
-pub fn route(config: &LayerConfig, bias: Option<&[f32]>, logits: Vec<f32>) -> Routing {
-    let (e, k) = (config.n_experts, config.router.top_k);
+/// Scores, selects and weighs, from logits `[tokens, choices]`.
+pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>) -> Routing {
+    let (e, k) = (config.choices(), config.router.top_k);
+    let cap = config.router.softcap;
+    if cap > 0.0 {
+        logits.iter_mut().for_each(|l| *l = cap * (*l / cap).tanh());
+    }
     let tokens = logits.len() / e;
     let mut r = Routing {
         tokens,
@@ -46,16 +52,29 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, logits: Vec<f32>) -> Ro
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f32 = logits.iter().map(|l| (l - max).exp()).sum();
         r.lse[t] = max + sum.ln();
+        if let Some(mixer) = config.router.sparse_mixer {
+            let pair = mix(mixer, logits);
+            for (slot, Mixed { expert, weight, .. }) in pair.iter().enumerate() {
+                r.chosen[t * k + slot] = *expert as u32;
+                r.weights[t * k + slot] = weight * config.router.scaling;
+            }
+            if pair[0].expert > pair[1].expert {
+                r.chosen.swap(t * k, t * k + 1);
+                r.weights.swap(t * k, t * k + 1);
+            }
+            continue;
+        }
         match config.router.scoring {
             Scoring::Softmax => scores.iter_mut().zip(logits).for_each(|(s, l)| *s = (l - max).exp() / sum),
             Scoring::Sigmoid => scores.iter_mut().zip(logits).for_each(|(s, l)| *s = 1.0 / (1.0 + (-l).exp())),
+            Scoring::SqrtSoftplus => scores.iter_mut().zip(logits).for_each(|(s, &l)| *s = softplus(l).sqrt()),
         }
-        selection.copy_from_slice(scores);
+        selection.copy_from_slice(if config.router.select_logits { logits } else { scores });
         if let Some(bias) = bias {
             selection.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
         }
         if let Some(limit) = config.router.groups {
-            mask_groups(&mut selection, limit, &mut groups);
+            mask_groups(&mut selection, limit, config.router.group_score, &mut groups);
         }
         let chosen = &mut r.chosen[t * k..(t + 1) * k];
         for slot in chosen.iter_mut() {
@@ -66,7 +85,7 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, logits: Vec<f32>) -> Ro
         chosen.sort_unstable();
         let weights = &mut r.weights[t * k..(t + 1) * k];
         weights.iter_mut().zip(chosen).for_each(|(w, &mut c)| *w = scores[c as usize]);
-        let norm = if config.router.renormalise { normaliser(&config.router, weights) } else { 1.0 };
+        let norm = if config.router.renormalise { normaliser(config.router.norm, weights) } else { 1.0 };
         weights.iter_mut().for_each(|w| *w = *w / norm * config.router.scaling);
     }
     r
@@ -81,11 +100,14 @@ fn argmax(x: &[f32]) -> usize {
 }
 
 /// Leaves only the experts of the best groups selectable.
-fn mask_groups(selection: &mut [f32], limit: GroupLimit, scores: &mut Vec<f32>) {
+fn mask_groups(selection: &mut [f32], limit: GroupLimit, score: GroupScore, scores: &mut Vec<f32>) {
     let size = selection.len() / limit.n_groups;
     scores.clear();
     scores.extend(selection.chunks_exact(size).map(|group| {
         let first = argmax(group);
+        if score == GroupScore::Best {
+            return group[first];
+        }
         let second = group.iter().enumerate().filter(|(i, _)| *i != first).map(|(_, &s)| s).max_by(f32::total_cmp);
         group[first] + second.unwrap_or(0.0)
     }));
@@ -101,12 +123,65 @@ fn mask_groups(selection: &mut [f32], limit: GroupLimit, scores: &mut Vec<f32>) 
 }
 
 /// What renormalised weights are divided by.
-fn normaliser(config: &RouterConfig, chosen_scores: &[f32]) -> f32 {
-    let sum: f32 = chosen_scores.iter().sum();
-    match config.scoring {
-        Scoring::Softmax => sum,
-        Scoring::Sigmoid => sum + 1e-20,
+fn normaliser(norm: Norm, chosen_scores: &[f32]) -> f32 {
+    let divisor = order_norm(norm, chosen_scores) + norm.epsilon;
+    // Not by `max`, which would make a number of NaN.
+    if divisor < norm.floor { norm.floor } else { divisor }
+}
+
+/// The norm itself, without epsilon and floor.
+fn order_norm(norm: Norm, chosen_scores: &[f32]) -> f32 {
+    if norm.order == 1.0 {
+        return chosen_scores.iter().sum();
     }
+    chosen_scores.iter().map(|s| s.powf(norm.order)).sum::<f32>().powf(1.0 / norm.order)
+}
+
+/// The derivative of [`normaliser`] by a chosen score.
+fn norm_slope(norm: Norm, chosen_scores: &[f32], score: f32) -> f32 {
+    let value = order_norm(norm, chosen_scores);
+    if value + norm.epsilon < norm.floor {
+        0.0
+    } else if norm.order == 1.0 {
+        1.0
+    } else {
+        (score / value).powf(norm.order - 1.0)
+    }
+}
+
+/// `ln(1 + e^x)`.
+fn softplus(x: f32) -> f32 {
+    x.max(0.0) + (-x.abs()).exp().ln_1p()
+}
+
+/// One of the two choices of [`SparseMixer`]: the expert, its weight, and the shares of all experts, which it is one of.
+struct Mixed {
+    expert: usize,
+    weight: f32,
+    shares: Vec<f32>,
+}
+
+/// Both choices of a token, the better one first.
+fn mix(mixer: SparseMixer, logits: &[f32]) -> [Mixed; 2] {
+    let first = mix_one(mixer, logits, None);
+    let second = mix_one(mixer, logits, Some(first.expert));
+    [first, second]
+}
+
+fn mix_one(mixer: SparseMixer, logits: &[f32], taken: Option<usize>) -> Mixed {
+    let mut left = logits.to_vec();
+    if let Some(taken) = taken {
+        left[taken] = TAKEN;
+    }
+    let expert = argmax(&left);
+    let best = logits[expert];
+    let far = |l: f32| (best - l) / l.abs().max(best) > 2.0 * mixer.jitter;
+    let near = |e: usize, l: f32| Some(e) != taken && !far(l);
+    let mut shares: Vec<f32> =
+        logits.iter().enumerate().map(|(e, &l)| if near(e, l) { (l - best).exp() } else { 0.0 }).collect();
+    let sum: f32 = shares.iter().sum();
+    shares.iter_mut().for_each(|s| *s /= sum);
+    Mixed { expert, weight: shares[expert], shares }
 }
 
 impl Routing {
@@ -141,7 +216,12 @@ impl Routing {
     /// Pairs routed to each expert, before any drop.
     pub fn counts(&self, n_experts: usize) -> Vec<u32> {
         let mut counts = vec![0; n_experts];
-        self.chosen.iter().filter(|&&c| c != NO_EXPERT).for_each(|&c| counts[c as usize] += 1);
+        for &c in &self.chosen {
+            // Neither no expert nor an identity expert.
+            if let Some(count) = counts.get_mut(c as usize) {
+                *count += 1;
+            }
+        }
         counts
     }
 
@@ -180,10 +260,10 @@ impl Routing {
         }
     }
 
-    /// The gradient of the logits, `[tokens, n_experts]`, from the gradient of the routing weights, `[tokens, top_k]`,
+    /// The gradient of the logits before they are capped, `[tokens, choices]`, from the gradient of the routing weights, `[tokens, top_k]`,
     /// and, where the configuration has coefficients, of the losses over `load`, which is of all PEs' tokens.
     pub fn backward(&self, config: &LayerConfig, load: &Load, d_weights: &[f32]) -> Vec<f32> {
-        let (e, k, router) = (config.n_experts, config.router.top_k, &config.router);
+        let (e, k, router) = (config.choices(), config.router.top_k, &config.router);
         let all_tokens = load.tokens.max(1) as f64;
         let aux: Vec<f32> = if config.aux_loss_coef == 0.0 {
             Vec::new()
@@ -199,24 +279,34 @@ impl Routing {
             let chosen = &self.chosen[t * k..(t + 1) * k];
             let dw = &d_weights[t * k..(t + 1) * k];
             let out = &mut d_logits[t * e..(t + 1) * e];
+            if let Some(mixer) = router.sparse_mixer {
+                for mixed in mix(mixer, &self.logits[t * e..(t + 1) * e]) {
+                    let slot = chosen.iter().position(|&c| c as usize == mixed.expert).unwrap_or_default();
+                    let d = router.scaling * dw[slot] * mixed.weight;
+                    out.iter_mut().zip(&mixed.shares).for_each(|(o, share)| *o -= d * share);
+                    out[mixed.expert] += d;
+                }
+                continue;
+            }
             d_scores.fill(0.0);
-            // w_j = scaling * s_j / norm, so ds_j = (scaling * dw_j - [renormalised] sum_i dw_i w_i) / norm
+            // w_j = scaling * s_j / norm, so ds_j = (scaling * dw_j - [renormalised] norm'_j sum_i dw_i w_i) / norm
+            let chosen_scores: Vec<f32> = chosen.iter().map(|&c| scores[c as usize]).collect();
             let (norm, mean) = if router.renormalise {
-                let chosen_scores: Vec<f32> = chosen.iter().map(|&c| scores[c as usize]).collect();
                 let weights = &self.weights[t * k..(t + 1) * k];
-                (normaliser(router, &chosen_scores), dw.iter().zip(weights).map(|(d, w)| d * w).sum())
+                (normaliser(router.norm, &chosen_scores), dw.iter().zip(weights).map(|(d, w)| d * w).sum())
             } else {
                 (1.0, 0.0f32)
             };
-            for (&c, d) in chosen.iter().zip(dw) {
-                d_scores[c as usize] = (router.scaling * d - mean) / norm;
+            for ((&c, &score), d) in chosen.iter().zip(&chosen_scores).zip(dw) {
+                let slope = if router.renormalise { norm_slope(router.norm, &chosen_scores, score) } else { 0.0 };
+                d_scores[c as usize] = (router.scaling * d - mean * slope) / norm;
             }
             if !aux.is_empty() {
                 // p = s / norm; for softmax norm is 1 and stays out of the derivative (the softmax below has it).
                 let norm = prob_norm(config, scores) as f32;
                 let mean = match router.scoring {
                     Scoring::Softmax => 0.0,
-                    Scoring::Sigmoid => aux.iter().zip(scores).map(|(a, s)| a * s / norm).sum(),
+                    Scoring::Sigmoid | Scoring::SqrtSoftplus => aux.iter().zip(scores).map(|(a, s)| a * s / norm).sum(),
                 };
                 d_scores.iter_mut().zip(&aux).for_each(|(d, a)| *d += (a - mean) / norm);
             }
@@ -228,10 +318,23 @@ impl Routing {
                 Scoring::Sigmoid => {
                     out.iter_mut().zip(&d_scores).zip(scores).for_each(|((o, d), s)| *o = d * s * (1.0 - s));
                 }
+                Scoring::SqrtSoftplus => {
+                    let logits = &self.logits[t * e..(t + 1) * e];
+                    for (((o, d), &s), l) in out.iter_mut().zip(&d_scores).zip(scores).zip(logits) {
+                        // Where the score is 0 in f32, so is its slope.
+                        *o = if s > 0.0 { d / (1.0 + (-l).exp()) / (2.0 * s) } else { 0.0 };
+                    }
+                }
             }
             if z != 0.0 {
                 let (lse, logits) = (self.lse[t], &self.logits[t * e..(t + 1) * e]);
                 out.iter_mut().zip(logits).for_each(|(o, l)| *o += z * lse * (l - lse).exp());
+            }
+        }
+        if router.softcap > 0.0 {
+            for (d, l) in d_logits.iter_mut().zip(&self.logits) {
+                let share = l / router.softcap;
+                *d *= 1.0 - share * share;
             }
         }
         d_logits
@@ -242,7 +345,9 @@ impl Routing {
 fn prob_norm(config: &LayerConfig, scores: &[f32]) -> f64 {
     match config.router.scoring {
         Scoring::Softmax => 1.0,
-        Scoring::Sigmoid => scores.iter().map(|&s| f64::from(s)).sum::<f64>().max(f64::MIN_POSITIVE),
+        Scoring::Sigmoid | Scoring::SqrtSoftplus => {
+            scores.iter().map(|&s| f64::from(s)).sum::<f64>().max(f64::MIN_POSITIVE)
+        }
     }
 }
 
@@ -292,7 +397,8 @@ pub fn routes(routing: &Routing, placement: &Placement, top_k: usize) -> Vec<Rou
         columns.sort_unstable_by_key(|&column| chosen[column]);
         for &column in &columns {
             let (expert, choice) = (chosen[column], token * top_k + column);
-            if expert == NO_EXPERT || !routing.is_kept(choice) {
+            // What is no routed expert goes nowhere: nothing is to be computed, or only an identity.
+            if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
             let to = &mut all[placement.owner(expert as usize)];

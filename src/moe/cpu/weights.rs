@@ -6,8 +6,9 @@ use crate::moe::spec::{LayerSpec, MlpId, MoeError, Placement, WeightId, WeightSo
 
 /// The router, the local experts, and the shared expert, prepared for the GEMMs.
 pub struct Weights<E: Element> {
-    /// `[n_experts, hidden]`; `None` where the caller routes.
+    /// `[n_experts + identity_experts, hidden]`; `None` where the caller routes.
     pub router: Option<F32Weight>,
+    pub logit_bias: Option<Vec<f32>>,
     pub router_bias: Option<Vec<f32>>,
     /// In the order of [`Placement::experts`].
     pub experts: Vec<Mlp<E>>,
@@ -44,9 +45,13 @@ impl<E: Element> Weights<E> {
         let optional = |id, wanted: bool| wanted.then(|| load(id)).transpose();
         let (hidden, gated) = (config.hidden, config.shared.is_some_and(|s| s.sigmoid_gate));
         let router = optional(WeightId::Router, !config.router.external)?;
-        let routed = |&e: &usize| Mlp::load(config.expert, hidden, MlpId::Routed(e), load);
+        let routed = |&e: &usize| {
+            Mlp::load(config.expert, hidden, MlpId::Routed(e), load)
+                .map(|mlp| mlp.weigh_input(config.router.weigh_input))
+        };
         Ok(Weights {
-            router: router.map(|w| f32::prepare(&w, config.n_experts, hidden)),
+            router: router.map(|w| f32::prepare(&w, config.choices(), hidden)),
+            logit_bias: optional(WeightId::LogitBias, config.router.logit_bias)?,
             router_bias: optional(WeightId::RouterBias, config.router.correction_bias)?,
             shared_gate: optional(WeightId::SharedGate, gated)?,
             experts: placement.experts(pe).iter().map(routed).collect::<Result<_, _>>()?,
@@ -89,6 +94,7 @@ impl<E: Element> Weights<E> {
         let local = |e| placement.local_on(e, pe).map(|local| &self.experts[local]);
         match id {
             WeightId::Router => self.router.as_ref().map(Weight::Router),
+            WeightId::LogitBias => self.logit_bias.as_deref().map(Weight::Values),
             WeightId::RouterBias => self.router_bias.as_deref().map(Weight::Values),
             WeightId::Expert(e, proj) => local(e)?.matrix(proj).map(Weight::Matrix),
             WeightId::ExpertBias(e, proj) => local(e)?.bias(proj).map(Weight::Values),
@@ -102,6 +108,7 @@ impl<E: Element> Weights<E> {
         let local = |e| placement.local_on(e, pe);
         match id {
             WeightId::Router => self.router.as_mut().map(WeightMut::Router),
+            WeightId::LogitBias => self.logit_bias.as_deref_mut().map(WeightMut::Values),
             WeightId::RouterBias => self.router_bias.as_deref_mut().map(WeightMut::Values),
             WeightId::Expert(e, proj) => self.experts[local(e)?].matrix_mut(proj).map(WeightMut::Matrix),
             WeightId::ExpertBias(e, proj) => self.experts[local(e)?].bias_mut(proj).map(WeightMut::Values),

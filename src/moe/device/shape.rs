@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
-    Activation, ConfigError, Dtype, LayerConfig, LayerSpec, Layout, Mode, MoeError, Options, Scoring,
+    Activation, ConfigError, Dtype, Glu, GroupScore, LayerConfig, LayerSpec, Layout, Mode, MoeError, Norm, Options,
+    Scoring,
 };
 
 /// Most planes that the router's weights are split into (`LayerShape::router_parts`).
@@ -79,6 +80,7 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     if let Some(rows) = options.tile_rows {
         return Err(config_error("tile rows", rows, "none on a device, whose tiles have one size"));
     }
+    check_family(config)?;
     let shared = config.shared.map_or(8, |s| s.mlp.intermediate);
     for (field, value) in
         [("hidden", config.hidden), ("intermediate", config.expert.intermediate), ("shared intermediate", shared)]
@@ -88,6 +90,42 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
         }
     }
     Ok(())
+}
+
+/// Refuses what only some families have, and only a CPU computes.
+fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
+    const CPU_ONLY: &str = "none on a device, which has no kernel for it yet: run on the CPU";
+    let router = &config.router;
+    let usual_norm = match router.scoring {
+        Scoring::Sigmoid => Norm::sum(1e-20),
+        _ => Norm::sum(0.0),
+    };
+    let mlps = [Some(config.expert), config.shared.map(|s| s.mlp)].into_iter().flatten();
+    let mut glus = mlps.clone().map(|mlp| mlp.glu);
+    let mut activations = mlps.map(|mlp| mlp.activation);
+    let refused = [
+        ("the score sqrt(softplus)", router.scoring == Scoring::SqrtSoftplus),
+        // Without renormalisation it is not used; the kernels add 1e-20 to sums of sigmoids, which makes no difference to others.
+        ("another norm than the sum", router.renormalise && (router.norm.floor, router.norm.order) != (0.0, 1.0)),
+        ("an epsilon of the norm", router.renormalise && router.norm.epsilon > usual_norm.epsilon.max(1e-20)),
+        (
+            "group-limited selection by the best expert",
+            router.groups.is_some() && router.group_score == GroupScore::Best,
+        ),
+        ("selection by logits", router.select_logits),
+        ("a bias of the logits", router.logit_bias),
+        ("a softcap of the logits", router.softcap != 0.0),
+        ("weights on the inputs", router.weigh_input),
+        ("SparseMixer", router.sparse_mixer.is_some()),
+        ("identity experts", config.identity_experts != 0),
+        ("a factor on the shared expert", config.shared.is_some_and(|s| s.scale != 1.0)),
+        ("a clamped or shifted GLU", glus.any(|glu| glu != Glu::PRODUCT)),
+        ("the activation ReLU^2 or QuickGELU", activations.any(|a| activation(a).is_none())),
+    ];
+    match refused.into_iter().find(|(_, is)| *is) {
+        Some((what, _)) => Err(config_error("the layer", format!("one with {what}"), CPU_ONLY)),
+        None => Ok(()),
+    }
 }
 
 fn config_error(field: &'static str, value: impl ToString, expected: &str) -> MoeError {
@@ -133,15 +171,16 @@ impl ShapeOf<'_> {
             top_k: router.top_k as u32,
             dtype: dtype_code(*dtype)?,
             gated: config.expert.gated.into(),
-            activation: activation(config.expert.activation),
+            activation: activation(config.expert.activation).unwrap_or_default(),
             bias: config.expert.bias.into(),
             shared_gated: shared.gated.into(),
-            shared_activation: activation(shared.activation),
+            shared_activation: activation(shared.activation).unwrap_or_default(),
             shared_bias: shared.bias.into(),
             router_parts: self.router_parts,
             scoring: match router.scoring {
                 Scoring::Softmax => params::SCORING_SOFTMAX,
-                Scoring::Sigmoid => params::SCORING_SIGMOID,
+                // `check` lets no other through.
+                Scoring::Sigmoid | Scoring::SqrtSoftplus => params::SCORING_SIGMOID,
             },
             renormalise: router.renormalise.into(),
             n_groups: router.groups.map_or(0, |g| g.n_groups as u32),
@@ -195,12 +234,14 @@ pub fn symmetric_bytes(spec: &LayerSpec, device: &DeviceOptions, limits: &Device
     Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
 }
 
-fn activation(activation: Activation) -> u32 {
+/// The kernels' number of an activation, `None` where they have none.
+fn activation(activation: Activation) -> Option<u32> {
     match activation {
-        Activation::Silu => params::ACT_SILU,
-        Activation::Gelu => params::ACT_GELU,
-        Activation::GeluTanh => params::ACT_GELU_TANH,
-        Activation::Relu => params::ACT_RELU,
+        Activation::Silu => Some(params::ACT_SILU),
+        Activation::Gelu => Some(params::ACT_GELU),
+        Activation::GeluTanh => Some(params::ACT_GELU_TANH),
+        Activation::Relu => Some(params::ACT_RELU),
+        Activation::Relu2 | Activation::QuickGelu => None,
     }
 }
 
@@ -248,4 +289,33 @@ pub fn place(
     let mut bytes = bytemuck::cast_slice(&layer).to_vec();
     bytes.truncate(info.layer_bytes as usize);
     Ok((info, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::moe::spec::{MlpConfig, RouterConfig};
+
+    #[test]
+    fn what_only_a_cpu_computes_is_refused_in_a_line() {
+        let base = LayerConfig::new(16, 4, RouterConfig::softmax(2), MlpConfig::gated(8, Activation::Silu));
+        check(&base, Dtype::Bf16, &Options::default()).unwrap();
+        type Change = fn(&mut LayerConfig);
+        let changes: [(Change, &str); 8] = [
+            (|l| l.router.scoring = Scoring::SqrtSoftplus, "sqrt(softplus)"),
+            (|l| l.router.norm.order = 2.0, "norm"),
+            (|l| l.router.logit_bias = true, "bias of the logits"),
+            (|l| l.router.weigh_input = true, "weights on the inputs"),
+            (|l| l.router.softcap = 1.0, "softcap"),
+            (|l| l.identity_experts = 1, "identity experts"),
+            (|l| l.expert.glu = Glu::clamped(7.0), "GLU"),
+            (|l| l.expert.activation = Activation::Relu2, "ReLU^2"),
+        ];
+        for (change, what) in changes {
+            let mut layer = base.clone();
+            change(&mut layer);
+            let line = check(&layer, Dtype::Bf16, &Options::default()).unwrap_err().to_string();
+            assert!(line.contains(what) && line.contains("on a device") && !line.contains('\n'), "{line}");
+        }
+    }
 }

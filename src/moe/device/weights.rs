@@ -296,6 +296,8 @@ impl<'g> DeviceWeights<'g> {
         let shared = self.places.get(placement.experts(me).len());
         let place = match id {
             WeightId::Router => self.router.as_ref().map(Place::Router),
+            // `check` refuses a layer that has one.
+            WeightId::LogitBias => None,
             WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| Place::Values(buffer, 0)),
             WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| Place::Values(buffer, 0)),
             WeightId::Expert(e, p) => {

@@ -5,8 +5,10 @@
 use crate::plan::Model;
 use std::fmt;
 
-use aristos_cpu_kernels::Activation;
+use aristos_cpu_kernels::{Activation, Glu};
 use serde::{Deserialize, Serialize};
+
+use super::place::WeightPlace;
 
 /// Most experts of a layer, and most elements of its widths: far above any model, and low enough that no product of two
 /// overflows.
@@ -20,10 +22,40 @@ pub enum Scoring {
     Softmax,
     /// An independent sigmoid per expert (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     Sigmoid,
+    /// `sqrt(ln(1 + e^logit))`, independent per expert (DeepSeek-V4).
+    SqrtSoftplus,
+}
+
+/// What a group of experts is ranked by in group-limited selection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GroupScore {
+    /// The sum of its two best experts' scores (DeepSeek-V3).
+    #[default]
+    BestTwo,
+    /// Its best expert's score (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+    Best,
+}
+
+/// How renormalised weights are divided: by `max(norm + epsilon, floor)`, where `norm` is the `order`-norm of the chosen scores.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Norm {
+    /// Added to the norm.
+    pub epsilon: f32,
+    /// The least divisor, 0 for none (ERNIE 4.5's `moe_norm_min`).
+    pub floor: f32,
+    /// 1 for the sum; DBRX has any above 0.
+    pub order: f32,
+}
+
+impl Norm {
+    /// The sum of the chosen scores and `epsilon`.
+    pub const fn sum(epsilon: f32) -> Norm {
+        Norm { epsilon, floor: 0.0, order: 1.0 }
+    }
 }
 
 /// Group-limited selection (DeepSeek-V3, section 2.1.2): experts form `n_groups` equal contiguous
-/// groups; a group's score is the sum of its two best expert scores (with bias correction);
+/// groups; a group's score is made of its experts' selection scores ([`GroupScore`]);
 /// only the experts of the best `top_groups` groups can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupLimit {
@@ -37,7 +69,8 @@ pub struct GroupLimit {
 ///
 /// `scores = scoring(x W^T)`; the `top_k` experts with the largest `scores + correction bias`
 /// (among the eligible groups; ties to the smaller index) are chosen; their weights are their
-/// scores *without* the bias, divided by their sum if `renormalise`, times `scaling`.
+/// scores *without* the bias, divided by their norm if `renormalise`, times `scaling`. The logits
+/// may have a bias of their own, and be capped, before they are scored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RouterConfig {
@@ -45,17 +78,40 @@ pub struct RouterConfig {
     pub scoring: Scoring,
     /// Experts per token.
     pub top_k: usize,
-    /// Whether the chosen scores are divided by their sum (for [`Scoring::Sigmoid`]: by their sum + 1e-20).
+    /// Whether the chosen scores are divided by their norm.
     pub renormalise: bool,
+    /// By what they are divided then: their sum, with 1e-20 added where scores are not probabilities, unless the model says otherwise.
+    pub norm: Norm,
     /// Factor on the weights (`routed_scaling_factor`), 1 where the model has none.
     pub scaling: f32,
     /// Group-limited selection, where the model has it.
     pub groups: Option<GroupLimit>,
+    /// What the groups are ranked by.
+    pub group_score: GroupScore,
     /// Whether there is a per-expert correction bias ([`WeightId::RouterBias`]) in the selection.
     pub correction_bias: bool,
+    /// Whether logits, and not scores, are what the correction bias is added to and experts are selected by (Kolibri).
+    pub select_logits: bool,
+    /// Whether the logits have a trained bias ([`WeightId::LogitBias`], gpt-oss).
+    pub logit_bias: bool,
+    /// Logits become `softcap * tanh(logit / softcap)`; 0 for no cap.
+    pub softcap: f32,
+    /// Whether the weight multiplies an expert's input, rather than its output (Llama 4).
+    pub weigh_input: bool,
+    /// PhiMoE's router instead of scoring and top-k: see [`SparseMixer`].
+    pub sparse_mixer: Option<SparseMixer>,
     /// Whether the caller routes every pass ([`MoeLayer::experts`](super::MoeLayer::experts)): the layer then has no router
     /// weights, and of these fields only `top_k` counts.
     pub external: bool,
+}
+
+/// Two experts, one after the other (SparseMixer-v2, arXiv 2409.12136, as it evaluates, without sampling): the best logit, and the best
+/// of the others. Each one's weight is its share in a softmax over the logits `l` left that are within
+/// `(best - l) / max(|l|, best) <= 2 jitter` of it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SparseMixer {
+    /// `router_jitter_noise`.
+    pub jitter: f32,
 }
 
 impl RouterConfig {
@@ -64,9 +120,9 @@ impl RouterConfig {
         RouterConfig { renormalise: true, external: false, ..RouterConfig::external(top_k) }
     }
 
-    /// An independent sigmoid per expert; the weights of the best `top_k` are divided by their sum.
+    /// An independent sigmoid per expert; the weights of the best `top_k` are divided by their sum + 1e-20.
     pub fn sigmoid(top_k: usize) -> Self {
-        RouterConfig { scoring: Scoring::Sigmoid, ..RouterConfig::softmax(top_k) }
+        RouterConfig { scoring: Scoring::Sigmoid, norm: Norm::sum(1e-20), ..RouterConfig::softmax(top_k) }
     }
 
     /// No router: the caller chooses up to `top_k` experts for each token, and their weights.
@@ -75,9 +131,16 @@ impl RouterConfig {
             scoring: Scoring::Softmax,
             top_k,
             renormalise: false,
+            norm: Norm::sum(0.0),
             scaling: 1.0,
             groups: None,
+            group_score: GroupScore::BestTwo,
             correction_bias: false,
+            select_logits: false,
+            logit_bias: false,
+            softcap: 0.0,
+            weigh_input: false,
+            sparse_mixer: None,
             external: true,
         }
     }
@@ -85,9 +148,9 @@ impl RouterConfig {
 
 /// One expert's multi-layer perceptron.
 ///
-/// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`. Each of `gate`, `up`, `down` is
+/// Plain: `down(act(up(x)))`. Gated: `down(act(gate(x)) * up(x))`, or as [`Glu`] says. Each of `gate`, `up`, `down` is
 /// `y = x W^T + b` with `W` stored `[out, in]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MlpConfig {
     /// Inner width.
@@ -98,16 +161,20 @@ pub struct MlpConfig {
     pub activation: Activation,
     /// Whether every projection has a bias.
     pub bias: bool,
+    /// How gate and up make the inner values, in a gated MLP.
+    pub glu: Glu,
 }
 
 /// An expert that every token passes through, added to the routed experts' sum.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SharedConfig {
     /// Its MLP.
     pub mlp: MlpConfig,
     /// Whether its output is multiplied by `sigmoid(x w^T)`, `w` of shape `[1, hidden]` (Qwen2-MoE).
     pub sigmoid_gate: bool,
+    /// A constant factor on its output, 1 for most models.
+    pub scale: f32,
 }
 
 /// The whole layer.
@@ -136,6 +203,9 @@ pub struct LayerConfig {
     pub hidden: usize,
     /// Number of routed experts.
     pub n_experts: usize,
+    /// Number of identity experts (LongCat-Flash's zero-computation experts, arXiv 2509.01322): the router chooses among them too, by the
+    /// indices from `n_experts` on, and such an expert's output is its input.
+    pub identity_experts: usize,
     /// The router.
     pub router: RouterConfig,
     /// A routed expert's MLP.
@@ -167,9 +237,11 @@ pub enum Proj {
 /// Names one weight of the layer, in no file's naming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WeightId {
-    /// The router, `[n_experts, hidden]`.
+    /// The router, `[n_experts + identity_experts, hidden]`.
     Router,
-    /// The router's correction bias, `[n_experts]`; it steers selection only and has no gradient.
+    /// A bias of the router's logits, `[n_experts + identity_experts]`.
+    LogitBias,
+    /// The router's correction bias, `[n_experts + identity_experts]`; it steers selection only and has no gradient.
     RouterBias,
     /// A routed expert's projection matrix.
     Expert(usize, Proj),
@@ -184,6 +256,14 @@ pub enum WeightId {
 }
 
 impl WeightId {
+    /// The routed expert that it is of, `None` for a weight that every PE holds.
+    pub fn expert(self) -> Option<usize> {
+        match self {
+            WeightId::Expert(e, _) | WeightId::ExpertBias(e, _) => Some(e),
+            _ => None,
+        }
+    }
+
     /// Whether training gives this weight a gradient.
     pub fn has_gradient(self) -> bool {
         self != WeightId::RouterBias
@@ -193,7 +273,7 @@ impl WeightId {
 impl MlpConfig {
     /// A gated MLP without biases, `intermediate` wide inside.
     pub fn gated(intermediate: usize, activation: Activation) -> Self {
-        MlpConfig { intermediate, gated: true, activation, bias: false }
+        MlpConfig { intermediate, gated: true, activation, bias: false, glu: Glu::PRODUCT }
     }
 
     /// An MLP without gate and without biases, `intermediate` wide inside.
@@ -223,7 +303,7 @@ impl MlpConfig {
 impl SharedConfig {
     /// A shared expert; `sigmoid_gate` says whether its output has the gate.
     pub fn new(mlp: MlpConfig, sigmoid_gate: bool) -> Self {
-        SharedConfig { mlp, sigmoid_gate }
+        SharedConfig { mlp, sigmoid_gate, scale: 1.0 }
     }
 }
 
@@ -233,6 +313,7 @@ impl LayerConfig {
         LayerConfig {
             hidden,
             n_experts,
+            identity_experts: 0,
             router,
             expert,
             shared: None,
@@ -245,8 +326,8 @@ impl LayerConfig {
     /// The shape of a weight.
     pub fn shape(&self, id: WeightId) -> Vec<usize> {
         match id {
-            WeightId::Router => vec![self.n_experts, self.hidden],
-            WeightId::RouterBias => vec![self.n_experts],
+            WeightId::Router => vec![self.choices(), self.hidden],
+            WeightId::LogitBias | WeightId::RouterBias => vec![self.choices()],
             WeightId::Expert(_, p) => self.expert.shape(p, self.hidden).to_vec(),
             WeightId::ExpertBias(_, p) => vec![self.expert.shape(p, self.hidden)[0]],
             WeightId::Shared(p) => self.shared_mlp().shape(p, self.hidden).to_vec(),
@@ -259,9 +340,14 @@ impl LayerConfig {
         self.shared.map_or(self.expert, |s| s.mlp)
     }
 
-    /// Rows of the router's weight: the number of experts, 0 where the caller routes.
+    /// What the router chooses among: routed and identity experts.
+    pub fn choices(&self) -> usize {
+        self.n_experts + self.identity_experts
+    }
+
+    /// Rows of the router's weight: the number of choices, 0 where the caller routes.
     pub(in crate::moe) fn router_rows(&self) -> usize {
-        if self.router.external { 0 } else { self.n_experts }
+        if self.router.external { 0 } else { self.choices() }
     }
 
     /// Whether a loss has a coefficient, so that its sums over all PEs' tokens are needed.
@@ -274,6 +360,9 @@ impl LayerConfig {
         let mut ids = Vec::new();
         if !self.router.external {
             ids.push(WeightId::Router);
+        }
+        if self.router.logit_bias {
+            ids.push(WeightId::LogitBias);
         }
         if self.router.correction_bias {
             ids.push(WeightId::RouterBias);
@@ -311,6 +400,48 @@ impl LayerConfig {
         ids
     }
 
+    /// Checks what only some families' routers have.
+    fn validate_router(&self) -> Result<(), ConfigError> {
+        let err = |field: &'static str, value: String, expected: &str| {
+            Err(ConfigError { field, value, expected: expected.into() })
+        };
+        let Norm { epsilon, floor, order } = self.router.norm;
+        for (field, value) in [("norm epsilon", epsilon), ("norm floor", floor), ("softcap", self.router.softcap)] {
+            if !(value.is_finite() && value >= 0.0) {
+                return err(field, value.to_string(), "a finite number, 0 or more");
+            }
+        }
+        if !(order.is_finite() && order > 0.0) {
+            return err("norm order", order.to_string(), "a finite number above 0");
+        }
+        for (field, mlp) in [("glu limit", Some(self.expert)), ("shared glu limit", self.shared.map(|s| s.mlp))] {
+            let Some(glu) = mlp.map(|mlp| mlp.glu) else { continue };
+            if !(glu.limit.is_finite() && glu.limit >= 0.0) {
+                return err(field, glu.limit.to_string(), "a finite number, 0 or more");
+            }
+        }
+        if let Some(mixer) = self.router.sparse_mixer {
+            if !(mixer.jitter.is_finite() && mixer.jitter >= 0.0) {
+                return err("jitter", mixer.jitter.to_string(), "a finite number, 0 or more");
+            }
+            if self.router.top_k != 2 || self.n_experts < 2 {
+                return err(
+                    "top-k",
+                    self.router.top_k.to_string(),
+                    "2 experts of 2 or more, which SparseMixer chooses",
+                );
+            }
+        }
+        let no_losses = self.identity_experts > 0 || self.router.sparse_mixer.is_some();
+        if no_losses && (self.has_losses() || self.capacity_factor.is_some()) {
+            return err("a loss or capacity factor", "given".into(), "none with identity experts or SparseMixer");
+        }
+        if self.router.groups.is_some() && self.identity_experts > 0 {
+            return err("n_group", "given".into(), "none with identity experts");
+        }
+        Ok(())
+    }
+
     /// Checks that the numbers fit together.
     ///
     /// # Errors
@@ -329,10 +460,14 @@ impl LayerConfig {
                 return err(field, value.to_string(), format!("1 to {MAX_WIDTH}"));
             }
         }
-        let k = self.router.top_k;
-        if k == 0 || k > e {
-            return err("top-k", k.to_string(), format!("1 to {e}, the number of experts"));
+        if self.identity_experts > MAX_WIDTH {
+            return err("identity experts", self.identity_experts.to_string(), format!("0 to {MAX_WIDTH}"));
         }
+        let k = self.router.top_k;
+        if k == 0 || k > self.choices() {
+            return err("top-k", k.to_string(), format!("1 to {}, the number of experts", self.choices()));
+        }
+        self.validate_router()?;
         if self.router.external {
             let fields = [
                 ("n_group", self.router.groups.is_some()),
@@ -406,8 +541,13 @@ pub trait WeightSource {
     /// The layer.
     fn config(&self) -> &LayerConfig;
 
-    /// The weight's name in the source's own naming; gradients are written under it.
+    /// The name, in the source's own naming, of the tensor that the weight is, or is a part of; gradients are written under it.
     fn name(&self, id: WeightId) -> String;
+
+    /// Where in that tensor the weight lies; all of it, unless the source has several weights in one tensor.
+    fn weight_place(&self, id: WeightId) -> WeightPlace {
+        WeightPlace::whole(self.name(id), self.config().shape(id))
+    }
 
     /// Reads one weight, row-major, widened to f32 (exact for bf16 and f16).
     ///

@@ -7,8 +7,10 @@ use super::placement::Placement;
 /// replicated weights are summed over all PEs.
 #[derive(Clone, Debug, Default)]
 pub struct Gradients {
-    /// `[n_experts, hidden]`, empty where the caller routes.
+    /// `[n_experts + identity_experts, hidden]`, empty where the caller routes.
     pub router: Vec<f32>,
+    /// Of the logits' bias, `[n_experts + identity_experts]`, empty where there is none.
+    pub logit_bias: Vec<f32>,
     /// Of the local experts, in the order of [`Placement::experts`].
     pub experts: Vec<MlpGradients>,
     /// Of the shared expert.
@@ -23,6 +25,7 @@ impl Gradients {
         let expert = MlpGradients::zeros(&config.expert, config.hidden);
         Gradients {
             router: vec![0.0; config.router_rows() * config.hidden],
+            logit_bias: vec![0.0; if config.router.logit_bias { config.choices() } else { 0 }],
             experts: vec![expert; placement.experts(pe).len()],
             shared: config.shared.map_or_else(Default::default, |s| MlpGradients::zeros(&s.mlp, config.hidden)),
             shared_gate: vec![0.0; if config.shared.is_some_and(|s| s.sigmoid_gate) { config.hidden } else { 0 }],
@@ -34,6 +37,7 @@ impl Gradients {
         let local = |e| placement.local_on(e, pe).map(|local| &self.experts[local]);
         match id {
             WeightId::Router => Some(&self.router),
+            WeightId::LogitBias => Some(&self.logit_bias),
             WeightId::RouterBias => None,
             WeightId::Expert(e, p) => Some(&local(e)?.matrix[proj_index(p)]),
             WeightId::ExpertBias(e, p) => Some(&local(e)?.bias[proj_index(p)]),
@@ -46,7 +50,7 @@ impl Gradients {
     /// The gradients of the weights that every PE holds.
     pub(in crate::moe) fn replicated(&mut self) -> impl Iterator<Item = &mut Vec<f32>> {
         let shared = self.shared.matrix.iter_mut().chain(&mut self.shared.bias);
-        std::iter::once(&mut self.router).chain(shared).chain(std::iter::once(&mut self.shared_gate))
+        [&mut self.router, &mut self.logit_bias].into_iter().chain(shared).chain(std::iter::once(&mut self.shared_gate))
     }
 }
 

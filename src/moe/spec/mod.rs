@@ -9,12 +9,13 @@ mod layout;
 mod load;
 pub mod metrics;
 mod options;
+mod place;
 pub mod placement;
 
-pub use aristos_cpu_kernels::Activation;
+pub use aristos_cpu_kernels::{Activation, Glu};
 pub use config::{
-    ConfigError, GroupLimit, LayerConfig, MAX_WIDTH, MlpConfig, Proj, RouterConfig, Scoring, SharedConfig, WeightError,
-    WeightId, WeightSource, gemm_flop,
+    ConfigError, GroupLimit, GroupScore, LayerConfig, MAX_WIDTH, MlpConfig, Norm, Proj, RouterConfig, Scoring,
+    SharedConfig, SparseMixer, WeightError, WeightId, WeightSource, gemm_flop,
 };
 pub use error::MoeError;
 pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};
@@ -24,4 +25,5 @@ pub use layout::Layout;
 pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};
 pub use load::Load;
 pub use options::{Dtype, Mode, Options};
+pub use place::WeightPlace;
 pub use placement::Placement;

@@ -149,7 +149,8 @@ fn sum_places<E: Element>(batches: &[Batch<E>], places: &[(u32, u32)], direction
     let h = acc.len();
     for &(e, place) in places {
         let (batch, place) = (&batches[e as usize], place as usize);
-        let weight = if direction == Direction::Forward { batch.weight[place] } else { 1.0 };
+        let weighs = direction == Direction::Forward && !batch.weighed_input;
+        let weight = if weighs { batch.weight[place] } else { 1.0 };
         kernels::axpy(acc, weight, &batch.out[place * h..(place + 1) * h]);
     }
 }

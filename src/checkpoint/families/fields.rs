@@ -1,0 +1,277 @@
+//! The fields of `config.json`: their names, what they are where they are absent or null, and errors that name them.
+
+use std::path::PathBuf;
+
+use serde_json::{Map, Value};
+
+use super::super::FileError;
+
+/// A field that is read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Field {
+    /// The name in the configuration class, then others that it is known by; the unused are empty.
+    names: [&'static str; 4],
+    kind: Kind,
+    /// What it is where it is absent: the configuration class's default.
+    pub default: Known,
+    /// What null means to the model class.
+    pub null: Known,
+    /// Whether it may be a list with a value for each layer.
+    per_layer: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Size,
+    Number,
+    Flag,
+    Text,
+}
+
+/// A value that needs no file.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Known {
+    /// There is none: an error.
+    Refused,
+    /// None, and that means something.
+    Nothing,
+    Size(usize),
+    Number(f64),
+    Flag(bool),
+    Text(&'static str),
+}
+
+impl Known {
+    /// As JSON; `None` where it is an error.
+    pub fn json(self) -> Option<Value> {
+        match self {
+            Known::Refused => None,
+            Known::Nothing => Some(Value::Null),
+            Known::Size(n) => Some(n.into()),
+            Known::Number(x) => Some(x.into()),
+            Known::Flag(b) => Some(b.into()),
+            Known::Text(s) => Some(s.into()),
+        }
+    }
+}
+
+const fn field(name: &'static str, kind: Kind, default: Known) -> Field {
+    Field { names: [name, "", "", ""], kind, default, null: Known::Refused, per_layer: false }
+}
+
+/// A non-negative integer.
+pub(super) const fn size(name: &'static str, default: usize) -> Field {
+    field(name, Kind::Size, Known::Size(default))
+}
+
+/// A number.
+pub(super) const fn number(name: &'static str, default: f64) -> Field {
+    field(name, Kind::Number, Known::Number(default))
+}
+
+/// True or false.
+pub(super) const fn flag(name: &'static str, default: bool) -> Field {
+    field(name, Kind::Flag, Known::Flag(default))
+}
+
+/// A string.
+pub(super) const fn text(name: &'static str, default: &'static str) -> Field {
+    field(name, Kind::Text, Known::Text(default))
+}
+
+impl Field {
+    /// Known by another name too.
+    pub const fn or(mut self, name: &'static str) -> Field {
+        let mut i = 1;
+        while !self.names[i].is_empty() {
+            i += 1;
+        }
+        self.names[i] = name;
+        self
+    }
+
+    /// The configuration class's own default is none, and the model class cannot do without.
+    pub const fn required(mut self) -> Field {
+        self.default = Known::Refused;
+        self
+    }
+
+    /// None where absent, and null may be given.
+    pub const fn optional(mut self) -> Field {
+        self.default = Known::Nothing;
+        self.null = Known::Nothing;
+        self
+    }
+
+    /// Null may be given, for none.
+    pub const fn nullable(mut self) -> Field {
+        self.null = Known::Nothing;
+        self
+    }
+
+    /// Null means false.
+    pub const fn null_is_false(mut self) -> Field {
+        self.null = Known::Flag(false);
+        self
+    }
+
+    /// Null means this number.
+    pub const fn null_is(mut self, value: f64) -> Field {
+        self.null = Known::Number(value);
+        self
+    }
+
+    /// It may be a list with a value for each layer.
+    pub const fn per_layer(mut self) -> Field {
+        self.per_layer = true;
+        self
+    }
+
+    /// Its name in the configuration class.
+    pub fn name(&self) -> &'static str {
+        self.names[0]
+    }
+
+    fn expected(&self) -> &'static str {
+        match self.kind {
+            Kind::Size => "a non-negative integer",
+            Kind::Number => "a number",
+            Kind::Flag => "true or false",
+            Kind::Text => "a string",
+        }
+    }
+}
+
+/// A configuration, for one of its layers.
+pub(super) struct Fields {
+    pub path: PathBuf,
+    /// What the fields are in, such as `text_config.`, or nothing.
+    pub within: String,
+    pub map: Map<String, Value>,
+    pub layer: usize,
+}
+
+/// What a field is.
+enum Found<'a> {
+    Value(&'a Value, &'a str),
+    Known(Known),
+}
+
+impl Fields {
+    /// The value under a name, null too; a dot leads into an object.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        let mut parts = name.split('.');
+        let first = self.map.get(parts.next()?);
+        parts.fold(first, |value, part| value?.get(part))
+    }
+
+    pub fn wrong(&self, name: &str, found: impl Into<String>, expected: &str) -> FileError {
+        let (file, field) = (self.path.clone(), format!("{}{name}", self.within));
+        FileError::Field { file, field, found: found.into(), expected: expected.to_string() }
+    }
+
+    pub fn unexpected(&self, name: &str, expected: &str) -> FileError {
+        match self.get(name) {
+            Some(value) => self.wrong(name, format!("is {value}"), expected),
+            None => self.wrong(name, "is missing", expected),
+        }
+    }
+
+    fn find(&self, field: &Field) -> Result<Found<'_>, FileError> {
+        let mut found: Option<(&Value, &str)> = None;
+        let mut null = None;
+        for name in field.names.into_iter().filter(|name| !name.is_empty()) {
+            match self.get(name) {
+                None => {}
+                Some(Value::Null) => null = null.or(Some(name)),
+                Some(value) => match found {
+                    Some((other, first)) if other != value => {
+                        return Err(self.unexpected(name, &format!("the same as {first}")));
+                    }
+                    Some(_) => {}
+                    None => found = Some((value, name)),
+                },
+            }
+        }
+        let known = if null.is_some() { field.null } else { field.default };
+        match (found, known) {
+            (Some((value, name)), _) => Ok(Found::Value(value, name)),
+            (None, Known::Refused) => Err(self.unexpected(null.unwrap_or(field.name()), field.expected())),
+            (None, known) => Ok(Found::Known(known)),
+        }
+    }
+
+    fn read<'a, T>(
+        &'a self,
+        field: &Field,
+        parse: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Result<T, Known>, FileError> {
+        match self.find(field)? {
+            Found::Known(known) => Ok(Err(known)),
+            Found::Value(mut value, name) => {
+                if let (true, Some(list)) = (field.per_layer, value.as_array()) {
+                    let missing = || self.unexpected(name, "a value for each layer");
+                    value = list.get(self.layer).ok_or_else(missing)?;
+                }
+                parse(value).map(Ok).ok_or_else(|| self.unexpected(name, field.expected()))
+            }
+        }
+    }
+
+    /// A size, `None` where there is none.
+    pub fn size_or_none(&self, field: &Field) -> Result<Option<usize>, FileError> {
+        let value = self.read(field, |v| v.as_u64().and_then(|v| usize::try_from(v).ok()))?;
+        Ok(match value {
+            Ok(size) => Some(size),
+            Err(Known::Size(size)) => Some(size),
+            Err(_) => None,
+        })
+    }
+
+    pub fn size(&self, field: &Field) -> Result<usize, FileError> {
+        self.size_or_none(field)?.ok_or_else(|| self.unexpected(field.name(), field.expected()))
+    }
+
+    /// A number, `None` where there is none.
+    pub fn number_or_none(&self, field: &Field) -> Result<Option<f64>, FileError> {
+        Ok(match self.read(field, Value::as_f64)? {
+            Ok(number) => Some(number),
+            Err(Known::Number(number)) => Some(number),
+            Err(_) => None,
+        })
+    }
+
+    pub fn number(&self, field: &Field) -> Result<f64, FileError> {
+        self.number_or_none(field)?.ok_or_else(|| self.unexpected(field.name(), field.expected()))
+    }
+
+    pub fn flag(&self, field: &Field) -> Result<bool, FileError> {
+        Ok(match self.read(field, Value::as_bool)? {
+            Ok(flag) => flag,
+            Err(known) => known == Known::Flag(true),
+        })
+    }
+
+    pub fn text(&self, field: &Field) -> Result<&str, FileError> {
+        match self.read(field, Value::as_str)? {
+            Ok(text) | Err(Known::Text(text)) => Ok(text),
+            Err(_) => Err(self.unexpected(field.name(), field.expected())),
+        }
+    }
+
+    /// A list under a name, `None` where it is absent or null.
+    pub fn list(&self, name: &str, expected: &str) -> Result<Option<&Vec<Value>>, FileError> {
+        match self.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => value.as_array().map(Some).ok_or_else(|| self.unexpected(name, expected)),
+        }
+    }
+
+    /// A list of sizes, `None` where it is absent or null.
+    pub fn sizes(&self, name: &str) -> Result<Option<Vec<usize>>, FileError> {
+        const EXPECTED: &str = "a list of non-negative integers";
+        let Some(list) = self.list(name, EXPECTED)? else { return Ok(None) };
+        let sizes: Option<Vec<usize>> = list.iter().map(|v| v.as_u64().map(|v| v as usize)).collect();
+        sizes.map(Some).ok_or_else(|| self.unexpected(name, EXPECTED))
+    }
+}

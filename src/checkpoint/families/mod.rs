@@ -1,0 +1,659 @@
+//! The model families: what `config.json` means, and what the weights are called.
+//!
+//! A family is a row of [`table`]; adding one takes a row and nothing else, and names in [`names`] where its checkpoints have
+//! names of their own. Meanings and defaults follow the configuration and model classes of `transformers` 5.23, null included;
+//! `tests/parity` compares both with it. `docs/families.md` is made from the table ([`docs`]).
+
+mod docs;
+mod fields;
+mod names;
+mod table;
+
+use std::fmt;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::FileError;
+use super::file::read_regular;
+use crate::moe::{
+    Activation, Glu, GroupLimit, GroupScore, LayerConfig, MlpConfig, Norm, RouterConfig, Scoring, SharedConfig,
+    SparseMixer,
+};
+use crate::plan::Model;
+pub use docs::families_page;
+use fields::{Field, Fields, flag, number, size, text};
+pub(super) use names::Layout;
+
+/// A model family whose checkpoints can be read.
+#[derive(Clone, Copy)]
+pub struct Family(&'static Entry);
+
+impl Family {
+    /// All of them, in the order of `docs/families.md`.
+    pub fn all() -> impl Iterator<Item = Family> {
+        table::FAMILIES.iter().map(Family)
+    }
+
+    /// The family whose `config.json` has this `model_type`: the text model's, or that of a model that has it as a part.
+    pub fn named(model_type: &str) -> Option<Family> {
+        Self::all().find(|family| family.model_types().any(|name| name == model_type))
+    }
+
+    /// The `model_type` of the text model in `config.json`.
+    pub fn model_type(self) -> &'static str {
+        self.0.model_type
+    }
+
+    /// Every `model_type` that it goes by.
+    pub fn model_types(self) -> impl Iterator<Item = &'static str> {
+        std::iter::once(self.0.model_type)
+            .chain(self.0.wrapper.map(|w| w.model_type))
+            .chain(self.0.aliases.iter().copied())
+    }
+
+    /// The fields that are read, by the name in the configuration class: what each is where it is absent, and where it is null;
+    /// `None` where that is refused.
+    pub fn fields(self) -> Vec<(&'static str, Option<Value>, Option<Value>)> {
+        let fields = self.0.fields().into_iter().filter(|field| !field.name().is_empty());
+        fields.map(|field| (field.name(), field.default.json(), field.null.json())).collect()
+    }
+
+    pub(super) fn layouts(self) -> &'static [Layout] {
+        self.0.layouts
+    }
+}
+
+impl PartialEq for Family {
+    fn eq(&self, other: &Family) -> bool {
+        self.model_type() == other.model_type()
+    }
+}
+
+impl Eq for Family {}
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.model_type())
+    }
+}
+
+/// A row of the table. What most families have is in [`Entry::USUAL`].
+struct Entry {
+    /// Of the text model.
+    model_type: &'static str,
+    /// The model that has the text model as a part.
+    wrapper: Option<Wrapper>,
+    /// Other names of the same.
+    aliases: &'static [&'static str],
+    /// Ways of writing its checkpoints; the first whose experts are there is taken.
+    layouts: &'static [Layout],
+    layers: Field,
+    experts_in: ExpertsIn,
+    hidden: Field,
+    experts: Field,
+    identity_experts: Option<Field>,
+    /// The inner width of an expert.
+    intermediate: Field,
+    activation: Act,
+    gated: bool,
+    /// Whether experts have biases.
+    bias: bool,
+    glu: GluRule,
+    router: Router,
+    shared: Shared,
+    shared_gate: bool,
+    /// Whether the shared expert has biases.
+    shared_bias: Option<Field>,
+    /// Whether the shared expert's gate and up are cut off as the experts' are.
+    shared_glu: bool,
+    /// Fields that may only be this, and are not read by the model class, or not supported.
+    only: &'static [(&'static str, Only)],
+    /// Random noise in training, which is not applied.
+    noise: &'static [Field],
+    /// What no field above says.
+    adjust: Option<Adjust>,
+    /// What a reader of `docs/families.md` should know.
+    note: &'static str,
+}
+
+/// Sets what a row's fields cannot say.
+type Adjust = fn(&Fields, &mut LayerConfig) -> Result<(), FileError>;
+
+/// A model whose `config.json` has the text model's in it.
+#[derive(Clone, Copy)]
+struct Wrapper {
+    model_type: &'static str,
+    /// The objects that lead to it.
+    path: &'static [&'static str],
+}
+
+/// The only value of a field that is allowed, beside its absence.
+#[derive(Clone, Copy)]
+enum Only {
+    Text(&'static str),
+    Flag(bool),
+    Size(usize),
+    /// Null.
+    Nothing,
+}
+
+/// Which layers have experts.
+#[derive(Clone, Copy)]
+enum ExpertsIn {
+    All,
+    /// From this number on.
+    From(Field),
+    /// Where `mlp_layer_types` says so; without it from this number on, and if `freq` only every `moe_layer_freq`th.
+    Types {
+        dense: Field,
+        freq: bool,
+    },
+    /// Layer `i` where `i + 1` is a multiple of `decoder_sparse_step` and `i` is not in `mlp_only_layers`, or in these where that is
+    /// absent or null.
+    Step(&'static [usize]),
+    /// Layer `i` where `i mod expert_layer_period` is `expert_layer_offset`.
+    Period,
+    /// From `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`th.
+    Range,
+    /// In `moe_layers`; without it every `interleave_moe_layer_step`th.
+    Listed,
+    /// Where `layers_block_type` is `moe`.
+    Blocks,
+}
+
+#[derive(Clone, Copy)]
+enum Act {
+    By(Field),
+    Is(Activation),
+}
+
+#[derive(Clone, Copy)]
+enum GluRule {
+    Product,
+    /// Gate and up are cut off at this.
+    Clamped(Field),
+    /// gpt-oss's: the same, with 1 added to up, and this factor in the sigmoid.
+    ScaledSigmoid {
+        limit: Field,
+        alpha: Field,
+    },
+}
+
+#[derive(Clone, Copy)]
+enum Switch {
+    On,
+    Off,
+    By(Field),
+}
+
+/// The shared expert's inner width; there is none where it is 0.
+#[derive(Clone, Copy)]
+enum Shared {
+    None,
+    /// As wide as so many experts.
+    Times(Field),
+    /// As wide as this says.
+    Width(Field),
+    /// As wide as these two multiplied.
+    Product(Field, Field),
+    /// As wide as an expert.
+    One,
+}
+
+#[derive(Clone, Copy)]
+struct Router {
+    scoring: Scoring,
+    top_k: Field,
+    renormalise: Switch,
+    norm: Norm,
+    /// The norm's least value.
+    floor: Option<Field>,
+    scaling: Option<Field>,
+    /// Number of groups, and of those that stay; none where the number is null.
+    groups: Option<[Field; 2]>,
+    group_score: GroupScore,
+    bias: Switch,
+    logit_bias: bool,
+    softcap: Option<Field>,
+    select_logits: bool,
+    weigh_input: bool,
+    /// SparseMixer's jitter.
+    mixer: Option<Field>,
+}
+
+const TOP_K: &str = "num_experts_per_tok";
+
+impl Router {
+    /// Softmax, renormalised.
+    const fn softmax(top_k: usize) -> Router {
+        Router {
+            scoring: Scoring::Softmax,
+            top_k: size(TOP_K, top_k),
+            renormalise: Switch::On,
+            norm: Norm::sum(0.0),
+            floor: None,
+            scaling: None,
+            groups: None,
+            group_score: GroupScore::BestTwo,
+            bias: Switch::Off,
+            logit_bias: false,
+            softcap: None,
+            select_logits: false,
+            weigh_input: false,
+            mixer: None,
+        }
+    }
+
+    /// Softmax, renormalised where `norm_topk_prob` says so.
+    const fn softmax_by(top_k: usize, default: bool) -> Router {
+        Router { renormalise: Switch::By(flag("norm_topk_prob", default)), ..Router::softmax(top_k) }
+    }
+
+    /// Sigmoid with a bias in the selection, renormalised.
+    const fn sigmoid(top_k: usize) -> Router {
+        Router { scoring: Scoring::Sigmoid, norm: Norm::sum(1e-20), bias: Switch::On, ..Router::softmax(top_k) }
+    }
+
+    /// DeepSeek-V3's: sigmoid with a bias and groups, renormalised where `norm_topk_prob` says so, scaled.
+    const fn deepseek(top_k: usize, groups: [usize; 2], scaling: f64) -> Router {
+        Router {
+            renormalise: Switch::By(flag("norm_topk_prob", true)),
+            scaling: Some(number("routed_scaling_factor", scaling)),
+            groups: Some([size("n_group", groups[0]), size("topk_group", groups[1])]),
+            ..Router::sigmoid(top_k)
+        }
+    }
+}
+
+impl Entry {
+    const USUAL: Entry = Entry {
+        model_type: "",
+        wrapper: None,
+        aliases: &[],
+        layouts: &[names::EACH, names::FUSED],
+        layers: size("num_hidden_layers", 32),
+        experts_in: ExpertsIn::All,
+        hidden: size("hidden_size", 4096),
+        experts: size("num_experts", 0).or("num_local_experts"),
+        identity_experts: None,
+        intermediate: size("moe_intermediate_size", 0),
+        activation: Act::By(text("hidden_act", "silu")),
+        gated: true,
+        bias: false,
+        glu: GluRule::Product,
+        router: Router::softmax(0),
+        shared: Shared::None,
+        shared_gate: false,
+        shared_bias: None,
+        shared_glu: false,
+        only: &[],
+        noise: &[],
+        adjust: None,
+        note: "",
+    };
+
+    /// The fields that are read, lists and nested objects apart.
+    fn fields(&self) -> Vec<Field> {
+        let mut all = vec![self.hidden, self.experts, self.intermediate, self.router.top_k];
+        // Where layers are listed, their number is not read.
+        if !matches!(self.experts_in, ExpertsIn::Blocks) {
+            all.push(self.layers);
+        }
+        match self.experts_in {
+            ExpertsIn::From(dense) => all.push(dense),
+            ExpertsIn::Step(_) => all.push(STEP),
+            ExpertsIn::Period => all.extend(PERIOD),
+            ExpertsIn::Range => all.extend(RANGE),
+            ExpertsIn::Listed => all.push(INTERLEAVE),
+            ExpertsIn::All | ExpertsIn::Types { .. } | ExpertsIn::Blocks => {}
+        }
+        if let Act::By(field) = self.activation {
+            all.push(field);
+        }
+        match self.glu {
+            GluRule::Product => {}
+            GluRule::Clamped(limit) => all.push(limit),
+            GluRule::ScaledSigmoid { limit, alpha } => all.extend([limit, alpha]),
+        }
+        match self.shared {
+            Shared::None | Shared::One => {}
+            Shared::Times(field) | Shared::Width(field) => all.push(field),
+            Shared::Product(a, b) => all.extend([a, b]),
+        }
+        for switch in [self.router.renormalise, self.router.bias] {
+            if let Switch::By(field) = switch {
+                all.push(field);
+            }
+        }
+        let Router { floor, scaling, groups, softcap, mixer, .. } = self.router;
+        all.extend([self.identity_experts, self.shared_bias, floor, scaling, softcap, mixer].into_iter().flatten());
+        all.extend(groups.into_iter().flatten());
+        all
+    }
+}
+
+const STEP: Field = size("decoder_sparse_step", 1);
+const PERIOD: [Field; 2] = [size("expert_layer_period", 2), size("expert_layer_offset", 1)];
+const RANGE: [Field; 3] =
+    [size("moe_layer_start_index", 1), number("moe_layer_end_index", -1.0), size("moe_layer_interval", 1)];
+const INTERLEAVE: Field = size("interleave_moe_layer_step", 1);
+
+/// Reads `config.json` in folder `dir` and describes layer `layer`.
+///
+/// # Errors
+/// One line that names the file, the field, its value and what is expected.
+pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig), FileError> {
+    let (family, mut fields, layers) = open_config(dir)?;
+    if layer >= layers {
+        let expected = format!("0 to {}", layers.saturating_sub(1));
+        return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
+    }
+    fields.layer = layer;
+    if let Some(why) = family.0.why_dense(&fields, layers)? {
+        return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
+    }
+    let config = family.0.layer(&fields)?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
+    Ok((family, config))
+}
+
+/// Reads `config.json` in folder `dir` as what the planner wants to know of a model.
+///
+/// # Errors
+/// As [`read_config`]; and a model without experts.
+pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
+    let (family, mut fields, layers) = open_config(dir)?;
+    let mut with_experts = Vec::new();
+    for layer in 0..layers {
+        fields.layer = layer;
+        if family.0.why_dense(&fields, layers)?.is_none() {
+            with_experts.push(layer);
+        }
+    }
+    let Some(&first) = with_experts.first() else {
+        return Err(fields.unexpected(family.0.layers.name(), "a layer with experts among them"));
+    };
+    fields.layer = first;
+    let config = family.0.layer(&fields)?;
+    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
+    Ok(config.model((layers, with_experts.len())))
+}
+
+/// Far above any model's.
+const MAX_LAYERS: usize = 1 << 16;
+
+/// The family, its fields (for layer 0), and the number of layers.
+fn open_config(dir: &Path) -> Result<(Family, Fields, usize), FileError> {
+    let path = dir.join("config.json");
+    let text = read_regular(&path).map_err(|e| FileError::read(&path, e))?;
+    let map: Map<String, Value> =
+        serde_json::from_slice(&text).map_err(|e| FileError::malformed(&path, format!("is not a JSON object: {e}")))?;
+    let mut fields = Fields { path, within: String::new(), map, layer: 0 };
+    let model_type = match fields.get("model_type") {
+        Some(Value::String(model_type)) => model_type.clone(),
+        Some(Value::Null) | None => return Err(fields.wrong("model_type", "is missing", "a string")),
+        Some(_) => return Err(fields.unexpected("model_type", "a string")),
+    };
+    let Some(family) = Family::named(&model_type) else {
+        let known: Vec<&str> = Family::all().map(Family::model_type).collect();
+        let expected = format!("one of {}", known.join(", "));
+        return Err(fields.wrong("model_type", format!("is {model_type:?}"), &expected));
+    };
+    if let Some(q) = fields.get("quantization_config").filter(|q| !q.is_null()) {
+        let method = q.get("quant_method").and_then(Value::as_str).unwrap_or("of an unnamed method");
+        let found = format!("is there ({method})");
+        return Err(fields.wrong("quantization_config", found, "an unquantised checkpoint"));
+    }
+    if let Some(wrapper) = family.0.wrapper.filter(|w| w.model_type == model_type) {
+        descend(&mut fields, wrapper, family.0)?;
+    }
+    let entry = family.0;
+    let layers = match entry.experts_in {
+        ExpertsIn::Blocks => blocks(&fields)?.len(),
+        _ => fields.size(&entry.layers)?,
+    };
+    if layers > MAX_LAYERS {
+        return Err(fields.unexpected(entry.layers.name(), &format!("at most {MAX_LAYERS}")));
+    }
+    Ok((family, fields, layers))
+}
+
+/// Goes from a wrapper's configuration to the text model's in it.
+fn descend(fields: &mut Fields, wrapper: Wrapper, entry: &Entry) -> Result<(), FileError> {
+    for name in wrapper.path {
+        let inner = match fields.map.remove(*name) {
+            Some(Value::Object(inner)) => inner,
+            // The wrapper's classes then take the defaults of all.
+            Some(Value::Null) | None => Map::new(),
+            Some(other) => return Err(fields.wrong(name, format!("is {other}"), "an object")),
+        };
+        fields.map = inner;
+        fields.within += &format!("{name}.");
+    }
+    match fields.get("model_type").and_then(Value::as_str) {
+        Some(other) if other != entry.model_type && !entry.aliases.contains(&other) => {
+            Err(fields.unexpected("model_type", &format!("{:?}", entry.model_type)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The kinds of the layers of a family that lists them, `moe` among them.
+fn blocks(fields: &Fields) -> Result<Vec<String>, FileError> {
+    const LIST: &str = "layers_block_type";
+    const PATTERN: &str = "hybrid_override_pattern";
+    if let Some(list) = fields.list(LIST, "a list of strings")? {
+        let kinds: Option<Vec<String>> = list.iter().map(|kind| kind.as_str().map(str::to_owned)).collect();
+        return kinds.ok_or_else(|| fields.unexpected(LIST, "a list of strings"));
+    }
+    match fields.get(PATTERN).and_then(Value::as_str) {
+        Some(pattern) => {
+            Ok(pattern.chars().map(|kind| if kind == 'E' { "moe".into() } else { kind.to_string() }).collect())
+        }
+        None => Err(fields.unexpected(LIST, "a list of strings")),
+    }
+}
+
+impl Entry {
+    /// Why the layer has no experts, `None` where it has.
+    fn why_dense(&self, fields: &Fields, layers: usize) -> Result<Option<String>, FileError> {
+        let layer = fields.layer;
+        let below = |first: usize, field: &Field| (layer < first).then(|| format!("{} is {first}", field.name()));
+        Ok(match self.experts_in {
+            ExpertsIn::All => None,
+            ExpertsIn::From(field) => below(fields.size(&field)?, &field),
+            ExpertsIn::Types { dense, freq } => match fields.list("mlp_layer_types", "a list of strings")? {
+                Some(types) => {
+                    let kind = types.get(layer).and_then(Value::as_str);
+                    let kind = kind.ok_or_else(|| fields.unexpected("mlp_layer_types", "a string for each layer"))?;
+                    (!["sparse", "moe"].contains(&kind)).then(|| format!("mlp_layer_types has {kind:?} there"))
+                }
+                None => {
+                    let every = if freq { fields.size(&size("moe_layer_freq", 1))? } else { 1 };
+                    if every == 0 {
+                        return Err(fields.unexpected("moe_layer_freq", "1 or more"));
+                    }
+                    let first = fields.size(&dense)?;
+                    let first = if dense.name().is_empty() && layer < first {
+                        Some(format!("without mlp_layer_types the first {first} are"))
+                    } else {
+                        below(first, &dense)
+                    };
+                    first.or_else(|| (!layer.is_multiple_of(every)).then(|| format!("moe_layer_freq is {every}")))
+                }
+            },
+            ExpertsIn::Step(usual) => {
+                if fields.sizes("mlp_only_layers")?.unwrap_or_else(|| usual.to_vec()).contains(&layer) {
+                    return Ok(Some("it is one of mlp_only_layers".into()));
+                }
+                let step = fields.size(&STEP)?;
+                if step == 0 {
+                    return Err(fields.unexpected(STEP.name(), "1 or more"));
+                }
+                (!(layer + 1).is_multiple_of(step)).then(|| format!("decoder_sparse_step is {step}"))
+            }
+            ExpertsIn::Period => {
+                let [period, offset] = [fields.size(&PERIOD[0])?, fields.size(&PERIOD[1])?];
+                if period == 0 {
+                    return Err(fields.unexpected(PERIOD[0].name(), "1 or more"));
+                }
+                (layer % period != offset).then(|| format!("of every {period} layers number {offset} has experts"))
+            }
+            ExpertsIn::Range => {
+                let (first, every) = (fields.size(&RANGE[0])?, fields.size(&RANGE[2])?);
+                let last = match fields.number(&RANGE[1])? {
+                    -1.0 => layers - 1,
+                    last => last as usize,
+                };
+                if every == 0 {
+                    return Err(fields.unexpected(RANGE[2].name(), "1 or more"));
+                }
+                let has = (layer + 1).is_multiple_of(every) && (first..=last).contains(&layer);
+                (!has).then(|| format!("every {every}th of layers {first} to {last} has experts"))
+            }
+            ExpertsIn::Listed => match fields.sizes("moe_layers")? {
+                Some(list) => (!list.contains(&layer)).then(|| "it is not one of moe_layers".into()),
+                None => {
+                    let step = fields.size(&INTERLEAVE)?;
+                    if step == 0 {
+                        return Err(fields.unexpected(INTERLEAVE.name(), "1 or more"));
+                    }
+                    (!(layer + 1).is_multiple_of(step)).then(|| format!("{} is {step}", INTERLEAVE.name()))
+                }
+            },
+            ExpertsIn::Blocks => {
+                let kind = &blocks(fields)?[layer];
+                (kind != "moe").then(|| format!("layers_block_type has {kind:?} there"))
+            }
+        })
+    }
+
+    /// What the fields say of the layer.
+    fn layer(&self, fields: &Fields) -> Result<LayerConfig, FileError> {
+        for (name, only) in self.only {
+            let is = fields.get(name).filter(|value| !value.is_null());
+            let (fits, expected) = match *only {
+                Only::Text(s) => (is.is_none_or(|v| v == s), format!("{s:?}")),
+                Only::Flag(b) => (is.is_none_or(|v| v == b), b.to_string()),
+                Only::Size(n) => (is.is_none_or(|v| v == n), n.to_string()),
+                Only::Nothing => (is.is_none(), "null".into()),
+            };
+            if !fits {
+                return Err(fields.unexpected(name, &expected));
+            }
+        }
+        for noise in self.noise {
+            if fields.number(noise)? > 0.0 {
+                let (path, name) = (fields.path.display(), noise.name());
+                tracing::warn!("{path}: {name}, random noise on the input in training, is not applied");
+            }
+        }
+        let activation = match self.activation {
+            Act::Is(activation) => activation,
+            Act::By(field) => activation(fields, &field)?,
+        };
+        let mut expert = MlpConfig::gated(fields.size(&self.intermediate)?, activation);
+        expert.gated = self.gated;
+        expert.bias = self.bias;
+        match self.glu {
+            GluRule::Product => {}
+            GluRule::Clamped(limit) => expert.glu = Glu::clamped(positive(fields, &limit)?),
+            GluRule::ScaledSigmoid { limit, alpha } => {
+                if fields.number(&alpha)? != 1.702 {
+                    return Err(fields.unexpected(alpha.name(), "1.702"));
+                }
+                expert.activation = Activation::QuickGelu;
+                expert.glu = Glu { plus_one: true, ..Glu::clamped(positive(fields, &limit)?) };
+            }
+        }
+        let shared = self.shared_expert(fields, &expert)?;
+        let (hidden, experts) = (fields.size(&self.hidden)?, fields.size(&self.experts)?);
+        let mut config = LayerConfig { shared, ..LayerConfig::new(hidden, experts, self.router(fields)?, expert) };
+        if let Some(field) = &self.identity_experts {
+            config.identity_experts = fields.size_or_none(field)?.unwrap_or(0);
+        }
+        if let Some(adjust) = self.adjust {
+            adjust(fields, &mut config)?;
+        }
+        Ok(config)
+    }
+
+    fn shared_expert(&self, fields: &Fields, expert: &MlpConfig) -> Result<Option<SharedConfig>, FileError> {
+        let product = |a: usize, b: usize, field: &Field| {
+            a.checked_mul(b).ok_or_else(|| fields.unexpected(field.name(), "a small number"))
+        };
+        let width = match self.shared {
+            Shared::None => 0,
+            Shared::One => expert.intermediate,
+            Shared::Times(field) => product(fields.size(&field)?, expert.intermediate, &field)?,
+            Shared::Width(field) => fields.size(&field)?,
+            Shared::Product(a, b) => product(fields.size(&a)?, fields.size(&b)?, &b)?,
+        };
+        if width == 0 {
+            return Ok(None);
+        }
+        let mut mlp = MlpConfig { intermediate: width, bias: false, ..*expert };
+        if let Some(field) = &self.shared_bias {
+            mlp.bias = fields.flag(field)?;
+        }
+        if !self.shared_glu && self.gated {
+            mlp.glu = Glu::PRODUCT;
+        }
+        Ok(Some(SharedConfig::new(mlp, self.shared_gate)))
+    }
+
+    fn router(&self, fields: &Fields) -> Result<RouterConfig, FileError> {
+        let Router { scoring, norm, group_score, logit_bias, select_logits, weigh_input, .. } = self.router;
+        let switch = |switch| match switch {
+            Switch::On => Ok(true),
+            Switch::Off => Ok(false),
+            Switch::By(field) => fields.flag(&field),
+        };
+        let number = |field: &Option<Field>| field.as_ref().map(|field| fields.number(field)).transpose();
+        let groups = match self.router.groups {
+            None => None,
+            Some([n, top]) => match (fields.size_or_none(&n)?, fields.size_or_none(&top)?) {
+                (Some(n_groups), Some(top_groups)) => Some(GroupLimit { n_groups, top_groups }),
+                (None, None) => None,
+                (None, Some(_)) => {
+                    return Err(fields.unexpected(n.name(), "a number of groups, as topk_group is given"));
+                }
+                (Some(_), None) => return Err(fields.unexpected(top.name(), "a number of groups, as n_group is given")),
+            },
+        };
+        let mut router = RouterConfig::softmax(fields.size(&self.router.top_k)?);
+        router.scoring = scoring;
+        router.renormalise = switch(self.router.renormalise)?;
+        router.norm = Norm { floor: number(&self.router.floor)?.unwrap_or(0.0) as f32, ..norm };
+        router.scaling = number(&self.router.scaling)?.unwrap_or(1.0) as f32;
+        router.groups = groups;
+        router.group_score = group_score;
+        router.correction_bias = switch(self.router.bias)?;
+        router.logit_bias = logit_bias;
+        router.softcap = number(&self.router.softcap)?.unwrap_or(0.0) as f32;
+        router.select_logits = select_logits;
+        router.weigh_input = weigh_input;
+        router.sparse_mixer = number(&self.router.mixer)?.map(|jitter| SparseMixer { jitter: jitter as f32 });
+        Ok(router)
+    }
+}
+
+fn activation(fields: &Fields, field: &Field) -> Result<Activation, FileError> {
+    const KNOWN: &str = "silu, gelu, gelu_new, gelu_pytorch_tanh, relu, relu2 or quick_gelu";
+    Ok(match fields.text(field)? {
+        "silu" | "swish" => Activation::Silu,
+        "gelu" | "gelu_python" => Activation::Gelu,
+        "gelu_new" | "gelu_pytorch_tanh" | "gelu_python_tanh" => Activation::GeluTanh,
+        "relu" => Activation::Relu,
+        "relu2" => Activation::Relu2,
+        "quick_gelu" => Activation::QuickGelu,
+        _ => return Err(fields.unexpected(field.name(), KNOWN)),
+    })
+}
+
+/// A number above 0.
+fn positive(fields: &Fields, field: &Field) -> Result<f32, FileError> {
+    let value = fields.number(field)?;
+    if value > 0.0 { Ok(value as f32) } else { Err(fields.unexpected(field.name(), "a number above 0")) }
+}

@@ -1,0 +1,370 @@
+//! What tensors are called in a checkpoint, and how several weights lie in one of them.
+//!
+//! Names are those behind `layers.N.`, whatever is before it; `{e}` stands for an expert's number.
+
+use crate::moe::{LayerConfig, MlpConfig, Proj, WeightId, WeightPlace, proj_index};
+
+/// The names of a layer's weights in one way of writing a family's checkpoints. A name is empty where the layout has no such weight.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::checkpoint) struct Layout {
+    /// What is before the layer's number: `layers` in nearly all.
+    pub layers: &'static str,
+    pub router: &'static str,
+    pub logit_bias: &'static str,
+    /// The bias in the selection.
+    pub router_bias: &'static str,
+    /// Whether that bias is `[1, experts]`.
+    pub bias_row: bool,
+    pub experts: Mlps,
+    pub shared: Mlps,
+    pub shared_gate: &'static str,
+}
+
+/// The tensors of an MLP, or of all experts' MLPs.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::checkpoint) struct Mlps {
+    /// Also of `up`, where both are in one tensor.
+    pub gate: &'static str,
+    pub up: &'static str,
+    pub down: &'static str,
+    /// Biases, in the order of gate, up, down; empty where there are none.
+    pub biases: [&'static str; 3],
+    pub packing: Packing,
+}
+
+/// How projections lie in tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::checkpoint) enum Packing {
+    /// A tensor `[out, in]` for each expert and projection.
+    Each,
+    /// Gate's rows, then up's, in one tensor; of experts all in one, `[experts, 2 intermediate, hidden]` and
+    /// `[experts, hidden, intermediate]`.
+    Fused,
+    /// As `Fused`, transposed: `[experts, hidden, 2 intermediate]` and `[experts, intermediate, hidden]`.
+    FusedTransposed,
+    /// As `FusedTransposed`, with gate's and up's columns in turns.
+    InterleavedTransposed,
+    /// All experts' rows in one tensor of two dimensions for each projection, `[experts * intermediate, hidden]`, that of down
+    /// transposed.
+    Stacked,
+}
+
+impl Packing {
+    /// In words.
+    fn describe(self) -> &'static str {
+        match self {
+            Packing::Each => "a tensor per expert and projection",
+            Packing::Fused => "experts in one tensor, gate and up one after the other",
+            Packing::FusedTransposed => "experts in one tensor, transposed, gate and up one after the other",
+            Packing::InterleavedTransposed => "experts in one tensor, transposed, gate and up in turns",
+            Packing::Stacked => "experts' rows stacked in a tensor per projection",
+        }
+    }
+
+    fn transposed(self) -> bool {
+        matches!(self, Packing::FusedTransposed | Packing::InterleavedTransposed)
+    }
+
+    fn interleaved(self) -> bool {
+        self == Packing::InterleavedTransposed
+    }
+}
+
+impl Layout {
+    /// The name of a weight's tensor behind `layers.N.`.
+    pub fn name(&self, id: WeightId) -> String {
+        let (mlps, expert, name) = match id {
+            WeightId::Router => return self.router.into(),
+            WeightId::LogitBias => return self.logit_bias.into(),
+            WeightId::RouterBias => return self.router_bias.into(),
+            WeightId::SharedGate => return self.shared_gate.into(),
+            WeightId::Expert(e, p) => (&self.experts, e, self.experts.matrix(p)),
+            WeightId::ExpertBias(e, p) => (&self.experts, e, self.experts.biases[proj_index(p)]),
+            WeightId::Shared(p) => (&self.shared, 0, self.shared.matrix(p)),
+            WeightId::SharedBias(p) => (&self.shared, 0, self.shared.biases[proj_index(p)]),
+        };
+        if mlps.packing == Packing::Each { name.replace("{e}", &expert.to_string()) } else { name.into() }
+    }
+
+    /// Where a weight of `config` lies; `tensor` is its tensor's full name.
+    pub fn place(&self, config: &LayerConfig, id: WeightId, tensor: String) -> WeightPlace {
+        let expert = |e: usize| (&self.experts, config.expert, Some((e, config.n_experts)));
+        let shared = || (&self.shared, config.shared.map_or(config.expert, |s| s.mlp), None);
+        let ((mlps, mlp, expert), proj, is_bias) = match id {
+            WeightId::Expert(e, p) => (expert(e), p, false),
+            WeightId::ExpertBias(e, p) => (expert(e), p, true),
+            WeightId::Shared(p) => (shared(), p, false),
+            WeightId::SharedBias(p) => (shared(), p, true),
+            WeightId::RouterBias if self.bias_row => {
+                let n = config.choices();
+                return WeightPlace { shape: vec![1, n], ..WeightPlace::whole(tensor, vec![n]) };
+            }
+            _ => return WeightPlace::whole(tensor, config.shape(id)),
+        };
+        mlps.place(&mlp, config.hidden, proj, is_bias, expert, tensor)
+    }
+}
+
+impl Mlps {
+    /// Tensors that are not there.
+    pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Each };
+
+    /// How they lie, in words.
+    pub fn describe(&self) -> &'static str {
+        if self.packing == Packing::Fused && self.gate != self.up {
+            return "experts in one tensor for each projection";
+        }
+        self.packing.describe()
+    }
+
+    fn matrix(&self, proj: Proj) -> &'static str {
+        match proj {
+            Proj::Gate => self.gate,
+            Proj::Up => self.up,
+            Proj::Down => self.down,
+        }
+    }
+
+    /// Where a projection's matrix, or its bias, of expert `expert.0` of `expert.1` lies, or of the one MLP there is.
+    fn place(
+        &self,
+        mlp: &MlpConfig,
+        hidden: usize,
+        proj: Proj,
+        is_bias: bool,
+        expert: Option<(usize, usize)>,
+        tensor: String,
+    ) -> WeightPlace {
+        let [rows, width] = mlp.shape(proj, hidden);
+        let columns = if is_bias { 1 } else { width };
+        let (number, experts) = expert.unwrap_or((0, 1));
+        if self.packing == Packing::Each {
+            return WeightPlace::whole(tensor, if is_bias { vec![rows] } else { vec![rows, columns] });
+        }
+        let size = [rows, columns];
+        if self.packing == Packing::Stacked {
+            // Down is [hidden, intermediate] in the layer, and transposed here.
+            let len = rows * columns;
+            let first = number * len;
+            let strides = if proj == Proj::Down { [1, rows] } else { [columns, 1] };
+            let shape = vec![experts * mlp.intermediate, hidden];
+            return WeightPlace { tensor, shape, size, first, strides, part: first..first + len };
+        }
+        let two = self.gate == self.up && proj != Proj::Down;
+        let all_rows = if two { 2 * rows } else { rows };
+        let turns = self.packing.interleaved() && two;
+        let (offset, step) = match (two && proj == Proj::Up, turns) {
+            (true, true) => (1, 2),
+            (false, true) => (0, 2),
+            (true, false) => (rows, 1),
+            (false, false) => (0, 1),
+        };
+        let len = all_rows * columns;
+        let start = number * len;
+        let mut shape = if expert.is_some() { vec![experts] } else { Vec::new() };
+        let (first, strides) = if is_bias {
+            shape.push(all_rows);
+            (start + offset, [step, 1])
+        } else if self.packing.transposed() {
+            shape.extend([columns, all_rows]);
+            (start + offset, [step, all_rows])
+        } else {
+            shape.extend([all_rows, columns]);
+            (start + offset * columns, [step * columns, 1])
+        };
+        WeightPlace { tensor, shape, size, first, strides, part: start..start + len }
+    }
+}
+
+/// The names of MLPs with a tensor for each expert and projection.
+macro_rules! each {
+    ($at:literal, $gate:literal, $up:literal, $down:literal) => {
+        Mlps {
+            gate: concat!($at, ".", $gate, ".weight"),
+            up: concat!($at, ".", $up, ".weight"),
+            down: concat!($at, ".", $down, ".weight"),
+            biases: [
+                concat!($at, ".", $gate, ".bias"),
+                concat!($at, ".", $up, ".bias"),
+                concat!($at, ".", $down, ".bias"),
+            ],
+            packing: Packing::Each,
+        }
+    };
+    ($at:literal) => {
+        each!($at, "gate_proj", "up_proj", "down_proj")
+    };
+}
+
+/// The names of MLPs with gate and up in one tensor, all experts in one too.
+macro_rules! fused {
+    ($gate_up:literal, $down:literal, $packing:ident) => {
+        Mlps {
+            gate: $gate_up,
+            up: $gate_up,
+            down: $down,
+            biases: [concat!($gate_up, "_bias"), concat!($gate_up, "_bias"), concat!($down, "_bias")],
+            packing: Packing::$packing,
+        }
+    };
+    ($gate_up:literal, $down:literal) => {
+        fused!($gate_up, $down, Fused)
+    };
+}
+
+/// The names that most families have, with experts each in tensors of their own.
+pub(super) const EACH: Layout = Layout {
+    layers: "layers",
+    router: "mlp.gate.weight",
+    logit_bias: "mlp.router.bias",
+    router_bias: "mlp.gate.e_score_correction_bias",
+    bias_row: false,
+    experts: each!("mlp.experts.{e}"),
+    shared: each!("mlp.shared_experts"),
+    shared_gate: "mlp.shared_expert_gate.weight",
+};
+
+/// The names of the model classes themselves (`save_original_format=False`), which some families' checkpoints have.
+pub(super) const FUSED: Layout =
+    Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), ..EACH };
+
+/// With one shared expert, as in Qwen.
+pub(super) const EACH_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..EACH };
+pub(super) const FUSED_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..FUSED };
+
+/// Mixtral's.
+pub(super) const BLOCK_SPARSE: Layout = Layout {
+    router: "block_sparse_moe.gate.weight",
+    experts: each!("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
+    router_bias: "block_sparse_moe.e_score_correction_bias",
+    ..EACH
+};
+pub(super) const KIMI: Layout = Layout {
+    router_bias: "block_sparse_moe.gate.e_score_correction_bias",
+    shared: each!("block_sparse_moe.shared_experts"),
+    ..BLOCK_SPARSE
+};
+/// MiniMax-M2's bias is the block's when the model class saves it.
+pub(super) const FUSED_BLOCK_BIAS: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..FUSED };
+pub(super) const PHI_FUSED: Layout = Layout { router: "mlp.router.weight", ..FUSED };
+
+pub(super) const AFMOE: Layout = Layout { router: "mlp.router.gate.weight", router_bias: "mlp.expert_bias", ..EACH };
+pub(super) const AFMOE_FUSED: Layout = Layout { experts: FUSED.experts, ..AFMOE };
+pub(super) const HY_V3: Layout = Layout { shared: each!("mlp.shared_mlp"), ..AFMOE };
+pub(super) const HY_V4: Layout =
+    Layout { shared: each!("mlp.shared_experts", "linear_gate", "up_proj", "down_proj"), ..FUSED };
+pub(super) const ARIA: Layout = Layout {
+    router: "mlp.router.weight",
+    experts: fused!("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", FusedTransposed),
+    ..EACH
+};
+pub(super) const ARIA_FUSED: Layout =
+    Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj", FusedTransposed), ..ARIA };
+pub(super) const BAILING: Layout = Layout { router_bias: "mlp.gate.expert_bias", ..EACH };
+pub(super) const EXAONE: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..EACH };
+pub(super) const KOLIBRI: Layout = Layout { router_bias: "moe.router.expert_bias", ..EACH };
+pub(super) const LAGUNA: Layout = Layout { router_bias: "mlp.experts.e_score_correction_bias", ..EACH_ONE };
+pub(super) const ERNIE: Layout =
+    Layout { router_bias: "mlp.moe_statics.e_score_correction_bias", bias_row: true, ..EACH };
+pub(super) const ERNIE_FUSED: Layout =
+    Layout { router_bias: "mlp.gate.moe_statics.e_score_correction_bias", experts: FUSED.experts, ..ERNIE };
+pub(super) const HUNYUAN: Layout = Layout { router: "mlp.gate.wg.weight", shared: each!("mlp.shared_mlp"), ..EACH };
+pub(super) const HUNYUAN_FUSED: Layout = Layout { experts: FUSED.experts, ..HUNYUAN };
+pub(super) const LONGCAT: Layout =
+    Layout { router: "mlp.router.classifier.weight", router_bias: "mlp.router.e_score_correction_bias", ..EACH };
+pub(super) const DEEPSEEK_V4: Layout = Layout {
+    router: "ffn.gate.weight",
+    router_bias: "ffn.gate.bias",
+    experts: each!("ffn.experts.{e}", "w1", "w3", "w2"),
+    shared: each!("ffn.shared_experts", "w1", "w3", "w2"),
+    ..EACH
+};
+pub(super) const MISTRAL_LARGE_4: Layout = Layout {
+    router: "gate.weight",
+    experts: each!("experts.{e}", "w1", "w3", "w2"),
+    shared: each!("shared_experts", "w1", "w3", "w2"),
+    ..EACH
+};
+/// As the text model by itself saves it.
+pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: each!("shared_experts"), ..MISTRAL_LARGE_4 };
+
+pub(super) const JAMBA: Layout =
+    Layout { router: "feed_forward.router.weight", experts: each!("feed_forward.experts.{e}"), ..EACH };
+pub(super) const JAMBA_FUSED: Layout =
+    Layout { experts: fused!("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"), ..JAMBA };
+pub(super) const LLAMA4: Layout = Layout {
+    experts: fused!("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj", FusedTransposed),
+    shared: each!("feed_forward.shared_expert"),
+    ..JAMBA
+};
+pub(super) const LFM2: Layout = Layout {
+    router: "feed_forward.gate.weight",
+    router_bias: "feed_forward.expert_bias",
+    experts: each!("feed_forward.experts.{e}", "w1", "w3", "w2"),
+    ..EACH
+};
+pub(super) const LFM2_FUSED: Layout = Layout { experts: JAMBA_FUSED.experts, ..LFM2 };
+
+/// IBM Granite's. The shared expert is beside the block.
+pub(super) const GRANITE: Layout = Layout {
+    router: "block_sparse_moe.router.layer.weight",
+    experts: fused!("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    shared: fused!("shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight"),
+    ..EACH
+};
+pub(super) const GRANITE_FUSED: Layout = Layout {
+    router: "block_sparse_moe.router.weight",
+    experts: fused!("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    ..GRANITE
+};
+
+pub(super) const GPT_OSS: Layout = Layout {
+    router: "mlp.router.weight",
+    experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj", InterleavedTransposed),
+    ..EACH
+};
+pub(super) const PRIVACY_FILTER: Layout = Layout { experts: ARIA_FUSED.experts, ..GPT_OSS };
+pub(super) const MINIMAX_M3: Layout =
+    Layout { shared: fused!("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"), ..FUSED };
+/// The same as published.
+pub(super) const MINIMAX_M3_EACH: Layout = Layout { shared: each!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
+/// Qwen3-VL's published checkpoints.
+pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..EACH };
+
+/// Step 3.7 as published: all experts in one tensor for each projection.
+pub(super) const STEP3: Layout = Layout {
+    router: "moe.gate.weight",
+    router_bias: "moe.router_bias",
+    experts: Mlps {
+        gate: "moe.gate_proj.weight",
+        up: "moe.up_proj.weight",
+        ..fused!("moe.gate_up_proj.weight", "moe.down_proj.weight")
+    },
+    shared: each!("share_expert"),
+    ..EACH
+};
+
+pub(super) const NEMOTRON: Layout = Layout {
+    router: "mixer.gate.weight",
+    router_bias: "mixer.gate.e_score_correction_bias",
+    experts: Mlps { gate: "", ..each!("mixer.experts.{e}") },
+    shared: Mlps { gate: "", ..each!("mixer.shared_experts") },
+    ..EACH
+};
+pub(super) const NEMOTRON_FUSED: Layout = Layout {
+    experts: Mlps { gate: "", up: "mixer.experts.up_proj", ..fused!("", "mixer.experts.down_proj") },
+    ..NEMOTRON
+};
+
+pub(super) const DBRX: Layout = Layout {
+    layers: "blocks",
+    router: "ffn.router.layer.weight",
+    experts: Mlps {
+        gate: "ffn.experts.mlp.w1",
+        up: "ffn.experts.mlp.v1",
+        down: "ffn.experts.mlp.w2",
+        packing: Packing::Stacked,
+        ..Mlps::NONE
+    },
+    ..EACH
+};

@@ -1,0 +1,108 @@
+//! Where a weight lies in a tensor that holds several: all experts' in one, gate and up side by side or element by element,
+//! transposed.
+
+use std::ops::Range;
+
+/// A weight's place in a tensor of a file, by strides: element `(row, column)` of the weight, in the layer's own shape (see
+/// [`LayerConfig::shape`](super::LayerConfig::shape)), is element `first + row * strides[0] + column * strides[1]` of the tensor in
+/// row-major order. A weight of one dimension is a column.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightPlace {
+    /// The tensor's name.
+    pub tensor: String,
+    /// Its shape in the file.
+    pub shape: Vec<usize>,
+    /// Rows and columns of the weight.
+    pub size: [usize; 2],
+    /// Where its first element is.
+    pub first: usize,
+    /// From a row to the next, and from a column to the next, in elements.
+    pub strides: [usize; 2],
+    /// The elements of the tensor that the same expert's weights have: its whole, or the expert's part of it.
+    pub part: Range<usize>,
+}
+
+impl WeightPlace {
+    /// Of a weight that is a whole tensor.
+    pub fn whole(tensor: String, shape: Vec<usize>) -> WeightPlace {
+        let rows = shape.first().copied().unwrap_or(1);
+        let columns: usize = shape.iter().skip(1).product();
+        WeightPlace { tensor, shape, size: [rows, columns], first: 0, strides: [columns, 1], part: 0..rows * columns }
+    }
+
+    /// Whether the weight is the whole tensor, in its order.
+    pub fn is_whole(&self) -> bool {
+        self.strides == [self.size[1], 1]
+            && self.part.len() == self.size[0] * self.size[1]
+            && self.part == (0..self.total())
+    }
+
+    fn total(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The elements from the weight's first to its last, others' between them included.
+    pub fn span(&self) -> Range<usize> {
+        let [rows, columns] = self.size;
+        if rows * columns == 0 {
+            return self.first..self.first;
+        }
+        self.first..self.first + (rows - 1) * self.strides[0] + (columns - 1) * self.strides[1] + 1
+    }
+
+    /// Takes the weight, row-major, out of `elements`, the tensor's elements from number `from` on.
+    ///
+    /// # Panics
+    /// If they do not cover [`WeightPlace::span`].
+    pub fn gather(&self, elements: &[f32], from: usize) -> Vec<f32> {
+        let [rows, columns] = self.size;
+        let mut weight = Vec::with_capacity(rows * columns);
+        for row in 0..rows {
+            let start = self.first - from + row * self.strides[0];
+            weight.extend((0..columns).map(|column| elements[start + column * self.strides[1]]));
+        }
+        weight
+    }
+
+    /// Puts the weight, row-major, into `elements`, the tensor's elements from number `from` on.
+    ///
+    /// # Panics
+    /// If they do not cover [`WeightPlace::span`], or `weight` has another size.
+    pub fn scatter(&self, weight: &[f32], elements: &mut [f32], from: usize) {
+        let [rows, columns] = self.size;
+        assert_eq!(weight.len(), rows * columns, "elements of a weight in {}", self.tensor);
+        for (row, values) in weight.chunks_exact(columns.max(1)).enumerate() {
+            let start = self.first - from + row * self.strides[0];
+            values.iter().enumerate().for_each(|(column, &v)| elements[start + column * self.strides[1]] = v);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interleaved_and_transposed_weights_come_apart_and_together() {
+        // [2 experts, 3 in, 2 x 2 out], gate and up in turns: expert 1's up, as [out, in].
+        let part = 12..24;
+        let up = WeightPlace {
+            tensor: "t".into(),
+            shape: vec![2, 3, 4],
+            size: [2, 3],
+            first: 13,
+            strides: [2, 4],
+            part: part.clone(),
+        };
+        let tensor: Vec<f32> = (0..24).map(|i| i as f32).collect();
+        assert_eq!(up.span(), 13..24);
+        let weight = up.gather(&tensor[13..24], 13);
+        assert_eq!(weight, [13.0, 17.0, 21.0, 15.0, 19.0, 23.0]);
+        let mut into = vec![0.0; 12];
+        up.scatter(&weight, &mut into, part.start);
+        assert_eq!(into, [0.0, 13.0, 0.0, 15.0, 0.0, 17.0, 0.0, 19.0, 0.0, 21.0, 0.0, 23.0]);
+        assert!(!up.is_whole());
+        assert!(WeightPlace::whole("w".into(), vec![4, 5]).is_whole());
+        assert!(WeightPlace::whole("b".into(), vec![4]).is_whole());
+    }
+}
