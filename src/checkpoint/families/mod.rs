@@ -344,7 +344,7 @@ const INTERLEAVE: Field = size("interleave_moe_layer_step", 1);
 /// # Errors
 /// One line that names the file, the field, its value and what is expected.
 pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig), FileError> {
-    let (family, mut fields, layers) = open_config(dir)?;
+    let (family, mut fields, layers) = open_config(dir, false)?;
     if layer >= layers {
         let expected = format!("0 to {}", layers.saturating_sub(1));
         return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
@@ -358,12 +358,12 @@ pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConf
     Ok((family, config))
 }
 
-/// Reads `config.json` in folder `dir` as what the planner wants to know of a model.
+/// Reads `config.json` in folder `dir` as what the planner wants to know of a model, however its weights are stored.
 ///
 /// # Errors
 /// As [`read_config`]; and a model without experts.
 pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
-    let (family, mut fields, layers) = open_config(dir)?;
+    let (family, mut fields, layers) = open_config(dir, true)?;
     let mut with_experts = Vec::new();
     for layer in 0..layers {
         fields.layer = layer;
@@ -383,8 +383,8 @@ pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
 /// Far above any model's.
 const MAX_LAYERS: usize = 1 << 16;
 
-/// The family, its fields (for layer 0), and the number of layers.
-fn open_config(dir: &Path) -> Result<(Family, Fields, usize), FileError> {
+/// The family, its fields (for layer 0), and the number of layers; of a quantised model only where that is `quantised`.
+fn open_config(dir: &Path, quantised: bool) -> Result<(Family, Fields, usize), FileError> {
     let path = dir.join("config.json");
     let text = read_regular(&path).map_err(|e| FileError::read(&path, e))?;
     let map: Map<String, Value> =
@@ -400,7 +400,7 @@ fn open_config(dir: &Path) -> Result<(Family, Fields, usize), FileError> {
         let expected = format!("one of {}", known.join(", "));
         return Err(fields.wrong("model_type", format!("is {model_type:?}"), &expected));
     };
-    if let Some(q) = fields.get("quantization_config").filter(|q| !q.is_null()) {
+    if let Some(q) = fields.get("quantization_config").filter(|q| !q.is_null() && !quantised) {
         let method = q.get("quant_method").and_then(Value::as_str).unwrap_or("of an unnamed method");
         let found = format!("is there ({method})");
         return Err(fields.wrong("quantization_config", found, "an unquantised checkpoint"));
