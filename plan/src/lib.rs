@@ -1,7 +1,8 @@
 //! The planner: expert-parallel groups and the placement of experts in them. Lysi, the published algorithm, is one of its algorithms.
 //!
 //! [`plan`] takes a [`Cluster`] and a [`Workload`] and gives an [`Outcome`]: a [`Plan`], or why there is none. What it minimises is
-//! in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds.
+//! in `placed/mod.rs`, and the published objective in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds. A workload
+//! comes from a file, or from a [`Model`] and a [`Batch`]. [`rebalance_experts`] replicates hot experts.
 //!
 //! Units are those of the files: ms, MB of 10^6 bytes, FLOP per ms.
 //!
@@ -81,7 +82,7 @@ pub enum Algorithm {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlacementKind {
-    /// The least makespan.
+    /// The least time of the group; by the published objective, the least makespan.
     Auto,
     /// Lysi's placement, for comparison.
     Lysi,
