@@ -199,6 +199,10 @@ fn memory_is_counted_in_bytes_where_it_is_known() {
         device.as_object_mut().unwrap().remove("memory_experts");
     }
     assert!(held(&cluster, &workload) <= 5);
+    workload["expert_mb"] = json!(1000.0);
+    let short = folder(&cluster.to_string(), &workload.to_string());
+    let line = String::from_utf8(aristos(short.path(), &[]).stderr).unwrap();
+    assert!(line.contains("64 short (an expert takes 12000 MB in its 12 layers)"), "{line}");
     workload.as_object_mut().unwrap().remove("expert_mb");
     refused(
         &cluster.to_string(),

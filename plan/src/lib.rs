@@ -291,8 +291,14 @@ fn shortage(cluster: &Cluster, workload: &Workload) -> Option<String> {
         1 => "the one device holds".to_string(),
         n => format!("all {n} devices together hold"),
     };
+    // What an expert takes, where that is known: often it is all its layers that are too much for one device.
+    let size = workload.expert_mb.filter(|_| cluster.devices.iter().any(|device| device.memory_mb.is_some()));
+    let size = size.map_or(String::new(), |mb| {
+        let layers = workload.moe_layers();
+        format!(" (an expert takes {} MB in its {layers} layers)", mb * layers)
+    });
     (held < needed)
-        .then(|| format!("memory: a group holds all {needed} experts, {devices} {held}: {} short", needed - held))
+        .then(|| format!("memory: a group holds all {needed} experts, {devices} {held}: {} short{size}", needed - held))
 }
 
 /// The groups that were chosen.
