@@ -4,6 +4,9 @@ use super::Experts;
 use crate::bound::{Bounds, IDLE_COUNTED, LeastExchange, RangeMin, ReduceBound, by_memory, slack};
 use crate::objective::Problem;
 
+/// Beyond so many unlike devices their links are not sorted, which would take as long as all else.
+const SORTED_MOST: usize = 128;
+
 /// What every number of groups needs.
 struct Sizes {
     total: f64,
@@ -72,7 +75,14 @@ fn sizes<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, smallest: us
     }
     // Of at most min(s, experts) devices that hold some, one has that share of the tokens or more.
     let share = |s: usize| if experts.total > 0.0 { d / s.min(experts.order.len()) as f64 } else { 0.0 };
-    let received = problem.links.least_received(share);
+    // Of many unlike devices, as if every link were as fast as any.
+    let received = match n <= SORTED_MOST || problem.links.devices_alike() {
+        true => problem.links.least_received(share),
+        false => {
+            let fastest = problem.links.fastest();
+            (1..=n).map(|s| (s - 1) as f64 * fastest.time_ms(share(s))).collect()
+        }
+    };
     let valid = |s: usize, ms: f64| if s < smallest { f64::INFINITY } else { ms };
     let exchange: Vec<f64> = (1..=n).map(|s| valid(s, eta * received[s - 1])).collect();
     let least = exchange.iter().zip(1..).map(|(ms, s)| ms + compute[s]).collect();

@@ -123,9 +123,9 @@ pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
 /// Up to so many devices an effort in proportion to their number.
 const THOROUGH_DEVICES: f64 = 64.0;
 /// Links looked at for so many devices, in annealing groups.
-const ANNEAL_OPS: f64 = 5e7;
+const ANNEAL_OPS: f64 = 4e7;
 /// In annealing groups and placements together.
-const JOINT_OPS: f64 = 8e7;
+const JOINT_OPS: f64 = 5e7;
 /// Links looked at for the placements of one grouping, and nodes of branch and bound.
 const PLACE_OPS: u64 = 8_000_000;
 const PLACE_NODES: u64 = 50_000;
@@ -148,10 +148,10 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
             joint: (JOINT_OPS * share) as u64,
         },
         true => PlacedEffort {
-            construct: 3 * (n * n) as u64,
+            construct: (n * n) as u64,
             anneal: (ANNEAL_OPS * share.powi(-8)) as u64,
-            place: (PLACE_OPS as f64 * share.powi(-4)) as u64,
-            nodes: 1_000,
+            place: (PLACE_OPS as f64 * share.powi(-5)) as u64,
+            nodes: 200,
             joint: 0,
         },
         false => PlacedEffort { construct: 3_000_000, anneal: 0, place: 100_000, nodes: 1_000, joint: 0 },
