@@ -225,7 +225,7 @@ pub(crate) fn slack(n: usize) -> f64 {
 }
 
 /// Beyond so many devices, the number of idle ones is not gone through.
-pub(crate) const IDLE_COUNTED: usize = 1024;
+const IDLE_COUNTED: usize = 1024;
 
 /// Beyond so many unlike devices, what each takes on its own is left out: it seldom decides, and costs as much as the rest.
 const OWN_MOST: usize = 128;
@@ -268,23 +268,37 @@ impl<L: LinkTable> Sizes<'_, '_, L> {
 /// Bounds for every number of groups; `allow_idle` says whether devices may be left out.
 pub(crate) fn bounds<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> Bounds {
     let n = problem.n();
-    let (smallest, most_groups) = by_memory(&problem.memory, problem.n_experts);
+    let (smallest, _) = by_memory(&problem.memory, problem.n_experts);
     let sizes = sizes(problem, smallest, allow_idle);
+    // gamma is least with all devices, and so are these two.
+    let idle = |k: usize| sizes.least.of(1, n / k).max(problem.compute(sizes.rate[n] / k as f64));
+    bounds_by(problem, allow_idle, slack(n), |k, w| sizes.work(k, w), idle)
+}
+
+/// The same where the worst of `k` groups of `w` devices takes `work(k, w)` or longer, ms, and of `k` groups of any number of them, but with the gamma of
+/// all devices, `idle(k)`; scaled by `slack`.
+pub(crate) fn bounds_by<L: LeastExchange>(
+    problem: &Problem<L>,
+    allow_idle: bool,
+    slack: f64,
+    work: impl Fn(usize, usize) -> f64,
+    idle: impl Fn(usize) -> f64,
+) -> Bounds {
+    let n = problem.n();
+    let (smallest, most_groups) = by_memory(&problem.memory, problem.n_experts);
     let reduce = ReduceBound::new(problem, allow_idle);
     let bound = |k: usize| {
         if k > most_groups || k.saturating_mul(smallest) > n {
             return f64::INFINITY;
         }
         let work = match allow_idle {
-            false => problem.gamma(n) * sizes.work(k, n),
+            false => problem.gamma(n) * work(k, n),
             true if n <= IDLE_COUNTED => {
-                let of = |w: usize| problem.gamma(w) * sizes.work(k, w);
-                (k * smallest..=n).map(of).fold(f64::INFINITY, f64::min)
+                (k * smallest..=n).map(|w| problem.gamma(w) * work(k, w)).fold(f64::INFINITY, f64::min)
             }
-            // gamma is least with all devices, and so are these two.
-            true => problem.gamma(n) * sizes.least.of(1, n / k).max(problem.compute(sizes.rate[n] / k as f64)),
+            true => problem.gamma(n) * idle(k),
         };
-        (work + reduce.least(problem, k)) * slack(n)
+        (work + reduce.least(problem, k)) * slack
     };
     Bounds { by_groups: (1..=n).map(bound).collect() }
 }
@@ -375,13 +389,13 @@ pub(crate) fn by_memory(memory: &[u64], n_experts: u64) -> (usize, usize) {
 }
 
 /// The least that an all-reduce between k groups takes.
-pub(crate) struct ReduceBound {
+struct ReduceBound {
     /// Links that are the slowest between some k groups, one of each kind, and how many groups at most each may be between.
     kinds: Vec<(Link, usize)>,
 }
 
 impl ReduceBound {
-    pub fn new<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> ReduceBound {
+    fn new<L: LeastExchange>(problem: &Problem<L>, allow_idle: bool) -> ReduceBound {
         let n = problem.n();
         if n < 2 {
             return ReduceBound { kinds: Vec::new() };
@@ -399,7 +413,7 @@ impl ReduceBound {
         ReduceBound { kinds }
     }
 
-    pub fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
+    fn least<L: LinkTable>(&self, problem: &Problem<L>, k: usize) -> f64 {
         let kinds = self.kinds.iter().take_while(|(_, most)| k <= *most);
         kinds.map(|(link, _)| problem.all_reduce(k, *link)).fold(f64::INFINITY, f64::min)
     }

@@ -47,6 +47,7 @@ mod state;
 mod workload;
 
 use std::collections::{BTreeMap, HashMap};
+use std::thread::Builder;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -336,42 +337,43 @@ fn choose_by<L: LeastExchange>(
     options: Options,
     matrix: Option<&Matrix>,
 ) -> Result<Chosen, PlanError> {
+    let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
+    let views = views(cluster, &problem);
     if options.minimised() == Objective::Published {
-        return choose_published(cluster, links, workload, options, matrix);
+        return choose_published(cluster, &problem, &views, options, matrix);
     }
     // Optimality under another objective need not be proved.
     let algorithm = match options.algorithm {
         Algorithm::Exact => Algorithm::Auto,
         other => other,
     };
-    let found = choose_published(cluster, links, workload, options.algorithm(algorithm), matrix)?;
+    let found = choose_published(cluster, &problem, &views, options.algorithm(algorithm), matrix)?;
     let placements = place(cluster, &workload.costs(), &found.groups, placement_kind(options));
     let placements = placements.into_iter().map(|(placement, _)| placement).collect();
-    placed::choose(cluster, links, workload, options, matrix, (found, placements))
+    placed::choose(cluster, &problem, &views, options, matrix, (found, placements))
 }
 
 fn choose_published<L: LeastExchange>(
     cluster: &Cluster,
-    links: &L,
-    workload: &Workload,
+    problem: &Problem<L>,
+    views: &Views,
     options: Options,
     matrix: Option<&Matrix>,
 ) -> Result<Chosen, PlanError> {
-    let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
     let n = problem.n();
     if options.algorithm == Algorithm::Lysi {
-        let groups = complete(&problem, lysi::groups(&problem), options.allow_idle);
-        return Ok(finish(&problem, groups, "lysi", false, &bounds(&problem, options.allow_idle), Vec::new()));
+        let groups = complete(problem, lysi::groups(problem), options.allow_idle);
+        return Ok(finish(problem, groups, "lysi", false, &bounds(problem, options.allow_idle), Vec::new()));
     }
     let effort = effort(n, matrix.is_some(), options.effort);
-    let views = views(cluster, &problem);
     let search = std::thread::scope(|scope| {
         // For few devices a thread would cost more than it saves.
-        let published = || if n <= LYSI_MOST { Some(lysi::groups(&problem)) } else { None };
-        let beside = (BESIDE_LEAST..=LYSI_MOST).contains(&n).then(|| scope.spawn(published));
-        let mut search = Search::new(&problem, bounds(&problem, options.allow_idle), &views, options.allow_idle);
-        search.construct(&views, effort.construct);
-        let published = match beside.map(|thread| thread.join()) {
+        let published = || if n <= LYSI_MOST { Some(lysi::groups(problem)) } else { None };
+        let beside = (BESIDE_LEAST..=LYSI_MOST).contains(&n).then(|| Builder::new().spawn_scoped(scope, published));
+        let mut search = Search::new(problem, bounds(problem, options.allow_idle), views, options.allow_idle);
+        search.construct(views, effort.construct);
+        // Where a thread cannot start, too.
+        let published = match beside.and_then(Result::ok).map(|thread| thread.join()) {
             Some(Ok(published)) => published,
             _ => published(),
         };
@@ -379,7 +381,7 @@ fn choose_published<L: LeastExchange>(
             if options.allow_idle {
                 search.offer(published.0.clone());
             }
-            search.offer(complete(&problem, published, false));
+            search.offer(complete(problem, published, false));
         }
         search.improve(effort.improve);
         search
@@ -393,15 +395,15 @@ fn choose_published<L: LeastExchange>(
     let label = |proved: bool| if proved && n <= exact::MOST_DEVICES { "exact" } else { "search" };
     if options.algorithm == Algorithm::Search || (proved && options.algorithm == Algorithm::Auto) {
         let label = if options.algorithm == Algorithm::Search { "search" } else { label(proved) };
-        return Ok(finish(&problem, found.groups, label, proved, &bounds, others));
+        return Ok(finish(problem, found.groups, label, proved, &bounds, others));
     }
     let asked = options.algorithm == Algorithm::Exact;
     if proved {
-        return Ok(finish(&problem, found.groups, "exact", true, &bounds, others));
+        return Ok(finish(problem, found.groups, "exact", true, &bounds, others));
     }
     let outcome = match matrix.filter(|_| n <= exact::MOST_DEVICES) {
         Some(matrix) => {
-            let problem = Problem::new(&cluster.devices, matrix, workload, options.allow_idle);
+            let problem = Problem::new(&cluster.devices, matrix, problem.workload, options.allow_idle);
             let budget = if asked { PROOF_ASKED } else { PROOF_AUTO };
             exact::improve(&problem, &bounds, found.objective_ms, options.allow_idle, budget)
         }
@@ -412,7 +414,7 @@ fn choose_published<L: LeastExchange>(
         return Err(PlanError::Unproved { devices: n, found_ms, gap: found_ms / bounds.least() - 1.0 });
     }
     let groups = outcome.better.unwrap_or(found.groups);
-    Ok(finish(&problem, groups, label(outcome.complete), outcome.complete, &bounds, others))
+    Ok(finish(problem, groups, label(outcome.complete), outcome.complete, &bounds, others))
 }
 
 fn finish<L: LinkTable>(
@@ -473,7 +475,7 @@ fn effort(n: usize, matrix: bool, times: u32) -> Effort {
 }
 
 /// Orders and blocks of the cluster.
-pub(crate) fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
+fn views<L: LinkTable>(cluster: &Cluster, problem: &Problem<L>) -> Views {
     let n = problem.n();
     let file: Vec<u32> = (0..n as u32).collect();
     let mut orders = vec![file.clone()];

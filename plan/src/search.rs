@@ -35,7 +35,7 @@ const SHARES: [f64; ROUNDS] = [0.15, 0.2, 0.25, 0.4];
 /// Values that stand for the exponential distribution, each in the middle of its share.
 pub(crate) const EXPONENTIAL: usize = 1024;
 /// Chains in a round at least: two processors for a thread each.
-const CHAINS_LEAST: usize = 2;
+pub(crate) const CHAINS_LEAST: usize = 2;
 /// Links that a chain looks at, at least, per device.
 const CHAIN_LEAST: u64 = 16;
 /// Chains shorter than this are not worth a thread.
@@ -229,20 +229,8 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
                 chains.extend(more);
             }
             let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
-            let anneal = |(start, seed): &(Vec<Vec<u32>>, u64)| self.anneal_from(start, each, &mut Random(*seed));
-            let half = chains.len() / 2;
-            let found: Vec<Option<Vec<Vec<u32>>>> = if half > 0 && each >= THREAD_LEAST {
-                let (here, there) = chains.split_at(chains.len() - half);
-                std::thread::scope(|scope| {
-                    let beside = scope.spawn(|| there.iter().map(anneal).collect::<Vec<_>>());
-                    let mut found: Vec<_> = here.iter().map(anneal).collect();
-                    // A thread that could not be joined has panicked; its chains are done again, here.
-                    found.extend(beside.join().unwrap_or_else(|_| there.iter().map(anneal).collect()));
-                    found
-                })
-            } else {
-                chains.iter().map(anneal).collect()
-            };
+            let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| self.anneal_from(&start, each, &mut Random(seed));
+            let found = in_two_threads(chains, each >= THREAD_LEAST, anneal);
             found.into_iter().flatten().for_each(|groups| self.offer(groups));
         }
     }
@@ -421,6 +409,35 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             self.offer(groups);
         }
     }
+}
+
+/// What comes of each, every second one in a thread beside where that is `worth_it` and a thread can start. What a thread that has
+/// panicked was to do is done here.
+pub(crate) fn in_two_threads<T: Clone + Send, R: Send>(
+    all: Vec<T>,
+    worth_it: bool,
+    work: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    if !worth_it || all.len() < 2 {
+        return all.into_iter().map(work).collect();
+    }
+    let every_second = |first: usize| all.iter().skip(first).step_by(2).cloned().collect::<Vec<T>>();
+    let (here, there) = (every_second(0), every_second(1));
+    std::thread::scope(|scope| {
+        let beside = {
+            let (there, work) = (there.clone(), &work);
+            std::thread::Builder::new().spawn_scoped(scope, move || there.into_iter().map(work).collect::<Vec<R>>())
+        };
+        let here: Vec<R> = here.into_iter().map(&work).collect();
+        let beside = beside.ok().and_then(|beside| beside.join().ok());
+        let there = beside.unwrap_or_else(|| there.into_iter().map(&work).collect());
+        let (mut here, mut there) = (here.into_iter(), there.into_iter());
+        std::iter::from_fn(|| Some([here.next(), there.next()]))
+            .take(all.len().div_ceil(2))
+            .flatten()
+            .flatten()
+            .collect()
+    })
 }
 
 /// Values that stand for the exponential distribution.

@@ -100,7 +100,7 @@ pub(crate) struct State<'p, 'a, L> {
 }
 
 /// What a group costs that lacks memory, in the penalty's unit: in any case, and if it lacked it for all experts.
-const SHORT: (f64, f64) = (0.15, 3.0);
+pub(crate) const SHORT: (f64, f64) = (0.15, 3.0);
 /// Beyond so many devices sums with every group are too many.
 const TOWARD_MOST: usize = 128;
 /// Sums are worked out anew after so many changes.

@@ -8,12 +8,8 @@ mod sample;
 
 use aristos_plan::cluster::Cluster;
 use aristos_plan::{Algorithm, Objective, Options, Outcome, Plan, Workload, explain, plan};
-use plan_brute::{Case, Random, random_case};
-use rustix::time::{ClockId, clock_gettime};
+use plan_brute::{Case, ROUNDING, Random, cpu_s, near, random_case};
 use sample::Sample;
-
-/// Sums in another order differ by this much.
-const ROUNDING: f64 = 1e-9;
 
 fn run(case: &Case, options: Options) -> Outcome {
     let cluster = Cluster::from_json(&case.cluster_json()).unwrap();
@@ -61,11 +57,6 @@ fn check(case: &Case, options: Options, outcome: Outcome) -> Option<Plan> {
     assert!(plan.gap_bound >= 0.0 && plan.gap_bound.is_finite());
     assert!(!plan.optimal || plan.gap_bound == 0.0);
     Some(plan)
-}
-
-#[track_caller]
-fn near(a: f64, b: f64) {
-    assert!((a - b).abs() <= ROUNDING * a.abs().max(b.abs()), "{a} and {b}");
 }
 
 fn solve(case: &Case, options: Options) -> Option<Plan> {
@@ -144,12 +135,6 @@ fn experts_are_not_cut() {
     let published = run(&case, Options::default().objective(Objective::Published));
     let Outcome::Plan(published) = published else { panic!("{published:?}") };
     assert_eq!((published.objective_ms, published.optimal), (1.0, true), "{published:?}");
-}
-
-/// Processor time of this thread, as in `plan.rs`.
-fn cpu_s() -> f64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 #[test]

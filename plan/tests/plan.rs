@@ -8,12 +8,8 @@ mod sample;
 
 use aristos_plan::cluster::Cluster;
 use aristos_plan::{Algorithm, Objective, Options, Outcome, PlacementKind, Plan, Workload, plan};
-use plan_brute::{Case, Random, random_case};
-use rustix::time::{ClockId, clock_gettime};
+use plan_brute::{Case, ROUNDING, Random, cpu_s, near, random_case};
 use sample::Sample;
-
-/// Sums in another order differ by this much.
-const ROUNDING: f64 = 1e-9;
 
 fn run(case: &Case, options: Options) -> Outcome {
     let cluster = Cluster::from_json(&case.cluster_json()).unwrap();
@@ -66,11 +62,6 @@ fn check(case: &Case, options: Options, outcome: Outcome) -> Option<Plan> {
     assert!(plan.gap_bound >= 0.0 && plan.gap_bound.is_finite());
     assert!(!plan.optimal || plan.gap_bound == 0.0);
     Some(plan)
-}
-
-#[track_caller]
-fn near(a: f64, b: f64) {
-    assert!((a - b).abs() <= ROUNDING * a.abs().max(b.abs()), "{a} and {b}");
 }
 
 fn without_time(mut plan: Plan) -> Plan {
@@ -153,13 +144,6 @@ fn makespans_are_the_least_there_are() {
         }
     }
     assert!(placed > 250, "{placed}");
-}
-
-/// Processor time of this thread: wall time but for what else the machine does. (Planning's second thread works no longer than
-/// the first.)
-fn cpu_s() -> f64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 /// Spoils a case in one of many ways that are still well-formed.

@@ -147,12 +147,7 @@ impl Args {
             None => self.of_model.workload(cluster.devices.len())?,
         };
         if let Some(path) = &self.expert_load_from {
-            let text = read_text(path)?;
-            let set = |workload: &mut Workload| {
-                let loads = plan::loads_of_report(&text)?;
-                workload.set_load(loads, "tokens_per_expert")
-            };
-            set(&mut workload).with_context(|| path.display().to_string())?;
+            weigh(&mut workload, path)?;
         }
         Ok(workload)
     }
@@ -223,7 +218,15 @@ pub fn main(args: &Args) -> Result<u8> {
     Ok(0)
 }
 
-fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
+/// Weighs the experts by the tokens that each got in a report.
+pub(super) fn weigh(workload: &mut Workload, report: &Path) -> Result<()> {
+    let loads = plan::loads_of_report(&read_text(report)?);
+    let set = loads.and_then(|loads| workload.set_load(loads, "tokens_per_expert"));
+    set.with_context(|| report.display().to_string())
+}
+
+/// Writes a file of the planner's.
+pub(super) fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     if path.is_dir() {
         bail!("cannot write {}: it is a folder", path.display());
     }

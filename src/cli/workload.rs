@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
+use super::plan::{weigh, write};
 use super::values::DtypeArg;
 use crate::checkpoint;
-use crate::cluster::read_text;
 use crate::moe::Dtype;
-use crate::plan::{self, Batch, Model, Workload};
+use crate::plan::{Batch, Model, Workload};
 
 /// What `aristos workload` takes.
 #[derive(clap::Args)]
@@ -113,17 +113,12 @@ pub fn command(args: &Args) -> Result<bool> {
     let devices = args.devices.map(|devices| devices as usize);
     let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
     if let Some(path) = &args.routing {
-        let text = read_text(path)?;
-        let loads = plan::loads_of_report(&text);
-        let set = loads.and_then(|loads| workload.set_load(loads, "tokens_per_expert"));
-        set.with_context(|| path.display().to_string())?;
+        weigh(&mut workload, path)?;
     }
     let text = workload.to_json() + "\n";
     match &args.out {
         None => print!("{text}"),
-        Some(path) => {
-            std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-        }
+        Some(path) => write(path, text)?,
     }
     Ok(true)
 }

@@ -1,7 +1,7 @@
 //! Lower bounds on the placed objective, by number of groups. `docs/planner.md` proves them.
 
 use super::Experts;
-use crate::bound::{Bounds, IDLE_COUNTED, LeastExchange, RangeMin, ReduceBound, by_memory, slack};
+use crate::bound::{Bounds, LeastExchange, RangeMin, bounds_by, by_memory, slack};
 use crate::objective::Problem;
 
 /// Beyond so many unlike devices their links are not sorted, which would take as long as all else.
@@ -34,25 +34,10 @@ impl Sizes {
 /// Bounds for every number of groups; `allow_idle` says whether devices may be left out.
 pub(crate) fn bounds<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, allow_idle: bool) -> Bounds {
     let n = problem.n();
-    let (smallest, most_groups) = by_memory(&problem.memory, problem.n_experts);
+    let (smallest, _) = by_memory(&problem.memory, problem.n_experts);
     let sizes = sizes(problem, experts, smallest);
-    let reduce = ReduceBound::new(problem, allow_idle);
-    let bound = |k: usize| {
-        if k > most_groups || k.saturating_mul(smallest) > n {
-            return f64::INFINITY;
-        }
-        let work = match allow_idle {
-            false => problem.gamma(n) * sizes.work(k, n),
-            true if n <= IDLE_COUNTED => {
-                let of = |w: usize| problem.gamma(w) * sizes.work(k, w);
-                (k * smallest..=n).map(of).fold(f64::INFINITY, f64::min)
-            }
-            // gamma is least with all devices.
-            true => problem.gamma(n) * sizes.least.of(smallest, n / k),
-        };
-        (work + reduce.least(problem, k)) * slack(n + experts.costs.len())
-    };
-    Bounds { by_groups: (1..=n).map(bound).collect() }
+    let slack = slack(n + experts.costs.len());
+    bounds_by(problem, allow_idle, slack, |k, w| sizes.work(k, w), |k| sizes.least.of(smallest, n / k))
 }
 
 fn sizes<L: LeastExchange>(problem: &Problem<L>, experts: &Experts, smallest: usize) -> Sizes {

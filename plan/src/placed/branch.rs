@@ -115,7 +115,7 @@ impl<'g> Branch<'g> {
             true => self.devices.iter().position(|i| Some(i) == self.owner.last()).unwrap_or(0),
             false => 0,
         };
-        let share = if self.experts.total > 0.0 { cost / self.experts.total } else { 0.0 };
+        let share = self.experts.share(cost);
         for at in first..n {
             let j = self.devices[at] as usize;
             if self.free[j] == 0 {
@@ -123,10 +123,8 @@ impl<'g> Branch<'g> {
             }
             let load = self.load[j] + cost;
             let compute = compute.max(load / self.links.flops[j]);
-            let received = match self.experts.total > 0.0 {
-                true => self.links.received[j].0 + load / self.experts.total * self.links.received[j].1,
-                false => self.links.received[j].0,
-            };
+            let (alpha, beta) = self.links.received[j];
+            let received = alpha + self.experts.share(load) * beta;
             let mut longest = exchange.max(received);
             if size * compute + self.links.eta * longest >= self.best_ms * (1.0 - 1e-12) {
                 continue;

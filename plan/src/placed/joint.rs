@@ -97,7 +97,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
     /// The load of device `i`, from its experts.
     fn weigh(&mut self, i: usize) {
         let held = &self.experts[i];
-        self.load[i] = held.iter().map(|&e| self.placed.experts.costs[e as usize]).sum();
+        self.load[i] = self.placed.load(held);
         self.mb[i] = (!held.is_empty()).then(|| self.placed.received_mb(self.load[i]));
     }
 

@@ -24,11 +24,14 @@ mod state;
 use std::collections::HashMap;
 
 use crate::bound::LeastExchange;
-use crate::cluster::{Cluster, LinkTable, Links, Matrix};
+use crate::cluster::{Cluster, LinkTable, Matrix};
 use crate::objective::{Evaluation, Problem};
 use crate::placement::DeviceExperts;
+use crate::search::Views;
 use crate::workload::Workload;
-use crate::{Algorithm, Chosen, EQUAL, Options, PROVED_FAST, PlacementKind, PlanError, placement_kind};
+use crate::{
+    Algorithm, Chosen, EQUAL, Options, PROVED_FAST, PlacementKind, PlanError, THOROUGH_DEVICES, placement_kind,
+};
 
 use bound::bounds;
 use prove::prove;
@@ -88,23 +91,25 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
         self.problem.workload.p2p_buffer_mb * self.experts.share(load)
     }
 
-    /// What a group takes whose members (ascending) hold `load` FLOP of experts; `None` holds none.
-    pub fn times(&self, members: &[u32], loads: &[Option<f64>]) -> GroupTimes {
-        let received: Vec<Option<f64>> = loads.iter().map(|load| load.map(|load| self.received_mb(load))).collect();
-        let longest = self.problem.links.exchanges(members, &received).into_iter().fold(0.0, f64::max);
-        let compute = |(&i, load): (&u32, &Option<f64>)| load.unwrap_or(0.0) / self.problem.flops[i as usize];
-        GroupTimes {
-            compute_ms: members.len() as f64 * members.iter().zip(loads).map(compute).fold(0.0, f64::max),
-            communication_ms: self.problem.workload.p2p_frequency * longest,
-        }
+    /// FLOP of a device's experts.
+    fn load(&self, held: &[u32]) -> f64 {
+        held.iter().map(|&e| self.experts.costs[e as usize]).sum()
     }
 
-    /// The same of a placement.
+    /// What each member of a group (ascending) exchanges with a placement, ms.
+    fn exchanges(&self, members: &[u32], placement: &DeviceExperts) -> Vec<f64> {
+        let received = |held: &Vec<u32>| (!held.is_empty()).then(|| self.received_mb(self.load(held)));
+        self.problem.links.exchanges(members, &placement.iter().map(received).collect::<Vec<_>>())
+    }
+
+    /// What a group (ascending) takes with a placement.
     pub fn placed_times(&self, members: &[u32], placement: &DeviceExperts) -> GroupTimes {
-        let load = |experts: &Vec<u32>| {
-            (!experts.is_empty()).then(|| experts.iter().map(|&e| self.experts.costs[e as usize]).sum())
-        };
-        self.times(members, &placement.iter().map(load).collect::<Vec<Option<f64>>>())
+        let compute = |(&i, held): (&u32, &Vec<u32>)| self.load(held) / self.problem.flops[i as usize];
+        let longest = self.exchanges(members, placement).into_iter().fold(0.0, f64::max);
+        GroupTimes {
+            compute_ms: members.len() as f64 * members.iter().zip(placement).map(compute).fold(0.0, f64::max),
+            communication_ms: self.problem.workload.p2p_frequency * longest,
+        }
     }
 
     /// The objective of groups that take `times`.
@@ -120,9 +125,7 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
 /// Placements of groups that were asked for before.
 pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
 
-/// Up to so many devices an effort in proportion to their number.
-const THOROUGH_DEVICES: f64 = 64.0;
-/// Links looked at for so many devices, in annealing groups.
+/// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
 const ANNEAL_OPS: f64 = 4e7;
 /// In annealing groups and placements together.
 const JOINT_OPS: f64 = 5e7;
@@ -163,15 +166,14 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
 /// Groups and placements of the least placed objective. `published` is what was found under the published one, with its placements.
 pub(crate) fn choose<L: LeastExchange>(
     cluster: &Cluster,
-    links: &L,
-    workload: &Workload,
+    problem: &Problem<L>,
+    views: &Views,
     options: Options,
     matrix: Option<&Matrix>,
     published: (Chosen, Vec<DeviceExperts>),
 ) -> Result<Chosen, PlanError> {
-    let problem = Problem::new(&cluster.devices, links, workload, options.allow_idle);
-    let placed = Placed::new(&problem);
-    let bounds = bounds(&problem, &placed.experts, options.allow_idle);
+    let placed = Placed::new(problem);
+    let bounds = bounds(problem, &placed.experts, options.allow_idle);
     let n = problem.n();
     let effort = effort(n, matrix.is_some(), options.effort);
     let (published, placements) = published;
@@ -188,17 +190,13 @@ pub(crate) fn choose<L: LeastExchange>(
         Ok(Chosen { groups, placements: Some(placements), evaluation, algorithm, optimal, bound_ms, others })
     };
     if options.algorithm == Algorithm::Lysi || placement_kind(options) == PlacementKind::Lysi {
-        let times = published.groups.iter().zip(&placements).map(|(g, placement)| placed.placed_times(g, placement));
-        let times: Vec<GroupTimes> = times.collect();
-        let objective_ms = placed.evaluate(&published.groups, &times).objective_ms;
-        let found = FoundPlaced { groups: published.groups, placements, times, objective_ms };
+        let found = FoundPlaced::new(&placed, published.groups, placements);
         return finish(found, published.algorithm, false, Vec::new());
     }
-    let views = crate::views(cluster, &problem);
-    let mut search = PlacedSearch::new(&placed, &bounds, &views, options.allow_idle);
+    let mut search = PlacedSearch::new(&placed, &bounds, views, options.allow_idle);
     search.offer_placed(published.groups, placements);
     published.others.into_iter().for_each(|other| search.offer(other.groups));
-    search.construct(&views, effort.construct);
+    search.construct(views, effort.construct);
     search.anneal(effort.anneal);
     let (found, others) = search.into_found(effort, &mut known);
     let found = found.ok_or(PlanError::NoGrouping)?;
@@ -210,7 +208,7 @@ pub(crate) fn choose<L: LeastExchange>(
     }
     let proof = match matrix.filter(|_| n <= prove::MOST_DEVICES) {
         Some(matrix) => {
-            let problem = Problem::new(&cluster.devices, matrix, workload, options.allow_idle);
+            let problem = Problem::new(&cluster.devices, matrix, problem.workload, options.allow_idle);
             let budget = if asked { PROOF_ASKED } else { PROOF_AUTO };
             prove(&Placed::new(&problem), &bounds, found.objective_ms, options.allow_idle, budget, &mut known)
         }
@@ -220,9 +218,9 @@ pub(crate) fn choose<L: LeastExchange>(
         let found_ms = found.objective_ms;
         return Err(PlanError::Unproved { devices: n, found_ms, gap: found_ms / bounds.least() - 1.0 });
     }
-    let better = proof.better.and_then(|groups| {
-        place_thoroughly(&placed, &groups, found.objective_ms, effort.place, effort.nodes, &mut known)
-    });
+    let better =
+        proof.better.and_then(|groups| place_thoroughly(&placed, &groups, effort.place, effort.nodes, &mut known));
+    let better = better.filter(|better| better.objective_ms < found.objective_ms);
     let label = if proof.complete { "exact" } else { "search" };
     finish(better.unwrap_or(found), label, proof.complete, others)
 }
@@ -234,29 +232,18 @@ pub(crate) fn evaluate(
     groups: &[Vec<u32>],
     placements: &[DeviceExperts],
 ) -> Evaluation {
-    fn of<L: LinkTable>(problem: &Problem<L>, groups: &[Vec<u32>], placements: &[DeviceExperts]) -> Evaluation {
-        let placed = Placed::new(problem);
-        let times: Vec<GroupTimes> =
-            groups.iter().zip(placements).map(|(g, placement)| placed.placed_times(g, placement)).collect();
-        placed.evaluate(groups, &times)
-    }
-    match &cluster.links {
-        Links::Matrix(matrix) => of(&Problem::new(&cluster.devices, matrix, workload, false), groups, placements),
-        Links::Tiers(tiers) => of(&Problem::new(&cluster.devices, tiers, workload, false), groups, placements),
-    }
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    let placed = Placed::new(&problem);
+    let of = |(members, placement): (&Vec<u32>, &DeviceExperts)| placed.placed_times(members, placement);
+    placed.evaluate(groups, &groups.iter().zip(placements).map(of).collect::<Vec<_>>())
 }
 
 /// The same with the best placements found; `None` where a group lacks memory.
 pub(crate) fn evaluate_groups(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Option<Evaluation> {
-    fn of<L: LinkTable>(problem: &Problem<L>, groups: &[Vec<u32>]) -> Option<Evaluation> {
-        let placed = Placed::new(problem);
-        let found = place_thoroughly(&placed, groups, f64::INFINITY, PLACE_OPS / 8, PLACE_NODES, &mut Known::new())?;
-        Some(placed.evaluate(groups, &found.times))
-    }
-    match &cluster.links {
-        Links::Matrix(matrix) => of(&Problem::new(&cluster.devices, matrix, workload, false), groups),
-        Links::Tiers(tiers) => of(&Problem::new(&cluster.devices, tiers, workload, false), groups),
-    }
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    let placed = Placed::new(&problem);
+    let found = place_thoroughly(&placed, groups, PLACE_OPS / 8, PLACE_NODES, &mut Known::new())?;
+    Some(placed.evaluate(groups, &found.times))
 }
 
 /// What each member of a group (ascending) exchanges with a placement, ms.
@@ -266,8 +253,6 @@ pub(crate) fn exchanges(
     members: &[u32],
     placement: &DeviceExperts,
 ) -> Vec<f64> {
-    let experts = Experts::new(workload.costs());
-    let load = |held: &Vec<u32>| held.iter().map(|&e| experts.costs[e as usize]).sum::<f64>();
-    let mb = |held: &Vec<u32>| (!held.is_empty()).then(|| workload.p2p_buffer_mb * experts.share(load(held)));
-    cluster.links.exchanges(members, &placement.iter().map(mb).collect::<Vec<_>>())
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    Placed::new(&problem).exchanges(members, placement)
 }

@@ -155,19 +155,18 @@ impl GroupLinks {
 /// What the devices of a group do while their experts change.
 struct Working<'g> {
     links: &'g GroupLinks,
+    experts: &'g Experts,
     /// FLOP of each device's experts, and how many they are.
     load: Vec<f64>,
     count: Vec<u64>,
     /// ms that each sends.
     send: Vec<f64>,
-    /// FLOP of all experts.
-    total: f64,
 }
 
 impl Clone for Working<'_> {
     fn clone(&self) -> Self {
-        let Working { links, load, count, send, total } = self;
-        Working { links, load: load.clone(), count: count.clone(), send: send.clone(), total: *total }
+        let Working { links, experts, load, count, send } = self;
+        Working { links, experts, load: load.clone(), count: count.clone(), send: send.clone() }
     }
 
     // Without an allocation.
@@ -179,20 +178,15 @@ impl Clone for Working<'_> {
 }
 
 impl<'g> Working<'g> {
-    fn new(links: &'g GroupLinks, experts: &Experts, placement: &DeviceExperts) -> Self {
+    fn new(links: &'g GroupLinks, experts: &'g Experts, placement: &DeviceExperts) -> Self {
         let n = links.n();
-        let total = experts.total;
-        let mut working = Working { links, load: vec![0.0; n], count: vec![0; n], send: vec![0.0; n], total };
+        let mut working = Working { links, experts, load: vec![0.0; n], count: vec![0; n], send: vec![0.0; n] };
         for (j, held) in placement.iter().enumerate() {
             if !held.is_empty() {
                 working.change(j, held.iter().map(|&e| experts.costs[e as usize]).sum(), held.len() as i64);
             }
         }
         working
-    }
-
-    fn share(&self, load: f64) -> f64 {
-        if self.total > 0.0 { load / self.total } else { 0.0 }
     }
 
     /// Device `j` gets `cost` more, in `count` experts more.
@@ -203,7 +197,7 @@ impl<'g> Working<'g> {
         let holds = self.count[j] > 0;
         // Nothing held is nothing at all, whatever sums leave.
         let load = if holds { self.load[j] + cost } else { 0.0 };
-        let share = self.share(load - self.load[j]);
+        let share = self.experts.share(load - self.load[j]);
         self.load[j] = load;
         let first = f64::from(i8::from(holds) - i8::from(held));
         let (alpha, beta) = (&self.links.alpha[j * n..(j + 1) * n], &self.links.beta[j * n..(j + 1) * n]);
@@ -220,7 +214,7 @@ impl<'g> Working<'g> {
             longest = longest.max(self.send[i]);
             if self.count[i] > 0 {
                 let (alpha, beta) = self.links.received[i];
-                longest = longest.max(alpha + self.share(self.load[i]) * beta);
+                longest = longest.max(alpha + self.experts.share(self.load[i]) * beta);
             }
         }
         n as f64 * compute + self.links.eta * longest

@@ -13,7 +13,9 @@ use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::placement::DeviceExperts;
 use crate::random::Random;
-use crate::search::{EXPONENTIAL, Found, Views, constructed, dealt_by_memory, exponential};
+use crate::search::{
+    CHAINS_LEAST, EXPONENTIAL, Found, Views, constructed, dealt_by_memory, exponential, in_two_threads,
+};
 
 /// The target is under the best objective so far, by so much of its work.
 const UNDER: f64 = 0.03;
@@ -24,8 +26,6 @@ const COLD: f64 = 0.01;
 const ROUNDS: usize = 4;
 const NUMBERS: [usize; ROUNDS] = [16, 6, 3, 1];
 const SHARES: [f64; ROUNDS] = [0.2, 0.2, 0.25, 0.35];
-/// Chains in a round at least: two processors for a thread each.
-const CHAINS_LEAST: usize = 2;
 /// Links that all chains together look at, at least, for each pair of devices.
 const CHAIN_LEAST: u64 = 64;
 /// Chains shorter than this are not worth a thread.
@@ -287,8 +287,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let PlacedSearch { placed, exponential, by_groups, placed_already, .. } = self;
         let mut candidates: Vec<Found> = by_groups.into_iter().flatten().collect();
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        let thorough =
-            |found: &Found| place_thoroughly(placed, &found.groups, f64::INFINITY, effort.place, effort.nodes, known);
+        let thorough = |found: &Found| place_thoroughly(placed, &found.groups, effort.place, effort.nodes, known);
         let mut best: Vec<FoundPlaced> = candidates.iter().take(IMPROVED).filter_map(thorough).collect();
         best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         best.truncate(JOINT);
@@ -305,36 +304,11 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
     }
 }
 
-/// What comes of each, every second one in a thread beside where that is `worth_it` and a thread can start.
-fn in_two_threads<T: Clone + Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
-    if !worth_it || all.len() < 2 {
-        return all.into_iter().map(work).collect();
-    }
-    let every_second = |first: usize| all.iter().skip(first).step_by(2).cloned().collect::<Vec<T>>();
-    let (here, there) = (every_second(0), every_second(1));
-    std::thread::scope(|scope| {
-        let beside = {
-            let (there, work) = (there.clone(), &work);
-            std::thread::Builder::new().spawn_scoped(scope, move || there.into_iter().map(work).collect::<Vec<R>>())
-        };
-        let here: Vec<R> = here.into_iter().map(&work).collect();
-        let beside = beside.ok().and_then(|beside| beside.join().ok());
-        let there = beside.unwrap_or_else(|| there.into_iter().map(&work).collect());
-        let (mut here, mut there) = (here.into_iter(), there.into_iter());
-        std::iter::from_fn(|| Some([here.next(), there.next()]))
-            .take(all.len().div_ceil(2))
-            .flatten()
-            .flatten()
-            .collect()
-    })
-}
-
-/// A grouping's placement, with `budget` and `nodes` for all its groups together: of the group that takes longest the best, until that is still the longest. `None` where it cannot be below `least_ms`
-/// or memory does not suffice.
+/// A grouping's placement: of the group that takes longest the best, until that is still the longest; `budget` and `nodes` are for all groups
+/// together. `None` where memory does not suffice.
 pub(crate) fn place_thoroughly<L: LinkTable>(
     placed: &Placed<L>,
     groups: &[Vec<u32>],
-    least_ms: f64,
     budget: u64,
     nodes: u64,
     known: &mut Known,
@@ -364,6 +338,5 @@ pub(crate) fn place_thoroughly<L: LinkTable>(
         (placements[worst], times[worst], improved[worst]) = (placement, here, true);
     }
     let objective_ms = placed.evaluate(groups, &times).objective_ms;
-    let found = FoundPlaced { groups: groups.to_vec(), placements, times, objective_ms };
-    (objective_ms < least_ms).then_some(found)
+    Some(FoundPlaced { groups: groups.to_vec(), placements, times, objective_ms })
 }

@@ -4,6 +4,7 @@ use super::place::{Dealing, Dealt};
 use super::{Experts, Placed};
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
+use crate::state::SHORT;
 
 /// What one group takes.
 #[derive(Clone, Debug, Default)]
@@ -28,9 +29,6 @@ impl GroupWork {
         self.exchange_ms.iter().map(over).sum::<f64>() + short
     }
 }
-
-/// What a group costs that lacks memory, in the penalty's unit: in any case, and if it lacked it for all experts.
-const SHORT: (f64, f64) = (0.15, 3.0);
 
 /// Devices that change groups: which, and where to ([`IDLE`]: to none).
 pub(super) type Change = Vec<(u32, u32)>;

@@ -1,6 +1,24 @@
 //! What the planner is held against: the objective and the makespan written down once more, from their definitions, every
 //! grouping and every placement gone through, and inputs to do it on. Shares no code with the planner.
 
+use rustix::time::{ClockId, clock_gettime};
+
+/// Sums in another order differ by this much.
+pub const ROUNDING: f64 = 1e-9;
+
+/// Equal but for the order of sums.
+#[track_caller]
+pub fn near(a: f64, b: f64) {
+    assert!((a - b).abs() <= ROUNDING * a.abs().max(b.abs()), "{a} and {b}");
+}
+
+/// Processor time of this thread: wall time but for what else the machine does. (Planning's second thread works no longer than
+/// the first.)
+pub fn cpu_s() -> f64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+}
+
 /// A cluster and a workload in plain numbers.
 #[derive(Clone, Debug)]
 pub struct Case {
