@@ -11,6 +11,7 @@
 //! - [`checkpoint`]: Hugging Face layouts in, result files out;
 //! - [`check`]: a dense float64 reference that shares no code with the layer;
 //! - [`job`]: a request, the PEs that carry it out, and what they send: processes, launchers, MPI;
+//! - [`stdio`]: what is said on standard output and standard error;
 //! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
 //!   files, presets and the probe;
 //!
@@ -21,6 +22,9 @@
 //! - `doctor`: what this machine has of what a run needs;
 //! - `run`: steps of a layer;
 //! - `cli`: one thin file per subcommand.
+
+// A full disk or a closed pipe would end the process: see `stdio`.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 #[cfg(feature = "command")]
 pub mod bench;
@@ -41,6 +45,7 @@ pub mod plot;
 pub mod report;
 #[cfg(feature = "command")]
 pub mod run;
+pub mod stdio;
 
 pub use aristos_plan as plan;
 pub use aristos_plan::cluster;

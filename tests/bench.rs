@@ -43,7 +43,7 @@ fn bad_arguments_are_one_line() {
         (&["--pes", "0"], "aristos: --pes 0: the number of PEs must be 1 to 1024\n"),
         (
             &["--csv", "/nowhere/x.csv"],
-            "aristos: cannot create /nowhere/x.csv: No such file or directory (os error 2)\n",
+            "aristos: cannot write /nowhere/x.csv: folder /nowhere: No such file or directory (os error 2)\n",
         ),
     ] {
         let output = bench(args);

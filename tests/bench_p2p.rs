@@ -145,7 +145,10 @@ fn bad_arguments_are_one_line() {
         (&["--pair", "0,99999"], "--pair is 0,99999, expected PEs below 1024"),
         (&["--pair", "all", "--pes", "1"], "--pes is 1, expected 2 to 1024"),
         (&["--iterations", "0"], "--iterations is 0, expected at least 1"),
-        (&["--csv", "/nowhere/x.csv"], "cannot create /nowhere/x.csv: No such file or directory (os error 2)"),
+        (
+            &["--csv", "/nowhere/x.csv"],
+            "cannot write /nowhere/x.csv: folder /nowhere: No such file or directory (os error 2)",
+        ),
         (&["--plot", "/dev/null/x"], "cannot create /dev/null/x: Not a directory (os error 20)"),
     ] {
         assert_eq!(refusal(&[&["bench", "p2p"], args].concat()), line);

@@ -117,7 +117,10 @@ fn bad_arguments_are_one_line() {
         ),
         (&["--inject", "slow-pe=1:0.5"], "--inject slow-pe: factor 0.5, expected 1 to 10^6".into()),
         (&["--inject", "jitter=NaN"], "--inject jitter is NaN, expected 0 to 10^7 microseconds".into()),
-        (&["--csv", "/nowhere/x"], "cannot create /nowhere/x: No such file or directory (os error 2)".into()),
+        (
+            &["--csv", "/nowhere/x"],
+            "cannot write /nowhere/x: folder /nowhere: No such file or directory (os error 2)".into(),
+        ),
     ] {
         assert_eq!(refusal(&[&["bench", "straggler"], args].concat()), line);
     }

@@ -2,11 +2,15 @@
 
 use std::fs;
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use aristos::checkpoint::{Checkpoint, InputTensor, read_input};
 use aristos::moe::{Activation, GroupLimit, Proj, Scoring, WeightId, WeightSource};
 use half::{bf16, f16};
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
 const MIXTRAL: &str = "mixtral";
@@ -599,6 +603,104 @@ fn malformed_safetensors_files_are_refused() {
             assert_refused(dir.path(), 1, &["tensor t"]);
         }
     }
+}
+
+/// Headers that are valid, and that are not quite: read here as by the `safetensors` library.
+#[test]
+fn headers_are_accepted_where_the_library_accepts_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("in.safetensors");
+    let mut random = ChaCha8Rng::seed_from_u64(10);
+    let (mut accepted, mut refused) = (0, 0);
+    for round in 0..4000 {
+        // Tensors that follow each other, in any order of names; `hidden_states` is among them.
+        let n = random.random_range(1..5);
+        let (mut at, mut entries) = (0_usize, Vec::new());
+        for i in 0..n {
+            let (rows, cols) = (random.random_range(0..4), random.random_range(1..4));
+            let (dtype, size) = [("F32", 4), ("BF16", 2), ("F64", 8), ("U8", 1)][random.random_range(0..4)];
+            let name = if i == 0 { "hidden_states".to_string() } else { format!("t{}", random.random_range(0..9)) };
+            let dtype = if i == 0 && dtype == "U8" { ("F32", 4) } else { (dtype, size) };
+            let end = at + rows * cols * dtype.1;
+            entries.push((name, dtype.0, [rows, cols], [at, end]));
+            at = end;
+        }
+        // One thing is wrong, in most.
+        let which = random.random_range(0..entries.len());
+        let mut data = at;
+        match round % 10 {
+            0 => entries[which].3[0] += 1,
+            1 => entries[which].3 = entries[which].3.map(|at| at + 4),
+            2 => data += 1,
+            3 => data = data.saturating_sub(1),
+            4 => entries[which].2[0] += 1,
+            5 => entries.push(entries[which].clone()),
+            6 => entries.iter_mut().skip(1).for_each(|entry| entry.3 = entry.3.map(|at| at + 8)),
+            _ => {}
+        }
+        entries.shuffle(&mut random);
+        let mut names: Vec<String> = entries
+            .iter()
+            .map(|(name, dtype, shape, offsets)| {
+                format!(r#"{name:?}:{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":{offsets:?}}}"#)
+            })
+            .collect();
+        match random.random_range(0..6) {
+            0 => names.push(r#""__metadata__":{"format":"pt"}"#.into()),
+            1 => names.push(r#""__metadata__":{"format":1}"#.into()),
+            _ => {}
+        }
+        let header = format!("{{{}}}", names.join(","));
+        write_raw(&path, &header, &vec![0; data]);
+        let bytes = fs::read(&path).unwrap();
+        // The library takes the last of several entries of one name. Whoever reads such a file by another library would read another tensor.
+        let mut by_name: Vec<&String> = entries.iter().map(|entry| &entry.0).collect();
+        by_name.sort();
+        let twice = by_name.windows(2).any(|pair| pair[0] == pair[1]);
+        let library = safetensors::SafeTensors::deserialize(&bytes).is_ok() && !twice;
+        let ours = read_input(&path);
+        assert_eq!(ours.is_ok(), library, "{header}, {data} bytes: {ours:?}");
+        if library { accepted += 1 } else { refused += 1 }
+    }
+    assert!(accepted > 300 && refused > 300, "{accepted} {refused}");
+}
+
+#[test]
+fn what_a_header_says_of_overlaps_gaps_and_duplicates_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("in.safetensors");
+    let entry = |name: &str, from: usize, to: usize| {
+        format!(r#""{name}":{{"dtype":"F32","shape":[1,{}],"data_offsets":[{from},{to}]}}"#, (to - from) / 4)
+    };
+    let refused = |entries: &[String], data: usize, parts: &[&str]| {
+        write_raw(&path, &format!("{{{}}}", entries.join(",")), &vec![0; data]);
+        assert_line(&read_input(&path).unwrap_err(), parts);
+    };
+    let first = entry("hidden_states", 0, 16);
+    refused(&[first.clone(), entry("b", 8, 24)], 24, &["tensor b", "from 8 on, overlap those of tensor hidden_states"]);
+    refused(
+        &[first.clone(), entry("b", 20, 24)],
+        24,
+        &["tensor b", "from 20 on, leave a gap after tensor hidden_states"],
+    );
+    refused(&[entry("hidden_states", 4, 8)], 8, &["tensor hidden_states", "leave a gap after the header"]);
+    refused(&[first.clone(), first.clone()], 16, &["tensor hidden_states", "comes twice"]);
+    refused(&[first], 20, &["in.safetensors", "its tensors end at byte 16 of the data, the file has 20"]);
+}
+
+/// A header takes little more memory than its bytes, or is refused.
+#[test]
+fn a_large_header_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("in.safetensors");
+    let entries: Vec<String> =
+        (0..250_001).map(|i| format!(r#""{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#)).collect();
+    write_raw(&path, &format!("{{{}}}", entries.join(",")), &[]);
+    assert_line(&read_input(&path).unwrap_err(), &["in.safetensors", "more than 250000 tensors"]);
+    let file = fs::File::create(&path).unwrap();
+    file.write_all_at(&(40_u64 << 20).to_le_bytes(), 0).unwrap();
+    file.set_len(41 << 20).unwrap();
+    assert_line(&read_input(&path).unwrap_err(), &["a header of 41943040 bytes, at most 33554432 fit"]);
 }
 
 #[test]

@@ -240,13 +240,13 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     let name = meeting_place(&format!("slurm-{job}.0"));
     let hello = |version: &str, token: &str, rank: usize| {
         format!(
-            r#"{{"protocol":2,"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
+            r#"{{"protocol":3,"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
         )
     };
     let ours = env!("CARGO_PKG_VERSION");
     for (said, why) in [
         (hello(ours, "of another", 2), "does not know the job's token"),
-        (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 2), rank 0 is aristos"),
+        (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 3), rank 0 is aristos"),
         (hello(ours, "of this job", 3), "it is rank 3 of 3"),
         ("GET / HTTP/1.1".to_string(), "no valid hello"),
     ] {
@@ -357,7 +357,7 @@ fn other_users_can_neither_join_nor_listen() {
     let first = start(commands.next().unwrap());
     let name = meeting_place(&format!("slurm-{job}.0"));
     let hello = format!(
-        r#"{{"protocol":2,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
+        r#"{{"protocol":3,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
         env!("CARGO_PKG_VERSION")
     );
     let answer = as_nobody(|| come(&name, &hello));
@@ -380,6 +380,116 @@ fn other_users_can_neither_join_nor_listen() {
     } else {
         skip::skip("not root: there is no second user to refuse");
     }
+}
+
+/// Connects and closes as fast as it can, in processes of another user, until it is dropped.
+struct Storm(Vec<std::process::Child>);
+
+impl Storm {
+    /// `None` where this process may not become another user.
+    fn of(processes: usize, name: &[u8]) -> Option<Storm> {
+        if !geteuid().is_root() {
+            return None;
+        }
+        let script = "import socket, sys\nname = bytes.fromhex(sys.argv[1])\nwhile True:\n    \
+            one = socket.socket(socket.AF_UNIX)\n    one.setblocking(False)\n    \
+            one.connect_ex(b'\\0' + name)\n    one.close()\n";
+        let hex: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
+        let one = |_| {
+            use std::os::unix::process::CommandExt;
+            Command::new("python3").args(["-c", script, &hex]).uid(65534).gid(65534).spawn().unwrap()
+        };
+        Some(Storm((0..processes).map(one).collect()))
+    }
+}
+
+impl Drop for Storm {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+#[test]
+fn another_user_with_many_processes_neither_delays_a_job_nor_ends_it() {
+    const PROCESSES: usize = 12;
+    // A job whose last process comes while strangers storm the place: how long it takes from there.
+    let time = |storm: bool| -> Option<Duration> {
+        let job = new_job();
+        let mut commands = Launcher::Slurm.job(job, 3, &format!("{SMALL} --check"));
+        let late = commands.pop().unwrap();
+        let mut running = start_all(commands);
+        let name = meeting_place(&format!("slurm-{job}.0"));
+        let storm = if storm { Some(Storm::of(PROCESSES, &name)?) } else { None };
+        thread::sleep(Duration::from_secs(1));
+        let began = Instant::now();
+        running.push(start(late));
+        let outcomes = end_all(running);
+        let took = began.elapsed();
+        drop(storm);
+        assert!(outcomes[0].status.success(), "{:?}", outcomes[0]);
+        assert!(outcomes[0].stderr.lines().count() <= 8, "{:?}", outcomes[0]);
+        quiet(&outcomes[1..], 0);
+        Some(took)
+    };
+    let Some(stormed) = time(true) else { return skip::skip("not root: there is no second user") };
+    // Twelve busy processes take their part of the processors from any job, whatever they do.
+    println!("{stormed:?}, without {:?}", time(false));
+    assert!(stormed < Duration::from_secs(10), "{stormed:?}");
+
+    // Nor does it keep rank 0 from its signals and its limits.
+    let job = new_job();
+    let mut command = Launcher::Slurm.command(job, 0, 2, SMALL);
+    command.env("ARISTOS_JOIN_LIMIT", "2");
+    let began = Instant::now();
+    let running = start(command);
+    let _storm = Storm::of(PROCESSES, &meeting_place(&format!("slurm-{job}.0")));
+    let outcome = running.end();
+    assert!(began.elapsed() < Duration::from_secs(6), "{:?}", began.elapsed());
+    assert!(outcome.stderr.contains("rank 1 of 2 has not come within 2 s"), "{outcome:?}");
+    let job = new_job();
+    let running = start(Launcher::Slurm.command(job, 0, 2, SMALL));
+    let _storm = Storm::of(PROCESSES, &meeting_place(&format!("slurm-{job}.0")));
+    thread::sleep(Duration::from_millis(500));
+    running.signal(Signal::TERM);
+    let began = Instant::now();
+    assert_eq!(running.end().status.code(), Some(143));
+    assert!(began.elapsed() < END_LIMIT, "{:?}", began.elapsed());
+}
+
+/// Some launchers have SIGCHLD ignored, and so have what they start.
+#[test]
+fn a_launcher_that_ignores_the_ends_of_children_changes_nothing() {
+    let ignoring = |mut commands: Vec<Command>| {
+        for command in &mut commands {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", "trap '' CHLD; exec \"$0\" \"$@\""]).arg(command.get_program());
+            shell.args(command.get_args()).current_dir(env!("CARGO_MANIFEST_DIR"));
+            for (name, value) in command.get_envs() {
+                match value {
+                    Some(value) => shell.env(name, value),
+                    None => shell.env_remove(name),
+                };
+            }
+            *command = shell;
+        }
+        commands
+    };
+    let check = format!("{SMALL} --check");
+    assert!(
+        succeeded(end_all(start_all(ignoring(Launcher::Slurm.job(new_job(), 3, &check))))).contains("check passed")
+    );
+    let job = ignoring(Launcher::Slurm.job(new_job(), 3, &format!("{SMALL} --steps 100000000")));
+    let mut running = start_all(job);
+    let pes: Vec<Pid> = running.iter_mut().enumerate().map(|(pe, one)| one.pe(pe)).collect();
+    thread::sleep(Duration::from_millis(100));
+    kill_process(pes[1], Signal::KILL).unwrap();
+    let killed = Instant::now();
+    let outcomes = end_all(running);
+    assert!(killed.elapsed() < END_LIMIT, "{:?}", killed.elapsed());
+    refused(outcomes, &["PE 1 was killed by signal 9 (SIGKILL) in phase "]);
 }
 
 #[test]

@@ -316,6 +316,27 @@ fn bf16_passes_match_formulas() {
     passes_match_formulas::<bf16>(1.0 / 256.0);
 }
 
+/// As many rows as a long step of a large layer has: the sums stay as accurate as those of a few.
+#[test]
+fn column_sums_of_a_million_rows_are_accurate() {
+    let mut rng = ChaCha8Rng::seed_from_u64(8);
+    let (m, n) = (1 << 20, 3);
+    // The mean is 1, so that every partial sum is large beside what comes next.
+    let mut x: Vec<f32> = uniform(&mut rng, m * n);
+    x.iter_mut().for_each(|x| *x += 1.0);
+    let weights: Vec<f32> = uniform(&mut rng, m);
+    for weights in [None, Some(&weights[..])] {
+        let mut acc = vec![0.0; n];
+        column_sum(m, n, &x, weights, &mut acc);
+        for (j, &got) in acc.iter().enumerate() {
+            let term = |r: usize| f64::from(weights.map_or(1.0, |w| w[r])) * f64::from(x[r * n + j]);
+            let (want, norm) = (0..m).fold((0.0, 0.0), |(sum, norm), r| (sum + term(r), norm + term(r).powi(2)));
+            let scale = if weights.is_some() { norm.sqrt() } else { want };
+            assert!((f64::from(got) - want).abs() < 1e-6 * scale, "{got} {want}");
+        }
+    }
+}
+
 #[test]
 fn vector_helpers_match_formulas() {
     let mut rng = ChaCha8Rng::seed_from_u64(4);

@@ -56,6 +56,7 @@ mod group;
 mod handle;
 pub mod heap;
 mod meet;
+mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod reorder;
@@ -75,7 +76,8 @@ pub use error::{ShmemError, WaitTimeout};
 pub use group::GroupTransport;
 pub use handle::AsShmem;
 pub use meet::meet;
-pub use segment::{Segment, available_bytes};
+pub use memory::available_bytes;
+pub use segment::Segment;
 pub use shm::ShmTransport;
 pub use team::Team;
 pub use typed::Shmem;

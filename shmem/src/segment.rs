@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
-use std::{fs, io, ptr};
+use std::{io, ptr};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -14,6 +14,7 @@ use rustix::thread::futex;
 
 use super::ShmemError;
 use super::doorbell::Doorbell;
+use crate::memory::available_bytes;
 
 /// What lies before the heap's offset 0: a page, so that the heap is aligned to one.
 const HEADER_BYTES: usize = 4096;
@@ -272,13 +273,6 @@ impl Doorbell for Bell {
     fn full_fence() {
         fence(Ordering::SeqCst);
     }
-}
-
-/// Memory that can be had without swapping, bytes; `None` where `/proc` does not say.
-pub fn available_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
 }
 
 #[cfg(all(test, not(miri)))] // Miri has no memfd.

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
+use crate::cluster::read_text;
 use crate::plot::{Bar, Bars, save};
 use crate::report::table::{ms, plain, right_aligned};
 use crate::report::{RunConfig, RunReport};
@@ -81,7 +82,7 @@ impl KernelSummary {
     /// One line that names the file.
     pub fn read(path: &Path, attention_ms: Option<f64>) -> Result<KernelSummary> {
         let shown = path.display();
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let text = read_text(path)?;
         let report: RunReport =
             serde_json::from_str(&text).with_context(|| format!("{shown}: not the JSON report of a run"))?;
         KernelSummary::new(&report, attention_ms).with_context(|| format!("{shown}"))

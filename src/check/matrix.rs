@@ -2,6 +2,7 @@
 
 use std::num::NonZero;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 /// Below this many multiply-adds a thread costs more than it saves.
@@ -110,11 +111,15 @@ impl Matrix {
         thread::scope(|scope| {
             let part = &part;
             let blocks = (0..self.rows).step_by(block).skip(1);
-            let others: Vec<_> =
-                blocks.map(|first| scope.spawn(move || part(first..self.rows.min(first + block)))).collect();
-            axpy(1.0, &part(0..self.rows.min(block)), &mut total);
-            for other in others {
-                axpy(1.0, &other.join().expect("sums cannot fail"), &mut total);
+            let rows_from = |first: usize| first..self.rows.min(first + block);
+            let others: Vec<_> = blocks
+                .map(|first| (first, thread::Builder::new().spawn_scoped(scope, move || part(rows_from(first)))))
+                .collect();
+            axpy(1.0, &part(rows_from(0)), &mut total);
+            for (first, other) in others {
+                // Where a thread cannot start, this one does its work.
+                let sums = other.ok().and_then(|other| other.join().ok()).unwrap_or_else(|| part(rows_from(first)));
+                axpy(1.0, &sums, &mut total);
             }
         });
         total
@@ -228,16 +233,30 @@ pub fn for_row_blocks<const N: usize>(
     }
     let rows_per_thread = rows.div_ceil(threads);
     let mut rest = data;
-    thread::scope(|scope| {
-        for first in (0..rows).step_by(rows_per_thread) {
+    let blocks: Vec<(usize, [&mut [f64]; N])> = (0..rows)
+        .step_by(rows_per_thread)
+        .map(|first| {
             let mut block = [(); N].map(|()| &mut [][..]);
             for (block, rest) in block.iter_mut().zip(&mut rest) {
                 let at = rest.len().min(rows_per_thread * cols);
                 (*block, *rest) = std::mem::take(rest).split_at_mut(at);
             }
-            let f = &f;
-            scope.spawn(move || f(first, block));
+            (first, block)
+        })
+        .collect();
+    // Whoever is free takes the next block; where no thread can start, this one takes them all.
+    let blocks = Mutex::new(blocks.into_iter());
+    let work = || {
+        let next = || blocks.lock().unwrap_or_else(PoisonError::into_inner).next();
+        while let Some((first, block)) = next() {
+            f(first, block);
         }
+    };
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            let _ = thread::Builder::new().spawn_scoped(scope, work);
+        }
+        work();
     });
 }
 

@@ -1,6 +1,5 @@
 //! One safetensors file: its header parsed and checked once, its tensors read on demand.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::ops::Range;
@@ -12,13 +11,11 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
 use super::FileError;
+use super::header::{self, HeaderError, MAX_HEADER_BYTES, Tensors};
 
 // Numbers in a safetensors file are little-endian, and are read as they lie.
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are read and written on little-endian machines only");
-
-/// The format's own limit on the header (the `safetensors` crate has the same).
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Bytes converted at a time where the stored type is not f32.
 const CHUNK_BYTES: usize = 1 << 18;
@@ -30,7 +27,7 @@ pub(super) struct TensorFile {
     file: File,
     /// Where the data begins, in bytes from the start of the file.
     data_start: u64,
-    tensors: HashMap<String, TensorInfo>,
+    tensors: Tensors,
 }
 
 impl TensorFile {
@@ -58,23 +55,11 @@ impl TensorFile {
         }
         let mut header = vec![0; header_bytes as usize];
         file.read_exact_at(&mut header, 8).map_err(|e| FileError::read(path, e))?;
-        let entries: HashMap<String, serde_json::Value> =
-            serde_json::from_slice(&header).map_err(|e| no_tensors(format!("its header is not a JSON object: {e}")))?;
-        let mut tensors = HashMap::with_capacity(entries.len());
-        for (name, entry) in entries {
-            if name == "__metadata__" {
-                continue;
-            }
-            let info: TensorInfo = serde_json::from_value(entry).map_err(|e| {
-                // serde lists every known type behind an unknown one; the reader needs the unknown one.
-                let e = e.to_string();
-                let e = e.split(", expected one of").next().unwrap_or(&e);
-                FileError::part(path, format!("header of tensor {name}: {e}"))
-            })?;
-            check_entry(&info, file_bytes - data_start)
-                .map_err(|e| FileError::part(path, format!("tensor {name}: {e}")))?;
-            tensors.insert(name, info);
-        }
+        let tensors = header::parse(&header, file_bytes - data_start).map_err(|error| match error {
+            HeaderError::Whole(why) => no_tensors(why),
+            HeaderError::Entry(name, why) => FileError::part(path, format!("header of tensor {name}: {why}")),
+            HeaderError::Tensor(name, why) => FileError::part(path, format!("tensor {name}: {why}")),
+        })?;
         Ok(TensorFile { path: path.to_owned(), file, data_start, tensors })
     }
 
@@ -201,26 +186,15 @@ fn open_regular(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// The bytes of a regular file.
-pub(super) fn read_regular(path: &Path) -> io::Result<Vec<u8>> {
+/// The bytes of a regular file of at most `max_bytes`.
+pub(super) fn read_regular(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
+    let file = open_regular(path)?;
+    let len = file.metadata()?.len();
+    if len > max_bytes {
+        return Err(io::Error::other(format!("it has {len} bytes, at most {max_bytes} are read")));
+    }
+    // No more than it says it has: some files of the system have no size, and no end.
     let mut bytes = Vec::new();
-    open_regular(path)?.read_to_end(&mut bytes)?;
+    file.take(len).read_to_end(&mut bytes)?;
     Ok(bytes)
-}
-
-/// Checks a header entry against itself and against the bytes of data that the file has.
-fn check_entry(info: &TensorInfo, data_bytes: u64) -> Result<(), String> {
-    let (begin, end) = info.data_offsets;
-    if begin > end {
-        return Err(format!("its bytes begin at {begin} and end at {end}"));
-    }
-    let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
-    let Some(bits) = bits else { return Err(format!("its shape {:?} overflows", info.shape)) };
-    if !bits.is_multiple_of(8) || end - begin != bits / 8 {
-        return Err(format!("{} bytes of data for shape {:?} of {}", end - begin, info.shape, info.dtype));
-    }
-    if end as u64 > data_bytes {
-        return Err(format!("its bytes end at {end} of the data, the file has {data_bytes}: truncated"));
-    }
-    Ok(())
 }

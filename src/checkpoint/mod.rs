@@ -11,12 +11,16 @@
 mod error;
 mod families;
 mod file;
+mod header;
 mod input;
 mod nearest;
 mod result;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt;
 use std::path::Path;
+
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
 use crate::plan::Model;
@@ -25,7 +29,7 @@ use families::Layout;
 pub use families::{Family, families_page};
 use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};
-pub use result::{OutputFile, ResultLayout, memory_file};
+pub use result::{OutputFile, ResultLayout, memory_file, real_path};
 
 /// What the planner wants to know of the model whose `config.json` is in folder `dir`; weights are not looked at.
 ///
@@ -61,6 +65,8 @@ pub struct Checkpoint {
     family: Family,
     layer: usize,
     config: LayerConfig,
+    /// What it asks for and does not get.
+    notes: Vec<String>,
     /// How the family's checkpoint is written.
     layout: &'static Layout,
     /// What is before a weight's name in it, such as `model.layers.3.`.
@@ -83,10 +89,10 @@ impl Checkpoint {
     /// safetensors file, a missing weight (with the layout that was recognised and the nearest name there is), a weight of
     /// another shape or of an unsupported type.
     pub fn open(dir: &Path, layer: usize) -> Result<Self, FileError> {
-        let (family, config) = families::read_config(dir, layer)?;
+        let (family, config, notes) = families::read_config(dir, layer)?;
         let layout = &family.layouts()[0];
         let (files, prefix) = (BTreeMap::new(), format!("model.{}.{layer}.", layout.layers));
-        let mut checkpoint = Checkpoint { family, layer, config, layout, prefix, files, shard_of: None };
+        let mut checkpoint = Checkpoint { family, layer, config, notes, layout, prefix, files, shard_of: None };
         let single = dir.join(SINGLE);
         if single.try_exists().map_err(|e| FileError::read(&single, e))? {
             checkpoint.files.insert(SINGLE.into(), TensorFile::open(&single)?);
@@ -115,6 +121,11 @@ impl Checkpoint {
     /// The layer's number in the model.
     pub fn layer(&self) -> usize {
         self.layer
+    }
+
+    /// What the model's configuration asks for and this layer does not do, a line each.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The names of all tensors.
@@ -255,14 +266,44 @@ const PREFIXES: [&str; 8] = [
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+/// No index is larger, bytes. (Those of models with some 140,000 tensors have half of it.)
+const MAX_INDEX_BYTES: u64 = 32 << 20;
+/// No index has more tensors: a file of short names would take many times its size of memory.
+const MAX_INDEX_TENSORS: usize = 500_000;
+
+/// A map of at most [`MAX_INDEX_TENSORS`] entries.
+fn bounded_map<'de, D: Deserializer<'de>>(deserializer: D) -> Result<HashMap<String, String>, D::Error> {
+    struct Bounded;
+    impl<'de> Visitor<'de> for Bounded {
+        type Value = HashMap<String, String>;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            write!(f, "a map of at most {MAX_INDEX_TENSORS} tensors")
+        }
+
+        fn visit_map<M: MapAccess<'de>>(self, mut entries: M) -> Result<Self::Value, M::Error> {
+            let mut map = HashMap::new();
+            while let Some((name, file)) = entries.next_entry()? {
+                if map.len() == MAX_INDEX_TENSORS {
+                    return Err(M::Error::invalid_length(map.len() + 1, &self));
+                }
+                map.insert(name, file);
+            }
+            Ok(map)
+        }
+    }
+    deserializer.deserialize_map(Bounded)
+}
+
 /// Reads the index of a sharded checkpoint: from tensor name to file name.
 fn read_index(dir: &Path) -> Result<HashMap<String, String>, FileError> {
     #[derive(serde::Deserialize)]
     struct Index {
+        #[serde(deserialize_with = "bounded_map")]
         weight_map: HashMap<String, String>,
     }
     let path = dir.join(INDEX);
-    let text = match read_regular(&path) {
+    let text = match read_regular(&path, MAX_INDEX_BYTES) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             return Err(FileError::part(dir, format!("neither {SINGLE} nor {INDEX} is there")));
         }

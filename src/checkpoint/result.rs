@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt};
@@ -256,6 +256,24 @@ impl OutputFile {
         Ok(OutputFile { file, target: None })
     }
 
+    /// Writes the whole of a file, or leaves what is at `path` as it is.
+    ///
+    /// # Errors
+    /// As [`OutputFile::create`]; what the system said, such as a full disk.
+    pub fn replace(path: &Path, content: &[u8]) -> Result<(), FileError> {
+        Self::create_empty(path)?.publish_with(content)
+    }
+
+    /// Writes `content` and nothing else, and puts the file in place.
+    ///
+    /// # Errors
+    /// As [`OutputFile::publish`].
+    pub fn publish_with(mut self, content: &[u8]) -> Result<(), FileError> {
+        let path = self.target.as_ref().map_or(Path::new("memory"), |target| &target.path);
+        self.file.write_all(content).map_err(|error| FileError::write(path, error))?;
+        self.publish()
+    }
+
     /// The open file; its descriptor may be passed to other processes. It closes on exec.
     pub fn file(&self) -> &File {
         &self.file
@@ -285,6 +303,15 @@ impl OutputFile {
         }
         target.sync_dir()
     }
+}
+
+/// The one path of a file, there or not, by which it can be compared.
+pub fn real_path(path: &Path) -> PathBuf {
+    let of_new_file = || {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Some(folder.canonicalize().ok()?.join(path.file_name()?))
+    };
+    path.canonicalize().ok().or_else(of_new_file).unwrap_or_else(|| path.to_owned())
 }
 
 impl Target {
@@ -330,7 +357,8 @@ fn reserve(file: &File, target: &Target, len: u64) -> Result<(), FileError> {
         return refuse(format!("it needs {len} bytes, the file size limit (ulimit -f) is {limit}"));
     }
     // Asked for more than there is, some file systems take all there is before they refuse.
-    if let Ok(disk) = rustix::fs::fstatvfs(file) {
+    // One without blocks, as ramfs, does not count them.
+    if let Some(disk) = rustix::fs::fstatvfs(file).ok().filter(|disk| disk.f_blocks > 0) {
         let free = disk.f_bavail.saturating_mul(disk.f_frsize);
         if len > free {
             return refuse(format!("it needs {len} bytes, the disk has {free} free"));

@@ -20,6 +20,7 @@ use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, MoeBench, Request};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
+use crate::stdio::{print, print_line};
 
 /// What `aristos bench` takes.
 #[derive(clap::Args)]
@@ -214,7 +215,7 @@ impl MoeArgs {
     }
 
     /// Prints and writes what all PEs measured.
-    fn report(&self, bench: &MoeBench, csv: Csv<'_>, sent: Vec<(usize, PeSamples)>) -> Result<bool> {
+    fn report(&self, bench: &MoeBench, csv: Csv, sent: Vec<(usize, PeSamples)>) -> Result<bool> {
         // By PE, then by element type.
         let mut samples: BTreeMap<usize, Vec<PeSamples>> = BTreeMap::new();
         sent.into_iter().for_each(|(pe, of_pe)| samples.entry(pe).or_default().push(of_pe));
@@ -226,9 +227,9 @@ impl MoeArgs {
         write(csv, &samples_csv(bench, &by_dtype))?;
         let summary = MoeSummary::new(bench, &by_dtype);
         if self.json {
-            println!("{}", summary.to_json());
+            print_line(&summary.to_json())?;
         } else {
-            print!("{}", summary.render_table());
+            print(&summary.render_table())?;
         }
         Ok(true)
     }

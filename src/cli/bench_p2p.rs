@@ -15,6 +15,7 @@ use crate::bench::p2p::{self, P2pBench, host};
 use crate::job::launch::{MAX_PES, settled_pes};
 use crate::job::request::Request;
 use crate::plot;
+use crate::stdio::{print, print_line, say};
 
 /// Samples of a figure, where nothing else is asked for: a device's are of many threads, and cost more.
 const ITERATIONS: (usize, usize) = (1000, 200);
@@ -242,7 +243,7 @@ impl Args {
         let report = |(pes, csv), sent: Vec<(usize, PeRows)>| {
             let parts: Vec<PeRows> = sent.into_iter().map(|(_, rows)| rows).collect();
             for line in parts.iter().flat_map(|part| &part.left_out) {
-                eprintln!("aristos: {line}");
+                say(&format!("aristos: {line}"));
             }
             self.print(pes, csv, &parts)
         };
@@ -250,18 +251,18 @@ impl Args {
     }
 
     /// Prints, writes and plots what all PEs measured.
-    fn print(&self, pes: usize, csv: Csv<'_>, parts: &[PeRows]) -> Result<bool> {
+    fn print(&self, pes: usize, csv: Csv, parts: &[PeRows]) -> Result<bool> {
         let mut report = P2pReport::merge(self.transport.name(), parts);
         report.pes = pes;
         write(csv, &report.to_csv())?;
         if self.json {
-            println!("{}", report.to_json());
+            print_line(&report.to_json())?;
         } else {
-            print!("{}", report.render_table());
+            print(&report.render_table())?;
         }
         if let Some(folder) = &self.plot {
             for file in report.plot(folder)? {
-                eprintln!("{}", file.display());
+                say(&file.display().to_string());
             }
         }
         Ok(true)

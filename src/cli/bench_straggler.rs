@@ -15,6 +15,7 @@ use crate::bench::straggler::report::StragglerReport;
 use crate::job::launch::{MAX_PES, settled_pes};
 use crate::job::request::{Inject, Request, StragglerBench, StragglerMode};
 use crate::plot;
+use crate::stdio::{print, print_line, say};
 
 /// What `aristos bench straggler` takes.
 #[derive(clap::Args)]
@@ -143,18 +144,18 @@ impl Args {
     }
 
     /// Prints, writes and plots what all PEs measured.
-    fn print(&self, bench: &StragglerBench, csv: Csv<'_>, parts: Vec<PeSteps>) -> Result<bool> {
+    fn print(&self, bench: &StragglerBench, csv: Csv, parts: Vec<PeSteps>) -> Result<bool> {
         let transport = if self.transport == TransportArg::Mpi { "mpi" } else { "shm" };
         let report = StragglerReport::new(bench, transport, &self.inject, parts);
         write(csv, &report.to_csv())?;
         if self.json {
-            println!("{}", report.to_json());
+            print_line(&report.to_json())?;
         } else {
-            print!("{}", report.render_table());
+            print(&report.render_table())?;
         }
         if let Some(folder) = &self.plot {
             for file in report.plot(folder)? {
-                eprintln!("{}", file.display());
+                say(&file.display().to_string());
             }
         }
         Ok(true)

@@ -12,6 +12,7 @@ use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::plot;
 use crate::run::{PreparedRun, supervisor};
+use crate::stdio::{print, print_line, say};
 
 /// What `aristos bench summary` takes.
 #[derive(clap::Args)]
@@ -125,13 +126,13 @@ impl Args {
             }
         };
         if self.json {
-            println!("{}", summary.to_json());
+            print_line(&summary.to_json())?;
         } else {
-            print!("{}", summary.render_table());
+            print(&summary.render_table())?;
         }
         if let Some(folder) = &self.plot {
             for file in summary.plot(folder)? {
-                eprintln!("{}", file.display());
+                say(&file.display().to_string());
             }
         }
         Ok(true)

@@ -1,11 +1,10 @@
 //! `aristos doctor`.
 
-use std::io::Write;
-
 use anyhow::Result;
 
 use super::flags::as_flags;
 use crate::doctor::{Facts, cpu_runs, examine, render, to_json};
+use crate::stdio::print;
 
 /// What `aristos doctor` takes.
 #[derive(clap::Args)]
@@ -20,7 +19,6 @@ pub fn command(args: &Args) -> Result<bool> {
     let findings = examine(&Facts::gather());
     let text = if args.json { format!("{:#}\n", to_json(&findings)) } else { render(&findings) };
     let text = as_flags(&text);
-    // Who reads the first lines only, as `head` does, has what it wanted.
-    let _ = std::io::stdout().write_all(text.as_bytes());
+    print(&text)?;
     Ok(cpu_runs(&findings))
 }

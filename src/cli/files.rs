@@ -1,25 +1,32 @@
-//! Files of measurements that a command writes.
+//! Files that a command writes.
 
-use std::fs::File;
-use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Result, ensure};
 
-/// A file of measurements that was asked for, open.
-pub type Csv<'p> = Option<(&'p PathBuf, File)>;
+use crate::checkpoint::{OutputFile, real_path};
+
+/// A file of measurements that was asked for, to come into place at the end.
+pub type Csv = Option<OutputFile>;
 
 /// The file that raw samples go to, made before anything is measured.
-pub fn create(path: Option<&PathBuf>) -> Result<Csv<'_>> {
-    path.map(|path| {
-        let named = || format!("cannot create {}", path.display());
-        File::create(path).with_context(named).map(|file| (path, file))
-    })
-    .transpose()
+pub fn create(path: Option<&PathBuf>) -> Result<Csv> {
+    Ok(path.map(|path| OutputFile::create_empty(path)).transpose()?)
 }
 
 /// Writes it, where it was asked for.
-pub fn write(csv: Csv<'_>, text: &str) -> Result<()> {
-    let Some((path, mut file)) = csv else { return Ok(()) };
-    file.write_all(text.as_bytes()).with_context(|| format!("cannot write {}", path.display()))
+pub fn write(csv: Csv, text: &str) -> Result<()> {
+    csv.map_or(Ok(()), |file| Ok(file.publish_with(text.as_bytes())?))
+}
+
+/// Refuses files to be written that are read by the same command, or that are one and the same; each with its flag.
+pub fn check_distinct(written: &[(&str, Option<&Path>)], read: &[(&str, Option<&Path>)]) -> Result<()> {
+    for (at, (flag, path)) in written.iter().enumerate() {
+        for (other, other_path) in read.iter().chain(&written[..at]) {
+            let (Some(path), Some(other_path)) = (path, other_path) else { continue };
+            let same = real_path(path) == real_path(other_path);
+            ensure!(!same, "--{flag} {} is --{other} too, expected another file", path.display());
+        }
+    }
+    Ok(())
 }

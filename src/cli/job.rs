@@ -55,7 +55,7 @@ pub fn run<S, M: DeserializeOwned>(
     let JobSpec { request, pes, wait_limit, env, kept } =
         ask(JobProcesses { started: None, here: None, reports: true })?;
     let mut processes = Processes::new(pes, request.to_bytes()?, phase_names);
-    processes.start_limit = processes.start_limit.max(wait_limit);
+    processes.set_wait_limit(wait_limit);
     processes.env = env;
     let sent = collect(processes, |status| progress.show(status));
     progress.clear();

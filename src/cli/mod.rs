@@ -26,8 +26,9 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
 
 use crate::job::JobError;
-use crate::job::launch::{self, LaunchError, PE_COMMAND, Role, one_line};
+use crate::job::launch::{self, LaunchError, PE_COMMAND, Role};
 use crate::plan::InputError;
+use crate::stdio::{OutputError, READER_GONE, one_line, print, say, with_causes};
 
 /// A Mixture-of-Experts layer over one-sided communication.
 #[derive(Parser)]
@@ -81,10 +82,7 @@ pub fn main() -> ExitCode {
     let code = match entered {
         Ok(Role::Alone | Role::Supervisor) => match cli {
             Ok(cli) => command_main(cli.command),
-            Err(error) => {
-                let _ = error.print();
-                error.exit_code() as u8
-            }
+            Err(error) => refuse(&error),
         },
         Ok(Role::Keeper(keeper)) => keeper.serve().unwrap_or_else(|error| fail(&error.into())),
         Ok(Role::Silent) => {
@@ -106,6 +104,8 @@ fn log_to_stderr() {
         .unwrap_or_else(|| Targets::new().with_default(tracing::Level::WARN));
     let layer =
         tracing_subscriber::fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
+    // Where standard error is full or closed the log is lost, and nothing else.
+    let layer = layer.log_internal_errors(false);
     tracing_subscriber::registry().with(layer.with_filter(filter)).init();
 }
 
@@ -140,12 +140,29 @@ fn command_main(command: Command) -> u8 {
     }
 }
 
+/// Shows what the parser of command lines says: what is wrong, or the help that was asked for; returns the exit code.
+fn refuse(error: &clap::Error) -> u8 {
+    if error.use_stderr() {
+        let _ = error.print();
+        return error.exit_code() as u8;
+    }
+    // The parser colours its text for a terminal, and writes it itself.
+    let shown = match std::io::stdout().is_terminal() {
+        true => error.print().map_err(anyhow::Error::from),
+        false => print(&error.to_string()).map_err(anyhow::Error::from),
+    };
+    shown.map_or_else(|error| fail(&error), |()| error.exit_code() as u8)
+}
+
 /// Says it; returns the exit code.
 fn fail(error: &anyhow::Error) -> u8 {
-    let line = format!("{error:#}");
+    if matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
+        return READER_GONE;
+    }
+    let line = with_causes(error.as_ref());
     // What a file has wrong is said in the file's words.
     let of_file = error.chain().any(|cause| cause.is::<InputError>());
-    eprintln!("aristos: {}", one_line(&if of_file { line } else { flags::as_flags(&line) }));
+    say(&format!("aristos: {}", one_line(&if of_file { line } else { flags::as_flags(&line) })));
     let of_job = error.downcast_ref::<JobError>().map(JobError::exit_code);
     of_job.or_else(|| error.downcast_ref::<LaunchError>().map(LaunchError::exit_code)).unwrap_or(1)
 }

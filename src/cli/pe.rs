@@ -9,11 +9,12 @@ use crate::cluster::ProbeError;
 #[cfg(feature = "device")]
 use crate::gpu::GpuError;
 use crate::job::host::MemoryHost;
-use crate::job::launch::{PeContext, one_line};
+use crate::job::launch::PeContext;
 use crate::job::request::Request;
 use crate::job::{JobError, PeFailure};
 use crate::moe::MoeError;
 use crate::run::{self, PreparedRun};
+use crate::stdio::{one_line, with_causes};
 
 /// A PE's life; its errors reach the user through the supervisor.
 ///
@@ -57,5 +58,5 @@ pub fn failure(error: &anyhow::Error) -> PeFailure {
     let awaited = awaited.or_else(|| error.downcast_ref::<JobError>().and_then(JobError::awaited_pe));
     #[cfg(feature = "device")]
     let awaited = awaited.or_else(|| error.downcast_ref::<GpuError>().and_then(GpuError::awaited_pe));
-    PeFailure { line: format!("{error:#}"), awaited }
+    PeFailure { line: with_causes(error.as_ref()), awaited }
 }

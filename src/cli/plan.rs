@@ -2,17 +2,20 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
+use super::files::check_distinct;
 use super::workload::OptionalModelArgs;
+use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, parse_json, preset, read_text};
 use crate::plan::{
     self, Algorithm, Explanation, Infeasible, Objective, Options, Outcome, PlacementKind, Plan, PlanError, Replan,
     Workload,
 };
 use crate::plot;
+use crate::stdio::{print, print_line, say};
 
 /// The exit code when there is no plan.
 const INFEASIBLE: u8 = 2;
@@ -166,11 +169,28 @@ impl Args {
     }
 }
 
+impl Args {
+    /// Refuses to write what is read, and one file twice.
+    fn check_files(&self) -> Result<()> {
+        let written = [("out", &self.out), ("plot", &self.plot), ("plot-latency", &self.plot_latency)];
+        let read = [
+            ("cluster", Some(&self.cluster)),
+            ("workload", self.workload.as_ref()),
+            ("expert-load-from", self.expert_load_from.as_ref()),
+        ];
+        check_distinct(
+            &written.map(|(flag, path)| (flag, path.as_deref())),
+            &read.map(|(flag, path)| (flag, path.map(PathBuf::as_path))),
+        )
+    }
+}
+
 /// Plans, prints and writes. The exit code is 0, or 2 when there is no plan.
 pub fn main(args: &Args) -> Result<u8> {
     for (name, path) in [("--plot", &args.plot), ("--plot-latency", &args.plot_latency)] {
         path.as_deref().map(plot::check_format).transpose().context(name)?;
     }
+    args.check_files()?;
     let (cluster, options) = (args.cluster()?, args.options());
     let workload = args.workload(&cluster)?;
     let outcome = plan::plan(&cluster, &workload, options).map_err(|error| match error {
@@ -179,23 +199,26 @@ pub fn main(args: &Args) -> Result<u8> {
         error => anyhow!("--{error}"),
     })?;
     if let Some(path) = &args.out {
-        write(path, outcome.to_json() + "\n")?;
+        OutputFile::replace(path, (outcome.to_json() + "\n").as_bytes())?;
     }
     if let Some(path) = &args.plot_latency {
-        write(path, plot::encode(&plot::plot_latency(&cluster, &workload, options.minimised())?, path)?)?;
+        OutputFile::replace(
+            path,
+            &plot::encode(&plot::plot_latency(&cluster, &workload, options.minimised())?, path)?,
+        )?;
     }
     let plan = match &outcome {
         Outcome::Plan(plan) => plan,
         Outcome::Infeasible(Infeasible { shortage, .. }) => {
             match args.json {
-                true => println!("{}", outcome.to_json()),
-                false => eprintln!("aristos: no plan: {shortage}"),
+                true => print_line(&outcome.to_json())?,
+                false => say(&format!("aristos: no plan: {shortage}")),
             }
             return Ok(INFEASIBLE);
         }
     };
     if let Some(path) = &args.plot {
-        write(path, plot::encode(&plot::plot_plan(&cluster, &workload, plan)?, path)?)?;
+        OutputFile::replace(path, &plot::encode(&plot::plot_plan(&cluster, &workload, plan)?, path)?)?;
     }
     let explanation = match args.explain {
         true => Some(plan::explain(&cluster, &workload, options, plan)?),
@@ -204,7 +227,7 @@ pub fn main(args: &Args) -> Result<u8> {
     let replan = args.replan(&cluster, &workload, plan)?;
     if args.json {
         let printed = Printed { plan, explanation: explanation.as_ref(), replan: replan.as_ref() };
-        println!("{}", serde_json::to_string_pretty(&printed)?);
+        print_line(&serde_json::to_string_pretty(&printed)?)?;
         return Ok(0);
     }
     let mut text = crate::report::plan_text(plan, cluster.devices.len(), workload.n_experts());
@@ -214,7 +237,7 @@ pub fn main(args: &Args) -> Result<u8> {
     if let Some(replan) = &replan {
         text += &format!("\n{}", crate::report::replan_text(replan));
     }
-    print!("{text}");
+    print(&text)?;
     Ok(0)
 }
 
@@ -223,12 +246,4 @@ pub(super) fn weigh(workload: &mut Workload, report: &Path) -> Result<()> {
     let loads = plan::loads_of_report(&read_text(report)?);
     let set = loads.and_then(|loads| workload.set_load(loads, "tokens_per_expert"));
     set.with_context(|| report.display().to_string())
-}
-
-/// Writes a file of the planner's.
-pub(super) fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
-    if path.is_dir() {
-        bail!("cannot write {}: it is a folder", path.display());
-    }
-    std::fs::write(path, content).with_context(|| format!("cannot write {}", path.display()))
 }

@@ -14,6 +14,7 @@ use crate::job::launch::settled_pes;
 use crate::job::request::{ProbeRequest, ProbedExpert, Request};
 use crate::run::probe::{PROBE_PHASES, heap_bytes};
 use crate::shmem::{ShmTransport, available_bytes};
+use crate::stdio::print;
 
 /// PEs at least, when not said: one alone has no links.
 const PES_LEAST: usize = 2;
@@ -130,9 +131,7 @@ impl Args {
             out.publish()?;
         }
         let shown = if self.json { text } else { crate::report::cluster_text(&cluster) };
-        match write!(std::io::stdout().lock(), "{shown}") {
-            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e).context("cannot write the cluster"),
-            _ => Ok(true),
-        }
+        print(&shown)?;
+        Ok(true)
     }
 }

@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use crate::cluster::read_text;
 use crate::plan::{Rebalanced, expert_weights, rebalance_experts};
 use crate::report::rebalanced_text;
+use crate::stdio::{print, print_line};
 
 /// What `aristos rebalance` takes.
 #[derive(clap::Args)]
@@ -40,8 +41,8 @@ pub fn command(args: &Args) -> Result<bool> {
         .map_err(|error| anyhow::anyhow!(flagged(&error.to_string())))
         .with_context(named)?;
     match args.json {
-        true => println!("{}", serde_json::to_string(&all)?),
-        false => print!("{}", rebalanced_text(&all, args.ranks)),
+        true => print_line(&serde_json::to_string(&all)?)?,
+        false => print(&rebalanced_text(&all, args.ranks))?,
     }
     Ok(true)
 }

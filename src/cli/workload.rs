@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use super::plan::{weigh, write};
+use super::files::check_distinct;
+use super::plan::weigh;
 use super::values::DtypeArg;
-use crate::checkpoint;
+use crate::checkpoint::{self, OutputFile};
 use crate::moe::Dtype;
 use crate::plan::{Batch, Model, Workload};
+use crate::stdio::print;
 
 /// What `aristos workload` takes.
 #[derive(clap::Args)]
@@ -109,6 +111,11 @@ fn read_model(model: &Path) -> Result<Model> {
 
 /// Writes the workload.
 pub fn command(args: &Args) -> Result<bool> {
+    let config = args.of_model.model.join("config.json");
+    check_distinct(
+        &[("out", args.out.as_deref())],
+        &[("routing", args.routing.as_deref()), ("model", Some(config.as_path()))],
+    )?;
     let of_model = &args.of_model;
     let devices = args.devices.map(|devices| devices as usize);
     let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
@@ -117,8 +124,8 @@ pub fn command(args: &Args) -> Result<bool> {
     }
     let text = workload.to_json() + "\n";
     match &args.out {
-        None => print!("{text}"),
-        Some(path) => write(path, text)?,
+        None => print(&text)?,
+        Some(path) => OutputFile::replace(path, text.as_bytes())?,
     }
     Ok(true)
 }

@@ -8,6 +8,9 @@ use super::JobError;
 use super::launch::{PeContext, StatusPage};
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
+/// How much is written at once.
+const PIECE_BYTES: usize = 4 << 20;
+
 /// A PE's surroundings: its number, its peers, its files, and whom it reports to.
 pub trait Host {
     /// This PE's number.
@@ -140,8 +143,16 @@ impl Host for PeContext {
 
     fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError> {
         let file = self.file(name).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
-        let written = file.try_clone_to_owned().and_then(|file| File::from(file).write_all_at(bytes, at));
-        written.map_err(|source| JobError::Write { what: what.to_string(), source })
+        let failed = |source| JobError::Write { what: what.to_string(), source };
+        let file = File::from(file.try_clone_to_owned().map_err(failed)?);
+        // In pieces, each of which is a sign of life: a slow file system is no stalled one.
+        let mut at = at;
+        for piece in bytes.chunks(PIECE_BYTES) {
+            file.write_all_at(piece, at).map_err(failed)?;
+            self.status().beat();
+            at += piece.len() as u64;
+        }
+        Ok(())
     }
 
     fn send(&self, body: &[u8]) -> Result<(), JobError> {

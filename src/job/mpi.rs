@@ -25,11 +25,12 @@ use mpi::traits::*;
 use serde::de::DeserializeOwned;
 
 use super::host::{AllToAll, Host, MemoryHost, PePart, TwoSided};
-use super::launch::{LaunchError, MAX_PES, StatusPage, mpirun, one_line};
+use super::launch::{LaunchError, MAX_PES, StatusPage, mpirun};
 use super::messages::Messages;
 use super::{JobError, PeFailure};
 use crate::shmem::mpi::{MpiTransport, MpiWorld, Watchdog, library};
 use crate::shmem::{ShmTransport, Shmem};
+use crate::stdio::{one_line, say};
 
 /// How long PEs may take, one after the other, to open the job's files.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
@@ -164,7 +165,7 @@ impl MpiPes {
 
     /// Prints the line of an error, before any PE's end: at the first exit code `mpirun` ends the others.
     pub fn say(&self, error: &dyn Display) {
-        eprintln!("aristos: {}", one_line(&(self.show)(&format!("{error:#}"))));
+        say(&format!("aristos: {}", one_line(&(self.show)(&format!("{error:#}")))));
     }
 
     /// Prints the line and ends the job.
@@ -174,7 +175,7 @@ impl MpiPes {
             std::thread::sleep(GRACE + GRACE_STEP * me.min(50) as u32);
         }
         let phase = self.phase_names.get(self.status.phase()).copied().unwrap_or("(unnamed)");
-        eprintln!("aristos: PE {me} failed in phase {phase}: {}", one_line(&(self.show)(&failure.line)));
+        say(&format!("aristos: PE {me} failed in phase {phase}: {}", one_line(&(self.show)(&failure.line))));
         self.world.abort(1)
     }
 }

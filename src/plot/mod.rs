@@ -15,6 +15,8 @@ use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint, Ranged};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use crate::checkpoint::OutputFile;
+
 pub use plan::{plot_latency, plot_plan};
 
 /// The picture's size in the SVG, pixels.
@@ -228,7 +230,7 @@ pub fn create_folder(folder: &Path) -> Result<()> {
 pub fn save(folder: &Path, stem: &str, svg: &str) -> Result<Vec<PathBuf>> {
     let put = |suffix: &&str| {
         let path = folder.join(format!("{stem}.{suffix}"));
-        std::fs::write(&path, encode(svg, &path)?).with_context(|| format!("cannot write {}", path.display()))?;
+        OutputFile::replace(&path, &encode(svg, &path)?)?;
         Ok(path)
     };
     FORMATS.iter().map(put).collect()

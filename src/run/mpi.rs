@@ -75,8 +75,8 @@ fn probe(pes: &MpiPes, job: &PreparedRun) -> Result<Option<Cluster>> {
 
 /// What must be right before anything is computed; at PE 0 the outputs, and what the PEs write to.
 fn prepare(pes: &MpiPes, job: &mut PreparedRun, cluster: Option<Cluster>) -> Result<(Option<Outputs>, Vec<File>)> {
+    supervisor::check_outputs(&job.request)?;
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
-    supervisor::check_trace(&job.request)?;
     job.check_memory(pes.world().pes_on_host())?;
     if !pes.reports() {
         return Ok((None, Vec::new()));

@@ -2,21 +2,22 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use super::PreparedRun;
 use super::check::check;
 use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS};
-use crate::checkpoint::{OutputFile, ResultLayout, memory_file};
+use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 use crate::job::launch::{Processes, StatusView};
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
 use crate::job::request::DeviceKind;
-use crate::job::request::{Request, RunRequest, Work};
+use crate::job::request::{PlanSource, Request, RunRequest, Work};
 use crate::moe::gemm_flop;
 use crate::report::{PeReport, RunConfig, RunReport, trace_json};
+use crate::stdio::print_line;
 
 /// Prints the report, and says whether the check, if asked for, passed.
 ///
@@ -24,12 +25,7 @@ use crate::report::{PeReport, RunConfig, RunReport, trace_json};
 /// When it cannot be written.
 pub fn print(job: &PreparedRun, report: &RunReport) -> Result<bool> {
     let text = if job.request.json { report.to_json() } else { report.render_table() };
-    let mut stdout = std::io::stdout().lock();
-    // A reader that has seen enough (`| head`) is no failure of the job.
-    match writeln!(stdout, "{}", text.trim_end()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => return Err(e).context("cannot write the report"),
-        _ => {}
-    }
+    print_line(&text)?;
     Ok(report.check.as_ref().is_none_or(|c| c.passed))
 }
 
@@ -38,9 +34,9 @@ pub fn print(job: &PreparedRun, report: &RunReport) -> Result<bool> {
 /// # Errors
 /// One line: a trace in the place of another file of the job, an input that is not finite, an output that cannot be written, a PE that failed.
 pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> Result<RunReport> {
+    check_outputs(&job.request)?;
     job.make_plan(PreparedRun::probe)?;
     let job: &PreparedRun = job;
-    check_trace(&job.request)?;
     job.check_memory(job.request.pes)?;
     check_input(job)?;
     #[cfg(feature = "cuda")]
@@ -53,7 +49,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), "starting the PEs");
     let request = Request::Run(Box::new(job.request.clone())).to_bytes()?;
     let mut processes = Processes::new(job.request.pes, request, &PHASE_NAMES);
-    processes.start_limit = processes.start_limit.max(job.wait_limit());
+    processes.set_wait_limit(job.wait_limit());
     #[cfg(feature = "cuda")]
     processes.env.extend(environment);
     for (name, file) in outputs.files() {
@@ -64,10 +60,13 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     outputs.finish(job, sent)
 }
 
-/// Refuses an input that is not finite.
+/// Refuses an input that is not finite; says what of the model is not done.
 pub(super) fn check_input(job: &PreparedRun) -> Result<()> {
     match &job.source {
-        super::Source::Checkpoint(_, input) => Ok(input.check_finite(0..job.tokens)?),
+        super::Source::Checkpoint(checkpoint, input) => {
+            checkpoint.notes().iter().for_each(|note| tracing::warn!("{note}"));
+            Ok(input.check_finite(0..job.tokens)?)
+        }
         super::Source::Synthetic(_) => Ok(()),
     }
 }
@@ -124,28 +123,24 @@ impl Outputs {
     }
 }
 
-/// Refuses a trace that would take the place of the results, or of a file that is there to be read.
-pub(super) fn check_trace(request: &RunRequest) -> Result<()> {
-    let Some(trace) = &request.trace else { return Ok(()) };
-    let (place, shown) = (real_path(trace), trace.display());
-    let is_place = |path: &Path| real_path(path) == place;
-    ensure!(!request.output.as_deref().is_some_and(is_place), "`trace` {shown} is `output` too, expected another file");
-    if let Work::Checkpoint { model, input, .. } = &request.work {
-        ensure!(!is_place(input), "`trace` {shown} is the input, expected another file");
-        let files = std::fs::read_dir(model).with_context(|| format!("cannot read {}", model.display()))?;
-        let of_model = files.flatten().any(|file| is_place(&file.path()));
-        ensure!(!of_model, "`trace` {shown} is a file of the model, expected another file");
+/// Refuses files to be written that are each other, or that are there to be read.
+pub(super) fn check_outputs(request: &RunRequest) -> Result<()> {
+    let (output, trace) = (request.output.as_deref(), request.trace.as_deref());
+    let same = |a: Option<&Path>, b: &Path| a.is_some_and(|a| real_path(a) == real_path(b));
+    for (field, path) in [("output", output), ("trace", trace)] {
+        let Some(path) = path else { continue };
+        let refuse = |what: &str| anyhow!("`{field}` {} is {what}, expected another file", path.display());
+        ensure!(field == "output" || !same(output, path), refuse("`output` too"));
+        if let Some(PlanSource::File(plan)) = &request.plan {
+            ensure!(!same(Some(path), plan), refuse("the plan"));
+        }
+        if let Work::Checkpoint { model, input, .. } = &request.work {
+            ensure!(!same(Some(path), input), refuse("the input"));
+            let files = std::fs::read_dir(model).with_context(|| format!("cannot read {}", model.display()))?;
+            ensure!(!files.flatten().any(|file| same(Some(path), &file.path())), refuse("a file of the model"));
+        }
     }
     Ok(())
-}
-
-/// The one path of a file, there or not, by which it can be compared.
-fn real_path(path: &Path) -> PathBuf {
-    let of_new_file = || {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Some(folder.canonicalize().ok()?.join(path.file_name()?))
-    };
-    path.canonicalize().ok().or_else(of_new_file).unwrap_or_else(|| path.to_owned())
 }
 
 fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {

@@ -75,6 +75,65 @@ fn a_stopped_pe_is_named_by_who_waits_for_it() {
     }
 }
 
+/// How long a PE is given before its supervisor finds that it shows no sign of life, with `--timeout 1`, and some time to end.
+const STALL_LIMIT: Duration = Duration::from_secs(3 + 2);
+
+#[test]
+fn a_pe_that_stalls_while_it_writes_is_named_though_nobody_waits_for_it() {
+    let out = tempfile::tempdir().unwrap();
+    let mut command =
+        aristos_run("--pes 2 --tokens 32768 --hidden 2048 --intermediate 16 --experts 2 --top-k 1 --timeout 1");
+    command.args(["--forward-only", "--output"]).arg(out.path().join("out.safetensors"));
+    let mut running = start(command);
+    let pid = running.pe(0);
+    // 128 MB are written; before that nothing is, but a few messages.
+    let written = || -> u64 {
+        let io = std::fs::read_to_string(format!("/proc/{}/io", pid.as_raw_pid())).unwrap();
+        io.lines().find_map(|line| line.strip_prefix("wchar: ")).unwrap().parse().unwrap()
+    };
+    while written() < 1 << 20 {}
+    kill_process(pid, Signal::STOP).unwrap();
+    let stopped = Instant::now();
+    let outcome = running.end();
+    assert!(stopped.elapsed() < STALL_LIMIT, "{:?}", stopped.elapsed());
+    outcome.refused(&["PE 0 stalled in phase writing results: for 3 s it used no processor time"]);
+    assert_eq!(names_in(out.path()), [""; 0]);
+}
+
+#[test]
+fn a_pe_that_is_stopped_as_it_starts_is_named_within_the_limit() {
+    let out = tempfile::tempdir().unwrap();
+    for victim in [0, 1, 2] {
+        let mut running = long_run(3, "--timeout 1", out.path());
+        kill_process(running.pe(victim), Signal::STOP).unwrap();
+        let stopped = Instant::now();
+        let outcome = running.end();
+        assert!(stopped.elapsed() < STALL_LIMIT, "{:?}", stopped.elapsed());
+        outcome.refused(&[&format!("PE {victim}")]);
+        assert_eq!(names_in(out.path()), [""; 0]);
+    }
+}
+
+/// A stop of the whole job, by a terminal or a scheduler, is no stall of a PE.
+#[test]
+fn a_job_that_is_stopped_as_a_whole_goes_on() {
+    let out = tempfile::tempdir().unwrap();
+    // One PE waits for nobody, and so has no limit of its own.
+    let mut running = long_run(1, "--timeout 1", out.path());
+    let pe = running.pe(0);
+    std::thread::sleep(Duration::from_millis(300));
+    let all = |signal| {
+        running.signal(signal);
+        kill_process(pe, signal).unwrap();
+    };
+    all(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(4));
+    all(Signal::CONT);
+    std::thread::sleep(Duration::from_secs(1));
+    running.signal(Signal::TERM);
+    running.end().refused(&["interrupted by SIGTERM"]);
+}
+
 #[test]
 fn signals_end_a_run_with_their_exit_code() {
     let out = tempfile::tempdir().unwrap();

@@ -9,4 +9,5 @@ mod bad_input;
 mod ends;
 mod files;
 mod jobs;
+mod outputs;
 mod pe;

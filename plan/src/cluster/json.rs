@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use serde::de::{DeserializeOwned, Deserializer, Error, Unexpected, Visitor};
@@ -20,6 +22,9 @@ const LARGEST: f64 = 1e30;
 const SMALLEST: f64 = 1e-30;
 /// Counts beyond this are not exact as floating-point numbers.
 const LARGEST_COUNT: u64 = 1_000_000_000_000_000;
+
+/// What is read as text is no larger. Its numbers take a few times as much of memory.
+const LARGEST_FILE_BYTES: u64 = 32 << 20;
 
 /// Which numbers a field takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +63,13 @@ pub fn read_text(path: &Path) -> Result<String, InputError> {
     if !meta.is_file() {
         return Err(unreadable("it is not a regular file".into()));
     }
-    let bytes = std::fs::read(path).map_err(|error| unreadable(error.to_string()))?;
+    if meta.len() > LARGEST_FILE_BYTES {
+        return Err(unreadable(format!("it has {} bytes, at most {LARGEST_FILE_BYTES} are read", meta.len())));
+    }
+    // No more than it says it has: some files of the system have no size, and no end.
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(meta.len()).read_to_end(&mut bytes));
+    read.map_err(|error| unreadable(error.to_string()))?;
     String::from_utf8(bytes).map_err(|_| unreadable("it is not UTF-8 text".into()))
 }
 

@@ -34,6 +34,7 @@ mod world;
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
+use std::io::Write;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -218,7 +219,7 @@ impl<'w> MpiTransport<'w> {
 
     fn must_be(&self, result: Result<(), MpiError>) {
         if let Err(error) = result {
-            eprintln!("aristos: PE {} failed: {error}", self.world.my_pe());
+            let _ = writeln!(std::io::stderr(), "aristos: PE {} failed: {error}", self.world.my_pe());
             self.world.abort(1);
         }
     }

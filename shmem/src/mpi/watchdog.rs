@@ -3,7 +3,7 @@
 //! Where puts are messages, a flush waits for its target to take them; of a target that hangs, it waits for ever. So do collective
 //! calls.
 
-use std::io;
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
@@ -72,7 +72,7 @@ fn watch(calls: &Calls, me: usize, limit: Duration, what: fn(usize) -> String) {
             (last, since) = (count, Instant::now());
         } else if since.elapsed() >= limit {
             let what = what(calls.pe.load(Ordering::Relaxed));
-            eprintln!("aristos: PE {me} failed: waited {} s for {what}", limit.as_secs_f64());
+            let _ = writeln!(io::stderr(), "aristos: PE {me} failed: waited {} s for {what}", limit.as_secs_f64());
             // The other thread is in MPI, which lets nobody else in: the process ends as it is, and mpirun ends the others.
             signal_hook::low_level::exit(1);
         }

@@ -25,6 +25,9 @@ pub use docs::families_page;
 use fields::{Field, Fields, flag, number, size, text};
 pub(super) use names::Layout;
 
+/// No configuration is larger, bytes.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+
 /// A model family whose checkpoints can be read.
 #[derive(Clone, Copy)]
 pub struct Family(&'static Entry);
@@ -343,7 +346,7 @@ const INTERLEAVE: Field = size("interleave_moe_layer_step", 1);
 ///
 /// # Errors
 /// One line that names the file, the field, its value and what is expected.
-pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig), FileError> {
+pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig, Vec<String>), FileError> {
     let (family, mut fields, layers) = open_config(dir, false)?;
     if layer >= layers {
         let expected = format!("0 to {}", layers.saturating_sub(1));
@@ -354,8 +357,9 @@ pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConf
         return Err(fields.wrong(&format!("layer {layer}"), format!("is dense ({why})"), "a layer with experts"));
     }
     let config = family.0.layer(&fields)?;
+    let notes = family.0.notes(&fields)?;
     config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
-    Ok((family, config))
+    Ok((family, config, notes))
 }
 
 /// Reads `config.json` in folder `dir` as what the planner wants to know of a model, however its weights are stored.
@@ -386,7 +390,7 @@ const MAX_LAYERS: usize = 1 << 16;
 /// The family, its fields (for layer 0), and the number of layers; of a quantised model only where that is `quantised`.
 fn open_config(dir: &Path, quantised: bool) -> Result<(Family, Fields, usize), FileError> {
     let path = dir.join("config.json");
-    let text = read_regular(&path).map_err(|e| FileError::read(&path, e))?;
+    let text = read_regular(&path, MAX_CONFIG_BYTES).map_err(|e| FileError::read(&path, e))?;
     let map: Map<String, Value> =
         serde_json::from_slice(&text).map_err(|e| FileError::malformed(&path, format!("is not a JSON object: {e}")))?;
     let mut fields = Fields { path, within: String::new(), map, layer: 0 };
@@ -529,6 +533,18 @@ impl Entry {
         })
     }
 
+    /// What the configuration asks for and does not get, a line each.
+    fn notes(&self, fields: &Fields) -> Result<Vec<String>, FileError> {
+        let mut notes = Vec::new();
+        for noise in self.noise {
+            if fields.number(noise)? > 0.0 {
+                let (path, name) = (fields.path.display(), noise.name());
+                notes.push(format!("{path}: {name}, random noise on the input in training, is not applied"));
+            }
+        }
+        Ok(notes)
+    }
+
     /// What the fields say of the layer.
     fn layer(&self, fields: &Fields) -> Result<LayerConfig, FileError> {
         for (name, only) in self.only {
@@ -541,12 +557,6 @@ impl Entry {
             };
             if !fits {
                 return Err(fields.unexpected(name, &expected));
-            }
-        }
-        for noise in self.noise {
-            if fields.number(noise)? > 0.0 {
-                let (path, name) = (fields.path.display(), noise.name());
-                tracing::warn!("{path}: {name}, random noise on the input in training, is not applied");
             }
         }
         let activation = match self.activation {

@@ -67,6 +67,11 @@ impl Fleet {
         Ok(ours)
     }
 
+    /// The process of a PE that is a child of this one.
+    pub(super) fn child(&self, pe: usize) -> Option<u32> {
+        self.members.get(pe)?.child.as_ref().map(Child::id)
+    }
+
     /// The process that keeps a PE, where another one does.
     fn keeper(&mut self, pe: usize) -> Option<&mut KeeperLink> {
         self.rendezvous.as_mut()?.kept.get_mut(pe)?.as_mut()

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Child;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -52,6 +53,9 @@ impl Keeper {
     /// # Errors
     /// One line: rank 0 did not come, or refused this process.
     pub fn serve(self) -> Result<u8, LaunchError> {
+        // A launcher may have had SIGCHLD ignored; then nobody would be told how a child ended.
+        let handled = signal_hook::flag::register(signal_hook::consts::SIGCHLD, Arc::default());
+        handled.map_err(|source| LaunchError::Setup { what: "catch SIGCHLD", source })?;
         let Some(socket) = self.find()? else { return Ok(1) };
         // Rank 0 has ended: it has said why.
         let lost = |_: Errno| ();

@@ -29,6 +29,7 @@ mod environment;
 mod fleet;
 mod hello;
 mod keeper;
+mod life;
 pub mod mpirun;
 mod pe;
 mod rendezvous;
@@ -46,10 +47,10 @@ pub use pe::PeContext;
 pub use rendezvous::{conclude, settled_pes};
 pub use role::{Role, enter};
 pub use status::{PeStatus, StatusPage, StatusView};
-pub use supervisor::{Event, Processes, one_line};
+pub use supervisor::{Event, Processes};
 
 /// Raised with every change to what the processes of a job send each other: the frames on their sockets, and the request.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
 
@@ -142,6 +143,20 @@ pub enum LaunchError {
         /// The phase it is in.
         phase: String,
     },
+    /// A PE showed no sign of life.
+    #[error(
+        "PE {pe} stalled in phase {phase}: for {} s it used no processor time and moved no data; it is stopped, or its file \
+         system does not answer",
+        .silent.as_secs()
+    )]
+    Stalled {
+        /// The PE.
+        pe: usize,
+        /// For how long.
+        silent: Duration,
+        /// The phase it is in.
+        phase: String,
+    },
     /// A signal ended the job.
     #[error("interrupted by {}", signals::name(*.signal))]
     Interrupted {
@@ -211,6 +226,8 @@ fn spawn_hint(error: &io::Error) -> &'static str {
         Some(rustix::io::Errno::AGAIN) => ": the limit on processes (ulimit -u, or the cgroup's pids.max) is reached",
         Some(rustix::io::Errno::NOMEM) => ": no memory is left for it",
         Some(rustix::io::Errno::MFILE) => ": the limit on open files (ulimit -n) is reached",
+        // The program is started again by the name that /proc has for it.
+        Some(rustix::io::Errno::NOENT) => ": /proc is not mounted, or has no /proc/self/exe",
         _ => "",
     }
 }

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use rustix::process::{Pid, Signal};
 
+use super::life::process_name;
 use super::status::StatusPage;
 use super::wire::{self, Frame, Inbox, Kind};
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
@@ -95,7 +96,7 @@ impl PeContext {
             source,
         })?;
         let control = Arc::new(Control { pe, socket, sending: Mutex::new(()) });
-        control.send(Kind::Hello, b"", &[])?;
+        control.send(Kind::Hello, &process::id().to_le_bytes(), &[])?;
         let mut inbox = Inbox::default();
         let frame = receive(&control, &mut inbox, Kind::Files)?;
         let mut files = frame.files.into_iter();
@@ -112,7 +113,7 @@ impl PeContext {
 
         report_panics(control.clone());
         // For `ps` and `top`, which would show the file name of /proc/self/exe.
-        if let Ok(name) = std::ffi::CString::new(format!("aristos-pe{pe}")) {
+        if let Ok(name) = std::ffi::CString::new(process_name(pe)) {
             let _ = rustix::thread::set_name(&name);
         }
         Ok(PeContext { n_pes, control, inbox, status, request, files })

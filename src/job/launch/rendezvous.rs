@@ -22,7 +22,8 @@ use super::environment::LaunchedProcess;
 use super::hello::Hello;
 use super::signals::Signals;
 use super::wire::{self, Inbox, Kind};
-use super::{LaunchError, address, one_line};
+use super::{LaunchError, address};
+use crate::stdio::{one_line, say};
 
 /// How long rank 0, once its command has ended, waits for processes that have not come yet, to tell them.
 const LINGER: Duration = Duration::from_secs(5);
@@ -32,6 +33,9 @@ const HELLO_LIMIT: Duration = Duration::from_secs(5);
 const HELLO_BYTES: usize = 1 << 13;
 /// How long a process that keeps a PE may take to receive a frame.
 const SEND_LIMIT: Duration = Duration::from_secs(10);
+/// Connections that wait to be accepted. Those of strangers are among them, and a process of the job waits behind all of them, or for
+/// a place; few are enough, for it waits in the kernel's queue (`address::connect`).
+const BACKLOG: i32 = 128;
 /// Most refusals that are printed.
 const SHOWN_REFUSALS: usize = 8;
 
@@ -137,7 +141,7 @@ impl Rendezvous {
             }
             bound => bound.map_err(setup)?,
         }
-        rustix::net::listen(&listener, 4096).map_err(setup)?;
+        rustix::net::listen(&listener, BACKLOG).map_err(setup)?;
         let kept = (0..process.size).map(|_| None).collect();
         let hello = Hello::of(&process);
         let (pending, refusals, last_refusal) = (Vec::new(), 0, None);
@@ -226,15 +230,19 @@ impl Rendezvous {
         format!("{noun} {ranks} of {size} {have} not come within {seconds} s, as {launcher} started them{refused}")
     }
 
-    /// Accepts new connections.
+    /// Accepts new connections, as many as do not keep it from its other work: anybody on this host may connect, and go on to.
     fn accept(&mut self) {
         const MOST: usize = 2 * super::MAX_PES;
-        while let Some(listener) = self.listener.as_ref().filter(|_| self.pending.len() < MOST) {
+        const AT_ONCE: usize = 64;
+        for _ in 0..AT_ONCE {
+            let Some(listener) = self.listener.as_ref().filter(|_| self.pending.len() < MOST) else { return };
             let Ok(socket) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else { return };
             let Ok(peer) = socket_peercred(&socket) else { continue };
             let pid = peer.pid.as_raw_pid();
             if peer.uid != rustix::process::geteuid() {
-                self.refuse(&socket, pid, &format!("it belongs to user {}", peer.uid.as_raw()));
+                if self.refusals < SHOWN_REFUSALS {
+                    self.refuse(&socket, pid, &format!("it belongs to user {}", peer.uid.as_raw()));
+                }
                 continue;
             }
             let (inbox, since) = (Inbox::default(), Instant::now());
@@ -285,7 +293,7 @@ impl Rendezvous {
         let _ = set_socket_timeout(socket, Timeout::Send, Some(Duration::from_millis(10)));
         let _ = wire::send(socket.as_fd(), Kind::Refused, why.as_bytes(), &[]);
         if self.refusals < SHOWN_REFUSALS {
-            eprintln!("aristos: {line}");
+            say(&format!("aristos: {line}"));
         }
         self.refusals += 1;
         self.last_refusal = Some(line);

@@ -12,6 +12,7 @@ const SLOT_BYTES: usize = 64;
 const PHASE: usize = 0;
 const DONE: usize = 8;
 const TOTAL: usize = 16;
+const BEAT: usize = 24;
 
 /// A PE's own slot in the page, cheap to clone. All stores are relaxed: nothing is ordered by them.
 #[derive(Clone)]
@@ -46,6 +47,11 @@ impl StatusPage {
     /// Sets the phase that this PE is in, as an index in the job's `phase_names`.
     pub fn set_phase(&self, code: u32) {
         word(&self.segment, self.pe, PHASE).store(u64::from(code), Ordering::Relaxed);
+    }
+
+    /// Says that this PE lives, where neither its phase nor its progress changes.
+    pub fn beat(&self) {
+        word(&self.segment, self.pe, BEAT).fetch_add(1, Ordering::Relaxed);
     }
 
     /// Sets how far it is: `done` of `total`, in whatever unit the progress bar shows.
@@ -97,6 +103,13 @@ impl<'a> StatusView<'a> {
         let load = |field| word(&self.segment, pe, field).load(Ordering::Relaxed);
         let phase = usize::try_from(load(PHASE)).ok().and_then(|code| self.phase_names.get(code).copied());
         PeStatus { phase: phase.unwrap_or("(unnamed)"), done: load(DONE), total: load(TOTAL) }
+    }
+}
+
+impl StatusView<'_> {
+    /// All that `pe` has said, to be compared.
+    pub(super) fn words(&self, pe: usize) -> [u64; 4] {
+        [PHASE, DONE, TOTAL, BEAT].map(|field| word(&self.segment, pe, field).load(Ordering::Relaxed))
     }
 }
 

@@ -10,12 +10,15 @@ use std::{fs, io};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
+use rustix::process::Signal;
 
 use super::fleet::{Fleet, describe};
+use super::life::{Life, Process};
 use super::signals::Signals;
 use super::status::StatusView;
 use super::wire::{Frame, Inbox, Kind, MAX_FILES, Outbox};
 use super::{LaunchError, MAX_PES, rendezvous};
+use crate::stdio::one_line;
 
 /// Time between [`Event::Tick`]s.
 const TICK: Duration = Duration::from_millis(100);
@@ -25,10 +28,10 @@ const GRACE: Duration = Duration::from_millis(250);
 const RETRY: Duration = Duration::from_millis(5);
 /// How long a PE may take from `done` to its exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(20);
+/// How much later than a PE that waits for a silent one its supervisor ends the job: the PE can say more of it.
+const STALL_GRACE: Duration = Duration::from_secs(2);
 /// The most bytes taken from one PE before the others are looked at.
 const READ_BYTES: usize = 4 << 20;
-/// A failure's line is cut at this many characters.
-const LINE_CHARS: usize = 4000;
 
 /// The processes of a job's PEs, to be started. [`Processes::new`] fills in what is rarely set.
 pub struct Processes<'a> {
@@ -47,6 +50,8 @@ pub struct Processes<'a> {
     pub time_limit: Option<Duration>,
     /// How long a PE may take to connect, and how much later than the first it may give its segment.
     pub start_limit: Duration,
+    /// How long a PE that is not done may show no sign of life: longer than PEs wait for each other. `None`: for ever.
+    pub stall_limit: Option<Duration>,
 }
 
 /// What [`Processes::run`] tells its caller. While the caller handles it, the PEs are not watched.
@@ -73,7 +78,14 @@ impl<'a> Processes<'a> {
             phase_names,
             time_limit: None,
             start_limit: Duration::from_secs(60),
+            stall_limit: None,
         }
+    }
+
+    /// Sets the limits that follow from how long PEs wait for each other.
+    pub fn set_wait_limit(&mut self, wait_limit: Duration) {
+        self.start_limit = self.start_limit.max(wait_limit);
+        self.stall_limit = Some(wait_limit + STALL_GRACE);
     }
 
     /// Starts the PEs and returns when all have ended. Whatever is returned, no process of them is left.
@@ -107,6 +119,7 @@ impl<'a> Processes<'a> {
         }
         let files: Arc<[OwnedFd]> = files.into();
 
+        let oom_kills = oom_kills();
         let signals = Signals::catch().map_err(setup("catch signals"))?;
         // Dropped in this order, here and in the supervisor: a PE must be killed before it can see its socket end.
         let mut links = Vec::with_capacity(self.pes);
@@ -133,6 +146,9 @@ impl<'a> Processes<'a> {
             started: Instant::now(),
             time_limit: self.time_limit.map(|limit| (start + limit, limit)),
             start_limit: self.start_limit,
+            stall_limit: self.stall_limit,
+            life: Life::new(self.pes),
+            oom_kills,
             first_segment: None,
             all_done: None,
             failures: Vec::new(),
@@ -141,6 +157,12 @@ impl<'a> Processes<'a> {
         };
         supervisor.watch(&signals)
     }
+}
+
+/// How many processes of this machine the kernel has killed because memory ran out; `None` where it does not say.
+fn oom_kills() -> Option<u64> {
+    let text = fs::read_to_string("/proc/vmstat").ok()?;
+    text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
 }
 
 /// A file in memory with this content.
@@ -158,6 +180,8 @@ struct PeLink {
     inbox: Inbox,
     outbox: Outbox,
     connected: bool,
+    /// Its process, as it says.
+    pid: Option<u32>,
     segment: Option<(OwnedFd, u64)>,
     done: bool,
     failed: bool,
@@ -171,6 +195,10 @@ struct Supervisor<'a, F> {
     started: Instant,
     time_limit: Option<(Instant, Duration)>,
     start_limit: Duration,
+    stall_limit: Option<Duration>,
+    life: Life,
+    /// At the start.
+    oom_kills: Option<u64>,
     /// When the first segment of an exchange came.
     first_segment: Option<Instant>,
     /// When the last PE said it was done.
@@ -269,7 +297,10 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     fn handle(&mut self, pe: usize, frame: Frame) -> Result<(), String> {
         let link = &mut self.links[pe];
         match frame.kind {
-            Kind::Hello => link.connected = true,
+            Kind::Hello => {
+                link.connected = true;
+                link.pid = frame.body.first_chunk().map(|pid| u32::from_le_bytes(*pid));
+            }
             Kind::Message => (self.on_event)(Event::Message { pe, body: &frame.body }),
             Kind::Segment => {
                 let bytes = frame.body.try_into().map(u64::from_le_bytes);
@@ -338,7 +369,11 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             self.read(pe, usize::MAX)?; // what it said before it ended
             let link = &self.links[pe];
             if !(link.failed || link.done && status.success()) {
-                return Err(LaunchError::Died { pe, how: describe(status), phase: self.phase(pe) });
+                let mut how = describe(status);
+                if status.signal() == Some(Signal::KILL.as_raw()) && oom_kills() > self.oom_kills {
+                    how += " (the kernel has killed a process meanwhile because memory ran out, the machine's or a control group's)";
+                }
+                return Err(LaunchError::Died { pe, how, phase: self.phase(pe) });
             }
         }
         Ok(())
@@ -357,7 +392,20 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         Ok(())
     }
 
-    fn check_limits(&self, now: Instant) -> Result<(), LaunchError> {
+    fn check_limits(&mut self, now: Instant) -> Result<(), LaunchError> {
+        if let Some(limit) = self.stall_limit {
+            let (links, status, fleet) = (&self.links, &self.status, &self.fleet);
+            let watched = |pe: usize| {
+                let link: &PeLink = &links[pe];
+                // Who has given its segment waits for the others'.
+                let working = !link.done && link.segment.is_none();
+                let process = fleet.child(pe).map(Process::Child).or(link.pid.map(Process::Said));
+                Some((process.filter(|_| working)?, status.words(pe)))
+            };
+            if let Some(pe) = self.life.look(limit, watched) {
+                return Err(LaunchError::Stalled { pe, silent: limit, phase: self.phase(pe) });
+            }
+        }
         if let Some((until, limit)) = self.time_limit
             && now >= until
         {
@@ -399,10 +447,4 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
         states.join(", ")
     }
-}
-
-/// A message, perhaps with file names or a PE's text in it, as one line of bounded length without control characters.
-pub fn one_line(text: &str) -> String {
-    let words = text.split(|c: char| c.is_control()).filter(|part| !part.is_empty());
-    words.collect::<Vec<_>>().join(" ").chars().take(LINE_CHARS).collect()
 }

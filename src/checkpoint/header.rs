@@ -1,0 +1,151 @@
+//! The header of a safetensors file, which nobody vouches for.
+//!
+//! What is accepted is what the `safetensors` library accepts, and no more: the tensors cover the data without gap or overlap, none comes
+//! twice, nothing is behind them. It is read as a stream, within a budget, so that no header takes much memory.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use safetensors::tensor::TensorInfo;
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
+
+/// No header is longer. (The format allows three times as much; the largest of published models has a tenth of this.)
+pub(super) const MAX_HEADER_BYTES: u64 = 32 << 20;
+/// No file has more tensors.
+const MAX_TENSORS: usize = 250_000;
+
+/// The tensors by name.
+pub(super) type Tensors = HashMap<String, TensorInfo>;
+
+/// Reads a header, and checks it against the `data_bytes` bytes that follow it.
+///
+/// # Errors
+/// What is wrong, after the name of the file.
+pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Tensors, HeaderError> {
+    let mut wrong = None;
+    let mut json = serde_json::Deserializer::from_slice(header);
+    let tensors =
+        json.deserialize_map(OfTensors { wrong: &mut wrong }).and_then(|tensors| json.end().map(|()| tensors));
+    let tensors = tensors.map_err(|error| match wrong {
+        Some(wrong) => wrong,
+        None => HeaderError::Whole(format!("its header is not a JSON object: {error}")),
+    })?;
+    for (name, info) in &tensors {
+        check(info, data_bytes).map_err(|why| HeaderError::Tensor(name.clone(), why))?;
+    }
+    check_cover(&tensors, data_bytes)?;
+    Ok(tensors)
+}
+
+/// What is wrong with a header.
+#[derive(Debug)]
+pub(super) enum HeaderError {
+    /// It is none, or does not fit its file.
+    Whole(String),
+    /// An entry cannot be read; its tensor.
+    Entry(String, String),
+    /// An entry is not right; its tensor.
+    Tensor(String, String),
+}
+
+/// Takes the entries one by one.
+struct OfTensors<'w> {
+    /// What is wrong with an entry; an error of the reader has no room for it.
+    wrong: &'w mut Option<HeaderError>,
+}
+
+impl<'de> Visitor<'de> for OfTensors<'_> {
+    type Value = Tensors;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a map")
+    }
+
+    fn visit_map<M: MapAccess<'de>>(self, mut entries: M) -> Result<Tensors, M::Error> {
+        let mut tensors = Tensors::new();
+        let mut stop = |wrong| {
+            *self.wrong = Some(wrong);
+            M::Error::custom("stopped")
+        };
+        while let Some(name) = entries.next_key::<String>()? {
+            if name == "__metadata__" {
+                entries.next_value::<Strings>()?;
+                continue;
+            }
+            let info: TensorInfo = entries.next_value().map_err(|error| {
+                // serde lists every known type behind an unknown one; the reader needs the unknown one. A column says little.
+                let error = error.to_string();
+                let error = error.split(", expected one of").next().unwrap_or(&error);
+                stop(HeaderError::Entry(name.clone(), error.split(" at line ").next().unwrap_or(error).to_string()))
+            })?;
+            if tensors.len() == MAX_TENSORS {
+                return Err(stop(HeaderError::Whole(format!("it has more than {MAX_TENSORS} tensors"))));
+            }
+            if tensors.contains_key(&name) {
+                return Err(stop(HeaderError::Tensor(name, "it comes twice in the header".into())));
+            }
+            tensors.insert(name, info);
+        }
+        Ok(tensors)
+    }
+}
+
+/// A map from strings to strings, of which nothing is kept.
+struct Strings;
+
+impl<'de> serde::Deserialize<'de> for Strings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Strings, D::Error> {
+        struct OfStrings;
+        impl<'de> Visitor<'de> for OfStrings {
+            type Value = Strings;
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("strings by name in __metadata__")
+            }
+            fn visit_map<M: MapAccess<'de>>(self, mut entries: M) -> Result<Strings, M::Error> {
+                while entries.next_entry::<String, String>()?.is_some() {}
+                Ok(Strings)
+            }
+        }
+        deserializer.deserialize_map(OfStrings)
+    }
+}
+
+/// Checks an entry against itself and against the bytes of data that the file has.
+fn check(info: &TensorInfo, data_bytes: u64) -> Result<(), String> {
+    let (begin, end) = info.data_offsets;
+    if begin > end {
+        return Err(format!("its bytes begin at {begin} and end at {end}"));
+    }
+    let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
+    let Some(bits) = bits else { return Err(format!("its shape {:?} overflows", info.shape)) };
+    if !bits.is_multiple_of(8) || end - begin != bits / 8 {
+        return Err(format!("{} bytes of data for shape {:?} of {}", end - begin, info.shape, info.dtype));
+    }
+    if end as u64 > data_bytes {
+        return Err(format!("its bytes end at {end} of the data, the file has {data_bytes}: truncated"));
+    }
+    Ok(())
+}
+
+/// Checks that the tensors follow each other from the first byte of the data to the last.
+fn check_cover(tensors: &Tensors, data_bytes: u64) -> Result<(), HeaderError> {
+    let mut in_order: Vec<(&String, (usize, usize))> =
+        tensors.iter().map(|(name, info)| (name, info.data_offsets)).collect();
+    in_order.sort_unstable_by_key(|(_, offsets)| *offsets);
+    let (mut at, mut before): (usize, Option<&String>) = (0, None);
+    for (name, (begin, end)) in in_order {
+        if begin != at {
+            let after = before.map_or("the header".to_string(), |name| format!("tensor {name}"));
+            let how = if begin < at { "overlap those of" } else { "leave a gap after" };
+            return Err(HeaderError::Tensor(
+                name.clone(),
+                format!("its bytes, from {begin} on, {how} {after}, which end at {at}"),
+            ));
+        }
+        (at, before) = (end, Some(name));
+    }
+    if at as u64 != data_bytes {
+        return Err(HeaderError::Whole(format!("its tensors end at byte {at} of the data, the file has {data_bytes}")));
+    }
+    Ok(())
+}
