@@ -35,6 +35,15 @@ fn every_measurement_is_there_for_any_number_of_pes() {
 }
 
 #[test]
+fn a_layer_that_this_machine_cannot_hold_is_refused() {
+    let args = ["bench", "moe", "--hidden", "65536", "--intermediate", "65536", "--experts", "512", "--tokens", "24"];
+    let output = Command::new(env!("CARGO_BIN_EXE_aristos")).args(args).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.starts_with("aristos: the layer needs about ") && said.contains("GB available"), "{said}");
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1));
+}
+
+#[test]
 fn bad_arguments_are_one_line() {
     for (args, line) in [
         (&["--iterations", "0"][..], "aristos: --iterations is 0, expected at least 1\n"),

@@ -46,7 +46,7 @@ pub const DEVICE_MEASUREMENTS: [Measurement; 4] = [
 
 impl MoeBench {
     /// The layer.
-    pub(super) fn spec(&self, source: &Synthetic, dtype: Dtype) -> LayerSpec {
+    pub(crate) fn spec(&self, source: &Synthetic, dtype: Dtype) -> LayerSpec {
         LayerSpec::new(source.config().clone(), self.pes, block(self.tokens, self.pes, 0).len())
             .dtype(dtype)
             .options(self.options.clone())

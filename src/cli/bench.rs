@@ -20,6 +20,7 @@ use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, MoeBench, Request};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
+use crate::run::memory::check_bench_memory;
 use crate::stdio::{print, print_line};
 
 /// What `aristos bench` takes.
@@ -200,6 +201,7 @@ impl MoeArgs {
     fn command(&self) -> Result<bool> {
         let ask = |_: JobProcesses| {
             let bench = self.bench()?;
+            check_bench_memory(&bench)?;
             #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
             let mut env = Vec::new();
             #[cfg(feature = "cuda")]

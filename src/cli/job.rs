@@ -57,9 +57,11 @@ pub fn run<S, M: DeserializeOwned>(
     let mut processes = Processes::new(pes, request.to_bytes()?, phase_names);
     processes.set_wait_limit(wait_limit);
     processes.env = env;
-    let sent = collect(processes, |status| progress.show(status));
+    let mut sent = Vec::new();
+    let ended = collect(processes, |pe, message| sent.push((pe, message)), |status| progress.show(status));
     progress.clear();
-    report(kept, sent?)
+    ended?;
+    report(kept, sent)
 }
 
 #[cfg(feature = "mpi")]

@@ -42,20 +42,25 @@ impl<M: DeserializeOwned> Default for Messages<M> {
     }
 }
 
-/// Runs PEs that are processes to their end; what they sent. `on_tick` sees what they are doing, about ten times a second.
+/// Runs PEs that are processes to their end. `on_message` takes what they send, those of one PE in its order; `on_tick` sees what they are
+/// doing, about ten times a second.
 ///
 /// # Errors
 /// As [`Processes::run`]; a message that cannot be read.
 pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,
+    mut on_message: impl FnMut(usize, M),
     mut on_tick: impl FnMut(&StatusView<'_>),
-) -> Result<Vec<(usize, M)>, JobError> {
+) -> Result<(), JobError> {
     let mut messages = Messages::new();
     processes.run(|event| match event {
-        Event::Message { pe, body } => messages.take(pe, body),
+        Event::Message { pe, body } => {
+            messages.take(pe, body);
+            messages.read.drain(..).for_each(|(pe, message)| on_message(pe, message));
+        }
         Event::Tick(status) => on_tick(status),
     })?;
-    messages.finish()
+    messages.finish().map(drop)
 }
 
 #[cfg(test)]

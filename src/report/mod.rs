@@ -10,6 +10,7 @@ mod cluster;
 mod pe;
 mod plan;
 mod run;
+mod sample;
 pub(crate) mod table;
 mod trace;
 
@@ -20,7 +21,8 @@ pub(crate) use run::median;
 pub use run::{
     CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread, TensorCheck,
 };
-pub use trace::trace_json;
+pub use sample::StepSample;
+pub use trace::TraceWriter;
 
 /// The phases' keys, in the order of the table, and their names there.
 pub const PHASES: [(&str, &str); 7] = [

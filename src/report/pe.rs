@@ -11,8 +11,12 @@ pub struct PeReport {
     pub pe: usize,
     /// Tokens of the input that are this PE's.
     pub tokens: u64,
-    /// The measured steps, in order; warm-up steps are not among them.
+    /// Number of measured steps; warm-up steps are not among them.
+    pub n_steps: u64,
+    /// They, in order; of many a sample, which is the same on all PEs ([`StepSample`](super::StepSample)).
     pub steps: Vec<StepReport>,
+    /// Rounds through the receive memory, the most of any step: of the forward pass, and of the backward pass.
+    pub rounds: [u64; 2],
     /// What it sent, over all measured steps.
     pub traffic: TrafficReport,
     /// Rows its experts received in one step (the last), its own tokens' included.
@@ -23,8 +27,6 @@ pub struct PeReport {
     pub gemm: Option<String>,
     /// Its symmetric memory.
     pub symmetric: SymmetricMemory,
-    /// What it did when; empty unless a trace was asked for.
-    pub spans: Vec<TraceSpan>,
 }
 
 /// One step of one PE.

@@ -213,9 +213,10 @@ pub struct RunReport {
 impl RunReport {
     /// One report of all PEs' (in any order). Times of no steps and rates of no time are 0.
     pub fn merge(config: RunConfig, pes: &[PeReport]) -> RunReport {
-        let n_steps = pes.iter().map(|pe| pe.steps.len()).min().unwrap_or(0);
+        let n_steps = pes.iter().map(|pe| pe.n_steps).min().unwrap_or(0);
+        let sampled = pes.iter().map(|pe| pe.steps.len()).min().unwrap_or(0);
         let slowest = |step: usize| pes.iter().map(|pe| pe.steps[step].seconds()).fold(0.0, f64::max);
-        let step_s = median((0..n_steps).map(slowest).collect());
+        let step_s = median((0..sampled).map(slowest).collect());
         let per_second = |amount: f64| if step_s > 0.0 { amount / step_s } else { 0.0 };
 
         let mut traffic = TrafficReport::default();
@@ -237,8 +238,8 @@ impl RunReport {
             step_s,
             tokens_per_s: per_second(config.tokens as f64),
             gflop_per_s: per_second(config.flop_per_step / 1e9),
-            forward: merge_pass(pes, |step| Some(&step.forward)).unwrap_or_default(),
-            backward: merge_pass(pes, |step| step.backward.as_ref()),
+            forward: merge_pass(pes, 0, |step| Some(&step.forward)).unwrap_or_default(),
+            backward: merge_pass(pes, 1, |step| step.backward.as_ref()),
             remote_bytes_per_step: remote_bytes as f64 / n_steps.max(1) as f64,
             traffic,
             tokens_per_expert,
@@ -256,14 +257,19 @@ impl RunReport {
     }
 }
 
-/// The times of one pass; `None` when no step has it.
-fn merge_pass<'p>(pes: &'p [PeReport], pass: impl Fn(&'p StepReport) -> Option<&'p PassReport>) -> Option<PassTimes> {
+/// The times of one pass, `which` of the two; `None` when no step has it.
+fn merge_pass<'p>(
+    pes: &'p [PeReport],
+    which: usize,
+    pass: impl Fn(&'p StepReport) -> Option<&'p PassReport>,
+) -> Option<PassTimes> {
     let passes: Vec<Vec<&PassReport>> = pes.iter().map(|pe| pe.steps.iter().filter_map(&pass).collect()).collect();
     let all = || passes.iter().flatten();
     let names: BTreeSet<&String> = all().flat_map(|pass| pass.phases_s.keys()).collect();
     let phase = |name: &str| spread(&passes, |pass| pass.phases_s.get(name).copied().unwrap_or(0.0));
+    all().next()?;
     Some(PassTimes {
-        rounds: all().map(|pass| pass.rounds).max()?,
+        rounds: pes.iter().map(|pe| pe.rounds[which]).max()?,
         total: spread(&passes, |pass| pass.seconds),
         phases: names.into_iter().map(|name| (name.clone(), phase(name))).collect(),
     })
@@ -319,6 +325,8 @@ pub(super) mod tests {
         let pe = |pe: usize, forward: [f64; 3], expert_rows: [(usize, u64); 2]| PeReport {
             pe,
             tokens: 150,
+            n_steps: 3,
+            rounds: [3, 1],
             steps: forward
                 .iter()
                 .enumerate()
@@ -335,7 +343,6 @@ pub(super) mod tests {
             },
             expert_rows: expert_rows.map(|(expert, rows)| ExpertRows { expert, rows }).to_vec(),
             symmetric: SymmetricMemory { used_bytes: 100, peak_bytes: 200 - pe as u64, budget_bytes: 400 },
-            spans: Vec::new(),
             ..PeReport::default()
         };
         let first = pe(0, [0.1, 0.3, 0.9], [(0, 10), (1, 400)]);

@@ -42,8 +42,8 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
     };
     let passes = Some([pe::DEVICE_FORWARD, pe::DEVICE_BACKWARD]);
     let results = match job.request.graph {
-        true => steps::run(job, context.status(), passes, &mut RecordedLayer::new(&mut layer)?, &mut report)?,
-        false => steps::run(job, context.status(), passes, &mut layer, &mut report)?,
+        true => steps::run(job, context, passes, &mut RecordedLayer::new(&mut layer)?, &mut report)?,
+        false => steps::run(job, context, passes, &mut layer, &mut report)?,
     };
     pe::report_and_write(job, context, report, &results)?;
     // No PE may end while another's kernels still reach into its memory.

@@ -3,27 +3,39 @@
 use anyhow::{Result, ensure};
 
 use super::PreparedRun;
-use crate::job::request::DeviceKind;
-use crate::moe::Dtype;
-use crate::moe::Proj;
+use crate::job::request::{DeviceKind, MoeBench};
+use crate::moe::synthetic::Synthetic;
+use crate::moe::{Dtype, LayerConfig, MlpConfig, Proj};
 use crate::shmem::available_bytes;
 
-impl PreparedRun {
+/// A layer on all its PEs, as far as its memory goes.
+struct LayerSize<'c> {
+    config: &'c LayerConfig,
+    dtype: Dtype,
+    pes: usize,
+    /// Groups of PEs that each have all experts.
+    groups: usize,
+    /// Over all PEs.
+    tokens: usize,
+    backward: bool,
+}
+
+impl LayerSize<'_> {
     /// About what all PEs and the supervisor allocate besides symmetric heaps, bytes: weights prepared for both products,
     /// gradients, the batches of routed and shared experts, and results.
-    fn memory_bytes(&self) -> f64 {
-        let config = &self.config;
+    fn private_bytes(&self) -> f64 {
+        let LayerSize { config, dtype, .. } = *self;
         let size = |shape: [usize; 2]| shape[0] as f64 * shape[1] as f64;
-        let mlp = |mlp: &crate::moe::MlpConfig| -> f64 {
+        let mlp = |mlp: &MlpConfig| -> f64 {
             mlp.projections().iter().map(|&p: &Proj| size(mlp.shape(p, config.hidden))).sum()
         };
-        let (pes, tokens) = (self.request.pes as f64, self.tokens as f64);
+        let (pes, tokens) = (self.pes as f64, self.tokens as f64);
         let (hidden, experts) = (config.hidden as f64, config.n_experts as f64);
         let shared = config.shared.map_or(0.0, |s| mlp(&s.mlp) * pes);
-        let weights = mlp(&config.expert) * experts * self.groups.len() as f64 + shared;
-        let element = self.request.dtype.bytes() as f64;
+        let weights = mlp(&config.expert) * experts * self.groups as f64 + shared;
+        let element = dtype.bytes() as f64;
         // bf16 keeps a packing for each of the two products.
-        let per_weight = if self.request.dtype == Dtype::Bf16 { 2.0 * element } else { element };
+        let per_weight = if dtype == Dtype::Bf16 { 2.0 * element } else { element };
         let pairs = tokens * config.router.top_k as f64;
         let inner = config.expert.intermediate as f64 + config.shared.map_or(0.0, |s| s.mlp.intermediate as f64);
         let passes = if self.backward { 2.0 } else { 1.0 };
@@ -33,31 +45,60 @@ impl PreparedRun {
         let router = experts * hidden * pes * (4.0 + 2.0 * gradients);
         weights * (per_weight + gradients) + router + batches + tokens * experts * 8.0 + tokens * hidden * 16.0 * passes
     }
+}
 
-    /// Refuses a job whose `pes_here` PEs this machine cannot hold, rather than have it killed half way.
+/// Refuses what this machine cannot hold, rather than have it killed half way.
+fn check_fits(need: f64, cure: &str) -> Result<()> {
+    let Some(available) = available_bytes() else { return Ok(()) };
+    let available = available as f64;
+    ensure!(
+        need <= available,
+        "the layer needs about {:.1} GB of memory, this machine has {:.1} GB available: use {cure}",
+        need / 1e9,
+        available / 1e9
+    );
+    Ok(())
+}
+
+impl PreparedRun {
+    /// Refuses a job whose `pes_here` PEs this machine cannot hold.
     pub(super) fn check_memory(&self, pes_here: usize) -> Result<()> {
-        if self.request.device == DeviceKind::Cuda {
-            // Its memory is not this machine's; the PEs ask the devices.
+        if self.request.device != DeviceKind::Cpu {
+            // A device's memory is not this machine's; the PEs ask the devices.
             return Ok(());
         }
-        let Some(available) = available_bytes() else { return Ok(()) };
-        let available = available as f64;
-        let fits = |need: f64| {
-            ensure!(
-                need <= available,
-                "the layer needs about {:.1} GB of memory, this machine has {:.1} GB available: use fewer tokens, a smaller \
-                 layer, a smaller `budget_factor`, or `dtype` bf16",
-                need / 1e9,
-                available / 1e9
-            );
-            Ok(())
+        let size = LayerSize {
+            config: &self.config,
+            dtype: self.request.dtype,
+            pes: self.request.pes,
+            groups: self.groups.len(),
+            tokens: self.tokens,
+            backward: self.backward,
         };
-        if self.request.device == DeviceKind::Emulated {
-            return Ok(());
-        }
+        let cure = "fewer tokens, a smaller layer, a smaller `budget_factor`, or `dtype` bf16";
         // The heap's size can be computed without overflow only where the rest fits.
-        let private = self.memory_bytes() * pes_here as f64 / self.request.pes as f64;
-        fits(private)?;
-        fits(private + super::pe::heap_bytes(self)? as f64 * pes_here as f64)
+        let private = size.private_bytes() * pes_here as f64 / self.request.pes as f64;
+        check_fits(private, cure)?;
+        check_fits(private + super::pe::heap_bytes(self)? as f64 * pes_here as f64, cure)
     }
+}
+
+/// Refuses a benchmark whose layers this machine cannot hold, each with the matrices of the bare products beside it.
+///
+/// # Errors
+/// One line, with what it needs and what there is.
+pub fn check_bench_memory(bench: &MoeBench) -> Result<()> {
+    if bench.device != DeviceKind::Cpu {
+        return Ok(());
+    }
+    let source = Synthetic::new(bench.layer.clone())?;
+    let cure = "fewer tokens, a smaller layer, or fewer PEs";
+    for &dtype in &bench.dtypes {
+        let size =
+            LayerSize { config: &bench.layer.layer, dtype, pes: bench.pes, groups: 1, tokens: bench.tokens, backward: true };
+        let private = 2.0 * size.private_bytes();
+        check_fits(private, cure)?;
+        check_fits(private + bench.spec(&source, dtype).heap_bytes()? as f64 * bench.pes as f64, cure)?;
+    }
+    Ok(())
 }

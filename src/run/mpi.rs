@@ -52,8 +52,9 @@ pub fn run(
             pes.fail(&failure)
         }
     };
-    let report = outputs.zip(sent).map(|(outputs, sent)| {
-        let passed = outputs.finish(&job, sent).and_then(|report| supervisor::print(&job, &report));
+    let report = outputs.zip(sent).map(|(mut outputs, sent)| {
+        sent.into_iter().for_each(|(pe, message)| outputs.take(pe, message));
+        let passed = outputs.finish(&job).and_then(|report| supervisor::print(&job, &report));
         passed.unwrap_or_else(|error| {
             pes.say(&error);
             false

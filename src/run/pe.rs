@@ -103,9 +103,9 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     let mut report = PeReport { pe: me, device: "cpu".into(), ..PeReport::default() };
     let done = match exchange {
         Some(exchange) => {
-            steps::run(job, host.status(), None, &mut builder.exchange(exchange).build(shmem, job)?, &mut report)?
+            steps::run(job, host, None, &mut builder.exchange(exchange).build(shmem, job)?, &mut report)?
         }
-        None => steps::run(job, host.status(), None, &mut builder.build(shmem, job)?, &mut report)?,
+        None => steps::run(job, host, None, &mut builder.build(shmem, job)?, &mut report)?,
     };
     report.symmetric = SymmetricMemory {
         used_bytes: world.used_bytes() as u64,

@@ -12,7 +12,7 @@ use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
 use crate::moe::metrics::Phase;
 use crate::moe::{Load, WeightPlace, WeightSource};
-use crate::report::PeReport;
+use crate::report::{PeReport, TraceSpan};
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
 pub const PHASE_NAMES: [&str; FIRST_PHASE as usize + Phase::ALL.len()] = {
@@ -44,9 +44,18 @@ pub const RESULTS: &str = "results";
 /// The experts chosen for each token, `[tokens, top_k]` u32, little-endian.
 pub const CHOSEN: &str = "chosen";
 
+/// What a PE tells the supervisor.
+#[derive(Serialize, Deserialize)]
+pub enum Message {
+    /// What it did when, where a trace was asked for: from time to time, so that nobody has to keep it.
+    Spans(Vec<TraceSpan>),
+    /// Its steps are done.
+    Done(Box<Done>),
+}
+
 /// What a PE tells the supervisor at its end.
 #[derive(Serialize, Deserialize)]
-pub struct Message {
+pub struct Done {
     /// Its measurements.
     pub report: PeReport,
     /// The losses over all PEs' tokens, by name, weighted.
@@ -56,7 +65,7 @@ pub struct Message {
 /// Writes this PE's part of the files that the host has, and sends it the message.
 pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeReport, results: &Results) -> Result<()> {
     let me = host.my_pe();
-    let message = Message { report, losses: losses(job, &results.routed.load) };
+    let done = Done { report, losses: losses(job, &results.routed.load) };
     let tokens = job.tokens_of(me);
     host.status().set_phase(WRITING);
     if host.has_file(RESULTS) {
@@ -95,7 +104,7 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
         let offset = tokens.start * job.config.router.top_k * 4;
         host.write(CHOSEN, offset as u64, bytemuck::cast_slice(&results.routed.chosen), "the routing")?;
     }
-    Ok(host.send(&serde_json::to_vec(&message)?)?)
+    Ok(host.send(&serde_json::to_vec(&Message::Done(Box::new(done)))?)?)
 }
 
 /// Gradients of an expert's weights that share tensors with each other, gathered so that each part of a file is written at once.

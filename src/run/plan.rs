@@ -89,8 +89,9 @@ impl PreparedRun {
         tracing::info!(pes = request.pes, "probing");
         let mut processes = Processes::new(request.pes, Request::Probe(request).to_bytes()?, &PROBE_PHASES);
         processes.start_limit = processes.start_limit.max(self.wait_limit());
-        let sent = collect::<String>(processes, |_| ()).context("`plan` auto: the probe failed")?;
-        let (_, text) = sent.first().context("`plan` auto: no PE sent its measurements")?;
+        let mut sent = None;
+        collect::<String>(processes, |_, text| sent = Some(text), |_| ()).context("`plan` auto: the probe failed")?;
+        let text = &sent.context("`plan` auto: no PE sent its measurements")?;
         Ok(Cluster::from_json(text)?)
     }
 

@@ -6,11 +6,15 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 
 use super::PreparedRun;
+use super::pe_results::Message;
 use crate::checkpoint::InputTensor;
-use crate::job::launch::StatusPage;
+use crate::job::host::Host;
 use crate::moe::metrics::{self, PassOutcome, Phase};
 use crate::moe::{Gradients, MoeLayer, Routed};
-use crate::report::{ExpertRows, PassReport, PeReport, StepReport, TraceSpan, TrafficReport};
+use crate::report::{ExpertRows, PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
+
+/// Spans of a trace are sent when there are so many.
+const SPANS_AT_ONCE: usize = 4096;
 
 /// What a PE computed in its last step.
 pub(super) struct Results {
@@ -26,12 +30,12 @@ pub(super) struct Results {
 /// this is. `passes`: status codes of a forward and a backward, of a layer that does not say itself what it is doing.
 pub(super) fn run<L: MoeLayer>(
     job: &PreparedRun,
-    status: &StatusPage,
+    host: &dyn Host,
     passes: Option<[u32; 2]>,
     layer: &mut L,
     report: &mut PeReport,
 ) -> Result<Results> {
-    let me = report.pe;
+    let (me, status) = (report.pe, host.status());
     let tokens = job.tokens_of(me);
     report.tokens = tokens.len() as u64;
     tracing::debug!(pe = me, experts = job.groups.experts(me).len(), "the layer is ready");
@@ -47,6 +51,8 @@ pub(super) fn run<L: MoeLayer>(
         backward = Some((grad_output, layer.values(&zeros)?));
     }
 
+    let mut sample = StepSample::default();
+    let mut spans = Vec::new();
     let mut sent = metrics::Traffic::default();
     let mut all_reduce_bytes = 0;
     let mut routed = Routed::default();
@@ -55,7 +61,7 @@ pub(super) fn run<L: MoeLayer>(
         let mut take = |outcome: PassOutcome| {
             sent.add(&outcome.traffic);
             all_reduce_bytes += outcome.all_reduce_bytes;
-            report.spans.extend(outcome.spans.iter().map(|s| TraceSpan {
+            spans.extend(outcome.spans.iter().map(|s| TraceSpan {
                 name: s.phase.name().to_string(),
                 start_ns: s.start_ns,
                 dur_ns: s.dur_ns,
@@ -77,8 +83,19 @@ pub(super) fn run<L: MoeLayer>(
             done.backward = Some(take(layer.finish(&saved)?));
         }
         layer.recycle(saved);
-        report.steps.push(done);
+        for (most, pass) in report.rounds.iter_mut().zip([Some(&done.forward), done.backward.as_ref()]) {
+            *most = pass.map_or(0, |pass| pass.rounds).max(*most);
+        }
+        sample.offer(done);
+        if spans.len() >= SPANS_AT_ONCE {
+            host.send(&serde_json::to_vec(&Message::Spans(std::mem::take(&mut spans)))?)?;
+        }
     }
+    if !spans.is_empty() {
+        host.send(&serde_json::to_vec(&Message::Spans(spans))?)?;
+    }
+    report.n_steps = sample.seen();
+    report.steps = sample.into_steps();
     report.traffic = traffic(&sent, all_reduce_bytes);
     let rows = job.groups.experts(me).iter().zip(&routed.expert_rows);
     report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();

@@ -1,14 +1,14 @@
 //! The supervisor's part of the main job.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, BufWriter};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::PreparedRun;
 use super::check::check;
-use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS};
+use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS};
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 use crate::job::launch::{Processes, StatusView};
 use crate::job::messages::collect;
@@ -16,7 +16,8 @@ use crate::job::messages::collect;
 use crate::job::request::DeviceKind;
 use crate::job::request::{PlanSource, Request, RunRequest, Work};
 use crate::moe::gemm_flop;
-use crate::report::{PeReport, RunConfig, RunReport, trace_json};
+use crate::moe::metrics::now_ns;
+use crate::report::{PeReport, RunConfig, RunReport, TraceSpan, TraceWriter};
 use crate::stdio::print_line;
 
 /// Prints the report, and says whether the check, if asked for, passed.
@@ -44,7 +45,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
         DeviceKind::Cuda => crate::gpu::cuda::pe_environment(job.request.pes)?,
         _ => Vec::new(),
     };
-    let outputs = Outputs::create(job)?;
+    let mut outputs = Outputs::create(job)?;
 
     tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), "starting the PEs");
     let request = Request::Run(Box::new(job.request.clone())).to_bytes()?;
@@ -55,9 +56,9 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     for (name, file) in outputs.files() {
         processes.fds.push((name.to_string(), file.try_clone().context("cannot hand files to the PEs")?.into()));
     }
-    let sent = collect(processes, on_tick)?;
+    collect(processes, |pe, message| outputs.take(pe, message), on_tick)?;
     tracing::info!("all PEs are done");
-    outputs.finish(job, sent)
+    outputs.finish(job)
 }
 
 /// Refuses an input that is not finite; says what of the model is not done.
@@ -76,7 +77,31 @@ pub(super) struct Outputs {
     layout: ResultLayout,
     results: Option<OutputFile>,
     chosen: Option<File>,
-    trace: Option<OutputFile>,
+    trace: Option<Trace>,
+    done: Vec<Done>,
+}
+
+/// The trace, as far as it has come.
+struct Trace {
+    file: OutputFile,
+    /// Its writer, or what the system said when it last wrote.
+    writer: io::Result<TraceWriter<BufWriter<File>>>,
+}
+
+impl Trace {
+    fn create(path: &Path, pes: usize) -> Result<Trace> {
+        let file = OutputFile::create_empty(path)?;
+        let writer = file.file().try_clone().and_then(|out| TraceWriter::new(BufWriter::new(out), pes, now_ns()));
+        Ok(Trace { file, writer })
+    }
+
+    fn add(&mut self, pe: usize, spans: Vec<TraceSpan>) {
+        if let Ok(writer) = &mut self.writer
+            && let Err(error) = writer.add(pe, spans)
+        {
+            self.writer = Err(error);
+        }
+    }
 }
 
 impl Outputs {
@@ -88,10 +113,19 @@ impl Outputs {
             None if job.request.check => Some(OutputFile::in_memory(&layout)?),
             None => None,
         };
-        let trace = job.request.trace.as_deref().map(OutputFile::create_empty).transpose()?;
+        let trace = job.request.trace.as_deref().map(|path| Trace::create(path, job.request.pes)).transpose()?;
         let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
         let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
-        Ok(Outputs { layout, results, chosen, trace })
+        Ok(Outputs { layout, results, chosen, trace, done: Vec::new() })
+    }
+
+    /// Takes what a PE says.
+    pub(super) fn take(&mut self, pe: usize, message: Message) {
+        match (message, &mut self.trace) {
+            (Message::Spans(spans), Some(trace)) => trace.add(pe, spans),
+            (Message::Spans(_), None) => {}
+            (Message::Done(done), _) => self.done.push(*done),
+        }
     }
 
     /// What PEs write to, by name.
@@ -101,10 +135,10 @@ impl Outputs {
     }
 
     /// All PEs have written and said what they had to: checks and publishes.
-    pub(super) fn finish(self, job: &PreparedRun, sent: Vec<(usize, Message)>) -> Result<RunReport> {
-        let Outputs { layout, results: output, chosen, trace } = self;
-        let losses = sent.iter().find(|(pe, _)| *pe == 0).map(|(_, m)| m.losses.clone()).unwrap_or_default();
-        let reports: Vec<PeReport> = sent.into_iter().map(|(_, m)| m.report).collect();
+    pub(super) fn finish(self, job: &PreparedRun) -> Result<RunReport> {
+        let Outputs { layout, results: output, chosen, trace, done } = self;
+        let losses = done.iter().find(|done| done.report.pe == 0).map(|done| done.losses.clone()).unwrap_or_default();
+        let reports: Vec<PeReport> = done.into_iter().map(|done| done.report).collect();
         let mut report = RunReport::merge(run_config(job, &reports), &reports);
         report.aux_losses = losses;
         report.plan = job.plan_report(&report);
@@ -112,9 +146,9 @@ impl Outputs {
             report.check = Some(check(job, &layout, output.file(), chosen)?);
         }
         if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
-            let written = trace.file().write_all(trace_json(&reports).as_bytes());
+            let written = trace.writer.and_then(TraceWriter::finish);
             written.with_context(|| format!("{}: cannot write the trace", path.display()))?;
-            trace.publish()?;
+            trace.file.publish()?;
         }
         if let (Some(output), true) = (output, job.request.output.is_some()) {
             output.publish()?;

@@ -27,6 +27,8 @@ mod address;
 mod child;
 mod environment;
 mod fleet;
+#[cfg(all(test, feature = "command"))]
+mod fuzz;
 mod hello;
 mod keeper;
 mod life;
