@@ -94,8 +94,14 @@ pub fn check_bench_memory(bench: &MoeBench) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
     let cure = "fewer tokens, a smaller layer, or fewer PEs";
     for &dtype in &bench.dtypes {
-        let size =
-            LayerSize { config: &bench.layer.layer, dtype, pes: bench.pes, groups: 1, tokens: bench.tokens, backward: true };
+        let size = LayerSize {
+            config: &bench.layer.layer,
+            dtype,
+            pes: bench.pes,
+            groups: 1,
+            tokens: bench.tokens,
+            backward: true,
+        };
         let private = 2.0 * size.private_bytes();
         check_fits(private, cure)?;
         check_fits(private + bench.spec(&source, dtype).heap_bytes()? as f64 * bench.pes as f64, cure)?;

@@ -102,9 +102,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     let builder = Layer::<_, E>::builder(job.layer_spec(me)).observer(StatusObserver(host.status().clone()));
     let mut report = PeReport { pe: me, device: "cpu".into(), ..PeReport::default() };
     let done = match exchange {
-        Some(exchange) => {
-            steps::run(job, host, None, &mut builder.exchange(exchange).build(shmem, job)?, &mut report)?
-        }
+        Some(exchange) => steps::run(job, host, None, &mut builder.exchange(exchange).build(shmem, job)?, &mut report)?,
         None => steps::run(job, host, None, &mut builder.build(shmem, job)?, &mut report)?,
     };
     report.symmetric = SymmetricMemory {
