@@ -138,6 +138,37 @@ impl TensorFile {
         Ok(out)
     }
 
+    /// The type of tensor `name`, `None` where the file has no such tensor.
+    pub(super) fn dtype(&self, name: &str) -> Option<Dtype> {
+        self.tensors.get(name).map(|info| info.dtype)
+    }
+
+    /// Checks that tensor `name` is there, and has this type, a byte each, and this shape.
+    ///
+    /// # Errors
+    /// One line that names the file and the tensor, what is there, and what is expected.
+    pub(super) fn expect_bytes(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<(), FileError> {
+        let info = self.info(name)?;
+        if info.dtype != dtype || info.shape != shape {
+            let found = format!("is {} of shape {:?}", info.dtype, info.shape);
+            return Err(self.wrong(name, found, format!("{dtype} of shape {shape:?}")));
+        }
+        Ok(())
+    }
+
+    /// Reads elements `elements` of tensor `name`, each of which is a byte; errors as [`TensorFile::read_f32`].
+    ///
+    /// # Panics
+    /// If the elements are not all in the tensor, or have more bytes.
+    pub(super) fn read_bytes(&self, name: &str, elements: Range<usize>) -> Result<Vec<u8>, FileError> {
+        let info = self.info(name)?;
+        let total: usize = info.shape.iter().product();
+        assert!(info.dtype.bitsize() == 8 && elements.start <= elements.end && elements.end <= total, "{name}");
+        let mut bytes = vec![0; elements.len()];
+        self.read_exact(name, &mut bytes, self.data_start + (info.data_offsets.0 + elements.start) as u64)?;
+        Ok(bytes)
+    }
+
     /// Reads rows `rows` of the two-dimensional tensor `name`; errors and panics as [`TensorFile::read_f32`].
     pub(super) fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, FileError> {
         let width: usize = self.info(name)?.shape[1..].iter().product();

@@ -14,6 +14,7 @@ mod file;
 mod header;
 mod input;
 mod nearest;
+mod quantised;
 mod result;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -25,11 +26,13 @@ use serde::de::{Deserializer, Error, MapAccess, Visitor};
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
 use crate::plan::Model;
 pub use error::FileError;
-use families::Layout;
 pub use families::{Family, families_page};
+use families::{Layout, ReadConfig};
 use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};
+use quantised::{BlockScales, MXFP4_BLOCK, Quantisation, e4m3, mxfp4_row};
 pub use result::{OutputFile, ResultLayout, memory_file, real_path};
+use safetensors::Dtype;
 
 /// What the planner wants to know of the model whose `config.json` is in folder `dir`; weights are not looked at.
 ///
@@ -67,6 +70,7 @@ pub struct Checkpoint {
     config: LayerConfig,
     /// What it asks for and does not get.
     notes: Vec<String>,
+    quantisation: Quantisation,
     /// How the family's checkpoint is written.
     layout: &'static Layout,
     /// What is before a weight's name in it, such as `model.layers.3.`.
@@ -89,10 +93,11 @@ impl Checkpoint {
     /// safetensors file, a missing weight (with the layout that was recognised and the nearest name there is), a weight of
     /// another shape or of an unsupported type.
     pub fn open(dir: &Path, layer: usize) -> Result<Self, FileError> {
-        let (family, config, notes) = families::read_config(dir, layer)?;
+        let ReadConfig { family, config, notes, quantisation } = families::read_config(dir, layer)?;
         let layout = &family.layouts()[0];
         let (files, prefix) = (BTreeMap::new(), format!("model.{}.{layer}.", layout.layers));
-        let mut checkpoint = Checkpoint { family, layer, config, notes, layout, prefix, files, shard_of: None };
+        let mut checkpoint =
+            Checkpoint { family, layer, config, notes, quantisation, layout, prefix, files, shard_of: None };
         let single = dir.join(SINGLE);
         if single.try_exists().map_err(|e| FileError::read(&single, e))? {
             checkpoint.files.insert(SINGLE.into(), TensorFile::open(&single)?);
@@ -143,7 +148,8 @@ impl Checkpoint {
         let mut found: Vec<(&'static Layout, String)> = Vec::new();
         for layout in self.family.layouts() {
             let layer = format!("{}.{}.", layout.layers, self.layer);
-            let tail = layer.clone() + &layout.name(EXPERT);
+            let blocks = if self.quantisation == Quantisation::Mxfp4 { BLOCKS } else { "" };
+            let tail = layer.clone() + &layout.name(EXPERT) + blocks;
             let mut prefixes: Vec<&str> =
                 self.names().into_iter().filter_map(|name| name.strip_suffix(&tail)).collect();
             prefixes.retain(|prefix| prefix.is_empty() || prefix.ends_with('.'));
@@ -191,12 +197,95 @@ impl Checkpoint {
     /// Opens the shard that holds `id`, and checks the shape and type of the tensor that the weight is in.
     fn open_and_check(&mut self, dir: &Path, id: WeightId) -> Result<(), FileError> {
         let place = self.weight_place(id);
-        self.open_file_of(dir, &place.tensor)?;
-        let file = self.file_of(&place.tensor)?;
-        if file.shape(&place.tensor).is_none() {
-            return Err(self.missing(file.path(), &place.tensor));
+        if let (Quantisation::Mxfp4, WeightId::Expert(e, proj)) = (self.quantisation, id) {
+            let (blocks, [rows, columns]) = (self.place_of_blocks(e, proj)?, place.size);
+            let [.., all_rows, _] = blocks.shape[..] else { unreachable!("experts, rows and columns") };
+            if !columns.is_multiple_of(MXFP4_BLOCK) {
+                let what = format!("{}: {rows} rows of {columns}, expected a multiple of {MXFP4_BLOCK}", place.tensor);
+                return Err(FileError::part(dir, what));
+            }
+            let scales = [self.config.n_experts, all_rows, columns / MXFP4_BLOCK];
+            let blocks = [&scales[..], &[MXFP4_BLOCK / 2]].concat();
+            for (end, shape) in [(BLOCKS, &blocks[..]), (SCALES, &scales[..])] {
+                let name = place.tensor.clone() + end;
+                self.open_tensor(dir, &name)?.expect_bytes(&name, Dtype::U8, shape)?;
+            }
+            return Ok(());
         }
-        file.expect(&place.tensor, &place.shape)
+        let quantisation = self.quantisation;
+        let file = self.open_tensor(dir, &place.tensor)?;
+        match (quantisation, file.dtype(&place.tensor)) {
+            (Quantisation::Fp8 { block }, Some(Dtype::F8_E4M3)) => {
+                file.expect_bytes(&place.tensor, Dtype::F8_E4M3, &place.shape)?;
+                let name = place.tensor.clone() + SCALE_INV;
+                let scales = self.block_scales(&place, block)?;
+                let [leading @ .., _, _] = &place.shape[..] else { return Ok(()) };
+                let shape = [leading, &scales.size()].concat();
+                self.open_tensor(dir, &name)?.expect(&name, &shape)
+            }
+            _ => file.expect(&place.tensor, &place.shape),
+        }
+    }
+
+    /// The open file of a tensor, which is there.
+    fn open_tensor(&mut self, dir: &Path, name: &str) -> Result<&TensorFile, FileError> {
+        self.open_file_of(dir, name)?;
+        let file = self.file_of(name)?;
+        if file.shape(name).is_none() {
+            return Err(self.missing(file.path(), name));
+        }
+        Ok(file)
+    }
+
+    /// Where the blocks of an expert's matrix are, as elements: `[experts, rows, columns]`.
+    fn place_of_blocks(&self, e: usize, proj: Proj) -> Result<WeightPlace, FileError> {
+        let name = self.name(WeightId::Expert(e, proj));
+        let place = self.layout.place_of_blocks(&self.config, e, proj, name.clone());
+        place.ok_or_else(|| {
+            let what = format!("mxfp4 in a checkpoint of {}, expected gpt_oss", self.family.model_type());
+            FileError::part(Path::new(&name), what)
+        })
+    }
+
+    /// The scales of a matrix in FP8.
+    fn block_scales(&self, place: &WeightPlace, block: [usize; 2]) -> Result<BlockScales, FileError> {
+        BlockScales::new(&place.shape, block).ok_or_else(|| {
+            let what = format!("is F8_E4M3 of shape {:?}", place.shape);
+            FileError::part(Path::new(&place.tensor), format!("{what}, expected rows and columns"))
+        })
+    }
+
+    /// Elements of a tensor in FP8, multiplied by their scales.
+    fn read_fp8(&self, place: &WeightPlace, block: [usize; 2]) -> Result<Vec<f32>, FileError> {
+        let (span, name) = (place.span(), place.tensor.clone() + SCALE_INV);
+        let bytes = self.file_of(&place.tensor)?.read_bytes(&place.tensor, span.clone())?;
+        let mut elements: Vec<f32> = bytes.into_iter().map(e4m3).collect();
+        let scales = self.block_scales(place, block)?;
+        let (matrices, each) = (scales.matrices(span.start, span.len()), scales.size().into_iter().product::<usize>());
+        let values = self.file_of(&name)?.read_f32(&name, matrices.start * each, matrices.len() * each)?;
+        scales.apply(&mut elements, span.start, &values, matrices.start);
+        Ok(elements)
+    }
+
+    /// An expert's matrix in MXFP4, row-major.
+    fn read_mxfp4(&self, e: usize, proj: Proj) -> Result<Vec<f32>, FileError> {
+        let place = self.place_of_blocks(e, proj)?;
+        let [rows, columns] = place.size;
+        // Those of gate and up are in turns.
+        let (first, step) = (place.first / columns, place.strides[0] / columns);
+        let there = first..first + (rows - 1) * step + 1;
+        let read = |end: &str, width: usize| {
+            let name = place.tensor.clone() + end;
+            self.file_of(&name)?.read_bytes(&name, there.start * width..there.end * width)
+        };
+        let (block_width, scale_width) = (columns / 2, columns / MXFP4_BLOCK);
+        let (blocks, scales) = (read(BLOCKS, block_width)?, read(SCALES, scale_width)?);
+        let mut weight = Vec::with_capacity(rows * columns);
+        for row in (0..there.len()).step_by(step) {
+            let (block, scale) = (row * block_width, row * scale_width);
+            mxfp4_row(&blocks[block..block + block_width], &scales[scale..scale + scale_width], &mut weight);
+        }
+        Ok(weight)
     }
 
     /// The error of a tensor that is not there.
@@ -236,9 +325,26 @@ impl WeightSource for Checkpoint {
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         let place = self.weight_place(id);
         let read = || -> Result<Vec<f32>, FileError> {
+            if let (Quantisation::Mxfp4, WeightId::Expert(e, proj)) = (self.quantisation, id) {
+                let weight = self.read_mxfp4(e, proj)?;
+                return match weight.iter().position(|x| !x.is_finite()) {
+                    Some(i) => {
+                        let name = place.tensor.clone() + SCALES;
+                        let [row, column] = [i / place.size[1], i % place.size[1]];
+                        let found = format!("makes row {row}, column {column} of expert {e} {}", weight[i]);
+                        Err(self.file_of(&name)?.wrong(&name, found, "finite numbers".into()))
+                    }
+                    None => Ok(weight),
+                };
+            }
             let (file, span) = (self.file_of(&place.tensor)?, place.span());
-            file.expect(&place.tensor, &place.shape)?;
-            let elements = file.read_f32(&place.tensor, span.start, span.len())?;
+            let elements = match (self.quantisation, file.dtype(&place.tensor)) {
+                (Quantisation::Fp8 { block }, Some(Dtype::F8_E4M3)) => self.read_fp8(&place, block)?,
+                _ => {
+                    file.expect(&place.tensor, &place.shape)?;
+                    file.read_f32(&place.tensor, span.start, span.len())?
+                }
+            };
             if let Some(i) = elements.iter().position(|x| !x.is_finite()) {
                 let index = file::index_of(&place.shape, span.start + i);
                 let found = format!("is {} at {index:?}", elements[i]);
@@ -262,6 +368,11 @@ const PREFIXES: [&str; 8] = [
     "transformer.",
     "backbone.",
 ];
+
+/// What is at the end of the names of a quantised matrix's tensors.
+const SCALE_INV: &str = "_scale_inv";
+const BLOCKS: &str = "_blocks";
+const SCALES: &str = "_scales";
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

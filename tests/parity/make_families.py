@@ -23,6 +23,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 H, TOKENS, LAYER = 32, 23, 1
 TYPES = ["dense", "sparse"]
@@ -120,6 +122,8 @@ class Case:
     # The model type of a model of text and images that has this one as a part, and fields of its vision model.
     within: str | None = None
     vision: dict = dataclasses.field(default_factory=dict)
+    # How large matrices are on disk, quantised: "mxfp4", "fp8".
+    stored: str | None = None
 
 
 # name: how. Where a family has a choice, its second case is called after it.
@@ -130,6 +134,7 @@ CASES = {
     "qwen3_moe-one": Case("qwen3_moe", dict(num_experts_per_tok=1), bf16=False),
     "olmoe": Case("olmoe"),
     "deepseek_v3": Case("deepseek_v3", GROUPS),
+    "deepseek_v3-fp8": Case("deepseek_v3", dict(GROUPS, n_shared_experts=1), formats=(True,), stored="fp8"),
     "deepseek_v3-shards": Case("deepseek_v3", dict(n_shared_experts=0), shard="8KB", bf16=False),
     "deepseek_v3-null": Case("deepseek_v3", dict(norm_topk_prob=None, n_shared_experts=3), bf16=False),
     "afmoe": Case("afmoe", dict(num_shared_experts=1, route_scale=1.5)),
@@ -183,6 +188,9 @@ CASES = {
     ),
     "glm_moe_dsa": Case("glm_moe_dsa"),
     "gpt_oss": Case("gpt_oss", dict(swiglu_limit=1.5), gain=2.0, limits=(1.5,)),
+    "gpt_oss-mxfp4": Case(
+        "gpt_oss", dict(swiglu_limit=1.5, intermediate_size=64), gain=2.0, limits=(1.5,), formats=(True,), stored="mxfp4"
+    ),
     "gpt_oss-shards": Case("gpt_oss", dict(swiglu_limit=1.5), gain=2.0, limits=(1.5,), shard="8KB", bf16=False),
     "openai_privacy_filter": Case("openai_privacy_filter", dict(swiglu_limit=1.5), gain=2.0, limits=(1.5,)),
     "granitemoe": Case("granitemoe"),
@@ -401,6 +409,75 @@ def draw_tokens(block, gen, rounding, limits):
     raise SystemExit("tokens stay near a tie")
 
 
+# Rows and columns of FP8's blocks here, and what is in FP8.
+FP8_BLOCK = [4, 4]
+FP8_NAMES = r"experts.*(gate|up|down)"
+
+
+def to_fp8(weight):
+    """Elements and scales of the last two dimensions' blocks; the scales are powers of two, so that this undoes from_fp8 exactly."""
+    b0, b1 = FP8_BLOCK
+    *lead, rows, columns = weight.shape
+    blocks = weight.reshape(*lead, rows // b0, b0, columns // b1, b1)
+    largest = blocks.abs().amax((-3, -1)).clamp_min(1e-12)
+    scales = torch.exp2(torch.ceil(torch.log2(largest / 448.0)))
+    elements = (blocks / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
+    return elements.reshape(weight.shape), scales
+
+
+def from_fp8(elements, scales):
+    return Fp8Dequantize(None)._dequantize_one(elements, scales, torch.float32)
+
+
+def to_mxfp4(weight, blocks, scales, key):
+    """Draws blocks and scales for a weight [experts, in, out], and gives what transformers makes of them."""
+    experts, inner, out = weight.shape
+    gen = torch.Generator().manual_seed(len(key))
+    blocks[key] = torch.randint(0, 256, (experts, out, inner // 32, 16), generator=gen, dtype=torch.uint8)
+    scales[key] = torch.randint(122, 126, (experts, out, inner // 32), generator=gen, dtype=torch.uint8)
+    return convert_moe_packed_tensors(blocks[key], scales[key], dtype=torch.float32).reshape(weight.shape)
+
+
+class Stored:
+    """Makes a block's experts what their quantised form on disk says, and the files of a saved model have that form."""
+
+    def __init__(self, kind, block):
+        self.kind, self.blocks, self.scales = kind, {}, {}
+        with torch.no_grad():
+            for name, p in block.named_parameters():
+                if kind == "mxfp4" and re.search(r"experts\.(gate_up|down)_proj$", name):
+                    p.copy_(to_mxfp4(p, self.blocks, self.scales, name.rsplit(".", 1)[1]))
+                elif kind == "fp8" and re.search(FP8_NAMES, name):
+                    p.copy_(from_fp8(*to_fp8(p)))
+
+    def rewrite(self, folder):
+        path = os.path.join(folder, "model.safetensors")
+        out = {}
+        for name, value in load_file(path).items():
+            of_layer = f"layers.{LAYER}." in name
+            if self.kind == "mxfp4" and (found := re.search(r"experts\.((gate_up|down)_proj)$", name)):
+                key = found.group(1)
+                # Of the layer that is compared; the other one has the same.
+                out[name + "_blocks"], out[name + "_scales"] = self.blocks[key].clone(), self.scales[key].clone()
+            elif self.kind == "fp8" and of_layer and value.dim() == 2 and re.search(FP8_NAMES, name):
+                elements, scales = to_fp8(value.float())
+                assert torch.equal(from_fp8(elements, scales), value.float()), name
+                out[name], out[name + "_scale_inv"] = elements, scales
+            else:
+                out[name] = value
+        save_file({k: v.contiguous() for k, v in out.items()}, path, metadata={"format": "pt"})
+        path = os.path.join(folder, "config.json")
+        with open(path) as f:
+            config = json.load(f)
+        config["quantization_config"] = (
+            dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router"])
+            if self.kind == "mxfp4"
+            else dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=FP8_BLOCK)
+        )
+        with open(path, "w") as f:
+            json.dump(config, f)
+
+
 def save(model, folder, original, shard=None):
     model.save_pretrained(folder, save_original_format=original, **({"max_shard_size": shard} if shard else {}))
 
@@ -422,7 +499,8 @@ def make(root, name, case, seed):
     core = model
     while not any(hasattr(core, a) for a in ("layers", "blocks")):
         core = next(getattr(core, a) for a in ("language_model", "model", "transformer", "backbone") if hasattr(core, a))
-    block = Block((core.layers if hasattr(core, "layers") else core.blocks)[LAYER])
+    core_block = (core.layers if hasattr(core, "layers") else core.blocks)[LAYER]
+    block = Block(core_block)
     cases = []
     kinds = [("f32", original) for original in case.formats] + ([("bf16", case.formats[0])] if case.bf16 else [])
     for number, (dtype, original) in enumerate(kinds):
@@ -433,6 +511,7 @@ def make(root, name, case, seed):
             return t.to(torch.bfloat16).float() if dtype == "bf16" else t
 
         parameters = [p for m in block.modules() for p in m.parameters()]
+        stored = Stored(case.stored, core_block) if case.stored else None
         with torch.no_grad():
             for p in parameters:
                 p.copy_(rounding(p))
@@ -451,6 +530,8 @@ def make(root, name, case, seed):
             path = os.path.join(folder, "model.safetensors")
             rounded = {k: v.bfloat16() if v.dim() > 1 and v.is_floating_point() else v for k, v in load_file(path).items()}
             save_file(rounded, path, metadata={"format": "pt"})
+        if stored:
+            stored.rewrite(folder)
 
         # The same model with gradients for weights, and NaN for all that has none.
         mine = {id(p) for p in parameters if p.requires_grad}

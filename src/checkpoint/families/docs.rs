@@ -53,6 +53,10 @@ pub fn families_page() -> String {
         ];
         let _ = writeln!(page, "| {} |", cells.join(" | "));
     }
+    page += "\n## Quantised on disk\n\n\
+        Read into f32 or bf16 as a layer is loaded, and computed in that: FP8 (E4M3) with a scale for each block, as DeepSeek-V3 has it, in any\n\
+        family (`quant_method` fp8, with a `weight_block_size`); MXFP4, as gpt-oss has it, in gpt_oss. Gradients have the names and shapes of the unquantised\n\
+        model. Any other `quant_method` is refused by its name.\n";
     page += "\n## Notes\n\n";
     for entry in table::FAMILIES.iter().filter(|entry| !entry.note.is_empty()) {
         let _ = writeln!(page, "- `{}`: {}", entry.model_type, entry.note);

@@ -16,6 +16,7 @@ use serde_json::{Map, Value};
 
 use super::FileError;
 use super::file::read_regular;
+use super::quantised::Quantisation;
 use crate::moe::{
     Activation, Glu, GroupLimit, GroupScore, LayerConfig, MlpConfig, Norm, RouterConfig, Scoring, SharedConfig,
     SparseMixer,
@@ -342,12 +343,25 @@ const RANGE: [Field; 3] =
     [size("moe_layer_start_index", 1), number("moe_layer_end_index", -1.0), size("moe_layer_interval", 1)];
 const INTERLEAVE: Field = size("interleave_moe_layer_step", 1);
 
+/// What `config.json` says of a layer and its weights.
+pub(super) struct ReadConfig {
+    pub(super) family: Family,
+    pub(super) config: LayerConfig,
+    /// What it asks for and the layer does not do, a line each.
+    pub(super) notes: Vec<String>,
+    pub(super) quantisation: Quantisation,
+}
+
 /// Reads `config.json` in folder `dir` and describes layer `layer`.
 ///
 /// # Errors
 /// One line that names the file, the field, its value and what is expected.
-pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConfig, Vec<String>), FileError> {
-    let (family, mut fields, layers) = open_config(dir, false)?;
+pub(super) fn read_config(dir: &Path, layer: usize) -> Result<ReadConfig, FileError> {
+    let (family, mut fields, layers, quantisation) = open_config(dir)?;
+    let quantisation = Quantisation::of(quantisation.as_ref()).map_err(|(found, expected)| {
+        let (file, field) = (fields.path.clone(), "quantization_config".to_string());
+        FileError::Field { file, field, found, expected: expected.to_string() }
+    })?;
     if layer >= layers {
         let expected = format!("0 to {}", layers.saturating_sub(1));
         return Err(fields.wrong(&format!("layer {layer}"), "is out of range", &expected));
@@ -359,7 +373,7 @@ pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConf
     let config = family.0.layer(&fields)?;
     let notes = family.0.notes(&fields)?;
     config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
-    Ok((family, config, notes))
+    Ok(ReadConfig { family, config, notes, quantisation })
 }
 
 /// Reads `config.json` in folder `dir` as what the planner wants to know of a model, however its weights are stored.
@@ -367,7 +381,7 @@ pub(super) fn read_config(dir: &Path, layer: usize) -> Result<(Family, LayerConf
 /// # Errors
 /// As [`read_config`]; and a model without experts.
 pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
-    let (family, mut fields, layers) = open_config(dir, true)?;
+    let (family, mut fields, layers, _) = open_config(dir)?;
     let mut with_experts = Vec::new();
     for layer in 0..layers {
         fields.layer = layer;
@@ -387,8 +401,8 @@ pub(super) fn read_model(dir: &Path) -> Result<Model, FileError> {
 /// Far above any model's.
 const MAX_LAYERS: usize = 1 << 16;
 
-/// The family, its fields (for layer 0), and the number of layers; of a quantised model only where that is `quantised`.
-fn open_config(dir: &Path, quantised: bool) -> Result<(Family, Fields, usize), FileError> {
+/// The family, its fields (for layer 0), the number of layers, and what is said of quantisation.
+fn open_config(dir: &Path) -> Result<(Family, Fields, usize, Option<Value>), FileError> {
     let path = dir.join("config.json");
     let text = read_regular(&path, MAX_CONFIG_BYTES).map_err(|e| FileError::read(&path, e))?;
     let map: Map<String, Value> =
@@ -404,11 +418,7 @@ fn open_config(dir: &Path, quantised: bool) -> Result<(Family, Fields, usize), F
         let expected = format!("one of {}", known.join(", "));
         return Err(fields.wrong("model_type", format!("is {model_type:?}"), &expected));
     };
-    if let Some(q) = fields.get("quantization_config").filter(|q| !q.is_null() && !quantised) {
-        let method = q.get("quant_method").and_then(Value::as_str).unwrap_or("of an unnamed method");
-        let found = format!("is there ({method})");
-        return Err(fields.wrong("quantization_config", found, "an unquantised checkpoint"));
-    }
+    let quantisation = fields.get("quantization_config").cloned();
     if let Some(wrapper) = family.0.wrapper.filter(|w| w.model_type == model_type) {
         descend(&mut fields, wrapper, family.0)?;
     }
@@ -420,7 +430,7 @@ fn open_config(dir: &Path, quantised: bool) -> Result<(Family, Fields, usize), F
     if layers > MAX_LAYERS {
         return Err(fields.unexpected(entry.layers.name(), &format!("at most {MAX_LAYERS}")));
     }
-    Ok((family, fields, layers))
+    Ok((family, fields, layers, quantisation))
 }
 
 /// Goes from a wrapper's configuration to the text model's in it.

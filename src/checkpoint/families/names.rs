@@ -44,6 +44,8 @@ pub(in crate::checkpoint) enum Packing {
     FusedTransposed,
     /// As `FusedTransposed`, with gate's and up's columns in turns.
     InterleavedTransposed,
+    /// As `Fused`, with gate's and up's rows in turns.
+    Interleaved,
     /// All experts' rows in one tensor of two dimensions for each projection, `[experts * intermediate, hidden]`, that of down
     /// transposed.
     Stacked,
@@ -57,6 +59,7 @@ impl Packing {
             Packing::Fused => "experts in one tensor, gate and up one after the other",
             Packing::FusedTransposed => "experts in one tensor, transposed, gate and up one after the other",
             Packing::InterleavedTransposed => "experts in one tensor, transposed, gate and up in turns",
+            Packing::Interleaved => "experts in one tensor, gate and up in turns",
             Packing::Stacked => "experts' rows stacked in a tensor per projection",
         }
     }
@@ -66,7 +69,7 @@ impl Packing {
     }
 
     fn interleaved(self) -> bool {
-        self == Packing::InterleavedTransposed
+        matches!(self, Packing::InterleavedTransposed | Packing::Interleaved)
     }
 }
 
@@ -84,6 +87,16 @@ impl Layout {
             WeightId::SharedBias(p) => (&self.shared, 0, self.shared.biases[proj_index(p)]),
         };
         if mlps.packing == Packing::Each { name.replace("{e}", &expert.to_string()) } else { name.into() }
+    }
+
+    /// Where an expert's matrix lies in the tensors of MXFP4, whose rows are whole: as in `tensor`, but transposed. `None` in layouts that
+    /// no such checkpoints are written in.
+    pub fn place_of_blocks(&self, config: &LayerConfig, e: usize, proj: Proj, tensor: String) -> Option<WeightPlace> {
+        if self.experts.packing != Packing::InterleavedTransposed {
+            return None;
+        }
+        let mlps = Mlps { packing: Packing::Interleaved, ..self.experts };
+        Some(mlps.place(&config.expert, config.hidden, proj, false, Some((e, config.n_experts)), tensor))
     }
 
     /// Where a weight of `config` lies; `tensor` is its tensor's full name.
