@@ -47,6 +47,24 @@ fn the_cases_are_of_every_family_in_both_types() {
     println!("{} families", Family::all().count());
 }
 
+/// A tensor of a file, where it is there.
+fn tensor_as_f32(path: &std::path::Path, name: &str) -> Option<binary::Tensor> {
+    let bytes = fs::read(path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = file.tensor(name).ok()?;
+    let values = match tensor.dtype() {
+        safetensors::Dtype::F32 => {
+            tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        }
+        safetensors::Dtype::BF16 => {
+            tensor.data().chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+        }
+        // Not to be compared: what is quantised.
+        _ => Vec::new(),
+    };
+    Some((tensor.shape().to_vec(), values))
+}
+
 /// Runs a case on so many PEs, checked; says what is wrong.
 fn wrong(case: &Value, pes: usize) -> Vec<String> {
     let (name, dtype) = (text(case, "name"), text(case, "dtype"));
@@ -57,6 +75,8 @@ fn wrong(case: &Value, pes: usize) -> Vec<String> {
     let mut command = aristos(["run", "--json", "--check", "--dtype", dtype, "--pes", &pes.to_string()]);
     command.args(["--layer", &case["layer"].to_string()]).arg("--model").arg(&dir);
     command.arg("--input").arg(dir.join("input.safetensors")).arg("--output").arg(&out);
+    let weights = folder.path().join("weights.safetensors");
+    command.arg("--save-weights").arg(&weights);
     let outcome = run(command);
     if outcome.status.code() != Some(0) {
         return vec![format!("{what}: {}{}", outcome.stderr.trim(), outcome.stdout.trim())];
@@ -67,6 +87,21 @@ fn wrong(case: &Value, pes: usize) -> Vec<String> {
     if names(&got) != names(&want) {
         let other: Vec<_> = names(&got).symmetric_difference(&names(&want)).cloned().collect();
         wrong.push(format!("{what}: {other:?} on one side only"));
+    }
+    // Weights go out as they came in: as transformers itself has saved them. (Quantised ones go out as numbers.)
+    let on_disk = |name: &str| {
+        let mut all = fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
+        let shards = all.by_ref().filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("model"));
+        let shards = shards.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+        shards.into_iter().find_map(|path| tensor_as_f32(&path, name))
+    };
+    for (tensor, (shape, values)) in read_tensors(&weights) {
+        match on_disk(&tensor) {
+            Some(theirs) if theirs == (shape, values) => {}
+            None if name.contains("mxfp4") => {}
+            Some(_) if name.contains("fp8") => {}
+            other => wrong.push(format!("{what}: weight {tensor} is another one on disk: {:?}", other.map(|t| t.0))),
+        }
     }
     let tolerance = if dtype == "f32" { F32_TOLERANCE } else { BF16_TOLERANCE };
     for (tensor, (shape, values)) in &want {

@@ -72,6 +72,12 @@ pub struct Args {
     /// Steps to run and measure
     #[arg(long, value_name = "S", default_value_t = 1)]
     steps: usize,
+    /// After each step change the weights by their gradients times -RATE (stochastic gradient descent)
+    #[arg(long, value_name = "RATE", conflicts_with = "check")]
+    sgd: Option<f32>,
+    /// Write the layer's weights as they are at the end, under the names and in the shapes of the checkpoint, F32
+    #[arg(long, value_name = "W.safetensors")]
+    save_weights: Option<PathBuf>,
     /// Compare the results with a dense float64 reference; exit code 1 beyond tolerance
     #[arg(long)]
     check: bool,
@@ -226,6 +232,9 @@ impl Args {
             "--timeout is {}, expected at most {MAX_TIMEOUT_S} seconds",
             self.timeout
         );
+        if let Some(rate) = self.sgd {
+            ensure!(rate.is_finite(), "--sgd is {rate}, expected a finite number");
+        }
         let (device, dtype) = self.device.device(self.dtype)?;
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
@@ -248,6 +257,8 @@ impl Args {
             graph: self.graph,
             dtype,
             steps: self.steps,
+            sgd: self.sgd,
+            save_weights: self.save_weights.clone(),
             options: Options {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,

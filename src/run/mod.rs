@@ -20,7 +20,7 @@ pub mod supervisor;
 use std::ops::Range;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 #[cfg(feature = "device")]
@@ -72,6 +72,7 @@ impl PreparedRun {
         (config.aux_loss_coef, config.z_loss_coef) = request.losses;
         config.capacity_factor = request.capacity_factor;
         config.validate()?;
+        ensure!(backward || request.sgd.is_none(), "`sgd` without a backward pass: the input has no grad_output");
         #[cfg(feature = "device")]
         if request.device != DeviceKind::Cpu {
             crate::moe::device::check(&config, request.dtype, &request.options)?;
@@ -140,6 +141,23 @@ impl PreparedRun {
         }
         let layout = ResultLayout::new(tensors)?;
         Ok(match &self.request.output {
+            Some(path) => layout.for_path(path),
+            None => layout,
+        })
+    }
+
+    /// What the file of weights holds.
+    fn saved_weights(&self) -> Result<ResultLayout> {
+        let mut seen = std::collections::HashSet::new();
+        let mut tensors = Vec::new();
+        for id in self.config.weights() {
+            let WeightPlace { tensor, shape, .. } = self.weight_place(id);
+            if seen.insert(tensor.clone()) {
+                tensors.push((tensor, shape));
+            }
+        }
+        let layout = ResultLayout::new(tensors)?;
+        Ok(match &self.request.save_weights {
             Some(path) => layout.for_path(path),
             None => layout,
         })

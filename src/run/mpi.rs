@@ -5,7 +5,7 @@ use std::io;
 
 use anyhow::{Context, Result, anyhow};
 
-use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS};
+use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS, WEIGHTS};
 use super::probe::{heap_bytes, probe_pes};
 use super::supervisor::{self, Outputs};
 use super::{PreparedRun, pe};
@@ -39,11 +39,12 @@ pub fn run(
     let prepared = prepare(&pes, &mut job, cluster);
     let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return Ok(false) };
     let job = job;
-    let names: Vec<&'static str> = match (&job.request.output, job.request.check) {
+    let mut names: Vec<&'static str> = match (&job.request.output, job.request.check) {
         (_, true) => vec![RESULTS, CHOSEN],
         (Some(_), false) => vec![RESULTS],
         (None, false) => Vec::new(),
     };
+    names.extend(job.request.save_weights.iter().map(|_| WEIGHTS));
     let sent = pes.run::<Message>(&names, files, limit, |host| pe::run(&job, host).map_err(|error| failure(&error)));
     let sent = match sent {
         Ok(sent) => sent,

@@ -11,7 +11,7 @@ use super::{PreparedRun, gradient_name};
 use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
 use crate::moe::metrics::Phase;
-use crate::moe::{Load, WeightPlace, WeightSource};
+use crate::moe::{Load, WeightId, WeightSource};
 use crate::report::{PeReport, TraceSpan};
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
@@ -41,6 +41,8 @@ pub(super) const FIRST_PHASE: u32 = 5;
 
 /// The files that the supervisor hands to the PEs.
 pub const RESULTS: &str = "results";
+/// The weights at the end.
+pub const WEIGHTS: &str = "weights";
 /// The experts chosen for each token, `[tokens, top_k]` u32, little-endian.
 pub const CHOSEN: &str = "chosen";
 
@@ -79,26 +81,18 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
         if job.backward {
             write("grad_hidden_states", tokens.start, &results.grad_input)?;
             let (placement, index) = job.place(me);
-            let first_group = job.groups.place(me).0 == 0;
-            let mut parts = Parts::default();
-            let mut expert = None;
-            for id in job.config.weights() {
-                // Replicated weights' gradients are the same on every PE, experts' in every group; the first one writes them.
-                let mine = if job.config.replicated_weights().contains(&id) { me == 0 } else { first_group };
-                let Some(grad) = results.grads.get(id, placement, index).filter(|_| mine) else { continue };
-                let place = job.weight_place(id);
-                if place.is_whole() {
-                    write(&gradient_name(&place.tensor), 0, grad)?;
-                    continue;
-                }
-                let of = id.expert();
-                if std::mem::replace(&mut expert, of) != of {
-                    parts.write(host, &layout, &file)?;
-                }
-                parts.add(&place, grad);
-            }
-            parts.write(host, &layout, &file)?;
+            let held = job.config.weights().into_iter();
+            let grads = held.filter_map(|id| Some((id, results.grads.get(id, placement, index)?)));
+            let target = Target { host, file: RESULTS, layout: &layout, path: &file };
+            target.write_weights(job, grads, gradient_name)?;
         }
+    }
+    if host.has_file(WEIGHTS) {
+        let layout = job.saved_weights()?;
+        let file = job.request.save_weights.as_ref().map_or(String::new(), |path| path.display().to_string());
+        let held = results.weights.iter().map(|(id, values)| (*id, &values[..]));
+        let target = Target { host, file: WEIGHTS, layout: &layout, path: &file };
+        target.write_weights(job, held, |tensor| tensor.to_string())?;
     }
     if host.has_file(CHOSEN) {
         let offset = tokens.start * job.config.router.top_k * 4;
@@ -107,29 +101,67 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
     Ok(host.send(&serde_json::to_vec(&Message::Done(Box::new(done)))?)?)
 }
 
-/// Gradients of an expert's weights that share tensors with each other, gathered so that each part of a file is written at once.
-#[derive(Default)]
-struct Parts(Vec<(String, Range<usize>, Vec<f32>)>);
+/// A file with a tensor for each weight, or for its gradient.
+struct Target<'t> {
+    host: &'t dyn Host,
+    /// Its name among the job's files.
+    file: &'static str,
+    layout: &'t ResultLayout,
+    /// What errors call it.
+    path: &'t str,
+}
 
-impl Parts {
-    fn add(&mut self, place: &WeightPlace, grad: &[f32]) {
-        let same = |(tensor, part, _): &&mut (String, Range<usize>, _)| *tensor == place.tensor && *part == place.part;
-        if let Some((_, _, values)) = self.0.iter_mut().find(same) {
-            return place.scatter(grad, values, place.part.start);
+impl Target<'_> {
+    /// Writes what this PE has to write of `values`, weights or their gradients in the order of [`LayerConfig::weights`](crate::moe::LayerConfig::weights), under
+    /// the names that `name` makes of their tensors'.
+    fn write_weights<'v>(
+        &self,
+        job: &PreparedRun,
+        values: impl Iterator<Item = (WeightId, &'v [f32])>,
+        name: fn(&str) -> String,
+    ) -> Result<()> {
+        let me = self.host.my_pe();
+        let first_group = job.groups.place(me).0 == 0;
+        let replicated = job.config.replicated_weights();
+        // Of an expert's weights that share tensors with each other, so that each part of a file is written at once.
+        let mut parts: Vec<(String, Range<usize>, Vec<f32>)> = Vec::new();
+        let mut expert = None;
+        for (id, values) in values {
+            // Replicated weights are the same on every PE, experts' in every group; the first one writes them.
+            if !(if replicated.contains(&id) { me == 0 } else { first_group }) {
+                continue;
+            }
+            let place = job.weight_place(id);
+            if place.is_whole() {
+                self.write(&name(&place.tensor), 0..values.len(), values)?;
+                continue;
+            }
+            let of = id.expert();
+            if std::mem::replace(&mut expert, of) != of {
+                self.write_parts(&mut parts)?;
+            }
+            let tensor = name(&place.tensor);
+            let same = |(other, part, _): &&mut (String, Range<usize>, _)| *other == tensor && *part == place.part;
+            match parts.iter_mut().find(same) {
+                Some((_, _, all)) => place.scatter(values, all, place.part.start),
+                None => {
+                    let mut all = vec![0.0; place.part.len()];
+                    place.scatter(values, &mut all, place.part.start);
+                    parts.push((tensor, place.part.clone(), all));
+                }
+            }
         }
-        let mut values = vec![0.0; place.part.len()];
-        place.scatter(grad, &mut values, place.part.start);
-        self.0.push((place.tensor.clone(), place.part.clone(), values));
+        self.write_parts(&mut parts)
     }
 
-    /// Writes what there is, to `file` by its name.
-    fn write(&mut self, host: &dyn Host, layout: &ResultLayout, file: &str) -> Result<()> {
-        for (tensor, part, values) in self.0.drain(..) {
-            let name = gradient_name(&tensor);
-            let at = layout.elements_at(&name, part)?;
-            host.write(RESULTS, at, bytemuck::cast_slice(&values), &format!("tensor {name} to {file}"))?;
-        }
-        Ok(())
+    fn write_parts(&self, parts: &mut Vec<(String, Range<usize>, Vec<f32>)>) -> Result<()> {
+        parts.drain(..).try_for_each(|(tensor, part, values)| self.write(&tensor, part, &values))
+    }
+
+    fn write(&self, tensor: &str, elements: Range<usize>, values: &[f32]) -> Result<()> {
+        let at = self.layout.elements_at(tensor, elements)?;
+        let what = format!("tensor {tensor} to {}", self.path);
+        Ok(self.host.write(self.file, at, bytemuck::cast_slice(values), &what)?)
     }
 }
 

@@ -10,7 +10,7 @@ use super::pe_results::Message;
 use crate::checkpoint::InputTensor;
 use crate::job::host::Host;
 use crate::moe::metrics::{self, PassOutcome, Phase};
-use crate::moe::{Gradients, MoeLayer, Routed};
+use crate::moe::{Gradients, MoeLayer, Routed, WeightId};
 use crate::report::{ExpertRows, PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
 
 /// Spans of a trace are sent when there are so many.
@@ -24,6 +24,8 @@ pub(super) struct Results {
     pub(super) grad_input: Vec<f32>,
     pub(super) grads: Gradients,
     pub(super) routed: Routed,
+    /// What this PE holds of the weights at the end, where they are to be saved.
+    pub(super) weights: Vec<(WeightId, Vec<f32>)>,
 }
 
 /// Runs the job's steps on this PE's tokens, and enters in `report` what they took and sent; `report.pe` says which PE
@@ -51,6 +53,11 @@ pub(super) fn run<L: MoeLayer>(
         backward = Some((grad_output, layer.values(&zeros)?));
     }
 
+    let held = layer.spec().held(layer.my_pe());
+    let mut weights = Vec::new();
+    if job.request.sgd.is_some() {
+        weights = read_weights(layer, &held)?;
+    }
     let mut sample = StepSample::default();
     let mut spans = Vec::new();
     let mut sent = metrics::Traffic::default();
@@ -83,6 +90,9 @@ pub(super) fn run<L: MoeLayer>(
             done.backward = Some(take(layer.finish(&saved)?));
         }
         layer.recycle(saved);
+        if let Some(rate) = job.request.sgd {
+            descend(layer, rate, &mut weights)?;
+        }
         for (most, pass) in report.rounds.iter_mut().zip([Some(&done.forward), done.backward.as_ref()]) {
             *most = pass.map_or(0, |pass| pass.rounds).max(*most);
         }
@@ -100,7 +110,16 @@ pub(super) fn run<L: MoeLayer>(
     let rows = job.groups.experts(me).iter().zip(&routed.expert_rows);
     report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
 
-    let mut results = Results { output: zeros.clone(), grad_input: Vec::new(), grads: Gradients::default(), routed };
+    let mut results = Results {
+        output: zeros.clone(),
+        grad_input: Vec::new(),
+        grads: Gradients::default(),
+        routed,
+        weights: Vec::new(),
+    };
+    if job.request.save_weights.is_some() {
+        results.weights = read_weights(layer, &held)?;
+    }
     layer.read(output.borrow(), &mut results.output)?;
     if let Some((_, grad_input)) = &backward {
         results.grad_input = zeros;
@@ -108,6 +127,29 @@ pub(super) fn run<L: MoeLayer>(
         results.grads = layer.gradients()?.clone();
     }
     Ok(results)
+}
+
+/// The weights that this PE holds, as the layer computes with them.
+fn read_weights<L: MoeLayer>(layer: &L, held: &[WeightId]) -> Result<Vec<(WeightId, Vec<f32>)>> {
+    let mut weights = Vec::with_capacity(held.len());
+    for &id in held {
+        let mut values = vec![0.0; layer.spec().config.shape(id).iter().product()];
+        layer.weights(id, &mut values)?;
+        weights.push((id, values));
+    }
+    Ok(weights)
+}
+
+/// A step of stochastic gradient descent. `weights` are kept in f32, whatever the layer computes in, so that small steps add up.
+fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<f32>)]) -> Result<()> {
+    let (placement, me) = (layer.spec().placement.clone(), layer.my_pe());
+    let gradients = layer.gradients()?.clone();
+    for (id, weight) in weights.iter_mut().filter(|(id, _)| id.has_gradient()) {
+        let Some(gradient) = gradients.get(*id, &placement, me) else { continue };
+        weight.iter_mut().zip(gradient).for_each(|(weight, gradient)| *weight -= rate * gradient);
+        layer.set_weights(*id, weight)?;
+    }
+    Ok(())
 }
 
 /// A pass's times by the report's names of phases.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::PreparedRun;
 use super::check::check;
-use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS};
+use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS, WEIGHTS};
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 use crate::job::launch::{Processes, StatusView};
 use crate::job::messages::collect;
@@ -77,6 +77,7 @@ pub(super) struct Outputs {
     layout: ResultLayout,
     results: Option<OutputFile>,
     chosen: Option<File>,
+    weights: Option<OutputFile>,
     trace: Option<Trace>,
     done: Vec<Done>,
 }
@@ -116,7 +117,11 @@ impl Outputs {
         let trace = job.request.trace.as_deref().map(|path| Trace::create(path, job.request.pes)).transpose()?;
         let chosen_bytes = (job.tokens * job.config.router.top_k * size_of::<u32>()) as u64;
         let chosen = job.request.check.then(|| memory_file("aristos-chosen", chosen_bytes)).transpose()?;
-        Ok(Outputs { layout, results, chosen, trace, done: Vec::new() })
+        let weights = match &job.request.save_weights {
+            Some(path) => Some(OutputFile::create(path, &job.saved_weights()?)?),
+            None => None,
+        };
+        Ok(Outputs { layout, results, chosen, weights, trace, done: Vec::new() })
     }
 
     /// Takes what a PE says.
@@ -131,12 +136,13 @@ impl Outputs {
     /// What PEs write to, by name.
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &File)> {
         let results = self.results.as_ref().map(|file| (RESULTS, file.file()));
-        results.into_iter().chain(self.chosen.as_ref().map(|file| (CHOSEN, file)))
+        let weights = self.weights.as_ref().map(|file| (WEIGHTS, file.file()));
+        results.into_iter().chain(self.chosen.as_ref().map(|file| (CHOSEN, file))).chain(weights)
     }
 
     /// All PEs have written and said what they had to: checks and publishes.
     pub(super) fn finish(self, job: &PreparedRun) -> Result<RunReport> {
-        let Outputs { layout, results: output, chosen, trace, done } = self;
+        let Outputs { layout, results: output, chosen, weights, trace, done } = self;
         let losses = done.iter().find(|done| done.report.pe == 0).map(|done| done.losses.clone()).unwrap_or_default();
         let reports: Vec<PeReport> = done.into_iter().map(|done| done.report).collect();
         let mut report = RunReport::merge(run_config(job, &reports), &reports);
@@ -150,6 +156,7 @@ impl Outputs {
             written.with_context(|| format!("{}: cannot write the trace", path.display()))?;
             trace.file.publish()?;
         }
+        weights.map_or(Ok(()), OutputFile::publish)?;
         if let (Some(output), true) = (output, job.request.output.is_some()) {
             output.publish()?;
         }
@@ -159,12 +166,14 @@ impl Outputs {
 
 /// Refuses files to be written that are each other, or that are there to be read.
 pub(super) fn check_outputs(request: &RunRequest) -> Result<()> {
-    let (output, trace) = (request.output.as_deref(), request.trace.as_deref());
+    let written = [("output", &request.output), ("save_weights", &request.save_weights), ("trace", &request.trace)];
     let same = |a: Option<&Path>, b: &Path| a.is_some_and(|a| real_path(a) == real_path(b));
-    for (field, path) in [("output", output), ("trace", trace)] {
-        let Some(path) = path else { continue };
+    for (at, (field, path)) in written.iter().enumerate() {
+        let Some(path) = path.as_deref() else { continue };
         let refuse = |what: &str| anyhow!("`{field}` {} is {what}, expected another file", path.display());
-        ensure!(field == "output" || !same(output, path), refuse("`output` too"));
+        for (other, others) in &written[..at] {
+            ensure!(!same(others.as_deref(), path), refuse(&format!("`{other}` too")));
+        }
         if let Some(PlanSource::File(plan)) = &request.plan {
             ensure!(!same(Some(path), plan), refuse("the plan"));
         }

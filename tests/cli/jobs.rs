@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::binary::{aristos, aristos_run, names_in, read_tensors, relative_error, run};
+use crate::binary::{aristos, aristos_run, names_in, read_tensors, relative_error, run, write_tensors};
 use crate::files::{Files, HIDDEN};
 
 /// Runs it with `--json`, from arguments separated by spaces; the report.
@@ -288,4 +288,54 @@ fn the_flags_are_explained() {
     }
     let outcome = run(aristos(["--version"])).success();
     assert_eq!(outcome.stdout, format!("aristos {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn weights_are_saved_as_they_are_at_the_end() {
+    let files = Files::new();
+    let (out, weights) = (files.path("out/out.safetensors"), files.path("out/weights.safetensors"));
+    let path = weights.display().to_string();
+    // Unchanged: what the checkpoint has, under its names.
+    files.run(&["--save-weights", &path]).success();
+    let (model, saved) = (read_tensors(&files.path("model/model.safetensors")), read_tensors(&weights));
+    assert!(saved.len() > 3 * 8, "{}", saved.len());
+    saved.iter().for_each(|(name, tensor)| assert_eq!(Some(tensor), model.get(name), "{name}"));
+    let gradients = read_tensors(&out);
+    // A step of gradient descent, on any number of PEs.
+    for pes in ["1", "2", "3"] {
+        let mut command = aristos(["run", "--pes", pes, "--sgd", "0.5", "--layer", "1", "--save-weights", &path]);
+        command.arg("--model").arg(files.path("model")).arg("--input").arg(files.path("in.safetensors"));
+        run(command).success();
+        let stepped = read_tensors(&weights);
+        assert_eq!(stepped.len(), saved.len());
+        for (name, (shape, values)) in &stepped {
+            let gradient = &gradients[&format!("grad.{name}")].1;
+            let want: Vec<f32> = saved[name].1.iter().zip(gradient).map(|(w, g)| w - 0.5 * g).collect();
+            assert_eq!(shape, &saved[name].0);
+            assert!(relative_error(values, &want) < 1e-6, "{name}");
+        }
+    }
+    // A changed layer as a checkpoint: the second step from there is the second of two.
+    let mut two =
+        aristos(["run", "--pes", "2", "--sgd", "0.5", "--steps", "2", "--layer", "1", "--save-weights", &path]);
+    two.arg("--model").arg(files.path("model")).arg("--input").arg(files.path("in.safetensors"));
+    run(two).success();
+    let twice = read_tensors(&weights);
+    let step = |source: &std::path::Path| {
+        let mut command = aristos(["run", "--pes", "2", "--sgd", "0.5", "--layer", "1", "--save-weights", &path]);
+        command.arg("--model").arg(source).arg("--input").arg(files.path("in.safetensors"));
+        run(command).success();
+        read_tensors(&weights)
+    };
+    let once = step(&files.path("model"));
+    let tensors: Vec<_> = once.iter().map(|(name, (shape, x))| (&**name, &**shape, &**x)).collect();
+    write_tensors(&files.path("model/model.safetensors"), &tensors);
+    for (name, (_, values)) in step(&files.path("model")) {
+        assert!(relative_error(&values, &twice[&name].1) < 1e-6, "{name}");
+    }
+    // Refused where it makes no sense.
+    files.run(&["--sgd", "0.1", "--check"]).misused(&["--sgd", "--check"]);
+    files.run(&["--sgd", "inf"]).refused(&["--sgd is inf"]);
+    run(aristos_run("--forward-only --sgd 0.1")).refused(&["--sgd without a backward pass"]);
+    files.run(&["--save-weights", &out.display().to_string()]).refused(&["--save-weights", "is --output too"]);
 }

@@ -85,6 +85,8 @@ pub struct RunRequest {
     pub dtype: Dtype,
     /// Measured steps.
     pub steps: usize,
+    /// The learning rate, where weights take a step of stochastic gradient descent after each step.
+    pub sgd: Option<f32>,
     /// How the layer runs.
     pub options: Options,
     /// Coefficients of the load-balancing and the z-loss, over what the layer says.
@@ -94,6 +96,9 @@ pub struct RunRequest {
     /// Where the results go.
     #[serde(with = "optional_path_bytes")]
     pub output: Option<PathBuf>,
+    /// Where the weights go as they are at the end, in the layout of their checkpoint.
+    #[serde(with = "optional_path_bytes")]
+    pub save_weights: Option<PathBuf>,
     /// Whether the results are checked against the float64 reference.
     pub check: bool,
     /// Where the timeline goes.
