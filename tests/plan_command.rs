@@ -1,5 +1,7 @@
 //! `aristos plan` as a command: the published case, what it shows and draws, and what it refuses.
 
+mod binary;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -376,4 +378,24 @@ fn each_wrong_field_of_a_workload_is_named() {
     one[9] = -1.0;
     refused(CLUSTER, &load(json!(one)), &["w.json", "expert_load[9] is -1"]);
     refused(CLUSTER, &load(json!(7)).replace("expert_load", "load"), &["w.json", "unknown field `load`"]);
+}
+
+#[test]
+fn links_that_could_not_be_measured_are_refused_unless_allowed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("cluster.json");
+    let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/cluster/probed.json");
+    let mut cluster: serde_json::Value = serde_json::from_slice(&std::fs::read(corpus).unwrap()).unwrap();
+    cluster["probe"]["residual"] = serde_json::json!([[0.0, 0.1], [0.9, 0.0]]);
+    std::fs::write(&path, cluster.to_string()).unwrap();
+    let plan = |more: &[&str]| {
+        let path = path.to_str().unwrap();
+        let args = ["plan", "--cluster", path, "--workload", "tests/corpus/workload/small.json"];
+        binary::run(binary::aristos(args.iter().chain(more)))
+    };
+    let said = ["cluster.json: probe.residual[1][0] is 0.90", "of 1 links", "at most 0.5", "--max-residual 0.91"];
+    plan(&[]).refused(&said);
+    plan(&["--max-residual", "0.91"]).success();
+    plan(&["--max-residual", "0.05"]).refused(&["of 2 links"]);
+    plan(&["--max-residual=-1"]).refused(&["--max-residual is -1"]);
 }

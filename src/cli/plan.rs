@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
 use super::files::check_distinct;
 use super::workload::OptionalModelArgs;
 use crate::checkpoint::OutputFile;
-use crate::cluster::{Cluster, parse_json, preset, read_text};
+use crate::cluster::{Cluster, Probe, parse_json, preset, read_text};
 use crate::plan::{
     self, Algorithm, Explanation, Infeasible, Objective, Options, Outcome, PlacementKind, Plan, PlanError, Replan,
     Workload,
@@ -56,6 +56,9 @@ pub struct Args {
     /// Write the plan as JSON
     #[arg(long, value_name = "PLAN.json")]
     out: Option<PathBuf>,
+    /// Plan although the times of a probed link are further than this off a latency and a rate: the residual, a share
+    #[arg(long, value_name = "SHARE", default_value_t = Probe::USABLE)]
+    max_residual: f64,
     /// Draw the plan on its cluster, as SVG, or with the feature `png` as PNG where the file's name ends so
     #[arg(long, value_name = "PLAN.svg|png")]
     plot: Option<PathBuf>,
@@ -140,8 +143,26 @@ impl Args {
     fn cluster(&self) -> Result<Cluster> {
         match self.cluster.to_str().and_then(|text| text.strip_prefix("preset:")) {
             Some(name) => Ok(preset(name)?),
-            None => Ok(Cluster::read(&self.cluster)?),
+            None => self.usable(Cluster::read(&self.cluster)?),
         }
+    }
+
+    /// Refuses links that a probe could not measure.
+    fn usable(&self, cluster: Cluster) -> Result<Cluster> {
+        let limit = self.max_residual;
+        ensure!(limit >= 0.0, "--max-residual is {limit}, expected a share, 0 or more");
+        let wild = cluster.probe.as_ref().map(|probe| probe.wild_links(limit)).unwrap_or_default();
+        let worst = wild.iter().max_by(|a, b| a.2.total_cmp(&b.2));
+        if let Some((from, to, residual)) = worst {
+            bail!(
+                "{}: probe.residual[{from}][{to}] is {residual:.2}, the largest of {} links, expected at most {limit}: probe again on a quiet \
+                 machine, or say --max-residual {:.2}",
+                self.cluster.display(),
+                wild.len(),
+                residual + 0.01
+            );
+        }
+        Ok(cluster)
     }
 
     fn workload(&self, cluster: &Cluster) -> Result<Workload> {

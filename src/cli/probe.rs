@@ -9,12 +9,12 @@ use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::values::{DtypeArg, MlpArg, NO_MPI, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
-use crate::cluster::{Cluster, ProbeOptions};
+use crate::cluster::{Cluster, Probe, ProbeOptions};
 use crate::job::launch::settled_pes;
 use crate::job::request::{ProbeRequest, ProbedExpert, Request};
 use crate::run::probe::{PROBE_PHASES, heap_bytes};
 use crate::shmem::{ShmTransport, available_bytes};
-use crate::stdio::print;
+use crate::stdio::{print, say};
 
 /// PEs at least, when not said: one alone has no links.
 const PES_LEAST: usize = 2;
@@ -130,8 +130,27 @@ impl Args {
             written.with_context(|| format!("cannot write {}", path.display()))?;
             out.publish()?;
         }
+        if let Some(probe) = &cluster.probe {
+            warn_of_wild_links(probe);
+        }
         let shown = if self.json { text } else { crate::report::cluster_text(&cluster) };
         print(&shown)?;
         Ok(true)
+    }
+}
+
+/// Names the links that were measured again and again, and whose times fit no line all the same.
+pub(crate) fn warn_of_wild_links(probe: &Probe) {
+    const SHOWN: usize = 8;
+    let wild = probe.wild_links(Probe::USABLE);
+    for (from, to, residual) in wild.iter().take(SHOWN) {
+        let percent = 100.0 * residual;
+        say(&format!(
+            "aristos: the link from PE {from} to PE {to}: its times are {percent:.0}% off a latency and a rate, however often they were \
+             measured: is the machine busy?"
+        ));
+    }
+    if wild.len() > SHOWN {
+        say(&format!("aristos: and {} more links", wild.len() - SHOWN));
     }
 }

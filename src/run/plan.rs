@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::PreparedRun;
 use super::probe::PROBE_PHASES;
-use crate::cluster::{Cluster, ProbeOptions, parse_json, read_text};
+use crate::cluster::{Cluster, Probe, ProbeOptions, parse_json, read_text};
 use crate::job::launch::Processes;
 use crate::job::messages::collect;
 use crate::job::request::{DeviceKind, PlanSource, ProbeRequest, ProbedExpert, Request};
@@ -92,7 +92,14 @@ impl PreparedRun {
         let mut sent = None;
         collect::<String>(processes, |_, text| sent = Some(text), |_| ()).context("`plan` auto: the probe failed")?;
         let text = &sent.context("`plan` auto: no PE sent its measurements")?;
-        Ok(Cluster::from_json(text)?)
+        let cluster = Cluster::from_json(text)?;
+        for (from, to, residual) in cluster.probe.iter().flat_map(|probe| probe.wild_links(Probe::USABLE)) {
+            tracing::warn!(
+                "`plan` auto: the times of the link from PE {from} to PE {to} are {:.0}% off a latency and a rate",
+                100.0 * residual
+            );
+        }
+        Ok(cluster)
     }
 
     /// The groups of a plan, device `i` being PE `i`.

@@ -198,6 +198,20 @@ pub struct Probe {
     pub exchange_factor: Vec<f64>,
 }
 
+impl Probe {
+    /// Times with no larger residual are a line's.
+    pub const FITS: f64 = 0.25;
+    /// The largest residual that a plan should be made on.
+    pub const USABLE: f64 = 0.5;
+
+    /// The links whose times fit a line worse than `limit`, as ordered pairs of devices by their places, with their residuals.
+    pub fn wild_links(&self, limit: f64) -> Vec<(usize, usize, f64)> {
+        let all = self.residual.iter().enumerate();
+        let all = all.flat_map(|(i, row)| row.iter().enumerate().map(move |(j, residual)| (i, j, *residual)));
+        all.filter(|(i, j, residual)| i != j && *residual > limit).collect()
+    }
+}
+
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct RawDevice {
