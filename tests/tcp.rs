@@ -385,7 +385,8 @@ const TESTS: &[(&str, fn())] = &[
             let expected: Vec<String> = CHECKS.iter().map(|(check, _)| format!("PE {pe} conforms: {check}")).collect();
             assert!(outcome.status.success() && said == expected, "{outcome:?}");
         }
-        assert!(hosts.sent_bytes() - before > 1_000_000);
+        let crossed = hosts.sent_bytes() - before;
+        assert!(crossed > 200_000, "{crossed} bytes crossed the network");
     }),
     ("hosts::rows_cross_the_network", || {
         for n in [2, 3] {

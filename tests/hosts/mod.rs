@@ -18,13 +18,16 @@ pub struct Hosts {
 }
 
 impl Hosts {
+    /// What makes them; with `--on ADDRESS`, inside of them, what ssh would be.
+    pub const PROGRAM: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/hosts");
+
     /// `n` hosts; `None`, and the test is skipped, where none can be made.
     pub fn make(n: usize) -> Option<Hosts> {
         if !rustix::process::geteuid().is_root() {
             skip::skip("network namespaces are root's to make");
             return None;
         }
-        let mut keeper = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/hosts"))
+        let mut keeper = Command::new(Self::PROGRAM)
             .args([&n.to_string(), "sh", "-c", r#"echo "$HOSTS_PIDS"; exec cat"#])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -43,6 +46,12 @@ impl Hosts {
             return None;
         }
         Some(Hosts { keeper, hosts, environment: line.trim().to_string() })
+    }
+
+    /// How many they are.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.hosts.len()
     }
 
     /// The address of a host.
