@@ -24,7 +24,9 @@ pub(super) const WAKE: u64 = u64::MAX;
 /// One connection.
 pub(super) struct Peer {
     pub(super) socket: OwnedFd,
-    pub(super) out: Mutex<Outbox>,
+    pub(super) out: Outbox,
+    /// Whether the progress thread is told when the socket takes more.
+    armed: Mutex<bool>,
     /// How many of its frames this PE has carried out.
     pub(super) carried_out: AtomicU64,
     /// How many of this PE's frames it has carried out, as it last said.
@@ -91,7 +93,8 @@ impl Mesh {
         }
         let peer = |socket| Peer {
             socket,
-            out: Mutex::default(),
+            out: Outbox::default(),
+            armed: Mutex::default(),
             carried_out: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),
             bye: AtomicBool::new(false),
@@ -139,7 +142,7 @@ impl Mesh {
     pub(super) fn lose(&self, pe: usize, why: impl Into<String>) {
         let _ = self.lost.set(LostPe { pe, why: why.into() });
         if let Some(Some(peer)) = self.peers.get(pe) {
-            lock(&peer.out).close();
+            peer.out.close();
         }
         if let Some(window) = self.window() {
             ring(window.bell());
@@ -162,7 +165,7 @@ impl Mesh {
         }
         let _ = epoll::delete(&self.epoll, &peer.socket);
         if peer.bye.load(Ordering::SeqCst) {
-            lock(&peer.out).close();
+            peer.out.close();
             self.notify();
         } else {
             self.lose(pe, why);
@@ -199,35 +202,30 @@ impl Mesh {
     /// Sends a frame to `pe`; not to one that is lost or has ended. Returns its number there.
     pub(super) fn send(&self, pe: usize, header: Header, body: Body<'_>) -> u64 {
         let peer = self.peer(pe);
-        let mut out = lock(&peer.out);
-        if out.closed {
-            return out.issued;
+        let is_op = matches!(header.kind, Kind::Put | Kind::PutSignal | Kind::Signal | Kind::Get | Kind::FetchAdd);
+        let carried_out = || peer.carried_out.load(Ordering::SeqCst);
+        let header = || Header { carried_out: carried_out(), ..header }.to_bytes();
+        match peer.out.send(&peer.socket, header, body, is_op) {
+            Ok((number, waits)) => {
+                if waits {
+                    self.arm(pe, peer, true);
+                }
+                number
+            }
+            Err(error) => {
+                self.fail(pe, error);
+                0
+            }
         }
-        // Under the lock, so that what was queued before a frame was carried out arrives before who says that it was.
-        let header = Header { carried_out: peer.carried_out.load(Ordering::SeqCst), ..header };
-        let sent = out.send(&peer.socket, header.to_bytes(), body);
-        let issued = out.issued;
-        if matches!(header.kind, Kind::Put | Kind::PutSignal | Kind::Signal | Kind::Get | Kind::FetchAdd) {
-            out.last_op = issued;
-        }
-        if sent.is_ok() {
-            self.arm(pe, peer, &mut out);
-        }
-        drop(out);
-        if let Err(error) = sent {
-            // What has come before is read first: it may be a farewell that says more.
-            self.fail(pe, error);
-        }
-        issued
     }
 
     /// Waits, where very much waits for `pe` already, until there is less, `limit` long; past that the PE is lost.
     pub(super) fn make_room(&self, pe: usize, limit: Duration) {
         let peer = self.peer(pe);
-        if lock(&peer.out).waiting_bytes() <= WAITING_BYTES_MAX {
+        if peer.out.waiting_bytes() <= WAITING_BYTES_MAX {
             return;
         }
-        let room = |_: &mut Came| (lock(&peer.out).waiting_bytes() <= WAITING_BYTES_MAX).then_some(());
+        let room = |_: &mut Came| (peer.out.waiting_bytes() <= WAITING_BYTES_MAX).then_some(());
         if self.wait(Instant::now() + limit, room).is_none() {
             self.give_up(pe, format!("it has not taken what was sent to it for {} s", limit.as_secs_f64()));
         }
@@ -235,29 +233,22 @@ impl Mesh {
 
     /// Writes what waits for `pe`, as far as its socket takes it.
     pub(super) fn flush(&self, pe: usize) {
-        /// With the lock held.
-        const MOST_BYTES: usize = 1 << 20;
         let peer = self.peer(pe);
-        loop {
-            let mut out = lock(&peer.out);
-            match out.flush(&peer.socket, MOST_BYTES) {
-                Ok(true) if !out.is_empty() => continue,
-                Ok(_) => self.arm(pe, peer, &mut out),
-                Err(error) => {
-                    drop(out);
-                    self.fail(pe, error);
-                }
-            }
-            break;
+        // First, so that who queues something from here on asks again.
+        self.arm(pe, peer, false);
+        match peer.out.flush(&peer.socket) {
+            Ok(true) => self.arm(pe, peer, true),
+            Ok(false) => {}
+            Err(error) => self.fail(pe, error),
         }
         self.notify();
     }
 
-    /// Has the progress thread told when the socket takes more, if more waits for it.
-    fn arm(&self, pe: usize, peer: &Peer, out: &mut Outbox) {
-        let wanted = !out.is_empty();
-        if out.armed != wanted {
-            out.armed = wanted;
+    /// Has the progress thread told when the socket takes more, or not.
+    fn arm(&self, pe: usize, peer: &Peer, wanted: bool) {
+        let mut armed = lock(&peer.armed);
+        if *armed != wanted {
+            *armed = wanted;
             let events = if wanted { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN };
             // Fails only for a socket that has ended.
             let _ = epoll::modify(&self.epoll, &peer.socket, EventData::new_u64(pe as u64), events);
@@ -266,7 +257,7 @@ impl Mesh {
 
     /// Sending to `pe` has failed: the progress thread reads what it had sent before, and finds the end.
     fn fail(&self, pe: usize, error: Errno) {
-        lock(&self.peer(pe).out).close();
+        self.peer(pe).out.close();
         if !matches!(error, Errno::PIPE | Errno::CONNRESET) {
             self.lose(pe, format!("its connection has failed: {error}"));
         }
@@ -314,7 +305,7 @@ impl Mesh {
     pub(super) fn quiet(&self, limit: Duration) {
         let mut open: Vec<(usize, &Peer, u64)> = Vec::new();
         for (pe, peer) in self.others() {
-            let last = lock(&peer.out).last_op;
+            let last = peer.out.last_op();
             if peer.acknowledged.load(Ordering::SeqCst) < last {
                 self.send(pe, Header::of(Kind::Ask), Body::Bytes(&[]));
                 open.push((pe, peer, last));

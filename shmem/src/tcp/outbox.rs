@@ -1,14 +1,17 @@
 //! What is on its way to one peer: written by whoever sends as far as the socket takes it at once, the rest by the progress thread.
+//!
+//! One thread at a time writes, and does so without the lock: who sends meanwhile queues its frame and goes on.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use super::frame::HEADER_BYTES;
+use super::mesh::lock;
 use crate::Segment;
 
 /// What follows a header.
@@ -50,6 +53,24 @@ enum Rest {
 }
 
 impl Waiting {
+    /// Of a frame of which `sent` bytes are sent.
+    fn new(header: [u8; HEADER_BYTES], body: &Body<'_>, sent: usize) -> Waiting {
+        match *body {
+            Body::Bytes(bytes) => {
+                // What is sent of them is not copied.
+                let gone = sent.saturating_sub(HEADER_BYTES);
+                Waiting { header, rest: Rest::Bytes(bytes[gone..].to_vec()), sent: sent - gone }
+            }
+            Body::Heap(segment, at, bytes) => Waiting { header, rest: Rest::Heap(segment.clone(), at, bytes), sent },
+        }
+    }
+
+    /// What is left of it.
+    fn parts(&self) -> [IoSlice<'_>; 2] {
+        let header = &self.header[self.sent.min(HEADER_BYTES)..];
+        [IoSlice::new(header), IoSlice::new(&self.body()[self.sent.saturating_sub(HEADER_BYTES)..])]
+    }
+
     fn body(&self) -> &[u8] {
         match &self.rest {
             Rest::Bytes(bytes) => bytes,
@@ -64,100 +85,136 @@ impl Waiting {
 
 /// The frames for one peer, in their order.
 #[derive(Default)]
-pub(super) struct Outbox {
+struct Queue {
     waiting: VecDeque<Waiting>,
+    /// Of those that wait, and of those that are being written.
     waiting_bytes: usize,
+    /// Whether a thread writes: what it has taken comes before all that waits.
+    writing: bool,
     /// How many frames were ever given to it.
-    pub(super) issued: u64,
+    issued: u64,
     /// The last of them that quiet waits for.
-    pub(super) last_op: u64,
-    /// Whether the progress thread is told when the socket takes more.
-    pub(super) armed: bool,
+    last_op: u64,
     /// Nothing more is sent.
-    pub(super) closed: bool,
+    closed: bool,
 }
 
+/// The way out to one peer.
+#[derive(Default)]
+pub(super) struct Outbox(Mutex<Queue>);
+
+/// Frames that are taken out of the queue to be written at once.
+const BATCH_FRAMES: usize = 32;
+/// Bytes after which a batch is large enough.
+const BATCH_BYTES: usize = 1 << 20;
+
 impl Outbox {
-    /// Bytes that wait for room in the socket.
+    /// Bytes that the socket has not taken.
     pub(super) fn waiting_bytes(&self) -> usize {
-        self.waiting_bytes
+        lock(&self.0).waiting_bytes
     }
 
-    /// Whether the socket has taken everything.
-    pub(super) fn is_empty(&self) -> bool {
-        self.waiting.is_empty()
+    /// The number of the last frame that quiet waits for.
+    pub(super) fn last_op(&self) -> u64 {
+        lock(&self.0).last_op
     }
 
-    /// Sends a frame, or queues what the socket does not take.
-    pub(super) fn send(&mut self, socket: &OwnedFd, header: [u8; HEADER_BYTES], body: Body<'_>) -> Result<(), Errno> {
-        self.issued += 1;
-        let sent = match self.waiting.is_empty() {
-            true => write(socket, &[IoSlice::new(&header), IoSlice::new(body.as_slice())])?,
-            false => 0,
-        };
-        let bytes = HEADER_BYTES + body.as_slice().len();
-        if sent < bytes {
-            let (rest, sent) = match body {
-                Body::Bytes(bytes) => {
-                    // What is sent of them is not copied.
-                    let gone = sent.saturating_sub(HEADER_BYTES);
-                    (Rest::Bytes(bytes[gone..].to_vec()), sent - gone)
-                }
-                Body::Heap(segment, at, bytes) => (Rest::Heap(segment.clone(), at, bytes), sent),
-            };
-            let waiting = Waiting { header, rest, sent };
-            self.waiting_bytes += waiting.left();
-            self.waiting.push_back(waiting);
+    /// Sends the frame that `header` makes, as an operation that quiet waits for or not, or queues what the socket does not take. Returns its
+    /// number, and whether something waits now.
+    pub(super) fn send(
+        &self,
+        socket: &OwnedFd,
+        header: impl FnOnce() -> [u8; HEADER_BYTES],
+        body: Body<'_>,
+        is_op: bool,
+    ) -> Result<(u64, bool), Errno> {
+        let mut queue = lock(&self.0);
+        if queue.closed {
+            return Ok((queue.issued, false));
         }
-        Ok(())
+        queue.issued += 1;
+        let number = queue.issued;
+        if is_op {
+            queue.last_op = number;
+        }
+        // Under the lock, so that what was queued before a frame was carried out goes before who says that it was.
+        let header = header();
+        let bytes = HEADER_BYTES + body.as_slice().len();
+        queue.waiting_bytes += bytes;
+        if queue.writing || !queue.waiting.is_empty() {
+            queue.waiting.push_back(Waiting::new(header, &body, 0));
+            return Ok((number, true));
+        }
+        queue.writing = true;
+        drop(queue);
+        let written = write(socket, &[IoSlice::new(&header), IoSlice::new(body.as_slice())]);
+        let rest = match written {
+            Ok(sent) if sent < bytes => Some(Waiting::new(header, &body, sent)),
+            _ => None,
+        };
+        self.written(written, rest.into_iter().collect()).map(|waits| (number, waits))
     }
 
-    /// Writes what the socket takes of what waits, `most` bytes or a frame more; says whether it took all that was offered.
-    pub(super) fn flush(&mut self, socket: &OwnedFd, most: usize) -> Result<bool, Errno> {
-        /// Frames of one call.
-        const FRAMES: usize = 32;
-        let mut written = 0;
-        while !self.waiting.is_empty() && written < most {
-            let mut parts = Vec::with_capacity(2 * FRAMES);
-            let mut offered = 0;
-            for frame in self.waiting.iter().take(FRAMES) {
-                let header = &frame.header[frame.sent.min(HEADER_BYTES)..];
-                let body = &frame.body()[frame.sent.saturating_sub(HEADER_BYTES)..];
-                parts.extend([IoSlice::new(header), IoSlice::new(body)]);
-                offered += frame.left();
-                if offered >= most {
-                    break;
-                }
-            }
-            let sent = write(socket, &parts)?;
-            drop(parts);
-            written += sent;
-            self.waiting_bytes -= sent;
-            self.advance(sent);
-            if sent < offered {
+    /// Writes what waits, as far as the socket takes it; says whether more waits.
+    pub(super) fn flush(&self, socket: &OwnedFd) -> Result<bool, Errno> {
+        loop {
+            let mut queue = lock(&self.0);
+            if queue.writing || queue.waiting.is_empty() {
+                // Who writes will find what waits, and say so.
                 return Ok(false);
             }
-        }
-        Ok(true)
-    }
-
-    fn advance(&mut self, mut sent: usize) {
-        while let Some(first) = self.waiting.front_mut() {
-            let left = first.left();
-            if sent < left {
-                first.sent += sent;
-                return;
+            let mut batch = VecDeque::new();
+            let mut offered = 0;
+            while batch.len() < BATCH_FRAMES && offered < BATCH_BYTES {
+                let Some(frame) = queue.waiting.pop_front() else { break };
+                offered += frame.left();
+                batch.push_back(frame);
             }
-            sent -= left;
-            self.waiting.pop_front();
+            queue.writing = true;
+            drop(queue);
+            let parts: Vec<IoSlice<'_>> = batch.iter().flat_map(Waiting::parts).collect();
+            let written = write(socket, &parts);
+            drop(parts);
+            advance(&mut batch, written.unwrap_or(0));
+            let all = batch.is_empty();
+            if !self.written(written, batch)? || !all {
+                return Ok(!all);
+            }
         }
     }
 
-    /// Forgets what waits: nobody will take it.
-    pub(super) fn close(&mut self) {
-        self.closed = true;
-        self.waiting.clear();
-        self.waiting_bytes = 0;
+    /// After a write of its own: gives back what the socket has not taken, and says whether anything waits.
+    fn written(&self, written: Result<usize, Errno>, rest: VecDeque<Waiting>) -> Result<bool, Errno> {
+        let mut queue = lock(&self.0);
+        queue.writing = false;
+        let sent = written?;
+        if queue.closed {
+            return Ok(false);
+        }
+        queue.waiting_bytes -= sent;
+        rest.into_iter().rev().for_each(|frame| queue.waiting.push_front(frame));
+        Ok(!queue.waiting.is_empty())
+    }
+
+    /// Forgets what waits, and sends nothing more: nobody will take it.
+    pub(super) fn close(&self) {
+        let mut queue = lock(&self.0);
+        queue.closed = true;
+        queue.waiting.clear();
+        queue.waiting_bytes = 0;
+    }
+}
+
+/// Takes what is sent off the batch.
+fn advance(batch: &mut VecDeque<Waiting>, mut sent: usize) {
+    while let Some(first) = batch.front_mut() {
+        let left = first.left();
+        if sent < left {
+            first.sent += sent;
+            return;
+        }
+        sent -= left;
+        batch.pop_front();
     }
 }
 

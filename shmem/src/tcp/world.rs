@@ -147,7 +147,7 @@ impl TcpWorld {
         let mesh = &self.running.mesh;
         let header = Header { at: lost as u64, bytes: why.len() as u64, ..Header::of(Kind::Lost) };
         mesh.others().for_each(|(pe, _)| _ = mesh.send(pe, header, Body::Bytes(why.as_bytes())));
-        let sent = || mesh.others().all(|(_, peer)| lock(&peer.out).is_empty());
+        let sent = || mesh.others().all(|(_, peer)| peer.out.waiting_bytes() == 0);
         let deadline = Instant::now() + FAREWELL_LIMIT;
         while !sent() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -225,7 +225,7 @@ impl Drop for Running {
             mesh.wait(Instant::now() + END_LIMIT, |_| {
                 let is_over = mesh.others().all(|(_, peer)| {
                     let (bye, ended) = (peer.bye.load(Ordering::SeqCst), peer.ended.load(Ordering::SeqCst));
-                    ended || bye && lock(&peer.out).is_empty()
+                    ended || bye && peer.out.waiting_bytes() == 0
                 });
                 is_over.then_some(())
             });
