@@ -507,3 +507,56 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             .map_err(|timeout| MoeError::wait(self.shmem, timeout.index, what, phase, timeout))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rand::RngExt;
+    use rand::SeedableRng;
+    use rand_chacha::ChaCha8Rng;
+
+    use super::super::router::{Routing, routes};
+    use super::*;
+
+    /// What a PE knows of `routes` to it.
+    fn inbound(routes: &Routes) -> Inbound {
+        let places = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
+        Inbound { rows: routes.tokens.len(), place_start: routes.slot_start.clone(), places, ..Inbound::default() }
+    }
+
+    #[test]
+    fn rows_and_results_are_in_the_order_of_experts_on_both_sides() {
+        let mut rng = ChaCha8Rng::seed_from_u64(5);
+        for round in 0..200 {
+            let (experts, top_k, pes) = (rng.random_range(3..20), rng.random_range(1..4), rng.random_range(1..4));
+            let tokens = [0, 1, 7, 200][round % 4];
+            let chosen = (0..tokens)
+                .flat_map(|_| rand::seq::index::sample(&mut rng, experts, top_k).into_vec())
+                .map(|expert| expert as u32)
+                .collect();
+            let weights = vec![0.5; tokens * top_k];
+            let mut routing = Routing::default();
+            (routing.tokens, routing.chosen, routing.weights) = (tokens, chosen, weights);
+            let all = routes(&routing, &Placement::even(experts, pes), top_k);
+            assert_eq!(all.iter().map(|routes| routes.slots.len()).sum::<usize>(), tokens * top_k);
+            for routes in &all {
+                let mut from = inbound(routes);
+                let rows = routes.tokens.len();
+                let sorted: Vec<_> = (0..rows).map(|row| (from.first_expert(row), routes.tokens[row])).collect();
+                assert!(sorted.is_sorted() && routes.slot_start.len() == rows + 1);
+                let returns: Vec<_> = routes.returns.iter().map(|&row| (from.last_expert(row as usize), row)).collect();
+                assert!(returns.is_sorted() && returns.len() == rows);
+                // The receiver learns it chunk by chunk, and what it knows never changes.
+                let chunk_rows = rng.random_range(1..40);
+                for end in (chunk_rows..rows).step_by(chunk_rows).chain((rows > 0).then_some(rows)) {
+                    from.extend_returns(end);
+                    assert_eq!(from.returns, routes.returns[..from.returns.len()]);
+                    assert!(from.returns.iter().all(|&row| (row as usize) < end));
+                    let until = from.first_expert(end - 1);
+                    let known = returns.iter().filter(|(last, row)| *last < until && (*row as usize) < end).count();
+                    assert!(from.returns.len() >= known);
+                }
+                assert_eq!(from.returns, routes.returns);
+            }
+        }
+    }
+}
