@@ -13,6 +13,7 @@ mod suite;
 
 use std::cell::Cell;
 use std::env;
+use std::fs;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::panic::catch_unwind;
@@ -143,6 +144,24 @@ fn start_all(commands: Vec<Command>) -> Vec<Running> {
     running
 }
 
+/// The same, when they are at work.
+fn start_at_work(commands: Vec<Command>) -> Vec<Running> {
+    let running = start_all(commands);
+    let begun = Instant::now();
+    // PEs that have met have a thread more.
+    let has_met = |pe: &Running| {
+        let tasks = fs::read_dir(format!("/proc/{}/task", pe.pid().as_raw_pid())).into_iter().flatten().flatten();
+        tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).any(|name| name == "aristos-tcp\n")
+    };
+    while !running.iter().all(has_met) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the PEs have not met");
+        thread::sleep(Duration::from_millis(20));
+    }
+    // That steps are being made shows in nothing but time.
+    thread::sleep(Duration::from_secs(1));
+    running
+}
+
 fn run_all(commands: Vec<Command>) -> Vec<Outcome> {
     start_all(commands).into_iter().map(Running::end).collect()
 }
@@ -171,8 +190,7 @@ fn disturbed(
     gone: &[usize],
     act: impl FnOnce(&[Running]),
 ) -> Vec<Outcome> {
-    let running = start_all(commands);
-    thread::sleep(Duration::from_secs(2));
+    let running = start_at_work(commands);
     let acted = Instant::now();
     act(&running);
     let mut outcomes = Vec::new();
@@ -441,8 +459,7 @@ const TESTS: &[(&str, fn())] = &[
     }),
     ("hosts::a_host_off_the_network_is_named", || {
         let Some(hosts) = Hosts::make(3) else { return };
-        let running = start_all(over(&hosts, 3, &format!("run {LONG}")));
-        thread::sleep(Duration::from_secs(2));
+        let running = start_at_work(over(&hosts, 3, &format!("run {LONG}")));
         hosts.cut(1);
         let cut = Instant::now();
         for (pe, running) in running.into_iter().enumerate() {

@@ -40,7 +40,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a layer, forward and backward, on N PEs of this host; with nothing else given, the bundled example.
+    /// Run a layer, forward and backward, on N PEs, of this host or of several; with nothing else given, the bundled example.
     Run(Box<run::Args>),
     /// Measure.
     Bench(Box<bench::Args>),

@@ -52,13 +52,13 @@ impl TcpTransport {
         &self.running.mesh
     }
 
-    /// Whether `pe` is this PE; otherwise there is room for what is sent to it.
     fn is_me(&self, pe: usize) -> bool {
-        let me = pe == self.mesh().me;
-        if !me {
-            self.mesh().make_room(pe, self.limit);
-        }
-        me
+        pe == self.mesh().me
+    }
+
+    fn send(&self, pe: usize, header: Header, body: Body<'_>) {
+        self.mesh().make_room(pe, self.limit);
+        self.mesh().send(pe, header, body);
     }
 
     /// # Panics
@@ -104,7 +104,7 @@ impl Transport for TcpTransport {
         }
         self.check(dest, src.len());
         let header = Header { at: dest as u64, bytes: src.len() as u64, ..Header::of(Kind::Put) };
-        self.mesh().send(pe, header, Body::Bytes(src));
+        self.send(pe, header, Body::Bytes(src));
     }
 
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
@@ -113,7 +113,7 @@ impl Transport for TcpTransport {
         }
         self.check(dest, bytes);
         let header = Header { at: dest as u64, bytes: bytes as u64, ..Header::of(Kind::Put) };
-        self.mesh().send(pe, header, Body::Heap(&self.heap, src, bytes));
+        self.send(pe, header, Body::Heap(&self.heap, src, bytes));
     }
 
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
@@ -136,7 +136,7 @@ impl Transport for TcpTransport {
         self.check(dest, bytes);
         let value = self.mesh().question(pe, Wanted::Heap(self.heap.clone(), dest, bytes));
         let header = Header { at: src as u64, bytes: bytes as u64, value, ..Header::of(Kind::Get) };
-        self.mesh().send(pe, header, Body::Bytes(&[]));
+        self.send(pe, header, Body::Bytes(&[]));
     }
 
     fn put_signal(&self, dest: usize, src: &[u8], word: usize, value: u64, op: SignalOp, pe: usize) {
@@ -148,7 +148,7 @@ impl Transport for TcpTransport {
         self.heap.atomic_u64(word);
         let (at, bytes, signal) = (dest as u64, src.len() as u64, word as u64);
         let header = Header { op, at, bytes, signal, value, ..Header::of(Kind::PutSignal) };
-        self.mesh().send(pe, header, Body::Bytes(src));
+        self.send(pe, header, Body::Bytes(src));
     }
 
     fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
@@ -157,7 +157,7 @@ impl Transport for TcpTransport {
             return signal(own, value, op, self.heap.bell());
         }
         let header = Header { op, signal: word as u64, value, ..Header::of(Kind::Signal) };
-        self.mesh().send(pe, header, Body::Bytes(&[]));
+        self.send(pe, header, Body::Bytes(&[]));
     }
 
     fn signal_fetch(&self, signal: usize) -> u64 {
@@ -201,10 +201,10 @@ impl Transport for TcpTransport {
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
-        (pe == self.mesh().me).then(|| self.heap.address(offset, 0))
+        self.is_me(pe).then(|| self.heap.address(offset, 0))
     }
 
     fn is_reachable(&self, pe: usize) -> bool {
-        pe == self.mesh().me
+        self.is_me(pe)
     }
 }

@@ -64,8 +64,10 @@ impl TcpWorld {
         let mesh = Mesh::new(joining.pe, sockets);
         let mesh = Arc::new(mesh.map_err(|error| TcpError::system("watch the connections to the other PEs", error))?);
         let of_thread = mesh.clone();
-        let thread =
-            std::thread::Builder::new().name("aristos-tcp".to_string()).spawn(move || progress::run(&of_thread));
+        let thread = std::thread::Builder::new().name("aristos-tcp".to_string()).spawn(move || {
+            let _watch = Watch(&of_thread);
+            progress::run(&of_thread);
+        });
         let thread = thread.map_err(|error| TcpError::system("start the progress thread", error))?;
         let running = Arc::new(Running { mesh, thread: Some(thread) });
         let world = TcpWorld { running, hosts, refusals };
@@ -213,6 +215,17 @@ impl Running {
 
     pub(super) fn barrier(&self, limit: Duration) -> Result<(), TcpError> {
         self.min(0, limit).map(drop)
+    }
+}
+
+/// A PE whose progress thread panics waits for nothing any more.
+struct Watch<'m>(&'m Mesh);
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.lose(self.0.me, "its progress thread has panicked");
+        }
     }
 }
 
