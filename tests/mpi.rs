@@ -6,6 +6,7 @@
 #[path = "binary/mod.rs"]
 mod binary;
 mod common;
+mod hosts;
 mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
@@ -27,6 +28,7 @@ use aristos::shmem::mpi::{MpiTransport, MpiWorld, library};
 use aristos::shmem::{Shmem, Transport};
 use binary::{Outcome, read_tensors, relative_error, run, start};
 use common::{mixtral, on_pes, shm, synthetic};
+use hosts::Hosts;
 use rustix::process::{Pid, Signal, kill_process};
 use suite::{HEAP_BYTES, World};
 
@@ -265,33 +267,27 @@ fn aristos_run(n: usize, args: &str) -> Command {
     mpirun(n, env!("CARGO_BIN_EXE_aristos"), args)
 }
 
-/// `program` as a job of `n` processes on three hosts, which are namespaces (`tests/hosts/hosts`), in the repository's root; `None`,
-/// and the test is skipped, where none can be made.
-fn over_hosts(n: usize, program: impl AsRef<OsStr>, args: &str) -> Option<Command> {
-    if !rustix::process::geteuid().is_root() {
-        skip::skip("network namespaces are root's to make");
-        return None;
-    }
-    let hosts = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/hosts/hosts");
-    let mut command = Command::new(hosts);
-    command.arg(HOSTS.len().to_string()).arg(launcher(is_open_mpi()).expect("mpirun in PATH"));
+/// `program` as a job of `n` processes on these hosts, between which MPI takes TCP: left to themselves, both MPIs take hosts that are
+/// namespaces of one machine for one, and shared memory for the network.
+fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -> Command {
+    let on = Hosts::PROGRAM;
+    let mut command = hosts.command(0, launcher(is_open_mpi()).expect("mpirun in PATH"), [""; 0]);
     if is_open_mpi() {
-        let slots: Vec<String> = HOSTS.iter().map(|host| format!("{host}:{}", n.div_ceil(HOSTS.len()))).collect();
+        let slots = |host: &str| format!("{host}:{}", n.div_ceil(hosts.len()));
+        let slots: Vec<String> = hosts.addresses().split(',').map(slots).collect();
         command.args(["--allow-run-as-root", "--oversubscribe", "--map-by", "node"]);
-        // A plain network; and hosts that share their CPUs, of which none knows.
-        command.args(["--mca", "osc", "^rdma", "--mca", "mpi_yield_when_idle", "1"]);
-        command.args(["--mca", "plm_rsh_agent", &format!("{hosts} --on")]);
+        command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "osc", "^rdma,ucx"]);
+        // Hosts that share their CPUs, of which none knows.
+        command.args(["--mca", "mpi_yield_when_idle", "1"]);
+        command.args(["--mca", "plm_rsh_agent", &format!("{on} --on")]);
         command.args(["--host", &slots.join(",")]);
     } else {
-        command.args(["-launcher", "ssh", "-launcher-exec", hosts, "-hosts", &HOSTS.join(",")]);
+        command.args(["-launcher", "ssh", "-launcher-exec", on, "-hosts", &hosts.addresses()]);
+        command.args(["-genv", "UCX_TLS", "tcp"]);
     }
     command.args(["-n", &n.to_string()]).arg(program).args(args.split_whitespace());
-    command.current_dir(env!("CARGO_MANIFEST_DIR"));
-    Some(command)
+    command
 }
-
-/// The addresses that `tests/hosts/hosts` gives them.
-const HOSTS: [&str; 3] = ["10.77.0.1", "10.77.0.2", "10.77.0.3"];
 
 /// Lines of ours on standard error; launchers add theirs when a process has an exit code.
 fn lines(outcome: &Outcome) -> Vec<&str> {
@@ -383,49 +379,56 @@ const TESTS: &[(&str, fn())] = &[
     }),
     ("several_hosts_run_the_layer", || {
         let aristos = env!("CARGO_BIN_EXE_aristos");
-        let Some(where_am_i) = over_hosts(4, "hostname", "") else { return };
-        let outcome = run(where_am_i).success();
+        let Some(hosts) = Hosts::make(3) else { return };
+        let outcome = run(over_hosts(&hosts, 4, "hostname", "")).success();
         let mut names: Vec<&str> = outcome.stdout.lines().collect();
         names.sort_unstable();
         assert_eq!(names, ["node0", "node0", "node1", "node2"], "{outcome:?}");
 
         let checked = format!("run --transport mpi {SMALL} --check --steps 2 --chunk-rows 8");
-        let outcome = run(over_hosts(4, aristos, &checked).unwrap()).success();
+        let outcome = run(over_hosts(&hosts, 4, aristos, &checked)).success();
         assert_eq!(outcome.stdout.matches("check passed").count(), 1, "{outcome:?}");
         assert!(outcome.stdout.contains("4 PEs"), "{outcome:?}");
 
         let dir = tempfile::tempdir().unwrap();
         let (shm, mpi) = (dir.path().join("shm"), dir.path().join("mpi"));
-        let layer = format!("{SMALL} --seed 7 --bias --aux-loss-coef 0.01 --pes 3");
+        let layer = "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --pes 3";
         run(binary::aristos_run(&format!("{layer} --output {}", shm.display()))).success();
-        let over = format!("run --transport mpi {layer} --output {}", mpi.display());
-        run(over_hosts(3, aristos, &over).unwrap()).success();
+        let over = format!("run --transport mpi {layer} --steps 3 --json --output {}", mpi.display());
+        let before = hosts.sent_bytes();
+        let outcome = run(over_hosts(&hosts, 3, aristos, &over)).success();
+        let crossed = hosts.sent_bytes() - before;
         same(&shm, &mpi);
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+        let remote = 3.0 * report["remote_bytes_per_step"].as_f64().unwrap();
+        assert!(remote > 500_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
     }),
     ("several_hosts_are_measured", || {
         let aristos = env!("CARGO_BIN_EXE_aristos");
+        let Some(hosts) = Hosts::make(3) else { return };
         let dir = tempfile::tempdir().unwrap();
         let cluster = dir.path().join("cluster.json");
         let probe = format!("probe --transport mpi --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
         let p2p = "bench p2p --transport mpi --max 4KiB --iterations 5 --warmup 1 --json";
-        let Some(command) = over_hosts(3, aristos, &probe) else { return };
-        run(command).success();
+        run(over_hosts(&hosts, 3, aristos, &probe)).success();
         let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
-        let hosts: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
-        assert_eq!(hosts, ["node0", "node1", "node2"]);
-        let outcome = run(over_hosts(2, aristos, p2p).unwrap()).success();
+        let names: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
+        assert_eq!(names, ["node0", "node1", "node2"]);
+        let outcome = run(over_hosts(&hosts, 2, aristos, p2p)).success();
         assert!(outcome.stdout.contains("\"put-signal\""), "{outcome:?}");
+        // Two, as MPI's waits take a CPU each.
         let straggler =
-            "bench straggler --transport mpi --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=2:8 --json";
-        let outcome = run(over_hosts(3, aristos, straggler).unwrap()).success();
+            "bench straggler --transport mpi --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=1:8 --json";
+        let outcome = run(over_hosts(&hosts, 2, aristos, straggler)).success();
         let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
         for mode in report["modes"].as_array().unwrap() {
-            assert_eq!(mode["culprit"]["pe"], 2, "{mode}");
+            assert_eq!(mode["culprit"]["pe"], 1, "{mode}");
         }
     }),
     ("shared_memory_of_several_hosts_is_one_line", || {
-        let Some(command) = over_hosts(3, env!("CARGO_BIN_EXE_aristos"), "run --tokens 10") else { return };
-        refused(command, &["several hosts", "--transport mpi"]);
+        let Some(hosts) = Hosts::make(3) else { return };
+        let command = over_hosts(&hosts, 3, env!("CARGO_BIN_EXE_aristos"), "run --tokens 10");
+        refused(command, &["several hosts", "--transport tcp"]);
     }),
     ("report_and_trace_are_of_all_pes", || {
         let dir = tempfile::tempdir().unwrap();
@@ -467,7 +470,7 @@ const TESTS: &[(&str, fn())] = &[
         assert!(outcome.stdout.contains("1 PE") && outcome.stdout.contains("check passed"), "{outcome:?}");
     }),
     ("what_does_not_fit_is_one_line", || {
-        refused(aristos_run(2, &format!("{SMALL} --pes 3")), &["--pes 3", "mpirun started 2", "expected 2"]);
+        refused(aristos_run(2, &format!("{SMALL} --pes 3")), &["--pes 3", "2 processes", "expected 2"]);
         refused(aristos_run(3, "--model nowhere --input nowhere"), &["nowhere/config.json", "No such file"]);
         refused(aristos_run(2, "--tokens 10 --steps 0"), &["--steps is 0"]);
         refused(aristos_run(2, &format!("{SMALL} --output /nowhere/out")), &["/nowhere"]);
@@ -501,7 +504,7 @@ const TESTS: &[(&str, fn())] = &[
         let outcome = run(mpirun(3, env!("CARGO_BIN_EXE_aristos"), args));
         assert_eq!(outcome.status.code(), Some(2), "{outcome:?}");
         assert_eq!(outcome.stderr.matches("invalid value 'bogus'").count(), 1, "{outcome:?}");
-        assert!(outcome.stderr.contains("shm, mpi"), "{outcome:?}");
+        assert!(outcome.stderr.contains("shm, tcp, mpi"), "{outcome:?}");
     }),
     ("another_mpis_mpirun_is_noticed", || {
         let Some(other) = launcher(!is_open_mpi()).filter(|other| Some(other) != launcher(is_open_mpi()).as_ref())

@@ -48,9 +48,20 @@ pub enum ShmemError {
     Segment(String),
 }
 
-/// A wait's deadline passed.
+/// A PE that takes no further part: its process has ended, or cannot be reached.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("waited {waited:.3?} for a signal {} {expected}, saw {seen}", .cmp.symbol())]
+#[error("PE {pe} is lost: {why}")]
+#[non_exhaustive]
+pub struct LostPe {
+    /// The PE, as messages call it ([`Transport::world_pe`](super::Transport::world_pe)).
+    pub pe: usize,
+    /// What was noticed, half a line.
+    pub why: String,
+}
+
+/// A wait's deadline passed, or a PE was lost before it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("waited {waited:.3?} for a signal {} {expected}, saw {seen}{}", .cmp.symbol(), of_loss(.lost))]
 #[non_exhaustive]
 pub struct WaitTimeout {
     /// The right side of the comparison.
@@ -64,4 +75,10 @@ pub struct WaitTimeout {
     pub index: usize,
     /// How long this wait took.
     pub waited: Duration,
+    /// The PE whose loss ended it, where that did.
+    pub lost: Option<LostPe>,
+}
+
+fn of_loss(lost: &Option<LostPe>) -> String {
+    lost.as_ref().map_or_else(String::new, |lost| format!("; {lost}"))
 }

@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 use std::time::Instant;
 
-use super::{RawWait, Shmem, ShmemError, SignalOp, Sym, Team, Transport};
+use super::{LostPe, RawWait, Shmem, ShmemError, SignalOp, Sym, Team, Transport};
 
 /// The members of a team, numbered by their place in it, over a block of the world's symmetric heap. What runs on a world
 /// runs on it unchanged, such as a layer on an expert-parallel group.
@@ -118,6 +118,10 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
 
     fn quiet(&self) {
         self.all().quiet();
+    }
+
+    fn lost(&self) -> Option<LostPe> {
+        self.all().lost()
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {

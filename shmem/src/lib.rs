@@ -12,6 +12,7 @@
 //!   after it); it completes nothing and orders no get. **quiet** completes everything this PE issued, everywhere.
 //! - **Signals** are symmetric u64 words, atomic with signal operations and waits. Concurrent
 //!   [`SignalOp::Set`] by several PEs race; use [`SignalOp::Add`], or one word per sender.
+//! - **A lost PE**, where a transport notices ([`Transport::lost`]), ends every wait of the PEs that noticed, with an error that names it.
 //! - A wait or test that sees a signal value also sees everything ordered before the operation that
 //!   produced it: the put_signal's own data, and, through a fence, every earlier delivery of the same PE.
 //!
@@ -20,7 +21,7 @@
 //! wrong values, never invalid ones; every access is checked against the object's bounds when its [`Sym`] is made.
 //!
 //! # Threads
-//! [`Shmem`] is `Send` and `Sync` where its transport is: over [`ShmTransport`] and
+//! [`Shmem`] is `Send` and `Sync` where its transport is: over [`ShmTransport`], [`tcp::TcpTransport`] and
 //! [`reorder::ReorderTransport`] it is made in one thread and used in another. MPI's transport stays in the thread that
 //! initialised MPI.
 //!
@@ -62,8 +63,10 @@ pub mod mpi;
 pub mod reorder;
 mod segment;
 mod shm;
+pub mod tcp;
 mod team;
 mod typed;
+mod wait;
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -72,7 +75,7 @@ use std::time::Instant;
 
 pub use bytemuck::Pod;
 
-pub use error::{ShmemError, WaitTimeout};
+pub use error::{LostPe, ShmemError, WaitTimeout};
 pub use group::GroupTransport;
 pub use handle::AsShmem;
 pub use meet::meet;
@@ -203,12 +206,17 @@ pub trait Transport {
     fn signal_fetch(&self, signal: usize) -> u64;
     /// Atomically adds to the u64 at offset `target` of `pe`; returns what it was.
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64;
-    /// Waits until one of `waits` holds, and says which; `None` when `deadline` passes first.
+    /// Waits until one of `waits` holds, and says which; `None` when `deadline` passes first, or a PE is lost.
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize>;
     /// Orders deliveries to each PE.
     fn fence(&self);
     /// Completes every operation this PE has issued.
     fn quiet(&self);
+    /// The first PE that is known to be lost, for good: from then on waits that do not hold end at once, puts and signals to a lost PE
+    /// go nowhere, gets and atomics bring 0, and quiet waits for no lost PE.
+    fn lost(&self) -> Option<LostPe> {
+        None
+    }
     /// The address of offset `offset` of `pe`, where this PE can load and store it directly.
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>>;
     /// Whether `pe`'s heap is within reach of loads and stores (the same host, or NVLink) rather than of a network:
@@ -285,6 +293,7 @@ mod tests {
         fn moves<T: Send>() {}
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shmem<ShmTransport>>();
+        is_shared::<Shmem<tcp::TcpTransport>>();
         is_shared::<Shmem<reorder::ReorderTransport>>();
         moves::<Shmem<GroupTransport<'_, ShmTransport>>>();
         moves::<Sym<f32>>();

@@ -17,36 +17,15 @@
 //! - **fetch_add** is AcqRel.
 //! - No store is non-temporal: on x86 such a store is not ordered by a release, and would need an sfence in
 //!   put_signal, signal_op, fence and quiet.
-//!
-//! # Waiting
-//! A wait looks at its words without a pause between looks (PAUSE takes up to 140 cycles, as long as a signal's way to a near CPU), then
-//! with sched_yield between them, then sleeps on the doorbell of its own segment ([`super::doorbell`]). With more PEs than
-//! CPUs it goes to sleep sooner, as the PE that it waits for may need this CPU.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::thread::available_parallelism;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::doorbell::{ring, signal, sleep_until};
+use super::doorbell::{ring, signal};
+use super::wait::Patience;
 use super::{RawWait, Segment, ShmemError, SignalOp, Transport};
-
-/// The longest sleep without looking at the words again.
-const SLEEP_MAX: Duration = Duration::from_millis(50);
-
-/// Looks between two readings of the clock. There is no PAUSE between them: a hypervisor takes a CPU that pauses again and again
-/// for one that spins in vain, and takes it away for microseconds.
-const LOOKS_A_CLOCK: u32 = 200;
-
-/// How long a wait looks at its words before it sleeps.
-#[derive(Clone, Copy, Debug)]
-struct Patience {
-    /// For so long one look right after the other: waking up takes some microseconds, which a wait for a large message would add.
-    spin: Duration,
-    /// With a sched_yield after each.
-    yields: u32,
-}
 
 /// One PE of a world over shared memory.
 #[derive(Debug)]
@@ -86,12 +65,7 @@ impl ShmTransport {
             let other = segments[pe].heap_bytes();
             return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
         }
-        let crowded = available_parallelism().is_ok_and(|cores| segments.len() > cores.get());
-        let patience = if crowded {
-            Patience { spin: Duration::ZERO, yields: 2 }
-        } else {
-            Patience { spin: Duration::from_micros(200), yields: 5 }
-        };
+        let patience = Patience::of(segments.len());
         Ok(Self { my_pe, segments, patience })
     }
 
@@ -163,36 +137,7 @@ impl Transport for ShmTransport {
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        let look = || waits.iter().position(|wait| wait.cmp.holds(self.signal_fetch(wait.signal), wait.value));
-        let start = Instant::now();
-        loop {
-            for _ in 0..LOOKS_A_CLOCK {
-                if let Some(found) = look() {
-                    return Some(found);
-                }
-            }
-            let now = Instant::now();
-            if now >= deadline {
-                return look();
-            }
-            if now - start >= self.patience.spin {
-                break;
-            }
-        }
-        for _ in 0..self.patience.yields {
-            if let Some(found) = look() {
-                return Some(found);
-            }
-            rustix::thread::sched_yield();
-            if Instant::now() >= deadline {
-                return look();
-            }
-        }
-        let time_left = || {
-            let left = deadline.saturating_duration_since(Instant::now());
-            (!left.is_zero()).then_some(left.min(SLEEP_MAX))
-        };
-        sleep_until(self.mine().bell(), look, time_left)
+        self.patience.wait(self.mine(), waits, deadline, || false)
     }
 
     #[inline]

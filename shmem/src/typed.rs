@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::collective::Channels;
 use super::heap::Heap;
 use super::team::SyncWords;
-use super::{Cmp, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
+use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};
 
 /// One PE's view of the symmetric heap, over a transport.
 ///
@@ -230,10 +230,15 @@ impl<T: Transport> Shmem<T> {
         wait.cmp.holds(self.signal_fetch(wait.signal), wait.value)
     }
 
+    /// The first PE that is known to be lost: [`Transport::lost`].
+    pub fn lost(&self) -> Option<LostPe> {
+        self.transport.lost()
+    }
+
     /// Waits until `wait` holds; returns the word's value, read after that (it may have gone on).
     ///
     /// # Errors
-    /// When `deadline` passes first. A condition that holds already is found even after the deadline.
+    /// When `deadline` passes first, or a PE is lost. A condition that holds already is found even after the deadline.
     pub fn wait_until(&self, wait: Wait, deadline: Instant) -> Result<u64, WaitTimeout> {
         let seen = self.signal_fetch(wait.signal);
         if wait.cmp.holds(seen, wait.value) {
@@ -246,7 +251,7 @@ impl<T: Transport> Shmem<T> {
     /// Waits until one of `waits` holds; returns its index.
     ///
     /// # Errors
-    /// When `deadline` passes first.
+    /// When `deadline` passes first, or a PE is lost.
     ///
     /// # Panics
     /// If `waits` is empty.
@@ -267,6 +272,7 @@ impl<T: Transport> Shmem<T> {
             cmp: waits[0].cmp,
             index: 0,
             waited: start.elapsed(),
+            lost: self.transport.lost(),
         })
     }
 

@@ -10,9 +10,10 @@ use clap::{Subcommand, ValueEnum};
 use super::files::{Csv, create, write};
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
+use super::ranks::RanksArgs;
 #[cfg(feature = "device")]
 use super::values::GemmArg;
-use super::values::{self, ActivationArg, DeviceArg, check_pes};
+use super::values::{self, ActivationArg, DeviceArg, TransportArg, check_pes};
 use super::{bench_p2p, bench_straggler, bench_summary};
 use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
@@ -47,6 +48,11 @@ struct MoeArgs {
     /// Number of PEs, one thread each [default: as many processes as srun, mpirun or torchrun started; otherwise 2]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
+    /// What carries rows and signals between PEs
+    #[arg(long, value_enum, default_value = "shm")]
+    transport: TransportArg,
+    #[command(flatten)]
+    ranks: RanksArgs,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -121,7 +127,12 @@ enum BenchDtypeArg {
 }
 
 impl MoeArgs {
-    fn bench(&self) -> Result<MoeBench> {
+    fn bench(&self, started: Option<usize>) -> Result<MoeBench> {
+        let transport = self.transport.name();
+        ensure!(
+            self.device == DeviceArg::Cpu || !self.transport.has_own_world(),
+            "--transport {transport} on a device, expected --device cpu"
+        );
         for (flag, value) in [
             ("iterations", Some(self.iterations)),
             ("tile-rows", self.tile_rows),
@@ -152,7 +163,7 @@ impl MoeArgs {
         let layer = LayerConfig::new(self.hidden, self.experts, RouterConfig::softmax(self.top_k), expert);
         let layer = SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
         Synthetic::new(layer.clone())?;
-        let pes = check_pes(self.pes.or_else(settled_pes).unwrap_or(2))?;
+        let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or(2))?;
         Ok(MoeBench {
             pes,
             layer,
@@ -174,12 +185,13 @@ impl MoeArgs {
 }
 
 impl Args {
-    /// Whether the PEs are those of MPI.
-    pub fn over_mpi(&self) -> bool {
+    /// Whether the PEs are processes that the transport makes a world of.
+    pub fn has_own_world(&self) -> bool {
         match &self.bench {
-            Bench::P2p(args) => args.over_mpi(),
-            Bench::Straggler(args) => args.over_mpi(),
-            Bench::Moe(_) | Bench::Summary(_) => false,
+            Bench::P2p(args) => args.host_transport().has_own_world(),
+            Bench::Straggler(args) => args.transport.has_own_world(),
+            Bench::Moe(args) => args.transport.has_own_world(),
+            Bench::Summary(_) => false,
         }
     }
 }
@@ -199,8 +211,8 @@ pub fn command(args: &Args) -> Result<bool> {
 
 impl MoeArgs {
     fn command(&self) -> Result<bool> {
-        let ask = |_: JobProcesses| {
-            let bench = self.bench()?;
+        let ask = |found: JobProcesses| {
+            let bench = self.bench(found.started)?;
             check_bench_memory(&bench)?;
             #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
             let mut env = Vec::new();
@@ -209,11 +221,13 @@ impl MoeArgs {
                 env.extend(crate::gpu::cuda::pe_environment(bench.pes)?);
             }
             let (pes, wait_limit) = (bench.pes, bench.options.wait_limit);
-            let kept = (bench.clone(), create(self.csv.as_ref())?);
+            let csv = if found.reports { create(self.csv.as_ref())? } else { None };
+            let kept = (bench.clone(), csv);
             Ok(JobSpec { request: Request::BenchMoe(Box::new(bench)), pes, wait_limit, env, kept })
         };
         let progress = Progress::of_slowest_pe("measurement");
-        job::run(false, &moe_samples::phase_names(), progress, ask, |(bench, csv), sent| self.report(&bench, csv, sent))
+        let over = self.ranks.over(self.transport)?;
+        job::run(over, &moe_samples::phase_names(), progress, ask, |(bench, csv), sent| self.report(&bench, csv, sent))
     }
 
     /// Prints and writes what all PEs measured.

@@ -9,7 +9,8 @@ use clap::ValueEnum;
 use super::files::{Csv, create, write};
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
-use super::values::{NO_MPI, size};
+use super::ranks::RanksArgs;
+use super::values::{TransportArg, size};
 use crate::bench::p2p::report::{P2pReport, PeRows};
 use crate::bench::p2p::{self, P2pBench, host};
 use crate::job::launch::{MAX_PES, settled_pes};
@@ -26,6 +27,8 @@ pub struct Args {
     /// What the PEs talk over
     #[arg(long, value_enum, default_value = "shm")]
     transport: P2pTransportArg,
+    #[command(flatten)]
+    ranks: RanksArgs,
     /// Operations [default: all that the transport has]
     #[arg(long, value_enum)]
     op: Vec<OpArg>,
@@ -68,6 +71,8 @@ pub struct Args {
 enum P2pTransportArg {
     /// Shared memory of this host
     Shm,
+    /// TCP, between hosts too: PEs that srun, torchrun or mpirun started, or one by one
+    Tcp,
     /// MPI, between hosts too (feature `mpi`)
     Mpi,
     /// NVSHMEM, from the device and on its stream, and NCCL beside it (feature `cuda`)
@@ -123,6 +128,7 @@ impl P2pTransportArg {
     fn name(self) -> &'static str {
         match self {
             P2pTransportArg::Shm => "shm",
+            P2pTransportArg::Tcp => "tcp",
             P2pTransportArg::Mpi => "mpi",
             P2pTransportArg::Nvshmem => "nvshmem",
         }
@@ -132,7 +138,7 @@ impl P2pTransportArg {
     fn ops(self) -> &'static [p2p::Op] {
         use p2p::Op::*;
         match self {
-            P2pTransportArg::Shm => &[Put, PutNbi, Get, PutSignal, Atomic],
+            P2pTransportArg::Shm | P2pTransportArg::Tcp => &[Put, PutNbi, Get, PutSignal, Atomic],
             P2pTransportArg::Mpi => &[Put, PutNbi, Get, PutSignal, Atomic, SendRecv],
             P2pTransportArg::Nvshmem => &[Put, PutNbi, Get, PutSignal, SendRecv],
         }
@@ -156,7 +162,7 @@ impl Args {
                 p2p::Op::SendRecv => {
                     bail!("--op send-recv on --transport {}, expected mpi or nvshmem", self.transport.name())
                 }
-                _ => bail!("--op {} on --transport {}, expected shm or mpi", op.name(), self.transport.name()),
+                _ => bail!("--op {} on --transport {}, expected shm, tcp or mpi", op.name(), self.transport.name()),
             }
         }
         let asked = (!ops.is_empty(), !self.scope.is_empty());
@@ -181,8 +187,7 @@ impl Args {
         }
         scopes.dedup();
         match self.transport {
-            P2pTransportArg::Shm => {}
-            P2pTransportArg::Mpi => ensure!(cfg!(feature = "mpi"), NO_MPI),
+            P2pTransportArg::Shm | P2pTransportArg::Tcp | P2pTransportArg::Mpi => {}
             P2pTransportArg::Nvshmem => ensure!(
                 cfg!(feature = "cuda"),
                 "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
@@ -247,7 +252,7 @@ impl Args {
             }
             self.print(pes, csv, &parts)
         };
-        job::run(self.over_mpi(), &host::PHASE_NAMES, Progress::none(), ask, report)
+        job::run(self.ranks.over(self.host_transport())?, &host::PHASE_NAMES, Progress::none(), ask, report)
     }
 
     /// Prints, writes and plots what all PEs measured.
@@ -268,9 +273,13 @@ impl Args {
         Ok(true)
     }
 
-    /// Whether the PEs are those of MPI.
-    pub fn over_mpi(&self) -> bool {
-        self.transport == P2pTransportArg::Mpi
+    /// What brings the PEs together.
+    pub fn host_transport(&self) -> TransportArg {
+        match self.transport {
+            P2pTransportArg::Shm | P2pTransportArg::Nvshmem => TransportArg::Shm,
+            P2pTransportArg::Tcp => TransportArg::Tcp,
+            P2pTransportArg::Mpi => TransportArg::Mpi,
+        }
     }
 }
 

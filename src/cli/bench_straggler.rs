@@ -9,7 +9,8 @@ use clap::ValueEnum;
 use super::files::{Csv, create, write};
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
-use super::values::{NO_MPI, TransportArg, check_pes, size};
+use super::ranks::RanksArgs;
+use super::values::{TransportArg, check_pes, size};
 use crate::bench::straggler::pe::{self, PeSteps};
 use crate::bench::straggler::report::StragglerReport;
 use crate::job::launch::{MAX_PES, settled_pes};
@@ -40,7 +41,9 @@ pub struct Args {
     bytes: String,
     /// What the PEs talk over
     #[arg(long, value_enum, default_value = "shm")]
-    transport: TransportArg,
+    pub(super) transport: TransportArg,
+    #[command(flatten)]
+    ranks: RanksArgs,
     /// How the PEs of a step wait for each other, may be given several times [default: all that the transport has]
     #[arg(long, value_enum)]
     mode: Vec<StragglerModeArg>,
@@ -79,7 +82,6 @@ impl Args {
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let pes = self.pes.or(started).or_else(settled_pes).unwrap_or(cpus.clamp(2, MAX_PES));
-        ensure!(self.transport == TransportArg::Shm || cfg!(feature = "mpi"), NO_MPI);
         check_pes(pes)?;
         let inject = self.inject.iter().map(|text| parse_inject(text)).collect::<Result<Vec<_>>>()?;
         let bench = StragglerBench {
@@ -104,7 +106,7 @@ impl Args {
         let slow_link = inject.iter().any(|noise| matches!(noise, Inject::SlowLink { .. }));
         let alltoallv = self.transport == TransportArg::Mpi && !slow_link;
         if self.mode.contains(&StragglerModeArg::Alltoallv) {
-            let transport = if self.transport == TransportArg::Mpi { "mpi" } else { "shm" };
+            let transport = self.transport.name();
             ensure!(self.transport == TransportArg::Mpi, "--mode alltoallv on --transport {transport}, expected mpi");
             ensure!(alltoallv, "--mode alltoallv with --inject slow-link, expected --mode bulk or one-sided");
         }
@@ -140,13 +142,12 @@ impl Args {
         let report = |(bench, csv), sent: Vec<(usize, PeSteps)>| {
             self.print(&bench, csv, sent.into_iter().map(|(_, steps)| steps).collect())
         };
-        job::run(self.over_mpi(), &pe::PHASE_NAMES, Progress::none(), ask, report)
+        job::run(self.ranks.over(self.transport)?, &pe::PHASE_NAMES, Progress::none(), ask, report)
     }
 
     /// Prints, writes and plots what all PEs measured.
     fn print(&self, bench: &StragglerBench, csv: Csv, parts: Vec<PeSteps>) -> Result<bool> {
-        let transport = if self.transport == TransportArg::Mpi { "mpi" } else { "shm" };
-        let report = StragglerReport::new(bench, transport, &self.inject, parts);
+        let report = StragglerReport::new(bench, self.transport.name(), &self.inject, parts);
         write(csv, &report.to_csv())?;
         if self.json {
             print_line(&report.to_json())?;
@@ -159,11 +160,6 @@ impl Args {
             }
         }
         Ok(true)
-    }
-
-    /// Whether the PEs are those of MPI.
-    pub fn over_mpi(&self) -> bool {
-        self.transport == TransportArg::Mpi
     }
 }
 

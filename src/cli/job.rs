@@ -5,14 +5,19 @@ use std::time::Duration;
 use anyhow::Result;
 use serde::de::DeserializeOwned;
 
+use super::flags::as_flags;
+use super::pe::{carry_out, failure};
 use super::progress::Progress;
+use super::ranks::Over;
 use crate::job::launch::Processes;
 use crate::job::messages::collect;
+use crate::job::peers::{Peers, START_LIMIT, World};
 use crate::job::request::Request;
+use crate::job::tcp;
 
 /// The processes of a job, as a command finds them.
 pub struct JobProcesses {
-    /// How many PEs there are, where `mpirun` has started them; otherwise the request says.
+    /// How many PEs there are, where something else has started them; otherwise the request says.
     pub started: Option<usize>,
     /// How many of them are on this host.
     pub here: Option<usize>,
@@ -34,24 +39,30 @@ pub struct JobSpec<S> {
     pub kept: S,
 }
 
-/// Runs a job's PEs, as processes or, `over_mpi`, as those that `mpirun` started; says whether all went well. `ask` is called in
+/// Runs a job's PEs, as processes of this one or as those that something else has started; says whether all went well. `ask` is called in
 /// every process that has to know the request, `report` in one, with what the PEs sent.
 ///
 /// # Errors
 /// One line.
 pub fn run<S, M: DeserializeOwned>(
-    over_mpi: bool,
+    over: Over,
     phase_names: &[&'static str],
     progress: Progress,
     ask: impl FnOnce(JobProcesses) -> Result<JobSpec<S>>,
     report: impl FnOnce(S, Vec<(usize, M)>) -> Result<bool>,
 ) -> Result<bool> {
-    #[cfg(feature = "mpi")]
-    if over_mpi {
-        return run_over_mpi(phase_names, ask, report);
+    match over {
+        Over::Tcp(place) => return Ok(run_as_one(&tcp::join(&place, phase_names, as_flags)?, ask, report)),
+        #[cfg(feature = "mpi")]
+        Over::Mpi => {
+            let pes = crate::job::mpi::join(phase_names, as_flags)?;
+            return Ok(pes.is_some_and(|pes| run_as_one(&pes, ask, report)));
+        }
+        // Without MPI the flag is refused.
+        #[cfg(not(feature = "mpi"))]
+        Over::Mpi => {}
+        Over::Processes => {}
     }
-    // Without MPI the command's flags are refused where the request is made of them.
-    let _ = over_mpi;
     let JobSpec { request, pes, wait_limit, env, kept } =
         ask(JobProcesses { started: None, here: None, reports: true })?;
     let mut processes = Processes::new(pes, request.to_bytes()?, phase_names);
@@ -64,31 +75,33 @@ pub fn run<S, M: DeserializeOwned>(
     report(kept, sent)
 }
 
-#[cfg(feature = "mpi")]
-fn run_over_mpi<S, M: DeserializeOwned>(
-    phase_names: &[&'static str],
+/// The same as one of the PEs of a world.
+fn run_as_one<W: World, S, M: DeserializeOwned>(
+    pes: &Peers<W>,
     ask: impl FnOnce(JobProcesses) -> Result<JobSpec<S>>,
     report: impl FnOnce(S, Vec<(usize, M)>) -> Result<bool>,
-) -> Result<bool> {
-    use super::flags::as_flags;
-    use super::pe::{carry_out, failure};
-    use crate::job::mpi::{MpiPes, START_LIMIT};
-
-    let Some(pes) = MpiPes::join(phase_names, as_flags)? else { return Ok(false) };
+) -> bool {
     let n = pes.world().n_pes();
     let found = JobProcesses { started: Some(n), here: Some(pes.world().pes_on_host()), reports: pes.reports() };
     let asked = ask(found).and_then(|asked| {
         let expected = asked.pes;
-        anyhow::ensure!(n == expected, "--transport mpi with {n} PEs, expected {expected}: mpirun -n {expected}");
+        let transport = W::TRANSPORT;
+        anyhow::ensure!(
+            n == expected,
+            "--transport {transport} with {n} PEs, expected {expected}: start {expected} processes"
+        );
         Ok(asked)
     });
-    let Some(JobSpec { request, wait_limit, kept, .. }) = pes.agree(asked, START_LIMIT) else { return Ok(false) };
+    let Some(JobSpec { request, wait_limit, kept, .. }) = pes.agree(asked, START_LIMIT) else { return false };
+    if pes.agree(pes.check_same(&request, START_LIMIT), START_LIMIT).is_none() {
+        return false;
+    }
     let sent = pes.run(&[], Vec::new(), wait_limit, |host| carry_out(request, host).map_err(|error| failure(&error)));
     let well = sent.unwrap_or_else(|failure| pes.fail(&failure)).map(|sent| {
         report(kept, sent).unwrap_or_else(|error| {
-            pes.say(&error);
+            pes.say(error);
             false
         })
     });
-    Ok(pes.conclude(well, START_LIMIT.max(wait_limit)))
+    pes.conclude(well, START_LIMIT.max(wait_limit))
 }

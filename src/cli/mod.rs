@@ -12,6 +12,7 @@ mod pe;
 mod plan;
 mod probe;
 mod progress;
+mod ranks;
 mod rebalance;
 mod run;
 mod values;
@@ -40,7 +41,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a layer, forward and backward, on N PEs of this host; with nothing else given, the bundled example.
+    /// Run a layer, forward and backward, on N PEs, of this host or of several; with nothing else given, the bundled example.
     Run(Box<run::Args>),
     /// Measure.
     Bench(Box<bench::Args>),
@@ -74,9 +75,9 @@ pub fn main() -> ExitCode {
         return pe::main().unwrap_or_else(|error| fail(&error).into());
     }
     flags::learn(&Cli::command());
-    // MPI makes its own world of the processes.
+    // MPI and TCP make their own world of the processes.
     let entered = match &cli {
-        Ok(cli) if cli.command.over_mpi() => Ok(Role::Alone),
+        Ok(cli) if cli.command.has_own_world() => Ok(Role::Alone),
         _ => launch::enter(),
     };
     let code = match entered {
@@ -110,12 +111,12 @@ fn log_to_stderr() {
 }
 
 impl Command {
-    /// Whether its PEs are the processes that MPI makes a world of.
-    fn over_mpi(&self) -> bool {
+    /// Whether its PEs are processes that the transport makes a world of.
+    fn has_own_world(&self) -> bool {
         match self {
-            Command::Run(args) => args.over_mpi(),
-            Command::Bench(args) => args.over_mpi(),
-            Command::Probe(args) => args.over_mpi(),
+            Command::Run(args) => args.transport.has_own_world(),
+            Command::Bench(args) => args.has_own_world(),
+            Command::Probe(args) => args.transport.has_own_world(),
             _ => false,
         }
     }

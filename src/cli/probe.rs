@@ -7,7 +7,8 @@ use anyhow::{Context, Result, ensure};
 
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
-use super::values::{DtypeArg, MlpArg, NO_MPI, TransportArg, check_memory_mb, check_pes};
+use super::ranks::RanksArgs;
+use super::values::{DtypeArg, MlpArg, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, ProbeOptions};
 use crate::job::launch::settled_pes;
@@ -52,20 +53,16 @@ pub struct Args {
     memory_mb: Vec<f64>,
     /// What the PEs talk over
     #[arg(long, value_enum, default_value = "shm")]
-    transport: TransportArg,
+    pub(super) transport: TransportArg,
+    #[command(flatten)]
+    ranks: RanksArgs,
     /// How long a PE waits for another before the probe fails, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u32,
 }
 
 impl Args {
-    /// Whether the PEs are those of MPI.
-    pub(super) fn over_mpi(&self) -> bool {
-        self.transport == TransportArg::Mpi
-    }
-
     fn request(&self, started: Option<usize>) -> Result<ProbeRequest> {
-        ensure!(!self.over_mpi() || cfg!(feature = "mpi"), NO_MPI);
         let one_each = || std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST);
         let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or_else(one_each))?;
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
@@ -98,7 +95,7 @@ pub fn command(args: &Args) -> Result<bool> {
         Ok(JobSpec { request: Request::Probe(request), pes, wait_limit, env: Vec::new(), kept: out })
     };
     let report = |out, sent: Vec<(usize, String)>| args.finish(out, sent.into_iter().next().map(|(_, text)| text));
-    job::run(args.over_mpi(), &PROBE_PHASES, Progress::of_first_pe(), ask, report)
+    job::run(args.ranks.over(args.transport)?, &PROBE_PHASES, Progress::of_first_pe(), ask, report)
 }
 
 /// Checks that `here` PEs fit on this host: a probe that it cannot hold would be killed half way.

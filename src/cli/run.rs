@@ -6,15 +6,19 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
+use super::flags::as_flags;
+use super::pe::failure;
 use super::progress::Progress;
+use super::ranks::{Over, RanksArgs};
 #[cfg(feature = "device")]
 use super::values::GemmArg;
 use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, TransportArg, check_memory_mb, check_pes};
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
+use crate::job::tcp;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
-use crate::run::{PreparedRun, supervisor};
+use crate::run::{PreparedRun, peers, supervisor};
 
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
@@ -51,7 +55,7 @@ pub struct Args {
     memory_mb: Vec<f64>,
     /// What carries rows and signals between PEs
     #[arg(long, value_enum, default_value = "shm")]
-    transport: TransportArg,
+    pub(super) transport: TransportArg,
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
@@ -105,6 +109,8 @@ pub struct Args {
     /// How long a PE waits for another before the job fails
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     timeout: f64,
+    #[command(flatten)]
+    ranks: RanksArgs,
     #[command(flatten)]
     synthetic: SyntheticArgs,
 }
@@ -287,20 +293,15 @@ fn default_pes(device: DeviceKind, example: bool) -> usize {
 }
 
 impl Args {
-    /// Whether the PEs are those of MPI.
-    pub(super) fn over_mpi(&self) -> bool {
-        self.transport == TransportArg::Mpi
-    }
-}
-
-#[cfg(feature = "mpi")]
-impl Args {
-    /// The same of one of `started` PEs.
-    fn mpi_request(&self, started: usize) -> Result<RunRequest> {
+    /// The same of one of `started` PEs that the transport has brought together.
+    fn peer_request(&self, started: usize) -> Result<RunRequest> {
+        let transport = self.transport.name();
         if let Some(pes) = self.pes.filter(|&pes| pes != started) {
-            bail!("--pes {pes} with --transport mpi: mpirun started {started}, expected {started} or no --pes");
+            bail!(
+                "--pes {pes} with --transport {transport}: {started} processes were started, expected {started} or no --pes"
+            );
         }
-        ensure!(self.device == DeviceArg::Cpu, "--transport mpi on a device, expected --device cpu");
+        ensure!(self.device == DeviceArg::Cpu, "--transport {transport} on a device, expected --device cpu");
         self.request(Some(started))
     }
 }
@@ -323,11 +324,20 @@ fn example() -> Result<Work> {
 /// # Errors
 /// One line.
 pub fn command(args: &Args) -> Result<bool> {
-    if args.over_mpi() {
+    match args.ranks.over(args.transport)? {
+        Over::Tcp(place) => {
+            let pes = tcp::join(&place, peers::PHASES, as_flags)?;
+            return Ok(peers::run(&pes, |started| args.peer_request(started), failure));
+        }
         #[cfg(feature = "mpi")]
-        return crate::run::mpi::run(|started| args.mpi_request(started), super::flags::as_flags, super::pe::failure);
+        Over::Mpi => {
+            let pes = crate::job::mpi::join(peers::PHASES, as_flags)?;
+            return Ok(pes.is_some_and(|pes| peers::run(&pes, |started| args.peer_request(started), failure)));
+        }
+        // Without MPI the flag is refused.
         #[cfg(not(feature = "mpi"))]
-        bail!(super::values::NO_MPI);
+        Over::Mpi => {}
+        Over::Processes => {}
     }
     let request = args.request(None)?;
     check_pes(request.pes)?;

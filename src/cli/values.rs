@@ -58,8 +58,26 @@ pub fn size(flag: &str, text: &str) -> Result<usize> {
 pub enum TransportArg {
     /// Shared memory: PEs of this host, which this command starts
     Shm,
+    /// TCP, between hosts too: PEs that srun, torchrun or mpirun started, or one by one
+    Tcp,
     /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
     Mpi,
+}
+
+impl TransportArg {
+    /// As it is given.
+    pub fn name(self) -> &'static str {
+        match self {
+            TransportArg::Shm => "shm",
+            TransportArg::Tcp => "tcp",
+            TransportArg::Mpi => "mpi",
+        }
+    }
+
+    /// Whether every process is a PE, and the transport brings them together, rather than a supervisor.
+    pub fn has_own_world(self) -> bool {
+        self != TransportArg::Shm
+    }
 }
 
 /// `--dtype`.

@@ -8,6 +8,7 @@ use crate::moe::MoeError;
 use crate::shmem::ShmemError;
 #[cfg(feature = "mpi")]
 use crate::shmem::mpi::MpiError;
+use crate::shmem::tcp::TcpError;
 
 /// Why a job failed. Each displays as one line.
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +58,9 @@ pub enum JobError {
     #[cfg(feature = "mpi")]
     #[error(transparent)]
     Mpi(#[from] MpiError),
+    /// TCP.
+    #[error(transparent)]
+    Tcp(#[from] TcpError),
     /// The PEs are not those of the job, or one does not do its part.
     #[error("{0}")]
     Peers(String),
@@ -67,6 +71,7 @@ impl JobError {
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             JobError::Layer(error) => error.awaited_pe(),
+            JobError::Tcp(error) => error.awaited_pe(),
             _ => None,
         }
     }

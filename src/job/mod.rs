@@ -2,7 +2,7 @@
 //!
 //! - [`request`]: what the PEs are asked to do, and how it travels to them;
 //! - [`launch`]: the processes of the PEs, and the launchers that start them;
-//! - `mpi`: PEs that `mpirun` started;
+//! - [`peers`]: PEs that something else started, on several hosts too: over MPI (`mpi`), or over TCP ([`tcp`]);
 //! - [`host`]: what a PE sees, whoever started it;
 //! - [`messages`]: what the PEs send, collected;
 //! - `device`: the device of a PE.
@@ -17,6 +17,8 @@ pub mod launch;
 pub mod messages;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod peers;
 pub mod request;
+pub mod tcp;
 
 pub use error::{JobError, PeFailure};

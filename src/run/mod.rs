@@ -1,17 +1,16 @@
 //! Steps of a MoE layer, from a checkpoint or synthetic, forward and backward on N PEs.
 //!
 //! [`PreparedRun`] is a request with its files open, the same on every PE and in the process that reports. [`supervisor`] starts the PEs, collects
-//! what they report, checks, and publishes; [`pe`] is one PE's part, on the CPU or on a device. Where `mpirun` has started
-//! the PEs there is no supervisor, and PE 0 does what it would (`mpi`).
+//! what they report, checks, and publishes; [`pe`] is one PE's part, on the CPU or on a device. Where something else has started
+//! the PEs there is no supervisor, and PE 0 does what it would ([`peers`]).
 
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod device;
 pub mod memory;
-#[cfg(feature = "mpi")]
-pub mod mpi;
 pub mod pe;
 mod pe_results;
+pub mod peers;
 pub mod plan;
 pub mod probe;
 mod steps;

@@ -69,9 +69,14 @@ pub fn run(command: Command) -> Outcome {
 }
 
 impl Running {
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
     /// Sends the supervisor a signal.
     pub fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        kill_process(self.pid(), signal).unwrap();
     }
 
     /// The process of PE `pe`, as soon as it is there.

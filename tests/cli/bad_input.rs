@@ -363,7 +363,7 @@ fn devices_and_element_types_that_are_not_there() {
 
 #[test]
 fn transports() {
-    run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, mpi"]);
+    run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, mpi"]);
     #[cfg(not(feature = "mpi"))]
     run(aristos_run("--transport mpi")).refused(&["--transport mpi", "no MPI transport", "--features mpi"]);
     let mut alone = aristos_run("--tokens 10 --hidden 8 --intermediate 8 --forward-only --pes 2");

@@ -178,7 +178,7 @@ impl ProbeError {
     /// The PE that was waited for in vain, where the error is that.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
-            ProbeError::Wait { peer, .. } => Some(*peer),
+            ProbeError::Wait { peer, timeout, .. } => Some(timeout.lost.as_ref().map_or(*peer, |lost| lost.pe)),
             _ => None,
         }
     }

@@ -3,11 +3,13 @@
 #[macro_use]
 mod suite;
 
+use std::net::TcpListener;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use aristos_shmem::reorder::{ReorderTransport, ReorderWorld};
+use aristos_shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 use aristos_shmem::{Cmp, Segment, ShmTransport, Shmem, SignalOp, Transport, Wait};
 use suite::{HEAP_BYTES, World, soon};
 
@@ -47,6 +49,39 @@ impl World for Reorder {
             run_threads(ReorderWorld::new(n_pes, HEAP_BYTES, seed), &f);
         }
     }
+}
+
+/// TCP over the loopback interface: PEs that meet as processes do, and each with a progress thread.
+struct Tcp;
+
+impl World for Tcp {
+    type T = TcpTransport;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<TcpTransport>) + Sync) {
+        for _ in 0..2 {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let rendezvous = listener.local_addr().unwrap().to_string();
+            let mut listener = Some(listener);
+            let limits = JoinLimits::default();
+            thread::scope(|scope| {
+                for pe in 0..n_pes {
+                    let (f, rendezvous, listener) = (&f, &rendezvous, listener.take());
+                    scope.spawn(move || {
+                        let joining = Joining { pe, n_pes, rendezvous, program: "suite", token: b"token", limits };
+                        let world = match listener {
+                            Some(listener) => TcpWorld::join_at(&joining, listener),
+                            None => TcpWorld::join(&joining),
+                        };
+                        let limit = limits.join;
+                        f(&Shmem::new(TcpTransport::new(&world.unwrap(), HEAP_BYTES, limit).unwrap()));
+                    });
+                }
+            });
+        }
+    }
+}
+
+mod tcp {
+    conformance_tests!(super::Tcp);
 }
 
 mod shm {

@@ -18,6 +18,8 @@ pub(super) struct LaunchedProcess {
     pub(super) one_host: bool,
     /// What all of them have in common, and no other job on the host has.
     pub(super) job: String,
+    /// Where rank 0 can be reached by TCP from all hosts, as HOST:PORT, as far as the launcher says.
+    pub(super) address: Option<String>,
 }
 
 /// What is wrong with the launcher's variables.
@@ -71,7 +73,7 @@ impl Env<'_> {
             );
             return Err(self.bad(line));
         }
-        Ok((size > 1).then_some(LaunchedProcess { launcher, rank, size, one_host: true, job }))
+        Ok((size > 1).then_some(LaunchedProcess { launcher, rank, size, one_host: true, job, address: None }))
     }
 }
 
@@ -92,7 +94,12 @@ pub(super) fn launched_process(
         }
         let (run, restart) = (torch.text("TORCHELASTIC_RUN_ID"), torch.text("TORCHELASTIC_RESTART_COUNT"));
         let process = torch.process("torchrun", "WORLD_SIZE", format!("torchrun-{port}-{restart}-{run}"))?;
-        return with_hosts(process, &torch, "LOCAL_WORLD_SIZE");
+        let process = with_hosts(process, &torch, "LOCAL_WORLD_SIZE")?;
+        // The port itself is torchrun's own, for its store.
+        let port = port.parse::<u16>().unwrap_or(0);
+        let port = if torch.has("TORCHELASTIC_RUN_ID") { port.wrapping_add(1).max(1) } else { port };
+        let host = if torch.has("MASTER_ADDR") { torch.text("MASTER_ADDR") } else { "localhost".to_string() };
+        return Ok(process.map(|process| LaunchedProcess { address: Some(with_port(&host, port)), ..process }));
     }
     let ompi = env("OMPI_COMM_WORLD_RANK");
     if ompi.has("OMPI_COMM_WORLD_RANK") {
@@ -115,10 +122,14 @@ pub(super) fn launched_process(
     }
     if let Some(step) = slurm_step {
         let job = format!("slurm-{}.{step}", slurm.text("SLURM_JOB_ID"));
-        let process = slurm.process("Slurm", tasks, job)?;
+        let process = slurm.process("Slurm", tasks, job.clone())?;
         let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"].into_iter().find(|name| slurm.has(name));
         let several = nodes.map(|name| slurm.number(name)).transpose()?.is_some_and(|nodes| nodes > 1);
-        return Ok(process.map(|process| LaunchedProcess { one_host: !several, ..process }));
+        let lists = ["SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"];
+        let first = lists.into_iter().find(|name| slurm.has(name)).and_then(|name| first_node(&slurm.text(name)));
+        let port = port_of(&job);
+        let address = if several { first } else { Some("localhost".to_string()) }.map(|node| with_port(&node, port));
+        return Ok(process.map(|process| LaunchedProcess { one_host: !several, address, ..process }));
     }
     if env("PMIX_RANK").has("PMIX_RANK") && env("PMIX_RANK").has("PMIX_NAMESPACE") {
         let line =
@@ -136,11 +147,40 @@ fn with_hosts(
 ) -> Result<Option<LaunchedProcess>, BadEnvironment> {
     match process {
         Some(process) if env.has(local_size_name) => {
-            let here = env.number(local_size_name)?;
-            Ok(Some(LaunchedProcess { one_host: here >= process.size, ..process }))
+            let one_host = env.number(local_size_name)? >= process.size;
+            let address = one_host.then(|| with_port("localhost", port_of(&process.job)));
+            Ok(Some(LaunchedProcess { one_host, address, ..process }))
         }
         process => Ok(process),
     }
+}
+
+fn with_port(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// A port that a job's processes find by its name alone, below those that systems give out: 20000 to 29999.
+fn port_of(job: &str) -> u16 {
+    // FNV-1a, 32 bits.
+    let hash = job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    20_000 + (hash % 10_000) as u16
+}
+
+/// The first node of a list as Slurm writes it: `nid[001-003,7],login1` is nid001 first.
+fn first_node(list: &str) -> Option<String> {
+    let end = list.find([',', '[']).unwrap_or(list.len());
+    let (prefix, rest) = list.split_at(end);
+    let node = match rest.strip_prefix('[') {
+        Some(numbers) => {
+            let end = numbers.find([',', '-', ']'])?;
+            // What follows the brackets is a part of the name: rack[1-2]node.
+            let suffix = &numbers[numbers.find(']')? + 1..];
+            let suffix = &suffix[..suffix.find(',').unwrap_or(suffix.len())];
+            format!("{prefix}{}{suffix}", &numbers[..end])
+        }
+        None => prefix.to_string(),
+    };
+    (!node.is_empty() && !node.contains(['[', ']'])).then_some(node)
 }
 
 #[cfg(test)]
@@ -175,6 +215,41 @@ mod tests {
         is("PMI_RANK=0 PMI_SIZE=2 MPI_LOCALNRANKS=2", 0, 2, true, "mpich-child-of-77");
         is("RANK=0 WORLD_SIZE=2 MASTER_PORT=29500", 0, 2, true, "torchrun-29500--");
         is("RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_PORT=1 TORCHELASTIC_RUN_ID=r", 1, 2, false, "torchrun-1--r");
+    }
+
+    #[test]
+    fn a_launcher_says_where_rank_0_is() {
+        let address = |variables: &str| of(variables).unwrap().unwrap().address;
+        let torch = "RANK=1 WORLD_SIZE=2 MASTER_PORT=29500";
+        assert_eq!(address(torch).unwrap(), "localhost:29500");
+        assert_eq!(address(&format!("{torch} MASTER_ADDR=node7")).unwrap(), "node7:29500");
+        assert_eq!(address(&format!("{torch} MASTER_ADDR=fd00::1 TORCHELASTIC_RUN_ID=r")).unwrap(), "[fd00::1]:29501");
+        let near = address(&format!("{STEP} SLURM_STEP_NUM_NODES=1")).unwrap();
+        let far = address(&format!("{STEP} SLURM_NODELIST=nid[0012-0013]")).unwrap();
+        assert_eq!(near.replace("localhost", "nid0012"), far);
+        assert!(
+            far.strip_prefix("nid0012:").unwrap().parse::<u16>().is_ok_and(|port| (20_000..30_000).contains(&port))
+        );
+        assert_eq!(address(STEP), None);
+        let ompi = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 PMIX_NAMESPACE=99";
+        assert!(address(&format!("{ompi} OMPI_COMM_WORLD_LOCAL_SIZE=3")).unwrap().starts_with("localhost:2"));
+        assert_eq!(address(&format!("{ompi} OMPI_COMM_WORLD_LOCAL_SIZE=2")), None);
+    }
+
+    #[test]
+    fn slurms_lists_of_nodes_are_read() {
+        for (list, first) in [
+            ("nid0001", "nid0001"),
+            ("nid[0001-0003,7],login1", "nid0001"),
+            ("a,b[1-2]", "a"),
+            ("rack[1-2]node,x", "rack1node"),
+            ("n[7]", "n7"),
+        ] {
+            assert_eq!(first_node(list).as_deref(), Some(first), "{list}");
+        }
+        for list in ["", "[", "n[1", "a[1]b[2]", ","] {
+            assert_eq!(first_node(list), None, "{list}");
+        }
     }
 
     #[test]

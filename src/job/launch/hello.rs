@@ -8,6 +8,11 @@ use super::environment::LaunchedProcess;
 /// Secret of a job's processes, where the user sets one.
 const ENV_TOKEN: &str = "ARISTOS_JOB_TOKEN";
 
+/// What the user gave.
+pub(super) fn token() -> String {
+    std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned()
+}
+
 /// The body of a `Join` frame, as JSON. Another version's must be readable at least as far as its version, so
 /// missing fields have defaults, and unknown ones are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,7 +39,7 @@ impl Hello {
             protocol: VERSION,
             version: env!("CARGO_PKG_VERSION").to_string(),
             job: process.job.clone(),
-            token: std::env::var_os(ENV_TOKEN).unwrap_or_default().to_string_lossy().into_owned(),
+            token: token(),
             rank: process.rank,
             size: process.size,
         }
@@ -71,7 +76,9 @@ mod tests {
 
     #[test]
     fn only_a_process_of_the_job_is_admitted() {
-        let process = |rank| LaunchedProcess { launcher: "test", rank, size: 3, one_host: true, job: "j".to_string() };
+        let (launcher, job) = ("test", "j".to_string());
+        let process =
+            |rank| LaunchedProcess { launcher, rank, size: 3, one_host: true, job: job.clone(), address: None };
         let (zero, two) = (Hello::of(&process(0)), Hello::of(&process(2)));
         assert_eq!(zero.admit(&two.to_bytes()), Ok(2));
         let refused = |hello: Hello, part: &str| {

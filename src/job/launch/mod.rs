@@ -47,7 +47,7 @@ use std::time::Duration;
 pub use keeper::Keeper;
 pub use pe::PeContext;
 pub use rendezvous::{conclude, settled_pes};
-pub use role::{Role, enter};
+pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::environment::{BadEnvironment, LaunchedProcess, launched_process};
 use super::keeper::Keeper;
-use super::{LaunchError, rendezvous};
+use super::{LaunchError, hello, rendezvous};
 
 /// How long processes wait for each other at the start, seconds.
 const ENV_JOIN_LIMIT: &str = "ARISTOS_JOIN_LIMIT";
@@ -29,15 +29,15 @@ pub enum Role {
 /// # Errors
 /// One line: the environment makes no sense; the rendezvous socket is taken.
 pub fn enter() -> Result<Role, LaunchError> {
-    let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_pid());
-    let process = match launched_process(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), parent) {
+    let process = match this_process() {
         Ok(None) => return Ok(Role::Alone),
         Ok(Some(process)) => process,
         Err(BadEnvironment { speaks: false, .. }) => return Ok(Role::Silent),
         Err(BadEnvironment { line, .. }) => return Err(LaunchError::Environment(line)),
     };
-    let limit = match join_limit(&process) {
-        Ok(limit) => limit,
+    let limit = match join_limit() {
+        Ok(limit) if process.one_host => limit,
+        Ok(limit) => limit.min(SEVERAL_HOSTS_LIMIT),
         Err(_) if process.rank > 0 => return Ok(Role::Silent),
         Err(error) => return Err(error),
     };
@@ -48,14 +48,52 @@ pub fn enter() -> Result<Role, LaunchError> {
     Ok(Role::Supervisor)
 }
 
-fn join_limit(process: &LaunchedProcess) -> Result<Duration, LaunchError> {
-    let limit = match std::env::var_os(ENV_JOIN_LIMIT) {
-        None => JOIN_LIMIT,
-        Some(value) => {
-            let seconds = value.to_str().and_then(|value| value.parse().ok()).filter(|s| (0.01..=1e6).contains(s));
-            let wrong = || format!("{ENV_JOIN_LIMIT}={}: expected a number of seconds above 0", value.display());
-            Duration::from_secs_f64(seconds.ok_or_else(|| LaunchError::Environment(wrong()))?)
-        }
+fn this_process() -> Result<Option<LaunchedProcess>, BadEnvironment> {
+    let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_pid());
+    launched_process(&|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()), parent)
+}
+
+/// Where a process that a launcher started stands among the others, which may be on other hosts.
+pub struct LaunchedPlace {
+    /// This process.
+    pub rank: usize,
+    /// How many there are.
+    pub size: usize,
+    /// Where rank 0 can be reached by TCP, as HOST:PORT, as far as the launcher says.
+    pub address: Option<String>,
+    /// What all of them have in common.
+    pub job: String,
+}
+
+/// This process's place; `None` when no launcher started it, or it alone.
+///
+/// # Errors
+/// One line: the environment makes no sense.
+pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
+    let place = |process: LaunchedProcess| {
+        let LaunchedProcess { launcher, rank, size, one_host, job, address } = process;
+        // MPICH's processes have their parent in common, and those of another host another parent.
+        let job = if launcher == "MPICH" && !one_host { launcher.to_string() } else { job };
+        LaunchedPlace { rank, size, address, job }
     };
-    Ok(if process.one_host { limit } else { limit.min(SEVERAL_HOSTS_LIMIT) })
+    match this_process() {
+        Ok(process) => Ok(process.map(place)),
+        Err(BadEnvironment { line, .. }) => Err(LaunchError::Environment(line)),
+    }
+}
+
+/// What all processes of a job know, besides what their launcher gave them: `ARISTOS_JOB_TOKEN`.
+pub fn job_token() -> String {
+    hello::token()
+}
+
+/// How long processes wait for each other at the start.
+///
+/// # Errors
+/// One line: the environment's variable for it is no time.
+pub fn join_limit() -> Result<Duration, LaunchError> {
+    let Some(value) = std::env::var_os(ENV_JOIN_LIMIT) else { return Ok(JOIN_LIMIT) };
+    let seconds = value.to_str().and_then(|value| value.parse().ok()).filter(|s| (0.01..=1e6).contains(s));
+    let wrong = || format!("{ENV_JOIN_LIMIT}={}: expected a number of seconds above 0", value.display());
+    Ok(Duration::from_secs_f64(seconds.ok_or_else(|| LaunchError::Environment(wrong()))?))
 }

@@ -32,14 +32,12 @@ impl StatusPage {
     }
 
     /// A page that nobody else sees, for a PE without a supervisor.
-    #[cfg(feature = "mpi")]
     pub(crate) fn private() -> io::Result<StatusPage> {
         let segment = Segment::create("aristos-status", SLOT_BYTES).map_err(io::Error::other)?;
         Ok(StatusPage { segment: Arc::new(segment), pe: 0 })
     }
 
     /// The phase that this PE set last.
-    #[cfg(feature = "mpi")]
     pub(crate) fn phase(&self) -> usize {
         word(&self.segment, self.pe, PHASE).load(Ordering::Relaxed) as usize
     }

@@ -362,7 +362,8 @@ pub struct RouteSlot {
     pub choice: u32,
 }
 
-/// The rows that go to one PE: each token at most once, ascending, with the experts it has there, ascending.
+/// The rows that go to one PE: each token at most once, with the experts it has there, ascending. Rows are in the order of their first local
+/// expert, then of tokens: so that the rows of the first experts are there first, all of them.
 #[derive(Clone, Debug, Default)]
 pub struct Routes {
     /// Token of each row.
@@ -371,12 +372,31 @@ pub struct Routes {
     pub slot_start: Vec<u32>,
     /// All slots.
     pub slots: Vec<RouteSlot>,
+    /// The rows in the order in which their results come back: of their last local expert, then of rows. So what the first experts have finished
+    /// need not wait for the last.
+    pub returns: Vec<u32>,
 }
 
 impl Routes {
     /// The slots of a row.
     pub fn row(&self, j: usize) -> &[RouteSlot] {
         &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
+    }
+
+    /// Puts the rows, which are in the order of tokens, into that of their experts.
+    fn sort(&mut self) {
+        let rows = 0..self.tokens.len();
+        let mut order: Vec<usize> = rows.clone().collect();
+        order.sort_by_key(|&j| self.row(j).iter().map(|slot| slot.expert).min());
+        let mut sorted = Routes { slot_start: vec![0], ..Routes::default() };
+        for j in order {
+            sorted.tokens.push(self.tokens[j]);
+            sorted.slots.extend_from_slice(self.row(j));
+            sorted.slot_start.push(sorted.slots.len() as u32);
+        }
+        let mut returns: Vec<u32> = rows.map(|j| j as u32).collect();
+        returns.sort_by_key(|&j| sorted.row(j as usize).iter().map(|slot| slot.expert).max());
+        *self = Routes { returns, ..sorted };
     }
 
     /// Pairs of each of the PE's `n_local` experts.
@@ -414,5 +434,6 @@ pub fn routes(routing: &Routing, placement: &Placement, top_k: usize) -> Vec<Rou
             *to.slot_start.last_mut().expect("starts with one element") += 1;
         }
     }
+    all.iter_mut().for_each(Routes::sort);
     all
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::config::{ConfigError, WeightError};
 use super::metrics::Phase;
-use crate::shmem::{Shmem, ShmemError, Transport, WaitTimeout};
+use crate::shmem::{LostPe, Shmem, ShmemError, Transport, WaitTimeout};
 
 /// An error of the layer; each message is one line.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +59,16 @@ pub enum MoeError {
         /// How long it waited.
         waited: Duration,
     },
+    /// A PE was lost, whatever this one was waiting for.
+    #[error("PE {pe} in phase {}: {lost}", phase.name())]
+    Lost {
+        /// The PE that noticed.
+        pe: usize,
+        /// What it had been doing.
+        phase: Phase,
+        /// The PE that was lost.
+        lost: LostPe,
+    },
     /// A call that this layer cannot take: what it is, and why not.
     #[error("cannot {what}: {why}")]
     Usage {
@@ -94,6 +104,7 @@ impl MoeError {
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
             MoeError::Wait { peer, .. } => *peer,
+            MoeError::Lost { lost, .. } => Some(lost.pe),
             #[cfg(feature = "device")]
             MoeError::Device(error) => error.awaited_pe(),
             _ => None,
@@ -108,8 +119,11 @@ impl MoeError {
         phase: Phase,
         timeout: WaitTimeout,
     ) -> Self {
-        let WaitTimeout { expected, seen, waited, .. } = timeout;
+        let WaitTimeout { expected, seen, waited, lost, .. } = timeout;
         let (pe, peer) = (shmem.world_pe(shmem.my_pe()), Some(shmem.world_pe(peer)));
+        if let Some(lost) = lost {
+            return MoeError::Lost { pe, phase, lost };
+        }
         MoeError::Wait { pe, peer, what, phase, expected, seen, waited }
     }
 }

@@ -11,14 +11,22 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     /// Sends back the results of the chunks whose slots are all computed.
     pub(super) fn return_chunks(&mut self) {
         for pe in self.peers() {
-            while self.progress.returned[pe] < self.progress.gathered[pe]
-                && self.progress.undone[pe][self.progress.returned[pe]] == 0
-            {
+            while self.is_computed(pe, self.progress.returned[pe]) {
                 self.rec.enter(Phase::Combine);
                 self.return_chunk(pe, self.progress.returned[pe]);
                 self.progress.returned[pe] += 1;
             }
         }
+    }
+
+    /// Whether there is a chunk `chunk` of results for the rows of `pe`, and all of them are computed.
+    fn is_computed(&mut self, pe: usize, chunk: usize) -> bool {
+        let from = &self.saved.inbound[pe];
+        let (range, p) = (self.chunk_range(from.rows, chunk), &mut self.progress);
+        let undone = &p.undone[pe];
+        let computed = from.returns[p.computed[pe]..].iter().take_while(|&&row| undone.get(row as usize) == Some(&0));
+        p.computed[pe] += computed.count();
+        !range.is_empty() && p.computed[pe] >= range.end
     }
 
     fn return_chunk(&mut self, pe: usize, chunk: usize) {
@@ -28,8 +36,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let mut rows = vec![E::default(); range.len() * h];
         let mut d_weights = Vec::new();
         enter_scale(self.rec, self.direction);
-        for (row, j) in rows.chunks_exact_mut(h).zip(range.clone()) {
-            let places = &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize];
+        let mut slots = 0;
+        for (row, &j) in rows.chunks_exact_mut(h).zip(&from.returns[range.clone()]) {
+            let places = from.places(j as usize);
+            slots += places.len();
             self.progress.row.fill(0.0);
             sum_places(&self.saved.batches, places, self.direction, &mut self.progress.row);
             E::convert(&self.progress.row, row);
@@ -40,10 +50,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.rec.enter(Phase::Combine);
         let start = return_offset(
             (from.return_row, from.return_slot),
-            (range.start, from.place_start[range.start] as usize),
+            (range.start, self.progress.returned_slots[pe]),
             row_bytes,
             self.direction,
         );
+        self.progress.returned_slots[pe] += slots;
         let pieces = [bytemuck::cast_slice::<E, u8>(&rows), bytemuck::cast_slice::<f32, u8>(&d_weights)];
         let place = self.memory.returns().slice(start..start + pieces[0].len() + pieces[1].len());
         let signal = (self.memory.result_signal(me, pe, chunk), self.pass);
@@ -54,7 +65,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         put_pieces(self.shmem, place, pieces.into_iter(), signal, pe, traffic);
     }
 
-    /// Adds the results that have come back, in the order of PEs and rows whatever came first. Says whether any had.
+    /// Adds the results that have come back, in the order of PEs whatever came first (a token has one row at most at each). Says whether any had.
     pub(super) fn combine_arrived(&mut self) -> bool {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let mut new = false;
@@ -65,10 +76,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
             if chunk == self.chunks(self.saved.routes[pe].tokens.len()) {
                 self.progress.combine = (pe + 1, 0);
+                self.progress.combined_slots = 0;
                 continue;
             }
             let arrived = if pe == me {
-                self.progress.undone[me][chunk] == 0
+                self.is_computed(me, chunk)
             } else {
                 self.shmem.signal_fetch(self.memory.result_signal(pe, me, chunk)) >= self.pass
             };
@@ -91,9 +103,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         enter_scale(self.rec, self.direction);
         let (me, h) = (self.me(), self.config.hidden);
         let (routes, from) = (&self.saved.routes[me], &self.saved.inbound[me]);
-        for j in self.chunk_range(routes.tokens.len(), chunk) {
+        for &j in &routes.returns[self.chunk_range(routes.tokens.len(), chunk)] {
+            let j = j as usize;
             let token = routes.tokens[j] as usize;
-            let places = &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize];
+            let places = from.places(j);
             // Summed apart and then added, as a row that came back is.
             let row = &mut self.progress.row;
             row.fill(0.0);
@@ -115,25 +128,29 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         });
         let routes = &self.saved.routes[pe];
         let range = self.chunk_range(routes.tokens.len(), chunk);
-        let slots = routes.slot_start[range.start] as usize..routes.slot_start[range.end] as usize;
-        let start = return_offset((first_row, first_slot), (range.start, slots.start), row_bytes, self.direction);
+        let rows = &routes.returns[range.clone()];
+        let first = (range.start, self.progress.combined_slots);
+        let start = return_offset((first_row, first_slot), first, row_bytes, self.direction);
         let returns = self.memory.returns();
         let mut wire = vec![E::default(); h];
-        for (k, j) in range.clone().enumerate() {
+        for (k, &j) in rows.iter().enumerate() {
             let at = start + k * row_bytes;
             self.shmem.get(bytemuck::cast_slice_mut(&mut wire), returns.slice(at..at + row_bytes), me);
             E::widen(&wire, &mut self.progress.row);
-            let token = routes.tokens[j] as usize;
+            let token = routes.tokens[j as usize] as usize;
             kernels::axpy(&mut self.output[token * h..(token + 1) * h], 1.0, &self.progress.row);
         }
+        let slots = || rows.iter().flat_map(|&j| routes.row(j as usize));
+        let n_slots = slots().count();
         if self.direction == Direction::Backward {
-            let mut d_weights = vec![0.0f32; slots.len()];
-            let at = start + range.len() * row_bytes;
-            self.shmem.get(bytemuck::cast_slice_mut(&mut d_weights), returns.slice(at..at + 4 * slots.len()), me);
-            for (slot, d) in routes.slots[slots].iter().zip(d_weights) {
+            let mut d_weights = vec![0.0f32; n_slots];
+            let at = start + rows.len() * row_bytes;
+            self.shmem.get(bytemuck::cast_slice_mut(&mut d_weights), returns.slice(at..at + 4 * n_slots), me);
+            for (slot, d) in slots().zip(d_weights) {
                 self.d_weights[slot.choice as usize] = d;
             }
         }
+        self.progress.combined_slots += n_slots;
     }
 }
 

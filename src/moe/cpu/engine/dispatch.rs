@@ -197,7 +197,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                     to[place as usize * h..(place as usize + 1) * h].copy_from_slice(row);
                 }
             }
-            self.mark_gathered(me, chunk, range);
+            self.mark_gathered(me, range);
         }
     }
 
@@ -249,7 +249,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 self.shmem.get(bytemuck::cast_slice_mut(to), data.slice(k * row_bytes..(k + 1) * row_bytes), me);
             }
         }
-        self.mark_gathered(pe, chunk, range);
+        if self.direction == Direction::Forward {
+            self.saved.inbound[pe].extend_returns(range.end);
+        }
+        self.mark_gathered(pe, range);
         Ok(())
     }
 
@@ -271,8 +274,18 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         if from.place_start.is_empty() {
             from.place_start.push(0);
         }
+        let mut before = range.start.checked_sub(1).map_or(0, |row| from.first_expert(row));
+        let mut rest = &words[..];
         for count in counts {
             from.place_start.push(from.place_start.last().expect("starts with 0") + count);
+            let (row, others) = rest.split_at(2 * count as usize);
+            rest = others;
+            let first = row.iter().step_by(2).min().copied().unwrap_or(0);
+            // What returns when is known by it.
+            if first < before {
+                return bad("out of the order of experts");
+            }
+            before = first;
         }
         // `taken[e]`: how many places of expert e this PE's rows have so far.
         let taken = &mut self.progress.taken[pe];
@@ -293,21 +306,23 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     /// The rows of a chunk are in their batches: their tiles come nearer.
-    fn mark_gathered(&mut self, pe: usize, chunk: usize, range: Range<usize>) {
+    fn mark_gathered(&mut self, pe: usize, range: Range<usize>) {
         let from = &self.saved.inbound[pe];
         let p = &mut self.progress;
-        let places = &from.places[from.place_start[range.start] as usize..from.place_start[range.end] as usize];
-        for &(e, place) in places {
-            p.origin[e as usize][place as usize] = (pe as u32, chunk as u32);
-            // Own rows may come before their tiles are cut; `add_tiles` knows of them.
-            if let Some(tile) = p.maps[e as usize].tile(place as usize) {
-                p.tiles[tile].missing -= 1;
-                if p.tiles[tile].missing == 0 {
-                    p.ready.push_back(tile);
+        for row in range {
+            let places = from.places(row);
+            for &(e, place) in places {
+                p.origin[e as usize][place as usize] = (pe as u32, row as u32);
+                // Own rows may come before their tiles are cut; `add_tiles` knows of them.
+                if let Some(tile) = p.maps[e as usize].tile(place as usize) {
+                    p.tiles[tile].missing -= 1;
+                    if p.tiles[tile].missing == 0 {
+                        p.make_ready(tile);
+                    }
                 }
             }
+            p.undone[pe].push(places.len() as u32);
         }
-        p.undone[pe].push(places.len());
         p.gathered[pe] += 1;
     }
 }
@@ -334,7 +349,8 @@ pub(super) fn put_pieces<'d, T: Transport>(
         traffic.fences += 1;
         shmem.signal_op(signal, value, SignalOp::Set, pe);
     } else {
-        let message: Vec<u8> = pieces.flatten().copied().collect();
+        let mut message = Vec::new();
+        pieces.for_each(|piece| message.extend_from_slice(piece));
         shmem.put_signal(place, &message, signal, value, SignalOp::Set, pe);
         traffic.puts += 1;
     }

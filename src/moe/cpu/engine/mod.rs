@@ -1,13 +1,14 @@
 //! One pass (forward or backward) of the layer protocol on one PE. `docs/protocol.md` is its description.
 //!
 //! The PE is one thread that turns a crank: send what may be sent, take what has arrived, compute a tile whose
-//! rows are all there, return chunks that are done, add results that have come back; and when nothing of this
+//! rows are all there (others' before its own, in the order of experts), return chunks that are done, add results that have come back; and when nothing of this
 //! is possible, work that nobody waits for (shared expert, weight gradients); and only then wait.
 
 mod combine;
 mod dispatch;
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
 use super::experts::{Batch, Mlp, Scratch, tiles};
@@ -33,6 +34,39 @@ pub(super) struct Inbound {
     /// Row `j`'s places are `places[place_start[j]..place_start[j + 1]]`, each (local expert, row of its batch).
     place_start: Vec<u32>,
     places: Vec<(u32, u32)>,
+    /// Rows in the order in which their results return (`Routes::returns`), as far as it is known.
+    returns: Vec<u32>,
+    /// They are known of rows whose last expert is below this one.
+    returns_until: u32,
+}
+
+impl Inbound {
+    fn places(&self, row: usize) -> &[(u32, u32)] {
+        &self.places[self.place_start[row] as usize..self.place_start[row + 1] as usize]
+    }
+
+    fn first_expert(&self, row: usize) -> u32 {
+        self.places(row).iter().map(|place| place.0).min().unwrap_or(0)
+    }
+
+    fn last_expert(&self, row: usize) -> u32 {
+        self.places(row).iter().map(|place| place.0).max().unwrap_or(0)
+    }
+
+    /// After `rows` rows have come: adds those to `returns` whose place there no later row can take. Later rows have the last row's
+    /// first expert, or one after it.
+    fn extend_returns(&mut self, rows: usize) {
+        let until = if rows == self.rows { u32::MAX } else { self.first_expert(rows - 1) };
+        if until == self.returns_until {
+            return;
+        }
+        let new = self.returns_until..until;
+        let mut more: Vec<u32> =
+            (0..rows as u32).filter(|&row| new.contains(&self.last_expert(row as usize))).collect();
+        more.sort_by_key(|&row| self.last_expert(row as usize));
+        self.returns.append(&mut more);
+        self.returns_until = until;
+    }
 }
 
 /// What a forward pass leaves for its backward. It belongs to the layer that returned it.
@@ -77,6 +111,8 @@ pub enum Direction {
 
 struct Tile {
     expert: usize,
+    /// Whether no other PE waits for it.
+    is_own: bool,
     rows: Range<usize>,
     missing: usize,
 }
@@ -135,20 +171,35 @@ pub struct PassProgress {
     placed: bool,
     taken: Vec<Vec<usize>>,
     gathered: Vec<usize>,
-    /// Per source and chunk: slots whose tile is not computed yet.
-    undone: Vec<Vec<usize>>,
+    /// Per source and row that has come: slots whose tile is not computed yet.
+    undone: Vec<Vec<u32>>,
+    /// Per source: of its rows in the order of their return, how many from the start are computed.
+    computed: Vec<usize>,
+    /// Per source: chunks of results sent, and slots of their rows.
     returned: Vec<usize>,
-    /// Chunk (source, index) of each row of each local expert's batch.
+    returned_slots: Vec<usize>,
+    /// Source and row of each row of each local expert's batch.
     origin: Vec<Vec<(u32, u32)>>,
     tiles: Vec<Tile>,
     maps: Vec<TileMap>,
-    ready: VecDeque<usize>,
+    /// Tiles whose rows are all there: whether all are this PE's own, expert, tile. Who waits for others' rows comes first; own ones fill
+    /// the time in which nothing has come.
+    ready: BinaryHeap<Reverse<(bool, usize, usize)>>,
     tiles_left: Vec<usize>,
     /// Work nobody waits for, last first.
     filler: Vec<Filler>,
-    /// The next result to add: (PE, chunk).
+    /// The next result to add: (PE, chunk), and the slots of that PE's chunks before it.
     combine: (usize, usize),
+    combined_slots: usize,
     row: Vec<f32>,
+}
+
+impl PassProgress {
+    /// The rows of a tile are all there.
+    fn make_ready(&mut self, tile: usize) {
+        let Tile { expert, is_own, .. } = self.tiles[tile];
+        self.ready.push(Reverse((is_own, expert, tile)));
+    }
 }
 
 #[derive(Clone)]
@@ -259,7 +310,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             taken: vec![vec![0; local]; n],
             gathered: vec![0; n],
             undone: vec![Vec::new(); n],
+            computed: vec![0; n],
             returned: vec![0; n],
+            returned_slots: vec![0; n],
             origin: vec![Vec::new(); local],
             maps: (0..local).map(|_| TileMap::default()).collect(),
             tiles_left: vec![0; local],
@@ -285,15 +338,17 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let routes = &self.saved.routes[me];
             let (rows, slots) = (routes.tokens.len(), routes.slots.len());
             let counts: Vec<usize> = routes.counts(local).iter().map(|&c| c as usize).collect();
-            for (e, &rows) in counts.iter().enumerate() {
+            let (starts, returns) = (vec![0; local], routes.returns.clone());
+            self.saved.inbound[me] =
+                Inbound { rows, slots, counts: counts.clone(), starts, returns, ..Inbound::default() };
+            for (e, rows) in counts.into_iter().enumerate() {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
                 self.progress.origin[e].resize(rows, (0, 0));
-                if rows >= self.options.tile_rows() {
+                // Enough to be worth tiles of their own, which can be computed before any other row has come.
+                if 2 * rows >= self.options.tile_rows() {
                     self.add_tiles(e, 0..rows, 0);
                 }
             }
-            let starts = vec![0; local];
-            self.saved.inbound[me] = Inbound { rows, slots, counts, starts, ..Inbound::default() };
         } else {
             self.progress.headers.fill(true);
             for batch in &mut self.saved.batches {
@@ -308,14 +363,15 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// Cuts rows of an expert into tiles; those below `there` are in the batch already.
     fn add_tiles(&mut self, expert: usize, rows: Range<usize>, there: usize) {
+        let own = self.saved.inbound[self.me()].counts[expert];
         let p = &mut self.progress;
         let first = p.tiles.len();
         for tile in tiles(rows.clone(), self.options.tile_rows()) {
             let missing = tile.end.saturating_sub(there.max(tile.start));
+            p.tiles.push(Tile { expert, is_own: tile.end <= own, rows: tile, missing });
             if missing == 0 {
-                p.ready.push_back(p.tiles.len());
+                p.make_ready(p.tiles.len() - 1);
             }
-            p.tiles.push(Tile { expert, rows: tile, missing });
         }
         let count = p.tiles.len() - first;
         p.tiles_left[expert] += count;
@@ -352,7 +408,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// Computes a tile whose rows are all there. Says whether there was one.
     fn compute_one(&mut self) -> bool {
-        let Some(tile) = self.progress.ready.pop_front() else { return false };
+        let Some(Reverse((.., tile))) = self.progress.ready.pop() else { return false };
         self.rec.enter(Phase::Expert);
         let Tile { expert, rows, .. } = &self.progress.tiles[tile];
         let (expert, rows) = (*expert, rows.clone());
@@ -362,8 +418,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             Direction::Backward => batch.backward_tile(&self.experts[expert], self.scratch, rows.clone()),
         }
         let p = &mut self.progress;
-        for &(pe, chunk) in &p.origin[expert][rows] {
-            p.undone[pe as usize][chunk as usize] -= 1;
+        for &(pe, row) in &p.origin[expert][rows] {
+            p.undone[pe as usize][row as usize] -= 1;
         }
         p.tiles_left[expert] -= 1;
         if self.direction == Direction::Backward && p.tiles_left[expert] == 0 {
@@ -449,5 +505,58 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.shmem
             .barrier_all(self.options.deadline())
             .map_err(|timeout| MoeError::wait(self.shmem, timeout.index, what, phase, timeout))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::RngExt;
+    use rand::SeedableRng;
+    use rand_chacha::ChaCha8Rng;
+
+    use super::super::router::{Routing, routes};
+    use super::*;
+
+    /// What a PE knows of `routes` to it.
+    fn inbound(routes: &Routes) -> Inbound {
+        let places = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
+        Inbound { rows: routes.tokens.len(), place_start: routes.slot_start.clone(), places, ..Inbound::default() }
+    }
+
+    #[test]
+    fn rows_and_results_are_in_the_order_of_experts_on_both_sides() {
+        let mut rng = ChaCha8Rng::seed_from_u64(5);
+        for round in 0..200 {
+            let (experts, top_k, pes) = (rng.random_range(3..20), rng.random_range(1..4), rng.random_range(1..4));
+            let tokens = [0, 1, 7, 200][round % 4];
+            let chosen = (0..tokens)
+                .flat_map(|_| rand::seq::index::sample(&mut rng, experts, top_k).into_vec())
+                .map(|expert| expert as u32)
+                .collect();
+            let weights = vec![0.5; tokens * top_k];
+            let mut routing = Routing::default();
+            (routing.tokens, routing.chosen, routing.weights) = (tokens, chosen, weights);
+            let all = routes(&routing, &Placement::even(experts, pes), top_k);
+            assert_eq!(all.iter().map(|routes| routes.slots.len()).sum::<usize>(), tokens * top_k);
+            for routes in &all {
+                let mut from = inbound(routes);
+                let rows = routes.tokens.len();
+                let sorted: Vec<_> = (0..rows).map(|row| (from.first_expert(row), routes.tokens[row])).collect();
+                assert!(sorted.is_sorted() && routes.slot_start.len() == rows + 1);
+                let returns: Vec<_> = routes.returns.iter().map(|&row| (from.last_expert(row as usize), row)).collect();
+                assert!(returns.is_sorted() && returns.len() == rows);
+                // The receiver learns it chunk by chunk, and what it knows never changes.
+                let chunk_rows = rng.random_range(1..40);
+                for end in (chunk_rows..rows).step_by(chunk_rows).chain((rows > 0).then_some(rows)) {
+                    from.extend_returns(end);
+                    assert_eq!(from.returns, routes.returns[..from.returns.len()]);
+                    assert!(from.returns.iter().all(|&row| (row as usize) < end));
+                    let until = from.first_expert(end - 1);
+                    let known = returns.iter().filter(|(last, row)| *last < until && (*row as usize) < end).count();
+                    assert!(from.returns.len() >= known);
+                }
+                assert_eq!(from.returns, routes.returns);
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! A run on PEs that `mpirun` started: what a supervisor would do before and after, PE 0 does.
+//! A run on PEs that something else has started: what a supervisor would do before and after, PE 0 does.
 
 use std::fs::File;
 use std::io;
@@ -11,33 +11,35 @@ use super::supervisor::{self, Outputs};
 use super::{PreparedRun, pe};
 use crate::cluster::Cluster;
 use crate::job::PeFailure;
-use crate::job::mpi::{MpiPes, START_LIMIT};
-use crate::job::request::RunRequest;
-use crate::shmem::mpi::{MpiTransport, library};
+use crate::job::peers::{Peers, START_LIMIT, World};
+use crate::job::request::{Request, RunRequest};
 
-/// Runs this process's part as a PE, and at PE 0 prints the report; says whether the check, if asked for, passed. `request`
-/// gets the number of PEs; `show` makes what the user sees of an error's line, and `failure` of an error makes how it ends the job. Ends the
-/// process where a PE fails.
-///
-/// # Errors
-/// One line: MPI, or this PE, could not start. Later errors are printed by the one PE that should, and `false` everywhere.
-pub fn run(
+/// The phases of such a run.
+pub const PHASES: &[&str] = &PHASE_NAMES;
+
+/// Runs this process's part as one of these PEs, and at PE 0 prints the report; says whether the check, if asked for, passed. `request`
+/// gets the number of PEs; `failure` of an error makes how it ends the job. Ends the process where a PE fails; earlier errors are printed
+/// by the one PE that should, and are `false` everywhere.
+pub fn run<W: World>(
+    pes: &Peers<W>,
     request: impl FnOnce(usize) -> Result<RunRequest>,
-    show: fn(&str) -> String,
     failure: fn(&anyhow::Error) -> PeFailure,
-) -> Result<bool> {
-    let Some(pes) = MpiPes::join(&PHASE_NAMES, show)? else { return Ok(false) };
+) -> bool {
     let open = || {
         let job = PreparedRun::open(request(pes.world().n_pes())?)?;
         job.probe_request()?;
         anyhow::Ok(job)
     };
-    let Some(mut job) = pes.agree(open(), START_LIMIT) else { return Ok(false) };
+    let Some(mut job) = pes.agree(open(), START_LIMIT) else { return false };
     let limit = job.wait_limit();
+    let same = pes.check_same(&Request::Run(Box::new(job.request.clone())), START_LIMIT);
+    if pes.agree(same, START_LIMIT).is_none() {
+        return false;
+    }
     // Here every PE is at hand to be probed; all get the same cluster, and make the same plan of it.
-    let cluster = probe(&pes, &job).unwrap_or_else(|error| pes.fail(&failure(&error)));
-    let prepared = prepare(&pes, &mut job, cluster);
-    let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return Ok(false) };
+    let cluster = probe(pes, &job).unwrap_or_else(|error| pes.fail(&failure(&error)));
+    let prepared = prepare(pes, &mut job, cluster);
+    let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return false };
     let job = job;
     let mut names: Vec<&'static str> = match (&job.request.output, job.request.check) {
         (_, true) => vec![RESULTS, CHOSEN],
@@ -57,26 +59,30 @@ pub fn run(
         sent.into_iter().for_each(|(pe, message)| outputs.take(pe, message));
         let passed = outputs.finish(&job).and_then(|report| supervisor::print(&job, &report));
         passed.unwrap_or_else(|error| {
-            pes.say(&error);
+            pes.say(error);
             false
         })
     });
-    Ok(pes.conclude(report, limit.max(START_LIMIT)))
+    pes.conclude(report, limit.max(START_LIMIT))
 }
 
 /// The PEs as a cluster, where the plan is to be made for them. Collective.
-fn probe(pes: &MpiPes, job: &PreparedRun) -> Result<Option<Cluster>> {
+fn probe<W: World>(pes: &Peers<W>, job: &PreparedRun) -> Result<Option<Cluster>> {
     let Some(request) = job.probe_request()? else { return Ok(None) };
-    let heap_bytes = heap_bytes::<MpiTransport<'_>>(&request.options, request.pes);
+    let heap_bytes = heap_bytes::<W::Transport<'_>>(&request.options, request.pes);
     let here = pes.world().pes_on_host();
-    let cluster = pes.over_window(heap_bytes, request.options.wait_limit, |shmem| {
-        probe_pes(shmem, &request, "mpi", here, &mut |_, _, _| {})
+    let cluster = pes.over_memory(heap_bytes, request.options.wait_limit, |shmem| {
+        probe_pes(shmem, &request, W::TRANSPORT, here, &mut |_, _, _| {})
     });
     Ok(Some(cluster.context("`plan` auto: the probe failed")?))
 }
 
 /// What must be right before anything is computed; at PE 0 the outputs, and what the PEs write to.
-fn prepare(pes: &MpiPes, job: &mut PreparedRun, cluster: Option<Cluster>) -> Result<(Option<Outputs>, Vec<File>)> {
+fn prepare<W: World>(
+    pes: &Peers<W>,
+    job: &mut PreparedRun,
+    cluster: Option<Cluster>,
+) -> Result<(Option<Outputs>, Vec<File>)> {
     supervisor::check_outputs(&job.request)?;
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
     job.check_memory(pes.world().pes_on_host())?;
@@ -84,7 +90,7 @@ fn prepare(pes: &MpiPes, job: &mut PreparedRun, cluster: Option<Cluster>) -> Res
         return Ok((None, Vec::new()));
     }
     supervisor::check_input(job)?;
-    tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), mpi = library(), "starting");
+    tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), transport = W::TRANSPORT, "starting");
     let outputs = Outputs::create(job)?;
     let files = outputs.files().map(|(_, file)| file.try_clone()).collect::<io::Result<Vec<File>>>();
     let files = files.context("cannot keep the files open")?;

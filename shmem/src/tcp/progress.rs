@@ -1,0 +1,171 @@
+//! The thread that reads what comes, and writes what waits.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::event::epoll::{self, Event, EventFlags};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::frame::{Header, Kind, MAX_MESSAGE_BYTES};
+use super::inbox::{Inbox, Received, Sink};
+use super::mesh::{Mesh, WAKE, Wanted, lock};
+use super::outbox::Body;
+use crate::Segment;
+use crate::doorbell::{ring, signal};
+
+/// Reads of one connection before the others have their turn.
+const READS: usize = 16;
+/// Events of one call.
+const EVENTS: usize = 64;
+
+/// Why a peer's stream cannot go on, half a line.
+struct Invalid(String);
+
+/// Runs until it is told to stop.
+pub(super) fn run(mesh: &Mesh) {
+    let mut inboxes: Vec<Inbox> = mesh.peers.iter().map(|_| Inbox::new()).collect();
+    let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
+    while !mesh.stop.load(Ordering::SeqCst) {
+        events.clear();
+        let waited =
+            retry_on_intr(|| epoll::wait(mesh.epoll.as_fd(), rustix::buffer::spare_capacity(&mut events), None));
+        if let Err(error) = waited {
+            mesh.lose(mesh.me, format!("epoll has failed: {error}"));
+            return;
+        }
+        for event in &events {
+            let pe = match event.data.u64() {
+                WAKE => continue,
+                pe => pe as usize,
+            };
+            let flags = event.flags;
+            if flags.contains(EventFlags::OUT) {
+                mesh.flush(pe);
+            }
+            if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) {
+                read(mesh, pe, &mut inboxes[pe]);
+            }
+        }
+    }
+}
+
+/// Reads from `pe`, and carries out what came.
+fn read(mesh: &Mesh, pe: usize, inbox: &mut Inbox) {
+    let socket = &mesh.peer(pe).socket;
+    for _ in 0..READS {
+        match inbox.receive(socket) {
+            Ok(Received::Bytes) => {}
+            Ok(Received::Nothing) => return,
+            Ok(Received::End) => {
+                let cut = if inbox.is_between_frames() { "" } else { " within a frame" };
+                return mesh.end(pe, &format!("its connection has ended{cut}"));
+            }
+            Err(Errno::CONNRESET) => return mesh.end(pe, "its connection has ended"),
+            Err(error) => return mesh.end(pe, &format!("its connection has failed: {error}")),
+        }
+        if let Err(Invalid(what)) = carry_out_all(mesh, pe, inbox) {
+            // Nothing more of it is read.
+            return mesh.end(pe, &format!("it sent an invalid frame, {what}"));
+        }
+    }
+}
+
+fn carry_out_all(mesh: &Mesh, pe: usize, inbox: &mut Inbox) -> Result<(), Invalid> {
+    let no_header = || Invalid("which begins with no header".to_string());
+    while let Some((header, body)) = inbox.next(|header| place(mesh, pe, header), no_header)? {
+        carry_out(mesh, pe, &header, body)?;
+    }
+    Ok(())
+}
+
+/// Where the body of a frame goes, once everything that the frame names is known to be there.
+fn place(mesh: &Mesh, pe: usize, header: &Header) -> Result<Sink, Invalid> {
+    if header.needs_heap() {
+        let window = heap(mesh, header)?;
+        if !header.fits(window.heap_bytes()) {
+            let Header { kind, at, bytes, signal, .. } = header;
+            return Err(Invalid(format!(
+                "{kind:?} of {bytes} bytes at offset {at}, signal at offset {signal}, outside of the heap of {} bytes",
+                window.heap_bytes()
+            )));
+        }
+        if header.body_bytes() > 0 {
+            return Ok(Sink::Heap(window, header.at as usize));
+        }
+    }
+    match header.kind {
+        Kind::GotBytes => match lock(&mesh.came).wanted.get(&header.value) {
+            Some((of, Wanted::Bytes(bytes))) if *of == pe && *bytes as u64 == header.bytes => {
+                Ok(Sink::Buffer(vec![0; *bytes]))
+            }
+            Some((of, Wanted::Heap(segment, at, bytes))) if *of == pe && *bytes as u64 == header.bytes => {
+                Ok(Sink::Heap(segment.clone(), *at))
+            }
+            _ => Err(Invalid(format!("an answer of {} bytes that nobody waits for", header.bytes))),
+        },
+        Kind::Message | Kind::Lost if header.bytes > MAX_MESSAGE_BYTES => {
+            Err(Invalid(format!("a message of {} bytes", header.bytes)))
+        }
+        Kind::Message | Kind::Lost => Ok(Sink::Buffer(vec![0; header.bytes as usize])),
+        _ => Ok(Sink::Buffer(Vec::new())),
+    }
+}
+
+fn heap(mesh: &Mesh, header: &Header) -> Result<Arc<Segment>, Invalid> {
+    mesh.window().ok_or_else(|| Invalid(format!("{:?} where there is no symmetric heap", header.kind)))
+}
+
+/// Carries out a frame that is all there; a body for the heap is in it.
+fn carry_out(mesh: &Mesh, pe: usize, header: &Header, body: Vec<u8>) -> Result<(), Invalid> {
+    let peer = mesh.peer(pe);
+    let &Header { at, bytes, value, op, .. } = header;
+    let mut answer = None;
+    match header.kind {
+        Kind::Put => {}
+        Kind::PutSignal | Kind::Signal => {
+            let window = heap(mesh, header)?;
+            signal(window.atomic_u64(header.signal as usize), value, op, window.bell());
+        }
+        Kind::Get => {
+            let window = heap(mesh, header)?;
+            let got = Header { bytes, value, ..Header::of(Kind::GotBytes) };
+            mesh.send(pe, got, Body::Heap(&window, at as usize, bytes as usize));
+        }
+        Kind::FetchAdd => {
+            let window = heap(mesh, header)?;
+            let was = window.atomic_u64(header.signal as usize).fetch_add(value, Ordering::AcqRel);
+            ring(window.bell());
+            mesh.send(pe, Header { at, value: was, ..Header::of(Kind::GotWord) }, Body::Bytes(&[]));
+        }
+        Kind::GotBytes | Kind::GotWord => {
+            let (question, bytes) = match header.kind {
+                Kind::GotBytes => (value, body),
+                _ => (at, value.to_le_bytes().to_vec()),
+            };
+            let mut came = lock(&mesh.came);
+            match came.wanted.remove(&question) {
+                Some((_, Wanted::Bytes(wanted))) if wanted == bytes.len() => _ = came.answers.insert(question, bytes),
+                // It went to the heap; or who asked waits no more.
+                _ => {}
+            }
+        }
+        Kind::Ask => answer = Some(Kind::Answer),
+        Kind::Answer => {}
+        Kind::Message => lock(&mesh.came).messages.entry(at).or_default().push_back((pe, body)),
+        Kind::Lost => mesh.lose(at as usize, String::from_utf8_lossy(&body)),
+        Kind::Bye => peer.bye.store(true, Ordering::SeqCst),
+    }
+    peer.carried_out.fetch_add(1, Ordering::SeqCst);
+    raise(&peer.acknowledged, header.carried_out);
+    if let Some(kind) = answer {
+        mesh.send(pe, Header::of(kind), Body::Bytes(&[]));
+    }
+    mesh.notify();
+    Ok(())
+}
+
+/// Frames arrive in their order, so that this only grows.
+fn raise(word: &AtomicU64, value: u64) {
+    word.fetch_max(value, Ordering::SeqCst);
+}

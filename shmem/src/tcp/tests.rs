@@ -1,0 +1,378 @@
+//! What the conformance suite does not show: much data, peers that are lost, that lie, and strangers.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::frame::{Header, Kind};
+use super::hello::{Hello, places_from_bytes, read_answer};
+use super::{JoinLimits, Joining, TcpError, TcpTransport, TcpWorld};
+use crate::{Cmp, Shmem, SignalOp, Wait};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn soon() -> Instant {
+    Instant::now() + LIMIT
+}
+
+fn joining<'a>(pe: usize, n_pes: usize, rendezvous: &'a str, join: Duration) -> Joining<'a> {
+    let limits = JoinLimits { join, ..JoinLimits::default() };
+    Joining { pe, n_pes, rendezvous, program: "test 1.0", token: b"token", limits }
+}
+
+fn listener() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let rendezvous = listener.local_addr().unwrap().to_string();
+    (listener, rendezvous)
+}
+
+/// Worlds of as many threads; what `f` returns, by PE.
+fn worlds<R: Send>(n_pes: usize, f: impl Fn(TcpWorld) -> R + Sync) -> Vec<R> {
+    let (listener, rendezvous) = listener();
+    let mut listener = Some(listener);
+    thread::scope(|scope| {
+        let pes: Vec<_> = (0..n_pes)
+            .map(|pe| {
+                let (f, rendezvous, listener) = (&f, &rendezvous, listener.take());
+                scope.spawn(move || {
+                    let joining = joining(pe, n_pes, rendezvous, LIMIT);
+                    f(match listener {
+                        Some(listener) => TcpWorld::join_at(&joining, listener),
+                        None => TcpWorld::join(&joining),
+                    }
+                    .unwrap())
+                })
+            })
+            .collect();
+        pes.into_iter().map(|pe| pe.join().unwrap()).collect()
+    })
+}
+
+fn shmem(world: &TcpWorld, heap_bytes: usize) -> Shmem<TcpTransport> {
+    Shmem::new(TcpTransport::new(world, heap_bytes, LIMIT).unwrap())
+}
+
+/// PE 0 over a real world of two; the other is played by hand, over the connection.
+fn against(heap_bytes: usize, play: impl FnOnce(&mut TcpStream) + Send, f: impl FnOnce(&Shmem<TcpTransport>) + Send) {
+    let (listener, rendezvous) = listener();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut stream = TcpStream::connect(&rendezvous).unwrap();
+            stream.write_all(&hello(1, 2).to_bytes()).unwrap();
+            let (admitted, body) = read_answer(&mut stream).unwrap();
+            assert!(admitted && places_from_bytes(&body, 2).is_some());
+            // Its part of the two barriers: after joining, and after making the heap.
+            for _ in 0..2 {
+                say(&mut stream, Header { at: 1, bytes: 8, ..Header::of(Kind::Message) }, &[0; 8]);
+                stream.read_exact(&mut [0; 48 + 8]).unwrap();
+            }
+            play(&mut stream);
+        });
+        let world = TcpWorld::join_at(&joining(0, 2, &rendezvous, LIMIT), listener).unwrap();
+        f(&shmem(&world, heap_bytes));
+    });
+}
+
+fn hello(pe: u32, n_pes: u32) -> Hello {
+    let (program, token, host) = (b"test 1.0".to_vec(), b"token".to_vec(), b"elsewhere".to_vec());
+    Hello { version: super::frame::VERSION, pe, n_pes, port: 1, nonce: [0; 16], program, token, host }
+}
+
+fn say(stream: &mut TcpStream, header: Header, body: &[u8]) {
+    stream.write_all(&header.to_bytes()).unwrap();
+    stream.write_all(body).unwrap();
+}
+
+#[test]
+fn much_data_goes_both_ways_at_once() {
+    // Far more than sockets hold, so that most of it waits; in sizes that end within buffers.
+    worlds(3, |world| {
+        let (parts, len) = (9, 300_001);
+        let pe = shmem(&world, 64 << 20);
+        let (me, n) = (pe.my_pe(), pe.n_pes());
+        let value = |from: usize, to: usize, part: usize, i: usize| {
+            (from * 1_000_003 + to * 70_001 + part * 911) as u32 ^ (i as u32).wrapping_mul(2_654_435_761)
+        };
+        let [put, nbi, got] = [0; 3].map(|_| pe.alloc::<u32>(n * parts * len / 3).unwrap());
+        let source = pe.alloc::<u32>(n * parts * len / 3).unwrap();
+        let word = pe.alloc::<u64>(n).unwrap();
+        let each = parts / 3 * len;
+        let data = |to: usize| -> Vec<u32> { (0..each).map(|i| value(me, to, i / len, i % len)).collect() };
+        (0..n).for_each(|to| pe.put(source.slice(to * each..(to + 1) * each), &data(to), me));
+        pe.barrier_all(soon()).unwrap();
+        for to in (1..n).map(|k| (me + k) % n) {
+            let mine = data(to);
+            for part in 0..parts / 3 {
+                let (from, here) = (part * len, me * each + part * len);
+                pe.put(put.slice(here..here + len), &mine[from..from + len], to);
+                pe.put_nbi(nbi.slice(here..here + len), source.slice(to * each + from..to * each + from + len), to);
+            }
+            pe.get_nbi(got.slice(to * each..(to + 1) * each), source.slice(me * each..(me + 1) * each), to);
+            pe.fence();
+            pe.signal_op(word.at(me), 1, SignalOp::Set, to);
+        }
+        for from in (1..n).map(|k| (me + k) % n) {
+            pe.wait_until(Wait { signal: word.at(from), cmp: Cmp::Eq, value: 1 }, soon()).unwrap();
+            let mut seen = vec![0; each];
+            let expected: Vec<u32> = (0..each).map(|i| value(from, me, i / len, i % len)).collect();
+            for place in [put, nbi] {
+                pe.get(&mut seen, place.slice(from * each..(from + 1) * each), me);
+                assert!(seen == expected, "PE {me} from {from}");
+            }
+            seen.fill(0);
+            pe.get(&mut seen, source.slice(me * each..(me + 1) * each), from);
+            assert!(seen == expected, "PE {me} got from {from}");
+        }
+        pe.quiet();
+        for from in (1..n).map(|k| (me + k) % n) {
+            let mut seen = vec![0; each];
+            pe.get(&mut seen, got.slice(from * each..(from + 1) * each), me);
+            assert!(seen == (0..each).map(|i| value(from, me, i / len, i % len)).collect::<Vec<_>>());
+        }
+    });
+}
+
+#[test]
+fn a_put_returns_before_its_peer_takes_it() {
+    // The peer reads nothing; far more than a socket's buffers hold is on its way, and the PE goes on.
+    let (free, is_free) = std::sync::mpsc::channel::<()>();
+    against(
+        1 << 20,
+        move |_| _ = is_free.recv(),
+        |pe| {
+            let data = pe.alloc::<u8>(500_000).unwrap();
+            let begun = Instant::now();
+            (0..40).for_each(|_| pe.put(data, &vec![1; 500_000], 1));
+            assert!(begun.elapsed() < LIMIT / 2 && pe.lost().is_none());
+            free.send(()).unwrap();
+        },
+    );
+}
+
+#[test]
+fn messages_and_agreements() {
+    let least = worlds(3, |world| {
+        let me = world.my_pe();
+        assert_eq!((world.n_pes(), world.pes_on_host()), (3, 3));
+        for round in 0..50u64 {
+            assert_eq!(world.min(round * 3 + (me as u64 + round) % 3, LIMIT).unwrap(), round * 3);
+        }
+        if me > 0 {
+            (0..4u8).for_each(|i| world.send(0, &[me as u8, i], LIMIT).unwrap());
+        } else {
+            let mut next = [0u8; 3];
+            for _ in 0..8 {
+                let (from, message) = world.receive(None, Some(LIMIT)).unwrap().unwrap();
+                assert_eq!(message, [from as u8, next[from]]);
+                next[from] += 1;
+            }
+            assert_eq!(world.receive(None, Some(Duration::from_millis(1))).unwrap(), None);
+        }
+        world.min(me as u64 + 5, LIMIT).unwrap()
+    });
+    assert_eq!(least, [5; 3]);
+}
+
+#[test]
+fn heaps_follow_each_other() {
+    worlds(2, |world| {
+        for heap_bytes in [1 << 16, 1 << 20, 1 << 18] {
+            let pe = shmem(&world, heap_bytes);
+            assert!(matches!(TcpTransport::new(&world, 64, LIMIT), Err(TcpError::Meeting(_))));
+            let word = pe.alloc::<u64>(1).unwrap();
+            pe.signal_op(word, heap_bytes as u64, SignalOp::Add, 1 - pe.my_pe());
+            pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: heap_bytes as u64 }, soon()).unwrap();
+        }
+    });
+}
+
+/// All PEs pass a barrier; what `last` then calls waits until the others are past it.
+fn all_but_one_pass_a_barrier(pe: &Shmem<TcpTransport>, last: usize) -> impl FnOnce() {
+    let passed = pe.alloc::<u64>(1).unwrap();
+    pe.barrier_all(soon()).unwrap();
+    if pe.my_pe() != last {
+        pe.signal_op(passed, 1, SignalOp::Add, last);
+    }
+    move || _ = pe.wait_until(Wait { signal: passed, cmp: Cmp::Eq, value: pe.n_pes() as u64 - 1 }, soon()).unwrap()
+}
+
+#[test]
+fn a_pe_that_panics_is_named_by_the_others() {
+    let lines = worlds(3, |world| {
+        let run = move || {
+            let pe = shmem(&world, 1 << 16);
+            let word = pe.alloc::<u64>(1).unwrap();
+            let others_are_here = all_but_one_pass_a_barrier(&pe, 2);
+            if pe.my_pe() == 2 {
+                others_are_here();
+                std::panic::resume_unwind(Box::new("planted"));
+            }
+            let begun = Instant::now();
+            let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
+            assert!(begun.elapsed() < LIMIT / 2);
+            // What needs the lost PE ends at once, too; and so does all else that waits.
+            pe.put(word, &[1], 2);
+            assert_eq!(pe.fetch_add(word, 1, 2), 0);
+            let mut got = [7];
+            pe.get(&mut got, word, 2);
+            pe.quiet();
+            pe.barrier_all(soon()).unwrap_err();
+            assert!(begun.elapsed() < LIMIT / 2);
+            assert_eq!((got, ended.lost.as_ref().map(|lost| lost.pe)), ([0], Some(2)));
+            ended.to_string()
+        };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).ok()
+    });
+    assert_eq!(lines.len(), 3);
+    for line in &lines[..2] {
+        let line = line.as_ref().unwrap();
+        assert!(line.ends_with("saw 0; PE 2 is lost: its connection has ended"), "{line}");
+    }
+    assert!(lines[2].is_none());
+}
+
+#[test]
+fn who_ends_for_another_names_that_one() {
+    let lost = worlds(3, |world| {
+        let pe = shmem(&world, 1 << 16);
+        let others_are_here = all_but_one_pass_a_barrier(&pe, 1);
+        if pe.my_pe() == 1 {
+            others_are_here();
+            world.farewell(0, "it has not come");
+            std::mem::forget((pe, world));
+            return None;
+        }
+        let word = pe.alloc::<u64>(1).unwrap();
+        let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
+        Some(ended.lost.unwrap().to_string())
+    });
+    let line = Some("PE 0 is lost: it has not come".to_string());
+    assert_eq!(lost, [line.clone(), None, line]);
+}
+
+#[test]
+fn a_silent_pe_is_found_after_a_wait() {
+    let (free, is_free) = std::sync::mpsc::channel::<()>();
+    against(
+        1 << 16,
+        move |_| _ = is_free.recv(),
+        |pe| {
+            let word = pe.alloc::<u64>(1).unwrap();
+            let deadline = Instant::now() + Duration::from_millis(150);
+            let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, deadline).unwrap_err();
+            assert_eq!(ended.lost.unwrap().to_string(), "PE 1 is lost: its process does not answer");
+            free.send(()).unwrap();
+        },
+    );
+}
+
+#[test]
+fn a_pe_that_lies_is_named_and_touches_nothing() {
+    const HEAP: usize = 1 << 16;
+    let header = |kind, at: usize, bytes: usize, signal: usize| {
+        let [at, bytes, signal] = [at, bytes, signal].map(|n| n as u64);
+        Header { at, bytes, signal, value: 5, ..Header::of(kind) }
+    };
+    let cases: [(Vec<u8>, &str); 8] = [
+        (header(Kind::Put, HEAP - 8, 16, 0).to_bytes().to_vec(), "Put of 16 bytes at offset 65528"),
+        (
+            header(Kind::PutSignal, 0, 8, HEAP).to_bytes().to_vec(),
+            "signal at offset 65536, outside of the heap of 65536",
+        ),
+        (header(Kind::Signal, 0, 0, 12).to_bytes().to_vec(), "signal at offset 12"),
+        (header(Kind::Get, usize::MAX, 2, 0).to_bytes().to_vec(), "Get of 2 bytes"),
+        (header(Kind::FetchAdd, 0, 0, usize::MAX - 7).to_bytes().to_vec(), "FetchAdd"),
+        (header(Kind::GotBytes, 0, 8, 0).to_bytes().to_vec(), "an answer of 8 bytes that nobody waits for"),
+        (header(Kind::Message, 0, 1 << 40, 0).to_bytes().to_vec(), "a message of 1099511627776 bytes"),
+        (vec![0xee; 48], "which begins with no header"),
+    ];
+    for (frame, says) in cases {
+        against(
+            HEAP,
+            |stream| {
+                stream.write_all(&frame).unwrap();
+                let _ = stream.read_to_end(&mut Vec::new());
+            },
+            |pe| {
+                let word = pe.alloc::<u64>(1).unwrap();
+                let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
+                let line = ended.lost.unwrap().to_string();
+                assert!(line.starts_with("PE 1 is lost: it sent an invalid frame, ") && line.contains(says), "{line}");
+                let mut heap = vec![0u8; HEAP];
+                crate::Transport::get(pe.transport(), &mut heap, 0, 0);
+                assert!(heap.iter().all(|&byte| byte == 0), "{says}");
+            },
+        );
+    }
+}
+
+#[test]
+fn strangers_neither_delay_nor_end_the_job() {
+    let (listener, rendezvous) = listener();
+    let silent: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&rendezvous).unwrap()).collect();
+    let begun = Instant::now();
+    thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpWorld::join_at(&joining(0, 2, &rendezvous, LIMIT), listener));
+        for said in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &hello(1, 2).to_bytes()[..70]] {
+            let mut stream = TcpStream::connect(&rendezvous).unwrap();
+            stream.write_all(said).unwrap();
+        }
+        let refused = |hello: Hello, part: &str| {
+            let mut stream = TcpStream::connect(&rendezvous).unwrap();
+            stream.write_all(&hello.to_bytes()).unwrap();
+            let (admitted, why) = read_answer(&mut stream).unwrap();
+            let why = String::from_utf8(why).unwrap();
+            assert!(!admitted && why.contains(part), "{why}");
+        };
+        refused(Hello { token: b"guess".to_vec(), ..hello(1, 2) }, "does not know the job's token");
+        refused(hello(1, 3), "PE 1 of 3, of 2 expected");
+        refused(hello(0, 2), "PE 0 does not connect here");
+        refused(Hello { program: b"test 0.9".to_vec(), ..hello(1, 2) }, "it is test 0.9, this is test 1.0");
+        // More than are kept waiting.
+        let flood: Vec<TcpStream> = (0..200).map(|_| TcpStream::connect(&rendezvous).unwrap()).collect();
+        let one = scope.spawn(|| TcpWorld::join(&joining(1, 2, &rendezvous, LIMIT)).unwrap());
+        let (zero, one) = (zero.join().unwrap().unwrap(), one.join().unwrap());
+        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+        assert_eq!((zero.refusals().len(), one.refusals().len()), (8, 0));
+        assert!(zero.refusals()[0].starts_with("refused 127.0.0.1: it"), "{:?}", zero.refusals());
+        drop((flood, silent));
+        scope.spawn(move || drop(zero));
+        drop(one);
+    });
+}
+
+#[test]
+fn who_does_not_come_is_named() {
+    let (listener, rendezvous) = listener();
+    let limit = Duration::from_millis(300);
+    let line = TcpWorld::join_at(&joining(0, 3, &rendezvous, limit), listener).unwrap_err().to_string();
+    assert_eq!(line, "cannot meet the other PEs: PE 1 and 1 more has not come within 0.3 s");
+    // Nobody listens there any more.
+    let line = TcpWorld::join(&joining(1, 3, &rendezvous, limit)).unwrap_err().to_string();
+    assert!(line.contains(&format!("PE 0 has not listened at {rendezvous} within 0.3 s")), "{line}");
+    for bad in ["nowhere.invalid:1", "localhost", "localhost:99999", ":::"] {
+        let line = TcpWorld::join(&joining(1, 3, bad, limit)).unwrap_err().to_string();
+        assert!(line.contains(bad) && !line.contains('\n'), "{line}");
+        let line = TcpWorld::join(&joining(0, 3, bad, limit)).unwrap_err().to_string();
+        assert!(line.contains(bad) && !line.contains('\n'), "{line}");
+    }
+    let line = TcpWorld::join(&joining(3, 3, &rendezvous, limit)).unwrap_err().to_string();
+    assert!(line.contains("PE 3 of 3"), "{line}");
+}
+
+#[test]
+fn a_pe_that_has_come_and_gone_is_named() {
+    let (listener, rendezvous) = listener();
+    let mut stream = TcpStream::connect(&rendezvous).unwrap();
+    stream.write_all(&hello(2, 3).to_bytes()).unwrap();
+    let gone = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(200));
+        drop(stream);
+    });
+    let begun = Instant::now();
+    let line = TcpWorld::join_at(&joining(0, 3, &rendezvous, LIMIT), listener).unwrap_err().to_string();
+    assert_eq!(line, "cannot meet the other PEs: PE 2 has ended before all had come");
+    assert!(begun.elapsed() < LIMIT / 2);
+    gone.join().unwrap();
+}

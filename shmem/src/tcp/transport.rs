@@ -1,0 +1,210 @@
+//! [`TcpTransport`].
+
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::frame::{Header, Kind};
+use super::mesh::{Mesh, Wanted};
+use super::outbox::Body;
+use super::world::Running;
+use super::{TcpError, TcpWorld};
+use crate::doorbell::{ring, signal};
+use crate::wait::Patience;
+use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
+
+/// A wait that was shorter, and in vain, does not look for a PE that is silent.
+const SHORT_WAIT: Duration = Duration::from_millis(100);
+
+/// One PE's heap, and its view of the others'.
+pub struct TcpTransport {
+    running: Arc<Running>,
+    heap: Arc<Segment>,
+    /// How long it waits for a PE to answer, or to take what was sent.
+    limit: Duration,
+    patience: Patience,
+}
+
+impl TcpTransport {
+    /// A heap of `heap_bytes` bytes, zero, on each PE of the world, which has no other. Collective; so is its end. A PE waits for another
+    /// for `limit` where the operation has no deadline: to make and end the heap, to get, in quiet.
+    ///
+    /// # Errors
+    /// As [`Segment::create`]; a PE that does not come in time, or is lost; a world that has a heap.
+    pub fn new(world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self, TcpError> {
+        let running = world.running().clone();
+        let heap = Arc::new(Segment::create(&format!("aristos-{}", world.my_pe()), heap_bytes)?);
+        {
+            let mut window = running.mesh.window.write().unwrap_or_else(PoisonError::into_inner);
+            if window.is_some() {
+                return Err(TcpError::Meeting("this world has a symmetric heap already".to_string()));
+            }
+            *window = Some(heap.clone());
+        }
+        // A frame for this heap finds it: nobody sends one before all have theirs.
+        let transport = TcpTransport { running, heap, limit, patience: Patience::of(2 * world.pes_on_host()) };
+        world.barrier(limit)?;
+        Ok(transport)
+    }
+
+    fn mesh(&self) -> &Mesh {
+        &self.running.mesh
+    }
+
+    fn is_me(&self, pe: usize) -> bool {
+        pe == self.mesh().me
+    }
+
+    fn send(&self, pe: usize, header: Header, body: Body<'_>) {
+        self.mesh().make_room(pe, self.limit);
+        self.mesh().send(pe, header, body);
+    }
+
+    /// # Panics
+    /// If the bytes are not in the heap, which is as large on every PE.
+    fn check(&self, at: usize, bytes: usize) {
+        self.heap.address(at, bytes);
+    }
+}
+
+impl Drop for TcpTransport {
+    fn drop(&mut self) {
+        // All that was sent to this heap must have come before it goes; during a panic the others may never come.
+        if !std::thread::panicking() {
+            self.quiet();
+            let _ = self.running.barrier(self.limit);
+        }
+        *self.mesh().window.write().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+impl std::fmt::Debug for TcpTransport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpTransport").field("my_pe", &self.my_pe()).field("heap", &self.heap).finish_non_exhaustive()
+    }
+}
+
+impl Transport for TcpTransport {
+    fn my_pe(&self) -> usize {
+        self.mesh().me
+    }
+
+    fn n_pes(&self) -> usize {
+        self.mesh().n_pes()
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.heap.heap_bytes()
+    }
+
+    fn put(&self, dest: usize, src: &[u8], pe: usize) {
+        if self.is_me(pe) {
+            return self.heap.copy_in(dest, src);
+        }
+        self.check(dest, src.len());
+        let header = Header { at: dest as u64, bytes: src.len() as u64, ..Header::of(Kind::Put) };
+        self.send(pe, header, Body::Bytes(src));
+    }
+
+    fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        if self.is_me(pe) {
+            return self.heap.copy_to(src, &self.heap, dest, bytes);
+        }
+        self.check(dest, bytes);
+        let header = Header { at: dest as u64, bytes: bytes as u64, ..Header::of(Kind::Put) };
+        self.send(pe, header, Body::Heap(&self.heap, src, bytes));
+    }
+
+    fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
+        if self.is_me(pe) {
+            return self.heap.copy_out(src, dest);
+        }
+        self.check(src, dest.len());
+        let question = |value| Header { at: src as u64, bytes: dest.len() as u64, value, ..Header::of(Kind::Get) };
+        match self.mesh().ask(pe, dest.len(), question, self.limit) {
+            Some(bytes) => dest.copy_from_slice(&bytes),
+            None => dest.fill(0),
+        }
+    }
+
+    fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
+        if self.is_me(pe) {
+            return self.heap.copy_to(src, &self.heap, dest, bytes);
+        }
+        self.check(src, bytes);
+        self.check(dest, bytes);
+        let value = self.mesh().question(pe, Wanted::Heap(self.heap.clone(), dest, bytes));
+        let header = Header { at: src as u64, bytes: bytes as u64, value, ..Header::of(Kind::Get) };
+        self.send(pe, header, Body::Bytes(&[]));
+    }
+
+    fn put_signal(&self, dest: usize, src: &[u8], word: usize, value: u64, op: SignalOp, pe: usize) {
+        if self.is_me(pe) {
+            self.heap.copy_in(dest, src);
+            return signal(self.heap.atomic_u64(word), value, op, self.heap.bell());
+        }
+        self.check(dest, src.len());
+        self.heap.atomic_u64(word);
+        let (at, bytes, signal) = (dest as u64, src.len() as u64, word as u64);
+        let header = Header { op, at, bytes, signal, value, ..Header::of(Kind::PutSignal) };
+        self.send(pe, header, Body::Bytes(src));
+    }
+
+    fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
+        let own = self.heap.atomic_u64(word);
+        if self.is_me(pe) {
+            return signal(own, value, op, self.heap.bell());
+        }
+        let header = Header { op, signal: word as u64, value, ..Header::of(Kind::Signal) };
+        self.send(pe, header, Body::Bytes(&[]));
+    }
+
+    fn signal_fetch(&self, signal: usize) -> u64 {
+        self.heap.atomic_u64(signal).load(Ordering::Acquire)
+    }
+
+    fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
+        let own = self.heap.atomic_u64(target);
+        if self.is_me(pe) {
+            let was = own.fetch_add(value, Ordering::AcqRel);
+            ring(self.heap.bell());
+            return was;
+        }
+        let question = |at| Header { at, signal: target as u64, value, ..Header::of(Kind::FetchAdd) };
+        let answer = self.mesh().ask(pe, size_of::<u64>(), question, self.limit);
+        answer.and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
+    }
+
+    fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
+        let start = Instant::now();
+        let mesh = self.mesh();
+        let found = self.patience.wait(&self.heap, waits, deadline, || mesh.lost().is_some());
+        if found.is_none() && mesh.lost().is_none() && start.elapsed() >= SHORT_WAIT {
+            mesh.find_silent();
+        }
+        found
+    }
+
+    fn fence(&self) {
+        // A connection keeps the order of what is sent over it; this one is for the own heap, as over shared memory.
+        fence(Ordering::Release);
+    }
+
+    fn quiet(&self) {
+        fence(Ordering::SeqCst);
+        self.mesh().quiet(self.limit);
+    }
+
+    fn lost(&self) -> Option<LostPe> {
+        self.mesh().lost().cloned()
+    }
+
+    fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
+        self.is_me(pe).then(|| self.heap.address(offset, 0))
+    }
+
+    fn is_reachable(&self, pe: usize) -> bool {
+        self.is_me(pe)
+    }
+}

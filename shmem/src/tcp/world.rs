@@ -1,0 +1,260 @@
+//! [`TcpWorld`]: PEs that have met, what they agree on, and messages between them.
+
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::frame::{Header, Kind};
+use super::join::{self, Joining, Met};
+use super::mesh::{Came, Mesh, lock};
+use super::outbox::Body;
+use super::{TcpError, progress};
+use crate::LostPe;
+
+/// The channels of messages: what their receiver asks for, and what agreements are made of.
+const MESSAGES: u64 = 0;
+const PROPOSALS: u64 = 1;
+const DECISIONS: u64 = 2;
+/// How much longer than PE 0 the others wait for a decision: it knows who has not come, and says so.
+const GRACE: Duration = Duration::from_secs(1);
+/// How long a PE waits at its end for the others to be at theirs.
+const END_LIMIT: Duration = Duration::from_secs(5);
+/// How long it may take to say why a PE ends.
+const FAREWELL_LIMIT: Duration = Duration::from_millis(200);
+
+/// PEs that are connected, each to all others.
+///
+/// Its end waits for the others to come to theirs, 5 s at most. A process that ends without it, or unwinds, is lost to the others.
+#[derive(Debug)]
+pub struct TcpWorld {
+    running: Arc<Running>,
+    hosts: Vec<String>,
+    refusals: Vec<String>,
+}
+
+/// The connections, and the thread that serves them.
+pub(super) struct Running {
+    pub(super) mesh: Arc<Mesh>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl TcpWorld {
+    /// Meets the other PEs: collective. PE 0 listens at `joining.rendezvous`.
+    ///
+    /// # Errors
+    /// One line: who has not come in time, or was refused; an address that cannot be had.
+    pub fn join(joining: &Joining<'_>) -> Result<TcpWorld, TcpError> {
+        Self::over(joining, join::meet(joining, None)?)
+    }
+
+    /// The same, as PE 0 with a socket that listens at the rendezvous already.
+    ///
+    /// # Errors
+    /// As [`TcpWorld::join`].
+    pub fn join_at(joining: &Joining<'_>, listener: TcpListener) -> Result<TcpWorld, TcpError> {
+        Self::over(joining, join::meet(joining, Some(listener))?)
+    }
+
+    fn over(joining: &Joining<'_>, met: Met) -> Result<TcpWorld, TcpError> {
+        let Met { sockets, hosts, refusals } = met;
+        let sockets: Vec<Option<OwnedFd>> = sockets.into_iter().map(|socket| socket.map(OwnedFd::from)).collect();
+        let mesh = Mesh::new(joining.pe, sockets);
+        let mesh = Arc::new(mesh.map_err(|error| TcpError::system("watch the connections to the other PEs", error))?);
+        let of_thread = mesh.clone();
+        let thread = std::thread::Builder::new().name("aristos-tcp".to_string()).spawn(move || {
+            let _watch = Watch(&of_thread);
+            progress::run(&of_thread);
+        });
+        let thread = thread.map_err(|error| TcpError::system("start the progress thread", error))?;
+        let running = Arc::new(Running { mesh, thread: Some(thread) });
+        let world = TcpWorld { running, hosts, refusals };
+        // All are connected to all before any begins.
+        world.barrier(joining.limits.join)?;
+        Ok(world)
+    }
+
+    /// This PE's number.
+    pub fn my_pe(&self) -> usize {
+        self.running.mesh.me
+    }
+
+    /// Number of PEs.
+    pub fn n_pes(&self) -> usize {
+        self.running.mesh.n_pes()
+    }
+
+    /// How many of the PEs run on this host, this one included.
+    pub fn pes_on_host(&self) -> usize {
+        self.hosts.iter().filter(|host| **host == self.hosts[self.my_pe()]).count()
+    }
+
+    /// At PE 0, who was refused while the PEs met, and why: a line each, the first few.
+    pub fn refusals(&self) -> &[String] {
+        &self.refusals
+    }
+
+    /// The first PE that is known to be lost.
+    pub fn lost(&self) -> Option<LostPe> {
+        self.running.mesh.lost().cloned()
+    }
+
+    /// The smallest of all PEs' numbers. Collective.
+    ///
+    /// # Errors
+    /// A PE is lost, or has not come within `limit`.
+    pub fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
+        self.running.min(value, limit)
+    }
+
+    /// Waits for all PEs to come here.
+    ///
+    /// # Errors
+    /// As [`TcpWorld::min`].
+    pub fn barrier(&self, limit: Duration) -> Result<(), TcpError> {
+        self.running.barrier(limit)
+    }
+
+    /// Sends a message of at most 256 MiB; messages to one PE arrive in order. It is under way when this returns.
+    ///
+    /// # Errors
+    /// A PE is lost; or `to` has not taken for `limit` what was sent to it before.
+    pub fn send(&self, to: usize, message: &[u8], limit: Duration) -> Result<(), TcpError> {
+        let mesh = &self.running.mesh;
+        if to == mesh.me {
+            lock(&mesh.came).messages.entry(MESSAGES).or_default().push_back((to, message.to_vec()));
+            return Ok(());
+        }
+        mesh.make_room(to, limit);
+        self.running.tell(to, MESSAGES, message);
+        self.lost().map_or(Ok(()), |lost| Err(lost.into()))
+    }
+
+    /// Receives the next message of any PE, or of `from`; `None` when none has come within `limit`, or ever where that is `None`.
+    ///
+    /// # Errors
+    /// A PE is lost.
+    pub fn receive(&self, from: Option<usize>, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, TcpError> {
+        /// As long as for ever.
+        const YEAR: Duration = Duration::from_secs(365 * 86400);
+        let deadline = Instant::now() + limit.unwrap_or(YEAR).min(YEAR);
+        self.running.receive(deadline, from, MESSAGES)
+    }
+
+    /// Tells the other PEs, as far as they take it now, that this one ends since PE `lost` is lost: half a line says why. The process then ends
+    /// without the end of this world.
+    pub fn farewell(&self, lost: usize, why: &str) {
+        let mesh = &self.running.mesh;
+        let header = Header { at: lost as u64, bytes: why.len() as u64, ..Header::of(Kind::Lost) };
+        mesh.others().for_each(|(pe, _)| _ = mesh.send(pe, header, Body::Bytes(why.as_bytes())));
+        let sent = || mesh.others().all(|(_, peer)| peer.out.waiting_bytes() == 0);
+        let deadline = Instant::now() + FAREWELL_LIMIT;
+        while !sent() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    pub(super) fn running(&self) -> &Arc<Running> {
+        &self.running
+    }
+}
+
+impl Running {
+    fn tell(&self, pe: usize, channel: u64, message: &[u8]) {
+        let header = Header { at: channel, bytes: message.len() as u64, ..Header::of(Kind::Message) };
+        self.mesh.send(pe, header, Body::Bytes(message));
+    }
+
+    fn receive(
+        &self,
+        deadline: Instant,
+        from: Option<usize>,
+        channel: u64,
+    ) -> Result<Option<(usize, Vec<u8>)>, TcpError> {
+        let next = |came: &mut Came| {
+            let messages = came.messages.get_mut(&channel)?;
+            let place = messages.iter().position(|(pe, _)| from.is_none_or(|from| from == *pe))?;
+            messages.remove(place)
+        };
+        match (self.mesh.wait(deadline, next), self.mesh.lost()) {
+            (None, Some(lost)) => Err(lost.clone().into()),
+            (message, _) => Ok(message),
+        }
+    }
+
+    /// See [`TcpWorld::min`]: all propose to PE 0, which decides.
+    fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
+        let (me, n) = (self.mesh.me, self.mesh.n_pes());
+        let number = |pe: usize, bytes: Vec<u8>| {
+            let bytes = bytes.try_into().map_err(|_| TcpError::Meeting(format!("PE {pe} sent no number")))?;
+            Ok::<_, TcpError>(u64::from_le_bytes(bytes))
+        };
+        let late = |pe, what| {
+            self.mesh.find_silent();
+            let lost = self.mesh.lost().cloned();
+            lost.map_or(TcpError::Late { pe, what, limit }, TcpError::from)
+        };
+        let deadline = Instant::now() + limit;
+        if me > 0 {
+            self.tell(0, PROPOSALS, &value.to_le_bytes());
+            let decision = self.receive(deadline + GRACE, Some(0), DECISIONS)?;
+            return decision.map_or_else(|| Err(late(0, "the decision")), |(pe, bytes)| number(pe, bytes));
+        }
+        let mut least = value;
+        for pe in 1..n {
+            let Some((_, bytes)) = self.receive(deadline, Some(pe), PROPOSALS)? else {
+                return Err(late(pe, "the part"));
+            };
+            least = least.min(number(pe, bytes)?);
+        }
+        (1..n).for_each(|pe| self.tell(pe, DECISIONS, &least.to_le_bytes()));
+        Ok(least)
+    }
+
+    pub(super) fn barrier(&self, limit: Duration) -> Result<(), TcpError> {
+        self.min(0, limit).map(drop)
+    }
+}
+
+/// A PE whose progress thread panics waits for nothing any more.
+struct Watch<'m>(&'m Mesh);
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.lose(self.0.me, "its progress thread has panicked");
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let mesh = &self.mesh;
+        if !std::thread::panicking() && mesh.lost().is_none() {
+            mesh.others().for_each(|(pe, _)| _ = mesh.send(pe, Header::of(Kind::Bye), Body::Bytes(&[])));
+            // Until all have said the same and taken what was sent: then no connection is cut with something still in it.
+            mesh.wait(Instant::now() + END_LIMIT, |_| {
+                let is_over = mesh.others().all(|(_, peer)| {
+                    let (bye, ended) = (peer.bye.load(Ordering::SeqCst), peer.ended.load(Ordering::SeqCst));
+                    ended || bye && peer.out.waiting_bytes() == 0
+                });
+                is_over.then_some(())
+            });
+        }
+        mesh.stop.store(true, Ordering::SeqCst);
+        // The counter of an eventfd takes any number of these.
+        let _ = rustix::io::write(&mesh.wake, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (me, n) = (self.mesh.me, self.mesh.n_pes());
+        f.debug_struct("Running").field("my_pe", &me).field("n_pes", &n).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,54 @@
+//! Which of several processes this one is, for `--transport tcp`.
+
+use anyhow::{Result, ensure};
+
+use super::values::{NO_MPI, TransportArg};
+use crate::job::tcp::TcpPlace;
+
+/// Where a process stands among those of its job.
+#[derive(clap::Args)]
+#[command(next_help_heading = "With --transport tcp")]
+pub struct RanksArgs {
+    /// Which PE this process is, from 0 [default: as srun, torchrun or mpirun says]
+    #[arg(long, value_name = "R", requires = "ranks")]
+    rank: Option<usize>,
+    /// How many PEs there are
+    #[arg(long, value_name = "N", requires = "rank")]
+    ranks: Option<usize>,
+    /// Where PE 0 listens for the others [default: as srun or torchrun says]
+    #[arg(long, value_name = "HOST:PORT")]
+    rendezvous: Option<String>,
+}
+
+/// What brings a job's PEs together.
+pub enum Over {
+    /// This process starts them, or has been started as one of a launcher's on this host.
+    Processes,
+    /// MPI.
+    Mpi,
+    /// TCP.
+    Tcp(TcpPlace),
+}
+
+impl RanksArgs {
+    /// What this transport needs.
+    ///
+    /// # Errors
+    /// A transport that this build lacks, or places without one that has them.
+    pub fn over(&self, transport: TransportArg) -> Result<Over> {
+        let place = TcpPlace { rank: self.rank.zip(self.ranks), rendezvous: self.rendezvous.clone() };
+        let given = [("rank", place.rank.is_some()), ("rendezvous", place.rendezvous.is_some())];
+        for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
+            let name = transport.name();
+            ensure!(transport == TransportArg::Tcp, "--{flag} with --transport {name}, expected --transport tcp");
+        }
+        Ok(match transport {
+            TransportArg::Shm => Over::Processes,
+            TransportArg::Tcp => Over::Tcp(place),
+            TransportArg::Mpi => {
+                ensure!(cfg!(feature = "mpi"), NO_MPI);
+                Over::Mpi
+            }
+        })
+    }
+}

@@ -1,0 +1,377 @@
+//! PEs that something else has started, on one host or many: no supervisor, every process a PE.
+//!
+//! Every process makes the same request of the same command line, and they agree that they could, and that it is the same, before they
+//! begin: to send the request from one of them would need a connection before the first wrong flag is
+//! refused, and would save nothing. What a supervisor does before and after (input, files, report), PE 0 does: the others send it what they
+//! write and say as messages, so that only PE 0's host needs to see the files.
+//!
+//! How they came together and what carries their rows is a [`World`]: MPI's (`mpi.rs`), or TCP's (`tcp.rs`).
+//!
+//! # How a job ends
+//! - All PEs did their part: PE 0 tells the others how it went, and all exit with that code.
+//! - A PE could not begin: the first one that could not prints its line, and all exit with code 1.
+//! - A PE fails later: it prints a line with its number and phase, and the world ends the others ([`World::end`]).
+//! - A PE dies: `mpirun` ends the others, and says which; over TCP the others notice, and each says so.
+
+use std::cell::RefCell;
+use std::error::Error;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem::ManuallyDrop;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+
+use super::host::{AllToAll, Host, MemoryHost, PePart, TwoSided};
+use super::launch::{LaunchError, MAX_PES, StatusPage};
+use super::messages::Messages;
+use super::request::Request;
+use super::{JobError, PeFailure};
+use crate::shmem::{ShmTransport, Shmem, Transport};
+use crate::stdio::{OutputError, one_line, say, with_causes};
+
+/// Any error, with its causes.
+type AnyError = Box<dyn Error + Send + Sync>;
+
+/// How long PEs may take, one after the other, to open the job's files.
+pub const START_LIMIT: Duration = Duration::from_secs(60);
+/// The most bytes of a file in one message.
+const PART_BYTES: usize = 4 << 20;
+
+/// The processes of a job, connected.
+pub trait World: Sized {
+    /// What carries rows and signals between them.
+    type Transport<'w>: Transport
+    where
+        Self: 'w;
+
+    /// Its name.
+    const TRANSPORT: &'static str;
+
+    /// This PE's number.
+    fn my_pe(&self) -> usize;
+
+    /// Number of PEs.
+    fn n_pes(&self) -> usize;
+
+    /// How many of them run on this host.
+    fn pes_on_host(&self) -> usize;
+
+    /// The smallest of all PEs' numbers, which are below 2^63. Collective.
+    ///
+    /// # Errors
+    /// A PE is lost, or has not come within `limit`.
+    fn min(&self, value: u64, limit: Duration) -> Result<u64, JobError>;
+
+    /// Sends a message; messages to one PE arrive in order.
+    ///
+    /// # Errors
+    /// A PE is lost, or has not taken it within `limit`.
+    fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), JobError>;
+
+    /// Receives the next message of any PE; `None` when none has come within `limit`, or ever where that is `None`.
+    ///
+    /// # Errors
+    /// A PE is lost.
+    fn receive(&self, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, JobError>;
+
+    /// A symmetric heap of `heap_bytes` a PE, in which a PE waits for `limit` for what has no deadline. Collective.
+    ///
+    /// # Errors
+    /// Memory, or a PE that is lost.
+    fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<Self::Transport<'_>, JobError>;
+
+    /// Ends this process, and has all others end, after a failure: calls `say`, which prints its line, when that is due.
+    fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> !;
+
+    /// See [`Host::two_sided`].
+    fn two_sided<'h>(_: &'h PeerHost<'_, Self>) -> Option<&'h dyn TwoSided> {
+        None
+    }
+
+    /// See [`Host::all_to_all`].
+    ///
+    /// # Errors
+    /// What it needs could not be made.
+    fn all_to_all<'h>(_: &'h PeerHost<'_, Self>) -> Result<Option<Box<dyn AllToAll + 'h>>, JobError> {
+        Ok(None)
+    }
+}
+
+/// The PEs of a world, of which this process is one.
+pub struct Peers<W> {
+    world: W,
+    status: StatusPage,
+    phase_names: Vec<&'static str>,
+    show: fn(&str) -> String,
+}
+
+impl<W: World> Peers<W> {
+    /// For a job with these phases. `show` makes of an error's line what the user sees.
+    ///
+    /// # Errors
+    /// No memory for a page.
+    pub fn new(world: W, phase_names: &[&'static str], show: fn(&str) -> String) -> Result<Self, JobError> {
+        let setup = |source| LaunchError::Setup { what: "make a status page", source };
+        let status = StatusPage::private().map_err(setup)?;
+        Ok(Peers { world, status, phase_names: phase_names.to_vec(), show })
+    }
+
+    /// The PEs.
+    pub fn world(&self) -> &W {
+        &self.world
+    }
+
+    /// Whether this PE reports the job.
+    pub fn reports(&self) -> bool {
+        self.world.my_pe() == 0
+    }
+
+    /// What every PE does alone before they work together; `None`, and the line of the first that could not, where one could not.
+    /// They wait for each other as long as `limit`. Collective.
+    pub fn agree<R, E: Into<AnyError>>(&self, mine: Result<R, E>, limit: Duration) -> Option<R> {
+        let (me, nobody) = (self.world.my_pe() as u64, self.world.n_pes() as u64);
+        let too_many = self.world.n_pes() > MAX_PES;
+        let failed = if mine.is_ok() && !too_many { nobody } else { me };
+        let first = self.world.min(failed, limit).unwrap_or_else(|error| self.fail(&error.into()));
+        match mine {
+            Err(error) if first == me && me == 0 => self.say(error),
+            Err(error) if first == me => self.say(format!("PE {me}: {}", with_causes(&*error.into()))),
+            Ok(_) if first == me => self.say(LaunchError::Pes { pes: self.world.n_pes() }),
+            Ok(mine) if first == nobody => return Some(mine),
+            _ => {}
+        }
+        None
+    }
+
+    /// Checks that all PEs make the same request: they may have been started by hand. Collective.
+    ///
+    /// # Errors
+    /// This PE's is not PE 0's.
+    pub fn check_same(&self, request: &Request, limit: Duration) -> Result<(), JobError> {
+        let mut hasher = DefaultHasher::new();
+        request.to_bytes()?.hash(&mut hasher);
+        let mine = hasher.finish() >> 2;
+        let of_zero = if self.reports() { mine } else { u64::MAX >> 1 };
+        if self.world.min(of_zero, limit)? == mine {
+            return Ok(());
+        }
+        Err(JobError::Peers("its arguments are not those of PE 0, expected the same on all".to_string()))
+    }
+
+    /// Works over a symmetric heap of `heap_bytes` a PE, in which a PE waits for `limit` for what it has put. Collective.
+    ///
+    /// # Errors
+    /// The memory's, or the work's.
+    pub fn over_memory<R, E: From<JobError>>(
+        &self,
+        heap_bytes: usize,
+        limit: Duration,
+        work: impl FnOnce(&Shmem<W::Transport<'_>>) -> Result<R, E>,
+    ) -> Result<R, E> {
+        let transport = self.world.memory(heap_bytes, limit).map_err(E::from)?;
+        // Its end waits for all PEs, which after an error would be in vain.
+        let shmem = ManuallyDrop::new(Shmem::new(transport));
+        let result = work(&shmem)?;
+        drop(ManuallyDrop::into_inner(shmem));
+        Ok(result)
+    }
+
+    /// Runs this PE's part of a job that has files of these names, which PE 0 has open: `files`. PE 0 gets what all PEs sent, the
+    /// others `None`. A PE waits for another no longer than `limit`.
+    ///
+    /// # Errors
+    /// How this PE's part failed, for [`Peers::fail`] once what the job has made is taken back: nothing is dropped there.
+    pub fn run<M: DeserializeOwned>(
+        &self,
+        file_names: &[&'static str],
+        files: Vec<File>,
+        limit: Duration,
+        part: impl FnOnce(&mut PeerHost<'_, W>) -> Result<(), PeFailure>,
+    ) -> Result<Option<Vec<(usize, M)>>, PeFailure> {
+        let sent = RefCell::default();
+        let mut host = PeerHost { pes: self, file_names, files, limit, sent };
+        part(&mut host)?;
+        let sent = host.sent.into_inner();
+        if !self.reports() {
+            return Ok(None);
+        }
+        let mut messages = Messages::new();
+        sent.iter().for_each(|(pe, body)| messages.take(*pe, body));
+        Ok(Some(messages.finish()?))
+    }
+
+    /// Ends the job: PE 0 tells the others whether all went well, which they return too.
+    pub fn conclude(&self, report: Option<bool>, limit: Duration) -> bool {
+        let Some(well) = report else {
+            // PE 0 may take any time for its report.
+            return match self.world.receive(None) {
+                Ok(verdict) => verdict.is_some_and(|(_, well)| well == [1]),
+                Err(error) => self.fail(&error.into()),
+            };
+        };
+        for pe in 1..self.world.n_pes() {
+            if let Err(error) = self.world.send(pe, vec![u8::from(well)], limit) {
+                self.fail(&error.into());
+            }
+        }
+        well
+    }
+
+    /// Prints the line of an error, before any PE's end: at the first exit code a launcher may end the others.
+    pub fn say(&self, error: impl Into<AnyError>) {
+        let error = error.into();
+        if !matches!(error.downcast_ref(), Some(OutputError::ReaderGone)) {
+            say(&format!("aristos: {}", one_line(&(self.show)(&with_causes(&*error)))));
+        }
+    }
+
+    /// Prints the line and ends the job.
+    pub fn fail(&self, failure: &PeFailure) -> ! {
+        let me = self.world.my_pe();
+        let phase = self.phase_names.get(self.status.phase()).copied().unwrap_or("(unnamed)");
+        let line = one_line(&(self.show)(&failure.line));
+        self.world.end(failure, || say(&format!("aristos: PE {me} failed in phase {phase}: {line}")))
+    }
+}
+
+/// PE 0 has the files and the messages; the others send it theirs.
+///
+/// What they send has its kind and, for a part of a file, the place in the file, u64 little endian each, then the bytes. Messages wait
+/// until a PE's part is at its end: before that PE 0 has its own to do, and takes nothing.
+pub struct PeerHost<'p, W> {
+    pes: &'p Peers<W>,
+    file_names: &'p [&'static str],
+    /// At PE 0.
+    files: Vec<File>,
+    /// How long a PE waits for another.
+    limit: Duration,
+    /// This PE's messages; at PE 0, in the end, all PEs'.
+    sent: RefCell<Vec<(usize, Vec<u8>)>>,
+}
+
+/// The kinds of what is sent; above them the files, by their place among the names.
+const KIND_END: u64 = 0;
+const KIND_MESSAGE: u64 = 1;
+const KIND_FILES: u64 = 2;
+
+impl<W: World> PeerHost<'_, W> {
+    /// The PEs.
+    pub fn pes(&self) -> &Peers<W> {
+        self.pes
+    }
+
+    /// How long a PE waits for another.
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    fn tell(&self, kind: u64, at: u64, bytes: &[u8]) -> Result<(), JobError> {
+        let message = [&kind.to_le_bytes()[..], &at.to_le_bytes(), bytes].concat();
+        self.pes.world.send(0, message, self.limit)
+    }
+
+    /// This PE's part is done: sends what it has to say or, at PE 0, takes what all others send.
+    fn finish(&self) -> Result<(), JobError> {
+        if !self.pes.reports() {
+            for (_, body) in self.sent.take() {
+                self.tell(KIND_MESSAGE, 0, &body)?;
+            }
+            return self.tell(KIND_END, 0, b"");
+        }
+        let mut missing: Vec<usize> = (1..self.n_pes()).collect();
+        while let Some(&first) = missing.first() {
+            let Some((from, message)) = self.pes.world.receive(Some(self.limit))? else {
+                let seconds = self.limit.as_secs_f64();
+                return Err(JobError::Peers(format!("waited {seconds} s for the results of PE {first}")));
+            };
+            let head = message.split_at_checked(16).map(|(head, bytes)| {
+                let (kind, at) = head.split_at(8);
+                let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte));
+                (number(kind), number(at), bytes)
+            });
+            match head {
+                Some((KIND_END, ..)) => missing.retain(|&pe| pe != from),
+                Some((KIND_MESSAGE, _, body)) => self.sent.borrow_mut().push((from, body.to_vec())),
+                Some((kind, at, bytes)) => {
+                    self.write_here((kind - KIND_FILES) as usize, at, bytes, &format!("the results of PE {from}"))?;
+                }
+                None => return Err(JobError::Peers(format!("PE {from} sent an invalid message"))),
+            }
+        }
+        Ok(())
+    }
+
+    /// At PE 0.
+    fn write_here(&self, file: usize, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError> {
+        let file = self.files.get(file).ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
+        file.write_all_at(bytes, at).map_err(|source| JobError::Write { what: what.to_string(), source })
+    }
+}
+
+impl<W: World> Host for PeerHost<'_, W> {
+    fn my_pe(&self) -> usize {
+        self.pes.world.my_pe()
+    }
+
+    fn n_pes(&self) -> usize {
+        self.pes.world.n_pes()
+    }
+
+    fn pes_on_host(&self) -> usize {
+        self.pes.world.pes_on_host()
+    }
+
+    fn transport(&self) -> &'static str {
+        W::TRANSPORT
+    }
+
+    fn status(&self) -> &StatusPage {
+        &self.pes.status
+    }
+
+    fn has_file(&self, name: &str) -> bool {
+        self.file_names.contains(&name)
+    }
+
+    fn write(&self, name: &str, at: u64, bytes: &[u8], what: &str) -> Result<(), JobError> {
+        let file = self.file_names.iter().position(|file| *file == name);
+        let file = file.ok_or_else(|| JobError::NoFile { what: what.to_string() })?;
+        if self.pes.reports() {
+            return self.write_here(file, at, bytes, what);
+        }
+        for (part, bytes) in bytes.chunks(PART_BYTES).enumerate() {
+            self.tell(file as u64 + KIND_FILES, at + (part * PART_BYTES) as u64, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn send(&self, body: &[u8]) -> Result<(), JobError> {
+        self.sent.borrow_mut().push((self.my_pe(), body.to_vec()));
+        Ok(())
+    }
+
+    fn two_sided(&self) -> Option<&dyn TwoSided> {
+        W::two_sided(self)
+    }
+
+    fn all_to_all(&self) -> Result<Option<Box<dyn AllToAll + '_>>, JobError> {
+        W::all_to_all(self)
+    }
+}
+
+impl<W: World> MemoryHost for PeerHost<'_, W> {
+    fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
+        let heap_bytes = part.heap_bytes::<W::Transport<'_>>()?;
+        let host: &PeerHost<'_, W> = self;
+        host.pes.over_memory(heap_bytes, host.limit, |shmem| {
+            part.run(shmem, host)?;
+            Ok(host.finish()?)
+        })
+    }
+
+    fn shared_memory(&mut self, _: usize) -> Result<Shmem<ShmTransport>, JobError> {
+        Err(JobError::Peers(format!("PEs over {} share no memory, which devices need", W::TRANSPORT)))
+    }
+}

@@ -1,0 +1,473 @@
+//! Jobs over TCP as users start them: process by process, on this host and on several (network namespaces, between which the bytes are
+//! counted); the conformance suite across hosts.
+//!
+//! A PE of the suite is this program again, so it has its own `main`.
+
+#[path = "binary/mod.rs"]
+mod binary;
+mod hosts;
+mod skip;
+#[macro_use]
+#[path = "../shmem/tests/conformance/suite/mod.rs"]
+mod suite;
+
+use std::cell::Cell;
+use std::env;
+use std::fs;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::panic::catch_unwind;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use aristos::shmem::Shmem;
+use aristos::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
+use binary::{Outcome, Running, aristos, names_in, read_tensors, relative_error, run, start};
+use hosts::Hosts;
+use rustix::process::Signal;
+use suite::{HEAP_BYTES, World};
+
+/// In a PE of the suite: its number, and the address of PE 0's host.
+const ENV_PE: &str = "ARISTOS_TCP_PE";
+const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
+/// The most PEs of a check.
+const SUITE_PES: usize = 5;
+/// How soon a job must be over after one of its processes has ended.
+const NAMED_LIMIT: Duration = Duration::from_secs(2);
+/// How soon after a host cannot be reached any more, or a process is stopped.
+const SILENT_LIMIT: Duration = Duration::from_secs(20);
+
+const SMALL: &str =
+    "--tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
+/// Too long to end by itself.
+const LONG: &str = "--tokens 256 --hidden 128 --intermediate 256 --experts 8 --steps 1000000";
+
+fn main() -> ExitCode {
+    if let Ok(pe) = env::var(ENV_PE) {
+        return play(pe.parse().unwrap());
+    }
+    let args: Vec<String> = env::args().skip(1).collect();
+    let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for (name, test) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
+        let before = skip::count();
+        let (sum, word) = match catch_unwind(test) {
+            Err(_) => (&mut failed, "FAILED"),
+            Ok(()) if skip::count() > before => (&mut skipped, "skipped"),
+            Ok(()) => (&mut passed, "ok"),
+        };
+        *sum += 1;
+        println!("test {name} ... {word}");
+    }
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    ExitCode::from(u8::from(failed > 0))
+}
+
+/// The first PEs of the suite's processes, as a new world for each check.
+struct Tcp {
+    pe: usize,
+    zero: String,
+    worlds: Cell<u16>,
+}
+
+impl World for Tcp {
+    type T = TcpTransport;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<TcpTransport>) + Sync) {
+        // Those that have no part in this world may be at the next one already: each has a port of its own.
+        self.worlds.set(self.worlds.get() + 1);
+        if self.pe < n_pes {
+            let rendezvous = format!("{}:{}", self.zero, 20_000 + self.worlds.get());
+            let (program, token, limits) = ("suite", b"token", JoinLimits::default());
+            let world =
+                TcpWorld::join(&Joining { pe: self.pe, n_pes, rendezvous: &rendezvous, program, token, limits });
+            f(&Shmem::new(TcpTransport::new(&world.unwrap(), HEAP_BYTES, limits.join).unwrap()));
+        }
+    }
+}
+
+type Check = (&'static str, fn(&Tcp));
+
+/// A table of the checks, by name.
+#[macro_export]
+macro_rules! conformance_table {
+    (@ ($table:ident); $($check:ident)*) => {
+        const $table: &[Check] = &[$((stringify!($check), |world: &Tcp| suite::$check(world))),*];
+    };
+}
+conformance_checks!(conformance_table(CHECKS));
+
+/// One PE of all checks. A panic ends it, and with it the others.
+fn play(pe: usize) -> ExitCode {
+    let world = Tcp { pe, zero: env::var(ENV_ZERO).unwrap(), worlds: Cell::new(0) };
+    // Some checks catch panics; only those that end the program are of interest.
+    std::panic::set_hook(Box::new(move |info| {
+        println!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
+    }));
+    for (check, function) in CHECKS {
+        function(&world);
+        println!("PE {pe} conforms: {check}");
+    }
+    ExitCode::SUCCESS
+}
+
+/// A port of this host that is free now.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// The processes of a job of `n` PEs, each of the command that `pe` makes of its arguments.
+fn commands(n: usize, zero: &str, args: &str, pe: impl Fn(usize, Vec<String>) -> Command) -> Vec<Command> {
+    let rendezvous = format!("{zero}:{}", free_port());
+    let place = |rank: usize| {
+        let place = format!("--transport tcp --rank {rank} --ranks {n} --rendezvous {rendezvous}");
+        args.split_whitespace().chain(place.split_whitespace()).map(str::to_string).collect()
+    };
+    (0..n).map(|rank| pe(rank, place(rank))).collect()
+}
+
+/// A job on this host.
+fn here(n: usize, args: &str) -> Vec<Command> {
+    commands(n, "localhost", args, |_, args| aristos(args))
+}
+
+/// A job of one PE a host.
+fn over(hosts: &Hosts, n: usize, args: &str) -> Vec<Command> {
+    commands(n, hosts.address(0), args, |rank, args| hosts.command(rank, env!("CARGO_BIN_EXE_aristos"), args))
+}
+
+/// All started; PE 0 last, as nothing says that it comes first.
+fn start_all(commands: Vec<Command>) -> Vec<Running> {
+    let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
+    running.reverse();
+    running
+}
+
+/// The same, when they are at work.
+fn start_at_work(commands: Vec<Command>) -> Vec<Running> {
+    let running = start_all(commands);
+    let begun = Instant::now();
+    // PEs that have met have a thread more.
+    let has_met = |pe: &Running| {
+        let tasks = fs::read_dir(format!("/proc/{}/task", pe.pid().as_raw_pid())).into_iter().flatten().flatten();
+        tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).any(|name| name == "aristos-tcp\n")
+    };
+    while !running.iter().all(has_met) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the PEs have not met");
+        thread::sleep(Duration::from_millis(20));
+    }
+    // That steps are being made shows in nothing but time.
+    thread::sleep(Duration::from_secs(1));
+    running
+}
+
+fn run_all(commands: Vec<Command>) -> Vec<Outcome> {
+    start_all(commands).into_iter().map(Running::end).collect()
+}
+
+/// Runs a job that must go well: what PE 0 wrote, who alone writes something.
+#[track_caller]
+fn report(commands: Vec<Command>) -> String {
+    let mut outcomes = run_all(commands).into_iter();
+    let zero = outcomes.next().unwrap().success();
+    outcomes.for_each(|outcome| assert!(outcome.success().stdout.is_empty()));
+    zero.stdout
+}
+
+#[track_caller]
+fn json(commands: Vec<Command>) -> serde_json::Value {
+    serde_json::from_str(&report(commands)).unwrap()
+}
+
+/// A job too long to end by itself, its PEs at work; `act` on them, then how they end. All but those of `gone` must be over within
+/// `limit`, and name `culprit` in one line each.
+#[track_caller]
+fn disturbed(
+    commands: Vec<Command>,
+    limit: Duration,
+    culprit: usize,
+    gone: &[usize],
+    act: impl FnOnce(&[Running]),
+) -> Vec<Outcome> {
+    let running = start_at_work(commands);
+    let acted = Instant::now();
+    act(&running);
+    let mut outcomes = Vec::new();
+    for (pe, running) in running.into_iter().enumerate() {
+        if gone.contains(&pe) {
+            // Ended already, or about to be: a stopped process cannot end by itself.
+            running.signal(Signal::KILL);
+        }
+        let outcome = running.end();
+        if !gone.contains(&pe) {
+            assert!(acted.elapsed() < limit, "PE {pe} took {:?}", acted.elapsed());
+            assert_eq!(outcome.status.code(), Some(1), "{outcome:?}");
+            outcomes.push(outcome.says(&[&format!("PE {pe} failed"), &format!("PE {culprit} is lost: ")]));
+        }
+    }
+    outcomes
+}
+
+/// Fails the test unless all are refused, and the lines of those that speak say all of `parts`.
+#[track_caller]
+fn refused(commands: Vec<Command>, speakers: &[usize], parts: &[&str]) {
+    for (pe, outcome) in run_all(commands).into_iter().enumerate() {
+        match speakers.contains(&pe) {
+            true => _ = outcome.refused(parts),
+            false => assert!(outcome.status.code() == Some(1) && outcome.stderr.is_empty(), "PE {pe}: {outcome:?}"),
+        }
+    }
+}
+
+/// Fails the test unless both files have the same tensors within 1e-6, norm-wise.
+#[track_caller]
+fn same(one: &Path, other: &Path) {
+    let (one, other) = (read_tensors(one), read_tensors(other));
+    assert_eq!(one.keys().collect::<Vec<_>>(), other.keys().collect::<Vec<_>>());
+    assert!(one.len() > 20);
+    for (name, (shape, want)) in &one {
+        let (got_shape, got) = &other[name];
+        assert_eq!(shape, got_shape, "{name}");
+        let error = relative_error(got, want);
+        assert!(error <= 1e-6, "{name}: {error:e}");
+    }
+}
+
+const TESTS: &[(&str, fn())] = &[
+    ("here::every_number_of_pes_is_checked", || {
+        for n in [1, 2, 3, 5, 8] {
+            let args = format!("run {SMALL} --check --steps 2 --chunk-rows 8 --budget-factor 0.5");
+            let said = report(here(n, &args));
+            assert_eq!(said.matches("check passed").count(), 1, "{said}");
+            assert!(said.contains(&format!("{n} PE")), "{said}");
+        }
+    }),
+    ("here::results_are_those_of_shared_memory", || {
+        let dir = tempfile::tempdir().unwrap();
+        let example = "--model examples/tiny-moe --layer 1 --input examples/tiny-moe/hidden_states.safetensors";
+        let losses = "--seed 7 --shared-intermediate 48 --bias --aux-loss-coef 0.01 --z-loss-coef 0.001";
+        for (name, layer) in [("example", example.to_string()), ("losses", format!("{SMALL} {losses}"))] {
+            for n in [2, 4] {
+                let out = |transport: &str| dir.path().join(format!("{name}-{n}-{transport}"));
+                let (shm, tcp) = (out("shm"), out("tcp"));
+                run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
+                report(here(n, &format!("run {layer} --pes {n} --output {}", tcp.display())));
+                same(&shm, &tcp);
+            }
+        }
+        assert_eq!(names_in(dir.path()).len(), 8, "nothing else is left");
+    }),
+    ("here::groups_by_a_plan_of_the_pes_probed", || {
+        // Eight experts of 64 x 96: 0.147 MB each with its gradient. Two PEs must share, two can hold all.
+        let report = json(here(4, &format!("run {SMALL} --plan auto --memory-mb 10,0.6,0.7,10 --check --json")));
+        assert_eq!(report["plan"]["source"], "auto", "{report}");
+        assert_eq!(report["check"]["passed"], true, "{report}");
+    }),
+    ("here::the_benchmarks_and_the_probe", || {
+        let dir = tempfile::tempdir().unwrap();
+        let cluster = dir.path().join("cluster.json");
+        let probe = format!("probe --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
+        let said = report(here(3, &probe));
+        assert!(said.contains("0 to 1") && said.contains("2 to 1"), "{said}");
+        let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
+        assert_eq!((probed.devices.len(), &*probed.probe.unwrap().transport), (3, "tcp"));
+        let p2p = "bench p2p --max 4KiB --iterations 5 --warmup 1 --json";
+        let said = report(here(2, p2p));
+        for op in ["put", "put-nbi", "get", "put-signal", "atomic"] {
+            assert!(said.contains(&format!("\"{op}\"")), "{op}: {said}");
+        }
+        let straggler = json(here(3, "bench straggler --steps 20 --warmup 2 --compute-us 10 --json"));
+        assert_eq!(
+            (straggler["transport"].as_str(), straggler["modes"].as_array().map(Vec::len)),
+            (Some("tcp"), Some(2))
+        );
+        let moe = "bench moe --tokens 64 --hidden 64 --intermediate 64 --iterations 2 --warmup 1";
+        let said = report(here(2, moe));
+        assert!(said.contains("2 PEs") && said.contains("pipelined / bulk"), "{said}");
+        refused(here(3, p2p), &[0], &["3 PEs", "expected 2"]);
+    }),
+    ("here::launchers_say_who_is_who", || {
+        let by = |variables: &dyn Fn(usize, u16) -> String| -> Vec<Command> {
+            let port = free_port();
+            let command = |rank: usize| {
+                let mut command = binary::aristos_run(&format!("--transport tcp {SMALL} --check"));
+                command
+                    .env_remove("SLURM_JOB_ID")
+                    .envs(variables(rank, port).split_whitespace().map(|pair| pair.split_once('=').unwrap()));
+                command
+            };
+            (0..2).map(command).collect()
+        };
+        let torchrun = |rank: usize, port: u16| {
+            let run = format!("TORCHELASTIC_RUN_ID={port} MASTER_ADDR=localhost MASTER_PORT={}", port - 1);
+            format!("RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 {run}")
+        };
+        let slurm = |rank: usize, port: u16| {
+            let step = format!("SLURM_JOB_ID={port} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS=2");
+            format!("{step} SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=localhost,elsewhere")
+        };
+        let mpirun = |rank: usize, port: u16| {
+            format!(
+                "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE={port}"
+            )
+        };
+        for commands in [by(&torchrun), by(&slurm), by(&mpirun)] {
+            let said = report(commands);
+            assert!(said.contains("2 PEs") && said.contains("check passed"), "{said}");
+        }
+    }),
+    ("here::what_does_not_fit_is_one_line", || {
+        refused(here(3, "run --model nowhere --input nowhere"), &[0], &["nowhere/config.json", "No such file"]);
+        refused(here(2, &format!("run {SMALL} --steps 0")), &[0], &["--steps is 0"]);
+        refused(here(2, &format!("run {SMALL} --pes 3")), &[0], &["--pes 3", "2 processes", "expected 2"]);
+        refused(here(2, &format!("run {SMALL} --output /nowhere/out")), &[0], &["/nowhere"]);
+        refused(here(2, &format!("run {SMALL} --device cuda")), &[0], &["--device"]);
+        let mut different = here(3, &format!("run {SMALL}"));
+        different[1].args(["--steps", "2"]);
+        refused(different, &[1], &["PE 1: its arguments are not those of PE 0"]);
+        let alone = |args: &str, parts: &[&str]| _ = run(aristos(args.split_whitespace())).refused(parts);
+        alone("run --transport tcp", &["--rank, --ranks and --rendezvous", "torchrun"]);
+        alone("run --rank 0 --ranks 2", &["--rank with --transport shm"]);
+        alone("bench p2p --transport nvshmem --rendezvous a:1", &["--rendezvous", "expected --transport tcp"]);
+        let tcp = "run --transport tcp --ranks 2";
+        alone(&format!("{tcp} --rank 2 --rendezvous a:1"), &["--rank is 2", "below --ranks, which is 2"]);
+        alone(&format!("{tcp} --rank 1"), &["nothing says where", "--rendezvous HOST:PORT"]);
+        alone(&format!("{tcp} --rank 1 --rendezvous here"), &["--rendezvous is here, expected HOST:PORT"]);
+        alone("run --transport tcp --ranks 9999 --rank 0 --rendezvous a:1", &["--ranks is 9999, expected 1 to 1024"]);
+        run(aristos("run --transport tcp --rank 0".split_whitespace())).misused(&["--ranks"]);
+    }),
+    ("here::who_does_not_come_is_named", || {
+        let mut commands = here(3, &format!("run {SMALL}"));
+        commands.iter_mut().for_each(|command| _ = command.env("ARISTOS_JOIN_LIMIT", "1"));
+        commands.truncate(2);
+        let mut outcomes = run_all(commands).into_iter();
+        outcomes.next().unwrap().refused(&["PE 2 has not come within 1 s"]);
+        outcomes.next().unwrap().refused(&["PE 0 has ended"]);
+    }),
+    ("here::other_jobs_and_strangers_are_refused", || {
+        let mut commands = here(3, &format!("run {SMALL} --check"));
+        let args: Vec<String> = commands[0].get_args().map(|arg| arg.to_str().unwrap().to_string()).collect();
+        let rendezvous = args.last().unwrap().clone();
+        commands.iter_mut().for_each(|command| _ = command.env("ARISTOS_JOB_TOKEN", "right"));
+        let mut wrong = aristos(args.iter().map(|arg| if arg == "0" { "2" } else { arg }));
+        wrong.env("ARISTOS_JOB_TOKEN", "wrong");
+        let late = commands.pop().unwrap();
+        let running = start_all(commands);
+        run(wrong).refused(&["refused: it does not know the job's token"]);
+        let mut strangers: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(&rendezvous).unwrap()).collect();
+        strangers[7].write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        run(late).success();
+        let mut outcomes = running.into_iter().map(Running::end);
+        let zero = outcomes.next().unwrap();
+        assert!(zero.status.success() && zero.stdout.contains("check passed"), "{zero:?}");
+        let lines: Vec<&str> = zero.stderr.lines().collect();
+        assert!(
+            lines.len() <= 8 && lines[0].contains("refused 127.0.0.1: it does not know the job's token"),
+            "{zero:?}"
+        );
+        outcomes.for_each(|outcome| _ = outcome.success());
+    }),
+    ("here::a_pe_that_is_killed_is_named", || {
+        for (n, victim) in [(2, 1), (3, 0), (4, 2)] {
+            let kill = |pes: &[Running]| pes[victim].signal(Signal::KILL);
+            let outcomes = disturbed(here(n, &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
+            assert_eq!(outcomes.len(), n - 1);
+        }
+    }),
+    ("here::sigterm_to_pe_0_ends_all", || {
+        let end = |pes: &[Running]| pes[0].signal(Signal::TERM);
+        disturbed(here(3, &format!("run {LONG}")), NAMED_LIMIT, 0, &[0], end);
+    }),
+    ("here::a_pe_that_is_stopped_is_named", || {
+        let stop = |pes: &[Running]| {
+            pes[1].signal(Signal::STOP);
+            // It is killed when the others have ended; here it must be seen that they do before.
+            thread::sleep(Duration::from_secs(4));
+        };
+        let outcomes = disturbed(here(3, &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
+        for outcome in outcomes {
+            assert!(outcome.stderr.contains("its process does not answer"), "{outcome:?}");
+        }
+    }),
+    ("hosts::the_suite", || {
+        let Some(hosts) = Hosts::make(3) else { return };
+        let before = hosts.sent_bytes();
+        let pe = |pe: usize| {
+            let mut command = hosts.command(pe % 3, env::current_exe().unwrap(), [""; 0]);
+            command.env(ENV_PE, pe.to_string()).env(ENV_ZERO, hosts.address(0));
+            command
+        };
+        for (pe, outcome) in run_all((0..SUITE_PES).map(pe).collect()).into_iter().enumerate() {
+            let said: Vec<&str> = outcome.stdout.lines().filter(|line| line.contains("conforms")).collect();
+            let expected: Vec<String> = CHECKS.iter().map(|(check, _)| format!("PE {pe} conforms: {check}")).collect();
+            assert!(outcome.status.success() && said == expected, "{outcome:?}");
+        }
+        let crossed = hosts.sent_bytes() - before;
+        assert!(crossed > 200_000, "{crossed} bytes crossed the network");
+    }),
+    ("hosts::rows_cross_the_network", || {
+        for n in [2, 3] {
+            let Some(hosts) = Hosts::make(n) else { return };
+            let dir = tempfile::tempdir().unwrap();
+            let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
+            let layer =
+                "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --aux-loss-coef 0.01";
+            run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
+            let before = hosts.sent_bytes();
+            let args = format!("run {layer} --check --steps 3 --json --output {}", tcp.display());
+            let report = json(over(&hosts, n, &args));
+            let crossed = hosts.sent_bytes() - before;
+            same(&shm, &tcp);
+            assert_eq!(
+                (report["check"]["passed"].as_bool(), report["config"]["pes"].as_u64()),
+                (Some(true), Some(n as u64))
+            );
+            let remote = 3.0 * report["remote_bytes_per_step"].as_f64().unwrap();
+            assert!(remote > 500_000.0, "{report}");
+            assert!(crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
+        }
+    }),
+    ("hosts::the_hosts_are_measured", || {
+        let Some(hosts) = Hosts::make(3) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let cluster = dir.path().join("cluster.json");
+        let probe = format!("probe --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
+        report(over(&hosts, 3, &probe));
+        let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
+        let names: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
+        assert_eq!(names, ["node0", "node1", "node2"]);
+        let straggler = "bench straggler --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=2:8 --json";
+        for mode in json(over(&hosts, 3, straggler))["modes"].as_array().unwrap() {
+            assert_eq!(mode["culprit"]["pe"], 2, "{mode}");
+        }
+    }),
+    ("hosts::a_pe_that_is_killed_is_named", || {
+        let Some(hosts) = Hosts::make(3) else { return };
+        for victim in [0, 2] {
+            let kill = |pes: &[Running]| pes[victim].signal(Signal::KILL);
+            disturbed(over(&hosts, 3, &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
+        }
+    }),
+    ("hosts::a_host_that_is_frozen_is_named", || {
+        let Some(hosts) = Hosts::make(3) else { return };
+        let stop = |pes: &[Running]| {
+            pes[1].signal(Signal::STOP);
+            thread::sleep(Duration::from_secs(4));
+        };
+        disturbed(over(&hosts, 3, &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
+    }),
+    ("hosts::a_host_off_the_network_is_named", || {
+        let Some(hosts) = Hosts::make(3) else { return };
+        let running = start_at_work(over(&hosts, 3, &format!("run {LONG}")));
+        hosts.cut(1);
+        let cut = Instant::now();
+        for (pe, running) in running.into_iter().enumerate() {
+            let outcome = running.end();
+            assert!(cut.elapsed() < SILENT_LIMIT, "PE {pe} took {:?}", cut.elapsed());
+            // From where the one host is, all others are off the network.
+            let outcome = outcome.says(&[&format!("PE {pe} failed"), "is lost: "]);
+            assert!(pe == 1 || outcome.stderr.contains("PE 1 is lost: "), "{outcome:?}");
+        }
+    }),
+];
