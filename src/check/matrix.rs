@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 
 /// Below this many multiply-adds a thread costs more than it saves.
@@ -262,8 +262,12 @@ pub fn for_row_blocks<const N: usize>(
 
 /// How many threads are worth their cost.
 fn useful_threads(rows: usize, work_per_row: usize) -> usize {
-    let useful = (rows * work_per_row / MIN_WORK_PER_THREAD).clamp(1, rows.max(1));
-    thread::available_parallelism().map_or(1, NonZero::get).min(useful)
+    // To ask for the number of processors is to read files of the system: once.
+    static PROCESSORS: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, NonZero::get));
+    match (rows * work_per_row / MIN_WORK_PER_THREAD).clamp(1, rows.max(1)) {
+        1 => 1,
+        useful => useful.min(*PROCESSORS),
+    }
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::moe::{Activation, Dtype, GroupLimit, Proj, RouterConfig, Scoring, Sha
 const HIDDEN: usize = 5;
 const TOKENS: usize = 6;
 /// Added to and subtracted from an entry; the entries are multiples of 2^-10, so that this is exact in f32.
-const STEP: f32 = 1.0 / 4096.0;
+const STEP: f32 = 1.0 / 16384.0;
 
 fn mlp(activation: Activation, gated: bool, bias: bool) -> MlpConfig {
     MlpConfig { gated, bias, ..MlpConfig::gated(3, activation) }
@@ -67,43 +67,48 @@ impl Data {
         product + f64::from(self.config.aux_loss_coef) * r.aux_loss + f64::from(self.config.z_loss_coef) * r.z_loss
     }
 
-    /// The central difference quotient of the objective for the entry that `entry` picks.
-    fn quotient(&mut self, chosen: &[u32], entry: impl Fn(&mut Self) -> &mut f32) -> f64 {
-        let value = *entry(self);
-        *entry(self) = value + STEP;
-        let above = self.objective(chosen);
-        *entry(self) = value - STEP;
-        let below = self.objective(chosen);
-        *entry(self) = value;
+    /// The central difference quotient of the objective along `signs`, in the tensor that `tensor` picks.
+    fn quotient(&mut self, chosen: &[u32], signs: &[f32], tensor: &dyn Fn(&mut Self) -> &mut Vec<f32>) -> f64 {
+        let values = tensor(self).clone();
+        let [above, below] = [STEP, -STEP].map(|step| {
+            *tensor(self) = values.iter().zip(signs).map(|(value, sign)| value + step * sign).collect();
+            self.objective(chosen)
+        });
+        *tensor(self) = values;
         (above - below) / (2.0 * f64::from(STEP))
     }
 
-    /// Compares every gradient with finite differences. The quotients are off by STEP^2/6 times a third
-    /// derivative of order one, 1e-8, and by 2^-52 / STEP, 1e-12.
+    /// Compares every gradient with finite differences, of each tensor along some directions in which every element moves: whatever element
+    /// is wrong, all of them see it. The quotients are off by STEP^2/6 times a third derivative, some 1e-8, and by 2^-52 / STEP, 1e-12.
     fn check_gradients(mut self) -> Reference {
         let result = self.run(None, CHOICE_TOLERANCE).unwrap();
         let chosen = &result.chosen;
         let config = self.config.clone();
-        let close = |what: &str, got: &[f64], want: &[f64]| {
-            let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-            let difference = norm(&mut got.iter().zip(want).map(|(g, w)| g - w));
-            let size = norm(&mut want.iter().copied());
-            assert!(difference <= 1e-6 * size + 1e-9, "{what} of {config:?}: {got:?}, not {want:?}");
-        };
         let ids: Vec<WeightId> = self.config.weights().into_iter().filter(|id| id.has_gradient()).collect();
         assert_eq!(result.grads.keys().copied().collect::<BTreeSet<_>>(), ids.iter().copied().collect());
-        let n = self.hidden_states.len();
-        let want: Vec<f64> = (0..n).map(|i| self.quotient(chosen, |d| &mut d.hidden_states[i])).collect();
-        close("grad_hidden_states", result.grad_hidden_states.as_ref().unwrap(), &want);
+        let mut random = ChaCha8Rng::seed_from_u64(3);
+        let mut compare = |what: &str, got: &[f64], tensor: &dyn Fn(&mut Data) -> &mut Vec<f32>| {
+            let size = got.iter().map(|g| g * g).sum::<f64>().sqrt();
+            for _ in 0..DIRECTIONS {
+                let signs: Vec<f32> = got.iter().map(|_| if random.random() { 1.0 } else { -1.0 }).collect();
+                let along: f64 = got.iter().zip(&signs).map(|(g, sign)| g * f64::from(*sign)).sum();
+                let want = self.quotient(chosen, &signs, tensor);
+                assert!(
+                    (along - want).abs() <= 1e-6 * size + 1e-9,
+                    "{what} of {config:?}: {along} along {signs:?}, not {want}: {got:?}"
+                );
+            }
+        };
+        compare("grad_hidden_states", result.grad_hidden_states.as_ref().unwrap(), &|data| &mut data.hidden_states);
         for id in ids {
-            let n = self.weights[&id].len();
-            let want: Vec<f64> =
-                (0..n).map(|i| self.quotient(chosen, |d| &mut d.weights.get_mut(&id).unwrap()[i])).collect();
-            close(&format!("{id:?}"), &result.grads[&id], &want);
+            compare(&format!("{id:?}"), &result.grads[&id], &|data| data.weights.get_mut(&id).unwrap());
         }
         result
     }
 }
+
+/// A gradient that is wrong in one element is off along every direction by twice that element's error.
+const DIRECTIONS: usize = 3;
 
 #[test]
 fn gradients_of_every_activation_gated_and_plain_with_biases() {
