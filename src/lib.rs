@@ -13,6 +13,7 @@
 //! - [`job`]: a request, the PEs that carry it out, and what they send: processes, launchers, MPI;
 //! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
 //!   files, presets and the probe;
+//! - [`sim`], a package of its own, `aristos-sim`: models of layers, networks and steps in virtual time;
 //!
 //! With the feature `command`, which is on unless a dependency is declared with `default-features = false`:
 //!
@@ -45,3 +46,4 @@ pub mod run;
 pub use aristos_plan as plan;
 pub use aristos_plan::cluster;
 pub use aristos_shmem as shmem;
+pub use aristos_sim as sim;

@@ -14,6 +14,9 @@ mod probe;
 mod progress;
 mod rebalance;
 mod run;
+mod sim;
+mod sim_comms;
+mod sim_linear;
 mod values;
 mod workload;
 
@@ -53,6 +56,9 @@ enum Command {
     Rebalance(rebalance::Args),
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
+    /// Compute a model: of a linear layer, of an exchange.
+    #[command(subcommand_required = true)]
+    Sim(Box<sim::Args>),
     /// A PE of a job, which its supervisor starts.
     #[command(name = PE_COMMAND, hide = true)]
     Pe,
@@ -129,6 +135,7 @@ fn command_main(command: Command) -> u8 {
         Command::Doctor(args) => doctor::command(&args),
         Command::Probe(args) => probe::command(&args),
         Command::Rebalance(args) => rebalance::command(&args),
+        Command::Sim(args) => sim::command(&args),
         Command::Workload(args) => workload::command(&args),
         Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
         Command::Pe => unreachable!("a PE has its own main"),

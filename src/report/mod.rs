@@ -20,7 +20,7 @@ pub(crate) use run::median;
 pub use run::{
     CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread, TensorCheck,
 };
-pub use trace::trace_json;
+pub use trace::{simulated_trace_json, trace_json};
 
 /// The phases' keys, in the order of the table, and their names there.
 pub const PHASES: [(&str, &str); 7] = [

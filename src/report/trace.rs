@@ -1,24 +1,43 @@
 //! The timeline, in the Chrome trace event format, which <https://ui.perfetto.dev> opens.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
 use super::pe::{PeReport, TraceSpan};
+use crate::sim::timeline::Span;
 
 /// The PEs' spans as a trace: a process per PE, a complete event per span; times in microseconds since the first span's
 /// start, sorted.
 pub fn trace_json(pes: &[PeReport]) -> String {
+    let spans = pes.iter().flat_map(|report| report.spans.iter().map(|span| (report.pe, span))).collect();
+    json_of("PE", &pes.iter().map(|report| report.pe).collect::<Vec<_>>(), spans)
+}
+
+/// The same of simulated spans; `kind` says what they are of, as in "node 3".
+pub fn simulated_trace_json(kind: &str, spans: &[Span]) -> String {
+    let ns = |seconds: f64| (seconds * 1e9).round() as u64;
+    let one = |span: &Span| {
+        let (start_ns, dur_ns) = (ns(span.start_s), ns(span.start_s + span.dur_s) - ns(span.start_s));
+        (
+            span.pe as usize,
+            TraceSpan { name: span.name.clone(), start_ns, dur_ns, step: 0, track: u64::from(span.track) },
+        )
+    };
+    let spans: Vec<(usize, TraceSpan)> = spans.iter().map(one).collect();
+    let pes: BTreeSet<usize> = spans.iter().map(|(pe, _)| *pe).collect();
+    json_of(kind, &pes.into_iter().collect::<Vec<_>>(), spans.iter().map(|(pe, span)| (*pe, span)).collect())
+}
+
+fn json_of(kind: &str, pes: &[usize], mut spans: Vec<(usize, &TraceSpan)>) -> String {
     let mut events: Vec<Value> = Vec::new();
-    for report in pes {
-        let pe = report.pe;
+    for pe in pes {
         events.push(
-            json!({"name": "process_name", "ph": "M", "pid": pe, "tid": 0, "args": {"name": format!("PE {pe}")}}),
+            json!({"name": "process_name", "ph": "M", "pid": pe, "tid": 0, "args": {"name": format!("{kind} {pe}")}}),
         );
         events.push(json!({"name": "process_sort_index", "ph": "M", "pid": pe, "tid": 0, "args": {"sort_index": pe}}));
     }
-    let mut spans: Vec<(usize, &TraceSpan)> =
-        pes.iter().flat_map(|report| report.spans.iter().map(|span| (report.pe, span))).collect();
     // Of spans that start together the outer one comes first: the viewer nests in this order.
     spans.sort_by_key(|(pe, span)| (span.start_ns, Reverse(span.dur_ns), *pe));
     let origin_ns = spans.first().map_or(0, |(_, span)| span.start_ns);

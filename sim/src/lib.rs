@@ -1,0 +1,12 @@
+//! Models of Mixture-of-Experts training, in virtual time.
+//!
+//! - [`linear`]: FLOP and data movement of a linear layer;
+//! - [`comms`]: an all-to-all exchange over a full mesh, in rounds;
+//! - [`sweep`]: data, horizontal, pipeline and expert parallelism of an MLP.
+//!
+//! `docs/simulator.md` says what each model assumes and where it comes from.
+
+pub mod comms;
+pub mod linear;
+pub mod sweep;
+pub mod timeline;

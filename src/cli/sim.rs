@@ -1,0 +1,28 @@
+//! `aristos sim`: models of a layer and of an exchange.
+
+use anyhow::Result;
+
+use super::{sim_comms, sim_linear};
+
+/// What `aristos sim` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    model: Model,
+}
+
+#[derive(clap::Subcommand)]
+enum Model {
+    /// The time of a linear layer from its FLOP and its data movement.
+    Linear(sim_linear::Args),
+    /// The time of an all-to-all exchange over a full mesh, in rounds of packets.
+    Comms(sim_comms::Args),
+}
+
+/// Runs the model, and prints.
+pub fn command(args: &Args) -> Result<bool> {
+    match &args.model {
+        Model::Linear(args) => sim_linear::command(args),
+        Model::Comms(args) => sim_comms::command(args),
+    }
+}

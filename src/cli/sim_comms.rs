@@ -1,0 +1,61 @@
+//! `aristos sim comms`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::files;
+use crate::report::simulated_trace_json;
+use crate::sim::comms::{Exchange, Load, Params, Schedule, exchange};
+
+/// What `aristos sim comms` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The network, JSON: num_links, base_delay_ms, packet_size_bytes, ... (docs/simulator.md)
+    #[arg(long, value_name = "P.json")]
+    params: PathBuf,
+    /// Who has how much for whom, JSON: {"load_bytes": [[..], ..]}, a list for each source, or {"layers": [{"load_bytes": ..}, ..]}
+    #[arg(long, value_name = "L.json")]
+    load: PathBuf,
+    /// Compute as the published program does, its faults included
+    #[arg(long)]
+    compat: bool,
+    /// Print JSON: time_ms, rounds, round_times_ms, closed_form_ms, layers
+    #[arg(long)]
+    json: bool,
+    /// Write a timeline of the links for https://ui.perfetto.dev; of rounds that repeat, of the first
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+/// Simulates, and prints.
+pub fn command(args: &Args) -> Result<bool> {
+    let params = Params::read(&args.params)?;
+    let load = Load::read(&args.load)?;
+    let schedule = if args.compat { Schedule::Compat } else { Schedule::Fair };
+    let file = files::create(args.trace.as_ref())?;
+    let mut spans = file.is_some().then(Vec::new);
+    let exchange = exchange(&params, &load, schedule, spans.as_mut()).map_err(|error| error.in_file(&args.params))?;
+    files::write(file, &simulated_trace_json("node", &spans.unwrap_or_default()))?;
+    match args.json {
+        true => println!("{}", serde_json::to_string(&exchange)?),
+        false => print(&exchange, load.nodes),
+    }
+    Ok(true)
+}
+
+fn print(exchange: &Exchange, nodes: usize) {
+    let layers = exchange.layers.len();
+    println!("{nodes} nodes, {layers} layer{}: {} ms in {} rounds", plural(layers), exchange.time_ms, exchange.rounds);
+    if let Some(closed_ms) = exchange.closed_form_ms {
+        println!("closed form: {closed_ms} ms");
+    }
+    let longest = exchange.runs.iter().flat_map(|run| run.times_ms.iter().copied()).fold(0.0, f64::max);
+    if exchange.rounds > 0 {
+        println!("longest round: {longest} ms");
+    }
+}
+
+fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
+}
