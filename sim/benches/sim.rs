@@ -6,11 +6,12 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use aristos_sim::comms::{Load, Params, Schedule, exchange};
+use aristos_sim::sweep::{Cost, Degrees, Model, Strategy, grid};
 
 fn main() {
     let only = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
     println!("{:44} {:>30}", "", "wall ms (min to max)");
-    for (name, bench) in [("comms", comms as fn(&str))] {
+    for (name, bench) in [("comms", comms as fn(&str)), ("sweep", sweep)] {
         if name.contains(&only) {
             bench(name);
         }
@@ -48,5 +49,29 @@ fn comms(name: &str) {
                 });
             }
         }
+    }
+}
+
+/// The published grid of 52 strategies, and the time of an operation.
+fn sweep(name: &str) {
+    let model = Model::new(64, 8192, 8192).expect("sizes above 0");
+    for cost in [Cost::Compat, Cost::Default] {
+        let all = || grid(&model, 16, &Degrees::default(), cost, true).expect("degrees that divide");
+        let rows = all();
+        let ops: u64 = rows.iter().map(|(_, outcome)| outcome.ops).sum();
+        let time_ms = measure(&format!("{name}, {} strategies, {cost:?}", rows.len()), || {
+            let _ = black_box(all());
+        });
+        println!("{:44} {:>30}", "", format!("{:.2} ns/op of {ops}", time_ms * 1e6 / ops as f64));
+    }
+    // The same of one device with many layers: nothing is alike there.
+    for layers in [4096, 65_536] {
+        let model = Model::new(layers, 64, 64).expect("sizes above 0");
+        let one = || model.simulate(Strategy::new(1, 1, 1, 1), Cost::Compat, true).expect("one device");
+        let ops = one().ops;
+        let time_ms = measure(&format!("{name}, {layers} layers on a device"), || {
+            let _ = black_box(one());
+        });
+        println!("{:44} {:>30}", "", format!("{:.2} ns/op of {ops}", time_ms * 1e6 / ops as f64));
     }
 }

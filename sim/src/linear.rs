@@ -107,7 +107,7 @@ impl Device {
         let Some(preset) = PRESETS.iter().find(|preset| preset.name.eq_ignore_ascii_case(name)) else {
             let names = PRESETS.each_ref().map(|preset| preset.name).join(", ");
             let expected = format!("a file, or one of {names}");
-            return Err(InputError::value(format!("device {name}"), "is unknown", expected));
+            return Err(InputError::value("`device`", format!("is {name}"), expected));
         };
         Ok(Device {
             name: preset.name.to_string(),

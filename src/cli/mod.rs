@@ -17,6 +17,7 @@ mod run;
 mod sim;
 mod sim_comms;
 mod sim_linear;
+mod sweep;
 mod values;
 mod workload;
 
@@ -57,8 +58,9 @@ enum Command {
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
     /// Compute a model: of a linear layer, of an exchange.
-    #[command(subcommand_required = true)]
     Sim(Box<sim::Args>),
+    /// Simulate training an MLP with all ways of data, horizontal, pipeline and expert parallelism.
+    Sweep(Box<sweep::Args>),
     /// A PE of a job, which its supervisor starts.
     #[command(name = PE_COMMAND, hide = true)]
     Pe,
@@ -136,6 +138,7 @@ fn command_main(command: Command) -> u8 {
         Command::Probe(args) => probe::command(&args),
         Command::Rebalance(args) => rebalance::command(&args),
         Command::Sim(args) => sim::command(&args),
+        Command::Sweep(args) => sweep::command(&args),
         Command::Workload(args) => workload::command(&args),
         Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
         Command::Pe => unreachable!("a PE has its own main"),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
+use super::flags::of_flags;
 use crate::sim::linear::{Device, LinearLayer};
 
 /// What `aristos sim linear` takes.
@@ -28,10 +29,10 @@ pub fn command(args: &Args) -> Result<bool> {
     let name = args.device.to_string_lossy();
     let device = match args.device.extension().is_some() || args.device.exists() {
         true => Device::read(&args.device)?,
-        false => Device::preset(&name)?,
+        false => Device::preset(&name).map_err(of_flags)?,
     };
     let layer = LinearLayer::read(&args.layer)?;
-    let time = layer.time(&device, args.tokens).map_err(|error| anyhow::anyhow!("{error}"))?;
+    let time = layer.time(&device, args.tokens).map_err(of_flags)?;
     if args.json {
         println!("{}", serde_json::to_string(&time)?);
         return Ok(true);

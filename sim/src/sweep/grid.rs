@@ -1,11 +1,13 @@
 //! All strategies of a number of devices.
 
+use std::collections::BTreeSet;
+
 use aristos_plan::InputError;
 
 use super::{Cost, Model, Outcome, Strategy};
 
-/// Strategies simulated in one grid.
-const STRATEGIES_MOST: usize = 100_000;
+/// Microbatches times layers of all strategies: beyond, nobody waits for an answer.
+const WORK_MOST: u64 = 1 << 31;
 const DEVICES_MOST: usize = 1 << 20;
 
 /// One kind of parallelism alone.
@@ -55,9 +57,13 @@ pub fn grid(
         return Err(InputError::value("`devices`", found, format!("1 to {DEVICES_MOST}")));
     }
     let strategies = strategies(model, devices, degrees);
-    if strategies.len() > STRATEGIES_MOST {
-        let found = format!("make {} strategies", strategies.len());
-        return Err(InputError::value("the degrees", found, format!("at most {STRATEGIES_MOST}")));
+    let work = strategies.iter().map(|strategy| (strategy.microbatches as u64).saturating_mul(model.layers as u64));
+    if work.fold(0, u64::saturating_add) > WORK_MOST {
+        let found = format!(
+            "are {} numbers",
+            strategies.iter().map(|strategy| strategy.microbatches).collect::<BTreeSet<_>>().len()
+        );
+        return Err(InputError::value("`microbatches`", found, "fewer, or smaller ones: this would take too long"));
     }
     let mut rows = Vec::with_capacity(strategies.len());
     let mut refused = None;

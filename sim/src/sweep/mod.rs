@@ -43,8 +43,9 @@ pub struct Experts {
 
 /// Sizes beyond this are not exact as floating-point numbers when they are multiplied.
 const SIZE_MOST: usize = 1 << 24;
-/// Layers and microbatches of a simulation.
 const LAYERS_MOST: usize = 1 << 16;
+/// Microbatches times layers: beyond, nobody waits for an answer.
+const WORK_MOST: usize = 1 << 26;
 
 impl Model {
     /// An MLP without experts.
@@ -118,6 +119,9 @@ impl Model {
         if !(self.batch / dp).is_multiple_of(microbatches) {
             let expected = format!("a divisor of a replica's batch of {}", self.batch / dp);
             return wrong("microbatches", microbatches, expected);
+        }
+        if microbatches.saturating_mul(self.layers) > WORK_MOST {
+            return wrong("microbatches", microbatches, format!("at most {}", WORK_MOST / self.layers));
         }
         if microbatches > 1 && pp == 1 {
             return wrong("microbatches", microbatches, "1 without a pipeline".to_string());

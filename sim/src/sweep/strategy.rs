@@ -212,13 +212,13 @@ impl<'a> Simulation<'a> {
     /// there are experts, each takes a pair of layers, and between pairs a token is one row.
     fn in_out(&self, layer: usize) -> (f64, f64) {
         let Widths { tokens, rows, whole, shard, .. } = self.widths;
-        if layer % 2 == 0 { (tokens * whole, rows * shard) } else { (rows * shard, tokens * whole) }
+        if is_even(layer) { (tokens * whole, rows * shard) } else { (rows * shard, tokens * whole) }
     }
 
     /// Rows, inputs and outputs of a layer's product.
     fn product(&self, layer: usize) -> (f64, f64, f64) {
         let Widths { rows, whole, shard, .. } = self.widths;
-        if layer % 2 == 0 { (rows, whole, shard) } else { (rows, shard, whole) }
+        if is_even(layer) { (rows, whole, shard) } else { (rows, shard, whole) }
     }
 
     fn forward(&mut self, slot: Slot) {
@@ -238,7 +238,7 @@ impl<'a> Simulation<'a> {
             if first_batch && stage > 0 && !self.steady_state {
                 self.fetch_weights(stage);
             }
-            if layer % 2 == 0 {
+            if is_even(layer) {
                 self.route(stage, Way::Forward);
                 self.all_to_all(stage, 0.0, self.widths.rows * self.widths.whole, 0.0);
             }
@@ -246,7 +246,7 @@ impl<'a> Simulation<'a> {
             let time_s = self.cost.matmul_s(rows, inputs, outputs, self.widths.experts);
             let of_rows = rows * outputs;
             self.op(stage, Kind::Compute, time_s, of_rows, last_use);
-            if layer % 2 == 1 {
+            if !is_even(layer) {
                 if hp > 1.0 {
                     let time_s = self.cost.all_reduce_s(of_rows, hp);
                     self.op(stage, Kind::Communication, time_s, of_rows, of_rows);
@@ -308,7 +308,7 @@ impl<'a> Simulation<'a> {
             let (input, output) = self.in_out(layer);
             self.op(stage, Kind::Compute, self.cost.elementwise_s(output, 2.0), output, 2.0 * output);
             let (rows, inputs, outputs) = self.product(layer);
-            if layer % 2 == 1 {
+            if !is_even(layer) {
                 self.all_to_all(stage, 0.0, rows * outputs, output);
             }
             // In steady state, and of what is not counted, the first layer's input is not there to be given back.
@@ -321,7 +321,7 @@ impl<'a> Simulation<'a> {
             let time_s = self.cost.matmul_grad_s(rows, inputs, outputs, self.widths.experts);
             let gradient = if compat || microbatch > 0 { weights } else { 0.0 };
             self.op(stage, Kind::Compute, time_s, rows * inputs + gradient, frees);
-            if layer % 2 == 0 {
+            if is_even(layer) {
                 if hp > 1.0 {
                     let of_rows = rows * inputs;
                     self.op(stage, Kind::Communication, self.cost.all_reduce_s(of_rows, hp), of_rows, of_rows);
@@ -430,4 +430,9 @@ impl<'a> Simulation<'a> {
             ops: (dp * hp) as u64 * self.sums.ops + self.root.ops,
         }
     }
+}
+
+/// Even layers are split by columns, odd ones by rows.
+fn is_even(layer: usize) -> bool {
+    layer.is_multiple_of(2)
 }
