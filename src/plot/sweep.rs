@@ -10,7 +10,13 @@ use crate::sim::sweep::{Isolate, Model, Outcome, Strategy};
 type Rows<'a> = &'a [(Model, Strategy, Outcome)];
 
 /// What a picture of a grid is of: layers, width, batch, devices, dp, ep.
-type Key = [usize; 6];
+type Picture = [usize; 6];
+/// What a line in it is of: whether there is a pipeline, and its microbatches.
+type Line = (bool, usize);
+/// What a line of isolated strategies is of: layers, width, batch, microbatches.
+type Alone = [usize; 4];
+/// Points by line.
+type Lines<Key> = BTreeMap<Key, Vec<(f64, f64)>>;
 
 /// Throughput by horizontal degree, a picture for each data- and expert-parallel degree of each model, and a line for each number of microbatches; with
 /// names of files.
@@ -18,7 +24,7 @@ type Key = [usize; 6];
 /// # Errors
 /// If the drawing library fails.
 pub fn plot_grid(rows: Rows, subtitle: &str) -> Result<Vec<(String, String)>> {
-    let mut pictures: BTreeMap<Key, BTreeMap<(bool, usize), Vec<(f64, f64)>>> = BTreeMap::new();
+    let mut pictures: BTreeMap<Picture, Lines<Line>> = BTreeMap::new();
     for (model, strategy, outcome) in rows {
         let key = [model.layers, model.width, model.batch, strategy.devices(), strategy.dp, strategy.ep];
         let lines = pictures.entry(key).or_default();
@@ -29,7 +35,7 @@ pub fn plot_grid(rows: Rows, subtitle: &str) -> Result<Vec<(String, String)>> {
     // Always dp, and of the others those that there are several of.
     let varies = |at: usize| at == 4 || pictures.keys().map(|key| key[at]).collect::<BTreeSet<_>>().len() > 1;
     let said: Vec<usize> = (0..names.len()).filter(|at| varies(*at)).collect();
-    let picture = |(key, lines): (&Key, &BTreeMap<(bool, usize), Vec<(f64, f64)>>)| {
+    let picture = |(key, lines): (&Picture, &Lines<Line>)| {
         let series = lines.iter().enumerate().map(|(place, ((pipeline, microbatches), points))| Series {
             name: if *pipeline { format!("{microbatches} microbatches") } else { "no pipeline".to_string() },
             points: points.clone(),
@@ -60,32 +66,30 @@ pub fn plot_isolated(rows: Rows, isolate: Isolate, subtitle: &str) -> Result<(St
         Isolate::Horizontal => ("horizontal", "horizontal degree"),
         Isolate::Pipeline => ("pipeline", "stages of the pipeline"),
     };
-    let mut lines: BTreeMap<(usize, usize, usize, usize), Vec<(f64, f64)>> = BTreeMap::new();
+    let mut lines: Lines<Alone> = Lines::new();
     for (model, strategy, outcome) in rows {
-        let line = lines.entry((model.layers, model.width, model.batch, strategy.microbatches)).or_default();
+        let line = lines.entry([model.layers, model.width, model.batch, strategy.microbatches]).or_default();
         line.push((strategy.devices() as f64, outcome.throughput));
     }
-    let distinct =
-        |pick: fn(&(usize, usize, usize, usize)) -> usize| lines.keys().map(pick).collect::<BTreeSet<_>>().len() > 1;
-    let varies = [distinct(|key| key.0), distinct(|key| key.1), distinct(|key| key.2), distinct(|key| key.3)];
-    let name = |key: (usize, usize, usize, usize)| {
-        let parts = [("layers", key.0), ("width", key.1), ("batch", key.2), ("microbatches", key.3)];
-        let said = parts.iter().zip(varies).filter(|(_, varies)| *varies);
-        let said: Vec<String> = said.map(|((what, value), _)| format!("{what} {value}")).collect();
-        if said.is_empty() { format!("batch {}", key.2) } else { said.join(", ") }
+    let varies = |at: usize| lines.keys().map(|key| key[at]).collect::<BTreeSet<_>>().len() > 1;
+    let names = ["layers", "width", "batch", "microbatches"];
+    let said: Vec<usize> = (0..names.len()).filter(|at| varies(*at)).collect();
+    let name = |key: &Alone| match &said[..] {
+        [] => format!("batch {}", key[2]),
+        said => said.iter().map(|at| format!("{} {}", names[*at], key[*at])).collect::<Vec<_>>().join(", "),
     };
-    let series = |(place, (key, points)): (usize, (&(usize, usize, usize, usize), &Vec<(f64, f64)>))| Series {
-        name: name(*key),
+    let series = lines.iter().enumerate().map(|(place, (key, points))| Series {
+        name: name(key),
         points: points.clone(),
         style: Style::Dotted,
         color: place,
-    };
+    });
     let plot = Plot {
         title: "One kind of parallelism alone".to_string(),
         subtitle: subtitle.to_string(),
         x: Axis::new(label, Scale::Powers),
         y: Axis::new("samples/s", Scale::Linear),
-        series: lines.iter().enumerate().map(series).collect(),
+        series: series.collect(),
         marks: Vec::new(),
     };
     Ok((format!("isolated_{stem}"), plot.svg()?))
