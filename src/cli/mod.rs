@@ -17,6 +17,7 @@ mod run;
 mod sim;
 mod sim_comms;
 mod sim_linear;
+mod sim_routing;
 mod sweep;
 mod values;
 mod workload;
@@ -57,7 +58,7 @@ enum Command {
     Rebalance(rebalance::Args),
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
-    /// Compute a model: of a linear layer, of an exchange.
+    /// Compute a model: of a linear layer, of an exchange, of routing.
     Sim(Box<sim::Args>),
     /// Simulate training an MLP with all ways of data, horizontal, pipeline and expert parallelism.
     Sweep(Box<sweep::Args>),

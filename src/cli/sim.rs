@@ -1,8 +1,8 @@
-//! `aristos sim`: models of a layer and of an exchange.
+//! `aristos sim`: models of a layer, of an exchange and of routing.
 
 use anyhow::Result;
 
-use super::{sim_comms, sim_linear};
+use super::{sim_comms, sim_linear, sim_routing};
 
 /// What `aristos sim` takes.
 #[derive(clap::Args)]
@@ -17,6 +17,8 @@ enum Model {
     Linear(sim_linear::Args),
     /// The time of an all-to-all exchange over a full mesh, in rounds of packets.
     Comms(sim_comms::Args),
+    /// Make up which experts tokens go to, with a stated skew.
+    Routing(sim_routing::Args),
 }
 
 /// Runs the model, and prints.
@@ -24,5 +26,6 @@ pub fn command(args: &Args) -> Result<bool> {
     match &args.model {
         Model::Linear(args) => sim_linear::command(args),
         Model::Comms(args) => sim_comms::command(args),
+        Model::Routing(args) => sim_routing::command(args),
     }
 }

@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::files;
+use super::sim_routing::PayloadArgs;
 use crate::report::simulated_trace_json;
 use crate::sim::comms::{Exchange, Load, Params, Schedule, exchange};
+use crate::sim::routing::Routing;
 
 /// What `aristos sim comms` takes.
 #[derive(clap::Args)]
@@ -15,8 +17,13 @@ pub struct Args {
     #[arg(long, value_name = "P.json")]
     params: PathBuf,
     /// Who has how much for whom, JSON: {"load_bytes": [[..], ..]}, a list for each source, or {"layers": [{"load_bytes": ..}, ..]}
-    #[arg(long, value_name = "L.json")]
-    load: PathBuf,
+    #[arg(long, value_name = "L.json", required_unless_present = "routing")]
+    load: Option<PathBuf>,
+    /// In place of a load, routing (docs/simulator.md): each step of each layer is a layer of the load, with experts in blocks on the nodes
+    #[arg(long, value_name = "ROUTING.json", conflicts_with = "load")]
+    routing: Option<PathBuf>,
+    #[command(flatten)]
+    payload: PayloadArgs,
     /// Compute as the published program does, its faults included
     #[arg(long)]
     compat: bool,
@@ -31,7 +38,13 @@ pub struct Args {
 /// Simulates, and prints.
 pub fn command(args: &Args) -> Result<bool> {
     let params = Params::read(&args.params)?;
-    let load = Load::read(&args.load)?;
+    let load = match (&args.load, &args.routing) {
+        (Some(path), _) => Load::read(path)?,
+        (None, Some(path)) => {
+            Routing::read(path)?.load(&args.payload.payload()).map_err(|error| error.in_file(path))?
+        }
+        (None, None) => bail!("--load is missing"),
+    };
     let schedule = if args.compat { Schedule::Compat } else { Schedule::Fair };
     let file = files::create(args.trace.as_ref())?;
     let mut spans = file.is_some().then(Vec::new);

@@ -9,6 +9,7 @@ use crate::checkpoint;
 use crate::cluster::read_text;
 use crate::moe::Dtype;
 use crate::plan::{self, Batch, Model, Workload};
+use crate::sim::routing::Routing;
 
 /// What `aristos workload` takes.
 #[derive(clap::Args)]
@@ -19,8 +20,8 @@ pub struct Args {
     /// cluster has, and every copy of a token counted]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     devices: Option<u32>,
-    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
-    #[arg(long, value_name = "REPORT.json")]
+    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`, or in a routing file (docs/simulator.md)
+    #[arg(long, value_name = "REPORT.json|ROUTING.json")]
     routing: Option<PathBuf>,
     /// Where to write the workload (docs/planner.md), for `aristos plan --workload` [default: standard output]
     #[arg(long, value_name = "W.json")]
@@ -114,8 +115,15 @@ pub fn command(args: &Args) -> Result<bool> {
     let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
     if let Some(path) = &args.routing {
         let text = read_text(path)?;
-        let loads = plan::loads_of_report(&text);
-        let set = loads.and_then(|loads| workload.set_load(loads, "tokens_per_expert"));
+        let set = if Routing::is_routing(&text) {
+            let top_k = read_model(&of_model.model)?.top_k;
+            Routing::from_json(&text).and_then(|routing| {
+                routing.check_model(workload.n_experts(), top_k)?;
+                workload.set_load(routing.tokens_per_expert(), "choices")
+            })
+        } else {
+            plan::loads_of_report(&text).and_then(|loads| workload.set_load(loads, "tokens_per_expert"))
+        };
         set.with_context(|| path.display().to_string())?;
     }
     let text = workload.to_json() + "\n";

@@ -5,6 +5,7 @@
 mod plan;
 #[cfg(feature = "png")]
 mod png;
+mod routing;
 mod sweep;
 
 use std::ops::Range;
@@ -17,6 +18,7 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 pub use plan::{plot_latency, plot_plan};
+pub use routing::plot_expert_load;
 pub use sweep::{plot_grid, plot_isolated};
 
 /// The picture's size in the SVG, pixels.

@@ -285,14 +285,27 @@ impl Load {
                 }
                 flat.extend(row.iter().enumerate().map(|(to, bytes)| if from == to { 0 } else { bytes.0 }));
             }
-            let sum: u128 = flat.iter().map(|bytes| u128::from(*bytes)).sum();
-            if sum > u128::from(BYTES_MOST) {
-                let found = format!("has {sum} bytes in all");
-                return Err(InputError::value(format!("{layer}load_bytes"), found, format!("at most {BYTES_MOST}")));
-            }
             all.push(flat);
         }
-        Ok(Load { nodes, layers: all })
+        Load { nodes, layers: all }.checked()
+    }
+
+    /// The load, if its bytes can be counted and its nodes simulated.
+    pub(crate) fn checked(self) -> Result<Load, InputError> {
+        if self.nodes > NODES_MOST {
+            let found = format!("are {} nodes", self.nodes);
+            return Err(InputError::value("load_bytes", found, format!("at most {NODES_MOST}")));
+        }
+        for (l, layer) in self.layers.iter().enumerate() {
+            let sum: u128 = layer.iter().map(|bytes| u128::from(*bytes)).sum();
+            if sum > u128::from(BYTES_MOST) {
+                let field =
+                    if self.layers.len() == 1 { "load_bytes".into() } else { format!("layers[{l}].load_bytes") };
+                let found = format!("has {sum} bytes in all");
+                return Err(InputError::value(field, found, format!("at most {BYTES_MOST}")));
+            }
+        }
+        Ok(self)
     }
 
     /// The load as JSON text.
