@@ -20,7 +20,7 @@
 //! - `report`: tables, JSON and traces; `plot`: pictures;
 //! - `bench`: benchmarks;
 //! - `doctor`: what this machine has of what a run needs;
-//! - `run`: steps of a layer;
+//! - `run`: steps of a layer; `simulate`: the same in virtual time;
 //! - `cli`: one thin file per subcommand.
 
 #[cfg(feature = "command")]
@@ -42,6 +42,8 @@ pub mod plot;
 pub mod report;
 #[cfg(feature = "command")]
 pub mod run;
+#[cfg(feature = "command")]
+pub mod simulate;
 
 pub use aristos_plan as plan;
 pub use aristos_plan::cluster;

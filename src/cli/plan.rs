@@ -102,6 +102,14 @@ pub enum PlacementArg {
     Lysi,
 }
 
+/// A cluster from a file, or from `preset:NAME[:NODES]`.
+pub(super) fn read_cluster(path: &Path) -> Result<Cluster> {
+    match path.to_str().and_then(|text| text.strip_prefix("preset:")) {
+        Some(name) => Ok(preset(name)?),
+        None => Ok(Cluster::read(path)?),
+    }
+}
+
 /// What `--json` prints: the plan, and what else was asked for.
 #[derive(Serialize)]
 struct Printed<'a> {
@@ -131,13 +139,6 @@ impl Args {
             None => options,
             Some(PlacementArg::Auto) => options.placement(PlacementKind::Auto),
             Some(PlacementArg::Lysi) => options.placement(PlacementKind::Lysi),
-        }
-    }
-
-    fn cluster(&self) -> Result<Cluster> {
-        match self.cluster.to_str().and_then(|text| text.strip_prefix("preset:")) {
-            Some(name) => Ok(preset(name)?),
-            None => Ok(Cluster::read(&self.cluster)?),
         }
     }
 
@@ -176,7 +177,7 @@ pub fn main(args: &Args) -> Result<u8> {
     for (name, path) in [("--plot", &args.plot), ("--plot-latency", &args.plot_latency)] {
         path.as_deref().map(plot::check_format).transpose().context(name)?;
     }
-    let (cluster, options) = (args.cluster()?, args.options());
+    let (cluster, options) = (read_cluster(&args.cluster)?, args.options());
     let workload = args.workload(&cluster)?;
     let outcome = plan::plan(&cluster, &workload, options).map_err(|error| match error {
         PlanError::Input(error) => anyhow!(error).context(args.cluster.display().to_string()),

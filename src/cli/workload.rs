@@ -101,7 +101,7 @@ impl OptionalModelArgs {
 }
 
 /// A model by its folder, or by its name.
-fn read_model(model: &Path) -> Result<Model> {
+pub(super) fn read_model(model: &Path) -> Result<Model> {
     if model.is_dir() {
         return Ok(checkpoint::read_model(model)?);
     }

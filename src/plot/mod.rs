@@ -6,6 +6,7 @@ mod plan;
 #[cfg(feature = "png")]
 mod png;
 mod routing;
+mod stragglers;
 mod sweep;
 
 use std::ops::Range;
@@ -19,6 +20,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 pub use plan::{plot_latency, plot_plan};
 pub use routing::plot_expert_load;
+pub use stragglers::plot_stragglers;
 pub use sweep::{plot_grid, plot_isolated};
 
 /// The picture's size in the SVG, pixels.

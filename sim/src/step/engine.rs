@@ -105,6 +105,8 @@ struct Pe {
     /// How many times as long as usual its work takes in this step.
     slowness: f64,
     end_s: f64,
+    /// When it had done its experts' work, in the bulk schedule.
+    worked_until_s: f64,
     time: PeTime,
 }
 
@@ -586,10 +588,11 @@ impl<'a> Engine<'a> {
     }
 
     fn end_if_done(&mut self, p: usize) {
-        let pe = &self.pes[p];
+        let pe = &mut self.pes[p];
         let group = pe.group as usize;
         if self.step.schedule == Schedule::Bulk {
             if self.groups[group].phase == Phase::Experts && pe.all_tiles_left == 0 {
+                pe.worked_until_s = self.now_s;
                 self.one_less(group);
             }
             return;
@@ -687,10 +690,13 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Adds how much later than the first of its group each PE ended.
+    /// Adds how much later than the first of its group each PE ended; in the bulk schedule, where barriers make them end alike, its experts' work.
     fn stragglers(&self, all: &mut Vec<f64>) {
         for group in self.step.groups {
-            let end_s = |&pe: &usize| self.pes[pe].end_s;
+            let end_s = |&pe: &usize| match self.step.schedule {
+                Schedule::Pipelined => self.pes[pe].end_s,
+                Schedule::Bulk => self.pes[pe].worked_until_s,
+            };
             let first_s = group.members.iter().map(end_s).fold(f64::INFINITY, f64::min);
             all.extend(group.members.iter().map(|pe| end_s(pe) - first_s));
         }

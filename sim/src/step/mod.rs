@@ -111,6 +111,18 @@ pub struct PeTime {
     pub port_s: f64,
 }
 
+impl PeTime {
+    fn add(&mut self, other: &PeTime) {
+        let pairs = [(&mut self.router_s, other.router_s), (&mut self.expert_s, other.expert_s)];
+        let more = [(&mut self.waiting_s, other.waiting_s), (&mut self.pass_s, other.pass_s)];
+        for (sum, other) in pairs.into_iter().chain(more) {
+            sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
+        }
+        self.all_reduce_s += other.all_reduce_s;
+        self.port_s += other.port_s;
+    }
+}
+
 /// What steps come to.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -119,7 +131,8 @@ pub struct StepTimes {
     pub step_s: Vec<f64>,
     /// By PE.
     pub pes: Vec<PeTime>,
-    /// Of every PE and step: how much later than the first PE of its group it ended its passes, s, ascending.
+    /// Of every PE and step: how much later than the first PE of its group it ended its passes, or in the bulk schedule the last pass's experts; s,
+    /// ascending.
     pub straggler_s: Vec<f64>,
     /// What the traced PEs did: computing in track 0, receiving inside the host in 1 and from the network in 2.
     pub spans: Vec<Span>,
@@ -128,6 +141,18 @@ pub struct StepTimes {
 }
 
 impl StepTimes {
+    /// These steps and further ones of the same PEs.
+    pub fn then(mut self, next: StepTimes) -> StepTimes {
+        self.step_s.extend(next.step_s);
+        for (pe, next) in self.pes.iter_mut().zip(next.pes) {
+            pe.add(&next);
+        }
+        self.straggler_s.extend(next.straggler_s);
+        self.straggler_s.sort_by(f64::total_cmp);
+        self.events += next.events;
+        self
+    }
+
     /// The share of the ports' busy time that no PE waited for: 1 - waiting / port time, at least 0.
     pub fn overlap_efficiency(&self) -> f64 {
         let waiting: f64 = self.pes.iter().map(|pe| pe.waiting_s.iter().sum::<f64>()).sum();

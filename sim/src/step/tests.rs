@@ -91,6 +91,7 @@ fn one_token_there_and_back() {
     assert_eq!(names, ["router", "router", "rows from PE 0", "expert 0", "results from PE 1"]);
     // In bulk: a barrier of two PEs is one message's latency, after counts (1), rows (11), experts (100), results (11).
     let bulk = simulate(&Step { schedule: Schedule::Bulk, ..case.step() });
+    near(bulk.straggler_s[1], 100.0);
     near(bulk.step_s[0], 1.0 + 1.0 + 11.0 + 1.0 + 100.0 + 1.0 + 11.0 + 1.0);
     // Backward: the gradient there, 100 s for the input's, and 100 s for the weights' while that travels back.
     let backward = simulate(&Step { backward: true, ..case.step() });

@@ -1,0 +1,236 @@
+//! A layer's step in virtual time: what `aristos run` would take on a cluster, before there is one.
+//!
+//! The plan of each group is made by the layer's own code (`plans`), and the step simulated by `aristos-sim`.
+
+mod compare;
+mod plans;
+mod report;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::cluster::Cluster;
+use crate::moe::synthetic::Synthetic;
+use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement, WeightId};
+use crate::plan::{Model, Plan};
+use crate::run::plan::groups_of;
+use crate::sim::network::Nics;
+use crate::sim::routing::{Popularity, Routing};
+use crate::sim::step::{Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
+pub use compare::{Compared, Comparison, compare};
+use plans::{Choices, Plans, balanced, plans};
+pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
+
+/// Bytes of a row's count of slots, of a slot (expert, weight), and of the gradient of its weight, on their way.
+const ROW_COUNT_BYTES: f64 = 4.0;
+const SLOT_BYTES: (f64, f64) = (8.0, 4.0);
+/// Gradients are summed in f32.
+const GRADIENT_BYTES: f64 = 4.0;
+/// Events of all steps: beyond, nobody waits for an answer.
+const CHUNKS_MOST: usize = 1 << 28;
+
+/// Where the tokens' experts come from.
+pub enum Tokens {
+    /// A routing file; steps take its records in turn.
+    File(Routing),
+    /// Drawn, so many tokens over all PEs.
+    Drawn {
+        /// Tokens.
+        tokens: usize,
+        /// How often experts are chosen.
+        popularity: Popularity,
+        /// Of the random numbers.
+        seed: u64,
+    },
+    /// Those of a synthetic layer, so many over all PEs, as `aristos run` has them.
+    Synthetic(Box<Synthetic>, usize),
+}
+
+/// What is simulated.
+pub struct Simulated {
+    /// The PEs.
+    pub cluster: Cluster,
+    /// The layer.
+    pub config: LayerConfig,
+    /// The expert-parallel groups.
+    pub groups: Groups,
+    /// Element type.
+    pub dtype: Dtype,
+    /// How the layer runs.
+    pub options: Options,
+    /// The tokens.
+    pub tokens: Tokens,
+    /// Whether a step has a backward pass.
+    pub backward: bool,
+    /// Steps.
+    pub steps: usize,
+    /// Slower and faster PEs.
+    pub jitter: Option<Jitter>,
+    /// Who has a port to the network.
+    pub nics: Nics,
+    /// PEs of which a timeline is kept, the first so many.
+    pub traced: usize,
+}
+
+/// A layer as a model describes it: gated experts, a softmax router.
+pub fn layer_of(model: &Model) -> LayerConfig {
+    let intermediate = (model.expert_parameters / (3.0 * model.hidden as f64)).round().max(1.0) as usize;
+    let expert = MlpConfig::gated(intermediate, crate::moe::Activation::Silu);
+    LayerConfig::new(model.hidden, model.experts, crate::moe::RouterConfig::softmax(model.top_k), expert)
+}
+
+/// The groups of a plan on a cluster; one group with even shares without a plan.
+///
+/// # Errors
+/// One line that says where the plan is not one for this cluster and these experts.
+pub fn groups_on(cluster: &Cluster, plan: Option<&Plan>, experts: usize) -> Result<Groups> {
+    let pes = cluster.devices.len();
+    let Some(plan) = plan else { return Ok(Groups::one(Placement::even(experts, pes))) };
+    let index: std::collections::HashMap<u64, usize> =
+        cluster.devices.iter().enumerate().map(|(pe, device)| (device.id, pe)).collect();
+    groups_of(plan, pes, experts, |id| index.get(&id).copied())
+}
+
+impl Simulated {
+    fn pes(&self) -> usize {
+        self.cluster.devices.len()
+    }
+
+    /// Tokens of a step over all PEs.
+    fn tokens(&self) -> usize {
+        match &self.tokens {
+            Tokens::Drawn { tokens, .. } | Tokens::Synthetic(_, tokens) => *tokens,
+            Tokens::File(routing) => {
+                let of_node = |pe: usize| routing.records[0].tokens_per_node[pe % routing.nodes];
+                (0..self.pes()).map(of_node).sum()
+            }
+        }
+    }
+
+    /// The most tokens of a PE.
+    fn most_tokens(&self) -> usize {
+        match &self.tokens {
+            Tokens::File(routing) => {
+                let all = routing.records.iter().flat_map(|record| &record.tokens_per_node);
+                all.copied().max().unwrap_or(0)
+            }
+            _ => self.tokens().div_ceil(self.pes()),
+        }
+    }
+
+    /// The layer's symmetric memory, of the group with the most of it.
+    fn layout(&self) -> Result<Layout> {
+        let of = |g: usize| {
+            let placement = self.groups.placement(g);
+            Layout::new(&self.config, placement, self.dtype.bytes(), self.most_tokens(), &self.options)
+        };
+        let all = (0..self.groups.len()).map(of).collect::<Result<Vec<_>, _>>()?;
+        all.into_iter().max_by_key(Layout::total_bytes).context("there is no group")
+    }
+
+    fn cost(&self, layout: &Layout) -> LayerCost {
+        let (config, hidden) = (&self.config, self.config.hidden as f64);
+        let elements = |ids: &[WeightId]| -> f64 {
+            let of = |id: &WeightId| config.shape(*id).iter().product::<usize>() as f64;
+            ids.iter().filter(|id| id.has_gradient()).map(of).sum()
+        };
+        LayerCost {
+            row_bytes: layout.row_bytes as f64 + ROW_COUNT_BYTES,
+            slot_bytes: SLOT_BYTES,
+            header_bytes: 4.0 * layout.header_words as f64,
+            slot_flop: config.expert.forward_flop_per_row(config.hidden),
+            router_flop: 2.0 * hidden * config.choices() as f64,
+            shared_flop: config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
+            gradient_bytes: (
+                GRADIENT_BYTES * elements(&config.expert_weights(0)),
+                GRADIENT_BYTES * elements(&config.replicated_weights()),
+            ),
+        }
+    }
+
+    fn choices(&self, record: usize) -> Result<Choices> {
+        match &self.tokens {
+            Tokens::File(routing) => Ok(Choices::Record(routing.records[record].clone())),
+            Tokens::Drawn { tokens, popularity, seed } => Choices::drawn(self, *tokens, *popularity, *seed),
+            Tokens::Synthetic(synthetic, tokens) => Ok(Choices::Synthetic(synthetic.clone(), *tokens)),
+        }
+    }
+
+    /// Simulates the steps, and what they would be with one thing changed.
+    ///
+    /// # Errors
+    /// One line: a layer, options or a routing file that do not fit together, or more than anyone would wait for.
+    pub fn run(&self) -> Result<(SimulatedReport, StepTimes)> {
+        self.check()?;
+        let layout = self.layout()?;
+        let cost = self.cost(&layout);
+        let records = match &self.tokens {
+            Tokens::File(routing) => routing.records.len().min(self.steps),
+            _ => 1,
+        };
+        let mut all = Vec::with_capacity(records);
+        for record in 0..records {
+            let choices = self.choices(record)?;
+            let plans = plans(self, &self.groups, &choices)?;
+            // This record's part of the steps.
+            let steps = self.steps / records + usize::from(record < self.steps % records);
+            all.push((choices, plans, steps));
+        }
+        let times = |plans: &[(&Plans, usize)], speed: (f64, f64)| {
+            let each = plans.iter().enumerate().map(|(record, (plans, steps))| {
+                simulate(&Step {
+                    cluster: &self.cluster,
+                    groups: &plans.groups,
+                    plans: &plans.plans,
+                    cost: &cost,
+                    schedule: match self.options.mode {
+                        Mode::Pipelined => Schedule::Pipelined,
+                        Mode::Bulk => Schedule::Bulk,
+                    },
+                    backward: self.backward,
+                    window_chunks: layout.window_chunks,
+                    steps: *steps,
+                    jitter: self
+                        .jitter
+                        .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
+                    nics: self.nics,
+                    speed,
+                    traced: if record == 0 { self.traced } else { 0 },
+                })
+            });
+            each.reduce(StepTimes::then)
+        };
+        let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
+        let base = times(&given, (1.0, 1.0)).context("there is no step")?;
+        let mut changes = Vec::new();
+        for (change, speed) in [("2x NIC", (2.0, 1.0)), ("2x FLOP/s", (1.0, 2.0))] {
+            changes.extend(times(&given, speed).map(|times| (change, times)));
+        }
+        let mut placed = Vec::with_capacity(all.len());
+        for (choices, made, steps) in &all {
+            placed.push((plans(self, &balanced(&self.groups, made)?, choices)?, *steps));
+        }
+        let placed: Vec<(&Plans, usize)> = placed.iter().map(|(plans, steps)| (plans, *steps)).collect();
+        changes.extend(times(&placed, (1.0, 1.0)).map(|times| ("experts placed by their loads", times)));
+        let report = SimulatedReport::new(self, &layout, &cost, given[0].0, &base, &changes);
+        Ok((report, base))
+    }
+
+    fn check(&self) -> Result<()> {
+        self.config.validate()?;
+        self.options.validate()?;
+        ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
+        ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
+        let members = (0..self.groups.len()).map(|g| self.groups.members(g).len());
+        let pairs: usize = members.map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
+        let work = pairs.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
+        ensure!(
+            work <= CHUNKS_MOST,
+            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {CHUNKS_MOST} pairs over all passes",
+            self.steps
+        );
+        if let Tokens::File(routing) = &self.tokens {
+            routing.check_model(self.config.n_experts, self.config.router.top_k)?;
+        }
+        Ok(())
+    }
+}
