@@ -8,6 +8,15 @@
 //! - [`sweep`]: data, horizontal, pipeline and expert parallelism of an MLP.
 //!
 //! `docs/simulator.md` says what each model assumes and where it comes from.
+//!
+//! ```
+//! use aristos_sim::comms::{Load, Params, Schedule, exchange};
+//!
+//! let load = Load::from_json(r#"{"load_bytes": [[0, 1600], [1600, 0]]}"#)?;
+//! let time = exchange(&Params::default(), &load, Schedule::Fair, None)?;
+//! assert_eq!((time.time_ms, time.rounds), (256.0, 32));
+//! # Ok::<(), aristos_plan::InputError>(())
+//! ```
 
 pub mod comms;
 pub mod linear;

@@ -41,7 +41,7 @@ pub struct Args {
     /// [default: the synthetic layer below; with it the tokens of a step are 4096 for each PE, or --tokens]
     #[arg(long, value_name = "DIR|NAME", conflicts_with_all = ["hidden", "intermediate", "experts", "top_k", "activation", "mlp", "bias", "shared_intermediate", "router"])]
     model: Option<PathBuf>,
-    /// Which experts tokens go to (docs/simulator.md); steps take its records in turn, and PE p its node p mod `nodes`
+    /// Which experts tokens go to (docs/simulator.md); the steps are shared out over its records, and PE p has the tokens of node p mod `nodes`
     #[arg(long, value_name = "ROUTING.json", conflicts_with_all = ["tokens", "hot_ratio", "hot_weight", "seed"])]
     routing: Option<PathBuf>,
     /// Element type of activations and expert weights

@@ -80,7 +80,7 @@ pub fn compare(run: &RunReport, simulated: &SimulatedReport) -> Result<Compariso
 }
 
 fn of(times: &PassTimes, phases: &[&str]) -> f64 {
-    phases.iter().filter_map(|phase| times.phases.get(*phase)).map(|spread| spread.max_s).sum()
+    phases.iter().filter_map(|phase| times.phases.get(*phase)).map(|spread| spread.max_s).fold(0.0, |sum, s| sum + s)
 }
 
 fn compared(what: &str, predicted_s: f64, measured_s: f64) -> Compared {

@@ -25,12 +25,16 @@ const ROW_COUNT_BYTES: f64 = 4.0;
 const SLOT_BYTES: (f64, f64) = (8.0, 4.0);
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
-/// Events of all steps: beyond, nobody waits for an answer.
-const CHUNKS_MOST: usize = 1 << 28;
+/// Pairs of PEs over all passes: beyond, nobody waits for an answer.
+const PAIRS_MOST: usize = 1 << 25;
+/// PEs of a group: what each has for each other one is kept.
+const GROUP_MOST: usize = 2048;
+/// Choices of experts of a step.
+const CHOICES_MOST: usize = 1 << 28;
 
 /// Where the tokens' experts come from.
 pub enum Tokens {
-    /// A routing file; steps take its records in turn.
+    /// A routing file; the steps are shared out over its records.
     File(Routing),
     /// Drawn, so many tokens over all PEs.
     Drawn {
@@ -220,12 +224,24 @@ impl Simulated {
         self.options.validate()?;
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
         ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
-        let members = (0..self.groups.len()).map(|g| self.groups.members(g).len());
-        let pairs: usize = members.map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
+        let choices = self.tokens().saturating_mul(self.config.router.top_k);
+        ensure!(
+            choices <= CHOICES_MOST || matches!(self.tokens, Tokens::Drawn { .. }),
+            "`tokens` is {}, expected at most {}",
+            self.tokens(),
+            CHOICES_MOST / self.config.router.top_k
+        );
+        let members = || (0..self.groups.len()).map(|g| self.groups.members(g).len());
+        let largest = members().max().unwrap_or(0);
+        ensure!(
+            largest <= GROUP_MOST,
+            "`plan`: a group has {largest} PEs, expected at most {GROUP_MOST} (without a plan all PEs are one group)"
+        );
+        let pairs: usize = members().map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
         let work = pairs.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
         ensure!(
-            work <= CHUNKS_MOST,
-            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {CHUNKS_MOST} pairs over all passes",
+            work <= PAIRS_MOST,
+            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {PAIRS_MOST} pairs over all passes",
             self.steps
         );
         if let Tokens::File(routing) = &self.tokens {
