@@ -32,6 +32,13 @@ const GROUP_MOST: usize = 2048;
 /// Choices of experts of a step.
 const CHOICES_MOST: usize = 1 << 28;
 
+/// What might help: its name, how many times as fast ports to the network and FLOP are, and whether experts are placed by their loads.
+const CHANGES: [(&str, (f64, f64), bool); 3] = [
+    ("2x NIC", (2.0, 1.0), false),
+    ("2x FLOP/s", (1.0, 2.0), false),
+    ("experts placed by their loads", (1.0, 1.0), true),
+];
+
 /// Where the tokens' experts come from.
 pub enum Tokens {
     /// A routing file; the steps are shared out over its records.
@@ -203,18 +210,26 @@ impl Simulated {
             });
             each.reduce(StepTimes::then)
         };
-        let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
-        let base = times(&given, (1.0, 1.0)).context("there is no step")?;
-        let mut changes = Vec::new();
-        for (change, speed) in [("2x NIC", (2.0, 1.0)), ("2x FLOP/s", (1.0, 2.0))] {
-            changes.extend(times(&given, speed).map(|times| (change, times)));
-        }
         let mut placed = Vec::with_capacity(all.len());
         for (choices, made, steps) in &all {
             placed.push((plans(self, &balanced(&self.groups, made)?, choices)?, *steps));
         }
+        let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
         let placed: Vec<(&Plans, usize)> = placed.iter().map(|(plans, steps)| (plans, *steps)).collect();
-        changes.extend(times(&placed, (1.0, 1.0)).map(|times| ("experts placed by their loads", times)));
+        // Beside each other: none depends on another.
+        let (base, changed) = std::thread::scope(|scope| {
+            let changes = CHANGES.map(|(change, speed, by_load)| {
+                let (plans, times) = (if by_load { &placed } else { &given }, &times);
+                (change, scope.spawn(move || times(plans, speed)))
+            });
+            (times(&given, (1.0, 1.0)), changes.map(|(change, thread)| (change, thread.join())))
+        });
+        let base = base.context("there is no step")?;
+        let mut changes = Vec::new();
+        for (change, times) in changed {
+            let times = times.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            changes.extend(times.map(|times| (change, times)));
+        }
         let report = SimulatedReport::new(self, &layout, &cost, given[0].0, &base, &changes);
         Ok((report, base))
     }

@@ -69,6 +69,23 @@ pub(super) struct Plans {
     pub plans: Vec<GroupPlan>,
 }
 
+impl Plans {
+    /// Tokens of each expert, over all groups.
+    pub fn tokens_per_expert(&self, experts: usize) -> Vec<u64> {
+        self.rows_per_expert(&self.groups, experts)
+    }
+
+    fn rows_per_expert(&self, groups: &[Group], experts: usize) -> Vec<u64> {
+        let mut tokens = vec![0; experts];
+        for group in groups {
+            for (experts, rows) in group.experts.iter().zip(self.plans[group.plan].expert_rows()) {
+                experts.iter().zip(rows).for_each(|(&expert, &rows)| tokens[expert] += u64::from(rows));
+            }
+        }
+        tokens
+    }
+}
+
 /// Makes the plans of groups with these placements.
 pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -> Result<Plans> {
     let (config, options) = (&simulated.config, &simulated.options);
@@ -113,10 +130,7 @@ pub(super) fn balanced(groups: &Groups, plans: &Plans) -> Result<Groups> {
     let mut placed = Vec::with_capacity(groups.len());
     for (g, group) in plans.groups.iter().enumerate() {
         let old = groups.placement(g);
-        let mut rows = vec![0u64; old.n_experts()];
-        for (pe, of_pe) in plans.plans[group.plan].expert_rows().enumerate() {
-            old.experts(pe).iter().zip(of_pe).for_each(|(&expert, &count)| rows[expert] += u64::from(count));
-        }
+        let rows = plans.rows_per_expert(std::slice::from_ref(group), old.n_experts());
         let mut order: Vec<usize> = (0..rows.len()).collect();
         order.sort_by_key(|&expert| std::cmp::Reverse(rows[expert]));
         let (mut load, mut held) = (vec![0u64; old.n_pes()], vec![0usize; old.n_pes()]);

@@ -25,6 +25,8 @@ pub struct SimulatedReport {
     pub forward: PassTimes,
     /// The backward pass; also `other`, the sums of gradients.
     pub backward: Option<PassTimes>,
+    /// Tokens that each expert gets in one step, the first.
+    pub tokens_per_expert: Vec<u64>,
     /// The share of the busiest ports' time that no PE waited for, 0 to 1.
     pub overlap_efficiency: f64,
     /// How much later than the first of its group a PE ends its passes, or in the bulk schedule the last pass's experts.
@@ -142,6 +144,7 @@ impl SimulatedReport {
             tokens_per_s: tokens as f64 / step_s,
             forward: pass_times(times, 0),
             backward: simulated.backward.then(|| pass_times(times, 1)),
+            tokens_per_expert: plans.tokens_per_expert(simulated.config.n_experts),
             overlap_efficiency: times.overlap_efficiency(),
             stragglers: stragglers(&times.straggler_s),
             memory: memory(simulated, layout, cost, plans),

@@ -56,7 +56,7 @@ pub fn grid(
         let found = format!("is {devices}");
         return Err(InputError::value("`devices`", found, format!("1 to {DEVICES_MOST}")));
     }
-    let strategies = strategies(model, devices, degrees);
+    let strategies = strategies(model, devices, degrees, cost);
     let work = strategies.iter().map(|strategy| (strategy.microbatches as u64).saturating_mul(model.layers as u64));
     if work.fold(0, u64::saturating_add) > WORK_MOST {
         let found = format!(
@@ -83,7 +83,7 @@ pub fn grid(
     }
 }
 
-fn strategies(model: &Model, devices: usize, degrees: &Degrees) -> Vec<Strategy> {
+fn strategies(model: &Model, devices: usize, degrees: &Degrees, cost: Cost) -> Vec<Strategy> {
     let wanted = |given: &[usize], degree: usize| given.is_empty() || given.contains(&degree);
     let isolated = |dp: usize, hp: usize, pp: usize| match degrees.isolate {
         None => true,
@@ -102,14 +102,14 @@ fn strategies(model: &Model, devices: usize, degrees: &Degrees) -> Vec<Strategy>
             let shared = |ep: &usize| dp.is_multiple_of(*ep) && wanted(&degrees.ep, *ep);
             for ep in divisors(of_experts).filter(shared) {
                 let strategy = |microbatches| Strategy::new(dp, hp, pp, microbatches).ep(ep);
-                all.extend(microbatches(model, dp, pp, &degrees.microbatches).into_iter().map(strategy));
+                all.extend(microbatches(model, dp, pp, &degrees.microbatches, cost).into_iter().map(strategy));
             }
         }
     }
     all
 }
 
-fn microbatches(model: &Model, dp: usize, pp: usize, given: &[usize]) -> Vec<usize> {
+fn microbatches(model: &Model, dp: usize, pp: usize, given: &[usize], cost: Cost) -> Vec<usize> {
     if pp == 1 {
         return vec![1];
     }
@@ -120,8 +120,8 @@ fn microbatches(model: &Model, dp: usize, pp: usize, given: &[usize]) -> Vec<usi
     // As published: 2^k for k from 1 to below log2(batch) / 2, rounded down.
     let end = if batch == 0 { 0 } else { ((batch as f64).log2() / 2.0).floor() as u32 };
     let powers: Vec<usize> = (1..end).map(|k| 1 << k).filter(|count| batch.is_multiple_of(*count)).collect();
-    // A batch too small for any of these goes through the pipeline whole.
-    if powers.is_empty() { vec![1] } else { powers }
+    // A batch too small for any of these goes through the pipeline whole; the published grid leaves it out.
+    if powers.is_empty() && cost == Cost::Default { vec![1] } else { powers }
 }
 
 fn divisors(n: usize) -> impl Iterator<Item = usize> {
