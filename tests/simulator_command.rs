@@ -235,5 +235,7 @@ fn a_plan_and_a_routing_file_are_simulated() {
     refused(folder, &format!("{cluster} --tokens 64 --budget-factor NaN"), &["budget"]);
     refused(folder, &format!("{cluster} --tokens 64 --jitter 1 --jitter-sigma=-1"), &["--jitter-sigma is -1"]);
     refused(folder, &format!("{cluster} --tokens 9999999999"), &["--tokens is 9999999999"]);
+    let rows = "--tokens 65536 --experts 8 --hidden 64 --top-k 4 --chunk-rows 1 --steps 1000";
+    refused(folder, &format!("{cluster} {rows}"), &["--chunk-rows is 1", "chunks"]);
     refused(folder, "simulate --cluster preset:dgx-h100:1280 --model deepseek-v3", &["10240 PEs", "2048"]);
 }

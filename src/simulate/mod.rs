@@ -30,7 +30,9 @@ const PAIRS_MOST: usize = 1 << 25;
 /// PEs of a group: what each has for each other one is kept.
 const GROUP_MOST: usize = 2048;
 /// Choices of experts of a step.
-const CHOICES_MOST: usize = 1 << 28;
+const CHOICES_MOST: usize = 1 << 26;
+/// Chunks over all passes: beyond, nobody waits for an answer.
+const CHUNKS_MOST: usize = 1 << 26;
 
 /// What might help: its name, how many times as fast ports to the network and FLOP are, and whether experts are placed by their loads.
 const CHANGES: [(&str, (f64, f64), bool); 3] = [
@@ -182,6 +184,13 @@ impl Simulated {
         for record in 0..records {
             let choices = self.choices(record)?;
             let plans = plans(self, &self.groups, &choices)?;
+            let chunks: usize = plans.groups.iter().map(|group| plans.plans[group.plan].chunks()).sum();
+            let all_chunks = chunks.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
+            ensure!(
+                all_chunks <= CHUNKS_MOST,
+                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {CHUNKS_MOST}",
+                self.options.chunk_rows
+            );
             // This record's part of the steps.
             let steps = self.steps / records + usize::from(record < self.steps % records);
             all.push((choices, plans, steps));

@@ -19,8 +19,8 @@ use crate::timeline::Span;
 pub use params::{Load, Params};
 use rounds::{Pair, Round};
 
-/// Beyond this many visits of pairs nobody waits for an answer: some ten seconds.
-const VISITS_MOST: u64 = 1_000_000_000;
+/// Beyond this many links that are looked at nobody waits for an answer: some seconds.
+const WORK_MOST: u64 = 500_000_000;
 /// Rounds whose times are listed one by one.
 const LISTED_MOST: u64 = 1_000_000;
 
@@ -89,8 +89,13 @@ pub fn exchange(
         let expected = format!("{given}, the layers of the load, or none");
         return Err(InputError::value("num_layers", format!("is {}", params.num_layers), expected));
     }
-    let mut simulation =
-        Simulation { params, schedule, round: Round::new(params, load.nodes), nodes: load.nodes, runs: Vec::new() };
+    let mut simulation = Simulation {
+        params,
+        schedule,
+        round: Round::new(params, load.nodes, WORK_MOST),
+        nodes: load.nodes,
+        runs: Vec::new(),
+    };
     let mut exchange = Exchange {
         time_ms: params.initial_cpu_delay_ms,
         rounds: 0,
@@ -167,10 +172,10 @@ impl Simulation<'_> {
                 }
                 times_ms.push(self.params.base_delay_ms + self.slowest_link_ms());
             }
-            if self.round.visits > VISITS_MOST {
-                let found = format!("is {}", self.params.packet_size_bytes);
-                let expected = format!("larger packets, or fewer than {} nodes: this would take too long", self.nodes);
-                return Err(InputError::value("packet_size_bytes", found, expected));
+            if self.round.is_over() {
+                let found = format!("is {}", self.params.num_links);
+                let expected = format!("fewer links, or fewer than {} nodes: this would take too long", self.nodes);
+                return Err(InputError::value("num_links", found, expected));
             }
             let repeats = 1 + self.repetitions(&before, &left);
             for (left, before) in left.iter_mut().zip(&before) {

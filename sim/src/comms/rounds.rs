@@ -29,15 +29,17 @@ pub struct Round {
     nic_limit_bytes: u64,
     packet_bytes: u64,
     turn_packets: u64,
-    /// Visits of pairs so far, in all rounds.
-    pub visits: u64,
+    /// Links looked at so far, in all rounds.
+    pub work: u64,
+    /// Beyond so much work sweeps end, wherever they are.
+    work_most: u64,
 }
 
 /// A source and a destination.
 pub type Pair = (u32, u32);
 
 impl Round {
-    pub fn new(params: &Params, nodes: usize) -> Round {
+    pub fn new(params: &Params, nodes: usize, work_most: u64) -> Round {
         let pairs = nodes * nodes.saturating_sub(1) / 2;
         let mut capacity_bytes = vec![0; pairs];
         for j in 1..nodes {
@@ -55,12 +57,19 @@ impl Round {
             nic_limit_bytes: params.nic_rate_bytes.min(1e18) as u64,
             packet_bytes: params.packet_size_bytes,
             turn_packets: params.round_robin_max_packets,
-            visits: 0,
+            work: 0,
+            work_most,
         }
+    }
+
+    /// Whether sweeps have ended for too much work.
+    pub fn is_over(&self) -> bool {
+        self.work > self.work_most
     }
 
     /// Begins a round.
     pub fn clear(&mut self) {
+        self.work += self.links.len() as u64;
         self.links.fill(Link::default());
         self.nic_bytes.fill(0);
     }
@@ -73,7 +82,7 @@ impl Round {
 
     /// Sweeps over the pairs, each in its turn, until nothing moves; `load` is by `source * nodes + destination`, and becomes what is left.
     pub fn sweep(&mut self, load: &mut [u64], pairs: &mut Vec<Pair>) {
-        while !pairs.is_empty() {
+        while !pairs.is_empty() && !self.is_over() {
             self.repeated_sweeps(load, pairs);
             pairs.retain(|&(from, to)| {
                 let bytes = &mut load[from as usize * self.nodes + to as usize];
@@ -113,12 +122,10 @@ impl Round {
                 load[from * self.nodes + to] -= sweeps * turn_bytes;
             }
         }
-        self.visits += pairs.len() as u64;
     }
 
     /// A pair's turn: whether it sent anything.
     fn turn(&mut self, from: usize, to: usize, load: &mut u64) -> bool {
-        self.visits += 1;
         let mut left = self.turn_packets;
         while left > 0 && *load > 0 {
             match self.send(from, to, load, left) {
@@ -153,14 +160,16 @@ impl Round {
     }
 
     /// The first link in this direction, or in none yet, with room for a packet.
-    fn first_fit(&self, from: usize, to: usize, packet_bytes: u64) -> Option<usize> {
+    fn first_fit(&mut self, from: usize, to: usize, packet_bytes: u64) -> Option<usize> {
         let pair = pair(from, to);
         let links = &self.links[pair * self.num_links..][..self.num_links];
         let fits = |link: &Link| {
             (link.packets == 0 || link.downward == (from > to))
                 && link.bytes + packet_bytes <= self.capacity_bytes[pair]
         };
-        links.iter().position(fits).map(|link| pair * self.num_links + link)
+        let found = links.iter().position(fits);
+        self.work += found.map_or(self.num_links, |link| link + 1) as u64;
+        found.map(|link| pair * self.num_links + link)
     }
 }
 

@@ -236,21 +236,22 @@ fn bad_input_is_one_line() {
 
 #[test]
 fn many_packets_are_few_steps() {
-    // 8 nodes with uneven loads of some MB in packets of 20 bytes: tens of millions of packets, and as few visits as there are changes.
+    // 8 nodes with uneven loads of some MB in packets of 20 bytes: tens of millions of packets, and as little work as there are changes.
     let mut state = 3;
     let load = Load::new(
         8,
         vec![(0..64usize).map(|at| if at.is_multiple_of(9) { 0 } else { random(&mut state, 6_000_000) }).collect()],
     );
     let params = Params { intra_bw_bytes_per_ms: 1e4, nic_rate_bytes: 5e4, ..Params::default() };
-    let mut simulation = Simulation {
-        params: &params,
-        schedule: Schedule::Fair,
-        round: Round::new(&params, 8),
-        nodes: 8,
-        runs: Vec::new(),
+    let of = |work_most| {
+        let round = Round::new(&params, 8, work_most);
+        let mut simulation =
+            Simulation { params: &params, schedule: Schedule::Fair, round, nodes: 8, runs: Vec::new() };
+        (simulation.layer(&load.layers[0], 0.0, None), simulation.round.work)
     };
-    let layer = simulation.layer(&load.layers[0], 0.0, None).unwrap();
-    assert!(layer.rounds > 1000, "{layer:?}");
-    assert!(simulation.round.visits < 1_000_000, "{} visits", simulation.round.visits);
+    let (layer, work) = of(WORK_MOST);
+    assert!(layer.unwrap().rounds > 1000 && work < 1_000_000, "{work}");
+    // With less than that it is refused.
+    let error = of(work / 2).0.unwrap_err().to_string();
+    assert!(error.starts_with("num_links is 1, expected fewer links, or fewer than 8 nodes"), "{error}");
 }

@@ -111,6 +111,11 @@ impl GroupPlan {
         GroupPlan { pes, most_chunks }
     }
 
+    /// Chunks that its PEs send in a pass.
+    pub fn chunks(&self) -> usize {
+        self.pes.iter().map(|pe| pe.chunks.len()).sum()
+    }
+
     /// Rows of each expert, by PE of the group and its experts.
     pub fn expert_rows(&self) -> impl Iterator<Item = &[u32]> {
         self.pes.iter().map(|pe| &pe.expert_rows[..])

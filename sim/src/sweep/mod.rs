@@ -45,7 +45,7 @@ pub struct Experts {
 const SIZE_MOST: usize = 1 << 24;
 const LAYERS_MOST: usize = 1 << 16;
 /// Microbatches times layers: beyond, nobody waits for an answer.
-const WORK_MOST: usize = 1 << 26;
+const WORK_MOST: usize = 1 << 23;
 
 impl Model {
     /// An MLP without experts.

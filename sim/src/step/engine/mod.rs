@@ -1,71 +1,21 @@
 //! The events of a step.
 
-use std::cmp::{Ordering, Reverse};
+mod bulk;
+mod event;
+mod reduce;
+
+use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use event::{Event, Kind, What};
+
 use super::plan::{PePlan, Tiling};
 use super::{PeTime, Schedule, Step, StepTimes};
 use crate::network::{Network, Nics};
 use crate::timeline::Span;
-
-/// What a chunk's message is: rows on their way out, or results on their way back.
-#[derive(Clone, Copy, PartialEq)]
-enum Kind {
-    Rows,
-    Results,
-}
-
-/// What happens.
-#[derive(Clone, Copy)]
-enum What {
-    /// A PE's router is done.
-    Routed,
-    /// A PE has the headers of all.
-    Headers,
-    /// A chunk may leave: its place at the receiver is free. Its own numbers are the receiver's.
-    Leave { to: u32, chunk: u32 },
-    /// The head of a chunk's message has arrived, of the rows that `at` receives as chunk `chunk`.
-    Head { at: u32, chunk: u32, kind: Kind },
-    /// All of it has.
-    Arrived { at: u32, chunk: u32, kind: Kind },
-    /// A PE's piece of work is done.
-    Computed,
-    /// A bulk phase of a group is over.
-    Phase,
-}
-
-struct Event {
-    time_s: f64,
-    /// Order of events at the same time.
-    number: u64,
-    /// The PE, or of [`What::Phase`] the group.
-    who: u32,
-    pass: u32,
-    what: What,
-}
-
-impl Ord for Event {
-    fn cmp(&self, other: &Event) -> Ordering {
-        self.time_s.total_cmp(&other.time_s).then(self.number.cmp(&other.number))
-    }
-}
-
-impl PartialOrd for Event {
-    fn partial_cmp(&self, other: &Event) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Event {
-    fn eq(&self, other: &Event) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Event {}
 
 /// A piece of a PE's work.
 #[derive(Clone, Copy)]
@@ -264,12 +214,6 @@ impl<'a> Engine<'a> {
             self.handle(event);
         }
         debug_assert_eq!(self.running, 0, "every PE ends its passes");
-    }
-
-    fn begin_bulk(&mut self, group: usize) {
-        let state = &mut self.groups[group];
-        (state.phase, state.pending) = (Phase::Counts, self.step.groups[group].members.len() as u32);
-        state.counts_s = self.now_s;
     }
 
     fn begin_pass(&mut self, p: usize) {
@@ -612,144 +556,5 @@ impl<'a> Engine<'a> {
         } else {
             self.running -= 1;
         }
-    }
-
-    /// In the bulk schedule: one more of what the phase waits for is done.
-    fn one_less(&mut self, group: usize) {
-        let state = &mut self.groups[group];
-        state.pending -= 1;
-        if state.pending == 0 {
-            let there_s = if state.phase == Phase::Counts { state.counts_s.max(self.now_s) } else { self.now_s };
-            let time_s = there_s + state.barrier_s;
-            self.at(time_s, group, 0, What::Phase);
-        }
-    }
-
-    fn next_phase(&mut self, group: usize) {
-        let members = self.step.groups[group].members.clone();
-        let plan = &self.step.plans[self.step.groups[group].plan];
-        let rounds = plan.most_chunks.div_ceil(self.step.window_chunks as u32);
-        let next = match self.groups[group].phase {
-            Phase::Counts if rounds > 0 => Phase::Rows(0),
-            Phase::Rows(round) if round + 1 < rounds => Phase::Rows(round + 1),
-            Phase::Counts | Phase::Rows(_) => Phase::Experts,
-            Phase::Experts => Phase::Results,
-            Phase::Results => return self.end_bulk(group, &members),
-        };
-        self.groups[group].phase = next;
-        self.groups[group].pending = match next {
-            Phase::Rows(round) => members.iter().map(|&pe| self.send_chunks(pe, round)).sum(),
-            Phase::Experts => members.len() as u32,
-            _ => self.return_all(&members),
-        };
-        if self.groups[group].pending == 0 {
-            // Nothing to wait for, but the barrier.
-            self.groups[group].pending = 1;
-            return self.one_less(group);
-        }
-        if next == Phase::Experts {
-            for pe in members {
-                self.begin_experts(pe);
-            }
-        }
-    }
-
-    fn begin_experts(&mut self, p: usize) {
-        let tiles = self.tiling(p).tiles.len() as u32;
-        let pe = &mut self.pes[p];
-        pe.placed = true;
-        pe.ready.clear();
-        pe.ready.extend(0..tiles);
-        self.compute(p);
-    }
-
-    fn return_all(&mut self, members: &[usize]) -> u32 {
-        let mut sent = 0;
-        for &p in members {
-            let (n, me) = (members.len() as u32, self.pes[p].index);
-            for k in 1..n {
-                for chunk in self.plan(p).from(((me + k) % n) as usize) {
-                    self.return_chunk(p, chunk);
-                    sent += 1;
-                }
-            }
-        }
-        sent
-    }
-
-    /// All results are back. The router's gradients are what is left of a backward.
-    fn end_bulk(&mut self, group: usize, members: &[usize]) {
-        let start_s = self.now_s;
-        self.begin_bulk(group);
-        for &p in members {
-            let router_s = self.pes[p].router_last_s.take().unwrap_or(0.0);
-            self.pes[p].time.router_s[1] += router_s;
-            self.now_s = start_s + router_s;
-            self.end_pass(p);
-            self.now_s = start_s;
-        }
-    }
-
-    /// Adds how much later than the first of its group each PE ended; in the bulk schedule, where barriers make them end alike, its experts' work.
-    fn stragglers(&self, all: &mut Vec<f64>) {
-        for group in self.step.groups {
-            let end_s = |&pe: &usize| match self.step.schedule {
-                Schedule::Pipelined => self.pes[pe].end_s,
-                Schedule::Bulk => self.pes[pe].worked_until_s,
-            };
-            let first_s = group.members.iter().map(end_s).fold(f64::INFINITY, f64::min);
-            all.extend(group.members.iter().map(|pe| end_s(pe) - first_s));
-        }
-    }
-
-    /// Sums the gradients between groups, and those of what every PE has; when the last PE has them, s.
-    fn all_reduce(&mut self) -> f64 {
-        let (step, n) = (self.step, self.pes.len());
-        let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
-        for pe in &mut self.pes {
-            let PeTime { pass_s, router_s, expert_s, .. } = pe.time;
-            pe.time.waiting_s = [0, 1].map(|pass| (pass_s[pass] - router_s[pass] - expert_s[pass]).max(0.0));
-        }
-        let last_s = self.pes.iter().map(|pe| pe.end_s).fold(0.0, f64::max);
-        if !step.backward {
-            return last_s;
-        }
-        let k = step.groups.len();
-        let mut ready_s = vec![0.0f64; n];
-        if k > 1 {
-            let experts = step.groups[0].experts.iter().flatten().max().map_or(0, |expert| expert + 1);
-            let mut owners_s = vec![0.0f64; experts];
-            let owned = || step.groups.iter().flat_map(|group| group.members.iter().zip(&group.experts));
-            for (&pe, experts) in owned() {
-                experts.iter().for_each(|&e| owners_s[e] = owners_s[e].max(self.pes[pe].end_s));
-            }
-            for (g, group) in step.groups.iter().enumerate() {
-                for (index, (&pe, experts)) in group.members.iter().zip(&group.experts).enumerate() {
-                    let Some(all_s) = experts.iter().map(|&e| owners_s[e]).reduce(f64::max) else { continue };
-                    // Each owner sends its parts to the others at once, and then its sums: twice the latency, 2 (K - 1) / K of the bytes.
-                    let other = &step.groups[(g + 1) % k];
-                    let to = other.members[index % other.members.len()];
-                    let bytes = experts.len() as f64 * expert_bytes * 2.0 * (k - 1) as f64 / k as f64;
-                    ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
-                }
-            }
-        }
-        // What every PE has: reduce-scatter and all-gather by halving and doubling.
-        let rounds = f64::from(n.next_power_of_two().trailing_zeros());
-        let replicated_s = match n {
-            1 => 0.0,
-            _ if replicated_bytes == 0.0 => 0.0,
-            _ => {
-                let bytes = 2.0 * replicated_bytes * (n - 1) as f64 / n as f64;
-                2.0 * rounds * self.network.alpha_s(0, n - 1) + self.network.wire_s(0, n - 1, bytes)
-            }
-        };
-        let mut end_s = last_s;
-        for (pe, ready_s) in self.pes.iter_mut().zip(ready_s) {
-            let done_s = if replicated_s > 0.0 { last_s + replicated_s } else { pe.end_s }.max(ready_s);
-            pe.time.all_reduce_s += done_s - pe.end_s;
-            end_s = end_s.max(done_s);
-        }
-        end_s
     }
 }
