@@ -99,12 +99,16 @@ struct RawDevice {
 const BASE_UTIL: f64 = 0.8;
 
 impl Device {
-    /// A device by its name, one of [`Device::presets`]; upper and lower case are the same.
+    /// A device by its name, one of [`Device::presets`]. Only letters and digits count, upper and lower case are the same, and "GB" may be left out.
     ///
     /// # Errors
     /// One line that says which names there are.
     pub fn preset(name: &str) -> Result<Device, InputError> {
-        let Some(preset) = PRESETS.iter().find(|preset| preset.name.eq_ignore_ascii_case(name)) else {
+        let plain = |name: &str| {
+            let word: String = name.chars().filter(char::is_ascii_alphanumeric).collect();
+            word.to_ascii_lowercase().trim_end_matches("gb").to_string()
+        };
+        let Some(preset) = PRESETS.iter().find(|preset| plain(preset.name) == plain(name)) else {
             let names = PRESETS.each_ref().map(|preset| preset.name).join(", ");
             let expected = format!("a file, or one of {names}");
             return Err(InputError::value("`device`", format!("is {name}"), expected));
@@ -372,6 +376,10 @@ mod tests {
             let error = good.time(&device, tokens).unwrap_err().to_string();
             assert!(error.starts_with("`tokens` is "), "{error}");
         }
+        for name in ["A100-40GB", "a100-40", "A100 40 GB"] {
+            assert_eq!(Device::preset(name).unwrap().name, "A100-40GB");
+        }
+        assert!(Device::preset("A100").is_err());
         assert!(Device::preset("H300").unwrap_err().to_string().contains("A100-80GB"));
     }
 }
