@@ -182,13 +182,17 @@ fn a_step_is_simulated_and_compared() {
     let dtype = "--dtype f32 --json";
     let run = parsed(folder, &format!("run --pes 8 {layer} --json"));
     std::fs::write(folder.join("run.json"), run.to_string()).unwrap();
-    // The tokens go where the run's do.
-    assert_eq!(run["tokens_per_expert"], report["tokens_per_expert"]);
     for (name, tokens) in [("same.json", 256), ("other.json", 128)] {
         let args = format!("simulate --cluster preset:dgx-h100:1 {layer} {dtype}")
             .replace("256 --hidden", &format!("{tokens} --hidden"));
         std::fs::write(folder.join(name), parsed(folder, &args).to_string()).unwrap();
     }
+    // The tokens go where the run's do, and as many bytes.
+    let same: Value = serde_json::from_slice(&std::fs::read(folder.join("same.json")).unwrap()).unwrap();
+    assert_eq!(same["tokens_per_expert"], run["tokens_per_expert"]);
+    let bytes = run["traffic"]["remote_bytes"].as_object().unwrap().iter();
+    let bytes: f64 = bytes.filter(|(kind, _)| *kind != "all_reduce").filter_map(|(_, bytes)| bytes.as_f64()).sum();
+    assert!(bytes > 0.0 && same["exchange_bytes_per_step"].as_f64() == Some(bytes), "{bytes} {same}");
     let compared = parsed(folder, "compare run.json same.json --json");
     let whats: Vec<&str> = compared["rows"].as_array().unwrap().iter().filter_map(|row| row["what"].as_str()).collect();
     assert_eq!((whats[0], whats[1], whats[3]), ("step", "forward", "forward, expert_gemm"));

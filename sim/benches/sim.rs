@@ -99,8 +99,9 @@ fn step(name: &str) {
         let groups: Vec<Group> = (0..gpus / GROUP).map(group).collect();
         let slot_flop = 6.0 * hidden * 2048.0;
         let cost = LayerCost {
-            row_bytes: 2.0 * hidden + 4.0,
-            slot_bytes: (8.0, 4.0),
+            row_bytes: 2.0 * hidden,
+            out_bytes: (4.0, 8.0),
+            back_bytes: 4.0,
             header_bytes: 40.0,
             slot_flop,
             router_flop: 2.0 * hidden * experts as f64,

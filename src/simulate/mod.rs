@@ -20,9 +20,9 @@ pub use compare::{Compared, Comparison, compare};
 use plans::{Choices, Plans, balanced, plans};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
 
-/// Bytes of a row's count of slots, of a slot (expert, weight), and of the gradient of its weight, on their way.
-const ROW_COUNT_BYTES: f64 = 4.0;
-const SLOT_BYTES: (f64, f64) = (8.0, 4.0);
+/// Bytes of a row's count of slots and of a slot (expert, weight) on their way out, and of the gradient of a slot's weight on its way back.
+const OUT_BYTES: (f64, f64) = (4.0, 8.0);
+const BACK_BYTES: f64 = 4.0;
 /// Gradients are summed in f32.
 const GRADIENT_BYTES: f64 = 4.0;
 /// Pairs of PEs over all passes: beyond, nobody waits for an answer.
@@ -147,8 +147,9 @@ impl Simulated {
             ids.iter().filter(|id| id.has_gradient()).map(of).sum()
         };
         LayerCost {
-            row_bytes: layout.row_bytes as f64 + ROW_COUNT_BYTES,
-            slot_bytes: SLOT_BYTES,
+            row_bytes: layout.row_bytes as f64,
+            out_bytes: OUT_BYTES,
+            back_bytes: BACK_BYTES,
             header_bytes: 4.0 * layout.header_words as f64,
             slot_flop: config.expert.forward_flop_per_row(config.hidden),
             router_flop: 2.0 * hidden * config.choices() as f64,

@@ -25,6 +25,8 @@ pub struct SimulatedReport {
     pub forward: PassTimes,
     /// The backward pass; also `other`, the sums of gradients.
     pub backward: Option<PassTimes>,
+    /// What PEs send each other in dispatch and combine, bytes per step: counts, rows and slots.
+    pub exchange_bytes_per_step: f64,
     /// Tokens that each expert gets in one step, the first.
     pub tokens_per_expert: Vec<u64>,
     /// The share of the busiest ports' time that no PE waited for, 0 to 1.
@@ -144,6 +146,7 @@ impl SimulatedReport {
             tokens_per_s: tokens as f64 / step_s,
             forward: pass_times(times, 0),
             backward: simulated.backward.then(|| pass_times(times, 1)),
+            exchange_bytes_per_step: times.sent_bytes / times.step_s.len() as f64 + header_bytes(simulated, cost),
             tokens_per_expert: plans.tokens_per_expert(simulated.config.n_experts),
             overlap_efficiency: times.overlap_efficiency(),
             stragglers: stragglers(&times.straggler_s),
@@ -152,6 +155,12 @@ impl SimulatedReport {
             events: times.events,
         }
     }
+}
+
+/// Each PE's header for each other one of its group, bytes per step.
+fn header_bytes(simulated: &Simulated, cost: &LayerCost) -> f64 {
+    let members = (0..simulated.groups.len()).map(|g| simulated.groups.members(g).len());
+    members.map(|pes| (pes * (pes - 1)) as f64 * cost.header_bytes).sum()
 }
 
 /// Of each PE the mean over the steps, and of those the median and the maximum.

@@ -29,10 +29,12 @@ pub enum Schedule {
 /// What a layer's parts cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerCost {
-    /// Bytes of a row on its way, without its slots.
+    /// Bytes of a row on its way.
     pub row_bytes: f64,
-    /// Bytes of a slot on its way out, and of its gradient on its way back.
-    pub slot_bytes: (f64, f64),
+    /// Bytes that go with a row, and with each of its slots, out in a forward.
+    pub out_bytes: (f64, f64),
+    /// Bytes that go back with each slot in a backward.
+    pub back_bytes: f64,
     /// Bytes of a header.
     pub header_bytes: f64,
     /// FLOP of an expert for one slot, forward; backward takes as many for the input's gradients and for the weights'.
@@ -136,6 +138,8 @@ pub struct StepTimes {
     pub straggler_s: Vec<f64>,
     /// What the traced PEs did: computing in track 0, receiving inside the host in 1 and from the network in 2.
     pub spans: Vec<Span>,
+    /// Bytes of all rows and results that PEs sent each other, with their slots.
+    pub sent_bytes: f64,
     /// Events that were simulated.
     pub events: u64,
 }
@@ -149,6 +153,7 @@ impl StepTimes {
         }
         self.straggler_s.extend(next.straggler_s);
         self.straggler_s.sort_by(f64::total_cmp);
+        self.sent_bytes += next.sent_bytes;
         self.events += next.events;
         self
     }

@@ -26,7 +26,8 @@ fn group_plan(rows: &[Vec<Rows>], experts: &[usize], chunk_rows: usize, tile_row
 fn cost() -> LayerCost {
     LayerCost {
         row_bytes: 10.0,
-        slot_bytes: (0.0, 0.0),
+        out_bytes: (0.0, 0.0),
+        back_bytes: 0.0,
         header_bytes: 0.0,
         slot_flop: 100.0,
         router_flop: 0.0,
@@ -93,6 +94,12 @@ fn one_token_there_and_back() {
     let bulk = simulate(&Step { schedule: Schedule::Bulk, ..case.step() });
     near(bulk.straggler_s[1], 100.0);
     near(bulk.step_s[0], 1.0 + 1.0 + 11.0 + 1.0 + 100.0 + 1.0 + 11.0 + 1.0);
+    near(times.sent_bytes, 20.0);
+    // 3 bytes with a row and 4 with its slot on their way out.
+    let mut with = Case::one_group(case.plans[0].clone(), &[0, 1]);
+    (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
+    near(simulate(&with.step()).step_s[0], 129.0);
+    near(simulate(&Step { backward: true, ..with.step() }).sent_bytes, 27.0 + 25.0);
     // Backward: the gradient there, 100 s for the input's, and 100 s for the weights' while that travels back.
     let backward = simulate(&Step { backward: true, ..case.step() });
     near(backward.step_s[0], 122.0 + 111.0 + 100.0);

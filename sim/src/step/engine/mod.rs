@@ -85,6 +85,7 @@ struct Engine<'a> {
     queue: BinaryHeap<Reverse<Event>>,
     number: u64,
     events: u64,
+    sent_bytes: f64,
     now_s: f64,
     running: usize,
     spans: Vec<Span>,
@@ -93,8 +94,14 @@ struct Engine<'a> {
 /// Simulates the steps, each of which begins when all PEs have ended the last one.
 pub fn simulate(step: &Step) -> StepTimes {
     let mut engine = Engine::new(step);
-    let mut times =
-        StepTimes { step_s: Vec::new(), pes: Vec::new(), straggler_s: Vec::new(), spans: Vec::new(), events: 0 };
+    let mut times = StepTimes {
+        step_s: Vec::new(),
+        pes: Vec::new(),
+        straggler_s: Vec::new(),
+        spans: Vec::new(),
+        sent_bytes: 0.0,
+        events: 0,
+    };
     let mut rng = step.jitter.map(|jitter| (ChaCha8Rng::seed_from_u64(jitter.seed), jitter.sigma));
     let apart = engine.apart();
     for _ in 0..step.steps {
@@ -114,7 +121,7 @@ pub fn simulate(step: &Step) -> StepTimes {
     }
     times.straggler_s.sort_by(f64::total_cmp);
     times.pes = engine.pes.iter().map(|pe| pe.time).collect();
-    (times.spans, times.events) = (engine.spans, engine.events);
+    (times.spans, times.sent_bytes, times.events) = (engine.spans, engine.sent_bytes, engine.events);
     times
 }
 
@@ -144,6 +151,7 @@ impl<'a> Engine<'a> {
             queue: BinaryHeap::new(),
             number: 0,
             events: 0,
+            sent_bytes: 0.0,
             now_s: 0.0,
             running: 0,
             spans: Vec::new(),
@@ -346,6 +354,7 @@ impl<'a> Engine<'a> {
     /// Puts a message on its way: of the rows that `at` receives as chunk `chunk`.
     fn message(&mut self, from: usize, to: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
         let bytes = self.bytes(at, chunk, kind, pass);
+        self.sent_bytes += bytes;
         let head_s = self.network.send(from, to, bytes, self.now_s);
         self.at(head_s, from, pass, What::Head { at: at as u32, chunk, kind });
     }
@@ -353,12 +362,13 @@ impl<'a> Engine<'a> {
     fn bytes(&self, at: usize, chunk: u32, kind: Kind, pass: u32) -> f64 {
         let (cost, chunk) = (self.step.cost, self.plan(at).chunks[chunk as usize]);
         let backward = self.step.backward && pass.is_multiple_of(2);
-        let slot_bytes = match (kind, backward) {
-            (Kind::Rows, false) => cost.slot_bytes.0,
-            (Kind::Results, true) => cost.slot_bytes.1,
+        let (rows, slots) = (f64::from(chunk.rows), f64::from(chunk.slots));
+        let beside = match (kind, backward) {
+            (Kind::Rows, false) => rows * cost.out_bytes.0 + slots * cost.out_bytes.1,
+            (Kind::Results, true) => slots * cost.back_bytes,
             _ => 0.0,
         };
-        f64::from(chunk.rows) * cost.row_bytes + f64::from(chunk.slots) * slot_bytes
+        rows * cost.row_bytes + beside
     }
 
     fn head(&mut self, from: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
