@@ -14,13 +14,14 @@
 //! - [`stdio`]: what is said on standard output and standard error;
 //! - [`plan`], a package of its own, `aristos-plan`: the planner of groups and placement, with [`cluster`]: devices and links,
 //!   files, presets and the probe;
+//! - [`sim`], a package of its own, `aristos-sim`: models of layers, networks and steps in virtual time;
 //!
 //! With the feature `command`, which is on unless a dependency is declared with `default-features = false`:
 //!
 //! - `report`: tables, JSON and traces; `plot`: pictures;
 //! - `bench`: benchmarks;
 //! - `doctor`: what this machine has of what a run needs;
-//! - `run`: steps of a layer;
+//! - `run`: steps of a layer; `simulate`: the same in virtual time;
 //! - `cli`: one thin file per subcommand.
 
 // A full disk or a closed pipe would end the process: see `stdio`.
@@ -45,8 +46,11 @@ pub mod plot;
 pub mod report;
 #[cfg(feature = "command")]
 pub mod run;
+#[cfg(feature = "command")]
+pub mod simulate;
 pub mod stdio;
 
 pub use aristos_plan as plan;
 pub use aristos_plan::cluster;
 pub use aristos_shmem as shmem;
+pub use aristos_sim as sim;

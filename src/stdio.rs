@@ -31,6 +31,15 @@ pub fn print(text: &str) -> Result<(), OutputError> {
     })
 }
 
+/// As `println!`, in a function that returns a `Result`: what standard output does not take is its error.
+macro_rules! out_line {
+    ($($what:tt)*) => {
+        $crate::stdio::print_line(&format!($($what)*))?
+    };
+}
+#[cfg(feature = "command")]
+pub(crate) use out_line;
+
 /// Writes `text` and a newline to standard output.
 ///
 /// # Errors

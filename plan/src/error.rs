@@ -38,11 +38,8 @@ pub enum InputError {
 }
 
 impl InputError {
-    pub(crate) fn value<F: Into<String>, V: Into<String>, E: Into<String>>(
-        field: F,
-        found: V,
-        expected: E,
-    ) -> InputError {
+    /// A value that is not allowed: where it is, what is there, what is right.
+    pub fn value<F: Into<String>, V: Into<String>, E: Into<String>>(field: F, found: V, expected: E) -> InputError {
         InputError::Value { field: field.into(), found: found.into(), expected: expected.into() }
     }
 

@@ -15,8 +15,8 @@ pub fn create(path: Option<&PathBuf>) -> Result<Csv> {
 }
 
 /// Writes it, where it was asked for.
-pub fn write(csv: Csv, text: &str) -> Result<()> {
-    csv.map_or(Ok(()), |file| Ok(file.publish_with(text.as_bytes())?))
+pub fn write(csv: Csv, content: impl AsRef<[u8]>) -> Result<()> {
+    csv.map_or(Ok(()), |file| Ok(file.publish_with(content.as_ref())?))
 }
 
 /// Refuses files to be written that are read by the same command, or that are one and the same; each with its flag.

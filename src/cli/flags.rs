@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
+use crate::plan::InputError;
+
 static FLAGS: OnceLock<BTreeSet<String>> = OnceLock::new();
 
 /// Takes the flags of a command and of those below it for the ones that there are.
@@ -26,6 +28,11 @@ pub fn as_flags(line: &str) -> String {
         }
     }
     text
+}
+
+/// An error about what flags gave, and no file: its fields are shown as flags.
+pub fn of_flags(error: InputError) -> anyhow::Error {
+    anyhow::anyhow!("{error}")
 }
 
 fn all_flags(command: &clap::Command) -> BTreeSet<String> {

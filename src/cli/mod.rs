@@ -4,6 +4,7 @@ mod bench;
 mod bench_p2p;
 mod bench_straggler;
 mod bench_summary;
+mod compare;
 mod doctor;
 mod files;
 mod flags;
@@ -15,6 +16,12 @@ mod progress;
 mod ranks;
 mod rebalance;
 mod run;
+mod sim;
+mod sim_comms;
+mod sim_linear;
+mod sim_routing;
+mod simulate;
+mod sweep;
 mod values;
 mod workload;
 
@@ -55,6 +62,14 @@ enum Command {
     Rebalance(rebalance::Args),
     /// Measure links, speeds and memories of N PEs, and write the cluster file that `plan` reads.
     Probe(probe::Args),
+    /// Compute a model: of a linear layer, of an exchange, of routing.
+    Sim(Box<sim::Args>),
+    /// Put what was simulated beside what was measured, phase by phase.
+    Compare(compare::Args),
+    /// Simulate training an MLP with all ways of data, horizontal, pipeline and expert parallelism.
+    Sweep(Box<sweep::Args>),
+    /// Simulate steps of a layer on a cluster: their time, what waits for what, and what would help.
+    Simulate(Box<simulate::Args>),
     /// A PE of a job, which its supervisor starts.
     #[command(name = PE_COMMAND, hide = true)]
     Pe,
@@ -127,9 +142,13 @@ fn command_main(command: Command) -> u8 {
     let passed = match command {
         Command::Run(args) => run::command(&args),
         Command::Bench(args) => bench::command(&args),
+        Command::Compare(args) => compare::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Probe(args) => probe::command(&args),
         Command::Rebalance(args) => rebalance::command(&args),
+        Command::Sim(args) => sim::command(&args),
+        Command::Simulate(args) => simulate::command(&args),
+        Command::Sweep(args) => sweep::command(&args),
         Command::Workload(args) => workload::command(&args),
         Command::Plan(args) => return plan::main(&args).unwrap_or_else(|error| fail(&error)),
         Command::Pe => unreachable!("a PE has its own main"),

@@ -108,6 +108,14 @@ pub enum PlacementArg {
     Lysi,
 }
 
+/// A cluster from a file, or from `preset:NAME[:NODES]`.
+pub(super) fn read_cluster(path: &Path) -> Result<Cluster> {
+    match path.to_str().and_then(|text| text.strip_prefix("preset:")) {
+        Some(name) => Ok(preset(name)?),
+        None => Ok(Cluster::read(path)?),
+    }
+}
+
 /// What `--json` prints: the plan, and what else was asked for.
 #[derive(Serialize)]
 struct Printed<'a> {
@@ -141,10 +149,7 @@ impl Args {
     }
 
     fn cluster(&self) -> Result<Cluster> {
-        match self.cluster.to_str().and_then(|text| text.strip_prefix("preset:")) {
-            Some(name) => Ok(preset(name)?),
-            None => self.usable(Cluster::read(&self.cluster)?),
-        }
+        self.usable(read_cluster(&self.cluster)?)
     }
 
     /// Refuses links that a probe could not measure.

@@ -122,7 +122,7 @@ pub struct Args {
 pub struct SyntheticArgs {
     /// Tokens, over all PEs [default: 1024]
     #[arg(long)]
-    tokens: Option<usize>,
+    pub(super) tokens: Option<usize>,
     /// Hidden width [default: 256]
     #[arg(long)]
     hidden: Option<usize>,
@@ -152,16 +152,16 @@ pub struct SyntheticArgs {
     router: Option<RouterArg>,
     /// Share of the experts that are hot [default: 0]
     #[arg(long)]
-    hot_ratio: Option<f64>,
+    pub(super) hot_ratio: Option<f64>,
     /// Share of the routing that the hot experts get [default: 0]
     #[arg(long)]
-    hot_weight: Option<f64>,
+    pub(super) hot_weight: Option<f64>,
     /// Seed of weights, tokens and routing [default: 0]
     #[arg(long)]
-    seed: Option<u64>,
+    pub(super) seed: Option<u64>,
     /// No backward pass
     #[arg(long)]
-    forward_only: bool,
+    pub(super) forward_only: bool,
 }
 
 /// `--router`.
@@ -177,7 +177,7 @@ pub enum RouterArg {
 
 impl SyntheticArgs {
     /// Whether any of the flags was given.
-    fn given(&self) -> bool {
+    pub(super) fn given(&self) -> bool {
         let SyntheticArgs { tokens, hidden, intermediate, experts, top_k, activation, mlp, .. } = self;
         let numbers = [tokens, hidden, intermediate, experts, top_k, &self.shared_intermediate];
         numbers.iter().any(|n| n.is_some())
@@ -191,7 +191,7 @@ impl SyntheticArgs {
             || self.forward_only
     }
 
-    fn work(&self) -> Work {
+    pub(super) fn work(&self) -> Work {
         let (n_experts, top_k) = (self.experts.unwrap_or(8), self.top_k.unwrap_or(2));
         let expert = MlpConfig {
             intermediate: self.intermediate.unwrap_or(1024),

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use super::files::check_distinct;
-use super::plan::weigh;
 use super::values::DtypeArg;
 use crate::checkpoint::{self, OutputFile};
+use crate::cluster::read_text;
 use crate::moe::Dtype;
-use crate::plan::{Batch, Model, Workload};
+use crate::plan::{self, Batch, Model, Workload};
+use crate::sim::routing::Routing;
 use crate::stdio::print;
 
 /// What `aristos workload` takes.
@@ -21,8 +22,8 @@ pub struct Args {
     /// cluster has, and every copy of a token counted]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     devices: Option<u32>,
-    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
-    #[arg(long, value_name = "REPORT.json")]
+    /// Weigh the experts by the tokens that each got in a report of `aristos run --json`, or in a routing file (docs/simulator.md)
+    #[arg(long, value_name = "REPORT.json|ROUTING.json")]
     routing: Option<PathBuf>,
     /// Where to write the workload (docs/planner.md), for `aristos plan --workload` [default: standard output]
     #[arg(long, value_name = "W.json")]
@@ -102,7 +103,7 @@ impl OptionalModelArgs {
 }
 
 /// A model by its folder, or by its name.
-fn read_model(model: &Path) -> Result<Model> {
+pub(super) fn read_model(model: &Path) -> Result<Model> {
     if model.is_dir() {
         return Ok(checkpoint::read_model(model)?);
     }
@@ -120,7 +121,17 @@ pub fn command(args: &Args) -> Result<bool> {
     let devices = args.devices.map(|devices| devices as usize);
     let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
     if let Some(path) = &args.routing {
-        weigh(&mut workload, path)?;
+        let text = read_text(path)?;
+        let set = if Routing::is_routing(&text) {
+            let top_k = read_model(&of_model.model)?.top_k;
+            Routing::from_json(&text).and_then(|routing| {
+                routing.check_model(workload.n_experts(), top_k)?;
+                workload.set_load(routing.tokens_per_expert(), "choices")
+            })
+        } else {
+            plan::loads_of_report(&text).and_then(|loads| workload.set_load(loads, "tokens_per_expert"))
+        };
+        set.with_context(|| path.display().to_string())?;
     }
     let text = workload.to_json() + "\n";
     match &args.out {

@@ -5,6 +5,9 @@
 mod plan;
 #[cfg(feature = "png")]
 mod png;
+mod routing;
+mod stragglers;
+mod sweep;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -18,6 +21,9 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use crate::checkpoint::OutputFile;
 
 pub use plan::{plot_latency, plot_plan};
+pub use routing::plot_expert_load;
+pub use stragglers::plot_stragglers;
+pub use sweep::{plot_grid, plot_isolated};
 
 /// The picture's size in the SVG, pixels.
 const SIZE: (u32, u32) = (960, 560);
@@ -54,6 +60,8 @@ pub enum Scale {
     Linear,
     /// By their logarithm; what is not above 0 is left out.
     Log,
+    /// The same, for whole numbers that double: 1, 2, 4.
+    Powers,
     /// The same, for numbers of bytes: 16 B, 64 B, 1 KiB.
     Bytes,
 }
@@ -251,7 +259,7 @@ impl Scale {
         let placed = match self {
             Scale::Linear => value,
             Scale::Log => value.log10(),
-            Scale::Bytes => value.log2(),
+            Scale::Powers | Scale::Bytes => value.log2(),
         };
         placed.is_finite().then_some(placed)
     }
@@ -294,7 +302,7 @@ impl Extent {
                     .flat_map(|exponent| within.iter().map(move |x| x.log10() + f64::from(exponent)));
                 Extent { scale, from, to, ticks: all.filter(|tick| (from..=to).contains(tick)).collect() }
             }
-            Scale::Bytes => {
+            Scale::Powers | Scale::Bytes => {
                 let (first, last) = (from.floor() as i32, to.ceil() as i32);
                 let step = [1, 2, 4, 8].into_iter().find(|step| (last - first) / step <= 12).unwrap_or(8);
                 let ticks = (first..=last).filter(|e| (e - first) % step == 0).map(f64::from).collect();
@@ -307,6 +315,7 @@ impl Extent {
         match self.scale {
             Scale::Linear => short(placed),
             Scale::Log => short(10f64.powf(placed)),
+            Scale::Powers => short(placed.exp2()),
             Scale::Bytes => bytes(placed.exp2().round() as u64),
         }
     }
@@ -542,9 +551,11 @@ mod tests {
         assert_eq!(labels(&Extent::of(Scale::Log, [0.05, 30.0].into_iter())).join(" "), "0.05 0.1 0.2 0.5 1 2 5 10 20");
         let sizes = labels(&Extent::of(Scale::Bytes, [16.0, 4194304.0].into_iter()));
         assert_eq!((sizes[0].as_str(), sizes[sizes.len() - 1].as_str()), ("16 B", "4 MiB"));
+        let degrees = labels(&Extent::of(Scale::Powers, [1.0, 16.0].into_iter()));
+        assert_eq!(degrees, ["1", "2", "4", "8", "16"]);
         // One value, none, and what no logarithm has.
         for values in [vec![5.0], vec![], vec![0.0, -1.0], vec![f64::NAN]] {
-            for scale in [Scale::Linear, Scale::Log, Scale::Bytes] {
+            for scale in [Scale::Linear, Scale::Log, Scale::Powers, Scale::Bytes] {
                 let extent = Extent::of(scale, values.iter().copied());
                 assert!(extent.from < extent.to && extent.ticks.len() < 20, "{scale:?} {values:?}");
             }

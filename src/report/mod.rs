@@ -22,7 +22,7 @@ pub use run::{
     CheckReport, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread, TensorCheck,
 };
 pub use sample::StepSample;
-pub use trace::TraceWriter;
+pub use trace::{TraceWriter, simulated_trace_json};
 
 /// The phases' keys, in the order of the table, and their names there.
 pub const PHASES: [(&str, &str); 7] = [

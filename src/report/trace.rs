@@ -1,11 +1,13 @@
 //! The timeline, in the Chrome trace event format, which <https://ui.perfetto.dev> opens.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use serde_json::json;
 
 use super::pe::TraceSpan;
+use crate::sim::timeline::Span;
 
 /// Writes a trace as it comes: a process per PE, a complete event per span; times in microseconds since the job's start. A trace takes
 /// no memory, however many steps it has.
@@ -15,18 +17,26 @@ pub struct TraceWriter<W> {
 }
 
 impl<W: Write> TraceWriter<W> {
-    /// Begins the trace of so many PEs; `origin_ns`, of the spans' clock, is not after any of them.
+    /// Begins the trace of these PEs, or of whatever else `kind` says, as in "node 3"; `origin_ns`, of the spans' clock, is not after any of
+    /// them.
     ///
     /// # Errors
     /// The writer's.
-    pub fn new(mut out: W, pes: usize, origin_ns: u64) -> io::Result<TraceWriter<W>> {
+    pub fn new(
+        mut out: W,
+        kind: &str,
+        pes: impl IntoIterator<Item = usize>,
+        origin_ns: u64,
+    ) -> io::Result<TraceWriter<W>> {
         out.write_all(br#"{"displayTimeUnit":"ms","traceEvents":["#)?;
-        for pe in 0..pes {
-            let name =
-                json!({"name": "process_name", "ph": "M", "pid": pe, "tid": 0, "args": {"name": format!("PE {pe}")}});
+        let mut between = "";
+        for pe in pes {
+            let name = format!("{kind} {pe}");
+            let name = json!({"name": "process_name", "ph": "M", "pid": pe, "tid": 0, "args": {"name": name}});
             let index =
                 json!({"name": "process_sort_index", "ph": "M", "pid": pe, "tid": 0, "args": {"sort_index": pe}});
-            write!(out, "{}{name},{index}", if pe == 0 { "" } else { "," })?;
+            write!(out, "{between}{name},{index}")?;
+            between = ",";
         }
         Ok(TraceWriter { out, origin_ns })
     }
@@ -60,6 +70,23 @@ impl<W: Write> TraceWriter<W> {
     }
 }
 
+/// A trace of simulated spans; `kind` says what they are of, as in "node 3".
+///
+/// # Errors
+/// None that memory has.
+pub fn simulated_trace_json(kind: &str, spans: &[Span]) -> io::Result<Vec<u8>> {
+    let ns = |seconds: f64| (seconds * 1e9).round() as u64;
+    let mut by_pe: BTreeMap<usize, Vec<TraceSpan>> = BTreeMap::new();
+    for span in spans {
+        let (start_ns, dur_ns) = (ns(span.start_s), ns(span.start_s + span.dur_s) - ns(span.start_s));
+        let one = TraceSpan { name: span.name.clone(), start_ns, dur_ns, step: 0, track: u64::from(span.track) };
+        by_pe.entry(span.pe as usize).or_default().push(one);
+    }
+    let mut trace = TraceWriter::new(Vec::new(), kind, by_pe.keys().copied(), 0)?;
+    by_pe.into_iter().try_for_each(|(pe, spans)| trace.add(pe, spans))?;
+    trace.finish()
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
@@ -73,7 +100,7 @@ mod tests {
     #[test]
     fn a_trace_has_a_process_per_pe_and_sorted_events() {
         let start = 7_000_000_000_000; // a host that has been up for two hours
-        let mut trace = TraceWriter::new(Vec::new(), 2, start).unwrap();
+        let mut trace = TraceWriter::new(Vec::new(), "PE", 0..2, start).unwrap();
         let unsorted = [("expert \"GEMM\"", 2_500, 1_001), ("inner", 0, 10), ("outer", 0, 20)];
         trace.add(0, unsorted.map(|(name, at, dur)| span(name, start + at, dur)).to_vec()).unwrap();
         trace.add(1, vec![span("router", start + 1, 2)]).unwrap();
@@ -102,7 +129,7 @@ mod tests {
 
     #[test]
     fn no_spans_is_a_valid_trace() {
-        let trace = TraceWriter::new(Vec::new(), 1, 0).unwrap().finish().unwrap();
+        let trace = TraceWriter::new(Vec::new(), "PE", [0], 0).unwrap().finish().unwrap();
         let trace: Value = serde_json::from_slice(&trace).unwrap();
         assert_eq!(trace["traceEvents"].as_array().unwrap().len(), 2);
     }

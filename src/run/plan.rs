@@ -104,53 +104,14 @@ impl PreparedRun {
 
     /// The groups of a plan, device `i` being PE `i`.
     pub(super) fn groups_of(&self, plan: &Plan) -> Result<Groups> {
-        let (pes, experts) = (self.request.pes, self.config.n_experts);
-        let planned: usize = plan.groups.iter().map(|group| group.devices.len()).sum();
-        if let Some(id) = plan.idle_devices.first() {
-            bail!("idle_devices has device {id}, expected none: every PE takes part");
-        }
-        ensure!(planned == pes, "the groups have {planned} devices, expected {pes}, one for each PE (`pes`)");
-        let mut groups = Vec::new();
-        for (g, group) in plan.groups.iter().enumerate() {
-            let mut members = Vec::new();
-            for (i, &id) in group.devices.iter().enumerate() {
-                let pe = usize::try_from(id).ok().filter(|&pe| pe < pes);
-                members.push(pe.with_context(|| {
-                    format!("groups[{g}].devices[{i}] is {id}, expected a number below {pes}: device ids are PEs")
-                })?);
-            }
-            members.sort_unstable();
-            groups.push((members.clone(), self.placement_of(g, &group.experts, &members)?));
-        }
-        let groups = Groups::new(pes, groups).map_err(|wrong| anyhow::anyhow!("groups: {wrong}"))?;
+        let pe = |id: u64| usize::try_from(id).ok().filter(|&pe| pe < self.request.pes);
+        let groups = groups_of(plan, self.request.pes, self.config.n_experts, pe)?;
         ensure!(
             groups.len() == 1 || self.request.device == DeviceKind::Cpu,
             "the plan has {} expert-parallel groups, expected one on a device; several run on the CPU",
             groups.len()
         );
-        debug_assert!((0..groups.len()).all(|g| groups.placement(g).n_experts() == experts));
         Ok(groups)
-    }
-
-    fn placement_of(&self, g: usize, experts: &BTreeMap<u64, Vec<u32>>, members: &[usize]) -> Result<Placement> {
-        let n = self.config.n_experts;
-        let mut owners = vec![None; n];
-        for (id, list) in experts {
-            let index = members.iter().position(|&pe| pe as u64 == *id);
-            let index =
-                index.with_context(|| format!("groups[{g}].experts has device {id}, which is not in the group"))?;
-            for &e in list {
-                let owner = owners
-                    .get_mut(e as usize)
-                    .with_context(|| format!("groups[{g}].experts.{id} has expert {e}, the layer has {n}"))?;
-                ensure!(owner.is_none(), "groups[{g}].experts.{id} has expert {e}, which another device has too");
-                *owner = Some(index as u32);
-            }
-        }
-        if let Some(e) = owners.iter().position(Option::is_none) {
-            bail!("groups[{g}].experts lacks expert {e}, expected all {n} of the layer");
-        }
-        Ok(Placement::from_owners(owners.into_iter().flatten().collect(), members.len()))
     }
 
     /// What was planned beside what was measured; `None` without a plan.
@@ -206,8 +167,64 @@ impl PreparedRun {
     }
 }
 
+/// The groups of a plan of `experts` experts for PEs `0..pes`; `pe_of` says which PE a device is.
+///
+/// # Errors
+/// One line that says where the plan is not one for these.
+pub(crate) fn groups_of(
+    plan: &Plan,
+    pes: usize,
+    experts: usize,
+    pe_of: impl Fn(u64) -> Option<usize>,
+) -> Result<Groups> {
+    let planned: usize = plan.groups.iter().map(|group| group.devices.len()).sum();
+    if let Some(id) = plan.idle_devices.first() {
+        bail!("idle_devices has device {id}, expected none: every PE takes part");
+    }
+    ensure!(planned == pes, "the groups have {planned} devices, expected {pes}, one for each PE (`pes`)");
+    let mut groups = Vec::new();
+    for (g, group) in plan.groups.iter().enumerate() {
+        let mut members = Vec::new();
+        for (i, &id) in group.devices.iter().enumerate() {
+            members.push(pe_of(id).with_context(|| {
+                format!("groups[{g}].devices[{i}] is {id}, expected a number below {pes}: device ids are PEs")
+            })?);
+        }
+        members.sort_unstable();
+        groups.push((members.clone(), placement_of(g, &group.experts, &members, experts, &pe_of)?));
+    }
+    let groups = Groups::new(pes, groups).map_err(|wrong| anyhow::anyhow!("groups: {wrong}"))?;
+    debug_assert!((0..groups.len()).all(|g| groups.placement(g).n_experts() == experts));
+    Ok(groups)
+}
+
+fn placement_of(
+    g: usize,
+    experts: &BTreeMap<u64, Vec<u32>>,
+    members: &[usize],
+    n: usize,
+    pe_of: impl Fn(u64) -> Option<usize>,
+) -> Result<Placement> {
+    let mut owners = vec![None; n];
+    for (id, list) in experts {
+        let index = pe_of(*id).and_then(|id| members.binary_search(&id).ok());
+        let index = index.with_context(|| format!("groups[{g}].experts has device {id}, which is not in the group"))?;
+        for &e in list {
+            let owner = owners
+                .get_mut(e as usize)
+                .with_context(|| format!("groups[{g}].experts.{id} has expert {e}, the layer has {n}"))?;
+            ensure!(owner.is_none(), "groups[{g}].experts.{id} has expert {e}, which another device has too");
+            *owner = Some(index as u32);
+        }
+    }
+    if let Some(e) = owners.iter().position(Option::is_none) {
+        bail!("groups[{g}].experts lacks expert {e}, expected all {n} of the layer");
+    }
+    Ok(Placement::from_owners(owners.into_iter().flatten().collect(), members.len()))
+}
+
 /// Reads what `aristos plan` wrote.
-fn parse_plan(text: &str) -> Result<Plan> {
+pub(crate) fn parse_plan(text: &str) -> Result<Plan> {
     #[derive(serde::Deserialize)]
     struct Feasible {
         feasible: bool,

@@ -92,7 +92,8 @@ struct Trace {
 impl Trace {
     fn create(path: &Path, pes: usize) -> Result<Trace> {
         let file = OutputFile::create_empty(path)?;
-        let writer = file.file().try_clone().and_then(|out| TraceWriter::new(BufWriter::new(out), pes, now_ns()));
+        let writer =
+            file.file().try_clone().and_then(|out| TraceWriter::new(BufWriter::new(out), "PE", 0..pes, now_ns()));
         Ok(Trace { file, writer })
     }
 

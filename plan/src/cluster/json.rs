@@ -108,10 +108,10 @@ fn token_at(text: &str, error: &serde_json::Error) -> Option<String> {
     Some(token)
 }
 
-/// A number, whole or not.
+/// A number of a file, whole or not; [`Range`] says whether it will do.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(transparent)]
-pub(crate) struct Number(pub f64);
+pub struct Number(pub f64);
 
 impl<'de> Deserialize<'de> for Number {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Number, D::Error> {
@@ -135,10 +135,10 @@ impl<'de> Deserialize<'de> for Number {
     }
 }
 
-/// A whole number, 0 or more; `32.0` is one too.
+/// A whole number of a file, from 0 to 10^15; `32.0` is one too.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(transparent)]
-pub(crate) struct Count(pub u64);
+pub struct Count(pub u64);
 
 impl<'de> Deserialize<'de> for Count {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Count, D::Error> {

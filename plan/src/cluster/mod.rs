@@ -15,8 +15,7 @@ mod probe;
 use std::collections::{BTreeMap, HashMap};
 
 pub use fit::{Fit, fit};
-pub(crate) use json::Number;
-pub use json::{Probe, Range, parse_json, read_text};
+pub use json::{Count, Number, Probe, Range, parse_json, read_text};
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Slowness, Tier, Tiers, TiersError};
 pub use presets::{PRESETS, preset};
 pub use probe::{OwnDevice, ProbeError, ProbeOptions, ProbeStage, ProbedLinks, probe, probe_links};

@@ -1,0 +1,180 @@
+//! One round of an exchange: which packets cross which links.
+//!
+//! Packets are counted, not made one by one: a visit of a pair sends what fits at once, and sweeps that would repeat are done together.
+
+use std::ops::ControlFlow;
+
+use super::Params;
+
+/// A link between two nodes in a round.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Link {
+    /// Bytes that have crossed it.
+    pub bytes: u64,
+    /// Packets that have.
+    pub packets: u64,
+    /// Whether they went from the larger number of node to the smaller, where there are any.
+    pub downward: bool,
+}
+
+/// The state of all links and NICs in a round.
+pub struct Round {
+    nodes: usize,
+    num_links: usize,
+    /// Links of the pair {i, j}, i < j, from `pair(i, j) * num_links` on.
+    links: Vec<Link>,
+    /// Bytes that a link of the pair carries.
+    capacity_bytes: Vec<u64>,
+    nic_bytes: Vec<u64>,
+    nic_limit_bytes: u64,
+    packet_bytes: u64,
+    turn_packets: u64,
+    /// Links looked at so far, in all rounds.
+    pub work: u64,
+    /// Beyond so much work sweeps end, wherever they are.
+    work_most: u64,
+}
+
+/// A source and a destination.
+pub type Pair = (u32, u32);
+
+impl Round {
+    pub fn new(params: &Params, nodes: usize, work_most: u64) -> Round {
+        let pairs = nodes * nodes.saturating_sub(1) / 2;
+        let mut capacity_bytes = vec![0; pairs];
+        for j in 1..nodes {
+            for i in 0..j {
+                // Bytes are whole, so a fraction of one is of no use.
+                capacity_bytes[pair(i, j)] = params.bandwidth_bytes_per_ms(i, j).min(1e18) as u64;
+            }
+        }
+        Round {
+            nodes,
+            num_links: params.num_links,
+            links: vec![Link::default(); pairs * params.num_links],
+            capacity_bytes,
+            nic_bytes: vec![0; nodes],
+            nic_limit_bytes: params.nic_rate_bytes.min(1e18) as u64,
+            packet_bytes: params.packet_size_bytes,
+            turn_packets: params.round_robin_max_packets,
+            work: 0,
+            work_most,
+        }
+    }
+
+    /// Whether sweeps have ended for too much work.
+    pub fn is_over(&self) -> bool {
+        self.work > self.work_most
+    }
+
+    /// Begins a round.
+    pub fn clear(&mut self) {
+        self.work += self.links.len() as u64;
+        self.links.fill(Link::default());
+        self.nic_bytes.fill(0);
+    }
+
+    /// The links of a pair of nodes.
+    pub fn links(&self, i: usize, j: usize) -> &[Link] {
+        let at = pair(i, j) * self.num_links;
+        &self.links[at..at + self.num_links]
+    }
+
+    /// Sweeps over the pairs, each in its turn, until nothing moves; `load` is by `source * nodes + destination`, and becomes what is left.
+    pub fn sweep(&mut self, load: &mut [u64], pairs: &mut Vec<Pair>) {
+        while !pairs.is_empty() && !self.is_over() {
+            self.repeated_sweeps(load, pairs);
+            pairs.retain(|&(from, to)| {
+                let bytes = &mut load[from as usize * self.nodes + to as usize];
+                self.turn(from as usize, to as usize, bytes)
+            });
+        }
+    }
+
+    /// Does as many sweeps as all pairs have whole turns of whole packets for, each on one link.
+    fn repeated_sweeps(&mut self, load: &mut [u64], pairs: &[Pair]) {
+        let Some(turn_bytes) = self.turn_packets.checked_mul(self.packet_bytes) else { return };
+        let mut at_node = vec![0u64; self.nodes];
+        let mut sweeps = u64::MAX;
+        for &(from, to) in pairs {
+            let (from, to) = (from as usize, to as usize);
+            at_node[from] += 1;
+            at_node[to] += 1;
+            let room = match self.first_fit(from, to, self.packet_bytes) {
+                Some(at) => self.capacity_bytes[pair(from, to)] - self.links[at].bytes,
+                None => 0,
+            };
+            sweeps = sweeps.min(load[from * self.nodes + to].min(room) / turn_bytes);
+            if sweeps == 0 {
+                return;
+            }
+        }
+        for (used, turns) in self.nic_bytes.iter().zip(&at_node).filter(|(_, turns)| **turns > 0) {
+            sweeps = sweeps.min((self.nic_limit_bytes - used) / turn_bytes / turns);
+        }
+        if sweeps == 0 {
+            return;
+        }
+        for &(from, to) in pairs {
+            let (from, to) = (from as usize, to as usize);
+            if let Some(at) = self.first_fit(from, to, self.packet_bytes) {
+                self.put(at, from, to, sweeps * self.turn_packets, self.packet_bytes);
+                load[from * self.nodes + to] -= sweeps * turn_bytes;
+            }
+        }
+    }
+
+    /// A pair's turn: whether it sent anything.
+    fn turn(&mut self, from: usize, to: usize, load: &mut u64) -> bool {
+        let mut left = self.turn_packets;
+        while left > 0 && *load > 0 {
+            match self.send(from, to, load, left) {
+                ControlFlow::Continue(sent) => left -= sent,
+                ControlFlow::Break(()) => break,
+            }
+        }
+        left < self.turn_packets
+    }
+
+    /// Sends packets of one size on one link, at most `most`; how many, or that none fits.
+    fn send(&mut self, from: usize, to: usize, load: &mut u64, most: u64) -> ControlFlow<(), u64> {
+        let packet = self.packet_bytes.min(*load);
+        let nic = self.nic_limit_bytes - self.nic_bytes[from].max(self.nic_bytes[to]);
+        let Some(at) = self.first_fit(from, to, packet).filter(|_| packet <= nic) else {
+            return ControlFlow::Break(());
+        };
+        let room = self.capacity_bytes[pair(from, to)] - self.links[at].bytes;
+        let packets = most.min(*load / packet).min(room / packet).min(nic / packet);
+        self.put(at, from, to, packets, packet);
+        *load -= packets * packet;
+        ControlFlow::Continue(packets)
+    }
+
+    fn put(&mut self, at: usize, from: usize, to: usize, packets: u64, packet_bytes: u64) {
+        let link = &mut self.links[at];
+        link.bytes += packets * packet_bytes;
+        link.packets += packets;
+        link.downward = from > to;
+        self.nic_bytes[from] += packets * packet_bytes;
+        self.nic_bytes[to] += packets * packet_bytes;
+    }
+
+    /// The first link in this direction, or in none yet, with room for a packet.
+    fn first_fit(&mut self, from: usize, to: usize, packet_bytes: u64) -> Option<usize> {
+        let pair = pair(from, to);
+        let links = &self.links[pair * self.num_links..][..self.num_links];
+        let fits = |link: &Link| {
+            (link.packets == 0 || link.downward == (from > to))
+                && link.bytes + packet_bytes <= self.capacity_bytes[pair]
+        };
+        let found = links.iter().position(fits);
+        self.work += found.map_or(self.num_links, |link| link + 1) as u64;
+        found.map(|link| pair * self.num_links + link)
+    }
+}
+
+/// Where the unordered pair of nodes is among all.
+fn pair(a: usize, b: usize) -> usize {
+    let (i, j) = (a.min(b), a.max(b));
+    j * (j - 1) / 2 + i
+}

@@ -1,0 +1,27 @@
+//! Models of Mixture-of-Experts training, in virtual time.
+//!
+//! - [`linear`]: FLOP and data movement of a linear layer;
+//! - [`comms`]: an all-to-all exchange over a full mesh, in rounds;
+//! - [`routing`]: which experts tokens go to: files, made-up routing, and the loads that follow;
+//! - [`network`]: an alpha-beta network with contention at the NICs;
+//! - [`step`]: a step of an MoE layer, event by event;
+//! - [`sweep`]: data, horizontal, pipeline and expert parallelism of an MLP.
+//!
+//! `docs/simulator.md` says what each model assumes and where it comes from.
+//!
+//! ```
+//! use aristos_sim::comms::{Load, Params, Schedule, exchange};
+//!
+//! let load = Load::from_json(r#"{"load_bytes": [[0, 1600], [1600, 0]]}"#)?;
+//! let time = exchange(&Params::default(), &load, Schedule::Fair, None)?;
+//! assert_eq!((time.time_ms, time.rounds), (256.0, 32));
+//! # Ok::<(), aristos_plan::InputError>(())
+//! ```
+
+pub mod comms;
+pub mod linear;
+pub mod network;
+pub mod routing;
+pub mod step;
+pub mod sweep;
+pub mod timeline;

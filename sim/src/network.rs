@@ -1,0 +1,162 @@
+//! An alpha-beta network with contention: a message takes the time alpha and, at both of its ends, bytes times beta of a port.
+//!
+//! A PE has a port to the other PEs of its host, and one to the network, its own or its host's. A port sends one message at a time and receives one at a
+//! time, in the order in which they come. So messages to many PEs leave one after the other, and messages from many PEs to one (incast) arrive one
+//! after the other, however fast the links are.
+
+use aristos_plan::cluster::{Cluster, LinkTable, Links};
+
+/// Who has a port to the network.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Nics {
+    /// Every PE.
+    #[default]
+    PerPe,
+    /// All PEs of a host share one.
+    PerHost,
+}
+
+/// The ports, and until when they are taken.
+pub struct Network<'c> {
+    links: &'c Links,
+    host: Vec<u32>,
+    /// Of each PE its port to the network, behind all ports inside hosts.
+    nic: Vec<u32>,
+    sending_until_s: Vec<f64>,
+    receiving_until_s: Vec<f64>,
+    /// Time that each port has sent, received, seconds.
+    busy_s: [Vec<f64>; 2],
+    /// How many times as fast as the cluster says the ports to the network are.
+    nic_speed: f64,
+}
+
+impl<'c> Network<'c> {
+    /// The network of a cluster, with ports to the network `nic_speed` times as fast as it says.
+    pub fn new(cluster: &'c Cluster, nics: Nics, nic_speed: f64) -> Network<'c> {
+        let n = cluster.devices.len();
+        let (mut host, mut nic) = (vec![0; n], vec![0; n]);
+        for (h, devices) in cluster.hosts().iter().enumerate() {
+            for &device in devices {
+                host[device as usize] = h as u32;
+                let port = match nics {
+                    Nics::PerPe => device as usize,
+                    Nics::PerHost => h,
+                };
+                nic[device as usize] = (n + port) as u32;
+            }
+        }
+        let zeros = || vec![0.0; 2 * n];
+        Network {
+            links: &cluster.links,
+            host,
+            nic,
+            sending_until_s: zeros(),
+            receiving_until_s: zeros(),
+            busy_s: [zeros(), zeros()],
+            nic_speed,
+        }
+    }
+
+    /// Whether two PEs are on one host.
+    pub fn is_local(&self, a: usize, b: usize) -> bool {
+        self.host[a] == self.host[b]
+    }
+
+    /// Latency from one PE to another, s.
+    pub fn alpha_s(&self, from: usize, to: usize) -> f64 {
+        self.links.link(from, to).alpha_ms * 1e-3
+    }
+
+    /// How long so many bytes take of each port on their way, s.
+    pub fn wire_s(&self, from: usize, to: usize, bytes: f64) -> f64 {
+        let speed = if self.is_local(from, to) { 1.0 } else { self.nic_speed };
+        self.links.link(from, to).beta_ms_per_mb * 1e-9 * bytes / speed
+    }
+
+    fn port(&self, pe: usize, other: usize) -> usize {
+        if self.is_local(pe, other) { pe } else { self.nic[pe] as usize }
+    }
+
+    /// A message is to be sent: when its head arrives, s.
+    pub fn send(&mut self, from: usize, to: usize, bytes: f64, now_s: f64) -> f64 {
+        let (port, wire_s) = (self.port(from, to), self.wire_s(from, to, bytes));
+        let start_s = self.sending_until_s[port].max(now_s);
+        self.sending_until_s[port] = start_s + wire_s;
+        self.busy_s[0][port] += wire_s;
+        start_s + self.alpha_s(from, to)
+    }
+
+    /// Its head has arrived: when all of it is there, s.
+    pub fn receive(&mut self, from: usize, to: usize, bytes: f64, now_s: f64) -> f64 {
+        let (port, wire_s) = (self.port(to, from), self.wire_s(from, to, bytes));
+        let end_s = self.receiving_until_s[port].max(now_s) + wire_s;
+        self.receiving_until_s[port] = end_s;
+        self.busy_s[1][port] += wire_s;
+        end_s
+    }
+
+    /// How long the busiest of a PE's ports has sent or received, s.
+    pub fn busy_s(&self, pe: usize) -> f64 {
+        let ports = [pe, self.nic[pe] as usize];
+        self.busy_s.iter().flat_map(|busy| ports.map(|port| busy[port])).fold(0.0, f64::max)
+    }
+
+    /// A message from nothing to its last byte, s.
+    pub fn alone_s(&self, from: usize, to: usize, bytes: f64) -> f64 {
+        self.alpha_s(from, to) + self.wire_s(from, to, bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aristos_plan::cluster::{Device, Link, Tier, Tiers};
+
+    /// Hosts of two: alpha 1 ms and beta 1 ms/MB inside, 10 and 4 between.
+    fn cluster(n: usize) -> Cluster {
+        let link = |alpha_ms, beta_ms_per_mb| Link { alpha_ms, beta_ms_per_mb };
+        let tiers = vec![Tier { size: 2, link: link(1.0, 1.0) }, Tier { size: n, link: link(10.0, 4.0) }];
+        let devices = (0..n).map(|i| Device::new(i as u64, format!("h{}", i / 2), 1e9, 1)).collect();
+        Cluster::new(devices, Links::Tiers(Tiers::new(n, tiers).unwrap()))
+    }
+
+    fn pass(network: &mut Network, from: usize, to: usize, mb: f64) -> f64 {
+        let head_s = network.send(from, to, mb * 1e6, 0.0);
+        network.receive(from, to, mb * 1e6, head_s) * 1e3
+    }
+
+    fn near(got: f64, want: f64) {
+        assert!((got - want).abs() < 1e-9, "{got}, expected {want}");
+    }
+
+    #[test]
+    fn ports_serve_one_message_at_a_time() {
+        let cluster = cluster(8);
+        let mut network = Network::new(&cluster, Nics::PerPe, 1.0);
+        near(pass(&mut network, 0, 1, 2.0), 3.0);
+        near(pass(&mut network, 0, 2, 2.0), 18.0);
+        // A second message waits for the port to the network, and one inside the host for the port there.
+        near(pass(&mut network, 0, 4, 2.0), 26.0);
+        near(pass(&mut network, 0, 1, 2.0), 5.0);
+        near(network.busy_s(0), 16e-3);
+        // Incast: all arrive at PE 7, one after the other.
+        let mut network = Network::new(&cluster, Nics::PerPe, 1.0);
+        for k in 0..5 {
+            near(pass(&mut network, k, 7, 1.0), 10.0 + 4.0 * (k + 1) as f64);
+        }
+        // Twice the speed halves beta between hosts and not inside.
+        let mut network = Network::new(&cluster, Nics::PerPe, 2.0);
+        near(pass(&mut network, 0, 2, 2.0), 14.0);
+        near(pass(&mut network, 0, 1, 2.0), 3.0);
+    }
+
+    #[test]
+    fn a_hosts_pes_may_share_its_nic() {
+        let cluster = cluster(4);
+        for (nics, second) in [(Nics::PerPe, 14.0), (Nics::PerHost, 18.0)] {
+            let mut network = Network::new(&cluster, nics, 1.0);
+            near(pass(&mut network, 0, 2, 1.0), 14.0);
+            near(pass(&mut network, 1, 3, 1.0), second);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Made-up routing of a stated skew.
+
+use aristos_plan::InputError;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::{CHOICES_MOST, EXPERTS_MOST, NODES_MOST, Record, Routing};
+
+/// Draws of an expert that a token has already, before the others are looked at one by one.
+const DRAWS_MOST: usize = 16;
+
+/// How often experts are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Popularity {
+    /// This share of the experts, rounded, at least one, have this share of the probability; the others share the rest. All of a class are alike.
+    Hot {
+        /// Share of the experts.
+        ratio: f64,
+        /// Share of the probability.
+        weight: f64,
+    },
+    /// The expert of number e has a probability in proportion to (e + 1)^-s.
+    Zipf {
+        /// The exponent s, at least 0.
+        exponent: f64,
+    },
+}
+
+/// What routing is to be made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Workload {
+    /// Experts of a layer.
+    pub experts: usize,
+    /// Tokens of a step; token t starts at node t mod `nodes`.
+    pub tokens: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Nodes.
+    pub nodes: usize,
+    /// How often experts are chosen; those of small numbers are the popular ones.
+    pub popularity: Popularity,
+    /// Layers.
+    pub layers: usize,
+    /// Steps.
+    pub steps: usize,
+    /// Of the random numbers.
+    pub seed: u64,
+}
+
+impl Workload {
+    /// Draws the routing: each token its `top_k` experts one after the other, by their probabilities, without replacement.
+    ///
+    /// # Errors
+    /// One line that names the field, its value and what would be right.
+    pub fn routing(&self) -> Result<Routing, InputError> {
+        let mut cumulative = self.probabilities()?;
+        let mut sum = 0.0;
+        for probability in &mut cumulative {
+            sum += *probability;
+            *probability = sum;
+        }
+        let tokens = |node: usize| self.tokens / self.nodes + usize::from(node < self.tokens % self.nodes);
+        let tokens_per_node: Vec<usize> = (0..self.nodes).map(tokens).collect();
+        let mut records = Vec::with_capacity(self.layers * self.steps);
+        for step in 0..self.steps as u64 {
+            for layer in 0..self.layers as u64 {
+                let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+                rng.set_stream(step * self.layers as u64 + layer);
+                let mut choices = Vec::with_capacity(self.tokens * self.top_k);
+                for _ in 0..self.tokens {
+                    draw(&mut rng, &cumulative, self.top_k, &mut choices);
+                }
+                records.push(Record { layer, step, tokens_per_node: tokens_per_node.clone(), choices });
+            }
+        }
+        Ok(Routing { experts: self.experts, top_k: self.top_k, nodes: self.nodes, records })
+    }
+
+    /// Each expert's probability, up to a factor.
+    fn probabilities(&self) -> Result<Vec<f64>, InputError> {
+        let wrong = |field: &str, found: String, expected: String| {
+            Err(InputError::value(format!("`{field}`"), found, expected))
+        };
+        for (field, value, most) in [
+            ("experts", self.experts, EXPERTS_MOST as usize),
+            ("tokens", self.tokens, CHOICES_MOST),
+            ("top_k", self.top_k, self.experts),
+            ("nodes", self.nodes, NODES_MOST),
+            ("layers", self.layers, CHOICES_MOST),
+            ("steps", self.steps, CHOICES_MOST),
+        ] {
+            if !(1..=most).contains(&value) {
+                return wrong(field, format!("is {value}"), format!("1 to {most}"));
+            }
+        }
+        let all = [self.top_k, self.layers, self.steps].iter().fold(self.tokens, |all, n| all.saturating_mul(*n));
+        if all > CHOICES_MOST {
+            let found = format!("is {}", self.tokens);
+            let expected = format!("at most {CHOICES_MOST} choices over all tokens, layers and steps");
+            return wrong("tokens", found, expected);
+        }
+        match self.popularity {
+            Popularity::Hot { ratio, weight } => {
+                for (field, value) in [("hot_ratio", ratio), ("hot_weight", weight)] {
+                    if !(0.0..=1.0).contains(&value) {
+                        return wrong(field, format!("is {value}"), "a number from 0 to 1".to_string());
+                    }
+                }
+                let hot = ((self.experts as f64 * ratio).round() as usize).max(1);
+                let others = self.experts - hot;
+                // Where one class is all there is, or has all, the rest could not be drawn.
+                let possible = if weight == 0.0 {
+                    others
+                } else if weight == 1.0 {
+                    hot
+                } else {
+                    self.experts
+                };
+                if others > 0 && possible < self.top_k {
+                    let expected = format!("a share that leaves {} experts to draw from, not {possible}", self.top_k);
+                    return wrong("hot_weight", format!("is {weight}"), expected);
+                }
+                let probability = |expert: usize| match expert < hot {
+                    _ if others == 0 => 1.0,
+                    true => weight / hot as f64,
+                    false => (1.0 - weight) / others as f64,
+                };
+                Ok((0..self.experts).map(probability).collect())
+            }
+            Popularity::Zipf { exponent } => {
+                if !(0.0..=20.0).contains(&exponent) {
+                    return wrong("zipf", format!("is {exponent}"), "a number from 0 to 20".to_string());
+                }
+                Ok((1..=self.experts).map(|rank| (rank as f64).powf(-exponent)).collect())
+            }
+        }
+    }
+}
+
+/// The experts of one token.
+fn draw(rng: &mut ChaCha8Rng, cumulative: &[f64], top_k: usize, choices: &mut Vec<u32>) {
+    let from = choices.len();
+    let sum = cumulative[cumulative.len() - 1];
+    let probability = |e: usize| cumulative[e] - if e == 0 { 0.0 } else { cumulative[e - 1] };
+    for _ in 0..top_k {
+        // A draw that is thrown away when the expert is taken is a draw from those that are left.
+        let fresh = (0..DRAWS_MOST).find_map(|_| {
+            let point = rng.random::<f64>() * sum;
+            let expert = cumulative.partition_point(|&end| end <= point).min(cumulative.len() - 1);
+            (probability(expert) > 0.0 && !choices[from..].contains(&(expert as u32))).then_some(expert)
+        });
+        let expert = fresh.unwrap_or_else(|| {
+            let left = |expert: &usize| !choices[from..].contains(&(*expert as u32));
+            let total: f64 = (0..cumulative.len()).filter(left).map(probability).sum();
+            let mut point = rng.random::<f64>() * total;
+            let mut last = 0;
+            for expert in (0..cumulative.len()).filter(left).filter(|e| probability(*e) > 0.0 || total == 0.0) {
+                last = expert;
+                point -= probability(expert);
+                if point < 0.0 {
+                    break;
+                }
+            }
+            last
+        });
+        choices.push(expert as u32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workload() -> Workload {
+        Workload {
+            experts: 16,
+            tokens: 4003,
+            top_k: 2,
+            nodes: 4,
+            popularity: Popularity::Hot { ratio: 0.25, weight: 0.8 },
+            layers: 2,
+            steps: 2,
+            seed: 5,
+        }
+    }
+
+    /// Probability that a token has each expert, by summing over all ordered draws of two.
+    fn of_two(probabilities: &[f64]) -> Vec<f64> {
+        let sum: f64 = probabilities.iter().sum();
+        let mut of = vec![0.0; probabilities.len()];
+        for (a, p) in probabilities.iter().map(|p| p / sum).enumerate() {
+            for (b, q) in probabilities.iter().map(|q| q / sum).enumerate().filter(|(b, _)| *b != a) {
+                let both = p * q / (1.0 - p);
+                of[a] += both;
+                of[b] += both;
+            }
+        }
+        of
+    }
+
+    #[test]
+    fn shares_are_those_of_drawing_without_replacement() {
+        for popularity in [
+            Popularity::Hot { ratio: 0.25, weight: 0.8 },
+            Popularity::Zipf { exponent: 0.0 },
+            Popularity::Zipf { exponent: 1.2 },
+            Popularity::Zipf { exponent: 6.0 },
+        ] {
+            let workload = Workload { popularity, tokens: 40_000, ..workload() };
+            let routing = workload.routing().unwrap();
+            let want = of_two(&workload.probabilities().unwrap());
+            let draws = (workload.tokens * workload.layers * workload.steps) as f64;
+            for (expert, (tokens, want)) in routing.tokens_per_expert().iter().zip(&want).enumerate() {
+                // Five standard deviations.
+                let bound = 5.0 * (draws * want * (1.0 - want)).sqrt() + 1.0;
+                assert!((tokens - draws * want).abs() < bound, "{popularity:?} {expert}: {tokens}, {}", draws * want);
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_start_in_turn_and_seeds_repeat() {
+        let routing = workload().routing().unwrap();
+        assert_eq!(routing.records.len(), 4);
+        assert_eq!(routing.records[1].tokens_per_node, [1001, 1001, 1001, 1000]);
+        assert_eq!((routing.records[1].layer, routing.records[1].step), (1, 0));
+        assert_eq!(workload().routing().unwrap(), routing);
+        assert_ne!(Workload { seed: 6, ..workload() }.routing().unwrap().records[0], routing.records[0]);
+        assert_ne!(routing.records[0].choices, routing.records[1].choices);
+        // What is written is what is read, with its checks.
+        assert_eq!(Routing::from_json(&routing.to_json()).unwrap(), routing);
+        // As many as there are, and a class that nothing is left of.
+        let all = Workload { top_k: 16, popularity: Popularity::Zipf { exponent: 20.0 }, ..workload() };
+        assert_eq!(all.routing().unwrap().tokens_per_expert(), [4.0 * 4003.0; 16]);
+        let hot = Workload { top_k: 4, popularity: Popularity::Hot { ratio: 0.25, weight: 1.0 }, ..workload() };
+        assert_eq!(hot.routing().unwrap().tokens_per_expert()[..5], [16_012.0, 16_012.0, 16_012.0, 16_012.0, 0.0]);
+    }
+
+    #[test]
+    fn bad_input_is_one_line() {
+        let error = |workload: Workload| workload.routing().unwrap_err().to_string();
+        let hot = |ratio, weight| Popularity::Hot { ratio, weight };
+        assert_eq!(error(Workload { experts: 0, ..workload() }), "`experts` is 0, expected 1 to 65536");
+        assert_eq!(error(Workload { top_k: 17, ..workload() }), "`top_k` is 17, expected 1 to 16");
+        assert_eq!(error(Workload { nodes: 0, ..workload() }), "`nodes` is 0, expected 1 to 65536");
+        let most = error(Workload { tokens: 1 << 28, ..workload() });
+        assert!(most.starts_with("`tokens` is 268435456, expected at most"), "{most}");
+        let nan = error(Workload { popularity: hot(f64::NAN, 0.5), ..workload() });
+        assert_eq!(nan, "`hot_ratio` is NaN, expected a number from 0 to 1");
+        let weight = error(Workload { popularity: hot(0.25, 1.0), top_k: 5, ..workload() });
+        assert!(weight.starts_with("`hot_weight` is 1, expected"), "{weight}");
+        let zipf = error(Workload { popularity: Popularity::Zipf { exponent: -1.0 }, ..workload() });
+        assert_eq!(zipf, "`zipf` is -1, expected a number from 0 to 20");
+    }
+}

@@ -1,0 +1,87 @@
+//! The bulk schedule: all PEs of a group finish a phase before any begins the next.
+
+use super::{Engine, Phase, What};
+
+impl Engine<'_> {
+    pub(super) fn begin_bulk(&mut self, group: usize) {
+        let state = &mut self.groups[group];
+        (state.phase, state.pending) = (Phase::Counts, self.step.groups[group].members.len() as u32);
+        state.counts_s = self.now_s;
+    }
+
+    /// In the bulk schedule: one more of what the phase waits for is done.
+    pub(super) fn one_less(&mut self, group: usize) {
+        let state = &mut self.groups[group];
+        state.pending -= 1;
+        if state.pending == 0 {
+            let there_s = if state.phase == Phase::Counts { state.counts_s.max(self.now_s) } else { self.now_s };
+            let time_s = there_s + state.barrier_s;
+            self.at(time_s, group, 0, What::Phase);
+        }
+    }
+
+    pub(super) fn next_phase(&mut self, group: usize) {
+        let members = self.step.groups[group].members.clone();
+        let plan = &self.step.plans[self.step.groups[group].plan];
+        let rounds = plan.most_chunks.div_ceil(self.step.window_chunks as u32);
+        let next = match self.groups[group].phase {
+            Phase::Counts if rounds > 0 => Phase::Rows(0),
+            Phase::Rows(round) if round + 1 < rounds => Phase::Rows(round + 1),
+            Phase::Counts | Phase::Rows(_) => Phase::Experts,
+            Phase::Experts => Phase::Results,
+            Phase::Results => return self.end_bulk(group, &members),
+        };
+        self.groups[group].phase = next;
+        self.groups[group].pending = match next {
+            Phase::Rows(round) => members.iter().map(|&pe| self.send_chunks(pe, round)).sum(),
+            Phase::Experts => members.len() as u32,
+            _ => self.return_all(&members),
+        };
+        if self.groups[group].pending == 0 {
+            // Nothing to wait for, but the barrier.
+            self.groups[group].pending = 1;
+            return self.one_less(group);
+        }
+        if next == Phase::Experts {
+            for pe in members {
+                self.begin_experts(pe);
+            }
+        }
+    }
+
+    fn begin_experts(&mut self, p: usize) {
+        let tiles = self.tiling(p).tiles.len() as u32;
+        let pe = &mut self.pes[p];
+        pe.placed = true;
+        pe.ready.clear();
+        pe.ready.extend(0..tiles);
+        self.compute(p);
+    }
+
+    fn return_all(&mut self, members: &[usize]) -> u32 {
+        let mut sent = 0;
+        for &p in members {
+            let (n, me) = (members.len() as u32, self.pes[p].index);
+            for k in 1..n {
+                for chunk in self.plan(p).from(((me + k) % n) as usize) {
+                    self.return_chunk(p, chunk);
+                    sent += 1;
+                }
+            }
+        }
+        sent
+    }
+
+    /// All results are back. The router's gradients are what is left of a backward.
+    fn end_bulk(&mut self, group: usize, members: &[usize]) {
+        let start_s = self.now_s;
+        self.begin_bulk(group);
+        for &p in members {
+            let router_s = self.pes[p].router_last_s.take().unwrap_or(0.0);
+            self.pes[p].time.router_s[1] += router_s;
+            self.now_s = start_s + router_s;
+            self.end_pass(p);
+            self.now_s = start_s;
+        }
+    }
+}

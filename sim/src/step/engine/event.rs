@@ -1,0 +1,59 @@
+//! What happens, and in which order.
+
+use std::cmp::Ordering;
+
+/// What a chunk's message is: rows on their way out, or results on their way back.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Kind {
+    Rows,
+    Results,
+}
+
+/// What happens.
+#[derive(Clone, Copy)]
+pub enum What {
+    /// A PE's router is done.
+    Routed,
+    /// A PE has the headers of all.
+    Headers,
+    /// A chunk may leave: its place at the receiver is free. Its own numbers are the receiver's.
+    Leave { to: u32, chunk: u32 },
+    /// The head of a chunk's message has arrived, of the rows that `at` receives as chunk `chunk`.
+    Head { at: u32, chunk: u32, kind: Kind },
+    /// All of it has.
+    Arrived { at: u32, chunk: u32, kind: Kind },
+    /// A PE's piece of work is done.
+    Computed,
+    /// A bulk phase of a group is over.
+    Phase,
+}
+
+pub struct Event {
+    pub time_s: f64,
+    /// Order of events at the same time.
+    pub number: u64,
+    /// The PE, or of [`What::Phase`] the group.
+    pub who: u32,
+    pub pass: u32,
+    pub what: What,
+}
+
+impl Ord for Event {
+    fn cmp(&self, other: &Event) -> Ordering {
+        self.time_s.total_cmp(&other.time_s).then(self.number.cmp(&other.number))
+    }
+}
+
+impl PartialOrd for Event {
+    fn partial_cmp(&self, other: &Event) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Event {
+    fn eq(&self, other: &Event) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Event {}

@@ -1,0 +1,69 @@
+//! What follows the passes: who was late, and the sums of gradients.
+
+use super::Engine;
+use crate::step::{PeTime, Schedule};
+
+impl Engine<'_> {
+    /// Adds how much later than the first of its group each PE ended; in the bulk schedule, where barriers make them end alike, its experts' work.
+    pub(super) fn stragglers(&self, all: &mut Vec<f64>) {
+        for group in self.step.groups {
+            let end_s = |&pe: &usize| match self.step.schedule {
+                Schedule::Pipelined => self.pes[pe].end_s,
+                Schedule::Bulk => self.pes[pe].worked_until_s,
+            };
+            let first_s = group.members.iter().map(end_s).fold(f64::INFINITY, f64::min);
+            all.extend(group.members.iter().map(|pe| end_s(pe) - first_s));
+        }
+    }
+
+    /// Sums the gradients between groups, and those of what every PE has; when the last PE has them, s.
+    pub(super) fn all_reduce(&mut self) -> f64 {
+        let (step, n) = (self.step, self.pes.len());
+        let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
+        for pe in &mut self.pes {
+            let PeTime { pass_s, router_s, expert_s, .. } = pe.time;
+            pe.time.waiting_s = [0, 1].map(|pass| (pass_s[pass] - router_s[pass] - expert_s[pass]).max(0.0));
+        }
+        let last_s = self.pes.iter().map(|pe| pe.end_s).fold(0.0, f64::max);
+        if !step.backward {
+            return last_s;
+        }
+        let k = step.groups.len();
+        let mut ready_s = vec![0.0f64; n];
+        if k > 1 {
+            let experts = step.groups[0].experts.iter().flatten().max().map_or(0, |expert| expert + 1);
+            let mut owners_s = vec![0.0f64; experts];
+            let owned = || step.groups.iter().flat_map(|group| group.members.iter().zip(&group.experts));
+            for (&pe, experts) in owned() {
+                experts.iter().for_each(|&e| owners_s[e] = owners_s[e].max(self.pes[pe].end_s));
+            }
+            for (g, group) in step.groups.iter().enumerate() {
+                for (index, (&pe, experts)) in group.members.iter().zip(&group.experts).enumerate() {
+                    let Some(all_s) = experts.iter().map(|&e| owners_s[e]).reduce(f64::max) else { continue };
+                    // Each owner sends its parts to the others at once, and then its sums: twice the latency, 2 (K - 1) / K of the bytes.
+                    let other = &step.groups[(g + 1) % k];
+                    let to = other.members[index % other.members.len()];
+                    let bytes = experts.len() as f64 * expert_bytes * 2.0 * (k - 1) as f64 / k as f64;
+                    ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
+                }
+            }
+        }
+        // What every PE has: reduce-scatter and all-gather by halving and doubling.
+        let rounds = f64::from(n.next_power_of_two().trailing_zeros());
+        let replicated_s = match n {
+            1 => 0.0,
+            _ if replicated_bytes == 0.0 => 0.0,
+            _ => {
+                let bytes = 2.0 * replicated_bytes * (n - 1) as f64 / n as f64;
+                2.0 * rounds * self.network.alpha_s(0, n - 1) + self.network.wire_s(0, n - 1, bytes)
+            }
+        };
+        let mut end_s = last_s;
+        for (pe, ready_s) in self.pes.iter_mut().zip(ready_s) {
+            let done_s = if replicated_s > 0.0 { last_s + replicated_s } else { pe.end_s }.max(ready_s);
+            pe.time.all_reduce_s += done_s - pe.end_s;
+            end_s = end_s.max(done_s);
+        }
+        end_s
+    }
+}

@@ -1,0 +1,167 @@
+//! One step of an MoE layer in virtual time, event by event: the layer's protocol (`docs/protocol.md`) over an alpha-beta network.
+//!
+//! A PE computes one tile at a time, while rows travel. Its own work, the order of what it sends, the chunks, the windows and their credits and the
+//! tiles are the layer's; a [`GroupPlan`] is made of the layer's own routes. Between expert-parallel groups gradients are summed when the backward
+//! of all of an expert's owners is done.
+
+mod engine;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use aristos_plan::cluster::Cluster;
+
+use crate::network::Nics;
+use crate::timeline::Span;
+pub use engine::simulate;
+pub use plan::{Cutting, GroupPlan, Rows};
+
+/// How the PEs exchange rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Schedule {
+    /// Rows, tiles and results flow as they come.
+    #[default]
+    Pipelined,
+    /// All PEs of a group finish each phase (counts, rows, experts, results) before any begins the next.
+    Bulk,
+}
+
+/// What a layer's parts cost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerCost {
+    /// Bytes of a row on its way.
+    pub row_bytes: f64,
+    /// Bytes that go with a row, and with each of its slots, out in a forward.
+    pub out_bytes: (f64, f64),
+    /// Bytes that go back with each slot in a backward.
+    pub back_bytes: f64,
+    /// Bytes of a header.
+    pub header_bytes: f64,
+    /// FLOP of an expert for one slot, forward; backward takes as many for the input's gradients and for the weights'.
+    pub slot_flop: f64,
+    /// FLOP of the router for one token, forward; backward takes twice as many.
+    pub router_flop: f64,
+    /// FLOP of the shared expert for one token, forward; backward takes twice as many.
+    pub shared_flop: f64,
+    /// Bytes of one expert's gradients, and of those of what every PE has.
+    pub gradient_bytes: (f64, f64),
+}
+
+/// An expert-parallel group.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// Its PEs, as indices of the cluster's devices, in the order of their numbers in the group.
+    pub members: Vec<usize>,
+    /// By member, the experts that it has, ascending.
+    pub experts: Vec<Vec<usize>>,
+    /// Which of the plans it has.
+    pub plan: usize,
+}
+
+/// Slower and faster PEs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Jitter {
+    /// Of the random numbers.
+    pub seed: u64,
+    /// Standard deviation of the logarithm of a PE's time for the same work, drawn for each step.
+    pub sigma: f64,
+}
+
+/// What is simulated.
+pub struct Step<'a> {
+    /// The PEs and their links.
+    pub cluster: &'a Cluster,
+    /// All PEs, each in one group.
+    pub groups: &'a [Group],
+    /// What groups do.
+    pub plans: &'a [GroupPlan],
+    /// What that costs.
+    pub cost: &'a LayerCost,
+    /// How rows are exchanged.
+    pub schedule: Schedule,
+    /// Whether a step has a backward pass.
+    pub backward: bool,
+    /// Chunks of a window.
+    pub window_chunks: usize,
+    /// Steps.
+    pub steps: usize,
+    /// Slower and faster PEs, where there are any.
+    pub jitter: Option<Jitter>,
+    /// Who has a port to the network.
+    pub nics: Nics,
+    /// How many times as fast as the cluster says: ports to the network, and FLOP.
+    pub speed: (f64, f64),
+    /// PEs of which a timeline is kept, the first so many.
+    pub traced: usize,
+}
+
+/// A PE's time in all steps, s.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct PeTime {
+    /// The router, by pass.
+    pub router_s: [f64; 2],
+    /// Experts, the shared one included, by pass.
+    pub expert_s: [f64; 2],
+    /// Waiting for rows, results or other PEs, by pass.
+    pub waiting_s: [f64; 2],
+    /// Forward and backward, from the step's beginning to the PE's end.
+    pub pass_s: [f64; 2],
+    /// Sums of gradients, waiting for them included.
+    pub all_reduce_s: f64,
+    /// How long its busiest port sent or received.
+    pub port_s: f64,
+}
+
+impl PeTime {
+    fn add(&mut self, other: &PeTime) {
+        let pairs = [(&mut self.router_s, other.router_s), (&mut self.expert_s, other.expert_s)];
+        let more = [(&mut self.waiting_s, other.waiting_s), (&mut self.pass_s, other.pass_s)];
+        for (sum, other) in pairs.into_iter().chain(more) {
+            sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
+        }
+        self.all_reduce_s += other.all_reduce_s;
+        self.port_s += other.port_s;
+    }
+}
+
+/// What steps come to.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct StepTimes {
+    /// Each step, from its beginning to the end of the last PE, s.
+    pub step_s: Vec<f64>,
+    /// By PE.
+    pub pes: Vec<PeTime>,
+    /// Of every PE and step: how much later than the first PE of its group it ended its passes, or in the bulk schedule the last pass's experts; s,
+    /// ascending.
+    pub straggler_s: Vec<f64>,
+    /// What the traced PEs did: computing in track 0, receiving inside the host in 1 and from the network in 2.
+    pub spans: Vec<Span>,
+    /// Bytes of all rows and results that PEs sent each other, with their slots.
+    pub sent_bytes: f64,
+    /// Events that were simulated.
+    pub events: u64,
+}
+
+impl StepTimes {
+    /// These steps and further ones of the same PEs.
+    pub fn then(mut self, next: StepTimes) -> StepTimes {
+        self.step_s.extend(next.step_s);
+        for (pe, next) in self.pes.iter_mut().zip(next.pes) {
+            pe.add(&next);
+        }
+        self.straggler_s.extend(next.straggler_s);
+        self.straggler_s.sort_by(f64::total_cmp);
+        self.sent_bytes += next.sent_bytes;
+        self.events += next.events;
+        self
+    }
+
+    /// The share of the ports' busy time that no PE waited for: 1 - waiting / port time, at least 0.
+    pub fn overlap_efficiency(&self) -> f64 {
+        let waiting: f64 = self.pes.iter().map(|pe| pe.waiting_s.iter().sum::<f64>()).sum();
+        let ports: f64 = self.pes.iter().map(|pe| pe.port_s).sum();
+        if ports > 0.0 { (1.0 - waiting / ports).max(0.0) } else { 1.0 }
+    }
+}

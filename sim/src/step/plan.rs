@@ -1,0 +1,234 @@
+//! Who sends which rows to whom in an expert-parallel group, in which chunks, and which tiles they make there.
+
+use std::ops::Range;
+
+/// The rows of one PE for another: of each row the experts, by their numbers there, that it goes to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rows {
+    /// Row j's experts are `experts[starts[j]..starts[j + 1]]`.
+    pub starts: Vec<u32>,
+    /// The experts.
+    pub experts: Vec<u32>,
+}
+
+impl Rows {
+    pub(super) fn len(&self) -> usize {
+        self.starts.len().saturating_sub(1)
+    }
+}
+
+/// Rows under one signal, at who receives them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Chunk {
+    /// Number in the group of who sends it.
+    pub from: u32,
+    /// Its number among those of its sender.
+    pub index: u32,
+    pub rows: u32,
+    pub slots: u32,
+}
+
+/// Rows of one expert that are computed at once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Tile {
+    pub expert: u32,
+    pub rows: u32,
+    /// Whether it is cut before the other PEs' counts are in.
+    pub early: bool,
+}
+
+/// Slots that a chunk has in a tile.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Piece {
+    pub chunk: u32,
+    pub tile: u32,
+    pub slots: u32,
+}
+
+/// The tiles of a pass, and what they are made of.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Tiling {
+    pub tiles: Vec<Tile>,
+    /// By chunk: those of chunk c are `pieces[chunk_starts[c]..chunk_starts[c + 1]]`.
+    pub pieces: Vec<Piece>,
+    pub chunk_starts: Vec<u32>,
+    /// Places in `pieces` by tile, in the same way.
+    pub of_tile: Vec<u32>,
+    pub tile_starts: Vec<u32>,
+    /// Tiles of each expert.
+    pub tiles_of_expert: Vec<u32>,
+}
+
+/// What one PE of a group receives, and computes.
+#[derive(Clone, Debug)]
+pub(super) struct PePlan {
+    pub tokens: u32,
+    /// By sender, then by number; the PE's own rows are chunks too.
+    pub chunks: Vec<Chunk>,
+    /// Where each sender's begin; one more than there are PEs.
+    pub first_chunk: Vec<u32>,
+    pub expert_rows: Vec<u32>,
+    pub forward: Tiling,
+    pub backward: Tiling,
+}
+
+/// What the PEs of an expert-parallel group do in a step. Groups that route alike may share one.
+#[derive(Clone, Debug)]
+pub struct GroupPlan {
+    pub(super) pes: Vec<PePlan>,
+    /// The most chunks that any PE has for another one.
+    pub(super) most_chunks: u32,
+}
+
+/// How rows become chunks and tiles: the layer's own rules.
+pub struct Cutting<'f> {
+    /// Rows of a full chunk.
+    pub chunk_rows: usize,
+    /// An expert's own rows are cut before the others' are known where they are this many.
+    pub tile_rows: usize,
+    /// Cuts a run of an expert's rows into tiles.
+    pub tiles: &'f dyn Fn(Range<usize>) -> Vec<Range<usize>>,
+}
+
+impl GroupPlan {
+    /// The plan of a group: `rows[source][destination]` for PEs with `tokens` tokens and `experts` experts each.
+    ///
+    /// # Panics
+    /// If the three are not of as many PEs.
+    pub fn new(rows: &[Vec<Rows>], tokens: &[usize], experts: &[usize], cutting: &Cutting) -> GroupPlan {
+        assert!(rows.len() == tokens.len() && rows.len() == experts.len(), "one for each PE");
+        let pes: Vec<PePlan> = (0..rows.len())
+            .map(|pe| {
+                let from: Vec<&Rows> = rows.iter().map(|rows| &rows[pe]).collect();
+                PePlan::new(pe, &from, tokens[pe], experts[pe], cutting)
+            })
+            .collect();
+        let chunks = |plan: &PePlan| {
+            let of = plan.first_chunk.windows(2).map(|first| first[1] - first[0]);
+            of.max().unwrap_or(0)
+        };
+        let most_chunks = pes.iter().map(chunks).max().unwrap_or(0);
+        GroupPlan { pes, most_chunks }
+    }
+
+    /// Chunks that its PEs send in a pass.
+    pub fn chunks(&self) -> usize {
+        self.pes.iter().map(|pe| pe.chunks.len()).sum()
+    }
+
+    /// Rows of each expert, by PE of the group and its experts.
+    pub fn expert_rows(&self) -> impl Iterator<Item = &[u32]> {
+        self.pes.iter().map(|pe| &pe.expert_rows[..])
+    }
+}
+
+impl PePlan {
+    fn new(me: usize, from: &[&Rows], tokens: usize, experts: usize, cutting: &Cutting) -> PePlan {
+        let n = from.len();
+        let mut chunks = Vec::new();
+        let mut first_chunk = vec![0];
+        let mut counts = vec![vec![0usize; experts]; n];
+        for (source, rows) in from.iter().enumerate() {
+            rows.experts.iter().for_each(|expert| counts[source][*expert as usize] += 1);
+            for (index, start) in (0..rows.len()).step_by(cutting.chunk_rows).enumerate() {
+                let end = rows.len().min(start + cutting.chunk_rows);
+                let slots = rows.starts[end] - rows.starts[start];
+                chunks.push(Chunk { from: source as u32, index: index as u32, rows: (end - start) as u32, slots });
+            }
+            first_chunk.push(chunks.len() as u32);
+        }
+        let total = |expert: usize| counts.iter().map(|counts| counts[expert]).sum::<usize>();
+        let expert_rows: Vec<u32> = (0..experts).map(|expert| total(expert) as u32).collect();
+        // An expert's batch: own rows first, then those of the next PEs in turn.
+        let starts = starts(me, &counts);
+        let tiling = |early: bool| {
+            let mut tiling = Tiling::default();
+            let mut tile_at: Vec<Vec<u32>> = Vec::with_capacity(experts);
+            for expert in 0..experts {
+                let (own, all) = (counts[me][expert], expert_rows[expert] as usize);
+                let cut = if early && own >= cutting.tile_rows { own } else { 0 };
+                let mut at = Vec::with_capacity(all);
+                let before = tiling.tiles.len();
+                for (run, early) in [(0..cut, true), (cut..all, false)] {
+                    for tile in (cutting.tiles)(run) {
+                        at.resize(at.len() + tile.len(), tiling.tiles.len() as u32);
+                        tiling.tiles.push(Tile { expert: expert as u32, rows: tile.len() as u32, early });
+                    }
+                }
+                tiling.tiles_of_expert.push((tiling.tiles.len() - before) as u32);
+                tile_at.push(at);
+            }
+            tiling.fill(from, &starts, &tile_at, cutting.chunk_rows);
+            tiling
+        };
+        let (forward, backward) = (tiling(true), tiling(false));
+        PePlan { tokens: tokens as u32, chunks, first_chunk, expert_rows, forward, backward }
+    }
+
+    pub fn tiling(&self, backward: bool) -> &Tiling {
+        if backward { &self.backward } else { &self.forward }
+    }
+
+    /// The chunks of a sender.
+    pub fn from(&self, sender: usize) -> Range<u32> {
+        self.first_chunk[sender]..self.first_chunk[sender + 1]
+    }
+}
+
+/// Where each PE's rows begin in each expert's batch.
+fn starts(me: usize, counts: &[Vec<usize>]) -> Vec<Vec<usize>> {
+    let n = counts.len();
+    let mut starts = vec![vec![0; counts[me].len()]; n];
+    for expert in 0..counts[me].len() {
+        let mut total = 0;
+        for k in 0..n {
+            let source = (me + k) % n;
+            starts[source][expert] = total;
+            total += counts[source][expert];
+        }
+    }
+    starts
+}
+
+impl Tiling {
+    /// Counts the slots of each chunk in each tile.
+    fn fill(&mut self, from: &[&Rows], starts: &[Vec<usize>], tile_at: &[Vec<u32>], chunk_rows: usize) {
+        self.chunk_starts.push(0);
+        let mut chunk = 0;
+        for (source, rows) in from.iter().enumerate() {
+            let mut place = starts[source].clone();
+            for start in (0..rows.len()).step_by(chunk_rows) {
+                let end = rows.len().min(start + chunk_rows);
+                // A chunk's slots of an expert are consecutive there: few tiles each.
+                let first = self.pieces.len();
+                for &expert in &rows.experts[rows.starts[start] as usize..rows.starts[end] as usize] {
+                    let tile = tile_at[expert as usize][place[expert as usize]];
+                    place[expert as usize] += 1;
+                    match self.pieces[first..].iter_mut().rev().find(|piece| piece.tile == tile) {
+                        Some(piece) => piece.slots += 1,
+                        None => self.pieces.push(Piece { chunk, tile, slots: 1 }),
+                    }
+                }
+                self.chunk_starts.push(self.pieces.len() as u32);
+                chunk += 1;
+            }
+        }
+        let mut of_tile: Vec<u32> = (0..self.pieces.len() as u32).collect();
+        of_tile.sort_by_key(|&piece| self.pieces[piece as usize].tile);
+        let mut tile_starts = vec![0u32; self.tiles.len() + 1];
+        self.pieces.iter().for_each(|piece| tile_starts[piece.tile as usize + 1] += 1);
+        (1..tile_starts.len()).for_each(|tile| tile_starts[tile] += tile_starts[tile - 1]);
+        (self.of_tile, self.tile_starts) = (of_tile, tile_starts);
+    }
+
+    /// What a chunk has in tiles.
+    pub fn of_chunk(&self, chunk: u32) -> &[Piece] {
+        &self.pieces[self.chunk_starts[chunk as usize] as usize..self.chunk_starts[chunk as usize + 1] as usize]
+    }
+
+    /// What a tile is made of.
+    pub fn of_tile(&self, tile: u32) -> impl Iterator<Item = &Piece> {
+        let range = self.tile_starts[tile as usize] as usize..self.tile_starts[tile as usize + 1] as usize;
+        self.of_tile[range].iter().map(|&piece| &self.pieces[piece as usize])
+    }
+}

@@ -1,0 +1,224 @@
+use aristos_plan::cluster::{Device, Link, Links, Tier, Tiers};
+
+use super::*;
+
+/// One host of n PEs of 1 FLOP/s, alpha 1 s, beta 1 s/B.
+fn cluster(n: usize) -> Cluster {
+    let link = Link { alpha_ms: 1e3, beta_ms_per_mb: 1e9 };
+    let devices = (0..n).map(|i| Device::new(i as u64, "h", 1e-3, 8)).collect();
+    Cluster::new(devices, Links::Tiers(Tiers::new(n, vec![Tier { size: n, link }]).unwrap()))
+}
+
+/// Rows of one slot each, for these experts.
+fn rows(experts: &[u32]) -> Rows {
+    Rows { starts: (0..=experts.len() as u32).collect(), experts: experts.to_vec() }
+}
+
+/// Tiles of at most so many rows.
+fn group_plan(rows: &[Vec<Rows>], experts: &[usize], chunk_rows: usize, tile_rows: usize) -> GroupPlan {
+    let tokens: Vec<usize> = rows.iter().map(|rows| rows.iter().map(Rows::len).sum()).collect();
+    let tiles = |run: std::ops::Range<usize>| -> Vec<_> {
+        run.clone().step_by(tile_rows).map(|start| start..run.end.min(start + tile_rows)).collect()
+    };
+    GroupPlan::new(rows, &tokens, experts, &Cutting { chunk_rows, tile_rows, tiles: &tiles })
+}
+
+fn cost() -> LayerCost {
+    LayerCost {
+        row_bytes: 10.0,
+        out_bytes: (0.0, 0.0),
+        back_bytes: 0.0,
+        header_bytes: 0.0,
+        slot_flop: 100.0,
+        router_flop: 0.0,
+        shared_flop: 0.0,
+        gradient_bytes: (0.0, 0.0),
+    }
+}
+
+struct Case {
+    cluster: Cluster,
+    groups: Vec<Group>,
+    plans: Vec<GroupPlan>,
+    cost: LayerCost,
+}
+
+impl Case {
+    fn one_group(plan: GroupPlan, experts: &[usize]) -> Case {
+        let n = experts.len();
+        let mut next = 0;
+        let mut of = |count: &usize| {
+            next += count;
+            (next - count..next).collect()
+        };
+        let group = Group { members: (0..n).collect(), experts: experts.iter().map(&mut of).collect(), plan: 0 };
+        Case { cluster: cluster(n), groups: vec![group], plans: vec![plan], cost: cost() }
+    }
+
+    fn step(&self) -> Step<'_> {
+        Step {
+            cluster: &self.cluster,
+            groups: &self.groups,
+            plans: &self.plans,
+            cost: &self.cost,
+            schedule: Schedule::Pipelined,
+            backward: false,
+            window_chunks: 8,
+            steps: 1,
+            jitter: None,
+            nics: Nics::PerPe,
+            speed: (1.0, 1.0),
+            traced: 8,
+        }
+    }
+}
+
+fn near(got: f64, want: f64) {
+    assert!((got - want).abs() < 1e-9 * want.abs().max(1.0), "{got}, expected {want}");
+}
+
+#[test]
+fn one_token_there_and_back() {
+    // PE 0 has a token for PE 1's expert: 1 + 10 s there, 100 s of work, 1 + 10 s back.
+    let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[])]], &[0, 1], 4, 4);
+    let case = Case::one_group(plan, &[0, 1]);
+    let times = simulate(&case.step());
+    near(times.step_s[0], 122.0);
+    near(times.pes[1].expert_s[0], 100.0);
+    near(times.pes[0].waiting_s[0], 122.0);
+    // PE 1 is done when its tile is; PE 0 waits for the result.
+    near(times.straggler_s[1], 11.0);
+    let names: Vec<&str> = times.spans.iter().map(|span| span.name.as_str()).collect();
+    assert_eq!(names, ["router", "router", "rows from PE 0", "expert 0", "results from PE 1"]);
+    // In bulk: a barrier of two PEs is one message's latency, after counts (1), rows (11), experts (100), results (11).
+    let bulk = simulate(&Step { schedule: Schedule::Bulk, ..case.step() });
+    near(bulk.straggler_s[1], 100.0);
+    near(bulk.step_s[0], 1.0 + 1.0 + 11.0 + 1.0 + 100.0 + 1.0 + 11.0 + 1.0);
+    near(times.sent_bytes, 20.0);
+    // 3 bytes with a row and 4 with its slot on their way out.
+    let mut with = Case::one_group(case.plans[0].clone(), &[0, 1]);
+    (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
+    near(simulate(&with.step()).step_s[0], 129.0);
+    near(simulate(&Step { backward: true, ..with.step() }).sent_bytes, 27.0 + 25.0);
+    // Backward: the gradient there, 100 s for the input's, and 100 s for the weights' while that travels back.
+    let backward = simulate(&Step { backward: true, ..case.step() });
+    near(backward.step_s[0], 122.0 + 111.0 + 100.0);
+    near(backward.pes[1].expert_s[1], 200.0);
+    near(backward.pes[0].pass_s[1], 122.0);
+    let bulk = simulate(&Step { schedule: Schedule::Bulk, backward: true, ..case.step() });
+    near(bulk.step_s[0], 127.0 + 1.0 + 12.0 + 201.0 + 12.0);
+}
+
+#[test]
+fn rows_travel_while_others_compute() {
+    // PE 1 has two tokens of its own and gets two of PE 0, in chunks of one row and tiles of one.
+    let plan = group_plan(&[vec![rows(&[]), rows(&[0, 0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 1, 1);
+    let case = Case::one_group(plan, &[0, 1]);
+    let times = simulate(&case.step());
+    // Rows are there at 11 and 21, while PE 1 computes its own until 200; then theirs until 400, and 11 more.
+    near(times.step_s[0], 411.0);
+    near(times.pes[1].waiting_s[0], 0.0);
+    assert!(times.overlap_efficiency() < 1.0);
+    // A window of one chunk: the second row waits for a credit of the first, 11 + 1, and is there at 12 + 11.
+    let window = simulate(&Step { window_chunks: 1, ..case.step() });
+    near(window.step_s[0], 411.0);
+    let second = window.spans.iter().filter(|span| span.name == "rows from PE 0").nth(1).unwrap();
+    near(second.start_s + second.dur_s, 23.0);
+    // Bulk in windows of one: counts 1 + 1, two rounds of 11 + 1, 400 + 1, results of two rows 21 + 1.
+    let bulk = simulate(&Step { window_chunks: 1, schedule: Schedule::Bulk, ..case.step() });
+    near(bulk.step_s[0], 2.0 + 24.0 + 401.0 + 22.0);
+    // Twice the FLOP/s halve the work; alpha stays.
+    let fast = simulate(&Step { speed: (1.0, 2.0), ..case.step() });
+    near(fast.step_s[0], 211.0);
+}
+
+#[test]
+fn a_tile_waits_for_all_its_rows() {
+    // One tile of two rows, of PEs 0 and 2, which both send to PE 1: the second row arrives behind the first.
+    let none = || rows(&[]);
+    let plan = group_plan(
+        &[vec![none(), rows(&[0]), none()], vec![none(), none(), none()], vec![none(), rows(&[0]), none()]],
+        &[0, 1, 0],
+        4,
+        4,
+    );
+    let case = Case::one_group(plan, &[0, 1, 0]);
+    let times = simulate(&case.step());
+    // There at 11 and 21; 200 s of work; results leave one after the other: 1 + 20.
+    near(times.step_s[0], 21.0 + 200.0 + 21.0);
+}
+
+#[test]
+fn groups_sum_their_gradients() {
+    // Two groups of one PE each, with one token and one expert.
+    let plan = group_plan(&[vec![rows(&[0])]], &[1], 4, 4);
+    let mut case = Case::one_group(plan, &[1]);
+    case.cluster = cluster(2);
+    case.groups.push(Group { members: vec![1], ..case.groups[0].clone() });
+    case.cost.gradient_bytes = (50.0, 0.0);
+    let times = simulate(&Step { backward: true, ..case.step() });
+    // 300 s of work, then 2 latencies and 2 (2 - 1) / 2 of 50 bytes.
+    near(times.step_s[0], 300.0 + 2.0 + 50.0);
+    near(times.pes[0].all_reduce_s, 52.0);
+    // What every PE has: two rounds of one latency, and as many bytes.
+    case.cost.gradient_bytes = (50.0, 70.0);
+    near(simulate(&Step { backward: true, ..case.step() }).step_s[0], 300.0 + 72.0);
+}
+
+#[test]
+fn jitter_is_seeded_and_makes_stragglers() {
+    let n = 8;
+    let all = |from: usize| (0..n).map(|to| rows(if from == to { &[0, 0][..] } else { &[0] })).collect::<Vec<_>>();
+    let plan = group_plan(&(0..n).map(all).collect::<Vec<_>>(), &[1; 8], 2, 4);
+    let case = Case::one_group(plan, &[1; 8]);
+    let of =
+        |seed| simulate(&Step { jitter: Some(Jitter { seed, sigma: 0.3 }), steps: 3, backward: true, ..case.step() });
+    let (first, again, other) = (of(1), of(1), of(2));
+    assert_eq!(first, again);
+    assert_ne!(first.step_s, other.step_s);
+    assert_ne!(first.step_s[0], first.step_s[1]);
+    assert_eq!(first.straggler_s.len(), 24);
+    assert!(first.straggler_s.windows(2).all(|pair| pair[0] <= pair[1]) && first.straggler_s[23] > 10.0);
+    let even = simulate(&Step { backward: true, ..case.step() });
+    assert!(first.step_s.iter().sum::<f64>() / 3.0 > even.step_s[0]);
+}
+
+#[test]
+fn all_work_is_done_whatever_the_rows() {
+    let mut state = 5u64;
+    let mut random = |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    for _ in 0..200 {
+        let n = 1 + random(5) as usize;
+        let experts: Vec<usize> = (0..n).map(|_| random(3) as usize).collect();
+        let mut of = |to: usize| -> Rows {
+            let count = if experts[to] == 0 { 0 } else { random(9) };
+            let mut rows = Rows { starts: vec![0], experts: Vec::new() };
+            for _ in 0..count {
+                let first = random(experts[to] as u64) as u32;
+                rows.experts.extend(first..experts[to] as u32);
+                rows.starts.push(rows.experts.len() as u32);
+            }
+            rows
+        };
+        let all: Vec<Vec<Rows>> = (0..n).map(|_| (0..n).map(&mut of).collect()).collect();
+        let slots: usize = all.iter().flatten().map(|rows| rows.experts.len()).sum();
+        let (chunk, tile) = (1 + random(4) as usize, 1 + random(4) as usize);
+        let mut case = Case::one_group(group_plan(&all, &experts, chunk, tile), &experts);
+        (case.cost.router_flop, case.cost.shared_flop) = (3.0, 5.0);
+        for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+            for window_chunks in [1, 2, 9] {
+                let times = simulate(&Step { schedule, window_chunks, backward: true, steps: 2, ..case.step() });
+                let work: f64 = times.pes.iter().map(|pe| pe.expert_s.iter().sum::<f64>()).sum();
+                let tokens: f64 = case.plans[0].pes.iter().map(|pe| f64::from(pe.tokens)).sum();
+                near(work, 2.0 * (300.0 * slots as f64 + 15.0 * tokens));
+                let router: f64 = times.pes.iter().map(|pe| pe.router_s.iter().sum::<f64>()).sum();
+                near(router, 2.0 * 9.0 * tokens);
+                assert_eq!(times.step_s.len(), 2);
+                near(times.step_s[0], times.step_s[1]);
+            }
+        }
+    }
+}

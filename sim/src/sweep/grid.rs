@@ -1,0 +1,129 @@
+//! All strategies of a number of devices.
+
+use std::collections::BTreeSet;
+
+use aristos_plan::InputError;
+
+use super::{Cost, Model, Outcome, Strategy};
+
+/// Microbatches times layers of all strategies: beyond, nobody waits for an answer.
+const WORK_MOST: u64 = 1 << 31;
+const DEVICES_MOST: usize = 1 << 20;
+
+/// One kind of parallelism alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isolate {
+    /// Data parallelism.
+    Data,
+    /// Horizontal parallelism.
+    Horizontal,
+    /// Pipeline parallelism.
+    Pipeline,
+}
+
+/// Which strategies are of interest; what is left empty may be anything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Degrees {
+    /// Data-parallel degrees.
+    pub dp: Vec<usize>,
+    /// Horizontal degrees.
+    pub hp: Vec<usize>,
+    /// Pipeline degrees.
+    pub pp: Vec<usize>,
+    /// Expert-parallel degrees.
+    pub ep: Vec<usize>,
+    /// Numbers of microbatches, where there is a pipeline.
+    pub microbatches: Vec<usize>,
+    /// One kind of parallelism alone.
+    pub isolate: Option<Isolate>,
+}
+
+/// Simulates all strategies of `devices` devices whose degrees divide what they split, by dp, hp, pp, ep and microbatches ascending.
+///
+/// Where microbatches are not given, they are the published grid's: powers of two from 2 to below the square root of a replica's batch.
+///
+/// # Errors
+/// One line: a number of devices that is none, a given degree that no strategy has, or as [`Model::simulate`].
+pub fn grid(
+    model: &Model,
+    devices: usize,
+    degrees: &Degrees,
+    cost: Cost,
+    steady_state: bool,
+) -> Result<Vec<(Strategy, Outcome)>, InputError> {
+    if !(1..=DEVICES_MOST).contains(&devices) {
+        let found = format!("is {devices}");
+        return Err(InputError::value("`devices`", found, format!("1 to {DEVICES_MOST}")));
+    }
+    let strategies = strategies(model, devices, degrees, cost);
+    let work = strategies.iter().map(|strategy| (strategy.microbatches as u64).saturating_mul(model.layers as u64));
+    if work.fold(0, u64::saturating_add) > WORK_MOST {
+        let found = format!(
+            "are {} numbers",
+            strategies.iter().map(|strategy| strategy.microbatches).collect::<BTreeSet<_>>().len()
+        );
+        return Err(InputError::value("`microbatches`", found, "fewer, or smaller ones: this would take too long"));
+    }
+    let mut rows = Vec::with_capacity(strategies.len());
+    let mut refused = None;
+    for strategy in strategies {
+        match model.simulate(strategy, cost, steady_state) {
+            Ok(outcome) => rows.push((strategy, outcome)),
+            Err(error) => refused = refused.or(Some(error)),
+        }
+    }
+    match (rows.is_empty(), refused) {
+        (false, _) => Ok(rows),
+        (true, Some(error)) => Err(error),
+        (true, None) => {
+            let expected = "degrees whose product it is";
+            Err(InputError::value("`devices`", format!("is {devices}"), expected))
+        }
+    }
+}
+
+fn strategies(model: &Model, devices: usize, degrees: &Degrees, cost: Cost) -> Vec<Strategy> {
+    let wanted = |given: &[usize], degree: usize| given.is_empty() || given.contains(&degree);
+    let isolated = |dp: usize, hp: usize, pp: usize| match degrees.isolate {
+        None => true,
+        Some(Isolate::Data) => (hp, pp) == (1, 1),
+        Some(Isolate::Horizontal) => (dp, pp) == (1, 1),
+        Some(Isolate::Pipeline) => (dp, hp) == (1, 1),
+    };
+    let mut all = Vec::new();
+    for dp in divisors(devices).filter(|dp| wanted(&degrees.dp, *dp)) {
+        for hp in divisors(devices / dp).filter(|hp| wanted(&degrees.hp, *hp)) {
+            let pp = devices / dp / hp;
+            if !wanted(&degrees.pp, pp) || !isolated(dp, hp, pp) {
+                continue;
+            }
+            let of_experts = model.experts.map_or(1, |experts| experts.count);
+            let shared = |ep: &usize| dp.is_multiple_of(*ep) && wanted(&degrees.ep, *ep);
+            for ep in divisors(of_experts).filter(shared) {
+                let strategy = |microbatches| Strategy::new(dp, hp, pp, microbatches).ep(ep);
+                all.extend(microbatches(model, dp, pp, &degrees.microbatches, cost).into_iter().map(strategy));
+            }
+        }
+    }
+    all
+}
+
+fn microbatches(model: &Model, dp: usize, pp: usize, given: &[usize], cost: Cost) -> Vec<usize> {
+    if pp == 1 {
+        return vec![1];
+    }
+    if !given.is_empty() {
+        return given.to_vec();
+    }
+    let batch = model.batch / dp;
+    // As published: 2^k for k from 1 to below log2(batch) / 2, rounded down.
+    let end = if batch == 0 { 0 } else { ((batch as f64).log2() / 2.0).floor() as u32 };
+    let powers: Vec<usize> = (1..end).map(|k| 1 << k).filter(|count| batch.is_multiple_of(*count)).collect();
+    // A batch too small for any of these goes through the pipeline whole; the published grid leaves it out.
+    if powers.is_empty() && cost == Cost::Default { vec![1] } else { powers }
+}
+
+fn divisors(n: usize) -> impl Iterator<Item = usize> {
+    (1..=n).filter(move |d| n.is_multiple_of(*d))
+}

@@ -1,0 +1,212 @@
+//! Throughput of data, horizontal (tensor) and pipeline parallelism, and of expert parallelism, of an MLP.
+//!
+//! The MLP has linear layers with a ReLU after each, a loss, and their backward. It is trained with D-way data, H-way horizontal (column and row
+//! splits in turn) and P-way pipeline parallelism with microbatches (1F1B), and each strategy is simulated op by op. Where there are experts, each
+//! pair of layers is a layer of them, and expert-parallel groups of devices of several replicas share them.
+//!
+//! [`Cost::Compat`] gives the published numbers, [`Cost::Default`] what remains of them when the published program's faults are corrected;
+//! `docs/simulator.md` lists those.
+
+mod cost;
+mod grid;
+mod pipeline;
+mod strategy;
+
+use aristos_plan::InputError;
+use serde::Serialize;
+
+pub use cost::Cost;
+pub use grid::{Degrees, Isolate, grid};
+
+/// An MLP, and what it is trained with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Model {
+    /// Linear layers.
+    pub layers: usize,
+    /// Width of all of them, elements.
+    pub width: usize,
+    /// Samples of a batch.
+    pub batch: usize,
+    /// Experts of each pair of layers, where there are any.
+    pub experts: Option<Experts>,
+}
+
+/// The experts of a pair of layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// How many.
+    pub count: usize,
+    /// How many a sample goes to; all experts get as many.
+    pub top_k: usize,
+}
+
+/// Sizes beyond this are not exact as floating-point numbers when they are multiplied.
+const SIZE_MOST: usize = 1 << 24;
+const LAYERS_MOST: usize = 1 << 16;
+/// Microbatches times layers: beyond, nobody waits for an answer.
+const WORK_MOST: usize = 1 << 23;
+
+impl Model {
+    /// An MLP without experts.
+    ///
+    /// # Errors
+    /// One line that names the field.
+    pub fn new(layers: usize, width: usize, batch: usize) -> Result<Model, InputError> {
+        for (field, value, most) in
+            [("`layers`", layers, LAYERS_MOST), ("`width`", width, SIZE_MOST), ("`batch`", batch, SIZE_MOST)]
+        {
+            if !(1..=most).contains(&value) {
+                return Err(InputError::value(field, format!("is {value}"), format!("1 to {most}")));
+            }
+        }
+        Ok(Model { layers, width, batch, experts: None })
+    }
+
+    /// The same with experts.
+    ///
+    /// # Errors
+    /// One line that names the field.
+    pub fn with_experts(self, count: usize, top_k: usize) -> Result<Model, InputError> {
+        if !(1..=SIZE_MOST).contains(&count) {
+            return Err(InputError::value("`experts`", format!("is {count}"), format!("1 to {SIZE_MOST}")));
+        }
+        if !(1..=count).contains(&top_k) {
+            return Err(InputError::value("`top_k`", format!("is {top_k}"), format!("1 to {count}, the experts")));
+        }
+        if !self.layers.is_multiple_of(2) {
+            let found = format!("is {}", self.layers);
+            return Err(InputError::value("`layers`", found, "an even number: experts are pairs of layers"));
+        }
+        Ok(Model { experts: Some(Experts { count, top_k }), ..self })
+    }
+
+    /// The time on one device that has everything, s.
+    pub fn sequential_s(&self, cost: Cost) -> f64 {
+        strategy::Simulation::new(self, Strategy::SEQUENTIAL, cost, true).run().latency_s
+    }
+
+    /// Simulates one strategy.
+    ///
+    /// # Errors
+    /// One line: a degree that does not divide what it splits, or experts with the published arithmetic, which knows none.
+    pub fn simulate(&self, strategy: Strategy, cost: Cost, steady_state: bool) -> Result<Outcome, InputError> {
+        self.check(strategy, cost)?;
+        Ok(strategy::Simulation::new(self, strategy, cost, steady_state).run())
+    }
+
+    fn check(&self, strategy: Strategy, cost: Cost) -> Result<(), InputError> {
+        let Strategy { dp, hp, pp, ep, microbatches } = strategy;
+        let wrong = |field: &str, value: usize, expected: String| {
+            Err(InputError::value(format!("`{field}`"), format!("is {value}"), expected))
+        };
+        if self.experts.is_some() && cost == Cost::Compat {
+            let found = format!("is {}", self.experts.map_or(0, |experts| experts.count));
+            return Err(InputError::value(
+                "`experts`",
+                found,
+                "none with the published cost model, which has no experts",
+            ));
+        }
+        for (field, value) in [("dp", dp), ("hp", hp), ("pp", pp), ("ep", ep), ("microbatches", microbatches)] {
+            if !(1..=SIZE_MOST).contains(&value) {
+                return wrong(field, value, format!("1 to {SIZE_MOST}"));
+            }
+        }
+        if !self.batch.is_multiple_of(dp) {
+            return wrong("dp", dp, format!("a divisor of the batch of {}", self.batch));
+        }
+        if !(self.batch / dp).is_multiple_of(microbatches) {
+            let expected = format!("a divisor of a replica's batch of {}", self.batch / dp);
+            return wrong("microbatches", microbatches, expected);
+        }
+        if microbatches.saturating_mul(self.layers) > WORK_MOST {
+            return wrong("microbatches", microbatches, format!("at most {}", WORK_MOST / self.layers));
+        }
+        if microbatches > 1 && pp == 1 {
+            return wrong("microbatches", microbatches, "1 without a pipeline".to_string());
+        }
+        if !self.width.is_multiple_of(hp) {
+            return wrong("hp", hp, format!("a divisor of the width of {}", self.width));
+        }
+        if hp > 1 && !self.layers.is_multiple_of(2) {
+            return wrong(
+                "hp",
+                hp,
+                format!("1 with {} layers: splits by columns and by rows come in pairs", self.layers),
+            );
+        }
+        if !self.layers.is_multiple_of(pp) {
+            return wrong("pp", pp, format!("a divisor of the {} layers", self.layers));
+        }
+        let Some(experts) = self.experts else {
+            return if ep == 1 { Ok(()) } else { wrong("ep", ep, "1 without experts".to_string()) };
+        };
+        if !(self.layers / pp).is_multiple_of(2) {
+            return wrong("pp", pp, "stages of an even number of layers: experts are pairs of layers".to_string());
+        }
+        if !dp.is_multiple_of(ep) {
+            return wrong(
+                "ep",
+                ep,
+                format!("a divisor of the {dp} data-parallel replicas, whose devices share experts"),
+            );
+        }
+        if !experts.count.is_multiple_of(ep) {
+            return wrong("ep", ep, format!("a divisor of the {} experts", experts.count));
+        }
+        Ok(())
+    }
+}
+
+/// How a model is spread over devices, `dp * hp * pp` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Strategy {
+    /// Data-parallel replicas.
+    pub dp: usize,
+    /// Shards of each layer.
+    pub hp: usize,
+    /// Stages of the pipeline.
+    pub pp: usize,
+    /// Replicas whose devices share the experts.
+    pub ep: usize,
+    /// Microbatches of a replica's batch.
+    pub microbatches: usize,
+}
+
+impl Strategy {
+    const SEQUENTIAL: Strategy = Strategy::new(1, 1, 1, 1);
+
+    /// Without expert parallelism.
+    pub const fn new(dp: usize, hp: usize, pp: usize, microbatches: usize) -> Strategy {
+        Strategy { dp, hp, pp, ep: 1, microbatches }
+    }
+
+    /// With expert-parallel groups of `ep` replicas.
+    pub fn ep(self, ep: usize) -> Strategy {
+        Strategy { ep, ..self }
+    }
+
+    /// Devices.
+    pub fn devices(self) -> usize {
+        self.dp * self.hp * self.pp
+    }
+}
+
+/// What a strategy comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// Samples per second.
+    pub throughput: f64,
+    /// Time of a batch, s.
+    pub latency_s: f64,
+    /// The most that a device holds at a time, bytes.
+    pub peak_memory_bytes: f64,
+    /// Share of communication in the time that all devices are at work.
+    pub communication_fraction: f64,
+    /// Operations simulated, counted once for each device that they take time of.
+    #[serde(skip)]
+    pub ops: u64,
+}

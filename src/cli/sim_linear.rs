@@ -1,0 +1,53 @@
+//! `aristos sim linear`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::flags::of_flags;
+use crate::sim::linear::{Device, LinearLayer};
+use crate::stdio::out_line;
+
+/// What `aristos sim linear` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The device: a JSON file (docs/simulator.md), or one of V100, A100-40GB, A100-80GB, H100, H200, B200
+    #[arg(long, value_name = "D.json|NAME")]
+    device: PathBuf,
+    /// The layer, JSON: d_in, d_out, tp_in, tp_out, dp, bytewidth
+    #[arg(long, value_name = "L.json")]
+    layer: PathBuf,
+    /// Tokens of all data-parallel replicas together
+    #[arg(long, value_name = "B")]
+    tokens: f64,
+    /// Print JSON: fwd_bwd_s, end_of_batch_s, flop_s, global_io_s, net_io_s, bottleneck
+    #[arg(long)]
+    json: bool,
+}
+
+/// Computes, and prints.
+pub fn command(args: &Args) -> Result<bool> {
+    let name = args.device.to_string_lossy();
+    let device = match args.device.extension().is_some() || args.device.exists() {
+        true => Device::read(&args.device)?,
+        false => Device::preset(&name).map_err(of_flags)?,
+    };
+    let layer = LinearLayer::read(&args.layer)?;
+    let time = layer.time(&device, args.tokens).map_err(of_flags)?;
+    if args.json {
+        out_line!("{}", serde_json::to_string(&time)?);
+        return Ok(true);
+    }
+    let bottleneck = serde_json::to_value(time.bottleneck)?;
+    out_line!("{}, {} tokens: bound by {}", device.name, args.tokens, bottleneck.as_str().unwrap_or_default());
+    for (what, seconds) in [
+        ("forward and backward", time.fwd_bwd_s),
+        ("  FLOP", time.flop_s),
+        ("  global memory", time.global_io_s),
+        ("  network", time.net_io_s),
+        ("all-reduce at the end of a batch", time.end_of_batch_s),
+    ] {
+        out_line!("{what:34} {:12.3} us", seconds * 1e6);
+    }
+    Ok(true)
+}

@@ -1,0 +1,132 @@
+//! `aristos sim routing`, and the flags that make loads of routing.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::files;
+use super::flags::of_flags;
+use crate::plot::{self, plot_expert_load};
+use crate::sim::routing::{Payload, Popularity, Workload};
+use crate::stdio::out_line;
+
+/// What `aristos sim routing` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Experts of a layer
+    #[arg(long, value_name = "E")]
+    experts: usize,
+    /// Tokens of a step, of all nodes
+    #[arg(long, value_name = "T")]
+    tokens: usize,
+    /// Experts of a token
+    #[arg(long, value_name = "K")]
+    top_k: usize,
+    /// Share of the experts that are hot: those with the smallest numbers
+    #[arg(long, value_name = "R", default_value_t = 0.5)]
+    hot_ratio: f64,
+    /// Share of the probability that the hot ones have together
+    #[arg(long, value_name = "W", default_value_t = 0.8)]
+    hot_weight: f64,
+    /// In place of hot experts, probabilities in proportion to (number + 1)^-S
+    #[arg(long, value_name = "S", conflicts_with_all = ["hot_ratio", "hot_weight"])]
+    zipf: Option<f64>,
+    /// Nodes; token t starts at node t mod N
+    #[arg(long, value_name = "N")]
+    nodes: usize,
+    /// Layers
+    #[arg(long, value_name = "L", default_value_t = 1)]
+    layers: usize,
+    /// Steps
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    steps: usize,
+    /// Of the random numbers
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// Where to write the routing (docs/simulator.md)
+    #[arg(long, value_name = "ROUTING.json")]
+    out: PathBuf,
+    /// Write what nodes send each other, for `aristos sim comms --load`
+    #[arg(long, value_name = "L.json")]
+    loads: Option<PathBuf>,
+    #[command(flatten)]
+    payload: PayloadArgs,
+    /// Draw the experts' loads into this folder, as SVG, and with the feature `png` as PNG too
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
+}
+
+/// What goes with a token to each of its experts.
+#[derive(clap::Args)]
+pub struct PayloadArgs {
+    /// Of a load: bytes of a routing weight
+    #[arg(long, value_name = "B", default_value_t = 4, value_parser = clap::value_parser!(u64).range(0..=65536))]
+    weight_bytes: u64,
+    /// Of a load: bytes of a token's source, and of its place there
+    #[arg(long, value_name = "B", default_value_t = 2, value_parser = clap::value_parser!(u64).range(0..=65536))]
+    id_bytes: u64,
+    /// Of a load: bytes of an expert's number
+    #[arg(long, value_name = "B", default_value_t = 1, value_parser = clap::value_parser!(u64).range(0..=65536))]
+    routing_bytes: u64,
+    /// Of a load: elements of a hidden state that goes along
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=16_777_216))]
+    embed_dim: u64,
+    /// Of a load: bytes of one of them
+    #[arg(long, value_name = "B", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=16))]
+    element_bytes: u64,
+}
+
+impl PayloadArgs {
+    /// The payload.
+    pub fn payload(&self) -> Payload {
+        let mut payload = Payload::default();
+        (payload.weight_bytes, payload.id_bytes) = (self.weight_bytes, self.id_bytes);
+        (payload.routing_bytes, payload.embed_dim) = (self.routing_bytes, self.embed_dim);
+        payload.element_bytes = self.element_bytes;
+        payload
+    }
+}
+
+/// Draws, writes, and prints how uneven it is.
+pub fn command(args: &Args) -> Result<bool> {
+    let popularity = match args.zipf {
+        Some(exponent) => Popularity::Zipf { exponent },
+        None => Popularity::Hot { ratio: args.hot_ratio, weight: args.hot_weight },
+    };
+    let workload = Workload {
+        experts: args.experts,
+        tokens: args.tokens,
+        top_k: args.top_k,
+        nodes: args.nodes,
+        popularity,
+        layers: args.layers,
+        steps: args.steps,
+        seed: args.seed,
+    };
+    if let Some(folder) = &args.plot {
+        plot::create_folder(folder)?;
+    }
+    let routing = workload.routing().map_err(of_flags)?;
+    let loads = match &args.loads {
+        Some(_) => Some(routing.load(&args.payload.payload()).map_err(of_flags)?),
+        None => None,
+    };
+    files::write(files::create(Some(&args.out))?, &routing.to_json())?;
+    if let Some(loads) = loads {
+        files::write(files::create(args.loads.as_ref())?, &loads.to_json())?;
+    }
+    let tokens = routing.tokens_per_expert();
+    if let Some(folder) = &args.plot {
+        plot::save(folder, "expert_load", &plot_expert_load(&tokens)?)?;
+    }
+    let mean = tokens.iter().sum::<f64>() / tokens.len() as f64;
+    let most = tokens.iter().fold(0.0f64, |most, &tokens| most.max(tokens));
+    out_line!(
+        "{}: {} records of {} tokens; tokens of an expert: mean {mean:.1}, most {most:.0}, {:.2} times the mean",
+        args.out.display(),
+        routing.records.len(),
+        args.tokens,
+        most / mean
+    );
+    Ok(true)
+}

@@ -1,0 +1,274 @@
+//! `aristos sweep`.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use clap::ValueEnum;
+use serde::Serialize;
+
+use super::files;
+use super::flags::of_flags;
+use crate::plot;
+use crate::sim::sweep::{Cost, Degrees, Isolate, Model, Outcome, Strategy, grid};
+use crate::stdio::out_line;
+
+/// Rows that are shown; `--json` and `--csv` have all.
+const SHOWN: usize = 12;
+
+/// What `aristos sweep` takes.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Linear layers of the MLP; several numbers, with commas, are swept over, as those of the next three
+    #[arg(long, value_name = "L", value_delimiter = ',', default_value = "64")]
+    layers: Vec<usize>,
+    /// Width of each layer
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "8192")]
+    width: Vec<usize>,
+    /// Samples of a batch
+    #[arg(long, value_name = "B", value_delimiter = ',', default_value = "8192")]
+    batch: Vec<usize>,
+    /// Devices
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "16")]
+    devices: Vec<usize>,
+    /// Whose arithmetic
+    #[arg(long, value_enum, default_value = "default")]
+    cost: CostArg,
+    /// Leave out the distribution of inputs and weights from device 0
+    #[arg(long)]
+    steady_state: bool,
+    /// Data-parallel degrees [default: all that divide]
+    #[arg(long, value_name = "D", value_delimiter = ',')]
+    dp: Vec<usize>,
+    /// Horizontal degrees: column and row splits in turn [default: all that divide]
+    #[arg(long, value_name = "H", value_delimiter = ',')]
+    hp: Vec<usize>,
+    /// Stages of the pipeline [default: all that divide]
+    #[arg(long, value_name = "P", value_delimiter = ',')]
+    pp: Vec<usize>,
+    /// Microbatches, where there is a pipeline [default: powers of two below the square root of a replica's batch]
+    #[arg(long, value_name = "M", value_delimiter = ',')]
+    microbatches: Vec<usize>,
+    /// One kind of parallelism alone
+    #[arg(long, value_enum)]
+    isolate: Option<IsolateArg>,
+    /// Make each pair of layers one of so many experts
+    #[arg(long, value_name = "E", requires = "top_k")]
+    experts: Option<usize>,
+    /// With --experts: how many a sample goes to
+    #[arg(long, value_name = "K", requires = "experts")]
+    top_k: Option<usize>,
+    /// With --experts: replicas whose devices share experts [default: all that divide]
+    #[arg(long, value_name = "EP", value_delimiter = ',', requires = "experts")]
+    ep: Vec<usize>,
+    /// Write all rows
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Print JSON: rows, best, sequential_s (docs/simulator.md)
+    #[arg(long)]
+    json: bool,
+    /// Draw throughput by degree into this folder, as SVG, and with the feature `png` as PNG too
+    #[arg(long, value_name = "DIR")]
+    plot: Option<PathBuf>,
+}
+
+/// `--cost`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum CostArg {
+    /// The corrected arithmetic
+    Default,
+    /// The published program's, its faults included
+    Compat,
+}
+
+/// `--isolate`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum IsolateArg {
+    /// Data parallelism
+    Data,
+    /// Horizontal parallelism
+    Horizontal,
+    /// Pipeline parallelism
+    Pipeline,
+}
+
+impl From<IsolateArg> for Isolate {
+    fn from(isolate: IsolateArg) -> Isolate {
+        match isolate {
+            IsolateArg::Data => Isolate::Data,
+            IsolateArg::Horizontal => Isolate::Horizontal,
+            IsolateArg::Pipeline => Isolate::Pipeline,
+        }
+    }
+}
+
+/// A row of `--json`.
+#[derive(Serialize)]
+struct Row<'a> {
+    layers: usize,
+    width: usize,
+    batch: usize,
+    devices: usize,
+    #[serde(flatten)]
+    strategy: &'a Strategy,
+    #[serde(flatten)]
+    outcome: &'a Outcome,
+}
+
+#[derive(Serialize)]
+struct Printed<'a> {
+    /// Of each model, on one device.
+    sequential_s: &'a [f64],
+    best: Row<'a>,
+    rows: Vec<Row<'a>>,
+}
+
+type Rows = Vec<(Model, Strategy, Outcome)>;
+
+/// Simulates, and prints.
+pub fn command(args: &Args) -> Result<bool> {
+    let cost = match args.cost {
+        CostArg::Default => Cost::Default,
+        CostArg::Compat => Cost::Compat,
+    };
+    if let Some(folder) = &args.plot {
+        plot::create_folder(folder)?;
+    }
+    let csv = files::create(args.csv.as_ref())?;
+    let models = args.models()?;
+    let sequential_s: Vec<f64> = models.iter().map(|model| model.sequential_s(cost)).collect();
+    let mut rows = Rows::new();
+    for model in &models {
+        for &devices in &args.devices {
+            let found = grid(model, devices, &args.degrees(), cost, args.steady_state).map_err(of_flags)?;
+            rows.extend(found.into_iter().map(|(strategy, outcome)| (*model, strategy, outcome)));
+        }
+    }
+    files::write(csv, &csv_text(&rows))?;
+    if let Some(folder) = &args.plot {
+        for (stem, svg) in args.plots(&rows)? {
+            plot::save(folder, &stem, &svg)?;
+        }
+    }
+    let best = rows.iter().max_by(|a, b| a.2.throughput.total_cmp(&b.2.throughput));
+    let Some(best) = best else { return Ok(true) };
+    match args.json {
+        true => {
+            let all = rows.iter().map(row).collect();
+            out_line!(
+                "{}",
+                serde_json::to_string(&Printed { sequential_s: &sequential_s, best: row(best), rows: all })?
+            );
+        }
+        false => print(&rows, &models, &sequential_s)?,
+    }
+    Ok(true)
+}
+
+impl Args {
+    fn models(&self) -> Result<Vec<Model>> {
+        let mut models = Vec::new();
+        for &layers in &self.layers {
+            for &width in &self.width {
+                for &batch in &self.batch {
+                    let model = Model::new(layers, width, batch).map_err(of_flags)?;
+                    models.push(match self.experts.zip(self.top_k) {
+                        Some((experts, top_k)) => model.with_experts(experts, top_k).map_err(of_flags)?,
+                        None => model,
+                    });
+                }
+            }
+        }
+        ensure!(!models.is_empty() && !self.devices.is_empty(), "--devices: expected at least one number");
+        Ok(models)
+    }
+
+    fn degrees(&self) -> Degrees {
+        let mut degrees = Degrees::default();
+        (degrees.dp, degrees.hp, degrees.pp) = (self.dp.clone(), self.hp.clone(), self.pp.clone());
+        (degrees.ep, degrees.microbatches) = (self.ep.clone(), self.microbatches.clone());
+        degrees.isolate = self.isolate.map(Isolate::from);
+        degrees
+    }
+
+    fn plots(&self, rows: &Rows) -> Result<Vec<(String, String)>> {
+        let cost = match self.cost {
+            CostArg::Default => "corrected cost model",
+            CostArg::Compat => "published cost model",
+        };
+        let state = if self.steady_state { ", steady state" } else { "" };
+        let list = |numbers: &[usize]| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+        let subtitle = format!(
+            "{} layers of width {}, batch {}, {cost}{state}",
+            list(&self.layers),
+            list(&self.width),
+            list(&self.batch)
+        );
+        match self.isolate {
+            Some(isolate) => Ok(vec![plot::plot_isolated(rows, isolate.into(), &subtitle)?]),
+            None => plot::plot_grid(rows, &format!("{subtitle}, {} devices", list(&self.devices))),
+        }
+    }
+}
+
+fn row((model, strategy, outcome): &(Model, Strategy, Outcome)) -> Row<'_> {
+    let Model { layers, width, batch, .. } = *model;
+    Row { layers, width, batch, devices: strategy.devices(), strategy, outcome }
+}
+
+fn csv_text(rows: &Rows) -> String {
+    let mut text = "layers,width,batch,devices,dp,hp,pp,ep,microbatches,throughput,latency_s,peak_memory_bytes,\
+                    communication_fraction\n"
+        .to_string();
+    for (model, strategy, outcome) in rows {
+        let Model { layers, width, batch, .. } = model;
+        let Strategy { dp, hp, pp, ep, microbatches, .. } = strategy;
+        let Outcome { throughput, latency_s, peak_memory_bytes, communication_fraction, .. } = outcome;
+        let devices = strategy.devices();
+        let _ = writeln!(
+            text,
+            "{layers},{width},{batch},{devices},{dp},{hp},{pp},{ep},{microbatches},{throughput},{latency_s},\
+             {peak_memory_bytes},{communication_fraction}"
+        );
+    }
+    text
+}
+
+fn print(rows: &Rows, models: &[Model], sequential_s: &[f64]) -> Result<()> {
+    for (model, seconds) in models.iter().zip(sequential_s) {
+        let Model { layers, width, batch, .. } = model;
+        out_line!("{layers} layers of width {width}, batch {batch}, on one device: {:.3} ms", seconds * 1e3);
+    }
+    let mut sorted: Vec<_> = rows.iter().collect();
+    sorted.sort_by(|a, b| b.2.throughput.total_cmp(&a.2.throughput));
+    out_line!("{} strategies, the fastest:", rows.len());
+    out_line!(
+        "{:>7} {:>5} {:>5} {:>5} {:>5} {:>6} {:>12} {:>11} {:>9} {:>6}",
+        "devices",
+        "dp",
+        "hp",
+        "pp",
+        "ep",
+        "mb",
+        "samples/s",
+        "latency ms",
+        "peak MB",
+        "comm"
+    );
+    for (_, strategy, outcome) in sorted.iter().take(SHOWN) {
+        out_line!(
+            "{:7} {:5} {:5} {:5} {:5} {:6} {:12.2} {:11.3} {:9.0} {:5.1}%",
+            strategy.devices(),
+            strategy.dp,
+            strategy.hp,
+            strategy.pp,
+            strategy.ep,
+            strategy.microbatches,
+            outcome.throughput,
+            outcome.latency_s * 1e3,
+            outcome.peak_memory_bytes * 1e-6,
+            outcome.communication_fraction * 100.0
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! Throughput by strategy.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Result;
+
+use super::{Axis, Plot, Scale, Series, Style};
+use crate::sim::sweep::{Isolate, Model, Outcome, Strategy};
+
+type Rows<'a> = &'a [(Model, Strategy, Outcome)];
+
+/// What a picture of a grid is of: layers, width, batch, devices, dp, ep.
+type Picture = [usize; 6];
+/// What a line in it is of: whether there is a pipeline, and its microbatches.
+type Line = (bool, usize);
+/// What a line of isolated strategies is of: layers, width, batch, microbatches.
+type Alone = [usize; 4];
+/// Points by line.
+type Lines<Key> = BTreeMap<Key, Vec<(f64, f64)>>;
+
+/// Throughput by horizontal degree, a picture for each data- and expert-parallel degree of each model, and a line for each number of microbatches; with
+/// names of files.
+///
+/// # Errors
+/// If the drawing library fails.
+pub fn plot_grid(rows: Rows, subtitle: &str) -> Result<Vec<(String, String)>> {
+    let mut pictures: BTreeMap<Picture, Lines<Line>> = BTreeMap::new();
+    for (model, strategy, outcome) in rows {
+        let key = [model.layers, model.width, model.batch, strategy.devices(), strategy.dp, strategy.ep];
+        let lines = pictures.entry(key).or_default();
+        let line = lines.entry((strategy.pp > 1, strategy.microbatches)).or_default();
+        line.push((strategy.hp as f64, outcome.throughput));
+    }
+    let names = ["layers", "width", "batch", "devices", "dp", "ep"];
+    // Always dp, and of the others those that there are several of.
+    let varies = |at: usize| at == 4 || pictures.keys().map(|key| key[at]).collect::<BTreeSet<_>>().len() > 1;
+    let said: Vec<usize> = (0..names.len()).filter(|at| varies(*at)).collect();
+    let picture = |(key, lines): (&Picture, &Lines<Line>)| {
+        let series = lines.iter().enumerate().map(|(place, ((pipeline, microbatches), points))| Series {
+            name: if *pipeline { format!("{microbatches} microbatches") } else { "no pipeline".to_string() },
+            points: points.clone(),
+            style: Style::Dotted,
+            color: place,
+        });
+        let plot = Plot {
+            title: said.iter().map(|at| format!("{} {}", names[*at], key[*at])).collect::<Vec<_>>().join(", "),
+            subtitle: subtitle.to_string(),
+            x: Axis::new("horizontal degree (the rest are stages of a pipeline)", Scale::Powers),
+            y: Axis::new("samples/s", Scale::Linear),
+            series: series.collect(),
+            marks: Vec::new(),
+        };
+        let parts: Vec<String> = said.iter().map(|at| format!("{}{}", names[*at], key[*at])).collect();
+        Ok((format!("grid_{}", parts.join("_")), plot.svg()?))
+    };
+    pictures.iter().map(picture).collect()
+}
+
+/// Throughput by degree of one kind of parallelism alone, a line for each model, with the name of a file.
+///
+/// # Errors
+/// If the drawing library fails.
+pub fn plot_isolated(rows: Rows, isolate: Isolate, subtitle: &str) -> Result<(String, String)> {
+    let (stem, label) = match isolate {
+        Isolate::Data => ("data", "data-parallel replicas"),
+        Isolate::Horizontal => ("horizontal", "horizontal degree"),
+        Isolate::Pipeline => ("pipeline", "stages of the pipeline"),
+    };
+    let mut lines: Lines<Alone> = Lines::new();
+    for (model, strategy, outcome) in rows {
+        let line = lines.entry([model.layers, model.width, model.batch, strategy.microbatches]).or_default();
+        line.push((strategy.devices() as f64, outcome.throughput));
+    }
+    let varies = |at: usize| lines.keys().map(|key| key[at]).collect::<BTreeSet<_>>().len() > 1;
+    let names = ["layers", "width", "batch", "microbatches"];
+    let said: Vec<usize> = (0..names.len()).filter(|at| varies(*at)).collect();
+    let name = |key: &Alone| match &said[..] {
+        [] => format!("batch {}", key[2]),
+        said => said.iter().map(|at| format!("{} {}", names[*at], key[*at])).collect::<Vec<_>>().join(", "),
+    };
+    let series = lines.iter().enumerate().map(|(place, (key, points))| Series {
+        name: name(key),
+        points: points.clone(),
+        style: Style::Dotted,
+        color: place,
+    });
+    let plot = Plot {
+        title: "One kind of parallelism alone".to_string(),
+        subtitle: subtitle.to_string(),
+        x: Axis::new(label, Scale::Powers),
+        y: Axis::new("samples/s", Scale::Linear),
+        series: series.collect(),
+        marks: Vec::new(),
+    };
+    Ok((format!("isolated_{stem}"), plot.svg()?))
+}

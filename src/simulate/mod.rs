@@ -1,0 +1,277 @@
+//! A layer's step in virtual time: what `aristos run` would take on a cluster, before there is one.
+//!
+//! The plan of each group is made by the layer's own code (`plans`), and the step simulated by `aristos-sim`.
+
+mod compare;
+mod plans;
+mod report;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::cluster::Cluster;
+use crate::moe::synthetic::Synthetic;
+use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement, WeightId};
+use crate::plan::{Model, Plan};
+use crate::run::plan::groups_of;
+use crate::sim::network::Nics;
+use crate::sim::routing::{Popularity, Routing};
+use crate::sim::step::{Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
+pub use compare::{Compared, Comparison, compare};
+use plans::{Choices, Plans, balanced, plans};
+pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
+
+/// Bytes of a row's count of slots and of a slot (expert, weight) on their way out, and of the gradient of a slot's weight on its way back.
+const OUT_BYTES: (f64, f64) = (4.0, 8.0);
+const BACK_BYTES: f64 = 4.0;
+/// Gradients are summed in f32.
+const GRADIENT_BYTES: f64 = 4.0;
+/// Pairs of PEs over all passes: beyond, nobody waits for an answer.
+const PAIRS_MOST: usize = 1 << 25;
+/// PEs of a group: what each has for each other one is kept.
+const GROUP_MOST: usize = 2048;
+/// Choices of experts of a step.
+const CHOICES_MOST: usize = 1 << 26;
+/// Chunks over all passes: beyond, nobody waits for an answer.
+const CHUNKS_MOST: usize = 1 << 26;
+
+/// What might help: its name, how many times as fast ports to the network and FLOP are, and whether experts are placed by their loads.
+const CHANGES: [(&str, (f64, f64), bool); 3] = [
+    ("2x NIC", (2.0, 1.0), false),
+    ("2x FLOP/s", (1.0, 2.0), false),
+    ("experts placed by their loads", (1.0, 1.0), true),
+];
+
+/// Where the tokens' experts come from.
+pub enum Tokens {
+    /// A routing file; the steps are shared out over its records.
+    File(Routing),
+    /// Drawn, so many tokens over all PEs.
+    Drawn {
+        /// Tokens.
+        tokens: usize,
+        /// How often experts are chosen.
+        popularity: Popularity,
+        /// Of the random numbers.
+        seed: u64,
+    },
+    /// Those of a synthetic layer, so many over all PEs, as `aristos run` has them.
+    Synthetic(Box<Synthetic>, usize),
+}
+
+/// What is simulated.
+pub struct Simulated {
+    /// The PEs.
+    pub cluster: Cluster,
+    /// The layer.
+    pub config: LayerConfig,
+    /// The expert-parallel groups.
+    pub groups: Groups,
+    /// Element type.
+    pub dtype: Dtype,
+    /// How the layer runs.
+    pub options: Options,
+    /// The tokens.
+    pub tokens: Tokens,
+    /// Whether a step has a backward pass.
+    pub backward: bool,
+    /// Steps.
+    pub steps: usize,
+    /// Slower and faster PEs.
+    pub jitter: Option<Jitter>,
+    /// Who has a port to the network.
+    pub nics: Nics,
+    /// PEs of which a timeline is kept, the first so many.
+    pub traced: usize,
+}
+
+/// A layer as a model describes it: gated experts, a softmax router.
+pub fn layer_of(model: &Model) -> LayerConfig {
+    let intermediate = (model.expert_parameters / (3.0 * model.hidden as f64)).round().max(1.0) as usize;
+    let expert = MlpConfig::gated(intermediate, crate::moe::Activation::Silu);
+    LayerConfig::new(model.hidden, model.experts, crate::moe::RouterConfig::softmax(model.top_k), expert)
+}
+
+/// The groups of a plan on a cluster; one group with even shares without a plan.
+///
+/// # Errors
+/// One line that says where the plan is not one for this cluster and these experts.
+pub fn groups_on(cluster: &Cluster, plan: Option<&Plan>, experts: usize) -> Result<Groups> {
+    let pes = cluster.devices.len();
+    let Some(plan) = plan else { return Ok(Groups::one(Placement::even(experts, pes))) };
+    let index: std::collections::HashMap<u64, usize> =
+        cluster.devices.iter().enumerate().map(|(pe, device)| (device.id, pe)).collect();
+    groups_of(plan, pes, experts, |id| index.get(&id).copied())
+}
+
+impl Simulated {
+    fn pes(&self) -> usize {
+        self.cluster.devices.len()
+    }
+
+    /// Tokens of a step over all PEs.
+    fn tokens(&self) -> usize {
+        match &self.tokens {
+            Tokens::Drawn { tokens, .. } | Tokens::Synthetic(_, tokens) => *tokens,
+            Tokens::File(routing) => {
+                let of_node = |pe: usize| routing.records[0].tokens_per_node[pe % routing.nodes];
+                (0..self.pes()).map(of_node).sum()
+            }
+        }
+    }
+
+    /// The most tokens of a PE.
+    fn most_tokens(&self) -> usize {
+        match &self.tokens {
+            Tokens::File(routing) => {
+                let all = routing.records.iter().flat_map(|record| &record.tokens_per_node);
+                all.copied().max().unwrap_or(0)
+            }
+            _ => self.tokens().div_ceil(self.pes()),
+        }
+    }
+
+    /// The layer's symmetric memory, of the group with the most of it.
+    fn layout(&self) -> Result<Layout> {
+        let of = |g: usize| {
+            let placement = self.groups.placement(g);
+            Layout::new(&self.config, placement, self.dtype.bytes(), self.most_tokens(), &self.options)
+        };
+        let all = (0..self.groups.len()).map(of).collect::<Result<Vec<_>, _>>()?;
+        all.into_iter().max_by_key(Layout::total_bytes).context("there is no group")
+    }
+
+    fn cost(&self, layout: &Layout) -> LayerCost {
+        let (config, hidden) = (&self.config, self.config.hidden as f64);
+        let elements = |ids: &[WeightId]| -> f64 {
+            let of = |id: &WeightId| config.shape(*id).iter().product::<usize>() as f64;
+            ids.iter().filter(|id| id.has_gradient()).map(of).sum()
+        };
+        LayerCost {
+            row_bytes: layout.row_bytes as f64,
+            out_bytes: OUT_BYTES,
+            back_bytes: BACK_BYTES,
+            header_bytes: 4.0 * layout.header_words as f64,
+            slot_flop: config.expert.forward_flop_per_row(config.hidden),
+            router_flop: 2.0 * hidden * config.choices() as f64,
+            shared_flop: config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
+            gradient_bytes: (
+                GRADIENT_BYTES * elements(&config.expert_weights(0)),
+                GRADIENT_BYTES * elements(&config.replicated_weights()),
+            ),
+        }
+    }
+
+    fn choices(&self, record: usize) -> Result<Choices> {
+        match &self.tokens {
+            Tokens::File(routing) => Ok(Choices::Record(routing.records[record].clone())),
+            Tokens::Drawn { tokens, popularity, seed } => Choices::drawn(self, *tokens, *popularity, *seed),
+            Tokens::Synthetic(synthetic, tokens) => Ok(Choices::Synthetic(synthetic.clone(), *tokens)),
+        }
+    }
+
+    /// Simulates the steps, and what they would be with one thing changed.
+    ///
+    /// # Errors
+    /// One line: a layer, options or a routing file that do not fit together, or more than anyone would wait for.
+    pub fn run(&self) -> Result<(SimulatedReport, StepTimes)> {
+        self.check()?;
+        let layout = self.layout()?;
+        let cost = self.cost(&layout);
+        let records = match &self.tokens {
+            Tokens::File(routing) => routing.records.len().min(self.steps),
+            _ => 1,
+        };
+        let mut all = Vec::with_capacity(records);
+        for record in 0..records {
+            let choices = self.choices(record)?;
+            let plans = plans(self, &self.groups, &choices)?;
+            let chunks: usize = plans.groups.iter().map(|group| plans.plans[group.plan].chunks()).sum();
+            let all_chunks = chunks.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
+            ensure!(
+                all_chunks <= CHUNKS_MOST,
+                "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {CHUNKS_MOST}",
+                self.options.chunk_rows
+            );
+            // This record's part of the steps.
+            let steps = self.steps / records + usize::from(record < self.steps % records);
+            all.push((choices, plans, steps));
+        }
+        let times = |plans: &[(&Plans, usize)], speed: (f64, f64)| {
+            let each = plans.iter().enumerate().map(|(record, (plans, steps))| {
+                simulate(&Step {
+                    cluster: &self.cluster,
+                    groups: &plans.groups,
+                    plans: &plans.plans,
+                    cost: &cost,
+                    schedule: match self.options.mode {
+                        Mode::Pipelined => Schedule::Pipelined,
+                        Mode::Bulk => Schedule::Bulk,
+                    },
+                    backward: self.backward,
+                    window_chunks: layout.window_chunks,
+                    steps: *steps,
+                    jitter: self
+                        .jitter
+                        .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
+                    nics: self.nics,
+                    speed,
+                    traced: if record == 0 { self.traced } else { 0 },
+                })
+            });
+            each.reduce(StepTimes::then)
+        };
+        let mut placed = Vec::with_capacity(all.len());
+        for (choices, made, steps) in &all {
+            placed.push((plans(self, &balanced(&self.groups, made)?, choices)?, *steps));
+        }
+        let given: Vec<(&Plans, usize)> = all.iter().map(|(_, plans, steps)| (plans, *steps)).collect();
+        let placed: Vec<(&Plans, usize)> = placed.iter().map(|(plans, steps)| (plans, *steps)).collect();
+        // Beside each other: none depends on another.
+        let (base, changed) = std::thread::scope(|scope| {
+            let changes = CHANGES.map(|(change, speed, by_load)| {
+                let (plans, times) = (if by_load { &placed } else { &given }, &times);
+                (change, scope.spawn(move || times(plans, speed)))
+            });
+            (times(&given, (1.0, 1.0)), changes.map(|(change, thread)| (change, thread.join())))
+        });
+        let base = base.context("there is no step")?;
+        let mut changes = Vec::new();
+        for (change, times) in changed {
+            let times = times.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            changes.extend(times.map(|times| (change, times)));
+        }
+        let report = SimulatedReport::new(self, &layout, &cost, given[0].0, &base, &changes);
+        Ok((report, base))
+    }
+
+    fn check(&self) -> Result<()> {
+        self.config.validate()?;
+        self.options.validate()?;
+        ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
+        ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
+        let choices = self.tokens().saturating_mul(self.config.router.top_k);
+        ensure!(
+            choices <= CHOICES_MOST || matches!(self.tokens, Tokens::Drawn { .. }),
+            "`tokens` is {}, expected at most {}",
+            self.tokens(),
+            CHOICES_MOST / self.config.router.top_k
+        );
+        let members = || (0..self.groups.len()).map(|g| self.groups.members(g).len());
+        let largest = members().max().unwrap_or(0);
+        ensure!(
+            largest <= GROUP_MOST,
+            "`plan`: a group has {largest} PEs, expected at most {GROUP_MOST} (without a plan all PEs are one group)"
+        );
+        let pairs: usize = members().map(|pes| pes.saturating_mul(pes)).fold(0, usize::saturating_add);
+        let work = pairs.saturating_mul(self.steps).saturating_mul(if self.backward { 2 } else { 1 });
+        ensure!(
+            work <= PAIRS_MOST,
+            "`steps` is {}, with {pairs} pairs of PEs in groups, expected at most {PAIRS_MOST} pairs over all passes",
+            self.steps
+        );
+        if let Tokens::File(routing) = &self.tokens {
+            routing.check_model(self.config.n_experts, self.config.router.top_k)?;
+        }
+        Ok(())
+    }
+}

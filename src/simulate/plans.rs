@@ -1,0 +1,149 @@
+//! What the PEs of each expert-parallel group do in a step, by the layer's own code: its routes, its windows and chunks, its tiles.
+
+use std::collections::HashMap;
+
+use anyhow::Result;
+
+use super::Simulated;
+use crate::moe::cpu::experts::tiles;
+use crate::moe::cpu::router::{self, Routing};
+use crate::moe::placement::block;
+use crate::moe::synthetic::Synthetic;
+use crate::moe::{Groups, Placement};
+use crate::sim::routing::{NO_EXPERT, Popularity, Record, Workload};
+use crate::sim::step::{Cutting, Group, GroupPlan, Rows};
+
+/// Choices that are drawn for themselves; where there are more, groups of as many PEs route alike.
+const CHOICES_MOST: usize = 1 << 25;
+
+/// Where the PEs' choices of experts are from.
+pub(super) enum Choices {
+    /// A record of a file, or made up like one: PE p has the tokens of its node p, or in turn of p mod the number of nodes.
+    Record(Record),
+    /// Those of a synthetic layer, which `aristos run` with the same flags makes too; PE p has its block of the tokens.
+    Synthetic(Box<Synthetic>, usize),
+}
+
+impl Choices {
+    /// Made-up choices of so many tokens for each PE.
+    pub fn drawn(simulated: &Simulated, tokens: usize, popularity: Popularity, seed: u64) -> Result<Choices> {
+        let (experts, top_k) = (simulated.config.n_experts, simulated.config.router.top_k);
+        let (pes, largest) = (simulated.pes(), (0..simulated.groups.len()).map(|g| simulated.groups.members(g).len()));
+        // As many nodes as PEs, or as the largest group has.
+        let per_node = tokens.div_ceil(pes).max(1);
+        let nodes = match per_node.saturating_mul(top_k).saturating_mul(pes) > CHOICES_MOST {
+            true => largest.max().unwrap_or(1),
+            false => pes,
+        };
+        let tokens = if nodes == pes { tokens } else { per_node * nodes };
+        let workload = Workload { experts, tokens, top_k, nodes, popularity, layers: 1, steps: 1, seed };
+        Ok(Choices::Record(workload.routing()?.records.remove(0)))
+    }
+
+    /// Which node's tokens a PE has.
+    fn node(&self, pe: usize) -> usize {
+        match self {
+            Choices::Record(record) => pe % record.tokens_per_node.len(),
+            Choices::Synthetic(..) => pe,
+        }
+    }
+
+    /// The choices of each node's tokens.
+    fn of_nodes(&self, top_k: usize, pes: usize) -> Vec<Vec<i32>> {
+        let id = |&expert: &u32| if expert == NO_EXPERT { -1 } else { expert as i32 };
+        match self {
+            Choices::Record(record) => {
+                record.choices_by_node(top_k).map(|(_, choices)| choices.iter().map(id).collect()).collect()
+            }
+            Choices::Synthetic(synthetic, tokens) => {
+                let drawn = |token: usize| synthetic.drawn(token).into_iter().map(|expert| expert as i32);
+                (0..pes).map(|pe| block(*tokens, pes, pe).flat_map(drawn).collect()).collect()
+            }
+        }
+    }
+}
+
+/// The groups as they are simulated, and the plans that they share.
+pub(super) struct Plans {
+    pub groups: Vec<Group>,
+    pub plans: Vec<GroupPlan>,
+}
+
+impl Plans {
+    /// Tokens of each expert, over all groups.
+    pub fn tokens_per_expert(&self, experts: usize) -> Vec<u64> {
+        self.rows_per_expert(&self.groups, experts)
+    }
+
+    fn rows_per_expert(&self, groups: &[Group], experts: usize) -> Vec<u64> {
+        let mut tokens = vec![0; experts];
+        for group in groups {
+            for (experts, rows) in group.experts.iter().zip(self.plans[group.plan].expert_rows()) {
+                experts.iter().zip(rows).for_each(|(&expert, &rows)| tokens[expert] += u64::from(rows));
+            }
+        }
+        tokens
+    }
+}
+
+/// Makes the plans of groups with these placements.
+pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -> Result<Plans> {
+    let (config, options) = (&simulated.config, &simulated.options);
+    let of_nodes = choices.of_nodes(config.router.top_k, simulated.pes());
+    let mut known: HashMap<(Vec<usize>, Vec<u32>), usize> = HashMap::new();
+    let mut all = Plans { groups: Vec::new(), plans: Vec::new() };
+    let chunk_rows = simulated.layout()?.chunk_rows;
+    for g in 0..groups.len() {
+        let (members, placement) = (groups.members(g), groups.placement(g));
+        let nodes: Vec<usize> = members.iter().map(|&pe| choices.node(pe)).collect();
+        let owners = (0..config.n_experts).map(|expert| placement.owner(expert) as u32).collect();
+        let next = all.plans.len();
+        let plan = *known.entry((nodes.clone(), owners)).or_insert(next);
+        if plan == next {
+            let rows =
+                nodes.iter().map(|&node| rows(simulated, placement, &of_nodes[node])).collect::<Result<Vec<_>>>()?;
+            let tokens: Vec<usize> = nodes.iter().map(|&node| of_nodes[node].len() / config.router.top_k).collect();
+            let experts: Vec<usize> = (0..members.len()).map(|pe| placement.experts(pe).len()).collect();
+            let cut = |run: std::ops::Range<usize>| tiles(run, options.tile_rows()).collect();
+            let cutting = Cutting { chunk_rows, tile_rows: options.tile_rows(), tiles: &cut };
+            all.plans.push(GroupPlan::new(&rows, &tokens, &experts, &cutting));
+        }
+        let experts = (0..members.len()).map(|pe| placement.experts(pe).to_vec()).collect();
+        all.groups.push(Group { members: members.to_vec(), experts, plan });
+    }
+    Ok(all)
+}
+
+/// The rows of a PE's tokens for each PE of its group.
+fn rows(simulated: &Simulated, placement: &Placement, ids: &[i32]) -> Result<Vec<Rows>> {
+    let routing = Routing::given(&simulated.config, ids, &vec![1.0; ids.len()])?;
+    let routes = router::routes(&routing, placement, simulated.config.router.top_k);
+    let of_pe = |routes: router::Routes| Rows {
+        starts: routes.slot_start,
+        experts: routes.slots.iter().map(|slot| slot.expert).collect(),
+    };
+    Ok(routes.into_iter().map(of_pe).collect())
+}
+
+/// The groups with their experts placed anew: the busiest first, each where the fewest rows are, as many on each PE as before at most.
+pub(super) fn balanced(groups: &Groups, plans: &Plans) -> Result<Groups> {
+    let mut placed = Vec::with_capacity(groups.len());
+    for (g, group) in plans.groups.iter().enumerate() {
+        let old = groups.placement(g);
+        let rows = plans.rows_per_expert(std::slice::from_ref(group), old.n_experts());
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_by_key(|&expert| std::cmp::Reverse(rows[expert]));
+        let (mut load, mut held) = (vec![0u64; old.n_pes()], vec![0usize; old.n_pes()]);
+        let mut owners = vec![0u32; rows.len()];
+        for expert in order {
+            let has_room = |pe: &usize| held[*pe] < old.max_local();
+            let Some(pe) = (0..old.n_pes()).filter(has_room).min_by_key(|&pe| (load[pe], pe)) else { continue };
+            owners[expert] = pe as u32;
+            load[pe] += rows[expert];
+            held[pe] += 1;
+        }
+        placed.push((group.members.clone(), Placement::from_owners(owners, old.n_pes())));
+    }
+    let pes = placed.iter().map(|(members, _)| members.len()).sum();
+    Groups::new(pes, placed).map_err(|wrong| anyhow::anyhow!("groups: {wrong}"))
+}

@@ -1,0 +1,217 @@
+//! What a simulation says, with the keys of a run's report where both have a thing.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::plans::Plans;
+use super::{GRADIENT_BYTES, Simulated};
+use crate::moe::{Layout, Mode};
+use crate::report::{PassTimes, Spread, median};
+use crate::sim::step::{LayerCost, PeTime, StepTimes};
+
+/// A simulation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SimulatedReport {
+    /// What was simulated.
+    pub config: SimulatedConfig,
+    /// A step, from its beginning to the end of the last PE, seconds: the median.
+    pub step_s: f64,
+    /// Every step, seconds.
+    pub all_steps_s: Vec<f64>,
+    /// Tokens of a step over `step_s`.
+    pub tokens_per_s: f64,
+    /// The forward pass; its phases are `router`, `expert_gemm` and `waiting`.
+    pub forward: PassTimes,
+    /// The backward pass; also `other`, the sums of gradients.
+    pub backward: Option<PassTimes>,
+    /// What PEs send each other in dispatch and combine, bytes per step: counts, rows and slots.
+    pub exchange_bytes_per_step: f64,
+    /// Tokens that each expert gets in one step, the first.
+    pub tokens_per_expert: Vec<u64>,
+    /// The share of the busiest ports' time that no PE waited for, 0 to 1.
+    pub overlap_efficiency: f64,
+    /// How much later than the first of its group a PE ends its passes, or in the bulk schedule the last pass's experts.
+    pub stragglers: Stragglers,
+    /// Memory of the PE with the most.
+    pub memory: Memory,
+    /// A step with one thing changed, the most helpful first.
+    pub would_help: Vec<Change>,
+    /// Events that were simulated.
+    pub events: u64,
+}
+
+/// What was simulated.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SimulatedConfig {
+    /// PEs.
+    pub pes: usize,
+    /// Expert-parallel groups.
+    pub groups: usize,
+    /// Tokens of a step over all PEs.
+    pub tokens: u64,
+    /// Width of a token's hidden state, elements.
+    pub hidden: usize,
+    /// Width inside an expert, elements.
+    pub intermediate: usize,
+    /// Routed experts.
+    pub experts: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Element type: "f32", "bf16" or "f16".
+    pub dtype: String,
+    /// "pipelined" or "bulk".
+    pub mode: String,
+    /// Steps.
+    pub steps: usize,
+    /// Whether a step has a backward pass.
+    pub backward: bool,
+}
+
+/// Straggler delays of all PEs and steps.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Stragglers {
+    /// Their median, seconds.
+    pub median_s: f64,
+    /// Their 95th percentile, seconds.
+    pub p95_s: f64,
+    /// The longest, seconds.
+    pub max_s: f64,
+    /// The distribution: seconds at each percent from 0 to 100.
+    pub ecdf_s: Vec<f64>,
+}
+
+/// Memory, bytes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    /// Symmetric memory of the layer's protocol.
+    pub symmetric_bytes: u64,
+    /// Weights of its experts, in the layer's element type.
+    pub weights_bytes: u64,
+    /// Their gradients, f32.
+    pub gradients_bytes: u64,
+    /// Rows of its experts: inputs, what is inside an expert, outputs, in the layer's element type.
+    pub rows_bytes: u64,
+}
+
+/// A step with one thing changed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Change {
+    /// What is changed.
+    pub change: String,
+    /// The median step then, seconds.
+    pub step_s: f64,
+    /// How many times as fast that is.
+    pub speedup: f64,
+}
+
+impl SimulatedReport {
+    pub(super) fn new(
+        simulated: &Simulated,
+        layout: &Layout,
+        cost: &LayerCost,
+        plans: &Plans,
+        times: &StepTimes,
+        changes: &[(&str, StepTimes)],
+    ) -> SimulatedReport {
+        let step_s = median(times.step_s.clone());
+        let mut would_help: Vec<Change> = changes
+            .iter()
+            .map(|(change, times)| {
+                let changed_s = median(times.step_s.clone());
+                Change { change: change.to_string(), step_s: changed_s, speedup: step_s / changed_s }
+            })
+            .collect();
+        would_help.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
+        let tokens = simulated.tokens() as u64;
+        SimulatedReport {
+            config: SimulatedConfig {
+                pes: simulated.pes(),
+                groups: simulated.groups.len(),
+                tokens,
+                hidden: simulated.config.hidden,
+                intermediate: simulated.config.expert.intermediate,
+                experts: simulated.config.n_experts,
+                top_k: simulated.config.router.top_k,
+                dtype: simulated.dtype.name().to_string(),
+                mode: match simulated.options.mode {
+                    Mode::Pipelined => "pipelined".to_string(),
+                    Mode::Bulk => "bulk".to_string(),
+                },
+                steps: times.step_s.len(),
+                backward: simulated.backward,
+            },
+            step_s,
+            all_steps_s: times.step_s.clone(),
+            tokens_per_s: tokens as f64 / step_s,
+            forward: pass_times(times, 0),
+            backward: simulated.backward.then(|| pass_times(times, 1)),
+            exchange_bytes_per_step: times.sent_bytes / times.step_s.len() as f64 + header_bytes(simulated, cost),
+            tokens_per_expert: plans.tokens_per_expert(simulated.config.n_experts),
+            overlap_efficiency: times.overlap_efficiency(),
+            stragglers: stragglers(&times.straggler_s),
+            memory: memory(simulated, layout, cost, plans),
+            would_help,
+            events: times.events,
+        }
+    }
+}
+
+/// Each PE's header for each other one of its group, bytes per step.
+fn header_bytes(simulated: &Simulated, cost: &LayerCost) -> f64 {
+    let members = (0..simulated.groups.len()).map(|g| simulated.groups.members(g).len());
+    members.map(|pes| (pes * (pes - 1)) as f64 * cost.header_bytes).sum()
+}
+
+/// Of each PE the mean over the steps, and of those the median and the maximum.
+fn pass_times(times: &StepTimes, pass: usize) -> PassTimes {
+    let steps = times.step_s.len() as f64;
+    let spread = |of: &dyn Fn(&PeTime) -> f64| {
+        let each = || times.pes.iter().map(|pe| of(pe) / steps);
+        Spread { median_s: median(each().collect()), max_s: each().fold(0.0, f64::max) }
+    };
+    let mut phases = BTreeMap::from([
+        ("router".to_string(), spread(&|pe| pe.router_s[pass])),
+        ("expert_gemm".to_string(), spread(&|pe| pe.expert_s[pass])),
+        ("waiting".to_string(), spread(&|pe| pe.waiting_s[pass])),
+    ]);
+    let other = |pe: &PeTime| if pass == 1 { pe.all_reduce_s } else { 0.0 };
+    if pass == 1 {
+        phases.insert("other".to_string(), spread(&other));
+    }
+    PassTimes { total: spread(&|pe| pe.pass_s[pass] + other(pe)), phases, rounds: 0 }
+}
+
+fn stragglers(sorted_s: &[f64]) -> Stragglers {
+    let at =
+        |share: f64| sorted_s.get((share * (sorted_s.len() as f64 - 1.0)).round() as usize).copied().unwrap_or(0.0);
+    Stragglers {
+        median_s: at(0.5),
+        p95_s: at(0.95),
+        max_s: at(1.0),
+        ecdf_s: (0..=100).map(|percent| at(f64::from(percent) / 100.0)).collect(),
+    }
+}
+
+fn memory(simulated: &Simulated, layout: &Layout, cost: &LayerCost, plans: &Plans) -> Memory {
+    let element_bytes = simulated.dtype.bytes() as f64;
+    let parameters = cost.gradient_bytes.0 / GRADIENT_BYTES;
+    let most_experts =
+        (0..simulated.groups.len()).map(|g| simulated.groups.placement(g).max_local()).max().unwrap_or(0);
+    let rows = |rows: &[u32]| rows.iter().map(|&rows| u64::from(rows)).sum::<u64>();
+    let most_rows = plans.plans.iter().flat_map(|plan| plan.expert_rows().map(rows)).max().unwrap_or(0);
+    let expert = &simulated.config.expert;
+    // Input and output; what each inner projection gives, and their product.
+    let inside = expert.intermediate * if expert.gated { 3 } else { 2 };
+    let of_row = (2 * simulated.config.hidden + inside) as f64 * element_bytes;
+    Memory {
+        symmetric_bytes: layout.total_bytes() as u64,
+        weights_bytes: (most_experts as f64 * parameters * element_bytes) as u64,
+        gradients_bytes: if simulated.backward {
+            (most_experts as f64 * parameters * GRADIENT_BYTES) as u64
+        } else {
+            0
+        },
+        rows_bytes: (most_rows as f64 * of_row) as u64,
+    }
+}

@@ -1,0 +1,245 @@
+//! `aristos sim`, `sweep`, `simulate` and `compare` as commands: published values, what they write and draw, and what they refuse.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+
+fn aristos(folder: &Path, args: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
+    command.args(args.split_whitespace()).current_dir(folder).output().unwrap()
+}
+
+#[track_caller]
+fn parsed(folder: &Path, args: &str) -> Value {
+    let output = aristos(folder, args);
+    assert!(output.status.success(), "{args}: {output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Runs what must be refused, with one line that says all of `parts`.
+#[track_caller]
+fn refused(folder: &Path, args: &str, parts: &[&str]) {
+    let output = aristos(folder, args);
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{args}: {line}");
+    assert_eq!(line.lines().count(), 1, "{args}: {line}");
+    for part in parts {
+        assert!(line.contains(part), "{args}: {line} lacks {part}");
+    }
+}
+
+fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, content) in files {
+        std::fs::write(folder.path().join(name), content.to_string()).unwrap();
+    }
+    folder
+}
+
+fn layer() -> Value {
+    json!({"d_in": 16384, "d_out": 81920, "tp_in": 8, "tp_out": 40, "dp": 32, "bytewidth": 2})
+}
+
+#[test]
+fn a_linear_layer_takes_what_was_published() {
+    let device = json!({"name": "H100 SXM5", "flop_per_sec_8bit": 1979e12, "global_Bps": 3352e9, "net_Bps": 900e9});
+    let folder = folder(&[("d.json", device), ("l.json", layer()), ("bad.json", json!({"name": "x"}))]);
+    let folder = folder.path();
+    for device in ["d.json", "H100", "h100"] {
+        let time = parsed(folder, &format!("sim linear --device {device} --layer l.json --tokens 32768 --json"));
+        assert_eq!(time["fwd_bwd_s"], json!(3.2554072481051035e-05));
+        assert_eq!(time["bottleneck"], json!("flop"));
+        for key in ["end_of_batch_s", "flop_s", "global_io_s", "net_io_s"] {
+            assert!(time[key].as_f64().unwrap() > 0.0, "{key}");
+        }
+    }
+    let text = String::from_utf8(aristos(folder, "sim linear --device B200 --layer l.json --tokens 8").stdout).unwrap();
+    assert!(text.contains("bound by") && text.contains("forward and backward"), "{text}");
+    let args = |device: &str, layer: &str, tokens: &str| {
+        format!("sim linear --device {device} --layer {layer} --tokens {tokens}")
+    };
+    refused(folder, &args("H1000", "l.json", "8"), &["--device is H1000", "A100-80GB"]);
+    refused(folder, &args("H100", "l.json", "0"), &["--tokens is 0", "expected a number"]);
+    refused(folder, &args("H100", "l.json", "NaN"), &["--tokens is NaN"]);
+    refused(folder, &args("bad.json", "l.json", "8"), &["bad.json", "flop_per_sec_8bit"]);
+    refused(folder, &args("H100", "none.json", "8"), &["none.json", "No such file"]);
+}
+
+#[test]
+fn an_exchange_takes_what_was_published() {
+    let even: Vec<Vec<u64>> = (0..8).map(|i| (0..8).map(|j| if i == j { 0 } else { 1600 }).collect()).collect();
+    let folder = folder(&[
+        ("p.json", json!({"num_links": 1})),
+        ("large.json", json!({"packet_size_bytes": 101})),
+        ("l.json", json!({"load_bytes": even})),
+        ("empty.json", json!({"load_bytes": []})),
+        ("negative.json", json!({"load_bytes": [[0, -5], [1, 0]]})),
+    ]);
+    let folder = folder.path();
+    for compat in ["", "--compat"] {
+        let args = format!("sim comms --params p.json --load l.json {compat} --json --trace t.json");
+        let exchange = parsed(folder, &args);
+        assert_eq!((&exchange["time_ms"], &exchange["rounds"]), (&json!(256.0), &json!(32)));
+        assert_eq!(exchange["closed_form_ms"], json!(256.0));
+        assert_eq!(exchange["round_times_ms"], json!(vec![8.0; 32]));
+        let trace: Value = serde_json::from_slice(&std::fs::read(folder.join("t.json")).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        assert!(events.iter().any(|event| event["name"] == "to node 1: 100 B in 5 packets"), "{events:?}");
+    }
+    refused(folder, "sim comms --params large.json --load l.json", &["large.json: packet_size_bytes is 101", "100"]);
+    refused(folder, "sim comms --params p.json --load empty.json", &["empty.json: load_bytes is empty"]);
+    refused(folder, "sim comms --params p.json --load negative.json", &["negative.json: load_bytes[0][1]", "-5"]);
+}
+
+#[test]
+fn routing_becomes_loads_and_workloads() {
+    let folder = folder(&[("p.json", json!({"intra_bw_bytes_per_ms": 1000}))]);
+    let folder = folder.path();
+    let made = "sim routing --experts 128 --tokens 512 --top-k 8 --nodes 8 --seed 3 --zipf 0.7 --out r.json";
+    let output = aristos(folder, &format!("{made} --loads l.json --plot plots"));
+    assert!(output.status.success(), "{output:?}");
+    assert!(folder.join("plots/expert_load.svg").is_file());
+    let of_load = parsed(folder, "sim comms --params p.json --load l.json --json");
+    assert_eq!(parsed(folder, "sim comms --params p.json --routing r.json --json"), of_load);
+    let wide = parsed(folder, "sim comms --params p.json --routing r.json --embed-dim 64 --json");
+    assert!(wide["time_ms"].as_f64() > of_load["time_ms"].as_f64());
+    let workload = parsed(folder, "workload --model qwen3-30b-a3b --tokens-per-device 64 --routing r.json");
+    let load: f64 = workload["expert_load"].as_array().unwrap().iter().filter_map(Value::as_f64).sum();
+    assert_eq!(load, 512.0 * 8.0);
+    let other = "workload --model mixtral-8x7b --tokens-per-device 64 --routing r.json";
+    refused(folder, other, &["r.json: experts is 128, expected 8, the model's"]);
+    refused(folder, "sim routing --experts 4 --tokens 8 --top-k 5 --nodes 2 --out x.json", &["--top-k is 5"]);
+    let ragged = "sim routing --experts 4 --tokens 8 --top-k 1 --nodes 3 --out x.json --loads y.json";
+    refused(folder, ragged, &["nodes is 3", "4 experts"]);
+    assert!(!folder.join("x.json").exists());
+}
+
+#[test]
+fn a_sweep_is_the_published_grid() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    let args = "sweep --layers 64 --width 8192 --batch 8192 --devices 16 --steady-state --json";
+    let compat = parsed(folder, &format!("{args} --cost compat --csv grid.csv --plot plots"));
+    assert_eq!(compat["rows"].as_array().unwrap().len(), 52);
+    let best = |sweep: &Value| ["dp", "hp", "pp", "microbatches"].map(|key| sweep["best"][key].as_u64().unwrap());
+    assert_eq!(best(&compat), [4, 4, 1, 1]);
+    let throughput = compat["best"]["throughput"].as_f64().unwrap();
+    assert!((throughput / 55313.02392496291 - 1.0).abs() < 1e-12, "{throughput}");
+    assert!((compat["sequential_s"][0].as_f64().unwrap() - 2.154361).abs() < 1e-6);
+    for key in ["latency_s", "peak_memory_bytes", "communication_fraction", "ep", "devices"] {
+        assert!(compat["rows"][7][key].is_number(), "{key}");
+    }
+    assert_eq!(std::fs::read_to_string(folder.join("grid.csv")).unwrap().lines().count(), 53);
+    for dp in [1, 2, 4, 8, 16] {
+        assert!(folder.join(format!("plots/grid_dp{dp}.svg")).is_file());
+    }
+    assert_eq!(best(&parsed(folder, args)), [1, 1, 16, 32]);
+    let isolated = "sweep --isolate pipeline --devices 2,4 --batch 512,1024 --microbatches 8 --json --plot plots";
+    assert_eq!(parsed(folder, isolated)["rows"].as_array().unwrap().len(), 4);
+    assert!(folder.join("plots/isolated_pipeline.svg").is_file());
+    let experts = parsed(folder, "sweep --layers 8 --width 256 --batch 256 --devices 8 --experts 8 --top-k 2 --json");
+    assert!(experts["rows"].as_array().unwrap().iter().any(|row| row["ep"] == json!(8)));
+    // Batches of 8 are too small for the published numbers of microbatches.
+    let small = "sweep --layers 4 --width 8 --batch 8 --devices 2 --json";
+    assert_eq!(parsed(folder, &format!("{small} --cost compat"))["rows"].as_array().unwrap().len(), 2);
+    assert_eq!(parsed(folder, small)["rows"].as_array().unwrap().len(), 3);
+    refused(folder, "sweep --layers 65 --hp 2", &["--hp is 2", "65 layers"]);
+    refused(folder, "sweep --devices 7", &["--pp is 7"]);
+    refused(folder, "sweep --devices 0", &["--devices is 0"]);
+    refused(folder, "sweep --width 0", &["--width is 0"]);
+    refused(folder, "sweep --cost compat --experts 8 --top-k 2", &["--experts is 8"]);
+    refused(folder, "sweep --experts 8 --top-k 9", &["--top-k is 9"]);
+    refused(folder, "sweep --microbatches 3 --pp 2 --devices 2", &["--microbatches is 3"]);
+}
+
+#[test]
+fn a_step_is_simulated_and_compared() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    let layer = "--tokens 256 --hidden 64 --intermediate 96 --experts 8 --top-k 2";
+    let args =
+        format!("simulate --cluster preset:dgx-h100:1 {layer} --json --jitter 4 --steps 3 --trace t.json --plot plots");
+    let report = parsed(folder, &args);
+    assert_eq!(report["all_steps_s"].as_array().unwrap().len(), 3);
+    assert_eq!(report["config"]["pes"], json!(8));
+    for key in ["step_s", "overlap_efficiency", "tokens_per_s"] {
+        assert!(report[key].is_number(), "{key}");
+    }
+    assert_eq!(report["stragglers"]["ecdf_s"].as_array().unwrap().len(), 101);
+    assert_eq!(report["would_help"].as_array().unwrap().len(), 3);
+    assert!(report["memory"]["symmetric_bytes"].as_u64().unwrap() > 0);
+    assert!(folder.join("plots/stragglers.svg").is_file());
+    let trace: Value = serde_json::from_slice(&std::fs::read(folder.join("t.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let rows = |event: &&Value| event["name"].as_str().is_some_and(|name| name.starts_with("rows from PE"));
+    assert!(events.iter().find(rows).is_some());
+    // The same seed, the same steps; bulk is slower.
+    assert_eq!(parsed(folder, &args), report);
+    let bulk = parsed(folder, &format!("{args} --schedule bulk"));
+    assert!(bulk["step_s"].as_f64() > report["step_s"].as_f64());
+    // A run of the same layer, and of another one.
+    let dtype = "--dtype f32 --json";
+    let run = parsed(folder, &format!("run --pes 8 {layer} --json"));
+    std::fs::write(folder.join("run.json"), run.to_string()).unwrap();
+    for (name, tokens) in [("same.json", 256), ("other.json", 128)] {
+        let args = format!("simulate --cluster preset:dgx-h100:1 {layer} {dtype}")
+            .replace("256 --hidden", &format!("{tokens} --hidden"));
+        std::fs::write(folder.join(name), parsed(folder, &args).to_string()).unwrap();
+    }
+    // The tokens go where the run's do, and as many bytes.
+    let same: Value = serde_json::from_slice(&std::fs::read(folder.join("same.json")).unwrap()).unwrap();
+    assert_eq!(same["tokens_per_expert"], run["tokens_per_expert"]);
+    let bytes = run["traffic"]["remote_bytes"].as_object().unwrap().iter();
+    let bytes: f64 = bytes.filter(|(kind, _)| *kind != "all_reduce").filter_map(|(_, bytes)| bytes.as_f64()).sum();
+    assert!(bytes > 0.0 && same["exchange_bytes_per_step"].as_f64() == Some(bytes), "{bytes} {same}");
+    let compared = parsed(folder, "compare run.json same.json --json");
+    let whats: Vec<&str> = compared["rows"].as_array().unwrap().iter().filter_map(|row| row["what"].as_str()).collect();
+    assert_eq!((whats[0], whats[1], whats[3]), ("step", "forward", "forward, expert_gemm"));
+    assert_eq!(whats.len(), 11);
+    for row in compared["rows"].as_array().unwrap() {
+        let [predicted, measured] = ["predicted_s", "measured_s"].map(|key| row[key].as_f64().unwrap());
+        match row["error"].as_f64() {
+            Some(error) => assert!((predicted / measured - 1.0 - error).abs() < 1e-9, "{row}"),
+            None => assert_eq!(measured, 0.0, "{row}"),
+        }
+    }
+    refused(folder, "compare run.json other.json", &["run.json: config.tokens is 256, expected 128"]);
+    refused(folder, "compare same.json run.json", &["same.json"]);
+}
+
+#[test]
+fn a_plan_and_a_routing_file_are_simulated() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    let plan =
+        "plan --cluster preset:dgx-h100:2 --model qwen3-30b-a3b --tokens-per-device 512 --layers 1 --out plan.json";
+    assert!(aristos(folder, plan).status.success());
+    let routing = "sim routing --experts 128 --tokens 4096 --top-k 8 --nodes 8 --steps 2 --zipf 1 --out r.json";
+    assert!(aristos(folder, routing).status.success());
+    let args =
+        "simulate --cluster preset:dgx-h100:2 --model qwen3-30b-a3b --plan plan.json --routing r.json --steps 4 --json";
+    let report = parsed(folder, args);
+    assert_eq!(report["config"]["tokens"], json!(8192));
+    let steps: Vec<f64> = report["all_steps_s"].as_array().unwrap().iter().filter_map(Value::as_f64).collect();
+    // Two of each record.
+    let alike = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
+    assert!(steps.len() == 4 && alike(steps[0], steps[1]) && !alike(steps[1], steps[2]), "{steps:?}");
+    // Experts as skewed as these are better placed by their loads.
+    let change = |name: &str| {
+        let all = report["would_help"].as_array().unwrap().iter();
+        all.filter(|change| change["change"] == name).filter_map(|change| change["speedup"].as_f64()).next().unwrap()
+    };
+    assert!(change("experts placed by their loads") > 1.0 && change("2x NIC") >= 1.0, "{report}");
+    refused(folder, &args.replace("qwen3-30b-a3b", "mixtral-8x7b"), &["r.json: experts is 128, expected 8"]);
+    refused(folder, &args.replace("h100:2", "h100:4"), &["plan.json: the groups have 16 devices, expected 32"]);
+    let cluster = "simulate --cluster preset:dgx-h100:1";
+    refused(folder, &format!("{cluster} --tokens 0"), &["--tokens is 0"]);
+    refused(folder, &format!("{cluster} --steps 0"), &["--steps is 0"]);
+    refused(folder, &format!("{cluster} --tokens 64 --budget-factor NaN"), &["budget"]);
+    refused(folder, &format!("{cluster} --tokens 64 --jitter 1 --jitter-sigma=-1"), &["--jitter-sigma is -1"]);
+    refused(folder, &format!("{cluster} --tokens 9999999999"), &["--tokens is 9999999999"]);
+    let rows = "--tokens 65536 --experts 8 --hidden 64 --top-k 4 --chunk-rows 1 --steps 1000";
+    refused(folder, &format!("{cluster} {rows}"), &["--chunk-rows is 1", "chunks"]);
+    refused(folder, "simulate --cluster preset:dgx-h100:1280 --model deepseek-v3", &["10240 PEs", "2048"]);
+}
