@@ -64,12 +64,12 @@ enum Command {
     Probe(probe::Args),
     /// Compute a model: of a linear layer, of an exchange, of routing.
     Sim(Box<sim::Args>),
-    /// Put what was simulated beside what was measured, phase by phase.
-    Compare(compare::Args),
     /// Simulate training an MLP with all ways of data, horizontal, pipeline and expert parallelism.
     Sweep(Box<sweep::Args>),
     /// Simulate steps of a layer on a cluster: their time, what waits for what, and what would help.
     Simulate(Box<simulate::Args>),
+    /// Put what was simulated beside what was measured, phase by phase.
+    Compare(compare::Args),
     /// A PE of a job, which its supervisor starts.
     #[command(name = PE_COMMAND, hide = true)]
     Pe,

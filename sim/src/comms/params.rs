@@ -10,6 +10,8 @@ use serde::Deserialize;
 const LINKS_MOST: u64 = 1 << 22;
 const NODES_MOST: usize = 1024;
 const LAYERS_MOST: u64 = 100_000;
+/// Numbers of bytes of a load, of all its layers.
+const NUMBERS_MOST: usize = 1 << 27;
 /// Sums of bytes must not overflow.
 const BYTES_MOST: u64 = 1_000_000_000_000_000;
 
@@ -290,12 +292,22 @@ impl Load {
         Load { nodes, layers: all }.checked()
     }
 
-    /// The load, if its bytes can be counted and its nodes simulated.
-    pub(crate) fn checked(self) -> Result<Load, InputError> {
-        if self.nodes > NODES_MOST {
-            let found = format!("are {} nodes", self.nodes);
-            return Err(InputError::value("load_bytes", found, format!("at most {NODES_MOST}")));
+    /// Checks that so many layers between so many nodes can be held and simulated.
+    pub(crate) fn check_size(nodes: usize, layers: usize) -> Result<(), InputError> {
+        if nodes > NODES_MOST {
+            return Err(InputError::value("nodes", format!("is {nodes}"), format!("at most {NODES_MOST} in a load")));
         }
+        let most = NUMBERS_MOST / (nodes * nodes).max(1);
+        match layers <= most {
+            true => Ok(()),
+            false => {
+                Err(InputError::value("layers", format!("are {layers}"), format!("at most {most} of {nodes} nodes")))
+            }
+        }
+    }
+
+    /// The load, if its bytes can be counted.
+    pub(crate) fn checked(self) -> Result<Load, InputError> {
         for (l, layer) in self.layers.iter().enumerate() {
             let sum: u128 = layer.iter().map(|bytes| u128::from(*bytes)).sum();
             if sum > u128::from(BYTES_MOST) {

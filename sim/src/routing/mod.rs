@@ -206,6 +206,7 @@ impl Routing {
             let expected = format!("a divisor of the {} experts, which are in blocks on them", self.experts);
             return Err(InputError::value("nodes", format!("is {}", self.nodes), expected));
         }
+        Load::check_size(self.nodes, self.records.len())?;
         let (nodes, of_node) = (self.nodes, self.experts / self.nodes);
         let layer = |record: &Record| {
             let mut bytes = vec![0u64; nodes * nodes];
@@ -318,6 +319,11 @@ mod tests {
         let routing = Routing::from_json(SMALL).unwrap();
         assert_eq!(routing.check_model(8, 2).unwrap_err().to_string(), "experts is 4, expected 8, the model's");
         assert_eq!(routing.check_model(4, 1).unwrap_err().to_string(), "top_k is 2, expected 1, the model's");
+        let many = Routing { experts: 2048, nodes: 2048, ..routing.clone() };
+        assert_eq!(
+            many.load(&Payload::default()).unwrap_err().to_string(),
+            "nodes is 2048, expected at most 1024 in a load"
+        );
         let three = Routing { nodes: 3, ..routing };
         assert!(three.load(&Payload::default()).unwrap_err().to_string().starts_with("nodes is 3"));
     }
