@@ -15,6 +15,9 @@ use aristos::cluster::{Cluster, parse_json, read_text};
 use aristos::moe::WeightSource;
 use aristos::plan::{self, Options, Outcome, Plan, Workload, expert_weights, loads_of_report, rebalance_experts};
 use aristos::report::RunReport;
+use aristos::sim::comms::{Load, Params, Schedule, exchange};
+use aristos::sim::linear::{Device, LinearLayer, LinearTime};
+use aristos::sim::routing::Routing;
 use mutate::mutate;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -145,6 +148,25 @@ fn files_that_are_a_little_wrong_are_read_or_refused() {
     fuzz("loads", |bytes| {
         let weight = expert_weights(&text(&file, bytes)?).map_err(|error| line(&error))?;
         rebalance_experts(&weight, 8, 1, 1, 4).map(drop).map_err(|error| line(&error))
+    });
+
+    fuzz("routing", |bytes| Routing::from_json(&text(&file, bytes)?).map(drop).map_err(|error| line(&error)));
+    fuzz("params", |bytes| Params::from_json(&text(&file, bytes)?).map(drop).map_err(|error| line(&error)));
+    let params = Params::from_json(&named("params", "params.json")).unwrap();
+    fuzz("load", |bytes| {
+        let load = Load::from_json(&text(&file, bytes)?).map_err(|error| line(&error))?;
+        exchange(&params, &load, Schedule::Fair, None).map(drop).map_err(|error| line(&error))
+    });
+    let layer = LinearLayer::from_json(&named("layer", "layer.json")).unwrap();
+    let device = Device::from_json(&named("device", "device.json")).unwrap();
+    let finite = |time: LinearTime| assert!(time.fwd_bwd_s.is_finite() && time.end_of_batch_s.is_finite(), "{time:?}");
+    fuzz("device", |bytes| {
+        let device = Device::from_json(&text(&file, bytes)?).map_err(|error| line(&error))?;
+        layer.time(&device, 4096.0).map(finite).map_err(|error| line(&error))
+    });
+    fuzz("layer", |bytes| {
+        let layer = LinearLayer::from_json(&text(&file, bytes)?).map_err(|error| line(&error))?;
+        layer.time(&device, 4096.0).map(finite).map_err(|error| line(&error))
     });
 
     let model = dir.path().join("model");

@@ -32,6 +32,11 @@ fn printing() -> Vec<Command> {
         "bench p2p --pes 2 --max 16 --iterations 2 --json",
         "bench straggler --pes 2 --steps 20 --warmup 0",
         "bench straggler --pes 2 --steps 20 --warmup 0 --json",
+        "sim linear --device H100 --layer ../layer.json --tokens 64",
+        "sim comms --params ../params.json --load ../load.json",
+        "sim routing --experts 4 --tokens 4 --top-k 1 --nodes 2 --out ../routing.json",
+        "sweep --layers 4 --width 64 --batch 64 --devices 4",
+        "simulate --cluster preset:dgx-h100:2 --tokens 64 --hidden 64 --intermediate 64",
         "bench summary --tokens 16 --hidden 16 --intermediate 16 --steps 2 --pes 1",
     ] {
         all.push(aristos(args.split_whitespace()));
@@ -43,6 +48,11 @@ fn printing() -> Vec<Command> {
 fn folder() -> (tempfile::TempDir, std::path::PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("loads.json"), r#"{"weight": [[4, 3, 2, 1]]}"#).unwrap();
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus");
+    for name in ["layer", "params", "load"] {
+        let file = format!("{name}.json");
+        fs::copy(corpus.join(name).join(&file), dir.path().join(&file)).unwrap();
+    }
     let inner = dir.path().join("in");
     fs::create_dir(&inner).unwrap();
     (dir, inner)
