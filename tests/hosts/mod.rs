@@ -72,28 +72,26 @@ impl Hosts {
         args: impl IntoIterator<Item = S>,
     ) -> Command {
         let mut command = Command::new("nsenter");
-        command.args(["-t", &self.hosts[host].1.to_string(), "-n", "-u", "--"]).arg(program).args(args);
+        command.args(["-t", &self.hosts[host].1.to_string(), "-n", "-u", "-m", "--"]);
+        command.args(["env", "-C", env!("CARGO_MANIFEST_DIR")]).arg(program).args(args);
         // What `hosts --on` goes by.
         command.env("HOSTS", self.addresses()).env("HOSTS_PIDS", &self.environment);
-        command.current_dir(env!("CARGO_MANIFEST_DIR"));
         command
     }
 
     /// Bytes that all hosts have sent each other since they were made, as their network interfaces count: headers and
     /// acknowledgements included.
     pub fn sent_bytes(&self) -> u64 {
-        let sent = |(host, (_, pid)): (usize, &(String, u32))| {
-            // The first host is at the bridge, the others have an interface that leads there.
-            let interface = if host == 0 { "bridge0:" } else { "eth0:" };
+        let sent = |(_, pid): &(String, u32)| {
             let table = fs::read_to_string(format!("/proc/{pid}/net/dev")).unwrap();
-            let row = table.lines().find_map(|line| line.trim().strip_prefix(interface)).unwrap();
+            let row = table.lines().find_map(|line| line.trim().strip_prefix("eth0:")).unwrap();
             // Eight columns of what was received, then bytes sent.
             row.split_whitespace().nth(8).unwrap().parse::<u64>().unwrap()
         };
-        self.hosts.iter().enumerate().map(sent).sum()
+        self.hosts.iter().map(sent).sum()
     }
 
-    /// Takes a host other than the first off the network.
+    /// Takes a host off the network.
     pub fn cut(&self, host: usize) {
         let status = self.command(host, "ip", ["link", "set", "eth0", "down"]).status().unwrap();
         assert!(status.success());
