@@ -52,7 +52,8 @@ fn what_is_probed_can_be_planned() {
     assert_eq!(cluster.probe.unwrap().transport, "shm");
 
     let workload = format!("{}/examples/plan/workload.json", env!("CARGO_MANIFEST_DIR"));
-    let plan = aristos(["plan", "--cluster", &out.to_string(), "--workload", &workload, "--json"]);
+    let plan =
+        aristos(["plan", "--cluster", &out.to_string(), "--workload", &workload, "--json", "--max-residual", "9"]);
     let plan: serde_json::Value = serde_json::from_str(&run(plan).success().stdout).unwrap();
     assert_eq!(plan["feasible"], serde_json::json!(true));
     assert_eq!(names_in(folder.path()), ["cluster.json"]);

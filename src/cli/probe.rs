@@ -127,11 +127,9 @@ impl Args {
             written.with_context(|| format!("cannot write {}", path.display()))?;
             out.publish()?;
         }
-        if let Some(probe) = &cluster.probe {
-            warn_of_wild_links(probe);
-        }
         let shown = if self.json { text } else { crate::report::cluster_text(&cluster) };
         print(&shown)?;
+        cluster.probe.iter().for_each(warn_of_wild_links);
         Ok(true)
     }
 }

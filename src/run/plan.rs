@@ -94,7 +94,7 @@ impl PreparedRun {
         let text = &sent.context("`plan` auto: no PE sent its measurements")?;
         let cluster = Cluster::from_json(text)?;
         for (from, to, residual) in cluster.probe.iter().flat_map(|probe| probe.wild_links(Probe::USABLE)) {
-            tracing::warn!(
+            tracing::info!(
                 "`plan` auto: the times of the link from PE {from} to PE {to} are {:.0}% off a latency and a rate",
                 100.0 * residual
             );

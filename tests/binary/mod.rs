@@ -124,10 +124,12 @@ impl Running {
 }
 
 impl Outcome {
-    /// Fails the test unless it ended with exit code 0 and said nothing on stderr.
+    /// Fails the test unless it ended with exit code 0 and said nothing on stderr, but that a probe could not measure links: on a busy
+    /// machine it cannot.
     #[track_caller]
     pub fn success(self) -> Outcome {
-        assert!(self.status.success() && self.stderr.is_empty(), "{self:?}");
+        let of_links = |line: &str| line.starts_with("aristos: the link from PE ") || line.ends_with(" more links");
+        assert!(self.status.success() && self.stderr.lines().all(of_links), "{self:?}");
         self
     }
 

@@ -122,11 +122,13 @@ fn a_trace_is_a_chrome_trace_with_every_pe_and_phase() {
     let trace: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
     let spans: Vec<&Value> = events.iter().filter(|event| event["ph"] == "X").collect();
-    let mut last = 0.0;
+    // Each PE's in their order.
+    let mut last = [0.0; 3];
     for span in &spans {
         let (start, duration) = (span["ts"].as_f64().unwrap(), span["dur"].as_f64().unwrap());
-        assert!(start >= last && duration >= 0.0, "{span}");
-        last = start;
+        let last = &mut last[span["pid"].as_u64().unwrap() as usize];
+        assert!(start >= *last && duration >= 0.0, "{span}");
+        *last = start;
         assert!(span["tid"].is_u64() && span["name"].is_string(), "{span}");
     }
     let seen = |key: &str| spans.iter().map(|span| span[key].to_string()).collect::<BTreeSet<_>>();

@@ -67,7 +67,8 @@ fn answer_to(request: &str) -> String {
     let mut said = Vec::new();
     (&ours).read_to_end(&mut said).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(1));
-    let (hello, fail) = said.split_at(16);
+    // A hello has the process's number.
+    let (hello, fail) = said.split_at(16 + 4);
     assert_eq!((&hello[..4], &fail[..4]), (&HELLO.to_le_bytes()[..], &FAIL.to_le_bytes()[..]));
     String::from_utf8(fail[16..].to_vec()).unwrap()
 }

@@ -344,8 +344,9 @@ impl Gate {
         }
     }
 
+    /// Accepts new connections, fewer at once than may wait: one that belongs here is heard before strangers can take its place.
     fn accept(&mut self) -> Result<(), TcpError> {
-        loop {
+        for _ in 0..STRANGERS / 2 {
             let (stream, address) = match self.listener.accept() {
                 Ok(accepted) => accepted,
                 Err(error) => match rustix::io::Errno::from_io_error(&error) {
@@ -369,6 +370,7 @@ impl Gate {
             }
             self.strangers.push(Stranger { stream, address, said: Vec::new(), since: Instant::now() });
         }
+        Ok(())
     }
 
     /// Reads what strangers say, and lets in who may come.
