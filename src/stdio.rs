@@ -43,7 +43,7 @@ pub(crate) use out_line;
 /// Writes `text` and a newline to standard output.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub fn print_line(text: &str) -> Result<(), OutputError> {
     print(&format!("{}\n", text.trim_end()))
 }

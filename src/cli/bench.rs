@@ -240,7 +240,7 @@ impl MoeArgs {
             ensure!(of_pe.len() == by_dtype.len(), "PE {pe} sent {} of {} samples", of_pe.len(), by_dtype.len());
             by_dtype.iter_mut().zip(of_pe).for_each(|(pes, of_pe)| pes.push(of_pe));
         }
-        write(csv, &samples_csv(bench, &by_dtype))?;
+        write(csv, samples_csv(bench, &by_dtype))?;
         let summary = MoeSummary::new(bench, &by_dtype);
         if self.json {
             print_line(&summary.to_json())?;

@@ -259,7 +259,7 @@ impl Args {
     fn print(&self, pes: usize, csv: Csv, parts: &[PeRows]) -> Result<bool> {
         let mut report = P2pReport::merge(self.transport.name(), parts);
         report.pes = pes;
-        write(csv, &report.to_csv())?;
+        write(csv, report.to_csv())?;
         if self.json {
             print_line(&report.to_json())?;
         } else {

@@ -148,7 +148,7 @@ impl Args {
     /// Prints, writes and plots what all PEs measured.
     fn print(&self, bench: &StragglerBench, csv: Csv, parts: Vec<PeSteps>) -> Result<bool> {
         let report = StragglerReport::new(bench, self.transport.name(), &self.inject, parts);
-        write(csv, &report.to_csv())?;
+        write(csv, report.to_csv())?;
         if self.json {
             print_line(&report.to_json())?;
         } else {

@@ -111,9 +111,9 @@ pub fn command(args: &Args) -> Result<bool> {
         Some(_) => Some(routing.load(&args.payload.payload()).map_err(of_flags)?),
         None => None,
     };
-    files::write(files::create(Some(&args.out))?, &routing.to_json())?;
+    files::write(files::create(Some(&args.out))?, routing.to_json())?;
     if let Some(loads) = loads {
-        files::write(files::create(args.loads.as_ref())?, &loads.to_json())?;
+        files::write(files::create(args.loads.as_ref())?, loads.to_json())?;
     }
     let tokens = routing.tokens_per_expert();
     if let Some(folder) = &args.plot {

@@ -144,7 +144,7 @@ pub fn command(args: &Args) -> Result<bool> {
             rows.extend(found.into_iter().map(|(strategy, outcome)| (*model, strategy, outcome)));
         }
     }
-    files::write(csv, &csv_text(&rows))?;
+    files::write(csv, csv_text(&rows))?;
     if let Some(folder) = &args.plot {
         for (stem, svg) in args.plots(&rows)? {
             plot::save(folder, &stem, &svg)?;

@@ -84,8 +84,8 @@ mod tests {
         // The median of a uniform sample of a thousand is within five of its standard deviations, 0.5 / sqrt(1000) each.
         assert!((kept[kept.len() / 2] / 1e6 - 0.5).abs() < 0.08, "{}", kept[kept.len() / 2]);
         // As is the share of any period.
-        for period in [2, 3, 8, 100] {
-            let first = kept.iter().filter(|&&n| n as u64 % period == 0).count() as f64 / kept.len() as f64;
+        for period in [2_u64, 3, 8, 100] {
+            let first = kept.iter().filter(|&&n| (n as u64).is_multiple_of(period)).count() as f64 / kept.len() as f64;
             let p = 1.0 / period as f64;
             assert!((first - p).abs() < 5.0 * (p * (1.0 - p) / 900.0).sqrt(), "{period}: {first}");
         }

@@ -30,7 +30,7 @@ use crate::moe::synthetic::Synthetic;
 use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource};
 
 enum Source {
-    Checkpoint(Checkpoint, Input),
+    Checkpoint(Box<Checkpoint>, Input),
     Synthetic(Synthetic),
 }
 
@@ -58,7 +58,7 @@ impl PreparedRun {
                 let input = read_input(input)?;
                 input.expect_hidden(checkpoint.config().hidden)?;
                 let (tokens, backward) = (input.tokens(), input.has_grad_output());
-                (Source::Checkpoint(checkpoint, input), tokens, backward)
+                (Source::Checkpoint(Box::new(checkpoint), input), tokens, backward)
             }
             Work::Synthetic { spec, tokens, backward } => {
                 (Source::Synthetic(Synthetic::new(spec.clone())?), *tokens, *backward)
@@ -164,7 +164,7 @@ impl PreparedRun {
 
     fn weights(&self) -> &dyn WeightSource {
         match &self.source {
-            Source::Checkpoint(checkpoint, _) => checkpoint,
+            Source::Checkpoint(checkpoint, _) => &**checkpoint,
             Source::Synthetic(synthetic) => synthetic,
         }
     }
