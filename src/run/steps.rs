@@ -14,7 +14,7 @@ use crate::moe::{Gradients, MoeLayer, Routed, WeightId};
 use crate::report::{ExpertRows, PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
 
 /// Spans of a trace are sent when there are so many.
-const SPANS_AT_ONCE: usize = 4096;
+const SPANS_AT_ONCE: usize = 512;
 
 /// What a PE computed in its last step.
 pub(super) struct Results {
