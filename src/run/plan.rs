@@ -88,7 +88,7 @@ impl PreparedRun {
         let request = self.probe_request()?.context("nothing is to be probed")?;
         tracing::info!(pes = request.pes, "probing");
         let mut processes = Processes::new(request.pes, Request::Probe(request).to_bytes()?, &PROBE_PHASES);
-        processes.start_limit = processes.start_limit.max(self.wait_limit());
+        processes.set_wait_limit(self.wait_limit());
         let mut sent = None;
         collect::<String>(processes, |_, text| sent = Some(text), |_| ()).context("`plan` auto: the probe failed")?;
         let text = &sent.context("`plan` auto: no PE sent its measurements")?;

@@ -103,8 +103,9 @@ fn a_pe_that_stalls_while_it_writes_is_named_though_nobody_waits_for_it() {
 #[test]
 fn a_pe_that_is_stopped_as_it_starts_is_named_within_the_limit() {
     let out = tempfile::tempdir().unwrap();
-    for victim in [0, 1, 2] {
-        let mut running = long_run(3, "--timeout 1", out.path());
+    // The PEs that are probed before the layer's, too.
+    for (victim, more) in [(0, ""), (1, ""), (2, ""), (0, "--plan auto"), (1, "--plan auto")] {
+        let mut running = long_run(3, &format!("--timeout 1 {more}"), out.path());
         kill_process(running.pe(victim), Signal::STOP).unwrap();
         let stopped = Instant::now();
         let outcome = running.end();
