@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::files::check_distinct;
-use super::workload::OptionalModelArgs;
+use super::workload::{OptionalModelArgs, weigh};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, parse_json, preset, read_text};
 use crate::plan::{
@@ -176,7 +176,8 @@ impl Args {
             None => self.of_model.workload(cluster.devices.len())?,
         };
         if let Some(path) = &self.expert_load_from {
-            weigh(&mut workload, path)?;
+            let text = read_text(path)?;
+            weigh(&mut workload, &text).with_context(|| path.display().to_string())?;
         }
         Ok(workload)
     }
@@ -193,9 +194,7 @@ impl Args {
         let replan = current.and_then(|current| plan::replan(cluster, workload, &current, planned, expert_mb));
         replan.map(Some).with_context(|| path.display().to_string())
     }
-}
 
-impl Args {
     /// Refuses to write what is read, and one file twice.
     fn check_files(&self) -> Result<()> {
         let written = [("out", &self.out), ("plot", &self.plot), ("plot-latency", &self.plot_latency)];
@@ -265,11 +264,4 @@ pub fn main(args: &Args) -> Result<u8> {
     }
     print(&text)?;
     Ok(0)
-}
-
-/// Weighs the experts by the tokens that each got in a report.
-pub(super) fn weigh(workload: &mut Workload, report: &Path) -> Result<()> {
-    let loads = plan::loads_of_report(&read_text(report)?);
-    let set = loads.and_then(|loads| workload.set_load(loads, "tokens_per_expert"));
-    set.with_context(|| report.display().to_string())
 }

@@ -38,6 +38,10 @@ pub struct Args {
 
 /// Simulates, and prints.
 pub fn command(args: &Args) -> Result<bool> {
+    files::check_distinct(
+        &[("trace", args.trace.as_deref())],
+        &[("params", Some(&args.params)), ("load", args.load.as_deref()), ("routing", args.routing.as_deref())],
+    )?;
     let params = Params::read(&args.params)?;
     let load = match (&args.load, &args.routing) {
         (Some(path), _) => Load::read(path)?,

@@ -89,6 +89,7 @@ impl PayloadArgs {
 
 /// Draws, writes, and prints how uneven it is.
 pub fn command(args: &Args) -> Result<bool> {
+    files::check_distinct(&[("out", Some(&args.out)), ("loads", args.loads.as_deref())], &[])?;
     let popularity = match args.zipf {
         Some(exponent) => Popularity::Zipf { exponent },
         None => Popularity::Hot { ratio: args.hot_ratio, weight: args.hot_weight },

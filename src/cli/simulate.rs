@@ -154,6 +154,10 @@ impl Args {
 
 /// Simulates, and prints.
 pub fn command(args: &Args) -> Result<bool> {
+    files::check_distinct(
+        &[("trace", args.trace.as_deref())],
+        &[("cluster", Some(&args.cluster)), ("plan", args.plan.as_deref()), ("routing", args.routing.as_deref())],
+    )?;
     let simulated = args.simulated()?;
     if let Some(folder) = &args.plot {
         plot::create_folder(folder)?;

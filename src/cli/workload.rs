@@ -9,7 +9,7 @@ use super::values::DtypeArg;
 use crate::checkpoint::{self, OutputFile};
 use crate::cluster::read_text;
 use crate::moe::Dtype;
-use crate::plan::{self, Batch, Model, Workload};
+use crate::plan::{self, Batch, InputError, Model, Workload};
 use crate::sim::routing::Routing;
 use crate::stdio::print;
 
@@ -110,6 +110,11 @@ pub(super) fn read_model(model: &Path) -> Result<Model> {
     Model::preset(&model.to_string_lossy()).map_err(|error| anyhow::anyhow!("--{error}"))
 }
 
+/// Weighs the experts by the tokens that each got in a report.
+pub(super) fn weigh(workload: &mut Workload, report: &str) -> Result<(), InputError> {
+    workload.set_load(plan::loads_of_report(report)?, "tokens_per_expert")
+}
+
 /// Writes the workload.
 pub fn command(args: &Args) -> Result<bool> {
     let config = args.of_model.model.join("config.json");
@@ -129,7 +134,7 @@ pub fn command(args: &Args) -> Result<bool> {
                 workload.set_load(routing.tokens_per_expert(), "choices")
             })
         } else {
-            plan::loads_of_report(&text).and_then(|loads| workload.set_load(loads, "tokens_per_expert"))
+            weigh(&mut workload, &text)
         };
         set.with_context(|| path.display().to_string())?;
     }

@@ -17,6 +17,7 @@ mod steps;
 pub mod supervisor;
 
 use std::ops::Range;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -129,37 +130,22 @@ impl PreparedRun {
         let mut tensors = vec![("output".to_string(), rows.clone())];
         if self.backward {
             tensors.push(("grad_hidden_states".into(), rows));
-            // Several weights may be in one tensor of the checkpoint, and so are their gradients.
-            let mut seen = std::collections::HashSet::new();
-            for id in self.config.weights().into_iter().filter(|id| id.has_gradient()) {
-                let WeightPlace { tensor, shape, .. } = self.weight_place(id);
-                if seen.insert(tensor.clone()) {
-                    tensors.push((gradient_name(&tensor), shape));
-                }
-            }
+            let gradients = self.tensors(|id| id.has_gradient()).into_iter();
+            tensors.extend(gradients.map(|(tensor, shape)| (gradient_name(&tensor), shape)));
         }
-        let layout = ResultLayout::new(tensors)?;
-        Ok(match &self.request.output {
-            Some(path) => layout.for_path(path),
-            None => layout,
-        })
+        layout(tensors, self.request.output.as_deref())
     }
 
     /// What the file of weights holds.
     fn saved_weights(&self) -> Result<ResultLayout> {
+        layout(self.tensors(|_| true), self.request.save_weights.as_deref())
+    }
+
+    /// The checkpoint's tensors that the weights chosen by `of` are in, with their shapes. Several may be in one.
+    fn tensors(&self, of: impl Fn(&WeightId) -> bool) -> Vec<(String, Vec<usize>)> {
         let mut seen = std::collections::HashSet::new();
-        let mut tensors = Vec::new();
-        for id in self.config.weights() {
-            let WeightPlace { tensor, shape, .. } = self.weight_place(id);
-            if seen.insert(tensor.clone()) {
-                tensors.push((tensor, shape));
-            }
-        }
-        let layout = ResultLayout::new(tensors)?;
-        Ok(match &self.request.save_weights {
-            Some(path) => layout.for_path(path),
-            None => layout,
-        })
+        let places = self.config.weights().into_iter().filter(of).map(|id| self.weight_place(id));
+        places.filter(|place| seen.insert(place.tensor.clone())).map(|place| (place.tensor, place.shape)).collect()
     }
 
     fn weights(&self) -> &dyn WeightSource {
@@ -200,6 +186,15 @@ impl WeightSource for PreparedRun {
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
         self.weights().load(id)
     }
+}
+
+/// The layout of a file of these tensors, in the format of its name.
+fn layout(tensors: Vec<(String, Vec<usize>)>, path: Option<&Path>) -> Result<ResultLayout> {
+    let layout = ResultLayout::new(tensors)?;
+    Ok(match path {
+        Some(path) => layout.for_path(path),
+        None => layout,
+    })
 }
 
 /// What the gradient of a tensor's weights is called in the result file.

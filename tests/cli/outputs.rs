@@ -224,6 +224,10 @@ fn no_file_that_is_read_is_written() {
             ["plan", "--cluster", &path("c.json"), "--workload", &path("w.json"), flag, &path(file)].map(String::from);
         refused(run(aristos(args)), file);
     }
+    let args =
+        ["simulate", "--cluster", "preset:dgx-h100:1", "--plan", &path("plan.json"), "--trace", &path("plan.json")];
+    refused(run(aristos(args.map(String::from))), "plan.json");
+    assert_eq!(fs::read(files.path("plan.json")).unwrap(), plan_before);
 }
 
 /// What is no file with an end: a pipe that nobody writes to, the kernel's log, a device.
@@ -261,13 +265,16 @@ fn what_has_no_end_is_not_read() {
 #[test]
 fn threads_that_cannot_start_are_done_without() {
     let plan = "plan --cluster preset:perlmutter-a100-40gb:64 --model qwen3-30b-a3b --tokens-per-device 512 --json";
-    for args in [plan, "run --tokens 600 --hidden 128 --intermediate 256 --pes 2 --check", "run --plan auto --check"] {
+    let simulate = "simulate --cluster preset:perlmutter-a100-40gb --tokens 600 --json";
+    for args in
+        [plan, simulate, "run --tokens 600 --hidden 128 --intermediate 256 --pes 2 --check", "run --plan auto --check"]
+    {
         let command = || aristos(args.split_whitespace());
         let mut without = command();
         // No machine has so large a stack.
         without.env("RUST_MIN_STACK", (1_u64 << 60).to_string());
         let outcome = run(without).success();
-        if args == plan {
+        if args == plan || args == simulate {
             let untimed = |outcome: Outcome| -> Vec<String> {
                 outcome.stdout.lines().filter(|line| !line.contains("elapsed_ms")).map(String::from).collect()
             };
