@@ -31,22 +31,26 @@ fn main() {
     }
 }
 
-/// The median processor time of one call, s. (Wall time would count what else runs on a busy machine.)
-fn median(repetitions: usize, mut f: impl FnMut()) -> f64 {
+/// The processor time of one call, s. (Wall time would count what else runs on a busy machine.)
+fn time(f: impl FnOnce()) -> f64 {
     let now = || {
         let time = clock_gettime(ClockId::ThreadCPUTime);
         time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
     };
+    let start = now();
     f();
-    let mut times: Vec<f64> = (0..repetitions)
-        .map(|_| {
-            let start = now();
-            f();
-            now() - start
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[repetitions / 2]
+    now() - start
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The median processor time of one call, s.
+fn median_time(repetitions: usize, mut f: impl FnMut()) -> f64 {
+    f();
+    median((0..repetitions).map(|_| time(&mut f)).collect())
 }
 
 fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
@@ -58,7 +62,7 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
         let w: Vec<f32> = (0..out * inp).map(|i| (i % 13) as f32 * 0.1 - 0.6).collect();
         let weight = E::prepare(&w, out, inp);
         if !csv {
-            let t = median(3, || drop(E::prepare(&w, out, inp)));
+            let t = median_time(3, || drop(E::prepare(&w, out, inp)));
             println!("{:5} prepare [{out}, {inp}] {:.1} ms", E::NAME, t * 1e3);
         }
         for m in [32, 128, 512, 2048] {
@@ -74,19 +78,21 @@ fn products<E: Element>(csv: bool, repetitions: usize, peak: f64) {
                     println!("{:5} {product:4} {m:5} {n:5} {k:5} {gflops:9.1} {percent:6.1}%", E::NAME);
                 }
             };
-            let t = median(repetitions, || E::gemm_nt(&mut ws, m, &x, &weight, &mut c[..m * out], false));
+            let t = median_time(repetitions, || E::gemm_nt(&mut ws, m, &x, &weight, &mut c[..m * out], false));
             report("nt", [m, out, inp], t);
-            let t = median(repetitions, || E::gemm_nn(&mut ws, m, &y, &weight, &mut c[..m * inp], false));
+            let t = median_time(repetitions, || E::gemm_nn(&mut ws, m, &y, &weight, &mut c[..m * inp], false));
             report("nn", [m, inp, out], t);
             let c = &mut c[..out * inp];
-            let t = median(repetitions, || E::gemm_tn(&mut ws, m, out, inp, &y, &x, c, false));
+            let t = median_time(repetitions, || E::gemm_tn(&mut ws, m, out, inp, &y, &x, c, false));
             report("tn", [out, inp, m], t);
-            let t = median(repetitions, || E::gemm_tn(&mut ws, m, out, inp, &y, &x, c, true));
+            let t = median_time(repetitions, || E::gemm_tn(&mut ws, m, out, inp, &y, &x, c, true));
             report("tn+=", [out, inp, m], t);
         }
     }
 }
 
+/// Activations in turn, and the cost per element of each as a ratio to SwiGLU's (the gated Silu) in the same round: what is left of a
+/// machine's other work.
 fn activations<E: Element>(repetitions: usize) {
     let (m, n) = (64, INTERMEDIATE);
     let wide: Vec<f32> = (0..m * n).map(|i| (i % 4001) as f32 * 0.002 - 4.0).collect();
@@ -96,24 +102,46 @@ fn activations<E: Element>(repetitions: usize) {
     use Activation::{Gelu, GeluTanh, QuickGelu, Relu, Relu2, Silu};
     // gpt-oss's, which is to cost little more than SwiGLU.
     let clamped = Glu { plus_one: true, ..Glu::clamped(7.0) };
-    let usual = [Silu, Gelu, GeluTanh, Relu, Relu2].map(|act| (act, Glu::PRODUCT));
-    for (act, glu) in usual.into_iter().chain([(QuickGelu, clamped), (Silu, Glu::clamped(10.0))]) {
-        let plain = median(repetitions, || kernels::forward_plain(act, &wide, &mut a, &mut b));
-        let gated = median(repetitions, || kernels::forward_gated(act, glu, &wide, &wide, &mut a, &mut b, &mut c));
-        let back_plain =
-            median(repetitions, || kernels::backward_plain(act, m, n, &w, &wide, &x, &x, &mut a, &mut b, &mut dw));
-        let back_gated = median(repetitions, || {
-            kernels::backward_gated(act, glu, m, n, &w, &wide, &x, &x, &x, &mut a, &mut b, &mut c, &mut dw);
-        });
-        let rate = |t: f64| (m * n) as f64 / t * 1e-9;
+    let after = Glu { limit_after: true, ..Glu::clamped(7.0) };
+    let mut acts = [Silu, Gelu, GeluTanh, Relu, Relu2].map(|act| (act, Glu::PRODUCT)).to_vec();
+    acts.extend([(QuickGelu, clamped), (Silu, Glu::clamped(10.0)), (Silu, after)]);
+    let mut rounds = Vec::new();
+    for _ in 0..repetitions {
+        rounds.push(
+            acts.iter()
+                .map(|&(act, glu)| {
+                    [
+                        time(|| kernels::forward_plain(act, &wide, &mut a, &mut b)),
+                        time(|| kernels::forward_gated(act, glu, &wide, &wide, &mut a, &mut b, &mut c)),
+                        time(|| kernels::backward_plain(act, m, n, &w, &wide, &x, &x, &mut a, &mut b, &mut dw)),
+                        time(|| {
+                            kernels::backward_gated(
+                                act, glu, m, n, &w, &wide, &x, &x, &x, &mut a, &mut b, &mut c, &mut dw,
+                            )
+                        }),
+                    ]
+                })
+                .collect::<Vec<_>>(),
+        );
+    }
+    for (i, (act, glu)) in acts.into_iter().enumerate() {
+        let [plain, gated, back_plain, back_gated] = [0, 1, 2, 3]
+            .map(|pass| (m * n) as f64 * 1e-9 / median(rounds.iter().map(|round| round[i][pass]).collect()));
+        let of_swiglu =
+            |pass: usize, swiglu: usize| median(rounds.iter().map(|round| round[i][pass] / round[0][swiglu]).collect());
+        let kind = match glu {
+            Glu::PRODUCT => "",
+            Glu { limit_after: true, .. } => " clamped after",
+            _ => " clamped",
+        };
         println!(
-            "{:5} {act:?}{}: Gelements/s forward {:.2}, gated {:.2}, backward {:.2}, gated {:.2}",
+            "{:5} {act:?}{kind}: Gelements/s forward {plain:.2}, gated {gated:.2}, backward {back_plain:.2}, gated {back_gated:.2}; \
+             cost over SwiGLU's: forward {:.2}, gated {:.2}, backward {:.2}, gated {:.2}",
             E::NAME,
-            if glu == Glu::PRODUCT { "" } else { " clamped" },
-            rate(plain),
-            rate(gated),
-            rate(back_plain),
-            rate(back_gated)
+            of_swiglu(0, 1),
+            of_swiglu(1, 1),
+            of_swiglu(2, 3),
+            of_swiglu(3, 3)
         );
     }
 }
@@ -142,7 +170,7 @@ fn peak_f32() -> f64 {
         }
     }
     let lanes = pulp::Arch::new().dispatch(Steps);
-    let t = median(5, || {
+    let t = median_time(5, || {
         pulp::Arch::new().dispatch(Steps);
     });
     (PEAK_STEPS * CHAINS * lanes * 2) as f64 / t * 1e-9
@@ -153,7 +181,7 @@ fn peak_bf16() -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     if kernels::uses_avx512_bf16() {
         // SAFETY: the CPU has the features.
-        let t = median(5, || unsafe { bf16_steps() });
+        let t = median_time(5, || unsafe { bf16_steps() });
         return Some((PEAK_STEPS * CHAINS * 32 * 2) as f64 / t * 1e-9);
     }
     None

@@ -220,14 +220,14 @@ impl Act for QuickGelu {
 
 /// Calls a function whose last type parameter is an [`Act`], for the activation at hand.
 macro_rules! with_act {
-    ($act:expr, $f:ident$(::<$e:ident>)?($($arg:expr),* $(,)?)) => {
+    ($act:expr, $f:ident$(::<$($e:ident),+>)?($($arg:tt)*)) => {
         match $act {
-            Activation::Silu => $f::<$($e,)? Silu>($($arg),*),
-            Activation::Gelu => $f::<$($e,)? Gelu>($($arg),*),
-            Activation::GeluTanh => $f::<$($e,)? GeluTanh>($($arg),*),
-            Activation::Relu => $f::<$($e,)? Relu>($($arg),*),
-            Activation::Relu2 => $f::<$($e,)? Relu2>($($arg),*),
-            Activation::QuickGelu => $f::<$($e,)? QuickGelu>($($arg),*),
+            Activation::Silu => $f::<$($($e,)+)? Silu>($($arg)*),
+            Activation::Gelu => $f::<$($($e,)+)? Gelu>($($arg)*),
+            Activation::GeluTanh => $f::<$($($e,)+)? GeluTanh>($($arg)*),
+            Activation::Relu => $f::<$($($e,)+)? Relu>($($arg)*),
+            Activation::Relu2 => $f::<$($($e,)+)? Relu2>($($arg)*),
+            Activation::QuickGelu => $f::<$($($e,)+)? QuickGelu>($($arg)*),
         }
     };
 }
@@ -280,7 +280,12 @@ pub fn forward_gated<E: Element>(
         if glu == Glu::PRODUCT {
             with_act!(act, gated_values(gate, up, wide));
         } else {
-            with_act!(act, glu_values(Cuts::of(glu), gate, up, wide));
+            let cuts = Cuts::of(glu);
+            if glu.limit_after {
+                with_act!(act, glu_values::<AfterAct>(cuts, gate, up, wide));
+            } else {
+                with_act!(act, glu_values::<BeforeAct>(cuts, gate, up, wide));
+            }
         }
         E::convert(gate, &mut gate_saved[block.clone()]);
         E::convert(up, &mut up_saved[block.clone()]);
@@ -296,38 +301,60 @@ vectorised! {
     }
 }
 
-/// A [`Glu`] as the loops use it: where the gate is cut off, where its activation is, where up is, and what is added to up.
+/// A [`Glu`] as the loops use it: what gate and up are cut off at, and what is added to up.
 #[derive(Clone, Copy)]
 struct Cuts {
-    gate: f32,
-    value: f32,
-    up: f32,
+    limit: f32,
     offset: f32,
+}
+
+/// [`Glu::limit_after`], at compile time: each test left in the loop would cost a twentieth of it.
+trait Order {
+    const AFTER: bool;
+}
+
+struct BeforeAct;
+impl Order for BeforeAct {
+    const AFTER: bool = false;
+}
+
+struct AfterAct;
+impl Order for AfterAct {
+    const AFTER: bool = true;
 }
 
 impl Cuts {
     fn of(glu: Glu) -> Cuts {
         let limit = if glu.limit > 0.0 { glu.limit } else { f32::INFINITY };
-        let (gate, value) = if glu.limit_after { (f32::INFINITY, limit) } else { (limit, f32::INFINITY) };
-        Cuts { gate, value, up: limit, offset: f32::from(u8::from(glu.plus_one)) }
+        Cuts { limit, offset: f32::from(u8::from(glu.plus_one)) }
     }
 
-    /// The activation's value and its derivative by the gate, and the factor made of up and its derivative.
+    /// The activation's value.
     #[inline(always)]
-    fn slopes<A: Act>(self, gate: f32, up: f32) -> (f32, f32, f32, f32) {
-        let (value, slope) = A::slope(at_most(gate, self.gate));
-        let flat = gate > self.gate || value > self.value;
-        let factor = at_least(at_most(up, self.up), -self.up) + self.offset;
-        let up_slope = if up > self.up || up < -self.up { 0.0 } else { 1.0 };
-        (at_most(value, self.value), if flat { 0.0 } else { slope }, factor, up_slope)
+    fn value<O: Order, A: Act>(self, gate: f32) -> f32 {
+        if O::AFTER { at_most(A::value(gate), self.limit) } else { A::value(at_most(gate, self.limit)) }
+    }
+
+    /// The activation's value and its derivative by the gate.
+    #[inline(always)]
+    fn slope<O: Order, A: Act>(self, gate: f32) -> (f32, f32) {
+        let inner = if O::AFTER { gate } else { at_most(gate, self.limit) };
+        let (value, slope) = A::slope(inner);
+        let flat = if O::AFTER { value > self.limit } else { gate > self.limit };
+        (if O::AFTER { at_most(value, self.limit) } else { value }, if flat { 0.0 } else { slope })
+    }
+
+    /// Up within the limits.
+    #[inline(always)]
+    fn up(self, up: f32) -> f32 {
+        at_least(at_most(up, self.limit), -self.limit)
     }
 }
 
 vectorised! {
-    fn glu_values<A: Act>(cuts: Cuts, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
+    fn glu_values<O: Order, A: Act>(cuts: Cuts, gate: &'a [f32], up: &'a [f32], h: &'a mut [f32]) -> () {
         for (h, (&gate, &up)) in h.iter_mut().zip(gate.iter().zip(up)) {
-            let value = at_most(A::value(at_most(gate, cuts.gate)), cuts.value);
-            *h = value * (at_least(at_most(up, cuts.up), -cuts.up) + cuts.offset);
+            *h = cuts.value::<O, A>(gate) * (cuts.up(up) + cuts.offset);
         }
     }
 }
@@ -420,7 +447,17 @@ pub fn backward_gated<E: Element>(
                 with_act!(act, gated_gradients::<E>(w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
             } else {
                 let cuts = Cuts::of(glu);
-                with_act!(act, glu_gradients::<E>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw));
+                if glu.limit_after {
+                    with_act!(
+                        act,
+                        glu_gradients::<E, AfterAct>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
+                    );
+                } else {
+                    with_act!(
+                        act,
+                        glu_gradients::<E, BeforeAct>(cuts, w[r], q, gate, up, wide_h, wide_gate, wide_up, wide_hw)
+                    );
+                }
             }
             E::convert(wide_gate, &mut d_gate[block.clone()]);
             E::convert(wide_up, &mut d_up[block.clone()]);
@@ -455,7 +492,7 @@ vectorised! {
 
 vectorised! {
     #[allow(clippy::too_many_arguments)]
-    fn glu_gradients<E: Element, A: Act>(
+    fn glu_gradients<E: Element, O: Order, A: Act>(
         cuts: Cuts,
         w: f32,
         q: &'a [f32],
@@ -470,9 +507,13 @@ vectorised! {
         assert!([gate.len(), up.len(), h.len(), d_gate.len(), d_up.len(), hw.len()] == [n; 6]);
         for i in 0..n {
             let dh = w * q[i];
-            let (value, slope, factor, up_slope) = cuts.slopes::<A>(gate[i].to_f32(), up[i].to_f32());
-            d_up[i] = dh * value * up_slope;
-            d_gate[i] = dh * factor * slope;
+            let (value, slope) = cuts.slope::<O, A>(gate[i].to_f32());
+            let up = up[i].to_f32();
+            let inner = cuts.up(up);
+            // One comparison of vectors; not equal, but not NaN.
+            let flat = inner < up || inner > up;
+            d_up[i] = if flat { 0.0 } else { dh * value };
+            d_gate[i] = dh * (inner + cuts.offset) * slope;
             hw[i] = w * h[i];
         }
     }
