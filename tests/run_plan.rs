@@ -2,6 +2,8 @@
 
 #[path = "binary/mod.rs"]
 mod binary;
+#[path = "run_plan/going_on.rs"]
+mod going_on;
 
 use std::path::Path;
 use std::time::Duration;

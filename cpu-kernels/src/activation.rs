@@ -491,7 +491,7 @@ vectorised! {
 }
 
 vectorised! {
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, clippy::double_comparisons)]
     fn glu_gradients<E: Element, O: Order, A: Act>(
         cuts: Cuts,
         w: f32,
@@ -510,7 +510,7 @@ vectorised! {
             let (value, slope) = cuts.slope::<O, A>(gate[i].to_f32());
             let up = up[i].to_f32();
             let inner = cuts.up(up);
-            // One comparison of vectors; not equal, but not NaN.
+            // Not `!=`, which NaN is of itself. One comparison of vectors.
             let flat = inner < up || inner > up;
             d_up[i] = if flat { 0.0 } else { dh * value };
             d_gate[i] = dh * (inner + cuts.offset) * slope;

@@ -59,6 +59,13 @@ pub struct LostPe {
     pub why: String,
 }
 
+impl LostPe {
+    /// PE `pe`, with half a line that says what was noticed.
+    pub fn new(pe: usize, why: impl Into<String>) -> Self {
+        LostPe { pe, why: why.into() }
+    }
+}
+
 /// A wait's deadline passed, or a PE was lost before it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("waited {waited:.3?} for a signal {} {expected}, saw {seen}{}", .cmp.symbol(), of_loss(.lost))]

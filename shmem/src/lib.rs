@@ -81,7 +81,7 @@ pub use handle::AsShmem;
 pub use meet::meet;
 pub use memory::available_bytes;
 pub use segment::Segment;
-pub use shm::ShmTransport;
+pub use shm::{ShmTransport, Watch};
 pub use team::Team;
 pub use typed::Shmem;
 

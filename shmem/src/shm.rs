@@ -18,6 +18,7 @@
 //! - No store is non-temporal: on x86 such a store is not ordered by a release, and would need an sfence in
 //!   put_signal, signal_op, fence and quiet.
 
+use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -25,7 +26,19 @@ use std::time::Instant;
 
 use super::doorbell::{ring, signal};
 use super::wait::Patience;
-use super::{RawWait, Segment, ShmemError, SignalOp, Transport};
+use super::{LostPe, RawWait, Segment, ShmemError, SignalOp, Transport};
+
+/// Who knows of the PEs of a world over shared memory when one is lost, which the others' memory does not show.
+pub trait Watch: Send + Sync {
+    /// A PE that is lost.
+    fn lost(&self) -> Option<LostPe>;
+}
+
+impl fmt::Debug for dyn Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Watch").field(&self.lost()).finish()
+    }
+}
 
 /// One PE of a world over shared memory.
 #[derive(Debug)]
@@ -34,6 +47,9 @@ pub struct ShmTransport {
     /// By PE; shared where the PEs are threads of one process.
     segments: Arc<[Segment]>,
     patience: Patience,
+    /// Messages' numbers of the PEs, where they are others.
+    numbers: Option<Vec<usize>>,
+    watch: Option<Arc<dyn Watch>>,
 }
 
 impl ShmTransport {
@@ -56,6 +72,15 @@ impl ShmTransport {
         (0..n_pes).map(|pe| Self::over(pe, segments.clone())).collect()
     }
 
+    /// The same PE in a world whose PEs messages call by `numbers`, and where all waits end once `watch` says that a PE is lost.
+    ///
+    /// # Panics
+    /// If there are not as many numbers as PEs.
+    pub fn watched(self, numbers: Vec<usize>, watch: Arc<dyn Watch>) -> Self {
+        assert_eq!(numbers.len(), self.segments.len(), "a number for each PE");
+        ShmTransport { numbers: Some(numbers), watch: Some(watch), ..self }
+    }
+
     fn over(my_pe: usize, segments: Arc<[Segment]>) -> Result<Self, ShmemError> {
         let Some(mine) = segments.get(my_pe) else {
             return Err(ShmemError::Segment(format!("PE {my_pe} of {} has none", segments.len())));
@@ -66,7 +91,7 @@ impl ShmTransport {
             return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
         }
         let patience = Patience::of(segments.len());
-        Ok(Self { my_pe, segments, patience })
+        Ok(Self { my_pe, segments, patience, numbers: None, watch: None })
     }
 
     #[inline]
@@ -84,6 +109,10 @@ impl Transport for ShmTransport {
     #[inline]
     fn n_pes(&self) -> usize {
         self.segments.len()
+    }
+
+    fn world_pe(&self, pe: usize) -> usize {
+        self.numbers.as_ref().map_or(pe, |numbers| numbers[pe])
     }
 
     #[inline]
@@ -137,7 +166,11 @@ impl Transport for ShmTransport {
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        self.patience.wait(self.mine(), waits, deadline, || false)
+        self.patience.wait(self.mine(), waits, deadline, || self.lost().is_some())
+    }
+
+    fn lost(&self) -> Option<LostPe> {
+        self.watch.as_ref()?.lost()
     }
 
     #[inline]
@@ -163,7 +196,33 @@ impl Transport for ShmTransport {
 
 #[cfg(all(test, not(miri)))] // Miri has no memfd.
 mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
+
     use super::*;
+    use crate::{Cmp, Shmem, Wait};
+
+    #[test]
+    fn a_loss_ends_waits_and_is_named() {
+        struct Flag(AtomicBool);
+        impl Watch for Flag {
+            fn lost(&self) -> Option<LostPe> {
+                self.0.load(Ordering::Relaxed).then(|| LostPe::new(9, "its process has ended"))
+            }
+        }
+        let flag = Arc::new(Flag(AtomicBool::new(false)));
+        let pe = ShmTransport::threads(2, 4096).unwrap().remove(0).watched(vec![4, 9], flag.clone());
+        assert_eq!((pe.world_pe(1), pe.lost()), (9, None));
+        let shmem = Shmem::new(pe);
+        let far = Instant::now() + Duration::from_secs(600);
+        let wait = Wait { signal: shmem.alloc(1).unwrap(), cmp: Cmp::Eq, value: 1 };
+        let timeout = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| shmem.wait_until(wait, far).unwrap_err());
+            flag.0.store(true, Ordering::Relaxed);
+            waiting.join().unwrap()
+        });
+        assert_eq!(timeout.lost, Some(LostPe::new(9, "its process has ended")));
+    }
 
     #[test]
     fn segments_must_fit_together() {

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use super::progress::Progress;
 use super::values::{ActivationArg, DeviceArg, DtypeArg, ModeArg, check_pes};
 use crate::bench::kernel_summary::KernelSummary;
-use crate::job::request::{RunRequest, Work};
+use crate::job::request::{OnFailure, RunRequest, Work};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::plot;
@@ -88,6 +88,7 @@ impl LayerArgs {
             work: Work::Synthetic { spec, tokens: self.tokens, backward: false },
             pes: check_pes(self.pes)?,
             plan: None,
+            on_failure: OnFailure::Stop,
             device,
             #[cfg(feature = "device")]
             gemm: None,

@@ -69,7 +69,7 @@ pub fn run<S, M: DeserializeOwned>(
     processes.set_wait_limit(wait_limit);
     processes.env = env;
     let mut sent = Vec::new();
-    let ended = collect(processes, |pe, message| sent.push((pe, message)), |status| progress.show(status));
+    let ended = collect(processes, |pe, message| sent.push((pe, message)), |status| progress.show(status), |_, _| ());
     progress.clear();
     ended?;
     report(kept, sent)

@@ -43,7 +43,7 @@ pub fn main() -> Result<ExitCode> {
 /// One line.
 pub fn carry_out(request: Request, host: &mut impl MemoryHost) -> Result<()> {
     match request {
-        Request::Run(request) => run::pe::run(&PreparedRun::open(*request)?, host),
+        Request::Run(request) => run::pe::run(&mut PreparedRun::open(*request)?, host),
         Request::BenchMoe(bench) => moe::run(&bench, host),
         Request::BenchP2p(bench) => p2p::pe::run(&bench, host),
         Request::BenchStraggler(bench) => straggler::pe::run(&bench, host),

@@ -12,7 +12,9 @@ use super::progress::Progress;
 use super::ranks::{Over, RanksArgs};
 #[cfg(feature = "device")]
 use super::values::GemmArg;
-use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, TransportArg, check_memory_mb, check_pes};
+use super::values::{
+    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, TransportArg, check_memory_mb, check_pes,
+};
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::job::tcp;
@@ -53,6 +55,9 @@ pub struct Args {
     /// quarters of what is available, in equal parts]
     #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',', requires = "plan")]
     memory_mb: Vec<f64>,
+    /// What becomes of the job when a PE dies: with --plan of several EP groups the others can go on
+    #[arg(long, value_enum, default_value = "stop", requires = "plan")]
+    on_failure: OnFailureArg,
     /// What carries rows and signals between PEs
     #[arg(long, value_enum, default_value = "shm")]
     pub(super) transport: TransportArg,
@@ -246,6 +251,10 @@ impl Args {
         ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
+        ensure!(
+            device == DeviceKind::Cpu || self.on_failure == OnFailureArg::Stop,
+            "--on-failure continue on a device, expected --device cpu"
+        );
         let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
@@ -256,6 +265,7 @@ impl Args {
             work,
             pes,
             plan,
+            on_failure: self.on_failure.into(),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -301,6 +311,10 @@ impl Args {
                 "--pes {pes} with --transport {transport}: {started} processes were started, expected {started} or no --pes"
             );
         }
+        ensure!(
+            self.on_failure == OnFailureArg::Stop,
+            "--on-failure continue with --transport {transport}, expected --transport shm"
+        );
         ensure!(self.device == DeviceArg::Cpu, "--transport {transport} on a device, expected --device cpu");
         self.request(Some(started))
     }

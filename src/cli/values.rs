@@ -4,7 +4,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::job::launch::{LaunchError, MAX_PES};
-use crate::job::request::DeviceKind;
+use crate::job::request::{DeviceKind, OnFailure};
 use crate::moe::{Activation, Dtype, Mode};
 
 /// What a build without the feature says to `--transport mpi`.
@@ -102,6 +102,24 @@ impl From<DtypeArg> for Dtype {
 }
 
 /// `--device`.
+/// The argument of `--on-failure`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum OnFailureArg {
+    /// The job ends
+    Stop,
+    /// Its EP group ends; the others go on, the gradients being those of their tokens
+    Continue,
+}
+
+impl From<OnFailureArg> for OnFailure {
+    fn from(on_failure: OnFailureArg) -> Self {
+        match on_failure {
+            OnFailureArg::Stop => OnFailure::Stop,
+            OnFailureArg::Continue => OnFailure::Continue,
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum DeviceArg {
     /// The CPU

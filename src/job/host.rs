@@ -2,10 +2,11 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::JobError;
-use super::launch::{PeContext, StatusPage};
+use super::launch::{GoOn, PeContext, StatusPage};
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// How much is written at once.
@@ -43,6 +44,19 @@ pub trait Host {
     /// When that process has ended.
     fn send(&self, body: &[u8]) -> Result<(), JobError>;
 
+    /// A PE that was lost, where the job may go on without it: what this PE does fails then, until [`MemoryHost::go_on`].
+    fn lost(&self) -> Option<usize> {
+        None
+    }
+
+    /// Says that all steps are done for good: from now on the job cannot go on without a PE.
+    ///
+    /// # Errors
+    /// When nobody is left to hear it.
+    fn say_final(&self) -> Result<(), JobError> {
+        Ok(())
+    }
+
     /// Matched messages, where the PEs have them beside one-sided operations.
     fn two_sided(&self) -> Option<&dyn TwoSided> {
         None
@@ -70,6 +84,16 @@ pub trait MemoryHost: Host {
     /// # Errors
     /// When memory or files run out, a PE ends, or the PEs share no memory.
     fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError>;
+
+    /// How the PEs that are left after a loss go on, this one having the results of `complete` steps, of which `settled` are final; the next
+    /// memory is theirs alone. Collective.
+    ///
+    /// # Errors
+    /// When they cannot.
+    fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
+        let _ = (settled, complete);
+        Err(JobError::Peers("these PEs cannot go on without one".to_string()))
+    }
 }
 
 /// A PE's part of a job, over any transport.
@@ -158,6 +182,14 @@ impl Host for PeContext {
     fn send(&self, body: &[u8]) -> Result<(), JobError> {
         Ok(self.send(body)?)
     }
+
+    fn lost(&self) -> Option<usize> {
+        self.status().lost()
+    }
+
+    fn say_final(&self) -> Result<(), JobError> {
+        Ok(self.say_final()?)
+    }
 }
 
 impl MemoryHost for PeContext {
@@ -168,6 +200,12 @@ impl MemoryHost for PeContext {
 
     fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError> {
         let segments = self.exchange_segments(heap_bytes)?;
-        Ok(Shmem::new(ShmTransport::new(self.my_pe(), segments)?))
+        let rank = self.world().iter().position(|&pe| pe == self.my_pe()).unwrap_or(segments.len());
+        let transport = ShmTransport::new(rank, segments)?;
+        Ok(Shmem::new(transport.watched(self.world().to_vec(), Arc::new(self.status().clone()))))
+    }
+
+    fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
+        Ok(self.go_on(settled, complete)?)
     }
 }

@@ -3,7 +3,7 @@
 use serde::de::DeserializeOwned;
 
 use super::JobError;
-use super::launch::{Event, Processes, StatusView};
+use super::launch::{Event, GoOn, LaunchError, Processes, StatusView};
 
 /// The messages of a job's PEs, JSON each, as they come.
 pub struct Messages<M> {
@@ -43,7 +43,7 @@ impl<M: DeserializeOwned> Default for Messages<M> {
 }
 
 /// Runs PEs that are processes to their end. `on_message` takes what they send, those of one PE in its order; `on_tick` sees what they are
-/// doing, about ten times a second.
+/// doing, about ten times a second; `on_loss` hears how the job goes on without PEs, and why it must, where it can.
 ///
 /// # Errors
 /// As [`Processes::run`]; a message that cannot be read.
@@ -51,6 +51,7 @@ pub fn collect<M: DeserializeOwned>(
     processes: Processes<'_>,
     mut on_message: impl FnMut(usize, M),
     mut on_tick: impl FnMut(&StatusView<'_>),
+    mut on_loss: impl FnMut(&GoOn, &LaunchError),
 ) -> Result<(), JobError> {
     let mut messages = Messages::new();
     processes.run(|event| match event {
@@ -58,6 +59,7 @@ pub fn collect<M: DeserializeOwned>(
             messages.take(pe, body);
             messages.read.drain(..).for_each(|(pe, message)| on_message(pe, message));
         }
+        Event::GoesOn { how, cause } => on_loss(how, cause),
         Event::Tick(status) => on_tick(status),
     })?;
     messages.finish().map(drop)

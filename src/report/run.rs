@@ -178,6 +178,17 @@ pub struct PlanReport {
     pub measured: PlanTimes,
 }
 
+/// EP groups that a run went on without.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LostGroups {
+    /// Their PEs, ascending.
+    pub pes: Vec<usize>,
+    /// The first step without them, from 0.
+    pub from_step: u64,
+    /// What was seen first, one line.
+    pub why: String,
+}
+
 /// A run, over all PEs and steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunReport {
@@ -206,6 +217,9 @@ pub struct RunReport {
     pub aux_losses: BTreeMap<String, f64>,
     /// The plan, with `--plan`. The caller of [`RunReport::merge`] adds it.
     pub plan: Option<PlanReport>,
+    /// The EP groups that were lost on the way, in the order of the losses. The caller of [`RunReport::merge`] adds them.
+    #[serde(default)]
+    pub lost: Vec<LostGroups>,
     /// The result of `--check`, where it was asked for. The caller of [`RunReport::merge`] adds it.
     pub check: Option<CheckReport>,
 }
@@ -246,6 +260,7 @@ impl RunReport {
             symmetric,
             aux_losses: BTreeMap::new(),
             plan: None,
+            lost: Vec::new(),
             check: None,
             config,
         }

@@ -80,6 +80,10 @@ impl RunReport {
     fn figures(&self) -> String {
         let mut rows: Vec<(String, String)> = Vec::new();
         let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+        for lost in &self.lost {
+            let pes: Vec<String> = lost.pes.iter().map(usize::to_string).collect();
+            row(&format!("from step {} on", lost.from_step), format!("without PEs {}: {}", pes.join(", "), lost.why));
+        }
         row("step", format!("{} ms (slowest PE, median over steps)", ms(self.step_s)));
         row("tokens/s", format!("{:.0}", self.tokens_per_s));
         row("GFLOP/s", format!("{:.2}", self.gflop_per_s));

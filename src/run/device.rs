@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::PreparedRun;
 use super::pe_results as pe;
-use super::steps;
+use super::steps::{Progress, Steps};
 use crate::gpu::Gpu;
 use crate::job::device::with_device;
 use crate::job::host::{Host, MemoryHost};
@@ -15,7 +15,7 @@ use crate::report::{PeReport, SymmetricMemory};
 /// Runs this PE's part and does not return before all is reported.
 pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     // A device has one group of all PEs.
-    let spec = job.layer_spec(host.my_pe());
+    let spec = job.layer_spec(0);
     with_device(job.request.device, &spec, &on_device(job), host, |gpu, host| run_on(job, spec.clone(), host, gpu))
 }
 
@@ -41,9 +41,11 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         ..PeReport::default()
     };
     let passes = Some([pe::DEVICE_FORWARD, pe::DEVICE_BACKWARD]);
+    let mut progress = Progress::default();
+    let steps = Steps { job, host: context, passes, settle: &|| Ok(()), progress: &mut progress };
     let results = match job.request.graph {
-        true => steps::run(job, context, passes, &mut RecordedLayer::new(&mut layer)?, &mut report)?,
-        false => steps::run(job, context, passes, &mut layer, &mut report)?,
+        true => steps.run(&mut RecordedLayer::new(&mut layer)?, &mut report)?,
+        false => steps.run(&mut layer, &mut report)?,
     };
     pe::report_and_write(job, context, report, &results)?;
     // No PE may end while another's kernels still reach into its memory.

@@ -42,6 +42,9 @@ pub struct PreparedRun {
     config: LayerConfig,
     tokens: usize,
     backward: bool,
+    /// The PEs that the job still has, ascending.
+    world: Vec<usize>,
+    /// Of the places in `world`.
     groups: Groups,
     /// The plan's source as the report names it, in the process that made or read it.
     plan_source: Option<String>,
@@ -78,7 +81,8 @@ impl PreparedRun {
             crate::moe::device::check(&config, request.dtype, &request.options)?;
         }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
-        let mut run = PreparedRun { source, config, tokens, backward, groups, plan_source: None, request };
+        let world = (0..request.pes).collect();
+        let mut run = PreparedRun { source, config, tokens, backward, world, groups, plan_source: None, request };
         if let Some(PlanSource::Made(plan)) = &run.request.plan {
             run.groups = run.groups_of(plan)?;
         }
@@ -90,16 +94,50 @@ impl PreparedRun {
         &self.request
     }
 
+    /// Leaves the groups of lost PEs out: from now on this is the job of the others. Its tokens and its layer are as they were.
+    fn go_on_without(&mut self, lost: &[usize]) -> Result<()> {
+        let living: Vec<usize> = self.world.iter().copied().filter(|pe| !lost.contains(pe)).collect();
+        let mut groups = Vec::new();
+        for group in 0..self.groups.len() {
+            let members = self.groups.members(group).iter().map(|&rank| self.world[rank]);
+            let ranks: Vec<usize> =
+                members.clone().filter_map(|pe| living.iter().position(|&living| living == pe)).collect();
+            ensure!(ranks.is_empty() || ranks.len() == members.len(), "EP group {group} has lost some of its PEs only");
+            if !ranks.is_empty() {
+                groups.push((ranks, self.groups.placement(group).clone()));
+            }
+        }
+        self.groups = Groups::new(living.len(), groups).map_err(anyhow::Error::msg)?;
+        self.world = living;
+        Ok(())
+    }
+
+    /// What gradients, sums over the tokens of the PEs that are left, are multiplied by, so that their mean over tokens counts as all tokens' would.
+    fn gradient_scale(&self) -> f32 {
+        let left: usize = self.world.iter().map(|&pe| self.tokens_of(pe).len()).sum();
+        if left == 0 { 1.0 } else { (self.tokens as f64 / left as f64) as f32 }
+    }
+
+    /// The place of a PE that is left among those that are.
+    fn rank(&self, pe: usize) -> usize {
+        self.world.iter().position(|&one| one == pe).expect("the PE is one of those that are left")
+    }
+
     /// The placement of `pe`'s group, and the PE's number in it.
     fn place(&self, pe: usize) -> (&Placement, usize) {
-        let (group, index) = self.groups.place(pe);
+        let (group, index) = self.groups.place(self.rank(pe));
         (self.groups.placement(group), index)
     }
 
-    /// The layer of `pe`'s group.
-    fn layer_spec(&self, pe: usize) -> LayerSpec {
-        LayerSpec::new(self.config.clone(), self.request.pes, self.max_tokens())
-            .placement(self.place(pe).0.clone())
+    /// The experts of `pe`, ascending.
+    fn experts(&self, pe: usize) -> &[usize] {
+        self.groups.experts(self.rank(pe))
+    }
+
+    /// The layer of a group.
+    fn layer_spec(&self, group: usize) -> LayerSpec {
+        LayerSpec::new(self.config.clone(), self.world.len(), self.max_tokens())
+            .placement(self.groups.placement(group).clone())
             .dtype(self.request.dtype)
             .training(self.backward)
             .options(self.request.options.clone())

@@ -1,17 +1,20 @@
 //! One PE's part of a run.
 
+use std::time::Instant;
+
 use anyhow::{Context, Result, bail};
 use half::bf16;
 
+use super::PreparedRun;
 use super::pe_results::{FIRST_PHASE, LOADING, report_and_write};
-use super::{PreparedRun, steps};
+use super::steps::{Progress, Steps};
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::launch::StatusPage;
-use crate::job::request::DeviceKind;
+use crate::job::request::{DeviceKind, OnFailure};
 use crate::moe::cpu::{Exchange, OneGroup, replica_bytes};
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
-use crate::moe::{Dtype, Layer, Replicas};
+use crate::moe::{Dtype, Layer, MoeError, Replicas};
 use crate::report::{PeReport, SymmetricMemory};
 use crate::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
 
@@ -27,7 +30,7 @@ impl Observer for StatusObserver {
 ///
 /// # Errors
 /// One line.
-pub fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
+pub fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     host.status().set_phase(LOADING);
     if job.request.device != DeviceKind::Cpu {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -35,12 +38,23 @@ pub fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
         #[cfg(not(any(feature = "cuda", feature = "emulate")))]
         bail!("this build runs layers on the CPU only");
     }
-    host.work(OnCpu { job })
+    let mut progress = Progress::default();
+    loop {
+        let ended = host.work(OnCpu { job, progress: &mut progress });
+        if ended.is_ok() || job.request.on_failure == OnFailure::Stop || host.lost().is_none() {
+            return ended;
+        }
+        host.status().set_phase(LOADING);
+        let how = host.go_on(progress.settled() as u64, progress.complete() as u64)?;
+        job.go_on_without(&how.lost)?;
+        progress.go_on_from(how.from as usize);
+    }
 }
 
-/// The part on the CPU.
+/// The part on the CPU: the steps that are left to do.
 struct OnCpu<'j> {
     job: &'j PreparedRun,
+    progress: &'j mut Progress,
 }
 
 impl PePart for OnCpu<'_> {
@@ -52,8 +66,8 @@ impl PePart for OnCpu<'_> {
 
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
         match self.job.request.dtype {
-            Dtype::F32 => run_as::<T, f32>(self.job, host, shmem),
-            Dtype::Bf16 => run_as::<T, bf16>(self.job, host, shmem),
+            Dtype::F32 => run_as::<T, f32>(self, host, shmem),
+            Dtype::Bf16 => run_as::<T, bf16>(self, host, shmem),
             Dtype::F16 => bail!("dtype is f16, expected f32 or bf16 on the CPU"),
         }
     }
@@ -63,7 +77,7 @@ impl PePart for OnCpu<'_> {
 fn group_heap_bytes(job: &PreparedRun) -> Result<usize> {
     let mut most = 0;
     for group in 0..job.groups.len() {
-        most = most.max(job.layer_spec(job.groups.members(group)[0]).heap_bytes()?);
+        most = most.max(job.layer_spec(group).heap_bytes()?);
     }
     Ok(most)
 }
@@ -75,36 +89,50 @@ pub fn heap_bytes(job: &PreparedRun) -> Result<usize> {
         return Ok(of_group);
     }
     let exchange = replica_bytes(&job.config, &job.groups);
-    Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, of_group.next_multiple_of(64) + exchange))
+    Ok(Shmem::<ShmTransport>::heap_bytes_for(job.world.len(), of_group.next_multiple_of(64) + exchange))
 }
 
 /// Over as many groups as the job has: `world` has all PEs.
-fn run_as<T: Transport, E: Element>(job: &PreparedRun, host: &dyn Host, world: &Shmem<T>) -> Result<()> {
+fn run_as<T: Transport, E: Element>(part: OnCpu<'_>, host: &dyn Host, world: &Shmem<T>) -> Result<()> {
+    let job = part.job;
     if job.groups.len() == 1 {
-        return run_layer::<_, _, E, OneGroup>(job, host, world, None, world);
+        return run_layer::<_, _, E, OneGroup>(part, host, world, None, world);
     }
-    let team = world.team_split(world.world(), job.groups.members(job.groups.place(host.my_pe()).0))?;
+    let team = world.team_split(world.world(), job.groups.members(job.groups.place(world.my_pe()).0))?;
     let team = team.context("a PE is in its group")?;
     let group = Shmem::new(GroupTransport::new(world, team, group_heap_bytes(job)?)?);
     let exchange = Replicas::new(world, &job.config, job.groups.clone())?;
-    run_layer::<_, _, E, _>(job, host, &group, Some(exchange), world)
+    run_layer::<_, _, E, _>(part, host, &group, Some(exchange), world)
 }
 
 /// Runs the layer of this PE's group; `exchange` is with the others, where there are any, all of which `world` has.
 fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
-    job: &PreparedRun,
+    part: OnCpu<'_>,
     host: &dyn Host,
     shmem: &Shmem<T>,
     exchange: Option<X>,
     world: &Shmem<W>,
 ) -> Result<()> {
+    let OnCpu { job, progress } = part;
     let me = host.my_pe();
-    let builder = Layer::<_, E>::builder(job.layer_spec(me)).observer(StatusObserver(host.status().clone()));
+    let group = job.groups.place(job.rank(me)).0;
+    let builder = Layer::<_, E>::builder(job.layer_spec(group)).observer(StatusObserver(host.status().clone()));
     let mut report = PeReport { pe: me, device: "cpu".into(), ..PeReport::default() };
-    let done = match exchange {
-        Some(exchange) => steps::run(job, host, None, &mut builder.exchange(exchange).build(shmem, job)?, &mut report)?,
-        None => steps::run(job, host, None, &mut builder.build(shmem, job)?, &mut report)?,
+    // After a step, whether all have its results: no PE makes use of what another may have to do again.
+    let settle = || match job.request.on_failure {
+        OnFailure::Stop => Ok(()),
+        OnFailure::Continue => world.sync_all(Instant::now() + job.wait_limit()).map_err(|timeout| {
+            MoeError::wait(world, timeout.index, "the end of its step", Phase::AllReduce, timeout).into()
+        }),
     };
+    let steps = Steps { job, host, passes: None, settle: &settle, progress };
+    let done = match exchange {
+        Some(exchange) => steps.run(&mut builder.exchange(exchange).build(shmem, job)?, &mut report)?,
+        None => steps.run(&mut builder.build(shmem, job)?, &mut report)?,
+    };
+    if job.request.on_failure == OnFailure::Continue {
+        host.say_final()?;
+    }
     report.symmetric = SymmetricMemory {
         used_bytes: world.used_bytes() as u64,
         peak_bytes: world.peak_bytes() as u64,

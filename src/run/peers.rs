@@ -40,14 +40,14 @@ pub fn run<W: World>(
     let cluster = probe(pes, &job).unwrap_or_else(|error| pes.fail(&failure(&error)));
     let prepared = prepare(pes, &mut job, cluster);
     let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return false };
-    let job = job;
     let mut names: Vec<&'static str> = match (&job.request.output, job.request.check) {
         (_, true) => vec![RESULTS, CHOSEN],
         (Some(_), false) => vec![RESULTS],
         (None, false) => Vec::new(),
     };
     names.extend(job.request.save_weights.iter().map(|_| WEIGHTS));
-    let sent = pes.run::<Message>(&names, files, limit, |host| pe::run(&job, host).map_err(|error| failure(&error)));
+    let sent =
+        pes.run::<Message>(&names, files, limit, |host| pe::run(&mut job, host).map_err(|error| failure(&error)));
     let sent = match sent {
         Ok(sent) => sent,
         Err(failure) => {

@@ -90,7 +90,8 @@ impl PreparedRun {
         let mut processes = Processes::new(request.pes, Request::Probe(request).to_bytes()?, &PROBE_PHASES);
         processes.set_wait_limit(self.wait_limit());
         let mut sent = None;
-        collect::<String>(processes, |_, text| sent = Some(text), |_| ()).context("`plan` auto: the probe failed")?;
+        collect::<String>(processes, |_, text| sent = Some(text), |_| (), |_, _| ())
+            .context("`plan` auto: the probe failed")?;
         let text = &sent.context("`plan` auto: no PE sent its measurements")?;
         let cluster = Cluster::from_json(text)?;
         for (from, to, residual) in cluster.probe.iter().flat_map(|probe| probe.wild_links(Probe::USABLE)) {

@@ -9,6 +9,7 @@ use super::PreparedRun;
 use super::pe_results::Message;
 use crate::checkpoint::InputTensor;
 use crate::job::host::Host;
+use crate::job::request::OnFailure;
 use crate::moe::metrics::{self, PassOutcome, Phase};
 use crate::moe::{Gradients, MoeLayer, Routed, WeightId};
 use crate::report::{ExpertRows, PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
@@ -28,105 +29,173 @@ pub(super) struct Results {
     pub(super) weights: Vec<(WeightId, Vec<f32>)>,
 }
 
-/// Runs the job's steps on this PE's tokens, and enters in `report` what they took and sent; `report.pe` says which PE
-/// this is. `passes`: status codes of a forward and a backward, of a layer that does not say itself what it is doing.
-pub(super) fn run<L: MoeLayer>(
-    job: &PreparedRun,
-    host: &dyn Host,
-    passes: Option<[u32; 2]>,
-    layer: &mut L,
-    report: &mut PeReport,
-) -> Result<Results> {
-    let (me, status) = (report.pe, host.status());
-    let tokens = job.tokens_of(me);
-    report.tokens = tokens.len() as u64;
-    tracing::debug!(pe = me, experts = job.groups.experts(me).len(), "the layer is ready");
-    if job.request.trace.is_some() {
-        layer.record_spans();
-    }
-    let zeros = vec![0.0; tokens.len() * job.config.hidden];
-    let x = layer.rows(&job.rows(InputTensor::HiddenStates, tokens.clone())?, "hidden_states")?;
-    let mut output = layer.values(&zeros)?;
-    let mut backward = None;
-    if job.backward {
-        let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens)?, "grad_output")?;
-        backward = Some((grad_output, layer.values(&zeros)?));
+/// How far this PE is, which it keeps where the job goes on without others.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// The steps that are done for good: every PE has their results.
+    settled: usize,
+    /// The step after these, where its results are here, and nobody knows yet whether everywhere.
+    pending: Option<Pending>,
+    /// With SGD, the weights that this PE holds after these steps.
+    weights: Vec<(WeightId, Vec<f32>)>,
+    sample: StepSample,
+    sent: metrics::Traffic,
+    all_reduce_bytes: u64,
+    rounds: [u64; 2],
+    /// Not sent yet.
+    spans: Vec<TraceSpan>,
+}
+
+struct Pending {
+    report: StepReport,
+    /// The weights before it, where it may have to be done again.
+    weights: Vec<(WeightId, Vec<f32>)>,
+}
+
+impl Progress {
+    pub(super) fn settled(&self) -> usize {
+        self.settled
     }
 
-    let held = layer.spec().held(layer.my_pe());
-    let mut weights = Vec::new();
-    if job.request.sgd.is_some() {
-        weights = read_weights(layer, &held)?;
+    /// The steps whose results are here.
+    pub(super) fn complete(&self) -> usize {
+        self.settled + usize::from(self.pending.is_some())
     }
-    let mut sample = StepSample::default();
-    let mut spans = Vec::new();
-    let mut sent = metrics::Traffic::default();
-    let mut all_reduce_bytes = 0;
-    let mut routed = Routed::default();
-    for step in 0..job.request.steps {
-        status.set_progress(step as u64, job.request.steps as u64);
-        let mut take = |outcome: PassOutcome| {
-            sent.add(&outcome.traffic);
-            all_reduce_bytes += outcome.all_reduce_bytes;
-            spans.extend(outcome.spans.iter().map(|s| TraceSpan {
-                name: s.phase.name().to_string(),
-                start_ns: s.start_ns,
-                dur_ns: s.dur_ns,
-                step: step as u64,
-                track: s.track.into(),
-            }));
-            pass_report(&outcome)
+
+    /// Every PE has the results of the pending step.
+    fn settle(&mut self) {
+        if let Some(pending) = self.pending.take() {
+            self.sample.offer(pending.report);
+            self.settled += 1;
+        }
+    }
+
+    /// The next step is `step`: the pending one counts, or is forgotten.
+    pub(super) fn go_on_from(&mut self, step: usize) {
+        if step > self.settled {
+            self.settle();
+        } else if let Some(pending) = self.pending.take() {
+            self.weights = pending.weights;
+        }
+    }
+}
+
+/// The steps of a job on this PE's tokens that are left to do.
+pub(super) struct Steps<'s> {
+    pub(super) job: &'s PreparedRun,
+    pub(super) host: &'s dyn Host,
+    /// Status codes of a forward and a backward, of a layer that does not say itself what it is doing.
+    pub(super) passes: Option<[u32; 2]>,
+    /// Returns when all PEs have the results of a step, where that matters.
+    pub(super) settle: &'s dyn Fn() -> Result<()>,
+    pub(super) progress: &'s mut Progress,
+}
+
+impl Steps<'_> {
+    /// Runs them, and enters in `report` what they took and sent; `report.pe` says which PE this is.
+    pub(super) fn run<L: MoeLayer>(self, layer: &mut L, report: &mut PeReport) -> Result<Results> {
+        let Steps { job, host, passes, settle, progress } = self;
+        let (me, status) = (report.pe, host.status());
+        let tokens = job.tokens_of(me);
+        report.tokens = tokens.len() as u64;
+        tracing::debug!(pe = me, experts = job.experts(me).len(), "the layer is ready");
+        if job.request.trace.is_some() {
+            layer.record_spans();
+        }
+        let zeros = vec![0.0; tokens.len() * job.config.hidden];
+        let x = layer.rows(&job.rows(InputTensor::HiddenStates, tokens.clone())?, "hidden_states")?;
+        let mut output = layer.values(&zeros)?;
+        let mut backward = None;
+        if job.backward {
+            let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens)?, "grad_output")?;
+            backward = Some((grad_output, layer.values(&zeros)?));
+        }
+
+        let held = layer.spec().held(layer.my_pe());
+        if job.request.sgd.is_some() {
+            if progress.weights.is_empty() {
+                progress.weights = read_weights(layer, &held)?;
+            }
+            progress.weights.iter().try_for_each(|(id, weight)| layer.set_weights(*id, weight))?;
+        }
+        let mut routed = Routed::default();
+        for step in progress.settled..job.request.steps {
+            status.set_progress(step as u64, job.request.steps as u64);
+            let mut take = |outcome: PassOutcome| {
+                progress.sent.add(&outcome.traffic);
+                progress.all_reduce_bytes += outcome.all_reduce_bytes;
+                progress.spans.extend(outcome.spans.iter().map(|s| TraceSpan {
+                    name: s.phase.name().to_string(),
+                    start_ns: s.start_ns,
+                    dur_ns: s.dur_ns,
+                    step: step as u64,
+                    track: s.track.into(),
+                }));
+                pass_report(&outcome)
+            };
+            let enter = |pass: usize| passes.iter().for_each(|codes| status.set_phase(codes[pass]));
+            enter(0);
+            let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
+            let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
+            if step + 1 == job.request.steps {
+                routed = layer.routed(&saved)?;
+            }
+            if let Some((grad_output, grad_input)) = &mut backward {
+                enter(1);
+                layer.backward(&mut saved, x.borrow(), (*grad_output).borrow(), grad_input.borrow_mut())?;
+                done.backward = Some(take(layer.finish(&saved)?));
+            }
+            layer.recycle(saved);
+            let mut before = Vec::new();
+            if let Some(rate) = job.request.sgd {
+                if job.request.on_failure == OnFailure::Continue {
+                    before.clone_from(&progress.weights);
+                }
+                descend(layer, rate * job.gradient_scale(), &mut progress.weights)?;
+            }
+            for (most, pass) in progress.rounds.iter_mut().zip([Some(&done.forward), done.backward.as_ref()]) {
+                *most = pass.map_or(0, |pass| pass.rounds).max(*most);
+            }
+            progress.pending = Some(Pending { report: done, weights: before });
+            settle()?;
+            progress.settle();
+            if progress.spans.len() >= SPANS_AT_ONCE {
+                host.send(&serde_json::to_vec(&Message::Spans(std::mem::take(&mut progress.spans)))?)?;
+            }
+        }
+        let Progress { sample, sent, all_reduce_bytes, rounds, spans, .. } = std::mem::take(progress);
+        if !spans.is_empty() {
+            host.send(&serde_json::to_vec(&Message::Spans(spans))?)?;
+        }
+        report.rounds = rounds;
+        report.n_steps = sample.seen();
+        report.steps = sample.into_steps();
+        report.traffic = traffic(&sent, all_reduce_bytes);
+        let rows = job.experts(me).iter().zip(&routed.expert_rows);
+        report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
+
+        let mut results = Results {
+            output: zeros.clone(),
+            grad_input: Vec::new(),
+            grads: Gradients::default(),
+            routed,
+            weights: Vec::new(),
         };
-        let enter = |pass: usize| passes.iter().for_each(|codes| status.set_phase(codes[pass]));
-        enter(0);
-        let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
-        let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
-        if step + 1 == job.request.steps {
-            routed = layer.routed(&saved)?;
+        if job.request.save_weights.is_some() {
+            results.weights = read_weights(layer, &held)?;
         }
-        if let Some((grad_output, grad_input)) = &mut backward {
-            enter(1);
-            layer.backward(&mut saved, x.borrow(), (*grad_output).borrow(), grad_input.borrow_mut())?;
-            done.backward = Some(take(layer.finish(&saved)?));
+        layer.read(output.borrow(), &mut results.output)?;
+        if let Some((_, grad_input)) = &backward {
+            results.grad_input = zeros;
+            layer.read(grad_input.borrow(), &mut results.grad_input)?;
+            results.grads = layer.gradients()?.clone();
+            let scale = job.gradient_scale();
+            if scale != 1.0 {
+                results.grads.scale(scale);
+            }
         }
-        layer.recycle(saved);
-        if let Some(rate) = job.request.sgd {
-            descend(layer, rate, &mut weights)?;
-        }
-        for (most, pass) in report.rounds.iter_mut().zip([Some(&done.forward), done.backward.as_ref()]) {
-            *most = pass.map_or(0, |pass| pass.rounds).max(*most);
-        }
-        sample.offer(done);
-        if spans.len() >= SPANS_AT_ONCE {
-            host.send(&serde_json::to_vec(&Message::Spans(std::mem::take(&mut spans)))?)?;
-        }
+        Ok(results)
     }
-    if !spans.is_empty() {
-        host.send(&serde_json::to_vec(&Message::Spans(spans))?)?;
-    }
-    report.n_steps = sample.seen();
-    report.steps = sample.into_steps();
-    report.traffic = traffic(&sent, all_reduce_bytes);
-    let rows = job.groups.experts(me).iter().zip(&routed.expert_rows);
-    report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
-
-    let mut results = Results {
-        output: zeros.clone(),
-        grad_input: Vec::new(),
-        grads: Gradients::default(),
-        routed,
-        weights: Vec::new(),
-    };
-    if job.request.save_weights.is_some() {
-        results.weights = read_weights(layer, &held)?;
-    }
-    layer.read(output.borrow(), &mut results.output)?;
-    if let Some((_, grad_input)) = &backward {
-        results.grad_input = zeros;
-        layer.read(grad_input.borrow(), &mut results.grad_input)?;
-        results.grads = layer.gradients()?.clone();
-    }
-    Ok(results)
 }
 
 /// The weights that this PE holds, as the layer computes with them.
@@ -143,10 +212,12 @@ fn read_weights<L: MoeLayer>(layer: &L, held: &[WeightId]) -> Result<Vec<(Weight
 /// A step of stochastic gradient descent. `weights` are kept in f32, whatever the layer computes in, so that small steps add up.
 fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<f32>)]) -> Result<()> {
     let (placement, me) = (layer.spec().placement.clone(), layer.my_pe());
-    let gradients = layer.gradients()?.clone();
-    for (id, weight) in weights.iter_mut().filter(|(id, _)| id.has_gradient()) {
-        let Some(gradient) = gradients.get(*id, &placement, me) else { continue };
+    let gradients = layer.gradients()?;
+    for (id, weight) in weights.iter_mut() {
+        let gradient = gradients.get(*id, &placement, me).unwrap_or_default();
         weight.iter_mut().zip(gradient).for_each(|(weight, gradient)| *weight -= rate * gradient);
+    }
+    for (id, weight) in weights.iter().filter(|(id, _)| id.has_gradient()) {
         layer.set_weights(*id, weight)?;
     }
     Ok(())

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -10,14 +11,14 @@ use super::PreparedRun;
 use super::check::check;
 use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS, WEIGHTS};
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
-use crate::job::launch::{Processes, StatusView};
+use crate::job::launch::{GoOn, LaunchError, Processes, Separable, StatusView};
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
 use crate::job::request::DeviceKind;
-use crate::job::request::{PlanSource, Request, RunRequest, Work};
+use crate::job::request::{OnFailure, PlanSource, Request, RunRequest, Work};
 use crate::moe::gemm_flop;
 use crate::moe::metrics::now_ns;
-use crate::report::{PeReport, RunConfig, RunReport, TraceSpan, TraceWriter};
+use crate::report::{LostGroups, PeReport, RunConfig, RunReport, TraceSpan, TraceWriter};
 use crate::stdio::print_line;
 
 /// Prints the report, and says whether the check, if asked for, passed.
@@ -56,8 +57,21 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     for (name, file) in outputs.files() {
         processes.fds.push((name.to_string(), file.try_clone().context("cannot hand files to the PEs")?.into()));
     }
-    collect(processes, |pe, message| outputs.take(pe, message), on_tick)?;
+    if job.request.on_failure == OnFailure::Continue {
+        ensure!(job.groups.len() > 1, "`on_failure` continue with one EP group, expected a plan of several");
+        let groups = (0..job.groups.len()).map(|group| job.groups.members(group).to_vec()).collect();
+        processes.separable = Separable { groups, steps: job.request.steps as u64 };
+    }
+    let mut lost = Vec::new();
+    let on_loss = |how: &GoOn, cause: &LaunchError| {
+        let known: Vec<usize> = lost.iter().flat_map(|groups: &LostGroups| &groups.pes).copied().collect();
+        let pes: Vec<usize> = how.lost.iter().copied().filter(|pe| !known.contains(pe)).collect();
+        tracing::warn!("{cause}; from step {} on the others go on without PEs {pes:?}", how.from);
+        lost.push(LostGroups { pes, from_step: how.from, why: cause.to_string() });
+    };
+    collect(processes, |pe, message| outputs.take(pe, message), on_tick, on_loss)?;
     tracing::info!("all PEs are done");
+    outputs.lost = lost;
     outputs.finish(job)
 }
 
@@ -80,6 +94,7 @@ pub(super) struct Outputs {
     weights: Option<OutputFile>,
     trace: Option<Trace>,
     done: Vec<Done>,
+    lost: Vec<LostGroups>,
 }
 
 /// The trace, as far as it has come.
@@ -122,7 +137,7 @@ impl Outputs {
             Some(path) => Some(OutputFile::create(path, &job.saved_weights()?)?),
             None => None,
         };
-        Ok(Outputs { layout, results, chosen, weights, trace, done: Vec::new() })
+        Ok(Outputs { layout, results, chosen, weights, trace, done: Vec::new(), lost: Vec::new() })
     }
 
     /// Takes what a PE says.
@@ -143,13 +158,21 @@ impl Outputs {
 
     /// All PEs have written and said what they had to: checks and publishes.
     pub(super) fn finish(self, job: &PreparedRun) -> Result<RunReport> {
-        let Outputs { layout, results: output, chosen, weights, trace, done } = self;
-        let losses = done.iter().find(|done| done.report.pe == 0).map(|done| done.losses.clone()).unwrap_or_default();
+        let Outputs { layout, results: output, chosen, weights, trace, done, lost } = self;
+        let losses = done.iter().min_by_key(|done| done.report.pe).map(|done| done.losses.clone()).unwrap_or_default();
         let reports: Vec<PeReport> = done.into_iter().map(|done| done.report).collect();
         let mut report = RunReport::merge(run_config(job, &reports), &reports);
         report.aux_losses = losses;
         report.plan = job.plan_report(&report);
+        report.lost = lost;
+        if let Some(output) = &output {
+            leave_out(job, &layout, output.file(), &report.lost)?;
+        }
         if let (Some(output), Some(chosen)) = (&output, &chosen) {
+            ensure!(
+                report.lost.is_empty(),
+                "`check`: a part of the tokens was lost with its EP group, nothing is compared"
+            );
             report.check = Some(check(job, &layout, output.file(), chosen)?);
         }
         if let (Some(trace), Some(path)) = (trace, &job.request.trace) {
@@ -163,6 +186,20 @@ impl Outputs {
         }
         Ok(report)
     }
+}
+
+/// Writes NaN in the place of the rows that lost PEs would have written.
+fn leave_out(job: &PreparedRun, layout: &ResultLayout, file: &File, lost: &[LostGroups]) -> Result<()> {
+    let row = vec![f32::NAN; job.config.hidden];
+    let tensors = if job.backward { &["output", "grad_hidden_states"][..] } else { &["output"] };
+    for pe in lost.iter().flat_map(|groups| &groups.pes) {
+        for (tensor, token) in tensors.iter().flat_map(|tensor| job.tokens_of(*pe).map(move |token| (tensor, token))) {
+            let at = layout.rows_at(tensor, token, row.len())?;
+            file.write_all_at(bytemuck::cast_slice(&row), at)
+                .with_context(|| format!("cannot write tensor {tensor}"))?;
+        }
+    }
+    Ok(())
 }
 
 /// Refuses files to be written that are each other, or that are there to be read.
@@ -193,11 +230,12 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         Work::Checkpoint { model, layer, .. } => (model.display().to_string(), Some(*layer)),
         Work::Synthetic { .. } => ("synthetic".to_string(), None),
     };
+    let tokens = reports.iter().map(|report| report.tokens).sum();
     let rows = reports.iter().flat_map(|r| &r.expert_rows).map(|e| e.rows).sum();
     RunConfig {
         model,
         layer,
-        tokens: job.tokens as u64,
+        tokens,
         hidden: config.hidden as u64,
         intermediate: config.expert.intermediate as u64,
         experts: config.n_experts,
@@ -210,6 +248,6 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         pes: job.request.pes,
         steps: job.request.steps as u64,
         backward: job.backward,
-        flop_per_step: gemm_flop(config, rows, job.tokens as u64, job.backward),
+        flop_per_step: gemm_flop(config, rows, tokens, job.backward),
     }
 }

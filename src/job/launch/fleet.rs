@@ -147,19 +147,18 @@ impl Fleet {
         self.first_running().is_none()
     }
 
-    fn kill(&mut self) {
-        for pe in 0..self.members.len() {
-            let member = &mut self.members[pe];
-            if member.end.is_some() {
-                continue;
-            }
-            match &mut member.child {
-                // An error says that it has ended already: reap() finds it.
-                Some(child) => drop(child.kill()),
-                None => {
-                    if let Some(kept) = self.keeper(pe) {
-                        let _ = wire::send(kept.socket.as_fd(), Kind::Kill, b"", &[]);
-                    }
+    /// Kills a PE, if it has not ended.
+    pub(super) fn kill(&mut self, pe: usize) {
+        let member = &mut self.members[pe];
+        if member.end.is_some() {
+            return;
+        }
+        match &mut member.child {
+            // An error says that it has ended already: reap() finds it.
+            Some(child) => drop(child.kill()),
+            None => {
+                if let Some(kept) = self.keeper(pe) {
+                    let _ = wire::send(kept.socket.as_fd(), Kind::Kill, b"", &[]);
                 }
             }
         }
@@ -168,7 +167,7 @@ impl Fleet {
 
 impl Drop for Fleet {
     fn drop(&mut self) {
-        self.kill();
+        (0..self.members.len()).for_each(|pe| self.kill(pe));
         let limit = Instant::now() + REAP_LIMIT;
         self.reap();
         while !self.ended() && Instant::now() < limit {

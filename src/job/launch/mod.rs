@@ -15,6 +15,7 @@
 //!   other PEs get SIGKILL at once, all are reaped, and the [`LaunchError`] is one line that names the PE and its phase.
 //!   A PE that notices a peer's death may report before the death itself is seen; so a report is held for 250 ms, and a
 //!   death in that time is named instead.
+//! - A PE died of a job whose other PEs are to go on ([`Separable`]): they do, see `survivors.rs`.
 //! - The supervisor died, by `kill -9` too: the kernel kills the PEs (`PR_SET_PDEATHSIG`).
 //!
 //! Each PE is in a process group of its own: a terminal's Ctrl-C reaches the supervisor alone.
@@ -39,6 +40,7 @@ mod role;
 mod signals;
 mod status;
 mod supervisor;
+mod survivors;
 mod wire;
 
 use std::io;
@@ -50,9 +52,10 @@ pub use rendezvous::{conclude, settled_pes};
 pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
+pub use survivors::{GoOn, Separable};
 
 /// Raised with every change to what the processes of a job send each other: the frames on their sockets, and the request.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
 
@@ -166,13 +169,15 @@ pub enum LaunchError {
         signal: i32,
     },
     /// PEs gave segments of different sizes.
-    #[error("PE {pe} has a symmetric heap of {bytes} bytes, PE 0 one of {expected}: they must be equal")]
+    #[error("PE {pe} has a symmetric heap of {bytes} bytes, PE {first} one of {expected}: they must be equal")]
     SegmentSize {
-        /// The first PE that differs from PE 0.
+        /// The first PE that differs.
         pe: usize,
         /// Its size.
         bytes: u64,
-        /// PE 0's size.
+        /// The first PE.
+        first: usize,
+        /// Its size.
         expected: u64,
     },
     /// Something other than a frame came over a control socket.

@@ -16,6 +16,7 @@ use rustix::process::{Pid, Signal};
 
 use super::life::process_name;
 use super::status::StatusPage;
+use super::survivors::{GoOn, Stopped};
 use super::wire::{self, Frame, Inbox, Kind};
 use super::{ENV_N_PES, ENV_PE, ENV_SUPERVISOR, LaunchError, MAX_PES};
 use crate::shmem::{Segment, ShmemError};
@@ -23,6 +24,8 @@ use crate::shmem::{Segment, ShmemError};
 /// A process that a supervisor started as a PE.
 pub struct PeContext {
     n_pes: usize,
+    /// The PEs that the job still has.
+    world: Vec<usize>,
     control: Arc<Control>,
     inbox: Inbox,
     status: StatusPage,
@@ -116,7 +119,7 @@ impl PeContext {
         if let Ok(name) = std::ffi::CString::new(process_name(pe)) {
             let _ = rustix::thread::set_name(&name);
         }
-        Ok(PeContext { n_pes, control, inbox, status, request, files })
+        Ok(PeContext { n_pes, world: (0..n_pes).collect(), control, inbox, status, request, files })
     }
 
     /// This PE's number, `0..n_pes`.
@@ -127,6 +130,11 @@ impl PeContext {
     /// Number of PEs.
     pub fn n_pes(&self) -> usize {
         self.n_pes
+    }
+
+    /// The PEs that the job still has, ascending: all, until [`PeContext::go_on`].
+    pub fn world(&self) -> &[usize] {
+        &self.world
     }
 
     /// What the supervisor asks of its PEs.
@@ -142,7 +150,7 @@ impl PeContext {
         self.files.iter().find(|(known, _)| known == name).map(|(_, file)| file.as_fd())
     }
 
-    /// Creates this PE's segment of `bytes` bytes and maps every PE's; index = PE. Collective.
+    /// Creates this PE's segment of `bytes` bytes and maps every PE's, in the order of [`PeContext::world`]. Collective.
     ///
     /// # Errors
     /// When memory or files run out, or the supervisor ends. A PE that gave another size, or none in
@@ -153,22 +161,46 @@ impl PeContext {
         let own = Segment::create(&format!("aristos-pe{pe}"), bytes).map_err(refused)?;
         self.control.send(Kind::Segment, &(bytes as u64).to_le_bytes(), &[own.fd()])?;
         let mut own = Some(own);
-        let mut segments = Vec::with_capacity(self.n_pes);
-        while segments.len() < self.n_pes {
+        let mut segments = Vec::with_capacity(self.world.len());
+        while segments.len() < self.world.len() {
             let frame = receive(&self.control, &mut self.inbox, Kind::Segments)?;
             for file in frame.files {
-                let segment = match own.take_if(|_| segments.len() == pe) {
+                let of = self.world.get(segments.len()).copied();
+                let segment = match own.take_if(|_| of == Some(pe)) {
                     Some(own) => own,
                     None => Segment::from_fd(file).map_err(refused)?,
                 };
                 if segment.heap_bytes() != bytes {
-                    let message = format!("PE {} has a segment of {} bytes", segments.len(), segment.heap_bytes());
+                    let of = of.unwrap_or(self.n_pes);
+                    let message = format!("PE {of} has a segment of {} bytes", segment.heap_bytes());
                     return Err(protocol(&self.control, message));
                 }
                 segments.push(segment);
             }
         }
         Ok(segments)
+    }
+
+    /// Stops, after the loss of a PE ([`StatusPage::lost`]), having the results of `complete` steps, of which `settled` are final. Returns how
+    /// the PEs that are left go on, once all have stopped; they then are the job's [`PeContext::world`].
+    ///
+    /// # Errors
+    /// When the supervisor ends.
+    pub fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, LaunchError> {
+        self.control.send(Kind::Stopped, &Stopped { settled, complete }.to_bytes(), &[])?;
+        let frame = receive(&self.control, &mut self.inbox, Kind::GoOn)?;
+        let how: GoOn =
+            serde_json::from_slice(&frame.body).map_err(|error| protocol(&self.control, error.to_string()))?;
+        self.world.retain(|pe| !how.lost.contains(pe));
+        Ok(how)
+    }
+
+    /// Says that all steps are done for good: from now on the job cannot go on without a PE.
+    ///
+    /// # Errors
+    /// When the supervisor has ended.
+    pub fn say_final(&self) -> Result<(), LaunchError> {
+        self.control.send(Kind::Final, b"", &[])
     }
 
     /// Where this PE says what it is doing.

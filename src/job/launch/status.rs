@@ -5,7 +5,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::shmem::Segment;
+use crate::shmem::{LostPe, Segment, Watch};
 
 /// One cache line per PE, so that PEs do not slow each other down.
 const SLOT_BYTES: usize = 64;
@@ -13,6 +13,8 @@ const PHASE: usize = 0;
 const DONE: usize = 8;
 const TOTAL: usize = 16;
 const BEAT: usize = 24;
+/// Written by the supervisor: 1 + the number of a PE that is lost.
+const LOST: usize = 32;
 
 /// A PE's own slot in the page, cheap to clone. All stores are relaxed: nothing is ordered by them.
 #[derive(Clone)]
@@ -52,10 +54,21 @@ impl StatusPage {
         word(&self.segment, self.pe, BEAT).fetch_add(1, Ordering::Relaxed);
     }
 
+    /// The PE that the supervisor has seen to be lost since the PEs last had a world.
+    pub fn lost(&self) -> Option<usize> {
+        (word(&self.segment, self.pe, LOST).load(Ordering::Relaxed) as usize).checked_sub(1)
+    }
+
     /// Sets how far it is: `done` of `total`, in whatever unit the progress bar shows.
     pub fn set_progress(&self, done: u64, total: u64) {
         word(&self.segment, self.pe, TOTAL).store(total, Ordering::Relaxed);
         word(&self.segment, self.pe, DONE).store(done, Ordering::Relaxed);
+    }
+}
+
+impl Watch for StatusPage {
+    fn lost(&self) -> Option<LostPe> {
+        self.lost().map(|pe| LostPe::new(pe, "its process has ended"))
     }
 }
 
@@ -105,6 +118,11 @@ impl<'a> StatusView<'a> {
 }
 
 impl StatusView<'_> {
+    /// Tells `pe` which PE is lost; `None`: that it need not know any more.
+    pub(super) fn tell_lost(&self, pe: usize, lost: Option<usize>) {
+        word(&self.segment, pe, LOST).store(lost.map_or(0, |lost| lost as u64 + 1), Ordering::Relaxed);
+    }
+
     /// All that `pe` has said, to be compared.
     pub(super) fn words(&self, pe: usize) -> [u64; 4] {
         [PHASE, DONE, TOTAL, BEAT].map(|field| word(&self.segment, pe, field).load(Ordering::Relaxed))

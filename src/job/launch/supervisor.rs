@@ -16,6 +16,7 @@ use super::fleet::{Fleet, describe};
 use super::life::{Life, Process};
 use super::signals::Signals;
 use super::status::StatusView;
+use super::survivors::{GoOn, Separable, Survivors};
 use super::wire::{Frame, Inbox, Kind, MAX_FILES, Outbox};
 use super::{LaunchError, MAX_PES, rendezvous};
 use crate::stdio::one_line;
@@ -50,6 +51,8 @@ pub struct Processes<'a> {
     pub time_limit: Option<Duration>,
     /// How long a PE may take to connect, and how much later than the first it may give its segment.
     pub start_limit: Duration,
+    /// Which PEs may be lost without the job's failure.
+    pub separable: Separable,
     /// How long a PE that is not done may show no sign of life: longer than PEs wait for each other. `None`: for ever.
     pub stall_limit: Option<Duration>,
 }
@@ -62,6 +65,13 @@ pub enum Event<'e> {
         pe: usize,
         /// Its message.
         body: &'e [u8],
+    },
+    /// PEs were lost, and the others go on.
+    GoesOn {
+        /// Without which PEs, from which step on.
+        how: &'e GoOn,
+        /// What was first seen to be wrong.
+        cause: &'e LaunchError,
     },
     /// About ten times a second: what the PEs are doing.
     Tick(&'e StatusView<'e>),
@@ -78,6 +88,7 @@ impl<'a> Processes<'a> {
             phase_names,
             time_limit: None,
             start_limit: Duration::from_secs(60),
+            separable: Separable::default(),
             stall_limit: None,
         }
     }
@@ -148,6 +159,7 @@ impl<'a> Processes<'a> {
             start_limit: self.start_limit,
             stall_limit: self.stall_limit,
             life: Life::new(self.pes),
+            survivors: Survivors::new(self.pes, self.separable),
             oom_kills,
             first_segment: None,
             all_done: None,
@@ -197,6 +209,7 @@ struct Supervisor<'a, F> {
     start_limit: Duration,
     stall_limit: Option<Duration>,
     life: Life,
+    survivors: Survivors,
     /// At the start.
     oom_kills: Option<u64>,
     /// When the first segment of an exchange came.
@@ -228,6 +241,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             let lost = self.fleet.listen()?;
             self.judge_ended()?;
             self.note_lost(&lost)?;
+            self.go_on()?;
             let now = Instant::now();
             if self.failed_at.is_some_and(|at| now >= at + GRACE || self.fleet.ended()) {
                 return Err(self.first_cause());
@@ -295,6 +309,9 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
 
     /// Acts on one frame; an error says why it is invalid.
     fn handle(&mut self, pe: usize, frame: Frame) -> Result<(), String> {
+        if self.survivors.is_lost(pe) {
+            return Ok(()); // its last words
+        }
         let link = &mut self.links[pe];
         match frame.kind {
             Kind::Hello => {
@@ -312,10 +329,12 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
             }
             Kind::Done => {
                 link.done = true;
-                if self.links.iter().all(|link| link.done) {
+                if self.survivors.living().all(|pe| self.links[pe].done) {
                     self.all_done = Some(Instant::now());
                 }
             }
+            Kind::Stopped => self.survivors.stop(pe, &frame.body)?,
+            Kind::Final => self.survivors.finish(),
             Kind::Fail | Kind::FailOn => {
                 link.failed = true;
                 let (peer, message) = match frame.body.split_first_chunk() {
@@ -343,16 +362,20 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
 
     /// Once every PE has given its segment, gives all of them to all.
     fn hand_out_segments(&mut self) -> Result<(), LaunchError> {
-        if !self.links.iter().all(|link| link.segment.is_some()) {
+        let living: Vec<usize> = self.survivors.living().collect();
+        let mut given = Vec::with_capacity(living.len());
+        if !living.iter().all(|&pe| self.links[pe].segment.is_some()) {
             return Ok(());
         }
-        let given: Vec<(OwnedFd, u64)> = self.links.iter_mut().filter_map(|link| link.segment.take()).collect();
-        let expected = given[0].1;
-        if let Some((pe, (_, bytes))) = given.iter().enumerate().find(|(_, (_, bytes))| *bytes != expected) {
-            return Err(LaunchError::SegmentSize { pe, bytes: *bytes, expected });
+        given.extend(living.iter().filter_map(|&pe| Some((pe, self.links[pe].segment.take()?))));
+        let (first, (_, expected)) = &given[0];
+        if let Some((pe, (_, bytes))) = given.iter().find(|(_, (_, bytes))| bytes != expected) {
+            return Err(LaunchError::SegmentSize { pe: *pe, bytes: *bytes, first: *first, expected: *expected });
         }
-        let files: Arc<[OwnedFd]> = given.into_iter().map(|(file, _)| file).collect();
-        for link in &mut self.links {
+        let files: Arc<[OwnedFd]> = given.into_iter().map(|(_, (file, _))| file).collect();
+        self.survivors.met();
+        for pe in living {
+            let link = &mut self.links[pe];
             for first in (0..files.len()).step_by(MAX_FILES) {
                 link.outbox.push(Kind::Segments, b"", files.clone(), first..files.len().min(first + MAX_FILES));
             }
@@ -367,15 +390,45 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         ended.sort_by_key(|(_, status)| status.signal().is_none());
         for (pe, status) in ended {
             self.read(pe, usize::MAX)?; // what it said before it ended
+            if self.survivors.is_lost(pe) {
+                continue;
+            }
             let link = &self.links[pe];
             if !(link.failed || link.done && status.success()) {
                 let mut how = describe(status);
                 if status.signal() == Some(Signal::KILL.as_raw()) && oom_kills() > self.oom_kills {
                     how += " (the kernel has killed a process meanwhile because memory ran out, the machine's or a control group's)";
                 }
-                return Err(LaunchError::Died { pe, how, phase: self.phase(pe) });
+                self.lose(pe, LaunchError::Died { pe, how, phase: self.phase(pe) })?;
             }
         }
+        Ok(())
+    }
+
+    /// Ends the PEs that are lost with this one, and tells the others.
+    ///
+    /// # Errors
+    /// The cause, where the others cannot go on.
+    fn lose(&mut self, pe: usize, cause: LaunchError) -> Result<(), LaunchError> {
+        if self.failed_at.is_some() {
+            return Err(cause);
+        }
+        for pe in self.survivors.lose(pe, cause)? {
+            self.fleet.kill(pe);
+        }
+        self.survivors.living().for_each(|living| self.status.tell_lost(living, Some(pe)));
+        Ok(())
+    }
+
+    /// Lets those that are left go on, once all of them have stopped.
+    fn go_on(&mut self) -> Result<(), LaunchError> {
+        let Some((how, cause)) = self.survivors.decide()? else { return Ok(()) };
+        let body = serde_json::to_vec(&how).expect("numbers have a JSON form");
+        for pe in self.survivors.living() {
+            self.status.tell_lost(pe, None);
+            self.links[pe].outbox.push(Kind::GoOn, &body, Arc::new([]), 0..0);
+        }
+        (self.on_event)(Event::GoesOn { how: &how, cause: &cause });
         Ok(())
     }
 
@@ -384,6 +437,9 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     fn note_lost(&mut self, lost: &[usize]) -> Result<(), LaunchError> {
         for &pe in lost {
             self.read(pe, usize::MAX)?; // what it said before it ended
+            if self.survivors.is_lost(pe) {
+                continue;
+            }
             self.links[pe].failed = true;
             let error = LaunchError::Lost { pe, phase: self.phase(pe) };
             self.failures.push((pe, None, error));
@@ -394,11 +450,12 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
 
     fn check_limits(&mut self, now: Instant) -> Result<(), LaunchError> {
         if let Some(limit) = self.stall_limit {
-            let (links, status, fleet) = (&self.links, &self.status, &self.fleet);
+            let (links, status, fleet, survivors) = (&self.links, &self.status, &self.fleet, &self.survivors);
             let watched = |pe: usize| {
                 let link: &PeLink = &links[pe];
-                // Who has given its segment waits for the others'.
-                let working = !link.done && link.segment.is_none();
+                // Who has given its segment waits for the others', who has stopped for the others.
+                let waiting = link.segment.is_some() || survivors.has_stopped(pe);
+                let working = !link.done && !waiting && !survivors.is_lost(pe);
                 let process = fleet.child(pe).map(Process::Child).or(link.pid.map(Process::Said));
                 Some((process.filter(|_| working)?, status.words(pe)))
             };
@@ -413,12 +470,12 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
         }
         let late = |pe, what, limit| LaunchError::Late { pe, what, limit, phase: self.phase(pe) };
         if now >= self.started + self.start_limit
-            && let Some(pe) = self.links.iter().position(|link| !link.connected)
+            && let Some(pe) = self.survivors.living().find(|&pe| !self.links[pe].connected)
         {
             return Err(late(pe, "connected", self.start_limit));
         }
         if self.first_segment.is_some_and(|first| now >= first + self.start_limit)
-            && let Some(pe) = self.links.iter().position(|link| link.segment.is_none())
+            && let Some(pe) = self.survivors.living().find(|&pe| self.links[pe].segment.is_none())
         {
             return Err(late(pe, "given its segment", self.start_limit));
         }
@@ -438,6 +495,7 @@ impl<F: FnMut(Event<'_>)> Supervisor<'_, F> {
     fn states(&self) -> String {
         const SHOWN: usize = 16;
         let state = |(pe, link): (usize, &PeLink)| match link.done {
+            _ if self.survivors.is_lost(pe) => format!("PE {pe} lost"),
             true => format!("PE {pe} done"),
             false => format!("PE {pe} in phase {}", self.status.pe(pe).phase),
         };

@@ -56,10 +56,16 @@ pub(super) enum Kind {
     Kill,
     /// Rank 0: it is over; the body is the exit code, u8.
     Verdict,
+    /// PE: I have stopped, as a PE is lost; the body is how many steps are final here, and of how many it has the results, both u64.
+    Stopped,
+    /// Supervisor: go on; the body is a `GoOn`.
+    GoOn,
+    /// PE: all steps are final; from now on the loss of a PE is the job's failure. No body.
+    Final,
 }
 
 impl Kind {
-    const ALL: [Kind; 16] = [
+    const ALL: [Kind; 19] = [
         Kind::Hello,
         Kind::Files,
         Kind::Segment,
@@ -76,6 +82,9 @@ impl Kind {
         Kind::Ended,
         Kind::Kill,
         Kind::Verdict,
+        Kind::Stopped,
+        Kind::GoOn,
+        Kind::Final,
     ];
 
     fn from_code(code: u32) -> Option<Kind> {

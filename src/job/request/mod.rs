@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
 pub use probe::{ProbeRequest, ProbedExpert};
-pub use run::{DeviceKind, PlanSource, RunRequest, Work};
+pub use run::{DeviceKind, OnFailure, PlanSource, RunRequest, Work};
 
 use super::launch::VERSION;
 
@@ -175,6 +175,7 @@ mod tests {
             },
             pes: 4,
             plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15] }),
+            on_failure: OnFailure::Stop,
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,

@@ -64,6 +64,17 @@ pub enum PlanSource {
     Made(Box<Plan>),
 }
 
+/// What becomes of a job when a PE dies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnFailure {
+    /// It ends.
+    #[default]
+    Stop,
+    /// The PE's EP group ends, and the other groups go on.
+    Continue,
+}
+
 /// A run of a layer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RunRequest {
@@ -73,6 +84,8 @@ pub struct RunRequest {
     pub pes: usize,
     /// Where the EP groups and the placement come from; one group with even shares where `None`.
     pub plan: Option<PlanSource>,
+    /// What becomes of it when a PE dies.
+    pub on_failure: OnFailure,
     /// What it runs on.
     pub device: DeviceKind,
     /// Which matrix products a device runs; by the device where `None`.

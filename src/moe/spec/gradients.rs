@@ -55,6 +55,13 @@ impl Gradients {
 }
 
 impl Gradients {
+    /// Multiplies all by `factor`.
+    pub fn scale(&mut self, factor: f32) {
+        let experts = self.experts.iter_mut().flat_map(MlpGradients::all);
+        experts.for_each(|values| values.iter_mut().for_each(|x| *x *= factor));
+        self.replicated().for_each(|values| values.iter_mut().for_each(|x| *x *= factor));
+    }
+
     /// Adds another backward's, of the same shapes.
     pub(in crate::moe) fn add(&mut self, other: &mut Gradients) {
         let experts = self.experts.iter_mut().zip(&mut other.experts);

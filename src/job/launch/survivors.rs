@@ -1,0 +1,240 @@
+//! Going on without PEs that were lost: which, and from which step on.
+//!
+//! PEs that cannot do without each other (an expert-parallel group) are lost together. The others notice at their next wait, stop, and say
+//! how far they are; once all have, they are told from where to go on, and make a new world. A step is final once every PE has had the
+//! results of it, so those that have stopped are within one step of each other: where one holds a step final, all others have its results,
+//! of all groups, and it is final for them too; otherwise none has made use of it, and it is done again without the lost PEs.
+
+use serde::{Deserialize, Serialize};
+
+use super::LaunchError;
+
+/// What of a job may be lost.
+#[derive(Clone, Debug, Default)]
+pub struct Separable {
+    /// PEs that are lost together; where there are none, the loss of a PE is the job's failure.
+    pub groups: Vec<Vec<usize>>,
+    /// Number of steps of the job.
+    pub steps: u64,
+}
+
+/// How the others go on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GoOn {
+    /// The PEs that were lost, in all.
+    pub lost: Vec<usize>,
+    /// The first step that they do without.
+    pub from: u64,
+}
+
+/// Where a PE has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stopped {
+    /// How many steps are final for it.
+    pub(super) settled: u64,
+    /// Of how many it has the results: as many, or one more.
+    pub(super) complete: u64,
+}
+
+impl Stopped {
+    pub(super) fn to_bytes(self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.settled.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.complete.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Stopped> {
+        let word = |at: usize| Some(u64::from_le_bytes(*bytes.get(at..)?.first_chunk()?));
+        Some(Stopped { settled: word(0)?, complete: word(8)? })
+    }
+}
+
+/// What the supervisor knows of it.
+pub(super) struct Survivors {
+    job: Separable,
+    lost: Vec<bool>,
+    stopped: Vec<Option<Stopped>>,
+    /// Whether a PE has done all steps for good: results are being written, all of which are needed.
+    finished: bool,
+    /// Whether the PEs have no world yet, in which they could notice a loss.
+    meeting: bool,
+    /// Why they stop.
+    cause: Option<LaunchError>,
+}
+
+impl Survivors {
+    pub(super) fn new(pes: usize, job: Separable) -> Survivors {
+        let (lost, stopped) = (vec![false; pes], vec![None; pes]);
+        Survivors { job, lost, stopped, finished: false, meeting: true, cause: None }
+    }
+
+    pub(super) fn is_lost(&self, pe: usize) -> bool {
+        self.lost[pe]
+    }
+
+    /// Whether the PE waits to be told how to go on.
+    pub(super) fn has_stopped(&self, pe: usize) -> bool {
+        self.stopped[pe].is_some()
+    }
+
+    pub(super) fn living(&self) -> impl Iterator<Item = usize> + use<> {
+        let lost = self.lost.clone();
+        (0..lost.len()).filter(move |&pe| !lost[pe])
+    }
+
+    /// The PEs have a world.
+    pub(super) fn met(&mut self) {
+        self.meeting = false;
+    }
+
+    /// A PE is lost: returns which PEs are, with it.
+    ///
+    /// # Errors
+    /// The cause, where the others cannot go on.
+    pub(super) fn lose(&mut self, pe: usize, cause: LaunchError) -> Result<Vec<usize>, LaunchError> {
+        let Some(group) = self.job.groups.iter().find(|group| group.contains(&pe)) else { return Err(cause) };
+        if self.meeting || self.finished {
+            return Err(cause);
+        }
+        for &pe in group {
+            self.lost[pe] = true;
+            self.stopped[pe] = None;
+        }
+        let first = self.cause.take().unwrap_or(cause);
+        if self.lost.iter().all(|&lost| lost) {
+            return Err(first);
+        }
+        self.cause = Some(first);
+        Ok(group.clone())
+    }
+
+    /// A PE says where it has stopped; an error says why that is no valid message.
+    pub(super) fn stop(&mut self, pe: usize, body: &[u8]) -> Result<(), String> {
+        match Stopped::from_bytes(body) {
+            Some(at) if self.cause.is_some() && at.complete.wrapping_sub(at.settled) <= 1 => {
+                self.stopped[pe] = Some(at);
+                Ok(())
+            }
+            _ => Err("a PE stopped for no reason, or between steps that are none".to_string()),
+        }
+    }
+
+    /// A PE has done all steps for good.
+    pub(super) fn finish(&mut self) {
+        self.finished = true;
+    }
+
+    /// How to go on, and why, once all that are left have stopped.
+    ///
+    /// # Errors
+    /// The cause, where they cannot.
+    pub(super) fn decide(&mut self) -> Result<Option<(GoOn, LaunchError)>, LaunchError> {
+        if self.cause.is_none() {
+            return Ok(None);
+        }
+        let stopped: Vec<Option<Stopped>> = self.living().map(|pe| self.stopped[pe]).collect();
+        let all: Option<Vec<Stopped>> = stopped.into_iter().collect();
+        if !self.finished && all.is_none() {
+            return Ok(None);
+        }
+        let Some(cause) = self.cause.take() else { return Ok(None) };
+        let all = all.unwrap_or_default();
+        let from = all.iter().map(|at| at.settled).max().unwrap_or(0);
+        // All steps are done: what is missing now are the results of those that were lost.
+        if self.finished || from >= self.job.steps || all.iter().any(|at| at.complete < from) {
+            return Err(cause);
+        }
+        self.stopped.fill(None);
+        self.meeting = true;
+        let lost = (0..self.lost.len()).filter(|&pe| self.lost[pe]).collect();
+        Ok(Some((GoOn { lost, from }, cause)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn died(pe: usize) -> LaunchError {
+        LaunchError::Died { pe, how: "was killed".into(), phase: "dispatch".into() }
+    }
+
+    fn stopped(settled: u64, complete: u64) -> [u8; 16] {
+        Stopped { settled, complete }.to_bytes()
+    }
+
+    /// Three groups of two PEs, at work on ten steps.
+    fn at_work() -> Survivors {
+        let groups = vec![vec![0, 1], vec![2, 3], vec![4, 5]];
+        let mut survivors = Survivors::new(6, Separable { groups, steps: 10 });
+        survivors.met();
+        survivors
+    }
+
+    #[test]
+    fn a_step_that_one_holds_final_is_final() {
+        for (at, from) in [([(4, 4); 4], 4), ([(4, 5); 4], 4), ([(4, 5), (5, 5), (4, 5), (5, 6)], 5)] {
+            let mut survivors = at_work();
+            assert_eq!(survivors.lose(3, died(3)).unwrap(), [2, 3]);
+            for (pe, (settled, complete)) in [0, 1, 4, 5].into_iter().zip(at) {
+                assert!(survivors.decide().unwrap().is_none());
+                survivors.stop(pe, &stopped(settled, complete)).unwrap();
+            }
+            let (go_on, cause) = survivors.decide().unwrap().unwrap();
+            assert_eq!(go_on, GoOn { lost: vec![2, 3], from });
+            assert!(cause.to_string().starts_with("PE 3 was killed"));
+            assert!(survivors.decide().unwrap().is_none());
+        }
+    }
+
+    #[test]
+    fn another_loss_meanwhile_is_one_of_the_same() {
+        let mut survivors = at_work();
+        survivors.lose(0, died(0)).unwrap();
+        survivors.stop(2, &stopped(7, 7)).unwrap();
+        survivors.lose(2, died(2)).unwrap();
+        survivors.stop(4, &stopped(6, 7)).unwrap();
+        survivors.stop(5, &stopped(6, 7)).unwrap();
+        assert_eq!(survivors.decide().unwrap().unwrap().0, GoOn { lost: vec![0, 1, 2, 3], from: 6 });
+        // In the new world, the last group.
+        survivors.met();
+        assert!(survivors.lose(5, died(5)).unwrap_err().to_string().starts_with("PE 5"));
+    }
+
+    #[test]
+    fn what_cannot_go_on_fails_with_its_cause() {
+        let cause = |error: LaunchError| error.to_string();
+        // No groups; no world yet; results being written.
+        let mut survivors = Survivors::new(2, Separable::default());
+        survivors.met();
+        assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
+        let mut survivors = Survivors::new(2, Separable { groups: vec![vec![0], vec![1]], steps: 3 });
+        assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
+        survivors.met();
+        survivors.finish();
+        assert!(cause(survivors.lose(1, died(1)).unwrap_err()).starts_with("PE 1"));
+        // One says so while the others stop; all have done all steps.
+        let mut survivors = at_work();
+        survivors.lose(1, died(1)).unwrap();
+        survivors.finish();
+        assert!(cause(survivors.decide().unwrap_err()).starts_with("PE 1"));
+        let mut survivors = at_work();
+        survivors.lose(1, died(1)).unwrap();
+        for pe in 2..6 {
+            survivors.stop(pe, &stopped(9 + u64::from(pe == 2), 10)).unwrap();
+        }
+        assert!(cause(survivors.decide().unwrap_err()).starts_with("PE 1"));
+    }
+
+    #[test]
+    fn invalid_stops_are_refused() {
+        let mut survivors = at_work();
+        assert!(survivors.stop(1, &stopped(1, 1)).is_err());
+        survivors.lose(3, died(3)).unwrap();
+        for body in [&stopped(3, 5)[..], &stopped(4, 3), &[0; 15], b""] {
+            assert!(survivors.stop(1, body).is_err());
+        }
+        assert!(survivors.stop(1, &stopped(1, 1)).is_ok() && survivors.has_stopped(1) && survivors.is_lost(2));
+    }
+}
