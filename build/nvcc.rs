@@ -13,19 +13,35 @@ struct Module {
     name: &'static str,
     /// `-gencode` arguments: machine code, and for devices to come what the driver compiles itself.
     targets: &'static [&'static str],
-    architectures: &'static str,
     hopper: bool,
+}
+
+impl Module {
+    /// Of its targets those that are asked for: all, but for what ARISTOS_CUDA_ARCHITECTURES (such as `sm_80 sm_90a`) leaves out, which a
+    /// build for tests sets to be done sooner.
+    fn targets(&self) -> Vec<&'static str> {
+        let asked = env::var("ARISTOS_CUDA_ARCHITECTURES").unwrap_or_default();
+        let asked: Vec<&str> = asked.split_whitespace().collect();
+        let code = |target: &&str| target.rsplit('=').next().is_some_and(|code| asked.contains(&code));
+        self.targets.iter().copied().filter(|target| asked.is_empty() || code(target)).collect()
+    }
+
+    /// What of it is machine code.
+    fn architectures(&self) -> String {
+        let codes = self.targets().into_iter().filter_map(|target| target.rsplit('=').next());
+        codes.filter(|code| code.starts_with("sm_")).collect::<Vec<_>>().join(" ")
+    }
 }
 
 const PORTABLE: &[&str] =
     &["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"];
 
 const MODULES: &[Module] = &[
-    Module { name: "layer_ampere", targets: PORTABLE, architectures: "sm_80 sm_90", hopper: false },
-    Module { name: "layer_hopper", targets: &["arch=compute_90a,code=sm_90a"], architectures: "sm_90a", hopper: true },
-    Module { name: "routing", targets: PORTABLE, architectures: "sm_80 sm_90", hopper: false },
-    Module { name: "p2p", targets: PORTABLE, architectures: "sm_80 sm_90", hopper: false },
-    Module { name: "smoke", targets: PORTABLE, architectures: "sm_80 sm_90", hopper: false },
+    Module { name: "layer_ampere", targets: PORTABLE, hopper: false },
+    Module { name: "layer_hopper", targets: &["arch=compute_90a,code=sm_90a"], hopper: true },
+    Module { name: "routing", targets: PORTABLE, hopper: false },
+    Module { name: "p2p", targets: PORTABLE, hopper: false },
+    Module { name: "smoke", targets: PORTABLE, hopper: false },
 ];
 
 /// The oldest headers whose device code can be built as `kernels/smoke.cu` says.
@@ -41,7 +57,7 @@ struct Toolchain {
 
 /// Makes what `src/gpu/cuda/modules.rs` includes, in the folder `made`.
 pub fn kernels(made: &Path) {
-    for name in ["CUDA_HOME", "NVSHMEM_HOME", "ARISTOS_CACHE", "ARISTOS_NVCC_FLAGS"] {
+    for name in ["CUDA_HOME", "NVSHMEM_HOME", "ARISTOS_CACHE", "ARISTOS_NVCC_FLAGS", "ARISTOS_CUDA_ARCHITECTURES"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     println!("cargo::rerun-if-changed=build");
@@ -52,7 +68,11 @@ pub fn kernels(made: &Path) {
         fail(&format!("cannot make {}: {error}", made.display()));
     }
     let tools = toolchain(&root);
-    let modules: Vec<&Module> = MODULES.iter().filter(|m| source(&root, m).is_file()).collect();
+    let modules: Vec<&Module> =
+        MODULES.iter().filter(|m| source(&root, m).is_file() && !m.targets().is_empty()).collect();
+    if modules.is_empty() {
+        fail("ARISTOS_CUDA_ARCHITECTURES names none of sm_80, sm_90, sm_90a");
+    }
 
     let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1).min(modules.len());
     let (queue, failures) = (Mutex::new(modules.iter().collect::<VecDeque<_>>()), Mutex::new(Vec::new()));
@@ -74,13 +94,13 @@ pub fn kernels(made: &Path) {
     }
 
     let mut table = String::from("&[\n");
-    for module in modules {
+    for module in &modules {
         let depends = fs::read_to_string(fatbin(made, module).with_extension("d")).unwrap_or_default();
         let _ = writeln!(
             table,
             "    Module {{ name: {:?}, architectures: {:?}, hopper: {}, nvshmem: {}, image: &Image(*include_bytes!({:?})) }},",
             module.name,
-            module.architectures,
+            module.architectures(),
             module.hopper,
             depends.contains("nvshmem.h"),
             fatbin(made, module)
@@ -93,8 +113,10 @@ pub fn kernels(made: &Path) {
     println!("cargo::rustc-env=ARISTOS_NVSHMEM_LIB={}", tools.nvshmem.join("lib").display());
     println!("cargo::rustc-env=ARISTOS_CUDA_VERSION={}", tools.cuda_version);
     // For tools/check-machine-code, which looks at what was built.
-    let there = MODULES.iter().filter(|module| source(&root, module).is_file());
-    let list: String = there.map(|module| format!("{} {}\n", module.name, fatbin(made, module).display())).collect();
+    let line = |module: &&Module| {
+        format!("{} {} {}\n", module.name, module.architectures().replace(' ', ","), fatbin(made, module).display())
+    };
+    let list: String = modules.iter().map(line).collect();
     write(&made.join("list"), &list);
 }
 
@@ -119,7 +141,7 @@ fn compile(tools: &Toolchain, root: &Path, made: &Path, module: &Module) -> Resu
         // NVSHMEM's own headers warn.
         .arg("-isystem")
         .arg(tools.nvshmem.join("include"))
-        .args(module.targets.iter().flat_map(|target| ["-gencode", target]));
+        .args(module.targets().iter().flat_map(|target| ["-gencode", target]));
     if module.hopper {
         nvcc.arg("-DARISTOS_HOPPER=1");
     }

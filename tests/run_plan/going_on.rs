@@ -94,9 +94,7 @@ fn kill(running: &mut Running, pe: usize, after_ms: u64) {
 /// The weights are those of a run that had the lost tokens up to the step that it says, and never after; bit for bit.
 #[test]
 fn the_others_go_on_as_if_the_group_had_left_between_two_steps() {
-    // PEs, groups, who dies, who is left.
-    let cases: [(usize, &[&[u64]], usize, &[usize]); 2] =
-        [(4, &[&[0, 2], &[1, 3]], 3, &[0, 2]), (4, &[&[1, 3], &[0], &[2]], 1, &[0, 2])];
+    let cases: [Case; 2] = [(4, &[&[0, 2], &[1, 3]], 3, &[0, 2]), (4, &[&[1, 3], &[0], &[2]], 1, &[0, 2])];
     for (case, (pes, groups, victim, left)) in cases.into_iter().enumerate() {
         let folder = Folder::new();
         folder.write_plan("plan.json", groups);
