@@ -1,18 +1,12 @@
 """The expert-parallel implementation ``"aristos"`` of transformers (5.23 or later)."""
 
+import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from ._experts import Experts
+from . import _aristos, _routing
+from ._experts import experts as run_experts
 from ._group import Group
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu-tanh",
-    "gelu_pytorch_tanh": "gelu-tanh",
-    "relu": "relu",
-}
 _groups = {}
 
 
@@ -29,43 +23,56 @@ def _local(parameter):
 
 
 class _AristosExperts(EPImplementation):
+    """An experts module's passes. What an expert computes is the family's, as the table of families has it; the module's flags say how its
+    weights are stored."""
+
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
         name = type(experts).__name__
-        for flag in ("has_bias", "is_transposed", "has_post_expert_norm"):
-            if getattr(experts, flag, False):
-                raise NotImplementedError(f"{name} has {flag}: not among the experts that aristos computes")
-        if not getattr(experts, "is_concatenated", True):
-            raise NotImplementedError(f"{name} interleaves gate and up: not among the experts that aristos computes")
+        if getattr(experts, "has_post_expert_norm", False):
+            raise NotImplementedError(f"{name} has a norm after each expert: not among the experts that aristos computes")
+        form = _aristos.family_expert(experts.config.to_json_string(use_diff=False))
+        self._has_bias = form.pop("bias")
+        for flag, family in (("has_gate", form["gated"]), ("has_bias", self._has_bias)):
+            if getattr(experts, flag, family) != family:
+                raise NotImplementedError(f"{name} has {flag} = {not family}, but experts of {experts.config.model_type} have {family}")
         self._module = experts
+        self._form = form
         self._group = _group_of(ep_mesh)
-        self._experts = None
+        # Where processes share a batch each brings a part of it to the pass.
+        self._batch_group = _group_of(tp_mesh) if tp_mesh.size() > 1 else None
 
-    def _make(self, top_k):
-        module = self._module
-        gated = getattr(module, "has_gate", True)
-        up = _local(module._parameters["gate_up_proj" if gated else "up_proj"])
-        config = module.config
-        activation = getattr(config, "hidden_act", None) or config.hidden_activation
-        if activation not in _ACTIVATIONS:
-            raise NotImplementedError(f"activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
-        return Experts(
-            self._group,
-            hidden=up.shape[2],
-            intermediate=up.shape[1] // (2 if gated else 1),
-            experts=self.num_local_experts * self._group.size,
-            top_k=top_k,
-            activation=_ACTIVATIONS[activation],
-            gated=gated,
-            shares_batch=self.shares_batch,
-        )
+    def _weights(self):
+        """up, down and their biases, as `experts` takes them. A view where the module stores them so, otherwise a copy that autograd knows."""
+        module, parameters = self._module, self._module._parameters
+        name = "gate_up_proj" if self._form["gated"] else "up_proj"
+        up, down = _local(parameters[name]), _local(parameters["down_proj"])
+        biases = [None, None]
+        if self._has_bias:
+            biases = [_local(parameters[f"{name}_bias"]), _local(parameters["down_proj_bias"])]
+        if getattr(module, "is_transposed", False):
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        if self._form["gated"] and not getattr(module, "is_concatenated", True):
+            up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
+            if biases[0] is not None:
+                biases[0] = torch.cat([biases[0][:, 0::2], biases[0][:, 1::2]], dim=1)
+        return up, down, biases
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
-        if self._experts is None:
-            self._experts = self._make(top_k_index.shape[1])
-        module, gated = self._module, self._experts.shape["gated"]
-        up, down = module._parameters["gate_up_proj" if gated else "up_proj"], module._parameters["down_proj"]
-        return self._experts(hidden_states, top_k_index, top_k_weights, _local(up), _local(down))
+        _routing.note(top_k_index)
+        up, down, (up_bias, down_bias) = self._weights()
+        return run_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            up,
+            down,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            group=self._group,
+            batch_group=self._batch_group,
+            **self._form,
+        )
 
 
 EPImplementationInterface.register("aristos", _AristosExperts)
