@@ -11,9 +11,9 @@ from ._aristos import AristosError, families
 from ._experts import experts
 from ._group import Group, init
 from ._moe import MoE, load, save
-from ._routing import record_routing
+from ._routing import Routing
 
-__all__ = ["AristosError", "Group", "MoE", "experts", "families", "init", "load", "record_routing", "save"]
+__all__ = ["AristosError", "Group", "MoE", "Routing", "experts", "families", "init", "load", "save"]
 
 try:
     from . import _transformers as _transformers

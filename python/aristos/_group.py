@@ -68,12 +68,7 @@ class Group:
     """
 
     def __init__(self, group=None, *, wait_limit_s=60.0, max_tokens=None):
-        self.wait_limit_s = wait_limit_s
-        self.max_tokens = max_tokens
-        self._group = group
-        self._layers = {}
-        self._pid = os.getpid()
-        self.number = len(_groups)
+        self._begin(wait_limit_s, max_tokens, group)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             drawn = [secrets.token_hex(16)]
@@ -83,6 +78,22 @@ class Group:
             raise ValueError("a process group was given, but torch.distributed is not initialised")
         else:
             self.rank, self.size, self._key = 0, 1, secrets.token_hex(16)
+
+    @classmethod
+    def alone(cls, *, max_tokens=None):
+        """This process alone, whatever torch.distributed is. Not collective."""
+        group = cls.__new__(cls)
+        group._begin(60.0, max_tokens, None)
+        group.rank, group.size, group._key = 0, 1, secrets.token_hex(16)
+        return group
+
+    def _begin(self, wait_limit_s, max_tokens, group):
+        self.wait_limit_s = wait_limit_s
+        self.max_tokens = max_tokens
+        self._group = group
+        self._layers = {}
+        self._pid = os.getpid()
+        self.number = len(_groups)
         _groups.append(self)
 
     def local_experts(self, experts):
@@ -107,7 +118,7 @@ class Group:
 
     def _make(self, tokens, shape):
         tokens = max(1, tokens if self.max_tokens is None else self.max_tokens)
-        for rank, (theirs, their_shape) in enumerate(self._gather((tokens, shape))):
+        for rank, (theirs, their_shape) in enumerate(self.gather((tokens, shape))):
             for field, value in shape.items():
                 if their_shape.get(field) != value:
                     theirs = their_shape.get(field)
@@ -123,7 +134,7 @@ class Group:
         )
         return native, tokens
 
-    def _gather(self, value):
+    def gather(self, value):
         """All processes' values, in order. Collective, and bounded by the wait limit where gloo can say who is missing."""
         if self.size == 1:
             return [value]
@@ -146,7 +157,7 @@ class Group:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         all_rows = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(all_rows, padded, group=self._group)
+        dist.allgather(all_rows, padded, group=self._group)
         return torch.cat([one[:n] for one, n in zip(all_rows, counts)])
 
     def sum(self, values):

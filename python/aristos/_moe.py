@@ -193,12 +193,12 @@ def save(module, folder, group=None):
     mine = {name: tensor.contiguous() for name, tensor in state.items() if name in own or group.rank == 0}
     file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
     save_file(mine, os.path.join(folder, file), metadata={"format": "pt"})
-    files = group._gather({name: file for name in mine})
+    files = group.gather({name: file for name in mine})
     if group.rank == 0:
         map_ = {name: file for one in files for name, file in one.items()}
         with open(os.path.join(folder, _INDEX), "w") as index:
             json.dump({"metadata": {}, "weight_map": dict(sorted(map_.items()))}, index, indent=1)
-    group._gather(None)
+    group.gather(None)
 
 
 def load(module, folder):

@@ -2,6 +2,7 @@
 
 import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from . import _aristos, _routing
 from ._experts import experts as run_experts
@@ -22,57 +23,65 @@ def _local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
+class _Stored:
+    """An experts module's weights as `experts` takes them. What an expert computes is the family's, by the table of families; the module's
+    flags say how its weights are stored."""
+
+    def __init__(self, module):
+        name = type(module).__name__
+        if getattr(module, "has_post_expert_norm", False):
+            raise NotImplementedError(f"{name} has a norm after each expert: not among the experts that aristos computes")
+        self.form = _aristos.family_expert(module.config.to_json_string(use_diff=False))
+        self._has_bias = self.form.pop("bias")
+        for flag, family in (("has_gate", self.form["gated"]), ("has_bias", self._has_bias)):
+            if getattr(module, flag, family) != family:
+                raise NotImplementedError(f"{name} has {flag} = {not family}, but experts of {module.config.model_type} have {family}")
+        self._module = module
+
+    def weights(self):
+        """up, down, and their biases by name: views where the module stores them so, otherwise copies that autograd knows."""
+        module, parameters, gated = self._module, self._module._parameters, self.form["gated"]
+        name = "gate_up_proj" if gated else "up_proj"
+        up, down = _local(parameters[name]), _local(parameters["down_proj"])
+        up_bias = _local(parameters[f"{name}_bias"]) if self._has_bias else None
+        if getattr(module, "is_transposed", False):
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        if gated and not getattr(module, "is_concatenated", True):
+            # Gate and up in turns.
+            up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
+            up_bias = None if up_bias is None else torch.cat([up_bias[:, 0::2], up_bias[:, 1::2]], dim=1)
+        biases = dict(up_bias=up_bias, down_bias=_local(parameters["down_proj_bias"])) if self._has_bias else {}
+        return up, down, biases
+
+    def run(self, hidden_states, top_k_index, top_k_weights, group, batch_group=None):
+        _routing.note(top_k_index)
+        up, down, biases = self.weights()
+        form = biases | self.form
+        return run_experts(hidden_states, top_k_index, top_k_weights, up, down, group=group, batch_group=batch_group, **form)
+
+
 class _AristosExperts(EPImplementation):
-    """An experts module's passes. What an expert computes is the family's, as the table of families has it; the module's flags say how its
-    weights are stored."""
+    """Over an expert-parallel group."""
 
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
-        name = type(experts).__name__
-        if getattr(experts, "has_post_expert_norm", False):
-            raise NotImplementedError(f"{name} has a norm after each expert: not among the experts that aristos computes")
-        form = _aristos.family_expert(experts.config.to_json_string(use_diff=False))
-        self._has_bias = form.pop("bias")
-        for flag, family in (("has_gate", form["gated"]), ("has_bias", self._has_bias)):
-            if getattr(experts, flag, family) != family:
-                raise NotImplementedError(f"{name} has {flag} = {not family}, but experts of {experts.config.model_type} have {family}")
-        self._module = experts
-        self._form = form
+        self._stored = _Stored(experts)
         self._group = _group_of(ep_mesh)
         # Where processes share a batch each brings a part of it to the pass.
         self._batch_group = _group_of(tp_mesh) if tp_mesh.size() > 1 else None
 
-    def _weights(self):
-        """up, down and their biases, as `experts` takes them. A view where the module stores them so, otherwise a copy that autograd knows."""
-        module, parameters = self._module, self._module._parameters
-        name = "gate_up_proj" if self._form["gated"] else "up_proj"
-        up, down = _local(parameters[name]), _local(parameters["down_proj"])
-        biases = [None, None]
-        if self._has_bias:
-            biases = [_local(parameters[f"{name}_bias"]), _local(parameters["down_proj_bias"])]
-        if getattr(module, "is_transposed", False):
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        if self._form["gated"] and not getattr(module, "is_concatenated", True):
-            up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
-            if biases[0] is not None:
-                biases[0] = torch.cat([biases[0][:, 0::2], biases[0][:, 1::2]], dim=1)
-        return up, down, biases
-
     def __call__(self, hidden_states, top_k_index, top_k_weights):
-        _routing.note(top_k_index)
-        up, down, (up_bias, down_bias) = self._weights()
-        return run_experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            up,
-            down,
-            up_bias=up_bias,
-            down_bias=down_bias,
-            group=self._group,
-            batch_group=self._batch_group,
-            **self._form,
-        )
+        return self._stored.run(hidden_states, top_k_index, top_k_weights, self._group, self._batch_group)
+
+
+def _alone(module, hidden_states, top_k_index, top_k_weights):
+    """All of a module's experts in this process."""
+    if None not in _groups:
+        _groups[None] = Group.alone()
+    if not hasattr(module, "_aristos"):
+        module._aristos = _Stored(module)
+    return module._aristos.run(hidden_states, top_k_index, top_k_weights, _groups[None])
 
 
 EPImplementationInterface.register("aristos", _AristosExperts)
+ALL_EXPERTS_FUNCTIONS.register("aristos", _alone)
