@@ -347,14 +347,35 @@ mod avx512 {
         }
     }
 
-    /// Packs `wᵀ` from `w [n, k]`: pairs along a row.
-    pub(super) fn pack_panels_transposed(w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
-        let pairs = k.div_ceil(2);
-        assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
-        for (j, row) in w.chunks(k.max(1)).enumerate() {
-            let panel = &mut panels[j / NR * pairs * NR..][..pairs * NR];
-            for (p, x) in row.chunks(2).enumerate() {
-                panel[p * NR + j % NR] = pair(x[0], x.get(1).copied().unwrap_or_default());
+    /// Pairs of a block of [`pack_panels_transposed`]: a cache line of each of a panel's rows.
+    const BLOCK: usize = 16;
+
+    vectorised! {
+        /// Packs `wᵀ` from `w [n, k]`: pairs along a row. By blocks that stay in L1, so that every line of the panels is written once.
+        pub(super) fn pack_panels_transposed<>(w: &'a [bf16], n: usize, k: usize, panels: &'a mut [u32]) -> () {
+            let pairs = k.div_ceil(2);
+            assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
+            for (rows, panel) in w.chunks(NR * k.max(1)).zip(panels.chunks_mut(pairs.max(1) * NR)) {
+                for first in (0..pairs).step_by(BLOCK) {
+                    let mut block = [[0u32; BLOCK]; NR];
+                    for (row, block) in rows.chunks(k).zip(&mut block) {
+                        let row = &row[2 * first..];
+                        if let Some(whole) = row.first_chunk::<{ 2 * BLOCK }>() {
+                            for (to, x) in block.iter_mut().zip(whole.chunks_exact(2)) {
+                                *to = pair(x[0], x[1]);
+                            }
+                        } else {
+                            for (to, x) in block.iter_mut().zip(row.chunks(2)) {
+                                *to = pair(x[0], x.get(1).copied().unwrap_or_default());
+                            }
+                        }
+                    }
+                    for (p, to) in panel[first * NR..].chunks_exact_mut(NR).take(BLOCK).enumerate() {
+                        for (to, row) in to.iter_mut().zip(&block) {
+                            *to = row[p];
+                        }
+                    }
+                }
             }
         }
     }

@@ -157,7 +157,7 @@ class Group:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         all_rows = [torch.empty_like(padded) for _ in counts]
-        dist.allgather(all_rows, padded, group=self._group)
+        dist.all_gather(all_rows, padded, group=self._group)
         return torch.cat([one[:n] for one, n in zip(all_rows, counts)])
 
     def sum(self, values):

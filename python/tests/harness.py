@@ -3,8 +3,9 @@
 import sys
 import traceback
 
-import torch
 import torch.distributed as dist
+
+import aristos
 
 
 def relative_error(got, want):
@@ -19,18 +20,13 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def anywhere(failed):
-    """Whether it is so on any process: what fails on one fails for all."""
-    flag = torch.tensor([int(failed)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
-
-
 def run(prefix, cases):
     """Runs (name, function) cases; each returns what is to be said of it, or raises. Ends the process with 1 if one failed anywhere."""
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    group = aristos.init()
+    rank, size = group.rank, group.size
     failures = 0
+    if rank == 0:
+        print(f"running {len(cases)} cases", flush=True)
     for name, case in cases:
         note, failed = "", False
         try:

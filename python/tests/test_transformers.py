@@ -1,7 +1,7 @@
 """Output and every parameter's gradient with experts over N processes equal the unpatched model's in one process.
 
-Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py CASE...``, a case being a mode (``fsdp``, ``tp``, or ``both``: tp of
-2 within fsdp), a colon, and a model type; ``:bf16`` for bfloat16; ``:FAULT`` for a fault that is planted, and that the comparison must see.
+Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py CASE...``, a case being a mode (``fsdp``, ``tp``, ``both``: tp of
+2 within fsdp, or ``alone``: one process, without expert parallelism), a colon, and a model type; ``:bf16`` for bfloat16; ``:FAULT`` for a fault that is planted, and that the comparison must see.
 """
 
 import contextlib
@@ -27,10 +27,14 @@ EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts",
 FIELDS = {
     "deepseek_v3": dict(n_group=2, topk_group=1),
     "ernie4_5_moe": dict(moe_k=2),
-    "granitemoe": dict(intermediate_size=12),
     "qwen3_moe": dict(norm_topk_prob=True),
 }
-BATCH, LENGTH, STEPS = 4, 16, 2
+# Rows of 16 bytes or a multiple: grouped products of bfloat16 in the unpatched model take no others.
+WIDTHS = dict(moe_intermediate_size=16, intermediate_size=32, shared_intermediate_size=16)
+ROUTERS = ("gate.weight", "router.weight", "gate.wg.weight")
+BATCH, LENGTH = 4, 16
+# In bfloat16 a second step begins with other weights: rounding alone makes them differ.
+STEPS = {torch.float32: 2, torch.bfloat16: 1}
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -70,12 +74,12 @@ def planted(fault):
         torch.ops.aristos.experts_backward, _transformers.run_experts = original
 
 
-def steps(model, batches):
+def steps(model, batches, count):
     """The logits of the first batch, and the gradients of the last of some steps of SGD."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     logits = None
-    for batch in batches:
+    for batch in batches[:count]:
         optimizer.zero_grad()
         output = model(input_ids=batch, labels=batch)
         logits = output.logits.detach() if logits is None else logits
@@ -84,16 +88,27 @@ def steps(model, batches):
     return logits, {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
 
 
+_folders = []
+
+
 @functools.cache
 def folder_of(name):
     """A folder with a tiny model of a family, the same on all processes."""
-    shared = [tempfile.mkdtemp()]
+    # Deleted at the end, by the process that made it.
+    made = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+    _folders.append(made)
+    shared = [made and made.name]
     dist.broadcast_object_list(shared)
-    if dist.get_rank() == 0:
+    if made:
         torch.manual_seed(0)
         config = configure(name, {})
-        fields = FIELDS.get(name, {}) | {field: n for field, n in EXPERTS.items() if hasattr(config, field)}
-        AutoModelForCausalLM.from_config(configure(name, fields)).save_pretrained(shared[0])
+        fields = {field: n for field, n in (EXPERTS | WIDTHS).items() if hasattr(config, field)} | FIELDS.get(name, {})
+        model = AutoModelForCausalLM.from_config(configure(name, fields))
+        # Scores far apart, so that bfloat16 does not decide who is chosen.
+        for key, parameter in model.named_parameters():
+            if key.endswith(ROUTERS) and parameter.dim() == 2:
+                parameter.data.mul_(40)
+        model.save_pretrained(shared[0])
     dist.barrier()
     return shared[0]
 
@@ -101,27 +116,27 @@ def folder_of(name):
 @functools.cache
 def wanted(name, dtype, batches):
     reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, experts_implementation="eager")
-    return steps(reference, batches_of(batches))
+    return steps(reference, batches_of(batches), STEPS[dtype])
 
 
 def batches_of(n):
     torch.manual_seed(1)
-    return torch.randint(3, 32, (STEPS, n, LENGTH))
+    return torch.randint(3, 32, (2, n, LENGTH))
 
 
 def compare(mode, name, dtype):
     """The worst relative error over the logits and all parameters' gradients, and of which."""
     rank, size = dist.get_rank(), dist.get_world_size()
     logits, gradients = wanted(name, dtype, BATCH * size)
-    split = {"fsdp": dict(fsdp_size=size), "tp": dict(tp_size=size), "both": dict(fsdp_size=size // 2, tp_size=2)}[mode]
-    patched = AutoModelForCausalLM.from_pretrained(
-        folder_of(name),
-        dtype=dtype,
-        distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **split),
-    )
+    split = {"fsdp": dict(fsdp_size=size), "tp": dict(tp_size=size), "both": dict(fsdp_size=size // 2, tp_size=2), "alone": {}}[mode]
+    if mode == "alone":
+        how = dict(experts_implementation="aristos")
+    else:
+        how = dict(distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **split))
+    patched = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, **how)
     parts = split.get("fsdp_size", 1)
     mine = slice(*(BATCH * size // parts * (rank * parts // size + k) for k in (0, 1)))
-    got_logits, got = steps(patched, batches_of(BATCH * size)[:, mine])
+    got_logits, got = steps(patched, batches_of(BATCH * size)[:, mine], STEPS[dtype])
     assert got.keys() == gradients.keys(), f"{got.keys() ^ gradients.keys()}"
     errors = {"logits": relative_error(got_logits, logits[mine])}
     for key, want in gradients.items():
@@ -147,7 +162,7 @@ def parse(text):
     mode, name, *rest = text.split(":")
     dtype = torch.bfloat16 if "bf16" in rest else torch.float32
     fault = next((word for word in rest if word != "bf16"), "")
-    if mode not in ("fsdp", "tp", "both") or name not in aristos.families() or fault not in ("", "no-gradient-of-weights", "stale-weights"):
+    if mode not in ("fsdp", "tp", "both", "alone") or name not in aristos.families() or fault not in ("", "no-gradient-of-weights", "stale-weights"):
         sys.exit(f"no case {text}")
     return text.replace(":", "::"), functools.partial(case, mode, name, dtype, fault)
 
