@@ -18,13 +18,14 @@ _STARTERS = (
 )
 _groups = []
 _default = None
+_settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
 def init(*, wait_limit_s=60.0, max_tokens=None):
-    """Makes the default group anew, of all processes: those of torch.distributed, or of torchrun, Slurm or MPI, or this one alone.
+    """Makes the default group, of all processes: those of torch.distributed, or of torchrun, Slurm or MPI, or this one alone.
 
-    Initialises torch.distributed (gloo) where a starter's variables say that there are more processes. Collective. Also the way on after
-    an error that ended a layer.
+    Initialises torch.distributed (gloo) where a starter's variables say that there are more processes. Called again, which is the way on after an
+    error that ended a layer, it lets all groups begin anew; patched models go on with them. Collective.
 
     Args:
         wait_limit_s: seconds that a process waits for another one before it gives up and names it.
@@ -33,8 +34,11 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
     Returns:
         the `Group`.
     """
-    global _default
-    if dist.is_available() and not dist.is_initialized():
+    global _default, _settings
+    initialised = dist.is_available() and dist.is_initialized()
+    if initialised and any(group._pid != os.getpid() for group in _groups):
+        raise RuntimeError("this process was forked after torch.distributed was initialised: start it by spawn instead")
+    if dist.is_available() and not initialised:
         found = [names for names in _STARTERS if all(name in os.environ for name in names)]
         if found:
             rank, size = (int(os.environ[name]) for name in found[0])
@@ -42,7 +46,10 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
             os.environ.setdefault("MASTER_PORT", str(29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000))
             if size > 1 or found[0][0] == "RANK":
                 dist.init_process_group("gloo", rank=rank, world_size=size)
-    _default = Group(wait_limit_s=wait_limit_s, max_tokens=max_tokens)
+    _settings = dict(wait_limit_s=wait_limit_s, max_tokens=max_tokens)
+    for group in _groups:
+        group._restart()
+    _default = _default or Group()
     return _default
 
 
@@ -63,12 +70,12 @@ class Group:
 
     Args:
         group: a process group; None is the default one, or this process alone where torch.distributed is not initialised.
-        wait_limit_s: seconds that a process waits for another one before it gives up and names it.
-        max_tokens: the most tokens that a process brings to a pass; by default the most that any brings to a layer's first pass.
+
+    Its wait limit and most tokens are those of `init`.
     """
 
-    def __init__(self, group=None, *, wait_limit_s=60.0, max_tokens=None):
-        self._begin(wait_limit_s, max_tokens, group)
+    def __init__(self, group=None):
+        self._begin(group)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             drawn = [secrets.token_hex(16)]
@@ -80,21 +87,25 @@ class Group:
             self.rank, self.size, self._key = 0, 1, secrets.token_hex(16)
 
     @classmethod
-    def alone(cls, *, max_tokens=None):
+    def alone(cls):
         """This process alone, whatever torch.distributed is. Not collective."""
         group = cls.__new__(cls)
-        group._begin(60.0, max_tokens, None)
+        group._begin(None)
         group.rank, group.size, group._key = 0, 1, secrets.token_hex(16)
         return group
 
-    def _begin(self, wait_limit_s, max_tokens, group):
-        self.wait_limit_s = wait_limit_s
-        self.max_tokens = max_tokens
+    def _begin(self, group):
         self._group = group
-        self._layers = {}
-        self._pid = os.getpid()
+        self._starts = 0
         self.number = len(_groups)
+        self._restart()
         _groups.append(self)
+
+    def _restart(self):
+        self.wait_limit_s, self.max_tokens = _settings["wait_limit_s"], _settings["max_tokens"]
+        self._layers = {}
+        self._starts += 1
+        self._pid = os.getpid()
 
     def local_experts(self, experts):
         """The numbers of this process's experts, of `experts` over the group: an even contiguous block."""
@@ -103,7 +114,7 @@ class Group:
     def layer(self, tokens, **shape):
         """The native layer of this shape, which all alike share. Collective for the first."""
         if os.getpid() != self._pid:
-            raise RuntimeError("this process was forked after its group was made: call aristos.init() in it")
+            raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
         key = tuple(shape.values())
         if key not in self._layers:
             self._layers[key] = self._make(tokens, shape)
@@ -125,7 +136,7 @@ class Group:
                     raise ValueError(f"{field} is {value} here (rank {self.rank}), but {theirs} on rank {rank}: expected the same on all")
             tokens = max(tokens, theirs)
         native = _aristos.Layer(
-            f"{self._key}-{len(self._layers)}",
+            f"{self._key}-{self._starts}-{len(self._layers)}",
             self.rank,
             self.size,
             max_tokens=tokens,

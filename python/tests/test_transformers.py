@@ -26,6 +26,7 @@ EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts",
 # What only one family has; the other fields are the parity tests'.
 FIELDS = {
     "deepseek_v3": dict(n_group=2, topk_group=1),
+    "dots1": dict(n_shared_experts=1),
     "ernie4_5_moe": dict(moe_k=2),
     "qwen3_moe": dict(norm_topk_prob=True),
 }
