@@ -2,6 +2,7 @@
 
 use half::bf16;
 
+use super::gemm_bf16::ProductPath;
 use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32, vectorised};
 
 /// The shape of a prepared weight matrix `W [out, inp]`.
@@ -11,6 +12,9 @@ pub trait WeightShape {
     /// Columns of `W`: the width of the projection's input.
     fn inp(&self) -> usize;
 }
+
+/// A weight in memory of the caller's, row-major, which it keeps and does not change while this lives.
+pub type Lent<E> = Box<dyn AsRef<[E]> + Send + Sync>;
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
 ///
@@ -43,6 +47,9 @@ pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'sta
 
     /// Prepares `w [out, inp]`, rounded to `Self`.
     fn prepare(w: &[f32], out: usize, inp: usize) -> Self::Weight;
+
+    /// A weight `[out, inp]` that is read where it lies: of f32 as it is; of bf16 packed for each product anew, as it has no second form.
+    fn lend(w: Lent<Self>, out: usize, inp: usize) -> Self::Weight;
 
     /// As [`prepare`](Self::prepare), in place of what is there: allocates nothing once `ws` is large enough.
     fn set_weight(ws: &mut Workspace, weight: &mut Self::Weight, w: &[f32]);
@@ -103,6 +110,10 @@ impl Element for f32 {
         F32Weight::new(w.to_vec(), out, inp)
     }
 
+    fn lend(w: Lent<f32>, out: usize, inp: usize) -> F32Weight {
+        F32Weight::lent(w, out, inp)
+    }
+
     fn set_weight(_: &mut Workspace, weight: &mut F32Weight, w: &[f32]) {
         weight.values_mut().copy_from_slice(w);
     }
@@ -154,6 +165,10 @@ impl Element for bf16 {
 
     fn prepare(w: &[f32], out: usize, inp: usize) -> Bf16Weight {
         Bf16Weight::new(w, out, inp)
+    }
+
+    fn lend(w: Lent<bf16>, out: usize, inp: usize) -> Bf16Weight {
+        Bf16Weight::lent(ProductPath::detect(), w, out, inp)
     }
 
     fn set_weight(ws: &mut Workspace, weight: &mut Bf16Weight, w: &[f32]) {

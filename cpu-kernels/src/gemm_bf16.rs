@@ -22,7 +22,7 @@ use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use super::Line;
-use super::{Element, F32Weight, WeightShape, Workspace, gemm_f32, scratch};
+use super::{Element, F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
 use avx512::{LeftOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 
@@ -82,9 +82,16 @@ enum Form {
         nn: Vec<Line>,
     },
     Wide(F32Weight),
+    /// In no form: brought into one for each product.
+    Lent(ProductPath, Lent<bf16>),
 }
 
 impl Bf16Weight {
+    pub(super) fn lent(path: ProductPath, w: Lent<bf16>, out: usize, inp: usize) -> Self {
+        assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
+        Bf16Weight { out, inp, form: Form::Lent(path, w) }
+    }
+
     pub(super) fn new(w: &[f32], out: usize, inp: usize) -> Self {
         Self::with_path(ProductPath::detect(), w, out, inp)
     }
@@ -122,6 +129,7 @@ impl Bf16Weight {
                     *to = Element::to_f32(<bf16 as Element>::from_f32(x));
                 }
             }
+            Form::Lent(path, _) => *self = Bf16Weight::with_path(*path, w, out, inp),
         }
     }
 
@@ -132,6 +140,7 @@ impl Bf16Weight {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nn, .. } => unpack_panels(bytemuck::cast_slice(nn), self.out, self.inp, w),
             Form::Wide(wide) => w.copy_from_slice(wide.values()),
+            Form::Lent(_, lent) => bf16::widen(lent.as_ref().as_ref(), w),
         }
     }
 }
@@ -159,7 +168,58 @@ pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
             bf16::widen(a, wide);
             gemm_f32::nt(m, wide, w, c, accumulate);
         }
+        Form::Lent(path, lent) => nt_lent(*path, ws, [m, w.out, w.inp], a, lent.as_ref().as_ref(), c, accumulate),
     }
+}
+
+/// As [`nt`], `[m, out, inp]`, with a weight in no form.
+fn nt_lent(
+    path: ProductPath,
+    ws: &mut Workspace,
+    [m, out, inp]: [usize; 3],
+    a: &[bf16],
+    w: &[bf16],
+    c: &mut [f32],
+    accumulate: bool,
+) {
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        ProductPath::Avx512Bf16(features) => {
+            let panels = scratch::<u32>(&mut ws.b, panel_lines(inp, out) * 16);
+            pack_panels_transposed(w, out, inp, panels);
+            avx512::product(features, &mut ws.a, [m, out, inp], LeftOperand::Rows(a), panels, c, accumulate);
+        }
+        ProductPath::Widen => widen_both(ws, a, w, |a, w| gemm_f32::nt_slices([m, out, inp], a, w, c, accumulate)),
+    }
+}
+
+/// As [`nn`], `[m, out, inp]`, with a weight in no form.
+fn nn_lent(
+    path: ProductPath,
+    ws: &mut Workspace,
+    [m, out, inp]: [usize; 3],
+    a: &[bf16],
+    w: &[bf16],
+    c: &mut [f32],
+    accumulate: bool,
+) {
+    match path {
+        #[cfg(target_arch = "x86_64")]
+        ProductPath::Avx512Bf16(features) => {
+            let panels = scratch::<u32>(&mut ws.b, panel_lines(out, inp) * 16);
+            pack_panels(w, out, inp, panels);
+            avx512::product(features, &mut ws.a, [m, inp, out], LeftOperand::Rows(a), panels, c, accumulate);
+        }
+        ProductPath::Widen => widen_both(ws, a, w, |a, w| gemm_f32::nn_slices([m, out, inp], a, w, c, accumulate)),
+    }
+}
+
+fn widen_both(ws: &mut Workspace, a: &[bf16], b: &[bf16], product: impl FnOnce(&[f32], &[f32])) {
+    let wide_a = scratch::<f32>(&mut ws.a, a.len());
+    bf16::widen(a, wide_a);
+    let wide_b = scratch::<f32>(&mut ws.b, b.len());
+    bf16::widen(b, wide_b);
+    product(wide_a, wide_b);
 }
 
 /// `c [m, inp] (+)= a [m, out] W`.
@@ -175,6 +235,7 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
             bf16::widen(a, wide);
             gemm_f32::nn(m, wide, w, c, accumulate);
         }
+        Form::Lent(path, lent) => nn_lent(*path, ws, [m, w.out, w.inp], a, lent.as_ref().as_ref(), c, accumulate),
     }
 }
 
@@ -201,13 +262,7 @@ pub(super) fn tn_with_path(
             pack_panels(b, m, k, panels);
             avx512::product(features, &mut ws.a, [n, k, m], LeftOperand::Columns(a), panels, c, accumulate);
         }
-        ProductPath::Widen => {
-            let wide_a = scratch::<f32>(&mut ws.a, a.len());
-            bf16::widen(a, wide_a);
-            let wide_b = scratch::<f32>(&mut ws.b, b.len());
-            bf16::widen(b, wide_b);
-            gemm_f32::tn(shape, wide_a, wide_b, c, accumulate);
-        }
+        ProductPath::Widen => widen_both(ws, a, b, |a, b| gemm_f32::tn(shape, a, b, c, accumulate)),
     }
 }
 
@@ -292,14 +347,35 @@ mod avx512 {
         }
     }
 
-    /// Packs `wᵀ` from `w [n, k]`: pairs along a row.
-    pub(super) fn pack_panels_transposed(w: &[bf16], n: usize, k: usize, panels: &mut [u32]) {
-        let pairs = k.div_ceil(2);
-        assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
-        for (j, row) in w.chunks(k.max(1)).enumerate() {
-            let panel = &mut panels[j / NR * pairs * NR..][..pairs * NR];
-            for (p, x) in row.chunks(2).enumerate() {
-                panel[p * NR + j % NR] = pair(x[0], x.get(1).copied().unwrap_or_default());
+    /// Pairs of a block of [`pack_panels_transposed`]: a cache line of each of a panel's rows.
+    const BLOCK: usize = 16;
+
+    vectorised! {
+        /// Packs `wᵀ` from `w [n, k]`: pairs along a row. By blocks that stay in L1, so that every line of the panels is written once.
+        pub(super) fn pack_panels_transposed<>(w: &'a [bf16], n: usize, k: usize, panels: &'a mut [u32]) -> () {
+            let pairs = k.div_ceil(2);
+            assert!(w.len() == k * n && panels.len() == panel_lines(k, n) * 16);
+            for (rows, panel) in w.chunks(NR * k.max(1)).zip(panels.chunks_mut(pairs.max(1) * NR)) {
+                for first in (0..pairs).step_by(BLOCK) {
+                    let mut block = [[0u32; BLOCK]; NR];
+                    for (row, block) in rows.chunks(k).zip(&mut block) {
+                        let row = &row[2 * first..];
+                        if let Some(whole) = row.first_chunk::<{ 2 * BLOCK }>() {
+                            for (to, x) in block.iter_mut().zip(whole.chunks_exact(2)) {
+                                *to = pair(x[0], x[1]);
+                            }
+                        } else {
+                            for (to, x) in block.iter_mut().zip(row.chunks(2)) {
+                                *to = pair(x[0], x.get(1).copied().unwrap_or_default());
+                            }
+                        }
+                    }
+                    for (p, to) in panel[first * NR..].chunks_exact_mut(NR).take(BLOCK).enumerate() {
+                        for (to, row) in to.iter_mut().zip(&block) {
+                            *to = row[p];
+                        }
+                    }
+                }
             }
         }
     }

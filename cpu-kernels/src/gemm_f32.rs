@@ -3,29 +3,48 @@
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 
-use super::WeightShape;
+use super::{Lent, WeightShape};
 
 /// A weight matrix `W [out, inp]` in f32, row-major.
 pub struct F32Weight {
-    w: Vec<f32>,
+    values: Values,
     out: usize,
     inp: usize,
+}
+
+enum Values {
+    Own(Vec<f32>),
+    Lent(Lent<f32>),
 }
 
 impl F32Weight {
     pub(super) fn new(w: Vec<f32>, out: usize, inp: usize) -> Self {
         assert_eq!(w.len(), out * inp, "weight of shape [{out}, {inp}]");
-        F32Weight { w, out, inp }
+        F32Weight { values: Values::Own(w), out, inp }
+    }
+
+    pub(super) fn lent(w: Lent<f32>, out: usize, inp: usize) -> Self {
+        assert_eq!(w.as_ref().as_ref().len(), out * inp, "weight of shape [{out}, {inp}]");
+        F32Weight { values: Values::Lent(w), out, inp }
     }
 
     /// Its elements, `[out, inp]`.
     pub(super) fn values(&self) -> &[f32] {
-        &self.w
+        match &self.values {
+            Values::Own(values) => values,
+            Values::Lent(values) => values.as_ref().as_ref(),
+        }
     }
 
-    /// The same, to be replaced.
+    /// The same, to be replaced; of a lent one a copy.
     pub(super) fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.w
+        if let Values::Lent(values) = &self.values {
+            self.values = Values::Own(values.as_ref().as_ref().to_vec());
+        }
+        match &mut self.values {
+            Values::Own(values) => values,
+            Values::Lent(_) => &mut [],
+        }
     }
 }
 
@@ -53,22 +72,26 @@ fn product(mut c: MatMut<'_, f32>, accumulate: bool, a: MatRef<'_, f32>, b: MatR
 
 /// `c [m, out] (+)= a [m, inp] Wᵀ`.
 pub(super) fn nt(m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: bool) {
-    product(
-        MatMut::from_row_major_slice_mut(c, m, w.out),
-        accumulate,
-        MatRef::from_row_major_slice(a, m, w.inp),
-        MatRef::from_row_major_slice(&w.w, w.out, w.inp).transpose(),
-    );
+    nt_slices([m, w.out, w.inp], a, w.values(), c, accumulate);
 }
 
 /// `c [m, inp] (+)= a [m, out] W`.
 pub(super) fn nn(m: usize, a: &[f32], w: &F32Weight, c: &mut [f32], accumulate: bool) {
-    product(
-        MatMut::from_row_major_slice_mut(c, m, w.inp),
-        accumulate,
-        MatRef::from_row_major_slice(a, m, w.out),
-        MatRef::from_row_major_slice(&w.w, w.out, w.inp),
-    );
+    nn_slices([m, w.out, w.inp], a, w.values(), c, accumulate);
+}
+
+/// As [`nt`], of `w [out, inp]`.
+pub(super) fn nt_slices([m, out, inp]: [usize; 3], a: &[f32], w: &[f32], c: &mut [f32], accumulate: bool) {
+    let c = MatMut::from_row_major_slice_mut(c, m, out);
+    let w = MatRef::from_row_major_slice(w, out, inp);
+    product(c, accumulate, MatRef::from_row_major_slice(a, m, inp), w.transpose());
+}
+
+/// As [`nn`], of `w [out, inp]`.
+pub(super) fn nn_slices([m, out, inp]: [usize; 3], a: &[f32], w: &[f32], c: &mut [f32], accumulate: bool) {
+    let c = MatMut::from_row_major_slice_mut(c, m, inp);
+    let w = MatRef::from_row_major_slice(w, out, inp);
+    product(c, accumulate, MatRef::from_row_major_slice(a, m, out), w);
 }
 
 /// Summed rows per step of [`tn`], so that what each block of columns reads again is still in L3.

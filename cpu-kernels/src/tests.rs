@@ -5,7 +5,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::gemm_bf16::{self, ProductPath};
-use super::{Bf16Weight, Element, WeightShape, Workspace};
+use super::{Bf16Weight, Element, Lent, WeightShape, Workspace};
 
 /// `[m, n, k]` with every tail: below, at and above vector, block and panel sizes.
 const SHAPES: [[usize; 3]; 15] = [
@@ -137,6 +137,37 @@ fn bf16_products_without_the_instruction_match_float64() {
             gemm_bf16::tn_with_path(ProductPath::Widen, ws, [m, n, k], a, b, c, accumulate);
         },
     );
+}
+
+/// Rounds values that are exact, into memory to be lent.
+fn lent<E: Element>(w: &[f32]) -> Lent<E> {
+    let mut values = vec![E::default(); w.len()];
+    E::convert(w, &mut values);
+    Box::new(values)
+}
+
+#[test]
+fn products_with_lent_weights_match_float64() {
+    products_match_float64::<f32>(|w, out, inp| f32::lend(lent(w), out, inp), f32::gemm_tn);
+    products_match_float64::<bf16>(|w, out, inp| bf16::lend(lent(w), out, inp), bf16::gemm_tn);
+    let widened = |w: &[f32], out, inp| Bf16Weight::lent(ProductPath::Widen, lent(w), out, inp);
+    products_match_float64::<bf16>(widened, bf16::gemm_tn);
+}
+
+#[test]
+fn a_lent_weight_that_is_replaced_becomes_a_copy() {
+    let mut ws = Workspace::default();
+    fn replaced<E: Element>(ws: &mut Workspace) {
+        let mut weight = E::lend(lent(&[1.0, 2.0]), 2, 1);
+        let mut is = [0.0; 2];
+        E::get_weight(&weight, &mut is);
+        assert_eq!(is, [1.0, 2.0]);
+        E::set_weight(ws, &mut weight, &[3.0, 4.0]);
+        E::get_weight(&weight, &mut is);
+        assert_eq!(is, [3.0, 4.0]);
+    }
+    replaced::<f32>(&mut ws);
+    replaced::<bf16>(&mut ws);
 }
 
 #[test]

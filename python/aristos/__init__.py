@@ -4,14 +4,16 @@
 
     DistributedConfig(ep_size=N, fsdp_size=N, ep_implementation="aristos")
 
-`experts` is the same without transformers: experts of a group of processes, by the caller's routing.
+Without transformers: `MoE` is a layer with router and shared expert, `experts` the routed experts alone, by the caller's routing.
 """
 
-from ._aristos import AristosError
-from ._experts import Experts
-from ._group import Group
+from ._aristos import AristosError, families
+from ._experts import experts
+from ._group import Group, init
+from ._moe import MoE, load, save
+from ._routing import Routing
 
-__all__ = ["AristosError", "Experts", "Group"]
+__all__ = ["AristosError", "Group", "MoE", "Routing", "experts", "families", "init", "load", "save"]
 
 try:
     from . import _transformers as _transformers

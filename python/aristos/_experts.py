@@ -1,207 +1,250 @@
-"""Experts over a group of processes, by the caller's routing, as one autograd operation."""
+"""The routed experts of a layer over a group of processes, by the caller's routing: one operator forward, one backward."""
+
+import ctypes
+import weakref
+from typing import Optional
 
 import torch
+from torch import Tensor
 
-from . import _aristos
-from ._group import Group
+from . import _group
 
-_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class Experts:
-    """The routed experts of one layer, spread over a group in even contiguous blocks.
+def experts(
+    x,
+    ids,
+    weights,
+    up,
+    down,
+    *,
+    group=None,
+    activation="silu",
+    gated=True,
+    up_bias=None,
+    down_bias=None,
+    limit=0.0,
+    limit_after=False,
+    plus_one=False,
+    batch_group=None,
+):
+    """``sum over a token's experts of weight * expert(x)``, the experts being spread over a group in even contiguous blocks.
+
+    Collective: every process of the group makes the same calls in the same order, each with its own tokens, or none. Differentiable in all
+    tensors but ``ids``; the gradients of weights are sums over all processes' tokens. Nothing of ``up`` and ``down`` is kept: they are
+    read where they are, so that they are never stale.
 
     Args:
-        group: the processes that share them.
-        hidden: width of a token.
-        intermediate: inner width of an expert.
-        experts: number of experts, of all processes together.
-        top_k: experts of a token.
-        activation: "silu", "gelu", "gelu-tanh" or "relu".
+        x: tokens, [T, hidden], float32 or bfloat16.
+        ids: their experts, [T, top_k], integers; -1 is none. No expert twice for a token.
+        weights: the experts' weights, [T, top_k], of a floating type.
+        up: this process's experts' [E_local, 2 * intermediate, hidden], gate then up; without gate [E_local, intermediate, hidden].
+        down: [E_local, hidden, intermediate].
+        group: a `Group`; by default of all processes (`init`).
+        activation: its name in transformers: "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2" or "quick_gelu".
         gated: whether an expert is ``down(act(gate(x)) * up(x))``; otherwise ``down(act(up(x)))``.
-        max_tokens: the most tokens that a process brings to a pass. By default the most that any brings to the first.
-        shares_batch: whether every process has the same tokens (tensor parallelism); each then computes a part.
+        up_bias, down_bias: biases, [E_local, 2 * intermediate] and [E_local, hidden]; both or none.
+        limit: what gate and up are cut off at, 0 for nothing; `limit_after`: the activation instead of the gate; `plus_one`: 1 is added
+            to up.
+        batch_group: a `Group` whose processes all have the same tokens (tensor parallelism); each then computes a part.
+
+    Returns:
+        [T, hidden], of x's type.
+
+    Raises:
+        ValueError: a type, device, shape or expert that does not fit. The group is as it was before the call.
+        AristosError: another process did not do its part in time; the group is then not usable.
     """
-
-    def __init__(
-        self,
-        group: Group,
-        *,
-        hidden: int,
-        intermediate: int,
-        experts: int,
-        top_k: int,
-        activation: str = "silu",
-        gated: bool = True,
-        max_tokens: int | None = None,
-        shares_batch: bool = False,
-    ):
-        self.group = group
-        self.shape = dict(
-            hidden=hidden,
-            intermediate=intermediate,
-            experts=experts,
-            top_k=top_k,
-            activation=activation,
-            gated=gated,
-        )
-        self.max_tokens = max_tokens
-        self.shares_batch = shares_batch
-        self._local = _aristos.local_experts(experts, group.rank, group.size)
-        self._layer = None
-        self._dtype = None
-
-    def __call__(self, x, ids, weights, up, down):
-        """``sum over a token's experts of weight * expert(x)``. Collective; differentiable in x, weights, up and down.
-
-        Args:
-            x: tokens, [T, hidden], float32 or bfloat16.
-            ids: their experts, [T, top_k], integers; -1 is none. No expert twice for a token.
-            weights: the experts' weights, [T, top_k].
-            up: this process's experts' [E_local, 2 * intermediate, hidden], gate then up; without gate [E_local, intermediate, hidden].
-            down: [E_local, hidden, intermediate].
-
-        Returns:
-            [T, hidden], of x's type.
-
-        Raises:
-            ValueError: a type, shape or expert that does not fit.
-            AristosError: another process did not do its part in time; the layer is then not usable.
-        """
-        self._check(x, ids, weights, up, down)
-        if not self.shares_batch:
-            return _Pass.apply(x, ids, weights, up, down, self)
-        return _SharedPass.apply(x, ids, weights, up, down, self)
-
-    def _check(self, x, ids, weights, up, down):
-        s, k = self.shape, self.shape["top_k"]
-        local = len(self._local)
-        wide = s["intermediate"] * (2 if s["gated"] else 1)
-        if x.dim() != 2 or x.shape[1] != s["hidden"]:
-            raise ValueError(f"x has shape {list(x.shape)}, expected [T, {s['hidden']}]")
-        tokens = x.shape[0]
-        for name, tensor, shape in (
-            ("ids", ids, [tokens, k]),
-            ("weights", weights, [tokens, k]),
-            ("up", up, [local, wide, s["hidden"]]),
-            ("down", down, [local, s["hidden"], s["intermediate"]]),
-        ):
-            if list(tensor.shape) != shape:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {shape}")
-        if x.dtype not in _DTYPES:
-            raise ValueError(f"x has type {x.dtype}, expected float32 or bfloat16")
-        if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"ids has type {ids.dtype}, expected integers")
-        for name, tensor in (("up", up), ("down", down)):
-            if tensor.dtype != x.dtype:
-                raise ValueError(f"{name} has type {tensor.dtype}, expected {x.dtype}, as x has")
-        for name, tensor in (("x", x), ("ids", ids), ("weights", weights), ("up", up), ("down", down)):
-            if tensor.device.type != "cpu":
-                raise ValueError(f"{name} is on {tensor.device}, expected cpu: this wheel has no CUDA devices")
-
-    def _ready(self, x):
-        """The native layer. Collective in the first pass."""
-        if self._layer is None:
-            if self.max_tokens is None:
-                self.max_tokens = max(1, self.group.largest(x.shape[0]))
-            self._layer = _aristos.Layer(
-                self.group.next_key(),
-                self.group.rank,
-                self.group.size,
-                dtype=_DTYPES[x.dtype],
-                max_tokens=self.max_tokens,
-                wait_limit_s=self.group.wait_limit,
-                **self.shape,
-            )
-            self._dtype = x.dtype
-        if x.dtype != self._dtype:
-            raise ValueError(f"x has type {x.dtype}, but the layer was made for {self._dtype}")
-        if x.shape[0] > self.max_tokens:
-            raise ValueError(f"{x.shape[0]} tokens, expected at most {self.max_tokens}, the layer's max_tokens")
-        return self._layer
-
-    def _load(self, up, down):
-        """Gives the native layer these weights.
-
-        In every forward pass: what an optimizer does to a DTensor does not raise the version of the tensor that it wraps, which is all
-        that is seen here, so that no counter says when weights are stale.
-        """
-        for expert, projection, matrix in self._matrices(up.contiguous(), down.contiguous()):
-            self._layer.set_weight(expert, projection, matrix.data_ptr())
-
-    def _matrices(self, up, down):
-        """The native layer's matrices in these tensors: expert, projection and view."""
-        inner = self.shape["intermediate"]
-        for local, expert in enumerate(self._local):
-            if self.shape["gated"]:
-                yield expert, "gate", up[local, :inner]
-                yield expert, "up", up[local, inner:]
-            else:
-                yield expert, "up", up[local]
-            yield expert, "down", down[local]
+    group = group or _group.default()
+    _check(x, ids, weights, up, down, up_bias, down_bias, gated, group.size)
+    shared = -1 if batch_group is None else batch_group.number
+    form = (activation, gated, float(limit), limit_after, plus_one)
+    output, _ = torch.ops.aristos.experts(x, ids, weights, up, down, up_bias, down_bias, group.number, shared, *form)
+    return output
 
 
-def _forward(ctx, layer, x, ids, weights, up, down):
-    native = layer._ready(x)
-    layer._load(up, down)
-    x, ids = x.contiguous(), ids.to(torch.int32).contiguous()
-    weights32 = weights.float().contiguous()
-    output = torch.empty(x.shape, dtype=torch.float32)
-    ctx.pass_ = native.forward(x.shape[0], x.data_ptr(), ids.data_ptr(), weights32.data_ptr(), output.data_ptr())
-    ctx.layer = layer
-    ctx.weights_dtype = weights.dtype
-    ctx.save_for_backward(x, up, down)
-    return output.to(x.dtype)
+def _check(x, ids, weights, up, down, up_bias, down_bias, gated, size):
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}, expected [tokens, hidden]")
+    if down.dim() != 3:
+        raise ValueError(f"down has shape {list(down.shape)}, expected [local experts, hidden, intermediate]")
+    if ids.dim() != 2:
+        raise ValueError(f"ids has shape {list(ids.shape)}, expected [tokens, top_k]")
+    tokens, hidden = x.shape
+    local, _, inner = down.shape
+    wide = inner * (2 if gated else 1)
+    expected = [
+        ("ids", ids, [tokens, ids.shape[1]]),
+        ("weights", weights, [tokens, ids.shape[1]]),
+        ("up", up, [local, wide, hidden]),
+        ("down", down, [local, hidden, inner]),
+    ]
+    if (up_bias is None) != (down_bias is None):
+        raise ValueError("one of up_bias and down_bias is missing, expected both or none")
+    if up_bias is not None:
+        expected += [("up_bias", up_bias, [local, wide]), ("down_bias", down_bias, [local, hidden])]
+    for name, tensor, shape in expected:
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {shape}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x has type {x.dtype}, expected float32 or bfloat16")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"ids has type {ids.dtype}, expected integers")
+    if not weights.is_floating_point():
+        raise ValueError(f"weights has type {weights.dtype}, expected a floating type")
+    for name, tensor in (("up", up), ("down", down)):
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} has type {tensor.dtype}, expected {x.dtype}, as x has")
+    for name, tensor in [("x", x)] + [(name, tensor) for name, tensor, _ in expected]:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}, expected cpu: this wheel has no CUDA devices")
 
 
-def _backward(ctx, grad_output):
-    layer = ctx.layer
-    x, up, down = ctx.saved_tensors
-    native = layer._layer
-    grad_output = grad_output.to(x.dtype).contiguous()
-    grad_x = torch.empty(x.shape, dtype=torch.float32)
-    grad_weights = torch.empty((x.shape[0], layer.shape["top_k"]), dtype=torch.float32)
-    native.backward(ctx.pass_, x.data_ptr(), grad_output.data_ptr(), grad_x.data_ptr(), grad_weights.data_ptr())
-    grad_up = torch.empty(up.shape, dtype=torch.float32)
-    grad_down = torch.empty(down.shape, dtype=torch.float32)
-    for expert, projection, matrix in layer._matrices(grad_up, grad_down):
-        native.gradient(expert, projection, matrix.data_ptr())
-    return (
-        grad_x.to(x.dtype),
-        grad_weights.to(ctx.weights_dtype),
-        grad_up.to(up.dtype),
-        grad_down.to(down.dtype),
+class _Pass:
+    """A forward pass until its backward: what the native layer saved, and which of the tokens it was on."""
+
+    def __init__(self, saved, batch_group, counts):
+        self.saved = saved
+        self.batch_group = batch_group
+        self.counts = counts
+
+    def mine(self, rows):
+        """This process's part of the tokens that a batch group shares."""
+        if self.counts is None:
+            return rows
+        return rows.tensor_split(len(self.counts))[self.batch_group.rank]
+
+    def all(self, rows):
+        """The whole of what `mine` is a part of. Collective."""
+        return rows if self.counts is None else self.batch_group.gather_rows(rows, self.counts)
+
+
+# By the address of their tickets. A ticket is a tensor that stands for a pass in autograd's graph: the pass lives as long as its memory.
+_passes = weakref.WeakValueDictionary()
+
+
+def _ticket(one):
+    memory = (ctypes.c_int64 * 1)()
+    memory.one = one
+    _passes[ctypes.addressof(memory)] = one
+    return torch.frombuffer(memory, dtype=torch.int64)
+
+
+def _contiguous_all(*tensors):
+    return [None if tensor is None else tensor.detach().contiguous() for tensor in tensors]
+
+
+def _addresses(*tensors):
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _float(tensor):
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
+@torch.library.custom_op("aristos::experts", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _forward(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    group: int,
+    batch_group: int,
+    activation: str,
+    gated: bool,
+    limit: float,
+    limit_after: bool,
+    plus_one: bool,
+) -> tuple[Tensor, Tensor]:
+    owner = _group.numbered(group)
+    one = _Pass(None, None, None)
+    if batch_group >= 0:
+        one.batch_group = _group.numbered(batch_group)
+        one.counts = [len(part) for part in torch.arange(x.shape[0]).tensor_split(one.batch_group.size)]
+    x, ids, weights = (one.mine(tensor) for tensor in (x, ids, weights))
+    native = owner.layer(
+        x.shape[0],
+        hidden=x.shape[1],
+        intermediate=down.shape[2],
+        experts=down.shape[0] * owner.size,
+        top_k=ids.shape[1],
+        activation=activation,
+        gated=gated,
+        bias=up_bias is not None,
+        limit=limit,
+        limit_after=limit_after,
+        plus_one=plus_one,
+        dtype=_DTYPES[x.dtype],
     )
+    x, up, down = _contiguous_all(x, up, down)
+    ids, weights = ids.to(torch.int32).contiguous(), _float(weights)
+    up_bias, down_bias = _float(up_bias), _float(down_bias)
+    output = torch.empty(x.shape, dtype=torch.float32)
+    tensors, lent = _addresses(x, ids, weights, output), _addresses(up, down, up_bias, down_bias)
+    one.saved = native.forward(x.shape[0], tensors, lent)
+    return one.all(output.to(x.dtype)), _ticket(one)
 
 
-class _Pass(torch.autograd.Function):
-    """Every process has tokens of its own."""
-
-    @staticmethod
-    def forward(ctx, x, ids, weights, up, down, layer):
-        return _forward(ctx, layer, x, ids, weights, up, down)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):
-        grad_x, grad_weights, grad_up, grad_down = _backward(ctx, grad_output)
-        return grad_x, None, grad_weights, grad_up, grad_down, None
+@_forward.register_fake
+def _(x, ids, weights, up, down, up_bias, down_bias, group, batch_group, activation, gated, limit, limit_after, plus_one):
+    return x.new_empty(x.shape), x.new_empty(1, dtype=torch.int64)
 
 
-class _SharedPass(torch.autograd.Function):
-    """Every process has the same tokens: each brings a part, and all get all results."""
+@torch.library.custom_op("aristos::experts_backward", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _backward(
+    grad_output: Tensor,
+    ticket: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    one = _passes.get(ticket.data_ptr())
+    if one is None:
+        raise ValueError("the forward pass is gone: its ticket was copied")
+    x, grad_output = one.mine(x), one.mine(grad_output)
+    weights_dtype, pairs = weights.dtype, (x.shape[0], weights.shape[1])
+    x, grad_output, up, down = _contiguous_all(x, grad_output.to(x.dtype), up, down)
+    up32, down32 = _float(up_bias), _float(down_bias)
+    grad_x, grad_weights = torch.empty(x.shape, dtype=torch.float32), torch.empty(pairs, dtype=torch.float32)
+    grads = [torch.empty(up.shape, dtype=up.dtype), torch.empty(down.shape, dtype=down.dtype)]
+    for bias in (up32, down32):
+        grads.append(torch.empty(0 if bias is None else bias.shape, dtype=torch.float32))
+    tensors = _addresses(x, grad_output, grad_x, grad_weights)
+    one.saved.backward(tensors, _addresses(up, down, up32, down32), _addresses(*grads))
+    for index, bias in ((2, up_bias), (3, down_bias)):
+        if bias is not None:
+            grads[index] = grads[index].to(bias.dtype)
+    return one.all(grad_x.to(x.dtype)), one.all(grad_weights.to(weights_dtype)), *grads
 
-    @staticmethod
-    def forward(ctx, x, ids, weights, up, down, layer):
-        ctx.counts = [len(part) for part in torch.arange(x.shape[0]).tensor_split(layer.group.size)]
-        start = sum(ctx.counts[: layer.group.rank])
-        ctx.mine = slice(start, start + ctx.counts[layer.group.rank])
-        output = _forward(ctx, layer, x[ctx.mine], ids[ctx.mine], weights[ctx.mine], up, down)
-        return layer.group.gather_rows(output, ctx.counts)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):
-        grad_x, grad_weights, grad_up, grad_down = _backward(ctx, grad_output[ctx.mine])
-        gather = ctx.layer.group.gather_rows
-        return gather(grad_x, ctx.counts), None, gather(grad_weights, ctx.counts), grad_up, grad_down, None
+@_backward.register_fake
+def _(grad_output, ticket, x, weights, up, down, up_bias, down_bias):
+    biases = [x.new_empty(0, dtype=torch.float32) if bias is None else bias.new_empty(bias.shape) for bias in (up_bias, down_bias)]
+    return *(tensor.new_empty(tensor.shape) for tensor in (x, weights, up, down)), *biases
+
+
+def _setup(ctx, inputs, output):
+    x, _, weights, up, down, up_bias, down_bias = inputs[:7]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], x, weights, up, down, up_bias, down_bias)
+
+
+def _backward_formula(ctx, grad_output, _):
+    ticket, x, weights, up, down, up_bias, down_bias = ctx.saved_tensors
+    # Another process's loss may depend on these experts where this one's does not: the backward is collective all the same.
+    if grad_output is None:
+        grad_output = torch.zeros_like(x)
+    tensors = (ticket, x, weights, up, down, up_bias, down_bias)
+    grad_x, grad_weights, grad_up, grad_down, *biases = torch.ops.aristos.experts_backward(grad_output, *tensors)
+    grad_up_bias, grad_down_bias = biases if up_bias is not None else (None, None)
+    return (grad_x, None, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 7)
+
+
+_forward.register_autograd(_backward_formula, setup_context=_setup)

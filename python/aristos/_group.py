@@ -1,10 +1,66 @@
 """The processes that share the experts of a layer."""
 
+import datetime
 import os
 import secrets
 
 import torch
 import torch.distributed as dist
+
+from . import _aristos
+
+# What starters of processes call the rank, the number of processes, and the rank on the host.
+_STARTERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+_groups = []
+_default = None
+_settings = dict(wait_limit_s=60.0, max_tokens=None)
+
+
+def init(*, wait_limit_s=60.0, max_tokens=None):
+    """Makes the default group, of all processes: those of torch.distributed, or of torchrun, Slurm or MPI, or this one alone.
+
+    Initialises torch.distributed (gloo) where a starter's variables say that there are more processes. Called again, which is the way on after an
+    error that ended a layer, it lets all groups begin anew; patched models go on with them. Collective.
+
+    Args:
+        wait_limit_s: seconds that a process waits for another one before it gives up and names it.
+        max_tokens: the most tokens that a process brings to a pass; by default the most that any brings to a layer's first pass.
+
+    Returns:
+        the `Group`.
+    """
+    global _default, _settings
+    initialised = dist.is_available() and dist.is_initialized()
+    if initialised and any(group._pid != os.getpid() for group in _groups):
+        raise RuntimeError("this process was forked after torch.distributed was initialised: start it by spawn instead")
+    if dist.is_available() and not initialised:
+        found = [names for names in _STARTERS if all(name in os.environ for name in names)]
+        if found:
+            rank, size = (int(os.environ[name]) for name in found[0])
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", str(29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000))
+            if size > 1 or found[0][0] == "RANK":
+                dist.init_process_group("gloo", rank=rank, world_size=size)
+    _settings = dict(wait_limit_s=wait_limit_s, max_tokens=max_tokens)
+    for group in _groups:
+        group._restart()
+    _default = _default or Group()
+    return _default
+
+
+def default():
+    """The default group; made where there is none, which is collective."""
+    return _default or init()
+
+
+def numbered(number):
+    """The group of this number, as operators are given it."""
+    return _groups[number]
 
 
 class Group:
@@ -14,14 +70,12 @@ class Group:
 
     Args:
         group: a process group; None is the default one, or this process alone where torch.distributed is not initialised.
-        wait_limit: seconds that a process waits for another one before it gives up and names it.
+
+    Its wait limit and most tokens are those of `init`.
     """
 
-    def __init__(self, group=None, wait_limit=60.0):
-        self.wait_limit = wait_limit
-        self._group = group
-        self._layers = 0
-        self._pid = os.getpid()
+    def __init__(self, group=None):
+        self._begin(group)
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             drawn = [secrets.token_hex(16)]
@@ -32,20 +86,79 @@ class Group:
         else:
             self.rank, self.size, self._key = 0, 1, secrets.token_hex(16)
 
-    def next_key(self):
-        """What the group's processes call their next layer: the same on each, as they make the same layers in the same order."""
-        if os.getpid() != self._pid:
-            raise RuntimeError("this process was forked after the group was made: make a group of its own")
-        self._layers += 1
-        return f"{self._key}-{self._layers}"
+    @classmethod
+    def alone(cls):
+        """This process alone, whatever torch.distributed is. Not collective."""
+        group = cls.__new__(cls)
+        group._begin(None)
+        group.rank, group.size, group._key = 0, 1, secrets.token_hex(16)
+        return group
 
-    def largest(self, number):
-        """The largest of the processes' numbers. Collective."""
+    def _begin(self, group):
+        self._group = group
+        self._starts = 0
+        self.number = len(_groups)
+        self._restart()
+        _groups.append(self)
+
+    def _restart(self):
+        self.wait_limit_s, self.max_tokens = _settings["wait_limit_s"], _settings["max_tokens"]
+        self._layers = {}
+        self._starts += 1
+        self._pid = os.getpid()
+
+    def local_experts(self, experts):
+        """The numbers of this process's experts, of `experts` over the group: an even contiguous block."""
+        return _aristos.local_experts(experts, self.rank, self.size)
+
+    def layer(self, tokens, **shape):
+        """The native layer of this shape, which all alike share. Collective for the first."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("this process was forked after its group was made: start it by spawn instead, or, alone, call aristos.init() in it")
+        key = tuple(shape.values())
+        if key not in self._layers:
+            self._layers[key] = self._make(tokens, shape)
+        native, max_tokens = self._layers[key]
+        if tokens > max_tokens:
+            raise ValueError(f"x has {tokens} tokens, expected at most {max_tokens}, the group's max_tokens")
+        return native
+
+    def sent_bytes(self):
+        """Bytes that this process has put into others' memory, over all layers."""
+        return sum(native.sent_bytes() for native, _ in self._layers.values())
+
+    def _make(self, tokens, shape):
+        tokens = max(1, tokens if self.max_tokens is None else self.max_tokens)
+        for rank, (theirs, their_shape) in enumerate(self.gather((tokens, shape))):
+            for field, value in shape.items():
+                if their_shape.get(field) != value:
+                    theirs = their_shape.get(field)
+                    raise ValueError(f"{field} is {value} here (rank {self.rank}), but {theirs} on rank {rank}: expected the same on all")
+            tokens = max(tokens, theirs)
+        native = _aristos.Layer(
+            f"{self._key}-{self._starts}-{len(self._layers)}",
+            self.rank,
+            self.size,
+            max_tokens=tokens,
+            wait_limit_s=self.wait_limit_s,
+            **shape,
+        )
+        return native, tokens
+
+    def gather(self, value):
+        """All processes' values, in order. Collective, and bounded by the wait limit where gloo can say who is missing."""
         if self.size == 1:
-            return number
-        value = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
-        return int(value.item())
+            return [value]
+        if dist.get_backend(self._group) == "gloo":
+            limit = datetime.timedelta(seconds=self.wait_limit_s)
+            try:
+                dist.monitored_barrier(self._group, timeout=limit, wait_all_ranks=True)
+            except RuntimeError as error:
+                why = str(error).splitlines()[0]
+                raise _aristos.AristosError(f"to make a layer: not all processes came in {self.wait_limit_s} s: {why}") from None
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def gather_rows(self, rows, counts):
         """All processes' rows, in order: ``rows`` has ``counts[rank]`` of them. Collective."""
@@ -57,3 +170,10 @@ class Group:
         all_rows = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(all_rows, padded, group=self._group)
         return torch.cat([one[:n] for one, n in zip(all_rows, counts)])
+
+    def sum(self, values):
+        """The sum of the processes' tensors. Collective, not differentiable."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values, group=self._group)
+        return values

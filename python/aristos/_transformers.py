@@ -1,18 +1,13 @@
 """The expert-parallel implementation ``"aristos"`` of transformers (5.23 or later)."""
 
+import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ._experts import Experts
+from . import _aristos, _routing
+from ._experts import experts as run_experts
 from ._group import Group
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu-tanh",
-    "gelu_pytorch_tanh": "gelu-tanh",
-    "relu": "relu",
-}
 _groups = {}
 
 
@@ -28,44 +23,65 @@ def _local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
+class _Stored:
+    """An experts module's weights as `experts` takes them. What an expert computes is the family's, by the table of families; the module's
+    flags say how its weights are stored."""
+
+    def __init__(self, module):
+        name = type(module).__name__
+        if getattr(module, "has_post_expert_norm", False):
+            raise NotImplementedError(f"{name} has a norm after each expert: not among the experts that aristos computes")
+        self.form = _aristos.family_expert(module.config.to_json_string(use_diff=False))
+        self._has_bias = self.form.pop("bias")
+        for flag, family in (("has_gate", self.form["gated"]), ("has_bias", self._has_bias)):
+            if getattr(module, flag, family) != family:
+                raise NotImplementedError(f"{name} has {flag} = {not family}, but experts of {module.config.model_type} have {family}")
+        self._module = module
+
+    def weights(self):
+        """up, down, and their biases by name: views where the module stores them so, otherwise copies that autograd knows."""
+        module, parameters, gated = self._module, self._module._parameters, self.form["gated"]
+        name = "gate_up_proj" if gated else "up_proj"
+        up, down = _local(parameters[name]), _local(parameters["down_proj"])
+        up_bias = _local(parameters[f"{name}_bias"]) if self._has_bias else None
+        if getattr(module, "is_transposed", False):
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        if gated and not getattr(module, "is_concatenated", True):
+            # Gate and up in turns.
+            up = torch.cat([up[:, 0::2], up[:, 1::2]], dim=1)
+            up_bias = None if up_bias is None else torch.cat([up_bias[:, 0::2], up_bias[:, 1::2]], dim=1)
+        biases = dict(up_bias=up_bias, down_bias=_local(parameters["down_proj_bias"])) if self._has_bias else {}
+        return up, down, biases
+
+    def run(self, hidden_states, top_k_index, top_k_weights, group, batch_group=None):
+        _routing.note(top_k_index)
+        up, down, biases = self.weights()
+        form = biases | self.form
+        return run_experts(hidden_states, top_k_index, top_k_weights, up, down, group=group, batch_group=batch_group, **form)
+
+
 class _AristosExperts(EPImplementation):
+    """Over an expert-parallel group."""
+
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
-        name = type(experts).__name__
-        for flag in ("has_bias", "is_transposed", "has_post_expert_norm"):
-            if getattr(experts, flag, False):
-                raise NotImplementedError(f"{name} has {flag}: not among the experts that aristos computes")
-        if not getattr(experts, "is_concatenated", True):
-            raise NotImplementedError(f"{name} interleaves gate and up: not among the experts that aristos computes")
-        self._module = experts
+        self._stored = _Stored(experts)
         self._group = _group_of(ep_mesh)
-        self._experts = None
-
-    def _make(self, top_k):
-        module = self._module
-        gated = getattr(module, "has_gate", True)
-        up = _local(module._parameters["gate_up_proj" if gated else "up_proj"])
-        config = module.config
-        activation = getattr(config, "hidden_act", None) or config.hidden_activation
-        if activation not in _ACTIVATIONS:
-            raise NotImplementedError(f"activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
-        return Experts(
-            self._group,
-            hidden=up.shape[2],
-            intermediate=up.shape[1] // (2 if gated else 1),
-            experts=self.num_local_experts * self._group.size,
-            top_k=top_k,
-            activation=_ACTIVATIONS[activation],
-            gated=gated,
-            shares_batch=self.shares_batch,
-        )
+        # Where processes share a batch each brings a part of it to the pass.
+        self._batch_group = _group_of(tp_mesh) if tp_mesh.size() > 1 else None
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
-        if self._experts is None:
-            self._experts = self._make(top_k_index.shape[1])
-        module, gated = self._module, self._experts.shape["gated"]
-        up, down = module._parameters["gate_up_proj" if gated else "up_proj"], module._parameters["down_proj"]
-        return self._experts(hidden_states, top_k_index, top_k_weights, _local(up), _local(down))
+        return self._stored.run(hidden_states, top_k_index, top_k_weights, self._group, self._batch_group)
+
+
+def _alone(module, hidden_states, top_k_index, top_k_weights):
+    """All of a module's experts in this process."""
+    if None not in _groups:
+        _groups[None] = Group.alone()
+    if not hasattr(module, "_aristos"):
+        module._aristos = _Stored(module)
+    return module._aristos.run(hidden_states, top_k_index, top_k_weights, _groups[None])
 
 
 EPImplementationInterface.register("aristos", _AristosExperts)
+ALL_EXPERTS_FUNCTIONS.register("aristos", _alone)

@@ -1,21 +1,25 @@
 //! The layer for Python: what `aristos/` in this folder wraps. Memory is the caller's, by address; the wrapper checks types, shapes and
 //! strides before it calls.
 
+use std::marker::PhantomData;
 use std::slice;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use aristos::moe::kernels::{Activation, Element};
+use aristos::checkpoint::{ACTIVATIONS, Family};
+use aristos::moe::cpu::experts::Mlp;
+use aristos::moe::kernels::{Element, Lent};
 use aristos::moe::placement::block;
 use aristos::moe::{
-    self, Dtype, LayerConfig, LayerSpec, MlpConfig, MoeError, MoeLayer, Options, Proj, RouterConfig, WeightError,
-    WeightId, WeightSource, proj_index,
+    self, Activation, Dtype, Glu, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MoeError, MoeLayer, Options, Proj,
+    RouterConfig, proj_index,
 };
-use aristos::shmem::{ShmTransport, Shmem, ShmemError};
+use aristos::shmem::{ShmTransport, Shmem};
 use half::bf16;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 create_exception!(_aristos, AristosError, PyRuntimeError, "What the runtime reports: one line.");
 
@@ -41,25 +45,8 @@ fn error(e: impl std::fmt::Display) -> PyErr {
 /// Wrong arguments are Python's `ValueError`.
 fn moe_error(e: MoeError) -> PyErr {
     match e {
-        MoeError::Config(_) | MoeError::Shape { .. } => PyValueError::new_err(e.to_string()),
+        MoeError::Config(_) | MoeError::Shape { .. } | MoeError::Usage { .. } => PyValueError::new_err(e.to_string()),
         e => error(e),
-    }
-}
-
-/// Weights that are all zero: the caller sets them.
-struct Zeros(LayerConfig);
-
-impl WeightSource for Zeros {
-    fn config(&self) -> &LayerConfig {
-        &self.0
-    }
-
-    fn name(&self, id: WeightId) -> String {
-        format!("{id:?}")
-    }
-
-    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
-        Ok(vec![0.0; self.0.shape(id).iter().product()])
     }
 }
 
@@ -87,33 +74,124 @@ unsafe fn write<'a, T>(address: usize, len: usize) -> &'a mut [T] {
     unsafe { slice::from_raw_parts_mut(address as *mut T, len) }
 }
 
-/// Addresses of a pass's tensors, all contiguous: x, grad_output `[tokens, hidden]` in the layer's element type; ids i32, the others f32.
-struct Forward {
-    tokens: usize,
-    x: usize,
-    ids: usize,
-    weights: usize,
-    output: usize,
+/// Elements of the caller's, for the time of a call.
+struct Caller<E> {
+    address: usize,
+    len: usize,
+    element: PhantomData<fn() -> E>,
 }
 
+impl<E> AsRef<[E]> for Caller<E> {
+    fn as_ref(&self) -> &[E] {
+        // SAFETY: who makes one ([`Weights::lend`]) says that the memory is there for the call, and drops it at the call's end.
+        unsafe { read(self.address, self.len) }
+    }
+}
+
+/// Addresses of this process's experts' weights, or of their gradients, contiguous, 0 for a bias that is not there: up `[experts, 2
+/// intermediate, hidden]`, gate then up, without gate `[experts, intermediate, hidden]`, and down `[experts, hidden, intermediate]` in the layer's
+/// element type; the biases of the same in f32, `[experts, out]`.
+#[derive(Clone, Copy)]
+struct Weights {
+    up: usize,
+    down: usize,
+    up_bias: usize,
+    down_bias: usize,
+}
+
+impl From<[usize; 4]> for Weights {
+    fn from([up, down, up_bias, down_bias]: [usize; 4]) -> Weights {
+        Weights { up, down, up_bias, down_bias }
+    }
+}
+
+impl Weights {
+    /// Where expert `local`'s matrix is: its address and length, of elements of `bytes` bytes. The same for its bias.
+    fn place(&self, config: &LayerConfig, local: usize, proj: Proj, bytes: usize) -> [(usize, usize); 2] {
+        let (h, i) = (config.hidden, config.expert.intermediate);
+        let parts = if config.expert.gated { 2 } else { 1 };
+        let first = if config.expert.gated && proj == Proj::Up { i } else { 0 };
+        match proj {
+            Proj::Gate | Proj::Up => {
+                let row = local * parts * i + first;
+                [(self.up + row * h * bytes, i * h), (self.up_bias + row * size_of::<f32>(), i)]
+            }
+            Proj::Down => {
+                let bias = self.down_bias + local * h * size_of::<f32>();
+                [(self.down + local * h * i * bytes, h * i), (bias, h)]
+            }
+        }
+    }
+
+    /// The experts, read where they are.
+    ///
+    /// # Safety
+    /// The addresses are those of the caller's tensors, of these shapes and types, which nobody writes while the experts live.
+    unsafe fn lend<E: Element>(&self, config: &LayerConfig, experts: usize) -> PyResult<Vec<Mlp<E>>> {
+        let expert = |local| {
+            let (mut lent, mut biases) = ([const { None }; 3], [const { Vec::new() }; 3]);
+            for &proj in config.expert.projections() {
+                let [(address, len), (bias, out)] = self.place(config, local, proj, size_of::<E>());
+                let matrix: Lent<E> = Box::new(Caller { address, len, element: PhantomData });
+                lent[proj_index(proj)] = Some(matrix);
+                if config.expert.bias {
+                    // SAFETY: as the function's.
+                    biases[proj_index(proj)] = unsafe { read::<f32>(bias, out) }.to_vec();
+                }
+            }
+            Mlp::lent(config.expert, config.hidden, lent, biases).map_err(moe_error)
+        };
+        (0..experts).map(expert).collect()
+    }
+
+    /// Rounds the gradients to the element type, into these places.
+    ///
+    /// # Safety
+    /// As for [`Weights::lend`], and nobody else reads there.
+    unsafe fn take_gradients<E: Element>(&self, config: &LayerConfig, gradients: &[MlpGradients]) {
+        for (local, of) in gradients.iter().enumerate() {
+            for &proj in config.expert.projections() {
+                let [(address, len), (bias, out)] = self.place(config, local, proj, size_of::<E>());
+                // SAFETY: as the function's.
+                E::convert(&of.matrix[proj_index(proj)], unsafe { write(address, len) });
+                if config.expert.bias {
+                    // SAFETY: as the function's.
+                    unsafe { write::<f32>(bias, out) }.copy_from_slice(&of.bias[proj_index(proj)]);
+                }
+            }
+        }
+    }
+}
+
+/// Addresses of a forward pass's tensors, all contiguous: x `[tokens, hidden]` in the layer's element type; ids i32 and weights f32 `[tokens,
+/// top_k]`; output f32 `[tokens, hidden]`.
+struct Forward {
+    tokens: usize,
+    tensors: [usize; 4],
+    experts: Weights,
+}
+
+/// Of a backward pass: x as forward had it, grad_output in the layer's element type; grad_x f32 `[tokens, hidden]` and grad_weights f32
+/// `[tokens, top_k]`.
 struct Backward {
     tokens: usize,
-    x: usize,
-    grad_output: usize,
-    grad_x: usize,
-    grad_weights: usize,
+    tensors: [usize; 4],
+    experts: Weights,
+    gradients: Weights,
 }
 
 impl Forward {
     /// # Safety
     /// The addresses are those of the caller's tensors, of these shapes and types, which nobody else touches meanwhile.
     unsafe fn run<E: Element>(&self, layer: &mut Over<E>) -> PyResult<SavedOf<E>> {
-        let (elements, pairs) = sizes(layer, self.tokens);
-        // SAFETY: as the function's.
-        let (x, ids, weights, output) = unsafe {
-            (read(self.x, elements), read(self.ids, pairs), read(self.weights, pairs), write(self.output, elements))
+        let (elements, pairs, local) = sizes(layer, self.tokens);
+        let [x, ids, weights, output] = self.tensors;
+        // SAFETY: as the function's; the experts end with it.
+        let (x, ids, weights, output, experts) = unsafe {
+            let experts = self.experts.lend::<E>(&layer.spec().config, local)?;
+            (read(x, elements), read(ids, pairs), read(weights, pairs), write(output, elements), experts)
         };
-        layer.experts(x, ids, weights, output).map_err(moe_error)
+        layer.experts_lent(&experts, x, ids, weights, output).map_err(moe_error)
     }
 }
 
@@ -121,73 +199,102 @@ impl Backward {
     /// # Safety
     /// As [`Forward::run`].
     unsafe fn run<E: Element>(&self, layer: &mut Over<E>, mut saved: SavedOf<E>) -> PyResult<()> {
-        let (elements, pairs) = sizes(layer, self.tokens);
-        // SAFETY: as the function's.
-        let (x, grad_output, grad_x, grad_weights) = unsafe {
+        let (elements, pairs, local) = sizes(layer, self.tokens);
+        let [x, grad_output, grad_x, grad_weights] = self.tensors;
+        // SAFETY: as the function's; the experts end with it.
+        let (x, grad_output, grad_x, grad_weights, experts) = unsafe {
+            let experts = self.experts.lend::<E>(&layer.spec().config, local)?;
             (
-                read(self.x, elements),
-                read(self.grad_output, elements),
-                write(self.grad_x, elements),
-                write(self.grad_weights, pairs),
+                read(x, elements),
+                read(grad_output, elements),
+                write(grad_x, elements),
+                write(grad_weights, pairs),
+                experts,
             )
         };
-        layer.experts_backward(&mut saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
+        layer.experts_lent_backward(&experts, &mut saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
         layer.recycle(saved);
+        let config = layer.spec().config.clone();
+        // SAFETY: as the function's.
+        unsafe { self.gradients.take_gradients::<E>(&config, &layer.gradients().map_err(moe_error)?.experts) };
         Ok(())
     }
 }
 
-/// Elements of a pass's tokens, and their pairs with experts.
-fn sizes<E: Element>(layer: &Over<E>, tokens: usize) -> (usize, usize) {
+/// Elements of a pass's tokens, their pairs with experts, and this process's experts.
+fn sizes<E: Element>(layer: &Over<E>, tokens: usize) -> (usize, usize, usize) {
     let config = &layer.spec().config;
-    (tokens * config.hidden, tokens * config.router.top_k)
+    let local = layer.spec().placement.experts(layer.my_pe()).len();
+    (tokens * config.hidden, tokens * config.router.top_k, local)
 }
 
-/// This process's part of a layer of experts that the caller routes to.
+/// A layer, and why it cannot be used any more.
+struct State {
+    engine: Engine,
+    failed: Option<String>,
+}
+
+/// This process's part of a layer of experts that the caller brings and routes to. One serves all layers of a model that are alike.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Layer {
-    engine: Mutex<Engine>,
-    /// Elements of one matrix of an expert.
-    matrix_len: usize,
+    state: Arc<Mutex<State>>,
 }
 
-/// What a forward pass left for its backward.
+/// What a forward pass left for its backward. Without one, its memory serves a later pass.
 #[pyclass(frozen, module = "aristos._aristos")]
 struct Saved {
-    state: Mutex<Option<PassState>>,
+    pass: Mutex<Option<PassState>>,
     tokens: usize,
+    layer: Arc<Mutex<State>>,
 }
 
-impl Layer {
-    fn lock(&self) -> PyResult<std::sync::MutexGuard<'_, Engine>> {
-        self.engine.lock().map_err(|_| error("the layer failed before"))
-    }
-}
-
-fn proj(name: &str) -> PyResult<Proj> {
-    match name {
-        "gate" => Ok(Proj::Gate),
-        "up" => Ok(Proj::Up),
-        "down" => Ok(Proj::Down),
-        _ => Err(PyValueError::new_err(format!("projection {name:?}: expected gate, up or down"))),
-    }
-}
-
-/// Runs a closure over the layer of either element type.
-macro_rules! with {
-    ($engine:expr, $layer:ident => $body:expr) => {
-        match $engine {
-            Engine::F32($layer) => $body,
-            Engine::Bf16($layer) => $body,
+impl Drop for Saved {
+    fn drop(&mut self) {
+        let Ok(Some(pass)) = self.pass.get_mut().map(Option::take) else { return };
+        // A layer in a pass is another thread's; the memory is then freed.
+        let Ok(mut state) = self.layer.try_lock() else { return };
+        match (&mut state.engine, pass) {
+            (Engine::F32(layer), PassState::F32(pass)) => layer.recycle(pass),
+            (Engine::Bf16(layer), PassState::Bf16(pass)) => layer.recycle(pass),
+            _ => {}
         }
-    };
+    }
+}
+
+impl State {
+    /// Runs a pass, unless one has failed. Wrong arguments end it before it begins; any other error leaves the processes at different places.
+    fn pass<T>(&mut self, run: impl FnOnce(&mut Engine) -> PyResult<T>) -> PyResult<T> {
+        if let Some(why) = &self.failed {
+            return Err(error(format!("the layer failed before, and needs a new group (aristos.init()): {why}")));
+        }
+        run(&mut self.engine).inspect_err(|error| {
+            if Python::attach(|py| !error.is_instance_of::<PyValueError>(py)) {
+                self.failed = Some(error.to_string());
+            }
+        })
+    }
+}
+
+fn lock(state: &Mutex<State>) -> PyResult<MutexGuard<'_, State>> {
+    state.lock().map_err(|_| error("the layer failed before"))
+}
+
+/// An activation by its name in configurations.
+fn activation_named(name: &str) -> PyResult<Activation> {
+    let known = ACTIVATIONS.iter().find(|(known, _)| *known == name);
+    known.map(|&(_, activation)| activation).ok_or_else(|| {
+        let names: Vec<&str> = ACTIVATIONS.iter().map(|(known, _)| *known).collect();
+        PyValueError::new_err(format!("activation is {name:?}, expected one of {}", names.join(", ")))
+    })
 }
 
 #[pymethods]
 impl Layer {
-    /// Makes the layer with the other processes that know `key`. Collective.
+    /// Makes the layer with the other processes that know `key`. Collective. `limit`, `limit_after` and `plus_one` are a gated expert's
+    /// `Glu`.
     #[new]
-    #[pyo3(signature = (key, rank, size, *, hidden, intermediate, experts, top_k, activation, gated, dtype, max_tokens, wait_limit_s))]
+    #[pyo3(signature = (key, rank, size, *, hidden, intermediate, experts, top_k, activation, gated, bias, limit, limit_after,
+        plus_one, dtype, max_tokens, wait_limit_s))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -200,122 +307,112 @@ impl Layer {
         top_k: usize,
         activation: &str,
         gated: bool,
+        bias: bool,
+        limit: f32,
+        limit_after: bool,
+        plus_one: bool,
         dtype: &str,
         max_tokens: usize,
         wait_limit_s: f64,
     ) -> PyResult<Layer> {
-        let activation = match activation {
-            "silu" => Activation::Silu,
-            "gelu" => Activation::Gelu,
-            "gelu-tanh" => Activation::GeluTanh,
-            "relu" => Activation::Relu,
-            _ => {
-                let text = format!("activation {activation:?}: expected silu, gelu, gelu-tanh or relu");
-                return Err(PyValueError::new_err(text));
-            }
-        };
         let elements = match dtype {
-            "f32" => Dtype::F32,
-            "bf16" => Dtype::Bf16,
-            _ => return Err(PyValueError::new_err(format!("dtype {dtype:?}: expected f32 or bf16"))),
+            "float32" => Dtype::F32,
+            "bfloat16" => Dtype::Bf16,
+            _ => return Err(PyValueError::new_err(format!("dtype is {dtype:?}, expected float32 or bfloat16"))),
         };
-        let limit = Duration::try_from_secs_f64(wait_limit_s)
-            .map_err(|_| PyValueError::new_err(format!("wait limit {wait_limit_s} s: expected a time")))?;
-        let mlp =
-            if gated { MlpConfig::gated(intermediate, activation) } else { MlpConfig::plain(intermediate, activation) };
+        let wait_limit = Duration::try_from_secs_f64(wait_limit_s)
+            .map_err(|_| PyValueError::new_err(format!("the wait limit is {wait_limit_s} s, expected a time")))?;
+        let mut mlp = MlpConfig::gated(intermediate, activation_named(activation)?);
+        (mlp.gated, mlp.bias, mlp.glu) = (gated, bias, Glu { limit, limit_after, plus_one });
         let config = LayerConfig::new(hidden, experts, RouterConfig::external(top_k), mlp);
         let mut options = Options::default();
-        options.wait_limit = limit;
-        let spec = LayerSpec::new(config.clone(), size, max_tokens).dtype(elements).options(options);
+        options.wait_limit = wait_limit;
+        let spec = LayerSpec::new(config, size, max_tokens).dtype(elements).options(options);
         let engine = py.detach(|| {
+            spec.validate(size).map_err(moe_error)?;
             let heap_bytes = spec.heap_bytes().map_err(moe_error)?;
-            let met: Result<_, ShmemError> = aristos::shmem::meet(key, rank, size, heap_bytes, Instant::now() + limit);
-            let (pe, source) = (met.map_err(error)?, Zeros(config.clone()));
+            let met = aristos::shmem::meet(key, rank, size, heap_bytes, Instant::now() + wait_limit);
+            let pe = met.map_err(error)?;
             Ok::<_, PyErr>(match elements {
-                Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build(pe, &source).map_err(moe_error)?),
-                _ => Engine::Bf16(moe::Layer::builder(spec).build(pe, &source).map_err(moe_error)?),
+                Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
+                _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
             })
         })?;
-        Ok(Layer { engine: Mutex::new(engine), matrix_len: hidden * intermediate })
+        Ok(Layer { state: Arc::new(Mutex::new(State { engine, failed: None })) })
     }
 
-    /// Replaces a matrix of an expert, `[out, in]`, given at `address` in the layer's element type.
-    fn set_weight(&self, py: Python<'_>, expert: usize, projection: &str, address: usize) -> PyResult<()> {
-        let (id, len) = (WeightId::Expert(expert, proj(projection)?), self.matrix_len);
-        py.detach(|| match &mut *self.lock()? {
-            // SAFETY: the wrapper holds the tensor, and has checked its type and size.
-            Engine::F32(layer) => layer.set_weights(id, unsafe { read(address, len) }).map_err(moe_error),
-            Engine::Bf16(layer) => {
+    /// `output = sum of weight * expert(x)`: the addresses of x, ids, weights and output (`Forward`), and of the experts' up, down and their
+    /// biases (`Weights`). Collective.
+    fn forward(&self, py: Python<'_>, tokens: usize, tensors: [usize; 4], experts: [usize; 4]) -> PyResult<Saved> {
+        let forward = Forward { tokens, tensors, experts: experts.into() };
+        let pass = py.detach(|| {
+            lock(&self.state)?.pass(|engine| match engine {
+                // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
+                Engine::F32(layer) => unsafe { forward.run(layer) }.map(PassState::F32),
                 // SAFETY: as above.
-                let narrow: &[bf16] = unsafe { read(address, len) };
-                let mut wide = vec![0.0; len];
-                <bf16 as Element>::widen(narrow, &mut wide);
-                layer.set_weights(id, &wide).map_err(moe_error)
-            }
-        })
-    }
-
-    /// Copies the gradient that the last backward left of a matrix of an expert to the f32 values at `address`.
-    fn gradient(&self, py: Python<'_>, expert: usize, projection: &str, address: usize) -> PyResult<()> {
-        let (which, len) = (proj_index(proj(projection)?), self.matrix_len);
-        py.detach(|| {
-            // SAFETY: the wrapper holds the tensor, and has checked its type and size.
-            let into: &mut [f32] = unsafe { write(address, len) };
-            let mut engine = self.lock()?;
-            with!(&mut *engine, layer => {
-                let local = layer.spec().placement.local_on(expert, layer.my_pe());
-                let local = local.ok_or_else(|| error(format!("expert {expert} is not this process's")))?;
-                into.copy_from_slice(&layer.gradients().map_err(moe_error)?.experts[local].matrix[which]);
-            });
-            Ok(())
-        })
-    }
-
-    /// `output = sum of weight * expert(x)`: x `[tokens, hidden]` in the layer's element type, ids i32 and weights f32 `[tokens,
-    /// top_k]`, output f32 `[tokens, hidden]`, all contiguous. Collective.
-    fn forward(
-        &self,
-        py: Python<'_>,
-        tokens: usize,
-        x: usize,
-        ids: usize,
-        weights: usize,
-        output: usize,
-    ) -> PyResult<Saved> {
-        let pass = Forward { tokens, x, ids, weights, output };
-        let state = py.detach(|| match &mut *self.lock()? {
-            // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
-            Engine::F32(layer) => unsafe { pass.run(layer) }.map(PassState::F32),
-            // SAFETY: as above.
-            Engine::Bf16(layer) => unsafe { pass.run(layer) }.map(PassState::Bf16),
+                Engine::Bf16(layer) => unsafe { forward.run(layer) }.map(PassState::Bf16),
+            })
         })?;
-        Ok(Saved { state: Mutex::new(Some(state)), tokens })
+        Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone() })
     }
 
-    /// The backward of the pass that left `saved`: x as forward had it, grad_output in the layer's element type; grad_x f32 `[tokens,
-    /// hidden]` and grad_weights f32 `[tokens, top_k]` are written. Collective.
+    /// Bytes put to other processes so far.
+    fn sent_bytes(&self) -> PyResult<u64> {
+        Ok(match &lock(&self.state)?.engine {
+            Engine::F32(layer) => layer.bytes_put(),
+            Engine::Bf16(layer) => layer.bytes_put(),
+        })
+    }
+}
+
+#[pymethods]
+impl Saved {
+    /// The backward of this pass: the addresses of x, grad_output, grad_x and grad_weights (`Backward`), of the experts, and of where their
+    /// gradients go. Collective.
     fn backward(
         &self,
         py: Python<'_>,
-        saved: &Saved,
-        x: usize,
-        grad_output: usize,
-        grad_x: usize,
-        grad_weights: usize,
+        tensors: [usize; 4],
+        experts: [usize; 4],
+        gradients: [usize; 4],
     ) -> PyResult<()> {
-        let pass = Backward { tokens: saved.tokens, x, grad_output, grad_x, grad_weights };
+        let (experts, gradients) = (experts.into(), gradients.into());
+        let backward = Backward { tokens: self.tokens, tensors, experts, gradients };
         py.detach(|| {
-            let state = saved.state.lock().map_err(|_| error("the pass failed before"))?.take();
-            match (&mut *self.lock()?, state) {
+            let pass = self.pass.lock().map_err(|_| error("the pass failed before"))?.take();
+            lock(&self.layer)?.pass(|engine| match (engine, pass) {
                 // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
-                (Engine::F32(layer), Some(PassState::F32(saved))) => unsafe { pass.run(layer, saved) },
+                (Engine::F32(layer), Some(PassState::F32(saved))) => unsafe { backward.run(layer, saved) },
                 // SAFETY: as above.
-                (Engine::Bf16(layer), Some(PassState::Bf16(saved))) => unsafe { pass.run(layer, saved) },
-                (_, None) => Err(error("the forward pass has had its backward")),
-                _ => Err(error("the forward pass was another layer's")),
-            }
+                (Engine::Bf16(layer), Some(PassState::Bf16(saved))) => unsafe { backward.run(layer, saved) },
+                _ => Err(PyValueError::new_err("the forward pass has had its backward, and is gone")),
+            })
         })
     }
+}
+
+/// What a model's configuration (JSON) says of its routed experts: activation, gated, bias, limit, limit_after, plus_one.
+#[pyfunction]
+fn family_expert<'py>(py: Python<'py>, config: &str) -> PyResult<Bound<'py, PyDict>> {
+    let wrong = |e: String| PyValueError::new_err(e);
+    let map =
+        serde_json::from_str(config).map_err(|e| wrong(format!("the configuration is not a JSON object: {e}")))?;
+    let mlp = Family::expert("the configuration", map).map_err(|e| wrong(e.to_string()))?;
+    let name = ACTIVATIONS.iter().find(|(_, activation)| *activation == mlp.activation).map_or("", |(name, _)| name);
+    let dict = PyDict::new(py);
+    dict.set_item("activation", name)?;
+    dict.set_item("gated", mlp.gated)?;
+    dict.set_item("bias", mlp.bias)?;
+    dict.set_item("limit", mlp.glu.limit)?;
+    dict.set_item("limit_after", mlp.glu.limit_after)?;
+    dict.set_item("plus_one", mlp.glu.plus_one)?;
+    Ok(dict)
+}
+
+/// The model families whose experts are known, by the `model_type` of the text model.
+#[pyfunction]
+fn families() -> Vec<&'static str> {
+    Family::all().map(Family::model_type).collect()
 }
 
 /// The numbers of the experts that are process `rank`'s, of `experts` over `size` processes.
@@ -329,6 +426,8 @@ fn local_experts(experts: usize, rank: usize, size: usize) -> Vec<usize> {
 fn _aristos(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("AristosError", module.py().get_type::<AristosError>())?;
     module.add_function(wrap_pyfunction!(local_experts, module)?)?;
+    module.add_function(wrap_pyfunction!(family_expert, module)?)?;
+    module.add_function(wrap_pyfunction!(families, module)?)?;
     module.add_class::<Layer>()?;
     module.add_class::<Saved>()
 }

@@ -1,180 +1,172 @@
-"""Every parameter's gradient with experts over N processes equals the unpatched model's in one process.
+"""Output and every parameter's gradient with experts over N processes equal the unpatched model's in one process.
 
-Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py CASE...``, a case being ``fsdp`` or ``tp``, a colon, and a model; or
-a further colon and a fault, which is planted, and which the comparison must see.
+Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py CASE...``, a case being a mode (``fsdp``, ``tp``, ``both``: tp of
+2 within fsdp, or ``alone``: one process, without expert parallelism), a colon, and a model type; ``:bf16`` for bfloat16; ``:FAULT`` for a fault that is planted, and that the comparison must see.
 """
 
 import contextlib
-import math
+import functools
+import pathlib
 import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from harness import full, relative_error, run
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import aristos
-from aristos import _experts
+from aristos import _transformers
 
-WIDTHS = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    vocab_size=64,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-MODELS = {
-    "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
-    "qwen2_moe": dict(
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-        num_experts=8,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-    ),
-    "qwen3_moe": dict(
-        moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1
-    ),
-    "olmoe": dict(num_experts=8, num_experts_per_tok=2),
-    "deepseek_v3": dict(
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=0,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        qk_nope_head_dim=8,
-        n_shared_experts=1,
-    ),
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tests" / "parity"))
+from make_families import configure
+
+EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
+# What only one family has; the other fields are the parity tests'.
+FIELDS = {
+    "deepseek_v3": dict(n_group=2, topk_group=1),
+    "dots1": dict(n_shared_experts=1),
+    "ernie4_5_moe": dict(moe_k=2),
+    "qwen3_moe": dict(norm_topk_prob=True),
 }
-BATCH, LENGTH, STEPS = 4, 16, 2
+# Rows of 16 bytes or a multiple: grouped products of bfloat16 in the unpatched model take no others.
+WIDTHS = dict(moe_intermediate_size=16, intermediate_size=32, shared_intermediate_size=16)
+ROUTERS = ("gate.weight", "router.weight", "gate.wg.weight")
+BATCH, LENGTH = 4, 16
+# In bfloat16 a second step begins with other weights: rounding alone makes them differ.
+STEPS = {torch.float32: 2, torch.bfloat16: 1}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def broken_backward(original):
-    """Loses the gradient of the routing weights."""
-
-    def backward(ctx, grad_output):
-        grad_x, grad_weights, grad_up, grad_down = original(ctx, grad_output)
-        return grad_x, torch.zeros_like(grad_weights), grad_up, grad_down
+def without_routing_gradient(original):
+    def backward(*args):
+        grad_x, grad_weights, *rest = original(*args)
+        return grad_x, torch.zeros_like(grad_weights), *rest
 
     return backward
 
 
-def broken_load(original):
-    """Keeps the weights of the first pass."""
+def with_first_weights(original):
+    first = {}
 
-    def load(self, up, down):
-        if not hasattr(self, "loaded"):
-            original(self, up, down)
-        self.loaded = True
+    def experts(x, ids, weights, up, down, **form):
+        # As if the layer had kept the weights of its first pass, and their gradients' place.
+        def stale(tensor, part):
+            key = (tensor.data_ptr(), part)
+            return tensor + (first.setdefault(key, tensor.detach().clone()) - tensor).detach()
 
-    return load
+        return original(x, ids, weights, stale(up, "up"), stale(down, "down"), **form)
 
-
-FAULTS = {
-    "no-gradient-of-weights": (_experts, "_backward", broken_backward),
-    "stale-weights": (_experts.Experts, "_load", broken_load),
-}
+    return experts
 
 
 @contextlib.contextmanager
 def planted(fault):
     """The plug-in with a fault, or as it is with none."""
-    if not fault:
-        yield
-        return
-    owner, name, breaks = FAULTS[fault]
-    original = getattr(owner, name)
-    setattr(owner, name, breaks(original))
+    original = torch.ops.aristos.experts_backward, _transformers.run_experts
+    if fault == "no-gradient-of-weights":
+        torch.ops.aristos.experts_backward = without_routing_gradient(original[0])
+    if fault == "stale-weights":
+        _transformers.run_experts = with_first_weights(original[1])
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        torch.ops.aristos.experts_backward, _transformers.run_experts = original
 
 
-def steps(model, batches):
-    """The gradients of the last of some steps of SGD."""
+def steps(model, batches, count):
+    """The logits of the first batch, and the gradients of the last of some steps of SGD."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in batches:
+    logits = None
+    for batch in batches[:count]:
         optimizer.zero_grad()
-        model(input_ids=batch, labels=batch).loss.backward()
+        output = model(input_ids=batch, labels=batch)
+        logits = output.logits.detach() if logits is None else logits
+        output.loss.backward()
         optimizer.step()
-    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
-    return {name: full(p.grad) for name, p in model.named_parameters()}
+    return logits, {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
 
 
-def compare(name, mode, folder):
-    """The worst relative error over all parameters' gradients, and which."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+_folders = []
+
+
+@functools.cache
+def folder_of(name):
+    """A folder with a tiny model of a family, the same on all processes."""
+    # Deleted at the end, by the process that made it.
+    made = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+    _folders.append(made)
+    shared = [made and made.name]
+    dist.broadcast_object_list(shared)
+    if made:
+        torch.manual_seed(0)
+        config = configure(name, {})
+        fields = {field: n for field, n in (EXPERTS | WIDTHS).items() if hasattr(config, field)} | FIELDS.get(name, {})
+        model = AutoModelForCausalLM.from_config(configure(name, fields))
+        # Scores far apart, so that bfloat16 does not decide who is chosen.
+        for key, parameter in model.named_parameters():
+            if key.endswith(ROUTERS) and parameter.dim() == 2:
+                parameter.data.mul_(40)
+        model.save_pretrained(shared[0])
+    dist.barrier()
+    return shared[0]
+
+
+@functools.cache
+def wanted(name, dtype, batches):
+    reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, experts_implementation="eager")
+    return steps(reference, batches_of(batches), STEPS[dtype])
+
+
+def batches_of(n):
     torch.manual_seed(1)
-    batches = torch.randint(3, 64, (STEPS, BATCH * size, LENGTH))
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    wanted = steps(reference, batches)
-    split = dict(fsdp_size=size) if mode == "fsdp" else dict(tp_size=size)
-    patched = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **split),
-    )
-    own = batches[:, BATCH * rank : BATCH * (rank + 1)] if mode == "fsdp" else batches
-    got = steps(patched, own)
-    assert got.keys() == wanted.keys(), f"{got.keys() ^ wanted.keys()}"
-    worst = ("", 0.0)
-    for key, want in wanted.items():
+    return torch.randint(3, 32, (2, n, LENGTH))
+
+
+def compare(mode, name, dtype):
+    """The worst relative error over the logits and all parameters' gradients, and of which."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logits, gradients = wanted(name, dtype, BATCH * size)
+    split = {"fsdp": dict(fsdp_size=size), "tp": dict(tp_size=size), "both": dict(fsdp_size=size // 2, tp_size=2), "alone": {}}[mode]
+    if mode == "alone":
+        how = dict(experts_implementation="aristos")
+    else:
+        how = dict(distributed_config=DistributedConfig(ep_size=size, ep_implementation="aristos", **split))
+    patched = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, **how)
+    parts = split.get("fsdp_size", 1)
+    mine = slice(*(BATCH * size // parts * (rank * parts // size + k) for k in (0, 1)))
+    got_logits, got = steps(patched, batches_of(BATCH * size)[:, mine], STEPS[dtype])
+    assert got.keys() == gradients.keys(), f"{got.keys() ^ gradients.keys()}"
+    errors = {"logits": relative_error(got_logits, logits[mine])}
+    for key, want in gradients.items():
+        if want is None:
+            assert got[key] is None or not got[key].any(), f"{key} has a gradient, and none in the unpatched model"
+            continue
         assert got[key] is not None, f"{key} has no gradient"
-        error = ((got[key] - want).norm() / (want.norm() + 1e-12)).item()
-        if math.isnan(error):
-            return key, math.inf
-        if error > worst[1]:
-            worst = (key, error)
-    return worst
+        errors[key] = relative_error(got[key], want)
+    worst = max(errors, key=errors.get)
+    return errors[worst], worst
+
+
+def case(mode, name, dtype, fault):
+    with planted(fault):
+        error, worst = compare(mode, name, dtype)
+    seen = error > LIMITS[dtype]
+    said = f"{error:.1e}, {worst}"
+    assert seen == bool(fault), f"{said}, expected {'more' if fault else 'at most'} {LIMITS[dtype]}"
+    return said
 
 
 def parse(text):
-    """A case: its mode, its model, its fault or an empty string."""
-    mode, model, fault = (text.split(":") + [""])[:3]
-    if mode not in ("fsdp", "tp") or model not in MODELS or (fault and fault not in FAULTS):
+    mode, name, *rest = text.split(":")
+    dtype = torch.bfloat16 if "bf16" in rest else torch.float32
+    fault = next((word for word in rest if word != "bf16"), "")
+    if mode not in ("fsdp", "tp", "both", "alone") or name not in aristos.families() or fault not in ("", "no-gradient-of-weights", "stale-weights"):
         sys.exit(f"no case {text}")
-    return mode, model, fault
-
-
-def main():
-    cases = [parse(text) for text in sys.argv[1:]]
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    failed = 0
-    for mode, name, fault in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            if rank == 0:
-                torch.manual_seed(0)
-                config = AutoConfig.for_model(name, **{**WIDTHS, **MODELS[name]})
-                AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            shared = [folder]
-            dist.broadcast_object_list(shared)
-            with planted(fault):
-                key, error = compare(name, mode, shared[0])
-            dist.barrier()
-        seen = error > 1e-5
-        wrong = seen != bool(fault)
-        failed += wrong
-        if rank == 0:
-            what = f"fault {fault}" if fault else "equal"
-            verdict = "FAILED" if wrong else "ok"
-            print(f"test transformers::{name}::{mode}::{size}::{what} ... {verdict} ({error:.1e}, {key})", flush=True)
-    dist.destroy_process_group()
-    sys.exit(failed > 0)
+    return text.replace(":", "::"), functools.partial(case, mode, name, dtype, fault)
 
 
 if __name__ == "__main__":
-    main()
+    run("transformers", [parse(text) for text in sys.argv[1:]])

@@ -26,7 +26,7 @@ use serde::de::{Deserializer, Error, MapAccess, Visitor};
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
 use crate::plan::Model;
 pub use error::FileError;
-pub use families::{Family, families_page};
+pub use families::{ACTIVATIONS, Family, families_page};
 use families::{Layout, ReadConfig};
 use file::{TensorFile, read_regular};
 pub use input::{Input, InputTensor, read_input};

@@ -10,7 +10,7 @@ mod names;
 mod table;
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
@@ -61,6 +61,21 @@ impl Family {
     pub fn fields(self) -> Vec<(&'static str, Option<Value>, Option<Value>)> {
         let fields = self.0.fields().into_iter().filter(|field| !field.name().is_empty());
         fields.map(|field| (field.name(), field.default.json(), field.null.json())).collect()
+    }
+
+    /// What a configuration, as `config.json` has it, says of a routed expert, by the name of its `model_type`.
+    ///
+    /// # Errors
+    /// A `model_type` that is not among the families; a field that does not fit. `source` is what errors call the configuration.
+    pub fn expert(source: &str, config: Map<String, Value>) -> Result<MlpConfig, FileError> {
+        let (family, mut fields, layers, _) = open_fields(source.into(), config)?;
+        for layer in 0..layers {
+            fields.layer = layer;
+            if family.0.why_dense(&fields, layers)?.is_none() {
+                return Ok(family.0.layer(&fields)?.expert);
+            }
+        }
+        Err(fields.unexpected(family.0.layers.name(), "a layer with experts among them"))
     }
 
     pub(super) fn layouts(self) -> &'static [Layout] {
@@ -407,6 +422,11 @@ fn open_config(dir: &Path) -> Result<(Family, Fields, usize, Option<Value>), Fil
     let text = read_regular(&path, MAX_CONFIG_BYTES).map_err(|e| FileError::read(&path, e))?;
     let map: Map<String, Value> =
         serde_json::from_slice(&text).map_err(|e| FileError::malformed(&path, format!("is not a JSON object: {e}")))?;
+    open_fields(path, map)
+}
+
+/// As [`open_config`], of what is in the file.
+fn open_fields(path: PathBuf, map: Map<String, Value>) -> Result<(Family, Fields, usize, Option<Value>), FileError> {
     let mut fields = Fields { path, within: String::new(), map, layer: 0 };
     let model_type = match fields.get("model_type") {
         Some(Value::String(model_type)) => model_type.clone(),
@@ -659,17 +679,25 @@ impl Entry {
     }
 }
 
+/// What configurations call activations; the first name of each is its usual one.
+pub const ACTIVATIONS: &[(&str, Activation)] = &[
+    ("silu", Activation::Silu),
+    ("swish", Activation::Silu),
+    ("gelu", Activation::Gelu),
+    ("gelu_python", Activation::Gelu),
+    ("gelu_pytorch_tanh", Activation::GeluTanh),
+    ("gelu_new", Activation::GeluTanh),
+    ("gelu_python_tanh", Activation::GeluTanh),
+    ("relu", Activation::Relu),
+    ("relu2", Activation::Relu2),
+    ("quick_gelu", Activation::QuickGelu),
+];
+
 fn activation(fields: &Fields, field: &Field) -> Result<Activation, FileError> {
     const KNOWN: &str = "silu, gelu, gelu_new, gelu_pytorch_tanh, relu, relu2 or quick_gelu";
-    Ok(match fields.text(field)? {
-        "silu" | "swish" => Activation::Silu,
-        "gelu" | "gelu_python" => Activation::Gelu,
-        "gelu_new" | "gelu_pytorch_tanh" | "gelu_python_tanh" => Activation::GeluTanh,
-        "relu" => Activation::Relu,
-        "relu2" => Activation::Relu2,
-        "quick_gelu" => Activation::QuickGelu,
-        _ => return Err(fields.unexpected(field.name(), KNOWN)),
-    })
+    let text = fields.text(field)?;
+    let known = ACTIVATIONS.iter().find(|(name, _)| *name == text);
+    known.map(|&(_, activation)| activation).ok_or_else(|| fields.unexpected(field.name(), KNOWN))
 }
 
 /// A number above 0.

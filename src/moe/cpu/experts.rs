@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use super::kernels::{self, Element, Workspace};
-use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, Proj, WeightId, proj_index};
+use super::kernels::{self, Element, Lent, Workspace};
+use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, MoeError, Proj, WeightId, proj_index};
 
 /// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
@@ -45,6 +45,49 @@ impl<E: Element> Mlp<E> {
         Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
     }
 
+    /// One whose matrices are read where the caller has them: gate (where gated), up and down, each `[out, in]`; `bias` of the same, empty
+    /// where there is none.
+    ///
+    /// # Errors
+    /// A projection that is missing or too many, or of another length.
+    pub fn lent(
+        config: MlpConfig,
+        hidden: usize,
+        [gate, up, down]: [Option<Lent<E>>; 3],
+        bias: [Vec<f32>; 3],
+    ) -> Result<Self, MoeError> {
+        let lend = |proj: Proj, lent: Option<Lent<E>>| {
+            let wanted = config.projections().contains(&proj);
+            let [out, inp] = config.shape(proj, hidden);
+            let (got, expected) =
+                (lent.as_ref().map_or(0, |w| w.as_ref().as_ref().len()), if wanted { out * inp } else { 0 });
+            if got != expected {
+                return Err(MoeError::Shape {
+                    what: format!("the lent {proj:?}").into(),
+                    got,
+                    expected: expected.to_string(),
+                });
+            }
+            Ok(lent.map(|w| E::lend(w, out, inp)))
+        };
+        let biased = |proj: Proj| config.bias && config.projections().contains(&proj);
+        for (proj, bias) in [Proj::Gate, Proj::Up, Proj::Down].into_iter().zip(&bias) {
+            let (got, expected) = (bias.len(), if biased(proj) { config.shape(proj, hidden)[0] } else { 0 });
+            if got != expected {
+                return Err(MoeError::Shape {
+                    what: format!("the bias of {proj:?}").into(),
+                    got,
+                    expected: expected.to_string(),
+                });
+            }
+        }
+        let gate = lend(Proj::Gate, gate)?;
+        let (Some(up), Some(down)) = (lend(Proj::Up, up)?, lend(Proj::Down, down)?) else {
+            return Err(MoeError::Shape { what: "the lent expert".into(), got: 0, expected: "up and down".into() });
+        };
+        Ok(Mlp { config, hidden, gate, up, down, bias, weigh_input: false })
+    }
+
     /// The same, with the rows' weights on their inputs or on their outputs.
     pub fn weigh_input(self, weigh_input: bool) -> Self {
         Mlp { weigh_input, ..self }
@@ -53,6 +96,11 @@ impl<E: Element> Mlp<E> {
     /// What it is.
     pub fn config(&self) -> &MlpConfig {
         &self.config
+    }
+
+    /// The model's width.
+    pub fn hidden(&self) -> usize {
+        self.hidden
     }
 
     /// A projection's matrix.

@@ -99,6 +99,28 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
     /// A `spec` that is not consistent or not of as many PEs as there are, or of another element type than `E`; weights that
     /// cannot be loaded; a heap that is too small; a peer that does not come.
     pub fn build(self, shmem: S, source: &dyn WeightSource) -> Result<Layer<S, E, X>, MoeError> {
+        self.build_with(shmem, |spec, me| Weights::load(source, spec, me))
+    }
+
+    /// As [`build`](Self::build), of a layer without weights of its own: the caller routes, and brings the experts to each pass
+    /// ([`Layer::experts_lent`]). One such layer may serve all of a model's that are alike.
+    ///
+    /// # Errors
+    /// As for `build`; a `spec` with a router or a shared expert.
+    pub fn build_without_weights(self, shmem: S) -> Result<Layer<S, E, X>, MoeError> {
+        let config = &self.spec.config;
+        if !config.replicated_weights().is_empty() || !config.router.external {
+            let (value, expected) = ("given".into(), "none where each pass brings its experts".into());
+            return Err(ConfigError { field: "a router or shared expert", value, expected }.into());
+        }
+        self.build_with(shmem, |_, _| Ok(Weights::none()))
+    }
+
+    fn build_with(
+        self,
+        shmem: S,
+        weights: impl FnOnce(&LayerSpec, usize) -> Result<Weights<E>, MoeError>,
+    ) -> Result<Layer<S, E, X>, MoeError> {
         let LayerBuilder { spec, observer, exchange, .. } = self;
         let pe = shmem.as_shmem();
         let (me, n) = (pe.my_pe(), pe.n_pes());
@@ -107,7 +129,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             let (value, expected) = (spec.dtype.name().into(), E::NAME.into());
             return Err(ConfigError { field: "dtype", value, expected }.into());
         }
-        let weights = Weights::load(source, &spec, me)?;
+        let weights = weights(&spec, me)?;
         let gradients = spec.training.then(|| LayerGradients {
             all: Gradients::zeros(&spec.config, &spec.placement, me),
             last: None,
@@ -168,7 +190,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     }
 
     /// Bytes put to other PEs so far, the sums of gradients included.
-    pub(super) fn bytes_put(&self) -> u64 {
+    pub fn bytes_put(&self) -> u64 {
         self.pe().bytes_put() + self.exchange.as_ref().map_or(0, Exchange::bytes_put)
     }
 }

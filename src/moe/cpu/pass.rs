@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use super::engine::{Direction, Engine, PassProgress, Saved, SavedStage};
+use super::experts::Mlp;
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
@@ -58,7 +59,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
             return Err(MoeError::Usage { what: "run forward", why });
         }
         self.tokens(x, output)?;
-        self.forward_pass(x, None, output)
+        self.with_own_experts(|layer, experts| layer.forward_pass(experts, x, None, output))
     }
 
     fn backward(
@@ -68,15 +69,11 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
     ) -> Result<(), MoeError> {
-        self.backward_pass(saved, x, grad_output, grad_input, None)
+        self.with_own_experts(|layer, experts| layer.backward_pass(experts, saved, x, grad_output, grad_input, None))
     }
 
     fn experts(&mut self, x: &[E], ids: &[i32], weights: &[f32], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
-        let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
-        expect_len("ids", ids.len(), pairs)?;
-        expect_len("weights", weights.len(), pairs)?;
-        let routing = Routing::given(&self.spec.config, ids, weights)?;
-        self.forward_pass(x, Some(routing), output)
+        self.with_own_experts(|layer, experts| layer.experts_lent(experts, x, ids, weights, output))
     }
 
     fn experts_backward(
@@ -87,7 +84,9 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_input: &mut [f32],
         grad_weights: &mut [f32],
     ) -> Result<(), MoeError> {
-        self.backward_pass(saved, x, grad_output, grad_input, Some(grad_weights))
+        self.with_own_experts(|layer, experts| {
+            layer.experts_lent_backward(experts, saved, x, grad_output, grad_input, grad_weights)
+        })
     }
 
     fn finish(&mut self, saved: &Saved<E>) -> Result<PassOutcome, MoeError> {
@@ -170,6 +169,64 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 }
 
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
+    /// As [`MoeLayer::experts`], with the caller's `experts`: this PE's, in the order of its placement. The layer keeps nothing of them.
+    ///
+    /// # Errors
+    /// As for `experts`; experts that are not this layer's in number or shape.
+    pub fn experts_lent(
+        &mut self,
+        experts: &[Mlp<E>],
+        x: &[E],
+        ids: &[i32],
+        weights: &[f32],
+        output: &mut [f32],
+    ) -> Result<Saved<E>, MoeError> {
+        self.check_lent(experts)?;
+        let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
+        expect_len("ids", ids.len(), pairs)?;
+        expect_len("weights", weights.len(), pairs)?;
+        let routing = Routing::given(&self.spec.config, ids, weights)?;
+        self.forward_pass(experts, x, Some(routing), output)
+    }
+
+    /// The backward of [`Layer::experts_lent`], with the same experts.
+    ///
+    /// # Errors
+    /// As for [`MoeLayer::experts_backward`]; experts that are not this layer's in number or shape.
+    pub fn experts_lent_backward(
+        &mut self,
+        experts: &[Mlp<E>],
+        saved: &mut Saved<E>,
+        x: &[E],
+        grad_output: &[E],
+        grad_input: &mut [f32],
+        grad_weights: &mut [f32],
+    ) -> Result<(), MoeError> {
+        self.check_lent(experts)?;
+        self.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights))
+    }
+
+    fn check_lent(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
+        expect_len("the local experts", experts.len(), self.spec.placement.experts(self.pe().my_pe()).len())?;
+        let LayerConfig { hidden, expert, .. } = &self.spec.config;
+        if experts.iter().any(|mlp| mlp.config() != expert || mlp.hidden() != *hidden) {
+            let why = format!("an expert is not of the layer's shape, {expert:?} at width {hidden}");
+            return Err(MoeError::Usage { what: "run these experts", why });
+        }
+        Ok(())
+    }
+
+    /// Runs a pass with the layer's own experts.
+    fn with_own_experts<T>(
+        &mut self,
+        pass: impl FnOnce(&mut Self, &[Mlp<E>]) -> Result<T, MoeError>,
+    ) -> Result<T, MoeError> {
+        let experts = std::mem::take(&mut self.weights.experts);
+        let done = pass(self, &experts);
+        self.weights.experts = experts;
+        done
+    }
+
     /// The tokens of `x`, where it and `output` fit.
     fn tokens(&self, x: &[E], output: &[f32]) -> Result<usize, MoeError> {
         let h = self.spec.config.hidden;
@@ -183,7 +240,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     }
 
     /// A forward pass by `external`, the caller's routing, or by the layer's own router and with its shared expert.
-    fn forward_pass(&mut self, x: &[E], external: Option<Routing>, output: &mut [f32]) -> Result<Saved<E>, MoeError> {
+    fn forward_pass(
+        &mut self,
+        experts: &[Mlp<E>],
+        x: &[E],
+        external: Option<Routing>,
+        output: &mut [f32],
+    ) -> Result<Saved<E>, MoeError> {
         let (h, me) = (self.spec.config.hidden, self.pe().my_pe());
         let tokens = x.len() / h;
         self.recorder.enter(Phase::Router);
@@ -194,7 +257,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         saved.layer = self.id;
         saved.stage = SavedStage::Forward;
         saved.external = external.is_some();
-        saved.batches.resize_with(self.weights.experts.len(), Default::default);
+        saved.batches.resize_with(experts.len(), Default::default);
         saved.routing = match external {
             Some(routing) => routing,
             None => self.route(x, &mut saved),
@@ -213,7 +276,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         saved.routes = router::routes(&saved.routing, &self.spec.placement, config.router.top_k);
 
         output.fill(0.0);
-        self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;
+        self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default())?;
         if let (Some(exchange), true) = (&self.exchange, self.spec.config.has_losses() && !saved.external) {
             self.recorder.enter(Phase::AllReduce);
             saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
@@ -288,6 +351,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
 
     fn backward_pass(
         &mut self,
+        experts: &[Mlp<E>],
         saved: &mut Saved<E>,
         x: &[E],
         grad_output: &[E],
@@ -313,7 +377,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             _ => (&mut *all, false),
         };
         let bytes_before = self.bytes_put();
-        let done = self.backward_into(saved, x, grad_output, grad_input, grad_weights, into);
+        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into);
         if let (Some(last), true) = (last, add && done.is_ok()) {
             all.add(last);
         }
@@ -323,8 +387,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         done
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn backward_into(
         &mut self,
+        experts: &[Mlp<E>],
         saved: &mut Saved<E>,
         x: &[E],
         grad_output: &[E],
@@ -338,14 +404,14 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(grad_weights) = grad_weights {
             grad_weights.fill(0.0);
             grads.replicated().for_each(|grad| grad.fill(0.0));
-            return self.run_pass(Direction::Backward, saved, grad_output, grad_input, grad_weights, grads);
+            return self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, grad_weights, grads);
         }
         if self.weights.shared.is_some() {
             saved.shared.g.clear();
             saved.shared.g.extend_from_slice(grad_output);
         }
         let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
-        self.run_pass(Direction::Backward, saved, grad_output, grad_input, &mut d_weights, grads)?;
+        self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads)?;
 
         self.recorder.enter(Phase::Router);
         if self.spec.config.identity_experts > 0 {
@@ -388,9 +454,11 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.reduce(grads)
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn run_pass(
         &mut self,
         direction: Direction,
+        experts: &[Mlp<E>],
         saved: &mut Saved<E>,
         input: &[E],
         output: &mut [f32],
@@ -407,7 +475,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             config: &self.spec.config,
             placement: &self.spec.placement,
             options: &self.spec.options,
-            experts: &self.weights.experts,
+            experts,
             shared: self.weights.shared.as_ref().filter(|_| !saved.external),
             scratch: &mut self.scratch,
             rec: &mut self.recorder,

@@ -30,6 +30,18 @@ enum WeightMut<'w, E: Element> {
 }
 
 impl<E: Element> Weights<E> {
+    /// None but the experts that each pass brings.
+    pub fn none() -> Self {
+        Weights {
+            router: None,
+            logit_bias: None,
+            router_bias: None,
+            experts: Vec::new(),
+            shared: None,
+            shared_gate: None,
+        }
+    }
+
     /// Loads what `pe` holds.
     pub fn load(source: &dyn WeightSource, spec: &LayerSpec, pe: usize) -> Result<Self, MoeError> {
         let LayerSpec { config, placement, .. } = spec;

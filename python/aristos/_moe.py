@@ -1,0 +1,219 @@
+"""A Mixture-of-Experts layer with router and shared expert, and its checkpoints in Hugging Face names."""
+
+import json
+import math
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from . import _group, _routing
+from ._experts import experts as run_experts
+
+_INDEX = "model.safetensors.index.json"
+
+
+class MoE(nn.Module):
+    """``sum over the top_k experts of weight * expert(x)``, plus a shared expert: Qwen2-MoE's layer, Mixtral's without the shared one.
+
+    The experts are spread over the group in even contiguous blocks; router and shared expert are on every process. Gradients of
+    experts are sums over all processes' tokens; those of the router and the shared expert are of this process's, and are the caller's to
+    average, with the experts' gradients divided by the group's size where the loss is a mean over processes (`scale_gradients`).
+
+    After a forward pass `aux_loss` and `z_loss` have the losses, times their coefficients, to be added to the model's (0 without coefficient);
+    `expert_tokens`, [experts], says how many of this process's tokens went to each expert.
+
+    Args:
+        hidden: width of a token.
+        intermediate: inner width of an expert.
+        experts: number of experts, a multiple of the group's size.
+        top_k: experts of a token.
+        group: a `Group`; by default of all processes.
+        activation, gated: of the experts, as for `experts`.
+        scoring: "softmax" over all experts, or "sigmoid" for each.
+        normalise: whether the chosen scores are divided by their sum.
+        shared_intermediate: inner width of the shared expert, 0 for none; `shared_gate`: whether a sigmoid weighs its output.
+        aux_loss_coef: of the load-balancing loss (Fedus et al., Switch Transformers, section 2.2, summed over the top_k choices), the load
+            counted over the group; z_loss_coef: of the router z-loss (Zoph et al., ST-MoE, section 3.2, equation 5).
+        dtype: of all weights, float32 or bfloat16.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        intermediate,
+        experts,
+        top_k,
+        *,
+        group=None,
+        activation="silu",
+        gated=True,
+        scoring="softmax",
+        normalise=True,
+        shared_intermediate=0,
+        shared_gate=False,
+        aux_loss_coef=0.0,
+        z_loss_coef=0.0,
+        dtype=torch.float32,
+    ):
+        super().__init__()
+        self.group = group or _group.default()
+        if experts % self.group.size:
+            raise ValueError(f"experts is {experts}, expected a multiple of {self.group.size}, the processes of the group")
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k is {top_k}, expected 1 to {experts}, the number of experts")
+        if scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f'scoring is {scoring!r}, expected "softmax" or "sigmoid"')
+        self.experts, self.top_k = experts, top_k
+        self.activation, self.gated = activation, gated
+        self.scoring, self.normalise = scoring, normalise
+        self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
+        self.local = self.group.local_experts(experts)
+        self.gate = nn.Linear(hidden, experts, bias=False, dtype=dtype)
+        wide = intermediate * (2 if gated else 1)
+        self.gate_up_proj = nn.Parameter(_uniform(len(self.local), wide, hidden, dtype))
+        self.down_proj = nn.Parameter(_uniform(len(self.local), hidden, intermediate, dtype))
+        self.shared_expert = _Mlp(hidden, shared_intermediate, activation, gated, dtype) if shared_intermediate else None
+        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False, dtype=dtype) if shared_intermediate and shared_gate else None
+        self.aux_loss = self.z_loss = self.expert_tokens = None
+
+    def forward(self, hidden_states):
+        """Of [..., hidden] the same shape. Collective."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.gate(x).float()
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        weights, ids = scores.topk(self.top_k, dim=-1)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        self._losses(logits, scores, ids)
+        _routing.note(ids)
+        form = dict(activation=self.activation, gated=self.gated)
+        output = run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, group=self.group, **form)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(x).sigmoid() * shared
+            output = output + shared
+        return output.reshape(hidden_states.shape)
+
+    def _losses(self, logits, scores, ids):
+        self.expert_tokens = torch.bincount(ids.reshape(-1), minlength=self.experts)
+        self.aux_loss = self.z_loss = logits.new_zeros(())
+        if self.aux_loss_coef:
+            load = self.group.sum(torch.cat([self.expert_tokens, self.expert_tokens.new_tensor([len(ids)])]).double())
+            share = (load[:-1] / load[-1].clamp(min=1)).float()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+            mean = probabilities.sum(0) / max(1, len(ids))
+            self.aux_loss = self.aux_loss_coef * self.experts * (share * mean).sum()
+        if self.z_loss_coef:
+            self.z_loss = self.z_loss_coef * logits.logsumexp(-1).square().sum() / max(1, len(ids))
+
+    def scale_gradients(self):
+        """Divides the experts' gradients, which are sums over the group, by its size: what averaging does to the other parameters'."""
+        for parameter in (self.gate_up_proj, self.down_proj):
+            if parameter.grad is not None:
+                parameter.grad /= self.group.size
+
+    def _matrices(self, prefix):
+        """This process's experts' matrices: their names in a Hugging Face checkpoint, and views of the parameters."""
+        inner = self.down_proj.shape[2]
+        for local, expert in enumerate(self.local):
+            names = {"gate_proj": self.gate_up_proj[local, :inner], "up_proj": self.gate_up_proj[local, inner:]}
+            if not self.gated:
+                names = {"up_proj": self.gate_up_proj[local]}
+            names["down_proj"] = self.down_proj[local]
+            for name, matrix in names.items():
+                yield f"{prefix}experts.{expert}.{name}.weight", matrix
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for name, matrix in self._matrices(prefix):
+            destination[name] = matrix if keep_vars else matrix.detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        for name, matrix in self._matrices(prefix):
+            if name not in state_dict:
+                missing_keys.append(name)
+            elif state_dict[name].shape != matrix.shape:
+                got, want = list(state_dict[name].shape), list(matrix.shape)
+                error_msgs.append(f"{name} has shape {got}, expected {want}")
+            else:
+                with torch.no_grad():
+                    matrix.copy_(state_dict[name])
+        if strict:
+            known = {f"{prefix}experts.{e}." for e in range(self.experts)}
+            for name in state_dict:
+                if name.startswith(f"{prefix}experts.") and not any(name.startswith(one) for one in known):
+                    unexpected_keys.append(name)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, hidden, intermediate, activation, gated, dtype):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, dtype=dtype) if gated else None
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, dtype=dtype)
+        self.activation = activation
+
+    def forward(self, x):
+        if self.gate_proj is None:
+            return self.down_proj(_ACTIVATIONS[self.activation](self.up_proj(x)))
+        return self.down_proj(_ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def _uniform(experts, out, width, dtype):
+    """As nn.Linear begins."""
+    bound = 1 / math.sqrt(width)
+    return torch.empty(experts, out, width, dtype=dtype).uniform_(-bound, bound)
+
+
+def save(module, folder, group=None):
+    """Writes a module's weights, each process its experts, as a sharded safetensors checkpoint in Hugging Face names. Collective.
+
+    Args:
+        module: one with `MoE` layers in it.
+        folder: made where it is missing; the same on all processes.
+    """
+    from safetensors.torch import save_file
+
+    group = group or _group.default()
+    os.makedirs(folder, exist_ok=True)
+    state = module.state_dict()
+    own = {name for part, one in module.named_modules() if isinstance(one, MoE) for name, _ in one._matrices(f"{part}." if part else "")}
+    mine = {name: tensor.contiguous() for name, tensor in state.items() if name in own or group.rank == 0}
+    file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
+    save_file(mine, os.path.join(folder, file), metadata={"format": "pt"})
+    files = group.gather({name: file for name in mine})
+    if group.rank == 0:
+        map_ = {name: file for one in files for name, file in one.items()}
+        with open(os.path.join(folder, _INDEX), "w") as index:
+            json.dump({"metadata": {}, "weight_map": dict(sorted(map_.items()))}, index, indent=1)
+    group.gather(None)
+
+
+def load(module, folder):
+    """Reads what `save` wrote, or any sharded safetensors checkpoint of the same names, on any number of processes.
+
+    Raises:
+        RuntimeError: names that are missing or of other shapes.
+    """
+    from safetensors import safe_open
+
+    with open(os.path.join(folder, _INDEX)) as index:
+        weight_map = json.load(index)["weight_map"]
+    state = {}
+    for name in module.state_dict():
+        if name in weight_map:
+            with safe_open(os.path.join(folder, weight_map[name]), "pt") as file:
+                state[name] = file.get_tensor(name)
+    module.load_state_dict(state)

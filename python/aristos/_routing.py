@@ -1,0 +1,60 @@
+"""What routers chose, kept for the planner and the simulator."""
+
+import contextlib
+import json
+
+from . import _group
+
+_open = []
+
+
+class Routing:
+    """The routing of some steps of a training run, on its way to a routing file (docs/simulator.md)."""
+
+    def __init__(self):
+        self._steps = []
+
+    @contextlib.contextmanager
+    def step(self, number):
+        """Records the forward passes inside, each a layer's, as step `number`."""
+        layers = []
+        _open.append(layers)
+        try:
+            yield
+        finally:
+            _open.remove(layers)
+            self._steps.append((number, layers))
+
+    def write(self, path, experts, group=None):
+        """Writes the file that `aristos sim comms`, `aristos workload` and `aristos simulate` read as `--routing`. Collective: rank 0 writes.
+
+        Args:
+            path: of the file.
+            experts: number of experts of each layer.
+            group: the `Group` of the passes; by default of all processes.
+        """
+        group = group or _group.default()
+        mine = [[ids.tolist() for ids in layers] for _, layers in self._steps]
+        everyone = group.gather(mine)
+        if group.rank:
+            return
+        records, top_k = [], None
+        for index, (step, layers) in enumerate(self._steps):
+            for layer, ids in enumerate(layers):
+                top_k = ids.shape[1]
+                rows = [theirs[index][layer] for theirs in everyone]
+                choices = [expert for theirs in rows for token in theirs for expert in token]
+                records.append(dict(layer=layer, step=step, tokens_per_node=[len(theirs) for theirs in rows], choices=choices))
+        if not records:
+            raise ValueError("no forward pass was recorded, expected one inside of step()")
+        head = dict(version=1, experts=experts, top_k=top_k, nodes=group.size)
+        with open(path, "w") as file:
+            body = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
+            file.write(json.dumps(head)[:-1] + ', "records": [\n' + body + "\n]}\n")
+
+
+def note(ids):
+    """Tells the steps that are open of a pass."""
+    if _open:
+        for layers in _open:
+            layers.append(ids.detach().cpu().clone())

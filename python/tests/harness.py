@@ -1,0 +1,60 @@
+"""What the tests share: cases run under torchrun, a line for each from rank 0."""
+
+import sys
+import traceback
+
+import torch.distributed as dist
+
+import aristos
+
+
+def relative_error(got, want):
+    """The norm of the difference over the norm of what is wanted; infinity for what is not a number."""
+    got, want = got.detach().float(), want.detach().float()
+    error = ((got - want).norm() / (want.norm() + 1e-12)).item()
+    return error if error == error else float("inf")
+
+
+def full(tensor):
+    """A DTensor whole; collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def run(prefix, cases):
+    """Runs (name, function) cases; each returns what is to be said of it, or raises. Ends the process with 1 if one failed anywhere."""
+    group = aristos.init()
+    rank, size = group.rank, group.size
+    failures = 0
+    if rank == 0:
+        print(f"running {len(cases)} cases", flush=True)
+    for name, case in cases:
+        note, failed = "", False
+        try:
+            note = case() or ""
+        except Exception as error:
+            failed = True
+            note = f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
+            traceback.print_exc()
+        notes = [None] * size
+        dist.all_gather_object(notes, (failed, note))
+        wrong = [one for failed, one in notes if failed]
+        failures += bool(wrong)
+        if rank == 0:
+            said = wrong[0] if wrong else note
+            verdict = "FAILED" if wrong else "ok"
+            print(f"test {prefix}::{name}::{size} ... {verdict}{f' ({said})' if said else ''}", flush=True)
+    dist.destroy_process_group()
+    sys.exit(failures > 0)
+
+
+def refused(kind, words, call):
+    """That a call raises this kind of error, in one line with these words."""
+    try:
+        call()
+    except kind as error:
+        text = str(error)
+        assert "\n" not in text.strip(), f"more than a line: {text!r}"
+        for word in words:
+            assert word in text, f"no {word!r} in {text!r}"
+        return text
+    raise AssertionError(f"expected {kind.__name__} with {words}")

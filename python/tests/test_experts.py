@@ -1,0 +1,411 @@
+"""The operators, the layer, and what they refuse, against the same mathematics in plain PyTorch.
+
+Run by tools/test-python as ``torchrun --nproc-per-node N test_experts.py``.
+"""
+
+import gc
+import multiprocessing
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from harness import refused, relative_error, run
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import aristos
+from aristos import _experts
+
+HIDDEN, INNER, EXPERTS, TOP_K = 16, 24, 8, 2
+
+
+def tokens_of(rank):
+    return 5 + 3 * rank
+
+
+class Problem:
+    """Tokens, routing and weights of all processes, and this one's part."""
+
+    def __init__(self, dtype=torch.float32, seed=0):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        gen = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=gen).to(dtype)
+        self.counts = [tokens_of(r) for r in range(size)]
+        start = sum(self.counts[:rank])
+        self.mine = slice(start, start + self.counts[rank])
+        total = sum(self.counts)
+        self.all_x, self.all_grad = draw(total, HIDDEN), draw(total, HIDDEN)
+        self.all_w, self.all_ids = torch.rand(total, EXPERTS, generator=gen).topk(TOP_K)
+        self.all_up, self.all_down = draw(EXPERTS, 2 * INNER, HIDDEN) / 4, draw(EXPERTS, HIDDEN, INNER) / 4
+        local = EXPERTS // size
+        self.local = slice(rank * local, (rank + 1) * local)
+        leaf = lambda t: t.clone().requires_grad_()
+        self.x, self.w, self.ids = leaf(self.all_x[self.mine]), leaf(self.all_w[self.mine]), self.all_ids[self.mine]
+        self.up, self.down = leaf(self.all_up[self.local]), leaf(self.all_down[self.local])
+        self.grad = self.all_grad[self.mine]
+
+    def leaves(self):
+        return self.x, self.w, self.up, self.down
+
+    def experts(self, **form):
+        return aristos.experts(self.x, self.ids, self.w, self.up, self.down, **form)
+
+    def wanted(self):
+        """Output and gradients of this process's leaves, by one process in float64."""
+        x, w, up, down = (t.double().requires_grad_() for t in (self.all_x, self.all_w, self.all_up, self.all_down))
+        y = 0
+        for k in range(TOP_K):
+            gate, wide = torch.einsum("th,toh->to", x, up[self.all_ids[:, k]]).chunk(2, -1)
+            y = y + w[:, k, None] * torch.einsum("ti,thi->th", F.silu(gate) * wide, down[self.all_ids[:, k]])
+        grads = torch.autograd.grad(y, (x, w, up, down), self.all_grad.double())
+        parts = self.mine, self.mine, self.local, self.local
+        return y[self.mine], [grad[part] for grad, part in zip(grads, parts)]
+
+
+def matches(problem, output, grads, limit=1e-5):
+    want, want_grads = problem.wanted()
+    errors = [relative_error(output, want)] + [relative_error(g, w) for g, w in zip(grads, want_grads)]
+    assert max(errors) <= limit, f"{errors}, expected at most {limit}"
+    return f"{max(errors):.1e}"
+
+
+def equal_in(dtype, limit):
+    def case():
+        problem = Problem(dtype)
+        output = problem.experts()
+        output.backward(problem.grad)
+        return matches(problem, output, [leaf.grad for leaf in problem.leaves()], limit)
+
+    return case
+
+
+def operators_pass_opcheck():
+    problem = Problem()
+    group = aristos.init()
+    arguments = (problem.x, problem.ids, *problem.leaves()[1:], None, None, group.number, -1, "silu", True, 0.0, False, False)
+    torch.library.opcheck(torch.ops.aristos.experts.default, arguments)
+    # The check of AOT dispatch above runs the backward operator too; by itself it cannot be checked, as the checks copy its ticket.
+
+
+def compiled_without_a_break():
+    problem = Problem()
+    aristos.init()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def twice(x, ids, w, up, down):
+        return aristos.experts(x * 2, ids, w, up, down) + aristos.experts(x * 2, ids, w, up, down)
+
+    output = twice(problem.x, problem.ids, problem.w, problem.up, problem.down)
+    output.backward(problem.grad)
+    got = [leaf.grad.clone() for leaf in problem.leaves()]
+    eager = Problem()
+    x = eager.x * 2
+    want = sum(aristos.experts(x, eager.ids, eager.w, eager.up, eager.down) for _ in range(2))
+    want.backward(eager.grad)
+    errors = [relative_error(output, want)] + [relative_error(g, leaf.grad) for g, leaf in zip(got, eager.leaves())]
+    assert max(errors) <= 1e-6, errors
+
+
+def checkpointed():
+    problem = Problem()
+    output = checkpoint(lambda x, w, up, down: aristos.experts(x, problem.ids, w, up, down), *problem.leaves(), use_reentrant=False)
+    output.backward(problem.grad)
+    return matches(problem, output, [leaf.grad for leaf in problem.leaves()])
+
+
+def forwards_before_backwards():
+    # In the order of the forwards, which is not autograd's own.
+    first, second = Problem(seed=1), Problem(seed=2)
+    outputs = [problem.experts() for problem in (first, second)]
+    for problem, output in zip((first, second), outputs):
+        output.backward(problem.grad)
+    for problem, output in zip((first, second), outputs):
+        matches(problem, output, [leaf.grad for leaf in problem.leaves()])
+
+
+def one_layer_twice_in_a_step():
+    problem = Problem()
+    (problem.experts() + problem.experts()).backward(problem.grad)
+    once = Problem()
+    once.experts().backward(once.grad)
+    for twice, leaf in zip(problem.leaves(), once.leaves()):
+        assert relative_error(twice.grad, 2 * leaf.grad) <= 1e-6
+
+
+def without_gradients():
+    problem = Problem()
+    with torch.no_grad():
+        output = problem.experts()
+    assert not output.requires_grad
+    del output
+    held = problem.experts()
+    del held
+    gc.collect()
+    assert not _experts._passes, "a pass outlives its graph"
+    with torch.inference_mode():
+        return matches_output(problem, problem.experts())
+
+
+def matches_output(problem, output):
+    with torch.inference_mode(False), torch.enable_grad():
+        want, _ = problem.wanted()
+    error = relative_error(output, want)
+    assert error <= 1e-5, error
+
+
+def strided_inputs():
+    problem = Problem()
+    wider = lambda t: torch.stack([t.detach(), t.detach()], dim=-1)[..., 0].requires_grad_()
+    leaves = [wider(leaf) for leaf in problem.leaves()]
+    assert not any(leaf.is_contiguous() for leaf in leaves)
+    ids = problem.ids.t().contiguous().t()
+    x, w, up, down = leaves
+    output = aristos.experts(x, ids, w, up, down)
+    output.backward(problem.grad.t().contiguous().t())
+    return matches(problem, output, [leaf.grad for leaf in leaves])
+
+
+def weights_are_never_stale():
+    problem = Problem()
+    problem.experts()
+    # Three ways to change them: in place, through .data, which no version counter sees, and as an optimizer does.
+    with torch.no_grad():
+        problem.up.mul_(0.5)
+        problem.all_up.mul_(0.5)
+    problem.down.data.add_(0.1)
+    problem.all_down.add_(0.1)
+    output = problem.experts()
+    output.backward(problem.grad)
+    return matches(problem, output, [leaf.grad for leaf in problem.leaves()])
+
+
+def finite_differences():
+    # Of a random direction, in f32: the central difference's own error is about 1e-3 at this step.
+    problem = Problem()
+    output = problem.experts()
+    output.backward(problem.grad)
+    gen = torch.Generator().manual_seed(7 + dist.get_rank())
+    directions = [torch.randn(leaf.shape, generator=gen) for leaf in problem.leaves()]
+    slope = torch.stack([(leaf.grad * d).sum() for leaf, d in zip(problem.leaves(), directions)]).sum().double()
+    dist.all_reduce(slope)
+
+    def value(step):
+        moved = [leaf.detach() + step * d for leaf, d in zip(problem.leaves(), directions)]
+        x, w, up, down = moved
+        with torch.no_grad():
+            total = (aristos.experts(x, problem.ids, w, up, down).double() * problem.grad).sum()
+        dist.all_reduce(total)
+        return total
+
+    step = 1e-3
+    difference = (value(step) - value(-step)) / (2 * step)
+    error = abs(difference - slope).item() / abs(slope).item()
+    assert error <= 5e-3, error
+    return f"{error:.1e}"
+
+
+def on_a_part_of_the_processes():
+    # Collective over all, used by the first alone.
+    part = dist.new_group([0])
+    if dist.get_rank() == 0:
+        group = aristos.Group(part)
+        full = Problem()
+        output = aristos.experts(full.all_x, full.all_ids, full.all_w, full.all_up, full.all_down, group=group)
+        want, _ = full.wanted()
+        assert relative_error(output[full.mine], want) <= 1e-5
+
+
+def moe_of(group, **more):
+    torch.manual_seed(3)
+    whole = dict(aux_loss_coef=0.01, z_loss_coef=0.001, shared_intermediate=12, shared_gate=True) | more
+    return aristos.MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=group, **whole)
+
+
+def moe_equals_one_process():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = aristos.init()
+    alone = aristos.Group.alone()
+    single = moe_of(alone)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    if rank == 0:
+        aristos.save(single, folder[0], alone)
+    dist.barrier()
+    spread = moe_of(group)
+    # Other weights than `single`, to see that they are loaded.
+    with torch.no_grad():
+        for parameter in spread.parameters():
+            parameter.fill_(9.0)
+    aristos.load(spread, folder[0])
+    torch.manual_seed(4)
+    x = torch.randn(size, 6, HIDDEN)
+
+    def loss(module, x):
+        output = module(x)
+        return output, output.square().mean() + module.aux_loss + module.z_loss
+
+    want, want_loss = loss(single, x)
+    want_loss.backward()
+    output, mean = loss(spread, x[rank])
+    mean.backward()
+    spread.scale_gradients()
+    assert relative_error(output, want[rank]) <= 1e-5
+    dist.all_reduce(mean)
+    assert abs(mean.item() / size - want_loss.item()) <= 1e-5 * abs(want_loss.item())
+    for name, parameter in spread.named_parameters():
+        got, whole = parameter.grad.clone(), single.get_parameter(name).grad
+        if parameter.shape != whole.shape:
+            whole = whole[spread.local]
+        else:
+            dist.all_reduce(got)
+            got /= size
+        assert relative_error(got, whole) <= 1e-5, f"{name}: {relative_error(got, whole)}"
+    counts = spread.expert_tokens.clone()
+    dist.all_reduce(counts)
+    assert counts.tolist() == single.expert_tokens.tolist() and counts.sum() == size * 6 * TOP_K
+    # Saved on all processes, loaded by one.
+    again = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(again)
+    aristos.save(spread, again[0], group)
+    names = spread.state_dict().keys()
+    assert f"experts.{spread.local[0]}.gate_proj.weight" in names and "shared_expert_gate.weight" in names
+    other = moe_of(alone, aux_loss_coef=0.0)
+    aristos.load(other, again[0])
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, single.get_parameter(name)), name
+    partial = {name: tensor for name, tensor in other.state_dict().items() if "experts.3.up" not in name}
+    try:
+        other.load_state_dict(partial)
+        raise AssertionError("a missing expert was not noticed")
+    except RuntimeError as error:
+        assert "experts.3.up_proj.weight" in str(error)
+
+
+def wrong_arguments_are_named_and_the_next_pass_works():
+    p = Problem()
+    group = aristos.init()
+    call = lambda **changed: aristos.experts(**(dict(x=p.x, ids=p.ids, weights=p.w, up=p.up, down=p.down) | changed))
+    refused(ValueError, ["x has type torch.float64"], lambda: call(x=p.x.double()))
+    refused(ValueError, ["up has type torch.bfloat16"], lambda: call(up=p.up.bfloat16()))
+    refused(ValueError, ["ids has type torch.float32"], lambda: call(ids=p.ids.float()))
+    refused(ValueError, ["weights has shape"], lambda: call(weights=p.w[:, :1]))
+    refused(ValueError, ["down is on meta"], lambda: call(down=p.down.to("meta")))
+    refused(ValueError, ["token 1 has expert 8, expected 0 to 7"], lambda: call(ids=p.ids.index_fill(0, torch.tensor([1]), 8)))
+    refused(ValueError, ["token 0 has expert 3 twice"], lambda: call(ids=torch.full_like(p.ids, 3)))
+    refused(ValueError, ['activation is "tanh", expected one of silu'], lambda: call(activation="tanh"))
+    refused(ValueError, ["up_bias"], lambda: call(up_bias=torch.zeros(1)))
+    more = torch.cat([p.all_x] * 9)
+    ids, weights = torch.cat([p.all_ids] * 9), torch.cat([p.all_w] * 9)
+    p.experts()
+    refused(ValueError, ["tokens, expected at most", "max_tokens"], lambda: call(x=more, ids=ids, weights=weights))
+    output = p.experts()
+    output.backward(p.grad)
+    matches(p, output, [leaf.grad for leaf in p.leaves()])
+    refused(RuntimeError, [], lambda: aristos.experts(p.x, p.ids, p.w, p.up, p.down).sum().backward() or output.backward(p.grad))
+    return f"group {group.number}"
+
+
+def nan_weights_pass_through():
+    p = Problem()
+    with torch.no_grad():
+        p.w[0, 0] = float("nan")
+    output = p.experts()
+    assert output[0].isnan().all() and not output[1:].isnan().any()
+    output.backward(p.grad)
+    with torch.no_grad():
+        p.up.fill_(float("nan"))
+    assert p.experts().isnan().all()
+    return equal_in(torch.float32, 1e-5)()
+
+
+def shapes_that_differ_are_named():
+    aristos.init(wait_limit_s=20)
+    rank = dist.get_rank()
+    inner = INNER + 8 * (rank == 1)
+    local = EXPERTS // dist.get_world_size()
+    up, down = torch.randn(local, 2 * inner, HIDDEN), torch.randn(local, HIDDEN, inner)
+    x, ids, w = torch.randn(3, HIDDEN), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+    text = refused(ValueError, ["intermediate is", "on rank"], lambda: aristos.experts(x, ids, w, up, down))
+    aristos.init()
+    Problem().experts()
+    return text
+
+
+def a_rank_that_stops_is_named():
+    aristos.init(wait_limit_s=3)
+    problem = Problem()
+    problem.experts()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    text = ""
+    if rank != size - 1:
+        start = time.monotonic()
+        text = refused(aristos.AristosError, [f"PE {size - 1}"], problem.experts)
+        assert time.monotonic() - start < 20
+        refused(aristos.AristosError, ["failed before", "aristos.init()"], problem.experts)
+    dist.barrier()
+    aristos.init()
+    equal_in(torch.float32, 1e-5)()
+    return text
+
+
+def an_exception_in_a_step_leaves_the_next_one():
+    problem = Problem()
+    for _ in range(2):
+        try:
+            output = problem.experts()
+            raise KeyError("in the middle of a step")
+        except KeyError:
+            output = None
+    return equal_in(torch.float32, 1e-5)()
+
+
+def _in_a_fork(queue, problem):
+    try:
+        problem.experts()
+        queue.put("no error")
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def a_fork_is_refused():
+    problem = Problem()
+    problem.experts()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_a_fork, args=(queue, problem))
+    child.start()
+    said = queue.get(timeout=60)
+    child.join()
+    assert "RuntimeError" in said and "forked" in said and "aristos.init()" in said, said
+
+
+CASES = [
+    ("equal_in_f32", equal_in(torch.float32, 1e-5)),
+    ("equal_in_bf16", equal_in(torch.bfloat16, 2e-2)),
+    ("operators_pass_opcheck", operators_pass_opcheck),
+    ("compiled_without_a_break", compiled_without_a_break),
+    ("checkpointed", checkpointed),
+    ("forwards_before_backwards", forwards_before_backwards),
+    ("one_layer_twice_in_a_step", one_layer_twice_in_a_step),
+    ("without_gradients", without_gradients),
+    ("strided_inputs", strided_inputs),
+    ("weights_are_never_stale", weights_are_never_stale),
+    ("finite_differences", finite_differences),
+    ("on_a_part_of_the_processes", on_a_part_of_the_processes),
+    ("moe_equals_one_process", moe_equals_one_process),
+    ("wrong_arguments_are_named_and_the_next_pass_works", wrong_arguments_are_named_and_the_next_pass_works),
+    ("nan_weights_pass_through", nan_weights_pass_through),
+    ("shapes_that_differ_are_named", shapes_that_differ_are_named),
+    ("a_rank_that_stops_is_named", a_rank_that_stops_is_named),
+    ("an_exception_in_a_step_leaves_the_next_one", an_exception_in_a_step_leaves_the_next_one),
+    ("a_fork_is_refused", a_fork_is_refused),
+]
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or [name for name, _ in CASES]
+    unknown = set(names) - {name for name, _ in CASES}
+    if unknown:
+        sys.exit(f"no case {', '.join(sorted(unknown))}")
+    run("experts", [case for case in CASES if case[0] in names])

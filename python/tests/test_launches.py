@@ -1,0 +1,101 @@
+"""What needs processes started and ended: run by tools/test-python as it is, in the repository's root."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+STUCK = """
+import os, sys, time, torch, aristos
+group = aristos.init(wait_limit_s=300)
+up, down = torch.ones(2, 8, 4), torch.ones(2, 4, 4)
+call = lambda: aristos.experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), up, down)
+call()
+open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+if group.rank == 0:
+    call()
+time.sleep(300)
+"""
+
+
+def torchrun(pes, *command, **more):
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pes), *map(str, command)]
+    return subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **more)
+
+
+def alive(pid):
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ctrl_c_ends_all_ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder) / "stuck.py"
+        script.write_text(STUCK)
+        pids = pathlib.Path(folder) / "pids"
+        pids.mkdir()
+        job = torchrun(2, script, pids, start_new_session=True)
+        deadline = time.monotonic() + 90
+        while len(list(pids.iterdir())) < 2:
+            assert time.monotonic() < deadline and job.poll() is None, job.communicate()[0][-400:]
+            time.sleep(0.1)
+        time.sleep(0.5)
+        ranks = [int(file.name) for file in pids.iterdir()]
+        # As a terminal does: to all of them.
+        began = time.monotonic()
+        os.killpg(job.pid, signal.SIGINT)
+        try:
+            job.communicate(timeout=60)
+        finally:
+            for pid in ranks:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+                    raise AssertionError(f"process {pid} runs after Ctrl-C")
+        return f"{time.monotonic() - began:.1f} s"
+
+
+def train(pes, out, *more):
+    job = torchrun(pes, "examples/train_text.py", "--batch", 4, "--length", 64, "--out", out, *more)
+    said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0, said[-600:]
+
+
+def training_goes_on_with_another_number_of_processes():
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder)
+        train(2, out, "--steps", 12, "--save-every", 6)
+        train(4, out, "--steps", 12, "--resume", out / "aristos-2-step6", "--name", "resumed")
+        train(1, out, "--steps", 12, "--experts", "eager")
+        whole, resumed, eager = (json.loads((out / f"{name}.json").read_text())["losses"] for name in ("aristos-2", "resumed", "eager-1"))
+        assert len(whole) == len(eager) == 12 and len(resumed) == 6
+        again = max(abs(a - b) / b for a, b in zip(resumed, whole[6:]))
+        unpatched = max(abs(a - b) / b for a, b in zip(whole, eager))
+        assert again <= 1e-5 and unpatched <= 1e-3, (again, unpatched)
+        routing = json.loads((out / "aristos-2.routing.json").read_text())
+        assert (routing["version"], routing["experts"], routing["top_k"], routing["nodes"]) == (1, 8, 2, 2)
+        assert all(len(r["choices"]) == 2 * sum(r["tokens_per_node"]) == 2 * 4 * 64 for r in routing["records"])
+        assert len(routing["records"]) == 4 * 4
+        return f"resumed {again:.1e}, unpatched {unpatched:.1e}"
+
+
+CASES = [ctrl_c_ends_all_ranks, training_goes_on_with_another_number_of_processes]
+
+if __name__ == "__main__":
+    print(f"running {len(CASES)} cases", flush=True)
+    failures = 0
+    for case in CASES:
+        try:
+            verdict = f"ok ({case()})"
+        except Exception as error:
+            failures += 1
+            verdict = f"FAILED ({type(error).__name__}: {' '.join(str(error).split())})"
+        print(f"test launches::{case.__name__} ... {verdict}", flush=True)
+    sys.exit(failures > 0)
