@@ -142,7 +142,8 @@ impl SavedRouting {
         let mut records = Vec::with_capacity(captured.steps);
         for step in 0..captured.steps {
             let mut choices = vec![0u32; captured.tokens * captured.top_k];
-            let read = self.chosen.read_exact_at(bytemuck::cast_slice_mut(&mut choices), captured.offset_bytes(step, 0));
+            let read =
+                self.chosen.read_exact_at(bytemuck::cast_slice_mut(&mut choices), captured.offset_bytes(step, 0));
             read.context("cannot read the routing back")?;
             leave_out(config, &mut choices);
             records.push(Record { layer, step: step as u64, tokens_per_node: tokens_per_node.clone(), choices });

@@ -170,7 +170,9 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
             for (column, expert) in experts.iter().enumerate() {
                 if *expert as usize >= config.choices() || experts[..column].contains(expert) {
                     let last = config.choices() - 1;
-                    return refuse(format!("token {token} has experts {experts:?}, expected different ones from 0 to {last}"));
+                    return refuse(format!(
+                        "token {token} has experts {experts:?}, expected different ones from 0 to {last}"
+                    ));
                 }
             }
         }
