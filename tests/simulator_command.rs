@@ -196,7 +196,7 @@ fn a_step_is_simulated_and_compared() {
     let compared = parsed(folder, "compare run.json same.json --json");
     let whats: Vec<&str> = compared["rows"].as_array().unwrap().iter().filter_map(|row| row["what"].as_str()).collect();
     assert_eq!((whats[0], whats[1], whats[3]), ("step", "forward", "forward, expert_gemm"));
-    assert_eq!(whats.len(), 11);
+    assert_eq!(whats.len(), 17);
     for row in compared["rows"].as_array().unwrap() {
         let [predicted, measured] = ["predicted_s", "measured_s"].map(|key| row[key].as_f64().unwrap());
         match row["error"].as_f64() {

@@ -75,10 +75,10 @@ impl Affine {
 /// What a PE's own processor does with rows, FLOP; 0 where rows travel by themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CopyFlop {
-    /// Puts one chunk, of rows or of results, under its signal.
-    pub message: f64,
-    /// Puts one row.
-    pub put_row: f64,
+    /// Puts one chunk under its signal: of rows, of results.
+    pub message: [f64; 2],
+    /// Puts one row: out, back.
+    pub put_row: [f64; 2],
     /// Gathers one slot of a row that came, or is the PE's own.
     pub gather_slot: f64,
     /// Sums one slot's result.
