@@ -23,7 +23,7 @@ const SWEEPS: usize = 20_000;
 /// One line that names the report and its field: not a run on the CPU with a backward pass, or not enough of them.
 pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibration, InputError> {
     for (file, report) in reports {
-        check(report, &reports[0].1).map_err(|error| error.in_file(file.as_ref()))?;
+        check(report, &reports[0].1, cores).map_err(|error| error.in_file(file.as_ref()))?;
     }
     let runs: Vec<Run> = reports.iter().map(|(_, report)| Run::of(report)).collect();
     let (alone, together): (Vec<&Run>, Vec<&Run>) = runs.iter().partition(|run| run.pes == 1);
@@ -87,7 +87,7 @@ fn phases_mut(terms: &mut PassTerms) -> [(&'static str, &mut Terms); 4] {
     [(ROUTER, router), (EXPERT, expert), ("dispatch", dispatch), ("combine", combine)]
 }
 
-fn check(report: &RunReport, first: &RunReport) -> Result<(), InputError> {
+fn check(report: &RunReport, first: &RunReport, cores: usize) -> Result<(), InputError> {
     let config = &report.config;
     let wrong = |field: &str, found: String, expected: String| {
         Err(InputError::value(format!("config.{field}"), format!("is {found}"), expected))
@@ -116,6 +116,9 @@ fn check(report: &RunReport, first: &RunReport) -> Result<(), InputError> {
     }
     if report.plan.is_some() {
         return Err(InputError::value("plan", "is there", "a run without one, of one group with even shares"));
+    }
+    if config.pes > cores.max(2) {
+        return wrong("pes", config.pes.to_string(), format!("at most {cores}, the cores"));
     }
     for (field, value) in [
         ("pes", config.pes as u64),
@@ -237,9 +240,7 @@ fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
             }
         }
         // Undoes what `Cores::slowdown` makes of it.
-        let working = (run.pes as f64).min(cores);
-        let sharing = (run.pes as f64 / cores).max(1.0);
-        1.0 + (times_s[0] / times_s[1] / sharing - 1.0) * (cores - 1.0).max(1.0) / (working - 1.0).max(1.0)
+        1.0 + (times_s[0] / times_s[1] - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
     };
     median(together.iter().map(of).collect()).max(1.0)
 }

@@ -16,7 +16,6 @@ use crate::cluster::Cluster;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement, WeightId};
 use crate::plan::{Model, Plan};
-use crate::report::median;
 use crate::run::plan::groups_of;
 use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
@@ -183,12 +182,11 @@ impl Simulated {
         LayerCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop, ..rated }
     }
 
-    /// The cluster, its devices as fast as the calibration says where there is one, those faster or slower than the median by as much as they are.
+    /// The cluster; with a calibration its devices are all of the machine that this is of. (Of PEs that share cores a probe tells no rates.)
     fn calibrated_cluster(&self) -> Cluster {
         let mut cluster = self.cluster.clone();
         if self.calibration.is_some() {
-            let rate = median(cluster.devices.iter().map(|device| device.flop_per_ms).collect());
-            cluster.devices.iter_mut().for_each(|device| device.flop_per_ms *= RATE * 1e-3 / rate);
+            cluster.devices.iter_mut().for_each(|device| device.flop_per_ms = RATE * 1e-3);
         }
         cluster
     }

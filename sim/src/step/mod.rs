@@ -97,11 +97,10 @@ pub struct Cores {
 }
 
 impl Cores {
-    /// How many times as long work takes with `working` PEs of a host at work: cores slow each other down, and PEs share them evenly.
-    pub fn slowdown(&self, working: usize) -> f64 {
-        let (working, count) = (working as f64, self.count as f64);
-        let busy = if count > 1.0 { (working.min(count) - 1.0) / (count - 1.0) } else { 0.0 };
-        (1.0 + (self.busy_factor - 1.0) * busy) * (working / count).max(1.0)
+    /// How many times as long work takes with so many of the cores busy.
+    pub fn slowdown(&self, busy: usize) -> f64 {
+        let share = if self.count > 1 { busy.saturating_sub(1) as f64 / (self.count - 1) as f64 } else { 0.0 };
+        1.0 + (self.busy_factor - 1.0) * share
     }
 }
 

@@ -52,9 +52,12 @@ struct Pe {
     headers_s: f64,
     /// How many times as long as usual its work takes in this step.
     slowness: f64,
+    /// Its core, where PEs share them, and until when it has worked there, s.
+    core: usize,
+    worked_until_s: f64,
     end_s: f64,
     /// When it had done its experts' work, in the bulk schedule.
-    worked_until_s: f64,
+    experts_until_s: f64,
     time: PeTime,
 }
 
@@ -143,13 +146,16 @@ impl<'a> Engine<'a> {
             let barrier_s = f64::from(rounds) * alpha_s.fold(0.0, f64::max);
             groups.push(GroupState { phase: Phase::Counts, pending: 0, barrier_s, counts_s: 0.0 });
         }
-        let hosts = if step.cores.is_some() { step.cluster.hosts().len() } else { 0 };
+        let hosts = if step.cores.is_some() { step.cluster.hosts() } else { Vec::new() };
+        for (on_host, &pe) in hosts.iter().flat_map(|pes| pes.iter().enumerate()) {
+            pes[pe as usize].core = on_host % step.cores.map_or(1, |cores| cores.count);
+        }
         Engine {
             step,
             network,
             pes,
             groups,
-            hosts: (0..hosts).map(|_| HostWork::default()).collect(),
+            hosts: hosts.iter().map(|_| HostWork::default()).collect(),
             queue: BinaryHeap::new(),
             number: 0,
             events: 0,
@@ -349,7 +355,7 @@ impl<'a> Engine<'a> {
         let group = pe.group as usize;
         if self.step.schedule == Schedule::Bulk {
             if self.groups[group].phase == Phase::Experts && pe.all_tiles_left == 0 {
-                pe.worked_until_s = self.now_s;
+                pe.experts_until_s = self.now_s;
                 self.one_less(group);
             }
             return;

@@ -9,7 +9,7 @@ impl Engine<'_> {
         for group in self.step.groups {
             let end_s = |&pe: &usize| match self.step.schedule {
                 Schedule::Pipelined => self.pes[pe].end_s,
-                Schedule::Bulk => self.pes[pe].worked_until_s,
+                Schedule::Bulk => self.pes[pe].experts_until_s,
             };
             let first_s = group.members.iter().map(end_s).fold(f64::INFINITY, f64::min);
             all.extend(group.members.iter().map(|pe| end_s(pe) - first_s));

@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 
 use super::rows::Copying;
 use super::{Engine, Phase, Schedule, What};
+use crate::step::Cores;
 use crate::timeline::Span;
 
 /// A piece of a PE's work.
@@ -22,12 +23,45 @@ pub(super) enum Work {
 /// The PEs at work on a host whose cores they share.
 #[derive(Default)]
 pub(super) struct HostWork {
-    /// Each, and how long its work would still take alone, s.
-    working: Vec<(usize, f64)>,
+    working: Vec<OnCore>,
     /// As of when, s.
     at_s: f64,
     /// Changes of who works: what was expected before one is void.
     turn: u64,
+}
+
+/// A PE at work.
+struct OnCore {
+    pe: usize,
+    core: usize,
+    /// How long its work would still take alone, s.
+    left_s: f64,
+}
+
+impl HostWork {
+    fn on(&self, core: usize) -> usize {
+        self.working.iter().filter(|other| other.core == core).count()
+    }
+
+    /// Moves PEs at work from a core with three or more to one that has at least two fewer.
+    fn balance(&mut self, cores: &Cores) {
+        loop {
+            let most = (0..cores.count).max_by_key(|&core| self.on(core)).unwrap_or(0);
+            let least = (0..cores.count).min_by_key(|&core| self.on(core)).unwrap_or(0);
+            if self.on(most) < 3 || self.on(most) < self.on(least) + 2 {
+                return;
+            }
+            if let Some(last) = self.working.iter_mut().rev().find(|own| own.core == most) {
+                last.core = least;
+            }
+        }
+    }
+
+    /// By PE at work, how many times as long as alone its work takes.
+    fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
+        let busy = (0..cores.count).filter(|&core| self.on(core) > 0).count();
+        self.working.iter().map(|own| cores.slowdown(busy) * self.on(own.core) as f64).collect()
+    }
 }
 
 impl Engine<'_> {
@@ -35,39 +69,43 @@ impl Engine<'_> {
     pub(super) fn begin_work(&mut self, p: usize, work: Work, flop: f64) {
         let time_s = self.compute_s(p, flop);
         self.pes[p].working = Some((work, self.now_s));
-        let (pass, end_s) = (self.pes[p].pass, self.now_s + time_s);
-        if self.hosts.is_empty() {
-            return self.at(end_s, p, pass, What::Computed { turn: 0 });
-        }
+        let Some(cores) = self.step.cores else {
+            let pass = self.pes[p].pass;
+            return self.at(self.now_s + time_s, p, pass, What::Computed { turn: 0 });
+        };
         let host = self.network.host(p);
-        self.advance(host);
-        self.hosts[host].working.push((p, time_s));
-        self.expect_next(host);
+        self.advance(host, &cores);
+        let (pe, state) = (&mut self.pes[p], &mut self.hosts[host]);
+        // As schedulers do: who has waited takes its last core, or one that is idle where that is not; nobody is moved while at work, but from a core
+        // of three.
+        if pe.worked_until_s < self.now_s && state.on(pe.core) > 0 {
+            pe.core = (0..cores.count).find(|&core| state.on(core) == 0).unwrap_or(pe.core);
+        }
+        state.working.push(OnCore { pe: p, core: pe.core, left_s: time_s });
+        state.balance(&cores);
+        self.expect_next(host, &cores);
     }
 
     /// Takes what was done since the last change off what is left.
-    fn advance(&mut self, host: usize) {
-        let slowdown = self.slowdown(host);
+    fn advance(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
-        let done_s = (self.now_s - host.at_s) / slowdown;
-        host.working.iter_mut().for_each(|(_, left_s)| *left_s = (*left_s - done_s).max(0.0));
+        let passed_s = self.now_s - host.at_s;
+        let slowdowns = host.slowdowns(cores);
+        for (own, slowdown) in host.working.iter_mut().zip(slowdowns) {
+            own.left_s = (own.left_s - passed_s / slowdown).max(0.0);
+        }
         host.at_s = self.now_s;
     }
 
-    fn slowdown(&self, host: usize) -> f64 {
-        let working = self.hosts[host].working.len().max(1);
-        self.step.cores.map_or(1.0, |cores| cores.slowdown(working))
-    }
-
     /// Says when the first of a host's PEs at work will be done, if nothing changes before.
-    fn expect_next(&mut self, host: usize) {
-        let slowdown = self.slowdown(host);
-        let state = &mut self.hosts[host];
-        state.turn += 1;
-        let (turn, first) = (state.turn, state.working.iter().min_by(|a, b| a.1.total_cmp(&b.1)).copied());
-        if let Some((p, left_s)) = first {
+    fn expect_next(&mut self, host: usize, cores: &Cores) {
+        let host = &mut self.hosts[host];
+        host.turn += 1;
+        let (turn, slowdowns) = (host.turn, host.slowdowns(cores));
+        let ends = host.working.iter().zip(slowdowns).map(|(own, slowdown)| (own.pe, own.left_s * slowdown));
+        if let Some((p, in_s)) = ends.min_by(|a, b| a.1.total_cmp(&b.1)) {
             let pass = self.pes[p].pass;
-            self.at(self.now_s + left_s * slowdown, p, pass, What::Computed { turn });
+            self.at(self.now_s + in_s, p, pass, What::Computed { turn });
         }
     }
 
@@ -105,14 +143,18 @@ impl Engine<'_> {
 
     /// A PE's piece of work is done, unless its host has changed since that was expected.
     pub(super) fn computed(&mut self, p: usize, turn: u64) {
-        if !self.hosts.is_empty() {
+        if let Some(cores) = self.step.cores {
             let host = self.network.host(p);
             if self.hosts[host].turn != turn {
                 return;
             }
-            self.advance(host);
-            self.hosts[host].working.retain(|(pe, _)| *pe != p);
-            self.expect_next(host);
+            self.advance(host, &cores);
+            let working = &mut self.hosts[host].working;
+            if let Some(at) = working.iter().position(|own| own.pe == p) {
+                self.pes[p].core = working.remove(at).core;
+            }
+            self.pes[p].worked_until_s = self.now_s;
+            self.expect_next(host, &cores);
         }
         match self.worked(p) {
             Some(Work::Route) => return self.routed(p),
