@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 
 use super::compare::read;
 use super::files;
+use super::values::check_cores;
 use crate::checkpoint::OutputFile;
-use crate::simulate::calibrate;
+use crate::simulate::{CORES_MOST, calibrate};
 use crate::stdio::{out_line, print_line};
 
 /// What `aristos calibrate` takes.
@@ -32,8 +33,9 @@ pub fn command(args: &Args) -> Result<bool> {
     for report in &args.reports {
         files::check_distinct(&[("out", Some(&args.out))], &[("a report", Some(report.as_path()))])?;
     }
-    ensure!(args.cores != Some(0), "--cores is 0, expected at least 1");
-    let cores = args.cores.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+    check_cores(args.cores)?;
+    let here = || std::thread::available_parallelism().map_or(1, usize::from).min(CORES_MOST);
+    let cores = args.cores.unwrap_or_else(here);
     let reports = args.reports.iter().map(|path| Ok((path.display().to_string(), read(path)?)));
     let calibration = calibrate(&reports.collect::<Result<Vec<_>>>()?, cores)?;
     let text = serde_json::to_string_pretty(&calibration)?;

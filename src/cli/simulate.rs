@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use super::files;
 use super::plan::read_cluster;
 use super::run::SyntheticArgs;
-use super::values::{DtypeArg, ModeArg};
+use super::values::{DtypeArg, ModeArg, check_cores};
 use super::workload::read_model;
 use crate::cluster::read_text;
 use crate::job::request::Work;
@@ -140,7 +140,7 @@ impl Args {
         (options.mode, options.budget_factor) = (self.schedule.into(), self.budget_factor);
         (options.chunk_rows, options.tile_rows) = (self.chunk_rows, self.tile_rows);
         let calibration = self.calibration.as_deref().map(Calibration::read).transpose()?;
-        ensure!(self.cores != Some(0), "--cores is 0, expected at least 1");
+        check_cores(self.cores)?;
         let busy_factor = calibration.as_ref().map_or(1.0, |calibration| calibration.busy_factor);
         Ok(Simulated {
             cores: self.cores.map(|count| Cores { count, busy_factor }),

@@ -11,6 +11,9 @@ use crate::report::{PassTimes, RunReport, median};
 
 /// Steps of a report below which its median says little.
 const LEAST_STEPS: u64 = 3;
+/// Tokens of a report, and its widths.
+const TOKENS_MOST: u64 = 1 << 28;
+const WIDTH_MOST: u64 = 1 << 24;
 /// Sweeps of the fit over its terms: many times what it takes.
 const SWEEPS: usize = 20_000;
 
@@ -117,24 +120,40 @@ fn check(report: &RunReport, first: &RunReport, cores: usize) -> Result<(), Inpu
     if report.plan.is_some() {
         return Err(InputError::value("plan", "is there", "a run without one, of one group with even shares"));
     }
-    if config.pes > cores.max(2) {
-        return wrong("pes", config.pes.to_string(), format!("at most {cores}, the cores"));
-    }
-    for (field, value) in [
-        ("pes", config.pes as u64),
-        ("tokens", config.tokens),
-        ("hidden", config.hidden),
-        ("intermediate", config.intermediate),
-        ("experts", config.experts as u64),
-        ("top_k", config.top_k),
+    for (field, value, most) in [
+        ("pes", config.pes as u64, cores.max(2) as u64),
+        ("tokens", config.tokens, TOKENS_MOST),
+        ("hidden", config.hidden, WIDTH_MOST),
+        ("intermediate", config.intermediate, WIDTH_MOST),
+        ("top_k", config.top_k, config.experts as u64),
+        ("steps", config.steps, 1 << 40),
     ] {
-        if !(1..=1 << 32).contains(&value) {
-            return wrong(field, value.to_string(), "at least 1".into());
+        if !(1..=most).contains(&value) {
+            return wrong(field, value.to_string(), format!("1 to {most}"));
         }
     }
     if report.tokens_per_expert.len() != config.experts {
         let found = format!("has {} numbers", report.tokens_per_expert.len());
         return Err(InputError::value("tokens_per_expert", found, config.experts.to_string()));
+    }
+    let slots = report.tokens_per_expert.iter().fold(0u64, |slots, rows| slots.saturating_add(*rows));
+    if !(1..=config.tokens * config.top_k).contains(&slots) {
+        let expected = format!("1 to {}, tokens times top_k", config.tokens * config.top_k);
+        return Err(InputError::value("tokens_per_expert", format!("has {slots} tokens in all"), expected));
+    }
+    if !(config.flop_per_step.is_finite() && config.flop_per_step > 0.0) {
+        return wrong("flop_per_step", config.flop_per_step.to_string(), "a number above 0".into());
+    }
+    for (pass, times) in [("forward", Some(&report.forward)), ("backward", report.backward.as_ref())] {
+        for (phase, spread) in times.iter().flat_map(|times| &times.phases) {
+            if !(0.0..=1e9).contains(&spread.median_s) {
+                let found = format!("is {}", spread.median_s);
+                return Err(InputError::value(format!("{pass}.phases.{phase}.median_s"), found, "0 to 10^9 seconds"));
+            }
+        }
+        if times.and_then(|times| times.phases.get("expert_gemm")).is_none_or(|spread| spread.median_s == 0.0) {
+            return Err(InputError::value(format!("{pass}.phases.expert_gemm"), "is 0", "a time above 0"));
+        }
     }
     Ok(())
 }

@@ -15,6 +15,8 @@ use crate::sim::step::{Affine, CopyFlop, Cores};
 
 /// The version of the files.
 pub(super) const VERSION: u64 = 1;
+/// Cores of a host.
+pub const CORES_MOST: usize = 4096;
 /// The rate that seconds of calibrated work are told to the simulator in, FLOP/s.
 pub(super) const RATE: f64 = 1e12;
 
@@ -190,12 +192,17 @@ impl Calibration {
     /// # Errors
     /// One line that names the file, the field, what is there and what is right.
     pub fn read(path: &Path) -> Result<Calibration, InputError> {
-        let read = || {
-            let calibration: Calibration = parse_json(&read_text(path)?)?;
-            calibration.check()?;
-            Ok(calibration)
-        };
-        read().map_err(|error: InputError| error.in_file(path))
+        Calibration::from_json(&read_text(path)?).map_err(|error| error.in_file(path))
+    }
+
+    /// A calibration from its JSON text.
+    ///
+    /// # Errors
+    /// As [`Calibration::read`], without the file.
+    pub fn from_json(text: &str) -> Result<Calibration, InputError> {
+        let calibration: Calibration = parse_json(text)?;
+        calibration.check()?;
+        Ok(calibration)
     }
 
     fn check(&self) -> Result<(), InputError> {
@@ -203,8 +210,8 @@ impl Calibration {
         if self.version != VERSION {
             return wrong("version".into(), format!("is {}", self.version), &VERSION.to_string());
         }
-        if self.cores == 0 {
-            return wrong("cores".into(), "is 0".into(), "at least 1");
+        if !(1..=CORES_MOST).contains(&self.cores) {
+            return wrong("cores".into(), format!("is {}", self.cores), &format!("1 to {CORES_MOST}"));
         }
         if !(1.0..=100.0).contains(&self.busy_factor) {
             return wrong("busy_factor".into(), format!("is {}", self.busy_factor), "a number from 1 to 100");

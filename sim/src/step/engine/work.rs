@@ -39,28 +39,31 @@ struct OnCore {
 }
 
 impl HostWork {
-    fn on(&self, core: usize) -> usize {
-        self.working.iter().filter(|other| other.core == core).count()
+    /// PEs at work on each core.
+    fn on_cores(&self, cores: &Cores) -> Vec<usize> {
+        let mut on = vec![0; cores.count];
+        self.working.iter().for_each(|own| on[own.core] += 1);
+        on
     }
 
-    /// Moves PEs at work from a core with three or more to one that has at least two fewer.
+    /// Moves a PE at work from a core with three or more to one that has at least two fewer.
     fn balance(&mut self, cores: &Cores) {
-        loop {
-            let most = (0..cores.count).max_by_key(|&core| self.on(core)).unwrap_or(0);
-            let least = (0..cores.count).min_by_key(|&core| self.on(core)).unwrap_or(0);
-            if self.on(most) < 3 || self.on(most) < self.on(least) + 2 {
-                return;
-            }
-            if let Some(last) = self.working.iter_mut().rev().find(|own| own.core == most) {
-                last.core = least;
-            }
+        let on = self.on_cores(cores);
+        let most = (0..cores.count).max_by_key(|&core| on[core]).unwrap_or(0);
+        let least = (0..cores.count).min_by_key(|&core| on[core]).unwrap_or(0);
+        if on[most] >= 3
+            && on[most] >= on[least] + 2
+            && let Some(last) = self.working.iter_mut().rev().find(|own| own.core == most)
+        {
+            last.core = least;
         }
     }
 
     /// By PE at work, how many times as long as alone its work takes.
     fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
-        let busy = (0..cores.count).filter(|&core| self.on(core) > 0).count();
-        self.working.iter().map(|own| cores.slowdown(busy) * self.on(own.core) as f64).collect()
+        let on = self.on_cores(cores);
+        let busy = on.iter().filter(|&&on| on > 0).count();
+        self.working.iter().map(|own| cores.slowdown(busy) * on[own.core] as f64).collect()
     }
 }
 
@@ -78,8 +81,11 @@ impl Engine<'_> {
         let (pe, state) = (&mut self.pes[p], &mut self.hosts[host]);
         // As schedulers do: who has waited takes its last core, or one that is idle where that is not; nobody is moved while at work, but from a core
         // of three.
-        if pe.worked_until_s < self.now_s && state.on(pe.core) > 0 {
-            pe.core = (0..cores.count).find(|&core| state.on(core) == 0).unwrap_or(pe.core);
+        if pe.worked_until_s < self.now_s {
+            let on = state.on_cores(&cores);
+            if on[pe.core] > 0 {
+                pe.core = on.iter().position(|&on| on == 0).unwrap_or(pe.core);
+            }
         }
         state.working.push(OnCore { pe: p, core: pe.core, left_s: time_s });
         state.balance(&cores);
