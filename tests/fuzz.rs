@@ -14,10 +14,11 @@ use aristos::checkpoint::{Checkpoint, read_input, read_model};
 use aristos::cluster::{Cluster, parse_json, read_text};
 use aristos::moe::WeightSource;
 use aristos::plan::{self, Options, Outcome, Plan, Workload, expert_weights, loads_of_report, rebalance_experts};
-use aristos::report::RunReport;
+use aristos::report::{RunConfig, RunReport};
 use aristos::sim::comms::{Load, Params, Schedule, exchange};
 use aristos::sim::linear::{Device, LinearLayer, LinearTime};
 use aristos::sim::routing::Routing;
+use aristos::simulate::{Calibration, calibrate};
 use mutate::mutate;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -145,6 +146,12 @@ fn files_that_are_a_little_wrong_are_read_or_refused() {
         loads_of_report(&text).map_err(|error| line(&error))?;
         serde_json::from_str::<RunReport>(&text).map(drop).map_err(|error| line(&error))
     });
+    fuzz("measured", |bytes| {
+        let report = serde_json::from_str::<RunReport>(&text(&file, bytes)?).map_err(|error| line(&error))?;
+        let alone = RunReport { config: RunConfig { pes: 1, ..report.config.clone() }, ..report.clone() };
+        calibrate(&[("alone".into(), alone), ("together".into(), report)], 2).map(drop).map_err(|error| line(&error))
+    });
+    fuzz("calibration", |bytes| Calibration::from_json(&text(&file, bytes)?).map(drop).map_err(|error| line(&error)));
     fuzz("loads", |bytes| {
         let weight = expert_weights(&text(&file, bytes)?).map_err(|error| line(&error))?;
         rebalance_experts(&weight, 8, 1, 1, 4).map(drop).map_err(|error| line(&error))

@@ -196,7 +196,7 @@ fn a_step_is_simulated_and_compared() {
     let compared = parsed(folder, "compare run.json same.json --json");
     let whats: Vec<&str> = compared["rows"].as_array().unwrap().iter().filter_map(|row| row["what"].as_str()).collect();
     assert_eq!((whats[0], whats[1], whats[3]), ("step", "forward", "forward, expert_gemm"));
-    assert_eq!(whats.len(), 11);
+    assert_eq!(whats.len(), 17);
     for row in compared["rows"].as_array().unwrap() {
         let [predicted, measured] = ["predicted_s", "measured_s"].map(|key| row[key].as_f64().unwrap());
         match row["error"].as_f64() {
@@ -242,4 +242,122 @@ fn a_plan_and_a_routing_file_are_simulated() {
     let rows = "--tokens 65536 --experts 8 --hidden 64 --top-k 4 --chunk-rows 1 --steps 1000";
     refused(folder, &format!("{cluster} {rows}"), &["--chunk-rows is 1", "chunks"]);
     refused(folder, "simulate --cluster preset:dgx-h100:1280 --model deepseek-v3", &["10240 PEs", "2048"]);
+}
+
+#[test]
+fn a_run_is_repeated_by_its_routing() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    let layer = "--tokens 90 --hidden 32 --intermediate 24 --experts 8 --top-k 3 --router softmax --shared-intermediate 16 --seed 3";
+    let first = format!("run --pes 2 {layer} --hot-ratio 0.25 --hot-weight 0.7 --steps 2 --json");
+    let run = parsed(folder, &format!("{first} --save-routing r.json --output first.safetensors"));
+    let routing: Value = serde_json::from_slice(&std::fs::read(folder.join("r.json")).unwrap()).unwrap();
+    assert_eq!((&routing["nodes"], routing["records"].as_array().unwrap().len()), (&json!(2), 2));
+    assert_eq!(routing["records"][1]["tokens_per_node"], json!([45, 45]));
+    // By its own routing the same bits; on more PEs, and checked, the same tokens to the same experts.
+    parsed(folder, &format!("{first} --routing r.json --save-routing again.json --output again.safetensors"));
+    for (one, other) in [("r.json", "again.json"), ("first.safetensors", "again.safetensors")] {
+        assert!(std::fs::read(folder.join(one)).unwrap() == std::fs::read(folder.join(other)).unwrap(), "{other}");
+    }
+    // Of tokens that would go elsewhere.
+    let other = format!("run --pes 3 {} --routing r.json --json --check", layer.replace("--seed 3", "--seed 4"));
+    let elsewhere = parsed(folder, &other.replace("--tokens 90 ", ""));
+    assert_eq!(elsewhere["tokens_per_expert"], run["tokens_per_expert"]);
+    assert_eq!(elsewhere["check"]["passed"], json!(true));
+    assert_ne!(parsed(folder, &other.replace("--routing r.json", ""))["tokens_per_expert"], run["tokens_per_expert"]);
+    // A simulation of it, a benchmark, a workload.
+    let simulated = format!("simulate --cluster preset:dgx-h100:1 --routing r.json --json {layer}");
+    let simulated = parsed(folder, &simulated.replace("--tokens 90", "").replace("--seed 3", ""));
+    let four_times: Vec<u64> =
+        run["tokens_per_expert"].as_array().unwrap().iter().map(|tokens| 4 * tokens.as_u64().unwrap()).collect();
+    assert_eq!(simulated["tokens_per_expert"], json!(four_times));
+    let bench =
+        "bench moe --pes 2 --dtype f32 --tokens 90 --hidden 32 --intermediate 24 --experts 8 --top-k 3 --iterations 1";
+    let rows = |args: &str| parsed(folder, args)["results"][0]["rows_per_pe"].clone();
+    let by_run: u64 = run["tokens_per_expert"].as_array().unwrap()[..4].iter().filter_map(Value::as_u64).sum();
+    assert_eq!(rows(&format!("{bench} --routing r.json --json"))[0], json!(by_run));
+    // What is not this layer's.
+    refused(
+        folder,
+        &format!("{} --routing r.json", first.replace("--tokens 90", "--tokens 91")),
+        &["r.json: records[0] has 90"],
+    );
+    refused(
+        folder,
+        &format!("{} --routing r.json", first.replace("--top-k 3", "--top-k 2")),
+        &["r.json: top_k is 3, expected 2"],
+    );
+    refused(
+        folder,
+        &format!("{} --routing r.json", first.replace("--experts 8", "--experts 16")),
+        &["r.json: experts is 8"],
+    );
+    refused(
+        folder,
+        &format!("{first} --routing r.json --save-routing r.json"),
+        &["--save-routing r.json is the routing"],
+    );
+    refused(folder, &format!("{bench} --routing first.safetensors"), &["first.safetensors"]);
+    let capped = format!("{first} --capacity-factor 0.7 --save-routing capped.json");
+    parsed(folder, &capped);
+    refused(folder, &format!("{first} --routing capped.json"), &["capped.json: records[0].choices[", "is -1"]);
+    assert!(
+        aristos(folder, "sim routing --experts 8 --tokens 90 --top-k 3 --nodes 2 --layers 2 --out two.json")
+            .status
+            .success()
+    );
+    std::fs::write(
+        folder.join("one.json"),
+        std::fs::read_to_string(folder.join("two.json")).unwrap().replace("\"layer\":0", "\"layer\":5"),
+    )
+    .unwrap();
+    refused(
+        folder,
+        &format!("{first} --routing one.json"),
+        &["one.json: records have layer 5, expected one of layer 0"],
+    );
+}
+
+#[test]
+fn a_machine_is_calibrated_by_its_runs() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    let layer = |tokens: usize| format!("--tokens {tokens} --hidden 64 --intermediate 96 --experts 8 --top-k 2");
+    for (name, pes, tokens, steps) in
+        [("a", 1, 64, 3), ("b", 1, 256, 3), ("c", 2, 128, 3), ("few", 1, 64, 2), ("d", 2, 200, 3)]
+    {
+        let report = parsed(folder, &format!("run --pes {pes} {} --steps {steps} --json", layer(tokens)));
+        std::fs::write(folder.join(format!("{name}.json")), report.to_string()).unwrap();
+    }
+    let calibration = parsed(folder, "calibrate a.json b.json c.json --cores 2 --out m.json --json");
+    assert_eq!(calibration["fitted_to"].as_array().unwrap().len(), 3);
+    assert!(calibration["forward"]["expert"]["s_per_flop"].is_number(), "{calibration}");
+    let simulate =
+        |more: &str| format!("simulate --cluster preset:dgx-h100:1 --dtype f32 {} --json {more}", layer(400));
+    let simulated = parsed(folder, &simulate("--calibration m.json"));
+    let time = |report: &Value, pass: &str, phase: &str| report[pass]["phases"][phase]["max_s"].as_f64().unwrap();
+    for (pass, phase) in [("forward", "dispatch"), ("backward", "combine"), ("forward", "router")] {
+        assert!(time(&simulated, pass, phase) > 0.0, "{pass} {phase}: {simulated}");
+    }
+    // Eight PEs on two cores: with eight cores they take less.
+    let cores = parsed(folder, &simulate("--calibration m.json --cores 8"));
+    assert!(cores["step_s"].as_f64() < simulated["step_s"].as_f64());
+    // Without one the devices' rates count, and the time of copies none.
+    assert_eq!(time(&parsed(folder, &simulate("")), "forward", "dispatch"), 0.0);
+    refused(
+        folder,
+        "calibrate a.json few.json c.json --out x.json",
+        &["few.json: config.steps is 2, expected at least 3"],
+    );
+    refused(folder, "calibrate a.json b.json --out x.json", &["reports have none of several"]);
+    refused(folder, "calibrate a.json m.json --out x.json", &["m.json"]);
+    refused(folder, "calibrate a.json c.json --out a.json", &["--out a.json"]);
+    refused(folder, "calibrate a.json c.json --cores 0 --out x.json", &["--cores is 0"]);
+    assert!(!folder.join("x.json").exists());
+    refused(folder, &simulate("--calibration a.json"), &["a.json"]);
+    refused(folder, &simulate("--calibration m.json").replace("f32", "bf16"), &["--dtype is bf16, expected f32"]);
+    let mut negative = calibration.clone();
+    negative["forward"]["expert"]["s_per_flop"] = json!(-1.0);
+    std::fs::write(folder.join("n.json"), negative.to_string()).unwrap();
+    refused(folder, &simulate("--calibration n.json"), &["n.json: forward.expert.s_per_flop is -1, expected a number"]);
 }

@@ -9,7 +9,9 @@ use aristos_plan::cluster::preset;
 use aristos_sim::comms::{Load, Params, Schedule, exchange};
 use aristos_sim::network::Nics;
 use aristos_sim::routing::{Popularity, Record, Workload};
-use aristos_sim::step::{Cutting, Group, GroupPlan, LayerCost, Rows, Schedule as StepSchedule, Step, simulate};
+use aristos_sim::step::{
+    Affine, CopyFlop, Cutting, Group, GroupPlan, LayerCost, Rows, Schedule as StepSchedule, Step, simulate,
+};
 use aristos_sim::sweep::{Cost, Degrees, Model, Strategy, grid};
 
 fn main() {
@@ -103,9 +105,11 @@ fn step(name: &str) {
             out_bytes: (4.0, 8.0),
             back_bytes: 4.0,
             header_bytes: 40.0,
-            slot_flop,
-            router_flop: 2.0 * hidden * experts as f64,
-            shared_flop: slot_flop,
+            tile_flop: [Affine::each(slot_flop); 2],
+            gradient_flop: Affine::each(slot_flop),
+            router_flop: [2.0, 4.0].map(|flop| Affine::each(flop * hidden * experts as f64)),
+            shared_flop: [slot_flop, 2.0 * slot_flop].map(Affine::each),
+            copy_flop: [CopyFlop::default(); 2],
             gradient_bytes: (4.0 * slot_flop / 2.0, 4.0 * hidden * experts as f64),
         };
         for schedule in [StepSchedule::Pipelined, StepSchedule::Bulk] {
@@ -133,6 +137,7 @@ fn step(name: &str) {
                     window_chunks: 4,
                     steps: 1,
                     jitter: None,
+                    cores: None,
                     nics: Nics::PerPe,
                     speed: (1.0, 1.0),
                     traced: 0,
@@ -150,7 +155,7 @@ fn step(name: &str) {
 /// Rows of each PE for each other one: a token goes to a PE once, however many of its experts are there.
 fn group_plan(record: &Record, top_k: usize, experts_per_pe: usize) -> GroupPlan {
     let n = record.tokens_per_node.len();
-    let mut rows = vec![vec![Rows { starts: vec![0], experts: Vec::new() }; n]; n];
+    let mut rows = vec![vec![Rows { starts: vec![0], experts: Vec::new(), returns: Vec::new() }; n]; n];
     for (pe, choices) in record.choices_by_node(top_k) {
         for token in choices.chunks_exact(top_k) {
             let mut sorted = token.to_vec();
@@ -158,6 +163,7 @@ fn group_plan(record: &Record, top_k: usize, experts_per_pe: usize) -> GroupPlan
             for of_pe in sorted.chunk_by(|a, b| *a as usize / experts_per_pe == *b as usize / experts_per_pe) {
                 let to = &mut rows[pe][of_pe[0] as usize / experts_per_pe];
                 to.experts.extend(of_pe.iter().map(|expert| expert % experts_per_pe as u32));
+                to.returns.push(to.starts.len() as u32 - 1);
                 to.starts.push(to.experts.len() as u32);
             }
         }
@@ -165,6 +171,6 @@ fn group_plan(record: &Record, top_k: usize, experts_per_pe: usize) -> GroupPlan
     let tiles = |run: std::ops::Range<usize>| -> Vec<_> {
         run.clone().step_by(512).map(|start| start..run.end.min(start + 512)).collect()
     };
-    let cutting = Cutting { chunk_rows: 256, tile_rows: 512, tiles: &tiles };
+    let cutting = Cutting { chunk_rows: 256, early_rows: 256, tiles: &tiles };
     GroupPlan::new(&rows, &record.tokens_per_node, &vec![experts_per_pe; n], &cutting)
 }

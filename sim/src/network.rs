@@ -62,6 +62,11 @@ impl<'c> Network<'c> {
         self.host[a] == self.host[b]
     }
 
+    /// The number of a PE's host.
+    pub fn host(&self, pe: usize) -> usize {
+        self.host[pe] as usize
+    }
+
     /// Latency from one PE to another, s.
     pub fn alpha_s(&self, from: usize, to: usize) -> f64 {
         self.links.link(from, to).alpha_ms * 1e-3

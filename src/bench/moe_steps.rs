@@ -11,6 +11,7 @@ use crate::job::request::MoeBench;
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{MoeLayer, WeightSource};
+use crate::run::routing::GivenRouting;
 
 /// Measures over the layer of any engine, on `device`; `bare_gemms` makes what runs the GEMMs of this PE's experts alone, given the
 /// rows of each.
@@ -24,6 +25,11 @@ pub(super) fn measure<L: MoeLayer, G: FnMut(&L, bool)>(
     bare_gemms: impl FnOnce(&[u64]) -> G,
 ) -> Result<PeSamples> {
     let tokens = block(bench.tokens, context.n_pes(), layer.my_pe());
+    if let Some(path) = &bench.routing {
+        let (experts, top_k) = (source.config().n_experts, source.config().router.top_k);
+        let given = GivenRouting::read(path, 0, (experts, top_k), Some(bench.tokens))?;
+        layer.set_choices(Some(given.of_step(0, tokens.clone())))?;
+    }
     let zeros = vec![0.0; tokens.len() * source.config().hidden];
     let x = layer.rows(&source.hidden_states(tokens.clone()), "hidden_states")?;
     let grad_output = layer.rows(&source.grad_output(tokens), "grad_output")?;

@@ -334,6 +334,7 @@ mod tests {
         let bench = MoeBench {
             pes: 2,
             layer: SyntheticSpec { layer, hot_ratio: 0.25, hot_weight: 0.7, seed: 0 },
+            routing: None,
             tokens: 200,
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]

@@ -22,6 +22,7 @@ use crate::job::request::{DeviceKind, MoeBench, Request};
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::run::memory::check_bench_memory;
+use crate::run::routing::GivenRouting;
 use crate::stdio::{print, print_line};
 
 /// What `aristos bench` takes.
@@ -93,6 +94,9 @@ struct MoeArgs {
     /// Seed of weights, tokens and routing
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Take the tokens' experts from a routing file (docs/simulator.md), its first record of layer 0, in place of the router's choice; on the CPU
+    #[arg(long, value_name = "ROUTING.json", conflicts_with_all = ["hot_ratio", "hot_weight"])]
+    routing: Option<PathBuf>,
     /// Iterations that count; each runs every measurement once
     #[arg(long, default_value_t = 7)]
     iterations: usize,
@@ -163,10 +167,15 @@ impl MoeArgs {
         let layer = LayerConfig::new(self.hidden, self.experts, RouterConfig::softmax(self.top_k), expert);
         let layer = SyntheticSpec { layer, hot_ratio: self.hot_ratio, hot_weight: self.hot_weight, seed: self.seed };
         Synthetic::new(layer.clone())?;
+        if let Some(path) = &self.routing {
+            ensure!(device == DeviceKind::Cpu, "--routing on a device, expected --device cpu");
+            GivenRouting::read(path, 0, (self.experts, self.top_k), Some(self.tokens))?;
+        }
         let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or(2))?;
         Ok(MoeBench {
             pes,
             layer,
+            routing: self.routing.clone(),
             tokens: self.tokens,
             device,
             #[cfg(feature = "device")]

@@ -102,6 +102,8 @@ impl LayerArgs {
             capacity_factor: None,
             output: None,
             save_weights: None,
+            routing: None,
+            save_routing: None,
             check: false,
             trace: None,
             json: false,

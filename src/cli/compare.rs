@@ -38,6 +38,7 @@ pub fn command(args: &Args) -> Result<bool> {
     Ok(true)
 }
 
-fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
+/// Reads a report.
+pub(super) fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
     parse_json(&read_text(path)?).with_context(|| path.display().to_string())
 }

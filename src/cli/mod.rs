@@ -4,6 +4,7 @@ mod bench;
 mod bench_p2p;
 mod bench_straggler;
 mod bench_summary;
+mod calibrate;
 mod compare;
 mod doctor;
 mod files;
@@ -68,6 +69,8 @@ enum Command {
     Sweep(Box<sweep::Args>),
     /// Simulate steps of a layer on a cluster: their time, what waits for what, and what would help.
     Simulate(Box<simulate::Args>),
+    /// Fit what work takes on this machine to measured steps, for simulations of it.
+    Calibrate(calibrate::Args),
     /// Put what was simulated beside what was measured, phase by phase.
     Compare(compare::Args),
     /// A PE of a job, which its supervisor starts.
@@ -142,6 +145,7 @@ fn command_main(command: Command) -> u8 {
     let passed = match command {
         Command::Run(args) => run::command(&args),
         Command::Bench(args) => bench::command(&args),
+        Command::Calibrate(args) => calibrate::command(&args),
         Command::Compare(args) => compare::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Probe(args) => probe::command(&args),

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::files::check_distinct;
-use super::workload::{OptionalModelArgs, weigh};
+use super::workload::{OptionalModelArgs, weigh, weigh_by_routing};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, parse_json, preset, read_text};
 use crate::plan::{
@@ -69,6 +69,9 @@ pub struct Args {
     /// Weigh the experts by the tokens that each got in a report of `aristos run --json`
     #[arg(long, value_name = "REPORT.json")]
     expert_load_from: Option<PathBuf>,
+    /// Weigh the experts by the tokens that each gets in a routing file (docs/simulator.md)
+    #[arg(long, value_name = "ROUTING.json", conflicts_with = "expert_load_from")]
+    routing: Option<PathBuf>,
     /// The plan in use: state what changing to the new one gains and what moving the experts costs
     #[arg(long, value_name = "PLAN.json")]
     current: Option<PathBuf>,
@@ -179,6 +182,9 @@ impl Args {
             let text = read_text(path)?;
             weigh(&mut workload, &text).with_context(|| path.display().to_string())?;
         }
+        if let Some(path) = &self.routing {
+            weigh_by_routing(&mut workload, path, self.of_model.top_k()?)?;
+        }
         Ok(workload)
     }
 
@@ -202,6 +208,7 @@ impl Args {
             ("cluster", Some(&self.cluster)),
             ("workload", self.workload.as_ref()),
             ("expert-load-from", self.expert_load_from.as_ref()),
+            ("routing", self.routing.as_ref()),
         ];
         check_distinct(
             &written.map(|(flag, path)| (flag, path.as_deref())),

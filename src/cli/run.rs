@@ -20,7 +20,11 @@ use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::job::tcp;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::run::routing::GivenRouting;
 use crate::run::{PreparedRun, peers, supervisor};
+
+/// Tokens of a synthetic layer where nothing says how many.
+const DEFAULT_TOKENS: usize = 1024;
 
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
@@ -87,6 +91,13 @@ pub struct Args {
     /// Write the layer's weights as they are at the end, under the names and in the shapes of the checkpoint, F32
     #[arg(long, value_name = "W.safetensors")]
     save_weights: Option<PathBuf>,
+    /// Take the tokens' experts from a routing file (docs/simulator.md) in place of the router's choice: those of this layer's number, 0 of a
+    /// synthetic layer's, its records in turn; weights stay the router's. A synthetic layer gets as many tokens
+    #[arg(long, value_name = "ROUTING.json")]
+    routing: Option<PathBuf>,
+    /// Write which experts the tokens of each step went to, as a routing file
+    #[arg(long, value_name = "ROUTING.json")]
+    save_routing: Option<PathBuf>,
     /// Compare the results with a dense float64 reference; exit code 1 beyond tolerance
     #[arg(long)]
     check: bool,
@@ -196,7 +207,11 @@ impl SyntheticArgs {
             || self.forward_only
     }
 
-    pub(super) fn work(&self) -> Work {
+    /// The layer, with as many tokens as asked for, or as a routing file has.
+    ///
+    /// # Errors
+    /// One line: the file cannot be read, or is of another model.
+    pub(super) fn work(&self, routing: Option<&Path>) -> Result<Work> {
         let (n_experts, top_k) = (self.experts.unwrap_or(8), self.top_k.unwrap_or(2));
         let expert = MlpConfig {
             intermediate: self.intermediate.unwrap_or(1024),
@@ -216,7 +231,12 @@ impl SyntheticArgs {
         let layer = LayerConfig { shared, ..LayerConfig::new(hidden, n_experts, router, expert) };
         let (hot_ratio, hot_weight) = (self.hot_ratio.unwrap_or(0.0), self.hot_weight.unwrap_or(0.0));
         let spec = SyntheticSpec { layer, hot_ratio, hot_weight, seed: self.seed.unwrap_or(0) };
-        Work::Synthetic { spec, tokens: self.tokens.unwrap_or(1024), backward: !self.forward_only }
+        let tokens = match (self.tokens, routing) {
+            (Some(tokens), _) => tokens,
+            (None, None) => DEFAULT_TOKENS,
+            (None, Some(path)) => GivenRouting::read(path, 0, (n_experts, top_k), None)?.tokens(),
+        };
+        Ok(Work::Synthetic { spec, tokens, backward: !self.forward_only })
     }
 }
 
@@ -227,7 +247,7 @@ impl Args {
             (Some(model), Some(input)) => {
                 (Work::Checkpoint { model: model.clone(), layer: self.layer, input: input.clone() }, false)
             }
-            _ if self.synthetic.given() => (self.synthetic.work(), false),
+            _ if self.synthetic.given() => (self.synthetic.work(self.routing.as_deref())?, false),
             _ => (example()?, true),
         };
         ensure!(self.steps > 0, "--steps is 0, expected at least 1");
@@ -255,6 +275,10 @@ impl Args {
             device == DeviceKind::Cpu || self.on_failure == OnFailureArg::Stop,
             "--on-failure continue on a device, expected --device cpu"
         );
+        ensure!(
+            self.save_routing.is_none() || self.on_failure == OnFailureArg::Stop,
+            "--save-routing with --on-failure continue, expected one of them: a group that is lost leaves no routing"
+        );
         let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
@@ -275,6 +299,8 @@ impl Args {
             steps: self.steps,
             sgd: self.sgd,
             save_weights: self.save_weights.clone(),
+            routing: self.routing.clone(),
+            save_routing: self.save_routing.clone(),
             options: Options {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use super::files;
 use super::plan::read_cluster;
 use super::run::SyntheticArgs;
-use super::values::{DtypeArg, ModeArg};
+use super::values::{DtypeArg, ModeArg, check_cores};
 use super::workload::read_model;
 use crate::cluster::read_text;
 use crate::job::request::Work;
@@ -19,8 +19,8 @@ use crate::report::simulated_trace_json;
 use crate::run::plan::parse_plan;
 use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
-use crate::sim::step::Jitter;
-use crate::simulate::{Simulated, SimulatedReport, Tokens, groups_on, layer_of};
+use crate::sim::step::{Cores, Jitter};
+use crate::simulate::{Calibration, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
 use crate::stdio::out_line;
 
 /// Tokens of a PE with --model, where nothing else is said.
@@ -63,6 +63,12 @@ pub struct Args {
     /// Who has a port to the network
     #[arg(long, value_enum, default_value = "pe")]
     nics: NicsArg,
+    /// What work takes on the machine, as `aristos calibrate` has written it, in place of the devices' rates
+    #[arg(long, value_name = "CALIBRATION.json")]
+    calibration: Option<PathBuf>,
+    /// Cores of a host, which its PEs share as threads do [default: the calibration's, and without one each PE has its own]
+    #[arg(long, value_name = "N")]
+    cores: Option<usize>,
     /// Receive memory, as a multiple of the even share of the rows
     #[arg(long, value_name = "F", default_value_t = 2.0)]
     budget_factor: f64,
@@ -98,7 +104,7 @@ impl Args {
     fn simulated(&self) -> Result<Simulated> {
         let cluster = read_cluster(&self.cluster)?;
         let (model, pes) = (self.model.as_deref().map(read_model).transpose()?, cluster.devices.len());
-        let Work::Synthetic { spec, tokens, backward } = self.synthetic.work() else { bail!("there is no layer") };
+        let Work::Synthetic { spec, tokens, backward } = self.synthetic.work(None)? else { bail!("there is no layer") };
         let config = model.as_ref().map_or_else(|| spec.layer.clone(), layer_of);
         let (ratio, weight) = (spec.hot_ratio, spec.hot_weight);
         let tokens = match (&self.routing, &model) {
@@ -133,7 +139,12 @@ impl Args {
         let mut options = Options::default();
         (options.mode, options.budget_factor) = (self.schedule.into(), self.budget_factor);
         (options.chunk_rows, options.tile_rows) = (self.chunk_rows, self.tile_rows);
+        let calibration = self.calibration.as_deref().map(Calibration::read).transpose()?;
+        check_cores(self.cores)?;
+        let busy_factor = calibration.as_ref().map_or(1.0, |calibration| calibration.busy_factor);
         Ok(Simulated {
+            cores: self.cores.map(|count| Cores { count, busy_factor }),
+            calibration,
             cluster,
             config,
             groups,
@@ -156,7 +167,12 @@ impl Args {
 pub fn command(args: &Args) -> Result<bool> {
     files::check_distinct(
         &[("trace", args.trace.as_deref())],
-        &[("cluster", Some(&args.cluster)), ("plan", args.plan.as_deref()), ("routing", args.routing.as_deref())],
+        &[
+            ("cluster", Some(&args.cluster)),
+            ("plan", args.plan.as_deref()),
+            ("routing", args.routing.as_deref()),
+            ("calibration", args.calibration.as_deref()),
+        ],
     )?;
     let simulated = args.simulated()?;
     if let Some(folder) = &args.plot {
@@ -201,6 +217,8 @@ fn print(report: &SimulatedReport) -> Result<()> {
         ("total", None),
         ("router", Some("router")),
         ("expert GEMM", Some("expert_gemm")),
+        ("dispatch", Some("dispatch")),
+        ("combine", Some("combine")),
         ("waiting", Some("waiting")),
         ("other", Some("other")),
     ] {

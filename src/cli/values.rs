@@ -6,6 +6,7 @@ use clap::ValueEnum;
 use crate::job::launch::{LaunchError, MAX_PES};
 use crate::job::request::{DeviceKind, OnFailure};
 use crate::moe::{Activation, Dtype, Mode};
+use crate::simulate::CORES_MOST;
 
 /// What a build without the feature says to `--transport mpi`.
 pub const NO_MPI: &str = "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features \
@@ -239,4 +240,10 @@ mod tests {
             assert_eq!(error, format!("--min is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"));
         }
     }
+}
+
+/// Refuses numbers of a host's cores that are none, or too many to simulate.
+pub fn check_cores(cores: Option<usize>) -> Result<()> {
+    let wrong = cores.filter(|cores| !(1..=CORES_MOST).contains(cores));
+    wrong.map_or(Ok(()), |cores| bail!("--cores is {cores}, expected 1 to {CORES_MOST}"))
 }

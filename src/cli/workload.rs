@@ -95,6 +95,11 @@ impl RestArgs {
 }
 
 impl OptionalModelArgs {
+    /// The model's experts per token, where there is a model.
+    pub fn top_k(&self) -> Result<Option<usize>> {
+        Ok(self.model.as_deref().map(read_model).transpose()?.map(|model| model.top_k))
+    }
+
     /// The workload of the model for so many devices.
     pub fn workload(&self, devices: usize) -> Result<Workload> {
         let (model, tokens) = self.model.as_deref().zip(self.tokens_per_device).context("--model is missing")?;
@@ -115,6 +120,14 @@ pub(super) fn weigh(workload: &mut Workload, report: &str) -> Result<(), InputEr
     workload.set_load(plan::loads_of_report(report)?, "tokens_per_expert")
 }
 
+/// Weighs the experts by the tokens that each gets in a routing file, of a model with so many experts per token where that is known.
+pub(super) fn weigh_by_routing(workload: &mut Workload, path: &Path, top_k: Option<usize>) -> Result<(), InputError> {
+    let routing = Routing::read(path)?;
+    let fits = routing.check_model(workload.n_experts(), top_k.unwrap_or(routing.top_k));
+    let set = fits.and_then(|()| workload.set_load(routing.tokens_per_expert(), "choices"));
+    set.map_err(|error| error.in_file(path))
+}
+
 /// Writes the workload.
 pub fn command(args: &Args) -> Result<bool> {
     let config = args.of_model.model.join("config.json");
@@ -127,16 +140,10 @@ pub fn command(args: &Args) -> Result<bool> {
     let mut workload = of_model.rest.workload(&of_model.model, of_model.tokens_per_device, devices)?;
     if let Some(path) = &args.routing {
         let text = read_text(path)?;
-        let set = if Routing::is_routing(&text) {
-            let top_k = read_model(&of_model.model)?.top_k;
-            Routing::from_json(&text).and_then(|routing| {
-                routing.check_model(workload.n_experts(), top_k)?;
-                workload.set_load(routing.tokens_per_expert(), "choices")
-            })
-        } else {
-            weigh(&mut workload, &text)
-        };
-        set.with_context(|| path.display().to_string())?;
+        match Routing::is_routing(&text) {
+            true => weigh_by_routing(&mut workload, path, Some(read_model(&of_model.model)?.top_k))?,
+            false => weigh(&mut workload, &text).with_context(|| path.display().to_string())?,
+        }
     }
     let text = workload.to_json() + "\n";
     match &args.out {

@@ -13,6 +13,7 @@ mod pe_results;
 pub mod peers;
 pub mod plan;
 pub mod probe;
+pub(crate) mod routing;
 mod steps;
 pub mod supervisor;
 
@@ -20,15 +21,15 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
-#[cfg(feature = "device")]
-use crate::job::request::DeviceKind;
-use crate::job::request::{PlanSource, RunRequest, Work};
+use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource};
+
+use routing::{Captured, GivenRouting};
 
 enum Source {
     Checkpoint(Box<Checkpoint>, Input),
@@ -46,6 +47,8 @@ pub struct PreparedRun {
     world: Vec<usize>,
     /// Of the places in `world`.
     groups: Groups,
+    /// The experts of the tokens, where the router is not to choose them.
+    routing: Option<GivenRouting>,
     /// The plan's source as the report names it, in the process that made or read it.
     plan_source: Option<String>,
 }
@@ -81,8 +84,21 @@ impl PreparedRun {
             crate::moe::device::check(&config, request.dtype, &request.options)?;
         }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
+        let routing = match &request.routing {
+            None => None,
+            Some(_) if request.device != DeviceKind::Cpu => {
+                bail!("`routing` on a device, expected `device` cpu: a device's router chooses for itself")
+            }
+            Some(path) => Some(GivenRouting::read(
+                path,
+                request.work.layer(),
+                (config.n_experts, config.router.top_k),
+                Some(tokens),
+            )?),
+        };
         let world = (0..request.pes).collect();
-        let mut run = PreparedRun { source, config, tokens, backward, world, groups, plan_source: None, request };
+        let mut run =
+            PreparedRun { source, config, tokens, backward, world, groups, routing, plan_source: None, request };
         if let Some(PlanSource::Made(plan)) = &run.request.plan {
             run.groups = run.groups_of(plan)?;
         }
@@ -146,6 +162,11 @@ impl PreparedRun {
     /// The tokens of a PE.
     fn tokens_of(&self, pe: usize) -> Range<usize> {
         block(self.tokens, self.request.pes, pe)
+    }
+
+    /// The routing that is captured.
+    fn captured(&self) -> Captured {
+        Captured { steps: self.request.steps, tokens: self.tokens, top_k: self.config.router.top_k }
     }
 
     /// The most tokens of any PE.

@@ -46,6 +46,9 @@ pub const WEIGHTS: &str = "weights";
 /// The experts chosen for each token, `[tokens, top_k]` u32, little-endian.
 pub const CHOSEN: &str = "chosen";
 
+/// The experts chosen in every step, `[steps, tokens, top_k]` u32, little-endian; [`NO_EXPERT`](crate::moe::NO_EXPERT) for what a capacity left out.
+pub const ROUTING: &str = "routing";
+
 /// What a PE tells the supervisor.
 #[derive(Serialize, Deserialize)]
 pub enum Message {

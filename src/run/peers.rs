@@ -5,7 +5,7 @@ use std::io;
 
 use anyhow::{Context, Result, anyhow};
 
-use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS, WEIGHTS};
+use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS, ROUTING, WEIGHTS};
 use super::probe::{heap_bytes, probe_pes};
 use super::supervisor::{self, Outputs};
 use super::{PreparedRun, pe};
@@ -46,6 +46,7 @@ pub fn run<W: World>(
         (None, false) => Vec::new(),
     };
     names.extend(job.request.save_weights.iter().map(|_| WEIGHTS));
+    names.extend(job.request.save_routing.iter().map(|_| ROUTING));
     let sent =
         pes.run::<Message>(&names, files, limit, |host| pe::run(&mut job, host).map_err(|error| failure(&error)));
     let sent = match sent {

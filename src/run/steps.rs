@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 
 use super::PreparedRun;
-use super::pe_results::Message;
+use super::pe_results::{Message, ROUTING};
 use crate::checkpoint::InputTensor;
 use crate::job::host::Host;
 use crate::job::request::OnFailure;
@@ -135,10 +135,17 @@ impl Steps<'_> {
             };
             let enter = |pass: usize| passes.iter().for_each(|codes| status.set_phase(codes[pass]));
             enter(0);
+            if let Some(routing) = &job.routing {
+                layer.set_choices(Some(routing.of_step(step, job.tokens_of(me))))?;
+            }
             let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
             let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
-            if step + 1 == job.request.steps {
+            if step + 1 == job.request.steps || job.request.save_routing.is_some() {
                 routed = layer.routed(&saved)?;
+            }
+            if job.request.save_routing.is_some() {
+                let at = job.captured().offset_bytes(step, job.tokens_of(me).start);
+                host.write(ROUTING, at, bytemuck::cast_slice(&routed.chosen), "the routing")?;
             }
             if let Some((grad_output, grad_input)) = &mut backward {
                 enter(1);

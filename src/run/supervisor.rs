@@ -9,7 +9,8 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::PreparedRun;
 use super::check::check;
-use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS, WEIGHTS};
+use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS, ROUTING, WEIGHTS};
+use super::routing::SavedRouting;
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
 use crate::job::launch::{GoOn, LaunchError, Processes, Separable, StatusView};
 use crate::job::messages::collect;
@@ -92,6 +93,7 @@ pub(super) struct Outputs {
     results: Option<OutputFile>,
     chosen: Option<File>,
     weights: Option<OutputFile>,
+    routing: Option<SavedRouting>,
     trace: Option<Trace>,
     done: Vec<Done>,
     lost: Vec<LostGroups>,
@@ -137,7 +139,9 @@ impl Outputs {
             Some(path) => Some(OutputFile::create(path, &job.saved_weights()?)?),
             None => None,
         };
-        Ok(Outputs { layout, results, chosen, weights, trace, done: Vec::new(), lost: Vec::new() })
+        let routing = job.request.save_routing.as_deref();
+        let routing = routing.map(|path| SavedRouting::create(path, job.captured())).transpose()?;
+        Ok(Outputs { layout, results, chosen, weights, routing, trace, done: Vec::new(), lost: Vec::new() })
     }
 
     /// Takes what a PE says.
@@ -153,12 +157,13 @@ impl Outputs {
     pub(super) fn files(&self) -> impl Iterator<Item = (&'static str, &File)> {
         let results = self.results.as_ref().map(|file| (RESULTS, file.file()));
         let weights = self.weights.as_ref().map(|file| (WEIGHTS, file.file()));
-        results.into_iter().chain(self.chosen.as_ref().map(|file| (CHOSEN, file))).chain(weights)
+        let routing = self.routing.as_ref().map(|routing| (ROUTING, &routing.chosen));
+        results.into_iter().chain(self.chosen.as_ref().map(|file| (CHOSEN, file))).chain(weights).chain(routing)
     }
 
     /// All PEs have written and said what they had to: checks and publishes.
     pub(super) fn finish(self, job: &PreparedRun) -> Result<RunReport> {
-        let Outputs { layout, results: output, chosen, weights, trace, done, lost } = self;
+        let Outputs { layout, results: output, chosen, weights, routing, trace, done, lost } = self;
         let losses = done.iter().min_by_key(|done| done.report.pe).map(|done| done.losses.clone()).unwrap_or_default();
         let reports: Vec<PeReport> = done.into_iter().map(|done| done.report).collect();
         let mut report = RunReport::merge(run_config(job, &reports), &reports);
@@ -181,6 +186,9 @@ impl Outputs {
             trace.file.publish()?;
         }
         weights.map_or(Ok(()), OutputFile::publish)?;
+        if let Some(routing) = routing {
+            routing.publish(job.captured(), job.request.work.layer(), &job.config, job.request.pes)?;
+        }
         if let (Some(output), true) = (output, job.request.output.is_some()) {
             output.publish()?;
         }
@@ -204,7 +212,12 @@ fn leave_out(job: &PreparedRun, layout: &ResultLayout, file: &File, lost: &[Lost
 
 /// Refuses files to be written that are each other, or that are there to be read.
 pub(super) fn check_outputs(request: &RunRequest) -> Result<()> {
-    let written = [("output", &request.output), ("save_weights", &request.save_weights), ("trace", &request.trace)];
+    let written = [
+        ("output", &request.output),
+        ("save_weights", &request.save_weights),
+        ("save_routing", &request.save_routing),
+        ("trace", &request.trace),
+    ];
     let same = |a: Option<&Path>, b: &Path| a.is_some_and(|a| real_path(a) == real_path(b));
     for (at, (field, path)) in written.iter().enumerate() {
         let Some(path) = path.as_deref() else { continue };
@@ -214,6 +227,9 @@ pub(super) fn check_outputs(request: &RunRequest) -> Result<()> {
         }
         if let Some(PlanSource::File(plan)) = &request.plan {
             ensure!(!same(Some(path), plan), refuse("the plan"));
+        }
+        if let Some(routing) = &request.routing {
+            ensure!(!same(Some(path), routing), refuse("the routing that is read"));
         }
         if let Work::Checkpoint { model, input, .. } = &request.work {
             ensure!(!same(Some(path), input), refuse("the input"));

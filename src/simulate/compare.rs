@@ -69,7 +69,10 @@ pub fn compare(run: &RunReport, simulated: &SimulatedReport) -> Result<Compariso
         for (phase, predicted_as, measured_as) in [
             ("router", &["router"][..], &["router"][..]),
             ("expert_gemm", &["expert_gemm"], &["expert_gemm"]),
-            ("communication", &["waiting"], &COMMUNICATION),
+            ("dispatch", &["dispatch"], &["dispatch"]),
+            ("combine", &["combine"], &["combine", "scale"]),
+            ("waiting", &["waiting"], &["waiting"]),
+            ("communication", &["dispatch", "combine", "waiting"], &COMMUNICATION),
             ("other", &["other"], &["other"]),
         ] {
             let what = format!("{name}, {phase}");

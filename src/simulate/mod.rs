@@ -2,6 +2,8 @@
 //!
 //! The plan of each group is made by the layer's own code (`plans`), and the step simulated by `aristos-sim`.
 
+mod calibrate;
+mod calibration;
 mod compare;
 mod plans;
 mod report;
@@ -17,7 +19,10 @@ use crate::plan::{Model, Plan};
 use crate::run::plan::groups_of;
 use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
-use crate::sim::step::{Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
+use crate::sim::step::{Affine, CopyFlop, Cores, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
+pub use calibrate::calibrate;
+pub use calibration::{CORES_MOST, Calibration, Fitted, PassTerms, Residual, Terms};
+use calibration::{CalibratedCost, RATE};
 pub use compare::{Compared, Comparison, compare};
 use plans::{Choices, Plans, balanced, plans};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
@@ -82,6 +87,10 @@ pub struct Simulated {
     pub jitter: Option<Jitter>,
     /// Who has a port to the network.
     pub nics: Nics,
+    /// The cores of each host, which its PEs share, where they are threads of a processor.
+    pub cores: Option<Cores>,
+    /// What work takes on the machine, in place of the devices' rates.
+    pub calibration: Option<Calibration>,
     /// PEs of which a timeline is kept, the first so many.
     pub traced: usize,
 }
@@ -148,19 +157,38 @@ impl Simulated {
             let of = |id: &WeightId| config.shape(*id).iter().product::<usize>() as f64;
             ids.iter().filter(|id| id.has_gradient()).map(of).sum()
         };
-        LayerCost {
+        let tokens_flop = |flop: f64| [flop, 2.0 * flop].map(Affine::each);
+        let slot_flop = Affine::each(config.expert.forward_flop_per_row(config.hidden));
+        let rated = LayerCost {
             row_bytes: layout.row_bytes as f64,
             out_bytes: OUT_BYTES,
             back_bytes: BACK_BYTES,
             header_bytes: 4.0 * layout.header_words as f64,
-            slot_flop: config.expert.forward_flop_per_row(config.hidden),
-            router_flop: 2.0 * hidden * config.choices() as f64,
-            shared_flop: config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
+            tile_flop: [slot_flop; 2],
+            gradient_flop: slot_flop,
+            router_flop: tokens_flop(2.0 * hidden * config.choices() as f64),
+            shared_flop: tokens_flop(
+                config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
+            ),
+            copy_flop: [CopyFlop::default(); 2],
             gradient_bytes: (
                 GRADIENT_BYTES * elements(&config.expert_weights(0)),
                 GRADIENT_BYTES * elements(&config.replicated_weights()),
             ),
+        };
+        let Some(calibration) = &self.calibration else { return rated };
+        let cost = calibration.cost(config, self.dtype.bytes(), self.options.tile_rows());
+        let CalibratedCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop } = cost;
+        LayerCost { tile_flop, gradient_flop, router_flop, shared_flop, copy_flop, ..rated }
+    }
+
+    /// The cluster; with a calibration its devices are all of the machine that this is of. (Of PEs that share cores a probe tells no rates.)
+    fn calibrated_cluster(&self) -> Cluster {
+        let mut cluster = self.cluster.clone();
+        if self.calibration.is_some() {
+            cluster.devices.iter_mut().for_each(|device| device.flop_per_ms = RATE * 1e-3);
         }
+        cluster
     }
 
     fn choices(&self, record: usize) -> Result<Choices> {
@@ -178,7 +206,8 @@ impl Simulated {
     pub fn run(&self) -> Result<(SimulatedReport, StepTimes)> {
         self.check()?;
         let layout = self.layout()?;
-        let cost = self.cost(&layout);
+        let (cost, cluster) = (self.cost(&layout), self.calibrated_cluster());
+        let cores = self.cores.or(self.calibration.as_ref().map(Calibration::cores));
         let records = match &self.tokens {
             Tokens::File(routing) => routing.records.len().min(self.steps),
             _ => 1,
@@ -201,7 +230,7 @@ impl Simulated {
         let times = |plans: &[(&Plans, usize)], speed: (f64, f64)| {
             let each = plans.iter().enumerate().map(|(record, (plans, steps))| {
                 simulate(&Step {
-                    cluster: &self.cluster,
+                    cluster: &cluster,
                     groups: &plans.groups,
                     plans: &plans.plans,
                     cost: &cost,
@@ -215,6 +244,7 @@ impl Simulated {
                     jitter: self
                         .jitter
                         .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
+                    cores,
                     nics: self.nics,
                     speed,
                     traced: if record == 0 { self.traced } else { 0 },
@@ -256,6 +286,14 @@ impl Simulated {
         self.config.validate()?;
         self.options.validate()?;
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
+        if let Some(calibration) = &self.calibration {
+            let dtype = self.dtype.name();
+            ensure!(
+                calibration.dtype == dtype,
+                "`dtype` is {dtype}, expected {}, the calibration's",
+                calibration.dtype
+            );
+        }
         ensure!(self.tokens() > 0, "`tokens` is 0, expected at least 1");
         let choices = self.tokens().saturating_mul(self.config.router.top_k);
         ensure!(

@@ -105,7 +105,7 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
             let tokens: Vec<usize> = nodes.iter().map(|&node| of_nodes[node].len() / config.router.top_k).collect();
             let experts: Vec<usize> = (0..members.len()).map(|pe| placement.experts(pe).len()).collect();
             let cut = |run: std::ops::Range<usize>| tiles(run, options.tile_rows()).collect();
-            let cutting = Cutting { chunk_rows, tile_rows: options.tile_rows(), tiles: &cut };
+            let cutting = Cutting { chunk_rows, early_rows: options.tile_rows().div_ceil(2), tiles: &cut };
             all.plans.push(GroupPlan::new(&rows, &tokens, &experts, &cutting));
         }
         let experts = (0..members.len()).map(|pe| placement.experts(pe).to_vec()).collect();
@@ -121,6 +121,7 @@ fn rows(simulated: &Simulated, placement: &Placement, ids: &[i32]) -> Result<Vec
     let of_pe = |routes: router::Routes| Rows {
         starts: routes.slot_start,
         experts: routes.slots.iter().map(|slot| slot.expert).collect(),
+        returns: routes.returns,
     };
     Ok(routes.into_iter().map(of_pe).collect())
 }

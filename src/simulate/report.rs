@@ -21,7 +21,7 @@ pub struct SimulatedReport {
     pub all_steps_s: Vec<f64>,
     /// Tokens of a step over `step_s`.
     pub tokens_per_s: f64,
-    /// The forward pass; its phases are `router`, `expert_gemm` and `waiting`.
+    /// The forward pass; its phases are `router`, `expert_gemm`, `dispatch`, `combine` and `waiting`.
     pub forward: PassTimes,
     /// The backward pass; also `other`, the sums of gradients.
     pub backward: Option<PassTimes>,
@@ -173,6 +173,8 @@ fn pass_times(times: &StepTimes, pass: usize) -> PassTimes {
     let mut phases = BTreeMap::from([
         ("router".to_string(), spread(&|pe| pe.router_s[pass])),
         ("expert_gemm".to_string(), spread(&|pe| pe.expert_s[pass])),
+        ("dispatch".to_string(), spread(&|pe| pe.dispatch_s[pass])),
+        ("combine".to_string(), spread(&|pe| pe.combine_s[pass])),
         ("waiting".to_string(), spread(&|pe| pe.waiting_s[pass])),
     ]);
     let other = |pe: &PeTime| if pass == 1 { pe.all_reduce_s } else { 0.0 };

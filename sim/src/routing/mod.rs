@@ -15,8 +15,8 @@ pub use generate::{Popularity, Workload};
 const VERSION: u64 = 1;
 const EXPERTS_MOST: u64 = 1 << 16;
 const NODES_MOST: usize = 1 << 16;
-/// Choices of all tokens, layers and steps: 2 GiB of a file.
-const CHOICES_MOST: usize = 1 << 28;
+/// The most choices of all tokens, layers and steps that a file may have: 2 GiB of it.
+pub const CHOICES_MOST: usize = 1 << 28;
 
 /// Stands for no expert: a choice that a capacity left out.
 pub const NO_EXPERT: u32 = u32::MAX;
@@ -115,6 +115,11 @@ impl Payload {
 }
 
 impl Routing {
+    /// The routing of these records, whose choices are such as [`Routing::read`] takes.
+    pub fn new(experts: usize, top_k: usize, nodes: usize, records: Vec<Record>) -> Routing {
+        Routing { experts, top_k, nodes, records }
+    }
+
     /// Whether a text is a routing file, and not a report; neither need be right.
     pub fn is_routing(text: &str) -> bool {
         #[derive(Deserialize)]

@@ -26,7 +26,7 @@ pub enum Schedule {
     Bulk,
 }
 
-/// What a layer's parts cost.
+/// What a layer's parts cost. Work is in FLOP: what the device does at its nominal rate in the time that the work takes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerCost {
     /// Bytes of a row on its way.
@@ -37,14 +37,71 @@ pub struct LayerCost {
     pub back_bytes: f64,
     /// Bytes of a header.
     pub header_bytes: f64,
-    /// FLOP of an expert for one slot, forward; backward takes as many for the input's gradients and for the weights'.
-    pub slot_flop: f64,
-    /// FLOP of the router for one token, forward; backward takes twice as many.
-    pub router_flop: f64,
-    /// FLOP of the shared expert for one token, forward; backward takes twice as many.
-    pub shared_flop: f64,
+    /// An expert's tiles, by pass, of so many slots.
+    pub tile_flop: [Affine; 2],
+    /// The gradients of an expert's weights, of so many slots.
+    pub gradient_flop: Affine,
+    /// The router, by pass, of so many tokens, with what else a pass begins and ends with.
+    pub router_flop: [Affine; 2],
+    /// The shared expert, by pass, of so many tokens.
+    pub shared_flop: [Affine; 2],
+    /// What a PE does itself to have rows sent and summed, by pass.
+    pub copy_flop: [CopyFlop; 2],
     /// Bytes of one expert's gradients, and of those of what every PE has.
     pub gradient_bytes: (f64, f64),
+}
+
+/// A cost that grows with a number of rows, slots or tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Affine {
+    /// Of any number above 0.
+    pub base: f64,
+    /// Of each.
+    pub each: f64,
+}
+
+impl Affine {
+    /// A cost of nothing but each.
+    pub fn each(each: f64) -> Affine {
+        Affine { base: 0.0, each }
+    }
+
+    /// The cost of `n`.
+    pub fn of(&self, n: f64) -> f64 {
+        if n > 0.0 { self.base + n * self.each } else { 0.0 }
+    }
+}
+
+/// What a PE's own processor does with rows, FLOP; 0 where rows travel by themselves.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CopyFlop {
+    /// Puts one chunk under its signal: of rows, of results.
+    pub message: [f64; 2],
+    /// Puts one row: out, back.
+    pub put_row: [f64; 2],
+    /// Gathers one slot of a row that came, or is the PE's own.
+    pub gather_slot: f64,
+    /// Sums one slot's result.
+    pub sum_slot: f64,
+    /// Adds one row of results to the token's.
+    pub add_row: f64,
+}
+
+/// Processors that the PEs of a host share, where a PE is a thread.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cores {
+    /// How many a host has.
+    pub count: usize,
+    /// How many times as long the same work takes with all of them busy as with one.
+    pub busy_factor: f64,
+}
+
+impl Cores {
+    /// How many times as long work takes with so many of the cores busy.
+    pub fn slowdown(&self, busy: usize) -> f64 {
+        let share = if self.count > 1 { busy.saturating_sub(1) as f64 / (self.count - 1) as f64 } else { 0.0 };
+        1.0 + (self.busy_factor - 1.0) * share
+    }
 }
 
 /// An expert-parallel group.
@@ -87,6 +144,8 @@ pub struct Step<'a> {
     pub steps: usize,
     /// Slower and faster PEs, where there are any.
     pub jitter: Option<Jitter>,
+    /// The cores that PEs share, where they do.
+    pub cores: Option<Cores>,
     /// Who has a port to the network.
     pub nics: Nics,
     /// How many times as fast as the cluster says: ports to the network, and FLOP.
@@ -103,6 +162,10 @@ pub struct PeTime {
     pub router_s: [f64; 2],
     /// Experts, the shared one included, by pass.
     pub expert_s: [f64; 2],
+    /// Putting and gathering rows, by pass.
+    pub dispatch_s: [f64; 2],
+    /// Putting and summing results, by pass.
+    pub combine_s: [f64; 2],
     /// Waiting for rows, results or other PEs, by pass.
     pub waiting_s: [f64; 2],
     /// Forward and backward, from the step's beginning to the PE's end.
@@ -117,7 +180,8 @@ impl PeTime {
     fn add(&mut self, other: &PeTime) {
         let pairs = [(&mut self.router_s, other.router_s), (&mut self.expert_s, other.expert_s)];
         let more = [(&mut self.waiting_s, other.waiting_s), (&mut self.pass_s, other.pass_s)];
-        for (sum, other) in pairs.into_iter().chain(more) {
+        let copies = [(&mut self.dispatch_s, other.dispatch_s), (&mut self.combine_s, other.combine_s)];
+        for (sum, other) in pairs.into_iter().chain(more).chain(copies) {
             sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
         }
         self.all_reduce_s += other.all_reduce_s;

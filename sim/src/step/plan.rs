@@ -9,11 +9,18 @@ pub struct Rows {
     pub starts: Vec<u32>,
     /// The experts.
     pub experts: Vec<u32>,
+    /// The rows in the order in which their results come back.
+    pub returns: Vec<u32>,
 }
 
 impl Rows {
     pub(super) fn len(&self) -> usize {
         self.starts.len().saturating_sub(1)
+    }
+
+    /// A row's experts.
+    fn of(&self, row: usize) -> &[u32] {
+        &self.experts[self.starts[row] as usize..self.starts[row + 1] as usize]
     }
 }
 
@@ -26,6 +33,8 @@ pub(super) struct Chunk {
     pub index: u32,
     pub rows: u32,
     pub slots: u32,
+    /// Slots of the results that come back as chunk `index`; they are of as many rows.
+    pub result_slots: u32,
 }
 
 /// Rows of one expert that are computed at once.
@@ -35,9 +44,11 @@ pub(super) struct Tile {
     pub rows: u32,
     /// Whether it is cut before the other PEs' counts are in.
     pub early: bool,
+    /// Whether all its rows are the PE's own: nobody else waits for it.
+    pub own: bool,
 }
 
-/// Slots that a chunk has in a tile.
+/// Slots that a chunk has in a tile: of rows that come, or of results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Piece {
     pub chunk: u32,
@@ -52,8 +63,8 @@ pub(super) struct Tiling {
     /// By chunk: those of chunk c are `pieces[chunk_starts[c]..chunk_starts[c + 1]]`.
     pub pieces: Vec<Piece>,
     pub chunk_starts: Vec<u32>,
-    /// Places in `pieces` by tile, in the same way.
-    pub of_tile: Vec<u32>,
+    /// The same of chunks of results, by tile.
+    pub results: Vec<Piece>,
     pub tile_starts: Vec<u32>,
     /// Tiles of each expert.
     pub tiles_of_expert: Vec<u32>,
@@ -85,7 +96,7 @@ pub struct Cutting<'f> {
     /// Rows of a full chunk.
     pub chunk_rows: usize,
     /// An expert's own rows are cut before the others' are known where they are this many.
-    pub tile_rows: usize,
+    pub early_rows: usize,
     /// Cuts a run of an expert's rows into tiles.
     pub tiles: &'f dyn Fn(Range<usize>) -> Vec<Range<usize>>,
 }
@@ -133,7 +144,9 @@ impl PePlan {
             for (index, start) in (0..rows.len()).step_by(cutting.chunk_rows).enumerate() {
                 let end = rows.len().min(start + cutting.chunk_rows);
                 let slots = rows.starts[end] - rows.starts[start];
-                chunks.push(Chunk { from: source as u32, index: index as u32, rows: (end - start) as u32, slots });
+                let result_slots = rows.returns[start..end].iter().map(|&row| rows.of(row as usize).len() as u32).sum();
+                let (from, rows) = (source as u32, (end - start) as u32);
+                chunks.push(Chunk { from, index: index as u32, rows, slots, result_slots });
             }
             first_chunk.push(chunks.len() as u32);
         }
@@ -146,13 +159,14 @@ impl PePlan {
             let mut tile_at: Vec<Vec<u32>> = Vec::with_capacity(experts);
             for expert in 0..experts {
                 let (own, all) = (counts[me][expert], expert_rows[expert] as usize);
-                let cut = if early && own >= cutting.tile_rows { own } else { 0 };
+                let cut = if early && own >= cutting.early_rows { own } else { 0 };
                 let mut at = Vec::with_capacity(all);
                 let before = tiling.tiles.len();
                 for (run, early) in [(0..cut, true), (cut..all, false)] {
                     for tile in (cutting.tiles)(run) {
                         at.resize(at.len() + tile.len(), tiling.tiles.len() as u32);
-                        tiling.tiles.push(Tile { expert: expert as u32, rows: tile.len() as u32, early });
+                        let (rows, is_own) = (tile.len() as u32, tile.end <= own);
+                        tiling.tiles.push(Tile { expert: expert as u32, rows, early, own: is_own });
                     }
                 }
                 tiling.tiles_of_expert.push((tiling.tiles.len() - before) as u32);
@@ -194,31 +208,30 @@ impl Tiling {
     /// Counts the slots of each chunk in each tile.
     fn fill(&mut self, from: &[&Rows], starts: &[Vec<usize>], tile_at: &[Vec<u32>], chunk_rows: usize) {
         self.chunk_starts.push(0);
-        let mut chunk = 0;
+        let mut first_chunk = 0;
         for (source, rows) in from.iter().enumerate() {
             let mut place = starts[source].clone();
-            for start in (0..rows.len()).step_by(chunk_rows) {
-                let end = rows.len().min(start + chunk_rows);
-                // A chunk's slots of an expert are consecutive there: few tiles each.
-                let first = self.pieces.len();
-                for &expert in &rows.experts[rows.starts[start] as usize..rows.starts[end] as usize] {
-                    let tile = tile_at[expert as usize][place[expert as usize]];
-                    place[expert as usize] += 1;
-                    match self.pieces[first..].iter_mut().rev().find(|piece| piece.tile == tile) {
-                        Some(piece) => piece.slots += 1,
-                        None => self.pieces.push(Piece { chunk, tile, slots: 1 }),
-                    }
-                }
-                self.chunk_starts.push(self.pieces.len() as u32);
-                chunk += 1;
+            // By slot, as they come.
+            let mut tiles = Vec::with_capacity(rows.experts.len());
+            for &expert in &rows.experts {
+                tiles.push(tile_at[expert as usize][place[expert as usize]]);
+                place[expert as usize] += 1;
             }
+            let of_row = |row: usize| &tiles[rows.starts[row] as usize..rows.starts[row + 1] as usize];
+            for start in (0..rows.len()).step_by(chunk_rows) {
+                let (chunk, end) = (first_chunk + (start / chunk_rows) as u32, rows.len().min(start + chunk_rows));
+                count(&mut self.pieces, chunk, (start..end).flat_map(of_row));
+                self.chunk_starts.push(self.pieces.len() as u32);
+                let returned = rows.returns[start..end].iter().flat_map(|&row| of_row(row as usize));
+                count(&mut self.results, chunk, returned);
+            }
+            first_chunk += rows.len().div_ceil(chunk_rows) as u32;
         }
-        let mut of_tile: Vec<u32> = (0..self.pieces.len() as u32).collect();
-        of_tile.sort_by_key(|&piece| self.pieces[piece as usize].tile);
+        self.results.sort_by_key(|piece| piece.tile);
         let mut tile_starts = vec![0u32; self.tiles.len() + 1];
-        self.pieces.iter().for_each(|piece| tile_starts[piece.tile as usize + 1] += 1);
+        self.results.iter().for_each(|piece| tile_starts[piece.tile as usize + 1] += 1);
         (1..tile_starts.len()).for_each(|tile| tile_starts[tile] += tile_starts[tile - 1]);
-        (self.of_tile, self.tile_starts) = (of_tile, tile_starts);
+        self.tile_starts = tile_starts;
     }
 
     /// What a chunk has in tiles.
@@ -226,9 +239,19 @@ impl Tiling {
         &self.pieces[self.chunk_starts[chunk as usize] as usize..self.chunk_starts[chunk as usize + 1] as usize]
     }
 
-    /// What a tile is made of.
-    pub fn of_tile(&self, tile: u32) -> impl Iterator<Item = &Piece> {
-        let range = self.tile_starts[tile as usize] as usize..self.tile_starts[tile as usize + 1] as usize;
-        self.of_tile[range].iter().map(|&piece| &self.pieces[piece as usize])
+    /// What chunks of results have of a tile.
+    pub fn results_of(&self, tile: u32) -> &[Piece] {
+        &self.results[self.tile_starts[tile as usize] as usize..self.tile_starts[tile as usize + 1] as usize]
+    }
+}
+
+/// Adds a chunk's slots, by tile; its slots of an expert are consecutive there, so that they are in few tiles each.
+fn count<'t>(pieces: &mut Vec<Piece>, chunk: u32, tiles: impl Iterator<Item = &'t u32>) {
+    let first = pieces.len();
+    for &tile in tiles {
+        match pieces[first..].iter_mut().rev().find(|piece| piece.tile == tile) {
+            Some(piece) => piece.slots += 1,
+            None => pieces.push(Piece { chunk, tile, slots: 1 }),
+        }
     }
 }

@@ -1,11 +1,12 @@
 //! Benchmarks.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DeviceKind, FieldError};
+use super::{DeviceKind, FieldError, optional_path_bytes};
 #[cfg(feature = "device")]
 use crate::moe::device::GemmPath;
 use crate::moe::synthetic::SyntheticSpec;
@@ -18,6 +19,9 @@ pub struct MoeBench {
     pub pes: usize,
     /// The layer and its workload.
     pub layer: SyntheticSpec,
+    /// The file of the tokens' experts, in place of the router's choice.
+    #[serde(with = "optional_path_bytes")]
+    pub routing: Option<PathBuf>,
     /// Tokens, over all PEs.
     pub tokens: usize,
     /// What computes.

@@ -189,6 +189,8 @@ mod tests {
             capacity_factor: Some(1.0 / 3.0),
             output: Some(PathBuf::from(OsStr::from_bytes(b"\xfe"))),
             save_weights: Some(PathBuf::from(OsStr::from_bytes(b"w\xfe"))),
+            routing: Some(PathBuf::from(OsStr::from_bytes(b"r\xfe"))),
+            save_routing: None,
             check: true,
             trace: None,
             json: false,

@@ -37,6 +37,16 @@ pub enum Work {
     },
 }
 
+impl Work {
+    /// The layer's number: 0 of a synthetic one.
+    pub fn layer(&self) -> u64 {
+        match self {
+            Work::Checkpoint { layer, .. } => *layer as u64,
+            Work::Synthetic { .. } => 0,
+        }
+    }
+}
+
 /// What the layer runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -112,6 +122,12 @@ pub struct RunRequest {
     /// Where the weights go as they are at the end, in the layout of their checkpoint.
     #[serde(with = "optional_path_bytes")]
     pub save_weights: Option<PathBuf>,
+    /// The file of the tokens' experts, in place of the router's choice.
+    #[serde(with = "optional_path_bytes")]
+    pub routing: Option<PathBuf>,
+    /// Where the experts of all steps' tokens go.
+    #[serde(with = "optional_path_bytes")]
+    pub save_routing: Option<PathBuf>,
     /// Whether the results are checked against the float64 reference.
     pub check: bool,
     /// Where the timeline goes.

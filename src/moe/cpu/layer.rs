@@ -54,6 +54,8 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) exchange: Option<X>,
     /// What passes since the last outcome put to other PEs, the sums of gradients included.
     pub(super) pass_bytes: u64,
+    /// The experts of the next passes' tokens, where the router is not to choose them.
+    pub(super) choices: Option<Vec<u32>>,
 }
 
 /// What backward passes leave.
@@ -156,6 +158,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             spare: Vec::new(),
             exchange,
             pass_bytes: 0,
+            choices: None,
         })
     }
 }

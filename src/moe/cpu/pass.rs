@@ -58,7 +58,10 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
             let why = "the layer has no router: the caller routes, by experts".into();
             return Err(MoeError::Usage { what: "run forward", why });
         }
-        self.tokens(x, output)?;
+        let pairs = self.tokens(x, output)? * self.spec.config.router.top_k;
+        if let Some(choices) = &self.choices {
+            expect_len("choices", choices.len(), pairs)?;
+        }
         self.with_own_experts(|layer, experts| layer.forward_pass(experts, x, None, output))
     }
 
@@ -153,6 +156,26 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 
     fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
         self.spec.options.mode = mode;
+        Ok(())
+    }
+
+    fn set_choices(&mut self, choices: Option<&[u32]>) -> Result<(), MoeError> {
+        let config = &self.spec.config;
+        let refuse = |why: String| Err(MoeError::Usage { what: "take experts in place of the router's", why });
+        if choices.is_some() && (config.router.external || config.router.sparse_mixer.is_some()) {
+            return refuse("the router weighs no experts but those that it chooses".into());
+        }
+        for (token, experts) in choices.unwrap_or_default().chunks(config.router.top_k).enumerate() {
+            for (column, expert) in experts.iter().enumerate() {
+                if *expert as usize >= config.choices() || experts[..column].contains(expert) {
+                    let last = config.choices() - 1;
+                    return refuse(format!(
+                        "token {token} has experts {experts:?}, expected different ones from 0 to {last}"
+                    ));
+                }
+            }
+        }
+        self.choices = choices.map(<[u32]>::to_vec);
         Ok(())
     }
 
@@ -326,7 +349,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                 None => shared.weight.resize(tokens, scale),
             }
         }
-        router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits)
+        router::route(&self.spec.config, self.weights.router_bias.as_deref(), logits, self.choices.as_deref())
     }
 
     /// Refuses a backward that cannot be: `what` is the call, for passes routed by the caller where `external`.
@@ -505,8 +528,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// Under a capacity factor, drops the pairs beyond each expert's capacity, by global token index. Costs an exchange of
     /// counts before dispatch, because a PE must know what the PEs before it send.
     fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
-        let Some(factor) = self.spec.config.capacity_factor else { return Ok(()) };
-        let (top_k, e) = (self.spec.config.router.top_k, self.spec.config.n_experts);
+        if self.spec.config.capacity_factor.is_none() {
+            return Ok(());
+        }
+        let e = self.spec.config.n_experts;
         let own = routing.counts(e);
         let (all, me) = match &self.exchange {
             Some(exchange) => exchange.counts(&own, self.spec.options.deadline())?,
@@ -517,8 +542,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         for counts in &all[..me] {
             before.iter_mut().zip(counts).for_each(|(b, &c)| *b += u64::from(c));
         }
-        let tokens = pairs / top_k as u64;
-        let capacity = (factor * top_k as f64 * tokens as f64 / e as f64).ceil() as u64;
+        let Some(capacity) = self.spec.config.expert_capacity(pairs) else { return Ok(()) };
         routing.apply_capacity(before.into_iter().map(|b| capacity.saturating_sub(b)).collect());
         Ok(())
     }

@@ -27,8 +27,9 @@ pub struct Routing {
     lse: Vec<f32>,
 }
 
-/// Scores, selects and weighs, from logits `[tokens, choices]`.
-pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>) -> Routing {
+/// Scores, selects and weighs, from logits `[tokens, choices]`. `given` are experts to take in place of the best ones, `[tokens, top_k]`: their
+/// weights are what the scores make of them.
+pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>, given: Option<&[u32]>) -> Routing {
     let (e, k) = (config.choices(), config.router.top_k);
     let cap = config.router.softcap;
     if cap > 0.0 {
@@ -77,10 +78,15 @@ pub fn route(config: &LayerConfig, bias: Option<&[f32]>, mut logits: Vec<f32>) -
             mask_groups(&mut selection, limit, config.router.group_score, &mut groups);
         }
         let chosen = &mut r.chosen[t * k..(t + 1) * k];
-        for slot in chosen.iter_mut() {
-            let best = argmax(&selection);
-            *slot = best as u32;
-            selection[best] = TAKEN;
+        match given {
+            Some(given) => chosen.copy_from_slice(&given[t * k..(t + 1) * k]),
+            None => {
+                for slot in chosen.iter_mut() {
+                    let best = argmax(&selection);
+                    *slot = best as u32;
+                    selection[best] = TAKEN;
+                }
+            }
         }
         chosen.sort_unstable();
         let weights = &mut r.weights[t * k..(t + 1) * k];

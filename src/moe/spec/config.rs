@@ -345,6 +345,13 @@ impl LayerConfig {
         self.n_experts + self.identity_experts
     }
 
+    /// The most pairs of token and expert that an expert takes of so many over all PEs' tokens; `None` without a capacity factor.
+    pub(crate) fn expert_capacity(&self, pairs: u64) -> Option<u64> {
+        let (factor, top_k) = (self.capacity_factor?, self.router.top_k);
+        let tokens = pairs / top_k as u64;
+        Some((factor * top_k as f64 * tokens as f64 / self.n_experts as f64).ceil() as u64)
+    }
+
     /// Rows of the router's weight: the number of choices, 0 where the caller routes.
     pub(in crate::moe) fn router_rows(&self) -> usize {
         if self.router.external { 0 } else { self.choices() }

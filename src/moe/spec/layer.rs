@@ -269,6 +269,21 @@ pub trait MoeLayer {
     /// The device's.
     fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError>;
 
+    /// From now on the router takes these experts of each token, `[tokens, top_k]` global ids, in place of those with the best scores; its scores
+    /// make their weights. `None` lets it choose again. Each PE says it for its own tokens.
+    ///
+    /// # Errors
+    /// An id out of range, or twice in one token; a router that cannot weigh every expert; an engine whose router cannot be told.
+    fn set_choices(&mut self, choices: Option<&[u32]>) -> Result<(), MoeError> {
+        match choices {
+            None => Ok(()),
+            Some(_) => Err(MoeError::Usage {
+                what: "take experts in place of the router's",
+                why: "it is the layer of a device, expected one on the CPU".into(),
+            }),
+        }
+    }
+
     /// Keeps spans from now on: what the layer did when ([`PassOutcome::spans`]).
     fn record_spans(&mut self);
 

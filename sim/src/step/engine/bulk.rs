@@ -1,5 +1,8 @@
 //! The bulk schedule: all PEs of a group finish a phase before any begins the next.
 
+use std::cmp::Reverse;
+
+use super::rows::Copying;
 use super::{Engine, Phase, What};
 
 impl Engine<'_> {
@@ -37,6 +40,9 @@ impl Engine<'_> {
             Phase::Experts => members.len() as u32,
             _ => self.return_all(&members),
         };
+        if next != Phase::Experts {
+            members.iter().for_each(|&pe| self.compute(pe));
+        }
         if self.groups[group].pending == 0 {
             // Nothing to wait for, but the barrier.
             self.groups[group].pending = 1;
@@ -54,7 +60,7 @@ impl Engine<'_> {
         let pe = &mut self.pes[p];
         pe.placed = true;
         pe.ready.clear();
-        pe.ready.extend(0..tiles);
+        pe.ready.extend((0..tiles).map(|tile| Reverse((false, tile))));
         self.compute(p);
     }
 
@@ -64,7 +70,7 @@ impl Engine<'_> {
             let (n, me) = (members.len() as u32, self.pes[p].index);
             for k in 1..n {
                 for chunk in self.plan(p).from(((me + k) % n) as usize) {
-                    self.return_chunk(p, chunk);
+                    self.copy(p, Copying::Return { chunk });
                     sent += 1;
                 }
             }
@@ -77,7 +83,8 @@ impl Engine<'_> {
         let start_s = self.now_s;
         self.begin_bulk(group);
         for &p in members {
-            let router_s = self.pes[p].router_last_s.take().unwrap_or(0.0);
+            let router = self.pes[p].router_last.take().unwrap_or(0.0);
+            let router_s = self.compute_s(p, router);
             self.pes[p].time.router_s[1] += router_s;
             self.now_s = start_s + router_s;
             self.end_pass(p);

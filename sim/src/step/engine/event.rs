@@ -12,8 +12,6 @@ pub enum Kind {
 /// What happens.
 #[derive(Clone, Copy)]
 pub enum What {
-    /// A PE's router is done.
-    Routed,
     /// A PE has the headers of all.
     Headers,
     /// A chunk may leave: its place at the receiver is free. Its own numbers are the receiver's.
@@ -22,8 +20,8 @@ pub enum What {
     Head { at: u32, chunk: u32, kind: Kind },
     /// All of it has.
     Arrived { at: u32, chunk: u32, kind: Kind },
-    /// A PE's piece of work is done.
-    Computed,
+    /// A PE's piece of work is done, where nothing has changed on its host since event `turn`.
+    Computed { turn: u64 },
     /// A bulk phase of a group is over.
     Phase,
 }

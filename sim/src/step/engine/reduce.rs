@@ -9,7 +9,7 @@ impl Engine<'_> {
         for group in self.step.groups {
             let end_s = |&pe: &usize| match self.step.schedule {
                 Schedule::Pipelined => self.pes[pe].end_s,
-                Schedule::Bulk => self.pes[pe].worked_until_s,
+                Schedule::Bulk => self.pes[pe].experts_until_s,
             };
             let first_s = group.members.iter().map(end_s).fold(f64::INFINITY, f64::min);
             all.extend(group.members.iter().map(|pe| end_s(pe) - first_s));
@@ -21,8 +21,9 @@ impl Engine<'_> {
         let (step, n) = (self.step, self.pes.len());
         let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
         for pe in &mut self.pes {
-            let PeTime { pass_s, router_s, expert_s, .. } = pe.time;
-            pe.time.waiting_s = [0, 1].map(|pass| (pass_s[pass] - router_s[pass] - expert_s[pass]).max(0.0));
+            let PeTime { pass_s, router_s, expert_s, dispatch_s, combine_s, .. } = pe.time;
+            let busy_s = |pass: usize| router_s[pass] + expert_s[pass] + dispatch_s[pass] + combine_s[pass];
+            pe.time.waiting_s = [0, 1].map(|pass| (pass_s[pass] - busy_s(pass)).max(0.0));
         }
         let last_s = self.pes.iter().map(|pe| pe.end_s).fold(0.0, f64::max);
         if !step.backward {

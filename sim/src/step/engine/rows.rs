@@ -1,0 +1,213 @@
+//! Rows and results on their way: what a PE puts, gathers and sums, and when it may.
+
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+
+use super::event::{Kind, What};
+use super::{Engine, Schedule};
+use crate::timeline::Span;
+
+/// What a PE does with a chunk.
+#[derive(Clone, Copy)]
+pub(super) enum Copying {
+    /// Puts rows to a PE, which receives them as this chunk.
+    Send { to: u32, chunk: u32 },
+    /// Takes rows that have come, or its own, into their tiles.
+    Gather { chunk: u32 },
+    /// Sums the results of a chunk, and puts them to where its rows are from.
+    Return { chunk: u32 },
+    /// Adds results that came from `at`, of its chunk `chunk`.
+    Add { at: u32, chunk: u32 },
+    /// Sums and adds results of its own rows.
+    AddOwn { chunk: u32 },
+}
+
+/// What a PE is to do with chunks, by what comes first: sending, gathering, returning, adding.
+#[derive(Default)]
+pub(super) struct Copies([VecDeque<(Copying, f64)>; 4]);
+
+impl Copies {
+    fn push(&mut self, copy: Copying, flop: f64) {
+        let rank = match copy {
+            Copying::Send { .. } => 0,
+            Copying::Gather { .. } => 1,
+            Copying::Return { .. } => 2,
+            Copying::Add { .. } | Copying::AddOwn { .. } => 3,
+        };
+        self.0[rank].push_back((copy, flop));
+    }
+
+    /// The next of those that other PEs, or tiles, wait for.
+    pub fn urgent(&mut self) -> Option<(Copying, f64)> {
+        self.0[..3].iter_mut().find_map(VecDeque::pop_front)
+    }
+
+    /// The next of the others.
+    pub fn last(&mut self) -> Option<(Copying, f64)> {
+        self.0[3].pop_front()
+    }
+}
+
+impl Engine<'_> {
+    /// Has a PE copy, which is done at once where it costs nothing. [`Engine::compute`] is to follow.
+    pub(super) fn copy(&mut self, p: usize, copy: Copying) {
+        let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
+        let of = |at: usize, chunk: u32| self.plan(at).chunks[chunk as usize];
+        let flop = match copy {
+            Copying::Send { to, chunk } => cost.message[0] + f64::from(of(to as usize, chunk).rows) * cost.put_row[0],
+            Copying::Gather { chunk } => f64::from(of(p, chunk).slots) * cost.gather_slot,
+            Copying::Return { chunk } => {
+                let chunk = of(p, chunk);
+                cost.message[1]
+                    + f64::from(chunk.rows) * cost.put_row[1]
+                    + f64::from(chunk.result_slots) * cost.sum_slot
+            }
+            Copying::Add { at, chunk } => f64::from(of(at as usize, chunk).rows) * cost.add_row,
+            Copying::AddOwn { chunk } => {
+                let chunk = of(p, chunk);
+                f64::from(chunk.rows) * cost.add_row + f64::from(chunk.result_slots) * cost.sum_slot
+            }
+        };
+        match flop > 0.0 {
+            true => self.pes[p].copies.push(copy, flop),
+            false => self.copied(p, copy),
+        }
+    }
+
+    /// What is so once a PE has copied.
+    pub(super) fn copied(&mut self, p: usize, copy: Copying) {
+        let (pass, bulk) = (self.pes[p].pass, self.step.schedule == Schedule::Bulk);
+        match copy {
+            Copying::Send { to, chunk } => self.message(p, to as usize, to as usize, chunk, Kind::Rows, pass),
+            Copying::Return { chunk } => {
+                let source = self.member(p, self.plan(p).chunks[chunk as usize].from);
+                self.message(p, source, p, chunk, Kind::Results, pass);
+            }
+            Copying::Gather { chunk } => {
+                self.gathered(p, chunk);
+                if bulk && self.plan(p).chunks[chunk as usize].from != self.pes[p].index {
+                    self.one_less(self.pes[p].group as usize);
+                }
+            }
+            Copying::Add { .. } => {
+                self.pes[p].results_left -= 1;
+                if bulk {
+                    self.one_less(self.pes[p].group as usize);
+                }
+            }
+            Copying::AddOwn { .. } => self.pes[p].results_left -= 1,
+        }
+    }
+
+    /// Sends the chunks of one filling of the windows, the next PE's first; says how many.
+    pub(super) fn send_chunks(&mut self, p: usize, round: u32) -> u32 {
+        let n = self.step.groups[self.pes[p].group as usize].members.len() as u32;
+        let me = self.pes[p].index;
+        let window = self.step.window_chunks as u32;
+        let mut sent = 0;
+        for k in 1..n {
+            let to = self.member(p, (me + k) % n);
+            let chunks = self.plan(to).from(me as usize);
+            let first = chunks.start.saturating_add(round * window).min(chunks.end);
+            for chunk in first..chunks.end.min(first + window) {
+                self.copy(p, Copying::Send { to: to as u32, chunk });
+                sent += 1;
+            }
+        }
+        sent
+    }
+
+    /// Puts a message on its way: of the rows that `at` receives as chunk `chunk`.
+    fn message(&mut self, from: usize, to: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
+        let bytes = self.bytes(at, chunk, kind, pass);
+        self.sent_bytes += bytes;
+        let head_s = self.network.send(from, to, self.on_wire(from, to, bytes, pass), self.now_s);
+        self.at(head_s, from, pass, What::Head { at: at as u32, chunk, kind });
+    }
+
+    fn bytes(&self, at: usize, chunk: u32, kind: Kind, pass: u32) -> f64 {
+        let (cost, chunk) = (self.step.cost, self.plan(at).chunks[chunk as usize]);
+        let backward = self.step.backward && pass.is_multiple_of(2);
+        let beside = match (kind, backward) {
+            (Kind::Rows, false) => f64::from(chunk.rows) * cost.out_bytes.0 + f64::from(chunk.slots) * cost.out_bytes.1,
+            (Kind::Results, true) => f64::from(chunk.result_slots) * cost.back_bytes,
+            _ => 0.0,
+        };
+        f64::from(chunk.rows) * cost.row_bytes + beside
+    }
+
+    /// The bytes that a port is taken by: none inside a host whose PEs copy rows themselves.
+    fn on_wire(&self, from: usize, to: usize, bytes: f64, pass: u32) -> f64 {
+        let backward = self.step.backward && pass.is_multiple_of(2);
+        let copies = self.step.cost.copy_flop[usize::from(backward)].put_row != [0.0; 2];
+        if copies && self.network.is_local(from, to) { 0.0 } else { bytes }
+    }
+
+    pub(super) fn head(&mut self, from: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
+        let source = self.member(at, self.plan(at).chunks[chunk as usize].from);
+        let to = if kind == Kind::Rows { at } else { source };
+        let bytes = self.on_wire(from, to, self.bytes(at, chunk, kind, pass), pass);
+        let end_s = self.network.receive(from, to, bytes, self.now_s);
+        if to < self.step.traced {
+            let dur_s = self.network.wire_s(from, to, bytes);
+            let what = if kind == Kind::Rows { "rows" } else { "results" };
+            let track = if self.network.is_local(from, to) { 1 } else { 2 };
+            let name = format!("{what} from PE {from}");
+            self.spans.push(Span { pe: to as u32, track, name, start_s: end_s - dur_s, dur_s });
+        }
+        self.at(end_s, to, pass, What::Arrived { at: at as u32, chunk, kind });
+    }
+
+    pub(super) fn rows_arrived(&mut self, p: usize, chunk: u32, pass: u32) {
+        let takes = self.step.schedule == Schedule::Bulk || self.pes[p].pass == pass && self.pes[p].placed;
+        match takes {
+            true => {
+                self.copy(p, Copying::Gather { chunk });
+                self.compute(p);
+            }
+            false => self.pes[p].early.push((pass, chunk)),
+        }
+    }
+
+    pub(super) fn gather_own(&mut self, p: usize) {
+        for chunk in self.plan(p).from(self.pes[p].index as usize) {
+            self.copy(p, Copying::Gather { chunk });
+        }
+    }
+
+    /// A chunk's rows are in their tiles; its place is given back.
+    fn gathered(&mut self, p: usize, chunk: u32) {
+        let (tiling, plan) = (self.tiling(p), self.plan(p));
+        let pe = &mut self.pes[p];
+        for piece in tiling.of_chunk(chunk) {
+            let tile = &tiling.tiles[piece.tile as usize];
+            pe.missing[piece.tile as usize] -= piece.slots;
+            if pe.missing[piece.tile as usize] == 0 && (pe.placed || tile.early) {
+                pe.ready.push(Reverse((tile.own, piece.tile)));
+            }
+        }
+        let from = plan.chunks[chunk as usize].from;
+        let next = chunk.saturating_add(self.step.window_chunks as u32);
+        if self.step.schedule == Schedule::Pipelined && from != pe.index && next < plan.from(from as usize).end {
+            let (source, pass) = (self.member(p, from), self.pes[p].pass);
+            let credit_s = self.now_s + self.network.alpha_s(p, source);
+            self.at(credit_s, source, pass, What::Leave { to: p as u32, chunk: next });
+        }
+    }
+
+    /// The results of a chunk are computed.
+    pub(super) fn chunk_done(&mut self, p: usize, chunk: u32) {
+        if self.plan(p).chunks[chunk as usize].from == self.pes[p].index {
+            self.copy(p, Copying::AddOwn { chunk });
+        } else if self.step.schedule == Schedule::Pipelined {
+            self.copy(p, Copying::Return { chunk });
+        }
+    }
+
+    pub(super) fn result_arrived(&mut self, p: usize, at: u32, chunk: u32) {
+        self.copy(p, Copying::Add { at, chunk });
+        if self.step.schedule == Schedule::Pipelined || self.step.cost.copy_flop[0].add_row > 0.0 {
+            self.compute(p);
+        }
+    }
+}

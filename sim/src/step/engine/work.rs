@@ -1,0 +1,219 @@
+//! What a PE works on, and how long it takes beside the others of its host.
+
+use std::cmp::Reverse;
+
+use super::rows::Copying;
+use super::{Engine, Phase, Schedule, What};
+use crate::step::Cores;
+use crate::timeline::Span;
+
+/// A piece of a PE's work.
+#[derive(Clone, Copy)]
+pub(super) enum Work {
+    /// Routes its tokens.
+    Route,
+    /// The router's gradients.
+    Router,
+    Tile(u32),
+    Copy(Copying),
+    /// Work that nobody waits for: the shared expert, gradients of weights.
+    Filler,
+}
+
+/// The PEs at work on a host whose cores they share.
+#[derive(Default)]
+pub(super) struct HostWork {
+    working: Vec<OnCore>,
+    /// As of when, s.
+    at_s: f64,
+    /// Changes of who works: what was expected before one is void.
+    turn: u64,
+}
+
+/// A PE at work.
+struct OnCore {
+    pe: usize,
+    core: usize,
+    /// How long its work would still take alone, s.
+    left_s: f64,
+}
+
+impl HostWork {
+    /// PEs at work on each core.
+    fn on_cores(&self, cores: &Cores) -> Vec<usize> {
+        let mut on = vec![0; cores.count];
+        self.working.iter().for_each(|own| on[own.core] += 1);
+        on
+    }
+
+    /// Moves a PE at work from a core with three or more to one that has at least two fewer.
+    fn balance(&mut self, cores: &Cores) {
+        let on = self.on_cores(cores);
+        let most = (0..cores.count).max_by_key(|&core| on[core]).unwrap_or(0);
+        let least = (0..cores.count).min_by_key(|&core| on[core]).unwrap_or(0);
+        if on[most] >= 3
+            && on[most] >= on[least] + 2
+            && let Some(last) = self.working.iter_mut().rev().find(|own| own.core == most)
+        {
+            last.core = least;
+        }
+    }
+
+    /// By PE at work, how many times as long as alone its work takes.
+    fn slowdowns(&self, cores: &Cores) -> Vec<f64> {
+        let on = self.on_cores(cores);
+        let busy = on.iter().filter(|&&on| on > 0).count();
+        self.working.iter().map(|own| cores.slowdown(busy) * on[own.core] as f64).collect()
+    }
+}
+
+impl Engine<'_> {
+    /// Begins a piece of work of so many FLOP on a PE that has none.
+    pub(super) fn begin_work(&mut self, p: usize, work: Work, flop: f64) {
+        let time_s = self.compute_s(p, flop);
+        self.pes[p].working = Some((work, self.now_s));
+        let Some(cores) = self.step.cores else {
+            let pass = self.pes[p].pass;
+            return self.at(self.now_s + time_s, p, pass, What::Computed { turn: 0 });
+        };
+        let host = self.network.host(p);
+        self.advance(host, &cores);
+        let (pe, state) = (&mut self.pes[p], &mut self.hosts[host]);
+        // As schedulers do: who has waited takes its last core, or one that is idle where that is not; nobody is moved while at work, but from a core
+        // of three.
+        if pe.worked_until_s < self.now_s {
+            let on = state.on_cores(&cores);
+            if on[pe.core] > 0 {
+                pe.core = on.iter().position(|&on| on == 0).unwrap_or(pe.core);
+            }
+        }
+        state.working.push(OnCore { pe: p, core: pe.core, left_s: time_s });
+        state.balance(&cores);
+        self.expect_next(host, &cores);
+    }
+
+    /// Takes what was done since the last change off what is left.
+    fn advance(&mut self, host: usize, cores: &Cores) {
+        let host = &mut self.hosts[host];
+        let passed_s = self.now_s - host.at_s;
+        let slowdowns = host.slowdowns(cores);
+        for (own, slowdown) in host.working.iter_mut().zip(slowdowns) {
+            own.left_s = (own.left_s - passed_s / slowdown).max(0.0);
+        }
+        host.at_s = self.now_s;
+    }
+
+    /// Says when the first of a host's PEs at work will be done, if nothing changes before.
+    fn expect_next(&mut self, host: usize, cores: &Cores) {
+        let host = &mut self.hosts[host];
+        host.turn += 1;
+        let (turn, slowdowns) = (host.turn, host.slowdowns(cores));
+        let ends = host.working.iter().zip(slowdowns).map(|(own, slowdown)| (own.pe, own.left_s * slowdown));
+        if let Some((p, in_s)) = ends.min_by(|a, b| a.1.total_cmp(&b.1)) {
+            let pass = self.pes[p].pass;
+            self.at(self.now_s + in_s, p, pass, What::Computed { turn });
+        }
+    }
+
+    /// Begins the next piece of work, where the PE has none; or ends the pass.
+    pub(super) fn compute(&mut self, p: usize) {
+        if self.pes[p].working.is_some() {
+            return;
+        }
+        let (cost, backward) = (self.step.cost, usize::from(self.is_backward(p)));
+        let tiling = self.tiling(p);
+        let phase = self.groups[self.pes[p].group as usize].phase;
+        let copies_only = self.step.schedule == Schedule::Bulk && phase != Phase::Experts;
+        let pe = &mut self.pes[p];
+        let next = if let Some((copy, flop)) = pe.copies.urgent() {
+            Some((Work::Copy(copy), flop))
+        } else if copies_only {
+            pe.copies.last().map(|(copy, flop)| (Work::Copy(copy), flop))
+        } else if let Some(Reverse((_, tile))) = pe.ready.pop() {
+            let rows = f64::from(tiling.tiles[tile as usize].rows);
+            Some((Work::Tile(tile), cost.tile_flop[backward].of(rows)))
+        } else if let Some((copy, flop)) = pe.copies.last() {
+            Some((Work::Copy(copy), flop))
+        } else if let Some(flop) = pe.fillers.pop() {
+            Some((Work::Filler, flop))
+        } else if pe.all_tiles_left == 0 && pe.results_left == 0 {
+            pe.router_last.take().map(|flop| (Work::Router, flop))
+        } else {
+            None
+        };
+        match next {
+            Some((work, flop)) => self.begin_work(p, work, flop),
+            None => self.end_if_done(p),
+        }
+    }
+
+    /// A PE's piece of work is done, unless its host has changed since that was expected.
+    pub(super) fn computed(&mut self, p: usize, turn: u64) {
+        if let Some(cores) = self.step.cores {
+            let host = self.network.host(p);
+            if self.hosts[host].turn != turn {
+                return;
+            }
+            self.advance(host, &cores);
+            let working = &mut self.hosts[host].working;
+            if let Some(at) = working.iter().position(|own| own.pe == p) {
+                self.pes[p].core = working.remove(at).core;
+            }
+            self.pes[p].worked_until_s = self.now_s;
+            self.expect_next(host, &cores);
+        }
+        match self.worked(p) {
+            Some(Work::Route) => return self.routed(p),
+            Some(Work::Tile(tile)) => self.tile_done(p, tile),
+            Some(Work::Copy(copy)) => self.copied(p, copy),
+            Some(Work::Router | Work::Filler) | None => {}
+        }
+        self.compute(p);
+    }
+
+    /// Accounts for the work that a PE has done; gives it.
+    fn worked(&mut self, p: usize) -> Option<Work> {
+        let backward = usize::from(self.is_backward(p));
+        let tiling = self.tiling(p);
+        let (work, start_s) = self.pes[p].working.take()?;
+        let dur_s = self.now_s - start_s;
+        let time = &mut self.pes[p].time;
+        let (sum, name) = match work {
+            Work::Route | Work::Router => (&mut time.router_s, "router"),
+            Work::Copy(Copying::Send { .. } | Copying::Gather { .. }) => (&mut time.dispatch_s, "dispatch"),
+            Work::Copy(Copying::Return { .. } | Copying::Add { .. } | Copying::AddOwn { .. }) => {
+                (&mut time.combine_s, "combine")
+            }
+            Work::Tile(_) => (&mut time.expert_s, "expert"),
+            Work::Filler => (&mut time.expert_s, "filler"),
+        };
+        sum[backward] += dur_s;
+        if p < self.step.traced {
+            let name = match work {
+                Work::Tile(tile) => format!("expert {}", tiling.tiles[tile as usize].expert),
+                _ => name.to_string(),
+            };
+            self.spans.push(Span { pe: p as u32, track: 0, name, start_s, dur_s });
+        }
+        Some(work)
+    }
+
+    fn tile_done(&mut self, p: usize, tile: u32) {
+        let (tiling, plan) = (self.tiling(p), self.plan(p));
+        let expert = tiling.tiles[tile as usize].expert as usize;
+        let backward = self.is_backward(p);
+        let pe = &mut self.pes[p];
+        pe.all_tiles_left -= 1;
+        pe.tiles_left[expert] -= 1;
+        if pe.tiles_left[expert] == 0 && backward {
+            pe.fillers.push(self.step.cost.gradient_flop.of(f64::from(plan.expert_rows[expert])));
+        }
+        for piece in tiling.results_of(tile) {
+            let undone = &mut self.pes[p].undone[piece.chunk as usize];
+            *undone -= piece.slots;
+            if *undone == 0 {
+                self.chunk_done(p, piece.chunk);
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Routing that a run takes from a file, and routing that it captures.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::checkpoint::{OutputFile, memory_file};
+use crate::moe::LayerConfig;
+use crate::moe::placement::block;
+use crate::plan::InputError;
+use crate::sim::routing::{CHOICES_MOST, NO_EXPERT, Record, Routing};
+
+/// The experts of a layer's tokens, step by step, in place of those that its router would choose.
+pub(crate) struct GivenRouting {
+    file: PathBuf,
+    top_k: usize,
+    /// By record: the experts of all PEs' tokens, `[tokens, top_k]`.
+    steps: Vec<Vec<u32>>,
+}
+
+impl GivenRouting {
+    /// Reads the records of layer `layer` from a routing file for a layer of so many experts. `tokens`: of a step, where it is fixed.
+    ///
+    /// # Errors
+    /// One line that names the file: one of another model, without that layer, or with choices that are no expert.
+    pub fn read(path: &Path, layer: u64, model: (usize, usize), tokens: Option<usize>) -> Result<GivenRouting> {
+        let routing = Routing::read(path)?;
+        let steps = of_layer(routing, layer, model, tokens).map_err(|error| error.in_file(path))?;
+        Ok(GivenRouting { file: path.to_owned(), top_k: model.1, steps })
+    }
+
+    /// Tokens of a step over all PEs.
+    pub fn tokens(&self) -> usize {
+        self.steps[0].len() / self.top_k
+    }
+
+    /// The experts of these of a step's tokens; the records take turns.
+    pub fn of_step(&self, step: usize, tokens: Range<usize>) -> &[u32] {
+        &self.steps[step % self.steps.len()][tokens.start * self.top_k..tokens.end * self.top_k]
+    }
+
+    /// Checks that `chosen`, of all tokens, are those of a step.
+    ///
+    /// # Errors
+    /// The first token that went elsewhere.
+    pub fn check(&self, step: usize, chosen: &[u32]) -> Result<()> {
+        let given = self.of_step(step, 0..self.tokens());
+        let mut tokens = given.chunks(self.top_k).zip(chosen.chunks(self.top_k)).enumerate();
+        let sorted = |experts: &[u32]| {
+            let mut experts = experts.to_vec();
+            experts.sort_unstable();
+            experts
+        };
+        match tokens.find(|(_, (given, chosen))| sorted(given) != sorted(chosen)) {
+            None => Ok(()),
+            Some((token, (given, chosen))) => {
+                bail!("token {token} went to experts {chosen:?}, expected {given:?}, those of {}", self.file.display())
+            }
+        }
+    }
+}
+
+fn of_layer(
+    routing: Routing,
+    layer: u64,
+    (experts, top_k): (usize, usize),
+    tokens: Option<usize>,
+) -> Result<Vec<Vec<u32>>, InputError> {
+    routing.check_model(experts, top_k)?;
+    let layers: Vec<u64> = routing.records.iter().map(|record| record.layer).collect();
+    let mut steps = Vec::new();
+    let mut expected = tokens.map(|tokens| (tokens, "the run's"));
+    for (r, record) in routing.records.into_iter().enumerate().filter(|(_, record)| record.layer == layer) {
+        let tokens = record.choices.len() / top_k;
+        let (all, whose) = *expected.get_or_insert((tokens, "the first record's"));
+        if tokens != all || tokens == 0 {
+            let expected = if all == 0 { "at least 1".to_string() } else { format!("{all}, {whose}") };
+            return Err(InputError::value(format!("records[{r}]"), format!("has {tokens} tokens"), expected));
+        }
+        if let Some(at) = record.choices.iter().position(|&choice| choice == NO_EXPERT) {
+            let expected = "an expert: a run cannot repeat what a capacity left out";
+            return Err(InputError::value(format!("records[{r}].choices[{at}]"), "is -1", expected));
+        }
+        steps.push(record.choices);
+    }
+    if steps.is_empty() {
+        let expected = format!("one of layer {layer}, the run's");
+        return Err(InputError::value("records", format!("have layer {}", layers[0]), expected));
+    }
+    Ok(steps)
+}
+
+/// A routing file that a run writes: what its PEs write step by step, and where it goes.
+pub(super) struct SavedRouting {
+    pub(super) chosen: File,
+    out: OutputFile,
+}
+
+/// What is captured: steps, tokens of each over all PEs, and experts of each.
+#[derive(Clone, Copy)]
+pub(super) struct Captured {
+    pub(super) steps: usize,
+    pub(super) tokens: usize,
+    pub(super) top_k: usize,
+}
+
+impl Captured {
+    /// Where a PE writes its choices of a step: bytes.
+    pub(super) fn offset_bytes(&self, step: usize, first_token: usize) -> u64 {
+        ((step * self.tokens + first_token) * self.top_k * size_of::<u32>()) as u64
+    }
+
+    /// Checks that it is no more than a routing file holds.
+    ///
+    /// # Errors
+    /// One line.
+    pub(super) fn check(&self) -> Result<()> {
+        let choices = [self.tokens, self.top_k].iter().fold(self.steps, |all, n| all.saturating_mul(*n));
+        ensure!(
+            choices <= CHOICES_MOST,
+            "`save_routing` of {} steps has {choices} choices, expected at most {CHOICES_MOST}",
+            self.steps
+        );
+        Ok(())
+    }
+}
+
+impl SavedRouting {
+    /// Makes the file, and memory for the choices.
+    pub(super) fn create(path: &Path, captured: Captured) -> Result<SavedRouting> {
+        captured.check()?;
+        let chosen = memory_file("aristos-routing", captured.offset_bytes(captured.steps, 0))?;
+        Ok(SavedRouting { chosen, out: OutputFile::create_empty(path)? })
+    }
+
+    /// Writes the routing of a layer on so many PEs.
+    pub(super) fn publish(self, captured: Captured, layer: u64, config: &LayerConfig, pes: usize) -> Result<()> {
+        let tokens_per_node: Vec<usize> = (0..pes).map(|pe| block(captured.tokens, pes, pe).len()).collect();
+        let mut records = Vec::with_capacity(captured.steps);
+        for step in 0..captured.steps {
+            let mut choices = vec![0u32; captured.tokens * captured.top_k];
+            let read =
+                self.chosen.read_exact_at(bytemuck::cast_slice_mut(&mut choices), captured.offset_bytes(step, 0));
+            read.context("cannot read the routing back")?;
+            leave_out(config, &mut choices);
+            records.push(Record { layer, step: step as u64, tokens_per_node: tokens_per_node.clone(), choices });
+        }
+        let routing = Routing::new(config.n_experts, captured.top_k, pes, records);
+        Ok(self.out.publish_with(routing.to_json().as_bytes())?)
+    }
+}
+
+/// Leaves no expert where no row went: to identity experts, and beyond a capacity, which the earliest tokens fill.
+fn leave_out(config: &LayerConfig, choices: &mut [u32]) {
+    let routed = |choice: &u32| (*choice as usize) < config.n_experts;
+    let pairs = choices.iter().filter(|choice| routed(choice)).count() as u64;
+    let mut left = vec![config.expert_capacity(pairs).unwrap_or(u64::MAX); config.n_experts];
+    for choice in choices {
+        match left.get_mut(*choice as usize).filter(|left| **left > 0) {
+            Some(left) => *left -= 1,
+            None => *choice = NO_EXPERT,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::moe::{Activation, MlpConfig, RouterConfig};
+
+    #[test]
+    fn what_got_no_row_is_left_out() {
+        let mut config = LayerConfig::new(8, 2, RouterConfig::softmax(1), MlpConfig::gated(8, Activation::Silu));
+        let all = [0u32, 0, 1, 0, 0, 2];
+        let mut choices = all;
+        leave_out(&config, &mut choices);
+        assert_eq!(choices, [0, 0, 1, 0, 0, NO_EXPERT]);
+        // 5 pairs: each of two experts takes ceil(0.9 * 5 / 2).
+        config.capacity_factor = Some(0.9);
+        choices = all;
+        leave_out(&config, &mut choices);
+        assert_eq!(choices, [0, 0, 1, 0, NO_EXPERT, NO_EXPERT]);
+    }
+
+    #[test]
+    fn records_of_the_layer_take_turns() {
+        let record = |layer, step, choices: [u32; 4]| Record {
+            layer,
+            step,
+            tokens_per_node: vec![1, 1],
+            choices: choices.to_vec(),
+        };
+        let records = vec![record(3, 0, [0, 1, 2, 3]), record(4, 0, [9, 8, 7, 6]), record(3, 1, [3, 2, 1, 0])];
+        let routing = || Routing::new(10, 2, 2, records.clone());
+        let steps = of_layer(routing(), 3, (10, 2), None).unwrap();
+        let given = GivenRouting { file: "r.json".into(), top_k: 2, steps };
+        assert_eq!(given.tokens(), 2);
+        assert_eq!(given.of_step(0, 1..2), [2, 3]);
+        assert_eq!(given.of_step(3, 0..2), [3, 2, 1, 0]);
+        given.check(1, &[2, 3, 0, 1]).unwrap();
+        let wrong = given.check(1, &[2, 3, 0, 2]).unwrap_err().to_string();
+        assert_eq!(wrong, "token 1 went to experts [0, 2], expected [1, 0], those of r.json");
+        let error = |layer, tokens| of_layer(routing(), layer, (10, 2), tokens).unwrap_err().to_string();
+        assert_eq!(error(5, None), "records have layer 3, expected one of layer 5, the run's");
+        assert_eq!(error(3, Some(7)), "records[0] has 2 tokens, expected 7, the run's");
+        let mut none = routing();
+        none.records[2].choices[3] = NO_EXPERT;
+        let error = of_layer(none, 3, (10, 2), None).unwrap_err().to_string();
+        assert!(error.starts_with("records[2].choices[3] is -1, expected an expert"), "{error}");
+    }
+}

@@ -1,0 +1,312 @@
+//! Fits the constants of a [`Calibration`] to reports of runs.
+
+use std::collections::BTreeMap;
+
+use super::calibration::{Calibration, Counts, Fitted, PassTerms, REMOTE, Residual, Shape, Terms, VERSION, sum};
+use crate::moe::Options;
+use crate::moe::cpu::experts::tiles;
+use crate::moe::placement::block;
+use crate::plan::InputError;
+use crate::report::{PassTimes, RunReport, median};
+
+/// Steps of a report below which its median says little.
+const LEAST_STEPS: u64 = 3;
+/// Tokens of a report, and its widths.
+const TOKENS_MOST: u64 = 1 << 28;
+const WIDTH_MOST: u64 = 1 << 24;
+/// Sweeps of the fit over its terms: many times what it takes.
+const SWEEPS: usize = 20_000;
+
+/// Fits the constants of a machine whose hosts have so many cores, to reports with their files' names.
+///
+/// Runs of one PE give the terms of routing, experts, and of rows that stay; runs of several, how much slower cores are together, and what rows
+/// between PEs take. The sum over a run's PEs is taken for their number times their median, which is exact for two.
+///
+/// # Errors
+/// One line that names the report and its field: not a run on the CPU with a backward pass, or not enough of them.
+pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibration, InputError> {
+    for (file, report) in reports {
+        check(report, &reports[0].1, cores).map_err(|error| error.in_file(file.as_ref()))?;
+    }
+    let runs: Vec<Run> = reports.iter().map(|(_, report)| Run::of(report)).collect();
+    let (alone, together): (Vec<&Run>, Vec<&Run>) = runs.iter().partition(|run| run.pes == 1);
+    for (some, which) in [(&alone, "of one PE"), (&together, "of several")] {
+        if some.is_empty() {
+            let expected = "runs of one PE, and of as many as the machine has cores";
+            return Err(InputError::value("reports", format!("have none {which}"), expected));
+        }
+    }
+    let mut calibration = Calibration {
+        version: VERSION,
+        dtype: reports[0].1.config.dtype.clone(),
+        cores,
+        busy_factor: 1.0,
+        forward: PassTerms::default(),
+        backward: PassTerms::default(),
+        fitted_to: Vec::new(),
+        residuals: BTreeMap::new(),
+    };
+    for (pass, backward) in [("forward", false), ("backward", true)] {
+        let terms = if backward { &mut calibration.backward } else { &mut calibration.forward };
+        for (phase, terms) in phases_mut(terms) {
+            let samples = alone.iter().map(|run| run.phase(backward, phase));
+            *terms = fit(samples.collect(), |name| phase == EXPERT || !REMOTE.contains(&name));
+            let errors = alone.iter().map(|run| run.phase(backward, phase)).filter(|(_, s)| *s > 0.0);
+            let mut errors: Vec<f64> = errors.map(|(counts, s)| (sum(terms, &counts) / s - 1.0).abs()).collect();
+            errors.sort_by(f64::total_cmp);
+            let residual = Residual { worst: errors.last().copied().unwrap_or(0.0), median: median(errors) };
+            calibration.residuals.insert(format!("{pass}.{phase}"), residual);
+        }
+    }
+    calibration.busy_factor = busy_factor(&calibration, &together);
+    for backward in [false, true] {
+        let slowdown = |run: &Run| calibration.cores().slowdown(run.pes);
+        let slowdowns: Vec<f64> = together.iter().map(|run| slowdown(run)).collect();
+        let terms = if backward { &mut calibration.backward } else { &mut calibration.forward };
+        for (phase, terms) in phases_mut(terms).into_iter().filter(|(phase, _)| *phase != ROUTER && *phase != EXPERT) {
+            let left = together.iter().zip(&slowdowns).map(|(run, slowdown)| {
+                let (counts, s) = run.phase(backward, phase);
+                let left_s = (s / slowdown - sum(terms, &counts)).max(0.0);
+                (counts, left_s)
+            });
+            let remote = fit(left.collect(), |name| REMOTE.contains(&name));
+            terms.extend(remote);
+        }
+    }
+    let fitted = |(file, report): &(String, RunReport)| Fitted {
+        report: file.clone(),
+        pes: report.config.pes,
+        step_s: report.step_s,
+    };
+    calibration.fitted_to = reports.iter().map(fitted).collect();
+    Ok(calibration)
+}
+
+const ROUTER: &str = "router";
+const EXPERT: &str = "expert";
+
+fn phases_mut(terms: &mut PassTerms) -> [(&'static str, &mut Terms); 4] {
+    let PassTerms { router, expert, dispatch, combine } = terms;
+    [(ROUTER, router), (EXPERT, expert), ("dispatch", dispatch), ("combine", combine)]
+}
+
+fn check(report: &RunReport, first: &RunReport, cores: usize) -> Result<(), InputError> {
+    let config = &report.config;
+    let wrong = |field: &str, found: String, expected: String| {
+        Err(InputError::value(format!("config.{field}"), format!("is {found}"), expected))
+    };
+    if config.device != "cpu" {
+        return wrong("device", config.device.clone(), "cpu: of a device's passes no phase is known".into());
+    }
+    if config.dtype != first.config.dtype {
+        return wrong("dtype", config.dtype.clone(), format!("{}, as in the first report", first.config.dtype));
+    }
+    if config.mode != "pipelined" {
+        return wrong("mode", config.mode.clone(), "pipelined".into());
+    }
+    if !config.backward {
+        return wrong("backward", "false".into(), "true: both passes are fitted".into());
+    }
+    if config.steps < LEAST_STEPS {
+        return wrong(
+            "steps",
+            config.steps.to_string(),
+            format!("at least {LEAST_STEPS}, of which the median is taken"),
+        );
+    }
+    if config.shared_intermediate > 0 {
+        return wrong("shared_intermediate", config.shared_intermediate.to_string(), "0".into());
+    }
+    if report.plan.is_some() {
+        return Err(InputError::value("plan", "is there", "a run without one, of one group with even shares"));
+    }
+    for (field, value, most) in [
+        ("pes", config.pes as u64, cores.max(2) as u64),
+        ("tokens", config.tokens, TOKENS_MOST),
+        ("hidden", config.hidden, WIDTH_MOST),
+        ("intermediate", config.intermediate, WIDTH_MOST),
+        ("top_k", config.top_k, config.experts as u64),
+        ("steps", config.steps, 1 << 40),
+    ] {
+        if !(1..=most).contains(&value) {
+            return wrong(field, value.to_string(), format!("1 to {most}"));
+        }
+    }
+    if report.tokens_per_expert.len() != config.experts {
+        let found = format!("has {} numbers", report.tokens_per_expert.len());
+        return Err(InputError::value("tokens_per_expert", found, config.experts.to_string()));
+    }
+    let slots = report.tokens_per_expert.iter().fold(0u64, |slots, rows| slots.saturating_add(*rows));
+    if !(1..=config.tokens * config.top_k).contains(&slots) {
+        let expected = format!("1 to {}, tokens times top_k", config.tokens * config.top_k);
+        return Err(InputError::value("tokens_per_expert", format!("has {slots} tokens in all"), expected));
+    }
+    if !(config.flop_per_step.is_finite() && config.flop_per_step > 0.0) {
+        return wrong("flop_per_step", config.flop_per_step.to_string(), "a number above 0".into());
+    }
+    for (pass, times) in [("forward", Some(&report.forward)), ("backward", report.backward.as_ref())] {
+        for (phase, spread) in times.iter().flat_map(|times| &times.phases) {
+            if !(0.0..=1e9).contains(&spread.median_s) {
+                let found = format!("is {}", spread.median_s);
+                return Err(InputError::value(format!("{pass}.phases.{phase}.median_s"), found, "0 to 10^9 seconds"));
+            }
+        }
+        if times.and_then(|times| times.phases.get("expert_gemm")).is_none_or(|spread| spread.median_s == 0.0) {
+            return Err(InputError::value(format!("{pass}.phases.expert_gemm"), "is 0", "a time above 0"));
+        }
+    }
+    Ok(())
+}
+
+/// What a report says, as counts and times.
+struct Run {
+    pes: usize,
+    shape: Shape,
+    tokens: f64,
+    slots: f64,
+    /// Tiles in forward and in backward, and experts with rows.
+    tiles: [f64; 2],
+    experts: f64,
+    /// Rows between PEs in a pass, rows in all, and messages of each way.
+    put_rows: f64,
+    rows: f64,
+    messages: f64,
+    times: [PassTimes; 2],
+}
+
+impl Run {
+    fn of(report: &RunReport) -> Run {
+        let config = &report.config;
+        let (pes, hidden) = (config.pes, config.hidden as f64);
+        let slots = report.tokens_per_expert.iter().sum::<u64>() as f64;
+        // Forward, and backward with twice as many: 2 FLOP a weight and slot.
+        let weights = config.flop_per_step / 6.0 / slots.max(1.0);
+        let element_bytes = if config.dtype == "f32" { 4.0 } else { 2.0 };
+        let inner = weights / hidden - config.intermediate as f64;
+        let shape = Shape {
+            hidden,
+            choices: config.experts as f64,
+            top_k: config.top_k as f64,
+            weights,
+            outputs: inner.max(0.0) + hidden,
+            element_bytes,
+        };
+        let tile_rows = Options::DEFAULT_TILE_ROWS;
+        let cut = |rows: usize| tiles(0..rows, tile_rows).count() as f64;
+        let mut all_tiles = [0.0; 2];
+        for &rows in &report.tokens_per_expert {
+            // Of the PE's own tokens about its share.
+            let (rows, own) = (rows as usize, block(rows as usize, pes, 0).len());
+            all_tiles[0] += match 2 * own >= tile_rows {
+                true => cut(own) + cut(rows - own),
+                false => cut(rows),
+            };
+            all_tiles[1] += cut(rows);
+        }
+        let passes = 2.0 * config.steps as f64;
+        let bytes = report.traffic.remote_bytes.get("dispatch_rows").copied().unwrap_or(0) as f64;
+        let put_rows = bytes / (hidden * element_bytes) / passes;
+        let own_rows = match pes {
+            1 => config.tokens as f64,
+            _ => put_rows / (pes - 1) as f64,
+        };
+        let pairs = (pes * (pes - 1)) as f64;
+        let chunk_rows = Options::default().chunk_rows as f64;
+        Run {
+            pes,
+            shape,
+            tokens: config.tokens as f64,
+            slots,
+            tiles: all_tiles,
+            experts: report.tokens_per_expert.iter().filter(|rows| **rows > 0).count() as f64,
+            put_rows,
+            rows: put_rows + own_rows,
+            messages: if pairs > 0.0 { pairs * (put_rows / pairs / chunk_rows).ceil() } else { 0.0 },
+            times: [report.forward.clone(), report.backward.clone().unwrap_or_default()],
+        }
+    }
+
+    /// A phase of a pass: its counts, and its time over all PEs, s.
+    fn phase(&self, backward: bool, phase: &str) -> (Counts, f64) {
+        let (shape, pass) = (&self.shape, usize::from(backward));
+        let (counts, measured): (Counts, &[&str]) = match phase {
+            ROUTER => (shape.router(backward, self.tokens, self.pes as f64), &["router"]),
+            EXPERT => {
+                let mut counts = shape.tiles(self.slots, self.tiles[pass]);
+                if backward {
+                    counts.extend(shape.gradients(self.slots, self.experts));
+                }
+                (counts, &["expert_gemm"])
+            }
+            "dispatch" => (shape.dispatch(self.slots, self.put_rows, self.messages), &["dispatch"]),
+            _ => (shape.combine(self.slots, self.rows, self.put_rows, self.messages), &["combine", "scale"]),
+        };
+        let of = |name: &&str| self.times[pass].phases.get(*name).map_or(0.0, |spread| spread.median_s);
+        (counts, self.pes as f64 * measured.iter().map(of).sum::<f64>())
+    }
+}
+
+/// How much slower the same work is with all cores busy: by routing and experts, of which most is.
+fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
+    let cores = calibration.cores as f64;
+    let of = |run: &&Run| {
+        let mut times_s = [0.0, 0.0];
+        for (backward, terms) in [(false, &calibration.forward), (true, &calibration.backward)] {
+            for (phase, terms) in [(ROUTER, &terms.router), (EXPERT, &terms.expert)] {
+                let (counts, measured_s) = run.phase(backward, phase);
+                times_s[0] += measured_s;
+                times_s[1] += sum(terms, &counts);
+            }
+        }
+        // Undoes what `Cores::slowdown` makes of it.
+        1.0 + (times_s[0] / times_s[1] - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
+    };
+    median(together.iter().map(of).collect()).max(1.0)
+}
+
+/// The constants, none below 0, whose sums are nearest to the times, relative to them: least squares by coordinate descent. Terms that `fits` does not name
+/// stay out.
+fn fit(samples: Vec<(Counts, f64)>, fits: impl Fn(&str) -> bool) -> Terms {
+    let mut names: Vec<&'static str> = Vec::new();
+    let mut rows: Vec<BTreeMap<&'static str, f64>> = Vec::new();
+    for (counts, seconds) in samples.into_iter().filter(|(_, seconds)| *seconds > 0.0) {
+        let mut row = BTreeMap::new();
+        for (name, count) in counts.into_iter().filter(|(name, _)| fits(name)) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+            *row.entry(name).or_insert(0.0) += count / seconds;
+        }
+        rows.push(row);
+    }
+    let value = |row: &BTreeMap<_, _>, name| row.get(name).copied().unwrap_or(0.0);
+    let norms: Vec<f64> = names.iter().map(|name| rows.iter().map(|row| value(row, name).powi(2)).sum()).collect();
+    let mut constants = vec![0.0; names.len()];
+    let mut left = vec![1.0; rows.len()];
+    for _ in 0..SWEEPS {
+        for (at, name) in names.iter().enumerate().filter(|(at, _)| norms[*at] > 0.0) {
+            let slope: f64 = rows.iter().zip(&left).map(|(row, left)| value(row, name) * left).sum();
+            let to = (constants[at] + slope / norms[at]).max(0.0);
+            let by = to - constants[at];
+            rows.iter().zip(&mut left).for_each(|(row, left)| *left -= by * value(row, name));
+            constants[at] = to;
+        }
+    }
+    names.into_iter().map(str::to_string).zip(constants).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constants_are_found_again() {
+        // 2 a, 3 b, and a c that would be below 0.
+        let sample = |a: f64, b: f64, c: f64| (vec![("a", a), ("b", b), ("c", c)], 2.0 * a + 3.0 * b);
+        let samples = vec![sample(1.0, 0.0, 2.0), sample(4.0, 1.0, 0.0), sample(1.0, 5.0, 1.0), sample(2.0, 2.0, 7.0)];
+        let terms = fit(samples.clone(), |_| true);
+        assert!((terms["a"] - 2.0).abs() < 1e-6 && (terms["b"] - 3.0).abs() < 1e-6 && terms["c"] < 1e-6, "{terms:?}");
+        assert_eq!(fit(samples, |name| name == "a").len(), 1);
+        assert!(fit(Vec::new(), |_| true).is_empty());
+    }
+}
