@@ -8,6 +8,7 @@ use clap::ValueEnum;
 
 use super::flags::as_flags;
 use super::pe::failure;
+use super::plan::replication;
 use super::progress::Progress;
 use super::ranks::{Over, RanksArgs};
 #[cfg(feature = "device")]
@@ -18,6 +19,7 @@ use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::job::tcp;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::plan::Replication;
 use crate::run::{PreparedRun, peers, supervisor};
 
 /// PEs of the bundled example.
@@ -53,6 +55,10 @@ pub struct Args {
     /// quarters of what is available, in equal parts]
     #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',', requires = "plan")]
     memory_mb: Vec<f64>,
+    /// With --plan auto: let several PEs of a group hold an expert and share its tokens, where that helps; at most N more
+    /// experts on each PE, or as many as its memory holds (auto)
+    #[arg(long, value_name = "N|auto", value_parser = replication, requires = "plan")]
+    replicas: Option<Replication>,
     /// What carries rows and signals between PEs
     #[arg(long, value_enum, default_value = "shm")]
     pub(super) transport: TransportArg,
@@ -246,9 +252,10 @@ impl Args {
         ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
-        let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
+        let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb, self.replicas));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
+            ensure!(self.replicas.is_none(), "--replicas with --plan {}, expected --plan auto", path.display());
         }
         let pes = self.pes.or(started).or_else(settled_pes).unwrap_or_else(|| default_pes(device, example));
         check_memory_mb(&self.memory_mb, pes)?;
@@ -349,9 +356,9 @@ pub fn command(args: &Args) -> Result<bool> {
 }
 
 /// What `--plan` names.
-fn plan_source(plan: &Path, memory_mb: &[f64]) -> PlanSource {
+fn plan_source(plan: &Path, memory_mb: &[f64], replicas: Option<Replication>) -> PlanSource {
     match plan == Path::new("auto") {
-        true => PlanSource::Auto { memory_mb: memory_mb.to_vec() },
+        true => PlanSource::Auto { memory_mb: memory_mb.to_vec(), replicas },
         false => PlanSource::File(plan.to_owned()),
     }
 }

@@ -199,6 +199,9 @@ pub struct RunReport {
     pub remote_bytes_per_step: f64,
     /// Tokens that each expert got in one step, index = expert.
     pub tokens_per_expert: Vec<u64>,
+    /// Rows of its experts that each PE computed in one step, index = PE.
+    #[serde(default)]
+    pub expert_rows_per_pe: Vec<u64>,
     /// Symmetric memory: of each figure the most of any PE.
     pub symmetric: SymmetricMemory,
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
@@ -222,11 +225,15 @@ impl RunReport {
         let mut traffic = TrafficReport::default();
         let mut symmetric = SymmetricMemory::default();
         let mut tokens_per_expert = vec![0; config.experts];
+        let mut expert_rows_per_pe = vec![0; config.pes];
         for pe in pes {
             traffic.add(&pe.traffic);
             symmetric.used_bytes = symmetric.used_bytes.max(pe.symmetric.used_bytes);
             symmetric.peak_bytes = symmetric.peak_bytes.max(pe.symmetric.peak_bytes);
             symmetric.budget_bytes = symmetric.budget_bytes.max(pe.symmetric.budget_bytes);
+            if let Some(rows) = expert_rows_per_pe.get_mut(pe.pe) {
+                *rows = pe.expert_rows.iter().map(|received| received.rows).sum();
+            }
             for received in &pe.expert_rows {
                 if let Some(tokens) = tokens_per_expert.get_mut(received.expert) {
                     *tokens += received.rows;
@@ -243,6 +250,7 @@ impl RunReport {
             remote_bytes_per_step: remote_bytes as f64 / n_steps.max(1) as f64,
             traffic,
             tokens_per_expert,
+            expert_rows_per_pe,
             symmetric,
             aux_losses: BTreeMap::new(),
             plan: None,
@@ -373,6 +381,7 @@ pub(super) mod tests {
         assert_eq!((report.traffic.puts, report.traffic.signals), (12, 18));
         assert_eq!(report.remote_bytes_per_step, 2200.0);
         assert_eq!(report.tokens_per_expert, [10, 400, 0, 190]);
+        assert_eq!(report.expert_rows_per_pe.iter().sum::<u64>(), 600);
         let most = SymmetricMemory { used_bytes: 100, peak_bytes: 200, budget_bytes: 400 };
         assert_eq!(report.symmetric, most);
     }

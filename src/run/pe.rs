@@ -71,16 +71,21 @@ fn group_heap_bytes(job: &PreparedRun) -> Result<usize> {
 /// The symmetric heap that the job's layer needs, bytes.
 pub fn heap_bytes(job: &PreparedRun) -> Result<usize> {
     let of_group = group_heap_bytes(job)?;
-    if job.groups.len() == 1 {
+    if !needs_exchange(job) {
         return Ok(of_group);
     }
     let exchange = replica_bytes(&job.config, &job.groups);
     Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, of_group.next_multiple_of(64) + exchange))
 }
 
+/// Whether PEs hold the same experts.
+fn needs_exchange(job: &PreparedRun) -> bool {
+    job.groups.len() > 1 || job.groups.has_replicas()
+}
+
 /// Over as many groups as the job has: `world` has all PEs.
 fn run_as<T: Transport, E: Element>(job: &PreparedRun, host: &dyn Host, world: &Shmem<T>) -> Result<()> {
-    if job.groups.len() == 1 {
+    if !needs_exchange(job) {
         return run_layer::<_, _, E, OneGroup>(job, host, world, None, world);
     }
     let team = world.team_split(world.world(), job.groups.members(job.groups.place(host.my_pe()).0))?;

@@ -121,14 +121,14 @@ impl Target<'_> {
         name: fn(&str) -> String,
     ) -> Result<()> {
         let me = self.host.my_pe();
-        let first_group = job.groups.place(me).0 == 0;
         let replicated = job.config.replicated_weights();
         // Of an expert's weights that share tensors with each other, so that each part of a file is written at once.
         let mut parts: Vec<(String, Range<usize>, Vec<f32>)> = Vec::new();
         let mut expert = None;
         for (id, values) in values {
-            // Replicated weights are the same on every PE, experts' in every group; the first one writes them.
-            if !(if replicated.contains(&id) { me == 0 } else { first_group }) {
+            // Replicated weights are the same on every PE, an expert's on all that hold it; the first one writes them.
+            let first = if replicated.contains(&id) { Some(0) } else { id.expert().map(|e| job.groups.owner(0, e)) };
+            if first != Some(me) {
                 continue;
             }
             let place = job.weight_place(id);

@@ -52,7 +52,7 @@ pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
 
 /// Raised with every change to what the processes of a job send each other: the frames on their sockets, and the request.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
 

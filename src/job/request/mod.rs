@@ -165,6 +165,7 @@ mod tests {
 
     use super::*;
     use crate::moe::{Dtype, Options};
+    use crate::plan::Replication;
 
     fn request() -> RunRequest {
         RunRequest {
@@ -174,7 +175,7 @@ mod tests {
                 input: PathBuf::from("in"),
             },
             pes: 4,
-            plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15] }),
+            plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15], replicas: Some(Replication::AtMost(2)) }),
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,

@@ -9,7 +9,7 @@ use super::{optional_path_bytes, path_bytes};
 use crate::moe::device::GemmPath;
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
-use crate::plan::Plan;
+use crate::plan::{Plan, Replication};
 
 /// Which layer, on which tokens.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -57,6 +57,8 @@ pub enum PlanSource {
     Auto {
         /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; what the machine has where empty.
         memory_mb: Vec<f64>,
+        /// Replicas of experts that the plan may have.
+        replicas: Option<Replication>,
     },
     /// What `aristos plan` wrote.
     File(#[serde(with = "path_bytes")] PathBuf),

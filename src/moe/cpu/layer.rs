@@ -86,7 +86,8 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
     }
 
     /// Makes it one with the layers of other EP groups, which hold the same experts, where `spec` is of one of several groups
-    /// of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens.
+    /// of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens. A placement with
+    /// replicas needs it for training, if there is one group only.
     pub fn exchange<Y: Exchange>(self, exchange: Y) -> LayerBuilder<S, E, Y> {
         let LayerBuilder { spec, observer, types, .. } = self;
         LayerBuilder { spec, observer, exchange: Some(exchange), types }
@@ -106,6 +107,11 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         if spec.dtype.name() != E::NAME {
             let (value, expected) = (spec.dtype.name().into(), E::NAME.into());
             return Err(ConfigError { field: "dtype", value, expected }.into());
+        }
+        if spec.training && spec.placement.has_replicas() && exchange.is_none() {
+            let (field, value) = ("the placement", "with replicas, and the layer without an exchange".into());
+            let expected = "an exchange that sums the replicas' gradients (`Replicas`)".into();
+            return Err(ConfigError { field, value, expected }.into());
         }
         let weights = Weights::load(source, &spec, me)?;
         let gradients = spec.training.then(|| LayerGradients {

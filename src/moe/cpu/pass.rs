@@ -210,7 +210,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
-        saved.routes = router::routes(&saved.routing, &self.spec.placement, config.router.top_k);
+        saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, &mut saved, x, output, &mut [], &mut Gradients::default())?;

@@ -257,7 +257,7 @@ pub trait MoeLayer {
     fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError>;
 
     /// Replaces a weight that this PE holds, in place: rounded and packed again, no allocation, nothing collective. The next pass
-    /// computes with it. Replicated weights must be given the same values on every PE.
+    /// computes with it. Replicated weights must be given the same values on every PE, an expert's on every PE that holds it.
     ///
     /// # Errors
     /// A weight that this PE does not hold, another length, or a finite value that the element type cannot hold.
