@@ -31,7 +31,7 @@ fn group_heap(config: &LayerConfig, groups: &Groups, max_tokens: usize, options:
 }
 
 fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize, options: &Options) -> usize {
-    let bytes = group_heap(config, groups, max_tokens, options) + replica_bytes(config, groups);
+    let bytes = group_heap(config, groups, max_tokens, options) + replica_bytes(config, groups, None);
     Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
 }
 
@@ -141,6 +141,10 @@ impl<X: Exchange> Exchange for Forgetful<X> {
 
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
         self.of.counts(mine, deadline)
+    }
+
+    fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError> {
+        self.of.regroup(groups, deadline)
     }
 
     fn bytes_put(&self) -> u64 {

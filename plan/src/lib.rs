@@ -315,6 +315,14 @@ pub fn plan_from(
     if let Some(shortage) = shortage(cluster, workload) {
         return Ok(Outcome::Infeasible(Infeasible { feasible: false, shortage, elapsed_ms: elapsed_ms() }));
     }
+    if let (Some(replication), Some(current), Objective::Placed) = (options.replicas, current, options.minimised()) {
+        replan::check(cluster, workload, current)?;
+        let mut plan = Plan { workload: Some(Box::new(workload.clone())), ..current.clone() };
+        let replicated = replicate::from_current(cluster, workload, replication, indices(cluster, current));
+        replicate::enter(&mut plan, cluster, workload, replicated);
+        plan.elapsed_ms = elapsed_ms();
+        return Ok(Outcome::Plan(plan));
+    }
     let chosen = choose(cluster, workload, options)?;
     let mut plan = assemble(cluster, workload, &chosen, options);
     if let Some(replication) = options.replicas {
@@ -322,13 +330,7 @@ pub fn plan_from(
             let expected = "the placed one, by which experts are whole";
             return Err(InputError::value("replicas", "are asked for under the published objective", expected).into());
         }
-        let current = current.map(|current| {
-            replan::check(cluster, workload, current).map(|()| {
-                let (groups, spreads) = indices(cluster, current);
-                (groups, spreads)
-            })
-        });
-        if let Some(replicated) = replicate::replicate(cluster, workload, &chosen, replication, current.transpose()?) {
+        if let Some(replicated) = replicate::replicate(cluster, workload, &chosen, replication) {
             replicate::enter(&mut plan, cluster, workload, replicated);
         }
     }

@@ -55,7 +55,7 @@ struct SpreadTimes {
     sum_ms: f64,
 }
 
-/// Replicas for groups with these placements: the groups as they are to be, with the objective, or `None` where no replica lowers it.
+/// Groups with replicas, and their objective.
 pub(crate) struct Replicated {
     pub groups: Vec<Vec<u32>>,
     pub spreads: Vec<Spread>,
@@ -190,51 +190,63 @@ fn evaluate<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>], spreads: &[Sp
     evaluation
 }
 
-/// Replicas for the groups chosen, or for others, from the placements that they have: those of the least objective, `None` where no
-/// replica helps. With `current`, a plan in use, for its groups, from its placements, as far as its experts can stay.
+/// Replicas for the groups chosen, or for others, from their best placements: those of the least objective, `None` where no replica helps.
 pub(crate) fn replicate(
     cluster: &Cluster,
     workload: &Workload,
     chosen: &Chosen,
     replication: Replication,
-    current: Option<(Vec<Vec<u32>>, Vec<Spread>)>,
 ) -> Option<Replicated> {
     let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
     let placed = Placed::new(&problem);
-    let mut candidates: Vec<(Vec<Vec<u32>>, Vec<Spread>)> = Vec::new();
-    let whole = |held: DeviceExperts| Spread { held, splits: BTreeMap::new() };
-    let mut least_ms = chosen.evaluation.objective_ms;
-    if let Some(current) = current {
-        least_ms = f64::INFINITY;
-        candidates.push(current);
-    } else {
-        let all: Vec<u32> = chosen.groups.iter().flatten().copied().collect();
-        let mut together = all.clone();
-        together.sort_unstable();
-        let others = chosen.others.iter().map(|other| other.groups.clone());
-        let others = std::iter::once(vec![together]).chain(std::iter::once(cluster.hosts())).chain(others);
-        let mut seen = vec![chosen.groups.clone()];
-        let spreads = chosen.placements.clone().map(|placements| placements.into_iter().map(whole).collect());
-        candidates.extend(spreads.map(|spreads| (chosen.groups.clone(), spreads)));
-        for groups in others.filter(|groups| groups.iter().map(Vec::len).sum::<usize>() == all.len()) {
-            if !seen.contains(&groups) {
-                let placements = placed::place_groups(&placed, &groups);
-                candidates.extend(placements.map(|all| (groups.clone(), all.into_iter().map(whole).collect())));
-                seen.push(groups);
-            }
+    let mut together: Vec<u32> = chosen.groups.iter().flatten().copied().collect();
+    together.sort_unstable();
+    let all = together.len();
+    let mut candidates: Vec<(Vec<Vec<u32>>, Option<Vec<DeviceExperts>>)> =
+        vec![(chosen.groups.clone(), chosen.placements.clone())];
+    let others = chosen.others.iter().map(|other| other.groups.clone());
+    for groups in [vec![together], cluster.hosts()].into_iter().chain(others) {
+        let is_new = candidates.iter().all(|(known, _)| *known != groups);
+        if is_new && groups.iter().map(Vec::len).sum::<usize>() == all {
+            let placements = placed::place_groups(&placed, &groups);
+            candidates.push((groups, placements));
         }
     }
+    let mut least_ms = chosen.evaluation.objective_ms;
     let mut best = None;
-    for (groups, start) in candidates {
-        let of = |(members, start): (&Vec<u32>, &Spread)| spread(&placed, members, start, replication);
-        let spreads: Vec<Spread> = groups.iter().zip(&start).map(of).collect();
-        let evaluation = evaluate(&placed, &groups, &spreads);
-        if evaluation.objective_ms < least_ms * (1.0 - EQUAL) {
-            least_ms = evaluation.objective_ms;
-            best = Some(Replicated { groups, spreads, evaluation });
+    for (groups, placements) in candidates {
+        let Some(placements) = placements else { continue };
+        let whole = |held| Spread { held, splits: BTreeMap::new() };
+        let replicated = from_start(&placed, groups, placements.into_iter().map(whole).collect(), replication);
+        if replicated.evaluation.objective_ms < least_ms * (1.0 - EQUAL) {
+            least_ms = replicated.evaluation.objective_ms;
+            best = Some(replicated);
         }
     }
     best
+}
+
+/// Replicas for the groups of a plan in use, from what it has, so that few experts move.
+pub(crate) fn from_current(
+    cluster: &Cluster,
+    workload: &Workload,
+    replication: Replication,
+    (groups, spreads): (Vec<Vec<u32>>, Vec<Spread>),
+) -> Replicated {
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    from_start(&Placed::new(&problem), groups, spreads, replication)
+}
+
+fn from_start<L: LinkTable>(
+    placed: &Placed<L>,
+    groups: Vec<Vec<u32>>,
+    start: Vec<Spread>,
+    replication: Replication,
+) -> Replicated {
+    let of = |(members, start): (&Vec<u32>, &Spread)| spread(placed, members, start, replication);
+    let spreads: Vec<Spread> = groups.iter().zip(&start).map(of).collect();
+    let evaluation = evaluate(placed, &groups, &spreads);
+    Replicated { groups, spreads, evaluation }
 }
 
 /// The best of the steps from `start` to even work.

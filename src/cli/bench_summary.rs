@@ -88,6 +88,8 @@ impl LayerArgs {
             work: Work::Synthetic { spec, tokens: self.tokens, backward: false },
             pes: check_pes(self.pes)?,
             plan: None,
+            hot_shift_every: None,
+            replan: None,
             device,
             #[cfg(feature = "device")]
             gemm: None,

@@ -15,7 +15,7 @@ use super::ranks::{Over, RanksArgs};
 use super::values::GemmArg;
 use super::values::{ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, TransportArg, check_memory_mb, check_pes};
 use crate::job::launch::settled_pes;
-use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
+use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 use crate::job::tcp;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
@@ -59,6 +59,10 @@ pub struct Args {
     /// experts on each PE, or as many as its memory holds (auto)
     #[arg(long, value_name = "N|auto", value_parser = replication, requires = "plan")]
     replicas: Option<Replication>,
+    /// With --plan auto: after every N steps plan anew for the loads that were measured, and move experts to where they are to be if
+    /// the steps that are left repay it; replicas as with --replicas [default for these: 1]
+    #[arg(long, value_name = "N", requires = "plan")]
+    replan_every: Option<usize>,
     /// What carries rows and signals between PEs
     #[arg(long, value_enum, default_value = "shm")]
     pub(super) transport: TransportArg,
@@ -115,6 +119,9 @@ pub struct Args {
     /// How long a PE waits for another before the job fails
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     timeout: f64,
+    /// After every S steps let other experts of a synthetic layer be hot, the next --hot-ratio of them
+    #[arg(long, value_name = "S", requires = "hot_ratio")]
+    hot_shift_every: Option<usize>,
     #[command(flatten)]
     ranks: RanksArgs,
     #[command(flatten)]
@@ -255,6 +262,7 @@ impl Args {
         let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb, self.replicas));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
+            ensure!(self.replan_every.is_none(), "--replan-every with --plan {}, expected --plan auto", path.display());
             ensure!(self.replicas.is_none(), "--replicas with --plan {}, expected --plan auto", path.display());
         }
         let pes = self.pes.or(started).or_else(settled_pes).unwrap_or_else(|| default_pes(device, example));
@@ -263,6 +271,12 @@ impl Args {
             work,
             pes,
             plan,
+            hot_shift_every: self.hot_shift_every,
+            replan: self.replan_every.map(|every| Replanning {
+                every,
+                replicas: self.replicas.unwrap_or(Replication::AtMost(1)),
+                cluster: String::new(),
+            }),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),

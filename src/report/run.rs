@@ -176,6 +176,26 @@ pub struct PlanReport {
     pub predicted: Option<PlanTimes>,
     /// In this run.
     pub measured: PlanTimes,
+    /// When it was changed for another while the steps ran.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replanned: Vec<Replanned>,
+}
+
+/// A change of plans while the steps ran.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Replanned {
+    /// After so many steps.
+    pub after_step: u64,
+    /// Predicted under the measured loads: a step by the plan in use, and by the new one, seconds.
+    pub current_s: f64,
+    /// See `current_s`.
+    pub planned_s: f64,
+    /// Experts that PEs got which they did not hold.
+    pub moved_experts: u64,
+    /// What moving them takes: predicted, and of PE 0, seconds.
+    pub predicted_move_s: f64,
+    /// See `predicted_move_s`.
+    pub move_s: f64,
 }
 
 /// A run, over all PEs and steps.
@@ -185,6 +205,9 @@ pub struct RunReport {
     pub config: RunConfig,
     /// Wall time of a step: of each step the slowest PE's, and of those the median, seconds.
     pub step_s: f64,
+    /// All steps and what was done between them, such as moving experts; of the slowest PE, seconds.
+    #[serde(default)]
+    pub all_steps_s: f64,
     /// Tokens of a step over `step_s`.
     pub tokens_per_s: f64,
     /// `flop_per_step` over `step_s`, in 10^9 per second.
@@ -243,6 +266,7 @@ impl RunReport {
         let remote_bytes: u64 = traffic.remote_bytes.values().sum();
         RunReport {
             step_s,
+            all_steps_s: pes.iter().map(|pe| pe.all_steps_s).fold(0.0, f64::max),
             tokens_per_s: per_second(config.tokens as f64),
             gflop_per_s: per_second(config.flop_per_step / 1e9),
             forward: merge_pass(pes, 0, |step| Some(&step.forward)).unwrap_or_default(),

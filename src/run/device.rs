@@ -41,9 +41,11 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         ..PeReport::default()
     };
     let passes = Some([pe::DEVICE_FORWARD, pe::DEVICE_BACKWARD]);
+    // A plan on a device is never made anew.
+    let alone = |mine: &[u64]| Ok(mine.to_vec());
     let results = match job.request.graph {
-        true => steps::run(job, context, passes, &mut RecordedLayer::new(&mut layer)?, &mut report)?,
-        false => steps::run(job, context, passes, &mut layer, &mut report)?,
+        true => steps::run(job, context, passes, &mut RecordedLayer::new(&mut layer)?, &alone, &mut report)?,
+        false => steps::run(job, context, passes, &mut layer, &alone, &mut report)?,
     };
     pe::report_and_write(job, context, report, &results)?;
     // No PE may end while another's kernels still reach into its memory.

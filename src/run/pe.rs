@@ -11,7 +11,7 @@ use crate::job::request::DeviceKind;
 use crate::moe::cpu::{Exchange, OneGroup, replica_bytes};
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
-use crate::moe::{Dtype, Layer, Replicas};
+use crate::moe::{Dtype, Layer, MoeError, Replicas};
 use crate::report::{PeReport, SymmetricMemory};
 use crate::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
 
@@ -74,13 +74,13 @@ pub fn heap_bytes(job: &PreparedRun) -> Result<usize> {
     if !needs_exchange(job) {
         return Ok(of_group);
     }
-    let exchange = replica_bytes(&job.config, &job.groups);
+    let exchange = replica_bytes(&job.config, &job.groups, job.slots());
     Ok(Shmem::<ShmTransport>::heap_bytes_for(job.request.pes, of_group.next_multiple_of(64) + exchange))
 }
 
 /// Whether PEs hold the same experts.
 fn needs_exchange(job: &PreparedRun) -> bool {
-    job.groups.len() > 1 || job.groups.has_replicas()
+    job.groups.len() > 1 || job.groups.has_replicas() || job.request.replan.is_some()
 }
 
 /// Over as many groups as the job has: `world` has all PEs.
@@ -91,7 +91,7 @@ fn run_as<T: Transport, E: Element>(job: &PreparedRun, host: &dyn Host, world: &
     let team = world.team_split(world.world(), job.groups.members(job.groups.place(host.my_pe()).0))?;
     let team = team.context("a PE is in its group")?;
     let group = Shmem::new(GroupTransport::new(world, team, group_heap_bytes(job)?)?);
-    let exchange = Replicas::new(world, &job.config, job.groups.clone())?;
+    let exchange = Replicas::with_slots(world, &job.config, job.groups.clone(), job.slots())?;
     run_layer::<_, _, E, _>(job, host, &group, Some(exchange), world)
 }
 
@@ -106,9 +106,18 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     let me = host.my_pe();
     let builder = Layer::<_, E>::builder(job.layer_spec(me)).observer(StatusObserver(host.status().clone()));
     let mut report = PeReport { pe: me, device: "cpu".into(), ..PeReport::default() };
+    let gather = |mine: &[u64]| -> Result<Vec<u64>> {
+        let mut all = vec![0; mine.len() * world.n_pes()];
+        let deadline = job.request.options.deadline();
+        let gathered = world.all_gather(world.world(), mine, &mut all, deadline);
+        gathered.map_err(|timeout| MoeError::wait(world, timeout.index, "its loads", Phase::Idle, timeout))?;
+        Ok(all)
+    };
     let done = match exchange {
-        Some(exchange) => steps::run(job, host, None, &mut builder.exchange(exchange).build(shmem, job)?, &mut report)?,
-        None => steps::run(job, host, None, &mut builder.build(shmem, job)?, &mut report)?,
+        Some(exchange) => {
+            steps::run(job, host, None, &mut builder.exchange(exchange).build(shmem, job)?, &gather, &mut report)?
+        }
+        None => steps::run(job, host, None, &mut builder.build(shmem, job)?, &gather, &mut report)?,
     };
     report.symmetric = SymmetricMemory {
         used_bytes: world.used_bytes() as u64,

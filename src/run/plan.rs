@@ -39,12 +39,15 @@ impl PreparedRun {
             }
             Some(PlanSource::Auto { replicas, .. }) => {
                 let cluster = probe(self)?;
-                let options = plan::Options { replicas, ..plan::Options::default() };
+                let options = replicas.map_or_else(plan::Options::default, |of| plan::Options::default().replicas(of));
                 let plan = match plan::plan(&cluster, &self.workload(), options)? {
                     Outcome::Plan(plan) => plan,
                     Outcome::Infeasible(Infeasible { shortage, .. }) => bail!("`plan` auto: no plan: {shortage}"),
                 };
                 self.groups = self.groups_of(&plan).context("`plan` auto")?;
+                if let Some(replan) = &mut self.request.replan {
+                    replan.cluster = cluster.to_json();
+                }
                 (plan, "auto".to_string())
             }
         };
@@ -147,6 +150,7 @@ impl PreparedRun {
                 .collect(),
             predicted: not_predicted.is_none().then_some(predicted),
             not_predicted,
+            replanned: Vec::new(),
             measured: PlanTimes {
                 step_s: report.step_s,
                 compute_s: of(&["expert_gemm"]),

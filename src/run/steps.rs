@@ -2,15 +2,17 @@
 
 use std::borrow::{Borrow, BorrowMut};
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use anyhow::Result;
 
 use super::PreparedRun;
 use super::pe_results::Message;
+use super::replan::{Gather, Masters, Replanner};
 use crate::checkpoint::InputTensor;
 use crate::job::host::Host;
 use crate::moe::metrics::{self, PassOutcome, Phase};
-use crate::moe::{Gradients, MoeLayer, Routed, WeightId};
+use crate::moe::{Gradients, Groups, MoeLayer, Routed, WeightId};
 use crate::report::{ExpertRows, PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
 
 /// Spans of a trace are sent when there are so many.
@@ -24,6 +26,8 @@ pub(super) struct Results {
     pub(super) grad_input: Vec<f32>,
     pub(super) grads: Gradients,
     pub(super) routed: Routed,
+    /// Where experts are at the end.
+    pub(super) groups: Groups,
     /// What this PE holds of the weights at the end, where they are to be saved.
     pub(super) weights: Vec<(WeightId, Vec<f32>)>,
 }
@@ -35,8 +39,10 @@ pub(super) fn run<L: MoeLayer>(
     host: &dyn Host,
     passes: Option<[u32; 2]>,
     layer: &mut L,
+    gather: &Gather,
     report: &mut PeReport,
 ) -> Result<Results> {
+    let mut replanner = Replanner::new(job, gather)?;
     let (me, status) = (report.pe, host.status());
     let tokens = job.tokens_of(me);
     report.tokens = tokens.len() as u64;
@@ -45,15 +51,15 @@ pub(super) fn run<L: MoeLayer>(
         layer.record_spans();
     }
     let zeros = vec![0.0; tokens.len() * job.config.hidden];
-    let x = layer.rows(&job.rows(InputTensor::HiddenStates, tokens.clone())?, "hidden_states")?;
+    let mut x = layer.rows(&job.rows_in(InputTensor::HiddenStates, tokens.clone(), 0)?, "hidden_states")?;
     let mut output = layer.values(&zeros)?;
     let mut backward = None;
     if job.backward {
-        let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens)?, "grad_output")?;
+        let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens.clone())?, "grad_output")?;
         backward = Some((grad_output, layer.values(&zeros)?));
     }
 
-    let held = layer.spec().held(layer.my_pe());
+    let mut held = layer.spec().held(layer.my_pe());
     let mut weights = Vec::new();
     if job.request.sgd.is_some() {
         weights = read_weights(layer, &held)?;
@@ -63,6 +69,7 @@ pub(super) fn run<L: MoeLayer>(
     let mut sent = metrics::Traffic::default();
     let mut all_reduce_bytes = 0;
     let mut routed = Routed::default();
+    let begin = Instant::now();
     for step in 0..job.request.steps {
         status.set_progress(step as u64, job.request.steps as u64);
         let mut take = |outcome: PassOutcome| {
@@ -77,12 +84,18 @@ pub(super) fn run<L: MoeLayer>(
             }));
             pass_report(&outcome)
         };
+        if job.shifts(step) != job.shifts(step.saturating_sub(1)) {
+            x = layer.rows(&job.rows_in(InputTensor::HiddenStates, tokens.clone(), step)?, "hidden_states")?;
+        }
         let enter = |pass: usize| passes.iter().for_each(|codes| status.set_phase(codes[pass]));
         enter(0);
         let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
         let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
-        if step + 1 == job.request.steps {
+        if step + 1 == job.request.steps || replanner.is_some() {
             routed = layer.routed(&saved)?;
+        }
+        if let Some(replanner) = &mut replanner {
+            replanner.count(me, &routed.expert_rows);
         }
         if let Some((grad_output, grad_input)) = &mut backward {
             enter(1);
@@ -97,6 +110,16 @@ pub(super) fn run<L: MoeLayer>(
             *most = pass.map_or(0, |pass| pass.rounds).max(*most);
         }
         sample.offer(done);
+        if let Some(replanner) = &mut replanner
+            && let Some(groups) = replanner.renew(job, step, job.request.steps)?
+        {
+            let start = Instant::now();
+            let config = layer.spec().config.clone();
+            layer.move_experts(&groups, &mut Masters { config: &config, weights: &mut weights })?;
+            held = layer.spec().held(layer.my_pe());
+            weights.sort_by_key(|(id, _)| held.iter().position(|held| held == id));
+            replanner.moved(start);
+        }
         if spans.len() >= SPANS_AT_ONCE {
             host.send(&serde_json::to_vec(&Message::Spans(std::mem::take(&mut spans)))?)?;
         }
@@ -104,10 +127,13 @@ pub(super) fn run<L: MoeLayer>(
     if !spans.is_empty() {
         host.send(&serde_json::to_vec(&Message::Spans(spans))?)?;
     }
+    report.all_steps_s = begin.elapsed().as_secs_f64();
     report.n_steps = sample.seen();
     report.steps = sample.into_steps();
     report.traffic = traffic(&sent, all_reduce_bytes);
-    let rows = job.groups.experts(me).iter().zip(&routed.expert_rows);
+    let groups = replanner.as_ref().map_or(&job.groups, |replanner| &replanner.groups).clone();
+    report.replanned = replanner.map(|replanner| replanner.done).unwrap_or_default();
+    let rows = groups.experts(me).iter().zip(&routed.expert_rows);
     report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
 
     let mut results = Results {
@@ -115,6 +141,7 @@ pub(super) fn run<L: MoeLayer>(
         grad_input: Vec::new(),
         grads: Gradients::default(),
         routed,
+        groups,
         weights: Vec::new(),
     };
     if job.request.save_weights.is_some() {

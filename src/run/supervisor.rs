@@ -149,6 +149,10 @@ impl Outputs {
         let mut report = RunReport::merge(run_config(job, &reports), &reports);
         report.aux_losses = losses;
         report.plan = job.plan_report(&report);
+        let first = reports.iter().find(|report| report.pe == 0);
+        if let (Some(plan), Some(first)) = (&mut report.plan, first) {
+            plan.replanned = first.replanned.clone();
+        }
         if let (Some(output), Some(chosen)) = (&output, &chosen) {
             report.check = Some(check(job, &layout, output.file(), chosen)?);
         }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
 pub use probe::{ProbeRequest, ProbedExpert};
-pub use run::{DeviceKind, PlanSource, RunRequest, Work};
+pub use run::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 
 use super::launch::VERSION;
 
@@ -176,6 +176,8 @@ mod tests {
             },
             pes: 4,
             plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15], replicas: Some(Replication::AtMost(2)) }),
+            hot_shift_every: Some(3),
+            replan: Some(Replanning { every: 7, replicas: Replication::Auto, cluster: "{}".into() }),
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,

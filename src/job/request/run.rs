@@ -66,6 +66,17 @@ pub enum PlanSource {
     Made(Box<Plan>),
 }
 
+/// A plan that is made anew while the steps run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Replanning {
+    /// After so many steps, each time.
+    pub every: usize,
+    /// Replicas of experts that the new plan may have.
+    pub replicas: Replication,
+    /// The cluster that the first plan was made for, as JSON, once it has been probed.
+    pub cluster: String,
+}
+
 /// A run of a layer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RunRequest {
@@ -75,6 +86,10 @@ pub struct RunRequest {
     pub pes: usize,
     /// Where the EP groups and the placement come from; one group with even shares where `None`.
     pub plan: Option<PlanSource>,
+    /// Of a synthetic layer: after so many steps, each time, other experts are hot.
+    pub hot_shift_every: Option<usize>,
+    /// Whether and when the plan is made anew while the steps run.
+    pub replan: Option<Replanning>,
     /// What it runs on.
     pub device: DeviceKind,
     /// Which matrix products a device runs; by the device where `None`.

@@ -54,6 +54,14 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) exchange: Option<X>,
     /// What passes since the last outcome put to other PEs, the sums of gradients included.
     pub(super) pass_bytes: u64,
+    /// Pieces of experts that have moved, on all PEs alike.
+    pub(super) pieces: u64,
+}
+
+/// No other layer of this process has it.
+pub(super) fn new_id() -> u64 {
+    static LAYERS: AtomicU64 = AtomicU64::new(1);
+    LAYERS.fetch_add(1, Ordering::Relaxed)
 }
 
 /// What backward passes leave.
@@ -124,7 +132,6 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         memory.clear_signals(pe);
         pe.barrier_all(spec.options.deadline())
             .map_err(|timeout| MoeError::wait(pe, timeout.index, "to make the layer", Phase::Idle, timeout))?;
-        static LAYERS: AtomicU64 = AtomicU64::new(1);
         Ok(Layer {
             shmem,
             spec,
@@ -133,13 +140,14 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             gradients,
             scratch: Scratch::default(),
             recorder: Recorder::new(observer),
-            id: LAYERS.fetch_add(1, Ordering::Relaxed),
+            id: new_id(),
             passes: 0,
             forwards: 0,
             credits_used: vec![0; n],
             spare: Vec::new(),
             exchange,
             pass_bytes: 0,
+            pieces: 0,
         })
     }
 }

@@ -8,7 +8,9 @@ use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
-use crate::moe::spec::{Gradients, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
+use crate::moe::spec::{
+    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId,
+};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
 /// Which pass a [`Saved`] is for, by the way its tokens were routed.
@@ -150,6 +152,10 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         let me = self.pe().my_pe();
         self.weights.set(&mut self.scratch.workspace, id, &self.spec.placement, me, values)
+    }
+
+    fn move_experts(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
+        self.move_to(groups, state)
     }
 
     fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {

@@ -26,6 +26,8 @@ pub trait Exchange {
     fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
     /// The counts of all PEs, in their order, and which are this PE's.
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
+    /// Experts are where `groups` has them from now on (collective over all PEs).
+    fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
     /// Bytes put to other PEs so far.
     fn bytes_put(&self) -> u64;
 }
@@ -60,6 +62,10 @@ impl Exchange for OneGroup {
     }
 
     fn counts(&self, _: &[u32], _: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
+        match *self {}
+    }
+
+    fn regroup(&mut self, _: &Groups, _: Instant) -> Result<(), MoeError> {
         match *self {}
     }
 
@@ -139,18 +145,23 @@ impl<W: AsShmem> Replicas<W> {
     /// # Errors
     /// When the heap is too small.
     pub fn new(world: W, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
+        Self::with_slots(world, config, groups, None)
+    }
+
+    /// The same where experts may move, as many to a PE as `slots`.
+    ///
+    /// # Errors
+    /// When the heap is too small.
+    pub fn with_slots(
+        world: W,
+        config: &LayerConfig,
+        groups: Groups,
+        slots: Option<usize>,
+    ) -> Result<Self, ShmemError> {
         let shmem = world.as_shmem();
-        let me = shmem.my_pe();
         let len = gradient_len(config);
-        let holders = groups.holders();
-        let (rooms, size) = rooms(len, &groups, &holders);
-        let summed = |&expert: &usize| {
-            let holders = holders[expert].clone();
-            let room = |pe: &usize| rooms[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
-            let place = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
-            Summed { rooms: holders.iter().map(room).collect(), me: place, holders }
-        };
-        let experts: Vec<Summed> = groups.experts(me).iter().map(summed).collect();
+        let (experts, size) = summed(shmem.my_pe(), len, &groups);
+        let size = size_for(len, size, &groups, slots);
         Ok(Replicas {
             len,
             contributions: shmem.alloc(size.element)?,
@@ -352,15 +363,49 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
     }
 
+    fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError> {
+        let (experts, size) = summed(self.shmem().my_pe(), self.len, groups);
+        if size.element > self.sums.len() || size.word > self.signals.len() {
+            let why = "the exchange between replicas was made without room for it (`Replicas::with_slots`)".into();
+            return Err(MoeError::Usage { what: "move experts", why });
+        }
+        self.state = vec![Sum::default(); experts.len()];
+        self.experts = experts;
+        // Places now belong to others, so nobody may still read what was there. Signals go on: they hold numbers of passes that were.
+        self.shmem().barrier_all(deadline).map_err(|timeout| self.error("that its experts have moved", timeout))
+    }
+
     fn bytes_put(&self) -> u64 {
         self.shmem().bytes_put()
     }
 }
 
-/// Bytes of the world's heap that [`Replicas::new`] takes.
-pub fn replica_bytes(config: &LayerConfig, groups: &Groups) -> usize {
-    let (_, Room { element, word }) = rooms(gradient_len(config), groups, &groups.holders());
+/// Bytes of the world's heap that [`Replicas::with_slots`] takes.
+pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>) -> usize {
+    let len = gradient_len(config);
+    let (_, size) = rooms(len, groups, &groups.holders());
+    let Room { element, word } = size_for(len, size, groups, slots);
     2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
+}
+
+/// The experts of PE `me` and where their places are; and where places end on the PE that has most of them.
+fn summed(me: usize, len: usize, groups: &Groups) -> (Vec<Summed>, Room) {
+    let all = groups.holders();
+    let (rooms, size) = rooms(len, groups, &all);
+    let of = |&expert: &usize| {
+        let holders = all[expert].clone();
+        let room = |pe: &usize| rooms[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
+        let place = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
+        Summed { rooms: holders.iter().map(room).collect(), me: place, holders }
+    };
+    (groups.experts(me).iter().map(of).collect(), size)
+}
+
+/// Room for these groups, or with `slots` for any placement of so many experts on a PE: K holders have K - 1 places each of a K-th, rounded up.
+fn size_for(len: usize, now: Room, groups: &Groups, slots: Option<usize>) -> Room {
+    let Some(slots) = slots else { return now };
+    let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
+    Room { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
 }
 
 /// Most elements of a part of gradients that `holders` PEs sum.

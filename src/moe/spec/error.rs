@@ -112,7 +112,7 @@ impl MoeError {
     }
 
     /// Of this PE of `shmem`; `peer` by its number there.
-    pub(in crate::moe) fn wait<T: Transport>(
+    pub(crate) fn wait<T: Transport>(
         shmem: &Shmem<T>,
         peer: usize,
         what: &'static str,
