@@ -3,13 +3,15 @@
 #[macro_use]
 mod common;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aristos::check::TOLERANCE_F32;
-use aristos::moe::cpu::replica_bytes;
+use aristos::moe::cpu::{Exchange, replica_bytes};
+use aristos::moe::placement::Split;
 use aristos::moe::synthetic::{RouterKind, Synthetic};
 use aristos::moe::{
-    Groups, Layer, LayerConfig, LayerSpec, Mode, MoeError, Options, Placement, Replicas, SharedConfig, WeightSource,
+    Groups, Layer, LayerConfig, LayerSpec, Load, MlpGradients, Mode, MoeError, Options, Placement, Replicas,
+    SharedConfig, WeightSource,
 };
 use aristos::shmem::reorder::{ReorderTransport, ReorderWorld};
 use aristos::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
@@ -29,7 +31,7 @@ fn group_heap(config: &LayerConfig, groups: &Groups, max_tokens: usize, options:
 }
 
 fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize, options: &Options) -> usize {
-    let bytes = group_heap(config, groups, max_tokens, options) + replica_bytes(config, groups);
+    let bytes = group_heap(config, groups, max_tokens, options) + replica_bytes(config, groups, None);
     Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
 }
 
@@ -42,6 +44,19 @@ fn run_groups<T: Transport + Send>(
     options: &Options,
     steps: usize,
 ) -> Result<Vec<Step>, MoeError> {
+    run_faulty(transports, source, groups, tokens, options, steps, None)
+}
+
+/// The same; PE and local expert `lost` contributes nothing to its replicas' gradients.
+fn run_faulty<T: Transport + Send>(
+    transports: Vec<T>,
+    source: &Synthetic,
+    groups: &Groups,
+    tokens: usize,
+    options: &Options,
+    steps: usize,
+    lost: Option<(usize, usize)>,
+) -> Result<Vec<Step>, MoeError> {
     let (n, config) = (transports.len(), source.config());
     let splits = even(tokens, n);
     let max_tokens = tokens.div_ceil(n);
@@ -52,7 +67,10 @@ fn run_groups<T: Transport + Send>(
         let team = world.team_split(world.world(), groups.members(group)).unwrap().unwrap();
         let shmem = Shmem::new(Group::new(&world, team, heap)?);
         let mut layer = Layer::<_, f32>::builder(spec(config, groups, group, max_tokens, options))
-            .exchange(Replicas::new(&world, config, groups.clone())?)
+            .exchange(Forgetful {
+                of: Replicas::new(&world, config, groups.clone())?,
+                lost: lost.filter(|(pe, _)| *pe == me).map(|(_, local)| local),
+            })
             .build(&shmem, source)?;
         let (x, g) = (source.hidden_states(splits[me].clone()), source.grad_output(splits[me].clone()));
         let all = (0..steps).map(|_| one_step(&mut layer, &x, &g)).collect::<Result<Vec<_>, _>>()?;
@@ -83,8 +101,59 @@ fn run_groups<T: Transport + Send>(
         .collect())
 }
 
-fn options_deadline(options: &Options) -> std::time::Instant {
-    std::time::Instant::now() + options.wait_limit
+/// An exchange that forgets the gradients of a local expert.
+struct Forgetful<X> {
+    of: X,
+    lost: Option<usize>,
+}
+
+impl<X: Exchange> Exchange for Forgetful<X> {
+    fn begin(&mut self) {
+        self.of.begin();
+    }
+
+    fn ready(&mut self, local: usize, grads: &MlpGradients) {
+        if self.lost != Some(local) {
+            return self.of.ready(local, grads);
+        }
+        let zeros = |values: &Vec<f32>| vec![0.0; values.len()];
+        self.of.ready(
+            local,
+            &MlpGradients { matrix: grads.matrix.each_ref().map(zeros), bias: grads.bias.each_ref().map(zeros) },
+        );
+    }
+
+    fn poll(&mut self, grads: &mut [MlpGradients]) -> bool {
+        self.of.poll(grads)
+    }
+
+    fn finish(&mut self, grads: &mut [MlpGradients], deadline: Instant) -> Result<(), MoeError> {
+        self.of.finish(grads, deadline)
+    }
+
+    fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError> {
+        self.of.sum(data, deadline)
+    }
+
+    fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError> {
+        self.of.loads(mine, deadline)
+    }
+
+    fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError> {
+        self.of.counts(mine, deadline)
+    }
+
+    fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError> {
+        self.of.regroup(groups, deadline)
+    }
+
+    fn bytes_put(&self) -> u64 {
+        self.of.bytes_put()
+    }
+}
+
+fn options_deadline(options: &Options) -> Instant {
+    Instant::now() + options.wait_limit
 }
 
 /// Groups by their members, experts dealt out so: expert `e` of group `g` goes to member `deal(g, e)`.
@@ -96,8 +165,34 @@ fn groups(n: usize, members: &[&[usize]], experts: usize, deal: impl Fn(usize, u
     Groups::new(n, members.iter().enumerate().map(of).collect()).unwrap()
 }
 
+/// The same groups with replicas where a group has several PEs: expert 0 on all of them, in shares that differ by PE; expert 2 on the
+/// first two, of which each keeps its own tokens.
+fn replicated(n: usize, groups: &Groups) -> Groups {
+    let of = |g: usize| {
+        let (members, placement) = (groups.members(g).to_vec(), groups.placement(g).clone());
+        let m = members.len();
+        if m == 1 {
+            return (members, placement);
+        }
+        let share = |source: usize, holder: usize| ((source + holder) % m) as f64 * 2.0 / (m * (m - 1)) as f64;
+        let all = Split {
+            expert: 0,
+            holders: (0..m).collect(),
+            shares: (0..m).map(|source| (0..m).map(|holder| share(source, holder)).collect()).collect(),
+        };
+        let own = |source: usize| [vec![1.0, 0.0], vec![0.0, 1.0], vec![0.5, 0.5]][source.min(2)].clone();
+        let two = Split { expert: 2, holders: vec![0, 1], shares: (0..m).map(own).collect() };
+        (members, placement.with_replicas(&[all, two]).unwrap())
+    };
+    Groups::new(n, (0..groups.len()).map(of).collect()).unwrap()
+}
+
 fn groupings(experts: usize) -> Vec<(&'static str, usize, Groups)> {
+    let pairs = groups(5, &[&[4, 0, 1], &[2, 3]], experts, |g, e| e + g);
+    let one = groups(3, &[&[0, 1, 2]], experts, |_, e| usize::from(e > 1));
     vec![
+        ("one group with replicas", 3, replicated(3, &one)),
+        ("two groups with replicas", 5, replicated(5, &pairs)),
         ("one group, uneven", 3, groups(3, &[&[0, 1, 2]], experts, |_, e| usize::from(e > 1))),
         ("two pairs", 4, groups(4, &[&[0, 1], &[2, 3]], experts, |_, e| e)),
         ("two pairs, crossed and uneven", 4, groups(4, &[&[3, 0], &[1, 2]], experts, |g, e| usize::from(e > 4 * g))),
@@ -169,6 +264,65 @@ fn any_order_of_deliveries_gives_the_same() {
             assert_close(&want[0], &reference::<f32>(&source, tokens, &plain[0].chosen), TOLERANCE_F32, name);
         }
     }
+}
+
+/// Replicas change no result beyond rounding, whoever computes which row.
+#[test]
+fn replicas_give_what_one_holder_gives() {
+    let source = synthetic(with!(mixtral(24, 20, 7, 2); aux_loss_coef = 0.3), 3);
+    let config = source.config();
+    let (tokens, options) = (90usize, small(Mode::Pipelined));
+    let run = |groups: &Groups| {
+        let heap = world_heap(config, groups, 4, tokens.div_ceil(4), &options);
+        run_groups(shm(4, heap), &source, groups, tokens, &options, 1).unwrap().remove(0)
+    };
+    let plain = groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e);
+    let (want, got) = (run(&plain), run(&replicated(4, &plain)));
+    assert_eq!(got.chosen, want.chosen);
+    let near = |what: &str, got: &[f32], want: &[f32]| {
+        let most = want.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        let off = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
+        assert!(got.len() == want.len() && off <= 1e-5 * most, "{what}: {off} of {most}");
+    };
+    near("output", &got.output, &want.output);
+    near("grad_hidden_states", &got.grad_hidden_states, &want.grad_hidden_states);
+    for (id, grad) in &want.grads {
+        near(&format!("{id:?}"), &got.grads[id], grad);
+    }
+}
+
+/// Gradients that one replica leaves out are missed.
+#[test]
+#[should_panic(expected = "Expert(0")]
+fn a_replica_that_is_left_out_is_seen() {
+    let source = synthetic(mixtral(24, 20, 7, 2), 3);
+    let config = source.config();
+    let groups = replicated(4, &groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e));
+    let (tokens, options) = (90usize, small(Mode::Pipelined));
+    let heap = world_heap(config, &groups, 4, tokens.div_ceil(4), &options);
+    let step = run_faulty(shm(4, heap), &source, &groups, tokens, &options, 1, Some((2, 0)));
+    let step = match step {
+        Ok(mut steps) => steps.remove(0),
+        Err(error) => unreachable!("{error}"),
+    };
+    assert_close(&step, &reference::<f32>(&source, tokens, &step.chosen), TOLERANCE_F32, "left out");
+}
+
+/// A layer that would train with replicas and never sum their gradients is refused.
+#[test]
+fn replicas_without_an_exchange_are_refused() {
+    let source = synthetic(mixtral(24, 20, 7, 2), 3);
+    let groups = replicated(2, &groups(2, &[&[0, 1]], 7, |_, e| e));
+    let spec = spec(source.config(), &groups, 0, 4, &Options::default());
+    let errors = on_pes(shm(2, spec.heap_bytes().unwrap()), |shmem| {
+        let layer = |spec: LayerSpec| Layer::<_, f32>::builder(spec).build(&shmem, &source).map(|_| ());
+        layer(spec.clone()).unwrap_err().to_string()
+    });
+    assert_eq!(
+        errors[1],
+        "the placement is with replicas, and the layer without an exchange, expected an exchange that sums the replicas' gradients \
+         (`Replicas`)"
+    );
 }
 
 /// A PE of another group that does not do its backward is named, by its number in the world.

@@ -471,6 +471,10 @@ const TESTS: &[(&str, fn())] = &[
         };
         assert!(groups.iter().all(|group| experts(group) == 8), "{report}");
         assert_eq!(report["check"]["passed"], true, "{report}");
+        let file = dir.path().join("plan.json");
+        fs::write(&file, binary::plan_with_replicas(1)).unwrap();
+        let outcome = run(aristos_run(4, &format!("{SMALL} --plan {} --check", file.display()))).success();
+        assert!(outcome.stdout.contains("check passed"), "{outcome:?}");
         refused(aristos_run(2, &format!("{SMALL} --plan auto --memory-mb 0.1,0.1")), &["--plan auto", "short"]);
         refused(aristos_run(2, &format!("{SMALL} --plan auto --memory-mb 1,2,3")), &["--memory-mb has 3 numbers"]);
     }),

@@ -8,7 +8,7 @@ mod going_on;
 use std::path::Path;
 use std::time::Duration;
 
-use binary::{Outcome, aristos_run, read_tensors, relative_error, run, start};
+use binary::{Outcome, aristos_run, plan_with_replicas, read_tensors, relative_error, run, start};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -110,6 +110,83 @@ fn groups_with_unequal_placements_equal_one_group() {
     assert!(text.contains("planned not compared: ") && text.contains("measured "), "{text}");
 }
 
+/// Replicas in a group and between groups: the same results, weights after training too, whichever PE computes which row.
+#[test]
+fn replicas_equal_one_group() {
+    let dir = tempfile::tempdir().unwrap();
+    let (file, out) = (dir.path().join("plan.json"), dir.path().join("planned.safetensors"));
+    let weights = |name: &str| dir.path().join(name).display().to_string();
+    run_layer(&format!("--sgd 0.01 --steps 3 --save-weights {}", weights("want.safetensors"))).success();
+    for groups in [1, 2] {
+        std::fs::write(&file, plan_with_replicas(groups)).unwrap();
+        for flags in ["", "--aux-loss-coef 0.1 --shared-intermediate 24", "--capacity-factor 1.1"] {
+            let args = format!("--plan {} --check --steps 2 --json --output {} {flags}", file.display(), out.display());
+            let report = report(run_layer(&args));
+            assert_eq!(report["check"]["passed"], true, "{flags}: {:#}", report["check"]);
+            let sum = |key: &str| report[key].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum::<u64>();
+            assert_eq!(sum("expert_rows_per_pe"), sum("tokens_per_expert"));
+            assert!(flags.contains("capacity") || sum("tokens_per_expert") == 96 * 3, "{report:#}");
+            equals_one_group(dir.path(), "planned.safetensors", flags);
+        }
+        let saved = weights("got.safetensors");
+        run_layer(&format!("--plan {} --sgd 0.01 --steps 3 --save-weights {saved}", file.display())).success();
+        let want = read_tensors(&dir.path().join("want.safetensors"));
+        for (tensor, (_, got)) in read_tensors(&dir.path().join("got.safetensors")) {
+            let error = relative_error(&got, &want[&tensor].1);
+            assert!(error < 1e-5, "{tensor}: {error:e}");
+        }
+    }
+    // bf16 runs too; without a backward pass nothing is summed.
+    let args = format!("--plan {} --dtype bf16 --check", file.display());
+    assert!(run_layer(&args).success().stdout.contains("check passed"));
+    run_layer(&format!("--plan {} --forward-only --check", file.display())).success();
+}
+
+/// Three experts on four PEs with room for two each: however they are grouped, the work is even only with a replica.
+#[test]
+fn a_plan_made_with_replicas_is_run() {
+    let layer = "--pes 4 --tokens 600 --hidden 32 --intermediate 4096 --experts 3 --top-k 1 --forward-only";
+    let outcome = run(aristos_run(&format!("{layer} --plan auto --replicas auto --memory-mb 8 --check --json")));
+    let report = report(outcome);
+    assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
+    let copies = |group: &Value| -> usize {
+        group["experts"].as_array().unwrap().iter().map(|of_pe| of_pe.as_array().unwrap().len()).sum()
+    };
+    assert!(report["plan"]["groups"].as_array().unwrap().iter().any(|group| copies(group) > 3), "{:#}", report["plan"]);
+}
+
+/// Loads that the first plan could not know: the plan is made anew, and what is computed stays right; weights that are trained go with their experts.
+#[test]
+fn a_plan_is_made_anew_for_the_loads_that_are_measured() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    // Room for one group only.
+    let layer =
+        "--pes 4 --tokens 600 --hidden 16 --intermediate 1024 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
+    let plan = "--plan auto --memory-mb 1.3 --replan-every 2 --steps 5 --json";
+    let outcome = run(aristos_run(&format!("{layer} {plan} --forward-only --output {}", path("got.safetensors"))));
+    let first = report(outcome);
+    let changes = first["plan"]["replanned"].as_array().unwrap_or_else(|| panic!("{:#}", first["plan"]));
+    assert!(changes[0]["after_step"] == 2 && changes[0]["moved_experts"].as_u64() > Some(0), "{:#}", first["plan"]);
+    let rows: Vec<u64> = first["expert_rows_per_pe"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+    assert_eq!(rows.iter().sum::<u64>(), 1200);
+    run(aristos_run(&format!("{layer} --forward-only --output {}", path("want.safetensors")))).success();
+    let want = read_tensors(&dir.path().join("want.safetensors"));
+    for (tensor, (_, got)) in read_tensors(&dir.path().join("got.safetensors")) {
+        assert!(relative_error(&got, &want[&tensor].1) < 1e-5, "{tensor}");
+    }
+    let sgd = "--sgd 0.01 --save-weights";
+    let outcome = run(aristos_run(&format!("{layer} {plan} {sgd} {}", path("got-w.safetensors"))));
+    let trained = report(outcome);
+    run(aristos_run(&format!("{layer} --steps 5 {sgd} {}", path("want-w.safetensors")))).success();
+    let want = read_tensors(&dir.path().join("want-w.safetensors"));
+    for (tensor, (_, got)) in read_tensors(&dir.path().join("got-w.safetensors")) {
+        assert!(relative_error(&got, &want[&tensor].1) < 1e-4, "{tensor}: {:#}", trained["plan"]);
+    }
+    run(aristos_run(&format!("{layer} --replan-every 2"))).misused(&["--plan"]);
+    run(aristos_run(&format!("{layer} --plan auto --replan-every 0"))).refused(&["--replan-every is 0"]);
+}
+
 /// From a model to a prediction beside a measurement: `workload`, `plan`, `run`.
 #[test]
 fn a_plan_is_compared_with_a_run_of_its_own_workload() {
@@ -207,6 +284,26 @@ fn plans_that_are_for_something_else() {
     refused(&|p| *p = json!({"feasible": false, "shortage": "memory", "elapsed_ms": 1}), &["feasible is false"]);
     refused(&|p| p["groups"] = json!("all"), &["groups"]);
     refused(&|p| *p = json!([]), &[]);
+}
+
+#[test]
+fn replicas_that_cannot_be_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("p.json");
+    let refused = |change: &dyn Fn(&mut Value), parts: &[&str]| {
+        let mut plan: Value = serde_json::from_str(&plan_with_replicas(1)).unwrap();
+        change(&mut plan["groups"][0]);
+        std::fs::write(&file, plan.to_string()).unwrap();
+        run_layer(&format!("--plan {}", file.display())).refused(&[&["p.json: groups[0]."], parts].concat());
+    };
+    refused(&|g| g["replicas"] = json!([]), &["experts.1 has expert 0, which another device has too", "in replicas"]);
+    refused(&|g| g["replicas"][0]["devices"] = json!([0, 1]), &["replicas[0].devices is [0, 1]", "hold expert 0"]);
+    refused(&|g| g["replicas"][0]["expert"] = json!(8), &["has expert 0"]);
+    refused(&|g| g["replicas"][1]["split"][0] = json!([1]), &["replicas[1].split", "4 x 2"]);
+    refused(&|g| g["replicas"][1]["split"][0] = json!([1, 1]), &["expert 1 has shares [1.0, 1.0] for PE 0"]);
+    refused(&|g| g["experts"]["0"] = json!([0, 1, 2, 2]), &["experts.0 has expert 2 twice"]);
+    run_layer(&format!("--plan {} --replicas 1", file.display())).refused(&["--replicas with --plan", "--plan auto"]);
+    run_layer("--plan auto --replicas some").misused(&["--replicas", "a number of experts, or auto"]);
 }
 
 /// Killed while groups wait for each other: named, and nothing is left.

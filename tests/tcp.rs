@@ -264,6 +264,15 @@ const TESTS: &[(&str, fn())] = &[
         assert_eq!(report["plan"]["source"], "auto", "{report}");
         assert_eq!(report["check"]["passed"], true, "{report}");
     }),
+    ("here::replicas_by_a_plan", || {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("plan.json");
+        for groups in [1, 2] {
+            fs::write(&file, binary::plan_with_replicas(groups)).unwrap();
+            let report = json(here(4, &format!("run {SMALL} --plan {} --check --json", file.display())));
+            assert_eq!(report["check"]["passed"], true, "{report}");
+        }
+    }),
     ("here::the_benchmarks_and_the_probe", || {
         let dir = tempfile::tempdir().unwrap();
         let cluster = dir.path().join("cluster.json");

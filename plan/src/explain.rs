@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::objective::Evaluation;
-use super::placement::DeviceExperts;
+use super::replicate::{Spread, evaluate_spreads, spread_times};
 use super::workload::Workload;
 use super::{Algorithm, Objective, Options, Plan, PlanError, Terms, choose, evaluate, indices, placed, terms};
 use crate::cluster::{Cluster, LinkTable};
@@ -48,7 +48,7 @@ pub fn explain(
     plan: &Plan,
 ) -> Result<Explanation, PlanError> {
     let cluster = &*workload.on(cluster)?;
-    let (groups, placements) = indices(cluster, plan);
+    let (groups, spreads) = indices(cluster, plan);
     let all: Vec<u32> = (0..cluster.devices.len() as u32).collect();
     let options = options.objective(plan.objective);
     let searched = Options { algorithm: Algorithm::Search, ..options };
@@ -80,9 +80,9 @@ pub fn explain(
         let key = |a: &Alternative| (a.invalid.is_some(), a.objective_ms);
         key(a).partial_cmp(&key(b)).expect("objectives are finite")
     });
-    let evaluation = as_planned(cluster, workload, plan.objective, &groups, &placements);
+    let evaluation = as_planned(cluster, workload, plan.objective, &groups, &spreads);
     alternatives.insert(0, alternative(cluster, workload, "chosen".into(), &groups, &evaluation));
-    let binding = binding(cluster, workload, searched, plan, (&groups, &placements), &evaluation)?;
+    let binding = binding(cluster, workload, searched, plan, (&groups, &spreads), &evaluation)?;
     Ok(Explanation { alternatives, binding })
 }
 
@@ -92,10 +92,10 @@ fn as_planned(
     workload: &Workload,
     objective: Objective,
     groups: &[Vec<u32>],
-    placements: &[DeviceExperts],
+    spreads: &[Spread],
 ) -> Evaluation {
     match objective {
-        Objective::Placed => evaluate(cluster, workload, groups, Some(placements)),
+        Objective::Placed => evaluate_spreads(cluster, workload, groups, spreads),
         Objective::Published => evaluate(cluster, workload, groups, None),
     }
 }
@@ -144,7 +144,7 @@ fn binding(
     workload: &Workload,
     options: Options,
     plan: &Plan,
-    (groups, placements): (&[Vec<u32>], &[DeviceExperts]),
+    (groups, spreads): (&[Vec<u32>], &[Spread]),
     evaluation: &Evaluation,
 ) -> Result<Vec<String>, PlanError> {
     let id = |i: u32| cluster.devices[i as usize].id;
@@ -157,9 +157,10 @@ fn binding(
         share(all_reduce_ms)
     )];
     let worst = evaluation.worst();
-    if let (Some(members), Some(placement)) = (groups.get(worst), placements.get(worst)) {
+    if let (Some(members), Some(spread)) = (groups.get(worst), spreads.get(worst)) {
+        let (computes, placed) = spread_times(cluster, workload, members, spread);
         let exchanges: Vec<f64> = match plan.objective {
-            Objective::Placed => placed::exchanges(cluster, workload, members, placement),
+            Objective::Placed => placed,
             Objective::Published => {
                 let time = |(alpha, beta)| alpha + beta * (workload.p2p_buffer_mb / members.len() as f64);
                 cluster.links.sums(members).into_iter().map(time).collect()
@@ -172,13 +173,8 @@ fn binding(
             members.len(),
         ));
         if plan.objective == Objective::Placed {
-            let costs = workload.costs();
-            let time = |i: usize| {
-                let cost: f64 = placement[i].iter().map(|&e| costs[e as usize]).sum();
-                cost / cluster.devices[members[i] as usize].flop_per_ms
-            };
-            let longest = (0..members.len()).fold(0, |l, i| if time(i) > time(l) { i } else { l });
-            let held = match placement[longest].len() {
+            let longest = (0..members.len()).fold(0, |l, i| if computes[i] > computes[l] { i } else { l });
+            let held = match spread.held[longest].len() {
                 1 => "1 expert".to_string(),
                 n => format!("{n} experts"),
             };
@@ -186,14 +182,25 @@ fn binding(
             lines.push(format!("in it device {device} computes longest, {ms:.4} ms for {held}"));
         }
     }
+    for (g, (group, spread)) in plan.groups.iter().zip(spreads).enumerate() {
+        if let (Some(least), false) = (group.least_makespan_ms, spread.splits.is_empty()) {
+            let copies: usize = spread.splits.values().map(|split| split.holders.len() - 1).sum();
+            let over = if least > 0.0 { 100.0 * (group.makespan_ms / least - 1.0) } else { 0.0 };
+            lines.push(format!(
+                "group {g} has {copies} replicas, of {} experts: its longest compute is {:.4} ms, {over:.1}% above the least possible with so many",
+                spread.splits.len(),
+                group.makespan_ms
+            ));
+        }
+    }
     if !plan.idle_devices.is_empty() {
         lines.push(format!("in no group: {}", devices(&plan.idle_devices)));
     }
     let empty: Vec<u64> = groups
         .iter()
-        .zip(placements)
-        .flat_map(|(members, placement)| {
-            members.iter().zip(placement).filter(|(_, experts)| experts.is_empty()).map(|(&i, _)| id(i))
+        .zip(spreads)
+        .flat_map(|(members, spread)| {
+            members.iter().zip(&spread.held).filter(|(_, experts)| experts.is_empty()).map(|(&i, _)| id(i))
         })
         .collect();
     if !empty.is_empty() {
@@ -217,7 +224,9 @@ fn binding(
         1 => "1 group".to_string(),
         n => format!("{n} groups"),
     };
-    lines.push(if free_ms < plan.objective_ms * (1.0 - 1e-9) {
+    lines.push(if plan.groups.iter().any(|group| !group.replicas.is_empty()) {
+        format!("without replicas, and with room for all {needed} experts on every device, {groups} would take {free_ms:.3} ms")
+    } else if free_ms < plan.objective_ms * (1.0 - 1e-9) {
         format!(
             "memory binds: with room for all {needed} experts on every device, {groups} of {free_ms:.3} ms would do, {:.1}% \
              less",

@@ -2,7 +2,8 @@
 //!
 //! [`plan`] takes a [`Cluster`] and a [`Workload`] and gives an [`Outcome`]: a [`Plan`], or why there is none. What it minimises is
 //! in `placed/mod.rs`, and the published objective in `objective.rs`; `docs/planner.md` describes the algorithms and proves the bounds. A workload
-//! comes from a file, or from a [`Model`] and a [`Batch`]. [`rebalance_experts`] replicates hot experts.
+//! comes from a file, or from a [`Model`] and a [`Batch`]. [`Options::replicas`] lets devices share hot experts; [`rebalance_experts`] replicates
+//! them as EPLB does.
 //!
 //! Units are those of the files: ms, MB of 10^6 bytes, FLOP per ms.
 //!
@@ -42,6 +43,7 @@ mod placement;
 mod random;
 mod rebalance;
 mod replan;
+mod replicate;
 mod search;
 mod state;
 mod workload;
@@ -60,7 +62,9 @@ pub use model::{Batch, MODELS, Model};
 use objective::{Evaluation, Problem};
 use placement::GroupDevices;
 pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
-pub use replan::{Replan, loads_of_report, replan};
+pub use replan::{Replan, check, loads_of_report, replan};
+pub use replicate::Replication;
+use replicate::{Spread, evaluate_spreads};
 use search::{Effort, Found, Search, TOGETHER_MOST, Views};
 pub use workload::Workload;
 
@@ -115,6 +119,8 @@ pub struct Options {
     pub allow_idle: bool,
     /// How many times the usual effort the search may take; 0 counts as 1.
     pub effort: u32,
+    /// Replicas of experts, where they lower the placed objective; by default none.
+    pub replicas: Option<Replication>,
 }
 
 impl Options {
@@ -144,6 +150,11 @@ impl Options {
     /// Whether devices may be left out.
     pub fn allow_idle(self, allow_idle: bool) -> Options {
         Options { allow_idle, ..self }
+    }
+
+    /// With replicas of experts.
+    pub fn replicas(self, replication: Replication) -> Options {
+        Options { replicas: Some(replication), ..self }
     }
 
     /// A search of this many times the usual effort.
@@ -181,6 +192,24 @@ pub struct PlannedGroup {
     pub experts: BTreeMap<u64, Vec<u32>>,
     /// The longest time of a device for its experts in one pass: of the group's tokens, or by the published objective of one device's.
     pub makespan_ms: f64,
+    /// Where replicas were asked for: no placement of the group with so many of them has a smaller makespan.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub least_makespan_ms: Option<f64>,
+    /// The experts that several of its devices hold, ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replicas: Vec<PlannedReplicas>,
+}
+
+/// An expert with replicas in a group, and who sends its tokens to which of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct PlannedReplicas {
+    /// The expert.
+    pub expert: u32,
+    /// Ids of the devices that hold it, in the cluster's order.
+    pub devices: Vec<u64>,
+    /// `[the group's devices, devices]`: of each device's tokens with this expert the share that goes to each that holds it.
+    pub split: Vec<Vec<f64>>,
 }
 
 /// Groups and placement. As JSON it is what `aristos plan --json` prints.
@@ -263,16 +292,48 @@ const EQUAL: f64 = 1e-10;
 /// Plans.
 ///
 /// # Errors
-/// [`PlanError::Unproved`], with [`Algorithm::Exact`] only; [`PlanError::Input`], where memory in MB has no `expert_mb` to go with it.
+/// [`PlanError::Unproved`], with [`Algorithm::Exact`] only; [`PlanError::Input`], where memory in MB has no `expert_mb` to go with it, or
+/// replicas are asked for under the published objective.
 pub fn plan(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Outcome, PlanError> {
+    plan_from(cluster, workload, options, None)
+}
+
+/// The same beside a plan in use: where replicas are asked for, its groups stay, and its experts where they are, as far as that does not cost
+/// balance, so that little has to be moved.
+///
+/// # Errors
+/// As [`plan`]; a plan in use that is not one of this cluster and these experts.
+pub fn plan_from(
+    cluster: &Cluster,
+    workload: &Workload,
+    options: Options,
+    current: Option<&Plan>,
+) -> Result<Outcome, PlanError> {
     let cluster = &*workload.on(cluster)?;
     let start = Instant::now();
     let elapsed_ms = || start.elapsed().as_secs_f64() * 1e3;
     if let Some(shortage) = shortage(cluster, workload) {
         return Ok(Outcome::Infeasible(Infeasible { feasible: false, shortage, elapsed_ms: elapsed_ms() }));
     }
+    if let (Some(replication), Some(current), Objective::Placed) = (options.replicas, current, options.minimised()) {
+        replan::check(cluster, workload, current)?;
+        let mut plan = Plan { workload: Some(Box::new(workload.clone())), ..current.clone() };
+        let replicated = replicate::from_current(cluster, workload, replication, indices(cluster, current));
+        replicate::enter(&mut plan, cluster, workload, replicated);
+        plan.elapsed_ms = elapsed_ms();
+        return Ok(Outcome::Plan(plan));
+    }
     let chosen = choose(cluster, workload, options)?;
     let mut plan = assemble(cluster, workload, &chosen, options);
+    if let Some(replication) = options.replicas {
+        if options.minimised() == Objective::Published {
+            let expected = "the placed one, by which experts are whole";
+            return Err(InputError::value("replicas", "are asked for under the published objective", expected).into());
+        }
+        if let Some(replicated) = replicate::replicate(cluster, workload, &chosen, replication) {
+            replicate::enter(&mut plan, cluster, workload, replicated);
+        }
+    }
     plan.elapsed_ms = elapsed_ms();
     Ok(Outcome::Plan(plan))
 }
@@ -541,15 +602,16 @@ pub fn objective_ms(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>],
     .map(|evaluation| evaluation.objective_ms)
 }
 
-/// The groups of a plan by the devices' indices in the cluster, ascending, and their placements; devices that the cluster does not have are
+/// The groups of a plan by the devices' indices in the cluster, ascending, and what they hold; devices that the cluster does not have are
 /// left out.
-pub(crate) fn indices(cluster: &Cluster, plan: &Plan) -> (Vec<Vec<u32>>, Vec<placement::DeviceExperts>) {
+pub(crate) fn indices(cluster: &Cluster, plan: &Plan) -> (Vec<Vec<u32>>, Vec<Spread>) {
     let index: HashMap<u64, u32> = cluster.devices.iter().map(|d| d.id).zip(0..).collect();
     let group = |group: &PlannedGroup| {
         let mut devices: Vec<(u32, u64)> = group.devices.iter().filter_map(|id| Some((*index.get(id)?, *id))).collect();
         devices.sort_unstable();
-        let experts = |(_, id): &(u32, u64)| group.experts.get(id).cloned().unwrap_or_default();
-        (devices.iter().map(|(i, _)| *i).collect(), devices.iter().map(experts).collect())
+        let (members, ids): (Vec<u32>, Vec<u64>) = devices.into_iter().unzip();
+        let held = ids.iter().map(|id| group.experts.get(id).cloned().unwrap_or_default()).collect();
+        (members, Spread::of(group, held, &ids))
     };
     plan.groups.iter().map(group).unzip()
 }
@@ -591,7 +653,14 @@ fn assemble(cluster: &Cluster, workload: &Workload, chosen: &Chosen, options: Op
     let groups = chosen.groups.iter().zip(placements).enumerate().map(|(g, (members, (placement, makespan_ms)))| {
         let ids: Vec<u64> = members.iter().map(|&i| id(i)).collect();
         let experts = ids.iter().copied().zip(placement).collect();
-        PlannedGroup { devices: ids, objective_ms: evaluation.group_ms(g), experts, makespan_ms }
+        PlannedGroup {
+            devices: ids,
+            objective_ms: evaluation.group_ms(g),
+            experts,
+            makespan_ms,
+            least_makespan_ms: None,
+            replicas: Vec::new(),
+        }
     });
     let mut idle = vec![true; cluster.devices.len()];
     chosen.groups.iter().flatten().for_each(|&i| idle[i as usize] = false);

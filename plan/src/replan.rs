@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde::{Deserialize, Serialize};
 
 use super::workload::Workload;
-use super::{InputError, Plan, indices, placed};
+use super::{InputError, Plan, evaluate_spreads, indices};
 use crate::cluster::{Cluster, LinkTable, Number, Range, parse_json};
 
 /// What a change of plans gains and costs.
@@ -54,7 +54,7 @@ pub fn replan(
     expert_mb: f64,
 ) -> Result<Replan, InputError> {
     let index: HashMap<u64, u32> = cluster.devices.iter().map(|device| device.id).zip(0..).collect();
-    check(&index, workload, current)?;
+    check(cluster, workload, current)?;
     let current_ms = placed_ms(cluster, workload, current);
     let planned_ms = placed_ms(cluster, workload, planned);
     let held = |plan: &Plan| -> BTreeMap<u32, BTreeSet<u32>> {
@@ -94,12 +94,16 @@ pub fn replan(
 
 /// The placed objective of a plan.
 fn placed_ms(cluster: &Cluster, workload: &Workload, plan: &Plan) -> f64 {
-    let (groups, placements) = indices(cluster, plan);
-    placed::evaluate(cluster, workload, &groups, &placements).objective_ms
+    let (groups, spreads) = indices(cluster, plan);
+    evaluate_spreads(cluster, workload, &groups, &spreads).objective_ms
 }
 
 /// Whether a plan, read from a file, is one of these devices and experts.
-fn check(index: &HashMap<u64, u32>, workload: &Workload, plan: &Plan) -> Result<(), InputError> {
+///
+/// # Errors
+/// One line that names the path inside the plan, what is there and what is right.
+pub fn check(cluster: &Cluster, workload: &Workload, plan: &Plan) -> Result<(), InputError> {
+    let index: BTreeSet<u64> = cluster.devices.iter().map(|device| device.id).collect();
     let wrong = |field: String, found: String, expected: String| Err(InputError::Value { field, found, expected });
     if plan.groups.is_empty() {
         return wrong("groups".into(), "is empty".into(), "at least one group".into());
@@ -109,11 +113,30 @@ fn check(index: &HashMap<u64, u32>, workload: &Workload, plan: &Plan) -> Result<
     for (g, group) in plan.groups.iter().enumerate() {
         for (place, id) in group.devices.iter().enumerate() {
             let path = format!("groups[{g}].devices[{place}]");
-            if !index.contains_key(id) {
+            if !index.contains(id) {
                 return wrong(path, format!("is {id}"), "the id of a device of the cluster".into());
             }
             if !used.insert(id) {
                 return wrong(path, format!("is {id}"), "a device that is in no other place".into());
+            }
+        }
+        for (r, replicas) in group.replicas.iter().enumerate() {
+            let path = format!("groups[{g}].replicas[{r}]");
+            let e = replicas.expert;
+            let holds = |id: &u64| group.experts.get(id).is_some_and(|held| held.contains(&e));
+            let holders: BTreeSet<u64> = group.experts.keys().copied().filter(holds).collect();
+            if replicas.devices.len() != holders.len() || !replicas.devices.iter().all(|id| holders.contains(id)) {
+                let expected = format!("the devices that hold expert {e}");
+                return wrong(path + ".devices", format!("is {:?}", replicas.devices), expected);
+            }
+            let share = |share: &f64| (0.0..=1.0 + 1e-6).contains(share);
+            let row = |row: &Vec<f64>| {
+                row.len() == holders.len() && row.iter().all(share) && (row.iter().sum::<f64>() - 1.0).abs() < 1e-6
+            };
+            if replicas.split.len() != group.devices.len() || !replicas.split.iter().all(row) {
+                let (rows, columns) = (group.devices.len(), holders.len());
+                let expected = format!("{rows} rows of {columns} shares that sum to 1");
+                return wrong(path + ".split", String::new(), expected);
             }
         }
         let mut seen = vec![false; n_experts];
@@ -123,7 +146,8 @@ fn check(index: &HashMap<u64, u32>, workload: &Workload, plan: &Plan) -> Result<
                 return wrong(path, String::new(), "the id of a device of the group".into());
             }
             for &e in experts {
-                let new = seen.get_mut(e as usize).is_some_and(|seen| !std::mem::replace(seen, true));
+                let split = group.replicas.iter().any(|replicas| replicas.expert == e);
+                let new = seen.get_mut(e as usize).is_some_and(|seen| !std::mem::replace(seen, true) || split);
                 if !new {
                     let expected = format!("each of {n_experts} experts once in the group");
                     return wrong(path, format!("has {e}"), expected);

@@ -89,6 +89,8 @@ impl LayerArgs {
             pes: check_pes(self.pes)?,
             plan: None,
             on_failure: OnFailure::Stop,
+            hot_shift_every: None,
+            replan: None,
             device,
             #[cfg(feature = "device")]
             gemm: None,

@@ -12,7 +12,7 @@ use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, parse_json, preset, read_text};
 use crate::plan::{
     self, Algorithm, Explanation, Infeasible, Objective, Options, Outcome, PlacementKind, Plan, PlanError, Replan,
-    Workload,
+    Replication, Workload,
 };
 use crate::plot;
 use crate::stdio::{print, print_line, say};
@@ -41,6 +41,10 @@ pub struct Args {
     /// How to place the experts in a group [default: auto; lysi with --algorithm lysi]
     #[arg(long, value_enum)]
     placement: Option<PlacementArg>,
+    /// Let several devices of a group hold an expert and share its tokens, where that helps: at most N more experts on each
+    /// device, or as many as its memory holds (auto). With --current, from the placement in use
+    #[arg(long, value_name = "N|auto", value_parser = replication)]
+    replicas: Option<Replication>,
     /// Let devices be left out of all groups, where that helps
     #[arg(long)]
     allow_idle: bool,
@@ -78,6 +82,14 @@ pub struct Args {
     /// Size of an expert that is to be moved, MB [default: all_reduce_buffer_mb over the number of experts]
     #[arg(long, value_name = "MB", requires = "current")]
     expert_mb: Option<f64>,
+}
+
+/// `--replicas`.
+pub(super) fn replication(text: &str) -> Result<Replication, String> {
+    match text {
+        "auto" => Ok(Replication::Auto),
+        _ => text.parse().map(Replication::AtMost).map_err(|_| "expected a number of experts, or auto".to_string()),
+    }
 }
 
 /// `--algorithm`.
@@ -144,6 +156,7 @@ impl Args {
             Some(ObjectiveArg::Placed) => options.objective(Objective::Placed),
             Some(ObjectiveArg::Published) => options.objective(Objective::Published),
         };
+        let options = self.replicas.map_or(options, |replication| options.replicas(replication));
         match self.placement {
             None => options,
             Some(PlacementArg::Auto) => options.placement(PlacementKind::Auto),
@@ -188,16 +201,26 @@ impl Args {
         Ok(workload)
     }
 
-    fn replan(&self, cluster: &Cluster, workload: &Workload, planned: &Plan) -> Result<Option<Replan>> {
-        let Some(path) = &self.current else { return Ok(None) };
+    /// The plan in use.
+    fn current(&self) -> Result<Option<Plan>> {
+        let read = |path: &PathBuf| parse_json(&read_text(path)?).with_context(|| path.display().to_string());
+        self.current.as_ref().map(read).transpose()
+    }
+
+    fn replan(
+        &self,
+        cluster: &Cluster,
+        workload: &Workload,
+        current: Option<&Plan>,
+        planned: &Plan,
+    ) -> Result<Option<Replan>> {
+        let (Some(path), Some(current)) = (&self.current, current) else { return Ok(None) };
         let expert_mb = self.expert_mb.unwrap_or(workload.all_reduce_buffer_mb / workload.n_experts() as f64);
         ensure!(
             (0.0..=1e30).contains(&expert_mb),
             "--expert-mb is {expert_mb}, expected a number of MB from 0 to 1e30"
         );
-        let text = read_text(path)?;
-        let current = parse_json::<Plan>(&text);
-        let replan = current.and_then(|current| plan::replan(cluster, workload, &current, planned, expert_mb));
+        let replan = plan::replan(cluster, workload, current, planned, expert_mb);
         replan.map(Some).with_context(|| path.display().to_string())
     }
 
@@ -209,6 +232,7 @@ impl Args {
             ("workload", self.workload.as_ref()),
             ("expert-load-from", self.expert_load_from.as_ref()),
             ("routing", self.routing.as_ref()),
+            ("current", self.current.as_ref()),
         ];
         check_distinct(
             &written.map(|(flag, path)| (flag, path.as_deref())),
@@ -225,7 +249,17 @@ pub fn main(args: &Args) -> Result<u8> {
     args.check_files()?;
     let (cluster, options) = (args.cluster()?, args.options());
     let workload = args.workload(&cluster)?;
-    let outcome = plan::plan(&cluster, &workload, options).map_err(|error| match error {
+    let current = args.current()?;
+    if args.replicas.is_some() {
+        ensure!(
+            options.minimised() == Objective::Placed,
+            "--replicas with the published objective, expected --objective placed, by which experts are whole"
+        );
+    }
+    if let (Some(path), Some(current)) = (&args.current, &current) {
+        plan::check(&cluster, &workload, current).with_context(|| path.display().to_string())?;
+    }
+    let outcome = plan::plan_from(&cluster, &workload, options, current.as_ref()).map_err(|error| match error {
         PlanError::Input(error) => anyhow!(error).context(args.cluster.display().to_string()),
         // Of all that is asked of the planner it can refuse `--algorithm exact` alone.
         error => anyhow!("--{error}"),
@@ -256,7 +290,7 @@ pub fn main(args: &Args) -> Result<u8> {
         true => Some(plan::explain(&cluster, &workload, options, plan)?),
         false => None,
     };
-    let replan = args.replan(&cluster, &workload, plan)?;
+    let replan = args.replan(&cluster, &workload, current.as_ref(), plan)?;
     if args.json {
         let printed = Printed { plan, explanation: explanation.as_ref(), replan: replan.as_ref() };
         print_line(&serde_json::to_string_pretty(&printed)?)?;

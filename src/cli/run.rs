@@ -8,6 +8,7 @@ use clap::ValueEnum;
 
 use super::flags::as_flags;
 use super::pe::failure;
+use super::plan::replication;
 use super::progress::Progress;
 use super::ranks::{Over, RanksArgs};
 #[cfg(feature = "device")]
@@ -16,10 +17,11 @@ use super::values::{
     ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, TransportArg, check_memory_mb, check_pes,
 };
 use crate::job::launch::settled_pes;
-use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
+use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 use crate::job::tcp;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::plan::Replication;
 use crate::run::routing::GivenRouting;
 use crate::run::{PreparedRun, peers, supervisor};
 
@@ -62,6 +64,14 @@ pub struct Args {
     /// What becomes of the job when a PE dies: with --plan of several EP groups the others can go on
     #[arg(long, value_enum, default_value = "stop", requires = "plan")]
     on_failure: OnFailureArg,
+    /// With --plan auto: let several PEs of a group hold an expert and share its tokens, where that helps; at most N more
+    /// experts on each PE, or as many as its memory holds (auto)
+    #[arg(long, value_name = "N|auto", value_parser = replication, requires = "plan")]
+    replicas: Option<Replication>,
+    /// With --plan auto: after every N steps plan anew for the loads that were measured, and move experts to where they are to be if
+    /// the steps that are left repay it; replicas as with --replicas [default for these: 1]
+    #[arg(long, value_name = "N", requires = "plan")]
+    replan_every: Option<usize>,
     /// What carries rows and signals between PEs
     #[arg(long, value_enum, default_value = "shm")]
     pub(super) transport: TransportArg,
@@ -125,6 +135,9 @@ pub struct Args {
     /// How long a PE waits for another before the job fails
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     timeout: f64,
+    /// After every S steps let other experts of a synthetic layer be hot, the next --hot-ratio of them
+    #[arg(long, value_name = "S", requires = "hot_ratio")]
+    hot_shift_every: Option<usize>,
     #[command(flatten)]
     ranks: RanksArgs,
     #[command(flatten)]
@@ -279,9 +292,15 @@ impl Args {
             self.save_routing.is_none() || self.on_failure == OnFailureArg::Stop,
             "--save-routing with --on-failure continue, expected one of them: a group that is lost leaves no routing"
         );
-        let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb));
+        ensure!(
+            self.replan_every.is_none() || self.on_failure == OnFailureArg::Stop,
+            "--replan-every with --on-failure continue, expected one of them"
+        );
+        let plan = self.plan.as_deref().map(|plan| plan_source(plan, &self.memory_mb, self.replicas));
         if let Some(PlanSource::File(path)) = &plan {
             ensure!(self.memory_mb.is_empty(), "--memory-mb with --plan {}, expected --plan auto", path.display());
+            ensure!(self.replan_every.is_none(), "--replan-every with --plan {}, expected --plan auto", path.display());
+            ensure!(self.replicas.is_none(), "--replicas with --plan {}, expected --plan auto", path.display());
         }
         let pes = self.pes.or(started).or_else(settled_pes).unwrap_or_else(|| default_pes(device, example));
         check_memory_mb(&self.memory_mb, pes)?;
@@ -290,6 +309,12 @@ impl Args {
             pes,
             plan,
             on_failure: self.on_failure.into(),
+            hot_shift_every: self.hot_shift_every,
+            replan: self.replan_every.map(|every| Replanning {
+                every,
+                replicas: self.replicas.unwrap_or(Replication::AtMost(1)),
+                cluster: String::new(),
+            }),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -389,9 +414,9 @@ pub fn command(args: &Args) -> Result<bool> {
 }
 
 /// What `--plan` names.
-fn plan_source(plan: &Path, memory_mb: &[f64]) -> PlanSource {
+fn plan_source(plan: &Path, memory_mb: &[f64], replicas: Option<Replication>) -> PlanSource {
     match plan == Path::new("auto") {
-        true => PlanSource::Auto { memory_mb: memory_mb.to_vec() },
+        true => PlanSource::Auto { memory_mb: memory_mb.to_vec(), replicas },
         false => PlanSource::File(plan.to_owned()),
     }
 }

@@ -129,6 +129,15 @@ impl Synthetic {
         Ok(Synthetic { spec, probabilities })
     }
 
+    /// The same layer with other hot experts: those that come `times` times as many experts later as there are hot ones.
+    pub fn shifted(&self, times: usize) -> Synthetic {
+        let n = self.probabilities.len();
+        let hot = hot_experts(n, self.spec.hot_ratio);
+        let mut probabilities = self.probabilities.clone();
+        probabilities.rotate_right((hot * (times % n)) % n);
+        Synthetic { spec: self.spec.clone(), probabilities }
+    }
+
     /// The experts of global token `token` in the order drawn, distinct, `[top_k]`. The router chooses
     /// the same set.
     pub fn drawn(&self, token: usize) -> Vec<usize> {
@@ -303,10 +312,14 @@ impl WeightSource for Synthetic {
     }
 }
 
+fn hot_experts(n_experts: usize, hot_ratio: f64) -> usize {
+    let rounded = (hot_ratio * n_experts as f64).round() as usize;
+    if hot_ratio > 0.0 { rounded.max(1) } else { 0 }
+}
+
 /// The probability of each expert in a first draw, `[n_experts]`.
 fn probabilities(n_experts: usize, hot_ratio: f64, hot_weight: f64) -> Vec<f64> {
-    let rounded = (hot_ratio * n_experts as f64).round() as usize;
-    let n_hot = if hot_ratio > 0.0 { rounded.max(1) } else { 0 };
+    let n_hot = hot_experts(n_experts, hot_ratio);
     if n_hot == 0 || n_hot == n_experts {
         return vec![1.0 / n_experts as f64; n_experts];
     }

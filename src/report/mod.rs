@@ -19,8 +19,8 @@ pub use pe::{ExpertRows, PassReport, PeReport, StepReport, SymmetricMemory, Trac
 pub(crate) use plan::{explanation_text, plan_text, rebalanced_text, replan_text};
 pub(crate) use run::median;
 pub use run::{
-    CheckReport, LostGroups, PassTimes, PlanReport, PlanTimes, PlannedPes, RunConfig, RunReport, SliceCheck, Spread,
-    TensorCheck,
+    CheckReport, LostGroups, PassTimes, PlanReport, PlanTimes, PlannedPes, Replanned, RunConfig, RunReport, SliceCheck,
+    Spread, TensorCheck,
 };
 pub use sample::StepSample;
 pub use trace::{TraceWriter, simulated_trace_json};

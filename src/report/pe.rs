@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::run::Replanned;
+
 /// One PE's part of a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeReport {
@@ -15,6 +17,9 @@ pub struct PeReport {
     pub n_steps: u64,
     /// They, in order; of many a sample, which is the same on all PEs ([`StepSample`](super::StepSample)).
     pub steps: Vec<StepReport>,
+    /// From the first step's beginning to the last one's end, with what was done between steps, seconds.
+    #[serde(default)]
+    pub all_steps_s: f64,
     /// Rounds through the receive memory, the most of any step: of the forward pass, and of the backward pass.
     pub rounds: [u64; 2],
     /// What it sent, over all measured steps.
@@ -27,6 +32,9 @@ pub struct PeReport {
     pub gemm: Option<String>,
     /// Its symmetric memory.
     pub symmetric: SymmetricMemory,
+    /// Changes of the plan while the steps ran, the same on all PEs but for times.
+    #[serde(default)]
+    pub replanned: Vec<Replanned>,
 }
 
 /// One step of one PE.

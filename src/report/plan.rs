@@ -58,7 +58,21 @@ pub(crate) fn plan_text(plan: &Plan, devices: usize, experts: usize) -> String {
     if all > DEVICES_LISTED {
         text += &format!("\n({} more)", all - DEVICES_LISTED);
     }
-    text + "\n"
+    text += "\n";
+    let replicas: Vec<_> =
+        plan.groups.iter().enumerate().flat_map(|(g, group)| group.replicas.iter().map(move |r| (g, r))).collect();
+    if !replicas.is_empty() {
+        let mut table = plain();
+        table.set_header(["expert", "group", "replicas on devices"]);
+        for (g, replicas) in replicas.iter().take(DEVICES_LISTED) {
+            table.add_row([replicas.expert.to_string(), g.to_string(), ranges(replicas.devices.iter().copied())]);
+        }
+        text += &format!("\n{}\n", right_aligned(table, 3));
+        if replicas.len() > DEVICES_LISTED {
+            text += &format!("({} more)\n", replicas.len() - DEVICES_LISTED);
+        }
+    }
+    text
 }
 
 /// "0, 61-63".

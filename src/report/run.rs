@@ -176,6 +176,26 @@ pub struct PlanReport {
     pub predicted: Option<PlanTimes>,
     /// In this run.
     pub measured: PlanTimes,
+    /// When it was changed for another while the steps ran.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replanned: Vec<Replanned>,
+}
+
+/// A change of plans while the steps ran.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Replanned {
+    /// After so many steps.
+    pub after_step: u64,
+    /// Predicted under the measured loads: a step by the plan in use, and by the new one, seconds.
+    pub current_s: f64,
+    /// See `current_s`.
+    pub planned_s: f64,
+    /// Experts that PEs got which they did not hold.
+    pub moved_experts: u64,
+    /// What moving them takes: predicted, and of PE 0, seconds.
+    pub predicted_move_s: f64,
+    /// See `predicted_move_s`.
+    pub move_s: f64,
 }
 
 /// EP groups that a run went on without.
@@ -196,6 +216,9 @@ pub struct RunReport {
     pub config: RunConfig,
     /// Wall time of a step: of each step the slowest PE's, and of those the median, seconds.
     pub step_s: f64,
+    /// All steps and what was done between them, such as moving experts; of the slowest PE, seconds.
+    #[serde(default)]
+    pub all_steps_s: f64,
     /// Tokens of a step over `step_s`.
     pub tokens_per_s: f64,
     /// `flop_per_step` over `step_s`, in 10^9 per second.
@@ -210,6 +233,9 @@ pub struct RunReport {
     pub remote_bytes_per_step: f64,
     /// Tokens that each expert got in one step, index = expert.
     pub tokens_per_expert: Vec<u64>,
+    /// Rows of its experts that each PE computed in one step, index = PE.
+    #[serde(default)]
+    pub expert_rows_per_pe: Vec<u64>,
     /// Symmetric memory: of each figure the most of any PE.
     pub symmetric: SymmetricMemory,
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
@@ -236,11 +262,15 @@ impl RunReport {
         let mut traffic = TrafficReport::default();
         let mut symmetric = SymmetricMemory::default();
         let mut tokens_per_expert = vec![0; config.experts];
+        let mut expert_rows_per_pe = vec![0; config.pes];
         for pe in pes {
             traffic.add(&pe.traffic);
             symmetric.used_bytes = symmetric.used_bytes.max(pe.symmetric.used_bytes);
             symmetric.peak_bytes = symmetric.peak_bytes.max(pe.symmetric.peak_bytes);
             symmetric.budget_bytes = symmetric.budget_bytes.max(pe.symmetric.budget_bytes);
+            if let Some(rows) = expert_rows_per_pe.get_mut(pe.pe) {
+                *rows = pe.expert_rows.iter().map(|received| received.rows).sum();
+            }
             for received in &pe.expert_rows {
                 if let Some(tokens) = tokens_per_expert.get_mut(received.expert) {
                     *tokens += received.rows;
@@ -250,6 +280,7 @@ impl RunReport {
         let remote_bytes: u64 = traffic.remote_bytes.values().sum();
         RunReport {
             step_s,
+            all_steps_s: pes.iter().map(|pe| pe.all_steps_s).fold(0.0, f64::max),
             tokens_per_s: per_second(config.tokens as f64),
             gflop_per_s: per_second(config.flop_per_step / 1e9),
             forward: merge_pass(pes, 0, |step| Some(&step.forward)).unwrap_or_default(),
@@ -257,6 +288,7 @@ impl RunReport {
             remote_bytes_per_step: remote_bytes as f64 / n_steps.max(1) as f64,
             traffic,
             tokens_per_expert,
+            expert_rows_per_pe,
             symmetric,
             aux_losses: BTreeMap::new(),
             plan: None,
@@ -388,6 +420,7 @@ pub(super) mod tests {
         assert_eq!((report.traffic.puts, report.traffic.signals), (12, 18));
         assert_eq!(report.remote_bytes_per_step, 2200.0);
         assert_eq!(report.tokens_per_expert, [10, 400, 0, 190]);
+        assert_eq!(report.expert_rows_per_pe.iter().sum::<u64>(), 600);
         let most = SymmetricMemory { used_bytes: 100, peak_bytes: 200, budget_bytes: 400 };
         assert_eq!(report.symmetric, most);
     }

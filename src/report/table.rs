@@ -108,6 +108,15 @@ impl RunReport {
             self.backward.as_ref().map_or_else(String::new, |times| format!(" forward, {} backward", times.rounds));
         row("rounds", format!("{}{backward}", self.forward.rounds));
         row("tokens per expert", self.experts());
+        let (most, all) =
+            self.expert_rows_per_pe.iter().fold((0, 0), |(most, all), &rows| (rows.max(most), all + rows));
+        if all > 0 {
+            let mean = all as f64 / self.expert_rows_per_pe.len() as f64;
+            row(
+                "experts' rows of a PE",
+                format!("{mean:.1} mean, {most} largest: {:.3} of the mean", most as f64 / mean),
+            );
+        }
         if let Some(plan) = &self.plan {
             row("EP groups", plan_groups(plan));
             if let Some(why) = &plan.not_predicted {

@@ -41,8 +41,10 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         ..PeReport::default()
     };
     let passes = Some([pe::DEVICE_FORWARD, pe::DEVICE_BACKWARD]);
+    // A plan on a device is never made anew.
+    let alone = |mine: &[u64]| Ok(mine.to_vec());
     let mut progress = Progress::default();
-    let steps = Steps { job, host: context, passes, settle: &|| Ok(()), progress: &mut progress };
+    let steps = Steps { job, host: context, passes, settle: &|| Ok(()), gather: &alone, progress: &mut progress };
     let results = match job.request.graph {
         true => steps.run(&mut RecordedLayer::new(&mut layer)?, &mut report)?,
         false => steps.run(&mut layer, &mut report)?,

@@ -13,8 +13,8 @@ struct LayerSize<'c> {
     config: &'c LayerConfig,
     dtype: Dtype,
     pes: usize,
-    /// Groups of PEs that each have all experts.
-    groups: usize,
+    /// Experts that PEs hold, replicas included.
+    held: usize,
     /// Over all PEs.
     tokens: usize,
     backward: bool,
@@ -32,7 +32,7 @@ impl LayerSize<'_> {
         let (pes, tokens) = (self.pes as f64, self.tokens as f64);
         let (hidden, experts) = (config.hidden as f64, config.n_experts as f64);
         let shared = config.shared.map_or(0.0, |s| mlp(&s.mlp) * pes);
-        let weights = mlp(&config.expert) * experts * self.groups as f64 + shared;
+        let weights = mlp(&config.expert) * self.held as f64 + shared;
         let element = dtype.bytes() as f64;
         // bf16 keeps a packing for each of the two products.
         let per_weight = if dtype == Dtype::Bf16 { 2.0 * element } else { element };
@@ -71,7 +71,7 @@ impl PreparedRun {
             config: &self.config,
             dtype: self.request.dtype,
             pes: self.request.pes,
-            groups: self.groups.len(),
+            held: (0..self.request.pes).map(|pe| self.groups.experts(pe).len()).sum(),
             tokens: self.tokens,
             backward: self.backward,
         };
@@ -98,7 +98,7 @@ pub fn check_bench_memory(bench: &MoeBench) -> Result<()> {
             config: &bench.layer.layer,
             dtype,
             pes: bench.pes,
-            groups: 1,
+            held: bench.layer.layer.n_experts,
             tokens: bench.tokens,
             backward: true,
         };

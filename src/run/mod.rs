@@ -13,6 +13,7 @@ mod pe_results;
 pub mod peers;
 pub mod plan;
 pub mod probe;
+mod replan;
 pub(crate) mod routing;
 mod steps;
 pub mod supervisor;
@@ -28,6 +29,7 @@ use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource};
+use crate::plan::Replication;
 
 use routing::{Captured, GivenRouting};
 
@@ -84,6 +86,20 @@ impl PreparedRun {
             crate::moe::device::check(&config, request.dtype, &request.options)?;
         }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
+        if let Some(every) = request.hot_shift_every {
+            let synthetic = matches!(request.work, Work::Synthetic { .. });
+            ensure!(synthetic, "`hot_shift_every` is {every} with a checkpoint, expected a synthetic layer");
+            ensure!(every > 0, "`hot_shift_every` is 0, expected at least 1 step");
+        }
+        if let Some(replan) = &request.replan {
+            let made = matches!(request.plan, Some(PlanSource::Auto { .. } | PlanSource::Made(_)));
+            ensure!(
+                made,
+                "`replan_every` is {} without `plan` auto, which measures what is to be planned for",
+                replan.every
+            );
+            ensure!(replan.every > 0, "`replan_every` is 0, expected at least 1 step");
+        }
         let routing = match &request.routing {
             None => None,
             Some(_) if request.device != DeviceKind::Cpu => {
@@ -139,12 +155,6 @@ impl PreparedRun {
         self.world.iter().position(|&one| one == pe).expect("the PE is one of those that are left")
     }
 
-    /// The placement of `pe`'s group, and the PE's number in it.
-    fn place(&self, pe: usize) -> (&Placement, usize) {
-        let (group, index) = self.groups.place(self.rank(pe));
-        (self.groups.placement(group), index)
-    }
-
     /// The experts of `pe`, ascending.
     fn experts(&self, pe: usize) -> &[usize] {
         self.groups.experts(self.rank(pe))
@@ -152,11 +162,27 @@ impl PreparedRun {
 
     /// The layer of a group.
     fn layer_spec(&self, group: usize) -> LayerSpec {
-        LayerSpec::new(self.config.clone(), self.world.len(), self.max_tokens())
+        let spec = LayerSpec::new(self.config.clone(), self.world.len(), self.max_tokens())
             .placement(self.groups.placement(group).clone())
             .dtype(self.request.dtype)
             .training(self.backward)
-            .options(self.request.options.clone())
+            .options(self.request.options.clone());
+        match self.slots() {
+            Some(slots) => spec.slots(slots),
+            None => spec,
+        }
+    }
+
+    /// Most experts that a PE may come to hold, where the plan is made anew while the steps run.
+    fn slots(&self) -> Option<usize> {
+        let replan = self.request.replan.as_ref()?;
+        let held = (0..self.world.len()).map(|pe| self.groups.experts(pe).len()).max().unwrap_or(0);
+        Some(match replan.replicas {
+            Replication::AtMost(n) => {
+                held.saturating_add(usize::try_from(n).unwrap_or(usize::MAX)).min(self.config.n_experts)
+            }
+            _ => self.config.n_experts,
+        })
     }
 
     /// The tokens of a PE.
@@ -174,9 +200,22 @@ impl PreparedRun {
         self.tokens.div_ceil(self.request.pes)
     }
 
-    /// Rows of an input tensor, f32.
+    /// Rows of an input tensor in the last step, f32.
     fn rows(&self, tensor: InputTensor, rows: Range<usize>) -> Result<Vec<f32>> {
+        self.rows_in(tensor, rows, self.request.steps.saturating_sub(1))
+    }
+
+    /// How often the hot experts have become others before a step.
+    fn shifts(&self, step: usize) -> usize {
+        self.request.hot_shift_every.map_or(0, |every| step / every)
+    }
+
+    /// Rows of an input tensor in step `step`, f32.
+    fn rows_in(&self, tensor: InputTensor, rows: Range<usize>, step: usize) -> Result<Vec<f32>> {
         match (&self.source, tensor) {
+            (Source::Synthetic(s), InputTensor::HiddenStates) if self.shifts(step) > 0 => {
+                Ok(s.shifted(self.shifts(step)).hidden_states(rows))
+            }
             (Source::Checkpoint(_, input), _) => Ok(input.rows(tensor, rows)?),
             (Source::Synthetic(s), InputTensor::HiddenStates) => Ok(s.hidden_states(rows)),
             (Source::Synthetic(s), InputTensor::GradOutput) => Ok(s.grad_output(rows)),

@@ -85,23 +85,28 @@ fn group_heap_bytes(job: &PreparedRun) -> Result<usize> {
 /// The symmetric heap that the job's layer needs, bytes.
 pub fn heap_bytes(job: &PreparedRun) -> Result<usize> {
     let of_group = group_heap_bytes(job)?;
-    if job.groups.len() == 1 {
+    if !needs_exchange(job) {
         return Ok(of_group);
     }
-    let exchange = replica_bytes(&job.config, &job.groups);
+    let exchange = replica_bytes(&job.config, &job.groups, job.slots());
     Ok(Shmem::<ShmTransport>::heap_bytes_for(job.world.len(), of_group.next_multiple_of(64) + exchange))
+}
+
+/// Whether PEs hold the same experts.
+fn needs_exchange(job: &PreparedRun) -> bool {
+    job.groups.len() > 1 || job.groups.has_replicas() || job.request.replan.is_some()
 }
 
 /// Over as many groups as the job has: `world` has all PEs.
 fn run_as<T: Transport, E: Element>(part: OnCpu<'_>, host: &dyn Host, world: &Shmem<T>) -> Result<()> {
     let job = part.job;
-    if job.groups.len() == 1 {
+    if !needs_exchange(job) {
         return run_layer::<_, _, E, OneGroup>(part, host, world, None, world);
     }
     let team = world.team_split(world.world(), job.groups.members(job.groups.place(world.my_pe()).0))?;
     let team = team.context("a PE is in its group")?;
     let group = Shmem::new(GroupTransport::new(world, team, group_heap_bytes(job)?)?);
-    let exchange = Replicas::new(world, &job.config, job.groups.clone())?;
+    let exchange = Replicas::with_slots(world, &job.config, job.groups.clone(), job.slots())?;
     run_layer::<_, _, E, _>(part, host, &group, Some(exchange), world)
 }
 
@@ -118,6 +123,13 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     let group = job.groups.place(job.rank(me)).0;
     let builder = Layer::<_, E>::builder(job.layer_spec(group)).observer(StatusObserver(host.status().clone()));
     let mut report = PeReport { pe: me, device: "cpu".into(), ..PeReport::default() };
+    let gather = |mine: &[u64]| -> Result<Vec<u64>> {
+        let mut all = vec![0; mine.len() * world.n_pes()];
+        let deadline = job.request.options.deadline();
+        let gathered = world.all_gather(world.world(), mine, &mut all, deadline);
+        gathered.map_err(|timeout| MoeError::wait(world, timeout.index, "its loads", Phase::Idle, timeout))?;
+        Ok(all)
+    };
     // After a step, whether all have its results: no PE makes use of what another may have to do again.
     let settle = || match job.request.on_failure {
         OnFailure::Stop => Ok(()),
@@ -125,7 +137,7 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
             MoeError::wait(world, timeout.index, "the end of its step", Phase::AllReduce, timeout).into()
         }),
     };
-    let steps = Steps { job, host, passes: None, settle: &settle, progress };
+    let steps = Steps { job, host, passes: None, settle: &settle, gather: &gather, progress };
     let done = match exchange {
         Some(exchange) => steps.run(&mut builder.exchange(exchange).build(shmem, job)?, &mut report)?,
         None => steps.run(&mut builder.build(shmem, job)?, &mut report)?,

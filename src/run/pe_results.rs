@@ -11,7 +11,7 @@ use super::{PreparedRun, gradient_name};
 use crate::checkpoint::ResultLayout;
 use crate::job::host::Host;
 use crate::moe::metrics::Phase;
-use crate::moe::{Load, WeightId, WeightSource};
+use crate::moe::{Groups, Load, WeightId, WeightSource};
 use crate::report::{PeReport, TraceSpan};
 
 /// The names of what a PE may be doing, by status code: before the layer, the layer's phases, and after it.
@@ -83,10 +83,11 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
         write("output", tokens.start, &results.output)?;
         if job.backward {
             write("grad_hidden_states", tokens.start, &results.grad_input)?;
-            let (placement, index) = job.place(me);
+            let (group, index) = results.groups.place(job.rank(me));
+            let placement = results.groups.placement(group);
             let held = job.config.weights().into_iter();
             let grads = held.filter_map(|id| Some((id, results.grads.get(id, placement, index)?)));
-            let target = Target { host, file: RESULTS, layout: &layout, path: &file };
+            let target = Target { host, groups: &results.groups, file: RESULTS, layout: &layout, path: &file };
             target.write_weights(job, grads, gradient_name)?;
         }
     }
@@ -94,7 +95,7 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
         let layout = job.saved_weights()?;
         let file = job.request.save_weights.as_ref().map_or(String::new(), |path| path.display().to_string());
         let held = results.weights.iter().map(|(id, values)| (*id, &values[..]));
-        let target = Target { host, file: WEIGHTS, layout: &layout, path: &file };
+        let target = Target { host, groups: &results.groups, file: WEIGHTS, layout: &layout, path: &file };
         target.write_weights(job, held, |tensor| tensor.to_string())?;
     }
     if host.has_file(CHOSEN) {
@@ -107,6 +108,8 @@ pub(super) fn report_and_write(job: &PreparedRun, host: &dyn Host, report: PeRep
 /// A file with a tensor for each weight, or for its gradient.
 struct Target<'t> {
     host: &'t dyn Host,
+    /// Where experts are.
+    groups: &'t Groups,
     /// Its name among the job's files.
     file: &'static str,
     layout: &'t ResultLayout,
@@ -123,15 +126,15 @@ impl Target<'_> {
         values: impl Iterator<Item = (WeightId, &'v [f32])>,
         name: fn(&str) -> String,
     ) -> Result<()> {
-        let me = self.host.my_pe();
-        let first_group = job.groups.place(job.rank(me)).0 == 0;
+        let me = job.rank(self.host.my_pe());
         let replicated = job.config.replicated_weights();
         // Of an expert's weights that share tensors with each other, so that each part of a file is written at once.
         let mut parts: Vec<(String, Range<usize>, Vec<f32>)> = Vec::new();
         let mut expert = None;
         for (id, values) in values {
-            // Replicated weights are the same on every PE, experts' in every group; the first one writes them.
-            if !(if replicated.contains(&id) { me == job.world[0] } else { first_group }) {
+            // Replicated weights are the same on every PE, an expert's on all that hold it; the first one writes them.
+            let first = if replicated.contains(&id) { Some(0) } else { id.expert().map(|e| self.groups.owner(0, e)) };
+            if first != Some(me) {
                 continue;
             }
             let place = job.weight_place(id);

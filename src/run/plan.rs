@@ -1,8 +1,6 @@
 //! A run by a plan: expert-parallel groups and placement from the planner, made for its PEs or read from a file.
 
-use std::collections::BTreeMap;
-
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use super::PreparedRun;
 use super::probe::PROBE_PHASES;
@@ -10,8 +8,9 @@ use crate::cluster::{Cluster, Probe, ProbeOptions, parse_json, read_text};
 use crate::job::launch::Processes;
 use crate::job::messages::collect;
 use crate::job::request::{DeviceKind, PlanSource, ProbeRequest, ProbedExpert, Request};
+use crate::moe::placement::Split;
 use crate::moe::{Groups, Placement};
-use crate::plan::{self, Batch, Infeasible, Objective, Outcome, Plan, Workload};
+use crate::plan::{self, Batch, Infeasible, Objective, Outcome, Plan, PlannedGroup, PlannedReplicas, Workload};
 use crate::report::{PlanReport, PlanTimes, PlannedPes, RunReport};
 
 impl PreparedRun {
@@ -38,13 +37,17 @@ impl PreparedRun {
                 self.groups = self.groups_of(&plan).with_context(|| path.display().to_string())?;
                 (plan, path.display().to_string())
             }
-            Some(PlanSource::Auto { .. }) => {
+            Some(PlanSource::Auto { replicas, .. }) => {
                 let cluster = probe(self)?;
-                let plan = match plan::plan(&cluster, &self.workload(), plan::Options::default())? {
+                let options = replicas.map_or_else(plan::Options::default, |of| plan::Options::default().replicas(of));
+                let plan = match plan::plan(&cluster, &self.workload(), options)? {
                     Outcome::Plan(plan) => plan,
                     Outcome::Infeasible(Infeasible { shortage, .. }) => bail!("`plan` auto: no plan: {shortage}"),
                 };
                 self.groups = self.groups_of(&plan).context("`plan` auto")?;
+                if let Some(replan) = &mut self.request.replan {
+                    replan.cluster = cluster.to_json();
+                }
                 (plan, "auto".to_string())
             }
         };
@@ -65,7 +68,7 @@ impl PreparedRun {
     /// # Errors
     /// What cannot be probed.
     pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
-        let Some(PlanSource::Auto { memory_mb }) = &self.request.plan else { return Ok(None) };
+        let Some(PlanSource::Auto { memory_mb, .. }) = &self.request.plan else { return Ok(None) };
         ensure!(
             self.request.device == DeviceKind::Cpu,
             "`plan` auto probes PEs on the CPU, expected `device` cpu, or a plan in a file"
@@ -112,6 +115,10 @@ impl PreparedRun {
             "the plan has {} expert-parallel groups, expected one on a device; several run on the CPU",
             groups.len()
         );
+        ensure!(
+            !groups.has_replicas() || self.request.device == DeviceKind::Cpu,
+            "the plan has replicas of experts, expected each expert once on a device; replicas run on the CPU"
+        );
         Ok(groups)
     }
 
@@ -144,6 +151,7 @@ impl PreparedRun {
                 .collect(),
             predicted: not_predicted.is_none().then_some(predicted),
             not_predicted,
+            replanned: Vec::new(),
             measured: PlanTimes {
                 step_s: report.step_s,
                 compute_s: of(&["expert_gemm"]),
@@ -192,36 +200,72 @@ pub(crate) fn groups_of(
             })?);
         }
         members.sort_unstable();
-        groups.push((members.clone(), placement_of(g, &group.experts, &members, experts, &pe_of)?));
+        groups.push((members.clone(), placement_of(g, group, &members, experts, &pe_of)?));
     }
-    let groups = Groups::new(pes, groups).map_err(|wrong| anyhow::anyhow!("groups: {wrong}"))?;
+    let groups = Groups::new(pes, groups).map_err(|wrong| anyhow!("groups: {wrong}"))?;
     debug_assert!((0..groups.len()).all(|g| groups.placement(g).n_experts() == experts));
     Ok(groups)
 }
 
 fn placement_of(
     g: usize,
-    experts: &BTreeMap<u64, Vec<u32>>,
+    group: &PlannedGroup,
     members: &[usize],
     n: usize,
     pe_of: impl Fn(u64) -> Option<usize>,
 ) -> Result<Placement> {
-    let mut owners = vec![None; n];
-    for (id, list) in experts {
-        let index = pe_of(*id).and_then(|id| members.binary_search(&id).ok());
-        let index = index.with_context(|| format!("groups[{g}].experts has device {id}, which is not in the group"))?;
+    let index_of = |id: u64| pe_of(id).and_then(|pe| members.binary_search(&pe).ok());
+    let mut holders = vec![Vec::new(); n];
+    for (id, list) in &group.experts {
+        let index =
+            index_of(*id).with_context(|| format!("groups[{g}].experts has device {id}, which is not in the group"))?;
         for &e in list {
-            let owner = owners
+            let holders = holders
                 .get_mut(e as usize)
                 .with_context(|| format!("groups[{g}].experts.{id} has expert {e}, the layer has {n}"))?;
-            ensure!(owner.is_none(), "groups[{g}].experts.{id} has expert {e}, which another device has too");
-            *owner = Some(index as u32);
+            ensure!(!holders.contains(&index), "groups[{g}].experts.{id} has expert {e} twice, expected once");
+            let split = holders.is_empty() || group.replicas.iter().any(|replicas| replicas.expert == e);
+            ensure!(
+                split,
+                "groups[{g}].experts.{id} has expert {e}, which another device has too, expected an entry of it in replicas"
+            );
+            holders.push(index);
         }
     }
-    if let Some(e) = owners.iter().position(Option::is_none) {
+    if let Some(e) = holders.iter().position(Vec::is_empty) {
         bail!("groups[{g}].experts lacks expert {e}, expected all {n} of the layer");
     }
-    Ok(Placement::from_owners(owners.into_iter().flatten().collect(), members.len()))
+    holders.iter_mut().for_each(|holders| holders.sort_unstable());
+    let owners = holders.iter().map(|holders| holders[0] as u32).collect();
+    let split = |(r, replicas): (usize, &PlannedReplicas)| -> Result<Split> {
+        let PlannedReplicas { expert, devices, split, .. } = replicas;
+        let path = format!("groups[{g}].replicas[{r}]");
+        let mut columns: Vec<(usize, usize)> =
+            devices.iter().enumerate().filter_map(|(column, id)| Some((index_of(*id)?, column))).collect();
+        columns.sort_unstable();
+        let on: Vec<usize> = columns.iter().map(|(index, _)| *index).collect();
+        ensure!(
+            columns.len() == devices.len() && holders.get(*expert as usize) == Some(&on),
+            "{path}.devices is {devices:?}, expected the devices that hold expert {expert}"
+        );
+        let fits = split.len() == members.len() && split.iter().all(|shares| shares.len() == devices.len());
+        ensure!(
+            fits,
+            "{path}.split has another size than {} x {}, a row for each device of the group with a share for each that holds the expert",
+            members.len(),
+            devices.len()
+        );
+        let mut shares = vec![Vec::new(); members.len()];
+        for (id, row) in group.devices.iter().zip(split) {
+            if let Some(index) = index_of(*id) {
+                shares[index] = columns.iter().map(|(_, column)| row[*column]).collect();
+            }
+        }
+        Ok(Split { expert: *expert as usize, holders: on, shares })
+    };
+    let splits = group.replicas.iter().enumerate().map(split).collect::<Result<Vec<_>>>()?;
+    let placement = Placement::from_owners(owners, members.len()).with_replicas(&splits);
+    placement.map_err(|wrong| anyhow!("groups[{g}].replicas: {wrong}"))
 }
 
 /// Reads what `aristos plan` wrote.

@@ -2,16 +2,18 @@
 
 use std::borrow::{Borrow, BorrowMut};
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use anyhow::Result;
 
 use super::PreparedRun;
 use super::pe_results::{Message, ROUTING};
+use super::replan::{Gather, Masters, Replanner};
 use crate::checkpoint::InputTensor;
 use crate::job::host::Host;
 use crate::job::request::OnFailure;
 use crate::moe::metrics::{self, PassOutcome, Phase};
-use crate::moe::{Gradients, MoeLayer, Routed, WeightId};
+use crate::moe::{Gradients, Groups, MoeLayer, Routed, WeightId};
 use crate::report::{ExpertRows, PassReport, PeReport, StepReport, StepSample, TraceSpan, TrafficReport};
 
 /// Spans of a trace are sent when there are so many.
@@ -25,6 +27,8 @@ pub(super) struct Results {
     pub(super) grad_input: Vec<f32>,
     pub(super) grads: Gradients,
     pub(super) routed: Routed,
+    /// Where experts are at the end.
+    pub(super) groups: Groups,
     /// What this PE holds of the weights at the end, where they are to be saved.
     pub(super) weights: Vec<(WeightId, Vec<f32>)>,
 }
@@ -88,13 +92,16 @@ pub(super) struct Steps<'s> {
     pub(super) passes: Option<[u32; 2]>,
     /// Returns when all PEs have the results of a step, where that matters.
     pub(super) settle: &'s dyn Fn() -> Result<()>,
+    /// Brings together what all PEs say, where the plan may be made anew.
+    pub(super) gather: &'s Gather<'s>,
     pub(super) progress: &'s mut Progress,
 }
 
 impl Steps<'_> {
     /// Runs them, and enters in `report` what they took and sent; `report.pe` says which PE this is.
     pub(super) fn run<L: MoeLayer>(self, layer: &mut L, report: &mut PeReport) -> Result<Results> {
-        let Steps { job, host, passes, settle, progress } = self;
+        let Steps { job, host, passes, settle, gather, progress } = self;
+        let mut replanner = Replanner::new(job, gather)?;
         let (me, status) = (report.pe, host.status());
         let tokens = job.tokens_of(me);
         report.tokens = tokens.len() as u64;
@@ -103,15 +110,15 @@ impl Steps<'_> {
             layer.record_spans();
         }
         let zeros = vec![0.0; tokens.len() * job.config.hidden];
-        let x = layer.rows(&job.rows(InputTensor::HiddenStates, tokens.clone())?, "hidden_states")?;
+        let mut x = layer.rows(&job.rows_in(InputTensor::HiddenStates, tokens.clone(), 0)?, "hidden_states")?;
         let mut output = layer.values(&zeros)?;
         let mut backward = None;
         if job.backward {
-            let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens)?, "grad_output")?;
+            let grad_output = layer.rows(&job.rows(InputTensor::GradOutput, tokens.clone())?, "grad_output")?;
             backward = Some((grad_output, layer.values(&zeros)?));
         }
 
-        let held = layer.spec().held(layer.my_pe());
+        let mut held = layer.spec().held(layer.my_pe());
         if job.request.sgd.is_some() {
             if progress.weights.is_empty() {
                 progress.weights = read_weights(layer, &held)?;
@@ -119,6 +126,7 @@ impl Steps<'_> {
             progress.weights.iter().try_for_each(|(id, weight)| layer.set_weights(*id, weight))?;
         }
         let mut routed = Routed::default();
+        let begin = Instant::now();
         for step in progress.settled..job.request.steps {
             status.set_progress(step as u64, job.request.steps as u64);
             let mut take = |outcome: PassOutcome| {
@@ -133,6 +141,9 @@ impl Steps<'_> {
                 }));
                 pass_report(&outcome)
             };
+            if job.shifts(step) != job.shifts(step.saturating_sub(1)) {
+                x = layer.rows(&job.rows_in(InputTensor::HiddenStates, tokens.clone(), step)?, "hidden_states")?;
+            }
             let enter = |pass: usize| passes.iter().for_each(|codes| status.set_phase(codes[pass]));
             enter(0);
             if let Some(routing) = &job.routing {
@@ -140,8 +151,11 @@ impl Steps<'_> {
             }
             let mut saved = layer.forward(x.borrow(), output.borrow_mut())?;
             let mut done = StepReport { forward: take(layer.finish(&saved)?), backward: None };
-            if step + 1 == job.request.steps || job.request.save_routing.is_some() {
+            if step + 1 == job.request.steps || job.request.save_routing.is_some() || replanner.is_some() {
                 routed = layer.routed(&saved)?;
+            }
+            if let Some(replanner) = &mut replanner {
+                replanner.count(me, &routed.expert_rows);
             }
             if job.request.save_routing.is_some() {
                 let at = job.captured().offset_bytes(step, job.tokens_of(me).start);
@@ -166,6 +180,16 @@ impl Steps<'_> {
             progress.pending = Some(Pending { report: done, weights: before });
             settle()?;
             progress.settle();
+            if let Some(replanner) = &mut replanner
+                && let Some(groups) = replanner.renew(job, step, job.request.steps)?
+            {
+                let start = Instant::now();
+                let (config, weights) = (layer.spec().config.clone(), &mut progress.weights);
+                layer.move_experts(&groups, &mut Masters { config: &config, weights })?;
+                held = layer.spec().held(layer.my_pe());
+                progress.weights.sort_by_key(|(id, _)| held.iter().position(|held| held == id));
+                replanner.moved(start);
+            }
             if progress.spans.len() >= SPANS_AT_ONCE {
                 host.send(&serde_json::to_vec(&Message::Spans(std::mem::take(&mut progress.spans)))?)?;
             }
@@ -174,11 +198,14 @@ impl Steps<'_> {
         if !spans.is_empty() {
             host.send(&serde_json::to_vec(&Message::Spans(spans))?)?;
         }
+        report.all_steps_s = begin.elapsed().as_secs_f64();
         report.rounds = rounds;
         report.n_steps = sample.seen();
         report.steps = sample.into_steps();
         report.traffic = traffic(&sent, all_reduce_bytes);
-        let rows = job.experts(me).iter().zip(&routed.expert_rows);
+        let groups = replanner.as_ref().map_or(&job.groups, |replanner| &replanner.groups).clone();
+        report.replanned = replanner.map(|replanner| replanner.done).unwrap_or_default();
+        let rows = groups.experts(job.rank(me)).iter().zip(&routed.expert_rows);
         report.expert_rows = rows.map(|(&expert, &rows)| ExpertRows { expert, rows }).collect();
 
         let mut results = Results {
@@ -186,6 +213,7 @@ impl Steps<'_> {
             grad_input: Vec::new(),
             grads: Gradients::default(),
             routed,
+            groups,
             weights: Vec::new(),
         };
         if job.request.save_weights.is_some() {

@@ -173,6 +173,10 @@ impl Outputs {
         if let Some(output) = &output {
             leave_out(job, &layout, output.file(), &report.lost)?;
         }
+        let first = reports.iter().min_by_key(|report| report.pe);
+        if let (Some(plan), Some(first)) = (&mut report.plan, first) {
+            plan.replanned = first.replanned.clone();
+        }
         if let (Some(output), Some(chosen)) = (&output, &chosen) {
             ensure!(
                 report.lost.is_empty(),

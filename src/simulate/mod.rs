@@ -145,7 +145,7 @@ impl Simulated {
     fn layout(&self) -> Result<Layout> {
         let of = |g: usize| {
             let placement = self.groups.placement(g);
-            Layout::new(&self.config, placement, self.dtype.bytes(), self.most_tokens(), &self.options)
+            Layout::new(&self.config, placement, None, self.dtype.bytes(), self.most_tokens(), &self.options)
         };
         let all = (0..self.groups.len()).map(of).collect::<Result<Vec<_>, _>>()?;
         all.into_iter().max_by_key(Layout::total_bytes).context("there is no group")

@@ -90,18 +90,17 @@ impl Plans {
 pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -> Result<Plans> {
     let (config, options) = (&simulated.config, &simulated.options);
     let of_nodes = choices.of_nodes(config.router.top_k, simulated.pes());
-    let mut known: HashMap<(Vec<usize>, Vec<u32>), usize> = HashMap::new();
+    let mut known: HashMap<(Vec<usize>, &Placement), usize> = HashMap::new();
     let mut all = Plans { groups: Vec::new(), plans: Vec::new() };
     let chunk_rows = simulated.layout()?.chunk_rows;
     for g in 0..groups.len() {
         let (members, placement) = (groups.members(g), groups.placement(g));
         let nodes: Vec<usize> = members.iter().map(|&pe| choices.node(pe)).collect();
-        let owners = (0..config.n_experts).map(|expert| placement.owner(expert) as u32).collect();
         let next = all.plans.len();
-        let plan = *known.entry((nodes.clone(), owners)).or_insert(next);
+        let plan = *known.entry((nodes.clone(), placement)).or_insert(next);
         if plan == next {
-            let rows =
-                nodes.iter().map(|&node| rows(simulated, placement, &of_nodes[node])).collect::<Result<Vec<_>>>()?;
+            let of_pe = |(pe, &node): (usize, &usize)| rows(simulated, placement, pe, &of_nodes[node]);
+            let rows = nodes.iter().enumerate().map(of_pe).collect::<Result<Vec<_>>>()?;
             let tokens: Vec<usize> = nodes.iter().map(|&node| of_nodes[node].len() / config.router.top_k).collect();
             let experts: Vec<usize> = (0..members.len()).map(|pe| placement.experts(pe).len()).collect();
             let cut = |run: std::ops::Range<usize>| tiles(run, options.tile_rows()).collect();
@@ -114,10 +113,10 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
     Ok(all)
 }
 
-/// The rows of a PE's tokens for each PE of its group.
-fn rows(simulated: &Simulated, placement: &Placement, ids: &[i32]) -> Result<Vec<Rows>> {
+/// The rows of PE `pe`'s tokens for each PE of its group.
+fn rows(simulated: &Simulated, placement: &Placement, pe: usize, ids: &[i32]) -> Result<Vec<Rows>> {
     let routing = Routing::given(&simulated.config, ids, &vec![1.0; ids.len()])?;
-    let routes = router::routes(&routing, placement, simulated.config.router.top_k);
+    let routes = router::routes(&routing, placement, pe, simulated.config.router.top_k);
     let of_pe = |routes: router::Routes| Rows {
         starts: routes.slot_start,
         experts: routes.slots.iter().map(|slot| slot.expert).collect(),

@@ -237,3 +237,33 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f64 {
         error => error,
     }
 }
+
+/// A plan file of eight experts for four PEs, in one group or in two, with replicas of hot experts.
+#[allow(dead_code)] // not every test runs by a plan
+pub fn plan_with_replicas(groups: usize) -> String {
+    let group = |devices: &str, experts: &str, replicas: &str| {
+        format!(
+            r#"{{"devices": {devices}, "objective_ms": 1.0, "experts": {experts}, "makespan_ms": 0.5, "replicas": {replicas}}}"#
+        )
+    };
+    let one = group(
+        "[0, 1, 2, 3]",
+        r#"{"0": [0, 1, 2], "1": [0, 3, 4], "2": [0, 1, 5, 6], "3": [7]}"#,
+        r#"[{"expert": 0, "devices": [0, 1, 2], "split": [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0.25, 0.5, 0.25]]},
+            {"expert": 1, "devices": [2, 0], "split": [[0.25, 0.75], [0, 1], [1, 0], [0.5, 0.5]]}]"#,
+    );
+    let two = [
+        group(
+            "[3, 0]",
+            r#"{"0": [0, 1, 2, 3], "3": [4, 5, 6, 7, 1]}"#,
+            r#"[{"expert": 1, "devices": [3, 0], "split": [[1, 0], [0.25, 0.75]]}]"#,
+        ),
+        group("[1, 2]", r#"{"1": [0, 2, 4, 6], "2": [1, 3, 5, 7]}"#, "[]"),
+    ];
+    let groups = if groups == 1 { one } else { two.join(", ") };
+    format!(
+        r#"{{"feasible": true, "objective": "placed", "algorithm": "search", "optimal": false, "gap_bound": 0.1, "objective_ms": 1.0,
+            "terms": {{"gamma": 2.0, "compute_ms": 0.3, "communication_ms": 0.1, "all_reduce_ms": 0.2}},
+            "groups": [{groups}], "idle_devices": [], "elapsed_ms": 0.0}}"#
+    )
+}

@@ -87,7 +87,7 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
     }
 
     /// MB that one device sends to a device of this load.
-    fn received_mb(&self, load: f64) -> f64 {
+    pub fn received_mb(&self, load: f64) -> f64 {
         self.problem.workload.p2p_buffer_mb * self.experts.share(load)
     }
 
@@ -97,7 +97,7 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
     }
 
     /// What each member of a group (ascending) exchanges with a placement, ms.
-    fn exchanges(&self, members: &[u32], placement: &DeviceExperts) -> Vec<f64> {
+    pub fn exchanges(&self, members: &[u32], placement: &DeviceExperts) -> Vec<f64> {
         let received = |held: &Vec<u32>| (!held.is_empty()).then(|| self.received_mb(self.load(held)));
         self.problem.links.exchanges(members, &placement.iter().map(received).collect::<Vec<_>>())
     }
@@ -246,13 +246,8 @@ pub(crate) fn evaluate_groups(cluster: &Cluster, workload: &Workload, groups: &[
     Some(placed.evaluate(groups, &found.times))
 }
 
-/// What each member of a group (ascending) exchanges with a placement, ms.
-pub(crate) fn exchanges(
-    cluster: &Cluster,
-    workload: &Workload,
-    members: &[u32],
-    placement: &DeviceExperts,
-) -> Vec<f64> {
-    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
-    Placed::new(&problem).exchanges(members, placement)
+/// The best placements found for groups; `None` where a group lacks memory.
+pub(crate) fn place_groups<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>]) -> Option<Vec<DeviceExperts>> {
+    let found = place_thoroughly(placed, groups, PLACE_OPS / 8, PLACE_NODES, &mut Known::new())?;
+    Some(found.placements)
 }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
 pub use probe::{ProbeRequest, ProbedExpert};
-pub use run::{DeviceKind, OnFailure, PlanSource, RunRequest, Work};
+pub use run::{DeviceKind, OnFailure, PlanSource, Replanning, RunRequest, Work};
 
 use super::launch::VERSION;
 
@@ -165,6 +165,7 @@ mod tests {
 
     use super::*;
     use crate::moe::{Dtype, Options};
+    use crate::plan::Replication;
 
     fn request() -> RunRequest {
         RunRequest {
@@ -174,8 +175,10 @@ mod tests {
                 input: PathBuf::from("in"),
             },
             pes: 4,
-            plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15] }),
+            plan: Some(PlanSource::Auto { memory_mb: vec![0.1, 1e15], replicas: Some(Replication::AtMost(2)) }),
             on_failure: OnFailure::Stop,
+            hot_shift_every: Some(3),
+            replan: Some(Replanning { every: 7, replicas: Replication::Auto, cluster: "{}".into() }),
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,

@@ -9,7 +9,7 @@ use super::{optional_path_bytes, path_bytes};
 use crate::moe::device::GemmPath;
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
-use crate::plan::Plan;
+use crate::plan::{Plan, Replication};
 
 /// Which layer, on which tokens.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -67,6 +67,8 @@ pub enum PlanSource {
     Auto {
         /// Memory for experts, MB (10^6 bytes): by PE, or one number for all; what the machine has where empty.
         memory_mb: Vec<f64>,
+        /// Replicas of experts that the plan may have.
+        replicas: Option<Replication>,
     },
     /// What `aristos plan` wrote.
     File(#[serde(with = "path_bytes")] PathBuf),
@@ -85,6 +87,17 @@ pub enum OnFailure {
     Continue,
 }
 
+/// A plan that is made anew while the steps run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Replanning {
+    /// After so many steps, each time.
+    pub every: usize,
+    /// Replicas of experts that the new plan may have.
+    pub replicas: Replication,
+    /// The cluster that the first plan was made for, as JSON, once it has been probed.
+    pub cluster: String,
+}
+
 /// A run of a layer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RunRequest {
@@ -96,6 +109,10 @@ pub struct RunRequest {
     pub plan: Option<PlanSource>,
     /// What becomes of it when a PE dies.
     pub on_failure: OnFailure,
+    /// Of a synthetic layer: after so many steps, each time, other experts are hot.
+    pub hot_shift_every: Option<usize>,
+    /// Whether and when the plan is made anew while the steps run.
+    pub replan: Option<Replanning>,
     /// What it runs on.
     pub device: DeviceKind,
     /// Which matrix products a device runs; by the device where `None`.

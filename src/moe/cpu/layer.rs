@@ -56,6 +56,14 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) pass_bytes: u64,
     /// The experts of the next passes' tokens, where the router is not to choose them.
     pub(super) choices: Option<Vec<u32>>,
+    /// Pieces of experts that have moved, on all PEs alike.
+    pub(super) pieces: u64,
+}
+
+/// No other layer of this process has it.
+pub(super) fn new_id() -> u64 {
+    static LAYERS: AtomicU64 = AtomicU64::new(1);
+    LAYERS.fetch_add(1, Ordering::Relaxed)
 }
 
 /// What backward passes leave.
@@ -88,7 +96,8 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
     }
 
     /// Makes it one with the layers of other EP groups, which hold the same experts, where `spec` is of one of several groups
-    /// of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens.
+    /// of a world: gradients of weights are then sums over all groups, losses and capacity over all groups' tokens. A placement with
+    /// replicas needs it for training, if there is one group only.
     pub fn exchange<Y: Exchange>(self, exchange: Y) -> LayerBuilder<S, E, Y> {
         let LayerBuilder { spec, observer, types, .. } = self;
         LayerBuilder { spec, observer, exchange: Some(exchange), types }
@@ -131,6 +140,11 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             let (value, expected) = (spec.dtype.name().into(), E::NAME.into());
             return Err(ConfigError { field: "dtype", value, expected }.into());
         }
+        if spec.training && spec.placement.has_replicas() && exchange.is_none() {
+            let (field, value) = ("the placement", "with replicas, and the layer without an exchange".into());
+            let expected = "an exchange that sums the replicas' gradients (`Replicas`)".into();
+            return Err(ConfigError { field, value, expected }.into());
+        }
         let weights = weights(&spec, me)?;
         let gradients = spec.training.then(|| LayerGradients {
             all: Gradients::zeros(&spec.config, &spec.placement, me),
@@ -142,7 +156,6 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         memory.clear_signals(pe);
         pe.barrier_all(spec.options.deadline())
             .map_err(|timeout| MoeError::wait(pe, timeout.index, "to make the layer", Phase::Idle, timeout))?;
-        static LAYERS: AtomicU64 = AtomicU64::new(1);
         Ok(Layer {
             shmem,
             spec,
@@ -151,7 +164,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             gradients,
             scratch: Scratch::default(),
             recorder: Recorder::new(observer),
-            id: LAYERS.fetch_add(1, Ordering::Relaxed),
+            id: new_id(),
             passes: 0,
             forwards: 0,
             credits_used: vec![0; n],
@@ -159,6 +172,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             exchange,
             pass_bytes: 0,
             choices: None,
+            pieces: 0,
         })
     }
 }

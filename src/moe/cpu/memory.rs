@@ -12,6 +12,8 @@ pub struct LayerMemory {
     headers: Sym<u32>,
     capacity: Sym<u32>,
     signals: Sym<u64>,
+    moved: Sym<f32>,
+    moved_signal: Sym<u64>,
 }
 
 impl LayerMemory {
@@ -26,6 +28,8 @@ impl LayerMemory {
             headers: shmem.alloc(2 * layout.peers * layout.header_words)?,
             capacity: shmem.alloc(layout.peers * layout.capacity_words)?,
             signals: shmem.alloc(layout.signal_words())?,
+            moved: shmem.alloc(layout.move_len)?,
+            moved_signal: shmem.alloc(1)?,
             layout,
         })
     }
@@ -33,10 +37,13 @@ impl LayerMemory {
     /// Sets this PE's signal words to zero; a barrier must follow before a peer signals.
     pub fn clear_signals<T: Transport>(&self, shmem: &Shmem<T>) {
         shmem.put(self.signals, &vec![0u64; self.signals.len()], shmem.my_pe());
+        shmem.put(self.moved_signal, &[0], shmem.my_pe());
     }
 
     /// Gives the memory back (collective).
     pub fn free<T: Transport>(&self, shmem: &Shmem<T>) {
+        shmem.free(self.moved_signal);
+        shmem.free(self.moved);
         shmem.free(self.signals);
         shmem.free(self.capacity);
         shmem.free(self.headers);
@@ -75,6 +82,11 @@ impl LayerMemory {
         let slot = Self::index(from, at);
         let words = self.layout.capacity_words;
         self.capacity.slice(slot * words..(slot + 1) * words)
+    }
+
+    /// Where a PE gets `elements` of an expert that moves to it, and the number of the last piece that has arrived.
+    pub fn moved(&self, elements: usize) -> (Sym<f32>, Sym<u64>) {
+        (self.moved.slice(0..elements), self.moved_signal)
     }
 
     fn word(&self, group: usize, from: usize, at: usize, index: usize, of: usize) -> Sym<u64> {

@@ -6,6 +6,7 @@ mod engine;
 pub mod experts;
 mod layer;
 mod memory;
+mod moves;
 mod pass;
 mod replicas;
 pub mod router;

@@ -9,7 +9,9 @@ use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
-use crate::moe::spec::{Gradients, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
+use crate::moe::spec::{
+    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId,
+};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
 /// Which pass a [`Saved`] is for, by the way its tokens were routed.
@@ -154,6 +156,10 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         self.weights.set(&mut self.scratch.workspace, id, &self.spec.placement, me, values)
     }
 
+    fn move_experts(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
+        self.move_to(groups, state)
+    }
+
     fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
         self.spec.options.mode = mode;
         Ok(())
@@ -296,7 +302,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                 true => Load { tokens: tokens as u64, ..Load::zeros(config.n_experts) },
             };
         }
-        saved.routes = router::routes(&saved.routing, &self.spec.placement, config.router.top_k);
+        saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default())?;

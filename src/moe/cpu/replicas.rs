@@ -1,7 +1,7 @@
 //! Expert-parallel (EP) groups: each holds all experts, each has its own tokens, and together they make one layer.
 //!
-//! Within a group, rows go to experts as in any layer. Between groups, gradients are summed: those of an expert by its owners,
-//! one in each group, one-sided and while backward still computes others ([`Replicas`]); those of the router and the
+//! Within a group, rows go to experts as in any layer. Gradients are summed: those of an expert by all PEs that hold it, in any
+//! group and several in one, one-sided and while backward still computes others ([`Replicas`]); those of the router and the
 //! shared expert over all PEs. Where experts live may differ from group to group.
 
 use std::time::Instant;
@@ -10,7 +10,7 @@ use crate::moe::spec::metrics::Phase;
 use crate::moe::spec::{Groups, LayerConfig, Load, MlpGradients, MoeError};
 use crate::shmem::{AsShmem, Cmp, Shmem, ShmemError, SignalOp, Sym, Wait, WaitTimeout};
 
-/// What a layer asks of the other EP groups, which hold the same experts: [`Replicas`], or [`OneGroup`] where there are none.
+/// What a layer asks of the other PEs that hold the same experts: [`Replicas`], or [`OneGroup`] where there are none.
 pub trait Exchange {
     /// A backward pass begins.
     fn begin(&mut self);
@@ -18,7 +18,7 @@ pub trait Exchange {
     fn ready(&mut self, local: usize, grads: &MlpGradients);
     /// Takes what has come; says whether there was anything. `grads` are those of the local experts.
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
-    /// Waits until `grads` are sums over all groups.
+    /// Waits until `grads` are sums over all replicas.
     fn finish(&mut self, grads: &mut [MlpGradients], deadline: Instant) -> Result<(), MoeError>;
     /// Adds up `data` over all PEs, in their order.
     fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError>;
@@ -26,11 +26,13 @@ pub trait Exchange {
     fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
     /// The counts of all PEs, in their order, and which are this PE's.
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
+    /// Experts are where `groups` has them from now on (collective over all PEs).
+    fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
     /// Bytes put to other PEs so far.
     fn bytes_put(&self) -> u64;
 }
 
-/// The exchange of a layer whose group is the only one.
+/// The exchange of a layer whose group is the only one, and no expert has replicas.
 #[derive(Clone, Copy, Debug)]
 pub enum OneGroup {}
 
@@ -63,6 +65,10 @@ impl Exchange for OneGroup {
         match *self {}
     }
 
+    fn regroup(&mut self, _: &Groups, _: Instant) -> Result<(), MoeError> {
+        match *self {}
+    }
+
     fn bytes_put(&self) -> u64 {
         match *self {}
     }
@@ -73,36 +79,57 @@ impl Exchange for OneGroup {
 struct Sum {
     ready: bool,
     summed: bool,
-    /// By other group: its part has been taken.
+    /// By other holder: its part has been taken.
     taken: Vec<bool>,
 }
 
-/// The sums over groups of expert gradients, at one PE.
+/// The sums over replicas of expert gradients, at one PE.
 ///
-/// With K groups, an expert's gradients (all its matrices and biases, one after another) have K parts. Part j is summed by the
-/// owner in group j: the others put theirs to it, each to a place of its own; it adds them in the order of groups, and
+/// The gradients of an expert that K PEs hold (all its matrices and biases, one after another) have K parts. Part j is summed by the
+/// j-th holder: the others put theirs to it, each to a place of its own; it adds them in the order of holders, and
 /// puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the gradients.) Signals hold
 /// the number of the backward pass. A place is written again in the next pass, when what was there has been read: a
 /// contribution before its sum is sent, and who sends the next contribution has that sum; a sum before its receiver sends the
 /// next contribution, without which there is no next sum.
 pub struct Replicas<W> {
     world: W,
-    groups: Groups,
-    group: usize,
-    experts: Vec<usize>,
+    experts: Vec<Summed>,
     /// Elements of an expert's gradients.
     len: usize,
-    /// Most elements of a part.
-    part_len: usize,
-    /// `[max_local, K - 1, part_len]`: parts of ours that other groups have put here; sums that they have.
+    /// Parts of ours that other holders have put here; sums that they have. Of each local expert K - 1 places.
     contributions: Sym<f32>,
     sums: Sym<f32>,
-    /// `[2, max_local, K - 1]`: the pass whose contributions, sums are here.
+    /// The pass whose contributions, and then whose sums are here, of each local expert.
     signals: Sym<u64>,
     pass: u64,
     state: Vec<Sum>,
     buffer: Vec<f32>,
     part: Vec<f32>,
+}
+
+/// A local expert and its replicas.
+struct Summed {
+    /// The PEs that hold it, this one included, in the order of groups.
+    holders: Vec<usize>,
+    /// Which of them this PE is.
+    me: usize,
+    /// By holder, where its places for this expert begin.
+    rooms: Vec<Room>,
+}
+
+impl Summed {
+    /// The other holders, beginning after this PE.
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (k, me) = (self.holders.len(), self.me);
+        (1..k).map(move |distance| (me + distance) % k)
+    }
+}
+
+/// Where a PE has its places for an expert: from this element of `contributions` and of `sums` on, and from this word of `signals`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Room {
+    element: usize,
+    word: usize,
 }
 
 /// Which of the two kinds of messages.
@@ -118,22 +145,31 @@ impl<W: AsShmem> Replicas<W> {
     /// # Errors
     /// When the heap is too small.
     pub fn new(world: W, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
-        let (floats, words) = sizes(config, &groups);
+        Self::with_slots(world, config, groups, None)
+    }
+
+    /// The same where experts may move, as many to a PE as `slots`.
+    ///
+    /// # Errors
+    /// When the heap is too small.
+    pub fn with_slots(
+        world: W,
+        config: &LayerConfig,
+        groups: Groups,
+        slots: Option<usize>,
+    ) -> Result<Self, ShmemError> {
         let shmem = world.as_shmem();
-        let me = shmem.my_pe();
         let len = gradient_len(config);
-        let experts = groups.experts(me).to_vec();
+        let (experts, size) = summed(shmem.my_pe(), len, &groups);
+        let size = size_for(len, size, &groups, slots);
         Ok(Replicas {
-            group: groups.place(me).0,
             len,
-            part_len: len.div_ceil(groups.len()),
-            contributions: shmem.alloc(floats)?,
-            sums: shmem.alloc(floats)?,
-            signals: shmem.alloc(words)?,
+            contributions: shmem.alloc(size.element)?,
+            sums: shmem.alloc(size.element)?,
+            signals: shmem.alloc(size.word)?,
             pass: 0,
             state: vec![Sum::default(); experts.len()],
             experts,
-            groups,
             buffer: Vec::new(),
             part: Vec::new(),
             world,
@@ -144,47 +180,45 @@ impl<W: AsShmem> Replicas<W> {
         self.world.as_shmem()
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> + use<W> {
-        let (k, mine) = (self.groups.len(), self.group);
-        (1..k).map(move |distance| (mine + distance) % k)
-    }
-
-    /// Where `part` of an expert's gradients begins and ends.
-    fn part(&self, part: usize) -> std::ops::Range<usize> {
-        let k = self.groups.len();
+    /// Where `part` of local expert `local`'s gradients begins and ends.
+    fn part(&self, local: usize, part: usize) -> std::ops::Range<usize> {
+        let k = self.experts[local].holders.len();
         self.len * part / k..self.len * (part + 1) / k
     }
 
-    /// At the owner of its local expert `local` in group `at`: the place and the signal of messages from group `from`.
+    /// At holder `at` of local expert `local`: the place and the signal of messages from holder `from`.
     fn place(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
-        let others = self.groups.len() - 1;
-        let index = local * others + from - usize::from(from > at);
+        let Summed { holders, rooms, .. } = &self.experts[local];
+        let others = holders.len() - 1;
+        let index = from - usize::from(from > at);
         let places = match kind {
             MessageKind::Contribution => self.contributions,
             MessageKind::Sum => self.sums,
         };
-        let word = kind as usize * self.groups.max_local() * others + index;
-        (places.slice(index * self.part_len..(index + 1) * self.part_len), self.signals.at(word))
+        let part_len = part_len(self.len, holders.len());
+        let element = rooms[at].element + index * part_len;
+        let word = rooms[at].word + kind as usize * others + index;
+        (places.slice(element..element + part_len), self.signals.at(word))
     }
 
-    /// Puts `data` to the owner of `expert` in group `to`.
-    fn send(&mut self, kind: MessageKind, expert: usize, data: &[f32], to: usize) {
-        let local = self.groups.placement(to).local(expert);
-        let (place, signal) = self.place(kind, local, self.group, to);
-        self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, self.groups.owner(to, expert));
+    /// Puts `data` to holder `to` of local expert `local`.
+    fn send(&mut self, kind: MessageKind, local: usize, data: &[f32], to: usize) {
+        let Summed { me, holders, .. } = &self.experts[local];
+        let (place, signal) = self.place(kind, local, *me, to);
+        self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, holders[to]);
     }
 
-    /// What would let expert `local` go on, and the group it is from.
+    /// What would let expert `local` go on, and the PE it is from.
     fn awaited(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
-        let state = &self.state[local];
-        self.others().enumerate().filter_map(move |(i, from)| {
+        let (state, expert) = (&self.state[local], &self.experts[local]);
+        expert.others().enumerate().filter_map(move |(i, from)| {
             let kind = match (state.summed, state.taken[i]) {
                 (_, true) => None,
                 (false, _) => Some(MessageKind::Contribution),
                 (true, false) => Some(MessageKind::Sum),
             }?;
-            let (_, signal) = self.place(kind, local, from, self.group);
-            Some((Wait { signal, cmp: Cmp::Ge, value: self.pass }, from))
+            let (_, signal) = self.place(kind, local, from, expert.me);
+            Some((Wait { signal, cmp: Cmp::Ge, value: self.pass }, expert.holders[from]))
         })
     }
 
@@ -198,25 +232,26 @@ impl<W: AsShmem> Replicas<W> {
         if !self.state[local].ready || self.state[local].summed || !self.awaited(local).all(here) {
             return false;
         }
-        let (mine, me) = (self.part(self.group), self.shmem().my_pe());
+        let pe = self.shmem().my_pe();
+        let (k, me) = (self.experts[local].holders.len(), self.experts[local].me);
+        let mine = self.part(local, me);
         let mut sum = std::mem::take(&mut self.buffer);
         let mut part = std::mem::take(&mut self.part);
         sum.clear();
         sum.resize(mine.len(), 0.0);
         part.resize(mine.len(), 0.0);
-        for group in 0..self.groups.len() {
-            if group == self.group {
+        for holder in 0..k {
+            if holder == me {
                 copy_out(grads, mine.start, &mut part);
             } else {
-                self.shmem().get(&mut part, self.place(MessageKind::Contribution, local, group, self.group).0, me);
+                self.shmem().get(&mut part, self.place(MessageKind::Contribution, local, holder, me).0, pe);
             }
             sum.iter_mut().zip(&part).for_each(|(sum, x)| *sum += x);
         }
         copy_in(grads, mine.start, &sum);
         self.state[local].summed = true;
-        let expert = self.experts[local];
-        for to in self.others() {
-            self.send(MessageKind::Sum, expert, &sum, to);
+        for to in self.experts[local].others() {
+            self.send(MessageKind::Sum, local, &sum, to);
         }
         (self.buffer, self.part) = (sum, part);
         true
@@ -229,12 +264,12 @@ impl<W: AsShmem> Replicas<W> {
             return any;
         }
         let mut part = std::mem::take(&mut self.part);
-        for (i, from) in self.others().enumerate() {
-            let (place, signal) = self.place(MessageKind::Sum, local, from, self.group);
+        for (i, from) in self.experts[local].others().enumerate() {
+            let (place, signal) = self.place(MessageKind::Sum, local, from, self.experts[local].me);
             if self.state[local].taken[i] || !self.shmem().test(Wait { signal, cmp: Cmp::Ge, value: self.pass }) {
                 continue;
             }
-            let range = self.part(from);
+            let range = self.part(local, from);
             part.resize(range.len(), 0.0);
             self.shmem().get(&mut part, place, self.shmem().my_pe());
             copy_in(grads, range.start, &part);
@@ -253,16 +288,20 @@ impl<W: AsShmem> Replicas<W> {
 impl<W: AsShmem> Exchange for Replicas<W> {
     fn begin(&mut self) {
         self.pass += 1;
-        self.state.fill(Sum { taken: vec![false; self.groups.len() - 1], ..Sum::default() });
+        for (state, expert) in self.state.iter_mut().zip(&self.experts) {
+            // An expert that nobody else holds has its sum at once.
+            let alone = expert.holders.len() == 1;
+            *state = Sum { ready: alone, summed: alone, taken: vec![false; expert.holders.len() - 1] };
+        }
     }
 
     fn ready(&mut self, local: usize, grads: &MlpGradients) {
         let mut part = std::mem::take(&mut self.part);
-        for to in self.others() {
-            let range = self.part(to);
+        for to in self.experts[local].others() {
+            let range = self.part(local, to);
             part.resize(range.len(), 0.0);
             copy_out(grads, range.start, &mut part);
-            self.send(MessageKind::Contribution, self.experts[local], &part, to);
+            self.send(MessageKind::Contribution, local, &part, to);
         }
         self.part = part;
         self.state[local].ready = true;
@@ -282,18 +321,13 @@ impl<W: AsShmem> Exchange for Replicas<W> {
             if self.poll(grads) {
                 continue;
             }
-            let (mut waits, mut owners) = (Vec::new(), Vec::new());
-            for (local, &expert) in self.experts.iter().enumerate() {
-                for (wait, from) in self.awaited(local).filter(|(wait, _)| !self.shmem().test(*wait)) {
-                    waits.push(wait);
-                    owners.push(self.groups.owner(from, expert));
-                }
-            }
+            let awaited = (0..self.experts.len()).flat_map(|local| self.awaited(local));
+            let (waits, holders): (Vec<_>, Vec<_>) = awaited.filter(|(wait, _)| !self.shmem().test(*wait)).unzip();
             if waits.is_empty() {
                 continue; // came meanwhile
             }
             self.shmem().wait_until_any(&waits, deadline).map_err(|mut timeout| {
-                timeout.index = owners[timeout.index];
+                timeout.index = holders[timeout.index];
                 self.error("its gradients of an expert", timeout)
             })?;
         }
@@ -329,21 +363,74 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         Ok((all.chunks_exact(mine.len()).map(<[u32]>::to_vec).collect(), self.shmem().my_pe()))
     }
 
+    fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError> {
+        let (experts, size) = summed(self.shmem().my_pe(), self.len, groups);
+        if size.element > self.sums.len() || size.word > self.signals.len() {
+            let why = "the exchange between replicas was made without room for it (`Replicas::with_slots`)".into();
+            return Err(MoeError::Usage { what: "move experts", why });
+        }
+        self.state = vec![Sum::default(); experts.len()];
+        self.experts = experts;
+        // Places now belong to others, so nobody may still read what was there. Signals go on: they hold numbers of passes that were.
+        self.shmem().barrier_all(deadline).map_err(|timeout| self.error("that its experts have moved", timeout))
+    }
+
     fn bytes_put(&self) -> u64 {
         self.shmem().bytes_put()
     }
 }
 
-/// Bytes of the world's heap that [`Replicas::new`] takes.
-pub fn replica_bytes(config: &LayerConfig, groups: &Groups) -> usize {
-    let (floats, words) = sizes(config, groups);
-    2 * (floats * size_of::<f32>()).next_multiple_of(64) + (words * size_of::<u64>()).next_multiple_of(64)
+/// Bytes of the world's heap that [`Replicas::with_slots`] takes.
+pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>) -> usize {
+    let len = gradient_len(config);
+    let (_, size) = rooms(len, groups, &groups.holders());
+    let Room { element, word } = size_for(len, size, groups, slots);
+    2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
 }
 
-/// Elements of `contributions` and of `signals`.
-fn sizes(config: &LayerConfig, groups: &Groups) -> (usize, usize) {
-    let places = groups.max_local() * (groups.len() - 1);
-    (places * gradient_len(config).div_ceil(groups.len()), 2 * places)
+/// The experts of PE `me` and where their places are; and where places end on the PE that has most of them.
+fn summed(me: usize, len: usize, groups: &Groups) -> (Vec<Summed>, Room) {
+    let all = groups.holders();
+    let (rooms, size) = rooms(len, groups, &all);
+    let of = |&expert: &usize| {
+        let holders = all[expert].clone();
+        let room = |pe: &usize| rooms[*pe][groups.experts(*pe).binary_search(&expert).expect("a holder has it")];
+        let place = holders.iter().position(|pe| *pe == me).expect("this PE holds its experts");
+        Summed { rooms: holders.iter().map(room).collect(), me: place, holders }
+    };
+    (groups.experts(me).iter().map(of).collect(), size)
+}
+
+/// Room for these groups, or with `slots` for any placement of so many experts on a PE: K holders have K - 1 places each of a K-th, rounded up.
+fn size_for(len: usize, now: Room, groups: &Groups, slots: Option<usize>) -> Room {
+    let Some(slots) = slots else { return now };
+    let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
+    Room { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
+}
+
+/// Most elements of a part of gradients that `holders` PEs sum.
+fn part_len(len: usize, holders: usize) -> usize {
+    len.div_ceil(holders)
+}
+
+/// By PE and local expert, where its places begin; and where they end on the PE that has most of them.
+fn rooms(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<Room>>, Room) {
+    let mut most = Room::default();
+    let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
+    let of_pe = |pe: usize| {
+        let mut next = Room::default();
+        let mut rooms = Vec::new();
+        for &expert in groups.experts(pe) {
+            rooms.push(next);
+            let k = holders[expert].len();
+            next.element += (k - 1) * part_len(len, k);
+            next.word += 2 * (k - 1);
+        }
+        most = Room { element: most.element.max(next.element), word: most.word.max(next.word) };
+        rooms
+    };
+    let rooms = (0..pes).map(of_pe).collect();
+    (rooms, most)
 }
 
 /// Elements of the gradients of one expert.

@@ -221,10 +221,14 @@ impl Routing {
 
     /// Pairs routed to each expert, before any drop.
     pub fn counts(&self, n_experts: usize) -> Vec<u32> {
+        self.count(n_experts, |_| true)
+    }
+
+    fn count(&self, n_experts: usize, counts_too: impl Fn(usize) -> bool) -> Vec<u32> {
         let mut counts = vec![0; n_experts];
-        for &c in &self.chosen {
+        for (choice, &c) in self.chosen.iter().enumerate() {
             // Neither no expert nor an identity expert.
-            if let Some(count) = counts.get_mut(c as usize) {
+            if let (Some(count), true) = (counts.get_mut(c as usize), counts_too(choice)) {
                 *count += 1;
             }
         }
@@ -413,11 +417,16 @@ impl Routes {
     }
 }
 
-/// The rows for every PE.
-pub fn routes(routing: &Routing, placement: &Placement, top_k: usize) -> Vec<Routes> {
+/// The rows of PE `source` for every PE.
+pub fn routes(routing: &Routing, placement: &Placement, source: usize, top_k: usize) -> Vec<Routes> {
     let mut all: Vec<Routes> =
         (0..placement.n_pes()).map(|_| Routes { slot_start: vec![0], ..Routes::default() }).collect();
     let mut columns: Vec<usize> = (0..top_k).collect();
+    let pairs = match placement.has_replicas() {
+        true => routing.count(placement.n_experts(), |choice| routing.is_kept(choice)),
+        false => Vec::new(),
+    };
+    let mut deal = placement.deal(source, |e| u64::from(pairs[e]));
     for (token, chosen) in routing.chosen.chunks_exact(top_k).enumerate() {
         // A row's slots are summed in the order of experts, however the caller had them.
         columns.sort_unstable_by_key(|&column| chosen[column]);
@@ -427,16 +436,13 @@ pub fn routes(routing: &Routing, placement: &Placement, top_k: usize) -> Vec<Rou
             if expert as usize >= placement.n_experts() || !routing.is_kept(choice) {
                 continue;
             }
-            let to = &mut all[placement.owner(expert as usize)];
+            let (pe, local) = deal.next(expert as usize);
+            let to = &mut all[pe];
             if to.tokens.last() != Some(&(token as u32)) {
                 to.tokens.push(token as u32);
                 to.slot_start.push(to.slots.len() as u32);
             }
-            to.slots.push(RouteSlot {
-                expert: placement.local(expert as usize) as u32,
-                weight: routing.weights[choice],
-                choice: choice as u32,
-            });
+            to.slots.push(RouteSlot { expert: local as u32, weight: routing.weights[choice], choice: choice as u32 });
             *to.slot_start.last_mut().expect("starts with one element") += 1;
         }
     }

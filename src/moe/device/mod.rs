@@ -20,7 +20,7 @@ pub use weights::to_elements;
 use shape::{MAX_ROUTER_PARTS, ShapeOf, place};
 use weights::DeviceWeights;
 
-use super::spec::{LayerSpec, MoeError, WeightSource};
+use super::spec::{ConfigError, LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, Launch, SymmetricBuffer};
 
@@ -61,6 +61,10 @@ impl<'g> DeviceLayer<'g> {
         static LAYERS: AtomicU64 = AtomicU64::new(0);
         spec.validate(gpu.n_pes())?;
         check(&spec.config, spec.dtype, &spec.options)?;
+        if spec.placement.has_replicas() {
+            let (value, expected) = ("with replicas".into(), "each expert on one PE on a device".into());
+            return Err(ConfigError { field: "the placement", value, expected }.into());
+        }
         let limits = gpu.limits()?;
         let all_reachable = gpu.all_reachable()?;
         let mut shape_of =

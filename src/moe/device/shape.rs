@@ -146,7 +146,7 @@ pub struct ShapeOf<'a> {
 impl ShapeOf<'_> {
     /// The shape, with `blocks` blocks for the cooperative kernels.
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
-        let LayerSpec { config, placement, options, dtype, max_tokens, training } = self.spec;
+        let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = self.spec;
         check(config, *dtype, options)?;
         let layout = self.spec.layout()?;
         let (tile_m, tile_n) = self.path(limits).tile();

@@ -81,14 +81,24 @@ impl Groups {
         self.members[group][self.placements[group].owner(expert)]
     }
 
+    /// The PEs that hold each expert, in the order of groups, and in a group ascending in their numbers there.
+    pub fn holders(&self) -> Vec<Vec<usize>> {
+        let in_group = |expert: usize, g: usize| {
+            self.placements[g].holders(expert).into_iter().map(move |index| self.members[g][index])
+        };
+        let experts = self.placements.first().map_or(0, Placement::n_experts);
+        (0..experts).map(|expert| (0..self.len()).flat_map(|g| in_group(expert, g)).collect()).collect()
+    }
+
+    /// Whether an expert has replicas in a group.
+    pub fn has_replicas(&self) -> bool {
+        self.placements.iter().any(Placement::has_replicas)
+    }
+
     /// The experts of `pe`, ascending.
     pub fn experts(&self, pe: usize) -> &[usize] {
         let (group, index) = self.place(pe);
         self.placements[group].experts(index)
-    }
-
-    pub(in crate::moe) fn max_local(&self) -> usize {
-        self.placements.iter().map(Placement::max_local).max().unwrap_or(0)
     }
 }
 

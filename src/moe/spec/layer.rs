@@ -4,6 +4,7 @@ use std::borrow::{Borrow, BorrowMut};
 
 use super::config::{LayerConfig, WeightId};
 use super::gradients::Gradients;
+use super::groups::Groups;
 use super::layout::Layout;
 use super::load::Load;
 use super::metrics::PassOutcome;
@@ -28,6 +29,9 @@ pub struct LayerSpec {
     pub training: bool,
     /// How it runs.
     pub options: Options,
+    /// Most experts that a PE may come to hold when they move ([`MoeLayer::move_experts`]), for which there is symmetric memory then; `None`
+    /// where none ever does.
+    pub slots: Option<usize>,
 }
 
 impl LayerSpec {
@@ -35,7 +39,8 @@ impl LayerSpec {
     /// blocks.
     pub fn new(config: LayerConfig, n_pes: usize, max_tokens: usize) -> Self {
         let placement = Placement::even(config.n_experts, n_pes);
-        LayerSpec { config, placement, dtype: Dtype::F32, max_tokens, training: true, options: Options::default() }
+        let (dtype, options) = (Dtype::F32, Options::default());
+        LayerSpec { config, placement, dtype, max_tokens, training: true, options, slots: None }
     }
 
     /// With another placement.
@@ -58,6 +63,11 @@ impl LayerSpec {
         LayerSpec { options, ..self }
     }
 
+    /// With experts that may move, as many on a PE as `slots`.
+    pub fn slots(self, slots: usize) -> Self {
+        LayerSpec { slots: Some(slots), ..self }
+    }
+
     /// Checks that the parts fit together, and `n_pes`, the PEs that are to run it.
     ///
     /// # Errors
@@ -72,6 +82,10 @@ impl LayerSpec {
             if value != expected {
                 return Err(ConfigError { field, value: value.to_string(), expected: expected.to_string() }.into());
             }
+        }
+        if let Some(slots) = self.slots.filter(|&slots| slots < self.placement.max_local()) {
+            let expected = format!("at least {}, as many experts as a PE holds", self.placement.max_local());
+            return Err(ConfigError { field: "slots", value: slots.to_string(), expected }.into());
         }
         Ok(())
     }
@@ -96,7 +110,7 @@ impl LayerSpec {
     /// # Errors
     /// [`MoeError::TooLarge`].
     pub fn layout(&self) -> Result<Layout, MoeError> {
-        Layout::new(&self.config, &self.placement, self.dtype.bytes(), self.max_tokens, &self.options)
+        Layout::new(&self.config, &self.placement, self.slots, self.dtype.bytes(), self.max_tokens, &self.options)
     }
 }
 
@@ -112,6 +126,35 @@ pub struct Routed {
     pub expert_rows: Vec<u64>,
     /// What the losses are computed from, over all PEs' tokens; empty where no loss has a coefficient.
     pub load: Load,
+}
+
+/// What a caller keeps of each expert that it holds, such as an optimizer's moments: it moves with the expert.
+pub trait ExpertState {
+    /// f32 values of an expert, on every PE alike.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Copies the values of `expert` to `into`, for a PE that gets it.
+    fn give(&mut self, expert: usize, into: &mut [f32]);
+    /// This PE has `expert` from now on, with these values.
+    fn take(&mut self, expert: usize, values: &[f32]);
+    /// This PE has `expert` no more.
+    fn forget(&mut self, expert: usize);
+}
+
+/// Nothing kept.
+impl ExpertState for () {
+    fn len(&self) -> usize {
+        0
+    }
+
+    fn give(&mut self, _: usize, _: &mut [f32]) {}
+
+    fn take(&mut self, _: usize, _: &[f32]) {}
+
+    fn forget(&mut self, _: usize) {}
 }
 
 /// In [`Routed::chosen`]: no expert. A caller's routing has -1 there.
@@ -257,11 +300,22 @@ pub trait MoeLayer {
     fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError>;
 
     /// Replaces a weight that this PE holds, in place: rounded and packed again, no allocation, nothing collective. The next pass
-    /// computes with it. Replicated weights must be given the same values on every PE.
+    /// computes with it. Replicated weights must be given the same values on every PE, an expert's on every PE that holds it.
     ///
     /// # Errors
     /// A weight that this PE does not hold, another length, or a finite value that the element type cannot hold.
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError>;
+
+    /// Moves experts to where `groups` has them, between passes: their weights, one-sided, and the caller's `state` of them. This PE's group keeps its
+    /// PEs. Gradients are zero afterwards, and forward passes of before have no backward any more. Says how many experts were given
+    /// to a PE of this group (collective over all PEs).
+    ///
+    /// # Errors
+    /// An engine whose experts do not move; a layer without room for it ([`LayerSpec::slots`]); a peer that does not do its part.
+    fn move_experts(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
+        let _ = (groups, state);
+        Err(MoeError::Usage { what: "move experts", why: "experts move on the CPU only".into() })
+    }
 
     /// Changes the mode of the passes from now on, on every PE alike.
     ///

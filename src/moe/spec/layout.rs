@@ -42,10 +42,17 @@ pub struct Layout {
     pub capacity_words: usize,
     /// Bytes of the return area.
     pub return_bytes: usize,
+    /// Elements of a piece of an expert that moves, 0 where none does.
+    pub move_len: usize,
 }
+
+/// Most elements of a piece of an expert that moves: 1 MiB.
+const MOVE_LEN: usize = 1 << 18;
 
 impl Layout {
     /// The sizes for a layer of at most `max_tokens` tokens per PE with elements of `element_bytes`.
+    ///
+    /// With `slots`, for any placement of so many experts on a PE.
     ///
     /// The windows of all peers together are `budget_factor` times the even share: the rows that reach a PE
     /// when every token goes to the largest possible number of PEs and all PEs receive the same.
@@ -56,6 +63,7 @@ impl Layout {
     pub fn new(
         config: &LayerConfig,
         placement: &Placement,
+        slots: Option<usize>,
         element_bytes: usize,
         max_tokens: usize,
         options: &Options,
@@ -63,7 +71,9 @@ impl Layout {
         let pes = placement.n_pes();
         let peers = pes - 1;
         let top_k = config.router.top_k;
-        let targets = top_k.min(placement.hosts()).max(1);
+        let hosts = if slots.is_some() { pes } else { placement.hosts() };
+        let max_local = slots.unwrap_or(placement.max_local());
+        let targets = top_k.min(hosts).max(1);
         if max_tokens.saturating_mul(top_k) > u32::MAX as usize / 8 {
             return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
         }
@@ -78,7 +88,7 @@ impl Layout {
         if max_chunks.div_ceil(window_chunks) >= 1 << ROUND_BITS {
             return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
         }
-        let max_slots_per_row = top_k.min(placement.max_local()).max(1);
+        let max_slots_per_row = top_k.min(max_local).max(1);
         Ok(Layout {
             peers,
             max_tokens,
@@ -87,15 +97,14 @@ impl Layout {
             chunk_rows,
             window_chunks,
             max_chunks,
-            header_words: HEADER_WORDS
-                + placement.max_local()
-                + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 },
+            header_words: HEADER_WORDS + max_local + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 },
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
             return_bytes: if peers == 0 {
                 0
             } else {
                 max_tokens * targets.min(peers) * row_bytes + max_tokens * top_k * 4
             },
+            move_len: slots.map_or(0, |_| MOVE_LEN),
         })
     }
 
@@ -122,7 +131,9 @@ impl Layout {
             + aligned(2 * self.peers * self.header_words * 4)
             + aligned(self.peers * self.capacity_words * 4)
             + aligned(self.signal_words() * 8)
-            + 5 * 64
+            + aligned(self.move_len * 4)
+            + aligned(8)
+            + 7 * 64
     }
 }
 
@@ -138,7 +149,7 @@ mod tests {
         let config = LayerConfig::new(1, 2, RouterKind::Softmax.config(2, 1), expert);
         // Windows of one row: as many rounds as tokens.
         let options = Options { budget_factor: 1e-9, ..Options::default() };
-        let layout = |tokens| Layout::new(&config, &Placement::even(2, 2), 4, tokens, &options);
+        let layout = |tokens| Layout::new(&config, &Placement::even(2, 2), None, 4, tokens, &options);
         assert!(layout((1 << 24) - 1).is_ok());
         assert!(matches!(layout(1 << 24), Err(MoeError::TooLarge { .. })));
     }

@@ -20,7 +20,7 @@ pub use config::{
 pub use error::MoeError;
 pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};
 pub use groups::Groups;
-pub use layer::{LayerSpec, MoeLayer, NO_EXPERT, Routed};
+pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};
 pub use layout::Layout;
 pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};
 pub use load::Load;

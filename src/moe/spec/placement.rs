@@ -1,8 +1,10 @@
-//! Which PE owns which routed expert.
+//! Which PEs hold which routed expert, and who sends its tokens to which of them.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Expert `e` lives on PE `owner(e)`, as that PE's expert number `local(e)`.
+/// Expert `e` lives on PE `owner(e)`, as that PE's expert number `local(e)`; and where it has replicas, on further PEs
+/// ([`Placement::with_replicas`]).
 ///
 /// ```
 /// use aristos::moe::Placement;
@@ -14,12 +16,41 @@ use std::ops::Range;
 /// assert_eq!(chosen.experts(1), [0, 2, 4]);
 /// assert_eq!((chosen.owner(4), chosen.local(4)), (1, 2));
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Placement {
     owner: Vec<u32>,
     local: Vec<u32>,
     by_pe: Vec<Vec<usize>>,
+    /// Of the experts with replicas.
+    splits: BTreeMap<usize, Cuts>,
 }
+
+/// An expert with replicas: who holds it, and who sends its tokens where.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Split {
+    /// The expert.
+    pub expert: usize,
+    /// The PEs that hold it, ascending; the first is its owner.
+    pub holders: Vec<usize>,
+    /// `[n_pes, holders]`: of the pairs of each PE's tokens with this expert, the share that goes to each holder. A row's sum is 1.
+    pub shares: Vec<Vec<f64>>,
+}
+
+/// A [`Split`] in whole numbers, so that it is the same on every machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Cuts {
+    /// PE, and the expert's number there.
+    holders: Vec<(usize, usize)>,
+    /// `[n_pes, holders]`: shares added up from the first holder on, in [`WHOLE`]ths.
+    until: Vec<Vec<u64>>,
+}
+
+/// A share of 1 in [`Cuts::until`].
+const WHOLE: u64 = 1 << 32;
+/// How far a source's shares may be from 1 in sum.
+const SHARE_ERROR: f64 = 1e-6;
+/// The fraction of the golden ratio, in [`WHOLE`]ths: its multiples lie evenly between 0 and 1, however many there are.
+const GOLDEN: u32 = 0x9E37_79B9;
 
 impl Placement {
     /// Contiguous blocks; where `n_experts` does not divide by `n_pes`, the first PEs own one more. PEs beyond the
@@ -43,7 +74,85 @@ impl Placement {
                 by_pe[pe as usize].len() as u32 - 1
             })
             .collect();
-        Placement { owner, local, by_pe }
+        Placement { owner, local, by_pe, splits: BTreeMap::new() }
+    }
+
+    /// The same with replicas of some experts: the first of an expert's holders is its owner from now on.
+    ///
+    /// A source's pairs with an expert are dealt in the order of tokens: the first share of them to the first holder, and so on, cut
+    /// where rounding with an offset of the source's own puts it. So the split takes no exchange, and a holder's pairs
+    /// are as many as its shares say, but for less than one of each source.
+    ///
+    /// # Errors
+    /// What is wrong, in one line: an expert, a PE or a number of shares that cannot be.
+    ///
+    /// ```
+    /// use aristos::moe::Placement;
+    /// use aristos::moe::placement::Split;
+    ///
+    /// // Expert 0 of four on both PEs: each computes its own tokens' part of it.
+    /// let split = Split { expert: 0, holders: vec![0, 1], shares: vec![vec![1.0, 0.0], vec![0.0, 1.0]] };
+    /// let placement = Placement::even(4, 2).with_replicas(&[split])?;
+    /// assert_eq!((placement.experts(0), placement.experts(1)), (&[0, 1][..], &[0, 2, 3][..]));
+    /// assert_eq!((placement.holders(0), placement.holders(1)), (vec![0, 1], vec![0]));
+    /// # Ok::<(), String>(())
+    /// ```
+    pub fn with_replicas(mut self, splits: &[Split]) -> Result<Self, String> {
+        for split in splits {
+            let Split { expert: e, holders, shares } = split;
+            if *e >= self.n_experts() {
+                return Err(format!("expert {e} has replicas, and there are {} experts", self.n_experts()));
+            }
+            if let Some(pe) = holders.iter().find(|pe| **pe >= self.n_pes()) {
+                return Err(format!("expert {e} has a replica on PE {pe}, and there are {} PEs", self.n_pes()));
+            }
+            if holders.len() < 2 || !holders.is_sorted_by(|a, b| a < b) {
+                return Err(format!("expert {e} is on PEs {holders:?}, expected at least two, ascending"));
+            }
+            if shares.len() != self.n_pes() {
+                return Err(format!("expert {e} has shares of {} PEs, expected {}", shares.len(), self.n_pes()));
+            }
+            let mut until = Vec::with_capacity(shares.len());
+            for (pe, row) in shares.iter().enumerate() {
+                let sum: f64 = row.iter().sum();
+                let valid = row.len() == holders.len() && row.iter().all(|share| (0.0..=2.0).contains(share));
+                if !valid || (sum - 1.0).abs() > SHARE_ERROR {
+                    let n = holders.len();
+                    return Err(format!(
+                        "expert {e} has shares {row:?} for PE {pe}, expected {n} from 0 to 1 that sum to 1"
+                    ));
+                }
+                let mut before = 0.0;
+                let mut row: Vec<u64> = row
+                    .iter()
+                    .map(|share| {
+                        before += share;
+                        ((before / sum * WHOLE as f64).round() as u64).min(WHOLE)
+                    })
+                    .collect();
+                row.last_mut().into_iter().for_each(|last| *last = WHOLE);
+                until.push(row);
+            }
+            self.by_pe[self.owner[*e] as usize].retain(|held| held != e);
+            for &pe in holders {
+                self.by_pe[pe].push(*e);
+            }
+            self.owner[*e] = holders[0] as u32;
+            let holders = holders.iter().map(|&pe| (pe, 0)).collect();
+            if self.splits.insert(*e, Cuts { holders, until }).is_some() {
+                return Err(format!("expert {e} has two splits, expected one"));
+            }
+        }
+        self.by_pe.iter_mut().for_each(|held| held.sort_unstable());
+        let Placement { owner, local, by_pe, splits } = &mut self;
+        let number = |e: usize, pe: usize| by_pe[pe].binary_search(&e).expect("a PE has the experts that it holds");
+        for (e, local) in local.iter_mut().enumerate() {
+            *local = number(e, owner[e] as usize) as u32;
+        }
+        for (&e, cuts) in splits {
+            cuts.holders.iter_mut().for_each(|(pe, local)| *local = number(e, *pe));
+        }
+        Ok(self)
     }
 
     /// The PE that owns expert `e`.
@@ -56,9 +165,32 @@ impl Placement {
         self.local[e] as usize
     }
 
-    /// Expert `e`'s number on `pe`, where `pe` owns it.
+    /// Expert `e`'s number on `pe`, where `pe` holds it.
     pub fn local_on(&self, e: usize, pe: usize) -> Option<usize> {
-        (e < self.n_experts() && self.owner(e) == pe).then(|| self.local(e))
+        self.by_pe.get(pe)?.binary_search(&e).ok()
+    }
+
+    /// The PEs that hold expert `e`, ascending; the first is its owner.
+    pub fn holders(&self, e: usize) -> Vec<usize> {
+        self.splits.get(&e).map_or_else(|| vec![self.owner(e)], |cuts| cuts.holders.iter().map(|(pe, _)| *pe).collect())
+    }
+
+    /// Whether any expert has replicas.
+    pub fn has_replicas(&self) -> bool {
+        !self.splits.is_empty()
+    }
+
+    /// Deals the pairs of `source`'s tokens to the PEs that hold their experts; `pairs(e)` says how many it has with expert `e`.
+    pub(in crate::moe) fn deal(&self, source: usize, pairs: impl Fn(usize) -> u64) -> Deal<'_> {
+        let mut replicated = BTreeMap::new();
+        for (&e, cuts) in &self.splits {
+            // Less than one: else all sources would round the same way, and one holder get what is left over.
+            let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
+            let n = pairs(e).min(u64::from(u32::MAX));
+            let until = cuts.until[source].iter().map(|until| (n * until + offset) / WHOLE).collect();
+            replicated.insert(e, Dealt { holders: &cuts.holders, until, dealt: 0 });
+        }
+        Deal { placement: self, replicated }
     }
 
     /// The experts of `pe`, ascending.
@@ -84,6 +216,29 @@ impl Placement {
     /// The largest number of experts on one PE.
     pub fn max_local(&self) -> usize {
         self.by_pe.iter().map(Vec::len).max().unwrap_or(0)
+    }
+}
+
+/// Where a source's pairs go, one after the other.
+pub(in crate::moe) struct Deal<'p> {
+    placement: &'p Placement,
+    replicated: BTreeMap<usize, Dealt<'p>>,
+}
+
+struct Dealt<'p> {
+    holders: &'p [(usize, usize)],
+    /// By holder: it gets the pairs below this one.
+    until: Vec<u64>,
+    dealt: u64,
+}
+
+impl Deal<'_> {
+    /// The PE that gets the next pair with expert `e`, and the expert's number there.
+    pub fn next(&mut self, e: usize) -> (usize, usize) {
+        let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
+        let holder = of.until.partition_point(|until| *until <= of.dealt);
+        of.dealt += 1;
+        of.holders[holder.min(of.holders.len() - 1)]
     }
 }
 
@@ -114,5 +269,51 @@ mod tests {
         let p = Placement::even(2, 3);
         assert_eq!((p.experts(0), p.experts(1), p.experts(2)), (&[0][..], &[1][..], &[][..]));
         assert_eq!((p.hosts(), p.max_local()), (2, 1));
+    }
+
+    #[test]
+    fn pairs_are_dealt_as_the_shares_say_whatever_their_number() {
+        let n_pes = 16;
+        // A third to each, but PE 0 keeps its own.
+        let mut shares = vec![vec![1.0 / 3.0; 3]; n_pes];
+        shares[0] = vec![1.0, 0.0, 0.0];
+        let split = Split { expert: 1, holders: vec![0, 2, 5], shares };
+        let placement = Placement::even(4, n_pes).with_replicas(&[split]).unwrap();
+        assert_eq!((placement.owner(1), placement.local(1), placement.local_on(1, 2)), (0, 1, Some(0)));
+        assert_eq!(
+            (placement.experts(0), placement.experts(1), placement.experts(2)),
+            (&[0, 1][..], &[][..], &[1, 2][..])
+        );
+        for pairs in [0u64, 1, 2, 3, 100] {
+            let mut got = [0u64; 3];
+            for source in 1..n_pes {
+                let mut deal = placement.deal(source, |_| pairs);
+                let to: Vec<usize> = (0..pairs).map(|_| deal.next(1).0).collect();
+                assert!(to.is_sorted(), "{to:?}");
+                to.iter().for_each(|pe| got[[0, 2, 5].iter().position(|holder| holder == pe).unwrap()] += 1);
+                assert_eq!(deal.next(3), (3, 0));
+            }
+            // An even deal but for a few, although every source rounds.
+            let even = (n_pes as u64 - 1) * pairs / 3;
+            assert!(got.iter().all(|&got| got.abs_diff(even) <= 2), "{pairs} pairs each: {got:?}");
+            let mut own = placement.deal(0, |_| pairs);
+            assert!((0..pairs).all(|_| own.next(1) == (0, 1)));
+        }
+    }
+
+    #[test]
+    fn replicas_that_cannot_be_are_named() {
+        let with = |expert, holders: &[usize], shares: Vec<Vec<f64>>| {
+            let split = Split { expert, holders: holders.to_vec(), shares };
+            Placement::even(4, 2).with_replicas(&[split.clone(), split]).unwrap_err()
+        };
+        let half = || vec![vec![0.5, 0.5]; 2];
+        assert_eq!(with(4, &[0, 1], half()), "expert 4 has replicas, and there are 4 experts");
+        assert_eq!(with(3, &[0, 2], half()), "expert 3 has a replica on PE 2, and there are 2 PEs");
+        assert_eq!(with(3, &[1], half()), "expert 3 is on PEs [1], expected at least two, ascending");
+        assert_eq!(with(3, &[0, 1], vec![vec![1.0, 0.0]]), "expert 3 has shares of 1 PEs, expected 2");
+        let wrong = with(3, &[0, 1], vec![vec![0.5, 0.5], vec![0.5, f64::NAN]]);
+        assert_eq!(wrong, "expert 3 has shares [0.5, NaN] for PE 1, expected 2 from 0 to 1 that sum to 1");
+        assert_eq!(with(3, &[0, 1], half()), "expert 3 has two splits, expected one");
     }
 }

@@ -16,7 +16,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Sums the gradients between groups, and those of what every PE has; when the last PE has them, s.
+    /// Sums the gradients of replicas, in a group or in several, and those of what every PE has; when the last PE has them, s.
     pub(super) fn all_reduce(&mut self) -> f64 {
         let (step, n) = (self.step, self.pes.len());
         let (expert_bytes, replicated_bytes) = step.cost.gradient_bytes;
@@ -31,22 +31,24 @@ impl Engine<'_> {
         }
         let k = step.groups.len();
         let mut ready_s = vec![0.0f64; n];
-        if k > 1 {
-            let experts = step.groups[0].experts.iter().flatten().max().map_or(0, |expert| expert + 1);
-            let mut owners_s = vec![0.0f64; experts];
-            let owned = || step.groups.iter().flat_map(|group| group.members.iter().zip(&group.experts));
-            for (&pe, experts) in owned() {
-                experts.iter().for_each(|&e| owners_s[e] = owners_s[e].max(self.pes[pe].end_s));
-            }
-            for (g, group) in step.groups.iter().enumerate() {
-                for (index, (&pe, experts)) in group.members.iter().zip(&group.experts).enumerate() {
-                    let Some(all_s) = experts.iter().map(|&e| owners_s[e]).reduce(f64::max) else { continue };
-                    // Each owner sends its parts to the others at once, and then its sums: twice the latency, 2 (K - 1) / K of the bytes.
-                    let other = &step.groups[(g + 1) % k];
-                    let to = other.members[index % other.members.len()];
-                    let bytes = experts.len() as f64 * expert_bytes * 2.0 * (k - 1) as f64 / k as f64;
-                    ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
-                }
+        let held = || step.groups.iter().flat_map(|group| group.members.iter().zip(&group.experts));
+        let experts = held().flat_map(|(_, experts)| experts).max().map_or(0, |expert| expert + 1);
+        let mut holders: Vec<Vec<usize>> = vec![Vec::new(); experts];
+        held().for_each(|(&pe, experts)| experts.iter().for_each(|&e| holders[e].push(pe)));
+        for (g, group) in step.groups.iter().enumerate() {
+            for (index, (&pe, experts)) in group.members.iter().zip(&group.experts).enumerate() {
+                let summed = || experts.iter().map(|&e| &holders[e]).filter(|holders| holders.len() > 1);
+                let all_s = summed().flatten().map(|&holder| self.pes[holder].end_s).reduce(f64::max);
+                let Some((all_s, first)) = all_s.zip(summed().next()) else { continue };
+                // Each holder sends its parts to the others at once, and then its sums: twice the latency, 2 (K - 1) / K of the bytes.
+                let other = &step.groups[(g + 1) % k];
+                let to = match k {
+                    1 => first.iter().copied().find(|&holder| holder != pe).unwrap_or(pe),
+                    _ => other.members[index % other.members.len()],
+                };
+                let share: f64 = summed().map(|holders| 2.0 * (holders.len() - 1) as f64 / holders.len() as f64).sum();
+                let bytes = share * expert_bytes;
+                ready_s[pe] = all_s + 2.0 * self.network.alpha_s(pe, to) + self.network.wire_s(pe, to, bytes);
             }
         }
         // What every PE has: reduce-scatter and all-gather by halving and doubling.

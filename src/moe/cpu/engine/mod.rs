@@ -536,7 +536,7 @@ mod tests {
             let weights = vec![0.5; tokens * top_k];
             let mut routing = Routing::default();
             (routing.tokens, routing.chosen, routing.weights) = (tokens, chosen, weights);
-            let all = routes(&routing, &Placement::even(experts, pes), top_k);
+            let all = routes(&routing, &Placement::even(experts, pes), 0, top_k);
             assert_eq!(all.iter().map(|routes| routes.slots.len()).sum::<usize>(), tokens * top_k);
             for routes in &all {
                 let mut from = inbound(routes);

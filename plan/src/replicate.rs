@@ -1,0 +1,525 @@
+//! Replicas of experts in a group's placement: a device that has more to do than its part of the group's work gives some of the tokens of one of its
+//! experts to a device that has less, which then holds the expert too.
+//!
+//! `docs/planner.md` proves what it comes to: where every device has room for what it is given, no device has more to do than its part.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cluster::{Cluster, LinkTable};
+use crate::objective::{Evaluation, Problem};
+use crate::placed::{self, GroupTimes, Placed};
+use crate::placement::DeviceExperts;
+use crate::workload::Workload;
+use crate::{Chosen, EQUAL, Plan, PlannedGroup, PlannedReplicas, terms};
+
+/// Replicas that a plan may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Replication {
+    /// As many as the devices' memory holds.
+    Auto,
+    /// So many on a device, beside the experts that it holds without, and no more than its memory holds.
+    AtMost(u64),
+}
+
+/// Of larger groups only the last step is looked at.
+const STEPWISE_MOST: usize = 64;
+/// Work is even when no device is further off, as a share.
+const EVEN: f64 = 1e-9;
+
+/// Who of a group holds which experts, and who sends the tokens of those with replicas where.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Spread {
+    /// By member, the experts that it holds, ascending.
+    pub held: DeviceExperts,
+    /// By expert with replicas.
+    pub splits: BTreeMap<u32, Split>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Split {
+    /// Members of the group, ascending.
+    pub holders: Vec<usize>,
+    /// `[members, holders]`: of each member's tokens with the expert the share that goes to each holder.
+    pub shares: Vec<Vec<f64>>,
+}
+
+/// What a group takes with replicas.
+#[derive(Clone, Copy, Debug, Default)]
+struct SpreadTimes {
+    times: GroupTimes,
+    /// The sums of the replicas' gradients in an iteration, ms.
+    sum_ms: f64,
+}
+
+/// Groups with replicas, and their objective.
+pub(crate) struct Replicated {
+    pub groups: Vec<Vec<u32>>,
+    pub spreads: Vec<Spread>,
+    pub evaluation: Evaluation,
+}
+
+impl Spread {
+    /// Of a group of a plan, whose members are at these indices in the cluster, with these ids.
+    pub fn of(group: &PlannedGroup, held: DeviceExperts, ids: &[u64]) -> Spread {
+        let place = |id: &u64| ids.iter().position(|other| other == id);
+        let split = |replicas: &PlannedReplicas| {
+            let mut columns: Vec<(usize, usize)> =
+                replicas.devices.iter().enumerate().filter_map(|(column, id)| Some((place(id)?, column))).collect();
+            columns.sort_unstable();
+            let row = |id: &u64| {
+                let row = group.devices.iter().position(|other| other == id).and_then(|row| replicas.split.get(row));
+                let share = |(_, column): &(usize, usize)| row.and_then(|row| row.get(*column)).copied().unwrap_or(0.0);
+                columns.iter().map(share).collect()
+            };
+            let holders = columns.iter().map(|(member, _)| *member).collect();
+            (replicas.expert, Split { holders, shares: ids.iter().map(row).collect() })
+        };
+        Spread { held, splits: group.replicas.iter().map(split).collect() }
+    }
+
+    /// As a plan has it: what each device holds, and the replicas.
+    fn into_planned(self, ids: &[u64]) -> (BTreeMap<u64, Vec<u32>>, Vec<PlannedReplicas>) {
+        let replicas = self.splits.into_iter().map(|(expert, split)| PlannedReplicas {
+            expert,
+            devices: split.holders.iter().map(|&member| ids[member]).collect(),
+            split: split.shares,
+        });
+        (ids.iter().copied().zip(self.held).collect(), replicas.collect())
+    }
+
+    /// FLOP of each member's tokens that each member computes.
+    fn flow<L: LinkTable>(&self, placed: &Placed<L>, members: usize) -> Vec<Vec<f64>> {
+        let mut flow = vec![vec![0.0; members]; members];
+        for (j, held) in self.held.iter().enumerate() {
+            let whole: f64 =
+                held.iter().filter(|e| !self.splits.contains_key(e)).map(|&e| placed.experts.costs[e as usize]).sum();
+            flow.iter_mut().for_each(|row| row[j] += whole);
+        }
+        for (&e, split) in &self.splits {
+            let cost = placed.experts.costs[e as usize];
+            for (row, shares) in flow.iter_mut().zip(&split.shares) {
+                split.holders.iter().zip(shares).for_each(|(&j, share)| row[j] += cost * share);
+            }
+        }
+        flow
+    }
+
+    /// What each member of a group (ascending) computes and exchanges in a pass, ms.
+    fn member_times<L: LinkTable>(&self, placed: &Placed<L>, members: &[u32]) -> (Vec<f64>, Vec<f64>) {
+        let (problem, m) = (placed.problem, members.len());
+        let flow = self.flow(placed, m);
+        let link = |i: usize, j: usize| problem.links.link(members[i] as usize, members[j] as usize);
+        let (mut sent, mut received, mut computes) = (vec![0.0f64; m], vec![0.0f64; m], vec![0.0f64; m]);
+        for j in (0..m).filter(|&j| !self.held[j].is_empty()) {
+            let load: f64 = flow.iter().map(|row| row[j]).sum();
+            computes[j] = load / problem.flops[members[j] as usize];
+            for i in (0..m).filter(|&i| i != j && !self.splits.is_empty()) {
+                let ms = link(i, j).time_ms(placed.received_mb(flow[i][j]));
+                sent[i] += ms;
+                received[j] += ms;
+            }
+        }
+        let exchanges = match self.splits.is_empty() {
+            true => placed.exchanges(members, &self.held),
+            false => sent.into_iter().zip(received).map(|(sent, received)| sent.max(received)).collect(),
+        };
+        (computes, exchanges)
+    }
+
+    /// What a group (ascending) takes.
+    fn times<L: LinkTable>(&self, placed: &Placed<L>, members: &[u32]) -> SpreadTimes {
+        if self.splits.is_empty() {
+            return SpreadTimes { times: placed.placed_times(members, &self.held), sum_ms: 0.0 };
+        }
+        let (problem, m) = (placed.problem, members.len());
+        let (computes, exchanges) = self.member_times(placed, members);
+        let link = |i: usize, j: usize| problem.links.link(members[i] as usize, members[j] as usize);
+        let workload = problem.workload;
+        let compute_ms = computes.into_iter().fold(0.0, f64::max);
+        let communication_ms = workload.p2p_frequency * exchanges.into_iter().fold(0.0, f64::max);
+        let expert_mb = workload.all_reduce_buffer_mb / workload.n_experts() as f64;
+        let mut sum_ms = vec![0.0f64; m];
+        for split in self.splits.values().filter(|_| expert_mb > 0.0) {
+            let k = split.holders.len() as f64;
+            for &i in &split.holders {
+                let others = split.holders.iter().filter(|&&j| j != i);
+                let slowest = others.map(|&j| link(i, j).time_ms(expert_mb / k)).fold(0.0, f64::max);
+                sum_ms[i] += 2.0 * (k - 1.0) * slowest;
+            }
+        }
+        SpreadTimes {
+            times: GroupTimes { compute_ms, communication_ms },
+            sum_ms: sum_ms.into_iter().fold(0.0, f64::max),
+        }
+    }
+}
+
+/// The objective of groups of these spreads. The sums of the replicas' gradients count with those between groups.
+pub(crate) fn evaluate_spreads(
+    cluster: &Cluster,
+    workload: &Workload,
+    groups: &[Vec<u32>],
+    spreads: &[Spread],
+) -> Evaluation {
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    evaluate(&Placed::new(&problem), groups, spreads)
+}
+
+/// What each member of a group (ascending) computes and exchanges in a pass, ms.
+pub(crate) fn spread_times(
+    cluster: &Cluster,
+    workload: &Workload,
+    members: &[u32],
+    spread: &Spread,
+) -> (Vec<f64>, Vec<f64>) {
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    spread.member_times(&Placed::new(&problem), members)
+}
+
+fn evaluate<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>], spreads: &[Spread]) -> Evaluation {
+    let of = |(members, spread): (&Vec<u32>, &Spread)| spread.times(placed, members);
+    let all: Vec<SpreadTimes> = groups.iter().zip(spreads).map(of).collect();
+    let mut evaluation = placed.evaluate(groups, &all.iter().map(|of| of.times).collect::<Vec<_>>());
+    let sum_ms = all.iter().map(|of| of.sum_ms).fold(0.0, f64::max);
+    evaluation.all_reduce_ms += sum_ms;
+    evaluation.objective_ms += sum_ms;
+    evaluation
+}
+
+/// Replicas for the groups chosen, or for others, from their best placements: those of the least objective, `None` where no replica helps.
+pub(crate) fn replicate(
+    cluster: &Cluster,
+    workload: &Workload,
+    chosen: &Chosen,
+    replication: Replication,
+) -> Option<Replicated> {
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    let placed = Placed::new(&problem);
+    let mut together: Vec<u32> = chosen.groups.iter().flatten().copied().collect();
+    together.sort_unstable();
+    let all = together.len();
+    let mut candidates: Vec<(Vec<Vec<u32>>, Option<Vec<DeviceExperts>>)> =
+        vec![(chosen.groups.clone(), chosen.placements.clone())];
+    let others = chosen.others.iter().map(|other| other.groups.clone());
+    for groups in [vec![together], cluster.hosts()].into_iter().chain(others) {
+        let is_new = candidates.iter().all(|(known, _)| *known != groups);
+        if is_new && groups.iter().map(Vec::len).sum::<usize>() == all {
+            let placements = placed::place_groups(&placed, &groups);
+            candidates.push((groups, placements));
+        }
+    }
+    let mut least_ms = chosen.evaluation.objective_ms;
+    let mut best = None;
+    for (groups, placements) in candidates {
+        let Some(placements) = placements else { continue };
+        let whole = |held| Spread { held, splits: BTreeMap::new() };
+        let replicated = from_start(&placed, groups, placements.into_iter().map(whole).collect(), replication);
+        if replicated.evaluation.objective_ms < least_ms * (1.0 - EQUAL) {
+            least_ms = replicated.evaluation.objective_ms;
+            best = Some(replicated);
+        }
+    }
+    best
+}
+
+/// Replicas for the groups of a plan in use, from what it has, so that few experts move.
+pub(crate) fn from_current(
+    cluster: &Cluster,
+    workload: &Workload,
+    replication: Replication,
+    (groups, spreads): (Vec<Vec<u32>>, Vec<Spread>),
+) -> Replicated {
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    from_start(&Placed::new(&problem), groups, spreads, replication)
+}
+
+fn from_start<L: LinkTable>(
+    placed: &Placed<L>,
+    groups: Vec<Vec<u32>>,
+    start: Vec<Spread>,
+    replication: Replication,
+) -> Replicated {
+    let of = |(members, start): (&Vec<u32>, &Spread)| spread(placed, members, start, replication);
+    let spreads: Vec<Spread> = groups.iter().zip(&start).map(of).collect();
+    let evaluation = evaluate(placed, &groups, &spreads);
+    Replicated { groups, spreads, evaluation }
+}
+
+/// The best of the steps from `start` to even work.
+fn spread<L: LinkTable>(placed: &Placed<L>, members: &[u32], start: &Spread, replication: Replication) -> Spread {
+    let mut state = State::new(placed, members, start, replication);
+    let gamma = placed.problem.gamma(placed.problem.n());
+    let ms = |spread: &Spread| {
+        let SpreadTimes { times, sum_ms } = spread.times(placed, members);
+        gamma * times.ms() + sum_ms
+    };
+    let mut best = state.spread();
+    let mut least_ms = ms(&best);
+    loop {
+        let more = state.step();
+        if members.len() <= STEPWISE_MOST || !more {
+            let spread = state.spread();
+            let spread_ms = ms(&spread);
+            if spread_ms < least_ms * (1.0 - EQUAL) {
+                (best, least_ms) = (spread, spread_ms);
+            }
+        }
+        if !more {
+            return best;
+        }
+    }
+}
+
+/// A group on its way to even work.
+struct State<'p, 'q, 'a, L> {
+    placed: &'p Placed<'q, 'a, L>,
+    members: &'p [u32],
+    /// By expert, its holders and the share of its tokens that each computes.
+    shares: Vec<BTreeMap<usize, f64>>,
+    /// By member: FLOP of one device's tokens, and the part of all that is its rate's.
+    load: Vec<f64>,
+    part: Vec<f64>,
+    /// By member: experts that it may hold, and holds.
+    slots: Vec<u64>,
+    holds: Vec<u64>,
+}
+
+impl<'p, 'q, 'a, L: LinkTable> State<'p, 'q, 'a, L> {
+    fn new(
+        placed: &'p Placed<'q, 'a, L>,
+        members: &'p [u32],
+        start: &Spread,
+        replication: Replication,
+    ) -> State<'p, 'q, 'a, L> {
+        let costs = &placed.experts.costs;
+        let mut holders = vec![Vec::new(); costs.len()];
+        for (member, held) in start.held.iter().enumerate() {
+            held.iter().for_each(|&e| holders[e as usize].push(member));
+        }
+        let rate = |member: usize| placed.problem.flops[members[member] as usize];
+        let all: f64 = (0..members.len()).map(rate).sum();
+        let mut state = State {
+            placed,
+            members,
+            shares: Vec::new(),
+            load: vec![0.0; members.len()],
+            part: (0..members.len()).map(|member| placed.experts.total * rate(member) / all).collect(),
+            slots: Vec::new(),
+            holds: start.held.iter().map(|held| held.len() as u64).collect(),
+        };
+        for ((holders, cost), e) in holders.iter().zip(costs).zip(0..) {
+            let split = start.splits.get(&e);
+            let share = |(column, &member): (usize, &usize)| {
+                let of_all =
+                    |split: &Split| split.shares.iter().map(|row| row[column]).sum::<f64>() / members.len() as f64;
+                (member, split.map_or(1.0, of_all))
+            };
+            let shares: BTreeMap<usize, f64> = holders.iter().enumerate().map(share).collect();
+            shares.iter().for_each(|(&member, share)| state.load[member] += cost * share);
+            state.shares.push(shares);
+        }
+        // Replicas that are there already count as such.
+        let mut whole = state.holds.clone();
+        for holders in &holders {
+            holders.iter().skip(1).for_each(|&member| whole[member] -= 1);
+        }
+        let slots = |(member, &holds): (usize, &u64)| {
+            let memory = placed.problem.memory[members[member] as usize];
+            match replication {
+                Replication::Auto => memory,
+                Replication::AtMost(n) => memory.min(whole[member].saturating_add(n)),
+            }
+            .max(holds)
+        };
+        state.slots = state.holds.iter().enumerate().map(slots).collect();
+        state.use_replicas();
+        state
+    }
+
+    fn over(&self, member: usize) -> f64 {
+        self.load[member] - self.part[member]
+    }
+
+    /// Evens the work out as far as the replicas that there are do it.
+    fn use_replicas(&mut self) {
+        let small = EVEN * self.placed.experts.total;
+        for _ in 0..2 * self.members.len() {
+            let mut any = false;
+            for e in 0..self.shares.len() {
+                let holders: Vec<usize> = self.shares[e].keys().copied().collect();
+                for (&from, &to) in holders.iter().flat_map(|from| holders.iter().map(move |to| (from, to))) {
+                    let amount = self.over(from).min(-self.over(to)).min(self.cost_at(e, from));
+                    if amount > small {
+                        self.give(e, from, to, amount);
+                        any = true;
+                    }
+                }
+            }
+            if !any {
+                return;
+            }
+        }
+    }
+
+    /// FLOP of an expert that a member computes.
+    fn cost_at(&self, e: usize, member: usize) -> f64 {
+        self.placed.experts.costs[e] * self.shares[e].get(&member).copied().unwrap_or(0.0)
+    }
+
+    fn give(&mut self, e: usize, from: usize, to: usize, amount: f64) {
+        let cost = self.placed.experts.costs[e];
+        let shares = &mut self.shares[e];
+        let left = shares.get(&from).copied().unwrap_or(0.0) - amount / cost;
+        if left > EVEN {
+            shares.insert(from, left);
+        } else if shares.remove(&from).is_some() {
+            self.holds[from] -= 1;
+        }
+        if !shares.contains_key(&to) {
+            self.holds[to] += 1;
+        }
+        *shares.entry(to).or_default() += amount / cost;
+        self.load[from] -= amount;
+        self.load[to] += amount;
+    }
+
+    /// The member with most to spare gets what it can of the one with most too much: a replica for part of an expert's tokens, or an expert
+    /// whole. Where it has no room, it gives one of its experts for that. Says whether there was something to give.
+    fn step(&mut self) -> bool {
+        let small = EVEN * self.placed.experts.total;
+        let busy = (0..self.members.len()).max_by(|&a, &b| self.over(a).total_cmp(&self.over(b)).then(b.cmp(&a)));
+        let Some(from) = busy.filter(|&busy| self.over(busy) > small) else { return false };
+        let mut idle: Vec<usize> = (0..self.members.len()).filter(|&member| self.over(member) < -small).collect();
+        idle.sort_by(|&a, &b| self.over(a).total_cmp(&self.over(b)).then(a.cmp(&b)));
+        idle.into_iter().any(|to| match self.holds[to] < self.slots[to] {
+            true => self.relieve(from, to),
+            false => self.exchange(from, to),
+        })
+    }
+
+    /// Gives `to`, which has room, what it can of `from`. Says whether there was something.
+    fn relieve(&mut self, from: usize, to: usize) -> bool {
+        let amount = self.over(from).min(-self.over(to));
+        let given = |e: usize| !self.shares[e].contains_key(&to) && self.cost_at(e, from) > 0.0;
+        let largest = (0..self.shares.len())
+            .filter(|&e| given(e))
+            .max_by(|&a, &b| self.cost_at(a, from).total_cmp(&self.cost_at(b, from)).then(b.cmp(&a)));
+        let Some(e) = self.enough(from, to, amount).or(largest) else { return false };
+        let amount = amount.min(self.cost_at(e, from));
+        self.give(e, from, to, amount);
+        true
+    }
+
+    /// `to` gives `from`, which has room, its smallest expert, and gets a replica for that much more. Says whether that could be.
+    fn exchange(&mut self, from: usize, to: usize) -> bool {
+        let alone = |e: usize| self.shares[e].len() == 1 && self.shares[e].contains_key(&to);
+        let smallest = (0..self.shares.len())
+            .filter(|&e| alone(e))
+            .min_by(|&a, &b| self.placed.experts.costs[a].total_cmp(&self.placed.experts.costs[b]).then(a.cmp(&b)));
+        let Some(smallest) = smallest.filter(|_| self.holds[from] < self.slots[from]) else { return false };
+        let back = self.placed.experts.costs[smallest];
+        let amount = self.over(from).min(-self.over(to)) + back;
+        let Some(e) = self.enough(from, to, amount).filter(|_| back > 0.0) else { return false };
+        self.give(smallest, to, from, back);
+        self.give(e, from, to, amount);
+        true
+    }
+
+    /// Of the experts of `from` that `to` does not hold, the one with the fewest tokens that are enough.
+    fn enough(&self, from: usize, to: usize, amount: f64) -> Option<usize> {
+        let is_enough = |&e: &usize| !self.shares[e].contains_key(&to) && self.cost_at(e, from) >= amount;
+        (0..self.shares.len())
+            .filter(is_enough)
+            .min_by(|&a, &b| self.cost_at(a, from).total_cmp(&self.cost_at(b, from)).then(a.cmp(&b)))
+    }
+
+    fn spread(&self) -> Spread {
+        let mut spread = Spread { held: vec![Vec::new(); self.members.len()], splits: BTreeMap::new() };
+        for (e, shares) in self.shares.iter().enumerate() {
+            shares.keys().for_each(|&member| spread.held[member].push(e as u32));
+            if shares.len() > 1 {
+                spread.splits.insert(e as u32, self.split(shares));
+            }
+        }
+        spread
+    }
+
+    /// Who sends where so that every holder gets its share: the nearest pairs first.
+    fn split(&self, holders: &BTreeMap<usize, f64>) -> Split {
+        let m = self.members.len();
+        let mb = self.placed.problem.workload.p2p_buffer_mb / m as f64;
+        let link = |i: usize, j: usize| {
+            let link = self.placed.problem.links.link(self.members[i] as usize, self.members[j] as usize);
+            if i == j { 0.0 } else { link.time_ms(mb) }
+        };
+        let mut pairs: Vec<(f64, usize, usize)> = (0..m)
+            .flat_map(|i| holders.keys().enumerate().map(move |(column, &j)| (i, column, j)))
+            .map(|(i, column, j)| (link(i, j), i, column))
+            .collect();
+        pairs.sort_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        let mut wanted: Vec<f64> = holders.values().map(|share| share * m as f64).collect();
+        let mut left = vec![1.0; m];
+        let mut shares = vec![vec![0.0; holders.len()]; m];
+        for (_, i, column) in pairs {
+            let amount = f64::min(left[i], wanted[column]);
+            shares[i][column] += amount;
+            left[i] -= amount;
+            wanted[column] -= amount;
+        }
+        // Rounding may leave a little.
+        for row in &mut shares {
+            let sum: f64 = row.iter().sum();
+            row.iter_mut().for_each(|share| *share /= sum);
+        }
+        Split { holders: holders.keys().copied().collect(), shares }
+    }
+}
+
+/// No placement with so many replicas has a smaller makespan: the group's work is done at the group's rate at most, and that of one expert at the rate of
+/// as many devices as hold it, at most.
+fn least_makespan<L: LinkTable>(placed: &Placed<L>, members: &[u32], replicas: usize) -> f64 {
+    let mut flops: Vec<f64> = members.iter().map(|&i| placed.problem.flops[i as usize]).collect();
+    flops.sort_unstable_by(|a, b| b.total_cmp(a));
+    let largest = placed.experts.costs.iter().copied().fold(0.0, f64::max);
+    let of_one: f64 = flops.iter().take(replicas + 1).sum();
+    members.len() as f64 * (placed.experts.total / flops.iter().sum::<f64>()).max(largest / of_one)
+}
+
+/// Puts replicas into a plan.
+pub(crate) fn enter(plan: &mut Plan, cluster: &Cluster, workload: &Workload, replicated: Replicated) {
+    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
+    let placed = Placed::new(&problem);
+    let Replicated { groups, spreads, evaluation } = replicated;
+    // Whatever the groups and replicas: all work at all devices' rate.
+    let rate: f64 = problem.flops.iter().sum();
+    let least_ms = evaluation.gamma * groups.iter().map(Vec::len).sum::<usize>() as f64 * placed.experts.total / rate;
+    plan.gap_bound = match evaluation.objective_ms > least_ms {
+        true => (evaluation.objective_ms / least_ms - 1.0).min(f64::MAX),
+        false => 0.0,
+    };
+    plan.optimal = plan.gap_bound <= EQUAL;
+    plan.objective_ms = evaluation.objective_ms;
+    plan.terms = terms(&evaluation);
+    plan.algorithm = "search".into();
+    let planned = groups.iter().zip(spreads).enumerate().map(|(g, (members, spread))| {
+        let ids: Vec<u64> = members.iter().map(|&i| cluster.devices[i as usize].id).collect();
+        let copies: usize = spread.splits.values().map(|split| split.holders.len() - 1).sum();
+        let (experts, replicas) = spread.into_planned(&ids);
+        PlannedGroup {
+            devices: ids,
+            objective_ms: evaluation.group_ms(g),
+            experts,
+            makespan_ms: evaluation.compute_ms[g],
+            least_makespan_ms: Some(least_makespan(&placed, members, copies)),
+            replicas,
+        }
+    });
+    plan.groups = planned.collect();
+    let used: Vec<u32> = groups.iter().flatten().copied().collect();
+    let idle = cluster.devices.iter().zip(0..).filter(|(_, i)| !used.contains(i));
+    plan.idle_devices = idle.map(|(device, _)| device.id).collect();
+}

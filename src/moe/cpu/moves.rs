@@ -1,0 +1,221 @@
+//! Experts that change PEs between passes: their weights, and what a caller keeps beside them, one-sided.
+//!
+//! Every PE knows the old placement and the new one, and so who gives what to whom. A PE gets one piece at a time, in a place that is kept for it; after
+//! each piece all PEs of the group meet, so that the place is free again.
+
+use std::collections::BTreeMap;
+
+use super::experts::Mlp;
+use super::kernels::Element;
+use super::layer::{Layer, new_id};
+use super::replicas::Exchange;
+use crate::moe::spec::metrics::Phase;
+use crate::moe::spec::{
+    ConfigError, ExpertState, Gradients, Groups, LayerConfig, LayerSpec, MlpId, MoeError, Placement, WeightId,
+};
+use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
+
+/// One expert on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Transfer {
+    expert: usize,
+    from: usize,
+    to: usize,
+}
+
+/// Who gives what to whom: in each round a PE gets one expert at most, from whichever of those that hold it gives fewest.
+fn rounds(old: &Placement, new: &Placement) -> Vec<Vec<Transfer>> {
+    let mut rounds: Vec<Vec<Transfer>> = Vec::new();
+    let (mut gives, mut gets) = (vec![0usize; old.n_pes()], vec![0usize; old.n_pes()]);
+    for expert in 0..old.n_experts() {
+        for to in new.holders(expert).into_iter().filter(|&to| old.local_on(expert, to).is_none()) {
+            let Some(from) = old.holders(expert).into_iter().min_by_key(|&from| (gives[from], from)) else { continue };
+            let round = gets[to];
+            gives[from] += 1;
+            gets[to] += 1;
+            if rounds.len() == round {
+                rounds.push(Vec::new());
+            }
+            rounds[round].push(Transfer { expert, from, to });
+        }
+    }
+    rounds
+}
+
+/// Elements of an expert's weights.
+fn weights_len(config: &LayerConfig) -> usize {
+    config.expert_weights(0).into_iter().map(|id| config.shape(id).iter().product::<usize>()).sum()
+}
+
+impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
+    /// See [`MoeLayer::move_experts`](crate::moe::MoeLayer::move_experts).
+    pub(super) fn move_to(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
+        let (group, me) = groups.place(self.pe().world_pe(self.pe().my_pe()));
+        let new = groups.placement(group).clone();
+        self.check_move(&new, me)?;
+        let rounds = rounds(&self.spec.placement, &new);
+        let (weights, piece) = (weights_len(&self.spec.config), self.memory.layout.move_len);
+        let len = weights + state.len();
+        let mut received: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
+        for round in &rounds {
+            let gives: Vec<(Transfer, Vec<f32>)> = round
+                .iter()
+                .filter(|transfer| transfer.from == me)
+                .map(|&transfer| Ok((transfer, self.pack(transfer.expert, weights, state)?)))
+                .collect::<Result<_, MoeError>>()?;
+            let get = round.iter().find(|transfer| transfer.to == me);
+            let mut got = vec![0.0; if get.is_some() { len } else { 0 }];
+            for start in (0..len).step_by(piece) {
+                let piece = start..len.min(start + piece);
+                self.pieces += 1;
+                for (transfer, values) in &gives {
+                    let (place, signal) = self.memory.moved(piece.len());
+                    self.pe().put_signal(
+                        place,
+                        &values[piece.clone()],
+                        signal,
+                        self.pieces,
+                        SignalOp::Set,
+                        transfer.to,
+                    );
+                }
+                if let Some(transfer) = get {
+                    let (place, signal) = self.memory.moved(piece.len());
+                    let wait = Wait { signal, cmp: Cmp::Ge, value: self.pieces };
+                    let deadline = self.spec.options.deadline();
+                    self.pe().wait_until(wait, deadline).map_err(|timeout| {
+                        MoeError::wait(self.pe(), transfer.from, "an expert that moves to it", Phase::Idle, timeout)
+                    })?;
+                    self.pe().get(&mut got[piece], place, me);
+                }
+                self.meet("that its experts have moved")?;
+            }
+            received.extend(get.map(|transfer| (transfer.expert, got)));
+        }
+        self.take_over(new, me, received, weights, state)?;
+        if let Some(exchange) = &mut self.exchange {
+            exchange.regroup(groups, self.spec.options.deadline())?;
+        }
+        Ok(rounds.iter().map(Vec::len).sum())
+    }
+
+    /// Refuses a placement that this layer has no room for.
+    fn check_move(&self, new: &Placement, me: usize) -> Result<(), MoeError> {
+        let refuse = |why: String| Err(MoeError::Usage { what: "move experts", why });
+        let old = &self.spec.placement;
+        if (new.n_pes(), new.n_experts(), me) != (old.n_pes(), old.n_experts(), self.pe().my_pe()) {
+            return refuse("the new placement is of other PEs or experts than the layer".into());
+        }
+        let Some(slots) = self.spec.slots else {
+            return refuse("the layer was made without slots for experts that move (`LayerSpec::slots`)".into());
+        };
+        if new.max_local() > slots {
+            return refuse(format!("a PE would hold {} experts, the layer has slots for {slots}", new.max_local()));
+        }
+        if new.has_replicas() && self.spec.training && self.exchange.is_none() {
+            return refuse("replicas need an exchange that sums their gradients (`Replicas`)".into());
+        }
+        if self.gradients.as_ref().is_some_and(|gradients| gradients.accumulate) {
+            return refuse("gradients are being accumulated, expected a move before the first backward".into());
+        }
+        Ok(())
+    }
+
+    /// An expert's weights, and the caller's state of it.
+    fn pack(&self, expert: usize, weights: usize, state: &mut dyn ExpertState) -> Result<Vec<f32>, MoeError> {
+        let mut values = vec![0.0; weights + state.len()];
+        let (of_layer, of_caller) = values.split_at_mut(weights);
+        let mut rest = of_layer;
+        for id in self.spec.config.expert_weights(expert) {
+            let (head, tail) = rest.split_at_mut(self.spec.config.shape(id).iter().product());
+            self.weights.get(id, &self.spec.placement, self.pe().my_pe(), head)?;
+            rest = tail;
+        }
+        state.give(expert, of_caller);
+        Ok(values)
+    }
+
+    /// Goes on with the new placement: experts that stay keep their weights as they are.
+    fn take_over(
+        &mut self,
+        new: Placement,
+        me: usize,
+        received: BTreeMap<usize, Vec<f32>>,
+        weights: usize,
+        state: &mut dyn ExpertState,
+    ) -> Result<(), MoeError> {
+        let LayerSpec { config, placement: old, .. } = &self.spec;
+        let mut had: BTreeMap<usize, Mlp<E>> =
+            old.experts(me).iter().copied().zip(self.weights.experts.drain(..)).collect();
+        for &expert in new.experts(me) {
+            let mlp = match (received.get(&expert), had.remove(&expert)) {
+                (Some(values), _) => {
+                    state.take(expert, &values[weights..]);
+                    let mut at: BTreeMap<WeightId, &[f32]> = BTreeMap::new();
+                    let mut rest = &values[..weights];
+                    for id in config.expert_weights(expert) {
+                        let (head, tail) = rest.split_at(config.shape(id).iter().product());
+                        at.insert(id, head);
+                        rest = tail;
+                    }
+                    let load = |id: WeightId| -> Result<Vec<f32>, MoeError> { Ok(at[&id].to_vec()) };
+                    Mlp::load(config.expert, config.hidden, MlpId::Routed(expert), load)?
+                        .weigh_input(config.router.weigh_input)
+                }
+                (None, Some(mlp)) => mlp,
+                (None, None) => {
+                    let (value, expected) = (format!("without expert {expert}"), "what was moved".to_string());
+                    return Err(ConfigError { field: "the old placement", value, expected }.into());
+                }
+            };
+            self.weights.experts.push(mlp);
+        }
+        had.into_keys().for_each(|expert| state.forget(expert));
+        self.spec.placement = new;
+        let LayerSpec { config, placement, .. } = &self.spec;
+        if let Some(gradients) = &mut self.gradients {
+            gradients.all = Gradients::zeros(config, placement, me);
+            gradients.last = None;
+        }
+        // Forward passes of before are no longer this layer's.
+        self.id = new_id();
+        self.spare.clear();
+        Ok(())
+    }
+
+    fn meet(&self, what: &'static str) -> Result<(), MoeError> {
+        let shmem = self.pe();
+        shmem
+            .barrier_all(self.spec.options.deadline())
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, what, Phase::Idle, timeout))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::moe::placement::Split;
+
+    #[test]
+    fn every_expert_that_is_missing_comes_once_from_who_has_it() {
+        let old = Placement::from_owners(vec![0, 0, 0, 0, 1, 2], 3);
+        let even = |holders: usize| vec![vec![1.0 / holders as f64; holders]; 3];
+        let split = Split { expert: 4, holders: vec![0, 1, 2], shares: even(3) };
+        let new = Placement::from_owners(vec![0, 1, 1, 2, 1, 2], 3).with_replicas(&[split]).unwrap();
+        let there = rounds(&old, &new);
+        assert_eq!(there.iter().map(Vec::len).collect::<Vec<_>>(), [3, 2]);
+        for round in &there {
+            let to: std::collections::BTreeSet<usize> = round.iter().map(|transfer| transfer.to).collect();
+            assert_eq!(to.len(), round.len(), "one for each PE");
+            assert!(
+                round
+                    .iter()
+                    .all(|t| old.local_on(t.expert, t.from).is_some() && new.local_on(t.expert, t.to).is_some())
+            );
+        }
+        assert!(rounds(&new, &new).is_empty());
+        // Of several that have it, not always the same one gives.
+        let all = rounds(&new, &Placement::from_owners(vec![1, 0, 0, 0, 1, 0], 3));
+        assert!(all.iter().flatten().all(|t| new.local_on(t.expert, t.from).is_some()));
+    }
+}
