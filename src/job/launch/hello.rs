@@ -87,7 +87,7 @@ mod tests {
         };
         refused(
             Hello { version: "0.0.9".into(), ..two.clone() },
-            "it is aristos 0.0.9 (protocol 3), rank 0 is aristos",
+            &format!("it is aristos 0.0.9 (protocol {VERSION}), rank 0 is aristos"),
         );
         refused(Hello { protocol: 0, ..two.clone() }, "(protocol 0)");
         refused(Hello { token: "x".into(), ..two.clone() }, "token");
