@@ -175,13 +175,14 @@ fn a_plan_is_made_anew_for_the_loads_that_are_measured() {
     for (tensor, (_, got)) in read_tensors(&dir.path().join("got.safetensors")) {
         assert!(relative_error(&got, &want[&tensor].1) < 1e-5, "{tensor}");
     }
-    let sgd = "--sgd 0.01 --save-weights";
+    // A rate at which training is stable, so that rounding stays rounding.
+    let sgd = "--sgd 0.0003 --save-weights";
     let outcome = run(aristos_run(&format!("{layer} {plan} {sgd} {}", path("got-w.safetensors"))));
     let trained = report(outcome);
     run(aristos_run(&format!("{layer} --steps 5 {sgd} {}", path("want-w.safetensors")))).success();
     let want = read_tensors(&dir.path().join("want-w.safetensors"));
     for (tensor, (_, got)) in read_tensors(&dir.path().join("got-w.safetensors")) {
-        assert!(relative_error(&got, &want[&tensor].1) < 1e-4, "{tensor}: {:#}", trained["plan"]);
+        assert!(relative_error(&got, &want[&tensor].1) < 1e-5, "{tensor}: {:#}", trained["plan"]);
     }
     // Hot experts that change: the reference computes the last step's tokens.
     let changing = run(aristos_run(&format!("{layer} {plan} --hot-shift-every 2 --check")));
