@@ -315,6 +315,7 @@ remote operations               4 puts, 6 signals, 0 fences per step
 symmetric MB per PE             0.000 peak of 0.000 budget
 rounds                          3 forward, 1 backward
 tokens per expert               10 400 0 190
+experts' rows of a PE           300.0 mean, 410 largest: 1.367 of the mean
 auxiliary loss, load_balancing  0.012500
 
 check FAILED: 2 of 4 tensors beyond tolerance of the float64 reference
