@@ -164,9 +164,11 @@ fn a_plan_is_made_anew_for_the_loads_that_are_measured() {
     let layer =
         "--pes 4 --tokens 600 --hidden 16 --intermediate 1024 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
     let plan = "--plan auto --memory-mb 1.3 --replan-every 2 --steps 5 --json";
-    let outcome = run(aristos_run(&format!("{layer} {plan} --forward-only --output {}", path("got.safetensors"))));
-    let first = report(outcome);
-    let changes = first["plan"]["replanned"].as_array().unwrap_or_else(|| panic!("{:#}", first["plan"]));
+    let args = format!("{layer} {plan} --forward-only --output {}", path("got.safetensors"));
+    // A probe of a busy machine may find links so slow that no change pays.
+    let first = (0..6).map(|_| report(run(aristos_run(&args)))).find(|report| report["plan"]["replanned"].is_array());
+    let first = first.expect("a plan that is changed");
+    let changes = first["plan"]["replanned"].as_array().unwrap();
     assert!(changes[0]["after_step"] == 2 && changes[0]["moved_experts"].as_u64() > Some(0), "{:#}", first["plan"]);
     let rows: Vec<u64> = first["expert_rows_per_pe"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
     assert_eq!(rows.iter().sum::<u64>(), 1200);
@@ -175,14 +177,26 @@ fn a_plan_is_made_anew_for_the_loads_that_are_measured() {
     for (tensor, (_, got)) in read_tensors(&dir.path().join("got.safetensors")) {
         assert!(relative_error(&got, &want[&tensor].1) < 1e-5, "{tensor}");
     }
-    let sgd = "--sgd 0.01 --save-weights";
+    // A rate at which training is stable, so that rounding stays rounding.
+    let sgd = "--sgd 0.0003 --save-weights";
     let outcome = run(aristos_run(&format!("{layer} {plan} {sgd} {}", path("got-w.safetensors"))));
     let trained = report(outcome);
     run(aristos_run(&format!("{layer} --steps 5 {sgd} {}", path("want-w.safetensors")))).success();
     let want = read_tensors(&dir.path().join("want-w.safetensors"));
     for (tensor, (_, got)) in read_tensors(&dir.path().join("got-w.safetensors")) {
-        assert!(relative_error(&got, &want[&tensor].1) < 1e-4, "{tensor}: {:#}", trained["plan"]);
+        assert!(relative_error(&got, &want[&tensor].1) < 1e-5, "{tensor}: {:#}", trained["plan"]);
     }
+    // Hot experts that change: the reference computes the last step's tokens.
+    let changing = run(aristos_run(&format!("{layer} {plan} --hot-shift-every 2 --check")));
+    let changing = report(changing);
+    assert_eq!(changing["check"]["passed"], true, "{:#}", changing["check"]);
+    let busiest = |report: &Value| {
+        let tokens: Vec<u64> =
+            report["tokens_per_expert"].as_array().unwrap().iter().filter_map(Value::as_u64).collect();
+        (0..tokens.len()).max_by_key(|&e| tokens[e]).unwrap()
+    };
+    assert!(busiest(&first) < 2 && (4..6).contains(&busiest(&changing)), "{changing:#}");
+    run(aristos_run(&format!("{layer} --hot-shift-every 0"))).refused(&["--hot-shift-every is 0"]);
     run(aristos_run(&format!("{layer} --replan-every 2"))).misused(&["--plan"]);
     run(aristos_run(&format!("{layer} --plan auto --replan-every 0"))).refused(&["--replan-every is 0"]);
 }

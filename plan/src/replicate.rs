@@ -202,8 +202,7 @@ pub(crate) fn replicate(
     let mut together: Vec<u32> = chosen.groups.iter().flatten().copied().collect();
     together.sort_unstable();
     let all = together.len();
-    let mut candidates: Vec<(Vec<Vec<u32>>, Option<Vec<DeviceExperts>>)> =
-        vec![(chosen.groups.clone(), chosen.placements.clone())];
+    let mut candidates = vec![(chosen.groups.clone(), chosen.placements.clone())];
     let others = chosen.others.iter().map(|other| other.groups.clone());
     for groups in [vec![together], cluster.hosts()].into_iter().chain(others) {
         let is_new = candidates.iter().all(|(known, _)| *known != groups);
