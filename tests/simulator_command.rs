@@ -259,6 +259,16 @@ fn a_run_is_repeated_by_its_routing() {
     for (one, other) in [("r.json", "again.json"), ("first.safetensors", "again.safetensors")] {
         assert!(std::fs::read(folder.join(one)).unwrap() == std::fs::read(folder.join(other)).unwrap(), "{other}");
     }
+    // A layer of a checkpoint.
+    for args in ["--save-routing model.json --output one.safetensors", "--routing model.json --output two.safetensors"]
+    {
+        parsed(folder, &format!("run --pes 2 --json {args}"));
+    }
+    assert!(
+        std::fs::read(folder.join("one.safetensors")).unwrap()
+            == std::fs::read(folder.join("two.safetensors")).unwrap()
+    );
+    refused(folder, "run --pes 2 --routing r.json", &["r.json: top_k is 3, expected 2, the model's"]);
     // Of tokens that would go elsewhere.
     let other = format!("run --pes 3 {} --routing r.json --json --check", layer.replace("--seed 3", "--seed 4"));
     let elsewhere = parsed(folder, &other.replace("--tokens 90 ", ""));

@@ -224,6 +224,12 @@ pub enum MlpArg {
     Plain,
 }
 
+/// Refuses numbers of a host's cores that are none, or too many to simulate.
+pub fn check_cores(cores: Option<usize>) -> Result<()> {
+    let wrong = cores.filter(|cores| !(1..=CORES_MOST).contains(cores));
+    wrong.map_or(Ok(()), |cores| bail!("--cores is {cores}, expected 1 to {CORES_MOST}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -240,10 +246,4 @@ mod tests {
             assert_eq!(error, format!("--min is {text}, expected 1 byte to 1GiB, as 16, 4KiB or 1MiB"));
         }
     }
-}
-
-/// Refuses numbers of a host's cores that are none, or too many to simulate.
-pub fn check_cores(cores: Option<usize>) -> Result<()> {
-    let wrong = cores.filter(|cores| !(1..=CORES_MOST).contains(cores));
-    wrong.map_or(Ok(()), |cores| bail!("--cores is {cores}, expected 1 to {CORES_MOST}"))
 }

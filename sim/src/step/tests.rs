@@ -260,7 +260,7 @@ fn pes_share_cores() {
     near(times.pes[1].expert_s[0], 100.0);
     // Five on two, those of the second core with less work: once one of them is done, the other one gets one of the first core's three.
     let own = |from: usize| {
-        let tokens = &[0, 0][..if from % 2 == 0 { 2 } else { 1 }];
+        let tokens = &[0, 0][..2 - from % 2];
         (0..5).map(|to| rows(if from == to { tokens } else { &[] })).collect::<Vec<_>>()
     };
     let five = Case::one_group(group_plan(&(0..5).map(own).collect::<Vec<_>>(), &[1; 5], 4, 1), &[1; 5]);
