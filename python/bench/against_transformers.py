@@ -5,7 +5,7 @@
 
 Times: medians of passes in turns, of the slowest process. The built-in runs its experts as `eager` and as `grouped_mm`, and the faster one counts.
 Bytes: what Aristos put; of the built-in what its four exchanges of rows send, counted from the routing. `--memory`: the peak resident memory of a
-process that trains a model of four such layers with one of them (AdamW, 6 steps), summed over the processes; for each its own run.
+process that trains a model of four such layers with one of them (AdamW, 3 steps), summed over the processes; for each its own run.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def compare(shape, dtype, meshes, repeats):
     return {way: statistics.median(all_s) * 1e3 for way, all_s in times.items()}, sent, theirs
 
 
-def memory(way, meshes, layers=4, steps=6):
+def memory(way, meshes, layers=4, steps=3):
     """Peak resident memory of this process, bytes."""
     shape = (1024, 512, 16, 4, 1024)
     x, ids, routing, grad, weights = drawn(shape, torch.float32, 1)

@@ -198,7 +198,7 @@ impl Forward {
 impl Backward {
     /// # Safety
     /// As [`Forward::run`].
-    unsafe fn run<E: Element>(&self, layer: &mut Over<E>, mut saved: SavedOf<E>) -> PyResult<()> {
+    unsafe fn run<E: Element>(&self, layer: &mut Over<E>, saved: &mut SavedOf<E>) -> PyResult<()> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, grad_output, grad_x, grad_weights] = self.tensors;
         // SAFETY: as the function's; the experts end with it.
@@ -212,8 +212,7 @@ impl Backward {
                 experts,
             )
         };
-        layer.experts_lent_backward(&experts, &mut saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
-        layer.recycle(saved);
+        layer.experts_lent_backward(&experts, saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
         let config = layer.spec().config.clone();
         // SAFETY: as the function's.
         unsafe { self.gradients.take_gradients::<E>(&config, &layer.gradients().map_err(moe_error)?.experts) };
@@ -231,6 +230,8 @@ fn sizes<E: Element>(layer: &Over<E>, tokens: usize) -> (usize, usize, usize) {
 /// A layer, and why it cannot be used any more.
 struct State {
     engine: Engine,
+    /// Whether the layer has the memory of a finished pass. One: each has what a backward needs, which no two need at a time.
+    has_spare: bool,
     failed: Option<String>,
 }
 
@@ -253,15 +254,22 @@ impl Drop for Saved {
         let Ok(Some(pass)) = self.pass.get_mut().map(Option::take) else { return };
         // A layer in a pass is another thread's; the memory is then freed.
         let Ok(mut state) = self.layer.try_lock() else { return };
-        match (&mut state.engine, pass) {
+        state.recycle(pass);
+    }
+}
+
+impl State {
+    fn recycle(&mut self, pass: PassState) {
+        if std::mem::replace(&mut self.has_spare, true) {
+            return;
+        }
+        match (&mut self.engine, pass) {
             (Engine::F32(layer), PassState::F32(pass)) => layer.recycle(pass),
             (Engine::Bf16(layer), PassState::Bf16(pass)) => layer.recycle(pass),
             _ => {}
         }
     }
-}
 
-impl State {
     /// Runs a pass, unless one has failed. Wrong arguments end it before it begins; any other error leaves the processes at different places.
     fn pass<T>(&mut self, run: impl FnOnce(&mut Engine) -> PyResult<T>) -> PyResult<T> {
         if let Some(why) = &self.failed {
@@ -338,7 +346,7 @@ impl Layer {
                 _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
             })
         })?;
-        Ok(Layer { state: Arc::new(Mutex::new(State { engine, failed: None })) })
+        Ok(Layer { state: Arc::new(Mutex::new(State { engine, has_spare: false, failed: None })) })
     }
 
     /// `output = sum of weight * expert(x)`: the addresses of x, ids, weights and output (`Forward`), and of the experts' up, down and their
@@ -346,12 +354,15 @@ impl Layer {
     fn forward(&self, py: Python<'_>, tokens: usize, tensors: [usize; 4], experts: [usize; 4]) -> PyResult<Saved> {
         let forward = Forward { tokens, tensors, experts: experts.into() };
         let pass = py.detach(|| {
-            lock(&self.state)?.pass(|engine| match engine {
+            let mut state = lock(&self.state)?;
+            let pass = state.pass(|engine| match engine {
                 // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
                 Engine::F32(layer) => unsafe { forward.run(layer) }.map(PassState::F32),
                 // SAFETY: as above.
                 Engine::Bf16(layer) => unsafe { forward.run(layer) }.map(PassState::Bf16),
-            })
+            })?;
+            state.has_spare = false;
+            Ok::<_, PyErr>(pass)
         })?;
         Ok(Saved { pass: Mutex::new(Some(pass)), tokens, layer: self.state.clone() })
     }
@@ -379,14 +390,19 @@ impl Saved {
         let (experts, gradients) = (experts.into(), gradients.into());
         let backward = Backward { tokens: self.tokens, tensors, experts, gradients };
         py.detach(|| {
-            let pass = self.pass.lock().map_err(|_| error("the pass failed before"))?.take();
-            lock(&self.layer)?.pass(|engine| match (engine, pass) {
+            let taken = self.pass.lock().map_err(|_| error("the pass failed before"))?.take();
+            let gone = || PyValueError::new_err("the forward pass has had its backward, and is gone");
+            let mut pass = taken.ok_or_else(gone)?;
+            let mut state = lock(&self.layer)?;
+            state.pass(|engine| match (engine, &mut pass) {
                 // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
-                (Engine::F32(layer), Some(PassState::F32(saved))) => unsafe { backward.run(layer, saved) },
+                (Engine::F32(layer), PassState::F32(saved)) => unsafe { backward.run(layer, saved) },
                 // SAFETY: as above.
-                (Engine::Bf16(layer), Some(PassState::Bf16(saved))) => unsafe { backward.run(layer, saved) },
-                _ => Err(PyValueError::new_err("the forward pass has had its backward, and is gone")),
-            })
+                (Engine::Bf16(layer), PassState::Bf16(saved)) => unsafe { backward.run(layer, saved) },
+                _ => Err(gone()),
+            })?;
+            state.recycle(pass);
+            Ok(())
         })
     }
 }
