@@ -35,6 +35,7 @@ DEVICE const u32* round_chunks(const Layer& l, u32 pe) {
 DEVICE const u32* row_slots(const Layer& l, u32 pe) {
     return l.plan.row_slot + u64(pe) * (l.shape.max_tokens + 1);
 }
+DEVICE const u32* row_returns(const Layer& l, u32 pe) { return l.plan.row_return + u64(pe) * l.shape.max_tokens; }
 DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
 
 // Before anything of this step is written at `pe`: waits until it no longer reads what was there. Its results say so: those of the
@@ -51,7 +52,7 @@ DEVICE bool wait_for_room(Block& b, u32 pe) {
     const u32* chunks = round_chunks(l, pe);
     u32 first = chunks[round], end = chunks[round + 1];
     u64 expected = stamp(b.pass, step);
-    return wait_block(b, end - first, [&](u32 i) {
+    return wait_signals(b, end - first, [&](u32 i) {
         return wait_signal(l, result_signal(l, pe, first + i), {pe, WHAT_RESULTS, b.phase, expected, first + i}, 1);
     });
 }
@@ -67,22 +68,56 @@ DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
     return {reinterpret_cast<char*>(direct ? at_peer(l, mine, pe) : stage), mine, stage};
 }
 
-// All threads, once the message is written: sends it with its signal. A stage is written again only after the peer has answered this
-// message (by results, or, to a header of a forward pass, by the header of the next pass), so the put has long read it.
+// All threads, once the message is written: sends it, to a PE that the network reaches without its signal, which is its wave's to send. A
+// stage is written again only after the peer has answered this message (by results, or, to a header of a forward pass, by the header of
+// the next pass), so the put has long read it.
 DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
     const Layer& l = b.l;
     if (!ARISTOS_PLANTED(EARLY_SIGNAL)) dev::sync_block();
-    if (reachable(l, pe)) {
-        if (dev::thread() == 0) signal_peer(l, signal, value, pe);
-    } else {
+    const bool direct = reachable(l, pe);
+    if (!direct) {
         dev::fence_sys();  // the network card reads it
-        dev::put_signal_block(m.mine, m.stage, bytes, signal, value, pe);
+        dev::put_block(m.mine, m.stage, bytes, pe);
     }
-    if (dev::thread() == 0 && pe != l.shape.my_pe) {
-        b.state.stats.signals++;
-        b.state.stats.puts++;
-        if (l.tables.peer[pe]) b.state.stats.fences++;
+    if (dev::thread() != 0) return;
+    if (direct) signal_peer(l, signal, value, pe);
+    if (pe == l.shape.my_pe) return;
+    b.state.stats.puts++;
+    if (direct) b.state.stats.signals++;
+}
+
+// ---- Waves: what goes over the network under one fence, as on some networks a fence waits for all that was put before it. The headers of a
+// step are a wave; its chunks are waves by their numbers, the same for all peers, as are results. So a peer's first chunk need not wait
+// for its last, and still there are no more fences than peers.
+DEVICE u32 wave_chunks(const Layer& l) { return l.sizes.wave_chunks; }
+
+// A message of a wave: its peer, its signal and the value, or no signal where none is sent.
+struct WaveSignal {
+    u32 pe;
+    u64* signal;
+    u64 value;
+};
+// All threads, at the end of an item of a wave of `items`: the last one fences and sends the signals of all `count` that might be in it.
+template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 items, u32 count, Get get) {
+    const Layer& l = b.l;
+    if (!l.shape.stage) return;
+    dev::sync_block();
+    bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == items;
+    if (!dev::sync_block_or(last)) return;
+    u32 sent = 0;
+    for (u32 i = dev::thread(); i < count; i += dev::threads()) sent += get(i).signal != nullptr;
+    if (!dev::sync_block_or(sent > 0)) return;
+    if (dev::thread() == 0) {
+        dev::fence_puts();
+        b.state.stats.fences++;
     }
+    dev::sync_block();
+    for (u32 i = dev::thread(); i < count; i += dev::threads()) {
+        WaveSignal s = get(i);
+        if (s.signal) signal_peer(l, s.signal, s.value, s.pe);
+    }
+    if (sent) dev::shared_add(&b.state.stats.signals, u64(sent));
+    dev::sync_block();
 }
 
 // ---- Headers.
@@ -164,24 +199,25 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
     u64 bytes = u64(rows) * row_bytes;
     u32 slots = 0;
     if (!gradient) {
-        const u32* starts = row_slots(l, pe) + first_row;
+        const u32 *starts = row_slots(l, pe) + first_row, *numbers = row_returns(l, pe) + first_row;
         u32 first_slot = starts[0];
         slots = starts[rows] - first_slot;
-        u32* to_starts = reinterpret_cast<u32*>(m.to + bytes);
-        for (u32 r = dev::thread(); r <= rows; r += dev::threads()) to_starts[r] = starts[r] - first_slot;
-        u32* to_slots = to_starts + rows + 1;
+        u32* to_rows = reinterpret_cast<u32*>(m.to + bytes);
+        for (u32 r = dev::thread(); r < rows; r += dev::threads())
+            to_rows[r] = (starts[r + 1] - starts[r]) << RETURN_BITS | numbers[r];
+        u32* to_slots = to_rows + rows;
         const u32* words = l.plan.slot_word + dest.slot_base + first_slot;
         const u32* weights = reinterpret_cast<const u32*>(l.plan.slot_weight) + dest.slot_base + first_slot;
         for (u32 i = dev::thread(); i < 2 * slots; i += dev::threads())
             to_slots[i] = i % 2 ? weights[i / 2] : words[i / 2];
-        bytes += 4 * (rows + 1) + 8 * slots;
+        bytes += 4 * rows + 8 * slots;
     }
     post(b, m, bytes, chunk_signal(l, l.shape.my_pe, index), stamp(b.pass, send_step(b, pe)), pe);
     if (dev::thread() == 0) {
         PassStats& stats = b.state.stats;
         stats.dispatch_rows += rows;
         stats.dispatch_row_bytes += u64(rows) * row_bytes;
-        if (!gradient) stats.dispatch_slot_bytes += 4 * (rows + 1) + 8 * slots;
+        if (!gradient) stats.dispatch_slot_bytes += 4 * rows + 8 * slots;
     }
     return true;
 }
@@ -190,9 +226,28 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
 // not all write to PE 0 first.
 DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.window_chunks); }
 OUTLINE bool send(Block& b, u32 item) {
-    u32 n = b.l.shape.n_pes;
-    u32 pe = (b.l.shape.my_pe + 1 + item % n) % n;
-    return item < n ? send_header(b, pe) : send_chunk(b, pe, item / n - 1);
+    const Layer& l = b.l;
+    u32 n = l.shape.n_pes, me = l.shape.my_pe;
+    u32 pe = (me + 1 + item % n) % n;
+    if (item < n) {
+        if (!send_header(b, pe)) return false;
+        end_wave_item(b, b.counters().sent, n, n, [&](u32 to) -> WaveSignal {
+            if (reachable(l, to) || !sends_header(b, to)) return {};
+            return {to, header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
+        });
+        return true;
+    }
+    u32 index = item / n - 1;
+    if (!send_chunk(b, pe, index)) return false;
+    u32 wave = index / wave_chunks(l), first = wave * wave_chunks(l);
+    u32 chunks = first + wave_chunks(l) < l.shape.window_chunks ? wave_chunks(l) : l.shape.window_chunks - first;
+    end_wave_item(b, b.counters().sent + 1 + wave, n * chunks, n * chunks, [&](u32 i) -> WaveSignal {
+        u32 to = i % n, number = first + i / n;
+        const u32* begin = round_chunks(l, to) + b.step.round;
+        if (reachable(l, to) || !sends_rows(b, to) || begin[0] + number >= begin[1]) return {};
+        return {to, chunk_signal(l, me, number), stamp(b.pass, send_step(b, to))};
+    });
+    return true;
 }
 
 }  // namespace aristos

@@ -86,12 +86,27 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
 
-// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative.
+// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
+// that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
-    if (!reachable(l, pe)) return dev::signal_set(mine, value, pe);
+    if (!reachable(l, pe)) {
+        if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+        return dev::signal_set(mine, value, pe);
+    }
     u64* to = at_peer(l, mine, pe);
     if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
     else dev::store_release_sys(to, value);
+}
+
+// One thread, once this block has put to some PEs that only the network reaches: one fence, then the signals of all. `word(pe)`: null
+// where nothing was put.
+template <class Word> DEVICE void signal_puts(const Layer& l, Word word, u64 value) {
+    dev::fence_puts();
+    for (u32 i = 1; i < l.shape.n_pes; i++) {
+        u32 pe = (l.shape.my_pe + i) % l.shape.n_pes;
+        u64* mine = reachable(l, pe) ? nullptr : word(pe);
+        if (mine) signal_peer(l, mine, value, pe);
+    }
 }
 
 // ---- Errors and waits.
@@ -144,6 +159,14 @@ DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 s
         seen = (ARISTOS_PLANTED(NO_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire_sys(word)) >> shift;
         return seen >= w.expected;
     });
+}
+
+// All threads, after waits for signals: what came before those that came over the network is read from now on. Whose did is not asked: a
+// PE knows whom it reaches, not who reaches it.
+DEVICE void see_network(const Layer& l) {
+    if (!l.shape.stage || ARISTOS_PLANTED(NO_SEE)) return;
+    if (dev::thread() == 0) dev::see_puts(l.symmetric.passes);
+    dev::sync_block();
 }
 
 // One thread. A word that another block of this PE counts up.
