@@ -163,7 +163,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
         return wait_signal(l, chunk_signal(l, source, index), {source, WHAT_ROWS, b.phase, expected, chunk});
     });
     if (!came) return false;
-    const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, index));
+    const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index));
     u32 row_bytes = l.sizes.row_bytes;
     if (b.step.mode == MODE_GRADIENT) {
         for (u32 r = dev::thread(); r < rows; r += dev::threads())

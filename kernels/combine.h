@@ -78,7 +78,7 @@ DEVICE u64 returned_stamp(const Block& b) {
     bool overflow = *b.l.received.overflow;
     return result_stamp(stamp(b.pass, stamp_step(b.step.round, b.step.mode, overflow)), overflow);
 }
-template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index) {
+template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
@@ -95,9 +95,7 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index) {
     bool backward = b.step.mode == MODE_GRADIENT;
     const SlotStore& store = l.batches.routed;
     const char* y = static_cast<const char*>(store.y);
-    Message m = message(l, l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch,
-                        l.symmetric.result_stage + (u64(source) * l.shape.window_chunks + index) * l.sizes.return_pitch,
-                        source);
+    Message m = message(l, l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch, stage, source);
     u32 pieces = row_bytes / 16, slots = 0;
     for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
@@ -141,15 +139,15 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index) {
 }
 
 template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
-    if (!sum_chunk<T>(b, source, index)) return false;
     const Layer& l = b.l;
-    const Received& in = l.received;
-    u32 n = l.shape.n_pes, of_step = (l.queue.comm_end[CLASS_RETURN] - l.queue.comm_end[CLASS_SHARED]) / n;
-    u32 wave = index / wave_chunks(l), first = wave * wave_chunks(l);
-    u32 chunks = first + wave_chunks(l) < of_step ? wave_chunks(l) : of_step - first;
-    end_wave_item(b, b.counters().returned + wave, n * chunks, n * chunks, [&](u32 i) -> WaveSignal {
-        u32 to = i % n, chunk = in.first_chunk[to] + first + i / n;
-        if (reachable(l, to) || chunk >= in.end_chunk[to]) return {};
+    if (reachable(l, source)) return sum_chunk<T>(b, source, index, nullptr);
+    u32 chunks = (l.queue.comm_end[CLASS_RETURN] - l.queue.comm_end[CLASS_SHARED]) / l.shape.n_pes;
+    WaveMessage m = wave_message(l, source, index, chunks);
+    if (!wait_for_place(b, b.counters().returned, m)) return false;
+    if (!sum_chunk<T>(b, source, index, l.symmetric.result_stage + u64(m.place) * l.sizes.return_pitch)) return false;
+    end_chunk(b, b.counters().returned, m, [&](u32 to, u32 number) -> WaveSignal {
+        u32 chunk = l.received.first_chunk[to] + number;
+        if (chunk >= l.received.end_chunk[to]) return {};
         return {to, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b)};
     });
     return true;

@@ -12,6 +12,7 @@
 namespace aristos {
 
 constexpr u32 NONE = ~0u;
+constexpr u32 STAGE_WAVES = 2;  // that have their places in a stage at the same time
 constexpr u32 HEADER_WORDS = 8;  // of a header before the counts of local experts
 // A slot word: local expert << RANK_BITS | rank among the slots of the same source, expert and round.
 constexpr u32 RANK_BITS = 20;
@@ -134,9 +135,10 @@ struct Counters {
     u32* comm;
     u32* compute;
     u32* layout;      // 1: the layout is made
-    // With a network only; see dispatch.h, "Waves".
-    u32* sent;        // [1 + window_chunks]: items of the wave of headers, and of those of chunks, that have ended
-    u32* returned;    // [window_chunks]: the same of results
+    // With a network only; see dispatch.h, "Waves". Messages that have ended:
+    u32* headers;
+    u32* sent;        // [n_pes]: of a wave of chunks
+    u32* returned;    // [n_pes]: of a wave of results
     u32* placed;      // [n_pes][window_chunks]: rows of a chunk of results whose slots have their places
     u32* numbered;    // [n_pes][window_rows / 32]: a bit for each number in the order of return that a row has
     u32* arrived;     // [max_tiles]: slots whose rows are there
@@ -175,13 +177,13 @@ struct Symmetric {
     // What peers write here.
     u8* header;    // [3][n_pes][header_bytes]: of even and odd forward passes, and of backward
     u32* capacity; // [n_pes][n_experts]; with a capacity factor only
-    u8* window;    // [n_pes][window_chunks][chunk_pitch]
+    u8* window;    // [n_pes - 1][window_chunks][chunk_pitch]
     u8* returns;   // [return_chunks][return_pitch]
     u8* all_reduce;  // all_reduce_bytes(shape); with training only
     // What this PE puts to peers that only the network reaches; with `stage` only.
     u8* header_stage;  // [3][n_pes][header_bytes]
-    u8* chunk_stage;   // [n_pes][window_chunks][chunk_pitch]
-    u8* result_stage;  // [n_pes][window_chunks][return_pitch]
+    u8* chunk_stage;   // [STAGE_WAVES][window_chunks][chunk_pitch]
+    u8* result_stage;  // [STAGE_WAVES][window_chunks][return_pitch]
 };
 
 // Sizes that follow from the shape, once.
@@ -193,7 +195,6 @@ struct Sizes {
     u32 header_counts_bytes;  // fixed words and the counts: where the sums for the losses begin, multiple of 8
     u32 chunk_pitch, return_pitch;  // multiples of 16
     u32 return_chunks;
-    u32 wave_chunks;  // of a pair that go over the network under one fence
     u32 max_tiles;
     u32 segments;     // of batches: each one's own full tiles, the rest of each, and the shared expert's
     u32 max_entries;

@@ -89,7 +89,6 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     u64 targets = std::min<u64>(s.top_k, s.hosts);
     z.return_chunks = static_cast<u32>(
         std::min<u64>(u64{s.hosts} * z.max_chunks, u64{s.max_tokens} * targets / s.chunk_rows + s.hosts));
-    z.wave_chunks = static_cast<u32>(ceil_div(s.window_chunks, std::max<u64>(s.n_pes - 1, 1)));
     u64 slots = u64{s.n_pes} * s.round_slots;
     u64 shared_tiles = s.shared_intermediate ? ceil_div(s.max_tokens, s.tile_m) : 0;
     z.max_tiles = static_cast<u32>(slots / s.tile_m + s.n_local + shared_tiles + 1);
@@ -132,8 +131,9 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         local.take(c.comm, 1);
         local.take(c.compute, 1);
         local.take(c.layout, 1);
-        local.take(c.sent, s.stage ? 1 + s.window_chunks : 0);
-        local.take(c.returned, s.stage ? s.window_chunks : 0);
+        local.take(c.headers, 1);
+        local.take(c.sent, s.stage ? pes : 0);
+        local.take(c.returned, s.stage ? pes : 0);
         local.take(c.placed, pes * s.window_chunks);
         local.take(c.numbered, pes * ceil_div(u64{s.window_chunks} * s.chunk_rows, 32));
         local.take(c.arrived, z.max_tiles);
@@ -231,12 +231,12 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     signal_bytes = symmetric.used;
     symmetric.take(y.header, 3 * pes * z.header_bytes);
     symmetric.take(y.capacity, s.capacity_factor > 0 ? pes * s.n_experts : 0);
-    symmetric.take(y.window, pes * s.window_chunks * z.chunk_pitch);
+    symmetric.take(y.window, (pes - 1) * s.window_chunks * z.chunk_pitch);
     symmetric.take(y.returns, u64{z.return_chunks} * z.return_pitch);
     symmetric.take(y.all_reduce, s.training ? all_reduce_bytes(s) : 0);
     symmetric.take(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
-    symmetric.take(y.chunk_stage, s.stage ? pes * s.window_chunks * z.chunk_pitch : 0);
-    symmetric.take(y.result_stage, s.stage ? pes * s.window_chunks * z.return_pitch : 0);
+    symmetric.take(y.chunk_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.chunk_pitch : 0);
+    symmetric.take(y.result_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.return_pitch : 0);
 }
 
 }  // namespace aristos

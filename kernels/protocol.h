@@ -37,8 +37,10 @@ DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
 DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
     return l.symmetric.header_signal + place * l.shape.n_pes + source;
 }
-DEVICE u64 chunk_offset(const Layer& l, u32 pe, u32 place) {
-    return (u64(pe) * l.shape.window_chunks + place) * l.sizes.chunk_pitch;
+// In the windows of `dest`, which has none for itself.
+DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 place) {
+    u32 window = source < dest ? source : source - 1;
+    return (u64(window) * l.shape.window_chunks + place) * l.sizes.chunk_pitch;
 }
 DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 place) {
     return l.symmetric.chunk_signal + u64(source) * l.shape.window_chunks + place;
@@ -153,12 +155,15 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
     }
 }
 
-// One thread. A word that a peer sets; `shift` drops flag bits.
+// One thread. A word that a peer sets; `shift` drops flag bits. Polls are relaxed, and one load at the end acquires: each that does drops what
+// the multiprocessor has cached.
 DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 shift = 0) {
-    return wait_until(l, w, [&](u64& seen) {
-        seen = (ARISTOS_PLANTED(NO_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire_sys(word)) >> shift;
+    bool came = wait_until(l, w, [&](u64& seen) {
+        seen = dev::load_relaxed(word) >> shift;
         return seen >= w.expected;
     });
+    if (came && !ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    return came;
 }
 
 // All threads, after waits for signals: what came before those that came over the network is read from now on. Whose did is not asked: a
@@ -172,10 +177,12 @@ DEVICE void see_network(const Layer& l) {
 // One thread. A word that another block of this PE counts up.
 DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase, u64 index) {
     Waiting w{l.shape.my_pe, WHAT_LOCAL, phase, expected, index};
-    return wait_until(l, w, [&](u64& seen) {
-        seen = ARISTOS_PLANTED(NO_LOCAL_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire(word);
+    bool came = wait_until(l, w, [&](u64& seen) {
+        seen = dev::load_relaxed(word);
         return seen >= expected;
     }, LOCAL_LIMIT_FACTOR);
+    if (came && !ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    return came;
 }
 
 // All threads of all blocks. False: aborted; other blocks may have got true.

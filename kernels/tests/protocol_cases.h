@@ -130,22 +130,29 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     return all;
 }
 
-// One for each wave in which something goes over the network: the headers of a step, and its chunks and its results by their numbers, in
-// as many waves as there are other PEs at most.
+// One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
+// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->s;
-    const u32 n = s.n_pes, wave = (s.window_chunks + n - 2) / std::max(n - 1, 1u);
+    const u32 n = s.n_pes;
     auto far = [&](u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * n + pe] && pe != me; };
     auto overflows = [&](u32 pe) {
         return std::any_of(pairs.begin(), pairs.end(), [&](const auto& of) { return of[pe].rounds > 1; });
     };
     u64 fences = 0, most_rounds = 1;
-    // Waves of chunks of the pairs for which `of` gives one, else null.
+    // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
     auto chunks = [&](auto of, u64 round) {
-        u32 most = 0;
-        for (u32 pe = 0; pe < n; pe++)
-            if (const Pair* p = of(pe); p && round < p->rounds) most = std::max(most, p->round_chunks[round]);
-        fences += (most + wave - 1) / std::max(wave, 1u);
+        std::vector<bool> wave(n, false);
+        for (u32 index = 0, number = 0; index < s.window_chunks; index++) {
+            for (u32 i = 1; i < n; i++) {
+                if (!far((me + i) % n)) continue;
+                const Pair* p = of((me + i) % n);
+                const u32 at = number++ / s.window_chunks;
+                CHECK(at < n - 1, "more waves than peers");
+                if (p && round < p->rounds && index < p->round_chunks[round]) wave[at] = true;
+            }
+        }
+        fences += u64(std::count(wave.begin(), wave.end(), true));
     };
     auto out = [&](u32 pe) { return far(pe) ? &pairs[me][pe] : nullptr; };
     auto in = [&](u32 pe) { return far(pe) ? &pairs[pe][me] : nullptr; };

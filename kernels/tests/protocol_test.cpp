@@ -222,7 +222,7 @@ struct Lie {
     char* window;
     Lie(const Options& o, const Layers& honest) : t(o), l(t.w->pes[0]->layer()) {
         const Layer& from = honest.w->pes[0]->layer();
-        const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0);
+        const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0, 0);
         header = reinterpret_cast<u32*>(l.symmetric.header + at);
         window = reinterpret_cast<char*>(l.symmetric.window + chunks);
         std::memcpy(header, from.symmetric.header + at, l.sizes.header_bytes);

@@ -196,6 +196,7 @@ mirror! {
         grad_router: u64,
         grad_shared_gate: u64,
         peer: u64,
+        far: u64,
         tensor_maps: u64,
     }
 
