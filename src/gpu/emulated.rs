@@ -582,7 +582,7 @@ mod tests {
         let limit = Duration::from_millis(if fault == Fault::SignalLost { 200 } else { 20_000 });
         let apart: Vec<u8> = (0..9).map(|i| u8::from(i / 3 == i % 3)).collect();
         let pes = world(3, 8 << 20, &device, Some(&apart)).unwrap();
-        pes.iter().for_each(|pe| pe.set_fault(if pe.my_pe() == 1 { fault } else { Fault::None }));
+        pes[1].set_fault(fault);
         std::thread::scope(|scope| {
             let work =
                 |pe: Emulated| smoke::try_put(&pe, limit, || pe.synchronise()).map_err(|error| error.to_string());

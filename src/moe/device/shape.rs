@@ -299,8 +299,7 @@ mod tests {
     /// DeepSeek-V3's layer for training on 16 PEs, four of a host, with 4096 tokens each.
     #[test]
     fn symmetric_memory_is_the_windows_the_returns_and_two_waves() {
-        let config =
-            LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
+        let config = LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
         let spec = LayerSpec::new(config, 16, 4096).dtype(Dtype::Bf16).training(true);
         let limits = DeviceLimits {
             capability: (8, 0),
@@ -325,7 +324,10 @@ mod tests {
         let stages = 2 * window * (sent + returned);
         let small = 64 << 20; // signals, headers, pieces of gradients of replicated weights
         assert!(near >= rows && near <= rows + small, "{near} bytes, {rows} of rows");
-        assert!(far >= rows + stages && far <= rows + stages + 2 * small, "{far} bytes, {rows} of rows, {stages} of stages");
+        assert!(
+            far >= rows + stages && far <= rows + stages + 2 * small,
+            "{far} bytes, {rows} of rows, {stages} of stages"
+        );
         println!("{near} bytes where all reach each other, {far} over a network");
     }
 
