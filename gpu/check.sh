@@ -151,9 +151,16 @@ stage_smoke() {
     try "doctor" "$aristos" doctor
     try "1 PE, Ampere path" "${run[@]}" --pes 1 --gemm ampere "${small[@]}"
     try "1 PE, Hopper path" "${run[@]}" --pes 1 --gemm hopper "${small[@]}"
+    # Recorded first of all steps: no kernel may be loaded while a graph is recorded.
+    try "1 PE, recorded" "${run[@]}" --pes 1 "${small[@]}" --steps 3 --graph
+    # Several PEs first put a block of bytes to each other, and check it (kernels/smoke.cu).
     mps_on 2
     try "2 PEs, Ampere path" "${run[@]}" --pes 2 --gemm ampere "${small[@]}"
     try "2 PEs, Hopper path" "${run[@]}" --pes 2 --gemm hopper "${small[@]}"
+    mps_off
+    mps_on 4
+    # Rows and results in the order of experts, in several rounds.
+    try "4 PEs, all to a few, small budget" "${run[@]}" --pes 4 "${small[@]}" --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
     mps_off
 }
 

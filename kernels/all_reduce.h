@@ -144,13 +144,11 @@ struct Reducer {
                 dev::store16(to + e, as_bits(read4(vector, begin(pe, step) + e)));
             if (!direct) dev::fence_sys();  // the network card reads it
             dev::sync_block();
-            if (direct) {
-                if (dev::thread() == 0) signal_peer(layer, signal(0, me, step), stamp_of(step), pe);
-            } else {
-                dev::put_signal_block(place(0, me, step), to, u64(count) * 4, signal(0, me, step), stamp_of(step), pe);
-            }
+            if (!direct) dev::put_block(place(0, me, step), to, u64(count) * 4, pe);
+            else if (dev::thread() == 0) signal_peer(layer, signal(0, me, step), stamp_of(step), pe);
             count_put(count);
         }
+        signal_network(step, 0, [&](u32 pe) { return length(pe, step) > 0; });
     }
 
     // Sums a step of the own part and sends the sums. False: some PE's values did not come.
@@ -162,6 +160,7 @@ struct Reducer {
             if (pe != me) ok = wait_signal(layer, signal(0, pe, step), waiting(pe, step));
         }
         if (dev::sync_block_or(!ok)) return false;
+        see_network(layer);
         for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
             Vec4 sum{};
             for (u32 pe = 0; pe < n; pe++) {
@@ -190,10 +189,10 @@ struct Reducer {
         }
         for (u32 i = 1; i < n; i++) {
             const u32 pe = (me + i) % n;
-            if (!reachable(layer, pe))
-                dev::put_signal_block(place(1, me, step), sums_out(step), u64(count) * 4, signal(1, me, step), stamp_of(step), pe);
+            if (!reachable(layer, pe)) dev::put_block(place(1, me, step), sums_out(step), u64(count) * 4, pe);
             count_put(count);
         }
+        signal_network(step, 1, [&](u32) { return true; });
         return true;
     }
 
@@ -204,6 +203,7 @@ struct Reducer {
             if (pe != me && length(pe, step) > 0) ok = wait_signal(layer, signal(1, pe, step), waiting(pe, step));
         }
         if (dev::sync_block_or(!ok)) return false;
+        see_network(layer);
         for (u32 i = 1; i < n; i++) {
             const u32 pe = (me + i) % n, count = length(pe, step);
             for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
@@ -216,6 +216,12 @@ struct Reducer {
         }
         dev::sync_block();
         return true;
+    }
+
+    // After puts of a step: the signals of those that went over the network.
+    template <class Sent> DEVICE void signal_network(u32 step, u32 kind, Sent sent) const {
+        if (!layer.shape.stage || dev::thread() != 0) return;
+        signal_puts(layer, [&](u32 pe) { return sent(pe) ? signal(kind, me, step) : nullptr; }, stamp_of(step));
     }
 
     DEVICE void count_put(u32 elements) const {

@@ -43,21 +43,36 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
     return true;
 }
 
-DEVICE u32* placed_flag(const Block& b, u32 source, u32 index) {
+DEVICE u32* placed_rows(const Block& b, u32 source, u32 index) {
     return b.counters().placed + u64(source) * b.l.shape.window_chunks + index;
 }
-// All threads, once the rows of a chunk and their slots are where GEMM tasks read them: counts them towards their tiles.
-DEVICE void count_arrived(Block& b, u32 source, u32 index, const ChunkTables& t, u32 rows) {
+// Notes where a row, number `in_chunk` of chunk `index` of the round, is in the order of return. False: it is nowhere there, or
+// another row is. One thread.
+DEVICE bool number_row(const Block& b, u32 source, u32 index, u32 in_chunk, u32 number) {
+    const Layer& l = b.l;
+    const Received& in = l.received;
+    u32 first = in.first_chunk[source] * l.shape.chunk_rows, window = l.shape.window_chunks * l.shape.chunk_rows;
+    u32 end = in.end_chunk[source] * l.shape.chunk_rows < in.rows[source] ? in.end_chunk[source] * l.shape.chunk_rows : in.rows[source];
+    if (number < first || number >= end) return false;
+    u32 at = number - first, bit = 1u << at % 32;
+    if (dev::fetch_add(b.counters().numbered + u64(source) * ceil_div(window, 32) + at / 32, bit) & bit) return false;
+    in.return_row[u64(source) * window + at] = index * l.shape.chunk_rows + in_chunk;
+    return true;
+}
+// All threads, once the rows of a chunk and their slots are where GEMM tasks read them: counts them towards their tiles, and, where
+// `number` says what a row's number in the order of return is, towards their chunk of results.
+template <class Number> DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, Number number) {
     const Layer& l = b.l;
     dev::sync_block();
-    if (dev::thread() == 0) dev::store_release(placed_flag(b, source, index), 1);
+    for (u32 r = dev::thread(); b.step.mode != MODE_GRADIENT && r < rows; r += dev::threads())
+        dev::fetch_add_acq_rel(placed_rows(b, source, number(r) / l.shape.chunk_rows - l.received.first_chunk[source]), 1u);
     u32 slots = t.row_start[rows];
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
         dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
 }
 
 // The own rows of a chunk: they stay in the layer's input.
-DEVICE bool arrive_own(Block& b, u32 chunk, u32 rows, const ChunkTables& t) {
+DEVICE bool arrive_own(Block& b, u32 chunk, u32 index, u32 rows, const ChunkTables& t) {
     const Layer& l = b.l;
     u32 me = l.shape.my_pe, first_row = chunk * l.shape.chunk_rows, row_bytes = l.sizes.row_bytes;
     const u32* tokens = row_tokens(l, me) + first_row;
@@ -78,6 +93,7 @@ DEVICE bool arrive_own(Block& b, u32 chunk, u32 rows, const ChunkTables& t) {
     for (u32 r = dev::thread(); r <= rows; r += dev::threads()) {
         t.row_start[r] = starts[r] - first_slot;
         if (r == rows) break;
+        ok = number_row(b, me, index, r, row_returns(l, me)[first_row + r]) && ok;
         ok = place_row(l, t, me, starts[r] - first_slot, starts[r + 1] - first_slot, x + u64(tokens[r]) * row_bytes,
                        [&](u32 i, u32& word, float& weight) {
                            word = l.plan.slot_word[base + i];
@@ -88,28 +104,31 @@ DEVICE bool arrive_own(Block& b, u32 chunk, u32 rows, const ChunkTables& t) {
 }
 
 // The slots of a chunk from `source`, at `message` + rows. Untrusted: validated here.
-DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 rows, const char* message, const ChunkTables& t) {
+DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const char* message, const ChunkTables& t) {
     const Layer& l = b.l;
-    u32 row_bytes = l.sizes.row_bytes, most = rows * l.sizes.max_slots;
-    const u32* starts = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
-    const u32* slots = starts + rows + 1;
+    u32 row_bytes = l.sizes.row_bytes;
+    const u32* words = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
+    const u32* slots = words + rows;
     // Without a backward nobody needs the rows after the results are back, and until then they may stay in the window.
     const char* kept = l.shape.training ? t.rows : message;
     bool ok = true;
-    for (u32 r = dev::thread(); r <= rows; r += dev::threads()) {
-        u32 start = starts[r];
-        t.row_start[r] = start;
-        if (r == 0) ok = start == 0;
-        if (r == rows) break;
-        u32 end = starts[r + 1];
-        ok = ok && start < end && end - start <= l.sizes.max_slots && end <= most;
-        ok = ok && place_row(l, t, source, start, end, kept + u64(r) * row_bytes,
-                             [&](u32 i, u32& word, float& weight) {
-                                 word = slots[2 * i];
-                                 weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
-                             });
+    for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
+        u32 count = words[r] >> RETURN_BITS;
+        ok = ok && count > 0 && count <= l.sizes.max_slots;
+        ok = number_row(b, source, index, r, words[r] & ((1u << RETURN_BITS) - 1)) && ok;
     }
-    return check_peer(b, !ok, source, WHAT_ROWS, rows, starts[rows], chunk);
+    if (!check_peer(b, !ok, source, WHAT_ROWS, rows, 0, chunk)) return false;
+    u32 all = scan_block(b, rows, [&](u32 r) { return words[r] >> RETURN_BITS; }, [&](u32 r, u32 sum) { t.row_start[r] = sum; });
+    if (dev::thread() == 0) t.row_start[rows] = all;
+    dev::sync_block();
+    for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
+        ok = place_row(l, t, source, t.row_start[r], t.row_start[r + 1], kept + u64(r) * row_bytes,
+                       [&](u32 i, u32& word, float& weight) {
+                           word = slots[2 * i];
+                           weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
+                       }) && ok;
+    }
+    return check_peer(b, !ok, source, WHAT_ROWS, rows, all, chunk);
 }
 
 // Recomputation: the rows are kept, so their window is free for the gradients. The acknowledgement carries no data and waits for no
@@ -134,30 +153,31 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     u32 rows = chunk_count(l, in.rows[source], chunk);
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
     if (source == l.shape.my_pe) {
-        if (!arrive_own(b, chunk, rows, t)) return false;
-        count_arrived(b, source, index, t, rows);
+        if (!arrive_own(b, chunk, index, rows, t)) return false;
+        count_arrived(b, source, t, rows, [&](u32 r) { return row_returns(l, source)[chunk * l.shape.chunk_rows + r]; });
         acknowledge(b, source, chunk);
         return true;
     }
     u64 expected = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
-    bool came = wait_block(b, 1, [&](u32) {
+    bool came = wait_signals(b, 1, [&](u32) {
         return wait_signal(l, chunk_signal(l, source, index), {source, WHAT_ROWS, b.phase, expected, chunk});
     });
     if (!came) return false;
-    const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, index));
+    const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index));
     u32 row_bytes = l.sizes.row_bytes;
     if (b.step.mode == MODE_GRADIENT) {
         for (u32 r = dev::thread(); r < rows; r += dev::threads())
             for (u32 i = t.row_start[r]; i < t.row_start[r + 1]; i++)
                 l.batches.routed.grad_row[t.place[i]] = t.rows + u64(r) * row_bytes;
-    } else if (!arrive_slots(b, source, chunk, rows, message, t)) {
+    } else if (!arrive_slots(b, source, chunk, index, rows, message, t)) {
         return false;
     }
     if (l.shape.training) {
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
             copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
     }
-    count_arrived(b, source, index, t, rows);
+    const u32* words = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
+    count_arrived(b, source, t, rows, [&](u32 r) { return words[r] & ((1u << RETURN_BITS) - 1); });
     acknowledge(b, source, chunk);
     return true;
 }

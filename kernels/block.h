@@ -84,6 +84,13 @@ template <class Word> DEVICE bool wait_block(Block& b, u32 count, Word word) {
     return all;
 }
 
+// The same for signals of peers.
+template <class Word> DEVICE bool wait_signals(Block& b, u32 count, Word word) {
+    if (!wait_block(b, count, word)) return false;
+    see_network(b.l);
+    return true;
+}
+
 // All threads: a new ticket of a queue. The first barrier keeps the last ticket until all have read it.
 DEVICE u32 take_ticket(Block& b, u32* queue) {
     dev::sync_block();

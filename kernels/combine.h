@@ -50,38 +50,60 @@ template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 p
     return sum_warp(sum);
 }
 
-// ---- Chunk number `index` of the round, of those from `source`: its partial sums go back.
-template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
+// ---- Results to `source`: chunk number `index` of the round, in the order of return.
+
+// A row of it: its slots are [first, end) of the tables.
+struct ReturnRow {
+    ChunkTables t;
+    u32 first, end;
+};
+DEVICE ReturnRow return_row(const Block& b, u32 source, u32 number) {
+    const LayerShape& s = b.l.shape;
+    u32 row = b.l.received.return_row[u64(source) * s.window_chunks * s.chunk_rows + number];
+    ChunkTables t = chunk_tables(b.l, source, row / s.chunk_rows, b.step.mode);
+    return {t, t.row_start[row % s.chunk_rows], t.row_start[row % s.chunk_rows + 1]};
+}
+// One thread: waits for the slots of a row, which are in the order of experts, as tiles are computed.
+DEVICE bool wait_for_row(Block& b, const ReturnRow& row, u32 chunk) {
+    const Layer& l = b.l;
+    for (u32 i = row.end; i-- > row.first;) {
+        u32 tile = place_tile(l, row.t.expert[i], row.t.place[i]);
+        u32 tasks = tiles_across(l, second_kind(b.step.mode), row.t.expert[i]);
+        if (!wait_local(l, b.counters().second_done + tile, tasks, b.phase, chunk)) return false;
+    }
+    return true;
+}
+
+DEVICE u64 returned_stamp(const Block& b) {
+    bool overflow = *b.l.received.overflow;
+    return result_stamp(stamp(b.pass, stamp_step(b.step.round, b.step.mode, overflow)), overflow);
+}
+template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
     if (chunk >= in.end_chunk[source]) return true;
     enter(b, PHASE_COMBINE);
     u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes;
-    ChunkTables t = chunk_tables(l, source, index, b.step.mode);
-    if (!wait_block(b, 1, [&](u32) { return wait_local(l, placed_flag(b, source, index), 1, b.phase, chunk); })) return false;
-    u32 slots = t.row_start[rows];
-    bool done = wait_block(b, slots, [&](u32 i) {
-        u32 tile = place_tile(l, t.expert[i], t.place[i]);
-        return wait_local(l, b.counters().second_done + tile,
-                          tiles_across(l, second_kind(b.step.mode), t.expert[i]), b.phase, chunk);
-    });
+    u32 numbers = index * l.shape.chunk_rows;  // of the round
+    // Backward's rows are where forward's were.
+    if (b.step.mode == MODE_FORWARD &&
+        !wait_block(b, 1, [&](u32) { return wait_local(l, placed_rows(b, source, index), rows, b.phase, chunk); })) return false;
+    bool done = wait_block(b, rows, [&](u32 r) { return wait_for_row(b, return_row(b, source, numbers + r), chunk); });
     if (!done) return false;
 
     bool backward = b.step.mode == MODE_GRADIENT;
     const SlotStore& store = l.batches.routed;
     const char* y = static_cast<const char*>(store.y);
-    Message m = message(l, l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch,
-                        l.symmetric.result_stage + (u64(source) * l.shape.window_chunks + index) * l.sizes.return_pitch,
-                        source);
-    u32 pieces = row_bytes / 16;
+    Message m = message(l, l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch, stage, source);
+    u32 pieces = row_bytes / 16, slots = 0;
     for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
-        u32 first = t.row_start[r], end = t.row_start[r + 1];
+        const ReturnRow row = return_row(b, source, numbers + r);
         for (u32 piece = dev::lane(); piece < pieces; piece += 32 * SUM_DEPTH) {
             RowSum sum;
             clear(sum);
-            for (u32 i = first; i < end; i++) {
-                u32 place = t.place[i];
+            for (u32 i = row.first; i < row.end; i++) {
+                u32 place = row.t.place[i];
                 // In backward they are weighted already: the weight went into the gradient of the expert's output.
                 float weight = backward ? 1.0f : store.weight[place];
                 add_row<T>(sum, y + u64(place) * row_bytes, piece, pieces, weight);
@@ -94,14 +116,19 @@ template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
     u64 bytes = u64(rows) * row_bytes;
     if (backward) {
         float* to = reinterpret_cast<float*>(m.to + bytes);
-        for (u32 i = dev::warp(); i < slots; i += dev::threads() / 32) {
-            float d = weight_gradient<T>(l, t.expert[i], t.place[i]);
-            if (dev::lane() == 0) to[i] = d;
+        u32* before = in.return_slot + u64(source) * l.shape.window_chunks * l.shape.chunk_rows + numbers;
+        auto count = [&](u32 r) { ReturnRow row = return_row(b, source, numbers + r); return row.end - row.first; };
+        slots = scan_block(b, rows, count, [&](u32 r, u32 sum) { before[r] = sum; });
+        for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
+            const ReturnRow row = return_row(b, source, numbers + r);
+            for (u32 i = row.first; i < row.end; i++) {
+                float d = weight_gradient<T>(l, row.t.expert[i], row.t.place[i]);
+                if (dev::lane() == 0) to[before[r] + i - row.first] = d;
+            }
         }
         bytes += 4 * slots;
     }
-    u64 value = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
-    post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), result_stamp(value, *in.overflow), source);
+    post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b), source);
     if (dev::thread() == 0 && source != l.shape.my_pe) {
         PassStats& stats = b.state.stats;
         stats.combine_rows += rows;
@@ -111,19 +138,34 @@ template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
     return true;
 }
 
+template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
+    const Layer& l = b.l;
+    if (reachable(l, source)) return sum_chunk<T>(b, source, index, nullptr);
+    u32 chunks = (l.queue.comm_end[CLASS_RETURN] - l.queue.comm_end[CLASS_SHARED]) / l.shape.n_pes;
+    WaveMessage m = wave_message(l, source, index, chunks);
+    if (!wait_for_place(b, b.counters().returned, m)) return false;
+    if (!sum_chunk<T>(b, source, index, l.symmetric.result_stage + u64(m.place) * l.sizes.return_pitch)) return false;
+    end_chunk(b, b.counters().returned, m, [&](u32 to, u32 number) -> WaveSignal {
+        u32 chunk = l.received.first_chunk[to] + number;
+        if (chunk >= l.received.end_chunk[to]) return {};
+        return {to, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b)};
+    });
+    return true;
+}
+
 // ---- Sums over PEs.
 
 // The results of row `row` at `pe`: in the return area.
 struct Returned {
     const char* chunk;
-    u32 number, rows;
-    u32 in_chunk;  // the row's number
+    u32 number, rows;  // of the row in the order of return; of the chunk
+    u32 first;         // the chunk's first number
 };
 DEVICE Returned returned(const Layer& l, u32 pe, u32 row) {
     const DestPlan& dest = l.plan.dest[pe];
-    u32 chunk = row / l.shape.chunk_rows;
+    u32 number = row_returns(l, pe)[row], chunk = number / l.shape.chunk_rows;
     const u8* at = l.symmetric.returns + u64(dest.return_chunk + chunk) * l.sizes.return_pitch;
-    return {reinterpret_cast<const char*>(at), chunk, chunk_count(l, dest.rows, chunk), row % l.shape.chunk_rows};
+    return {reinterpret_cast<const char*>(at), number, chunk_count(l, dest.rows, chunk), chunk * l.shape.chunk_rows};
 }
 
 // One thread: waits for the results of a token's row at `pe`, and in forward notes whether `pe` keeps activations.
@@ -131,7 +173,7 @@ DEVICE bool wait_for_result(Block& b, u32 token, u32 pe) {
     const Layer& l = b.l;
     u32 row = l.plan.token_row[u64(pe) * l.shape.max_tokens + token];
     if (row == NONE) return true;
-    u32 chunk = row / l.shape.chunk_rows, round = l.plan.dest[pe].rounds - 1;
+    u32 chunk = row_returns(l, pe)[row] / l.shape.chunk_rows, round = l.plan.dest[pe].rounds - 1;
     const u32* chunks = round_chunks(l, pe);
     while (chunks[round] > chunk) round--;
     bool forward = b.step.mode == MODE_FORWARD;
@@ -155,7 +197,8 @@ DEVICE void take_d_weights(Block& b, u32 token, const u32* pe_row, u32 count) {
         u32 pe = pe_row[2 * e], row = pe_row[2 * e + 1];
         Returned r = returned(l, pe, row);
         const u32* starts = row_slots(l, pe);
-        u32 first = starts[row], before = first - starts[r.number * l.shape.chunk_rows];
+        const u32* return_slot = l.plan.return_slot + u64(pe) * l.shape.max_tokens;
+        u32 first = starts[row], before = return_slot[r.number] - return_slot[r.first];
         const float* values = reinterpret_cast<const float*>(r.chunk + u64(r.rows) * l.sizes.row_bytes) + before;
         const u32* choices = l.plan.slot_choice + l.plan.dest[pe].slot_base + first;
         for (u32 i = dev::lane(); i < starts[row + 1] - first; i += 32) l.routing.d_weights[choices[i]] = values[i];
@@ -182,7 +225,7 @@ template <class T> DEVICE void sum_token(Block& b, u32 token, const u32* pe_row,
         clear(sum);
         for (u32 e = 0; e < count; e++) {
             Returned r = returned(l, pe_row[2 * e], pe_row[2 * e + 1]);
-            add_row<T>(sum, r.chunk + u64(r.in_chunk) * row_bytes, piece, pieces, 1.0f);
+            add_row<T>(sum, r.chunk + u64(r.number - r.first) * row_bytes, piece, pieces, 1.0f);
         }
         if (shared) {
             const char* y = static_cast<const char*>(l.batches.shared.y) + u64(token) * row_bytes;
@@ -205,7 +248,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
     u32 n = l.shape.n_pes, first = item * FINAL_TOKENS;
     u32 tokens = b.pass.tokens - first < FINAL_TOKENS ? b.pass.tokens - first : FINAL_TOKENS;
     bool backward = b.step.mode == MODE_GRADIENT;
-    bool came = wait_block(b, tokens * n, [&](u32 i) { return wait_for_result(b, first + i / n, i % n); });
+    bool came = wait_signals(b, tokens * n, [&](u32 i) { return wait_for_result(b, first + i / n, i % n); });
     if (!came) return false;
     if (b.step.with_shared) {
         u32 batch = l.shape.n_local, tile = l.batches.tile[batch];

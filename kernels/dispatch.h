@@ -35,6 +35,7 @@ DEVICE const u32* round_chunks(const Layer& l, u32 pe) {
 DEVICE const u32* row_slots(const Layer& l, u32 pe) {
     return l.plan.row_slot + u64(pe) * (l.shape.max_tokens + 1);
 }
+DEVICE const u32* row_returns(const Layer& l, u32 pe) { return l.plan.row_return + u64(pe) * l.shape.max_tokens; }
 DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
 
 // Before anything of this step is written at `pe`: waits until it no longer reads what was there. Its results say so: those of the
@@ -51,7 +52,7 @@ DEVICE bool wait_for_room(Block& b, u32 pe) {
     const u32* chunks = round_chunks(l, pe);
     u32 first = chunks[round], end = chunks[round + 1];
     u64 expected = stamp(b.pass, step);
-    return wait_block(b, end - first, [&](u32 i) {
+    return wait_signals(b, end - first, [&](u32 i) {
         return wait_signal(l, result_signal(l, pe, first + i), {pe, WHAT_RESULTS, b.phase, expected, first + i}, 1);
     });
 }
@@ -67,22 +68,83 @@ DEVICE Message message(const Layer& l, u8* mine, u8* stage, u32 pe) {
     return {reinterpret_cast<char*>(direct ? at_peer(l, mine, pe) : stage), mine, stage};
 }
 
-// All threads, once the message is written: sends it with its signal. A stage is written again only after the peer has answered this
-// message (by results, or, to a header of a forward pass, by the header of the next pass), so the put has long read it.
+// All threads, once the message is written: sends it, to a PE that the network reaches without its signal, which comes after a fence. A
+// header's stage is written again only after the peer has answered it (by results or, in a forward pass, by the header of the next one).
 DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, u32 pe) {
     const Layer& l = b.l;
     if (!ARISTOS_PLANTED(EARLY_SIGNAL)) dev::sync_block();
-    if (reachable(l, pe)) {
-        if (dev::thread() == 0) signal_peer(l, signal, value, pe);
-    } else {
+    const bool direct = reachable(l, pe);
+    if (!direct) {
         dev::fence_sys();  // the network card reads it
-        dev::put_signal_block(m.mine, m.stage, bytes, signal, value, pe);
+        dev::put_block(m.mine, m.stage, bytes, pe);
     }
-    if (dev::thread() == 0 && pe != l.shape.my_pe) {
-        b.state.stats.signals++;
-        b.state.stats.puts++;
-        if (l.tables.peer[pe]) b.state.stats.fences++;
+    if (dev::thread() != 0) return;
+    if (direct) signal_peer(l, signal, value, pe);
+    if (pe == l.shape.my_pe) return;
+    b.state.stats.puts++;
+    if (direct) b.state.stats.signals++;
+}
+
+// ---- Waves: what goes over the network under one fence, since on some networks a fence waits for all that was put before it. The headers of
+// a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So the
+// first chunks need not wait for the last, and there are no more waves than such peers. A wave ends with a quiet, which orders as a fence
+// does, and frees its places in the stage: that holds two waves.
+DEVICE u32 far_peers(const Layer& l) { return l.tables.far[0]; }
+DEVICE u32 far_peer(const Layer& l, u32 number) { return l.tables.far[1 + number]; }
+constexpr u32 WAVE_OVER = 1u << 30;  // added to a wave's count of messages once its places are free
+
+// Message `number` of those of a phase, `chunks` of which are for each peer.
+struct WaveMessage {
+    u32 wave, size, place;  // its wave, and that one's messages; its place in the stage
+};
+DEVICE u32 wave_size(const Layer& l, u32 wave, u32 chunks) {
+    u32 left = far_peers(l) * chunks - wave * l.shape.window_chunks;
+    return left < l.shape.window_chunks ? left : l.shape.window_chunks;
+}
+DEVICE WaveMessage wave_message(const Layer& l, u32 pe, u32 index, u32 chunks) {
+    u32 number = index * far_peers(l) + l.tables.far[1 + l.shape.n_pes + pe], wave = number / l.shape.window_chunks;
+    return {wave, wave_size(l, wave, chunks), number % (STAGE_WAVES * l.shape.window_chunks)};
+}
+// All threads: waits until the place of a message is free. `ended`: the waves' counts.
+DEVICE bool wait_for_place(Block& b, const u32* ended, const WaveMessage& m) {
+    return m.wave < STAGE_WAVES || wait_block(b, 1, [&](u32) {
+        return wait_local(b.l, ended + m.wave - STAGE_WAVES, WAVE_OVER, b.phase, m.wave);
+    });
+}
+
+// A message's signal and its value; none where nothing was sent.
+struct WaveSignal {
+    u32 pe;
+    u64* signal;
+    u64 value;
+};
+// All threads, at the end of an item of a wave of `size`: the last one sends the signals of all, `get(i)`.
+template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, bool staged, Get get) {
+    dev::sync_block();
+    bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == size;
+    if (!dev::sync_block_or(last)) return;
+    u32 sent = 0;
+    for (u32 i = dev::thread(); i < size; i += dev::threads()) sent += get(i).signal != nullptr;
+    if (dev::sync_block_or(sent > 0)) {
+        if (dev::thread() == 0) {
+            if (staged) dev::quiet_puts();
+            else dev::fence_puts();
+            b.state.stats.fences++;
+        }
+        dev::sync_block();
+        for (u32 i = dev::thread(); i < size; i += dev::threads()) {
+            WaveSignal s = get(i);
+            if (s.signal) signal_peer(b.l, s.signal, s.value, s.pe);
+        }
+        if (sent) dev::shared_add(&b.state.stats.signals, u64(sent));
+        dev::sync_block();
     }
+    if (dev::thread() == 0) dev::fetch_add_acq_rel(ended, WAVE_OVER);
+}
+// The same for a wave of chunks; `get(pe, index)`.
+template <class Get> DEVICE void end_chunk(Block& b, u32* ended, const WaveMessage& m, Get get) {
+    u32 first = m.wave * b.l.shape.window_chunks, peers = far_peers(b.l);
+    end_wave_item(b, ended + m.wave, m.size, true, [&](u32 i) { return get(far_peer(b.l, (first + i) % peers), (first + i) / peers); });
 }
 
 // ---- Headers.
@@ -142,8 +204,8 @@ DEVICE bool send_header(Block& b, u32 pe) {
 
 // ---- Chunks.
 
-// Chunk number `index` of the round, of those for `pe`.
-DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
+// Chunk number `index` of the round, of those for `pe`; by way of `stage`, where only the network reaches it.
+DEVICE bool send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
     const Layer& l = b.l;
     if (pe == l.shape.my_pe || !sends_rows(b, pe)) return true;
     const DestPlan& dest = l.plan.dest[pe];
@@ -154,8 +216,7 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
     if (!wait_for_room(b, pe)) return false;
 
     u32 first_row = chunk * l.shape.chunk_rows, rows = chunk_count(l, dest.rows, chunk), row_bytes = l.sizes.row_bytes;
-    Message m = message(l, l.symmetric.window + chunk_offset(l, l.shape.my_pe, index),
-                        l.symmetric.chunk_stage + chunk_offset(l, pe, index), pe);
+    Message m = message(l, l.symmetric.window + chunk_offset(l, l.shape.my_pe, pe, index), stage, pe);
     bool gradient = b.step.mode == MODE_GRADIENT;
     const char* from = static_cast<const char*>(gradient ? b.pass.grad_output : b.pass.x);
     const u32* tokens = row_tokens(l, pe) + first_row;
@@ -164,24 +225,25 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
     u64 bytes = u64(rows) * row_bytes;
     u32 slots = 0;
     if (!gradient) {
-        const u32* starts = row_slots(l, pe) + first_row;
+        const u32 *starts = row_slots(l, pe) + first_row, *numbers = row_returns(l, pe) + first_row;
         u32 first_slot = starts[0];
         slots = starts[rows] - first_slot;
-        u32* to_starts = reinterpret_cast<u32*>(m.to + bytes);
-        for (u32 r = dev::thread(); r <= rows; r += dev::threads()) to_starts[r] = starts[r] - first_slot;
-        u32* to_slots = to_starts + rows + 1;
+        u32* to_rows = reinterpret_cast<u32*>(m.to + bytes);
+        for (u32 r = dev::thread(); r < rows; r += dev::threads())
+            to_rows[r] = (starts[r + 1] - starts[r]) << RETURN_BITS | numbers[r];
+        u32* to_slots = to_rows + rows;
         const u32* words = l.plan.slot_word + dest.slot_base + first_slot;
         const u32* weights = reinterpret_cast<const u32*>(l.plan.slot_weight) + dest.slot_base + first_slot;
         for (u32 i = dev::thread(); i < 2 * slots; i += dev::threads())
             to_slots[i] = i % 2 ? weights[i / 2] : words[i / 2];
-        bytes += 4 * (rows + 1) + 8 * slots;
+        bytes += 4 * rows + 8 * slots;
     }
     post(b, m, bytes, chunk_signal(l, l.shape.my_pe, index), stamp(b.pass, send_step(b, pe)), pe);
     if (dev::thread() == 0) {
         PassStats& stats = b.state.stats;
         stats.dispatch_rows += rows;
         stats.dispatch_row_bytes += u64(rows) * row_bytes;
-        if (!gradient) stats.dispatch_slot_bytes += 4 * (rows + 1) + 8 * slots;
+        if (!gradient) stats.dispatch_slot_bytes += 4 * rows + 8 * slots;
     }
     return true;
 }
@@ -190,9 +252,30 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index) {
 // not all write to PE 0 first.
 DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.window_chunks); }
 OUTLINE bool send(Block& b, u32 item) {
-    u32 n = b.l.shape.n_pes;
-    u32 pe = (b.l.shape.my_pe + 1 + item % n) % n;
-    return item < n ? send_header(b, pe) : send_chunk(b, pe, item / n - 1);
+    const Layer& l = b.l;
+    u32 n = l.shape.n_pes, me = l.shape.my_pe;
+    u32 pe = (me + 1 + item % n) % n;
+    bool far = !reachable(l, pe);
+    if (item < n) {
+        if (!send_header(b, pe)) return false;
+        if (far) end_wave_item(b, b.counters().headers, far_peers(l), false, [&](u32 i) -> WaveSignal {
+            u32 to = far_peer(l, i);
+            if (!sends_header(b, to)) return {};
+            return {to, header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
+        });
+        return true;
+    }
+    u32 index = item / n - 1;
+    if (!far) return send_chunk(b, pe, index, nullptr);
+    WaveMessage m = wave_message(l, pe, index, l.shape.window_chunks);
+    if (!wait_for_place(b, b.counters().sent, m)) return false;
+    if (!send_chunk(b, pe, index, l.symmetric.chunk_stage + u64(m.place) * l.sizes.chunk_pitch)) return false;
+    end_chunk(b, b.counters().sent, m, [&](u32 to, u32 number) -> WaveSignal {
+        const u32* begin = round_chunks(l, to) + b.step.round;
+        if (!sends_rows(b, to) || begin[0] + number >= begin[1]) return {};
+        return {to, chunk_signal(l, me, number), stamp(b.pass, send_step(b, to))};
+    });
+    return true;
 }
 
 }  // namespace aristos

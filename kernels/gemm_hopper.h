@@ -31,9 +31,7 @@ template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Contr
         if (more && !a_mn_major(entry.task.kind) && entry.task.tensor_maps != maps) {
             maps = entry.task.tensor_maps;
             for (u32 i = 0; i < 3; i++) {
-                const TensorMap* map = static_cast<const TensorMap*>(maps) + i;
-                dev::tensor_map_fence(map);
-                dev::tma_prefetch(map);
+                dev::tensor_map_fence(static_cast<const TensorMap*>(maps) + i);
             }
         }
         dev::mbarrier_arrive(&control->known[e]);
@@ -183,6 +181,12 @@ template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop
         consume_loop<T, KINDS>(scheduler, Consumer{shared, control, shared + UNITS_AT + warp * UNIT_BYTES, warp / 4, dev::lane() == 0});
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
+    }
+    dev::sync_block();
+    // Their memory may be used for other things, and for new ones, only then (PTX ISA, "mbarrier.inval").
+    if (dev::thread() == 0) {
+        for (u32 s = 0; s < STAGES; s++) dev::mbarrier_inval(&control->full[s]), dev::mbarrier_inval(&control->empty[s]);
+        for (u32 e = 0; e < ENTRIES; e++) dev::mbarrier_inval(&control->known[e]), dev::mbarrier_inval(&control->done[e]);
     }
     dev::sync_block();
 }

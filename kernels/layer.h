@@ -12,12 +12,17 @@
 namespace aristos {
 
 constexpr u32 NONE = ~0u;
+constexpr u32 STAGE_WAVES = 2;  // that have their places in a stage at the same time
 constexpr u32 HEADER_WORDS = 8;  // of a header before the counts of local experts
 // A slot word: local expert << RANK_BITS | rank among the slots of the same source, expert and round.
 constexpr u32 RANK_BITS = 20;
 constexpr u32 MAX_LOCAL = 4095;
 constexpr u32 MAX_RANK = (1u << RANK_BITS) - 1;
 constexpr u32 MAX_PES = 1024;
+
+// A row word: its slots << RETURN_BITS | its number in the order of return.
+constexpr u32 RETURN_BITS = 24;
+static_assert(MAX_TOP_K < 256 && MAX_RANK < 1u << RETURN_BITS, "a row word holds both");
 
 constexpr u32 slot_expert(u32 word) { return word >> RANK_BITS; }
 constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
@@ -43,14 +48,16 @@ struct DestPlan {
     u32 return_chunk;    // the first of its chunks' places in the return area: chunks of the PEs before it
 };
 
-// Written by the planner, for every destination, this PE included. Rows and slots to a destination ascend by token, a
-// row's slots by local expert.
+// Written by the planner, for every destination, this PE included. Rows to a destination are in the order of (first local expert,
+// token), a row's slots in that of local experts. Local experts are numbered in the order of experts.
 struct Plan {
     DestPlan* dest;      // [n_pes]
     u32* row_token;      // [n_pes][max_tokens]: the token of a row
     u32* token_row;      // [n_pes][max_tokens]: the row of a token, NONE where it has none
     u32* row_slot;       // [n_pes][max_tokens + 1]: a row's first slot, counted from slot_base, and the end
     u32* round_chunk;    // [n_pes][max_chunks + 1]: first chunk of each round, and the end
+    u32* row_return;     // [n_pes][max_tokens]: a row's number in the order of return: (round, last local expert, row)
+    u32* return_slot;    // [n_pes][max_tokens]: slots of the rows of its round that return before; training only
     u32* slot_word;      // [max_tokens * k]: slot_expert, slot_rank
     float* slot_weight;  // [max_tokens * k]: routing weight
     u32* slot_choice;    // [max_tokens * k]: token * k + number of the choice
@@ -77,6 +84,8 @@ struct Received {
     u32* counts;        // [n_pes][n_local]: slots of this round
     u32* first;         // [n_pes][n_local]: the source's first place in the batch
     u32* row_start;     // [n_pes][window_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
+    u32* return_row;    // [n_pes][window_rows]: by its number in the order of return, a row of this round
+    u32* return_slot;   // [n_pes][window_rows]: slots of the rows of its chunk of results before; training only
     u32* place;         // [n_pes][window_chunks][chunk_rows * max_slots]: place of a slot
     u32* expert;        // the same: its local expert
     u32* peer_overflow; // [n_pes]: destination, 1: it keeps no activations, so backward sends it the rows again
@@ -126,7 +135,12 @@ struct Counters {
     u32* comm;
     u32* compute;
     u32* layout;      // 1: the layout is made
-    u32* placed;      // [n_pes][window_chunks]: 1: the chunk's slots have their places
+    // With a network only; see dispatch.h, "Waves". Messages that have ended:
+    u32* headers;
+    u32* sent;        // [n_pes]: of a wave of chunks
+    u32* returned;    // [n_pes]: of a wave of results
+    u32* placed;      // [n_pes][window_chunks]: rows of a chunk of results whose slots have their places
+    u32* numbered;    // [n_pes][window_rows / 32]: a bit for each number in the order of return that a row has
     u32* arrived;     // [max_tiles]: slots whose rows are there
     u32* first_done;  // [max_tiles]: tasks of the first GEMM
     u32* second_done; // [max_tiles]
@@ -163,13 +177,13 @@ struct Symmetric {
     // What peers write here.
     u8* header;    // [3][n_pes][header_bytes]: of even and odd forward passes, and of backward
     u32* capacity; // [n_pes][n_experts]; with a capacity factor only
-    u8* window;    // [n_pes][window_chunks][chunk_pitch]
+    u8* window;    // [n_pes - 1][window_chunks][chunk_pitch]
     u8* returns;   // [return_chunks][return_pitch]
     u8* all_reduce;  // all_reduce_bytes(shape); with training only
     // What this PE puts to peers that only the network reaches; with `stage` only.
     u8* header_stage;  // [3][n_pes][header_bytes]
-    u8* chunk_stage;   // [n_pes][window_chunks][chunk_pitch]
-    u8* result_stage;  // [n_pes][window_chunks][return_pitch]
+    u8* chunk_stage;   // [STAGE_WAVES][window_chunks][chunk_pitch]
+    u8* result_stage;  // [STAGE_WAVES][window_chunks][return_pitch]
 };
 
 // Sizes that follow from the shape, once.

@@ -71,7 +71,7 @@ DEVICE bool read_headers(Block& b) {
     const Received& in = l.received;
     u32 n = l.shape.n_pes, place = header_place(b.pass, b.step.mode != MODE_FORWARD);
     u64 expected = stamp(b.pass, 2 * b.step.round);
-    bool came = wait_block(b, n, [&](u32 pe) {
+    bool came = wait_signals(b, n, [&](u32 pe) {
         return !header_due(b, pe) ||
                wait_signal(l, header_signal(l, place, pe), {pe, WHAT_COUNTS, b.phase, expected, b.step.round});
     });

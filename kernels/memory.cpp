@@ -82,8 +82,8 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     z.header_counts_bytes = static_cast<u32>(align((HEADER_WORDS + u64{s.max_local}) * 4, 8));
     u64 loss_bytes = z.has_losses ? (2 + 2 * u64{s.n_experts}) * 8 : 0;
     z.header_bytes = static_cast<u32>(align(z.header_counts_bytes + loss_bytes, 16));
-    // Rows, then each row's first slot and the end, then (word, weight) of each slot.
-    z.chunk_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 + 8 * z.max_slots) + 4, 16));
+    // Rows, then a word of each row, then (word, weight) of each slot.
+    z.chunk_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 + 8 * z.max_slots), 16));
     z.return_pitch = static_cast<u32>(align(u64{s.chunk_rows} * (z.row_bytes + 4 * z.max_slots), 16));
     // A PE's rows are at most tokens * targets, and each destination's last chunk may be short.
     u64 targets = std::min<u64>(s.top_k, s.hosts);
@@ -131,7 +131,11 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         local.take(c.comm, 1);
         local.take(c.compute, 1);
         local.take(c.layout, 1);
+        local.take(c.headers, 1);
+        local.take(c.sent, s.stage ? pes : 0);
+        local.take(c.returned, s.stage ? pes : 0);
         local.take(c.placed, pes * s.window_chunks);
+        local.take(c.numbered, pes * ceil_div(u64{s.window_chunks} * s.chunk_rows, 32));
         local.take(c.arrived, z.max_tiles);
         local.take(c.first_done, z.max_tiles);
         local.take(c.second_done, z.max_tiles);
@@ -164,6 +168,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(p.token_row, pes * tokens);
     local.take(p.row_slot, pes * (tokens + 1));
     local.take(p.round_chunk, pes * (z.max_chunks + 1));
+    local.take(p.row_return, pes * tokens);
+    local.take(p.return_slot, s.training ? pes * tokens : 0);
     local.take(p.slot_word, tokens * k);
     local.take(p.slot_weight, tokens * k);
     local.take(p.slot_choice, tokens * k);
@@ -186,6 +192,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(in.counts, pes * s.n_local);
     local.take(in.first, pes * s.n_local);
     local.take(in.row_start, pes * s.window_chunks * (s.chunk_rows + 1));
+    local.take(in.return_row, pes * window_rows);
+    local.take(in.return_slot, s.training ? pes * window_rows : 0);
     local.take(in.place, pes * window_rows * z.max_slots);
     local.take(in.expert, pes * window_rows * z.max_slots);
     local.take(in.peer_overflow, pes);
@@ -223,12 +231,12 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     signal_bytes = symmetric.used;
     symmetric.take(y.header, 3 * pes * z.header_bytes);
     symmetric.take(y.capacity, s.capacity_factor > 0 ? pes * s.n_experts : 0);
-    symmetric.take(y.window, pes * s.window_chunks * z.chunk_pitch);
+    symmetric.take(y.window, (pes - 1) * s.window_chunks * z.chunk_pitch);
     symmetric.take(y.returns, u64{z.return_chunks} * z.return_pitch);
     symmetric.take(y.all_reduce, s.training ? all_reduce_bytes(s) : 0);
     symmetric.take(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
-    symmetric.take(y.chunk_stage, s.stage ? pes * s.window_chunks * z.chunk_pitch : 0);
-    symmetric.take(y.result_stage, s.stage ? pes * s.window_chunks * z.return_pitch : 0);
+    symmetric.take(y.chunk_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.chunk_pitch : 0);
+    symmetric.take(y.result_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.return_pitch : 0);
 }
 
 }  // namespace aristos
@@ -237,6 +245,8 @@ extern "C" {
 // LayerShape::tile_m and tile_n of the two GEMM paths, for the host.
 extern const aristos::u32 aristos_ampere_tile[2] = {aristos::AMPERE_TILE_M, aristos::AMPERE_TILE_N};
 extern const aristos::u32 aristos_hopper_tile[2] = {aristos::HOPPER_TILE_M, aristos::HOPPER_TILE_N};
+// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
+extern const aristos::u32 aristos_ampere_shared_bytes = aristos::AMPERE_SHARED;
 }
 
 extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,

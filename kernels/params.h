@@ -84,6 +84,8 @@ struct Tables {
     float* grad_router;           // [n_experts, H]
     float* grad_shared_gate;      // [H]
     const u64* peer;              // [n_pes]: this PE's address of each PE's symmetric block; 0 where only the network reaches it
+    // [1 + 2 * n_pes]: how many PEs only the network reaches; these, from the next PE on; and for every PE its number among them.
+    const u32* far;
     // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down; null on Ampere. 2-D TMA maps of the weights as they lie, columns
     // (the input features) fastest: box 64 columns x 64 rows, 128-byte swizzle, zeros out of bounds, for every use of them.
     const void* tensor_maps;

@@ -29,7 +29,7 @@ extern const u64 aristos_params_layout[] = {
     sizeof(Tables),
     F(Tables, router), F(Tables, router_f32), F(Tables, router_bias), F(Tables, shared_gate), F(Tables, owner),
     F(Tables, local_index), F(Tables, weights), F(Tables, gradients), F(Tables, grad_router),
-    F(Tables, grad_shared_gate), F(Tables, peer), F(Tables, tensor_maps),
+    F(Tables, grad_shared_gate), F(Tables, peer), F(Tables, far), F(Tables, tensor_maps),
     sizeof(Pass),
     F(Pass, pass), F(Pass, forward), F(Pass, tokens), F(Pass, trace), F(Pass, x), F(Pass, grad_output),
     F(Pass, output), F(Pass, ids), F(Pass, weights), F(Pass, grad_weights),

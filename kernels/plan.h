@@ -1,12 +1,15 @@
 // aristos_plan: derives from the chosen experts what goes where: the capacity limit, each PE's rows, slots, ranks, chunks and rounds.
 // The meaning is that of `routes` (src/moe/cpu/router.rs) and `apply_capacity` (src/moe/cpu/layer.rs).
 //
-// Tokens are cut into segments of PLAN_TOKENS, one thread per token. Places follow from counts of the segments before, so they are
-// in the order of tokens whichever block comes first:
-//   count    pairs of each expert in each segment, and each pair's rank in its segment; dropless: also rows and slots of each PE
-//   limit    with a capacity factor: PEs exchange their counts; what is kept, and rows and slots of each PE
-//   write    every row and slot to its place; one round where the windows hold everything, and then nothing is left to do
-//   rounds   else cuts the chunks into rounds, and subtracts from each rank the slots of the rounds before
+// Rows to a PE are in the order of (first of their experts there, token), results of a round in that of (last of these experts, row), as in
+// src/moe/cpu/engine. Tokens are cut into segments of PLAN_TOKENS, one thread per token, and the rows of a PE's round into segments of as many.
+// Places follow from counts of the segments before, so they are in these orders whichever block comes first:
+//   count    pairs of each expert in each segment, and each pair's rank in its segment: where someone asks
+//   limit    with a capacity factor: PEs exchange their counts; what is kept
+//   heads    of each expert in each segment: rows that it is the first expert of, and their slots
+//   rows     every row to its place; one round where the windows hold everything, else chunks are cut into rounds
+//   slots    every slot to its place; of each local expert in each segment of rows: slots, and rows that it is the last expert of
+//   order    each slot's rank, each row's number in the order of return
 #pragma once
 #include "protocol.h"
 #include "route_math.h"
@@ -18,22 +21,22 @@ struct Planner {
     const Layer& layer;
     const LayerShape& s;
     u32 tokens, segments;
-    u32 *work;                      // masks of tokens, or positions
-    u32 *rows_before, *slots_before;  // [n_pes]: of the segments before this one
-    u32 *rows, *slots;                // [n_pes]: of all segments
-    u32 *slot_base, *chunk_base;      // [n_pes]: of the PEs before
-    u32 *experts_before;              // [E]: pairs of the segments before this one
-    u32 *allowed;                     // [E]: pairs that the capacity limit leaves this PE
-    u32 *total;                       // [2]: pairs of all PEs, in two words of 20 bits and the rest
-    u32 *histogram, *dest_counts, *pair_rank, *round_first;
+    u32 *work;                      // masks of tokens or rows, or sums by local expert
+    u32 *first_place, *first_row;   // [n_pes]: experts, rows of the PEs before
+    u32 *rows, *slots;              // [n_pes]: of all segments
+    u32 *slot_base, *chunk_base;    // [n_pes]: of the PEs before
+    u32 *experts_before;            // [E]: pairs of the segments before this one; later rows before, by the first expert's place
+    u32 *allowed;                   // [E]: pairs that the capacity limit leaves this PE; later slots before, as the rows
+    u32 *total;                     // [2]: pairs of all PEs, in two words of 20 bits and the rest; [8]: sums of warps
+    u32 *histogram, *heads, *pair_rank, *pair_slots, *pair_before, *row_slots, *tails;
     u64 *barrier;
 
     DEVICE Planner(const Layer& l, const Pass& pass) : layer(l), s(l.shape), tokens(pass.tokens) {
         segments = div_up(tokens, PLAN_TOKENS);
         work = reinterpret_cast<u32*>(dev::shared());
-        rows_before = work + plan_work_words(s);
-        slots_before = rows_before + s.n_pes;
-        rows = slots_before + s.n_pes;
+        first_place = work + plan_work_words(s);
+        first_row = first_place + s.n_pes;
+        rows = first_row + s.n_pes;
         slots = rows + s.n_pes;
         slot_base = slots + s.n_pes;
         chunk_base = slot_base + s.n_pes;
@@ -42,13 +45,21 @@ struct Planner {
         total = allowed + s.n_experts;
         const PlanScratch at = plan_scratch(s);
         u8* scratch = l.plan.scratch;
-        histogram = reinterpret_cast<u32*>(scratch + at.histogram);
-        dest_counts = reinterpret_cast<u32*>(scratch + at.dest_counts);
-        pair_rank = reinterpret_cast<u32*>(scratch + at.pair_rank);
-        round_first = reinterpret_cast<u32*>(scratch + at.round_first);
+        auto words = [&](u64 offset) { return reinterpret_cast<u32*>(scratch + offset); };
+        histogram = words(at.histogram);
+        heads = words(at.heads);
+        pair_rank = words(at.pair_rank);
+        pair_slots = words(at.pair_slots);
+        pair_before = words(at.pair_before);
+        row_slots = words(at.row_slots);
+        tails = words(at.tails);
         barrier = reinterpret_cast<u64*>(scratch + at.barrier);
     }
     DEVICE bool limited() const { return s.capacity_factor > 0.0; }
+    // Whether a choice is carried out.
+    DEVICE bool kept(u64 pair) const { return (limited() ? pair_rank[pair] : layer.routing.chosen[pair]) != NONE; }
+    // Whether it is, at PE `d`.
+    DEVICE bool kept_at(u64 pair, u32 d) const { return kept(pair) && layer.tables.owner[layer.routing.chosen[pair]] == d; }
     DEVICE u32 grid_thread() const { return dev::block() * PLAN_TOKENS + dev::thread(); }
     DEVICE u32 grid_threads() const { return dev::blocks() * PLAN_TOKENS; }
 };
@@ -71,78 +82,123 @@ DEVICE bool plan_barrier(const Planner& p) {
     return !dev::sync_block_or(!ok);
 }
 
-// Pairs of each expert in a segment, and each pair's rank there: a bit for each token in the mask of each expert.
+// ---- Masks: a bit for each token or row of a segment, in the mask of each of some experts.
+DEVICE void clear_masks(const Planner& p, u32 n) {
+    for (u32 i = dev::thread(); i < n * PLAN_MASK_STRIDE; i += PLAN_TOKENS) p.work[i] = 0;
+    dev::sync_block();
+}
+DEVICE void mark(const Planner& p, u32 e) {
+    dev::shared_add(&p.work[e * PLAN_MASK_STRIDE + dev::thread() / 32], 1u << dev::thread() % 32);
+}
+// The bits of word `w` that are below this thread's.
+DEVICE u32 below(const Planner& p, u32 e, u32 w) {
+    const u32 bits = p.work[e * PLAN_MASK_STRIDE + w], mine = dev::thread() / 32;
+    return w < mine ? bits : w == mine ? bits & ((1u << dev::thread() % 32) - 1) : 0;
+}
+DEVICE u32 count_below(const Planner& p, u32 e) {
+    u32 rank = 0;
+    for (u32 w = 0; w <= dev::thread() / 32; w++) rank += count_bits(below(p, e, w));
+    return rank;
+}
+DEVICE u32 count_all(const Planner& p, u32 e) {
+    u32 count = 0;
+    for (u32 w = 0; w < PLAN_TOKENS / 32; w++) count += count_bits(p.work[e * PLAN_MASK_STRIDE + w]);
+    return count;
+}
+// The sum of `value(i)` over the bits below this thread's.
+template <class Value> DEVICE u32 sum_below(const Planner& p, u32 e, Value value) {
+    u32 sum = 0;
+    for (u32 w = 0; w <= dev::thread() / 32; w++)
+        for (u32 bits = below(p, e, w); bits; bits &= bits - 1) sum += value(w * 32 + count_bits((bits & (0 - bits)) - 1));
+    return sum;
+}
+// Whether this thread's bit is the last.
+DEVICE bool is_last(const Planner& p, u32 e) { return count_below(p, e) + 1 == count_all(p, e); }
+
+// All threads: exclusive prefix sums in place; the total.
+DEVICE u32 scan_words(const Planner& p, u32* words, u32 n) {
+    u32* sums = p.total + 2;
+    u32 total = 0;
+    dev::sync_block();
+    for (u32 first = 0; first < n; first += PLAN_TOKENS) {
+        const u32 i = first + dev::thread(), value = i < n ? words[i] : 0;
+        u32 sum = value;
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = dev::shfl_up(sum, step);
+            if (dev::lane() >= step) sum += other;
+        }
+        if (dev::lane() == 31) sums[dev::warp()] = sum;
+        dev::sync_block();
+        u32 before = 0, all = 0;
+        for (u32 w = 0; w < PLAN_TOKENS / 32; w++) {
+            if (w == dev::warp()) before = all;
+            all += sums[w];
+        }
+        if (i < n) words[i] = total + before + sum - value;
+        total += all;
+        dev::sync_block();
+    }
+    return total;
+}
+
+// ---- Tokens.
+
+// Pairs of each expert in a segment, and each pair's rank there.
 DEVICE void count_experts(const Planner& p, u32 segment) {
     const u32 experts = p.s.n_experts, k = p.s.top_k;
-    const u32 token = segment * PLAN_TOKENS + dev::thread(), word = dev::thread() / 32, bit = dev::thread() % 32;
+    const u32 token = segment * PLAN_TOKENS + dev::thread();
     const u32* chosen = p.layer.routing.chosen + u64(token) * k;
     for (u32 e0 = 0; e0 < experts; e0 += PLAN_EXPERTS) {
         const u32 n = least(experts - e0, PLAN_EXPERTS);
-        for (u32 i = dev::thread(); i < n * PLAN_MASK_STRIDE; i += PLAN_TOKENS) p.work[i] = 0;
-        dev::sync_block();
-        for (u32 j = 0; j < k && token < p.tokens; j++) {
-            const u32 e = chosen[j] - e0;
-            if (e < n) dev::shared_add(&p.work[e * PLAN_MASK_STRIDE + word], 1u << bit);
-        }
+        clear_masks(p, n);
+        for (u32 j = 0; j < k && token < p.tokens; j++)
+            if (chosen[j] - e0 < n) mark(p, chosen[j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
             if (chosen[j] == NONE) p.pair_rank[u64(token) * k + j] = NONE;
-            const u32 e = chosen[j] - e0;
-            if (e >= n) continue;
-            const u32* mask = p.work + e * PLAN_MASK_STRIDE;
-            u32 rank = count_bits(mask[word] & ((1u << bit) - 1));
-            for (u32 w = 0; w < word; w++) rank += count_bits(mask[w]);
-            p.pair_rank[u64(token) * k + j] = rank;
+            if (chosen[j] - e0 < n) p.pair_rank[u64(token) * k + j] = count_below(p, chosen[j] - e0);
         }
-        for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS) {
-            u32 count = 0;
-            for (u32 w = 0; w < PLAN_TOKENS / 32; w++) count += count_bits(p.work[e * PLAN_MASK_STRIDE + w]);
-            p.histogram[u64(segment) * experts + e0 + e] = count;
-        }
+        for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS) p.histogram[u64(segment) * experts + e0 + e] = count_all(p, e);
         dev::sync_block();
     }
 }
 
-// Rows << 16 | slots of the tokens before each one of a segment, for PEs [d0, d0 + n), in work[pe - d0][token]; after the
-// tokens the sum. A row is a token with at least one kept pair at the PE.
-DEVICE void place_tokens(const Planner& p, u32 segment, u32 d0, u32 n) {
-    constexpr u32 STRIDE = PLAN_TOKENS + 1;
-    const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
-    const u32* chosen = p.layer.routing.chosen + u64(token) * k;
-    const u32* rank = p.pair_rank + u64(token) * k;
-    for (u32 d = 0; d < n; d++) p.work[d * STRIDE + dev::thread()] = 0;
+// The rows that each expert is the first of, in a segment, and their slots, as slots << 16 | rows. Of each pair: the slots of the row that it is
+// the first of, or 0; and the same counts of the tokens before it.
+DEVICE void count_heads(const Planner& p, u32 segment) {
+    const u32 experts = p.s.n_experts, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
+    const u64 pairs = u64(token) * k;
+    const u32* chosen = p.layer.routing.chosen;
     for (u32 j = 0; j < k && token < p.tokens; j++) {
-        if (rank[j] == NONE) continue;
-        const u32 d = p.layer.tables.owner[chosen[j]] - d0;
-        if (d >= n) continue;
-        u32& mine = p.work[d * STRIDE + dev::thread()];
-        mine += mine == 0 ? (1u << 16) + 1 : 1;
-    }
-    dev::sync_block();
-    for (u32 d = dev::warp(); d < n; d += PLAN_TOKENS / 32) {
-        u32 before = 0;
-        for (u32 t0 = 0; t0 < PLAN_TOKENS; t0 += 32) {
-            u32& mine = p.work[d * STRIDE + t0 + dev::lane()];
-            u32 sum = mine;
-            for (u32 step = 1; step < 32; step *= 2) {
-                const u32 other = dev::shfl_up(sum, step);
-                if (dev::lane() >= step) sum += other;
-            }
-            const u32 all = dev::shfl(sum, 31);
-            mine = before + sum - mine;
-            before += all;
+        u32 slots = 0;
+        if (p.kept(pairs + j)) {
+            const u32 d = p.layer.tables.owner[chosen[pairs + j]];
+            for (u32 i = j; i < k; i++) slots += p.kept_at(pairs + i, d);
+            for (u32 i = 0; i < j; i++)
+                if (p.kept_at(pairs + i, d)) slots = 0;
         }
-        if (dev::lane() == 0) p.work[d * STRIDE + PLAN_TOKENS] = before;
+        p.pair_slots[pairs + j] = slots;
     }
-    dev::sync_block();
-}
-
-DEVICE void count_dests(const Planner& p, u32 segment) {
-    for (u32 d0 = 0; d0 < p.s.n_pes; d0 += PLAN_PES) {
-        const u32 n = least(p.s.n_pes - d0, PLAN_PES);
-        place_tokens(p, segment, d0, n);
-        if (dev::thread() < n)
-            p.dest_counts[u64(segment) * p.s.n_pes + d0 + dev::thread()] = p.work[dev::thread() * (PLAN_TOKENS + 1) + PLAN_TOKENS];
+    for (u32 e0 = 0; e0 < experts; e0 += PLAN_EXPERTS) {
+        const u32 n = least(experts - e0, PLAN_EXPERTS);
+        clear_masks(p, n);
+        for (u32 j = 0; j < k && token < p.tokens; j++)
+            if (p.pair_slots[pairs + j] && chosen[pairs + j] - e0 < n) mark(p, chosen[pairs + j] - e0);
+        dev::sync_block();
+        for (u32 j = 0; j < k && token < p.tokens; j++) {
+            const u32 e = chosen[pairs + j], slots = p.pair_slots[pairs + j];
+            if (slots == 0 || e - e0 >= n) continue;
+            const u32 before = sum_below(p, e - e0, [&](u32 other) {
+                u64 pair = u64(segment * PLAN_TOKENS + other) * k;
+                while (chosen[pair] != e) pair++;
+                return p.pair_slots[pair];
+            });
+            const u32 rank = count_below(p, e - e0);
+            p.pair_before[pairs + j] = before << 16 | rank;
+            if (is_last(p, e - e0)) p.heads[u64(segment) * experts + e] = (before + slots) << 16 | (rank + 1);
+        }
+        for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS)
+            if (count_all(p, e) == 0) p.heads[u64(segment) * experts + e0 + e] = 0;
         dev::sync_block();
     }
 }
@@ -174,13 +230,18 @@ DEVICE void send_counts(const Planner& p, const Pass& pass) {
     for (u32 pe = dev::thread(); pe < n; pe += PLAN_TOKENS) {
         if (pe != me && reachable(p.layer, pe)) signal_peer(p.layer, signal, pass.forward, pe);
     }
-    for (u32 pe = 0; pe < n; pe++) {
-        if (!reachable(p.layer, pe)) dev::put_signal_block(place, place, u64(experts) * 4, signal, pass.forward, pe);
+    if (p.s.stage) {
+        for (u32 pe = 0; pe < n; pe++)
+            if (!reachable(p.layer, pe)) dev::put_block(place, place, u64(experts) * 4, pe);
+        if (dev::thread() == 0) signal_puts(p.layer, [&](u32) { return signal; }, pass.forward);
     }
     if (dev::thread() == 0) {
         dev::fetch_add(&p.layer.stats->header_bytes, u64(n - 1) * experts * 4);
         dev::fetch_add(&p.layer.stats->puts, u64(n - 1));
         dev::fetch_add(&p.layer.stats->signals, u64(n - 1));
+        bool network = false;
+        for (u32 pe = 0; pe < n; pe++) network |= !reachable(p.layer, pe);
+        if (network) dev::fetch_add(&p.layer.stats->fences, u64(1));
     }
 }
 
@@ -197,6 +258,7 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     }
     if (dev::thread() < 2) p.total[dev::thread()] = 0;
     if (dev::sync_block_or(!ok)) return false;
+    see_network(p.layer);
     u64 pairs = 0;
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
         u32 before = 0;
@@ -238,79 +300,54 @@ DEVICE void rank_pairs(const Planner& p, u32 segment) {
     dev::sync_block();
 }
 
-// Rows and slots of each PE over all segments, and where they begin.
-DEVICE void sum_dests(const Planner& p) {
-    const u32 n = p.s.n_pes;
-    for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
+// Rows and slots of each PE over all segments, and where they begin; rows and slots before those of each first expert.
+DEVICE void sum_heads(const Planner& p) {
+    const u32 n = p.s.n_pes, experts = p.s.n_experts;
+    const u32 *owner = p.layer.tables.owner, *local = p.layer.tables.local_index;
+    for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) p.first_place[d] = 0;
+    dev::sync_block();
+    for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) dev::shared_add(&p.first_place[owner[e]], 1u);
+    scan_words(p, p.first_place, n);
+    for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
         u32 rows = 0, slots = 0;
         for (u32 i = 0; i < p.segments; i++) {
-            const u32 both = p.dest_counts[u64(i) * n + d];
-            rows += both >> 16, slots += both & 0xffff;
+            const u32 both = p.heads[u64(i) * experts + e];
+            rows += both & 0xffff, slots += both >> 16;
         }
-        p.rows[d] = rows, p.slots[d] = slots;
+        const u32 place = p.first_place[owner[e]] + local[e];
+        p.experts_before[place] = rows, p.allowed[place] = slots;
     }
-    dev::sync_block();
-    if (dev::warp() == 0) {
-        u32 slots_before = 0, chunks_before = 0;
-        for (u32 d0 = 0; d0 < n; d0 += 32) {
-            const u32 d = d0 + dev::lane();
-            const u32 slots = d < n ? p.slots[d] : 0, chunks = d < n ? div_up(p.rows[d], p.s.chunk_rows) : 0;
-            u32 slot_sum = slots, chunk_sum = chunks;
-            for (u32 step = 1; step < 32; step *= 2) {
-                const u32 s = dev::shfl_up(slot_sum, step), c = dev::shfl_up(chunk_sum, step);
-                if (dev::lane() >= step) slot_sum += s, chunk_sum += c;
-            }
-            if (d < n) {
-                p.slot_base[d] = slots_before + slot_sum - slots;
-                p.chunk_base[d] = chunks_before + chunk_sum - chunks;
-            }
-            slots_before += dev::shfl(slot_sum, 31);
-            chunks_before += dev::shfl(chunk_sum, 31);
-        }
+    const u32 all_rows = scan_words(p, p.experts_before, experts), all_slots = scan_words(p, p.allowed, experts);
+    for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
+        const u32 begin = p.first_place[d], end = d + 1 < n ? p.first_place[d + 1] : experts;
+        p.first_row[d] = begin < experts ? p.experts_before[begin] : all_rows;
+        p.slot_base[d] = begin < experts ? p.allowed[begin] : all_slots;
+        p.rows[d] = (end < experts ? p.experts_before[end] : all_rows) - p.first_row[d];
+        p.slots[d] = (end < experts ? p.allowed[end] : all_slots) - p.slot_base[d];
+        p.chunk_base[d] = div_up(p.rows[d], p.s.chunk_rows);
     }
-    dev::sync_block();
+    scan_words(p, p.chunk_base, n);
 }
 
-// Everything of a segment to its place. Ranks are over all rounds.
-DEVICE void write_segment(const Planner& p, u32 segment) {
-    constexpr u32 STRIDE = PLAN_TOKENS + 1, HAS_ROW = 1u << 31;
+// Every row of a segment's tokens to its place.
+DEVICE void write_rows(const Planner& p, u32 segment) {
     const Plan& plan = p.layer.plan;
-    const u32 k = p.s.top_k, n = p.s.n_pes, max = p.s.max_tokens, token = segment * PLAN_TOKENS + dev::thread();
-    for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
-        u32 rows = 0, slots = 0;
+    const u32 k = p.s.top_k, max = p.s.max_tokens, token = segment * PLAN_TOKENS + dev::thread();
+    if (token >= p.tokens) return;
+    for (u32 d = 0; d < p.s.n_pes; d++) plan.token_row[u64(d) * max + token] = NONE;
+    for (u64 pair = u64(token) * k; pair < u64(token + 1) * k; pair++) {
+        if (p.pair_slots[pair] == 0) continue;
+        const u32 e = p.layer.routing.chosen[pair], d = p.layer.tables.owner[e];
+        const u32 place = p.first_place[d] + p.layer.tables.local_index[e];
+        u32 row = p.experts_before[place] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
+        u32 slot = p.allowed[place] - p.slot_base[d] + (p.pair_before[pair] >> 16);
         for (u32 i = 0; i < segment; i++) {
-            const u32 both = p.dest_counts[u64(i) * n + d];
-            rows += both >> 16, slots += both & 0xffff;
+            const u32 both = p.heads[u64(i) * p.s.n_experts + e];
+            row += both & 0xffff, slot += both >> 16;
         }
-        p.rows_before[d] = rows, p.slots_before[d] = slots;
-    }
-    for (u32 d0 = 0; d0 < n; d0 += PLAN_PES) {
-        const u32 some = least(n - d0, PLAN_PES);
-        place_tokens(p, segment, d0, some);
-        for (u32 j = 0; j < k && token < p.tokens; j++) {
-            const u32 choice = token * k + j, e = p.layer.routing.chosen[choice], rank = p.pair_rank[choice];
-            if (rank == NONE) continue;
-            const u32 d = p.layer.tables.owner[e];
-            if (d - d0 >= some) continue;
-            u32& at = p.work[(d - d0) * STRIDE + dev::thread()];
-            const u32 slot = p.slots_before[d] + (at & 0xffff);
-            if (!(at & HAS_ROW)) {
-                const u32 row = p.rows_before[d] + (at >> 16);
-                plan.row_token[u64(d) * max + row] = token;
-                plan.row_slot[u64(d) * (max + 1) + row] = slot;
-                at |= HAS_ROW;
-            }
-            at += 1;
-            const u32 place = p.slot_base[d] + slot;
-            plan.slot_word[place] = p.layer.tables.local_index[e] << RANK_BITS | rank;
-            plan.slot_weight[place] = p.layer.routing.routing_weights[choice];
-            plan.slot_choice[place] = choice;
-        }
-        for (u32 d = d0; d < d0 + some && token < p.tokens; d++) {
-            const u32 at = p.work[(d - d0) * STRIDE + dev::thread()];
-            plan.token_row[u64(d) * max + token] = at & HAS_ROW ? p.rows_before[d] + ((at & ~HAS_ROW) >> 16) : NONE;
-        }
-        dev::sync_block();
+        plan.row_token[u64(d) * max + row] = token;
+        plan.row_slot[u64(d) * (max + 1) + row] = slot;
+        plan.token_row[u64(d) * max + token] = row;
     }
 }
 
@@ -352,60 +389,103 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
     if (dev::lane() == 0) round_chunk[rounds] = chunks, dest.rounds = rounds;
 }
 
-// By a block: of each expert of a PE, the pairs before the first token of a round, from the segments before and a count of the
-// rest. Dropped ones may be among them, but then the expert has no slot from there on.
-DEVICE void first_of_round(const Planner& p, u32 d, u32 round) {
-    const u32 k = p.s.top_k, experts = p.s.n_experts;
-    const u32 chunk = p.layer.plan.round_chunk[u64(d) * (p.layer.sizes.max_chunks + 1) + round];
-    const u32 token = p.layer.plan.row_token[u64(d) * p.s.max_tokens + u64(chunk) * p.s.chunk_rows];
-    const u32 segment = token / PLAN_TOKENS, mine = segment * PLAN_TOKENS + dev::thread();
-    sum_experts(p, segment, p.work);
-    for (u32 j = 0; j < k && mine < token; j++) {
-        const u32 e = p.layer.routing.chosen[u64(mine) * k + j];
-        if (e != NONE) dev::shared_add(&p.work[e], 1);
-    }
-    dev::sync_block();
-    for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
-        if (p.layer.tables.owner[e] == d) p.round_first[u64(round) * experts + e] = p.work[e];
-    }
-    dev::sync_block();
-}
+// ---- Rows.
 
-DEVICE void rank_in_rounds(const Planner& p, u32 d) {
-    const Plan& plan = p.layer.plan;
-    const DestPlan dest = plan.dest[d];
-    if (dest.rounds < 2) return;
-    const u32* row_slot = plan.row_slot + u64(d) * (p.s.max_tokens + 1);
-    const u32* round_chunk = plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
-    for (u32 row = p.grid_thread(); row < dest.rows; row += p.grid_threads()) {
-        const u32 chunk = row / p.s.chunk_rows;
-        u32 round = 0, end = dest.rounds;  // the round is in [round, end)
-        while (end - round > 1) {
-            const u32 middle = (round + end) / 2;
-            if (round_chunk[middle] <= chunk) round = middle;
-            else end = middle;
-        }
-        if (round == 0) continue;
-        for (u32 i = dest.slot_base + row_slot[row]; i < dest.slot_base + row_slot[row + 1]; i++) {
-            const u32 e = p.layer.routing.chosen[plan.slot_choice[i]];
-            plan.slot_word[i] -= p.round_first[u64(round) * p.s.n_experts + e];
-        }
-    }
-}
-
-DEVICE bool cut_all_rounds(const Planner& p) {
-    const u32 warps = PLAN_TOKENS / 32, n = p.s.n_pes;
-    for (u32 d = dev::block() * warps + dev::warp(); d < n; d += dev::blocks() * warps) cut_rounds(p, d);
-    if (!plan_barrier(p)) return false;
+// Rows of one round of one PE: item `number` of all, of which the round's begin at `first_item`.
+struct RowSegment {
+    u32 d, round_row, first, rows;
+    u32 number, first_item, end_item;
+};
+// Calls `work` with the segments that are this block's.
+template <class Work> DEVICE void each_row_segment(const Planner& p, Work work) {
     u32 item = 0;
-    for (u32 d = 0; d < n; d++) {
-        for (u32 round = 1; round < p.layer.plan.dest[d].rounds; round++, item++) {
-            if (item % dev::blocks() == dev::block()) first_of_round(p, d, round);
+    for (u32 d = 0; d < p.s.n_pes; d++) {
+        const u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
+        for (u32 round = 0; round < p.layer.plan.dest[d].rounds; round++) {
+            const u32 begin = round_chunk[round] * p.s.chunk_rows;
+            const u32 end = least(round_chunk[round + 1] * p.s.chunk_rows, p.rows[d]);
+            const u32 first_item = item, end_item = item + div_up(end - begin, PLAN_TOKENS);
+            for (u32 row = begin; row < end; row += PLAN_TOKENS, item++)
+                if (item % dev::blocks() == dev::block()) work({d, begin, row, least(end - row, PLAN_TOKENS), item, first_item, end_item});
         }
     }
-    if (!plan_barrier(p)) return false;
-    for (u32 d = 0; d < n; d++) rank_in_rounds(p, d);
-    return true;
+}
+
+// Every slot of a segment to its place, its rank among those of its expert in the segment; and of each local expert its slots, and the rows
+// that it is the last expert of, as slots << 16 | rows. A row's return number is, so far, the same of the rows before it.
+DEVICE void count_slots(const Planner& p, const RowSegment& g) {
+    const Plan& plan = p.layer.plan;
+    const u32 k = p.s.top_k, row = g.first + dev::thread();
+    const u32* starts = plan.row_slot + u64(g.d) * (p.s.max_tokens + 1);
+    const bool mine = dev::thread() < g.rows;
+    const u32 begin = mine ? plan.dest[g.d].slot_base + starts[row] : 0, end = mine ? plan.dest[g.d].slot_base + starts[row + 1] : 0;
+    const u64 pairs = u64(mine ? plan.row_token[u64(g.d) * p.s.max_tokens + row] : 0) * k;
+    u32 at = begin;
+    for (u64 pair = pairs; mine && pair < pairs + k; pair++) {
+        if (!p.kept_at(pair, g.d)) continue;
+        plan.slot_word[at] = p.layer.tables.local_index[p.layer.routing.chosen[pair]] << RANK_BITS;
+        plan.slot_weight[at] = p.layer.routing.routing_weights[pair];
+        plan.slot_choice[at++] = u32(pair);
+    }
+    const u32 last = mine ? slot_expert(plan.slot_word[end - 1]) : 0;
+    const u64 counts = u64(g.number) * p.s.max_local;
+    for (u32 e0 = 0; e0 < p.s.max_local; e0 += PLAN_EXPERTS) {
+        const u32 n = least(p.s.max_local - e0, PLAN_EXPERTS);
+        auto in = [&](u32 e) { return e - e0 < n; };
+        clear_masks(p, n);
+        for (u32 i = begin; i < end; i++)
+            if (u32 e = slot_expert(plan.slot_word[i]); in(e)) mark(p, e - e0);
+        dev::sync_block();
+        for (u32 i = begin; i < end; i++)
+            if (u32 e = slot_expert(plan.slot_word[i]); in(e)) plan.slot_word[i] |= count_below(p, e - e0);
+        for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS) p.row_slots[counts + e0 + e] = count_all(p, e);
+        dev::sync_block();
+        clear_masks(p, n);
+        if (mine && in(last)) mark(p, last - e0);
+        dev::sync_block();
+        if (mine && in(last)) {
+            const u32 rank = count_below(p, last - e0);
+            const u32 before =
+                sum_below(p, last - e0, [&](u32 other) { return starts[g.first + other + 1] - starts[g.first + other]; });
+            plan.row_return[u64(g.d) * p.s.max_tokens + row] = before << 16 | rank;
+            if (is_last(p, last - e0)) p.tails[counts + last] = (before + end - begin) << 16 | (rank + 1);
+        }
+        for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS)
+            if (count_all(p, e) == 0) p.tails[counts + e0 + e] = 0;
+        dev::sync_block();
+    }
+}
+
+// Ranks and return numbers in the round, from those in the segment.
+DEVICE void order_rows(const Planner& p, const RowSegment& g) {
+    const Plan& plan = p.layer.plan;
+    const u32 experts = p.s.max_local, row = g.first + dev::thread();
+    u32 *before = p.work, *rows = before + experts, *slots = rows + experts;
+    for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
+        before[e] = rows[e] = slots[e] = 0;
+        for (u32 i = g.first_item; i < g.end_item; i++) {
+            const u32 both = p.tails[u64(i) * experts + e];
+            if (i < g.number) before[e] += p.row_slots[u64(i) * experts + e];
+            rows[e] += both & 0xffff, slots[e] += both >> 16;
+        }
+    }
+    scan_words(p, rows, experts);
+    scan_words(p, slots, experts);
+    if (dev::thread() < g.rows) {
+        const u32* starts = plan.row_slot + u64(g.d) * (p.s.max_tokens + 1);
+        const u32 base = plan.dest[g.d].slot_base, end = base + starts[row + 1];
+        for (u32 i = base + starts[row]; i < end; i++) plan.slot_word[i] += before[slot_expert(plan.slot_word[i])];
+        const u32 last = slot_expert(plan.slot_word[end - 1]);
+        u32& number = plan.row_return[u64(g.d) * p.s.max_tokens + row];
+        u32 place = rows[last] + (number & 0xffff), slot = slots[last] + (number >> 16);
+        for (u32 i = g.first_item; i < g.number; i++) {
+            const u32 both = p.tails[u64(i) * experts + last];
+            place += both & 0xffff, slot += both >> 16;
+        }
+        number = g.round_row + place;
+        if (p.s.training) plan.return_slot[u64(g.d) * p.s.max_tokens + number] = slot;
+    }
+    dev::sync_block();
 }
 
 // This PE's sums for the losses: those of the router's blocks in their order, and pairs of each expert before any drop. With a
@@ -430,27 +510,33 @@ DEVICE void sum_losses(const Planner& p, bool by_caller) {
 KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     const Pass pass = numbered(*layer, given, false);
     const Planner p(*layer, pass);
-    for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
-        count_experts(p, i);
-        if (!p.limited()) count_dests(p, i);
+    if (p.limited() || has_losses(p.s)) {
+        for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) count_experts(p, i);
+        if (!plan_barrier(p)) return;
     }
-    if (!plan_barrier(p)) return;
     if (has_losses(p.s)) sum_losses(p, routed_by_caller(pass));
     if (p.limited() && !limit_experts(p, pass)) return;
     for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
-        rank_pairs(p, i);
-        if (p.limited()) count_dests(p, i);
+        if (p.limited()) rank_pairs(p, i);
+        count_heads(p, i);
     }
-    if (p.limited() && !plan_barrier(p)) return;
-    sum_dests(p);
-    for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) write_segment(p, i);
+    if (!plan_barrier(p)) return;
+    sum_heads(p);
+    for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) write_rows(p, i);
     if (dev::block() == 0) write_dests(p);
+    if (!plan_barrier(p)) return;
     bool split = false;
     for (u32 d = dev::thread(); d < p.s.n_pes; d += PLAN_TOKENS)
         split |= div_up(p.rows[d], p.s.chunk_rows) > p.s.window_chunks || p.slots[d] > p.s.round_slots;
-    // Every block has the same sums, so either all of them go on or none.
-    if (!dev::sync_block_or(split) || !plan_barrier(p)) return;
-    cut_all_rounds(p);
+    // Every block has the same sums, so either all of them cut or none.
+    if (dev::sync_block_or(split)) {
+        const u32 warps = PLAN_TOKENS / 32;
+        for (u32 d = dev::block() * warps + dev::warp(); d < p.s.n_pes; d += dev::blocks() * warps) cut_rounds(p, d);
+        if (!plan_barrier(p)) return;
+    }
+    each_row_segment(p, [&](const RowSegment& g) { count_slots(p, g); });
+    if (!plan_barrier(p)) return;
+    each_row_segment(p, [&](const RowSegment& g) { order_rows(p, g); });
 }
 REGISTER_KERNEL(aristos_plan)
 

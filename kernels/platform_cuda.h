@@ -243,32 +243,35 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
     }
 }
 
-// ---- one-sided, to a PE whose memory cannot be stored to directly. What the block's threads wrote before is what a put sends; the source
-// is to be left alone until quiet_block(), or until the peer has answered.
+// ---- one-sided, to a PE whose memory cannot be stored to directly. A put sends what the block's threads wrote and, with fence_sys(),
+// released; its source is to be left alone until quiet_puts(), or until the peer has answered. A put and its signal in one call would
+// cost a fence each.
 
 #ifdef ARISTOS_NVSHMEM
 DEVICE void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
     __syncthreads();
     nvshmemx_putmem_nbi_block(dst_mine, src, bytes, int(pe));
 }
-DEVICE void put_signal_block(void* dst_mine, const void* src, u64 bytes, u64* signal_mine, u64 value, u32 pe) {
-    __syncthreads();
-    nvshmemx_putmem_signal_nbi_block(dst_mine, src, bytes, signal_mine, value, NVSHMEM_SIGNAL_SET, int(pe));
-}
+// One thread: every signal that it sets later comes after the data of every put that it knows of.
+DEVICE void fence_puts() { nvshmem_fence(); }
+// One thread.
 DEVICE void signal_set(u64* signal_mine, u64 value, u32 pe) {
     nvshmemx_signal_op(signal_mine, value, NVSHMEM_SIGNAL_SET, int(pe));
 }
-DEVICE void quiet_block() {
-    __syncthreads();
-    if (threadIdx.x == 0) nvshmem_quiet();
-    __syncthreads();
-}
+// One thread: every put that it knows of is done.
+DEVICE void quiet_puts() { nvshmem_quiet(); }
+// One thread that has seen a signal over the network: the data that came before it are what this PE reads from now on. Some network
+// cards deliver to a GPU out of order, and only NVSHMEM's own test and waits force the data (on a word that passes at once).
+DEVICE void see_puts(const u64* word_mine) { (void)nvshmem_uint64_test(const_cast<u64*>(word_mine), NVSHMEM_CMP_GE, 0); }
+DEVICE u32 my_pe() { return u32(nvshmem_my_pe()); }
+DEVICE u32 n_pes() { return u32(nvshmem_n_pes()); }
 #else
 // A module without a network is only loaded where every peer's memory is mapped; getting here is a bug in the host code.
 DEVICE void put_block(void*, const void*, u64, u32) { __trap(); }
-DEVICE void put_signal_block(void*, const void*, u64, u64*, u64, u32) { __trap(); }
+DEVICE void fence_puts() { __trap(); }
 DEVICE void signal_set(u64*, u64, u32) { __trap(); }
-DEVICE void quiet_block() { __trap(); }
+DEVICE void quiet_puts() { __trap(); }
+DEVICE void see_puts(const u64*) { __trap(); }
 #endif
 
 }  // namespace aristos::dev

@@ -9,6 +9,10 @@ namespace aristos::dev {
 DEVICE void mbarrier_init(u64* bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
 }
+// Ends it, once nobody uses it any more: only then may its bytes be used otherwise, or initialised again.
+DEVICE void mbarrier_inval(u64* bar) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
+}
 // After the inits, before other threads or TMA use the barriers.
 DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void mbarrier_arrive(u64* bar) {
@@ -56,7 +60,6 @@ DEVICE void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32
 DEVICE void tensor_map_fence(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
-DEVICE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ---- wgmma
 

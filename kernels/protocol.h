@@ -37,8 +37,10 @@ DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
 DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
     return l.symmetric.header_signal + place * l.shape.n_pes + source;
 }
-DEVICE u64 chunk_offset(const Layer& l, u32 pe, u32 place) {
-    return (u64(pe) * l.shape.window_chunks + place) * l.sizes.chunk_pitch;
+// In the windows of `dest`, which has none for itself.
+DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 place) {
+    u32 window = source < dest ? source : source - 1;
+    return (u64(window) * l.shape.window_chunks + place) * l.sizes.chunk_pitch;
 }
 DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 place) {
     return l.symmetric.chunk_signal + u64(source) * l.shape.window_chunks + place;
@@ -86,12 +88,27 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
 
-// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative.
+// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
+// that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
-    if (!reachable(l, pe)) return dev::signal_set(mine, value, pe);
+    if (!reachable(l, pe)) {
+        if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+        return dev::signal_set(mine, value, pe);
+    }
     u64* to = at_peer(l, mine, pe);
     if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
     else dev::store_release_sys(to, value);
+}
+
+// One thread, once this block has put to some PEs that only the network reaches: one fence, then the signals of all. `word(pe)`: null
+// where nothing was put.
+template <class Word> DEVICE void signal_puts(const Layer& l, Word word, u64 value) {
+    dev::fence_puts();
+    for (u32 i = 1; i < l.shape.n_pes; i++) {
+        u32 pe = (l.shape.my_pe + i) % l.shape.n_pes;
+        u64* mine = reachable(l, pe) ? nullptr : word(pe);
+        if (mine) signal_peer(l, mine, value, pe);
+    }
 }
 
 // ---- Errors and waits.
@@ -138,21 +155,34 @@ template <class Poll> DEVICE bool wait_until(const Layer& l, const Waiting& w, P
     }
 }
 
-// One thread. A word that a peer sets; `shift` drops flag bits.
+// One thread. A word that a peer sets; `shift` drops flag bits. Polls are relaxed, and one load at the end acquires: each that does drops what
+// the multiprocessor has cached.
 DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 shift = 0) {
-    return wait_until(l, w, [&](u64& seen) {
-        seen = (ARISTOS_PLANTED(NO_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire_sys(word)) >> shift;
+    bool came = wait_until(l, w, [&](u64& seen) {
+        seen = dev::load_relaxed(word) >> shift;
         return seen >= w.expected;
     });
+    if (came && !ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    return came;
+}
+
+// All threads, after waits for signals: what came before those that came over the network is read from now on. Whose did is not asked: a
+// PE knows whom it reaches, not who reaches it.
+DEVICE void see_network(const Layer& l) {
+    if (!l.shape.stage || ARISTOS_PLANTED(NO_SEE)) return;
+    if (dev::thread() == 0) dev::see_puts(l.symmetric.passes);
+    dev::sync_block();
 }
 
 // One thread. A word that another block of this PE counts up.
 DEVICE bool wait_local(const Layer& l, const u32* word, u32 expected, u32 phase, u64 index) {
     Waiting w{l.shape.my_pe, WHAT_LOCAL, phase, expected, index};
-    return wait_until(l, w, [&](u64& seen) {
-        seen = ARISTOS_PLANTED(NO_LOCAL_ACQUIRE) ? dev::load_relaxed(word) : dev::load_acquire(word);
+    bool came = wait_until(l, w, [&](u64& seen) {
+        seen = dev::load_relaxed(word);
         return seen >= expected;
     }, LOCAL_LIMIT_FACTOR);
+    if (came && !ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    return came;
 }
 
 // All threads of all blocks. False: aborted; other blocks may have got true.

@@ -12,7 +12,6 @@ constexpr u32 ROUTE_TOKENS = 32;      // of one block of aristos_route, and of a
 constexpr u32 ROUTE_THREADS = 256;
 constexpr u32 PLAN_TOKENS = 256;      // of one segment of aristos_plan: a thread each
 constexpr u32 PLAN_EXPERTS = 1024;    // whose tokens in a segment are counted in one pass
-constexpr u32 PLAN_PES = 16;          // whose rows in a segment are counted in one pass
 constexpr u32 SCALE_TOKENS = 64;      // tokens whose gradients of logits share one scale: a block of aristos_route_backward
 constexpr u32 GRAD_PARTS = 3;         // planes of the layer's dtype that a gradient of a logit is split into
 
@@ -54,24 +53,37 @@ constexpr u32 plan_max_chunks(const LayerShape& s) { return div_up(s.max_tokens,
 constexpr bool plan_may_split(const LayerShape& s) {
     return plan_max_chunks(s) > s.window_chunks || u64(s.max_tokens) * least(s.top_k, s.max_local) > s.round_slots;
 }
+// Segments of rows: of each round of each PE, its rows / PLAN_TOKENS, rounded up.
+constexpr u64 plan_row_segments(const LayerShape& s) {
+    const u64 rows = u64(s.max_tokens) * least(s.top_k, s.hosts);
+    return rows / PLAN_TOKENS + (plan_may_split(s) ? rows / s.chunk_rows : 0) + s.hosts;
+}
 struct PlanScratch {
     u64 barrier;      // u64: arrivals at the barrier of aristos_plan's blocks; zeroed by aristos_route
     u64 loss_parts;   // f64 [route_blocks][1 + E]: z_sum, prob_sums
-    u64 histogram;    // u32 [segments][E]
-    u64 dest_counts;  // u32 [segments][n_pes]: rows << 16 | slots
+    u64 histogram;    // u32 [segments][E]: pairs
+    u64 heads;        // u32 [segments][E]: slots << 16 | rows, by first expert
     u64 pair_rank;    // u32 [max_tokens][k]: among its expert's pairs
-    u64 round_first;  // u32 [max_chunks][E]: rank of the first slot of a round
+    u64 pair_slots;   // u32 [max_tokens][k]: of the row that begins with it, or 0
+    u64 pair_before;  // u32 [max_tokens][k]: of these what is in `heads`, of the tokens before in the segment
+    u64 row_slots;    // u32 [row segments][max_local]: slots
+    u64 tails;        // u32 [row segments][max_local]: slots << 16 | rows, by last expert
     u64 bytes;
 };
 constexpr PlanScratch plan_scratch(const LayerShape& s) {
     PlanScratch p{};
+    const u64 by_expert = align_bytes(u64(plan_segments(s)) * s.n_experts * 4), pairs = align_bytes(u64(s.max_tokens) * s.top_k * 4);
+    const u64 by_local = align_bytes(plan_row_segments(s) * s.max_local * 4);
     p.barrier = 0;
     p.loss_parts = align_bytes(8);
     p.histogram = p.loss_parts + align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
-    p.dest_counts = p.histogram + align_bytes(u64(plan_segments(s)) * s.n_experts * 4);
-    p.pair_rank = p.dest_counts + align_bytes(u64(plan_segments(s)) * s.n_pes * 4);
-    p.round_first = p.pair_rank + align_bytes(u64(s.max_tokens) * s.top_k * 4);
-    p.bytes = p.round_first + (plan_may_split(s) ? align_bytes(u64(plan_max_chunks(s)) * s.n_experts * 4) : 0);
+    p.heads = p.histogram + by_expert;
+    p.pair_rank = p.heads + by_expert;
+    p.pair_slots = p.pair_rank + pairs;
+    p.pair_before = p.pair_slots + pairs;
+    p.row_slots = p.pair_before + pairs;
+    p.tails = p.row_slots + by_local;
+    p.bytes = p.tails + by_local;
     return p;
 }
 
@@ -166,11 +178,10 @@ constexpr Launch route_launch(const LayerShape& s) {
 constexpr Launch take_routing_launch(const LayerShape& s) { return {most(1, route_blocks(s)), ROUTE_THREADS, 0, 0}; }
 constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd, against bank conflicts
 constexpr u32 plan_work_words(const LayerShape& s) {
-    const u32 masks = most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, s.n_experts);
-    return most(masks, PLAN_PES * (PLAN_TOKENS + 1));
+    return most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, 3 * s.max_local);
 }
 constexpr Launch plan_launch(const LayerShape& s) {
-    const u32 words = plan_work_words(s) + 6 * s.n_pes + 2 * s.n_experts + 2;
+    const u32 words = plan_work_words(s) + 6 * s.n_pes + 2 * s.n_experts + 2 + PLAN_TOKENS / 32;
     return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, words * 4, 1};
 }
 constexpr Launch route_backward_launch(const LayerShape& s) {

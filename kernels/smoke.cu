@@ -1,33 +1,65 @@
-// The smallest kernel that needs everything: a driver that loads the module, NVSHMEM's device state in it, a put with a
-// signal to another PE. Several PEs try it before anything larger (`CudaGpu::try_put`).
-#include "params.h"
+// What the layer's kernels need of what joins the PEs, and nothing else: a block of bytes put to every PE, a fence, and signals. Several PEs
+// try it before anything larger (src/gpu/smoke.rs).
 #include "platform.h"
 
-using namespace aristos;
+namespace aristos {
+using namespace dev;
 
-// What one PE of the ring has in symmetric memory.
-struct SmokeCell {
-    u64 sent, received, signal;
+// Symmetric, but for the numbers.
+struct SmokeArea {
+    u64* signals;     // [n_pes], zero
+    u64* sent;        // [words]
+    u64* received;    // [n_pes][words]
+    u64 words;
+};
+// What the kernel leaves: its numbers of this PE and of PEs; a PE whose signal did not come, and one of whose words one is wrong, or ~0.
+struct SmokeResult {
+    u64 my_pe, n_pes, missing_pe, wrong_pe, wrong_word, seen;
 };
 
-// One block. Each PE puts `value` to the next one and waits for the put of the one before it, at most `limit_ns`.
-// `out`: what came, or ~0 where nothing came in time; this PE's number and the number of PEs according to the device library.
-KERNEL(aristos_smoke, 128, 1)(SmokeCell* cell, u64* out, u64 value, u64 limit_ns) {
-    const u32 my_pe = u32(nvshmem_my_pe()), n_pes = u32(nvshmem_n_pes());
-    if (dev::thread() == 0) {
-        cell->sent = value;
-    }
-    dev::sync_block();
-    dev::put_signal_block(&cell->received, &cell->sent, sizeof(u64), &cell->signal, value, (my_pe + 1) % n_pes);
-    dev::quiet_block();
-    if (dev::thread() == 0) {
-        const u64 start = dev::nanoseconds();
-        bool came;
-        while (!(came = dev::load_acquire_sys(&cell->signal) == value) && dev::nanoseconds() - start < limit_ns) {
-            dev::pause();
-        }
-        out[0] = came ? dev::load_relaxed(&cell->received) : ~u64{0};
-        out[1] = my_pe;
-        out[2] = n_pes;
-    }
+// Word `i` of what `pe` sends: no two alike, none 0 (splitmix64's finalizer, a bijection).
+DEVICE u64 smoke_word(u64 pe, u64 i) {
+    u64 z = (pe + 1) << 40 | (i + 1);
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
 }
+
+// One block. All PEs put to all others, even those whose memory takes stores, and wait for them, at most `limit_ns`.
+KERNEL(aristos_smoke, 128, 1)(SmokeArea area, SmokeResult* result, u64 value, u64 limit_ns) {
+    const u32 me = my_pe(), n = n_pes();
+    if (thread() == 0) *result = {me, n, ~u64(0), ~u64(0), 0, 0};
+    for (u64 i = thread(); i < area.words; i += threads()) area.sent[i] = smoke_word(me, i);
+    fence_sys();
+    sync_block();
+    for (u32 k = 1; k < n; k++) put_block(area.received + me * area.words, area.sent, area.words * sizeof(u64), (me + k) % n);
+    sync_block();
+    if (thread() == 0) {
+        fence_puts();
+        fence_sys();
+        for (u32 k = 1; k < n; k++) signal_set(area.signals + me, value, (me + k) % n);
+    }
+    const u64 start = nanoseconds();
+    for (u32 pe = thread(); pe < n; pe += threads()) {
+        bool came = pe == me;
+        while (!came && !(came = load_acquire_sys(area.signals + pe) == value) && nanoseconds() - start < limit_ns) pause();
+        if (!came) result->missing_pe = pe;
+    }
+    sync_block();
+    if (thread() == 0) see_puts(area.signals);
+    sync_block();
+    for (u32 k = 1; k < n; k++) {
+        const u32 pe = (me + k) % n;
+        for (u64 i = thread(); i < area.words; i += threads()) {
+            const u64 seen = load_relaxed(area.received + pe * area.words + i);
+            if (seen == smoke_word(pe, i)) continue;
+            result->wrong_pe = pe;  // any of them
+            result->wrong_word = i;
+            result->seen = seen;
+        }
+    }
+    if (thread() == 0) quiet_puts();
+}
+REGISTER_KERNEL(aristos_smoke)
+
+}  // namespace aristos

@@ -1,4 +1,6 @@
 // cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA after a seeded number of switches.
+#include <algorithm>
+
 #include "raw.h"
 #include "simt.h"
 
@@ -164,7 +166,21 @@ void mbarrier_init(u64* bar, u32 count) {
     Block& block = *self()->home;
     block.check_shared(bar, 8, 8, "mbarrier_init");
     if (count == 0 || count > MAX_THREADS) block.fail("an mbarrier for %u arrivals", count);
+    if (std::find(block.mbarriers.begin(), block.mbarriers.end(), bar) != block.mbarriers.end())
+        block.fail("mbarrier_init of one that nobody has ended");
+    block.mbarriers.push_back(bar);
     *reinterpret_cast<Mbarrier*>(bar) = {MBARRIER_TAG, u16(count), u16(count), 0};
+}
+
+void mbarrier_inval(u64* bar) {
+    Block& block = *self()->home;
+    checked(block, bar, "mbarrier_inval");
+    for (u32 i = 0; i < block.threads; ++i) {
+        const Fiber& fiber = *block.fibers[i];
+        if (fiber.wait == Wait::MBARRIER && fiber.wait_on == bar) block.fail("mbarrier_inval of one for which thread %u waits", i);
+    }
+    block.mbarriers.erase(std::find(block.mbarriers.begin(), block.mbarriers.end(), bar));
+    reinterpret_cast<Mbarrier*>(bar)->tag = 0;
 }
 
 void mbarrier_arrive(u64* bar) { mbarrier_arrive_expect(bar, 0); }

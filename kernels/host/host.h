@@ -41,9 +41,10 @@ int aristos_host_tensor_map(void* out128, aristos::u64 base, aristos::u32 rows, 
 // A fault for tests, in what `pe` sends (all ones: every PE). Call it while nothing runs.
 enum AristosHostFault : aristos::u32 {
     ARISTOS_FAULT_NONE = 0,
-    ARISTOS_FAULT_SIGNAL_FIRST = 1,   // a put's signal comes before its data
+    ARISTOS_FAULT_SIGNAL_FIRST = 1,   // signals over the network come at once, before any data
     ARISTOS_FAULT_SIGNAL_LOST = 2,    // signals over the network never come
     ARISTOS_FAULT_STORE_LOST = 3,     // store_release_sys does nothing
+    ARISTOS_FAULT_FENCE_LOST = 4,     // fence_puts does nothing, as where a newer proxy reads an older request
 };
 void aristos_host_fault(void* world, aristos::u32 pe, aristos::u32 kind);
 

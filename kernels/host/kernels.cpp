@@ -2,3 +2,4 @@
 #include "../layer_ampere.cu"
 #include "../layer_hopper.cu"
 #include "../routing.cu"
+#include "../smoke.cu"

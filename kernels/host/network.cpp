@@ -10,7 +10,7 @@
 namespace aristos::host {
 
 Network::Network(World& world, bool with_thread)
-    : world_(world), random_(world.seed * 31 + 7), tsan_fiber_(tsan::create_fiber()) {
+    : world_(world), random_(world.seed * 31 + 7), fences_(world.n_pes, 0), tsan_fiber_(tsan::create_fiber()) {
     // Without this thread a put that nobody polls for would never come. Where it cannot be started, whoever polls delivers.
     has_thread_ = with_thread && pthread_create(&thread_, nullptr, deliver_now_and_then, this) == 0;
 }
@@ -19,6 +19,7 @@ Network::~Network() {
     over_ = true;
     if (has_thread_) pthread_join(thread_, nullptr);
     if (tsan_fiber_) tsan::destroy_fiber(tsan_fiber_);
+    for (const Unseen& data : unseen_) Untracked<char>().deallocate(data.data, data.bytes);
 }
 
 void* Network::deliver_now_and_then(void* network) {
@@ -31,73 +32,102 @@ void* Network::deliver_now_and_then(void* network) {
     return nullptr;
 }
 
-void Network::put(u32 from, void* to, const void* source, u64 bytes, u64* signal, u64 value) {
+void Network::add(const Piece& piece) {
+    bag_.push_back(piece);
+    waiting_.store(bag_.size(), std::memory_order_relaxed);
+}
+
+void Network::put(u32 from, u32 to_pe, void* to, const void* source, u64 bytes) {
     Locked locked(lock_);
     tsan::release(this);
-    u32 number;
-    if (free_puts_.empty()) {
-        number = u32(puts_.size());
-        puts_.push_back({});
-    } else {
-        number = free_puts_.back();
-        free_puts_.pop_back();
-    }
-    if (world_.has_fault(from, ARISTOS_FAULT_SIGNAL_LOST)) signal = nullptr;
-    puts_[number] = {from, 0, signal, value};
-    if (signal && world_.has_fault(from, ARISTOS_FAULT_SIGNAL_FIRST)) {
-        tsan::release(signal);
-        __atomic_store_n(signal, value, __ATOMIC_RELEASE);
-        puts_[number].signal = nullptr;
-    }
     u64 done = 0;
     for (u32 left = 1 + random_.below(4); done < bytes; --left) {
         const u64 rest = bytes - done;
         // Cut at any multiple of 8 bytes, as hardware is likely to.
         u64 piece = left <= 1 || rest <= 8 ? rest : (random_.next() % rest + 7) / 8 * 8;
         if (piece == 0 || piece > rest) piece = rest;
-        bag_.push_back({number, static_cast<char*>(to) + done, static_cast<const char*>(source) + done, piece, false});
-        ++puts_[number].pieces;
+        add({from, to_pe, fences_[from], static_cast<char*>(to) + done, static_cast<const char*>(source) + done, piece, 0});
         done += piece;
     }
-    if (puts_[number].pieces == 0) add_signal(number);
-    waiting_.store(bag_.size(), std::memory_order_relaxed);
 }
 
-void Network::add_signal(u32 number) {
-    const Put& put = puts_[number];
-    if (put.signal) {
-        bag_.push_back({number, reinterpret_cast<char*>(put.signal), nullptr, 8, true});
-    } else {
-        free_puts_.push_back(number);
+void Network::signal(u32 from, u32 to_pe, u64* signal, u64 value) {
+    Locked locked(lock_);
+    tsan::release(this);
+    if (world_.has_fault(from, ARISTOS_FAULT_SIGNAL_LOST)) return;
+    if (world_.has_fault(from, ARISTOS_FAULT_SIGNAL_FIRST)) {
+        tsan::release(signal);
+        __atomic_store_n(signal, value, __ATOMIC_RELEASE);
+        return;
     }
+    add({from, to_pe, fences_[from], reinterpret_cast<char*>(signal), nullptr, 8, value});
+}
+
+void Network::fence(u32 from) {
+    if (world_.has_fault(from, ARISTOS_FAULT_FENCE_LOST)) return;
+    Locked locked(lock_);
+    ++fences_[from];
+}
+
+bool Network::may_be_delivered(const Piece& piece) const {
+    for (const Piece& other : bag_) {
+        if (other.from == piece.from && other.to_pe == piece.to_pe && other.fences < piece.fences) return false;
+    }
+    return true;
 }
 
 void Network::deliver(std::size_t which) {
     const Piece piece = bag_[which];
     bag_[which] = bag_.back();
     bag_.pop_back();
-    Put& put = puts_[piece.put];
     void* caller = tsan::current_fiber();
     if (caller) tsan::switch_to(tsan_fiber_);
     tsan::acquire(this);
-    if (piece.is_signal) {
-        tsan::release(put.signal);
-        __atomic_store_n(put.signal, put.value, __ATOMIC_RELEASE);
-        free_puts_.push_back(piece.put);
+    if (!piece.source) {
+        tsan::release(piece.to);
+        __atomic_store_n(reinterpret_cast<u64*>(piece.to), piece.value, __ATOMIC_RELEASE);
     } else {
+        // To ThreadSanitizer data are there at delivery, whether they are seen at once or later.
         tsan::reads(piece.source, piece.bytes);
         tsan::writes(piece.to, piece.bytes);
-        raw_copy(piece.to, piece.source, piece.bytes);
-        if (--put.pieces == 0) add_signal(piece.put);
+        if (random_.below(2)) {
+            raw_copy(piece.to, piece.source, piece.bytes);
+        } else {
+            char* data = Untracked<char>().allocate(piece.bytes);
+            raw_copy(data, piece.source, piece.bytes);
+            unseen_.push_back({piece.from, piece.to_pe, piece.to, piece.bytes, data});
+        }
     }
     tsan::release(&delivered_);
     if (caller) tsan::switch_to(caller);
     waiting_.store(bag_.size(), std::memory_order_relaxed);
 }
 
+// Those for which `of` holds, in the order of their delivery.
+template <class Of> void Network::show(Of of) {
+    std::size_t kept = 0;
+    for (const Unseen& data : unseen_) {
+        if (!of(data)) {
+            unseen_[kept++] = data;
+            continue;
+        }
+        raw_copy(data.to, data.data, data.bytes);
+        Untracked<char>().deallocate(data.data, data.bytes);
+    }
+    unseen_.resize(kept);
+}
+
+void Network::see(u32 pe) {
+    Locked locked(lock_);
+    show([&](const Unseen& data) { return data.to_pe == pe; });
+}
+
 void Network::poll() {
     if (waiting_.load(std::memory_order_relaxed) == 0 || lock_.test_and_set(std::memory_order_acquire)) return;
-    for (u32 n = random_.below(4); n > 0 && !bag_.empty(); --n) deliver(random_.below(u32(bag_.size())));
+    for (u32 n = random_.below(4); n > 0 && !bag_.empty(); --n) {
+        const u32 which = random_.below(u32(bag_.size()));
+        if (may_be_delivered(bag_[which])) deliver(which);
+    }
     lock_.clear(std::memory_order_release);
 }
 
@@ -106,12 +136,12 @@ void Network::quiet(u32 from) {
     for (bool any = true; any;) {
         any = false;
         for (std::size_t i = bag_.size(); i-- > 0;) {
-            if (puts_[bag_[i].put].from == from) {
-                deliver(i);  // puts the last piece in its place, which has been seen, or a new signal at the end
-                any = true;
-            }
+            if (bag_[i].from != from) continue;
+            any = true;
+            if (may_be_delivered(bag_[i])) deliver(i);  // puts the last piece, which has been seen, in its place
         }
     }
+    show([&](const Unseen& data) { return data.from == from; });
     // For the caller, what was delivered has completed: it may reuse its sources.
     tsan::acquire(&delivered_);
 }
@@ -156,30 +186,49 @@ template <class Work> void once(Wait kind, const void* argument, Work work) {
     block.meet_block(fiber, barrier, ~0u, kind);
 }
 
-void put_from(Block& block, void* mine, const void* source, u64 bytes, u64* signal, u64 value, u32 pe) {
-    World& world = *block.launch->world;
-    char* to = place_at(block, mine, bytes, pe, "a put");
-    u64* signal_to = signal ? reinterpret_cast<u64*>(place_at(block, signal, 8, pe, "a signal")) : nullptr;
-    world.network->put(block.launch->pe, to, source, bytes, signal_to, value);
+// What a put or a signal releases must be fenced, as whoever carries it is no thread of the device: by its writer, before the last
+// barrier that the block has passed, or by this thread after it.
+void check_fenced(Block& block, const Fiber& fiber, const char* what) {
+    if (block.syncs - fiber.fenced_at > 1) block.fail("%s by thread %u, which has not called fence_sys", what, fiber.thread);
 }
 
 }  // namespace
 
+void note_fence_sys() { self()->fenced_at = self()->home->syncs; }
+
 void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
-    once(Wait::PUT, dst_mine, [&](Block& block) { put_from(block, dst_mine, src, bytes, nullptr, 0, pe); });
+    check_fenced(*self()->home, *self(), "a put");
+    once(Wait::PUT, dst_mine, [&](Block& block) {
+        char* to = place_at(block, dst_mine, bytes, pe, "a put");
+        block.launch->world->network->put(block.launch->pe, pe, to, src, bytes);
+    });
 }
 
-void put_signal_block(void* dst_mine, const void* src, u64 bytes, u64* signal_mine, u64 value, u32 pe) {
-    once(Wait::PUT, dst_mine, [&](Block& block) { put_from(block, dst_mine, src, bytes, signal_mine, value, pe); });
+void fence_puts() {
+    const Grid& launch = *self()->home->launch;
+    launch.world->network->fence(launch.pe);
 }
 
 void signal_set(u64* signal_mine, u64 value, u32 pe) {
-    put_from(*self()->home, signal_mine, nullptr, 0, signal_mine, value, pe);
+    Block& block = *self()->home;
+    check_fenced(block, *self(), "a signal");
+    u64* to = reinterpret_cast<u64*>(place_at(block, signal_mine, 8, pe, "a signal"));
+    block.launch->world->network->signal(block.launch->pe, pe, to, value);
 }
 
-void quiet_block() {
-    once(Wait::QUIET, nullptr, [](Block& block) { block.launch->world->network->quiet(block.launch->pe); });
+void quiet_puts() {
+    const Grid& launch = *self()->home->launch;
+    launch.world->network->quiet(launch.pe);
 }
+
+void see_puts(const u64* word_mine) {
+    Block& block = *self()->home;
+    place_at(block, word_mine, 8, block.launch->pe, "a test");
+    block.launch->world->network->see(block.launch->pe);
+}
+
+u32 my_pe() { return self()->home->launch->pe; }
+u32 n_pes() { return self()->home->launch->world->n_pes; }
 
 bool store_is_lost() {
     const Grid& launch = *self()->home->launch;

@@ -1,8 +1,11 @@
 // Puts to PEs that are only reachable over a network: as late, as fragmented and as reordered as OpenSHMEM allows.
 //
-// A put is cut into up to four pieces. Pieces of all puts wait in one pool, from which one at random is delivered at a time: by
-// whoever polls or calls quiet, and now and then by the network's own thread. The source is read at delivery. A put's signal enters
-// the pool once all its pieces are delivered. Only quiet orders anything else.
+// A put is cut into up to four pieces. Pieces of all puts and all signals wait in one pool, from which one at random is delivered at a
+// time: by whoever polls or calls quiet, and now and then by the network's own thread. The source is read at delivery. What was sent to a
+// PE after a fence waits until all that was sent to it before has been delivered; only quiet orders anything else.
+//
+// As behind some network cards, the data that are delivered to a PE may be read as they were before until a thread there calls `see`:
+// half of the pieces are kept back so long, signals never are.
 #pragma once
 #include "world.h"
 
@@ -12,18 +15,24 @@ class Network {
   public:
     Network(World& world, bool with_thread);
     ~Network();
-    // `signal` may be null.
-    void put(u32 from, void* to, const void* source, u64 bytes, u64* signal, u64 value);
+    void put(u32 from, u32 to_pe, void* to, const void* source, u64 bytes);
+    void signal(u32 from, u32 to_pe, u64* signal, u64 value);
+    void fence(u32 from);
     void poll();
-    // Waits until nothing from `from` is in flight.
+    // Waits until nothing from `from` is in flight, and shows it to all.
     void quiet(u32 from);
+    // What has been delivered to `pe` is what it reads from now on.
+    void see(u32 pe);
 
   private:
-    struct Put { u32 from, pieces; u64* signal; u64 value; };
-    struct Piece { u32 put; char* to; const char* source; u64 bytes; bool is_signal; };
+    // `source` is null in a signal.
+    struct Piece { u32 from, to_pe; u64 fences; char* to; const char* source; u64 bytes, value; };
+    struct Unseen { u32 from, to_pe; char* to; u64 bytes; char* data; };
 
+    void add(const Piece& piece);
+    bool may_be_delivered(const Piece& piece) const;
     void deliver(std::size_t which);
-    void add_signal(u32 put);
+    template <class Of> void show(Of of);
     static void* deliver_now_and_then(void* network);
 
     World& world_;
@@ -31,8 +40,8 @@ class Network {
     std::atomic<std::size_t> waiting_{0};
     Random random_;
     UntrackedVector<Piece> bag_;
-    UntrackedVector<Put> puts_;
-    UntrackedVector<u32> free_puts_;
+    UntrackedVector<Unseen> unseen_;
+    UntrackedVector<u64> fences_;  // by PE
     void* tsan_fiber_;      // as which ThreadSanitizer sees deliveries
     u8 delivered_ = 0;      // its address stands, to ThreadSanitizer, for all that was delivered
     std::atomic<bool> over_{false};

@@ -175,7 +175,11 @@ DEVICE void fence_gpu() { fence_for_tsan(); }
 #else
 DEVICE void fence_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
-DEVICE void fence_sys() { fence_gpu(); }
+void note_fence_sys();  // for puts and signals, which want one
+DEVICE void fence_sys() {
+    fence_gpu();
+    note_fence_sys();
+}
 
 DEVICE u32 shared_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 shared_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
@@ -210,13 +214,17 @@ template <class T> DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (
 // ---- one-sided (network.cpp)
 
 void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe);
-void put_signal_block(void* dst_mine, const void* src, u64 bytes, u64* signal_mine, u64 value, u32 pe);
+void fence_puts();
 void signal_set(u64* signal_mine, u64 value, u32 pe);
-void quiet_block();
+void quiet_puts();
+void see_puts(const u64* word_mine);
+u32 my_pe();
+u32 n_pes();
 
 // ---- Hopper: mbarriers and TMA (copies.cpp), wgmma (tensor.cpp)
 
 void mbarrier_init(u64* bar, u32 count);
+void mbarrier_inval(u64* bar);
 DEVICE void mbarrier_fence_init() {}
 void mbarrier_arrive(u64* bar);
 void mbarrier_arrive_expect(u64* bar, u32 bytes);
@@ -224,7 +232,6 @@ bool mbarrier_test(u64* bar, u32 parity);
 void mbarrier_wait(u64* bar, u32 parity);
 void fence_proxy_async();
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
-DEVICE void tma_prefetch(const TensorMap*) {}
 DEVICE void tensor_map_fence(const TensorMap*) {}
 
 void wgmma_fence();

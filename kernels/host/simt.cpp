@@ -68,7 +68,6 @@ const char* name_of(Wait wait) {
         case Wait::MBARRIER: return "mbarrier_wait";
         case Wait::WGMMA: return "wgmma_wait";
         case Wait::PUT: return "a block-wide put";
-        case Wait::QUIET: return "quiet_block";
         case Wait::DONE: return "its end: it is over";
     }
     return "?";
@@ -108,7 +107,8 @@ void Block::run(Grid* the_launch, u32 block_index) {
     warpgroups.resize((threads + WARPGROUP - 1) / WARPGROUP);
     for (Barrier& barrier : barriers) barrier = Barrier{};
     loads.clear();
-    switches = pauses = idle_rounds = 0;
+    mbarriers.clear();
+    switches = pauses = idle_rounds = syncs = 0;
     queue_head = queue_size = 0;
     // A read of what nobody wrote must show: NaN in every format.
     raw_fill(window, 0xff, SHARED_START + launch->shared_bytes);
@@ -142,7 +142,7 @@ void Block::start_fiber(Fiber* fiber) {
     fiber->shared = window + SHARED_START;
     fiber->home = this;
     fiber->wait = Wait::NOTHING;
-    fiber->copy_groups = 0;
+    fiber->copy_groups = fiber->fenced_at = 0;
     fiber->copies.clear();
     fiber->unfenced.clear();
     fiber->wgmma = WgmmaThread{};
@@ -282,6 +282,7 @@ void Block::release_barrier(Barrier& barrier, Fiber* but) {
     barrier.any[barrier.phase % 2] = barrier.any_now;
     barrier.any_now = false;
     barrier.arrived = 0;
+    if (barrier.kind == Wait::BLOCK || barrier.kind == Wait::BLOCK_OR) ++syncs;
     ++barrier.phase;
     const u32 start = random.below(threads);
     for (u32 i = 0; i < threads; ++i) {

@@ -44,7 +44,7 @@ struct Random {
 // What a fiber waits for, for the report of a deadlock and to see that the lanes of a warp do the same.
 enum class Wait : u8 {
     NOTHING, BLOCK, BLOCK_OR, NAMED, WARP, SHFL, SHFL_XOR, SHFL_UP, BALLOT, LDMATRIX, LDMATRIX_TRANS, MMA_BF16, MMA_F16,
-    MBARRIER, WGMMA, PUT, QUIET, DONE,
+    MBARRIER, WGMMA, PUT, DONE,
 };
 
 struct Fiber;
@@ -71,6 +71,7 @@ struct Fiber : dev::ThreadContext {
     Operands operands;
     u32 copy_groups;            // committed by cp.async
     UntrackedVector<Copy> copies;   // in flight
+    u32 fenced_at;              // the block's `syncs` at the last fence_sys
     UntrackedVector<u32> unfenced;  // pieces of the shared window that cp.async wrote since the last fence_proxy_async
     WgmmaThread wgmma;
 };
@@ -134,6 +135,8 @@ struct Block {
     // Of each 16-byte piece: 1 + the thread whose cp.async wrote it and which has not fenced since, otherwise 0.
     u16 unfenced[(SHARED_START + MAX_SHARED) / 16];
     u64 switches = 0, next_load_due = 0;
+    u32 syncs = 0;                        // barriers of all threads that were passed
+    UntrackedVector<u64*> mbarriers;      // initialised and not ended
     u64 pauses = 0, idle_rounds = 0;
 
   private:

@@ -213,15 +213,30 @@ struct Layers {
             DestPlan& to = l.plan.dest[d] = {0, 0, slot_base, 0, 0, chunk_base};
             u32* row_slot = l.plan.row_slot + u64(d) * (s.max_tokens + 1);
             u32* round_chunk = l.plan.round_chunk + u64(d) * (l.sizes.max_chunks + 1);
+            u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
+            // Rows by (first local expert, token).
+            auto at_d = [&](u32 k) { return place(l.routing.chosen[k]) == d; };
+            auto local = [&](u32 k) { return l.tables.local_index[l.routing.chosen[k]]; };
+            std::vector<std::pair<u32, u32>> heads;
             for (u32 t = 0; t < f.tokens[pe]; t++) {
-                u32& row = l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;
+                l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;
+                u32 k = t * s.top_k;
+                while (k < (t + 1) * s.top_k && !at_d(k)) k++;
+                if (k < (t + 1) * s.top_k) heads.push_back({local(k), t});
+            }
+            std::sort(heads.begin(), heads.end());
+            std::vector<u32> lasts;
+            for (const auto& [head, t] : heads) {
+                const u32 row = to.rows++;
+                l.plan.token_row[u64(d) * s.max_tokens + t] = row;
+                l.plan.row_token[u64(d) * s.max_tokens + row] = t, row_slot[row] = to.slots;
                 for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++) {
-                    if (place(l.routing.chosen[k]) != d) continue;
-                    if (row == NONE) row = to.rows++, l.plan.row_token[u64(d) * s.max_tokens + row] = t, row_slot[row] = to.slots;
+                    if (!at_d(k)) continue;
                     const u32 at = slot_base + to.slots++;
-                    l.plan.slot_word[at] = l.tables.local_index[l.routing.chosen[k]] << RANK_BITS;
+                    l.plan.slot_word[at] = local(k) << RANK_BITS;
                     l.plan.slot_weight[at] = l.routing.routing_weights[k], l.plan.slot_choice[at] = k;
                 }
+                lasts.push_back(slot_expert(l.plan.slot_word[slot_base + to.slots - 1]));
             }
             row_slot[to.rows] = to.slots;
             // Rounds, and in each the ranks from 0.
@@ -238,6 +253,18 @@ struct Layers {
                     l.plan.slot_word[at] += ranks[slot_expert(l.plan.slot_word[at])]++;
             }
             round_chunk[to.rounds] = to.chunks;
+            // Results of a round by (last local expert, row).
+            for (u32 round = 0; round < to.rounds; round++) {
+                std::vector<std::pair<u32, u32>> back;
+                for (u32 row = round_chunk[round] * s.chunk_rows; row < std::min(round_chunk[round + 1] * s.chunk_rows, to.rows); row++)
+                    back.push_back({lasts[row], row});
+                std::sort(back.begin(), back.end());
+                u32 number = round_chunk[round] * s.chunk_rows, before = 0;
+                for (const auto& [last, row] : back) {
+                    if (s.training) l.plan.return_slot[u64(d) * s.max_tokens + number] = before;
+                    row_return[row] = number++, before += row_slot[row + 1] - row_slot[row];
+                }
+            }
             slot_base += to.slots, chunk_base += to.chunks;
         }
         return true;

@@ -9,7 +9,7 @@ using namespace world;
 namespace {
 
 struct Slot { u32 expert, rank; float weight; u32 choice; };
-struct Row { u32 token; std::vector<Slot> slots; };
+struct Row { u32 token; std::vector<Slot> slots; u32 number = 0, slots_before = 0; };
 struct Dest { std::vector<Row> rows; std::vector<u32> round_chunk; };
 
 // What one PE sends to whom. `kept[choice]`.
@@ -25,6 +25,8 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
         rows.back().slots.push_back({p.local_index[chosen[choice]], 0, weights[choice], choice});
     }
     for (Dest& d : all) {
+        auto first = [](const Row& row) { return row.slots.front().expert; };
+        std::stable_sort(d.rows.begin(), d.rows.end(), [&](const Row& a, const Row& b) { return first(a) < first(b); });
         const u32 chunks = u32((d.rows.size() + s.chunk_rows - 1) / s.chunk_rows);
         u32 in_round = 0, slots_in_round = 0;
         std::vector<u32> ranks(s.max_local, 0);
@@ -42,6 +44,15 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
                 for (Slot& slot : d.rows[r].slots) slot.rank = ranks[slot.expert]++;
         }
         d.round_chunk.push_back(chunks);
+        for (u32 round = 0; round + 1 < d.round_chunk.size(); round++) {
+            std::vector<Row*> back;
+            for (u32 r = d.round_chunk[round] * s.chunk_rows; r < d.round_chunk[round + 1] * s.chunk_rows && r < d.rows.size(); r++)
+                back.push_back(&d.rows[r]);
+            auto last = [](const Row* row) { return row->slots.back().expert; };
+            std::stable_sort(back.begin(), back.end(), [&](const Row* a, const Row* b) { return last(a) < last(b); });
+            u32 number = d.round_chunk[round] * s.chunk_rows, before = 0;
+            for (Row* row : back) row->number = number++, row->slots_before = before, before += u32(row->slots.size());
+        }
     }
     return all;
 }
@@ -71,6 +82,12 @@ void compare(const Pe& p, const std::vector<Dest>& expected, u32 tokens) {
         for (u32 r = 0; r < e.rows.size(); r++) {
             row_of[e.rows[r].token] = r;
             CHECK(plan.row_token[u64(d) * p.s.max_tokens + r] == e.rows[r].token && row_slot[r] == at, "to %u: row %u", d, r);
+            const u32 number = plan.row_return[u64(d) * p.s.max_tokens + r];
+            CHECK(number == e.rows[r].number, "to %u: row %u returns as number %u instead of %u", d, r, number, e.rows[r].number);
+            if (number != e.rows[r].number) return;
+            const u32 before = p.s.training ? plan.return_slot[u64(d) * p.s.max_tokens + number] : e.rows[r].slots_before;
+            CHECK(before == e.rows[r].slots_before, "to %u: row %u returns after %u slots instead of %u", d, r, before,
+                  e.rows[r].slots_before);
             for (const Slot& s : e.rows[r].slots) {
                 const u32 i = slot_base + at++, word = plan.slot_word[i];
                 CHECK(slot_expert(word) == s.expert && slot_rank(word) == s.rank, "to %u row %u: expert %u rank %u instead of %u %u", d,

@@ -171,6 +171,25 @@ KERNEL(test_wrong, 128, 1)(u32 what, char* memory) {
     }
     if (what == 9) put_block(memory - 16, memory, 16, 0);
     if (what == 10) wgmma_wait<0>();  // nothing in flight: nothing to wait for
+    if (what == 11 || what == 12) {
+        sync_block();
+        if (what == 12) fence_sys();
+        sync_block();
+        if (thread() == 0) signal_set(reinterpret_cast<u64*>(memory), 1, 0);
+        sync_block();
+        if (what == 12) put_block(memory, memory + 16, 16, 0);
+    }
+    if (what == 13 && thread() == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_init(bar, 1);
+    }
+    if (what == 14) {
+        for (u32 turn = 0; turn < 2; ++turn) {
+            if (thread() == 0) mbarrier_init(bar, 1);
+            sync_block();
+            if (thread() == 0) mbarrier_inval(bar);
+        }
+    }
 }
 REGISTER_KERNEL(test_wrong)
 
@@ -192,6 +211,10 @@ CASE(wrong_use_is_reported) {
     expect(8, "not aligned to 16");
     expect(9, "not in this PE's heap");
     expect(10, "");
+    expect(11, "a signal by thread 0, which has not called fence_sys");
+    expect(12, "a put by thread ");
+    expect(13, "mbarrier_init of one that nobody has ended");
+    expect(14, "");
     expect(5, "not aligned to 16");  // after all that, still
     const auto refused = [&](const char* kernel, u32 grid, u32 block, u32 shared_bytes, const char* text) {
         const std::string error = world.try_launch(0, kernel, grid, block, shared_bytes, 10u, world.heap(0));
@@ -210,35 +233,41 @@ CASE(wrong_use_is_reported) {
 struct Puts { u64 *signals, *data, *source; u32 mode, peer; };
 
 KERNEL(test_put, 64, 1)(Puts p) {
-    if (p.mode == 0) {  // 8 puts with a signal each, from distinct places
-        for (u32 i = 0; i < 8; ++i) {
-            for (u32 j = thread(); j < 512; j += threads()) p.source[i * 512 + j] = i * 1000 + j + 1;
-            put_signal_block(p.data + i * 512, p.source + i * 512, 4096, p.signals + i, i + 1, p.peer);
-        }
-    } else if (p.mode == 1) {  // put, quiet, signal
-        for (u32 j = thread(); j < 512; j += threads()) p.source[j] = j + 1;
-        put_block(p.data, p.source, 4096, p.peer);
-        quiet_block();
-        for (u32 j = thread(); j < 512; j += threads()) p.source[j] = 0;
-        if (thread() == 0) signal_set(p.signals, 1, p.peer);
-    } else {  // the source is used again at once
-        for (u32 j = thread(); j < 512; j += threads()) p.source[j] = j + 1;
-        put_signal_block(p.data, p.source, 4096, p.signals, 1, p.peer);
-        for (u32 j = thread(); j < 512; j += threads()) p.source[j] = 0;
+    const u32 n = p.mode == 0 || p.mode == 3 ? 8 : 1;
+    for (u32 j = thread(); j < n * 512; j += threads()) p.source[j] = j / 512 * 1000 + j % 512 + 1;
+    fence_sys();
+    sync_block();
+    for (u32 i = 0; i < n; ++i) put_block(p.data + i * 512, p.source + i * 512, 4096, p.peer);
+    if (p.mode == 1) {  // put, quiet, signal
+        if (thread() == 0) quiet_puts();
+        sync_block();
+    } else if (thread() == 0) {
+        fence_puts();
     }
+    if (p.mode != 1) {  // 8 puts and signals, or, in mode 2, one whose source is used again at once
+        if (thread() == 0) {
+            for (u32 i = 0; i < n; ++i) signal_set(p.signals + i, i + 1, p.peer);
+        }
+        if (p.mode != 2) return;
+    }
+    for (u32 j = thread(); j < 512; j += threads()) p.source[j] = 0;
+    fence_sys();
+    if (p.mode == 1 && thread() == 0) signal_set(p.signals, 1, p.peer);
 }
 REGISTER_KERNEL(test_put)
 
-// Waits for `mode == 0 ? 8 : 1` signals; counts data that has not come, and signals that came after a later one.
+// Waits for 8 signals, or 1; counts data that has not come, and signals that came after a later one. In mode 3 it reads what came without
+// having seen it.
 KERNEL(test_get, 64, 1)(Puts p, u32* wrong, u64 limit_ns) {
     const u64 start = nanoseconds();
-    const u32 n = p.mode == 0 ? 8 : 1;
+    const u32 n = p.mode == 0 || p.mode == 3 ? 8 : 1;
     u32 seen = 0, bad = 0, disordered = 0;
     while (thread() == 0 && seen != (1u << n) - 1 && nanoseconds() - start < limit_ns) {
         for (u32 i = 0; i < n; ++i) {
             if (seen >> i & 1 || load_acquire_sys(p.signals + i) != i + 1) continue;
             disordered += seen >> i > 1;
             seen |= 1u << i;
+            if (p.mode != 3) see_puts(p.signals);
             for (u32 j = 0; j < 512; ++j) bad += p.data[i * 512 + j] != i * 1000 + j + 1;
         }
         pause();
@@ -287,11 +316,15 @@ CASE(tsan_put_with_signal) {
 }
 
 CASE(network_faults_are_seen) {
-    u32 reused = 0, first = 0;
-    for (u64 seed = 0; seed < MOST_SEEDS && (reused < 4 || first < 4); ++seed) {
+    u32 reused = 0, first = 0, unfenced = 0, unseen = 0;
+    for (u64 seed = 0; seed < MOST_SEEDS && (reused < 4 || first < 4 || unfenced < 4 || unseen < 4); ++seed) {
         reused += send(2, seed, ARISTOS_FAULT_NONE).bad > 0;
         first += send(0, seed, ARISTOS_FAULT_SIGNAL_FIRST).bad > 0;
+        unfenced += send(0, seed, ARISTOS_FAULT_FENCE_LOST).bad > 0;
+        unseen += send(3, seed, ARISTOS_FAULT_NONE).bad > 0;
     }
+    CHECK(unfenced >= 4, "a lost fence was seen %u times", unfenced);
+    CHECK(unseen >= 4, "data that nobody has looked for were missed %u times", unseen);
     CHECK(reused >= 4, "a source used again too early was seen %u times", reused);
     CHECK(first >= 4, "signals before their data were seen %u times", first);
     CHECK(send(0, 1, ARISTOS_FAULT_SIGNAL_LOST).signals == 0);

@@ -94,32 +94,84 @@ inline Options bulk() {
 }
 
 // ---- The counters of a pass, from the routing alone.
-struct Pair { u32 rows = 0, slots = 0, rounds = 0; std::vector<u32> chunk_rows, chunk_slots; };
+struct Pair { u32 rows = 0, slots = 0, rounds = 0; std::vector<u32> chunk_rows, chunk_slots, round_chunks; };
 inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     const LayerShape& s = t.w->s;
     const auto kept = t.kept(pass);
     std::vector<std::vector<Pair>> all(s.n_pes, std::vector<Pair>(s.n_pes));
     for (u32 from = 0; from < s.n_pes; from++) {
         const auto& chosen = t.seen[from][pass].chosen;
+        std::vector<std::vector<std::pair<u32, u32>>> rows(s.n_pes);  // (first local expert, slots)
         for (u32 token = 0; token < chosen.size() / s.top_k; token++) {
             std::vector<u32> slots(s.n_pes, 0);
-            for (u32 k = 0; k < s.top_k; k++) slots[t.place(chosen[token * s.top_k + k])] += kept[from][token * s.top_k + k];
-            for (u32 to = 0; to < s.n_pes; to++) {
-                Pair& p = all[from][to];
-                if (slots[to] == 0) continue;
+            for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
+                const u32 to = kept[from][i] ? t.place(chosen[i]) : NONE;
+                if (to == NONE) continue;
+                if (slots[to]++ == 0) rows[to].push_back({t.w->pes[to]->local_index[chosen[i]], 0});
+                rows[to].back().second++;
+            }
+        }
+        for (u32 to = 0; to < s.n_pes; to++) {
+            Pair& p = all[from][to];
+            std::stable_sort(rows[to].begin(), rows[to].end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+            for (const auto& row : rows[to]) {
                 if (p.rows++ % s.chunk_rows == 0) p.chunk_rows.push_back(0), p.chunk_slots.push_back(0);
-                p.chunk_rows.back()++, p.chunk_slots.back() += slots[to], p.slots += slots[to];
+                p.chunk_rows.back()++, p.chunk_slots.back() += row.second, p.slots += row.second;
             }
         }
         for (Pair& p : all[from]) {
             u32 chunks = 0, in_round = 0;
             for (u32 slots : p.chunk_slots) {
-                if (p.rounds == 0 || chunks == s.window_chunks || in_round + slots > s.round_slots) p.rounds++, chunks = in_round = 0;
-                chunks++, in_round += slots;
+                if (p.rounds == 0 || chunks == s.window_chunks || in_round + slots > s.round_slots) p.rounds++, chunks = in_round = 0, p.round_chunks.push_back(0);
+                p.round_chunks.back()++, chunks++, in_round += slots;
             }
         }
     }
     return all;
+}
+
+// One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
+// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers.
+inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
+    const LayerShape& s = t.w->s;
+    const u32 n = s.n_pes;
+    auto far = [&](u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * n + pe] && pe != me; };
+    auto overflows = [&](u32 pe) {
+        return std::any_of(pairs.begin(), pairs.end(), [&](const auto& of) { return of[pe].rounds > 1; });
+    };
+    u64 fences = 0, most_rounds = 1;
+    // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
+    auto chunks = [&](auto of, u64 round) {
+        std::vector<bool> wave(n, false);
+        for (u32 index = 0, number = 0; index < s.window_chunks; index++) {
+            for (u32 i = 1; i < n; i++) {
+                if (!far((me + i) % n)) continue;
+                const Pair* p = of((me + i) % n);
+                const u32 at = number++ / s.window_chunks;
+                CHECK(at < n - 1, "more waves than peers");
+                if (p && round < p->rounds && index < p->round_chunks[round]) wave[at] = true;
+            }
+        }
+        fences += u64(std::count(wave.begin(), wave.end(), true));
+    };
+    auto out = [&](u32 pe) { return far(pe) ? &pairs[me][pe] : nullptr; };
+    auto in = [&](u32 pe) { return far(pe) ? &pairs[pe][me] : nullptr; };
+    auto again = [&](u32 pe) { return overflows(pe) ? out(pe) : nullptr; };
+    for (u32 pe = 0; pe < n; pe++) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][me].rounds});
+    for (u64 round = 0; round < most_rounds; round++) {
+        bool header = false;
+        for (u32 pe = 0; pe < n; pe++) {
+            const Pair* p = backward ? again(pe) : out(pe);
+            header = header || (p && (p->rounds > round || (round == 0 && !backward)));
+        }
+        fences += header;
+        if (backward) chunks(again, round);
+        chunks(out, round), chunks(in, round);
+    }
+    bool any = false;
+    for (u32 pe = 0; pe < n; pe++) any = any || far(pe);
+    if (!backward && t.o.capacity > 0) fences += any;
+    return fences;
 }
 
 inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
@@ -145,16 +197,16 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         w.header_bytes += headers * header;
         w.dispatch_rows += copies * out.rows;
         w.dispatch_row_bytes += u64(copies) * out.rows * s.hidden * 2;
-        if (!backward || again) w.dispatch_slot_bytes += 4 * (out.rows + chunks) + 8 * out.slots;
+        if (!backward || again) w.dispatch_slot_bytes += 4 * out.rows + 8 * out.slots;
         w.combine_rows += in.rows;
         w.combine_row_bytes += u64(in.rows) * s.hidden * 2;
         if (backward) w.combine_slot_bytes += 4 * in.slots;
         const u64 messages = headers + copies * chunks + in.chunk_rows.size();
         w.puts += messages, w.signals += messages;
-        if (t.o.reachable.empty() || t.o.reachable[me * n + pe]) w.fences += messages;
         if (backward && overflows(me)) w.signals += in.chunk_rows.size();  // acknowledgements
         if (!backward && t.o.capacity > 0) w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
     }
+    w.fences = expected_fences(t, pairs, me, backward);
     return w;
 }
 

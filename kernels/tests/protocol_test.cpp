@@ -18,6 +18,8 @@ enum PlantedFault : u32 {
     NO_ROOM,           // a round is sent before the last one's results are back
     ONE_PLACE,         // headers of odd and even forward passes in one place
     NO_PASS,           // stamps without the pass
+    NO_SEE,            // data read without a test after a signal over the network
+    NO_FENCE_SYS,      // a signal over the network that is not fenced
 };
 inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
@@ -220,7 +222,7 @@ struct Lie {
     char* window;
     Lie(const Options& o, const Layers& honest) : t(o), l(t.w->pes[0]->layer()) {
         const Layer& from = honest.w->pes[0]->layer();
-        const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0);
+        const u64 at = header_offset(l, 1, 1), chunks = chunk_offset(l, 1, 0, 0);
         header = reinterpret_cast<u32*>(l.symmetric.header + at);
         window = reinterpret_cast<char*>(l.symmetric.window + chunks);
         std::memcpy(header, from.symmetric.header + at, l.sizes.header_bytes);
@@ -229,8 +231,8 @@ struct Lie {
         for (u32 i = 0; i < l.shape.window_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
     }
     // Of chunk 0.
-    u32* starts() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
-    u32* slots() const { return starts() + l.shape.chunk_rows + 1; }
+    u32* rows() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
+    u32* slots() const { return rows() + l.shape.chunk_rows; }
     const ErrorRecord& run() {
         Pass p = t.pass(0, 0);
         std::vector<float> out(u64(t.o.tokens) * t.o.hidden);
@@ -268,7 +270,6 @@ CASE(a_peer_is_not_believed) {
                   int(change), e.kind, e.pe, e.what);
         }
     }
-    const u32 last = o.chunk_rows;
     auto in_chunk = [&](const char* what, auto change) {
         Lie lie(o, honest);
         change(lie);
@@ -276,11 +277,13 @@ CASE(a_peer_is_not_believed) {
         CHECK(e.kind == ERROR_PROTOCOL && e.pe == 1 && e.what == WHAT_ROWS && e.phase == PHASE_DISPATCH && e.index == 0,
               "%s: error %u pe %u what %u", what, e.kind, e.pe, e.what);
     };
-    in_chunk("first slot", [](Lie& lie) { lie.starts()[0] = 1; });
-    in_chunk("a row without slots", [](Lie& lie) { lie.starts()[1] = 0; });
-    in_chunk("slots backwards", [](Lie& lie) { std::swap(lie.starts()[1], lie.starts()[2]); });
-    in_chunk("too many slots of a row", [&](Lie& lie) { lie.starts()[last] += 1; });
-    in_chunk("slots beyond everything", [&](Lie& lie) { lie.starts()[last] = ~0u; });
+    const u32 slot = 1u << RETURN_BITS;
+    in_chunk("a row without slots", [&](Lie& lie) { lie.rows()[1] %= slot; });
+    in_chunk("too many slots of a row", [&](Lie& lie) { lie.rows()[0] += 8 * slot; });
+    in_chunk("slots beyond everything", [&](Lie& lie) { lie.rows()[2] |= 255 * slot; });
+    in_chunk("a number that another row has", [](Lie& lie) { lie.rows()[1] = lie.rows()[0]; });
+    in_chunk("a number beyond the rows", [&](Lie& lie) { lie.rows()[0] |= 7; });
+    in_chunk("a number beyond everything", [&](Lie& lie) { lie.rows()[0] |= slot - 1; });
     in_chunk("an expert of nobody", [&](Lie& lie) { lie.slots()[0] = o.experts << RANK_BITS; });
     in_chunk("an expert beyond everything", [](Lie& lie) { lie.slots()[2] = ~0u; });
     in_chunk("a rank beyond its count", [](Lie& lie) { lie.slots()[2] |= MAX_RANK; });
@@ -300,9 +303,11 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
         s.schedule = seed, s.reachable = reach(o.n_pes, who, seed);
         Layers got(s);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
+        const u32 failures = world::failures;
         planted = fault;
         got.run();
         planted = NO_FAULT;
+        world::failures = failures;  // those of the fault
         const std::string what = difference(got, want.seen);
         if (what.empty()) continue;
         std::printf("  seed %u: %s\n", seed, what.c_str());
@@ -322,6 +327,9 @@ CASE(planted_no_room) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_ROOM)
 CASE(planted_no_room_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_ROOM)); }
 CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE)); }
 CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
+CASE(planted_no_see) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_SEE)); }
+CASE(planted_no_fence_sys) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_FENCE_SYS)); }
+CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
 // ---- Under ThreadSanitizer, which is slow: its vector clocks have an entry for each thread, so the kernels of routing are left out.

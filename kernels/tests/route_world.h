@@ -99,6 +99,7 @@ struct Pe {
     std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
     std::vector<u64> peer;
+    std::vector<u32> far;
     ~Pe() { std::free(local); }
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
@@ -174,6 +175,14 @@ struct World {
         t.gradients = p.gradients.data();
         t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
         t.peer = p.peer.data();
+        p.far.assign(1 + 2 * s.n_pes, 0);
+        for (u32 i = 1; i < s.n_pes; i++) {
+            const u32 other = (pe + i) % s.n_pes;
+            if (p.peer[other]) continue;
+            p.far[1 + s.n_pes + other] = p.far[0];
+            p.far[1 + p.far[0]++] = other;
+        }
+        t.far = p.far.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
         // What nobody writes must not look like a value.
         std::memset(p.local, 0xa5, p.info.local_bytes);

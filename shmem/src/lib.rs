@@ -56,6 +56,7 @@ pub mod fds;
 mod group;
 mod handle;
 pub mod heap;
+mod host;
 mod meet;
 mod memory;
 #[cfg(feature = "mpi")]
@@ -78,6 +79,7 @@ pub use bytemuck::Pod;
 pub use error::{LostPe, ShmemError, WaitTimeout};
 pub use group::GroupTransport;
 pub use handle::AsShmem;
+pub use host::host_id;
 pub use meet::meet;
 pub use memory::available_bytes;
 pub use segment::Segment;

@@ -6,7 +6,7 @@
 
 use std::alloc::{self, Layout};
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -50,12 +50,14 @@ impl Default for EmulatedDevice {
 pub enum Fault {
     /// Nothing.
     None = 0,
-    /// Over the network, the signal of a put comes before its data.
+    /// Signals over the network come at once, before any data.
     SignalFirst = 1,
     /// Signals over the network never come.
     SignalLost = 2,
     /// Signals that are stored never come.
     StoreLost = 3,
+    /// Over the network fences order nothing, as where a newer proxy reads an older request.
+    FenceLost = 4,
 }
 
 impl EmulatedDevice {
@@ -167,6 +169,8 @@ pub struct Emulated {
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
     allocated: Cell<u64>,
+    /// The kernels that can be recorded.
+    prepared: RefCell<HashSet<String>>,
     /// Where launches go instead, while they are recorded.
     recording: RefCell<Option<Vec<OneLaunch>>>,
 }
@@ -240,6 +244,7 @@ impl Emulated {
             marks: [const { Cell::new(None) }; MARKS],
             launches: Cell::new(0),
             allocated: Cell::new(0),
+            prepared: RefCell::default(),
             recording: RefCell::new(None),
         }
     }
@@ -412,11 +417,17 @@ unsafe impl Gpu for Emulated {
         Ok(())
     }
 
-    fn resident_blocks(&self, kernel: &str, _: u32, _: u32) -> Result<u32, GpuError> {
+    fn resident_blocks(&self, kernel: &str, _: u32, shared_bytes: u32) -> Result<u32, GpuError> {
+        self.prepare(kernel, shared_bytes)?;
+        Ok(self.device.multiprocessors)
+    }
+
+    fn prepare(&self, kernel: &str, _: u32) -> Result<(), GpuError> {
         if !self.world.functions.kernels.iter().any(|name| name == kernel) {
             return Err(GpuError::failed(format!("find {kernel}"), "the library has no such kernel"));
         }
-        Ok(self.device.multiprocessors)
+        self.prepared.borrow_mut().insert(kernel.to_string());
+        Ok(())
     }
 
     fn record(&self, work: &mut dyn FnMut() -> Result<(), GpuError>) -> Result<Box<dyn Recording + '_>, GpuError> {
@@ -428,6 +439,10 @@ unsafe impl Gpu for Emulated {
 
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
         if let Some(launches) = self.recording.borrow_mut().as_mut() {
+            if !self.prepared.borrow().contains(kernel) {
+                // As a driver that loads kernels lazily does.
+                return Err(GpuError::failed(format!("record {kernel}"), "it would be loaded meanwhile"));
+            }
             launches.push((kernel.to_string(), launch, args.iter().map(|arg| arg.to_vec()).collect()));
             return Ok(());
         }
@@ -559,6 +574,37 @@ impl Barrier {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gpu::smoke;
+
+    /// What each of three PEs says of a put to and from all, where PE 1 has a fault.
+    fn puts(seed: u64, fault: Fault) -> Vec<Result<(), String>> {
+        let device = EmulatedDevice { seed, ..EmulatedDevice::default() };
+        let limit = Duration::from_millis(if fault == Fault::SignalLost { 200 } else { 20_000 });
+        let apart: Vec<u8> = (0..9).map(|i| u8::from(i / 3 == i % 3)).collect();
+        let pes = world(3, 8 << 20, &device, Some(&apart)).unwrap();
+        pes[1].set_fault(fault);
+        std::thread::scope(|scope| {
+            let work =
+                |pe: Emulated| smoke::try_put(&pe, limit, || pe.synchronise()).map_err(|error| error.to_string());
+            let threads: Vec<_> = pes.into_iter().map(|pe| scope.spawn(move || work(pe))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn puts_that_come_wrong_or_not_at_all_are_named() {
+        assert_eq!(puts(1, Fault::None), [const { Ok(()) }; 3]);
+        let lost = puts(1, Fault::SignalLost);
+        for pe in [0, 2] {
+            let line = lost[pe].as_ref().unwrap_err();
+            assert!(line.contains(&format!("PE {pe} waited 0.2 s for 1048576 bytes that PE 1 puts")), "{line}");
+        }
+        for fault in [Fault::SignalFirst, Fault::FenceLost] {
+            let seen: Vec<_> = (0..10).flat_map(|seed| puts(seed, fault)).filter_map(Result::err).collect();
+            let named = seen.iter().find(|line| line.starts_with("PE 1 put 1048576 bytes to PE "));
+            assert!(named.is_some(), "{fault:?}: {seen:?}");
+        }
+    }
 
     #[test]
     fn a_barrier_waits_for_all_and_not_for_ever() {

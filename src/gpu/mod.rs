@@ -11,6 +11,7 @@ pub mod emulated;
 #[cfg(feature = "cuda")]
 pub mod nvshmem;
 pub mod params;
+pub mod smoke;
 
 use std::marker::PhantomData;
 use std::time::Duration;
@@ -198,6 +199,13 @@ pub unsafe trait Gpu {
     /// When there is no such kernel.
     fn resident_blocks(&self, kernel: &str, block: u32, shared_bytes: u32) -> Result<u32, GpuError>;
 
+    /// Loads a kernel that will be launched with at most `shared_bytes` of dynamic shared memory, which a driver may otherwise do at
+    /// its first launch: launches that are recorded must find it loaded.
+    ///
+    /// # Errors
+    /// When there is no such kernel, or no such block.
+    fn prepare(&self, kernel: &str, shared_bytes: u32) -> Result<(), GpuError>;
+
     /// Launches a kernel, cooperatively where `launch` says so; returns without waiting for it. `args` are the bytes of the
     /// kernel's parameters, in order.
     ///
@@ -208,7 +216,8 @@ pub unsafe trait Gpu {
     /// When there is no such kernel, or it cannot be launched so.
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError>;
 
-    /// Records what `work` launches, and nothing else, without running it: on CUDA devices a graph, which one call launches.
+    /// Records what `work` launches, and nothing else, without running it: on CUDA devices a graph, which one call launches. The
+    /// kernels are [prepared](Gpu::prepare).
     ///
     /// # Errors
     /// `work`'s; the driver's, when it did something that cannot be captured.

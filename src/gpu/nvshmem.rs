@@ -104,7 +104,7 @@ pub fn places(nvshmem_home: Option<&OsStr>) -> Vec<PathBuf> {
 /// also says where.
 ///
 /// # Errors
-/// [`GpuError::Unavailable`]: none is there, one cannot be loaded, or it is older than the kernels' device code.
+/// [`GpuError::Unavailable`]: none is there, one cannot be loaded, or its version does not fit the kernels' device code.
 pub fn find_library() -> Result<(PathBuf, HostLibrary), GpuError> {
     let places = places(std::env::var_os("NVSHMEM_HOME").as_deref());
     for place in &places {
@@ -130,18 +130,21 @@ fn open_library(path: &Path) -> Result<HostLibrary, GpuError> {
     if !takes(version, wanted) {
         let [a, b, c] = version;
         return Err(GpuError::Unavailable(format!(
-            "{} is NVSHMEM {a}.{b}.{c}, and the kernels are built with {HEADER_VERSION}: a host library of that version \
-             or a newer {}.x is needed; set NVSHMEM_HOME to one",
+            "{} is NVSHMEM {a}.{b}.{c}, and the kernels are built with {HEADER_VERSION}: a host library of {}.{} is needed, \
+             not older than that; set NVSHMEM_HOME to one",
             path.display(),
-            wanted[0]
+            wanted[0],
+            wanted[1]
         )));
     }
     Ok(HostLibrary { host, version })
 }
 
-/// Whether a host library takes device code of a version: the same major version, and not older.
+/// Whether a host library carries out what device code of a version asks for: the same major and minor version, and not older. NVSHMEM
+/// itself also takes older device code of the same major version, but the requests to its proxy change with the minor one: 3.5's, for
+/// one, reads from a FENCE over how many queue pairs it goes, which in a request of 3.4 is 0, and then orders nothing.
 fn takes(host: [u32; 3], device: [u32; 3]) -> bool {
-    host[0] == device[0] && host >= device
+    host[..2] == device[..2] && host >= device
 }
 
 fn parse_version(text: &str) -> [u32; 3] {
@@ -352,10 +355,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_library_takes_device_code_of_its_own_version_or_an_older_one() {
-        for (host, takes_it) in
-            [([3, 4, 5], true), ([3, 8, 0], true), ([3, 4, 4], false), ([3, 0, 9], false), ([4, 0, 0], false)]
-        {
+    fn a_host_library_takes_device_code_of_its_own_minor_version() {
+        let hosts = [
+            ([3, 4, 5], true),
+            ([3, 4, 6], true),
+            ([3, 5, 1], false),
+            ([3, 8, 0], false),
+            ([3, 4, 4], false),
+            ([3, 0, 9], false),
+            ([4, 4, 5], false),
+        ];
+        for (host, takes_it) in hosts {
             assert_eq!(takes(host, [3, 4, 5]), takes_it, "{host:?}");
         }
         assert_eq!(parse_version("3.4.5"), [3, 4, 5]);

@@ -59,6 +59,9 @@ pub const WHAT_LOCAL: u32 = 7;
 pub const WHAT_NO_EXPERT: u32 = 8;
 pub const WHAT_TWICE: u32 = 9;
 
+/// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
+pub const AMPERE_SHARED_BYTES: u32 = 150 << 10;
+
 /// The kernels of a layer, in the order of [`LayerInfo::launches`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
@@ -193,6 +196,7 @@ mirror! {
         grad_router: u64,
         grad_shared_gate: u64,
         peer: u64,
+        far: u64,
         tensor_maps: u64,
     }
 
@@ -290,6 +294,14 @@ mod tests {
         /// `kernels/params_layout.cpp`: the same list from the C++ compiler, and its length.
         static aristos_params_layout: [u64; 256];
         static aristos_params_layout_len: u64;
+        /// `kernels/memory.cpp`.
+        static aristos_ampere_shared_bytes: u32;
+    }
+
+    #[test]
+    fn a_block_s_shared_memory_is_the_kernels() {
+        // SAFETY: a constant.
+        assert_eq!(AMPERE_SHARED_BYTES, unsafe { aristos_ampere_shared_bytes });
     }
 
     #[test]

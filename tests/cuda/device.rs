@@ -64,9 +64,10 @@ cases! {
     matrices_for_tma / tensor_map_case [];
     kernels_newer_than_the_driver / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
     nvshmem_that_does_not_start / status_case [("FAKE_STATUS", "1")];
-    a_put_that_comes / put_case [("FAKE_RING", "0 3 0")];
-    a_put_that_does_not_come / lost_case [("FAKE_RING", "0 2 1")];
-    kernels_that_know_other_pes / stranger_case [("FAKE_RING", "1 2 0")];
+    a_put_that_comes / put_case [("FAKE_PUTS", "0 3 -1 -1")];
+    a_put_that_does_not_come / lost_case [("FAKE_PUTS", "0 2 1 -1")];
+    a_put_that_comes_wrong / wrong_case [("FAKE_PUTS", "0 2 -1 1")];
+    kernels_that_know_other_pes / stranger_case [("FAKE_PUTS", "1 2 -1 -1")];
     a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
     what_pes_are_started_with / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
 }
@@ -244,6 +245,12 @@ fn put_case() {
 #[ignore = "runs in a process of its own"]
 fn lost_case() {
     assert_says(&try_put(2).unwrap_err().to_string(), &["PE 0 waited 10.0 s", "PE 1 puts to it", "did not come"]);
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn wrong_case() {
+    assert_says(&try_put(2).unwrap_err().to_string(), &["PE 1 put", "bytes to PE 0", "byte 24 began the word 0x11"]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //
 //   FAKE_VERSION      13000      FAKE_DEVICES   1        FAKE_CAPABILITY  80, major and minor
 //   FAKE_MEMORY       bytes a device has          FAKE_INIT      0, what cuInit returns
-//   FAKE_RING         "1 3 0": a kernel's PE, number of PEs, whether nothing comes; "job", as the supervisor's environment has
+//   FAKE_PUTS         "1 3 -1 2": PE and PEs as a kernel sees them, the PE whose put is lost, or wrong; "job", as the supervisor's environment has
 //                     it; not set, its last parameter and the launches
 //   FAKE_TICK         milliseconds from an event to the next, besides one for each launch
 //   FAKE_STUCK        set, the stream does not end after the first event
@@ -155,7 +155,7 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle functio
 }
 static CUresult launch(unsigned grid, unsigned block, Handle stream, void** parameters) {
     if (stream != (Handle)7 || grid == 0 || block == 0) return 1;
-    // cell, out, value, limit
+    // area, result, value, limit
     uint64_t* out = written = *(uint64_t**)parameters[1];
     if (recording) {
         recorded++;
@@ -164,14 +164,13 @@ static CUresult launch(unsigned grid, unsigned block, Handle stream, void** para
     out[0] = *(uint64_t*)parameters[2];
     out[1] = *(uint64_t*)parameters[3];
     out[2] = ++launches;
-    const char* ring = getenv("FAKE_RING");
-    unsigned long long lost = 0;
-    if (ring && !strcmp(ring, "job")) {
-        out[1] = number("ARISTOS_PE", -1);
-        out[2] = number("ARISTOS_N_PES", -1);
-        return 0;
-    }
-    if (ring && sscanf(ring, "%lu %lu %llu", (unsigned long*)&out[1], (unsigned long*)&out[2], &lost) == 3 && lost) out[0] = ~0ull;
+    // What smoke.cu leaves: "PE, PEs, PE whose put is lost, PE whose put is wrong", -1 for none.
+    const char* puts = getenv("FAKE_PUTS");
+    if (!puts) return 0;
+    long seen[4] = {number("ARISTOS_PE", -1), number("ARISTOS_N_PES", -1), -1, -1};
+    if (strcmp(puts, "job") && sscanf(puts, "%ld %ld %ld %ld", &seen[0], &seen[1], &seen[2], &seen[3]) != 4) return 1;
+    for (int i = 0; i < 4; i++) out[i] = (uint64_t)seen[i];
+    out[4] = 3, out[5] = 17;
     return 0;
 }
 CUresult cuLaunchKernel(Handle f, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c, unsigned shared,

@@ -49,7 +49,7 @@ static char* last; // allocated, with its size
 static size_t last_bytes;
 void* nvshmem_malloc(size_t bytes) {
     last_bytes = bytes;
-    return last = bytes > 1 << 20 ? NULL : malloc(bytes);
+    return last = bytes > 1 << 27 ? NULL : malloc(bytes);
 }
 void nvshmem_free(void* place) { free(place); }
 void* nvshmem_ptr(const void* place, int pe) {

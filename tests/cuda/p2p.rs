@@ -13,7 +13,7 @@ fn bench(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> Output {
     // A PE that waits for ever is an error too.
     let mut command = fakes.around(Command::new("timeout"));
     command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(args);
-    command.env("FAKE_RING", "job").env("FAKE_TICK", "1").env_remove("NCCL_SOCKET_IFNAME");
+    command.env("FAKE_PUTS", "job").env("FAKE_TICK", "1").env_remove("NCCL_SOCKET_IFNAME");
     command.envs(env.iter().copied()).output().unwrap()
 }
 

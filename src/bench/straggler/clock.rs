@@ -130,11 +130,6 @@ impl ClockWords {
     }
 }
 
-/// What distinguishes this host's clock from other hosts'.
-pub fn host_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_string()).unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

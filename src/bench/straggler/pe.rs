@@ -121,7 +121,7 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
         let seat = seat.leave();
         meet(shmem, limit)?;
         let after = read_clocks(2 * turn as u64 + 1)?;
-        let result = PeSteps { pe: me, mode, host: clock::host_id(), seat, offsets: [before, after], steps };
+        let result = PeSteps { pe: me, mode, host: crate::shmem::host_id(), seat, offsets: [before, after], steps };
         host.send(&serde_json::to_vec(&result)?)?;
     }
     meet(shmem, limit)

@@ -6,6 +6,7 @@ use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
 
 use super::driver::{Driver, call};
 use crate::gpu::GpuError;
+use crate::gpu::params::AMPERE_SHARED_BYTES;
 
 /// What the driver says of a device.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,6 +45,13 @@ impl DeviceInfo {
             return Err(GpuError::Unavailable(format!(
                 "GPU {number} ({name}) has compute capability {major}.{minor}, and 8.0 or higher is needed (A100, H100 \
                  and newer): run on the CPU (`device` cpu)"
+            )));
+        }
+        let (has, wanted) = (self.shared_bytes_per_block >> 10, AMPERE_SHARED_BYTES >> 10);
+        if has < wanted {
+            return Err(GpuError::Unavailable(format!(
+                "GPU {number} ({name}) gives a block {has} KiB of shared memory, and the kernels take {wanted} KiB (A100, H100, B200 \
+                 have it): run on the CPU (`device` cpu)"
             )));
         }
         if !self.cooperative {
@@ -97,6 +105,11 @@ fn info(driver: &Driver, number: c_int) -> Result<(CUdevice, DeviceInfo), GpuErr
         pci: text(&pci).to_lowercase(),
     };
     Ok((device, info))
+}
+
+/// A PE's rank among those on its host, given every PE's host in the order of PEs: how many before it are on the same.
+pub fn rank_on_host<H: PartialEq>(hosts: &[H], pe: usize) -> usize {
+    hosts[..pe].iter().filter(|host| **host == hosts[pe]).count()
 }
 
 /// The device of the PE that is number `local` on its host: they take them in turn. `CUDA_VISIBLE_DEVICES` is the driver's
@@ -159,6 +172,20 @@ mod tests {
     }
 
     #[test]
+    fn ranks_count_on_each_host_from_0() {
+        // As `srun` numbers PEs in blocks, and cyclically; and hosts of several sizes.
+        for (hosts, ranks) in [
+            (vec!["a", "a", "b", "b"], vec![0, 1, 0, 1]),
+            (vec!["a", "b", "a", "b", "a"], vec![0, 0, 1, 1, 2]),
+            (vec!["b", "a", "a", "c", "a"], vec![0, 0, 1, 0, 2]),
+            (vec!["a"], vec![0]),
+        ] {
+            let got: Vec<usize> = (0..hosts.len()).map(|pe| rank_on_host(&hosts, pe)).collect();
+            assert_eq!(got, ranks, "{hosts:?}");
+        }
+    }
+
+    #[test]
     fn an_old_device_is_refused() {
         let device = |capability, cooperative| DeviceInfo {
             number: 1,
@@ -166,15 +193,18 @@ mod tests {
             capability,
             memory_total: 1 << 30,
             multiprocessors: 80,
-            shared_bytes_per_block: 96 << 10,
+            shared_bytes_per_block: 163 << 10,
             cooperative,
             pci: "0000:07:00.0".into(),
         };
+        let ada =
+            DeviceInfo { shared_bytes_per_block: 99 << 10, ..device((8, 9), true) }.usable().unwrap_err().to_string();
+        assert!(ada.contains("99 KiB") && ada.contains("150 KiB"), "{ada}");
         let volta = device((7, 0), true).usable().unwrap_err().to_string();
         assert!(volta.contains("GPU 1 (X) has compute capability 7.0") && volta.contains("8.0"), "{volta}");
         let alone = device((9, 0), false).usable().unwrap_err().to_string();
         assert!(alone.contains("cooperatively"), "{alone}");
-        for capability in [(8, 0), (8, 9), (9, 0), (10, 0)] {
+        for capability in [(8, 0), (9, 0), (10, 0)] {
             assert!(device(capability, true).usable().is_ok());
             assert_eq!(device(capability, true).hopper(), capability.0 == 9);
         }

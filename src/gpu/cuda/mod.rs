@@ -29,7 +29,7 @@ use driver::{Driver, call};
 pub use graph::Graph;
 
 use super::nvshmem::{self, Bootstrap, Nvshmem};
-use super::{Buffer, DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap, smoke};
 
 /// Marks that [`Gpu::mark`] takes.
 pub const MARKS: usize = 64;
@@ -86,15 +86,15 @@ pub struct CudaGpu {
 }
 
 impl CudaGpu {
-    /// Takes the device of this PE, on one host with the others of `bootstrap`, and loads the kernels (collective). A PE waits
-    /// for the others for `wait_limit` at most, here and where memory is made later.
+    /// Takes the device of this PE, by its rank among those of its host, and loads the kernels (collective). A PE waits for the
+    /// others for `wait_limit` at most, here and where memory is made later.
     ///
     /// # Errors
     /// What is missing, in one line: a driver, a device that can, NVSHMEM for several PEs; PEs that do not fit together.
     pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
         let (my_pe, n_pes) = (bootstrap.my_pe(), bootstrap.n_pes());
-        let (device, info) = device::choose(driver, my_pe)?;
+        let (device, info) = device::choose(driver, rank_on_host(&bootstrap, wait_limit)?)?;
         let sharing = agree(&bootstrap, &info, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
         let percentage = std::env::var(device::MPS_SHARE).ok();
@@ -155,46 +155,13 @@ impl CudaGpu {
         Ok(())
     }
 
-    /// Every PE puts a word to the next one, from a kernel, and waits for that of the one before (collective): what the layer's
-    /// kernels need of NVSHMEM at least, so that a fault in it is named before anything large is made.
+    /// See [`smoke::try_put`] (collective).
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`] when the put does not come, or the kernel knows other PEs than the host; the driver's.
+    /// As there.
     pub fn try_put(&self) -> Result<(), GpuError> {
-        /// What is sent: a number that is unlikely to be in memory by chance.
-        const WORD: u64 = 0x4172_6973_746f_7321;
-        // sent, received, signal: `SmokeCell` of kernels/smoke.cu.
-        const CELL_BYTES: u64 = 24;
-        let cell = SymmetricBuffer::new(self, CELL_BYTES)?;
-        cell.zero(0, CELL_BYTES)?;
-        let out = Buffer::from_slice(self, &[0u64; 3])?;
-        self.barrier(self.wait_limit)?;
-        let limit_ns = u64::try_from(self.wait_limit.as_nanos()).unwrap_or(u64::MAX);
-        let args = [cell.address(), out.address(), WORD, limit_ns].map(u64::to_ne_bytes);
-        let args: Vec<&[u8]> = args.iter().map(|arg| &arg[..]).collect();
-        let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0 };
-        // SAFETY: the kernel's four parameters; a symmetric cell, three words and numbers.
-        unsafe { self.launch("aristos_smoke", launch, &args) }?;
-        self.synchronise_within(self.wait_limit.saturating_add(Duration::from_secs(1)))?;
-        let seen = out.read_vec::<u64>(0, 3)?;
-        let (me, n) = (self.my_pe(), self.n_pes());
-        if seen[1..] != [me as u64, n as u64] {
-            return Err(GpuError::Unavailable(format!(
-                "NVSHMEM tells the kernels that they are PE {} of {}, and this is PE {me} of {n}: its host library does not fit \
-                 the kernels (aristos doctor names both versions)",
-                seen[1], seen[2],
-            )));
-        }
-        if seen[0] != WORD {
-            return Err(GpuError::Unavailable(format!(
-                "PE {me} waited {:.1} s for a word that PE {} puts to it by NVSHMEM, and {}: try NVSHMEM_DEBUG=INFO, and \
-                 aristos doctor",
-                self.wait_limit.as_secs_f64(),
-                (me + n - 1) % n,
-                if seen[0] == u64::MAX { "it did not come".to_string() } else { format!("{:#x} came", seen[0]) },
-            )));
-        }
-        cell.free(self.wait_limit)
+        let limit = self.wait_limit;
+        smoke::try_put(self, limit, || self.synchronise_within(limit.saturating_add(Duration::from_secs(1))))
     }
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
@@ -315,6 +282,14 @@ impl CudaGpu {
         let (free, total) = self.memory().unwrap_or((0, self.info.memory_total));
         GpuError::OutOfMemory { kind, asked, free, total }
     }
+}
+
+/// This PE's rank among those of its host (collective).
+fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
+    let mut mine = [0; 36];
+    mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
+    let all = bootstrap.all_gather(&mine, limit)?;
+    Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
 }
 
 /// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
@@ -492,6 +467,11 @@ unsafe impl Gpu for CudaGpu {
         };
         self.driver.check(code, || format!("ask how many blocks of {kernel} fit"))?;
         Ok(u32::try_from(per_multiprocessor).unwrap_or(0) * self.multiprocessors)
+    }
+
+    fn prepare(&self, kernel: &str, shared_bytes: u32) -> Result<(), GpuError> {
+        // Where modules load lazily, it is this look-up that loads the function.
+        self.function_with_shared(kernel, shared_bytes).map(|_| ())
     }
 
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {

@@ -222,7 +222,7 @@ impl Rendezvous {
         if !self.process.one_host {
             return format!(
                 "{launcher} started {size} processes on several hosts, and {noun} {ranks} {have} not come on this one: shared \
-                 memory joins the PEs of one host; use `transport` tcp, `transport` mpi (a build with the feature mpi), or NVSHMEM on devices"
+                 memory joins the PEs of one host; use `transport` tcp or `transport` mpi (a build with the feature mpi)"
             );
         }
         let refused = self.last_refusal.as_ref().map_or_else(String::new, |line| format!("; {line}"));

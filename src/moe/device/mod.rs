@@ -24,8 +24,9 @@ use super::spec::{ConfigError, LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, Launch, SymmetricBuffer};
 
-/// The kernels of a layer that waits of one block for another are in.
-const COOPERATIVE: [Kernel; 4] = [Kernel::Plan, Kernel::Forward, Kernel::Backward, Kernel::AllReduce];
+/// The kernels of a layer that only training launches.
+const BACKWARD_ONLY: [Kernel; 4] =
+    [Kernel::Backward, Kernel::RouteBackward, Kernel::RouterGradients, Kernel::AllReduce];
 
 /// One PE's part of a MoE layer on its device.
 ///
@@ -82,18 +83,17 @@ impl<'g> DeviceLayer<'g> {
         let mut weights = DeviceWeights::new(gpu, &spec, source, path)?;
         let (probed, _) = place(&probe, &weights.tables, 0, 0)?;
         let mut blocks = u32::MAX;
-        for kernel in
-            COOPERATIVE.into_iter().filter(|&k| spec.training || !matches!(k, Kernel::Backward | Kernel::AllReduce))
-        {
-            let Launch { block, shared_bytes, .. } = probed.launch(kernel);
-            blocks = blocks.min(gpu.resident_blocks(kernel.on(path.is_hopper(), probe.dtype), block, shared_bytes)?);
-        }
-        for kernel in Kernel::ALL {
-            let wanted = probed.launch(kernel).shared_bytes;
-            if wanted > limits.shared_bytes_per_block {
+        for kernel in Kernel::ALL.into_iter().filter(|kernel| spec.training || !BACKWARD_ONLY.contains(kernel)) {
+            let Launch { block, shared_bytes, cooperative, .. } = probed.launch(kernel);
+            if shared_bytes > limits.shared_bytes_per_block {
                 let has = limits.shared_bytes_per_block;
-                let message = format!("a block takes {wanted} bytes of shared memory, and the device has {has}");
+                let message = format!("a block takes {shared_bytes} bytes of shared memory, and the device has {has}");
                 return Err(GpuError::failed(format!("launch {}", kernel.name()), message).into());
+            }
+            let name = kernel.on(path.is_hopper(), probe.dtype);
+            gpu.prepare(name, shared_bytes)?;
+            if cooperative != 0 {
+                blocks = blocks.min(gpu.resident_blocks(name, block, shared_bytes)?);
             }
         }
         if blocks < 2 {

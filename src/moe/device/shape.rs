@@ -296,6 +296,41 @@ mod tests {
     use super::*;
     use crate::moe::spec::{MlpConfig, RouterConfig};
 
+    /// DeepSeek-V3's layer for training on 16 PEs, four of a host, with 4096 tokens each.
+    #[test]
+    fn symmetric_memory_is_the_windows_the_returns_and_two_waves() {
+        let config = LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
+        let spec = LayerSpec::new(config, 16, 4096).dtype(Dtype::Bf16).training(true);
+        let limits = DeviceLimits {
+            capability: (8, 0),
+            multiprocessors: 108,
+            shared_bytes_per_block: 163 << 10,
+            memory_total: 40 << 30,
+            memory_free: 40 << 30,
+            symmetric_total: 0,
+        };
+        let device = DeviceOptions::default();
+        let bytes = |all_reachable| {
+            let shape_of = ShapeOf { spec: &spec, device: &device, my_pe: 0, all_reachable, router_parts: 3 };
+            let shape = shape_of.shape(&limits, 108).unwrap();
+            (place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes, shape)
+        };
+        let ((near, shape), (far, _)) = (bytes(true), bytes(false));
+        let (chunk, window) = (u64::from(shape.chunk_rows), u64::from(shape.window_chunks));
+        // A row of a chunk has a word and up to 8 slots of two, one of results 8 gradients of weights.
+        let (sent, returned) = (chunk * (2 * 7168 + 4 + 8 * 8), chunk * (2 * 7168 + 4 * 8));
+        let returns = 4096 * 8 / chunk + 16;
+        let rows = 15 * window * sent + returns * returned;
+        let stages = 2 * window * (sent + returned);
+        let small = 64 << 20; // signals, headers, pieces of gradients of replicated weights
+        assert!(near >= rows && near <= rows + small, "{near} bytes, {rows} of rows");
+        assert!(
+            far >= rows + stages && far <= rows + stages + 2 * small,
+            "{far} bytes, {rows} of rows, {stages} of stages"
+        );
+        println!("{near} bytes where all reach each other, {far} over a network");
+    }
+
     #[test]
     fn what_only_a_cpu_computes_is_refused_in_a_line() {
         let base = LayerConfig::new(16, 4, RouterConfig::softmax(2), MlpConfig::gated(8, Activation::Silu));

@@ -268,8 +268,15 @@ impl<'g> DeviceWeights<'g> {
 
     /// Enters where each PE's symmetric memory is.
     pub fn set_peers(&mut self, gpu: &'g dyn Gpu, symmetric: &SymmetricBuffer<'g>) -> Result<(), GpuError> {
-        let peers: Vec<u64> = (0..gpu.n_pes()).map(|pe| symmetric.peer(pe)).collect();
+        let (me, n) = (gpu.my_pe(), gpu.n_pes());
+        let peers: Vec<u64> = (0..n).map(|pe| symmetric.peer(pe)).collect();
         self.tables.peer = self.keep(gpu, &peers)?;
+        let far: Vec<usize> = (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0).collect();
+        let number = |pe: usize| far.iter().position(|&one| one == pe).unwrap_or(0);
+        let listed = far.iter().copied().chain(vec![0; n - far.len()]);
+        let table: Vec<u32> =
+            std::iter::once(far.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect();
+        self.tables.far = self.keep(gpu, &table)?;
         Ok(())
     }
 

@@ -1,0 +1,88 @@
+//! Whether what joins the PEs' devices does what the layer's kernels ask of it.
+
+use std::time::Duration;
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
+
+/// `SmokeArea` of kernels/smoke.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Area {
+    signals: u64,
+    sent: u64,
+    received: u64,
+    words: u64,
+}
+
+/// `SmokeResult` of kernels/smoke.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+struct Outcome {
+    my_pe: u64,
+    n_pes: u64,
+    missing_pe: u64,
+    wrong_pe: u64,
+    wrong_word: u64,
+    seen: u64,
+}
+
+/// The most that a PE puts to another, bytes: many of a network's packets.
+const MOST_BYTES: u64 = 1 << 20;
+/// The most that a PE receives, bytes.
+const MOST_RECEIVED_BYTES: u64 = 64 << 20;
+
+/// Every PE puts a block of bytes to every other, from a kernel, and checks what comes (collective), waiting for `limit`: what the layer's
+/// kernels need at least, so that a fault in it is named before anything large is made. `finished` waits for the kernel.
+///
+/// # Errors
+/// [`GpuError::Unavailable`] when a put does not come or comes wrong, or the kernel knows other PEs than the host; the driver's.
+pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(), GpuError>) -> Result<(), GpuError> {
+    /// No value that is in memory by chance.
+    const VALUE: u64 = 0x4172_6973_746f_7321;
+    let (me, n) = (gpu.my_pe(), gpu.n_pes() as u64);
+    let bytes = (MOST_RECEIVED_BYTES / n).min(MOST_BYTES) / 4096 * 4096;
+    let signals_bytes = (8 * n).next_multiple_of(256);
+    let memory = SymmetricBuffer::new(gpu, signals_bytes + (n + 1) * bytes)?;
+    memory.zero(0, signals_bytes)?;
+    let sent = memory.address() + signals_bytes;
+    let area = Area { signals: memory.address(), sent, received: sent + bytes, words: bytes / 8 };
+    let result = Buffer::from_slice(gpu, &[Outcome::zeroed()])?;
+    gpu.barrier(limit)?;
+    let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+    let numbers = [result.address(), VALUE, limit_ns].map(u64::to_ne_bytes);
+    let args = [bytemuck::bytes_of(&area), &numbers[0], &numbers[1], &numbers[2]];
+    let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0 };
+    // SAFETY: the kernel's four parameters; symmetric memory as large as it uses, a result, and numbers.
+    unsafe { gpu.launch("aristos_smoke", launch, &args) }?;
+    finished()?;
+    let Some(&seen) = result.read_vec::<Outcome>(0, 1)?.first() else { return Ok(()) };
+    check(&seen, (me, n), bytes, limit)?;
+    memory.free(limit)
+}
+
+fn check(seen: &Outcome, (me, n): (usize, u64), bytes: u64, limit: Duration) -> Result<(), GpuError> {
+    let Outcome { my_pe, n_pes, missing_pe, wrong_pe, wrong_word, seen } = *seen;
+    let what = if (my_pe, n_pes) != (me as u64, n) {
+        format!(
+            "NVSHMEM tells the kernels that they are PE {my_pe} of {n_pes}, and this is PE {me} of {n}: its host library does \
+             not fit the kernels (aristos doctor names both versions)"
+        )
+    } else if missing_pe != u64::MAX {
+        format!(
+            "PE {me} waited {:.1} s for {bytes} bytes that PE {missing_pe} puts to it by NVSHMEM, and they did not come: try \
+             NVSHMEM_DEBUG=INFO, and aristos doctor",
+            limit.as_secs_f64()
+        )
+    } else if wrong_pe != u64::MAX {
+        format!(
+            "PE {wrong_pe} put {bytes} bytes to PE {me} by NVSHMEM, and when their signal had come byte {} began the word {seen:#x}, \
+             which PE {wrong_pe} did not send: signals overtake data (aristos doctor names the versions)",
+            8 * wrong_word
+        )
+    } else {
+        return Ok(());
+    };
+    Err(GpuError::Unavailable(what))
+}
