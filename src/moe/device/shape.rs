@@ -328,7 +328,6 @@ mod tests {
             far >= rows + stages && far <= rows + stages + 2 * small,
             "{far} bytes, {rows} of rows, {stages} of stages"
         );
-        println!("{near} bytes where all reach each other, {far} over a network");
     }
 
     #[test]
