@@ -85,10 +85,13 @@ pub fn parse_json<T: DeserializeOwned>(text: &str) -> Result<T, InputError> {
             path => format!("{path}: "),
         };
         let inner = error.inner();
-        InputError::Json(match token_at(text, inner) {
+        let message = match token_at(text, inner) {
             Some(token) => format!("{path}`{token}` is not JSON: {inner}"),
             None => format!("{path}{inner}"),
-        })
+        };
+        // A name in a file may have anything in it, and an error is one line.
+        let shown = |c: char| if c.is_control() { c.escape_debug().to_string() } else { c.to_string() };
+        InputError::Json(message.chars().map(shown).collect())
     })?;
     json.end().map_err(|error| InputError::Json(format!("expected nothing more: {error}")))?;
     Ok(value)
