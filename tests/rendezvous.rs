@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use aristos::job::launch::VERSION;
 use binary::{Outcome, Running, aristos, names_in, start};
 use rustix::process::{Pid, Signal, Uid, geteuid, getpid, kill_process};
 
@@ -240,13 +241,13 @@ fn strangers_are_refused_by_name_and_disturb_nobody() {
     let name = meeting_place(&format!("slurm-{job}.0"));
     let hello = |version: &str, token: &str, rank: usize| {
         format!(
-            r#"{{"protocol":3,"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
+            r#"{{"protocol":{VERSION},"version":"{version}","job":"slurm-{job}.0","token":"{token}","rank":{rank},"size":3}}"#
         )
     };
     let ours = env!("CARGO_PKG_VERSION");
     for (said, why) in [
         (hello(ours, "of another", 2), "does not know the job's token"),
-        (hello("0.0.7", "of this job", 2), "it is aristos 0.0.7 (protocol 3), rank 0 is aristos"),
+        (hello("0.0.7", "of this job", 2), &format!("it is aristos 0.0.7 (protocol {VERSION}), rank 0 is aristos")),
         (hello(ours, "of this job", 3), "it is rank 3 of 3"),
         ("GET / HTTP/1.1".to_string(), "no valid hello"),
     ] {
@@ -357,7 +358,7 @@ fn other_users_can_neither_join_nor_listen() {
     let first = start(commands.next().unwrap());
     let name = meeting_place(&format!("slurm-{job}.0"));
     let hello = format!(
-        r#"{{"protocol":3,"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
+        r#"{{"protocol":{VERSION},"version":"{}","job":"slurm-{job}.0","token":"","rank":1,"size":2}}"#,
         env!("CARGO_PKG_VERSION")
     );
     let answer = as_nobody(|| come(&name, &hello));
