@@ -32,6 +32,7 @@ pub fn print(text: &str) -> Result<(), OutputError> {
 }
 
 /// As `println!`, in a function that returns a `Result`: what standard output does not take is its error.
+#[cfg(feature = "command")]
 macro_rules! out_line {
     ($($what:tt)*) => {
         $crate::stdio::print_line(&format!($($what)*))?
