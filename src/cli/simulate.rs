@@ -194,9 +194,10 @@ pub fn command(args: &Args) -> Result<bool> {
 fn print(report: &SimulatedReport) -> Result<()> {
     let config = &report.config;
     out_line!(
-        "{} PEs in {} groups, {} tokens, {} experts, top-{}, hidden {}, {}, {}",
+        "{} PEs in {} group{}, {} tokens, {} experts, top-{}, hidden {}, {}, {}",
         config.pes,
         config.groups,
+        if config.groups == 1 { "" } else { "s" },
         config.tokens,
         config.experts,
         config.top_k,
