@@ -9,17 +9,14 @@ struct ChunkTables {
     u32* row_start;
     u32* place;
     u32* expert;
-    char* rows;  // where its rows are kept; training only
+    char* rows;  // where its rows are kept, if they are
 };
 DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode) {
-    u64 chunk = u64(source) * l.shape.window_chunks + index, slots = u64(l.shape.chunk_rows) * l.sizes.max_slots;
+    u64 chunk = u64(source) * l.shape.round_chunks + index, slots = u64(l.shape.chunk_rows) * l.sizes.max_slots;
     u8* rows = mode == MODE_GRADIENT ? l.received.grad : l.received.x;
     return {l.received.row_start + chunk * (l.shape.chunk_rows + 1), l.received.place + chunk * slots,
             l.received.expert + chunk * slots,
             reinterpret_cast<char*>(rows + chunk * l.shape.chunk_rows * l.sizes.row_bytes)};
-}
-DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
-    return l.batches.tile[expert] + (place - l.batches.base[expert]) / l.shape.tile_m;
 }
 
 // Gives the slots [first, end) of a row their places. False: the message is invalid. One thread. `slot(i, word, weight)`: slot i of the
@@ -34,7 +31,7 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
         slot(i, word, weight);
         u32 expert = slot_expert(word), rank = slot_rank(word);
         if (expert >= l.shape.n_local || rank >= counts[expert]) return false;
-        u32 place = l.batches.base[expert] + firsts[expert] + rank;
+        u32 place = slot_place(l, expert, firsts[expert] + rank);
         to.place[i] = place;
         to.expert[i] = expert;
         l.batches.routed.weight[place] = weight;
@@ -44,14 +41,14 @@ DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 fir
 }
 
 DEVICE u32* placed_rows(const Block& b, u32 source, u32 index) {
-    return b.counters().placed + u64(source) * b.l.shape.window_chunks + index;
+    return b.counters().placed + u64(source) * b.l.shape.round_chunks + index;
 }
 // Notes where a row, number `in_chunk` of chunk `index` of the round, is in the order of return. False: it is nowhere there, or
 // another row is. One thread.
 DEVICE bool number_row(const Block& b, u32 source, u32 index, u32 in_chunk, u32 number) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    u32 first = in.first_chunk[source] * l.shape.chunk_rows, window = l.shape.window_chunks * l.shape.chunk_rows;
+    u32 first = in.first_chunk[source] * l.shape.chunk_rows, window = l.shape.round_chunks * l.shape.chunk_rows;
     u32 end = in.end_chunk[source] * l.shape.chunk_rows < in.rows[source] ? in.end_chunk[source] * l.shape.chunk_rows : in.rows[source];
     if (number < first || number >= end) return false;
     u32 at = number - first, bit = 1u << at % 32;
@@ -60,47 +57,59 @@ DEVICE bool number_row(const Block& b, u32 source, u32 index, u32 in_chunk, u32 
     return true;
 }
 // All threads, once the rows of a chunk and their slots are where GEMM tasks read them: counts them towards their tiles, and, where
-// `number` says what a row's number in the order of return is, towards their chunk of results.
-template <class Number> DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, Number number) {
+// `number` says what a row's number in the order of return is, towards their chunk of results. Only slots for which `placed(i)`.
+template <class Number, class Placed>
+DEVICE void count_arrived(Block& b, u32 source, const ChunkTables& t, u32 rows, u32 slots, Number number, Placed placed) {
     const Layer& l = b.l;
     dev::sync_block();
     for (u32 r = dev::thread(); b.step.mode != MODE_GRADIENT && r < rows; r += dev::threads())
         dev::fetch_add_acq_rel(placed_rows(b, source, number(r) / l.shape.chunk_rows - l.received.first_chunk[source]), 1u);
-    u32 slots = t.row_start[rows];
     for (u32 i = dev::thread(); i < slots; i += dev::threads())
-        dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
+        if (placed(i)) dev::fetch_add_acq_rel(b.counters().arrived + place_tile(l, t.expert[i], t.place[i]), 1u);
 }
 
-// The own rows of a chunk: they stay in the layer's input.
-DEVICE bool arrive_own(Block& b, u32 chunk, u32 index, u32 rows, const ChunkTables& t) {
+// The own rows of a chunk: they stay in the layer's input. In two parts (`own_in_parts`): slots in tiles that are this PE's alone, and the others,
+// which have no place before the layout.
+OUTLINE void arrive_own(Block& b, u32 index, bool second) {
     const Layer& l = b.l;
-    u32 me = l.shape.my_pe, first_row = chunk * l.shape.chunk_rows, row_bytes = l.sizes.row_bytes;
+    const u32 me = l.shape.my_pe, row_bytes = l.sizes.row_bytes, chunk = l.received.first_chunk[me] + index;
+    const u32 first_row = chunk * l.shape.chunk_rows, rows = chunk_count(l, l.plan.dest[me].rows, chunk);
+    enter(b, PHASE_DISPATCH);
+    const ChunkTables t = chunk_tables(l, me, index, b.step.mode);
     const u32* tokens = row_tokens(l, me) + first_row;
+    const u32* starts = row_slots(l, me) + first_row;
+    const u32* numbers = row_returns(l, me) + first_row;
+    const u32 first_slot = starts[0], base = l.plan.dest[me].slot_base + first_slot;
     const char* x = static_cast<const char*>(b.pass.x);
     const char* grad = static_cast<const char*>(b.pass.grad_output);
-    if (b.step.mode == MODE_GRADIENT) {
-        for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
-            for (u32 i = t.row_start[r]; i < t.row_start[r + 1]; i++) {
-                l.batches.routed.x_row[t.place[i]] = x + u64(tokens[r]) * row_bytes;
-                l.batches.routed.grad_row[t.place[i]] = grad + u64(tokens[r]) * row_bytes;
-            }
+    const bool gradient = b.step.mode == MODE_GRADIENT;
+    auto placed = [&](u32 i) {
+        u32 word = l.plan.slot_word[base + i];
+        return gradient || (slot_rank(word) >= l.batches.own[slot_expert(word)]) == second;
+    };
+    for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
+        const u64 at = u64(tokens[r]) * row_bytes;
+        const u32 first = starts[r] - first_slot, end = starts[r + 1] - first_slot;
+        if (!gradient && !second) {
+            t.row_start[r] = first;
+            if (r + 1 == rows) t.row_start[rows] = end;
+            (void)number_row(b, me, index, r, numbers[r]);
         }
-        return true;
+        for (u32 i = first; i < end; i++) {
+            if (!placed(i)) continue;
+            if (gradient) {
+                l.batches.routed.x_row[t.place[i]] = x + at;
+                l.batches.routed.grad_row[t.place[i]] = grad + at;
+                continue;
+            }
+            const u32 word = l.plan.slot_word[base + i], place = slot_place(l, slot_expert(word), slot_rank(word));
+            t.place[i] = place;
+            t.expert[i] = slot_expert(word);
+            l.batches.routed.weight[place] = l.plan.slot_weight[base + i];
+            l.batches.routed.x_row[place] = x + at;
+        }
     }
-    const u32* starts = row_slots(l, me) + first_row;
-    u32 first_slot = starts[0], base = l.plan.dest[me].slot_base + first_slot;
-    bool ok = true;
-    for (u32 r = dev::thread(); r <= rows; r += dev::threads()) {
-        t.row_start[r] = starts[r] - first_slot;
-        if (r == rows) break;
-        ok = number_row(b, me, index, r, row_returns(l, me)[first_row + r]) && ok;
-        ok = place_row(l, t, me, starts[r] - first_slot, starts[r + 1] - first_slot, x + u64(tokens[r]) * row_bytes,
-                       [&](u32 i, u32& word, float& weight) {
-                           word = l.plan.slot_word[base + i];
-                           weight = l.plan.slot_weight[base + i];
-                       }) && ok;
-    }
-    return check_peer(b, !ok, me, WHAT_ROWS, rows, 0, chunk);
+    count_arrived(b, me, t, rows, starts[rows] - first_slot, [&](u32 r) { return numbers[r]; }, placed);
 }
 
 // The slots of a chunk from `source`, at `message` + rows. Untrusted: validated here.
@@ -109,8 +118,7 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, c
     u32 row_bytes = l.sizes.row_bytes;
     const u32* words = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
     const u32* slots = words + rows;
-    // Without a backward nobody needs the rows after the results are back, and until then they may stay in the window.
-    const char* kept = l.shape.training ? t.rows : message;
+    const char* kept = keeps_rows(l.shape) ? t.rows : message;
     bool ok = true;
     for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
         u32 count = words[r] >> RETURN_BITS;
@@ -140,29 +148,27 @@ DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     if (dev::thread() != 0) return;
     u64 value = result_stamp(stamp(b.pass, stamp_step(b.step.round, MODE_RECOMPUTE, true)), true);
     signal_peer(l, result_signal(l, l.shape.my_pe, chunk), value, source);
-    if (source != l.shape.my_pe) b.state.stats.signals++;
+    b.state.stats.signals++;
+}
+// Once the rows are copied: tells `source` that the place of its chunk is free, if it has one more for it in this round.
+DEVICE void give_credit(Block& b, u32 source, u32 index, u64 value) {
+    const Layer& l = b.l;
+    if (index + l.shape.window_chunks >= l.received.end_chunk[source] - l.received.first_chunk[source]) return;
+    dev::sync_block();
+    if (dev::thread() != 0) return;
+    signal_peer(l, credit_signal(l, l.shape.my_pe, index), value, source);
+    b.state.stats.signals++;
 }
 
-// Chunk number `index` of the round, of those from `source`.
+// Chunk number `index` of the round, of those from the peer `source`. It has come.
 OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 chunk = in.first_chunk[source] + index;
-    if (chunk >= in.end_chunk[source]) return true;
     enter(b, PHASE_DISPATCH);
+    see_network(l);
     u32 rows = chunk_count(l, in.rows[source], chunk);
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
-    if (source == l.shape.my_pe) {
-        if (!arrive_own(b, chunk, index, rows, t)) return false;
-        count_arrived(b, source, t, rows, [&](u32 r) { return row_returns(l, source)[chunk * l.shape.chunk_rows + r]; });
-        acknowledge(b, source, chunk);
-        return true;
-    }
-    u64 expected = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
-    bool came = wait_signals(b, 1, [&](u32) {
-        return wait_signal(l, chunk_signal(l, source, index), {source, WHAT_ROWS, b.phase, expected, chunk});
-    });
-    if (!came) return false;
     const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index));
     u32 row_bytes = l.sizes.row_bytes;
     if (b.step.mode == MODE_GRADIENT) {
@@ -172,13 +178,14 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     } else if (!arrive_slots(b, source, chunk, index, rows, message, t)) {
         return false;
     }
-    if (l.shape.training) {
+    if (keeps_rows(l.shape)) {
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
             copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
     }
     const u32* words = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
-    count_arrived(b, source, t, rows, [&](u32 r) { return words[r] & ((1u << RETURN_BITS) - 1); });
+    count_arrived(b, source, t, rows, t.row_start[rows], [&](u32 r) { return words[r] & ((1u << RETURN_BITS) - 1); }, [](u32) { return true; });
     acknowledge(b, source, chunk);
+    give_credit(b, source, index, stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow)));
     return true;
 }
 
@@ -199,7 +206,7 @@ OUTLINE bool arrive_shared(Block& b, u32 item) {
     u32 tile = dev::thread(), begin = first + tile * tile_m;
     if (tile < SHARED_TILES && begin < end) {
         u32 rows = end - begin < tile_m ? end - begin : tile_m;
-        dev::fetch_add_acq_rel(b.counters().arrived + l.batches.tile[l.shape.n_local] + first_tile + tile, rows);
+        dev::fetch_add_acq_rel(b.counters().arrived + l.batches.own_tile[l.shape.n_local] + first_tile + tile, rows);
     }
     return true;
 }

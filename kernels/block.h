@@ -1,4 +1,4 @@
-// One block of a persistent kernel: the pass and step it is in, its tickets, what it counts, and where it spends its time.
+// One block of a persistent kernel: the pass and step it is in, what it counts, and where it spends its time.
 #pragma once
 #include "gemm.h"
 #include "protocol.h"
@@ -16,13 +16,26 @@ struct Step {
     u32 with_shared;  // 1: the shared expert is computed in it
 };
 
+struct Item { u32 kind, index, pe; };  // items.h
+// Of a wait for an item: when one was last seen to be taken on this PE, when that was looked at, and how many were.
+struct Patience {
+    u64 since, asked;
+    u32 taken;
+};
+
 // In shared memory, behind what the GEMM uses. Times and counts have one writing thread at a time.
 struct State {
     u64 phase_ns[PHASES];
     u64 since;
     u32 phase;
-    u32 ticket;       // of the current item
+    Item item;        // the one to do
+    u32 ticket;       // of the next task
     u32 more;         // 1: there is a task
+    // What was seen last in this step, so that the next look begins there:
+    u32 headers_seen; // PEs whose headers have come
+    u32 source;
+    u32 entry[TASK_QUEUES];
+    Patience patience;
     u32 sums[64];     // of warps, for scans
     PassStats stats;
     GemmTask task;
@@ -38,12 +51,11 @@ struct Block {
     u32 steps = 0;        // begun in this pass
     u32 set = 0;          // of counters
     u32 phase = PHASE_IDLE;  // PhaseId of the current item
-    u32 held = NONE;      // a communication ticket taken but not done, or NONE
-    u64 actions = 0;      // left of the step
+    u32 actions = 0;      // begun in the step
+    u32 items = 0;        // which this block takes now: a set of ItemKinds
     Step step = {};
 
     DEVICE const Counters& counters() const { return l.counters[set]; }
-    DEVICE bool is_comm() const { return dev::block() < l.shape.comm_blocks; }
 };
 
 constexpr u32 STATE_BYTES = 1024;  // a State, then a Block
@@ -89,14 +101,6 @@ template <class Word> DEVICE bool wait_signals(Block& b, u32 count, Word word) {
     if (!wait_block(b, count, word)) return false;
     see_network(b.l);
     return true;
-}
-
-// All threads: a new ticket of a queue. The first barrier keeps the last ticket until all have read it.
-DEVICE u32 take_ticket(Block& b, u32* queue) {
-    dev::sync_block();
-    if (dev::thread() == 0) b.state.ticket = dev::fetch_add(queue, 1u);
-    dev::sync_block();
-    return b.state.ticket;
 }
 
 // All threads: whether any has `wrong`; if so, the error names the PE.

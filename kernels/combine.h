@@ -59,19 +59,48 @@ struct ReturnRow {
 };
 DEVICE ReturnRow return_row(const Block& b, u32 source, u32 number) {
     const LayerShape& s = b.l.shape;
-    u32 row = b.l.received.return_row[u64(source) * s.window_chunks * s.chunk_rows + number];
+    u32 row = b.l.received.return_row[u64(source) * s.round_chunks * s.chunk_rows + number];
     ChunkTables t = chunk_tables(b.l, source, row / s.chunk_rows, b.step.mode);
     return {t, t.row_start[row % s.chunk_rows], t.row_start[row % s.chunk_rows + 1]};
 }
-// One thread: waits for the slots of a row, which are in the order of experts, as tiles are computed.
-DEVICE bool wait_for_row(Block& b, const ReturnRow& row, u32 chunk) {
+DEVICE bool tile_computed(const Block& b, u32 expert, u32 place) {
+    u32 tasks = tiles_across(b.l, second_kind(b.step.mode), expert);
+    return came_local(b.counters().second_done + place_tile(b.l, expert, place), tasks);
+}
+// One thread: whether the slots of a row are computed.
+DEVICE bool row_computed(const Block& b, const ReturnRow& row) {
+    for (u32 i = row.end; i-- > row.first;)
+        if (!tile_computed(b, row.t.expert[i], row.t.place[i])) return false;
+    return true;
+}
+// One thread: whether the slots of `source` in a batch are, up to the one at `place`, or all.
+DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 place) {
     const Layer& l = b.l;
-    for (u32 i = row.end; i-- > row.first;) {
-        u32 tile = place_tile(l, row.t.expert[i], row.t.place[i]);
-        u32 tasks = tiles_across(l, second_kind(b.step.mode), row.t.expert[i]);
-        if (!wait_local(l, b.counters().second_done + tile, tasks, b.phase, chunk)) return false;
+    u64 at = u64(source) * l.shape.n_local + expert;
+    u32 slot = l.received.first[at], end = slot + l.received.counts[at], tile_m = l.shape.tile_m;
+    for (; slot < end; slot = (slot / tile_m + 1) * tile_m) {
+        u32 here = slot_place(l, expert, slot);
+        if (!tile_computed(b, expert, here)) return false;
+        if (place != NONE && place_tile(l, expert, here) == place_tile(l, expert, place)) return true;
     }
     return true;
+}
+// One thread: whether the results of chunk `index` of the round, in the order of return, can be summed and put: its rows are there, as are all slots
+// of the source up to those of the last row.
+DEVICE bool return_ready(const Block& b, u32 source, u32 index) {
+    const Layer& l = b.l;
+    const Received& in = l.received;
+    bool place = reachable(l, source) || place_free(b.counters().returned, wave_message(l, source, index, *l.queue.most_results));
+    if (!place || in.first_chunk[source] + index >= in.end_chunk[source]) return place;
+    u32 rows = chunk_count(l, in.rows[source], in.first_chunk[source] + index);
+    u32 parts = source == l.shape.my_pe && own_in_parts(b.step) ? 2 : 1;
+    if (b.step.mode == MODE_FORWARD && !came_local(placed_rows(b, source, index), rows * parts)) return false;
+    ReturnRow last = return_row(b, source, index * l.shape.chunk_rows + rows - 1);
+    u32* known = b.counters().returnable + source;
+    u32 expert = last.t.expert[last.end - 1], before = dev::load_relaxed(known), done = before;
+    while (done < expert && slots_computed(b, source, done, NONE)) done++;
+    if (done > before) dev::store_release(known, done);
+    return done >= expert && slots_computed(b, source, expert, last.t.place[last.end - 1]);
 }
 
 DEVICE u64 returned_stamp(const Block& b) {
@@ -86,11 +115,10 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
     enter(b, PHASE_COMBINE);
     u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes;
     u32 numbers = index * l.shape.chunk_rows;  // of the round
-    // Backward's rows are where forward's were.
-    if (b.step.mode == MODE_FORWARD &&
-        !wait_block(b, 1, [&](u32) { return wait_local(l, placed_rows(b, source, index), rows, b.phase, chunk); })) return false;
-    bool done = wait_block(b, rows, [&](u32 r) { return wait_for_row(b, return_row(b, source, numbers + r), chunk); });
-    if (!done) return false;
+    // All are, or the source has not numbered its rows by their last experts.
+    bool done = true;
+    for (u32 r = dev::thread(); r < rows; r += dev::threads()) done = row_computed(b, return_row(b, source, numbers + r)) && done;
+    if (!check_peer(b, !done, source, WHAT_ROWS, rows, 0, chunk)) return false;
 
     bool backward = b.step.mode == MODE_GRADIENT;
     const SlotStore& store = l.batches.routed;
@@ -116,7 +144,7 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
     u64 bytes = u64(rows) * row_bytes;
     if (backward) {
         float* to = reinterpret_cast<float*>(m.to + bytes);
-        u32* before = in.return_slot + u64(source) * l.shape.window_chunks * l.shape.chunk_rows + numbers;
+        u32* before = in.return_slot + u64(source) * l.shape.round_chunks * l.shape.chunk_rows + numbers;
         auto count = [&](u32 r) { ReturnRow row = return_row(b, source, numbers + r); return row.end - row.first; };
         slots = scan_block(b, rows, count, [&](u32 r, u32 sum) { before[r] = sum; });
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
@@ -141,9 +169,7 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
 template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     if (reachable(l, source)) return sum_chunk<T>(b, source, index, nullptr);
-    u32 chunks = (l.queue.comm_end[CLASS_RETURN] - l.queue.comm_end[CLASS_SHARED]) / l.shape.n_pes;
-    WaveMessage m = wave_message(l, source, index, chunks);
-    if (!wait_for_place(b, b.counters().returned, m)) return false;
+    WaveMessage m = wave_message(l, source, index, *l.queue.most_results);
     if (!sum_chunk<T>(b, source, index, l.symmetric.result_stage + u64(m.place) * l.sizes.return_pitch)) return false;
     end_chunk(b, b.counters().returned, m, [&](u32 to, u32 number) -> WaveSignal {
         u32 chunk = l.received.first_chunk[to] + number;
@@ -251,7 +277,7 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
     bool came = wait_signals(b, tokens * n, [&](u32 i) { return wait_for_result(b, first + i / n, i % n); });
     if (!came) return false;
     if (b.step.with_shared) {
-        u32 batch = l.shape.n_local, tile = l.batches.tile[batch];
+        u32 batch = l.shape.n_local, tile = l.batches.own_tile[batch];
         u32 begin = first / l.shape.tile_m, end = ceil_div(first + tokens, l.shape.tile_m);
         came = wait_block(b, end - begin, [&](u32 i) {
             return wait_local(l, b.counters().second_done + tile + begin + i,
@@ -310,18 +336,17 @@ template <class T> OUTLINE bool bias_gradient(Block& b, u32 item) {
     if (!wait_block(b, 1, [&](u32) {
             return wait_local(l, b.counters().batch_done + batch, tasks, b.phase, batch);
         })) return false;
-    u64 base = l.batches.base[batch];
     bool down = part < down_parts;
     u32 columns = down ? l.shape.hidden : gu_columns(l, batch);
     u32 begin = (down ? part : part - down_parts) * BIAS_COLUMNS;
     u32 end = columns - begin < BIAS_COLUMNS ? columns : begin + BIAS_COLUMNS;
-    const float* weight = !is_shared(l, batch) ? store.weight + base : l.shape.shared_gate ? l.routing.shared_weight : nullptr;
-    const char* gu = static_cast<const char*>(store.gu) + base * columns * l.sizes.elem_bytes;
+    const float* weight = !is_shared(l, batch) ? store.weight : l.shape.shared_gate ? l.routing.shared_weight : nullptr;
     for (u32 c = begin + 2 * dev::thread(); c < end; c += 2 * dev::threads()) {
         float low = 0.0f, high = 0.0f;
         for (u32 r = 0; r < rows; r++) {
-            float lo, hi, w = down && weight ? weight[r] : 1.0f;
-            const char* row = down ? static_cast<const char*>(store.grad_row[base + r]) : gu + u64(r) * columns * 2;
+            u32 place = slot_place(l, batch, r);
+            float lo, hi, w = down && weight ? weight[place] : 1.0f;
+            const char* row = down ? static_cast<const char*>(store.grad_row[place]) : static_cast<const char*>(store.gu) + u64(place) * columns * 2;
             dev::unpack<T>(*reinterpret_cast<const u32*>(row + u64(c) * 2), lo, hi);
             low += w * lo;
             high += w * hi;

@@ -6,17 +6,18 @@ namespace aristos {
 
 // ---- What this PE sends to whom in a step.
 
-// Whether destination `pe` gets a header (and, unless it is this PE, rows) in this step.
+// Whether destination `pe` gets a header in this step. This PE's own rows need none.
 DEVICE bool sends_header(const Block& b, u32 pe) {
     const Layer& l = b.l;
     u32 round = b.step.round;
+    if (pe == l.shape.my_pe) return false;
     if (b.step.mode == MODE_FORWARD) return round == 0 || l.plan.dest[pe].rounds > round;
     return b.step.mode == MODE_RECOMPUTE && l.plan.dest[pe].rounds > round && l.received.peer_overflow[pe];
 }
 DEVICE bool sends_rows(const Block& b, u32 pe) {
     const Layer& l = b.l;
     u32 round = b.step.round;
-    if (l.plan.dest[pe].rounds <= round) return false;
+    if (pe == l.shape.my_pe || l.plan.dest[pe].rounds <= round) return false;
     return b.step.mode != MODE_RECOMPUTE || l.received.peer_overflow[pe];
 }
 
@@ -38,9 +39,9 @@ DEVICE const u32* row_slots(const Layer& l, u32 pe) {
 DEVICE const u32* row_returns(const Layer& l, u32 pe) { return l.plan.row_return + u64(pe) * l.shape.max_tokens; }
 DEVICE const u32* row_tokens(const Layer& l, u32 pe) { return l.plan.row_token + u64(pe) * l.shape.max_tokens; }
 
-// Before anything of this step is written at `pe`: waits until it no longer reads what was there. Its results say so: those of the
+// One thread: whether this step may write at `pe`, which no longer reads what was there. Its results say so: those of the
 // last round, or, before gradients, those of the recomputation. In round 0 the last pass has waited for them.
-DEVICE bool wait_for_room(Block& b, u32 pe) {
+template <class Missing> DEVICE bool room_came(const Block& b, u32 pe, Missing missing) {
     const Layer& l = b.l;
     u32 round = b.step.round;
     bool overflow = b.step.mode != MODE_FORWARD && l.received.peer_overflow[pe];
@@ -52,9 +53,16 @@ DEVICE bool wait_for_room(Block& b, u32 pe) {
     const u32* chunks = round_chunks(l, pe);
     u32 first = chunks[round], end = chunks[round + 1];
     u64 expected = stamp(b.pass, step);
-    return wait_signals(b, end - first, [&](u32 i) {
-        return wait_signal(l, result_signal(l, pe, first + i), {pe, WHAT_RESULTS, b.phase, expected, first + i}, 1);
-    });
+    for (u32 chunk = first; chunk < end; chunk++)
+        if (!signal_came(result_signal(l, pe, chunk), {pe, WHAT_RESULTS, PHASE_DISPATCH, expected, chunk}, missing, 1)) return false;
+    return true;
+}
+// The same of the place of chunk `index` of the round, where a chunk before it was.
+template <class Missing> DEVICE bool credit_came(const Block& b, u32 pe, u32 index, Missing missing) {
+    const Layer& l = b.l;
+    if (ARISTOS_PLANTED(NO_CREDIT) || index < l.shape.window_chunks) return true;
+    u32 before = index - l.shape.window_chunks;
+    return signal_came(credit_signal(l, pe, before), {pe, WHAT_CREDIT, PHASE_DISPATCH, stamp(b.pass, send_step(b, pe)), before}, missing);
 }
 
 // Where this block writes a message of at most a chunk for `pe`: its memory, or a stage here.
@@ -80,18 +88,19 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
     }
     if (dev::thread() != 0) return;
     if (direct) signal_peer(l, signal, value, pe);
-    if (pe == l.shape.my_pe) return;
+    if (pe == l.shape.my_pe) return;  // its results
     b.state.stats.puts++;
     if (direct) b.state.stats.signals++;
 }
 
 // ---- Waves: what goes over the network under one fence, since on some networks a fence waits for all that was put before it. The headers of
 // a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So the
-// first chunks need not wait for the last, and there are no more waves than such peers. A wave ends with a quiet, which orders as a fence
-// does, and frees its places in the stage: that holds two waves.
+// first chunks need not wait for the last, and where a window holds a round there are no more waves than such peers. After a wave's signals a quiet
+// frees its places in the stage, which holds two waves.
 DEVICE u32 far_peers(const Layer& l) { return l.tables.far[0]; }
 DEVICE u32 far_peer(const Layer& l, u32 number) { return l.tables.far[1 + number]; }
-constexpr u32 WAVE_OVER = 1u << 30;  // added to a wave's count of messages once its places are free
+// Added to a wave's count of messages: once its signals are sent, and once its places are free.
+constexpr u32 WAVE_SIGNALLED = 1u << 29, WAVE_FREE = 1u << 30, WAVE_OVER = WAVE_SIGNALLED + WAVE_FREE;
 
 // Message `number` of those of a phase, `chunks` of which are for each peer.
 struct WaveMessage {
@@ -105,11 +114,11 @@ DEVICE WaveMessage wave_message(const Layer& l, u32 pe, u32 index, u32 chunks) {
     u32 number = index * far_peers(l) + l.tables.far[1 + l.shape.n_pes + pe], wave = number / l.shape.window_chunks;
     return {wave, wave_size(l, wave, chunks), number % (STAGE_WAVES * l.shape.window_chunks)};
 }
-// All threads: waits until the place of a message is free. `ended`: the waves' counts.
-DEVICE bool wait_for_place(Block& b, const u32* ended, const WaveMessage& m) {
-    return m.wave < STAGE_WAVES || wait_block(b, 1, [&](u32) {
-        return wait_local(b.l, ended + m.wave - STAGE_WAVES, WAVE_OVER, b.phase, m.wave);
-    });
+// One thread: whether the place of a message is free, and the signals of the wave before are sent: their fence would wait for this one. `ended`: the
+// waves' counts.
+DEVICE bool place_free(const u32* ended, const WaveMessage& m) {
+    return (m.wave == 0 || came_local(ended + m.wave - 1, WAVE_SIGNALLED)) &&
+           (m.wave < STAGE_WAVES || came_local(ended + m.wave - STAGE_WAVES, WAVE_OVER));
 }
 
 // A message's signal and its value; none where nothing was sent.
@@ -125,10 +134,10 @@ template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, b
     if (!dev::sync_block_or(last)) return;
     u32 sent = 0;
     for (u32 i = dev::thread(); i < size; i += dev::threads()) sent += get(i).signal != nullptr;
-    if (dev::sync_block_or(sent > 0)) {
+    const bool any = dev::sync_block_or(sent > 0);
+    if (any) {
         if (dev::thread() == 0) {
-            if (staged) dev::quiet_puts();
-            else dev::fence_puts();
+            dev::fence_puts();
             b.state.stats.fences++;
         }
         dev::sync_block();
@@ -139,7 +148,10 @@ template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, b
         if (sent) dev::shared_add(&b.state.stats.signals, u64(sent));
         dev::sync_block();
     }
-    if (dev::thread() == 0) dev::fetch_add_acq_rel(ended, WAVE_OVER);
+    if (dev::thread() != 0) return;
+    dev::fetch_add_acq_rel(ended, WAVE_SIGNALLED);
+    if (any && staged) dev::quiet_puts();
+    dev::fetch_add_acq_rel(ended, WAVE_FREE);
 }
 // The same for a wave of chunks; `get(pe, index)`.
 template <class Get> DEVICE void end_chunk(Block& b, u32* ended, const WaveMessage& m, Get get) {
@@ -148,35 +160,43 @@ template <class Get> DEVICE void end_chunk(Block& b, u32* ended, const WaveMessa
 }
 
 // ---- Headers.
-DEVICE bool send_header(Block& b, u32 pe) {
+// Slots of each of `pe`'s experts in this round, in the scratch memory. All threads.
+DEVICE const u32* count_slots(Block& b, u32 pe, u32 first_slot, u32 end_slot) {
     const Layer& l = b.l;
-    if (!sends_header(b, pe)) return true;
-    enter(b, PHASE_DISPATCH);
-    if (!wait_for_room(b, pe)) return false;
-    const DestPlan& dest = l.plan.dest[pe];
-    bool backward = b.step.mode != MODE_FORWARD;
-    const u32* chunks = round_chunks(l, pe);
-    const u32* starts = row_slots(l, pe);
-    u32 round = b.step.round, any = dest.rounds > round;
-    u32 first_chunk = any ? chunks[round] : 0, end_chunk = any ? chunks[round + 1] : 0;
-    u32 end_row = end_chunk * l.shape.chunk_rows < dest.rows ? end_chunk * l.shape.chunk_rows : dest.rows;
-    u32 first_slot = any ? starts[first_chunk * l.shape.chunk_rows] : 0, end_slot = any ? starts[end_row] : 0;
-
-    // Slots of each of its experts in this round.
     u32* counts = reinterpret_cast<u32*>(b.scratch);
-    u32 experts = l.shape.max_local;
-    for (u32 e = dev::thread(); e < experts; e += dev::threads()) counts[e] = 0;
+    for (u32 e = dev::thread(); e < l.shape.max_local; e += dev::threads()) counts[e] = 0;
     dev::sync_block();
     for (u32 i = first_slot + dev::thread(); i < end_slot; i += dev::threads())
-        dev::shared_add(counts + slot_expert(l.plan.slot_word[dest.slot_base + i]), 1u);
+        dev::shared_add(counts + slot_expert(l.plan.slot_word[l.plan.dest[pe].slot_base + i]), 1u);
     dev::sync_block();
+    return counts;
+}
+// What of the rows for `pe` goes in this round.
+struct RoundPart { u32 first_chunk, end_chunk, first_slot, end_slot; };
+DEVICE RoundPart round_part(const Block& b, u32 pe) {
+    const Layer& l = b.l;
+    const DestPlan& dest = l.plan.dest[pe];
+    if (dest.rounds <= b.step.round) return {0, 0, 0, 0};
+    const u32* chunks = round_chunks(l, pe) + b.step.round;
+    const u32* starts = row_slots(l, pe);
+    u32 end_row = chunks[1] * l.shape.chunk_rows < dest.rows ? chunks[1] * l.shape.chunk_rows : dest.rows;
+    return {chunks[0], chunks[1], starts[chunks[0] * l.shape.chunk_rows], starts[end_row]};
+}
+DEVICE void send_header(Block& b, u32 pe) {
+    const Layer& l = b.l;
+    if (!sends_header(b, pe)) return;
+    enter(b, PHASE_DISPATCH);
+    const DestPlan& dest = l.plan.dest[pe];
+    bool backward = b.step.mode != MODE_FORWARD;
+    const RoundPart part = round_part(b, pe);
+    const u32* counts = count_slots(b, pe, part.first_slot, part.end_slot);
 
     u32 place = header_place(b.pass, backward);
     u64 at = header_offset(l, place, l.shape.my_pe);
     // A peer's place for this PE's headers; staged by destination.
     Message m = message(l, l.symmetric.header + at, l.symmetric.header_stage + header_offset(l, place, pe), pe);
     u32* words = reinterpret_cast<u32*>(m.to);
-    for (u32 e = dev::thread(); e < experts; e += dev::threads()) words[HEADER_WORDS + e] = counts[e];
+    for (u32 e = dev::thread(); e < l.shape.max_local; e += dev::threads()) words[HEADER_WORDS + e] = counts[e];
     u32 world = 0;
     for (u32 p = dev::lane(); p < l.shape.n_pes; p += 32) world = l.plan.dest[p].rounds > world ? l.plan.dest[p].rounds : world;
     for (u32 d = 16; d > 0; d /= 2) {
@@ -187,33 +207,33 @@ DEVICE bool send_header(Block& b, u32 pe) {
         words[HEADER_ROUNDS] = dest.rounds;
         words[HEADER_WORLD_ROUNDS] = world;
         words[HEADER_ROWS] = dest.rows;
-        words[HEADER_SLOTS] = end_slot - first_slot;
+        words[HEADER_SLOTS] = part.end_slot - part.first_slot;
         words[HEADER_RETURN_CHUNK] = dest.return_chunk;
         words[HEADER_TOKENS] = b.pass.tokens;
-        words[HEADER_FIRST_CHUNK] = first_chunk;
-        words[HEADER_END_CHUNK] = end_chunk;
-        if (pe != l.shape.my_pe) b.state.stats.header_bytes += l.sizes.header_bytes;
+        words[HEADER_FIRST_CHUNK] = part.first_chunk;
+        words[HEADER_END_CHUNK] = part.end_chunk;
+        b.state.stats.header_bytes += l.sizes.header_bytes;
     }
-    if (l.sizes.has_losses && !backward && round == 0) {
+    if (l.sizes.has_losses && !backward && b.step.round == 0) {
         double* sums = reinterpret_cast<double*>(m.to + l.sizes.header_counts_bytes);
         for (u32 i = dev::thread(); i < 2 + 2 * l.shape.n_experts; i += dev::threads()) sums[i] = l.losses.mine[i];
     }
     post(b, m, l.sizes.header_bytes, header_signal(l, place, l.shape.my_pe), stamp(b.pass, send_step(b, pe)), pe);
-    return true;
 }
 
 // ---- Chunks.
 
 // Chunk number `index` of the round, of those for `pe`; by way of `stage`, where only the network reaches it.
-DEVICE bool send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
+DEVICE bool has_chunk(const Block& b, u32 pe, u32 index) {
+    const u32* chunks = round_chunks(b.l, pe) + b.step.round;
+    return sends_rows(b, pe) && chunks[0] + index < chunks[1];
+}
+DEVICE void send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
     const Layer& l = b.l;
-    if (pe == l.shape.my_pe || !sends_rows(b, pe)) return true;
+    if (!has_chunk(b, pe, index)) return;
     const DestPlan& dest = l.plan.dest[pe];
-    const u32* chunks = round_chunks(l, pe);
-    u32 chunk = chunks[b.step.round] + index;
-    if (chunk >= chunks[b.step.round + 1]) return true;
+    u32 chunk = round_chunks(l, pe)[b.step.round] + index;
     enter(b, PHASE_DISPATCH);
-    if (!wait_for_room(b, pe)) return false;
 
     u32 first_row = chunk * l.shape.chunk_rows, rows = chunk_count(l, dest.rows, chunk), row_bytes = l.sizes.row_bytes;
     Message m = message(l, l.symmetric.window + chunk_offset(l, l.shape.my_pe, pe, index), stage, pe);
@@ -245,37 +265,44 @@ DEVICE bool send_chunk(Block& b, u32 pe, u32 index, u8* stage) {
         stats.dispatch_row_bytes += u64(rows) * row_bytes;
         if (!gradient) stats.dispatch_slot_bytes += 4 * rows + 8 * slots;
     }
-    return true;
 }
 
 // Sends of a step: headers for all PEs, then chunk 0 for all, then chunk 1. Each PE begins with the next one, so that they do
 // not all write to PE 0 first.
-DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.window_chunks); }
-OUTLINE bool send(Block& b, u32 item) {
+DEVICE u32 send_items(const Layer& l) { return l.shape.n_pes * (1 + l.shape.round_chunks); }
+DEVICE u32 send_pe(const Layer& l, u32 item) { return (l.shape.my_pe + 1 + item % l.shape.n_pes) % l.shape.n_pes; }
+
+// One thread: whether a send finds its room at the PE and its place in the stage.
+template <class Missing> DEVICE bool send_ready(const Block& b, u32 item, Missing missing) {
     const Layer& l = b.l;
-    u32 n = l.shape.n_pes, me = l.shape.my_pe;
-    u32 pe = (me + 1 + item % n) % n;
+    u32 pe = send_pe(l, item);
+    if (item < l.shape.n_pes) return !sends_header(b, pe) || room_came(b, pe, missing);
+    u32 index = item / l.shape.n_pes - 1;
+    if (has_chunk(b, pe, index) && !(room_came(b, pe, missing) && credit_came(b, pe, index, missing))) return false;
+    return reachable(l, pe) || place_free(b.counters().sent, wave_message(l, pe, index, l.shape.round_chunks));
+}
+
+OUTLINE void send(Block& b, u32 item) {
+    const Layer& l = b.l;
+    u32 n = l.shape.n_pes, me = l.shape.my_pe, pe = send_pe(l, item);
     bool far = !reachable(l, pe);
     if (item < n) {
-        if (!send_header(b, pe)) return false;
+        send_header(b, pe);
         if (far) end_wave_item(b, b.counters().headers, far_peers(l), false, [&](u32 i) -> WaveSignal {
             u32 to = far_peer(l, i);
             if (!sends_header(b, to)) return {};
             return {to, header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
         });
-        return true;
+        return;
     }
     u32 index = item / n - 1;
     if (!far) return send_chunk(b, pe, index, nullptr);
-    WaveMessage m = wave_message(l, pe, index, l.shape.window_chunks);
-    if (!wait_for_place(b, b.counters().sent, m)) return false;
-    if (!send_chunk(b, pe, index, l.symmetric.chunk_stage + u64(m.place) * l.sizes.chunk_pitch)) return false;
+    WaveMessage m = wave_message(l, pe, index, l.shape.round_chunks);
+    send_chunk(b, pe, index, l.symmetric.chunk_stage + u64(m.place) * l.sizes.chunk_pitch);
     end_chunk(b, b.counters().sent, m, [&](u32 to, u32 number) -> WaveSignal {
-        const u32* begin = round_chunks(l, to) + b.step.round;
-        if (!sends_rows(b, to) || begin[0] + number >= begin[1]) return {};
+        if (!has_chunk(b, to, number)) return {};
         return {to, chunk_signal(l, me, number), stamp(b.pass, send_step(b, to))};
     });
-    return true;
 }
 
 }  // namespace aristos

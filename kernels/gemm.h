@@ -52,7 +52,8 @@ struct GemmTask {
     float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not wanted
     float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
     const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
-    u32 batch;                 // for the scheduler, which gets it back in `done`
+    u32 split, jump;           // GRAD_*: from slot `split` on, slots lie `jump` further on
+    u32 batch, tile;           // for the scheduler, which gets them back in `done`
 };
 
 // Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so
@@ -91,25 +92,32 @@ constexpr u32 A_MN_MAJOR_KINDS = kind_set(GRAD_UP) | kind_set(GRAD_DOWN);
 template <u32 KINDS> DEVICE bool a_mn_major(u32 kind) { return (KINDS & A_MN_MAJOR_KINDS) != 0 && a_mn_major(kind); }
 template <u32 KINDS> DEVICE bool b_mn_major(u32 kind) { return (KINDS & ~FORWARD_KINDS) != 0 && b_mn_major(kind); }
 
-// Rows of an operand: through pointers, or in memory one after another, with a jump to where another matrix goes on. Addresses are
-// numbers, because the two matrices need not be in one array.
+// Rows of an operand: in memory one after another, or pointers to them, with a jump to where others go on. Addresses are numbers,
+// because the two parts need not be in one array.
 template <class T> struct RowSource {
-    const void* const* gather;  // null: no pointers
     u64 base, jump;  // bytes; `jump` is added from row `split` on
     u32 stride, split, rows;
+    bool pointers;
 
     // Null beyond the last. No branches but a predicated load: it is called in the main loop.
     DEVICE const T* row(u32 i) const {
         u64 at = base + u64(i) * stride + (i < split ? 0 : jump);
-        if (gather && i < rows) at = reinterpret_cast<u64>(gather[i]);
+        if (pointers && i < rows) at = *reinterpret_cast<const u64*>(at);
         return reinterpret_cast<const T*>(i < rows ? at : 0);
+    }
+    DEVICE RowSource in_two_parts(const GemmTask& t) const {
+        RowSource r = *this;
+        r.split = t.split, r.jump = u64(t.jump) * stride;
+        return r;
     }
 };
 
 template <class T> DEVICE RowSource<T> in_memory(const void* base, u32 width, u32 rows) {
-    return {nullptr, reinterpret_cast<u64>(base), 0, width * u32(sizeof(T)), ~0u, rows};
+    return {reinterpret_cast<u64>(base), 0, width * u32(sizeof(T)), ~0u, rows, false};
 }
-template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows) { return {row, 0, 0, 0, ~0u, rows}; }
+template <class T> DEVICE RowSource<T> gathered(const void* const* row, u32 rows) {
+    return {reinterpret_cast<u64>(row), 0, u32(sizeof(void*)), ~0u, rows, true};
+}
 
 // Rows of A: an output row each, or, MN-major, a step of K.
 template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
@@ -117,7 +125,8 @@ template <class T> DEVICE RowSource<T> a_rows(const GemmTask& t) {
         case FORWARD_DOWN: return in_memory<T>(t.h, t.intermediate, t.rows);
         case BACKWARD_UP: return in_memory<T>(t.gu, gu_width(t), t.rows);
         case GRAD_UP:
-            return in_memory<T>(static_cast<const T*>(t.gu) + (t.gated && t.which ? t.intermediate : 0), gu_width(t), t.rows);
+            return in_memory<T>(static_cast<const T*>(t.gu) + (t.gated && t.which ? t.intermediate : 0), gu_width(t), t.rows).in_two_parts(t);
+        case GRAD_DOWN: return gathered<T>(t.row, t.rows).in_two_parts(t);
         default: return gathered<T>(t.row, t.rows);
     }
 }
@@ -133,8 +142,8 @@ template <class T> DEVICE RowSource<T> b_mn_major_rows(const GemmTask& t) {
             if (t.gated) source.split = I, source.jump = up - source.base;
             return source;
         }
-        case GRAD_UP: return gathered<T>(t.row, t.rows);
-        default: return in_memory<T>(t.h, I, t.rows);
+        case GRAD_UP: return gathered<T>(t.row, t.rows).in_two_parts(t);
+        default: return in_memory<T>(t.h, I, t.rows).in_two_parts(t);
     }
 }
 

@@ -83,14 +83,14 @@ struct Received {
     u32* return_chunk;  // [n_pes]: where in the source's return area the results of its chunk 0 go
     u32* counts;        // [n_pes][n_local]: slots of this round
     u32* first;         // [n_pes][n_local]: the source's first place in the batch
-    u32* row_start;     // [n_pes][window_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
-    u32* return_row;    // [n_pes][window_rows]: by its number in the order of return, a row of this round
-    u32* return_slot;   // [n_pes][window_rows]: slots of the rows of its chunk of results before; training only
-    u32* place;         // [n_pes][window_chunks][chunk_rows * max_slots]: place of a slot
+    u32* row_start;     // [n_pes][round_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
+    u32* return_row;    // [n_pes][round_rows]: by its number in the order of return, a row of this round
+    u32* return_slot;   // [n_pes][round_rows]: slots of the rows of its chunk of results before; training only
+    u32* place;         // [n_pes][round_chunks][chunk_rows * max_slots]: place of a slot
     u32* expert;        // the same: its local expert
     u32* peer_overflow; // [n_pes]: destination, 1: it keeps no activations, so backward sends it the rows again
-    u8* x;              // [n_pes][window_rows, H]: rows, of every source but this PE; with training only
-    u8* grad;           // the same for gradient rows
+    u8* x;              // [n_pes][round_rows, H]: rows, of every source but this PE; where they are kept (keeps_rows)
+    u8* grad;           // the same for gradient rows; with training only
 };
 
 // The slots of some batches, one after another: those of the routed experts, or the shared expert's (a token each).
@@ -108,39 +108,58 @@ struct SlotStore {
     float* d_weight;       // [capacity][d_weight_stride]; training only
 };
 
-// One expert's slots, cut into tiles of tile_m. The shared expert is batch n_local.
+// One expert's slots, cut into tiles of tile_m. The shared expert is batch n_local. Slots whose tiles are this PE's alone lie before all others
+// in the store, so that their places need no header.
 struct Batches {
     u32* total;      // [n_local + 1]: slots
-    u32* own;        // [n_local + 1]: of these, this PE's, which come first
-    u32* base;       // [n_local + 1]: first place in its store
-    u32* tile;       // [n_local + 2]: first tile; the last is the end
+    u32* own;        // [n_local + 1]: of these, the first ones: those of the tiles that hold slots of this PE alone
+    u32* own_base;   // [n_local + 1]: their first place in the store
+    u32* own_tile;   // [n_local + 1]: their first tile
+    u32* rest_base;  // [n_local]: the same of the other slots
+    u32* rest_tile;  // [n_local]
     u32* expert_rows;  // [n_local]: slots over all rounds of the forward
     SlotStore routed, shared;
 };
 
-// The order of the items of a step, see schedule.h. GEMM tasks: entry i has tickets [entry_ticket[i], entry_ticket[i + 1]).
-constexpr u32 COMM_CLASSES = 7;
-constexpr u32 GRAD_ENTRIES = 3;  // of a batch: gate, up, down
+// What a step has to do, see schedule.h.
+constexpr u32 GRADIENTS = 3;  // of a batch: gate, up, down
+enum TaskQueue : u32 { REST_SECOND = 0, REST_FIRST = 1, OWN_SECOND = 2, OWN_FIRST = 3, GRADIENT_TASKS = 4, TASK_QUEUES = 5 };
+enum LastItems : u32 { LAST_BIAS = 0, LAST_ZERO = 1, LAST_FINAL = 2, LAST_ITEMS = 3 };
 struct Queue {
-    u32* comm_end;         // [COMM_CLASSES]: communication tickets of a class and those before it
-    u32* entry_ticket;     // [max_entries + 1]
-    u32* entry_what;       // [max_entries]: see schedule.h
+    u32* tasks[TASK_QUEUES];  // tasks before an entry, and the end: an entry is a batch, or one of its gradients
+    u32* arrivals;         // [1]: chunks that come to this PE, its own twice where they arrive twice
+    u32* most_results;     // [1]: chunks that it returns, the most of one source
+    u32* results;          // [1]: of all, as many as the most of each source that only the network reaches: messages of waves
+    u32* last_end;         // [LAST_ITEMS]: items that are left when all others are taken, of a kind and those before it
     u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
-    u32* segment_prefix;   // [2][segments + 1]: tasks of the first and of the second GEMM before a segment
 };
+
+// Whether rows from a peer are copied out of its window. Otherwise they stay there until their results are back, and no place is used twice in a
+// round.
+constexpr bool keeps_rows(const LayerShape& s) { return s.training || s.window_chunks < s.round_chunks; }
 
 // What a step counts. Two sets: a step uses one and zeroes the other, so that neither needs a barrier of its own.
 struct Counters {
-    u32* send;        // tickets
-    u32* comm;
-    u32* compute;
-    u32* layout;      // 1: the layout is made
+    // Taken, see schedule.h:
+    u32* own;         // the layout of the own slots
+    u32* send;
+    u32* headers_read;  // the layout of the others'
+    u32* shared;
+    u32* last;
+    u32* tasks;       // [TASK_QUEUES]
+    u32* arrivals;    // of all sources
+    u32* results;
+    u32* arrival;     // [n_pes]: of a source
+    u32* result;      // [n_pes]
+    u32* own_known;   // 1: made
+    u32* layout;
+    u32* returnable;  // [n_pes]: experts whose slots of this source are all computed
     // With a network only; see dispatch.h, "Waves". Messages that have ended:
     u32* headers;
-    u32* sent;        // [n_pes]: of a wave of chunks
-    u32* returned;    // [n_pes]: of a wave of results
-    u32* placed;      // [n_pes][window_chunks]: rows of a chunk of results whose slots have their places
-    u32* numbered;    // [n_pes][window_rows / 32]: a bit for each number in the order of return that a row has
+    u32* sent;        // [waves]: of a wave of chunks
+    u32* returned;    // [waves]: of a wave of results
+    u32* placed;      // [n_pes][round_chunks]: rows of a chunk of results whose slots have their places
+    u32* numbered;    // [n_pes][round_rows / 32]: a bit for each number in the order of return that a row has
     u32* arrived;     // [max_tiles]: slots whose rows are there
     u32* first_done;  // [max_tiles]: tasks of the first GEMM
     u32* second_done; // [max_tiles]
@@ -169,7 +188,8 @@ struct Symmetric {
     // Signal words, each written by the one PE that its first index names.
     u64* header_signal;     // [3][n_pes]
     u64* capacity_signal;   // [n_pes]
-    u64* chunk_signal;      // [n_pes][window_chunks]
+    u64* chunk_signal;      // [n_pes][round_chunks]
+    u64* credit_signal;     // [n_pes][round_chunks]: its place in the window is free
     u64* result_signal;     // [n_pes][max_chunks]
     u64* barrier_signal;    // [3][n_pes]
     u64* all_reduce_signal; // [all_reduce_signal_words(shape)]
@@ -196,8 +216,7 @@ struct Sizes {
     u32 chunk_pitch, return_pitch;  // multiples of 16
     u32 return_chunks;
     u32 max_tiles;
-    u32 segments;     // of batches: each one's own full tiles, the rest of each, and the shared expert's
-    u32 max_entries;
+    u32 waves;        // of chunks or of results, in a step
     u32 has_losses;
     u32 elem_bytes;
     u32 hopper;       // 1: the tables have tensor maps, so the kernels of layer_hopper.cu run

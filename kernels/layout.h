@@ -1,4 +1,4 @@
-// Every slot's place, once the headers are in.
+// Every slot's place: of those in tiles of this PE alone at once, of the others once the headers are in.
 #pragma once
 #include "dispatch.h"
 
@@ -6,6 +6,7 @@ namespace aristos {
 
 // Whether a header of `source` is due in this step.
 DEVICE bool header_due(const Block& b, u32 source) {
+    if (source == b.l.shape.my_pe) return false;
     if (b.step.mode == MODE_FORWARD && b.step.round == 0) return true;
     return b.l.received.rounds[source] > b.step.round;
 }
@@ -17,6 +18,7 @@ DEVICE bool read_header(Block& b, u32 source) {
     const Received& in = l.received;
     bool first = b.step.mode == MODE_FORWARD && b.step.round == 0;
     u32* counts = in.counts + u64(source) * s.n_local;
+    if (source == s.my_pe) return true;  // place_own_slots has what it would say
     if (!header_due(b, source)) {
         for (u32 e = dev::lane(); e < s.n_local; e += 32) counts[e] = 0;
         if (dev::lane() == 0) in.first_chunk[source] = in.end_chunk[source] = 0;
@@ -44,7 +46,7 @@ DEVICE bool read_header(Block& b, u32 source) {
     u32 round_rows = (end_chunk - first_chunk) * s.chunk_rows;
     bool valid = tokens <= s.max_tokens && rows <= tokens && rounds <= world && world <= l.sizes.max_chunks &&
                  (rounds > 0) == (rows > 0) && rounds <= chunks && first_chunk <= end_chunk && end_chunk <= chunks &&
-                 end_chunk - first_chunk <= s.window_chunks && (rounds > 0) == (end_chunk > first_chunk) &&
+                 end_chunk - first_chunk <= s.round_chunks && (rounds > 0) == (end_chunk > first_chunk) &&
                  (b.step.round > 0 || first_chunk == 0) && (b.step.round + 1 < rounds || end_chunk == chunks) &&
                  slots == words[HEADER_SLOTS] && slots <= s.round_slots && most <= MAX_RANK &&
                  slots <= u64(round_rows) * l.sizes.max_slots && return_chunk <= l.sizes.return_chunks &&
@@ -65,17 +67,19 @@ DEVICE bool read_header(Block& b, u32 source) {
     return valid;
 }
 
-// All threads: waits for the headers that are due, and derives what follows from them.
+// One thread: whether the header of `source` has come, if one is due.
+template <class Missing> DEVICE bool header_came(const Block& b, u32 source, Missing missing) {
+    if (!b.step.receives || b.step.mode == MODE_GRADIENT || !header_due(b, source)) return true;
+    const u64* word = header_signal(b.l, header_place(b.pass, b.step.mode != MODE_FORWARD), source);
+    return signal_came(word, {source, WHAT_COUNTS, PHASE_DISPATCH, stamp(b.pass, 2 * b.step.round), b.step.round}, missing);
+}
+
+// All threads, once the headers that are due have come: derives what follows from them.
 DEVICE bool read_headers(Block& b) {
     const Layer& l = b.l;
     const Received& in = l.received;
     u32 n = l.shape.n_pes, place = header_place(b.pass, b.step.mode != MODE_FORWARD);
-    u64 expected = stamp(b.pass, 2 * b.step.round);
-    bool came = wait_signals(b, n, [&](u32 pe) {
-        return !header_due(b, pe) ||
-               wait_signal(l, header_signal(l, place, pe), {pe, WHAT_COUNTS, b.phase, expected, b.step.round});
-    });
-    if (!came) return false;
+    see_network(l);
     bool ok = true;
     for (u32 pe = dev::warp(); pe < n; pe += dev::threads() / 32) ok = read_header(b, pe) && ok;
     if (dev::sync_block_or(!ok)) return false;
@@ -87,6 +91,7 @@ DEVICE bool read_headers(Block& b) {
             const u32* words = reinterpret_cast<const u32*>(l.symmetric.header + header_offset(l, place, pe));
             received = in.rounds[pe] > received ? in.rounds[pe] : received;
             mine = l.plan.dest[pe].rounds > mine ? l.plan.dest[pe].rounds : mine;
+            if (pe == l.shape.my_pe) continue;
             world = words[HEADER_WORLD_ROUNDS] > world ? words[HEADER_WORLD_ROUNDS] : world;
         }
         UNROLL for (int d = 16; d > 0; d /= 2) {
@@ -100,20 +105,69 @@ DEVICE bool read_headers(Block& b) {
         if (dev::lane() == 0) {
             *in.overflow = received > 1;
             *in.my_rounds = received > mine ? received : mine;
-            *in.world_rounds = world;
+            *in.world_rounds = world > mine ? world : mine;
         }
     }
     if (l.sizes.has_losses) {
         for (u32 i = dev::thread(); i < 2 + 2 * l.shape.n_experts; i += dev::threads()) {
             double sum = 0;
             for (u32 pe = 0; pe < n; pe++)
-                sum += reinterpret_cast<const double*>(l.symmetric.header + header_offset(l, place, pe) +
-                                                       l.sizes.header_counts_bytes)[i];
+                sum += pe == l.shape.my_pe ? l.losses.mine[i]
+                                           : reinterpret_cast<const double*>(l.symmetric.header + header_offset(l, place, pe) +
+                                                                             l.sizes.header_counts_bytes)[i];
             l.losses.all[i] = sum;
         }
     }
     dev::sync_block();
     return true;
+}
+
+// All threads: places of the own slots whose tiles hold no others, from this PE's counts alone.
+DEVICE void place_own_slots(Block& b) {
+    const Layer& l = b.l;
+    const LayerShape& s = l.shape;
+    const Received& in = l.received;
+    const Batches& batches = l.batches;
+    const DestPlan& mine = l.plan.dest[s.my_pe];
+    const RoundPart part = round_part(b, s.my_pe);
+    const u32* counted = count_slots(b, s.my_pe, part.first_slot, part.end_slot);
+    u32* counts = in.counts + u64(s.my_pe) * s.n_local;
+    for (u32 e = dev::thread(); e < s.n_local; e += dev::threads()) {
+        counts[e] = counted[e];
+        batches.own[e] = counted[e] / s.tile_m * s.tile_m;
+    }
+    dev::sync_block();
+    u32 own = scan_block(b, s.n_local, [&](u32 e) { return batches.own[e]; }, [&](u32 e, u32 sum) {
+        batches.own_base[e] = sum;
+        batches.own_tile[e] = sum / s.tile_m;
+    });
+    if (dev::thread() == 0) {
+        batches.own_tile[s.n_local] = own / s.tile_m;
+        in.rounds[s.my_pe] = mine.rounds;
+        in.rows[s.my_pe] = mine.rows;
+        in.first_chunk[s.my_pe] = part.first_chunk;
+        in.end_chunk[s.my_pe] = part.end_chunk;
+        in.return_chunk[s.my_pe] = mine.return_chunk;
+    }
+}
+
+// The item.
+OUTLINE void make_own_layout(Block& b) {
+    const Layer& l = b.l;
+    enter(b, PHASE_DISPATCH);
+    if (b.step.receives && b.step.mode != MODE_GRADIENT) place_own_slots(b);
+    if (dev::thread() == 0) {
+        u32 shared = l.shape.n_local;
+        l.batches.total[shared] = l.batches.own[shared] = b.pass.tokens;
+        l.batches.own_base[shared] = 0;
+    }
+    dev::sync_block();
+    fill_gemms(b, OWN_FIRST, OWN_SECOND);
+    dev::sync_block();
+    if (dev::thread() == 0) {
+        dev::fence_gpu();
+        dev::store_release(b.counters().own_known, 1);
+    }
 }
 
 // All threads: places of all sources' slots in the batches, own ones first, then those of the next PEs in turn; and tiles.
@@ -129,34 +183,27 @@ DEVICE void place_slots(Block& b) {
             u64 at = u64(pe) * s.n_local + e;
             in.first[at] = total;
             total += in.counts[at];
-            if (k == 0) batches.own[e] = total;
             pe = pe + 1 == s.n_pes ? 0 : pe + 1;
         }
         batches.total[e] = total;
         if (b.step.mode == MODE_FORWARD) batches.expert_rows[e] = total + (b.step.round ? batches.expert_rows[e] : 0);
     }
     dev::sync_block();
-    scan_block(b, s.n_local, [&](u32 e) { return batches.total[e]; }, [&](u32 e, u32 sum) { batches.base[e] = sum; });
-    u32 tiles = scan_block(b, s.n_local, [&](u32 e) { return ceil_div(batches.total[e], s.tile_m); },
-                           [&](u32 e, u32 sum) { batches.tile[e] = sum; });
-    if (dev::thread() == 0) {
-        u32 shared = s.n_local;
-        batches.total[shared] = batches.own[shared] = b.pass.tokens;
-        batches.base[shared] = 0;
-        batches.tile[shared] = tiles;
-        batches.tile[shared + 1] = tiles + (s.shared_intermediate ? ceil_div(b.pass.tokens, s.tile_m) : 0);
-    }
-    dev::sync_block();
+    auto rest = [&](u32 e) { return batches.total[e] - batches.own[e]; };
+    u32 base = batches.own_tile[s.n_local] * s.tile_m;
+    u32 tile = batches.own_tile[s.n_local] + (s.shared_intermediate ? ceil_div(b.pass.tokens, s.tile_m) : 0);
+    scan_block(b, s.n_local, rest, [&](u32 e, u32 sum) { batches.rest_base[e] = base + sum; });
+    scan_block(b, s.n_local, [&](u32 e) { return ceil_div(rest(e), s.tile_m); }, [&](u32 e, u32 sum) { batches.rest_tile[e] = tile + sum; });
 }
 
-// The item. A step that receives nothing still has a queue. Gradients use the places that the step before assigned.
+// The item. A step that receives nothing still has queues. Gradients use the places that the step before assigned.
 OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {
         if (!read_headers(b)) return false;
         place_slots(b);
     }
-    build_queue(b);
+    fill_queues(b);
     if (dev::thread() == 0) {
         dev::fence_gpu();
         dev::store_release(b.counters().layout, 1);

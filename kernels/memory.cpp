@@ -58,14 +58,13 @@ int check_shape(const LayerShape& s) {
     u64 max_slots = std::min<u64>(s.top_k, s.max_local);
     if (bad(s.chunk_rows == 0 || s.chunk_rows > 1u << 16)) return field;
     u64 max_chunks = ceil_div(s.max_tokens, s.chunk_rows);
-    if (bad(s.window_chunks == 0 || s.window_chunks > max_chunks || 2 * max_chunks + 2 >= 1u << 24)) return field;
+    if (bad(s.round_chunks == 0 || s.round_chunks > max_chunks || 2 * max_chunks + 2 >= 1u << 24)) return field;
+    if (bad(s.window_chunks == 0 || s.window_chunks > s.round_chunks)) return field;
     if (bad(s.round_slots < s.chunk_rows * max_slots || u64{s.round_slots} * s.n_pes >= LIMIT)) return field;
     if (bad(flag(s.training))) return field;
     if (bad(flag(s.stage))) return field;
     if (bad(flag(s.bulk))) return field;
-    // Both kinds of blocks must be there: each may wait for the other's items.
-    if (bad(s.blocks < 2 || s.blocks > 1u << 16)) return field;
-    if (bad(s.comm_blocks == 0 || s.comm_blocks >= s.blocks)) return field;
+    if (bad(s.blocks == 0 || s.blocks > 1u << 16)) return field;
     if (bad(s.tile_m == 0 || s.tile_m % 16)) return field;
     if (bad(s.tile_n == 0 || s.tile_n % 16)) return field;
     if (bad(s.wait_limit_ns == 0)) return field;
@@ -92,8 +91,7 @@ Sizes layer_sizes(const LayerShape& s, bool hopper) {
     u64 slots = u64{s.n_pes} * s.round_slots;
     u64 shared_tiles = s.shared_intermediate ? ceil_div(s.max_tokens, s.tile_m) : 0;
     z.max_tiles = static_cast<u32>(slots / s.tile_m + s.n_local + shared_tiles + 1);
-    z.segments = 2 * s.n_local + (s.shared_intermediate ? 1 : 0);
-    z.max_entries = 2 * z.segments + GRAD_ENTRIES * (s.n_local + 1);
+    z.waves = s.stage ? static_cast<u32>(ceil_div(u64{s.n_pes} * s.round_chunks, s.window_chunks)) : 0;
     z.hopper = hopper;
     return z;
 }
@@ -119,7 +117,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     const LayerShape& s = l.shape;
     const Sizes& z = l.sizes;
     u64 pes = s.n_pes, tokens = s.max_tokens, k = s.top_k, batches = s.n_local + 1;
-    u64 window_rows = u64{s.window_chunks} * s.chunk_rows;
+    u64 round_rows = u64{s.round_chunks} * s.chunk_rows;
     l.symmetric_base = symmetric.base;
 
     local.take(l.control, 1);
@@ -127,20 +125,19 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     for (int set = 0; set < 2; ++set) {
         Counters& c = l.counters[set];
         u64 begin = local.used;
-        local.take(c.send, 1);
-        local.take(c.comm, 1);
-        local.take(c.compute, 1);
-        local.take(c.layout, 1);
-        local.take(c.headers, 1);
-        local.take(c.sent, s.stage ? pes : 0);
-        local.take(c.returned, s.stage ? pes : 0);
-        local.take(c.placed, pes * s.window_chunks);
-        local.take(c.numbered, pes * ceil_div(u64{s.window_chunks} * s.chunk_rows, 32));
+        for (u32** word : {&c.own, &c.send, &c.headers_read, &c.shared, &c.last, &c.arrivals, &c.results, &c.own_known, &c.layout, &c.headers})
+            local.take(*word, 1);
+        local.take(c.tasks, TASK_QUEUES);
+        for (u32** words : {&c.arrival, &c.result, &c.returnable}) local.take(*words, pes);
+        local.take(c.sent, z.waves);
+        local.take(c.returned, z.waves);
+        local.take(c.placed, pes * s.round_chunks);
+        local.take(c.numbered, pes * ceil_div(round_rows, 32));
         local.take(c.arrived, z.max_tiles);
         local.take(c.first_done, z.max_tiles);
         local.take(c.second_done, z.max_tiles);
         local.take(c.batch_done, batches);
-        l.counters_begin[set] = c.send;
+        l.counters_begin[set] = c.own;
         l.counters_words = static_cast<u32>((local.used - begin) / 4);
     }
     // So that a slot that a faulty peer never fills leads nowhere harmful.
@@ -191,30 +188,33 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(in.return_chunk, pes);
     local.take(in.counts, pes * s.n_local);
     local.take(in.first, pes * s.n_local);
-    local.take(in.row_start, pes * s.window_chunks * (s.chunk_rows + 1));
-    local.take(in.return_row, pes * window_rows);
-    local.take(in.return_slot, s.training ? pes * window_rows : 0);
-    local.take(in.place, pes * window_rows * z.max_slots);
-    local.take(in.expert, pes * window_rows * z.max_slots);
+    local.take(in.row_start, pes * s.round_chunks * (s.chunk_rows + 1));
+    local.take(in.return_row, pes * round_rows);
+    local.take(in.return_slot, s.training ? pes * round_rows : 0);
+    local.take(in.place, pes * round_rows * z.max_slots);
+    local.take(in.expert, pes * round_rows * z.max_slots);
     local.take(in.peer_overflow, pes);
-    local.take(in.x, s.training ? pes * window_rows * z.row_bytes : 0);
-    local.take(in.grad, s.training ? pes * window_rows * z.row_bytes : 0);
+    local.take(in.x, keeps_rows(s) ? pes * round_rows * z.row_bytes : 0);
+    local.take(in.grad, s.training ? pes * round_rows * z.row_bytes : 0);
 
     Batches& b = l.batches;
     local.take(b.total, batches);
     local.take(b.own, batches);
-    local.take(b.base, batches);
-    local.take(b.tile, batches + 1);
+    local.take(b.own_base, batches);
+    local.take(b.own_tile, batches);
+    local.take(b.rest_base, s.n_local);
+    local.take(b.rest_tile, s.n_local);
     local.take(b.expert_rows, s.n_local);
     place_store(b.routed, local, s, z, slots, s.intermediate, s.gated);
     place_store(b.shared, local, s, z, s.shared_intermediate ? tokens : 0, s.shared_intermediate, s.shared_gated);
 
     Queue& q = l.queue;
-    local.take(q.comm_end, COMM_CLASSES);
+    for (u32** tasks : {&q.tasks[OWN_FIRST], &q.tasks[OWN_SECOND]}) local.take(*tasks, batches + 1);
+    for (u32** tasks : {&q.tasks[REST_FIRST], &q.tasks[REST_SECOND]}) local.take(*tasks, batches);
+    local.take(q.tasks[GRADIENT_TASKS], GRADIENTS * batches + 1);
+    for (u32** word : {&q.arrivals, &q.results, &q.most_results}) local.take(*word, 1);
+    local.take(q.last_end, LAST_ITEMS);
     local.take(q.empty, batches);
-    local.take(q.entry_ticket, z.max_entries + 1);
-    local.take(q.entry_what, z.max_entries);
-    local.take(q.segment_prefix, 2 * (z.segments + 1));
 
     local.take(l.stats, 1);
     local.take(l.block_stats, s.blocks);
@@ -223,7 +223,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     Symmetric& y = l.symmetric;
     symmetric.take(y.header_signal, 3 * pes);
     symmetric.take(y.capacity_signal, pes);
-    symmetric.take(y.chunk_signal, pes * s.window_chunks);
+    symmetric.take(y.chunk_signal, pes * s.round_chunks);
+    symmetric.take(y.credit_signal, pes * s.round_chunks);
     symmetric.take(y.result_signal, pes * z.max_chunks);
     symmetric.take(y.barrier_signal, 3 * pes);
     symmetric.take(y.all_reduce_signal, all_reduce_signal_words(s));

@@ -48,13 +48,13 @@ struct LayerShape {
     double capacity_factor;  // 0: dropless
     u32 max_tokens;    // of any PE
     u32 chunk_rows;    // rows sent under one signal
-    u32 window_chunks; // chunks of one source that one PE can hold in a round
+    u32 round_chunks;  // chunks of one source that one PE takes in a round
+    u32 window_chunks; // of these, places in its window: a place is used again once its chunk is copied; and messages in a wave
     u32 round_slots;   // slots of one source that one PE can hold in a round, at least chunk_rows * max_slots_per_row
     u32 training;      // 0: forward only, so no memory for backward
     u32 stage;         // 1: some pair of PEs cannot load and store each other's memory, so staging is needed
     u32 bulk;          // 1: bulk-synchronous, the baseline
     u32 blocks;        // of the cooperative kernels: all resident at once
-    u32 comm_blocks;   // of these, how many take communication first
     u32 tile_m, tile_n;  // of the GEMM path that runs
     u64 wait_limit_ns;
 };
@@ -127,6 +127,7 @@ enum ErrorWhat : u32 {
     WHAT_LOCAL = 7,        // another block of this PE
     WHAT_NO_EXPERT = 8,    // an id that is neither an expert's nor -1
     WHAT_TWICE = 9,        // an id that the token has twice
+    WHAT_CREDIT = 10,      // that a chunk's place in its window is free
 };
 struct ErrorRecord {
     u32 kind;   // ErrorKind; written last

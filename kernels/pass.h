@@ -1,67 +1,63 @@
 // A pass of a persistent kernel: its steps, and how a block goes through one.
 #pragma once
-#include "combine.h"
 #include "tasks.h"
 #include <new>
 
 namespace aristos {
 
-// ---- The communication queue.
-template <class T> DEVICE bool run_item(Block& b, u32 ticket) {
-    const u32* end = b.l.queue.comm_end;
-    u32 n = b.l.shape.n_pes, me = b.l.shape.my_pe;
-    if (ticket == 0) return make_layout(b);
-    // Chunk 0 of all sources, then chunk 1: own rows arrive first and return last.
-    if (ticket < end[CLASS_ARRIVE]) {
-        u32 item = ticket - end[CLASS_LAYOUT];
-        return arrive_chunk(b, (me + item % n) % n, item / n);
-    }
-    if (ticket < end[CLASS_SHARED]) return arrive_shared(b, ticket - end[CLASS_ARRIVE]);
-    if (ticket < end[CLASS_RETURN]) {
-        u32 item = ticket - end[CLASS_SHARED];
-        return return_chunk<T>(b, (me + 1 + item % n) % n, item / n);
-    }
-    if (ticket < end[CLASS_FINAL]) return final_sum<T>(b, ticket - end[CLASS_RETURN]);
-    if (ticket < end[CLASS_BIAS]) return bias_gradient<T>(b, ticket - end[CLASS_FINAL]);
-    zero_gradient(b, ticket - end[CLASS_BIAS]);
+// ---- Items.
+template <class T> DEVICE bool run_last(Block& b, u32 item) {
+    const u32* end = b.l.queue.last_end;
+    if (item < end[LAST_BIAS]) return bias_gradient<T>(b, item);
+    if (item >= end[LAST_ZERO]) return final_sum<T>(b, item - end[LAST_ZERO]);
+    zero_gradient(b, item - end[LAST_BIAS]);
     return true;
 }
-
-// Items of the communication queue up to the end of class `last`. The ticket after them is held for the next call.
-template <class T> DEVICE bool run_comm(Block& b, u32 last) {
-    u32 ticket = b.held;
-    for (bool layout_known = false;;) {
-        if (ticket == NONE) ticket = take_ticket(b, b.counters().comm);
-        if (ticket > 0 && !layout_known) {
-            layout_known = wait_block(b, 1, [&](u32) {
-                return wait_local(b.l, b.counters().layout, 1, b.phase, ticket);
-            });
-            if (!layout_known) return false;
+template <class T> DEVICE bool run_item(Block& b, const Item& item) {
+    switch (item.kind) {
+        case ITEM_OWN: return make_own_layout(b), true;
+        case ITEM_SEND: return send(b, item.index), true;
+        case ITEM_LAYOUT: return make_layout(b);
+        case ITEM_RETURN: return return_chunk<T>(b, item.pe, item.index);
+        case ITEM_ARRIVE: {
+            if (item.pe != b.l.shape.my_pe) return arrive_chunk(b, item.pe, item.index);
+            u32 chunks = source_chunks(b, item.pe);
+            return arrive_own(b, item.index % chunks, item.index >= chunks), true;
         }
-        if (ticket > 0 && ticket >= b.l.queue.comm_end[last]) break;
-        if (!run_item<T>(b, ticket)) return false;
-        ticket = NONE;
-    }
-    if (dev::thread() == 0) b.held = ticket;  // read after the barriers of the action that follows
-    return true;
-}
-
-// Sends, to the end of the queue, or, by a block that prefers to compute, until there is something to compute.
-DEVICE bool run_sends(Block& b, bool all) {
-    for (;;) {
-        if (!all && dev::sync_block_or(dev::thread() == 0 && dev::load_relaxed(b.counters().layout))) return true;
-        u32 ticket = take_ticket(b, b.counters().send);
-        if (ticket >= send_items(b.l)) return true;
-        if (!send(b, ticket)) return false;
+        case ITEM_SHARED: return arrive_shared(b, item.index), true;
+        default: return run_last<T>(b, item.index);
     }
 }
 
-template <class Path> DEVICE bool run_compute(Block& b) {
+// One thread: the next item; ITEM_TASKS where all others must wait, and where tasks are among them.
+OUTLINE void next_item(Block& b) {
+    enter_now(b.l, b.pass, b.state, PHASE_WAITING);
+    b.state.patience = {};
+    while (!find_item(b, b.items)) {
+        if (has(b.items, ITEM_TASKS)) return (void)give(b, ITEM_TASKS, 0);
+        if (all_taken(b, b.items) || !wait_for_item(b, b.items)) return (void)give(b, ITEM_NONE, 0);
+    }
+}
+
+// All threads: items of `set`, until none is left to take.
+template <class Path> DEVICE bool run_items(Block& b, u32 set) {
     dev::sync_block();
-    if (dev::thread() == 0) b.phase = PHASE_EXPERT;
-    Path::run(b);
-    // False where the queue ended because the PE aborts.
-    return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
+    if (dev::thread() == 0) b.items = set;
+    for (;;) {
+        dev::sync_block();
+        if (dev::thread() == 0) next_item(b);
+        dev::sync_block();
+        Item item = b.state.item;
+        if (item.kind == ITEM_TASKS) {
+            dev::sync_block();  // before another item is there
+            if (dev::thread() == 0) b.phase = PHASE_EXPERT;
+            Path::run(b);
+            dev::sync_block();
+            item = b.state.item;
+        }
+        if (item.kind == ITEM_NONE) return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
+        if (!run_item<typename Path::Element>(b, item)) return false;
+    }
 }
 
 // The set of the next step: nobody uses it before the barrier or the end of the kernel.
@@ -71,39 +67,44 @@ DEVICE void clear_next_counters(Block& b) {
         words[i] = 0;
 }
 
-// How a block goes through a step: a list of at most 16 actions. A list rather than a sequence of calls, so that each action's
-// code is in the kernel once.
-enum Action : u32 {
-    ACTION_END = 0, ACTION_SENDS = 1, ACTION_SENDS_FIRST = 2, ACTION_COMPUTE = 3, ACTION_GRID_BARRIER = 4,
-    ACTION_PE_BARRIER = 5,  // and 6 and 7: the second and the third of a step
-    ACTION_COMM = 8,        // and the number of a class: up to its end
-};
-template <class... Actions> constexpr u64 actions(Actions... list) {
-    u64 all = 0;
-    u32 shift = 0;
-    ((all |= u64(list) << shift, shift += 4), ...);
-    return all;
+// How a block goes through a step: everything at once, and then the last items, or, in the bulk-synchronous baseline, one kind after the
+// other, each finished everywhere before the next begins.
+constexpr u32 GRID_BARRIER = 1u << 16, PE_BARRIER = 2u << 16, BARRIER_NUMBER = 18;
+DEVICE u32 step_action(const Layer& l, u32 number) {
+    if (!l.shape.bulk) {
+        switch (number) {
+            case 0: return items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_RETURN, ITEM_ARRIVE, ITEM_SHARED, ITEM_TASKS);
+            case 1: return items(ITEM_LAST);
+            default: return 0;
+        }
+    }
+    switch (number) {
+        case 0: return items(ITEM_OWN, ITEM_SEND);
+        case 1: return PE_BARRIER;
+        case 2: return items(ITEM_LAYOUT);
+        case 3: return GRID_BARRIER;
+        case 4: return items(ITEM_ARRIVE, ITEM_SHARED);
+        case 5: return GRID_BARRIER;
+        case 6: return items(ITEM_TASKS);
+        case 7: return PE_BARRIER | 1u << BARRIER_NUMBER;
+        case 8: return items(ITEM_RETURN);
+        case 9: return PE_BARRIER | 2u << BARRIER_NUMBER;
+        case 10: return items(ITEM_LAST);
+        default: return 0;
+    }
 }
-constexpr u64 COMM_FIRST = actions(ACTION_SENDS, ACTION_COMM + CLASS_ZERO, ACTION_COMPUTE);
-constexpr u64 COMPUTE_FIRST = actions(ACTION_SENDS_FIRST, ACTION_COMPUTE, ACTION_SENDS, ACTION_COMM + CLASS_ZERO);
-// The bulk-synchronous baseline: the same items, each class finished everywhere before the next begins.
-constexpr u64 BULK = actions(ACTION_SENDS, ACTION_PE_BARRIER, ACTION_COMM + CLASS_LAYOUT, ACTION_GRID_BARRIER,
-                             ACTION_COMM + CLASS_SHARED, ACTION_GRID_BARRIER, ACTION_COMPUTE, ACTION_PE_BARRIER + 1,
-                             ACTION_COMM + CLASS_RETURN, ACTION_PE_BARRIER + 2, ACTION_COMM + CLASS_ZERO);
 
 template <class Path> DEVICE bool run_step(Block& b) {
     clear_next_counters(b);
     for (;;) {
-        u32 action = u32(b.actions) & 15;
-        if (action == ACTION_END) return true;
+        u32 action = step_action(b.l, b.actions);
+        if (action == 0) return true;
         dev::sync_block();
-        if (dev::thread() == 0) b.actions >>= 4;  // every action has a barrier, so that this is seen after it
+        if (dev::thread() == 0) b.actions++;  // every action has a barrier, so that this is seen after it
         bool ok;
-        if (action >= ACTION_COMM) ok = run_comm<typename Path::Element>(b, action - ACTION_COMM);
-        else if (action == ACTION_COMPUTE) ok = run_compute<Path>(b);
-        else if (action <= ACTION_SENDS_FIRST) ok = run_sends(b, action == ACTION_SENDS);
-        else if (action == ACTION_GRID_BARRIER) ok = grid_barrier(b.l);
-        else ok = pe_barrier(b.l, b.pass, action - ACTION_PE_BARRIER, stamp_step(b.step.round, b.step.mode, true));
+        if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
+        else if (action & GRID_BARRIER) ok = grid_barrier(b.l);
+        else ok = run_items<Path>(b, action);
         if (!ok) return false;
     }
 }
@@ -132,8 +133,10 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         b.step = {round, mode, receives, with_shared};
         b.set = u32(b.first_step + b.steps) & 1;
         b.steps++;
-        b.held = NONE;
-        b.actions = l.shape.bulk ? BULK : b.is_comm() ? COMM_FIRST : COMPUTE_FIRST;
+        b.actions = 0;
+        b.state.headers_seen = 0;
+        b.state.source = (l.shape.my_pe + dev::block()) % l.shape.n_pes;
+        for (u32& entry : b.state.entry) entry = 0;
     }
     dev::sync_block();
 }

@@ -7,8 +7,8 @@
 namespace aristos {
 
 // Functions of their own that keep nothing in registers: the products need them all.
-OUTLINE bool next_task(Block& b) { return scheduler_of(b).next(b.state.task); }
-OUTLINE void task_done(Block& b) { scheduler_of(b).done(b.state.task); }
+OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task); }
+OUTLINE void task_done(Block& b) { Scheduler{b}.done(b.state.task); }
 
 template <class T, u32 KINDS> struct AmperePath {
     using Element = T;

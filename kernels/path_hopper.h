@@ -17,8 +17,8 @@ template <class T, u32 KINDS> struct HopperPath {
     // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
     struct Source {
         Block& b;
-        DEVICE bool next(GemmTask& t) { return scheduler_of(b).next(t); }
-        DEVICE void done(const GemmTask& t) { scheduler_of(b).done(t); }
+        DEVICE bool next(GemmTask& t) { return Scheduler{b}.next(t); }
+        DEVICE void done(const GemmTask& t) { Scheduler{b}.done(t); }
     };
     static DEVICE void run(Block& b) {
         Source source{b};

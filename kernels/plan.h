@@ -373,7 +373,7 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
     u32 rounds = 0;
     for (u32 first = 0; first < chunks; rounds++) {
         const u32 first_slot = row_slot[u64(first) * chunk_rows];
-        const u32 last = least(chunks, first + p.s.window_chunks);
+        const u32 last = least(chunks, first + p.s.round_chunks);
         u32 end = first + 1;
         for (bool more = true; more && end < last;) {
             const u32 candidate = end + 1 + dev::lane();
@@ -527,7 +527,7 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     if (!plan_barrier(p)) return;
     bool split = false;
     for (u32 d = dev::thread(); d < p.s.n_pes; d += PLAN_TOKENS)
-        split |= div_up(p.rows[d], p.s.chunk_rows) > p.s.window_chunks || p.slots[d] > p.s.round_slots;
+        split |= div_up(p.rows[d], p.s.chunk_rows) > p.s.round_chunks || p.slots[d] > p.s.round_slots;
     // Every block has the same sums, so either all of them cut or none.
     if (dev::sync_block_or(split)) {
         const u32 warps = PLAN_TOKENS / 32;

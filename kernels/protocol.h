@@ -37,13 +37,17 @@ DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
 DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
     return l.symmetric.header_signal + place * l.shape.n_pes + source;
 }
-// In the windows of `dest`, which has none for itself.
-DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 place) {
+// Of chunk `index` of a round in the windows of `dest`, which has none for itself.
+DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 index) {
     u32 window = source < dest ? source : source - 1;
-    return (u64(window) * l.shape.window_chunks + place) * l.sizes.chunk_pitch;
+    return (u64(window) * l.shape.window_chunks + index % l.shape.window_chunks) * l.sizes.chunk_pitch;
 }
-DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 place) {
-    return l.symmetric.chunk_signal + u64(source) * l.shape.window_chunks + place;
+DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 index) {
+    return l.symmetric.chunk_signal + u64(source) * l.shape.round_chunks + index;
+}
+// At a source: that the place of chunk `index` of the round at `dest` is free again.
+DEVICE u64* credit_signal(const Layer& l, u32 dest, u32 index) {
+    return l.symmetric.credit_signal + u64(dest) * l.shape.round_chunks + index;
 }
 DEVICE u64* result_signal(const Layer& l, u32 dest, u32 chunk) {
     return l.symmetric.result_signal + u64(dest) * l.sizes.max_chunks + chunk;
@@ -164,6 +168,22 @@ DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 s
     });
     if (came && !ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
     return came;
+}
+
+// One thread: whether such a word has come, without a wait. Where it has not, `missing(w, seen)`.
+template <class Missing> DEVICE bool signal_came(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
+    u64 seen = dev::load_relaxed(word) >> shift;
+    if (seen < w.expected) {
+        missing(w, seen);
+        return false;
+    }
+    if (!ARISTOS_PLANTED(NO_ACQUIRE)) (void)dev::load_acquire_sys(word);
+    return true;
+}
+DEVICE bool came_local(const u32* word, u32 expected) {
+    if (dev::load_relaxed(word) < expected) return false;
+    if (!ARISTOS_PLANTED(NO_LOCAL_ACQUIRE)) (void)dev::load_acquire(word);
+    return true;
 }
 
 // All threads, after waits for signals: what came before those that came over the network is read from now on. Whose did is not asked: a

@@ -51,7 +51,7 @@ constexpr u32 plan_segments(const LayerShape& s) { return div_up(s.max_tokens, P
 constexpr u32 plan_max_chunks(const LayerShape& s) { return div_up(s.max_tokens, s.chunk_rows); }
 // Whether some routing needs more than one round.
 constexpr bool plan_may_split(const LayerShape& s) {
-    return plan_max_chunks(s) > s.window_chunks || u64(s.max_tokens) * least(s.top_k, s.max_local) > s.round_slots;
+    return plan_max_chunks(s) > s.round_chunks || u64(s.max_tokens) * least(s.top_k, s.max_local) > s.round_slots;
 }
 // Segments of rows: of each round of each PE, its rows / PLAN_TOKENS, rounded up.
 constexpr u64 plan_row_segments(const LayerShape& s) {

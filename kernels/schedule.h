@@ -1,37 +1,28 @@
-// The queues of a step: which block takes what, and when.
+// What a step has to do, and in which order blocks take it.
 //
-// Items of communication are taken in the order of their classes, GEMM tasks in the order of `Queue`'s entries. The batches'
-// tiles come as segments: first the tiles that hold own slots only, of every expert, since they need not wait for a peer; then
-// the other tiles of every expert; then the shared expert, which only this PE waits for. A segment's second GEMM follows
-// its first at a lag of at least as many tasks as there are blocks, so that it finds its inputs done; weight gradients, which
-// nobody waits for at all, are last.
+// A block takes one *item* after the other: the layout of the own slots; a send; the layout of the others' slots; the arrival of a chunk; the
+// return of one; rows of the shared expert; a task of a GEMM; and when all of these are taken, the last items: gradients of biases,
+// zeros, sums over PEs. It takes an item only once nothing is missing that the item needs (items.h), so no block waits inside one, and no
+// multiprocessor is parked while there is something to compute. Only the sums wait, for results of peers: they are the last.
 //
-// Why no step can deadlock. Order all items of all PEs by (step, class), with classes send < layout < arrive < GEMM (in queue
-// order) < return < final sum < the rest. Every wait is for items before the waiting one in this order: a send of round q for
-// results of round q - 1, or for the acknowledgements of this round's recomputation, which follow its arrivals, a layout for
-// headers, an arrival for its chunk and the layout, a GEMM for arrivals and earlier GEMMs, a return for GEMMs, a final sum for
-// returns; the barrier at the end of a step is after all of its own PE's items. Of the unfinished items take the first, X; all
-// items before it are done. If a block holds X, nothing that X waits for is missing, and X ends. If nobody holds X, X is in a
-// queue whose earlier items are all done, and some block takes it next: communication is taken first by the first
-// `comm_blocks` blocks (at least one), and GEMM tasks by the others (at least one); a block of either kind holds nothing of
-// the other queue before its own is exhausted, but for sends, which are before everything. All blocks are resident, so that
-// block runs. (A Hopper block asks for one GEMM task while it still computes another: the former waits in a warp of its own.)
+// Tasks come in five queues, each in the order of experts. The first one whose next task has its inputs is taken from: the second GEMM of tiles with
+// slots of others, which results wait for; their first GEMM; the same of tiles that hold slots of this PE alone, and of the shared expert, which need
+// no peer, and so fill the time in which rows travel; the gradients of weights, which nobody waits for.
+//
+// Why no step can deadlock. Order all items of all PEs by (step, class), with classes own layout < send < layout < arrival < task (first GEMM, second
+// GEMM, gradients) < return < last items. What an item needs comes from items before it in this order: a send of round q needs results of
+// round q - 1, or acknowledgements of this round's recomputation, which follow its arrivals, and the credit of a chunk some places before it, whose arrival
+// needs that chunk's send; a layout headers; an arrival its chunk and the layout; a task arrivals and earlier GEMMs; a return tasks; a sum returns; the
+// barrier at the end of a step all of its own PE's items. A place in a stage (dispatch.h, "Waves") is given back by sends or returns with lower numbers.
+// Of the unfinished items take the first, X. If a block holds X, X ends, as it needs nothing more. If nobody holds X, X is the next of its
+// queue, as items are taken in order there, and a block that is between two items, or will be, takes it: blocks hold items only for a time, but for sums,
+// and those are taken when nothing else is left to take on this PE.
 // A step of one PE may have no counterpart at another that has nothing to send or to receive in it: nobody waits for what was
 // not announced.
 #pragma once
 #include "block.h"
 
 namespace aristos {
-
-enum CommClass : u32 {
-    CLASS_LAYOUT = 0,
-    CLASS_ARRIVE = 1,  // (source, chunk)
-    CLASS_SHARED = 2,  // the shared expert's rows
-    CLASS_RETURN = 3,  // (source, chunk)
-    CLASS_FINAL = 4,   // some tokens
-    CLASS_BIAS = 5,    // gradients of biases: (batch, some columns)
-    CLASS_ZERO = 6,    // gradients of experts without slots: (batch, matrix, some elements)
-};
 
 constexpr u32 SHARED_TILES = 8;      // of one item
 constexpr u32 FINAL_TOKENS = 16;     // of one item
@@ -52,10 +43,21 @@ DEVICE bool takes_part(const Layer& l, const Step& step, u32 batch) {
     return is_shared(l, batch) ? step.with_shared : step.receives;
 }
 
+// ---- Places and tiles of a batch's slots: first those of tiles that are this PE's alone, elsewhere the others.
+DEVICE u32 slot_place(const Layer& l, u32 expert, u32 slot) {
+    const Batches& b = l.batches;
+    return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
+}
+DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
+    const Batches& b = l.batches;
+    u32 own = place - b.own_base[expert];  // places of others are above all own ones
+    return own < b.own[expert] ? b.own_tile[expert] + own / l.shape.tile_m
+                               : b.rest_tile[expert] + (place - b.rest_base[expert]) / l.shape.tile_m;
+}
+
 // ---- Tasks of a batch.
 DEVICE u32 first_kind(u32 mode) { return mode == MODE_GRADIENT ? BACKWARD_DOWN : FORWARD_UP; }
 DEVICE u32 second_kind(u32 mode) { return mode == MODE_GRADIENT ? BACKWARD_UP : FORWARD_DOWN; }
-
 DEVICE u32 tiles_across(const Layer& l, u32 kind, u32 batch) {
     u32 columns = tile_columns(kind, is_gated(l, batch), l.shape.tile_n);
     bool over_hidden = kind == FORWARD_DOWN || kind == BACKWARD_UP || kind == GRAD_UP;
@@ -68,30 +70,19 @@ DEVICE u32 tiles_down(const Layer& l, u32 kind, u32 batch) {
     return ceil_div(rows, l.shape.tile_m);
 }
 
-// Items of CLASS_BIAS of a batch: columns of the down projection's, then those of what the activation saw.
+// Items of LAST_BIAS of a batch: columns of the down projection's, then those of what the activation saw.
 DEVICE u32 gu_columns(const Layer& l, u32 batch) {
     return store_of(l, batch).intermediate * (is_gated(l, batch) ? 2 : 1);
 }
 DEVICE u32 bias_items(const Layer& l, u32 batch) {
     return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gu_columns(l, batch), BIAS_COLUMNS);
 }
-// Items of CLASS_ZERO: for each of three matrices, as many as the largest needs.
+// Items of LAST_ZERO: for each of three matrices, as many as the largest needs.
 DEVICE u32 zero_pieces(const Layer& l) {
     u32 wide = l.shape.intermediate > l.shape.shared_intermediate ? l.shape.intermediate : l.shape.shared_intermediate;
     return u32((u64(wide) * l.shape.hidden + ZERO_ELEMENTS - 1) / ZERO_ELEMENTS);
 }
-DEVICE u32 zero_items(const Layer& l) { return GRAD_ENTRIES * zero_pieces(l); }
-
-struct Segment { u32 batch, first, tiles; };
-DEVICE Segment segment(const Layer& l, const Step& step, u32 index) {
-    u32 n = l.shape.n_local;
-    u32 batch = index < n ? index : index < 2 * n ? index - n : n;
-    if (!takes_part(l, step, batch)) return {batch, 0, 0};
-    u32 tiles = ceil_div(l.batches.total[batch], l.shape.tile_m);
-    if (index == 2 * n) return {batch, 0, tiles};
-    u32 own = l.batches.own[batch] / l.shape.tile_m;
-    return index < n ? Segment{batch, 0, own} : Segment{batch, own, tiles - own};
-}
+DEVICE u32 zero_items(const Layer& l) { return GRADIENTS * zero_pieces(l); }
 
 // Tile `index` of `down` x `across`: a few rows of tiles at a time, so that what they share of both operands stays in L2.
 DEVICE void tile_at(u32 index, u32 down, u32 across, u32& m, u32& n) {
@@ -102,18 +93,16 @@ DEVICE void tile_at(u32 index, u32 down, u32 across, u32& m, u32& n) {
     m = group * GROUP + in % rows;
 }
 
-// ---- Entries of the queue.
-constexpr u32 ENTRY_SECOND = 1u << 28, ENTRY_GRAD = 2u << 28, ENTRY_INDEX = ENTRY_SECOND - 1;
-
-// How many of the ascending values get(0..n) are below `limit`.
-template <class Get> DEVICE u32 count_below(u32 n, u32 limit, Get get) {
-    u32 low = 0, high = n;
-    while (low < high) {
-        u32 middle = (low + high) / 2;
-        if (get(middle) < limit) low = middle + 1;
-        else high = middle;
-    }
-    return low;
+// Entries of a queue of tasks.
+DEVICE u32 task_entries(const Layer& l, u32 queue) {
+    u32 n = l.shape.n_local;
+    return queue == GRADIENT_TASKS ? GRADIENTS * (n + 1) : queue >= OWN_SECOND ? n + 1 : n;
+}
+DEVICE bool of_first_gemm(u32 queue) { return queue == REST_FIRST || queue == OWN_FIRST; }
+// Row tiles of a batch's tasks in a queue of the first or the second GEMM.
+DEVICE u32 queue_tiles(const Layer& l, u32 queue, u32 batch) {
+    const Batches& b = l.batches;
+    return ceil_div(queue >= OWN_SECOND ? b.own[batch] : b.total[batch] - b.own[batch], l.shape.tile_m);
 }
 
 // Rounds that this PE takes part in; with barriers between classes everyone does in all.
@@ -122,88 +111,84 @@ DEVICE u32 pass_rounds(const Layer& l) {
     return rounds > 1 ? rounds : 1;
 }
 
-// All threads of the block that makes the layout; total, own and tile of the batches are there.
-DEVICE void build_queue(Block& b) {
+// Whether own chunks arrive in two parts: what has its place before the headers are known, and what then gets one.
+DEVICE bool own_in_parts(const Step& step) { return step.mode != MODE_GRADIENT; }
+
+// ---- What makes the queues: all threads of a block.
+template <class Count> DEVICE void fill_tasks(Block& b, u32 queue, Count count) {
+    u32* tasks = b.l.queue.tasks[queue];
+    u32 entries = task_entries(b.l, queue);
+    u32 total = scan_block(b, entries, count, [&](u32 i, u32 sum) { tasks[i] = sum; });
+    if (dev::thread() == 0) tasks[entries] = total;
+}
+// The first GEMM's and the second's; own, total of the batches are there.
+DEVICE void fill_gemms(Block& b, u32 first, u32 second) {
+    const Layer& l = b.l;
+    auto fill = [&](u32 queue, u32 kind, bool none) {
+        fill_tasks(b, queue, [&](u32 batch) {
+            return none || !takes_part(l, b.step, batch) ? 0u : queue_tiles(l, queue, batch) * tiles_across(l, kind, batch);
+        });
+    };
+    fill(first, first_kind(b.step.mode), false);
+    fill(second, second_kind(b.step.mode), b.step.mode == MODE_RECOMPUTE);
+}
+
+// All but the queues of the own tiles.
+DEVICE void fill_queues(Block& b) {
     const Layer& l = b.l;
     const Queue& q = l.queue;
-    u32 segments = l.sizes.segments, mode = b.step.mode;
-    u32* first = q.segment_prefix;
-    u32* second = first + segments + 1;
-    u32 first_total = scan_block(b, segments,
-        [&](u32 s) { Segment g = segment(l, b.step, s); return g.tiles * tiles_across(l, first_kind(mode), g.batch); },
-        [&](u32 s, u32 sum) { first[s] = sum; });
-    u32 second_total = scan_block(b, segments,
-        [&](u32 s) {
-            Segment g = segment(l, b.step, s);
-            return mode == MODE_RECOMPUTE ? 0 : g.tiles * tiles_across(l, second_kind(mode), g.batch);
-        },
-        [&](u32 s, u32 sum) { second[s] = sum; });
-    if (dev::thread() == 0) {
-        first[segments] = first_total;
-        second[segments] = second_total;
-    }
-    dev::sync_block();
-    // A merge of two ascending lists: the second GEMM of j comes before the first of i if first[i] >= first[j + 1] + lag.
-    u32 lag = l.shape.blocks;
-    for (u32 s = dev::thread(); s < segments; s += dev::threads()) {
-        u32 before = first[s] < lag ? 0 : count_below(s, first[s] - lag + 1, [&](u32 j) { return first[j + 1]; });
-        q.entry_ticket[s + before] = first[s] + second[before];
-        q.entry_what[s + before] = s;
-        before = count_below(segments, first[s + 1] + lag, [&](u32 i) { return first[i]; });
-        q.entry_ticket[s + before] = first[before] + second[s];
-        q.entry_what[s + before] = ENTRY_SECOND | s;
-    }
-    u32 grads = GRAD_ENTRIES * (l.shape.n_local + 1), begin = first_total + second_total;
-    u32 grad_total = scan_block(b, grads,
-        [&](u32 i) {
-            u32 batch = i / GRAD_ENTRIES, which = i % GRAD_ENTRIES;
-            if (mode != MODE_GRADIENT || !takes_part(l, b.step, batch) || l.batches.total[batch] == 0) return 0u;
-            if (which == 0 && !is_gated(l, batch)) return 0u;
-            u32 kind = which == 2 ? GRAD_DOWN : GRAD_UP;
-            return tiles_down(l, kind, batch) * tiles_across(l, kind, batch);
-        },
-        [&](u32 i, u32 sum) {
-            q.entry_ticket[2 * segments + i] = begin + sum;
-            q.entry_what[2 * segments + i] = ENTRY_GRAD | i;
-        });
+    const Received& in = l.received;
+    u32 mode = b.step.mode, n = l.shape.n_local;
+    fill_gemms(b, REST_FIRST, REST_SECOND);
+    fill_tasks(b, GRADIENT_TASKS, [&](u32 i) {
+        u32 batch = i / GRADIENTS, which = i % GRADIENTS;
+        if (mode != MODE_GRADIENT || !takes_part(l, b.step, batch) || l.batches.total[batch] == 0) return 0u;
+        if (which == 0 && !is_gated(l, batch)) return 0u;
+        u32 kind = which == 2 ? GRAD_DOWN : GRAD_UP;
+        return tiles_down(l, kind, batch) * tiles_across(l, kind, batch);
+    });
     u32 empty = 0;
     if (mode == MODE_GRADIENT && b.step.round == 0) {
-        empty = scan_block(b, l.shape.n_local + 1,
+        empty = scan_block(b, n + 1,
             [&](u32 batch) { return u32(takes_part(l, b.step, batch) && l.batches.total[batch] == 0); },
             [&](u32 batch, u32 sum) {
                 if (takes_part(l, b.step, batch) && l.batches.total[batch] == 0) q.empty[sum] = batch;
             });
     }
-    // Chunks of the source that sent the most.
-    u32 chunks = 0;
+    u32 chunks = 0, near = 0, most = 0;  // near: of sources that results reach without a wave
     if (b.step.receives) {
         for (u32 s = dev::lane(); s < l.shape.n_pes; s += 32) {
-            u32 count = l.received.end_chunk[s] - l.received.first_chunk[s];
-            chunks = count > chunks ? count : chunks;
+            u32 count = in.end_chunk[s] - in.first_chunk[s];
+            chunks += count;
+            if (reachable(l, s)) near += count;
+            most = count > most ? count : most;
         }
-        for (u32 d = 16; d > 0; d /= 2) {
-            u32 other = dev::shfl_xor(chunks, int(d));
-            chunks = other > chunks ? other : chunks;
+        UNROLL for (int d = 16; d > 0; d /= 2) {
+            chunks += dev::shfl_xor(chunks, d);
+            near += dev::shfl_xor(near, d);
+            u32 other = dev::shfl_xor(most, d);
+            most = other > most ? other : most;
         }
     }
     if (dev::thread() == 0) {
-        q.entry_ticket[l.sizes.max_entries] = begin + grad_total;
+        u32 me = l.shape.my_pe, own = b.step.receives && own_in_parts(b.step) ? in.end_chunk[me] - in.first_chunk[me] : 0;
         bool last = mode != MODE_RECOMPUTE && b.step.round + 1 == pass_rounds(l);
-        u32 tokens = b.pass.tokens, n = l.shape.n_local, end = 0;
-        q.comm_end[CLASS_LAYOUT] = end += 1;
-        q.comm_end[CLASS_ARRIVE] = end += chunks * l.shape.n_pes;
-        q.comm_end[CLASS_SHARED] =
-            end += b.step.with_shared ? ceil_div(tokens, l.shape.tile_m * SHARED_TILES) : 0;
-        q.comm_end[CLASS_RETURN] = end += mode == MODE_RECOMPUTE ? 0 : chunks * l.shape.n_pes;
-        q.comm_end[CLASS_FINAL] = end += last ? ceil_div(tokens, FINAL_TOKENS) : 0;
+        u32 end = 0;
+        *q.arrivals = chunks + own;
+        *q.results = mode == MODE_RECOMPUTE ? 0 : near + l.tables.far[0] * most;
+        *q.most_results = mode == MODE_RECOMPUTE ? 0 : most;
         if (mode == MODE_GRADIENT) {
             if (l.shape.bias && b.step.receives) end += n * bias_items(l, 0);
             if (l.shape.shared_bias && b.step.with_shared) end += bias_items(l, n);
         }
-        q.comm_end[CLASS_BIAS] = end;
-        q.comm_end[CLASS_ZERO] = end += empty * zero_items(l);
+        q.last_end[LAST_BIAS] = end;
+        q.last_end[LAST_ZERO] = end += empty * zero_items(l);
+        q.last_end[LAST_FINAL] = end += last ? ceil_div(b.pass.tokens, FINAL_TOKENS) : 0;
     }
     dev::sync_block();
+}
+DEVICE u32 shared_items(const Block& b) {
+    return b.step.with_shared ? ceil_div(b.pass.tokens, b.l.shape.tile_m * SHARED_TILES) : 0;
 }
 
 }  // namespace aristos

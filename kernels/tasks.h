@@ -1,80 +1,122 @@
-// The scheduler that both GEMM paths ask for tasks: takes a ticket, finds its tile, waits for what the tile reads.
+// The scheduler that both GEMM paths ask for tasks: finds the next one whose inputs are there.
 #pragma once
-#include "schedule.h"
+#include "items.h"
 
 namespace aristos {
 
-// Where a task's tile is counted.
-DEVICE u32 task_tile(const Layer& l, const GemmTask& t) { return l.batches.tile[t.batch] + t.m0 / l.shape.tile_m; }
-
 struct Scheduler {
-    const Layer& l;
-    const Pass& pass;
-    const Step& step;
-    const Counters& counters;
-    State& state;
+    Block& b;
 
-    // One thread. The next task, once all that it reads is there; false at the end of the queue, or when the PE aborts.
+    // One thread. The next task. False where the block has another item to do first, or none: State::item.
     DEVICE bool next(GemmTask& t) {
-        enter_now(l, pass, state, PHASE_WAITING);
-        bool found = find(t) && inputs(t);
-        if (found) enter_now(l, pass, state, PHASE_EXPERT);
-        return found;
+        enter_now(b.l, b.pass, b.state, PHASE_WAITING);
+        b.state.patience = {};
+        for (;;) {
+            if (find_item(b, b.items)) return false;
+            if (find_task(t)) {
+                enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
+                return true;
+            }
+            if (all_taken(b, b.items) || !wait_for_item(b, b.items)) {
+                give(b, ITEM_NONE, 0);
+                return false;
+            }
+        }
     }
 
     // One thread, after a barrier of all threads that stored the task's results.
     DEVICE void done(const GemmTask& t) {
+        const Counters& c = b.counters();
         bool first = t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN;
         bool second = t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP;
         if (!first && !second) return;
-        dev::fetch_add_acq_rel((first ? counters.first_done : counters.second_done) + task_tile(l, t), 1u);
-        if (t.kind == BACKWARD_DOWN) dev::fetch_add_acq_rel(counters.batch_done + t.batch, 1u);
+        dev::fetch_add_acq_rel((first ? c.first_done : c.second_done) + t.tile, 1u);
+        if (t.kind == BACKWARD_DOWN) dev::fetch_add_acq_rel(c.batch_done + t.batch, 1u);
     }
 
 private:
-    DEVICE bool find(GemmTask& t) {
-        const Queue& q = l.queue;
-        u32 ticket = dev::fetch_add(counters.compute, 1u);
-        if (!wait_local(l, counters.layout, 1, PHASE_EXPERT, ticket)) return false;
-        u32 entries = l.sizes.max_entries;
-        if (ticket >= q.entry_ticket[entries]) return false;
-        // The last entry that begins at or before the ticket: those before it end before the ticket, or are empty.
-        u32 entry = count_below(entries, ticket + 1, [&](u32 i) { return q.entry_ticket[i]; }) - 1;
-        u32 what = q.entry_what[entry], index = what & ENTRY_INDEX, tile = ticket - q.entry_ticket[entry];
-        u32 m, n;
-        if (what & ENTRY_GRAD) {
-            t.batch = index / GRAD_ENTRIES;
-            t.which = index % GRAD_ENTRIES == 1;
-            t.kind = index % GRAD_ENTRIES == 2 ? GRAD_DOWN : GRAD_UP;
-            tile_at(tile, tiles_down(l, t.kind, t.batch), tiles_across(l, t.kind, t.batch), m, n);
-        } else {
-            t.kind = what & ENTRY_SECOND ? second_kind(step.mode) : first_kind(step.mode);
-            t.which = 0;
-            Segment g = segment(l, step, index);
-            t.batch = g.batch;
-            tile_at(tile, g.tiles, tiles_across(l, t.kind, t.batch), m, n);
-            m += g.first;
+    DEVICE bool find_task(GemmTask& t) {
+        const Counters& c = b.counters();
+        if (!came_local(c.own_known, 1)) return false;
+        bool layout = came_local(c.layout, 1);
+        for (u32 queue = 0; queue < TASK_QUEUES; queue++) {
+            bool own = queue == OWN_FIRST || queue == OWN_SECOND;
+            // Another block may take it meanwhile; then there may be one after it.
+            while ((own || layout) && next_of(queue, t)) {
+                if (!ready(queue, t)) break;
+                if (take(c.tasks + queue, b.state.ticket)) {
+                    fill(queue, t);
+                    return true;
+                }
+            }
         }
-        fill(t, m, n);
+        return false;
+    }
+
+    // The kind, the batch and the tile of the next task of a queue; its number into State::ticket. False where there is none.
+    DEVICE bool next_of(u32 queue, GemmTask& t) {
+        const Layer& l = b.l;
+        const u32* tasks = l.queue.tasks[queue];
+        u32 number = dev::load_relaxed(b.counters().tasks + queue);
+        if (number >= tasks[task_entries(l, queue)]) return false;
+        // Its entry is the last that begins at or before it; numbers only grow.
+        u32& entry = b.state.entry[queue];
+        while (tasks[entry + 1] <= number) entry++;
+        b.state.ticket = number;
+        u32 down, m, n;
+        if (queue == GRADIENT_TASKS) {
+            t.batch = entry / GRADIENTS;
+            t.which = entry % GRADIENTS == 1;
+            t.kind = entry % GRADIENTS == 2 ? GRAD_DOWN : GRAD_UP;
+            down = tiles_down(l, t.kind, t.batch);
+        } else {
+            t.batch = entry;
+            t.which = 0;
+            t.kind = of_first_gemm(queue) ? first_kind(b.step.mode) : second_kind(b.step.mode);
+            down = queue_tiles(l, queue, t.batch);
+        }
+        tile_at(number - tasks[entry], down, tiles_across(l, t.kind, t.batch), m, n);
+        bool own = queue == OWN_FIRST || queue == OWN_SECOND;
+        t.tile = queue == GRADIENT_TASKS ? NONE : m + (own ? l.batches.own_tile : l.batches.rest_tile)[t.batch];
+        t.m0 = m * l.shape.tile_m;
+        t.n0 = n * tile_columns(t.kind, is_gated(l, t.batch), l.shape.tile_n);
+        t.rows = queue == GRADIENT_TASKS ? l.batches.total[t.batch]
+                 : own                   ? l.batches.own[t.batch]
+                                         : l.batches.total[t.batch] - l.batches.own[t.batch];
         return true;
     }
 
-    DEVICE void fill(GemmTask& t, u32 m, u32 n) {
+    DEVICE bool ready(u32 queue, const GemmTask& t) const {
+        const Layer& l = b.l;
+        const Counters& c = b.counters();
+        if (queue == GRADIENT_TASKS) {
+            u32 tasks = tiles_down(l, BACKWARD_DOWN, t.batch) * tiles_across(l, BACKWARD_DOWN, t.batch);
+            return came_local(c.batch_done + t.batch, tasks);
+        }
+        if (!of_first_gemm(queue)) return came_local(c.first_done + t.tile, tiles_across(l, first_kind(b.step.mode), t.batch));
+        u32 rows = t.rows - t.m0 < l.shape.tile_m ? t.rows - t.m0 : l.shape.tile_m;
+        return came_local(c.arrived + t.tile, rows);
+    }
+
+    DEVICE void fill(u32 queue, GemmTask& t) {
+        const Layer& l = b.l;
         const LayerShape& s = l.shape;
         const SlotStore& store = store_of(l, t.batch);
         const MlpWeights& w = l.tables.weights[t.batch];
-        bool shared = is_shared(l, t.batch), gated = is_gated(l, t.batch);
-        u64 base = l.batches.base[t.batch], wide = store.intermediate;
-        t.rows = l.batches.total[t.batch];
-        t.m0 = m * s.tile_m;
-        t.n0 = n * tile_columns(t.kind, gated, s.tile_n);
+        bool shared = is_shared(l, t.batch), gated = is_gated(l, t.batch), gradient = queue == GRADIENT_TASKS;
+        u32 own = l.batches.own[t.batch];
+        // Of a gradient the first slot of the batch, wherever it is.
+        u64 base = queue == OWN_FIRST || queue == OWN_SECOND || (gradient && own > 0) ? l.batches.own_base[t.batch] : l.batches.rest_base[t.batch];
+        u64 wide = store.intermediate;
         t.hidden = s.hidden;
         t.intermediate = store.intermediate;
         t.gated = gated;
         t.activation = u8(shared ? s.shared_activation : s.activation);
-        // Where several rounds use the same memory, what backward needs is not kept.
-        t.training = s.training && (shared || step.mode == MODE_RECOMPUTE || !*l.received.overflow);
-        t.accumulate = !shared && step.round > 0;
+        // Where several rounds use the same memory, what backward needs is not kept. Own tiles of the first round may be computed before
+        // that is known.
+        bool unknown = queue == OWN_FIRST && b.step.round == 0;
+        t.training = s.training && (unknown || shared || b.step.mode == MODE_RECOMPUTE || !*l.received.overflow);
+        t.accumulate = !shared && b.step.round > 0;
         t.d_weight_stride = store.d_weight_stride;
         t.row = (t.kind == FORWARD_UP || t.kind == GRAD_UP ? store.x_row : store.grad_row) + base;
         t.gu = static_cast<char*>(store.gu) + base * wide * (gated ? 2 : 1) * l.sizes.elem_bytes;
@@ -90,33 +132,19 @@ private:
         t.weight = !shared ? store.weight + base : s.shared_gate ? l.routing.shared_weight : nullptr;
         t.d_weight = !shared || s.shared_gate ? store.d_weight + base * store.d_weight_stride : nullptr;
         t.out = nullptr;
-        if (t.kind == GRAD_UP || t.kind == GRAD_DOWN) {
+        t.split = NONE;
+        t.jump = 0;
+        if (gradient) {
             const MlpGradients& g = l.tables.gradients[t.batch];
             t.out = t.kind == GRAD_DOWN ? g.down : t.which || !gated ? g.up : g.gate;
+            if (own > 0 && own < t.rows) {
+                t.split = own;
+                t.jump = l.batches.rest_base[t.batch] - l.batches.own_base[t.batch] - own;
+            }
         }
         t.tensor_maps = l.tables.tensor_maps
             ? static_cast<const char*>(l.tables.tensor_maps) + u64(t.batch) * 3 * sizeof(TensorMap) : nullptr;
     }
-
-    DEVICE bool inputs(const GemmTask& t) {
-        u32 tile = task_tile(l, t);
-        switch (t.kind) {
-            case FORWARD_UP: case BACKWARD_DOWN: {
-                u32 rows = t.rows - t.m0 < l.shape.tile_m ? t.rows - t.m0 : l.shape.tile_m;
-                return wait_local(l, counters.arrived + tile, rows, PHASE_EXPERT, t.batch);
-            }
-            case FORWARD_DOWN: case BACKWARD_UP: {
-                u32 tasks = tiles_across(l, first_kind(step.mode), t.batch);
-                return wait_local(l, counters.first_done + tile, tasks, PHASE_EXPERT, t.batch);
-            }
-            default: {
-                u32 tasks = tiles_down(l, BACKWARD_DOWN, t.batch) * tiles_across(l, BACKWARD_DOWN, t.batch);
-                return wait_local(l, counters.batch_done + t.batch, tasks, PHASE_EXPERT, t.batch);
-            }
-        }
-    }
 };
-
-DEVICE Scheduler scheduler_of(Block& b) { return {b.l, b.pass, b.step, b.counters(), b.state}; }
 
 }  // namespace aristos

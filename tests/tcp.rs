@@ -437,6 +437,23 @@ const TESTS: &[(&str, fn())] = &[
             assert!(crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
         }
     }),
+    #[cfg(feature = "emulate")]
+    ("hosts::devices_send_over_the_network", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
+        let layer =
+            "--device emulated --tokens 96 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --backward";
+        run(binary::aristos_run(&format!("{layer} --pes 2 --output {}", shm.display()))).success();
+        let before = hosts.sent_bytes();
+        let args = format!("run {layer} --check --steps 2 --json --output {}", tcp.display());
+        let report = json(over(&hosts, 2, &args));
+        let crossed = hosts.sent_bytes() - before;
+        same(&shm, &tcp);
+        assert_eq!(report["check"]["passed"].as_bool(), Some(true), "{report}");
+        let remote = 2.0 * report["remote_bytes_per_step"].as_f64().unwrap();
+        assert!(remote > 10_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
+    }),
     ("hosts::the_hosts_are_measured", || {
         let Some(hosts) = Hosts::make(3) else { return };
         let dir = tempfile::tempdir().unwrap();

@@ -17,6 +17,20 @@ void* aristos_host_world(aristos::u32 n_pes, aristos::u64 heap_bytes, aristos::u
 void* aristos_host_attach(aristos::u32 my_pe, aristos::u32 n_pes, void* const* heaps, aristos::u64 heap_bytes,
                           aristos::u64 seed);
 
+// What carries puts and signals between processes of several hosts; offsets are bytes from the heap's beginning. Called by any thread, one at a
+// time; a put may be read until `quiet`.
+struct AristosHostTransport {
+    const void* context;
+    void (*put)(const void* context, aristos::u32 pe, aristos::u64 offset, const void* source, aristos::u64 bytes);
+    void (*signal)(const void* context, aristos::u32 pe, aristos::u64 offset, aristos::u64 value);
+    void (*fence)(const void* context);
+    void (*quiet)(const void* context);
+};
+
+// A world whose PEs are processes that reach each other through `transport` alone.
+void* aristos_host_join(aristos::u32 my_pe, aristos::u32 n_pes, void* heap, aristos::u64 heap_bytes, aristos::u64 seed,
+                        const AristosHostTransport* transport);
+
 // The address of `of_pe`'s heap for `pe`; 0 where it is not reachable.
 aristos::u64 aristos_host_heap(void* world, aristos::u32 pe, aristos::u32 of_pe);
 

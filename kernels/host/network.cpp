@@ -6,6 +6,7 @@
 
 #include "host.h"
 #include "raw.h"
+#include "virtual_time.h"
 
 namespace aristos::host {
 
@@ -158,15 +159,25 @@ using namespace host;
 
 namespace {
 
-// The address at `pe` of the symmetric `mine`.
-char* place_at(Block& block, const void* mine, u64 bytes, u32 pe, const char* what) {
+// The offset of the symmetric `mine`, of which there are `bytes` at `pe`.
+u64 offset_of(Block& block, const void* mine, u64 bytes, u32 pe, const char* what) {
     const World& world = *block.launch->world;
     const u64 offset = u64(static_cast<const char*>(mine) - world.heaps[block.launch->pe]);
     if (pe >= world.n_pes) block.fail("%s to PE %u of %u", what, pe, world.n_pes);
     if (offset > world.heap_bytes || bytes > world.heap_bytes - offset) {
         block.fail("%s of %llu bytes at %p, which is not in this PE's heap", what, static_cast<unsigned long long>(bytes), mine);
     }
-    return world.heaps[pe] + offset;
+    return offset;
+}
+// Its address there, in a world whose heaps are all in this process.
+char* place_at(const World& world, u64 offset, u32 pe) { return world.heaps[pe] + offset; }
+
+// Calls a function of the transport to other hosts; false where there is none.
+template <class Call> bool through_transport(World& world, Call call) {
+    if (!world.transport.put) return false;
+    Locked locked(world.transport_lock);
+    call(world.transport);
+    return true;
 }
 
 // All threads of the block call it with the same arguments, and the last one to come does the work.
@@ -199,32 +210,48 @@ void note_fence_sys() { self()->fenced_at = self()->home->syncs; }
 void put_block(void* dst_mine, const void* src, u64 bytes, u32 pe) {
     check_fenced(*self()->home, *self(), "a put");
     once(Wait::PUT, dst_mine, [&](Block& block) {
-        char* to = place_at(block, dst_mine, bytes, pe, "a put");
-        block.launch->world->network->put(block.launch->pe, pe, to, src, bytes);
+        const Grid& launch = *block.launch;
+        const u64 offset = offset_of(block, dst_mine, bytes, pe, "a put");
+        if (through_transport(*launch.world, [&](auto& t) { t.put(t.context, pe, offset, src, bytes); })) return;
+        char* to = place_at(*launch.world, offset, pe);
+        if (VirtualTime* time = launch.world->time) {
+            return time->send(&block, launch.pe, pe, bytes, false, [=] { raw_copy(to, src, bytes); });
+        }
+        launch.world->network->put(launch.pe, pe, to, src, bytes);
     });
 }
 
 void fence_puts() {
     const Grid& launch = *self()->home->launch;
+    if (through_transport(*launch.world, [](auto& t) { t.fence(t.context); })) return;
+    if (launch.world->time) return;  // a signal waits for the puts before it
     launch.world->network->fence(launch.pe);
 }
 
 void signal_set(u64* signal_mine, u64 value, u32 pe) {
     Block& block = *self()->home;
     check_fenced(block, *self(), "a signal");
-    u64* to = reinterpret_cast<u64*>(place_at(block, signal_mine, 8, pe, "a signal"));
+    World& world = *block.launch->world;
+    const u64 offset = offset_of(block, signal_mine, 8, pe, "a signal");
+    if (through_transport(world, [&](auto& t) { t.signal(t.context, pe, offset, value); })) return;
+    u64* to = reinterpret_cast<u64*>(place_at(world, offset, pe));
+    if (VirtualTime* time = block.launch->world->time) {
+        return time->send(&block, block.launch->pe, pe, 8, true, [=] { __atomic_store_n(to, value, __ATOMIC_RELEASE); });
+    }
     block.launch->world->network->signal(block.launch->pe, pe, to, value);
 }
 
 void quiet_puts() {
     const Grid& launch = *self()->home->launch;
+    if (through_transport(*launch.world, [](auto& t) { t.quiet(t.context); })) return;
+    if (VirtualTime* time = launch.world->time) return time->quiet(self()->home, launch.pe);
     launch.world->network->quiet(launch.pe);
 }
 
 void see_puts(const u64* word_mine) {
     Block& block = *self()->home;
-    place_at(block, word_mine, 8, block.launch->pe, "a test");
-    block.launch->world->network->see(block.launch->pe);
+    (void)offset_of(block, word_mine, 8, block.launch->pe, "a test");
+    if (Network* network = block.launch->world->network.get()) network->see(block.launch->pe);
 }
 
 u32 my_pe() { return self()->home->launch->pe; }

@@ -3,7 +3,6 @@
 #pragma once
 #include <cmath>
 #include <cstring>
-#include <ctime>
 #include <type_traits>
 #include <utility>
 
@@ -191,11 +190,7 @@ DEVICE float shared_add(float* p, float v) {
     return old;
 }
 
-DEVICE u64 nanoseconds() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return u64(t.tv_sec) * 1000000000 + u64(t.tv_nsec);
-}
+u64 nanoseconds();  // simt.cpp
 
 // ---- asynchronous copies (copies.cpp), ldmatrix and mma (tensor.cpp)
 

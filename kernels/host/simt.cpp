@@ -11,7 +11,7 @@
 
 #include "raw.h"
 #include "switch.h"
-#include "world.h"
+#include "virtual_time.h"
 
 asm(R"(
     .text
@@ -116,6 +116,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
 
     for (u32 i = 0; i < threads; ++i) start_fiber(fibers[i].get());
+    if (launch->world->time) launch->world->time->begin(this);
     main_tsan_fiber = tsan::current_fiber();
     tsan::release(&sync_[0]);
     dev::ThreadContext* outside = dev::current;
@@ -126,6 +127,7 @@ void Block::run(Grid* the_launch, u32 block_index) {
     dev::current = outside;
     tsan::acquire(&sync_[1]);
 
+    if (launch->world->time) launch->world->time->end(this);
     if (launch->failed.load(std::memory_order_relaxed)) return;
     if (std::memcmp(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8) != 0) {
         report_failure(launch, "block " + std::to_string(index) + " wrote behind its " +
@@ -265,6 +267,10 @@ void Block::pause(Fiber* fiber) {
     wake(fiber);
     if (++pauses > queue_size) {  // every fiber has run, and some only poll
         pauses = 0;
+        if (launch->world->time) {
+            launch->world->time->poll(this);
+            return switch_away(fiber);
+        }
         poll_network(launch->world);
         if (++idle_rounds < 256) {
             sched_yield();
@@ -458,6 +464,14 @@ u32 ballot(bool v) {
 void pause() {
     Fiber* fiber = self();
     fiber->home->pause(fiber);
+}
+
+u64 nanoseconds() {
+    const host::Block* block = dev::current ? self()->home : nullptr;
+    if (block && block->launch->world->time) return block->time;
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return u64(t.tv_sec) * 1000000000 + u64(t.tv_nsec);
 }
 
 void fail_misaligned(const void* p) {

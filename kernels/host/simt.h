@@ -138,6 +138,7 @@ struct Block {
     u32 syncs = 0;                        // barriers of all threads that were passed
     UntrackedVector<u64*> mbarriers;      // initialised and not ended
     u64 pauses = 0, idle_rounds = 0;
+    u64 time = 0;                         // virtual, ns
 
   private:
     Fiber* pick();

@@ -132,6 +132,21 @@ void* aristos_host_attach(u32 my_pe, u32 n_pes, void* const* heaps, u64 heap_byt
     }
 }
 
+void* aristos_host_join(u32 my_pe, u32 n_pes, void* heap, u64 heap_bytes, u64 seed, const AristosHostTransport* transport) {
+    try {
+        std::unique_ptr<World> world(new_world(n_pes, heap_bytes, seed + my_pe));
+        for (u32 pe = 0; pe < n_pes; ++pe) {
+            world->heaps.push_back(pe == my_pe ? static_cast<char*>(heap) : nullptr);
+            for (u32 of_pe = 0; of_pe < n_pes; ++of_pe) world->reachable[u64(pe) * n_pes + of_pe] = pe == of_pe;
+        }
+        world->transport = *transport;
+        return world.release();
+    } catch (const std::bad_alloc&) {
+        failed("no memory for a world of %u PEs", n_pes);
+        return nullptr;
+    }
+}
+
 u64 aristos_host_heap(void* world_, u32 pe, u32 of_pe) {
     const World& world = *static_cast<World*>(world_);
     if (pe >= world.n_pes || of_pe >= world.n_pes || !world.reachable[u64(pe) * world.n_pes + of_pe]) return 0;

@@ -2,11 +2,13 @@
 #pragma once
 #include <string>
 
+#include "host.h"
 #include "simt.h"
 
 namespace aristos::host {
 
 class Network;
+class VirtualTime;
 
 struct World {
     u32 n_pes = 0;
@@ -17,6 +19,9 @@ struct World {
     std::atomic<u64> launches{0};
     u32 fault_pe = 0, fault = 0;   // AristosHostFault
     std::unique_ptr<Network> network;
+    AristosHostTransport transport{};  // instead of `network`, where it has functions
+    std::atomic_flag transport_lock = ATOMIC_FLAG_INIT;
+    VirtualTime* time = nullptr;   // null: the machine's
 
     // Blocks whose stacks can be used again, by the PE that used them.
     std::atomic_flag lock = ATOMIC_FLAG_INIT;

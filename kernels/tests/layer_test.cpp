@@ -61,16 +61,16 @@ int main(int argc, char** argv) {
     add("two_pes", [](Options& o) { o.n_pes = 2; });
     add("three_pes_shared_bias", [](Options& o) { o.n_pes = 3, o.shared = 1, o.bias = 1, o.experts = 5, o.top_k = 3; });
     add("not_gated_bf16", [](Options& o) { o.n_pes = 2, o.gated = 0, o.bias = 1, o.dtype = DTYPE_BF16; });
-    add("rounds", [](Options& o) { o.n_pes = 2, o.chunk_rows = 8, o.window_chunks = 1, o.shared = 1, o.bias = 1; });
-    add("rounds_skewed", [](Options& o) { o.n_pes = 3, o.chunk_rows = 8, o.window_chunks = 2, o.hosts = 1, o.passes = {{{40, 0, 34}}, {{33, 0, 27}}}; });
-    add("rounds_inference", [](Options& o) { o.n_pes = 2, o.chunk_rows = 8, o.window_chunks = 1, o.training = 0; });
+    add("rounds", [](Options& o) { o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.shared = 1, o.bias = 1; });
+    add("rounds_skewed", [](Options& o) { o.n_pes = 3, o.chunk_rows = 8, o.round_chunks = 2, o.hosts = 1, o.passes = {{{40, 0, 34}}, {{33, 0, 27}}}; });
+    add("rounds_inference", [](Options& o) { o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.training = 0; });
     add("network", [](Options& o) { o.n_pes = 2, o.reachable = {1, 0, 0, 1}, o.shared = 1; });
-    add("network_rounds", [](Options& o) { o.n_pes = 2, o.reachable = {1, 0, 0, 1}, o.chunk_rows = 8, o.window_chunks = 1; });
+    add("network_rounds", [](Options& o) { o.n_pes = 2, o.reachable = {1, 0, 0, 1}, o.chunk_rows = 8, o.round_chunks = 1; });
     add("bulk", [](Options& o) { o.n_pes = 2, o.bulk = 1, o.shared = 1; });
-    add("bulk_rounds", [](Options& o) { o.n_pes = 3, o.bulk = 1, o.chunk_rows = 8, o.window_chunks = 1, o.hosts = 1; });
+    add("bulk_rounds", [](Options& o) { o.n_pes = 3, o.bulk = 1, o.chunk_rows = 8, o.round_chunks = 1, o.hosts = 1; });
     add("hopper", [](Options& o) { o.path = PATH_HOPPER, o.n_pes = 2, o.shared = 1, o.bias = 1; });
-    add("hopper_rounds", [](Options& o) { o.path = PATH_HOPPER, o.n_pes = 2, o.chunk_rows = 8, o.window_chunks = 1, o.dtype = DTYPE_BF16; });
-    add("many_blocks", [](Options& o) { o.n_pes = 2, o.blocks = 8, o.comm_blocks = 3, o.tokens = 150, o.intermediate = 264; });
+    add("hopper_rounds", [](Options& o) { o.path = PATH_HOPPER, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
+    add("many_blocks", [](Options& o) { o.n_pes = 2, o.blocks = 8, o.tokens = 150, o.intermediate = 264; });
     *add("lost", [](Options& o) { o.n_pes = 2, o.reachable = {1, 0, 0, 1}, o.wait_limit_ns = 2'000'000'000; }) = lost;
     *add("wrong", [](Options& o) { o.n_pes = 2, o.wait_limit_ns = 2'000'000'000; }) = wrong;
     for (const Named& n : all) {

@@ -23,8 +23,9 @@ enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL };
 
 struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
-    u32 shared = 0, bias = 0, gated = 1, window_chunks = 0, chunk_rows = 16, round_slots = 0, bulk = 0;
-    u32 comm_blocks = 1, blocks = 3, training = 1;
+    u32 shared = 0, bias = 0, gated = 1, round_chunks = 0, chunk_rows = 16, round_slots = 0, bulk = 0;
+    u32 window_chunks = 0, blocks = 3, training = 1;
+    u32 tile = 0;                 // rows and columns of a tile; 0: of the path
     u32 hosts = 0;                // PEs with experts; 0: all
     double capacity = 0;
     float aux_loss = 0, z_loss = 0;
@@ -99,9 +100,10 @@ struct Layers {
         s.shared_intermediate = o.shared ? 32 : 0, s.shared_gate = o.shared, s.shared_gated = 1, s.shared_activation = ACT_GELU;
         s.shared_bias = o.bias && o.shared;
         s.aux_loss_coef = o.aux_loss, s.z_loss_coef = o.z_loss, s.capacity_factor = o.capacity;
-        s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
-        s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks, s.comm_blocks = o.comm_blocks;
+        s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.round_chunks = o.round_chunks, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
+        s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks;
         s.tile_m = o.path == PATH_SMALL ? SmallTile::M : 128, s.tile_n = o.path == PATH_SMALL ? SmallTile::N : 256;
+        if (o.tile) s.tile_m = s.tile_n = o.tile;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
         w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule);
@@ -245,7 +247,7 @@ struct Layers {
             u32 first = 0;
             for (u32 c = 0; c < to.chunks; c++) {
                 const u32 begin = row_slot[c * s.chunk_rows], end = row_slot[std::min((c + 1) * s.chunk_rows, to.rows)];
-                if (c == 0 || c - first == s.window_chunks || end - row_slot[first * s.chunk_rows] > s.round_slots) {
+                if (c == 0 || c - first == s.round_chunks || end - row_slot[first * s.chunk_rows] > s.round_slots) {
                     round_chunk[to.rounds++] = first = c;
                     ranks.assign(s.max_local, 0);
                 }

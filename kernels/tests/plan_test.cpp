@@ -34,7 +34,7 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
             const u32 begin = c * s.chunk_rows, end = std::min<u32>(begin + s.chunk_rows, u32(d.rows.size()));
             u32 slots = 0;
             for (u32 r = begin; r < end; r++) slots += u32(d.rows[r].slots.size());
-            if (c == 0 || in_round == s.window_chunks || slots_in_round + slots > s.round_slots) {
+            if (c == 0 || in_round == s.round_chunks || slots_in_round + slots > s.round_slots) {
                 d.round_chunk.push_back(c);
                 in_round = slots_in_round = 0;
                 ranks.assign(s.max_local, 0);
@@ -108,7 +108,7 @@ struct Case {
     u32 n_pes, experts, k, max_tokens;
     std::vector<u32> tokens;  // of each PE
     double capacity = 0;
-    u32 chunk_rows = 16, window_chunks = 0, round_slots = 0;
+    u32 chunk_rows = 16, round_chunks = 0, round_slots = 0;
     Skew skew = EVEN;
     u32 network = 0;
     u32 losses = 0;
@@ -117,11 +117,11 @@ struct Case {
 
 void run(const Case& c, u32 seed) {
     context = "pes " + std::to_string(c.n_pes) + " experts " + std::to_string(c.experts) + " k " + std::to_string(c.k) + " tokens " +
-              std::to_string(c.tokens[0]) + " window " + std::to_string(c.window_chunks) + " capacity " + std::to_string(c.capacity) +
+              std::to_string(c.tokens[0]) + " window " + std::to_string(c.round_chunks) + " capacity " + std::to_string(c.capacity) +
               " none " + std::to_string(c.none) + " seed " + std::to_string(seed);
     LayerShape s = shape();
     s.n_pes = c.n_pes, s.n_experts = c.experts, s.top_k = c.k, s.max_tokens = c.max_tokens;
-    s.capacity_factor = c.capacity, s.chunk_rows = c.chunk_rows, s.window_chunks = c.window_chunks, s.round_slots = c.round_slots;
+    s.capacity_factor = c.capacity, s.chunk_rows = c.chunk_rows, s.round_chunks = c.round_chunks, s.round_slots = c.round_slots;
     s.stage = c.network, s.hidden = 8;
     s.aux_loss_coef = c.losses ? 0.1f : 0.0f;
     std::vector<u8> reachable;

@@ -43,28 +43,35 @@ inline Options tokens_come_and_go() {
 // All rows to one expert through windows of one chunk; then evenly, so that nothing overflows; then again.
 inline Options one_expert_in_rounds() {
     Options o = base(4);
-    o.top_k = 1, o.tokens = 24, o.window_chunks = 1, o.hot = 1;
+    o.top_k = 1, o.tokens = 24, o.round_chunks = 1, o.hot = 1;
     o.passes = {{{24, 9, 24, 3}, false, true}, {{24, 24, 24, 24}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
+    return o;
+}
+// A round is many chunks, which go through one place.
+inline Options one_place_in_each_window() {
+    Options o = base(3);
+    o.top_k = 1, o.tokens = 40, o.window_chunks = 1, o.hot = 1;
+    o.passes = {{{40, 33, 17}, true, true}, {{9, 40, 40}}};
     return o;
 }
 // Rounds that end because slots run out, with everything that has gradients.
 inline Options rounds_by_slots() {
     Options o = base(2);
-    o.experts = 6, o.top_k = 3, o.tokens = 40, o.window_chunks = 4, o.round_slots = 16, o.shared = 1, o.bias = 1;
+    o.experts = 6, o.top_k = 3, o.tokens = 40, o.round_chunks = 4, o.round_slots = 16, o.shared = 1, o.bias = 1;
     o.passes = {{{40, 33}}, {{7, 40}, false}, {{0, 40}}};
     return o;
 }
 // PEs with neither tokens nor experts wait for nobody's results.
 inline Options running_ahead() {
     Options o = base(4);
-    o.experts = 2, o.top_k = 1, o.hosts = 1, o.tokens = 10, o.window_chunks = 1;
+    o.experts = 2, o.top_k = 1, o.hosts = 1, o.tokens = 10, o.round_chunks = 1;
     for (u32 i = 0; i < 8; i++) o.passes.push_back({{i % 3 ? 8u : 0u, 0, i == 5 ? 10u : 0u, 0}, i % 4 == 3});
     o.delay_us = 3000;
     return o;
 }
 inline Options losses_and_capacity() {
     Options o = base(3);
-    o.experts = 5, o.tokens = 20, o.capacity = 0.9, o.aux_loss = 0.1f, o.z_loss = 0.01f, o.window_chunks = 2;
+    o.experts = 5, o.tokens = 20, o.capacity = 0.9, o.aux_loss = 0.1f, o.z_loss = 0.01f, o.round_chunks = 2;
     o.passes = {{{13, 0, 20}, false}, {{20, 20, 5}}, {{0, 0, 3}, false}, {{1, 20, 20}}};
     return o;
 }
@@ -76,19 +83,19 @@ inline Options an_expert_without_tokens() {
 }
 inline Options eight_pes() {
     Options o = base(8);
-    o.experts = 11, o.tokens = 10, o.window_chunks = 1;
+    o.experts = 11, o.tokens = 10, o.round_chunks = 1;
     o.passes = {{{10, 0, 3, 10, 1, 9, 0, 5}}, {{0, 10, 10, 2, 0, 10, 4, 10}}};
     return o;
 }
 inline Options inference() {
     Options o = base(3);
-    o.training = 0, o.tokens = 20, o.window_chunks = 1, o.hot = 0;
+    o.training = 0, o.tokens = 20, o.round_chunks = 1, o.hot = 0;
     o.passes = {{{20, 3, 11}, false}, {{20, 20, 0}, false, true}, {{0, 20, 20}, false, true}, {{6, 7, 8}, false}};
     return o;
 }
 inline Options bulk() {
     Options o = base(3);
-    o.bulk = 1, o.tokens = 20, o.window_chunks = 1, o.hot = 0, o.shared = 1;
+    o.bulk = 1, o.tokens = 20, o.round_chunks = 1, o.hot = 0, o.shared = 1;
     o.passes = {{{20, 3, 11}, true, true}, {{0, 0, 4}}, {{20, 20, 20}, false}};
     return o;
 }
@@ -122,7 +129,7 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
         for (Pair& p : all[from]) {
             u32 chunks = 0, in_round = 0;
             for (u32 slots : p.chunk_slots) {
-                if (p.rounds == 0 || chunks == s.window_chunks || in_round + slots > s.round_slots) p.rounds++, chunks = in_round = 0, p.round_chunks.push_back(0);
+                if (p.rounds == 0 || chunks == s.round_chunks || in_round + slots > s.round_slots) p.rounds++, chunks = in_round = 0, p.round_chunks.push_back(0);
                 p.round_chunks.back()++, chunks++, in_round += slots;
             }
         }
@@ -131,7 +138,7 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
 }
 
 // One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
-// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers.
+// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers, where a window holds a round.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->s;
     const u32 n = s.n_pes;
@@ -142,13 +149,13 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     u64 fences = 0, most_rounds = 1;
     // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
     auto chunks = [&](auto of, u64 round) {
-        std::vector<bool> wave(n, false);
-        for (u32 index = 0, number = 0; index < s.window_chunks; index++) {
+        std::vector<bool> wave(n * s.round_chunks / s.window_chunks + 1, false);
+        for (u32 index = 0, number = 0; index < s.round_chunks; index++) {
             for (u32 i = 1; i < n; i++) {
                 if (!far((me + i) % n)) continue;
                 const Pair* p = of((me + i) % n);
                 const u32 at = number++ / s.window_chunks;
-                CHECK(at < n - 1, "more waves than peers");
+                CHECK(at < n - 1 || s.window_chunks < s.round_chunks, "more waves than peers");
                 if (p && round < p->rounds && index < p->round_chunks[round]) wave[at] = true;
             }
         }
@@ -204,6 +211,8 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         const u64 messages = headers + copies * chunks + in.chunk_rows.size();
         w.puts += messages, w.signals += messages;
         if (backward && overflows(me)) w.signals += in.chunk_rows.size();  // acknowledgements
+        for (u32 count : in.round_chunks)
+            if (count > s.window_chunks) w.signals += (backward && overflows(me) ? 2 : 1) * (count - s.window_chunks);  // credits
         if (!backward && t.o.capacity > 0) w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
     }
     w.fences = expected_fences(t, pairs, me, backward);
@@ -281,7 +290,7 @@ inline Options scheduled(Options o, u64 seed) {
     o.schedule = seed;
     o.reachable = reach(o.n_pes, Reach(seed % REACHES), seed);
     o.first_pass = starts[seed / REACHES % 3], o.first_forward = o.first_pass + seed % 2;
-    o.blocks = 2 + seed / 2 % 4, o.comm_blocks = 1 + seed % (o.blocks - 1);
+    o.blocks = 1 + seed / 2 % 5, o.window_chunks = seed % 3;
     return o;
 }
 

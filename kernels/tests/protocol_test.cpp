@@ -16,6 +16,7 @@ enum PlantedFault : u32 {
     NO_LOCAL_ACQUIRE,  // a wait for another block that acquires nothing
     EARLY_SIGNAL,      // the signal before the block's barrier
     NO_ROOM,           // a round is sent before the last one's results are back
+    NO_CREDIT,         // a chunk is sent to a place that may not be free
     ONE_PLACE,         // headers of odd and even forward passes in one place
     NO_PASS,           // stamps without the pass
     NO_SEE,            // data read without a test after a signal over the network
@@ -60,6 +61,7 @@ void any_schedule(const Options& o, u32 count) {
 
 CASE(tokens_come_and_go) { any_schedule(tokens_come_and_go(), seeds(30)); }
 CASE(one_expert_in_rounds) { any_schedule(one_expert_in_rounds(), seeds(30)); }
+CASE(one_place_in_each_window) { any_schedule(one_place_in_each_window(), seeds(30)); }
 CASE(rounds_by_slots) { any_schedule(rounds_by_slots(), seeds(30)); }
 CASE(running_ahead) { any_schedule(running_ahead(), seeds(30)); }
 CASE(losses_and_capacity) { any_schedule(losses_and_capacity(), seeds(30)); }
@@ -156,7 +158,7 @@ CASE(a_dead_peer_ends_the_waits_of_the_others) {
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 4, 4}}}; });
     add("no acknowledgement of rows sent again", 0, AFTER_FORWARD, 0,
         {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
-        [](Options& o) { o.hosts = 1, o.window_chunks = 1; });
+        [](Options& o) { o.hosts = 1, o.round_chunks = 1; });
     add("no rows", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_ROWS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 0, 4}}}; })->unharmed = {1};
     std::vector<std::thread> threads;
@@ -228,7 +230,7 @@ struct Lie {
         std::memcpy(header, from.symmetric.header + at, l.sizes.header_bytes);
         std::memcpy(window, from.symmetric.window + chunks, u64(l.shape.window_chunks) * l.sizes.chunk_pitch);
         *header_signal(l, 1, 1) = STAMP + 1;
-        for (u32 i = 0; i < l.shape.window_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
+        for (u32 i = 0; i < l.shape.round_chunks; i++) *chunk_signal(l, 1, i) = STAMP + 1;
     }
     // Of chunk 0.
     u32* rows() const { return reinterpret_cast<u32*>(window + l.shape.chunk_rows * l.sizes.row_bytes); }
@@ -325,6 +327,8 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
 CASE(planted_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL)); }
 CASE(planted_no_room) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_ROOM)); }
 CASE(planted_no_room_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_ROOM)); }
+CASE(planted_no_credit) { CHECK(caught(one_place_in_each_window(), REACH_ALL, NO_CREDIT)); }
+CASE(planted_no_credit_over_the_network) { CHECK(caught(one_place_in_each_window(), REACH_NONE, NO_CREDIT)); }
 CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE)); }
 CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
 CASE(planted_no_see) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_SEE)); }
@@ -340,7 +344,7 @@ void orderly(Options o, u32 count) {
     o.host_plan = true, o.blocks = 3, o.capacity = 0, o.delay_us = 0;
     std::vector<std::vector<Snapshot>> want;
     for (u64 seed = 0; seed < count; seed++) {
-        o.schedule = seed + 1, o.comm_blocks = 1 + seed % 2;
+        o.schedule = seed + 1;
         o.reachable = reach(o.n_pes, seed == 0 ? REACH_ALL : seed == 1 ? REACH_NONE : REACH_RANDOM, seed);
         Layers got(o);
         got.run();

@@ -77,10 +77,10 @@ inline LayerShape shape() {
     s.scaling = 1.0f;
     s.max_tokens = 64;
     s.chunk_rows = 16;
-    s.window_chunks = 0;  // all of them
+    s.round_chunks = 0;   // all of them
+    s.window_chunks = 0;  // as many
     s.training = 1;
     s.blocks = 4;
-    s.comm_blocks = 1;
     s.tile_m = 128;
     s.tile_n = 128;
     s.wait_limit_ns = 60'000'000'000;
@@ -118,10 +118,12 @@ struct World {
         s.max_local = 0, s.hosts = 0;
         for (u32 l : locals) s.max_local = std::max(s.max_local, l), s.hosts += l > 0;
         const u32 chunks = (s.max_tokens + s.chunk_rows - 1) / s.chunk_rows;
-        if (s.window_chunks == 0) s.window_chunks = chunks;
-        s.window_chunks = std::min(s.window_chunks, chunks);
+        if (s.round_chunks == 0) s.round_chunks = chunks;
+        s.round_chunks = std::min(s.round_chunks, chunks);
+        if (s.window_chunks == 0) s.window_chunks = s.round_chunks;
+        s.window_chunks = std::min(s.window_chunks, s.round_chunks);
         const u32 slots = std::min(s.top_k, s.max_local);
-        if (s.round_slots == 0) s.round_slots = s.window_chunks * s.chunk_rows * slots;
+        if (s.round_slots == 0) s.round_slots = s.round_chunks * s.chunk_rows * slots;
         s.round_slots = std::max(s.round_slots, s.chunk_rows * slots);
         u64 heap = 0;
         for (u32 pe = 0; pe < n; pe++) {

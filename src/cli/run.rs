@@ -366,7 +366,8 @@ impl Args {
             self.on_failure == OnFailureArg::Stop,
             "--on-failure continue with --transport {transport}, expected --transport shm"
         );
-        ensure!(self.device == DeviceArg::Cpu, "--transport {transport} on a device, expected --device cpu");
+        let carried = self.device == DeviceArg::Cpu || (transport == "tcp" && self.device.over_tcp());
+        ensure!(carried, "--transport {transport} on a device, expected --device cpu");
         self.request(Some(started))
     }
 }

@@ -133,6 +133,16 @@ pub enum DeviceArg {
 }
 
 impl DeviceArg {
+    /// Whether its PEs can be on several hosts, which TCP joins.
+    pub fn over_tcp(self) -> bool {
+        match self {
+            DeviceArg::Cpu => true,
+            DeviceArg::Cuda => false,
+            #[cfg(feature = "emulate")]
+            DeviceArg::Emulated => true,
+        }
+    }
+
     /// The device and its element type, or what is wrong with them.
     pub fn device(self, dtype: Option<DtypeArg>) -> Result<(DeviceKind, Dtype)> {
         let device = match self {

@@ -1,7 +1,7 @@
 //! The kernels on the CPU: `libaristos_kernels.so`, which build.rs makes of `kernels/` and `kernels/host/`.
 //!
-//! A launch runs to its end before it returns, on threads of its own. PEs are threads of one process ([`world`]) or
-//! processes over shared segments ([`attach`]). Memory is filled with bytes that are NaN in every element type, so that nothing can rely on
+//! A launch runs to its end before it returns, on threads of its own. PEs are threads of one process ([`world`]),
+//! processes over shared segments ([`attach`]), or over a transport between hosts ([`join`]). Memory is filled with bytes that are NaN in every element type, so that nothing can rely on
 //! zeros.
 
 use std::alloc::{self, Layout};
@@ -16,7 +16,7 @@ use libloading::Library;
 
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap};
 use crate::shmem::heap::Heap;
-use crate::shmem::{ShmTransport, Shmem, Sym, Transport, available_bytes};
+use crate::shmem::{ShmTransport, Shmem, SignalOp, Sym, Transport, available_bytes};
 
 /// Another build of the library than the one this was built with, such as one under ThreadSanitizer.
 pub const ENV_LIBRARY: &str = "ARISTOS_EMULATOR";
@@ -76,12 +76,14 @@ impl EmulatedDevice {
 }
 
 type Launcher = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u32, u32, u32, *mut *mut c_void) -> c_int;
+type Joiner = unsafe extern "C" fn(u32, u32, *mut c_void, u64, u64, *const TransportFunctions) -> *mut c_void;
 type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32) -> c_int;
 
 /// The library's functions, and the library that keeps them loaded.
 struct Functions {
     world: unsafe extern "C" fn(u32, u64, u64, *const u8) -> *mut c_void,
     attach: unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64) -> *mut c_void,
+    join: Joiner,
     heap: unsafe extern "C" fn(*mut c_void, u32, u32) -> u64,
     launch: Launcher,
     error: unsafe extern "C" fn() -> *const c_char,
@@ -112,6 +114,7 @@ impl Functions {
                 fault: *library.get(b"aristos_host_fault\0").map_err(refuse)?,
                 world: *library.get(b"aristos_host_world\0").map_err(refuse)?,
                 attach: *library.get(b"aristos_host_attach\0").map_err(refuse)?,
+                join: *library.get(b"aristos_host_join\0").map_err(refuse)?,
                 heap: *library.get(b"aristos_host_heap\0").map_err(refuse)?,
                 launch: *library.get(b"aristos_host_launch\0").map_err(refuse)?,
                 error: *library.get(b"aristos_host_error\0").map_err(refuse)?,
@@ -153,7 +156,76 @@ impl Drop for EmulatedWorld {
 /// Where PEs meet, and where their symmetric memory comes from.
 enum Meeting {
     Threads { barrier: Arc<Barrier>, heap: RefCell<Heap> },
-    Processes { shmem: Box<Shmem<ShmTransport>>, syms: RefCell<HashMap<u64, Sym<u8>>> },
+    Processes { shmem: Box<dyn SymmetricHeap>, syms: RefCell<HashMap<u64, Sym<u8>>> },
+}
+
+/// What an emulated device needs of the heap of a world of processes, whatever joins them.
+trait SymmetricHeap {
+    /// `None`: it is full.
+    fn take(&self, bytes: usize) -> Option<Sym<u8>>;
+    fn give_back(&self, sym: Sym<u8>);
+    /// In use now, and the most that was, bytes.
+    fn in_use(&self) -> (usize, usize);
+    /// The PE that did not come by then.
+    fn barrier(&self, deadline: Instant) -> Result<(), usize>;
+}
+
+impl<T: Transport> SymmetricHeap for Shmem<T> {
+    fn take(&self, bytes: usize) -> Option<Sym<u8>> {
+        self.alloc::<u8>(bytes).ok()
+    }
+
+    fn give_back(&self, sym: Sym<u8>) {
+        self.free(sym);
+    }
+
+    fn in_use(&self) -> (usize, usize) {
+        (self.used_bytes(), self.peak_bytes())
+    }
+
+    fn barrier(&self, deadline: Instant) -> Result<(), usize> {
+        self.barrier_all(deadline).map_err(|timeout| timeout.index)
+    }
+}
+
+/// `AristosHostTransport` of `kernels/host/host.h`.
+#[repr(C)]
+struct TransportFunctions {
+    context: *const c_void,
+    put: unsafe extern "C" fn(*const c_void, u32, u64, *const c_void, u64),
+    signal: unsafe extern "C" fn(*const c_void, u32, u64, u64),
+    fence: unsafe extern "C" fn(*const c_void),
+    quiet: unsafe extern "C" fn(*const c_void),
+}
+
+/// # Safety
+/// `context` is a `T`, and `source` has `bytes` bytes.
+unsafe extern "C" fn put<T: Transport>(context: *const c_void, pe: u32, to: u64, source: *const c_void, bytes: u64) {
+    // SAFETY: by this function's contract.
+    let (transport, source) =
+        unsafe { (&*context.cast::<T>(), std::slice::from_raw_parts(source.cast::<u8>(), bytes as usize)) };
+    transport.put(to as usize, source, pe as usize);
+}
+
+/// # Safety
+/// `context` is a `T`.
+unsafe extern "C" fn signal<T: Transport>(context: *const c_void, pe: u32, word: u64, value: u64) {
+    // SAFETY: by this function's contract.
+    unsafe { &*context.cast::<T>() }.signal_op(word as usize, value, SignalOp::Set, pe as usize);
+}
+
+/// # Safety
+/// `context` is a `T`.
+unsafe extern "C" fn fence<T: Transport>(context: *const c_void) {
+    // SAFETY: by this function's contract.
+    unsafe { &*context.cast::<T>() }.fence();
+}
+
+/// # Safety
+/// `context` is a `T`.
+unsafe extern "C" fn quiet<T: Transport>(context: *const c_void) {
+    // SAFETY: by this function's contract.
+    unsafe { &*context.cast::<T>() }.quiet();
 }
 
 /// One PE's emulated device.
@@ -223,6 +295,35 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
     Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, true))
 }
 
+/// The device of this process's PE, which reaches the others by what `shmem` is over; that may be used by any thread.
+///
+/// # Errors
+/// When the library cannot be loaded, or refuses; a transport whose own memory has no address.
+pub fn join<T: Transport + Sync + 'static>(shmem: Shmem<T>, device: &EmulatedDevice) -> Result<Emulated, GpuError> {
+    let functions = Functions::load()?;
+    let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
+    let shmem = Box::new(shmem);
+    let Some(heap) = shmem.transport().ptr(0, pe) else {
+        return Err(GpuError::Unavailable("this transport does not say where a PE's memory is".to_string()));
+    };
+    let transport = TransportFunctions {
+        context: ptr::from_ref(shmem.transport()).cast(),
+        put: put::<T>,
+        signal: signal::<T>,
+        fence: fence::<T>,
+        quiet: quiet::<T>,
+    };
+    // SAFETY: the heap has `bytes` bytes; it and the transport, which stay where they are in the box, outlive the world in `Emulated`.
+    let handle = unsafe {
+        (functions.join)(pe as u32, n_pes as u32, heap.as_ptr().cast(), bytes as u64, device.seed, &raw const transport)
+    };
+    if handle.is_null() {
+        return Err(GpuError::failed("join emulated devices", functions.message()));
+    }
+    let meeting = Meeting::Processes { shmem, syms: RefCell::default() };
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, n_pes == 1))
+}
+
 impl Emulated {
     fn new(
         world: Arc<EmulatedWorld>,
@@ -274,7 +375,7 @@ impl Emulated {
     pub fn symmetric_bytes(&self) -> (usize, usize) {
         match &self.meeting {
             Meeting::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
-            Meeting::Processes { shmem, .. } => (shmem.used_bytes(), shmem.peak_bytes()),
+            Meeting::Processes { shmem, .. } => shmem.in_use(),
         }
     }
 }
@@ -354,8 +455,7 @@ unsafe impl Gpu for Emulated {
                 (heap.borrow_mut().alloc(wanted).map_err(|full| refuse(full.free_bytes as u64))?, None)
             }
             Meeting::Processes { shmem, .. } => {
-                let free = self.heap_bytes - shmem.used_bytes() as u64;
-                let sym = shmem.alloc::<u8>(wanted).map_err(|_| refuse(free))?;
+                let sym = shmem.take(wanted).ok_or_else(|| refuse(self.heap_bytes - shmem.in_use().0 as u64))?;
                 (sym.offset(), Some(sym))
             }
         };
@@ -382,7 +482,7 @@ unsafe impl Gpu for Emulated {
             }
             Meeting::Processes { shmem, syms } => {
                 if let Some(sym) = syms.borrow_mut().remove(&address) {
-                    shmem.free(sym);
+                    shmem.give_back(sym);
                 }
             }
         }
@@ -484,7 +584,7 @@ unsafe impl Gpu for Emulated {
             Meeting::Threads { barrier, .. } => barrier.wait(limit).map_err(|()| missing(None)),
             Meeting::Processes { shmem, .. } => {
                 let deadline = begin.checked_add(limit).unwrap_or(begin + Duration::from_secs(1 << 30));
-                shmem.barrier_all(deadline).map_err(|timeout| missing(Some(timeout.index)))
+                shmem.barrier(deadline).map_err(|pe| missing(Some(pe)))
             }
         }
     }

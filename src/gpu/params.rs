@@ -58,6 +58,7 @@ pub const WHAT_ALL_REDUCE: u32 = 6;
 pub const WHAT_LOCAL: u32 = 7;
 pub const WHAT_NO_EXPERT: u32 = 8;
 pub const WHAT_TWICE: u32 = 9;
+pub const WHAT_CREDIT: u32 = 10;
 
 /// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
 pub const AMPERE_SHARED_BYTES: u32 = 150 << 10;
@@ -152,13 +153,13 @@ mirror! {
         capacity_factor: f64,
         max_tokens: u32,
         chunk_rows: u32,
+        round_chunks: u32,
         window_chunks: u32,
         round_slots: u32,
         training: u32,
         stage: u32,
         bulk: u32,
         blocks: u32,
-        comm_blocks: u32,
         tile_m: u32,
         tile_n: u32,
         wait_limit_ns: u64,

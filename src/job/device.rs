@@ -1,16 +1,18 @@
 //! The device of a PE, opened with as much symmetric memory as its layers need.
 
+#[cfg(feature = "emulate")]
+use std::mem::ManuallyDrop;
 #[cfg(feature = "cuda")]
 use std::time::Duration;
 
 use super::JobError;
-use super::host::{Host, MemoryHost};
+use super::host::{DeviceMemory, Host, MemoryHost};
 use super::request::DeviceKind;
 use crate::gpu::Gpu;
 #[cfg(feature = "cuda")]
 use crate::gpu::cuda::CudaGpu;
 #[cfg(feature = "emulate")]
-use crate::gpu::emulated::{Emulated, EmulatedDevice, attach};
+use crate::gpu::emulated::{Emulated, EmulatedDevice, attach, join};
 use crate::moe::device::DeviceOptions;
 #[cfg(feature = "emulate")]
 use crate::moe::device::{GemmPath, symmetric_bytes};
@@ -35,8 +37,12 @@ pub fn with_device<R, E: From<JobError>>(
         DeviceKind::Cuda => with_cuda(host, spec.options.wait_limit, |gpu, host| work(gpu, host)),
         #[cfg(feature = "emulate")]
         DeviceKind::Emulated => {
-            let gpu = emulated(spec, on_device, host)?;
-            work(&gpu, host)
+            // The end of its memory waits for all PEs, which after an error would be in vain.
+            let gpu = ManuallyDrop::new(emulated(spec, on_device, host)?);
+            let result = work(&*gpu, host)?;
+            host.end_part()?;
+            drop(ManuallyDrop::into_inner(gpu));
+            Ok(result)
         }
         other => Err(JobError::NoDevice { device: other }.into()),
     }
@@ -53,7 +59,10 @@ pub fn with_cuda<R, E: From<JobError>>(
     work: impl FnOnce(&CudaGpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     let failed = |error| E::from(JobError::Layer(MoeError::Device(error)));
-    let shmem = host.shared_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))?;
+    let DeviceMemory::Shared(shmem) = host.device_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))?
+    else {
+        return Err(JobError::Peers("`device` cuda over tcp, expected PEs on one host".to_string()).into());
+    };
     let gpu = CudaGpu::attach(shmem, wait_limit).map_err(failed)?;
     if gpu.n_pes() > 1 {
         gpu.try_put().map_err(failed)?;
@@ -66,7 +75,12 @@ pub fn with_cuda<R, E: From<JobError>>(
 #[cfg(feature = "emulate")]
 fn emulated(spec: &LayerSpec, on_device: &DeviceOptions, host: &mut impl MemoryHost) -> Result<Emulated, JobError> {
     let device = EmulatedDevice { hopper: on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
-    let bytes = symmetric_bytes(spec, on_device, &device.limits())?;
+    let all_reachable = host.shares_memory() || host.n_pes() == 1;
+    let bytes = symmetric_bytes(spec, on_device, &device.limits(), all_reachable)?;
     let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), bytes as usize);
-    Ok(attach(host.shared_memory(heap)?, &device).map_err(MoeError::Device)?)
+    let gpu = match host.device_memory(heap)? {
+        DeviceMemory::Shared(shmem) => attach(shmem, &device),
+        DeviceMemory::Tcp(shmem) => join(shmem, &device),
+    };
+    Ok(gpu.map_err(MoeError::Device)?)
 }

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use super::JobError;
 use super::launch::{GoOn, PeContext, StatusPage};
+use crate::shmem::tcp::TcpTransport;
 use crate::shmem::{ShmTransport, Shmem, Transport};
 
 /// How much is written at once.
@@ -71,6 +72,14 @@ pub trait Host {
     }
 }
 
+/// Symmetric memory through which devices meet, and emulated ones send.
+pub enum DeviceMemory {
+    /// Of PEs on one host.
+    Shared(Shmem<ShmTransport>),
+    /// Of PEs on several.
+    Tcp(Shmem<TcpTransport>),
+}
+
 /// A host that can give its PE symmetric memory.
 pub trait MemoryHost: Host {
     /// Does a part over symmetric memory that all PEs make together. Collective.
@@ -79,11 +88,22 @@ pub trait MemoryHost: Host {
     /// The memory's, or the part's.
     fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error>;
 
-    /// Shared memory of this many bytes per PE, for a part that needs its own. Collective.
+    /// Whether all PEs are on one host, and so share memory.
+    fn shares_memory(&self) -> bool;
+
+    /// Symmetric memory of this many bytes per PE for devices. Collective.
     ///
     /// # Errors
-    /// When memory or files run out, a PE ends, or the PEs share no memory.
-    fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError>;
+    /// When memory or files run out, a PE ends, or what joins the PEs cannot carry what devices send.
+    fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError>;
+
+    /// Ends a part that worked over such memory, once all is reported. Collective.
+    ///
+    /// # Errors
+    /// A PE that is lost.
+    fn end_part(&self) -> Result<(), JobError> {
+        Ok(())
+    }
 
     /// How the PEs that are left after a loss go on, this one having the results of `complete` steps, of which `settled` are final; the next
     /// memory is theirs alone. Collective.
@@ -192,17 +212,25 @@ impl Host for PeContext {
     }
 }
 
+fn shared_memory(context: &mut PeContext, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError> {
+    let segments = context.exchange_segments(heap_bytes)?;
+    let rank = context.world().iter().position(|&pe| pe == context.my_pe()).unwrap_or(segments.len());
+    let transport = ShmTransport::new(rank, segments)?;
+    Ok(Shmem::new(transport.watched(context.world().to_vec(), Arc::new(context.status().clone()))))
+}
+
 impl MemoryHost for PeContext {
     fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
-        let shmem = self.shared_memory(part.heap_bytes::<ShmTransport>()?)?;
+        let shmem = shared_memory(self, part.heap_bytes::<ShmTransport>()?)?;
         part.run(&shmem, self)
     }
 
-    fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError> {
-        let segments = self.exchange_segments(heap_bytes)?;
-        let rank = self.world().iter().position(|&pe| pe == self.my_pe()).unwrap_or(segments.len());
-        let transport = ShmTransport::new(rank, segments)?;
-        Ok(Shmem::new(transport.watched(self.world().to_vec(), Arc::new(self.status().clone()))))
+    fn shares_memory(&self) -> bool {
+        true
+    }
+
+    fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError> {
+        Ok(DeviceMemory::Shared(shared_memory(self, heap_bytes)?))
     }
 
     fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {

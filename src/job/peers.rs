@@ -23,12 +23,12 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-use super::host::{AllToAll, Host, MemoryHost, PePart, TwoSided};
+use super::host::{AllToAll, DeviceMemory, Host, MemoryHost, PePart, TwoSided};
 use super::launch::{LaunchError, MAX_PES, StatusPage};
 use super::messages::Messages;
 use super::request::Request;
 use super::{JobError, PeFailure};
-use crate::shmem::{ShmTransport, Shmem, Transport};
+use crate::shmem::{Shmem, Transport};
 use crate::stdio::{OutputError, one_line, say, with_causes};
 
 /// Any error, with its causes.
@@ -81,6 +81,14 @@ pub trait World: Sized {
     /// # Errors
     /// Memory, or a PE that is lost.
     fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<Self::Transport<'_>, JobError>;
+
+    /// Such a heap for devices. Collective.
+    ///
+    /// # Errors
+    /// As [`World::memory`]; it can carry nothing for devices.
+    fn device_memory(&self, _heap_bytes: usize, _limit: Duration) -> Result<DeviceMemory, JobError> {
+        Err(JobError::Peers(format!("`transport` {} on a device, expected shm or tcp", Self::TRANSPORT)))
+    }
 
     /// Ends this process, and has all others end, after a failure: calls `say`, which prints its line, when that is due.
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> !;
@@ -371,7 +379,15 @@ impl<W: World> MemoryHost for PeerHost<'_, W> {
         })
     }
 
-    fn shared_memory(&mut self, _: usize) -> Result<Shmem<ShmTransport>, JobError> {
-        Err(JobError::Peers(format!("PEs over {} share no memory, which devices need", W::TRANSPORT)))
+    fn shares_memory(&self) -> bool {
+        false
+    }
+
+    fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError> {
+        self.pes.world.device_memory(heap_bytes, self.limit)
+    }
+
+    fn end_part(&self) -> Result<(), JobError> {
+        self.finish()
     }
 }

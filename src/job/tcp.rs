@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use super::host::DeviceMemory;
 use super::launch::{LaunchedPlace, MAX_PES, VERSION, job_token, join_limit, launched_place};
 use super::peers::{Peers, World};
 use super::{JobError, PeFailure};
+use crate::shmem::Shmem;
 use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 use crate::stdio::{one_line, say};
 
@@ -101,6 +103,10 @@ impl World for TcpWorld {
 
     fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
         Ok(TcpTransport::new(self, heap_bytes, limit)?)
+    }
+
+    fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
+        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(self, heap_bytes, limit)?)))
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {

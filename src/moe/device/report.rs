@@ -74,6 +74,7 @@ pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeEr
         params::WHAT_CAPACITY => "its counts for the capacity",
         params::WHAT_BARRIER => "its arrival at a barrier",
         params::WHAT_ALL_REDUCE => "its gradients of replicated weights",
+        params::WHAT_CREDIT => "its free place for rows",
         params::WHAT_LOCAL => "another block of this PE",
         _ => "what it does not say",
     };

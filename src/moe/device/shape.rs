@@ -58,8 +58,6 @@ impl GemmPath {
 pub struct DeviceOptions {
     /// Which matrix products; by the device where `None`.
     pub path: Option<GemmPath>,
-    /// Blocks of the persistent kernels that put communication first; an eighth where `None`.
-    pub comm_blocks: Option<u32>,
 }
 
 /// Element type on the device.
@@ -155,8 +153,11 @@ impl ShapeOf<'_> {
             Some(shared) => (shared.mlp, shared.sigmoid_gate),
             None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
-        let blocks = blocks.clamp(2, MAX_BLOCKS);
-        let comm_blocks = self.device.comm_blocks.unwrap_or(blocks / 8).clamp(1, blocks - 1);
+        let blocks = blocks.clamp(1, MAX_BLOCKS);
+        let round_chunks = layout.window_chunks as u32;
+        // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again. That is so only where rows
+        // are copied out of their places anyway, for backward, or where a network takes longer than a copy.
+        let window_chunks = if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
         Ok(LayerShape {
             my_pe: self.my_pe as u32,
             n_pes: placement.n_pes() as u32,
@@ -192,13 +193,13 @@ impl ShapeOf<'_> {
             capacity_factor: config.capacity_factor.unwrap_or(0.0),
             max_tokens: (*max_tokens).max(1) as u32,
             chunk_rows: layout.chunk_rows as u32,
-            window_chunks: layout.window_chunks as u32,
+            round_chunks,
+            window_chunks,
             round_slots: self.round_slots(&layout),
             training: (*training).into(),
             stage: (!self.all_reachable).into(),
             bulk: (options.mode == Mode::Bulk).into(),
             blocks,
-            comm_blocks,
             tile_m,
             tile_n,
             wait_limit_ns: u64::try_from(options.wait_limit.as_nanos()).unwrap_or(u64::MAX).max(1),
@@ -223,13 +224,18 @@ impl ShapeOf<'_> {
     }
 }
 
-/// Symmetric memory that a layer takes on a device like this, whose PEs all reach each other, bytes: what a heap of fixed
-/// size must have.
+/// Symmetric memory that a layer takes on a device like this, bytes: what a heap of fixed size must have. `all_reachable`: loads and stores
+/// reach from every PE to every other.
 ///
 /// # Errors
 /// What no device runs.
-pub fn symmetric_bytes(spec: &LayerSpec, device: &DeviceOptions, limits: &DeviceLimits) -> Result<u64, MoeError> {
-    let shape_of = ShapeOf { spec, device, my_pe: 0, all_reachable: true, router_parts: MAX_ROUTER_PARTS };
+pub fn symmetric_bytes(
+    spec: &LayerSpec,
+    device: &DeviceOptions,
+    limits: &DeviceLimits,
+    all_reachable: bool,
+) -> Result<u64, MoeError> {
+    let shape_of = ShapeOf { spec, device, my_pe: 0, all_reachable, router_parts: MAX_ROUTER_PARTS };
     let shape = shape_of.shape(limits, limits.multiprocessors)?;
     Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
 }
@@ -328,6 +334,7 @@ mod tests {
             far >= rows + stages && far <= rows + stages + 2 * small,
             "{far} bytes, {rows} of rows, {stages} of stages"
         );
+        assert!(far <= 1 << 30, "{far} bytes");
     }
 
     #[test]

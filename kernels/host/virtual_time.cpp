@@ -1,0 +1,70 @@
+// virtual_time.h says what it does.
+#include "virtual_time.h"
+
+#include <algorithm>
+
+namespace aristos::host {
+
+void VirtualTime::pass_on(std::unique_lock<std::mutex>& lock, Block* from) {
+    running_ = nullptr;
+    if (wakes_.size() < expected_ || waiting_.empty()) return;
+    const auto next = *waiting_.begin();
+    while (!events_.empty() && events_.begin()->first <= next.first) {
+        const auto happens = std::move(events_.begin()->second);
+        events_.erase(events_.begin());
+        happens();
+    }
+    waiting_.erase(waiting_.begin());
+    running_ = next.second;
+    if (running_ != from) wakes_[running_]->notify_one();
+    (void)lock;
+}
+
+void VirtualTime::begin(Block* block) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    block->time = 0;
+    wakes_[block] = std::make_unique<std::condition_variable>();
+    waiting_.emplace(0, block);
+    if (wakes_.size() == expected_) pass_on(lock, block);
+    wakes_[block]->wait(lock, [&] { return running_ == block; });
+}
+
+void VirtualTime::end(Block* block) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ended_ = std::max(ended_, block->time);
+    pass_on(lock, block);
+}
+
+void VirtualTime::spend(Block* block, u64 ns) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    block->time += ns;
+    waiting_.emplace(block->time, block);
+    pass_on(lock, block);
+    wakes_[block]->wait(lock, [&] { return running_ == block; });
+}
+
+void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const u64 takes = u64(double(bytes) / rates_.bytes_per_ns);
+    // The first byte arrives after the latency; the port there may still be busy with another PE's.
+    out_[from].free = std::max(out_[from].free, block->time) + takes;
+    in_[to].free = std::max(in_[to].free + takes, out_[from].free + rates_.latency_ns);
+    u64& last = last_[u64(from) * out_.size() + to];
+    const u64 arrives = signal ? std::max(in_[to].free, last) : in_[to].free;
+    last = std::max(last, arrives);
+    out_[from].bytes += bytes;
+    events_.emplace(arrives, std::move(deliver));
+}
+
+void VirtualTime::quiet(Block* block, u32 from) {
+    u64 last = block->time;
+    for (std::size_t to = 0; to < out_.size(); ++to) last = std::max(last, last_[from * out_.size() + to]);
+    spend(block, last - block->time);
+}
+
+void spend(u64 ns) {
+    Block* block = self()->home;
+    block->launch->world->time->spend(block, ns);
+}
+
+}  // namespace aristos::host

@@ -1,0 +1,64 @@
+// Virtual time: a world's clock that stands while code runs, and goes on by what a test says that work and messages take.
+//
+// One block of all PEs runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
+// that follow from the rates of their PEs' ports, each of which sends, and takes, one after the other. So what a block does next is decided by the
+// kernels' own code, from what has come at its time, and every run is the same.
+#pragma once
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "world.h"
+
+namespace aristos::host {
+
+struct Rates {
+    double bytes_per_ns;  // of a PE's port, in each direction
+    u64 latency_ns;       // of a message
+    u64 poll_ns;          // from one look of a block that has nothing to do to the next
+};
+
+class VirtualTime {
+  public:
+    // Starts once `blocks` blocks have begun.
+    VirtualTime(u32 n_pes, u32 blocks, Rates rates) : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), last_(u64(n_pes) * n_pes) {}
+    // Calls `look` at a time, before what happens then.
+    void at(u64 time, std::function<void()> look) { events_.emplace(time, std::move(look)); }
+
+    void begin(Block* block);
+    void end(Block* block);
+    u64 now(const Block* block) const { return block->time; }
+    // The block works, or looks again later.
+    void spend(Block* block, u64 ns);
+    void poll(Block* block) { spend(block, rates_.poll_ns); }
+
+    // `deliver` is called when the message has arrived; a signal comes no earlier than what its sender put to that PE before.
+    void send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver);
+    // Until all that `from` has sent has arrived.
+    void quiet(Block* block, u32 from);
+
+    u64 sent_bytes(u32 pe) const { return out_[pe].bytes; }
+    u64 ended() const { return ended_; }
+
+  private:
+    struct Port { u64 free = 0, bytes = 0; };
+    void pass_on(std::unique_lock<std::mutex>& lock, Block* from);
+
+    Rates rates_;
+    u32 expected_;
+    std::mutex mutex_;
+    std::set<std::pair<u64, Block*>> waiting_;  // blocks that do not run, by time
+    std::map<Block*, std::unique_ptr<std::condition_variable>> wakes_;
+    Block* running_ = nullptr;
+    std::multimap<u64, std::function<void()>> events_;
+    std::vector<Port> out_, in_;
+    std::vector<u64> last_;  // [n_pes][n_pes]: when the last message of a pair arrives
+    u64 ended_ = 0;
+};
+
+// Of the block that calls, in a world with virtual time.
+void spend(u64 ns);
+
+}  // namespace aristos::host

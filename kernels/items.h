@@ -1,0 +1,164 @@
+// Which item a block takes next: the first of which nothing is missing. One thread asks, between two items of its block.
+#pragma once
+#include "combine.h"
+
+namespace aristos {
+
+enum ItemKind : u32 {
+    ITEM_OWN = 0,      // the layout of the own slots
+    ITEM_SEND = 1,     // (destination, chunk), or its header
+    ITEM_LAYOUT = 2,   // that of the others' slots
+    ITEM_RETURN = 3,   // (source, chunk)
+    ITEM_ARRIVE = 4,   // (source, chunk)
+    ITEM_SHARED = 5,   // the shared expert's rows
+    ITEM_TASKS = 6,    // of GEMMs, until there is another item
+    ITEM_LAST = 7,     // LastItems
+    ITEM_NONE = 8,     // all are taken, or the PE aborts
+};
+template <class... Kinds> constexpr u32 items(Kinds... kinds) { return ((1u << kinds) | ...); }
+DEVICE bool has(u32 set, ItemKind kind) { return set >> kind & 1; }
+
+constexpr u32 SOURCES_AT_ONCE = 8;  // looked at in one call
+
+struct Nobody { DEVICE void operator()(Waiting, u64) const {} };
+
+// Takes number `number` of what `taken` counts.
+DEVICE bool take(u32* taken, u32 number) { return dev::compare_swap(taken, number, number + 1); }
+DEVICE bool give(Block& b, ItemKind kind, u32 index, u32 pe = 0) {
+    b.state.item = {kind, index, pe};
+    return true;
+}
+
+DEVICE u32 source_chunks(const Block& b, u32 source) {
+    return b.step.receives ? b.l.received.end_chunk[source] - b.l.received.first_chunk[source] : 0;
+}
+template <class Missing> DEVICE bool chunk_came(const Block& b, u32 source, u32 index, Missing missing) {
+    const Layer& l = b.l;
+    u64 expected = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *l.received.overflow));
+    u32 chunk = l.received.first_chunk[source] + index;
+    return signal_came(chunk_signal(l, source, index), {source, WHAT_ROWS, PHASE_DISPATCH, expected, chunk}, missing);
+}
+DEVICE bool headers_came(Block& b) {
+    u32& seen = b.state.headers_seen;
+    while (seen < b.l.shape.n_pes && header_came(b, seen, Nobody())) seen++;
+    return seen == b.l.shape.n_pes;
+}
+
+// A chunk from `source` that has come, or one of results for it that is computed. Own chunks are numbered on where they arrive a second time.
+DEVICE bool find_chunk(Block& b, u32 set, u32 source, bool layout) {
+    const Counters& c = b.counters();
+    u32 own = source == b.l.shape.my_pe;
+    if (!own && !layout) return false;
+    u32 chunks = source_chunks(b, source);
+    if (has(set, ITEM_RETURN) && layout && b.step.mode != MODE_RECOMPUTE) {
+        u32 next = dev::load_relaxed(c.result + source), end = reachable(b.l, source) ? chunks : *b.l.queue.most_results;
+        if (next < end && return_ready(b, source, next) && take(c.result + source, next)) {
+            dev::fetch_add(c.results, 1u);
+            return give(b, ITEM_RETURN, next, source);
+        }
+    }
+    if (!has(set, ITEM_ARRIVE)) return false;
+    u32 next = dev::load_relaxed(c.arrival + source), parts = own && layout && own_in_parts(b.step) ? 2 : 1;
+    if (next >= parts * chunks || !(own || chunk_came(b, source, next, Nobody())) || !take(c.arrival + source, next)) return false;
+    dev::fetch_add(c.arrivals, 1u);
+    return give(b, ITEM_ARRIVE, next, source);
+}
+
+// An item of `set` that is no task, into State::item.
+DEVICE bool find_item(Block& b, u32 set) {
+    const Layer& l = b.l;
+    const Counters& c = b.counters();
+    if (has(set, ITEM_OWN) && dev::load_relaxed(c.own) == 0 && take(c.own, 0)) return give(b, ITEM_OWN, 0);
+    if (has(set, ITEM_SEND)) {
+        u32 next = dev::load_relaxed(c.send);
+        if (next < send_items(l) && send_ready(b, next, Nobody()) && take(c.send, next)) return give(b, ITEM_SEND, next);
+    }
+    if (has(set, ITEM_LAST)) {
+        u32 next = dev::load_relaxed(c.last);
+        if (next < l.queue.last_end[LAST_FINAL] && take(c.last, next)) return give(b, ITEM_LAST, next);
+    }
+    if (!came_local(c.own_known, 1)) return false;
+    bool layout = came_local(c.layout, 1);
+    if (has(set, ITEM_LAYOUT) && dev::load_relaxed(c.headers_read) == 0 && headers_came(b) && take(c.headers_read, 0))
+        return give(b, ITEM_LAYOUT, 0);
+    for (u32 i = 0; i < SOURCES_AT_ONCE && i < l.shape.n_pes; i++) {
+        u32 source = b.state.source;
+        b.state.source = source + 1 == l.shape.n_pes ? 0 : source + 1;
+        if (find_chunk(b, set, source, layout)) return true;
+    }
+    if (has(set, ITEM_SHARED)) {
+        u32 next = dev::load_relaxed(c.shared);
+        if (next < shared_items(b) && take(c.shared, next)) return give(b, ITEM_SHARED, next);
+    }
+    return false;
+}
+
+// Whether all items of `set` are taken.
+DEVICE bool all_taken(const Block& b, u32 set) {
+    const Layer& l = b.l;
+    const Counters& c = b.counters();
+    if (has(set, ITEM_LAST) && dev::load_relaxed(c.last) < l.queue.last_end[LAST_FINAL]) return false;
+    if (has(set, ITEM_OWN) && dev::load_relaxed(c.own) == 0) return false;
+    if (has(set, ITEM_SEND) && dev::load_relaxed(c.send) < send_items(l)) return false;
+    if (has(set, ITEM_LAYOUT) && dev::load_relaxed(c.headers_read) == 0) return false;
+    if (has(set, ITEM_SHARED) && dev::load_relaxed(c.shared) < shared_items(b)) return false;
+    if ((set & items(ITEM_ARRIVE, ITEM_RETURN, ITEM_TASKS)) == 0) return true;
+    if (!came_local(c.layout, 1)) return false;
+    if (has(set, ITEM_ARRIVE) && dev::load_relaxed(c.arrivals) < *l.queue.arrivals) return false;
+    if (has(set, ITEM_RETURN) && dev::load_relaxed(c.results) < *l.queue.results) return false;
+    for (u32 queue = 0; has(set, ITEM_TASKS) && queue < TASK_QUEUES; queue++)
+        if (dev::load_relaxed(c.tasks + queue) < l.queue.tasks[queue][task_entries(l, queue)]) return false;
+    return true;
+}
+
+// What has not come from a peer, of what some item of `set` needs: `missing(w, seen)` of the first. False: nothing.
+template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missing missing) {
+    const Layer& l = b.l;
+    const Counters& c = b.counters();
+    bool any = false;
+    auto note = [&](Waiting w, u64 seen) {
+        any = true;
+        missing(w, seen);
+    };
+    u32 next = dev::load_relaxed(c.send);
+    if (has(set, ITEM_SEND) && next < send_items(l)) (void)send_ready(b, next, note);
+    if (has(set, ITEM_LAYOUT) && came_local(c.own_known, 1) && dev::load_relaxed(c.headers_read) == 0)
+        for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) (void)header_came(b, pe, note);
+    if (has(set, ITEM_ARRIVE) && came_local(c.layout, 1)) {
+        for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
+            next = dev::load_relaxed(c.arrival + pe);
+            if (pe != l.shape.my_pe && next < source_chunks(b, pe)) (void)chunk_came(b, pe, next, note);
+        }
+    }
+    return any;
+}
+
+// ---- Waits for an item, with a limit: for the time in which none is taken on this PE.
+DEVICE u32 count_taken(const Block& b) {
+    const Counters& c = b.counters();
+    u32 sum = dev::load_relaxed(c.own) + dev::load_relaxed(c.send) + dev::load_relaxed(c.headers_read) + dev::load_relaxed(c.shared);
+    sum += dev::load_relaxed(c.arrivals) + dev::load_relaxed(c.results);
+    for (u32 queue = 0; queue < TASK_QUEUES; queue++) sum += dev::load_relaxed(c.tasks + queue);
+    return sum;
+}
+// One thread; State::patience begins a wait as zeros. False: the PE aborts, for something here or elsewhere.
+OUTLINE bool wait_for_item(Block& b, u32 set) {
+    const Layer& l = b.l;
+    Patience& p = b.state.patience;
+    dev::pause();
+    if (aborted(l)) return false;
+    u64 now = dev::nanoseconds();
+    if (now - p.asked < l.shape.wait_limit_ns / 16) return true;
+    u32 taken = count_taken(b);
+    if (p.asked == 0 || taken != p.taken) p.since = now;
+    p.asked = now;
+    p.taken = taken;
+    if (now - p.since <= l.shape.wait_limit_ns) return true;
+    bool peer = find_missing(b, set, [&](Waiting w, u64 seen) { record_error(l, ERROR_TIMEOUT, w, seen); });
+    if (peer) return false;
+    if (now - p.since <= LOCAL_LIMIT_FACTOR * l.shape.wait_limit_ns) return true;
+    record_error(l, ERROR_TIMEOUT, {l.shape.my_pe, WHAT_LOCAL, PHASE_WAITING, taken + 1, b.step.round}, taken);
+    return false;
+}
+
+}  // namespace aristos

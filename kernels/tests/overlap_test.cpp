@@ -1,0 +1,193 @@
+// How far communication hides behind the GEMMs, in virtual time (host/virtual_time.h): the persistent kernels as they are, but for the products,
+// of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
+//
+//   overlap_test table     prints the table of docs/measurements for models' shapes; otherwise only a small one runs, and is checked.
+//
+// Shapes are models' in ratios: 1/8 of their 4,096 tokens, of the rows of a tile and of a chunk; fewer columns, but as many tasks a block as on 132 multiprocessors.
+#include "testing.h"
+
+#include "../host/virtual_time.h"
+#include "layer_world.h"
+
+namespace {
+
+using namespace aristos;
+
+constexpr u32 THREADS = 64, SCRATCH = 8192, TILE = 16, BLOCKS = 32;
+constexpr double FLOP_PER_NS = 8;      // of a block
+constexpr u64 LATENCY_NS = 2000, POLL_NS = 1000;
+constexpr double SHARES[] = {0.5, 0.82, 0.91};  // of the wire time of the rows, at which tiles are counted
+
+// By PE: what the tasks took, and when the last ended, ns.
+std::vector<std::atomic<u64>> busy(64), last_end(64);
+
+u64 task_ns(const GemmTask& t) {
+    const double columns = is_paired(t) ? TILE / 2 : TILE, products = is_paired(t) ? 2 : 1;
+    return u64(2.0 * TILE * columns * products * gemm_k(t) / FLOP_PER_NS);
+}
+
+template <bool IS_BACKWARD> struct TimedPath {
+    using Element = F16;
+    static constexpr bool BACKWARD = IS_BACKWARD;
+    static constexpr u32 SHARED_BYTES = SCRATCH;
+    static DEVICE void run(Block& b) {
+        for (;;) {
+            if (dev::thread() == 0) b.state.more = next_task(b);
+            dev::sync_block();
+            if (!b.state.more) return;
+            if (dev::thread() == 0) {
+                const u64 ns = task_ns(b.state.task);
+                host::spend(ns);
+                busy[b.l.shape.my_pe] += ns;
+                std::atomic<u64>& last = last_end[b.l.shape.my_pe];
+                last = std::max<u64>(last, dev::nanoseconds());
+                task_done(b);
+            }
+            dev::sync_block();
+        }
+    }
+};
+
+}  // namespace
+
+namespace aristos {
+KERNEL(test_forward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass<TimedPath<false>>(*layer, pass); }
+REGISTER_KERNEL(test_forward_timed)
+KERNEL(test_backward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass<TimedPath<true>>(*layer, pass); }
+REGISTER_KERNEL(test_backward_timed)
+}  // namespace aristos
+
+namespace {
+
+struct Model {
+    const char* name;
+    u32 hidden, intermediate, experts, top_k;
+};
+// Mixtral 8x7B: 4096, 14336; Qwen3-30B-A3B: 2048, 768; DeepSeek-V3: 7168, 2048.
+constexpr Model MIXTRAL{"Mixtral", 64, 224, 8, 2}, QWEN{"Qwen3-30B", 64, 24, 128, 8}, DEEPSEEK{"DeepSeek-V3", 224, 64, 256, 8};
+
+// What one pass of all PEs took, ns; of tiles the share that could start.
+struct Result {
+    double compute = 0, end = 0, gemm_end = 0, waits = 0, wire_bytes = 0, row_bytes = 0;
+    double startable[3] = {};
+};
+
+// Rows of each tile of a PE, its own ones first.
+std::vector<u32> tile_rows(const Layer& l) {
+    std::vector<u32> rows(l.sizes.max_tiles, 0);
+    for (u32 e = 0; e < l.shape.n_local; e++) {
+        const u32 own = l.batches.own[e], rest = l.batches.total[e] - own;
+        for (u32 r = 0; r < own; r += TILE) rows[l.batches.own_tile[e] + r / TILE] = TILE;
+        for (u32 r = 0; r < rest; r += TILE) rows[l.batches.rest_tile[e] + r / TILE] = std::min(TILE, rest - r);
+    }
+    return rows;
+}
+
+Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wire_ns) {
+    const u32 n = t.o.n_pes;
+    host::VirtualTime time(n, n * t.o.blocks, {bytes_per_ns, LATENCY_NS, POLL_NS});
+    host::World& w = *static_cast<host::World*>(t.w->handle);
+    for (u32 pe = 0; pe < n; pe++) busy[pe] = last_end[pe] = 0;
+    // [share][pe]: the tiles' counts of rows that have arrived.
+    std::vector<std::vector<std::vector<u32>>> arrived(3, std::vector<std::vector<u32>>(n));
+    for (u32 i = 0; i < 3; i++) {
+        time.at(u64(SHARES[i] * row_wire_ns), [&, i] {
+            for (u32 pe = 0; pe < n; pe++) {
+                const Layer& l = t.w->pes[pe]->layer();
+                const u32* counts = l.counters[l.control->steps & 1].arrived;
+                arrived[i][pe].assign(counts, counts + l.sizes.max_tiles);
+            }
+        });
+    }
+    w.time = &time;
+    t.w->all([&](u32 pe) {
+        Pass p = t.pass(pe, 0);
+        std::vector<float> out(u64(t.o.tokens) * t.o.hidden);
+        p.output = out.data();
+        if (backward) p.pass++, p.grad_output = t.grad_output[pe][0].data();
+        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, backward ? "test_backward_timed" : "test_forward_timed", p);
+    });
+    w.time = nullptr;
+    Result r;
+    r.end = double(time.ended());
+    double tiles = 0, started[3] = {};
+    for (u32 pe = 0; pe < n; pe++) {
+        const Layer& l = t.w->pes[pe]->layer();
+        CHECK(l.error->kind == ERROR_NONE, "pe %u: error %u pe %u what %u", pe, l.error->kind, l.error->pe, l.error->what);
+        r.compute = std::max(r.compute, double(busy[pe]) / t.o.blocks);
+        r.gemm_end = std::max(r.gemm_end, double(last_end[pe]));
+        r.waits += (double(last_end[pe]) - double(busy[pe]) / t.o.blocks) / n;
+        r.wire_bytes = std::max(r.wire_bytes, double(time.sent_bytes(pe)));
+        r.row_bytes = std::max(r.row_bytes, double(l.stats->dispatch_row_bytes + l.stats->dispatch_slot_bytes));
+        const auto rows = tile_rows(l);
+        for (u32 tile = 0; tile < rows.size(); tile++) {
+            tiles += rows[tile] > 0;
+            for (u32 i = 0; i < 3; i++) started[i] += rows[tile] > 0 && tile < arrived[i][pe].size() && arrived[i][pe][tile] >= rows[tile];
+        }
+    }
+    for (u32 i = 0; i < 3; i++) r.startable[i] = started[i] / tiles;
+    return r;
+}
+
+struct Scaled {
+    world::Options o;
+    explicit Scaled(const Model& m, u32 pes, u32 tokens) {
+        o.path = world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
+        o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
+        o.chunk_rows = 16, o.reachable.assign(pes * pes, 0);
+        // Twice the even share of rows in a round, 7/16 of that in a window, as the host has it.
+        o.round_chunks = std::min(tokens, 2 * tokens * std::min(m.top_k, pes) / pes) / o.chunk_rows;
+        o.window_chunks = (7 * o.round_chunks + 15) / 16;
+        o.wait_limit_ns = 1'000'000'000'000;
+        o.passes = {{std::vector<u32>(pes, tokens)}};
+    }
+    // Forward, or the backward after it, with a wire that takes `ratio` of the GEMMs.
+    Result run(bool backward, double ratio) const {
+        world::Layers t(o);
+        for (u32 pe = 0; pe < o.n_pes; pe++) t.plan(pe, 0);
+        const double fast = 1e9;
+        Result free = pass(t, false, fast, 0);
+        if (backward) free = pass(t, true, fast, 0);
+        if (ratio == 0) return free;
+        const double rate = free.wire_bytes / (ratio * free.compute);
+        world::Layers again(o);
+        for (u32 pe = 0; pe < o.n_pes; pe++) again.plan(pe, 0);
+        if (!backward) return pass(again, false, rate, free.row_bytes / rate);
+        pass(again, false, fast, 0);
+        return pass(again, true, rate, free.row_bytes / rate);
+    }
+};
+
+void print(const char* name, u32 pes, bool backward, double ratio, const Result& r) {
+    std::printf("| %s | %u | %s | %.1f | %.0f / %.0f / %.0f | %.2f | %.2f | %.2f |\n", name, pes, backward ? "backward" : "forward", ratio, 100 * r.startable[0],
+                100 * r.startable[1], 100 * r.startable[2], r.gemm_end / r.compute, r.waits / r.compute, (r.end - r.compute) / r.compute);
+    std::fflush(stdout);
+}
+
+void table() {
+    std::puts("Times in those of the GEMMs. Startable: tiles whose rows are there at 50 / 82 / 91% of the rows' time on the wire, %.\n");
+    std::puts("| model | PEs | pass | wire | startable | end of GEMMs | tensor cores wait | exposed |\n|---|---:|---|---:|---|---:|---:|---:|");
+    for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
+        for (u32 pes : {4u, 8u, 16u}) {
+            if (m.experts < pes) continue;
+            const Scaled layer(m, pes, 512);
+            for (double ratio : {0.5, 1.0, 2.0}) print(m.name, pes, false, ratio, layer.run(false, ratio));
+            print(m.name, pes, true, 1, layer.run(true, 1));
+        }
+    }
+}
+
+}  // namespace
+
+// What a network as long as the GEMMs costs, of a small layer: the bound is far above what it does, and far below what an order by tokens does.
+CASE(most_of_the_wire_is_hidden) {
+    const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256).run(false, 1);
+    print("small", 4, false, 1, r);
+    CHECK(r.end < 1.5 * r.compute, "%.2f of the GEMMs", r.end / r.compute);
+    CHECK(r.startable[1] > 0.6, "%.0f%% of tiles", 100 * r.startable[1]);
+}
+
+int main(int argc, char** argv) {
+    if (argc == 2 && std::string(argv[1]) == "table") return table(), world::failures > 0;
+    return testing::testing_main(argc, argv);
+}
