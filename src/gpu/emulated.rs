@@ -160,7 +160,7 @@ enum Meeting {
 }
 
 /// What an emulated device needs of the heap of a world of processes, whatever joins them.
-trait SymmetricHeap {
+trait SymmetricHeap: Send {
     /// `None`: it is full.
     fn take(&self, bytes: usize) -> Option<Sym<u8>>;
     fn give_back(&self, sym: Sym<u8>);
@@ -170,7 +170,7 @@ trait SymmetricHeap {
     fn barrier(&self, deadline: Instant) -> Result<(), usize>;
 }
 
-impl<T: Transport> SymmetricHeap for Shmem<T> {
+impl<T: Transport + Send> SymmetricHeap for Shmem<T> {
     fn take(&self, bytes: usize) -> Option<Sym<u8>> {
         self.alloc::<u8>(bytes).ok()
     }
@@ -299,7 +299,10 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
 ///
 /// # Errors
 /// When the library cannot be loaded, or refuses; a transport whose own memory has no address.
-pub fn join<T: Transport + Sync + 'static>(shmem: Shmem<T>, device: &EmulatedDevice) -> Result<Emulated, GpuError> {
+pub fn join<T: Transport + Send + Sync + 'static>(
+    shmem: Shmem<T>,
+    device: &EmulatedDevice,
+) -> Result<Emulated, GpuError> {
     let functions = Functions::load()?;
     let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
     let shmem = Box::new(shmem);

@@ -157,7 +157,8 @@ impl ShapeOf<'_> {
         let round_chunks = layout.window_chunks as u32;
         // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again. That is so only where rows
         // are copied out of their places anyway, for backward, or where a network takes longer than a copy.
-        let window_chunks = if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
+        let window_chunks =
+            if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
         Ok(LayerShape {
             my_pe: self.my_pe as u32,
             n_pes: placement.n_pes() as u32,
