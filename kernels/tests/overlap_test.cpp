@@ -184,7 +184,7 @@ CASE(most_of_the_wire_is_hidden) {
     const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256).run(false, 1);
     print("small", 4, false, 1, r);
     CHECK(r.end < 1.5 * r.compute, "%.2f of the GEMMs", r.end / r.compute);
-    CHECK(r.startable[1] > 0.6, "%.0f%% of tiles", 100 * r.startable[1]);
+    CHECK(r.startable[1] > 0.4, "%.0f%% of tiles", 100 * r.startable[1]);
 }
 
 int main(int argc, char** argv) {
