@@ -31,6 +31,9 @@ const DEFAULT_TOKENS: usize = 1024;
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
 
+/// The most threads of a PE.
+const MAX_THREADS: usize = 1024;
+
 /// Longest wait that can be asked for, seconds: half a year.
 const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 
@@ -132,6 +135,9 @@ pub struct Args {
     /// Most rows sent under one signal
     #[arg(long, value_name = "ROWS", default_value_t = 256)]
     chunk_rows: usize,
+    /// Threads of a PE that compute tiles, on the CPUs that its launcher lets it use; the results are the same, bit for bit
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    threads: usize,
     /// How long a PE waits for another before the job fails
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     timeout: f64,
@@ -270,6 +276,11 @@ impl Args {
             "--budget-factor is {}, expected a finite number above 0",
             self.budget_factor
         );
+        ensure!(
+            (1..=MAX_THREADS).contains(&self.threads),
+            "--threads is {}, expected 1 to {MAX_THREADS}",
+            self.threads
+        );
         ensure!(self.timeout > 0.0, "--timeout is {}, expected a number of seconds above 0", self.timeout);
         ensure!(
             self.timeout <= MAX_TIMEOUT_S,
@@ -284,6 +295,11 @@ impl Args {
         ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
+        ensure!(
+            device == DeviceKind::Cpu || self.threads == 1,
+            "--threads {} on a device, expected --device cpu",
+            self.threads
+        );
         ensure!(
             device == DeviceKind::Cpu || self.on_failure == OnFailureArg::Stop,
             "--on-failure continue on a device, expected --device cpu"
@@ -330,6 +346,7 @@ impl Args {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,
                 chunk_rows: self.chunk_rows,
+                threads: self.threads,
                 wait_limit: Duration::from_secs_f64(self.timeout),
                 ..Options::default()
             },

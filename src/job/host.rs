@@ -5,9 +5,16 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::thread::{CpuSet, sched_getaffinity};
+
 use super::JobError;
 use super::launch::{GoOn, PeContext, StatusPage};
 use crate::shmem::{ShmTransport, Shmem, Transport};
+
+/// The CPUs that this thread may run on: its launcher's choice.
+pub fn allowed_cpus() -> Vec<usize> {
+    sched_getaffinity(None).map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()).unwrap_or_default()
+}
 
 /// How much is written at once.
 const PIECE_BYTES: usize = 4 << 20;

@@ -268,6 +268,7 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         pes: job.request.pes,
         steps: job.request.steps as u64,
         backward: job.backward,
+        threads: job.request.options.threads,
         flop_per_step: gemm_flop(config, rows, tokens, job.backward),
     }
 }
