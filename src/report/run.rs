@@ -30,6 +30,9 @@ pub struct RunConfig {
     pub dtype: String,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
+    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    #[serde(default)]
+    pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
     pub gemm: Option<String>,
     /// Threads of a PE that compute tiles, on a CPU.
