@@ -417,6 +417,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             Direction::Forward => batch.forward_tile(&self.experts[expert], self.scratch, rows.clone()),
             Direction::Backward => batch.backward_tile(&self.experts[expert], self.scratch, rows.clone()),
         }
+        self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows.len() as f64);
         let p = &mut self.progress;
         for &(pe, row) in &p.origin[expert][rows] {
             p.undone[pe as usize][row as usize] -= 1;
@@ -438,7 +439,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             (Filler::SharedTile(rows), Some(mlp), Direction::Backward) => shared.backward_tile(mlp, self.scratch, rows),
             (Filler::SharedGradients, Some(mlp), _) => shared.weight_gradients(mlp, self.scratch, self.shared_grads),
             (Filler::ExpertGradients(e), ..) => {
-                self.saved.batches[e].weight_gradients(&self.experts[e], self.scratch, &mut self.expert_grads[e]);
+                let batch = &mut self.saved.batches[e];
+                batch.weight_gradients(&self.experts[e], self.scratch, &mut self.expert_grads[e]);
+                self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * batch.rows as f64);
                 if let Some(exchange) = &mut self.exchange {
                     self.rec.enter(Phase::AllReduce);
                     exchange.ready(e, &self.expert_grads[e]);
