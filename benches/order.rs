@@ -38,7 +38,8 @@ fn main() {
             for exponent in [0.0, 0.5] {
                 let tokens = TOKENS_PER_PE * pes;
                 let popularity = Popularity::Zipf { exponent };
-                let workload = Workload { experts, tokens, top_k, nodes: pes, popularity, layers: 1, steps: 1, seed: 1 };
+                let workload =
+                    Workload { experts, tokens, top_k, nodes: pes, popularity, layers: 1, steps: 1, seed: 1 };
                 let record = workload.routing().expect("a valid workload").records.remove(0);
                 let expert = MlpConfig::gated(64, Activation::Silu);
                 let config = LayerConfig::new(64, experts, RouterConfig::softmax(top_k), expert);

@@ -144,6 +144,9 @@ pub struct Args {
     /// After every S steps let other experts of a synthetic layer be hot, the next --hot-ratio of them
     #[arg(long, value_name = "S", requires = "hot_ratio")]
     hot_shift_every: Option<usize>,
+    /// Slow the PEs and the links between them down to the devices and links of a cluster file (docs/planner.md), device i being PE i
+    #[arg(long, value_name = "CLUSTER.json")]
+    inject: Option<PathBuf>,
     #[command(flatten)]
     ranks: RanksArgs,
     #[command(flatten)]
@@ -331,6 +334,7 @@ impl Args {
                 replicas: self.replicas.unwrap_or(Replication::AtMost(1)),
                 cluster: String::new(),
             }),
+            inject: self.inject.clone(),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -383,6 +387,7 @@ impl Args {
             self.on_failure == OnFailureArg::Stop,
             "--on-failure continue with --transport {transport}, expected --transport shm"
         );
+        ensure!(self.inject.is_none(), "--inject with --transport {transport}, expected --transport shm");
         ensure!(self.device == DeviceArg::Cpu, "--transport {transport} on a device, expected --device cpu");
         self.request(Some(started))
     }

@@ -285,7 +285,8 @@ fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
     let of = |run: &&Run| {
         let [forward, backward] = [false, true].map(|backward| run.computing_s(calibration, backward));
         // Undoes what `Cores::slowdown` makes of it.
-        1.0 + ((forward[0] + backward[0]) / (forward[1] + backward[1]) - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
+        1.0 + ((forward[0] + backward[0]) / (forward[1] + backward[1]) - 1.0) * (cores - 1.0).max(1.0)
+            / (run.pes - 1) as f64
     };
     median(together.iter().map(of).collect()).max(1.0)
 }

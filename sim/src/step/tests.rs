@@ -285,7 +285,14 @@ fn pes_copy_rows_themselves() {
     // 7 + 2 + 3, its way 1, adding it 11.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[])]], &[0, 1], 4, 4);
     let mut case = Case::one_group(plan, &[0, 1]);
-    let copy = CopyFlop { message: [2.0; 2], put_row: [3.0; 2], gather_slot: 5.0, sum_slot: 7.0, add_row: 11.0, ..CopyFlop::default() };
+    let copy = CopyFlop {
+        message: [2.0; 2],
+        put_row: [3.0; 2],
+        gather_slot: 5.0,
+        sum_slot: 7.0,
+        add_row: 11.0,
+        ..CopyFlop::default()
+    };
     case.cost.copy_flop = [copy; 2];
     let times = simulate(&case.step());
     near(times.step_s[0], 5.0 + 1.0 + 5.0 + 100.0 + 12.0 + 1.0 + 11.0);

@@ -461,6 +461,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             work.extend(batch.tiles(mlp, &rows, is_forward).into_iter().map(|tile| (mlp, tile)));
         }
         run_tiles(self.scratch, work, is_forward);
+        let rows: usize = chosen.iter().map(|&tile| p.tiles[tile].rows.len()).sum();
+        self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
         for tile in chosen {
             let Tile { expert, rows, .. } = &p.tiles[tile];
             for &(pe, row) in &p.origin[*expert][rows.clone()] {
@@ -500,6 +502,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         in_parallel(self.scratch, parts.collect(), |scratch, (e, grads)| {
             batches[e].weight_gradients(&self.experts[e], scratch, grads);
         });
+        let rows: usize = of.iter().map(|&e| batches[e].rows).sum();
+        self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
         if let (Some(exchange), false) = (&mut self.exchange, of.is_empty()) {
             self.rec.enter(Phase::AllReduce);
             of.iter().for_each(|&e| exchange.ready(e, &self.expert_grads[e]));
