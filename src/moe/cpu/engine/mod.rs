@@ -17,7 +17,9 @@ use super::memory::LayerMemory;
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
-use crate::moe::spec::{LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
+use crate::moe::spec::{
+    LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS, TakeGradients,
+};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
 /// Rows that came from one PE (or stayed: the own ones), and where its results go.
@@ -156,11 +158,19 @@ pub struct Engine<'a, T: Transport, E: Element> {
     /// Backward: gradient of each choice's routing weight.
     pub d_weights: &'a mut [f32],
     /// Backward: gradients of the local experts' and the shared expert's weights.
-    pub expert_grads: &'a mut [MlpGradients],
+    pub expert_grads: ExpertGradients<'a>,
     pub shared_grads: &'a mut MlpGradients,
     /// Backward: the groups that hold the same experts.
     pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
     pub progress: PassProgress,
+}
+
+/// Where a backward puts the gradients of the local experts' weights.
+pub enum ExpertGradients<'a> {
+    /// The layer's own, by local expert.
+    Kept(&'a mut [MlpGradients]),
+    /// The caller's.
+    Taken(&'a mut TakeGradients<'a>),
 }
 
 /// How far a pass has come.
@@ -436,13 +446,23 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         match (work, self.shared, self.direction) {
             (Filler::SharedTile(rows), Some(mlp), Direction::Forward) => shared.forward_tile(mlp, self.scratch, rows),
             (Filler::SharedTile(rows), Some(mlp), Direction::Backward) => shared.backward_tile(mlp, self.scratch, rows),
-            (Filler::SharedGradients, Some(mlp), _) => shared.weight_gradients(mlp, self.scratch, self.shared_grads),
+            (Filler::SharedGradients, Some(mlp), _) => {
+                shared.weight_gradients(mlp, self.scratch, self.shared_grads.places());
+            }
             (Filler::ExpertGradients(e), ..) => {
-                self.saved.batches[e].weight_gradients(&self.experts[e], self.scratch, &mut self.expert_grads[e]);
-                if let Some(exchange) = &mut self.exchange {
-                    self.rec.enter(Phase::AllReduce);
-                    exchange.ready(e, &self.expert_grads[e]);
-                    exchange.poll(self.expert_grads);
+                let (batch, mlp) = (&self.saved.batches[e], &self.experts[e]);
+                match &mut self.expert_grads {
+                    ExpertGradients::Taken(take) => {
+                        take(e, &mut |places| batch.weight_gradients(mlp, self.scratch, places));
+                    }
+                    ExpertGradients::Kept(grads) => {
+                        batch.weight_gradients(mlp, self.scratch, grads[e].places());
+                        if let Some(exchange) = &mut self.exchange {
+                            self.rec.enter(Phase::AllReduce);
+                            exchange.ready(e, &grads[e]);
+                            exchange.poll(grads);
+                        }
+                    }
                 }
             }
             (Filler::SharedTile(_) | Filler::SharedGradients, None, _) => {}
