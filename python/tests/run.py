@@ -1,6 +1,6 @@
 """Runs cases of the tests in this folder, a line for each: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
-A case is ``docs`` (test_docs.py), ``experts``, which is all of test_experts.py, ``experts:NAME``, or one of test_transformers.py's. Processes
+A case is ``docs``, ``torchtitan``, ``experts``, which is all of test_experts.py, ``experts:NAME``, or one of test_transformers.py's. Processes
 are forked with torchrun's variables, after torch and transformers have been imported, which takes longer than most cases.
 """
 
@@ -14,6 +14,7 @@ import traceback
 import harness
 import test_docs
 import test_experts
+import test_torchtitan
 import test_transformers
 
 # How long the other processes have when one has failed.
@@ -25,6 +26,8 @@ def cases_of(text, size):
     module, _, name = text.partition(":")
     if text == "docs":
         return [("docs::the_ten_lines", test_docs.the_ten_lines)]
+    if text == "torchtitan":
+        return [("torchtitan::overridden_experts_equal_torchtitans", test_torchtitan.overridden_experts_equal_torchtitans)]
     if module == "experts":
         return test_experts.cases(name, size)
     return [test_transformers.case_named(text)]
