@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use super::kernels::{self, Element, Lent, Workspace};
-use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, MoeError, Proj, WeightId, proj_index};
+use crate::moe::spec::{MlpConfig, MlpGradients, MlpGradientsMut, MlpId, MoeError, Proj, WeightId, proj_index};
 
 /// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
@@ -237,6 +237,20 @@ impl<E: Element> Batch<E> {
         grow(&mut self.hw, inner);
     }
 
+    /// Exchanges the memory that only one pass needs with another batch's, of which nothing else counts.
+    pub fn swap_pass_memory(&mut self, other: &mut Batch<E>) {
+        std::mem::swap(&mut self.out, &mut other.out);
+        std::mem::swap(&mut self.d_weight, &mut other.d_weight);
+        for (mine, others) in [
+            (&mut self.g, &mut other.g),
+            (&mut self.d_gate, &mut other.d_gate),
+            (&mut self.d_up, &mut other.d_up),
+            (&mut self.hw, &mut other.hw),
+        ] {
+            std::mem::swap(mine, others);
+        }
+    }
+
     /// A batch of `rows` rows with room for both passes, every input of a GEMM filled with small numbers: what
     /// [`Mlp::bare_gemms`] runs on.
     pub fn filled(config: &MlpConfig, hidden: usize, rows: usize) -> Self {
@@ -282,24 +296,27 @@ impl<E: Element> Batch<E> {
     }
 
     /// The gradients of the MLP's weights over all rows, in row order; after every tile's backward.
-    pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: &mut MlpGradients) {
+    pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: MlpGradientsMut<'_>) {
         let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         let ws = &mut scratch.workspace;
         let (x, g) = (&self.x[..m * h], &self.g[..m * h]);
         let (d_up, hw) = (&self.d_up[..m * i], &self.hw[..m * i]);
         if mlp.gate.is_some() {
-            E::gemm_tn(ws, m, i, h, &self.d_gate[..m * i], x, &mut grads.matrix[0], false);
+            E::gemm_tn(ws, m, i, h, &self.d_gate[..m * i], x, grads.matrix[0], false);
         }
-        E::gemm_tn(ws, m, i, h, d_up, x, &mut grads.matrix[1], false);
-        E::gemm_tn(ws, m, h, i, g, hw, &mut grads.matrix[2], false);
+        E::gemm_tn(ws, m, i, h, d_up, x, grads.matrix[1], false);
+        E::gemm_tn(ws, m, h, i, g, hw, grads.matrix[2], false);
         if mlp.config.bias {
-            grads.bias.iter_mut().for_each(|b| b.fill(0.0));
-            if mlp.gate.is_some() {
-                kernels::column_sum(m, i, &self.d_gate[..m * i], None, &mut grads.bias[0]);
+            let [gate, up, down] = grads.bias;
+            for bias in [&mut *gate, &mut *up, &mut *down] {
+                bias.fill(0.0);
             }
-            kernels::column_sum(m, i, d_up, None, &mut grads.bias[1]);
+            if mlp.gate.is_some() {
+                kernels::column_sum(m, i, &self.d_gate[..m * i], None, gate);
+            }
+            kernels::column_sum(m, i, d_up, None, up);
             let weights = (!mlp.weigh_input).then_some(&self.weight[..m]);
-            kernels::column_sum(m, h, g, weights, &mut grads.bias[2]);
+            kernels::column_sum(m, h, g, weights, down);
         }
     }
 }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::engine::Saved;
-use super::experts::{Mlp, Scratch};
+use super::experts::{Batch, Mlp, Scratch};
 use super::kernels::Element;
 use super::memory::LayerMemory;
 use super::replicas::{Exchange, OneGroup};
@@ -52,6 +52,8 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) forwards: u64,
     pub(super) credits_used: Vec<u64>,
     pub(super) spare: Vec<Saved<E>>,
+    /// By local expert, the memory that a batch needs during a pass only: all passes share it.
+    pub(super) pass_memory: Vec<Batch<E>>,
     pub(super) exchange: Option<X>,
     /// What passes since the last outcome put to other PEs, the sums of gradients included.
     pub(super) pass_bytes: u64,
@@ -114,8 +116,8 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         self.build_with(shmem, |spec, me| Weights::load(source, spec, me))
     }
 
-    /// As [`build`](Self::build), of a layer without weights of its own: the caller routes, and brings the experts to each pass
-    /// ([`Layer::experts_lent`]). One such layer may serve all of a model's that are alike.
+    /// As [`build`](Self::build), of a layer without weights of its own: the caller routes, brings the experts to each pass
+    /// ([`Layer::experts_lent`]) and takes their gradients. One such layer may serve all of a model's that are alike.
     ///
     /// # Errors
     /// As for `build`; a `spec` with a router or a shared expert.
@@ -125,7 +127,11 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             let (value, expected) = ("given".into(), "none where each pass brings its experts".into());
             return Err(ConfigError { field: "a router or shared expert", value, expected }.into());
         }
-        self.build_with(shmem, |_, _| Ok(Weights::none()))
+        let mut layer = self.build_with(shmem, |_, _| Ok(Weights::none()))?;
+        if let Some(gradients) = &mut layer.gradients {
+            gradients.all.experts.clear();
+        }
+        Ok(layer)
     }
 
     fn build_with(
@@ -171,6 +177,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             forwards: 0,
             credits_used: vec![0; n],
             spare: Vec::new(),
+            pass_memory: Vec::new(),
             exchange,
             pass_bytes: 0,
             choices: None,

@@ -2,15 +2,16 @@
 
 use std::borrow::Cow;
 
-use super::engine::{Direction, Engine, PassProgress, Saved, SavedStage};
-use super::experts::Mlp;
+use super::engine::{Direction, Engine, ExpertGradients, PassProgress, Saved, SavedStage};
+use super::experts::{Batch, Mlp};
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
 use crate::moe::spec::{
-    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId,
+    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, TakeGradients,
+    WeightId,
 };
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
@@ -74,7 +75,9 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
     ) -> Result<(), MoeError> {
-        self.with_own_experts(|layer, experts| layer.backward_pass(experts, saved, x, grad_output, grad_input, None))
+        self.with_own_experts(|layer, experts| {
+            layer.backward_pass(experts, saved, x, grad_output, grad_input, None, None)
+        })
     }
 
     fn experts(&mut self, x: &[E], ids: &[i32], weights: &[f32], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
@@ -90,7 +93,8 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_weights: &mut [f32],
     ) -> Result<(), MoeError> {
         self.with_own_experts(|layer, experts| {
-            layer.experts_lent_backward(experts, saved, x, grad_output, grad_input, grad_weights)
+            layer.check_lent(experts)?;
+            layer.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights), None)
         })
     }
 
@@ -218,7 +222,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.forward_pass(experts, x, Some(routing), output)
     }
 
-    /// The backward of [`Layer::experts_lent`], with the same experts.
+    /// The backward of [`Layer::experts_lent`], with the same experts. Their gradients are the caller's, who is told of each expert once, as
+    /// soon as it has had all its rows; the layer keeps none.
     ///
     /// # Errors
     /// As for [`MoeLayer::experts_backward`]; experts that are not this layer's in number or shape.
@@ -230,9 +235,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
         grad_weights: &mut [f32],
+        take: &mut TakeGradients<'_>,
     ) -> Result<(), MoeError> {
         self.check_lent(experts)?;
-        self.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights))
+        self.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights), Some(take))
     }
 
     fn check_lent(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
@@ -305,7 +311,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
 
         output.fill(0.0);
-        self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default())?;
+        self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
         if let (Some(exchange), true) = (&self.exchange, self.spec.config.has_losses() && !saved.external) {
             self.recorder.enter(Phase::AllReduce);
             saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
@@ -378,6 +384,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Err(MoeError::Usage { what, why: why.into() })
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn backward_pass(
         &mut self,
         experts: &[Mlp<E>],
@@ -386,6 +393,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
+        take: Option<&mut TakeGradients<'_>>,
     ) -> Result<(), MoeError> {
         let what = if grad_weights.is_some() { EXTERNAL } else { OWN_ROUTER };
         self.check_saved(saved, what, grad_weights.is_some())?;
@@ -406,7 +414,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             _ => (&mut *all, false),
         };
         let bytes_before = self.bytes_put();
-        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into);
+        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, take);
         if let (Some(last), true) = (last, add && done.is_ok()) {
             all.add(last);
         }
@@ -426,6 +434,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
         grads: &mut Gradients,
+        take: Option<&mut TakeGradients<'_>>,
     ) -> Result<(), MoeError> {
         self.recorder.enter(Phase::Router);
         self.passes += 1;
@@ -433,14 +442,15 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(grad_weights) = grad_weights {
             grad_weights.fill(0.0);
             grads.replicated().for_each(|grad| grad.fill(0.0));
-            return self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, grad_weights, grads);
+            let direction = Direction::Backward;
+            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, take);
         }
         if self.weights.shared.is_some() {
             saved.shared.g.clear();
             saved.shared.g.extend_from_slice(grad_output);
         }
         let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
-        self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads)?;
+        self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads, None)?;
 
         self.recorder.enter(Phase::Router);
         if self.spec.config.identity_experts > 0 {
@@ -493,12 +503,16 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         output: &mut [f32],
         d_weights: &mut [f32],
         grads: &mut Gradients,
+        take: Option<&mut TakeGradients<'_>>,
     ) -> Result<(), MoeError> {
+        self.pass_memory.resize_with(experts.len(), Batch::default);
+        let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
+        batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
         let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
         if let Some(exchange) = &mut exchange {
             exchange.begin();
         }
-        Engine {
+        let done = Engine {
             shmem: self.shmem.as_shmem(),
             memory: &self.memory,
             config: &self.spec.config,
@@ -509,19 +523,25 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             scratch: &mut self.scratch,
             rec: &mut self.recorder,
             credits_used: &mut self.credits_used,
-            saved,
+            saved: &mut *saved,
             direction,
             pass: self.passes,
             forward: self.forwards,
             input,
             output,
             d_weights,
-            expert_grads: &mut grads.experts,
+            expert_grads: match take {
+                Some(take) => ExpertGradients::Taken(take),
+                None => ExpertGradients::Kept(&mut grads.experts),
+            },
             shared_grads: &mut grads.shared,
             exchange: exchange.map(|exchange| exchange as _),
             progress: PassProgress::default(),
         }
-        .run()?;
+        .run();
+        let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
+        batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
+        done?;
         if direction == Direction::Backward
             && let Some(exchange) = &mut self.exchange
         {

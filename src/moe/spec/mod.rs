@@ -18,7 +18,7 @@ pub use config::{
     SharedConfig, SparseMixer, WeightError, WeightId, WeightSource, gemm_flop,
 };
 pub use error::MoeError;
-pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};
+pub use gradients::{Gradients, MlpGradients, MlpGradientsMut, MlpId, TakeGradients, proj_index};
 pub use groups::Groups;
 pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};
 pub use layout::Layout;

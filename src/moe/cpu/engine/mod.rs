@@ -17,7 +17,9 @@ use super::memory::LayerMemory;
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
-use crate::moe::spec::{LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
+use crate::moe::spec::{
+    LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS, TakeGradients,
+};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
 /// Rows that came from one PE (or stayed: the own ones), and where its results go.
@@ -157,11 +159,19 @@ pub struct Engine<'a, T: Transport, E: Element> {
     /// Backward: gradient of each choice's routing weight.
     pub d_weights: &'a mut [f32],
     /// Backward: gradients of the local experts' and the shared expert's weights.
-    pub expert_grads: &'a mut [MlpGradients],
+    pub expert_grads: ExpertGradients<'a>,
     pub shared_grads: &'a mut MlpGradients,
     /// Backward: the groups that hold the same experts.
     pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
     pub progress: PassProgress,
+}
+
+/// Where a backward puts the gradients of the local experts' weights.
+pub enum ExpertGradients<'a> {
+    /// The layer's own, by local expert.
+    Kept(&'a mut [MlpGradients]),
+    /// The caller's.
+    Taken(&'a mut TakeGradients<'a>),
 }
 
 /// How far a pass has come.
@@ -489,7 +499,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         let is_forward = self.direction == Direction::Forward;
         if let (Filler::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
-            self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads);
+            self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads.places());
         }
         if let Some(mlp) = self.shared {
             let rows: Vec<Range<usize>> = work.iter().filter_map(Filler::shared_rows).collect();
@@ -497,17 +507,29 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             run_tiles(self.scratch, tiles.into_iter().map(|tile| (mlp, tile)).collect(), is_forward);
         }
         let of: Vec<usize> = work.iter().filter_map(Filler::expert).collect();
-        let batches = &self.saved.batches;
-        let parts = self.expert_grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
-        in_parallel(self.scratch, parts.collect(), |scratch, (e, grads)| {
-            batches[e].weight_gradients(&self.experts[e], scratch, grads);
-        });
+        if of.is_empty() {
+            return true;
+        }
+        let (batches, experts) = (&self.saved.batches, self.experts);
+        match &mut self.expert_grads {
+            ExpertGradients::Taken(take) => {
+                for &e in &of {
+                    take(e, &mut |places| batches[e].weight_gradients(&experts[e], &mut self.scratch[0], places));
+                }
+            }
+            ExpertGradients::Kept(grads) => {
+                let parts = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
+                in_parallel(self.scratch, parts.collect(), |scratch, (e, grads)| {
+                    batches[e].weight_gradients(&experts[e], scratch, grads.places());
+                });
+            }
+        }
         let rows: usize = of.iter().map(|&e| batches[e].rows).sum();
         self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
-        if let (Some(exchange), false) = (&mut self.exchange, of.is_empty()) {
+        if let (Some(exchange), ExpertGradients::Kept(grads)) = (&mut self.exchange, &mut self.expert_grads) {
             self.rec.enter(Phase::AllReduce);
-            of.iter().for_each(|&e| exchange.ready(e, &self.expert_grads[e]));
-            exchange.poll(self.expert_grads);
+            of.iter().for_each(|&e| exchange.ready(e, &grads[e]));
+            exchange.poll(grads);
         }
         true
     }
