@@ -122,7 +122,8 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     let me = host.my_pe();
     let group = job.groups.place(job.rank(me)).0;
     let builder = Layer::<_, E>::builder(job.layer_spec(group)).observer(StatusObserver(host.status().clone()));
-    let mut report = PeReport { pe: me, device: "cpu".into(), transport: host.transport().into(), ..PeReport::default() };
+    let mut report =
+        PeReport { pe: me, device: "cpu".into(), transport: host.transport().into(), ..PeReport::default() };
     let gather = |mine: &[u64]| -> Result<Vec<u64>> {
         let mut all = vec![0; mine.len() * world.n_pes()];
         let deadline = job.request.options.deadline();
