@@ -231,6 +231,9 @@ fn a_plan_and_a_routing_file_are_simulated() {
         all.filter(|change| change["change"] == name).filter_map(|change| change["speedup"].as_f64()).next().unwrap()
     };
     assert!(change("experts placed by their loads") > 1.0 && change("2x NIC") >= 1.0, "{report}");
+    // Tiles wait longer for rows that come in the order of tokens.
+    let waiting_s = |args: &str| parsed(folder, args)["forward"]["phases"]["waiting"]["max_s"].as_f64().unwrap();
+    assert!(waiting_s(&format!("{args} --order token")) > waiting_s(args));
     refused(folder, &args.replace("qwen3-30b-a3b", "mixtral-8x7b"), &["r.json: experts is 128, expected 8"]);
     refused(folder, &args.replace("h100:2", "h100:4"), &["plan.json: the groups have 16 devices, expected 32"]);
     let cluster = "simulate --cluster preset:dgx-h100:1";

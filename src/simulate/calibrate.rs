@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::calibration::{Calibration, Counts, Fitted, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum};
+use super::calibration::{
+    Calibration, Counts, Fitted, MPI, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum,
+};
 use crate::moe::Options;
 use crate::moe::cpu::experts::tiles;
 use crate::moe::placement::block;
@@ -38,6 +40,11 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
             return Err(InputError::value("reports", format!("have none {which}"), expected));
         }
     }
+    let fitted = |(file, report): &(String, RunReport)| Fitted {
+        report: file.clone(),
+        pes: report.config.pes,
+        step_s: report.step_s,
+    };
     let mut calibration = Calibration {
         version: VERSION,
         dtype: reports[0].1.config.dtype.clone(),
@@ -47,7 +54,7 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
         forward: PassTerms::default(),
         backward: PassTerms::default(),
         receive: Terms::new(),
-        fitted_to: Vec::new(),
+        fitted_to: reports.iter().map(fitted).collect(),
         residuals: BTreeMap::new(),
     };
     for (pass, backward) in [("forward", false), ("backward", true)] {
@@ -64,6 +71,8 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
     }
     match transport {
         SHM => calibration.busy_factor = busy_factor(&calibration, &together),
+        // What a put takes is the link's time, and its target takes it in in its own.
+        MPI => return Ok(calibration),
         _ => calibration.receive = receive(&calibration, &together),
     }
     for backward in [false, true] {
@@ -80,12 +89,6 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
             terms.extend(remote);
         }
     }
-    let fitted = |(file, report): &(String, RunReport)| Fitted {
-        report: file.clone(),
-        pes: report.config.pes,
-        step_s: report.step_s,
-    };
-    calibration.fitted_to = reports.iter().map(fitted).collect();
     Ok(calibration)
 }
 

@@ -54,8 +54,9 @@ pub struct Calibration {
     pub residuals: BTreeMap<String, Residual>,
 }
 
-/// The transport of one host.
+/// The transport of one host, and the one whose puts are over when their targets have them.
 pub(super) const SHM: &str = "shm";
+pub(super) const MPI: &str = "mpi";
 
 fn shm() -> String {
     SHM.into()
@@ -254,6 +255,11 @@ impl Calibration {
     /// The cores of a host.
     pub(super) fn cores(&self) -> Cores {
         Cores { count: self.cores, busy_factor: self.busy_factor }
+    }
+
+    /// Whether a put takes its PE's time until its target has it.
+    pub(super) fn puts_block(&self) -> bool {
+        self.transport == MPI
     }
 
     /// What a layer's work costs, with tiles of about so many rows.

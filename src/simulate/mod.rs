@@ -65,6 +65,16 @@ pub enum Tokens {
     Synthetic(Box<Synthetic>, usize),
 }
 
+/// The order of the rows that a PE sends another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowOrder {
+    /// By (first expert there, token), results by (last expert, row): the layer's own.
+    #[default]
+    Expert,
+    /// By token, there and back.
+    Token,
+}
+
 /// What is simulated.
 pub struct Simulated {
     /// The PEs.
@@ -79,6 +89,8 @@ pub struct Simulated {
     pub options: Options,
     /// The tokens.
     pub tokens: Tokens,
+    /// The order of rows.
+    pub order: RowOrder,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Steps.
@@ -245,6 +257,7 @@ impl Simulated {
                         .jitter
                         .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
                     cores,
+                    puts_block: self.calibration.as_ref().is_some_and(Calibration::puts_block),
                     nics: self.nics,
                     speed,
                     traced: if record == 0 { self.traced } else { 0 },

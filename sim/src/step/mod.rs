@@ -151,6 +151,9 @@ pub struct Step<'a> {
     pub jitter: Option<Jitter>,
     /// The cores that PEs share, where they do.
     pub cores: Option<Cores>,
+    /// Whether a put takes its PE's time until its target has taken it, which that does while it is in a put of its own or waits: one-sided operations over
+    /// messages, with nobody beside the PE to make progress.
+    pub puts_block: bool,
     /// Who has a port to the network.
     pub nics: Nics,
     /// How many times as fast as the cluster says: ports to the network, and FLOP.

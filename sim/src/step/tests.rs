@@ -73,6 +73,7 @@ impl Case {
             steps: 1,
             jitter: None,
             cores: None,
+            puts_block: false,
             nics: Nics::PerPe,
             speed: (1.0, 1.0),
             traced: 8,
@@ -321,6 +322,39 @@ fn what_comes_is_taken_in_beside() {
         near(times.pes[1].expert_s[0], expert_s);
         // PE 0 waits when its result comes.
         near(times.pes[0].expert_s[0], 100.0);
+    }
+}
+
+#[test]
+fn puts_may_block() {
+    // PE 0 has a token for PE 1's expert, and PE 1 two for its own: the row leaves once PE 1 has computed these and waits, or with the first tile of 100 s, and
+    // PE 0 has a token for PE 1's expert, and PE 1 two for its own, which it computes for 200 s before it is in a call. Then the row takes 1 + 10 s, and its
+    // result too, for which PE 0 waits.
+    let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 4);
+    let case = Case::one_group(plan, &[0, 1]);
+    let times = simulate(&Step { puts_block: true, ..case.step() });
+    near(times.pes[0].dispatch_s[0], 211.0);
+    near(times.pes[1].combine_s[0], 11.0);
+    near(times.pes[1].expert_s[0], 300.0);
+    near(times.step_s[0], 200.0 + 11.0 + 100.0 + 11.0);
+    // Both put at once, and neither waits for the other.
+    let both = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[0]), rows(&[])]], &[1, 1], 4, 4);
+    let both = Case::one_group(both, &[1, 1]);
+    for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+        let step = Step { schedule, ..both.step() };
+        let (blocking, without) = (simulate(&Step { puts_block: true, ..step }), simulate(&step));
+        near(blocking.step_s[0], without.step_s[0]);
+        near(blocking.pes[0].dispatch_s[0], 11.0);
+        near(without.pes[0].dispatch_s[0], 0.0);
+    }
+    // Every message comes, whatever is asked of whom: many PEs, small windows, both passes.
+    let n = 5;
+    let all = |from: usize| (0..n).map(|to| rows(&vec![0; (from * to) % 4 + from % 2])).collect::<Vec<_>>();
+    let many = Case::one_group(group_plan(&(0..n).map(all).collect::<Vec<_>>(), &vec![1; n], 1, 2), &vec![1; n]);
+    for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+        let step = Step { schedule, backward: true, window_chunks: 1, steps: 2, ..many.step() };
+        let (blocking, without) = (simulate(&Step { puts_block: true, ..step }), simulate(&step));
+        near(blocking.sent_bytes, without.sent_bytes);
     }
 }
 
