@@ -6,6 +6,8 @@
 #[path = "binary/mod.rs"]
 mod binary;
 mod hosts;
+#[path = "tcp/link.rs"]
+mod link;
 mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
@@ -51,7 +53,7 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, test) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
+    for (name, test) in TESTS.iter().chain(link::TESTS).filter(|(name, _)| name.contains(filter)) {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
             Err(_) => (&mut failed, "FAILED"),
@@ -87,16 +89,7 @@ impl World for Tcp {
     }
 }
 
-type Check = (&'static str, fn(&Tcp));
-
-/// A table of the checks, by name.
-#[macro_export]
-macro_rules! conformance_table {
-    (@ ($table:ident); $($check:ident)*) => {
-        const $table: &[Check] = &[$((stringify!($check), |world: &Tcp| suite::$check(world))),*];
-    };
-}
-conformance_checks!(conformance_table(CHECKS));
+conformance_table!(CHECKS, Tcp);
 
 /// One PE of all checks. A panic ends it, and with it the others.
 fn play(pe: usize) -> ExitCode {
@@ -232,6 +225,46 @@ fn same(one: &Path, other: &Path) {
         let error = relative_error(got, want);
         assert!(error <= 1e-6, "{name}: {error:e}");
     }
+}
+
+/// Fails the test unless the suite passes on PEs that are spread over the hosts.
+#[track_caller]
+fn conform(hosts: &Hosts) {
+    let before = hosts.sent_bytes();
+    let pe = |pe: usize| {
+        let mut command = hosts.command(pe % hosts.len(), env::current_exe().unwrap(), [""; 0]);
+        command.env(ENV_PE, pe.to_string()).env(ENV_ZERO, hosts.address(0));
+        command
+    };
+    for (pe, outcome) in run_all((0..SUITE_PES).map(pe).collect()).into_iter().enumerate() {
+        let said: Vec<&str> = outcome.stdout.lines().filter(|line| line.contains("conforms")).collect();
+        let expected: Vec<String> = CHECKS.iter().map(|(check, _)| format!("PE {pe} conforms: {check}")).collect();
+        assert!(outcome.status.success() && said == expected, "{outcome:?}");
+    }
+    let crossed = hosts.sent_bytes() - before;
+    assert!(crossed > 200_000, "{crossed} bytes crossed the network");
+}
+
+/// Fails the test unless a layer of one PE a host, whose job `start` starts, is checked, gives what it gives over shared memory, and
+/// moves at least the bytes of its report over the network.
+#[track_caller]
+fn rows_cross(hosts: &Hosts, steps: usize, start: impl FnOnce(Vec<Command>) -> Vec<Running>) {
+    let n = hosts.len();
+    let dir = tempfile::tempdir().unwrap();
+    let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
+    let layer = "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --aux-loss-coef 0.01";
+    run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
+    let before = hosts.sent_bytes();
+    let args = format!("run {layer} --check --steps {steps} --timeout 30 --json --output {}", tcp.display());
+    let mut outcomes = start(over(hosts, n, &args)).into_iter().map(|pe| pe.end().success());
+    let report: serde_json::Value = serde_json::from_str(&outcomes.next().unwrap().stdout).unwrap();
+    outcomes.for_each(|outcome| assert!(outcome.stdout.is_empty()));
+    let crossed = hosts.sent_bytes() - before;
+    same(&shm, &tcp);
+    assert_eq!((report["check"]["passed"].as_bool(), report["config"]["pes"].as_u64()), (Some(true), Some(n as u64)));
+    let remote = steps as f64 * report["remote_bytes_per_step"].as_f64().unwrap();
+    assert!(remote > 500_000.0, "{report}");
+    assert!(crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
 }
 
 const TESTS: &[(&str, fn())] = &[
@@ -401,40 +434,12 @@ const TESTS: &[(&str, fn())] = &[
     }),
     ("hosts::the_suite", || {
         let Some(hosts) = Hosts::make(3) else { return };
-        let before = hosts.sent_bytes();
-        let pe = |pe: usize| {
-            let mut command = hosts.command(pe % 3, env::current_exe().unwrap(), [""; 0]);
-            command.env(ENV_PE, pe.to_string()).env(ENV_ZERO, hosts.address(0));
-            command
-        };
-        for (pe, outcome) in run_all((0..SUITE_PES).map(pe).collect()).into_iter().enumerate() {
-            let said: Vec<&str> = outcome.stdout.lines().filter(|line| line.contains("conforms")).collect();
-            let expected: Vec<String> = CHECKS.iter().map(|(check, _)| format!("PE {pe} conforms: {check}")).collect();
-            assert!(outcome.status.success() && said == expected, "{outcome:?}");
-        }
-        let crossed = hosts.sent_bytes() - before;
-        assert!(crossed > 200_000, "{crossed} bytes crossed the network");
+        conform(&hosts);
     }),
     ("hosts::rows_cross_the_network", || {
         for n in [2, 3] {
             let Some(hosts) = Hosts::make(n) else { return };
-            let dir = tempfile::tempdir().unwrap();
-            let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
-            let layer =
-                "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --aux-loss-coef 0.01";
-            run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
-            let before = hosts.sent_bytes();
-            let args = format!("run {layer} --check --steps 3 --json --output {}", tcp.display());
-            let report = json(over(&hosts, n, &args));
-            let crossed = hosts.sent_bytes() - before;
-            same(&shm, &tcp);
-            assert_eq!(
-                (report["check"]["passed"].as_bool(), report["config"]["pes"].as_u64()),
-                (Some(true), Some(n as u64))
-            );
-            let remote = 3.0 * report["remote_bytes_per_step"].as_f64().unwrap();
-            assert!(remote > 500_000.0, "{report}");
-            assert!(crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
+            rows_cross(&hosts, 3, start_all);
         }
     }),
     ("hosts::the_hosts_are_measured", || {
@@ -465,18 +470,5 @@ const TESTS: &[(&str, fn())] = &[
             thread::sleep(Duration::from_secs(4));
         };
         disturbed(over(&hosts, 3, &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
-    }),
-    ("hosts::a_host_off_the_network_is_named", || {
-        let Some(hosts) = Hosts::make(3) else { return };
-        let running = start_at_work(over(&hosts, 3, &format!("run {LONG}")));
-        hosts.cut(1);
-        let cut = Instant::now();
-        for (pe, running) in running.into_iter().enumerate() {
-            let outcome = running.end();
-            assert!(cut.elapsed() < SILENT_LIMIT, "PE {pe} took {:?}", cut.elapsed());
-            // From where the one host is, all others are off the network.
-            let outcome = outcome.says(&[&format!("PE {pe} failed"), "is lost: "]);
-            assert!(pe == 1 || outcome.stderr.contains("PE 1 is lost: "), "{outcome:?}");
-        }
     }),
 ];

@@ -5,9 +5,16 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::thread::{CpuSet, sched_getaffinity};
+
 use super::JobError;
 use super::launch::{GoOn, PeContext, StatusPage};
-use crate::shmem::{ShmTransport, Shmem, Transport};
+use crate::shmem::{Pace, ShmTransport, Shmem, Transport};
+
+/// The CPUs that this thread may run on: its launcher's choice.
+pub fn allowed_cpus() -> Vec<usize> {
+    sched_getaffinity(None).map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()).unwrap_or_default()
+}
 
 /// How much is written at once.
 const PIECE_BYTES: usize = 4 << 20;
@@ -107,6 +114,12 @@ pub trait PePart {
     /// When there can be none so large.
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 
+    /// How slow this PE's messages are to be made, where they are; over shared memory only.
+    fn pace(&self, my_pe: usize) -> Option<Pace> {
+        let _ = my_pe;
+        None
+    }
+
     /// Does it.
     ///
     /// # Errors
@@ -194,18 +207,27 @@ impl Host for PeContext {
 
 impl MemoryHost for PeContext {
     fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
-        let shmem = self.shared_memory(part.heap_bytes::<ShmTransport>()?)?;
-        part.run(&shmem, self)
+        let transport = transport(self, part.heap_bytes::<ShmTransport>()?)?;
+        let transport = match part.pace(self.my_pe()) {
+            Some(pace) => transport.paced(pace),
+            None => transport,
+        };
+        part.run(&Shmem::new(transport), self)
     }
 
     fn shared_memory(&mut self, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError> {
-        let segments = self.exchange_segments(heap_bytes)?;
-        let rank = self.world().iter().position(|&pe| pe == self.my_pe()).unwrap_or(segments.len());
-        let transport = ShmTransport::new(rank, segments)?;
-        Ok(Shmem::new(transport.watched(self.world().to_vec(), Arc::new(self.status().clone()))))
+        Ok(Shmem::new(transport(self, heap_bytes)?))
     }
 
     fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
         Ok(self.go_on(settled, complete)?)
     }
+}
+
+/// Shared memory of this many bytes per PE, as this PE reaches it. Collective.
+fn transport(pe: &mut PeContext, heap_bytes: usize) -> Result<ShmTransport, JobError> {
+    let segments = pe.exchange_segments(heap_bytes)?;
+    let rank = pe.world().iter().position(|&one| one == pe.my_pe()).unwrap_or(segments.len());
+    let transport = ShmTransport::new(rank, segments)?;
+    Ok(transport.watched(pe.world().to_vec(), Arc::new(pe.status().clone())))
 }

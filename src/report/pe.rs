@@ -28,6 +28,12 @@ pub struct PeReport {
     pub expert_rows: Vec<ExpertRows>,
     /// The device it ran on: "cpu", or the device's name.
     pub device: String,
+    /// The CPUs that it was let run on, by their numbers; none where it ran on a device.
+    #[serde(default)]
+    pub cpus: Vec<usize>,
+    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    #[serde(default)]
+    pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; `None` on a CPU.
     pub gemm: Option<String>,
     /// Its symmetric memory.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, TrafficReport};
+use super::plan::ranges;
 
 /// What was run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -29,8 +30,14 @@ pub struct RunConfig {
     pub dtype: String,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
+    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    #[serde(default)]
+    pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
     pub gemm: Option<String>,
+    /// Threads of a PE that compute tiles, on a CPU.
+    #[serde(default = "one")]
+    pub threads: usize,
     /// How communication and compute are scheduled: "pipelined" or "bulk".
     pub mode: String,
     /// Number of PEs.
@@ -42,6 +49,11 @@ pub struct RunConfig {
     /// Arithmetic of one step of all PEs, floating-point operations: the matrix products of routed and shared experts
     /// (the router's not), forward and (where run) backward; a multiply-add is two.
     pub flop_per_step: f64,
+}
+
+/// Of reports from before there was a choice.
+fn one() -> usize {
+    1
 }
 
 /// A time of all PEs, from each PE's median over the steps.
@@ -236,6 +248,9 @@ pub struct RunReport {
     /// Rows of its experts that each PE computed in one step, index = PE.
     #[serde(default)]
     pub expert_rows_per_pe: Vec<u64>,
+    /// The CPUs that each PE was let run on, as in "0-15", index = PE; empty where PEs ran on devices.
+    #[serde(default)]
+    pub cpus_per_pe: Vec<String>,
     /// Symmetric memory: of each figure the most of any PE.
     pub symmetric: SymmetricMemory,
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
@@ -263,6 +278,8 @@ impl RunReport {
         let mut symmetric = SymmetricMemory::default();
         let mut tokens_per_expert = vec![0; config.experts];
         let mut expert_rows_per_pe = vec![0; config.pes];
+        let mut cpus_per_pe =
+            vec![String::new(); if pes.iter().any(|pe| !pe.cpus.is_empty()) { config.pes } else { 0 }];
         for pe in pes {
             traffic.add(&pe.traffic);
             symmetric.used_bytes = symmetric.used_bytes.max(pe.symmetric.used_bytes);
@@ -270,6 +287,9 @@ impl RunReport {
             symmetric.budget_bytes = symmetric.budget_bytes.max(pe.symmetric.budget_bytes);
             if let Some(rows) = expert_rows_per_pe.get_mut(pe.pe) {
                 *rows = pe.expert_rows.iter().map(|received| received.rows).sum();
+            }
+            if let Some(cpus) = cpus_per_pe.get_mut(pe.pe) {
+                *cpus = ranges(pe.cpus.iter().map(|&cpu| cpu as u64));
             }
             for received in &pe.expert_rows {
                 if let Some(tokens) = tokens_per_expert.get_mut(received.expert) {
@@ -289,6 +309,7 @@ impl RunReport {
             traffic,
             tokens_per_expert,
             expert_rows_per_pe,
+            cpus_per_pe,
             symmetric,
             aux_losses: BTreeMap::new(),
             plan: None,

@@ -85,6 +85,11 @@ pub struct CopyFlop {
     pub sum_slot: f64,
     /// Adds one row of results to the token's.
     pub add_row: f64,
+    /// Takes in one message that comes from a PE, of rows or of results, and one of its rows: a thread beside the PE's own, which takes the PE's time where
+    /// the host has no idle core ([`Cores`]).
+    pub take_message: f64,
+    /// See `take_message`.
+    pub take_row: f64,
 }
 
 /// Processors that the PEs of a host share, where a PE is a thread.

@@ -14,6 +14,7 @@ pub mod host;
 pub mod pe;
 pub mod raw;
 pub mod report;
+mod sampling;
 #[cfg(feature = "cuda")]
 mod stream;
 

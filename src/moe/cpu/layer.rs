@@ -43,7 +43,8 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) memory: LayerMemory,
     pub(super) weights: Weights<E>,
     pub(super) gradients: Option<LayerGradients>,
-    pub(super) scratch: Scratch,
+    /// One for each thread.
+    pub(super) scratch: Vec<Scratch>,
     pub(super) recorder: Recorder,
     /// Which layer a [`Saved`] belongs to.
     pub(super) id: u64,
@@ -139,6 +140,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         weights: impl FnOnce(&LayerSpec, usize) -> Result<Weights<E>, MoeError>,
     ) -> Result<Layer<S, E, X>, MoeError> {
         let LayerBuilder { spec, observer, exchange, .. } = self;
+        let scratch = (0..spec.options.threads).map(|_| Scratch::default()).collect();
         let pe = shmem.as_shmem();
         let (me, n) = (pe.my_pe(), pe.n_pes());
         spec.validate(n)?;
@@ -168,7 +170,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             memory,
             weights,
             gradients,
-            scratch: Scratch::default(),
+            scratch,
             recorder: Recorder::new(observer),
             id: new_id(),
             passes: 0,

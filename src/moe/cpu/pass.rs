@@ -157,7 +157,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         let me = self.pe().my_pe();
-        self.weights.set(&mut self.scratch.workspace, id, &self.spec.placement, me, values)
+        self.weights.set(&mut self.scratch[0].workspace, id, &self.spec.placement, me, values)
     }
 
     fn move_experts(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
@@ -341,7 +341,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let x32 = as_f32(x);
         let mut logits = vec![0.0f32; tokens * e];
         if let Some(router) = &self.weights.router {
-            f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, router, &mut logits, false);
+            f32::gemm_nt(&mut self.scratch[0].workspace, tokens, &x32, router, &mut logits, false);
         }
         if let Some(bias) = &self.weights.logit_bias {
             kernels::add_bias(tokens, e, &mut logits, bias);
@@ -468,7 +468,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let d_logits = saved.routing.backward(config, &load, &d_weights);
         let x32 = as_f32(x);
         if let Some(router) = &self.weights.router {
-            let ws = &mut self.scratch.workspace;
+            let ws = &mut self.scratch[0].workspace;
             f32::gemm_nn(ws, tokens, &d_logits, router, grad_input, true);
             f32::gemm_tn(ws, tokens, config.choices(), h, &d_logits, &x32, &mut grads.router, false);
         }

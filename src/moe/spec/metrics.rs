@@ -142,6 +142,11 @@ pub struct PassOutcome {
 pub trait Observer: Send {
     /// The PE enters `phase`.
     fn phase(&self, phase: Phase);
+
+    /// The PE has computed `flop` FLOP of an expert's matrix products.
+    fn computed(&self, flop: f64) {
+        let _ = flop;
+    }
 }
 
 /// An observer that ignores what it is told.
@@ -208,6 +213,11 @@ impl Recorder {
             self.observer.phase(phase);
         }
         before
+    }
+
+    /// Tells the observer that the phase had `flop` FLOP of an expert's matrix products.
+    pub fn computed(&self, flop: f64) {
+        self.observer.computed(flop);
     }
 
     /// Takes the times (nanoseconds, by [`Phase::code`]) and the traffic since the last call, and resets both.

@@ -280,8 +280,13 @@ impl<'a> Engine<'a> {
                 self.compute(who);
             }
             What::Head { at, chunk, kind } => self.head(who, at as usize, chunk, kind, event.pass),
-            What::Arrived { at, chunk, kind: Kind::Rows } => self.rows_arrived(at as usize, chunk, event.pass),
-            What::Arrived { at, chunk, kind: Kind::Results } => self.result_arrived(who, at, chunk),
+            What::Arrived { at, chunk, kind } => {
+                self.take_in(who, self.plan(at as usize).chunks[chunk as usize].rows);
+                match kind {
+                    Kind::Rows => self.rows_arrived(who, chunk, event.pass),
+                    Kind::Results => self.result_arrived(who, at, chunk),
+                }
+            }
             What::Computed { turn } => self.computed(who, turn),
             What::Phase => self.next_phase(who),
         }

@@ -103,6 +103,22 @@ impl Engine<'_> {
         host.at_s = self.now_s;
     }
 
+    /// A message of so many rows has come: the thread that takes it in has an idle core, or takes the time of the PE's own thread.
+    pub(super) fn take_in(&mut self, p: usize, rows: u32) {
+        let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
+        let flop = cost.take_message + f64::from(rows) * cost.take_row;
+        let Some(cores) = self.step.cores.filter(|_| flop > 0.0) else { return };
+        let (host, time_s) = (self.network.host(p), self.compute_s(p, flop));
+        self.advance(host, &cores);
+        let state = &mut self.hosts[host];
+        if state.on_cores(&cores).iter().all(|&on| on > 0)
+            && let Some(own) = state.working.iter_mut().find(|own| own.core == self.pes[p].core)
+        {
+            own.left_s += time_s;
+        }
+        self.expect_next(host, &cores);
+    }
+
     /// Says when the first of a host's PEs at work will be done, if nothing changes before.
     fn expect_next(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
