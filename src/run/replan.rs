@@ -21,8 +21,8 @@ pub(super) type Gather<'g> = dyn Fn(&[u64]) -> Result<Vec<u64>> + 'g;
 /// A plan that gains less, as a share of a step, is not worth a change: loads differ by as much from one batch to the next.
 const LEAST_GAIN: f64 = 0.01;
 
-/// How far loads stay as they were measured: of what a plan promised, made after some steps, the part that as many steps later it would have gained
-/// on average. 1 where nothing is known yet.
+/// How far loads stay as they were measured: of the gain that a plan made of some steps' loads promised, the part that it would have had in as many
+/// steps after them, on average. 1 where nothing is known yet.
 #[derive(Clone, Copy, Debug)]
 struct Lasting(f64);
 
@@ -32,7 +32,8 @@ impl Lasting {
         self.0 = 0.5 * (self.0 + (gained / promised).clamp(0.0, 1.0));
     }
 
-    /// Of the `left` steps that follow those counted with gain: after every `every` steps a share of the gain is left, r + r^2 + ... of it in all.
+    /// For how many of the `left` steps that follow the gain counts: in each `every` of them it is a share r of what it was in those before, so r + r^2 +
+    /// ... times `every` in all.
     fn steps(self, every: usize, left: usize) -> f64 {
         (every as f64 * self.0 / (1.0 - self.0)).min(left as f64)
     }

@@ -61,7 +61,7 @@ pub fn start(mut command: Command) -> Running {
     let what = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ");
     let shared_memory = shared_memory();
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let (mut stdout, stderr) = (child.stdout.take().unwrap(), BufReader::new(child.stderr.take().unwrap()));
+    let (mut stdout, mut stderr) = (child.stdout.take().unwrap(), BufReader::new(child.stderr.take().unwrap()));
     let stdout = thread::spawn(move || {
         let mut bytes = Vec::new();
         stdout.read_to_end(&mut bytes).unwrap();
@@ -69,8 +69,9 @@ pub fn start(mut command: Command) -> Running {
     });
     let (lines, said) = channel();
     thread::spawn(move || {
-        for line in stderr.split(b'\n') {
-            let _ = lines.send(text(line.unwrap()) + "\n");
+        let mut line = Vec::new();
+        while stderr.read_until(b'\n', &mut line).unwrap() > 0 {
+            let _ = lines.send(text(std::mem::take(&mut line)));
         }
     });
     Running { stdout, stderr: said, said: String::new(), shared_memory, what, child }
