@@ -388,7 +388,7 @@ const TESTS: &[(&str, fn())] = &[
         let mut commands = here(3, &format!("run {MOVING}"));
         commands.iter_mut().for_each(|command| _ = command.env("RUST_LOG", "aristos::run=info"));
         let mut running = start_all(commands);
-        running[0].says("experts move");
+        running.iter_mut().for_each(|running| running.says("experts move"));
         running[2].signal(Signal::KILL);
         let killed = Instant::now();
         for (pe, outcome) in running.into_iter().map(Running::end).enumerate().take(2) {
