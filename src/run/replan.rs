@@ -175,9 +175,8 @@ impl<'g> Replanner<'g> {
     pub fn moved(&mut self, start: Instant) {
         if let Some(last) = self.done.last_mut() {
             last.move_s = start.elapsed().as_secs_f64();
-            if last.moved_experts > 0 {
-                self.move_ns = start.elapsed().as_nanos() as u64 / last.moved_experts;
-            }
+            let each_ns = (start.elapsed().as_nanos() as u64).checked_div(last.moved_experts);
+            self.move_ns = each_ns.unwrap_or(self.move_ns);
         }
     }
 }
