@@ -4,6 +4,8 @@
 mod binary;
 #[path = "run_plan/going_on.rs"]
 mod going_on;
+#[path = "run_plan/moving.rs"]
+mod moving;
 
 use std::path::Path;
 use std::time::Duration;

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use aristos::shmem::Shmem;
 use aristos::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
-use binary::{Outcome, Running, aristos, names_in, read_tensors, relative_error, run, start};
+use binary::{MOVING, Outcome, Running, aristos, names_in, read_tensors, relative_error, run, start};
 use hosts::Hosts;
 use rustix::process::Signal;
 use suite::{HEAP_BYTES, World};
@@ -415,6 +415,20 @@ const TESTS: &[(&str, fn())] = &[
             let kill = |pes: &[Running]| pes[victim].signal(Signal::KILL);
             let outcomes = disturbed(here(n, &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
             assert_eq!(outcomes.len(), n - 1);
+        }
+    }),
+    ("here::a_pe_that_is_killed_while_experts_move_is_named", || {
+        let mut commands = here(3, &format!("run {MOVING}"));
+        commands.iter_mut().for_each(|command| _ = command.env("RUST_LOG", "aristos::run=info"));
+        let mut running = start_all(commands);
+        running.iter_mut().for_each(|running| running.says("experts move"));
+        running[2].signal(Signal::KILL);
+        let killed = Instant::now();
+        for (pe, outcome) in running.into_iter().map(Running::end).enumerate().take(2) {
+            assert!(killed.elapsed() < NAMED_LIMIT && outcome.status.code() == Some(1), "{outcome:?}");
+            let said = outcome.stderr.lines().last().unwrap_or_default();
+            let named = said.starts_with(&format!("aristos: PE {pe} failed in phase move: "));
+            assert!(named && said.contains("PE 2 is lost: "), "{outcome:?}");
         }
     }),
     ("here::sigterm_to_pe_0_ends_all", || {

@@ -57,6 +57,11 @@ impl StepReport {
     pub fn seconds(&self) -> f64 {
         self.forward.seconds + self.backward.as_ref().map_or(0.0, |backward| backward.seconds)
     }
+
+    /// Processor time of the experts' work in both, seconds.
+    pub fn expert_cpu_s(&self) -> f64 {
+        self.forward.expert_cpu_s + self.backward.as_ref().map_or(0.0, |backward| backward.expert_cpu_s)
+    }
 }
 
 /// One pass of one step of one PE.
@@ -66,6 +71,9 @@ pub struct PassReport {
     pub seconds: f64,
     /// The same by phase (the keys of [`PHASES`](super::PHASES)), seconds.
     pub phases_s: BTreeMap<String, f64>,
+    /// Processor time of the experts' work, seconds; 0 on a device.
+    #[serde(default)]
+    pub expert_cpu_s: f64,
     /// Rounds through the receive memory.
     pub rounds: u64,
 }

@@ -207,12 +207,17 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// # Errors
     /// When a peer does not come.
     pub fn free(self) -> Result<S, MoeError> {
+        self.meet("to free the layer")?;
+        self.memory.free(self.pe());
+        Ok(self.shmem)
+    }
+
+    /// A barrier of the group; `what` those who wait say that they wait for.
+    pub(super) fn meet(&self, what: &'static str) -> Result<(), MoeError> {
         let shmem = self.pe();
         shmem
             .barrier_all(self.spec.options.deadline())
-            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "to free the layer", Phase::Idle, timeout))?;
-        self.memory.free(shmem);
-        Ok(self.shmem)
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, what, self.recorder.phase(), timeout))
     }
 
     /// Bytes put to other PEs so far, the sums of gradients included.

@@ -2,6 +2,7 @@
 //!
 //! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
 
+mod capacity;
 mod engine;
 pub mod experts;
 mod layer;

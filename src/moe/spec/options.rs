@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::config::ConfigError;
+use super::error::ConfigError;
 
 /// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
