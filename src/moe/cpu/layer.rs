@@ -140,10 +140,10 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         weights: impl FnOnce(&LayerSpec, usize) -> Result<Weights<E>, MoeError>,
     ) -> Result<Layer<S, E, X>, MoeError> {
         let LayerBuilder { spec, observer, exchange, .. } = self;
-        let scratch = (0..spec.options.threads).map(|_| Scratch::default()).collect();
         let pe = shmem.as_shmem();
         let (me, n) = (pe.my_pe(), pe.n_pes());
         spec.validate(n)?;
+        let scratch = (0..spec.options.threads).map(|_| Scratch::default()).collect();
         if spec.dtype.name() != E::NAME {
             let (value, expected) = (spec.dtype.name().into(), E::NAME.into());
             return Err(ConfigError { field: "dtype", value, expected }.into());
