@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+import torch._inductor.output_code  # Looks for triton, and is to find none.
 import torch.distributed as dist
 from harness import relative_error
 from torch.distributed.device_mesh import init_device_mesh
