@@ -45,6 +45,7 @@ def parse():
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all processes")
     parser.add_argument("--length", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--top-k", type=int, default=2, help=f"experts of a token, of {EXPERTS}")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.5 million parameters instead")
     parser.add_argument("--text", type=pathlib.Path, help=f"a file to train on instead of {TEXTS}")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/train"))
@@ -78,7 +79,7 @@ def config_of(args):
         num_attention_heads=4,
         num_key_value_heads=2,
         num_experts=EXPERTS,
-        num_experts_per_tok=2,
+        num_experts_per_tok=args.top_k,
         norm_topk_prob=True,
         max_position_embeddings=max(args.length, EXPORTED_TOKENS),
         tie_word_embeddings=True,

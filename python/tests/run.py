@@ -14,11 +14,17 @@ import traceback
 import harness
 import test_docs
 import test_experts
-import test_torchtitan
 import test_transformers
 
 # How long the other processes have when one has failed.
 GRACE_S = 20
+
+
+def torchtitan():
+    # Not for all processes: it takes seconds to import.
+    import test_torchtitan
+
+    return test_torchtitan.overridden_experts_equal_torchtitans()
 
 
 def cases_of(text, size):
@@ -27,7 +33,7 @@ def cases_of(text, size):
     if text == "docs":
         return [("docs::the_ten_lines", test_docs.the_ten_lines)]
     if text == "torchtitan":
-        return [("torchtitan::overridden_experts_equal_torchtitans", test_torchtitan.overridden_experts_equal_torchtitans)]
+        return [("torchtitan::overridden_experts_equal_torchtitans", torchtitan)]
     if module == "experts":
         return test_experts.cases(name, size)
     return [test_transformers.case_named(text)]
