@@ -27,8 +27,13 @@ fn starts(from: &[Vec<Row>], experts: usize) -> Vec<f64> {
         }
     }
     let last = |rows: &[f64]| rows.iter().copied().fold(0.0, f64::max);
-    let tiles = there.iter().flat_map(|rows| tiles(0..rows.len(), options.tile_rows()).map(|tile| last(&rows[tile])));
-    tiles.filter(|&share| share > 0.0).collect()
+    let of_expert = |rows: &Vec<f64>| -> Vec<f64> {
+        // Own rows that are enough for tiles are cut by themselves.
+        let own = rows.iter().filter(|&&share| share == 0.0).count();
+        let from = if 2 * own >= options.tile_rows() { own } else { 0 };
+        tiles(from..rows.len(), options.tile_rows()).map(|tile| last(&rows[tile])).collect()
+    };
+    there.iter().flat_map(of_expert).filter(|&share| share > 0.0).collect()
 }
 
 fn main() {
@@ -38,7 +43,8 @@ fn main() {
             for exponent in [0.0, 0.5] {
                 let tokens = TOKENS_PER_PE * pes;
                 let popularity = Popularity::Zipf { exponent };
-                let workload = Workload { experts, tokens, top_k, nodes: pes, popularity, layers: 1, steps: 1, seed: 1 };
+                let workload =
+                    Workload { experts, tokens, top_k, nodes: pes, popularity, layers: 1, steps: 1, seed: 1 };
                 let record = workload.routing().expect("a valid workload").records.remove(0);
                 let expert = MlpConfig::gated(64, Activation::Silu);
                 let config = LayerConfig::new(64, experts, RouterConfig::softmax(top_k), expert);
