@@ -27,8 +27,13 @@ fn starts(from: &[Vec<Row>], experts: usize) -> Vec<f64> {
         }
     }
     let last = |rows: &[f64]| rows.iter().copied().fold(0.0, f64::max);
-    let tiles = there.iter().flat_map(|rows| tiles(0..rows.len(), options.tile_rows()).map(|tile| last(&rows[tile])));
-    tiles.filter(|&share| share > 0.0).collect()
+    let of_expert = |rows: &Vec<f64>| -> Vec<f64> {
+        // Own rows that are enough for tiles are cut by themselves.
+        let own = rows.iter().filter(|&&share| share == 0.0).count();
+        let from = if 2 * own >= options.tile_rows() { own } else { 0 };
+        tiles(from..rows.len(), options.tile_rows()).map(|tile| last(&rows[tile])).collect()
+    };
+    there.iter().flat_map(of_expert).filter(|&share| share > 0.0).collect()
 }
 
 fn main() {

@@ -280,22 +280,14 @@ fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -
     command
 }
 
-/// What a job on these hosts says, run to its end; MPICH's to that of its report: its MPI_Finalize does not always come back
-/// (`tests/hosts/mpich_finalize.c`).
+/// Why MPICH's jobs are not run over a network here.
+const HANGS: &str =
+    "MPICH 4.0.2 with UCX over TCP does not always come out of MPI_Finalize (tests/hosts/mpich_finalize.c)";
+
+/// What a job on these hosts says.
+#[track_caller]
 fn said_over(hosts: &Hosts, n: usize, args: &str) -> String {
-    const MPICH_LIMIT_S: &str = "40";
-    let mut command = over_hosts(hosts, n, env!("CARGO_BIN_EXE_aristos"), args);
-    if !is_open_mpi() {
-        let (program, args) =
-            (command.get_program().to_owned(), command.get_args().map(OsStr::to_owned).collect::<Vec<_>>());
-        let mut limited = Command::new("timeout");
-        limited.arg(MPICH_LIMIT_S).arg(program).args(args);
-        command = limited;
-    }
-    let outcome = run(command);
-    let is_over = outcome.status.success() || !is_open_mpi() && outcome.status.code() == Some(124);
-    assert!(is_over && !outcome.stdout.is_empty(), "{outcome:?}");
-    outcome.stdout
+    run(over_hosts(hosts, n, env!("CARGO_BIN_EXE_aristos"), args)).success().stdout
 }
 
 /// Lines of ours on standard error; launchers add theirs when a process has an exit code.
@@ -414,9 +406,15 @@ const TESTS: &[(&str, fn())] = &[
         let mut names: Vec<&str> = outcome.stdout.lines().collect();
         names.sort_unstable();
         assert_eq!(names, ["node0", "node0", "node1", "node2"], "{outcome:?}");
+        if !is_open_mpi() {
+            return skip::skip(HANGS);
+        }
         rows_cross(&hosts);
     }),
     ("several_hosts_run_over_a_link", || {
+        if !is_open_mpi() {
+            return skip::skip(HANGS);
+        }
         let Some(hosts) = Hosts::with_link(3, "delay_ms=1 jitter_ms=1 loss=0.001") else { return };
         rows_cross(&hosts);
         for counter in [("Tcp", "RetransSegs"), ("TcpExt", "TCPOFOQueue")] {
@@ -424,6 +422,9 @@ const TESTS: &[(&str, fn())] = &[
         }
     }),
     ("several_hosts_are_measured", || {
+        if !is_open_mpi() {
+            return skip::skip(HANGS);
+        }
         let Some(hosts) = Hosts::make(3) else { return };
         let dir = tempfile::tempdir().unwrap();
         let cluster = dir.path().join("cluster.json");

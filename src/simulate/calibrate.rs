@@ -287,9 +287,9 @@ fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
     let cores = calibration.cores as f64;
     let of = |run: &&Run| {
         let [forward, backward] = [false, true].map(|backward| run.computing_s(calibration, backward));
+        let longer = (forward[0] + backward[0]) / (forward[1] + backward[1]);
         // Undoes what `Cores::slowdown` makes of it.
-        1.0 + ((forward[0] + backward[0]) / (forward[1] + backward[1]) - 1.0) * (cores - 1.0).max(1.0)
-            / (run.pes - 1) as f64
+        1.0 + (longer - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
     };
     median(together.iter().map(of).collect()).max(1.0)
 }

@@ -327,10 +327,9 @@ fn what_comes_is_taken_in_beside() {
 
 #[test]
 fn puts_may_block() {
-    // PE 0 has a token for PE 1's expert, and PE 1 two for its own: the row leaves once PE 1 has computed these and waits, or with the first tile of 100 s, and
     // PE 0 has a token for PE 1's expert, and PE 1 two for its own, which it computes for 200 s before it is in a call. Then the row takes 1 + 10 s, and its
     // result too, for which PE 0 waits.
-    let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 4);
+    let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 2);
     let case = Case::one_group(plan, &[0, 1]);
     let times = simulate(&Step { puts_block: true, ..case.step() });
     near(times.pes[0].dispatch_s[0], 211.0);

@@ -23,6 +23,7 @@ impl Engine<'_> {
         some
     }
 
+    /// A message is there; whose it is takes it in its next call, or at once in one.
     pub(super) fn arrived_at_call(&mut self, to: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
         let from = match kind {
             Kind::Rows => self.member(at, self.plan(at).chunks[chunk as usize].from),

@@ -134,6 +134,7 @@ impl Engine<'_> {
         }
     }
 
+    /// A message leaves its PE.
     pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
@@ -174,6 +175,7 @@ impl Engine<'_> {
         self.at(end_s, to, pass, What::Arrived { at: at as u32, chunk, kind });
     }
 
+    /// A message is there, and taken.
     pub(super) fn arrived(&mut self, to: usize, at: u32, chunk: u32, kind: Kind, pass: u32) {
         match kind {
             Kind::Rows => self.rows_arrived(to, chunk, pass),
