@@ -8,6 +8,7 @@ mod binary;
 mod hosts;
 #[path = "tcp/link.rs"]
 mod link;
+mod sample;
 mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
@@ -29,6 +30,7 @@ use aristos::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 use binary::{MOVING, Outcome, Running, aristos, names_in, read_tensors, relative_error, run, start};
 use hosts::Hosts;
 use rustix::process::Signal;
+use sample::Sample;
 use suite::{HEAP_BYTES, World};
 
 /// In a PE of the suite: its number, and the address of PE 0's host.
@@ -36,6 +38,7 @@ const ENV_PE: &str = "ARISTOS_TCP_PE";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
 /// The most PEs of a check.
 const SUITE_PES: usize = 5;
+const LINK_TESTS: u64 = link::TESTS.len() as u64;
 /// How soon a job must be over after one of its processes has ended.
 const NAMED_LIMIT: Duration = Duration::from_secs(2);
 /// How soon after a host cannot be reached any more, or a process is stopped.
@@ -53,7 +56,10 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, test) in TESTS.iter().chain(link::TESTS).filter(|(name, _)| name.contains(filter)) {
+    // Those over a link take half a minute each: some at a time, unless asked for by name.
+    let some = Sample::new(if filter.is_empty() { 4 } else { LINK_TESTS }, LINK_TESTS);
+    let links = some.numbers().map(|number| &link::TESTS[number as usize]);
+    for (name, test) in TESTS.iter().chain(links).filter(|(name, _)| name.contains(filter)) {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
             Err(_) => (&mut failed, "FAILED"),

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use aristos::checkpoint::{ACTIVATIONS, Family};
+use aristos::moe::cpu::LentGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Element, Lent};
 use aristos::moe::placement::block;
@@ -34,7 +35,7 @@ type SavedOf<E> = <Over<E> as MoeLayer>::Saved;
 enum Engine {
     F32(Over<f32>),
     /// With the gradients of one expert before they are rounded.
-    Bf16(Over<bf16>, MlpGradients),
+    Bf16(Over<bf16>, Box<MlpGradients>),
 }
 
 /// What a forward pass left for its backward.
@@ -247,7 +248,8 @@ impl Backward {
             // SAFETY: as the function's.
             unsafe { self.gradients.take::<E>(&config, local, rounded, compute) };
         };
-        layer.experts_lent_backward(&experts, saved, x, grad_output, grad_x, grad_weights, &mut take).map_err(moe_error)
+        let gradients = LentGradients { input: grad_x, weights: grad_weights, experts: &mut take };
+        layer.experts_lent_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
     }
 }
 
@@ -379,7 +381,7 @@ impl Layer {
             Ok::<_, PyErr>(match elements {
                 Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
                 _ => {
-                    let rounded = MlpGradients::zeros(&spec.config.expert, spec.config.hidden);
+                    let rounded = Box::new(MlpGradients::zeros(&spec.config.expert, spec.config.hidden));
                     Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?, rounded)
                 }
             })

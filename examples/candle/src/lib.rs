@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use aristos::moe::cpu::Saved;
+use aristos::moe::cpu::{LentGradients, Saved};
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::Lent;
 use aristos::moe::{
@@ -146,16 +146,9 @@ impl CustomOp3 for Pass {
             let (up, rest) = rest.split_at_mut(size);
             compute(MlpGradientsMut { matrix: [gate, up, &mut rest[..size]], bias: [&mut [], &mut [], &mut []] });
         };
+        let gradients = LentGradients { input: &mut grad_x, weights: &mut grad_weights, experts: &mut take };
         layer
-            .experts_lent_backward(
-                &experts,
-                &mut saved,
-                &values(x)?,
-                &values(grad)?,
-                &mut grad_x,
-                &mut grad_weights,
-                &mut take,
-            )
+            .experts_lent_backward(&experts, &mut saved, &values(x)?, &values(grad)?, gradients)
             .map_err(Error::wrap)?;
         layer.recycle(saved);
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);

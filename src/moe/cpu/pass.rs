@@ -200,6 +200,16 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 }
 
+/// Where [`Layer::experts_lent_backward`] puts the gradients of what its caller brought.
+pub struct LentGradients<'a> {
+    /// Of the tokens, `[T, hidden]`.
+    pub input: &'a mut [f32],
+    /// Of their experts' weights, `[T, K]`.
+    pub weights: &'a mut [f32],
+    /// Of the experts.
+    pub experts: &'a mut TakeGradients<'a>,
+}
+
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// As [`MoeLayer::experts`], with the caller's `experts`: this PE's, in the order of its placement. The layer keeps nothing of them.
     ///
@@ -232,12 +242,11 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         saved: &mut Saved<E>,
         x: &[E],
         grad_output: &[E],
-        grad_input: &mut [f32],
-        grad_weights: &mut [f32],
-        take: &mut TakeGradients<'_>,
+        gradients: LentGradients<'_>,
     ) -> Result<(), MoeError> {
         self.check_lent(experts)?;
-        self.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights), Some(take))
+        let LentGradients { input, weights, experts: take } = gradients;
+        self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(take))
     }
 
     fn check_lent(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
