@@ -42,8 +42,11 @@ mod tests {
         if RunQueue::of_this_thread().waited_ns().is_none() {
             return;
         }
+        let cpu = crate::job::host::allowed_cpus()[0];
         let waited = || {
-            crate::bench::cpus::pin(0, 1);
+            let mut one = rustix::thread::CpuSet::new();
+            one.set(cpu);
+            rustix::thread::sched_setaffinity(None, &one).unwrap();
             let queue = RunQueue::of_this_thread();
             let (before, begin) = (queue.waited_ns().unwrap(), Instant::now());
             while begin.elapsed() < Duration::from_millis(100) {
