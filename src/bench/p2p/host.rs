@@ -1,7 +1,7 @@
 //! The measurement over a transport whose calls the host makes.
 //!
 //! A *sample* is the mean of a batch of operations, so large that reading the clock is no more than about 2% of it; large
-//! sizes have batches of one, and fewer samples, as have slow links ([`super::sampling`]). Where PEs share pages, rounds of the measurement alternate with rounds
+//! sizes have batches of one, and fewer samples, as have slow links (`sampling.rs`). Where PEs share pages, rounds of the measurement alternate with rounds
 //! of the same done bare ([`super::raw`]), so that a machine that grows slower meanwhile does so for both.
 //!
 //! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
