@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Sleeps that add up to what was asked for: by how much one was too long, the next is shorter.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Hold {
     /// Asked for and not slept, nanoseconds; below 0 after a sleep that was too long.
     owed_ns: AtomicI64,

@@ -600,25 +600,9 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
+    use crate::bench::p2p::tests::{LIMIT, bench};
     use crate::job::JobError;
     use crate::shmem::{Segment, ShmTransport};
-
-    const LIMIT: Duration = Duration::from_secs(60);
-
-    fn bench() -> P2pBench {
-        P2pBench {
-            ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
-            scopes: Vec::new(),
-            asked: (false, false),
-            sizes: vec![1, 24, 4096],
-            pairs: vec![[0, 1]],
-            pes: 2,
-            iterations: 10,
-            warmup: 5,
-            on_device: false,
-            wait_limit: LIMIT,
-        }
-    }
 
     /// Messages between two threads.
     struct Mailbox(Mutex<Ends>);

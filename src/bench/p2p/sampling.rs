@@ -107,27 +107,13 @@ impl HostSampling {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn bench() -> P2pBench {
-        P2pBench {
-            ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
-            scopes: Vec::new(),
-            asked: (false, false),
-            sizes: vec![1, 24, 4096],
-            pairs: vec![[0, 1]],
-            pes: 2,
-            iterations: 1000,
-            warmup: 5,
-            on_device: false,
-            wait_limit: Duration::from_secs(60),
-        }
-    }
+    use crate::bench::p2p::tests::bench;
 
     const NEAR: LinkSpeed = LinkSpeed { round_trip_s: 2e-7, bytes_per_s: 1e12 };
 
     #[test]
     fn a_sample_is_worth_reading_the_clock_for() {
-        let bench = bench();
+        let bench = P2pBench { iterations: 1000, ..bench() };
         let plan = |measure, op, bytes| HostSampling::new(&bench, NEAR, measure, op, bytes);
         let small = plan(Measure::Latency, Op::PutSignal, 16);
         assert_eq!((small.batch, small.samples), (16, 1000));
@@ -144,7 +130,7 @@ mod tests {
 
     #[test]
     fn a_slow_link_is_measured_in_little_time() {
-        let bench = bench();
+        let bench = P2pBench { iterations: 1000, ..bench() };
         for link in [(1e-4, 1e7), (0.04, 1e9), (0.04, 1e5), (2e-3, 1e8)] {
             let link = LinkSpeed::from_words(LinkSpeed { round_trip_s: link.0, bytes_per_s: link.1 }.to_words());
             for op in bench.ops.iter().copied() {

@@ -468,6 +468,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for (expert, (batch, mlp)) in self.saved.batches.iter_mut().zip(self.experts).enumerate() {
             let tiles = chosen.iter().map(|&tile| &p.tiles[tile]).filter(|tile| tile.expert == expert);
             let rows: Vec<Range<usize>> = tiles.map(|tile| tile.rows.clone()).collect();
+            if rows.is_empty() {
+                continue;
+            }
             work.extend(batch.tiles(mlp, &rows, is_forward).into_iter().map(|tile| (mlp, tile)));
         }
         run_tiles(self.scratch, work, is_forward);
