@@ -5,8 +5,11 @@
     python examples/train_text.py --plot --out target/train                           # the curves that are there, one picture
 
 A Qwen3-MoE of transformers, 2.8 million parameters. A step's batch is the same however many processes share it, so the curves can be laid over
-each other. Writes below --out: `NAME.json` (losses, tokens per second), `NAME.routing.json` (the last steps' routing, as `aristos simulate
+each other. CC0-1.0 is held out; the loss on its beginning is said at the end. Writes below --out: `NAME.json` (losses, tokens per second), `NAME.routing.json` (the last steps' routing, as `aristos simulate
 --routing` reads it), and with --save-every checkpoints, from which --resume goes on with any number of processes.
+--export makes a model for `aristos run`; the one in examples/tiny-moe is by
+
+    torchrun --nproc-per-node 2 examples/train_text.py --tiny --length 256 --steps 1200 --learning-rate 2e-3 --export examples/tiny-moe
 """
 
 import argparse
@@ -19,14 +22,20 @@ import time
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 import aristos
 
 TEXTS = pathlib.Path("/usr/share/common-licenses")
+HELD_OUT = TEXTS / "CC0-1.0"
 EXPERTS, ROUTED_STEPS = 8, 4
+# What is exported beside the weights: a layer's input for so many bytes of the text that is held out.
+EXPORTED_LAYER, EXPORTED_TOKENS = 1, 512
+USUAL = dict(hidden_size=128, num_hidden_layers=4, head_dim=32, intermediate_size=256, moe_intermediate_size=208)
+TINY = dict(hidden_size=80, num_hidden_layers=2, head_dim=16, intermediate_size=128, moe_intermediate_size=104)
 
 
 def parse():
@@ -35,48 +44,55 @@ def parse():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all processes")
     parser.add_argument("--length", type=int, default=128, help="bytes of a sequence")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--top-k", type=int, default=2, help=f"experts of a token, of {EXPERTS}")
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.5 million parameters instead")
     parser.add_argument("--text", type=pathlib.Path, help=f"a file to train on instead of {TEXTS}")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/train"))
     parser.add_argument("--name", help="of the files in --out; by default the experts and the number of processes")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints, 0 for none")
     parser.add_argument("--resume", type=pathlib.Path, help="a checkpoint's folder")
+    parser.add_argument("--export", type=pathlib.Path, help="a folder for the trained model in bfloat16, and a layer's input")
     parser.add_argument("--plot", action="store_true", help="draw the losses in --out, train nothing")
     return parser.parse_args()
 
 
 def read_text(path):
     """The bytes to train on."""
-    files = [path] if path else sorted(file for file in TEXTS.glob("*") if not file.is_symlink())
+    files = [path] if path else sorted(file for file in TEXTS.glob("*") if not file.is_symlink() and file != HELD_OUT)
     try:
         text = b"\n".join(file.read_bytes() for file in files)
     except OSError as error:
         sys.exit(f"--text {path}: {error.strerror}")
     if len(text) < 10_000:
         sys.exit(f"{path or TEXTS} has {len(text)} bytes of text, expected 10000 or more (apt-get install --reinstall base-files, or --text FILE)")
+    return numbers(text)
+
+
+def numbers(text):
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def make_model(args, rank, size):
-    config = Qwen3MoeConfig(
+def config_of(args):
+    return Qwen3MoeConfig(
         vocab_size=256,
-        hidden_size=128,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        moe_intermediate_size=208,
         num_experts=EXPERTS,
-        num_experts_per_tok=2,
+        num_experts_per_tok=args.top_k,
         norm_topk_prob=True,
-        max_position_embeddings=args.length,
+        max_position_embeddings=max(args.length, EXPORTED_TOKENS),
         tie_word_embeddings=True,
+        **(TINY if args.tiny else USUAL),
     )
+
+
+def make_model(args, rank, size):
     # All processes, and all runs, begin with the same weights.
     start = args.out / f".start-{os.environ.get('MASTER_PORT', 'alone')}"
     if rank == 0:
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(config).save_pretrained(start)
+        Qwen3MoeForCausalLM(config_of(args)).save_pretrained(start)
     if size == 1:
         return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, experts_implementation=args.experts)
     dist.barrier()
@@ -98,7 +114,7 @@ def train(args, rank, size):
     text = read_text(args.text)
     model = make_model(args, rank, size)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
     first = 0
     if args.resume:
         first = resume(model, optimizer, args.resume)
@@ -132,6 +148,33 @@ def train(args, rank, size):
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {len(text)} bytes of text, {rate:.0f} tokens/s (median step {usual * 1e3:.1f} ms)")
         result = dict(name=name, first=first, tokens_per_s=rate, median_step_s=usual, losses=losses)
         (args.out / f"{name}.json").write_text(json.dumps(result))
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0 and HELD_OUT.exists():
+        trained = Qwen3MoeForCausalLM(config_of(args))
+        trained.load_state_dict(whole)
+        judge(trained, name, args.export)
+
+
+def judge(model, name, folder):
+    """Says the loss on the text that is held out; writes the model, and what a layer does on that text, into `folder` if there is one."""
+    if folder:
+        # What is captured is what the weights on disk give, computed in f32.
+        model.bfloat16().save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        model.float()
+    seen = {}
+
+    def capture(_, inputs, output):
+        seen["hidden_states"] = inputs[0].detach()[0].contiguous()
+        output.register_hook(lambda grad: seen.update(grad_output=grad[0].contiguous()))
+
+    model.model.layers[EXPORTED_LAYER].mlp.register_forward_hook(capture)
+    text = numbers(HELD_OUT.read_bytes()[:EXPORTED_TOKENS])[None]
+    loss = model(input_ids=text, labels=text).loss
+    loss.backward()
+    print(f"{name}: loss {loss.item():.4f} per byte of the {EXPORTED_TOKENS} that are held out")
+    if folder:
+        save_file(seen, folder / "hidden_states.safetensors")
 
 
 def save(model, optimizer, step, folder):

@@ -4,6 +4,7 @@
 #   ARISTOS   the program [target/release/aristos below the folder that sbatch was called in]
 #   OUT       where results go [results/JOB there]
 #   DEVICE    cuda or cpu [cpu]: what layers run on
+#   TRANSPORT what carries data between host memories [shm on one node, mpi on several]; tcp needs no MPI
 # shellcheck disable=SC2034 # the scripts that source this use what they need of it
 set -euo pipefail
 
@@ -40,9 +41,9 @@ if [ "$DEVICE" = cuda ]; then
     fi
 fi
 
-# What carries data between host memories: shared memory within a node, MPI between nodes.
 transport=shm
 [ "$nodes" = 1 ] || transport=mpi
+transport=${TRANSPORT:-$transport}
 
 # tasks PER_NODE COMMAND...: PER_NODE processes on every node, each a PE. Not --gpus-per-task: its cgroups hide the
 # neighbours' GPUs, and CUDA cannot map their memory.
@@ -54,6 +55,16 @@ tasks() {
     fi
     srun --nodes="$nodes" --ntasks-per-node="$per_node" --cpus-per-task="${CPUS_PER_TASK:-32}" --cpu-bind=cores \
         --kill-on-bad-exit=1 "${gpus[@]}" "$@"
+}
+
+# into FILE COMMAND...: what it prints, as that file of the results if it ends well: a job that fails leaves no empty ones.
+into() {
+    local file=$OUT/$1 rc=0
+    shift
+    "$@" >"$file.part" || rc=$?
+    [ $rc != 0 ] || mv "$file.part" "$file"
+    rm -f "$file.part"
+    return $rc
 }
 
 # What ran where, beside the results.

@@ -52,21 +52,21 @@ fn the_figures_are_those_of_the_lines() {
     let report =
         report(&[&["--steps", "40", "--pes", "3", "--compute-us", "50", "--bytes", "64"], &files[..]].concat());
     let (heading, lines) = rows(&csv);
-    assert_eq!(heading.join(","), "mode,step,pe,compute_us,time_us,actual_us,delay_us,cause,culprit");
+    assert_eq!(heading.join(","), "mode,step,pe,compute_us,queued_us,time_us,actual_us,delay_us,cause,culprit");
     assert_eq!(lines.len(), 2 * 40 * 3);
     let number = |line: &[String], column: usize| line[column].parse::<f64>().unwrap();
     for mode in report["modes"].as_array().unwrap() {
         let of_mode: Vec<&Vec<String>> = lines.iter().filter(|line| mode["mode"] == line[0]).collect();
         let (mut delays, mut actuals) = (Vec::new(), Vec::new());
         for step in of_mode.chunks(3) {
-            let times: Vec<f64> = step.iter().map(|line| number(line, 4)).collect();
+            let times: Vec<f64> = step.iter().map(|line| number(line, 5)).collect();
             let fastest = times.iter().copied().fold(f64::INFINITY, f64::min);
             let slowest = times.iter().copied().fold(0.0, f64::max);
-            assert!((number(step[0], 5) - fastest).abs() < 2e-3, "{step:?}");
-            assert!((number(step[0], 6) - (slowest - fastest)).abs() < 2e-3, "{step:?}");
+            assert!((number(step[0], 6) - fastest).abs() < 2e-3, "{step:?}");
+            assert!((number(step[0], 7) - (slowest - fastest)).abs() < 2e-3, "{step:?}");
             assert!(step.iter().all(|line| number(line, 3) >= 50.0), "{step:?}");
-            delays.push(number(step[0], 6));
-            actuals.push(number(step[0], 5));
+            delays.push(number(step[0], 7));
+            actuals.push(number(step[0], 6));
         }
         delays.sort_by(f64::total_cmp);
         let close = |key: &str, want: f64| {

@@ -35,20 +35,9 @@ fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize
     Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
 }
 
-/// `steps` steps of all groups; what PE `pe` owns of them, as one step.
+/// `steps` steps of all groups; what PE `pe` owns of them, as one step. PE and local expert `lost`, if any, adds nothing to its replicas'
+/// gradients.
 fn run_groups<T: Transport + Send>(
-    transports: Vec<T>,
-    source: &Synthetic,
-    groups: &Groups,
-    tokens: usize,
-    options: &Options,
-    steps: usize,
-) -> Result<Vec<Step>, MoeError> {
-    run_faulty(transports, source, groups, tokens, options, steps, None)
-}
-
-/// The same; PE and local expert `lost` contributes nothing to its replicas' gradients.
-fn run_faulty<T: Transport + Send>(
     transports: Vec<T>,
     source: &Synthetic,
     groups: &Groups,
@@ -214,7 +203,7 @@ fn check(config: LayerConfig, what: &str) {
                 let what = format!("{what}, {name}, {tokens} tokens, {mode:?}");
                 let options = small(mode);
                 let heap = world_heap(&config, &groups, n, tokens.div_ceil(n), &options);
-                let steps = run_groups(shm(n, heap), &source, &groups, tokens, &options, 2).unwrap();
+                let steps = run_groups(shm(n, heap), &source, &groups, tokens, &options, 2, None).unwrap();
                 assert_eq!((&steps[0].output, &steps[0].grads), (&steps[1].output, &steps[1].grads), "{what}");
                 assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, &what);
             }
@@ -252,10 +241,10 @@ fn any_order_of_deliveries_gives_the_same() {
     for (name, n, groups) in groupings(config.n_experts) {
         let (tokens, options) = (17usize, small(Mode::Pipelined));
         let heap = world_heap(config, &groups, n, tokens.div_ceil(n), &options);
-        let want = run_groups(shm(n, heap), &source, &groups, tokens, &options, 3).unwrap();
+        let want = run_groups(shm(n, heap), &source, &groups, tokens, &options, 3, None).unwrap();
         for seed in 0..60 {
             let world: Vec<ReorderTransport> = ReorderWorld::new(n, heap, seed);
-            let got = run_groups(world, &source, &groups, tokens, &options, 3).unwrap();
+            let got = run_groups(world, &source, &groups, tokens, &options, 3, None).unwrap();
             assert_eq!(got, want, "{name}, seed {seed}");
         }
         if groups.len() == 1 {
@@ -274,7 +263,7 @@ fn replicas_give_what_one_holder_gives() {
     let (tokens, options) = (90usize, small(Mode::Pipelined));
     let run = |groups: &Groups| {
         let heap = world_heap(config, groups, 4, tokens.div_ceil(4), &options);
-        run_groups(shm(4, heap), &source, groups, tokens, &options, 1).unwrap().remove(0)
+        run_groups(shm(4, heap), &source, groups, tokens, &options, 1, None).unwrap().remove(0)
     };
     let plain = groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e);
     let (want, got) = (run(&plain), run(&replicated(4, &plain)));
@@ -300,7 +289,7 @@ fn a_replica_that_is_left_out_is_seen() {
     let groups = replicated(4, &groups(4, &[&[0, 1, 2, 3]], 7, |_, e| e));
     let (tokens, options) = (90usize, small(Mode::Pipelined));
     let heap = world_heap(config, &groups, 4, tokens.div_ceil(4), &options);
-    let step = run_faulty(shm(4, heap), &source, &groups, tokens, &options, 1, Some((2, 0)));
+    let step = run_groups(shm(4, heap), &source, &groups, tokens, &options, 1, Some((2, 0)));
     let step = match step {
         Ok(mut steps) => steps.remove(0),
         Err(error) => unreachable!("{error}"),

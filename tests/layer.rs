@@ -113,6 +113,33 @@ fn pes_agree_across_their_number() {
     }
 }
 
+/// Tiles that are large enough for more threads: results and gradients are the same bits for any number of them.
+#[test]
+fn threads_change_no_bit() {
+    fn check<E: Element>(layer: &LayerConfig) {
+        let (tokens, source) = (1500usize, synthetic(layer.clone(), 11));
+        for n in [1, 2] {
+            let steps: Vec<_> = [1, 2, 5]
+                .into_iter()
+                .map(|threads| {
+                    let options = with!(Options::default(); threads = threads, tile_rows = Some(128));
+                    let heap = heap_bytes::<E>(layer, n, tokens.div_ceil(n), &options);
+                    run::<_, E>(shm(n, heap), &source, &[even(tokens, n)], &options, 1).unwrap().remove(0)
+                })
+                .collect();
+            assert!(steps[0].output.iter().all(|x| x.is_finite()));
+            for step in &steps[1..] {
+                assert_eq!(step.output, steps[0].output, "{n} PEs");
+                assert_eq!(step.grads, steps[0].grads, "{n} PEs");
+            }
+        }
+    }
+    let base = mixtral(128, 256, 6, 2);
+    let shared = Some(SharedConfig::new(base.expert, true));
+    check::<f32>(&with!(base.clone(); shared = shared));
+    check::<bf16>(&base);
+}
+
 #[test]
 fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let layer = mixtral(32, 16, 8, 1);

@@ -257,7 +257,7 @@ fn a_move_that_a_pe_takes_no_part_in_is_an_error_that_names_it() {
         layer.move_experts(&Groups::one(new.clone()), &mut ()).unwrap_err().to_string()
     });
     assert!(
-        errors[0].starts_with("PE 0 waited 0.3 s in phase idle for PE 1: an expert that moves to it"),
+        errors[0].starts_with("PE 0 waited 0.3 s in phase move for PE 1: an expert that moves to it"),
         "{}",
         errors[0]
     );

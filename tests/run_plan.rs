@@ -4,6 +4,8 @@
 mod binary;
 #[path = "run_plan/going_on.rs"]
 mod going_on;
+#[path = "run_plan/moving.rs"]
+mod moving;
 
 use std::path::Path;
 use std::time::Duration;
@@ -108,6 +110,32 @@ fn groups_with_unequal_placements_equal_one_group() {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(text.contains("EP groups") && text.contains("0 (6) 3 (2) | 1 (1) 2 (7)"), "{text}");
     assert!(text.contains("planned not compared: ") && text.contains("measured "), "{text}");
+}
+
+#[test]
+fn an_injected_cluster_takes_its_time_and_changes_no_result() {
+    let dir = tempfile::tempdir().unwrap();
+    let (cluster, out) = (dir.path().join("cluster.json"), dir.path().join("slow.safetensors"));
+    let inject = |devices: u64| {
+        let device = |id: u64| json!({"id": id, "host": "a", "flop_per_ms": if id == 2 { 5e4 } else { 1e9 }, "memory_experts": 8});
+        let links = json!({"tiers": [{"size": devices, "alpha_ms": 1.0, "beta_ms_per_mb": 200.0}]});
+        let cluster_json =
+            json!({"version": 1, "devices": (0..devices).map(device).collect::<Vec<_>>(), "links": links});
+        std::fs::write(&cluster, cluster_json.to_string()).unwrap();
+        format!("--inject {}", cluster.display())
+    };
+    let report = report(run_layer(&format!("{} --check --json --output {}", inject(4), out.display())));
+    assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
+    let phase = |pass: &str, name: &str| report[pass]["phases"][name]["max_s"].as_f64().unwrap();
+    // PE 2 computes its rows at 5e7 FLOP/s, of 2 * 3 * 32 * 64 FLOP each; two products of the same size in backward.
+    let forward_s = report["expert_rows_per_pe"][2].as_f64().unwrap() * (2 * 3 * 32 * 64) as f64 / 5e7;
+    let (forward, backward) = (phase("forward", "expert_gemm"), phase("backward", "expert_gemm"));
+    assert!(forward >= 0.99 * forward_s && backward >= 1.98 * forward_s, "{forward} {backward}, {forward_s}");
+    // Three headers and three messages of rows; 24 tokens of 32 values each, most of them to every PE.
+    let dispatch = phase("forward", "dispatch");
+    assert!(dispatch >= 6e-3, "{dispatch}");
+    equals_one_group(dir.path(), "slow.safetensors", "");
+    run_layer(&inject(3)).refused(&["cluster.json: devices has 3, expected 4, one for each PE (--pes)"]);
 }
 
 /// Replicas in a group and between groups: the same results, weights after training too, whichever PE computes which row.

@@ -137,7 +137,7 @@ fn a_sweep_is_the_published_grid() {
     assert_eq!(best(&parsed(folder, args)), [1, 1, 16, 32]);
     let isolated = "sweep --isolate pipeline --devices 2,4 --batch 512,1024 --microbatches 8 --json --plot plots";
     assert_eq!(parsed(folder, isolated)["rows"].as_array().unwrap().len(), 4);
-    assert!(folder.join("plots/isolated_pipeline.svg").is_file());
+    assert!(folder.join("plots/isolated_pipeline.svg").is_file() && folder.join("plots/own_time.svg").is_file());
     let experts = parsed(folder, "sweep --layers 8 --width 256 --batch 256 --devices 8 --experts 8 --top-k 2 --json");
     assert!(experts["rows"].as_array().unwrap().iter().any(|row| row["ep"] == json!(8)));
     // Batches of 8 are too small for the published numbers of microbatches.
@@ -231,6 +231,9 @@ fn a_plan_and_a_routing_file_are_simulated() {
         all.filter(|change| change["change"] == name).filter_map(|change| change["speedup"].as_f64()).next().unwrap()
     };
     assert!(change("experts placed by their loads") > 1.0 && change("2x NIC") >= 1.0, "{report}");
+    // Tiles wait longer for rows that come in the order of tokens.
+    let waiting_s = |args: &str| parsed(folder, args)["forward"]["phases"]["waiting"]["max_s"].as_f64().unwrap();
+    assert!(waiting_s(&format!("{args} --order token")) > waiting_s(args));
     refused(folder, &args.replace("qwen3-30b-a3b", "mixtral-8x7b"), &["r.json: experts is 128, expected 8"]);
     refused(folder, &args.replace("h100:2", "h100:4"), &["plan.json: the groups have 16 devices, expected 32"]);
     let cluster = "simulate --cluster preset:dgx-h100:1";
@@ -366,6 +369,24 @@ fn a_machine_is_calibrated_by_its_runs() {
     assert!(!folder.join("x.json").exists());
     refused(folder, &simulate("--calibration a.json"), &["a.json"]);
     refused(folder, &simulate("--calibration m.json").replace("f32", "bf16"), &["--dtype is bf16, expected f32"]);
+    // In bf16, for itself alone.
+    for (name, pes, tokens) in [("e", 1, 64), ("f", 1, 256), ("g", 2, 128)] {
+        let report = parsed(folder, &format!("run --pes {pes} {} --steps 3 --dtype bf16 --json", layer(tokens)));
+        assert_eq!(report["config"]["transport"], json!("shm"));
+        std::fs::write(folder.join(format!("{name}.json")), report.to_string()).unwrap();
+    }
+    let half = parsed(folder, "calibrate e.json f.json g.json --cores 2 --out b.m.json --json");
+    assert_eq!((&half["dtype"], &half["transport"]), (&json!("bf16"), &json!("shm")));
+    parsed(folder, &simulate("--calibration b.m.json").replace("f32", "bf16"));
+    refused(folder, "calibrate a.json g.json --out x.json", &["g.json: config.dtype is bf16, expected f32"]);
+    // Over MPI a put is its PE's time.
+    let mut network = calibration.clone();
+    network["transport"] = json!("mpi");
+    std::fs::write(folder.join("mpi.json"), network.to_string()).unwrap();
+    assert_ne!(parsed(folder, &simulate("--calibration mpi.json"))["forward"], simulated["forward"]);
+    network["receive"] = json!({"s_per_element": -1});
+    std::fs::write(folder.join("n.json"), network.to_string()).unwrap();
+    refused(folder, &simulate("--calibration n.json"), &["n.json: receive.s_per_element is -1, expected a number"]);
     let mut negative = calibration.clone();
     negative["forward"]["expert"]["s_per_flop"] = json!(-1.0);
     std::fs::write(folder.join("n.json"), negative.to_string()).unwrap();

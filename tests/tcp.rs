@@ -6,6 +6,9 @@
 #[path = "binary/mod.rs"]
 mod binary;
 mod hosts;
+#[path = "tcp/link.rs"]
+mod link;
+mod sample;
 mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
@@ -24,9 +27,10 @@ use std::time::{Duration, Instant};
 
 use aristos::shmem::Shmem;
 use aristos::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
-use binary::{Outcome, Running, aristos, names_in, read_tensors, relative_error, run, start};
+use binary::{MOVING, Outcome, Running, aristos, names_in, read_tensors, relative_error, run, start};
 use hosts::Hosts;
 use rustix::process::Signal;
+use sample::Sample;
 use suite::{HEAP_BYTES, World};
 
 /// In a PE of the suite: its number, and the address of PE 0's host.
@@ -34,6 +38,7 @@ const ENV_PE: &str = "ARISTOS_TCP_PE";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
 /// The most PEs of a check.
 const SUITE_PES: usize = 5;
+const LINK_TESTS: u64 = link::TESTS.len() as u64;
 /// How soon a job must be over after one of its processes has ended.
 const NAMED_LIMIT: Duration = Duration::from_secs(2);
 /// How soon after a host cannot be reached any more, or a process is stopped.
@@ -51,7 +56,10 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, test) in TESTS.iter().filter(|(name, _)| name.contains(filter)) {
+    // Those over a link take half a minute each: some at a time, unless asked for by name.
+    let some = Sample::new(if filter.is_empty() { 4 } else { LINK_TESTS }, LINK_TESTS);
+    let links = some.numbers().map(|number| &link::TESTS[number as usize]);
+    for (name, test) in TESTS.iter().chain(links).filter(|(name, _)| name.contains(filter)) {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
             Err(_) => (&mut failed, "FAILED"),
@@ -87,16 +95,7 @@ impl World for Tcp {
     }
 }
 
-type Check = (&'static str, fn(&Tcp));
-
-/// A table of the checks, by name.
-#[macro_export]
-macro_rules! conformance_table {
-    (@ ($table:ident); $($check:ident)*) => {
-        const $table: &[Check] = &[$((stringify!($check), |world: &Tcp| suite::$check(world))),*];
-    };
-}
-conformance_checks!(conformance_table(CHECKS));
+conformance_table!(CHECKS, Tcp);
 
 /// One PE of all checks. A panic ends it, and with it the others.
 fn play(pe: usize) -> ExitCode {
@@ -232,6 +231,46 @@ fn same(one: &Path, other: &Path) {
         let error = relative_error(got, want);
         assert!(error <= 1e-6, "{name}: {error:e}");
     }
+}
+
+/// Fails the test unless the suite passes on PEs that are spread over the hosts.
+#[track_caller]
+fn conform(hosts: &Hosts) {
+    let before = hosts.sent_bytes();
+    let pe = |pe: usize| {
+        let mut command = hosts.command(pe % hosts.len(), env::current_exe().unwrap(), [""; 0]);
+        command.env(ENV_PE, pe.to_string()).env(ENV_ZERO, hosts.address(0));
+        command
+    };
+    for (pe, outcome) in run_all((0..SUITE_PES).map(pe).collect()).into_iter().enumerate() {
+        let said: Vec<&str> = outcome.stdout.lines().filter(|line| line.contains("conforms")).collect();
+        let expected: Vec<String> = CHECKS.iter().map(|(check, _)| format!("PE {pe} conforms: {check}")).collect();
+        assert!(outcome.status.success() && said == expected, "{outcome:?}");
+    }
+    let crossed = hosts.sent_bytes() - before;
+    assert!(crossed > 200_000, "{crossed} bytes crossed the network");
+}
+
+/// Fails the test unless a layer of one PE a host, whose job `start` starts, is checked, gives what it gives over shared memory, and
+/// moves at least the bytes of its report over the network.
+#[track_caller]
+fn rows_cross(hosts: &Hosts, steps: usize, start: impl FnOnce(Vec<Command>) -> Vec<Running>) {
+    let n = hosts.len();
+    let dir = tempfile::tempdir().unwrap();
+    let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
+    let layer = "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --aux-loss-coef 0.01";
+    run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
+    let before = hosts.sent_bytes();
+    let args = format!("run {layer} --check --steps {steps} --timeout 30 --json --output {}", tcp.display());
+    let mut outcomes = start(over(hosts, n, &args)).into_iter().map(|pe| pe.end().success());
+    let report: serde_json::Value = serde_json::from_str(&outcomes.next().unwrap().stdout).unwrap();
+    outcomes.for_each(|outcome| assert!(outcome.stdout.is_empty()));
+    let crossed = hosts.sent_bytes() - before;
+    same(&shm, &tcp);
+    assert_eq!((report["check"]["passed"].as_bool(), report["config"]["pes"].as_u64()), (Some(true), Some(n as u64)));
+    let remote = steps as f64 * report["remote_bytes_per_step"].as_f64().unwrap();
+    assert!(remote > 500_000.0, "{report}");
+    assert!(crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
 }
 
 const TESTS: &[(&str, fn())] = &[
@@ -384,6 +423,20 @@ const TESTS: &[(&str, fn())] = &[
             assert_eq!(outcomes.len(), n - 1);
         }
     }),
+    ("here::a_pe_that_is_killed_while_experts_move_is_named", || {
+        let mut commands = here(3, &format!("run {MOVING}"));
+        commands.iter_mut().for_each(|command| _ = command.env("RUST_LOG", "aristos::run=info"));
+        let mut running = start_all(commands);
+        running.iter_mut().for_each(|running| running.says("experts move"));
+        running[2].signal(Signal::KILL);
+        let killed = Instant::now();
+        for (pe, outcome) in running.into_iter().map(Running::end).enumerate().take(2) {
+            assert!(killed.elapsed() < NAMED_LIMIT && outcome.status.code() == Some(1), "{outcome:?}");
+            let said = outcome.stderr.lines().last().unwrap_or_default();
+            let named = said.starts_with(&format!("aristos: PE {pe} failed in phase move: "));
+            assert!(named && said.contains("PE 2 is lost: "), "{outcome:?}");
+        }
+    }),
     ("here::sigterm_to_pe_0_ends_all", || {
         let end = |pes: &[Running]| pes[0].signal(Signal::TERM);
         disturbed(here(3, &format!("run {LONG}")), NAMED_LIMIT, 0, &[0], end);
@@ -401,40 +454,12 @@ const TESTS: &[(&str, fn())] = &[
     }),
     ("hosts::the_suite", || {
         let Some(hosts) = Hosts::make(3) else { return };
-        let before = hosts.sent_bytes();
-        let pe = |pe: usize| {
-            let mut command = hosts.command(pe % 3, env::current_exe().unwrap(), [""; 0]);
-            command.env(ENV_PE, pe.to_string()).env(ENV_ZERO, hosts.address(0));
-            command
-        };
-        for (pe, outcome) in run_all((0..SUITE_PES).map(pe).collect()).into_iter().enumerate() {
-            let said: Vec<&str> = outcome.stdout.lines().filter(|line| line.contains("conforms")).collect();
-            let expected: Vec<String> = CHECKS.iter().map(|(check, _)| format!("PE {pe} conforms: {check}")).collect();
-            assert!(outcome.status.success() && said == expected, "{outcome:?}");
-        }
-        let crossed = hosts.sent_bytes() - before;
-        assert!(crossed > 200_000, "{crossed} bytes crossed the network");
+        conform(&hosts);
     }),
     ("hosts::rows_cross_the_network", || {
         for n in [2, 3] {
             let Some(hosts) = Hosts::make(n) else { return };
-            let dir = tempfile::tempdir().unwrap();
-            let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
-            let layer =
-                "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --aux-loss-coef 0.01";
-            run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
-            let before = hosts.sent_bytes();
-            let args = format!("run {layer} --check --steps 3 --json --output {}", tcp.display());
-            let report = json(over(&hosts, n, &args));
-            let crossed = hosts.sent_bytes() - before;
-            same(&shm, &tcp);
-            assert_eq!(
-                (report["check"]["passed"].as_bool(), report["config"]["pes"].as_u64()),
-                (Some(true), Some(n as u64))
-            );
-            let remote = 3.0 * report["remote_bytes_per_step"].as_f64().unwrap();
-            assert!(remote > 500_000.0, "{report}");
-            assert!(crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
+            rows_cross(&hosts, 3, start_all);
         }
     }),
     #[cfg(feature = "emulate")]
@@ -482,18 +507,5 @@ const TESTS: &[(&str, fn())] = &[
             thread::sleep(Duration::from_secs(4));
         };
         disturbed(over(&hosts, 3, &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
-    }),
-    ("hosts::a_host_off_the_network_is_named", || {
-        let Some(hosts) = Hosts::make(3) else { return };
-        let running = start_at_work(over(&hosts, 3, &format!("run {LONG}")));
-        hosts.cut(1);
-        let cut = Instant::now();
-        for (pe, running) in running.into_iter().enumerate() {
-            let outcome = running.end();
-            assert!(cut.elapsed() < SILENT_LIMIT, "PE {pe} took {:?}", cut.elapsed());
-            // From where the one host is, all others are off the network.
-            let outcome = outcome.says(&[&format!("PE {pe} failed"), "is lost: "]);
-            assert!(pe == 1 || outcome.stderr.contains("PE 1 is lost: "), "{outcome:?}");
-        }
     }),
 ];

@@ -168,49 +168,45 @@ pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
             bf16::widen(a, wide);
             gemm_f32::nt(m, wide, w, c, accumulate);
         }
-        Form::Lent(path, lent) => nt_lent(*path, ws, [m, w.out, w.inp], a, lent.as_ref().as_ref(), c, accumulate),
+        Form::Lent(path, values) => {
+            let w = LentWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: true };
+            lent(*path, ws, m, a, w, c, accumulate);
+        }
     }
 }
 
-/// As [`nt`], `[m, out, inp]`, with a weight in no form.
-fn nt_lent(
+/// A weight `[out, inp]` in no form, as a product takes it.
+struct LentWeight<'w> {
+    values: &'w [bf16],
+    shape: [usize; 2],
+    transposed: bool,
+}
+
+/// As [`nt`] where the weight is taken transposed, otherwise as [`nn`].
+fn lent(
     path: ProductPath,
     ws: &mut Workspace,
-    [m, out, inp]: [usize; 3],
+    m: usize,
     a: &[bf16],
-    w: &[bf16],
+    LentWeight { values: w, shape: [out, inp], transposed }: LentWeight<'_>,
     c: &mut [f32],
     accumulate: bool,
 ) {
     match path {
         #[cfg(target_arch = "x86_64")]
         ProductPath::Avx512Bf16(features) => {
-            let panels = scratch::<u32>(&mut ws.b, panel_lines(inp, out) * 16);
-            pack_panels_transposed(w, out, inp, panels);
-            avx512::product(features, &mut ws.a, [m, out, inp], LeftOperand::Rows(a), panels, c, accumulate);
+            let (k, n) = if transposed { (inp, out) } else { (out, inp) };
+            let panels = scratch::<u32>(&mut ws.b, panel_lines(k, n) * 16);
+            match transposed {
+                true => pack_panels_transposed(w, n, k, panels),
+                false => pack_panels(w, k, n, panels),
+            }
+            avx512::product(features, &mut ws.a, [m, n, k], LeftOperand::Rows(a), panels, c, accumulate);
         }
-        ProductPath::Widen => widen_both(ws, a, w, |a, w| gemm_f32::nt_slices([m, out, inp], a, w, c, accumulate)),
-    }
-}
-
-/// As [`nn`], `[m, out, inp]`, with a weight in no form.
-fn nn_lent(
-    path: ProductPath,
-    ws: &mut Workspace,
-    [m, out, inp]: [usize; 3],
-    a: &[bf16],
-    w: &[bf16],
-    c: &mut [f32],
-    accumulate: bool,
-) {
-    match path {
-        #[cfg(target_arch = "x86_64")]
-        ProductPath::Avx512Bf16(features) => {
-            let panels = scratch::<u32>(&mut ws.b, panel_lines(out, inp) * 16);
-            pack_panels(w, out, inp, panels);
-            avx512::product(features, &mut ws.a, [m, inp, out], LeftOperand::Rows(a), panels, c, accumulate);
+        ProductPath::Widen => {
+            let product = if transposed { gemm_f32::nt_slices } else { gemm_f32::nn_slices };
+            widen_both(ws, a, w, |a, w| product([m, out, inp], a, w, c, accumulate));
         }
-        ProductPath::Widen => widen_both(ws, a, w, |a, w| gemm_f32::nn_slices([m, out, inp], a, w, c, accumulate)),
     }
 }
 
@@ -235,7 +231,10 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
             bf16::widen(a, wide);
             gemm_f32::nn(m, wide, w, c, accumulate);
         }
-        Form::Lent(path, lent) => nn_lent(*path, ws, [m, w.out, w.inp], a, lent.as_ref().as_ref(), c, accumulate),
+        Form::Lent(path, values) => {
+            let w = LentWeight { values: values.as_ref().as_ref(), shape: [w.out, w.inp], transposed: false };
+            lent(*path, ws, m, a, w, c, accumulate);
+        }
     }
 }
 

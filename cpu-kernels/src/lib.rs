@@ -1,6 +1,6 @@
 //! CPU kernels of the layer: matrix products, activations, and the conversions between f32 and bf16.
 //!
-//! One PE is one process on one core, so everything here is single-threaded; parallelism is the PEs'.
+//! Each function works on the thread that calls it; parallelism is the caller's.
 //! All matrices are row-major and contiguous. Elements are stored as [`Element`] (f32 or bf16) and every
 //! sum is accumulated in f32. The same inputs and shapes give the same bits on the same machine.
 //!

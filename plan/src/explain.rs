@@ -2,10 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::choose::{LYSI_MOST, choose};
 use super::objective::Evaluation;
-use super::replicate::{Spread, evaluate_spreads, spread_times};
+use super::spread::{Spread, evaluate_spreads, spread_times};
 use super::workload::Workload;
-use super::{Algorithm, Objective, Options, Plan, PlanError, Terms, choose, evaluate, indices, placed, terms};
+use super::{Algorithm, Objective, Options, Plan, PlanError, Terms, evaluate, indices, placed, terms};
 use crate::cluster::{Cluster, LinkTable};
 
 /// Better groupings of other numbers of groups that are shown.
@@ -60,7 +61,7 @@ pub fn explain(
     ];
     if options.algorithm == Algorithm::Lysi {
         others.push(("search".into(), found.groups));
-    } else if cluster.devices.len() <= super::LYSI_MOST {
+    } else if cluster.devices.len() <= LYSI_MOST {
         let published = Options { algorithm: Algorithm::Lysi, ..options };
         others.push(("lysi".into(), choose(cluster, workload, published)?.groups));
     }

@@ -7,12 +7,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::choose::{Chosen, EQUAL};
 use crate::cluster::{Cluster, LinkTable};
 use crate::objective::{Evaluation, Problem};
-use crate::placed::{self, GroupTimes, Placed};
-use crate::placement::DeviceExperts;
+use crate::placed::{self, Placed};
+use crate::spread::{Split, Spread, evaluate};
 use crate::workload::Workload;
-use crate::{Chosen, EQUAL, Plan, PlannedGroup, PlannedReplicas, terms};
+use crate::{Plan, PlannedGroup, terms};
 
 /// Replicas that a plan may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,164 +31,11 @@ const STEPWISE_MOST: usize = 64;
 /// Work is even when no device is further off, as a share.
 const EVEN: f64 = 1e-9;
 
-/// Who of a group holds which experts, and who sends the tokens of those with replicas where.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Spread {
-    /// By member, the experts that it holds, ascending.
-    pub held: DeviceExperts,
-    /// By expert with replicas.
-    pub splits: BTreeMap<u32, Split>,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Split {
-    /// Members of the group, ascending.
-    pub holders: Vec<usize>,
-    /// `[members, holders]`: of each member's tokens with the expert the share that goes to each holder.
-    pub shares: Vec<Vec<f64>>,
-}
-
-/// What a group takes with replicas.
-#[derive(Clone, Copy, Debug, Default)]
-struct SpreadTimes {
-    times: GroupTimes,
-    /// The sums of the replicas' gradients in an iteration, ms.
-    sum_ms: f64,
-}
-
 /// Groups with replicas, and their objective.
 pub(crate) struct Replicated {
     pub groups: Vec<Vec<u32>>,
     pub spreads: Vec<Spread>,
     pub evaluation: Evaluation,
-}
-
-impl Spread {
-    /// Of a group of a plan, whose members are at these indices in the cluster, with these ids.
-    pub fn of(group: &PlannedGroup, held: DeviceExperts, ids: &[u64]) -> Spread {
-        let place = |id: &u64| ids.iter().position(|other| other == id);
-        let split = |replicas: &PlannedReplicas| {
-            let mut columns: Vec<(usize, usize)> =
-                replicas.devices.iter().enumerate().filter_map(|(column, id)| Some((place(id)?, column))).collect();
-            columns.sort_unstable();
-            let row = |id: &u64| {
-                let row = group.devices.iter().position(|other| other == id).and_then(|row| replicas.split.get(row));
-                let share = |(_, column): &(usize, usize)| row.and_then(|row| row.get(*column)).copied().unwrap_or(0.0);
-                columns.iter().map(share).collect()
-            };
-            let holders = columns.iter().map(|(member, _)| *member).collect();
-            (replicas.expert, Split { holders, shares: ids.iter().map(row).collect() })
-        };
-        Spread { held, splits: group.replicas.iter().map(split).collect() }
-    }
-
-    /// As a plan has it: what each device holds, and the replicas.
-    fn into_planned(self, ids: &[u64]) -> (BTreeMap<u64, Vec<u32>>, Vec<PlannedReplicas>) {
-        let replicas = self.splits.into_iter().map(|(expert, split)| PlannedReplicas {
-            expert,
-            devices: split.holders.iter().map(|&member| ids[member]).collect(),
-            split: split.shares,
-        });
-        (ids.iter().copied().zip(self.held).collect(), replicas.collect())
-    }
-
-    /// FLOP of each member's tokens that each member computes.
-    fn flow<L: LinkTable>(&self, placed: &Placed<L>, members: usize) -> Vec<Vec<f64>> {
-        let mut flow = vec![vec![0.0; members]; members];
-        for (j, held) in self.held.iter().enumerate() {
-            let whole: f64 =
-                held.iter().filter(|e| !self.splits.contains_key(e)).map(|&e| placed.experts.costs[e as usize]).sum();
-            flow.iter_mut().for_each(|row| row[j] += whole);
-        }
-        for (&e, split) in &self.splits {
-            let cost = placed.experts.costs[e as usize];
-            for (row, shares) in flow.iter_mut().zip(&split.shares) {
-                split.holders.iter().zip(shares).for_each(|(&j, share)| row[j] += cost * share);
-            }
-        }
-        flow
-    }
-
-    /// What each member of a group (ascending) computes and exchanges in a pass, ms.
-    fn member_times<L: LinkTable>(&self, placed: &Placed<L>, members: &[u32]) -> (Vec<f64>, Vec<f64>) {
-        let (problem, m) = (placed.problem, members.len());
-        let flow = self.flow(placed, m);
-        let link = |i: usize, j: usize| problem.links.link(members[i] as usize, members[j] as usize);
-        let (mut sent, mut received, mut computes) = (vec![0.0f64; m], vec![0.0f64; m], vec![0.0f64; m]);
-        for j in (0..m).filter(|&j| !self.held[j].is_empty()) {
-            let load: f64 = flow.iter().map(|row| row[j]).sum();
-            computes[j] = load / problem.flops[members[j] as usize];
-            for i in (0..m).filter(|&i| i != j && !self.splits.is_empty()) {
-                let ms = link(i, j).time_ms(placed.received_mb(flow[i][j]));
-                sent[i] += ms;
-                received[j] += ms;
-            }
-        }
-        let exchanges = match self.splits.is_empty() {
-            true => placed.exchanges(members, &self.held),
-            false => sent.into_iter().zip(received).map(|(sent, received)| sent.max(received)).collect(),
-        };
-        (computes, exchanges)
-    }
-
-    /// What a group (ascending) takes.
-    fn times<L: LinkTable>(&self, placed: &Placed<L>, members: &[u32]) -> SpreadTimes {
-        if self.splits.is_empty() {
-            return SpreadTimes { times: placed.placed_times(members, &self.held), sum_ms: 0.0 };
-        }
-        let (problem, m) = (placed.problem, members.len());
-        let (computes, exchanges) = self.member_times(placed, members);
-        let link = |i: usize, j: usize| problem.links.link(members[i] as usize, members[j] as usize);
-        let workload = problem.workload;
-        let compute_ms = computes.into_iter().fold(0.0, f64::max);
-        let communication_ms = workload.p2p_frequency * exchanges.into_iter().fold(0.0, f64::max);
-        let expert_mb = workload.all_reduce_buffer_mb / workload.n_experts() as f64;
-        let mut sum_ms = vec![0.0f64; m];
-        for split in self.splits.values().filter(|_| expert_mb > 0.0) {
-            let k = split.holders.len() as f64;
-            for &i in &split.holders {
-                let others = split.holders.iter().filter(|&&j| j != i);
-                let slowest = others.map(|&j| link(i, j).time_ms(expert_mb / k)).fold(0.0, f64::max);
-                sum_ms[i] += 2.0 * (k - 1.0) * slowest;
-            }
-        }
-        SpreadTimes {
-            times: GroupTimes { compute_ms, communication_ms },
-            sum_ms: sum_ms.into_iter().fold(0.0, f64::max),
-        }
-    }
-}
-
-/// The objective of groups of these spreads. The sums of the replicas' gradients count with those between groups.
-pub(crate) fn evaluate_spreads(
-    cluster: &Cluster,
-    workload: &Workload,
-    groups: &[Vec<u32>],
-    spreads: &[Spread],
-) -> Evaluation {
-    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
-    evaluate(&Placed::new(&problem), groups, spreads)
-}
-
-/// What each member of a group (ascending) computes and exchanges in a pass, ms.
-pub(crate) fn spread_times(
-    cluster: &Cluster,
-    workload: &Workload,
-    members: &[u32],
-    spread: &Spread,
-) -> (Vec<f64>, Vec<f64>) {
-    let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
-    spread.member_times(&Placed::new(&problem), members)
-}
-
-fn evaluate<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>], spreads: &[Spread]) -> Evaluation {
-    let of = |(members, spread): (&Vec<u32>, &Spread)| spread.times(placed, members);
-    let all: Vec<SpreadTimes> = groups.iter().zip(spreads).map(of).collect();
-    let mut evaluation = placed.evaluate(groups, &all.iter().map(|of| of.times).collect::<Vec<_>>());
-    let sum_ms = all.iter().map(|of| of.sum_ms).fold(0.0, f64::max);
-    evaluation.all_reduce_ms += sum_ms;
-    evaluation.objective_ms += sum_ms;
-    evaluation
 }
 
 /// Replicas for the groups chosen, or for others, from their best placements: those of the least objective, `None` where no replica helps.
@@ -253,7 +101,7 @@ fn spread<L: LinkTable>(placed: &Placed<L>, members: &[u32], start: &Spread, rep
     let mut state = State::new(placed, members, start, replication);
     let gamma = placed.problem.gamma(placed.problem.n());
     let ms = |spread: &Spread| {
-        let SpreadTimes { times, sum_ms } = spread.times(placed, members);
+        let (times, sum_ms) = spread.times(placed, members);
         gamma * times.ms() + sum_ms
     };
     let mut best = state.spread();

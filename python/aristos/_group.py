@@ -1,6 +1,7 @@
 """The processes that share the experts of a layer."""
 
 import datetime
+import functools
 import os
 import secrets
 
@@ -61,6 +62,18 @@ def default():
 def numbered(number):
     """The group of this number, as operators are given it."""
     return _groups[number]
+
+
+@functools.cache
+def of(process_group):
+    """One group for all layers over a process group. Collective for the first."""
+    return Group(process_group)
+
+
+@functools.cache
+def alone():
+    """One group for all layers that run in this process alone."""
+    return Group.alone()
 
 
 class Group:

@@ -4,19 +4,8 @@ import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import _aristos, _routing
+from . import _aristos, _group, _routing
 from ._experts import experts as run_experts
-from ._group import Group
-
-_groups = {}
-
-
-def _group_of(mesh):
-    """One group for all layers of a mesh."""
-    group = mesh.get_group()
-    if group not in _groups:
-        _groups[group] = Group(group)
-    return _groups[group]
 
 
 def _local(parameter):
@@ -66,9 +55,9 @@ class _AristosExperts(EPImplementation):
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._stored = _Stored(experts)
-        self._group = _group_of(ep_mesh)
+        self._group = _group.of(ep_mesh.get_group())
         # Where processes share a batch each brings a part of it to the pass.
-        self._batch_group = _group_of(tp_mesh) if tp_mesh.size() > 1 else None
+        self._batch_group = _group.of(tp_mesh.get_group()) if tp_mesh.size() > 1 else None
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
         return self._stored.run(hidden_states, top_k_index, top_k_weights, self._group, self._batch_group)
@@ -76,11 +65,9 @@ class _AristosExperts(EPImplementation):
 
 def _alone(module, hidden_states, top_k_index, top_k_weights):
     """All of a module's experts in this process."""
-    if None not in _groups:
-        _groups[None] = Group.alone()
     if not hasattr(module, "_aristos"):
         module._aristos = _Stored(module)
-    return module._aristos.run(hidden_states, top_k_index, top_k_weights, _groups[None])
+    return module._aristos.run(hidden_states, top_k_index, top_k_weights, _group.alone())
 
 
 EPImplementationInterface.register("aristos", _AristosExperts)

@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from aristos import _transformers
+from aristos import _group
 
 # hidden, intermediate, experts, top_k, tokens of a process
 SHAPES = [(256, 128, 16, 4, 1024), (512, 256, 16, 4, 1024), (1024, 512, 8, 2, 1024), (2048, 768, 16, 8, 256)]
@@ -73,7 +73,7 @@ def compare(shape, dtype, meshes, repeats):
     for way in WAYS[1:]:
         error = ((results[way] - results["aristos"]).norm() / results["aristos"].norm()).item()
         assert error < limit, f"{way} and aristos differ by {error}"
-    group = _transformers._groups[meshes[0].get_group()]
+    group = _group.of(meshes[0].get_group())
     before = group.sent_bytes()
     passes(*ways["aristos"], x, ids, routing, grad)
     sent = group.sent_bytes() - before

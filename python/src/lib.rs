@@ -7,12 +7,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use aristos::checkpoint::{ACTIVATIONS, Family};
+use aristos::moe::cpu::LentGradients;
 use aristos::moe::cpu::experts::Mlp;
 use aristos::moe::kernels::{Element, Lent};
 use aristos::moe::placement::block;
 use aristos::moe::{
-    self, Activation, Dtype, Glu, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MoeError, MoeLayer, Options, Proj,
-    RouterConfig, proj_index,
+    self, Activation, Dtype, Glu, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpGradientsMut, MoeError, MoeLayer,
+    Options, Proj, RouterConfig, proj_index,
 };
 use aristos::shmem::{ShmTransport, Shmem};
 use half::bf16;
@@ -20,6 +21,10 @@ use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+
+mod signals;
+
+use signals::Signals;
 
 create_exception!(_aristos, AristosError, PyRuntimeError, "What the runtime reports: one line.");
 
@@ -29,7 +34,8 @@ type SavedOf<E> = <Over<E> as MoeLayer>::Saved;
 /// The layer in one of its element types.
 enum Engine {
     F32(Over<f32>),
-    Bf16(Over<bf16>),
+    /// With the gradients of one expert before they are rounded.
+    Bf16(Over<bf16>, Box<MlpGradients>),
 }
 
 /// What a forward pass left for its backward.
@@ -144,20 +150,40 @@ impl Weights {
         (0..experts).map(expert).collect()
     }
 
-    /// Rounds the gradients to the element type, into these places.
+    /// Has expert `local`'s gradients computed into these places; those of another type than f32 in `rounded` first.
     ///
     /// # Safety
     /// As for [`Weights::lend`], and nobody else reads there.
-    unsafe fn take_gradients<E: Element>(&self, config: &LayerConfig, gradients: &[MlpGradients]) {
-        for (local, of) in gradients.iter().enumerate() {
+    unsafe fn take<E: Element>(
+        &self,
+        config: &LayerConfig,
+        local: usize,
+        rounded: &mut MlpGradients,
+        compute: &mut dyn FnMut(MlpGradientsMut<'_>),
+    ) {
+        let place = |proj| self.place(config, local, proj, size_of::<E>());
+        if E::NAME == f32::NAME {
+            let none = || -> [&mut [f32]; 3] { [&mut [], &mut [], &mut []] };
+            let (mut matrix, mut bias) = (none(), none());
             for &proj in config.expert.projections() {
-                let [(address, len), (bias, out)] = self.place(config, local, proj, size_of::<E>());
-                // SAFETY: as the function's.
-                E::convert(&of.matrix[proj_index(proj)], unsafe { write(address, len) });
+                let [(address, len), (bias_address, out)] = place(proj);
+                // SAFETY: as the function's; the elements are f32, and no two projections' places overlap.
+                matrix[proj_index(proj)] = unsafe { write::<f32>(address, len) };
                 if config.expert.bias {
-                    // SAFETY: as the function's.
-                    unsafe { write::<f32>(bias, out) }.copy_from_slice(&of.bias[proj_index(proj)]);
+                    // SAFETY: as above.
+                    bias[proj_index(proj)] = unsafe { write::<f32>(bias_address, out) };
                 }
+            }
+            return compute(MlpGradientsMut { matrix, bias });
+        }
+        compute(rounded.places());
+        for &proj in config.expert.projections() {
+            let [(address, len), (bias, out)] = place(proj);
+            // SAFETY: as the function's.
+            E::convert(&rounded.matrix[proj_index(proj)], unsafe { write(address, len) });
+            if config.expert.bias {
+                // SAFETY: as the function's.
+                unsafe { write::<f32>(bias, out) }.copy_from_slice(&rounded.bias[proj_index(proj)]);
             }
         }
     }
@@ -198,7 +224,12 @@ impl Forward {
 impl Backward {
     /// # Safety
     /// As [`Forward::run`].
-    unsafe fn run<E: Element>(&self, layer: &mut Over<E>, saved: &mut SavedOf<E>) -> PyResult<()> {
+    unsafe fn run<E: Element>(
+        &self,
+        layer: &mut Over<E>,
+        saved: &mut SavedOf<E>,
+        rounded: &mut MlpGradients,
+    ) -> PyResult<()> {
         let (elements, pairs, local) = sizes(layer, self.tokens);
         let [x, grad_output, grad_x, grad_weights] = self.tensors;
         // SAFETY: as the function's; the experts end with it.
@@ -212,11 +243,13 @@ impl Backward {
                 experts,
             )
         };
-        layer.experts_lent_backward(&experts, saved, x, grad_output, grad_x, grad_weights).map_err(moe_error)?;
         let config = layer.spec().config.clone();
-        // SAFETY: as the function's.
-        unsafe { self.gradients.take_gradients::<E>(&config, &layer.gradients().map_err(moe_error)?.experts) };
-        Ok(())
+        let mut take = |local: usize, compute: &mut dyn FnMut(MlpGradientsMut<'_>)| {
+            // SAFETY: as the function's.
+            unsafe { self.gradients.take::<E>(&config, local, rounded, compute) };
+        };
+        let gradients = LentGradients { input: grad_x, weights: grad_weights, experts: &mut take };
+        layer.experts_lent_backward(&experts, saved, x, grad_output, gradients).map_err(moe_error)
     }
 }
 
@@ -233,6 +266,7 @@ struct State {
     /// Whether the layer has the memory of a finished pass. One: each has what a backward needs, which no two need at a time.
     has_spare: bool,
     failed: Option<String>,
+    signals: Arc<Signals>,
 }
 
 /// This process's part of a layer of experts that the caller brings and routes to. One serves all layers of a model that are alike.
@@ -265,7 +299,7 @@ impl State {
         }
         match (&mut self.engine, pass) {
             (Engine::F32(layer), PassState::F32(pass)) => layer.recycle(pass),
-            (Engine::Bf16(layer), PassState::Bf16(pass)) => layer.recycle(pass),
+            (Engine::Bf16(layer, _), PassState::Bf16(pass)) => layer.recycle(pass),
             _ => {}
         }
     }
@@ -275,7 +309,8 @@ impl State {
         if let Some(why) = &self.failed {
             return Err(error(format!("the layer failed before, and needs a new group (aristos.init()): {why}")));
         }
-        run(&mut self.engine).inspect_err(|error| {
+        let ended = run(&mut self.engine).map_err(|error| self.signals.raised().unwrap_or(error));
+        ended.inspect_err(|error| {
             if Python::attach(|py| !error.is_instance_of::<PyValueError>(py)) {
                 self.failed = Some(error.to_string());
             }
@@ -336,17 +371,22 @@ impl Layer {
         let mut options = Options::default();
         options.wait_limit = wait_limit;
         let spec = LayerSpec::new(config, size, max_tokens).dtype(elements).options(options);
+        let signals = Arc::new(Signals::new(rank));
+        let watch = signals.clone();
         let engine = py.detach(|| {
             spec.validate(size).map_err(moe_error)?;
             let heap_bytes = spec.heap_bytes().map_err(moe_error)?;
             let met = aristos::shmem::meet(key, rank, size, heap_bytes, Instant::now() + wait_limit);
-            let pe = met.map_err(error)?;
+            let pe = Shmem::new(met.map_err(error)?.watched((0..size).collect(), watch));
             Ok::<_, PyErr>(match elements {
                 Dtype::F32 => Engine::F32(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
-                _ => Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?),
+                _ => {
+                    let rounded = Box::new(MlpGradients::zeros(&spec.config.expert, spec.config.hidden));
+                    Engine::Bf16(moe::Layer::builder(spec).build_without_weights(pe).map_err(moe_error)?, rounded)
+                }
             })
         })?;
-        Ok(Layer { state: Arc::new(Mutex::new(State { engine, has_spare: false, failed: None })) })
+        Ok(Layer { state: Arc::new(Mutex::new(State { engine, has_spare: false, failed: None, signals })) })
     }
 
     /// `output = sum of weight * expert(x)`: the addresses of x, ids, weights and output (`Forward`), and of the experts' up, down and their
@@ -359,7 +399,7 @@ impl Layer {
                 // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
                 Engine::F32(layer) => unsafe { forward.run(layer) }.map(PassState::F32),
                 // SAFETY: as above.
-                Engine::Bf16(layer) => unsafe { forward.run(layer) }.map(PassState::Bf16),
+                Engine::Bf16(layer, _) => unsafe { forward.run(layer) }.map(PassState::Bf16),
             })?;
             state.has_spare = false;
             Ok::<_, PyErr>(pass)
@@ -371,7 +411,7 @@ impl Layer {
     fn sent_bytes(&self) -> PyResult<u64> {
         Ok(match &lock(&self.state)?.engine {
             Engine::F32(layer) => layer.bytes_put(),
-            Engine::Bf16(layer) => layer.bytes_put(),
+            Engine::Bf16(layer, _) => layer.bytes_put(),
         })
     }
 }
@@ -396,9 +436,13 @@ impl Saved {
             let mut state = lock(&self.layer)?;
             state.pass(|engine| match (engine, &mut pass) {
                 // SAFETY: the wrapper holds the tensors, and has checked their types and sizes.
-                (Engine::F32(layer), PassState::F32(saved)) => unsafe { backward.run(layer, saved) },
+                (Engine::F32(layer), PassState::F32(saved)) => unsafe {
+                    backward.run(layer, saved, &mut MlpGradients::default())
+                },
                 // SAFETY: as above.
-                (Engine::Bf16(layer), PassState::Bf16(saved)) => unsafe { backward.run(layer, saved) },
+                (Engine::Bf16(layer, rounded), PassState::Bf16(saved)) => unsafe {
+                    backward.run(layer, saved, rounded)
+                },
                 _ => Err(gone()),
             })?;
             state.recycle(pass);

@@ -5,7 +5,6 @@ import re
 
 import torch
 import torch.distributed as dist
-from harness import run
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 
@@ -22,7 +21,3 @@ def the_ten_lines():
     assert router is not None and router.norm() > 0
     assert dist.is_initialized() and torch.isfinite(names["loss"])
     return f"loss {loss:.2f} per byte"
-
-
-if __name__ == "__main__":
-    run("docs", [("the_ten_lines", the_ten_lines)])

@@ -1,18 +1,14 @@
-"""The operators, the layer, and what they refuse, against the same mathematics in plain PyTorch.
-
-Run by tools/test-python as ``torchrun --nproc-per-node N test_experts.py``.
-"""
+"""The operators, the layer, and what they refuse, against the same mathematics in plain PyTorch."""
 
 import gc
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
 
 import torch
 import torch.distributed as dist
-from harness import refused, relative_error, run
+from harness import refused, relative_error
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -407,10 +403,8 @@ CASES = [
 # What one process alone has no part in.
 SEVERAL = {"on_a_part_of_the_processes", "shapes_that_differ_are_named", "a_rank_that_stops_is_named"}
 
-if __name__ == "__main__":
-    alone = os.environ.get("WORLD_SIZE") == "1"
-    names = sys.argv[1:] or [name for name, _ in CASES if not (alone and name in SEVERAL)]
-    unknown = set(names) - {name for name, _ in CASES}
-    if unknown:
-        sys.exit(f"no case {', '.join(sorted(unknown))}")
-    run("experts", [case for case in CASES if case[0] in names])
+
+def cases(wanted, size):
+    """Those for this number of processes as (name, function), or only the one that is wanted."""
+    found = [(f"experts::{name}", case) for name, case in CASES if name == wanted or not wanted and (size > 1 or name not in SEVERAL)]
+    return found or sys.exit(f"no case experts:{wanted}")

@@ -17,9 +17,13 @@ up, down = torch.ones(2, 8, 4), torch.ones(2, 4, 4)
 call = lambda: aristos.experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), up, down)
 call()
 open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
-if group.rank == 0:
-    call()
-time.sleep(300)
+try:
+    if group.rank == 0:
+        call()
+    time.sleep(300)
+except KeyboardInterrupt:
+    open(os.path.join(sys.argv[1], f"{os.getpid()}.interrupted"), "w").close()
+    raise
 """
 
 
@@ -59,6 +63,9 @@ def ctrl_c_ends_all_ranks():
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
                     raise AssertionError(f"process {pid} runs after Ctrl-C")
+        # By themselves: torchrun kills after 30 s what has not ended.
+        for pid in ranks:
+            assert (pids / f"{pid}.interrupted").exists(), f"process {pid} did not see Ctrl-C"
         return f"{time.monotonic() - began:.1f} s"
 
 

@@ -1,6 +1,6 @@
 """Output and every parameter's gradient with experts over N processes equal the unpatched model's in one process.
 
-Run by tools/test-python as ``torchrun --nproc-per-node N test_transformers.py CASE...``, a case being a mode (``fsdp``, ``tp``, ``both``: tp of
+A case is a mode (``fsdp``, ``tp``, ``both``: tp of
 2 within fsdp, or ``alone``: one process, without expert parallelism), a colon, and a model type; ``:bf16`` for bfloat16; ``:FAULT`` for a fault that is planted, and that the comparison must see.
 """
 
@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from harness import full, relative_error, run
+from harness import full, relative_error
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -159,14 +159,11 @@ def case(mode, name, dtype, fault):
     return said
 
 
-def parse(text):
+def case_named(text):
+    """The (name, function) of a case."""
     mode, name, *rest = text.split(":")
     dtype = torch.bfloat16 if "bf16" in rest else torch.float32
     fault = next((word for word in rest if word != "bf16"), "")
     if mode not in ("fsdp", "tp", "both", "alone") or name not in aristos.families() or fault not in ("", "no-gradient-of-weights", "stale-weights"):
         sys.exit(f"no case {text}")
-    return text.replace(":", "::"), functools.partial(case, mode, name, dtype, fault)
-
-
-if __name__ == "__main__":
-    run("transformers", [parse(text) for text in sys.argv[1:]])
+    return f"transformers::{text.replace(':', '::')}", functools.partial(case, mode, name, dtype, fault)

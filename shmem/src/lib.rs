@@ -61,6 +61,7 @@ mod meet;
 mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+mod pace;
 pub mod reorder;
 mod segment;
 mod shm;
@@ -82,6 +83,7 @@ pub use handle::AsShmem;
 pub use host::host_id;
 pub use meet::meet;
 pub use memory::available_bytes;
+pub use pace::{Hold, Pace};
 pub use segment::Segment;
 pub use shm::{ShmTransport, Watch};
 pub use team::Team;

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::{Segment, ShmTransport, Shmem, ShmemError, check_heap, fds};
+use super::{Segment, ShmTransport, ShmemError, check_heap, fds};
 
 /// The most files in a packet.
 const FILES_PER_PACKET: usize = 16;
@@ -62,7 +62,7 @@ pub fn meet(
     n_pes: usize,
     heap_bytes: usize,
     deadline: Instant,
-) -> Result<Shmem<ShmTransport>, ShmemError> {
+) -> Result<ShmTransport, ShmemError> {
     if my_pe >= n_pes {
         return Err(meeting(format!("PE {my_pe} of {n_pes}: expected a number below that of PEs")));
     }
@@ -85,7 +85,7 @@ pub fn meet(
         _ => own.take().ok_or_else(|| meeting(format!("no segment of PE {pe} came"))),
     };
     let segments = files.into_iter().enumerate().map(segment).collect::<Result<_, _>>()?;
-    Ok(Shmem::new(ShmTransport::new(my_pe, segments)?))
+    ShmTransport::new(my_pe, segments)
 }
 
 fn meeting(why: String) -> ShmemError {

@@ -26,7 +26,7 @@ use std::time::Instant;
 
 use super::doorbell::{ring, signal};
 use super::wait::Patience;
-use super::{LostPe, RawWait, Segment, ShmemError, SignalOp, Transport};
+use super::{LostPe, Pace, RawWait, Segment, ShmemError, SignalOp, Transport};
 
 /// Who knows of the PEs of a world over shared memory when one is lost, which the others' memory does not show.
 pub trait Watch: Send + Sync {
@@ -50,6 +50,7 @@ pub struct ShmTransport {
     /// Messages' numbers of the PEs, where they are others.
     numbers: Option<Vec<usize>>,
     watch: Option<Arc<dyn Watch>>,
+    pace: Option<Pace>,
 }
 
 impl ShmTransport {
@@ -81,6 +82,11 @@ impl ShmTransport {
         ShmTransport { numbers: Some(numbers), watch: Some(watch), ..self }
     }
 
+    /// The same PE, whose messages take no less than `pace` says.
+    pub fn paced(self, pace: Pace) -> Self {
+        ShmTransport { pace: Some(pace), ..self }
+    }
+
     fn over(my_pe: usize, segments: Arc<[Segment]>) -> Result<Self, ShmemError> {
         let Some(mine) = segments.get(my_pe) else {
             return Err(ShmemError::Segment(format!("PE {my_pe} of {} has none", segments.len())));
@@ -91,7 +97,7 @@ impl ShmTransport {
             return Err(ShmemError::Segment(format!("PE {pe}'s heap has {other} bytes, PE {my_pe}'s {bytes}")));
         }
         let patience = Patience::of(segments.len());
-        Ok(Self { my_pe, segments, patience, numbers: None, watch: None })
+        Ok(Self { my_pe, segments, patience, numbers: None, watch: None, pace: None })
     }
 
     #[inline]
@@ -123,11 +129,13 @@ impl Transport for ShmTransport {
     #[inline]
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
         self.segments[pe].copy_in(dest, src);
+        self.pace.iter().for_each(|pace| pace.put(pe, src.len()));
     }
 
     #[inline]
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
         self.mine().copy_to(src, &self.segments[pe], dest, bytes);
+        self.pace.iter().for_each(|pace| pace.put(pe, bytes));
     }
 
     #[inline]
@@ -148,6 +156,7 @@ impl Transport for ShmTransport {
 
     #[inline]
     fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
+        self.pace.iter().for_each(|pace| pace.signal(pe));
         let peer = &self.segments[pe];
         signal(peer.atomic_u64(word), value, op, peer.bell());
     }

@@ -22,7 +22,7 @@ fn all(asked: &[(usize, usize, usize, Duration)]) -> Vec<Met> {
     thread::scope(|scope| {
         let start = |&(pe, n_pes, heap_bytes, limit): &(usize, usize, usize, Duration)| {
             let key = &key;
-            scope.spawn(move || meet(key, pe, n_pes, heap_bytes, Instant::now() + limit))
+            scope.spawn(move || meet(key, pe, n_pes, heap_bytes, Instant::now() + limit).map(Shmem::new))
         };
         let threads: Vec<_> = asked.iter().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -4,25 +4,35 @@
 //! the CPUs at its start and end, and what they share according to the operating system.
 
 use std::fs;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
+use std::sync::OnceLock;
 
-use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
-/// The CPUs that this process may run on.
-fn allowed() -> Vec<usize> {
-    sched_getaffinity(None).map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()).unwrap_or_default()
-}
+use crate::job::host::allowed_cpus;
 
 /// Keeps this PE on a CPU of its own where there are enough: a measurement of two PEs that the scheduler leaves on one CPU
-/// measures the scheduler.
+/// measures the scheduler. A CPU that a PE of another measurement has taken is left to it.
 pub fn pin(pe: usize, n_pes: usize) {
-    let cpus = allowed();
-    if n_pes <= cpus.len() {
+    /// This process's CPU: as long as the socket is there, nobody else can have one of its name.
+    static CLAIM: OnceLock<UnixDatagram> = OnceLock::new();
+    let cpus = allowed_cpus();
+    if n_pes > cpus.len() {
+        return;
+    }
+    for &cpu in cpus.iter().cycle().skip(pe).take(cpus.len()) {
+        let name = SocketAddr::from_abstract_name(format!("aristos-cpu-{cpu}"));
+        let Ok(claim) = name.and_then(|name| UnixDatagram::bind_addr(&name)) else { continue };
         let mut own = CpuSet::new();
-        own.set(cpus[pe]);
+        own.set(cpu);
         // Where pinning is not allowed, the measurement goes on without it.
-        let _ = sched_setaffinity(None, &own);
+        if sched_setaffinity(None, &own).is_ok() {
+            let _ = CLAIM.set(claim);
+        }
+        return;
     }
 }
 
@@ -48,7 +58,7 @@ impl CpuSpan {
     /// At the start of a measurement.
     pub fn take() -> CpuSpan {
         let cpu = sched_getcpu();
-        CpuSpan { start: cpu, end: cpu, allowed: allowed().len() }
+        CpuSpan { start: cpu, end: cpu, allowed: allowed_cpus().len() }
     }
 
     /// At its end.

@@ -196,13 +196,13 @@ impl LayerResult {
             .collect();
 
         let phases = |which: usize| {
-            let of = |phase: &Phase| PeSpread {
+            let of = |phase: Phase| PeSpread {
                 phase: phase.name(),
                 median_s: (0..n)
                     .map(|pe| median((0..iterations).map(|i| sample(pe, i, which).phases_s[phase.code()]).collect()))
                     .collect(),
             };
-            Phase::ALL.iter().filter(|&&phase| phase != Phase::Idle).map(of).collect()
+            Phase::of_passes().map(of).collect()
         };
         let measurements = all_measurements.iter().enumerate().map(|(which, measurement)| {
             let (what, passes) = measurement.name();
@@ -298,7 +298,7 @@ impl LayerResult {
 /// The raw samples: one line per element type, iteration, measurement and PE.
 pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
     let mut csv = String::from("dtype,iteration,measurement,passes,pe,rows,cpu,seconds");
-    for phase in Phase::ALL.iter().filter(|&&phase| phase != Phase::Idle) {
+    for phase in Phase::of_passes() {
         let _ = write!(csv, ",{}_s", phase.name().replace([' ', '-'], "_").to_lowercase());
     }
     csv.push('\n');
@@ -309,7 +309,7 @@ pub fn samples_csv(bench: &MoeBench, samples: &[Vec<PeSamples>]) -> String {
                 let (what, passes) = measurement.name();
                 let Sample { seconds, phases_s, cpu } = sample;
                 let _ = write!(csv, "{},{iteration},{what},{passes},{pe},{rows},{cpu},{seconds:.9}", of_pe.dtype);
-                for phase in Phase::ALL.iter().filter(|&&phase| phase != Phase::Idle) {
+                for phase in Phase::of_passes() {
                     let _ = write!(csv, ",{:.9}", phases_s[phase.code()]);
                 }
                 csv.push('\n');

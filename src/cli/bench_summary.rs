@@ -90,6 +90,7 @@ impl LayerArgs {
             plan: None,
             on_failure: OnFailure::Stop,
             hot_shift_every: None,
+            inject: None,
             replan: None,
             device,
             #[cfg(feature = "device")]

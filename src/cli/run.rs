@@ -31,6 +31,9 @@ const DEFAULT_TOKENS: usize = 1024;
 /// PEs of the bundled example.
 const EXAMPLE_PES: usize = 4;
 
+/// The most threads of a PE.
+const MAX_THREADS: usize = 1024;
+
 /// Longest wait that can be asked for, seconds: half a year.
 const MAX_TIMEOUT_S: f64 = (1 << 24) as f64;
 
@@ -132,12 +135,18 @@ pub struct Args {
     /// Most rows sent under one signal
     #[arg(long, value_name = "ROWS", default_value_t = 256)]
     chunk_rows: usize,
+    /// Threads of a PE that compute tiles, on the CPUs that its launcher lets it use; the results are the same, bit for bit
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    threads: usize,
     /// How long a PE waits for another before the job fails
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     timeout: f64,
     /// After every S steps let other experts of a synthetic layer be hot, the next --hot-ratio of them
     #[arg(long, value_name = "S", requires = "hot_ratio")]
     hot_shift_every: Option<usize>,
+    /// Slow the PEs and the links between them down to the devices and links of a cluster file (docs/planner.md), device i being PE i
+    #[arg(long, value_name = "CLUSTER.json")]
+    inject: Option<PathBuf>,
     #[command(flatten)]
     ranks: RanksArgs,
     #[command(flatten)]
@@ -270,6 +279,11 @@ impl Args {
             "--budget-factor is {}, expected a finite number above 0",
             self.budget_factor
         );
+        ensure!(
+            (1..=MAX_THREADS).contains(&self.threads),
+            "--threads is {}, expected 1 to {MAX_THREADS}",
+            self.threads
+        );
         ensure!(self.timeout > 0.0, "--timeout is {}, expected a number of seconds above 0", self.timeout);
         ensure!(
             self.timeout <= MAX_TIMEOUT_S,
@@ -284,6 +298,11 @@ impl Args {
         ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
+        ensure!(
+            device == DeviceKind::Cpu || self.threads == 1,
+            "--threads {} on a device, expected --device cpu",
+            self.threads
+        );
         ensure!(
             device == DeviceKind::Cpu || self.on_failure == OnFailureArg::Stop,
             "--on-failure continue on a device, expected --device cpu"
@@ -315,6 +334,7 @@ impl Args {
                 replicas: self.replicas.unwrap_or(Replication::AtMost(1)),
                 cluster: String::new(),
             }),
+            inject: self.inject.clone(),
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
@@ -330,6 +350,7 @@ impl Args {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,
                 chunk_rows: self.chunk_rows,
+                threads: self.threads,
                 wait_limit: Duration::from_secs_f64(self.timeout),
                 ..Options::default()
             },
@@ -366,6 +387,7 @@ impl Args {
             self.on_failure == OnFailureArg::Stop,
             "--on-failure continue with --transport {transport}, expected --transport shm"
         );
+        ensure!(self.inject.is_none(), "--inject with --transport {transport}, expected --transport shm");
         let carried = self.device == DeviceArg::Cpu || (transport == "tcp" && self.device.over_tcp());
         ensure!(carried, "--transport {transport} on a device, expected --device cpu");
         self.request(Some(started))

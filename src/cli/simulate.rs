@@ -20,7 +20,7 @@ use crate::run::plan::parse_plan;
 use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
 use crate::sim::step::{Cores, Jitter};
-use crate::simulate::{Calibration, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
+use crate::simulate::{Calibration, RowOrder, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
 use crate::stdio::out_line;
 
 /// Tokens of a PE with --model, where nothing else is said.
@@ -51,6 +51,9 @@ pub struct Args {
     /// How the PEs exchange rows
     #[arg(long, value_enum, default_value = "pipelined")]
     schedule: ModeArg,
+    /// The order of the rows that a PE sends another one
+    #[arg(long, value_enum, default_value = "expert")]
+    order: OrderArg,
     /// Steps
     #[arg(long, value_name = "N", default_value_t = 1)]
     steps: usize,
@@ -89,6 +92,15 @@ pub struct Args {
     plot: Option<PathBuf>,
     #[command(flatten)]
     synthetic: SyntheticArgs,
+}
+
+/// `--order`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum OrderArg {
+    /// By their first expert there, and back by their last one, as the layer sends them
+    Expert,
+    /// By token
+    Token,
 }
 
 /// `--nics`.
@@ -151,6 +163,10 @@ impl Args {
             dtype: Dtype::from(self.dtype),
             options,
             tokens,
+            order: match self.order {
+                OrderArg::Expert => RowOrder::Expert,
+                OrderArg::Token => RowOrder::Token,
+            },
             backward,
             steps: self.steps,
             jitter: self.jitter.map(|seed| Jitter { seed, sigma: self.jitter_sigma }),

@@ -1,7 +1,9 @@
 //! `aristos sweep`.
 
 use std::fmt::Write;
+use std::hint::black_box;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use clap::ValueEnum;
@@ -67,7 +69,7 @@ pub struct Args {
     /// Print JSON: rows, best, sequential_s (docs/simulator.md)
     #[arg(long)]
     json: bool,
-    /// Draw throughput by degree into this folder, as SVG, and with the feature `png` as PNG too
+    /// Draw throughput by degree, and the simulator's own time, into this folder, as SVG, and with the feature `png` as PNG too
     #[arg(long, value_name = "DIR")]
     plot: Option<PathBuf>,
 }
@@ -146,7 +148,7 @@ pub fn command(args: &Args) -> Result<bool> {
     }
     files::write(csv, csv_text(&rows))?;
     if let Some(folder) = &args.plot {
-        for (stem, svg) in args.plots(&rows)? {
+        for (stem, svg) in args.plots(&rows, cost)? {
             plot::save(folder, &stem, &svg)?;
         }
     }
@@ -191,23 +193,36 @@ impl Args {
         degrees
     }
 
-    fn plots(&self, rows: &Rows) -> Result<Vec<(String, String)>> {
-        let cost = match self.cost {
+    fn plots(&self, rows: &Rows, cost: Cost) -> Result<Vec<(String, String)>> {
+        let model = match self.cost {
             CostArg::Default => "corrected cost model",
             CostArg::Compat => "published cost model",
         };
         let state = if self.steady_state { ", steady state" } else { "" };
         let list = |numbers: &[usize]| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
         let subtitle = format!(
-            "{} layers of width {}, batch {}, {cost}{state}",
+            "{} layers of width {}, batch {}, {model}{state}",
             list(&self.layers),
             list(&self.width),
             list(&self.batch)
         );
-        match self.isolate {
-            Some(isolate) => Ok(vec![plot::plot_isolated(rows, isolate.into(), &subtitle)?]),
-            None => plot::plot_grid(rows, &format!("{subtitle}, {} devices", list(&self.devices))),
-        }
+        let subtitle = format!("{subtitle}, {} devices", list(&self.devices));
+        let mut plots = match self.isolate {
+            Some(isolate) => vec![plot::plot_isolated(rows, isolate.into(), &subtitle)?],
+            None => plot::plot_grid(rows, &subtitle)?,
+        };
+        // The shortest of three, as others may have the CPU.
+        let own_s = |(model, strategy, _): &(Model, Strategy, Outcome)| {
+            let once = |_| {
+                let start = Instant::now();
+                let _ = black_box(model.simulate(*strategy, cost, self.steady_state));
+                start.elapsed().as_secs_f64()
+            };
+            (0..3).map(once).fold(f64::INFINITY, f64::min)
+        };
+        let own_s: Vec<f64> = rows.iter().map(own_s).collect();
+        plots.push(plot::plot_own_time(rows, &own_s, &subtitle)?);
+        Ok(plots)
     }
 }
 

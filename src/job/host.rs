@@ -5,10 +5,17 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::thread::{CpuSet, sched_getaffinity};
+
 use super::JobError;
 use super::launch::{GoOn, PeContext, StatusPage};
 use crate::shmem::tcp::TcpTransport;
-use crate::shmem::{ShmTransport, Shmem, Transport};
+use crate::shmem::{Pace, ShmTransport, Shmem, Transport};
+
+/// The CPUs that this thread may run on: its launcher's choice.
+pub fn allowed_cpus() -> Vec<usize> {
+    sched_getaffinity(None).map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()).unwrap_or_default()
+}
 
 /// How much is written at once.
 const PIECE_BYTES: usize = 4 << 20;
@@ -127,6 +134,12 @@ pub trait PePart {
     /// When there can be none so large.
     fn heap_bytes<T: Transport>(&self) -> Result<usize, Self::Error>;
 
+    /// How slow this PE's messages are to be made, where they are; over shared memory only.
+    fn pace(&self, my_pe: usize) -> Option<Pace> {
+        let _ = my_pe;
+        None
+    }
+
     /// Does it.
     ///
     /// # Errors
@@ -212,17 +225,14 @@ impl Host for PeContext {
     }
 }
 
-fn shared_memory(context: &mut PeContext, heap_bytes: usize) -> Result<Shmem<ShmTransport>, JobError> {
-    let segments = context.exchange_segments(heap_bytes)?;
-    let rank = context.world().iter().position(|&pe| pe == context.my_pe()).unwrap_or(segments.len());
-    let transport = ShmTransport::new(rank, segments)?;
-    Ok(Shmem::new(transport.watched(context.world().to_vec(), Arc::new(context.status().clone()))))
-}
-
 impl MemoryHost for PeContext {
     fn work<P: PePart>(&mut self, part: P) -> Result<(), P::Error> {
-        let shmem = shared_memory(self, part.heap_bytes::<ShmTransport>()?)?;
-        part.run(&shmem, self)
+        let transport = transport(self, part.heap_bytes::<ShmTransport>()?)?;
+        let transport = match part.pace(self.my_pe()) {
+            Some(pace) => transport.paced(pace),
+            None => transport,
+        };
+        part.run(&Shmem::new(transport), self)
     }
 
     fn shares_memory(&self) -> bool {
@@ -230,10 +240,18 @@ impl MemoryHost for PeContext {
     }
 
     fn device_memory(&mut self, heap_bytes: usize) -> Result<DeviceMemory, JobError> {
-        Ok(DeviceMemory::Shared(shared_memory(self, heap_bytes)?))
+        Ok(DeviceMemory::Shared(Shmem::new(transport(self, heap_bytes)?)))
     }
 
     fn go_on(&mut self, settled: u64, complete: u64) -> Result<GoOn, JobError> {
         Ok(self.go_on(settled, complete)?)
     }
+}
+
+/// Shared memory of this many bytes per PE, as this PE reaches it. Collective.
+fn transport(pe: &mut PeContext, heap_bytes: usize) -> Result<ShmTransport, JobError> {
+    let segments = pe.exchange_segments(heap_bytes)?;
+    let rank = pe.world().iter().position(|&one| one == pe.my_pe()).unwrap_or(segments.len());
+    let transport = ShmTransport::new(rank, segments)?;
+    Ok(transport.watched(pe.world().to_vec(), Arc::new(pe.status().clone())))
 }

@@ -23,7 +23,7 @@ use crate::checkpoint::OutputFile;
 pub use plan::{plot_latency, plot_plan};
 pub use routing::plot_expert_load;
 pub use stragglers::plot_stragglers;
-pub use sweep::{plot_grid, plot_isolated};
+pub use sweep::{plot_grid, plot_isolated, plot_own_time};
 
 /// The picture's size in the SVG, pixels.
 const SIZE: (u32, u32) = (960, 560);

@@ -94,3 +94,27 @@ pub fn plot_isolated(rows: Rows, isolate: Isolate, subtitle: &str) -> Result<(St
     };
     Ok((format!("isolated_{stem}"), plot.svg()?))
 }
+
+/// The simulator's own time, s, by operations simulated, a line for each number of microbatches, with the name of a file.
+///
+/// # Errors
+/// If the drawing library fails.
+pub fn plot_own_time(rows: Rows, own_s: &[f64], subtitle: &str) -> Result<(String, String)> {
+    let mut lines: Lines<usize> = Lines::new();
+    for ((_, strategy, outcome), own_s) in rows.iter().zip(own_s) {
+        lines.entry(strategy.microbatches).or_default().push((outcome.ops as f64, own_s * 1e6));
+    }
+    let series = lines.into_iter().enumerate().map(|(place, (microbatches, mut points))| {
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        Series { name: format!("microbatches {microbatches}"), points, style: Style::Dotted, color: place }
+    });
+    let plot = Plot {
+        title: "The simulator's own time for a strategy".to_string(),
+        subtitle: subtitle.to_string(),
+        x: Axis::new("operations", Scale::Log),
+        y: Axis::new("us", Scale::Log),
+        series: series.collect(),
+        marks: Vec::new(),
+    };
+    Ok(("own_time".to_string(), plot.svg()?))
+}

@@ -28,6 +28,12 @@ pub struct PeReport {
     pub expert_rows: Vec<ExpertRows>,
     /// The device it ran on: "cpu", or the device's name.
     pub device: String,
+    /// The CPUs that it was let run on, by their numbers; none where it ran on a device.
+    #[serde(default)]
+    pub cpus: Vec<usize>,
+    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    #[serde(default)]
+    pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; `None` on a CPU.
     pub gemm: Option<String>,
     /// Its symmetric memory.
@@ -51,6 +57,11 @@ impl StepReport {
     pub fn seconds(&self) -> f64 {
         self.forward.seconds + self.backward.as_ref().map_or(0.0, |backward| backward.seconds)
     }
+
+    /// Processor time of the experts' work in both, seconds.
+    pub fn expert_cpu_s(&self) -> f64 {
+        self.forward.expert_cpu_s + self.backward.as_ref().map_or(0.0, |backward| backward.expert_cpu_s)
+    }
 }
 
 /// One pass of one step of one PE.
@@ -60,6 +71,9 @@ pub struct PassReport {
     pub seconds: f64,
     /// The same by phase (the keys of [`PHASES`](super::PHASES)), seconds.
     pub phases_s: BTreeMap<String, f64>,
+    /// Processor time of the experts' work, seconds; 0 on a device.
+    #[serde(default)]
+    pub expert_cpu_s: f64,
     /// Rounds through the receive memory.
     pub rounds: u64,
 }

@@ -76,7 +76,7 @@ pub(crate) fn plan_text(plan: &Plan, devices: usize, experts: usize) -> String {
 }
 
 /// "0, 61-63".
-fn ranges(numbers: impl Iterator<Item = u64>) -> String {
+pub(super) fn ranges(numbers: impl Iterator<Item = u64>) -> String {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     for x in numbers {
         match ranges.last_mut() {

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, TrafficReport};
+use super::plan::ranges;
 
 /// What was run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -29,8 +30,14 @@ pub struct RunConfig {
     pub dtype: String,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
+    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    #[serde(default)]
+    pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
     pub gemm: Option<String>,
+    /// Threads of a PE that compute tiles, on a CPU.
+    #[serde(default = "one")]
+    pub threads: usize,
     /// How communication and compute are scheduled: "pipelined" or "bulk".
     pub mode: String,
     /// Number of PEs.
@@ -42,6 +49,11 @@ pub struct RunConfig {
     /// Arithmetic of one step of all PEs, floating-point operations: the matrix products of routed and shared experts
     /// (the router's not), forward and (where run) backward; a multiply-add is two.
     pub flop_per_step: f64,
+}
+
+/// Of reports from before there was a choice.
+fn one() -> usize {
+    1
 }
 
 /// A time of all PEs, from each PE's median over the steps.
@@ -236,6 +248,12 @@ pub struct RunReport {
     /// Rows of its experts that each PE computed in one step, index = PE.
     #[serde(default)]
     pub expert_rows_per_pe: Vec<u64>,
+    /// The CPUs that each PE was let run on, as in "0-15", index = PE; empty where PEs ran on devices.
+    #[serde(default)]
+    pub cpus_per_pe: Vec<String>,
+    /// By PE, the processor time of its experts' work in a step, both passes, the median over the steps, seconds; 0 on a device.
+    #[serde(default)]
+    pub expert_cpu_s_per_pe: Vec<f64>,
     /// Symmetric memory: of each figure the most of any PE.
     pub symmetric: SymmetricMemory,
     /// Auxiliary losses by name ("load_balancing", "z"), as weighted in the total loss. The caller of
@@ -263,6 +281,9 @@ impl RunReport {
         let mut symmetric = SymmetricMemory::default();
         let mut tokens_per_expert = vec![0; config.experts];
         let mut expert_rows_per_pe = vec![0; config.pes];
+        let mut cpus_per_pe =
+            vec![String::new(); if pes.iter().any(|pe| !pe.cpus.is_empty()) { config.pes } else { 0 }];
+        let mut expert_cpu_s_per_pe = vec![0.0; config.pes];
         for pe in pes {
             traffic.add(&pe.traffic);
             symmetric.used_bytes = symmetric.used_bytes.max(pe.symmetric.used_bytes);
@@ -270,6 +291,12 @@ impl RunReport {
             symmetric.budget_bytes = symmetric.budget_bytes.max(pe.symmetric.budget_bytes);
             if let Some(rows) = expert_rows_per_pe.get_mut(pe.pe) {
                 *rows = pe.expert_rows.iter().map(|received| received.rows).sum();
+            }
+            if let Some(cpus) = cpus_per_pe.get_mut(pe.pe) {
+                *cpus = ranges(pe.cpus.iter().map(|&cpu| cpu as u64));
+            }
+            if let Some(cpu_s) = expert_cpu_s_per_pe.get_mut(pe.pe) {
+                *cpu_s = median(pe.steps.iter().map(StepReport::expert_cpu_s).collect());
             }
             for received in &pe.expert_rows {
                 if let Some(tokens) = tokens_per_expert.get_mut(received.expert) {
@@ -289,6 +316,8 @@ impl RunReport {
             traffic,
             tokens_per_expert,
             expert_rows_per_pe,
+            cpus_per_pe,
+            expert_cpu_s_per_pe,
             symmetric,
             aux_losses: BTreeMap::new(),
             plan: None,
@@ -349,7 +378,8 @@ pub(super) mod tests {
     use super::*;
 
     fn pass(seconds: f64, gemm: f64, rounds: u64) -> PassReport {
-        PassReport { seconds, phases_s: BTreeMap::from([("expert_gemm".to_string(), gemm)]), rounds }
+        let phases_s = BTreeMap::from([("expert_gemm".to_string(), gemm)]);
+        PassReport { seconds, phases_s, expert_cpu_s: 0.5 * gemm, rounds }
     }
 
     /// Two PEs, three steps, four experts; the second PE is the slower one but in step 2.
@@ -406,6 +436,8 @@ pub(super) mod tests {
         assert_eq!(report.forward.phases["expert_gemm"], Spread { median_s: 0.2, max_s: 0.25 });
         assert_eq!(report.forward.rounds, 3);
         assert_eq!(report.backward.unwrap().total, Spread { median_s: 0.8, max_s: 1.0 });
+        let cpu_s = report.expert_cpu_s_per_pe.iter().zip([0.225, 0.375]);
+        assert!(cpu_s.into_iter().all(|(got, want)| (got - want).abs() < 1e-12), "{:?}", report.expert_cpu_s_per_pe);
         // The slowest PE of each step takes 3 * [0.5, 0.6, 0.9].
         assert!((report.step_s - 1.8).abs() < 1e-12);
         assert!((report.tokens_per_s - 300.0 / 1.8).abs() < 1e-9);

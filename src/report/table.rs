@@ -11,6 +11,8 @@ const WIDTH: usize = 100;
 const EXPERTS_LISTED: usize = 16;
 /// Of more experts, so many of the busiest.
 const EXPERTS_BUSIEST: usize = 6;
+/// Of PEs with CPUs of their own, so many are listed.
+const CPUS_LISTED: usize = 4;
 /// So many tensors of a check, the worst first.
 const TENSORS_LISTED: usize = 12;
 /// Columns of a tensor's name: what "rel. error", "tolerance", "column 12345", "of bound" and "FAILED" leave of a line.
@@ -76,6 +78,22 @@ impl RunReport {
         right_aligned(table, 1)
     }
 
+    /// How many threads a PE has, and on which CPUs: all alike, or the first few PEs'.
+    fn cpus(&self) -> String {
+        let threads = count(self.config.threads as u64, "thread") + " a PE";
+        match &self.cpus_per_pe[..] {
+            [first, others @ ..] if others.iter().all(|cpus| cpus == first) => format!("{threads}, on CPUs {first}"),
+            all => {
+                let mut each: Vec<String> =
+                    all.iter().enumerate().map(|(pe, cpus)| format!("PE {pe} on {cpus}")).take(CPUS_LISTED).collect();
+                if all.len() > CPUS_LISTED {
+                    each.push(format!("and {} more", all.len() - CPUS_LISTED));
+                }
+                format!("{threads}, {}", each.join("; "))
+            }
+        }
+    }
+
     /// Everything else that is one figure or one line.
     fn figures(&self) -> String {
         let mut rows: Vec<(String, String)> = Vec::new();
@@ -116,6 +134,9 @@ impl RunReport {
                 "experts' rows of a PE",
                 format!("{mean:.1} mean, {most} largest: {:.3} of the mean", most as f64 / mean),
             );
+        }
+        if !self.cpus_per_pe.is_empty() {
+            row("threads, CPUs", self.cpus());
         }
         if let Some(plan) = &self.plan {
             row("EP groups", plan_groups(plan));

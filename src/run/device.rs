@@ -32,6 +32,7 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
     let mut report = PeReport {
         pe: me,
         device: gpu.name(),
+        transport: "nvshmem".into(),
         gemm: Some(layer.path().name().to_string()),
         symmetric: SymmetricMemory {
             used_bytes: symmetric,

@@ -7,6 +7,7 @@
 pub mod check;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub(crate) mod device;
+mod inject;
 pub mod memory;
 pub mod pe;
 mod pe_results;
@@ -25,6 +26,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
+use crate::cluster::Cluster;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
@@ -49,6 +51,8 @@ pub struct PreparedRun {
     world: Vec<usize>,
     /// Of the places in `world`.
     groups: Groups,
+    /// What PEs and links are to be as slow as.
+    injected: Option<Cluster>,
     /// The experts of the tokens, where the router is not to choose them.
     routing: Option<GivenRouting>,
     /// The plan's source as the report names it, in the process that made or read it.
@@ -112,9 +116,20 @@ impl PreparedRun {
                 Some(tokens),
             )?),
         };
+        let injected = request.inject.as_deref().map(|path| inject::read(path, &request)).transpose()?;
         let world = (0..request.pes).collect();
-        let mut run =
-            PreparedRun { source, config, tokens, backward, world, groups, routing, plan_source: None, request };
+        let mut run = PreparedRun {
+            source,
+            config,
+            tokens,
+            backward,
+            world,
+            groups,
+            injected,
+            routing,
+            plan_source: None,
+            request,
+        };
         if let Some(PlanSource::Made(plan)) = &run.request.plan {
             run.groups = run.groups_of(plan)?;
         }

@@ -6,9 +6,10 @@ use anyhow::{Context, Result, bail};
 use half::bf16;
 
 use super::PreparedRun;
+use super::inject::Rate;
 use super::pe_results::{FIRST_PHASE, LOADING, report_and_write};
 use super::steps::{Progress, Steps};
-use crate::job::host::{Host, MemoryHost, PePart};
+use crate::job::host::{Host, MemoryHost, PePart, allowed_cpus};
 use crate::job::launch::StatusPage;
 use crate::job::request::{DeviceKind, OnFailure};
 use crate::moe::cpu::{Exchange, OneGroup, replica_bytes};
@@ -16,13 +17,21 @@ use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
 use crate::moe::{Dtype, Layer, MoeError, Replicas};
 use crate::report::{PeReport, SymmetricMemory};
-use crate::shmem::{GroupTransport, ShmTransport, Shmem, Transport};
+use crate::shmem::{GroupTransport, Pace, ShmTransport, Shmem, Transport};
 
-struct StatusObserver(StatusPage);
+struct StatusObserver {
+    status: StatusPage,
+    rate: Option<Rate>,
+}
 
 impl Observer for StatusObserver {
     fn phase(&self, phase: Phase) {
-        self.0.set_phase(FIRST_PHASE + phase.code() as u32);
+        self.status.set_phase(FIRST_PHASE + phase.code() as u32);
+        self.rate.iter().for_each(Rate::begin);
+    }
+
+    fn computed(&self, flop: f64) {
+        self.rate.iter().for_each(|rate| rate.end(flop));
     }
 }
 
@@ -62,6 +71,10 @@ impl PePart for OnCpu<'_> {
 
     fn heap_bytes<T: Transport>(&self) -> Result<usize> {
         heap_bytes(self.job)
+    }
+
+    fn pace(&self, my_pe: usize) -> Option<Pace> {
+        self.job.pace(my_pe)
     }
 
     fn run<T: Transport>(self, shmem: &Shmem<T>, host: &dyn Host) -> Result<()> {
@@ -121,8 +134,15 @@ fn run_layer<T: Transport, W: Transport, E: Element, X: Exchange>(
     let OnCpu { job, progress } = part;
     let me = host.my_pe();
     let group = job.groups.place(job.rank(me)).0;
-    let builder = Layer::<_, E>::builder(job.layer_spec(group)).observer(StatusObserver(host.status().clone()));
-    let mut report = PeReport { pe: me, device: "cpu".into(), ..PeReport::default() };
+    let observer = StatusObserver { status: host.status().clone(), rate: job.rate(me) };
+    let builder = Layer::<_, E>::builder(job.layer_spec(group)).observer(observer);
+    let mut report = PeReport {
+        pe: me,
+        device: "cpu".into(),
+        cpus: allowed_cpus(),
+        transport: host.transport().into(),
+        ..PeReport::default()
+    };
     let gather = |mine: &[u64]| -> Result<Vec<u64>> {
         let mut all = vec![0; mine.len() * world.n_pes()];
         let deadline = job.request.options.deadline();

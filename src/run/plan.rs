@@ -39,6 +39,12 @@ impl PreparedRun {
             }
             Some(PlanSource::Auto { replicas, .. }) => {
                 let cluster = probe(self)?;
+                for (from, to, residual) in cluster.probe.iter().flat_map(|probe| probe.wild_links(Probe::USABLE)) {
+                    let percent = 100.0 * residual;
+                    tracing::info!(
+                        "`plan` auto: the times of the link from PE {from} to PE {to} are {percent:.0}% off a latency and a rate"
+                    );
+                }
                 let options = replicas.map_or_else(plan::Options::default, |of| plan::Options::default().replicas(of));
                 let plan = match plan::plan(&cluster, &self.workload(), options)? {
                     Outcome::Plan(plan) => plan,
@@ -96,14 +102,7 @@ impl PreparedRun {
         collect::<String>(processes, |_, text| sent = Some(text), |_| (), |_, _| ())
             .context("`plan` auto: the probe failed")?;
         let text = &sent.context("`plan` auto: no PE sent its measurements")?;
-        let cluster = Cluster::from_json(text)?;
-        for (from, to, residual) in cluster.probe.iter().flat_map(|probe| probe.wild_links(Probe::USABLE)) {
-            tracing::info!(
-                "`plan` auto: the times of the link from PE {from} to PE {to} are {:.0}% off a latency and a rate",
-                100.0 * residual
-            );
-        }
-        Ok(cluster)
+        Ok(Cluster::from_json(text)?)
     }
 
     /// The groups of a plan, device `i` being PE `i`.

@@ -21,6 +21,31 @@ pub(super) type Gather<'g> = dyn Fn(&[u64]) -> Result<Vec<u64>> + 'g;
 /// A plan that gains less, as a share of a step, is not worth a change: loads differ by as much from one batch to the next.
 const LEAST_GAIN: f64 = 0.01;
 
+/// How far loads stay as they were measured: of the gain that a plan made of some steps' loads promised, the part that it would have had in as many
+/// steps after them, on average. 1 where nothing is known yet.
+#[derive(Clone, Copy, Debug)]
+struct Lasting(f64);
+
+impl Lasting {
+    /// A plan that promised to gain `promised` would have gained `gained`; the last one counts half.
+    fn observe(&mut self, promised: f64, gained: f64) {
+        self.0 = 0.5 * (self.0 + (gained / promised).clamp(0.0, 1.0));
+    }
+
+    /// For how many of the `left` steps that follow the gain counts: in each `every` of them it is a share r of what it was in those before, so r + r^2 +
+    /// ... times `every` in all.
+    fn steps(self, every: usize, left: usize) -> f64 {
+        (every as f64 * self.0 / (1.0 - self.0)).min(left as f64)
+    }
+}
+
+/// A plan made anew that promised a gain, taken or not.
+struct Proposal {
+    from: Plan,
+    to: Plan,
+    gain_ms: f64,
+}
+
 /// The plan in use, and the loads since it was last looked at.
 pub(super) struct Replanner<'g> {
     every: usize,
@@ -32,6 +57,12 @@ pub(super) struct Replanner<'g> {
     pub groups: Groups,
     /// Rows that this PE's experts have got, by expert.
     loads: Vec<u64>,
+    lasting: Lasting,
+    proposed: Option<Proposal>,
+    /// What each expert took here in the last move, ns; 0 before.
+    move_ns: u64,
+    /// What each expert took on the slowest PE in the quickest move so far: one that was disturbed must not keep all others from being made.
+    expert_move_ms: Option<f64>,
     gather: &'g Gather<'g>,
     /// Plans that were changed.
     pub done: Vec<Replanned>,
@@ -58,6 +89,10 @@ impl<'g> Replanner<'g> {
             plan: (**plan).clone(),
             groups: job.groups.clone(),
             loads: vec![0; job.config.n_experts],
+            lasting: Lasting(1.0),
+            proposed: None,
+            move_ns: 0,
+            expert_move_ms: None,
             gather,
             done: Vec::new(),
         }))
@@ -70,28 +105,52 @@ impl<'g> Replanner<'g> {
         }
     }
 
-    /// After step `step` of `steps` (collective): where experts are to be from now on, if the plan is made anew and the steps that are left
-    /// repay the move.
+    /// After step `step` of `steps` (collective): where experts are to be from now on, if the plan is made anew and its gain
+    /// repays the move.
     pub fn renew(&mut self, job: &PreparedRun, step: usize, steps: usize) -> Result<Option<Groups>> {
         let left = steps - (step + 1);
         if !(step + 1).is_multiple_of(self.every) || left == 0 {
             return Ok(None);
         }
         let n = self.loads.len();
-        let loads = (self.gather)(&self.loads)?;
-        let loads: Vec<f64> = (0..n).map(|e| loads.iter().skip(e).step_by(n).sum::<u64>() as f64).collect();
+        self.loads.push(self.move_ns);
+        let by_pe = (self.gather)(&self.loads)?;
+        self.loads.truncate(n);
+        let of_all = |word: usize| by_pe.iter().skip(word).step_by(n + 1);
+        let loads: Vec<f64> = (0..n).map(|e| of_all(e).sum::<u64>() as f64).collect();
+        if let Some(last) = of_all(n).max().filter(|ns| **ns > 0).map(|ns| *ns as f64 * 1e-6) {
+            self.expert_move_ms = Some(self.expert_move_ms.map_or(last, |least| least.min(last)));
+        }
         self.loads.fill(0);
         if loads.iter().sum::<f64>() <= 0.0 {
             return Ok(None);
         }
         self.workload.set_load(loads, "the measured loads")?;
+        if let Some(Proposal { from, to, gain_ms }) = self.proposed.take() {
+            let gained = plan::replan(&self.cluster, &self.workload, &from, &to, 0.0)?.gain_ms;
+            self.lasting.observe(gain_ms, gained);
+        }
         let planned = plan::plan_from(&self.cluster, &self.workload, self.options, Some(&self.plan))?;
         let Outcome::Plan(planned) = planned else { return Ok(None) };
         let copies = if job.request.sgd.is_some() { 2 } else { 1 };
-        let expert_mb = (4 * copies * expert_elements(&job.config)) as f64 * 1e-6;
+        let expert_mb = (4 * copies * job.config.expert_elements()) as f64 * 1e-6;
         let change = plan::replan(&self.cluster, &self.workload, &self.plan, &planned, expert_mb)?;
         let gains = change.gain_ms > LEAST_GAIN * change.current_ms;
-        let repaid = gains && change.repaid_after_iterations.is_some_and(|n| n <= left as f64);
+        // Links say the least that a move takes: weights are packed for it too, and prepared again.
+        let move_ms = change.move_ms.max(self.expert_move_ms.unwrap_or(0.0) * change.moved_experts as f64);
+        let repaid = gains && change.gain_ms * self.lasting.steps(self.every, left) >= move_ms;
+        tracing::debug!(
+            step,
+            plan_ms = planned.elapsed_ms,
+            gain_ms = change.gain_ms,
+            move_ms,
+            lasting = self.lasting.0,
+            repaid,
+            "planned anew"
+        );
+        if gains {
+            self.proposed = Some(Proposal { from: self.plan.clone(), to: planned.clone(), gain_ms: change.gain_ms });
+        }
         let mut hasher = DefaultHasher::new();
         (repaid, serde_json::to_string(&planned.groups)?).hash(&mut hasher);
         let said = (self.gather)(&[hasher.finish()])?;
@@ -106,7 +165,7 @@ impl<'g> Replanner<'g> {
             current_s: change.current_ms * 1e-3,
             planned_s: change.planned_ms * 1e-3,
             moved_experts: change.moved_experts,
-            predicted_move_s: change.move_ms * 1e-3,
+            predicted_move_s: move_ms * 1e-3,
             move_s: 0.0,
         });
         Ok(Some(groups))
@@ -116,13 +175,10 @@ impl<'g> Replanner<'g> {
     pub fn moved(&mut self, start: Instant) {
         if let Some(last) = self.done.last_mut() {
             last.move_s = start.elapsed().as_secs_f64();
+            let each_ns = (start.elapsed().as_nanos() as u64).checked_div(last.moved_experts);
+            self.move_ns = each_ns.unwrap_or(self.move_ns);
         }
     }
-}
-
-/// Elements of an expert's weights.
-fn expert_elements(config: &LayerConfig) -> usize {
-    config.expert_weights(0).into_iter().map(|id| config.shape(id).iter().product::<usize>()).sum()
 }
 
 /// Weights in f32 that a step of gradient descent changes, where there are any: an expert's go with it.
@@ -133,32 +189,53 @@ pub(super) struct Masters<'m> {
 
 impl ExpertState for Masters<'_> {
     fn len(&self) -> usize {
-        if self.weights.is_empty() { 0 } else { expert_elements(self.config) }
+        if self.weights.is_empty() { 0 } else { self.config.expert_elements() }
     }
 
     fn give(&mut self, expert: usize, into: &mut [f32]) {
-        let mut rest = into;
-        for id in self.config.expert_weights(expert) {
-            let Some((_, values)) = self.weights.iter().find(|(other, _)| *other == id) else { continue };
-            let (head, tail) = rest.split_at_mut(values.len());
-            head.copy_from_slice(values);
-            rest = tail;
+        for (id, part) in self.config.expert_parts(expert) {
+            if let Some((_, values)) = self.weights.iter().find(|(other, _)| *other == id) {
+                into[part].copy_from_slice(values);
+            }
         }
     }
 
     fn take(&mut self, expert: usize, values: &[f32]) {
-        if values.is_empty() {
-            return;
-        }
-        let mut rest = values;
-        for id in self.config.expert_weights(expert) {
-            let (head, tail) = rest.split_at(self.config.shape(id).iter().product());
-            self.weights.push((id, head.to_vec()));
-            rest = tail;
+        if !values.is_empty() {
+            let parts = self.config.expert_parts(expert).into_iter();
+            self.weights.extend(parts.map(|(id, part)| (id, values[part].to_vec())));
         }
     }
 
     fn forget(&mut self, expert: usize) {
         self.weights.retain(|(id, _)| id.expert() != Some(expert));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Lasting;
+
+    #[test]
+    fn gains_count_for_as_long_as_loads_have_lasted() {
+        let mut lasting = Lasting(1.0);
+        assert_eq!(lasting.steps(5, 1000), 1000.0);
+        lasting.observe(2.0, 2.0);
+        assert_eq!(lasting.steps(5, 1000), 1000.0);
+        // Half of what was promised, then less than nothing: the next 5 steps, or some of them.
+        lasting.observe(2.0, 1.0);
+        assert_eq!(lasting.steps(5, 1000), 15.0);
+        assert_eq!(lasting.steps(5, 10), 10.0);
+        lasting.observe(2.0, -3.0);
+        assert_eq!(lasting.steps(5, 1000), 3.0);
+        for _ in 0..50 {
+            lasting.observe(2.0, -3.0);
+        }
+        assert!(lasting.steps(5, 1000) < 1e-9);
+        // It finds back.
+        for _ in 0..60 {
+            lasting.observe(2.0, 2.5);
+        }
+        assert_eq!(lasting.steps(5, 1000), 1000.0);
     }
 }

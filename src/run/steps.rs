@@ -39,21 +39,17 @@ pub(super) struct Progress {
     /// The steps that are done for good: every PE has their results.
     settled: usize,
     /// The step after these, where its results are here, and nobody knows yet whether everywhere.
-    pending: Option<Pending>,
+    pending: Option<StepReport>,
     /// With SGD, the weights that this PE holds after these steps.
     weights: Vec<(WeightId, Vec<f32>)>,
+    /// Those before the pending step, where it may have to be done again.
+    weights_before: Vec<(WeightId, Vec<f32>)>,
     sample: StepSample,
     sent: metrics::Traffic,
     all_reduce_bytes: u64,
     rounds: [u64; 2],
     /// Not sent yet.
     spans: Vec<TraceSpan>,
-}
-
-struct Pending {
-    report: StepReport,
-    /// The weights before it, where it may have to be done again.
-    weights: Vec<(WeightId, Vec<f32>)>,
 }
 
 impl Progress {
@@ -68,8 +64,8 @@ impl Progress {
 
     /// Every PE has the results of the pending step.
     fn settle(&mut self) {
-        if let Some(pending) = self.pending.take() {
-            self.sample.offer(pending.report);
+        if let Some(report) = self.pending.take() {
+            self.sample.offer(report);
             self.settled += 1;
         }
     }
@@ -78,8 +74,8 @@ impl Progress {
     pub(super) fn go_on_from(&mut self, step: usize) {
         if step > self.settled {
             self.settle();
-        } else if let Some(pending) = self.pending.take() {
-            self.weights = pending.weights;
+        } else if self.pending.take().is_some() {
+            self.weights = std::mem::take(&mut self.weights_before);
         }
     }
 }
@@ -120,10 +116,11 @@ impl Steps<'_> {
 
         let mut held = layer.spec().held(layer.my_pe());
         if job.request.sgd.is_some() {
-            if progress.weights.is_empty() {
-                progress.weights = read_weights(layer, &held)?;
+            match progress.weights.is_empty() {
+                true => progress.weights = read_weights(layer, &held)?,
+                // A layer made anew goes on with what was trained.
+                false => progress.weights.iter().try_for_each(|(id, weight)| layer.set_weights(*id, weight))?,
             }
-            progress.weights.iter().try_for_each(|(id, weight)| layer.set_weights(*id, weight))?;
         }
         let mut routed = Routed::default();
         let begin = Instant::now();
@@ -167,22 +164,22 @@ impl Steps<'_> {
                 done.backward = Some(take(layer.finish(&saved)?));
             }
             layer.recycle(saved);
-            let mut before = Vec::new();
             if let Some(rate) = job.request.sgd {
                 if job.request.on_failure == OnFailure::Continue {
-                    before.clone_from(&progress.weights);
+                    progress.weights_before.clone_from(&progress.weights);
                 }
                 descend(layer, rate * job.gradient_scale(), &mut progress.weights)?;
             }
             for (most, pass) in progress.rounds.iter_mut().zip([Some(&done.forward), done.backward.as_ref()]) {
                 *most = pass.map_or(0, |pass| pass.rounds).max(*most);
             }
-            progress.pending = Some(Pending { report: done, weights: before });
+            progress.pending = Some(done);
             settle()?;
             progress.settle();
             if let Some(replanner) = &mut replanner
                 && let Some(groups) = replanner.renew(job, step, job.request.steps)?
             {
+                tracing::info!(pe = me, step, "experts move");
                 let start = Instant::now();
                 let (config, weights) = (layer.spec().config.clone(), &mut progress.weights);
                 layer.move_experts(&groups, &mut Masters { config: &config, weights })?;
@@ -262,7 +259,7 @@ fn descend<L: MoeLayer>(layer: &mut L, rate: f32, weights: &mut [(WeightId, Vec<
 pub(super) fn pass_report(outcome: &PassOutcome) -> PassReport {
     let mut phases_s = BTreeMap::new();
     let mut seconds = 0.0;
-    for phase in Phase::ALL {
+    for phase in Phase::of_passes() {
         let key = match phase {
             Phase::Router => "router",
             Phase::Dispatch => "dispatch",
@@ -271,14 +268,13 @@ pub(super) fn pass_report(outcome: &PassOutcome) -> PassReport {
             Phase::Scale => "scale",
             Phase::Waiting => "waiting",
             Phase::AllReduce => "other",
-            // Time between passes is not part of any.
-            Phase::Idle => continue,
+            Phase::Idle | Phase::Move => continue,
         };
         let time = outcome.phases_s[phase.code()];
         seconds += time;
         *phases_s.entry(key.to_string()).or_default() += time;
     }
-    PassReport { seconds, phases_s, rounds: outcome.rounds }
+    PassReport { seconds, phases_s, expert_cpu_s: outcome.expert_cpu_s, rounds: outcome.rounds }
 }
 
 /// The traffic of the measured steps.

@@ -263,11 +263,13 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         top_k: config.router.top_k as u64,
         dtype: job.request.dtype.name().to_string(),
         device: reports.first().map(|r| r.device.clone()).unwrap_or_default(),
+        transport: reports.first().map(|r| r.transport.clone()).unwrap_or_default(),
         gemm: reports.first().and_then(|r| r.gemm.clone()),
         mode: job.mode().to_string(),
         pes: job.request.pes,
         steps: job.request.steps as u64,
         backward: job.backward,
+        threads: job.request.options.threads,
         flop_per_step: gemm_flop(config, rows, tokens, job.backward),
     }
 }

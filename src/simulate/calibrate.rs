@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::calibration::{Calibration, Counts, Fitted, PassTerms, REMOTE, Residual, Shape, Terms, VERSION, sum};
+use super::calibration::{
+    Calibration, Counts, Fitted, MPI, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum,
+};
 use crate::moe::Options;
 use crate::moe::cpu::experts::tiles;
 use crate::moe::placement::block;
@@ -19,14 +21,16 @@ const SWEEPS: usize = 20_000;
 
 /// Fits the constants of a machine whose hosts have so many cores, to reports with their files' names.
 ///
-/// Runs of one PE give the terms of routing, experts, and of rows that stay; runs of several, how much slower cores are together, and what rows
-/// between PEs take. The sum over a run's PEs is taken for their number times their median, which is exact for two.
+/// Runs of one PE give the terms of routing, experts, and of rows that stay; runs of several, what rows between PEs take, and how much slower
+/// routing and experts are then: over shared memory since more cores are busy, over a network since rows come in beside. The sum over a run's PEs is taken for their number times their median, which is exact for two.
 ///
 /// # Errors
 /// One line that names the report and its field: not a run on the CPU with a backward pass, or not enough of them.
 pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibration, InputError> {
+    let several = reports.iter().find(|(_, report)| report.config.pes > 1);
+    let transport = several.map_or(SHM, |(_, report)| &report.config.transport);
     for (file, report) in reports {
-        check(report, &reports[0].1, cores).map_err(|error| error.in_file(file.as_ref()))?;
+        check(report, &reports[0].1, transport, cores).map_err(|error| error.in_file(file.as_ref()))?;
     }
     let runs: Vec<Run> = reports.iter().map(|(_, report)| Run::of(report)).collect();
     let (alone, together): (Vec<&Run>, Vec<&Run>) = runs.iter().partition(|run| run.pes == 1);
@@ -36,21 +40,28 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
             return Err(InputError::value("reports", format!("have none {which}"), expected));
         }
     }
+    let fitted = |(file, report): &(String, RunReport)| Fitted {
+        report: file.clone(),
+        pes: report.config.pes,
+        step_s: report.step_s,
+    };
     let mut calibration = Calibration {
         version: VERSION,
         dtype: reports[0].1.config.dtype.clone(),
         cores,
+        transport: transport.to_string(),
         busy_factor: 1.0,
         forward: PassTerms::default(),
         backward: PassTerms::default(),
-        fitted_to: Vec::new(),
+        receive: Terms::new(),
+        fitted_to: reports.iter().map(fitted).collect(),
         residuals: BTreeMap::new(),
     };
     for (pass, backward) in [("forward", false), ("backward", true)] {
         let terms = if backward { &mut calibration.backward } else { &mut calibration.forward };
         for (phase, terms) in phases_mut(terms) {
             let samples = alone.iter().map(|run| run.phase(backward, phase));
-            *terms = fit(samples.collect(), |name| phase == EXPERT || !REMOTE.contains(&name));
+            *terms = fit(samples.map(relative).collect(), |name| phase == EXPERT || !REMOTE.contains(&name));
             let errors = alone.iter().map(|run| run.phase(backward, phase)).filter(|(_, s)| *s > 0.0);
             let mut errors: Vec<f64> = errors.map(|(counts, s)| (sum(terms, &counts) / s - 1.0).abs()).collect();
             errors.sort_by(f64::total_cmp);
@@ -58,7 +69,12 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
             calibration.residuals.insert(format!("{pass}.{phase}"), residual);
         }
     }
-    calibration.busy_factor = busy_factor(&calibration, &together);
+    match transport {
+        SHM => calibration.busy_factor = busy_factor(&calibration, &together),
+        // What a put takes is the link's time, and its target takes it in in its own.
+        MPI => return Ok(calibration),
+        _ => calibration.receive = receive(&calibration, &together),
+    }
     for backward in [false, true] {
         let slowdown = |run: &Run| calibration.cores().slowdown(run.pes);
         let slowdowns: Vec<f64> = together.iter().map(|run| slowdown(run)).collect();
@@ -67,18 +83,12 @@ pub fn calibrate(reports: &[(String, RunReport)], cores: usize) -> Result<Calibr
             let left = together.iter().zip(&slowdowns).map(|(run, slowdown)| {
                 let (counts, s) = run.phase(backward, phase);
                 let left_s = (s / slowdown - sum(terms, &counts)).max(0.0);
-                (counts, left_s)
+                relative((counts, left_s))
             });
             let remote = fit(left.collect(), |name| REMOTE.contains(&name));
             terms.extend(remote);
         }
     }
-    let fitted = |(file, report): &(String, RunReport)| Fitted {
-        report: file.clone(),
-        pes: report.config.pes,
-        step_s: report.step_s,
-    };
-    calibration.fitted_to = reports.iter().map(fitted).collect();
     Ok(calibration)
 }
 
@@ -90,7 +100,7 @@ fn phases_mut(terms: &mut PassTerms) -> [(&'static str, &mut Terms); 4] {
     [(ROUTER, router), (EXPERT, expert), ("dispatch", dispatch), ("combine", combine)]
 }
 
-fn check(report: &RunReport, first: &RunReport, cores: usize) -> Result<(), InputError> {
+fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -> Result<(), InputError> {
     let config = &report.config;
     let wrong = |field: &str, found: String, expected: String| {
         Err(InputError::value(format!("config.{field}"), format!("is {found}"), expected))
@@ -100,6 +110,10 @@ fn check(report: &RunReport, first: &RunReport, cores: usize) -> Result<(), Inpu
     }
     if config.dtype != first.config.dtype {
         return wrong("dtype", config.dtype.clone(), format!("{}, as in the first report", first.config.dtype));
+    }
+    if config.pes > 1 && config.transport != transport {
+        let expected = format!("{transport}, as in the first report of several PEs");
+        return wrong("transport", config.transport.clone(), expected);
     }
     if config.mode != "pipelined" {
         return wrong("mode", config.mode.clone(), "pipelined".into());
@@ -244,45 +258,73 @@ impl Run {
         let of = |name: &&str| self.times[pass].phases.get(*name).map_or(0.0, |spread| spread.median_s);
         (counts, self.pes as f64 * measured.iter().map(of).sum::<f64>())
     }
+
+    /// A pass's routing and experts over all PEs: measured, and by these constants, s.
+    fn computing_s(&self, calibration: &Calibration, backward: bool) -> [f64; 2] {
+        let terms = if backward { &calibration.backward } else { &calibration.forward };
+        let of = |(phase, terms)| {
+            let (counts, measured_s) = self.phase(backward, phase);
+            [measured_s, sum(terms, &counts)]
+        };
+        let [router, expert] = [(ROUTER, &terms.router), (EXPERT, &terms.expert)].map(of);
+        [router[0] + expert[0], router[1] + expert[1]]
+    }
+}
+
+/// By how much routing and experts took longer than these constants say, as what taking in the other PEs' rows took: both ways' rows of a pass.
+fn receive(calibration: &Calibration, together: &[&Run]) -> Terms {
+    let passes = together.iter().flat_map(|run| [false, true].map(|backward| (run, backward)));
+    let samples = passes.map(|(run, backward)| {
+        let [measured_s, alone_s] = run.computing_s(calibration, backward);
+        let counts = run.shape.receive(2.0 * run.put_rows, 2.0 * run.messages);
+        Sample { counts, seconds: measured_s - alone_s, of_s: measured_s }
+    });
+    fit(samples.collect(), |_| true)
 }
 
 /// How much slower the same work is with all cores busy: by routing and experts, of which most is.
 fn busy_factor(calibration: &Calibration, together: &[&Run]) -> f64 {
     let cores = calibration.cores as f64;
     let of = |run: &&Run| {
-        let mut times_s = [0.0, 0.0];
-        for (backward, terms) in [(false, &calibration.forward), (true, &calibration.backward)] {
-            for (phase, terms) in [(ROUTER, &terms.router), (EXPERT, &terms.expert)] {
-                let (counts, measured_s) = run.phase(backward, phase);
-                times_s[0] += measured_s;
-                times_s[1] += sum(terms, &counts);
-            }
-        }
+        let [forward, backward] = [false, true].map(|backward| run.computing_s(calibration, backward));
+        let longer = (forward[0] + backward[0]) / (forward[1] + backward[1]);
         // Undoes what `Cores::slowdown` makes of it.
-        1.0 + (times_s[0] / times_s[1] - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
+        1.0 + (longer - 1.0) * (cores - 1.0).max(1.0) / (run.pes - 1) as f64
     };
     median(together.iter().map(of).collect()).max(1.0)
 }
 
-/// The constants, none below 0, whose sums are nearest to the times, relative to them: least squares by coordinate descent. Terms that `fits` does not name
-/// stay out.
-fn fit(samples: Vec<(Counts, f64)>, fits: impl Fn(&str) -> bool) -> Terms {
+/// What constants are fitted to: counts, the time that they took, and the time that an error is a share of.
+struct Sample {
+    counts: Counts,
+    seconds: f64,
+    of_s: f64,
+}
+
+/// A sample whose error is a share of its own time.
+fn relative((counts, seconds): (Counts, f64)) -> Sample {
+    Sample { counts, seconds, of_s: seconds }
+}
+
+/// The constants, none below 0, whose sums are nearest to the samples' times: least squares by coordinate descent. Terms that `fits` does not name stay out.
+fn fit(samples: Vec<Sample>, fits: impl Fn(&str) -> bool) -> Terms {
     let mut names: Vec<&'static str> = Vec::new();
     let mut rows: Vec<BTreeMap<&'static str, f64>> = Vec::new();
-    for (counts, seconds) in samples.into_iter().filter(|(_, seconds)| *seconds > 0.0) {
+    let mut left = Vec::new();
+    for Sample { counts, seconds, of_s } in samples.into_iter().filter(|sample| sample.of_s > 0.0) {
+        left.push(seconds / of_s);
         let mut row = BTreeMap::new();
         for (name, count) in counts.into_iter().filter(|(name, _)| fits(name)) {
             if !names.contains(&name) {
                 names.push(name);
             }
-            *row.entry(name).or_insert(0.0) += count / seconds;
+            *row.entry(name).or_insert(0.0) += count / of_s;
         }
         rows.push(row);
     }
     let value = |row: &BTreeMap<_, _>, name| row.get(name).copied().unwrap_or(0.0);
     let norms: Vec<f64> = names.iter().map(|name| rows.iter().map(|row| value(row, name).powi(2)).sum()).collect();
     let mut constants = vec![0.0; names.len()];
-    let mut left = vec![1.0; rows.len()];
     for _ in 0..SWEEPS {
         for (at, name) in names.iter().enumerate().filter(|(at, _)| norms[*at] > 0.0) {
             let slope: f64 = rows.iter().zip(&left).map(|(row, left)| value(row, name) * left).sum();
@@ -302,11 +344,12 @@ mod tests {
     #[test]
     fn constants_are_found_again() {
         // 2 a, 3 b, and a c that would be below 0.
-        let sample = |a: f64, b: f64, c: f64| (vec![("a", a), ("b", b), ("c", c)], 2.0 * a + 3.0 * b);
-        let samples = vec![sample(1.0, 0.0, 2.0), sample(4.0, 1.0, 0.0), sample(1.0, 5.0, 1.0), sample(2.0, 2.0, 7.0)];
-        let terms = fit(samples.clone(), |_| true);
+        let sample = |a: f64, b: f64, c: f64| relative((vec![("a", a), ("b", b), ("c", c)], 2.0 * a + 3.0 * b));
+        let samples =
+            || vec![sample(1.0, 0.0, 2.0), sample(4.0, 1.0, 0.0), sample(1.0, 5.0, 1.0), sample(2.0, 2.0, 7.0)];
+        let terms = fit(samples(), |_| true);
         assert!((terms["a"] - 2.0).abs() < 1e-6 && (terms["b"] - 3.0).abs() < 1e-6 && terms["c"] < 1e-6, "{terms:?}");
-        assert_eq!(fit(samples, |name| name == "a").len(), 1);
+        assert_eq!(fit(samples(), |name| name == "a").len(), 1);
         assert!(fit(Vec::new(), |_| true).is_empty());
     }
 }

@@ -36,16 +36,30 @@ pub struct Calibration {
     pub dtype: String,
     /// Cores of a host, which its PEs share.
     pub cores: usize,
+    /// What carried rows between PEs.
+    #[serde(default = "shm")]
+    pub transport: String,
     /// How many times as long the same work takes with all cores busy as with one.
     pub busy_factor: f64,
     /// A forward pass.
     pub forward: PassTerms,
     /// A backward pass.
     pub backward: PassTerms,
+    /// Taking in what comes from other PEs, in either pass, where a thread of its own does.
+    #[serde(default)]
+    pub receive: Terms,
     /// What it was fitted to.
     pub fitted_to: Vec<Fitted>,
     /// By pass and phase: how far the fit is from what it was fitted to.
     pub residuals: BTreeMap<String, Residual>,
+}
+
+/// The transport of one host, and the one whose puts are over when their targets have them.
+pub(super) const SHM: &str = "shm";
+pub(super) const MPI: &str = "mpi";
+
+fn shm() -> String {
+    SHM.into()
 }
 
 /// The constants of a pass.
@@ -158,6 +172,11 @@ impl Shape {
         ]
     }
 
+    /// Rows that came from other PEs.
+    pub(super) fn receive(&self, rows: f64, messages: f64) -> Counts {
+        vec![("s_per_element", rows * self.hidden), ("s_per_message", messages)]
+    }
+
     /// Results of slots summed, of rows added, and of rows put to other PEs before.
     pub(super) fn combine(&self, slots: f64, rows: f64, put_rows: f64, messages: f64) -> Counts {
         vec![
@@ -216,13 +235,15 @@ impl Calibration {
         if !(1.0..=100.0).contains(&self.busy_factor) {
             return wrong("busy_factor".into(), format!("is {}", self.busy_factor), "a number from 1 to 100");
         }
+        let in_seconds = |of: &str, terms: &Terms| {
+            let is_wrong = |value: f64| !(value.is_finite() && (0.0..1e9).contains(&value));
+            let Some((name, value)) = terms.iter().find(|(_, value)| is_wrong(**value)) else { return Ok(()) };
+            wrong(format!("{of}.{name}"), format!("is {value}"), "a number of seconds, 0 or more")
+        };
+        in_seconds("receive", &self.receive)?;
         for (pass, terms) in [("forward", &self.forward), ("backward", &self.backward)] {
             for (phase, terms) in terms.phases() {
-                let is_wrong = |value: f64| !(value.is_finite() && (0.0..1e9).contains(&value));
-                if let Some((name, value)) = terms.iter().find(|(_, value)| is_wrong(**value)) {
-                    let expected = "a number of seconds, 0 or more";
-                    return wrong(format!("{pass}.{phase}.{name}"), format!("is {value}"), expected);
-                }
+                in_seconds(&format!("{pass}.{phase}"), terms)?;
             }
             if terms.expert.values().all(|value| *value == 0.0) {
                 return wrong(format!("{pass}.expert"), "is 0 in all terms".into(), "one above 0");
@@ -234,6 +255,11 @@ impl Calibration {
     /// The cores of a host.
     pub(super) fn cores(&self) -> Cores {
         Cores { count: self.cores, busy_factor: self.busy_factor }
+    }
+
+    /// Whether a put takes its PE's time until its target has it.
+    pub(super) fn puts_block(&self) -> bool {
+        self.transport == MPI
     }
 
     /// What a layer's work costs, with tiles of about so many rows.
@@ -259,12 +285,15 @@ impl Calibration {
         let copies = |terms: &PassTerms| {
             let dispatch = |counts| RATE * sum(&terms.dispatch, &counts);
             let combine = |counts| RATE * sum(&terms.combine, &counts);
+            let receive = |counts| RATE * sum(&self.receive, &counts);
             CopyFlop {
                 message: [dispatch(shape.dispatch(0.0, 0.0, 1.0)), combine(shape.combine(0.0, 0.0, 0.0, 1.0))],
                 put_row: [dispatch(shape.dispatch(0.0, 1.0, 0.0)), combine(shape.combine(0.0, 0.0, 1.0, 0.0))],
                 gather_slot: dispatch(shape.dispatch(1.0, 0.0, 0.0)),
                 sum_slot: combine(shape.combine(1.0, 0.0, 0.0, 0.0)),
                 add_row: combine(shape.combine(0.0, 1.0, 0.0, 0.0)),
+                take_message: receive(shape.receive(0.0, 1.0)),
+                take_row: receive(shape.receive(1.0, 0.0)),
             }
         };
         let router = |backward: bool| {

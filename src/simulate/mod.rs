@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::cluster::Cluster;
 use crate::moe::synthetic::Synthetic;
-use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement, WeightId};
+use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement};
 use crate::plan::{Model, Plan};
 use crate::run::plan::groups_of;
 use crate::sim::network::Nics;
@@ -65,6 +65,16 @@ pub enum Tokens {
     Synthetic(Box<Synthetic>, usize),
 }
 
+/// The order of the rows that a PE sends another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowOrder {
+    /// By (first expert there, token), results by (last expert, row): the layer's own.
+    #[default]
+    Expert,
+    /// By token, there and back.
+    Token,
+}
+
 /// What is simulated.
 pub struct Simulated {
     /// The PEs.
@@ -79,6 +89,8 @@ pub struct Simulated {
     pub options: Options,
     /// The tokens.
     pub tokens: Tokens,
+    /// The order of rows.
+    pub order: RowOrder,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Steps.
@@ -153,10 +165,8 @@ impl Simulated {
 
     fn cost(&self, layout: &Layout) -> LayerCost {
         let (config, hidden) = (&self.config, self.config.hidden as f64);
-        let elements = |ids: &[WeightId]| -> f64 {
-            let of = |id: &WeightId| config.shape(*id).iter().product::<usize>() as f64;
-            ids.iter().filter(|id| id.has_gradient()).map(of).sum()
-        };
+        let replicated = config.replicated_weights().into_iter().filter(|id| id.has_gradient());
+        let replicated: usize = replicated.map(|id| config.shape(id).iter().product::<usize>()).sum();
         let tokens_flop = |flop: f64| [flop, 2.0 * flop].map(Affine::each);
         let slot_flop = Affine::each(config.expert.forward_flop_per_row(config.hidden));
         let rated = LayerCost {
@@ -171,10 +181,7 @@ impl Simulated {
                 config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
             ),
             copy_flop: [CopyFlop::default(); 2],
-            gradient_bytes: (
-                GRADIENT_BYTES * elements(&config.expert_weights(0)),
-                GRADIENT_BYTES * elements(&config.replicated_weights()),
-            ),
+            gradient_bytes: (GRADIENT_BYTES * config.expert_elements() as f64, GRADIENT_BYTES * replicated as f64),
         };
         let Some(calibration) = &self.calibration else { return rated };
         let cost = calibration.cost(config, self.dtype.bytes(), self.options.tile_rows());
@@ -245,6 +252,7 @@ impl Simulated {
                         .jitter
                         .map(|jitter| Jitter { seed: jitter.seed.wrapping_add(record as u64), ..jitter }),
                     cores,
+                    puts_block: self.calibration.as_ref().is_some_and(Calibration::puts_block),
                     nics: self.nics,
                     speed,
                     traced: if record == 0 { self.traced } else { 0 },

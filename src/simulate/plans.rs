@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 
-use super::Simulated;
+use super::{RowOrder, Simulated};
 use crate::moe::cpu::experts::tiles;
 use crate::moe::cpu::router::{self, Routing};
 use crate::moe::placement::block;
@@ -117,12 +117,30 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
 fn rows(simulated: &Simulated, placement: &Placement, pe: usize, ids: &[i32]) -> Result<Vec<Rows>> {
     let routing = Routing::given(&simulated.config, ids, &vec![1.0; ids.len()])?;
     let routes = router::routes(&routing, placement, pe, simulated.config.router.top_k);
-    let of_pe = |routes: router::Routes| Rows {
-        starts: routes.slot_start,
-        experts: routes.slots.iter().map(|slot| slot.expert).collect(),
-        returns: routes.returns,
+    let of_pe = |routes: router::Routes| {
+        let rows = Rows {
+            starts: routes.slot_start,
+            experts: routes.slots.iter().map(|slot| slot.expert).collect(),
+            returns: routes.returns,
+        };
+        match simulated.order {
+            RowOrder::Expert => rows,
+            RowOrder::Token => by_token(&rows, &routes.tokens),
+        }
     };
     Ok(routes.into_iter().map(of_pe).collect())
+}
+
+/// The rows of these tokens in the order of tokens, out and back.
+fn by_token(rows: &Rows, tokens: &[u32]) -> Rows {
+    let mut order: Vec<usize> = (0..tokens.len()).collect();
+    order.sort_by_key(|&row| tokens[row]);
+    let mut sorted = Rows { starts: vec![0], experts: Vec::new(), returns: (0..tokens.len() as u32).collect() };
+    for row in order {
+        sorted.experts.extend(&rows.experts[rows.starts[row] as usize..rows.starts[row + 1] as usize]);
+        sorted.starts.push(sorted.experts.len() as u32);
+    }
+    sorted
 }
 
 /// The groups with their experts placed anew: the busiest first, each where the fewest rows are, as many on each PE as before at most.

@@ -4,10 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -30,11 +31,18 @@ pub fn aristos_run(args: &str) -> Command {
     aristos(["run"].into_iter().chain(args.split_whitespace()))
 }
 
+/// A job, but for its PEs, whose experts move after the first step: 12.6 MB each, with as much of the optimizer's. Its steps never end, so that
+/// any gain repays a move.
+pub const MOVING: &str = "--tokens 256 --hidden 512 --intermediate 2048 --experts 8 --top-k 1 --hot-ratio 0.25 --hot-weight 0.7 \
+    --plan auto --memory-mb 80 --replan-every 1 --steps 1000000 --sgd 0.0001";
+
 /// A run under way.
 pub struct Running {
     child: Child,
     stdout: JoinHandle<String>,
-    stderr: JoinHandle<String>,
+    /// Its lines, and those that are read.
+    stderr: Receiver<String>,
+    said: String,
     shared_memory: BTreeSet<OsString>,
     what: String,
 }
@@ -49,18 +57,24 @@ pub struct Outcome {
 
 /// Starts it; its output is read all the while.
 pub fn start(mut command: Command) -> Running {
-    fn reader(mut stream: impl Read + Send + 'static) -> JoinHandle<String> {
-        thread::spawn(move || {
-            let mut bytes = Vec::new();
-            stream.read_to_end(&mut bytes).unwrap();
-            String::from_utf8_lossy(&bytes).into_owned()
-        })
-    }
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
     let what = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ");
     let shared_memory = shared_memory();
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let (stdout, stderr): (ChildStdout, ChildStderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-    Running { stdout: reader(stdout), stderr: reader(stderr), shared_memory, what, child }
+    let (mut stdout, mut stderr) = (child.stdout.take().unwrap(), BufReader::new(child.stderr.take().unwrap()));
+    let stdout = thread::spawn(move || {
+        let mut bytes = Vec::new();
+        stdout.read_to_end(&mut bytes).unwrap();
+        text(bytes)
+    });
+    let (lines, said) = channel();
+    thread::spawn(move || {
+        let mut line = Vec::new();
+        while stderr.read_until(b'\n', &mut line).unwrap() > 0 {
+            let _ = lines.send(text(std::mem::take(&mut line)));
+        }
+    });
+    Running { stdout, stderr: said, said: String::new(), shared_memory, what, child }
 }
 
 /// Runs it to its end.
@@ -92,6 +106,17 @@ impl Running {
         }
     }
 
+    /// Waits for a line on stderr that has `part`.
+    pub fn says(&mut self, part: &str) {
+        loop {
+            let line = self.stderr.recv_timeout(HANG).unwrap_or_else(|_| panic!("{}: never said {part}", self.what));
+            self.said += &line;
+            if line.contains(part) {
+                return;
+            }
+        }
+    }
+
     /// Waits for its end, and checks that it left no process and no shared memory.
     pub fn end(mut self) -> Outcome {
         let start = Instant::now();
@@ -117,7 +142,7 @@ impl Running {
         assert!(left.is_empty(), "{}: left PEs {left:?}", self.what);
         let new: Vec<_> = shared_memory().difference(&self.shared_memory).cloned().collect();
         assert!(new.is_empty(), "{}: left shared memory {new:?}", self.what);
-        let (stdout, stderr) = (self.stdout.join().unwrap(), self.stderr.join().unwrap());
+        let (stdout, stderr) = (self.stdout.join().unwrap(), self.said + &self.stderr.iter().collect::<String>());
         assert!(!stderr.contains("panicked"), "{}: {stderr}", self.what);
         Outcome { status, stdout, stderr, what: self.what }
     }

@@ -14,6 +14,8 @@ pub struct Hosts {
     keeper: Child,
     /// By host: its address, and a process that stays in its namespaces.
     hosts: Vec<(String, u32)>,
+    /// The process of their link, where they have one.
+    link: Option<u32>,
     environment: String,
 }
 
@@ -23,12 +25,22 @@ impl Hosts {
 
     /// `n` hosts; `None`, and the test is skipped, where none can be made.
     pub fn make(n: usize) -> Option<Hosts> {
+        Self::made(&[], n)
+    }
+
+    /// The same, with a link between them that delays, reorders and loses as `settings` say (`tests/hosts/link`).
+    pub fn with_link(n: usize, settings: &str) -> Option<Hosts> {
+        Self::made(&["--link", settings], n)
+    }
+
+    fn made(flags: &[&str], n: usize) -> Option<Hosts> {
         if !rustix::process::geteuid().is_root() {
             skip::skip("network namespaces are root's to make");
             return None;
         }
         let mut keeper = Command::new(Self::PROGRAM)
-            .args([&n.to_string(), "sh", "-c", r#"echo "$HOSTS_PIDS"; exec cat"#])
+            .args(flags)
+            .args([&n.to_string(), "sh", "-c", r#"echo "${HOSTS_LINK-} $HOSTS_PIDS"; exec cat"#])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -37,7 +49,7 @@ impl Hosts {
         BufReader::new(keeper.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let hosts: Vec<(String, u32)> = line
             .split_whitespace()
-            .map(|pair| pair.split_once('=').unwrap())
+            .filter_map(|pair| pair.split_once('='))
             .map(|(address, pid)| (address.to_string(), pid.parse().unwrap()))
             .collect();
         if hosts.len() != n {
@@ -45,7 +57,8 @@ impl Hosts {
             skip::skip("no network namespaces here");
             return None;
         }
-        Some(Hosts { keeper, hosts, environment: line.trim().to_string() })
+        let (link, environment) = line.split_once(' ').unwrap();
+        Some(Hosts { keeper, hosts, link: link.parse().ok(), environment: environment.trim().to_string() })
     }
 
     /// How many they are.
@@ -91,10 +104,49 @@ impl Hosts {
         self.hosts.iter().map(sent).sum()
     }
 
-    /// Takes a host off the network.
-    pub fn cut(&self, host: usize) {
-        let status = self.command(host, "ip", ["link", "set", "eth0", "down"]).status().unwrap();
+    /// A number that all hosts' TCP counts, summed: `Tcp`, `RetransSegs`, or `TcpExt`, `TCPOFOQueue`.
+    pub fn counted(&self, table: &str, name: &str) -> u64 {
+        let counted = |(_, pid): &(String, u32)| {
+            let tables =
+                ["snmp", "netstat"].map(|file| fs::read_to_string(format!("/proc/{pid}/net/{file}")).unwrap()).concat();
+            let mut rows = tables.lines().filter_map(|line| line.strip_prefix(table)?.strip_prefix(": "));
+            let (names, values) = (rows.next().unwrap(), rows.next().unwrap());
+            let mut columns = names.split(' ').zip(values.split(' '));
+            columns.find(|(column, _)| *column == name).unwrap().1.parse::<u64>().unwrap()
+        };
+        self.hosts.iter().map(counted).sum()
+    }
+
+    /// Takes a host's interface off the network, or back.
+    pub fn switch(&self, host: usize, state: &str) {
+        let status = self.command(host, "ip", ["link", "set", "eth0", state]).status().unwrap();
         assert!(status.success());
+    }
+
+    /// Has their link do from now on as `settings` say.
+    pub fn set(&self, settings: &str) {
+        let link = self.link.expect("these hosts have a link");
+        fs::write(format!("/proc/{link}/fd/0"), format!("{settings}\n")).unwrap();
+    }
+
+    /// Fails the test unless nothing runs on the hosts and nothing listens, but what keeps them.
+    #[track_caller]
+    pub fn assert_empty(&self) {
+        for (host, (_, pid)) in self.hosts.iter().enumerate() {
+            let net = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/net")).ok();
+            let own = net(&pid.to_string());
+            let all = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+            let mut left: Vec<String> = all
+                .filter(|process| process.parse::<u32>().is_ok() && net(process) == own)
+                .filter_map(|process| fs::read_to_string(format!("/proc/{process}/comm")).ok())
+                .filter(|name| !["sleep", "link", "python3", "cat"].contains(&name.trim_end()))
+                .collect();
+            let sockets = fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap();
+            // Its fourth column is the state; 0A is LISTEN.
+            let listening = |line: &&str| line.split_whitespace().nth(3) == Some("0A");
+            left.extend(sockets.lines().filter(listening).map(str::to_string));
+            assert!(left.is_empty(), "left on host {host}: {left:?}");
+        }
     }
 }
 

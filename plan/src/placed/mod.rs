@@ -24,14 +24,14 @@ mod state;
 use std::collections::HashMap;
 
 use crate::bound::LeastExchange;
+use crate::choose::{Chosen, EQUAL, PROVED_FAST, THOROUGH_DEVICES};
 use crate::cluster::{Cluster, LinkTable, Matrix};
 use crate::objective::{Evaluation, Problem};
+use crate::options::placement_kind;
 use crate::placement::DeviceExperts;
 use crate::search::Views;
 use crate::workload::Workload;
-use crate::{
-    Algorithm, Chosen, EQUAL, Options, PROVED_FAST, PlacementKind, PlanError, THOROUGH_DEVICES, placement_kind,
-};
+use crate::{Algorithm, Options, PlacementKind, PlanError};
 
 use bound::bounds;
 use prove::prove;

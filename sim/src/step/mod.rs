@@ -85,6 +85,11 @@ pub struct CopyFlop {
     pub sum_slot: f64,
     /// Adds one row of results to the token's.
     pub add_row: f64,
+    /// Takes in one message that comes from a PE, of rows or of results, and one of its rows: a thread beside the PE's own, which takes the PE's time where
+    /// the host has no idle core ([`Cores`]).
+    pub take_message: f64,
+    /// See `take_message`.
+    pub take_row: f64,
 }
 
 /// Processors that the PEs of a host share, where a PE is a thread.
@@ -146,6 +151,9 @@ pub struct Step<'a> {
     pub jitter: Option<Jitter>,
     /// The cores that PEs share, where they do.
     pub cores: Option<Cores>,
+    /// Whether a put takes its PE's time until its target has taken it, which that does while it is in a put of its own or waits: one-sided operations over
+    /// messages, with nobody beside the PE to make progress.
+    pub puts_block: bool,
     /// Who has a port to the network.
     pub nics: Nics,
     /// How many times as fast as the cluster says: ports to the network, and FLOP.

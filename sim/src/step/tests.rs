@@ -73,6 +73,7 @@ impl Case {
             steps: 1,
             jitter: None,
             cores: None,
+            puts_block: false,
             nics: Nics::PerPe,
             speed: (1.0, 1.0),
             traced: 8,
@@ -285,7 +286,14 @@ fn pes_copy_rows_themselves() {
     // 7 + 2 + 3, its way 1, adding it 11.
     let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[])]], &[0, 1], 4, 4);
     let mut case = Case::one_group(plan, &[0, 1]);
-    let copy = CopyFlop { message: [2.0; 2], put_row: [3.0; 2], gather_slot: 5.0, sum_slot: 7.0, add_row: 11.0 };
+    let copy = CopyFlop {
+        message: [2.0; 2],
+        put_row: [3.0; 2],
+        gather_slot: 5.0,
+        sum_slot: 7.0,
+        add_row: 11.0,
+        ..CopyFlop::default()
+    };
     case.cost.copy_flop = [copy; 2];
     let times = simulate(&case.step());
     near(times.step_s[0], 5.0 + 1.0 + 5.0 + 100.0 + 12.0 + 1.0 + 11.0);
@@ -300,6 +308,53 @@ fn pes_copy_rows_themselves() {
     let mut own = Case::one_group(group_plan(&[vec![rows(&[0])]], &[1], 4, 4), &[1]);
     own.cost.copy_flop = [copy; 2];
     near(simulate(&own.step()).step_s[0], 5.0 + 100.0 + 18.0);
+}
+
+#[test]
+fn what_comes_is_taken_in_beside() {
+    // PE 0 has a token for PE 1's expert, and each PE one for its own. PE 1 computes its own one's tile, 100 s, when the other comes, which takes 6 + 7 s of
+    // that where no core is idle.
+    let plan = group_plan(&[vec![rows(&[0]), rows(&[0])], vec![rows(&[]), rows(&[0])]], &[1, 1], 4, 1);
+    let mut case = Case::one_group(plan, &[1, 1]);
+    case.cost.copy_flop = [CopyFlop { take_message: 6.0, take_row: 7.0, ..CopyFlop::default() }; 2];
+    for (count, expert_s) in [(3, 200.0), (2, 213.0)] {
+        let times = simulate(&Step { cores: Some(Cores { count, busy_factor: 1.0 }), ..case.step() });
+        near(times.pes[1].expert_s[0], expert_s);
+        // PE 0 waits when its result comes.
+        near(times.pes[0].expert_s[0], 100.0);
+    }
+}
+
+#[test]
+fn puts_may_block() {
+    // PE 0 has a token for PE 1's expert, and PE 1 two for its own, which it computes for 200 s before it is in a call. Then the row takes 1 + 10 s, and its
+    // result too, for which PE 0 waits.
+    let plan = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[]), rows(&[0, 0])]], &[0, 1], 4, 2);
+    let case = Case::one_group(plan, &[0, 1]);
+    let times = simulate(&Step { puts_block: true, ..case.step() });
+    near(times.pes[0].dispatch_s[0], 211.0);
+    near(times.pes[1].combine_s[0], 11.0);
+    near(times.pes[1].expert_s[0], 300.0);
+    near(times.step_s[0], 200.0 + 11.0 + 100.0 + 11.0);
+    // Both put at once, and neither waits for the other.
+    let both = group_plan(&[vec![rows(&[]), rows(&[0])], vec![rows(&[0]), rows(&[])]], &[1, 1], 4, 4);
+    let both = Case::one_group(both, &[1, 1]);
+    for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+        let step = Step { schedule, ..both.step() };
+        let (blocking, without) = (simulate(&Step { puts_block: true, ..step }), simulate(&step));
+        near(blocking.step_s[0], without.step_s[0]);
+        near(blocking.pes[0].dispatch_s[0], 11.0);
+        near(without.pes[0].dispatch_s[0], 0.0);
+    }
+    // Every message comes, whatever is asked of whom: many PEs, small windows, both passes.
+    let n = 5;
+    let all = |from: usize| (0..n).map(|to| rows(&vec![0; (from * to) % 4 + from % 2])).collect::<Vec<_>>();
+    let many = Case::one_group(group_plan(&(0..n).map(all).collect::<Vec<_>>(), &vec![1; n], 1, 2), &vec![1; n]);
+    for schedule in [Schedule::Pipelined, Schedule::Bulk] {
+        let step = Step { schedule, backward: true, window_chunks: 1, steps: 2, ..many.step() };
+        let (blocking, without) = (simulate(&Step { puts_block: true, ..step }), simulate(&step));
+        near(blocking.sent_bytes, without.sent_bytes);
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The measurement over a transport whose calls the host makes.
 //!
 //! A *sample* is the mean of a batch of operations, so large that reading the clock is no more than about 2% of it; large
-//! sizes have batches of one, and fewer samples. Where PEs share pages, rounds of the measurement alternate with rounds
+//! sizes have batches of one, and fewer samples, as have slow links (`sampling.rs`). Where PEs share pages, rounds of the measurement alternate with rounds
 //! of the same done bare ([`super::raw`]), so that a machine that grows slower meanwhile does so for both.
 //!
 //! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
@@ -17,22 +17,17 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::raw::{self, Pages};
 use super::report::PeRows;
+use super::sampling::{HostSampling, LinkSpeed, ROUNDS};
 use super::{Figure, Measure, Op, P2pBench, Row};
 use crate::bench::cpus::{self, CpuSpan};
 use crate::job::host::{Host, PePart, TwoSided};
 use crate::report::median;
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
-/// Rounds of samples, between which the bare measurement runs.
-const ROUNDS: usize = 5;
 /// Most bytes in flight, unless two messages are more.
 const RING_BYTES: usize = 2 << 20;
 /// Most messages in flight.
 const SLOTS_MAX: usize = 64;
-/// About the most bytes that a figure moves.
-const FIGURE_BYTES: usize = 512 << 20;
-/// The fewest samples that large sizes are cut to.
-const LEAST_SAMPLES: usize = 20;
 /// Words from one signal to the next, so that no two share a cache line.
 const STRIDE: usize = 8;
 /// Signals: of ping-pongs, of slots given back, of a target of atomics; then one for each slot. The bare turns use the same ones: a word's
@@ -41,7 +36,9 @@ const PING: usize = 0;
 const CREDIT: usize = 1;
 const ATOMIC: usize = 2;
 const SLOT: usize = 3;
-const SIGNALS: usize = SLOT + SLOTS_MAX;
+/// Not a signal, but two words: the pair's [`LinkSpeed`].
+const LINK: usize = SLOT + SLOTS_MAX;
+const SIGNALS: usize = LINK + 1;
 /// Round trips of the probe, and how many of them are one sample.
 const PROBE: (usize, usize) = (9, 16);
 
@@ -59,33 +56,6 @@ pub const PHASE_NAMES: [&str; 8] = [
 
 fn phase(op: Op) -> u32 {
     2 + op as u32
-}
-
-/// How one size of one operation is sampled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct HostSampling {
-    /// Samples that count, a multiple of [`ROUNDS`].
-    samples: usize,
-    /// Samples before those, in each round.
-    warmup: usize,
-    /// Operations of a sample.
-    batch: usize,
-}
-
-impl HostSampling {
-    fn new(bench: &P2pBench, measure: Measure, op: Op, bytes: usize) -> HostSampling {
-        // Until a batch is long enough for the clock: about 100 ns for a hop, 10 for a call, and the bytes.
-        let (budget, most) = match (measure, op) {
-            (Measure::Latency, Op::PutSignal | Op::SendRecv) => (64 << 10, 16),
-            (Measure::Latency | Measure::Issue, _) => (16 << 10, 64),
-            (Measure::Bandwidth, _) => (64 << 10, 512),
-            (Measure::Consume, _) => (256 << 10, 256),
-        };
-        let batch = (budget / bytes.max(1)).clamp(1, most);
-        let affordable = (FIGURE_BYTES / (batch * bytes).max(1)).max(LEAST_SAMPLES);
-        let samples = bench.iterations.min(affordable).next_multiple_of(ROUNDS);
-        HostSampling { samples, warmup: bench.warmup.div_ceil(ROUNDS).min(samples), batch }
-    }
 }
 
 /// The symmetric memory of the measurement; the same on every PE.
@@ -166,11 +136,20 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
                 limit,
             }
         });
+        let words = memory.signals.slice(LINK * STRIDE..LINK * STRIDE + 2);
+        if let Some(part) = part.as_ref().filter(|part| part.first) {
+            let speed = LinkSpeed::measure(shmem, memory.ring, part.bytes(largest(bench)), part.peer);
+            pair.iter().for_each(|&pe| shmem.put(words, &speed.to_words(), pe));
+        }
+        meet(shmem, limit)?;
+        let mut speed = [0; 2];
+        shmem.get(&mut speed, words, me);
+        let speed = LinkSpeed::from_words(speed);
         host.status().set_phase(1);
         let mut memcpy_us = HashMap::new();
         if let Some(part) = part.as_mut().filter(|part| part.first) {
             for &bytes in &bench.sizes {
-                let plan = HostSampling::new(bench, Measure::Bandwidth, Op::Put, bytes);
+                let plan = HostSampling::new(bench, speed, Measure::Bandwidth, Op::Put, bytes);
                 memcpy_us.insert(bytes, part.memcpy(plan, bytes));
             }
         }
@@ -180,7 +159,7 @@ fn measure<T: Transport>(bench: &P2pBench, shmem: &Shmem<T>, host: &dyn Host) ->
             host.status().set_progress(figure as u64, total);
             if let Some(part) = &mut part {
                 let seat = CpuSpan::take();
-                let plan = HostSampling::new(bench, measure, op, bytes);
+                let plan = HostSampling::new(bench, speed, measure, op, bytes);
                 let rows = part.figure(plan, op, measure, bytes)?;
                 let seat = seat.leave();
                 let flag_us = part.flag_us()?;
@@ -287,8 +266,9 @@ impl<T: Transport> PairMember<'_, T> {
         Ok(vec![if has_raw { row.beside_raw(of, &raw) } else { row }])
     }
 
-    fn deadline(&self) -> Instant {
-        Instant::now() + self.limit
+    /// Of the waits of a round.
+    fn deadline(&self, plan: HostSampling) -> Instant {
+        Instant::now() + self.limit + plan.round
     }
 
     fn bytes(&self, bytes: usize) -> &[u8] {
@@ -421,7 +401,7 @@ impl<T: Transport> PairMember<'_, T> {
     fn ping_pong(&mut self, plan: HostSampling, bytes: usize, path: CodePath) -> Result<Vec<f64>> {
         let place = PING;
         let base = self.counted(place, ((plan.warmup + plan.samples) * plan.batch) as u64);
-        let deadline = self.deadline();
+        let deadline = self.deadline(plan);
         let (mut sent, mut seen) = (base, base);
         if let (CodePath::Raw, Some((mine, theirs))) = (path, self.raw) {
             let (own, other) = (mine.flag(place * STRIDE), theirs.flag(place * STRIDE));
@@ -467,7 +447,7 @@ impl<T: Transport> PairMember<'_, T> {
         let pitch = bytes.max(1).next_multiple_of(64);
         let slots = (self.memory.ring.len() / pitch).clamp(1, SLOTS_MAX);
         let messages = ((plan.warmup + plan.samples) * plan.batch) as u64;
-        let deadline = self.deadline();
+        let deadline = self.deadline(plan);
         // Every slot's signal counts all messages of both paths, whatever their slot: so slots may differ in size from figure to
         // figure.
         let first = self.counted(SLOT, messages);
@@ -567,7 +547,7 @@ impl<T: Transport> PairMember<'_, T> {
 
     /// Send and receive there and back.
     fn send_recv(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
-        let (messages, deadline) = (self.messages()?, self.deadline());
+        let (messages, deadline) = (self.messages()?, self.deadline(plan));
         let mut received = vec![0; bytes];
         let samples = self.rounds(
             plan,
@@ -580,7 +560,7 @@ impl<T: Transport> PairMember<'_, T> {
 
     /// A stream of sends whose bytes are read, and one answer at the end; samples at the receiver.
     fn send_stream(&self, plan: HostSampling, bytes: usize) -> Result<Vec<f64>> {
-        let (messages, deadline) = (self.messages()?, self.deadline());
+        let (messages, deadline) = (self.messages()?, self.deadline(plan));
         let all = (plan.warmup + plan.samples) * plan.batch;
         let mut received = vec![0; bytes];
         if self.first {
@@ -609,7 +589,7 @@ impl<T: Transport> PairMember<'_, T> {
         if self.raw.is_none() {
             return Ok(None);
         }
-        let plan = HostSampling { samples: PROBE.0, warmup: 2, batch: PROBE.1 };
+        let plan = HostSampling { samples: PROBE.0, warmup: 2, batch: PROBE.1, round: Duration::ZERO };
         Ok(Some(median(self.ping_pong(plan, 0, CodePath::Raw)?) / 2.0))
     }
 }
@@ -620,25 +600,9 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
+    use crate::bench::p2p::tests::{LIMIT, bench};
     use crate::job::JobError;
     use crate::shmem::{Segment, ShmTransport};
-
-    const LIMIT: Duration = Duration::from_secs(60);
-
-    fn bench() -> P2pBench {
-        P2pBench {
-            ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
-            scopes: Vec::new(),
-            asked: (false, false),
-            sizes: vec![1, 24, 4096],
-            pairs: vec![[0, 1]],
-            pes: 2,
-            iterations: 10,
-            warmup: 5,
-            on_device: false,
-            wait_limit: LIMIT,
-        }
-    }
 
     /// Messages between two threads.
     struct Mailbox(Mutex<Ends>);
@@ -696,8 +660,10 @@ mod tests {
                         limit: if me == 0 { Duration::from_secs(2) } else { LIMIT },
                     };
                     let mut rows = Vec::new();
+                    let speed = LinkSpeed::from_words([2e-7, 1e10].map(f64::to_bits));
                     for (op, measure, bytes) in figures(bench) {
-                        rows.extend(part.figure(HostSampling::new(bench, measure, op, bytes), op, measure, bytes)?);
+                        let plan = HostSampling::new(bench, speed, measure, op, bytes);
+                        rows.extend(part.figure(plan, op, measure, bytes)?);
                         meet(&shmem, part.limit)?;
                     }
                     Ok(rows)
@@ -732,22 +698,5 @@ mod tests {
         let [_, second] = measure(true, |source| source[511] ^= 1 << 40);
         let error = second.unwrap_err().to_string();
         assert_eq!(error, "message 0 of 4096 bytes from PE 0 arrived damaged");
-    }
-
-    #[test]
-    fn a_sample_is_worth_reading_the_clock_for() {
-        let bench = P2pBench { iterations: 1000, ..bench() };
-        let plan = |measure, op, bytes| HostSampling::new(&bench, measure, op, bytes);
-        let small = plan(Measure::Latency, Op::PutSignal, 16);
-        assert_eq!((small.batch, small.samples), (16, 1000));
-        let large = plan(Measure::Latency, Op::PutSignal, 64 << 20);
-        assert_eq!((large.batch, large.samples), (1, LEAST_SAMPLES));
-        assert_eq!(plan(Measure::Bandwidth, Op::Put, 4096).batch, 16);
-        for (measure, op) in [(Measure::Consume, Op::PutSignal), (Measure::Latency, Op::Get)] {
-            for bytes in [1, 100, 1 << 12, 1 << 22, 1 << 30] {
-                let plan = plan(measure, op, bytes);
-                assert!(plan.batch >= 1 && plan.samples.is_multiple_of(ROUNDS) && plan.samples >= LEAST_SAMPLES);
-            }
-        }
     }
 }

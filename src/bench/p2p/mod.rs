@@ -14,6 +14,7 @@ pub mod host;
 pub mod pe;
 pub mod raw;
 pub mod report;
+mod sampling;
 #[cfg(feature = "cuda")]
 mod stream;
 
@@ -172,7 +173,27 @@ pub fn percentile(sorted: &[f64], share: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    pub(super) const LIMIT: Duration = Duration::from_secs(60);
+
+    /// All operations between two PEs.
+    pub(super) fn bench() -> P2pBench {
+        P2pBench {
+            ops: vec![Op::Put, Op::PutNbi, Op::Get, Op::PutSignal, Op::Atomic, Op::SendRecv],
+            scopes: Vec::new(),
+            asked: (false, false),
+            sizes: vec![1, 24, 4096],
+            pairs: vec![[0, 1]],
+            pes: 2,
+            iterations: 10,
+            warmup: 5,
+            on_device: false,
+            wait_limit: LIMIT,
+        }
+    }
 
     #[test]
     fn a_row_says_what_the_samples_were() {

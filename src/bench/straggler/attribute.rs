@@ -5,6 +5,9 @@
 //! *arrived late* (or the receiver is, where others wait for it, and it had not yet sent its own). From then on, less what such a message usually takes (the lower quartile of all), the *link*
 //! is. The larger part names the cause.
 //!
+//! A PE that was ready to run and had no CPU looks like one that computed long, or like a slow link to it. Where that explains more than half of the
+//! part, the *scheduler* is the cause.
+//!
 //! A sender that arrives late need not have computed long: without a barrier, it may have been delayed by its own last message of the step before. The
 //! cause is then that message's, found the same way, back to where it began.
 
@@ -31,14 +34,17 @@ pub enum Cause {
         /// The receiver.
         to: usize,
     },
+    /// A PE was ready to run and had no CPU.
+    Scheduler,
 }
 
 impl Cause {
-    /// As in tables: "PE 2 late", "link 0-1 slow".
+    /// As in tables: "PE 2 late", "link 0-1 slow", "scheduler".
     pub fn render(&self) -> String {
         match self {
             Cause::LatePe { pe } => format!("PE {pe} late"),
             Cause::SlowLink { from, to } => format!("link {from}-{to} slow"),
+            Cause::Scheduler => "scheduler".to_string(),
         }
     }
 }
@@ -120,8 +126,11 @@ fn follow(
     };
     let late = ready - pes[waiting].send;
     let link = flight(got, sender) - usual;
+    let most = |queued: i64, of: i64| 2 * queued > of;
     if link > late.max(0) {
-        return Some(Cause::SlowLink { from: sender, to: receiver });
+        let slow = Cause::SlowLink { from: sender, to: receiver };
+        let queued = pes[sender].queued_send + got.queued_send + got.queued_receive;
+        return Some(if most(queued, link) { Cause::Scheduler } else { slow });
     }
     let (sent, waited) = (&pes[late_pe], &pes[waiting]);
     let computed = (sent.send - sent.begin) - (waited.send - waited.begin);
@@ -135,7 +144,8 @@ fn follow(
             return follow(steps, k - 1, (late_pe, late_pe), usual, back - 1);
         }
     }
-    Some(Cause::LatePe { pe: late_pe })
+    let queued = sent.queued_before + sent.queued_compute;
+    Some(if most(queued, late) { Cause::Scheduler } else { Cause::LatePe { pe: late_pe } })
 }
 
 #[cfg(test)]
@@ -161,7 +171,14 @@ mod tests {
                         };
                         let arrived: Vec<i64> = (0..n).map(at).collect();
                         let end = *arrived.iter().max().unwrap();
-                        PeStep { begin: begins[me], send: sends[me], end, sent: sends.clone(), arrived }
+                        PeStep {
+                            begin: begins[me],
+                            send: sends[me],
+                            end,
+                            sent: sends.clone(),
+                            arrived,
+                            ..PeStep::default()
+                        }
                     })
                     .collect();
                 if mode == StragglerMode::Bulk {
@@ -227,6 +244,33 @@ mod tests {
         }
         let causes: Vec<_> = attribute(&steps, StragglerMode::Bulk).into_iter().map(|step| step.cause).collect();
         assert_eq!(causes, [Some(Cause::LatePe { pe: 1 }); 4]);
+    }
+
+    #[test]
+    fn what_the_scheduler_took_is_told_from_a_late_pe_and_a_slow_link() {
+        for mode in [StragglerMode::Bulk, StragglerMode::OneSided] {
+            let compute = |_, pe: usize| if pe == 1 { 300 } else { 100 };
+            let late = run(3, 8, mode, compute, |_, _, _| 0);
+            let link = run(3, 8, mode, |_, _| 100, |_, a, b| if (a, b) == (2, 0) { 200 } else { 0 });
+            let of = |steps: &[Vec<PeStep>], queued: fn(&mut PeStep) -> &mut i64, pe: usize, ns: i64| {
+                let mut steps = steps.to_vec();
+                steps.iter_mut().for_each(|pes| *queued(&mut pes[pe]) = ns);
+                attribute(&steps, mode).into_iter().skip(1).map(|step| step.cause.unwrap()).collect::<Vec<_>>()
+            };
+            // PE 1 computed 200 longer than the others, which waited 200 for it.
+            for (ns, cause) in [(90, Cause::LatePe { pe: 1 }), (110, Cause::Scheduler)] {
+                assert_eq!(of(&late, |pe| &mut pe.queued_compute, 1, ns), [cause; 7], "{mode:?}");
+                assert_eq!(of(&late, |pe| &mut pe.queued_before, 1, ns), [cause; 7], "{mode:?}");
+            }
+            // Another PE's time without a CPU does not excuse it, nor its own while others already had what they waited for.
+            assert_eq!(of(&late, |pe| &mut pe.queued_compute, 0, 1000), [Cause::LatePe { pe: 1 }; 7]);
+            assert_eq!(of(&late, |pe| &mut pe.queued_receive, 1, 1000), [Cause::LatePe { pe: 1 }; 7]);
+            // Its receiver looked 200 late, or its sender stopped for as long after it had read the clock.
+            for (ns, cause) in [(90, Cause::SlowLink { from: 2, to: 0 }), (110, Cause::Scheduler)] {
+                assert_eq!(of(&link, |pe| &mut pe.queued_receive, 0, ns), [cause; 7], "{mode:?}");
+                assert_eq!(of(&link, |pe| &mut pe.queued_send, 2, ns), [cause; 7], "{mode:?}");
+            }
+        }
     }
 
     #[test]

@@ -20,7 +20,16 @@ const ROUNDS: u64 = 64;
 
 /// This PE's clock, nanoseconds.
 pub fn now_ns() -> i64 {
-    let now = clock_gettime(ClockId::Monotonic);
+    read(ClockId::Monotonic)
+}
+
+/// What this thread has computed so far, by the time that it has had a CPU, nanoseconds.
+pub fn cpu_ns() -> i64 {
+    read(ClockId::ThreadCPUTime)
+}
+
+fn read(clock: ClockId) -> i64 {
+    let now = clock_gettime(clock);
     now.tv_sec * 1_000_000_000 + now.tv_nsec
 }
 

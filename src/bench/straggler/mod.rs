@@ -2,17 +2,19 @@
 //!
 //! In a step every PE computes, then sends a message to every other, and is through when it has all of theirs. Its *time* is from the
 //! first message it sends until then. The fastest PE's time is what the exchange *actually* takes; the slowest's is longer by the
-//! *delay*, which it spent waiting. Each delay is attributed: to a PE that began to send late, or to a link on which a message took
-//! long after it was sent.
+//! *delay*, which it spent waiting. Each delay is attributed: to a PE that began to send late, to a link on which a message took
+//! long after it was sent, or to the scheduler, where a PE was ready to run and had no CPU.
 //!
 //! - [`pe`]: the steps, on one PE.
 //! - [`clock`]: times of several PEs on one clock.
 //! - [`attribute`]: the cause of each delay.
+//! - [`queue`]: time without a CPU.
 //! - [`report`]: what is printed and plotted.
 
 pub mod attribute;
 pub mod clock;
 pub mod pe;
+pub mod queue;
 pub mod report;
 
 use rand::{RngExt, SeedableRng};
@@ -22,7 +24,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::job::request::{Inject, StragglerBench, StragglerMode};
 
 impl StragglerBench {
-    /// How long a PE computes in a step, microseconds: the same on every PE that computes it.
+    /// How much CPU time a PE computes for in a step, microseconds: the same on every PE that computes it.
     pub fn compute_us(&self, step: usize, pe: usize) -> f64 {
         let n = self.pes as f64;
         let mut of_step = ChaCha8Rng::seed_from_u64(self.seed);
@@ -73,12 +75,25 @@ pub struct PeStep {
     pub sent: Vec<i64>,
     /// When that arrived; at the earliest when this PE looked.
     pub arrived: Vec<i64>,
+    /// How long it was ready to run and had no CPU: since it had all messages of the step before, until it began.
+    pub queued_before: i64,
+    /// While it computed.
+    pub queued_compute: i64,
+    /// While it sent.
+    pub queued_send: i64,
+    /// From then on, until it had all messages.
+    pub queued_receive: i64,
 }
 
 impl PeStep {
     /// From the first message it sent until it was through.
     pub fn time_ns(&self) -> i64 {
         self.end - self.send
+    }
+
+    /// How long it was ready to run and had no CPU, the time since the step before included.
+    pub fn queued_ns(&self) -> i64 {
+        self.queued_before + self.queued_compute + self.queued_send + self.queued_receive
     }
 }
 

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use serde::{Deserialize, Serialize};
 
-use super::clock::{self, ClockWords, Common, Offset, now_ns};
+use super::clock::{self, ClockWords, Common, Offset, cpu_ns, now_ns};
+use super::queue::RunQueue;
 use super::{PeStep, StragglerBench, StragglerMode};
 use crate::bench::cpus::{self, CpuSpan};
 use crate::bench::p2p::host::meet;
@@ -37,6 +38,8 @@ pub struct PeSteps {
     pub host: String,
     /// Where it was.
     pub seat: CpuSpan,
+    /// Whether its system says how long it had no CPU.
+    pub knows_queue: bool,
     /// The clocks against PE 0's, before and after, of PE 0 only; index = PE.
     pub offsets: [Vec<Offset>; 2],
     /// The steps that count, in order; each sender's times as that sender's clock had them.
@@ -95,7 +98,8 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
         slots: shmem.alloc(n * SLOTS * slot_bytes(bench))?,
         signals: shmem.alloc(n * SLOTS * STRIDE)?,
     };
-    let part = Steps { bench, shmem, memory, all_to_all, limit };
+    let queue = RunQueue::of_this_thread();
+    let part = Steps { bench, shmem, memory, all_to_all, limit, queue };
     let clocks = ClockWords::new(shmem.alloc(clock::WORDS)?);
     let all = bench.warmup + bench.steps;
     for (turn, &mode) in bench.modes.iter().enumerate() {
@@ -109,11 +113,12 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
         meet(shmem, limit)?;
         status.set_phase(2 + mode as u32);
         let seat = CpuSpan::take();
+        let mut queued = part.queue.waited_ns();
         let mut steps = Vec::with_capacity(bench.steps);
         for step in 0..all {
             let k = (turn * all + step) as u64;
             status.set_progress(k, (bench.modes.len() * all) as u64);
-            let times = part.one_step(mode, k, step)?;
+            let times = part.one_step(mode, k, step, &mut queued)?;
             if step >= bench.warmup {
                 steps.push(times);
             }
@@ -121,7 +126,9 @@ fn measure<T: Transport>(bench: &StragglerBench, shmem: &Shmem<T>, host: &dyn Ho
         let seat = seat.leave();
         meet(shmem, limit)?;
         let after = read_clocks(2 * turn as u64 + 1)?;
-        let result = PeSteps { pe: me, mode, host: crate::shmem::host_id(), seat, offsets: [before, after], steps };
+        let host_id = crate::shmem::host_id();
+        let knows_queue = queued.is_some();
+        let result = PeSteps { pe: me, mode, host: host_id, seat, knows_queue, offsets: [before, after], steps };
         host.send(&serde_json::to_vec(&result)?)?;
     }
     meet(shmem, limit)
@@ -134,27 +141,42 @@ struct Steps<'a, T: Transport> {
     memory: StragglerMemory,
     all_to_all: Option<&'a dyn AllToAll>,
     limit: Duration,
+    queue: RunQueue,
 }
 
 impl<T: Transport> Steps<'_, T> {
-    /// One step: message number `k` of each pair.
-    fn one_step(&self, mode: StragglerMode, k: u64, step: usize) -> Result<PeStep> {
+    /// One step: message number `k` of each pair. `queued` is the time in the run queue until the step before had all messages, and then
+    /// until this one has.
+    fn one_step(&self, mode: StragglerMode, k: u64, step: usize, queued: &mut Option<i64>) -> Result<PeStep> {
+        // Since the last call.
+        let mut queue = || {
+            let now = self.queue.waited_ns();
+            let before = std::mem::replace(queued, now);
+            now.zip(before).map_or(0, |(now, before)| now - before)
+        };
         let (me, n) = (self.shmem.my_pe(), self.shmem.n_pes());
         if mode == StragglerMode::Bulk {
             meet(self.shmem, self.limit)?;
         }
-        let mut times = PeStep { begin: now_ns(), sent: vec![0; n], arrived: vec![0; n], ..PeStep::default() };
-        let until = times.begin + (self.bench.compute_us(step, me) * 1e3) as i64;
-        while now_ns() < until {
+        let compute_ns = (self.bench.compute_us(step, me) * 1e3) as i64;
+        let mut times = PeStep { sent: vec![0; n], arrived: vec![0; n], queued_before: queue(), ..PeStep::default() };
+        times.begin = now_ns();
+        // Work, of which nothing is done without a CPU.
+        let until = cpu_ns() + compute_ns;
+        while cpu_ns() < until {
             std::hint::spin_loop();
         }
+        times.queued_compute = queue();
         times.send = now_ns();
         if mode == StragglerMode::Alltoallv {
             self.call(&mut times)?;
+            times.queued_receive = queue();
             return Ok(times);
         }
         self.send(k);
+        times.queued_send = queue();
         self.receive(k, step, &mut times)?;
+        times.queued_receive = queue();
         if mode == StragglerMode::Bulk {
             meet(self.shmem, self.limit)?;
         }
@@ -260,6 +282,7 @@ pub fn on_one_clock(of_mode: &[PeSteps]) -> Vec<Vec<PeStep>> {
             end: of(times.end),
             sent: times.sent.iter().zip(&clocks).map(|(&t, sender)| sender.common_ns(t)).collect(),
             arrived: times.arrived.iter().map(|&t| of(t)).collect(),
+            ..*times
         }
     };
     (0..steps).map(|step| (0..of_mode.len()).map(|pe| of_pe(pe, step)).collect()).collect()
@@ -277,6 +300,7 @@ mod tests {
             mode: StragglerMode::Bulk,
             host: host.into(),
             seat: CpuSpan::default(),
+            knows_queue: true,
             offsets: [vec![at(0), at(500)], vec![at(0), at(500)]],
             steps: vec![PeStep {
                 begin: 10 + ahead,
@@ -284,10 +308,15 @@ mod tests {
                 end: 40 + ahead,
                 sent: if pe == 0 { vec![20, 21 + sender] } else { vec![21, 20 + ahead] },
                 arrived: vec![30 + ahead; 2],
+                queued_compute: 3,
+                ..PeStep::default()
             }],
         };
         let steps = on_one_clock(&[pe(0, "a", 0, 500), pe(1, "b", 500, 0)]);
-        let want = |sent: [i64; 2]| PeStep { begin: 10, send: 20, end: 40, sent: sent.to_vec(), arrived: vec![30, 30] };
+        let want = |sent: [i64; 2]| {
+            let (sent, arrived) = (sent.to_vec(), vec![30, 30]);
+            PeStep { begin: 10, send: 20, end: 40, sent, arrived, queued_compute: 3, ..PeStep::default() }
+        };
         assert_eq!(steps, [vec![want([20, 21]), want([21, 20])]]);
         // On one host nothing is taken off, whatever was measured.
         let steps = on_one_clock(&[pe(0, "a", 0, 0), pe(1, "a", 0, 0)]);

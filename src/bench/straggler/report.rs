@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::attribute::{Cause, Step, attribute};
 use super::pe::{PeSteps, on_one_clock};
-use super::{StragglerBench, StragglerMode};
+use super::{PeStep, StragglerBench, StragglerMode};
 use crate::bench::cpus::{CpuPair, CpuSpan, Nearness, cpu_model};
 use crate::bench::p2p::percentile;
 use crate::plot::{self, Axis, Mark, Plot, Scale, Series, Style};
@@ -23,6 +23,8 @@ const CULPRIT: f64 = 0.5;
 const CULPRIT_OVER_NEXT: f64 = 2.0;
 /// Points of a plot at most.
 const POINTS: usize = 2000;
+/// An axis is logarithmic where the longest delay is so many times what the plot is to show: most of the distribution, or the usual step.
+const FAR: f64 = 20.0;
 
 /// The result of `aristos bench straggler`; `docs/measurements/README.md` describes its keys.
 #[derive(Clone, Debug, Serialize)]
@@ -78,12 +80,17 @@ pub struct ModeResult {
     pub seats: Vec<CpuSpan>,
     /// Whether two PEs were seen on one CPU.
     pub shared_cpu: bool,
+    /// How long each PE was ready to run in a step and had no CPU, the mean over the steps; index = PE. None where a system does not say.
+    pub mean_queued_us: Option<Vec<f64>>,
     /// The steps, for CSV and plots.
     #[serde(skip)]
     pub all: Vec<Step>,
-    /// How long each PE computed, nanoseconds, by step.
+    /// How long each PE computed, nanoseconds, by step; what it had no CPU for is in it.
     #[serde(skip)]
     pub computed: Vec<Vec<i64>>,
+    /// How long each PE had no CPU, nanoseconds, by step.
+    #[serde(skip)]
+    pub queued: Vec<Vec<i64>>,
 }
 
 /// What one cause has of the delay.
@@ -135,6 +142,9 @@ impl ModeResult {
         let pairs = || seats.iter().enumerate().flat_map(|(i, &a)| seats[..i].iter().map(move |&b| [b, a]));
         let hosts = of_mode.iter().map(|pe| &pe.host);
         let first = of_mode.first();
+        let queued: Vec<Vec<i64>> = steps.iter().map(|pes| pes.iter().map(PeStep::queued_ns).collect()).collect();
+        let of_pe = |pe: usize| mean(&mut queued.iter().map(|of_step| us(of_step[pe])));
+        let mean_queued_us: Vec<f64> = (0..of_mode.len()).map(of_pe).collect();
         ModeResult {
             mode,
             max_delay_us: delays.last().copied().unwrap_or(0.0),
@@ -151,6 +161,8 @@ impl ModeResult {
                 .unwrap_or_default(),
             shared_cpu: pairs().any(|pair| CpuPair::of(pair).shared_cpu),
             seats,
+            mean_queued_us: of_mode.iter().all(|pe| pe.knows_queue).then_some(mean_queued_us),
+            queued,
             computed: steps.iter().map(|pes| pes.iter().map(|pe| pe.send - pe.begin).collect()).collect(),
             all,
         }
@@ -171,6 +183,10 @@ impl ModeResult {
                     }
                     Cause::SlowLink { from, to } => format!(
                         "culprit: the link from PE {from} to PE {to} has {percent:.0}% of the delay ({} of {steps} steps)",
+                        top.steps
+                    ),
+                    Cause::Scheduler => format!(
+                        "culprit: the scheduler, by which PEs had no CPU, has {percent:.0}% of the delay ({} of {steps} steps)",
                         top.steps
                     ),
                 }
@@ -216,20 +232,22 @@ impl StragglerReport {
 
     /// A line per mode, step and PE, with a heading.
     pub fn to_csv(&self) -> String {
-        let mut csv = String::from("mode,step,pe,compute_us,time_us,actual_us,delay_us,cause,culprit\n");
+        let mut csv = String::from("mode,step,pe,compute_us,queued_us,time_us,actual_us,delay_us,cause,culprit\n");
         for mode in &self.modes {
             for (k, step) in mode.all.iter().enumerate() {
                 let (cause, culprit) = match step.cause {
                     Some(Cause::LatePe { pe }) => ("late-pe", pe.to_string()),
                     Some(Cause::SlowLink { from, to }) => ("slow-link", format!("{from}-{to}")),
+                    Some(Cause::Scheduler) => ("scheduler", String::new()),
                     None => ("", String::new()),
                 };
                 for (pe, &time) in step.times.iter().enumerate() {
                     let _ = writeln!(
                         csv,
-                        "{},{k},{pe},{:.3},{:.3},{:.3},{:.3},{cause},{culprit}",
+                        "{},{k},{pe},{:.3},{:.3},{:.3},{:.3},{:.3},{cause},{culprit}",
                         mode.mode.name(),
                         us(mode.computed[k][pe]),
+                        us(mode.queued[k][pe]),
                         us(time),
                         us(step.actual),
                         us(step.delay),
@@ -288,7 +306,14 @@ impl StragglerReport {
                 let most = mode.clock_offsets_us.iter().map(|[_, error]| *error).fold(0.0, f64::max);
                 format!("clocks aligned to within {most:.1} us")
             };
-            let _ = writeln!(text, "  CPUs {}{shared}; {clock}", cpus.join(" "));
+            let queued = match &mode.mean_queued_us {
+                Some(us) => format!(
+                    "without a CPU {} us a step",
+                    us.iter().map(|us| format!("{us:.1}")).collect::<Vec<_>>().join(" ")
+                ),
+                None => "nobody says how long a PE had no CPU".to_string(),
+            };
+            let _ = writeln!(text, "  CPUs {}{shared}; {clock}; {queued}", cpus.join(" "));
         }
         text
     }
@@ -316,11 +341,12 @@ impl StragglerReport {
         };
         let series = |name: String, points, color| Series { name, points, style: Style::Line, color };
         let (max, mean) = (mode.max_delay_us * 1e-3, mode.mean_actual_us * 1e-3);
+        let far = mode.max_delay_us > FAR * mode.median_delay_us;
         Plot {
             title: format!("All-to-all straggler effect, {}", mode.mode.name()),
             subtitle: self.setting(),
             x: Axis::new("all-to-all step", Scale::Linear),
-            y: Axis::new("time, ms", Scale::Linear),
+            y: Axis::new("time, ms", if far { Scale::Log } else { Scale::Linear }),
             series: vec![
                 series(format!("delay (max {max:.3} ms)"), of(|step| step.delay), 1),
                 series(format!("actual (mean {mean:.3} ms)"), of(|step| step.actual), 0),
@@ -339,7 +365,7 @@ impl StragglerReport {
         let points = kept.flat_map(|i| [(delays[i], i as f64 / n as f64), (delays[i], (i + 1) as f64 / n as f64)]);
         let (mean, p95) = (mode.mean_delay_us * 1e-3, mode.p95_delay_us * 1e-3);
         // A few long delays would press all others against the edge.
-        let far = mode.max_delay_us > 20.0 * mode.p95_delay_us.max(1e-9);
+        let far = mode.max_delay_us > FAR * mode.p95_delay_us.max(1e-9);
         Plot {
             title: format!("Distribution of the delay (ECDF), {}", mode.mode.name()),
             subtitle: self.setting(),
@@ -356,7 +382,6 @@ impl StragglerReport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::PeStep;
     use super::super::clock::Offset;
     use super::*;
 
@@ -380,13 +405,22 @@ mod tests {
             let sends = [begin + 100_000, begin + 100_000 + late];
             let end = if pe == 0 { sends[1] + 1000 } else { sends[1] + 2000 };
             let arrived = if pe == 0 { [sends[0], end] } else { [end, sends[1]] };
-            PeStep { begin, send: sends[pe], end, sent: sends.to_vec(), arrived: arrived.to_vec() }
+            PeStep {
+                begin,
+                send: sends[pe],
+                end,
+                sent: sends.to_vec(),
+                arrived: arrived.to_vec(),
+                queued_compute: 7_000,
+                ..PeStep::default()
+            }
         };
         let pe = |pe: usize| PeSteps {
             pe,
             mode: StragglerMode::OneSided,
             host: "this".into(),
             seat: CpuSpan { start: pe, end: pe, allowed: 1 },
+            knows_queue: true,
             offsets: [vec![Offset::default(); 2], vec![Offset::default(); 2]],
             steps: (0..20).map(|k| step(pe, k)).collect(),
         };
@@ -416,6 +450,7 @@ mod tests {
         assert_eq!(mode.culprit, Some(Cause::LatePe { pe: 1 }));
         assert_eq!(mode.causes, [Share { cause: Cause::LatePe { pe: 1 }, steps: 20, share: 1.0 }]);
         assert!(mode.one_clock && !mode.shared_cpu);
+        assert_eq!(mode.mean_queued_us, Some(vec![7.0, 7.0]));
     }
 
     #[test]
@@ -429,7 +464,10 @@ mod tests {
         assert!(table.lines().skip(1).all(|line| line.chars().count() <= 120), "{table}");
         let csv = report.to_csv();
         assert_eq!(csv.lines().count(), 1 + 20 * 2);
-        assert!(csv.contains("\none-sided,0,1,400.000,2.000,2.000,299.000,late-pe,1\n"), "{csv}");
+        assert!(csv.contains("\none-sided,0,1,400.000,7.000,2.000,2.000,299.000,late-pe,1\n"), "{csv}");
+        // A delay far beyond the usual one would press all others against the axis.
+        let scale = |max_delay_us| report.over_steps(&ModeResult { max_delay_us, ..report.modes[0].clone() }).y.scale;
+        assert_eq!((scale(5000.0), scale(7000.0)), (Scale::Linear, Scale::Log), "299 us are usual");
         let folder = tempfile::tempdir().unwrap();
         let files = report.plot(folder.path()).unwrap();
         // Two plots, as SVG, and as PNG where the build writes it.

@@ -179,6 +179,7 @@ mod tests {
             on_failure: OnFailure::Stop,
             hot_shift_every: Some(3),
             replan: Some(Replanning { every: 7, replicas: Replication::Auto, cluster: "{}".into() }),
+            inject: Some(PathBuf::from("c")),
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,

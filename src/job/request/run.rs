@@ -113,6 +113,9 @@ pub struct RunRequest {
     pub hot_shift_every: Option<usize>,
     /// Whether and when the plan is made anew while the steps run.
     pub replan: Option<Replanning>,
+    /// A cluster file: PEs compute, and their messages travel, no faster than its devices and links.
+    #[serde(with = "optional_path_bytes")]
+    pub inject: Option<PathBuf>,
     /// What it runs on.
     pub device: DeviceKind,
     /// Which matrix products a device runs; by the device where `None`.

@@ -1,10 +1,13 @@
 //! An MLP over a batch of rows, tile by tile: forward, input gradients, weight gradients. Routed and shared experts
 //! alike: a row's weight is its routing weight, or the shared expert's gate.
 
+use std::mem::take;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 
 use super::kernels::{self, Element, Lent, Workspace};
-use crate::moe::spec::{MlpConfig, MlpGradients, MlpId, MoeError, Proj, WeightId, proj_index};
+use crate::moe::spec::{MlpConfig, MlpGradients, MlpGradientsMut, MlpId, MoeError, Proj, WeightId, proj_index};
 
 /// The weights of one MLP, prepared for the GEMMs. Biases stay f32.
 pub struct Mlp<E: Element> {
@@ -234,6 +237,20 @@ impl<E: Element> Batch<E> {
         grow(&mut self.hw, inner);
     }
 
+    /// Exchanges the memory that only one pass needs with another batch's, of which nothing else counts.
+    pub fn swap_pass_memory(&mut self, other: &mut Batch<E>) {
+        std::mem::swap(&mut self.out, &mut other.out);
+        std::mem::swap(&mut self.d_weight, &mut other.d_weight);
+        for (mine, others) in [
+            (&mut self.g, &mut other.g),
+            (&mut self.d_gate, &mut other.d_gate),
+            (&mut self.d_up, &mut other.d_up),
+            (&mut self.hw, &mut other.hw),
+        ] {
+            std::mem::swap(mine, others);
+        }
+    }
+
     /// A batch of `rows` rows with room for both passes, every input of a GEMM filled with small numbers: what
     /// [`Mlp::bare_gemms`] runs on.
     pub fn filled(config: &MlpConfig, hidden: usize, rows: usize) -> Self {
@@ -249,65 +266,118 @@ impl<E: Element> Batch<E> {
         batch
     }
 
-    /// `out = MLP(x)` for the rows of one tile.
-    pub fn forward_tile(&mut self, mlp: &Mlp<E>, scratch: &mut Scratch, tile: Range<usize>) {
-        let (m, h, i) = (tile.len(), mlp.hidden, mlp.config.intermediate);
+    /// What `tiles` of a forward pass (`is_forward`) or a backward pass through `mlp` work on; they lie in the order of their rows.
+    pub fn tiles(&mut self, mlp: &Mlp<E>, tiles: &[Range<usize>], is_forward: bool) -> Vec<BatchTile<'_, E>> {
+        let (h, i) = (mlp.hidden, mlp.config.intermediate);
+        if is_forward {
+            self.weighed_input = mlp.weigh_input;
+        }
+        let (mut x, mut out) = (cut(&mut self.x, h, tiles), cut(&mut self.out, h, tiles));
+        let (mut gate, mut up, mut act) =
+            (cut(&mut self.gate, i, tiles), cut(&mut self.up, i, tiles), cut(&mut self.h, i, tiles));
+        let (mut d_gate, mut d_up, mut hw) =
+            (cut(&mut self.d_gate, i, tiles), cut(&mut self.d_up, i, tiles), cut(&mut self.hw, i, tiles));
+        let mut d_weight = cut(&mut self.d_weight, 1, tiles);
+        let tile = |(k, tile): (usize, &Range<usize>)| BatchTile {
+            rows: tile.len(),
+            weight: &self.weight[tile.clone()],
+            g: if is_forward { &[] } else { &self.g[tile.start * h..tile.end * h] },
+            x: take(&mut x[k]),
+            out: take(&mut out[k]),
+            gate: take(&mut gate[k]),
+            up: take(&mut up[k]),
+            h: take(&mut act[k]),
+            d_gate: take(&mut d_gate[k]),
+            d_up: take(&mut d_up[k]),
+            hw: take(&mut hw[k]),
+            d_weight: take(&mut d_weight[k]),
+        };
+        tiles.iter().enumerate().map(tile).collect()
+    }
+
+    /// The gradients of the MLP's weights over all rows, in row order; after every tile's backward.
+    pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: MlpGradientsMut<'_>) {
+        let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
+        let ws = &mut scratch.workspace;
+        let (x, g) = (&self.x[..m * h], &self.g[..m * h]);
+        let (d_up, hw) = (&self.d_up[..m * i], &self.hw[..m * i]);
+        if mlp.gate.is_some() {
+            E::gemm_tn(ws, m, i, h, &self.d_gate[..m * i], x, grads.matrix[0], false);
+        }
+        E::gemm_tn(ws, m, i, h, d_up, x, grads.matrix[1], false);
+        E::gemm_tn(ws, m, h, i, g, hw, grads.matrix[2], false);
+        if mlp.config.bias {
+            let [gate, up, down] = grads.bias;
+            for bias in [&mut *gate, &mut *up, &mut *down] {
+                bias.fill(0.0);
+            }
+            if mlp.gate.is_some() {
+                kernels::column_sum(m, i, &self.d_gate[..m * i], None, gate);
+            }
+            kernels::column_sum(m, i, d_up, None, up);
+            let weights = (!mlp.weigh_input).then_some(&self.weight[..m]);
+            kernels::column_sum(m, h, g, weights, down);
+        }
+    }
+}
+
+/// The rows of one tile of a [`Batch`], by its fields' names; empty those that it has not.
+pub struct BatchTile<'b, E> {
+    rows: usize,
+    weight: &'b [f32],
+    g: &'b [E],
+    x: &'b mut [E],
+    out: &'b mut [f32],
+    gate: &'b mut [E],
+    up: &'b mut [E],
+    h: &'b mut [E],
+    d_gate: &'b mut [E],
+    d_up: &'b mut [E],
+    hw: &'b mut [E],
+    d_weight: &'b mut [f32],
+}
+
+impl<E: Element> BatchTile<'_, E> {
+    /// `out = MLP(x)`.
+    pub fn forward(self, mlp: &Mlp<E>, scratch: &mut Scratch) {
+        let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         scratch.reserve(m * i);
         let Scratch { workspace, inner: [gate, up] } = scratch;
         let (gate, up) = (&mut gate[..m * i], &mut up[..m * i]);
-        let (outer, inner) = (tile.start * h..tile.end * h, tile.start * i..tile.end * i);
-        self.weighed_input = mlp.weigh_input;
         if mlp.weigh_input {
             let mut row = vec![0.0; h];
-            for (x, weight) in self.x[outer.clone()].chunks_exact_mut(h).zip(&self.weight[tile.clone()]) {
+            for (x, weight) in self.x.chunks_exact_mut(h).zip(self.weight) {
                 E::widen(x, &mut row);
                 row.iter_mut().for_each(|x| *x *= weight);
                 E::convert(&row, x);
             }
         }
-        let x = &self.x[outer.clone()];
+        let x = &*self.x;
         E::gemm_nt(workspace, m, x, &mlp.up, up, false);
         add_bias(m, up, &mlp.bias[1]);
         if let Some(w) = &mlp.gate {
             E::gemm_nt(workspace, m, x, w, gate, false);
             add_bias(m, gate, &mlp.bias[0]);
-            kernels::forward_gated(
-                mlp.config.activation,
-                mlp.config.glu,
-                gate,
-                up,
-                &mut self.gate[inner.clone()],
-                &mut self.up[inner.clone()],
-                &mut self.h[inner.clone()],
-            );
+            kernels::forward_gated(mlp.config.activation, mlp.config.glu, gate, up, self.gate, self.up, self.h);
         } else {
-            kernels::forward_plain(mlp.config.activation, up, &mut self.up[inner.clone()], &mut self.h[inner.clone()]);
+            kernels::forward_plain(mlp.config.activation, up, self.up, self.h);
         }
-        let out = &mut self.out[outer];
-        E::gemm_nt(workspace, m, &self.h[inner], &mlp.down, out, false);
-        add_bias(m, out, &mlp.bias[2]);
+        E::gemm_nt(workspace, m, self.h, &mlp.down, self.out, false);
+        add_bias(m, self.out, &mlp.bias[2]);
     }
 
-    /// `out` = the gradient of `x`, and `d_weight`, for the rows of one tile, from `g`.
-    pub fn backward_tile(&mut self, mlp: &Mlp<E>, scratch: &mut Scratch, tile: Range<usize>) {
-        let (m, h, i) = (tile.len(), mlp.hidden, mlp.config.intermediate);
+    /// `out` = the gradient of `x`, and `d_weight`, from `g`.
+    pub fn backward(self, mlp: &Mlp<E>, scratch: &mut Scratch) {
+        let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
         scratch.reserve(m * i);
         let q = &mut scratch.inner[0][..m * i];
-        let (outer, inner) = (tile.start * h..tile.end * h, tile.start * i..tile.end * i);
-        let g = &self.g[outer.clone()];
+        let BatchTile { weight: input_weight, x, out, g, d_weight, gate, up, h: act, d_gate, d_up, hw, .. } = self;
         E::gemm_nn(&mut scratch.workspace, m, g, &mlp.down, q, false);
         // With weights on the inputs the outputs' are 1.
         let ones = if mlp.weigh_input { vec![1.0; m] } else { Vec::new() };
-        let input_weight = &self.weight[tile.clone()];
         let weight = if mlp.weigh_input { &ones[..] } else { input_weight };
-        let d_weight = &mut self.d_weight[tile];
-        let (up, act) = (&self.up[inner.clone()], &self.h[inner.clone()]);
-        let (d_up, hw) = (&mut self.d_up[inner.clone()], &mut self.hw[inner.clone()]);
         let activation = mlp.config.activation;
-        let outer_range = outer.clone();
-        let out = &mut self.out[outer];
         if let Some(w) = &mlp.gate {
-            let d_gate = &mut self.d_gate[inner.clone()];
             kernels::backward_gated(
                 activation,
                 mlp.config.glu,
@@ -315,7 +385,7 @@ impl<E: Element> Batch<E> {
                 i,
                 weight,
                 q,
-                &self.gate[inner],
+                gate,
                 up,
                 act,
                 d_gate,
@@ -338,7 +408,7 @@ impl<E: Element> Batch<E> {
         if mlp.weigh_input {
             // The input was x times the weight: d_weight = <x, gradient of the input>, and x is what is kept over the weight.
             let mut row = vec![0.0; h];
-            let rows = self.x[outer_range].chunks_exact(h).zip(out.chunks_exact_mut(h));
+            let rows = x.chunks_exact(h).zip(out.chunks_exact_mut(h));
             for ((x, out), (d, &weight)) in rows.zip(d_weight.iter_mut().zip(input_weight)) {
                 E::widen(x, &mut row);
                 *d = if weight == 0.0 { 0.0 } else { kernels::dot(&row, out) / weight };
@@ -346,28 +416,40 @@ impl<E: Element> Batch<E> {
             }
         }
     }
+}
 
-    /// The gradients of the MLP's weights over all rows, in row order; after every tile's backward.
-    pub fn weight_gradients(&self, mlp: &Mlp<E>, scratch: &mut Scratch, grads: &mut MlpGradients) {
-        let (m, h, i) = (self.rows, mlp.hidden, mlp.config.intermediate);
-        let ws = &mut scratch.workspace;
-        let (x, g) = (&self.x[..m * h], &self.g[..m * h]);
-        let (d_up, hw) = (&self.d_up[..m * i], &self.hw[..m * i]);
-        if mlp.gate.is_some() {
-            E::gemm_tn(ws, m, i, h, &self.d_gate[..m * i], x, &mut grads.matrix[0], false);
+/// The parts of `values`, rows of `width`, that hold `tiles`; where they have no rows, nothing.
+fn cut<'v, V>(values: &'v mut [V], width: usize, tiles: &[Range<usize>]) -> Vec<&'v mut [V]> {
+    let (mut rest, mut at) = (values, 0);
+    let one = |tile: &Range<usize>| {
+        let (before, rows) = ((tile.start - at) * width, tile.len() * width);
+        let (_, tail) = take(&mut rest).split_at_mut_checked(before)?;
+        let (part, tail) = tail.split_at_mut_checked(rows)?;
+        (rest, at) = (tail, tile.end);
+        Some(part)
+    };
+    tiles.iter().map(one).map(Option::unwrap_or_default).collect()
+}
+
+/// Does all of `work`: on this thread and, where there is more than one piece, on one more for each further scratch, as far as the system has
+/// threads.
+pub fn in_parallel<W: Send>(scratch: &mut [Scratch], work: Vec<W>, each: impl Fn(&mut Scratch, W) + Sync) {
+    let pieces = work.len();
+    let queue = Mutex::new(work.into_iter());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let take_turns = &|scratch: &mut Scratch| {
+        while let Some(piece) = next() {
+            each(scratch, piece);
         }
-        E::gemm_tn(ws, m, i, h, d_up, x, &mut grads.matrix[1], false);
-        E::gemm_tn(ws, m, h, i, g, hw, &mut grads.matrix[2], false);
-        if mlp.config.bias {
-            grads.bias.iter_mut().for_each(|b| b.fill(0.0));
-            if mlp.gate.is_some() {
-                kernels::column_sum(m, i, &self.d_gate[..m * i], None, &mut grads.bias[0]);
-            }
-            kernels::column_sum(m, i, d_up, None, &mut grads.bias[1]);
-            let weights = (!mlp.weigh_input).then_some(&self.weight[..m]);
-            kernels::column_sum(m, h, g, weights, &mut grads.bias[2]);
+    };
+    let Some((own, others)) = scratch.split_first_mut() else { return };
+    thread::scope(|scope| {
+        for scratch in others.iter_mut().take(pieces.saturating_sub(1)) {
+            // Who cannot be started leaves its share to the others.
+            let _ = thread::Builder::new().spawn_scoped(scope, move || take_turns(scratch));
         }
-    }
+        take_turns(own);
+    });
 }
 
 /// Makes a buffer at least this long. Never shorter, for what is cut off would have to be cleared when it grows again.

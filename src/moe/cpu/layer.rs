@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::engine::Saved;
-use super::experts::{Mlp, Scratch};
+use super::experts::{Batch, Mlp, Scratch};
 use super::kernels::Element;
 use super::memory::LayerMemory;
 use super::replicas::{Exchange, OneGroup};
@@ -43,7 +43,8 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) memory: LayerMemory,
     pub(super) weights: Weights<E>,
     pub(super) gradients: Option<LayerGradients>,
-    pub(super) scratch: Scratch,
+    /// One for each thread.
+    pub(super) scratch: Vec<Scratch>,
     pub(super) recorder: Recorder,
     /// Which layer a [`Saved`] belongs to.
     pub(super) id: u64,
@@ -51,6 +52,8 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) forwards: u64,
     pub(super) credits_used: Vec<u64>,
     pub(super) spare: Vec<Saved<E>>,
+    /// By local expert, the memory that a batch needs during a pass only: all passes share it.
+    pub(super) pass_memory: Vec<Batch<E>>,
     pub(super) exchange: Option<X>,
     /// What passes since the last outcome put to other PEs, the sums of gradients included.
     pub(super) pass_bytes: u64,
@@ -113,8 +116,8 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         self.build_with(shmem, |spec, me| Weights::load(source, spec, me))
     }
 
-    /// As [`build`](Self::build), of a layer without weights of its own: the caller routes, and brings the experts to each pass
-    /// ([`Layer::experts_lent`]). One such layer may serve all of a model's that are alike.
+    /// As [`build`](Self::build), of a layer without weights of its own: the caller routes, brings the experts to each pass
+    /// ([`Layer::experts_lent`]) and takes their gradients. One such layer may serve all of a model's that are alike.
     ///
     /// # Errors
     /// As for `build`; a `spec` with a router or a shared expert.
@@ -124,7 +127,11 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             let (value, expected) = ("given".into(), "none where each pass brings its experts".into());
             return Err(ConfigError { field: "a router or shared expert", value, expected }.into());
         }
-        self.build_with(shmem, |_, _| Ok(Weights::none()))
+        let mut layer = self.build_with(shmem, |_, _| Ok(Weights::none()))?;
+        if let Some(gradients) = &mut layer.gradients {
+            gradients.all.experts.clear();
+        }
+        Ok(layer)
     }
 
     fn build_with(
@@ -136,6 +143,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
         let pe = shmem.as_shmem();
         let (me, n) = (pe.my_pe(), pe.n_pes());
         spec.validate(n)?;
+        let scratch = (0..spec.options.threads).map(|_| Scratch::default()).collect();
         if spec.dtype.name() != E::NAME {
             let (value, expected) = (spec.dtype.name().into(), E::NAME.into());
             return Err(ConfigError { field: "dtype", value, expected }.into());
@@ -162,13 +170,14 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             memory,
             weights,
             gradients,
-            scratch: Scratch::default(),
+            scratch,
             recorder: Recorder::new(observer),
             id: new_id(),
             passes: 0,
             forwards: 0,
             credits_used: vec![0; n],
             spare: Vec::new(),
+            pass_memory: Vec::new(),
             exchange,
             pass_bytes: 0,
             choices: None,
@@ -198,12 +207,17 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// # Errors
     /// When a peer does not come.
     pub fn free(self) -> Result<S, MoeError> {
+        self.meet("to free the layer")?;
+        self.memory.free(self.pe());
+        Ok(self.shmem)
+    }
+
+    /// A barrier of the group; `what` those who wait say that they wait for.
+    pub(super) fn meet(&self, what: &'static str) -> Result<(), MoeError> {
         let shmem = self.pe();
         shmem
             .barrier_all(self.spec.options.deadline())
-            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "to free the layer", Phase::Idle, timeout))?;
-        self.memory.free(shmem);
-        Ok(self.shmem)
+            .map_err(|timeout| MoeError::wait(shmem, timeout.index, what, self.recorder.phase(), timeout))
     }
 
     /// Bytes put to other PEs so far, the sums of gradients included.

@@ -2,6 +2,7 @@
 //!
 //! [`Layer`] is the entry. `docs/protocol.md` describes what its PEs say to each other.
 
+mod capacity;
 mod engine;
 pub mod experts;
 mod layer;
@@ -15,4 +16,5 @@ mod weights;
 pub use aristos_cpu_kernels as kernels;
 pub use engine::Saved;
 pub use layer::{Layer, LayerBuilder};
+pub use pass::LentGradients;
 pub use replicas::{Exchange, OneGroup, Replicas, replica_bytes};

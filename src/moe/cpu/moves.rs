@@ -10,9 +10,7 @@ use super::kernels::Element;
 use super::layer::{Layer, new_id};
 use super::replicas::Exchange;
 use crate::moe::spec::metrics::Phase;
-use crate::moe::spec::{
-    ConfigError, ExpertState, Gradients, Groups, LayerConfig, LayerSpec, MlpId, MoeError, Placement, WeightId,
-};
+use crate::moe::spec::{ConfigError, ExpertState, Gradients, Groups, LayerSpec, MlpId, MoeError, Placement, WeightId};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
 /// One expert on its way.
@@ -42,11 +40,6 @@ fn rounds(old: &Placement, new: &Placement) -> Vec<Vec<Transfer>> {
     rounds
 }
 
-/// Elements of an expert's weights.
-fn weights_len(config: &LayerConfig) -> usize {
-    config.expert_weights(0).into_iter().map(|id| config.shape(id).iter().product::<usize>()).sum()
-}
-
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// See [`MoeLayer::move_experts`](crate::moe::MoeLayer::move_experts).
     pub(super) fn move_to(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
@@ -54,9 +47,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let new = groups.placement(group).clone();
         self.check_move(&new, me)?;
         let rounds = rounds(&self.spec.placement, &new);
-        let (weights, piece) = (weights_len(&self.spec.config), self.memory.layout.move_len);
+        let (weights, piece) = (self.spec.config.expert_elements(), self.memory.layout.move_len);
         let len = weights + state.len();
         let mut received: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
+        self.recorder.enter(Phase::Move);
         for round in &rounds {
             let gives: Vec<(Transfer, Vec<f32>)> = round
                 .iter()
@@ -84,7 +78,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                     let wait = Wait { signal, cmp: Cmp::Ge, value: self.pieces };
                     let deadline = self.spec.options.deadline();
                     self.pe().wait_until(wait, deadline).map_err(|timeout| {
-                        MoeError::wait(self.pe(), transfer.from, "an expert that moves to it", Phase::Idle, timeout)
+                        MoeError::wait(self.pe(), transfer.from, "an expert that moves to it", Phase::Move, timeout)
                     })?;
                     self.pe().get(&mut got[piece], place, me);
                 }
@@ -96,6 +90,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(exchange) = &mut self.exchange {
             exchange.regroup(groups, self.spec.options.deadline())?;
         }
+        self.recorder.enter(Phase::Idle);
         Ok(rounds.iter().map(Vec::len).sum())
     }
 
@@ -124,14 +119,10 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
     /// An expert's weights, and the caller's state of it.
     fn pack(&self, expert: usize, weights: usize, state: &mut dyn ExpertState) -> Result<Vec<f32>, MoeError> {
         let mut values = vec![0.0; weights + state.len()];
-        let (of_layer, of_caller) = values.split_at_mut(weights);
-        let mut rest = of_layer;
-        for id in self.spec.config.expert_weights(expert) {
-            let (head, tail) = rest.split_at_mut(self.spec.config.shape(id).iter().product());
-            self.weights.get(id, &self.spec.placement, self.pe().my_pe(), head)?;
-            rest = tail;
+        for (id, part) in self.spec.config.expert_parts(expert) {
+            self.weights.get(id, &self.spec.placement, self.pe().my_pe(), &mut values[part])?;
         }
-        state.give(expert, of_caller);
+        state.give(expert, &mut values[weights..]);
         Ok(values)
     }
 
@@ -151,14 +142,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             let mlp = match (received.get(&expert), had.remove(&expert)) {
                 (Some(values), _) => {
                     state.take(expert, &values[weights..]);
-                    let mut at: BTreeMap<WeightId, &[f32]> = BTreeMap::new();
-                    let mut rest = &values[..weights];
-                    for id in config.expert_weights(expert) {
-                        let (head, tail) = rest.split_at(config.shape(id).iter().product());
-                        at.insert(id, head);
-                        rest = tail;
-                    }
-                    let load = |id: WeightId| -> Result<Vec<f32>, MoeError> { Ok(at[&id].to_vec()) };
+                    let parts: BTreeMap<_, _> = config.expert_parts(expert).into_iter().collect();
+                    let load = |id: WeightId| -> Result<Vec<f32>, MoeError> { Ok(values[parts[&id].clone()].to_vec()) };
                     Mlp::load(config.expert, config.hidden, MlpId::Routed(expert), load)?
                         .weigh_input(config.router.weigh_input)
                 }
@@ -179,15 +164,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         }
         // Forward passes of before are no longer this layer's.
         self.id = new_id();
-        self.spare.clear();
         Ok(())
-    }
-
-    fn meet(&self, what: &'static str) -> Result<(), MoeError> {
-        let shmem = self.pe();
-        shmem
-            .barrier_all(self.spec.options.deadline())
-            .map_err(|timeout| MoeError::wait(shmem, timeout.index, what, Phase::Idle, timeout))
     }
 }
 

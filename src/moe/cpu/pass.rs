@@ -2,17 +2,18 @@
 
 use std::borrow::Cow;
 
-use super::engine::{Direction, Engine, PassProgress, Saved, SavedStage};
-use super::experts::Mlp;
+use super::engine::{Direction, Engine, ExpertGradients, PassProgress, Saved, SavedStage};
+use super::experts::{Batch, Mlp};
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
 use crate::moe::spec::{
-    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId,
+    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, TakeGradients,
+    WeightId,
 };
-use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
+use crate::shmem::AsShmem;
 
 /// Which pass a [`Saved`] is for, by the way its tokens were routed.
 const OWN_ROUTER: &str = "run backward";
@@ -74,7 +75,9 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
     ) -> Result<(), MoeError> {
-        self.with_own_experts(|layer, experts| layer.backward_pass(experts, saved, x, grad_output, grad_input, None))
+        self.with_own_experts(|layer, experts| {
+            layer.backward_pass(experts, saved, x, grad_output, grad_input, None, None)
+        })
     }
 
     fn experts(&mut self, x: &[E], ids: &[i32], weights: &[f32], output: &mut [f32]) -> Result<Saved<E>, MoeError> {
@@ -90,7 +93,8 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         grad_weights: &mut [f32],
     ) -> Result<(), MoeError> {
         self.with_own_experts(|layer, experts| {
-            layer.experts_lent_backward(experts, saved, x, grad_output, grad_input, grad_weights)
+            layer.check_lent(experts)?;
+            layer.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights), None)
         })
     }
 
@@ -99,11 +103,13 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
         let mut phases_s = times_ns.map(|ns| ns as f64 * 1e-9);
         // Time between passes is no pass's.
         phases_s[Phase::Idle.code()] = 0.0;
+        phases_s[Phase::Move.code()] = 0.0;
         // What was put beyond the layer's own protocol are the sums of gradients.
         let all_reduce_bytes = std::mem::take(&mut self.pass_bytes).saturating_sub(traffic.total_bytes());
         Ok(PassOutcome {
             seconds: phases_s.iter().sum(),
             phases_s,
+            expert_cpu_s: self.recorder.take_expert_cpu_ns() as f64 * 1e-9,
             rounds: saved.rounds as u64,
             traffic,
             all_reduce_bytes,
@@ -153,7 +159,7 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
 
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         let me = self.pe().my_pe();
-        self.weights.set(&mut self.scratch.workspace, id, &self.spec.placement, me, values)
+        self.weights.set(&mut self.scratch[0].workspace, id, &self.spec.placement, me, values)
     }
 
     fn move_experts(&mut self, groups: &Groups, state: &mut dyn ExpertState) -> Result<usize, MoeError> {
@@ -190,11 +196,18 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn barrier(&mut self) -> Result<(), MoeError> {
-        let shmem = self.shmem.as_shmem();
-        shmem
-            .barrier_all(self.spec.options.deadline())
-            .map_err(|timeout| MoeError::wait(shmem, timeout.index, "at a barrier", Phase::Idle, timeout))
+        self.meet("at a barrier")
     }
+}
+
+/// Where [`Layer::experts_lent_backward`] puts the gradients of what its caller brought.
+pub struct LentGradients<'a> {
+    /// Of the tokens, `[T, hidden]`.
+    pub input: &'a mut [f32],
+    /// Of their experts' weights, `[T, K]`.
+    pub weights: &'a mut [f32],
+    /// Of the experts.
+    pub experts: &'a mut TakeGradients<'a>,
 }
 
 impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
@@ -218,7 +231,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.forward_pass(experts, x, Some(routing), output)
     }
 
-    /// The backward of [`Layer::experts_lent`], with the same experts.
+    /// The backward of [`Layer::experts_lent`], with the same experts. Their gradients are the caller's, who is told of each expert once, as
+    /// soon as it has had all its rows; the layer keeps none.
     ///
     /// # Errors
     /// As for [`MoeLayer::experts_backward`]; experts that are not this layer's in number or shape.
@@ -228,11 +242,11 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         saved: &mut Saved<E>,
         x: &[E],
         grad_output: &[E],
-        grad_input: &mut [f32],
-        grad_weights: &mut [f32],
+        gradients: LentGradients<'_>,
     ) -> Result<(), MoeError> {
         self.check_lent(experts)?;
-        self.backward_pass(experts, saved, x, grad_output, grad_input, Some(grad_weights))
+        let LentGradients { input, weights, experts: take } = gradients;
+        self.backward_pass(experts, saved, x, grad_output, input, Some(weights), Some(take))
     }
 
     fn check_lent(&self, experts: &[Mlp<E>]) -> Result<(), MoeError> {
@@ -305,7 +319,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
 
         output.fill(0.0);
-        self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default())?;
+        self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
         if let (Some(exchange), true) = (&self.exchange, self.spec.config.has_losses() && !saved.external) {
             self.recorder.enter(Phase::AllReduce);
             saved.loads = exchange.loads(&saved.loads[me], self.spec.options.deadline())?;
@@ -335,7 +349,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let x32 = as_f32(x);
         let mut logits = vec![0.0f32; tokens * e];
         if let Some(router) = &self.weights.router {
-            f32::gemm_nt(&mut self.scratch.workspace, tokens, &x32, router, &mut logits, false);
+            f32::gemm_nt(&mut self.scratch[0].workspace, tokens, &x32, router, &mut logits, false);
         }
         if let Some(bias) = &self.weights.logit_bias {
             kernels::add_bias(tokens, e, &mut logits, bias);
@@ -378,6 +392,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Err(MoeError::Usage { what, why: why.into() })
     }
 
+    #[allow(clippy::too_many_arguments)]
     fn backward_pass(
         &mut self,
         experts: &[Mlp<E>],
@@ -386,6 +401,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_output: &[E],
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
+        take: Option<&mut TakeGradients<'_>>,
     ) -> Result<(), MoeError> {
         let what = if grad_weights.is_some() { EXTERNAL } else { OWN_ROUTER };
         self.check_saved(saved, what, grad_weights.is_some())?;
@@ -406,7 +422,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             _ => (&mut *all, false),
         };
         let bytes_before = self.bytes_put();
-        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into);
+        let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, take);
         if let (Some(last), true) = (last, add && done.is_ok()) {
             all.add(last);
         }
@@ -426,6 +442,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         grad_input: &mut [f32],
         grad_weights: Option<&mut [f32]>,
         grads: &mut Gradients,
+        take: Option<&mut TakeGradients<'_>>,
     ) -> Result<(), MoeError> {
         self.recorder.enter(Phase::Router);
         self.passes += 1;
@@ -433,14 +450,15 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         if let Some(grad_weights) = grad_weights {
             grad_weights.fill(0.0);
             grads.replicated().for_each(|grad| grad.fill(0.0));
-            return self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, grad_weights, grads);
+            let direction = Direction::Backward;
+            return self.run_pass(direction, experts, saved, grad_output, grad_input, grad_weights, grads, take);
         }
         if self.weights.shared.is_some() {
             saved.shared.g.clear();
             saved.shared.g.extend_from_slice(grad_output);
         }
         let mut d_weights = vec![0.0f32; saved.routing.chosen.len()];
-        self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads)?;
+        self.run_pass(Direction::Backward, experts, saved, grad_output, grad_input, &mut d_weights, grads, None)?;
 
         self.recorder.enter(Phase::Router);
         if self.spec.config.identity_experts > 0 {
@@ -458,7 +476,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let d_logits = saved.routing.backward(config, &load, &d_weights);
         let x32 = as_f32(x);
         if let Some(router) = &self.weights.router {
-            let ws = &mut self.scratch.workspace;
+            let ws = &mut self.scratch[0].workspace;
             f32::gemm_nn(ws, tokens, &d_logits, router, grad_input, true);
             f32::gemm_tn(ws, tokens, config.choices(), h, &d_logits, &x32, &mut grads.router, false);
         }
@@ -493,12 +511,16 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         output: &mut [f32],
         d_weights: &mut [f32],
         grads: &mut Gradients,
+        take: Option<&mut TakeGradients<'_>>,
     ) -> Result<(), MoeError> {
+        self.pass_memory.resize_with(experts.len(), Batch::default);
+        let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
+        batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
         let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
         if let Some(exchange) = &mut exchange {
             exchange.begin();
         }
-        Engine {
+        let done = Engine {
             shmem: self.shmem.as_shmem(),
             memory: &self.memory,
             config: &self.spec.config,
@@ -509,19 +531,25 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             scratch: &mut self.scratch,
             rec: &mut self.recorder,
             credits_used: &mut self.credits_used,
-            saved,
+            saved: &mut *saved,
             direction,
             pass: self.passes,
             forward: self.forwards,
             input,
             output,
             d_weights,
-            expert_grads: &mut grads.experts,
+            expert_grads: match take {
+                Some(take) => ExpertGradients::Taken(take),
+                None => ExpertGradients::Kept(&mut grads.experts),
+            },
             shared_grads: &mut grads.shared,
             exchange: exchange.map(|exchange| exchange as _),
             progress: PassProgress::default(),
         }
-        .run()?;
+        .run();
+        let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
+        batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
+        done?;
         if direction == Direction::Backward
             && let Some(exchange) = &mut self.exchange
         {
@@ -529,54 +557,6 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             exchange.finish(&mut grads.experts, self.spec.options.deadline())?;
         }
         Ok(())
-    }
-
-    /// Under a capacity factor, drops the pairs beyond each expert's capacity, by global token index. Costs an exchange of
-    /// counts before dispatch, because a PE must know what the PEs before it send.
-    fn apply_capacity(&mut self, routing: &mut Routing) -> Result<(), MoeError> {
-        if self.spec.config.capacity_factor.is_none() {
-            return Ok(());
-        }
-        let e = self.spec.config.n_experts;
-        let own = routing.counts(e);
-        let (all, me) = match &self.exchange {
-            Some(exchange) => exchange.counts(&own, self.spec.options.deadline())?,
-            None => (self.exchange_counts(own)?, self.pe().my_pe()),
-        };
-        let pairs: u64 = all.iter().flatten().map(|&c| u64::from(c)).sum();
-        let mut before = vec![0u64; e];
-        for counts in &all[..me] {
-            before.iter_mut().zip(counts).for_each(|(b, &c)| *b += u64::from(c));
-        }
-        let Some(capacity) = self.spec.config.expert_capacity(pairs) else { return Ok(()) };
-        routing.apply_capacity(before.into_iter().map(|b| capacity.saturating_sub(b)).collect());
-        Ok(())
-    }
-
-    /// Every PE's counts, in the order of PEs.
-    fn exchange_counts(&mut self, own: Vec<u32>) -> Result<Vec<Vec<u32>>, MoeError> {
-        let (me, n, e) = (self.pe().my_pe(), self.pe().n_pes(), own.len());
-        for pe in (0..n).filter(|&pe| pe != me) {
-            let at = self.memory.capacity_counts(me, pe);
-            let signal = self.memory.capacity_signal(me, pe);
-            self.pe().put_signal(at, &own, signal, self.forwards, SignalOp::Set, pe);
-            let traffic = &mut self.recorder.traffic;
-            traffic.header_bytes += 4 * e as u64;
-            traffic.puts += 1;
-            traffic.signals += 1;
-        }
-        let mut all = vec![vec![0u32; e]; n];
-        for (pe, counts) in all.iter_mut().enumerate().filter(|(pe, _)| *pe != me) {
-            let signal = self.memory.capacity_signal(pe, me);
-            let phase = self.recorder.enter(Phase::Waiting);
-            self.pe()
-                .wait_until(Wait { signal, cmp: Cmp::Ge, value: self.forwards }, self.spec.options.deadline())
-                .map_err(|timeout| MoeError::wait(self.pe(), pe, "its counts for the capacity", phase, timeout))?;
-            self.recorder.enter(phase);
-            self.pe().get(counts, self.memory.capacity_counts(pe, me), me);
-        }
-        all[me] = own;
-        Ok(all)
     }
 
     /// Sums the gradients of replicated weights over all PEs.

@@ -159,7 +159,7 @@ impl<W: AsShmem> Replicas<W> {
         slots: Option<usize>,
     ) -> Result<Self, ShmemError> {
         let shmem = world.as_shmem();
-        let len = gradient_len(config);
+        let len = config.expert_elements();
         let (experts, size) = summed(shmem.my_pe(), len, &groups);
         let size = size_for(len, size, &groups, slots);
         Ok(Replicas {
@@ -372,7 +372,11 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         self.state = vec![Sum::default(); experts.len()];
         self.experts = experts;
         // Places now belong to others, so nobody may still read what was there. Signals go on: they hold numbers of passes that were.
-        self.shmem().barrier_all(deadline).map_err(|timeout| self.error("that its experts have moved", timeout))
+        let shmem = self.shmem();
+        let error = |timeout: WaitTimeout| {
+            MoeError::wait(shmem, timeout.index, "that its experts have moved", Phase::Move, timeout)
+        };
+        shmem.barrier_all(deadline).map_err(error)
     }
 
     fn bytes_put(&self) -> u64 {
@@ -382,7 +386,7 @@ impl<W: AsShmem> Exchange for Replicas<W> {
 
 /// Bytes of the world's heap that [`Replicas::with_slots`] takes.
 pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>) -> usize {
-    let len = gradient_len(config);
+    let len = config.expert_elements();
     let (_, size) = rooms(len, groups, &groups.holders());
     let Room { element, word } = size_for(len, size, groups, slots);
     2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
@@ -431,19 +435,6 @@ fn rooms(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<Room>>
     };
     let rooms = (0..pes).map(of_pe).collect();
     (rooms, most)
-}
-
-/// Elements of the gradients of one expert.
-fn gradient_len(config: &LayerConfig) -> usize {
-    config
-        .expert
-        .projections()
-        .iter()
-        .map(|&proj| {
-            let [out, inp] = config.expert.shape(proj, config.hidden);
-            out * inp + if config.expert.bias { out } else { 0 }
-        })
-        .sum()
 }
 
 /// The gradients' elements from `start` on, as if they lay one after another: matrices, then biases.

@@ -36,6 +36,7 @@ pub fn outcome(stats: &PassStats, times: DevicePassTimes, spans: &[SpanRecord]) 
     PassOutcome {
         seconds: phases_s.iter().sum(),
         phases_s,
+        expert_cpu_s: 0.0,
         rounds: stats.rounds,
         traffic: Traffic {
             header_bytes: stats.header_bytes,

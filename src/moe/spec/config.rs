@@ -2,13 +2,14 @@
 //!
 //! Nothing here knows a file format; `checkpoint` and the synthetic layer both produce these.
 
-use crate::plan::Model;
-use std::fmt;
+use std::ops::Range;
 
 use aristos_cpu_kernels::{Activation, Glu};
 use serde::{Deserialize, Serialize};
 
+use super::error::{ConfigError, WeightError};
 use super::place::WeightPlace;
+use crate::plan::Model;
 
 /// Most experts of a layer, and most elements of its widths: far above any model, and low enough that no product of two
 /// overflows.
@@ -400,6 +401,22 @@ impl LayerConfig {
         ids
     }
 
+    /// The same, each with its place where they lie one after another.
+    pub fn expert_parts(&self, expert: usize) -> Vec<(WeightId, Range<usize>)> {
+        let mut end = 0;
+        let part = |id| {
+            let start = end;
+            end += self.shape(id).iter().product::<usize>();
+            (id, start..end)
+        };
+        self.expert_weights(expert).into_iter().map(part).collect()
+    }
+
+    /// Elements of one expert's weights, biases included.
+    pub fn expert_elements(&self) -> usize {
+        self.expert_parts(0).last().map_or(0, |(_, part)| part.end)
+    }
+
     /// Every weight of the layer, replicated ones first, in a fixed order.
     pub fn weights(&self) -> Vec<WeightId> {
         let mut ids = self.replicated_weights();
@@ -523,26 +540,6 @@ impl LayerConfig {
     }
 }
 
-/// A layer configuration that cannot be.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ConfigError {
-    /// The field at fault.
-    pub field: &'static str,
-    /// What it was.
-    pub value: String,
-    /// What would be right.
-    pub expected: String,
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} is {}, expected {}", self.field, self.value, self.expected)
-    }
-}
-
-impl std::error::Error for ConfigError {}
-
 /// Where a layer's weights come from: a checkpoint, or the synthetic generator.
 pub trait WeightSource {
     /// The layer.
@@ -561,34 +558,6 @@ pub trait WeightSource {
     /// # Errors
     /// One line that names the file, the tensor, and what is wrong with it.
     fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError>;
-}
-
-/// Why a [`WeightSource`] does not give a weight, in its own words: one line.
-#[derive(Debug)]
-pub struct WeightError(Box<dyn std::error::Error + Send + Sync>);
-
-impl WeightError {
-    /// An error, or what it says.
-    pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> WeightError {
-        WeightError(error.into())
-    }
-
-    /// The source's error.
-    pub fn get(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
-        &*self.0
-    }
-}
-
-impl fmt::Display for WeightError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl std::error::Error for WeightError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.0.source()
-    }
 }
 
 impl LayerConfig {

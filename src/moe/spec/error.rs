@@ -1,9 +1,9 @@
 //! What can go wrong in a layer.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::time::Duration;
 
-use super::config::{ConfigError, WeightError};
 use super::metrics::Phase;
 use crate::shmem::{LostPe, Shmem, ShmemError, Transport, WaitTimeout};
 
@@ -125,5 +125,53 @@ impl MoeError {
             return MoeError::Lost { pe, phase, lost };
         }
         MoeError::Wait { pe, peer, what, phase, expected, seen, waited }
+    }
+}
+
+/// A layer configuration that cannot be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ConfigError {
+    /// The field at fault.
+    pub field: &'static str,
+    /// What it was.
+    pub value: String,
+    /// What would be right.
+    pub expected: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {}, expected {}", self.field, self.value, self.expected)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// Why a [`WeightSource`](super::WeightSource) does not give a weight, in its own words: one line.
+#[derive(Debug)]
+pub struct WeightError(Box<dyn std::error::Error + Send + Sync>);
+
+impl WeightError {
+    /// An error, or what it says.
+    pub fn new(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> WeightError {
+        WeightError(error.into())
+    }
+
+    /// The source's error.
+    pub fn get(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
+        &*self.0
+    }
+}
+
+impl fmt::Display for WeightError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for WeightError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
     }
 }

@@ -89,6 +89,14 @@ impl MlpGradients {
         self.matrix.iter_mut().chain(&mut self.bias)
     }
 
+    /// Where they are.
+    pub fn places(&mut self) -> MlpGradientsMut<'_> {
+        MlpGradientsMut {
+            matrix: self.matrix.each_mut().map(|m| &mut m[..]),
+            bias: self.bias.each_mut().map(|b| &mut b[..]),
+        }
+    }
+
     /// Zeros in the shapes of an MLP's weights.
     pub fn zeros(config: &MlpConfig, hidden: usize) -> Self {
         let mut grads = MlpGradients::default();
@@ -102,6 +110,19 @@ impl MlpGradients {
         grads
     }
 }
+
+/// Places for the gradients of one MLP's weights, as in [`MlpGradients`].
+#[derive(Debug)]
+pub struct MlpGradientsMut<'a> {
+    /// For the gate, up and down matrices, `[out, in]`.
+    pub matrix: [&'a mut [f32]; 3],
+    /// For their biases, `[out]`.
+    pub bias: [&'a mut [f32]; 3],
+}
+
+/// Takes the gradients of a caller's experts, one expert after the other: called with an expert, by its place among the local ones, and with
+/// what writes its gradients to the places that it is given.
+pub type TakeGradients<'a> = dyn FnMut(usize, &mut dyn FnMut(MlpGradientsMut<'_>)) + 'a;
 
 /// The index of a projection in arrays of three.
 pub fn proj_index(proj: Proj) -> usize {

@@ -22,11 +22,13 @@ pub enum Phase {
     /// Of a forward pass: experts' results times their routing weights, summed by token where the expert is. A device counts
     /// it with [`Phase::Combine`].
     Scale,
+    /// Between passes: experts on their way to other PEs.
+    Move,
 }
 
 impl Phase {
     /// All phases, in the order of their codes.
-    pub const ALL: [Phase; 8] = [
+    pub const ALL: [Phase; 9] = [
         Phase::Idle,
         Phase::Router,
         Phase::Dispatch,
@@ -35,7 +37,13 @@ impl Phase {
         Phase::Waiting,
         Phase::AllReduce,
         Phase::Scale,
+        Phase::Move,
     ];
+
+    /// Those of passes: all but [`Phase::Idle`] and [`Phase::Move`].
+    pub fn of_passes() -> impl Iterator<Item = Phase> {
+        Self::ALL.into_iter().filter(|phase| !matches!(phase, Phase::Idle | Phase::Move))
+    }
 
     /// The name in tables, traces and messages.
     pub const fn name(self) -> &'static str {
@@ -48,6 +56,7 @@ impl Phase {
             Phase::Waiting => "waiting",
             Phase::AllReduce => "all-reduce",
             Phase::Scale => "scale",
+            Phase::Move => "move",
         }
     }
 
@@ -128,6 +137,8 @@ pub struct PassOutcome {
     pub seconds: f64,
     /// Of it by [`Phase::code`], seconds; on a device the time of the persistent kernel by what its blocks did.
     pub phases_s: [f64; Phase::ALL.len()],
+    /// Processor time of [`Phase::Expert`], seconds, which others on the same CPU do not stretch; 0 on a device.
+    pub expert_cpu_s: f64,
     /// Rounds through the windows.
     pub rounds: u64,
     /// What the protocol put to other PEs.
@@ -142,6 +153,11 @@ pub struct PassOutcome {
 pub trait Observer: Send {
     /// The PE enters `phase`.
     fn phase(&self, phase: Phase);
+
+    /// The PE has computed `flop` FLOP of an expert's matrix products.
+    fn computed(&self, flop: f64) {
+        let _ = flop;
+    }
 }
 
 /// An observer that ignores what it is told.
@@ -153,7 +169,11 @@ impl Observer for Unobserved {
 
 /// `CLOCK_MONOTONIC`, nanoseconds.
 pub fn now_ns() -> u64 {
-    let t = clock_gettime(ClockId::Monotonic);
+    clock_ns(ClockId::Monotonic)
+}
+
+fn clock_ns(clock: ClockId) -> u64 {
+    let t = clock_gettime(clock);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
@@ -163,6 +183,9 @@ pub struct Recorder {
     phase: Phase,
     since_ns: u64,
     totals_ns: [u64; Phase::ALL.len()],
+    /// Processor time in [`Phase::Expert`], and the thread's at the last change to or from it.
+    expert_cpu_ns: u64,
+    cpu_since_ns: u64,
     spans: Option<Vec<Span>>,
     /// What was put to other PEs.
     pub traffic: Traffic,
@@ -176,6 +199,8 @@ impl Recorder {
             phase: Phase::Idle,
             since_ns: now_ns(),
             totals_ns: Default::default(),
+            expert_cpu_ns: 0,
+            cpu_since_ns: 0,
             spans: None,
             traffic: Traffic::default(),
         }
@@ -203,6 +228,13 @@ impl Recorder {
             {
                 spans.push(Span { phase: before, start_ns: self.since_ns, dur_ns, track: 0 });
             }
+            if before == Phase::Expert || phase == Phase::Expert {
+                let cpu = clock_ns(ClockId::ThreadCPUTime);
+                if before == Phase::Expert {
+                    self.expert_cpu_ns += cpu.saturating_sub(self.cpu_since_ns);
+                }
+                self.cpu_since_ns = cpu;
+            }
             self.phase = phase;
             self.since_ns = now;
             self.observer.phase(phase);
@@ -210,11 +242,21 @@ impl Recorder {
         before
     }
 
+    /// Tells the observer that the phase had `flop` FLOP of an expert's matrix products.
+    pub fn computed(&self, flop: f64) {
+        self.observer.computed(flop);
+    }
+
     /// Takes the times (nanoseconds, by [`Phase::code`]) and the traffic since the last call, and resets both.
     pub fn take(&mut self) -> ([u64; Phase::ALL.len()], Traffic) {
         let phase = self.enter(Phase::Idle);
         self.enter(phase);
         (std::mem::take(&mut self.totals_ns), std::mem::take(&mut self.traffic))
+    }
+
+    /// Takes the processor time in [`Phase::Expert`] since the last call, nanoseconds.
+    pub fn take_expert_cpu_ns(&mut self) -> u64 {
+        std::mem::take(&mut self.expert_cpu_ns)
     }
 
     /// Takes the spans kept since the last call.

@@ -14,11 +14,11 @@ pub mod placement;
 
 pub use aristos_cpu_kernels::{Activation, Glu};
 pub use config::{
-    ConfigError, GroupLimit, GroupScore, LayerConfig, MAX_WIDTH, MlpConfig, Norm, Proj, RouterConfig, Scoring,
-    SharedConfig, SparseMixer, WeightError, WeightId, WeightSource, gemm_flop,
+    GroupLimit, GroupScore, LayerConfig, MAX_WIDTH, MlpConfig, Norm, Proj, RouterConfig, Scoring, SharedConfig,
+    SparseMixer, WeightId, WeightSource, gemm_flop,
 };
-pub use error::MoeError;
-pub use gradients::{Gradients, MlpGradients, MlpId, proj_index};
+pub use error::{ConfigError, MoeError, WeightError};
+pub use gradients::{Gradients, MlpGradients, MlpGradientsMut, MlpId, TakeGradients, proj_index};
 pub use groups::Groups;
 pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};
 pub use layout::Layout;

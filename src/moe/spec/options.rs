@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::config::ConfigError;
+use super::error::ConfigError;
 
 /// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,6 +63,8 @@ pub struct Options {
     /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles have one size, so it takes
     /// none.
     pub tile_rows: Option<usize>,
+    /// Threads of a PE that compute tiles, on a CPU; the bits of the results are the same for any number.
+    pub threads: usize,
     /// How long a PE waits for a peer before it gives up.
     pub wait_limit: Duration,
 }
@@ -74,6 +76,7 @@ impl Default for Options {
             budget_factor: 2.0,
             chunk_rows: 256,
             tile_rows: None,
+            threads: 1,
             wait_limit: Duration::from_secs(60),
         }
     }
@@ -93,7 +96,9 @@ impl Options {
     /// # Errors
     /// Names the first option that is out of range, its value, and what would be right.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        for (field, value) in [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows())] {
+        for (field, value) in
+            [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows()), ("threads", self.threads)]
+        {
             if value == 0 {
                 return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
             }

@@ -393,3 +393,14 @@ macro_rules! conformance_tests {
         )*
     };
 }
+
+/// Makes `$table`, all checks by name, for worlds of the type `$world`.
+#[macro_export]
+macro_rules! conformance_table {
+    ($table:ident, $world:ident) => {
+        $crate::conformance_checks!(conformance_table ($table $world));
+    };
+    (@ ($table:ident $world:ident); $($check:ident)*) => {
+        const $table: &[(&str, fn(&$world))] = &[$((stringify!($check), |world| $crate::suite::$check(world))),*];
+    };
+}

@@ -9,6 +9,17 @@ pub enum Kind {
     Results,
 }
 
+/// A message of the rows that `at` receives as its chunk `chunk`, in a pass.
+#[derive(Clone, Copy)]
+pub struct Message {
+    pub from: usize,
+    pub to: usize,
+    pub at: usize,
+    pub chunk: u32,
+    pub kind: Kind,
+    pub pass: u32,
+}
+
 /// What happens.
 #[derive(Clone, Copy)]
 pub enum What {

@@ -1,5 +1,6 @@
 //! The events of a step.
 
+mod blocking;
 mod bulk;
 mod event;
 mod reduce;
@@ -12,7 +13,7 @@ use std::collections::BinaryHeap;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use event::{Event, Kind, What};
+use event::{Event, Message, What};
 use rows::{Copies, Copying};
 use work::{HostWork, Work};
 
@@ -48,6 +49,11 @@ struct Pe {
     results_left: u32,
     /// Chunks that came before they could be gathered.
     early: Vec<(u32, u32)>,
+    /// Where puts block: messages that are to be sent to it, and others that have come, which wait until it is in a call.
+    announced: Vec<Message>,
+    untaken: Vec<Message>,
+    /// It takes some, and begins nothing until it has them all.
+    taking: bool,
     headers: u32,
     headers_s: f64,
     /// How many times as long as usual its work takes in this step.
@@ -280,8 +286,13 @@ impl<'a> Engine<'a> {
                 self.compute(who);
             }
             What::Head { at, chunk, kind } => self.head(who, at as usize, chunk, kind, event.pass),
-            What::Arrived { at, chunk, kind: Kind::Rows } => self.rows_arrived(at as usize, chunk, event.pass),
-            What::Arrived { at, chunk, kind: Kind::Results } => self.result_arrived(who, at, chunk),
+            What::Arrived { at, chunk, kind } => {
+                self.take_in(who, self.plan(at as usize).chunks[chunk as usize].rows);
+                match self.step.puts_block {
+                    false => self.arrived(who, at, chunk, kind, event.pass),
+                    true => self.arrived_at_call(who, at as usize, chunk, kind, event.pass),
+                }
+            }
             What::Computed { turn } => self.computed(who, turn),
             What::Phase => self.next_phase(who),
         }

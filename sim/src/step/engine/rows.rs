@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
-use super::event::{Kind, What};
+use super::event::{Kind, Message, What};
 use super::{Engine, Schedule};
 use crate::timeline::Span;
 
@@ -20,6 +20,12 @@ pub(super) enum Copying {
     Add { at: u32, chunk: u32 },
     /// Sums and adds results of its own rows.
     AddOwn { chunk: u32 },
+}
+
+impl Copying {
+    pub fn is_put(self) -> bool {
+        matches!(self, Copying::Send { .. } | Copying::Return { .. })
+    }
 }
 
 /// What a PE is to do with chunks, by what comes first: sending, gathering, returning, adding.
@@ -68,7 +74,7 @@ impl Engine<'_> {
                 f64::from(chunk.rows) * cost.add_row + f64::from(chunk.result_slots) * cost.sum_slot
             }
         };
-        match flop > 0.0 {
+        match flop > 0.0 || self.step.puts_block && copy.is_put() {
             true => self.pes[p].copies.push(copy, flop),
             false => self.copied(p, copy),
         }
@@ -78,10 +84,13 @@ impl Engine<'_> {
     pub(super) fn copied(&mut self, p: usize, copy: Copying) {
         let (pass, bulk) = (self.pes[p].pass, self.step.schedule == Schedule::Bulk);
         match copy {
-            Copying::Send { to, chunk } => self.message(p, to as usize, to as usize, chunk, Kind::Rows, pass),
+            Copying::Send { to, chunk } => {
+                let to = to as usize;
+                self.message(Message { from: p, to, at: to, chunk, kind: Kind::Rows, pass });
+            }
             Copying::Return { chunk } => {
-                let source = self.member(p, self.plan(p).chunks[chunk as usize].from);
-                self.message(p, source, p, chunk, Kind::Results, pass);
+                let to = self.member(p, self.plan(p).chunks[chunk as usize].from);
+                self.message(Message { from: p, to, at: p, chunk, kind: Kind::Results, pass });
             }
             Copying::Gather { chunk } => {
                 self.gathered(p, chunk);
@@ -117,8 +126,16 @@ impl Engine<'_> {
         sent
     }
 
-    /// Puts a message on its way: of the rows that `at` receives as chunk `chunk`.
-    fn message(&mut self, from: usize, to: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
+    /// Puts a message on its way, or waits for its target to take it.
+    fn message(&mut self, message: Message) {
+        match self.step.puts_block && !self.is_in_call(message.to) {
+            true => self.pes[message.to].announced.push(message),
+            false => self.leave(message),
+        }
+    }
+
+    /// A message leaves its PE.
+    pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
         let head_s = self.network.send(from, to, self.on_wire(from, to, bytes, pass), self.now_s);
@@ -158,7 +175,15 @@ impl Engine<'_> {
         self.at(end_s, to, pass, What::Arrived { at: at as u32, chunk, kind });
     }
 
-    pub(super) fn rows_arrived(&mut self, p: usize, chunk: u32, pass: u32) {
+    /// A message is there, and taken.
+    pub(super) fn arrived(&mut self, to: usize, at: u32, chunk: u32, kind: Kind, pass: u32) {
+        match kind {
+            Kind::Rows => self.rows_arrived(to, chunk, pass),
+            Kind::Results => self.result_arrived(to, at, chunk),
+        }
+    }
+
+    fn rows_arrived(&mut self, p: usize, chunk: u32, pass: u32) {
         let takes = self.step.schedule == Schedule::Bulk || self.pes[p].pass == pass && self.pes[p].placed;
         match takes {
             true => {
@@ -204,7 +229,7 @@ impl Engine<'_> {
         }
     }
 
-    pub(super) fn result_arrived(&mut self, p: usize, at: u32, chunk: u32) {
+    fn result_arrived(&mut self, p: usize, at: u32, chunk: u32) {
         self.copy(p, Copying::Add { at, chunk });
         if self.step.schedule == Schedule::Pipelined || self.step.cost.copy_flop[0].add_row > 0.0 {
             self.compute(p);

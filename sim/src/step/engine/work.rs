@@ -16,6 +16,8 @@ pub(super) enum Work {
     Router,
     Tile(u32),
     Copy(Copying),
+    /// Is in a put, until its target has taken it.
+    Put(Copying),
     /// Work that nobody waits for: the shared expert, gradients of weights.
     Filler,
 }
@@ -103,6 +105,22 @@ impl Engine<'_> {
         host.at_s = self.now_s;
     }
 
+    /// A message of so many rows has come: the thread that takes it in has an idle core, or takes the time of the PE's own thread.
+    pub(super) fn take_in(&mut self, p: usize, rows: u32) {
+        let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
+        let flop = cost.take_message + f64::from(rows) * cost.take_row;
+        let Some(cores) = self.step.cores.filter(|_| flop > 0.0) else { return };
+        let (host, time_s) = (self.network.host(p), self.compute_s(p, flop));
+        self.advance(host, &cores);
+        let state = &mut self.hosts[host];
+        if state.on_cores(&cores).iter().all(|&on| on > 0)
+            && let Some(own) = state.working.iter_mut().find(|own| own.core == self.pes[p].core)
+        {
+            own.left_s += time_s;
+        }
+        self.expect_next(host, &cores);
+    }
+
     /// Says when the first of a host's PEs at work will be done, if nothing changes before.
     fn expect_next(&mut self, host: usize, cores: &Cores) {
         let host = &mut self.hosts[host];
@@ -117,7 +135,7 @@ impl Engine<'_> {
 
     /// Begins the next piece of work, where the PE has none; or ends the pass.
     pub(super) fn compute(&mut self, p: usize) {
-        if self.pes[p].working.is_some() {
+        if self.pes[p].working.is_some() || self.pes[p].taking {
             return;
         }
         let (cost, backward) = (self.step.cost, usize::from(self.is_backward(p)));
@@ -143,6 +161,7 @@ impl Engine<'_> {
         };
         match next {
             Some((work, flop)) => self.begin_work(p, work, flop),
+            None if self.step.puts_block && self.in_call(p) => self.compute(p),
             None => self.end_if_done(p),
         }
     }
@@ -165,14 +184,21 @@ impl Engine<'_> {
         match self.worked(p) {
             Some(Work::Route) => return self.routed(p),
             Some(Work::Tile(tile)) => self.tile_done(p, tile),
-            Some(Work::Copy(copy)) => self.copied(p, copy),
-            Some(Work::Router | Work::Filler) | None => {}
+            Some(Work::Copy(copy)) => {
+                self.copied(p, copy);
+                if self.step.puts_block && copy.is_put() {
+                    self.pes[p].working = Some((Work::Put(copy), self.now_s));
+                    self.in_call(p);
+                    return;
+                }
+            }
+            Some(Work::Put(_) | Work::Router | Work::Filler) | None => {}
         }
         self.compute(p);
     }
 
     /// Accounts for the work that a PE has done; gives it.
-    fn worked(&mut self, p: usize) -> Option<Work> {
+    pub(super) fn worked(&mut self, p: usize) -> Option<Work> {
         let backward = usize::from(self.is_backward(p));
         let tiling = self.tiling(p);
         let (work, start_s) = self.pes[p].working.take()?;
@@ -180,10 +206,10 @@ impl Engine<'_> {
         let time = &mut self.pes[p].time;
         let (sum, name) = match work {
             Work::Route | Work::Router => (&mut time.router_s, "router"),
-            Work::Copy(Copying::Send { .. } | Copying::Gather { .. }) => (&mut time.dispatch_s, "dispatch"),
-            Work::Copy(Copying::Return { .. } | Copying::Add { .. } | Copying::AddOwn { .. }) => {
-                (&mut time.combine_s, "combine")
-            }
+            Work::Copy(copy) | Work::Put(copy) => match copy {
+                Copying::Send { .. } | Copying::Gather { .. } => (&mut time.dispatch_s, "dispatch"),
+                _ => (&mut time.combine_s, "combine"),
+            },
             Work::Tile(_) => (&mut time.expert_s, "expert"),
             Work::Filler => (&mut time.expert_s, "filler"),
         };

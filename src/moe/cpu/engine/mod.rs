@@ -1,8 +1,8 @@
 //! One pass (forward or backward) of the layer protocol on one PE. `docs/protocol.md` is its description.
 //!
-//! The PE is one thread that turns a crank: send what may be sent, take what has arrived, compute a tile whose
-//! rows are all there (others' before its own, in the order of experts), return chunks that are done, add results that have come back; and when nothing of this
-//! is possible, work that nobody waits for (shared expert, weight gradients); and only then wait.
+//! The PE's thread turns a crank: send what may be sent, take what has arrived, compute tiles whose
+//! rows are all there, one for each thread it has (others' before its own, in the order of experts), return chunks that are done, add
+//! results that have come back; and when nothing of this is possible, work that nobody waits for (shared expert, weight gradients); and only then wait.
 
 mod combine;
 mod dispatch;
@@ -11,13 +11,15 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use super::experts::{Batch, Mlp, Scratch, tiles};
+use super::experts::{Batch, BatchTile, Mlp, Scratch, in_parallel, tiles};
 use super::kernels::Element;
 use super::memory::LayerMemory;
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
-use crate::moe::spec::{LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS};
+use crate::moe::spec::{
+    LayerConfig, Load, MlpGradients, Mode, MoeError, Options, Placement, ROUND_BITS, TakeGradients,
+};
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
 /// Rows that came from one PE (or stayed: the own ones), and where its results go.
@@ -141,7 +143,8 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub options: &'a Options,
     pub experts: &'a [Mlp<E>],
     pub shared: Option<&'a Mlp<E>>,
-    pub scratch: &'a mut Scratch,
+    /// One for each thread.
+    pub scratch: &'a mut [Scratch],
     pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
@@ -156,11 +159,19 @@ pub struct Engine<'a, T: Transport, E: Element> {
     /// Backward: gradient of each choice's routing weight.
     pub d_weights: &'a mut [f32],
     /// Backward: gradients of the local experts' and the shared expert's weights.
-    pub expert_grads: &'a mut [MlpGradients],
+    pub expert_grads: ExpertGradients<'a>,
     pub shared_grads: &'a mut MlpGradients,
     /// Backward: the groups that hold the same experts.
     pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
     pub progress: PassProgress,
+}
+
+/// Where a backward puts the gradients of the local experts' weights.
+pub enum ExpertGradients<'a> {
+    /// The layer's own, by local expert.
+    Kept(&'a mut [MlpGradients]),
+    /// The caller's.
+    Taken(&'a mut TakeGradients<'a>),
 }
 
 /// How far a pass has come.
@@ -207,6 +218,36 @@ enum Filler {
     SharedTile(Range<usize>),
     SharedGradients,
     ExpertGradients(usize),
+}
+
+impl Filler {
+    fn shared_rows(&self) -> Option<Range<usize>> {
+        if let Filler::SharedTile(rows) = self { Some(rows.clone()) } else { None }
+    }
+
+    fn expert(&self) -> Option<usize> {
+        if let Filler::ExpertGradients(expert) = self { Some(*expert) } else { None }
+    }
+
+    /// Whether another thread may do this beside `other`.
+    fn goes_beside(&self, other: &Filler) -> bool {
+        match self {
+            Filler::SharedTile(_) => other.shared_rows().is_some(),
+            Filler::SharedGradients => false,
+            Filler::ExpertGradients(_) => other.expert().is_some(),
+        }
+    }
+}
+
+/// Multiplications of a matrix product of a tile that is worth another thread: they take some hundred microseconds, a thread about 20 to start.
+const THREAD_WORK: usize = 4 << 20;
+
+/// Computes tiles in a forward or a backward pass, the threads together.
+fn run_tiles<E: Element>(scratch: &mut [Scratch], work: Vec<(&Mlp<E>, BatchTile<'_, E>)>, is_forward: bool) {
+    in_parallel(scratch, work, |scratch, (mlp, tile)| match is_forward {
+        true => tile.forward(mlp, scratch),
+        false => tile.backward(mlp, scratch),
+    });
 }
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
@@ -260,7 +301,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         loop {
             self.send_chunks(usize::MAX);
             let arrived = self.take_headers()? | self.gather_chunks()?;
-            if self.compute_one() {
+            if self.compute_some() {
                 self.return_chunks();
                 continue;
             }
@@ -271,7 +312,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             if self.is_done() {
                 return Ok(());
             }
-            if !self.fill_one() {
+            if !self.fill_some() {
                 self.wait()?;
             }
         }
@@ -292,8 +333,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.gather_chunks()?;
-        while self.compute_one() {}
-        while self.fill_one() {}
+        while self.compute_some() {}
+        while self.fill_some() {}
         self.barrier("its experts, at a barrier")?;
         self.return_chunks();
         self.barrier("its results, at a barrier")?;
@@ -406,46 +447,92 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.progress.placed = true;
     }
 
-    /// Computes a tile whose rows are all there. Says whether there was one.
-    fn compute_one(&mut self) -> bool {
-        let Some(Reverse((.., tile))) = self.progress.ready.pop() else { return false };
-        self.rec.enter(Phase::Expert);
-        let Tile { expert, rows, .. } = &self.progress.tiles[tile];
-        let (expert, rows) = (*expert, rows.clone());
-        let batch = &mut self.saved.batches[expert];
-        match self.direction {
-            Direction::Forward => batch.forward_tile(&self.experts[expert], self.scratch, rows.clone()),
-            Direction::Backward => batch.backward_tile(&self.experts[expert], self.scratch, rows.clone()),
-        }
+    /// Computes tiles whose rows are all there, one for each thread. Says whether there was any.
+    fn compute_some(&mut self) -> bool {
+        let row = self.config.hidden * self.config.expert.intermediate;
         let p = &mut self.progress;
-        for &(pe, row) in &p.origin[expert][rows] {
-            p.undone[pe as usize][row as usize] -= 1;
+        let mut chosen: Vec<usize> = Vec::new();
+        while let Some(&Reverse((.., tile))) = p.ready.peek()
+            && (chosen.is_empty() || chosen.len() < self.scratch.len() && p.tiles[tile].rows.len() * row >= THREAD_WORK)
+        {
+            p.ready.pop();
+            chosen.push(tile);
         }
-        p.tiles_left[expert] -= 1;
-        if self.direction == Direction::Backward && p.tiles_left[expert] == 0 {
-            p.filler.push(Filler::ExpertGradients(expert));
+        if chosen.is_empty() {
+            return false;
+        }
+        self.rec.enter(Phase::Expert);
+        let is_forward = self.direction == Direction::Forward;
+        chosen.sort_unstable_by_key(|&tile| p.tiles[tile].rows.start);
+        let mut work = Vec::with_capacity(chosen.len());
+        for (expert, (batch, mlp)) in self.saved.batches.iter_mut().zip(self.experts).enumerate() {
+            let tiles = chosen.iter().map(|&tile| &p.tiles[tile]).filter(|tile| tile.expert == expert);
+            let rows: Vec<Range<usize>> = tiles.map(|tile| tile.rows.clone()).collect();
+            if rows.is_empty() {
+                continue;
+            }
+            work.extend(batch.tiles(mlp, &rows, is_forward).into_iter().map(|tile| (mlp, tile)));
+        }
+        run_tiles(self.scratch, work, is_forward);
+        let rows: usize = chosen.iter().map(|&tile| p.tiles[tile].rows.len()).sum();
+        self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
+        for tile in chosen {
+            let Tile { expert, rows, .. } = &p.tiles[tile];
+            for &(pe, row) in &p.origin[*expert][rows.clone()] {
+                p.undone[pe as usize][row as usize] -= 1;
+            }
+            p.tiles_left[*expert] -= 1;
+            if !is_forward && p.tiles_left[*expert] == 0 {
+                p.filler.push(Filler::ExpertGradients(*expert));
+            }
         }
         true
     }
 
-    /// Does a piece of work that no other PE waits for. Says whether there was one.
-    fn fill_one(&mut self) -> bool {
-        let Some(work) = self.progress.filler.pop() else { return false };
+    /// Does pieces of work that no other PE waits for, of one kind and at most one for each thread. Says whether there was any.
+    fn fill_some(&mut self) -> bool {
+        let filler = &mut self.progress.filler;
+        let Some(first) = filler.pop() else { return false };
         self.rec.enter(Phase::Expert);
-        let shared = &mut self.saved.shared;
-        match (work, self.shared, self.direction) {
-            (Filler::SharedTile(rows), Some(mlp), Direction::Forward) => shared.forward_tile(mlp, self.scratch, rows),
-            (Filler::SharedTile(rows), Some(mlp), Direction::Backward) => shared.backward_tile(mlp, self.scratch, rows),
-            (Filler::SharedGradients, Some(mlp), _) => shared.weight_gradients(mlp, self.scratch, self.shared_grads),
-            (Filler::ExpertGradients(e), ..) => {
-                self.saved.batches[e].weight_gradients(&self.experts[e], self.scratch, &mut self.expert_grads[e]);
-                if let Some(exchange) = &mut self.exchange {
-                    self.rec.enter(Phase::AllReduce);
-                    exchange.ready(e, &self.expert_grads[e]);
-                    exchange.poll(self.expert_grads);
+        let mut work = vec![first];
+        while work.len() < self.scratch.len()
+            && let Some(next) = filler.pop_if(|next| next.goes_beside(&work[0]))
+        {
+            work.push(next);
+        }
+        let is_forward = self.direction == Direction::Forward;
+        if let (Filler::SharedGradients, Some(mlp)) = (&work[0], self.shared) {
+            self.saved.shared.weight_gradients(mlp, &mut self.scratch[0], self.shared_grads.places());
+        }
+        if let Some(mlp) = self.shared {
+            let rows: Vec<Range<usize>> = work.iter().filter_map(Filler::shared_rows).collect();
+            let tiles = self.saved.shared.tiles(mlp, &rows, is_forward);
+            run_tiles(self.scratch, tiles.into_iter().map(|tile| (mlp, tile)).collect(), is_forward);
+        }
+        let of: Vec<usize> = work.iter().filter_map(Filler::expert).collect();
+        if of.is_empty() {
+            return true;
+        }
+        let (batches, experts) = (&self.saved.batches, self.experts);
+        match &mut self.expert_grads {
+            ExpertGradients::Taken(take) => {
+                for &e in &of {
+                    take(e, &mut |places| batches[e].weight_gradients(&experts[e], &mut self.scratch[0], places));
                 }
             }
-            (Filler::SharedTile(_) | Filler::SharedGradients, None, _) => {}
+            ExpertGradients::Kept(grads) => {
+                let parts = grads.iter_mut().enumerate().filter(|(expert, _)| of.contains(expert));
+                in_parallel(self.scratch, parts.collect(), |scratch, (e, grads)| {
+                    batches[e].weight_gradients(&experts[e], scratch, grads.places());
+                });
+            }
+        }
+        let rows: usize = of.iter().map(|&e| batches[e].rows).sum();
+        self.rec.computed(self.config.expert.forward_flop_per_row(self.config.hidden) * rows as f64);
+        if let (Some(exchange), ExpertGradients::Kept(grads)) = (&mut self.exchange, &mut self.expert_grads) {
+            self.rec.enter(Phase::AllReduce);
+            of.iter().for_each(|&e| exchange.ready(e, &grads[e]));
+            exchange.poll(grads);
         }
         true
     }

@@ -1,0 +1,41 @@
+"""torchtitan's routed experts by Aristos, with torchtitan 0.3.0: ``--override.imports aristos.torchtitan.experts``.
+
+Router, shared experts and everything else stay torchtitan's, and so does the type in which experts compute, bfloat16.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.moe import RoutedExperts
+
+from . import _group, _routing
+from ._experts import experts as run_experts
+
+
+def _local(parameter):
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+class AristosRoutedExperts(RoutedExperts):
+    """`RoutedExperts` whose tokens travel and are computed by Aristos; the dispatcher says over which processes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E):
+        """As `RoutedExperts.forward`; how many tokens each expert has is counted anew."""
+        mesh, inner = getattr(self.token_dispatcher, "ep_mesh", None), self.inner_experts
+        group = _group.alone() if mesh is None else _group.of(mesh.get_group())
+        gate, up, down = (_local(weight).bfloat16() for weight in (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
+        x, ids, scores = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
+        _routing.note(ids)
+        out = run_experts(x.bfloat16(), ids, scores, torch.cat([gate, up], dim=1), down, group=group)
+        return out.type_as(x_BLD).view(x_BLD.shape)
+
+
+@override(target=RoutedExperts.Config, description="routed experts by Aristos")
+def experts(config):
+    """The override to name in ``override.imports``."""
+    return derive(config, AristosRoutedExperts.Config)

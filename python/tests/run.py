@@ -1,0 +1,93 @@
+"""Runs cases of the tests in this folder, a line for each: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
+
+A case is ``docs``, ``torchtitan``, ``experts``, which is all of test_experts.py, ``experts:NAME``, or one of test_transformers.py's. Processes
+are forked with torchrun's variables, after torch and transformers have been imported, which takes longer than most cases.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+
+import harness
+import test_docs
+import test_experts
+import test_transformers
+
+# How long the other processes have when one has failed.
+GRACE_S = 20
+
+
+def torchtitan():
+    # Not for all processes: it takes seconds to import.
+    import test_torchtitan
+
+    return test_torchtitan.overridden_experts_equal_torchtitans()
+
+
+def cases_of(text, size):
+    """The (name, function) pairs that a word of the command line stands for."""
+    module, _, name = text.partition(":")
+    if text == "docs":
+        return [("docs::the_ten_lines", test_docs.the_ten_lines)]
+    if text == "torchtitan":
+        return [("torchtitan::overridden_experts_equal_torchtitans", torchtitan)]
+    if module == "experts":
+        return test_experts.cases(name, size)
+    return [test_transformers.case_named(text)]
+
+
+def process(rank, size, port, cases):
+    """A forked process's part; does not return."""
+    failed = 1
+    try:
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        failed = harness.run(cases)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed)
+
+
+def launch(size, cases):
+    """Runs cases on as many processes; whether all ended well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            process(rank, size, port, cases)
+        pids.append(pid)
+    failed, until = False, None
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            pids.remove(pid)
+            failed |= status != 0
+        elif until is None or time.monotonic() < until:
+            until = until or (time.monotonic() + GRACE_S if failed else None)
+            time.sleep(0.05)
+        else:
+            for left in pids:
+                os.kill(left, signal.SIGKILL)
+            until = None
+    return not failed
+
+
+def main():
+    launches = []
+    for part in " ".join(sys.argv[1:]).split(" -- "):
+        size, *words = part.split()
+        launches.append((int(size), [case for word in words for case in cases_of(word, int(size))]))
+    print(f"running {sum(len(cases) for _, cases in launches)} cases", flush=True)
+    sys.exit(not all([launch(*one) for one in launches]))
+
+
+if __name__ == "__main__":
+    main()

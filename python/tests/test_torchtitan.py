@@ -1,0 +1,72 @@
+"""torchtitan's routed experts, overridden as its command does it, against its own in one process; both compute in bfloat16."""
+
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from harness import relative_error
+from torch.distributed.device_mesh import init_device_mesh
+
+# Kernels for GPUs, which nothing here calls and which need triton when they are imported: 0.2 GB to download.
+sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.protocols.module import Module
+
+HIDDEN, INNER, EXPERTS, TOP_K, LENGTH = 16, 32, 8, 2, 12
+
+
+class Holder(Module):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        experts: RoutedExperts.Config
+
+
+def config_of(experts):
+    inner = GroupedExperts.Config(dim=HIDDEN, hidden_dim=INNER, num_experts=experts)
+    dispatcher = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
+    return Holder.Config(experts=RoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher))
+
+
+def passes(module, x, scores, ids, grad):
+    """Output, and gradients of tokens, scores and weights."""
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    output = module(x, scores, ids, counts)
+    output.backward(grad)
+    inner = module.inner_experts
+    return output, x.grad, scores.grad, inner.w1_EFD.grad, inner.w2_EDF.grad, inner.w3_EFD.grad
+
+
+def overridden_experts_equal_torchtitans():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gen = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=gen)
+    x, grad = draw(size, LENGTH, HIDDEN), draw(size, LENGTH, HIDDEN)
+    scores, ids = torch.rand(size, LENGTH, EXPERTS, generator=gen).topk(TOP_K)
+    weights = draw(EXPERTS, INNER, HIDDEN) / 4, draw(EXPERTS, HIDDEN, INNER) / 4, draw(EXPERTS, INNER, HIDDEN) / 4
+    local = EXPERTS // size
+    here, mine = slice(rank, rank + 1), slice(rank * local, (rank + 1) * local)
+
+    def filled(module, part):
+        inner = module.inner_experts
+        with torch.no_grad():
+            for parameter, values in zip((inner.w1_EFD, inner.w2_EDF, inner.w3_EFD), weights):
+                parameter.copy_(values[part])
+        return module
+
+    wanted = passes(filled(config_of(EXPERTS).experts.build(), slice(None)), x, scores, ids, grad)
+    config = config_of(local)
+    replaced = apply_overrides(OverrideConfig(imports=["aristos.torchtitan.experts"]), config)
+    assert len(replaced) == 1 and "AristosRoutedExperts" in replaced[0], replaced
+    ours = filled(config.experts.build(), mine)
+    if size > 1:
+        ours.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (size,)))
+    got = passes(ours, x[here], scores[here], ids[here], grad[here])
+    parts = here, here, here, mine, mine, mine
+    errors = [relative_error(one, want[part]) for one, want, part in zip(got, wanted, parts)]
+    assert max(errors) <= 2e-2, errors
+    return f"{max(errors):.1e}"
