@@ -282,7 +282,8 @@ template <class Missing> DEVICE bool send_ready(const Block& b, u32 item, Missin
     return reachable(l, pe) || place_free(b.counters().sent, wave_message(l, pe, index, l.shape.round_chunks));
 }
 
-OUTLINE void send(Block& b, u32 item) {
+// Not OUTLINE: for sm_80 ptxas (13.0) crashes on a function of this.
+DEVICE void send(Block& b, u32 item) {
     const Layer& l = b.l;
     u32 n = l.shape.n_pes, me = l.shape.my_pe, pe = send_pe(l, item);
     bool far = !reachable(l, pe);

@@ -20,22 +20,24 @@ namespace hopper {
 // 384 threads of 168 registers are all that a block may have; 128 * 56 + 256 * 224 is as many.
 constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
+// What lives across `next` lies in shared memory: beside it the scheduler has no register left.
 template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
-    const void* maps = nullptr;  // of the last expert
-    for (u32 n = 0;; n++) {
-        u32 e = nth<ENTRIES>(n);
-        Entry& entry = control->entry[e];
-        dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
-        bool more = scheduler.next(entry.task);
+    control->asked = 0;
+    control->maps = nullptr;
+    for (bool more = true; more; control->asked++) {
+        u32 n = control->asked;
+        dev::mbarrier_wait(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
+        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task);
+        n = control->asked;
+        Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;
-        if (more && !a_mn_major(entry.task.kind) && entry.task.tensor_maps != maps) {
-            maps = entry.task.tensor_maps;
+        if (more && !a_mn_major(entry.task.kind) && entry.task.tensor_maps != control->maps) {
+            control->maps = entry.task.tensor_maps;
             for (u32 i = 0; i < 3; i++) {
-                dev::tensor_map_fence(static_cast<const TensorMap*>(maps) + i);
+                dev::tensor_map_fence(static_cast<const TensorMap*>(control->maps) + i);
             }
         }
-        dev::mbarrier_arrive(&control->known[e]);
-        if (!more) break;
+        dev::mbarrier_arrive(&control->known[nth<ENTRIES>(n)]);
     }
 }
 

@@ -57,6 +57,8 @@ struct Control {
     u64 done[ENTRIES];   // nobody reads it any more: an arrival of each copying and each consumer warp
     Entry entry[ENTRIES];
     float row_sums[TILE_M];
+    u32 asked;           // the scheduler's: entries it has filled
+    const void* maps;    // and the tensor maps of the last one that has any
 };
 
 // Shared memory: stages, then each consumer warp's unit of the epilogue, then `Control`.

@@ -95,7 +95,9 @@ void Block::run(Grid* the_launch, u32 block_index) {
     launch = the_launch;
     index = block_index;
     threads = live = launch->threads;
-    random = Random(world_seed(launch->world) + launch->number * 1000003 + launch->pe * 10007 + index);
+    // In virtual time every run is the same, whichever PE's launch is numbered first.
+    const u64 number = launch->world->time ? 0 : launch->number;
+    random = Random(world_seed(launch->world) + number * 1000003 + launch->pe * 10007 + index);
     if (stack_count < threads) {
         if (stacks) munmap(stacks, stack_count * STACK_BYTES);
         stacks = map_memory(threads * STACK_BYTES);

@@ -5,41 +5,40 @@
 
 namespace aristos::host {
 
-void VirtualTime::pass_on(std::unique_lock<std::mutex>& lock, Block* from) {
+void VirtualTime::pass_on(const Block* from) {
     running_ = nullptr;
     if (wakes_.size() < expected_ || waiting_.empty()) return;
-    const auto next = *waiting_.begin();
-    while (!events_.empty() && events_.begin()->first <= next.first) {
+    const auto next = waiting_.begin();
+    while (!events_.empty() && events_.begin()->first <= std::get<u64>(*next)) {
         const auto happens = std::move(events_.begin()->second);
         events_.erase(events_.begin());
         happens();
     }
-    waiting_.erase(waiting_.begin());
-    running_ = next.second;
+    running_ = std::get<Block*>(*next);
+    waiting_.erase(next);
     if (running_ != from) wakes_[running_]->notify_one();
-    (void)lock;
 }
 
 void VirtualTime::begin(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time = 0;
     wakes_[block] = std::make_unique<std::condition_variable>();
-    waiting_.emplace(0, block);
-    if (wakes_.size() == expected_) pass_on(lock, block);
+    waiting_.insert(turn(block));
+    if (wakes_.size() == expected_) pass_on(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
 
 void VirtualTime::end(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
     ended_ = std::max(ended_, block->time);
-    pass_on(lock, block);
+    pass_on(block);
 }
 
 void VirtualTime::spend(Block* block, u64 ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     block->time += ns;
-    waiting_.emplace(block->time, block);
-    pass_on(lock, block);
+    waiting_.insert(turn(block));
+    pass_on(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
 }
 

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <tuple>
 
 #include "world.h"
 
@@ -44,12 +45,15 @@ class VirtualTime {
 
   private:
     struct Port { u64 free = 0, bytes = 0; };
-    void pass_on(std::unique_lock<std::mutex>& lock, Block* from);
+    void pass_on(const Block* from);  // with the mutex held
 
     Rates rates_;
     u32 expected_;
     std::mutex mutex_;
-    std::set<std::pair<u64, Block*>> waiting_;  // blocks that do not run, by time
+    // Blocks that do not run: the next is that with the least time, of those the least PE's.
+    using Turn = std::tuple<u64, u32, u32, Block*>;  // time, PE, index
+    static Turn turn(Block* block) { return {block->time, block->launch->pe, block->index, block}; }
+    std::set<Turn> waiting_;
     std::map<Block*, std::unique_ptr<std::condition_variable>> wakes_;
     Block* running_ = nullptr;
     std::multimap<u64, std::function<void()>> events_;
