@@ -67,29 +67,27 @@ DEVICE void clear_next_counters(Block& b) {
         words[i] = 0;
 }
 
-// How a block goes through a step: everything at once, and then the last items, or, in the bulk-synchronous baseline, one kind after the
-// other, each finished everywhere before the next begins.
-constexpr u32 GRID_BARRIER = 1u << 16, PE_BARRIER = 2u << 16, BARRIER_NUMBER = 18;
+// How a block goes through a step: everything at once, and then the last items, or, in the bulk-synchronous baseline, dispatch, the products and the
+// results one after another, each finished everywhere before the next begins. Dispatch there is all its kinds at once, as a place in a window
+// that is used again is free only once its chunk has been copied.
+constexpr u32 PE_BARRIER = 1u << 16, BARRIER_NUMBER = 17;
 DEVICE u32 step_action(const Layer& l, u32 number) {
+    constexpr u32 DISPATCH = items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_ARRIVE, ITEM_SHARED);
     if (!l.shape.bulk) {
         switch (number) {
-            case 0: return items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_RETURN, ITEM_ARRIVE, ITEM_SHARED, ITEM_TASKS);
+            case 0: return DISPATCH | items(ITEM_TASKS, ITEM_RETURN);
             case 1: return items(ITEM_LAST);
             default: return 0;
         }
     }
     switch (number) {
-        case 0: return items(ITEM_OWN, ITEM_SEND);
+        case 0: return DISPATCH;
         case 1: return PE_BARRIER;
-        case 2: return items(ITEM_LAYOUT);
-        case 3: return GRID_BARRIER;
-        case 4: return items(ITEM_ARRIVE, ITEM_SHARED);
-        case 5: return GRID_BARRIER;
-        case 6: return items(ITEM_TASKS);
-        case 7: return PE_BARRIER | 1u << BARRIER_NUMBER;
-        case 8: return items(ITEM_RETURN);
-        case 9: return PE_BARRIER | 2u << BARRIER_NUMBER;
-        case 10: return items(ITEM_LAST);
+        case 2: return items(ITEM_TASKS);
+        case 3: return PE_BARRIER | 1u << BARRIER_NUMBER;
+        case 4: return items(ITEM_RETURN);
+        case 5: return PE_BARRIER | 2u << BARRIER_NUMBER;
+        case 6: return items(ITEM_LAST);
         default: return 0;
     }
 }
@@ -103,7 +101,6 @@ template <class Path> DEVICE bool run_step(Block& b) {
         if (dev::thread() == 0) b.actions++;  // every action has a barrier, so that this is seen after it
         bool ok;
         if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
-        else if (action & GRID_BARRIER) ok = grid_barrier(b.l);
         else ok = run_items<Path>(b, action);
         if (!ok) return false;
     }

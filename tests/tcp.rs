@@ -467,8 +467,7 @@ const TESTS: &[(&str, fn())] = &[
         let Some(hosts) = Hosts::make(2) else { return };
         let dir = tempfile::tempdir().unwrap();
         let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
-        let layer =
-            "--device emulated --tokens 96 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --backward";
+        let layer = "--device emulated --tokens 96 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7";
         run(binary::aristos_run(&format!("{layer} --pes 2 --output {}", shm.display()))).success();
         let before = hosts.sent_bytes();
         let args = format!("run {layer} --check --steps 2 --json --output {}", tcp.display());

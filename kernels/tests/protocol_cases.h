@@ -99,6 +99,12 @@ inline Options bulk() {
     o.passes = {{{20, 3, 11}, true, true}, {{0, 0, 4}}, {{20, 20, 20}, false}};
     return o;
 }
+// A round is many chunks, whose places are used again.
+inline Options bulk_in_small_windows() {
+    Options o = bulk();
+    o.round_chunks = 0;
+    return o;
+}
 
 // ---- The counters of a pass, from the routing alone.
 struct Pair { u32 rows = 0, slots = 0, rounds = 0; std::vector<u32> chunk_rows, chunk_slots, round_chunks; };

@@ -69,6 +69,7 @@ CASE(an_expert_without_tokens) { any_schedule(an_expert_without_tokens(), seeds(
 CASE(eight_pes) { any_schedule(eight_pes(), seeds(12)); }
 CASE(inference) { any_schedule(inference(), seeds(30)); }
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
+CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
 // The GEMM paths of the GPUs in the same rounds.
 CASE(gemm_paths) {
     for (world::Path path : {world::PATH_AMPERE, world::PATH_HOPPER}) {
@@ -151,9 +152,10 @@ CASE(a_dead_peer_ends_the_waits_of_the_others) {
     add("stores lost", 2, NOT_DEAD, ARISTOS_FAULT_STORE_LOST, counts, [](Options&) {});
     add("never began, capacity", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_CAPACITY, PHASE_ROUTER, 1, 0, 0},
         [](Options& o) { o.capacity = 1; });
-    add("never began, bulk", 2, NEVER_BEGAN, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, STAMP + 1, 0, 0},
-        [](Options& o) { o.bulk = 1; });
+    add("never began, bulk", 2, NEVER_BEGAN, 0, counts, [](Options& o) { o.bulk = 1; });
     // Stamps of backward, which is pass 2; words still hold forward's.
+    add("no barrier", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, 2 * STAMP + 2, STAMP + 2, 0},
+        [](Options& o) { o.bulk = 1, o.passes = {{{8, 8, 0}}}; });
     add("no results", 0, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_COMBINE, 2 * STAMP + 1, STAMP + 1, 0},
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 4, 4}}}; });
     add("no acknowledgement of rows sent again", 0, AFTER_FORWARD, 0,
