@@ -154,7 +154,7 @@ CASE(a_dead_peer_ends_the_waits_of_the_others) {
         [](Options& o) { o.capacity = 1; });
     add("never began, bulk", 2, NEVER_BEGAN, 0, counts, [](Options& o) { o.bulk = 1; });
     // Stamps of backward, which is pass 2; words still hold forward's.
-    add("no barrier", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, 2 * STAMP + 2, STAMP + 2, 0},
+    add("no barrier", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_BARRIER, PHASE_WAITING, 2 * STAMP + 2, STAMP + 1, 0},
         [](Options& o) { o.bulk = 1, o.passes = {{{8, 8, 0}}}; });
     add("no results", 0, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 0, WHAT_RESULTS, PHASE_COMBINE, 2 * STAMP + 1, STAMP + 1, 0},
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 4, 4}}}; });
