@@ -30,7 +30,7 @@ pub struct RunConfig {
     pub dtype: String,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
-    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    /// What carried rows and signals: "shm", "tcp", "hybrid", "mpi", or "nvshmem".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
