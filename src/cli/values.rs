@@ -105,6 +105,13 @@ impl From<DtypeArg> for Dtype {
     }
 }
 
+/// `--wire`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum WireArg {
+    /// bfloat16
+    Bf16,
+}
+
 /// `--device`.
 /// The argument of `--on-failure`.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]

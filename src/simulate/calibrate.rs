@@ -118,6 +118,9 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
         let expected = format!("{transport}, as in the first report of several PEs");
         return wrong("transport", config.transport.clone(), expected);
     }
+    if let Some(wire) = &config.wire {
+        return wrong("wire", wire.clone(), "null: rows in the type of the layer".into());
+    }
     if config.mode != "pipelined" {
         return wrong("mode", config.mode.clone(), "pipelined".into());
     }
