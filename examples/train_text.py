@@ -151,7 +151,7 @@ def train(args, rank, size):
             save(model, optimizer, step + 1, args.out / f"{name}-step{step + 1}")
     if args.experts == "aristos":
         group = aristos.Group() if size > 1 else aristos.Group.alone()
-        routing.write(args.out / f"{name}.routing.json", EXPERTS, group)
+        routing.write(args.out / f"{name}.routing.json", model.config.num_experts, group)
     if rank == 0:
         usual = sorted(seconds)[len(seconds) // 2]
         rate = args.batch * args.length / usual
@@ -205,10 +205,10 @@ COLOURS = ["#1b6ca8", "#d1495b", "#2e8b57", "#8a4fbf", "#c77f00", "#444444"]
 
 
 def far_apart(run, other):
-    """The largest relative difference of two runs' losses over the steps that both have, and its step."""
+    """The largest relative difference of two runs' losses over the steps that both have, and its step; None where there are none."""
     first = max(run["first"], other["first"])
     pairs = zip(run["losses"][first - run["first"] :], other["losses"][first - other["first"] :])
-    return max((abs(a - b) / b, step) for step, (a, b) in enumerate(pairs, first))
+    return max(((abs(a - b) / b, step) for step, (a, b) in enumerate(pairs, first)), default=None)
 
 
 def plot(folder):
@@ -237,8 +237,9 @@ def plot(folder):
         dash = f' stroke-dasharray="4 {3 * k}"' if k else ""
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"{dash}/>')
         parts.append(f'<text x="{width - margin - 220}" y="{margin + 16 * k}" fill="{colour}">{run["name"]}, {run["tokens_per_s"]:.0f} tokens/s</text>')
-        for other in (other for other in runs if other["name"] == "eager-1" != run["name"]):
-            print("{}: at most {:.1e} from eager-1, relative, at step {}".format(run["name"], *far_apart(run, other)))
+        for other in runs:
+            if other["name"] == "eager-1" != run["name"] and (most := far_apart(run, other)):
+                print("{}: at most {:.1e} from eager-1, relative, at step {}".format(run["name"], *most))
     (folder / "losses.svg").write_text("\n".join(parts) + "\n</svg>\n")
     print(folder / "losses.svg")
 
