@@ -19,6 +19,8 @@ _STARTERS = (
 )
 _groups = []
 _default = None
+# A year.
+_LONGEST_WAIT_S = 31_536_000
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
@@ -36,6 +38,10 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
         the `Group`.
     """
     global _default, _settings
+    if not (isinstance(wait_limit_s, (int, float)) and 0 < wait_limit_s <= _LONGEST_WAIT_S):
+        raise ValueError(f"wait_limit_s is {wait_limit_s!r}, expected seconds above 0, at most {_LONGEST_WAIT_S}")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
+        raise ValueError(f"max_tokens is {max_tokens!r}, expected 1 or more, or None")
     initialised = dist.is_available() and dist.is_initialized()
     if initialised and any(group._pid != os.getpid() for group in _groups):
         raise RuntimeError("this process was forked after torch.distributed was initialised: start it by spawn instead")
