@@ -20,7 +20,7 @@ use crate::run::plan::parse_plan;
 use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
 use crate::sim::step::{Cores, Jitter};
-use crate::simulate::{Calibration, RowOrder, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
+use crate::simulate::{Calibration, RowOrder, RowsPer, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
 use crate::stdio::out_line;
 
 /// Tokens of a PE with --model, where nothing else is said.
@@ -54,6 +54,9 @@ pub struct Args {
     /// The order of the rows that a PE sends another one
     #[arg(long, value_enum, default_value = "expert")]
     order: OrderArg,
+    /// How often a token's row is sent
+    #[arg(long, value_enum, default_value = "pe")]
+    rows_per: RowsPerArg,
     /// Steps
     #[arg(long, value_name = "N", default_value_t = 1)]
     steps: usize,
@@ -101,6 +104,17 @@ pub enum OrderArg {
     Expert,
     /// By token
     Token,
+}
+
+/// `--rows-per`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum RowsPerArg {
+    /// To each PE that has any of its experts, as the layer does
+    Pe,
+    /// To each of its experts
+    Expert,
+    /// To each host that has any of its experts; a PE there hands it on, and sends one sum back
+    Node,
 }
 
 /// `--nics`.
@@ -166,6 +180,11 @@ impl Args {
             order: match self.order {
                 OrderArg::Expert => RowOrder::Expert,
                 OrderArg::Token => RowOrder::Token,
+            },
+            rows_per: match self.rows_per {
+                RowsPerArg::Pe => RowsPer::Pe,
+                RowsPerArg::Expert => RowsPer::Expert,
+                RowsPerArg::Node => RowsPer::Node,
             },
             backward,
             steps: self.steps,
@@ -241,6 +260,8 @@ fn print(report: &SimulatedReport) -> Result<()> {
     ] {
         out_line!("{name:14} {} {}", of(Some(&report.forward), phase), of(report.backward.as_ref(), phase));
     }
+    let (all, network) = (report.exchange_bytes_per_step, report.network_bytes_per_step);
+    out_line!("sent in dispatch and combine, MB: {:.3}, between hosts {:.3}", all * 1e-6, network * 1e-6);
     let stragglers = &report.stragglers;
     out_line!("overlap efficiency {:.1}%", report.overlap_efficiency * 100.0);
     out_line!(

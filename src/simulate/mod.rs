@@ -7,6 +7,7 @@ mod calibration;
 mod compare;
 mod plans;
 mod report;
+mod rows;
 
 use std::thread;
 
@@ -75,6 +76,18 @@ pub enum RowOrder {
     Token,
 }
 
+/// How often a token's row is sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowsPer {
+    /// To each of its experts on another PE.
+    Expert,
+    /// To each other PE with any of its experts: the layer's own.
+    #[default]
+    Pe,
+    /// To each other host with any of its experts, to a PE there that hands it on, and sends back one sum; on its own host to each PE.
+    Node,
+}
+
 /// What is simulated.
 pub struct Simulated {
     /// The PEs.
@@ -91,6 +104,8 @@ pub struct Simulated {
     pub tokens: Tokens,
     /// The order of rows.
     pub order: RowOrder,
+    /// How often rows are sent.
+    pub rows_per: RowsPer,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Steps.
@@ -294,6 +309,10 @@ impl Simulated {
         self.config.validate()?;
         self.options.validate()?;
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
+        ensure!(
+            self.calibration.is_none() || self.rows_per != RowsPer::Node,
+            "`rows_per` is node, expected pe or expert with a calibration: no engine hands rows on, so that nobody knows what it takes"
+        );
         if let Some(calibration) = &self.calibration {
             let dtype = self.dtype.name();
             ensure!(
