@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::plans::{Plans, host_of};
-use super::{GRADIENT_BYTES, Simulated};
+use super::{GRADIENT_BYTES, ModelTime, Simulated};
 use crate::moe::{Layout, Mode};
 use crate::report::{PassTimes, Spread, median};
 use crate::sim::step::{LayerCost, PeTime, StepTimes};
@@ -41,6 +41,9 @@ pub struct SimulatedReport {
     pub would_help: Vec<Change>,
     /// Events that were simulated.
     pub events: u64,
+    /// A step of all layers of the model, where that is simulated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelTime>,
 }
 
 /// What was simulated.
@@ -157,6 +160,7 @@ impl SimulatedReport {
             memory: memory(simulated, layout, cost, plans),
             would_help,
             events: times.events,
+            model: None,
         }
     }
 }
