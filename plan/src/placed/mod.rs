@@ -128,8 +128,8 @@ pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
 /// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
 const ANNEAL_OPS: f64 = 4e7;
 /// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
-const JOINT_OPS: f64 = 1e8;
-const JOINT_MORE: f64 = 0.75;
+const JOINT_OPS: f64 = 6e7;
+const JOINT_MORE: f64 = 1.5;
 /// Links looked at for the placements of one grouping, and nodes of branch and bound.
 const PLACE_OPS: u64 = 8_000_000;
 const PLACE_NODES: u64 = 50_000;
