@@ -266,10 +266,12 @@ void Block::pause(Fiber* fiber) {
     if (++pauses > queue_size) {  // every fiber has run, and some only poll
         pauses = 0;
         poll_network(launch->world);
-        if (++idle_rounds < 256) {
+        // For the longer, the longer nothing has come: the other PEs want these CPUs.
+        if (++idle_rounds < 32) {
             sched_yield();
         } else {
-            const timespec nap{0, 20000};
+            const u64 doubled = idle_rounds / 16 - 2;
+            const timespec nap{0, 20000L << (doubled < 5 ? doubled : 5)};
             nanosleep(&nap, nullptr);
         }
     }

@@ -26,6 +26,22 @@ except KeyboardInterrupt:
     raise
 """
 
+# After a pass that all agree on, one process makes a layer of another shape: the one waits in a pass, the other for it to make the layer.
+PARTED = """
+import time, torch, aristos
+group = aristos.init(wait_limit_s=3)
+def call(inner):
+    up, down = torch.ones(2, 2 * inner, 4), torch.ones(2, 4, inner)
+    aristos.experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), up, down)
+call(4)
+try:
+    call(4 + group.rank)
+except aristos.AristosError as error:
+    print(f"rank {group.rank}: {error}", flush=True)
+# No process's end is what lets the other one go.
+time.sleep(6)
+"""
+
 
 def torchrun(pes, *command, **more):
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pes), *map(str, command)]
@@ -69,6 +85,19 @@ def ctrl_c_ends_all_ranks():
         return f"{time.monotonic() - began:.1f} s"
 
 
+def another_shape_later_ends_in_an_error_on_each():
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder) / "parted.py"
+        script.write_text(PARTED)
+        job = torchrun(2, script)
+        try:
+            said = job.communicate(timeout=90)[0]
+        finally:
+            job.terminate()
+        assert "rank 0: PE 0 waited 3.0 s" in said and "for PE 1" in said, said[-400:]
+        assert "rank 1: to make a layer: rank 0 did not come in 3" in said, said[-400:]
+
+
 def train(pes, out, *more):
     job = torchrun(pes, "examples/train_text.py", "--batch", 4, "--length", 64, "--out", out, *more)
     said = job.communicate(timeout=300)[0]
@@ -93,7 +122,7 @@ def training_goes_on_with_another_number_of_processes():
         return f"resumed {again:.1e}, unpatched {unpatched:.1e}"
 
 
-CASES = [ctrl_c_ends_all_ranks, training_goes_on_with_another_number_of_processes]
+CASES = [ctrl_c_ends_all_ranks, another_shape_later_ends_in_an_error_on_each, training_goes_on_with_another_number_of_processes]
 
 if __name__ == "__main__":
     print(f"running {len(CASES)} cases", flush=True)

@@ -47,7 +47,7 @@ pub trait World: Sized {
         Self: 'w;
 
     /// Its name.
-    const TRANSPORT: &'static str;
+    fn transport(&self) -> &'static str;
 
     /// This PE's number.
     fn my_pe(&self) -> usize;
@@ -324,7 +324,7 @@ impl<W: World> Host for PeerHost<'_, W> {
     }
 
     fn transport(&self) -> &'static str {
-        W::TRANSPORT
+        self.pes.world.transport()
     }
 
     fn status(&self) -> &StatusPage {
@@ -372,6 +372,6 @@ impl<W: World> MemoryHost for PeerHost<'_, W> {
     }
 
     fn shared_memory(&mut self, _: usize) -> Result<Shmem<ShmTransport>, JobError> {
-        Err(JobError::Peers(format!("PEs over {} share no memory, which devices need", W::TRANSPORT)))
+        Err(JobError::Peers(format!("PEs over {} share no memory, which devices need", self.transport())))
     }
 }

@@ -157,7 +157,14 @@ impl Simulated {
     fn layout(&self) -> Result<Layout> {
         let of = |g: usize| {
             let placement = self.groups.placement(g);
-            Layout::new(&self.config, placement, None, self.dtype.bytes(), self.most_tokens(), &self.options)
+            Layout::new(
+                &self.config,
+                placement,
+                None,
+                self.options.wire(self.dtype).bytes(),
+                self.most_tokens(),
+                &self.options,
+            )
         };
         let all = (0..self.groups.len()).map(of).collect::<Result<Vec<_>, _>>()?;
         all.into_iter().max_by_key(Layout::total_bytes).context("there is no group")
@@ -292,7 +299,7 @@ impl Simulated {
 
     fn check(&self) -> Result<()> {
         self.config.validate()?;
-        self.options.validate()?;
+        self.options.validate(self.dtype)?;
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
         if let Some(calibration) = &self.calibration {
             let dtype = self.dtype.name();
