@@ -7,6 +7,7 @@
 A Qwen3-MoE of transformers, 2.8 million parameters. A step's batch is the same however many processes share it, so the curves can be laid over
 each other. CC0-1.0 is held out; the loss on its beginning is said at the end. Writes below --out: `NAME.json` (losses, tokens per second), `NAME.routing.json` (the last steps' routing, as `aristos simulate
 --routing` reads it), and with --save-every checkpoints, from which --resume goes on with any number of processes.
+--from-model trains a model further, best on a --text of another kind.
 --export makes a model for `aristos run`; the one in examples/tiny-moe is by
 
     torchrun --nproc-per-node 2 examples/train_text.py --tiny --length 256 --steps 1200 --learning-rate 2e-3 --export examples/tiny-moe
@@ -40,11 +41,14 @@ TINY = dict(hidden_size=80, num_hidden_layers=2, head_dim=16, intermediate_size=
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", default="aristos", choices=["aristos", "all_to_all", "eager"], help="who runs the experts; eager: one process")
+    parser.add_argument("--experts", default="aristos", choices=["aristos", "all_to_all", "eager", "grouped_mm"], help="who runs the experts; eager and grouped_mm: one process")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all processes")
     parser.add_argument("--length", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--warm-up", type=int, default=0, help="steps until the learning rate is reached, from zero in a line")
+    parser.add_argument("--epsilon", type=float, default=1e-8, help="what AdamW adds to the root of the second moments")
+    parser.add_argument("--from-model", type=pathlib.Path, help="the folder of a trained model to begin with, instead of random weights")
     parser.add_argument("--top-k", type=int, default=2, help=f"experts of a token, of {EXPERTS}")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.5 million parameters instead")
     parser.add_argument("--text", type=pathlib.Path, help=f"a file to train on instead of {TEXTS}")
@@ -74,6 +78,8 @@ def numbers(text):
 
 
 def config_of(args):
+    if args.from_model:
+        return Qwen3MoeConfig.from_pretrained(args.from_model)
     return Qwen3MoeConfig(
         vocab_size=256,
         num_attention_heads=4,
@@ -89,8 +95,8 @@ def config_of(args):
 
 def make_model(args, rank, size):
     # All processes, and all runs, begin with the same weights.
-    start = args.out / f".start-{os.environ.get('MASTER_PORT', 'alone')}"
-    if rank == 0:
+    start = args.from_model or args.out / f".start-{os.environ.get('MASTER_PORT', args.experts)}"
+    if rank == 0 and not args.from_model:
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config_of(args)).save_pretrained(start)
     if size == 1:
@@ -114,14 +120,18 @@ def train(args, rank, size):
     text = read_text(args.text)
     model = make_model(args, rank, size)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, eps=args.epsilon, weight_decay=0.1)
     first = 0
     if args.resume:
         first = resume(model, optimizer, args.resume)
+        if first >= args.steps:
+            sys.exit(f"--steps is {args.steps}, expected more than the {first} of {args.resume}")
     routing, losses, seconds = aristos.Routing(), [], []
     for step in range(first, args.steps):
         began = time.perf_counter()
         batch = batch_of(text, args, step, rank, size)
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * min(1, (step + 1) / max(1, args.warm_up))
         optimizer.zero_grad()
         if args.experts == "aristos" and step >= args.steps - ROUTED_STEPS:
             with routing.step(step):
@@ -141,7 +151,7 @@ def train(args, rank, size):
             save(model, optimizer, step + 1, args.out / f"{name}-step{step + 1}")
     if args.experts == "aristos":
         group = aristos.Group() if size > 1 else aristos.Group.alone()
-        routing.write(args.out / f"{name}.routing.json", EXPERTS, group)
+        routing.write(args.out / f"{name}.routing.json", model.config.num_experts, group)
     if rank == 0:
         usual = sorted(seconds)[len(seconds) // 2]
         rate = args.batch * args.length / usual
@@ -194,8 +204,15 @@ def resume(model, optimizer, folder):
 COLOURS = ["#1b6ca8", "#d1495b", "#2e8b57", "#8a4fbf", "#c77f00", "#444444"]
 
 
+def far_apart(run, other):
+    """The largest relative difference of two runs' losses over the steps that both have, and its step; None where there are none."""
+    first = max(run["first"], other["first"])
+    pairs = zip(run["losses"][first - run["first"] :], other["losses"][first - other["first"] :])
+    return max(((abs(a - b) / b, step) for step, (a, b) in enumerate(pairs, first)), default=None)
+
+
 def plot(folder):
-    """All runs' losses in one SVG."""
+    """All runs' losses in one SVG; says how far each is from the unpatched model's on one process."""
     runs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if not file.name.endswith(".routing.json")]
     if not runs:
         sys.exit(f"{folder} has no runs, expected NAME.json files")
@@ -220,8 +237,31 @@ def plot(folder):
         dash = f' stroke-dasharray="4 {3 * k}"' if k else ""
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"{dash}/>')
         parts.append(f'<text x="{width - margin - 220}" y="{margin + 16 * k}" fill="{colour}">{run["name"]}, {run["tokens_per_s"]:.0f} tokens/s</text>')
+        for other in runs:
+            if other["name"] == "eager-1" != run["name"] and (most := far_apart(run, other)):
+                print("{}: at most {:.1e} from eager-1, relative, at step {}".format(run["name"], *most))
     (folder / "losses.svg").write_text("\n".join(parts) + "\n</svg>\n")
     print(folder / "losses.svg")
+
+
+def check(args, size):
+    """Ends with a line on the first argument that is out of range."""
+    least = dict(steps=1, batch=1, length=2, learning_rate=0, warm_up=0, epsilon=0, save_every=0)
+    for name, low in least.items():
+        if not getattr(args, name) >= low:
+            sys.exit(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least {low}")
+    if not 1 <= args.top_k <= EXPERTS:
+        sys.exit(f"--top-k is {args.top_k}, expected 1 to {EXPERTS}")
+    for option, folder, file, what in (
+        ("--from-model", args.from_model, "config.json", "trained model"),
+        ("--resume", args.resume, ".metadata", "checkpoint"),
+    ):
+        if folder and not (folder / file).is_file():
+            sys.exit(f"{option} {folder} has no {file}, expected the folder of a {what}")
+    if args.batch % size:
+        sys.exit(f"--batch is {args.batch}, expected a multiple of {size}, the number of processes")
+    if args.experts == "all_to_all" and size == 1 or args.experts in ("eager", "grouped_mm") and size > 1:
+        sys.exit(f"--experts {args.experts} is for {'several processes' if size == 1 else 'one process'}, and there {'is 1' if size == 1 else f'are {size}'}")
 
 
 def main():
@@ -229,10 +269,7 @@ def main():
     if args.plot:
         return plot(args.out)
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.batch % size:
-        sys.exit(f"--batch is {args.batch}, expected a multiple of {size}, the number of processes")
-    if args.experts == "all_to_all" and size == 1 or args.experts == "eager" and size > 1:
-        sys.exit(f"--experts {args.experts} is for {'several processes' if size == 1 else 'one process'}, and there {'is 1' if size == 1 else f'are {size}'}")
+    check(args, size)
     if size > 1:
         dist.init_process_group("gloo")
     train(args, int(os.environ.get("RANK", "0")), size)

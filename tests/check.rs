@@ -240,7 +240,7 @@ fn random_case(seed: u64) -> (Case, usize, String) {
 
 #[test]
 fn no_alarm_for_a_correct_run_in_any_shape() {
-    let sample = Sample::new(200, 5000);
+    let sample = Sample::new(100, 5000);
     let (mut alarms, mut skipped) = (Vec::new(), 0);
     for seed in sample.numbers() {
         let (case, n, what) = random_case(seed);
@@ -286,7 +286,7 @@ fn clear_case(seed: u64) -> (Case, usize, String) {
 /// the check sees all of them, in any shape.
 #[test]
 fn planted_faults_are_seen() {
-    for seed in Sample::new(40, 500).numbers() {
+    for seed in Sample::new(20, 500).numbers() {
         let (case, n, what) = clear_case(seed);
         let fault = ["lost row", "swapped experts", "stale weight", "wrong sign"][(seed / 2) as usize % 4];
         let mut step = case.run(n);

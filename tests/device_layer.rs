@@ -448,7 +448,7 @@ fn cases() -> Vec<Case> {
 const STEPS: usize = 3;
 const AHEAD: usize = 2;
 const SEEDS: u64 = 12;
-const SEEDS_A_RUN: u64 = 4;
+const SEEDS_A_RUN: u64 = 2;
 
 #[test]
 fn seeds_networks_and_modes_change_nothing() {

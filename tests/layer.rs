@@ -10,7 +10,8 @@ use aristos::check::{TOLERANCE_BF16, TOLERANCE_F32};
 use aristos::moe::kernels::Element;
 use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
-    Activation, Layer, LayerConfig, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig, WeightSource,
+    Activation, Dtype, Layer, LayerConfig, MlpConfig, Mode, MoeError, MoeLayer, Options, Placement, SharedConfig,
+    WeightSource,
 };
 use aristos::shmem::{ShmTransport, Shmem};
 use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, shm, synthetic};
@@ -140,6 +141,27 @@ fn threads_change_no_bit() {
     check::<bf16>(&base);
 }
 
+/// Rows that travel as bf16: within its rounding of the reference, further from it than f32 rows are (so they were rounded), and what stays on
+/// a PE as exact as ever.
+#[test]
+fn rows_of_f32_travel_as_bf16() {
+    let layer = mixtral(64, 48, 8, 3);
+    let (tokens, source) = (90, synthetic(layer.clone(), 21));
+    for mode in [Mode::Pipelined, Mode::Bulk] {
+        for n in [1, 2, 4] {
+            let options = with!(small_options(mode); wire = Some(Dtype::Bf16));
+            let what = format!("{n} PEs, {mode:?}");
+            let tolerance = if n == 1 { TOLERANCE_F32 } else { TOLERANCE_BF16 };
+            check::<f32>(&source, tokens, n, &options, tolerance, &what);
+            let heap = heap_bytes::<f32>(&layer, n, tokens.div_ceil(n), &options);
+            let step = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 1).unwrap().remove(0);
+            let want = reference::<f32>(&source, tokens, &step.chosen);
+            let error = aristos::check::compare("output", &step.output, &want.output).relative;
+            assert!(if n == 1 { error < 1e-6 } else { error > 1e-5 }, "{what}: {error:e}");
+        }
+    }
+}
+
 #[test]
 fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let layer = mixtral(32, 16, 8, 1);
@@ -224,6 +246,11 @@ fn a_layer_that_cannot_be_is_an_error() {
     refused(Placement::even(7, 2), options(), "the placement's number of experts is 7, expected 6");
     let even = Placement::even(6, 2);
     refused(even.clone(), with!(options(); tile_rows = Some(0)), "tile rows is 0, expected at least 1");
+    refused(
+        even.clone(),
+        with!(options(); wire = Some(Dtype::F16)),
+        "wire is f16 in a layer of f32, expected bf16 in a layer of f32, or none",
+    );
     refused(even.clone(), with!(options(); chunk_rows = 0), "chunk rows is 0, expected at least 1");
     for budget_factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let want = format!("budget factor is {budget_factor}, expected a finite number above 0");

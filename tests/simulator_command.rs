@@ -248,6 +248,72 @@ fn a_plan_and_a_routing_file_are_simulated() {
 }
 
 #[test]
+fn a_whole_model_is_simulated() {
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/tiny-moe");
+    let mut hybrid: Value = serde_json::from_slice(&std::fs::read(tiny.join("config.json")).unwrap()).unwrap();
+    hybrid["layer_types"] = json!(["full_attention", "linear_attention"]);
+    let folder = folder(&[("config.json", hybrid)]);
+    let folder = folder.path();
+    let args = |model: &str, more: &str| {
+        format!("simulate --cluster preset:dgx-h100:2 --model {model} --tokens 16384 --device H100 --json {more}")
+    };
+    const PARTS: [&str; 4] = ["attention", "dense", "moe", "exposed_communication"];
+    let of = |report: &Value, key: &str| report["model"][key].as_f64().unwrap();
+    let time = |report: &Value, part: &str| report["model"][part]["time_s"].as_f64().unwrap();
+    for (model, moe_layers) in [("deepseek-v3", 58.0), ("qwen3-30b-a3b", 48.0), (tiny.to_str().unwrap(), 2.0)] {
+        let report = parsed(folder, &args(model, ""));
+        let sum: f64 = PARTS.iter().map(|part| time(&report, part)).sum();
+        let in_layers = moe_layers * report["step_s"].as_f64().unwrap();
+        for (got, want) in [
+            (of(&report, "step_s"), sum),
+            (time(&report, "moe") + time(&report, "exposed_communication"), in_layers),
+            (time(&report, "dense") / of(&report, "step_s"), report["model"]["dense"]["share"].as_f64().unwrap()),
+        ] {
+            assert!((got / want - 1.0).abs() < 1e-9, "{model}: {got}, expected {want}");
+        }
+        assert!(PARTS.iter().all(|part| time(&report, part) > 0.0), "{report}");
+        // Longer sequences are attention's alone; forward alone is less of everything.
+        let long = parsed(folder, &args(model, "--sequence 65536"));
+        assert!(time(&long, "attention") > time(&report, "attention"));
+        assert_eq!(time(&long, "dense"), time(&report, "dense"));
+        let forward = parsed(folder, &args(model, "--forward-only"));
+        assert!(PARTS.iter().all(|part| time(&forward, part) < time(&report, part)), "{forward}");
+    }
+    let text = String::from_utf8(aristos(folder, &args("mixtral-8x7b", "").replace("--json", "")).stdout).unwrap();
+    assert!(text.contains("32 layers") && text.contains("exposed communication"), "{text}");
+    refused(folder, &args("mixtral-8x7b", "--sequence 0"), &["--sequence is 0"]);
+    refused(folder, &args("mixtral-8x7b", "").replace("H100 ", "H1000 "), &["--device is H1000"]);
+    refused(folder, &args(".", ""), &["config.json: layer_types has \"linear_attention\"", "attention in all layers"]);
+}
+
+#[test]
+fn rows_are_sent_once_per_expert_pe_or_host() {
+    let folder = folder(&[]);
+    let folder = folder.path();
+    // 2 hosts of 8 PEs with 2 experts each; every token goes to all of them. A row has 128 B, with it 4 B and 8 for each slot out in forward,
+    // and 4 for each slot back in backward.
+    let args = "simulate --cluster preset:dgx-h100:2 --tokens 320 --hidden 64 --experts 32 --top-k 32 --json";
+    let bytes = |per: &str, key: &str| parsed(folder, &format!("{args} {per}"))[key].as_f64().unwrap();
+    let [all, network] = ["exchange_bytes_per_step", "network_bytes_per_step"];
+    let of = |rows: f64, slots: f64| 320.0 * (rows * (4.0 * 128.0 + 4.0) + slots * 12.0);
+    // Headers go to every PE, 128 of 240 between hosts.
+    let header = (bytes("", all) - of(15.0, 30.0)) / 240.0;
+    assert!(header > 0.0);
+    assert_eq!(bytes("", network), of(8.0, 16.0) + 128.0 * header);
+    assert_eq!(bytes("--rows-per expert", all), of(30.0, 30.0) + 240.0 * header);
+    assert_eq!(bytes("--rows-per expert", network), of(16.0, 16.0) + 128.0 * header);
+    // 7 PEs on the own host and, handed on, 7 on the other.
+    assert_eq!(bytes("--rows-per node", network), of(1.0, 16.0) + 128.0 * header);
+    assert_eq!(bytes("--rows-per node --schedule bulk", all), of(15.0, 16.0 + 28.0) + 240.0 * header);
+    // With one expert a token nothing is saved, and nothing else sent but to hand rows on.
+    let one = |per: &str| parsed(folder, &format!("{} {per}", args.replace("top-k 32", "top-k 1 --order token")));
+    let [pe, expert, node] = ["pe", "expert", "node"].map(|per| one(&format!("--rows-per {per}")));
+    assert_eq!(pe, expert);
+    assert_eq!((&pe[network], &pe["tokens_per_expert"]), (&node[network], &node["tokens_per_expert"]));
+    assert!(node[all].as_f64() > pe[all].as_f64());
+}
+
+#[test]
 fn a_run_is_repeated_by_its_routing() {
     let folder = folder(&[]);
     let folder = folder.path();
@@ -369,6 +435,11 @@ fn a_machine_is_calibrated_by_its_runs() {
     assert!(!folder.join("x.json").exists());
     refused(folder, &simulate("--calibration a.json"), &["a.json"]);
     refused(folder, &simulate("--calibration m.json").replace("f32", "bf16"), &["--dtype is bf16, expected f32"]);
+    refused(
+        folder,
+        &simulate("--calibration m.json --rows-per node"),
+        &["--rows-per is node", "expected pe or expert"],
+    );
     // In bf16, for itself alone.
     for (name, pes, tokens) in [("e", 1, 64), ("f", 1, 256), ("g", 2, 128)] {
         let report = parsed(folder, &format!("run --pes {pes} {} --steps 3 --dtype bf16 --json", layer(tokens)));

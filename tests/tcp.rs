@@ -33,8 +33,9 @@ use rustix::process::Signal;
 use sample::Sample;
 use suite::{HEAP_BYTES, World};
 
-/// In a PE of the suite: its number, and the address of PE 0's host.
+/// In a PE of the suite: its number, the transport, and the address of PE 0's host.
 const ENV_PE: &str = "ARISTOS_TCP_PE";
+const ENV_TRANSPORT: &str = "ARISTOS_TCP_TRANSPORT";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
 /// The most PEs of a check.
 const SUITE_PES: usize = 5;
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
 struct Tcp {
     pe: usize,
     zero: String,
+    is_hybrid: bool,
     worlds: Cell<u16>,
 }
 
@@ -90,7 +92,8 @@ impl World for Tcp {
             let (program, token, limits) = ("suite", b"token", JoinLimits::default());
             let world =
                 TcpWorld::join(&Joining { pe: self.pe, n_pes, rendezvous: &rendezvous, program, token, limits });
-            f(&Shmem::new(TcpTransport::new(&world.unwrap(), HEAP_BYTES, limits.join).unwrap()));
+            let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
+            f(&Shmem::new(make(&world.unwrap(), HEAP_BYTES, limits.join).unwrap()));
         }
     }
 }
@@ -99,7 +102,8 @@ conformance_table!(CHECKS, Tcp);
 
 /// One PE of all checks. A panic ends it, and with it the others.
 fn play(pe: usize) -> ExitCode {
-    let world = Tcp { pe, zero: env::var(ENV_ZERO).unwrap(), worlds: Cell::new(0) };
+    let is_hybrid = env::var(ENV_TRANSPORT).unwrap() == "hybrid";
+    let world = Tcp { pe, zero: env::var(ENV_ZERO).unwrap(), is_hybrid, worlds: Cell::new(0) };
     // Some checks catch panics; only those that end the program are of interest.
     std::panic::set_hook(Box::new(move |info| {
         println!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
@@ -134,6 +138,14 @@ fn here(n: usize, args: &str) -> Vec<Command> {
 /// A job of one PE a host.
 fn over(hosts: &Hosts, n: usize, args: &str) -> Vec<Command> {
     commands(n, hosts.address(0), args, |rank, args| hosts.command(rank, env!("CARGO_BIN_EXE_aristos"), args))
+}
+
+/// A job of two PEs on each of two hosts: 0 and 2 on the first, 1 and 3 on the second.
+fn two_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
+    commands(4, hosts.address(0), args, |rank, args| {
+        let args = args.into_iter().map(|arg| if arg == "tcp" { transport.to_string() } else { arg });
+        hosts.command(rank % 2, env!("CARGO_BIN_EXE_aristos"), args)
+    })
 }
 
 /// All started; PE 0 last, as nothing says that it comes first.
@@ -235,11 +247,11 @@ fn same(one: &Path, other: &Path) {
 
 /// Fails the test unless the suite passes on PEs that are spread over the hosts.
 #[track_caller]
-fn conform(hosts: &Hosts) {
+fn conform(hosts: &Hosts, transport: &str) {
     let before = hosts.sent_bytes();
     let pe = |pe: usize| {
         let mut command = hosts.command(pe % hosts.len(), env::current_exe().unwrap(), [""; 0]);
-        command.env(ENV_PE, pe.to_string()).env(ENV_ZERO, hosts.address(0));
+        command.env(ENV_PE, pe.to_string()).env(ENV_TRANSPORT, transport).env(ENV_ZERO, hosts.address(0));
         command
     };
     for (pe, outcome) in run_all((0..SUITE_PES).map(pe).collect()).into_iter().enumerate() {
@@ -377,7 +389,10 @@ const TESTS: &[(&str, fn())] = &[
         let alone = |args: &str, parts: &[&str]| _ = run(aristos(args.split_whitespace())).refused(parts);
         alone("run --transport tcp", &["--rank, --ranks and --rendezvous", "torchrun"]);
         alone("run --rank 0 --ranks 2", &["--rank with --transport shm"]);
-        alone("bench p2p --transport nvshmem --rendezvous a:1", &["--rendezvous", "expected --transport tcp"]);
+        alone(
+            "bench p2p --transport nvshmem --rendezvous a:1",
+            &["--rendezvous", "expected --transport tcp or hybrid"],
+        );
         let tcp = "run --transport tcp --ranks 2";
         alone(&format!("{tcp} --rank 2 --rendezvous a:1"), &["--rank is 2", "below --ranks, which is 2"]);
         alone(&format!("{tcp} --rank 1"), &["nothing says where", "--rendezvous HOST:PORT"]);
@@ -454,7 +469,42 @@ const TESTS: &[(&str, fn())] = &[
     }),
     ("hosts::the_suite", || {
         let Some(hosts) = Hosts::make(3) else { return };
-        conform(&hosts);
+        conform(&hosts, "tcp");
+        conform(&hosts, "hybrid");
+    }),
+    ("hosts::what_stays_on_a_host_goes_through_its_memory", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let layer = "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --steps 12";
+        let mut loopback = Vec::new();
+        for transport in ["tcp", "hybrid"] {
+            let output = dir.path().join(transport);
+            let args = format!("run {layer} --check --json --output {}", output.display());
+            let before = ["eth0", "lo"].map(|interface| hosts.sent_bytes_by(interface));
+            let report = json(two_a_host(&hosts, transport, &args));
+            let after = ["eth0", "lo"].map(|interface| hosts.sent_bytes_by(interface));
+            assert_eq!((&report["check"]["passed"], &report["config"]["transport"]), (&true.into(), &transport.into()));
+            let remote = 12.0 * report["remote_bytes_per_step"].as_f64().unwrap();
+            // Of three peers two are on the other host.
+            let crossed = (after[0] - before[0]) as f64;
+            assert!(crossed >= 0.6 * remote && remote > 500_000.0, "{transport}: {crossed} bytes of {remote}");
+            loopback.push((after[1] - before[1]) as f64 / remote);
+        }
+        assert!(loopback[0] > 0.25 && loopback[1] < 0.05, "over loopback, of all bytes put: {loopback:?}");
+        same(&dir.path().join("tcp"), &dir.path().join("hybrid"));
+    }),
+    ("hosts::a_hybrid_pe_that_is_killed_or_stopped_is_named", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let start = |args: &str| two_a_host(&hosts, "hybrid", args);
+        // Whether from its own host or from the other.
+        let kill = |pes: &[Running]| pes[2].signal(Signal::KILL);
+        disturbed(start(&format!("run {LONG}")), NAMED_LIMIT, 2, &[2], kill);
+        let stop = |pes: &[Running]| {
+            pes[1].signal(Signal::STOP);
+            thread::sleep(Duration::from_secs(4));
+        };
+        disturbed(start(&format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
+        hosts.assert_empty();
     }),
     ("hosts::rows_cross_the_network", || {
         for n in [2, 3] {

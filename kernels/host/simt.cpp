@@ -274,10 +274,12 @@ void Block::pause(Fiber* fiber) {
             return switch_away(fiber);
         }
         poll_network(launch->world);
-        if (++idle_rounds < 256) {
+        // For the longer, the longer nothing has come: the other PEs want these CPUs.
+        if (++idle_rounds < 32) {
             sched_yield();
         } else {
-            const timespec nap{0, 20000};
+            const u64 doubled = idle_rounds / 16 - 2;
+            const timespec nap{0, 20000L << (doubled < 5 ? doubled : 5)};
             nanosleep(&nap, nullptr);
         }
     }

@@ -44,6 +44,8 @@ pub(crate) struct Chosen {
     pub bound_ms: f64,
     /// The best of other numbers of groups, by objective.
     pub others: Vec<Found>,
+    /// The groups of the least published objective found, where that is another.
+    pub published: Option<Vec<Vec<u32>>>,
 }
 
 pub(crate) fn choose(cluster: &Cluster, workload: &Workload, options: Options) -> Result<Chosen, PlanError> {
@@ -159,7 +161,7 @@ fn finish<L: LinkTable>(
     let evaluation = problem.evaluate_exactly(&groups);
     let bound_ms = bounds.least();
     let optimal = proved || evaluation.objective_ms * (1.0 - EQUAL) <= bound_ms;
-    Chosen { groups, placements: None, evaluation, algorithm, optimal, bound_ms, others }
+    Chosen { groups, placements: None, evaluation, algorithm, optimal, bound_ms, others, published: None }
 }
 
 /// Lysi's groups, and the devices that it would drop: they join the group that suffers least, unless they

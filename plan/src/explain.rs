@@ -54,6 +54,15 @@ pub fn explain(
     let options = options.objective(plan.objective);
     let searched = Options { algorithm: Algorithm::Search, ..options };
     let found = choose(cluster, workload, searched)?;
+    let roomy = roomy(cluster, workload);
+    // What memory costs: what a search without its limits finds, where there are any.
+    let free = match roomy.devices == cluster.devices {
+        true => (found.groups.len(), found.evaluation.objective_ms),
+        false => {
+            let free = choose(&roomy, workload, searched)?;
+            (free.groups.len(), free.evaluation.objective_ms)
+        }
+    };
     let mut others = vec![
         ("all together".to_string(), vec![all.clone()]),
         ("one per node".to_string(), cluster.hosts()),
@@ -65,10 +74,7 @@ pub fn explain(
         let published = Options { algorithm: Algorithm::Lysi, ..options };
         others.push(("lysi".into(), choose(cluster, workload, published)?.groups));
     }
-    if plan.objective == Objective::Placed {
-        let published = searched.objective(Objective::Published);
-        others.push(("least published objective".into(), choose(cluster, workload, published)?.groups));
-    }
+    others.extend(found.published.map(|groups| ("least published objective".to_string(), groups)));
     for other in found.others.into_iter().take(OTHERS) {
         others.push((format!("best found with {} groups", other.groups.len()), other.groups));
     }
@@ -83,7 +89,7 @@ pub fn explain(
     });
     let evaluation = as_planned(cluster, workload, plan.objective, &groups, &spreads);
     alternatives.insert(0, alternative(cluster, workload, "chosen".into(), &groups, &evaluation));
-    let binding = binding(cluster, workload, searched, plan, (&groups, &spreads), &evaluation)?;
+    let binding = binding(cluster, workload, free, plan, (&groups, &spreads), &evaluation);
     Ok(Explanation { alternatives, binding })
 }
 
@@ -143,11 +149,11 @@ fn alternative(
 fn binding(
     cluster: &Cluster,
     workload: &Workload,
-    options: Options,
+    (free_groups, free_ms): (usize, f64),
     plan: &Plan,
     (groups, spreads): (&[Vec<u32>], &[Spread]),
     evaluation: &Evaluation,
-) -> Result<Vec<String>, PlanError> {
+) -> Vec<String> {
     let id = |i: u32| cluster.devices[i as usize].id;
     let Terms { gamma, compute_ms, communication_ms, all_reduce_ms } = plan.terms;
     let share = |ms: f64| if plan.objective_ms > 0.0 { 100.0 * ms / plan.objective_ms } else { 0.0 };
@@ -218,10 +224,7 @@ fn binding(
     }
     // Memory binds where a search without its limits finds better groups.
     let needed = workload.n_experts();
-    let roomy = roomy(cluster, workload);
-    let free = choose(&roomy, workload, options)?;
-    let free_ms = free.evaluation.objective_ms;
-    let groups = match free.groups.len() {
+    let groups = match free_groups {
         1 => "1 group".to_string(),
         n => format!("{n} groups"),
     };
@@ -238,7 +241,7 @@ fn binding(
     } else {
         "memory does not bind: a search without its limits finds nothing better".to_string()
     });
-    Ok(lines)
+    lines
 }
 
 /// The first few devices by id, and how many more there are.

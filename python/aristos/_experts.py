@@ -57,6 +57,8 @@ def experts(
         AristosError: another process did not do its part in time; the group is then not usable.
     """
     group = group or _group.default()
+    if not limit >= 0:
+        raise ValueError(f"limit is {limit}, expected 0 or more")
     _check(x, ids, weights, up, down, up_bias, down_bias, gated, group.size)
     shared = -1 if batch_group is None else batch_group.number
     form = (activation, gated, float(limit), limit_after, plus_one)
@@ -99,6 +101,8 @@ def _check(x, ids, weights, up, down, up_bias, down_bias, gated, size):
     for name, tensor in [("x", x)] + [(name, tensor) for name, tensor, _ in expected]:
         if tensor.device.type != "cpu":
             raise ValueError(f"{name} is on {tensor.device}, expected cpu: this wheel has no CUDA devices")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}, expected torch.strided")
 
 
 class _Pass:
@@ -137,6 +141,14 @@ def _contiguous_all(*tensors):
 
 def _addresses(*tensors):
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _narrow(ids, experts):
+    """ids as the native layer takes them. It refuses those out of range, but would not see what 32 bits cut off."""
+    narrow = ids.to(torch.int32).contiguous()
+    for token, choice in (narrow != ids).nonzero()[:1].tolist():
+        raise ValueError(f"token {token} has expert {ids[token, choice]}, expected 0 to {experts - 1}, or -1 for none")
+    return narrow
 
 
 def _float(tensor):
@@ -181,7 +193,7 @@ def _forward(
         dtype=_DTYPES[x.dtype],
     )
     x, up, down = _contiguous_all(x, up, down)
-    ids, weights = ids.to(torch.int32).contiguous(), _float(weights)
+    ids, weights = _narrow(ids, down.shape[0] * owner.size), _float(weights)
     up_bias, down_bias = _float(up_bias), _float(down_bias)
     output = torch.empty(x.shape, dtype=torch.float32)
     tensors, lent = _addresses(x, ids, weights, output), _addresses(up, down, up_bias, down_bias)

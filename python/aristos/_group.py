@@ -4,6 +4,7 @@ import datetime
 import functools
 import os
 import secrets
+import time
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ _STARTERS = (
 )
 _groups = []
 _default = None
+# A year.
+_LONGEST_WAIT_S = 31_536_000
+# Of messages between processes that no program's own have.
+_MEETING_TAG = 0x4152
 _settings = dict(wait_limit_s=60.0, max_tokens=None)
 
 
@@ -36,6 +41,10 @@ def init(*, wait_limit_s=60.0, max_tokens=None):
         the `Group`.
     """
     global _default, _settings
+    if not (isinstance(wait_limit_s, (int, float)) and 0 < wait_limit_s <= _LONGEST_WAIT_S):
+        raise ValueError(f"wait_limit_s is {wait_limit_s!r}, expected seconds above 0, at most {_LONGEST_WAIT_S}")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
+        raise ValueError(f"max_tokens is {max_tokens!r}, expected 1 or more, or None")
     initialised = dist.is_available() and dist.is_initialized()
     if initialised and any(group._pid != os.getpid() for group in _groups):
         raise RuntimeError("this process was forked after torch.distributed was initialised: start it by spawn instead")
@@ -163,15 +172,24 @@ class Group:
         if self.size == 1:
             return [value]
         if dist.get_backend(self._group) == "gloo":
-            limit = datetime.timedelta(seconds=self.wait_limit_s)
-            try:
-                dist.monitored_barrier(self._group, timeout=limit, wait_all_ranks=True)
-            except RuntimeError as error:
-                why = str(error).splitlines()[0]
-                raise _aristos.AristosError(f"to make a layer: not all processes came in {self.wait_limit_s} s: {why}") from None
+            self._meet()
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def _meet(self):
+        """Waits for all processes, on each of them no longer than the wait limit: of gloo's monitored barrier that holds on the first alone."""
+        until, message = time.monotonic() + self.wait_limit_s, torch.zeros(1)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sent = [dist.isend(message, group=self._group, group_dst=rank, tag=_MEETING_TAG) for rank in others]
+        come = [dist.irecv(torch.zeros(1), group=self._group, group_src=rank, tag=_MEETING_TAG) for rank in others]
+        for rank, *works in zip(others, sent, come):
+            try:
+                for work in works:
+                    work.wait(datetime.timedelta(seconds=max(0.001, until - time.monotonic())))
+            except RuntimeError as error:
+                why = str(error).splitlines()[0]
+                raise _aristos.AristosError(f"to make a layer: rank {rank} did not come in {self.wait_limit_s} s: {why}") from None
 
     def gather_rows(self, rows, counts):
         """All processes' rows, in order: ``rows`` has ``counts[rank]`` of them. Collective."""

@@ -59,9 +59,16 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.group = group or _group.default()
+        sizes = dict(hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k, shared_intermediate=shared_intermediate)
+        for name, value in sizes.items():
+            least = 0 if name == "shared_intermediate" else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}, expected an integer of at least {least}")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
         if experts % self.group.size:
             raise ValueError(f"experts is {experts}, expected a multiple of {self.group.size}, the processes of the group")
-        if not 1 <= top_k <= experts:
+        if top_k > experts:
             raise ValueError(f"top_k is {top_k}, expected 1 to {experts}, the number of experts")
         if scoring not in ("softmax", "sigmoid"):
             raise ValueError(f'scoring is {scoring!r}, expected "softmax" or "sigmoid"')
@@ -206,14 +213,23 @@ def load(module, folder):
 
     Raises:
         RuntimeError: names that are missing or of other shapes.
+        ValueError: a file that is not what it should be, by its name.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with open(os.path.join(folder, _INDEX)) as index:
-        weight_map = json.load(index)["weight_map"]
+    path = os.path.join(folder, _INDEX)
+    try:
+        with open(path) as index:
+            weight_map = json.load(index)["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected JSON with a weight_map: {type(error).__name__}: {error}") from None
     state = {}
     for name in module.state_dict():
         if name in weight_map:
-            with safe_open(os.path.join(folder, weight_map[name]), "pt") as file:
-                state[name] = file.get_tensor(name)
+            path = os.path.join(folder, weight_map[name])
+            try:
+                with safe_open(path, "pt") as file:
+                    state[name] = file.get_tensor(name)
+            except SafetensorError as error:
+                raise ValueError(f"{path}: {name}: {error}") from None
     module.load_state_dict(state)

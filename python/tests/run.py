@@ -1,6 +1,6 @@
 """Runs cases of the tests in this folder, a line for each: ``run.py PROCESSES CASE... [-- PROCESSES CASE...]...``.
 
-A case is ``docs``, ``torchtitan``, ``experts``, which is all of test_experts.py, ``experts:NAME``, or one of test_transformers.py's. Processes
+A case is ``docs``, ``torchtitan``, ``megatron``, ``experts``, which is all of test_experts.py, ``experts:NAME``, or one of test_transformers.py's. Processes
 are forked with torchrun's variables, after torch and transformers have been imported, which takes longer than most cases.
 """
 
@@ -27,6 +27,13 @@ def torchtitan():
     return test_torchtitan.overridden_experts_equal_torchtitans()
 
 
+def megatron():
+    # The same.
+    import test_megatron
+
+    return test_megatron.layer_by_specification_equals_megatrons()
+
+
 def cases_of(text, size):
     """The (name, function) pairs that a word of the command line stands for."""
     module, _, name = text.partition(":")
@@ -34,6 +41,8 @@ def cases_of(text, size):
         return [("docs::the_ten_lines", test_docs.the_ten_lines)]
     if text == "torchtitan":
         return [("torchtitan::overridden_experts_equal_torchtitans", torchtitan)]
+    if text == "megatron":
+        return [("megatron::layer_by_specification_equals_megatrons", megatron)]
     if module == "experts":
         return test_experts.cases(name, size)
     return [test_transformers.case_named(text)]

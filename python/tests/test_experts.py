@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import pathlib
 import sys
 import tempfile
 import time
@@ -290,6 +291,9 @@ def wrong_arguments_are_named_and_the_next_pass_works():
     refused(ValueError, ["weights has shape"], lambda: call(weights=p.w[:, :1]))
     refused(ValueError, ["down is on meta"], lambda: call(down=p.down.to("meta")))
     refused(ValueError, ["token 1 has expert 8, expected 0 to 7"], lambda: call(ids=p.ids.index_fill(0, torch.tensor([1]), 8)))
+    refused(ValueError, ["token 2 has expert 4294967296, expected 0 to 7"], lambda: call(ids=p.ids.index_fill(0, torch.tensor([2]), 2**32)))
+    refused(ValueError, ["limit is nan, expected 0 or more"], lambda: call(limit=float("nan")))
+    refused(ValueError, ["x has layout torch.sparse_coo"], lambda: call(x=p.x.detach().to_sparse()))
     refused(ValueError, ["token 0 has expert 3 twice"], lambda: call(ids=torch.full_like(p.ids, 3)))
     refused(ValueError, ['activation is "tanh", expected one of silu'], lambda: call(activation="tanh"))
     refused(ValueError, ["up_bias"], lambda: call(up_bias=torch.zeros(1)))
@@ -297,11 +301,35 @@ def wrong_arguments_are_named_and_the_next_pass_works():
     ids, weights = torch.cat([p.all_ids] * 9), torch.cat([p.all_w] * 9)
     p.experts()
     refused(ValueError, ["tokens, expected at most", "max_tokens"], lambda: call(x=more, ids=ids, weights=weights))
+    # On one process alone: the others wait for its next call.
+    if dist.get_rank() == 0:
+        refused(ValueError, ["token 0 has expert 8"], lambda: call(ids=torch.full_like(p.ids, 8)))
     output = p.experts()
     output.backward(p.grad)
     matches(p, output, [leaf.grad for leaf in p.leaves()])
     refused(RuntimeError, [], lambda: aristos.experts(p.x, p.ids, p.w, p.up, p.down).sum().backward() or output.backward(p.grad))
     return f"group {group.number}"
+
+
+def wrong_settings_are_named():
+    for limit in (0, -1.0, float("nan"), 1e300, "a"):
+        refused(ValueError, ["wait_limit_s is", "expected seconds"], lambda: aristos.init(wait_limit_s=limit))
+    for most in (0, 1.5, "a"):
+        refused(ValueError, ["max_tokens is", "expected 1 or more"], lambda: aristos.init(max_tokens=most))
+    alone = aristos.Group.alone()
+    refused(ValueError, ["hidden is 0"], lambda: aristos.MoE(0, INNER, EXPERTS, TOP_K, group=alone))
+    refused(ValueError, ["top_k is 2.5"], lambda: aristos.MoE(HIDDEN, INNER, EXPERTS, 2.5, group=alone))
+    refused(ValueError, ["activation is 'tanh'"], lambda: moe_of(alone, activation="tanh"))
+    layer = moe_of(alone)
+    with tempfile.TemporaryDirectory() as folder:
+        aristos.save(layer, folder, alone)
+        shard = pathlib.Path(folder) / "model-00001-of-00001.safetensors"
+        shard.write_bytes(shard.read_bytes()[:100])
+        refused(ValueError, [str(shard)], lambda: aristos.load(layer, folder))
+        index = pathlib.Path(folder) / "model.safetensors.index.json"
+        for text in ("{", "[]", "{}"):
+            index.write_text(text)
+            refused(ValueError, [str(index), "weight_map"], lambda: aristos.load(layer, folder))
 
 
 def nan_weights_pass_through():
@@ -393,6 +421,7 @@ CASES = [
     ("on_a_part_of_the_processes", on_a_part_of_the_processes),
     ("moe_equals_one_process", moe_equals_one_process),
     ("wrong_arguments_are_named_and_the_next_pass_works", wrong_arguments_are_named_and_the_next_pass_works),
+    ("wrong_settings_are_named", wrong_settings_are_named),
     ("nan_weights_pass_through", nan_weights_pass_through),
     ("shapes_that_differ_are_named", shapes_that_differ_are_named),
     ("a_rank_that_stops_is_named", a_rank_that_stops_is_named),

@@ -1,4 +1,4 @@
-"""What needs processes started and ended: run by tools/test-python as it is, in the repository's root."""
+"""What needs processes started and ended: run by tools/test-python as it is, in the repository's root; `--deep` also trains 300 steps."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 
 ROOT = pathlib.Path(__file__).parents[2]
 STUCK = """
@@ -24,6 +25,22 @@ try:
 except KeyboardInterrupt:
     open(os.path.join(sys.argv[1], f"{os.getpid()}.interrupted"), "w").close()
     raise
+"""
+
+# After a pass that all agree on, one process makes a layer of another shape: the one waits in a pass, the other for it to make the layer.
+PARTED = """
+import time, torch, aristos
+group = aristos.init(wait_limit_s=3)
+def call(inner):
+    up, down = torch.ones(2, 2 * inner, 4), torch.ones(2, 4, inner)
+    aristos.experts(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), up, down)
+call(4)
+try:
+    call(4 + group.rank)
+except aristos.AristosError as error:
+    print(f"rank {group.rank}: {error}", flush=True)
+# No process's end is what lets the other one go.
+time.sleep(6)
 """
 
 
@@ -69,8 +86,21 @@ def ctrl_c_ends_all_ranks():
         return f"{time.monotonic() - began:.1f} s"
 
 
-def train(pes, out, *more):
-    job = torchrun(pes, "examples/train_text.py", "--batch", 4, "--length", 64, "--out", out, *more)
+def another_shape_later_ends_in_an_error_on_each():
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder) / "parted.py"
+        script.write_text(PARTED)
+        job = torchrun(2, script)
+        try:
+            said = job.communicate(timeout=90)[0]
+        finally:
+            job.terminate()
+        assert "rank 0: PE 0 waited 3.0 s" in said and "for PE 1" in said, said[-400:]
+        assert "rank 1: to make a layer: rank 0 did not come in 3" in said, said[-400:]
+
+
+def train(pes, out, *more, batch=4, length=64):
+    job = torchrun(pes, "examples/train_text.py", "--batch", batch, "--length", length, "--out", out, *more)
     said = job.communicate(timeout=300)[0]
     assert job.returncode == 0, said[-600:]
 
@@ -93,9 +123,28 @@ def training_goes_on_with_another_number_of_processes():
         return f"resumed {again:.1e}, unpatched {unpatched:.1e}"
 
 
-CASES = [ctrl_c_ends_all_ranks, training_goes_on_with_another_number_of_processes]
+def losses_stay_together_for_300_steps():
+    # Fine-tuning on a text of another kind. From random weights transformers' own ways to compute experts leave each other too.
+    how = ("--from-model", "examples/tiny-moe", "--text", typing.__file__, "--learning-rate", 1e-4, "--epsilon", 1e-6, "--warm-up", 20)
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder)
+        train(1, out, "--experts", "eager", *how, batch=8, length=128)
+        for pes in (1, 2, 4):
+            train(pes, out, *how, batch=8, length=128)
+        losses = {name: json.loads((out / f"{name}.json").read_text())["losses"] for name in ("eager-1", "aristos-1", "aristos-2", "aristos-4")}
+    eager = losses.pop("eager-1")
+    assert all(len(one) == len(eager) == 300 for one in losses.values())
+    assert sum(eager[-20:]) < 0.7 * sum(eager[:20]), f"the loss goes from {eager[0]} to {eager[-1]}"
+    worst = {name: max(abs(a - b) / b for a, b in zip(one, eager)) for name, one in losses.items()}
+    assert max(worst.values()) <= 1e-3, worst
+    return ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+
+
+CASES = [ctrl_c_ends_all_ranks, another_shape_later_ends_in_an_error_on_each, training_goes_on_with_another_number_of_processes]
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--deep"]:
+        CASES.append(losses_stay_together_for_300_steps)
     print(f"running {len(CASES)} cases", flush=True)
     failures = 0
     for case in CASES:

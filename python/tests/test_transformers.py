@@ -37,6 +37,9 @@ BATCH, LENGTH = 4, 16
 # In bfloat16 a second step begins with other weights: rounding alone makes them differ.
 STEPS = {torch.float32: 2, torch.bfloat16: 1}
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# A gradient above that in bfloat16 may be so much further from float32's than the unpatched model's own is: that of a router or a layer
+# norm is up to 0.3 off by rounding alone.
+ROUNDING = 1.1
 
 
 def without_routing_gradient(original):
@@ -115,9 +118,25 @@ def folder_of(name):
 
 
 @functools.cache
-def wanted(name, dtype, batches):
-    reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, experts_implementation="eager")
+def wanted(name, dtype, batches, split_attention):
+    """By the unpatched model: on one process, or with its attention split as the patched one's is, and its own way to spread experts."""
+    how = dict(experts_implementation="eager")
+    if split_attention:
+        size = dist.get_world_size()
+        how = dict(distributed_config=DistributedConfig(ep_size=size, tp_size=size, ep_implementation="all_to_all"))
+    reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=dtype, **how)
     return steps(reference, batches_of(batches), STEPS[dtype])
+
+
+@functools.cache
+def exact(name, batches):
+    """The gradients of a step in float32, with the weights that bfloat16 has."""
+    reference = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.bfloat16, experts_implementation="eager").float()
+    return steps(reference, batches_of(batches), 1)[1]
+
+
+def rounded_alike(got, want, exactly):
+    return relative_error(got, exactly) <= ROUNDING * relative_error(want, exactly)
 
 
 def batches_of(n):
@@ -126,9 +145,10 @@ def batches_of(n):
 
 
 def compare(mode, name, dtype):
-    """The worst relative error over the logits and all parameters' gradients, and of which."""
+    """The worst relative error over the logits and all parameters' gradients but those that are rounded alike; of which, and which are."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    logits, gradients = wanted(name, dtype, BATCH * size)
+    # In bfloat16 attention that is split rounds otherwise, as much as what is compared.
+    logits, gradients = wanted(name, dtype, BATCH * size, mode == "tp" and dtype == torch.bfloat16)
     split = {"fsdp": dict(fsdp_size=size), "tp": dict(tp_size=size), "both": dict(fsdp_size=size // 2, tp_size=2), "alone": {}}[mode]
     if mode == "alone":
         how = dict(experts_implementation="aristos")
@@ -139,15 +159,19 @@ def compare(mode, name, dtype):
     mine = slice(*(BATCH * size // parts * (rank * parts // size + k) for k in (0, 1)))
     got_logits, got = steps(patched, batches_of(BATCH * size)[:, mine], STEPS[dtype])
     assert got.keys() == gradients.keys(), f"{got.keys() ^ gradients.keys()}"
-    errors = {"logits": relative_error(got_logits, logits[mine])}
+    errors, alike = {"logits": relative_error(got_logits, logits[mine])}, []
     for key, want in gradients.items():
         if want is None:
             assert got[key] is None or not got[key].any(), f"{key} has a gradient, and none in the unpatched model"
             continue
         assert got[key] is not None, f"{key} has no gradient"
-        errors[key] = relative_error(got[key], want)
+        error = relative_error(got[key], want)
+        if dtype == torch.bfloat16 and error > LIMITS[dtype] and rounded_alike(got[key], want, exact(name, BATCH * size)[key]):
+            alike.append(f"{key} {error:.1e}")
+        else:
+            errors[key] = error
     worst = max(errors, key=errors.get)
-    return errors[worst], worst
+    return errors[worst], "; rounded alike: ".join([worst] + alike)
 
 
 def case(mode, name, dtype, fault):

@@ -2,7 +2,7 @@
 //!
 //! It has no name in any file system: when the last PE that maps it is gone, however it went, so is the memory.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
@@ -148,6 +148,17 @@ impl Segment {
     /// The file, to pass to another process.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+
+    /// The number of the file in this process.
+    pub(super) fn fd_number(&self) -> u32 {
+        self.fd.as_raw_fd().unsigned_abs()
+    }
+
+    /// Its device and inode, which no other file of this host has.
+    pub(super) fn file(&self) -> io::Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.fd)?;
+        Ok((stat.st_dev, stat.st_ino))
     }
 
     /// Size of the heap, bytes.

@@ -156,7 +156,7 @@ fn step(name: &str) {
 /// Rows of each PE for each other one: a token goes to a PE once, however many of its experts are there.
 fn group_plan(record: &Record, top_k: usize, experts_per_pe: usize) -> GroupPlan {
     let n = record.tokens_per_node.len();
-    let mut rows = vec![vec![Rows { starts: vec![0], experts: Vec::new(), returns: Vec::new() }; n]; n];
+    let mut rows = vec![vec![Rows { starts: vec![0], ..Rows::default() }; n]; n];
     for (pe, choices) in record.choices_by_node(top_k) {
         for token in choices.chunks_exact(top_k) {
             let mut sorted = token.to_vec();

@@ -4,6 +4,7 @@
 //! - [`comms`]: an all-to-all exchange over a full mesh, in rounds;
 //! - [`routing`]: which experts tokens go to: files, made-up routing, and the loads that follow;
 //! - [`network`]: an alpha-beta network with contention at the NICs;
+//! - [`roofline`]: what a transformer has beside its experts;
 //! - [`step`]: a step of an MoE layer, event by event;
 //! - [`sweep`]: data, horizontal, pipeline and expert parallelism of an MLP.
 //!
@@ -21,6 +22,7 @@
 pub mod comms;
 pub mod linear;
 pub mod network;
+pub mod roofline;
 pub mod routing;
 pub mod step;
 pub mod sweep;

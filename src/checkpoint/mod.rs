@@ -25,6 +25,7 @@ use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
 use crate::plan::Model;
+use crate::sim::roofline::Transformer;
 pub use error::FileError;
 pub use families::{ACTIVATIONS, Family, families_page};
 use families::{Layout, ReadConfig};
@@ -40,6 +41,14 @@ use safetensors::Dtype;
 /// One line that names the file, the field, its value and what is expected; a model without experts.
 pub fn read_model(dir: &Path) -> Result<Model, FileError> {
     families::read_model(dir)
+}
+
+/// What that model has beside its routed experts.
+///
+/// # Errors
+/// As [`read_model`]; and a model some of whose layers have no attention.
+pub fn read_transformer(dir: &Path) -> Result<Transformer, FileError> {
+    families::read_transformer(dir)
 }
 
 /// One MoE layer of a checkpoint on disk.

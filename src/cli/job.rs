@@ -85,7 +85,7 @@ fn run_as_one<W: World, S, M: DeserializeOwned>(
     let found = JobProcesses { started: Some(n), here: Some(pes.world().pes_on_host()), reports: pes.reports() };
     let asked = ask(found).and_then(|asked| {
         let expected = asked.pes;
-        let transport = W::TRANSPORT;
+        let transport = pes.world().transport();
         anyhow::ensure!(
             n == expected,
             "--transport {transport} with {n} PEs, expected {expected}: start {expected} processes"

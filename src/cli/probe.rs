@@ -72,6 +72,7 @@ impl Args {
             intermediate: self.intermediate,
             gated: self.mlp == MlpArg::Gated,
             dtype: self.dtype.into(),
+            training: true,
         };
         expert.check()?;
         let mut options = if self.quick { ProbeOptions::quick() } else { ProbeOptions::thorough() };

@@ -1,4 +1,4 @@
-//! Which of several processes this one is, for `--transport tcp`.
+//! Which of several processes this one is, for `--transport tcp` and `hybrid`.
 
 use anyhow::{Result, ensure};
 
@@ -7,7 +7,7 @@ use crate::job::tcp::TcpPlace;
 
 /// Where a process stands among those of its job.
 #[derive(clap::Args)]
-#[command(next_help_heading = "With --transport tcp")]
+#[command(next_help_heading = "With --transport tcp or hybrid")]
 pub struct RanksArgs {
     /// Which PE this process is, from 0 [default: as srun, torchrun or mpirun says]
     #[arg(long, value_name = "R", requires = "ranks")]
@@ -26,7 +26,7 @@ pub enum Over {
     Processes,
     /// MPI.
     Mpi,
-    /// TCP.
+    /// TCP, alone or between hosts.
     Tcp(TcpPlace),
 }
 
@@ -36,15 +36,17 @@ impl RanksArgs {
     /// # Errors
     /// A transport that this build lacks, or places without one that has them.
     pub fn over(&self, transport: TransportArg) -> Result<Over> {
-        let place = TcpPlace { rank: self.rank.zip(self.ranks), rendezvous: self.rendezvous.clone() };
+        let is_hybrid = transport == TransportArg::Hybrid;
+        let place = TcpPlace { rank: self.rank.zip(self.ranks), rendezvous: self.rendezvous.clone(), is_hybrid };
         let given = [("rank", place.rank.is_some()), ("rendezvous", place.rendezvous.is_some())];
         for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
             let name = transport.name();
-            ensure!(transport == TransportArg::Tcp, "--{flag} with --transport {name}, expected --transport tcp");
+            let has_places = is_hybrid || transport == TransportArg::Tcp;
+            ensure!(has_places, "--{flag} with --transport {name}, expected --transport tcp or hybrid");
         }
         Ok(match transport {
             TransportArg::Shm => Over::Processes,
-            TransportArg::Tcp => Over::Tcp(place),
+            TransportArg::Tcp | TransportArg::Hybrid => Over::Tcp(place),
             TransportArg::Mpi => {
                 ensure!(cfg!(feature = "mpi"), NO_MPI);
                 Over::Mpi

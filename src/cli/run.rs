@@ -14,13 +14,14 @@ use super::ranks::{Over, RanksArgs};
 #[cfg(feature = "device")]
 use super::values::GemmArg;
 use super::values::{
-    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, TransportArg, check_memory_mb, check_pes,
+    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, TransportArg, WireArg, check_memory_mb,
+    check_pes,
 };
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 use crate::job::tcp;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
-use crate::moe::{Activation, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
+use crate::moe::{Activation, Dtype, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
 use crate::plan::Replication;
 use crate::run::routing::GivenRouting;
 use crate::run::{PreparedRun, peers, supervisor};
@@ -135,6 +136,9 @@ pub struct Args {
     /// Most rows sent under one signal
     #[arg(long, value_name = "ROWS", default_value_t = 256)]
     chunk_rows: usize,
+    /// Rows of a layer of f32 travel between PEs in this type: half the bytes, rounded on the way [default: as they are]
+    #[arg(long, value_enum, value_name = "TYPE")]
+    wire: Option<WireArg>,
     /// Threads of a PE that compute tiles, on the CPUs that its launcher lets it use; the results are the same, bit for bit
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
@@ -303,6 +307,10 @@ impl Args {
             "--threads {} on a device, expected --device cpu",
             self.threads
         );
+        let wire = self.wire.map(|WireArg::Bf16| Dtype::Bf16);
+        ensure!(wire.is_none() || device == DeviceKind::Cpu, "--wire bf16 on a device, expected --device cpu");
+        let is_f32 = dtype == Dtype::F32;
+        ensure!(wire.is_none() || is_f32, "--wire bf16 with --dtype {}, expected --dtype f32", dtype.name());
         ensure!(
             device == DeviceKind::Cpu || self.on_failure == OnFailureArg::Stop,
             "--on-failure continue on a device, expected --device cpu"
@@ -350,6 +358,7 @@ impl Args {
                 mode: self.mode.into(),
                 budget_factor: self.budget_factor,
                 chunk_rows: self.chunk_rows,
+                wire,
                 threads: self.threads,
                 wait_limit: Duration::from_secs_f64(self.timeout),
                 ..Options::default()

@@ -1,6 +1,6 @@
 //! `aristos sim linear`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
@@ -25,13 +25,17 @@ pub struct Args {
     json: bool,
 }
 
+/// A device by its file, or by its name.
+pub(super) fn read_device(device: &Path) -> Result<Device> {
+    match device.extension().is_some() || device.exists() {
+        true => Ok(Device::read(device)?),
+        false => Device::preset(&device.to_string_lossy()).map_err(of_flags),
+    }
+}
+
 /// Computes, and prints.
 pub fn command(args: &Args) -> Result<bool> {
-    let name = args.device.to_string_lossy();
-    let device = match args.device.extension().is_some() || args.device.exists() {
-        true => Device::read(&args.device)?,
-        false => Device::preset(&name).map_err(of_flags)?,
-    };
+    let device = read_device(&args.device)?;
     let layer = LinearLayer::read(&args.layer)?;
     let time = layer.time(&device, args.tokens).map_err(of_flags)?;
     if args.json {

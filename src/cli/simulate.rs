@@ -8,8 +8,9 @@ use clap::ValueEnum;
 use super::files;
 use super::plan::read_cluster;
 use super::run::SyntheticArgs;
+use super::sim_linear::read_device;
 use super::values::{DtypeArg, ModeArg, check_cores};
-use super::workload::read_model;
+use super::workload::{read_model, read_transformer};
 use crate::cluster::read_text;
 use crate::job::request::Work;
 use crate::moe::synthetic::Synthetic;
@@ -20,7 +21,7 @@ use crate::run::plan::parse_plan;
 use crate::sim::network::Nics;
 use crate::sim::routing::{Popularity, Routing};
 use crate::sim::step::{Cores, Jitter};
-use crate::simulate::{Calibration, RowOrder, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
+use crate::simulate::{Calibration, Dense, RowOrder, RowsPer, Simulated, SimulatedReport, Tokens, groups_on, layer_of};
 use crate::stdio::out_line;
 
 /// Tokens of a PE with --model, where nothing else is said.
@@ -42,6 +43,13 @@ pub struct Args {
     /// [default: the synthetic layer below; with it the tokens of a step are 4096 for each PE, or --tokens]
     #[arg(long, value_name = "DIR|NAME", conflicts_with_all = ["hidden", "intermediate", "experts", "top_k", "activation", "mlp", "bias", "shared_intermediate", "router"])]
     model: Option<PathBuf>,
+    /// With --model: all its layers, attention and what else is no routed expert by the roofline of this device: a JSON file (docs/simulator.md), or one of
+    /// V100, A100-40GB, A100-80GB, H100, H200, B200 [default: one layer's routed experts]
+    #[arg(long, value_name = "D.json|NAME", requires = "model")]
+    device: Option<PathBuf>,
+    /// With --device: tokens of a sequence
+    #[arg(long, value_name = "S", default_value_t = 4096, requires = "device")]
+    sequence: usize,
     /// Which experts tokens go to (docs/simulator.md); the steps are shared out over its records, and PE p has the tokens of node p mod `nodes`
     #[arg(long, value_name = "ROUTING.json", conflicts_with_all = ["tokens", "hot_ratio", "hot_weight", "seed"])]
     routing: Option<PathBuf>,
@@ -54,6 +62,9 @@ pub struct Args {
     /// The order of the rows that a PE sends another one
     #[arg(long, value_enum, default_value = "expert")]
     order: OrderArg,
+    /// How often a token's row is sent
+    #[arg(long, value_enum, default_value = "pe")]
+    rows_per: RowsPerArg,
     /// Steps
     #[arg(long, value_name = "N", default_value_t = 1)]
     steps: usize,
@@ -103,6 +114,17 @@ pub enum OrderArg {
     Token,
 }
 
+/// `--rows-per`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum RowsPerArg {
+    /// To each PE that has any of its experts, as the layer does
+    Pe,
+    /// To each of its experts
+    Expert,
+    /// To each host that has any of its experts; a PE there hands it on, and sends one sum back
+    Node,
+}
+
 /// `--nics`.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum NicsArg {
@@ -136,6 +158,14 @@ impl Args {
                 seed: spec.seed,
             },
         };
+        let dense = match (&self.model, &self.device) {
+            (Some(model), Some(device)) => Some(Dense {
+                transformer: read_transformer(model)?,
+                device: read_device(device)?,
+                sequence: self.sequence,
+            }),
+            _ => None,
+        };
         let groups = match &self.plan {
             None => groups_on(&cluster, None, config.n_experts)?,
             Some(path) => {
@@ -167,6 +197,11 @@ impl Args {
                 OrderArg::Expert => RowOrder::Expert,
                 OrderArg::Token => RowOrder::Token,
             },
+            rows_per: match self.rows_per {
+                RowsPerArg::Pe => RowsPer::Pe,
+                RowsPerArg::Expert => RowsPer::Expert,
+                RowsPerArg::Node => RowsPer::Node,
+            },
             backward,
             steps: self.steps,
             jitter: self.jitter.map(|seed| Jitter { seed, sigma: self.jitter_sigma }),
@@ -174,6 +209,7 @@ impl Args {
                 NicsArg::Pe => Nics::PerPe,
                 NicsArg::Host => Nics::PerHost,
             },
+            dense,
             traced: if self.trace.is_some() { TRACED } else { 0 },
         })
     }
@@ -188,6 +224,7 @@ pub fn command(args: &Args) -> Result<bool> {
             ("plan", args.plan.as_deref()),
             ("routing", args.routing.as_deref()),
             ("calibration", args.calibration.as_deref()),
+            ("device", args.device.as_deref()),
         ],
     )?;
     let simulated = args.simulated()?;
@@ -241,6 +278,8 @@ fn print(report: &SimulatedReport) -> Result<()> {
     ] {
         out_line!("{name:14} {} {}", of(Some(&report.forward), phase), of(report.backward.as_ref(), phase));
     }
+    let (all, network) = (report.exchange_bytes_per_step, report.network_bytes_per_step);
+    out_line!("sent in dispatch and combine, MB: {:.3}, between hosts {:.3}", all * 1e-6, network * 1e-6);
     let stragglers = &report.stragglers;
     out_line!("overlap efficiency {:.1}%", report.overlap_efficiency * 100.0);
     out_line!(
@@ -257,6 +296,23 @@ fn print(report: &SimulatedReport) -> Result<()> {
         memory.gradients_bytes as f64 * 1e-6,
         memory.rows_bytes as f64 * 1e-6
     );
+    if let Some(model) = &report.model {
+        let (step_ms, layers) = (model.step_s * 1e3, model.layers);
+        out_line!(
+            "model, {layers} layers, {} with experts: step {step_ms:.3} ms, {:.4e} tokens/s",
+            model.moe_layers,
+            model.tokens_per_s
+        );
+        let parts = [
+            ("attention", model.attention),
+            ("dense", model.dense),
+            ("MoE", model.moe),
+            ("exposed communication", model.exposed_communication),
+        ];
+        for (name, part) in parts {
+            out_line!("  {name:22} {:12.3} ms {:6.1}%", part.time_s * 1e3, part.share * 100.0);
+        }
+    }
     for change in &report.would_help {
         out_line!("with {}: {:.3} ms, {:.2}x", change.change, change.step_s * 1e3, change.speedup);
     }

@@ -61,6 +61,8 @@ pub enum TransportArg {
     Shm,
     /// TCP, between hosts too: PEs that srun, torchrun or mpirun started, or one by one
     Tcp,
+    /// Shared memory within a host, TCP between hosts: as tcp
+    Hybrid,
     /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
     Mpi,
 }
@@ -71,6 +73,7 @@ impl TransportArg {
         match self {
             TransportArg::Shm => "shm",
             TransportArg::Tcp => "tcp",
+            TransportArg::Hybrid => "hybrid",
             TransportArg::Mpi => "mpi",
         }
     }
@@ -100,6 +103,13 @@ impl From<DtypeArg> for Dtype {
             DtypeArg::F16 => Dtype::F16,
         }
     }
+}
+
+/// `--wire`.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum WireArg {
+    /// bfloat16
+    Bf16,
 }
 
 /// `--device`.

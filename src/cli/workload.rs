@@ -10,6 +10,7 @@ use crate::checkpoint::{self, OutputFile};
 use crate::cluster::read_text;
 use crate::moe::Dtype;
 use crate::plan::{self, Batch, InputError, Model, Workload};
+use crate::sim::roofline::Transformer;
 use crate::sim::routing::Routing;
 use crate::stdio::print;
 
@@ -113,6 +114,14 @@ pub(super) fn read_model(model: &Path) -> Result<Model> {
         return Ok(checkpoint::read_model(model)?);
     }
     Model::preset(&model.to_string_lossy()).map_err(|error| anyhow::anyhow!("--{error}"))
+}
+
+/// What such a model has beside its routed experts.
+pub(super) fn read_transformer(model: &Path) -> Result<Transformer> {
+    match model.is_dir() {
+        true => Ok(checkpoint::read_transformer(model)?),
+        false => Transformer::preset(&model.to_string_lossy()).context("--model has no shapes of attention"),
+    }
 }
 
 /// Weighs the experts by the tokens that each got in a report.

@@ -46,7 +46,9 @@ fn start(phase_names: &[&'static str], show: fn(&str) -> String) -> Result<Peers
 impl World for MpiWorld {
     type Transport<'w> = MpiTransport<'w>;
 
-    const TRANSPORT: &'static str = "mpi";
+    fn transport(&self) -> &'static str {
+        "mpi"
+    }
 
     fn my_pe(&self) -> usize {
         self.my_pe()

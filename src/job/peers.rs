@@ -47,7 +47,7 @@ pub trait World: Sized {
         Self: 'w;
 
     /// Its name.
-    const TRANSPORT: &'static str;
+    fn transport(&self) -> &'static str;
 
     /// This PE's number.
     fn my_pe(&self) -> usize;
@@ -87,7 +87,7 @@ pub trait World: Sized {
     /// # Errors
     /// As [`World::memory`]; it can carry nothing for devices.
     fn device_memory(&self, _heap_bytes: usize, _limit: Duration) -> Result<DeviceMemory, JobError> {
-        Err(JobError::Peers(format!("`transport` {} on a device, expected shm or tcp", Self::TRANSPORT)))
+        Err(JobError::Peers(format!("`transport` {} on a device, expected shm or tcp", self.transport())))
     }
 
     /// Ends this process, and has all others end, after a failure: calls `say`, which prints its line, when that is due.
@@ -332,7 +332,7 @@ impl<W: World> Host for PeerHost<'_, W> {
     }
 
     fn transport(&self) -> &'static str {
-        W::TRANSPORT
+        self.pes.world.transport()
     }
 
     fn status(&self) -> &StatusPage {

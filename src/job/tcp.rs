@@ -1,4 +1,4 @@
-//! PEs on any number of hosts that meet over TCP, as a [`World`].
+//! PEs on any number of hosts that meet over TCP, as a [`World`]; those of one host may share memory.
 
 use std::time::Duration;
 
@@ -17,6 +17,15 @@ pub struct TcpPlace {
     pub rank: Option<(usize, usize)>,
     /// Where PE 0 listens, as HOST:PORT.
     pub rendezvous: Option<String>,
+    /// Whether PEs of one host talk through shared memory.
+    pub is_hybrid: bool,
+}
+
+/// The processes of a job that have met.
+#[derive(Debug)]
+pub struct TcpPes {
+    world: TcpWorld,
+    is_hybrid: bool,
 }
 
 /// Joins the others, for a job with these phases. `show` makes of an error's line what the user sees.
@@ -27,7 +36,7 @@ pub fn join(
     place: &TcpPlace,
     phase_names: &[&'static str],
     show: fn(&str) -> String,
-) -> Result<Peers<TcpWorld>, JobError> {
+) -> Result<Peers<TcpPes>, JobError> {
     let launched = match place.rank {
         // By hand, whatever has started the shell.
         Some((rank, size)) => Some(LaunchedPlace { rank, size, address: None, job: String::new() }),
@@ -69,51 +78,61 @@ pub fn join(
     for line in world.refusals() {
         say(&format!("aristos: {}", one_line(line)));
     }
-    Peers::new(world, phase_names, show)
+    Peers::new(TcpPes { world, is_hybrid: place.is_hybrid }, phase_names, show)
 }
 
-impl World for TcpWorld {
+impl World for TcpPes {
     type Transport<'w> = TcpTransport;
 
-    const TRANSPORT: &'static str = "tcp";
+    fn transport(&self) -> &'static str {
+        if self.is_hybrid { "hybrid" } else { "tcp" }
+    }
 
     fn my_pe(&self) -> usize {
-        self.my_pe()
+        self.world.my_pe()
     }
 
     fn n_pes(&self) -> usize {
-        self.n_pes()
+        self.world.n_pes()
     }
 
     fn pes_on_host(&self) -> usize {
-        self.pes_on_host()
+        self.world.pes_on_host()
     }
 
     fn min(&self, value: u64, limit: Duration) -> Result<u64, JobError> {
-        Ok(self.min(value, limit)?)
+        Ok(self.world.min(value, limit)?)
     }
 
     fn send(&self, to: usize, message: Vec<u8>, limit: Duration) -> Result<(), JobError> {
-        Ok(self.send(to, &message, limit)?)
+        Ok(self.world.send(to, &message, limit)?)
     }
 
     fn receive(&self, limit: Option<Duration>) -> Result<Option<(usize, Vec<u8>)>, JobError> {
-        Ok(self.receive(None, limit)?)
+        Ok(self.world.receive(None, limit)?)
     }
 
     fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
-        Ok(TcpTransport::new(self, heap_bytes, limit)?)
+        if !self.is_hybrid {
+            return Ok(TcpTransport::new(&self.world, heap_bytes, limit)?);
+        }
+        let transport = TcpTransport::hybrid(&self.world, heap_bytes, limit)?;
+        if let Some(why) = transport.not_near() {
+            let line = format!("PE {} cannot map {why}; TCP carries all, within hosts too", self.world.my_pe());
+            say(&format!("aristos: {}", one_line(&line)));
+        }
+        Ok(transport)
     }
 
     fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
-        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(self, heap_bytes, limit)?)))
+        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(&self.world, heap_bytes, limit)?)))
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {
         // Where several see a loss, all name the one that was lost first, not one that ended for it.
-        match self.lost() {
-            Some(lost) => self.farewell(lost.pe, &lost.why),
-            None => self.farewell(self.my_pe(), &format!("it failed: {}", failure.line)),
+        match self.world.lost() {
+            Some(lost) => self.world.farewell(lost.pe, &lost.why),
+            None => self.world.farewell(self.world.my_pe(), &format!("it failed: {}", failure.line)),
         }
         say();
         std::process::exit(1)

@@ -444,7 +444,10 @@ fn paint_series(chart: &mut Chart, series: &Series, points: Vec<(f64, f64)>) -> 
         chart.draw_series(DashedLineSeries::new(points, 7, 4, style)).map_err(failed)?;
         return Ok(());
     }
-    chart.draw_series(LineSeries::new(points.iter().copied(), style)).map_err(failed)?;
+    // A line without two ends is one that who reads the SVG warns of.
+    if points.len() > 1 {
+        chart.draw_series(LineSeries::new(points.iter().copied(), style)).map_err(failed)?;
+    }
     if series.style == Style::Dotted {
         chart.draw_series(points.into_iter().map(|at| Circle::new(at, 4, color.filled()))).map_err(failed)?;
     }
@@ -510,6 +513,17 @@ mod tests {
         for text in ["Latency", "two PEs", "latency, us", "16 B", "1 MiB", "put-signal", "memcpy", "P95"] {
             assert!(svg.contains(text), "{text}: {svg}");
         }
+    }
+
+    #[test]
+    fn a_series_of_one_point_has_no_line() {
+        let mut plot = example();
+        plot.series.iter_mut().for_each(|s| s.points.truncate(1));
+        plot.series[1].style = Style::Line;
+        let svg = plot.svg().unwrap();
+        let lines = svg.split("<polyline").skip(1).filter_map(|line| line.split("points=\"").nth(1)?.split('"').next());
+        let ends: Vec<usize> = lines.map(|points| points.split_whitespace().count()).collect();
+        assert!(!ends.is_empty() && ends.iter().all(|&points| points > 1), "{ends:?}");
     }
 
     #[cfg(feature = "png")]

@@ -28,9 +28,12 @@ pub struct RunConfig {
     pub top_k: u64,
     /// Element type of tokens and weights: "f32", "bf16" or "f16".
     pub dtype: String,
+    /// Element type of rows between PEs, where it is another: "bf16"; null otherwise.
+    #[serde(default)]
+    pub wire: Option<String>,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
-    /// What carried rows and signals: "shm", "tcp", "mpi", or "nvshmem".
+    /// What carried rows and signals: "shm", "tcp", "hybrid", "mpi", or "nvshmem".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.

@@ -45,6 +45,8 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         routing.check(job.request.steps - 1, &choice)?;
         config.router.groups = None;
     }
+    // What travels in a coarser type is off by that type's rounding.
+    let coarsest = job.request.options.wire(job.request.dtype);
     let mut tensors = Vec::new();
     let problem = Problem {
         config: &config,
@@ -54,10 +56,10 @@ pub fn check(job: &PreparedRun, results: &ResultLayout, file: &File, chosen: &Fi
         weights: &weights,
         chosen: Some(&choice),
         choice_tolerance: if job.routing.is_some() { ANY_CHOICE } else { CHOICE_TOLERANCE },
-        dtype: job.request.dtype,
+        dtype: coarsest,
     };
     let mut test = |name: &str, got: &[f32], want: &[f64], bounds: &Bounds| -> Result<()> {
-        let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, job.request.dtype);
+        let Comparison { deviation, tolerance, worst } = judge(name, got, want, bounds, coarsest);
         let worst = worst.map(|slice| SliceCheck {
             axis: slice.axis.name().to_string(),
             index: slice.index,

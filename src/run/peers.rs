@@ -73,7 +73,7 @@ fn probe<W: World>(pes: &Peers<W>, job: &PreparedRun) -> Result<Option<Cluster>>
     let heap_bytes = heap_bytes::<W::Transport<'_>>(&request.options, request.pes);
     let here = pes.world().pes_on_host();
     let cluster = pes.over_memory(heap_bytes, request.options.wait_limit, |shmem| {
-        probe_pes(shmem, &request, W::TRANSPORT, here, &mut |_, _, _| {})
+        probe_pes(shmem, &request, pes.world().transport(), here, &mut |_, _, _| {})
     });
     Ok(Some(cluster.context("`plan` auto: the probe failed")?))
 }
@@ -91,7 +91,13 @@ fn prepare<W: World>(
         return Ok((None, Vec::new()));
     }
     supervisor::check_input(job)?;
-    tracing::info!(pes = job.request.pes, tokens = job.tokens, mode = job.mode(), transport = W::TRANSPORT, "starting");
+    tracing::info!(
+        pes = job.request.pes,
+        tokens = job.tokens,
+        mode = job.mode(),
+        transport = pes.world().transport(),
+        "starting"
+    );
     let outputs = Outputs::create(job)?;
     let files = outputs.files().map(|(_, file)| file.try_clone()).collect::<io::Result<Vec<File>>>();
     let files = files.context("cannot keep the files open")?;

@@ -84,6 +84,7 @@ impl PreparedRun {
             intermediate: self.config.expert.intermediate,
             gated: self.config.expert.gated,
             dtype: self.request.dtype,
+            training: self.backward,
         };
         expert.check()?;
         let mut options = ProbeOptions::quick();

@@ -25,11 +25,12 @@ impl ProbedExpert {
         self.mlp().forward_flop_per_row(self.hidden)
     }
 
-    /// Its memory in training, bytes: weights as the GEMMs want them (in bf16 once for each pass) and a gradient in f32.
+    /// Its memory, bytes: weights as the GEMMs want them (in bf16 once for each product) and, in training, a gradient in f32.
     pub fn bytes(&self) -> f64 {
         let matrices = if self.gated { 3.0 } else { 2.0 };
         let per_weight = self.dtype.bytes() as f64 * if self.dtype == Dtype::Bf16 { 2.0 } else { 1.0 };
-        matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + size_of::<f32>() as f64)
+        let gradient = if self.training { size_of::<f32>() as f64 } else { 0.0 };
+        matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + gradient)
     }
 
     /// Rows that it computes at a time: the layer's tile, fewer where that would take long.
@@ -71,7 +72,7 @@ impl ProbeRequest {
 impl ProbeRequest {
     /// Where each figure comes from.
     fn sources(&self, transport: &str) -> BTreeMap<String, String> {
-        let ProbedExpert { hidden, intermediate, gated, dtype } = self.expert;
+        let ProbedExpert { hidden, intermediate, gated, dtype, training } = self.expert;
         let mlp = if gated { "gated" } else { "plain" };
         let expert = format!("a {mlp} expert of {hidden} x {intermediate} in {}", dtype.name());
         let memory = match self.memory_mb.is_empty() {
@@ -88,8 +89,9 @@ impl ProbeRequest {
             )),
             ("flop_per_ms", format!("probed: forward GEMMs of {expert}, {} rows at a time, all PEs at once", self.expert.rows())),
             ("memory_experts", format!(
-                "{memory}, over {:.3} MB of {expert} with its gradient in f32",
-                self.expert.bytes() * 1e-6
+                "{memory}, over {:.3} MB of {expert}{}",
+                self.expert.bytes() * 1e-6,
+                if training { " with its gradient in f32" } else { "" }
             )),
         ]
         .map(|(what, source)| (what.to_string(), source))

@@ -262,6 +262,7 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         shared_intermediate: config.shared.map_or(0, |s| s.mlp.intermediate as u64),
         top_k: config.router.top_k as u64,
         dtype: job.request.dtype.name().to_string(),
+        wire: job.request.options.wire.map(|wire| wire.name().to_string()),
         device: reports.first().map(|r| r.device.clone()).unwrap_or_default(),
         transport: reports.first().map(|r| r.transport.clone()).unwrap_or_default(),
         gemm: reports.first().and_then(|r| r.gemm.clone()),

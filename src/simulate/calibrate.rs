@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::calibration::{
-    Calibration, Counts, Fitted, MPI, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum,
+    Calibration, Counts, Fitted, HYBRID, MPI, PassTerms, REMOTE, Residual, SHM, Shape, Terms, VERSION, sum,
 };
 use crate::moe::Options;
 use crate::moe::cpu::experts::tiles;
@@ -111,9 +111,15 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
     if config.dtype != first.config.dtype {
         return wrong("dtype", config.dtype.clone(), format!("{}, as in the first report", first.config.dtype));
     }
+    if config.pes > 1 && config.transport == HYBRID {
+        return wrong("transport", HYBRID.into(), "one kind of link between all PEs: shm, tcp or mpi".into());
+    }
     if config.pes > 1 && config.transport != transport {
         let expected = format!("{transport}, as in the first report of several PEs");
         return wrong("transport", config.transport.clone(), expected);
+    }
+    if let Some(wire) = &config.wire {
+        return wrong("wire", wire.clone(), "null: rows in the type of the layer".into());
     }
     if config.mode != "pipelined" {
         return wrong("mode", config.mode.clone(), "pipelined".into());

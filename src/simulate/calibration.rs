@@ -54,9 +54,11 @@ pub struct Calibration {
     pub residuals: BTreeMap<String, Residual>,
 }
 
-/// The transport of one host, and the one whose puts are over when their targets have them.
+/// The transport of one host; the one whose puts are over when their targets have them.
 pub(super) const SHM: &str = "shm";
 pub(super) const MPI: &str = "mpi";
+/// Two kinds of links in one run.
+pub(super) const HYBRID: &str = "hybrid";
 
 fn shm() -> String {
     SHM.into()

@@ -5,8 +5,10 @@
 mod calibrate;
 mod calibration;
 mod compare;
+mod model;
 mod plans;
 mod report;
+mod rows;
 
 use std::thread;
 
@@ -24,6 +26,7 @@ pub use calibrate::calibrate;
 pub use calibration::{CORES_MOST, Calibration, Fitted, PassTerms, Residual, Terms};
 use calibration::{CalibratedCost, RATE};
 pub use compare::{Compared, Comparison, compare};
+pub use model::{Dense, ModelTime, Part};
 use plans::{Choices, Plans, balanced, plans};
 pub use report::{Change, Memory, SimulatedConfig, SimulatedReport, Stragglers};
 
@@ -75,6 +78,18 @@ pub enum RowOrder {
     Token,
 }
 
+/// How often a token's row is sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowsPer {
+    /// To each of its experts on another PE.
+    Expert,
+    /// To each other PE with any of its experts: the layer's own.
+    #[default]
+    Pe,
+    /// To each other host with any of its experts, to a PE there that hands it on, and sends back one sum; on its own host to each PE.
+    Node,
+}
+
 /// What is simulated.
 pub struct Simulated {
     /// The PEs.
@@ -91,6 +106,8 @@ pub struct Simulated {
     pub tokens: Tokens,
     /// The order of rows.
     pub order: RowOrder,
+    /// How often rows are sent.
+    pub rows_per: RowsPer,
     /// Whether a step has a backward pass.
     pub backward: bool,
     /// Steps.
@@ -103,6 +120,8 @@ pub struct Simulated {
     pub cores: Option<Cores>,
     /// What work takes on the machine, in place of the devices' rates.
     pub calibration: Option<Calibration>,
+    /// What the layer's model has beside its routed experts, where the model is simulated.
+    pub dense: Option<Dense>,
     /// PEs of which a timeline is kept, the first so many.
     pub traced: usize,
 }
@@ -157,7 +176,14 @@ impl Simulated {
     fn layout(&self) -> Result<Layout> {
         let of = |g: usize| {
             let placement = self.groups.placement(g);
-            Layout::new(&self.config, placement, None, self.dtype.bytes(), self.most_tokens(), &self.options)
+            Layout::new(
+                &self.config,
+                placement,
+                None,
+                self.options.wire(self.dtype).bytes(),
+                self.most_tokens(),
+                &self.options,
+            )
         };
         let all = (0..self.groups.len()).map(of).collect::<Result<Vec<_>, _>>()?;
         all.into_iter().max_by_key(Layout::total_bytes).context("there is no group")
@@ -167,6 +193,7 @@ impl Simulated {
         let (config, hidden) = (&self.config, self.config.hidden as f64);
         let replicated = config.replicated_weights().into_iter().filter(|id| id.has_gradient());
         let replicated: usize = replicated.map(|id| config.shape(id).iter().product::<usize>()).sum();
+        let replicated = replicated as f64 + self.dense.as_ref().map_or(0.0, Dense::parameters_per_layer);
         let tokens_flop = |flop: f64| [flop, 2.0 * flop].map(Affine::each);
         let slot_flop = Affine::each(config.expert.forward_flop_per_row(config.hidden));
         let rated = LayerCost {
@@ -181,7 +208,7 @@ impl Simulated {
                 config.shared.map_or(0.0, |shared| shared.mlp.forward_flop_per_row(config.hidden)),
             ),
             copy_flop: [CopyFlop::default(); 2],
-            gradient_bytes: (GRADIENT_BYTES * config.expert_elements() as f64, GRADIENT_BYTES * replicated as f64),
+            gradient_bytes: (GRADIENT_BYTES * config.expert_elements() as f64, GRADIENT_BYTES * replicated),
         };
         let Some(calibration) = &self.calibration else { return rated };
         let cost = calibration.cost(config, self.dtype.bytes(), self.options.tile_rows());
@@ -286,14 +313,20 @@ impl Simulated {
         for (change, times) in changed {
             changes.extend(times.map(|times| (change, times)));
         }
-        let report = SimulatedReport::new(self, &layout, &cost, given[0].0, &base, &changes);
+        let mut report = SimulatedReport::new(self, &layout, &cost, given[0].0, &base, &changes);
+        report.model = self.dense.as_ref().map(|dense| dense.time(self, &base)).transpose()?;
         Ok((report, base))
     }
 
     fn check(&self) -> Result<()> {
         self.config.validate()?;
-        self.options.validate()?;
+        self.options.validate(self.dtype)?;
         ensure!(self.steps > 0, "`steps` is 0, expected at least 1");
+        ensure!(self.dense.as_ref().is_none_or(|dense| dense.sequence > 0), "`sequence` is 0, expected at least 1");
+        ensure!(
+            self.calibration.is_none() || self.rows_per != RowsPer::Node,
+            "`rows_per` is node, expected pe or expert with a calibration: no engine hands rows on, so that nobody knows what it takes"
+        );
         if let Some(calibration) = &self.calibration {
             let dtype = self.dtype.name();
             ensure!(

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 
 use anyhow::Result;
 
-use super::{RowOrder, Simulated};
+use super::rows::rows;
+use super::{RowsPer, Simulated};
 use crate::moe::cpu::experts::tiles;
-use crate::moe::cpu::router::{self, Routing};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Groups, Placement};
 use crate::sim::routing::{NO_EXPERT, Popularity, Record, Workload};
-use crate::sim::step::{Cutting, Group, GroupPlan, Rows};
+use crate::sim::step::{Cutting, Group, GroupPlan};
 
 /// Choices that are drawn for themselves; where there are more, groups of as many PEs route alike.
 const CHOICES_MOST: usize = 1 << 25;
@@ -86,20 +86,38 @@ impl Plans {
     }
 }
 
+/// The number of each PE's host.
+pub(super) fn host_of(simulated: &Simulated) -> Vec<usize> {
+    let mut of = vec![0; simulated.pes()];
+    for (host, pes) in simulated.cluster.hosts().iter().enumerate() {
+        pes.iter().for_each(|&pe| of[pe as usize] = host);
+    }
+    of
+}
+
 /// Makes the plans of groups with these placements.
 pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -> Result<Plans> {
     let (config, options) = (&simulated.config, &simulated.options);
     let of_nodes = choices.of_nodes(config.router.top_k, simulated.pes());
-    let mut known: HashMap<(Vec<usize>, &Placement), usize> = HashMap::new();
+    let mut known: HashMap<(Vec<usize>, Vec<usize>, &Placement), usize> = HashMap::new();
+    let host_of = host_of(simulated);
     let mut all = Plans { groups: Vec::new(), plans: Vec::new() };
     let chunk_rows = simulated.layout()?.chunk_rows;
     for g in 0..groups.len() {
         let (members, placement) = (groups.members(g), groups.placement(g));
         let nodes: Vec<usize> = members.iter().map(|&pe| choices.node(pe)).collect();
+        // The members' hosts, numbered as they first appear; they make no difference to what goes to each PE by itself.
+        let hosts: Vec<usize> = match simulated.rows_per {
+            RowsPer::Node => {
+                let first = |pe: &usize| members.iter().position(|other| host_of[*other] == host_of[*pe]).unwrap_or(0);
+                members.iter().map(first).collect()
+            }
+            _ => vec![0; members.len()],
+        };
         let next = all.plans.len();
-        let plan = *known.entry((nodes.clone(), placement)).or_insert(next);
+        let plan = *known.entry((nodes.clone(), hosts.clone(), placement)).or_insert(next);
         if plan == next {
-            let of_pe = |(pe, &node): (usize, &usize)| rows(simulated, placement, pe, &of_nodes[node]);
+            let of_pe = |(pe, &node): (usize, &usize)| rows(simulated, placement, pe, &of_nodes[node], &hosts);
             let rows = nodes.iter().enumerate().map(of_pe).collect::<Result<Vec<_>>>()?;
             let tokens: Vec<usize> = nodes.iter().map(|&node| of_nodes[node].len() / config.router.top_k).collect();
             let experts: Vec<usize> = (0..members.len()).map(|pe| placement.experts(pe).len()).collect();
@@ -111,36 +129,6 @@ pub(super) fn plans(simulated: &Simulated, groups: &Groups, choices: &Choices) -
         all.groups.push(Group { members: members.to_vec(), experts, plan });
     }
     Ok(all)
-}
-
-/// The rows of PE `pe`'s tokens for each PE of its group.
-fn rows(simulated: &Simulated, placement: &Placement, pe: usize, ids: &[i32]) -> Result<Vec<Rows>> {
-    let routing = Routing::given(&simulated.config, ids, &vec![1.0; ids.len()])?;
-    let routes = router::routes(&routing, placement, pe, simulated.config.router.top_k);
-    let of_pe = |routes: router::Routes| {
-        let rows = Rows {
-            starts: routes.slot_start,
-            experts: routes.slots.iter().map(|slot| slot.expert).collect(),
-            returns: routes.returns,
-        };
-        match simulated.order {
-            RowOrder::Expert => rows,
-            RowOrder::Token => by_token(&rows, &routes.tokens),
-        }
-    };
-    Ok(routes.into_iter().map(of_pe).collect())
-}
-
-/// The rows of these tokens in the order of tokens, out and back.
-fn by_token(rows: &Rows, tokens: &[u32]) -> Rows {
-    let mut order: Vec<usize> = (0..tokens.len()).collect();
-    order.sort_by_key(|&row| tokens[row]);
-    let mut sorted = Rows { starts: vec![0], experts: Vec::new(), returns: (0..tokens.len() as u32).collect() };
-    for row in order {
-        sorted.experts.extend(&rows.experts[rows.starts[row] as usize..rows.starts[row + 1] as usize]);
-        sorted.starts.push(sorted.experts.len() as u32);
-    }
-    sorted
 }
 
 /// The groups with their experts placed anew: the busiest first, each where the fewest rows are, as many on each PE as before at most.

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::plans::Plans;
-use super::{GRADIENT_BYTES, Simulated};
+use super::plans::{Plans, host_of};
+use super::{GRADIENT_BYTES, ModelTime, Simulated};
 use crate::moe::{Layout, Mode};
 use crate::report::{PassTimes, Spread, median};
 use crate::sim::step::{LayerCost, PeTime, StepTimes};
@@ -27,6 +27,8 @@ pub struct SimulatedReport {
     pub backward: Option<PassTimes>,
     /// What PEs send each other in dispatch and combine, bytes per step: counts, rows and slots.
     pub exchange_bytes_per_step: f64,
+    /// Those of them between hosts.
+    pub network_bytes_per_step: f64,
     /// Tokens that each expert gets in one step, the first.
     pub tokens_per_expert: Vec<u64>,
     /// The share of the busiest ports' time that no PE waited for, 0 to 1.
@@ -39,6 +41,9 @@ pub struct SimulatedReport {
     pub would_help: Vec<Change>,
     /// Events that were simulated.
     pub events: u64,
+    /// A step of all layers of the model, where that is simulated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelTime>,
 }
 
 /// What was simulated.
@@ -124,6 +129,7 @@ impl SimulatedReport {
             .collect();
         would_help.sort_by(|a, b| b.speedup.total_cmp(&a.speedup));
         let tokens = simulated.tokens() as u64;
+        let (steps, headers) = (times.step_s.len() as f64, headers(simulated));
         SimulatedReport {
             config: SimulatedConfig {
                 pes: simulated.pes(),
@@ -146,21 +152,31 @@ impl SimulatedReport {
             tokens_per_s: tokens as f64 / step_s,
             forward: pass_times(times, 0),
             backward: simulated.backward.then(|| pass_times(times, 1)),
-            exchange_bytes_per_step: times.sent_bytes / times.step_s.len() as f64 + header_bytes(simulated, cost),
+            exchange_bytes_per_step: times.sent_bytes / steps + headers[0] as f64 * cost.header_bytes,
+            network_bytes_per_step: times.network_bytes / steps + headers[1] as f64 * cost.header_bytes,
             tokens_per_expert: plans.tokens_per_expert(simulated.config.n_experts),
             overlap_efficiency: times.overlap_efficiency(),
             stragglers: stragglers(&times.straggler_s),
             memory: memory(simulated, layout, cost, plans),
             would_help,
             events: times.events,
+            model: None,
         }
     }
 }
 
-/// Each PE's header for each other one of its group, bytes per step.
-fn header_bytes(simulated: &Simulated, cost: &LayerCost) -> f64 {
-    let members = (0..simulated.groups.len()).map(|g| simulated.groups.members(g).len());
-    members.map(|pes| (pes * (pes - 1)) as f64 * cost.header_bytes).sum()
+/// Headers of a step, one of each PE for each other one of its group; and those between hosts.
+fn headers(simulated: &Simulated) -> [usize; 2] {
+    let host_of = host_of(simulated);
+    let mut headers = [0; 2];
+    for g in 0..simulated.groups.len() {
+        let members = simulated.groups.members(g);
+        let mut on_host = BTreeMap::new();
+        members.iter().for_each(|&pe| *on_host.entry(host_of[pe]).or_insert(0) += 1);
+        headers[0] += members.len() * (members.len() - 1);
+        headers[1] += on_host.values().map(|here| here * (members.len() - here)).sum::<usize>();
+    }
+    headers
 }
 
 /// Of each PE the mean over the steps, and of those the median and the maximum.

@@ -359,11 +359,12 @@ fn devices_and_element_types_that_are_not_there() {
         run(aristos_run("--tokens 8 --device cuda")).refused(&["--device cuda", "--features cuda"]);
     }
     run(aristos_run("--tokens 8 --dtype f16")).refused(&["--dtype f16 on the CPU, expected f32 or bf16"]);
+    run(aristos_run("--wire bf16 --dtype bf16")).refused(&["--wire bf16 with --dtype bf16, expected --dtype f32"]);
 }
 
 #[test]
 fn transports() {
-    run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, mpi"]);
+    run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, hybrid, mpi"]);
     #[cfg(not(feature = "mpi"))]
     run(aristos_run("--transport mpi")).refused(&["--transport mpi", "no MPI transport", "--features mpi"]);
     let mut alone = aristos_run("--tokens 10 --hidden 8 --intermediate 8 --forward-only --pes 2");

@@ -261,6 +261,22 @@ fn what_has_no_end_is_not_read() {
     }
 }
 
+/// Rows that travel as bf16 are right by bf16's rounding, and half the bytes of f32's.
+#[test]
+fn rows_on_the_wire_are_half_as_large_in_bf16() {
+    let layer = "--pes 3 --tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --check --json";
+    let sent = |flags: &str| {
+        let report = run(aristos_run(&format!("{layer} {flags}"))).success().stdout;
+        let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+        assert_eq!(report["check"]["passed"], true, "{report}");
+        let bytes = |kind: &str| report["traffic"]["remote_bytes"][kind].as_u64().unwrap();
+        (report["config"]["wire"].clone(), ["dispatch_rows", "combine_rows", "dispatch_slots"].map(bytes))
+    };
+    let (own, [out, back, slots]) = sent("");
+    assert!(own.is_null() && out > 0 && slots > 0);
+    assert_eq!(sent("--wire bf16"), ("bf16".into(), [out / 2, back / 2, slots]));
+}
+
 /// A thread that cannot start costs time, and nothing else.
 #[test]
 fn threads_that_cannot_start_are_done_without() {

@@ -95,9 +95,15 @@ impl Hosts {
     /// Bytes that all hosts have sent each other since they were made, as their network interfaces count: headers and
     /// acknowledgements included.
     pub fn sent_bytes(&self) -> u64 {
+        self.sent_bytes_by("eth0")
+    }
+
+    /// The same of another interface: `lo`, by which a host reaches itself.
+    pub fn sent_bytes_by(&self, interface: &str) -> u64 {
+        let prefix = format!("{interface}:");
         let sent = |(_, pid): &(String, u32)| {
             let table = fs::read_to_string(format!("/proc/{pid}/net/dev")).unwrap();
-            let row = table.lines().find_map(|line| line.trim().strip_prefix("eth0:")).unwrap();
+            let row = table.lines().find_map(|line| line.trim().strip_prefix(&*prefix)).unwrap();
             // Eight columns of what was received, then bytes sent.
             row.split_whitespace().nth(8).unwrap().parse::<u64>().unwrap()
         };

@@ -73,7 +73,7 @@ pub const TESTS: &[(&str, fn())] = &[
     }),
     ("link::the_suite", || {
         let Some(hosts) = Hosts::with_link(3, "delay_ms=0.1 jitter_ms=1 loss=0.005") else { return };
-        conform(&hosts);
+        conform(&hosts, "tcp");
         hosts.assert_empty();
     }),
     ("link::every_operation_is_measured", || {

@@ -127,8 +127,9 @@ pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
 
 /// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
 const ANNEAL_OPS: f64 = 4e7;
-/// In annealing groups and placements together.
-const JOINT_OPS: f64 = 5e7;
+/// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
+const JOINT_OPS: f64 = 6e7;
+const JOINT_MORE: f64 = 1.5;
 /// Links looked at for the placements of one grouping, and nodes of branch and bound.
 const PLACE_OPS: u64 = 8_000_000;
 const PLACE_NODES: u64 = 50_000;
@@ -148,7 +149,10 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
             anneal: (ANNEAL_OPS * share) as u64,
             place: PLACE_OPS,
             nodes: PLACE_NODES,
-            joint: (JOINT_OPS * share) as u64,
+            joint: match n <= crate::exact::MOST_DEVICES {
+                true => (JOINT_OPS * share) as u64,
+                false => (JOINT_OPS * (1.0 + JOINT_MORE * (1.0 - share))) as u64,
+            },
         },
         true => PlacedEffort {
             construct: (n * n) as u64,
@@ -178,6 +182,7 @@ pub(crate) fn choose<L: LeastExchange>(
     let effort = effort(n, matrix.is_some(), options.effort);
     let (published, placements) = published;
     let mut known = Known::new();
+    let least_published = published.groups.clone();
     let finish = |found: FoundPlaced, algorithm: &'static str, proved: bool, others| {
         let mut order: Vec<usize> = (0..found.groups.len()).collect();
         order.sort_by(|&a, &b| found.groups[a].cmp(&found.groups[b]));
@@ -187,7 +192,8 @@ pub(crate) fn choose<L: LeastExchange>(
         let evaluation = placed.evaluate(&groups, &times);
         let bound_ms = bounds.least();
         let optimal = proved || evaluation.objective_ms * (1.0 - EQUAL) <= bound_ms;
-        Ok(Chosen { groups, placements: Some(placements), evaluation, algorithm, optimal, bound_ms, others })
+        let (placements, published) = (Some(placements), Some(least_published.clone()));
+        Ok(Chosen { groups, placements, evaluation, algorithm, optimal, bound_ms, others, published })
     };
     if options.algorithm == Algorithm::Lysi || placement_kind(options) == PlacementKind::Lysi {
         let found = FoundPlaced::new(&placed, published.groups, placements);

@@ -32,9 +32,10 @@ const CHAIN_LEAST: u64 = 64;
 const THREAD_LEAST: u64 = 100_000;
 /// One in so many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 16;
-/// Groupings whose placement is improved; and those of them whose groups are improved with it.
+/// Groupings whose placement is improved.
 const IMPROVED: usize = 6;
-const JOINT: usize = 3;
+/// Rounds of improving groups and placement together: groupings in each, chains from each, and its share of the effort.
+const JOINT: [(usize, u64, f64); 2] = [(3, 1, 0.25), (1, 2, 0.75)];
 
 /// A grouping with its placement.
 #[derive(Clone)]
@@ -290,11 +291,15 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let thorough = |found: &Found| place_thoroughly(placed, &found.groups, effort.place, effort.nodes, known);
         let mut best: Vec<FoundPlaced> = candidates.iter().take(IMPROVED).filter_map(thorough).collect();
         best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        best.truncate(JOINT);
-        if effort.joint > 0 {
-            let each = effort.joint / best.len().max(1) as u64;
-            let improve = |found: FoundPlaced| found.improved(placed, &exponential, each, &mut Random(1));
-            best = in_two_threads(best, each >= THREAD_LEAST, improve);
+        for (many, chains, share) in JOINT.into_iter().filter(|_| effort.joint > 0) {
+            best.truncate(many);
+            let each = (effort.joint as f64 * share) as u64 / (best.len() as u64 * chains).max(1);
+            let seeds = |found: &FoundPlaced| (1..=chains).map(|seed| (found.clone(), seed)).collect::<Vec<_>>();
+            let all: Vec<(FoundPlaced, u64)> = best.iter().flat_map(seeds).collect();
+            let improve =
+                |(found, seed): (FoundPlaced, u64)| found.improved(placed, &exponential, each, &mut Random(seed));
+            best = in_two_threads(all, each >= THREAD_LEAST, improve);
+            best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         }
         best.extend(placed_already);
         let best = best.into_iter().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));

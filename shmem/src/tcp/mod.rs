@@ -14,6 +14,8 @@
 //! - **get, fetch_add** are a question and an answer, which the target's progress thread gives. An answer is queued before the question
 //!   counts as carried out, so that quiet waits for answers too.
 //! - Signals and fetch_add are atomics on the words themselves, by the progress thread as by the PE.
+//! - Within a host, where [`TcpTransport::hybrid`] maps the heaps, everything is as over shared memory ([`crate::ShmTransport`]): loads and stores
+//!   by the PE itself, and no frames.
 //!
 //! # Peers
 //! A frame is untrusted: what it names must lie in the heap, an answer must be to a question; otherwise its sender is lost. A PE is lost
@@ -29,6 +31,7 @@ mod hello;
 mod inbox;
 mod join;
 mod mesh;
+mod near;
 mod outbox;
 mod progress;
 #[cfg(all(test, not(miri)))] // Miri has no sockets.

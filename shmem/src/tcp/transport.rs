@@ -9,7 +9,7 @@ use super::frame::{Header, Kind};
 use super::mesh::{Mesh, Wanted};
 use super::outbox::Body;
 use super::world::Running;
-use super::{TcpError, TcpWorld};
+use super::{TcpError, TcpWorld, near};
 use crate::doorbell::{ring, signal};
 use crate::wait::Patience;
 use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
@@ -21,6 +21,9 @@ const SHORT_WAIT: Duration = Duration::from_millis(100);
 pub struct TcpTransport {
     running: Arc<Running>,
     heap: Arc<Segment>,
+    /// By PE, the heaps of others that are mapped here; empty where none is.
+    near: Vec<Option<Segment>>,
+    not_near: Option<String>,
     /// How long it waits for a PE to answer, or to take what was sent.
     limit: Duration,
     patience: Patience,
@@ -43,17 +46,36 @@ impl TcpTransport {
             *window = Some(heap.clone());
         }
         // A frame for this heap finds it: nobody sends one before all have theirs.
-        let transport = TcpTransport { running, heap, limit, patience: Patience::of(2 * world.pes_on_host()) };
+        let patience = Patience::of(2 * world.pes_on_host());
+        let transport = TcpTransport { running, heap, near: Vec::new(), not_near: None, limit, patience };
         world.barrier(limit)?;
         Ok(transport)
+    }
+
+    /// The same, where TCP carries nothing but what goes to other hosts: the heaps of a host's PEs are shared memory. Where a PE cannot map
+    /// them (another user's, another container's), TCP carries all, for all PEs; [`TcpTransport::not_near`] says so there. Collective.
+    ///
+    /// # Errors
+    /// As [`TcpTransport::new`].
+    pub fn hybrid(world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self, TcpError> {
+        let mut transport = Self::new(world, heap_bytes, limit)?;
+        (transport.near, transport.not_near) = near::map(&transport.running, world.hosts(), &transport.heap, limit)?;
+        Ok(transport)
+    }
+
+    /// Which PE's memory this PE could not map, and why, where all that are on its host should be.
+    pub fn not_near(&self) -> Option<&str> {
+        self.not_near.as_deref()
     }
 
     fn mesh(&self) -> &Mesh {
         &self.running.mesh
     }
 
-    fn is_me(&self, pe: usize) -> bool {
-        pe == self.mesh().me
+    /// The heap of `pe`, where this PE maps it.
+    #[inline]
+    fn mapped(&self, pe: usize) -> Option<&Segment> {
+        if pe == self.mesh().me { Some(&self.heap) } else { self.near.get(pe)?.as_ref() }
     }
 
     fn send(&self, pe: usize, header: Header, body: Body<'_>) {
@@ -99,8 +121,8 @@ impl Transport for TcpTransport {
     }
 
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
-        if self.is_me(pe) {
-            return self.heap.copy_in(dest, src);
+        if let Some(heap) = self.mapped(pe) {
+            return heap.copy_in(dest, src);
         }
         self.check(dest, src.len());
         let header = Header { at: dest as u64, bytes: src.len() as u64, ..Header::of(Kind::Put) };
@@ -108,8 +130,8 @@ impl Transport for TcpTransport {
     }
 
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
-        if self.is_me(pe) {
-            return self.heap.copy_to(src, &self.heap, dest, bytes);
+        if let Some(heap) = self.mapped(pe) {
+            return self.heap.copy_to(src, heap, dest, bytes);
         }
         self.check(dest, bytes);
         let header = Header { at: dest as u64, bytes: bytes as u64, ..Header::of(Kind::Put) };
@@ -117,8 +139,8 @@ impl Transport for TcpTransport {
     }
 
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
-        if self.is_me(pe) {
-            return self.heap.copy_out(src, dest);
+        if let Some(heap) = self.mapped(pe) {
+            return heap.copy_out(src, dest);
         }
         self.check(src, dest.len());
         let question = |value| Header { at: src as u64, bytes: dest.len() as u64, value, ..Header::of(Kind::Get) };
@@ -129,8 +151,8 @@ impl Transport for TcpTransport {
     }
 
     fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
-        if self.is_me(pe) {
-            return self.heap.copy_to(src, &self.heap, dest, bytes);
+        if let Some(heap) = self.mapped(pe) {
+            return heap.copy_to(src, &self.heap, dest, bytes);
         }
         self.check(src, bytes);
         self.check(dest, bytes);
@@ -140,9 +162,9 @@ impl Transport for TcpTransport {
     }
 
     fn put_signal(&self, dest: usize, src: &[u8], word: usize, value: u64, op: SignalOp, pe: usize) {
-        if self.is_me(pe) {
-            self.heap.copy_in(dest, src);
-            return signal(self.heap.atomic_u64(word), value, op, self.heap.bell());
+        if let Some(heap) = self.mapped(pe) {
+            heap.copy_in(dest, src);
+            return signal(heap.atomic_u64(word), value, op, heap.bell());
         }
         self.check(dest, src.len());
         self.heap.atomic_u64(word);
@@ -152,10 +174,10 @@ impl Transport for TcpTransport {
     }
 
     fn signal_op(&self, word: usize, value: u64, op: SignalOp, pe: usize) {
-        let own = self.heap.atomic_u64(word);
-        if self.is_me(pe) {
-            return signal(own, value, op, self.heap.bell());
+        if let Some(heap) = self.mapped(pe) {
+            return signal(heap.atomic_u64(word), value, op, heap.bell());
         }
+        self.heap.atomic_u64(word);
         let header = Header { op, signal: word as u64, value, ..Header::of(Kind::Signal) };
         self.send(pe, header, Body::Bytes(&[]));
     }
@@ -165,12 +187,12 @@ impl Transport for TcpTransport {
     }
 
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
-        let own = self.heap.atomic_u64(target);
-        if self.is_me(pe) {
-            let was = own.fetch_add(value, Ordering::AcqRel);
-            ring(self.heap.bell());
+        if let Some(heap) = self.mapped(pe) {
+            let was = heap.atomic_u64(target).fetch_add(value, Ordering::AcqRel);
+            ring(heap.bell());
             return was;
         }
+        self.heap.atomic_u64(target);
         let question = |at| Header { at, signal: target as u64, value, ..Header::of(Kind::FetchAdd) };
         let answer = self.mesh().ask(pe, size_of::<u64>(), question, self.limit);
         answer.and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
@@ -187,7 +209,7 @@ impl Transport for TcpTransport {
     }
 
     fn fence(&self) {
-        // A connection keeps the order of what is sent over it; this one is for the own heap, as over shared memory.
+        // A connection keeps the order of what is sent over it; this one is for heaps that are mapped, as over shared memory.
         fence(Ordering::Release);
     }
 
@@ -201,10 +223,10 @@ impl Transport for TcpTransport {
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
-        self.is_me(pe).then(|| self.heap.address(offset, 0))
+        self.mapped(pe).map(|heap| heap.address(offset, 0))
     }
 
     fn is_reachable(&self, pe: usize) -> bool {
-        self.is_me(pe)
+        self.mapped(pe).is_some()
     }
 }

@@ -14,7 +14,7 @@ use super::outbox::Body;
 use super::{TcpError, progress};
 use crate::LostPe;
 
-/// The channels of messages: what their receiver asks for, and what agreements are made of.
+/// The channels of messages: what their receiver asks for, and what agreements are made of; one more is in `near.rs`.
 const MESSAGES: u64 = 0;
 const PROPOSALS: u64 = 1;
 const DECISIONS: u64 = 2;
@@ -156,18 +156,23 @@ impl TcpWorld {
         }
     }
 
+    /// The hosts' names, by PE.
+    pub(super) fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
     pub(super) fn running(&self) -> &Arc<Running> {
         &self.running
     }
 }
 
 impl Running {
-    fn tell(&self, pe: usize, channel: u64, message: &[u8]) {
+    pub(super) fn tell(&self, pe: usize, channel: u64, message: &[u8]) {
         let header = Header { at: channel, bytes: message.len() as u64, ..Header::of(Kind::Message) };
         self.mesh.send(pe, header, Body::Bytes(message));
     }
 
-    fn receive(
+    pub(super) fn receive(
         &self,
         deadline: Instant,
         from: Option<usize>,
@@ -185,7 +190,7 @@ impl Running {
     }
 
     /// See [`TcpWorld::min`]: all propose to PE 0, which decides.
-    fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
+    pub(super) fn min(&self, value: u64, limit: Duration) -> Result<u64, TcpError> {
         let (me, n) = (self.mesh.me, self.mesh.n_pes());
         let number = |pe: usize, bytes: Vec<u8>| {
             let bytes = bytes.try_into().map_err(|_| TcpError::Meeting(format!("PE {pe} sent no number")))?;

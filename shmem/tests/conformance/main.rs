@@ -52,7 +52,9 @@ impl World for Reorder {
 }
 
 /// TCP over the loopback interface: PEs that meet as processes do, and each with a progress thread.
-struct Tcp;
+struct Tcp {
+    is_hybrid: bool,
+}
 
 impl World for Tcp {
     type T = TcpTransport;
@@ -71,8 +73,8 @@ impl World for Tcp {
                             Some(listener) => TcpWorld::join_at(&joining, listener),
                             None => TcpWorld::join(&joining),
                         };
-                        let limit = limits.join;
-                        f(&Shmem::new(TcpTransport::new(&world.unwrap(), HEAP_BYTES, limit).unwrap()));
+                        let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
+                        f(&Shmem::new(make(&world.unwrap(), HEAP_BYTES, limits.join).unwrap()));
                     });
                 }
             });
@@ -81,7 +83,12 @@ impl World for Tcp {
 }
 
 mod tcp {
-    conformance_tests!(super::Tcp);
+    conformance_tests!(super::Tcp { is_hybrid: false });
+}
+
+/// All on one host.
+mod hybrid {
+    conformance_tests!(super::Tcp { is_hybrid: true });
 }
 
 mod shm {

@@ -14,7 +14,7 @@ use aristos_plan::cluster::Cluster;
 use crate::network::Nics;
 use crate::timeline::Span;
 pub use engine::simulate;
-pub use plan::{Cutting, GroupPlan, Rows};
+pub use plan::{Cutting, GroupPlan, Relay, Rows};
 
 /// How the PEs exchange rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -212,6 +212,8 @@ pub struct StepTimes {
     pub spans: Vec<Span>,
     /// Bytes of all rows and results that PEs sent each other, with their slots.
     pub sent_bytes: f64,
+    /// Those of them between hosts.
+    pub network_bytes: f64,
     /// Events that were simulated.
     pub events: u64,
 }
@@ -226,6 +228,7 @@ impl StepTimes {
         self.straggler_s.extend(next.straggler_s);
         self.straggler_s.sort_by(f64::total_cmp);
         self.sent_bytes += next.sent_bytes;
+        self.network_bytes += next.network_bytes;
         self.events += next.events;
         self
     }

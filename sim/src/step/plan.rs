@@ -11,6 +11,22 @@ pub struct Rows {
     pub experts: Vec<u32>,
     /// The rows in the order in which their results come back.
     pub returns: Vec<u32>,
+    /// How they cross the network, where not by themselves.
+    pub relay: Option<Relay>,
+}
+
+/// How rows for a PE cross the network together with those for the other PEs of its host: each token once, to a PE that hands it on there, and
+/// adds up what comes back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Relay {
+    /// Number in the group of the PE that hands them on; one for all PEs of the host.
+    pub pe: u32,
+    /// Rows that cross for the host.
+    pub rows: u32,
+    /// Of each row its place among those, ascending.
+    pub places: Vec<u32>,
+    /// The same of results, in the order of `returns`, among those that cross back.
+    pub result_places: Vec<u32>,
 }
 
 impl Rows {
@@ -21,6 +37,19 @@ impl Rows {
     /// A row's experts.
     fn of(&self, row: usize) -> &[u32] {
         &self.experts[self.starts[row] as usize..self.starts[row + 1] as usize]
+    }
+
+    /// Its chunks: the rows of each, and the places in `returns` of the results that go back under its number. Where a relay hands them on, they are
+    /// cut as they cross, and may be empty.
+    fn chunks(&self, chunk_rows: usize) -> Vec<[Range<usize>; 2]> {
+        let Some(relay) = &self.relay else {
+            let run = |start: usize| start..self.len().min(start + chunk_rows);
+            return (0..self.len()).step_by(chunk_rows).map(|start| [run(start), run(start)]).collect();
+        };
+        let cut = |places: &[u32], chunk: usize| places.partition_point(|&place| (place as usize) < chunk * chunk_rows);
+        let chunks = 0..(relay.rows as usize).div_ceil(chunk_rows);
+        let of = |chunk| [&relay.places, &relay.result_places].map(|at| cut(at, chunk)..cut(at, chunk + 1));
+        chunks.map(of).collect()
     }
 }
 
@@ -33,8 +62,27 @@ pub(super) struct Chunk {
     pub index: u32,
     pub rows: u32,
     pub slots: u32,
-    /// Slots of the results that come back as chunk `index`; they are of as many rows.
+    /// Rows and slots of the results that come back as chunk `index`.
+    pub result_rows: u32,
     pub result_slots: u32,
+    /// The PE that hands it on, by its number in the group, and the number of what it is a part of there.
+    pub relay: Option<(u32, u32)>,
+}
+
+/// Rows for the PEs of a host that cross the network under one signal, at who hands them on.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Crossing {
+    /// Number in the group of who sends it.
+    pub from: u32,
+    /// Rows, both out and back.
+    pub rows: u32,
+    /// Slots of the rows, and of the results that go back under the same number.
+    pub slots: u32,
+    pub result_slots: u32,
+    /// The PEs, by number in the group, that get some of it, and their chunks.
+    pub parts: Vec<(u32, u32)>,
+    /// How many PEs have some of its results.
+    pub result_parts: u32,
 }
 
 /// Rows of one expert that are computed at once.
@@ -78,6 +126,9 @@ pub(super) struct PePlan {
     pub chunks: Vec<Chunk>,
     /// Where each sender's begin; one more than there are PEs.
     pub first_chunk: Vec<u32>,
+    /// What it hands on, by sender, and where each sender's begins.
+    pub crossings: Vec<Crossing>,
+    pub first_crossing: Vec<u32>,
     pub expert_rows: Vec<u32>,
     pub forward: Tiling,
     pub backward: Tiling,
@@ -108,12 +159,13 @@ impl GroupPlan {
     /// If the three are not of as many PEs.
     pub fn new(rows: &[Vec<Rows>], tokens: &[usize], experts: &[usize], cutting: &Cutting) -> GroupPlan {
         assert!(rows.len() == tokens.len() && rows.len() == experts.len(), "one for each PE");
-        let pes: Vec<PePlan> = (0..rows.len())
+        let mut pes: Vec<PePlan> = (0..rows.len())
             .map(|pe| {
                 let from: Vec<&Rows> = rows.iter().map(|rows| &rows[pe]).collect();
                 PePlan::new(pe, &from, tokens[pe], experts[pe], cutting)
             })
             .collect();
+        cross(&mut pes, rows, cutting.chunk_rows);
         let chunks = |plan: &PePlan| {
             let of = plan.first_chunk.windows(2).map(|first| first[1] - first[0]);
             of.max().unwrap_or(0)
@@ -133,6 +185,42 @@ impl GroupPlan {
     }
 }
 
+/// Makes what crosses the network for several PEs of its chunks for each.
+fn cross(pes: &mut [PePlan], rows: &[Vec<Rows>], chunk_rows: usize) {
+    for (source, rows) in rows.iter().enumerate() {
+        for (pe, rows) in rows.iter().enumerate() {
+            let Some(relay) = &rows.relay else { continue };
+            let (at, all) = (relay.pe as usize, relay.rows as usize);
+            let first = pes[at].first_crossing[source];
+            if pes[at].crossings.len() == first as usize {
+                let crossing = |start: usize| {
+                    let rows = chunk_rows.min(all - start) as u32;
+                    Crossing {
+                        from: source as u32,
+                        rows,
+                        slots: 0,
+                        result_slots: 0,
+                        parts: Vec::new(),
+                        result_parts: 0,
+                    }
+                };
+                pes[at].crossings.extend((0..all).step_by(chunk_rows).map(crossing));
+            }
+            for (chunk, number) in pes[pe].from(source).zip(first..) {
+                let part = &mut pes[pe].chunks[chunk as usize];
+                part.relay = Some((relay.pe, number));
+                let part = *part;
+                let crossing = &mut pes[at].crossings[number as usize];
+                crossing.slots += part.slots;
+                crossing.result_slots += part.result_slots;
+                crossing.result_parts += u32::from(part.result_rows > 0);
+                crossing.parts.extend((part.rows > 0).then_some((pe as u32, chunk)));
+            }
+        }
+        pes.iter_mut().for_each(|pe| pe.first_crossing.push(pe.crossings.len() as u32));
+    }
+}
+
 impl PePlan {
     fn new(me: usize, from: &[&Rows], tokens: usize, experts: usize, cutting: &Cutting) -> PePlan {
         let n = from.len();
@@ -141,12 +229,17 @@ impl PePlan {
         let mut counts = vec![vec![0usize; experts]; n];
         for (source, rows) in from.iter().enumerate() {
             rows.experts.iter().for_each(|expert| counts[source][*expert as usize] += 1);
-            for (index, start) in (0..rows.len()).step_by(cutting.chunk_rows).enumerate() {
-                let end = rows.len().min(start + cutting.chunk_rows);
-                let slots = rows.starts[end] - rows.starts[start];
-                let result_slots = rows.returns[start..end].iter().map(|&row| rows.of(row as usize).len() as u32).sum();
-                let (from, rows) = (source as u32, (end - start) as u32);
-                chunks.push(Chunk { from, index: index as u32, rows, slots, result_slots });
+            for (index, [out, back]) in rows.chunks(cutting.chunk_rows).into_iter().enumerate() {
+                let result_slots = rows.returns[back.clone()].iter().map(|&row| rows.of(row as usize).len() as u32);
+                chunks.push(Chunk {
+                    from: source as u32,
+                    index: index as u32,
+                    rows: out.len() as u32,
+                    slots: if out.is_empty() { 0 } else { rows.starts[out.end] - rows.starts[out.start] },
+                    result_rows: back.len() as u32,
+                    result_slots: result_slots.sum(),
+                    relay: None,
+                });
             }
             first_chunk.push(chunks.len() as u32);
         }
@@ -176,7 +269,8 @@ impl PePlan {
             tiling
         };
         let (forward, backward) = (tiling(true), tiling(false));
-        PePlan { tokens: tokens as u32, chunks, first_chunk, expert_rows, forward, backward }
+        let (crossings, first_crossing) = (Vec::new(), vec![0]);
+        PePlan { tokens: tokens as u32, chunks, first_chunk, crossings, first_crossing, expert_rows, forward, backward }
     }
 
     pub fn tiling(&self, backward: bool) -> &Tiling {
@@ -186,6 +280,21 @@ impl PePlan {
     /// The chunks of a sender.
     pub fn from(&self, sender: usize) -> Range<u32> {
         self.first_chunk[sender]..self.first_chunk[sender + 1]
+    }
+
+    /// The chunks of a sender that come from it by themselves.
+    pub fn direct_from(&self, sender: usize) -> Range<u32> {
+        let all = self.from(sender);
+        // A relay hands on all of a sender's or none.
+        match self.chunks[all.start as usize..all.end as usize].first() {
+            Some(Chunk { relay: Some(_), .. }) => all.end..all.end,
+            _ => all,
+        }
+    }
+
+    /// What it hands on of a sender's.
+    pub fn crossings_from(&self, sender: usize) -> Range<u32> {
+        self.first_crossing[sender]..self.first_crossing[sender + 1]
     }
 }
 
@@ -208,7 +317,7 @@ impl Tiling {
     /// Counts the slots of each chunk in each tile.
     fn fill(&mut self, from: &[&Rows], starts: &[Vec<usize>], tile_at: &[Vec<u32>], chunk_rows: usize) {
         self.chunk_starts.push(0);
-        let mut first_chunk = 0;
+        let mut next_chunk = 0;
         for (source, rows) in from.iter().enumerate() {
             let mut place = starts[source].clone();
             // By slot, as they come.
@@ -218,14 +327,13 @@ impl Tiling {
                 place[expert as usize] += 1;
             }
             let of_row = |row: usize| &tiles[rows.starts[row] as usize..rows.starts[row + 1] as usize];
-            for start in (0..rows.len()).step_by(chunk_rows) {
-                let (chunk, end) = (first_chunk + (start / chunk_rows) as u32, rows.len().min(start + chunk_rows));
-                count(&mut self.pieces, chunk, (start..end).flat_map(of_row));
+            for [out, back] in rows.chunks(chunk_rows) {
+                count(&mut self.pieces, next_chunk, out.flat_map(of_row));
                 self.chunk_starts.push(self.pieces.len() as u32);
-                let returned = rows.returns[start..end].iter().flat_map(|&row| of_row(row as usize));
-                count(&mut self.results, chunk, returned);
+                let returned = rows.returns[back].iter().flat_map(|&row| of_row(row as usize));
+                count(&mut self.results, next_chunk, returned);
+                next_chunk += 1;
             }
-            first_chunk += rows.len().div_ceil(chunk_rows) as u32;
         }
         self.results.sort_by_key(|piece| piece.tile);
         let mut tile_starts = vec![0u32; self.tiles.len() + 1];

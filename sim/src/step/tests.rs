@@ -15,6 +15,7 @@ fn rows(experts: &[u32]) -> Rows {
         starts: (0..=experts.len() as u32).collect(),
         experts: experts.to_vec(),
         returns: (0..experts.len() as u32).collect(),
+        relay: None,
     }
 }
 
@@ -361,7 +362,8 @@ fn puts_may_block() {
 fn results_come_back_in_the_order_of_their_last_expert() {
     // PE 0's rows for PE 1, in chunks of two: the first and the last have experts 0 and 1, the others expert 0 alone, and return first. PE 1 has a row of
     // its own for expert 2, which fills the time until theirs are there.
-    let four = Rows { starts: vec![0, 2, 3, 4, 6], experts: vec![0, 1, 0, 0, 0, 1], returns: vec![1, 2, 0, 3] };
+    let four =
+        Rows { starts: vec![0, 2, 3, 4, 6], experts: vec![0, 1, 0, 0, 0, 1], returns: vec![1, 2, 0, 3], relay: None };
     let none = || Rows { starts: vec![0], ..Rows::default() };
     let tiles = |run: std::ops::Range<usize>| if run.is_empty() { Vec::new() } else { vec![run] };
     let cutting = Cutting { chunk_rows: 2, early_rows: 1, tiles: &tiles };
@@ -373,4 +375,80 @@ fn results_come_back_in_the_order_of_their_last_expert() {
     assert_eq!(back.len(), 2);
     near(back[0], 521.0);
     near(back[1], 721.0);
+}
+
+/// Two hosts of two PEs, alpha 1 s and beta 1 s/B inside, 10 and 4 between.
+fn two_hosts() -> Cluster {
+    let link = |alpha_ms, beta_ms_per_mb| Link { alpha_ms, beta_ms_per_mb };
+    let tiers = vec![Tier { size: 2, link: link(1e3, 1e9) }, Tier { size: 4, link: link(1e4, 4e9) }];
+    let devices = (0..4).map(|i| Device::new(i as u64, format!("h{}", i / 2), 1e-3, 8)).collect();
+    Cluster::new(devices, Links::Tiers(Tiers::new(4, tiers).unwrap()))
+}
+
+#[test]
+fn rows_cross_the_network_once() {
+    // PE 0 has one token, for the experts of PEs 2 and 3, each of 100 s; a row has 10 B.
+    let none = || rows(&[]);
+    let relayed = |relay: Option<u32>| Rows {
+        relay: relay.map(|pe| Relay { pe, rows: 1, places: vec![0], result_places: vec![0] }),
+        ..rows(&[0])
+    };
+    let case = |relay: Option<u32>| {
+        let quiet = || vec![none(), none(), none(), none()];
+        let sent = vec![vec![none(), none(), relayed(relay), relayed(relay)], quiet(), quiet(), quiet()];
+        let mut case = Case::one_group(group_plan(&sent, &[0, 0, 1, 1], 4, 4), &[0, 0, 1, 1]);
+        case.cluster = two_hosts();
+        case
+    };
+    // By PE: there at 10 + 40 and, behind that, 90; results leave at 150 and 190, and are there 50 s later.
+    let direct = simulate(&case(None).step());
+    near(direct.step_s[0], 90.0 + 100.0 + 50.0);
+    near(direct.sent_bytes, 40.0);
+    near(direct.network_bytes, 40.0);
+    // By PE 2: there at 50, at PE 3 at 50 + 1 + 10; its result is back at PE 2 at 161 + 11, and the sum 50 s later.
+    let (once, once_case) = (simulate(&case(Some(2)).step()), case(Some(2)));
+    near(once.step_s[0], 61.0 + 100.0 + 11.0 + 50.0);
+    near(once.sent_bytes, 40.0);
+    near(once.network_bytes, 20.0);
+    near(once.pes[2].expert_s[0], 100.0);
+    let names: Vec<&str> =
+        once.spans.iter().map(|span| span.name.as_str()).filter(|name| name.contains(" PE ")).collect();
+    assert_eq!(names, ["rows from PE 0", "rows from PE 2", "results from PE 3", "results from PE 2"]);
+    // 3 bytes with a row and 4 with a slot out, 5 with a slot back in a backward: both slots cross, one is handed on.
+    let mut with = case(Some(2));
+    (with.cost.out_bytes, with.cost.back_bytes) = ((3.0, 4.0), 5.0);
+    let with = simulate(&Step { backward: true, ..with.step() });
+    near(with.network_bytes, (10.0 + 3.0 + 8.0) + 10.0 + 10.0 + (10.0 + 10.0));
+    near(with.sent_bytes, with.network_bytes + (10.0 + 3.0 + 4.0) + 10.0 + 10.0 + (10.0 + 5.0));
+    // In bulk: counts 10 (the longest latency) and two barriers of two PEs' latencies, 10 each; rows 61, experts 100, results 11 + 50.
+    let bulk = simulate(&Step { schedule: Schedule::Bulk, ..once_case.step() });
+    near(bulk.step_s[0], (10.0 + 20.0) + (61.0 + 20.0) + (100.0 + 20.0) + (61.0 + 20.0));
+    near(bulk.network_bytes, 20.0);
+}
+
+#[test]
+fn relays_give_their_places_back() {
+    // Three tokens for both PEs of the other host, in crossings of one row and a window of one: the next leaves when both PEs have gathered the last.
+    let none = || rows(&[]);
+    let three = || Rows {
+        relay: Some(Relay { pe: 2, rows: 3, places: vec![0, 1, 2], result_places: vec![0, 1, 2] }),
+        ..rows(&[0, 0, 0])
+    };
+    let quiet = || vec![none(), none(), none(), none()];
+    let sent = vec![vec![none(), none(), three(), three()], quiet(), quiet(), quiet()];
+    let mut case = Case::one_group(group_plan(&sent, &[0, 0, 1, 1], 1, 1), &[0, 0, 1, 1]);
+    case.cluster = two_hosts();
+    let times = simulate(&Step { window_chunks: 1, ..case.step() });
+    // There at 50, handed on by 61, credits at 62 and 72: at 122, 133, 144; at 194 and 205. PE 3 then computes from 61 to 361, and a sum takes 11 + 50.
+    let ends: Vec<f64> =
+        times.spans.iter().filter(|span| span.name == "rows from PE 0").map(|span| span.start_s + span.dur_s).collect();
+    assert_eq!(ends, [50.0, 122.0, 194.0]);
+    near(times.step_s[0], 361.0 + 61.0);
+    for (schedule, window_chunks) in [(Schedule::Pipelined, 2), (Schedule::Bulk, 1), (Schedule::Bulk, 2)] {
+        let step = Step { schedule, window_chunks, backward: true, steps: 2, ..case.step() };
+        let times = simulate(&step);
+        near(times.network_bytes, 2.0 * 2.0 * 6.0 * 10.0);
+        near(times.sent_bytes, 2.0 * times.network_bytes);
+        near(times.pes[3].expert_s[1], 2.0 * 600.0);
+    }
 }

@@ -25,6 +25,8 @@ const CULPRIT_OVER_NEXT: f64 = 2.0;
 const POINTS: usize = 2000;
 /// An axis is logarithmic where the longest delay is so many times what the plot is to show: most of the distribution, or the usual step.
 const FAR: f64 = 20.0;
+/// On a logarithmic axis of times what is shorter is drawn there, 0 too, so that no decades are spent on delays that nobody minds.
+const FLOOR_US: f64 = 1.0;
 
 /// The result of `aristos bench straggler`; `docs/measurements/README.md` describes its keys.
 #[derive(Clone, Debug, Serialize)]
@@ -335,13 +337,14 @@ impl StragglerReport {
     fn over_steps(&self, mode: &ModeResult) -> Plot {
         // Of many steps the largest of each stretch is drawn, so that no peak is lost.
         let stretch = mode.all.len().div_ceil(POINTS).max(1);
+        let far = mode.max_delay_us > FAR * mode.median_delay_us;
+        let floor_us = if far { FLOOR_US } else { 0.0 };
         let of = |value: fn(&Step) -> i64| -> Vec<(f64, f64)> {
-            let most = |steps: &[Step]| steps.iter().map(|step| us(value(step)) * 1e-3).fold(0.0, f64::max);
+            let most = |steps: &[Step]| steps.iter().map(|step| us(value(step))).fold(floor_us, f64::max) * 1e-3;
             mode.all.chunks(stretch).enumerate().map(|(i, steps)| ((i * stretch) as f64, most(steps))).collect()
         };
         let series = |name: String, points, color| Series { name, points, style: Style::Line, color };
         let (max, mean) = (mode.max_delay_us * 1e-3, mode.mean_actual_us * 1e-3);
-        let far = mode.max_delay_us > FAR * mode.median_delay_us;
         Plot {
             title: format!("All-to-all straggler effect, {}", mode.mode.name()),
             subtitle: self.setting(),
@@ -465,6 +468,11 @@ mod tests {
         let csv = report.to_csv();
         assert_eq!(csv.lines().count(), 1 + 20 * 2);
         assert!(csv.contains("\none-sided,0,1,400.000,7.000,2.000,2.000,299.000,late-pe,1\n"), "{csv}");
+        // What has no logarithm is drawn all the same, and no lower than the floor.
+        let mut far = ModeResult { max_delay_us: 7000.0, ..report.modes[0].clone() };
+        far.all[3].delay = 0;
+        let over_steps = report.over_steps(&far);
+        assert_eq!(over_steps.series[0].points[3], (3.0, 1e-3));
         // A delay far beyond the usual one would press all others against the axis.
         let scale = |max_delay_us| report.over_steps(&ModeResult { max_delay_us, ..report.modes[0].clone() }).y.scale;
         assert_eq!((scale(5000.0), scale(7000.0)), (Scale::Linear, Scale::Log), "299 us are usual");

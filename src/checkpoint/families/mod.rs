@@ -20,7 +20,7 @@ pub use docs::families_page;
 use fields::{Field, Fields, flag, number, size, text};
 pub(super) use names::Layout;
 pub use read::ACTIVATIONS;
-pub(super) use read::{ReadConfig, read_config, read_model};
+pub(super) use read::{ReadConfig, read_config, read_model, read_transformer};
 
 /// A model family whose checkpoints can be read.
 #[derive(Clone, Copy)]

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::fields::{Field, Fields, size};
+use super::fields::{Field, Fields, flag, size};
 use super::{
     Act, Entry, ExpertsIn, Family, GluRule, INTERLEAVE, Only, PERIOD, RANGE, Router, STEP, Shared, Switch, Wrapper,
 };
@@ -13,6 +13,7 @@ use crate::checkpoint::file::read_regular;
 use crate::checkpoint::quantised::Quantisation;
 use crate::moe::{Activation, Glu, GroupLimit, LayerConfig, MlpConfig, Norm, RouterConfig, SharedConfig, SparseMixer};
 use crate::plan::Model;
+use crate::sim::roofline::{Latent, Transformer};
 
 /// No configuration is larger, bytes.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
@@ -72,6 +73,12 @@ pub(in crate::checkpoint) fn read_config(dir: &Path, layer: usize) -> Result<Rea
 /// # Errors
 /// As [`read_config`]; and a model without experts.
 pub(in crate::checkpoint) fn read_model(dir: &Path) -> Result<Model, FileError> {
+    let (_, layers, config) = open_model(dir)?;
+    Ok(config.model(layers))
+}
+
+/// A configuration, its layers and those of them with experts, and the first of these.
+fn open_model(dir: &Path) -> Result<(Fields, (usize, usize), LayerConfig), FileError> {
     let (family, mut fields, layers, _) = open_config(dir)?;
     let mut with_experts = Vec::new();
     for layer in 0..layers {
@@ -85,8 +92,72 @@ pub(in crate::checkpoint) fn read_model(dir: &Path) -> Result<Model, FileError> 
     };
     fields.layer = first;
     let config = family.0.layer(&fields)?;
-    config.validate().map_err(|error| FileError::Config { file: fields.path, error })?;
-    Ok(config.model((layers, with_experts.len())))
+    if let Err(error) = config.validate() {
+        return Err(FileError::Config { file: fields.path, error });
+    }
+    Ok((fields, (layers, with_experts.len()), config))
+}
+
+/// Reads what a model has beside its routed experts, by the names of fields that the families share.
+///
+/// # Errors
+/// As [`read_model`]; and a model some of whose layers have no attention.
+pub(in crate::checkpoint) fn read_transformer(dir: &Path) -> Result<Transformer, FileError> {
+    let (fields, (layers, moe_layers), config) = open_model(dir)?;
+    let required = |name| fields.size(&size(name, 0).required());
+    let optional = |name| fields.size_or_none(&size(name, 0).optional());
+    const ATTENTION: &str = "a model with attention in all layers";
+    for name in ["attn_layer_period", "hybrid_override_pattern", "layers_block_type", "linear_attn_config"] {
+        if fields.get(name).is_some_and(|value| !value.is_null()) {
+            return Err(fields.unexpected(name, ATTENTION));
+        }
+    }
+    let window = match fields.flag(&flag("use_sliding_window", true))? {
+        true => optional("sliding_window")?.unwrap_or(0),
+        false => 0,
+    };
+    let windowed = match fields.list("layer_types", "a list of strings")? {
+        Some(types) => {
+            let known = |of: &&Value| **of != "sliding_attention" && **of != "full_attention";
+            if let Some(other) = types.iter().find(known) {
+                return Err(fields.wrong("layer_types", format!("has {other}"), ATTENTION));
+            }
+            types.iter().filter(|of| **of == "sliding_attention").count()
+        }
+        None => layers,
+    };
+    let heads = fields.size(&size("num_attention_heads", 0).or("n_heads").required())?;
+    if heads == 0 {
+        return Err(fields.unexpected("num_attention_heads", "at least 1"));
+    }
+    let kv_heads = fields.size_or_none(&size("num_key_value_heads", 0).or("attn_config.kv_n_heads").optional())?;
+    let (head_dim, latent, kv_heads) = match optional("kv_lora_rank")? {
+        None => {
+            let width = optional("head_dim")?.unwrap_or(config.hidden / heads);
+            ((width, width), None, kv_heads.unwrap_or(heads))
+        }
+        Some(rank) => {
+            let (query_rank, shared_key) = (optional("q_lora_rank")?.unwrap_or(0), required("qk_rope_head_dim")?);
+            let head_dim = (required("qk_nope_head_dim")? + shared_key, required("v_head_dim")?);
+            (head_dim, Some(Latent { query_rank, rank, shared_key }), heads)
+        }
+    };
+    let dense_intermediate = match (layers > moe_layers, optional("intermediate_size_mlp")?) {
+        (false, _) => 0,
+        (true, Some(width)) => width,
+        (true, None) => required("intermediate_size")?,
+    };
+    Ok(Transformer {
+        hidden: config.hidden,
+        layers: (layers, moe_layers),
+        heads: (heads, kv_heads),
+        head_dim,
+        latent,
+        windowed: if window > 0 { (windowed, window) } else { (0, 0) },
+        dense_intermediate,
+        shared_intermediate: config.shared.map_or(0, |shared| shared.mlp.intermediate),
+        vocabulary: required("vocab_size")?,
+    })
 }
 
 /// Far above any model's.

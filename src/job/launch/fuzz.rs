@@ -68,7 +68,7 @@ fn hellos_and_requests_that_are_a_little_wrong_are_taken_or_refused() {
     let process =
         |rank| LaunchedProcess { launcher: "test", rank, size: 3, one_host: true, job: "j".to_string(), address: None };
     let (zero, hello) = (Hello::of(&process(0)), Hello::of(&process(2)).to_bytes());
-    let expert = ProbedExpert { hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32 };
+    let expert = ProbedExpert { hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32, training: true };
     let request = Request::Probe(ProbeRequest {
         pes: 2,
         expert,

@@ -55,7 +55,7 @@ pub use supervisor::{Event, Processes};
 pub use survivors::{GoOn, Separable};
 
 /// Raised with every change to what the processes of a job send each other: the frames on their sockets, and the request.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// The argument with which a program starts itself again as a PE.
 pub const PE_COMMAND: &str = "pe";
 

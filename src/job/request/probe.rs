@@ -17,6 +17,8 @@ pub struct ProbedExpert {
     pub gated: bool,
     /// Element type: f32 or bf16.
     pub dtype: Dtype,
+    /// Whether it is to be trained: it then has a gradient.
+    pub training: bool,
 }
 
 impl ProbedExpert {

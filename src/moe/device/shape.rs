@@ -78,6 +78,9 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     if let Some(rows) = options.tile_rows {
         return Err(config_error("tile rows", rows, "none on a device, whose tiles have one size"));
     }
+    if let Some(wire) = options.wire {
+        return Err(config_error("wire", wire.name(), "none on a device, whose rows are as its weights"));
+    }
     check_family(config)?;
     let shared = config.shared.map_or(8, |s| s.mlp.intermediate);
     for (field, value) in

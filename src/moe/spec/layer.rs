@@ -74,7 +74,7 @@ impl LayerSpec {
     /// Names the first field that is wrong, its value, and what would be right.
     pub fn validate(&self, n_pes: usize) -> Result<(), MoeError> {
         self.config.validate()?;
-        self.options.validate()?;
+        self.options.validate(self.dtype)?;
         for (field, value, expected) in [
             ("the placement's number of PEs", self.placement.n_pes(), n_pes),
             ("the placement's number of experts", self.placement.n_experts(), self.config.n_experts),
@@ -110,7 +110,8 @@ impl LayerSpec {
     /// # Errors
     /// [`MoeError::TooLarge`].
     pub fn layout(&self) -> Result<Layout, MoeError> {
-        Layout::new(&self.config, &self.placement, self.slots, self.dtype.bytes(), self.max_tokens, &self.options)
+        let row_element_bytes = self.options.wire(self.dtype).bytes();
+        Layout::new(&self.config, &self.placement, self.slots, row_element_bytes, self.max_tokens, &self.options)
     }
 }
 

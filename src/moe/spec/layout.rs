@@ -26,7 +26,7 @@ pub struct Layout {
     pub peers: usize,
     /// Most tokens on one PE.
     pub max_tokens: usize,
-    /// Bytes of a row: `hidden` elements.
+    /// Bytes of a row on its way: `hidden` elements.
     pub row_bytes: usize,
     /// Most experts one row can have on one PE.
     pub max_slots_per_row: usize,
@@ -50,7 +50,7 @@ pub struct Layout {
 const MOVE_LEN: usize = 1 << 18;
 
 impl Layout {
-    /// The sizes for a layer of at most `max_tokens` tokens per PE with elements of `element_bytes`.
+    /// The sizes for a layer of at most `max_tokens` tokens per PE whose rows travel in elements of `element_bytes`.
     ///
     /// With `slots`, for any placement of so many experts on a PE.
     ///

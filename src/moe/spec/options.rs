@@ -63,6 +63,9 @@ pub struct Options {
     /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles have one size, so it takes
     /// none.
     pub tile_rows: Option<usize>,
+    /// Element type of rows between PEs, on a CPU: [`Dtype::Bf16`] in a layer of f32, which halves their bytes and rounds what crosses; `None`:
+    /// the layer's.
+    pub wire: Option<Dtype>,
     /// Threads of a PE that compute tiles, on a CPU; the bits of the results are the same for any number.
     pub threads: usize,
     /// How long a PE waits for a peer before it gives up.
@@ -76,6 +79,7 @@ impl Default for Options {
             budget_factor: 2.0,
             chunk_rows: 256,
             tile_rows: None,
+            wire: None,
             threads: 1,
             wait_limit: Duration::from_secs(60),
         }
@@ -91,17 +95,26 @@ impl Options {
         self.tile_rows.unwrap_or(Self::DEFAULT_TILE_ROWS)
     }
 
-    /// Checks that a layer can run with these.
+    /// Element type of rows between the PEs of a layer of `dtype`.
+    pub fn wire(&self, dtype: Dtype) -> Dtype {
+        self.wire.unwrap_or(dtype)
+    }
+
+    /// Checks that a layer of `dtype` can run with these.
     ///
     /// # Errors
     /// Names the first option that is out of range, its value, and what would be right.
-    pub fn validate(&self) -> Result<(), ConfigError> {
+    pub fn validate(&self, dtype: Dtype) -> Result<(), ConfigError> {
         for (field, value) in
             [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows()), ("threads", self.threads)]
         {
             if value == 0 {
                 return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
             }
+        }
+        if let Some(wire) = self.wire.filter(|wire| (*wire, dtype) != (Dtype::Bf16, Dtype::F32)) {
+            let value = format!("{} in a layer of {}", wire.name(), dtype.name());
+            return Err(ConfigError { field: "wire", value, expected: "bf16 in a layer of f32, or none".into() });
         }
         let factor = self.budget_factor;
         if !(factor.is_finite() && factor > 0.0) {

@@ -25,10 +25,7 @@ impl Engine<'_> {
 
     /// A message is there; whose it is takes it in its next call, or at once in one.
     pub(super) fn arrived_at_call(&mut self, to: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
-        let from = match kind {
-            Kind::Rows => self.member(at, self.plan(at).chunks[chunk as usize].from),
-            Kind::Results => at,
-        };
+        let (from, _) = self.ends(at, chunk, kind);
         let message = Message { from, to, at, chunk, kind, pass };
         match self.is_in_call(to) {
             true => self.take(message),

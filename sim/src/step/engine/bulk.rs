@@ -69,13 +69,16 @@ impl Engine<'_> {
         for &p in members {
             let (n, me) = (members.len() as u32, self.pes[p].index);
             for k in 1..n {
-                for chunk in self.plan(p).from(((me + k) % n) as usize) {
-                    self.copy(p, Copying::Return { chunk });
-                    sent += 1;
+                let from = ((me + k) % n) as usize;
+                for chunk in self.plan(p).from(from) {
+                    if self.plan(p).chunks[chunk as usize].result_rows > 0 {
+                        self.copy(p, Copying::Return { chunk });
+                    }
                 }
+                sent += self.plan(p).direct_from(from).len() + self.plan(p).crossings_from(from).len();
             }
         }
-        sent
+        sent as u32
     }
 
     /// All results are back. The router's gradients are what is left of a backward.

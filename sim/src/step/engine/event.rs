@@ -2,14 +2,22 @@
 
 use std::cmp::Ordering;
 
-/// What a chunk's message is: rows on their way out, or results on their way back.
+/// What a message is: rows on their way out, or results on their way back; a chunk's, or those that cross the network for all PEs of a host.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Kind {
     Rows,
     Results,
+    CrossingRows,
+    CrossingResults,
 }
 
-/// A message of the rows that `at` receives as its chunk `chunk`, in a pass.
+impl Kind {
+    pub fn is_out(self) -> bool {
+        matches!(self, Kind::Rows | Kind::CrossingRows)
+    }
+}
+
+/// A message of the rows that `at` receives as its chunk `chunk`, or hands on as its crossing of that number, in a pass.
 #[derive(Clone, Copy)]
 pub struct Message {
     pub from: usize,
@@ -26,8 +34,8 @@ pub enum What {
     /// A PE has the headers of all.
     Headers,
     /// A chunk may leave: its place at the receiver is free. Its own numbers are the receiver's.
-    Leave { to: u32, chunk: u32 },
-    /// The head of a chunk's message has arrived, of the rows that `at` receives as chunk `chunk`.
+    Leave { to: u32, chunk: u32, kind: Kind },
+    /// The head of a chunk's message has arrived; its own numbers are as in [`Message`].
     Head { at: u32, chunk: u32, kind: Kind },
     /// All of it has.
     Arrived { at: u32, chunk: u32, kind: Kind },

@@ -5,19 +5,20 @@ use std::collections::VecDeque;
 
 use super::event::{Kind, Message, What};
 use super::{Engine, Schedule};
+use crate::step::plan::Chunk;
 use crate::timeline::Span;
 
 /// What a PE does with a chunk.
 #[derive(Clone, Copy)]
 pub(super) enum Copying {
-    /// Puts rows to a PE, which receives them as this chunk.
-    Send { to: u32, chunk: u32 },
+    /// Puts rows to a PE, which receives them as this chunk, or hands them on.
+    Send { to: u32, chunk: u32, kind: Kind },
     /// Takes rows that have come, or its own, into their tiles.
     Gather { chunk: u32 },
     /// Sums the results of a chunk, and puts them to where its rows are from.
     Return { chunk: u32 },
-    /// Adds results that came from `at`, of its chunk `chunk`.
-    Add { at: u32, chunk: u32 },
+    /// Adds results that came from `at`, of its chunk `chunk`, or that it has collected.
+    Add { at: u32, chunk: u32, kind: Kind },
     /// Sums and adds results of its own rows.
     AddOwn { chunk: u32 },
 }
@@ -60,15 +61,17 @@ impl Engine<'_> {
         let cost = &self.step.cost.copy_flop[usize::from(self.is_backward(p))];
         let of = |at: usize, chunk: u32| self.plan(at).chunks[chunk as usize];
         let flop = match copy {
-            Copying::Send { to, chunk } => cost.message[0] + f64::from(of(to as usize, chunk).rows) * cost.put_row[0],
+            Copying::Send { to, chunk, kind } => {
+                cost.message[0] + f64::from(self.size(to as usize, chunk, kind).0) * cost.put_row[0]
+            }
             Copying::Gather { chunk } => f64::from(of(p, chunk).slots) * cost.gather_slot,
             Copying::Return { chunk } => {
                 let chunk = of(p, chunk);
                 cost.message[1]
-                    + f64::from(chunk.rows) * cost.put_row[1]
+                    + f64::from(chunk.result_rows) * cost.put_row[1]
                     + f64::from(chunk.result_slots) * cost.sum_slot
             }
-            Copying::Add { at, chunk } => f64::from(of(at as usize, chunk).rows) * cost.add_row,
+            Copying::Add { at, chunk, kind } => f64::from(self.size(at as usize, chunk, kind).0) * cost.add_row,
             Copying::AddOwn { chunk } => {
                 let chunk = of(p, chunk);
                 f64::from(chunk.rows) * cost.add_row + f64::from(chunk.result_slots) * cost.sum_slot
@@ -84,13 +87,16 @@ impl Engine<'_> {
     pub(super) fn copied(&mut self, p: usize, copy: Copying) {
         let (pass, bulk) = (self.pes[p].pass, self.step.schedule == Schedule::Bulk);
         match copy {
-            Copying::Send { to, chunk } => {
+            Copying::Send { to, chunk, kind } => {
                 let to = to as usize;
-                self.message(Message { from: p, to, at: to, chunk, kind: Kind::Rows, pass });
+                self.message(Message { from: p, to, at: to, chunk, kind, pass });
             }
             Copying::Return { chunk } => {
-                let to = self.member(p, self.plan(p).chunks[chunk as usize].from);
-                self.message(Message { from: p, to, at: p, chunk, kind: Kind::Results, pass });
+                let kind = Kind::Results;
+                match self.ends(p, chunk, kind).1 {
+                    to if to == p => self.collect(p, chunk, pass),
+                    to => self.message(Message { from: p, to, at: p, chunk, kind, pass }),
+                }
             }
             Copying::Gather { chunk } => {
                 self.gathered(p, chunk);
@@ -108,7 +114,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Sends the chunks of one filling of the windows, the next PE's first; says how many.
+    /// Sends the chunks of one filling of the windows, the next PE's first; says how many PEs get.
     pub(super) fn send_chunks(&mut self, p: usize, round: u32) -> u32 {
         let n = self.step.groups[self.pes[p].group as usize].members.len() as u32;
         let me = self.pes[p].index;
@@ -116,18 +122,21 @@ impl Engine<'_> {
         let mut sent = 0;
         for k in 1..n {
             let to = self.member(p, (me + k) % n);
-            let chunks = self.plan(to).from(me as usize);
-            let first = chunks.start.saturating_add(round * window).min(chunks.end);
-            for chunk in first..chunks.end.min(first + window) {
-                self.copy(p, Copying::Send { to: to as u32, chunk });
-                sent += 1;
+            let plan = self.plan(to);
+            let (direct, crossings) = (plan.direct_from(me as usize), plan.crossings_from(me as usize));
+            for (all, kind) in [(direct, Kind::Rows), (crossings, Kind::CrossingRows)] {
+                let first = all.start.saturating_add(round * window).min(all.end);
+                for chunk in first..all.end.min(first + window) {
+                    self.copy(p, Copying::Send { to: to as u32, chunk, kind });
+                    sent += if kind == Kind::Rows { 1 } else { plan.crossings[chunk as usize].parts.len() as u32 };
+                }
             }
         }
         sent
     }
 
     /// Puts a message on its way, or waits for its target to take it.
-    fn message(&mut self, message: Message) {
+    pub(super) fn message(&mut self, message: Message) {
         match self.step.puts_block && !self.is_in_call(message.to) {
             true => self.pes[message.to].announced.push(message),
             false => self.leave(message),
@@ -138,19 +147,49 @@ impl Engine<'_> {
     pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
+        if !self.network.is_local(from, to) {
+            self.network_bytes += bytes;
+        }
         let head_s = self.network.send(from, to, self.on_wire(from, to, bytes, pass), self.now_s);
         self.at(head_s, from, pass, What::Head { at: at as u32, chunk, kind });
     }
 
+    /// From whom a message is, and for whom.
+    pub(super) fn ends(&self, at: usize, chunk: u32, kind: Kind) -> (usize, usize) {
+        let plan = self.plan(at);
+        let other = match kind {
+            Kind::Rows | Kind::Results => {
+                let chunk = &plan.chunks[chunk as usize];
+                chunk.relay.map_or(chunk.from, |(relay, _)| relay)
+            }
+            Kind::CrossingRows | Kind::CrossingResults => plan.crossings[chunk as usize].from,
+        };
+        let other = self.member(at, other);
+        if kind.is_out() { (other, at) } else { (at, other) }
+    }
+
+    /// Rows and slots of a message.
+    pub(super) fn size(&self, at: usize, chunk: u32, kind: Kind) -> (u32, u32) {
+        let (plan, chunk) = (self.plan(at), chunk as usize);
+        match kind {
+            Kind::Rows => (plan.chunks[chunk].rows, plan.chunks[chunk].slots),
+            Kind::Results => (plan.chunks[chunk].result_rows, plan.chunks[chunk].result_slots),
+            Kind::CrossingRows => (plan.crossings[chunk].rows, plan.crossings[chunk].slots),
+            Kind::CrossingResults => (plan.crossings[chunk].rows, plan.crossings[chunk].result_slots),
+        }
+    }
+
     fn bytes(&self, at: usize, chunk: u32, kind: Kind, pass: u32) -> f64 {
-        let (cost, chunk) = (self.step.cost, self.plan(at).chunks[chunk as usize]);
+        let cost = self.step.cost;
+        let (rows, slots) = self.size(at, chunk, kind);
+        let (rows, slots) = (f64::from(rows), f64::from(slots));
         let backward = self.step.backward && pass.is_multiple_of(2);
-        let beside = match (kind, backward) {
-            (Kind::Rows, false) => f64::from(chunk.rows) * cost.out_bytes.0 + f64::from(chunk.slots) * cost.out_bytes.1,
-            (Kind::Results, true) => f64::from(chunk.result_slots) * cost.back_bytes,
+        let beside = match (kind.is_out(), backward) {
+            (true, false) => rows * cost.out_bytes.0 + slots * cost.out_bytes.1,
+            (false, true) => slots * cost.back_bytes,
             _ => 0.0,
         };
-        f64::from(chunk.rows) * cost.row_bytes + beside
+        rows * cost.row_bytes + beside
     }
 
     /// The bytes that a port is taken by: none inside a host whose PEs copy rows themselves.
@@ -160,14 +199,13 @@ impl Engine<'_> {
         if copies && self.network.is_local(from, to) { 0.0 } else { bytes }
     }
 
-    pub(super) fn head(&mut self, from: usize, at: usize, chunk: u32, kind: Kind, pass: u32) {
-        let source = self.member(at, self.plan(at).chunks[chunk as usize].from);
-        let to = if kind == Kind::Rows { at } else { source };
+    pub(super) fn head(&mut self, at: usize, chunk: u32, kind: Kind, pass: u32) {
+        let (from, to) = self.ends(at, chunk, kind);
         let bytes = self.on_wire(from, to, self.bytes(at, chunk, kind, pass), pass);
         let end_s = self.network.receive(from, to, bytes, self.now_s);
         if to < self.step.traced {
             let dur_s = self.network.wire_s(from, to, bytes);
-            let what = if kind == Kind::Rows { "rows" } else { "results" };
+            let what = if kind.is_out() { "rows" } else { "results" };
             let track = if self.network.is_local(from, to) { 1 } else { 2 };
             let name = format!("{what} from PE {from}");
             self.spans.push(Span { pe: to as u32, track, name, start_s: end_s - dur_s, dur_s });
@@ -179,11 +217,15 @@ impl Engine<'_> {
     pub(super) fn arrived(&mut self, to: usize, at: u32, chunk: u32, kind: Kind, pass: u32) {
         match kind {
             Kind::Rows => self.rows_arrived(to, chunk, pass),
-            Kind::Results => self.result_arrived(to, at, chunk),
+            Kind::CrossingRows => self.hand_on(to, chunk, pass),
+            Kind::Results if self.plan(at as usize).chunks[chunk as usize].relay.is_some() => {
+                self.collect(at as usize, chunk, pass);
+            }
+            Kind::Results | Kind::CrossingResults => self.result_arrived(to, at, chunk, kind),
         }
     }
 
-    fn rows_arrived(&mut self, p: usize, chunk: u32, pass: u32) {
+    pub(super) fn rows_arrived(&mut self, p: usize, chunk: u32, pass: u32) {
         let takes = self.step.schedule == Schedule::Bulk || self.pes[p].pass == pass && self.pes[p].placed;
         match takes {
             true => {
@@ -211,12 +253,26 @@ impl Engine<'_> {
                 pe.ready.push(Reverse((tile.own, piece.tile)));
             }
         }
-        let from = plan.chunks[chunk as usize].from;
+        let Chunk { from, relay, .. } = plan.chunks[chunk as usize];
+        if self.step.schedule == Schedule::Pipelined && from != pe.index {
+            match relay {
+                None => self.credit(p, chunk, Kind::Rows, plan.from(from as usize).end, self.now_s),
+                Some((relay, number)) => self.part_gathered(p, relay, number),
+            }
+        }
+    }
+
+    /// Gives the place of a chunk, or of what is handed on, back to who sent it; `end` is the end of the sender's.
+    pub(super) fn credit(&mut self, p: usize, chunk: u32, kind: Kind, end: u32, now_s: f64) {
         let next = chunk.saturating_add(self.step.window_chunks as u32);
-        if self.step.schedule == Schedule::Pipelined && from != pe.index && next < plan.from(from as usize).end {
-            let (source, pass) = (self.member(p, from), self.pes[p].pass);
-            let credit_s = self.now_s + self.network.alpha_s(p, source);
-            self.at(credit_s, source, pass, What::Leave { to: p as u32, chunk: next });
+        if next < end {
+            let (source, pass) = (self.ends(p, chunk, kind).0, self.pes[p].pass);
+            self.at(
+                now_s + self.network.alpha_s(p, source),
+                source,
+                pass,
+                What::Leave { to: p as u32, chunk: next, kind },
+            );
         }
     }
 
@@ -229,8 +285,8 @@ impl Engine<'_> {
         }
     }
 
-    fn result_arrived(&mut self, p: usize, at: u32, chunk: u32) {
-        self.copy(p, Copying::Add { at, chunk });
+    fn result_arrived(&mut self, p: usize, at: u32, chunk: u32, kind: Kind) {
+        self.copy(p, Copying::Add { at, chunk, kind });
         if self.step.schedule == Schedule::Pipelined || self.step.cost.copy_flop[0].add_row > 0.0 {
             self.compute(p);
         }

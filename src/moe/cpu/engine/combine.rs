@@ -1,6 +1,7 @@
 //! Partial sums on their way back, and the final sum.
 
 use super::dispatch::put_pieces;
+use super::wire::WireRows;
 use super::{Direction, Engine};
 use crate::moe::cpu::experts::Batch;
 use crate::moe::cpu::kernels::{self, Element};
@@ -33,16 +34,16 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let (me, h, row_bytes) = (self.me(), self.config.hidden, self.memory.layout.row_bytes);
         let from = &self.saved.inbound[pe];
         let range = self.chunk_range(from.rows, chunk);
-        let mut rows = vec![E::default(); range.len() * h];
+        let mut rows = WireRows::<E>::zeros(self.options.wire, range.len() * h);
         let mut d_weights = Vec::new();
         enter_scale(self.rec, self.direction);
         let mut slots = 0;
-        for (row, &j) in rows.chunks_exact_mut(h).zip(&from.returns[range.clone()]) {
+        for (k, &j) in from.returns[range.clone()].iter().enumerate() {
             let places = from.places(j as usize);
             slots += places.len();
             self.progress.row.fill(0.0);
             sum_places(&self.saved.batches, places, self.direction, &mut self.progress.row);
-            E::convert(&self.progress.row, row);
+            rows.set(k * h, &self.progress.row);
             if self.direction == Direction::Backward {
                 d_weights.extend(places.iter().map(|&(e, k)| self.saved.batches[e as usize].d_weight[k as usize]));
             }
@@ -55,7 +56,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             self.direction,
         );
         self.progress.returned_slots[pe] += slots;
-        let pieces = [bytemuck::cast_slice::<E, u8>(&rows), bytemuck::cast_slice::<f32, u8>(&d_weights)];
+        let pieces = [rows.as_bytes(), bytemuck::cast_slice::<f32, u8>(&d_weights)];
         let place = self.memory.returns().slice(start..start + pieces[0].len() + pieces[1].len());
         let signal = (self.memory.result_signal(me, pe, chunk), self.pass);
         let traffic = &mut self.rec.traffic;
@@ -132,11 +133,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let first = (range.start, self.progress.combined_slots);
         let start = return_offset((first_row, first_slot), first, row_bytes, self.direction);
         let returns = self.memory.returns();
-        let mut wire = vec![E::default(); h];
+        let mut row = WireRows::<E>::zeros(self.options.wire, h);
         for (k, &j) in rows.iter().enumerate() {
             let at = start + k * row_bytes;
-            self.shmem.get(bytemuck::cast_slice_mut(&mut wire), returns.slice(at..at + row_bytes), me);
-            E::widen(&wire, &mut self.progress.row);
+            self.shmem.get(row.as_bytes_mut(), returns.slice(at..at + row_bytes), me);
+            row.widen(&mut self.progress.row);
             let token = routes.tokens[j as usize] as usize;
             kernels::axpy(&mut self.output[token * h..(token + 1) * h], 1.0, &self.progress.row);
         }

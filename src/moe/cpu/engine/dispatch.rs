@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::wire::WireRows;
 use super::{Direction, Engine, Inbound};
 use crate::moe::cpu::kernels::Element;
 use crate::moe::spec::metrics::{Phase, Traffic};
@@ -155,13 +156,22 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let input = self.input;
         let data = rows.clone().map(|j| {
             let token = routes.tokens[j] as usize;
-            bytemuck::cast_slice::<E, u8>(&input[token * h..(token + 1) * h])
+            &input[token * h..(token + 1) * h]
         });
         let traffic = &mut self.rec.traffic;
         traffic.dispatch_rows += rows.len() as u64;
         traffic.dispatch_row_bytes += (rows.len() * row_bytes) as u64;
         traffic.dispatch_slot_bytes += slot_bytes.len() as u64;
-        put_pieces(self.shmem, place, data.chain(std::iter::once(slot_bytes)), signal, pe, traffic);
+        if self.options.wire.is_none() {
+            let pieces = data.map(bytemuck::cast_slice).chain(std::iter::once(slot_bytes));
+            return put_pieces(self.shmem, place, pieces, signal, pe, traffic);
+        }
+        let mut packed = WireRows::<E>::zeros(self.options.wire, rows.len() * h);
+        for (k, row) in data.enumerate() {
+            E::widen(row, &mut self.progress.row);
+            packed.set(k * h, &self.progress.row);
+        }
+        put_pieces(self.shmem, place, [packed.as_bytes(), slot_bytes].into_iter(), signal, pe, traffic);
     }
 
     /// Gathers the rows that stay on this PE, straight from the input.
@@ -241,12 +251,21 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             self.read_slots(pe, &range, data)?;
         }
         let from = &self.saved.inbound[pe];
+        let mut packed = self.options.wire.map(|_| WireRows::<E>::zeros(self.options.wire, h));
         for (k, j) in range.clone().enumerate() {
+            let row = data.slice(k * row_bytes..(k + 1) * row_bytes);
+            if let Some(packed) = &mut packed {
+                self.shmem.get(packed.as_bytes_mut(), row, me);
+                packed.widen(&mut self.progress.row);
+            }
             for &(e, place) in &from.places[from.place_start[j] as usize..from.place_start[j + 1] as usize] {
                 let batch = &mut self.saved.batches[e as usize];
                 let to = if self.direction == Direction::Forward { &mut batch.x } else { &mut batch.g };
                 let to = &mut to[place as usize * h..(place as usize + 1) * h];
-                self.shmem.get(bytemuck::cast_slice_mut(to), data.slice(k * row_bytes..(k + 1) * row_bytes), me);
+                match &packed {
+                    None => self.shmem.get(bytemuck::cast_slice_mut(to), row, me),
+                    Some(_) => E::convert(&self.progress.row, to),
+                }
             }
         }
         if self.direction == Direction::Forward {

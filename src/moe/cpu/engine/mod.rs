@@ -6,6 +6,7 @@
 
 mod combine;
 mod dispatch;
+mod wire;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

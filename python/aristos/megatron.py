@@ -1,0 +1,82 @@
+"""Megatron-Core's MoE layer with routed experts by Aristos, with megatron-core 0.16.1, in place of its own in a specification::
+
+    spec = get_gpt_layer_local_spec(num_experts=N)
+    mlp = spec.submodules.mlp
+    spec.submodules.mlp = ModuleSpec(module=aristos.megatron.MoELayer, submodules=mlp.submodules, metainfo=mlp.metainfo)
+
+Router, shared expert and the experts' parameters stay Megatron's, and so do their names in checkpoints.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import build_module
+
+from . import _group, _routing
+from ._experts import experts as run_experts
+
+_ACTIVATIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", squared_relu: "relu2", quick_gelu: "quick_gelu"}
+# What changes what an expert computes, or where, and what it has to be.
+_EXPECTED = dict(
+    activation_func_clamp_value=None,
+    add_bias_linear=False,
+    expert_tensor_parallel_size=1,
+    fp4=None,
+    fp8=None,
+    glu_linear_offset=0.0,
+    moe_apply_probs_on_input=False,
+    moe_latent_size=None,
+    moe_shared_expert_overlap=False,
+)
+
+
+class MoELayer(BaseMoELayer):
+    """Megatron's `MoELayer`, but that tokens travel and are computed by Aristos, over the expert-parallel group.
+
+    The experts are to be a `SequentialMLP`; their weights are copied into one tensor for each pass. Gradients are sums over all tokens of the
+    expert-parallel group, as with Megatron's own dispatchers.
+
+    Raises:
+        ValueError: a field of the configuration that Aristos' experts do not know, by name.
+    """
+
+    def __init__(self, config, submodules=None, layer_number=None, pg_collection=None):
+        for field, expected in _EXPECTED.items():
+            if getattr(config, field) != expected:
+                raise ValueError(f"{field} is {getattr(config, field)}, expected {expected}: aristos.megatron.MoELayer has nothing else")
+        if config.activation_func not in _ACTIVATIONS:
+            names = ", ".join(_ACTIVATIONS.values())
+            raise ValueError(f"activation_func is {config.activation_func}, expected one of {names}")
+        if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+            raise ValueError("sequence_parallel is False, expected True where tensor_model_parallel_size is above 1")
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config=config, layer_number=layer_number, pg_collection=groups)
+        self.router = submodules.router(config=config, pg_collection=groups)
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        if not isinstance(self.experts, SequentialMLP):
+            raise ValueError(f"experts is a {type(self.experts).__name__}, expected a SequentialMLP (moe_grouped_gemm=False)")
+        if self.use_shared_expert:
+            gate = config.moe_shared_expert_gate
+            self.shared_experts = build_module(submodules.shared_experts, config=config, pg_collection=groups, gate=gate)
+
+    def forward(self, hidden_states, padding_mask=None):
+        """hidden_states and the output are [sequence, batch, hidden], padding_mask [batch, sequence], True for tokens that the router leaves out
+        of its losses. The output, and None for a bias that there is not."""
+        mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
+        probs, chosen = self.router(hidden_states, mask)
+        # A token that the router drops, by a capacity factor, has fewer experts than the others.
+        weights, ids = probs.masked_fill(~chosen, -1).topk(self.config.moe_router_topk)
+        dropped = ~chosen.gather(1, ids)
+        weights, ids = weights.masked_fill(dropped, 0), ids.masked_fill(dropped, -1)
+        _routing.note(ids)
+        local = self.experts.local_experts
+        up, down = (torch.stack([linear.weight for linear in linears]) for linears in zip(*((e.linear_fc1, e.linear_fc2) for e in local)))
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        form = dict(activation=_ACTIVATIONS[self.config.activation_func], gated=self.config.gated_linear_unit)
+        output = run_experts(x, ids, weights, up, down, group=_group.of(self.ep_group), **form).view_as(hidden_states)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden_states)
+        return output, None

@@ -1,0 +1,61 @@
+//! Rows that cross the network once for all PEs of a host: a relay there hands them on, and sends back one sum of their results.
+
+use super::Engine;
+use super::event::{Kind, Message};
+use crate::step::plan::Crossing;
+
+/// What is still to come of a crossing in a pass.
+pub(super) struct Relaying {
+    /// PEs that have not gathered their part of its rows, and when the last of the others' credits is there, s.
+    ungathered: u32,
+    free_s: f64,
+    /// PEs whose part of its results is not there.
+    uncollected: u32,
+}
+
+impl Relaying {
+    pub fn new(crossing: &Crossing) -> Relaying {
+        Relaying { ungathered: crossing.parts.len() as u32, free_s: 0.0, uncollected: crossing.result_parts }
+    }
+}
+
+impl Engine<'_> {
+    /// Rows have crossed: the relay passes each PE its part, whatever else it is at.
+    pub(super) fn hand_on(&mut self, p: usize, crossing: u32, pass: u32) {
+        for &(to, chunk) in &self.plan(p).crossings[crossing as usize].parts {
+            match self.member(p, to) {
+                to if to == p => self.rows_arrived(p, chunk, pass),
+                to => self.message(Message { from: p, to, at: to, chunk, kind: Kind::Rows, pass }),
+            }
+        }
+    }
+
+    /// A PE has gathered its part. With the last one the crossing's place is free.
+    pub(super) fn part_gathered(&mut self, p: usize, relay: u32, crossing: u32) {
+        let relay = self.member(p, relay);
+        let there_s = if relay == p { self.now_s } else { self.now_s + self.network.alpha_s(p, relay) };
+        let plan = self.plan(relay);
+        let (of, state) = (&plan.crossings[crossing as usize], &mut self.pes[relay].relaying[crossing as usize]);
+        state.ungathered -= 1;
+        state.free_s = state.free_s.max(there_s);
+        if state.ungathered == 0 {
+            let free_s = std::mem::take(&mut state.free_s);
+            state.ungathered = of.parts.len() as u32;
+            self.credit(relay, crossing, Kind::CrossingRows, plan.crossings_from(of.from as usize).end, free_s);
+        }
+    }
+
+    /// The results of chunk `chunk` of PE `at` are at its relay, which sends their sum back with the last part.
+    pub(super) fn collect(&mut self, at: usize, chunk: u32, pass: u32) {
+        let Some((relay, crossing)) = self.plan(at).chunks[chunk as usize].relay else { return };
+        let relay = self.member(at, relay);
+        let of = &self.plan(relay).crossings[crossing as usize];
+        let state = &mut self.pes[relay].relaying[crossing as usize];
+        state.uncollected -= 1;
+        if state.uncollected == 0 {
+            state.uncollected = of.result_parts;
+            let (kind, to) = (Kind::CrossingResults, self.member(relay, of.from));
+            self.message(Message { from: relay, to, at: relay, chunk: crossing, kind, pass });
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! A whole model's step: layers with experts as they are simulated, the rest by the roofline model.
+
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::Simulated;
+use crate::sim::linear::Device;
+use crate::sim::roofline::Transformer;
+use crate::sim::step::{PeTime, StepTimes};
+
+/// What a model has beside its routed experts, and what computes it.
+pub struct Dense {
+    /// The shapes.
+    pub transformer: Transformer,
+    /// The device of every PE.
+    pub device: Device,
+    /// Tokens of a sequence.
+    pub sequence: usize,
+}
+
+/// A step of all layers; seconds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ModelTime {
+    /// Layers.
+    pub layers: usize,
+    /// Those of them with experts.
+    pub moe_layers: usize,
+    /// Tokens of a sequence.
+    pub sequence: usize,
+    /// Bytes of the weights that every PE has, in the layer's element type; the experts' are in `memory`, of one layer.
+    pub dense_weights_bytes: u64,
+    /// A step: the sum of the parts.
+    pub step_s: f64,
+    /// Tokens of a step over `step_s`.
+    pub tokens_per_s: f64,
+    /// Attention with its projections.
+    pub attention: Part,
+    /// MLPs that all tokens go through, norms, additions, embedding and head.
+    pub dense: Part,
+    /// What the mean PE computes and copies in layers with experts.
+    pub moe: Part,
+    /// The rest of these layers: waiting for rows, results and sums of gradients, and for slower PEs.
+    pub exposed_communication: Part,
+}
+
+/// A part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Part {
+    /// Its time, seconds.
+    pub time_s: f64,
+    /// Of the step, 0 to 1.
+    pub share: f64,
+}
+
+impl Dense {
+    /// Weights that every PE has, for each layer with experts: with its own gradients those of these are summed.
+    pub(super) fn parameters_per_layer(&self) -> f64 {
+        self.transformer.parameters() / self.transformer.layers.1.max(1) as f64
+    }
+
+    /// A step of the model: layer l with experts takes what the simulated step l mod their number takes.
+    pub(super) fn time(&self, simulated: &Simulated, times: &StepTimes) -> Result<ModelTime> {
+        let element_bytes = simulated.dtype.bytes();
+        let dense = self.transformer.time(&self.device, simulated.most_tokens(), self.sequence, element_bytes)?;
+        let (layers, moe_layers) = self.transformer.layers;
+        let steps = times.step_s.len();
+        let in_layers_s: f64 = (0..moe_layers).map(|layer| times.step_s[layer % steps]).sum();
+        let work_s = |pe: &PeTime| {
+            let phases = [pe.router_s, pe.expert_s, pe.dispatch_s, pe.combine_s];
+            phases.as_flattened().iter().sum::<f64>()
+        };
+        let of_pes_s: f64 = times.pes.iter().map(work_s).sum();
+        let moe_s = of_pes_s / (times.pes.len() * steps) as f64 * moe_layers as f64;
+        let of = |passes: [f64; 2]| if simulated.backward { passes[0] + passes[1] } else { passes[0] };
+        let (attention_s, rest_s) = (of(dense.attention_s), of(dense.rest_s));
+        let step_s = attention_s + rest_s + in_layers_s;
+        ensure!(step_s.is_finite() && step_s > 0.0, "the model's step takes {step_s} s, expected a time above 0");
+        let part = |time_s: f64| Part { time_s, share: time_s / step_s };
+        Ok(ModelTime {
+            layers,
+            moe_layers,
+            sequence: self.sequence,
+            dense_weights_bytes: (self.transformer.parameters() * element_bytes as f64) as u64,
+            step_s,
+            tokens_per_s: simulated.tokens() as f64 / step_s,
+            attention: part(attention_s),
+            dense: part(rest_s),
+            moe: part(moe_s),
+            exposed_communication: part(in_layers_s - moe_s),
+        })
+    }
+}
