@@ -448,7 +448,7 @@ fn cases() -> Vec<Case> {
 const STEPS: usize = 3;
 const AHEAD: usize = 2;
 const SEEDS: u64 = 12;
-const SEEDS_A_RUN: u64 = 2;
+const SEEDS_A_RUN: u64 = 1;
 
 #[test]
 fn seeds_networks_and_modes_change_nothing() {
@@ -644,10 +644,11 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
             let credits = got.signals - got.puts;
             assert!(credits.is_multiple_of(2) && credits < got.puts, "PE {pe}: {got:?}");
             assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
-            // One for the headers, and for the chunks and the results of either pass at most one for each PE that only the network reaches.
+            // One for the headers; for the chunks and the results of either pass one for each window that a round fills, so at most three, for each PE
+            // that only the network reaches (protocol_cases.h has the number).
             let reaches = |to: usize| world.reachable.as_ref().is_none_or(|mask| mask[pe * n + to] != 0);
             let far = (0..n).filter(|&to| !reaches(to)).count() as u64;
-            assert!(got.fences <= far.min(1) + 4 * far && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
+            assert!(got.fences <= far.min(1) + 4 * 3 * far && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
             assert_eq!(pes[pe].rounds, [1, 1]);
         }
         // The sum of the router's gradient: everyone sends its part of each owner's share, and gets the sums.

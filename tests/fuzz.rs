@@ -64,7 +64,7 @@ fn corpus(kind: &str) -> Vec<(PathBuf, Vec<u8>)> {
 
 /// Calls `read` with the corpus as it is, and with mutations of it; `read` says whether it was accepted. An error is one line.
 fn fuzz(kind: &str, mut read: impl FnMut(&[u8]) -> Result<(), String>) {
-    const AT_ONCE: u64 = 1250;
+    const AT_ONCE: u64 = 600;
     let corpus = corpus(kind);
     for (path, bytes) in &corpus {
         read(bytes).unwrap_or_else(|error| panic!("{}: {error}", path.display()));

@@ -1,4 +1,4 @@
-//! The CUDA kernels on the CPU: builds `kernels/host` and of `kernels/tests/*_test.cpp` a quarter, or with `tools/test --deep` all, with make and
+//! The CUDA kernels on the CPU: builds `kernels/host` and of `kernels/tests/*_test.cpp` a sixth, or with `tools/test --deep` all, with make and
 //! g++, and runs the programs, of those with cases for it some under ThreadSanitizer too. `kernels/tests/testing.h` says what a program is.
 
 mod sample;
@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(600);
 #[test]
 fn programs_pass() {
     let all = programs(|_| true);
-    let sample = Sample::new(all.len().div_ceil(4) as u64, all.len() as u64);
+    let sample = Sample::new(all.len().div_ceil(6) as u64, all.len() as u64);
     let some: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
     check(&some, false);
 }

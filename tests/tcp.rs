@@ -58,7 +58,7 @@ fn main() -> ExitCode {
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     // Those over a link take half a minute each: some at a time, unless asked for by name.
-    let some = Sample::new(if filter.is_empty() { 4 } else { LINK_TESTS }, LINK_TESTS);
+    let some = Sample::new(if filter.is_empty() { 2 } else { LINK_TESTS }, LINK_TESTS);
     let links = some.numbers().map(|number| &link::TESTS[number as usize]);
     for (name, test) in TESTS.iter().chain(links).filter(|(name, _)| name.contains(filter)) {
         let before = skip::count();
