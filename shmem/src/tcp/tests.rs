@@ -208,6 +208,7 @@ fn a_pe_that_panics_is_named_by_the_others() {
                 others_are_here();
                 std::panic::resume_unwind(Box::new("planted"));
             }
+            drop(others_are_here);
             let begun = Instant::now();
             let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
             assert!(begun.elapsed() < LIMIT / 2);
@@ -220,13 +221,14 @@ fn a_pe_that_panics_is_named_by_the_others() {
             pe.barrier_all(soon()).unwrap_err();
             assert!(begun.elapsed() < LIMIT / 2);
             assert_eq!((got, ended.lost.as_ref().map(|lost| lost.pe)), ([0], Some(2)));
-            ended.to_string()
+            // Kept until both have seen it: who ends for it without a farewell is lost to the other.
+            (ended.to_string(), pe, world)
         };
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).ok()
     });
     assert_eq!(lines.len(), 3);
     for line in &lines[..2] {
-        let line = line.as_ref().unwrap();
+        let (line, ..) = line.as_ref().unwrap();
         assert!(line.ends_with("saw 0; PE 2 is lost: its connection has ended"), "{line}");
     }
     assert!(lines[2].is_none());
