@@ -274,9 +274,10 @@ fn rows_cross(hosts: &Hosts, steps: usize, start: impl FnOnce(Vec<Command>) -> V
     run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
     let before = hosts.sent_bytes();
     let args = format!("run {layer} --check --steps {steps} --timeout 30 --json --output {}", tcp.display());
-    let mut outcomes = start(over(hosts, n, &args)).into_iter().map(|pe| pe.end().success());
-    let report: serde_json::Value = serde_json::from_str(&outcomes.next().unwrap().stdout).unwrap();
-    outcomes.for_each(|outcome| assert!(outcome.stdout.is_empty()));
+    let outcomes: Vec<Outcome> = start(over(hosts, n, &args)).into_iter().map(Running::end).collect();
+    assert!(outcomes.iter().all(|outcome| outcome.status.success()), "{outcomes:?}");
+    let report: serde_json::Value = serde_json::from_str(&outcomes[0].stdout).unwrap();
+    assert!(outcomes[1..].iter().all(|outcome| outcome.stdout.is_empty()), "{outcomes:?}");
     let crossed = hosts.sent_bytes() - before;
     same(&shm, &tcp);
     assert_eq!((report["check"]["passed"].as_bool(), report["config"]["pes"].as_u64()), (Some(true), Some(n as u64)));

@@ -17,6 +17,7 @@ use super::frame::VERSION;
 use super::hello::{
     Hello, MAX_HELLO_BYTES, MAX_TEXT_BYTES, Nonce, Place, answer, places_from_bytes, places_to_bytes, read_answer,
 };
+use super::silence::retry_soon;
 
 /// How long one that connects may take to say who it is.
 const HELLO_LIMIT: Duration = Duration::from_secs(5);
@@ -55,14 +56,20 @@ pub struct Joining<'a> {
 pub struct JoinLimits {
     /// Until all PEs have come.
     pub join: Duration,
-    /// A host whose kernel acknowledges nothing for so long is given up (`TCP_USER_TIMEOUT`, and keepalive where nothing is sent): its PEs are
-    /// lost. At least 2 s.
+    /// A host whose kernel acknowledges nothing for so long is given up: its PEs are lost. At least 2 s.
     pub silence: Duration,
 }
 
 impl Default for JoinLimits {
     fn default() -> Self {
         JoinLimits { join: Duration::from_secs(60), silence: Duration::from_secs(10) }
+    }
+}
+
+impl JoinLimits {
+    /// As it is used: a shorter one would be an ordinary pause.
+    pub(super) fn silence(&self) -> Duration {
+        self.silence.max(Duration::from_secs(2))
     }
 }
 
@@ -115,7 +122,7 @@ pub(super) fn meet(joining: &Joining<'_>, listener: Option<TcpListener>) -> Resu
     };
     for (peer, socket) in met.sockets.iter().enumerate() {
         let Some(socket) = socket else { continue };
-        prepare(socket, limits.silence)
+        prepare(socket, limits.silence())
             .map_err(|error| TcpError::system(format!("set up the connection to PE {peer}"), error))?;
     }
     Ok(met)
@@ -123,16 +130,15 @@ pub(super) fn meet(joining: &Joining<'_>, listener: Option<TcpListener>) -> Resu
 
 /// Sets a connection's options, as it is used from now on.
 fn prepare(socket: &TcpStream, silence: Duration) -> io::Result<()> {
-    let silence = silence.max(Duration::from_secs(2));
     socket.set_nonblocking(true)?;
     socket.set_nodelay(true)?;
-    sockopt::set_socket_keepalive(socket, true)?;
-    // Half of it until the first probe, then one a second.
+    retry_soon(socket);
+    // Where nothing is sent. Half of it until the first probe, then one a second.
     let idle = Duration::from_secs((silence.as_secs() / 2).clamp(1, 600));
     sockopt::set_tcp_keepidle(socket, idle)?;
     sockopt::set_tcp_keepintvl(socket, Duration::from_secs(1))?;
     sockopt::set_tcp_keepcnt(socket, (silence - idle).as_secs().clamp(1, 100) as u32)?;
-    sockopt::set_tcp_user_timeout(socket, silence.as_millis().min(u32::MAX.into()) as u32)?;
+    sockopt::set_socket_keepalive(socket, true)?;
     Ok(())
 }
 

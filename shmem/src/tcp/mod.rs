@@ -19,7 +19,7 @@
 //!
 //! # Peers
 //! A frame is untrusted: what it names must lie in the heap, an answer must be to a question; otherwise its sender is lost. A PE is lost
-//! too when its connection ends without a farewell (its process has ended), when TCP gives up on its host ([`JoinLimits::silence`]), when it has not
+//! too when its connection ends without a farewell (its process has ended), when its host acknowledges nothing for too long ([`JoinLimits::silence`]), when it has not
 //! answered a get, or a quiet, within the transport's limit, or says nothing after a wait for it was in vain (it is stopped). The first PE
 //! that is lost ends all waits, with an error that names it; a PE that ends for that says so to the others, who name the same.
 //!
@@ -34,6 +34,7 @@ mod mesh;
 mod near;
 mod outbox;
 mod progress;
+mod silence;
 #[cfg(all(test, not(miri)))] // Miri has no sockets.
 mod tests;
 mod transport;

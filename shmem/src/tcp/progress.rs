@@ -3,7 +3,9 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
+use rustix::event::Timespec;
 use rustix::event::epoll::{self, Event, EventFlags};
 use rustix::io::{Errno, retry_on_intr};
 
@@ -11,6 +13,7 @@ use super::frame::{Header, Kind, MAX_MESSAGE_BYTES};
 use super::inbox::{Inbox, Received, Sink};
 use super::mesh::{Mesh, WAKE, Wanted, lock};
 use super::outbox::Body;
+use super::silence::silent_for;
 use crate::Segment;
 use crate::doorbell::{ring, signal};
 
@@ -22,17 +25,27 @@ const EVENTS: usize = 64;
 /// Why a peer's stream cannot go on, half a line.
 struct Invalid(String);
 
-/// Runs until it is told to stop.
-pub(super) fn run(mesh: &Mesh) {
+/// How often the connections are asked whether their hosts are silent.
+const LOOK_AFTER: Duration = Duration::from_millis(500);
+
+/// Runs until it is told to stop; a PE whose host has been silent for longer than `limit` is lost.
+pub(super) fn run(mesh: &Mesh, limit: Duration) {
     let mut inboxes: Vec<Inbox> = mesh.peers.iter().map(|_| Inbox::new()).collect();
     let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
+    let look_after = Timespec::try_from(LOOK_AFTER).expect("half a second");
+    let mut looked = Instant::now();
     while !mesh.stop.load(Ordering::SeqCst) {
         events.clear();
-        let waited =
-            retry_on_intr(|| epoll::wait(mesh.epoll.as_fd(), rustix::buffer::spare_capacity(&mut events), None));
+        let waited = retry_on_intr(|| {
+            epoll::wait(mesh.epoll.as_fd(), rustix::buffer::spare_capacity(&mut events), Some(&look_after))
+        });
         if let Err(error) = waited {
             mesh.lose(mesh.me, format!("epoll has failed: {error}"));
             return;
+        }
+        if looked.elapsed() >= LOOK_AFTER {
+            looked = Instant::now();
+            find_silent_hosts(mesh, limit);
         }
         for event in &events {
             let pe = match event.data.u64() {
@@ -46,6 +59,15 @@ pub(super) fn run(mesh: &Mesh) {
             if flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR) {
                 read(mesh, pe, &mut inboxes[pe]);
             }
+        }
+    }
+}
+
+fn find_silent_hosts(mesh: &Mesh, limit: Duration) {
+    for (pe, peer) in mesh.others() {
+        let silent = silent_for(&peer.socket);
+        if silent > limit && !peer.ended.load(Ordering::SeqCst) {
+            mesh.end(pe, &format!("its host has acknowledged nothing for {} s", silent.as_secs()));
         }
     }
 }

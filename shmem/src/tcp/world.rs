@@ -63,10 +63,10 @@ impl TcpWorld {
         let sockets: Vec<Option<OwnedFd>> = sockets.into_iter().map(|socket| socket.map(OwnedFd::from)).collect();
         let mesh = Mesh::new(joining.pe, sockets);
         let mesh = Arc::new(mesh.map_err(|error| TcpError::system("watch the connections to the other PEs", error))?);
-        let of_thread = mesh.clone();
+        let (of_thread, silence) = (mesh.clone(), joining.limits.silence());
         let thread = std::thread::Builder::new().name("aristos-tcp".to_string()).spawn(move || {
             let _watch = Watch(&of_thread);
-            progress::run(&of_thread);
+            progress::run(&of_thread, silence);
         });
         let thread = thread.map_err(|error| TcpError::system("start the progress thread", error))?;
         let running = Arc::new(Running { mesh, thread: Some(thread) });
