@@ -1,0 +1,1 @@
+//! Empty; the manifest says what for.
