@@ -112,8 +112,7 @@ pub enum WireArg {
     Bf16,
 }
 
-/// `--device`.
-/// The argument of `--on-failure`.
+/// `--on-failure`.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum OnFailureArg {
     /// The job ends
@@ -131,6 +130,7 @@ impl From<OnFailureArg> for OnFailure {
     }
 }
 
+/// `--device`.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum DeviceArg {
     /// The CPU

@@ -68,7 +68,7 @@ impl Default for JoinLimits {
 
 impl JoinLimits {
     /// As it is used: a shorter one would be an ordinary pause.
-    pub(super) fn silence(&self) -> Duration {
+    pub(super) fn given_up_after(&self) -> Duration {
         self.silence.max(Duration::from_secs(2))
     }
 }
@@ -122,7 +122,7 @@ pub(super) fn meet(joining: &Joining<'_>, listener: Option<TcpListener>) -> Resu
     };
     for (peer, socket) in met.sockets.iter().enumerate() {
         let Some(socket) = socket else { continue };
-        prepare(socket, limits.silence())
+        prepare(socket, limits.given_up_after())
             .map_err(|error| TcpError::system(format!("set up the connection to PE {peer}"), error))?;
     }
     Ok(met)

@@ -245,12 +245,15 @@ fn who_ends_for_another_names_that_one() {
             std::mem::forget((pe, world));
             return None;
         }
+        drop(others_are_here);
         let word = pe.alloc::<u64>(1).unwrap();
         let ended = pe.wait_until(Wait { signal: word, cmp: Cmp::Eq, value: 1 }, soon()).unwrap_err();
-        Some(ended.lost.unwrap().to_string())
+        // Kept until both have seen it, as above.
+        Some((ended.lost.unwrap().to_string(), pe, world))
     });
-    let line = Some("PE 0 is lost: it has not come".to_string());
-    assert_eq!(lost, [line.clone(), None, line]);
+    let lost: Vec<Option<&str>> = lost.iter().map(|kept| kept.as_ref().map(|(line, ..)| line.as_str())).collect();
+    let line = Some("PE 0 is lost: it has not come");
+    assert_eq!(lost, [line, None, line]);
 }
 
 #[test]

@@ -63,7 +63,7 @@ impl TcpWorld {
         let sockets: Vec<Option<OwnedFd>> = sockets.into_iter().map(|socket| socket.map(OwnedFd::from)).collect();
         let mesh = Mesh::new(joining.pe, sockets);
         let mesh = Arc::new(mesh.map_err(|error| TcpError::system("watch the connections to the other PEs", error))?);
-        let (of_thread, silence) = (mesh.clone(), joining.limits.silence());
+        let (of_thread, silence) = (mesh.clone(), joining.limits.given_up_after());
         let thread = std::thread::Builder::new().name("aristos-tcp".to_string()).spawn(move || {
             let _watch = Watch(&of_thread);
             progress::run(&of_thread, silence);
