@@ -448,13 +448,22 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.progress.placed = true;
     }
 
-    /// Computes tiles whose rows are all there, one for each thread. Says whether there was any.
+    /// How many pieces of work the threads do before this PE looks at the others again: one each, or as many as there are where nobody else is.
+    fn pieces(&self) -> usize {
+        match self.scratch.len() {
+            1 => 1,
+            _ if self.shmem.n_pes() == 1 => usize::MAX,
+            threads => threads,
+        }
+    }
+
+    /// Computes tiles whose rows are all there. Says whether there was any.
     fn compute_some(&mut self) -> bool {
-        let row = self.config.hidden * self.config.expert.intermediate;
+        let (row, pieces) = (self.config.hidden * self.config.expert.intermediate, self.pieces());
         let p = &mut self.progress;
         let mut chosen: Vec<usize> = Vec::new();
         while let Some(&Reverse((.., tile))) = p.ready.peek()
-            && (chosen.is_empty() || chosen.len() < self.scratch.len() && p.tiles[tile].rows.len() * row >= THREAD_WORK)
+            && (chosen.is_empty() || chosen.len() < pieces && p.tiles[tile].rows.len() * row >= THREAD_WORK)
         {
             p.ready.pop();
             chosen.push(tile);
@@ -490,13 +499,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         true
     }
 
-    /// Does pieces of work that no other PE waits for, of one kind and at most one for each thread. Says whether there was any.
+    /// Does pieces of work that no other PE waits for, of one kind. Says whether there was any.
     fn fill_some(&mut self) -> bool {
+        let pieces = self.pieces();
         let filler = &mut self.progress.filler;
         let Some(first) = filler.pop() else { return false };
         self.rec.enter(Phase::Expert);
         let mut work = vec![first];
-        while work.len() < self.scratch.len()
+        while work.len() < pieces
             && let Some(next) = filler.pop_if(|next| next.goes_beside(&work[0]))
         {
             work.push(next);
