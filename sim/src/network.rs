@@ -82,13 +82,18 @@ impl<'c> Network<'c> {
         if self.is_local(pe, other) { pe } else { self.nic[pe] as usize }
     }
 
-    /// A message is to be sent: when its head arrives, s.
+    /// Until when the port by which `pe` sends to `to` is taken, s.
+    pub fn sending_until_s(&self, pe: usize, to: usize) -> f64 {
+        self.sending_until_s[self.port(pe, to)]
+    }
+
+    /// A message is to be sent: when its head leaves, s.
     pub fn send(&mut self, from: usize, to: usize, bytes: f64, now_s: f64) -> f64 {
         let (port, wire_s) = (self.port(from, to), self.wire_s(from, to, bytes));
         let start_s = self.sending_until_s[port].max(now_s);
         self.sending_until_s[port] = start_s + wire_s;
         self.busy_s[0][port] += wire_s;
-        start_s + self.alpha_s(from, to)
+        start_s
     }
 
     /// Its head has arrived: when all of it is there, s.
@@ -126,7 +131,7 @@ mod tests {
     }
 
     fn pass(network: &mut Network, from: usize, to: usize, mb: f64) -> f64 {
-        let head_s = network.send(from, to, mb * 1e6, 0.0);
+        let head_s = network.send(from, to, mb * 1e6, 0.0) + network.alpha_s(from, to);
         network.receive(from, to, mb * 1e6, head_s) * 1e3
     }
 

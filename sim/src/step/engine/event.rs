@@ -34,13 +34,42 @@ pub enum What {
     /// A PE has the headers of all.
     Headers,
     /// A chunk may leave: its place at the receiver is free. Its own numbers are the receiver's.
-    Leave { to: u32, chunk: u32, kind: Kind },
+    Leave {
+        to: u32,
+        chunk: u32,
+        kind: Kind,
+    },
     /// The head of a chunk's message has arrived; its own numbers are as in [`Message`].
-    Head { at: u32, chunk: u32, kind: Kind },
+    Head {
+        at: u32,
+        chunk: u32,
+        kind: Kind,
+    },
     /// All of it has.
-    Arrived { at: u32, chunk: u32, kind: Kind },
+    Arrived {
+        at: u32,
+        chunk: u32,
+        kind: Kind,
+    },
+    /// Where puts block: a message is announced to the PE; it may leave the PE; the PE is asked whether it has it, and knows that it was taken.
+    Announced {
+        at: u32,
+        chunk: u32,
+        kind: Kind,
+    },
+    Granted {
+        at: u32,
+        chunk: u32,
+        kind: Kind,
+    },
+    Asked {
+        from: u32,
+    },
+    Taken,
     /// A PE's piece of work is done, where nothing has changed on its host since event `turn`.
-    Computed { turn: u64 },
+    Computed {
+        turn: u64,
+    },
     /// A bulk phase of a group is over.
     Phase,
 }

@@ -304,9 +304,13 @@ impl<'a> Engine<'a> {
                 self.take_in(who, self.size(at as usize, chunk, kind).0);
                 match self.step.puts_block {
                     false => self.arrived(who, at, chunk, kind, event.pass),
-                    true => self.arrived_at_call(who, at as usize, chunk, kind, event.pass),
+                    true => self.arrived_at_call(self.message_of(at, chunk, kind, event.pass)),
                 }
             }
+            What::Announced { at, chunk, kind } => self.announced(self.message_of(at, chunk, kind, event.pass)),
+            What::Granted { at, chunk, kind } => self.granted(self.message_of(at, chunk, kind, event.pass)),
+            What::Asked { from } => self.asked(who, from as usize, event.pass),
+            What::Taken => self.taken(who),
             What::Computed { turn } => self.computed(who, turn),
             What::Phase => self.next_phase(who),
         }

@@ -135,22 +135,23 @@ impl Engine<'_> {
         sent
     }
 
-    /// Puts a message on its way, or waits for its target to take it.
+    /// Puts a message on its way, or asks its target for it.
     pub(super) fn message(&mut self, message: Message) {
-        match self.step.puts_block && !self.is_in_call(message.to) {
-            true => self.pes[message.to].announced.push(message),
-            false => self.leave(message),
+        match self.step.puts_block {
+            true => self.ask(message),
+            false => self.leave(message, 1.0),
         }
     }
 
-    /// A message leaves its PE.
-    pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message) {
+    /// A message leaves its PE; it arrives after so much of the link's latency.
+    pub(super) fn leave(&mut self, Message { from, to, at, chunk, kind, pass }: Message, of_latency: f64) {
         let bytes = self.bytes(at, chunk, kind, pass);
         self.sent_bytes += bytes;
         if !self.network.is_local(from, to) {
             self.network_bytes += bytes;
         }
-        let head_s = self.network.send(from, to, self.on_wire(from, to, bytes, pass), self.now_s);
+        let leaves_s = self.network.send(from, to, self.on_wire(from, to, bytes, pass), self.now_s);
+        let head_s = leaves_s + of_latency * self.network.alpha_s(from, to);
         self.at(head_s, from, pass, What::Head { at: at as u32, chunk, kind });
     }
 
