@@ -102,7 +102,7 @@ pub struct Series {
     pub points: Vec<(f64, f64)>,
     /// How it is drawn.
     pub style: Style,
-    /// Which of [`COLORS`].
+    /// Which of [`COLORS`]; where there are more series than these, the next ones have rings for dots.
     pub color: usize,
 }
 
@@ -421,15 +421,15 @@ impl Plot {
     fn legend(&self, area: &Area) -> Result<()> {
         let series = self.series.iter().map(|s| (&s.name, s.style, s.color));
         let marks = self.marks.iter().map(|m| (&m.name, Style::Dashed, m.color));
-        for (row, (name, style, color)) in series.chain(marks).enumerate() {
+        for (row, (name, style, number)) in series.chain(marks).enumerate() {
             let y = 24 + 22 * row as i32;
-            let color = COLORS[color % COLORS.len()];
+            let color = COLORS[number % COLORS.len()];
             let strokes: &[(i32, i32)] = if style == Style::Dashed { &[(0, 8), (12, 20)] } else { &[(0, 20)] };
             for &(from, to) in strokes {
                 area.draw(&PathElement::new([(from, y), (to, y)], color.stroke_width(2))).map_err(failed)?;
             }
             if style == Style::Dotted {
-                area.draw(&Circle::new((10, y), 4, color.filled())).map_err(failed)?;
+                area.draw(&Circle::new((10, y), 4, dot(number))).map_err(failed)?;
             }
             write(area, name, (28, y), 13, Pos::new(HPos::Left, VPos::Center))?;
         }
@@ -449,9 +449,18 @@ fn paint_series(chart: &mut Chart, series: &Series, points: Vec<(f64, f64)>) -> 
         chart.draw_series(LineSeries::new(points.iter().copied(), style)).map_err(failed)?;
     }
     if series.style == Style::Dotted {
-        chart.draw_series(points.into_iter().map(|at| Circle::new(at, 4, color.filled()))).map_err(failed)?;
+        chart.draw_series(points.into_iter().map(|at| Circle::new(at, 4, dot(series.color)))).map_err(failed)?;
     }
     Ok(())
+}
+
+/// How the dots of a series are filled.
+fn dot(number: usize) -> ShapeStyle {
+    let color = COLORS[number % COLORS.len()];
+    match (number / COLORS.len()).is_multiple_of(2) {
+        true => color.filled(),
+        false => color.stroke_width(2),
+    }
 }
 
 impl Bars {

@@ -9,7 +9,8 @@
 //! part, the *scheduler* is the cause.
 //!
 //! A sender that arrives late need not have computed long: without a barrier, it may have been delayed by its own last message of the step before. The
-//! cause is then that message's, found the same way, back to where it began.
+//! cause is then that message's, found the same way, back to where it began. After a barrier that is over: who leaves it late has waited for a CPU, or for
+//! another PE that had none and was to hand the barrier on.
 
 use serde::{Deserialize, Serialize};
 
@@ -105,12 +106,12 @@ fn cause(steps: &[Vec<PeStep>], k: usize, mode: StragglerMode, usual: i64) -> Op
         StragglerMode::Bulk => (0..pes.len()).max_by_key(|&pe| last(pe))?,
         StragglerMode::OneSided | StragglerMode::Alltoallv => slowest,
     };
-    follow(steps, k, (receiver, slowest), usual, BACK)
+    follow((steps, mode), k, (receiver, slowest), usual, BACK)
 }
 
 /// Why the last message of `receiver` in step `k` came when it did; `waiting` is who waited for it since it had sent its own.
 fn follow(
-    steps: &[Vec<PeStep>],
+    (steps, mode): (&[Vec<PeStep>], StragglerMode),
     k: usize,
     (receiver, waiting): (usize, usize),
     usual: i64,
@@ -135,16 +136,21 @@ fn follow(
     let (sent, waited) = (&pes[late_pe], &pes[waiting]);
     let computed = (sent.send - sent.begin) - (waited.send - waited.begin);
     let began = sent.begin - waited.begin;
-    // It began late rather than that it computed long: what kept it in the step before? Its own compute, if it waited for nothing
-    // there.
-    if k > 0 && back > 0 && began > computed {
-        let before = &steps[k - 1][late_pe];
-        let kept = last_sender(late_pe, before).is_some_and(|s| before.arrived[s] - before.send > usual);
-        if kept {
-            return follow(steps, k - 1, (late_pe, late_pe), usual, back - 1);
+    let mut queued_before = sent.queued_before;
+    // It began late rather than that it computed long.
+    if began > computed {
+        if mode == StragglerMode::Bulk {
+            queued_before = pes.iter().map(|pe| pe.queued_before).max().unwrap_or(0);
+        } else if k > 0 && back > 0 {
+            // What kept it in the step before? Its own compute, if it waited for nothing there.
+            let before = &steps[k - 1][late_pe];
+            let kept = last_sender(late_pe, before).is_some_and(|s| before.arrived[s] - before.send > usual);
+            if kept {
+                return follow((steps, mode), k - 1, (late_pe, late_pe), usual, back - 1);
+            }
         }
     }
-    let queued = sent.queued_before + sent.queued_compute;
+    let queued = queued_before + sent.queued_compute;
     Some(if most(queued, late) { Cause::Scheduler } else { Cause::LatePe { pe: late_pe } })
 }
 
@@ -271,6 +277,21 @@ mod tests {
                 assert_eq!(of(&link, |pe| &mut pe.queued_send, 2, ns), [cause; 7], "{mode:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_pe_that_leaves_a_barrier_late_has_not_waited_for_a_message() {
+        // PE 2 begins 200 late, after a step in which a link was slow by 15; PE 0 or PE 2 had no CPU meanwhile, or nobody.
+        let extra = |k: usize, a: usize, b: usize| if (k, a, b) == (2, 0, 2) { 15 } else { 0 };
+        let of = |queued: Option<usize>| {
+            let mut steps = run(3, 4, StragglerMode::Bulk, |_, _| 100, extra);
+            steps[3] = run(3, 1, StragglerMode::Bulk, |_, pe| if pe == 2 { 300 } else { 100 }, |_, _, _| 0).remove(0);
+            steps[3][2].begin += 200;
+            queued.into_iter().for_each(|pe| steps[3][pe].queued_before = 150);
+            attribute(&steps, StragglerMode::Bulk)[3].cause.unwrap()
+        };
+        assert_eq!(of(None), Cause::LatePe { pe: 2 });
+        assert_eq!([of(Some(0)), of(Some(2))], [Cause::Scheduler; 2]);
     }
 
     #[test]
