@@ -33,9 +33,9 @@ const THREAD_LEAST: u64 = 100_000;
 /// One in so many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 16;
 /// Groupings whose placement is improved.
-const IMPROVED: usize = 6;
+const IMPROVED: usize = 10;
 /// Rounds of improving groups and placement together: groupings in each, chains from each, and its share of the effort.
-const JOINT: [(usize, u64, f64); 2] = [(3, 1, 0.25), (1, 2, 0.75)];
+const JOINT: [(usize, u64, f64); 3] = [(10, 1, 0.25), (4, 1, 0.25), (1, 2, 0.5)];
 
 /// A grouping with its placement.
 #[derive(Clone)]
