@@ -86,9 +86,6 @@ DEVICE void count_pass(const Layer& l, const Pass& pass, bool backward) {
 // ---- Peers.
 DEVICE bool reachable(const Layer& l, u32 pe) { return pe == l.shape.my_pe || l.tables.peer[pe] != 0; }
 
-// A PE of the group by its number in the world, which the network wants.
-DEVICE u32 world_pe(const Layer& l, u32 pe) { return l.tables.world[pe]; }
-
 // The same place at `pe`, which is reachable.
 template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     if (pe == l.shape.my_pe) return mine;
@@ -99,15 +96,19 @@ DEVICE void store_signal(u64* to, u64 value) {
     if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
     else dev::store_release_sys(to, value);
 }
-DEVICE void network_signal(u64* mine, u64 value, u32 world) {
+// Not inlined, as network_put: the persistent kernels have no registers to spare for what few blocks do.
+OUTLINE void network_signal(u64* mine, u64 value, const u32* world) {
     if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
-    dev::signal_set(mine, value, world);
+    dev::signal_set(mine, value, *world);
 }
+// All threads: as dev::put_block, to a PE by where its number in the world is, which the network wants.
+OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
+
 // One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
 // that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reachable(l, pe)) return store_signal(at_peer(l, mine, pe), value);
-    network_signal(mine, value, world_pe(l, pe));
+    network_signal(mine, value, l.tables.world + pe);
 }
 
 // ---- Errors and waits.

@@ -15,7 +15,8 @@ template <class P> DEVICE P* at_world(const Layer& l, P* mine, u32 pe) {
 // As signal_peer.
 DEVICE void signal_world(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reaches(l, pe)) return store_signal(at_world(l, mine, pe), value);
-    network_signal(mine, value, pe);
+    if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+    dev::signal_set(mine, value, pe);
 }
 
 // A record of each PE of the world in a forward pass. It has two places, by the pass's parity: a place is free again two passes later, since this PE
