@@ -1,27 +1,28 @@
-// aristos_all_reduce: the gradients of replicated weights, summed over all PEs in the order of PEs.
+// aristos_all_reduce: the gradients that several PEs hold, summed in the order of their holders: an expert's over all PEs of the world that hold it
+// (replicas, and groups), the replicated weights' over all PEs.
 //
-// The gradients one after another are one vector. Each PE owns 1/n of it, cut into pieces; piece g belongs to channel
-// g mod channels, its number there is its step. A channel is one block on every PE, independent of the other channels. In each
-// iteration a block
-//   sends   its values of step i of every owner's part to the owner;
-//   reduces step i - 1 of its own part: waits for all PEs' values, sums them in the order of PEs, sends the sums to all;
-//   copies  the sums of step i - 2 of the others' parts to where they belong.
-// REDUCE_SLOTS places are used round robin, one by each step. Values of step i + REDUCE_SLOTS leave only after the sums of step i came back,
-// which the owner sends after it has read the values of step i: so a place is free when it is written, and values tell the
-// owner that the place of the sums of REDUCE_SLOTS steps before is free too. There is no other acknowledgement. The same holds
-// from pass to pass: values leave only after all sums of the last pass have come.
+// Of such a unit (SumUnit) the gradients one after another are one vector. Each of its K holders sums one part, 1/K of it, cut into pieces; piece g of
+// a part belongs to channel g mod channels, its number there is its step. A channel is one block on every PE, independent of the other channels. It
+// goes through the PE's units in the order of experts, and in each of its turns
+//   sends   its values of the turn's step to the holder of each part;
+//   reduces its own part of the turn before: waits for all holders' values, sums them in their order, sends the sums to all;
+//   copies  the sums of two turns before of the others' parts to where they belong.
+// Two PEs number the steps of the units that both hold in one row, and use REDUCE_SLOTS places round robin, one by each step. Values of step
+// i + REDUCE_SLOTS leave only after the sums of step i came back, which the other one sends after it has read the values of step i: so a place is
+// free when it is written, and values tell who gets them that the place of the sums of REDUCE_SLOTS steps before is free too. There is no other
+// acknowledgement. The same holds from pass to pass: values leave only after all sums of the last pass have come.
 //
-// No cyclic wait: sums of step i wait for values of step i alone, and values of step i for sums of step
-// i - REDUCE_SLOTS at most.
+// No cyclic wait: units are in one order on all PEs, a send waits for nothing, and all that a PE waits for before the send of a step are values and
+// sums of steps before it, in that order.
 #pragma once
-#include "protocol.h"
 #include "route_math.h"
+#include "world.h"
 
 namespace aristos {
 
-static_assert(REDUCE_SLOTS >= 3, "values, sums and copies are a step apart each");
+static_assert(REDUCE_SLOTS >= 3, "values, sums and copies are a turn apart each");
 
-// The vector: gradients in the order of `replicated` (src/moe/cpu/layer.rs), each rounded up to 16 bytes.
+// The vector: gradients in the order of `replicated` (src/moe/spec/gradients.rs), or an expert's matrices and biases, each rounded up to 16 bytes.
 struct ReduceVector {
     u32 segments;
     u64 start[REDUCE_SEGMENTS + 1];
@@ -34,25 +35,26 @@ struct ReduceVector {
         start[segments + 1] = start[segments] + reduce_round(elements);
         segments++;
     }
+    DEVICE void add(const MlpGradients& g, u64 h, u64 i, bool gated, bool bias) {
+        if (gated) add(g.gate, i * h);
+        add(g.up, i * h);
+        add(g.down, h * i);
+        if (!bias) return;
+        if (gated) add(g.gate_bias, i);
+        add(g.up_bias, i);
+        add(g.down_bias, h);
+    }
 };
 
-DEVICE void list_gradients(const Layer& layer, ReduceVector& v) {
+DEVICE void list_gradients(const Layer& layer, u32 batch, ReduceVector& v) {
     const LayerShape& s = layer.shape;
-    const u64 h = s.hidden, i = s.shared_intermediate;
     v.segments = 0;
     v.start[0] = 0;
-    v.add(layer.tables.grad_router, s.n_experts * h);
-    if (i == 0) return;
-    const MlpGradients& g = layer.tables.gradients[s.n_local];
-    if (s.shared_gated) v.add(g.gate, i * h);
-    v.add(g.up, i * h);
-    v.add(g.down, h * i);
-    if (s.shared_bias) {
-        if (s.shared_gated) v.add(g.gate_bias, i);
-        v.add(g.up_bias, i);
-        v.add(g.down_bias, h);
-    }
-    if (s.shared_gate) v.add(layer.tables.grad_shared_gate, h);
+    if (batch != NONE) return v.add(layer.tables.gradients[batch], s.hidden, s.intermediate, s.gated, s.bias);
+    v.add(layer.tables.grad_router, u64(s.n_experts) * s.hidden);
+    if (s.shared_intermediate == 0) return;
+    v.add(layer.tables.gradients[s.n_local], s.hidden, s.shared_intermediate, s.shared_gated, s.shared_bias);
+    if (s.shared_gate) v.add(layer.tables.grad_shared_gate, s.hidden);
 }
 
 struct Vec4 { float v[4]; };
@@ -92,136 +94,172 @@ DEVICE void write4(const ReduceVector& v, u64 at, const Vec4& x) {
     }
 }
 
+// A step of a unit, and what follows from the unit.
+struct Turn {
+    u32 number, step, steps;  // of the unit; steps 0: there are no more
+    SumUnit unit;
+    const SumHolder* holders;
+    u64 part, elements;
+    ReduceVector vector;
+};
+
+// One thread. With a caller's routing the replicated weights, which are the last unit, have no gradients.
+DEVICE void begin_unit(const Layer& l, const Pass& pass, Turn& t, u32 number) {
+    const LayerShape& s = l.shape;
+    t.number = number;
+    t.step = t.steps = 0;
+    t.unit = l.tables.sum_units[number];
+    if (t.unit.parts == 0 || (t.unit.batch == NONE && routed_by_caller(pass))) return;
+    t.holders = l.tables.sum_holders + t.unit.first;
+    t.elements = t.unit.batch == NONE ? reduce_elements(s) : expert_elements(s);
+    t.part = reduce_part(t.elements, t.unit.parts);
+    t.steps = reduce_steps(s, t.elements, t.unit.parts);
+    list_gradients(l, t.unit.batch, t.vector);
+}
+DEVICE void next_turn(const Layer& l, const Pass& pass, Turn& t) {
+    if (t.steps > 0 && ++t.step == t.steps) begin_unit(l, pass, t, t.number + 1);
+}
+
 // One block's channel.
 struct Reducer {
     const Layer& layer;
-    const ReduceVector& vector;
     ReduceShape r;
-    u32 me, n, channel;
+    u32 channel;
     u64 pass;
     u64 area;  // elements of one PE's places
 
-    DEVICE Reducer(const Layer& l, const ReduceVector& v, const Pass& p)
-        : layer(l), vector(v), r(reduce_shape(l.shape)), me(l.shape.my_pe), n(l.shape.n_pes), channel(dev::block()),
-          pass(counted(l, p)), area(reduce_area(l.shape) / 4) {}
+    DEVICE Reducer(const Layer& l, const Pass& p)
+        : layer(l), r(reduce_shape(l.shape)), channel(dev::block()), pass(counted(l, p)), area(reduce_area(l.shape) / 4) {}
 
-    // Where the piece of an owner and a step begins in the vector, and its elements, 0 beyond the end.
-    DEVICE u64 begin(u32 owner, u32 step) const {
-        return owner * r.per_pe + (u64(step) * r.channels + channel) * r.piece;
-    }
-    DEVICE u32 length(u32 owner, u32 step) const {
-        const u64 part = (owner + 1) * r.per_pe, end = part < r.elements ? part : r.elements;
-        const u64 from = begin(owner, step);
-        if (step >= r.steps || from >= end) return 0;
+    // Where the piece of a holder's part begins in the vector, and its elements, 0 beyond the end.
+    DEVICE u64 begin(const Turn& t, u32 holder) const { return holder * t.part + (u64(t.step) * r.channels + channel) * r.piece; }
+    DEVICE u32 length(const Turn& t, u32 holder) const {
+        const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder);
+        if (from >= end) return 0;
         return end - from < r.piece ? u32(end - from) : r.piece;
     }
-    // Places in this PE's memory, of values (area 0), sums (1), outgoing values (2); `pe` is the other PE.
-    DEVICE float* place(u32 kind, u32 pe, u32 step) const {
-        float* base = reinterpret_cast<float*>(layer.symmetric.all_reduce) + (u64(kind) * n + pe) * area;
-        return base + (u64(channel) * REDUCE_SLOTS + step % REDUCE_SLOTS) * r.piece;
+    // The number of the step among those that this PE and a holder have with each other.
+    DEVICE u32 number(const Turn& t, u32 holder) const { return t.holders[holder].before + t.step; }
+    DEVICE float* at(u64 areas, u32 slot) const {
+        return reinterpret_cast<float*>(layer.symmetric.all_reduce) + areas * area + (u64(channel) * REDUCE_SLOTS + slot % REDUCE_SLOTS) * r.piece;
     }
-    // Sums to be put over the network, the same for all PEs.
-    DEVICE float* sums_out(u32 step) const { return place(3, 0, step); }
+    // Places in this PE's memory, of values (area 0), sums (1), outgoing values (2); `pe` is the other PE.
+    DEVICE float* place(u32 kind, u32 pe, u32 number) const { return at(u64(kind) * layer.shape.n_world + pe, number); }
+    // Sums to be put over the network, the same for all holders.
+    DEVICE float* sums_out(u32 step) const { return at(u64(3) * layer.shape.n_world, step); }
     // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
     // not go backwards. Whoever sets it knows that its last value was seen, as it knows that the place is free.
-    DEVICE u64* signal(u32 kind, u32 pe, u32 step) const {
-        u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * n + pe) * r.channels + channel) * REDUCE_SLOTS;
-        return words + step % REDUCE_SLOTS;
+    DEVICE u64* signal(u32 kind, u32 pe, u32 number) const {
+        u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * layer.shape.n_world + pe) * r.channels + channel) * REDUCE_SLOTS;
+        return words + number % REDUCE_SLOTS;
     }
-    DEVICE u64 stamp_of(u32 step) const { return (pass << STEP_BITS) + step + 1; }
-    DEVICE Waiting waiting(u32 pe, u32 step) const {
-        return {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(step), u64(step) * r.channels + channel};
+    DEVICE u64 stamp_of(u32 number) const { return (pass << STEP_BITS) + number + 1; }
+    // One thread: whether what a holder sends in a step has come.
+    DEVICE bool wait_for(const Turn& t, u32 kind, u32 holder) const {
+        const u32 pe = t.holders[holder].pe, of = number(t, holder);
+        return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
     }
 
-    // This PE's values of a step to every other PE, the next one first.
-    DEVICE void send(u32 step) const {
-        for (u32 i = 1; i < n; i++) {
-            const u32 pe = (me + i) % n, count = length(pe, step);
+    // This PE's values of a step to every other holder, the next one first.
+    DEVICE void send(const Turn& t) const {
+        const u32 me = layer.shape.world_pe, parts = t.unit.parts;
+        for (u32 i = 1; i < parts; i++) {
+            const u32 holder = (t.unit.me + i) % parts, pe = t.holders[holder].pe, count = length(t, holder), of = number(t, holder);
             if (count == 0) continue;
-            const bool direct = reachable(layer, pe);
-            float* to = direct ? at_peer(layer, place(0, me, step), pe) : place(2, pe, step);
+            const bool direct = reaches(layer, pe);
+            float* to = direct ? at_world(layer, place(0, me, of), pe) : place(2, pe, of);
             for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4)
-                dev::store16(to + e, as_bits(read4(vector, begin(pe, step) + e)));
+                dev::store16(to + e, as_bits(read4(t.vector, begin(t, holder) + e)));
             if (!direct) dev::fence_sys();  // the network card reads it
             dev::sync_block();
-            if (!direct) dev::put_block(place(0, me, step), to, u64(count) * 4, pe);
-            else if (dev::thread() == 0) signal_peer(layer, signal(0, me, step), stamp_of(step), pe);
+            if (!direct) dev::put_block(place(0, me, of), to, u64(count) * 4, pe);
+            else if (dev::thread() == 0) signal_world(layer, signal(0, me, of), stamp_of(of), pe);
             count_put(count);
         }
-        signal_network(step, 0, [&](u32 pe) { return length(pe, step) > 0; });
+        signal_network(t, 0, [&](u32 holder) { return length(t, holder) > 0; });
     }
 
-    // Sums a step of the own part and sends the sums. False: some PE's values did not come.
-    DEVICE bool reduce(u32 step) const {
-        const u32 count = length(me, step);
+    // Sums a step of the own part and sends the sums. False: some holder's values did not come.
+    DEVICE bool reduce(const Turn& t) const {
+        const u32 me = layer.shape.world_pe, mine = t.unit.me, parts = t.unit.parts, count = length(t, mine);
         if (count == 0) return true;
         bool ok = true;
-        for (u32 pe = dev::thread(); pe < n && ok; pe += REDUCE_THREADS) {
-            if (pe != me) ok = wait_signal(layer, signal(0, pe, step), waiting(pe, step));
-        }
+        for (u32 holder = dev::thread(); holder < parts && ok; holder += REDUCE_THREADS)
+            if (holder != mine) ok = wait_for(t, 0, holder);
         if (dev::sync_block_or(!ok)) return false;
         see_network(layer);
+        // Sums of another unit may still be on their way to its holders, who have not answered.
+        if (layer.shape.stage && t.step == 0) {
+            if (dev::thread() == 0) dev::quiet_puts();
+            dev::sync_block();
+        }
         for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
             Vec4 sum{};
-            for (u32 pe = 0; pe < n; pe++) {
+            for (u32 holder = 0; holder < parts; holder++) {
                 Vec4 x;
-                if (pe == me) {
-                    x = read4(vector, begin(me, step) + e);
+                if (holder == mine) {
+                    x = read4(t.vector, begin(t, mine) + e);
                 } else {
-                    const Vec16 bits = dev::load16(place(0, pe, step) + e);
+                    const Vec16 bits = dev::load16(place(0, t.holders[holder].pe, number(t, holder)) + e);
                     UNROLL
                     for (u32 i = 0; i < 4; i++) x.v[i] = bits_float(bits.w[i]);
                 }
                 UNROLL
-                for (u32 i = 0; i < 4; i++) sum.v[i] = pe == 0 ? x.v[i] : sum.v[i] + x.v[i];
+                for (u32 i = 0; i < 4; i++) sum.v[i] = holder == 0 ? x.v[i] : sum.v[i] + x.v[i];
             }
-            write4(vector, begin(me, step) + e, sum);
-            for (u32 i = 1; i < n; i++) {
-                const u32 pe = (me + i) % n;
-                if (reachable(layer, pe)) dev::store16(at_peer(layer, place(1, me, step), pe) + e, as_bits(sum));
+            write4(t.vector, begin(t, mine) + e, sum);
+            for (u32 i = 1; i < parts; i++) {
+                const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
+                if (reaches(layer, pe)) dev::store16(at_world(layer, place(1, me, number(t, holder)), pe) + e, as_bits(sum));
             }
-            if (layer.shape.stage) dev::store16(sums_out(step) + e, as_bits(sum));
+            if (layer.shape.stage) dev::store16(sums_out(t.step) + e, as_bits(sum));
         }
         if (layer.shape.stage) dev::fence_sys();
         dev::sync_block();
-        for (u32 pe = dev::thread(); pe < n; pe += REDUCE_THREADS) {
-            if (pe != me && reachable(layer, pe)) signal_peer(layer, signal(1, me, step), stamp_of(step), pe);
+        for (u32 holder = dev::thread(); holder < parts; holder += REDUCE_THREADS) {
+            const u32 pe = t.holders[holder].pe, of = number(t, holder);
+            if (holder != mine && reaches(layer, pe)) signal_world(layer, signal(1, me, of), stamp_of(of), pe);
         }
-        for (u32 i = 1; i < n; i++) {
-            const u32 pe = (me + i) % n;
-            if (!reachable(layer, pe)) dev::put_block(place(1, me, step), sums_out(step), u64(count) * 4, pe);
+        for (u32 i = 1; i < parts; i++) {
+            const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
+            if (!reaches(layer, pe)) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
             count_put(count);
         }
-        signal_network(step, 1, [&](u32) { return true; });
+        signal_network(t, 1, [&](u32) { return true; });
         return true;
     }
 
     // The sums of a step of the others' parts to where they belong. False: some did not come.
-    DEVICE bool copy(u32 step) const {
+    DEVICE bool copy(const Turn& t) const {
+        const u32 parts = t.unit.parts;
         bool ok = true;
-        for (u32 pe = dev::thread(); pe < n && ok; pe += REDUCE_THREADS) {
-            if (pe != me && length(pe, step) > 0) ok = wait_signal(layer, signal(1, pe, step), waiting(pe, step));
-        }
+        for (u32 holder = dev::thread(); holder < parts && ok; holder += REDUCE_THREADS)
+            if (holder != t.unit.me && length(t, holder) > 0) ok = wait_for(t, 1, holder);
         if (dev::sync_block_or(!ok)) return false;
         see_network(layer);
-        for (u32 i = 1; i < n; i++) {
-            const u32 pe = (me + i) % n, count = length(pe, step);
+        for (u32 i = 1; i < parts; i++) {
+            const u32 holder = (t.unit.me + i) % parts, count = length(t, holder);
+            const float* from = place(1, t.holders[holder].pe, number(t, holder));
             for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
-                const Vec16 bits = dev::load16(place(1, pe, step) + e);
+                const Vec16 bits = dev::load16(from + e);
                 Vec4 x;
                 UNROLL
                 for (u32 j = 0; j < 4; j++) x.v[j] = bits_float(bits.w[j]);
-                write4(vector, begin(pe, step) + e, x);
+                write4(t.vector, begin(t, holder) + e, x);
             }
         }
         dev::sync_block();
         return true;
     }
 
-    // After puts of a step: the signals of those that went over the network.
-    template <class Sent> DEVICE void signal_network(u32 step, u32 kind, Sent sent) const {
+    // After puts of a step: one fence, then the signals of those that went over the network.
+    template <class Sent> DEVICE void signal_network(const Turn& t, u32 kind, Sent sent) const {
         if (!layer.shape.stage || dev::thread() != 0) return;
-        signal_puts(layer, [&](u32 pe) { return sent(pe) ? signal(kind, me, step) : nullptr; }, stamp_of(step));
+        dev::fence_puts();
+        for (u32 i = 1; i < t.unit.parts; i++) {
+            const u32 holder = (t.unit.me + i) % t.unit.parts, pe = t.holders[holder].pe, of = number(t, holder);
+            if (!reaches(layer, pe) && sent(holder)) signal_world(layer, signal(kind, layer.shape.world_pe, of), stamp_of(of), pe);
+        }
     }
 
     DEVICE void count_put(u32 elements) const {
@@ -230,16 +268,25 @@ struct Reducer {
     }
 };
 
+// What is sent, reduced and copied in one turn.
+struct Turns {
+    Turn of[3];
+};
+static_assert(sizeof(Turns) <= 1024, "all_reduce_launch gives 1024 bytes");
+
 KERNEL(aristos_all_reduce, 256, 1)(const Layer* layer, Pass pass) {
-    if (layer->shape.n_pes == 1 || aborted(*layer)) return;
-    ReduceVector& vector = *reinterpret_cast<ReduceVector*>(dev::shared());
-    if (dev::thread() == 0) list_gradients(*layer, vector);
+    if (layer->shape.n_world == 1 || aborted(*layer)) return;
+    Turns& turns = *reinterpret_cast<Turns*>(dev::shared());
+    if (dev::thread() < 3) begin_unit(*layer, pass, turns.of[dev::thread()], 0);
     dev::sync_block();
-    const Reducer reducer(*layer, vector, pass);
-    for (u32 turn = 0; turn < reducer.r.steps + 2; turn++) {
-        if (turn < reducer.r.steps) reducer.send(turn);
-        if (turn >= 1 && !reducer.reduce(turn - 1)) return;
-        if (turn >= 2 && !reducer.copy(turn - 2)) return;
+    const Reducer reducer(*layer, pass);
+    for (u32 turn = 0; turns.of[2].steps > 0; turn++) {
+        if (turns.of[0].steps > 0) reducer.send(turns.of[0]);
+        if (turn >= 1 && turns.of[1].steps > 0 && !reducer.reduce(turns.of[1])) return;
+        if (turn >= 2 && !reducer.copy(turns.of[2])) return;
+        dev::sync_block();
+        if (dev::thread() < 3 && dev::thread() <= turn) next_turn(*layer, pass, turns.of[dev::thread()]);
+        dev::sync_block();
     }
 }
 REGISTER_KERNEL(aristos_all_reduce)

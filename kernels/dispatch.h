@@ -84,7 +84,7 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
     const bool direct = reachable(l, pe);
     if (!direct) {
         dev::fence_sys();  // the network card reads it
-        dev::put_block(m.mine, m.stage, bytes, pe);
+        network_put(m.mine, m.stage, bytes, l.tables.world + pe);
     }
     if (dev::thread() != 0) return;
     if (direct) signal_peer(l, signal, value, pe);

@@ -67,7 +67,7 @@ struct Plan {
 // With an auxiliary loss only. Sums over a PE's tokens, as in `LayerInfo::loss_sums`.
 struct Losses {
     double* mine;  // [2 + 2 * n_experts]
-    double* all;   // [2 + 2 * n_experts]: over all PEs, added in their order
+    double* all;   // [2 + 2 * n_experts]: over all PEs of the world, added in their order
 };
 
 // Rows and slots in this PE's memory, by source; of the last round, which a PE with a single round keeps from the
@@ -183,23 +183,27 @@ struct BlockStats {
     PassStats stats;
 };
 
-// The same offsets on every PE. A peer's copy is at Tables::peer[pe] + (address - symmetric_base).
+// The same offsets on every PE of a group. A peer's copy is at Tables::peer[pe] + (address - symmetric_base).
 struct Symmetric {
-    // Signal words, each written by the one PE that its first index names.
+    // What all PEs of the world write here; first, since only these sizes are the same in all groups. Records of forward passes have two places
+    // each, by parity (world.h).
+    u8* all_reduce;  // all_reduce_bytes(shape); with training only
+    u32* capacity;   // [2][n_world][n_experts]; with a capacity factor only
+    double* losses;  // [2][n_world][2 + 2 * n_experts]; with losses and several groups only
+    // Signal words, each written by the one PE that its first index names. First those of the world.
+    u64* all_reduce_signal; // [all_reduce_signal_words(shape)]
+    u64* capacity_signal;   // [n_world]
+    u64* losses_signal;     // [n_world]
     u64* header_signal;     // [3][n_pes]
-    u64* capacity_signal;   // [n_pes]
     u64* chunk_signal;      // [n_pes][round_chunks]
     u64* credit_signal;     // [n_pes][round_chunks]: its place in the window is free
     u64* result_signal;     // [n_pes][max_chunks]
     u64* barrier_signal;    // [3][n_pes]
-    u64* all_reduce_signal; // [all_reduce_signal_words(shape)]
     u64* passes;  // [2]: of this PE, all and forward ones, that are done; no peer writes here, but all Layers share it
     // What peers write here.
     u8* header;    // [3][n_pes][header_bytes]: of even and odd forward passes, and of backward
-    u32* capacity; // [n_pes][n_experts]; with a capacity factor only
     u8* window;    // [n_pes - 1][window_chunks][chunk_pitch]
     u8* returns;   // [return_chunks][return_pitch]
-    u8* all_reduce;  // all_reduce_bytes(shape); with training only
     // What this PE puts to peers that only the network reaches; with `stage` only.
     u8* header_stage;  // [3][n_pes][header_bytes]
     u8* chunk_stage;   // [STAGE_WAVES][window_chunks][chunk_pitch]

@@ -28,6 +28,8 @@ int check_shape(const LayerShape& s) {
     auto flag = [](u32 v) { return v > 1; };
     if (bad(s.my_pe >= s.n_pes)) return field;
     if (bad(s.n_pes == 0 || s.n_pes > MAX_PES)) return field;
+    if (bad(s.world_pe >= s.n_world)) return field;
+    if (bad(s.n_world < s.n_pes || s.n_world > MAX_PES)) return field;
     if (bad(s.hidden == 0 || s.hidden % 8 || s.hidden > 1u << 20)) return field;
     if (bad(s.intermediate == 0 || s.intermediate % 8 || s.intermediate > 1u << 20)) return field;
     if (bad(s.shared_intermediate % 8 || s.shared_intermediate > 1u << 20)) return field;
@@ -35,6 +37,7 @@ int check_shape(const LayerShape& s) {
     if (bad(s.n_experts == 0 || s.n_experts > MAX_EXPERTS)) return field;
     if (bad(s.n_local > MAX_LOCAL || s.n_local > s.n_experts)) return field;
     if (bad(s.max_local == 0 || s.max_local > MAX_LOCAL || s.max_local < s.n_local)) return field;
+    if (bad(s.held < s.n_experts || s.held > s.n_pes * s.max_local)) return field;
     if (bad(s.hosts == 0 || s.hosts > s.n_pes)) return field;
     if (bad(s.top_k == 0 || s.top_k > s.n_experts || s.top_k > MAX_TOP_K)) return field;
     if (bad(s.dtype > DTYPE_F16)) return field;
@@ -65,6 +68,8 @@ int check_shape(const LayerShape& s) {
     if (bad(flag(s.stage))) return field;
     if (bad(flag(s.bulk))) return field;
     if (bad(s.blocks == 0 || s.blocks > 1u << 16)) return field;
+    if (bad(s.channels == 0 || s.channels > 1u << 16)) return field;
+    if (bad(flag(s.summed) || (s.summed && s.n_world == 1))) return field;
     if (bad(s.tile_m == 0 || s.tile_m % 16)) return field;
     if (bad(s.tile_n == 0 || s.tile_n % 16)) return field;
     if (bad(s.wait_limit_ns == 0)) return field;
@@ -113,7 +118,7 @@ void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes
 
 }  // namespace
 
-void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signal_bytes) {
+void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signals, u64& signal_bytes) {
     const LayerShape& s = l.shape;
     const Sizes& z = l.sizes;
     u64 pes = s.n_pes, tokens = s.max_tokens, k = s.top_k, batches = s.n_local + 1;
@@ -221,20 +226,24 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(l.spans, MAX_SPANS);
 
     Symmetric& y = l.symmetric;
+    const u64 world = s.n_world;
+    symmetric.take(y.all_reduce, all_reduce_bytes(s));
+    symmetric.take(y.capacity, s.capacity_factor > 0 ? 2 * world * s.n_experts : 0);
+    symmetric.take(y.losses, gathers_losses(s) ? 2 * world * sums : 0);
+    signals = symmetric.used;
+    symmetric.take(y.all_reduce_signal, all_reduce_signal_words(s));
+    symmetric.take(y.capacity_signal, world);
+    symmetric.take(y.losses_signal, world);
     symmetric.take(y.header_signal, 3 * pes);
-    symmetric.take(y.capacity_signal, pes);
     symmetric.take(y.chunk_signal, pes * s.round_chunks);
     symmetric.take(y.credit_signal, pes * s.round_chunks);
     symmetric.take(y.result_signal, pes * z.max_chunks);
     symmetric.take(y.barrier_signal, 3 * pes);
-    symmetric.take(y.all_reduce_signal, all_reduce_signal_words(s));
     symmetric.take(y.passes, 2);
-    signal_bytes = symmetric.used;
+    signal_bytes = symmetric.used - signals;
     symmetric.take(y.header, 3 * pes * z.header_bytes);
-    symmetric.take(y.capacity, s.capacity_factor > 0 ? pes * s.n_experts : 0);
     symmetric.take(y.window, (pes - 1) * s.window_chunks * z.chunk_pitch);
     symmetric.take(y.returns, u64{z.return_chunks} * z.return_pitch);
-    symmetric.take(y.all_reduce, s.training ? all_reduce_bytes(s) : 0);
     symmetric.take(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
     symmetric.take(y.chunk_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.chunk_pitch : 0);
     symmetric.take(y.result_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.return_pitch : 0);
@@ -259,15 +268,15 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     l.tables = *tables;
     l.sizes = layer_sizes(*shape, tables->tensor_maps != nullptr);
     Bump local{local_base}, symmetric{symmetric_base};
-    u64 zero_bytes = 0, signal_bytes = 0;
-    place_layer(l, local, symmetric, zero_bytes, signal_bytes);
+    u64 zero_bytes = 0, signals = 0, signal_bytes = 0;
+    place_layer(l, local, symmetric, zero_bytes, signals, signal_bytes);
 
     auto address = [](const void* p) { return reinterpret_cast<u64>(p); };
     *info = LayerInfo{};
     info->layer_bytes = sizeof(Layer);
     info->local_bytes = local.used;
     info->symmetric_bytes = symmetric.used;
-    info->signals = symmetric_base;
+    info->signals = symmetric_base + signals;
     info->signal_bytes = signal_bytes;
     info->local_zero = local_base;
     info->local_zero_bytes = zero_bytes;
@@ -283,4 +292,9 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     layer_launches(l, info->launches);
     if (layer) std::memcpy(layer, &l, sizeof l);
     return 0;
+}
+
+extern "C" aristos::u32 aristos_sum_steps(const aristos::LayerShape* shape, aristos::u32 parts, aristos::u32 replicated) {
+    using namespace aristos;
+    return reduce_steps(*shape, replicated ? reduce_elements(*shape) : expert_elements(*shape), parts);
 }

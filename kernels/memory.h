@@ -24,7 +24,7 @@ struct Bump {
 int check_shape(const LayerShape& shape);
 Sizes layer_sizes(const LayerShape& shape, bool hopper);
 // Fills the pointers of `layer`, whose shape, tables and sizes are set. `local` and `symmetric` begin at their bases.
-// Local words that must start as zero come first: `zero_bytes` of them.
-void place_layer(Layer& layer, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signal_bytes);
+// Local words that must start as zero come first: `zero_bytes` of them. Symmetric ones are `signal_bytes` from byte `signals` on.
+void place_layer(Layer& layer, Bump& local, Bump& symmetric, u64& zero_bytes, u64& signals, u64& signal_bytes);
 
 }  // namespace aristos

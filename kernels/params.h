@@ -20,9 +20,11 @@ enum Dtype : u32 { DTYPE_BF16 = 0, DTYPE_F16 = 1 };
 enum Activation : u32 { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2, ACT_RELU = 3 };
 enum Scoring : u32 { SCORING_SOFTMAX = 0, SCORING_SIGMOID = 1 };
 
-// What a layer is. Everything a kernel needs that never changes; the same on every PE but for `my_pe`, `n_local`, `reachable`.
+// What a layer is. Everything a kernel needs that never changes; the same on every PE of an expert-parallel group but for `my_pe`, `world_pe`
+// and `n_local`. What says "of the world" is the same on every PE of all groups. PEs are numbered within their group unless said otherwise.
 struct LayerShape {
     u32 my_pe, n_pes;
+    u32 world_pe, n_world;  // this PE, and how many there are, of the world
     u32 hidden;        // multiple of 8, so that rows are whole 16-byte pieces
     u32 intermediate;  // of a routed expert, multiple of 8
     u32 shared_intermediate;  // 0: no shared expert
@@ -30,6 +32,7 @@ struct LayerShape {
     u32 n_experts;
     u32 n_local;       // routed experts on this PE
     u32 max_local;     // the most on any PE
+    u32 held;          // on all PEs: an expert with replicas counts once for each
     u32 hosts;         // PEs that have an expert
     u32 top_k;
     u32 dtype;         // Dtype
@@ -55,6 +58,8 @@ struct LayerShape {
     u32 stage;         // 1: some pair of PEs cannot load and store each other's memory, so staging is needed
     u32 bulk;          // 1: bulk-synchronous, the baseline
     u32 blocks;        // of the cooperative kernels: all resident at once
+    u32 channels;      // most blocks that sum gradients, of the world
+    u32 summed;        // 1: several PEs of the world hold some expert, of the world
     u32 tile_m, tile_n;  // of the GEMM path that runs
     u64 wait_limit_ns;
 };
@@ -71,19 +76,40 @@ struct MlpGradients {
     float *gate_bias, *up_bias, *down_bias;
 };
 
+// Gradients that several PEs of the world sum: an expert's or those of the replicated weights. Each holder sums one part.
+struct SumUnit {
+    u32 batch;   // the local expert; ~0: the replicated weights
+    u32 parts;   // holders; 0: there are no more units
+    u32 me;      // which of them this PE is
+    u32 first;   // of its holders in Tables::sum_holders
+};
+struct SumHolder {
+    u32 pe;      // of the world
+    u32 before;  // steps of the units before that this PE has with that one
+};
+
 // Device copies of what the host loaded, and where gradients go. Arrays of n_local + 1 entries: the shared expert is the last.
 struct Tables {
     const void* router;           // [router_parts][n_experts, H] in the layer's dtype, which add up to router_f32 to 24 bits
     const float* router_f32;      // [n_experts, H]
     const float* router_bias;     // [n_experts], the correction bias; null without
     const float* shared_gate;     // [H]; null without
-    const u32* owner;             // [n_experts]: the PE
-    const u32* local_index;       // [n_experts]: its number there
+    // Experts on PEs, "places": first those of PE 0, in the order of experts, then those of PE 1.
+    const u32* first_place;       // [n_pes + 1]: where a PE's begin
+    const u32* place_pe;          // [held]
+    // Who holds an expert, ascending, and what part of this PE's pairs with it goes to whom (`Placement::deal`, src/moe/spec/placement.rs).
+    const u32* first_holder;      // [n_experts + 1]: where an expert's begin in the next two
+    const u32* holder_place;      // [held]
+    const u64* holder_until;      // [held]: shares added up, in 2^32ths
     const MlpWeights* weights;    // [n_local + 1]
     const MlpGradients* gradients;  // [n_local + 1]; null without training
     float* grad_router;           // [n_experts, H]
     float* grad_shared_gate;      // [H]
+    const SumUnit* sum_units;     // in the order of experts, the replicated weights last; null without training
+    const SumHolder* sum_holders;
     const u64* peer;              // [n_pes]: this PE's address of each PE's symmetric block; 0 where only the network reaches it
+    const u32* world;             // [n_pes]: the PE's number in the world
+    const u64* world_peer;        // [n_world]: as `peer`
     // [1 + 2 * n_pes]: how many PEs only the network reaches; these, from the next PE on; and for every PE its number among them.
     const u32* far;
     // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down; null on Ampere. 2-D TMA maps of the weights as they lie, columns
@@ -128,10 +154,11 @@ enum ErrorWhat : u32 {
     WHAT_NO_EXPERT = 8,    // an id that is neither an expert's nor -1
     WHAT_TWICE = 9,        // an id that the token has twice
     WHAT_CREDIT = 10,      // that a chunk's place in its window is free
+    WHAT_LOSSES = 11,      // its sums for the losses, where there are several groups
 };
 struct ErrorRecord {
     u32 kind;   // ErrorKind; written last
-    u32 pe;
+    u32 pe;     // of the world with WHAT_CAPACITY, WHAT_ALL_REDUCE and WHAT_LOSSES
     u32 what;   // ErrorWhat
     u32 phase;  // PhaseId of the block that waited
     u64 expected, seen;
@@ -160,7 +187,7 @@ constexpr u32 MAX_SPANS = 1 << 16;
 // The kernels of a layer, in the order of LayerInfo::launches.
 enum KernelId : u32 {
     KERNEL_ROUTE = 0, KERNEL_PLAN = 1, KERNEL_FORWARD = 2, KERNEL_BACKWARD = 3, KERNEL_ROUTE_BACKWARD = 4,
-    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNELS = 8,
+    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNEL_SUM_LOSSES = 8, KERNELS = 9,
 };
 struct Launch { u32 grid, block, shared_bytes, cooperative; };
 
@@ -189,4 +216,6 @@ extern "C" {
 // waits for its backward. Returns 0, or the number (from 1) of the invalid field of LayerShape.
 int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,
                   aristos::u64 symmetric_base, void* layer, aristos::LayerInfo* info);
+// Steps in which `parts` PEs sum the gradients of a routed expert, or of the replicated weights.
+aristos::u32 aristos_sum_steps(const aristos::LayerShape* shape, aristos::u32 parts, aristos::u32 replicated);
 }

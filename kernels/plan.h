@@ -5,14 +5,15 @@
 // src/moe/cpu/engine. Tokens are cut into segments of PLAN_TOKENS, one thread per token, and the rows of a PE's round into segments of as many.
 // Places follow from counts of the segments before, so they are in these orders whichever block comes first:
 //   count    pairs of each expert in each segment, and each pair's rank in its segment: where someone asks
-//   limit    with a capacity factor: PEs exchange their counts; what is kept
-//   heads    of each expert in each segment: rows that it is the first expert of, and their slots
+//   limit    with a capacity factor: PEs of the world exchange their counts; what is kept
+//   places   of each pair that is carried out the expert on a PE that computes it: where an expert has replicas, by the pair's rank
+//   heads    of each place in each segment: rows that it is the first expert of, and their slots
 //   rows     every row to its place; one round where the windows hold everything, else chunks are cut into rounds
 //   slots    every slot to its place; of each local expert in each segment of rows: slots, and rows that it is the last expert of
 //   order    each slot's rank, each row's number in the order of return
 #pragma once
-#include "protocol.h"
 #include "route_math.h"
+#include "world.h"
 
 namespace aristos {
 
@@ -22,33 +23,34 @@ struct Planner {
     const LayerShape& s;
     u32 tokens, segments;
     u32 *work;                      // masks of tokens or rows, or sums by local expert
-    u32 *first_place, *first_row;   // [n_pes]: experts, rows of the PEs before
+    const u32* first_place;         // [n_pes + 1]: places of the PEs before
+    u32 *first_row;                 // [n_pes]: rows of the PEs before
     u32 *rows, *slots;              // [n_pes]: of all segments
     u32 *slot_base, *chunk_base;    // [n_pes]: of the PEs before
-    u32 *experts_before;            // [E]: pairs of the segments before this one; later rows before, by the first expert's place
-    u32 *allowed;                   // [E]: pairs that the capacity limit leaves this PE; later slots before, as the rows
+    u32 *experts_before;            // [held]: by expert, pairs of the segments before this one; later by place, rows before
+    u32 *allowed;                   // [held]: by expert, pairs of this PE that are carried out; later by place, slots before
     u32 *total;                     // [2]: pairs of all PEs, in two words of 20 bits and the rest; [8]: sums of warps
-    u32 *histogram, *heads, *pair_rank, *pair_slots, *pair_before, *row_slots, *tails;
+    u32 *histogram, *heads, *pair_place, *pair_slots, *pair_before, *row_slots, *tails;
     u64 *barrier;
 
     DEVICE Planner(const Layer& l, const Pass& pass) : layer(l), s(l.shape), tokens(pass.tokens) {
         segments = div_up(tokens, PLAN_TOKENS);
         work = reinterpret_cast<u32*>(dev::shared());
-        first_place = work + plan_work_words(s);
-        first_row = first_place + s.n_pes;
+        first_place = l.tables.first_place;
+        first_row = work + plan_work_words(s);
         rows = first_row + s.n_pes;
         slots = rows + s.n_pes;
         slot_base = slots + s.n_pes;
         chunk_base = slot_base + s.n_pes;
         experts_before = chunk_base + s.n_pes;
-        allowed = experts_before + s.n_experts;
-        total = allowed + s.n_experts;
+        allowed = experts_before + s.held;
+        total = allowed + s.held;
         const PlanScratch at = plan_scratch(s);
         u8* scratch = l.plan.scratch;
         auto words = [&](u64 offset) { return reinterpret_cast<u32*>(scratch + offset); };
         histogram = words(at.histogram);
         heads = words(at.heads);
-        pair_rank = words(at.pair_rank);
+        pair_place = words(at.pair_place);
         pair_slots = words(at.pair_slots);
         pair_before = words(at.pair_before);
         row_slots = words(at.row_slots);
@@ -56,10 +58,10 @@ struct Planner {
         barrier = reinterpret_cast<u64*>(scratch + at.barrier);
     }
     DEVICE bool limited() const { return s.capacity_factor > 0.0; }
-    // Whether a choice is carried out.
-    DEVICE bool kept(u64 pair) const { return (limited() ? pair_rank[pair] : layer.routing.chosen[pair]) != NONE; }
-    // Whether it is, at PE `d`.
-    DEVICE bool kept_at(u64 pair, u32 d) const { return kept(pair) && layer.tables.owner[layer.routing.chosen[pair]] == d; }
+    // Whether ranks among all of this PE's pairs of an expert are needed.
+    DEVICE bool ranked() const { return limited() || has_replicas(s); }
+    // The PE that carries out a choice; NONE where it is not carried out.
+    DEVICE u32 pe_of(u64 pair) const { return pair_place[pair] == NONE ? NONE : layer.tables.place_pe[pair_place[pair]]; }
     DEVICE u32 grid_thread() const { return dev::block() * PLAN_TOKENS + dev::thread(); }
     DEVICE u32 grid_threads() const { return dev::blocks() * PLAN_TOKENS; }
 };
@@ -155,50 +157,50 @@ DEVICE void count_experts(const Planner& p, u32 segment) {
             if (chosen[j] - e0 < n) mark(p, chosen[j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
-            if (chosen[j] == NONE) p.pair_rank[u64(token) * k + j] = NONE;
-            if (chosen[j] - e0 < n) p.pair_rank[u64(token) * k + j] = count_below(p, chosen[j] - e0);
+            if (chosen[j] == NONE) p.pair_place[u64(token) * k + j] = NONE;
+            if (chosen[j] - e0 < n) p.pair_place[u64(token) * k + j] = count_below(p, chosen[j] - e0);
         }
         for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS) p.histogram[u64(segment) * experts + e0 + e] = count_all(p, e);
         dev::sync_block();
     }
 }
 
-// The rows that each expert is the first of, in a segment, and their slots, as slots << 16 | rows. Of each pair: the slots of the row that it is
+// The rows that each place is the first of, in a segment, and their slots, as slots << 16 | rows. Of each pair: the slots of the row that it is
 // the first of, or 0; and the same counts of the tokens before it.
 DEVICE void count_heads(const Planner& p, u32 segment) {
-    const u32 experts = p.s.n_experts, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
+    const u32 held = p.s.held, k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
     const u64 pairs = u64(token) * k;
-    const u32* chosen = p.layer.routing.chosen;
+    const u32* place = p.pair_place;
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         u32 slots = 0;
-        if (p.kept(pairs + j)) {
-            const u32 d = p.layer.tables.owner[chosen[pairs + j]];
-            for (u32 i = j; i < k; i++) slots += p.kept_at(pairs + i, d);
+        const u32 d = p.pe_of(pairs + j);
+        if (d != NONE) {
+            for (u32 i = j; i < k; i++) slots += p.pe_of(pairs + i) == d;
             for (u32 i = 0; i < j; i++)
-                if (p.kept_at(pairs + i, d)) slots = 0;
+                if (p.pe_of(pairs + i) == d) slots = 0;
         }
         p.pair_slots[pairs + j] = slots;
     }
-    for (u32 e0 = 0; e0 < experts; e0 += PLAN_EXPERTS) {
-        const u32 n = least(experts - e0, PLAN_EXPERTS);
+    for (u32 e0 = 0; e0 < held; e0 += PLAN_EXPERTS) {
+        const u32 n = least(held - e0, PLAN_EXPERTS);
         clear_masks(p, n);
         for (u32 j = 0; j < k && token < p.tokens; j++)
-            if (p.pair_slots[pairs + j] && chosen[pairs + j] - e0 < n) mark(p, chosen[pairs + j] - e0);
+            if (p.pair_slots[pairs + j] && place[pairs + j] - e0 < n) mark(p, place[pairs + j] - e0);
         dev::sync_block();
         for (u32 j = 0; j < k && token < p.tokens; j++) {
-            const u32 e = chosen[pairs + j], slots = p.pair_slots[pairs + j];
+            const u32 e = place[pairs + j], slots = p.pair_slots[pairs + j];
             if (slots == 0 || e - e0 >= n) continue;
             const u32 before = sum_below(p, e - e0, [&](u32 other) {
                 u64 pair = u64(segment * PLAN_TOKENS + other) * k;
-                while (chosen[pair] != e) pair++;
+                while (place[pair] != e) pair++;
                 return p.pair_slots[pair];
             });
             const u32 rank = count_below(p, e - e0);
             p.pair_before[pairs + j] = before << 16 | rank;
-            if (is_last(p, e - e0)) p.heads[u64(segment) * experts + e] = (before + slots) << 16 | (rank + 1);
+            if (is_last(p, e - e0)) p.heads[u64(segment) * held + e] = (before + slots) << 16 | (rank + 1);
         }
         for (u32 e = dev::thread(); e < n; e += PLAN_TOKENS)
-            if (count_all(p, e) == 0) p.heads[u64(segment) * experts + e0 + e] = 0;
+            if (count_all(p, e) == 0) p.heads[u64(segment) * held + e0 + e] = 0;
         dev::sync_block();
     }
 }
@@ -213,57 +215,23 @@ DEVICE void sum_experts(const Planner& p, u32 segment, u32* sums) {
     dev::sync_block();
 }
 
-// By block 0: this PE's counts to all others, each into the place of this PE and with its signal.
-DEVICE void send_counts(const Planner& p, const Pass& pass) {
-    const u32 experts = p.s.n_experts, me = p.s.my_pe, n = p.s.n_pes;
-    u32* place = p.layer.symmetric.capacity + u64(me) * experts;
-    u64* signal = p.layer.symmetric.capacity_signal + me;
-    // Puts over the network start from the own place, which nobody else reads or writes; `place` is free of the last forward's,
-    // since this pass has begun only after every PE's header of that one, which follows its reading of the counts.
-    for (u32 pe = 0; pe < n; pe++) {
-        if (!reachable(p.layer, pe)) continue;
-        u32* to = at_peer(p.layer, place, pe);
-        for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) to[e] = p.allowed[e];
-    }
-    if (p.s.stage) dev::fence_sys();  // the network card reads them
-    dev::sync_block();
-    for (u32 pe = dev::thread(); pe < n; pe += PLAN_TOKENS) {
-        if (pe != me && reachable(p.layer, pe)) signal_peer(p.layer, signal, pass.forward, pe);
-    }
-    if (p.s.stage) {
-        for (u32 pe = 0; pe < n; pe++)
-            if (!reachable(p.layer, pe)) dev::put_block(place, place, u64(experts) * 4, pe);
-        if (dev::thread() == 0) signal_puts(p.layer, [&](u32) { return signal; }, pass.forward);
-    }
-    if (dev::thread() == 0) {
-        dev::fetch_add(&p.layer.stats->header_bytes, u64(n - 1) * experts * 4);
-        dev::fetch_add(&p.layer.stats->puts, u64(n - 1));
-        dev::fetch_add(&p.layer.stats->signals, u64(n - 1));
-        bool network = false;
-        for (u32 pe = 0; pe < n; pe++) network |= !reachable(p.layer, pe);
-        if (network) dev::fetch_add(&p.layer.stats->fences, u64(1));
-    }
-}
-
-// How many pairs of each expert this PE may keep: capacity(e) less those of the PEs before. False: a PE's counts did not come,
-// or are invalid.
+// How many pairs of each expert this PE keeps, of those that it has: at most capacity(e) less those of the PEs before. False: a PE's counts did
+// not come, or are invalid.
 DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
-    const u32 experts = p.s.n_experts, me = p.s.my_pe, n = p.s.n_pes;
-    sum_experts(p, p.segments, p.allowed);
-    if (dev::block() == 0) send_counts(p, pass);
-    bool ok = true;
-    for (u32 pe = dev::thread(); pe < n && ok; pe += PLAN_TOKENS) {
-        const Waiting w{pe, WHAT_CAPACITY, PHASE_ROUTER, pass.forward, 0};
-        if (pe != me) ok = wait_signal(p.layer, p.layer.symmetric.capacity_signal + pe, w);
+    const u32 experts = p.s.n_experts, me = p.s.world_pe, n = p.s.n_world;
+    const Gathered counts{reinterpret_cast<u8*>(p.layer.symmetric.capacity), p.layer.symmetric.capacity_signal, experts * 4, WHAT_CAPACITY};
+    if (dev::block() == 0) {
+        put_record(p.layer, counts, pass.forward, p.allowed);
+        if (dev::thread() == 0) dev::fetch_add(&p.layer.stats->header_bytes, u64(n - 1) * experts * 4);
     }
     if (dev::thread() < 2) p.total[dev::thread()] = 0;
-    if (dev::sync_block_or(!ok)) return false;
-    see_network(p.layer);
+    if (!wait_records(p.layer, counts, pass.forward)) return false;
+    bool ok = true;
     u64 pairs = 0;
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
         u32 before = 0;
         for (u32 pe = 0; pe < n; pe++) {
-            const u32 count = pe == me ? p.allowed[e] : p.layer.symmetric.capacity[u64(pe) * experts + e];
+            const u32 count = pe == me ? p.allowed[e] : counts.of<u32>(p.layer, pass.forward, pe)[e];
             if (count > p.s.max_tokens) {
                 record_error(p.layer, ERROR_PROTOCOL, {pe, WHAT_CAPACITY, PHASE_ROUTER, p.s.max_tokens, e}, count);
                 ok = false;
@@ -281,49 +249,58 @@ DEVICE bool limit_experts(const Planner& p, const Pass& pass) {
     for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
         // Capped at what a word holds, which no count of pairs exceeds.
         const u32 limit = capacity < 4294967295.0 ? u32(capacity) : ~0u, before = p.experts_before[e];
-        p.allowed[e] = limit > before ? limit - before : 0;
+        p.allowed[e] = least(p.allowed[e], limit > before ? limit - before : 0);
     }
     dev::sync_block();
     return true;
 }
 
-// Ranks among all of this PE's pairs of an expert; NONE for those beyond the limit, and for choices without an expert.
-DEVICE void rank_pairs(const Planner& p, u32 segment) {
+// The place of a pair with rank `rank` among this PE's `pairs` with the expert (`Deal::next`, src/moe/spec/placement.rs).
+DEVICE u32 deal(const Planner& p, u32 e, u32 rank, u32 pairs) {
+    constexpr u32 GOLDEN = 0x9E3779B9u;
+    const u64 offset = u32((p.s.my_pe + e) * GOLDEN);
+    u32 at = p.layer.tables.first_holder[e], last = p.layer.tables.first_holder[e + 1] - 1;
+    while (at < last && (pairs * p.layer.tables.holder_until[at] + offset) >> 32 <= rank) at++;
+    return p.layer.tables.holder_place[at];
+}
+
+// The place of each pair of a segment; NONE of those beyond the limit, and of choices without an expert.
+DEVICE void place_pairs(const Planner& p, u32 segment) {
     const u32 k = p.s.top_k, token = segment * PLAN_TOKENS + dev::thread();
-    sum_experts(p, segment, p.experts_before);
+    if (p.ranked()) sum_experts(p, segment, p.experts_before);
     for (u32 j = 0; j < k && token < p.tokens; j++) {
         const u64 pair = u64(token) * k + j;
-        if (p.pair_rank[pair] == NONE) continue;
-        const u32 e = p.layer.routing.chosen[pair], rank = p.experts_before[e] + p.pair_rank[pair];
-        p.pair_rank[pair] = !p.limited() || rank < p.allowed[e] ? rank : NONE;
+        const u32 e = p.layer.routing.chosen[pair];
+        u32 place = NONE;
+        if (e != NONE && !p.ranked()) {
+            place = p.layer.tables.holder_place[p.layer.tables.first_holder[e]];
+        } else if (e != NONE) {
+            const u32 rank = p.experts_before[e] + p.pair_place[pair];
+            if (rank < p.allowed[e]) place = deal(p, e, rank, p.allowed[e]);
+        }
+        p.pair_place[pair] = place;
     }
     dev::sync_block();
 }
 
-// Rows and slots of each PE over all segments, and where they begin; rows and slots before those of each first expert.
+// Rows and slots of each PE over all segments, and where they begin; rows and slots before those of each place as the first.
 DEVICE void sum_heads(const Planner& p) {
-    const u32 n = p.s.n_pes, experts = p.s.n_experts;
-    const u32 *owner = p.layer.tables.owner, *local = p.layer.tables.local_index;
-    for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) p.first_place[d] = 0;
-    dev::sync_block();
-    for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) dev::shared_add(&p.first_place[owner[e]], 1u);
-    scan_words(p, p.first_place, n);
-    for (u32 e = dev::thread(); e < experts; e += PLAN_TOKENS) {
+    const u32 n = p.s.n_pes, held = p.s.held;
+    for (u32 place = dev::thread(); place < held; place += PLAN_TOKENS) {
         u32 rows = 0, slots = 0;
         for (u32 i = 0; i < p.segments; i++) {
-            const u32 both = p.heads[u64(i) * experts + e];
+            const u32 both = p.heads[u64(i) * held + place];
             rows += both & 0xffff, slots += both >> 16;
         }
-        const u32 place = p.first_place[owner[e]] + local[e];
         p.experts_before[place] = rows, p.allowed[place] = slots;
     }
-    const u32 all_rows = scan_words(p, p.experts_before, experts), all_slots = scan_words(p, p.allowed, experts);
+    const u32 all_rows = scan_words(p, p.experts_before, held), all_slots = scan_words(p, p.allowed, held);
     for (u32 d = dev::thread(); d < n; d += PLAN_TOKENS) {
-        const u32 begin = p.first_place[d], end = d + 1 < n ? p.first_place[d + 1] : experts;
-        p.first_row[d] = begin < experts ? p.experts_before[begin] : all_rows;
-        p.slot_base[d] = begin < experts ? p.allowed[begin] : all_slots;
-        p.rows[d] = (end < experts ? p.experts_before[end] : all_rows) - p.first_row[d];
-        p.slots[d] = (end < experts ? p.allowed[end] : all_slots) - p.slot_base[d];
+        const u32 begin = p.first_place[d], end = p.first_place[d + 1];
+        p.first_row[d] = begin < held ? p.experts_before[begin] : all_rows;
+        p.slot_base[d] = begin < held ? p.allowed[begin] : all_slots;
+        p.rows[d] = (end < held ? p.experts_before[end] : all_rows) - p.first_row[d];
+        p.slots[d] = (end < held ? p.allowed[end] : all_slots) - p.slot_base[d];
         p.chunk_base[d] = div_up(p.rows[d], p.s.chunk_rows);
     }
     scan_words(p, p.chunk_base, n);
@@ -337,12 +314,11 @@ DEVICE void write_rows(const Planner& p, u32 segment) {
     for (u32 d = 0; d < p.s.n_pes; d++) plan.token_row[u64(d) * max + token] = NONE;
     for (u64 pair = u64(token) * k; pair < u64(token + 1) * k; pair++) {
         if (p.pair_slots[pair] == 0) continue;
-        const u32 e = p.layer.routing.chosen[pair], d = p.layer.tables.owner[e];
-        const u32 place = p.first_place[d] + p.layer.tables.local_index[e];
+        const u32 place = p.pair_place[pair], d = p.layer.tables.place_pe[place];
         u32 row = p.experts_before[place] - p.first_row[d] + (p.pair_before[pair] & 0xffff);
         u32 slot = p.allowed[place] - p.slot_base[d] + (p.pair_before[pair] >> 16);
         for (u32 i = 0; i < segment; i++) {
-            const u32 both = p.heads[u64(i) * p.s.n_experts + e];
+            const u32 both = p.heads[u64(i) * p.s.held + place];
             row += both & 0xffff, slot += both >> 16;
         }
         plan.row_token[u64(d) * max + row] = token;
@@ -422,8 +398,8 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
     const u64 pairs = u64(mine ? plan.row_token[u64(g.d) * p.s.max_tokens + row] : 0) * k;
     u32 at = begin;
     for (u64 pair = pairs; mine && pair < pairs + k; pair++) {
-        if (!p.kept_at(pair, g.d)) continue;
-        plan.slot_word[at] = p.layer.tables.local_index[p.layer.routing.chosen[pair]] << RANK_BITS;
+        if (p.pe_of(pair) != g.d) continue;
+        plan.slot_word[at] = (p.pair_place[pair] - p.first_place[g.d]) << RANK_BITS;
         plan.slot_weight[at] = p.layer.routing.routing_weights[pair];
         plan.slot_choice[at++] = u32(pair);
     }
@@ -510,14 +486,15 @@ DEVICE void sum_losses(const Planner& p, bool by_caller) {
 KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
     const Pass pass = numbered(*layer, given, false);
     const Planner p(*layer, pass);
-    if (p.limited() || has_losses(p.s)) {
+    if (p.ranked() || has_losses(p.s)) {
         for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) count_experts(p, i);
         if (!plan_barrier(p)) return;
     }
     if (has_losses(p.s)) sum_losses(p, routed_by_caller(pass));
+    if (p.ranked()) sum_experts(p, p.segments, p.allowed);
     if (p.limited() && !limit_experts(p, pass)) return;
     for (u32 i = dev::block(); i < p.segments; i += dev::blocks()) {
-        if (p.limited()) rank_pairs(p, i);
+        place_pairs(p, i);
         count_heads(p, i);
     }
     if (!plan_barrier(p)) return;

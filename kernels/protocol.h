@@ -92,27 +92,23 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
 
-// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
-// that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
-DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
-    if (!reachable(l, pe)) {
-        if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
-        return dev::signal_set(mine, value, pe);
-    }
-    u64* to = at_peer(l, mine, pe);
+DEVICE void store_signal(u64* to, u64 value) {
     if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
     else dev::store_release_sys(to, value);
 }
+// Not inlined, as network_put: the persistent kernels have no registers to spare for what few blocks do.
+OUTLINE void network_signal(u64* mine, u64 value, const u32* world) {
+    if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
+    dev::signal_set(mine, value, *world);
+}
+// All threads: as dev::put_block, to a PE by where its number in the world is, which the network wants.
+OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
 
-// One thread, once this block has put to some PEs that only the network reaches: one fence, then the signals of all. `word(pe)`: null
-// where nothing was put.
-template <class Word> DEVICE void signal_puts(const Layer& l, Word word, u64 value) {
-    dev::fence_puts();
-    for (u32 i = 1; i < l.shape.n_pes; i++) {
-        u32 pe = (l.shape.my_pe + i) % l.shape.n_pes;
-        u64* mine = reachable(l, pe) ? nullptr : word(pe);
-        if (mine) signal_peer(l, mine, value, pe);
-    }
+// One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
+// that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
+DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
+    if (reachable(l, pe)) return store_signal(at_peer(l, mine, pe), value);
+    network_signal(mine, value, l.tables.world + pe);
 }
 
 // ---- Errors and waits.

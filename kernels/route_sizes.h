@@ -21,6 +21,10 @@ constexpr u32 most(u32 a, u32 b) { return a > b ? a : b; }
 constexpr u64 align_bytes(u64 bytes) { return (bytes + 255) / 256 * 256; }
 
 constexpr bool has_losses(const LayerShape& s) { return s.aux_loss_coef != 0.0f || s.z_loss_coef != 0.0f; }
+// Whether the sums for the losses are of more PEs than send each other headers.
+constexpr bool gathers_losses(const LayerShape& s) { return has_losses(s) && s.n_world > s.n_pes; }
+// Whether an expert of this group has replicas.
+constexpr bool has_replicas(const LayerShape& s) { return s.held > s.n_experts; }
 
 // Whether these kernels can run the shape at all; memory.cpp refuses it otherwise.
 constexpr bool route_shape_ok(const LayerShape& s) {
@@ -62,8 +66,8 @@ struct PlanScratch {
     u64 barrier;      // u64: arrivals at the barrier of aristos_plan's blocks; zeroed by aristos_route
     u64 loss_parts;   // f64 [route_blocks][1 + E]: z_sum, prob_sums
     u64 histogram;    // u32 [segments][E]: pairs
-    u64 heads;        // u32 [segments][E]: slots << 16 | rows, by first expert
-    u64 pair_rank;    // u32 [max_tokens][k]: among its expert's pairs
+    u64 heads;        // u32 [segments][held]: slots << 16 | rows, by the place of the first expert
+    u64 pair_place;   // u32 [max_tokens][k]: its rank among its expert's pairs of the segment; then the place that computes it, or NONE
     u64 pair_slots;   // u32 [max_tokens][k]: of the row that begins with it, or 0
     u64 pair_before;  // u32 [max_tokens][k]: of these what is in `heads`, of the tokens before in the segment
     u64 row_slots;    // u32 [row segments][max_local]: slots
@@ -72,14 +76,15 @@ struct PlanScratch {
 };
 constexpr PlanScratch plan_scratch(const LayerShape& s) {
     PlanScratch p{};
-    const u64 by_expert = align_bytes(u64(plan_segments(s)) * s.n_experts * 4), pairs = align_bytes(u64(s.max_tokens) * s.top_k * 4);
+    const u64 by_expert = align_bytes(u64(plan_segments(s)) * s.n_experts * 4);
+    const u64 by_place = align_bytes(u64(plan_segments(s)) * s.held * 4), pairs = align_bytes(u64(s.max_tokens) * s.top_k * 4);
     const u64 by_local = align_bytes(plan_row_segments(s) * s.max_local * 4);
     p.barrier = 0;
     p.loss_parts = align_bytes(8);
     p.histogram = p.loss_parts + align_bytes(has_losses(s) ? u64(route_blocks(s)) * (1 + s.n_experts) * 8 : 0);
     p.heads = p.histogram + by_expert;
-    p.pair_rank = p.heads + by_expert;
-    p.pair_slots = p.pair_rank + pairs;
+    p.pair_place = p.heads + by_place;
+    p.pair_slots = p.pair_place + pairs;
     p.pair_before = p.pair_slots + pairs;
     p.row_slots = p.pair_before + pairs;
     p.tails = p.row_slots + by_local;
@@ -120,7 +125,7 @@ constexpr GradScratch grad_scratch(const LayerShape& s) {
 constexpr u64 plan_scratch_bytes(const LayerShape& s) { return plan_scratch(s).bytes; }
 constexpr u64 route_scratch_bytes(const LayerShape& s) { return grad_scratch(s).bytes; }
 
-// ---- All-reduce: the replicated gradients, one after another, each rounded up to whole 16-byte pieces.
+// ---- All-reduce: the gradients of a unit (SumUnit), one after another, each rounded up to whole 16-byte pieces.
 constexpr u32 REDUCE_SEGMENTS = 8;
 constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 REDUCE_SLOTS = 4;  // pieces of one channel in flight between two PEs
@@ -135,37 +140,48 @@ constexpr u64 reduce_elements(const LayerShape& s) {
     }
     return n;
 }
+constexpr u64 expert_elements(const LayerShape& s) {
+    const u64 h = s.hidden, i = s.intermediate;
+    u64 n = (s.gated ? 3 : 2) * reduce_round(h * i);
+    if (s.bias) n += (s.gated ? 2 : 1) * reduce_round(i) + reduce_round(h);
+    return n;
+}
+// Of one of the PEs that sum.
+constexpr u64 reduce_part(u64 elements, u32 parts) { return reduce_round((elements + parts - 1) / parts); }
 // Over the network few large pieces, since every signal costs a fence there; else many small ones, one per block. In both
 // cases at most 1 MiB per peer and direction.
 struct ReduceShape {
-    u64 elements, per_pe;   // all, and of one owner
     u32 channels, piece;    // blocks, and elements of one piece
-    u32 steps;              // pieces of one channel of one owner
 };
 constexpr ReduceShape reduce_shape(const LayerShape& s) {
     ReduceShape r{};
-    r.elements = reduce_elements(s);
-    r.per_pe = reduce_round((r.elements + s.n_pes - 1) / s.n_pes);
+    const u64 replicated = reduce_part(reduce_elements(s), s.n_world), of_two = s.summed ? reduce_part(expert_elements(s), 2) : 0;
+    const u64 part = replicated > of_two ? replicated : of_two;
     const u32 channels = s.stage ? 4 : 16, piece = s.stage ? 16384 : 4096;
-    r.channels = most(1, least(channels, s.blocks));
-    const u64 share = reduce_round((r.per_pe + r.channels - 1) / r.channels);
+    r.channels = most(1, least(channels, s.channels));
+    const u64 share = reduce_round((part + r.channels - 1) / r.channels);
     r.piece = share < piece ? u32(share) : piece;
-    r.steps = u32((r.per_pe + u64(r.piece) * r.channels - 1) / (u64(r.piece) * r.channels));
     return r;
 }
-// Areas of the stage, each [n_pes][channels][slots][piece] f32: values that came in, sums that came back; with a network also
+// Pieces of one channel of one part.
+constexpr u32 reduce_steps(const LayerShape& s, u64 elements, u32 parts) {
+    const ReduceShape r = reduce_shape(s);
+    const u64 turn = u64(r.piece) * r.channels;
+    return u32((reduce_part(elements, parts) + turn - 1) / turn);
+}
+// Areas of the stage, each [n_world][channels][slots][piece] f32: values that came in, sums that came back; with a network also
 // values on their way out, and [channels][slots][piece] of sums.
 constexpr u64 reduce_area(const LayerShape& s) {
     const ReduceShape r = reduce_shape(s);
     return u64(r.channels) * REDUCE_SLOTS * r.piece * 4;
 }
 constexpr u64 all_reduce_bytes(const LayerShape& s) {
-    if (!s.training || s.n_pes == 1) return 0;
-    return align_bytes(reduce_area(s) * (s.stage ? 3 * s.n_pes + 1 : 2 * s.n_pes));
+    if (!s.training || s.n_world == 1) return 0;
+    return align_bytes(reduce_area(s) * (s.stage ? 3 * s.n_world + 1 : 2 * s.n_world));
 }
-// Signal words: [2][n_pes][channels][slots], values in and sums back.
+// Signal words: [2][n_world][channels][slots], values in and sums back.
 constexpr u32 all_reduce_signal_words(const LayerShape& s) {
-    return s.training && s.n_pes > 1 ? 2 * s.n_pes * reduce_shape(s).channels * REDUCE_SLOTS : 0;
+    return s.training && s.n_world > 1 ? 2 * s.n_world * reduce_shape(s).channels * REDUCE_SLOTS : 0;
 }
 
 // ---- Launches.
@@ -178,10 +194,10 @@ constexpr Launch route_launch(const LayerShape& s) {
 constexpr Launch take_routing_launch(const LayerShape& s) { return {most(1, route_blocks(s)), ROUTE_THREADS, 0, 0}; }
 constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd, against bank conflicts
 constexpr u32 plan_work_words(const LayerShape& s) {
-    return most(least(s.n_experts, PLAN_EXPERTS) * PLAN_MASK_STRIDE, 3 * s.max_local);
+    return most(least(s.held, PLAN_EXPERTS) * PLAN_MASK_STRIDE, 3 * s.max_local);
 }
 constexpr Launch plan_launch(const LayerShape& s) {
-    const u32 words = plan_work_words(s) + 6 * s.n_pes + 2 * s.n_experts + 2 + PLAN_TOKENS / 32;
+    const u32 words = plan_work_words(s) + 5 * s.n_pes + 2 * s.held + 2 + PLAN_TOKENS / 32;
     return {most(1, least(s.blocks, plan_segments(s))), PLAN_TOKENS, words * 4, 1};
 }
 constexpr Launch route_backward_launch(const LayerShape& s) {
@@ -192,7 +208,7 @@ constexpr Launch router_gradients_launch(const LayerShape& s) {
     return {most(1, items), ROUTE_THREADS, small_gemm_bytes(64, GRAD_PARTS, s.router_parts) + 1024, 0};
 }
 constexpr Launch all_reduce_launch(const LayerShape& s) {
-    return {s.n_pes > 1 ? reduce_shape(s).channels : 1, REDUCE_THREADS, 1024, 1};
+    return {s.n_world > 1 ? reduce_shape(s).channels : 1, REDUCE_THREADS, 1024, 1};
 }
 
 }  // namespace aristos

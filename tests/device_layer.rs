@@ -7,6 +7,10 @@ mod common;
 mod contract;
 #[path = "device_layer/experts.rs"]
 mod experts;
+#[path = "common/groupings.rs"]
+mod groupings;
+#[path = "device_layer/groups.rs"]
+mod groups;
 mod sample;
 
 use std::ops::Range;

@@ -5,7 +5,7 @@ mod binary;
 
 use std::time::{Duration, Instant};
 
-use binary::{Outcome, Running, aristos_run, names_in, read_tensors, relative_error, run, start};
+use binary::{Outcome, Running, aristos_run, names_in, plan_with_replicas, read_tensors, relative_error, run, start};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
@@ -107,6 +107,52 @@ fn outputs_are_those_of_the_cpu_but_for_rounding() {
     }
 }
 
+/// Groups of several PEs, unequal placements, replicas: the step, its report and the weights that it trains are those of the CPU.
+#[test]
+fn a_plan_is_run_as_on_the_cpu() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let layer = "--pes 4 --tokens 60 --hidden 32 --intermediate 32 --experts 8 --top-k 3 --dtype bf16";
+    for (groups, flags) in [
+        (1, "--check --graph --steps 2"),
+        (2, "--check --aux-loss-coef 0.1 --shared-intermediate 24 --capacity-factor 1.1"),
+        (2, "--sgd 0.05 --steps 2"),
+    ] {
+        std::fs::write(at("plan.json"), plan_with_replicas(groups)).unwrap();
+        let step = |flags: &str| {
+            let files = format!("--output {} --save-weights {}", at("out.safetensors"), at("weights.safetensors"));
+            let args = format!("{layer} --plan {} --json {flags} {files}", at("plan.json"));
+            let report: Value = serde_json::from_str(&run(aristos_run(&args)).success().stdout).unwrap();
+            if flags.contains("--check") {
+                assert_eq!(report["check"]["passed"], true, "{args}: {:#}", report["check"]);
+            }
+            let mut tensors = read_tensors(&dir.path().join("out.safetensors"));
+            tensors.extend(read_tensors(&dir.path().join("weights.safetensors")));
+            (report, tensors)
+        };
+        let (on_cpu, want) = step(&flags.replace("--graph", ""));
+        let (report, got) = step(&format!("--device emulated {flags}"));
+        assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>());
+        for (name, want) in &want {
+            let error = relative_error(&got[name].1, &want.1);
+            assert!(error < 2e-2, "{flags}, {name}: {error}");
+        }
+        let placed = |report: &Value| {
+            let groups = report["plan"]["groups"].as_array().unwrap();
+            groups.iter().map(|group| (group["pes"].clone(), group["experts"].clone())).collect::<Vec<_>>()
+        };
+        assert_eq!(placed(&report), placed(&on_cpu));
+        for key in ["tokens_per_expert", "expert_rows_per_pe"] {
+            assert_eq!(report[key], on_cpu[key], "{key}");
+        }
+        let bytes = |report: &Value, kind: &str| report["traffic"]["remote_bytes"][kind].as_u64().unwrap();
+        assert_eq!(bytes(&report, "dispatch_rows"), bytes(&on_cpu, "dispatch_rows"));
+        assert!(bytes(&report, "all_reduce") > 0);
+        let symmetric = |key: &str| report["symmetric"][key].as_u64().unwrap();
+        assert!(0 < symmetric("used_bytes") && symmetric("used_bytes") <= symmetric("budget_bytes"), "{report:#}");
+    }
+}
+
 #[test]
 fn a_trace_has_every_block() {
     let dir = tempfile::tempdir().unwrap();
@@ -129,6 +175,7 @@ fn what_cannot_be_is_one_line() {
     run(aristos_run(&format!("{SMALL} --dtype f16"))).refused(&["--dtype f16 on the CPU, expected f32 or bf16"]);
     emulated("--hidden 36").refused(&["hidden is 36, expected a multiple of 8 on a device"]);
     emulated("--intermediate 1001").refused(&["intermediate is 1001, expected a multiple of 8 on a device"]);
+    emulated(&format!("{SMALL} --plan auto")).refused(&["--plan auto probes PEs on the CPU", "or a plan in a file"]);
     run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
     if cfg!(not(feature = "cuda")) {
         run(aristos_run(&format!("{SMALL} --device cuda"))).refused(&["--device cuda", "--features cuda"]);

@@ -1,4 +1,5 @@
-// aristos_all_reduce: bit for bit the sum in the order of PEs, over peers' memory, over a network, and both.
+// aristos_all_reduce: bit for bit the sum in the order of holders, over peers' memory, over a network, and both; of replicated gradients, and of
+// those of experts that several PEs hold.
 #include "../all_reduce.h"
 #include "route_world.h"
 
@@ -14,15 +15,67 @@ std::vector<std::vector<float>*> replicated(Pe& p) {
     return all;
 }
 
-void run(LayerShape s, const std::vector<u8>& reachable, u32 seed) {
-    World w(s, [&](u32 e) { return e % s.n_pes; }, reachable, seed);
+// Expert `e`'s gradients on the PEs that hold it, and which these are.
+std::vector<u32> replicas_of(u32 e, u32 n) {
+    return e % 3 == 0 ? std::vector<u32>{(e + 1) % n, (e + 2) % n} : e % 3 == 1 ? std::vector<u32>{0} : std::vector<u32>{};
+}
+struct Experts {
+    std::vector<std::vector<std::vector<float>>> values;  // by PE and local expert
+    World& w;
+
+    explicit Experts(World& of) : values(of.s.n_pes), w(of) {
+        const u64 each = u64(w.s.hidden) * w.s.intermediate;
+        for (u32 pe = 0; pe < w.s.n_pes; pe++) {
+            Pe& p = *w.pes[pe];
+            values[pe].assign(p.s.n_local, std::vector<float>(3 * each));
+            for (u32 e = 0; e < p.s.n_local; e++) {
+                float* at = values[pe][e].data();
+                p.gradients[e].gate = at, p.gradients[e].up = at + each, p.gradients[e].down = at + 2 * each;
+            }
+        }
+    }
+    // Fills them and says what each PE's are to be.
+    std::vector<std::vector<std::vector<float>>> fill(std::mt19937& random) {
+        std::uniform_real_distribution<float> value(-1, 1);
+        for (auto& pe : values)
+            for (auto& expert : pe)
+                for (float& v : expert) v = value(random) * std::exp2f(float(random() % 20));
+        auto expected = values;
+        const Pe& any = *w.pes[0];
+        for (u32 e = 0; e < w.s.n_experts; e++) {
+            const u32 begin = any.first_holder[e], end = any.first_holder[e + 1];
+            auto of = [&](auto& all, u32 i) -> std::vector<float>& {
+                const u32 place = any.holder_place[i], pe = any.place_pe[place];
+                return all[pe][place - any.first_place[pe]];
+            };
+            std::vector<float> sum = of(values, begin);
+            for (u32 i = begin + 1; i < end; i++)
+                for (size_t j = 0; j < sum.size(); j++) sum[j] += of(values, i)[j];
+            for (u32 i = begin; i < end; i++) of(expected, i) = sum;
+        }
+        return expected;
+    }
+};
+
+// By the caller's routing in the second pass: then experts' gradients alone are summed.
+void run(LayerShape s, const std::vector<u8>& reachable, u32 seed, bool replicas) {
+    const u32 n = s.n_pes;
+    World w(s, [&](u32 e) { return e % n; }, reachable, seed, [&](u32 e) { return replicas ? replicas_of(e, n) : std::vector<u32>{}; });
+    Experts experts(w);
     std::mt19937 random(seed);
     std::uniform_real_distribution<float> value(-1, 1);
     for (u64 pass = 1; pass <= 3; pass++) {
+        const bool by_caller = pass == 2;
+        float given;
+        const auto expected_experts = experts.fill(random);
         std::vector<std::vector<float>> expected;
         for (u32 pe = 0; pe < s.n_pes; pe++) {
             auto grads = replicated(*w.pes[pe]);
             expected.resize(grads.size());
+            if (by_caller) {
+                for (size_t g = 0; g < grads.size(); g++) expected[g] = *grads[g];  // whose bits are all PEs' since the last pass
+                continue;
+            }
             for (size_t g = 0; g < grads.size(); g++) {
                 for (float& v : *grads[g]) v = value(random) * std::exp2f(float(random() % 20));
                 if (pe == 0) expected[g] = *grads[g];
@@ -32,9 +85,15 @@ void run(LayerShape s, const std::vector<u8>& reachable, u32 seed) {
         }
         w.all([&](u32 pe) {
             if (pe == seed % s.n_pes) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-            w.launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", w.pass(pe, pass, pass, 0));
+            Pass of = w.pass(pe, pass, pass, 0);
+            if (by_caller) of.grad_weights = &given;
+            w.launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", of);
         });
         for (u32 pe = 0; pe < s.n_pes; pe++) {
+            for (u32 e = 0; e < w.pes[pe]->s.n_local; e++) {
+                const auto &want = expected_experts[pe][e], &got = experts.values[pe][e];
+                CHECK(!std::memcmp(want.data(), got.data(), want.size() * 4), "pass %u PE %u: local expert %u differs", u32(pass), pe, e);
+            }
             const ErrorRecord& e = *w.pes[pe]->layer().error;
             CHECK(e.kind == ERROR_NONE, "PE %u: error %u, PE %u, expected %llx, seen %llx", pe, e.kind, e.pe,
                   static_cast<unsigned long long>(e.expected), static_cast<unsigned long long>(e.seen));
@@ -80,12 +139,16 @@ int main(int argc, char** argv) {
             // Little: less than a piece for each. Much: several turns through the places, the last piece short.
             context = "n " + std::to_string(n) + " network " + std::to_string(network) + " little";
             s.n_experts = 9, s.hidden = 8;
-            run(s, reachable, n);
+            run(s, reachable, n, false);
+            if (n > 1) run(s, reachable, n, true);
             context += ", much";
             s.blocks = 2, s.hidden = 520, s.n_experts = 17;
             s.shared_intermediate = network == 1 ? 24 * n : 8 * n + 8, s.shared_gated = n % 2, s.shared_bias = 1, s.shared_gate = 1;
             if (!brief) s.n_experts = network ? 600 : 300;
-            run(s, reachable, n + 10);
+            run(s, reachable, n + 10, false);
+            context += ", replicas";
+            s.n_experts = 17;
+            if (n > 1) run(s, reachable, n + 20, true);
         }
     }
     context = "a PE that never comes";

@@ -218,7 +218,7 @@ struct Layers {
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
             auto at_d = [&](u32 k) { return place(l.routing.chosen[k]) == d; };
-            auto local = [&](u32 k) { return l.tables.local_index[l.routing.chosen[k]]; };
+            auto local = [&](u32 k) { return w->pes[pe]->local_index[l.routing.chosen[k]]; };
             std::vector<std::pair<u32, u32>> heads;
             for (u32 t = 0; t < f.tokens[pe]; t++) {
                 l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;

@@ -17,12 +17,21 @@ std::vector<Dest> serial_plan(const Pe& p, const std::vector<u32>& chosen, const
                               const std::vector<bool>& kept) {
     const LayerShape& s = p.s;
     std::vector<Dest> all(s.n_pes);
+    std::vector<u64> pairs(s.n_experts, 0), dealt(s.n_experts, 0);
+    for (u32 choice = 0; choice < chosen.size(); choice++)
+        if (kept[choice]) pairs[chosen[choice]]++;
     for (u32 choice = 0; choice < chosen.size(); choice++) {
         if (!kept[choice]) continue;
-        const u32 token = choice / s.top_k;
-        auto& rows = all[p.owner[chosen[choice]]].rows;
+        const u32 token = choice / s.top_k, e = chosen[choice], first = p.first_holder[e], holders = p.first_holder[e + 1] - first;
+        // A holder gets the pairs below its share of all, rounded down after an offset that differs by source and expert.
+        u32 holder = 0;
+        const u64 offset = u32((s.my_pe + e) * 0x9E3779B9u);
+        while (holder + 1 < holders && dealt[e] >= (pairs[e] * p.holder_until[first + holder] + offset) >> 32) holder++;
+        dealt[e]++;
+        const u32 place = p.holder_place[first + holder], pe = p.place_pe[place];
+        auto& rows = all[pe].rows;
         if (rows.empty() || rows.back().token != token) rows.push_back({token, {}});
-        rows.back().slots.push_back({p.local_index[chosen[choice]], 0, weights[choice], choice});
+        rows.back().slots.push_back({place - p.first_place[pe], 0, weights[choice], choice});
     }
     for (Dest& d : all) {
         auto first = [](const Row& row) { return row.slots.front().expert; };
@@ -113,12 +122,13 @@ struct Case {
     u32 network = 0;
     u32 losses = 0;
     u32 none = 0;  // one in this many choices is no expert; a caller's routing, which has no losses
+    u32 replicas = 0;  // one in this many experts is on up to three PEs
 };
 
 void run(const Case& c, u32 seed) {
     context = "pes " + std::to_string(c.n_pes) + " experts " + std::to_string(c.experts) + " k " + std::to_string(c.k) + " tokens " +
               std::to_string(c.tokens[0]) + " window " + std::to_string(c.round_chunks) + " capacity " + std::to_string(c.capacity) +
-              " none " + std::to_string(c.none) + " seed " + std::to_string(seed);
+              " none " + std::to_string(c.none) + " replicas " + std::to_string(c.replicas) + " seed " + std::to_string(seed);
     LayerShape s = shape();
     s.n_pes = c.n_pes, s.n_experts = c.experts, s.top_k = c.k, s.max_tokens = c.max_tokens;
     s.capacity_factor = c.capacity, s.chunk_rows = c.chunk_rows, s.round_chunks = c.round_chunks, s.round_slots = c.round_slots;
@@ -127,7 +137,10 @@ void run(const Case& c, u32 seed) {
     std::vector<u8> reachable;
     for (u32 i = 0; i < c.n_pes * c.n_pes; i++) reachable.push_back(!c.network || i / c.n_pes == i % c.n_pes);
     // Neither contiguous nor even; PE 0 has most.
-    World w(s, [&](u32 e) { return e * 7 % 5 == 0 ? 0 : e * 3 % c.n_pes; }, reachable, seed);
+    auto replicas = [&](u32 e) {
+        return c.replicas && e % c.replicas == 0 ? std::vector<u32>{(e + 1) % c.n_pes, (e + 2) % c.n_pes} : std::vector<u32>{};
+    };
+    World w(s, [&](u32 e) { return e * 7 % 5 == 0 ? 0 : e * 3 % c.n_pes; }, reachable, seed, replicas);
     std::mt19937 random(seed);
     for (u64 forward = 1; forward <= 2; forward++) {
         std::vector<std::vector<u32>> chosen(c.n_pes);
@@ -192,7 +205,7 @@ void faults() {
         const Layer& l = w.pes[0]->layer();
         *reinterpret_cast<u64*>(l.plan.scratch) = 0;
         if (wrong) {
-            for (u32 e = 0; e < s.n_experts; e++) l.symmetric.capacity[s.n_experts + e] = e == 3 ? s.max_tokens + 1 : 0;
+            for (u32 e = 0; e < s.n_experts; e++) l.symmetric.capacity[(s.n_pes + 1) * s.n_experts + e] = e == 3 ? s.max_tokens + 1 : 0;
             l.symmetric.capacity_signal[1] = 1;
         }
         w.launch(0, KERNEL_PLAN, "aristos_plan", w.pass(0, 1, 1, 0));
@@ -245,6 +258,13 @@ int main(int argc, char** argv) {
         run({3, 12, 3, 600, {599, 1, 257}, 0.75, 4, 40, 64, SKEWED, 0, 1, none}, seed++);
     }
     run({2, 1100, 8, 300, {300, 20}, 0.0, 8, 3, 0, EVEN, 0, 0, 3}, seed++);
+    // Experts with replicas, with and without a limit, in rounds, over a network.
+    for (u32 replicas : {1u, 3u}) {
+        run({3, 12, 3, 700, {700, 0, 257}, 0.0, 16, 0, 0, SKEWED, 0, 1, 0, replicas}, seed++);
+        run({4, 40, 4, 300, {300, 1, 64, 290}, 0.75, 8, 3, 0, SKEWED, replicas == 1, 0, 2, replicas}, seed++);
+        run({3, 12, 3, 600, {600, 3, 257}, 0.0, 4, 40, 64, ONE_EXPERT, 0, 0, 0, replicas}, seed++);
+    }
+    if (!brief) run({2, 1100, 8, 300, {300, 20}, 0.9, 8, 3, 0, EVEN, 0, 0, 0, 2}, seed++);
     faults();
     return report("plan_test");
 }

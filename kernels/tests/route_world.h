@@ -1,5 +1,6 @@
 // PEs of one layer in one process, on the emulator, for the tests of routing, plan and all-reduce.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -67,7 +68,7 @@ inline u16 narrow(float f, u32 dtype) {
 // A small layer that the caller changes.
 inline LayerShape shape() {
     LayerShape s{};
-    s.n_pes = s.hosts = 1;
+    s.n_pes = s.n_world = s.hosts = 1;
     s.hidden = 64;
     s.intermediate = 16;
     s.n_experts = 8;
@@ -80,7 +81,7 @@ inline LayerShape shape() {
     s.round_chunks = 0;   // all of them
     s.window_chunks = 0;  // as many
     s.training = 1;
-    s.blocks = 4;
+    s.blocks = s.channels = 4;
     s.tile_m = 128;
     s.tile_n = 128;
     s.wait_limit_ns = 60'000'000'000;
@@ -95,7 +96,11 @@ struct Pe {
     char* local = nullptr;
     std::vector<u16> x, router;
     std::vector<float> router_f32, bias, gate, grad_router, grad_gate, output;
-    std::vector<u32> owner, local_index;
+    std::vector<u32> owner, local_index;  // of an expert's first holder
+    std::vector<u32> first_place, place_pe, first_holder, holder_place, numbers;
+    std::vector<u64> holder_until;
+    std::vector<SumUnit> sum_units;
+    std::vector<SumHolder> sum_holders;
     std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
     std::vector<u64> peer;
@@ -104,17 +109,38 @@ struct Pe {
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
 
-// All PEs; `place(expert)` says where an expert lives.
+// All PEs, in one group; `place(expert)` says where an expert lives, and `replicas(expert)`, where given, where else it does.
 struct World {
     LayerShape s;
     void* handle = nullptr;
     std::vector<std::unique_ptr<Pe>> pes;
 
-    World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1)
+    World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1,
+          const std::function<std::vector<u32>(u32)>& replicas = {})
         : s(shape) {
         const u32 n = s.n_pes;
-        std::vector<u32> owner(s.n_experts), index(s.n_experts), locals(n, 0);
-        for (u32 e = 0; e < s.n_experts; e++) owner[e] = place(e), index[e] = locals[owner[e]]++;
+        s.n_world = n;
+        s.channels = s.blocks;
+        std::vector<u32> owner(s.n_experts), index(s.n_experts), locals(n, 0), first_place(n + 1, 0), place_pe, first_holder{0}, holder_place;
+        std::vector<std::vector<u32>> holders(s.n_experts), numbers(s.n_experts);
+        for (u32 e = 0; e < s.n_experts; e++) {
+            if (replicas) holders[e] = replicas(e);
+            holders[e].push_back(place(e));
+            std::sort(holders[e].begin(), holders[e].end());
+            holders[e].erase(std::unique(holders[e].begin(), holders[e].end()), holders[e].end());
+            for (u32 pe : holders[e]) numbers[e].push_back(locals[pe]++);
+            owner[e] = holders[e][0], index[e] = numbers[e][0];
+            s.summed |= holders[e].size() > 1;
+        }
+        for (u32 pe = 0; pe < n; pe++) {
+            first_place[pe + 1] = first_place[pe] + locals[pe];
+            place_pe.insert(place_pe.end(), locals[pe], pe);
+        }
+        for (u32 e = 0; e < s.n_experts; e++) {
+            for (size_t i = 0; i < holders[e].size(); i++) holder_place.push_back(first_place[holders[e][i]] + numbers[e][i]);
+            first_holder.push_back(u32(holder_place.size()));
+        }
+        s.held = u32(holder_place.size());
         s.max_local = 0, s.hosts = 0;
         for (u32 l : locals) s.max_local = std::max(s.max_local, l), s.hosts += l > 0;
         const u32 chunks = (s.max_tokens + s.chunk_rows - 1) / s.chunk_rows;
@@ -130,9 +156,18 @@ struct World {
             pes.push_back(std::make_unique<Pe>());
             Pe& p = *pes.back();
             p.s = s;
-            p.s.my_pe = pe;
+            p.s.my_pe = p.s.world_pe = pe;
             p.s.n_local = locals[pe];
             p.owner = owner, p.local_index = index;
+            p.first_place = first_place, p.place_pe = place_pe, p.first_holder = first_holder, p.holder_place = holder_place;
+            // Shares at random, the same each time.
+            std::mt19937 random(u32(seed) + pe);
+            for (auto& of : holders) {
+                for (size_t i = 1; i < of.size(); i++) p.holder_until.push_back(u64(random()));
+                std::sort(p.holder_until.end() - long(of.size() - 1), p.holder_until.end());
+                p.holder_until.push_back(u64(1) << 32);
+            }
+            list_sums(p, holders, numbers);
             if (int field = aristos_layer(&p.s, &p.tables, 0, 0, nullptr, &p.info)) {
                 std::fprintf(stderr, "%s: field %d of the shape\n", context.c_str(), field);
                 std::exit(1);
@@ -144,6 +179,27 @@ struct World {
         for (u32 pe = 0; pe < n; pe++) make(pe);
     }
     ~World() { aristos_host_free(handle); }
+
+    // The units of a PE's sums, as the host has them.
+    void list_sums(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers) const {
+        std::vector<u32> before(s.n_pes, 0), all;
+        auto add = [&](u32 batch, const std::vector<u32>& of) {
+            const u32 me = u32(std::find(of.begin(), of.end(), p.s.my_pe) - of.begin()), parts = u32(of.size());
+            if (me == parts || parts < 2) return;
+            p.sum_units.push_back({batch, parts, me, u32(p.sum_holders.size())});
+            for (u32 pe : of) {
+                p.sum_holders.push_back({pe, before[pe]});
+                before[pe] += aristos_sum_steps(&p.s, parts, batch == NONE);
+            }
+        };
+        for (u32 e = 0; e < s.n_experts; e++) {
+            const auto at = std::find(holders[e].begin(), holders[e].end(), p.s.my_pe);
+            if (at != holders[e].end()) add(numbers[e][u32(at - holders[e].begin())], holders[e]);
+        }
+        for (u32 pe = 0; pe < s.n_pes; pe++) all.push_back(pe);
+        add(NONE, all);
+        p.sum_units.push_back({});
+    }
 
     void make(u32 pe) {
         Pe& p = *pes[pe];
@@ -173,7 +229,11 @@ struct World {
         t.router = p.router.data(), t.router_f32 = p.router_f32.data();
         t.router_bias = s.correction_bias ? p.bias.data() : nullptr;
         t.shared_gate = s.shared_gate ? p.gate.data() : nullptr;
-        t.owner = p.owner.data(), t.local_index = p.local_index.data();
+        t.first_place = p.first_place.data(), t.place_pe = p.place_pe.data();
+        t.first_holder = p.first_holder.data(), t.holder_place = p.holder_place.data(), t.holder_until = p.holder_until.data();
+        t.sum_units = p.sum_units.data(), t.sum_holders = p.sum_holders.data();
+        for (u32 q = 0; q < s.n_pes; q++) p.numbers.push_back(q);
+        t.world = p.numbers.data(), t.world_peer = p.peer.data();
         t.gradients = p.gradients.data();
         t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
         t.peer = p.peer.data();

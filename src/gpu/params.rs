@@ -59,6 +59,7 @@ pub const WHAT_LOCAL: u32 = 7;
 pub const WHAT_NO_EXPERT: u32 = 8;
 pub const WHAT_TWICE: u32 = 9;
 pub const WHAT_CREDIT: u32 = 10;
+pub const WHAT_LOSSES: u32 = 11;
 
 /// Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
 pub const AMPERE_SHARED_BYTES: u32 = 150 << 10;
@@ -74,9 +75,10 @@ pub enum Kernel {
     RouterGradients,
     AllReduce,
     TakeRouting,
+    SumLosses,
 }
 
-pub const KERNELS: usize = 8;
+pub const KERNELS: usize = 9;
 
 impl Kernel {
     pub const ALL: [Kernel; KERNELS] = [
@@ -88,6 +90,7 @@ impl Kernel {
         Kernel::RouterGradients,
         Kernel::AllReduce,
         Kernel::TakeRouting,
+        Kernel::SumLosses,
     ];
 
     /// What it is called; those with matrix products of experts have several in their modules.
@@ -101,6 +104,7 @@ impl Kernel {
             Kernel::RouterGradients => "aristos_router_gradients",
             Kernel::AllReduce => "aristos_all_reduce",
             Kernel::TakeRouting => "aristos_take_routing",
+            Kernel::SumLosses => "aristos_sum_losses",
         }
     }
 
@@ -125,6 +129,8 @@ mirror! {
     struct LayerShape {
         my_pe: u32,
         n_pes: u32,
+        world_pe: u32,
+        n_world: u32,
         hidden: u32,
         intermediate: u32,
         shared_intermediate: u32,
@@ -132,6 +138,7 @@ mirror! {
         n_experts: u32,
         n_local: u32,
         max_local: u32,
+        held: u32,
         hosts: u32,
         top_k: u32,
         dtype: u32,
@@ -160,6 +167,8 @@ mirror! {
         stage: u32,
         bulk: u32,
         blocks: u32,
+        channels: u32,
+        summed: u32,
         tile_m: u32,
         tile_n: u32,
         wait_limit_ns: u64,
@@ -185,18 +194,39 @@ mirror! {
         down_bias: u64,
     }
 
+    #[derive(Pod, Zeroable)]
+    struct SumUnit {
+        batch: u32,
+        parts: u32,
+        me: u32,
+        first: u32,
+    }
+
+    #[derive(Pod, Zeroable)]
+    struct SumHolder {
+        pe: u32,
+        before: u32,
+    }
+
     struct Tables {
         router: u64,
         router_f32: u64,
         router_bias: u64,
         shared_gate: u64,
-        owner: u64,
-        local_index: u64,
+        first_place: u64,
+        place_pe: u64,
+        first_holder: u64,
+        holder_place: u64,
+        holder_until: u64,
         weights: u64,
         gradients: u64,
         grad_router: u64,
         grad_shared_gate: u64,
+        sum_units: u64,
+        sum_holders: u64,
         peer: u64,
+        world: u64,
+        world_peer: u64,
         far: u64,
         tensor_maps: u64,
     }

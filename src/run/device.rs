@@ -14,13 +14,12 @@ use crate::report::{PeReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
 pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
-    // A device has one group of all PEs.
-    let spec = job.layer_spec(0);
+    let spec = job.layer_spec(job.groups.place(host.my_pe()).0);
     with_device(job.request.device, &spec, &on_device(job), host, |gpu, host| run_on(job, spec.clone(), host, gpu))
 }
 
 fn on_device(job: &PreparedRun) -> DeviceOptions {
-    DeviceOptions { path: job.request.gemm, ..DeviceOptions::default() }
+    DeviceOptions { path: job.request.gemm, groups: Some(job.groups.clone()), ..DeviceOptions::default() }
 }
 
 fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu) -> Result<()> {

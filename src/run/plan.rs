@@ -109,17 +109,7 @@ impl PreparedRun {
     /// The groups of a plan, device `i` being PE `i`.
     pub(super) fn groups_of(&self, plan: &Plan) -> Result<Groups> {
         let pe = |id: u64| usize::try_from(id).ok().filter(|&pe| pe < self.request.pes);
-        let groups = groups_of(plan, self.request.pes, self.config.n_experts, pe)?;
-        ensure!(
-            groups.len() == 1 || self.request.device == DeviceKind::Cpu,
-            "the plan has {} expert-parallel groups, expected one on a device; several run on the CPU",
-            groups.len()
-        );
-        ensure!(
-            !groups.has_replicas() || self.request.device == DeviceKind::Cpu,
-            "the plan has replicas of experts, expected each expert once on a device; replicas run on the CPU"
-        );
-        Ok(groups)
+        groups_of(plan, self.request.pes, self.config.n_experts, pe)
     }
 
     /// What was planned beside what was measured; `None` without a plan.

@@ -41,7 +41,7 @@ fn set_all<L: MoeLayer>(layer: &mut L, source: &dyn WeightSource) {
 /// Everything that a step leaves, to be compared bit for bit.
 type Left = (Vec<f32>, Vec<f32>, Vec<u32>, Vec<Vec<f32>>);
 
-fn flat(grads: &Gradients) -> Vec<Vec<f32>> {
+pub fn flat(grads: &Gradients) -> Vec<Vec<f32>> {
     let mlps = grads.experts.iter().chain([&grads.shared]);
     let mlps = mlps.flat_map(|mlp| mlp.matrix.iter().chain(&mlp.bias).cloned());
     [grads.router.clone(), grads.shared_gate.clone()].into_iter().chain(mlps).collect()

@@ -8,6 +8,7 @@ mod record;
 mod report;
 mod saved;
 mod shape;
+mod sums;
 mod weights;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,9 +19,10 @@ pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
 pub use weights::to_elements;
 
 use shape::{MAX_ROUTER_PARTS, ShapeOf, place};
+use sums::sums;
 use weights::DeviceWeights;
 
-use super::spec::{ConfigError, LayerSpec, MoeError, WeightSource};
+use super::spec::{Groups, LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, Launch, SymmetricBuffer};
 
@@ -34,6 +36,9 @@ const BACKWARD_ONLY: [Kernel; 4] =
 pub struct DeviceLayer<'g> {
     gpu: &'g dyn Gpu,
     spec: LayerSpec,
+    groups: Groups,
+    /// This PE's number in its group.
+    me: usize,
     /// No other layer of this process has it.
     id: u64,
     shape: LayerShape,
@@ -60,16 +65,14 @@ impl<'g> DeviceLayer<'g> {
         device: &DeviceOptions,
     ) -> Result<Self, MoeError> {
         static LAYERS: AtomicU64 = AtomicU64::new(0);
-        spec.validate(gpu.n_pes())?;
+        let (my_pe, n_pes) = (gpu.my_pe(), gpu.n_pes());
+        let groups = device.groups(&spec, my_pe, n_pes)?;
+        let (group, me) = groups.place(my_pe);
         check(&spec.config, spec.dtype, &spec.options)?;
-        if spec.placement.has_replicas() {
-            let (value, expected) = ("with replicas".into(), "each expert on one PE on a device".into());
-            return Err(ConfigError { field: "the placement", value, expected }.into());
-        }
         let limits = gpu.limits()?;
         let all_reachable = gpu.all_reachable()?;
-        let mut shape_of =
-            ShapeOf { spec: &spec, device, my_pe: gpu.my_pe(), all_reachable, router_parts: MAX_ROUTER_PARTS };
+        let router_parts = MAX_ROUTER_PARTS;
+        let mut shape_of = ShapeOf { spec: &spec, device, groups: &groups, my_pe, all_reachable, router_parts };
         let path = shape_of.path(&limits);
         if path == GemmPath::Hopper && !limits.hopper() {
             let (major, minor) = limits.capability;
@@ -80,7 +83,7 @@ impl<'g> DeviceLayer<'g> {
         // How much shared memory a block takes does not depend on how many there are; how many run at once depends on it. It is
         // most with as many planes of the router's weights as they may ever need.
         let probe = shape_of.shape(&limits, 2)?;
-        let mut weights = DeviceWeights::new(gpu, &spec, source, path)?;
+        let mut weights = DeviceWeights::new(gpu, &spec, me, source, path)?;
         let (probed, _) = place(&probe, &weights.tables, 0, 0)?;
         let mut blocks = u32::MAX;
         for kernel in Kernel::ALL.into_iter().filter(|kernel| spec.training || !BACKWARD_ONLY.contains(kernel)) {
@@ -104,12 +107,16 @@ impl<'g> DeviceLayer<'g> {
         let shape = shape_of.shape(&limits, blocks)?;
         let (sizes, _) = place(&shape, &weights.tables, 0, 0)?;
 
-        let symmetric = SymmetricBuffer::new(gpu, sizes.symmetric_bytes)?;
+        let symmetric = SymmetricBuffer::new(gpu, shape_of.symmetric_bytes(&limits, blocks)?)?;
         symmetric.zero(sizes.signals, sizes.signal_bytes)?;
-        weights.set_peers(gpu, &symmetric)?;
+        weights.set_peers(gpu, &symmetric, groups.members(group))?;
+        if spec.training {
+            weights.set_sums(gpu, &sums(&shape, &groups))?;
+        }
         let id = LAYERS.fetch_add(1, Ordering::Relaxed);
         let (version, trace, spare) = (0, false, Vec::new());
-        let mut layer = DeviceLayer { gpu, spec, id, shape, version, path, sizes, weights, symmetric, trace, spare };
+        let mut layer =
+            DeviceLayer { gpu, spec, groups, me, id, shape, version, path, sizes, weights, symmetric, trace, spare };
         layer.reserve(1)?;
         // Nobody may signal before every PE's signal words are zero.
         gpu.barrier(layer.spec.options.wait_limit)?;

@@ -18,12 +18,14 @@ pub(super) struct Stages {
     layer: Kernel,
     /// The router's backward.
     after: &'static [Kernel],
-    /// The sum over PEs of replicated gradients.
+    /// The sums over PEs of what several hold.
     reduce: &'static [Kernel],
 }
 
 const FORWARD: Stages =
     Stages { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
+/// Of one of several groups, with losses.
+const FORWARD_WITH_LOSSES: Stages = Stages { reduce: &[Kernel::SumLosses], ..FORWARD };
 const BACKWARD: Stages = Stages {
     before: &[],
     layer: Kernel::Backward,
@@ -31,12 +33,13 @@ const BACKWARD: Stages = Stages {
     reduce: &[Kernel::AllReduce],
 };
 
-/// By the caller's routing: the layer's router and shared expert have no part in it, and so there is nothing to sum over PEs.
+/// By the caller's routing: the layer's router and shared expert have no part in it, and so only gradients of experts are to be summed over PEs.
 const EXPERTS: Stages =
     Stages { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
 const EXPERTS_BACKWARD: Stages = Stages { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
+const EXPERTS_BACKWARD_SUMMED: Stages = Stages { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
 
-/// The marks of a pass: its begin, the persistent kernel's, the persistent kernel's end, the begin of the all-reduce, the end.
+/// The marks of a pass: its begin, the persistent kernel's, the persistent kernel's end, the begin of the sums over PEs, the end.
 const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
 
 /// What a pass is launched with, checked against the layer.
@@ -65,7 +68,9 @@ impl<'g> DeviceLayer<'g> {
         let tokens = self.check_tokens(x)?;
         self.check_rows("output", output, tokens, size_of::<f32>())?;
         let pass = Pass { x: x.address(), output: output.address(), ..self.pass(tokens) };
-        Ok(Checked { pass, stages: &FORWARD, by: RoutedBy::Layer })
+        let gathers_losses = self.spec.config.has_losses() && self.groups.len() > 1;
+        let stages = if gathers_losses { &FORWARD_WITH_LOSSES } else { &FORWARD };
+        Ok(Checked { pass, stages, by: RoutedBy::Layer })
     }
 
     /// The arguments of the backward of a forward pass of `tokens` tokens.
@@ -114,7 +119,8 @@ impl<'g> DeviceLayer<'g> {
         self.check_choices("grad_weights", grad_weights, tokens)?;
         let Checked { pass, .. } = self.check_backward(tokens, x, grad_output, grad_input)?;
         let pass = Pass { grad_weights: grad_weights.address(), ..pass };
-        Ok(Checked { pass, stages: &EXPERTS_BACKWARD, by: RoutedBy::Caller })
+        let stages = if self.shape.summed == 1 { &EXPERTS_BACKWARD_SUMMED } else { &EXPERTS_BACKWARD };
+        Ok(Checked { pass, stages, by: RoutedBy::Caller })
     }
 
     fn check_training(&self, what: &'static str) -> Result<(), MoeError> {
@@ -274,7 +280,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
     }
 
     fn my_pe(&self) -> usize {
-        self.gpu.my_pe()
+        self.me
     }
 
     fn rows(&self, values: &[f32], name: &str) -> Result<Buffer<'g>, MoeError> {
@@ -346,7 +352,9 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         let mut record = ErrorRecord::zeroed();
         let (local, at) = saved.at(info.error);
         local.read(at, std::slice::from_mut(&mut record))?;
-        if let Some(error) = report::error(&record, self.gpu.my_pe(), &self.spec.options) {
+        let me = self.gpu.my_pe();
+        let members = self.groups.members(self.groups.place(me).0);
+        if let Some(error) = report::error(&record, me, members, &self.spec.options) {
             return Err(error);
         }
         let mut stats = PassStats::zeroed();
@@ -411,7 +419,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         self.check_training("read gradients")?;
         let why = || MoeError::Usage { what: "read gradients", why: "the layer has none".into() };
         let gradients = self.weights.gradients.as_mut().ok_or_else(why)?;
-        Ok(gradients.read(&self.spec, self.gpu.my_pe())?)
+        Ok(gradients.read(&self.spec, self.me)?)
     }
 
     fn set_accumulate(&mut self, accumulate: bool) -> Result<(), MoeError> {
@@ -424,11 +432,11 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
     }
 
     fn weights(&self, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
-        self.weights.read(&self.spec, self.gpu.my_pe(), id, into)
+        self.weights.read(&self.spec, self.me, id, into)
     }
 
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
-        self.weights.write(&self.spec, self.gpu.my_pe(), id, values)?;
+        self.weights.write(&self.spec, self.me, id, values)?;
         // As many planes as any router had that the layer was given: those that the present one does not need are zeros, which add
         // nothing to any bit.
         if self.weights.router_parts > self.shape.router_parts {

@@ -13,7 +13,7 @@ pub struct DevicePassTimes {
     pub router: Duration,
     /// The persistent kernel.
     pub layer: Duration,
-    /// The sum over PEs of replicated gradients.
+    /// The sums over PEs of gradients, and of what the losses need.
     pub all_reduce: Duration,
 }
 
@@ -65,8 +65,8 @@ fn phase(code: u32) -> Option<Phase> {
     Phase::ALL.get(code as usize).copied()
 }
 
-/// The layer's error of a device's record.
-pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeError> {
+/// The layer's error of a device's record, at PE `me` of the world; `members` are the PEs of its group.
+pub fn error(record: &ErrorRecord, me: usize, members: &[usize], options: &Options) -> Option<MoeError> {
     let phase = phase(record.phase).unwrap_or(Phase::Idle);
     let what = match record.what {
         params::WHAT_COUNTS => "its counts",
@@ -74,12 +74,16 @@ pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeEr
         params::WHAT_RESULTS => "its results",
         params::WHAT_CAPACITY => "its counts for the capacity",
         params::WHAT_BARRIER => "its arrival at a barrier",
-        params::WHAT_ALL_REDUCE => "its gradients of replicated weights",
+        params::WHAT_ALL_REDUCE => "its gradients of weights that several PEs hold",
+        params::WHAT_LOSSES => "its sums for the losses",
         params::WHAT_CREDIT => "its free place for rows",
         params::WHAT_LOCAL => "another block of this PE",
         _ => "what it does not say",
     };
-    let ErrorRecord { kind, pe, expected, seen, index, .. } = *record;
+    let ErrorRecord { kind, expected, seen, index, .. } = *record;
+    let of_world = matches!(record.what, params::WHAT_CAPACITY | params::WHAT_ALL_REDUCE | params::WHAT_LOSSES);
+    let pe = record.pe as usize;
+    let pe = if of_world { pe } else { members.get(pe).copied().unwrap_or(pe) };
     match kind {
         params::ERROR_NONE => None,
         params::ERROR_ROUTING => {
@@ -92,7 +96,7 @@ pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeEr
         }
         params::ERROR_TIMEOUT => Some(MoeError::Wait {
             pe: me,
-            peer: (record.what != params::WHAT_LOCAL).then_some(pe as usize),
+            peer: (record.what != params::WHAT_LOCAL).then_some(pe),
             what,
             phase,
             expected,
@@ -101,7 +105,7 @@ pub fn error(record: &ErrorRecord, me: usize, options: &Options) -> Option<MoeEr
         }),
         params::ERROR_ABORTED => Some(MoeError::Aborted { pe: me, phase }),
         _ => Some(MoeError::Protocol {
-            pe: pe as usize,
+            pe,
             what: format!("{what} number {index}, which is out of range: {seen}, expected at most {expected}"),
         }),
     }
@@ -115,16 +119,19 @@ mod tests {
     fn a_wait_names_the_pe_and_what_it_waited_for() {
         let record = |kind, what| ErrorRecord { kind, pe: 2, what, phase: 5, expected: 7, seen: 3, index: 1 };
         let options = Options { wait_limit: Duration::from_secs(2), ..Options::default() };
-        let text = |kind, what| error(&record(kind, what), 1, &options).unwrap().to_string();
-        assert!(error(&record(params::ERROR_NONE, 1), 1, &options).is_none());
+        let error = |record: ErrorRecord| error(&record, 1, &[1, 3, 2], &options);
+        let text = |kind, what| error(record(kind, what)).unwrap().to_string();
+        assert!(error(record(params::ERROR_NONE, 1)).is_none());
         assert_eq!(
             text(params::ERROR_TIMEOUT, params::WHAT_ROWS),
             "PE 1 waited 2.0 s in phase waiting for PE 2: its rows: expected at least 7, seen 3"
         );
-        assert_eq!(
-            error(&record(params::ERROR_TIMEOUT, params::WHAT_ROWS), 1, &options).unwrap().awaited_pe(),
-            Some(2)
-        );
+        assert_eq!(error(record(params::ERROR_TIMEOUT, params::WHAT_ROWS)).unwrap().awaited_pe(), Some(2));
+        // By its number in the group, or in the world.
+        let other = ErrorRecord { pe: 1, ..record(params::ERROR_TIMEOUT, params::WHAT_ROWS) };
+        assert_eq!(error(other).unwrap().awaited_pe(), Some(3));
+        let other = ErrorRecord { what: params::WHAT_ALL_REDUCE, ..other };
+        assert_eq!(error(other).unwrap().awaited_pe(), Some(1));
         assert!(text(params::ERROR_TIMEOUT, params::WHAT_LOCAL).contains("for another block of this PE: expected"));
         assert_eq!(
             text(params::ERROR_PROTOCOL, params::WHAT_COUNTS),

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
-    Activation, ConfigError, Dtype, Glu, GroupScore, LayerConfig, LayerSpec, Layout, Mode, MoeError, Norm, Options,
-    Scoring,
+    Activation, ConfigError, Dtype, Glu, GroupScore, Groups, LayerConfig, LayerSpec, Layout, Mode, MoeError, Norm,
+    Options, Scoring,
 };
 
 /// Most planes that the router's weights are split into (`LayerShape::router_parts`).
@@ -58,6 +58,36 @@ impl GemmPath {
 pub struct DeviceOptions {
     /// Which matrix products; by the device where `None`.
     pub path: Option<GemmPath>,
+    /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
+    pub groups: Option<Groups>,
+}
+
+impl DeviceOptions {
+    /// The groups of a world in which a layer is made by `spec` on PE `pe` of `n_pes`.
+    ///
+    /// # Errors
+    /// Groups of another world, or a `spec` that is not of this PE's.
+    pub(super) fn groups(&self, spec: &LayerSpec, pe: usize, n_pes: usize) -> Result<Groups, MoeError> {
+        let Some(groups) = &self.groups else {
+            spec.validate(n_pes)?;
+            return Ok(Groups::one(spec.placement.clone()));
+        };
+        let planned = n_of(groups);
+        if planned != n_pes {
+            return Err(config_error("the groups' number of PEs", planned, &n_pes.to_string()));
+        }
+        let group = groups.place(pe).0;
+        spec.validate(groups.members(group).len())?;
+        if *groups.placement(group) != spec.placement {
+            return Err(config_error("the placement", format!("another than group {group} has"), "the group's"));
+        }
+        Ok(groups.clone())
+    }
+}
+
+/// PEs of all groups.
+fn n_of(groups: &Groups) -> usize {
+    (0..groups.len()).map(|group| groups.members(group).len()).sum()
 }
 
 /// Element type on the device.
@@ -134,9 +164,13 @@ fn config_error(field: &'static str, value: impl ToString, expected: &str) -> Mo
 }
 
 /// What the shape of a layer depends on.
+#[derive(Clone, Copy)]
 pub struct ShapeOf<'a> {
+    /// Of any group.
     pub spec: &'a LayerSpec,
     pub device: &'a DeviceOptions,
+    pub groups: &'a Groups,
+    /// In the world.
     pub my_pe: usize,
     /// Whether every PE's loads and stores reach every other's symmetric memory.
     pub all_reachable: bool,
@@ -147,9 +181,11 @@ pub struct ShapeOf<'a> {
 impl ShapeOf<'_> {
     /// The shape, with `blocks` blocks for the cooperative kernels.
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
-        let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = self.spec;
+        let (group, me) = self.groups.place(self.my_pe);
+        let spec = self.spec.clone().placement(self.groups.placement(group).clone());
+        let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = &spec;
         check(config, *dtype, options)?;
-        let layout = self.spec.layout()?;
+        let layout = spec.layout()?;
         let (tile_m, tile_n) = self.path(limits).tile();
         let router = &config.router;
         let (shared, gate) = match config.shared {
@@ -163,15 +199,18 @@ impl ShapeOf<'_> {
         let window_chunks =
             if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
         Ok(LayerShape {
-            my_pe: self.my_pe as u32,
+            my_pe: me as u32,
             n_pes: placement.n_pes() as u32,
+            world_pe: self.my_pe as u32,
+            n_world: n_of(self.groups) as u32,
             hidden: config.hidden as u32,
             intermediate: config.expert.intermediate as u32,
             shared_intermediate: shared.intermediate as u32,
             shared_gate: gate.into(),
             n_experts: config.n_experts as u32,
-            n_local: placement.experts(self.my_pe).len() as u32,
+            n_local: placement.experts(me).len() as u32,
             max_local: placement.max_local() as u32,
+            held: (0..placement.n_pes()).map(|pe| placement.experts(pe).len()).sum::<usize>() as u32,
             hosts: placement.hosts() as u32,
             top_k: router.top_k as u32,
             dtype: dtype_code(*dtype)?,
@@ -199,11 +238,13 @@ impl ShapeOf<'_> {
             chunk_rows: layout.chunk_rows as u32,
             round_chunks,
             window_chunks,
-            round_slots: self.round_slots(&layout),
+            round_slots: round_slots(&spec, &layout),
             training: (*training).into(),
             stage: (!self.all_reachable).into(),
             bulk: (options.mode == Mode::Bulk).into(),
             blocks,
+            channels: limits.multiprocessors.clamp(1, MAX_BLOCKS),
+            summed: self.groups.holders().iter().any(|holders| holders.len() > 1).into(),
             tile_m,
             tile_n,
             wait_limit_ns: u64::try_from(options.wait_limit.as_nanos()).unwrap_or(u64::MAX).max(1),
@@ -216,16 +257,28 @@ impl ShapeOf<'_> {
         self.device.path.unwrap_or(default)
     }
 
-    /// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the
-    /// least, and no more than its windows' rows can have.
-    fn round_slots(&self, layout: &Layout) -> u32 {
-        let LayerSpec { config, placement, options, max_tokens, .. } = self.spec;
-        let hosts = placement.hosts().max(1);
-        let even = (max_tokens * config.router.top_k).div_ceil(hosts);
-        let budget = (even as f64 * options.budget_factor).ceil() as usize;
-        let per_chunk = layout.chunk_rows * layout.max_slots_per_row;
-        budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
+    /// Symmetric memory of every PE, bytes: what the group that needs most of it needs.
+    pub fn symmetric_bytes(&self, limits: &DeviceLimits, blocks: u32) -> Result<u64, MoeError> {
+        let mut most = 0;
+        for group in 0..self.groups.len() {
+            // On all PEs of a group alike.
+            let Some(&my_pe) = self.groups.members(group).first() else { continue };
+            let shape = ShapeOf { my_pe, ..*self }.shape(limits, blocks)?;
+            most = most.max(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes);
+        }
+        Ok(most)
     }
+}
+
+/// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the
+/// least, and no more than its windows' rows can have.
+fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
+    let LayerSpec { config, placement, options, max_tokens, .. } = spec;
+    let hosts = placement.hosts().max(1);
+    let even = (max_tokens * config.router.top_k).div_ceil(hosts);
+    let budget = (even as f64 * options.budget_factor).ceil() as usize;
+    let per_chunk = layout.chunk_rows * layout.max_slots_per_row;
+    budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
 }
 
 /// Symmetric memory that a layer takes on a device like this, bytes: what a heap of fixed size must have. `all_reachable`: loads and stores
@@ -239,9 +292,16 @@ pub fn symmetric_bytes(
     limits: &DeviceLimits,
     all_reachable: bool,
 ) -> Result<u64, MoeError> {
-    let shape_of = ShapeOf { spec, device, my_pe: 0, all_reachable, router_parts: MAX_ROUTER_PARTS };
-    let shape = shape_of.shape(limits, limits.multiprocessors)?;
-    Ok(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes)
+    let one;
+    let groups = match &device.groups {
+        Some(groups) => groups,
+        None => {
+            one = Groups::one(spec.placement.clone());
+            &one
+        }
+    };
+    let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable, router_parts: MAX_ROUTER_PARTS };
+    shape_of.symmetric_bytes(limits, limits.multiprocessors)
 }
 
 /// The kernels' number of an activation, `None` where they have none.
@@ -267,6 +327,13 @@ unsafe extern "C" {
         layer: *mut c_void,
         info: *mut LayerInfo,
     ) -> i32;
+    fn aristos_sum_steps(shape: *const LayerShape, parts: u32, replicated: u32) -> u32;
+}
+
+/// Steps in which `parts` PEs sum the gradients of an expert, or of the replicated weights.
+pub fn sum_steps(shape: &LayerShape, parts: u32, replicated: bool) -> u32 {
+    // SAFETY: reads the shape.
+    unsafe { aristos_sum_steps(shape, parts, replicated.into()) }
 }
 
 /// Sizes and addresses of a layer of this shape whose memory begins at these addresses, and the bytes of its `Layer`.
@@ -320,8 +387,10 @@ mod tests {
             symmetric_total: 0,
         };
         let device = DeviceOptions::default();
+        let groups = Groups::one(spec.placement.clone());
         let bytes = |all_reachable| {
-            let shape_of = ShapeOf { spec: &spec, device: &device, my_pe: 0, all_reachable, router_parts: 3 };
+            let (spec, device, groups) = (&spec, &device, &groups);
+            let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable, router_parts: 3 };
             let shape = shape_of.shape(&limits, 108).unwrap();
             (place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes, shape)
         };

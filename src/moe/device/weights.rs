@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use super::shape::{GemmPath, MAX_ROUTER_PARTS};
+use super::sums::Sums;
 use crate::gpu::params::{self, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
 use crate::moe::spec::{
@@ -180,15 +181,16 @@ fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result
 }
 
 impl<'g> DeviceWeights<'g> {
-    /// Loads what this PE holds, one weight at a time.
+    /// Loads what this PE, number `me` of its group, holds, one weight at a time.
     pub fn new(
         gpu: &'g dyn Gpu,
         spec: &LayerSpec,
+        me: usize,
         source: &dyn WeightSource,
         path: GemmPath,
     ) -> Result<Self, MoeError> {
         let LayerSpec { config, placement, dtype, .. } = spec;
-        let (me, hidden, dtype) = (gpu.my_pe(), config.hidden, *dtype);
+        let (hidden, dtype) = (config.hidden, *dtype);
         let held = mlps(config, placement, me);
         let mut bump = Bump::default();
         let places: Vec<_> =
@@ -243,11 +245,7 @@ impl<'g> DeviceWeights<'g> {
             elements: Vec::new(),
             planes,
         };
-        let n = config.n_experts;
-        let owner: Vec<u32> = (0..n).map(|e| placement.owner(e) as u32).collect();
-        let local: Vec<u32> = (0..n).map(|e| placement.local(e) as u32).collect();
-        made.tables.owner = made.keep(gpu, &owner)?;
-        made.tables.local_index = made.keep(gpu, &local)?;
+        made.set_places(gpu, placement, me)?;
         let mut addresses: Vec<[u64; 6]> = made.places.iter().map(|p| p.addresses(made.mlps.address())).collect();
         addresses.resize(placement.experts(me).len() + 1, [0; 6]);
         made.tables.weights = made.keep(gpu, &addresses)?;
@@ -266,10 +264,50 @@ impl<'g> DeviceWeights<'g> {
         Ok(made)
     }
 
-    /// Enters where each PE's symmetric memory is.
-    pub fn set_peers(&mut self, gpu: &'g dyn Gpu, symmetric: &SymmetricBuffer<'g>) -> Result<(), GpuError> {
-        let (me, n) = (gpu.my_pe(), gpu.n_pes());
-        let peers: Vec<u64> = (0..n).map(|pe| symmetric.peer(pe)).collect();
+    /// Enters where experts are, and who sends which of its pairs with them where.
+    fn set_places(&mut self, gpu: &'g dyn Gpu, placement: &Placement, me: usize) -> Result<(), GpuError> {
+        let (mut first_place, mut place_pe) = (vec![0u32], Vec::new());
+        for pe in 0..placement.n_pes() {
+            place_pe.resize(place_pe.len() + placement.experts(pe).len(), pe as u32);
+            first_place.push(place_pe.len() as u32);
+        }
+        let (mut first_holder, mut holder_place, mut holder_until) = (vec![0u32], Vec::new(), Vec::new());
+        for expert in 0..placement.n_experts() {
+            for (pe, local, until) in placement.shares(expert, me) {
+                holder_place.push(first_place[pe] + local as u32);
+                holder_until.push(until);
+            }
+            first_holder.push(holder_place.len() as u32);
+        }
+        self.tables.first_place = self.keep(gpu, &first_place)?;
+        self.tables.place_pe = self.keep(gpu, &place_pe)?;
+        self.tables.first_holder = self.keep(gpu, &first_holder)?;
+        self.tables.holder_place = self.keep(gpu, &holder_place)?;
+        self.tables.holder_until = self.keep(gpu, &holder_until)?;
+        Ok(())
+    }
+
+    /// Enters which gradients are summed with whom.
+    pub fn set_sums(&mut self, gpu: &'g dyn Gpu, sums: &Sums) -> Result<(), GpuError> {
+        self.tables.sum_units = self.keep(gpu, &sums.units)?;
+        self.tables.sum_holders = self.keep(gpu, &sums.holders)?;
+        Ok(())
+    }
+
+    /// Enters where each PE's symmetric memory is; `members` are the PEs of the group.
+    pub fn set_peers(
+        &mut self,
+        gpu: &'g dyn Gpu,
+        symmetric: &SymmetricBuffer<'g>,
+        members: &[usize],
+    ) -> Result<(), GpuError> {
+        let world: Vec<u64> = (0..gpu.n_pes()).map(|pe| symmetric.peer(pe)).collect();
+        self.tables.world_peer = self.keep(gpu, &world)?;
+        let numbers: Vec<u32> = members.iter().map(|&pe| pe as u32).collect();
+        self.tables.world = self.keep(gpu, &numbers)?;
+        let n = members.len();
+        let me = members.iter().position(|&pe| pe == gpu.my_pe()).unwrap_or(0);
+        let peers: Vec<u64> = members.iter().map(|&pe| world[pe]).collect();
         self.tables.peer = self.keep(gpu, &peers)?;
         let far: Vec<usize> = (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0).collect();
         let number = |pe: usize| far.iter().position(|&one| one == pe).unwrap_or(0);

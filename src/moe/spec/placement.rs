@@ -175,6 +175,17 @@ impl Placement {
         self.splits.get(&e).map_or_else(|| vec![self.owner(e)], |cuts| cuts.holders.iter().map(|(pe, _)| *pe).collect())
     }
 
+    /// The PEs that hold expert `e`, ascending, and its number on each; with each how much of `source`'s pairs with it goes to that PE or one
+    /// before it, in 2^32ths.
+    pub(in crate::moe) fn shares(&self, e: usize, source: usize) -> Vec<(usize, usize, u64)> {
+        match self.splits.get(&e) {
+            None => vec![(self.owner(e), self.local(e), WHOLE)],
+            Some(Cuts { holders, until }) => {
+                holders.iter().zip(&until[source]).map(|(&(pe, local), &until)| (pe, local, until)).collect()
+            }
+        }
+    }
+
     /// Whether any expert has replicas.
     pub fn has_replicas(&self) -> bool {
         !self.splits.is_empty()
@@ -183,12 +194,13 @@ impl Placement {
     /// Deals the pairs of `source`'s tokens to the PEs that hold their experts; `pairs(e)` says how many it has with expert `e`.
     pub(in crate::moe) fn deal(&self, source: usize, pairs: impl Fn(usize) -> u64) -> Deal<'_> {
         let mut replicated = BTreeMap::new();
-        for (&e, cuts) in &self.splits {
+        for &e in self.splits.keys() {
             // Less than one: else all sources would round the same way, and one holder get what is left over.
             let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
             let n = pairs(e).min(u64::from(u32::MAX));
-            let until = cuts.until[source].iter().map(|until| (n * until + offset) / WHOLE).collect();
-            replicated.insert(e, Dealt { holders: &cuts.holders, until, dealt: 0 });
+            let shares = self.shares(e, source).into_iter();
+            let holders = shares.map(|(pe, local, until)| (pe, local, (n * until + offset) / WHOLE)).collect();
+            replicated.insert(e, Dealt { holders, dealt: 0 });
         }
         Deal { placement: self, replicated }
     }
@@ -222,13 +234,12 @@ impl Placement {
 /// Where a source's pairs go, one after the other.
 pub(in crate::moe) struct Deal<'p> {
     placement: &'p Placement,
-    replicated: BTreeMap<usize, Dealt<'p>>,
+    replicated: BTreeMap<usize, Dealt>,
 }
 
-struct Dealt<'p> {
-    holders: &'p [(usize, usize)],
-    /// By holder: it gets the pairs below this one.
-    until: Vec<u64>,
+struct Dealt {
+    /// PE, the expert's number there, and the pair below which those that are left are its.
+    holders: Vec<(usize, usize, u64)>,
     dealt: u64,
 }
 
@@ -236,9 +247,10 @@ impl Deal<'_> {
     /// The PE that gets the next pair with expert `e`, and the expert's number there.
     pub fn next(&mut self, e: usize) -> (usize, usize) {
         let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
-        let holder = of.until.partition_point(|until| *until <= of.dealt);
+        let holder = of.holders.partition_point(|(.., until)| *until <= of.dealt);
         of.dealt += 1;
-        of.holders[holder.min(of.holders.len() - 1)]
+        let (pe, local, _) = of.holders[holder.min(of.holders.len() - 1)];
+        (pe, local)
     }
 }
 
