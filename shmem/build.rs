@@ -1,9 +1,12 @@
-//! With the feature `mpi`, compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack.
+//! With the feature `mpi`, compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack; with `ofi`, the calls of libfabric's, which
+//! are functions of its headers.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     #[cfg(feature = "mpi")]
     mpi_constants();
+    #[cfg(feature = "ofi")]
+    ofi_shim();
 }
 
 /// Against the MPI that `mpi-sys` finds too: both ask `build-probe-mpi`.
@@ -25,4 +28,21 @@ fn mpi_constants() {
         None => _ = build.includes(&library.include_paths),
     }
     build.compile("aristos_mpi_constants");
+}
+
+/// With libfabric's headers; the library is loaded when it is needed.
+#[cfg(feature = "ofi")]
+fn ofi_shim() {
+    const SOURCE: &str = "src/ofi/shim.c";
+    println!("cargo::rerun-if-changed={SOURCE}");
+    let found = pkg_config::Config::new().atleast_version("1.15").cargo_metadata(false).probe("libfabric");
+    let library = found.unwrap_or_else(|reason| {
+        panic!(
+            "the feature `ofi` needs the headers of libfabric 1.15 or later, which pkg-config finds (Debian: libfabric-dev and \
+             pkg-config; a cluster's module libfabric sets PKG_CONFIG_PATH): {reason}"
+        )
+    });
+    let mut build = cc::Build::new();
+    build.file(SOURCE).includes(library.include_paths).warnings(true).extra_warnings(true);
+    build.compile("aristos_ofi_shim");
 }

@@ -61,6 +61,8 @@ mod meet;
 mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "ofi")]
+pub mod ofi;
 mod pace;
 pub mod reorder;
 mod segment;
