@@ -30,19 +30,19 @@ fn mpi_constants() {
     build.compile("aristos_mpi_constants");
 }
 
-/// With libfabric's headers; the library is loaded when it is needed.
+/// With libfabric's headers, wherever pkg-config or the compiler finds them; the library is loaded when it is needed.
 #[cfg(feature = "ofi")]
 fn ofi_shim() {
     const SOURCE: &str = "src/ofi/shim.c";
     println!("cargo::rerun-if-changed={SOURCE}");
-    let found = pkg_config::Config::new().atleast_version("1.15").cargo_metadata(false).probe("libfabric");
-    let library = found.unwrap_or_else(|reason| {
-        panic!(
-            "the feature `ofi` needs the headers of libfabric 1.15 or later, which pkg-config finds (Debian: libfabric-dev and \
-             pkg-config; a cluster's module libfabric sets PKG_CONFIG_PATH): {reason}"
-        )
-    });
+    // Where pkg-config does not know them, they may be in the compiler's own path.
+    let found = pkg_config::Config::new().cargo_metadata(false).probe("libfabric");
     let mut build = cc::Build::new();
-    build.file(SOURCE).includes(library.include_paths).warnings(true).extra_warnings(true);
-    build.compile("aristos_ofi_shim");
+    build.file(SOURCE).includes(found.map(|library| library.include_paths).unwrap_or_default());
+    if let Err(reason) = build.warnings(true).extra_warnings(true).try_compile("aristos_ofi_shim") {
+        panic!(
+            "the feature `ofi` needs the headers of libfabric 1.15 or later (Debian: libfabric-dev; on a cluster its module, or CPATH and \
+             PKG_CONFIG_PATH): {reason}"
+        );
+    }
 }

@@ -19,6 +19,8 @@ use crate::tcp::{Mesh, Watch, lock};
 
 /// How long another way is given to say why a PE is lost, after an operation on it has failed.
 const GRACE: Duration = Duration::from_millis(500);
+/// So often the thread looks again without a pause where a provider says that there is something to do.
+const AGAIN_MOST: u32 = 256;
 /// Polls in a row, of some completions each, before what they allow is posted.
 const POLLS: usize = 8;
 
@@ -132,6 +134,8 @@ struct Core {
     ready: Vec<VecDeque<Box<Op>>>,
     /// The PEs that have some.
     open: BTreeSet<usize>,
+    /// Whether one of them is to be tried again, as there was no room or no connection.
+    again: bool,
     /// By PE: how many operations are posted, or follow one that is.
     in_flight: Vec<usize>,
     /// By PE: whether an operation has failed; then nothing more is sent there.
@@ -169,6 +173,7 @@ impl Engine {
             targets,
             ready: (0..n).map(|_| VecDeque::new()).collect(),
             open: BTreeSet::new(),
+            again: false,
             in_flight: vec![0; n],
             gone: vec![false; n],
             posted: HashMap::new(),
@@ -241,11 +246,12 @@ impl Engine {
                 // After this load of the lock its holder looks at `has_new`, or has not yet: the fences.
                 Err(TryLockError::WouldBlock) => return,
             };
-            let waits = core.work(self, polls);
+            core.work(self, polls);
+            let again = core.again;
             drop(core);
             fence(Ordering::SeqCst);
-            if waits && !polls {
-                // The thread tries again soon.
+            if again && !polls {
+                // The thread does so soon.
                 let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
             }
             if !self.has_new.load(Ordering::SeqCst) {
@@ -260,18 +266,23 @@ impl Engine {
     /// The progress thread's work, until [`Engine::end`].
     pub(super) fn run(&self, mesh: &Mesh) {
         let _watch = Watch(mesh);
+        let mut again = 0u32;
         while !self.stop.load(Ordering::SeqCst) {
             self.turn(true);
             self.name_who_failed(mesh);
             let mut core = self.core();
-            let busy = (!core.open.is_empty(), !core.posted.is_empty() || lock(&self.failed).is_some());
+            let busy = (core.again, !core.posted.is_empty() || lock(&self.failed).is_some());
             let Some(fabric) = &mut core.fabric else { return };
             let (fd, may_wait) = (fabric.fd(), fabric.may_wait());
             drop(core);
             // Who issued something while the lock was held here has left it to this thread.
             fence(Ordering::SeqCst);
             if !may_wait || self.has_new.load(Ordering::SeqCst) {
-                rustix::thread::sched_yield();
+                // Not given away each time: there is something to do, and on a busy machine it would take milliseconds to come back.
+                again += 1;
+                if again.is_multiple_of(AGAIN_MOST) {
+                    rustix::thread::sched_yield();
+                }
                 continue;
             }
             let at_most = match (busy, fd) {
@@ -351,8 +362,8 @@ impl Engine {
 }
 
 impl Core {
-    /// See [`Engine::turn`]; whether something waits to be posted.
-    fn work(&mut self, engine: &Engine, polls: bool) -> bool {
+    /// See [`Engine::turn`].
+    fn work(&mut self, engine: &Engine, polls: bool) {
         if engine.has_new.swap(false, Ordering::SeqCst) {
             for op in std::mem::take(&mut lock(&engine.queue).ops) {
                 self.open.insert(op.pe);
@@ -368,10 +379,10 @@ impl Core {
             }
             self.post_all(engine);
         }
-        !self.open.is_empty()
     }
 
     fn post_all(&mut self, engine: &Engine) {
+        self.again = false;
         let mut next = 0;
         while let Some(&pe) = self.open.range(next..).next() {
             self.post(engine, pe);
@@ -424,6 +435,7 @@ impl Core {
                     self.posted.insert(op.addr().get(), Held(op));
                 }
                 Posted::Later => {
+                    self.again = true;
                     // SAFETY: it was refused, so that it is ours alone.
                     return self.ready[pe].push_front(unsafe { Box::from_raw(op.as_ptr()) });
                 }

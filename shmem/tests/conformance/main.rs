@@ -117,10 +117,16 @@ mod ofi {
     conformance_tests!(super::Ofi { piece_bytes: None });
 }
 
-/// Puts and gets of many operations each.
+/// Puts and gets of many operations each: the checks that move more than a word.
 #[cfg(feature = "ofi")]
-mod ofi_in_pieces {
-    conformance_tests!(super::Ofi { piece_bytes: Some(24) });
+#[test]
+fn ofi_in_pieces() {
+    let world = Ofi { piece_bytes: Some(24) };
+    suite::puts_are_complete_after_a_barrier(&world);
+    suite::put_signal_brings_its_own_data(&world);
+    suite::a_fence_orders_puts_before_a_signal(&world);
+    suite::get_reads_a_peer(&world);
+    suite::quiet_completes_nbi(&world);
 }
 
 mod tcp {
