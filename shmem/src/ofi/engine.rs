@@ -62,8 +62,8 @@ pub(super) struct Op {
 
 impl Op {
     /// One that nothing follows and nobody waits for.
-    pub(super) fn new(kind: Kind, pe: usize, at: usize, data: Data) -> Box<Op> {
-        Box::new(Op {
+    pub(super) fn new(kind: Kind, pe: usize, at: usize, data: Data) -> Op {
+        Op {
             _context: [0; 8],
             kind,
             pe,
@@ -75,7 +75,7 @@ impl Op {
             then: None,
             follows: false,
             answer: None,
-        })
+        }
     }
 
     /// How many operations it is, with the one that follows.
@@ -109,7 +109,7 @@ struct Counts {
 
 /// Operations that nobody has looked at yet.
 struct Queue {
-    ops: Vec<Box<Op>>,
+    ops: Vec<Op>,
     /// Fences so far, and by PE how many there had been at its last operation.
     fences: u64,
     fenced: Vec<u64>,
@@ -131,7 +131,7 @@ struct Core {
     fabric: Option<Fabric>,
     targets: Vec<Target>,
     /// By PE: operations to be posted, in their order.
-    ready: Vec<VecDeque<Box<Op>>>,
+    ready: Vec<VecDeque<Op>>,
     /// The PEs that have some.
     open: BTreeSet<usize>,
     /// Whether one of them is to be tried again, as there was no room or no connection.
@@ -194,7 +194,7 @@ impl Engine {
     }
 
     /// Issues operations on one PE, in this order.
-    pub(super) fn issue(&self, ops: impl IntoIterator<Item = Box<Op>>) {
+    pub(super) fn issue(&self, ops: impl IntoIterator<Item = Op>) {
         let mut queue = lock(&self.queue);
         for mut op in ops {
             // A fence orders deliveries, and no gets.
@@ -341,10 +341,10 @@ impl Engine {
     }
 
     /// Counts an operation as done, with what would have followed it.
-    fn ended(&self, op: Box<Op>, well: bool) {
+    fn ended(&self, op: Op, well: bool) {
         let (counts, ended) = (&self.counts[op.pe], op.count());
         counts.held_bytes.fetch_sub(op.held_bytes(), Ordering::SeqCst);
-        let Op { kind, data, answer, result, .. } = *op;
+        let Op { kind, data, answer, result, .. } = op;
         if let Some(answer) = answer {
             let bytes = match (kind, data) {
                 (Kind::FetchAdd, _) => Some(Box::from(result.to_ne_bytes())),
@@ -406,7 +406,7 @@ impl Core {
                 continue;
             }
             let added = if op.follows { 0 } else { op.count() };
-            let op = NonNull::from(Box::leak(op));
+            let op = NonNull::from(Box::leak(Box::new(op)));
             // SAFETY: the operation is this function's alone; pointers into it stay valid until it is a box again.
             let raw = unsafe {
                 let at = op.as_ptr();
@@ -437,11 +437,11 @@ impl Core {
                 Posted::Later => {
                     self.again = true;
                     // SAFETY: it was refused, so that it is ours alone.
-                    return self.ready[pe].push_front(unsafe { Box::from_raw(op.as_ptr()) });
+                    return self.ready[pe].push_front(*unsafe { Box::from_raw(op.as_ptr()) });
                 }
                 Posted::Refused(why) => {
                     // SAFETY: as above.
-                    let op = unsafe { Box::from_raw(op.as_ptr()) };
+                    let op = *unsafe { Box::from_raw(op.as_ptr()) };
                     self.in_flight[pe] += added;
                     self.failed(engine, op, &why);
                 }
@@ -459,7 +459,7 @@ impl Core {
             // What is not known is no operation's, but a provider's word on a connection: its operations say the same.
             let Some(Held(op)) = self.posted.remove(&context) else { continue };
             // SAFETY: it was leaked when it was posted, is taken out of `posted` once, and libfabric has ended with it.
-            let op = unsafe { Box::from_raw(op.as_ptr()) };
+            let op = *unsafe { Box::from_raw(op.as_ptr()) };
             match error {
                 None => self.succeeded(engine, op),
                 Some(why) => self.failed(engine, op, &why),
@@ -477,20 +477,20 @@ impl Core {
         }
     }
 
-    fn succeeded(&mut self, engine: &Engine, mut op: Box<Op>) {
+    fn succeeded(&mut self, engine: &Engine, mut op: Op) {
         let pe = op.pe;
         self.in_flight[pe] -= 1;
         if let Some(mut signal) = op.then.take() {
             // Before all that waits, which may be for this one's end.
             signal.follows = true;
-            self.ready[pe].push_front(signal);
+            self.ready[pe].push_front(*signal);
             self.open.insert(pe);
         }
         engine.ended(op, true);
     }
 
     /// Nothing more is sent to the PE of an operation that has failed.
-    fn failed(&mut self, engine: &Engine, op: Box<Op>, why: &str) {
+    fn failed(&mut self, engine: &Engine, op: Op, why: &str) {
         let pe = op.pe;
         self.in_flight[pe] = self.in_flight[pe].saturating_sub(op.count());
         self.gone[pe] = true;

@@ -142,12 +142,12 @@ impl OfiTransport {
     }
 
     /// Copies of what is put.
-    fn writes(&self, dest: usize, src: &[u8], pe: usize) -> Vec<Box<Op>> {
+    fn writes(&self, dest: usize, src: &[u8], pe: usize) -> Vec<Op> {
         let write = |(at, len)| Op::new(Kind::Write, pe, dest + at, Data::Bytes(src[at..at + len].into()));
         self.pieces(src.len()).map(write).collect()
     }
 
-    fn signal(&self, word: usize, value: u64, op: SignalOp, pe: usize) -> Box<Op> {
+    fn signal(&self, word: usize, value: u64, op: SignalOp, pe: usize) -> Op {
         // Checks it.
         self.heap().atomic_u64(word);
         let kind = match op {
@@ -313,7 +313,7 @@ impl Transport for OfiTransport {
         match &mut writes[..] {
             [] => self.engine.issue([signal]),
             [write] => {
-                write.then = Some(signal);
+                write.then = Some(Box::new(signal));
                 self.engine.issue(writes);
             }
             _ => {
