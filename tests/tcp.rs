@@ -43,7 +43,6 @@ const ENV_TRANSPORT: &str = "ARISTOS_TCP_TRANSPORT";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
 /// The most PEs of a check.
 const SUITE_PES: usize = 5;
-const LINK_TESTS: u64 = link::TESTS.len() as u64;
 /// How soon a job must be over after one of its processes has ended.
 const NAMED_LIMIT: Duration = Duration::from_secs(2);
 /// How soon after a host cannot be reached any more, or a process is stopped.
@@ -61,13 +60,12 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    // Those over a link take half a minute each: some at a time, unless asked for by name.
-    let some = Sample::new(if filter.is_empty() { 2 } else { LINK_TESTS }, LINK_TESTS);
-    let links = some.numbers().map(|number| &link::TESTS[number as usize]);
+    // Of the long ones, and of those over libfabric, some at a time, unless asked for by name.
+    let links = some_of(link::TESTS, filter);
     #[cfg(feature = "ofi")]
-    let ofi = ofi::TESTS;
+    let ofi = some_of(ofi::TESTS, filter);
     #[cfg(not(feature = "ofi"))]
-    let ofi: &[(&str, fn())] = &[];
+    let ofi: Vec<&Test> = Vec::new();
     for (name, test) in TESTS.iter().chain(ofi).chain(links).filter(|(name, _)| name.contains(filter)) {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
@@ -80,6 +78,16 @@ fn main() -> ExitCode {
     }
     println!("{passed} passed, {failed} failed, {skipped} skipped");
     ExitCode::from(u8::from(failed > 0))
+}
+
+/// A test, with its name.
+type Test = (&'static str, fn());
+
+/// Two of these, which the next seed follows with others; or all.
+fn some_of(tests: &'static [Test], filter: &str) -> Vec<&'static Test> {
+    let all = tests.len() as u64;
+    let some = Sample::new(if filter.is_empty() { 2 } else { all }, all);
+    some.numbers().map(|number| &tests[number as usize]).collect()
 }
 
 /// The first PEs of the suite's processes.

@@ -89,7 +89,13 @@ impl World for Tcp {
     }
 }
 
-/// libfabric over the loopback interface; over another provider than TCP's where ARISTOS_OFI_PROVIDER names one.
+/// libfabric's name of TCP's provider, or of another where ARISTOS_OFI_PROVIDER has one.
+#[cfg(feature = "ofi")]
+fn ofi_provider() -> String {
+    std::env::var("ARISTOS_OFI_PROVIDER").unwrap_or_else(|_| "tcp;ofi_rxm".to_string())
+}
+
+/// libfabric over the loopback interface.
 #[cfg(feature = "ofi")]
 struct Ofi {
     /// The most bytes of an operation.
@@ -100,7 +106,7 @@ struct Ofi {
 impl World for Ofi {
     type T = OfiTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<OfiTransport>) + Sync) {
-        let provider = std::env::var("ARISTOS_OFI_PROVIDER").unwrap_or_else(|_| "tcp;ofi_rxm".to_string());
+        let provider = ofi_provider();
         meet(n_pes, 1, |world| {
             let limit = JoinLimits::default().join;
             let transport = OfiTransport::new(&world, HEAP_BYTES, Some(&provider), limit).unwrap();
@@ -127,6 +133,41 @@ fn ofi_in_pieces() {
     suite::a_fence_orders_puts_before_a_signal(&world);
     suite::get_reads_a_peer(&world);
     suite::quiet_completes_nbi(&world);
+}
+
+/// Rounds of far more than sockets hold, both ways at once: no signal comes before its data, be it its own or that before a fence.
+#[cfg(feature = "ofi")]
+#[test]
+fn ofi_signals_wait_for_much_data() {
+    let provider = ofi_provider();
+    meet(2, 1, |world| {
+        let (n, len) = (4, 128 << 10);
+        let transport = OfiTransport::new(&world, 16 << 20, Some(&provider), JoinLimits::default().join);
+        let pe = Shmem::new(transport.unwrap());
+        let (data, words) = (pe.alloc::<u64>(n * len).unwrap(), pe.alloc::<u64>(n).unwrap());
+        let place = |i: usize| data.slice(i * len..(i + 1) * len);
+        let to = 1 - pe.my_pe();
+        for round in 1..=12 {
+            let values = vec![round; len];
+            for i in 0..n {
+                if round % 2 == 0 {
+                    pe.put_signal(place(i), &values, words.at(i), round, SignalOp::Set, to);
+                } else {
+                    pe.put(place(i), &values, to);
+                    pe.fence();
+                    pe.signal_op(words.at(i), round, SignalOp::Set, to);
+                }
+            }
+            for i in 0..n {
+                suite::wait(&pe, words.at(i), Cmp::Ge, round);
+                assert!(
+                    suite::read(&pe, place(i)) == values,
+                    "PE {to}'s signal {i} of round {round} came before its data"
+                );
+            }
+            pe.barrier_all(soon()).unwrap();
+        }
+    });
 }
 
 mod tcp {
