@@ -147,7 +147,10 @@ fn play(pe: usize) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn check_all<W>(pe: usize, checks: &[(&str, fn(&W))], world: &W) {
+/// A check of the suite, with its name.
+type Check<W> = (&'static str, fn(&W));
+
+fn check_all<W>(pe: usize, checks: &[Check<W>], world: &W) {
     for (check, function) in checks {
         function(world);
         println!("PE {pe} conforms: {check}");
