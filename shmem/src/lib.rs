@@ -300,6 +300,8 @@ mod tests {
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shmem<ShmTransport>>();
         is_shared::<Shmem<tcp::TcpTransport>>();
+        #[cfg(feature = "ofi")]
+        is_shared::<Shmem<ofi::OfiTransport>>();
         is_shared::<Shmem<reorder::ReorderTransport>>();
         moves::<Shmem<GroupTransport<'_, ShmTransport>>>();
         moves::<Sym<f32>>();

@@ -209,6 +209,8 @@ impl Engine {
         }
         self.has_new.store(true, Ordering::SeqCst);
         drop(queue);
+        // Either the lock is seen to be free, or its holder sees `has_new`: it looks after a fence of its own.
+        fence(Ordering::SeqCst);
         self.turn(false);
     }
 
@@ -243,7 +245,7 @@ impl Engine {
             let mut core = match self.core.try_lock() {
                 Ok(core) => core,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                // After this load of the lock its holder looks at `has_new`, or has not yet: the fences.
+                // Its holder looks at `has_new` when it has given it back.
                 Err(TryLockError::WouldBlock) => return,
             };
             core.work(self, polls);
@@ -279,7 +281,7 @@ impl Engine {
             fence(Ordering::SeqCst);
             if !may_wait || self.has_new.load(Ordering::SeqCst) {
                 // Not given away each time: there is something to do, and on a busy machine it would take milliseconds to come back.
-                again += 1;
+                again = again.wrapping_add(1);
                 if again.is_multiple_of(AGAIN_MOST) {
                     rustix::thread::sched_yield();
                 }
@@ -354,6 +356,19 @@ impl Engine {
             let _ = answer.set(bytes.filter(|_| well));
         }
         counts.open.fetch_sub(ended, Ordering::SeqCst);
+    }
+
+    /// Keeps all threads of this PE out of libfabric as long as the value lives.
+    #[cfg(test)]
+    pub(super) fn freeze(&self) -> impl Sized + '_ {
+        self.core()
+    }
+
+    /// What is posted and has not ended.
+    #[cfg(test)]
+    pub(super) fn posted(&self) -> Vec<Kind> {
+        // SAFETY: what is in the table has not been freed, and libfabric does not write the kind.
+        self.core().posted.values().map(|Held(op)| unsafe { (*op.as_ptr()).kind }).collect()
     }
 
     fn core(&self) -> std::sync::MutexGuard<'_, Core> {

@@ -27,6 +27,8 @@ mod engine;
 mod error;
 mod exit;
 mod ffi;
+#[cfg(all(test, not(miri)))] // Miri has no libfabric.
+mod tests;
 mod transport;
 
 pub use error::OfiError;

@@ -101,6 +101,11 @@ impl OfiTransport {
         &self.provider
     }
 
+    #[cfg(test)]
+    pub(super) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     fn mesh(&self) -> &Mesh {
         self.tcp.mesh()
     }
