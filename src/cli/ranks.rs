@@ -29,7 +29,7 @@ pub enum Over {
     /// TCP, alone or between hosts.
     Tcp(TcpPlace, Sockets),
     /// TCP, and libfabric for what the layer sends.
-    Ofi(TcpPlace),
+    Ofi(#[cfg_attr(not(feature = "ofi"), expect(dead_code, reason = "refused before"))] TcpPlace),
 }
 
 impl RanksArgs {

@@ -366,7 +366,7 @@ fn devices_and_element_types_that_are_not_there() {
 fn transports() {
     run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, hybrid, ofi, mpi"]);
     #[cfg(not(feature = "ofi"))]
-    for command in ["run", "probe", "bench p2p"] {
+    for command in ["run", "probe --out nowhere", "bench p2p"] {
         let args = format!("{command} --transport ofi --rank 0 --ranks 2 --rendezvous a:1");
         run(aristos(args.split_whitespace())).refused(&["--transport ofi", "no libfabric transport", "--features ofi"]);
     }
