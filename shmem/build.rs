@@ -1,9 +1,12 @@
-//! With the feature `mpi`, compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack.
+//! With the feature `mpi`, compiles what `mpi.h` has as macros only, and `mpi`'s own bindings lack; with `ofi`, the calls of libfabric's, which
+//! are functions of its headers.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     #[cfg(feature = "mpi")]
     mpi_constants();
+    #[cfg(feature = "ofi")]
+    ofi_shim();
 }
 
 /// Against the MPI that `mpi-sys` finds too: both ask `build-probe-mpi`.
@@ -25,4 +28,21 @@ fn mpi_constants() {
         None => _ = build.includes(&library.include_paths),
     }
     build.compile("aristos_mpi_constants");
+}
+
+/// With libfabric's headers, wherever pkg-config or the compiler finds them; the library is loaded when it is needed.
+#[cfg(feature = "ofi")]
+fn ofi_shim() {
+    const SOURCE: &str = "src/ofi/shim.c";
+    println!("cargo::rerun-if-changed={SOURCE}");
+    // Where pkg-config does not know them, they may be in the compiler's own path.
+    let found = pkg_config::Config::new().cargo_metadata(false).probe("libfabric");
+    let mut build = cc::Build::new();
+    build.file(SOURCE).includes(found.map(|library| library.include_paths).unwrap_or_default());
+    if let Err(reason) = build.warnings(true).extra_warnings(true).try_compile("aristos_ofi_shim") {
+        panic!(
+            "the feature `ofi` needs the headers of libfabric 1.15 or later (Debian: libfabric-dev; on a cluster its module, or CPATH and \
+             PKG_CONFIG_PATH): {reason}"
+        );
+    }
 }

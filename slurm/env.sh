@@ -4,7 +4,7 @@
 #   ARISTOS   the program [target/release/aristos below the folder that sbatch was called in]
 #   OUT       where results go [results/JOB there]
 #   DEVICE    cuda or cpu [cpu]: what layers run on
-#   TRANSPORT what carries data between host memories [shm on one node, mpi on several]; tcp and hybrid (shared memory within a node) need no MPI
+#   TRANSPORT what carries data between host memories [shm on one node, mpi on several]; tcp, hybrid (shared memory within a node) and ofi (libfabric) need no MPI
 # shellcheck disable=SC2034 # the scripts that source this use what they need of it
 set -euo pipefail
 

@@ -138,7 +138,10 @@ fn bad_arguments_are_one_line() {
             &["--op", "send-recv", "--transport", "nvshmem", "--scope", "warp", "--scope", "stream"],
             "--scope warp for --op send-recv: it has none such",
         ),
-        (&["--op", "atomic", "--transport", "nvshmem"], "--op atomic on --transport nvshmem, expected shm, tcp or mpi"),
+        (
+            &["--op", "atomic", "--transport", "nvshmem"],
+            "--op atomic on --transport nvshmem, expected shm, tcp, ofi or mpi",
+        ),
         (&["--pair", "0"], "--pair is 0, expected two numbers of PEs, as 0,1, or all"),
         (&["--pair", "1,1"], "--pair is 1,1, expected two different PEs"),
         (&["--pair", "0,4", "--pes", "4"], "--pair is 0,4, expected PEs below --pes, which is 4"),

@@ -527,7 +527,7 @@ const TESTS: &[(&str, fn())] = &[
         let outcome = run(mpirun(3, env!("CARGO_BIN_EXE_aristos"), args));
         assert_eq!(outcome.status.code(), Some(2), "{outcome:?}");
         assert_eq!(outcome.stderr.matches("invalid value 'bogus'").count(), 1, "{outcome:?}");
-        assert!(outcome.stderr.contains("shm, tcp, hybrid, mpi"), "{outcome:?}");
+        assert!(outcome.stderr.contains("shm, tcp, hybrid, ofi, mpi"), "{outcome:?}");
     }),
     ("another_mpis_mpirun_is_noticed", || {
         let Some(other) = launcher(!is_open_mpi()).filter(|other| Some(other) != launcher(is_open_mpi()).as_ref())

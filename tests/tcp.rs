@@ -13,6 +13,10 @@ mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
 mod suite;
+// After the suite, whose macros it uses.
+#[cfg(feature = "ofi")]
+#[path = "tcp/ofi.rs"]
+mod ofi;
 
 use std::cell::Cell;
 use std::env;
@@ -39,7 +43,6 @@ const ENV_TRANSPORT: &str = "ARISTOS_TCP_TRANSPORT";
 const ENV_ZERO: &str = "ARISTOS_TCP_ZERO";
 /// The most PEs of a check.
 const SUITE_PES: usize = 5;
-const LINK_TESTS: u64 = link::TESTS.len() as u64;
 /// How soon a job must be over after one of its processes has ended.
 const NAMED_LIMIT: Duration = Duration::from_secs(2);
 /// How soon after a host cannot be reached any more, or a process is stopped.
@@ -57,10 +60,13 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    // Those over a link take half a minute each: some at a time, unless asked for by name.
-    let some = Sample::new(if filter.is_empty() { 2 } else { LINK_TESTS }, LINK_TESTS);
-    let links = some.numbers().map(|number| &link::TESTS[number as usize]);
-    for (name, test) in TESTS.iter().chain(links).filter(|(name, _)| name.contains(filter)) {
+    // Of the long ones, and of those over libfabric, some at a time, unless asked for by name.
+    let links = some_of(link::TESTS, filter);
+    #[cfg(feature = "ofi")]
+    let ofi = some_of(ofi::TESTS, filter);
+    #[cfg(not(feature = "ofi"))]
+    let ofi: Vec<&Test> = Vec::new();
+    for (name, test) in TESTS.iter().chain(ofi).chain(links).filter(|(name, _)| name.contains(filter)) {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
             Err(_) => (&mut failed, "FAILED"),
@@ -74,26 +80,52 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(failed > 0))
 }
 
-/// The first PEs of the suite's processes, as a new world for each check.
-struct Tcp {
+/// A test, with its name.
+type Test = (&'static str, fn());
+
+/// Two of these, which the next seed follows with others; or all.
+fn some_of(tests: &'static [Test], filter: &str) -> Vec<&'static Test> {
+    let all = tests.len() as u64;
+    let some = Sample::new(if filter.is_empty() { 2 } else { all }, all);
+    some.numbers().map(|number| &tests[number as usize]).collect()
+}
+
+/// The first PEs of the suite's processes.
+struct Place {
     pe: usize,
     zero: String,
-    is_hybrid: bool,
     worlds: Cell<u16>,
+}
+
+impl Place {
+    /// This process's, from its environment.
+    fn of(pe: usize) -> Place {
+        Place { pe, zero: env::var(ENV_ZERO).unwrap(), worlds: Cell::new(0) }
+    }
+
+    /// A new world of `n_pes`, if this process has a part in it.
+    fn join(&self, n_pes: usize) -> Option<TcpWorld> {
+        // Those that have no part in this world may be at the next one already: each has a port of its own.
+        self.worlds.set(self.worlds.get() + 1);
+        let rendezvous = format!("{}:{}", self.zero, 20_000 + self.worlds.get());
+        let (program, token, limits) = ("suite", b"token", JoinLimits::default());
+        let joining = Joining { pe: self.pe, n_pes, rendezvous: &rendezvous, program, token, limits };
+        (self.pe < n_pes).then(|| TcpWorld::join(&joining).unwrap())
+    }
+}
+
+/// A new world for each check.
+struct Tcp {
+    place: Place,
+    is_hybrid: bool,
 }
 
 impl World for Tcp {
     type T = TcpTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<TcpTransport>) + Sync) {
-        // Those that have no part in this world may be at the next one already: each has a port of its own.
-        self.worlds.set(self.worlds.get() + 1);
-        if self.pe < n_pes {
-            let rendezvous = format!("{}:{}", self.zero, 20_000 + self.worlds.get());
-            let (program, token, limits) = ("suite", b"token", JoinLimits::default());
-            let world =
-                TcpWorld::join(&Joining { pe: self.pe, n_pes, rendezvous: &rendezvous, program, token, limits });
+        if let Some(world) = self.place.join(n_pes) {
             let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
-            f(&Shmem::new(make(&world.unwrap(), HEAP_BYTES, limits.join).unwrap()));
+            f(&Shmem::new(make(&world, HEAP_BYTES, JoinLimits::default().join).unwrap()));
         }
     }
 }
@@ -102,17 +134,27 @@ conformance_table!(CHECKS, Tcp);
 
 /// One PE of all checks. A panic ends it, and with it the others.
 fn play(pe: usize) -> ExitCode {
-    let is_hybrid = env::var(ENV_TRANSPORT).unwrap() == "hybrid";
-    let world = Tcp { pe, zero: env::var(ENV_ZERO).unwrap(), is_hybrid, worlds: Cell::new(0) };
     // Some checks catch panics; only those that end the program are of interest.
     std::panic::set_hook(Box::new(move |info| {
         println!("PE {pe}: {} at {:?}", info.payload_as_str().unwrap_or("(no message)"), info.location());
     }));
-    for (check, function) in CHECKS {
-        function(&world);
-        println!("PE {pe} conforms: {check}");
+    let place = Place::of(pe);
+    match &*env::var(ENV_TRANSPORT).unwrap() {
+        #[cfg(feature = "ofi")]
+        "ofi" => check_all(pe, ofi::CHECKS, &ofi::Ofi { place }),
+        transport => check_all(pe, CHECKS, &Tcp { place, is_hybrid: transport == "hybrid" }),
     }
     ExitCode::SUCCESS
+}
+
+/// A check of the suite, with its name.
+type Check<W> = (&'static str, fn(&W));
+
+fn check_all<W>(pe: usize, checks: &[Check<W>], world: &W) {
+    for (check, function) in checks {
+        function(world);
+        println!("PE {pe} conforms: {check}");
+    }
 }
 
 /// A port of this host that is free now.
@@ -135,16 +177,21 @@ fn here(n: usize, args: &str) -> Vec<Command> {
     commands(n, "localhost", args, |_, args| aristos(args))
 }
 
+/// The arguments with another transport than TCP.
+fn with_transport(transport: &str, args: Vec<String>) -> Vec<String> {
+    args.into_iter().map(|arg| if arg == "tcp" { transport.to_string() } else { arg }).collect()
+}
+
 /// A job of one PE a host.
-fn over(hosts: &Hosts, n: usize, args: &str) -> Vec<Command> {
-    commands(n, hosts.address(0), args, |rank, args| hosts.command(rank, env!("CARGO_BIN_EXE_aristos"), args))
+fn over(hosts: &Hosts, n: usize, transport: &str, args: &str) -> Vec<Command> {
+    let program = env!("CARGO_BIN_EXE_aristos");
+    commands(n, hosts.address(0), args, |rank, args| hosts.command(rank, program, with_transport(transport, args)))
 }
 
 /// A job of two PEs on each of two hosts: 0 and 2 on the first, 1 and 3 on the second.
 fn two_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
     commands(4, hosts.address(0), args, |rank, args| {
-        let args = args.into_iter().map(|arg| if arg == "tcp" { transport.to_string() } else { arg });
-        hosts.command(rank % 2, env!("CARGO_BIN_EXE_aristos"), args)
+        hosts.command(rank % 2, env!("CARGO_BIN_EXE_aristos"), with_transport(transport, args))
     })
 }
 
@@ -266,7 +313,7 @@ fn conform(hosts: &Hosts, transport: &str) {
 /// Fails the test unless a layer of one PE a host, whose job `start` starts, is checked, gives what it gives over shared memory, and
 /// moves at least the bytes of its report over the network.
 #[track_caller]
-fn rows_cross(hosts: &Hosts, steps: usize, start: impl FnOnce(Vec<Command>) -> Vec<Running>) {
+fn rows_cross(hosts: &Hosts, transport: &str, steps: usize, start: impl FnOnce(Vec<Command>) -> Vec<Running>) {
     let n = hosts.len();
     let dir = tempfile::tempdir().unwrap();
     let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
@@ -274,7 +321,7 @@ fn rows_cross(hosts: &Hosts, steps: usize, start: impl FnOnce(Vec<Command>) -> V
     run(binary::aristos_run(&format!("{layer} --pes {n} --output {}", shm.display()))).success();
     let before = hosts.sent_bytes();
     let args = format!("run {layer} --check --steps {steps} --timeout 30 --json --output {}", tcp.display());
-    let outcomes: Vec<Outcome> = start(over(hosts, n, &args)).into_iter().map(Running::end).collect();
+    let outcomes: Vec<Outcome> = start(over(hosts, n, transport, &args)).into_iter().map(Running::end).collect();
     assert!(outcomes.iter().all(|outcome| outcome.status.success()), "{outcomes:?}");
     let report: serde_json::Value = serde_json::from_str(&outcomes[0].stdout).unwrap();
     assert!(outcomes[1..].iter().all(|outcome| outcome.stdout.is_empty()), "{outcomes:?}");
@@ -392,7 +439,7 @@ const TESTS: &[(&str, fn())] = &[
         alone("run --rank 0 --ranks 2", &["--rank with --transport shm"]);
         alone(
             "bench p2p --transport nvshmem --rendezvous a:1",
-            &["--rendezvous", "expected --transport tcp or hybrid"],
+            &["--rendezvous", "expected --transport tcp, hybrid or ofi"],
         );
         let tcp = "run --transport tcp --ranks 2";
         alone(&format!("{tcp} --rank 2 --rendezvous a:1"), &["--rank is 2", "below --ranks, which is 2"]);
@@ -510,7 +557,7 @@ const TESTS: &[(&str, fn())] = &[
     ("hosts::rows_cross_the_network", || {
         for n in [2, 3] {
             let Some(hosts) = Hosts::make(n) else { return };
-            rows_cross(&hosts, 3, start_all);
+            rows_cross(&hosts, "tcp", 3, start_all);
         }
     }),
     #[cfg(feature = "emulate")]
@@ -522,7 +569,7 @@ const TESTS: &[(&str, fn())] = &[
         run(binary::aristos_run(&format!("{layer} --pes 2 --output {}", shm.display()))).success();
         let before = hosts.sent_bytes();
         let args = format!("run {layer} --check --steps 2 --json --output {}", tcp.display());
-        let report = json(over(&hosts, 2, &args));
+        let report = json(over(&hosts, 2, "tcp", &args));
         let crossed = hosts.sent_bytes() - before;
         same(&shm, &tcp);
         assert_eq!(report["check"]["passed"].as_bool(), Some(true), "{report}");
@@ -534,12 +581,12 @@ const TESTS: &[(&str, fn())] = &[
         let dir = tempfile::tempdir().unwrap();
         let cluster = dir.path().join("cluster.json");
         let probe = format!("probe --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
-        report(over(&hosts, 3, &probe));
+        report(over(&hosts, 3, "tcp", &probe));
         let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
         let names: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
         assert_eq!(names, ["node0", "node1", "node2"]);
         let straggler = "bench straggler --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=2:8 --json";
-        for mode in json(over(&hosts, 3, straggler))["modes"].as_array().unwrap() {
+        for mode in json(over(&hosts, 3, "tcp", straggler))["modes"].as_array().unwrap() {
             assert_eq!(mode["culprit"]["pe"], 2, "{mode}");
         }
     }),
@@ -547,7 +594,7 @@ const TESTS: &[(&str, fn())] = &[
         let Some(hosts) = Hosts::make(3) else { return };
         for victim in [0, 2] {
             let kill = |pes: &[Running]| pes[victim].signal(Signal::KILL);
-            disturbed(over(&hosts, 3, &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
+            disturbed(over(&hosts, 3, "tcp", &format!("run {LONG}")), NAMED_LIMIT, victim, &[victim], kill);
         }
     }),
     ("hosts::a_host_that_is_frozen_is_named", || {
@@ -556,6 +603,6 @@ const TESTS: &[(&str, fn())] = &[
             pes[1].signal(Signal::STOP);
             thread::sleep(Duration::from_secs(4));
         };
-        disturbed(over(&hosts, 3, &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
+        disturbed(over(&hosts, 3, "tcp", &format!("run {LONG} --timeout 1")), SILENT_LIMIT, 1, &[1], stop);
     }),
 ];

@@ -61,6 +61,8 @@ mod meet;
 mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "ofi")]
+pub mod ofi;
 mod pace;
 pub mod reorder;
 mod segment;
@@ -298,6 +300,8 @@ mod tests {
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shmem<ShmTransport>>();
         is_shared::<Shmem<tcp::TcpTransport>>();
+        #[cfg(feature = "ofi")]
+        is_shared::<Shmem<ofi::OfiTransport>>();
         is_shared::<Shmem<reorder::ReorderTransport>>();
         moves::<Shmem<GroupTransport<'_, ShmTransport>>>();
         moves::<Sym<f32>>();

@@ -9,9 +9,10 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use super::doorbell::sleep_until;
+use super::segment::Bell;
 use super::{RawWait, Segment};
 
-/// The longest sleep without looking at the words again.
+/// The longest sleep where somebody rings.
 const SLEEP_MAX: Duration = Duration::from_millis(50);
 
 /// Looks between two readings of the clock. There is no PAUSE between them: a hypervisor takes a CPU that pauses again and again
@@ -25,16 +26,24 @@ pub(super) struct Patience {
     spin: Duration,
     /// With a sched_yield after each.
     yields: u32,
+    /// The longest sleep without looking at the words again.
+    nap: Duration,
 }
 
 impl Patience {
     /// Of one of `threads` busy threads on this host.
     pub(super) fn of(threads: usize) -> Patience {
         if available_parallelism().is_ok_and(|cores| threads > cores.get()) {
-            Patience { spin: Duration::ZERO, yields: 2 }
+            Patience { spin: Duration::ZERO, yields: 2, nap: SLEEP_MAX }
         } else {
-            Patience { spin: Duration::from_micros(200), yields: 5 }
+            Patience { spin: Duration::from_micros(200), yields: 5, nap: SLEEP_MAX }
         }
+    }
+
+    /// The same where not all that changes a word rings the doorbell: it sleeps no longer than `nap`.
+    #[cfg(feature = "ofi")]
+    pub(super) fn napping(self, nap: Duration) -> Patience {
+        Patience { nap, ..self }
     }
 
     /// Waits until one of `waits` holds for the words of `mine`, and says which; `None` when `deadline` passes or `give_up` says so first.
@@ -45,8 +54,32 @@ impl Patience {
         deadline: Instant,
         give_up: impl Fn() -> bool,
     ) -> Option<usize> {
+        self.wait_while(mine, waits, deadline, || (), give_up)
+    }
+
+    /// The same, calling `meanwhile` now and then before it sleeps.
+    pub(super) fn wait_while(
+        &self,
+        mine: &Segment,
+        waits: &[RawWait],
+        deadline: Instant,
+        meanwhile: impl FnMut(),
+        give_up: impl Fn() -> bool,
+    ) -> Option<usize> {
         let word = |wait: &RawWait| mine.atomic_u64(wait.signal).load(Ordering::Acquire);
         let look = || waits.iter().position(|wait| wait.cmp.holds(word(wait), wait.value));
+        self.wait_for(mine.bell(), look, deadline, meanwhile, give_up)
+    }
+
+    /// The same until `look` finds something, whose changes ring `bell`.
+    pub(super) fn wait_for<R>(
+        &self,
+        bell: &Bell,
+        mut look: impl FnMut() -> Option<R>,
+        deadline: Instant,
+        mut meanwhile: impl FnMut(),
+        give_up: impl Fn() -> bool,
+    ) -> Option<R> {
         let start = Instant::now();
         loop {
             for _ in 0..LOOKS_A_CLOCK {
@@ -58,6 +91,7 @@ impl Patience {
             if now >= deadline || give_up() {
                 return look();
             }
+            meanwhile();
             if now - start >= self.spin {
                 break;
             }
@@ -67,14 +101,15 @@ impl Patience {
                 return Some(found);
             }
             rustix::thread::sched_yield();
+            meanwhile();
             if Instant::now() >= deadline {
                 return look();
             }
         }
         let time_left = || {
             let left = deadline.saturating_duration_since(Instant::now());
-            (!left.is_zero() && !give_up()).then_some(left.min(SLEEP_MAX))
+            (!left.is_zero() && !give_up()).then_some(left.min(self.nap))
         };
-        sleep_until(mine.bell(), look, time_left)
+        sleep_until(bell, look, time_left)
     }
 }

@@ -73,6 +73,8 @@ enum P2pTransportArg {
     Shm,
     /// TCP, between hosts too: PEs that srun, torchrun or mpirun started, or one by one
     Tcp,
+    /// libfabric, between hosts too: PEs as with tcp (feature `ofi`)
+    Ofi,
     /// MPI, between hosts too (feature `mpi`)
     Mpi,
     /// NVSHMEM, from the device and on its stream, and NCCL beside it (feature `cuda`)
@@ -129,6 +131,7 @@ impl P2pTransportArg {
         match self {
             P2pTransportArg::Shm => "shm",
             P2pTransportArg::Tcp => "tcp",
+            P2pTransportArg::Ofi => "ofi",
             P2pTransportArg::Mpi => "mpi",
             P2pTransportArg::Nvshmem => "nvshmem",
         }
@@ -138,7 +141,9 @@ impl P2pTransportArg {
     fn ops(self) -> &'static [p2p::Op] {
         use p2p::Op::*;
         match self {
-            P2pTransportArg::Shm | P2pTransportArg::Tcp => &[Put, PutNbi, Get, PutSignal, Atomic],
+            P2pTransportArg::Shm | P2pTransportArg::Tcp | P2pTransportArg::Ofi => {
+                &[Put, PutNbi, Get, PutSignal, Atomic]
+            }
             P2pTransportArg::Mpi => &[Put, PutNbi, Get, PutSignal, Atomic, SendRecv],
             P2pTransportArg::Nvshmem => &[Put, PutNbi, Get, PutSignal, SendRecv],
         }
@@ -162,7 +167,9 @@ impl Args {
                 p2p::Op::SendRecv => {
                     bail!("--op send-recv on --transport {}, expected mpi or nvshmem", self.transport.name())
                 }
-                _ => bail!("--op {} on --transport {}, expected shm, tcp or mpi", op.name(), self.transport.name()),
+                _ => {
+                    bail!("--op {} on --transport {}, expected shm, tcp, ofi or mpi", op.name(), self.transport.name())
+                }
             }
         }
         let asked = (!ops.is_empty(), !self.scope.is_empty());
@@ -187,7 +194,7 @@ impl Args {
         }
         scopes.dedup();
         match self.transport {
-            P2pTransportArg::Shm | P2pTransportArg::Tcp | P2pTransportArg::Mpi => {}
+            P2pTransportArg::Shm | P2pTransportArg::Tcp | P2pTransportArg::Ofi | P2pTransportArg::Mpi => {}
             P2pTransportArg::Nvshmem => ensure!(
                 cfg!(feature = "cuda"),
                 "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
@@ -278,6 +285,7 @@ impl Args {
         match self.transport {
             P2pTransportArg::Shm | P2pTransportArg::Nvshmem => TransportArg::Shm,
             P2pTransportArg::Tcp => TransportArg::Tcp,
+            P2pTransportArg::Ofi => TransportArg::Ofi,
             P2pTransportArg::Mpi => TransportArg::Mpi,
         }
     }

@@ -52,15 +52,25 @@ pub fn run<S, M: DeserializeOwned>(
     report: impl FnOnce(S, Vec<(usize, M)>) -> Result<bool>,
 ) -> Result<bool> {
     match over {
-        Over::Tcp(place) => return Ok(run_as_one(&tcp::join(&place, phase_names, as_flags)?, ask, report)),
+        Over::Tcp(place, sockets) => {
+            let pes = tcp::join(&place, sockets, phase_names, as_flags)?;
+            return Ok(run_as_one(&pes, ask, report));
+        }
+        #[cfg(feature = "ofi")]
+        Over::Ofi(place) => {
+            let pes = tcp::join(&place, tcp::Ofi, phase_names, as_flags)?;
+            return Ok(run_as_one(&pes, ask, report));
+        }
         #[cfg(feature = "mpi")]
         Over::Mpi => {
             let pes = crate::job::mpi::join(phase_names, as_flags)?;
             return Ok(pes.is_some_and(|pes| run_as_one(&pes, ask, report)));
         }
-        // Without MPI the flag is refused.
+        // Without the feature the flag is refused.
         #[cfg(not(feature = "mpi"))]
         Over::Mpi => {}
+        #[cfg(not(feature = "ofi"))]
+        Over::Ofi(_) => {}
         Over::Processes => {}
     }
     let JobSpec { request, pes, wait_limit, env, kept } =

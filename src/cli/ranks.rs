@@ -1,13 +1,13 @@
-//! Which of several processes this one is, for `--transport tcp` and `hybrid`.
+//! Which of several processes this one is, for `--transport tcp`, `hybrid` and `ofi`.
 
 use anyhow::{Result, ensure};
 
-use super::values::{NO_MPI, TransportArg};
-use crate::job::tcp::TcpPlace;
+use super::values::{NO_MPI, NO_OFI, TransportArg};
+use crate::job::tcp::{Sockets, TcpPlace};
 
 /// Where a process stands among those of its job.
 #[derive(clap::Args)]
-#[command(next_help_heading = "With --transport tcp or hybrid")]
+#[command(next_help_heading = "With --transport tcp, hybrid or ofi")]
 pub struct RanksArgs {
     /// Which PE this process is, from 0 [default: as srun, torchrun or mpirun says]
     #[arg(long, value_name = "R", requires = "ranks")]
@@ -27,7 +27,9 @@ pub enum Over {
     /// MPI.
     Mpi,
     /// TCP, alone or between hosts.
-    Tcp(TcpPlace),
+    Tcp(TcpPlace, Sockets),
+    /// TCP, and libfabric for what the layer sends.
+    Ofi(#[cfg_attr(not(feature = "ofi"), expect(dead_code, reason = "refused before"))] TcpPlace),
 }
 
 impl RanksArgs {
@@ -36,17 +38,21 @@ impl RanksArgs {
     /// # Errors
     /// A transport that this build lacks, or places without one that has them.
     pub fn over(&self, transport: TransportArg) -> Result<Over> {
-        let is_hybrid = transport == TransportArg::Hybrid;
-        let place = TcpPlace { rank: self.rank.zip(self.ranks), rendezvous: self.rendezvous.clone(), is_hybrid };
+        let place = TcpPlace { rank: self.rank.zip(self.ranks), rendezvous: self.rendezvous.clone() };
         let given = [("rank", place.rank.is_some()), ("rendezvous", place.rendezvous.is_some())];
         for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
             let name = transport.name();
-            let has_places = is_hybrid || transport == TransportArg::Tcp;
-            ensure!(has_places, "--{flag} with --transport {name}, expected --transport tcp or hybrid");
+            let has_places = matches!(transport, TransportArg::Tcp | TransportArg::Hybrid | TransportArg::Ofi);
+            ensure!(has_places, "--{flag} with --transport {name}, expected --transport tcp, hybrid or ofi");
         }
         Ok(match transport {
             TransportArg::Shm => Over::Processes,
-            TransportArg::Tcp | TransportArg::Hybrid => Over::Tcp(place),
+            TransportArg::Tcp => Over::Tcp(place, Sockets::Tcp),
+            TransportArg::Hybrid => Over::Tcp(place, Sockets::Hybrid),
+            TransportArg::Ofi => {
+                ensure!(cfg!(feature = "ofi"), NO_OFI);
+                Over::Ofi(place)
+            }
             TransportArg::Mpi => {
                 ensure!(cfg!(feature = "mpi"), NO_MPI);
                 Over::Mpi

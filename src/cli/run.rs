@@ -422,8 +422,13 @@ fn example() -> Result<Work> {
 /// One line.
 pub fn command(args: &Args) -> Result<bool> {
     match args.ranks.over(args.transport)? {
-        Over::Tcp(place) => {
-            let pes = tcp::join(&place, peers::PHASES, as_flags)?;
+        Over::Tcp(place, sockets) => {
+            let pes = tcp::join(&place, sockets, peers::PHASES, as_flags)?;
+            return Ok(peers::run(&pes, |started| args.peer_request(started), failure));
+        }
+        #[cfg(feature = "ofi")]
+        Over::Ofi(place) => {
+            let pes = tcp::join(&place, tcp::Ofi, peers::PHASES, as_flags)?;
             return Ok(peers::run(&pes, |started| args.peer_request(started), failure));
         }
         #[cfg(feature = "mpi")]
@@ -431,9 +436,11 @@ pub fn command(args: &Args) -> Result<bool> {
             let pes = crate::job::mpi::join(peers::PHASES, as_flags)?;
             return Ok(pes.is_some_and(|pes| peers::run(&pes, |started| args.peer_request(started), failure)));
         }
-        // Without MPI the flag is refused.
+        // Without the feature the flag is refused.
         #[cfg(not(feature = "mpi"))]
         Over::Mpi => {}
+        #[cfg(not(feature = "ofi"))]
+        Over::Ofi(_) => {}
         Over::Processes => {}
     }
     let request = args.request(None)?;

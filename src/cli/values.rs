@@ -12,6 +12,10 @@ use crate::simulate::CORES_MOST;
 pub const NO_MPI: &str = "--transport mpi: this binary has no MPI transport; build with `cargo build --release --features \
     mpi` (needs an MPI with its compiler wrapper, and libclang)";
 
+/// The same to `--transport ofi`.
+pub const NO_OFI: &str = "--transport ofi: this binary has no libfabric transport; build with `cargo build --release --features \
+    ofi` (needs libfabric's headers; Debian: libfabric-dev)";
+
 /// The largest size that can be asked for.
 const SIZE_MAX: usize = 1 << 30;
 
@@ -63,6 +67,8 @@ pub enum TransportArg {
     Tcp,
     /// Shared memory within a host, TCP between hosts: as tcp
     Hybrid,
+    /// libfabric: what drives the network between the hosts, Slingshot's or another; PEs as with tcp (feature `ofi`)
+    Ofi,
     /// MPI-3 one-sided windows: PEs that mpirun started (feature `mpi`)
     Mpi,
 }
@@ -74,6 +80,7 @@ impl TransportArg {
             TransportArg::Shm => "shm",
             TransportArg::Tcp => "tcp",
             TransportArg::Hybrid => "hybrid",
+            TransportArg::Ofi => "ofi",
             TransportArg::Mpi => "mpi",
         }
     }

@@ -8,6 +8,8 @@ use crate::moe::MoeError;
 use crate::shmem::ShmemError;
 #[cfg(feature = "mpi")]
 use crate::shmem::mpi::MpiError;
+#[cfg(feature = "ofi")]
+use crate::shmem::ofi::OfiError;
 use crate::shmem::tcp::TcpError;
 
 /// Why a job failed. Each displays as one line.
@@ -61,6 +63,10 @@ pub enum JobError {
     /// TCP.
     #[error(transparent)]
     Tcp(#[from] TcpError),
+    /// libfabric.
+    #[cfg(feature = "ofi")]
+    #[error(transparent)]
+    Ofi(#[from] OfiError),
     /// The PEs are not those of the job, or one does not do its part.
     #[error("{0}")]
     Peers(String),
@@ -72,6 +78,8 @@ impl JobError {
         match self {
             JobError::Layer(error) => error.awaited_pe(),
             JobError::Tcp(error) => error.awaited_pe(),
+            #[cfg(feature = "ofi")]
+            JobError::Ofi(error) => error.awaited_pe(),
             _ => None,
         }
     }

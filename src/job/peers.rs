@@ -5,7 +5,7 @@
 //! refused, and would save nothing. What a supervisor does before and after (input, files, report), PE 0 does: the others send it what they
 //! write and say as messages, so that only PE 0's host needs to see the files.
 //!
-//! How they came together and what carries their rows is a [`World`]: MPI's (`mpi.rs`), or TCP's (`tcp.rs`).
+//! How they came together and what carries their rows is a [`World`]: MPI's (`mpi.rs`), or that of PEs that met over TCP (`tcp.rs`).
 //!
 //! # How a job ends
 //! - All PEs did their part: PE 0 tells the others how it went, and all exit with that code.
@@ -87,7 +87,7 @@ pub trait World: Sized {
     /// # Errors
     /// As [`World::memory`]; it can carry nothing for devices.
     fn device_memory(&self, _heap_bytes: usize, _limit: Duration) -> Result<DeviceMemory, JobError> {
-        Err(JobError::Peers(format!("`transport` {} on a device, expected shm or tcp", self.transport())))
+        Err(no_devices(self.transport()))
     }
 
     /// Ends this process, and has all others end, after a failure: calls `say`, which prints its line, when that is due.
@@ -105,6 +105,11 @@ pub trait World: Sized {
     fn all_to_all<'h>(_: &'h PeerHost<'_, Self>) -> Result<Option<Box<dyn AllToAll + 'h>>, JobError> {
         Ok(None)
     }
+}
+
+/// What a transport says that carries nothing for devices.
+pub(super) fn no_devices(transport: &str) -> JobError {
+    JobError::Peers(format!("`transport` {transport} on a device, expected shm or tcp"))
 }
 
 /// The PEs of a world, of which this process is one.

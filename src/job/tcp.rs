@@ -1,13 +1,18 @@
-//! PEs on any number of hosts that meet over TCP, as a [`World`]; those of one host may share memory.
+//! PEs on any number of hosts that meet over TCP, as a [`World`]. Rows and signals go over these connections, those of one host through
+//! shared memory, or all through libfabric: [`Carrier`].
 
 use std::time::Duration;
 
 use super::host::DeviceMemory;
+#[cfg(feature = "ofi")]
+use super::launch::ofi_provider;
 use super::launch::{LaunchedPlace, MAX_PES, VERSION, job_token, join_limit, launched_place};
-use super::peers::{Peers, World};
+use super::peers::{Peers, World, no_devices};
 use super::{JobError, PeFailure};
-use crate::shmem::Shmem;
+#[cfg(feature = "ofi")]
+use crate::shmem::ofi::OfiTransport;
 use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
+use crate::shmem::{Shmem, Transport};
 use crate::stdio::{one_line, say};
 
 /// Which PE this process is, and where they meet, as far as the command line says; the rest is the launcher's to say.
@@ -17,26 +22,104 @@ pub struct TcpPlace {
     pub rank: Option<(usize, usize)>,
     /// Where PE 0 listens, as HOST:PORT.
     pub rendezvous: Option<String>,
-    /// Whether PEs of one host talk through shared memory.
-    pub is_hybrid: bool,
 }
 
-/// The processes of a job that have met.
+/// What carries rows and signals between PEs that have met over TCP.
+pub trait Carrier: 'static {
+    /// The transport.
+    type Transport: Transport;
+
+    /// Its name.
+    fn name(&self) -> &'static str;
+
+    /// See [`World::memory`].
+    ///
+    /// # Errors
+    /// As there.
+    fn memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self::Transport, JobError>;
+
+    /// See [`World::device_memory`].
+    ///
+    /// # Errors
+    /// As there.
+    fn device_memory(&self, _: &TcpWorld, _heap_bytes: usize, _limit: Duration) -> Result<DeviceMemory, JobError> {
+        Err(no_devices(self.name()))
+    }
+}
+
+/// The connections over which they have met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sockets {
+    /// For all.
+    Tcp,
+    /// For what goes to other hosts.
+    Hybrid,
+}
+
+impl Carrier for Sockets {
+    type Transport = TcpTransport;
+
+    fn name(&self) -> &'static str {
+        match self {
+            Sockets::Tcp => "tcp",
+            Sockets::Hybrid => "hybrid",
+        }
+    }
+
+    fn memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
+        if *self == Sockets::Tcp {
+            return Ok(TcpTransport::new(world, heap_bytes, limit)?);
+        }
+        let transport = TcpTransport::hybrid(world, heap_bytes, limit)?;
+        if let Some(why) = transport.not_near() {
+            let line = format!("PE {} cannot map {why}; TCP carries all, within hosts too", world.my_pe());
+            say(&format!("aristos: {}", one_line(&line)));
+        }
+        Ok(transport)
+    }
+
+    fn device_memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
+        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(world, heap_bytes, limit)?)))
+    }
+}
+
+/// libfabric.
+#[cfg(feature = "ofi")]
+#[derive(Clone, Copy, Debug)]
+pub struct Ofi;
+
+#[cfg(feature = "ofi")]
+impl Carrier for Ofi {
+    type Transport = OfiTransport;
+
+    fn name(&self) -> &'static str {
+        "ofi"
+    }
+
+    fn memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<OfiTransport, JobError> {
+        let provider = ofi_provider()?;
+        Ok(OfiTransport::new(world, heap_bytes, provider.as_deref(), limit)?)
+    }
+}
+
+/// The processes of a job that have met, and what carries their rows.
 #[derive(Debug)]
-pub struct TcpPes {
+pub struct TcpPes<C> {
     world: TcpWorld,
-    is_hybrid: bool,
+    carrier: C,
 }
 
 /// Joins the others, for a job with these phases. `show` makes of an error's line what the user sees.
 ///
 /// # Errors
 /// One line: a place that is not known, or makes no sense; who does not come.
-pub fn join(
+pub fn join<C: Carrier>(
     place: &TcpPlace,
+    carrier: C,
     phase_names: &[&'static str],
     show: fn(&str) -> String,
-) -> Result<Peers<TcpPes>, JobError> {
+) -> Result<Peers<TcpPes<C>>, JobError> {
+    let transport = carrier.name();
     let launched = match place.rank {
         // By hand, whatever has started the shell.
         Some((rank, size)) => Some(LaunchedPlace { rank, size, address: None, job: String::new() }),
@@ -44,11 +127,10 @@ pub fn join(
     };
     let wrong = |line: String| Err(JobError::Peers(line));
     let Some(LaunchedPlace { rank, size, address, job }) = launched else {
-        return wrong(
-            "`transport` tcp: it is not known which PE this is, and where the others are: give `rank`, `ranks` and \
+        return wrong(format!(
+            "`transport` {transport}: it is not known which PE this is, and where the others are: give `rank`, `ranks` and \
              `rendezvous`, or start with srun, torchrun or mpirun"
-                .to_string(),
-        );
+        ));
     };
     if !(1..=MAX_PES).contains(&size) {
         return wrong(format!("`ranks` is {size}, expected 1 to {MAX_PES}"));
@@ -61,7 +143,7 @@ pub fn join(
         None if size == 1 => String::new(),
         None => {
             return wrong(format!(
-                "`transport` tcp: nothing says where the {size} PEs meet: give `rendezvous` HOST:PORT, a host that PE 0 runs on"
+                "`transport` {transport}: nothing says where the {size} PEs meet: give `rendezvous` HOST:PORT, a host that PE 0 runs on"
             ));
         }
     };
@@ -78,14 +160,14 @@ pub fn join(
     for line in world.refusals() {
         say(&format!("aristos: {}", one_line(line)));
     }
-    Peers::new(TcpPes { world, is_hybrid: place.is_hybrid }, phase_names, show)
+    Peers::new(TcpPes { world, carrier }, phase_names, show)
 }
 
-impl World for TcpPes {
-    type Transport<'w> = TcpTransport;
+impl<C: Carrier> World for TcpPes<C> {
+    type Transport<'w> = C::Transport;
 
     fn transport(&self) -> &'static str {
-        if self.is_hybrid { "hybrid" } else { "tcp" }
+        self.carrier.name()
     }
 
     fn my_pe(&self) -> usize {
@@ -112,20 +194,12 @@ impl World for TcpPes {
         Ok(self.world.receive(None, limit)?)
     }
 
-    fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
-        if !self.is_hybrid {
-            return Ok(TcpTransport::new(&self.world, heap_bytes, limit)?);
-        }
-        let transport = TcpTransport::hybrid(&self.world, heap_bytes, limit)?;
-        if let Some(why) = transport.not_near() {
-            let line = format!("PE {} cannot map {why}; TCP carries all, within hosts too", self.world.my_pe());
-            say(&format!("aristos: {}", one_line(&line)));
-        }
-        Ok(transport)
+    fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<C::Transport, JobError> {
+        self.carrier.memory(&self.world, heap_bytes, limit)
     }
 
     fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
-        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(&self.world, heap_bytes, limit)?)))
+        self.carrier.device_memory(&self.world, heap_bytes, limit)
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {

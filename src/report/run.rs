@@ -33,7 +33,7 @@ pub struct RunConfig {
     pub wire: Option<String>,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
-    /// What carried rows and signals: "shm", "tcp", "hybrid", "mpi", or "nvshmem".
+    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", or "nvshmem".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.

@@ -112,7 +112,7 @@ fn check(report: &RunReport, first: &RunReport, transport: &str, cores: usize) -
         return wrong("dtype", config.dtype.clone(), format!("{}, as in the first report", first.config.dtype));
     }
     if config.pes > 1 && config.transport == HYBRID {
-        return wrong("transport", HYBRID.into(), "one kind of link between all PEs: shm, tcp or mpi".into());
+        return wrong("transport", HYBRID.into(), "one kind of link between all PEs: shm, tcp, ofi or mpi".into());
     }
     if config.pes > 1 && config.transport != transport {
         let expected = format!("{transport}, as in the first report of several PEs");

@@ -364,7 +364,12 @@ fn devices_and_element_types_that_are_not_there() {
 
 #[test]
 fn transports() {
-    run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, hybrid, mpi"]);
+    run(aristos_run("--transport bogus")).misused(&["invalid value 'bogus'", "shm, tcp, hybrid, ofi, mpi"]);
+    #[cfg(not(feature = "ofi"))]
+    for command in ["run", "probe --out nowhere", "bench p2p"] {
+        let args = format!("{command} --transport ofi --rank 0 --ranks 2 --rendezvous a:1");
+        run(aristos(args.split_whitespace())).refused(&["--transport ofi", "no libfabric transport", "--features ofi"]);
+    }
     #[cfg(not(feature = "mpi"))]
     run(aristos_run("--transport mpi")).refused(&["--transport mpi", "no MPI transport", "--features mpi"]);
     let mut alone = aristos_run("--tokens 10 --hidden 8 --intermediate 8 --forward-only --pes 2");

@@ -15,7 +15,7 @@ fn undisturbed(hosts: &Hosts, act: impl FnOnce(&[Running])) {
     hosts.set("delay_ms=5");
     let mut acted = Duration::MAX;
     let begun = Instant::now();
-    rows_cross(hosts, 120, |commands| {
+    rows_cross(hosts, "tcp", 120, |commands| {
         let running = start_at_work(commands);
         act(&running);
         acted = begun.elapsed();
@@ -29,7 +29,7 @@ fn undisturbed(hosts: &Hosts, act: impl FnOnce(&[Running])) {
 /// which all others are gone.
 #[track_caller]
 fn lost(hosts: &Hosts, act: impl FnOnce()) {
-    let running = start_at_work(over(hosts, hosts.len(), &format!("run {LONG}")));
+    let running = start_at_work(over(hosts, hosts.len(), "tcp", &format!("run {LONG}")));
     act();
     let cut = Instant::now();
     for (pe, running) in running.into_iter().enumerate() {
@@ -47,7 +47,7 @@ pub const TESTS: &[(&str, fn())] = &[
             let Some(hosts) = Hosts::with_link(n, "delay_ms=0") else { return };
             for delay in ["0.05", "1", "20"] {
                 hosts.set(&format!("delay_ms={delay}"));
-                rows_cross(&hosts, 3, start_all);
+                rows_cross(&hosts, "tcp", 3, start_all);
             }
             hosts.assert_empty();
         }
@@ -58,7 +58,7 @@ pub const TESTS: &[(&str, fn())] = &[
             for loss in ["0.001", "0.01"] {
                 let before = hosts.counted("Tcp", "RetransSegs");
                 hosts.set(&format!("loss={loss}"));
-                rows_cross(&hosts, 40, start_all);
+                rows_cross(&hosts, "tcp", 40, start_all);
                 assert!(hosts.counted("Tcp", "RetransSegs") > before, "nothing was lost");
             }
         }
@@ -66,7 +66,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("link::segments_overtake_each_other", || {
         for n in [2, 3] {
             let Some(hosts) = Hosts::with_link(n, "delay_ms=0.2 jitter_ms=2") else { return };
-            rows_cross(&hosts, 10, start_all);
+            rows_cross(&hosts, "tcp", 10, start_all);
             let early = hosts.counted("TcpExt", "TCPOFOQueue");
             assert!(early > 100, "{early} segments came before others");
         }
@@ -79,7 +79,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("link::every_operation_is_measured", || {
         const DELAY_MS: f64 = 2.0;
         let Some(hosts) = Hosts::with_link(2, &format!("delay_ms={DELAY_MS} loss=0.001")) else { return };
-        let report = json(over(&hosts, 2, "bench p2p --max 256KiB --iterations 5 --warmup 1 --json"));
+        let report = json(over(&hosts, 2, "tcp", "bench p2p --max 256KiB --iterations 5 --warmup 1 --json"));
         for op in ["put", "put-nbi", "get", "put-signal", "atomic"] {
             let is_latency = |row: &&serde_json::Value| row["op"] == op && row["measure"] == "latency";
             let rows = report["rows"].as_array().unwrap().iter().filter(is_latency);

@@ -48,7 +48,7 @@ impl TcpError {
         }
     }
 
-    pub(super) fn system(what: impl Into<String>, source: impl Into<io::Error>) -> TcpError {
+    pub(crate) fn system(what: impl Into<String>, source: impl Into<io::Error>) -> TcpError {
         TcpError::System { what: what.into(), source: source.into() }
     }
 }

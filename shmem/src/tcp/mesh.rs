@@ -57,7 +57,7 @@ pub(super) struct Came {
 }
 
 /// A PE's connections to all others.
-pub(super) struct Mesh {
+pub(crate) struct Mesh {
     pub(super) me: usize,
     /// By PE; none to itself.
     pub(super) peers: Vec<Option<Peer>>,
@@ -75,7 +75,7 @@ pub(super) struct Mesh {
 }
 
 /// A lock whose holder cannot have left half a change: what panics under it has reported it.
-pub(super) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+pub(crate) fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -134,7 +134,7 @@ impl Mesh {
     }
 
     /// The first PE that was lost.
-    pub(super) fn lost(&self) -> Option<&LostPe> {
+    pub(crate) fn lost(&self) -> Option<&LostPe> {
         self.lost.get()
     }
 
@@ -151,7 +151,7 @@ impl Mesh {
     }
 
     /// The same of one that was waited for in vain: not where that was for another's loss.
-    fn give_up(&self, pe: usize, why: String) {
+    pub(crate) fn give_up(&self, pe: usize, why: String) {
         if self.lost().is_none() {
             self.lose(pe, why);
         }
@@ -326,7 +326,7 @@ impl Mesh {
     }
 
     /// After a wait in vain: whether a PE is silent altogether, which is then lost. Takes no time where all are there.
-    pub(super) fn find_silent(&self) {
+    pub(crate) fn find_silent(&self) {
         let asked: Vec<(usize, &Peer, u64)> = self
             .others()
             .filter(|(_, peer)| !peer.ended.load(Ordering::SeqCst))

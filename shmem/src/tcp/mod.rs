@@ -44,3 +44,10 @@ pub use error::TcpError;
 pub use join::{JoinLimits, Joining};
 pub use transport::TcpTransport;
 pub use world::TcpWorld;
+
+// What the transport over libfabric has in common with this one: who meets, and who is lost.
+#[cfg(feature = "ofi")]
+pub(crate) use {
+    mesh::{Mesh, lock},
+    world::{Running, Watch},
+};

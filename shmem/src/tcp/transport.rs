@@ -68,8 +68,23 @@ impl TcpTransport {
         self.not_near.as_deref()
     }
 
-    fn mesh(&self) -> &Mesh {
+    pub(crate) fn mesh(&self) -> &Mesh {
         &self.running.mesh
+    }
+
+    #[cfg(feature = "ofi")]
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    #[cfg(feature = "ofi")]
+    pub(crate) fn heap(&self) -> &Arc<Segment> {
+        &self.heap
+    }
+
+    #[cfg(feature = "ofi")]
+    pub(crate) fn limit(&self) -> Duration {
+        self.limit
     }
 
     /// The heap of `pe`, where this PE maps it.

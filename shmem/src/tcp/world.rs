@@ -1,6 +1,8 @@
 //! [`TcpWorld`]: PEs that have met, what they agree on, and messages between them.
 
 use std::net::TcpListener;
+#[cfg(feature = "ofi")]
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,12 +11,14 @@ use std::time::{Duration, Instant};
 
 use super::frame::{Header, Kind};
 use super::join::{self, Joining, Met};
+#[cfg(feature = "ofi")]
+use super::mesh::Peer;
 use super::mesh::{Came, Mesh, lock};
 use super::outbox::Body;
 use super::{TcpError, progress};
 use crate::LostPe;
 
-/// The channels of messages: what their receiver asks for, and what agreements are made of; one more is in `near.rs`.
+/// The channels of messages: what their receiver asks for, and what agreements are made of; others are in `near.rs` and `ofi/transport.rs`.
 const MESSAGES: u64 = 0;
 const PROPOSALS: u64 = 1;
 const DECISIONS: u64 = 2;
@@ -36,8 +40,8 @@ pub struct TcpWorld {
 }
 
 /// The connections, and the thread that serves them.
-pub(super) struct Running {
-    pub(super) mesh: Arc<Mesh>,
+pub(crate) struct Running {
+    pub(crate) mesh: Arc<Mesh>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -156,23 +160,43 @@ impl TcpWorld {
         }
     }
 
+    /// How many of this host's PEs have a lower number.
+    #[cfg(feature = "ofi")]
+    pub(crate) fn index_on_host(&self) -> usize {
+        let me = self.my_pe();
+        self.hosts[..me].iter().filter(|host| **host == self.hosts[me]).count()
+    }
+
+    /// This host's address on the network between the PEs: one that is not the loopback's, where a connection has one.
+    #[cfg(feature = "ofi")]
+    pub(crate) fn address(&self) -> Option<IpAddr> {
+        let address = |(_, peer): (usize, &Peer)| {
+            let address = SocketAddr::try_from(rustix::net::getsockname(&peer.socket).ok()?).ok()?;
+            Some(address.ip().to_canonical())
+        };
+        let mut addresses: Vec<IpAddr> = self.running.mesh.others().filter_map(address).collect();
+        addresses.sort_by_key(IpAddr::is_loopback);
+        // A PE that is alone.
+        addresses.first().copied().or(Some(Ipv4Addr::LOCALHOST.into()))
+    }
+
     /// The hosts' names, by PE.
     pub(super) fn hosts(&self) -> &[String] {
         &self.hosts
     }
 
-    pub(super) fn running(&self) -> &Arc<Running> {
+    pub(crate) fn running(&self) -> &Arc<Running> {
         &self.running
     }
 }
 
 impl Running {
-    pub(super) fn tell(&self, pe: usize, channel: u64, message: &[u8]) {
+    pub(crate) fn tell(&self, pe: usize, channel: u64, message: &[u8]) {
         let header = Header { at: channel, bytes: message.len() as u64, ..Header::of(Kind::Message) };
         self.mesh.send(pe, header, Body::Bytes(message));
     }
 
-    pub(super) fn receive(
+    pub(crate) fn receive(
         &self,
         deadline: Instant,
         from: Option<usize>,
@@ -218,13 +242,13 @@ impl Running {
         Ok(least)
     }
 
-    pub(super) fn barrier(&self, limit: Duration) -> Result<(), TcpError> {
+    pub(crate) fn barrier(&self, limit: Duration) -> Result<(), TcpError> {
         self.min(0, limit).map(drop)
     }
 }
 
 /// A PE whose progress thread panics waits for nothing any more.
-struct Watch<'m>(&'m Mesh);
+pub(crate) struct Watch<'m>(pub(crate) &'m Mesh);
 
 impl Drop for Watch<'_> {
     fn drop(&mut self) {

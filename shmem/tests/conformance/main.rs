@@ -8,6 +8,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+#[cfg(feature = "ofi")]
+use aristos_shmem::ofi::OfiTransport;
 use aristos_shmem::reorder::{ReorderTransport, ReorderWorld};
 use aristos_shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 use aristos_shmem::{Cmp, Segment, ShmTransport, Shmem, SignalOp, Transport, Wait};
@@ -51,7 +53,30 @@ impl World for Reorder {
     }
 }
 
-/// TCP over the loopback interface: PEs that meet as processes do, and each with a progress thread.
+/// Threads that meet over the loopback interface as processes do, `rounds` times; `f` gets each one's world.
+fn meet(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
+    for _ in 0..rounds {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let rendezvous = listener.local_addr().unwrap().to_string();
+        let mut listener = Some(listener);
+        let limits = JoinLimits::default();
+        thread::scope(|scope| {
+            for pe in 0..n_pes {
+                let (f, rendezvous, listener) = (&f, &rendezvous, listener.take());
+                scope.spawn(move || {
+                    let joining = Joining { pe, n_pes, rendezvous, program: "suite", token: b"token", limits };
+                    let world = match listener {
+                        Some(listener) => TcpWorld::join_at(&joining, listener),
+                        None => TcpWorld::join(&joining),
+                    };
+                    f(world.unwrap());
+                });
+            }
+        });
+    }
+}
+
+/// TCP over the loopback interface, each PE with a progress thread.
 struct Tcp {
     is_hybrid: bool,
 }
@@ -59,27 +84,90 @@ struct Tcp {
 impl World for Tcp {
     type T = TcpTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<TcpTransport>) + Sync) {
-        for _ in 0..2 {
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let rendezvous = listener.local_addr().unwrap().to_string();
-            let mut listener = Some(listener);
-            let limits = JoinLimits::default();
-            thread::scope(|scope| {
-                for pe in 0..n_pes {
-                    let (f, rendezvous, listener) = (&f, &rendezvous, listener.take());
-                    scope.spawn(move || {
-                        let joining = Joining { pe, n_pes, rendezvous, program: "suite", token: b"token", limits };
-                        let world = match listener {
-                            Some(listener) => TcpWorld::join_at(&joining, listener),
-                            None => TcpWorld::join(&joining),
-                        };
-                        let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
-                        f(&Shmem::new(make(&world.unwrap(), HEAP_BYTES, limits.join).unwrap()));
-                    });
-                }
-            });
-        }
+        let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
+        meet(n_pes, 2, |world| f(&Shmem::new(make(&world, HEAP_BYTES, JoinLimits::default().join).unwrap())));
     }
+}
+
+/// libfabric's name of TCP's provider, or of another where ARISTOS_OFI_PROVIDER has one.
+#[cfg(feature = "ofi")]
+fn ofi_provider() -> String {
+    std::env::var("ARISTOS_OFI_PROVIDER").unwrap_or_else(|_| "tcp;ofi_rxm".to_string())
+}
+
+/// libfabric over the loopback interface.
+#[cfg(feature = "ofi")]
+struct Ofi {
+    /// The most bytes of an operation.
+    piece_bytes: Option<usize>,
+}
+
+#[cfg(feature = "ofi")]
+impl World for Ofi {
+    type T = OfiTransport;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<OfiTransport>) + Sync) {
+        let provider = ofi_provider();
+        meet(n_pes, 1, |world| {
+            let limit = JoinLimits::default().join;
+            let transport = OfiTransport::new(&world, HEAP_BYTES, Some(&provider), limit).unwrap();
+            f(&Shmem::new(match self.piece_bytes {
+                Some(bytes) => transport.with_piece_bytes(bytes),
+                None => transport,
+            }));
+        });
+    }
+}
+
+#[cfg(feature = "ofi")]
+mod ofi {
+    conformance_tests!(super::Ofi { piece_bytes: None });
+}
+
+/// Puts and gets of many operations each: the checks that move more than a word.
+#[cfg(feature = "ofi")]
+#[test]
+fn ofi_in_pieces() {
+    let world = Ofi { piece_bytes: Some(24) };
+    suite::puts_are_complete_after_a_barrier(&world);
+    suite::put_signal_brings_its_own_data(&world);
+    suite::a_fence_orders_puts_before_a_signal(&world);
+    suite::get_reads_a_peer(&world);
+    suite::quiet_completes_nbi(&world);
+}
+
+/// Rounds of far more than sockets hold, both ways at once: no signal comes before its data, be it its own or that before a fence.
+#[cfg(feature = "ofi")]
+#[test]
+fn ofi_signals_wait_for_much_data() {
+    let provider = ofi_provider();
+    meet(2, 1, |world| {
+        let (n, len) = (4, 128 << 10);
+        let transport = OfiTransport::new(&world, 16 << 20, Some(&provider), JoinLimits::default().join);
+        let pe = Shmem::new(transport.unwrap());
+        let (data, words) = (pe.alloc::<u64>(n * len).unwrap(), pe.alloc::<u64>(n).unwrap());
+        let place = |i: usize| data.slice(i * len..(i + 1) * len);
+        let to = 1 - pe.my_pe();
+        for round in 1..=12 {
+            let values = vec![round; len];
+            for i in 0..n {
+                if round % 2 == 0 {
+                    pe.put_signal(place(i), &values, words.at(i), round, SignalOp::Set, to);
+                } else {
+                    pe.put(place(i), &values, to);
+                    pe.fence();
+                    pe.signal_op(words.at(i), round, SignalOp::Set, to);
+                }
+            }
+            for i in 0..n {
+                suite::wait(&pe, words.at(i), Cmp::Ge, round);
+                assert!(
+                    suite::read(&pe, place(i)) == values,
+                    "PE {to}'s signal {i} of round {round} came before its data"
+                );
+            }
+            pe.barrier_all(soon()).unwrap();
+        }
+    });
 }
 
 mod tcp {

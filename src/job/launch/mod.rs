@@ -49,6 +49,8 @@ use std::time::Duration;
 pub use keeper::Keeper;
 pub use pe::PeContext;
 pub use rendezvous::{conclude, settled_pes};
+#[cfg(feature = "ofi")]
+pub use role::ofi_provider;
 pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};

@@ -8,6 +8,9 @@ use super::{LaunchError, hello, rendezvous};
 
 /// How long processes wait for each other at the start, seconds.
 const ENV_JOIN_LIMIT: &str = "ARISTOS_JOIN_LIMIT";
+/// libfabric's provider, as `fi_info` names it; empty as if not set.
+#[cfg(feature = "ofi")]
+const ENV_OFI_PROVIDER: &str = "ARISTOS_OFI_PROVIDER";
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
 /// The same where the launcher says that there are several hosts, though it may count one host twice.
 const SEVERAL_HOSTS_LIMIT: Duration = Duration::from_secs(10);
@@ -96,4 +99,20 @@ pub fn join_limit() -> Result<Duration, LaunchError> {
     let seconds = value.to_str().and_then(|value| value.parse().ok()).filter(|s| (0.01..=1e6).contains(s));
     let wrong = || format!("{ENV_JOIN_LIMIT}={}: expected a number of seconds above 0", value.display());
     Ok(Duration::from_secs_f64(seconds.ok_or_else(|| LaunchError::Environment(wrong()))?))
+}
+
+/// The provider of libfabric's that is asked for.
+///
+/// # Errors
+/// One line: the environment's variable for it is no name.
+#[cfg(feature = "ofi")]
+pub fn ofi_provider() -> Result<Option<String>, LaunchError> {
+    let value = std::env::var_os(ENV_OFI_PROVIDER).filter(|value| !value.is_empty());
+    let name = |value: std::ffi::OsString| {
+        let wrong = |value: std::ffi::OsString| {
+            format!("{ENV_OFI_PROVIDER}={}: expected a provider as fi_info names it", value.display())
+        };
+        value.into_string().map_err(|value| LaunchError::Environment(wrong(value)))
+    };
+    value.map(name).transpose()
 }

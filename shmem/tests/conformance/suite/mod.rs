@@ -401,6 +401,6 @@ macro_rules! conformance_table {
         $crate::conformance_checks!(conformance_table ($table $world));
     };
     (@ ($table:ident $world:ident); $($check:ident)*) => {
-        const $table: &[(&str, fn(&$world))] = &[$((stringify!($check), |world| $crate::suite::$check(world))),*];
+        pub(crate) const $table: &[(&str, fn(&$world))] = &[$((stringify!($check), |world| $crate::suite::$check(world))),*];
     };
 }

@@ -1,0 +1,371 @@
+//! libfabric's endpoint, completion queue and registered heap as one value: [`Fabric`]. Everything that is called is in `shim.c`.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::net::IpAddr;
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+
+use super::OfiError;
+use crate::Segment;
+
+const ADDRESS_BYTES: usize = 256;
+const NAME_BYTES: usize = 64;
+const TEXT_BYTES: usize = 128;
+/// The most completions of one call.
+const MOST_DONE: usize = 16;
+
+#[repr(C)]
+struct RawOfi {
+    _private: [u8; 0],
+}
+
+#[repr(C)]
+struct RawFacts {
+    provider: [c_char; NAME_BYTES],
+    address: [u8; ADDRESS_BYTES],
+    address_bytes: u64,
+    base: u64,
+    key: u64,
+    max_message_bytes: u64,
+    protocol: u32,
+    protocol_version: u32,
+    fd: i32,
+}
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum Kind {
+    /// Bytes to the target.
+    Write = 0,
+    /// Bytes from the target.
+    Read,
+    /// Replaces a word.
+    Set,
+    /// Adds to a word.
+    Add,
+    /// Adds to a word, and brings what it was.
+    FetchAdd,
+    /// None: it is never posted.
+    Nothing,
+}
+
+impl Kind {
+    /// The call of libfabric's that it is.
+    pub(super) fn call(self) -> &'static str {
+        match self {
+            Kind::Write => "fi_write",
+            Kind::Read => "fi_read",
+            Kind::Set | Kind::Add => "fi_atomic",
+            Kind::FetchAdd => "fi_fetch_atomic",
+            Kind::Nothing => "nothing",
+        }
+    }
+}
+
+#[repr(C)]
+pub(super) struct RawOp {
+    pub(super) kind: u32,
+    pub(super) to: u64,
+    pub(super) at: u64,
+    pub(super) key: u64,
+    pub(super) buffer: *mut c_void,
+    pub(super) bytes: u64,
+    pub(super) result: *mut c_void,
+    pub(super) context: *mut c_void,
+}
+
+#[repr(C)]
+struct RawDone {
+    context: *mut c_void,
+    error: i32,
+    text: [c_char; TEXT_BYTES],
+}
+
+unsafe extern "C" {
+    fn aristos_ofi_load() -> *const c_char;
+    fn aristos_ofi_open(
+        provider: *const c_char,
+        node: *const c_char,
+        choice: u64,
+        heap: *mut c_void,
+        heap_bytes: u64,
+        key: u64,
+        n_pes: u64,
+        made: *mut *mut RawOfi,
+        facts: *mut RawFacts,
+        call: *mut *const c_char,
+    ) -> c_int;
+    fn aristos_ofi_insert(ofi: *mut RawOfi, address: *const c_void, to: *mut u64) -> c_int;
+    fn aristos_ofi_post(ofi: *mut RawOfi, op: *const RawOp) -> c_int;
+    fn aristos_ofi_poll(ofi: *mut RawOfi, done: *mut RawDone, most: u64) -> c_int;
+    fn aristos_ofi_trywait(ofi: *mut RawOfi) -> c_int;
+    fn aristos_ofi_close(ofi: *mut RawOfi);
+    fn aristos_ofi_strerror(error: c_int) -> *const c_char;
+    static aristos_ofi_eagain: c_int;
+    static aristos_ofi_enodata: c_int;
+}
+
+/// Loads the library, once.
+fn load() -> Result<(), OfiError> {
+    static LOADED: OnceLock<Result<(), String>> = OnceLock::new();
+    let loaded = LOADED.get_or_init(|| {
+        // SAFETY: one thread does this, once, and all else is called after it; what it returns is a string.
+        match unsafe { text(aristos_ofi_load()) } {
+            why if why.is_empty() => Ok(()),
+            why => Err(why),
+        }
+    });
+    loaded.clone().map_err(|why| {
+        OfiError::Unfit(format!(
+            "cannot load libfabric ({why}): install it (Debian: libfabric1), or load its module, which sets LD_LIBRARY_PATH"
+        ))
+    })
+}
+
+/// What libfabric says of an error number, which may be negative.
+fn strerror(error: c_int) -> String {
+    // SAFETY: the text is a constant of the library's.
+    unsafe { text(aristos_ofi_strerror(error.saturating_abs())) }
+}
+
+/// # Safety
+/// `at` is null, or a string that ends with a zero byte.
+unsafe fn text(at: *const c_char) -> String {
+    if at.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's word.
+    unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned()
+}
+
+/// A string of C's in a buffer.
+fn text_of(buffer: &[c_char]) -> String {
+    let bytes: Vec<u8> = buffer.iter().map(|&c| c as u8).take_while(|&c| c != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// What the others need to know to reach this PE's heap, and whether they can.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Reach {
+    /// Where the heap begins, as operations on it count.
+    pub(super) base: u64,
+    pub(super) key: u64,
+    pub(super) protocol: (u32, u32),
+    pub(super) address: Vec<u8>,
+    pub(super) provider: String,
+}
+
+impl Reach {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = [self.base.to_le_bytes(), self.key.to_le_bytes()].concat();
+        let (protocol, version) = self.protocol;
+        for number in [protocol, version, self.address.len() as u32] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.extend(&self.address);
+        bytes.extend(self.provider.as_bytes());
+        bytes
+    }
+
+    /// `None` for what is not one.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Reach> {
+        let (base, rest) = bytes.split_first_chunk()?;
+        let (key, rest) = rest.split_first_chunk()?;
+        let (protocol, rest) = rest.split_first_chunk()?;
+        let (version, rest) = rest.split_first_chunk()?;
+        let (len, rest) = rest.split_first_chunk()?;
+        let (address, provider) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+        Some(Reach {
+            base: u64::from_le_bytes(*base),
+            key: u64::from_le_bytes(*key),
+            protocol: (u32::from_le_bytes(*protocol), u32::from_le_bytes(*version)),
+            address: address.to_vec(),
+            provider: String::from_utf8(provider.to_vec()).ok()?,
+        })
+    }
+}
+
+/// What comes of posting an operation.
+pub(super) enum Posted {
+    /// It is under way.
+    Yes,
+    /// Later: there is no room, or no connection yet.
+    Later,
+    /// It is refused.
+    Refused(String),
+}
+
+/// An operation that has ended.
+pub(super) struct Done {
+    /// The address that it was posted with; 0 for what is no operation's.
+    pub(super) context: usize,
+    /// What went wrong.
+    pub(super) error: Option<String>,
+}
+
+/// Where to look for an endpoint.
+pub(super) struct Choice<'a> {
+    /// libfabric's name of it.
+    pub(super) provider: &'a str,
+    /// The address of this host, where the provider's networks have such addresses.
+    pub(super) node: Option<IpAddr>,
+    /// Which network otherwise, counted round and round.
+    pub(super) network: usize,
+    /// The key to the heap, where the provider leaves it to us.
+    pub(super) key: u64,
+    pub(super) n_pes: usize,
+}
+
+/// An endpoint, its completions, and the heap that it gives others access to.
+pub(super) struct Fabric {
+    raw: NonNull<RawOfi>,
+    /// The descriptor that says when to poll.
+    fd: Option<c_int>,
+    max_message_bytes: usize,
+    /// Registered, and so mapped as long as this lives.
+    _heap: Arc<Segment>,
+}
+
+// SAFETY: libfabric's objects belong to no thread; that one at a time is in its calls, FI_THREAD_DOMAIN, is what `&mut self` says.
+unsafe impl Send for Fabric {}
+
+impl Fabric {
+    /// `Ok(None)` where there is no such provider, or it lacks what is needed.
+    pub(super) fn open(choice: &Choice<'_>, heap: &Arc<Segment>) -> Result<Option<(Fabric, Reach)>, OfiError> {
+        load()?;
+        let refuse = |call: String, why: String| OfiError::Fabric { provider: choice.provider.to_string(), call, why };
+        let provider = CString::new(choice.provider)
+            .map_err(|_| refuse("fi_getinfo".to_string(), "a name has no zero byte".to_string()))?;
+        let node = choice.node.map(|node| CString::new(node.to_string()).expect("digits and colons"));
+        let start = heap.address(0, heap.heap_bytes());
+        let mut raw = std::ptr::null_mut();
+        let mut call = std::ptr::null();
+        // SAFETY: all zeros are a value of it.
+        let mut facts: RawFacts = unsafe { std::mem::zeroed() };
+        // SAFETY: the strings end with zero; the heap's mapping, of this length, lives as long as the fabric, which holds it; the
+        // rest is written before it is read below.
+        let error = unsafe {
+            aristos_ofi_open(
+                provider.as_ptr(),
+                node.as_ref().map_or(std::ptr::null(), |node| node.as_ptr()),
+                choice.network as u64,
+                start.as_ptr().cast(),
+                heap.heap_bytes() as u64,
+                choice.key,
+                choice.n_pes as u64,
+                &mut raw,
+                &mut facts,
+                &mut call,
+            )
+        };
+        // SAFETY: the name of a call is a constant, or was not set.
+        let call = unsafe { text(call) };
+        // SAFETY: a constant.
+        if error == -unsafe { aristos_ofi_enodata } && call == "fi_getinfo" {
+            return Ok(None);
+        }
+        let raw = match (error, NonNull::new(raw)) {
+            (0, Some(raw)) => raw,
+            (0, None) => return Err(refuse("fi_getinfo".to_string(), "it made nothing".to_string())),
+            (error, _) => return Err(refuse(call, strerror(error))),
+        };
+        let provider = text_of(&facts.provider);
+        let address = facts.address.get(..facts.address_bytes as usize).unwrap_or_default().to_vec();
+        let reach = Reach {
+            base: facts.base,
+            key: facts.key,
+            protocol: (facts.protocol, facts.protocol_version),
+            address,
+            provider,
+        };
+        let max_message_bytes = usize::try_from(facts.max_message_bytes).unwrap_or(usize::MAX).max(1);
+        let fd = Some(facts.fd).filter(|&fd| fd >= 0);
+        Ok(Some((Fabric { raw, fd, max_message_bytes, _heap: heap.clone() }, reach)))
+    }
+
+    /// The descriptor that says when to poll, valid as long as this lives; not all providers have one.
+    pub(super) fn fd(&self) -> Option<c_int> {
+        self.fd
+    }
+
+    /// The most bytes of one operation.
+    pub(super) fn max_message_bytes(&self) -> usize {
+        self.max_message_bytes
+    }
+
+    /// How a PE whose address this is, as long as our own, is called in operations.
+    pub(super) fn insert(&mut self, address: &[u8]) -> Result<u64, String> {
+        let mut padded = [0u8; ADDRESS_BYTES];
+        let Some(place) = padded.get_mut(..address.len()) else {
+            return Err(format!("an address of {} bytes", address.len()));
+        };
+        place.copy_from_slice(address);
+        let mut to = 0;
+        // SAFETY: an address of a provider has at most ADDRESS_BYTES; `to` is written.
+        match unsafe { aristos_ofi_insert(self.raw.as_ptr(), padded.as_ptr().cast(), &mut to) } {
+            0 => Ok(to),
+            error => Err(strerror(error)),
+        }
+    }
+
+    /// Starts an operation.
+    ///
+    /// # Safety
+    /// Until it has ended, or this is dropped, `buffer` is valid for `bytes` bytes (an atomic's for 8), and so are `result`, where there is one, and
+    /// 64 bytes of `context`; nobody else touches what libfabric writes of them, and nobody changes what it reads.
+    pub(super) unsafe fn post(&mut self, op: &RawOp) -> Posted {
+        // SAFETY: the caller's word; the endpoint is open.
+        match unsafe { aristos_ofi_post(self.raw.as_ptr(), op) } {
+            0 => Posted::Yes,
+            // SAFETY: a constant.
+            error if error == -unsafe { aristos_ofi_eagain } => Posted::Later,
+            error => Posted::Refused(strerror(error)),
+        }
+    }
+
+    /// Moves what there is to move, and says what has ended; whether there may be more.
+    pub(super) fn poll(&mut self, done: &mut Vec<Done>) -> Result<bool, String> {
+        let empty = || RawDone { context: std::ptr::null_mut(), error: 0, text: [0; TEXT_BYTES] };
+        let mut raw: [RawDone; MOST_DONE] = std::array::from_fn(|_| empty());
+        // SAFETY: at most as many are written as there are.
+        let count = unsafe { aristos_ofi_poll(self.raw.as_ptr(), raw.as_mut_ptr(), raw.len() as u64) };
+        let Ok(count) = usize::try_from(count) else { return Err(strerror(count)) };
+        done.extend(raw.iter().take(count).map(|one| {
+            let error = (one.error != 0).then(|| match (strerror(one.error), text_of(&one.text)) {
+                (general, detail) if detail.is_empty() || detail == general => general,
+                (general, detail) => format!("{general} ({detail})"),
+            });
+            Done { context: one.context.addr(), error }
+        }));
+        Ok(count > 0)
+    }
+
+    /// Whether to wait for the descriptor now, where there is one; otherwise there is something to do.
+    pub(super) fn may_wait(&mut self) -> bool {
+        // SAFETY: the queue is open, and has something to wait for: some providers follow its address without a look.
+        self.fd.is_none() || unsafe { aristos_ofi_trywait(self.raw.as_ptr()) == 0 }
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        // SAFETY: open, and used no more.
+        unsafe { aristos_ofi_close(self.raw.as_ptr()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reach_comes_as_it_was_sent() {
+        let provider = "tcp;ofi_rxm".to_string();
+        let reach = Reach { base: 1 << 40, key: 7, protocol: (3, 1), address: vec![1, 2, 3], provider };
+        let bytes = reach.to_bytes();
+        assert_eq!(Reach::from_bytes(&bytes).as_ref(), Some(&reach));
+        assert_eq!(Reach::from_bytes(&bytes[..30]), None);
+        assert_eq!(Reach::from_bytes(&[0xff; 64]), None);
+    }
+}

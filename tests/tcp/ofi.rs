@@ -1,0 +1,103 @@
+//! Jobs over libfabric, whose provider is TCP's here: on this host and across several, whose interfaces count the bytes.
+
+use aristos::shmem::Shmem;
+use aristos::shmem::ofi::OfiTransport;
+use aristos::shmem::tcp::JoinLimits;
+use rustix::process::Signal;
+
+use super::*;
+
+/// A new world for each check.
+pub struct Ofi {
+    pub(super) place: Place,
+}
+
+impl World for Ofi {
+    type T = OfiTransport;
+    fn run(&self, n_pes: usize, f: impl Fn(&Shmem<OfiTransport>) + Sync) {
+        if let Some(world) = self.place.join(n_pes) {
+            f(&Shmem::new(OfiTransport::new(&world, HEAP_BYTES, None, JoinLimits::default().join).unwrap()));
+        }
+    }
+}
+
+conformance_table!(CHECKS, Ofi);
+
+/// A job on this host.
+fn here(n: usize, args: &str) -> Vec<Command> {
+    commands(n, "localhost", args, |_, args| aristos(with_transport("ofi", args)))
+}
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("ofi::results_are_those_of_shared_memory", || {
+        let dir = tempfile::tempdir().unwrap();
+        let losses = "--seed 7 --shared-intermediate 48 --bias --aux-loss-coef 0.01 --z-loss-coef 0.001";
+        for n in [1, 2, 4] {
+            let out = |transport: &str| dir.path().join(format!("{n}-{transport}"));
+            let (shm, ofi) = (out("shm"), out("ofi"));
+            run(binary::aristos_run(&format!("{SMALL} {losses} --pes {n} --output {}", shm.display()))).success();
+            let args = format!(
+                "run {SMALL} {losses} --chunk-rows 8 --budget-factor 0.5 --check --json --output {}",
+                ofi.display()
+            );
+            let report = json(here(n, &args));
+            assert_eq!((&report["check"]["passed"], &report["config"]["transport"]), (&true.into(), &"ofi".into()));
+            same(&shm, &ofi);
+        }
+    }),
+    ("ofi::the_benchmarks", || {
+        let said = report(here(2, "bench p2p --max 4MiB --iterations 5 --warmup 1 --json"));
+        for op in ["put", "put-nbi", "get", "put-signal", "atomic"] {
+            assert!(said.contains(&format!("\"{op}\"")), "{op}: {said}");
+        }
+        let moe = "bench moe --tokens 64 --hidden 64 --intermediate 64 --iterations 2 --warmup 1";
+        assert!(report(here(2, moe)).contains("pipelined / bulk"));
+    }),
+    ("ofi::who_is_killed_stopped_or_ended_is_named", || {
+        let job = |args: &str| here(3, &format!("run {LONG} {args}"));
+        let outcomes = disturbed(job(""), NAMED_LIMIT, 2, &[2], |pes| pes[2].signal(Signal::KILL));
+        assert_eq!(outcomes.len(), 2);
+        disturbed(job(""), NAMED_LIMIT, 0, &[0], |pes| pes[0].signal(Signal::TERM));
+        let stop = |pes: &[Running]| {
+            pes[1].signal(Signal::STOP);
+            thread::sleep(Duration::from_secs(4));
+        };
+        disturbed(job("--timeout 1"), SILENT_LIMIT, 1, &[1], stop);
+    }),
+    ("ofi::a_provider_that_is_none_is_one_line", || {
+        let with = |providers: &[&str]| -> Vec<Command> {
+            let mut commands = here(providers.len(), &format!("run {SMALL}"));
+            let pairs = commands.iter_mut().zip(providers);
+            pairs.for_each(|(command, provider)| _ = command.env("ARISTOS_OFI_PROVIDER", provider));
+            commands
+        };
+        let lines = |commands: Vec<Command>| -> Vec<String> {
+            let outcomes = run_all(commands).into_iter();
+            let one_line = |outcome: Outcome| {
+                assert!(outcome.status.code() == Some(1) && outcome.stderr.lines().count() == 1, "{outcome:?}");
+                outcome.stderr
+            };
+            outcomes.map(one_line).collect()
+        };
+        let said = lines(with(&["nowhere", "nowhere"]));
+        assert!(said.iter().any(|line| line.contains("libfabric has no provider nowhere")), "{said:?}");
+        let said = lines(with(&["sockets", "tcp;ofi_rxm"]));
+        let parts = ["libfabric's provider sockets", "tcp;ofi_rxm", "expected the same on all"];
+        assert!(said.iter().any(|line| parts.iter().all(|part| line.contains(part))), "{said:?}");
+    }),
+    ("ofi::the_suite_across_hosts", || {
+        let Some(hosts) = Hosts::make(3) else { return };
+        conform(&hosts, "ofi");
+    }),
+    ("ofi::rows_cross_the_network", || {
+        for n in [2, 3] {
+            let Some(hosts) = Hosts::make(n) else { return };
+            rows_cross(&hosts, "ofi", 3, start_all);
+            if n == 2 {
+                let said = report(over(&hosts, 2, "ofi", "bench p2p --max 1MiB --iterations 5 --warmup 1 --json"));
+                assert!(said.contains("\"atomic\""), "{said}");
+            }
+            hosts.assert_empty();
+        }
+    }),
+];
