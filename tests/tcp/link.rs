@@ -11,11 +11,11 @@ use super::{LONG, SILENT_LIMIT, conform, json, over, rows_cross, start_all, star
 
 /// A job of several seconds over a link with this delay: what `act` does to its hosts at work must change nothing.
 #[track_caller]
-fn undisturbed(hosts: &Hosts, act: impl FnOnce(&[Running])) {
+pub fn undisturbed(hosts: &Hosts, transport: &str, act: impl FnOnce(&[Running])) {
     hosts.set("delay_ms=5");
     let mut acted = Duration::MAX;
     let begun = Instant::now();
-    rows_cross(hosts, "tcp", 120, |commands| {
+    rows_cross(hosts, transport, 120, |commands| {
         let running = start_at_work(commands);
         act(&running);
         acted = begun.elapsed();
@@ -28,8 +28,8 @@ fn undisturbed(hosts: &Hosts, act: impl FnOnce(&[Running])) {
 /// A job that cannot end well once `act` is done: every PE must name a lost one in time, and PE 1 where it is not PE 1's own host from
 /// which all others are gone.
 #[track_caller]
-fn lost(hosts: &Hosts, act: impl FnOnce()) {
-    let running = start_at_work(over(hosts, hosts.len(), "tcp", &format!("run {LONG}")));
+pub fn lost(hosts: &Hosts, transport: &str, act: impl FnOnce()) {
+    let running = start_at_work(over(hosts, hosts.len(), transport, &format!("run {LONG}")));
     act();
     let cut = Instant::now();
     for (pe, running) in running.into_iter().enumerate() {
@@ -91,7 +91,7 @@ pub const TESTS: &[(&str, fn())] = &[
     }),
     ("link::one_percent_is_lost_for_a_while", || {
         let Some(hosts) = Hosts::with_link(3, "delay_ms=0") else { return };
-        undisturbed(&hosts, |_| {
+        undisturbed(&hosts, "tcp", |_| {
             hosts.set("loss=0.01");
             thread::sleep(Duration::from_secs(3));
             hosts.set("loss=0");
@@ -100,7 +100,7 @@ pub const TESTS: &[(&str, fn())] = &[
     }),
     ("link::a_partition_heals", || {
         let Some(hosts) = Hosts::with_link(3, "delay_ms=0") else { return };
-        undisturbed(&hosts, |_| {
+        undisturbed(&hosts, "tcp", |_| {
             hosts.set("cut=1");
             thread::sleep(Duration::from_secs(4));
             hosts.set("cut=none");
@@ -108,7 +108,7 @@ pub const TESTS: &[(&str, fn())] = &[
     }),
     ("link::an_interface_comes_back", || {
         let Some(hosts) = Hosts::with_link(2, "delay_ms=0") else { return };
-        undisturbed(&hosts, |_| {
+        undisturbed(&hosts, "tcp", |_| {
             hosts.switch(1, "down");
             thread::sleep(Duration::from_secs(2));
             hosts.switch(1, "up");
@@ -116,7 +116,7 @@ pub const TESTS: &[(&str, fn())] = &[
     }),
     ("link::a_host_thaws", || {
         let Some(hosts) = Hosts::with_link(2, "delay_ms=0") else { return };
-        undisturbed(&hosts, |pes| {
+        undisturbed(&hosts, "tcp", |pes| {
             pes[1].signal(Signal::STOP);
             thread::sleep(Duration::from_secs(3));
             pes[1].signal(Signal::CONT);
@@ -125,13 +125,13 @@ pub const TESTS: &[(&str, fn())] = &[
     ("link::a_partition_that_stays_is_named", || {
         for n in [2, 3] {
             let Some(hosts) = Hosts::with_link(n, "delay_ms=1") else { return };
-            lost(&hosts, || hosts.set("cut=1"));
+            lost(&hosts, "tcp", || hosts.set("cut=1"));
         }
     }),
     ("link::an_interface_that_stays_down_is_named", || {
         for hosts in [Hosts::make(3), Hosts::with_link(2, "delay_ms=1")] {
             let Some(hosts) = hosts else { return };
-            lost(&hosts, || hosts.switch(1, "down"));
+            lost(&hosts, "tcp", || hosts.switch(1, "down"));
         }
     }),
 ];

@@ -100,4 +100,31 @@ pub const TESTS: &[(&str, fn())] = &[
             hosts.assert_empty();
         }
     }),
+    ("ofi::a_link_delays_loses_and_reorders", || {
+        for n in [2, 3] {
+            let Some(hosts) = Hosts::with_link(n, "delay_ms=0") else { return };
+            for link in ["delay_ms=0.05", "delay_ms=1", "delay_ms=20", "delay_ms=0.5 loss=0.001", "loss=0.01"] {
+                hosts.set(link);
+                rows_cross(&hosts, "ofi", 3, start_all);
+            }
+            let Some(hosts) = Hosts::with_link(n, "delay_ms=0.2 jitter_ms=2") else { return };
+            rows_cross(&hosts, "ofi", 10, start_all);
+            let early = hosts.counted("TcpExt", "TCPOFOQueue");
+            assert!(early > 100, "{early} segments came before others");
+        }
+    }),
+    ("ofi::a_partition_heals", || {
+        let Some(hosts) = Hosts::with_link(3, "delay_ms=0") else { return };
+        link::undisturbed(&hosts, "ofi", |_| {
+            hosts.set("cut=1");
+            thread::sleep(Duration::from_secs(4));
+            hosts.set("cut=none");
+        });
+    }),
+    ("ofi::a_partition_and_an_interface_that_stay_are_named", || {
+        let Some(hosts) = Hosts::with_link(3, "delay_ms=1") else { return };
+        link::lost(&hosts, "ofi", || hosts.set("cut=1"));
+        let Some(hosts) = Hosts::make(3) else { return };
+        link::lost(&hosts, "ofi", || hosts.switch(1, "down"));
+    }),
 ];
