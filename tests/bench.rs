@@ -1,6 +1,15 @@
 //! `aristos bench` as a command, on a layer small enough for a test; nothing here depends on how fast it is.
 
+#[path = "binary/mod.rs"]
+mod binary;
+mod hosts;
+mod skip;
+
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+use rustix::process::Signal;
 
 fn bench(args: &[&str]) -> Output {
     let common = ["bench", "moe", "--tokens", "24", "--hidden", "16", "--intermediate", "32", "--experts", "5"];
@@ -60,4 +69,34 @@ fn bad_arguments_are_one_line() {
         assert_eq!(output.status.code(), Some(1));
         assert!(output.stdout.is_empty());
     }
+}
+
+#[test]
+fn measurements_side_by_side_take_different_cpus() {
+    // On a host of its own: other tests' measurements take CPUs too.
+    let Some(hosts) = hosts::Hosts::make(1) else { return };
+    if thread::available_parallelism().map_or(1, |cpus| cpus.get()) < 2 {
+        return skip::skip("there is one CPU");
+    }
+    let args = "bench moe --pes 1 --iterations 1000000 --tokens 24 --hidden 16 --intermediate 32 --experts 5";
+    let job = || binary::start(hosts.command(0, env!("CARGO_BIN_EXE_aristos"), args.split_whitespace()));
+    let mut jobs = [job(), job()];
+    let begun = Instant::now();
+    let cpus = jobs.each_mut().map(|job| {
+        let status = format!("/proc/{}/status", job.pe(0).as_raw_nonzero());
+        loop {
+            let status = fs::read_to_string(&status).unwrap();
+            let cpus = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();
+            if cpus.parse::<usize>().is_ok() {
+                return cpus.to_string();
+            }
+            assert!(begun.elapsed() < Duration::from_secs(30), "on CPUs {cpus}, not on one of its own");
+            thread::sleep(Duration::from_millis(5));
+        }
+    });
+    for job in jobs {
+        job.signal(Signal::TERM);
+        job.end();
+    }
+    assert_ne!(cpus[0], cpus[1]);
 }

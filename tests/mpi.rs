@@ -7,6 +7,9 @@
 mod binary;
 mod common;
 mod hosts;
+#[path = "mpi/network.rs"]
+mod network;
+mod sample;
 mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
@@ -16,7 +19,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
-use std::panic::catch_unwind;
+use std::panic::{RefUnwindSafe, UnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::thread;
@@ -28,7 +31,6 @@ use aristos::shmem::mpi::{MpiTransport, MpiWorld, library};
 use aristos::shmem::{Shmem, Transport};
 use binary::{Outcome, read_tensors, relative_error, run, start};
 use common::{mixtral, on_pes, shm, synthetic};
-use hosts::Hosts;
 use rustix::process::{Pid, Signal, kill_process};
 use suite::{HEAP_BYTES, World};
 
@@ -50,13 +52,18 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let filter = args.iter().find(|argument| !argument.starts_with('-')).map_or("", String::as_str);
     let mut sums = Sums::default();
-    conforming("conformance", filter, None, &mut sums);
+    conforming("conformance", filter, all_checks(), &mut sums, suite_here);
     // Windows as they are on a network without remote memory access: every operation a message, which its target must be
     // in a call to take.
     if is_open_mpi() {
-        conforming("conformance_by_messages", filter, Some(("OMPI_MCA_osc", "pt2pt")), &mut sums);
+        conforming("conformance_by_messages", filter, all_checks(), &mut sums, || {
+            let mut command = suite_here();
+            command.env("OMPI_MCA_osc", "pt2pt");
+            command
+        });
     }
-    for (name, test) in TESTS {
+    network::conforming(filter, &mut sums);
+    for (name, test) in TESTS.iter().chain(network::TESTS) {
         let name = format!("run::{name}");
         if name.contains(filter) {
             let before = skip::count();
@@ -94,17 +101,27 @@ impl Sums {
     }
 }
 
-/// Runs the checks whose name contains `filter`, several in a job: starting one takes longer than a check. What fails in one
+/// This program on as many PEs as a check has at most.
+fn suite_here() -> Command {
+    mpirun(SUITE_PES, env::current_exe().unwrap(), [""; 0])
+}
+
+/// Runs those of the checks whose name contains `filter`, several in a `job`: starting one takes longer than a check. What fails in one
 /// PE ends its job, and the checks after it have one of their own.
-fn conforming(suite: &str, filter: &str, setting: Option<(&str, &str)>, sums: &mut Sums) {
+fn conforming<'a>(
+    suite: &str,
+    filter: &str,
+    checks: impl Iterator<Item = &'a Check>,
+    sums: &mut Sums,
+    job: impl Fn() -> Command + UnwindSafe + RefUnwindSafe,
+) {
     let name = |check: &str| format!("{suite}::{check}");
-    let checks: Vec<&str> =
-        all_checks().map(|(check, _)| *check).filter(|check| name(check).contains(filter)).collect();
+    let checks: Vec<&str> = checks.map(|(check, _)| *check).filter(|check| name(check).contains(filter)).collect();
     for mut left in checks.chunks(CHECKS_PER_JOB) {
         while !left.is_empty() {
             let outcome = catch_unwind(|| {
-                let mut command = mpirun(SUITE_PES, env::current_exe().unwrap(), [""; 0]);
-                command.env(ENV_CHECKS, left.join(",")).envs(setting);
+                let mut command = job();
+                command.env(ENV_CHECKS, left.join(","));
                 run(command)
             });
             let said = outcome.as_ref().map_or("", |outcome| &*outcome.stdout);
@@ -154,9 +171,12 @@ impl World for Mpi {
 
 conformance_table!(CHECKS, Mpi);
 
+/// A check's name, and it.
+type Check = (&'static str, fn(&Mpi));
+
 /// Those of the one-sided layer, and the layer's.
-fn all_checks() -> impl Iterator<Item = &'static (&'static str, fn(&Mpi))> {
-    const LAYER: (&str, fn(&Mpi)) = ("experts_by_the_callers_routing", experts_by_the_callers_routing);
+fn all_checks() -> impl Iterator<Item = &'static Check> {
+    const LAYER: Check = ("experts_by_the_callers_routing", experts_by_the_callers_routing);
     CHECKS.iter().chain(&[LAYER])
 }
 
@@ -258,38 +278,6 @@ fn aristos_run(n: usize, args: &str) -> Command {
     mpirun(n, env!("CARGO_BIN_EXE_aristos"), args)
 }
 
-/// `program` as a job of `n` processes on these hosts, between which MPI takes TCP: left to themselves, both MPIs take hosts that are
-/// namespaces of one machine for one, and shared memory for the network.
-fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -> Command {
-    let on = Hosts::PROGRAM;
-    let mut command = hosts.command(0, launcher(is_open_mpi()).expect("mpirun in PATH"), [""; 0]);
-    if is_open_mpi() {
-        let slots = |host: &str| format!("{host}:{}", n.div_ceil(hosts.len()));
-        let slots: Vec<String> = hosts.addresses().split(',').map(slots).collect();
-        command.args(["--allow-run-as-root", "--oversubscribe", "--map-by", "node"]);
-        command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "osc", "^rdma,ucx"]);
-        // Hosts that share their CPUs, of which none knows.
-        command.args(["--mca", "mpi_yield_when_idle", "1"]);
-        command.args(["--mca", "plm_rsh_agent", &format!("{on} --on")]);
-        command.args(["--host", &slots.join(",")]);
-    } else {
-        command.args(["-launcher", "ssh", "-launcher-exec", on, "-hosts", &hosts.addresses()]);
-        command.args(["-genv", "UCX_TLS", "tcp", "-genv", "UCX_NET_DEVICES", "eth0"]);
-    }
-    command.args(["-n", &n.to_string()]).arg(program).args(args.split_whitespace());
-    command
-}
-
-/// Why MPICH's jobs are not run over a network here.
-const HANGS: &str =
-    "MPICH 4.0.2 with UCX over TCP does not always come out of MPI_Finalize (tests/hosts/mpich_finalize.c)";
-
-/// What a job on these hosts says.
-#[track_caller]
-fn said_over(hosts: &Hosts, n: usize, args: &str) -> String {
-    run(over_hosts(hosts, n, env!("CARGO_BIN_EXE_aristos"), args)).success().stdout
-}
-
 /// Lines of ours on standard error; launchers add theirs when a process has an exit code.
 fn lines(outcome: &Outcome) -> Vec<&str> {
     outcome.stderr.lines().filter(|line| line.starts_with("aristos: ")).collect()
@@ -323,11 +311,12 @@ fn pes_of(job: &str) -> BTreeMap<usize, Pid> {
         .collect()
 }
 
-/// A job too long to end by itself, its PEs at work; `act` on them, then its end.
-fn disturbed(name: &str, n: usize, more: &str, act: impl Fn(&BTreeMap<usize, Pid>)) -> Outcome {
+/// Of a layer, and more steps than a job can make.
+const LONG: &str = "--tokens 256 --hidden 128 --intermediate 256 --experts 8 --steps 1000000";
+
+/// A job of `n` PEs too long to end by itself, its PEs at work; `act` on them, then its end.
+fn disturbed(name: &str, n: usize, mut command: Command, act: impl Fn(&BTreeMap<usize, Pid>)) -> Outcome {
     let name = format!("{name}-{}", std::process::id());
-    let layer = "--tokens 256 --hidden 128 --intermediate 256 --experts 8 --steps 1000000";
-    let mut command = aristos_run(n, &format!("{layer} {more}"));
     command.env(ENV_JOB, &name);
     let running = start(command);
     let begun = Instant::now();
@@ -354,28 +343,6 @@ fn disturbed(name: &str, n: usize, more: &str, act: impl Fn(&BTreeMap<usize, Pid
 const SMALL: &str =
     "--tokens 100 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --hot-ratio 0.25 --hot-weight 0.7";
 
-/// Fails the test unless layers on these hosts are checked and give what they give over shared memory, and at least the bytes of the report
-/// cross the network.
-#[track_caller]
-fn rows_cross(hosts: &Hosts) {
-    let said = said_over(hosts, 4, &format!("run --transport mpi {SMALL} --check --steps 2 --chunk-rows 8"));
-    assert_eq!(said.matches("check passed").count(), 1, "{said}");
-    assert!(said.contains("4 PEs"), "{said}");
-
-    let dir = tempfile::tempdir().unwrap();
-    let (shm, mpi) = (dir.path().join("shm"), dir.path().join("mpi"));
-    let layer = "--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --pes 3";
-    run(binary::aristos_run(&format!("{layer} --output {}", shm.display()))).success();
-    let before = hosts.sent_bytes();
-    let over = format!("run --transport mpi {layer} --steps 3 --json --output {}", mpi.display());
-    let said = said_over(hosts, 3, &over);
-    let crossed = hosts.sent_bytes() - before;
-    same(&shm, &mpi);
-    let report: serde_json::Value = serde_json::from_str(&said).unwrap();
-    let remote = 3.0 * report["remote_bytes_per_step"].as_f64().unwrap();
-    assert!(remote > 500_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
-}
-
 const TESTS: &[(&str, fn())] = &[
     ("every_number_of_pes_is_checked", || {
         for n in [1, 2, 3, 4, 8] {
@@ -399,55 +366,6 @@ const TESTS: &[(&str, fn())] = &[
             }
         }
         assert_eq!(binary::names_in(dir.path()).len(), 8, "nothing else is left");
-    }),
-    ("several_hosts_run_the_layer", || {
-        let Some(hosts) = Hosts::make(3) else { return };
-        let outcome = run(over_hosts(&hosts, 4, "hostname", "")).success();
-        let mut names: Vec<&str> = outcome.stdout.lines().collect();
-        names.sort_unstable();
-        assert_eq!(names, ["node0", "node0", "node1", "node2"], "{outcome:?}");
-        if !is_open_mpi() {
-            return skip::skip(HANGS);
-        }
-        rows_cross(&hosts);
-    }),
-    ("several_hosts_run_over_a_link", || {
-        if !is_open_mpi() {
-            return skip::skip(HANGS);
-        }
-        let Some(hosts) = Hosts::with_link(3, "delay_ms=1 jitter_ms=1 loss=0.001") else { return };
-        rows_cross(&hosts);
-        for counter in [("Tcp", "RetransSegs"), ("TcpExt", "TCPOFOQueue")] {
-            assert!(hosts.counted(counter.0, counter.1) > 0, "{counter:?}");
-        }
-    }),
-    ("several_hosts_are_measured", || {
-        if !is_open_mpi() {
-            return skip::skip(HANGS);
-        }
-        let Some(hosts) = Hosts::make(3) else { return };
-        let dir = tempfile::tempdir().unwrap();
-        let cluster = dir.path().join("cluster.json");
-        let probe = format!("probe --transport mpi --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
-        let p2p = "bench p2p --transport mpi --max 4KiB --iterations 5 --warmup 1 --json";
-        said_over(&hosts, 3, &probe);
-        let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
-        let names: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
-        assert_eq!(names, ["node0", "node1", "node2"]);
-        let said = said_over(&hosts, 2, p2p);
-        assert!(said.contains("\"put-signal\""), "{said}");
-        // Two, as MPI's waits take a CPU each.
-        let straggler =
-            "bench straggler --transport mpi --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=1:8 --json";
-        let report: serde_json::Value = serde_json::from_str(&said_over(&hosts, 2, straggler)).unwrap();
-        for mode in report["modes"].as_array().unwrap() {
-            assert_eq!(mode["culprit"]["pe"], 1, "{mode}");
-        }
-    }),
-    ("shared_memory_of_several_hosts_is_one_line", || {
-        let Some(hosts) = Hosts::make(3) else { return };
-        let command = over_hosts(&hosts, 3, env!("CARGO_BIN_EXE_aristos"), "run --tokens 10");
-        refused(command, &["several hosts", "--transport tcp"]);
     }),
     ("report_and_trace_are_of_all_pes", || {
         let dir = tempfile::tempdir().unwrap();
@@ -544,7 +462,8 @@ const TESTS: &[(&str, fn())] = &[
     }),
     ("a_pe_that_is_killed_ends_the_job", || {
         for (n, victim) in [(2, 1), (3, 0)] {
-            let outcome = disturbed("kill", n, "", |pes| kill_process(pes[&victim], Signal::KILL).unwrap());
+            let outcome =
+                disturbed("kill", n, aristos_run(n, LONG), |pes| kill_process(pes[&victim], Signal::KILL).unwrap());
             assert!(!outcome.status.success() && outcome.stdout.matches("tokens/s").count() == 0, "{outcome:?}");
             let named =
                 [format!("rank {victim} "), "KILLED BY SIGNAL: 9".into(), "Killed".into(), "EXIT CODE: 9".into()];
@@ -559,7 +478,7 @@ const TESTS: &[(&str, fn())] = &[
             thread::sleep(Duration::from_secs(6));
             let _ = kill_process(pes[&1], Signal::CONT);
         };
-        let outcome = disturbed("stop", 2, "--timeout 1", stop);
+        let outcome = disturbed("stop", 2, aristos_run(2, &format!("{LONG} --timeout 1")), stop);
         // MPICH's launcher ends with the code of either process: PE 0's, or that of the kill which ends PE 1.
         let codes: &[i32] = if is_open_mpi() { &[1] } else { &[1, 9] };
         let code = outcome.status.code().unwrap_or(0);

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use aristos::moe::synthetic::{Synthetic, SyntheticSpec};
-use aristos::moe::{LayerConfig, Mode, MoeError, Options};
+use aristos::moe::{Hosts, LayerConfig, Mode, MoeError, Options};
 use aristos::shmem::reorder::ReorderWorld;
 use aristos::shmem::{RawWait, SignalOp, Transport};
 use common::{Step, even, heap_bytes, mixtral, run_ahead, shm, synthetic};
@@ -83,7 +83,30 @@ fn cases() -> Vec<Case> {
             splits: vec![vec![0..8, 8..8, 8..8, 8..8], vec![0..8, 8..8, 8..8, 8..8], vec![0..0, 0..0, 0..8, 8..8]],
             options: options.clone(),
         },
-        Case { name: "losses and a capacity", source: synthetic(rich, 4), splits: vec![even(13, 3)], options },
+        Case {
+            name: "losses and a capacity",
+            source: synthetic(rich.clone(), 4),
+            splits: vec![even(13, 3)],
+            options: options.clone(),
+        },
+        Case {
+            name: "rows once per host, through small windows",
+            source: synthetic(mixtral(10, 4, 9, 4), 5),
+            splits: vec![even(30, 4), vec![0..3, 3..3, 3..20, 20..20]],
+            options: with!(options.clone(); budget_factor = 0.5, hosts = Hosts::new(vec![0, 1, 0, 1])),
+        },
+        Case {
+            name: "hosts of three PEs, of two and of one",
+            source: synthetic(rich, 6),
+            splits: vec![even(26, 6), vec![0..0, 0..9, 9..9, 9..9, 9..10, 10..10]],
+            options: with!(options.clone(); hosts = Hosts::new(vec![0, 1, 1, 0, 2, 1])),
+        },
+        Case {
+            name: "all rows to one expert of another host, whose home has none",
+            source: hot(&mixtral(6, 4, 3, 1), 0.4),
+            splits: vec![even(24, 4)],
+            options: with!(options; budget_factor = 0.5, hosts = Hosts::new(vec![1, 1, 0, 0])),
+        },
     ]
 }
 
@@ -108,7 +131,7 @@ fn no_order_changes_the_result() {
 
 #[test]
 fn bulk_is_the_same_under_reordering() {
-    for mut case in cases() {
+    for mut case in cases().into_iter().filter(|case| case.options.hosts == Hosts::default()) {
         let want = case.on_shm();
         case.options.mode = Mode::Bulk;
         for seed in 0..50 {
@@ -268,6 +291,29 @@ fn is_caught(case: &Case, fault: Fault) -> bool {
     })
 }
 
+/// Rows that are passed on give what rows do that go to each PE, but for rounding.
+#[test]
+fn rows_once_per_host_give_the_same() {
+    let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let mut relayed = 0;
+    for mut case in cases().into_iter().filter(|case| case.options.hosts != Hosts::default()) {
+        let got = case.on_shm();
+        case.options.hosts = Hosts::default();
+        for (step, (got, want)) in got.iter().zip(&case.on_shm()).enumerate() {
+            let pairs = [(&got.output, &want.output), (&got.grad_hidden_states, &want.grad_hidden_states)];
+            let pairs = pairs.into_iter().map(|(got, want)| (&got[..], &want[..]));
+            let grads = got.grads.iter().zip(&want.grads).map(|((_, got), (_, want))| (&got[..], &want[..]));
+            for (got, want) in pairs.chain(grads) {
+                let error: Vec<f32> = got.iter().zip(want).map(|(got, want)| got - want).collect();
+                assert_eq!(got.len(), want.len());
+                assert!(norm(&error) <= 1e-6 * norm(want), "{}, step {step}: {got:?}, {want:?}", case.name);
+            }
+            relayed += usize::from(got.output != want.output);
+        }
+    }
+    assert!(relayed > 0, "no sum was rounded in another way");
+}
+
 #[test]
 fn planted_faults_are_caught() {
     for (mode, fault) in [
@@ -279,6 +325,9 @@ fn planted_faults_are_caught() {
         let mut case = cases().swap_remove(1);
         case.options.mode = mode;
         let caught = is_caught(&case, fault);
+        if mode == Mode::Pipelined {
+            assert!(is_caught(&cases().swap_remove(4), fault), "{fault:?}, rows once per host");
+        }
         // Bulk has barriers between writing and reading, and a barrier is a quiet: it needs no fence.
         let harmless = matches!((mode, fault), (Mode::Bulk, Fault::NoFence));
         assert_eq!(caught, !harmless, "{mode:?}, {fault:?}");

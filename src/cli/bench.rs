@@ -132,11 +132,6 @@ enum BenchDtypeArg {
 
 impl MoeArgs {
     fn bench(&self, started: Option<usize>) -> Result<MoeBench> {
-        let transport = self.transport.name();
-        ensure!(
-            self.device == DeviceArg::Cpu || !self.transport.has_own_world(),
-            "--transport {transport} on a device, expected --device cpu"
-        );
         for (flag, value) in [
             ("iterations", Some(self.iterations)),
             ("tile-rows", self.tile_rows),

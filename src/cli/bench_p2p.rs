@@ -13,7 +13,7 @@ use super::ranks::RanksArgs;
 use super::values::{TransportArg, size};
 use crate::bench::p2p::report::{P2pReport, PeRows};
 use crate::bench::p2p::{self, P2pBench, host};
-use crate::job::launch::{MAX_PES, settled_pes};
+use crate::job::launch::{MAX_PES, on_several_hosts, settled_pes};
 use crate::job::request::Request;
 use crate::plot;
 use crate::stdio::{print, print_line, say};
@@ -283,6 +283,8 @@ impl Args {
     /// What brings the PEs together.
     pub fn host_transport(&self) -> TransportArg {
         match self.transport {
+            // Which devices need to meet alone.
+            P2pTransportArg::Nvshmem if self.ranks.given() || on_several_hosts() => TransportArg::Tcp,
             P2pTransportArg::Shm | P2pTransportArg::Nvshmem => TransportArg::Shm,
             P2pTransportArg::Tcp => TransportArg::Tcp,
             P2pTransportArg::Ofi => TransportArg::Ofi,

@@ -7,7 +7,7 @@ use anyhow::{Result, ensure};
 use super::progress::Progress;
 use super::values::{ActivationArg, DeviceArg, DtypeArg, ModeArg, check_pes};
 use crate::bench::kernel_summary::KernelSummary;
-use crate::job::request::{OnFailure, RunRequest, Work};
+use crate::job::request::{OnFailure, RowsPer, RunRequest, Work};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::plot;
@@ -98,6 +98,7 @@ impl LayerArgs {
             #[cfg(feature = "device")]
             graph: false,
             dtype,
+            rows_per: RowsPer::Pe,
             steps: self.steps,
             sgd: None,
             options: Options { mode: self.mode.into(), ..Options::default() },

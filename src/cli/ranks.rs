@@ -33,6 +33,11 @@ pub enum Over {
 }
 
 impl RanksArgs {
+    /// Whether anything is given.
+    pub fn given(&self) -> bool {
+        self.rank.is_some() || self.rendezvous.is_some()
+    }
+
     /// What this transport needs.
     ///
     /// # Errors

@@ -14,8 +14,8 @@ use super::ranks::{Over, RanksArgs};
 #[cfg(feature = "device")]
 use super::values::GemmArg;
 use super::values::{
-    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, TransportArg, WireArg, check_memory_mb,
-    check_pes,
+    ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, RowsPerArg, TransportArg, WireArg,
+    check_memory_mb, check_pes,
 };
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
@@ -139,6 +139,9 @@ pub struct Args {
     /// Rows of a layer of f32 travel between PEs in this type: half the bytes, rounded on the way [default: as they are]
     #[arg(long, value_enum, value_name = "TYPE")]
     wire: Option<WireArg>,
+    /// Whether a row goes to each PE that has experts of it, or crosses to another host once, where one PE passes it on and adds up the results
+    #[arg(long, value_enum, default_value = "pe", value_name = "WHAT")]
+    rows_per: RowsPerArg,
     /// Threads of a PE that compute tiles, on the CPUs that its launcher lets it use; the results are the same, bit for bit
     #[arg(long, value_name = "N", default_value_t = 1)]
     threads: usize,
@@ -309,6 +312,13 @@ impl Args {
         );
         let wire = self.wire.map(|WireArg::Bf16| Dtype::Bf16);
         ensure!(wire.is_none() || device == DeviceKind::Cpu, "--wire bf16 on a device, expected --device cpu");
+        if self.rows_per == RowsPerArg::Host {
+            ensure!(device == DeviceKind::Cpu, "--rows-per host on a device, expected --device cpu");
+            ensure!(self.mode == ModeArg::Pipelined, "--rows-per host with --mode bulk, expected --mode pipelined");
+            let meets = matches!(self.transport, TransportArg::Hybrid | TransportArg::Tcp | TransportArg::Ofi);
+            let transport = self.transport.name();
+            ensure!(meets, "--rows-per host with --transport {transport}, expected --transport hybrid, tcp or ofi");
+        }
         let is_f32 = dtype == Dtype::F32;
         ensure!(wire.is_none() || is_f32, "--wire bf16 with --dtype {}, expected --dtype f32", dtype.name());
         ensure!(
@@ -349,6 +359,7 @@ impl Args {
             #[cfg(feature = "device")]
             graph: self.graph,
             dtype,
+            rows_per: self.rows_per.into(),
             steps: self.steps,
             sgd: self.sgd,
             save_weights: self.save_weights.clone(),
@@ -397,8 +408,6 @@ impl Args {
             "--on-failure continue with --transport {transport}, expected --transport shm"
         );
         ensure!(self.inject.is_none(), "--inject with --transport {transport}, expected --transport shm");
-        let carried = self.device == DeviceArg::Cpu || (transport == "tcp" && self.device.over_tcp());
-        ensure!(carried, "--transport {transport} on a device, expected --device cpu");
         self.request(Some(started))
     }
 }

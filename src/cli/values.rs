@@ -4,7 +4,7 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::job::launch::{LaunchError, MAX_PES};
-use crate::job::request::{DeviceKind, OnFailure};
+use crate::job::request::{DeviceKind, OnFailure, RowsPer};
 use crate::moe::{Activation, Dtype, Mode};
 use crate::simulate::CORES_MOST;
 
@@ -112,6 +112,24 @@ impl From<DtypeArg> for Dtype {
     }
 }
 
+/// `--rows-per`.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum RowsPerArg {
+    /// To each PE
+    Pe,
+    /// Once to each host
+    Host,
+}
+
+impl From<RowsPerArg> for RowsPer {
+    fn from(rows_per: RowsPerArg) -> Self {
+        match rows_per {
+            RowsPerArg::Pe => RowsPer::Pe,
+            RowsPerArg::Host => RowsPer::Host,
+        }
+    }
+}
+
 /// `--wire`.
 #[derive(Clone, Copy, ValueEnum)]
 pub enum WireArg {
@@ -150,16 +168,6 @@ pub enum DeviceArg {
 }
 
 impl DeviceArg {
-    /// Whether its PEs can be on several hosts, which TCP joins.
-    pub fn over_tcp(self) -> bool {
-        match self {
-            DeviceArg::Cpu => true,
-            DeviceArg::Cuda => false,
-            #[cfg(feature = "emulate")]
-            DeviceArg::Emulated => true,
-        }
-    }
-
     /// The device and its element type, or what is wrong with them.
     pub fn device(self, dtype: Option<DtypeArg>) -> Result<(DeviceKind, Dtype)> {
         let device = match self {
@@ -201,7 +209,7 @@ impl From<GemmArg> for crate::moe::device::GemmPath {
 }
 
 /// `--mode`.
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum ModeArg {
     /// Rows, expert tiles and results flow as they come
     Pipelined,

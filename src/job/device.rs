@@ -48,7 +48,7 @@ pub fn with_device<R, E: From<JobError>>(
     }
 }
 
-/// Works with the CUDA device of this PE. The PEs meet over shared memory of the host's, of which they need next to nothing. Collective.
+/// Works with the CUDA device of this PE. The PEs meet over shared memory or TCP, of which they need next to nothing. Collective.
 ///
 /// # Errors
 /// What the device or NVSHMEM lacks, or the work's.
@@ -59,11 +59,11 @@ pub fn with_cuda<R, E: From<JobError>>(
     work: impl FnOnce(&CudaGpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     let failed = |error| E::from(JobError::Layer(MoeError::Device(error)));
-    let DeviceMemory::Shared(shmem) = host.device_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))?
-    else {
-        return Err(JobError::Peers("`device` cuda over tcp, expected PEs on one host".to_string()).into());
+    let gpu = match host.device_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))? {
+        DeviceMemory::Shared(shmem) => CudaGpu::attach(shmem, wait_limit),
+        DeviceMemory::Tcp(shmem) => CudaGpu::attach(shmem, wait_limit),
     };
-    let gpu = CudaGpu::attach(shmem, wait_limit).map_err(failed)?;
+    let gpu = gpu.map_err(failed)?;
     if gpu.n_pes() > 1 {
         gpu.try_put().map_err(failed)?;
     }

@@ -31,6 +31,9 @@ pub trait Host {
     /// How many of them run on this host.
     fn pes_on_host(&self) -> usize;
 
+    /// Each PE's host: PEs of one host have the same number.
+    fn hosts(&self) -> Vec<usize>;
+
     /// The name of what carries rows and signals between them.
     fn transport(&self) -> &'static str;
 
@@ -184,6 +187,10 @@ impl Host for PeContext {
 
     fn pes_on_host(&self) -> usize {
         self.n_pes()
+    }
+
+    fn hosts(&self) -> Vec<usize> {
+        vec![0; self.n_pes()]
     }
 
     fn transport(&self) -> &'static str {

@@ -9,6 +9,8 @@
 //!
 //! Nothing here knows a flag, or what a request means: `cli` makes it, `run` and `bench` carry it out.
 
+#[cfg(feature = "mpi")]
+mod addresses;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod device;
 mod error;

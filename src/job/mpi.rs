@@ -1,16 +1,20 @@
 //! PEs that `mpirun` started, as a [`World`].
 
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use mpi::datatype::{Partition, PartitionMut};
 use mpi::request::Request;
 use mpi::traits::*;
+use serde::{Deserialize, Serialize};
 
-use super::host::{AllToAll, TwoSided};
+use super::host::{AllToAll, DeviceMemory, TwoSided};
 use super::launch::{LaunchError, mpirun};
 use super::peers::{PeerHost, Peers, World};
-use super::{JobError, PeFailure};
+use super::{JobError, PeFailure, addresses};
+use crate::shmem::Shmem;
 use crate::shmem::mpi::{MpiTransport, MpiWorld, Watchdog, library};
+use crate::shmem::tcp::{JoinLimits, Joining, TcpTransport, TcpWorld};
 
 /// How long a PE that did not hear from another waits before it ends the job, and how much longer the next PE waits: that other one may
 /// have the cause to report.
@@ -78,6 +82,11 @@ impl World for MpiWorld {
         Ok(MpiTransport::new(self, heap_bytes)?.with_flush_limit(limit)?)
     }
 
+    fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
+        let world = sockets(self, limit)?;
+        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(&world, heap_bytes, limit)?)))
+    }
+
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {
         if failure.awaited.is_some() {
             std::thread::sleep(GRACE + GRACE_STEP * self.my_pe().min(50) as u32);
@@ -96,6 +105,40 @@ impl World for MpiWorld {
         let setup = |source| LaunchError::Setup { what: "start the watchdog's thread", source };
         Ok(Some(Box::new(MpiAllToAll { world, watchdog: watchdog.map_err(setup)? })))
     }
+}
+
+/// The same PEs, joined by TCP, for what does not go through MPI: MPI says where to meet, and the token. Collective.
+fn sockets(world: &MpiWorld, limit: Duration) -> Result<TcpWorld, JobError> {
+    let (pe, n_pes) = (world.my_pe(), world.n_pes());
+    let limits = JoinLimits { join: limit, ..JoinLimits::default() };
+    let program = format!("aristos {}", env!("CARGO_PKG_VERSION"));
+    if pe > 0 {
+        let message = world.receive(Some(limit))?;
+        let (_, message) = message.ok_or_else(|| {
+            JobError::Peers(format!("waited {} s for PE 0 to say where the PEs meet", limit.as_secs_f64()))
+        })?;
+        let place: Meeting = serde_json::from_slice(&message).map_err(|source| JobError::Message { pe: 0, source })?;
+        let rendezvous = addresses::reachable(&place.addresses, place.port)?;
+        let (rendezvous, token) = (&*rendezvous, &place.token[..]);
+        return Ok(TcpWorld::join(&Joining { pe, n_pes, rendezvous, program: &program, token, limits })?);
+    }
+    let listen = |error| JobError::Peers(format!("cannot listen for the other PEs: {error}"));
+    let listener = addresses::listen(world.pes_on_host() == n_pes).map_err(listen)?;
+    let port = listener.local_addr().map_err(listen)?.port();
+    let place = Meeting { addresses: addresses::own().map_err(listen)?, port, token: rand::random() };
+    let message = serde_json::to_vec(&place).map_err(|source| JobError::Message { pe: 0, source })?;
+    (1..n_pes).try_for_each(|pe| world.send(pe, message.clone(), limit))?;
+    let joining = Joining { pe, n_pes, rendezvous: "", program: &program, token: &place.token, limits };
+    Ok(TcpWorld::join_at(&joining, listener)?)
+}
+
+/// Where PEs of MPI meet over TCP.
+#[derive(Serialize, Deserialize)]
+struct Meeting {
+    /// PE 0's host's.
+    addresses: Vec<IpAddr>,
+    port: u16,
+    token: [u8; 32],
 }
 
 /// Matched messages of MPI, the baseline of the one-sided operations.

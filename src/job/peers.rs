@@ -58,6 +58,11 @@ pub trait World: Sized {
     /// How many of them run on this host.
     fn pes_on_host(&self) -> usize;
 
+    /// Each PE's host, where the PEs know it of each other: PEs of one host have the same number.
+    fn hosts(&self) -> Option<Vec<usize>> {
+        None
+    }
+
     /// The smallest of all PEs' numbers, which are below 2^63. Collective.
     ///
     /// # Errors
@@ -82,13 +87,11 @@ pub trait World: Sized {
     /// Memory, or a PE that is lost.
     fn memory(&self, heap_bytes: usize, limit: Duration) -> Result<Self::Transport<'_>, JobError>;
 
-    /// Such a heap for devices. Collective.
+    /// Such a heap for devices: that their PEs meet in, and emulated ones send through. Collective.
     ///
     /// # Errors
-    /// As [`World::memory`]; it can carry nothing for devices.
-    fn device_memory(&self, _heap_bytes: usize, _limit: Duration) -> Result<DeviceMemory, JobError> {
-        Err(no_devices(self.transport()))
-    }
+    /// As [`World::memory`].
+    fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError>;
 
     /// Ends this process, and has all others end, after a failure: calls `say`, which prints its line, when that is due.
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> !;
@@ -105,11 +108,6 @@ pub trait World: Sized {
     fn all_to_all<'h>(_: &'h PeerHost<'_, Self>) -> Result<Option<Box<dyn AllToAll + 'h>>, JobError> {
         Ok(None)
     }
-}
-
-/// What a transport says that carries nothing for devices.
-pub(super) fn no_devices(transport: &str) -> JobError {
-    JobError::Peers(format!("`transport` {transport} on a device, expected shm or tcp"))
 }
 
 /// The PEs of a world, of which this process is one.
@@ -334,6 +332,11 @@ impl<W: World> Host for PeerHost<'_, W> {
 
     fn pes_on_host(&self) -> usize {
         self.pes.world.pes_on_host()
+    }
+
+    fn hosts(&self) -> Vec<usize> {
+        let apart = || (0..self.n_pes()).collect();
+        self.pes.world.hosts().unwrap_or_else(apart)
     }
 
     fn transport(&self) -> &'static str {

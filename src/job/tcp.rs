@@ -7,7 +7,7 @@ use super::host::DeviceMemory;
 #[cfg(feature = "ofi")]
 use super::launch::ofi_provider;
 use super::launch::{LaunchedPlace, MAX_PES, VERSION, job_token, join_limit, launched_place};
-use super::peers::{Peers, World, no_devices};
+use super::peers::{Peers, World};
 use super::{JobError, PeFailure};
 #[cfg(feature = "ofi")]
 use crate::shmem::ofi::OfiTransport;
@@ -37,14 +37,6 @@ pub trait Carrier: 'static {
     /// # Errors
     /// As there.
     fn memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self::Transport, JobError>;
-
-    /// See [`World::device_memory`].
-    ///
-    /// # Errors
-    /// As there.
-    fn device_memory(&self, _: &TcpWorld, _heap_bytes: usize, _limit: Duration) -> Result<DeviceMemory, JobError> {
-        Err(no_devices(self.name()))
-    }
 }
 
 /// The connections over which they have met.
@@ -76,10 +68,6 @@ impl Carrier for Sockets {
             say(&format!("aristos: {}", one_line(&line)));
         }
         Ok(transport)
-    }
-
-    fn device_memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
-        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(world, heap_bytes, limit)?)))
     }
 }
 
@@ -182,6 +170,11 @@ impl<C: Carrier> World for TcpPes<C> {
         self.world.pes_on_host()
     }
 
+    fn hosts(&self) -> Option<Vec<usize>> {
+        let names = self.world.hosts();
+        Some(names.iter().map(|name| names.iter().position(|other| other == name).unwrap_or(0)).collect())
+    }
+
     fn min(&self, value: u64, limit: Duration) -> Result<u64, JobError> {
         Ok(self.world.min(value, limit)?)
     }
@@ -199,7 +192,8 @@ impl<C: Carrier> World for TcpPes<C> {
     }
 
     fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
-        self.carrier.device_memory(&self.world, heap_bytes, limit)
+        // Whatever carries the rows of layers on CPUs: devices have a network of their own.
+        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(&self.world, heap_bytes, limit)?)))
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {

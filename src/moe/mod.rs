@@ -9,7 +9,7 @@ pub mod synthetic;
 
 pub use cpu::{Layer, Replicas, kernels};
 pub use spec::{
-    Activation, ConfigError, Dtype, ExpertState, Glu, Gradients, GroupLimit, GroupScore, Groups, LayerConfig,
+    Activation, ConfigError, Dtype, ExpertState, Glu, Gradients, GroupLimit, GroupScore, Groups, Hosts, LayerConfig,
     LayerSpec, Layout, Load, MlpConfig, MlpGradients, MlpGradientsMut, MlpId, Mode, MoeError, MoeLayer, NO_EXPERT,
     Norm, Options, Placement, Proj, Routed, RouterConfig, Scoring, SharedConfig, SparseMixer, TakeGradients,
     WeightError, WeightId, WeightPlace, WeightSource, gemm_flop, metrics, placement, proj_index,

@@ -31,6 +31,9 @@ pub struct RunConfig {
     /// Element type of rows between PEs, where it is another: "bf16"; null otherwise.
     #[serde(default)]
     pub wire: Option<String>,
+    /// Whether rows went to each PE, or once to each host: "pe" or "host".
+    #[serde(default = "pe")]
+    pub rows_per: String,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
     /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", or "nvshmem".
@@ -55,6 +58,10 @@ pub struct RunConfig {
 }
 
 /// Of reports from before there was a choice.
+fn pe() -> String {
+    "pe".to_string()
+}
+
 fn one() -> usize {
     1
 }

@@ -30,7 +30,9 @@ use crate::cluster::Cluster;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
-use crate::moe::{Groups, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource};
+use crate::moe::{
+    Groups, Hosts, LayerConfig, LayerSpec, Mode, Placement, WeightError, WeightId, WeightPlace, WeightSource,
+};
 use crate::plan::Replication;
 
 use routing::{Captured, GivenRouting};
@@ -57,6 +59,8 @@ pub struct PreparedRun {
     routing: Option<GivenRouting>,
     /// The plan's source as the report names it, in the process that made or read it.
     plan_source: Option<String>,
+    /// The host of each PE, where rows are to cross between hosts once; empty otherwise, and before the PEs have met.
+    hosts: Vec<usize>,
 }
 
 impl PreparedRun {
@@ -128,6 +132,7 @@ impl PreparedRun {
             injected,
             routing,
             plan_source: None,
+            hosts: Vec::new(),
             request,
         };
         if let Some(PlanSource::Made(plan)) = &run.request.plan {
@@ -177,11 +182,16 @@ impl PreparedRun {
 
     /// The layer of a group.
     fn layer_spec(&self, group: usize) -> LayerSpec {
+        let mut options = self.request.options.clone();
+        if !self.hosts.is_empty() {
+            options.hosts =
+                Hosts::new(self.groups.members(group).iter().map(|place| self.hosts[self.world[*place]]).collect());
+        }
         let spec = LayerSpec::new(self.config.clone(), self.world.len(), self.max_tokens())
             .placement(self.groups.placement(group).clone())
             .dtype(self.request.dtype)
             .training(self.backward)
-            .options(self.request.options.clone());
+            .options(options);
         match self.slots() {
             Some(slots) => spec.slots(slots),
             None => spec,

@@ -11,7 +11,7 @@ use super::pe_results::{FIRST_PHASE, LOADING, report_and_write};
 use super::steps::{Progress, Steps};
 use crate::job::host::{Host, MemoryHost, PePart, allowed_cpus};
 use crate::job::launch::StatusPage;
-use crate::job::request::{DeviceKind, OnFailure};
+use crate::job::request::{DeviceKind, OnFailure, RowsPer};
 use crate::moe::cpu::{Exchange, OneGroup, replica_bytes};
 use crate::moe::kernels::Element;
 use crate::moe::metrics::{Observer, Phase};
@@ -46,6 +46,9 @@ pub fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
         return super::device::run(job, host);
         #[cfg(not(any(feature = "cuda", feature = "emulate")))]
         bail!("this build runs layers on the CPU only");
+    }
+    if job.request.rows_per == RowsPer::Host {
+        job.hosts = host.hosts();
     }
     let mut progress = Progress::default();
     loop {

@@ -89,6 +89,27 @@ fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
     assert_eq!(count(&second, "puts") + count(&second, "gets"), 0, "one PE alone puts and gets");
 }
 
+/// Two processes that TCP joins, as on two hosts: the unique id goes over it, and nothing confines NVSHMEM to one host.
+#[test]
+fn pes_of_several_hosts_meet_over_tcp() {
+    let fakes = Fakes::new(&[], &[]);
+    let port = std::net::TcpListener::bind("localhost:0").unwrap().local_addr().unwrap().port().to_string();
+    let place = |rank| ["--ranks", "2", "--rank", rank, "--rendezvous"].map(str::to_string);
+    let ops = ["--scope", "stream", "--op", "put", "--json"];
+    let pe = |rank: &str| {
+        let mut command = fakes.around(Command::new("timeout"));
+        command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(ops).args(place(rank));
+        command.arg(format!("localhost:{port}")).env("FAKE_PUTS", "job").env("FAKE_TICK", "1");
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let outputs = [pe("0"), pe("1")].map(|pe| pe.wait_with_output().unwrap());
+    assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
+    assert!(outputs[1].stdout.is_empty() && outputs[1].stderr.is_empty(), "{outputs:?}");
+    let report: serde_json::Value = serde_json::from_slice(&outputs[0].stdout).unwrap();
+    assert_eq!(report["rows"].as_array().unwrap().len(), 4, "{report}");
+    assert_eq!(log_of(&fakes, 0).iter().filter(|line| line.starts_with("puts")).count(), 2 * (5 * 16 + 6 * 64));
+}
+
 #[test]
 fn nccl_s_messages_match() {
     let fakes = Fakes::new(&[], &[]);

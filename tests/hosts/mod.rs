@@ -135,7 +135,13 @@ impl Hosts {
         fs::write(format!("/proc/{link}/fd/0"), format!("{settings}\n")).unwrap();
     }
 
-    /// Fails the test unless nothing runs on the hosts and nothing listens, but what keeps them.
+    /// The names of a host's shared memory.
+    pub fn shared_memory(&self, host: usize) -> Vec<String> {
+        let entries = fs::read_dir(format!("/proc/{}/root/dev/shm", self.hosts[host].1)).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    /// Fails the test unless nothing runs on the hosts, nothing listens, and no shared memory has a name there, but what keeps them.
     #[track_caller]
     pub fn assert_empty(&self) {
         for (host, (_, pid)) in self.hosts.iter().enumerate() {
@@ -151,6 +157,7 @@ impl Hosts {
             // Its fourth column is the state; 0A is LISTEN.
             let listening = |line: &&str| line.split_whitespace().nth(3) == Some("0A");
             left.extend(sockets.lines().filter(listening).map(str::to_string));
+            left.extend(self.shared_memory(host));
             assert!(left.is_empty(), "left on host {host}: {left:?}");
         }
     }

@@ -11,10 +11,15 @@ both() {
     "$aristos" "$@" "${place[@]}" --rank 0
     wait $!
 }
-# limit RATE: bit/s each way, enough room that nothing is dropped, and bursts of a few segments: of smaller ones the kernel would cut every
+# limit RATE: bit/s each way, or 0 for none; enough room that nothing is dropped, and bursts of a few segments: of smaller ones the kernel would cut every
 # segment into packets, and take the CPUs for it that should compute; a network card does that itself.
 limit() {
     local shape=(root tbf rate "${1}bit" burst 256kb limit 32mb)
+    if [ "$1" = 0 ]; then
+        tc qdisc del dev eth0 root 2>/dev/null || true
+        "$here/hosts" --on "$one" "tc qdisc del dev eth0 root 2>/dev/null || true"
+        return
+    fi
     tc qdisc replace dev eth0 "${shape[@]}"
     "$here/hosts" --on "$one" "tc qdisc replace dev eth0 ${shape[*]}"
 }

@@ -181,7 +181,7 @@ impl TcpWorld {
     }
 
     /// The hosts' names, by PE.
-    pub(super) fn hosts(&self) -> &[String] {
+    pub fn hosts(&self) -> &[String] {
         &self.hosts
     }
 

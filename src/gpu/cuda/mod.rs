@@ -35,6 +35,8 @@ use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap, smoke};
 pub const MARKS: usize = 64;
 /// How often the stream is asked whether it is done, while a limit runs.
 const POLL: Duration = Duration::from_micros(50);
+/// Bytes of a host's name, among its PEs' exchanges.
+const HOST_BYTES: usize = 36;
 
 /// What the processes of `pes` PEs on this host are to be started with, besides what is set: for the supervisor, which
 /// finds out here, before any PE runs, whether there is what they need.
@@ -286,7 +288,7 @@ impl CudaGpu {
 
 /// This PE's rank among those of its host (collective).
 fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
-    let mut mine = [0; 36];
+    let mut mine = [0; HOST_BYTES];
     mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
     let all = bootstrap.all_gather(&mine, limit)?;
     Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
@@ -294,10 +296,12 @@ fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, Gpu
 
 /// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
 fn agree(bootstrap: &dyn Bootstrap, info: &DeviceInfo, limit: Duration) -> Result<usize, GpuError> {
-    const BYTES: usize = 33;
+    const BYTES: usize = 1 + 32 + HOST_BYTES;
     let mut mine = [0; BYTES];
     mine[0] = info.hopper().into();
-    mine[1..].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
+    mine[1..33].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
+    // Devices of two hosts may have one address.
+    mine[33..].iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
     let all = bootstrap.all_gather(&mine, limit)?;
     let kind = |of_pe: &[u8]| if of_pe[0] == 1 { "a Hopper" } else { "none" };
     let first = &all[..BYTES];

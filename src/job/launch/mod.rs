@@ -51,7 +51,7 @@ pub use pe::PeContext;
 pub use rendezvous::{conclude, settled_pes};
 #[cfg(feature = "ofi")]
 pub use role::ofi_provider;
-pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place};
+pub use role::{LaunchedPlace, Role, enter, job_token, join_limit, launched_place, on_several_hosts};
 pub use status::{PeStatus, StatusPage, StatusView};
 pub use supervisor::{Event, Processes};
 pub use survivors::{GoOn, Separable};

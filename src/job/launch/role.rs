@@ -85,6 +85,11 @@ pub fn launched_place() -> Result<Option<LaunchedPlace>, LaunchError> {
     }
 }
 
+/// Whether a launcher has started processes on several hosts, as far as it says.
+pub fn on_several_hosts() -> bool {
+    this_process().is_ok_and(|process| process.is_some_and(|process| !process.one_host))
+}
+
 /// What all processes of a job know, besides what their launcher gave them: `ARISTOS_JOB_TOKEN`.
 pub fn job_token() -> String {
     hello::token()

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 pub use bench::{Inject, MoeBench, Op, P2pBench, Scope, StragglerBench, StragglerMode};
 pub use probe::{ProbeRequest, ProbedExpert};
-pub use run::{DeviceKind, OnFailure, PlanSource, Replanning, RunRequest, Work};
+pub use run::{DeviceKind, OnFailure, PlanSource, Replanning, RowsPer, RunRequest, Work};
 
 use super::launch::VERSION;
 
@@ -186,6 +186,7 @@ mod tests {
             #[cfg(feature = "device")]
             graph: false,
             dtype: Dtype::Bf16,
+            rows_per: RowsPer::Pe,
             steps: 7,
             sgd: Some(0.1),
             options: Options { budget_factor: 0.1 + 0.2, wait_limit: Duration::from_nanos(123), ..Options::default() },

@@ -87,6 +87,27 @@ pub enum OnFailure {
     Continue,
 }
 
+/// What a row goes to once, with all of its experts there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RowsPer {
+    /// Each PE that has experts of it.
+    #[default]
+    Pe,
+    /// Each other host: a PE there passes it on, and adds up the results.
+    Host,
+}
+
+impl RowsPer {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            RowsPer::Pe => "pe",
+            RowsPer::Host => "host",
+        }
+    }
+}
+
 /// A plan that is made anew while the steps run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Replanning {
@@ -126,6 +147,9 @@ pub struct RunRequest {
     pub graph: bool,
     /// Element type.
     pub dtype: Dtype,
+    /// What a row goes to once.
+    #[serde(default)]
+    pub rows_per: RowsPer,
     /// Measured steps.
     pub steps: usize,
     /// The learning rate, where weights take a step of stochastic gradient descent after each step.

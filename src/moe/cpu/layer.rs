@@ -51,6 +51,7 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) passes: u64,
     pub(super) forwards: u64,
     pub(super) credits_used: Vec<u64>,
+    pub(super) stream_credits: Vec<u64>,
     pub(super) spare: Vec<Saved<E>>,
     /// By local expert, the memory that a batch needs during a pass only: all passes share it.
     pub(super) pass_memory: Vec<Batch<E>>,
@@ -160,6 +161,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             accumulate: false,
         });
         let memory = LayerMemory::new(pe, spec.layout()?)?;
+        let stream_credits = vec![0; memory.layout.served * memory.layout.siblings];
         // Nobody may signal before every PE's signal words are zero.
         memory.clear_signals(pe);
         pe.barrier_all(spec.options.deadline())
@@ -176,6 +178,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             passes: 0,
             forwards: 0,
             credits_used: vec![0; n],
+            stream_credits,
             spare: Vec::new(),
             pass_memory: Vec::new(),
             exchange,

@@ -14,6 +14,7 @@ pub struct LayerMemory {
     signals: Sym<u64>,
     moved: Sym<f32>,
     moved_signal: Sym<u64>,
+    parts: Sym<u8>,
 }
 
 impl LayerMemory {
@@ -30,6 +31,7 @@ impl LayerMemory {
             signals: shmem.alloc(layout.signal_words())?,
             moved: shmem.alloc(layout.move_len)?,
             moved_signal: shmem.alloc(1)?,
+            parts: shmem.alloc(layout.all_part_bytes())?,
             layout,
         })
     }
@@ -42,6 +44,7 @@ impl LayerMemory {
 
     /// Gives the memory back (collective).
     pub fn free<T: Transport>(&self, shmem: &Shmem<T>) {
+        shmem.free(self.parts);
         shmem.free(self.moved_signal);
         shmem.free(self.moved);
         shmem.free(self.signals);
@@ -112,6 +115,28 @@ impl LayerMemory {
     /// At `at`: the stamp of the chunk that `from` last wrote into this place of its window.
     pub fn chunk_signal(&self, from: usize, at: usize, chunk: usize) -> Sym<u64> {
         self.word(4, from, at, chunk % self.layout.window_chunks, self.layout.window_chunks)
+    }
+
+    /// At the home of PE number `served` of those that it serves: the results of its other PE number `sibling` for that PE's rows.
+    pub fn parts(&self, served: usize, sibling: usize) -> Sym<u8> {
+        let at = (served * self.layout.siblings + sibling) * self.layout.part_bytes;
+        self.parts.slice(at..at + self.layout.part_bytes)
+    }
+
+    fn stream_word(&self, served: usize, sibling: usize, index: usize) -> Sym<u64> {
+        let first = (4 + self.layout.window_chunks + self.layout.max_chunks) * self.layout.peers;
+        let stream = served * self.layout.siblings + sibling;
+        self.signals.at(first + stream * (1 + self.layout.max_chunks) + index)
+    }
+
+    /// There: how many chunks of such rows that PE has ever emptied for reuse.
+    pub fn stream_credit(&self, served: usize, sibling: usize) -> Sym<u64> {
+        self.stream_word(served, sibling, 0)
+    }
+
+    /// There: the number of the pass whose results for chunk `chunk` of such rows have arrived.
+    pub fn stream_result(&self, served: usize, sibling: usize, chunk: usize) -> Sym<u64> {
+        self.stream_word(served, sibling, 1 + chunk)
     }
 
     /// At `at`: the number of the pass whose results for `at`'s chunk `chunk` have arrived from `from`.

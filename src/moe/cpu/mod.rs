@@ -9,6 +9,7 @@ mod layer;
 mod memory;
 mod moves;
 mod pass;
+mod relay;
 mod replicas;
 pub mod router;
 mod weights;

@@ -6,12 +6,13 @@ use super::engine::{Direction, Engine, ExpertGradients, PassProgress, Saved, Sav
 use super::experts::{Batch, Mlp};
 use super::kernels::{self, Element};
 use super::layer::{Layer, LayerGradients};
+use super::relay::Relay;
 use super::replicas::Exchange;
 use super::router::{self, Routing};
 use crate::moe::spec::metrics::{PassOutcome, Phase};
 use crate::moe::spec::{
-    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, TakeGradients,
-    WeightId,
+    ExpertState, Gradients, Groups, LayerConfig, LayerSpec, Load, Mode, MoeError, MoeLayer, Options, Routed,
+    TakeGradients, WeightId,
 };
 use crate::shmem::AsShmem;
 
@@ -167,7 +168,9 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn set_mode(&mut self, mode: Mode) -> Result<(), MoeError> {
-        self.spec.options.mode = mode;
+        let options = Options { mode, ..self.spec.options.clone() };
+        options.validate(self.spec.dtype)?;
+        self.spec.options = options;
         Ok(())
     }
 
@@ -317,6 +320,8 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             };
         }
         saved.routes = router::routes(&saved.routing, &self.spec.placement, me, config.router.top_k);
+        let relay = self.relay();
+        saved.announced = relay.map_or(Vec::new(), |relay| relay.merge(&mut saved.routes, &self.spec.placement));
 
         output.fill(0.0);
         self.run_pass(Direction::Forward, experts, &mut saved, x, output, &mut [], &mut Gradients::default(), None)?;
@@ -516,11 +521,14 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         self.pass_memory.resize_with(experts.len(), Batch::default);
         let batches = saved.batches.iter_mut().zip(&mut self.pass_memory);
         batches.for_each(|(batch, memory)| batch.swap_pass_memory(memory));
+        let relay = self.relay();
         let mut exchange = self.exchange.as_mut().filter(|_| direction == Direction::Backward);
         if let Some(exchange) = &mut exchange {
             exchange.begin();
         }
         let done = Engine {
+            relay,
+            stream_credits: &mut self.stream_credits,
             shmem: self.shmem.as_shmem(),
             memory: &self.memory,
             config: &self.spec.config,
@@ -557,6 +565,12 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             exchange.finish(&mut grads.experts, self.spec.options.deadline())?;
         }
         Ok(())
+    }
+
+    /// Who passes rows on, where they cross to another host once.
+    fn relay(&self) -> Option<Relay> {
+        let LayerSpec { options, placement, .. } = &self.spec;
+        options.hosts.relays().then(|| Relay::new(&options.hosts, placement, self.pe().my_pe()))
     }
 
     /// Sums the gradients of replicated weights over all PEs.

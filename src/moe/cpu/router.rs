@@ -394,7 +394,7 @@ impl Routes {
     }
 
     /// Puts the rows, which are in the order of tokens, into that of their experts.
-    fn sort(&mut self) {
+    pub(super) fn sort(&mut self) {
         let rows = 0..self.tokens.len();
         let mut order: Vec<usize> = rows.clone().collect();
         order.sort_by_key(|&j| self.row(j).iter().map(|slot| slot.expert).min());

@@ -111,6 +111,9 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     if let Some(wire) = options.wire {
         return Err(config_error("wire", wire.name(), "none on a device, whose rows are as its weights"));
     }
+    if options.hosts.relays() {
+        return Err(config_error("rows per", "host", "PE on a device"));
+    }
     check_family(config)?;
     let shared = config.shared.map_or(8, |s| s.mlp.intermediate);
     for (field, value) in

@@ -44,6 +44,12 @@ pub struct Layout {
     pub return_bytes: usize,
     /// Elements of a piece of an expert that moves, 0 where none does.
     pub move_len: usize,
+    /// Where rows cross to another host once: the most PEs that one PE passes rows on to; 0 elsewhere.
+    pub siblings: usize,
+    /// And the most PEs whose rows it passes on.
+    pub served: usize,
+    /// Bytes of the results of one such PE for the rows of another.
+    pub part_bytes: usize,
 }
 
 /// Most elements of a piece of an expert that moves: 1 MiB.
@@ -88,7 +94,10 @@ impl Layout {
         if max_chunks.div_ceil(window_chunks) >= 1 << ROUND_BITS {
             return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
         }
-        let max_slots_per_row = top_k.min(max_local).max(1);
+        let relays = options.hosts.relays();
+        let members = if relays { options.hosts.most_members() } else { 0 };
+        // Of all PEs of a host.
+        let max_slots_per_row = top_k.min(max_local * members.max(1)).max(1);
         Ok(Layout {
             peers,
             max_tokens,
@@ -97,7 +106,10 @@ impl Layout {
             chunk_rows,
             window_chunks,
             max_chunks,
-            header_words: HEADER_WORDS + max_local + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 },
+            header_words: HEADER_WORDS
+                + max_local
+                + if config.has_losses() { 2 + 3 * config.n_experts } else { 0 }
+                + members,
             capacity_words: if config.capacity_factor.is_some() { config.n_experts } else { 0 },
             return_bytes: if peers == 0 {
                 0
@@ -105,6 +117,9 @@ impl Layout {
                 max_tokens * targets.min(peers) * row_bytes + max_tokens * top_k * 4
             },
             move_len: slots.map_or(0, |_| MOVE_LEN),
+            siblings: members.saturating_sub(1),
+            served: if relays { options.hosts.most_served() } else { 0 },
+            part_bytes: max_tokens * row_bytes + max_tokens * max_slots_per_row * 4,
         })
     }
 
@@ -121,6 +136,12 @@ impl Layout {
     /// Signal words of all peers: two for headers, one for capacity counts, credit, chunks, results.
     pub(in crate::moe) fn signal_words(&self) -> usize {
         self.peers * (2 + 1 + 1 + self.window_chunks + self.max_chunks)
+            + self.served * self.siblings * (1 + self.max_chunks)
+    }
+
+    /// Bytes of the results that are added up for PEs of other hosts.
+    pub(in crate::moe) fn all_part_bytes(&self) -> usize {
+        self.served * self.siblings * self.part_bytes
     }
 
     /// Bytes of everything, with every object rounded up to the heap's alignment.
@@ -132,8 +153,9 @@ impl Layout {
             + aligned(self.peers * self.capacity_words * 4)
             + aligned(self.signal_words() * 8)
             + aligned(self.move_len * 4)
+            + aligned(self.all_part_bytes())
             + aligned(8)
-            + 7 * 64
+            + 8 * 64
     }
 }
 

@@ -4,6 +4,7 @@ mod config;
 mod error;
 mod gradients;
 mod groups;
+mod hosts;
 mod layer;
 mod layout;
 mod load;
@@ -20,6 +21,7 @@ pub use config::{
 pub use error::{ConfigError, MoeError, WeightError};
 pub use gradients::{Gradients, MlpGradients, MlpGradientsMut, MlpId, TakeGradients, proj_index};
 pub use groups::Groups;
+pub use hosts::Hosts;
 pub use layer::{ExpertState, LayerSpec, MoeLayer, NO_EXPERT, Routed};
 pub use layout::Layout;
 pub(in crate::moe) use layout::{HEADER_WORDS, ROUND_BITS};

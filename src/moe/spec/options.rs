@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::hosts::Hosts;
 
 /// Element type of activations and expert weights; what [`Element`](crate::moe::cpu::kernels::Element) is at compile time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,6 +69,9 @@ pub struct Options {
     pub wire: Option<Dtype>,
     /// Threads of a PE that compute tiles, on a CPU; the bits of the results are the same for any number.
     pub threads: usize,
+    /// The host of each PE, on a CPU, where a row is to cross to another host once: a PE there passes it on to the others that have experts of it,
+    /// and adds their results before they return. Default: none, every row goes to each PE, and results come from each.
+    pub hosts: Hosts,
     /// How long a PE waits for a peer before it gives up.
     pub wait_limit: Duration,
 }
@@ -81,6 +85,7 @@ impl Default for Options {
             tile_rows: None,
             wire: None,
             threads: 1,
+            hosts: Hosts::default(),
             wait_limit: Duration::from_secs(60),
         }
     }
@@ -115,6 +120,10 @@ impl Options {
         if let Some(wire) = self.wire.filter(|wire| (*wire, dtype) != (Dtype::Bf16, Dtype::F32)) {
             let value = format!("{} in a layer of {}", wire.name(), dtype.name());
             return Err(ConfigError { field: "wire", value, expected: "bf16 in a layer of f32, or none".into() });
+        }
+        if self.hosts.relays() && self.mode == Mode::Bulk {
+            let (value, expected) = ("bulk with rows once per host".into(), "pipelined".into());
+            return Err(ConfigError { field: "mode", value, expected });
         }
         let factor = self.budget_factor;
         if !(factor.is_finite() && factor > 0.0) {

@@ -40,8 +40,15 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let mut slots = 0;
         for (k, &j) in from.returns[range.clone()].iter().enumerate() {
             let places = from.places(j as usize);
-            slots += places.len();
+            slots += from.passed.as_ref().map_or(places.len(), |passed| passed.row(j as usize).len());
             self.progress.row.fill(0.0);
+            if from.passed.is_some() {
+                let mut row = std::mem::take(&mut self.progress.row);
+                self.sum_parts(pe, j as usize, &mut row, &mut d_weights);
+                rows.set(k * h, &row);
+                self.progress.row = row;
+                continue;
+            }
             sum_places(&self.saved.batches, places, self.direction, &mut self.progress.row);
             rows.set(k * h, &self.progress.row);
             if self.direction == Direction::Backward {
@@ -49,21 +56,25 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.rec.enter(Phase::Combine);
-        let start = return_offset(
-            (from.return_row, from.return_slot),
-            (range.start, self.progress.returned_slots[pe]),
-            row_bytes,
-            self.direction,
-        );
+        let from = &self.saved.inbound[pe];
+        // Parts of a home's results lie by themselves.
+        let base = if self.home_of(pe).is_some() { (0, 0) } else { (from.return_row, from.return_slot) };
+        let start = return_offset(base, (range.start, self.progress.returned_slots[pe]), row_bytes, self.direction);
         self.progress.returned_slots[pe] += slots;
         let pieces = [rows.as_bytes(), bytemuck::cast_slice::<f32, u8>(&d_weights)];
-        let place = self.memory.returns().slice(start..start + pieces[0].len() + pieces[1].len());
-        let signal = (self.memory.result_signal(me, pe, chunk), self.pass);
+        let place = start..start + pieces[0].len() + pieces[1].len();
+        let (place, signal, to) = match self.home_of(pe) {
+            None => (self.memory.returns().slice(place), self.memory.result_signal(me, pe, chunk), pe),
+            Some((home, served, sibling)) => {
+                let parts = self.memory.parts(served, sibling);
+                (parts.slice(place), self.memory.stream_result(served, sibling, chunk), home)
+            }
+        };
         let traffic = &mut self.rec.traffic;
         traffic.combine_rows += range.len() as u64;
         traffic.combine_row_bytes += pieces[0].len() as u64;
         traffic.combine_slot_bytes += pieces[1].len() as u64;
-        put_pieces(self.shmem, place, pieces.into_iter(), signal, pe, traffic);
+        put_pieces(self.shmem, place, pieces.into_iter(), (signal, self.pass), to, traffic);
     }
 
     /// Adds the results that have come back, in the order of PEs whatever came first (a token has one row at most at each). Says whether any had.
@@ -163,7 +174,12 @@ fn enter_scale(rec: &mut Recorder, direction: Direction) {
 }
 
 /// Adds the results of a row's places, in the order of experts, to `acc`.
-fn sum_places<E: Element>(batches: &[Batch<E>], places: &[(u32, u32)], direction: Direction, acc: &mut [f32]) {
+pub(super) fn sum_places<E: Element>(
+    batches: &[Batch<E>],
+    places: &[(u32, u32)],
+    direction: Direction,
+    acc: &mut [f32],
+) {
     let h = acc.len();
     for &(e, place) in places {
         let (batch, place) = (&batches[e as usize], place as usize);
@@ -175,7 +191,12 @@ fn sum_places<E: Element>(batches: &[Batch<E>], places: &[(u32, u32)], direction
 
 /// Byte offset, in the sender's return area, of the results of its rows from `row` on: `base` and `first` are
 /// (rows, slots) before its rows to this PE, and before the chunk among these. Only backward returns slots.
-fn return_offset(base: (usize, usize), first: (usize, usize), row_bytes: usize, direction: Direction) -> usize {
+pub(super) fn return_offset(
+    base: (usize, usize),
+    first: (usize, usize),
+    row_bytes: usize,
+    direction: Direction,
+) -> usize {
     let slots = if direction == Direction::Forward { 0 } else { base.1 + first.1 };
     (base.0 + first.0) * row_bytes + slots * 4
 }

@@ -25,11 +25,26 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 continue;
             }
             let routes = &self.saved.routes[pe];
-            let (rows, slots) = (routes.tokens.len(), routes.slots.len());
+            let (mut rows, mut slots) = (routes.tokens.len(), routes.slots.len());
+            let (first_row, first_slot) = (row, slot);
+            row += rows;
+            slot += slots;
+            let counts = match self.saved.announced.get(pe) {
+                None => routes.counts(self.placement.experts(pe).len()),
+                Some(announced) => {
+                    if rows == 0 {
+                        // From its home, or none.
+                        (rows, slots) = (announced.rows, announced.slots);
+                    }
+                    announced.counts.clone()
+                }
+            };
             let rounds = self.saved.rounds;
-            let mut words: Vec<u32> =
-                [rows, slots, row, slot, self.saved.routing.tokens, rounds].iter().map(|&w| w as u32).collect();
-            words.extend(routes.counts(self.placement.experts(pe).len()));
+            let mut words: Vec<u32> = [rows, slots, first_row, first_slot, self.saved.routing.tokens, rounds]
+                .iter()
+                .map(|&w| w as u32)
+                .collect();
+            words.extend(counts);
             if self.config.has_losses() {
                 let load = &self.saved.loads[me];
                 words.extend(load.routed.iter().map(|&r| r as u32));
@@ -38,8 +53,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                     [bits as u32, (bits >> 32) as u32]
                 }));
             }
-            row += rows;
-            slot += slots;
+            words.extend(self.announced_on_host_of(pe));
             let signal = self.memory.header_signal(me, pe, self.forward);
             let at = self.memory.header(me, pe, self.forward);
             self.shmem.put_signal(at, &words, signal, self.forward, SignalOp::Set, pe);
@@ -85,11 +99,13 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let [rows, slots, return_row, return_slot, tokens, rounds] = [0, 1, 2, 3, 4, 5].map(|k| words[k] as usize);
         let counts: Vec<usize> = words[HEADER_WORDS..HEADER_WORDS + local].iter().map(|&c| c as usize).collect();
         let top_k = self.config.router.top_k;
+        let own_slots = counts.iter().sum::<usize>();
+        let passes_on = self.passes_on(pe);
         let valid = rows <= tokens
             && tokens <= layout.max_tokens
             && slots <= rows * layout.max_slots_per_row
             && slots >= rows
-            && counts.iter().sum::<usize>() == slots
+            && (own_slots == slots || passes_on && own_slots < slots)
             && (return_row + rows) * layout.row_bytes + (return_slot + slots) * 4 <= layout.return_bytes
             && return_slot + slots <= tokens * top_k
             && rounds <= layout.max_chunks;
@@ -110,6 +126,10 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.saved.rounds = self.saved.rounds.max(rounds);
         self.saved.inbound[pe] =
             Inbound { rows, slots, return_row, return_slot, counts, starts: vec![0; local], ..Inbound::default() };
+        if passes_on {
+            let losses = if self.config.has_losses() { 2 + 3 * e } else { 0 };
+            self.open_streams(pe, &words[HEADER_WORDS + local + losses..])?;
+        }
         Ok(())
     }
 
@@ -229,8 +249,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 self.gather_chunk(pe, chunk)?;
                 if chunk + self.memory.layout.window_chunks < self.chunks(rows) {
                     // The sender waits for this place.
-                    let credit = self.memory.credit_signal(self.me(), pe);
-                    self.shmem.signal_op(credit, 1, SignalOp::Add, pe);
+                    let (credit, sender) = self.credit_of(pe);
+                    self.shmem.signal_op(credit, 1, SignalOp::Add, sender);
                     self.rec.traffic.signals += 1;
                 }
                 new = true;
@@ -254,6 +274,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let mut packed = self.options.wire.map(|_| WireRows::<E>::zeros(self.options.wire, h));
         for (k, j) in range.clone().enumerate() {
             let row = data.slice(k * row_bytes..(k + 1) * row_bytes);
+            if from.passed.is_some() {
+                let passing = &mut self.progress.passing[pe];
+                passing.resize((j + 1) * row_bytes, 0);
+                self.shmem.get(&mut passing[j * row_bytes..], row, me);
+            }
             if let Some(packed) = &mut packed {
                 self.shmem.get(packed.as_bytes_mut(), row, me);
                 packed.widen(&mut self.progress.row);
@@ -270,6 +295,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         if self.direction == Direction::Forward {
             self.saved.inbound[pe].extend_returns(range.end);
+            self.extend_streams(pe, range.end)?;
         }
         self.mark_gathered(pe, range);
         Ok(())
@@ -289,6 +315,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         let slots: usize = counts.iter().map(|&c| c as usize).sum();
         let mut words = vec![0u32; 2 * slots];
         self.shmem.get(bytemuck::cast_slice_mut(&mut words), data.slice(slots_at..slots_at + 8 * slots), me);
+        if self.passes_on(pe) {
+            words = self.read_passed(pe, range, &mut counts, &words)?;
+        }
         let from = &mut self.saved.inbound[pe];
         if from.place_start.is_empty() {
             from.place_start.push(0);
@@ -299,6 +328,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             from.place_start.push(from.place_start.last().expect("starts with 0") + count);
             let (row, others) = rest.split_at(2 * count as usize);
             rest = others;
+            if from.passed.is_some() {
+                continue;
+            }
             let first = row.iter().step_by(2).min().copied().unwrap_or(0);
             // What returns when is known by it.
             if first < before {
@@ -318,7 +350,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             from.places.push((slot[0], place as u32));
             self.saved.batches[e].weight[place] = f32::from_bits(slot[1]);
         }
-        if range.end == from.rows && from.places.len() != from.slots {
+        if range.end == from.rows && from.places.len() != from.counts.iter().sum::<usize>() {
             return bad("end short of the announced counts");
         }
         Ok(())
@@ -326,6 +358,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// The rows of a chunk are in their batches: their tiles come nearer.
     fn mark_gathered(&mut self, pe: usize, range: Range<usize>) {
+        let (start, parts) = (range.start, self.parts_awaited(pe, range.clone()));
         let from = &self.saved.inbound[pe];
         let p = &mut self.progress;
         for row in range {
@@ -340,7 +373,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                     }
                 }
             }
-            p.undone[pe].push(places.len() as u32);
+            p.undone[pe].push(places.len() as u32 + parts[row - start]);
         }
         p.gathered[pe] += 1;
     }

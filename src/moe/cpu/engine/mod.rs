@@ -6,6 +6,7 @@
 
 mod combine;
 mod dispatch;
+mod pass_on;
 mod wire;
 
 use std::cmp::Reverse;
@@ -15,6 +16,7 @@ use std::ops::Range;
 use super::experts::{Batch, BatchTile, Mlp, Scratch, in_parallel, tiles};
 use super::kernels::Element;
 use super::memory::LayerMemory;
+use super::relay::{Announced, Passed, Relay, Stream};
 use super::replicas::Exchange;
 use super::router::{Routes, Routing};
 use crate::moe::spec::metrics::{Phase, Recorder};
@@ -41,6 +43,9 @@ pub(super) struct Inbound {
     returns: Vec<u32>,
     /// They are known of rows whose last expert is below this one.
     returns_until: u32,
+    /// Of rows that this PE passes on, with their experts on all PEs of this host, and to whom, by member of the host.
+    passed: Option<Passed>,
+    streams: Vec<Stream>,
 }
 
 impl Inbound {
@@ -49,10 +54,16 @@ impl Inbound {
     }
 
     fn first_expert(&self, row: usize) -> u32 {
+        if let Some(passed) = &self.passed {
+            return passed.row(row).first().map_or(0, |slot| slot.0);
+        }
         self.places(row).iter().map(|place| place.0).min().unwrap_or(0)
     }
 
     fn last_expert(&self, row: usize) -> u32 {
+        if let Some(passed) = &self.passed {
+            return passed.row(row).last().map_or(0, |slot| slot.0);
+        }
         self.places(row).iter().map(|place| place.0).max().unwrap_or(0)
     }
 
@@ -81,8 +92,10 @@ pub struct Saved<E> {
     pub(super) external: bool,
     /// The router's decisions for this PE's tokens, or the caller's.
     pub(super) routing: Routing,
-    /// The rows for each PE.
+    /// The rows for each PE; where rows cross to another host once, for its PEs together, at their home.
     pub(super) routes: Vec<Routes>,
+    /// What of them each PE gets in the end, then.
+    pub(super) announced: Vec<Announced>,
     /// The rows from each PE.
     pub(super) inbound: Vec<Inbound>,
     /// One batch per local expert.
@@ -148,6 +161,10 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub scratch: &'a mut [Scratch],
     pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
+    /// Where rows cross to another host once.
+    pub relay: Option<Relay>,
+    /// By number of a stream of rows that are passed on, as `credits_used`.
+    pub stream_credits: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
     pub direction: Direction,
     /// Number of this pass, from 1, and of its forward pass.
@@ -204,6 +221,11 @@ pub struct PassProgress {
     combine: (usize, usize),
     combined_slots: usize,
     row: Vec<f32>,
+    /// By source: its rows, as they came, until they are passed on; where it is one whose home this PE is.
+    passing: Vec<Vec<u8>>,
+    /// By source and member of this host: chunks passed on, and chunks of results that have come.
+    passed_on: Vec<Vec<usize>>,
+    parts: Vec<Vec<usize>>,
 }
 
 impl PassProgress {
@@ -292,6 +314,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         for pe in self.peers() {
             self.credits_used[pe] += self.chunks(self.saved.routes[pe].tokens.len()).saturating_sub(window) as u64;
         }
+        self.count_stream_credits();
         Ok(())
     }
 
@@ -301,7 +324,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.gather_own();
         loop {
             self.send_chunks(usize::MAX);
-            let arrived = self.take_headers()? | self.gather_chunks()?;
+            let arrived = self.take_headers()? | self.gather_chunks()? | self.pass_on() | self.take_parts();
             if self.compute_some() {
                 self.return_chunks();
                 continue;
@@ -359,6 +382,9 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             maps: (0..local).map(|_| TileMap::default()).collect(),
             tiles_left: vec![0; local],
             row: vec![0.0; self.config.hidden],
+            passing: vec![Vec::new(); n],
+            passed_on: vec![Vec::new(); n],
+            parts: vec![Vec::new(); n],
             ..PassProgress::default()
         };
         if let Some(shared) = self.shared {
@@ -401,6 +427,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
             self.place();
         }
+        self.begin_streams();
     }
 
     /// Cuts rows of an expert into tiles; those below `there` are in the batch already.
@@ -572,7 +599,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             } else if self.progress.placed && self.progress.gathered[pe] < self.chunks(incoming) {
                 // Only what would be acted on: rows that came before the last header would end the wait at once, for ever.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
-                names.push((pe, "its rows"));
+                names.push((self.written_by(pe), "its rows"));
             }
             let sent = self.progress.sent[pe];
             if sent < self.chunks(outgoing)
@@ -582,6 +609,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 names.push((pe, "room in its window"));
             }
         }
+        self.stream_waits(&mut waits, &mut names);
         let (pe, chunk) = self.progress.combine;
         if pe < self.shmem.n_pes() && pe != self.me() {
             let signal = self.memory.result_signal(pe, self.me(), chunk);

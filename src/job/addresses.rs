@@ -1,0 +1,117 @@
+//! The addresses of this host's network interfaces: which of another host's can be reached from here.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
+
+use if_addrs::{IfAddr, get_if_addrs};
+
+use super::JobError;
+
+/// Listens at a free port: for this host alone, or for all.
+///
+/// # Errors
+/// The system's.
+pub fn listen(one_host: bool) -> io::Result<TcpListener> {
+    if one_host {
+        return TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+    }
+    // Takes IPv4 too; but there are hosts without IPv6.
+    TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))
+}
+
+/// Those of this host, its loopback's last; none that are valid on one link alone.
+///
+/// # Errors
+/// The system's.
+pub fn own() -> io::Result<Vec<IpAddr>> {
+    let mut addresses: Vec<IpAddr> =
+        get_if_addrs()?.iter().filter(|interface| !interface.is_link_local()).map(|interface| interface.ip()).collect();
+    addresses.sort_by_key(IpAddr::is_loopback);
+    Ok(addresses)
+}
+
+/// `HOST:PORT` at which this host reaches one with these addresses: its own, if they are; one in a network that both are in; otherwise the
+/// first, to which there may be a route.
+///
+/// # Errors
+/// One line: the system's, or there is none.
+pub fn reachable(theirs: &[IpAddr], port: u16) -> Result<String, JobError> {
+    let mine =
+        get_if_addrs().map_err(|error| JobError::Peers(format!("cannot read this host's addresses: {error}")))?;
+    let mine: Vec<IfAddr> = mine.into_iter().map(|interface| interface.addr).collect();
+    let address = choose(theirs, &mine).ok_or_else(|| JobError::Peers("PE 0's host has no address".to_string()))?;
+    Ok(std::net::SocketAddr::new(address, port).to_string())
+}
+
+fn choose(theirs: &[IpAddr], mine: &[IfAddr]) -> Option<IpAddr> {
+    let outside = || theirs.iter().copied().filter(|address| !address.is_loopback());
+    // One of the container bridges that look alike on all hosts would be taken for the same host: all must be its own.
+    let same_host = outside().all(|address| mine.iter().any(|own| own.ip() == address));
+    if same_host {
+        return Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+    }
+    let shared = |address: &IpAddr| mine.iter().any(|own| own.ip() != *address && in_network(own, *address));
+    outside().find(shared).or_else(|| outside().next())
+}
+
+/// Whether an address is in the network of an interface.
+fn in_network(interface: &IfAddr, address: IpAddr) -> bool {
+    let bits = |bytes: &[u8]| bytes.iter().fold(0u128, |bits, byte| bits << 8 | u128::from(*byte));
+    let (own, other, mask) = match (interface, address) {
+        (IfAddr::V4(own), IpAddr::V4(other)) => {
+            (bits(&own.ip.octets()), bits(&other.octets()), bits(&own.netmask.octets()))
+        }
+        (IfAddr::V6(own), IpAddr::V6(other)) => {
+            (bits(&own.ip.octets()), bits(&other.octets()), bits(&own.netmask.octets()))
+        }
+        _ => return false,
+    };
+    own & mask == other & mask
+}
+
+#[cfg(test)]
+mod tests {
+    use if_addrs::{Ifv4Addr, Ifv6Addr};
+
+    use super::*;
+
+    fn interface(address: &str, prefix: u32) -> IfAddr {
+        match address.parse().unwrap() {
+            IpAddr::V4(ip) => {
+                let netmask = Ipv4Addr::from(u32::MAX << (32 - prefix));
+                IfAddr::V4(Ifv4Addr { ip, netmask, prefixlen: prefix as u8, broadcast: None })
+            }
+            IpAddr::V6(ip) => {
+                let netmask = Ipv6Addr::from(u128::MAX << (128 - prefix));
+                IfAddr::V6(Ifv6Addr { ip, netmask, prefixlen: prefix as u8, broadcast: None })
+            }
+        }
+    }
+
+    #[test]
+    fn an_address_is_chosen_that_can_be_reached() {
+        let mine = [
+            interface("127.0.0.1", 8),
+            interface("172.17.0.1", 16), // A bridge of containers, of the same address everywhere.
+            interface("10.1.2.7", 24),
+            interface("fd00:1::7", 64),
+        ];
+        for (theirs, expected) in [
+            (&["172.17.0.1", "192.168.5.1", "10.1.2.3", "127.0.0.1"][..], Some("10.1.2.3")),
+            (&["172.17.0.1", "10.1.2.7", "fd00:1::7", "127.0.0.1"], Some("127.0.0.1")),
+            (&["192.168.5.1", "fd00:1::3"], Some("fd00:1::3")),
+            (&["192.168.5.1", "192.168.6.1"], Some("192.168.5.1")),
+            (&["127.0.0.1"], Some("127.0.0.1")),
+        ] {
+            let theirs: Vec<IpAddr> = theirs.iter().map(|address| address.parse().unwrap()).collect();
+            assert_eq!(choose(&theirs, &mine), expected.map(|address| address.parse().unwrap()), "{theirs:?}");
+        }
+    }
+
+    #[test]
+    fn this_host_reaches_itself() {
+        let listener = listen(true).unwrap();
+        let place = reachable(&own().unwrap(), listener.local_addr().unwrap().port()).unwrap();
+        assert!(std::net::TcpStream::connect(place).is_ok());
+    }
+}

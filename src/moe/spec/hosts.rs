@@ -1,0 +1,77 @@
+//! Which PEs share a host, where a row crosses to another host once and is passed on there.
+
+use serde::{Deserialize, Serialize};
+
+/// The host of each PE, by number of PE; hosts have any numbers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hosts(Vec<usize>);
+
+impl Hosts {
+    /// From the host of each PE.
+    pub fn new(of: Vec<usize>) -> Hosts {
+        Hosts(of)
+    }
+
+    /// How many PEs there are.
+    pub fn n_pes(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether a row can be passed on to anyone: not where every PE has a host of its own, nor where all share one.
+    pub fn relays(&self) -> bool {
+        (0..self.n_pes()).any(|pe| self.members(pe).nth(1).is_some() && self.0.iter().any(|host| *host != self.0[pe]))
+    }
+
+    /// The PEs of a PE's host, itself among them, ascending.
+    pub fn members(&self, pe: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.n_pes()).filter(move |other| self.0[*other] == self.0[pe])
+    }
+
+    /// The PE to which the rows of `source` for `target` go first: on `source`'s host the target itself, on another host its *home* there. The
+    /// PEs of a host take homes on another in turn.
+    pub fn home(&self, source: usize, target: usize) -> usize {
+        if self.0[source] == self.0[target] {
+            return target;
+        }
+        let rank = self.members(source).position(|pe| pe == source).unwrap_or(0);
+        let members: Vec<usize> = self.members(target).collect();
+        members[rank % members.len()]
+    }
+
+    /// The PEs of other hosts whose home on its own host a PE is, ascending.
+    pub fn served(&self, home: usize) -> Vec<usize> {
+        let others = (0..self.n_pes()).filter(|source| self.0[*source] != self.0[home]);
+        others.filter(|source| self.home(*source, home) == home).collect()
+    }
+
+    /// The most PEs of a host.
+    pub fn most_members(&self) -> usize {
+        (0..self.n_pes()).map(|pe| self.members(pe).count()).max().unwrap_or(1)
+    }
+
+    /// The most PEs that one is a home of.
+    pub fn most_served(&self) -> usize {
+        (0..self.n_pes()).map(|pe| self.served(pe).len()).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn homes_are_taken_in_turn() {
+        let hosts = Hosts::new(vec![7, 2, 7, 2, 7]);
+        assert_eq!(hosts.members(4).collect::<Vec<_>>(), [0, 2, 4]);
+        assert_eq!([0, 2, 4].map(|source| hosts.home(source, 1)), [1, 3, 1]);
+        assert_eq!([1, 3].map(|source| hosts.home(source, 4)), [0, 2]);
+        assert_eq!(hosts.home(0, 4), 4);
+        assert_eq!(
+            (0..5).map(|pe| hosts.served(pe)).collect::<Vec<_>>(),
+            [vec![1], vec![0, 4], vec![3], vec![2], vec![]]
+        );
+        assert_eq!((hosts.most_members(), hosts.most_served()), (3, 2));
+        assert!(hosts.relays());
+        assert!(!Hosts::new(vec![0, 1, 2]).relays() && !Hosts::new(vec![3, 3]).relays() && !Hosts::default().relays());
+    }
+}

@@ -1,0 +1,210 @@
+//! Jobs of MPI across hosts (network namespaces), between which both MPIs take TCP; the hosts' interfaces count what crosses.
+
+use std::env;
+use std::ffi::OsStr;
+use std::process::Command;
+
+use rustix::process::{Signal, kill_process};
+
+use super::binary::{self, run};
+use super::hosts::Hosts;
+use super::sample::Sample;
+use super::{LONG, SMALL, SUITE_PES, Sums, Test, all_checks, disturbed, is_open_mpi, launcher, refused, same, skip};
+
+/// Where an MPICH is that jobs across hosts take, with the library that this program loads under its name, `libmpich.so.12`, in `debian`
+/// (`tools/mpi-env`). Debian 12's own, 4.0.2 over UCX, does not always come out of MPI_Finalize there (`tests/hosts/mpich_finalize.c`).
+const ENV_MPICH: &str = "ARISTOS_TEST_MPICH";
+
+/// Whether jobs can be run across hosts; says why not.
+fn ready() -> bool {
+    let is_ready = is_open_mpi() || env::var_os(ENV_MPICH).is_some();
+    if !is_ready {
+        skip::skip(format!("MPICH before 4.2 does not always end across hosts; {ENV_MPICH} names no other one"));
+    }
+    is_ready
+}
+
+/// `program` as a job of `n` processes on these hosts. The MPIs are told which network to take: left to themselves, both take hosts that
+/// are namespaces of one machine for one, and shared memory for the network.
+fn over_hosts(hosts: &Hosts, n: usize, program: impl AsRef<OsStr>, args: &str) -> Command {
+    let on = Hosts::PROGRAM;
+    let mut command;
+    if is_open_mpi() {
+        command = hosts.command(0, launcher(true).expect("mpirun in PATH"), [""; 0]);
+        let slots = |host: &str| format!("{host}:{}", n.div_ceil(hosts.len()));
+        let slots: Vec<String> = hosts.addresses().split(',').map(slots).collect();
+        command.args(["--allow-run-as-root", "--oversubscribe", "--map-by", "node"]);
+        command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "osc", "^rdma,ucx"]);
+        // Hosts that share their CPUs, of which none knows.
+        command.args(["--mca", "mpi_yield_when_idle", "1"]);
+        command.args(["--mca", "plm_rsh_agent", &format!("{on} --on")]);
+        command.args(["--host", &slots.join(",")]);
+    } else {
+        let mpich = env::var(ENV_MPICH).expect("who runs jobs across hosts is ready");
+        command = hosts.command(0, format!("{mpich}/bin/mpirun"), [""; 0]);
+        command.env("LD_LIBRARY_PATH", format!("{mpich}/debian:{mpich}/lib/mpich"));
+        command.args(["-launcher", "ssh", "-launcher-exec", on, "-hosts", &hosts.addresses()]);
+        command.args(["-genv", "UCX_TLS", "tcp", "-genv", "UCX_NET_DEVICES", "eth0"]);
+    }
+    command.args(["-n", &n.to_string()]).arg(program).args(args.split_whitespace());
+    command
+}
+
+/// What a job on these hosts says.
+#[track_caller]
+fn said_over(hosts: &Hosts, n: usize, args: &str) -> String {
+    run(over_hosts(hosts, n, env!("CARGO_BIN_EXE_aristos"), args)).success().stdout
+}
+
+/// The suite on PEs that are spread over three hosts: a part of it, all with `--deep`.
+pub fn conforming(filter: &str, sums: &mut Sums) {
+    let suite = "conformance_across_hosts";
+    if !suite.contains(filter) && !filter.starts_with(suite) {
+        return;
+    }
+    let made = if ready() { Hosts::make(3) } else { None };
+    let Some(hosts) = made else { return sums.add(suite, Test::Skipped) };
+    let all = all_checks().count() as u64;
+    let part: Vec<u64> = Sample::new(10, all).numbers().collect();
+    let checks = all_checks().enumerate().filter(|(i, _)| part.contains(&(*i as u64))).map(|(_, check)| check);
+    let before = hosts.sent_bytes();
+    super::conforming(suite, filter, checks, sums, || over_hosts(&hosts, SUITE_PES, env::current_exe().unwrap(), ""));
+    let crossed = hosts.sent_bytes() - before;
+    sums.add("conformance_across_hosts::it_crosses_the_network", Test::Ran(crossed > 100_000));
+}
+
+/// Fails the test unless a layer of a PE on each of these hosts is checked, gives what it gives over shared memory, and moves at least the
+/// bytes of its report over the network.
+#[track_caller]
+fn rows_cross(hosts: &Hosts, steps: usize) {
+    let n = hosts.len();
+    let dir = tempfile::tempdir().unwrap();
+    let (shm, mpi) = (dir.path().join("shm"), dir.path().join("mpi"));
+    let layer = format!("--tokens 600 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --bias --pes {n}");
+    run(binary::aristos_run(&format!("{layer} --output {}", shm.display()))).success();
+    let before = hosts.sent_bytes();
+    let over =
+        format!("run --transport mpi {layer} --check --steps {steps} --timeout 30 --json --output {}", mpi.display());
+    let said = said_over(hosts, n, &over);
+    let crossed = hosts.sent_bytes() - before;
+    same(&shm, &mpi);
+    let report: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(report["check"]["passed"], true, "{report}");
+    let remote = steps as f64 * report["remote_bytes_per_step"].as_f64().unwrap();
+    assert!(remote > 500_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
+}
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("several_hosts_run_the_layer", || {
+        if !ready() {
+            return;
+        }
+        let Some(hosts) = Hosts::make(3) else { return };
+        let outcome = run(over_hosts(&hosts, 4, "hostname", "")).success();
+        let mut names: Vec<&str> = outcome.stdout.lines().collect();
+        names.sort_unstable();
+        assert_eq!(names, ["node0", "node0", "node1", "node2"], "{outcome:?}");
+        let said = said_over(&hosts, 4, &format!("run --transport mpi {SMALL} --check --steps 2 --chunk-rows 8"));
+        assert_eq!(said.matches("check passed").count(), 1, "{said}");
+        assert!(said.contains("4 PEs"), "{said}");
+        rows_cross(&hosts, 3);
+    }),
+    ("several_hosts_run_over_a_link", || {
+        if !ready() {
+            return;
+        }
+        const DELAYS: [&str; 3] = ["delay_ms=0.05", "delay_ms=1", "delay_ms=20"];
+        const LOSSES: [&str; 2] = ["delay_ms=0.5 loss=0.001", "loss=0.01"];
+        // One of the delays and one of the losses at each commit.
+        let sample = Sample::new(1, 6);
+        for number in sample.numbers() {
+            let n = 2 + (number % 2) as usize;
+            let Some(hosts) = Hosts::with_link(n, "delay_ms=0") else { return };
+            hosts.set(DELAYS[number as usize % 3]);
+            rows_cross(&hosts, 3);
+            let before = hosts.counted("Tcp", "RetransSegs");
+            hosts.set(LOSSES[number as usize / 3]);
+            rows_cross(&hosts, 20);
+            assert!(hosts.counted("Tcp", "RetransSegs") > before, "nothing was lost");
+            drop(hosts);
+            let Some(hosts) = Hosts::with_link(n, "delay_ms=0.2 jitter_ms=2") else { return };
+            rows_cross(&hosts, 10);
+            let early = hosts.counted("TcpExt", "TCPOFOQueue");
+            assert!(early > 100, "{early} segments came before others");
+        }
+    }),
+    #[cfg(feature = "emulate")]
+    ("devices_of_several_hosts_meet_over_mpi", || {
+        if !ready() {
+            return;
+        }
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let (shm, mpi) = (dir.path().join("shm"), dir.path().join("mpi"));
+        let layer =
+            "--device emulated --tokens 96 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7 --pes 3";
+        run(binary::aristos_run(&format!("{layer} --output {}", shm.display()))).success();
+        let before = hosts.sent_bytes();
+        let over = format!("run --transport mpi {layer} --check --steps 2 --json --output {}", mpi.display());
+        // Two of them on one host.
+        let said = said_over(&hosts, 3, &over);
+        let crossed = hosts.sent_bytes() - before;
+        same(&shm, &mpi);
+        let report: serde_json::Value = serde_json::from_str(&said).unwrap();
+        assert_eq!(report["check"]["passed"], true, "{report}");
+        let remote = 2.0 * report["remote_bytes_per_step"].as_f64().unwrap();
+        // Of PEs 0, 1 and 2 one pair is on one host.
+        assert!(
+            remote > 10_000.0 && crossed as f64 >= 0.5 * remote,
+            "{crossed} bytes crossed of {remote} that were put"
+        );
+    }),
+    ("a_pe_that_is_killed_on_another_host_ends_the_job", || {
+        if !ready() {
+            return;
+        }
+        let Some(hosts) = Hosts::make(3) else { return };
+        let job = over_hosts(&hosts, 3, env!("CARGO_BIN_EXE_aristos"), &format!("run --transport mpi {LONG}"));
+        let outcome = disturbed("far-kill", 3, job, |pes| kill_process(pes[&1], Signal::KILL).unwrap());
+        assert!(!outcome.status.success() && !outcome.stdout.contains("tokens/s"), "{outcome:?}");
+        if !is_open_mpi() {
+            // MPICH 5.0.2 leaves its own when a process is killed.
+            for host in 0..hosts.len() {
+                let clear = hosts.command(host, "sh", ["-c", "rm -f /dev/shm/mpich_shm_*"]).status().unwrap();
+                assert!(clear.success());
+            }
+        }
+        hosts.assert_empty();
+    }),
+    ("several_hosts_are_measured", || {
+        if !ready() {
+            return;
+        }
+        let Some(hosts) = Hosts::make(3) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let cluster = dir.path().join("cluster.json");
+        let probe = format!("probe --transport mpi --quick --hidden 64 --intermediate 96 --out {}", cluster.display());
+        let p2p = "bench p2p --transport mpi --max 4KiB --iterations 5 --warmup 1 --json";
+        said_over(&hosts, 3, &probe);
+        let probed = aristos::cluster::Cluster::read(&cluster).unwrap();
+        let names: Vec<&str> = probed.devices.iter().map(|device| &*device.host).collect();
+        assert_eq!(names, ["node0", "node1", "node2"]);
+        let said = said_over(&hosts, 2, p2p);
+        assert!(said.contains("\"put-signal\""), "{said}");
+        // Two, as MPI's waits take a CPU each.
+        let straggler =
+            "bench straggler --transport mpi --steps 40 --warmup 2 --compute-us 3000 --inject slow-pe=1:8 --json";
+        let report: serde_json::Value = serde_json::from_str(&said_over(&hosts, 2, straggler)).unwrap();
+        for mode in report["modes"].as_array().unwrap() {
+            assert_eq!(mode["culprit"]["pe"], 1, "{mode}");
+        }
+    }),
+    ("shared_memory_of_several_hosts_is_one_line", || {
+        if !ready() {
+            return;
+        }
+        let Some(hosts) = Hosts::make(3) else { return };
+        let command = over_hosts(&hosts, 3, env!("CARGO_BIN_EXE_aristos"), "run --tokens 10");
+        refused(command, &["several hosts", "--transport tcp"]);
+    }),
+];
