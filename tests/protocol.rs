@@ -105,7 +105,13 @@ fn cases() -> Vec<Case> {
             name: "all rows to one expert of another host, whose home has none",
             source: hot(&mixtral(6, 4, 3, 1), 0.4),
             splits: vec![even(24, 4)],
-            options: with!(options; budget_factor = 0.5, hosts = Hosts::new(vec![1, 1, 0, 0])),
+            options: with!(options.clone(); budget_factor = 0.5, hosts = Hosts::new(vec![1, 1, 0, 0])),
+        },
+        Case {
+            name: "a token's rows to another PE of its host, and by a home before their PE",
+            source: synthetic(mixtral(6, 4, 5, 3), 3),
+            splits: vec![even(5, 5), even(10, 5)],
+            options: with!(options; hosts = Hosts::new(vec![0, 1, 0, 0, 1])),
         },
     ]
 }

@@ -431,6 +431,8 @@ const TESTS: &[(&str, fn())] = &[
         refused(here(2, &format!("run {SMALL} --pes 3")), &[0], &["--pes 3", "2 processes", "expected 2"]);
         refused(here(2, &format!("run {SMALL} --output /nowhere/out")), &[0], &["/nowhere"]);
         refused(here(2, &format!("run {SMALL} --device cuda")), &[0], &["--device"]);
+        let bulk = format!("run {SMALL} --rows-per host --mode bulk");
+        refused(here(2, &bulk), &[0], &["--rows-per host with --mode bulk", "expected --mode pipelined"]);
         let mut different = here(3, &format!("run {SMALL}"));
         different[1].args(["--steps", "2"]);
         refused(different, &[1], &["PE 1: its arguments are not those of PE 0"]);
@@ -541,9 +543,36 @@ const TESTS: &[(&str, fn())] = &[
         assert!(loopback[0] > 0.25 && loopback[1] < 0.05, "over loopback, of all bytes put: {loopback:?}");
         same(&dir.path().join("tcp"), &dir.path().join("hybrid"));
     }),
+    ("hosts::a_row_crosses_once_for_all_pes_of_a_host", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        // Of 8 experts of 32 nearly every row has some on every PE.
+        let layer = "--tokens 400 --hidden 128 --intermediate 64 --experts 32 --top-k 8 --seed 7 --steps 6 --bias --aux-loss-coef 0.01";
+        for transport in ["tcp", "hybrid"] {
+            let cross = |rows_per: &str| {
+                let output = dir.path().join(format!("{transport}-{rows_per}"));
+                let to = format!("--rows-per {rows_per} --output {}", output.display());
+                let before = hosts.sent_bytes();
+                let report = json(two_a_host(&hosts, transport, &format!("run {layer} {to} --check --json")));
+                let (crossed, config) = ((hosts.sent_bytes() - before) as f64, &report["config"]);
+                assert_eq!(report["check"]["passed"], true, "{report}");
+                assert_eq!((&config["transport"], &config["rows_per"]), (&transport.into(), &rows_per.into()));
+                (output, crossed)
+            };
+            let ((pe, each), (host, once)) = (cross("pe"), cross("host"));
+            same(&pe, &host);
+            // Each token's row there and back, forward and backward, in each step; besides, slots, headers, acknowledgements.
+            let rows = 6.0 * 400.0 * 4.0 * (128.0 * 4.0);
+            assert!(once > rows && once < 0.65 * each, "{once} bytes, {each} without, {rows} of rows");
+        }
+        hosts.assert_empty();
+    }),
     ("hosts::a_hybrid_pe_that_is_killed_or_stopped_is_named", || {
         let Some(hosts) = Hosts::make(2) else { return };
         let start = |args: &str| two_a_host(&hosts, "hybrid", args);
+        // The home of rows from the other host, too.
+        let once = start(&format!("run {LONG} --rows-per host"));
+        disturbed(once, NAMED_LIMIT, 3, &[3], |pes| pes[3].signal(Signal::KILL));
         // Whether from its own host or from the other.
         let kill = |pes: &[Running]| pes[2].signal(Signal::KILL);
         disturbed(start(&format!("run {LONG}")), NAMED_LIMIT, 2, &[2], kill);

@@ -25,20 +25,19 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 continue;
             }
             let routes = &self.saved.routes[pe];
-            let (mut rows, mut slots) = (routes.tokens.len(), routes.slots.len());
-            let (first_row, first_slot) = (row, slot);
-            row += rows;
-            slot += slots;
-            let counts = match self.saved.announced.get(pe) {
+            let announced = self.saved.announced.get(pe);
+            let counts = match announced {
                 None => routes.counts(self.placement.experts(pe).len()),
-                Some(announced) => {
-                    if rows == 0 {
-                        // From its home, or none.
-                        (rows, slots) = (announced.rows, announced.slots);
-                    }
-                    announced.counts.clone()
-                }
+                Some(announced) => announced.counts.clone(),
             };
+            let from_home = self.relay.as_ref().is_some_and(|relay| relay.home[pe] != pe);
+            let [rows, slots, first_row, first_slot] = match announced {
+                // Its results go to its home.
+                Some(announced) if from_home => [announced.rows, announced.slots, 0, 0],
+                _ => [routes.tokens.len(), routes.slots.len(), row, slot],
+            };
+            row += routes.tokens.len();
+            slot += routes.slots.len();
             let rounds = self.saved.rounds;
             let mut words: Vec<u32> = [rows, slots, first_row, first_slot, self.saved.routing.tokens, rounds]
                 .iter()
