@@ -285,3 +285,27 @@ fn environment_case() {
     assert_eq!(get(&of(5), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").as_deref(), Some("33"));
     assert_eq!(get(&of(2), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), None);
 }
+
+/// On two hosts: what fails between the devices is said with what it depends on there.
+#[test]
+fn a_failure_between_hosts_names_the_network() {
+    let Some(hosts) = crate::hosts::Hosts::make(2) else { return };
+    let fakes = Fakes::new(&[], &[]);
+    let run = |rank: usize, puts: &str| {
+        let args = "run --device cuda --tokens 64 --transport tcp --ranks 2 --timeout 5";
+        let mut command = hosts.command(rank, "timeout", ["60", env!("CARGO_BIN_EXE_aristos")]);
+        command.args(args.split(' ')).args(["--rank", &rank.to_string()]);
+        command.arg("--rendezvous").arg(format!("{}:29400", hosts.address(0))).env("FAKE_PUTS", puts);
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        fakes.around(command).spawn().unwrap()
+    };
+    // As the kernels see it: PE 0 of 2, to which PE 1's put is lost.
+    let outputs = [run(0, "0 2 1 -1"), run(1, "1 2 0 -1")].map(|pe| pe.wait_with_output().unwrap());
+    for (rank, output) in outputs.iter().enumerate() {
+        let text = String::from_utf8_lossy(&output.stderr);
+        // Nothing has confined NVSHMEM to one host.
+        assert_eq!((output.status.code(), text.lines().count()), (Some(1), 1), "{text}");
+        let lost = format!("PE {} puts to it by NVSHMEM, and they did not come", 1 - rank);
+        assert_says(&text, &[&lost, "several hosts", "NVSHMEM_REMOTE_TRANSPORT is not set", "cxi", "aristos doctor"]);
+    }
+}

@@ -2,6 +2,8 @@
 //! files beside this one. Whether kernels compute what they should is tested elsewhere.
 
 mod device;
+#[path = "../hosts/mod.rs"]
+mod hosts;
 mod p2p;
 #[path = "../skip/mod.rs"]
 mod skip;

@@ -99,7 +99,7 @@ fn pes_of_several_hosts_meet_over_tcp() {
     let pe = |rank: &str| {
         let mut command = fakes.around(Command::new("timeout"));
         command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(ops).args(place(rank));
-        command.arg(format!("localhost:{port}")).env("FAKE_PUTS", "job").env("FAKE_TICK", "1");
+        command.arg(format!("localhost:{port}")).env("FAKE_PUTS", format!("{rank} 2 -1 -1")).env("FAKE_TICK", "1");
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
     };
     let outputs = [pe("0"), pe("1")].map(|pe| pe.wait_with_output().unwrap());

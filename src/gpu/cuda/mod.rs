@@ -83,6 +83,7 @@ pub struct CudaGpu {
     shared: RefCell<HashMap<String, u32>>,
     marks: [Cell<CUevent>; MARKS],
     nvshmem: Option<Nvshmem>,
+    several_hosts: bool,
     // Last, so that it is dropped after what lies in it.
     context: Context,
 }
@@ -96,7 +97,8 @@ impl CudaGpu {
     pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
         let (my_pe, n_pes) = (bootstrap.my_pe(), bootstrap.n_pes());
-        let (device, info) = device::choose(driver, rank_on_host(&bootstrap, wait_limit)?)?;
+        let (rank, several_hosts) = rank_on_host(&bootstrap, wait_limit)?;
+        let (device, info) = device::choose(driver, rank)?;
         let sharing = agree(&bootstrap, &info, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
         let percentage = std::env::var(device::MPS_SHARE).ok();
@@ -106,7 +108,8 @@ impl CudaGpu {
             let (place, library) = nvshmem::find_library()?;
             tracing::debug!(pe = my_pe, library = %place.display(), version = ?library.version, "NVSHMEM");
             // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
-            let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) }?;
+            let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) };
+            let nvshmem = nvshmem.map_err(|error| between(several_hosts, error))?;
             if nvshmem.limited() && my_pe == 0 {
                 tracing::warn!(
                     "{sharing} PEs take turns on one GPU without MPS: results are right, times mean nothing"
@@ -128,6 +131,7 @@ impl CudaGpu {
             shared: RefCell::default(),
             marks: [const { Cell::new(ptr::null_mut()) }; MARKS],
             nvshmem,
+            several_hosts,
             context,
         };
         for module in modules::modules_for(gpu.info.hopper()) {
@@ -164,6 +168,7 @@ impl CudaGpu {
     pub fn try_put(&self) -> Result<(), GpuError> {
         let limit = self.wait_limit;
         smoke::try_put(self, limit, || self.synchronise_within(limit.saturating_add(Duration::from_secs(1))))
+            .map_err(|error| between(self.several_hosts, error))
     }
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
@@ -286,12 +291,26 @@ impl CudaGpu {
     }
 }
 
-/// This PE's rank among those of its host (collective).
-fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
+/// This PE's rank among those of its host, and whether there are others (collective).
+fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<(usize, bool), GpuError> {
     let mut mine = [0; HOST_BYTES];
     mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
     let all = bootstrap.all_gather(&mine, limit)?;
-    Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
+    let hosts: Vec<&[u8]> = all.chunks(mine.len()).collect();
+    Ok((device::rank_on_host(&hosts, bootstrap.my_pe()), hosts.iter().any(|host| *host != mine)))
+}
+
+/// The error of what goes between devices, with what it depends on where they are on several hosts.
+fn between(several_hosts: bool, error: GpuError) -> GpuError {
+    let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, several_hosts) else { return error };
+    let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {
+        Ok(name) => format!("is {name}"),
+        Err(_) => "is not set, so it looks for InfiniBand".to_string(),
+    };
+    GpuError::Unavailable(format!(
+        "{error}. The PEs are on several hosts, and NVSHMEM_REMOTE_TRANSPORT {network}; on Slingshot: libfabric, with \
+         NVSHMEM_LIBFABRIC_PROVIDER=cxi (aristos doctor says what is missing on a host)"
+    ))
 }
 
 /// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
