@@ -1,8 +1,12 @@
 //! The CUDA kernels on the CPU: builds `kernels/host` and of `kernels/tests/*_test.cpp` a sixth, or with `tools/test --deep` all, with make and
 //! g++, and runs the programs, of those with cases for it some under ThreadSanitizer too. `kernels/tests/testing.h` says what a program is.
+//! `kernels/tests/cute_layouts.cpp` is one more, where there are the headers that it needs.
 
 mod sample;
+mod skip;
 
+use std::env;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -20,6 +24,26 @@ fn programs_pass() {
     let sample = Sample::new(all.len().div_ceil(6) as u64, all.len() as u64);
     let some: Vec<String> = sample.numbers().map(|number| all[number as usize].clone()).collect();
     check(&some, false);
+}
+
+#[test]
+fn layouts_are_those_of_cute() {
+    let cache =
+        env::var_os("ARISTOS_CACHE").map_or(Path::new(env!("CARGO_MANIFEST_DIR")).join("target"), PathBuf::from);
+    let cuda = env::var_os("CUDA_HOME").map_or(cache.join("cuda-toolchain/nvidia/cu13"), PathBuf::from).join("include");
+    let cutlass = cache.join("cutlass/include");
+    for (header, tool) in
+        [(cutlass.join("cute/tensor.hpp"), "cutlass"), (cuda.join("cuda_runtime.h"), "cuda-toolchain")]
+    {
+        if !header.exists() {
+            return skip::skip(format!("no {}: tools/{tool}", header.display()));
+        }
+    }
+    let [mut to_cutlass, mut to_cuda] = ["CUTLASS=", "CUDA="].map(OsString::from);
+    to_cutlass.push(cutlass);
+    to_cuda.push(cuda);
+    let out = build(&["cute_layouts".to_string()], &[to_cutlass, to_cuda], false);
+    run(&out, "cute_layouts").unwrap();
 }
 
 #[test]
@@ -47,12 +71,13 @@ fn programs(wanted: impl Fn(&str) -> bool) -> Vec<String> {
 
 /// Builds and runs them all, and fails with the output of those that failed.
 fn check(programs: &[String], thread_sanitizer: bool) {
-    let out = build(programs, thread_sanitizer);
+    let out = build(programs, &[], thread_sanitizer);
     let failures: Vec<String> = programs.iter().filter_map(|program| run(&out, program).err()).collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-fn build(programs: &[String], thread_sanitizer: bool) -> PathBuf {
+/// With make's variables as in `settings`.
+fn build(programs: &[String], settings: &[OsString], thread_sanitizer: bool) -> PathBuf {
     let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let folder = if thread_sanitizer { "kernels-tsan" } else { "kernels" };
     let out = tmp.parent().expect("a target folder").join(folder);
@@ -65,7 +90,7 @@ fn build(programs: &[String], thread_sanitizer: bool) -> PathBuf {
     make.arg("-C").arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/host"));
     make.arg(format!("-j{}", thread::available_parallelism().map_or(1, usize::from)));
     make.arg(format!("OUT={}", out.display()));
-    make.args(thread_sanitizer.then_some("TSAN=1"));
+    make.args(thread_sanitizer.then_some("TSAN=1")).args(settings);
     make.args(programs.iter().map(|program| out.join(program)));
     // Cargo's own make jobs are none of this make's business.
     let output = make.env_remove("MAKEFLAGS").env_remove("MFLAGS").output().expect("make runs");

@@ -1,6 +1,7 @@
 // cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA after a seeded number of switches.
 #include <algorithm>
 
+#include "fragments.h"
 #include "raw.h"
 #include "simt.h"
 
@@ -52,9 +53,8 @@ void complete(Block& block, const TmaLoad& load) {
     const char* base = reinterpret_cast<const char*>(map.base);
     for (u32 r = 0; r < map.box_rows; ++r) {
         for (u32 p = 0; p < pieces; ++p) {
-            // 128-byte swizzle: address bits 4 to 6 are XORed with bits 7 to 9.
             const u32 plain = block.shared_address(load.to) + (r * pieces + p) * 16;
-            char* to = block.window + (plain ^ (plain >> 7 & 7) << 4);
+            char* to = block.window + swizzled_128b(plain);
             block.unfenced[block.shared_address(to) / 16] = 0;
             for (u32 e = 0; e < per_piece; ++e) {
                 const long long row = load.row + static_cast<long long>(r);

@@ -1,6 +1,7 @@
-// ldmatrix, mma and wgmma with the fragment and shared-memory layouts of the PTX ISA. wgmma.h says when wgmma happens.
+// ldmatrix, mma and wgmma. fragments.h says which element is where, wgmma.h when wgmma happens.
 #include <cmath>
 
+#include "fragments.h"
 #include "simt.h"
 
 namespace aristos::host {
@@ -13,21 +14,20 @@ typedef float Floats16 __attribute__((vector_size(64), may_alias));
 
 float element(u32 bits, bool bf16) { return bf16 ? dev::to_float(Bf16{u16(bits)}) : dev::to_float(F16{u16(bits)}); }
 
-// One warp's m16n8k16. Which element a lane's registers hold: platform_cuda.h, and PTX ISA, "Matrix Fragments for
-// mma.m16n8k16 with floating point type".
+// One warp's m16n8k16.
 template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
     alignas(64) float a[16][16], b[16][8], d[16][8];
+    const auto at = [](auto& matrix, Place place) -> float& { return matrix[place.row][place.col]; };
     for (u32 lane = 0; lane < 32; ++lane) {
         const Operands& o = lanes[lane]->operands;
-        const u32 g = lane / 4, t = lane % 4;
         for (u32 i = 0; i < 4; ++i) {
-            a[g + 8 * (i % 2)][2 * t + 8 * (i / 2)] = element(o.a[i] & 0xffff, BF16);
-            a[g + 8 * (i % 2)][2 * t + 8 * (i / 2) + 1] = element(o.a[i] >> 16, BF16);
-            d[g + 8 * (i / 2)][2 * t + i % 2] = o.d[i];
+            at(a, mma_a(lane, i, 0)) = element(o.a[i] & 0xffff, BF16);
+            at(a, mma_a(lane, i, 1)) = element(o.a[i] >> 16, BF16);
+            at(d, mma_d(lane, i)) = o.d[i];
         }
         for (u32 i = 0; i < 2; ++i) {
-            b[2 * t + 8 * i][g] = element(o.b[i] & 0xffff, BF16);
-            b[2 * t + 8 * i + 1][g] = element(o.b[i] >> 16, BF16);
+            at(b, mma_b(lane, i, 0)) = element(o.b[i] & 0xffff, BF16);
+            at(b, mma_b(lane, i, 1)) = element(o.b[i] >> 16, BF16);
         }
     }
     for (u32 m = 0; m < 16; ++m) {
@@ -42,7 +42,7 @@ template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
     }
     for (u32 lane = 0; lane < 32; ++lane) {
         const Operands& o = lanes[lane]->operands;
-        for (u32 i = 0; i < 4; ++i) o.d[i] = d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
+        for (u32 i = 0; i < 4; ++i) o.d[i] = at(d, mma_d(lane, i));
     }
 }
 
@@ -60,10 +60,8 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
         u16 matrix[8][8];
         for (u32 row = 0; row < 8; ++row) __builtin_memcpy(matrix[row], lanes[8 * i + row]->operands.row, 16);
         for (u32 lane = 0; lane < 32; ++lane) {
-            const u32 row = lane / 4, col = 2 * (lane % 4);
-            const u16 lo = transposed ? matrix[col][row] : matrix[row][col];
-            const u16 hi = transposed ? matrix[col + 1][row] : matrix[row][col + 1];
-            lanes[lane]->operands.registers[i] = u32(lo) | u32(hi) << 16;
+            const Place lo = ldmatrix(lane, 0, transposed), hi = ldmatrix(lane, 1, transposed);
+            lanes[lane]->operands.registers[i] = u32(matrix[lo.row][lo.col]) | u32(matrix[hi.row][hi.col]) << 16;
         }
     }
     block.warp_done(fiber);
@@ -71,28 +69,13 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
 
 // ---- wgmma
 
-// Where thread t of a warpgroup has its accumulator i: PTX ISA, "Register Fragments for wgmma.mma_async", D.
-u32 row_of(u32 t, u32 i) { return 16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2); }
-u32 col_of(u32 t, u32 i) { return 8 * (i / 4) + 2 * (t % 4) + i % 2; }
-
-// An operand's address of (row or column `r`, `k`), a multiple of 8 along the contiguous dimension. PTX ISA, "Shared Memory Matrix
-// Layout" and "Strides"; the 128-byte swizzle XORs address bits 4 to 6 with bits 7 to 9.
-u32 place(u64 descriptor, u32 r, u32 k, bool trans) {
-    const u32 start = u32(descriptor & 0x3fff) << 4;
-    const u32 lbo = u32(descriptor >> 16 & 0x3fff) << 4;
-    const u32 sbo = u32(descriptor >> 32 & 0x3fff) << 4;
-    const u32 at = trans ? start + r / 64 * lbo + k / 8 * sbo + k % 8 * 128 + r % 64 * 2
-                         : start + r / 8 * sbo + r % 8 * 128 + k * 2;
-    return at ^ (at >> 7 & 7) << 4;
-}
-
 // `rows` x 16 of an operand, as out[k][row].
 void read_operand(Block& block, u64 descriptor, u32 rows, bool trans, bool bf16, float* out) {
     if (descriptor >> 62 != 1) block.fail("a wgmma descriptor without the 128-byte swizzle: %llx",
                                           static_cast<unsigned long long>(descriptor));
     const u32 end = SHARED_START + block.launch->shared_bytes;
     const auto piece = [&](u32 r, u32 k, u16 (&values)[8]) {
-        const u32 at = place(descriptor, r, k, trans);
+        const u32 at = wgmma_operand(descriptor, r, k, trans);
         if (at < SHARED_START || at + 16 > end) {
             block.fail("a wgmma operand reaches %lld bytes into shared memory of %u bytes (descriptor %llx)",
                        static_cast<long long>(at) - SHARED_START, block.launch->shared_bytes,
@@ -183,7 +166,8 @@ Accumulators* take(Fiber* fiber, WgmmaGroup& group, Accumulators* expected, floa
     if (found->of_thread[t] == nullptr) {
         if (!fiber->wgmma.fenced) fiber->home->fail("thread %u: wgmma on accumulators without wgmma_fence before", fiber->thread);
         for (u32 i = 0; i < n / 2; ++i) {
-            found->values[row_of(t, i) * n + col_of(t, i)] = acc[i];
+            const Place place = wgmma_d(t, i);
+            found->values[place.row * n + place.col] = acc[i];
             acc[i] = NAN;
         }
         found->of_thread[t] = acc;
@@ -203,7 +187,10 @@ void give_back(Fiber* fiber, WgmmaGroup& group, u64 through) {
         const u32 n = accumulators->n;
         if (n == 0 || !accumulators->of_thread[t] || accumulators->last_use[t] > through) continue;
         float* acc = accumulators->of_thread[t];
-        for (u32 i = 0; i < n / 2; ++i) acc[i] = accumulators->values[row_of(t, i) * n + col_of(t, i)];
+        for (u32 i = 0; i < n / 2; ++i) {
+            const Place place = wgmma_d(t, i);
+            acc[i] = accumulators->values[place.row * n + place.col];
+        }
         accumulators->of_thread[t] = nullptr;
         --fiber->wgmma.taken;
         if (--accumulators->open == 0) accumulators->n = 0;

@@ -94,7 +94,7 @@ fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
 fn pes_of_several_hosts_meet_over_tcp() {
     let fakes = Fakes::new(&[], &[]);
     let port = std::net::TcpListener::bind("localhost:0").unwrap().local_addr().unwrap().port().to_string();
-    let place = |rank| ["--ranks", "2", "--rank", rank, "--rendezvous"].map(str::to_string);
+    let place = |rank: &str| ["--ranks", "2", "--rank", rank, "--rendezvous"].map(str::to_string);
     let ops = ["--scope", "stream", "--op", "put", "--json"];
     let pe = |rank: &str| {
         let mut command = fakes.around(Command::new("timeout"));
