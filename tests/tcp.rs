@@ -439,10 +439,9 @@ const TESTS: &[(&str, fn())] = &[
         let alone = |args: &str, parts: &[&str]| _ = run(aristos(args.split_whitespace())).refused(parts);
         alone("run --transport tcp", &["--rank, --ranks and --rendezvous", "torchrun"]);
         alone("run --rank 0 --ranks 2", &["--rank with --transport shm"]);
-        alone(
-            "bench p2p --transport nvshmem --rendezvous a:1",
-            &["--rendezvous", "expected --transport tcp, hybrid or ofi"],
-        );
+        alone("bench p2p --rendezvous a:1", &["--rendezvous", "expected --transport tcp, hybrid or ofi"]);
+        #[cfg(not(feature = "cuda"))]
+        alone("bench p2p --transport nvshmem --rank 0 --ranks 2 --rendezvous a:1", &["--transport nvshmem", "no CUDA"]);
         let tcp = "run --transport tcp --ranks 2";
         alone(&format!("{tcp} --rank 2 --rendezvous a:1"), &["--rank is 2", "below --ranks, which is 2"]);
         alone(&format!("{tcp} --rank 1"), &["nothing says where", "--rendezvous HOST:PORT"]);

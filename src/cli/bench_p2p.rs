@@ -193,13 +193,6 @@ impl Args {
             scopes = p2p::Scope::ALL.to_vec();
         }
         scopes.dedup();
-        match self.transport {
-            P2pTransportArg::Shm | P2pTransportArg::Tcp | P2pTransportArg::Ofi | P2pTransportArg::Mpi => {}
-            P2pTransportArg::Nvshmem => ensure!(
-                cfg!(feature = "cuda"),
-                "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
-            ),
-        }
         let iterations = self.iterations.unwrap_or(if on_device { ITERATIONS.1 } else { ITERATIONS.0 });
         ensure!(iterations > 0, "--iterations is 0, expected at least 1");
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
@@ -259,7 +252,7 @@ impl Args {
             }
             self.print(pes, csv, &parts)
         };
-        job::run(self.ranks.over(self.host_transport())?, &host::PHASE_NAMES, Progress::none(), ask, report)
+        job::run(self.ranks.over(self.host_transport()?)?, &host::PHASE_NAMES, Progress::none(), ask, report)
     }
 
     /// Prints, writes and plots what all PEs measured.
@@ -281,15 +274,23 @@ impl Args {
     }
 
     /// What brings the PEs together.
-    pub fn host_transport(&self) -> TransportArg {
-        match self.transport {
+    ///
+    /// # Errors
+    /// This build has no devices.
+    pub fn host_transport(&self) -> Result<TransportArg> {
+        let on_device = matches!(self.transport, P2pTransportArg::Nvshmem);
+        ensure!(
+            cfg!(feature = "cuda") || !on_device,
+            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
+        );
+        Ok(match self.transport {
             // Which devices need to meet alone.
             P2pTransportArg::Nvshmem if self.ranks.given() || on_several_hosts() => TransportArg::Tcp,
             P2pTransportArg::Shm | P2pTransportArg::Nvshmem => TransportArg::Shm,
             P2pTransportArg::Tcp => TransportArg::Tcp,
             P2pTransportArg::Ofi => TransportArg::Ofi,
             P2pTransportArg::Mpi => TransportArg::Mpi,
-        }
+        })
     }
 }
 

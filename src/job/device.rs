@@ -68,6 +68,8 @@ pub fn with_cuda<R, E: From<JobError>>(
         gpu.try_put().map_err(failed)?;
     }
     let result = work(&gpu, host)?;
+    // As above: what PEs have to say is not to wait for the end of the devices, nor that for it.
+    host.end_part()?;
     gpu.finish().map_err(failed)?;
     Ok(result)
 }

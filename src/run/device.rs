@@ -49,7 +49,7 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         true => steps.run(&mut RecordedLayer::new(&mut layer)?, &mut report)?,
         false => steps.run(&mut layer, &mut report)?,
     };
-    pe::report_and_write(job, context, report, &results)?;
-    // No PE may end while another's kernels still reach into its memory.
-    Ok(layer.free()?)
+    // Before anything is written: PE 0 takes what others write when its own part is over, and the end of the memory waits for all.
+    layer.free()?;
+    pe::report_and_write(job, context, report, &results)
 }
