@@ -252,7 +252,12 @@ impl Args {
             }
             self.print(pes, csv, &parts)
         };
-        job::run(self.ranks.over(self.host_transport()?)?, &host::PHASE_NAMES, Progress::none(), ask, report)
+        // Before the PEs look for each other.
+        ensure!(
+            cfg!(feature = "cuda") || !matches!(self.transport, P2pTransportArg::Nvshmem),
+            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
+        );
+        job::run(self.ranks.over(self.host_transport())?, &host::PHASE_NAMES, Progress::none(), ask, report)
     }
 
     /// Prints, writes and plots what all PEs measured.
@@ -274,23 +279,15 @@ impl Args {
     }
 
     /// What brings the PEs together.
-    ///
-    /// # Errors
-    /// This build has no devices.
-    pub fn host_transport(&self) -> Result<TransportArg> {
-        let on_device = matches!(self.transport, P2pTransportArg::Nvshmem);
-        ensure!(
-            cfg!(feature = "cuda") || !on_device,
-            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
-        );
-        Ok(match self.transport {
+    pub fn host_transport(&self) -> TransportArg {
+        match self.transport {
             // Which devices need to meet alone.
             P2pTransportArg::Nvshmem if self.ranks.given() || on_several_hosts() => TransportArg::Tcp,
             P2pTransportArg::Shm | P2pTransportArg::Nvshmem => TransportArg::Shm,
             P2pTransportArg::Tcp => TransportArg::Tcp,
             P2pTransportArg::Ofi => TransportArg::Ofi,
             P2pTransportArg::Mpi => TransportArg::Mpi,
-        })
+        }
     }
 }
 
