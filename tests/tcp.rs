@@ -430,6 +430,7 @@ const TESTS: &[(&str, fn())] = &[
         refused(here(2, &format!("run {SMALL} --steps 0")), &[0], &["--steps is 0"]);
         refused(here(2, &format!("run {SMALL} --pes 3")), &[0], &["--pes 3", "2 processes", "expected 2"]);
         refused(here(2, &format!("run {SMALL} --output /nowhere/out")), &[0], &["/nowhere"]);
+        #[cfg(not(feature = "cuda"))]
         refused(here(2, &format!("run {SMALL} --device cuda")), &[0], &["--device"]);
         let bulk = format!("run {SMALL} --rows-per host --mode bulk");
         refused(here(2, &bulk), &[0], &["--rows-per host with --mode bulk", "expected --mode pipelined"]);

@@ -25,8 +25,8 @@ pub use params::Launch;
 pub struct DeviceLimits {
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
-    /// Multiprocessors that this PE may fill with blocks that wait for each other: of a device that several PEs share, its
-    /// share.
+    /// Multiprocessors that every PE may fill with blocks that wait for each other, of a device that several PEs share its share: the fewest of
+    /// any PE's, since places in symmetric memory go by it.
     pub multiprocessors: u32,
     /// Most dynamic shared memory of a block, bytes.
     pub shared_bytes_per_block: u32,

@@ -47,6 +47,10 @@ pub trait Bootstrap {
     fn my_pe(&self) -> usize;
     /// Number of PEs.
     fn n_pes(&self) -> usize;
+    /// Whether a network joins the PEs, as on several hosts.
+    fn over_network(&self) -> bool {
+        false
+    }
     /// Every PE's bytes, as many of each, in the order of PEs (collective).
     ///
     /// # Errors
@@ -60,6 +64,10 @@ pub trait Bootstrap {
 }
 
 impl<T: crate::shmem::Transport> Bootstrap for crate::shmem::Shmem<T> {
+    fn over_network(&self) -> bool {
+        !(0..self.n_pes()).all(|pe| self.is_reachable(pe))
+    }
+
     fn my_pe(&self) -> usize {
         self.my_pe()
     }

@@ -69,6 +69,7 @@ cases! {
     a_put_that_comes_wrong / wrong_case [("FAKE_PUTS", "0 2 -1 1")];
     kernels_that_know_other_pes / stranger_case [("FAKE_PUTS", "1 2 -1 -1")];
     a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
+    limits_are_those_of_the_least_device / least_case [];
     what_pes_are_started_with / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
 }
 
@@ -266,6 +267,36 @@ fn far_case() {
     let symmetric = SymmetricBuffer::new(&gpu, 64).unwrap();
     assert_eq!((symmetric.peer(0), symmetric.peer(1)), (symmetric.address(), 0));
     assert!(!gpu.all_reachable().unwrap());
+}
+
+/// As [`Alike`], but that the other PE's device has three multiprocessors, and nothing else.
+struct Lesser;
+
+impl Bootstrap for Lesser {
+    fn my_pe(&self) -> usize {
+        0
+    }
+    fn n_pes(&self) -> usize {
+        2
+    }
+    fn all_gather(&self, mine: &[u8], _: Duration) -> Result<Vec<u8>, GpuError> {
+        let mut others = mine.to_vec();
+        let share = mine.len() - 4;
+        if others[share..] == 10u32.to_le_bytes() {
+            others[share..].copy_from_slice(&3u32.to_le_bytes());
+        }
+        Ok([mine, &others].concat())
+    }
+    fn barrier(&self, _: Duration) -> Result<(), GpuError> {
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "runs in a process of its own"]
+fn least_case() {
+    assert_eq!(CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).unwrap().limits().unwrap().multiprocessors, 10);
+    assert_eq!(CudaGpu::attach(Lesser, LIMIT).unwrap().limits().unwrap().multiprocessors, 3);
 }
 
 #[test]

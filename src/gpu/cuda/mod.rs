@@ -77,13 +77,13 @@ pub struct CudaGpu {
     wait_limit: Duration,
     bootstrap: Box<dyn Bootstrap>,
     multiprocessors: u32,
+    fewest_multiprocessors: u32,
     modules: Vec<CUmodule>,
     functions: RefCell<HashMap<String, CUfunction>>,
     /// The dynamic shared memory that a function was last allowed, where it was raised.
     shared: RefCell<HashMap<String, u32>>,
     marks: [Cell<CUevent>; MARKS],
     nvshmem: Option<Nvshmem>,
-    several_hosts: bool,
     // Last, so that it is dropped after what lies in it.
     context: Context,
 }
@@ -97,19 +97,18 @@ impl CudaGpu {
     pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
         let (my_pe, n_pes) = (bootstrap.my_pe(), bootstrap.n_pes());
-        let (rank, several_hosts) = rank_on_host(&bootstrap, wait_limit)?;
-        let (device, info) = device::choose(driver, rank)?;
-        let sharing = agree(&bootstrap, &info, wait_limit)?;
-        let context = Context::new(driver, device, &info)?;
+        let (device, info) = device::choose(driver, rank_on_host(&bootstrap, wait_limit)?)?;
         let percentage = std::env::var(device::MPS_SHARE).ok();
         let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
+        let Agreed { sharing, fewest_multiprocessors } = agree(&bootstrap, &info, multiprocessors, wait_limit)?;
+        let context = Context::new(driver, device, &info)?;
 
         let nvshmem = if n_pes > 1 {
             let (place, library) = nvshmem::find_library()?;
             tracing::debug!(pe = my_pe, library = %place.display(), version = ?library.version, "NVSHMEM");
             // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
             let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) };
-            let nvshmem = nvshmem.map_err(|error| between(several_hosts, error))?;
+            let nvshmem = nvshmem.map_err(|error| between(bootstrap.over_network(), error))?;
             if nvshmem.limited() && my_pe == 0 {
                 tracing::warn!(
                     "{sharing} PEs take turns on one GPU without MPS: results are right, times mean nothing"
@@ -126,12 +125,12 @@ impl CudaGpu {
             wait_limit,
             bootstrap: Box::new(bootstrap),
             multiprocessors,
+            fewest_multiprocessors,
             modules: Vec::new(),
             functions: RefCell::default(),
             shared: RefCell::default(),
             marks: [const { Cell::new(ptr::null_mut()) }; MARKS],
             nvshmem,
-            several_hosts,
             context,
         };
         for module in modules::modules_for(gpu.info.hopper()) {
@@ -168,7 +167,7 @@ impl CudaGpu {
     pub fn try_put(&self) -> Result<(), GpuError> {
         let limit = self.wait_limit;
         smoke::try_put(self, limit, || self.synchronise_within(limit.saturating_add(Duration::from_secs(1))))
-            .map_err(|error| between(self.several_hosts, error))
+            .map_err(|error| between(self.bootstrap.over_network(), error))
     }
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
@@ -291,36 +290,49 @@ impl CudaGpu {
     }
 }
 
-/// This PE's rank among those of its host, and whether there are others (collective).
-fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<(usize, bool), GpuError> {
+/// This PE's rank among those of its host (collective).
+fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
     let mut mine = [0; HOST_BYTES];
     mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
     let all = bootstrap.all_gather(&mine, limit)?;
-    let hosts: Vec<&[u8]> = all.chunks(mine.len()).collect();
-    Ok((device::rank_on_host(&hosts, bootstrap.my_pe()), hosts.iter().any(|host| *host != mine)))
+    Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
 }
 
-/// The error of what goes between devices, with what it depends on where they are on several hosts.
-fn between(several_hosts: bool, error: GpuError) -> GpuError {
-    let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, several_hosts) else { return error };
+/// The error of what goes between devices, with what it depends on where a network joins the PEs.
+fn between(over_network: bool, error: GpuError) -> GpuError {
+    let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, over_network) else { return error };
     let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {
         Ok(name) => format!("is {name}"),
         Err(_) => "is not set, so it looks for InfiniBand".to_string(),
     };
     GpuError::Unavailable(format!(
-        "{error}. The PEs are on several hosts, and NVSHMEM_REMOTE_TRANSPORT {network}; on Slingshot: libfabric, with \
+        "{error}. The PEs were started as on several hosts, and NVSHMEM_REMOTE_TRANSPORT {network}; on Slingshot: libfabric, with \
          NVSHMEM_LIBFABRIC_PROVIDER=cxi (aristos doctor says what is missing on a host)"
     ))
 }
 
-/// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; and how many PEs have this PE's device.
-fn agree(bootstrap: &dyn Bootstrap, info: &DeviceInfo, limit: Duration) -> Result<usize, GpuError> {
-    const BYTES: usize = 1 + 32 + HOST_BYTES;
+/// What PEs know of each other's devices.
+struct Agreed {
+    /// How many have this PE's.
+    sharing: usize,
+    fewest_multiprocessors: u32,
+}
+
+/// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; this PE may fill so many multiprocessors.
+fn agree(
+    bootstrap: &dyn Bootstrap,
+    info: &DeviceInfo,
+    multiprocessors: u32,
+    limit: Duration,
+) -> Result<Agreed, GpuError> {
+    const PLACE: std::ops::Range<usize> = 1..33 + HOST_BYTES;
+    const BYTES: usize = PLACE.end + 4;
     let mut mine = [0; BYTES];
     mine[0] = info.hopper().into();
     mine[1..33].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
     // Devices of two hosts may have one address.
-    mine[33..].iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
+    mine[33..PLACE.end].iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
+    mine[PLACE.end..].copy_from_slice(&multiprocessors.to_le_bytes());
     let all = bootstrap.all_gather(&mine, limit)?;
     let kind = |of_pe: &[u8]| if of_pe[0] == 1 { "a Hopper" } else { "none" };
     let first = &all[..BYTES];
@@ -331,7 +343,11 @@ fn agree(bootstrap: &dyn Bootstrap, info: &DeviceInfo, limit: Duration) -> Resul
             kind(other)
         )));
     }
-    Ok(all.chunks(BYTES).filter(|of_pe| of_pe[1..] == mine[1..]).count())
+    let shares = all.chunks(BYTES).map(|of_pe| u32::from_le_bytes(std::array::from_fn(|i| of_pe[PLACE.end + i])));
+    Ok(Agreed {
+        sharing: all.chunks(BYTES).filter(|of_pe| of_pe[PLACE] == mine[PLACE]).count(),
+        fewest_multiprocessors: shares.min().unwrap_or(multiprocessors),
+    })
 }
 
 impl Drop for CudaGpu {
@@ -356,7 +372,7 @@ unsafe impl Gpu for CudaGpu {
         let (free, total) = self.memory()?;
         Ok(DeviceLimits {
             capability: self.info.capability,
-            multiprocessors: self.multiprocessors,
+            multiprocessors: self.fewest_multiprocessors,
             shared_bytes_per_block: self.info.shared_bytes_per_block,
             memory_total: total,
             memory_free: free,
