@@ -193,6 +193,7 @@ impl Args {
             scopes = p2p::Scope::ALL.to_vec();
         }
         scopes.dedup();
+        self.built()?;
         let iterations = self.iterations.unwrap_or(if on_device { ITERATIONS.1 } else { ITERATIONS.0 });
         ensure!(iterations > 0, "--iterations is 0, expected at least 1");
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
@@ -252,11 +253,10 @@ impl Args {
             }
             self.print(pes, csv, &parts)
         };
-        // Before the PEs look for each other.
-        ensure!(
-            cfg!(feature = "cuda") || !matches!(self.transport, P2pTransportArg::Nvshmem),
-            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
-        );
+        if self.host_transport().has_own_world() {
+            // Before the PEs look for each other, each for the time that it waits for one.
+            self.built()?;
+        }
         job::run(self.ranks.over(self.host_transport())?, &host::PHASE_NAMES, Progress::none(), ask, report)
     }
 
@@ -276,6 +276,15 @@ impl Args {
             }
         }
         Ok(true)
+    }
+
+    /// That this build has what is measured.
+    fn built(&self) -> Result<()> {
+        ensure!(
+            cfg!(feature = "cuda") || !matches!(self.transport, P2pTransportArg::Nvshmem),
+            "--transport nvshmem: this build has no CUDA; build it with `cargo build --release --features cuda`"
+        );
+        Ok(())
     }
 
     /// What brings the PEs together.
