@@ -12,6 +12,8 @@ use super::{PreparedRun, pe};
 use crate::cluster::Cluster;
 use crate::job::PeFailure;
 use crate::job::peers::{Peers, START_LIMIT, World};
+#[cfg(feature = "cuda")]
+use crate::job::request::DeviceKind;
 use crate::job::request::{Request, RunRequest};
 
 /// The phases of such a run.
@@ -86,7 +88,13 @@ fn prepare<W: World>(
 ) -> Result<(Option<Outputs>, Vec<File>)> {
     supervisor::check_outputs(&job.request)?;
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
-    job.check_memory(pes.world().pes_on_host())?;
+    let here = pes.world().pes_on_host();
+    job.check_memory(here)?;
+    // What a host lacks is said here, once: all its PEs would come upon it at the same time.
+    #[cfg(feature = "cuda")]
+    if job.request.device == DeviceKind::Cuda {
+        crate::gpu::cuda::check_host(here, job.request.pes)?;
+    }
     if !pes.reports() {
         return Ok((None, Vec::new()));
     }

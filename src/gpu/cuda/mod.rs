@@ -38,25 +38,36 @@ const POLL: Duration = Duration::from_micros(50);
 /// Bytes of a host's name, among its PEs' exchanges.
 const HOST_BYTES: usize = 36;
 
-/// What the processes of `pes` PEs on this host are to be started with, besides what is set: for the supervisor, which
-/// finds out here, before any PE runs, whether there is what they need.
+/// Finds out, before any of a job's `n_pes` PEs takes its device, whether there is what the `pes_here` of this host need. How many devices
+/// there are.
 ///
 /// # Errors
 /// What is missing, in one line.
-pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
+pub fn check_host(pes_here: usize, n_pes: usize) -> Result<usize, GpuError> {
     let devices = device::devices(driver::driver()?)?;
     if devices.is_empty() {
         return Err(device::no_device());
     }
-    devices.iter().take(pes).try_for_each(DeviceInfo::usable)?;
+    devices.iter().take(pes_here).try_for_each(DeviceInfo::usable)?;
+    if n_pes > 1 {
+        nvshmem::find_library()?;
+    }
+    Ok(devices.len())
+}
+
+/// What the processes of `pes` PEs, all on this host, are to be started with, besides what is set: for the supervisor.
+///
+/// # Errors
+/// As [`check_host`].
+pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
+    let devices = check_host(pes, pes)?;
     if pes == 1 {
         return Ok(Vec::new());
     }
-    nvshmem::find_library()?;
     let mut environment = nvshmem::one_host_environment();
-    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && pes > devices.len() {
+    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && pes > devices {
         // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
-        let share = 100 / pes.div_ceil(devices.len());
+        let share = 100 / pes.div_ceil(devices);
         environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
     }
     Ok(environment)
