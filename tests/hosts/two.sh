@@ -4,9 +4,9 @@
 #   here, aristos   the folder of `hosts`, and the binary; set by who sources this
 # shellcheck disable=SC2154
 zero=${HOSTS%,*} one=${HOSTS#*,}
-# both COMMAND...: a job of one PE a host.
+# both COMMAND...: a job of one PE a host, over $transport, or tcp.
 both() {
-    local place=(--transport tcp --ranks 2 --rendezvous "$zero:29400")
+    local place=(--transport "${transport:-tcp}" --ranks 2 --rendezvous "$zero:29400")
     "$here/hosts" --on "$one" "$aristos $* ${place[*]} --rank 1" >/dev/null &
     "$aristos" "$@" "${place[@]}" --rank 0
     wait $!
