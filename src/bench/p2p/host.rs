@@ -7,7 +7,7 @@
 //! - **Latency** of put, get and atomic: the call, and quiet. Of put with signal and of send: a ping-pong.
 //! - **Bandwidth**: a batch of calls to the same place, then quiet. Nobody reads the bytes.
 //! - **Consume**: a stream of put with signal, or of sends, through a ring of 2 MiB, or of two slots where that is more. The receiver
-//!   adds up every byte, compares the sum with what must have come, and gives the slot back; its clock counts.
+//!   adds up every byte, compares the sum with what must have come, and gives the slot back; its clock counts, from when all of the warm-up has been read.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
