@@ -2,9 +2,11 @@
 //! made is larger than what a busy machine makes by itself, whose PEs lose their CPUs for tens of milliseconds.
 
 mod bench_common;
+mod undisturbed;
 
 use bench_common::{aristos, assert_png_if_built, kill_a_pe, refusal, rows};
 use serde_json::Value;
+use undisturbed::undisturbed;
 
 /// Seeds of the test of culprits; `ARISTOS_STRAGGLER_SEEDS=100` tries as many as were tried by hand.
 const SEEDS: u64 = 8;
@@ -34,8 +36,8 @@ fn the_injected_culprit_is_named() {
         let small = ["--steps", "12", "--warmup", "1", "--compute-us", "1000", "--bytes", "4KiB"];
         let noise =
             ["--imbalance", "1.1", "--inject", "jitter=20", "--inject", &inject, "--pes", &pes, "--seed", &seed];
-        let report = report(&[&small[..], &noise].concat());
-        for mode in report["modes"].as_array().unwrap() {
+        let args = [&small[..], &noise].concat();
+        for mode in undisturbed(|| report(&args))["modes"].as_array().unwrap() {
             if mode["culprit"] != want {
                 wrong.push(format!("seed {seed}, {pes} PEs, {inject}, {}: {}", mode["mode"], mode["causes"]));
             }

@@ -14,6 +14,7 @@ mod skip;
 #[macro_use]
 #[path = "../shmem/tests/conformance/suite/mod.rs"]
 mod suite;
+mod undisturbed;
 
 use std::collections::BTreeMap;
 use std::env;
