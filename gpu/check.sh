@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# usage: gpu/check.sh [--dry-run] STAGE...     STAGE: facts smoke correct sanitize p2p speed, or all
+# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p speed, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
 # them in this order. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
-# when nothing failed.
+# when nothing failed. A stage goes on where it was: what passed before, by the same program, is not run again. Of the first commands of a stage that
+# fail, what the driver, the kernel's log and a second run with NVSHMEM's messages say is kept in $OUT/STAGE.why.
 #
 # Needs an NVIDIA GPU (compute capability 8.0 or more), nvcc, NVSHMEM (beside PyTorch is enough), python3 with PyTorch for
 # the comparison, and the program, target/gpu/aristos, which gpu/build.sh makes on any machine with Rust. Where there are
 # several PEs they share the first GPU through MPS, which the script starts and stops; the card's settings stay as they are.
 #
-#   --dry-run   builds what can be built here and prints what each stage would run
+#   --dry-run   builds what can be built here and prints what each stage would run; where there is no CUDA driver, the program is to find nothing
+#               else that it lacks: so the arguments are right
+#   --again     runs what passed before, too
 #
 #   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
 #   NCCL_HOME                 where NCCL is, for its send and receive [beside PyTorch, then the loader's path]
@@ -18,19 +21,21 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-dry=0 stages=()
+all=(facts smoke groups correct sanitize p2p speed)
+dry=0 again=0 stages=()
 for arg in "$@"; do
     case $arg in
     --dry-run) dry=1 ;;
-    facts | smoke | correct | sanitize | p2p | speed) stages+=("$arg") ;;
-    all) stages+=(facts smoke correct sanitize p2p speed) ;;
+    --again) again=1 ;;
+    facts | smoke | groups | correct | sanitize | p2p | speed) stages+=("$arg") ;;
+    all) stages+=("${all[@]}") ;;
     *)
-        sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
+        sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
         exit 2
         ;;
     esac
 done
-[ ${#stages[@]} -gt 0 ] || stages=(facts smoke correct sanitize p2p speed)
+[ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
 
 OUT=${OUT:-target/gpu/out}
 LIMIT=${LIMIT:-480}
@@ -53,12 +58,18 @@ fi
 export CUDA_HOME=${CUDA_HOME:-} NVSHMEM_HOME=${NVSHMEM_HOME:-} NCCL_HOME=${NCCL_HOME:-}
 
 # try NAME COMMAND...: runs it within what is left of the stage's time, keeps what it prints, counts it.
-declare -A passed=() failed=() seconds=()
+declare -A passed=() before=() failed=() seconds=()
 try() {
-    local name=$1 start=$SECONDS left=$((stage_end - SECONDS)) rc
+    local name=$1 start=$SECONDS left=$((stage_end - SECONDS)) rc key
     shift
     if [ $dry = 1 ]; then
         printf '  %-44s %s\n' "$name" "$*"
+        right "$name" "$@"
+        return
+    fi
+    key=$(printf '%s\n' "$program" "$stage" "$name" "$@" | sha256sum | cut -c1-32)
+    if [ $again = 0 ] && grep -qsx "$key" "$OUT/passed"; then
+        before[$stage]=$((${before[$stage]:-0} + 1))
         return 0
     fi
     printf '\n#### %s\n$ %s\n' "$name" "$*" >>"$log"
@@ -73,12 +84,44 @@ try() {
     printf '#### exit code %d after %d s\n' $rc $((SECONDS - start)) >>"$log"
     if [ $rc = 0 ]; then
         passed[$stage]=$((${passed[$stage]:-0} + 1))
+        echo "$key" >>"$OUT/passed"
     else
         failed[$stage]=$((${failed[$stage]:-0} + 1))
         printf 'FAILED (%d) %s: %s\n' $rc "$stage" "$name"
         tail -n 3 "$log" | sed 's/^/    /'
+        [ $left -le 0 ] || [ "${failed[$stage]}" -gt 3 ] || why "$name" "$@"
     fi
     return $rc
+}
+
+# why NAME COMMAND...: what is to be known of a failure, while it can be.
+why() {
+    local name=$1
+    shift
+    {
+        printf '\n#### %s\n$ %s\n' "$name" "$*"
+        nvidia-smi
+        nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv
+        dmesg 2>/dev/null | grep -i 'nvrm\|xid' | tail -n 20
+        [ -z "${CUDA_MPS_LOG_DIRECTORY:-}" ] || tail -n 40 "$CUDA_MPS_LOG_DIRECTORY"/*.log
+        timeout --kill-after=5 60 env NVSHMEM_DEBUG=INFO RUST_LOG=debug bash -c '"$@"' why "$@"
+        echo "#### exit code $? the second time"
+    } >>"$OUT/$stage.why" 2>&1
+}
+
+# right NAME COMMAND...: in a dry run without a driver, whether a command of the program lacks nothing but that.
+right() {
+    local name=$1 said
+    shift
+    while [ $# -gt 0 ] && [ "$1" != "$aristos" ]; do shift; done
+    if [ ! -x "$aristos" ] || [ -n "$driver" ] || [ "${2-}" = doctor ] || [ $# = 0 ]; then
+        return 0
+    fi
+    said=$(timeout 60 "$@" 2>&1)
+    if [[ $said != *"no CUDA driver here"* ]]; then
+        failed[$stage]=$((${failed[$stage]:-0} + 1))
+        printf 'WRONG %s: %s\n' "$name" "$said"
+    fi
 }
 
 # to FILE COMMAND...: what it prints on stdout goes to FILE too.
@@ -88,6 +131,19 @@ to() {
     "$@" >"$file.part" && mv "$file.part" "$file" && cat "$file"
 }
 export -f to
+
+# one_by_one PES COMMAND...: PEs as processes that something else starts, which meet over TCP.
+one_by_one() {
+    local pes=$1 rank children=() rc=0 child
+    shift
+    for ((rank = 0; rank < pes; rank++)); do
+        "$@" --transport tcp --ranks "$pes" --rank "$rank" --rendezvous 127.0.0.1:29400 &
+        children+=($!)
+    done
+    for child in "${children[@]}"; do wait "$child" || rc=$?; done
+    return $rc
+}
+export -f one_by_one
 
 mps_on() {
     [ $dry = 0 ] || return 0
@@ -145,7 +201,8 @@ stage_facts() {
 }
 
 run=("$aristos" run --device cuda --check --timeout 20)
-small=(--hidden 512 --intermediate 768 --experts 16 --top-k 4 --tokens 1000 --dtype bf16)
+layer=(--hidden 512 --intermediate 768 --experts 16 --top-k 4)
+small=("${layer[@]}" --tokens 1000 --dtype bf16)
 
 stage_smoke() {
     try "doctor" "$aristos" doctor
@@ -164,23 +221,57 @@ stage_smoke() {
     mps_off
 }
 
+# Several groups, each with all experts; of replicas, how many of each source's rows a holder computes.
+stage_groups() {
+    python3 - "$OUT" <<'END' || return
+import json, sys
+def plan(name, *groups):
+    one = dict(objective_ms=1.0, makespan_ms=0.5)
+    groups = [dict(one, devices=devices, experts=experts, replicas=replicas) for devices, experts, replicas in groups]
+    terms = dict(gamma=2.0, compute_ms=0.3, communication_ms=0.1, all_reduce_ms=0.2)
+    whole = dict(feasible=True, objective="placed", algorithm="search", optimal=False, gap_bound=0.1, objective_ms=1.0, terms=terms,
+                 groups=groups, idle_devices=[], elapsed_ms=0.0)
+    with open(f"{sys.argv[1]}/{name}.json", "w") as file:
+        json.dump(whole, file)
+e = list(range(16))
+plan("plan-2", ([0], {"0": e}, []), ([1], {"1": e}, []))
+plan("plan-4", ([3, 0], {"0": e[:5], "3": e[5:] + [1]}, [dict(expert=1, devices=[3, 0], split=[[1, 0], [0.25, 0.75]])]),
+     ([1, 2], {"1": e[::2], "2": e[1::2]}, []))
+END
+    local gemm
+    for gemm in ampere hopper; do
+        mps_on 2
+        try "2 groups, $gemm" "${run[@]}" --pes 2 --gemm $gemm "${small[@]}" --plan "$OUT/plan-2.json" --steps 2
+        mps_off
+        mps_on 4
+        try "2 groups, a replica, $gemm" "${run[@]}" --pes 4 --gemm $gemm "${small[@]}" --plan "$OUT/plan-4.json" --steps 2
+        try "2 groups, losses, capacity, $gemm" "${run[@]}" --pes 4 --gemm $gemm "${small[@]}" --plan "$OUT/plan-4.json" \
+            --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
+        mps_off
+    done
+    # As srun and torchrun start them.
+    mps_on 2
+    try "2 PEs, one by one" one_by_one 2 "${run[@]}" "${small[@]}"
+    mps_off
+}
+
 stage_correct() {
     local gemm pes router activation
     for pes in 1 2 4; do
         [ $pes = 1 ] || mps_on $pes
         for gemm in ampere hopper; do
-            for router in softmax softmax-renormalised sigmoid-groups; do
+            for router in softmax softmax-renormalised sigmoid; do
                 try "$pes PEs, $gemm, $router" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --router $router
             done
             for activation in gelu gelu-tanh relu; do
                 try "$pes PEs, $gemm, $activation, plain, bias" \
                     "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --activation $activation --mlp plain --bias
             done
-            try "$pes PEs, $gemm, f16" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --dtype f16
+            try "$pes PEs, $gemm, f16" "${run[@]}" --pes $pes --gemm $gemm "${layer[@]}" --tokens 1000 --dtype f16
             try "$pes PEs, $gemm, shared expert" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --shared-intermediate 384
             try "$pes PEs, $gemm, losses, capacity" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
                 --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
-            try "$pes PEs, $gemm, 1 token" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --tokens 1
+            try "$pes PEs, $gemm, 1 token" "${run[@]}" --pes $pes --gemm $gemm "${layer[@]}" --tokens 1 --dtype bf16
             try "$pes PEs, $gemm, all to a few, small budget" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
                 --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
             try "$pes PEs, $gemm, recorded" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --steps 5 --graph
@@ -191,8 +282,8 @@ stage_correct() {
         mps_off
     done
     mps_on 2
-    try "10,000 steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${small[@]}" --tokens 256 --steps 10000
-    try "10,000 recorded steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${small[@]}" --tokens 256 --steps 10000 --graph
+    try "10,000 steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${layer[@]}" --tokens 256 --dtype bf16 --steps 10000
+    try "10,000 recorded steps" "$aristos" run --device cuda --timeout 20 --pes 2 "${layer[@]}" --tokens 256 --dtype bf16 --steps 10000 --graph
     mps_off
 }
 
@@ -281,19 +372,19 @@ if [ $dry = 0 ] && ! nvidia-smi >/dev/null 2>&1; then
     echo "gpu/check.sh: no GPU here (nvidia-smi does not answer); --dry-run builds and says what would run" >&2
     exit 1
 fi
+driver=$(ldconfig -p | grep 'libcuda\.so\.1')
+program=$(cat $aristos target/gpu/*.fatbin 2>/dev/null | sha256sum)
 for stage in "${stages[@]}"; do
     log=$OUT/$stage.log
-    : >"$log"
-    echo "== $stage"
+    echo "== $stage" | tee -a "$log"
     began=$SECONDS stage_end=$((SECONDS + LIMIT))
     "stage_$stage"
     seconds[$stage]=$((SECONDS - began))
 done
-[ $dry = 0 ] || exit 0
-printf '\n%-10s %7s %7s %8s\n' stage passed failed seconds
+[ $dry = 1 ] || printf '\n%-10s %7s %7s %7s %8s\n' stage passed before failed seconds
 total=0
 for stage in "${stages[@]}"; do
-    printf '%-10s %7d %7d %8d\n' "$stage" "${passed[$stage]:-0}" "${failed[$stage]:-0}" "${seconds[$stage]}"
+    [ $dry = 1 ] || printf '%-10s %7d %7d %7d %8d\n' "$stage" "${passed[$stage]:-0}" "${before[$stage]:-0}" "${failed[$stage]:-0}" "${seconds[$stage]}"
     total=$((total + ${failed[$stage]:-0}))
 done
 [ $total = 0 ]
