@@ -172,7 +172,11 @@ fn bad_input_is_one_line() {
     assert!(experts.with_experts(4, 5).unwrap_err().to_string().starts_with("`top_k` is 5"));
     // A number of devices that no degrees come to.
     let error = grid(&model, 7, &Degrees::default(), Cost::Default, true).unwrap_err().to_string();
-    assert!(error.starts_with("`dp`") || error.starts_with("`pp`") || error.starts_with("`hp`"), "{error}");
+    assert!(error.starts_with("`devices` is 7, expected a number that some strategy fits; of the first, `"), "{error}");
+    let mut given = Degrees::default();
+    given.dp = vec![7];
+    let error = grid(&model, 7, &given, Cost::Default, true).unwrap_err().to_string();
+    assert!(error.starts_with("`dp` is 7, expected a divisor of the batch"), "{error}");
     let mut degrees = Degrees::default();
     degrees.dp = vec![3];
     let error = grid(&model, 8, &degrees, Cost::Default, true).unwrap_err().to_string();

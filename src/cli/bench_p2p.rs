@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 
 use super::files::{Csv, create, write};
@@ -253,11 +253,16 @@ impl Args {
             }
             self.print(pes, csv, &parts)
         };
-        if self.host_transport().has_own_world() {
+        let meet = self.host_transport();
+        if meet.has_own_world() {
             // Before the PEs look for each other, each for the time that it waits for one.
             self.built()?;
         }
-        job::run(self.ranks.over(self.host_transport())?, &host::PHASE_NAMES, Progress::none(), ask, report)
+        let well = job::run(self.ranks.over(meet)?, &host::PHASE_NAMES, Progress::none(), ask, report);
+        match meet.name() == self.transport.name() || !meet.has_own_world() {
+            true => well,
+            false => well.with_context(|| format!("--transport {}, whose PEs meet over TCP", self.transport.name())),
+        }
     }
 
     /// Prints, writes and plots what all PEs measured.
@@ -303,8 +308,6 @@ impl Args {
 /// What the PEs' processes need in their environment for NVSHMEM, and for NCCL beside it.
 #[cfg(feature = "cuda")]
 fn environment(bench: &P2pBench) -> Result<Vec<(String, String)>> {
-    use anyhow::Context;
-
     use crate::gpu::cuda::{nccl, pe_environment};
     if !bench.on_device {
         return Ok(Vec::new());

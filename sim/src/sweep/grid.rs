@@ -39,6 +39,12 @@ pub struct Degrees {
     pub isolate: Option<Isolate>,
 }
 
+impl Degrees {
+    fn any_given(&self) -> bool {
+        [&self.dp, &self.hp, &self.pp, &self.ep, &self.microbatches].iter().any(|given| !given.is_empty())
+    }
+}
+
 /// Simulates all strategies of `devices` devices whose degrees divide what they split, by dp, hp, pp, ep and microbatches ascending.
 ///
 /// Where microbatches are not given, they are the published grid's: powers of two from 2 to below the square root of a replica's batch.
@@ -75,7 +81,12 @@ pub fn grid(
     }
     match (rows.is_empty(), refused) {
         (false, _) => Ok(rows),
-        (true, Some(error)) => Err(error),
+        (true, Some(error)) if degrees.any_given() => Err(error),
+        (true, Some(error)) => {
+            // Nobody chose the degree that the error names.
+            let expected = format!("a number that some strategy fits; of the first, {error}");
+            Err(InputError::value("`devices`", format!("is {devices}"), expected))
+        }
         (true, None) => {
             let expected = "degrees whose product it is";
             Err(InputError::value("`devices`", format!("is {devices}"), expected))
