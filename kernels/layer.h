@@ -30,6 +30,7 @@ constexpr u32 slot_rank(u32 word) { return word & MAX_RANK; }
 // Written by the router, or from a caller's routing; the choices of a token in ascending order of experts, after them those that
 // are NONE.
 struct Routing {
+    u32* done;               // [route_blocks]: blocks that have computed logits of these tokens; 0 between passes
     float* logits;           // [tokens, n_experts]
     float* lse;              // [tokens]: log of the sum of exp(logit)
     u32* chosen;             // [tokens, k]

@@ -151,9 +151,10 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(l.batches.routed.grad_row, slots);
     local.take(l.batches.shared.x_row, s.shared_intermediate ? tokens : 0);
     local.take(l.batches.shared.grad_row, s.shared_intermediate ? tokens : 0);
+    Routing& r = l.routing;
+    local.take(r.done, route_blocks(s));
     zero_bytes = local.used;
 
-    Routing& r = l.routing;
     local.take(r.logits, tokens * s.n_experts);
     local.take(r.lse, tokens);
     local.take(r.chosen, tokens * k);

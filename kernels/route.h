@@ -1,29 +1,68 @@
 // aristos_route: logits by tensor cores, scores, selection of experts, routing weights, sums for the losses, and the shared
-// expert's gate. A block handles ROUTE_TOKENS tokens. src/moe/cpu/router.rs defines the results.
+// expert's gate. A block handles ROUTE_TOKENS tokens; of few tokens several blocks compute the logits (route_cut), and the one that is done last
+// goes on with them. src/moe/cpu/router.rs defines the results.
 #pragma once
 #include "route_math.h"
 #include "small_gemm.h"
 
 namespace aristos {
 
-// The logits of the block's tokens, to memory. `PARTS` planes of the layer's dtype add up to the f32 weights.
+// The tokens of a block, and its share of their logits.
+struct RouteItem {
+    RouteCut cut;
+    u32 number, token0, tile, range;
+
+    DEVICE RouteItem(const LayerShape& s, u32 tokens) : cut(route_cut(s, tokens)) {
+        number = dev::block() / cut.blocks(), token0 = number * ROUTE_TOKENS;
+        tile = dev::block() % cut.tiles, range = dev::block() % cut.blocks() / cut.tiles;
+    }
+};
+
+DEVICE float* logit_partials(const Layer& layer) { return reinterpret_cast<float*>(layer.plan.scratch + plan_scratch(layer.shape).partials); }
+
+// The block's share of the logits, to memory. `PARTS` planes of the layer's dtype add up to the f32 weights.
 template <class T, u32 PARTS>
-DEVICE void route_logits(const Layer& layer, const Pass& pass, u32 token0) {
+DEVICE void route_logits(const Layer& layer, const Pass& pass, const RouteItem& item) {
     const LayerShape& s = layer.shape;
     const SmallOperand x{pass.x, 0, s.hidden, pass.tokens, s.hidden};
     const SmallOperand w{layer.tables.router, u64(s.n_experts) * s.hidden, s.hidden, s.n_experts, s.hidden};
-    float* logits = layer.routing.logits;
-    const u32 tokens = pass.tokens, experts = s.n_experts;
+    const u32 tokens = pass.tokens, experts = s.n_experts, begin = item.range * item.cut.range;
+    float* logits = item.cut.ranges == 1 ? layer.routing.logits : logit_partials(layer) + u64(item.range) * tokens * experts;
     SmallGemm<T, ROUTE_TOKENS, false, false, 1, PARTS> gemm;
-    for (u32 e0 = 0; e0 < experts; e0 += SMALL_TILE_N) {
-        gemm.run(x, w, token0, e0, tokens, experts, 0, s.hidden, [](u32) { return 1.0f; });
-        gemm.each(token0, e0, [&](u32 t, u32 e, float v0, float v1) {
+    for (u32 e0 = item.tile * SMALL_TILE_N; e0 < experts; e0 += item.cut.tiles * SMALL_TILE_N) {
+        gemm.run(x, w, item.token0, e0, tokens, experts, begin, least(begin + item.cut.range, s.hidden), [](u32) { return 1.0f; });
+        gemm.each(item.token0, e0, [&](u32 t, u32 e, float v0, float v1) {
             if (t >= tokens) return;
             float* to = logits + u64(t) * experts + e;
             if (e < experts) to[0] = v0;
             if (e + 1 < experts) to[1] = v1;
         });
     }
+}
+
+// Whether this block is the last of those that have computed the logits, which then are in memory.
+DEVICE bool complete_logits(const Layer& layer, const RouteItem& item, u32 tokens) {
+    const u32 blocks = item.cut.blocks();
+    dev::sync_block();  // the logits are in memory, and shared memory is free
+    if (blocks == 1) return true;
+    bool last = false;
+    if (dev::thread() == 0) {
+        u32* done = layer.routing.done + item.number;
+        last = dev::fetch_add_acq_rel(done, 1) == blocks - 1;
+        if (last) *done = 0;  // for the next pass
+    }
+    if (!dev::sync_block_or(last)) return false;
+    if (item.cut.ranges == 1) return true;
+    const u32 experts = layer.shape.n_experts;
+    const u64 first = u64(item.token0) * experts, plane = u64(tokens) * experts;
+    const float* partials = logit_partials(layer) + first;
+    for (u32 i = dev::thread(); i < least(tokens - item.token0, ROUTE_TOKENS) * experts; i += ROUTE_THREADS) {
+        float sum = 0.0f;
+        for (u32 r = 0; r < item.cut.ranges; r++) sum += partials[r * plane + i];
+        layer.routing.logits[first + i] = sum;
+    }
+    dev::sync_block();
+    return true;
 }
 
 // Keys that a warp selects by: scores in the total order, above these two values.
@@ -166,10 +205,11 @@ struct LossTokens {
 static_assert(sizeof(LossTokens) <= 1024, "route_launch leaves 1024 bytes");
 
 // The block's sums, in the order of tokens; aristos_plan adds the blocks'.
-DEVICE void block_losses(const Layer& layer, const LossTokens& of, u32 token0, u32 tokens) {
+DEVICE void block_losses(const Layer& layer, const LossTokens& of, u32 number, u32 tokens) {
     const LayerShape& s = layer.shape;
+    const u32 token0 = number * ROUTE_TOKENS;
     double* sums = reinterpret_cast<double*>(layer.plan.scratch + plan_scratch(s).loss_parts) +
-                   u64(dev::block()) * (1 + s.n_experts);
+                   u64(number) * (1 + s.n_experts);
     for (u32 e = dev::thread(); e < s.n_experts; e += ROUTE_THREADS) {
         double sum = 0.0;
         for (u32 i = 0; i < tokens; i++) {
@@ -189,17 +229,18 @@ template <class T>
 DEVICE void route(const Layer& layer, const Pass& pass) {
     const LayerShape& s = layer.shape;
     if (dev::block() == 0) clear_pass(layer);
-    const u32 token0 = dev::block() * ROUTE_TOKENS;
+    const RouteItem item(s, pass.tokens);
+    const u32 token0 = item.token0;
     if (token0 >= pass.tokens) return;
     if (s.router_parts == 1) {
-        route_logits<T, 1>(layer, pass, token0);
+        route_logits<T, 1>(layer, pass, item);
     } else if (s.router_parts == 2) {
-        route_logits<T, 2>(layer, pass, token0);
+        route_logits<T, 2>(layer, pass, item);
     } else {
-        route_logits<T, 3>(layer, pass, token0);
+        route_logits<T, 3>(layer, pass, item);
     }
-    if (s.shared_gate) shared_gate<T>(layer, pass, token0);
-    dev::sync_block();  // the logits are in memory, and shared memory is free
+    if (s.shared_gate && dev::block() % item.cut.blocks() == 0) shared_gate<T>(layer, pass, token0);
+    if (!complete_logits(layer, item, pass.tokens)) return;
 
     const u32 tokens = least(pass.tokens - token0, ROUTE_TOKENS), warps = select_warps(s);
     LossTokens& losses = *reinterpret_cast<LossTokens*>(dev::shared() + route_launch(s).shared_bytes - 1024);
@@ -219,7 +260,7 @@ DEVICE void route(const Layer& layer, const Pass& pass) {
     }
     if (!has_losses(s)) return;
     dev::sync_block();
-    block_losses(layer, losses, token0, tokens);
+    block_losses(layer, losses, item.number, tokens);
 }
 
 KERNEL(aristos_route, 256, 2)(const Layer* layer, Pass pass) {

@@ -51,6 +51,29 @@ constexpr u32 small_gemm_bytes(u32 tile_m, u32 parts_a, u32 parts_b) {
 // and none of it needs to be zero.
 // In forward: sums for the losses, then the plan's counts.
 constexpr u32 route_blocks(const LayerShape& s) { return div_up(s.max_tokens, ROUTE_TOKENS); }
+// Where a pass has few tokens, several blocks compute the logits of ROUTE_TOKENS of them: each some tiles of experts, of a range of the hidden
+// size. Two blocks reside on an SM.
+constexpr u32 ROUTE_RANGE = 256;  // of the hidden size, at least
+struct RouteCut {
+    u32 tiles, ranges, range;  // into how many each is cut; of a range, elements
+    constexpr u32 blocks() const { return tiles * ranges; }
+};
+constexpr RouteCut route_cut(const LayerShape& s, u32 tokens) {
+    const u32 blocks = most(1, 2 * s.blocks / most(1, div_up(tokens, ROUTE_TOKENS)));
+    RouteCut c{};
+    c.tiles = least(div_up(s.n_experts, SMALL_TILE_N), blocks);
+    c.ranges = least(most(1, s.hidden / ROUTE_RANGE), blocks / c.tiles);
+    c.range = div_up(div_up(s.hidden, SMALL_TILE_K), c.ranges) * SMALL_TILE_K;
+    return c;
+}
+// Of any number of tokens: the sums of ranges are of at most so many tokens and tiles of experts together, and so many blocks have work.
+constexpr u32 route_spread(const LayerShape& s) {
+    const u64 all = u64(route_blocks(s)) * div_up(s.n_experts, SMALL_TILE_N) * most(1, s.hidden / ROUTE_RANGE);
+    return all < 2 * s.blocks ? u32(all) : 2 * s.blocks;
+}
+constexpr u64 route_partials_bytes(const LayerShape& s) {
+    return s.hidden < 2 * ROUTE_RANGE ? 0 : align_bytes(u64(route_spread(s)) * ROUTE_TOKENS * SMALL_TILE_N * 4);
+}
 constexpr u32 plan_segments(const LayerShape& s) { return div_up(s.max_tokens, PLAN_TOKENS); }
 constexpr u32 plan_max_chunks(const LayerShape& s) { return div_up(s.max_tokens, s.chunk_rows); }
 // Whether some routing needs more than one round.
@@ -72,6 +95,7 @@ struct PlanScratch {
     u64 pair_before;  // u32 [max_tokens][k]: of these what is in `heads`, of the tokens before in the segment
     u64 row_slots;    // u32 [row segments][max_local]: slots
     u64 tails;        // u32 [row segments][max_local]: slots << 16 | rows, by last expert
+    u64 partials;     // f32 [ranges][tokens][E]: of aristos_route, in the place of the plan's counts
     u64 bytes;
 };
 constexpr PlanScratch plan_scratch(const LayerShape& s) {
@@ -88,7 +112,9 @@ constexpr PlanScratch plan_scratch(const LayerShape& s) {
     p.pair_before = p.pair_slots + pairs;
     p.row_slots = p.pair_before + pairs;
     p.tails = p.row_slots + by_local;
-    p.bytes = p.tails + by_local;
+    p.partials = p.histogram;
+    const u64 counts = p.tails + by_local, partials = p.partials + route_partials_bytes(s);
+    p.bytes = counts > partials ? counts : partials;
     return p;
 }
 
@@ -189,7 +215,7 @@ constexpr u32 select_warps(const LayerShape& s) { return most(1, least(8, (64 <<
 constexpr Launch route_launch(const LayerShape& s) {
     const u32 gemm = small_gemm_bytes(ROUTE_TOKENS, 1, s.router_parts);
     const u32 select = select_warps(s) * (s.n_experts + s.n_groups) * 4;
-    return {most(1, route_blocks(s)), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
+    return {most(1, most(route_blocks(s), route_spread(s))), ROUTE_THREADS, div_up(most(gemm, select), 16) * 16 + 1024, 0};
 }
 constexpr Launch take_routing_launch(const LayerShape& s) { return {most(1, route_blocks(s)), ROUTE_THREADS, 0, 0}; }
 constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd, against bank conflicts
