@@ -1,9 +1,10 @@
-//! What `aristos bench straggler` says of a machine that has time for it.
+//! What is measured on a machine that has time for it.
+#![allow(dead_code)]
 
 use serde_json::Value;
 
-/// The first of five reports (`--json`) in which the scheduler has no tenth of the delay, or the last: where something else keeps the CPUs busy, it
-/// is rightly blamed.
+/// The first of five reports of `bench straggler` (`--json`) in which the scheduler has no tenth of the delay, or the last: where something else keeps
+/// the CPUs busy, it is rightly blamed.
 pub fn undisturbed(report: impl Fn() -> Value) -> Value {
     first(report, |report| {
         let modes = report["modes"].as_array().unwrap();
