@@ -200,7 +200,7 @@ fn a_killed_pe_is_named() {
         kill_process(pid, Signal::KILL).unwrap();
         let killed = Instant::now();
         let outcome = running.end();
-        assert!(killed.elapsed() < Duration::from_secs(3), "round {round}: {:?}", killed.elapsed());
+        assert!(killed.elapsed() < Duration::from_secs(5), "round {round}: {:?}", killed.elapsed());
         outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
         assert_eq!(names_in(out.path()), [""; 0], "round {round}");
     }
@@ -216,7 +216,7 @@ fn a_stopped_pe_is_named_by_who_waits_for_it() {
         kill_process(pid, Signal::STOP).unwrap();
         let stopped = Instant::now();
         let outcome = running.end();
-        assert!(stopped.elapsed() < Duration::from_secs(6), "{:?}", stopped.elapsed());
+        assert!(stopped.elapsed() < Duration::from_secs(10), "{:?}", stopped.elapsed());
         outcome.refused(&[&format!(" for PE {victim}: "), " waited 2.0 s"]);
         assert_eq!(names_in(out.path()), [""; 0]);
     }

@@ -135,7 +135,7 @@ fn a_killed_pe_is_named_and_nothing_is_left() {
         kill_process(pid, Signal::KILL).unwrap();
         let killed = Instant::now();
         let outcome = running.end();
-        assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
         outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
         assert_eq!(names_in(folder.path()), [""; 0]);
     }

@@ -139,7 +139,8 @@ fn experts_are_not_cut() {
 
 #[test]
 fn random_inputs_have_valid_answers_no_worse_than_the_published_plan() {
-    let limit_s = if cfg!(debug_assertions) { 20.0 } else { 1.0 };
+    // `cargo bench --bench plan` measures times; this is one that no noise reaches.
+    let limit_s = if cfg!(debug_assertions) { 60.0 } else { 4.0 };
     let (mut plans, mut worse) = (0, 0);
     let sample = Sample::new(30, 3_000);
     for round in sample.numbers() {

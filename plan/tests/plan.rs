@@ -205,7 +205,8 @@ fn more_random_inputs_have_valid_answers() {
 const INPUTS: u64 = 10_000;
 
 fn inputs_have_valid_answers(first: u64) {
-    let limit_s = if cfg!(debug_assertions) { 20.0 } else { 1.0 };
+    // `cargo bench --bench plan` measures times; this is one that no noise reaches.
+    let limit_s = if cfg!(debug_assertions) { 60.0 } else { 4.0 };
     let (mut plans, mut worse) = (0, 0);
     let sample = Sample::new(250, INPUTS / 2);
     for round in sample.numbers().map(|number| first + number) {

@@ -34,7 +34,7 @@ fn a_pe_that_is_killed_while_experts_move_is_named() {
             kill_process(running.pe(victim), Signal::KILL).unwrap();
             let killed = Instant::now();
             let outcome = running.end();
-            assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
+            assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
             let said = failure(&outcome, dir.path());
             let named = said.strip_prefix(&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase "));
             named.unwrap_or_else(|| panic!("{outcome:?}")).to_string()
