@@ -15,9 +15,11 @@
 
 mod bound;
 mod branch;
+mod deal;
 mod joint;
 mod place;
 mod prove;
+mod regroup;
 mod search;
 mod state;
 
@@ -127,8 +129,10 @@ pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
 
 /// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
 const ANNEAL_OPS: f64 = 4e7;
+/// In annealing groups with their times remembered, however many devices: what comes before takes less of the time of fewer.
+const REGROUP_OPS: u64 = 80_000_000;
 /// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
-const JOINT_OPS: f64 = 6e7;
+const JOINT_OPS: f64 = 3e7;
 const JOINT_MORE: f64 = 1.5;
 /// Links looked at for the placements of one grouping, and nodes of branch and bound.
 const PLACE_OPS: u64 = 8_000_000;
@@ -141,12 +145,18 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
     let share = n as f64 / THOROUGH_DEVICES;
     let times = u64::from(times.max(1));
     let usual = match matrix {
-        true if n <= PROVED_FAST => {
-            PlacedEffort { construct: 200_000, anneal: 1_000_000, place: 100_000, nodes: PLACE_NODES, joint: 500_000 }
-        }
+        true if n <= PROVED_FAST => PlacedEffort {
+            construct: 200_000,
+            anneal: 1_000_000,
+            regroup: 0,
+            place: 100_000,
+            nodes: PLACE_NODES,
+            joint: 500_000,
+        },
         true if share <= 1.0 => PlacedEffort {
             construct: 4_000_000,
             anneal: (ANNEAL_OPS * share) as u64,
+            regroup: REGROUP_OPS,
             place: PLACE_OPS,
             nodes: PLACE_NODES,
             joint: match n <= crate::exact::MOST_DEVICES {
@@ -157,14 +167,16 @@ fn effort(n: usize, matrix: bool, times: u32) -> PlacedEffort {
         true => PlacedEffort {
             construct: (n * n) as u64,
             anneal: (ANNEAL_OPS * share.powi(-8)) as u64,
+            regroup: 0,
             place: (PLACE_OPS as f64 * share.powi(-5)) as u64,
             nodes: 200,
             joint: 0,
         },
-        false => PlacedEffort { construct: 3_000_000, anneal: 0, place: 100_000, nodes: 1_000, joint: 0 },
+        false => PlacedEffort { construct: 3_000_000, anneal: 0, regroup: 0, place: 100_000, nodes: 1_000, joint: 0 },
     };
-    let (anneal, joint) = (usual.anneal.saturating_mul(times), usual.joint.saturating_mul(times));
-    PlacedEffort { anneal, joint, place: usual.place.saturating_mul(times), ..usual }
+    let PlacedEffort { anneal, regroup, place, joint, .. } = usual;
+    let [anneal, regroup, place, joint] = [anneal, regroup, place, joint].map(|ops| ops.saturating_mul(times));
+    PlacedEffort { anneal, regroup, place, joint, ..usual }
 }
 
 /// Groups and placements of the least placed objective. `published` is what was found under the published one, with its placements.
@@ -204,6 +216,7 @@ pub(crate) fn choose<L: LeastExchange>(
     published.others.into_iter().for_each(|other| search.offer(other.groups));
     search.construct(views, effort.construct);
     search.anneal(effort.anneal);
+    search.regroup(effort.regroup);
     let (found, others) = search.into_found(effort, &mut known);
     let found = found.ok_or(PlanError::NoGrouping)?;
     let proved = found.objective_ms * (1.0 - EQUAL) <= bounds.least();

@@ -1,8 +1,5 @@
-//! Which devices of a group hold which experts, under the placed objective.
-//!
-//! Fast, thousands of times in a search: experts are dealt out, the most expensive first, to the device that ends first (LPT, Graham 1969),
-//! once by compute alone and once by compute and what the device receives, and the better is kept. Thorough, for the groups of an answer:
-//! simulated annealing of the placement from there, and branch and bound where the group is small.
+//! Which devices of a group hold which experts, under the placed objective: thorough, for the groups of an answer. Simulated annealing of the
+//! placement from one in which experts are dealt out ([`super::deal`]), and branch and bound where the group is small.
 
 use super::branch::Branch;
 use super::{Experts, GroupTimes, Placed};
@@ -15,102 +12,6 @@ const IMPROVED_MOST: usize = 512;
 /// Temperatures of the annealing at first and at last, as shares of what the group takes.
 const HOT: f64 = 0.02;
 const COLD: f64 = 0.0002;
-
-/// Experts dealt out to the devices of a group.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Dealt {
-    /// FLOP of the experts of each device.
-    pub load: Vec<f64>,
-    /// How many each holds.
-    pub count: Vec<u64>,
-    /// Of each expert in the order of costs, the device; not where all cost the same, where `count` says it.
-    owner: Vec<u32>,
-}
-
-/// Devices that experts are dealt out to.
-pub(super) struct Dealing<'d> {
-    /// FLOP per ms of each, over the group's size: each device brings a mini-batch.
-    pub rates: &'d [f64],
-    pub memory: &'d [u64],
-    /// ms per FLOP that a device's exchange grows by, and ms from the first expert on.
-    pub receiving: &'d [(f64, f64)],
-}
-
-impl Dealing<'_> {
-    /// Deals all experts out. `both` counts what a device receives beside its compute; otherwise it only decides between devices that end at
-    /// the same time. False where memory does not suffice.
-    pub fn deal(&self, experts: &Experts, both: bool, dealt: &mut Dealt) -> bool {
-        let n = self.rates.len();
-        dealt.load.clear();
-        dealt.load.resize(n, 0.0);
-        dealt.count.clear();
-        dealt.count.resize(n, 0);
-        dealt.owner.clear();
-        let mut left = experts.order.len() as u64;
-        if let Some(cost) = experts.uniform.filter(|cost| *cost > 0.0) {
-            // All that end no later than the ideal, at once.
-            let per_flop = |i: usize| 1.0 / self.rates[i] + if both { self.receiving[i].0 } else { 0.0 };
-            let first = |i: usize| if both { self.receiving[i].1 } else { 0.0 };
-            let rate: f64 = (0..n).map(|i| 1.0 / per_flop(i)).sum();
-            let start = (0..n).map(first).fold(f64::INFINITY, f64::min);
-            let ideal = start + experts.total / rate;
-            for i in 0..n {
-                let fits = ((ideal - first(i)).max(0.0) / (per_flop(i) * cost)).floor() as u64;
-                let taken = fits.min(self.memory[i]).min(left);
-                dealt.count[i] = taken;
-                dealt.load[i] = taken as f64 * cost;
-                left -= taken;
-            }
-            for _ in 0..left {
-                let Some(i) = self.next(cost, both, dealt) else { return false };
-                dealt.count[i] += 1;
-                dealt.load[i] = dealt.count[i] as f64 * cost;
-            }
-            return true;
-        }
-        for &e in &experts.order {
-            let cost = experts.costs[e as usize];
-            let Some(i) = self.next(cost, both, dealt) else { return false };
-            dealt.count[i] += 1;
-            dealt.load[i] += cost;
-            dealt.owner.push(i as u32);
-        }
-        true
-    }
-
-    /// The device with room that ends first with one more expert.
-    fn next(&self, cost: f64, both: bool, dealt: &Dealt) -> Option<usize> {
-        let mut best = (f64::INFINITY, f64::INFINITY, None);
-        for i in 0..self.rates.len() {
-            if dealt.count[i] >= self.memory[i] {
-                continue;
-            }
-            let load = dealt.load[i] + cost;
-            let compute = load / self.rates[i];
-            let receive = self.receiving[i].1 + load * self.receiving[i].0;
-            let end = if both { compute + receive } else { compute };
-            if end < best.0 || (end == best.0 && receive < best.1) || best.2.is_none() {
-                best = (end, receive, Some(i));
-            }
-        }
-        best.2
-    }
-
-    /// Which experts each device got.
-    pub fn placement(&self, experts: &Experts, dealt: &Dealt) -> DeviceExperts {
-        let mut placement: DeviceExperts = vec![Vec::new(); self.rates.len()];
-        if dealt.owner.is_empty() {
-            let mut ids = 0..experts.order.len() as u32;
-            for (held, count) in placement.iter_mut().zip(&dealt.count) {
-                held.extend(ids.by_ref().take(*count as usize));
-            }
-        } else {
-            dealt.owner.iter().zip(&experts.order).for_each(|(&i, &e)| placement[i as usize].push(e));
-            placement.iter_mut().for_each(|held| held.sort_unstable());
-        }
-        placement
-    }
-}
 
 /// A group's devices and the links between them, near in memory.
 pub(super) struct GroupLinks {
@@ -222,35 +123,6 @@ impl<'g> Working<'g> {
 }
 
 impl<L: LinkTable> Placed<'_, '_, L> {
-    /// For [`Dealing::receiving`], of a device with these sums of alpha and beta from the others of its group.
-    pub(super) fn receiving(&self, (alpha, beta): (f64, f64)) -> (f64, f64) {
-        let eta = self.problem.workload.p2p_frequency;
-        (eta * self.received_mb(1.0) * beta, eta * alpha)
-    }
-
-    /// A placement in one go; `None` where memory does not suffice.
-    pub fn dealt(&self, members: &[u32]) -> Option<(DeviceExperts, GroupTimes)> {
-        let n = members.len() as f64;
-        let rates: Vec<f64> = members.iter().map(|&i| self.problem.flops[i as usize] / n).collect();
-        let memory: Vec<u64> = members.iter().map(|&i| self.problem.memory[i as usize]).collect();
-        let sums = self.problem.links.received_sums(members);
-        let receiving: Vec<(f64, f64)> = sums.into_iter().map(|sums| self.receiving(sums)).collect();
-        let dealing = Dealing { rates: &rates, memory: &memory, receiving: &receiving };
-        let mut best: Option<(DeviceExperts, GroupTimes)> = None;
-        let mut dealt = Dealt::default();
-        for both in [false, true] {
-            if !dealing.deal(&self.experts, both, &mut dealt) {
-                return None;
-            }
-            let placement = dealing.placement(&self.experts, &dealt);
-            let times = self.placed_times(members, &placement);
-            if best.as_ref().is_none_or(|(_, known)| times.ms() < known.ms()) {
-                best = Some((placement, times));
-            }
-        }
-        best
-    }
-
     /// A group's placement, improved by annealing that looks at about `budget` links, and by branch and bound of at most `nodes` nodes;
     /// `None` where memory does not suffice.
     pub fn improved(&self, members: &[u32], budget: u64, nodes: u64) -> Option<(DeviceExperts, GroupTimes)> {

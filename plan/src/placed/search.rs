@@ -1,11 +1,13 @@
 //! Search for groups under the placed objective.
 //!
 //! It starts from the best groupings of every number of groups under the published objective, and from groupings made in one go, then
-//! anneals those of the most promising numbers as `crate::search` does, with experts dealt out anew in every group that changes. The groups
-//! of the best few are then given a thorough placement each, and the best of those is the answer.
+//! anneals those of the most promising numbers as `crate::search` does, with experts dealt out anew in every group that changes, and then all
+//! numbers at once with the times of groups remembered ([`super::regroup`]). The groups of the best few are given a thorough placement each, those
+//! are improved together with their placements ([`super::joint`]), and the best is the answer.
 
 use std::collections::HashMap;
 
+use super::regroup::{MOST_DEVICES, regrouped};
 use super::state::{Change, State};
 use super::{GroupTimes, Known, Placed};
 use crate::bound::Bounds;
@@ -21,7 +23,7 @@ use crate::search::{
 const UNDER: f64 = 0.03;
 /// Temperatures at first and at last, as shares of what the target leaves for a group.
 const HOT: f64 = 0.1;
-const COLD: f64 = 0.01;
+const COLD: f64 = 0.003;
 /// Rounds of annealing; numbers of groups in each at most, and its share of the effort.
 const ROUNDS: usize = 4;
 const NUMBERS: [usize; ROUNDS] = [16, 6, 3, 1];
@@ -32,6 +34,8 @@ const CHAIN_LEAST: u64 = 64;
 const THREAD_LEAST: u64 = 100_000;
 /// One in so many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 16;
+/// Numbers of groups from whose best groupings the annealing with remembered times starts.
+const REGROUPED: usize = 2;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
 /// Rounds of improving groups and placement together: groupings in each, chains from each, and its share of the effort.
@@ -62,6 +66,8 @@ pub(crate) struct PlacedEffort {
     pub construct: u64,
     /// For annealing groups, in links looked at.
     pub anneal: u64,
+    /// For annealing groups with their times remembered, in links looked at.
+    pub regroup: u64,
     /// For the placements of one grouping, in links looked at; and nodes of branch and bound.
     pub place: u64,
     pub nodes: u64,
@@ -80,6 +86,8 @@ pub(crate) struct PlacedSearch<'s, 'p, 'a, L> {
     by_groups: Vec<Option<Found>>,
     /// Groupings that were offered with a placement.
     placed_already: Vec<FoundPlaced>,
+    /// What annealing with remembered times came by.
+    regrouped: Vec<Vec<Vec<u32>>>,
     /// What groups take with experts dealt out.
     dealt: HashMap<Vec<u32>, Option<GroupTimes>>,
     ops: u64,
@@ -97,6 +105,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
             allow_idle,
             by_groups: vec![None; n],
             placed_already: Vec::new(),
+            regrouped: Vec::new(),
             dealt: HashMap::new(),
             ops: 0,
         }
@@ -201,6 +210,24 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         }
     }
 
+    /// Annealing with the times of groups remembered, from the best groupings so far.
+    pub fn regroup(&mut self, budget: u64) {
+        let n = self.placed.problem.n();
+        let mut best: Vec<&Found> = self.by_groups.iter().flatten().collect();
+        best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        if budget == 0 || n > MOST_DEVICES || best.is_empty() {
+            return;
+        }
+        let starts: Vec<(Vec<Vec<u32>>, u64)> =
+            best.iter().take(REGROUPED).map(|found| found.groups.clone()).zip(1..).collect();
+        let each = budget / starts.len() as u64;
+        let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| {
+            regrouped(self.placed, &start, &self.exponential, each, &mut Random(seed))
+        };
+        let found = in_two_threads(starts, each >= THREAD_LEAST, anneal);
+        self.regrouped.extend(found.into_iter().flatten());
+    }
+
     /// The best valid grouping that annealing from `start` comes by, if it is better than `start`.
     fn anneal_from(&self, start: &[Vec<u32>], budget: u64, random: &mut Random) -> Option<Vec<Vec<u32>>> {
         let mut state = State::new(self.placed, start, UNDER);
@@ -285,11 +312,12 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
 
     /// The best grouping with its placement; the best of other numbers of groups, best first. `known` collects placements.
     pub fn into_found(self, effort: PlacedEffort, known: &mut Known) -> (Option<FoundPlaced>, Vec<Found>) {
-        let PlacedSearch { placed, exponential, by_groups, placed_already, .. } = self;
+        let PlacedSearch { placed, exponential, by_groups, placed_already, regrouped, .. } = self;
         let mut candidates: Vec<Found> = by_groups.into_iter().flatten().collect();
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        let thorough = |found: &Found| place_thoroughly(placed, &found.groups, effort.place, effort.nodes, known);
-        let mut best: Vec<FoundPlaced> = candidates.iter().take(IMPROVED).filter_map(thorough).collect();
+        let thorough = |groups: &Vec<Vec<u32>>| place_thoroughly(placed, groups, effort.place, effort.nodes, known);
+        let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
+        let mut best: Vec<FoundPlaced> = groupings.filter_map(thorough).collect();
         best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         for (many, chains, share) in JOINT.into_iter().filter(|_| effort.joint > 0) {
             best.truncate(many);

@@ -1,6 +1,6 @@
 //! A grouping under change, for annealing: what its groups take with experts dealt out, and how far that is over a target.
 
-use super::place::{Dealing, Dealt};
+use super::deal::{Dealing, Dealt, Exchanges, ROUNDS};
 use super::{Experts, Placed};
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
@@ -46,12 +46,9 @@ pub(super) struct Changed {
 /// Memory that is used again for every change.
 #[derive(Default)]
 struct Scratch {
-    rates: Vec<f64>,
-    memory: Vec<u64>,
-    receiving: Vec<(f64, f64)>,
+    dealing: Dealing,
     dealt: [Dealt; 2],
-    sent: Vec<f64>,
-    received: Vec<f64>,
+    exchanges: Exchanges,
     /// Of the two groups of a change, the members and the work.
     members: [Vec<u32>; 2],
     works: [GroupWork; 2],
@@ -249,75 +246,43 @@ impl<'s, 'p, 'a, L: LinkTable> State<'s, 'p, 'a, L> {
         let (placed, problem) = (self.placed, self.placed.problem);
         let experts: &Experts = &placed.experts;
         let n = members.len();
-        let scratch = &mut self.scratch;
-        scratch.rates.clear();
-        scratch.rates.extend(members.iter().map(|&i| problem.flops[i as usize] / n as f64));
-        scratch.memory.clear();
-        scratch.memory.extend(members.iter().map(|&i| problem.memory[i as usize]));
-        let held = scratch.memory.iter().fold(0u64, |sum, m| sum.saturating_add(*m));
+        let Scratch { dealing, dealt: [first, second], exchanges, .. } = &mut self.scratch;
+        dealing.set(placed, members);
+        let held = dealing.memory.iter().fold(0u64, |sum, m| sum.saturating_add(*m));
         work.short = problem.n_experts.saturating_sub(held);
         if work.short > 0 {
             // As if one device more could hold them.
-            if let Some(last) = scratch.memory.last_mut() {
+            if let Some(last) = dealing.memory.last_mut() {
                 *last = last.saturating_add(work.short);
             }
-        }
-        scratch.receiving.clear();
-        for &j in members {
-            let mut sums = (0.0, 0.0);
-            for &i in members.iter().filter(|&&i| i != j) {
-                let link = problem.links.link_to(j as usize, i as usize);
-                sums = (sums.0 + link.alpha_ms, sums.1 + link.beta_ms_per_mb);
-            }
-            scratch.receiving.push(placed.receiving(sums));
         }
         self.ops += (n * n + 4 * n) as u64;
         self.ops += match experts.uniform {
             Some(_) => n as u64,
             None => (experts.costs.len() * n) as u64,
         };
-        let dealing = Dealing { rates: &scratch.rates, memory: &scratch.memory, receiving: &scratch.receiving };
         work.ms = f64::INFINITY;
-        let eta = problem.workload.p2p_frequency;
-        let [first, second] = &mut scratch.dealt;
         for both in [false, true] {
             let dealt = if both { &mut *second } else { &mut *first };
             dealing.deal(experts, both, dealt);
             if both && first.load == second.load && first.count == second.count {
                 break;
             }
-            let dealt = if both { &*second } else { &*first };
-            let compute = dealt.load.iter().zip(dealing.rates).map(|(load, rate)| load / rate).fold(0.0, f64::max);
+            let dealt = if both { &mut *second } else { &mut *first };
+            let compute_ms = dealing.compute_ms(dealt);
             // The first has the least compute there is, or nearly.
-            if !both && n as f64 * (compute - limit_ms) > most_ms {
+            if !both && n as f64 * (compute_ms - limit_ms) > most_ms {
                 return false;
             }
-            if compute >= work.ms {
+            if compute_ms >= work.ms {
                 break;
             }
-            self.ops += (n * n) as u64;
-            scratch.sent.clear();
-            scratch.sent.resize(n, 0.0);
-            scratch.received.clear();
-            scratch.received.resize(n, 0.0);
-            for (at, &j) in members.iter().enumerate().filter(|(at, _)| dealt.count[*at] > 0) {
-                let mb = placed.received_mb(dealt.load[at]);
-                let mut received = 0.0;
-                for (sent, &i) in scratch.sent.iter_mut().zip(members).filter(|(_, i)| **i != j) {
-                    let ms = problem.links.link_to(j as usize, i as usize).time_ms(mb);
-                    *sent += ms;
-                    received += ms;
-                }
-                scratch.received[at] = received;
-            }
-            let mut longest = 0.0f64;
-            for (received, sent) in scratch.received.iter_mut().zip(&scratch.sent) {
-                *received = eta * received.max(*sent);
-                longest = longest.max(*received);
-            }
-            if compute + longest < work.ms {
-                (work.compute_ms, work.ms) = (compute, compute + longest);
-                std::mem::swap(&mut work.exchange_ms, &mut scratch.received);
+            let times = placed.polish(members, dealing, dealt, exchanges, ROUNDS, &mut self.ops);
+            if times.ms() < work.ms {
+                (work.compute_ms, work.ms) = (times.compute_ms, times.ms());
+                work.exchange_ms.clear();
+                let each = exchanges.sent.iter().zip(&exchanges.received);
+                work.exchange_ms.extend(each.map(|(sent, received)| sent.max(*received)));
             }
         }
         true
