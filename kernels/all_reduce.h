@@ -1,293 +1,58 @@
-// aristos_all_reduce: the gradients that several PEs hold, summed in the order of their holders: an expert's over all PEs of the world that hold it
-// (replicas, and groups), the replicated weights' over all PEs.
-//
-// Of such a unit (SumUnit) the gradients one after another are one vector. Each of its K holders sums one part, 1/K of it, cut into pieces; piece g of
-// a part belongs to channel g mod channels, its number there is its step. A channel is one block on every PE, independent of the other channels. It
-// goes through the PE's units in the order of experts, and in each of its turns
-//   sends   its values of the turn's step to the holder of each part;
-//   reduces its own part of the turn before: waits for all holders' values, sums them in their order, sends the sums to all;
-//   copies  the sums of two turns before of the others' parts to where they belong.
-// Two PEs number the steps of the units that both hold in one row, and use REDUCE_SLOTS places round robin, one by each step. Values of step
-// i + REDUCE_SLOTS leave only after the sums of step i came back, which the other one sends after it has read the values of step i: so a place is
-// free when it is written, and values tell who gets them that the place of the sums of REDUCE_SLOTS steps before is free too. There is no other
-// acknowledgement. The same holds from pass to pass: values leave only after all sums of the last pass have come.
-//
-// No cyclic wait: units are in one order on all PEs, a send waits for nothing, and all that a PE waits for before the send of a step are values and
-// sums of steps before it, in that order.
+// aristos_all_reduce: what is left of the sums of gradients (gradient_sums.h) when the persistent kernel is over. A block for each channel.
 #pragma once
-#include "route_math.h"
-#include "world.h"
+#include "gradient_sums.h"
 
 namespace aristos {
 
-static_assert(REDUCE_SLOTS >= 3, "values, sums and copies are a turn apart each");
-
-// The vector: gradients in the order of `replicated` (src/moe/spec/gradients.rs), or an expert's matrices and biases, each rounded up to 16 bytes.
-struct ReduceVector {
-    u32 segments;
-    u64 start[REDUCE_SEGMENTS + 1];
-    u64 count[REDUCE_SEGMENTS];
-    float* data[REDUCE_SEGMENTS];
-
-    DEVICE void add(float* p, u64 elements) {
-        data[segments] = p;
-        count[segments] = elements;
-        start[segments + 1] = start[segments] + reduce_round(elements);
-        segments++;
-    }
-    DEVICE void add(const MlpGradients& g, u64 h, u64 i, bool gated, bool bias) {
-        if (gated) add(g.gate, i * h);
-        add(g.up, i * h);
-        add(g.down, h * i);
-        if (!bias) return;
-        if (gated) add(g.gate_bias, i);
-        add(g.up_bias, i);
-        add(g.down_bias, h);
-    }
-};
-
-DEVICE void list_gradients(const Layer& layer, u32 batch, ReduceVector& v) {
-    const LayerShape& s = layer.shape;
-    v.segments = 0;
-    v.start[0] = 0;
-    if (batch != NONE) return v.add(layer.tables.gradients[batch], s.hidden, s.intermediate, s.gated, s.bias);
-    v.add(layer.tables.grad_router, u64(s.n_experts) * s.hidden);
-    if (s.shared_intermediate == 0) return;
-    v.add(layer.tables.gradients[s.n_local], s.hidden, s.shared_intermediate, s.shared_gated, s.shared_bias);
-    if (s.shared_gate) v.add(layer.tables.grad_shared_gate, s.hidden);
-}
-
-struct Vec4 { float v[4]; };
-
-// Four elements of the vector from `at`, a multiple of 4; the padding of a segment reads as zero and is not written.
-DEVICE Vec4 read4(const ReduceVector& v, u64 at) {
-    u32 g = 0;
-    while (at >= v.start[g + 1]) g++;
-    const u64 in = at - v.start[g];
-    Vec4 x{};
-    if (in + 4 <= v.count[g]) {
-        const Vec16 bits = dev::load16(v.data[g] + in);
-        UNROLL
-        for (u32 i = 0; i < 4; i++) x.v[i] = bits_float(bits.w[i]);
-    } else {
-        UNROLL
-        for (u32 i = 0; i < 4; i++) x.v[i] = in + i < v.count[g] ? v.data[g][in + i] : 0.0f;
-    }
-    return x;
-}
-
-DEVICE Vec16 as_bits(const Vec4& x) {
-    return {{float_bits(x.v[0]), float_bits(x.v[1]), float_bits(x.v[2]), float_bits(x.v[3])}};
-}
-
-DEVICE void write4(const ReduceVector& v, u64 at, const Vec4& x) {
-    u32 g = 0;
-    while (at >= v.start[g + 1]) g++;
-    const u64 in = at - v.start[g];
-    if (in + 4 <= v.count[g]) {
-        dev::store16(v.data[g] + in, as_bits(x));
-    } else {
-        UNROLL
-        for (u32 i = 0; i < 4; i++) {
-            if (in + i < v.count[g]) v.data[g][in + i] = x.v[i];
-        }
-    }
-}
-
-// A step of a unit, and what follows from the unit.
-struct Turn {
-    u32 number, step, steps;  // of the unit; steps 0: there are no more
-    SumUnit unit;
-    const SumHolder* holders;
-    u64 part, elements;
-    ReduceVector vector;
-};
-
-// One thread. With a caller's routing the replicated weights, which are the last unit, have no gradients.
-DEVICE void begin_unit(const Layer& l, const Pass& pass, Turn& t, u32 number) {
-    const LayerShape& s = l.shape;
-    t.number = number;
-    t.step = t.steps = 0;
-    t.unit = l.tables.sum_units[number];
-    if (t.unit.parts == 0 || (t.unit.batch == NONE && routed_by_caller(pass))) return;
-    t.holders = l.tables.sum_holders + t.unit.first;
-    t.elements = t.unit.batch == NONE ? reduce_elements(s) : expert_elements(s);
-    t.part = reduce_part(t.elements, t.unit.parts);
-    t.steps = reduce_steps(s, t.elements, t.unit.parts);
-    list_gradients(l, t.unit.batch, t.vector);
-}
-DEVICE void next_turn(const Layer& l, const Pass& pass, Turn& t) {
-    if (t.steps > 0 && ++t.step == t.steps) begin_unit(l, pass, t, t.number + 1);
-}
-
-// One block's channel.
-struct Reducer {
-    const Layer& layer;
-    ReduceShape r;
-    u32 channel;
-    u64 pass;
-    u64 area;  // elements of one PE's places
-
-    DEVICE Reducer(const Layer& l, const Pass& p)
-        : layer(l), r(reduce_shape(l.shape)), channel(dev::block()), pass(counted(l, p)), area(reduce_area(l.shape) / 4) {}
-
-    // Where the piece of a holder's part begins in the vector, and its elements, 0 beyond the end.
-    DEVICE u64 begin(const Turn& t, u32 holder) const { return holder * t.part + (u64(t.step) * r.channels + channel) * r.piece; }
-    DEVICE u32 length(const Turn& t, u32 holder) const {
-        const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder);
-        if (from >= end) return 0;
-        return end - from < r.piece ? u32(end - from) : r.piece;
-    }
-    // The number of the step among those that this PE and a holder have with each other.
-    DEVICE u32 number(const Turn& t, u32 holder) const { return t.holders[holder].before + t.step; }
-    DEVICE float* at(u64 areas, u32 slot) const {
-        return reinterpret_cast<float*>(layer.symmetric.all_reduce) + areas * area + (u64(channel) * REDUCE_SLOTS + slot % REDUCE_SLOTS) * r.piece;
-    }
-    // Places in this PE's memory, of values (area 0), sums (1), outgoing values (2); `pe` is the other PE.
-    DEVICE float* place(u32 kind, u32 pe, u32 number) const { return at(u64(kind) * layer.shape.n_world + pe, number); }
-    // Sums to be put over the network, the same for all holders.
-    DEVICE float* sums_out(u32 step) const { return at(u64(3) * layer.shape.n_world, step); }
-    // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
-    // not go backwards. Whoever sets it knows that its last value was seen, as it knows that the place is free.
-    DEVICE u64* signal(u32 kind, u32 pe, u32 number) const {
-        u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * layer.shape.n_world + pe) * r.channels + channel) * REDUCE_SLOTS;
-        return words + number % REDUCE_SLOTS;
-    }
-    DEVICE u64 stamp_of(u32 number) const { return (pass << STEP_BITS) + number + 1; }
-    // One thread: whether what a holder sends in a step has come.
-    DEVICE bool wait_for(const Turn& t, u32 kind, u32 holder) const {
-        const u32 pe = t.holders[holder].pe, of = number(t, holder);
-        return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
-    }
-
-    // This PE's values of a step to every other holder, the next one first.
-    DEVICE void send(const Turn& t) const {
-        const u32 me = layer.shape.world_pe, parts = t.unit.parts;
-        for (u32 i = 1; i < parts; i++) {
-            const u32 holder = (t.unit.me + i) % parts, pe = t.holders[holder].pe, count = length(t, holder), of = number(t, holder);
-            if (count == 0) continue;
-            const bool direct = reaches(layer, pe);
-            float* to = direct ? at_world(layer, place(0, me, of), pe) : place(2, pe, of);
-            for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4)
-                dev::store16(to + e, as_bits(read4(t.vector, begin(t, holder) + e)));
-            if (!direct) dev::fence_sys();  // the network card reads it
-            dev::sync_block();
-            if (!direct) dev::put_block(place(0, me, of), to, u64(count) * 4, pe);
-            else if (dev::thread() == 0) signal_world(layer, signal(0, me, of), stamp_of(of), pe);
-            count_put(count);
-        }
-        signal_network(t, 0, [&](u32 holder) { return length(t, holder) > 0; });
-    }
-
-    // Sums a step of the own part and sends the sums. False: some holder's values did not come.
-    DEVICE bool reduce(const Turn& t) const {
-        const u32 me = layer.shape.world_pe, mine = t.unit.me, parts = t.unit.parts, count = length(t, mine);
-        if (count == 0) return true;
-        bool ok = true;
-        for (u32 holder = dev::thread(); holder < parts && ok; holder += REDUCE_THREADS)
-            if (holder != mine) ok = wait_for(t, 0, holder);
-        if (dev::sync_block_or(!ok)) return false;
-        see_network(layer);
-        // Sums of another unit may still be on their way to its holders, who have not answered.
-        if (layer.shape.stage && t.step == 0) {
-            if (dev::thread() == 0) dev::quiet_puts();
-            dev::sync_block();
-        }
-        for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
-            Vec4 sum{};
-            for (u32 holder = 0; holder < parts; holder++) {
-                Vec4 x;
-                if (holder == mine) {
-                    x = read4(t.vector, begin(t, mine) + e);
-                } else {
-                    const Vec16 bits = dev::load16(place(0, t.holders[holder].pe, number(t, holder)) + e);
-                    UNROLL
-                    for (u32 i = 0; i < 4; i++) x.v[i] = bits_float(bits.w[i]);
-                }
-                UNROLL
-                for (u32 i = 0; i < 4; i++) sum.v[i] = holder == 0 ? x.v[i] : sum.v[i] + x.v[i];
-            }
-            write4(t.vector, begin(t, mine) + e, sum);
-            for (u32 i = 1; i < parts; i++) {
-                const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-                if (reaches(layer, pe)) dev::store16(at_world(layer, place(1, me, number(t, holder)), pe) + e, as_bits(sum));
-            }
-            if (layer.shape.stage) dev::store16(sums_out(t.step) + e, as_bits(sum));
-        }
-        if (layer.shape.stage) dev::fence_sys();
-        dev::sync_block();
-        for (u32 holder = dev::thread(); holder < parts; holder += REDUCE_THREADS) {
-            const u32 pe = t.holders[holder].pe, of = number(t, holder);
-            if (holder != mine && reaches(layer, pe)) signal_world(layer, signal(1, me, of), stamp_of(of), pe);
-        }
-        for (u32 i = 1; i < parts; i++) {
-            const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-            if (!reaches(layer, pe)) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
-            count_put(count);
-        }
-        signal_network(t, 1, [&](u32) { return true; });
-        return true;
-    }
-
-    // The sums of a step of the others' parts to where they belong. False: some did not come.
-    DEVICE bool copy(const Turn& t) const {
-        const u32 parts = t.unit.parts;
-        bool ok = true;
-        for (u32 holder = dev::thread(); holder < parts && ok; holder += REDUCE_THREADS)
-            if (holder != t.unit.me && length(t, holder) > 0) ok = wait_for(t, 1, holder);
-        if (dev::sync_block_or(!ok)) return false;
-        see_network(layer);
-        for (u32 i = 1; i < parts; i++) {
-            const u32 holder = (t.unit.me + i) % parts, count = length(t, holder);
-            const float* from = place(1, t.holders[holder].pe, number(t, holder));
-            for (u32 e = dev::thread() * 4; e < count; e += REDUCE_THREADS * 4) {
-                const Vec16 bits = dev::load16(from + e);
-                Vec4 x;
-                UNROLL
-                for (u32 j = 0; j < 4; j++) x.v[j] = bits_float(bits.w[j]);
-                write4(t.vector, begin(t, holder) + e, x);
-            }
-        }
-        dev::sync_block();
-        return true;
-    }
-
-    // After puts of a step: one fence, then the signals of those that went over the network.
-    template <class Sent> DEVICE void signal_network(const Turn& t, u32 kind, Sent sent) const {
-        if (!layer.shape.stage || dev::thread() != 0) return;
-        dev::fence_puts();
-        for (u32 i = 1; i < t.unit.parts; i++) {
-            const u32 holder = (t.unit.me + i) % t.unit.parts, pe = t.holders[holder].pe, of = number(t, holder);
-            if (!reaches(layer, pe) && sent(holder)) signal_world(layer, signal(kind, layer.shape.world_pe, of), stamp_of(of), pe);
-        }
-    }
-
-    DEVICE void count_put(u32 elements) const {
-        if (dev::thread() != 0) return;
-        dev::fetch_add(&layer.stats->all_reduce_bytes, u64(elements) * 4);
-    }
-};
-
-// What is sent, reduced and copied in one turn.
+// What is sent, reduced and copied next.
 struct Turns {
-    Turn of[3];
+    VectorTurn of[SUM_PARTS];
 };
 static_assert(sizeof(Turns) <= 1024, "all_reduce_launch gives 1024 bytes");
 
-KERNEL(aristos_all_reduce, 256, 1)(const Layer* layer, Pass pass) {
-    if (layer->shape.n_world == 1 || aborted(*layer)) return;
-    Turns& turns = *reinterpret_cast<Turns*>(dev::shared());
-    if (dev::thread() < 3) begin_unit(*layer, pass, turns.of[dev::thread()], 0);
+DEVICE void list_turn(const Layer& l, const Pass& pass, VectorTurn& t, u32 number) {
+    begin_unit(l, pass, t, number);
+    t.list(l);
+}
+// All threads.
+DEVICE void next_turn(const Layer& l, const Pass& pass, VectorTurn& t) {
     dev::sync_block();
-    const Reducer reducer(*layer, pass);
-    for (u32 turn = 0; turns.of[2].steps > 0; turn++) {
-        if (turns.of[0].steps > 0) reducer.send(turns.of[0]);
-        if (turn >= 1 && turns.of[1].steps > 0 && !reducer.reduce(turns.of[1])) return;
-        if (turn >= 2 && !reducer.copy(turns.of[2])) return;
-        dev::sync_block();
-        if (dev::thread() < 3 && dev::thread() <= turn) next_turn(*layer, pass, turns.of[dev::thread()]);
-        dev::sync_block();
+    if (dev::thread() == 0) {
+        t.turns++;
+        if (++t.step == t.steps) list_turn(l, pass, t, t.number + 1);
     }
+    dev::sync_block();
+}
+
+KERNEL(aristos_all_reduce, REDUCE_THREADS, 1)(const Layer* layer, Pass pass) {
+    const Layer& l = *layer;
+    if (l.shape.n_world == 1 || aborted(l)) return;
+    SumProgress& progress = l.sums[dev::block()];
+    Turns& turns = *reinterpret_cast<Turns*>(dev::shared());
+    if (dev::thread() < SUM_PARTS) {
+        begin_turn(l, pass, turns.of[dev::thread()], progress.at[dev::thread()]);
+        turns.of[dev::thread()].list(l);
+    }
+    dev::sync_block();
+    const Reducer reducer(l, counted(l, pass), dev::block(), &l.stats->all_reduce_bytes);
+    VectorTurn &sent = turns.of[SUM_SENT], &reduced = turns.of[SUM_REDUCED], &copied = turns.of[SUM_COPIED];
+    // What is reduced was sent a turn before, what is copied was reduced a turn before: so what peers do for it had time.
+    while (copied.steps > 0) {
+        if (sent.steps > 0 && sent.turns - copied.turns < REDUCE_AHEAD) {
+            reducer.send(sent);
+            next_turn(l, pass, sent);
+        }
+        if (reduced.turns + (sent.steps > 0) < sent.turns) {
+            if (!reducer.reduce(reduced)) return;
+            next_turn(l, pass, reduced);
+        }
+        if (copied.turns + (reduced.steps > 0) < reduced.turns) {
+            if (!reducer.copy(copied)) return;
+            next_turn(l, pass, copied);
+        }
+    }
+    // For the next pass.
+    if (dev::thread() < SUM_PARTS) progress.at[dev::thread()] = {};
 }
 REGISTER_KERNEL(aristos_all_reduce)
 

@@ -34,6 +34,7 @@ struct State {
     // What was seen last in this step, so that the next look begins there:
     u32 headers_seen; // PEs whose headers have come
     u32 source;
+    u32 channel;      // of the sums of gradients
     u32 entry[TASK_QUEUES];
     Patience patience;
     u32 sums[64];     // of warps, for scans

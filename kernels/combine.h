@@ -320,22 +320,16 @@ template <class T> OUTLINE bool final_sum(Block& b, u32 item) {
 
 // ---- Gradients without a GEMM.
 
-// Some columns of the gradients of a batch's biases: sums over its slots, in order.
-template <class T> OUTLINE bool bias_gradient(Block& b, u32 item) {
+// Some columns of the gradients of a batch's biases: sums over its slots, in order. Its first GEMM is done.
+template <class T> OUTLINE void bias_gradient(Block& b, u32 item) {
     const Layer& l = b.l;
-    u32 n = l.shape.n_local, routed = l.shape.bias && b.step.receives ? n * bias_items(l, 0) : 0;
-    u32 batch = item < routed ? item / bias_items(l, 0) : n;
-    u32 part = item < routed ? item % bias_items(l, 0) : item - routed;
+    const auto [batch, part] = bias_item(b, item);
     const SlotStore& store = store_of(l, batch);
     const MlpGradients& g = l.tables.gradients[batch];
     u32 rows = l.batches.total[batch], down_parts = ceil_div(l.shape.hidden, BIAS_COLUMNS);
     bool add = !is_shared(l, batch) && b.step.round > 0;
-    if (add && rows == 0) return true;
     enter(b, PHASE_EXPERT);
-    u32 tasks = tiles_down(l, BACKWARD_DOWN, batch) * tiles_across(l, BACKWARD_DOWN, batch);
-    if (!wait_block(b, 1, [&](u32) {
-            return wait_local(l, b.counters().batch_done + batch, tasks, b.phase, batch);
-        })) return false;
+    if (add && rows == 0) return;
     bool down = part < down_parts;
     u32 columns = down ? l.shape.hidden : gu_columns(l, batch);
     u32 begin = (down ? part : part - down_parts) * BIAS_COLUMNS;
@@ -361,15 +355,13 @@ template <class T> OUTLINE bool bias_gradient(Block& b, u32 item) {
         to[at] = add ? to[at] + low : low;
         to[at + 1] = add ? to[at + 1] + high : high;
     }
-    return true;
 }
 
 // Some elements of one matrix's gradient, of a batch without slots.
-OUTLINE void zero_gradient(Block& b, u32 item) {
+OUTLINE void zero_gradient(Block& b, u32 batch, u32 item) {
     const Layer& l = b.l;
     enter(b, PHASE_EXPERT);
-    u32 pieces = zero_pieces(l), batch = l.queue.empty[item / zero_items(l)];
-    u32 which = item % zero_items(l) / pieces, piece = item % pieces;
+    u32 pieces = zero_pieces(l), which = item / pieces, piece = item % pieces;
     const MlpGradients& g = l.tables.gradients[batch];
     float* to = which == 0 ? g.gate : which == 1 ? g.up : g.down;
     if (which == 0 && !is_gated(l, batch)) return;

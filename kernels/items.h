@@ -1,6 +1,7 @@
 // Which item a block takes next: the first of which nothing is missing. One thread asks, between two items of its block.
 #pragma once
 #include "combine.h"
+#include "gradient_sums.h"
 
 namespace aristos {
 
@@ -12,8 +13,10 @@ enum ItemKind : u32 {
     ITEM_ARRIVE = 4,   // (source, chunk)
     ITEM_SHARED = 5,   // the shared expert's rows
     ITEM_TASKS = 6,    // of GEMMs, until there is another item
-    ITEM_LAST = 7,     // LastItems
-    ITEM_NONE = 8,     // all are taken, or the PE aborts
+    ITEM_PLAIN = 7,    // PlainItems
+    ITEM_SUM = 8,      // SumPart of a channel
+    ITEM_FINAL = 9,    // sums over PEs
+    ITEM_NONE = 10,    // all are taken, or the PE aborts
 };
 template <class... Kinds> constexpr u32 items(Kinds... kinds) { return ((1u << kinds) | ...); }
 DEVICE bool has(u32 set, ItemKind kind) { return set >> kind & 1; }
@@ -73,9 +76,9 @@ DEVICE bool find_item(Block& b, u32 set) {
         u32 next = dev::load_relaxed(c.send);
         if (next < send_items(l) && send_ready(b, next, Nobody()) && take(c.send, next)) return give(b, ITEM_SEND, next);
     }
-    if (has(set, ITEM_LAST)) {
-        u32 next = dev::load_relaxed(c.last);
-        if (next < l.queue.last_end[LAST_FINAL] && take(c.last, next)) return give(b, ITEM_LAST, next);
+    if (has(set, ITEM_FINAL)) {
+        u32 next = dev::load_relaxed(c.finals);
+        if (next < *l.queue.finals && take(c.finals, next)) return give(b, ITEM_FINAL, next);
     }
     if (!came_local(c.own_known, 1)) return false;
     bool layout = came_local(c.layout, 1);
@@ -93,17 +96,60 @@ DEVICE bool find_item(Block& b, u32 set) {
     return false;
 }
 
-// Whether all items of `set` are taken.
+// One thread. A step of a channel that nothing is missing for.
+DEVICE bool find_sum(Block& b, u32 channel) {
+    const Layer& l = b.l;
+    SumProgress& progress = l.sums[channel];
+    const u32 turn = dev::load_relaxed(&progress.turn);
+    if (turn & 1) return false;
+    (void)dev::load_acquire(&progress.turn);
+    Turn turns[SUM_PARTS];
+    for (u32 part = 0; part < SUM_PARTS; part++) begin_turn(l, b.pass, turns[part], progress.at[part]);
+    const Turn &sent = turns[SUM_SENT], &reduced = turns[SUM_REDUCED], &copied = turns[SUM_COPIED];
+    const Reducer reducer(l, b.pass.pass, channel, nullptr);
+    u32 part = SUM_PARTS;
+    if (copied.turns < reduced.turns && reducer.came(copied, 1)) {
+        part = SUM_COPIED;
+    } else if (reduced.turns < sent.turns && reducer.came(reduced, 0)) {
+        part = SUM_REDUCED;
+    } else if (sent.steps > 0 && sent.unit.batch != NONE && (sent.turns - copied.turns < REDUCE_AHEAD || ARISTOS_PLANTED(NO_PLACE))) {
+        const u32 batch = sent.unit.batch;
+        const bool done = came_local(b.counters().gradients_done + batch, gradient_items(b, batch));
+        if (done || ARISTOS_PLANTED(EARLY_SUM)) part = SUM_SENT;
+    }
+    // Where another block was at it meanwhile, the number is another.
+    return part < SUM_PARTS && take(&progress.turn, turn) && give(b, ITEM_SUM, part, channel);
+}
+
+// One thread. An item that nobody waits for, but that is better done before the gradients of weights, into State::item.
+OUTLINE bool find_rest(Block& b) {
+    const Layer& l = b.l;
+    const Counters& c = b.counters();
+    if (!has(b.items, ITEM_PLAIN) || !came_local(c.layout, 1)) return false;
+    const u32* end = l.queue.plain_end;
+    u32 next = dev::load_relaxed(c.plain);
+    if (next < end[PLAIN_BIAS]) {
+        const u32 batch = next < end[PLAIN_ZERO] ? NONE : bias_item(b, next - end[PLAIN_ZERO]).batch;
+        if ((batch == NONE || came_local(c.batch_done + batch, batch_tasks(l, batch))) && take(c.plain, next)) return give(b, ITEM_PLAIN, next);
+    }
+    if (!has(b.items, ITEM_SUM) || dev::load_relaxed(c.results) < *l.queue.results) return false;
+    const u32 channels = reduce_shape(l.shape).channels, channel = b.state.channel;
+    b.state.channel = channel + 1 == channels ? 0 : channel + 1;
+    return find_sum(b, channel);
+}
+
+// Whether all items of `set` are taken. Nobody takes all steps of the sums.
 DEVICE bool all_taken(const Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
-    if (has(set, ITEM_LAST) && dev::load_relaxed(c.last) < l.queue.last_end[LAST_FINAL]) return false;
+    if (has(set, ITEM_FINAL) && dev::load_relaxed(c.finals) < *l.queue.finals) return false;
     if (has(set, ITEM_OWN) && dev::load_relaxed(c.own) == 0) return false;
     if (has(set, ITEM_SEND) && dev::load_relaxed(c.send) < send_items(l)) return false;
     if (has(set, ITEM_LAYOUT) && dev::load_relaxed(c.headers_read) == 0) return false;
     if (has(set, ITEM_SHARED) && dev::load_relaxed(c.shared) < shared_items(b)) return false;
-    if ((set & items(ITEM_ARRIVE, ITEM_RETURN, ITEM_TASKS)) == 0) return true;
+    if ((set & items(ITEM_ARRIVE, ITEM_RETURN, ITEM_TASKS, ITEM_PLAIN)) == 0) return true;
     if (!came_local(c.layout, 1)) return false;
+    if (has(set, ITEM_PLAIN) && dev::load_relaxed(c.plain) < l.queue.plain_end[PLAIN_BIAS]) return false;
     if (has(set, ITEM_ARRIVE) && dev::load_relaxed(c.arrivals) < *l.queue.arrivals) return false;
     if (has(set, ITEM_RETURN) && dev::load_relaxed(c.results) < *l.queue.results) return false;
     for (u32 queue = 0; has(set, ITEM_TASKS) && queue < TASK_QUEUES; queue++)
@@ -137,7 +183,7 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
 DEVICE u32 count_taken(const Block& b) {
     const Counters& c = b.counters();
     u32 sum = dev::load_relaxed(c.own) + dev::load_relaxed(c.send) + dev::load_relaxed(c.headers_read) + dev::load_relaxed(c.shared);
-    sum += dev::load_relaxed(c.arrivals) + dev::load_relaxed(c.results);
+    sum += dev::load_relaxed(c.arrivals) + dev::load_relaxed(c.results) + dev::load_relaxed(c.plain);
     for (u32 queue = 0; queue < TASK_QUEUES; queue++) sum += dev::load_relaxed(c.tasks + queue);
     return sum;
 }

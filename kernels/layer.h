@@ -125,13 +125,14 @@ struct Batches {
 // What a step has to do, see schedule.h.
 constexpr u32 GRADIENTS = 3;  // of a batch: gate, up, down
 enum TaskQueue : u32 { REST_SECOND = 0, REST_FIRST = 1, OWN_SECOND = 2, OWN_FIRST = 3, GRADIENT_TASKS = 4, TASK_QUEUES = 5 };
-enum LastItems : u32 { LAST_BIAS = 0, LAST_ZERO = 1, LAST_FINAL = 2, LAST_ITEMS = 3 };
+enum PlainItems : u32 { PLAIN_ZERO = 0, PLAIN_BIAS = 1, PLAIN_ITEMS = 2 };  // gradients without a GEMM
 struct Queue {
     u32* tasks[TASK_QUEUES];  // tasks before an entry, and the end: an entry is a batch, or one of its gradients
     u32* arrivals;         // [1]: chunks that come to this PE, its own twice where they arrive twice
     u32* most_results;     // [1]: chunks that it returns, the most of one source
     u32* results;          // [1]: of all, as many as the most of each source that only the network reaches: messages of waves
-    u32* last_end;         // [LAST_ITEMS]: items that are left when all others are taken, of a kind and those before it
+    u32* plain_end;        // [PLAIN_ITEMS]: items of a kind and those before it
+    u32* finals;           // [1]: sums over PEs
     u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
 };
 
@@ -146,7 +147,8 @@ struct Counters {
     u32* send;
     u32* headers_read;  // the layout of the others'
     u32* shared;
-    u32* last;
+    u32* plain;       // gradients without a GEMM
+    u32* finals;
     u32* tasks;       // [TASK_QUEUES]
     u32* arrivals;    // of all sources
     u32* results;
@@ -165,6 +167,7 @@ struct Counters {
     u32* first_done;  // [max_tiles]: tasks of the first GEMM
     u32* second_done; // [max_tiles]
     u32* batch_done;  // [n_local + 1]: tasks of the first GEMM
+    u32* gradients_done;  // [n_local + 1]: tasks and items of a batch's gradients
 };
 
 // Words that persist across passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
@@ -177,6 +180,17 @@ struct ControlWords {
     u64 steps;    // steps ever done: chooses the set of counters
     u64 exits;    // blocks that have left a persistent kernel
     u64 forward;  // number of the forward pass whose state this is
+};
+
+// How far a channel of the sums of gradients is (gradient_sums.h): with what it sends, reduces and copies next; zeros between passes.
+enum SumPart : u32 { SUM_SENT = 0, SUM_REDUCED = 1, SUM_COPIED = 2, SUM_PARTS = 3 };
+struct SumCursor {
+    u32 unit, step;
+    u32 turns;  // steps before, of all units
+};
+struct SumProgress {
+    u32 turn;  // odd while a block of the persistent kernel works at the channel
+    SumCursor at[SUM_PARTS];
 };
 
 // Of one block of a persistent kernel, added up by the last block that leaves.
@@ -245,6 +259,7 @@ struct Layer {
     ErrorRecord* error;      // &control->error
     PassStats* stats;
     BlockStats* block_stats; // [blocks]
+    SumProgress* sums;       // [reduce_shape(shape).channels]; with training only
     SpanRecord* spans;       // [MAX_SPANS]
     u8* route_scratch;       // route_scratch_bytes(shape)
     Symmetric symmetric;

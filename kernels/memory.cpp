@@ -130,7 +130,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     for (int set = 0; set < 2; ++set) {
         Counters& c = l.counters[set];
         u64 begin = local.used;
-        for (u32** word : {&c.own, &c.send, &c.headers_read, &c.shared, &c.last, &c.arrivals, &c.results, &c.own_known, &c.layout, &c.headers})
+        for (u32** word : {&c.own, &c.send, &c.headers_read, &c.shared, &c.plain, &c.finals, &c.arrivals, &c.results, &c.own_known, &c.layout, &c.headers})
             local.take(*word, 1);
         local.take(c.tasks, TASK_QUEUES);
         for (u32** words : {&c.arrival, &c.result, &c.returnable}) local.take(*words, pes);
@@ -142,6 +142,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         local.take(c.first_done, z.max_tiles);
         local.take(c.second_done, z.max_tiles);
         local.take(c.batch_done, batches);
+        local.take(c.gradients_done, batches);
         l.counters_begin[set] = c.own;
         l.counters_words = static_cast<u32>((local.used - begin) / 4);
     }
@@ -153,6 +154,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(l.batches.shared.grad_row, s.shared_intermediate ? tokens : 0);
     Routing& r = l.routing;
     local.take(r.done, route_blocks(s));
+    local.take(l.sums, s.training ? reduce_shape(s).channels : 0);
     zero_bytes = local.used;
 
     local.take(r.logits, tokens * s.n_experts);
@@ -219,7 +221,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     for (u32** tasks : {&q.tasks[REST_FIRST], &q.tasks[REST_SECOND]}) local.take(*tasks, batches);
     local.take(q.tasks[GRADIENT_TASKS], GRADIENTS * batches + 1);
     for (u32** word : {&q.arrivals, &q.results, &q.most_results}) local.take(*word, 1);
-    local.take(q.last_end, LAST_ITEMS);
+    local.take(q.plain_end, PLAIN_ITEMS);
+    local.take(q.finals, 1);
     local.take(q.empty, batches);
 
     local.take(l.stats, 1);

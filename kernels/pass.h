@@ -6,11 +6,46 @@
 namespace aristos {
 
 // ---- Items.
-template <class T> DEVICE bool run_last(Block& b, u32 item) {
-    const u32* end = b.l.queue.last_end;
-    if (item < end[LAST_BIAS]) return bias_gradient<T>(b, item);
-    if (item >= end[LAST_ZERO]) return final_sum<T>(b, item - end[LAST_ZERO]);
-    zero_gradient(b, item - end[LAST_BIAS]);
+template <class T> DEVICE void run_plain(Block& b, u32 item) {
+    const Layer& l = b.l;
+    const u32 zeros = l.queue.plain_end[PLAIN_ZERO];
+    u32 batch;
+    if (item < zeros) {
+        batch = l.queue.empty[item / zero_items(l)];
+        zero_gradient(b, batch, item % zero_items(l));
+    } else {
+        batch = bias_item(b, item - zeros).batch;
+        bias_gradient<T>(b, item - zeros);
+    }
+    if (!l.shape.summed) return;
+    dev::sync_block();
+    if (dev::thread() == 0) dev::fetch_add_acq_rel(b.counters().gradients_done + batch, 1u);
+}
+// A step of the sums of gradients, which this block has taken.
+OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
+    const Layer& l = b.l;
+    enter(b, PHASE_ALL_REDUCE);
+    SumProgress& progress = l.sums[channel];
+    VectorTurn& t = *reinterpret_cast<VectorTurn*>(b.scratch);
+    if (dev::thread() == 0) {
+        begin_turn(l, b.pass, t, progress.at[part]);
+        t.list(l);
+    }
+    dev::sync_block();
+    const Reducer reducer(l, b.pass.pass, channel, &b.state.stats.all_reduce_bytes);
+    bool ok = true;
+    if (part == SUM_SENT) reducer.send(t);
+    else ok = part == SUM_REDUCED ? reducer.reduce(t) : reducer.copy(t);
+    dev::sync_block();
+    if (!ok) return false;
+    if (dev::thread() == 0) {
+        SumCursor& at = progress.at[part];
+        const bool next = t.step + 1 == t.steps;
+        dev::store_relaxed(&at.unit, t.number + next);
+        dev::store_relaxed(&at.step, next ? 0 : t.step + 1);
+        dev::store_relaxed(&at.turns, t.turns + 1);
+        dev::store_release(&progress.turn, dev::load_relaxed(&progress.turn) + 1);
+    }
     return true;
 }
 template <class T> DEVICE bool run_item(Block& b, const Item& item) {
@@ -25,7 +60,9 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
             return arrive_own(b, item.index % chunks, item.index >= chunks), true;
         }
         case ITEM_SHARED: return arrive_shared(b, item.index), true;
-        default: return run_last<T>(b, item.index);
+        case ITEM_PLAIN: return run_plain<T>(b, item.index), true;
+        case ITEM_SUM: return run_sum(b, item.pe, item.index);
+        default: return final_sum<T>(b, item.index);
     }
 }
 
@@ -34,7 +71,8 @@ OUTLINE void next_item(Block& b) {
     enter_now(b.l, b.pass, b.state, PHASE_WAITING);
     b.state.patience = {};
     while (!find_item(b, b.items)) {
-        if (has(b.items, ITEM_TASKS)) return (void)give(b, ITEM_TASKS, 0);
+        if (has(b.items, ITEM_TASKS)) return (void)give(b, ITEM_TASKS, 0);  // where the rest is looked for
+        if (find_rest(b)) return;
         if (all_taken(b, b.items) || !wait_for_item(b, b.items)) return (void)give(b, ITEM_NONE, 0);
     }
 }
@@ -67,7 +105,7 @@ DEVICE void clear_next_counters(Block& b) {
         words[i] = 0;
 }
 
-// How a block goes through a step: everything at once, and then the last items, or, in the bulk-synchronous baseline, dispatch, the products and the
+// How a block goes through a step: everything at once, and then the final sums, or, in the bulk-synchronous baseline, dispatch, the products and the
 // results one after another, each finished everywhere before the next begins. Dispatch there is all its kinds at once, as a place in a window
 // that is used again is free only once its chunk has been copied.
 constexpr u32 PE_BARRIER = 1u << 16, BARRIER_NUMBER = 17;
@@ -75,19 +113,19 @@ DEVICE u32 step_action(const Layer& l, u32 number) {
     constexpr u32 DISPATCH = items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_ARRIVE, ITEM_SHARED);
     if (!l.shape.bulk) {
         switch (number) {
-            case 0: return DISPATCH | items(ITEM_TASKS, ITEM_RETURN);
-            case 1: return items(ITEM_LAST);
+            case 0: return DISPATCH | items(ITEM_TASKS, ITEM_RETURN, ITEM_PLAIN);
+            case 1: return items(ITEM_FINAL);
             default: return 0;
         }
     }
     switch (number) {
         case 0: return DISPATCH;
         case 1: return PE_BARRIER;
-        case 2: return items(ITEM_TASKS);
+        case 2: return items(ITEM_TASKS, ITEM_PLAIN);
         case 3: return PE_BARRIER | 1u << BARRIER_NUMBER;
         case 4: return items(ITEM_RETURN);
         case 5: return PE_BARRIER | 2u << BARRIER_NUMBER;
-        case 6: return items(ITEM_LAST);
+        case 6: return items(ITEM_FINAL);
         default: return 0;
     }
 }
@@ -101,7 +139,7 @@ template <class Path> DEVICE bool run_step(Block& b) {
         if (dev::thread() == 0) b.actions++;  // every action has a barrier, so that this is seen after it
         bool ok;
         if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
-        else ok = run_items<Path>(b, action);
+        else ok = run_items<Path>(b, action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0));
         if (!ok) return false;
     }
 }
@@ -133,6 +171,7 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         b.actions = 0;
         b.state.headers_seen = 0;
         b.state.source = (l.shape.my_pe + dev::block()) % l.shape.n_pes;
+        b.state.channel = dev::block() % reduce_shape(l.shape).channels;
         for (u32& entry : b.state.entry) entry = 0;
     }
     dev::sync_block();

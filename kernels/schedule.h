@@ -1,16 +1,18 @@
 // What a step has to do, and in which order blocks take it.
 //
 // A block takes one *item* after the other: the layout of the own slots; a send; the layout of the others' slots; the arrival of a chunk; the
-// return of one; rows of the shared expert; a task of a GEMM; and when all of these are taken, the last items: gradients of biases,
-// zeros, sums over PEs. It takes an item only once nothing is missing that the item needs (items.h), so no block waits inside one, and no
+// return of one; rows of the shared expert; a task of a GEMM; gradients without one, of biases and zeros; a step of the sums of gradients; and when
+// all of these but the last are taken, the final sums over PEs. It takes an item only once nothing is missing that the item needs (items.h), so no block waits inside one, and no
 // multiprocessor is parked while there is something to compute. Only the sums wait, for results of peers: they are the last.
 //
 // Tasks come in five queues, each in the order of experts. The first one whose next task has its inputs is taken from: the second GEMM of tiles with
 // slots of others, which results wait for; their first GEMM; the same of tiles that hold slots of this PE alone, and of the shared expert, which need
-// no peer, and so fill the time in which rows travel; the gradients of weights, which nobody waits for.
+// no peer, and so fill the time in which rows travel; the gradients of weights, which nobody waits for. Before these come the gradients without a
+// GEMM, and steps of the sums of gradients, whose time to travel the tasks hide. Such a step is taken if nothing is missing for it and this PE has returned
+// all results: the wire is free then. Nobody waits for one: what is left is aristos_all_reduce's.
 //
 // Why no step can deadlock. Order all items of all PEs by (step, class), with classes own layout < send < layout < arrival < task (first GEMM, second
-// GEMM, gradients) < return < last items. What an item needs comes from items before it in this order: a send of round q needs results of
+// GEMM, gradients, with a GEMM and without) < return < final sums. What an item needs comes from items before it in this order: a send of round q needs results of
 // round q - 1, or acknowledgements of this round's recomputation, which follow its arrivals, and the credit of a chunk some places before it, whose arrival
 // needs that chunk's send; a layout headers; an arrival its chunk and the layout; a task arrivals and earlier GEMMs; a return tasks; a sum returns; the
 // barrier at the end of a step all of its own PE's items. A place in a stage (dispatch.h, "Waves") is given back by sends or returns with lower numbers.
@@ -70,14 +72,22 @@ DEVICE u32 tiles_down(const Layer& l, u32 kind, u32 batch) {
     return ceil_div(rows, l.shape.tile_m);
 }
 
-// Items of LAST_BIAS of a batch: columns of the down projection's, then those of what the activation saw.
+// Items of PLAIN_BIAS of a batch: columns of the down projection's, then those of what the activation saw.
 DEVICE u32 gu_columns(const Layer& l, u32 batch) {
     return store_of(l, batch).intermediate * (is_gated(l, batch) ? 2 : 1);
 }
 DEVICE u32 bias_items(const Layer& l, u32 batch) {
     return ceil_div(l.shape.hidden, BIAS_COLUMNS) + ceil_div(gu_columns(l, batch), BIAS_COLUMNS);
 }
-// Items of LAST_ZERO: for each of three matrices, as many as the largest needs.
+// Which of a batch's an item is, counted without the zeros.
+struct BiasItem { u32 batch, part; };
+DEVICE BiasItem bias_item(const Block& b, u32 item) {
+    const Layer& l = b.l;
+    u32 n = l.shape.n_local, each = bias_items(l, 0), routed = l.shape.bias && b.step.receives ? n * each : 0;
+    if (item < routed) return {item / each, item % each};
+    return {n, item - routed};
+}
+// Items of PLAIN_ZERO: for each of three matrices, as many as the largest needs.
 DEVICE u32 zero_pieces(const Layer& l) {
     u32 wide = l.shape.intermediate > l.shape.shared_intermediate ? l.shape.intermediate : l.shape.shared_intermediate;
     return u32((u64(wide) * l.shape.hidden + ZERO_ELEMENTS - 1) / ZERO_ELEMENTS);
@@ -111,8 +121,26 @@ DEVICE u32 pass_rounds(const Layer& l) {
     return rounds > 1 ? rounds : 1;
 }
 
+DEVICE bool last_round(const Block& b) { return b.step.round + 1 == pass_rounds(b.l); }
+// Whether experts' gradients are complete at the end of this step, and others hold some too.
+DEVICE bool sums_gradients(const Block& b) {
+    return b.l.shape.summed && !b.l.shape.bulk && b.step.mode == MODE_GRADIENT && last_round(b);
+}
+
 // Whether own chunks arrive in two parts: what has its place before the headers are known, and what then gets one.
 DEVICE bool own_in_parts(const Step& step) { return step.mode != MODE_GRADIENT; }
+
+// Tasks of the first GEMM in backward, which leave what the gradients are made of.
+DEVICE u32 batch_tasks(const Layer& l, u32 batch) { return tiles_down(l, BACKWARD_DOWN, batch) * tiles_across(l, BACKWARD_DOWN, batch); }
+// Tasks and items of a routed batch's gradients in this step.
+DEVICE u32 gradient_items(const Block& b, u32 batch) {
+    const Layer& l = b.l;
+    const u32* tasks = l.queue.tasks[GRADIENT_TASKS] + GRADIENTS * batch;
+    u32 count = tasks[GRADIENTS] - tasks[0];
+    if (l.shape.bias && b.step.receives) count += bias_items(l, batch);
+    if (b.step.round == 0 && takes_part(l, b.step, batch) && l.batches.total[batch] == 0) count += zero_items(l);
+    return count;
+}
 
 // ---- What makes the queues: all threads of a block.
 template <class Count> DEVICE void fill_tasks(Block& b, u32 queue, Count count) {
@@ -172,18 +200,17 @@ DEVICE void fill_queues(Block& b) {
     }
     if (dev::thread() == 0) {
         u32 me = l.shape.my_pe, own = b.step.receives && own_in_parts(b.step) ? in.end_chunk[me] - in.first_chunk[me] : 0;
-        bool last = mode != MODE_RECOMPUTE && b.step.round + 1 == pass_rounds(l);
-        u32 end = 0;
+        u32 zeros = empty * zero_items(l), biases = 0;
         *q.arrivals = chunks + own;
         *q.results = mode == MODE_RECOMPUTE ? 0 : near + l.tables.far[0] * most;
         *q.most_results = mode == MODE_RECOMPUTE ? 0 : most;
         if (mode == MODE_GRADIENT) {
-            if (l.shape.bias && b.step.receives) end += n * bias_items(l, 0);
-            if (l.shape.shared_bias && b.step.with_shared) end += bias_items(l, n);
+            if (l.shape.bias && b.step.receives) biases += n * bias_items(l, 0);
+            if (l.shape.shared_bias && b.step.with_shared) biases += bias_items(l, n);
         }
-        q.last_end[LAST_BIAS] = end;
-        q.last_end[LAST_ZERO] = end += empty * zero_items(l);
-        q.last_end[LAST_FINAL] = end += last ? ceil_div(b.pass.tokens, FINAL_TOKENS) : 0;
+        q.plain_end[PLAIN_ZERO] = zeros;
+        q.plain_end[PLAIN_BIAS] = zeros + biases;
+        *q.finals = mode != MODE_RECOMPUTE && last_round(b) ? ceil_div(b.pass.tokens, FINAL_TOKENS) : 0;
     }
     dev::sync_block();
 }

@@ -13,7 +13,9 @@ struct Scheduler {
         b.state.patience = {};
         for (;;) {
             if (find_item(b, b.items)) return false;
-            if (find_task(t)) {
+            bool task = find_task(t, REST_SECOND, GRADIENT_TASKS);
+            if (!task && find_rest(b)) return false;
+            if (task || find_task(t, GRADIENT_TASKS, TASK_QUEUES)) {
                 enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
                 return true;
             }
@@ -29,17 +31,21 @@ struct Scheduler {
         const Counters& c = b.counters();
         bool first = t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN;
         bool second = t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP;
-        if (!first && !second) return;
+        if (!first && !second) {
+            if (b.l.shape.summed) dev::fetch_add_acq_rel(c.gradients_done + t.batch, 1u);
+            return;
+        }
         dev::fetch_add_acq_rel((first ? c.first_done : c.second_done) + t.tile, 1u);
         if (t.kind == BACKWARD_DOWN) dev::fetch_add_acq_rel(c.batch_done + t.batch, 1u);
     }
 
 private:
-    DEVICE bool find_task(GemmTask& t) {
+    // Of queues from `begin` to before `end`.
+    DEVICE bool find_task(GemmTask& t, u32 begin, u32 end) {
         const Counters& c = b.counters();
         if (!came_local(c.own_known, 1)) return false;
         bool layout = came_local(c.layout, 1);
-        for (u32 queue = 0; queue < TASK_QUEUES; queue++) {
+        for (u32 queue = begin; queue < end; queue++) {
             bool own = queue == OWN_FIRST || queue == OWN_SECOND;
             // Another block may take it meanwhile; then there may be one after it.
             while ((own || layout) && next_of(queue, t)) {
@@ -89,10 +95,7 @@ private:
     DEVICE bool ready(u32 queue, const GemmTask& t) const {
         const Layer& l = b.l;
         const Counters& c = b.counters();
-        if (queue == GRADIENT_TASKS) {
-            u32 tasks = tiles_down(l, BACKWARD_DOWN, t.batch) * tiles_across(l, BACKWARD_DOWN, t.batch);
-            return came_local(c.batch_done + t.batch, tasks);
-        }
+        if (queue == GRADIENT_TASKS) return came_local(c.batch_done + t.batch, batch_tasks(l, t.batch));
         if (!of_first_gemm(queue)) return came_local(c.first_done + t.tile, tiles_across(l, first_kind(b.step.mode), t.batch));
         u32 rows = t.rows - t.m0 < l.shape.tile_m ? t.rows - t.m0 : l.shape.tile_m;
         return came_local(c.arrived + t.tile, rows);

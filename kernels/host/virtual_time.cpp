@@ -1,8 +1,6 @@
 // virtual_time.h says what it does.
 #include "virtual_time.h"
 
-#include <algorithm>
-
 namespace aristos::host {
 
 void VirtualTime::pass_on(const Block* from) {
@@ -19,9 +17,15 @@ void VirtualTime::pass_on(const Block* from) {
     if (running_ != from) wakes_[running_]->notify_one();
 }
 
+void VirtualTime::next(u32 blocks) {
+    expected_ = blocks;
+    begin_ = end_;
+    wakes_.clear();
+}
+
 void VirtualTime::begin(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
-    block->time = 0;
+    block->time = begin_[block->launch->pe];
     wakes_[block] = std::make_unique<std::condition_variable>();
     waiting_.insert(turn(block));
     if (wakes_.size() == expected_) pass_on(block);
@@ -30,7 +34,8 @@ void VirtualTime::begin(Block* block) {
 
 void VirtualTime::end(Block* block) {
     std::unique_lock<std::mutex> lock(mutex_);
-    ended_ = std::max(ended_, block->time);
+    u64& end = end_[block->launch->pe];
+    end = std::max(end, block->time);
     pass_on(block);
 }
 

@@ -4,6 +4,7 @@
 // that follow from the rates of their PEs' ports, each of which sends, and takes, one after the other. So what a block does next is decided by the
 // kernels' own code, from what has come at its time, and every run is the same.
 #pragma once
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -24,7 +25,10 @@ struct Rates {
 class VirtualTime {
   public:
     // Starts once `blocks` blocks have begun.
-    VirtualTime(u32 n_pes, u32 blocks, Rates rates) : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), last_(u64(n_pes) * n_pes) {}
+    VirtualTime(u32 n_pes, u32 blocks, Rates rates)
+        : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), last_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
+    // When all blocks have ended: goes on with another kernel, on every PE from when it ended.
+    void next(u32 blocks);
     // Calls `look` at a time, before what happens then.
     void at(u64 time, std::function<void()> look) { events_.emplace(time, std::move(look)); }
 
@@ -41,7 +45,7 @@ class VirtualTime {
     void quiet(Block* block, u32 from);
 
     u64 sent_bytes(u32 pe) const { return out_[pe].bytes; }
-    u64 ended() const { return ended_; }
+    u64 ended() const { return *std::max_element(end_.begin(), end_.end()); }
 
   private:
     struct Port { u64 free = 0, bytes = 0; };
@@ -59,7 +63,7 @@ class VirtualTime {
     std::multimap<u64, std::function<void()>> events_;
     std::vector<Port> out_, in_;
     std::vector<u64> last_;  // [n_pes][n_pes]: when the last message of a pair arrives
-    u64 ended_ = 0;
+    std::vector<u64> begin_, end_;  // of a PE's kernel
 };
 
 // Of the block that calls, in a world with virtual time.

@@ -27,6 +27,7 @@ struct Options {
     u32 window_chunks = 0, blocks = 3, training = 1;
     u32 tile = 0;                 // rows and columns of a tile; 0: of the path
     u32 hosts = 0;                // PEs with experts; 0: all
+    u32 copies = 1;               // PEs that hold an expert; several with host_plan only
     double capacity = 0;
     float aux_loss = 0, z_loss = 0;
     u32 hot = NONE;               // the expert that hot passes prefer; with `cold`, the one that they avoid
@@ -60,6 +61,7 @@ struct Snapshot {
     std::vector<double> loss_sums;
     std::vector<std::vector<float>> gradients;  // six of each expert
     PassStats forward{}, backward{};
+    u64 hidden_bytes = 0;  // of sums of gradients, put by the persistent kernel
 };
 
 struct Layers {
@@ -85,7 +87,16 @@ struct Layers {
         return v;
     }
 
-    u32 place(u32 e) const { return e % (o.hosts ? o.hosts : o.n_pes); }
+    // Copies of experts are on PEs of as many groups, which follow one another.
+    u32 group_hosts() const { return (o.hosts ? o.hosts : o.n_pes) / o.copies; }
+    u32 place(u32 e) const { return e % group_hosts(); }
+    // Where PE `from` sends what it has for expert `e`.
+    u32 holder(u32 e, u32 from) const { return place(e) + from * o.copies / o.n_pes * group_hosts(); }
+    std::vector<u32> holders(u32 e) const {
+        std::vector<u32> all;
+        for (u32 i = 0; i < o.copies; i++) all.push_back(place(e) + i * group_hosts());
+        return all;
+    }
 
     explicit Layers(const Options& options) : o(options), random(options.seed) {
         for (u32 i = 0; i < 2 && options.passes.empty(); i++) {
@@ -106,7 +117,7 @@ struct Layers {
         if (o.tile) s.tile_m = s.tile_n = o.tile;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
-        w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule);
+        w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule, [&](u32 e) { return holders(e); });
         for (u32 e = 0; e <= o.experts; e++) {
             bool shared = e == o.experts, gated = shared || o.gated;
             u64 h = o.hidden, i = shared ? s.shared_intermediate : o.intermediate;
@@ -140,7 +151,7 @@ struct Layers {
         seen[pe].resize(o.passes.size());
         std::vector<MlpGradients> g;
         for (u32 e = 0; e <= o.experts; e++) {
-            if (e < o.experts && place(e) != pe) continue;
+            if (e < o.experts && w->number(e, pe) == NONE) continue;
             const Expert& m = experts[e];
             auto pointer = [](const auto& v) { return v.empty() ? nullptr : v.data(); };
             weights[pe].push_back({pointer(m.gate), pointer(m.up), pointer(m.down), pointer(m.gate_bias), pointer(m.up_bias),
@@ -189,8 +200,10 @@ struct Layers {
                                    : w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
         return planned && w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : kernel("forward").c_str(), p) && !failed(pe);
     }
-    bool backward(u32 pe, Pass& p) {
-        return w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) && !failed(pe);
+    bool backward(u32 pe, Pass& p, u64& hidden_bytes) {
+        if (!w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) || failed(pe)) return false;
+        hidden_bytes = w->pes[pe]->layer().stats->all_reduce_bytes;
+        return o.copies == 1 || (w->launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", p) && !failed(pe));
     }
     // What the kernels of routing leave, for random choices. Under ThreadSanitizer those kernels take long, with their many threads.
     bool plan(u32 pe, u32 i) {
@@ -217,8 +230,8 @@ struct Layers {
             u32* round_chunk = l.plan.round_chunk + u64(d) * (l.sizes.max_chunks + 1);
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
-            auto at_d = [&](u32 k) { return place(l.routing.chosen[k]) == d; };
-            auto local = [&](u32 k) { return w->pes[pe]->local_index[l.routing.chosen[k]]; };
+            auto at_d = [&](u32 k) { return holder(l.routing.chosen[k], pe) == d; };
+            auto local = [&](u32 k) { return w->number(l.routing.chosen[k], d); };
             std::vector<std::pair<u32, u32>> heads;
             for (u32 t = 0; t < f.tokens[pe]; t++) {
                 l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;
@@ -299,7 +312,7 @@ struct Layers {
                 p.grad_output = grad_output[pe][i].data();
                 p.output = s.dx.data();
                 nap();
-                if (!backward(pe, p)) return;
+                if (!backward(pe, p, s.hidden_bytes)) return;
                 s.backward = *w->pes[pe]->layer().stats;
             }
             take(pe, p.tokens, o.passes[i].backward, s);
@@ -445,7 +458,8 @@ struct Layers {
             if (o.shared) compare_gradients(s, w->pes[pe]->s.n_local, o.experts, d[o.experts]);
         }
         if (!backward) return;
-        for (u32 e = 0; e < o.experts; e++) compare_gradients(seen[place(e)][i], w->pes[place(e)]->local_index[e], e, d[e]);
+        for (u32 e = 0; e < o.experts; e++)
+            for (u32 pe : holders(e)) compare_gradients(seen[pe][i], w->number(e, pe), e, d[e]);
     }
     void clear(Doubles& d, u32 e) const {
         const Expert& x = experts[e];

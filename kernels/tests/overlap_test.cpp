@@ -1,7 +1,7 @@
 // How far communication hides behind the GEMMs, in virtual time (host/virtual_time.h): the persistent kernels as they are, but for the products,
 // of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
 //
-//   overlap_test table     prints the table of docs/measurements for models' shapes; otherwise only a small one runs, and is checked.
+//   overlap_test table     prints the tables of docs/measurements for models' shapes ("sums": the second alone); otherwise only a small one runs, and is checked.
 //
 // Shapes are models' in ratios: 1/8 of their 4,096 tokens, of the rows of a tile and of a chunk; fewer columns, but as many tasks a block as on 132 multiprocessors.
 #include "testing.h"
@@ -68,7 +68,7 @@ constexpr Model MIXTRAL{"Mixtral", 64, 224, 8, 2}, QWEN{"Qwen3-30B", 64, 24, 128
 
 // What one pass of all PEs took, ns; of tiles the share that could start.
 struct Result {
-    double compute = 0, end = 0, gemm_end = 0, waits = 0, wire_bytes = 0, row_bytes = 0;
+    double compute = 0, end = 0, gemm_end = 0, waits = 0, wire_bytes = 0, row_bytes = 0, sum_bytes = 0;
     double startable[3] = {};
 };
 
@@ -83,7 +83,10 @@ std::vector<u32> tile_rows(const Layer& l) {
     return rows;
 }
 
-Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wire_ns) {
+// What follows a backward: no sums, or those of experts that several PEs hold, of which the persistent kernel does what it can or nothing.
+enum Sums { NO_SUMS, SUMS_HIDDEN, SUMS_AFTER };
+
+Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wire_ns, Sums sums = NO_SUMS) {
     const u32 n = t.o.n_pes;
     host::VirtualTime time(n, n * t.o.blocks, {bytes_per_ns, LATENCY_NS, POLL_NS});
     host::World& w = *static_cast<host::World*>(t.w->handle);
@@ -105,8 +108,22 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
         std::vector<float> out(u64(t.o.tokens) * t.o.hidden);
         p.output = out.data();
         if (backward) p.pass++, p.grad_output = t.grad_output[pe][0].data();
+        u32& summed = const_cast<Layer&>(t.w->pes[pe]->layer()).shape.summed;
+        const u32 as_made = summed;
+        if (sums != SUMS_HIDDEN) summed = 0;
         t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, backward ? "test_backward_timed" : "test_forward_timed", p);
+        summed = as_made;
     });
+    if (sums != NO_SUMS) {
+        time.next(n * t.w->pes[0]->info.launches[KERNEL_ALL_REDUCE].grid);
+        // By the caller's routing, so of experts alone.
+        float given;
+        t.w->all([&](u32 pe) {
+            Pass p = t.pass(pe, 0);
+            p.pass++, p.grad_weights = &given;
+            t.w->launch(pe, KERNEL_ALL_REDUCE, "aristos_all_reduce", p);
+        });
+    }
     w.time = nullptr;
     Result r;
     r.end = double(time.ended());
@@ -119,6 +136,7 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
         r.waits += (double(last_end[pe]) - double(busy[pe]) / t.o.blocks) / n;
         r.wire_bytes = std::max(r.wire_bytes, double(time.sent_bytes(pe)));
         r.row_bytes = std::max(r.row_bytes, double(l.stats->dispatch_row_bytes + l.stats->dispatch_slot_bytes));
+        r.sum_bytes = std::max(r.sum_bytes, double(l.stats->all_reduce_bytes));
         const auto rows = tile_rows(l);
         for (u32 tile = 0; tile < rows.size(); tile++) {
             tiles += rows[tile] > 0;
@@ -131,12 +149,14 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
 
 struct Scaled {
     world::Options o;
-    explicit Scaled(const Model& m, u32 pes, u32 tokens) {
+    explicit Scaled(const Model& m, u32 pes, u32 tokens, u32 copies = 1) {
+        o.copies = copies;
         o.path = world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
         o.chunk_rows = 16, o.reachable.assign(pes * pes, 0);
         // Twice the even share of rows in a round, 7/16 of that in a window, as the host has it.
-        o.round_chunks = std::min(tokens, 2 * tokens * std::min(m.top_k, pes) / pes) / o.chunk_rows;
+        const u32 group = pes / copies;
+        o.round_chunks = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group) / o.chunk_rows;
         o.window_chunks = (7 * o.round_chunks + 15) / 16;
         o.wait_limit_ns = 1'000'000'000'000;
         o.passes = {{std::vector<u32>(pes, tokens)}};
@@ -156,12 +176,43 @@ struct Scaled {
         pass(again, false, fast, 0);
         return pass(again, true, rate, free.row_bytes / rate);
     }
+    // A backward with sums over a wire that takes `ratio` of the GEMMs for the sums alone.
+    Result run_sums(Sums sums, double ratio) const {
+        auto backward = [&](double rate) {
+            world::Layers t(o);
+            for (u32 pe = 0; pe < o.n_pes; pe++) t.plan(pe, 0);
+            pass(t, false, 1e9, 0);
+            return pass(t, true, rate, 0, sums);
+        };
+        const Result free = backward(1e9);
+        return backward(free.sum_bytes / (ratio * free.compute));
+    }
 };
 
 void print(const char* name, u32 pes, bool backward, double ratio, const Result& r) {
     std::printf("| %s | %u | %s | %.1f | %.0f / %.0f / %.0f | %.2f | %.2f | %.2f |\n", name, pes, backward ? "backward" : "forward", ratio, 100 * r.startable[0],
                 100 * r.startable[1], 100 * r.startable[2], r.gemm_end / r.compute, r.waits / r.compute, (r.end - r.compute) / r.compute);
     std::fflush(stdout);
+}
+
+// Beyond the GEMMs: what a backward and the sums take, the sums after it and inside it.
+void print_sums(const char* name, u32 groups, u32 pes, double ratio, const Result& after, const Result& hidden) {
+    const double was = after.end / after.compute - 1, is = hidden.end / hidden.compute - 1;
+    std::printf("| %s | %u x %u | %.1f | %.2f | %.2f | %.2f | %.0f |\n", name, groups, pes / groups, ratio, was, is, is / was, 100 * (was - is) / ratio);
+    std::fflush(stdout);
+}
+
+void sums_table() {
+    std::puts("\nSums of experts' gradients between groups. Wire: of the sums alone, in times of the GEMMs of backward. Exposed: what backward and sums take beyond "
+              "these. Hidden: of the sums' time on the wire, %.\n");
+    std::puts("| model | groups x PEs | wire | exposed, sums after backward | inside | ratio | hidden |\n|---|---|---:|---:|---:|---:|---:|");
+    for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
+        for (u32 groups : {2u, 4u}) {
+            const Scaled layer(m, 4 * groups, 512, groups);
+            for (double ratio : {0.25, 0.5, 1.0})
+                print_sums(m.name, groups, 4 * groups, ratio, layer.run_sums(SUMS_AFTER, ratio), layer.run_sums(SUMS_HIDDEN, ratio));
+        }
+    }
 }
 
 void table() {
@@ -187,7 +238,16 @@ CASE(most_of_the_wire_is_hidden) {
     CHECK(r.startable[1] > 0.4, "%.0f%% of tiles", 100 * r.startable[1]);
 }
 
+// Sums that take as long on the wire as a quarter of the GEMMs: what a backward waits for beyond its own end is less than half of what it was.
+CASE(most_of_the_sums_is_hidden) {
+    const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, 2);
+    const Result after = layer.run_sums(SUMS_AFTER, 0.25), hidden = layer.run_sums(SUMS_HIDDEN, 0.25);
+    print_sums("small", 2, 4, 0.25, after, hidden);
+    CHECK(hidden.end < after.end - 0.15 * after.compute, "%.2f instead of %.2f of the GEMMs", hidden.end / hidden.compute, after.end / after.compute);
+}
+
 int main(int argc, char** argv) {
-    if (argc == 2 && std::string(argv[1]) == "table") return table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "table") return table(), sums_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "sums") return sums_table(), world::failures > 0;
     return testing::testing_main(argc, argv);
 }

@@ -106,6 +106,20 @@ inline Options bulk_in_small_windows() {
     return o;
 }
 
+// Experts on two of four PEs each; some have no tokens at one of theirs, or at both. More than a channel has places for.
+inline Options replicas() {
+    Options o = base(4);
+    o.copies = 2, o.host_plan = true, o.experts = 14, o.bias = 1, o.tokens = 24, o.intermediate = 40;
+    o.passes = {{{24, 9, 24, 3}}, {{2, 1, 0, 0}}, {{0, 0, 0, 0}}, {{20, 20, 3, 7}}};
+    return o;
+}
+inline Options replicas_in_rounds() {
+    Options o = replicas();
+    o.top_k = 1, o.round_chunks = 1, o.hot = 1;
+    o.passes = {{{24, 9, 24, 3}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
+    return o;
+}
+
 // ---- The counters of a pass, from the routing alone.
 struct Pair { u32 rows = 0, slots = 0, rounds = 0; std::vector<u32> chunk_rows, chunk_slots, round_chunks; };
 inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
@@ -118,9 +132,9 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
         for (u32 token = 0; token < chosen.size() / s.top_k; token++) {
             std::vector<u32> slots(s.n_pes, 0);
             for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
-                const u32 to = kept[from][i] ? t.place(chosen[i]) : NONE;
+                const u32 to = kept[from][i] ? t.holder(chosen[i], from) : NONE;
                 if (to == NONE) continue;
-                if (slots[to]++ == 0) rows[to].push_back({t.w->pes[to]->local_index[chosen[i]], 0});
+                if (slots[to]++ == 0) rows[to].push_back({t.w->number(chosen[i], to), 0});
                 rows[to].back().second++;
             }
         }
@@ -187,6 +201,18 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     return fences;
 }
 
+// Bytes of sums: of each unit the others' parts of this PE's values, and the own part's sums to each of them.
+inline u64 expected_sums(const world::Pe& p) {
+    u64 bytes = 0;
+    for (const SumUnit& u : p.sum_units) {
+        if (u.parts == 0) continue;
+        const u64 elements = u.batch == NONE ? reduce_elements(p.s) : expert_elements(p.s), part = reduce_part(elements, u.parts);
+        const u64 begin = std::min(elements, u.me * part), own = std::min(elements, begin + part) - begin;
+        bytes += 4 * (elements - own + (u.parts - 1) * own);
+    }
+    return bytes;
+}
+
 inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->s;
     const u32 n = s.n_pes;
@@ -222,20 +248,21 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         if (!backward && t.o.capacity > 0) w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
     }
     w.fences = expected_fences(t, pairs, me, backward);
+    if (backward && t.o.copies > 1) w.all_reduce_bytes = expected_sums(*t.w->pes[me]);
     return w;
 }
 
 inline void check_stats(const char* what, const PassStats& got, const PassStats& want) {
     CHECK(std::memcmp(&got, &want, offsetof(PassStats, phase_block_ns)) == 0,
           "%s: headers %llu/%llu rows %llu/%llu slots %llu/%llu back %llu/%llu %llu/%llu puts %llu/%llu signals %llu/%llu fences "
-          "%llu/%llu rounds %llu/%llu", what,
+          "%llu/%llu rounds %llu/%llu sums %llu/%llu", what,
           (unsigned long long)got.header_bytes, (unsigned long long)want.header_bytes, (unsigned long long)got.dispatch_rows,
           (unsigned long long)want.dispatch_rows, (unsigned long long)got.dispatch_slot_bytes,
           (unsigned long long)want.dispatch_slot_bytes, (unsigned long long)got.combine_rows, (unsigned long long)want.combine_rows,
           (unsigned long long)got.combine_slot_bytes, (unsigned long long)want.combine_slot_bytes, (unsigned long long)got.puts,
           (unsigned long long)want.puts, (unsigned long long)got.signals, (unsigned long long)want.signals,
           (unsigned long long)got.fences, (unsigned long long)want.fences, (unsigned long long)got.rounds,
-          (unsigned long long)want.rounds);
+          (unsigned long long)want.rounds, (unsigned long long)got.all_reduce_bytes, (unsigned long long)want.all_reduce_bytes);
 }
 
 inline void check_counters(const Layers& t) {
@@ -246,12 +273,13 @@ inline void check_counters(const Layers& t) {
             check_stats("forward", s.forward, expected_stats(t, pairs, pe, false));
             if (t.o.passes[i].backward) check_stats("backward", s.backward, expected_stats(t, pairs, pe, true));
             for (u32 e = 0; e < t.o.experts; e++) {
-                if (t.place(e) != pe) continue;
+                const u32 number = t.w->number(e, pe);
+                if (number == NONE) continue;
                 u32 slots = 0;
                 const auto kept = t.kept(i);
                 for (u32 from = 0; from < t.o.n_pes; from++)
-                    for (u32 k = 0; k < kept[from].size(); k++) slots += kept[from][k] && t.seen[from][i].chosen[k] == e;
-                const u32 got = s.expert_rows[t.w->pes[pe]->local_index[e]];
+                    for (u32 k = 0; k < kept[from].size() && t.holder(e, from) == pe; k++) slots += kept[from][k] && t.seen[from][i].chosen[k] == e;
+                const u32 got = s.expert_rows[number];
                 CHECK(got == slots, "expert %u: %u rows instead of %u", e, got, slots);
             }
         }

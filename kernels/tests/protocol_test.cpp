@@ -21,6 +21,8 @@ enum PlantedFault : u32 {
     NO_PASS,           // stamps without the pass
     NO_SEE,            // data read without a test after a signal over the network
     NO_FENCE_SYS,      // a signal over the network that is not fenced
+    EARLY_SUM,         // gradients are sent to be summed before they are complete
+    NO_PLACE,          // gradients are sent to a place that may not be free
 };
 inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
@@ -47,13 +49,17 @@ void any_schedule(const Options& o, u32 count) {
     CHECK(world::failures == 0);
     if (testing::Case::failures) return;
     check_counters(want);
+    u64 hidden = 0;  // bytes of sums that went while the persistent kernel ran
     for (u64 seed = 2; seed < 2 + count && !testing::Case::failures; seed++) {
         Layers got(scheduled(o, seed));
         got.run();
         const std::string what = difference(got, want.seen);
         CHECK(what.empty(), "seed %llu: %s", (unsigned long long)seed, what.c_str());
         if (what.empty()) check_counters(got);
+        for (const auto& pe : got.seen)
+            for (const Snapshot& pass : pe) hidden += pass.hidden_bytes;
     }
+    CHECK((hidden > 0) == (o.copies > 1 && !o.bulk), "%llu bytes of sums in the persistent kernels", (unsigned long long)hidden);
     CHECK(world::failures == 0);
 }
 
@@ -67,6 +73,13 @@ CASE(running_ahead) { any_schedule(running_ahead(), seeds(30)); }
 CASE(losses_and_capacity) { any_schedule(losses_and_capacity(), seeds(30)); }
 CASE(an_expert_without_tokens) { any_schedule(an_expert_without_tokens(), seeds(30)); }
 CASE(eight_pes) { any_schedule(eight_pes(), seeds(12)); }
+CASE(replicas) { any_schedule(replicas(), seeds(30)); }
+CASE(replicas_in_rounds) { any_schedule(replicas_in_rounds(), seeds(30)); }
+CASE(replicas_in_bulk) {
+    Options o = replicas();
+    o.bulk = 1;
+    any_schedule(o, seeds(8));
+}
 CASE(inference) { any_schedule(inference(), seeds(30)); }
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
@@ -335,6 +348,8 @@ CASE(planted_one_place) { CHECK(caught(running_ahead(), REACH_NONE, ONE_PLACE));
 CASE(planted_no_pass) { CHECK(caught(tokens_come_and_go(), REACH_ALL, NO_PASS)); }
 CASE(planted_no_see) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_SEE)); }
 CASE(planted_no_fence_sys) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_FENCE_SYS)); }
+CASE(planted_early_sum) { CHECK(caught(replicas(), REACH_ALL, EARLY_SUM)); }
+CASE(planted_no_place) { CHECK(caught(replicas(), REACH_RANDOM, NO_PLACE)); }
 CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
@@ -369,6 +384,7 @@ CASE(tsan_two_pes) { orderly(brief(rounds_by_slots(), {{{14, 9}}, {{3, 12}}}), s
 CASE(tsan_three_pes) { orderly(brief(losses_and_capacity(), {{{9, 0, 12}, false}, {{10, 11, 3}}}), seeds(3)); }
 CASE(tsan_four_pes) { orderly(brief(one_expert_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(3)); }
 CASE(tsan_running_ahead) { orderly(running_ahead(), seeds(2)); }
+CASE(tsan_replicas) { orderly(brief(replicas(), {{{9, 5, 9, 3}}, {{3, 0, 2, 3}}}), seeds(3)); }
 CASE(tsan_inference) { orderly(brief(inference(), {{{9, 9, 0}, false, true}, {{0, 7, 9}, false}}), seeds(2)); }
 CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }

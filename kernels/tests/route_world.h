@@ -180,6 +180,14 @@ struct World {
     }
     ~World() { aristos_host_free(handle); }
 
+    // The number of expert `e` at PE `pe`, which holds it; NONE elsewhere.
+    u32 number(u32 e, u32 pe) const {
+        const Pe& p = *pes[pe];
+        for (u32 i = p.first_holder[e]; i < p.first_holder[e + 1]; i++)
+            if (p.place_pe[p.holder_place[i]] == pe) return p.holder_place[i] - p.first_place[pe];
+        return NONE;
+    }
+
     // The units of a PE's sums, as the host has them.
     void list_sums(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers) const {
         std::vector<u32> before(s.n_pes, 0), all;
