@@ -52,7 +52,7 @@ KERNEL(aristos_all_reduce, REDUCE_THREADS, 1)(const Layer* layer, Pass pass) {
         }
     }
     // For the next pass.
-    if (dev::thread() < SUM_PARTS) progress.at[dev::thread()] = {};
+    if (dev::thread() == 0) progress = {};
 }
 REGISTER_KERNEL(aristos_all_reduce)
 

@@ -173,18 +173,6 @@ struct Reducer {
         const u32 pe = t.holders[holder].pe, of = number(t, holder);
         return wait_signal(layer, signal(kind, pe, of), {pe, WHAT_ALL_REDUCE, PHASE_ALL_REDUCE, stamp_of(of), u64(of) * r.channels + channel});
     }
-    // One thread: whether all that a step is reduced from (0), or copied from (1), is there.
-    DEVICE bool came(const Turn& t, u32 kind) const {
-        for (u32 holder = 0; holder < t.unit.parts; holder++) {
-            if (holder == t.unit.me || length(t, kind == 0 ? t.unit.me : holder) == 0) continue;
-            const u32 of = number(t, holder);
-            const u64* word = signal(kind, t.holders[holder].pe, of);
-            if (dev::load_relaxed(word) < stamp_of(of)) return false;
-            (void)dev::load_acquire_sys(word);
-        }
-        return true;
-    }
-
     // This PE's values of a step to every other holder, the next one first.
     DEVICE void send(const VectorTurn& t) const {
         const u32 me = layer.shape.world_pe, parts = t.unit.parts;

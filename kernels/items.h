@@ -1,7 +1,7 @@
 // Which item a block takes next: the first of which nothing is missing. One thread asks, between two items of its block.
 #pragma once
 #include "combine.h"
-#include "gradient_sums.h"
+#include "sum_steps.h"
 
 namespace aristos {
 
@@ -14,7 +14,7 @@ enum ItemKind : u32 {
     ITEM_SHARED = 5,   // the shared expert's rows
     ITEM_TASKS = 6,    // of GEMMs, until there is another item
     ITEM_PLAIN = 7,    // PlainItems
-    ITEM_SUM = 8,      // SumPart of a channel
+    ITEM_SUM = 8,      // SumPart of a channel, or SUM_LIST
     ITEM_FINAL = 9,    // sums over PEs
     ITEM_NONE = 10,    // all are taken, or the PE aborts
 };
@@ -96,31 +96,6 @@ DEVICE bool find_item(Block& b, u32 set) {
     return false;
 }
 
-// One thread. A step of a channel that nothing is missing for.
-DEVICE bool find_sum(Block& b, u32 channel) {
-    const Layer& l = b.l;
-    SumProgress& progress = l.sums[channel];
-    const u32 turn = dev::load_relaxed(&progress.turn);
-    if (turn & 1) return false;
-    (void)dev::load_acquire(&progress.turn);
-    Turn turns[SUM_PARTS];
-    for (u32 part = 0; part < SUM_PARTS; part++) begin_turn(l, b.pass, turns[part], progress.at[part]);
-    const Turn &sent = turns[SUM_SENT], &reduced = turns[SUM_REDUCED], &copied = turns[SUM_COPIED];
-    const Reducer reducer(l, b.pass.pass, channel, nullptr);
-    u32 part = SUM_PARTS;
-    if (copied.turns < reduced.turns && reducer.came(copied, 1)) {
-        part = SUM_COPIED;
-    } else if (reduced.turns < sent.turns && reducer.came(reduced, 0)) {
-        part = SUM_REDUCED;
-    } else if (sent.steps > 0 && sent.unit.batch != NONE && (sent.turns - copied.turns < REDUCE_AHEAD || ARISTOS_PLANTED(NO_PLACE))) {
-        const u32 batch = sent.unit.batch;
-        const bool done = came_local(b.counters().gradients_done + batch, gradient_items(b, batch));
-        if (done || ARISTOS_PLANTED(EARLY_SUM)) part = SUM_SENT;
-    }
-    // Where another block was at it meanwhile, the number is another.
-    return part < SUM_PARTS && take(&progress.turn, turn) && give(b, ITEM_SUM, part, channel);
-}
-
 // One thread. An item that nobody waits for, but that is better done before the gradients of weights, into State::item.
 OUTLINE bool find_rest(Block& b) {
     const Layer& l = b.l;
@@ -135,7 +110,8 @@ OUTLINE bool find_rest(Block& b) {
     if (!has(b.items, ITEM_SUM) || dev::load_relaxed(c.results) < *l.queue.results) return false;
     const u32 channels = reduce_shape(l.shape).channels, channel = b.state.channel;
     b.state.channel = channel + 1 == channels ? 0 : channel + 1;
-    return find_sum(b, channel);
+    u32 turn, part = ready_part(b, channel, turn);
+    return part != NONE && take(&l.sums[channel].turn, turn) && give(b, ITEM_SUM, part, channel);
 }
 
 // Whether all items of `set` are taken. Nobody takes all steps of the sums.

@@ -188,9 +188,18 @@ struct SumCursor {
     u32 unit, step;
     u32 turns;  // steps before, of all units
 };
+// A word of Symmetric::all_reduce_signal, and what it must be at least.
+struct SumWait {
+    u64 least;
+    u32 word;
+};
 struct SumProgress {
     u32 turn;  // odd while a block of the persistent kernel works at the channel
     SumCursor at[SUM_PARTS];
+    // What is done when all that it waits for has come (sum_steps.h): bits of SumPart. To send, so many of a batch's gradients; else Layer::sum_waits.
+    u32 next;
+    u32 batch, least;
+    u32 waits[2];
 };
 
 // Of one block of a persistent kernel, added up by the last block that leaves.
@@ -260,6 +269,7 @@ struct Layer {
     PassStats* stats;
     BlockStats* block_stats; // [blocks]
     SumProgress* sums;       // [reduce_shape(shape).channels]; with training only
+    SumWait* sum_waits;      // [reduce_shape(shape).channels][2][n_world]: of a channel to reduce, and to copy; where PEs share experts only
     SpanRecord* spans;       // [MAX_SPANS]
     u8* route_scratch;       // route_scratch_bytes(shape)
     Symmetric symmetric;

@@ -21,33 +21,6 @@ template <class T> DEVICE void run_plain(Block& b, u32 item) {
     dev::sync_block();
     if (dev::thread() == 0) dev::fetch_add_acq_rel(b.counters().gradients_done + batch, 1u);
 }
-// A step of the sums of gradients, which this block has taken.
-OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
-    const Layer& l = b.l;
-    enter(b, PHASE_ALL_REDUCE);
-    SumProgress& progress = l.sums[channel];
-    VectorTurn& t = *reinterpret_cast<VectorTurn*>(b.scratch);
-    if (dev::thread() == 0) {
-        begin_turn(l, b.pass, t, progress.at[part]);
-        t.list(l);
-    }
-    dev::sync_block();
-    const Reducer reducer(l, b.pass.pass, channel, &b.state.stats.all_reduce_bytes);
-    bool ok = true;
-    if (part == SUM_SENT) reducer.send(t);
-    else ok = part == SUM_REDUCED ? reducer.reduce(t) : reducer.copy(t);
-    dev::sync_block();
-    if (!ok) return false;
-    if (dev::thread() == 0) {
-        SumCursor& at = progress.at[part];
-        const bool next = t.step + 1 == t.steps;
-        dev::store_relaxed(&at.unit, t.number + next);
-        dev::store_relaxed(&at.step, next ? 0 : t.step + 1);
-        dev::store_relaxed(&at.turns, t.turns + 1);
-        dev::store_release(&progress.turn, dev::load_relaxed(&progress.turn) + 1);
-    }
-    return true;
-}
 template <class T> DEVICE bool run_item(Block& b, const Item& item) {
     switch (item.kind) {
         case ITEM_OWN: return make_own_layout(b), true;

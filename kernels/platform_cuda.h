@@ -164,6 +164,7 @@ DEVICE u64 load_acquire_sys(const u64* p) {
 DEVICE u32 load_relaxed(const u32* p) { return *const_cast<const volatile u32*>(p); }
 DEVICE u64 load_relaxed(const u64* p) { return *const_cast<const volatile u64*>(p); }
 DEVICE void store_relaxed(u32* p, u32 v) { *const_cast<volatile u32*>(p) = v; }
+DEVICE void store_relaxed(u64* p, u64 v) { *const_cast<volatile u64*>(p) = v; }
 DEVICE void store_release(u32* p, u32 v) { asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEVICE void store_release(u64* p, u64 v) { asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void store_release_sys(u64* p, u64 v) { asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }

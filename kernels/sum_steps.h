@@ -1,0 +1,103 @@
+// The sums of gradients (gradient_sums.h) as items of the persistent kernel: a step of a channel, that nothing is missing for.
+//
+// Who looks for an item has few registers, so what a channel waits for is listed when its last step ends: words, and what they must be at least.
+#pragma once
+#include "gradient_sums.h"
+#include "schedule.h"
+
+namespace aristos {
+
+constexpr u32 SUM_LISTED = 1u << SUM_PARTS;  // of SumProgress::next
+constexpr u32 SUM_LIST = SUM_PARTS;          // instead of a SumPart: nothing but the list is to be made
+
+DEVICE SumWait* sum_waits(const Layer& l, u32 channel, u32 kind) { return l.sum_waits + (u64(channel) * 2 + kind) * l.shape.n_world; }
+
+// One thread: the SumPart of a channel that can be done, or SUM_LIST; NONE where something is missing. `turn` is the channel's number, which
+// another block changes as soon as it works at it: only who changes it from there may.
+DEVICE u32 ready_part(const Block& b, u32 channel, u32& turn) {
+    const Layer& l = b.l;
+    const SumProgress& progress = l.sums[channel];
+    turn = dev::load_relaxed(&progress.turn);
+    if (turn & 1) return NONE;
+    (void)dev::load_acquire(&progress.turn);
+    const u32 next = dev::load_relaxed(&progress.next);
+    if ((next & SUM_LISTED) == 0) return SUM_LIST;
+    for (u32 kind = 2; kind-- > 0;) {
+        if ((next >> (SUM_REDUCED + kind) & 1) == 0) continue;
+        const SumWait* wait = sum_waits(l, channel, kind);
+        u32 i = 0, count = dev::load_relaxed(&progress.waits[kind]);
+        while (i < count && signal_came(l.symmetric.all_reduce_signal + dev::load_relaxed(&wait[i].word), {0, 0, 0, dev::load_relaxed(&wait[i].least), 0}, [](Waiting, u64) {})) i++;
+        if (i == count) return SUM_REDUCED + kind;
+    }
+    const u32* done = b.counters().gradients_done + dev::load_relaxed(&progress.batch);
+    const bool ready = came_local(done, dev::load_relaxed(&progress.least)) || ARISTOS_PLANTED(EARLY_SUM);
+    return (next >> SUM_SENT & 1) && ready ? u32(SUM_SENT) : NONE;
+}
+
+// One thread: lists what a channel waits for. `turns` is scratch memory.
+DEVICE void list_waits(const Block& b, const Reducer& reducer, Turn* turns) {
+    const Layer& l = b.l;
+    SumProgress& progress = l.sums[reducer.channel];
+    for (u32 part = 0; part < SUM_PARTS; part++) begin_turn(l, b.pass, turns[part], progress.at[part]);
+    const Turn &sent = turns[SUM_SENT], &reduced = turns[SUM_REDUCED], &copied = turns[SUM_COPIED];
+    u32 next = SUM_LISTED;
+    if (reduced.turns < sent.turns) next |= 1u << SUM_REDUCED;
+    if (copied.turns < reduced.turns) next |= 1u << SUM_COPIED;
+    const u32 batch = sent.unit.batch;
+    if (sent.steps > 0 && batch != NONE && (sent.turns - copied.turns < REDUCE_AHEAD || ARISTOS_PLANTED(NO_PLACE))) {
+        next |= 1u << SUM_SENT;
+        dev::store_relaxed(&progress.batch, batch);
+        dev::store_relaxed(&progress.least, gradient_items(b, batch));
+    }
+    for (u32 kind = 0; kind < 2; kind++) {
+        const Turn& t = turns[SUM_REDUCED + kind];
+        SumWait* wait = sum_waits(l, reducer.channel, kind);
+        u32 count = 0;
+        if (next >> (SUM_REDUCED + kind) & 1) {
+            for (u32 holder = 0; holder < t.unit.parts; holder++) {
+                if (holder == t.unit.me || reducer.length(t, kind == 0 ? t.unit.me : holder) == 0) continue;
+                const u32 of = reducer.number(t, holder);
+                dev::store_relaxed(&wait[count].word, u32(reducer.signal(kind, t.holders[holder].pe, of) - l.symmetric.all_reduce_signal));
+                dev::store_relaxed(&wait[count].least, reducer.stamp_of(of));
+                count++;
+            }
+        }
+        dev::store_relaxed(&progress.waits[kind], count);
+    }
+    dev::store_relaxed(&progress.next, next);
+}
+
+// All threads: does what ready_part() found, at a channel that this block has taken.
+OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
+    const Layer& l = b.l;
+    enter(b, PHASE_ALL_REDUCE);
+    SumProgress& progress = l.sums[channel];
+    VectorTurn& t = *reinterpret_cast<VectorTurn*>(b.scratch);
+    const Reducer reducer(l, b.pass.pass, channel, &b.state.stats.all_reduce_bytes);
+    if (part != SUM_LIST) {
+        if (dev::thread() == 0) {
+            begin_turn(l, b.pass, t, progress.at[part]);
+            t.list(l);
+        }
+        dev::sync_block();
+        bool ok = true;
+        if (part == SUM_SENT) reducer.send(t);
+        else ok = part == SUM_REDUCED ? reducer.reduce(t) : reducer.copy(t);
+        dev::sync_block();
+        if (!ok) return false;
+    }
+    if (dev::thread() == 0) {
+        if (part != SUM_LIST) {
+            SumCursor& at = progress.at[part];
+            const bool next = t.step + 1 == t.steps;
+            dev::store_relaxed(&at.unit, t.number + next);
+            dev::store_relaxed(&at.step, next ? 0 : t.step + 1);
+            dev::store_relaxed(&at.turns, t.turns + 1);
+        }
+        list_waits(b, reducer, reinterpret_cast<Turn*>(b.scratch));
+        dev::store_release(&progress.turn, dev::load_relaxed(&progress.turn) + 1);
+    }
+    return true;
+}
+
+}  // namespace aristos
