@@ -315,7 +315,7 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
     o.wait_limit_ns = 2 * SECOND;
     Layers want(o);
     want.run();
-    for (u32 seed = 1; seed <= 300; seed++) {
+    for (u32 seed = 1; seed <= 1000; seed++) {
         Options s = o;
         s.schedule = seed, s.reachable = reach(o.n_pes, who, seed);
         Layers got(s);
