@@ -24,14 +24,13 @@ DEVICE ChunkTables chunk_tables(const Layer& l, u32 source, u32 index, u32 mode)
 template <class Slot>
 DEVICE bool place_row(const Layer& l, const ChunkTables& to, u32 source, u32 first, u32 end, const void* row, Slot slot) {
     const u32* counts = l.received.counts + u64(source) * l.shape.n_local;
-    const u32* firsts = l.received.first + u64(source) * l.shape.n_local;
     for (u32 i = first; i < end; i++) {
         u32 word;
         float weight;
         slot(i, word, weight);
         u32 expert = slot_expert(word), rank = slot_rank(word);
         if (expert >= l.shape.n_local || rank >= counts[expert]) return false;
-        u32 place = slot_place(l, expert, firsts[expert] + rank);
+        u32 place = slot_place(l, expert, batch_slot(l, source, expert, rank));
         to.place[i] = place;
         to.expert[i] = expert;
         l.batches.routed.weight[place] = weight;

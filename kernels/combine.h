@@ -76,12 +76,13 @@ DEVICE bool row_computed(const Block& b, const ReturnRow& row) {
 // One thread: whether the slots of `source` in a batch are, up to the one at `place`, or all.
 DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 place) {
     const Layer& l = b.l;
-    u64 at = u64(source) * l.shape.n_local + expert;
-    u32 slot = l.received.first[at], end = slot + l.received.counts[at], tile_m = l.shape.tile_m;
-    for (; slot < end; slot = (slot / tile_m + 1) * tile_m) {
-        u32 here = slot_place(l, expert, slot);
+    const u64 at = u64(source) * l.shape.n_local + expert;
+    const u32 count = l.received.counts[at], tile_m = l.shape.tile_m;
+    for (u32 rank = 0; rank < count;) {
+        const u32 slot = batch_slot(l, source, expert, rank), here = slot_place(l, expert, slot);
         if (!tile_computed(b, expert, here)) return false;
         if (place != NONE && place_tile(l, expert, here) == place_tile(l, expert, place)) return true;
+        rank += lies_backwards(l, source) ? slot % tile_m + 1 : tile_m - slot % tile_m;
     }
     return true;
 }

@@ -54,8 +54,10 @@ DEVICE bool find_chunk(Block& b, u32 set, u32 source, bool layout) {
     if (!own && !layout) return false;
     u32 chunks = source_chunks(b, source);
     if (has(set, ITEM_RETURN) && layout && b.step.mode != MODE_RECOMPUTE) {
-        u32 next = dev::load_relaxed(c.result + source), end = reachable(b.l, source) ? chunks : *b.l.queue.most_results;
-        if (next < end && return_ready(b, source, next) && take(c.result + source, next)) {
+        bool near = reachable(b.l, source);
+        u32 next = dev::load_relaxed(c.result + source), end = near ? chunks : *b.l.queue.most_results;
+        // Over the network after this PE's own rows: others compute with these, and nobody with results before the end.
+        if ((near || dev::load_relaxed(c.send) >= send_items(b.l)) && next < end && return_ready(b, source, next) && take(c.result + source, next)) {
             dev::fetch_add(c.results, 1u);
             return give(b, ITEM_RETURN, next, source);
         }

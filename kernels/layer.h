@@ -84,6 +84,7 @@ struct Received {
     u32* return_chunk;  // [n_pes]: where in the source's return area the results of its chunk 0 go
     u32* counts;        // [n_pes][n_local]: slots of this round
     u32* first;         // [n_pes][n_local]: the source's first place in the batch
+    u32* before;        // [n_pes][n_local]: slots of the source for the experts before
     u32* row_start;     // [n_pes][round_chunks][chunk_rows + 1]: a row's first slot in its chunk, and the end
     u32* return_row;    // [n_pes][round_rows]: by its number in the order of return, a row of this round
     u32* return_slot;   // [n_pes][round_rows]: slots of the rows of its chunk of results before; training only
@@ -118,6 +119,8 @@ struct Batches {
     u32* own_tile;   // [n_local + 1]: their first tile
     u32* rest_base;  // [n_local]: the same of the other slots
     u32* rest_tile;  // [n_local]
+    u32* rest_order; // [max_tiles]: from rest_tile on a batch's other tiles, counted from 0, in the order in which their rows are expected
+    float* rest_due; // [max_tiles]: after how many rows of their sources these are expected
     u32* expert_rows;  // [n_local]: slots over all rounds of the forward
     SlotStore routed, shared;
 };

@@ -196,12 +196,61 @@ DEVICE void place_slots(Block& b) {
     scan_block(b, s.n_local, [&](u32 e) { return ceil_div(rest(e), s.tile_m); }, [&](u32 e, u32 sum) { batches.rest_tile[e] = tile + sum; });
 }
 
+// After how many of its source's rows the last of a tile's rows is there, about: all sources send at the same time, their rows by expert. One thread.
+DEVICE float tile_due(const Layer& l, u32 e, u32 tile) {
+    const LayerShape& s = l.shape;
+    const Received& in = l.received;
+    const u32 begin = l.batches.own[e] + tile * s.tile_m, end = begin + s.tile_m;
+    float due = 0.0f;
+    for (u32 pe = 0; pe < s.n_pes; pe++) {
+        const u64 at = u64(pe) * s.n_local + e;
+        const u32 first = in.first[at], last = first + in.counts[at] < end ? first + in.counts[at] : end;
+        if (pe == s.my_pe || first >= end || last <= begin || first == last) continue;
+        const u64 of_all = u64(pe) * s.n_local + s.n_local - 1;
+        const u32 slots = in.before[of_all] + in.counts[of_all], left = in.rows[pe] - in.first_chunk[pe] * s.chunk_rows;
+        const u32 round = (in.end_chunk[pe] - in.first_chunk[pe]) * s.chunk_rows, rows = left < round ? left : round;
+        const u32 ranks = lies_backwards(l, pe) ? in.counts[at] - (first > begin ? 0 : begin - first) : last - first;
+        const float there = float(in.before[at] + ranks) * float(rows) / float(slots);
+        due = there > due ? there : due;
+    }
+    return due;
+}
+// All threads: the order in which tiles with rows of others are computed. Places are by source, but the first rows of every source come first.
+DEVICE void order_tiles(Block& b) {
+    const Layer& l = b.l;
+    const LayerShape& s = l.shape;
+    const Batches& batches = l.batches;
+    auto tiles = [&](u32 e) { return ceil_div(batches.total[e] - batches.own[e], s.tile_m); };
+    for (u32 pe = dev::thread(); pe < s.n_pes; pe += dev::threads()) {
+        u32 sum = 0;
+        for (u32 e = 0; e < s.n_local; e++) {
+            l.received.before[u64(pe) * s.n_local + e] = sum;
+            sum += l.received.counts[u64(pe) * s.n_local + e];
+        }
+    }
+    dev::sync_block();
+    for (u32 e = 0; e < s.n_local; e++)
+        for (u32 tile = dev::thread(); tile < tiles(e); tile += dev::threads()) batches.rest_due[batches.rest_tile[e] + tile] = tile_due(l, e, tile);
+    dev::sync_block();
+    for (u32 e = 0; e < s.n_local; e++) {
+        const u32 begin = batches.rest_tile[e];
+        const float* due = batches.rest_due + begin;
+        for (u32 tile = dev::thread(); tile < tiles(e); tile += dev::threads()) {
+            u32 number = 0;
+            for (u32 other = 0; other < tiles(e); other++) number += due[other] < due[tile] || (due[other] == due[tile] && other < tile);
+            batches.rest_order[begin + number] = tile;
+        }
+    }
+    dev::sync_block();
+}
+
 // The item. A step that receives nothing still has queues. Gradients use the places that the step before assigned.
 OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {
         if (!read_headers(b)) return false;
         place_slots(b);
+        order_tiles(b);
     }
     fill_queues(b);
     if (dev::thread() == 0) {

@@ -197,6 +197,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(in.return_chunk, pes);
     local.take(in.counts, pes * s.n_local);
     local.take(in.first, pes * s.n_local);
+    local.take(in.before, pes * s.n_local);
     local.take(in.row_start, pes * s.round_chunks * (s.chunk_rows + 1));
     local.take(in.return_row, pes * round_rows);
     local.take(in.return_slot, s.training ? pes * round_rows : 0);
@@ -213,6 +214,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(b.own_tile, batches);
     local.take(b.rest_base, s.n_local);
     local.take(b.rest_tile, s.n_local);
+    local.take(b.rest_order, z.max_tiles);
+    local.take(b.rest_due, z.max_tiles);
     local.take(b.expert_rows, s.n_local);
     place_store(b.routed, local, s, z, slots, s.intermediate, s.gated);
     place_store(b.shared, local, s, z, s.shared_intermediate ? tokens : 0, s.shared_intermediate, s.shared_gated);

@@ -50,6 +50,16 @@ DEVICE u32 slot_place(const Layer& l, u32 expert, u32 slot) {
     const Batches& b = l.batches;
     return slot < b.own[expert] ? b.own_base[expert] + slot : b.rest_base[expert] + slot - b.own[expert];
 }
+// Slots of a source in a batch lie one after another, by rank, of every other source the other way round: so where a tile has slots of two, both are
+// among the first of theirs to come, or among the last, and no tile waits for the last of one with the first of another.
+DEVICE bool lies_backwards(const Layer& l, u32 source) {
+    u32 turn = source < l.shape.my_pe ? source + l.shape.n_pes - l.shape.my_pe : source - l.shape.my_pe;
+    return turn > 0 && turn % 2 == 0;
+}
+DEVICE u32 batch_slot(const Layer& l, u32 source, u32 expert, u32 rank) {
+    const u64 at = u64(source) * l.shape.n_local + expert;
+    return l.received.first[at] + (lies_backwards(l, source) ? l.received.counts[at] - 1 - rank : rank);
+}
 DEVICE u32 place_tile(const Layer& l, u32 expert, u32 place) {
     const Batches& b = l.batches;
     u32 own = place - b.own_base[expert];  // places of others are above all own ones

@@ -50,20 +50,38 @@ void VirtualTime::spend(Block* block, u64 ns) {
 void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver) {
     std::unique_lock<std::mutex> lock(mutex_);
     const u64 takes = u64(double(bytes) / rates_.bytes_per_ns);
-    // The first byte arrives after the latency; the port there may still be busy with another PE's.
-    out_[from].free = std::max(out_[from].free, block->time) + takes;
-    in_[to].free = std::max(in_[to].free + takes, out_[from].free + rates_.latency_ns);
-    u64& last = last_[u64(from) * out_.size() + to];
-    const u64 arrives = signal ? std::max(in_[to].free, last) : in_[to].free;
-    last = std::max(last, arrives);
-    out_[from].bytes += bytes;
-    events_.emplace(arrives, std::move(deliver));
+    Port& out = out_[from];
+    out.free = std::max(out.free, block->time) + takes;
+    out.bytes += bytes;
+    Pair& pair = pairs_[u64(from) * out_.size() + to];
+    pair.sent++;
+    // Only when it has left is its turn at the other port: what was sent before may leave after it.
+    events_.emplace(out.free, [this, &pair, to, takes, signal, left = out.free, deliver = std::move(deliver)] {
+        // The first byte arrives after the latency; the port there may still be busy with another PE's.
+        Port& in = in_[to];
+        in.free = std::max(in.free + takes, left + rates_.latency_ns);
+        pair.last = std::max(pair.last, in.free);
+        events_.emplace(signal ? pair.last : in.free, [&pair, deliver] {
+            deliver();
+            pair.arrived++;
+        });
+    });
 }
 
 void VirtualTime::quiet(Block* block, u32 from) {
-    u64 last = block->time;
-    for (std::size_t to = 0; to < out_.size(); ++to) last = std::max(last, last_[from * out_.size() + to]);
-    spend(block, last - block->time);
+    std::vector<u64> sent;
+    const Pair* pairs = &pairs_[u64(from) * out_.size()];
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (std::size_t to = 0; to < out_.size(); ++to) sent.push_back(pairs[to].sent);
+    }
+    for (std::size_t to = 0; to < out_.size(); ++to) {
+        auto left = [&] {
+            std::unique_lock<std::mutex> lock(mutex_);
+            return pairs[to].arrived < sent[to];
+        };
+        while (left()) poll(block);
+    }
 }
 
 void spend(u64 ns) {

@@ -1,7 +1,7 @@
 // Virtual time: a world's clock that stands while code runs, and goes on by what a test says that work and messages take.
 //
 // One block of all PEs runs at a time: the one with the least time, until it pauses or works. Messages over the network arrive at times
-// that follow from the rates of their PEs' ports, each of which sends, and takes, one after the other. So what a block does next is decided by the
+// that follow from the rates of their PEs' ports, each of which sends, and takes, one after the other as they come. So what a block does next is decided by the
 // kernels' own code, from what has come at its time, and every run is the same.
 #pragma once
 #include <algorithm>
@@ -26,7 +26,7 @@ class VirtualTime {
   public:
     // Starts once `blocks` blocks have begun.
     VirtualTime(u32 n_pes, u32 blocks, Rates rates)
-        : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), last_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
+        : rates_(rates), expected_(blocks), out_(n_pes), in_(n_pes), pairs_(u64(n_pes) * n_pes), begin_(n_pes), end_(n_pes) {}
     // When all blocks have ended: goes on with another kernel, on every PE from when it ended.
     void next(u32 blocks);
     // Calls `look` at a time, before what happens then.
@@ -62,7 +62,8 @@ class VirtualTime {
     Block* running_ = nullptr;
     std::multimap<u64, std::function<void()>> events_;
     std::vector<Port> out_, in_;
-    std::vector<u64> last_;  // [n_pes][n_pes]: when the last message of a pair arrives
+    struct Pair { u64 sent = 0, arrived = 0, last = 0; };  // messages, and when the last that has left arrives
+    std::vector<Pair> pairs_;  // [n_pes][n_pes]
     std::vector<u64> begin_, end_;  // of a PE's kernel
 };
 
