@@ -104,13 +104,14 @@ DEVICE u32 zero_pieces(const Layer& l) {
 }
 DEVICE u32 zero_items(const Layer& l) { return GRADIENTS * zero_pieces(l); }
 
-// Tile `index` of `down` x `across`: a few rows of tiles at a time, so that what they share of both operands stays in L2.
-DEVICE void tile_at(u32 index, u32 down, u32 across, u32& m, u32& n) {
-    constexpr u32 GROUP = 8;
-    u32 group = index / (GROUP * across), in = index % (GROUP * across);
-    u32 rows = down - group * GROUP < GROUP ? down - group * GROUP : GROUP;
+// Tile `index` of `down` x `across`: `group` rows of tiles at a time, so that what they share of both operands stays in L2. Fewer where rows still
+// come, as a tile's results are complete only when its whole group is.
+constexpr u32 TILE_GROUP = 8, REST_TILE_GROUP = 4;
+DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) {
+    u32 first = index / (group * across) * group, in = index % (group * across);
+    u32 rows = down - first < group ? down - first : group;
     n = in / rows;
-    m = group * GROUP + in % rows;
+    m = first + in % rows;
 }
 
 // Entries of a queue of tasks.

@@ -81,9 +81,9 @@ private:
             t.kind = of_first_gemm(queue) ? first_kind(b.step.mode) : second_kind(b.step.mode);
             down = queue_tiles(l, queue, t.batch);
         }
-        tile_at(number - tasks[entry], down, tiles_across(l, t.kind, t.batch), m, n);
-        bool own = queue == OWN_FIRST || queue == OWN_SECOND;
-        if (!own && queue != GRADIENT_TASKS) m = l.batches.rest_order[l.batches.rest_tile[t.batch] + m];
+        bool own = queue == OWN_FIRST || queue == OWN_SECOND, rest = !own && queue != GRADIENT_TASKS;
+        tile_at(number - tasks[entry], down, tiles_across(l, t.kind, t.batch), rest ? REST_TILE_GROUP : TILE_GROUP, m, n);
+        if (rest) m = l.batches.rest_order[l.batches.rest_tile[t.batch] + m];
         t.tile = queue == GRADIENT_TASKS ? NONE : m + (own ? l.batches.own_tile : l.batches.rest_tile)[t.batch];
         t.m0 = m * l.shape.tile_m;
         t.n0 = n * tile_columns(t.kind, is_gated(l, t.batch), l.shape.tile_n);
