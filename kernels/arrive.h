@@ -111,6 +111,52 @@ OUTLINE void arrive_own(Block& b, u32 index, bool second) {
     count_arrived(b, me, t, rows, starts[rows] - first_slot, [&](u32 r) { return numbers[r]; }, placed);
 }
 
+// Where a home keeps whose the slots of a chunk from another host are.
+DEVICE u32* relay_starts(const Layer& l, u32 source, u32 index) {
+    return l.received.relay_start + (u64(source) * l.shape.round_chunks + index) * (l.shape.chunk_rows + 1);
+}
+DEVICE u8* relay_members(const Layer& l, u32 source, u32 index) {
+    return l.received.relay_member + (u64(source) * l.shape.round_chunks + index) * l.shape.chunk_rows * l.sizes.max_slots;
+}
+// The slots of a chunk from `source` on another host, of which this PE takes its own. The rows' words are valid.
+DEVICE bool arrive_relayed_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const u32* words, const ChunkTables& t) {
+    const Layer& l = b.l;
+    const u32 row_bytes = l.sizes.row_bytes, first = l.received.first_chunk[source];
+    const u32* slots = words + rows;
+    u32* starts = relay_starts(l, source, index);
+    u8* members = relay_members(l, source, index);
+    const u32 all = scan_block(b, rows, [&](u32 r) { return words[r] >> RETURN_BITS; }, [&](u32 r, u32 sum) { starts[r] = sum; });
+    if (dev::thread() == 0) starts[rows] = all;
+    dev::sync_block();
+    auto mine = [&](u32 i) { return expert_member(l, source, slot_expert(slots[2 * i])) == l.shape.member; };
+    bool ok = true;
+    auto count = [&](u32 r) {
+        u32 own = 0;
+        for (u32 i = starts[r]; i < starts[r + 1]; i++) {
+            ok = ok && slot_expert(slots[2 * i]) < l.shape.max_local;
+            members[i] = u8(expert_member(l, source, slot_expert(slots[2 * i])));
+            own += mine(i);
+        }
+        return own;
+    };
+    const u32 own = scan_block(b, rows, count, [&](u32 r, u32 sum) { t.row_start[r] = sum; });
+    if (dev::thread() == 0) t.row_start[rows] = own;
+    dev::sync_block();
+    for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
+        u32 i = starts[r], need = 0;
+        ok = place_row(l, t, source, t.row_start[r], t.row_start[r + 1], t.rows + u64(r) * row_bytes, [&](u32, u32& word, float& weight) {
+                 while (!mine(i)) i++;
+                 word = expert_here(l, source, slot_expert(slots[2 * i])) << RANK_BITS | slot_rank(slots[2 * i]);
+                 weight = reinterpret_cast<const float*>(slots)[2 * i + 1];
+                 need = word + 1 > need ? word + 1 : need;
+                 i++;
+             }) && ok;
+        const u32 number = words[r] & ((1u << RETURN_BITS) - 1);
+        dev::fetch_max(l.received.relay_need + u64(source) * l.shape.round_chunks + number / l.shape.chunk_rows - first, need);
+    }
+    return check_peer(b, !ok, source, WHAT_ROWS, rows, all, chunk);
+}
+
 // The slots of a chunk from `source`, at `message` + rows. Untrusted: validated here.
 DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, const char* message, const ChunkTables& t) {
     const Layer& l = b.l;
@@ -125,6 +171,7 @@ DEVICE bool arrive_slots(Block& b, u32 source, u32 chunk, u32 index, u32 rows, c
         ok = number_row(b, source, index, r, words[r] & ((1u << RETURN_BITS) - 1)) && ok;
     }
     if (!check_peer(b, !ok, source, WHAT_ROWS, rows, 0, chunk)) return false;
+    if (relayed(l, source)) return arrive_relayed_slots(b, source, chunk, index, rows, words, t);
     u32 all = scan_block(b, rows, [&](u32 r) { return words[r] >> RETURN_BITS; }, [&](u32 r, u32 sum) { t.row_start[r] = sum; });
     if (dev::thread() == 0) t.row_start[rows] = all;
     dev::sync_block();
@@ -149,6 +196,15 @@ DEVICE void acknowledge(Block& b, u32 source, u32 chunk) {
     signal_peer(l, result_signal(l, l.shape.my_pe, chunk), value, source);
     b.state.stats.signals++;
 }
+// Of a chunk from another host, once this PE has what it needs of it: its home acknowledges it, and gives its place back, when all here have.
+DEVICE void tell_emptied(Block& b, u32 source, u32 index, u64 value) {
+    const Layer& l = b.l;
+    if (index >= emptied_told(b, l.received.end_chunk[source] - l.received.first_chunk[source])) return;
+    dev::sync_block();
+    if (dev::thread() != 0) return;
+    signal_peer(l, emptied_signal(l, l.shape.member, source, index), value, home_of(l, source));
+    b.state.stats.signals++;
+}
 // Once the rows are copied: tells `source` that the place of its chunk is free, if it has one more for it in this round.
 DEVICE void give_credit(Block& b, u32 source, u32 index, u64 value) {
     const Layer& l = b.l;
@@ -168,7 +224,7 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     see_network(l);
     u32 rows = chunk_count(l, in.rows[source], chunk);
     ChunkTables t = chunk_tables(l, source, index, b.step.mode);
-    const char* message = reinterpret_cast<const char*>(l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index));
+    const char* message = reinterpret_cast<const char*>(incoming(l, source, l.symmetric.window + chunk_offset(l, source, l.shape.my_pe, index)));
     u32 row_bytes = l.sizes.row_bytes;
     if (b.step.mode == MODE_GRADIENT) {
         for (u32 r = dev::thread(); r < rows; r += dev::threads())
@@ -179,12 +235,21 @@ OUTLINE bool arrive_chunk(Block& b, u32 source, u32 index) {
     }
     if (keeps_rows(l.shape)) {
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32)
-            copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
+            if (t.row_start[r] < t.row_start[r + 1]) copy_warp(t.rows + u64(r) * row_bytes, message + u64(r) * row_bytes, row_bytes);
     }
     const u32* words = reinterpret_cast<const u32*>(message + u64(rows) * row_bytes);
     count_arrived(b, source, t, rows, t.row_start[rows], [&](u32 r) { return words[r] & ((1u << RETURN_BITS) - 1); }, [](u32) { return true; });
+    const u64 value = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow));
+    if (relayed(l, source)) {
+        if (!serves(l, source)) {
+            u32 read = 0;
+            for (u32 r = dev::thread(); r < rows; r += dev::threads()) read += t.row_start[r] < t.row_start[r + 1];
+            if (read) dev::shared_add(&b.state.stats.relay_bytes, u64(read) * row_bytes);
+        }
+        return tell_emptied(b, source, index, value), true;
+    }
     acknowledge(b, source, chunk);
-    give_credit(b, source, index, stamp(b.pass, stamp_step(b.step.round, b.step.mode, *in.overflow)));
+    give_credit(b, source, index, value);
     return true;
 }
 

@@ -35,6 +35,7 @@ struct State {
     u32 headers_seen; // PEs whose headers have come
     u32 source;
     u32 channel;      // of the sums of gradients
+    u32 served;       // of the sources that this PE is home of
     u32 entry[TASK_QUEUES];
     Patience patience;
     u32 sums[64];     // of warps, for scans

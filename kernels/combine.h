@@ -56,12 +56,13 @@ template <class T> DEVICE float weight_gradient(const Layer& l, u32 batch, u32 p
 struct ReturnRow {
     ChunkTables t;
     u32 first, end;
+    u32 row;  // of the round
 };
 DEVICE ReturnRow return_row(const Block& b, u32 source, u32 number) {
     const LayerShape& s = b.l.shape;
     u32 row = b.l.received.return_row[u64(source) * s.round_chunks * s.chunk_rows + number];
     ChunkTables t = chunk_tables(b.l, source, row / s.chunk_rows, b.step.mode);
-    return {t, t.row_start[row % s.chunk_rows], t.row_start[row % s.chunk_rows + 1]};
+    return {t, t.row_start[row % s.chunk_rows], t.row_start[row % s.chunk_rows + 1], row};
 }
 DEVICE bool tile_computed(const Block& b, u32 expert, u32 place) {
     u32 tasks = tiles_across(b.l, second_kind(b.step.mode), expert);
@@ -86,28 +87,85 @@ DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 place) {
     }
     return true;
 }
+DEVICE u64 arrived_stamp(const Block& b) { return stamp(b.pass, stamp_step(b.step.round, b.step.mode, *b.l.received.overflow)); }
+
+// One thread: of a source on another host, whether the slots here of a chunk of results are computed, and what else it needs: at its home the other PEs'
+// parts; elsewhere the place of this PE's part.
+template <class Missing> DEVICE bool relayed_parts_came(const Block& b, u32 source, u32 index, Missing missing) {
+    const Layer& l = b.l;
+    const u64 value = arrived_stamp(b);
+    if (!serves(l, source)) {
+        if (index < PART_PLACES || ARISTOS_PLANTED(NO_PART_CREDIT)) return true;
+        return signal_came(part_credit(l, source, index - PART_PLACES), {home_of(l, source), WHAT_CREDIT, PHASE_COMBINE, value, index - PART_PLACES}, missing);
+    }
+    for (u32 m = 0; m < l.shape.members; m++) {
+        if (m == l.shape.member) continue;
+        if (!signal_came(part_signal(l, m, source, index), {member_pe(l, m), WHAT_RESULTS, PHASE_COMBINE, value, index}, missing)) return false;
+    }
+    return true;
+}
 // One thread: whether the results of chunk `index` of the round, in the order of return, can be summed and put: its rows are there, as are all slots
 // of the source up to those of the last row.
 DEVICE bool return_ready(const Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    bool place = reachable(l, source) || place_free(b.counters().returned, wave_message(l, source, index, *l.queue.most_results));
+    bool place = !returns_far(l, source) || place_free(b.counters().returned, wave_message(l, l.tables.far_back, source, index, *l.queue.most_results));
     if (!place || in.first_chunk[source] + index >= in.end_chunk[source]) return place;
     u32 rows = chunk_count(l, in.rows[source], in.first_chunk[source] + index);
     u32 parts = source == l.shape.my_pe && own_in_parts(b.step) ? 2 : 1;
     if (b.step.mode == MODE_FORWARD && !came_local(placed_rows(b, source, index), rows * parts)) return false;
-    ReturnRow last = return_row(b, source, index * l.shape.chunk_rows + rows - 1);
+    u32 expert, until;
+    if (relayed(l, source)) {
+        if (!relayed_parts_came(b, source, index, Nobody())) return false;
+        const u32 need = dev::load_relaxed(in.relay_need + u64(source) * l.shape.round_chunks + index);
+        if (need == 0) return true;
+        expert = slot_expert(need - 1), until = slot_place(l, expert, batch_slot(l, source, expert, slot_rank(need - 1)));
+    } else {
+        ReturnRow last = return_row(b, source, index * l.shape.chunk_rows + rows - 1);
+        expert = last.t.expert[last.end - 1], until = last.t.place[last.end - 1];
+    }
     u32* known = b.counters().returnable + source;
-    u32 expert = last.t.expert[last.end - 1], before = dev::load_relaxed(known), done = before;
+    u32 before = dev::load_relaxed(known), done = before;
     while (done < expert && slots_computed(b, source, done, NONE)) done++;
     if (done > before) dev::store_release(known, done);
-    return done >= expert && slots_computed(b, source, expert, last.t.place[last.end - 1]);
+    return done >= expert && slots_computed(b, source, expert, until);
 }
 
 DEVICE u64 returned_stamp(const Block& b) {
     bool overflow = *b.l.received.overflow;
     return result_stamp(stamp(b.pass, stamp_step(b.step.round, b.step.mode, overflow)), overflow);
 }
+
+// At a home: whose the slots of a row of another host are, in their order.
+struct RowMembers { const u8* of; u32 count; };
+DEVICE RowMembers row_members(const Layer& l, u32 source, u32 row) {
+    const u32 chunk = row / l.shape.chunk_rows, r = row % l.shape.chunk_rows, *starts = relay_starts(l, source, chunk);
+    return {relay_members(l, source, chunk) + starts[r], starts[r + 1] - starts[r]};
+}
+// Row `r` of another PE's part of a chunk of results, and the gradients of its slots' weights.
+DEVICE const char* part_row(const Layer& l, u32 member, u32 source, u32 index, u32 r) {
+    return reinterpret_cast<const char*>(part_place(l, member, source, index)) + u64(r) * l.sizes.row_bytes;
+}
+DEVICE u64 part_weights(const Layer& l, u32 r) { return u64(l.shape.chunk_rows) * l.sizes.row_bytes + u64(r) * l.sizes.max_slots * 4; }
+
+// The gradients of the weights of a row's slots, of all PEs of the host in the order in which they came. One warp.
+template <class T> DEVICE void gather_d_weights(const Layer& l, u32 source, u32 index, u32 r, const ReturnRow& row, float* to) {
+    const RowMembers all = row_members(l, source, row.row);
+    for (u32 j = dev::lane(); j < all.count; j += 32) {
+        const u32 member = all.of[j];
+        if (member == l.shape.member) continue;
+        u32 before = 0;
+        for (u32 i = 0; i < j; i++) before += all.of[i] == member;
+        to[j] = reinterpret_cast<const float*>(part_row(l, member, source, index, 0) + part_weights(l, r))[before];
+    }
+    for (u32 j = 0, own = row.first; j < all.count; j++) {
+        if (all.of[j] != l.shape.member) continue;
+        float d = weight_gradient<T>(l, row.t.expert[own], row.t.place[own]);
+        if (dev::lane() == 0) to[j] = d;
+        own++;
+    }
+}
+
 template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
@@ -124,18 +182,35 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
     bool backward = b.step.mode == MODE_GRADIENT;
     const SlotStore& store = l.batches.routed;
     const char* y = static_cast<const char*>(store.y);
-    Message m = message(l, l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch, stage, source);
+    const bool serving = serves(l, source), part = relayed(l, source) && !serving;
+    const u32 to_pe = returns_to(l, source);
+    u8* to_place = part ? part_place(l, l.shape.member, source, index) : l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch;
+    Message m = message(l, to_place, stage, to_pe);
     u32 pieces = row_bytes / 16, slots = 0;
     for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
+        if (part && row.first == row.end) continue;
+        // PEs of this host whose experts' sums are added, this one in its turn.
+        u32 members = 1u << l.shape.member;
+        if (serving) {
+            const RowMembers all = row_members(l, source, row.row);
+            for (u32 i = 0; i < all.count; i++) members |= 1u << all.of[i];
+        }
         for (u32 piece = dev::lane(); piece < pieces; piece += 32 * SUM_DEPTH) {
             RowSum sum;
             clear(sum);
-            for (u32 i = row.first; i < row.end; i++) {
-                u32 place = row.t.place[i];
-                // In backward they are weighted already: the weight went into the gradient of the expert's output.
-                float weight = backward ? 1.0f : store.weight[place];
-                add_row<T>(sum, y + u64(place) * row_bytes, piece, pieces, weight);
+            for (u32 member = 0; member < l.shape.members; member++) {
+                if (!(members >> member & 1)) continue;
+                if (member != l.shape.member) {
+                    add_row<T>(sum, part_row(l, member, source, index, r), piece, pieces, 1.0f);
+                    continue;
+                }
+                for (u32 i = row.first; i < row.end; i++) {
+                    u32 place = row.t.place[i];
+                    // In backward they are weighted already: the weight went into the gradient of the expert's output.
+                    float weight = backward ? 1.0f : store.weight[place];
+                    add_row<T>(sum, y + u64(place) * row_bytes, piece, pieces, weight);
+                }
             }
             UNROLL for (u32 k = 0; k < SUM_DEPTH; k++)
                 if (piece + 32 * k < pieces)
@@ -143,21 +218,48 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
         }
     }
     u64 bytes = u64(rows) * row_bytes;
-    if (backward) {
-        float* to = reinterpret_cast<float*>(m.to + bytes);
-        u32* before = in.return_slot + u64(source) * l.shape.round_chunks * l.shape.chunk_rows + numbers;
-        auto count = [&](u32 r) { ReturnRow row = return_row(b, source, numbers + r); return row.end - row.first; };
-        slots = scan_block(b, rows, count, [&](u32 r, u32 sum) { before[r] = sum; });
+    if (backward && part) {
         for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
             const ReturnRow row = return_row(b, source, numbers + r);
             for (u32 i = row.first; i < row.end; i++) {
+                float d = weight_gradient<T>(l, row.t.expert[i], row.t.place[i]);
+                if (dev::lane() == 0) reinterpret_cast<float*>(m.to + part_weights(l, r))[i - row.first] = d;
+            }
+        }
+    } else if (backward) {
+        float* to = reinterpret_cast<float*>(m.to + bytes);
+        u32* before = in.return_slot + u64(source) * l.shape.round_chunks * l.shape.chunk_rows + numbers;
+        auto count = [&](u32 r) {
+            ReturnRow row = return_row(b, source, numbers + r);
+            return serving ? row_members(l, source, row.row).count : row.end - row.first;
+        };
+        slots = scan_block(b, rows, count, [&](u32 r, u32 sum) { before[r] = sum; });
+        for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
+            const ReturnRow row = return_row(b, source, numbers + r);
+            if (serving) gather_d_weights<T>(l, source, index, r, row, to + before[r]);
+            for (u32 i = row.first; !serving && i < row.end; i++) {
                 float d = weight_gradient<T>(l, row.t.expert[i], row.t.place[i]);
                 if (dev::lane() == 0) to[before[r] + i - row.first] = d;
             }
         }
         bytes += 4 * slots;
     }
+    if (part) {
+        u32 written = 0;
+        for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
+            const ReturnRow row = return_row(b, source, numbers + r);
+            if (row.first < row.end) written += row_bytes + (backward ? 4 * (row.end - row.first) : 0);
+        }
+        if (written) dev::shared_add(&b.state.stats.relay_bytes, u64(written));
+        post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), to_pe);
+        return true;
+    }
     post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b), source);
+    if (serving && index + PART_PLACES < in.end_chunk[source] - in.first_chunk[source]) {
+        for (u32 i = dev::thread(); i < l.shape.members; i += dev::threads())
+            if (i != l.shape.member) signal_peer(l, part_credit(l, source, index), arrived_stamp(b), member_pe(l, i));
+        if (dev::thread() == 0) b.state.stats.signals += l.shape.members - 1;
+    }
     if (dev::thread() == 0 && source != l.shape.my_pe) {
         PassStats& stats = b.state.stats;
         stats.combine_rows += rows;
@@ -169,10 +271,10 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
 
 template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
     const Layer& l = b.l;
-    if (reachable(l, source)) return sum_chunk<T>(b, source, index, nullptr);
-    WaveMessage m = wave_message(l, source, index, *l.queue.most_results);
+    if (!returns_far(l, source)) return sum_chunk<T>(b, source, index, nullptr);
+    WaveMessage m = wave_message(l, l.tables.far_back, source, index, *l.queue.most_results);
     if (!sum_chunk<T>(b, source, index, l.symmetric.result_stage + u64(m.place) * l.sizes.return_pitch)) return false;
-    end_chunk(b, b.counters().returned, m, [&](u32 to, u32 number) -> WaveSignal {
+    end_chunk(b, l.tables.far_back, b.counters().returned, m, [&](u32 to, u32 number) -> WaveSignal {
         u32 chunk = l.received.first_chunk[to] + number;
         if (chunk >= l.received.end_chunk[to]) return {};
         return {to, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b)};

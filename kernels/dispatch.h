@@ -10,7 +10,7 @@ namespace aristos {
 DEVICE bool sends_header(const Block& b, u32 pe) {
     const Layer& l = b.l;
     u32 round = b.step.round;
-    if (pe == l.shape.my_pe) return false;
+    if (pe == l.shape.my_pe || !sends_to(l, pe)) return false;
     if (b.step.mode == MODE_FORWARD) return round == 0 || l.plan.dest[pe].rounds > round;
     return b.step.mode == MODE_RECOMPUTE && l.plan.dest[pe].rounds > round && l.received.peer_overflow[pe];
 }
@@ -85,6 +85,7 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
     if (!direct) {
         dev::fence_sys();  // the network card reads it
         network_put(m.mine, m.stage, bytes, l.tables.world + pe);
+        if (dev::thread() == 0) b.state.stats.network_bytes += bytes;
     }
     if (dev::thread() != 0) return;
     if (direct) signal_peer(l, signal, value, pe);
@@ -97,8 +98,8 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
 // a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So the
 // first chunks need not wait for the last, and where a window holds a round there are no more waves than such peers. After a wave's signals a quiet
 // frees its places in the stage, which holds two waves.
-DEVICE u32 far_peers(const Layer& l) { return l.tables.far[0]; }
-DEVICE u32 far_peer(const Layer& l, u32 number) { return l.tables.far[1 + number]; }
+// `far`: Tables::far for headers and chunks, Tables::far_back for results.
+DEVICE bool sends_far(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
 // Added to a wave's count of messages: once its signals are sent, and once its places are free.
 constexpr u32 WAVE_SIGNALLED = 1u << 29, WAVE_FREE = 1u << 30, WAVE_OVER = WAVE_SIGNALLED + WAVE_FREE;
 
@@ -106,13 +107,10 @@ constexpr u32 WAVE_SIGNALLED = 1u << 29, WAVE_FREE = 1u << 30, WAVE_OVER = WAVE_
 struct WaveMessage {
     u32 wave, size, place;  // its wave, and that one's messages; its place in the stage
 };
-DEVICE u32 wave_size(const Layer& l, u32 wave, u32 chunks) {
-    u32 left = far_peers(l) * chunks - wave * l.shape.window_chunks;
-    return left < l.shape.window_chunks ? left : l.shape.window_chunks;
-}
-DEVICE WaveMessage wave_message(const Layer& l, u32 pe, u32 index, u32 chunks) {
-    u32 number = index * far_peers(l) + l.tables.far[1 + l.shape.n_pes + pe], wave = number / l.shape.window_chunks;
-    return {wave, wave_size(l, wave, chunks), number % (STAGE_WAVES * l.shape.window_chunks)};
+DEVICE WaveMessage wave_message(const Layer& l, const u32* far, u32 pe, u32 index, u32 chunks) {
+    const u32 places = l.shape.window_chunks, number = index * far[0] + far[1 + l.shape.n_pes + pe], wave = number / places;
+    const u32 left = far[0] * chunks - wave * places;
+    return {wave, left < places ? left : places, number % (STAGE_WAVES * places)};
 }
 // One thread: whether the place of a message is free, and the signals of the wave before are sent: their fence would wait for this one. `ended`: the
 // waves' counts.
@@ -154,9 +152,9 @@ template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, b
     dev::fetch_add_acq_rel(ended, WAVE_FREE);
 }
 // The same for a wave of chunks; `get(pe, index)`.
-template <class Get> DEVICE void end_chunk(Block& b, u32* ended, const WaveMessage& m, Get get) {
-    u32 first = m.wave * b.l.shape.window_chunks, peers = far_peers(b.l);
-    end_wave_item(b, ended + m.wave, m.size, true, [&](u32 i) { return get(far_peer(b.l, (first + i) % peers), (first + i) / peers); });
+template <class Get> DEVICE void end_chunk(Block& b, const u32* far, u32* ended, const WaveMessage& m, Get get) {
+    u32 first = m.wave * b.l.shape.window_chunks, peers = far[0];
+    end_wave_item(b, ended + m.wave, m.size, true, [&](u32 i) { return get(far[1 + (first + i) % peers], (first + i) / peers); });
 }
 
 // ---- Headers.
@@ -279,18 +277,18 @@ template <class Missing> DEVICE bool send_ready(const Block& b, u32 item, Missin
     if (item < l.shape.n_pes) return !sends_header(b, pe) || room_came(b, pe, missing);
     u32 index = item / l.shape.n_pes - 1;
     if (has_chunk(b, pe, index) && !(room_came(b, pe, missing) && credit_came(b, pe, index, missing))) return false;
-    return reachable(l, pe) || place_free(b.counters().sent, wave_message(l, pe, index, l.shape.round_chunks));
+    return !sends_far(l, pe) || place_free(b.counters().sent, wave_message(l, l.tables.far, pe, index, l.shape.round_chunks));
 }
 
 // Not OUTLINE: for sm_80 ptxas (13.0) crashes on a function of this.
 DEVICE void send(Block& b, u32 item) {
     const Layer& l = b.l;
     u32 n = l.shape.n_pes, me = l.shape.my_pe, pe = send_pe(l, item);
-    bool far = !reachable(l, pe);
+    bool far = sends_far(l, pe);
     if (item < n) {
         send_header(b, pe);
-        if (far) end_wave_item(b, b.counters().headers, far_peers(l), false, [&](u32 i) -> WaveSignal {
-            u32 to = far_peer(l, i);
+        if (far) end_wave_item(b, b.counters().headers, l.tables.far[0], false, [&](u32 i) -> WaveSignal {
+            u32 to = l.tables.far[1 + i];
             if (!sends_header(b, to)) return {};
             return {to, header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
         });
@@ -298,9 +296,9 @@ DEVICE void send(Block& b, u32 item) {
     }
     u32 index = item / n - 1;
     if (!far) return send_chunk(b, pe, index, nullptr);
-    WaveMessage m = wave_message(l, pe, index, l.shape.round_chunks);
+    WaveMessage m = wave_message(l, l.tables.far, pe, index, l.shape.round_chunks);
     send_chunk(b, pe, index, l.symmetric.chunk_stage + u64(m.place) * l.sizes.chunk_pitch);
-    end_chunk(b, b.counters().sent, m, [&](u32 to, u32 number) -> WaveSignal {
+    end_chunk(b, l.tables.far, b.counters().sent, m, [&](u32 to, u32 number) -> WaveSignal {
         if (!has_chunk(b, to, number)) return {};
         return {to, chunk_signal(l, me, number), stamp(b.pass, send_step(b, to))};
     });

@@ -1,6 +1,6 @@
 // Which item a block takes next: the first of which nothing is missing. One thread asks, between two items of its block.
 #pragma once
-#include "combine.h"
+#include "relay.h"
 #include "sum_steps.h"
 
 namespace aristos {
@@ -16,14 +16,13 @@ enum ItemKind : u32 {
     ITEM_PLAIN = 7,    // PlainItems
     ITEM_SUM = 8,      // SumPart of a channel, or SUM_LIST
     ITEM_FINAL = 9,    // sums over PEs
-    ITEM_NONE = 10,    // all are taken, or the PE aborts
+    ITEM_RELAY = 10,   // RelayItem for a source that this PE is home of
+    ITEM_NONE = 11,    // all are taken, or the PE aborts
 };
 template <class... Kinds> constexpr u32 items(Kinds... kinds) { return ((1u << kinds) | ...); }
 DEVICE bool has(u32 set, ItemKind kind) { return set >> kind & 1; }
 
 constexpr u32 SOURCES_AT_ONCE = 8;  // looked at in one call
-
-struct Nobody { DEVICE void operator()(Waiting, u64) const {} };
 
 // Takes number `number` of what `taken` counts.
 DEVICE bool take(u32* taken, u32 number) { return dev::compare_swap(taken, number, number + 1); }
@@ -32,15 +31,6 @@ DEVICE bool give(Block& b, ItemKind kind, u32 index, u32 pe = 0) {
     return true;
 }
 
-DEVICE u32 source_chunks(const Block& b, u32 source) {
-    return b.step.receives ? b.l.received.end_chunk[source] - b.l.received.first_chunk[source] : 0;
-}
-template <class Missing> DEVICE bool chunk_came(const Block& b, u32 source, u32 index, Missing missing) {
-    const Layer& l = b.l;
-    u64 expected = stamp(b.pass, stamp_step(b.step.round, b.step.mode, *l.received.overflow));
-    u32 chunk = l.received.first_chunk[source] + index;
-    return signal_came(chunk_signal(l, source, index), {source, WHAT_ROWS, PHASE_DISPATCH, expected, chunk}, missing);
-}
 DEVICE bool headers_came(Block& b) {
     u32& seen = b.state.headers_seen;
     while (seen < b.l.shape.n_pes && header_came(b, seen, Nobody())) seen++;
@@ -54,7 +44,7 @@ DEVICE bool find_chunk(Block& b, u32 set, u32 source, bool layout) {
     if (!own && !layout) return false;
     u32 chunks = source_chunks(b, source);
     if (has(set, ITEM_RETURN) && layout && b.step.mode != MODE_RECOMPUTE) {
-        bool near = reachable(b.l, source);
+        bool near = !returns_far(b.l, source);
         u32 next = dev::load_relaxed(c.result + source), end = near ? chunks : *b.l.queue.most_results;
         // Over the network after this PE's own rows: others compute with these, and nobody with results before the end.
         if ((near || dev::load_relaxed(c.send) >= send_items(b.l)) && next < end && return_ready(b, source, next) && take(c.result + source, next)) {
@@ -69,6 +59,29 @@ DEVICE bool find_chunk(Block& b, u32 set, u32 source, bool layout) {
     return give(b, ITEM_ARRIVE, next, source);
 }
 
+// One thread: a header or a chunk to pass on, or a chunk that all PEs of this host have emptied, of the next source that this PE is home of.
+OUTLINE bool find_relay(Block& b) {
+    const Layer& l = b.l;
+    const Counters& c = b.counters();
+    const u32* served = served_sources(l);
+    if (served[0] == 0 || !b.step.receives) return false;
+    const u32 source = served[1 + b.state.served];
+    b.state.served = b.state.served + 1 == served[0] ? 0 : b.state.served + 1;
+    auto give_one = [&](RelayItem what, u32 index) {
+        dev::fetch_add(c.relays, 1u);
+        return give(b, ITEM_RELAY, index << RELAY_BITS | what, source);
+    };
+    if (b.step.mode != MODE_GRADIENT && dev::load_relaxed(c.header_passed + source) == 0 && header_due(b, source) && header_came(b, source, Nobody()) &&
+        take(c.header_passed + source, 0))
+        return give_one(RELAY_HEADER, 0);
+    if (!came_local(c.layout, 1)) return false;
+    const u32 chunks = source_chunks(b, source);
+    u32 next = dev::load_relaxed(c.passed + source);
+    if (next < chunks && chunk_came(b, source, next, Nobody()) && take(c.passed + source, next)) return give_one(RELAY_CHUNK, next);
+    next = dev::load_relaxed(c.emptied + source);
+    return next < emptied_told(b, chunks) && chunk_emptied(b, source, next, Nobody()) && take(c.emptied + source, next) && give_one(RELAY_EMPTIED, next);
+}
+
 // An item of `set` that is no task, into State::item.
 DEVICE bool find_item(Block& b, u32 set) {
     const Layer& l = b.l;
@@ -78,6 +91,7 @@ DEVICE bool find_item(Block& b, u32 set) {
         u32 next = dev::load_relaxed(c.send);
         if (next < send_items(l) && send_ready(b, next, Nobody()) && take(c.send, next)) return give(b, ITEM_SEND, next);
     }
+    if (has(set, ITEM_RELAY) && find_relay(b)) return true;
     if (has(set, ITEM_FINAL)) {
         u32 next = dev::load_relaxed(c.finals);
         if (next < *l.queue.finals && take(c.finals, next)) return give(b, ITEM_FINAL, next);
@@ -129,6 +143,7 @@ DEVICE bool all_taken(const Block& b, u32 set) {
     if (!came_local(c.layout, 1)) return false;
     if (has(set, ITEM_PLAIN) && dev::load_relaxed(c.plain) < l.queue.plain_end[PLAIN_BIAS]) return false;
     if (has(set, ITEM_ARRIVE) && dev::load_relaxed(c.arrivals) < *l.queue.arrivals) return false;
+    if (has(set, ITEM_RELAY) && dev::load_relaxed(c.relays) < *l.queue.relays) return false;
     if (has(set, ITEM_RETURN) && dev::load_relaxed(c.results) < *l.queue.results) return false;
     for (u32 queue = 0; has(set, ITEM_TASKS) && queue < TASK_QUEUES; queue++)
         if (dev::load_relaxed(c.tasks + queue) < l.queue.tasks[queue][task_entries(l, queue)]) return false;
@@ -153,6 +168,13 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
             next = dev::load_relaxed(c.arrival + pe);
             if (pe != l.shape.my_pe && next < source_chunks(b, pe)) (void)chunk_came(b, pe, next, note);
         }
+        for (u32 pe = 0; l.shape.relays && pe < l.shape.n_pes && !any; pe++) {
+            if (!relayed(l, pe)) continue;
+            next = dev::load_relaxed(c.emptied + pe);
+            if (serves(l, pe) && next < emptied_told(b, source_chunks(b, pe))) (void)chunk_emptied(b, pe, next, note);
+            next = dev::load_relaxed(c.result + pe);
+            if (!any && b.step.mode != MODE_RECOMPUTE && next < source_chunks(b, pe)) (void)relayed_parts_came(b, pe, next, note);
+        }
     }
     return any;
 }
@@ -161,7 +183,7 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
 DEVICE u32 count_taken(const Block& b) {
     const Counters& c = b.counters();
     u32 sum = dev::load_relaxed(c.own) + dev::load_relaxed(c.send) + dev::load_relaxed(c.headers_read) + dev::load_relaxed(c.shared);
-    sum += dev::load_relaxed(c.arrivals) + dev::load_relaxed(c.results) + dev::load_relaxed(c.plain);
+    sum += dev::load_relaxed(c.arrivals) + dev::load_relaxed(c.results) + dev::load_relaxed(c.plain) + dev::load_relaxed(c.relays);
     for (u32 queue = 0; queue < TASK_QUEUES; queue++) sum += dev::load_relaxed(c.tasks + queue);
     return sum;
 }

@@ -13,12 +13,14 @@ namespace aristos {
 
 constexpr u32 NONE = ~0u;
 constexpr u32 STAGE_WAVES = 2;  // that have their places in a stage at the same time
+constexpr u32 PART_PLACES = 4;  // of a PE's parts of results for one source at its home (relay.h)
 constexpr u32 HEADER_WORDS = 8;  // of a header before the counts of local experts
 // A slot word: local expert << RANK_BITS | rank among the slots of the same source, expert and round.
 constexpr u32 RANK_BITS = 20;
 constexpr u32 MAX_LOCAL = 4095;
 constexpr u32 MAX_RANK = (1u << RANK_BITS) - 1;
 constexpr u32 MAX_PES = 1024;
+constexpr u32 MAX_MEMBERS = 32;  // PEs of a host, with relays: a word has a bit for each
 
 // A row word: its slots << RETURN_BITS | its number in the order of return.
 constexpr u32 RETURN_BITS = 24;
@@ -91,6 +93,10 @@ struct Received {
     u32* place;         // [n_pes][round_chunks][chunk_rows * max_slots]: place of a slot
     u32* expert;        // the same: its local expert
     u32* peer_overflow; // [n_pes]: destination, 1: it keeps no activations, so backward sends it the rows again
+    // With relays only, of sources on other hosts:
+    u32* relay_start;   // [n_pes][round_chunks][chunk_rows + 1]: a row's first slot of those of all PEs of this host in its chunk, and the end
+    u8* relay_member;   // [n_pes][round_chunks][chunk_rows * max_slots]: whose these slots are
+    u32* relay_need;    // [n_pes][round_chunks]: of a chunk of results, the greatest slot word here, and 1; 0: no slot is
     u8* x;              // [n_pes][round_rows, H]: rows, of every source but this PE; where they are kept (keeps_rows)
     u8* grad;           // the same for gradient rows; with training only
 };
@@ -134,6 +140,7 @@ struct Queue {
     u32* arrivals;         // [1]: chunks that come to this PE, its own twice where they arrive twice
     u32* most_results;     // [1]: chunks that it returns, the most of one source
     u32* results;          // [1]: of all, as many as the most of each source that only the network reaches: messages of waves
+    u32* relays;           // [1]: items for sources that this PE is home of
     u32* plain_end;        // [PLAIN_ITEMS]: items of a kind and those before it
     u32* finals;           // [1]: sums over PEs
     u32* empty;            // [n_local + 1]: batches without slots, whose gradients are zeroed
@@ -141,7 +148,7 @@ struct Queue {
 
 // Whether rows from a peer are copied out of its window. Otherwise they stay there until their results are back, and no place is used twice in a
 // round.
-constexpr bool keeps_rows(const LayerShape& s) { return s.training || s.window_chunks < s.round_chunks; }
+constexpr bool keeps_rows(const LayerShape& s) { return s.training || s.relays || s.window_chunks < s.round_chunks; }
 
 // What a step counts. Two sets: a step uses one and zeroes the other, so that neither needs a barrier of its own.
 struct Counters {
@@ -171,6 +178,11 @@ struct Counters {
     u32* second_done; // [max_tiles]
     u32* batch_done;  // [n_local + 1]: tasks of the first GEMM
     u32* gradients_done;  // [n_local + 1]: tasks and items of a batch's gradients
+    // With relays only (relay.h). Taken:
+    u32* relays;         // items of all sources
+    u32* header_passed;  // [n_pes]
+    u32* passed;         // [n_pes]: chunks of a source
+    u32* emptied;        // [n_pes]: of these those that all PEs of the host have emptied
 };
 
 // Words that persist across passes: zeroed by the host once. ErrorRecord::kind is the abort word: whoever waits polls it, and
@@ -231,6 +243,11 @@ struct Symmetric {
     u8* header;    // [3][n_pes][header_bytes]: of even and odd forward passes, and of backward
     u8* window;    // [n_pes - 1][window_chunks][chunk_pitch]
     u8* returns;   // [return_chunks][return_pitch]
+    // With relays only, by the number of a PE of this host and a source on another:
+    u64* emptied_signal;  // [most_members][n_pes][round_chunks]: at the home, that the PE has what it needs of a chunk
+    u64* part_signal;     // [most_members][n_pes][round_chunks]: at the home, that its part of a chunk of results is there
+    u64* part_credit;     // [n_pes][round_chunks]: at the PE, that the place of its part is free
+    u8* parts;            // [most_members - 1][served][PART_PLACES][return_pitch]
     // What this PE puts to peers that only the network reaches; with `stage` only.
     u8* header_stage;  // [3][n_pes][header_bytes]
     u8* chunk_stage;   // [STAGE_WAVES][window_chunks][chunk_pitch]

@@ -4,11 +4,8 @@
 
 namespace aristos {
 
-// Whether a header of `source` is due in this step.
-DEVICE bool header_due(const Block& b, u32 source) {
-    if (source == b.l.shape.my_pe) return false;
-    if (b.step.mode == MODE_FORWARD && b.step.round == 0) return true;
-    return b.l.received.rounds[source] > b.step.round;
+DEVICE const u32* header_words(const Layer& l, u32 place, u32 source) {
+    return reinterpret_cast<const u32*>(incoming(l, source, l.symmetric.header + header_offset(l, place, source)));
 }
 
 // A header is untrusted: it is validated here, once, and trusted afterwards. One warp.
@@ -25,17 +22,21 @@ DEVICE bool read_header(Block& b, u32 source) {
         return true;
     }
     u32 place = header_place(b.pass, b.step.mode != MODE_FORWARD);
-    const u32* words = reinterpret_cast<const u32*>(l.symmetric.header + header_offset(l, place, source));
-    u64 slots = 0;
+    const u32* words = header_words(l, place, source);
+    u64 slots = 0, here = 0;  // of all PEs that the header is for, and this one's
     u32 most = 0;
-    for (u32 e = dev::lane(); e < s.n_local; e += 32) {
-        u32 count = words[HEADER_WORDS + e];
-        counts[e] = count;
+    for (u32 number = dev::lane(); number < (relayed(l, source) ? s.max_local : s.n_local); number += 32) {
+        u32 count = words[HEADER_WORDS + number], e = expert_here(l, source, number);
         slots += count;
+        if (expert_member(l, source, number) != s.member) continue;
+        if (e < s.n_local) counts[e] = count;
+        else if (count > 0) most = NONE;  // of an expert that is not there
+        here += count;
         most = count > most ? count : most;
     }
     UNROLL for (int d = 16; d > 0; d /= 2) {
         slots += dev::shfl_xor(slots, d);
+        here += dev::shfl_xor(here, d);
         u32 other = dev::shfl_xor(most, d);
         most = other > most ? other : most;
     }
@@ -48,7 +49,7 @@ DEVICE bool read_header(Block& b, u32 source) {
                  (rounds > 0) == (rows > 0) && rounds <= chunks && first_chunk <= end_chunk && end_chunk <= chunks &&
                  end_chunk - first_chunk <= s.round_chunks && (rounds > 0) == (end_chunk > first_chunk) &&
                  (b.step.round > 0 || first_chunk == 0) && (b.step.round + 1 < rounds || end_chunk == chunks) &&
-                 slots == words[HEADER_SLOTS] && slots <= s.round_slots && most <= MAX_RANK &&
+                 slots == words[HEADER_SLOTS] && here <= s.round_slots && most <= MAX_RANK &&
                  slots <= u64(round_rows) * l.sizes.max_slots && return_chunk <= l.sizes.return_chunks &&
                  chunks <= l.sizes.return_chunks - return_chunk;
     if (!first) valid = valid && rounds == in.rounds[source] && rows == in.rows[source];
@@ -88,7 +89,7 @@ DEVICE bool read_headers(Block& b) {
     if (dev::warp() == 0) {
         u32 received = 0, mine = 0, world = 0;
         for (u32 pe = dev::lane(); pe < n; pe += 32) {
-            const u32* words = reinterpret_cast<const u32*>(l.symmetric.header + header_offset(l, place, pe));
+            const u32* words = header_words(l, place, pe);
             received = in.rounds[pe] > received ? in.rounds[pe] : received;
             mine = l.plan.dest[pe].rounds > mine ? l.plan.dest[pe].rounds : mine;
             if (pe == l.shape.my_pe) continue;
@@ -103,9 +104,11 @@ DEVICE bool read_headers(Block& b) {
             world = other > world ? other : world;
         }
         if (dev::lane() == 0) {
-            *in.overflow = received > 1;
+            world = world > mine ? world : mine;
+            // With relays one for all: a source asks one PE of a host, and all of them get what it sends again.
+            *in.overflow = (l.shape.relays ? world : received) > 1;
             *in.my_rounds = received > mine ? received : mine;
-            *in.world_rounds = world > mine ? world : mine;
+            *in.world_rounds = world;
         }
     }
     if (l.sizes.has_losses) {
@@ -113,7 +116,7 @@ DEVICE bool read_headers(Block& b) {
             double sum = 0;
             for (u32 pe = 0; pe < n; pe++)
                 sum += pe == l.shape.my_pe ? l.losses.mine[i]
-                                           : reinterpret_cast<const double*>(l.symmetric.header + header_offset(l, place, pe) +
+                                           : reinterpret_cast<const double*>(reinterpret_cast<const u8*>(header_words(l, place, pe)) +
                                                                              l.sizes.header_counts_bytes)[i];
             l.losses.all[i] = sum;
         }
@@ -249,6 +252,7 @@ OUTLINE bool make_layout(Block& b) {
     enter(b, PHASE_DISPATCH);
     if (b.step.receives && b.step.mode != MODE_GRADIENT) {
         if (!read_headers(b)) return false;
+        for (u32 i = dev::thread(); b.l.shape.relays && i < b.l.shape.n_pes * b.l.shape.round_chunks; i += dev::threads()) b.l.received.relay_need[i] = 0;
         place_slots(b);
         order_tiles(b);
     }

@@ -39,6 +39,12 @@ int check_shape(const LayerShape& s) {
     if (bad(s.max_local == 0 || s.max_local > MAX_LOCAL || s.max_local < s.n_local)) return field;
     if (bad(s.held < s.n_experts || s.held > s.n_pes * s.max_local)) return field;
     if (bad(s.hosts == 0 || s.hosts > s.n_pes)) return field;
+    if (bad(flag(s.relays) || (s.relays && s.bulk))) return field;
+    if (bad(s.member >= s.members)) return field;
+    if (bad(s.members == 0 || s.members > s.n_pes)) return field;
+    if (bad(s.most_members < s.members || s.most_members > MAX_MEMBERS)) return field;
+    if (bad(s.served >= s.n_pes)) return field;
+    if (bad(s.windows >= s.n_pes)) return field;
     if (bad(s.top_k == 0 || s.top_k > s.n_experts || s.top_k > MAX_TOP_K)) return field;
     if (bad(s.dtype > DTYPE_F16)) return field;
     if (bad(flag(s.gated))) return field;
@@ -133,6 +139,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         for (u32** word : {&c.own, &c.send, &c.headers_read, &c.shared, &c.plain, &c.finals, &c.arrivals, &c.results, &c.own_known, &c.layout, &c.headers})
             local.take(*word, 1);
         local.take(c.tasks, TASK_QUEUES);
+        local.take(c.relays, 1);
+        for (u32** words : {&c.header_passed, &c.passed, &c.emptied}) local.take(*words, s.relays ? pes : 0);
         for (u32** words : {&c.arrival, &c.result, &c.returnable}) local.take(*words, pes);
         local.take(c.sent, z.waves);
         local.take(c.returned, z.waves);
@@ -204,6 +212,9 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(in.place, pes * round_rows * z.max_slots);
     local.take(in.expert, pes * round_rows * z.max_slots);
     local.take(in.peer_overflow, pes);
+    local.take(in.relay_start, s.relays ? pes * s.round_chunks * (s.chunk_rows + 1) : 0);
+    local.take(in.relay_member, s.relays ? pes * round_rows * z.max_slots : 0);
+    local.take(in.relay_need, s.relays ? pes * s.round_chunks : 0);
     local.take(in.x, keeps_rows(s) ? pes * round_rows * z.row_bytes : 0);
     local.take(in.grad, s.training ? pes * round_rows * z.row_bytes : 0);
 
@@ -224,7 +235,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     for (u32** tasks : {&q.tasks[OWN_FIRST], &q.tasks[OWN_SECOND]}) local.take(*tasks, batches + 1);
     for (u32** tasks : {&q.tasks[REST_FIRST], &q.tasks[REST_SECOND]}) local.take(*tasks, batches);
     local.take(q.tasks[GRADIENT_TASKS], GRADIENTS * batches + 1);
-    for (u32** word : {&q.arrivals, &q.results, &q.most_results}) local.take(*word, 1);
+    for (u32** word : {&q.arrivals, &q.results, &q.most_results, &q.relays}) local.take(*word, 1);
     local.take(q.plain_end, PLAIN_ITEMS);
     local.take(q.finals, 1);
     local.take(q.empty, batches);
@@ -247,11 +258,15 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     symmetric.take(y.credit_signal, pes * s.round_chunks);
     symmetric.take(y.result_signal, pes * z.max_chunks);
     symmetric.take(y.barrier_signal, 3 * pes);
+    symmetric.take(y.emptied_signal, s.relays ? u64{s.most_members} * pes * s.round_chunks : 0);
+    symmetric.take(y.part_signal, s.relays ? u64{s.most_members} * pes * s.round_chunks : 0);
+    symmetric.take(y.part_credit, s.relays ? pes * s.round_chunks : 0);
     symmetric.take(y.passes, 2);
     signal_bytes = symmetric.used - signals;
     symmetric.take(y.header, 3 * pes * z.header_bytes);
-    symmetric.take(y.window, (pes - 1) * s.window_chunks * z.chunk_pitch);
+    symmetric.take(y.window, u64{s.relays ? s.windows : s.n_pes - 1} * s.window_chunks * z.chunk_pitch);
     symmetric.take(y.returns, u64{z.return_chunks} * z.return_pitch);
+    symmetric.take(y.parts, s.relays ? u64{s.most_members - 1} * s.served * PART_PLACES * z.return_pitch : 0);
     symmetric.take(y.header_stage, s.stage ? 3 * pes * z.header_bytes : 0);
     symmetric.take(y.chunk_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.chunk_pitch : 0);
     symmetric.take(y.result_stage, s.stage ? u64{STAGE_WAVES} * s.window_chunks * z.return_pitch : 0);

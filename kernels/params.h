@@ -34,6 +34,11 @@ struct LayerShape {
     u32 max_local;     // the most on any PE
     u32 held;          // on all PEs: an expert with replicas counts once for each
     u32 hosts;         // PEs that have an expert
+    u32 relays;        // 1: a row crosses to another host once, to its home there (relay.h); the next five are of that
+    u32 member, members;  // this PE's number among those of its host, and how many they are
+    u32 most_members;  // on any host
+    u32 served;        // the most sources that a PE is home of
+    u32 windows;       // the most sources that put rows into a PE's windows
     u32 top_k;
     u32 dtype;         // Dtype
     u32 gated;         // routed experts: gate and up, or up alone
@@ -112,9 +117,23 @@ struct Tables {
     const u64* world_peer;        // [n_world]: as `peer`
     // [1 + 2 * n_pes]: how many PEs only the network reaches; these, from the next PE on; and for every PE its number among them.
     const u32* far;
+    // The same of PEs that results are returned to over the network; without relays that table.
+    const u32* far_back;
+    const u32* relay;             // with relays only, RelayTable
     // [n_local + 1][3] of 128 bytes, 64-byte aligned: gate, up, down; null on Ampere. 2-D TMA maps of the weights as they lie, columns
     // (the input features) fastest: box 64 columns x 64 rows, 128-byte swizzle, zeros out of bounds, for every use of them.
     const void* tensor_maps;
+};
+
+// Where tables of [n_pes] begin in Tables::relay, in times of n_pes. Behind them: the PEs of this host [members], how many sources this PE is home
+// of, and these.
+enum RelayTable : u32 {
+    RELAY_HOME = 0,    // the home of a source here; ~0: it is on this host
+    RELAY_TO = 1,      // this PE's window at a destination; ~0: it sends no rows there
+    RELAY_FROM = 2,    // a source's window at its home, or here
+    RELAY_NUMBER = 3,  // of a source on another host, its number among those of its home
+    RELAY_SPLIT = 4,   // of how many PEs the experts are that a destination stands for
+    RELAY_TABLES = 5,
 };
 
 // One pass. Passed by value to each of its kernels.
@@ -177,6 +196,8 @@ struct PassStats {
     u64 dispatch_rows, combine_rows;
     u64 puts, signals, fences;
     u64 all_reduce_bytes;
+    u64 network_bytes;         // of these messages, without signals, those that only the network takes
+    u64 relay_bytes;           // of rows that this PE read of a home on its host, and of its parts of results there
     u64 rounds;                // through the windows, at least 1
     u64 phase_block_ns[PHASES];  // block-nanoseconds in each phase, over all blocks of the persistent kernel
 };

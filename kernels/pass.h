@@ -35,6 +35,7 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
         case ITEM_SHARED: return arrive_shared(b, item.index), true;
         case ITEM_PLAIN: return run_plain<T>(b, item.index), true;
         case ITEM_SUM: return run_sum(b, item.pe, item.index);
+        case ITEM_RELAY: return relay(b, item.pe, item.index), true;
         default: return final_sum<T>(b, item.index);
     }
 }
@@ -86,7 +87,7 @@ DEVICE u32 step_action(const Layer& l, u32 number) {
     constexpr u32 DISPATCH = items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_ARRIVE, ITEM_SHARED);
     if (!l.shape.bulk) {
         switch (number) {
-            case 0: return DISPATCH | items(ITEM_TASKS, ITEM_RETURN, ITEM_PLAIN);
+            case 0: return DISPATCH | items(ITEM_TASKS, ITEM_RETURN, ITEM_PLAIN) | (l.shape.relays ? items(ITEM_RELAY) : 0);
             case 1: return items(ITEM_FINAL);
             default: return 0;
         }
@@ -144,6 +145,7 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         b.actions = 0;
         b.state.headers_seen = 0;
         b.state.source = (l.shape.my_pe + dev::block()) % l.shape.n_pes;
+        b.state.served = 0;
         b.state.channel = dev::block() % reduce_shape(l.shape).channels;
         for (u32& entry : b.state.entry) entry = 0;
     }

@@ -30,7 +30,7 @@ struct Planner {
     u32 *experts_before;            // [held]: by expert, pairs of the segments before this one; later by place, rows before
     u32 *allowed;                   // [held]: by expert, pairs of this PE that are carried out; later by place, slots before
     u32 *total;                     // [2]: pairs of all PEs, in two words of 20 bits and the rest; [8]: sums of warps
-    u32 *histogram, *heads, *pair_place, *pair_slots, *pair_before, *row_slots, *tails;
+    u32 *histogram, *heads, *pair_place, *pair_slots, *pair_before, *row_slots, *tails, *chunk_slots;
     u64 *barrier;
 
     DEVICE Planner(const Layer& l, const Pass& pass) : layer(l), s(l.shape), tokens(pass.tokens) {
@@ -55,6 +55,7 @@ struct Planner {
         pair_before = words(at.pair_before);
         row_slots = words(at.row_slots);
         tails = words(at.tails);
+        chunk_slots = words(at.chunk_slots);
         barrier = reinterpret_cast<u64*>(scratch + at.barrier);
     }
     DEVICE bool limited() const { return s.capacity_factor > 0.0; }
@@ -175,9 +176,13 @@ DEVICE void count_heads(const Planner& p, u32 segment) {
         u32 slots = 0;
         const u32 d = p.pe_of(pairs + j);
         if (d != NONE) {
-            for (u32 i = j; i < k; i++) slots += p.pe_of(pairs + i) == d;
-            for (u32 i = 0; i < j; i++)
-                if (p.pe_of(pairs + i) == d) slots = 0;
+            bool first = true;
+            for (u32 i = 0; i < k; i++) {
+                if (p.pe_of(pairs + i) != d) continue;
+                slots++;
+                first = first && place[pairs + i] >= place[pairs + j];
+            }
+            if (!first) slots = 0;
         }
         p.pair_slots[pairs + j] = slots;
     }
@@ -365,6 +370,37 @@ DEVICE void cut_rounds(const Planner& p, u32 d) {
     if (dev::lane() == 0) round_chunk[rounds] = chunks, dest.rounds = rounds;
 }
 
+// With relays: of each chunk for a host, the slots of each of its PEs. By a warp.
+DEVICE void count_chunk(const Planner& p, u32 d, u32 chunk) {
+    const u32 k = p.s.top_k, split = relay_entry(p.layer, RELAY_SPLIT, d), end = least((chunk + 1) * p.s.chunk_rows, p.rows[d]);
+    u32* counts = p.chunk_slots + (u64(d) * p.layer.sizes.max_chunks + chunk) * p.s.most_members;
+    if (dev::lane() < p.s.most_members) counts[dev::lane()] = 0;
+    dev::sync_warp();
+    for (u32 row = chunk * p.s.chunk_rows + dev::lane(); row < end; row += 32) {
+        const u64 pairs = u64(p.layer.plan.row_token[u64(d) * p.s.max_tokens + row]) * k;
+        for (u64 pair = pairs; pair < pairs + k; pair++)
+            if (p.pe_of(pair) == d) dev::fetch_add(counts + (p.pair_place[pair] - p.first_place[d]) % split, 1u);
+    }
+}
+// By a warp, a lane for each PE of a host: the rounds, each as long as its chunks fit the window and no PE has too many slots.
+DEVICE void cut_host_rounds(const Planner& p, u32 d) {
+    DestPlan& dest = p.layer.plan.dest[d];
+    u32* round_chunk = p.layer.plan.round_chunk + u64(d) * (p.layer.sizes.max_chunks + 1);
+    const u32* counts = p.chunk_slots + u64(d) * p.layer.sizes.max_chunks * p.s.most_members;
+    u32 rounds = 0, first = 0, used = 0;
+    for (u32 chunk = 0; chunk < dest.chunks; chunk++) {
+        const u32 more = dev::lane() < p.s.most_members ? counts[chunk * p.s.most_members + dev::lane()] : 0;
+        const bool full = dev::ballot(used + more > p.s.round_slots) != 0;
+        if (chunk == 0 || full || chunk - first == p.s.round_chunks) {
+            first = chunk, used = 0;
+            if (dev::lane() == 0) round_chunk[rounds] = chunk;
+            rounds++;
+        }
+        used += more;
+    }
+    if (dev::lane() == 0) round_chunk[rounds] = dest.chunks, dest.rounds = rounds;
+}
+
 // ---- Rows.
 
 // Rows of one round of one PE: item `number` of all, of which the round's begin at `first_item`.
@@ -387,6 +423,13 @@ template <class Work> DEVICE void each_row_segment(const Planner& p, Work work) 
     }
 }
 
+// Of a row's slots, which are in the order of experts; the numbers of several PEs' are not (expert_member).
+DEVICE u32 last_expert(const u32* words, u32 begin, u32 end) {
+    u32 last = 0;
+    for (u32 i = begin; i < end; i++) last = slot_expert(words[i]) > last ? slot_expert(words[i]) : last;
+    return last;
+}
+
 // Every slot of a segment to its place, its rank among those of its expert in the segment; and of each local expert its slots, and the rows
 // that it is the last expert of, as slots << 16 | rows. A row's return number is, so far, the same of the rows before it.
 DEVICE void count_slots(const Planner& p, const RowSegment& g) {
@@ -403,7 +446,7 @@ DEVICE void count_slots(const Planner& p, const RowSegment& g) {
         plan.slot_weight[at] = p.layer.routing.routing_weights[pair];
         plan.slot_choice[at++] = u32(pair);
     }
-    const u32 last = mine ? slot_expert(plan.slot_word[end - 1]) : 0;
+    const u32 last = mine ? last_expert(plan.slot_word, begin, end) : 0;
     const u64 counts = u64(g.number) * p.s.max_local;
     for (u32 e0 = 0; e0 < p.s.max_local; e0 += PLAN_EXPERTS) {
         const u32 n = least(p.s.max_local - e0, PLAN_EXPERTS);
@@ -451,7 +494,7 @@ DEVICE void order_rows(const Planner& p, const RowSegment& g) {
         const u32* starts = plan.row_slot + u64(g.d) * (p.s.max_tokens + 1);
         const u32 base = plan.dest[g.d].slot_base, end = base + starts[row + 1];
         for (u32 i = base + starts[row]; i < end; i++) plan.slot_word[i] += before[slot_expert(plan.slot_word[i])];
-        const u32 last = slot_expert(plan.slot_word[end - 1]);
+        const u32 last = last_expert(plan.slot_word, base + starts[row], end);
         u32& number = plan.row_return[u64(g.d) * p.s.max_tokens + row];
         u32 place = rows[last] + (number & 0xffff), slot = slots[last] + (number >> 16);
         for (u32 i = g.first_item; i < g.number; i++) {
@@ -507,8 +550,18 @@ KERNEL(aristos_plan, 256, 1)(const Layer* layer, Pass given) {
         split |= div_up(p.rows[d], p.s.chunk_rows) > p.s.round_chunks || p.slots[d] > p.s.round_slots;
     // Every block has the same sums, so either all of them cut or none.
     if (dev::sync_block_or(split)) {
-        const u32 warps = PLAN_TOKENS / 32;
-        for (u32 d = dev::block() * warps + dev::warp(); d < p.s.n_pes; d += dev::blocks() * warps) cut_rounds(p, d);
+        const u32 warps = PLAN_TOKENS / 32, first = dev::block() * warps + dev::warp(), all = dev::blocks() * warps;
+        if (p.s.relays) {
+            u32 item = 0;
+            for (u32 d = 0; d < p.s.n_pes; d++)
+                for (u32 chunk = 0; chunk < div_up(p.rows[d], p.s.chunk_rows); chunk++)
+                    if (item++ % all == first) count_chunk(p, d, chunk);
+            if (!plan_barrier(p)) return;
+        }
+        for (u32 d = first; d < p.s.n_pes; d += all) {
+            if (p.s.relays) cut_host_rounds(p, d);
+            else cut_rounds(p, d);
+        }
         if (!plan_barrier(p)) return;
     }
     each_row_segment(p, [&](const RowSegment& g) { count_slots(p, g); });

@@ -183,6 +183,7 @@ DEVICE u32 fetch_add_acq_rel(u32* p, u32 v) {
     asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
+DEVICE u32 fetch_max(u32* p, u32 v) { return atomicMax(p, v); }
 // Acquires and releases; true when `*p` was `expected` and is now `v`.
 DEVICE bool compare_swap(u32* p, u32 expected, u32 v) {
     u32 old;

@@ -37,9 +37,25 @@ DEVICE u64 header_offset(const Layer& l, u32 place, u32 source) {
 DEVICE u64* header_signal(const Layer& l, u32 place, u32 source) {
     return l.symmetric.header_signal + place * l.shape.n_pes + source;
 }
-// Of chunk `index` of a round in the windows of `dest`, which has none for itself.
+// ---- Rows once per host: who stands for whom (relay.h). Without relays every PE stands for itself.
+DEVICE u32 relay_entry(const Layer& l, RelayTable table, u32 pe) { return l.tables.relay[table * l.shape.n_pes + pe]; }
+// Whether rows of `source` come by way of a home, which is on this host.
+DEVICE bool relayed(const Layer& l, u32 source) { return l.shape.relays && relay_entry(l, RELAY_HOME, source) != NONE; }
+DEVICE u32 home_of(const Layer& l, u32 source) { return relayed(l, source) ? relay_entry(l, RELAY_HOME, source) : l.shape.my_pe; }
+// Whether this PE is the home of `source`.
+DEVICE bool serves(const Layer& l, u32 source) { return relayed(l, source) && home_of(l, source) == l.shape.my_pe; }
+DEVICE bool sends_to(const Layer& l, u32 dest) { return !l.shape.relays || relay_entry(l, RELAY_TO, dest) != NONE; }
+DEVICE u32 member_pe(const Layer& l, u32 member) { return l.tables.relay[RELAY_TABLES * l.shape.n_pes + member]; }
+DEVICE const u32* served_sources(const Layer& l) { return l.tables.relay + RELAY_TABLES * l.shape.n_pes + l.shape.members; }
+// A source on another host numbers the experts of this host by their number at their PE, then by PE: so rows in that order are in each PE's, too.
+DEVICE u32 expert_member(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number % l.shape.members : l.shape.member; }
+DEVICE u32 expert_here(const Layer& l, u32 source, u32 number) { return relayed(l, source) ? number / l.shape.members : number; }
+
+// Of chunk `index` of a round in the windows of `dest`, which has none for itself. One of the two is this PE; with relays, for a source on another
+// host, or the two are that and its home here.
 DEVICE u64 chunk_offset(const Layer& l, u32 source, u32 dest, u32 index) {
     u32 window = source < dest ? source : source - 1;
+    if (l.shape.relays) window = source == l.shape.my_pe ? relay_entry(l, RELAY_TO, dest) : relay_entry(l, RELAY_FROM, source);
     return (u64(window) * l.shape.window_chunks + index % l.shape.window_chunks) * l.sizes.chunk_pitch;
 }
 DEVICE u64* chunk_signal(const Layer& l, u32 source, u32 index) {
@@ -51,6 +67,24 @@ DEVICE u64* credit_signal(const Layer& l, u32 dest, u32 index) {
 }
 DEVICE u64* result_signal(const Layer& l, u32 dest, u32 chunk) {
     return l.symmetric.result_signal + u64(dest) * l.sizes.max_chunks + chunk;
+}
+
+// At the home of `source`: that the PE with number `member` on its host has emptied a chunk, and that its part of a chunk of results is there.
+DEVICE u64* emptied_signal(const Layer& l, u32 member, u32 source, u32 index) {
+    return l.symmetric.emptied_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
+}
+DEVICE u64* part_signal(const Layer& l, u32 member, u32 source, u32 index) {
+    return l.symmetric.part_signal + (u64(member) * l.shape.n_pes + source) * l.shape.round_chunks + index;
+}
+// At a PE: that the place of its part is free again.
+DEVICE u64* part_credit(const Layer& l, u32 source, u32 index) {
+    return l.symmetric.part_credit + u64(source) * l.shape.round_chunks + index;
+}
+// At the home, which itself needs none.
+DEVICE u8* part_place(const Layer& l, u32 member, u32 source, u32 index) {
+    const u32 other = member_pe(l, member) < home_of(l, source) ? member : member - 1;
+    const u64 number = u64(other) * l.shape.served + relay_entry(l, RELAY_NUMBER, source);
+    return l.symmetric.parts + (number * PART_PLACES + index % PART_PLACES) * l.sizes.return_pitch;
 }
 
 // ---- Stamps. Every word is SET by one PE, to ever greater values.
@@ -91,6 +125,13 @@ template <class P> DEVICE P* at_peer(const Layer& l, P* mine, u32 pe) {
     if (pe == l.shape.my_pe) return mine;
     return reinterpret_cast<P*>(l.tables.peer[pe] + (reinterpret_cast<u64>(mine) - l.symmetric_base));
 }
+
+// Where the results of `source` go from here: to itself, or to its home on this host, which adds up those of all its PEs.
+DEVICE u32 returns_to(const Layer& l, u32 source) { return relayed(l, source) && !serves(l, source) ? home_of(l, source) : source; }
+DEVICE bool returns_far(const Layer& l, u32 source) { return !reachable(l, returns_to(l, source)); }
+
+// Where what `source` sends to this PE's place is: here, or at its home.
+template <class P> DEVICE P* incoming(const Layer& l, u32 source, P* mine) { return at_peer(l, mine, home_of(l, source)); }
 
 DEVICE void store_signal(u64* to, u64 value) {
     if (ARISTOS_PLANTED(NO_RELEASE)) dev::fetch_add(to, value - dev::load_relaxed(to));
@@ -166,6 +207,7 @@ DEVICE bool wait_signal(const Layer& l, const u64* word, const Waiting& w, u32 s
     return came;
 }
 
+struct Nobody { DEVICE void operator()(Waiting, u64) const {} };
 // One thread: whether such a word has come, without a wait. Where it has not, `missing(w, seen)`.
 template <class Missing> DEVICE bool signal_came(const u64* word, Waiting w, Missing missing, u32 shift = 0) {
     u64 seen = dev::load_relaxed(word) >> shift;

@@ -95,6 +95,7 @@ struct PlanScratch {
     u64 pair_before;  // u32 [max_tokens][k]: of these what is in `heads`, of the tokens before in the segment
     u64 row_slots;    // u32 [row segments][max_local]: slots
     u64 tails;        // u32 [row segments][max_local]: slots << 16 | rows, by last expert
+    u64 chunk_slots;  // u32 [n_pes][chunks][most_members]: with relays, slots of each PE of the destination's host
     u64 partials;     // f32 [ranges][tokens][E]: of aristos_route, in the place of the plan's counts
     u64 bytes;
 };
@@ -112,8 +113,10 @@ constexpr PlanScratch plan_scratch(const LayerShape& s) {
     p.pair_before = p.pair_slots + pairs;
     p.row_slots = p.pair_before + pairs;
     p.tails = p.row_slots + by_local;
+    p.chunk_slots = p.tails + by_local;
     p.partials = p.histogram;
-    const u64 counts = p.tails + by_local, partials = p.partials + route_partials_bytes(s);
+    const u64 by_member = s.relays ? align_bytes(u64(s.n_pes) * div_up(s.max_tokens, s.chunk_rows) * s.most_members * 4) : 0;
+    const u64 counts = p.chunk_slots + by_member, partials = p.partials + route_partials_bytes(s);
     p.bytes = counts > partials ? counts : partials;
     return p;
 }
@@ -220,7 +223,7 @@ constexpr Launch route_launch(const LayerShape& s) {
 constexpr Launch take_routing_launch(const LayerShape& s) { return {most(1, route_blocks(s)), ROUTE_THREADS, 0, 0}; }
 constexpr u32 PLAN_MASK_STRIDE = PLAN_TOKENS / 32 + 1;  // words of one expert's tokens, odd, against bank conflicts
 constexpr u32 plan_work_words(const LayerShape& s) {
-    return most(least(s.held, PLAN_EXPERTS) * PLAN_MASK_STRIDE, 3 * s.max_local);
+    return most(least(most(s.held, s.max_local), PLAN_EXPERTS) * PLAN_MASK_STRIDE, 3 * s.max_local);
 }
 constexpr Launch plan_launch(const LayerShape& s) {
     const u32 words = plan_work_words(s) + 5 * s.n_pes + 2 * s.held + 2 + PLAN_TOKENS / 32;

@@ -153,6 +153,20 @@ DEVICE u32 gradient_items(const Block& b, u32 batch) {
     return count;
 }
 
+// Whether a header of `source` is due in this step.
+DEVICE bool header_due(const Block& b, u32 source) {
+    if (source == b.l.shape.my_pe) return false;
+    if (b.step.mode == MODE_FORWARD && b.step.round == 0) return true;
+    return b.l.received.rounds[source] > b.step.round;
+}
+
+// With relays: how many of a source's chunks in this step its home wants to know to be emptied by all: those that have one more for their place, or, as
+// rows that are sent again have no results, all.
+DEVICE u32 emptied_told(const Block& b, u32 chunks) {
+    if (b.step.mode == MODE_RECOMPUTE) return chunks;
+    return chunks > b.l.shape.window_chunks ? chunks - b.l.shape.window_chunks : 0;
+}
+
 // ---- What makes the queues: all threads of a block.
 template <class Count> DEVICE void fill_tasks(Block& b, u32 queue, Count count) {
     u32* tasks = b.l.queue.tasks[queue];
@@ -199,8 +213,9 @@ DEVICE void fill_queues(Block& b) {
         for (u32 s = dev::lane(); s < l.shape.n_pes; s += 32) {
             u32 count = in.end_chunk[s] - in.first_chunk[s];
             chunks += count;
-            if (reachable(l, s)) near += count;
-            most = count > most ? count : most;
+            const bool far = returns_far(l, s);
+            if (!far) near += count;
+            else most = count > most ? count : most;
         }
         UNROLL for (int d = 16; d > 0; d /= 2) {
             chunks += dev::shfl_xor(chunks, d);
@@ -209,11 +224,18 @@ DEVICE void fill_queues(Block& b) {
             most = other > most ? other : most;
         }
     }
+    u32 relays = 0;
+    for (u32 i = 0; l.shape.relays && b.step.receives && i < served_sources(l)[0]; i++) {
+        const u32 source = served_sources(l)[1 + i];
+        const u32 come = in.end_chunk[source] - in.first_chunk[source];
+        relays += (mode != MODE_GRADIENT && header_due(b, source)) + come + emptied_told(b, come);
+    }
     if (dev::thread() == 0) {
+        *q.relays = relays;
         u32 me = l.shape.my_pe, own = b.step.receives && own_in_parts(b.step) ? in.end_chunk[me] - in.first_chunk[me] : 0;
         u32 zeros = empty * zero_items(l), biases = 0;
         *q.arrivals = chunks + own;
-        *q.results = mode == MODE_RECOMPUTE ? 0 : near + l.tables.far[0] * most;
+        *q.results = mode == MODE_RECOMPUTE ? 0 : near + l.tables.far_back[0] * most;
         *q.most_results = mode == MODE_RECOMPUTE ? 0 : most;
         if (mode == MODE_GRADIENT) {
             if (l.shape.bias && b.step.receives) biases += n * bias_items(l, 0);

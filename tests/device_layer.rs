@@ -11,6 +11,8 @@ mod experts;
 mod groupings;
 #[path = "device_layer/groups.rs"]
 mod groups;
+#[path = "device_layer/relays.rs"]
+mod relays;
 mod sample;
 
 use std::ops::Range;

@@ -607,6 +607,33 @@ const TESTS: &[(&str, fn())] = &[
         let remote = 2.0 * report["remote_bytes_per_step"].as_f64().unwrap();
         assert!(remote > 10_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
     }),
+    #[cfg(feature = "emulate")]
+    ("hosts::a_row_of_devices_crosses_once_for_all_pes_of_a_host", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        // Of 8 experts of 16 nearly every row has some on every PE.
+        let layer =
+            "--device emulated --tokens 160 --hidden 256 --intermediate 32 --experts 16 --top-k 8 --seed 7 --steps 3";
+        let cross = |rows_per: &str| {
+            let to = format!("--rows-per {rows_per} --output {}", dir.path().join(rows_per).display());
+            let before = hosts.sent_bytes();
+            let report = json(two_a_host(&hosts, "hybrid", &format!("run {layer} {to} --check --json")));
+            assert_eq!(report["check"]["passed"], true, "{report}");
+            assert_eq!(report["config"]["rows_per"], rows_per);
+            (hosts.sent_bytes() - before) as f64
+        };
+        let (each, once) = (cross("pe"), cross("host"));
+        // Each token's row of bf16 there and back, forward and backward, in each step; besides, slots, headers, acknowledgements.
+        let rows = 3.0 * 160.0 * 4.0 * (256.0 * 2.0);
+        assert!(once > rows && once < 0.8 * each, "{once} bytes, {each} without, {rows} of rows");
+        let refused_on = format!("run {layer} --rows-per host");
+        refused(
+            here(2, &refused_on),
+            &[0],
+            &["--rows-per host with --transport tcp on emulated devices", "expected --transport hybrid"],
+        );
+        hosts.assert_empty();
+    }),
     ("hosts::the_hosts_are_measured", || {
         let Some(hosts) = Hosts::make(3) else { return };
         let dir = tempfile::tempdir().unwrap();

@@ -27,8 +27,8 @@ struct AristosHostTransport {
     void (*quiet)(const void* context);
 };
 
-// A world whose PEs are processes that reach each other through `transport` alone.
-void* aristos_host_join(aristos::u32 my_pe, aristos::u32 n_pes, void* heap, aristos::u64 heap_bytes, aristos::u64 seed,
+// A world whose PEs are processes that reach each other through `transport`, but for those whose heaps are not null here: by loads and stores.
+void* aristos_host_join(aristos::u32 my_pe, aristos::u32 n_pes, void* const* heaps, aristos::u64 heap_bytes, aristos::u64 seed,
                         const AristosHostTransport* transport);
 
 // The address of `of_pe`'s heap for `pe`; 0 where it is not reachable.

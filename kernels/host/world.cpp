@@ -132,12 +132,12 @@ void* aristos_host_attach(u32 my_pe, u32 n_pes, void* const* heaps, u64 heap_byt
     }
 }
 
-void* aristos_host_join(u32 my_pe, u32 n_pes, void* heap, u64 heap_bytes, u64 seed, const AristosHostTransport* transport) {
+void* aristos_host_join(u32 my_pe, u32 n_pes, void* const* heaps, u64 heap_bytes, u64 seed, const AristosHostTransport* transport) {
     try {
         std::unique_ptr<World> world(new_world(n_pes, heap_bytes, seed + my_pe));
         for (u32 pe = 0; pe < n_pes; ++pe) {
-            world->heaps.push_back(pe == my_pe ? static_cast<char*>(heap) : nullptr);
-            for (u32 of_pe = 0; of_pe < n_pes; ++of_pe) world->reachable[u64(pe) * n_pes + of_pe] = pe == of_pe;
+            world->heaps.push_back(static_cast<char*>(heaps[pe]));
+            for (u32 of_pe = 0; of_pe < n_pes; ++of_pe) world->reachable[u64(pe) * n_pes + of_pe] = pe == of_pe || (pe == my_pe && heaps[of_pe]);
         }
         world->transport = *transport;
         return world.release();

@@ -34,6 +34,7 @@ struct Options {
     bool cold = false;
     std::vector<Forward> passes;  // none: two, with changing counts of tokens
     std::vector<u8> reachable;    // as aristos_host_world; none: all
+    std::vector<u32> host_of;     // of each PE, where rows cross once to each host; none: to each PE
     Path path = PATH_AMPERE;
     u64 seed = 1;                 // of all data
     u64 schedule = 1;             // of the emulator and of delays between launches
@@ -117,7 +118,7 @@ struct Layers {
         if (o.tile) s.tile_m = s.tile_n = o.tile;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
-        w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule, [&](u32 e) { return holders(e); });
+        w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule, [&](u32 e) { return holders(e); }, o.host_of);
         for (u32 e = 0; e <= o.experts; e++) {
             bool shared = e == o.experts, gated = shared || o.gated;
             u64 h = o.hidden, i = shared ? s.shared_intermediate : o.intermediate;
@@ -230,14 +231,16 @@ struct Layers {
             u32* round_chunk = l.plan.round_chunk + u64(d) * (l.sizes.max_chunks + 1);
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
-            auto at_d = [&](u32 k) { return holder(l.routing.chosen[k], pe) == d; };
-            auto local = [&](u32 k) { return w->number(l.routing.chosen[k], d); };
+            auto at_d = [&](u32 k) { return w->home(pe, holder(l.routing.chosen[k], pe)) == d; };
+            auto local = [&](u32 k) { return w->number_for(pe, l.routing.chosen[k], holder(l.routing.chosen[k], pe)); };
+            const u32 split = w->split(pe, d);
             std::vector<std::pair<u32, u32>> heads;
             for (u32 t = 0; t < f.tokens[pe]; t++) {
                 l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;
-                u32 k = t * s.top_k;
-                while (k < (t + 1) * s.top_k && !at_d(k)) k++;
-                if (k < (t + 1) * s.top_k) heads.push_back({local(k), t});
+                u32 head = NONE;
+                for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++)
+                    if (at_d(k)) head = std::min(head, local(k));
+                if (head != NONE) heads.push_back({head, t});
             }
             std::sort(heads.begin(), heads.end());
             std::vector<u32> lasts;
@@ -245,13 +248,15 @@ struct Layers {
                 const u32 row = to.rows++;
                 l.plan.token_row[u64(d) * s.max_tokens + t] = row;
                 l.plan.row_token[u64(d) * s.max_tokens + row] = t, row_slot[row] = to.slots;
+                u32 last = 0;
                 for (u32 k = t * s.top_k; k < (t + 1) * s.top_k; k++) {
                     if (!at_d(k)) continue;
                     const u32 at = slot_base + to.slots++;
+                    last = std::max(last, local(k));
                     l.plan.slot_word[at] = local(k) << RANK_BITS;
                     l.plan.slot_weight[at] = l.routing.routing_weights[k], l.plan.slot_choice[at] = k;
                 }
-                lasts.push_back(slot_expert(l.plan.slot_word[slot_base + to.slots - 1]));
+                lasts.push_back(last);
             }
             row_slot[to.rows] = to.slots;
             // Rounds, and in each the ranks from 0.
@@ -260,7 +265,9 @@ struct Layers {
             u32 first = 0;
             for (u32 c = 0; c < to.chunks; c++) {
                 const u32 begin = row_slot[c * s.chunk_rows], end = row_slot[std::min((c + 1) * s.chunk_rows, to.rows)];
-                if (c == 0 || c - first == s.round_chunks || end - row_slot[first * s.chunk_rows] > s.round_slots) {
+                std::vector<u32> slots(split, 0);  // of the round at each PE that the destination stands for
+                for (u32 at = slot_base + row_slot[first * s.chunk_rows]; at < slot_base + end; at++) slots[slot_expert(l.plan.slot_word[at]) % split]++;
+                if (c == 0 || c - first == s.round_chunks || *std::max_element(slots.begin(), slots.end()) > s.round_slots) {
                     round_chunk[to.rounds++] = first = c;
                     ranks.assign(s.max_local, 0);
                 }

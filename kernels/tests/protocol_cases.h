@@ -25,6 +25,15 @@ inline std::vector<u8> reach(u32 n, Reach kind, u64 seed) {
     return mask;
 }
 
+// PEs of a host reach each other; others mostly by the network alone.
+inline std::vector<u8> reach_hosts(const std::vector<u32>& host_of, u64 seed) {
+    const u32 n = u32(host_of.size());
+    std::mt19937_64 random(seed);
+    std::vector<u8> mask(n * n, 1);
+    for (u32 i = 0; i < n * n; i++) mask[i] = host_of[i / n] == host_of[i % n] || (seed % 3 == 0 && random() % 2);
+    return mask;
+}
+
 // ---- Cases.
 inline Options base(u32 n_pes) {
     Options o;
@@ -120,41 +129,118 @@ inline Options replicas_in_rounds() {
     return o;
 }
 
+// Two hosts of two PEs: everything that has been wrong or might be, by way of homes.
+inline Options relays() {
+    Options o = base(4);
+    o.host_of = {0, 0, 1, 1};
+    o.experts = 9, o.top_k = 3, o.tokens = 30, o.bias = 1;
+    o.passes = {{{30, 9, 24, 3}}, {{13, 0, 7, 30}, false}, {{0, 0, 0, 0}}, {{1, 30, 2, 21}}};
+    return o;
+}
+// A hot expert, through windows of one chunk.
+inline Options relays_in_rounds() {
+    Options o = relays();
+    o.top_k = 2, o.round_chunks = 1, o.hot = 1, o.tokens = 24;
+    o.passes = {{{24, 9, 24, 3}, false, true}, {{24, 24, 24, 24}, true, true}, {{2, 3, 1, 4}}, {{24, 0, 17, 3}, true, true}};
+    return o;
+}
+// A round is many chunks, which go through one place, and their results through a few.
+inline Options relays_in_one_place() {
+    Options o = relays();
+    o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
+    o.passes = {{{40, 33, 17, 0}}, {{9, 40, 40, 12}}};
+    return o;
+}
+// Rounds that end because one PE's slots run out.
+inline Options relays_by_slots() {
+    Options o = relays();
+    o.round_slots = 12, o.tokens = 40, o.passes = {{{40, 33, 0, 21}}, {{7, 40, 40, 1}, false}, {{0, 40, 5, 40}}};
+    return o;
+}
+// Hosts of three, one and two PEs, whose numbers are mixed, and PEs without experts.
+inline Options unequal_hosts() {
+    Options o = base(6);
+    o.host_of = {5, 1, 5, 2, 2, 5};
+    o.experts = 11, o.hosts = 5, o.tokens = 18, o.shared = 1, o.aux_loss = 0.1f;
+    o.passes = {{{18, 0, 3, 18, 1, 9}}, {{0, 18, 10, 2, 0, 18}}, {{18, 18, 18, 18, 18, 18}, false}};
+    return o;
+}
+// Without backward, whose rows would be left in the windows.
+inline Options relays_in_inference() {
+    Options o = relays();
+    o.training = 0, o.hot = 0;
+    o.passes = {{{20, 3, 11, 30}, false}, {{20, 20, 0, 1}, false, true}, {{0, 20, 30, 9}, false, true}};
+    return o;
+}
+inline Options relays_running_ahead() {
+    Options o = running_ahead();
+    o.host_of = {0, 0, 1, 1};
+    return o;
+}
+
 // ---- The counters of a pass, from the routing alone.
-struct Pair { u32 rows = 0, slots = 0, rounds = 0; std::vector<u32> chunk_rows, chunk_slots, round_chunks; };
+struct Pair {
+    u32 rows = 0, slots = 0, rounds = 0;
+    std::vector<u32> chunk_rows, round_chunks;
+    std::vector<u32> member_rows, member_slots;  // of each PE that the destination stands for
+};
 inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
     const LayerShape& s = t.w->s;
     const auto kept = t.kept(pass);
     std::vector<std::vector<Pair>> all(s.n_pes, std::vector<Pair>(s.n_pes));
     for (u32 from = 0; from < s.n_pes; from++) {
         const auto& chosen = t.seen[from][pass].chosen;
-        std::vector<std::vector<std::pair<u32, u32>>> rows(s.n_pes);  // (first local expert, slots)
+        struct Row { u32 first = NONE; std::vector<u32> slots; };  // of each PE that the destination stands for
+        std::vector<std::vector<Row>> rows(s.n_pes);
         for (u32 token = 0; token < chosen.size() / s.top_k; token++) {
-            std::vector<u32> slots(s.n_pes, 0);
+            std::vector<Row> of(s.n_pes);
             for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
-                const u32 to = kept[from][i] ? t.holder(chosen[i], from) : NONE;
-                if (to == NONE) continue;
-                if (slots[to]++ == 0) rows[to].push_back({t.w->number(chosen[i], to), 0});
-                rows[to].back().second++;
+                if (!kept[from][i]) continue;
+                const u32 holder = t.holder(chosen[i], from), to = t.w->home(from, holder), number = t.w->number_for(from, chosen[i], holder);
+                of[to].slots.resize(t.w->split(from, to), 0);
+                of[to].slots[number % t.w->split(from, to)]++;
+                of[to].first = std::min(of[to].first, number);
             }
+            for (u32 to = 0; to < s.n_pes; to++)
+                if (of[to].first != NONE) rows[to].push_back(of[to]);
         }
         for (u32 to = 0; to < s.n_pes; to++) {
             Pair& p = all[from][to];
+            const u32 split = t.w->split(from, to);
+            p.member_rows.assign(split, 0), p.member_slots.assign(split, 0);
             std::stable_sort(rows[to].begin(), rows[to].end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+            std::vector<std::vector<u32>> chunk_slots;
             for (const auto& row : rows[to]) {
-                if (p.rows++ % s.chunk_rows == 0) p.chunk_rows.push_back(0), p.chunk_slots.push_back(0);
-                p.chunk_rows.back()++, p.chunk_slots.back() += row.second, p.slots += row.second;
+                if (p.rows++ % s.chunk_rows == 0) p.chunk_rows.push_back(0), chunk_slots.emplace_back(split, 0);
+                p.chunk_rows.back()++;
+                for (u32 m = 0; m < split; m++) {
+                    chunk_slots.back()[m] += row.slots[m], p.slots += row.slots[m];
+                    p.member_rows[m] += row.slots[m] > 0, p.member_slots[m] += row.slots[m];
+                }
             }
-        }
-        for (Pair& p : all[from]) {
-            u32 chunks = 0, in_round = 0;
-            for (u32 slots : p.chunk_slots) {
-                if (p.rounds == 0 || chunks == s.round_chunks || in_round + slots > s.round_slots) p.rounds++, chunks = in_round = 0, p.round_chunks.push_back(0);
-                p.round_chunks.back()++, chunks++, in_round += slots;
+            u32 chunks = 0;
+            std::vector<u32> in_round(split, 0);
+            for (const auto& slots : chunk_slots) {
+                bool full = false;
+                for (u32 m = 0; m < split; m++) full = full || in_round[m] + slots[m] > s.round_slots;
+                if (p.rounds == 0 || chunks == s.round_chunks || full) p.rounds++, chunks = 0, in_round.assign(split, 0), p.round_chunks.push_back(0);
+                p.round_chunks.back()++, chunks++;
+                for (u32 m = 0; m < split; m++) in_round[m] += slots[m];
             }
         }
     }
     return all;
+}
+
+inline bool is_far(const Layers& t, u32 me, u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * t.o.n_pes + pe] && pe != me; }
+// Without relays every PE is as one on the same host.
+inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.o.host_of.empty() || t.o.host_of[me] == t.o.host_of[pe]; }
+// Whether rows that went to `pe` are sent again in backward: with relays, whether any pair has several rounds.
+inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 pe) {
+    bool any = false;
+    for (const auto& of : pairs)
+        for (u32 to = 0; to < t.o.n_pes; to++) any = any || ((to == pe || !t.o.host_of.empty()) && of[to].rounds > 1);
+    return any;
 }
 
 // One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
@@ -162,17 +248,18 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->s;
     const u32 n = s.n_pes;
-    auto far = [&](u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * n + pe] && pe != me; };
-    auto overflows = [&](u32 pe) {
-        return std::any_of(pairs.begin(), pairs.end(), [&](const auto& of) { return of[pe].rounds > 1; });
-    };
+    const auto far = [&](u32 pe) { return is_far(t, me, pe); };
+    // To whom rows go, and to whom results.
+    const auto out_far = [&](u32 pe) { return far(pe) && t.w->home(me, pe) == pe; };
+    const auto in_far = [&](u32 pe) { return far(pe) && (same_host(t, me, pe) || t.w->serves(me, pe)); };
+    auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     u64 fences = 0, most_rounds = 1;
     // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
-    auto chunks = [&](auto of, u64 round) {
+    auto chunks = [&](auto of, auto listed, u64 round) {
         std::vector<bool> wave(n * s.round_chunks / s.window_chunks + 1, false);
         for (u32 index = 0, number = 0; index < s.round_chunks; index++) {
             for (u32 i = 1; i < n; i++) {
-                if (!far((me + i) % n)) continue;
+                if (!listed((me + i) % n)) continue;
                 const Pair* p = of((me + i) % n);
                 const u32 at = number++ / s.window_chunks;
                 CHECK(at < n - 1 || s.window_chunks < s.round_chunks, "more waves than peers");
@@ -181,10 +268,10 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
         }
         fences += u64(std::count(wave.begin(), wave.end(), true));
     };
-    auto out = [&](u32 pe) { return far(pe) ? &pairs[me][pe] : nullptr; };
-    auto in = [&](u32 pe) { return far(pe) ? &pairs[pe][me] : nullptr; };
+    auto out = [&](u32 pe) { return out_far(pe) ? &pairs[me][pe] : nullptr; };
+    auto in = [&](u32 pe) { return in_far(pe) ? &pairs[pe][me] : nullptr; };
     auto again = [&](u32 pe) { return overflows(pe) ? out(pe) : nullptr; };
-    for (u32 pe = 0; pe < n; pe++) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][me].rounds});
+    for (u32 pe = 0; pe < n; pe++) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->home(pe, me)].rounds});
     for (u64 round = 0; round < most_rounds; round++) {
         bool header = false;
         for (u32 pe = 0; pe < n; pe++) {
@@ -192,8 +279,8 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
             header = header || (p && (p->rounds > round || (round == 0 && !backward)));
         }
         fences += header;
-        if (backward) chunks(again, round);
-        chunks(out, round), chunks(in, round);
+        if (backward) chunks(again, out_far, round);
+        chunks(out, out_far, round), chunks(in, in_far, round);
     }
     bool any = false;
     for (u32 pe = 0; pe < n; pe++) any = any || far(pe);
@@ -213,26 +300,51 @@ inline u64 expected_sums(const world::Pe& p) {
     return bytes;
 }
 
+// What PE `me` has to do with the rows of `source`, which is on another host, besides results that a home returns to it.
+inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 me, u32 source, bool backward, bool again) {
+    const LayerShape& s = t.w->s;
+    const u32 chunks = u32(rows.chunk_rows.size()), copies = again ? 2 : 1, headers = !backward ? std::max(1u, rows.rounds) : again ? rows.rounds : 0;
+    const auto here = t.w->members(me);
+    const u32 member = u32(std::find(here.begin(), here.end(), me) - here.begin());
+    if (again) w.signals += chunks;  // emptied, those of rows that are sent again and those before another in their place
+    for (u32 count : rows.round_chunks) w.signals += copies * (count > s.window_chunks ? count - s.window_chunks : 0);
+    if (again)
+        for (u32 count : rows.round_chunks) w.signals -= count > s.window_chunks ? count - s.window_chunks : 0;
+    if (t.w->serves(me, source)) {
+        w.signals += (here.size() - 1) * (headers + copies * chunks);
+        for (u32 count : rows.round_chunks)
+            if (count > PART_PLACES) w.signals += (here.size() - 1) * (count - PART_PLACES);
+        return;
+    }
+    w.puts += chunks, w.signals += chunks;
+    w.relay_bytes += u64(copies + 1) * rows.member_rows[member] * s.hidden * 2 + (backward ? 4 * rows.member_slots[member] : 0);
+}
+
 inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->s;
     const u32 n = s.n_pes;
     const u64 losses = t.o.aux_loss != 0 || t.o.z_loss != 0 ? 8 * (2 + 2 * s.n_experts) : 0;
     const u64 header = ((4 * (8 + s.max_local) + 7) / 8 * 8 + losses + 15) / 16 * 16;
-    auto overflows = [&](u32 pe) {
-        bool any = false;
-        for (u32 from = 0; from < n; from++) any = any || pairs[from][pe].rounds > 1;
-        return any;
-    };
+    auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     PassStats w{};
     w.rounds = 1;
     for (const auto& row : pairs)
         for (const Pair& p : row) w.rounds = std::max<u64>(w.rounds, p.rounds);
     for (u32 pe = 0; pe < n; pe++) {
         if (pe == me) continue;
-        const Pair &out = pairs[me][pe], &in = pairs[pe][me];
-        const bool again = backward && overflows(pe);
-        const u32 chunks = u32(out.chunk_rows.size()), headers = !backward ? std::max(1u, out.rounds) : again ? out.rounds : 0;
+        if (!backward && t.o.capacity > 0) {
+            w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
+        }
+        if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->home(pe, me)], me, pe, backward, backward && overflows(pe));
+        if (t.w->home(me, pe) != pe && !t.w->serves(me, pe)) continue;
+        const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->serves(me, pe) ? pairs[pe][me] : none;
+        const bool again = backward && overflows(pe), sends = t.w->home(me, pe) == pe;
+        const u32 chunks = u32(out.chunk_rows.size()), headers = !sends ? 0 : !backward ? std::max(1u, out.rounds) : again ? out.rounds : 0;
         const u32 copies = again ? 2 : 1;
+        if (is_far(t, me, pe)) {
+            w.network_bytes += headers * header + u64(copies) * out.rows * s.hidden * 2 + u64(in.rows) * s.hidden * 2;
+            w.network_bytes += (!backward || again ? 4 * out.rows + 8 * out.slots : 0) + (backward ? 4 * in.slots : 0);
+        }
         w.header_bytes += headers * header;
         w.dispatch_rows += copies * out.rows;
         w.dispatch_row_bytes += u64(copies) * out.rows * s.hidden * 2;
@@ -245,7 +357,6 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         if (backward && overflows(me)) w.signals += in.chunk_rows.size();  // acknowledgements
         for (u32 count : in.round_chunks)
             if (count > s.window_chunks) w.signals += (backward && overflows(me) ? 2 : 1) * (count - s.window_chunks);  // credits
-        if (!backward && t.o.capacity > 0) w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
     }
     w.fences = expected_fences(t, pairs, me, backward);
     if (backward && t.o.copies > 1) w.all_reduce_bytes = expected_sums(*t.w->pes[me]);
@@ -255,14 +366,16 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
 inline void check_stats(const char* what, const PassStats& got, const PassStats& want) {
     CHECK(std::memcmp(&got, &want, offsetof(PassStats, phase_block_ns)) == 0,
           "%s: headers %llu/%llu rows %llu/%llu slots %llu/%llu back %llu/%llu %llu/%llu puts %llu/%llu signals %llu/%llu fences "
-          "%llu/%llu rounds %llu/%llu sums %llu/%llu", what,
+          "%llu/%llu rounds %llu/%llu sums %llu/%llu network %llu/%llu relayed %llu/%llu", what,
           (unsigned long long)got.header_bytes, (unsigned long long)want.header_bytes, (unsigned long long)got.dispatch_rows,
           (unsigned long long)want.dispatch_rows, (unsigned long long)got.dispatch_slot_bytes,
           (unsigned long long)want.dispatch_slot_bytes, (unsigned long long)got.combine_rows, (unsigned long long)want.combine_rows,
           (unsigned long long)got.combine_slot_bytes, (unsigned long long)want.combine_slot_bytes, (unsigned long long)got.puts,
           (unsigned long long)want.puts, (unsigned long long)got.signals, (unsigned long long)want.signals,
           (unsigned long long)got.fences, (unsigned long long)want.fences, (unsigned long long)got.rounds,
-          (unsigned long long)want.rounds, (unsigned long long)got.all_reduce_bytes, (unsigned long long)want.all_reduce_bytes);
+          (unsigned long long)want.rounds, (unsigned long long)got.all_reduce_bytes, (unsigned long long)want.all_reduce_bytes,
+          (unsigned long long)got.network_bytes, (unsigned long long)want.network_bytes, (unsigned long long)got.relay_bytes,
+          (unsigned long long)want.relay_bytes);
 }
 
 inline void check_counters(const Layers& t) {
@@ -322,7 +435,7 @@ inline std::string difference(const Layers& got, const std::vector<std::vector<S
 inline Options scheduled(Options o, u64 seed) {
     const u64 starts[] = {1, (1 << 24) - 1, (u64(1) << 39) - 100};
     o.schedule = seed;
-    o.reachable = reach(o.n_pes, Reach(seed % REACHES), seed);
+    o.reachable = o.host_of.empty() ? reach(o.n_pes, Reach(seed % REACHES), seed) : reach_hosts(o.host_of, seed);
     o.first_pass = starts[seed / REACHES % 3], o.first_forward = o.first_pass + seed % 2;
     o.blocks = 1 + seed / 2 % 5, o.window_chunks = seed % 3;
     return o;

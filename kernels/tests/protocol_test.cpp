@@ -23,6 +23,7 @@ enum PlantedFault : u32 {
     NO_FENCE_SYS,      // a signal over the network that is not fenced
     EARLY_SUM,         // gradients are sent to be summed before they are complete
     NO_PLACE,          // gradients are sent to a place that may not be free
+    NO_PART_CREDIT,    // a part of results is put to a place at the home that may not be free
 };
 inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
@@ -81,6 +82,13 @@ CASE(replicas_in_bulk) {
     any_schedule(o, seeds(8));
 }
 CASE(inference) { any_schedule(inference(), seeds(30)); }
+CASE(relays) { any_schedule(relays(), seeds(30)); }
+CASE(relays_in_rounds) { any_schedule(relays_in_rounds(), seeds(30)); }
+CASE(relays_in_one_place) { any_schedule(relays_in_one_place(), seeds(30)); }
+CASE(relays_by_slots) { any_schedule(relays_by_slots(), seeds(30)); }
+CASE(relays_in_inference) { any_schedule(relays_in_inference(), seeds(12)); }
+CASE(unequal_hosts) { any_schedule(unequal_hosts(), seeds(12)); }
+CASE(relays_running_ahead) { any_schedule(relays_running_ahead(), seeds(30)); }
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
 // The GEMM paths of the GPUs in the same rounds.
@@ -317,7 +325,7 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
     want.run();
     for (u32 seed = 1; seed <= 1000; seed++) {
         Options s = o;
-        s.schedule = seed, s.reachable = reach(o.n_pes, who, seed);
+        s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
         Layers got(s);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
         const u32 failures = world::failures;
@@ -350,6 +358,9 @@ CASE(planted_no_see) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_SEE)); 
 CASE(planted_no_fence_sys) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_FENCE_SYS)); }
 CASE(planted_early_sum) { CHECK(caught(replicas(), REACH_ALL, EARLY_SUM)); }
 CASE(planted_no_place) { CHECK(caught(replicas(), REACH_RANDOM, NO_PLACE)); }
+CASE(planted_no_part_credit) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_PART_CREDIT)); }
+CASE(planted_no_credit_by_way_of_a_home) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_CREDIT)); }
+CASE(planted_no_see_by_way_of_a_home) { CHECK(caught(relays(), REACH_NONE, NO_SEE)); }
 CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
@@ -362,7 +373,7 @@ void orderly(Options o, u32 count) {
     std::vector<std::vector<Snapshot>> want;
     for (u64 seed = 0; seed < count; seed++) {
         o.schedule = seed + 1;
-        o.reachable = reach(o.n_pes, seed == 0 ? REACH_ALL : seed == 1 ? REACH_NONE : REACH_RANDOM, seed);
+        o.reachable = !o.host_of.empty() ? reach_hosts(o.host_of, seed) : reach(o.n_pes, seed == 0 ? REACH_ALL : seed == 1 ? REACH_NONE : REACH_RANDOM, seed);
         Layers got(o);
         got.run();
         got.verify();
@@ -385,6 +396,8 @@ CASE(tsan_three_pes) { orderly(brief(losses_and_capacity(), {{{9, 0, 12}, false}
 CASE(tsan_four_pes) { orderly(brief(one_expert_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(3)); }
 CASE(tsan_running_ahead) { orderly(running_ahead(), seeds(2)); }
 CASE(tsan_replicas) { orderly(brief(replicas(), {{{9, 5, 9, 3}}, {{3, 0, 2, 3}}}), seeds(3)); }
+CASE(tsan_relays) { orderly(brief(relays_in_one_place(), {{{30, 5, 17, 3}}, {{3, 0, 9, 3}}}), seeds(3)); }
+CASE(tsan_relays_in_rounds) { orderly(brief(relays_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(2)); }
 CASE(tsan_inference) { orderly(brief(inference(), {{{9, 9, 0}, false, true}, {{0, 7, 9}, false}}), seeds(2)); }
 CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }

@@ -68,7 +68,7 @@ inline u16 narrow(float f, u32 dtype) {
 // A small layer that the caller changes.
 inline LayerShape shape() {
     LayerShape s{};
-    s.n_pes = s.n_world = s.hosts = 1;
+    s.n_pes = s.n_world = s.hosts = s.members = s.most_members = 1;
     s.hidden = 64;
     s.intermediate = 16;
     s.n_experts = 8;
@@ -104,7 +104,7 @@ struct Pe {
     std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
     std::vector<u64> peer;
-    std::vector<u32> far;
+    std::vector<u32> far, far_back, relay;
     ~Pe() { std::free(local); }
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
@@ -115,9 +115,27 @@ struct World {
     void* handle = nullptr;
     std::vector<std::unique_ptr<Pe>> pes;
 
+    // With relays, the host of each PE.
+    std::vector<u32> hosts;
+    std::vector<u32> members(u32 pe) const {
+        std::vector<u32> all;
+        for (u32 other = 0; other < s.n_pes; other++)
+            if (hosts[other] == hosts[pe]) all.push_back(other);
+        return all;
+    }
+    // As src/moe/spec/hosts.rs.
+    u32 home(u32 source, u32 target) const {
+        if (hosts.empty() || hosts[source] == hosts[target]) return target;
+        const std::vector<u32> of = members(source), to = members(target);
+        return to[u32(std::find(of.begin(), of.end(), source) - of.begin()) % to.size()];
+    }
+    bool serves(u32 pe, u32 source) const { return !hosts.empty() && hosts[source] != hosts[pe] && home(source, pe) == pe; }
+    // Of how many PEs the experts are that a destination stands for.
+    u32 split(u32 source, u32 dest) const { return hosts.empty() || hosts[source] == hosts[dest] ? 1 : u32(members(dest).size()); }
+
     World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1,
-          const std::function<std::vector<u32>(u32)>& replicas = {})
-        : s(shape) {
+          const std::function<std::vector<u32>(u32)>& replicas = {}, const std::vector<u32>& hosts = {})
+        : s(shape), hosts(hosts) {
         const u32 n = s.n_pes;
         s.n_world = n;
         s.channels = s.blocks;
@@ -132,6 +150,7 @@ struct World {
             owner[e] = holders[e][0], index[e] = numbers[e][0];
             s.summed |= holders[e].size() > 1;
         }
+        holding = holders, numbering = numbers;
         for (u32 pe = 0; pe < n; pe++) {
             first_place[pe + 1] = first_place[pe] + locals[pe];
             place_pe.insert(place_pe.end(), locals[pe], pe);
@@ -143,6 +162,16 @@ struct World {
         s.held = u32(holder_place.size());
         s.max_local = 0, s.hosts = 0;
         for (u32 l : locals) s.max_local = std::max(s.max_local, l), s.hosts += l > 0;
+        s.members = s.most_members = 1;
+        s.relays = !hosts.empty();
+        for (u32 pe = 0; pe < n && s.relays; pe++) {
+            u32 served = 0, windows = 0, most = 0;
+            for (u32 q = 0; q < n; q++) served += serves(pe, q), windows += q != pe && (serves(pe, q) || hosts[q] == hosts[pe]);
+            for (u32 q : members(pe)) most = std::max(most, locals[q]);
+            s.served = std::max(s.served, served), s.windows = std::max(s.windows, windows);
+            s.most_members = std::max(s.most_members, u32(members(pe).size()));
+            s.max_local = std::max(s.max_local, most * u32(members(pe).size()));
+        }
         const u32 chunks = (s.max_tokens + s.chunk_rows - 1) / s.chunk_rows;
         if (s.round_chunks == 0) s.round_chunks = chunks;
         s.round_chunks = std::min(s.round_chunks, chunks);
@@ -160,6 +189,7 @@ struct World {
             p.s.n_local = locals[pe];
             p.owner = owner, p.local_index = index;
             p.first_place = first_place, p.place_pe = place_pe, p.first_holder = first_holder, p.holder_place = holder_place;
+            if (s.relays) list_relays(p, holders, numbers, locals);
             // Shares at random, the same each time.
             std::mt19937 random(u32(seed) + pe);
             for (auto& of : holders) {
@@ -182,11 +212,68 @@ struct World {
 
     // The number of expert `e` at PE `pe`, which holds it; NONE elsewhere.
     u32 number(u32 e, u32 pe) const {
-        const Pe& p = *pes[pe];
-        for (u32 i = p.first_holder[e]; i < p.first_holder[e + 1]; i++)
-            if (p.place_pe[p.holder_place[i]] == pe) return p.holder_place[i] - p.first_place[pe];
+        for (size_t i = 0; i < holding[e].size(); i++)
+            if (holding[e][i] == pe) return numbering[e][i];
         return NONE;
     }
+    // The same where rows of `source` go: at the PE, or at its home.
+    u32 number_for(u32 source, u32 e, u32 pe) const {
+        if (hosts.empty() || hosts[source] == hosts[pe]) return number(e, pe);
+        const auto all = members(pe);
+        return number(e, pe) * u32(all.size()) + u32(std::find(all.begin(), all.end(), pe) - all.begin());
+    }
+
+    // Who stands for whom, and where experts are as this PE sees it.
+    void list_relays(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers, const std::vector<u32>& locals) const {
+        const u32 n = s.n_pes, me = p.s.my_pe;
+        const auto here = members(me);
+        p.s.members = u32(here.size()), p.s.member = u32(std::find(here.begin(), here.end(), me) - here.begin());
+        p.relay.assign(RELAY_TABLES * n, NONE);
+        // Windows at a PE: of all that put rows there, in their order.
+        auto window = [&](u32 at, u32 source) {
+            u32 number = 0;
+            for (u32 q = 0; q < source; q++) number += q != at && (hosts[q] == hosts[at] || serves(at, q));
+            return number;
+        };
+        auto number = [&](u32 at, u32 source) {
+            u32 count = 0;
+            for (u32 q = 0; q < source; q++) count += serves(at, q);
+            return count;
+        };
+        p.first_place.assign(1, 0), p.place_pe.clear();
+        for (u32 q = 0; q < n; q++) {
+            const bool near = hosts[q] == hosts[me];
+            if (!near) p.relay[RELAY_HOME * n + q] = home(q, me);
+            if (q != me && home(me, q) == q) p.relay[RELAY_TO * n + q] = window(q, me);
+            if (q != me) p.relay[RELAY_FROM * n + q] = window(near ? me : home(q, me), q);
+            if (!near) p.relay[RELAY_NUMBER * n + q] = number(home(q, me), q);
+            const auto split = members(q);
+            p.relay[RELAY_SPLIT * n + q] = near ? 1 : u32(split.size());
+            u32 places = 0;
+            for (u32 m : split) places = std::max(places, locals[m] * u32(split.size()));
+            if (near) places = locals[q];
+            else if (home(me, q) != q) places = 0;
+            p.first_place.push_back(p.first_place.back() + places);
+            p.place_pe.insert(p.place_pe.end(), places, q);
+        }
+        p.s.held = std::max<u32>(s.held, p.first_place.back());
+        p.holder_place.clear();
+        for (u32 e = 0; e < s.n_experts; e++) {
+            for (size_t i = 0; i < holders[e].size(); i++) {
+                const u32 q = holders[e][i];
+                const auto split = members(q);
+                const u32 place = hosts[q] == hosts[me] ? numbers[e][i]
+                                                        : numbers[e][i] * u32(split.size()) + u32(std::find(split.begin(), split.end(), q) - split.begin());
+                p.holder_place.push_back(p.first_place[home(me, q)] + place);
+            }
+        }
+        p.relay.insert(p.relay.end(), here.begin(), here.end());
+        const size_t count = p.relay.size();
+        p.relay.push_back(0);
+        for (u32 q = 0; q < n; q++)
+            if (serves(me, q)) p.relay.push_back(q), p.relay[count]++;
+    }
+    std::vector<std::vector<u32>> holding, numbering;  // by expert: its holders, and its number at each
 
     // The units of a PE's sums, as the host has them.
     void list_sums(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers) const {
@@ -245,14 +332,18 @@ struct World {
         t.gradients = p.gradients.data();
         t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
         t.peer = p.peer.data();
-        p.far.assign(1 + 2 * s.n_pes, 0);
+        p.far.assign(1 + 2 * s.n_pes, 0), p.far_back = p.far;
         for (u32 i = 1; i < s.n_pes; i++) {
             const u32 other = (pe + i) % s.n_pes;
             if (p.peer[other]) continue;
-            p.far[1 + s.n_pes + other] = p.far[0];
-            p.far[1 + p.far[0]++] = other;
+            auto list = [&](std::vector<u32>& far) {
+                far[1 + s.n_pes + other] = far[0];
+                far[1 + far[0]++] = other;
+            };
+            if (home(pe, other) == other) list(p.far);
+            if (hosts.empty() || hosts[other] == hosts[pe] || serves(pe, other)) list(p.far_back);
         }
-        t.far = p.far.data();
+        t.far = p.far.data(), t.far_back = p.far_back.data(), t.relay = p.relay.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
         // What nobody writes must not look like a value.
         std::memset(p.local, 0xa5, p.info.local_bytes);

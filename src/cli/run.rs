@@ -313,10 +313,16 @@ impl Args {
         let wire = self.wire.map(|WireArg::Bf16| Dtype::Bf16);
         ensure!(wire.is_none() || device == DeviceKind::Cpu, "--wire bf16 on a device, expected --device cpu");
         if self.rows_per == RowsPerArg::Host {
-            ensure!(device == DeviceKind::Cpu, "--rows-per host on a device, expected --device cpu");
             ensure!(self.mode == ModeArg::Pipelined, "--rows-per host with --mode bulk, expected --mode pipelined");
-            let meets = matches!(self.transport, TransportArg::Hybrid | TransportArg::Tcp | TransportArg::Ofi);
             let transport = self.transport.name();
+            if device == DeviceKind::Emulated {
+                let reach = self.transport == TransportArg::Hybrid;
+                ensure!(
+                    reach,
+                    "--rows-per host with --transport {transport} on emulated devices, expected --transport hybrid"
+                );
+            }
+            let meets = matches!(self.transport, TransportArg::Hybrid | TransportArg::Tcp | TransportArg::Ofi);
             ensure!(meets, "--rows-per host with --transport {transport}, expected --transport hybrid, tcp or ofi");
         }
         let is_f32 = dtype == Dtype::F32;

@@ -76,7 +76,7 @@ impl EmulatedDevice {
 }
 
 type Launcher = unsafe extern "C" fn(*mut c_void, u32, *const c_char, u32, u32, u32, *mut *mut c_void) -> c_int;
-type Joiner = unsafe extern "C" fn(u32, u32, *mut c_void, u64, u64, *const TransportFunctions) -> *mut c_void;
+type Joiner = unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64, *const TransportFunctions) -> *mut c_void;
 type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u32, u32) -> c_int;
 
 /// The library's functions, and the library that keeps them loaded.
@@ -306,9 +306,11 @@ pub fn join<T: Transport + Send + Sync + 'static>(
     let functions = Functions::load()?;
     let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
     let shmem = Box::new(shmem);
-    let Some(heap) = shmem.transport().ptr(0, pe) else {
+    let heap_of = |pe| shmem.transport().ptr(0, pe).map_or(ptr::null_mut(), |heap| heap.as_ptr().cast::<c_void>());
+    let heaps: Vec<*mut c_void> = (0..n_pes).map(heap_of).collect();
+    if heaps[pe].is_null() {
         return Err(GpuError::Unavailable("this transport does not say where a PE's memory is".to_string()));
-    };
+    }
     let transport = TransportFunctions {
         context: ptr::from_ref(shmem.transport()).cast(),
         put: put::<T>,
@@ -316,9 +318,9 @@ pub fn join<T: Transport + Send + Sync + 'static>(
         fence: fence::<T>,
         quiet: quiet::<T>,
     };
-    // SAFETY: the heap has `bytes` bytes; it and the transport, which stay where they are in the box, outlive the world in `Emulated`.
+    // SAFETY: the heaps that are not null have `bytes` bytes; they and the transport, which stay where they are in the box, outlive the world in `Emulated`.
     let handle = unsafe {
-        (functions.join)(pe as u32, n_pes as u32, heap.as_ptr().cast(), bytes as u64, device.seed, &raw const transport)
+        (functions.join)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed, &raw const transport)
     };
     if handle.is_null() {
         return Err(GpuError::failed("join emulated devices", functions.message()));

@@ -140,6 +140,12 @@ mirror! {
         max_local: u32,
         held: u32,
         hosts: u32,
+        relays: u32,
+        member: u32,
+        members: u32,
+        most_members: u32,
+        served: u32,
+        windows: u32,
         top_k: u32,
         dtype: u32,
         gated: u32,
@@ -228,6 +234,8 @@ mirror! {
         world: u64,
         world_peer: u64,
         far: u64,
+        far_back: u64,
+        relay: u64,
         tensor_maps: u64,
     }
 
@@ -269,6 +277,8 @@ mirror! {
         signals: u64,
         fences: u64,
         all_reduce_bytes: u64,
+        network_bytes: u64,
+        relay_bytes: u64,
         rounds: u64,
         phase_block_ns: [u64; PHASES],
     }

@@ -37,6 +37,14 @@ pub trait Carrier: 'static {
     /// # Errors
     /// As there.
     fn memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<Self::Transport, JobError>;
+
+    /// See [`World::device_memory`]: devices have a network of their own, whatever carries the rows of layers on CPUs.
+    ///
+    /// # Errors
+    /// As there.
+    fn device_memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
+        Ok(TcpTransport::new(world, heap_bytes, limit)?)
+    }
 }
 
 /// The connections over which they have met.
@@ -68,6 +76,11 @@ impl Carrier for Sockets {
             say(&format!("aristos: {}", one_line(&line)));
         }
         Ok(transport)
+    }
+
+    /// Where PEs of a host map each other's memory, emulated devices of a host reach each other by loads and stores, as GPUs do.
+    fn device_memory(&self, world: &TcpWorld, heap_bytes: usize, limit: Duration) -> Result<TcpTransport, JobError> {
+        self.memory(world, heap_bytes, limit)
     }
 }
 
@@ -192,8 +205,7 @@ impl<C: Carrier> World for TcpPes<C> {
     }
 
     fn device_memory(&self, heap_bytes: usize, limit: Duration) -> Result<DeviceMemory, JobError> {
-        // Whatever carries the rows of layers on CPUs: devices have a network of their own.
-        Ok(DeviceMemory::Tcp(Shmem::new(TcpTransport::new(&self.world, heap_bytes, limit)?)))
+        Ok(DeviceMemory::Tcp(Shmem::new(self.carrier.device_memory(&self.world, heap_bytes, limit)?)))
     }
 
     fn end(&self, failure: &PeFailure, say: impl FnOnce()) -> ! {

@@ -41,14 +41,14 @@ impl Observer for StatusObserver {
 /// One line.
 pub fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     host.status().set_phase(LOADING);
+    if job.request.rows_per == RowsPer::Host {
+        job.hosts = host.hosts();
+    }
     if job.request.device != DeviceKind::Cpu {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
         return super::device::run(job, host);
         #[cfg(not(any(feature = "cuda", feature = "emulate")))]
         bail!("this build runs layers on the CPU only");
-    }
-    if job.request.rows_per == RowsPer::Host {
-        job.hosts = host.hosts();
     }
     let mut progress = Progress::default();
     loop {

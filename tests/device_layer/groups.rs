@@ -94,7 +94,7 @@ fn on_cpus(source: &Synthetic, of: &Groups, tokens: usize, options: &Options) ->
 
 /// On devices as on the CPU: the same experts of each token, the same rows for each holder, and results that differ by rounding; and those of
 /// float64.
-fn assert_same_as_on_cpus(world: &World, source: &Synthetic, of: &Groups, tokens: usize, what: &str) {
+pub fn assert_same_as_on_cpus(world: &World, source: &Synthetic, of: &Groups, tokens: usize, what: &str) {
     let got = on_devices(world, source, of, tokens, 2);
     let want = on_cpus(source, of, tokens, &world.options);
     assert_eq!((&got.step.chosen, &got.rows), (&want.step.chosen, &want.rows), "{what}");

@@ -5,6 +5,7 @@
 
 mod pass;
 mod record;
+mod relays;
 mod report;
 mod saved;
 mod shape;
@@ -18,6 +19,7 @@ pub use saved::DeviceSaved;
 pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
 pub use weights::to_elements;
 
+use relays::Relays;
 use shape::{MAX_ROUTER_PARTS, ShapeOf, place};
 use sums::sums;
 use weights::DeviceWeights;
@@ -109,7 +111,8 @@ impl<'g> DeviceLayer<'g> {
 
         let symmetric = SymmetricBuffer::new(gpu, shape_of.symmetric_bytes(&limits, blocks)?)?;
         symmetric.zero(sizes.signals, sizes.signal_bytes)?;
-        weights.set_peers(gpu, &symmetric, groups.members(group))?;
+        let relays = Relays::new(&spec.placement, &spec.options.hosts);
+        weights.set_peers(gpu, &symmetric, groups.members(group), &relays)?;
         if spec.training {
             weights.set_sums(gpu, &sums(&shape, &groups))?;
         }

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 
 use serde::{Deserialize, Serialize};
 
+use super::relays::Relays;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
@@ -111,9 +112,6 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     if let Some(wire) = options.wire {
         return Err(config_error("wire", wire.name(), "none on a device, whose rows are as its weights"));
     }
-    if options.hosts.relays() {
-        return Err(config_error("rows per", "host", "PE on a device"));
-    }
     check_family(config)?;
     let shared = config.shared.map_or(8, |s| s.mlp.intermediate);
     for (field, value) in
@@ -195,13 +193,17 @@ impl ShapeOf<'_> {
             Some(shared) => (shared.mlp, shared.sigmoid_gate),
             None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
+        let relays = Relays::new(placement, &options.hosts);
+        if options.hosts.relays() && self.groups.len() > 1 {
+            return Err(config_error("rows per", "host, with several groups", "PE on devices in several groups"));
+        }
         let blocks = blocks.clamp(1, MAX_BLOCKS);
-        let round_chunks = layout.window_chunks as u32;
+        let round_chunks = round_chunks(&spec, &layout) as u32;
         // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again. That is so only where rows
         // are copied out of their places anyway, for backward, or where a network takes longer than a copy.
         let window_chunks =
             if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
-        Ok(LayerShape {
+        let mut shape = LayerShape {
             my_pe: me as u32,
             n_pes: placement.n_pes() as u32,
             world_pe: self.my_pe as u32,
@@ -213,7 +215,6 @@ impl ShapeOf<'_> {
             n_experts: config.n_experts as u32,
             n_local: placement.experts(me).len() as u32,
             max_local: placement.max_local() as u32,
-            held: (0..placement.n_pes()).map(|pe| placement.experts(pe).len()).sum::<usize>() as u32,
             hosts: placement.hosts() as u32,
             top_k: router.top_k as u32,
             dtype: dtype_code(*dtype)?,
@@ -251,7 +252,10 @@ impl ShapeOf<'_> {
             tile_m,
             tile_n,
             wait_limit_ns: u64::try_from(options.wait_limit.as_nanos()).unwrap_or(u64::MAX).max(1),
-        })
+            ..LayerShape::default()
+        };
+        relays.shape(me, &mut shape);
+        Ok(shape)
     }
 
     /// The matrix products that run.
@@ -271,6 +275,18 @@ impl ShapeOf<'_> {
         }
         Ok(most)
     }
+}
+
+/// Chunks of one source that a PE takes in a round: the layout's; where a row crosses to a host once, the budget times the even share of a host.
+fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
+    let LayerSpec { config, options, max_tokens, .. } = spec;
+    if !options.hosts.relays() {
+        return layout.window_chunks;
+    }
+    let hosts = options.hosts.count();
+    let even = (max_tokens * config.router.top_k.min(hosts)).div_ceil(hosts);
+    let rows = ((even as f64 * options.budget_factor).ceil() as usize).min(*max_tokens);
+    rows.div_ceil(layout.chunk_rows).max(layout.window_chunks)
 }
 
 /// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the

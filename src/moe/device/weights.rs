@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::relays::Relays;
 use super::shape::{GemmPath, MAX_ROUTER_PARTS};
 use super::sums::Sums;
 use crate::gpu::params::{self, Tables};
@@ -245,7 +246,7 @@ impl<'g> DeviceWeights<'g> {
             elements: Vec::new(),
             planes,
         };
-        made.set_places(gpu, placement, me)?;
+        made.set_places(gpu, placement, &Relays::new(placement, &spec.options.hosts), me)?;
         let mut addresses: Vec<[u64; 6]> = made.places.iter().map(|p| p.addresses(made.mlps.address())).collect();
         addresses.resize(placement.experts(me).len() + 1, [0; 6]);
         made.tables.weights = made.keep(gpu, &addresses)?;
@@ -265,16 +266,18 @@ impl<'g> DeviceWeights<'g> {
     }
 
     /// Enters where experts are, and who sends which of its pairs with them where.
-    fn set_places(&mut self, gpu: &'g dyn Gpu, placement: &Placement, me: usize) -> Result<(), GpuError> {
-        let (mut first_place, mut place_pe) = (vec![0u32], Vec::new());
-        for pe in 0..placement.n_pes() {
-            place_pe.resize(place_pe.len() + placement.experts(pe).len(), pe as u32);
-            first_place.push(place_pe.len() as u32);
-        }
+    fn set_places(
+        &mut self,
+        gpu: &'g dyn Gpu,
+        placement: &Placement,
+        relays: &Relays,
+        me: usize,
+    ) -> Result<(), GpuError> {
+        let (first_place, place_pe) = relays.place_tables(me);
         let (mut first_holder, mut holder_place, mut holder_until) = (vec![0u32], Vec::new(), Vec::new());
         for expert in 0..placement.n_experts() {
             for (pe, local, until) in placement.shares(expert, me) {
-                holder_place.push(first_place[pe] + local as u32);
+                holder_place.push(relays.place(me, &first_place, pe, local));
                 holder_until.push(until);
             }
             first_holder.push(holder_place.len() as u32);
@@ -284,6 +287,9 @@ impl<'g> DeviceWeights<'g> {
         self.tables.first_holder = self.keep(gpu, &first_holder)?;
         self.tables.holder_place = self.keep(gpu, &holder_place)?;
         self.tables.holder_until = self.keep(gpu, &holder_until)?;
+        if let Some(table) = relays.table(me) {
+            self.tables.relay = self.keep(gpu, &table)?;
+        }
         Ok(())
     }
 
@@ -300,6 +306,7 @@ impl<'g> DeviceWeights<'g> {
         gpu: &'g dyn Gpu,
         symmetric: &SymmetricBuffer<'g>,
         members: &[usize],
+        relays: &Relays,
     ) -> Result<(), GpuError> {
         let world: Vec<u64> = (0..gpu.n_pes()).map(|pe| symmetric.peer(pe)).collect();
         self.tables.world_peer = self.keep(gpu, &world)?;
@@ -309,12 +316,19 @@ impl<'g> DeviceWeights<'g> {
         let me = members.iter().position(|&pe| pe == gpu.my_pe()).unwrap_or(0);
         let peers: Vec<u64> = members.iter().map(|&pe| world[pe]).collect();
         self.tables.peer = self.keep(gpu, &peers)?;
-        let far: Vec<usize> = (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0).collect();
-        let number = |pe: usize| far.iter().position(|&one| one == pe).unwrap_or(0);
-        let listed = far.iter().copied().chain(vec![0; n - far.len()]);
-        let table: Vec<u32> =
-            std::iter::once(far.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect();
-        self.tables.far = self.keep(gpu, &table)?;
+        if let Some(pe) = relays.members(me).iter().find(|&&pe| peers[pe] == 0) {
+            let (mine, other) = (gpu.my_pe(), members[*pe]);
+            let why = format!("the device of PE {mine} does not reach the memory of PE {other}'s, on the same host");
+            return Err(GpuError::failed("pass rows on within a host", why));
+        }
+        let lists = |linked: &dyn Fn(usize) -> bool| -> Vec<u32> {
+            let far: Vec<usize> = (1..n).map(|i| (me + i) % n).filter(|&pe| peers[pe] == 0 && linked(pe)).collect();
+            let number = |pe: usize| far.iter().position(|&one| one == pe).unwrap_or(0);
+            let listed = far.iter().copied().chain(vec![0; n - far.len()]);
+            std::iter::once(far.len()).chain(listed).chain((0..n).map(number)).map(|v| v as u32).collect()
+        };
+        self.tables.far = self.keep(gpu, &lists(&|pe| relays.links(me, pe).0))?;
+        self.tables.far_back = self.keep(gpu, &lists(&|pe| relays.links(me, pe).1))?;
         Ok(())
     }
 

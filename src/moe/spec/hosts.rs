@@ -44,6 +44,11 @@ impl Hosts {
         others.filter(|source| self.home(*source, home) == home).collect()
     }
 
+    /// How many hosts there are.
+    pub fn count(&self) -> usize {
+        (0..self.n_pes()).filter(|&pe| self.members(pe).next() == Some(pe)).count()
+    }
+
     /// The most PEs of a host.
     pub fn most_members(&self) -> usize {
         (0..self.n_pes()).map(|pe| self.members(pe).count()).max().unwrap_or(1)
@@ -71,6 +76,7 @@ mod tests {
             [vec![1], vec![0, 4], vec![3], vec![2], vec![]]
         );
         assert_eq!((hosts.most_members(), hosts.most_served()), (3, 2));
+        assert_eq!((hosts.count(), Hosts::default().count()), (2, 0));
         assert!(hosts.relays());
         assert!(!Hosts::new(vec![0, 1, 2]).relays() && !Hosts::new(vec![3, 3]).relays() && !Hosts::default().relays());
     }

@@ -1,0 +1,96 @@
+//! A row that crosses to another host once, on devices: what they compute is what the layer on the CPU does.
+
+use aristos::moe::{Groups, Hosts};
+
+use super::groupings::{groups, replicated};
+use super::groups::assert_same_as_on_cpus;
+use super::*;
+
+/// PEs whose hosts are these, which loads and stores reach within a host alone.
+fn world(hosts: &[usize]) -> World {
+    let n = hosts.len();
+    let mut world = World::new();
+    world.reachable = Some((0..n * n).map(|i| u8::from(hosts[i / n] == hosts[i % n])).collect());
+    world.options.hosts = Hosts::new(hosts.to_vec());
+    world
+}
+
+/// One group of them all.
+fn group(n: usize, experts: usize, deal: impl Fn(usize, usize) -> usize) -> Groups {
+    groups(n, &[&(0..n).collect::<Vec<_>>()], experts, deal)
+}
+
+#[test]
+fn rows_that_cross_once_compute_what_they_do_on_the_cpu() {
+    let base = mixtral(24, 24, 9, 3);
+    let mlp = with!(base.expert; bias = true);
+    let shared = Some(SharedConfig::new(with!(mlp; intermediate = 16), true));
+    let everything = with!(base.clone(); expert = mlp, shared = shared, aux_loss_coef = 0.3, z_loss_coef = 0.1);
+    let limited = with!(base.clone(); capacity_factor = Some(0.8));
+    let cases = [
+        ("two of two", &base, vec![0, 0, 1, 1], group(4, 9, |_, e| e)),
+        ("mixed numbers, everything that has gradients", &everything, vec![1, 0, 1, 0], group(4, 9, |_, e| e * e)),
+        ("hosts of three, one and two", &limited, vec![4, 2, 4, 3, 4, 3], group(6, 9, |_, e| e)),
+        ("a PE without experts", &everything, vec![0, 1, 1, 0, 1], group(5, 9, |_, e| 1 + e % 3)),
+        ("replicas on both hosts", &base, vec![0, 1, 0, 1], replicated(4, &group(4, 9, |_, e| e))),
+    ];
+    for (number, (name, config, hosts, of)) in cases.into_iter().enumerate() {
+        for budget_factor in [2.0, 0.3] {
+            let mut world = world(&hosts).seed(number as u64);
+            world.options.budget_factor = budget_factor;
+            let source = synthetic(config.clone(), 5 + number as u64);
+            assert_same_as_on_cpus(&world, &source, &of, 61, &format!("{name}, {budget_factor} of the even share"));
+        }
+    }
+}
+
+/// What crosses is a row per host, where it was one per PE.
+#[test]
+fn fewer_rows_leave_a_host() {
+    let source = synthetic(mixtral(24, 24, 16, 8), 3);
+    let rows = |world: &World| -> u64 {
+        let done = on_pes(world.pes(4), |gpu| {
+            let mut layer = new_layer(gpu, world, &source, 40).unwrap();
+            let range = 40 * gpu.my_pe()..40 * (gpu.my_pe() + 1);
+            let (x, dy) = (source.hidden_states(range.clone()), source.grad_output(range));
+            let (x, dy) = (layer.rows(&x, "x").unwrap(), layer.rows(&dy, "dy").unwrap());
+            let mut out = layer.values(&vec![0.0; 40 * 24]).unwrap();
+            let mut saved = layer.forward(&x, &mut out).unwrap();
+            layer.backward(&mut saved, &x, &dy, &mut out).unwrap();
+            let traffic = layer.finish(&saved).unwrap().traffic;
+            layer.free().unwrap();
+            (traffic.dispatch_rows, traffic.combine_rows)
+        });
+        assert_eq!(done.iter().map(|rows| rows.0).sum::<u64>(), done.iter().map(|rows| rows.1).sum::<u64>());
+        done.iter().map(|rows| rows.0).sum()
+    };
+    let (once, mut each) = (world(&[0, 0, 1, 1]), world(&[0, 0, 1, 1]));
+    each.options.hosts = Hosts::default();
+    // Of 8 of 16 experts on 4 PEs nearly every row has some on every PE: three rows to others become two.
+    let (once, each) = (rows(&once), rows(&each));
+    assert!(each > 450 && once * 100 < each * 70, "{once} rows instead of {each}");
+}
+
+#[test]
+fn what_cannot_pass_rows_on_is_refused_in_a_line() {
+    let source = synthetic(mixtral(16, 16, 4, 2), 1);
+    let mut apart = world(&[0, 0, 1, 1]);
+    apart.reachable = Some((0..16).map(|i| u8::from(i % 5 == 0)).collect());
+    apart.options.wait_limit = Duration::from_secs(2);
+    for line in on_pes(apart.pes(4), |gpu| new_layer(gpu, &apart, &source, 8).map(drop).unwrap_err().to_string()) {
+        assert!(line.contains("does not reach the memory of PE") && line.contains("on the same host"), "{line}");
+    }
+    let of = groups(4, &[&[0, 1], &[2, 3]], 4, |_, e| e);
+    let mut options = small_options();
+    options.hosts = Hosts::new(vec![0, 1]);
+    let spec = LayerSpec::new(source.config().clone(), 2, 8)
+        .placement(of.placement(0).clone())
+        .dtype(Dtype::Bf16)
+        .options(options);
+    let device = with!(DeviceOptions::default(); groups = Some(of));
+    for line in on_pes(World::new().pes(4), |gpu| {
+        DeviceLayer::new(gpu, spec.clone(), &source, &device).map(drop).unwrap_err().to_string()
+    }) {
+        assert!(line.contains("several groups") && !line.contains('\n'), "{line}");
+    }
+}
