@@ -41,6 +41,7 @@ const MODULES: &[Module] = &[
     Module { name: "layer_hopper", targets: &["arch=compute_90a,code=sm_90a"], hopper: true },
     Module { name: "routing", targets: PORTABLE, hopper: false },
     Module { name: "p2p", targets: PORTABLE, hopper: false },
+    Module { name: "probe", targets: PORTABLE, hopper: false },
     Module { name: "smoke", targets: PORTABLE, hopper: false },
 ];
 

@@ -249,6 +249,11 @@ END
             --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
         mps_off
     done
+    # The devices probed, planned for and run by the plan.
+    mps_on 2
+    try "probe of the devices" "$aristos" probe --device cuda --pes 2 --hidden 2048 --intermediate 4096 --out "$OUT/cluster-2.json"
+    try "2 PEs, planned for the devices" "${run[@]}" --pes 2 "${small[@]}" --plan auto
+    mps_off
     # As srun and torchrun start them.
     mps_on 2
     try "2 PEs, one by one" one_by_one 2 "${run[@]}" "${small[@]}"

@@ -153,6 +153,24 @@ fn a_plan_is_run_as_on_the_cpu() {
     }
 }
 
+/// The plan is made for the devices: two experts in bf16, each once and with its gradient in f32, are in 0.037 MB of theirs. On a CPU, which has the
+/// weights twice, they are not, and five experts on three PEs would be refused.
+#[test]
+fn a_plan_is_made_for_the_devices() {
+    for more in ["", "--gemm hopper --graph --steps 2", "--forward-only", "--dtype f16 --replicas 1 --memory-mb 1"] {
+        let memory = if more.contains("--memory-mb") { "" } else { "--memory-mb 0.037" };
+        let report = report(&format!("{SMALL} --pes 3 --plan auto {memory} --check {more}"));
+        assert_eq!(report["check"]["passed"], true, "{more}: {:#}", report["check"]);
+        let plan = &report["plan"];
+        assert_eq!(plan["source"], "auto", "{plan:#}");
+        let pes: usize =
+            plan["groups"].as_array().unwrap().iter().map(|group| group["pes"].as_array().unwrap().len()).sum();
+        assert_eq!(pes, 3, "{plan:#}");
+        let predicted = plan["predicted"]["compute_s"].as_f64().unwrap();
+        assert!(predicted > 0.0 && predicted.is_finite(), "{plan:#}");
+    }
+}
+
 #[test]
 fn a_trace_has_every_block() {
     let dir = tempfile::tempdir().unwrap();
@@ -175,7 +193,9 @@ fn what_cannot_be_is_one_line() {
     run(aristos_run(&format!("{SMALL} --dtype f16"))).refused(&["--dtype f16 on the CPU, expected f32 or bf16"]);
     emulated("--hidden 36").refused(&["hidden is 36, expected a multiple of 8 on a device"]);
     emulated("--intermediate 1001").refused(&["intermediate is 1001, expected a multiple of 8 on a device"]);
-    emulated(&format!("{SMALL} --plan auto")).refused(&["--plan auto probes PEs on the CPU", "or a plan in a file"]);
+    emulated(&format!("{SMALL} --plan auto --replan-every 2"))
+        .refused(&["--replan-every is 2 on a device, expected --device cpu"]);
+    emulated(&format!("{SMALL} --pes 3 --plan auto --memory-mb 0.02")).refused(&["--plan auto: no plan: memory"]);
     run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
     if cfg!(not(feature = "cuda")) {
         run(aristos_run(&format!("{SMALL} --device cuda"))).refused(&["--device cuda", "--features cuda"]);

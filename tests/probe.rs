@@ -22,7 +22,7 @@ fn check(cluster: &Cluster, pes: usize) {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     for (i, device) in cluster.devices.iter().enumerate() {
         assert_eq!((device.id, &*device.host), (i as u64, host.trim()));
-        assert!(device.flop_per_ms > 1e4 && device.flop_per_ms < 1e12, "{device:?}");
+        assert!(device.flop_per_ms > 1e3 && device.flop_per_ms < 1e12, "{device:?}");
         assert!(probe.exchange_factor[i] > 0.0 && probe.exchange_factor[i].is_finite());
     }
     for (i, j) in (0..pes).flat_map(|i| (0..pes).map(move |j| (i, j))).filter(|(i, j)| i != j) {
@@ -148,6 +148,162 @@ fn a_stopped_pe_is_named_by_who_waits_for_it() {
     std::thread::sleep(Duration::from_millis(300));
     kill_process(pid, Signal::STOP).unwrap();
     running.end().refused(&[" waited for PE 1 ("]);
+}
+
+/// Devices, which here are emulated: what is measured is theirs, and no CPU's.
+#[cfg(feature = "emulate")]
+mod devices {
+    use aristos::gpu::emulated::{Emulated, EmulatedDevice, Fault, world};
+    use aristos::job::request::{DeviceKind, ProbeRequest, ProbedExpert};
+    use aristos::moe::Dtype;
+    use aristos::run::probe::device::probe_devices;
+
+    use super::*;
+
+    const PES: usize = 3;
+
+    /// A small expert, few messages.
+    fn request(wait_limit: Duration) -> ProbeRequest {
+        let mut options = ProbeOptions::quick();
+        options.sizes = vec![64, 4096, 64 << 10];
+        options.together = 1;
+        options.repetitions = 6;
+        options.rounds = 2;
+        options.retries = 1;
+        options.alone_limit = Duration::ZERO;
+        options.compute = Duration::ZERO;
+        options.wait_limit = wait_limit;
+        let expert = ProbedExpert { hidden: 32, intermediate: 32, gated: true, dtype: Dtype::Bf16, training: true };
+        let (memory_mb, memory_source) = (Vec::new(), String::new());
+        ProbeRequest { pes: PES, device: DeviceKind::Emulated, gemm: None, expert, options, memory_mb, memory_source }
+    }
+
+    /// What each of the PEs says, and how many kernels its device ran.
+    fn probed(wait_limit: Duration, prepare: impl Fn(&[Emulated])) -> Vec<(Result<Cluster, String>, u64)> {
+        let pes = world(PES, 32 << 20, &EmulatedDevice::default(), None).unwrap();
+        prepare(&pes);
+        let request = &request(wait_limit);
+        std::thread::scope(|scope| {
+            let pe = |pe: Emulated| {
+                scope.spawn(move || {
+                    let probed = probe_devices(&pe, request, &mut |_, done, of| assert!(done <= of));
+                    (probed.map_err(|error| format!("{error:#}")), pe.launches())
+                })
+            };
+            let threads: Vec<_> = pes.into_iter().map(pe).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn a_slow_device_and_its_slow_links_are_seen() {
+        let (launch, put) = (Duration::from_millis(100), Duration::from_millis(20));
+        let all = probed(Duration::from_secs(60), |pes| pes[1].set_slow(launch, put));
+        let clusters: Vec<&Cluster> = all.iter().map(|(cluster, _)| cluster.as_ref().unwrap()).collect();
+        let cluster = clusters[0];
+        let figures = |cluster: &Cluster| (cluster.devices.clone(), cluster.links.clone());
+        assert!(clusters.iter().all(|other| figures(other) == figures(cluster)), "{clusters:#?}");
+        check(cluster, PES);
+        let alpha_ms = |i: usize, j: usize| cluster.links.link(i, j).alpha_ms;
+        for (other, to) in [(0, 2), (2, 0)] {
+            assert!(alpha_ms(1, to) > 10.0 && alpha_ms(other, to) < alpha_ms(1, to), "{:?}", cluster.links);
+        }
+        // Of a pass of at most 256 rows.
+        let flop = request(launch).expert.flop_per_row() * 256.0;
+        let rates: Vec<f64> = cluster.devices.iter().map(|device| device.flop_per_ms).collect();
+        assert!(rates[1] <= flop / 100.0 && rates[1] < rates[0] && rates[1] < rates[2], "{rates:?}");
+        // A kernel at each end of a pair for each size and the empty message.
+        assert!(all.iter().all(|(_, launches)| *launches > 2 * 2 * 4), "{all:?}");
+    }
+
+    #[test]
+    fn a_device_whose_signals_are_lost_is_named() {
+        let all = probed(Duration::from_millis(500), |pes| pes[1].set_fault(Fault::SignalLost));
+        let lines: Vec<&String> = all.iter().filter_map(|(probed, _)| probed.as_ref().err()).collect();
+        assert_eq!(lines.len(), PES, "{all:?}");
+        assert!(lines.iter().any(|line| *line == "PE 0 waited 0.5 s for PE 1: its device's answer"), "{lines:?}");
+    }
+
+    #[test]
+    fn the_command_probes_them_and_a_plan_can_be_made() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cluster.json");
+        let layer = "--hidden 64 --intermediate 128 --dtype bf16 --quick --json --pes";
+        for gemm in ["ampere", "hopper"] {
+            let out = format!("--device emulated --gemm {gemm} --out {}", path.display());
+            let outcome = run(probe(&format!("{layer} 3 {out}"))).success();
+            let cluster = Cluster::read(&path).unwrap();
+            assert_eq!(outcome.stdout, std::fs::read_to_string(&path).unwrap());
+            check(&cluster, 3);
+            for device in &cluster.devices {
+                let mb = device.memory_mb.unwrap();
+                assert!(mb > 0.0 && mb.is_finite(), "{device:?}");
+                // In bf16, once, with a gradient in f32.
+                assert_eq!(device.memory_experts, (mb * 1e6 / (3.0 * 64.0 * 128.0 * 6.0)) as u64, "{device:?}");
+            }
+            let name = if gemm == "hopper" { "probed on emulated Hopper: " } else { "probed on emulated Ampere: " };
+            for figure in ["links", "flop_per_ms"] {
+                assert!(cluster.sources[figure].starts_with(name), "{:?}", cluster.sources);
+            }
+            assert!(cluster.sources["memory_mb"].contains("the device's free memory"), "{:?}", cluster.sources);
+            assert_eq!(cluster.probe.as_ref().unwrap().transport, "emulated");
+        }
+        let (cluster, workload) =
+            (path.display().to_string(), concat!(env!("CARGO_MANIFEST_DIR"), "/examples/plan/workload.json"));
+        let plan = ["plan", "--cluster", &cluster, "--workload", workload, "--json", "--max-residual", "9"];
+        let plan: serde_json::Value = serde_json::from_str(&run(aristos(plan)).success().stdout).unwrap();
+        assert_eq!(plan["feasible"], serde_json::json!(true));
+        assert_eq!(names_in(folder.path()), ["cluster.json"]);
+
+        // One alone has no links, and --memory-mb is what it has.
+        let alone = run(probe(&format!("{layer} 1 --device emulated --memory-mb 10"))).success();
+        let alone = Cluster::from_json(&alone.stdout).unwrap();
+        check(&alone, 1);
+        assert_eq!((alone.devices[0].memory_mb, alone.devices[0].memory_experts), (Some(10.0), 67));
+    }
+
+    #[test]
+    fn a_killed_pe_is_named_and_nothing_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        for (victim, after_ms) in [(0, 0), (1, 200), (2, 1000)] {
+            let out = folder.path().join("cluster.json");
+            let mut running = start(probe(&format!("--device emulated --pes 3 --out {}", out.display())));
+            let pid = running.pe(victim);
+            std::thread::sleep(Duration::from_millis(after_ms));
+            kill_process(pid, Signal::KILL).unwrap();
+            let killed = Instant::now();
+            let outcome = running.end();
+            assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
+            outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
+            assert_eq!(names_in(folder.path()), [""; 0]);
+        }
+    }
+
+    #[test]
+    fn a_stopped_pe_is_named_by_who_waits_for_it() {
+        let mut running = start(probe("--device emulated --pes 3 --timeout 3 --json"));
+        let pid = running.pe(1);
+        std::thread::sleep(Duration::from_millis(500));
+        kill_process(pid, Signal::STOP).unwrap();
+        running.end().refused(&[" for PE 1"]);
+    }
+
+    #[test]
+    fn what_no_device_runs_is_one_line() {
+        for (args, said) in [
+            ("--hidden 36", "--hidden is 36, expected a multiple of 8 on a device"),
+            ("--intermediate 1001", "--intermediate is 1001, expected a multiple of 8 on a device"),
+            ("--dtype f32", "--dtype f32 on a device, expected bf16 or f16"),
+            ("--hidden 1048576 --intermediate 1048576", "GB of memory"),
+            ("--pes 3 --memory-mb 1,2", "--memory-mb has 2 numbers, expected one, or 3"),
+        ] {
+            run(probe(&format!("--json --device emulated {args}"))).refused(&[said]);
+        }
+        run(probe("--json --gemm ampere")).refused(&["--gemm on the CPU, expected --device too"]);
+        if cfg!(not(feature = "cuda")) {
+            run(probe("--json --device cuda")).refused(&["--device cuda", "--features cuda"]);
+        }
+    }
 }
 
 #[test]

@@ -62,6 +62,9 @@ enum AristosHostFault : aristos::u32 {
 };
 void aristos_host_fault(void* world, aristos::u32 pe, aristos::u32 kind);
 
+// From now on each block-wide put of `pe` takes `ns` longer; for tests of what measures puts. Call it while nothing runs.
+void aristos_host_slow_puts(void* world, aristos::u32 pe, aristos::u64 ns);
+
 // Frees a world in which nothing runs, and its heaps if it allocated them. What the network still had to deliver is dropped.
 void aristos_host_free(void* world);
 }

@@ -5,7 +5,7 @@
 // PE after a fence waits until all that was sent to it before has been delivered; only quiet orders anything else.
 //
 // As behind some network cards, the data that are delivered to a PE may be read as they were before until a thread there calls `see`:
-// half of the pieces are kept back so long, signals never are.
+// half of the pieces are kept back so long, where the PEs are in one process; signals never are.
 #pragma once
 #include "world.h"
 

@@ -198,6 +198,7 @@ DEVICE float shared_add(float* p, float v) {
 }
 
 u64 nanoseconds();  // simt.cpp
+DEVICE u64 cycles() { return nanoseconds(); }
 
 // ---- asynchronous copies (copies.cpp), ldmatrix and mma (tensor.cpp)
 

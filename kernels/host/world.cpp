@@ -39,6 +39,7 @@ World* new_world(u32 n_pes, u64 heap_bytes, u64 seed) {
     world->seed = seed;
     world->reachable.assign(u64(n_pes) * n_pes, 1);
     world->idle_blocks.resize(n_pes);
+    world->slow_put_ns.assign(n_pes, 0);
     return world;
 }
 
@@ -216,6 +217,11 @@ void aristos_host_fault(void* world_, u32 pe, u32 kind) {
     World& world = *static_cast<World*>(world_);
     world.fault_pe = pe;
     world.fault = kind;
+}
+
+void aristos_host_slow_puts(void* world_, u32 pe, u64 ns) {
+    World& world = *static_cast<World*>(world_);
+    if (pe < world.n_pes) world.slow_put_ns[pe] = ns;
 }
 
 void aristos_host_free(void* world_) {

@@ -18,6 +18,7 @@ struct World {
     std::vector<u8> reachable;     // n_pes * n_pes
     std::atomic<u64> launches{0};
     u32 fault_pe = 0, fault = 0;   // AristosHostFault
+    std::vector<u64> slow_put_ns;  // of each PE
     std::unique_ptr<Network> network;
     AristosHostTransport transport{};  // instead of `network`, where it has functions
     std::atomic_flag transport_lock = ATOMIC_FLAG_INIT;

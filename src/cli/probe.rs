@@ -8,11 +8,13 @@ use anyhow::{Context, Result, ensure};
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::ranks::RanksArgs;
-use super::values::{DtypeArg, MlpArg, TransportArg, check_memory_mb, check_pes};
+#[cfg(feature = "device")]
+use super::values::GemmArg;
+use super::values::{DeviceArg, DtypeArg, MlpArg, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, ProbeOptions};
 use crate::job::launch::settled_pes;
-use crate::job::request::{ProbeRequest, ProbedExpert, Request};
+use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert, Request};
 use crate::run::probe::{PROBE_PHASES, heap_bytes};
 use crate::shmem::{ShmTransport, available_bytes};
 use crate::stdio::{print, say};
@@ -23,7 +25,7 @@ const PES_LEAST: usize = 2;
 /// What `aristos probe` takes.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; otherwise one per CPU, at least 2]
+    /// Number of PEs [default: as many processes as srun, mpirun or torchrun started; otherwise one per CPU, at least 2, or per CUDA device]
     #[arg(long, value_name = "N")]
     pes: Option<usize>,
     /// Where to write the cluster (docs/planner.md), for `aristos plan --cluster`
@@ -44,11 +46,18 @@ pub struct Args {
     /// Gated experts, or plain two-matrix ones
     #[arg(long, value_enum, default_value = "gated")]
     mlp: MlpArg,
-    /// Element type of activations and expert weights
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: DtypeArg,
+    /// Element type of activations and expert weights [default: f32 on the CPU, bf16 on a device]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeArg>,
+    /// What is probed: the CPUs, or the devices: links between them, by puts from kernels, their rate in the layer's kernels, their memory
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: DeviceArg,
+    /// Which matrix products a device runs [default: the best that it has]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    gemm: Option<GemmArg>,
     /// Memory for experts, MB (10^6 bytes): one number for every PE, or one for each [default: three quarters of what
-    /// is available, in equal parts]
+    /// is available, or of a device's free memory, in equal parts]
     #[arg(long, value_name = "MB[,MB...]", value_delimiter = ',')]
     memory_mb: Vec<f64>,
     /// What the PEs talk over
@@ -63,7 +72,14 @@ pub struct Args {
 
 impl Args {
     fn request(&self, started: Option<usize>) -> Result<ProbeRequest> {
-        let one_each = || std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST);
+        let (device, dtype) = self.device.device(self.dtype)?;
+        #[cfg(feature = "device")]
+        ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
+        let one_each = || match device {
+            #[cfg(feature = "cuda")]
+            DeviceKind::Cuda => crate::gpu::cuda::visible_devices().map_or(1, |devices| devices.max(1)),
+            _ => std::thread::available_parallelism().map_or(1, usize::from).max(PES_LEAST),
+        };
         let pes = check_pes(self.pes.or(started).or_else(settled_pes).unwrap_or_else(one_each))?;
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         check_memory_mb(&self.memory_mb, pes)?;
@@ -71,14 +87,23 @@ impl Args {
             hidden: self.hidden,
             intermediate: self.intermediate,
             gated: self.mlp == MlpArg::Gated,
-            dtype: self.dtype.into(),
+            dtype,
             training: true,
         };
-        expert.check()?;
+        expert.check(device)?;
         let mut options = if self.quick { ProbeOptions::quick() } else { ProbeOptions::thorough() };
         options.wait_limit = std::time::Duration::from_secs(self.timeout.into());
         let (memory_mb, memory_source) = (self.memory_mb.clone(), "--memory-mb".to_string());
-        Ok(ProbeRequest { pes, expert, options, memory_mb, memory_source })
+        Ok(ProbeRequest {
+            pes,
+            device,
+            #[cfg(feature = "device")]
+            gemm: self.gemm.map(Into::into),
+            expert,
+            options,
+            memory_mb,
+            memory_source,
+        })
     }
 }
 
@@ -89,19 +114,38 @@ impl Args {
 pub fn command(args: &Args) -> Result<bool> {
     let ask = |found: JobProcesses| {
         let request = args.request(found.started)?;
-        let heap_bytes = heap_bytes::<ShmTransport>(&request.options, request.pes);
-        check_available(&request, heap_bytes, found.here.unwrap_or(request.pes))?;
+        let here = found.here.unwrap_or(request.pes);
+        check_available(&request, here)?;
+        #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
+        let mut env = Vec::new();
+        #[cfg(feature = "cuda")]
+        if request.device == DeviceKind::Cuda {
+            env.extend(crate::gpu::cuda::pe_environment(here)?);
+            crate::gpu::cuda::check_times(here)?;
+        }
         let out = if found.reports { args.create_out()? } else { None };
         let (pes, wait_limit) = (request.pes, request.options.wait_limit);
-        Ok(JobSpec { request: Request::Probe(request), pes, wait_limit, env: Vec::new(), kept: out })
+        Ok(JobSpec { request: Request::Probe(request), pes, wait_limit, env, kept: out })
     };
     let report = |out, sent: Vec<(usize, String)>| args.finish(out, sent.into_iter().next().map(|(_, text)| text));
     job::run(args.ranks.over(args.transport)?, &PROBE_PHASES, Progress::of_first_pe(), ask, report)
 }
 
 /// Checks that `here` PEs fit on this host: a probe that it cannot hold would be killed half way.
-fn check_available(request: &ProbeRequest, heap_bytes: usize, here: usize) -> Result<()> {
-    let need = here as f64 * (heap_bytes as f64 + request.expert.working_bytes());
+fn check_available(request: &ProbeRequest, here: usize) -> Result<()> {
+    let need = match request.device {
+        DeviceKind::Cpu => {
+            let heap_bytes = heap_bytes::<ShmTransport>(&request.options, request.pes);
+            here as f64 * (heap_bytes as f64 + request.expert.working_bytes())
+        }
+        #[cfg(feature = "emulate")]
+        DeviceKind::Emulated => {
+            let device = crate::gpu::emulated::EmulatedDevice::default();
+            crate::run::probe::device::emulated_bytes(request, &device.limits(), here)?
+        }
+        // A device's memory is not this machine's.
+        _ => return Ok(()),
+    };
     if let Some(available) = available_bytes() {
         ensure!(
             need <= available as f64,

@@ -89,6 +89,7 @@ struct Functions {
     error: unsafe extern "C" fn() -> *const c_char,
     tensor_map: TensorMapper,
     fault: unsafe extern "C" fn(*mut c_void, u32, u32),
+    slow_puts: unsafe extern "C" fn(*mut c_void, u32, u64),
     /// The kernels that there are.
     kernels: Vec<String>,
     free: unsafe extern "C" fn(*mut c_void),
@@ -112,6 +113,7 @@ impl Functions {
             Ok(Functions {
                 kernels,
                 fault: *library.get(b"aristos_host_fault\0").map_err(refuse)?,
+                slow_puts: *library.get(b"aristos_host_slow_puts\0").map_err(refuse)?,
                 world: *library.get(b"aristos_host_world\0").map_err(refuse)?,
                 attach: *library.get(b"aristos_host_attach\0").map_err(refuse)?,
                 join: *library.get(b"aristos_host_join\0").map_err(refuse)?,
@@ -240,6 +242,8 @@ pub struct Emulated {
     allocations: RefCell<HashMap<u64, Layout>>,
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
+    /// How much longer each launch takes.
+    slow: Cell<Duration>,
     allocated: Cell<u64>,
     /// The kernels that can be recorded.
     prepared: RefCell<HashSet<String>>,
@@ -349,6 +353,7 @@ impl Emulated {
             allocations: RefCell::default(),
             marks: [const { Cell::new(None) }; MARKS],
             launches: Cell::new(0),
+            slow: Cell::new(Duration::ZERO),
             allocated: Cell::new(0),
             prepared: RefCell::default(),
             recording: RefCell::new(None),
@@ -364,6 +369,14 @@ impl Emulated {
     pub fn set_fault(&self, fault: Fault) {
         // SAFETY: a PE of this world.
         unsafe { (self.world.functions.fault)(self.world.handle, self.pe as u32, fault as u32) }
+    }
+
+    /// From now on each launch takes so much longer, and each put of this PE's blocks. For tests of what measures them; while nothing runs.
+    pub fn set_slow(&self, launch: Duration, put: Duration) {
+        self.slow.set(launch);
+        let put_ns = u64::try_from(put.as_nanos()).unwrap_or(u64::MAX);
+        // SAFETY: a PE of this world.
+        unsafe { (self.world.functions.slow_puts)(self.world.handle, self.pe as u32, put_ns) }
     }
 
     /// Kernels launched so far.
@@ -409,6 +422,11 @@ impl Recording for RecordedLaunches<'_> {
 unsafe impl Gpu for Emulated {
     fn name(&self) -> String {
         format!("emulated {}", if self.device.hopper { "Hopper" } else { "Ampere" })
+    }
+
+    fn place(&self) -> String {
+        // Their memory is the host's, and so one for all.
+        String::new()
     }
 
     fn limits(&self) -> Result<DeviceLimits, GpuError> {
@@ -563,6 +581,9 @@ unsafe impl Gpu for Emulated {
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
         let Launch { grid, block, shared_bytes, .. } = launch;
         self.launches.set(self.launches.get() + 1);
+        if !self.slow.get().is_zero() {
+            std::thread::sleep(self.slow.get());
+        }
         // SAFETY: a world of the library's; the arguments are the kernel's, says the caller.
         let status = unsafe {
             (self.world.functions.launch)(

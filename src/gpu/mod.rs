@@ -83,13 +83,26 @@ pub enum GpuError {
         /// How long.
         waited: Duration,
     },
+    /// A kernel that waited in vain.
+    #[error("PE {pe} waited {:.1} s for {}{what}", waited.as_secs_f64(),
+        peer.map(|peer| format!("PE {peer}: ")).unwrap_or_default())]
+    Wait {
+        /// The PE that waited.
+        pe: usize,
+        /// The PE that it waited for, where it is one.
+        peer: Option<usize>,
+        /// What it waited for.
+        what: &'static str,
+        /// How long.
+        waited: Duration,
+    },
 }
 
 impl GpuError {
     /// The PE that was waited for in vain, where the error is that.
     pub fn awaited_pe(&self) -> Option<usize> {
         match self {
-            GpuError::Barrier { peer, .. } => *peer,
+            GpuError::Barrier { peer, .. } | GpuError::Wait { peer, .. } => *peer,
             _ => None,
         }
     }
@@ -118,6 +131,9 @@ impl GpuError {
 pub unsafe trait Gpu {
     /// The device's name, as its vendor has it.
     fn name(&self) -> String;
+
+    /// Which of its host's devices it is: PEs of a host that share a device say the same.
+    fn place(&self) -> String;
 
     /// What it has.
     ///

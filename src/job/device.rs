@@ -2,20 +2,17 @@
 
 #[cfg(feature = "emulate")]
 use std::mem::ManuallyDrop;
-#[cfg(feature = "cuda")]
 use std::time::Duration;
 
 use super::JobError;
 use super::host::{DeviceMemory, Host, MemoryHost};
 use super::request::DeviceKind;
-use crate::gpu::Gpu;
 #[cfg(feature = "cuda")]
 use crate::gpu::cuda::CudaGpu;
 #[cfg(feature = "emulate")]
 use crate::gpu::emulated::{Emulated, EmulatedDevice, attach, join};
-use crate::moe::device::DeviceOptions;
-#[cfg(feature = "emulate")]
-use crate::moe::device::{GemmPath, symmetric_bytes};
+use crate::gpu::{DeviceLimits, Gpu};
+use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
 use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
@@ -24,7 +21,6 @@ use crate::shmem::{ShmTransport, Shmem};
 ///
 /// # Errors
 /// No such device, what it lacks, or the work's.
-#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
 pub fn with_device<R, E: From<JobError>>(
     device: DeviceKind,
     spec: &LayerSpec,
@@ -32,13 +28,40 @@ pub fn with_device<R, E: From<JobError>>(
     host: &mut impl MemoryHost,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
-    match device {
+    let wanted = WantedDevice { device, path: on_device.path, wait_limit: spec.options.wait_limit };
+    let bytes = |limits: &DeviceLimits, all_reachable| symmetric_bytes(spec, on_device, limits, all_reachable);
+    with_symmetric(wanted, bytes, host, work)
+}
+
+/// A device as a PE wants it.
+#[derive(Clone, Copy, Debug)]
+pub struct WantedDevice {
+    /// What it is.
+    pub device: DeviceKind,
+    /// The matrix products that it is to run; an emulated one is made for them.
+    pub path: Option<GemmPath>,
+    /// How long a PE waits for another.
+    pub wait_limit: Duration,
+}
+
+/// As [`with_device`], with `bytes` of symmetric memory, given what the device has and whether loads and stores reach from every PE to every other.
+///
+/// # Errors
+/// As there.
+#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
+pub fn with_symmetric<R, E: From<JobError>>(
+    wanted: WantedDevice,
+    bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
+    host: &mut impl MemoryHost,
+    work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
+) -> Result<R, E> {
+    match wanted.device {
         #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => with_cuda(host, spec.options.wait_limit, |gpu, host| work(gpu, host)),
+        DeviceKind::Cuda => with_cuda(host, wanted.wait_limit, |gpu, host| work(gpu, host)),
         #[cfg(feature = "emulate")]
         DeviceKind::Emulated => {
             // The end of its memory waits for all PEs, which after an error would be in vain.
-            let gpu = ManuallyDrop::new(emulated(spec, on_device, host)?);
+            let gpu = ManuallyDrop::new(emulated(wanted.path, bytes, host)?);
             let result = work(&*gpu, host)?;
             host.end_part()?;
             drop(ManuallyDrop::into_inner(gpu));
@@ -75,10 +98,14 @@ pub fn with_cuda<R, E: From<JobError>>(
 }
 
 #[cfg(feature = "emulate")]
-fn emulated(spec: &LayerSpec, on_device: &DeviceOptions, host: &mut impl MemoryHost) -> Result<Emulated, JobError> {
-    let device = EmulatedDevice { hopper: on_device.path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
+fn emulated(
+    path: Option<GemmPath>,
+    bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
+    host: &mut impl MemoryHost,
+) -> Result<Emulated, JobError> {
+    let device = EmulatedDevice { hopper: path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
     let all_reachable = host.shares_memory() || host.n_pes() == 1;
-    let bytes = symmetric_bytes(spec, on_device, &device.limits(), all_reachable)?;
+    let bytes = bytes(&device.limits(), all_reachable)?;
     let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), bytes as usize);
     let gpu = match host.device_memory(heap)? {
         DeviceMemory::Shared(shmem) => attach(shmem, &device),

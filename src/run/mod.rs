@@ -107,6 +107,11 @@ impl PreparedRun {
                 replan.every
             );
             ensure!(replan.every > 0, "`replan_every` is 0, expected at least 1 step");
+            ensure!(
+                request.device == DeviceKind::Cpu,
+                "`replan_every` is {} on a device, expected `device` cpu: experts do not move between devices yet",
+                replan.every
+            );
         }
         let routing = match &request.routing {
             None => None,

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS, ROUTING, WEIGHTS};
 use super::probe::{heap_bytes, probe_pes};
@@ -12,9 +12,7 @@ use super::{PreparedRun, pe};
 use crate::cluster::Cluster;
 use crate::job::PeFailure;
 use crate::job::peers::{Peers, START_LIMIT, World};
-#[cfg(feature = "cuda")]
-use crate::job::request::DeviceKind;
-use crate::job::request::{Request, RunRequest};
+use crate::job::request::{DeviceKind, Request, RunRequest};
 
 /// The phases of such a run.
 pub const PHASES: &[&str] = &PHASE_NAMES;
@@ -29,7 +27,12 @@ pub fn run<W: World>(
 ) -> bool {
     let open = || {
         let job = PreparedRun::open(request(pes.world().n_pes())?)?;
-        job.probe_request()?;
+        // A device's network begins once in a process, and would have to twice: for the probe, and for the layer.
+        ensure!(
+            job.probe_request()?.is_none() || job.request.device == DeviceKind::Cpu,
+            "`plan` auto on a device with `transport` {}, expected `transport` shm, or a plan in a file (aristos probe, aristos plan)",
+            pes.world().transport()
+        );
         anyhow::Ok(job)
     };
     let Some(mut job) = pes.agree(open(), START_LIMIT) else { return false };

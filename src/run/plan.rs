@@ -7,7 +7,9 @@ use super::probe::PROBE_PHASES;
 use crate::cluster::{Cluster, Probe, ProbeOptions, parse_json, read_text};
 use crate::job::launch::Processes;
 use crate::job::messages::collect;
-use crate::job::request::{DeviceKind, PlanSource, ProbeRequest, ProbedExpert, Request};
+#[cfg(feature = "cuda")]
+use crate::job::request::DeviceKind;
+use crate::job::request::{PlanSource, ProbeRequest, ProbedExpert, Request};
 use crate::moe::placement::Split;
 use crate::moe::{Groups, Placement};
 use crate::plan::{self, Batch, Infeasible, Objective, Outcome, Plan, PlannedGroup, PlannedReplicas, Workload};
@@ -75,10 +77,6 @@ impl PreparedRun {
     /// What cannot be probed.
     pub(super) fn probe_request(&self) -> Result<Option<ProbeRequest>> {
         let Some(PlanSource::Auto { memory_mb, .. }) = &self.request.plan else { return Ok(None) };
-        ensure!(
-            self.request.device == DeviceKind::Cpu,
-            "`plan` auto probes PEs on the CPU, expected `device` cpu, or a plan in a file"
-        );
         let expert = ProbedExpert {
             hidden: self.config.hidden,
             intermediate: self.config.expert.intermediate,
@@ -86,18 +84,37 @@ impl PreparedRun {
             dtype: self.request.dtype,
             training: self.backward,
         };
-        expert.check()?;
+        expert.check(self.request.device)?;
         let mut options = ProbeOptions::quick();
         options.wait_limit = self.wait_limit();
         let (pes, memory_mb, memory_source) = (self.request.pes, memory_mb.clone(), "given".to_string());
-        Ok(Some(ProbeRequest { pes, expert, options, memory_mb, memory_source }))
+        Ok(Some(ProbeRequest {
+            pes,
+            device: self.request.device,
+            #[cfg(feature = "device")]
+            gemm: self.request.gemm,
+            expert,
+            options,
+            memory_mb,
+            memory_source,
+        }))
     }
 
     /// Probes the PEs that are to run, by processes of their own.
     pub(super) fn probe(&self) -> Result<Cluster> {
         let request = self.probe_request()?.context("nothing is to be probed")?;
         tracing::info!(pes = request.pes, "probing");
+        #[cfg(feature = "cuda")]
+        let environment = match request.device {
+            DeviceKind::Cuda => {
+                crate::gpu::cuda::check_times(request.pes).context("`plan` auto")?;
+                crate::gpu::cuda::pe_environment(request.pes)?
+            }
+            _ => Vec::new(),
+        };
         let mut processes = Processes::new(request.pes, Request::Probe(request).to_bytes()?, &PROBE_PHASES);
+        #[cfg(feature = "cuda")]
+        processes.env.extend(environment);
         processes.set_wait_limit(self.wait_limit());
         let mut sent = None;
         collect::<String>(processes, |_, text| sent = Some(text), |_| (), |_, _| ())

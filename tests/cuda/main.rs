@@ -145,6 +145,25 @@ fn an_nvshmem_without_a_function_is_refused_by_the_function_s_name() {
     assert_says(&text, &["libnvshmem_host.so.3", "undefined symbol: nvshmemx_quiet_on_stream", "NVSHMEM_HOME"]);
 }
 
+/// Two PEs on one device without MPS take turns: no time of theirs is measured.
+#[test]
+fn a_probe_of_pes_that_take_turns_is_refused_before_any_pe_starts() {
+    let fakes = Fakes::new(&[], &[]);
+    for args in
+        [&["probe", "--device", "cuda", "--json"][..], &["run", "--device", "cuda", "--tokens", "64", "--plan", "auto"]]
+    {
+        let mut command = fakes.around(Command::new(env!("CARGO_BIN_EXE_aristos")));
+        let Output { status, stdout, stderr } = command.args(args).args(["--pes", "2"]).output().unwrap();
+        let text = String::from_utf8(stderr).unwrap();
+        assert_eq!((status.code(), stdout.len(), text.lines().count()), (Some(1), 0, 1), "{text}");
+        assert_says(
+            &text,
+            &["--pes is 2 with 1 CUDA device and no MPS", "take turns", "at most 1", "nvidia-cuda-mps-control"],
+        );
+    }
+    assert!(!fakes.log().exists(), "NVSHMEM was initialised");
+}
+
 #[test]
 fn the_binary_starts_without_cuda_and_needs_no_library_of_it() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));

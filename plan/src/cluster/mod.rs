@@ -18,7 +18,9 @@ pub use fit::{Fit, fit};
 pub use json::{Count, Number, Probe, Range, parse_json, read_text};
 pub use links::{Edge, Link, LinkTable, Links, Matrix, Slowness, Tier, Tiers, TiersError};
 pub use presets::{PRESETS, preset};
-pub use probe::{OwnDevice, ProbeError, ProbeOptions, ProbeStage, ProbedLinks, probe, probe_links};
+pub use probe::{
+    LinkProber, OwnDevice, ProbeError, ProbeOptions, ProbeStage, ProbedLinks, probe, probe_links, probe_links_by,
+};
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]

@@ -73,6 +73,22 @@ pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
     Ok(environment)
 }
 
+/// Finds out, before PEs start, whether the `pes_here` of this host run at the same time: otherwise none of their times means anything.
+///
+/// # Errors
+/// One line, with what would be right.
+pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
+    let devices = visible_devices()?;
+    if pes_here <= devices || device::mps_is_on() {
+        return Ok(());
+    }
+    Err(GpuError::Unavailable(format!(
+        "`pes` is {pes_here} with {devices} CUDA {} and no MPS: PEs that take turns on a device have no times, expected at most \
+         {devices}, or MPS (nvidia-cuda-mps-control -d)",
+        if devices == 1 { "device" } else { "devices" }
+    )))
+}
+
 /// How many devices there are for PEs.
 ///
 /// # Errors
@@ -377,6 +393,10 @@ impl Drop for CudaGpu {
 unsafe impl Gpu for CudaGpu {
     fn name(&self) -> String {
         self.info.name.clone()
+    }
+
+    fn place(&self) -> String {
+        self.info.pci.clone()
     }
 
     fn limits(&self) -> Result<DeviceLimits, GpuError> {

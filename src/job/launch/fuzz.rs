@@ -15,7 +15,7 @@ use super::environment::LaunchedProcess;
 use super::hello::Hello;
 use super::wire::{self, Inbox, Kind};
 use crate::job::messages::Messages;
-use crate::job::request::{ProbeRequest, ProbedExpert, Request};
+use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert, Request};
 use crate::moe::Dtype;
 use crate::plan::cluster::ProbeOptions;
 
@@ -71,6 +71,9 @@ fn hellos_and_requests_that_are_a_little_wrong_are_taken_or_refused() {
     let expert = ProbedExpert { hidden: 8, intermediate: 8, gated: true, dtype: Dtype::F32, training: true };
     let request = Request::Probe(ProbeRequest {
         pes: 2,
+        device: DeviceKind::Cpu,
+        #[cfg(feature = "device")]
+        gemm: None,
         expert,
         options: ProbeOptions::quick(),
         memory_mb: vec![1.5],

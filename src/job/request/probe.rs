@@ -2,8 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::FieldError;
+use super::{DeviceKind, FieldError};
 use crate::cluster::ProbeOptions;
+#[cfg(feature = "device")]
+use crate::moe::device::GemmPath;
 use crate::moe::{Activation, Dtype, MlpConfig};
 
 /// The expert that a cluster is probed for.
@@ -15,7 +17,7 @@ pub struct ProbedExpert {
     pub intermediate: usize,
     /// Three matrices instead of two.
     pub gated: bool,
-    /// Element type: f32 or bf16.
+    /// Element type: f32 or bf16 on the CPU, bf16 or f16 on a device.
     pub dtype: Dtype,
     /// Whether it is to be trained: it then has a gradient.
     pub training: bool,
@@ -27,22 +29,27 @@ impl ProbedExpert {
         MlpConfig { gated: self.gated, ..MlpConfig::gated(self.intermediate, Activation::Silu) }
     }
 
-    /// Checks that it can be made.
+    /// Checks that it can be made on `device`.
     ///
     /// # Errors
     /// Names the field.
-    pub fn check(&self) -> Result<(), FieldError> {
+    pub fn check(&self, device: DeviceKind) -> Result<(), FieldError> {
         const MOST: usize = 1 << 20;
+        let on_device = device != DeviceKind::Cpu;
         for (field, width) in [("hidden", self.hidden), ("intermediate", self.intermediate)] {
             if !(1..=MOST).contains(&width) {
                 return Err(FieldError::new(field, width, format!("1 to {MOST}")));
             }
+            if on_device && !width.is_multiple_of(8) {
+                return Err(FieldError::new(field, width, "a multiple of 8 on a device"));
+            }
         }
-        if self.dtype == Dtype::F16 {
-            let value = "f16 on the CPU".to_string();
-            return Err(FieldError { field: "dtype", value, expected: "f32 or bf16".to_string() });
-        }
-        Ok(())
+        let (value, expected) = match (self.dtype, on_device) {
+            (Dtype::F16, false) => ("f16 on the CPU", "f32 or bf16"),
+            (Dtype::F32, true) => ("f32 on a device", "bf16 or f16"),
+            _ => return Ok(()),
+        };
+        Err(FieldError { field: "dtype", value: value.to_string(), expected: expected.to_string() })
     }
 }
 
@@ -51,6 +58,11 @@ impl ProbedExpert {
 pub struct ProbeRequest {
     /// Number of PEs.
     pub pes: usize,
+    /// What is probed: the CPUs, or the devices.
+    pub device: DeviceKind,
+    /// Which matrix products a device runs; by the device where `None`.
+    #[cfg(feature = "device")]
+    pub gemm: Option<GemmPath>,
     /// The expert.
     pub expert: ProbedExpert,
     /// How to measure.

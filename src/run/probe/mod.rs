@@ -1,5 +1,10 @@
 //! The probe, as PEs run it: what each computes, and the memory that it has for experts.
 
+#[cfg(feature = "device")]
+pub mod device;
+#[cfg(feature = "device")]
+pub mod links;
+
 use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
@@ -7,7 +12,7 @@ use half::bf16;
 
 use crate::cluster::{Cluster, OwnDevice, ProbeOptions, ProbeStage, probe};
 use crate::job::host::{Host, MemoryHost, PePart};
-use crate::job::request::{ProbeRequest, ProbedExpert};
+use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
 use crate::moe::{Dtype, MlpGradients, MlpId, Options, WeightId};
@@ -25,10 +30,11 @@ impl ProbedExpert {
         self.mlp().forward_flop_per_row(self.hidden)
     }
 
-    /// Its memory, bytes: weights as the GEMMs want them (in bf16 once for each product) and, in training, a gradient in f32.
-    pub fn bytes(&self) -> f64 {
+    /// Its memory, bytes: weights as the GEMMs want them (on the CPU in bf16 once for each product) and, in training, a gradient in f32.
+    pub fn bytes(&self, device: DeviceKind) -> f64 {
         let matrices = if self.gated { 3.0 } else { 2.0 };
-        let per_weight = self.dtype.bytes() as f64 * if self.dtype == Dtype::Bf16 { 2.0 } else { 1.0 };
+        let twice = device == DeviceKind::Cpu && self.dtype == Dtype::Bf16;
+        let per_weight = self.dtype.bytes() as f64 * if twice { 2.0 } else { 1.0 };
         let gradient = if self.training { size_of::<f32>() as f64 } else { 0.0 };
         matrices * self.hidden as f64 * self.intermediate as f64 * (per_weight + gradient)
     }
@@ -41,15 +47,17 @@ impl ProbedExpert {
         fits.clamp(least_rows, Options::DEFAULT_TILE_ROWS)
     }
 
-    /// How many of them fit in `bytes`.
-    pub fn fit_in(&self, bytes: f64) -> u64 {
-        (bytes / self.bytes()) as u64
+    /// What it is, in words.
+    fn text(&self) -> String {
+        let ProbedExpert { hidden, intermediate, gated, dtype, .. } = self;
+        let mlp = if *gated { "gated" } else { "plain" };
+        format!("a {mlp} expert of {hidden} x {intermediate} in {}", dtype.name())
     }
 
-    /// Bytes that a PE needs to compute with one of them.
+    /// Bytes that a PE needs to compute with one of them, on the CPU.
     pub fn working_bytes(&self) -> f64 {
         let rows = self.rows() as f64;
-        self.bytes() + rows * (self.hidden as f64 * 16.0 + self.intermediate as f64 * 32.0)
+        self.bytes(DeviceKind::Cpu) + rows * (self.hidden as f64 * 16.0 + self.intermediate as f64 * 32.0)
     }
 }
 
@@ -64,23 +72,34 @@ impl ProbeRequest {
             [all] => all,
             ref each => each[pe],
         };
-        // The largest count that a cluster file takes is far above what any memory holds.
-        Ok(self.expert.fit_in(mb * 1e6).min(1 << 40))
+        Ok(self.experts_in(mb))
     }
+
+    /// Experts that so many MB hold.
+    fn experts_in(&self, mb: f64) -> u64 {
+        // The largest count that a cluster file takes is far above what any memory holds.
+        ((mb * 1e6 / self.expert.bytes(self.device)) as u64).min(1 << 40)
+    }
+}
+
+/// Where the number of experts comes from, which `memory` holds.
+fn probe_sources(request: &ProbeRequest, memory: &str) -> impl Iterator<Item = (&'static str, String)> {
+    let expert = request.expert;
+    let gradient = if expert.training { " with its gradient in f32" } else { "" };
+    let mb = expert.bytes(request.device) * 1e-6;
+    std::iter::once(("memory_experts", format!("{memory}, over {mb:.3} MB of {}{gradient}", expert.text())))
 }
 
 impl ProbeRequest {
     /// Where each figure comes from.
     fn sources(&self, transport: &str) -> BTreeMap<String, String> {
-        let ProbedExpert { hidden, intermediate, gated, dtype, training } = self.expert;
-        let mlp = if gated { "gated" } else { "plain" };
-        let expert = format!("a {mlp} expert of {hidden} x {intermediate} in {}", dtype.name());
+        let expert = self.expert.text();
         let memory = match self.memory_mb.is_empty() {
             true => format!("{:.0}% of the host's available memory, in equal parts to its PEs", 100.0 * MEMORY_SHARE),
             false => self.memory_source.clone(),
         };
         let sizes = &self.options.sizes;
-        [
+        probe_sources(self, &memory).chain([
             ("links", format!(
                 "probed over {transport}: put with signal, taken and answered, {} to {} bytes, every pair alone; a line through the \
                  medians (Theil and Sen)",
@@ -88,14 +107,9 @@ impl ProbeRequest {
                 sizes.last().unwrap_or(&0)
             )),
             ("flop_per_ms", format!("probed: forward GEMMs of {expert}, {} rows at a time, all PEs at once", self.expert.rows())),
-            ("memory_experts", format!(
-                "{memory}, over {:.3} MB of {expert}{}",
-                self.expert.bytes() * 1e-6,
-                if training { " with its gradient in f32" } else { "" }
-            )),
-        ]
+        ])
         .map(|(what, source)| (what.to_string(), source))
-        .into()
+        .collect()
     }
 }
 
@@ -167,6 +181,12 @@ pub fn heap_bytes<T: Transport>(options: &ProbeOptions, pes: usize) -> usize {
 /// # Errors
 /// One line.
 pub fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
+    if request.device != DeviceKind::Cpu {
+        #[cfg(feature = "device")]
+        return device::run(request, host);
+        #[cfg(not(feature = "device"))]
+        bail!("this build probes CPUs only");
+    }
     host.work(ProbePart { request })
 }
 

@@ -1,0 +1,280 @@
+//! The probe of devices: links between them, what each computes by the layer's own kernels, and its memory.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow};
+use bytemuck::{Pod, Zeroable};
+
+use super::links::{DeviceProber, RECORD_BYTES, symmetric_bytes};
+use super::{MEMORY_SHARE, host_name, probe_sources};
+use crate::cluster::{Cluster, Device, LinkProber, ProbeOptions, ProbeStage, probe_links_by};
+use crate::gpu::{Buffer, DeviceLimits, Gpu};
+use crate::job::device::{WantedDevice, with_symmetric};
+use crate::job::host::MemoryHost;
+use crate::job::request::{DeviceKind, ProbeRequest};
+use crate::moe::device::{self, DeviceLayer, DeviceOptions};
+use crate::moe::metrics::Phase;
+use crate::moe::{
+    Groups, LayerConfig, LayerSpec, MoeError, MoeLayer, Options, Placement, RouterConfig, WeightError, WeightId,
+    WeightSource,
+};
+use crate::report::median;
+use crate::shmem::host_id;
+
+/// Rows of a pass at first: no path's tile has more.
+const LEAST_ROWS: usize = 128;
+/// Rows of a pass at most: with more a device is no faster.
+const MOST_ROWS: usize = 8192;
+/// An emulated device's, which takes as long for each as for the first.
+const MOST_EMULATED_ROWS: usize = 256;
+/// FLOP of a pass at most, where it has more than the least rows.
+const MOST_FLOP: f64 = 2e12;
+/// Measurements of the rate.
+const PARTS: u32 = 5;
+
+/// What a PE tells all others of its device.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Record {
+    flop_per_ms: f64,
+    free_bytes: f64,
+    host: [u8; 64],
+    /// The same of PEs that share a device.
+    place: [u8; 128],
+}
+
+const _: () = assert!(size_of::<Record>() <= RECORD_BYTES);
+
+/// A text's first bytes.
+fn cut<const BYTES: usize>(text: &str) -> [u8; BYTES] {
+    let mut bytes = [0; BYTES];
+    let end = text.floor_char_boundary(BYTES);
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+    bytes
+}
+
+/// The layer by which a device's rate is measured: one expert, and a group of one PE for each.
+struct ProbedLayer {
+    config: LayerConfig,
+}
+
+impl WeightSource for ProbedLayer {
+    fn config(&self) -> &LayerConfig {
+        &self.config
+    }
+
+    fn name(&self, id: WeightId) -> String {
+        format!("{id:?}")
+    }
+
+    /// Small numbers: speed does not depend on which.
+    fn load(&self, id: WeightId) -> Result<Vec<f32>, WeightError> {
+        Ok(small(self.config.shape(id).iter().product()))
+    }
+}
+
+fn small(elements: usize) -> Vec<f32> {
+    (0..elements).map(|i| (i % 241) as f32 / 1200.0 - 0.1).collect()
+}
+
+impl ProbeRequest {
+    /// Most rows of a pass.
+    fn most_rows(&self) -> usize {
+        let most = if self.device == DeviceKind::Emulated { MOST_EMULATED_ROWS } else { MOST_ROWS };
+        ((MOST_FLOP / self.expert.flop_per_row()) as usize).clamp(LEAST_ROWS, most)
+    }
+
+    fn layer(&self) -> Result<(LayerSpec, DeviceOptions)> {
+        let config = LayerConfig::new(self.expert.hidden, 1, RouterConfig::external(1), self.expert.mlp());
+        let options = Options { wait_limit: self.options.wait_limit, ..Options::default() };
+        let spec =
+            LayerSpec::new(config, 1, self.most_rows()).dtype(self.expert.dtype).training(false).options(options);
+        let groups = (0..self.pes).map(|pe| (vec![pe], Placement::even(1, 1))).collect();
+        let groups = Groups::new(self.pes, groups).map_err(|wrong| anyhow!("the probe's groups: {wrong}"))?;
+        Ok((spec, DeviceOptions { path: self.gemm, groups: Some(groups), ..DeviceOptions::default() }))
+    }
+
+    /// Symmetric memory of a PE, bytes.
+    fn symmetric_bytes(&self, limits: &DeviceLimits, all_reachable: bool) -> Result<u64, MoeError> {
+        let (spec, on_device) =
+            self.layer().map_err(|error| MoeError::Usage { what: "probe", why: error.to_string() })?;
+        let links = symmetric_bytes(&self.options, self.pes, limits.multiprocessors);
+        // And what alignment may leave between the two.
+        Ok(links + device::symmetric_bytes(&spec, &on_device, limits, all_reachable)? + 4096)
+    }
+
+    /// How the links are measured: while a pair is, the others wait for it, and no longer than for anything else.
+    fn link_options(&self) -> ProbeOptions {
+        let mut options = self.options.clone();
+        let pairs = (self.pes * self.pes.saturating_sub(1)).max(1) as u32;
+        options.alone_limit = options.alone_limit.min((options.wait_limit / 4).saturating_mul(pairs));
+        options
+    }
+}
+
+/// Threads of a block that sends: as `bench p2p` has them; an emulated one takes turns for each.
+fn threads(device: DeviceKind) -> u32 {
+    if device == DeviceKind::Emulated { 32 } else { 1024 }
+}
+
+/// Bytes that `here` PEs with emulated devices take of this host.
+///
+/// # Errors
+/// What no device runs.
+pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize) -> Result<f64> {
+    let symmetric = request.symmetric_bytes(limits, true)? as f64;
+    let rows = (request.most_rows() * (request.expert.hidden * 16 + request.expert.intermediate * 16)) as f64;
+    Ok(here as f64 * (symmetric + request.expert.bytes(request.device) + rows))
+}
+
+/// A PE's part of a probe of devices; PE 0 sends the cluster's JSON, as text.
+///
+/// # Errors
+/// What the device lacks, a PE that does not do its part.
+pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
+    let wanted = WantedDevice { device: request.device, path: request.gemm, wait_limit: request.options.wait_limit };
+    let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
+    with_symmetric(wanted, bytes, host, |gpu, host| {
+        let mut show = |stage: ProbeStage, done: usize, of: usize| {
+            host.status().set_phase(1 + stage as u32);
+            host.status().set_progress(done as u64, of as u64);
+        };
+        let cluster = probe_devices(gpu, request, &mut show)?;
+        if gpu.my_pe() == 0 {
+            host.send(&serde_json::to_vec(&cluster.to_json())?)?;
+        }
+        Ok(())
+    })
+}
+
+/// Probes the devices of all PEs, each of which calls it; every PE gets the same cluster. Collective.
+///
+/// # Errors
+/// What the device lacks, a PE that does not do its part.
+pub fn probe_devices(
+    gpu: &dyn Gpu,
+    request: &ProbeRequest,
+    progress: &mut dyn FnMut(ProbeStage, usize, usize),
+) -> Result<Cluster> {
+    let options = request.link_options();
+    // All look before any takes something.
+    let free_bytes = gpu.limits()?.memory_free as f64;
+    gpu.barrier(options.wait_limit)?;
+    let mut prober = DeviceProber::new(gpu, &options, threads(request.device))?;
+    let links = probe_links_by(&mut prober, &options, progress)?;
+    progress(ProbeStage::Compute, 0, 1);
+    let (flop_per_ms, rows) = rate(gpu, request, &mut prober)?;
+    let host = host_name();
+    let mine =
+        Record { flop_per_ms, free_bytes, host: cut(&host), place: cut(&format!("{} {}", host_id(), gpu.place())) };
+    let all = prober.gather_bytes(bytemuck::bytes_of(&mine))?;
+    prober.free()?;
+    progress(ProbeStage::Compute, 1, 1);
+
+    let records: Vec<Record> = all.chunks_exact(size_of::<Record>()).map(bytemuck::pod_read_unaligned).collect();
+    let devices = records.iter().enumerate().map(|(pe, record)| {
+        let sharing = records.iter().filter(|other| other.place == record.place).count().max(1);
+        let mb = match request.memory_mb[..] {
+            [] => record.free_bytes * 1e-6 * MEMORY_SHARE / sharing as f64,
+            [all] => all,
+            ref each => each[pe],
+        };
+        let host = String::from_utf8_lossy(&record.host).trim_end_matches('\0').to_string();
+        Device::new(pe as u64, host, record.flop_per_ms, request.experts_in(mb)).memory_mb(mb)
+    });
+    let name = if request.device == DeviceKind::Emulated { "emulated" } else { "nvshmem" };
+    let mut cluster = links.cluster(devices.collect(), &options, name);
+    cluster.sources = sources(request, &gpu.name(), rows);
+    Ok(cluster)
+}
+
+/// Where each figure comes from.
+fn sources(request: &ProbeRequest, name: &str, rows: usize) -> std::collections::BTreeMap<String, String> {
+    let expert = request.expert;
+    let memory = match request.memory_mb.is_empty() {
+        true => format!("{:.0}% of the device's free memory, in equal parts to its PEs", 100.0 * MEMORY_SHARE),
+        false => request.memory_source.clone(),
+    };
+    let sizes = &request.options.sizes;
+    probe_sources(request, &memory)
+        .chain([
+            ("memory_mb", memory.clone()),
+            ("links", format!(
+                "probed on {name}: puts of symmetric memory with signals, from kernels, taken and answered, {} to {} bytes, every pair alone; a \
+                 line through the medians (Theil and Sen)",
+                sizes.first().unwrap_or(&0),
+                sizes.last().unwrap_or(&0)
+            )),
+            ("flop_per_ms", format!(
+                "probed on {name}: the layer's forward kernel with {}, {rows} rows at a time, by the device's clock, all PEs at once",
+                expert.text()
+            )),
+        ])
+        .map(|(what, source)| (what.to_string(), source))
+        .collect()
+}
+
+/// Passes of the layer, which this PE's device runs alone.
+struct Passes<'g> {
+    layer: DeviceLayer<'g>,
+    request: &'g ProbeRequest,
+    rows: usize,
+    x: Buffer<'g>,
+    ids: Buffer<'g>,
+    weights: Buffer<'g>,
+    output: Buffer<'g>,
+}
+
+impl<'g> Passes<'g> {
+    fn new(layer: DeviceLayer<'g>, request: &'g ProbeRequest, rows: usize) -> Result<Self> {
+        let elements = rows * request.expert.hidden;
+        let x = layer.rows(&small(elements), "hidden_states")?;
+        let (ids, weights) = (layer.ids(&vec![0; rows])?, layer.values(&vec![1.0; rows])?);
+        let output = layer.values(&vec![0.0; elements])?;
+        Ok(Passes { layer, request, rows, x, ids, weights, output })
+    }
+
+    /// One pass: the persistent kernel's time between the device's marks, never nothing.
+    fn run(&mut self) -> Result<Duration> {
+        let saved = self.layer.experts(&self.x, &self.ids, &self.weights, &mut self.output)?;
+        let outcome = self.layer.finish(&saved)?;
+        self.layer.recycle(saved);
+        let seconds = outcome.seconds - outcome.phases_s[Phase::Router.code()];
+        Ok(Duration::try_from_secs_f64(seconds).unwrap_or_default().max(Duration::from_nanos(1)))
+    }
+
+    fn flop(&self) -> f64 {
+        self.request.expert.flop_per_row() * self.rows as f64
+    }
+}
+
+/// This PE's rate, FLOP per ms, while all PEs compute, and the rows of a pass: as many as its share of the time has room for, as small ones do not fill a
+/// device. Collective.
+fn rate(gpu: &dyn Gpu, request: &ProbeRequest, prober: &mut DeviceProber<'_>) -> Result<(f64, usize)> {
+    let (spec, on_device) = request.layer()?;
+    let (most, part) = (spec.max_tokens, request.options.compute / PARTS);
+    let source = ProbedLayer { config: spec.config.clone() };
+    let layer = DeviceLayer::new(gpu, spec, &source, &on_device)?;
+    let mut passes = Passes::new(layer, request, LEAST_ROWS)?;
+    // The first loads kernels, and wakes the device's clocks.
+    passes.run()?;
+    while 2 * passes.rows <= most && passes.run()? < part / 8 {
+        let Passes { layer, rows, .. } = passes;
+        passes = Passes::new(layer, request, 2 * rows)?;
+        passes.run()?;
+    }
+    let mut rates = Vec::new();
+    for _ in 0..PARTS {
+        prober.barrier()?;
+        let (start, mut took, mut times) = (Instant::now(), Duration::ZERO, 0);
+        while times == 0 || start.elapsed() < part {
+            took += passes.run()?;
+            times += 1;
+        }
+        rates.push(f64::from(times) * passes.flop() / (took.as_secs_f64() * 1e3));
+    }
+    let Passes { layer, rows, .. } = passes;
+    layer.free()?;
+    // A device that came to nothing in its time is slow, and a device nonetheless.
+    Ok((median(rates).max(1.0), rows))
+}

@@ -1,0 +1,320 @@
+//! The links between devices, by puts of their symmetric memory: the kernels of `kernels/probe.cu`, and what the host makes of what they leave.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use bytemuck::{Pod, Zeroable};
+
+use crate::cluster::{LinkProber, ProbeOptions};
+use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer};
+use crate::report::median;
+
+/// Most blocks that share a message: more bring no more bytes over any link of today.
+const MOST_BLOCKS: u32 = 32;
+/// What a block sends of a message at least, where another could help.
+const PART_BYTES: usize = 16 << 10;
+/// What each piece of memory begins at a multiple of, bytes.
+const ALIGN_BYTES: u64 = 256;
+/// Rounds of all at once that do not count.
+const WARMUP_ROUNDS: u32 = 1;
+/// No message takes less, whatever a clock says: ms.
+const LEAST_MS: f64 = 1e-6;
+/// The most bytes of a PE that [`DeviceProber::gather_bytes`] takes, at least.
+pub const RECORD_BYTES: usize = 256;
+
+/// `ProbeArea` of kernels/probe.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Area {
+    messages: u64,
+    answers: u64,
+    meetings: u64,
+    sent: u64,
+    received: u64,
+    taken: u64,
+    numbers: u64,
+    cycles: u64,
+    control: u64,
+    limit_ns: u64,
+    budget_ns: u64,
+    meeting: u64,
+    me: u32,
+    n_pes: u32,
+    blocks: u32,
+    warmup: u32,
+    least: u32,
+    repetitions: u32,
+}
+
+/// `ProbeControl` of kernels/probe.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Control {
+    go: u64,
+    done: u32,
+    failed: u32,
+    what: u32,
+    pe: u32,
+    expected: u64,
+    seen: u64,
+    count: u64,
+    ns: u64,
+    cycles: u64,
+}
+
+/// One PE's end of the measurements, on its device.
+pub struct DeviceProber<'g> {
+    gpu: &'g dyn Gpu,
+    options: ProbeOptions,
+    /// Of a block.
+    threads: u32,
+    symmetric: SymmetricBuffer<'g>,
+    own: Buffer<'g>,
+    area: Area,
+    /// Meetings of all PEs in kernels so far.
+    meetings: u64,
+}
+
+/// Hands out places in memory that is still to be made.
+#[derive(Default)]
+struct Bump(u64);
+
+impl Bump {
+    fn take(&mut self, bytes: u64) -> u64 {
+        let at = self.0;
+        self.0 += bytes.next_multiple_of(ALIGN_BYTES);
+        at
+    }
+}
+
+/// Where the pieces are, from the beginning of the symmetric memory.
+struct Places {
+    messages: u64,
+    answers: u64,
+    meetings: u64,
+    sent: u64,
+    received: u64,
+    bytes: u64,
+}
+
+/// Bytes of what a PE sends at once, and of what it receives: a message, or a record, of which there is one of each PE.
+fn room(options: &ProbeOptions, n: usize) -> (u64, u64) {
+    let record = (n * (options.sizes.len() + 1) * size_of::<f64>()).max(RECORD_BYTES);
+    (options.largest().max(record) as u64, options.place_bytes(n).max(n * record) as u64)
+}
+
+fn places(options: &ProbeOptions, n: usize, blocks: u32) -> Places {
+    let words = (n * blocks as usize * size_of::<u64>()) as u64;
+    let (out, into) = room(options, n);
+    let mut bump = Bump::default();
+    let (messages, answers) = (bump.take(words), bump.take(words));
+    let meetings = bump.take((n * size_of::<u64>()) as u64);
+    let (sent, received) = (bump.take(out), bump.take(into));
+    Places { messages, answers, meetings, sent, received, bytes: bump.0 }
+}
+
+/// Blocks that share a message on devices of so many multiprocessors.
+fn most_blocks(multiprocessors: u32) -> u32 {
+    multiprocessors.clamp(1, MOST_BLOCKS)
+}
+
+/// Symmetric memory that [`DeviceProber`] takes of `n` PEs on devices of so many multiprocessors, bytes.
+pub fn symmetric_bytes(options: &ProbeOptions, n: usize, multiprocessors: u32) -> u64 {
+    places(options, n, most_blocks(multiprocessors)).bytes
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl<'g> DeviceProber<'g> {
+    /// Memory for `options` on this PE's device, whose blocks are to have so many threads (collective).
+    ///
+    /// # Errors
+    /// Too little memory; a peer that does not come.
+    pub fn new(gpu: &'g dyn Gpu, options: &ProbeOptions, threads: u32) -> Result<Self, GpuError> {
+        let (me, n) = (gpu.my_pe(), gpu.n_pes());
+        let blocks = most_blocks(gpu.limits()?.multiprocessors);
+        let Places { messages, answers, meetings, sent, received, bytes } = places(options, n, blocks);
+        let symmetric = SymmetricBuffer::new(gpu, bytes)?;
+        symmetric.zero(0, bytes)?;
+        let mut bump = Bump::default();
+        let taken = bump.take(room(options, n).1);
+        let numbers = bump.take((2 * n * blocks as usize * size_of::<u64>()) as u64);
+        let cycles = bump.take((options.repetitions.max(options.rounds) * size_of::<u64>()) as u64);
+        let control = bump.take(size_of::<Control>() as u64);
+        let own = Buffer::new(gpu, bump.0)?;
+        own.zero(0, bump.0)?;
+        let [messages, answers, meetings, sent, received] =
+            [messages, answers, meetings, sent, received].map(|at| symmetric.address() + at);
+        let [taken, numbers, cycles, control] = [taken, numbers, cycles, control].map(|at| own.address() + at);
+        let area = Area {
+            messages,
+            answers,
+            meetings,
+            sent,
+            received,
+            taken,
+            numbers,
+            cycles,
+            control,
+            // Twice as much must be a number too.
+            limit_ns: nanoseconds(options.wait_limit).clamp(1, u64::MAX / 4),
+            budget_ns: 0,
+            meeting: 0,
+            me: me as u32,
+            n_pes: n as u32,
+            blocks,
+            warmup: options.warmup as u32,
+            least: ProbeOptions::LEAST as u32,
+            repetitions: options.repetitions as u32,
+        };
+        // Nobody may signal before every PE's words are zero.
+        gpu.barrier(options.wait_limit)?;
+        Ok(DeviceProber { gpu, options: options.clone(), threads, symmetric, own, area, meetings: 0 })
+    }
+
+    /// Every PE's bytes, in the order of PEs; as many of each, and at most [`RECORD_BYTES`] (collective).
+    ///
+    /// # Errors
+    /// A PE that does not come.
+    pub fn gather_bytes(&mut self, mine: &[u8]) -> Result<Vec<u8>, GpuError> {
+        let (n, bytes) = (self.gpu.n_pes(), mine.len() as u64);
+        if n == 1 {
+            return Ok(mine.to_vec());
+        }
+        // In the same places as messages: all PEs must have taken theirs, and afterwards read what came.
+        self.gpu.barrier(self.options.wait_limit)?;
+        let taken = self.area.taken - self.own.address();
+        self.own.write(taken + self.gpu.my_pe() as u64 * bytes, mine)?;
+        let area = Area { meeting: self.meet(1), ..self.area };
+        self.launch("aristos_probe_gather", 1, &area, &[&bytes.to_ne_bytes()])?;
+        let all = self.own.read_vec(taken, n * mine.len())?;
+        self.gpu.barrier(self.options.wait_limit)?;
+        Ok(all)
+    }
+
+    /// Frees the symmetric memory (collective).
+    ///
+    /// # Errors
+    /// A peer that does not come.
+    pub fn free(self) -> Result<(), GpuError> {
+        self.symmetric.free(self.options.wait_limit)
+    }
+
+    /// The number of the next of so many meetings.
+    fn meet(&mut self, times: u64) -> u64 {
+        let next = self.meetings + 1;
+        self.meetings += times;
+        next
+    }
+
+    /// Runs one of the kernels to its end.
+    fn launch(&self, kernel: &str, grid: u32, area: &Area, args: &[&[u8]]) -> Result<Control, GpuError> {
+        let at = self.area.control - self.own.address();
+        self.own.zero(at, size_of::<Control>() as u64)?;
+        let launch = Launch { grid, block: self.threads, shared_bytes: 0, cooperative: u32::from(grid > 1) };
+        let all: Vec<&[u8]> = std::iter::once(bytemuck::bytes_of(area)).chain(args.iter().copied()).collect();
+        // SAFETY: each kernel takes a `ProbeArea` and these numbers. Its addresses are of the two buffers, which have room for what `places`
+        // and `new` count: messages and records that are no larger than `sent`, and one of each PE in `received` and `taken`.
+        unsafe { self.gpu.launch(kernel, launch, &all) }?;
+        let mut control = [Control::zeroed()];
+        self.own.read(at, &mut control)?;
+        let [control] = control;
+        if control.failed == 0 {
+            return Ok(control);
+        }
+        let (peer, what) = match control.what {
+            1 => (Some(control.pe as usize), "a message of its device"),
+            2 => (Some(control.pe as usize), "its device's answer"),
+            3 => (Some(control.pe as usize), "its device's signal to begin"),
+            _ => (None, "another block of its own device"),
+        };
+        Err(GpuError::Wait { pe: self.gpu.my_pe(), peer, what, waited: self.options.wait_limit })
+    }
+
+    /// The median of the times that a kernel left, ms.
+    fn median_ms(&self, control: &Control, most: usize) -> Result<f64, GpuError> {
+        let count = usize::try_from(control.count).unwrap_or(most).min(most);
+        let cycles: Vec<u64> = self.own.read_vec(self.area.cycles - self.own.address(), count)?;
+        let ms_per_cycle = control.ns as f64 * 1e-6 / control.cycles.max(1) as f64;
+        Ok(median(cycles.into_iter().map(|cycles| cycles as f64 * ms_per_cycle).collect()).max(LEAST_MS))
+    }
+
+    /// Blocks that share a message.
+    fn blocks(&self, bytes: usize) -> u32 {
+        bytes.div_ceil(PART_BYTES).clamp(1, self.area.blocks as usize) as u32
+    }
+
+    /// An empty message, then each size.
+    fn sizes(&self) -> Vec<usize> {
+        std::iter::once(0).chain(self.options.sizes.iter().copied()).collect()
+    }
+
+    /// Messages of all to those `begin` to `end` - 1 further on, at once: the median time until all are answered, ms.
+    fn together(&mut self, begin: usize, end: usize) -> Result<f64, GpuError> {
+        if begin >= end {
+            return Ok(LEAST_MS);
+        }
+        let bytes = self.options.sizes.get(self.options.together).copied().unwrap_or(0);
+        let rounds = self.options.rounds;
+        let meeting = self.meet(u64::from(WARMUP_ROUNDS) + rounds as u64);
+        let area = Area { meeting, warmup: WARMUP_ROUNDS, repetitions: rounds as u32, ..self.area };
+        let (begin, end, size) =
+            ((begin as u32).to_ne_bytes(), (end as u32).to_ne_bytes(), (bytes as u64).to_ne_bytes());
+        let control = self.launch("aristos_probe_together", self.blocks(bytes), &area, &[&begin, &end, &size])?;
+        self.median_ms(&control, rounds)
+    }
+}
+
+impl LinkProber for DeviceProber<'_> {
+    type Error = anyhow::Error;
+
+    fn my_pe(&self) -> usize {
+        self.gpu.my_pe()
+    }
+
+    fn n_pes(&self) -> usize {
+        self.gpu.n_pes()
+    }
+
+    fn barrier(&mut self) -> Result<()> {
+        Ok(self.gpu.barrier(self.options.wait_limit)?)
+    }
+
+    fn gather(&mut self, mine: &[f64]) -> Result<Vec<f64>> {
+        let all = self.gather_bytes(bytemuck::cast_slice(mine))?;
+        Ok(all.chunks_exact(size_of::<f64>()).map(bytemuck::pod_read_unaligned).collect())
+    }
+
+    fn send(&mut self, to: usize, limit: Duration) -> Result<Vec<f64>> {
+        let area = Area { budget_ns: nanoseconds(limit), ..self.area };
+        let to = (to as u32).to_ne_bytes();
+        let mut medians = Vec::new();
+        for bytes in self.sizes() {
+            let size = (bytes as u64).to_ne_bytes();
+            let control = self.launch("aristos_probe_send", self.blocks(bytes), &area, &[&to, &size])?;
+            medians.push(self.median_ms(&control, self.options.repetitions)?);
+        }
+        Ok(medians)
+    }
+
+    fn answer(&mut self, from: usize) -> Result<()> {
+        let from = (from as u32).to_ne_bytes();
+        for bytes in self.sizes() {
+            let size = (bytes as u64).to_ne_bytes();
+            self.launch("aristos_probe_answer", self.blocks(bytes), &self.area, &[&from, &size])?;
+        }
+        Ok(())
+    }
+
+    fn shift(&mut self, to: usize, _from: usize) -> Result<f64> {
+        let (n, me) = (self.gpu.n_pes(), self.gpu.my_pe());
+        let further = (to + n - me) % n;
+        Ok(self.together(further, further + 1)?)
+    }
+
+    fn exchange(&mut self) -> Result<f64> {
+        Ok(self.together(1, self.gpu.n_pes())?)
+    }
+}
