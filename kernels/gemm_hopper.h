@@ -7,9 +7,12 @@
 //
 // The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads
 // is there; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
-// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after
-// a barrier among all threads that wrote the task's results: it is what releases them. Each thread has a `Scheduler` of its own, so
-// what the two calls share must be in memory.
+// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by one thread, of whichever warp is
+// the last to have stored its part of the results, all of which happen before it: it is what releases them to other blocks. Each thread
+// has a `Scheduler` of its own, so what the two calls share must be in memory.
+//
+// The two consumers meet nowhere: one multiplies the next tile while the other is still in its epilogue, as the tensor cores would be idle
+// otherwise. How far it may be ahead is bounded by the stages, which only both free.
 #pragma once
 #include "gemm_hopper_load.h"
 
@@ -140,10 +143,12 @@ template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Schedule
                 release_stage(c, c.used);
             }
         }
-        dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
-        if (dev::thread() == PRODUCERS) scheduler.done(t);
-        dev::sync_warp();
-        if (dev::lane() == 0) dev::mbarrier_arrive(&c.control->done[e]);
+        dev::sync_warp();  // its stores happen before what its first lane does now
+        if (dev::lane() == 0) {
+            // Releases this warp's stores; the last to come acquires all of them, and `done` passes them on.
+            if (dev::shared_add_acq_rel(&c.control->finished[e], 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1) scheduler.done(t);
+            dev::mbarrier_arrive(&c.control->done[e]);
+        }
     }
 }
 
@@ -162,6 +167,7 @@ template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop
         for (u32 e = 0; e < ENTRIES; e++) {
             dev::mbarrier_init(&control->known[e], 1);
             dev::mbarrier_init(&control->done[e], COPY_WARPS + CONSUMER_WARPS);
+            control->finished[e] = 0;
         }
         dev::mbarrier_fence_init();
     }

@@ -56,6 +56,7 @@ struct Control {
     u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
     u64 done[ENTRIES];   // nobody reads it any more: an arrival of each copying and each consumer warp
     Entry entry[ENTRIES];
+    u32 finished[ENTRIES];  // consumer warps that have stored their part of an entry's tile, over all its tasks
     float row_sums[TILE_M];
     u32 asked;           // the scheduler's: entries it has filled
     const void* maps;    // and the tensor maps of the last one that has any

@@ -184,6 +184,7 @@ DEVICE void fence_sys() {
 
 DEVICE u32 shared_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 shared_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+DEVICE u32 shared_add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE float shared_add(float* p, float v) {
     // The threads of a block never run at the same time, and none is interrupted here.
     u32* word = reinterpret_cast<u32*>(p);
