@@ -68,15 +68,14 @@ template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n) {
 // acc += A B over `steps` stages. A stage's products are issued before those of the stage before it have completed.
 template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR, class Tile>
 DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& c, u32 steps) {
+    const u64 a = descriptor<A_MN_MAJOR>(c.stages + c.group * PANEL_BYTES), b = descriptor<B_MN_MAJOR>(c.stages + A_BYTES);
     dev::wgmma_fence_operand(acc);
     for (u32 i = 0; i < steps; i++) {
-        u32 n = c.used + i;
-        const char* a = c.stages + nth<Tile::STAGES>(n) * Tile::STAGE_BYTES + c.group * PANEL_BYTES;
-        const char* b = c.stages + nth<Tile::STAGES>(n) * Tile::STAGE_BYTES + A_BYTES;
+        const u32 n = c.used + i, stage = nth<Tile::STAGES>(n) * Tile::STAGE_BYTES;
         wait_stage(c, n);
         dev::wgmma_fence();
         UNROLL for (u32 k16 = 0; k16 < TILE_K / 16; k16++) {
-            dev::wgmma<T, Tile::N, A_MN_MAJOR, B_MN_MAJOR>(acc, descriptor<A_MN_MAJOR>(a, k16), descriptor<B_MN_MAJOR>(b, k16), true);
+            dev::wgmma<T, Tile::N, A_MN_MAJOR, B_MN_MAJOR>(acc, descriptor_at<A_MN_MAJOR>(a, stage, k16), descriptor_at<B_MN_MAJOR>(b, stage, k16), true);
         }
         dev::wgmma_commit();
         dev::wgmma_wait<1>();

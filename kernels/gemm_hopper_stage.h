@@ -28,10 +28,13 @@ constexpr u32 A_BYTES = TILE_M / PANEL * PANEL_BYTES;
 // The place of 16-byte piece `piece` of line `line` in a panel.
 DEVICE u32 swizzled(u32 line, u32 piece) { return line * 128 + ((piece ^ (line & 7)) << 4); }
 
-// wgmma's view of an operand whose panels begin at `panels`, at step `k16` (of 16) of the stage's K.
-template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels, u32 k16) {
-    return MN_MAJOR ? dev::smem_descriptor(panels + k16 * 16 * 128, PANEL_BYTES, 1024)
-                    : dev::smem_descriptor(panels + k16 * 32, 16, 1024);
+// wgmma's view of an operand whose panels begin at `panels`, at the first 16 of the stage's K.
+template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels) {
+    return MN_MAJOR ? dev::smem_descriptor(panels, PANEL_BYTES, 1024) : dev::smem_descriptor(panels, 16, 1024);
+}
+// The same `bytes` further, and at step `k16` (of 16). Of the two words only the lower changes, by an addition: no address is beyond its 14 bits.
+template <bool MN_MAJOR> DEVICE u64 descriptor_at(u64 first, u32 bytes, u32 k16) {
+    return first >> 32 << 32 | (u32(first) + (bytes + k16 * (MN_MAJOR ? 16 * 128 : 32)) / 16);
 }
 
 // The roles in a block of 384 threads. A warpgroup begins at a multiple of 4 warps.

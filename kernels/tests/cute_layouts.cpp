@@ -174,9 +174,10 @@ CASE(stages) {
 template <bool A_MN_MAJOR, bool B_MN_MAJOR> DEVICE void describe(u64* out) {
     const u32 group = dev::thread() / 4, k16 = dev::thread() % 4;
     if (group > 1) return;
-    const char* stage = dev::shared() + Stage::STAGE_BYTES;
-    out[dev::thread()] = hopper::descriptor<A_MN_MAJOR>(stage + group * hopper::PANEL_BYTES, k16);
-    out[8 + dev::thread()] = hopper::descriptor<B_MN_MAJOR>(stage + hopper::A_BYTES, k16);
+    const u64 a = hopper::descriptor<A_MN_MAJOR>(dev::shared() + group * hopper::PANEL_BYTES);
+    const u64 b = hopper::descriptor<B_MN_MAJOR>(dev::shared() + hopper::A_BYTES);
+    out[dev::thread()] = hopper::descriptor_at<A_MN_MAJOR>(a, Stage::STAGE_BYTES, k16);
+    out[8 + dev::thread()] = hopper::descriptor_at<B_MN_MAJOR>(b, Stage::STAGE_BYTES, k16);
 }
 extern "C" {
 KERNEL(test_describe_k_k, 32, 1)(u64* out) { describe<false, false>(out); }
