@@ -46,16 +46,18 @@ DEVICE u32 task_stages(const GemmTask& t) {
     return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);
 }
 
-// Brings into L2 what the epilogue is going to read, bit by bit while the tile's stages are loaded; by one warp.
-template <class T, class Tile> struct Ahead {
-    u32 turns, turn = 0, due = 0;  // of 32 lines each
-
-    DEVICE explicit Ahead(const GemmTask& t) : turns(finish_lines<TILE_M, Tile::N>(t) / 32) {}
-    // After each of `stages` stages.
-    DEVICE void step(const GemmTask& t, u32 stages) {
-        for (due += turns; due >= stages; due -= stages) prefetch_finish_line<T, TILE_M, Tile::N>(t, turn++ * 32 + dev::lane());
+// Brings into L2 what the epilogue is going to read, 32 lines after each of a tile's last stages and what is more at its beginning; by one warp.
+// Nothing is kept from stage to stage, as these loops have no register to spare.
+template <class T, class Tile> DEVICE void prefetch_before(const GemmTask& t, u32 stages) {
+    for (u32 turn = 0, turns = finish_lines<TILE_M, Tile::N>(t) / 32; turn + stages < turns; turn++) {
+        prefetch_finish_line<T, TILE_M, Tile::N>(t, turn * 32 + dev::lane());
     }
-};
+}
+// `left`: stages from this one on.
+template <class T, class Tile> DEVICE void prefetch_beside(const GemmTask& t, u32 left) {
+    u32 turns = finish_lines<TILE_M, Tile::N>(t) / 32;
+    if (left <= turns) prefetch_finish_line<T, TILE_M, Tile::N>(t, (turns - left) * 32 + dev::lane());
+}
 
 // Where TMA finds the columns of B. K-major: the first half of the panels are rows of `first`, the others of `second`. MN-major: all
 // panels are columns of `first`, or, in the second half of K, of `second`.
@@ -79,8 +81,9 @@ template <class Tile> DEVICE WeightBoxes weight_boxes(const GemmTask& t) {
 template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTask& t, Loader<Tile>& l) {
     const WeightBoxes boxes = weight_boxes<Tile>(t);
     const bool mn_major = b_mn_major<KINDS>(t.kind);
-    const u32 halves = k_halves(t), half_k = gemm_k(t) / halves, stages = task_stages(t);
-    Ahead<T, Tile> ahead(t);
+    const u32 halves = k_halves(t), half_k = gemm_k(t) / halves;
+    u32 left = task_stages(t);
+    if (KINDS != FORWARD_KINDS) prefetch_before<T, Tile>(t, left);
     for (u32 half = 0; half < halves; half++) {
         for (u32 k = 0; k < half_k; k += TILE_K) {
             char* stage = begin_stage(l);
@@ -101,7 +104,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
             }
             dev::sync_warp();
             l.begun++;
-            if (KINDS != FORWARD_KINDS) ahead.step(t, stages);
+            if (KINDS != FORWARD_KINDS) prefetch_beside<T, Tile>(t, left--);
         }
     }
 }
@@ -152,7 +155,8 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     const T* next[2];
     UNROLL for (u32 j = 0; j < 2; j++) next[j] = rows.row(lane + 32 * j);
 
-    Ahead<T, Tile> ahead(t);
+    const bool prefetches = warp == LOAD_WARPS - 1 && t.accumulate;
+    if (prefetches) prefetch_before<T, Tile>(t, (t.rows + TILE_K - 1) / TILE_K);
     for (u32 k = 0; k < t.rows; k += TILE_K) {
         const T* held[2];
         UNROLL for (u32 j = 0; j < 2; j++) {
@@ -169,7 +173,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
             }
         }
         end_stage(l);
-        if (warp == LOAD_WARPS - 1) ahead.step(t, (t.rows + TILE_K - 1) / TILE_K);
+        if (prefetches) prefetch_beside<T, Tile>(t, (t.rows - k + TILE_K - 1) / TILE_K);
     }
 }
 

@@ -34,7 +34,7 @@ template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels) {
 }
 // The same `bytes` further, and at step `k16` (of 16). Of the two words only the lower changes, by an addition: no address is beyond its 14 bits.
 template <bool MN_MAJOR> DEVICE u64 descriptor_at(u64 first, u32 bytes, u32 k16) {
-    return first >> 32 << 32 | (u32(first) + (bytes + k16 * (MN_MAJOR ? 16 * 128 : 32)) / 16);
+    return first >> 32 << 32 | (u32(first) + bytes / 16 + k16 * (MN_MAJOR ? 128 : 2));
 }
 
 // The roles in a block of 384 threads. A warpgroup begins at a multiple of 4 warps.
