@@ -47,7 +47,7 @@ DEVICE u32 task_stages(const GemmTask& t) {
 }
 
 // Brings into L2 what the epilogue is going to read, 32 lines after each of a tile's last stages and what is more at its beginning; by one warp.
-// Nothing is kept from stage to stage, as these loops have no register to spare.
+// Weight gradients, where there is something to add to, all at the beginning.
 template <class T, class Tile> DEVICE void prefetch_before(const GemmTask& t, u32 stages) {
     for (u32 turn = 0, turns = finish_lines<TILE_M, Tile::N>(t) / 32; turn + stages < turns; turn++) {
         prefetch_finish_line<T, TILE_M, Tile::N>(t, turn * 32 + dev::lane());
@@ -146,22 +146,24 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
     const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * OF_B * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
     const u32 column = first + piece * 8, most = warp == 0 ? 2 : OF_B;
-    // Panels that have no column are left as they are: nobody multiplies A's, and of B's the products are not stored.
-    const bool any[2] = {first < limit, most == 2 && first + PANEL < limit};
+    // A second panel that has no column is left as it is: nobody multiplies A's, and of B's the products are not stored.
+    const bool second = most == 2 && first + PANEL < limit;
     const bool inside[2] = {column < limit, column + PANEL < limit};
     const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * OF_B * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: those of this stage, and those of the next, whose loads are in flight.
-    const RowSource<T> rows = warp == 0 ? a_rows<T>(t) : b_mn_major_rows<T>(t);
+    // Where they are found waits in shared memory: this loop has no registers to spare.
+    RowSource<Bf16>& rows = l.control->rows[warp];
+    if (lane == 0) rows = warp == 0 ? a_rows<Bf16>(t) : b_mn_major_rows<Bf16>(t);  // of elements of 2 bytes, as T's
+    dev::sync_warp();
+    auto row_of = [&](u32 i) { return reinterpret_cast<const T*>(rows.row(i)); };
     const T* next[2];
-    UNROLL for (u32 j = 0; j < 2; j++) next[j] = rows.row(lane + 32 * j);
+    UNROLL for (u32 j = 0; j < 2; j++) next[j] = row_of(lane + 32 * j);
 
-    const bool prefetches = warp == LOAD_WARPS - 1 && t.accumulate;
-    if (prefetches) prefetch_before<T, Tile>(t, (t.rows + TILE_K - 1) / TILE_K);
     for (u32 k = 0; k < t.rows; k += TILE_K) {
         const T* held[2];
         UNROLL for (u32 j = 0; j < 2; j++) {
             held[j] = next[j];
-            next[j] = rows.row(k + TILE_K + lane + 32 * j);
+            next[j] = row_of(k + TILE_K + lane + 32 * j);
         }
         char* stage = begin_stage(l);
         UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
@@ -169,11 +171,10 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
             // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
             char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
             UNROLL for (u32 p = 0; p < 2; p++) {
-                if (any[p]) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
+                if (p == 0 || second) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
             }
         }
         end_stage(l);
-        if (prefetches) prefetch_beside<T, Tile>(t, (t.rows - k + TILE_K - 1) / TILE_K);
     }
 }
 
@@ -184,9 +185,15 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) 
         const Entry& entry = l.control->entry[e];
         dev::mbarrier_wait(&l.control->known[e], parity<ENTRIES>(n));
         if (!entry.more) break;
-        if (a_mn_major<KINDS>(entry.task.kind)) copy_slots<T>(entry.task, l);
-        else if (dev::warp() < ROW_WARPS) copy_rows<T>(entry.task, l);
-        else load_weights<T, KINDS>(entry.task, l);
+        if (a_mn_major<KINDS>(entry.task.kind)) {
+            // All at once, as the loop has no registers to spare.
+            if (dev::warp() == LOAD_WARPS - 1) prefetch_before<T, Tile>(entry.task, 0);
+            copy_slots<T>(entry.task, l);
+        } else if (dev::warp() < ROW_WARPS) {
+            copy_rows<T>(entry.task, l);
+        } else {
+            load_weights<T, KINDS>(entry.task, l);
+        }
         dev::sync_warp();
         if (dev::lane() == 0) dev::mbarrier_arrive(&l.control->done[e]);
     }

@@ -69,6 +69,7 @@ template <u32 COLUMNS> struct Tile {
         float row_sums[TILE_M];
         u32 asked;           // the scheduler's: entries it has filled
         const void* maps;    // and the tensor maps of the last one that has any
+        RowSource<Bf16> rows[LOAD_WARPS];  // each loading warp's
     };
 
     static constexpr u32 UNITS_AT = STAGES * STAGE_BYTES;
