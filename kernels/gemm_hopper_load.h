@@ -145,9 +145,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     static_assert(OF_B <= 2, "two panels a warp");
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
     const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * OF_B * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
-    const u32 column = first + piece * 8, most = warp == 0 ? 2 : OF_B;
-    // A second panel that has no column is left as it is: nobody multiplies A's, and of B's the products are not stored.
-    const bool second = most == 2 && first + PANEL < limit;
+    const u32 column = first + piece * 8;
     const bool inside[2] = {column < limit, column + PANEL < limit};
     const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * OF_B * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: those of this stage, and those of the next, whose loads are in flight.
@@ -171,7 +169,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
             // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
             char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
             UNROLL for (u32 p = 0; p < 2; p++) {
-                if (p == 0 || second) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
+                if (p < OF_B || warp == 0) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
             }
         }
         end_stage(l);
