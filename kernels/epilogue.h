@@ -221,27 +221,29 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     if (KINDS & A_MN_MAJOR_KINDS) finish_gradient(t, unit, row0, column0);
 }
 
-// Brings what `finish_unit` is going to read of global memory into L2, so that not every unit waits for DRAM; by THREADS threads of
-// number `thread`, late in the sum or after it.
-template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_finish(const GemmTask& t, u32 thread) {
-    auto line_of = [&](u32 i, u32 width, u32& row, u32& column) {  // `width`: elements in 128 bytes
-        row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
-    };
-    u32 row, column;
+// What `finish_unit` is going to read of global memory, in lines of 128 bytes of the tile's rows; they are brought into L2 late in the sum or after
+// it, so that not every unit waits for DRAM.
+template <u32 TILE_M, u32 TILE_N> DEVICE u32 finish_lines(const GemmTask& t) {
+    return t.kind == BACKWARD_DOWN ? TILE_M * TILE_N / 64 : a_mn_major(t.kind) && t.accumulate ? TILE_M * TILE_N / 32 : 0;
+}
+
+// Line `i` of them, of gate and of up at once.
+template <class T, u32 TILE_M, u32 TILE_N> DEVICE void prefetch_finish_line(const GemmTask& t, u32 i) {
+    u32 width = t.kind == BACKWARD_DOWN ? 64 : 32;  // elements of a line
+    u32 row = t.m0 + i / (TILE_N / width), column = t.n0 + i % (TILE_N / width) * width;
+    if (row >= gemm_m(t) || column >= gemm_n(t)) return;
     if (t.kind == BACKWARD_DOWN) {
-        for (u32 i = thread; i < TILE_M * TILE_N / 64; i += THREADS) {
-            line_of(i, 64, row, column);
-            if (row >= t.rows || column >= t.intermediate) continue;
-            const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
-            dev::prefetch_l2(gu);
-            if (t.gated) dev::prefetch_l2(gu + t.intermediate);
-        }
-    } else if (a_mn_major(t.kind) && t.accumulate) {
-        for (u32 i = thread; i < TILE_M * TILE_N / 32; i += THREADS) {
-            line_of(i, 32, row, column);
-            if (row < gemm_m(t) && column < gemm_n(t)) dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);
-        }
+        const T* gu = static_cast<const T*>(t.gu) + u64(row) * gu_width(t) + column;
+        dev::prefetch_l2(gu);
+        if (t.gated) dev::prefetch_l2(gu + t.intermediate);
+    } else {
+        dev::prefetch_l2(t.out + u64(row) * gemm_n(t) + column);
     }
+}
+
+// All of them, by THREADS threads of number `thread`.
+template <class T, u32 TILE_M, u32 TILE_N, u32 THREADS> DEVICE void prefetch_finish(const GemmTask& t, u32 thread) {
+    for (u32 i = thread, lines = finish_lines<TILE_M, TILE_N>(t); i < lines; i += THREADS) prefetch_finish_line<T, TILE_M, TILE_N>(t, i);
 }
 
 // BACKWARD_DOWN: the tile's partial sum of each of its rows, after a barrier among the warps that called `finish_unit`. `thread` of at

@@ -1,15 +1,18 @@
-// Hopper's GEMM path: a queue of `GemmTask`s by wgmma, in tiles of 128 x 256.
+// Hopper's GEMM path: a queue of `GemmTask`s by wgmma, in tiles of 128 x N, N 128 or 256.
 //
 // A block has three warpgroups. In the first, one warp asks the scheduler for tasks, one ahead of the consumers, and three
-// warps copy (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all 256 columns: 128 accumulators
-// a thread, which is why the registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's 128 columns first, then
+// warps load (gemm_hopper_load.h). The other two are consumers, 64 rows of the tile each, all N columns: N / 2 accumulators
+// a thread, which is why the registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then
 // up's, so that a thread holds both of a column.
 //
 // The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads
 // is there; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
-// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by thread 128 alone, after
-// a barrier among all threads that wrote the task's results: it is what releases them. Each thread has a `Scheduler` of its own, so
-// what the two calls share must be in memory.
+// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by one thread, of whichever warp is
+// the last to have stored its part of the results, all of which happen before it: it is what releases them to other blocks. Each thread
+// has a `Scheduler` of its own, so what the two calls share must be in memory.
+//
+// The two consumers meet nowhere: one multiplies the next tile while the other is still in its epilogue, as the tensor cores would be idle
+// otherwise. How far it may be ahead is bounded by the stages, which only both free.
 #pragma once
 #include "gemm_hopper_load.h"
 
@@ -21,7 +24,7 @@ namespace hopper {
 constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 // What lives across `next` lies in shared memory: beside it the scheduler has no register left.
-template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
+template <class Scheduler, class Control> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
     control->asked = 0;
     control->maps = nullptr;
     for (bool more = true; more; control->asked++) {
@@ -41,34 +44,38 @@ template <class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, Contr
     }
 }
 
-struct Consumer {
+template <class Tile> struct Consumer {
+    using Accumulators = float (&)[Tile::N / 2];
     char* stages;
-    Control* control;
+    typename Tile::Control* control;
     char* unit;      // this warp's
     u32 group;       // which 64 rows
     bool leads;      // the first lane of a warp
     u32 used = 0;    // stages, over all tiles
 };
 
-DEVICE void release_stage(const Consumer& c, u32 n) {
-    if (c.leads) dev::mbarrier_arrive(&c.control->empty[nth<STAGES>(n)]);
+template <class Tile> DEVICE void release_stage(const Consumer<Tile>& c, u32 n) {
+    if (c.leads) dev::mbarrier_arrive(&c.control->empty[nth<Tile::STAGES>(n)]);
 }
 
-DEVICE void wait_stage(const Consumer& c, u32 n) {
-    dev::mbarrier_wait(&c.control->full[nth<STAGES>(n)], parity<STAGES>(n));
+template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n) {
+    dev::mbarrier_wait(&c.control->full[nth<Tile::STAGES>(n)], parity<Tile::STAGES>(n));
+    // By the wait this thread has seen what others' cp.async wrote through the generic proxy; its wgmma read through the asynchronous one.
+    // The fence is to be on the way from one to the other, in whichever thread (PTX ISA, "Proxy-preserved base causality order").
+    dev::fence_proxy_async();
 }
 
 // acc += A B over `steps` stages. A stage's products are issued before those of the stage before it have completed.
-template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR> DEVICE void multiply(float (&acc)[TILE_N / 2], Consumer& c, u32 steps) {
+template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR, class Tile>
+DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& c, u32 steps) {
+    const u64 a = descriptor<A_MN_MAJOR>(c.stages + c.group * PANEL_BYTES), b = descriptor<B_MN_MAJOR>(c.stages + A_BYTES);
     dev::wgmma_fence_operand(acc);
     for (u32 i = 0; i < steps; i++) {
-        u32 n = c.used + i;
-        const char* a = c.stages + nth<STAGES>(n) * STAGE_BYTES + c.group * PANEL_BYTES;
-        const char* b = c.stages + nth<STAGES>(n) * STAGE_BYTES + A_BYTES;
+        const u32 n = c.used + i, stage = nth<Tile::STAGES>(n) * Tile::STAGE_BYTES;
         wait_stage(c, n);
         dev::wgmma_fence();
         UNROLL for (u32 k16 = 0; k16 < TILE_K / 16; k16++) {
-            dev::wgmma<T, TILE_N, A_MN_MAJOR, B_MN_MAJOR>(acc, descriptor<A_MN_MAJOR>(a, k16), descriptor<B_MN_MAJOR>(b, k16), true);
+            dev::wgmma<T, Tile::N, A_MN_MAJOR, B_MN_MAJOR>(acc, descriptor_at<A_MN_MAJOR>(a, stage, k16), descriptor_at<B_MN_MAJOR>(b, stage, k16), true);
         }
         dev::wgmma_commit();
         dev::wgmma_wait<1>();
@@ -80,28 +87,30 @@ template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR> DEVICE void multiply(float 
     release_stage(c, c.used - 1);
 }
 
-// Puts 64 of this warp's 256 columns into its unit, in the order that epilogue.h expects.
-template <u32 U> DEVICE void stage_columns(const float (&acc)[TILE_N / 2], bool paired, char* unit) {
+// Puts columns 64 u to 64 u + 63 of this warp's into its unit, in the order that epilogue.h expects. A branch for each u, so that the accumulators'
+// indices are constant.
+template <class Tile, u32 U = 0>
+DEVICE void stage_columns(typename Consumer<Tile>::Accumulators acc, u32 u, bool paired, char* unit) {
+    if constexpr (U + 1 < Tile::N / UNIT_COLS) {
+        if (u != U) return stage_columns<Tile, U + 1>(acc, u, paired, unit);
+    }
     stage_unit(unit, [&](u32 n, u32 i) {
         u32 half = GATED_GROUP / 8;
-        u32 pair = (U * half + n % half + (n < half ? 0 : TILE_N / 16)) * 4 + i;
+        u32 pair = (U * half + n % half + (n < half ? 0 : Tile::N / 16)) * 4 + i;
         return paired ? acc[pair] : acc[(U * 8 + n) * 4 + i];
     });
 }
 
-template <class T, u32 KINDS> DEVICE void finish_tile(const float (&acc)[TILE_N / 2], const GemmTask& t, const Consumer& c) {
-    static_assert(TILE_N == 4 * UNIT_COLS, "four units");
+template <class T, u32 KINDS, class Tile>
+DEVICE void finish_tile(typename Consumer<Tile>::Accumulators acc, const GemmTask& t, const Consumer<Tile>& c) {
     const u32 row = c.group * PANEL + dev::warp() % 4 * UNIT_ROWS, r = dev::lane() % UNIT_ROWS;
     const bool paired = is_paired(t);
     if (t.m0 + row >= gemm_m(t)) return;
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
-    // Not unrolled, so that the epilogue's code exists once; the four calls below keep accumulator indices constant.
-    for (u32 u = 0; u < 4 && t.n0 + (paired ? u * GATED_GROUP : u * UNIT_COLS) < gemm_n(t); u++) {
-        if (u == 0) stage_columns<0>(acc, paired, c.unit);
-        else if (u == 1) stage_columns<1>(acc, paired, c.unit);
-        else if (u == 2) stage_columns<2>(acc, paired, c.unit);
-        else stage_columns<3>(acc, paired, c.unit);
+    // Not unrolled, so that the epilogue's code exists once.
+    for (u32 u = 0; u < Tile::N / UNIT_COLS && t.n0 + (paired ? u * GATED_GROUP : u * UNIT_COLS) < gemm_n(t); u++) {
+        stage_columns<Tile>(acc, u, paired, c.unit);
         dev::sync_warp();
         // A row of the tile belongs to one warp, so its units' sums are added here, in ascending order of columns.
         finish_unit<T, KINDS>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
@@ -109,17 +118,11 @@ template <class T, u32 KINDS> DEVICE void finish_tile(const float (&acc)[TILE_N 
         if (t.kind == BACKWARD_DOWN) row_sum += row_sums[row + r];
     }
     if (t.kind == BACKWARD_DOWN && t.d_weight && dev::lane() < UNIT_ROWS && t.m0 + row + r < t.rows) {
-        t.d_weight[u64(t.m0 + row + r) * t.d_weight_stride + t.n0 / TILE_N] = row_sum;
+        t.d_weight[u64(t.m0 + row + r) * t.d_weight_stride + t.n0 / Tile::N] = row_sum;
     }
 }
 
-// Stages of a task, as many as the copying warps make.
-DEVICE u32 task_stages(const GemmTask& t) {
-    u32 halves = t.kind == BACKWARD_UP && t.gated ? 2 : 1;
-    return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);
-}
-
-template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Scheduler& scheduler, Consumer c) {
+template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_loop(Scheduler& scheduler, Consumer<Tile> c) {
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = c.control->entry[e];
@@ -128,40 +131,46 @@ template <class T, u32 KINDS, class Scheduler> DEVICE void consume_loop(Schedule
         if (!entry.more) break;
         const u32 steps = task_stages(t);
         if (t.m0 + c.group * PANEL < gemm_m(t)) {
-            float acc[TILE_N / 2];
-            UNROLL for (u32 i = 0; i < TILE_N / 2; i++) acc[i] = 0.0f;
-            if (a_mn_major<KINDS>(t.kind)) multiply<T, true, true>(acc, c, steps);
-            else if (b_mn_major<KINDS>(t.kind)) multiply<T, false, true>(acc, c, steps);
-            else multiply<T, false, false>(acc, c, steps);
-            finish_tile<T, KINDS>(acc, t, c);
+            float acc[Tile::N / 2];
+            UNROLL for (u32 i = 0; i < Tile::N / 2; i++) acc[i] = 0.0f;
+            if (a_mn_major<KINDS>(t.kind)) multiply<T, true, true, Tile>(acc, c, steps);
+            else if (b_mn_major<KINDS>(t.kind)) multiply<T, false, true, Tile>(acc, c, steps);
+            else multiply<T, false, false, Tile>(acc, c, steps);
+            finish_tile<T, KINDS, Tile>(acc, t, c);
         } else {
             for (u32 i = 0; i < steps; i++, c.used++) {
                 wait_stage(c, c.used);
                 release_stage(c, c.used);
             }
         }
-        dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
-        if (dev::thread() == PRODUCERS) scheduler.done(t);
-        dev::sync_warp();
-        if (dev::lane() == 0) dev::mbarrier_arrive(&c.control->done[e]);
+        dev::sync_warp();  // its stores happen before what its first lane does now
+        if (dev::lane() == 0) {
+            // Releases this warp's stores; the last to come acquires all of them, and `done` passes them on.
+            if (dev::shared_add_acq_rel(&c.control->finished[e], 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1) scheduler.done(t);
+            dev::mbarrier_arrive(&c.control->done[e]);
+        }
     }
 }
 
 }  // namespace hopper
 
-// Runs the scheduler's queue to its end. Called by all 384 threads of a block, with `hopper::SHARED_BYTES` of 1024-byte aligned
-// shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
-template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
+// Runs the scheduler's queue, of tiles of 128 x N, to its end. Called by all 384 threads of a block, with `hopper::Tile<N>::SHARED_BYTES` of
+// 1024-byte aligned shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
+template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
-    Control* control = reinterpret_cast<Control*>(shared + CONTROL_AT);
+    using Tile = hopper::Tile<N>;
+    using Control = typename Tile::Control;
+    constexpr u32 STAGES = Tile::STAGES;
+    Control* control = reinterpret_cast<Control*>(shared + Tile::CONTROL_AT);
     if (dev::thread() == 0) {
         for (u32 s = 0; s < STAGES; s++) {
-            dev::mbarrier_init(&control->full[s], COPY_WARPS * 32 + 1);
+            dev::mbarrier_init(&control->full[s], LOAD_WARPS * 32);
             dev::mbarrier_init(&control->empty[s], CONSUMER_WARPS);
         }
         for (u32 e = 0; e < ENTRIES; e++) {
             dev::mbarrier_init(&control->known[e], 1);
-            dev::mbarrier_init(&control->done[e], COPY_WARPS + CONSUMER_WARPS);
+            dev::mbarrier_init(&control->done[e], LOAD_WARPS + CONSUMER_WARPS);
+            control->finished[e] = 0;
         }
         dev::mbarrier_fence_init();
     }
@@ -173,14 +182,15 @@ template <class T, u32 KINDS = ALL_KINDS, class Scheduler> DEVICE void gemm_loop
             if (dev::lane() == 0) schedule_loop(scheduler, control);
             dev::sync_warp();
         } else {
-            copy_loop<T, KINDS>(Loader{shared, control});
+            load_loop<T, KINDS>(Loader<Tile>{shared, control});
         }
         dev::named_barrier(PRODUCER_BARRIER, PRODUCERS);  // setmaxnreg needs the whole warpgroup
         dev::setmaxnreg_inc<EQUAL_REGISTERS>();
     } else {
         dev::setmaxnreg_inc<CONSUMER_REGISTERS>();
         u32 warp = dev::warp() - PRODUCERS / 32;
-        consume_loop<T, KINDS>(scheduler, Consumer{shared, control, shared + UNITS_AT + warp * UNIT_BYTES, warp / 4, dev::lane() == 0});
+        char* unit = shared + Tile::UNITS_AT + warp * UNIT_BYTES;
+        consume_loop<T, KINDS>(scheduler, Consumer<Tile>{shared, control, unit, warp / 4, dev::lane() == 0});
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
     }

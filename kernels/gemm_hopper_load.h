@@ -1,10 +1,13 @@
-// The copying warps of the Hopper GEMM: they fill stages, tile after tile, as fast as the consumers empty them.
+// The loading warps of the Hopper GEMM: they fill stages, tile after tile, as fast as the consumers empty them.
 //
-// Weights come by TMA. Rows that are gathered through pointers, or whose tail must not be read, come by cp.async, 16 bytes per
-// lane and a whole 128-byte line per quarter warp, to where TMA would have put them; what lies outside is filled with zeros.
+// Weights come by TMA, which one thread of a warp of its own asks for. Rows that are gathered through pointers, or whose tail must not be read,
+// come by cp.async, 16 bytes per lane and a whole 128-byte line per quarter warp, to where TMA would have put them; what lies outside is filled
+// with zeros.
 //
-// cp.async writes as a thread does, wgmma reads as the asynchronous proxy: so a thread waits for its own copies, fences, and only
-// then arrives on the stage's barrier. IN_FLIGHT younger stages stay in flight meanwhile.
+// Nobody here waits for a copy: each thread has the stage's barrier count its copies when they are complete (cp.async.mbarrier.arrive.noinc).
+// cp.async writes as a thread does, and wgmma reads as the asynchronous proxy; the fence that this takes is the consumers', who have seen the
+// writes by waiting for the barrier: gemm_hopper.h, `wait_stage`. TMA later writes where cp.async wrote, of other tasks; the same fence is between
+// these, as it comes before the consumers free the stage.
 #pragma once
 #include "gemm_hopper_stage.h"
 
@@ -12,163 +15,186 @@
 namespace aristos {
 namespace hopper {
 
-constexpr u32 IN_FLIGHT = 2;
-static_assert(IN_FLIGHT < STAGES, "the consumers free a stage only after it was published");
-
-struct Loader {
+template <class Tile> struct Loader {
     char* stages;
-    Control* control;
-    u32 begun = 0, published = 0;  // stages, over all tiles
+    typename Tile::Control* control;
+    u32 begun = 0;  // stages, over all tiles
 };
 
 // Waits until the next stage is free. Each thread waits for itself, because each overwrites a part of the stage.
-DEVICE char* begin_stage(const Loader& l) {
-    u32 s = nth<STAGES>(l.begun);
-    dev::mbarrier_wait(&l.control->empty[s], parity<STAGES>(l.begun) ^ 1);
-    return l.stages + s * STAGE_BYTES;
+template <class Tile> DEVICE char* begin_stage(const Loader<Tile>& l) {
+    u32 s = nth<Tile::STAGES>(l.begun);
+    dev::mbarrier_wait(&l.control->empty[s], parity<Tile::STAGES>(l.begun) ^ 1);
+    return l.stages + s * Tile::STAGE_BYTES;
 }
 
-DEVICE void publish_one(Loader& l) { dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.published++)]); }
-
-DEVICE void end_stage(Loader& l) {
-    dev::cp_async_commit();
+template <class Tile> DEVICE void end_stage(Loader<Tile>& l) {
+    dev::cp_async_mbarrier_arrive(&l.control->full[nth<Tile::STAGES>(l.begun)]);
     l.begun++;
-    if (l.begun - l.published > IN_FLIGHT) {
-        dev::cp_async_wait<IN_FLIGHT>();
-        dev::fence_proxy_async();
-        publish_one(l);
-    }
-}
-
-DEVICE void publish_all(Loader& l) {
-    dev::cp_async_wait<0>();
-    dev::fence_proxy_async();
-    while (l.published < l.begun) publish_one(l);
 }
 
 template <class T> DEVICE const T* shfl_pointer(const T* p, u32 lane) {
     return reinterpret_cast<const T*>(dev::shfl(reinterpret_cast<u64>(p), int(lane)));
 }
 
-// Where TMA finds the 256 columns of B. K-major: panels 0 and 1 are rows of `first`, panels 2 and 3 of `second`. MN-major: all
+// Gate's and up's rows are apart in memory, so where both are summed over neither may begin in the middle of a box.
+DEVICE u32 k_halves(const GemmTask& t) { return t.kind == BACKWARD_UP && t.gated ? 2 : 1; }
+
+// Stages of a task.
+DEVICE u32 task_stages(const GemmTask& t) {
+    u32 halves = k_halves(t);
+    return halves * ((gemm_k(t) / halves + TILE_K - 1) / TILE_K);
+}
+
+// Brings into L2 what the epilogue is going to read, 32 lines after each of a tile's last stages and what is more at its beginning; by one warp.
+// Weight gradients, where there is something to add to, all at the beginning.
+template <class T, class Tile> DEVICE void prefetch_before(const GemmTask& t, u32 stages) {
+    for (u32 turn = 0, turns = finish_lines<TILE_M, Tile::N>(t) / 32; turn + stages < turns; turn++) {
+        prefetch_finish_line<T, TILE_M, Tile::N>(t, turn * 32 + dev::lane());
+    }
+}
+// `left`: stages from this one on.
+template <class T, class Tile> DEVICE void prefetch_beside(const GemmTask& t, u32 left) {
+    u32 turns = finish_lines<TILE_M, Tile::N>(t) / 32;
+    if (left <= turns) prefetch_finish_line<T, TILE_M, Tile::N>(t, (turns - left) * 32 + dev::lane());
+}
+
+// Where TMA finds the columns of B. K-major: the first half of the panels are rows of `first`, the others of `second`. MN-major: all
 // panels are columns of `first`, or, in the second half of K, of `second`.
 struct WeightBoxes {
     const TensorMap *first, *second;
     u32 n_first, n_second;
 };
 
-DEVICE WeightBoxes weight_boxes(const GemmTask& t) {
+template <class Tile> DEVICE WeightBoxes weight_boxes(const GemmTask& t) {
     auto* maps = static_cast<const TensorMap*>(t.tensor_maps);
     auto *gate = maps, *up = maps + 1, *down = maps + 2;
     switch (t.kind) {
         case FORWARD_UP:
-            return t.gated ? WeightBoxes{gate, up, t.n0, t.n0} : WeightBoxes{up, up, t.n0, t.n0 + TILE_N / 2};
+            return t.gated ? WeightBoxes{gate, up, t.n0, t.n0} : WeightBoxes{up, up, t.n0, t.n0 + Tile::N / 2};
         case BACKWARD_UP: return t.gated ? WeightBoxes{gate, up, t.n0, t.n0} : WeightBoxes{up, up, t.n0, t.n0};
-        default: return {down, down, t.n0, t.n0 + TILE_N / 2};
+        default: return {down, down, t.n0, t.n0 + Tile::N / 2};
     }
 }
 
-// A: rows of the output. B: weights.
-template <class T> DEVICE void load_rows_and_weights(const GemmTask& t, Loader& l) {
-    // A warp copies every third group of 4 lines, at most 11 of the 32. Lane i holds the pointers of the warp's lines i and
-    // 32 + i.
-    constexpr u32 GROUPS = TILE_M / 4, TURNS = (GROUPS + COPY_WARPS - 1) / COPY_WARPS;
-    static_assert(TURNS * 4 <= 64, "two pointers a lane");
-    const u32 thread = dev::thread(), warp = thread / 32, lane = thread % 32, piece = lane % 8, sub = lane / 8;
-    const RowSource<T> rows = a_rows<T>(t);
-    const T* held[2];
-    UNROLL for (u32 j = 0; j < 2; j++) {
-        u32 of_warp = lane + 32 * j, line = (warp + of_warp / 4 * COPY_WARPS) * 4 + of_warp % 4;
-        held[j] = line < TILE_M ? rows.row(t.m0 + line) : nullptr;
-    }
-    const u32 place = swizzled(warp * 4 + sub, piece);
-    publish_all(l);  // of the previous tile, while these pointers arrive
-
-    const WeightBoxes boxes = weight_boxes(t);
-    const bool mn_major = b_mn_major(t.kind);
-    // Gate's and up's rows are apart in memory, so neither may begin in the middle of a box.
-    const u32 halves = t.kind == BACKWARD_UP && t.gated ? 2 : 1, half_k = gemm_k(t) / halves;
+// B, weights: a warp, of which one thread asks TMA.
+template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTask& t, Loader<Tile>& l) {
+    const WeightBoxes boxes = weight_boxes<Tile>(t);
+    const bool mn_major = b_mn_major<KINDS>(t.kind);
+    const u32 halves = k_halves(t), half_k = gemm_k(t) / halves;
+    u32 left = task_stages(t);
+    if (KINDS != FORWARD_KINDS) prefetch_before<T, Tile>(t, left);
     for (u32 half = 0; half < halves; half++) {
         for (u32 k = 0; k < half_k; k += TILE_K) {
             char* stage = begin_stage(l);
-            if (thread == 0) {
-                u64* full = &l.control->full[nth<STAGES>(l.begun)];
-                dev::mbarrier_arrive_expect(full, B_BYTES);
-                UNROLL for (u32 p = 0; p < TILE_N / PANEL; p++) {
+            if (dev::lane() == 0) {
+                u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
+                dev::mbarrier_arrive_expect(full, Tile::B_BYTES);
+                dev::mbarrier_arrive(full, 31);  // for the other lanes, which have nothing to copy
+                UNROLL for (u32 p = 0; p < Tile::B_PANELS; p++) {
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;
                     if (mn_major) {
                         dev::tma_load_2d(panel, half ? boxes.second : boxes.first, full, i32(t.n0 + p * PANEL), i32(k));
                     } else {
-                        u32 n = (p < 2 ? boxes.n_first : boxes.n_second) + p % 2 * PANEL;
-                        dev::tma_load_2d(panel, p < 2 ? boxes.first : boxes.second, full, i32(k), i32(n));
+                        constexpr u32 HALF = Tile::B_PANELS / 2;
+                        u32 n = (p < HALF ? boxes.n_first : boxes.n_second) + p % HALF * PANEL;
+                        dev::tma_load_2d(panel, p < HALF ? boxes.first : boxes.second, full, i32(k), i32(n));
                     }
                 }
             }
             dev::sync_warp();
+            l.begun++;
+            if (KINDS != FORWARD_KINDS) prefetch_beside<T, Tile>(t, left--);
+        }
+    }
+}
+
+// A, rows of the output: two warps, a panel each.
+template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
+    const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8, first = t.m0 + warp * PANEL;
+    // Lane i holds the pointers of the panel's lines i and 32 + i.
+    const RowSource<T> rows = a_rows<T>(t);
+    const T* held[2];
+    UNROLL for (u32 j = 0; j < 2; j++) held[j] = rows.row(first + lane + 32 * j);
+    const u32 place = warp * PANEL_BYTES + swizzled(sub, piece);
+    const bool any = first < t.rows;  // otherwise nobody multiplies the panel
+
+    const u32 halves = k_halves(t), half_k = gemm_k(t) / halves;
+    for (u32 half = 0; half < halves; half++) {
+        for (u32 k = 0; k < half_k; k += TILE_K) {
+            char* stage = begin_stage(l);
             const bool inside = k + piece * 8 < half_k;
             const u32 column = half * half_k + k + piece * 8;
-            UNROLL for (u32 i = 0; i < TURNS; i++) {
-                const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
-                // As `swizzled`: lines are 12 apart, which flips bit 2 of `line & 7` each time.
-                char* to = stage + (i % 2 ? place ^ 64 : place) + i * (COPY_WARPS * 4 * 128);
-                if (i < GROUPS / COPY_WARPS || warp < GROUPS % COPY_WARPS) dev::cp_async16(to, row + column, row && inside);
+            if (any) {
+                UNROLL for (u32 i = 0; i < PANEL / 4; i++) {
+                    const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
+                    // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
+                    char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
+                    dev::cp_async16(to, row + column, row && inside);
+                }
             }
             end_stage(l);
         }
     }
 }
 
-// Both operands MN-major, a line for each slot: weight gradients.
-template <class T> DEVICE void load_slots(const GemmTask& t, Loader& l) {
-    // The first warp copies A's two panels, the second B's first two, the third B's last two.
-    const u32 thread = dev::thread(), warp = thread / 32, lane = thread % 32, piece = lane % 8, sub = lane / 8;
-    const u32 column = (warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL) + piece * 8;
-    const u32 limit = warp == 0 ? gemm_m(t) : gemm_n(t);
+// Both operands MN-major, a line for each slot: weight gradients. The first warp copies A's two panels, the second B's first half, the third the
+// other.
+template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<Tile>& l) {
+    constexpr u32 OF_B = Tile::B_PANELS / 2;
+    static_assert(OF_B <= 2, "two panels a warp");
+    const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
+    const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * OF_B * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
+    const u32 column = first + piece * 8;
     const bool inside[2] = {column < limit, column + PANEL < limit};
-    const u32 place = warp * (2 * PANEL_BYTES) + swizzled(sub, piece);
+    const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * OF_B * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: those of this stage, and those of the next, whose loads are in flight.
-    const RowSource<T> rows = warp == 0 ? a_rows<T>(t) : b_mn_major_rows<T>(t);
+    // Where they are found waits in shared memory: this loop has no registers to spare.
+    RowSource<Bf16>& rows = l.control->rows[warp];
+    if (lane == 0) rows = warp == 0 ? a_rows<Bf16>(t) : b_mn_major_rows<Bf16>(t);  // of elements of 2 bytes, as T's
+    dev::sync_warp();
+    auto row_of = [&](u32 i) { return reinterpret_cast<const T*>(rows.row(i)); };
     const T* next[2];
-    UNROLL for (u32 j = 0; j < 2; j++) next[j] = rows.row(lane + 32 * j);
-    publish_all(l);
+    UNROLL for (u32 j = 0; j < 2; j++) next[j] = row_of(lane + 32 * j);
 
     for (u32 k = 0; k < t.rows; k += TILE_K) {
         const T* held[2];
         UNROLL for (u32 j = 0; j < 2; j++) {
             held[j] = next[j];
-            next[j] = rows.row(k + TILE_K + lane + 32 * j);
+            next[j] = row_of(k + TILE_K + lane + 32 * j);
         }
         char* stage = begin_stage(l);
-        if (thread == 0) dev::mbarrier_arrive(&l.control->full[nth<STAGES>(l.begun)]);  // in place of TMA
         UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
             const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
             // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
             char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
             UNROLL for (u32 p = 0; p < 2; p++) {
-                dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
+                if (p < OF_B || warp == 0) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
             }
         }
         end_stage(l);
     }
 }
 
-// What the copying warps do: all tasks' loads, in the order of the queue.
-template <class T, u32 KINDS> DEVICE void copy_loop(Loader l) {
+// What the loading warps do: all tasks' loads, in the order of the queue.
+template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) {
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = l.control->entry[e];
-        // The next task may wait for what the stages in flight will give, so they are published before waiting for it.
-        if (!dev::mbarrier_test(&l.control->known[e], parity<ENTRIES>(n))) {
-            publish_all(l);
-            dev::mbarrier_wait(&l.control->known[e], parity<ENTRIES>(n));
-        }
+        dev::mbarrier_wait(&l.control->known[e], parity<ENTRIES>(n));
         if (!entry.more) break;
-        if (a_mn_major<KINDS>(entry.task.kind)) load_slots<T>(entry.task, l);
-        else load_rows_and_weights<T>(entry.task, l);
+        if (a_mn_major<KINDS>(entry.task.kind)) {
+            // All at once, as the loop has no registers to spare.
+            if (dev::warp() == LOAD_WARPS - 1) prefetch_before<T, Tile>(entry.task, 0);
+            copy_slots<T>(entry.task, l);
+        } else if (dev::warp() < ROW_WARPS) {
+            copy_rows<T>(entry.task, l);
+        } else {
+            load_weights<T, KINDS>(entry.task, l);
+        }
         dev::sync_warp();
         if (dev::lane() == 0) dev::mbarrier_arrive(&l.control->done[e]);
     }
-    publish_all(l);
 }
 
 }  // namespace hopper

@@ -1,6 +1,6 @@
 // Shared memory of the Hopper GEMM: the stages that operands pass through, and the layout that wgmma expects there.
 //
-// A stage holds 128 x 64 of A and 64 x 256 of B as panels of 64 x 64 elements, 8 KB each: 64 lines of 128 bytes, and in
+// A stage holds 128 x 64 of A and 64 x N of B as panels of 64 x 64 elements, 8 KB each: 64 lines of 128 bytes, and in
 // line r the 16-byte piece c lies at place c ^ (r % 8) ("128B swizzle": what TMA writes and wgmma reads; PTX ISA,
 // "Shared memory matrix layout"). A line is a row of A or a column of B when the operand is contiguous along K (K-major),
 // and a step of K when it is contiguous along M or N (MN-major). So one box of 64 x 64 elements serves both uses of a weight.
@@ -20,52 +20,63 @@
 namespace aristos {
 namespace hopper {
 
-constexpr u32 TILE_M = 128, TILE_N = 256, TILE_K = 64;
-constexpr u32 STAGES = 4;
+constexpr u32 TILE_M = 128, TILE_K = 64;
 constexpr u32 PANEL = 64;               // lines of a panel, and elements of a line
 constexpr u32 PANEL_BYTES = 64 * 128;
-constexpr u32 A_BYTES = TILE_M / PANEL * PANEL_BYTES, B_BYTES = TILE_N / PANEL * PANEL_BYTES;
-constexpr u32 STAGE_BYTES = A_BYTES + B_BYTES;
-static_assert(A_BYTES == TILE_M * TILE_K * 2 && B_BYTES == TILE_N * TILE_K * 2, "panels cover the tile");
+constexpr u32 A_BYTES = TILE_M / PANEL * PANEL_BYTES;
 
 // The place of 16-byte piece `piece` of line `line` in a panel.
 DEVICE u32 swizzled(u32 line, u32 piece) { return line * 128 + ((piece ^ (line & 7)) << 4); }
 
-// wgmma's view of an operand whose panels begin at `panels`, at step `k16` (of 16) of the stage's K.
-template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels, u32 k16) {
-    return MN_MAJOR ? dev::smem_descriptor(panels + k16 * 16 * 128, PANEL_BYTES, 1024)
-                    : dev::smem_descriptor(panels + k16 * 32, 16, 1024);
+// wgmma's view of an operand whose panels begin at `panels`, at the first 16 of the stage's K.
+template <bool MN_MAJOR> DEVICE u64 descriptor(const char* panels) {
+    return MN_MAJOR ? dev::smem_descriptor(panels, PANEL_BYTES, 1024) : dev::smem_descriptor(panels, 16, 1024);
+}
+// The same `bytes` further, and at step `k16` (of 16). Of the two words only the lower changes, by an addition: no address is beyond its 14 bits.
+template <bool MN_MAJOR> DEVICE u64 descriptor_at(u64 first, u32 bytes, u32 k16) {
+    return first >> 32 << 32 | (u32(first) + bytes / 16 + k16 * (MN_MAJOR ? 128 : 2));
 }
 
 // The roles in a block of 384 threads. A warpgroup begins at a multiple of 4 warps.
 constexpr u32 THREADS = 384;
-constexpr u32 COPY_WARPS = 3, SCHEDULER_WARP = 3;   // with it the first warpgroup, the producer
+// The first warpgroup, the producer: two warps copy rows, one has TMA load weights or, where there are none, copies rows too, one schedules.
+constexpr u32 ROW_WARPS = 2, LOAD_WARPS = 3, SCHEDULER_WARP = 3;
 constexpr u32 PRODUCERS = 128, CONSUMERS = 256, CONSUMER_WARPS = CONSUMERS / 32;
 constexpr u32 PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
 
-// A task on its way from the scheduler to copiers and consumers; two, so that the next tile is loaded during an epilogue.
+// A task on its way from the scheduler to loaders and consumers; two, so that the next tile is loaded during an epilogue.
 constexpr u32 ENTRIES = 2;
 struct Entry {
     GemmTask task;
     u32 more;  // 0: the queue is at its end, and `task` is none
 };
 
-struct Control {
-    u64 full[STAGES];    // a stage holds its operands: an arrival of each copying thread, one more, and TMA's bytes
-    u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp
-    u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
-    u64 done[ENTRIES];   // nobody reads it any more: an arrival of each copying and each consumer warp
-    Entry entry[ENTRIES];
-    float row_sums[TILE_M];
-    u32 asked;           // the scheduler's: entries it has filled
-    const void* maps;    // and the tensor maps of the last one that has any
-};
+// A tile of 128 x N, and a block's shared memory for it: stages, then each consumer warp's unit of the epilogue, then `Control`.
+// 64 x 192 would be 96 + 96 columns of gate and up, and a box has 64: so of the three widths that wgmma and the registers allow there are two.
+template <u32 COLUMNS> struct Tile {
+    static_assert(COLUMNS == 128 || COLUMNS == 256, "whole boxes of gate and of up");
+    static constexpr u32 N = COLUMNS, STAGES = N == 256 ? 4 : 6;
+    static constexpr u32 B_PANELS = N / PANEL, B_BYTES = B_PANELS * PANEL_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
+    static_assert(A_BYTES == TILE_M * TILE_K * 2 && B_BYTES == N * TILE_K * 2, "panels cover the tile");
 
-// Shared memory: stages, then each consumer warp's unit of the epilogue, then `Control`.
-constexpr u32 UNITS_AT = STAGES * STAGE_BYTES;
-constexpr u32 CONTROL_AT = UNITS_AT + CONSUMER_WARPS * UNIT_BYTES;
-constexpr u32 SHARED_BYTES = CONTROL_AT + sizeof(Control);
-static_assert(SHARED_BYTES <= 226 * 1024, "leaves the kernel 1 KB of a block's 227");
+    struct Control {
+        u64 full[STAGES];    // a stage holds its operands: an arrival of each thread of a loading warp, and TMA's bytes
+        u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp
+        u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
+        u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp
+        Entry entry[ENTRIES];
+        u32 finished[ENTRIES];  // consumer warps that have stored their part of an entry's tile, over all its tasks
+        float row_sums[TILE_M];
+        u32 asked;           // the scheduler's: entries it has filled
+        const void* maps;    // and the tensor maps of the last one that has any
+        RowSource<Bf16> rows[LOAD_WARPS];  // each loading warp's
+    };
+
+    static constexpr u32 UNITS_AT = STAGES * STAGE_BYTES;
+    static constexpr u32 CONTROL_AT = UNITS_AT + CONSUMER_WARPS * UNIT_BYTES;
+    static constexpr u32 SHARED_BYTES = CONTROL_AT + sizeof(Control);
+    static_assert(SHARED_BYTES <= 226 * 1024, "leaves the kernel 1 KB of a block's 227");
+};
 
 // For the n-th use of COUNT slots taken round robin: the slot's number, and the parity of completion n / COUNT of its barrier.
 template <u32 COUNT> DEVICE u32 nth(u32 n) { return n % COUNT; }

@@ -37,15 +37,19 @@ struct HopperTestScheduler {
     DEVICE void done(const GemmTask&) { dev::fetch_add_acq_rel(queue->done, 1u); }
 };
 
-template <class T> DEVICE void gemm_hopper_test_body(const HopperQueue* queue) {
+template <class T, u32 N> DEVICE void gemm_hopper_test_body(const HopperQueue* queue) {
     HopperTestScheduler scheduler{queue};
-    gemm_loop_hopper<T>(scheduler, dev::shared());
+    gemm_loop_hopper<T, ALL_KINDS, N>(scheduler, dev::shared());
 }
 
-KERNEL(aristos_gemm_hopper_test_bf16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16>(queue); }
+KERNEL(aristos_gemm_hopper_test_bf16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 256>(queue); }
 REGISTER_KERNEL(aristos_gemm_hopper_test_bf16)
-KERNEL(aristos_gemm_hopper_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16>(queue); }
+KERNEL(aristos_gemm_hopper_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 256>(queue); }
 REGISTER_KERNEL(aristos_gemm_hopper_test_f16)
+KERNEL(aristos_gemm_hopper_128_test_bf16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 128>(queue); }
+REGISTER_KERNEL(aristos_gemm_hopper_128_test_bf16)
+KERNEL(aristos_gemm_hopper_128_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128>(queue); }
+REGISTER_KERNEL(aristos_gemm_hopper_128_test_f16)
 
 }  // namespace aristos
 #endif

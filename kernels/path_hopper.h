@@ -7,11 +7,12 @@
 #if ARISTOS_HOPPER
 namespace aristos {
 
-template <class T, u32 KINDS> struct HopperPath {
+// In tiles of 128 x N.
+template <class T, u32 KINDS, u32 N = HOPPER_TILE_N> struct HopperPath {
     using Element = T;
-    static_assert(hopper::TILE_M == HOPPER_TILE_M && hopper::TILE_N == HOPPER_TILE_N, "launch.h");
+    static_assert(hopper::TILE_M == HOPPER_TILE_M, "launch.h");
     static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
-    static constexpr u32 SHARED_BYTES = (hopper::SHARED_BYTES + 127) / 128 * 128;
+    static constexpr u32 SHARED_BYTES = (hopper::Tile<N>::SHARED_BYTES + 127) / 128 * 128;
     static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
 
     // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
@@ -22,7 +23,7 @@ template <class T, u32 KINDS> struct HopperPath {
     };
     static DEVICE void run(Block& b) {
         Source source{b};
-        gemm_loop_hopper<T, KINDS>(source, dev::shared());
+        gemm_loop_hopper<T, KINDS, N>(source, dev::shared());
     }
 };
 

@@ -196,6 +196,12 @@ DEVICE void fence_sys() { __threadfence_system(); }
 DEVICE u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
 DEVICE u64 shared_add(u64* p, u64 v) { return atomicAdd(reinterpret_cast<unsigned long long*>(p), (unsigned long long)v); }
 DEVICE float shared_add(float* p, float v) { return atomicAdd(p, v); }
+// Acquires and releases among the block's threads.
+DEVICE u32 shared_add_acq_rel(u32* p, u32 v) {
+    u32 old;
+    asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(shared_address(p)), "r"(v) : "memory");
+    return old;
+}
 
 DEVICE u64 nanoseconds() {
     u64 t;

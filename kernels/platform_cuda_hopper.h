@@ -18,6 +18,9 @@ DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(u64* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
+DEVICE void mbarrier_arrive(u64* bar, u32 count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
 DEVICE void mbarrier_arrive_expect(u64* bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
@@ -42,7 +45,14 @@ DEVICE void mbarrier_wait(u64* bar, u32 parity) {
     } while (done == 0);
 }
 
-// Writes of this thread to shared memory become visible to TMA and wgmma.
+// Arrives once all cp.async that this thread has issued before are complete. Whoever then waits for the phase sees what they wrote, but of
+// this thread's other writes nothing (PTX ISA, "cp.async.mbarrier.arrive" and "mbarrier.test_wait, mbarrier.try_wait").
+DEVICE void cp_async_mbarrier_arrive(u64* bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+
+// What this thread has written to shared memory, or has seen of others' writes by a wait, becomes visible to TMA and to the wgmma that it
+// issues afterwards (PTX ISA, "Proxy-preserved base causality order": a proxy fence anywhere on the way from the write to the read).
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- TMA

@@ -1,4 +1,5 @@
-// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA after a seeded number of switches.
+// cp.async, mbarriers and TMA. Copies come late: cp.async at the wait that covers it, TMA, and cp.async that an mbarrier counts, after a seeded
+// number of switches.
 #include <algorithm>
 
 #include "fragments.h"
@@ -30,10 +31,17 @@ Mbarrier* checked(Block& block, u64* bar, const char* what) {
     return mbarrier;
 }
 
+u8 slot_of(const Block& block, const u64* bar) {
+    u8 slot = 0;
+    while (block.mbarriers[slot].bar != bar) ++slot;  // it is `checked`
+    return slot;
+}
+
 // Ends the phase when all arrivals and bytes have come.
 void settle(Block& block, Mbarrier* mbarrier) {
     if (mbarrier->pending != 0 || mbarrier->transactions != 0) return;
     mbarrier->tag ^= 1;
+    ++block.mbarriers[slot_of(block, reinterpret_cast<u64*>(mbarrier))].phases;
     mbarrier->pending = mbarrier->count;
     block.idle_rounds = 0;
     for (u32 i = 0; i < block.threads; ++i) {
@@ -55,7 +63,7 @@ void complete(Block& block, const TmaLoad& load) {
         for (u32 p = 0; p < pieces; ++p) {
             const u32 plain = block.shared_address(load.to) + (r * pieces + p) * 16;
             char* to = block.window + swizzled_128b(plain);
-            block.unfenced[block.shared_address(to) / 16] = 0;
+            block.written[block.shared_address(to) / 16] = {};
             for (u32 e = 0; e < per_piece; ++e) {
                 const long long row = load.row + static_cast<long long>(r);
                 const long long col = load.col + static_cast<long long>(p * per_piece + e);
@@ -72,6 +80,42 @@ void complete(Block& block, const TmaLoad& load) {
     settle(block, mbarrier);
 }
 
+bool later(const AsyncArrival& a, const AsyncArrival& b) { return a.due > b.due; }
+
+// A copy of `fiber` comes now.
+void land(Fiber* fiber, const Copy& copy) {
+    const Vec16 zeros{};
+    Written& written = fiber->home->written[fiber->home->shared_address(copy.to) / 16];
+    written = {u16(fiber->thread + 1), copy.slot, false, copy.phase};
+    __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
+}
+
+void complete(Block& block, const AsyncArrival& arrival) {
+    Fiber* fiber = arrival.fiber;
+    std::size_t kept = 0;
+    for (const Copy& copy : fiber->copies) {
+        if (copy.number < arrival.through) land(fiber, copy);
+        else fiber->copies[kept++] = copy;
+    }
+    fiber->copies.resize(kept);
+    Mbarrier* mbarrier = reinterpret_cast<Mbarrier*>(arrival.bar);
+    if (mbarrier->pending == 0) block.fail("cp.async of thread %u arrive at an mbarrier where all had arrived", fiber->thread);
+    --mbarrier->pending;
+    settle(block, mbarrier);
+}
+
+void arrive(u64* bar, u32 count, u32 bytes) {
+    Block& block = *self()->home;
+    Mbarrier* mbarrier = checked(block, bar, "mbarrier_arrive");
+    const u32 pieces = bytes / 16;
+    if (bytes % 16 != 0 || mbarrier->transactions + i32(pieces) > 32767) block.fail("an mbarrier is to expect %u bytes", bytes);
+    if (count == 0 || mbarrier->pending < count) block.fail("thread %u arrives at an mbarrier where all had arrived", self()->thread);
+    tsan::release(sync_of(bar, mbarrier->tag));
+    mbarrier->transactions = i16(mbarrier->transactions + i32(pieces));
+    mbarrier->pending = u16(mbarrier->pending - count);
+    settle(block, mbarrier);
+}
+
 }  // namespace
 
 void complete_loads(Block& block, bool force_one) {
@@ -79,7 +123,16 @@ void complete_loads(Block& block, bool force_one) {
     for (std::size_t i = 1; i < block.loads.size(); ++i) {
         if (block.loads[i].due < block.loads[earliest].due) earliest = i;
     }
-    if (force_one) block.loads[earliest].due = 0;
+    if (force_one) {
+        if (block.arrivals.empty() || (!block.loads.empty() && block.loads[earliest].due < block.arrivals[0].due)) block.loads[earliest].due = 0;
+        else block.arrivals[0].due = 0;
+    }
+    while (!block.arrivals.empty() && block.arrivals[0].due <= block.switches) {
+        const AsyncArrival arrival = block.arrivals[0];
+        std::pop_heap(block.arrivals.begin(), block.arrivals.end(), later);
+        block.arrivals.pop_back();
+        complete(block, arrival);
+    }
     for (std::size_t i = 0; i < block.loads.size();) {
         if (block.loads[i].due <= block.switches) {
             const TmaLoad load = block.loads[i];
@@ -90,7 +143,7 @@ void complete_loads(Block& block, bool force_one) {
             ++i;
         }
     }
-    block.next_load_due = ~u64(0);
+    block.next_load_due = block.arrivals.empty() ? ~u64(0) : block.arrivals[0].due;
     for (const TmaLoad& load : block.loads) {
         if (load.due < block.next_load_due) block.next_load_due = load.due;
     }
@@ -104,13 +157,10 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
             fiber->copies[kept++] = copy;
             continue;
         }
-        const Vec16 zeros{};
         if (copy.valid) tsan::reads(copy.from, 16);
         tsan::writes(copy.to, 16);
-        const u32 piece = fiber->home->shared_address(copy.to) / 16;
-        fiber->home->unfenced[piece] = u16(fiber->thread + 1);
-        fiber->unfenced.push_back(piece);
-        __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
+        fiber->unfenced.push_back(fiber->home->shared_address(copy.to) / 16);
+        land(fiber, copy);
     }
     fiber->copies.resize(kept);
 }
@@ -138,7 +188,8 @@ void cp_async16(void* smem, const void* global, bool valid) {
     Fiber* fiber = self();
     fiber->home->check_shared(smem, 16, 16, "cp_async16's target");
     if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
-    fiber->copies.push_back({static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid});
+    fiber->copies.push_back(
+        {static_cast<char*>(smem), static_cast<const char*>(global), fiber->copy_groups, valid, NO_SLOT, fiber->copies_issued++, 0});
     // The target may be written from now on; until the copy completes its contents are undefined.
     if (fiber->home->random.next() % 2 == 0) raw_fill(smem, 0xff, 16);
 }
@@ -154,21 +205,46 @@ void cp_async_wait_group(u32 n) {
     finish_copies(fiber, fiber->copy_groups > n ? fiber->copy_groups - n : 0, false);
 }
 
+// At least as late as the model allows: the copies, of which the sanitizer is only told that they read, and the arrival, which releases none of
+// this thread's other writes.
+void cp_async_mbarrier_arrive(u64* bar) {
+    Fiber* fiber = self();
+    Block& block = *fiber->home;
+    checked(block, bar, "cp_async_mbarrier_arrive");
+    const u8 slot = slot_of(block, bar);
+    for (Copy& copy : fiber->copies) {
+        if (copy.slot != NO_SLOT) continue;
+        if (copy.valid) tsan::reads(copy.from, 16);
+        copy.slot = slot, copy.phase = block.mbarriers[slot].phases + 1;
+    }
+    const AsyncArrival arrival{fiber, bar, fiber->copies_issued, block.switches + 1 + block.random.below(4 * block.threads)};
+    if (!copies_in_flight(block) || arrival.due < block.next_load_due) block.next_load_due = arrival.due;
+    block.arrivals.push_back(arrival);
+    std::push_heap(block.arrivals.begin(), block.arrivals.end(), later);
+}
+
 void fence_proxy_async() {
     Fiber* fiber = self();
     for (u32 piece : fiber->unfenced) {
-        if (fiber->home->unfenced[piece] == fiber->thread + 1) fiber->home->unfenced[piece] = 0;
+        if (fiber->home->written[piece].thread == fiber->thread + 1) fiber->home->written[piece] = {};
     }
     fiber->unfenced.clear();
+    for (u32 i = 0; i < MBARRIERS; ++i) fiber->fenced[i] = fiber->waited[i];
 }
+
+void (*prefetch_hook)(const void*) = nullptr;
 
 void mbarrier_init(u64* bar, u32 count) {
     Block& block = *self()->home;
     block.check_shared(bar, 8, 8, "mbarrier_init");
     if (count == 0 || count > MAX_THREADS) block.fail("an mbarrier for %u arrivals", count);
-    if (std::find(block.mbarriers.begin(), block.mbarriers.end(), bar) != block.mbarriers.end())
-        block.fail("mbarrier_init of one that nobody has ended");
-    block.mbarriers.push_back(bar);
+    MbarrierSlot* free = nullptr;
+    for (MbarrierSlot& slot : block.mbarriers) {
+        if (slot.bar == bar) block.fail("mbarrier_init of one that nobody has ended");
+        if (!slot.bar && !free) free = &slot;
+    }
+    if (!free) block.fail("more than %u mbarriers", MBARRIERS);
+    free->bar = bar;
     *reinterpret_cast<Mbarrier*>(bar) = {MBARRIER_TAG, u16(count), u16(count), 0};
 }
 
@@ -179,27 +255,25 @@ void mbarrier_inval(u64* bar) {
         const Fiber& fiber = *block.fibers[i];
         if (fiber.wait == Wait::MBARRIER && fiber.wait_on == bar) block.fail("mbarrier_inval of one for which thread %u waits", i);
     }
-    block.mbarriers.erase(std::find(block.mbarriers.begin(), block.mbarriers.end(), bar));
+    for (const TmaLoad& load : block.loads) {
+        if (load.bar == bar) block.fail("mbarrier_inval of one that counts a tma_load_2d in flight");
+    }
+    for (const AsyncArrival& arrival : block.arrivals) {
+        if (arrival.bar == bar) block.fail("mbarrier_inval of one that counts cp.async of thread %u in flight", arrival.fiber->thread);
+    }
+    block.mbarriers[slot_of(block, bar)].bar = nullptr;
     reinterpret_cast<Mbarrier*>(bar)->tag = 0;
 }
 
-void mbarrier_arrive(u64* bar) { mbarrier_arrive_expect(bar, 0); }
-
-void mbarrier_arrive_expect(u64* bar, u32 bytes) {
-    Block& block = *self()->home;
-    Mbarrier* mbarrier = checked(block, bar, "mbarrier_arrive");
-    const u32 pieces = bytes / 16;
-    if (bytes % 16 != 0 || mbarrier->transactions + i32(pieces) > 32767) block.fail("an mbarrier is to expect %u bytes", bytes);
-    if (mbarrier->pending == 0) block.fail("thread %u arrives at an mbarrier where all had arrived", self()->thread);
-    tsan::release(sync_of(bar, mbarrier->tag));
-    mbarrier->transactions = i16(mbarrier->transactions + i32(pieces));
-    --mbarrier->pending;
-    settle(block, mbarrier);
-}
+void mbarrier_arrive(u64* bar, u32 count) { arrive(bar, count, 0); }
+void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(bar, 1, bytes); }
 
 bool mbarrier_test(u64* bar, u32 parity) {
-    const Mbarrier* mbarrier = checked(*self()->home, bar, "mbarrier_test");
+    Fiber* fiber = self();
+    const Mbarrier* mbarrier = checked(*fiber->home, bar, "mbarrier_test");
     if ((mbarrier->tag & 1) == (parity & 1)) return false;
+    const u8 slot = slot_of(*fiber->home, bar);
+    fiber->waited[slot] = fiber->home->mbarriers[slot].phases;
     tsan::acquire(sync_of(bar, parity));
     return true;
 }
@@ -220,11 +294,17 @@ void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
     const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
     block.check_shared(smem, bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
+    for (u32 piece = block.shared_address(smem) / 16, end = piece + bytes / 16; piece < end; ++piece) {
+        const Written& written = block.written[piece];
+        if (written.thread != 0 && !written.seen) {
+            block.fail("tma_load_2d writes over what thread %u's cp.async wrote, without fence_proxy_async in between", written.thread - 1);
+        }
+    }
     TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.switches + 1 + block.random.below(4 * block.threads)};
     std::memcpy(load.map, map, sizeof load.map);
     // The target may be written from now on.
     if (block.random.next() % 2 == 0) raw_fill(smem, 0xff, bytes);
-    if (block.loads.empty() || load.due < block.next_load_due) block.next_load_due = load.due;
+    if (!copies_in_flight(block) || load.due < block.next_load_due) block.next_load_due = load.due;
     block.loads.push_back(load);
 }
 

@@ -144,7 +144,11 @@ DEVICE Vec16 load16(const void* p) {
     return v;
 }
 DEVICE Vec16 load16_stream(const void* p) { return load16(p); }
-DEVICE void prefetch_l2(const void*) {}
+// For tests: is told of every prefetch, by any block. Null: nothing is.
+extern void (*prefetch_hook)(const void*);
+DEVICE void prefetch_l2(const void* p) {
+    if (prefetch_hook) prefetch_hook(p);
+}
 DEVICE void store16(void* p, Vec16 v) {
     if (__builtin_expect(reinterpret_cast<std::uintptr_t>(p) % 16 != 0, 0)) fail_misaligned(p);
     std::memcpy(__builtin_assume_aligned(p, 16), &v, 16);
@@ -189,6 +193,7 @@ DEVICE void fence_sys() {
 
 DEVICE u32 shared_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 shared_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+DEVICE u32 shared_add_acq_rel(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 DEVICE float shared_add(float* p, float v) {
     // The threads of a block never run at the same time, and none is interrupted here.
     u32* word = reinterpret_cast<u32*>(p);
@@ -229,10 +234,11 @@ u32 n_pes();
 void mbarrier_init(u64* bar, u32 count);
 void mbarrier_inval(u64* bar);
 DEVICE void mbarrier_fence_init() {}
-void mbarrier_arrive(u64* bar);
+void mbarrier_arrive(u64* bar, u32 count = 1);
 void mbarrier_arrive_expect(u64* bar, u32 bytes);
 bool mbarrier_test(u64* bar, u32 parity);
 void mbarrier_wait(u64* bar, u32 parity);
+void cp_async_mbarrier_arrive(u64* bar);
 void fence_proxy_async();
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 DEVICE void tensor_map_fence(const TensorMap*) {}

@@ -109,12 +109,13 @@ void Block::run(Grid* the_launch, u32 block_index) {
     warpgroups.resize((threads + WARPGROUP - 1) / WARPGROUP);
     for (Barrier& barrier : barriers) barrier = Barrier{};
     loads.clear();
-    mbarriers.clear();
+    arrivals.clear();
+    for (MbarrierSlot& slot : mbarriers) slot = {nullptr, 0};
     switches = pauses = idle_rounds = syncs = 0;
     queue_head = queue_size = 0;
     // A read of what nobody wrote must show: NaN in every format.
     raw_fill(window, 0xff, SHARED_START + launch->shared_bytes);
-    raw_fill(unfenced, 0, sizeof unfenced);
+    raw_fill(written, 0, sizeof written);
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
 
     for (u32 i = 0; i < threads; ++i) start_fiber(fibers[i].get());
@@ -148,6 +149,8 @@ void Block::start_fiber(Fiber* fiber) {
     fiber->wait = Wait::NOTHING;
     fiber->copy_groups = fiber->fenced_at = 0;
     fiber->copies.clear();
+    fiber->copies_issued = 0;
+    for (u32 m = 0; m < MBARRIERS; ++m) fiber->waited[m] = fiber->fenced[m] = 0;
     fiber->unfenced.clear();
     fiber->wgmma = WgmmaThread{};
     if (!fiber->tsan_fiber) fiber->tsan_fiber = tsan::create_fiber();
@@ -220,10 +223,10 @@ void Block::check_shared(const void* p, u64 bytes, u32 alignment, const char* wh
 Fiber* Block::pick() {
     ++switches;
     if (launch->failed.load(std::memory_order_relaxed)) leave();
-    if (!loads.empty() && switches >= next_load_due) complete_loads(*this, false);
+    if (copies_in_flight(*this) && switches >= next_load_due) complete_loads(*this, false);
     while (queue_size == 0) {
         if (live == 0) leave();
-        if (loads.empty()) {
+        if (!copies_in_flight(*this)) {
             report_failure(launch, deadlock());
             leave();
         }

@@ -58,7 +58,16 @@ struct Operands {
     const u32 *a, *b;
 };
 
-struct Copy { char* to; const char* from; u32 group; bool valid; };  // of cp.async
+// A cp.async in flight. `slot`: of the mbarrier that the thread's next cp_async_mbarrier_arrive names, which follows it in phase `phase`;
+// NO_SLOT before.
+struct Copy { char* to; const char* from; u32 group; bool valid; u8 slot; u64 number; u32 phase; };
+// The mbarriers of a block that are initialised; their phases are counted over all uses of a slot.
+constexpr u32 MBARRIERS = 32;
+constexpr u8 NO_SLOT = 255;
+struct MbarrierSlot { u64* bar; u32 phases; };
+// Who wrote a 16-byte piece of shared memory by cp.async, so that wgmma and TMA need a fence: 1 + the thread, 0 for nobody. With `slot`, the
+// copy is known to be there by the end of that phase of that mbarrier. `seen`: a wgmma with a fence has read it since.
+struct Written { u16 thread; u8 slot; bool seen; u32 phase; };
 
 struct Fiber : dev::ThreadContext {
     void* stack_pointer;
@@ -71,8 +80,11 @@ struct Fiber : dev::ThreadContext {
     Operands operands;
     u32 copy_groups;            // committed by cp.async
     UntrackedVector<Copy> copies;   // in flight
+    u64 copies_issued;
+    // Phases of each mbarrier whose end this thread has waited for, and those of which it has since called fence_proxy_async.
+    u32 waited[MBARRIERS], fenced[MBARRIERS];
     u32 fenced_at;              // the block's `syncs` at the last fence_sys
-    UntrackedVector<u32> unfenced;  // pieces of the shared window that cp.async wrote since the last fence_proxy_async
+    UntrackedVector<u32> unfenced;  // pieces of the shared window that its waits found written since the last fence_proxy_async
     WgmmaThread wgmma;
 };
 
@@ -86,6 +98,14 @@ struct TmaLoad {
     u64* bar;
     u8 map[sizeof(TensorMap)];  // not a TensorMap, whose alignment is more than an allocation's
     i32 col, row;
+    u64 due;  // as a number of `switches`
+};
+
+// Of cp_async_mbarrier_arrive: comes when all copies of the fiber before number `through` have.
+struct AsyncArrival {
+    Fiber* fiber;
+    u64* bar;
+    u64 through;
     u64 due;  // as a number of `switches`
 };
 
@@ -132,11 +152,11 @@ struct Block {
     std::vector<WgmmaGroup> warpgroups;
     Barrier barriers[16];
     UntrackedVector<TmaLoad> loads;
-    // Of each 16-byte piece: 1 + the thread whose cp.async wrote it and which has not fenced since, otherwise 0.
-    u16 unfenced[(SHARED_START + MAX_SHARED) / 16];
+    UntrackedVector<AsyncArrival> arrivals;  // a heap, the earliest first
+    Written written[(SHARED_START + MAX_SHARED) / 16];
     u64 switches = 0, next_load_due = 0;
     u32 syncs = 0;                        // barriers of all threads that were passed
-    UntrackedVector<u64*> mbarriers;      // initialised and not ended
+    MbarrierSlot mbarriers[MBARRIERS];
     u64 pauses = 0, idle_rounds = 0;
     u64 time = 0;                         // virtual, ns
 
@@ -162,6 +182,7 @@ struct Block {
 inline Fiber* self() { return static_cast<Fiber*>(dev::current); }
 
 // copies.cpp
+inline bool copies_in_flight(const Block& block) { return !block.loads.empty() || !block.arrivals.empty(); }
 void complete_loads(Block& block, bool force_one);
 void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
 

@@ -70,7 +70,7 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
 // ---- wgmma
 
 // `rows` x 16 of an operand, as out[k][row].
-void read_operand(Block& block, u64 descriptor, u32 rows, bool trans, bool bf16, float* out) {
+void read_operand(Block& block, const WgmmaOp& op, u64 descriptor, u32 rows, bool trans, bool bf16, float* out) {
     if (descriptor >> 62 != 1) block.fail("a wgmma descriptor without the 128-byte swizzle: %llx",
                                           static_cast<unsigned long long>(descriptor));
     const u32 end = SHARED_START + block.launch->shared_bytes;
@@ -81,9 +81,13 @@ void read_operand(Block& block, u64 descriptor, u32 rows, bool trans, bool bf16,
                        static_cast<long long>(at) - SHARED_START, block.launch->shared_bytes,
                        static_cast<unsigned long long>(descriptor));
         }
-        if (block.unfenced[at / 16] != 0) {
-            block.fail("wgmma reads what thread %u's cp.async wrote at %u, without fence_proxy_async in between",
-                       block.unfenced[at / 16] - 1, at - SHARED_START);
+        Written& written = block.written[at / 16];
+        if (written.thread != 0) {
+            if (written.slot == NO_SLOT || op.fenced[written.slot] < written.phase) {
+                block.fail("wgmma reads what thread %u's cp.async wrote at %u, without fence_proxy_async in between",
+                           written.thread - 1, at - SHARED_START);
+            }
+            written.seen = true;
         }
         __builtin_memcpy(values, block.window + at, 16);
     };
@@ -107,8 +111,8 @@ void read_operand(Block& block, u64 descriptor, u32 rows, bool trans, bool bf16,
 
 void execute(Block& block, const WgmmaOp& op) {
     alignas(64) float a[16 * 64], b[16 * 256];
-    read_operand(block, op.desc_a, 64, op.trans_a, op.bf16, a);
-    read_operand(block, op.desc_b, op.n, op.trans_b, op.bf16, b);
+    read_operand(block, op, op.desc_a, 64, op.trans_a, op.bf16, a);
+    read_operand(block, op, op.desc_b, op.n, op.trans_b, op.bf16, b);
     float* values = op.accumulators->values.data();
     for (u32 n0 = 0; n0 < op.n; n0 += 64) {
         for (u32 m = 0; m < 64; ++m) {
@@ -240,12 +244,16 @@ void wgmma_64xnx16(float* acc, u32 n, u64 desc_a, u64 desc_b, bool accumulate, b
     }
     const u64 number = fiber->wgmma.issued++;
     if (number - group.first == group.ops.size()) {
-        group.ops.push_back({desc_a, desc_b, n, 0, accumulate, bf16, trans_a, trans_b, nullptr});
+        group.ops.push_back({desc_a, desc_b, n, 0, accumulate, bf16, trans_a, trans_b, nullptr, {}});
+        for (u32& fenced : group.ops.back().fenced) fenced = ~0u;
     }
     WgmmaOp& op = group.ops[number - group.first];
     if (op.desc_a != desc_a || op.desc_b != desc_b || op.n != n || op.accumulate != accumulate || op.bf16 != bf16 ||
         op.trans_a != trans_a || op.trans_b != trans_b) {
         block.fail("thread %u gives a wgmma other operands than the rest of its warpgroup", fiber->thread);
+    }
+    for (u32 i = 0; i < MBARRIERS; ++i) {
+        if (fiber->fenced[i] < op.fenced[i]) op.fenced[i] = fiber->fenced[i];
     }
     op.accumulators = take(fiber, group, op.accumulators, acc, n);
     if (++op.arrived < WARPGROUP) return;

@@ -27,6 +27,7 @@ struct WgmmaOp {
     u32 n, arrived;
     bool accumulate, bf16, trans_a, trans_b;
     Accumulators* accumulators;
+    u32 fenced[32];  // Fiber::fenced when it was issued, the least of all threads
 };
 
 struct WgmmaGroup {

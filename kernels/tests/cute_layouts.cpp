@@ -147,6 +147,9 @@ CASE(descriptors_are_read_as_cute_means_them) {
 
 // ---- the Hopper kernels' stages
 
+// Of the wider tile; the narrower one's B is its first half.
+using Stage = hopper::Tile<256>;
+
 // Where a stage has (row or column `r`, `k`) of an operand, from its first panel.
 template <bool MN_MAJOR> static u32 stage_place(u32 r, u32 k) {
     const u32 line = MN_MAJOR ? k : r % hopper::PANEL, along = MN_MAJOR ? r % hopper::PANEL : k;
@@ -154,26 +157,27 @@ template <bool MN_MAJOR> static u32 stage_place(u32 r, u32 k) {
 }
 template <bool MN_MAJOR, int ROWS> static void check_stage() {
     // Panels along rows: with MN-major ones CuTe's first step is then along K.
-    auto tensor = tensor_at(hopper::STAGE_BYTES, cute_layout<MN_MAJOR, ROWS, hopper::TILE_K, MN_MAJOR>());
+    auto tensor = tensor_at(Stage::STAGE_BYTES, cute_layout<MN_MAJOR, ROWS, hopper::TILE_K, MN_MAJOR>());
     for (u32 r = 0; r < ROWS; ++r) {
         for (u32 k = 0; k < hopper::TILE_K; ++k) {
-            const u32 got = hopper::STAGE_BYTES + stage_place<MN_MAJOR>(r, k), want = address_of(tensor, int(r), int(k));
+            const u32 got = Stage::STAGE_BYTES + stage_place<MN_MAJOR>(r, k), want = address_of(tensor, int(r), int(k));
             CHECK(got == want, "%s, %d rows, row %u, k %u: %x, CuTe %x", MN_MAJOR ? "MN" : "K", ROWS, r, k, got, want);
         }
     }
 }
 CASE(stages) {
-    check_stage<false, hopper::TILE_M>(), check_stage<false, hopper::TILE_N>();
-    check_stage<true, hopper::TILE_M>(), check_stage<true, hopper::TILE_N>();
+    check_stage<false, hopper::TILE_M>(), check_stage<false, Stage::N>();
+    check_stage<true, hopper::TILE_M>(), check_stage<true, Stage::N>();
 }
 
 // The kernels' descriptors of a stage, of both warpgroups and all steps of K: A's, then B's.
 template <bool A_MN_MAJOR, bool B_MN_MAJOR> DEVICE void describe(u64* out) {
     const u32 group = dev::thread() / 4, k16 = dev::thread() % 4;
     if (group > 1) return;
-    const char* stage = dev::shared() + hopper::STAGE_BYTES;
-    out[dev::thread()] = hopper::descriptor<A_MN_MAJOR>(stage + group * hopper::PANEL_BYTES, k16);
-    out[8 + dev::thread()] = hopper::descriptor<B_MN_MAJOR>(stage + hopper::A_BYTES, k16);
+    const u64 a = hopper::descriptor<A_MN_MAJOR>(dev::shared() + group * hopper::PANEL_BYTES);
+    const u64 b = hopper::descriptor<B_MN_MAJOR>(dev::shared() + hopper::A_BYTES);
+    out[dev::thread()] = hopper::descriptor_at<A_MN_MAJOR>(a, Stage::STAGE_BYTES, k16);
+    out[8 + dev::thread()] = hopper::descriptor_at<B_MN_MAJOR>(b, Stage::STAGE_BYTES, k16);
 }
 extern "C" {
 KERNEL(test_describe_k_k, 32, 1)(u64* out) { describe<false, false>(out); }
@@ -190,13 +194,13 @@ template <bool A_MN_MAJOR, bool B_MN_MAJOR> static void check_descriptors(const 
     constexpr Major A = A_MN_MAJOR ? Major::MN : Major::K, B = B_MN_MAJOR ? Major::MN : Major::K;
     using Operation = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<A, B>;
     // Dynamic shared memory begins at 1024.
-    const u32 stage = 1024 + hopper::STAGE_BYTES;
+    const u32 stage = 1024 + Stage::STAGE_BYTES;
     auto mma = cute::make_tiled_mma(Operation{}, cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{});
     auto a = tensor_at(stage, cute_layout<A_MN_MAJOR, hopper::TILE_M, hopper::TILE_K, A_MN_MAJOR>());
-    auto b = tensor_at(stage + hopper::A_BYTES, cute_layout<B_MN_MAJOR, hopper::TILE_N, hopper::TILE_K, B_MN_MAJOR>());
+    auto b = tensor_at(stage + hopper::A_BYTES, cute_layout<B_MN_MAJOR, Stage::N, hopper::TILE_K, B_MN_MAJOR>());
     testing::World world;
     u64* ours = world.heap<u64>(0);
-    world.launch(0, kernel, 1, 32, 2 * hopper::STAGE_BYTES, ours);
+    world.launch(0, kernel, 1, 32, 2 * Stage::STAGE_BYTES, ours);
     // The leading offset means nothing in K-major operands, nor in MN-major ones of one panel, as a warpgroup's rows of A are.
     const u64 leading = 0x3fffull << 16;
     for (u32 group = 0; group < 2; ++group) {

@@ -3,7 +3,11 @@
 // Experts of 1, 7, 64, 129 and 200 slots, with K, M and N that end within a box, a piece of 16 bytes before or after one; rows between
 // batches hold NaN, and so does what no row pointer may lead to; everything that is written must lie within its array. The same queue
 // must give the same bytes on any number of blocks, for any seed of the emulator, and with tasks that become known late.
+//
+// In tiles of 128 x 256 and 128 x 128. What the epilogues of backward read of gu and of sums must have been brought into L2 before, and nothing else.
 #include <limits>
+#include <mutex>
+#include <set>
 
 #include "../gemm_hopper_test_kernels.h"
 #include "gemm_reference.h"
@@ -63,11 +67,20 @@ struct Shape {
     std::vector<u32> rows;  // of each expert
 };
 
+// Lines of 128 bytes that were prefetched.
+std::mutex prefetched_mutex;
+std::set<u64> prefetched;
+void note_prefetch(const void* p) {
+    std::lock_guard lock(prefetched_mutex);
+    prefetched.insert(reinterpret_cast<u64>(p) / 128);
+}
+
 constexpr u32 GAP = 3;  // rows between two batches
 constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 template <class T> struct Run {
     Shape shape;
+    u32 tile_n;
     u32 H, I, W;  // W: width of gu
     u32 experts, slots = 0, tokens = 0;
     std::vector<u32> first;  // first slot of each expert
@@ -84,14 +97,14 @@ template <class T> struct Run {
         return n;
     }
 
-    Run(const Shape& s, u32 seed)
-        : shape(s), H(s.hidden), I(s.intermediate), W(s.gated ? 2 * I : I), experts(u32(s.rows.size())), slots(slots_of(s)),
+    Run(const Shape& s, u32 n, u32 seed)
+        : shape(s), tile_n(n), H(s.hidden), I(s.intermediate), W(s.gated ? 2 * I : I), experts(u32(s.rows.size())), slots(slots_of(s)),
           tokens(slots / 2 + 1), x(size_t(tokens) * H), dy(size_t(tokens) * H), gate(size_t(experts) * I * H),
           up(size_t(experts) * I * H), down(size_t(experts) * H * I), gu(size_t(slots) * W), h(size_t(slots) * I),
           y(size_t(slots) * H), dx(size_t(slots) * H), gate_bias(size_t(experts) * I), up_bias(size_t(experts) * I),
-          down_bias(size_t(experts) * H), weight(slots), d_weight(size_t(slots) * ((I + 255) / 256 + 1)),
+          down_bias(size_t(experts) * H), weight(slots), d_weight(size_t(slots) * (tiles() + 1)),
           d_gate(size_t(experts) * I * H), d_up(size_t(experts) * I * H), d_down(size_t(experts) * H * I), poison(H),
-          maps(3 * experts), d_weight_stride((I + 255) / 256 + 1) {
+          maps(3 * experts), d_weight_stride(tiles() + 1) {
         std::mt19937 random(seed);
         std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
         float in = 1.0f / std::sqrt(float(H) / 3), back = 1.0f / std::sqrt(float(I) / 3);
@@ -130,6 +143,8 @@ template <class T> struct Run {
             maps[3 * e + 2] = tensor_map(&down[size_t(e) * H * I], H, I);
         }
     }
+
+    u32 tiles() const { return (I + tile_n - 1) / tile_n; }  // across I
 
     GemmTask task(u32 kind, u32 e, u32 m0, u32 n0, u32 which) {
         GemmTask t;
@@ -171,7 +186,7 @@ template <class T> struct Run {
             u32 before = u32(tasks.size());
             for (u32 e = 0; e < experts; e++) {
                 GemmTask any = task(kind, e, 0, 0, which);
-                u32 columns = tile_columns(kind, shape.gated, hopper::TILE_N);
+                u32 columns = tile_columns(kind, shape.gated, tile_n);
                 for (u32 n = 0; n < gemm_n(any); n += columns)
                     for (u32 m = 0; m < gemm_m(any); m += hopper::TILE_M) tasks.push_back(task(kind, e, m, n, which));
             }
@@ -179,10 +194,10 @@ template <class T> struct Run {
         }
         u32 state[3] = {0, 0, 0};
         HopperQueue queue{tasks.data(), needs.data(), u32(tasks.size()), delay, state, state + 1, state + 2, 20'000'000'000};
-        bool f16 = std::is_same_v<T, F16>;
+        std::string kernel = std::string("aristos_gemm_hopper_") + (tile_n == 128 ? "128_" : "") + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
+        u32 shared = tile_n == 128 ? hopper::Tile<128>::SHARED_BYTES : hopper::Tile<256>::SHARED_BYTES;
         testing::World world(1, 4096, seed);
-        world.launch(0, f16 ? "aristos_gemm_hopper_test_f16" : "aristos_gemm_hopper_test_bf16", blocks, hopper::THREADS,
-                     hopper::SHARED_BYTES, static_cast<const HopperQueue*>(&queue));
+        world.launch(0, kernel.c_str(), blocks, hopper::THREADS, shared, static_cast<const HopperQueue*>(&queue));
         if (state[2]) fail("a task waited too long");
         if (state[1] != tasks.size()) fail("tasks left undone");
     }
@@ -255,7 +270,7 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
         size_t in = size_t(e) * I * H;
         for (size_t s = r.first[e]; s < r.first[e] + r.shape.rows[e]; s++) {
             Near w = reference::exact(r.shape.weighted ? r.weight[s] : 1.0);
-            std::vector<Near> sums((I + 255) / 256);
+            std::vector<Near> sums(r.tiles());
             std::vector<double> sizes(sums.size());
             for (u32 i = 0; i < I; i++) {
                 Near q = reference::dot({dy.data() + s * H, 0, 1}, 0, {down.data() + in + i, 0, I}, 0, H);
@@ -272,9 +287,9 @@ template <class T> void check_backward(const Run<T>& r, const std::vector<double
                 check(gu[s * W + i], d_g.rounded(type), "d_gate", s, i);
                 check(h[s * I + i], reference::times(w, result).rounded(type), "w h", s, i);
                 Near product = reference::times(q, result);
-                sums[i / 256].value += product.value;
-                sums[i / 256].error += product.error;
-                sizes[i / 256] += std::fabs(product.value) + product.error;
+                sums[i / r.tile_n].value += product.value;
+                sums[i / r.tile_n].error += product.error;
+                sizes[i / r.tile_n] += std::fabs(product.value) + product.error;
             }
             for (u32 tile = 0; tile < sums.size() && r.shape.weighted; tile++) {
                 sums[tile].error += 260 * reference::U * sizes[tile];
@@ -330,14 +345,40 @@ template <class T> void check_memory(const Run<T>& r) {
     }
 }
 
+// Of every row of gu, and of what is added to, the lines in which 64, or of f32 32, of its elements begin; and no line that nobody reads.
+template <class T> void check_prefetches(const Run<T>& r) {
+    std::set<u64> read, begun;
+    auto reads = [&](const auto* first, u32 rows, u32 width, u32 pitch) {
+        const u32 size = sizeof *first;
+        for (u32 row = 0; row < rows; row++) {
+            const u64 at = reinterpret_cast<u64>(first + size_t(row) * pitch);
+            for (u32 i = 0; i < width; i++) read.insert((at + i * size) / 128);
+            for (u32 i = 0; i < width; i += 128 / size) begun.insert((at + i * size) / 128);
+        }
+    };
+    for (u32 e = 0; e < r.experts; e++) {
+        for (u32 half = 0; half < r.W / r.I; half++) reads(&r.gu[size_t(r.first[e]) * r.W + half * r.I], r.shape.rows[e], r.I, r.W);
+        if (!r.shape.accumulate) continue;
+        const size_t in = size_t(e) * r.I * r.H;
+        if (r.shape.gated) reads(&r.d_gate[in], r.I, r.H, r.H);
+        reads(&r.d_up[in], r.I, r.H, r.H);
+        reads(&r.d_down[in], r.H, r.I, r.I);
+    }
+    size_t outside = 0, missed = 0;
+    for (u64 line : prefetched) outside += !read.count(line);
+    for (u64 line : begun) missed += !prefetched.count(line);
+    CHECK(outside == 0, "%zu lines were prefetched that nobody reads", outside);
+    CHECK(missed == 0, "%zu lines of %zu were not prefetched", missed, begun.size());
+}
+
 template <class E> void append(std::vector<unsigned char>& bytes, const Guarded<E>& a) {
     auto* p = reinterpret_cast<const unsigned char*>(a.data());
     bytes.insert(bytes.end(), p, p + a.size() * sizeof(E));
 }
 
 // Forward, then backward, of all experts. Returns every result byte.
-template <class T> std::vector<unsigned char> run(const Shape& shape, u32 blocks, u32 seed, u32 delay, bool compare) {
-    Run<T> r(shape, 7);
+template <class T> std::vector<unsigned char> run(const Shape& shape, u32 tile_n, u32 blocks, u32 seed, u32 delay, bool compare) {
+    Run<T> r(shape, tile_n, 7);
     std::vector<unsigned char> bytes;
     r.launch({{FORWARD_UP, 0}, {FORWARD_DOWN, 0}}, blocks, seed, delay);
     if (compare) check_forward(r);
@@ -352,8 +393,11 @@ template <class T> std::vector<unsigned char> run(const Shape& shape, u32 blocks
         if (shape.gated) kinds.push_back({GRAD_UP, 0});
         kinds.push_back({GRAD_UP, 1});
         kinds.push_back({GRAD_DOWN, 0});
+        prefetched.clear();
+        dev::prefetch_hook = compare ? note_prefetch : nullptr;
         r.launch(kinds, blocks, seed + 1, delay);
-        if (compare) check_backward(r, before, old);
+        dev::prefetch_hook = nullptr;
+        if (compare) check_backward(r, before, old), check_prefetches(r);
         append(bytes, r.gu);
         append(bytes, r.h);
         append(bytes, r.dx);
@@ -366,10 +410,10 @@ template <class T> std::vector<unsigned char> run(const Shape& shape, u32 blocks
     return bytes;
 }
 
-template <class T> void test(const Shape& shape) {
-    auto bytes = run<T>(shape, 2, 1, 0, true);
-    CHECK(run<T>(shape, 1, 2, 0, false) == bytes, "another result on one block");
-    CHECK(run<T>(shape, 3, 3, 5, false) == bytes, "another result on three blocks, with tasks known late");
+template <class T> void test(const Shape& shape, u32 tile_n = 256) {
+    auto bytes = run<T>(shape, tile_n, 2, 1, 0, true);
+    CHECK(run<T>(shape, tile_n, 1, 2, 0, false) == bytes, "another result on one block");
+    CHECK(run<T>(shape, tile_n, 3, 3, 5, false) == bytes, "another result on three blocks, with tasks known late");
 }
 
 const std::vector<u32> ROWS = {1, 7, 64, 129, 200};
@@ -393,9 +437,16 @@ CASE(hopper_forward_only_bf16) { test<Bf16>(FORWARD_ONLY); }
 CASE(hopper_forward_only_f16) { test<F16>(FORWARD_ONLY); }
 CASE(hopper_long_bf16) { test<Bf16>(LONG); }
 CASE(hopper_long_f16) { test<F16>(LONG); }
+CASE(hopper_128_gated_bf16) { test<Bf16>(GATED, 128); }
+CASE(hopper_128_plain_f16) { test<F16>(PLAIN, 128); }
+CASE(hopper_128_smallest_bf16) { test<Bf16>(SMALLEST, 128); }
+CASE(hopper_128_whole_boxes_f16) { test<F16>(WHOLE_BOXES, 128); }
+CASE(hopper_128_forward_only_bf16) { test<Bf16>(FORWARD_ONLY, 128); }
+CASE(hopper_128_long_f16) { test<F16>(LONG, 128); }
 
 // A tile's results are read by other blocks as soon as it is reported done.
-CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 3, 1, 1, false); }
+CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 256, 3, 1, 1, false); }
+CASE(tsan_hopper_128_queue) { run<F16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 128, 3, 1, 1, false); }
 
 }  // namespace
 

@@ -243,6 +243,101 @@ CASE(tsan_ring_of_mbarriers) {
     }
 }
 
+// ---- cp.async that an mbarrier counts
+
+// A warp copies, a warpgroup multiplies by itself what has come, `turns` times, through two stages. `mode`, a mistake: 1, no fence; 2, the fence before
+// the wait; 3, no wait; 4, only one warp fences; 5, TMA writes over what was copied without a fence; 6, one thread's copies are not counted.
+struct Counted {
+    const Vec16* in;
+    float* out;
+    const TensorMap* map;
+    u32 turns, mode;
+};
+KERNEL(test_counted, 160, 1)(Counted c) {
+    u64* full = reinterpret_cast<u64*>(shared() + 2 * 8192);
+    u64* empty = full + 2;
+    if (thread() < 2) {
+        mbarrier_init(full + thread(), 32);
+        mbarrier_init(empty + thread(), 128);
+    }
+    fence_proxy_async();
+    sync_block();
+    float acc[32] = {};
+    for (u32 turn = 0; turn < c.turns; ++turn) {
+        const u32 s = turn % 2, phase = turn / 2 % 2;
+        char* stage = shared() + s * 8192;
+        if (warp() == 4) {
+            mbarrier_wait(empty + s, phase ^ 1);
+            for (u32 i = lane(); i < 512; i += 32) cp_async16(stage + i * 16, c.in + turn * 512 + i, true);
+            if (c.mode == 6 && lane() == 7) mbarrier_arrive(full + s);
+            else cp_async_mbarrier_arrive(full + s);
+            continue;
+        }
+        if (c.mode == 2) fence_proxy_async();
+        if (c.mode != 3) mbarrier_wait(full + s, phase);
+        if (c.mode == 0 || c.mode == 3 || c.mode == 6 || (c.mode == 4 && warp() == 2)) fence_proxy_async();
+        if (c.mode == 5 && thread() == 0) tma_load_2d(stage, c.map, full + s, 0, 0);
+        if (c.mode == 5) continue;
+        const u64 desc = smem_descriptor(stage, 0, 1024);
+        wgmma_fence();
+        for (u32 k = 0; k < 4; ++k) wgmma<Bf16, 64, 0, 0>(acc, desc + k * 2, desc + k * 2, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        mbarrier_arrive(empty + s);
+    }
+    if (warp() < 4) {
+        for (u32 i = 0; i < 32; ++i) c.out[thread() * 32 + i] = acc[i];
+    }
+    sync_block();
+    if (thread() < 2) mbarrier_inval(full + thread()), mbarrier_inval(empty + thread());
+}
+REGISTER_KERNEL(test_counted)
+
+// How many sums are wrong; the launch's error in `error`.
+u32 run_counted(u32 mode, u64 seed, std::string& error) {
+    constexpr u32 TURNS = 7;
+    World world(1, 1 << 20, seed);
+    Vec16* in = world.heap<Vec16>(0);
+    float* out = world.heap<float>(0, 1 << 19);
+    TensorMap* map = world.heap<TensorMap>(0, 1 << 18);
+    CHECK(aristos_host_tensor_map(map, u64(in), 64, 64, 128, 64, 64, 2) == 0);
+    // All elements of a turn are the same, so that their places do not matter.
+    double want = 0;
+    for (u32 turn = 0; turn < TURNS; ++turn) {
+        const u32 bits = from_float<Bf16>(float(turn + 1)).bits;
+        for (u32 i = 0; i < 512; ++i) in[turn * 512 + i] = Vec16{{bits * 65537, bits * 65537, bits * 65537, bits * 65537}};
+        want += 64.0 * (turn + 1) * (turn + 1);
+    }
+    error = world.try_launch(0, "test_counted", 1, 160, 2 * 8192 + 32, Counted{in, out, map, TURNS, mode});
+    u32 wrong = 0;
+    for (u32 i = 0; i < 128 * 32; ++i) wrong += out[i] != float(want);
+    return wrong;
+}
+
+CASE(tsan_counted_cp_async) {
+    std::string error;
+    for (u64 seed = 0; seed < 6; ++seed) {
+        const u32 wrong = run_counted(0, seed, error);
+        CHECK(wrong == 0 && error.empty(), "seed %u: %u wrong %s", u32(seed), wrong, error.c_str());
+    }
+}
+CASE(counted_cp_async_misused) {
+    std::string error;
+    u32 unseen = 0, uncounted = 0;
+    for (u64 seed = 0; seed < 6; ++seed) {
+        for (u32 mode : {1, 2, 4}) {
+            run_counted(mode, seed, error);
+            CHECK(error.find("cp.async wrote") != std::string::npos && error.find("without fence") != std::string::npos, "%u: %s", mode, error.c_str());
+        }
+        run_counted(5, seed, error);
+        CHECK(error.find("tma_load_2d writes over what thread") != std::string::npos, "%s", error.c_str());
+        unseen += run_counted(3, seed, error) > 0 || !error.empty();
+        uncounted += run_counted(6, seed, error) > 0 || !error.empty();
+    }
+    CHECK(unseen == 6, "copies that nobody has waited for were missed %u times of 6", unseen);
+    CHECK(uncounted >= 3, "copies that no mbarrier counts were missed %u times of 6", uncounted);
+}
+
 // ---- wgmma
 
 // D[64, n] += A[64, 64] B[64, n], by four wgmmas, twice. a is [64, 64] and b is [n, 64], both K-major; what is transposed is
