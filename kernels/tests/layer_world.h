@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "../layer_ampere.cu"
+#include "../layer_ampere_64x128.cu"
 #include "../layer_hopper.cu"
 #include "../routing.cu"
 #include "route_world.h"
