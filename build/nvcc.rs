@@ -38,6 +38,7 @@ const PORTABLE: &[&str] =
 
 const MODULES: &[Module] = &[
     Module { name: "layer_ampere", targets: PORTABLE, hopper: false },
+    Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false },
     Module { name: "layer_hopper", targets: &["arch=compute_90a,code=sm_90a"], hopper: true },
     Module { name: "routing", targets: PORTABLE, hopper: false },
     Module { name: "p2p", targets: PORTABLE, hopper: false },

@@ -129,8 +129,8 @@ DEVICE bool recomputes(const Block& b, u32 round) {
     return dev::sync_block_or(any);
 }
 
-// Sets up the step; all threads.
-DEVICE void begin_step(Block& b, u32 round, u32 mode) {
+// Sets up the step; all threads. Outlined, as what follows, for ptxas 13.0, which for sm_80 crashes on kernels that inline it with all else.
+OUTLINE void begin_step(Block& b, u32 round, u32 mode) {
     const Layer& l = b.l;
     // The first step of a forward pass receives from everyone, and so learns whether anyone overflows.
     bool overflow = (mode != MODE_FORWARD || round > 0) && *l.received.overflow;
@@ -150,7 +150,7 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
     dev::sync_block();
 }
 
-DEVICE void begin_round(Block& b, u32 round, bool backward) {
+OUTLINE void begin_round(Block& b, u32 round, bool backward) {
     begin_step(b, round, !backward ? MODE_FORWARD : recomputes(b, round) ? MODE_RECOMPUTE : MODE_GRADIENT);
 }
 
