@@ -121,8 +121,22 @@ impl<'g> DeviceLayer<'g> {
         }
         let id = LAYERS.fetch_add(1, Ordering::Relaxed);
         let (version, trace, spare) = (0, false, Vec::new());
-        let mut layer =
-            DeviceLayer { gpu, spec, groups, me, id, shape, version, path, names, sizes, weights, symmetric, trace, spare };
+        let mut layer = DeviceLayer {
+            gpu,
+            spec,
+            groups,
+            me,
+            id,
+            shape,
+            version,
+            path,
+            names,
+            sizes,
+            weights,
+            symmetric,
+            trace,
+            spare,
+        };
         layer.reserve(1)?;
         // Nobody may signal before every PE's signal words are zero.
         gpu.barrier(layer.spec.options.wait_limit)?;

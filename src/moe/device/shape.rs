@@ -264,7 +264,11 @@ impl ShapeOf<'_> {
         found.ok_or_else(|| {
             let all: Vec<String> = TileKernels::of(path).map(|kernels| kernels.tile().to_string()).collect();
             let asked = self.device.tile.map_or_else(String::new, |tile| tile.to_string());
-            config_error("the tile", asked, &format!("{}, which there are kernels for ({})", all.join(" or "), path.name()))
+            config_error(
+                "the tile",
+                asked,
+                &format!("{}, which there are kernels for ({})", all.join(" or "), path.name()),
+            )
         })
     }
 

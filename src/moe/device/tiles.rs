@@ -28,7 +28,8 @@ impl FromStr for Tile {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let numbers = text.split_once('x').and_then(|(rows, columns)| Some((rows.parse().ok()?, columns.parse().ok()?)));
+        let numbers =
+            text.split_once('x').and_then(|(rows, columns)| Some((rows.parse().ok()?, columns.parse().ok()?)));
         let (rows, columns) = numbers.ok_or("expected rows and columns, such as 64x128")?;
         Ok(Tile { rows, columns })
     }
@@ -40,7 +41,7 @@ pub(super) struct TileKernels {
     architecture: u32,
     rows: u32,
     columns: u32,
-    threads: u32,
+    _threads: u32,
     shared_bytes: u32,
     blocks: u32,
     infix: [c_char; 20],
@@ -149,7 +150,8 @@ impl Problem {
     /// path's usual one where that is not slower by more than 5%.
     pub(super) fn tile(&self, path: GemmPath, limits: &DeviceLimits) -> Option<&'static TileKernels> {
         let fits = |tile: &&TileKernels| tile.shared_bytes <= limits.shared_bytes_per_block;
-        let nearest = MEASURED.iter().filter(|m| m.0 == path).min_by(|a, b| self.distance(a).total_cmp(&self.distance(b)));
+        let nearest =
+            MEASURED.iter().filter(|m| m.0 == path).min_by(|a, b| self.distance(a).total_cmp(&self.distance(b)));
         if let Some(m) = nearest.filter(|m| self.distance(m) <= 1.0) {
             let found = TileKernels::of(path).filter(fits).find(|tile| (tile.rows, tile.columns) == m.6);
             if found.is_some() {
@@ -207,7 +209,7 @@ mod tests {
             let mut infixes: Vec<&str> = TileKernels::of(path).map(TileKernels::infix).collect();
             for kernels in TileKernels::of(path) {
                 assert_eq!(kernels.tile().to_string().parse(), Ok(kernels.tile()));
-                assert!(kernels.threads % 32 == 0 && kernels.rows % 16 == 0);
+                assert!(kernels.rows % 16 == 0 && kernels.columns % 64 == 0);
             }
             infixes.dedup();
             assert_eq!(infixes.len(), TileKernels::of(path).count());
