@@ -103,6 +103,20 @@ DEVICE u32 step_action(const Layer& l, u32 number) {
     }
 }
 
+template <class Path> DEVICE bool run_step(Block& b) {
+    clear_next_counters(b);
+    for (;;) {
+        u32 action = step_action(b.l, b.actions);
+        if (action == 0) return true;
+        dev::sync_block();
+        if (dev::thread() == 0) b.actions++;  // every action has a barrier, so that this is seen after it
+        bool ok;
+        if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
+        else ok = run_items<Path>(b, action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0));
+        if (!ok) return false;
+    }
+}
+
 // ---- Steps.
 
 // Does any destination of round `round`, or this PE, need recomputation? All threads.
@@ -134,43 +148,21 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         for (u32& entry : b.state.entry) entry = 0;
     }
     dev::sync_block();
-    clear_next_counters(b);
 }
 
 DEVICE void begin_round(Block& b, u32 round, bool backward) {
     begin_step(b, round, !backward ? MODE_FORWARD : recomputes(b, round) ? MODE_RECOMPUTE : MODE_GRADIENT);
 }
 
-// The first step of a pass.
-OUTLINE void begin_pass(Block& b, bool backward) { begin_round(b, 0, backward); }
-
-// All threads: the items that this block takes next, after all barriers and into whatever step; 0 at the end of the pass, or when the PE aborts. A function
-// of its own: where it is inlined with all else, ptxas 13.0 crashes for sm_80.
-OUTLINE u32 next_items(Block& b, bool backward) {
-    const Layer& l = b.l;
-    for (;;) {
-        u32 action = step_action(l, b.actions);
-        if (action == 0) {
-            bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
-            // Forward knows the number of rounds only once its first step is over.
-            if (!again && b.step.round + 1 >= pass_rounds(l)) return 0;
-            if (!grid_barrier(l)) return 0;
-            if (again) begin_step(b, b.step.round, MODE_GRADIENT);
-            else begin_round(b, b.step.round + 1, backward);
-            continue;
-        }
-        dev::sync_block();
-        if (dev::thread() == 0) b.actions++;  // every action has a barrier, so that this is seen after it
-        if (!(action & PE_BARRIER)) return action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0);
-        if (!pe_barrier(l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true))) return 0;
-    }
-}
-
 template <class Path> DEVICE void run_steps(Block& b) {
-    begin_pass(b, Path::BACKWARD);
-    for (;;) {
-        u32 set = next_items(b, Path::BACKWARD);
-        if (set == 0 || !run_items<Path>(b, set)) return;
+    begin_round(b, 0, Path::BACKWARD);
+    while (run_step<Path>(b)) {
+        bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
+        // Forward knows the number of rounds only once its first step is over.
+        if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
+        if (!grid_barrier(b.l)) return;
+        if (again) begin_step(b, b.step.round, MODE_GRADIENT);
+        else begin_round(b, b.step.round + 1, Path::BACKWARD);
     }
 }
 
@@ -208,8 +200,7 @@ OUTLINE void leave(Block& b, bool backward) {
 // The body of a persistent kernel.
 template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
     State& state = *reinterpret_cast<State*>(dev::shared() + Path::SHARED_BYTES);
-    // Where ptxas 13.0 knows that it lies in shared memory, it crashes for sm_80.
-    Block& b = *dev::hidden(reinterpret_cast<Block*>(dev::shared() + Path::SHARED_BYTES + sizeof(State)));
+    Block& b = *reinterpret_cast<Block*>(dev::shared() + Path::SHARED_BYTES + sizeof(State));
     if (dev::thread() == 0) {
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
         state.stats = {};

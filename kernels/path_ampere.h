@@ -34,10 +34,8 @@ template <class T, class Tile, u32 KINDS> struct AmperePath {
     static constexpr u32 SHARED_BYTES = Tile::SHARED_BYTES;
     static_assert(launched_as(AMPERE, Tile::M, Tile::N, Tile::THREADS, SHARED_BYTES + STATE_BYTES), "launch.h");
 
-    // Its own way to the block and its state: what it would keep in registers is live across the products.
-    static DEVICE void run(Block&) {
+    static DEVICE void run(Block& b) {
         State& state = *reinterpret_cast<State*>(dev::shared() + SHARED_BYTES);
-        Block& b = *reinterpret_cast<Block*>(dev::shared() + SHARED_BYTES + sizeof(State));
         run_tasks(b, state, [&](const GemmTask& t, auto meanwhile) { gemm_task_ampere<T, Tile, KINDS>(t, dev::shared(), meanwhile); });
     }
 };

@@ -59,13 +59,6 @@ DEVICE char* shared() {
     extern __shared__ __align__(1024) char aristos_shared[];
     return aristos_shared;
 }
-// The same pointer, of which the compiler does not know what it points to.
-template <class P> DEVICE P* hidden(P* p) {
-#if !ARISTOS_HOPPER
-    asm volatile("" : "+l"(p));
-#endif
-    return p;
-}
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // ---- elements

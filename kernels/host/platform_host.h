@@ -65,7 +65,6 @@ DEVICE u32 blocks() { return current->blocks; }
 DEVICE u32 lane() { return current->thread % 32; }
 DEVICE u32 warp() { return current->thread / 32; }
 DEVICE char* shared() { return current->shared; }
-template <class P> DEVICE P* hidden(P* p) { return p; }
 
 // ---- elements
 

@@ -92,6 +92,8 @@ struct Rates {
     shared: f64,
     /// Bytes from L2, where all ask for as much.
     l2: f64,
+    /// The same from DRAM, of the whole device.
+    dram: f64,
 }
 
 /// From a tile's last product to the first of the next: the epilogue, the look for a task, the first copies. Clocks.
@@ -104,20 +106,20 @@ type Measured = (GemmPath, u32, u32, u32, u32, u32, (u32, u32));
 const MEASURED: &[Measured] = &[];
 
 impl Problem {
-    /// What the two products of all experts take with a tile of m x n, in clocks of a multiprocessor:
+    /// What the two products of all experts take with a tile of m x n, in clocks, but no less than the weights need from DRAM:
     ///
-    ///     sum over both of  waves * (blocks * products of a tile / pairs * slowdown + BETWEEN)
-    ///     waves     tiles / (multiprocessors * blocks), rounded up: blocks on a multiprocessor share its tensor cores, and hide each other's epilogues
+    ///     sum over both of  waves * products of a tile / pairs * slowdown + waves / blocks * BETWEEN
+    ///     waves     tiles / multiprocessors, rounded up: blocks on a multiprocessor share its tensor cores, and hide each other's epilogues
     ///     tiles     experts * (rows / m + 1/2) * columns / n: an expert's last tile is half empty on average
     ///     products  of the rows that warps multiply: a half of a tile that is empty is skipped, and half of the last one is empty
     ///     slowdown  1, or by how much shared memory or L2 is slower than the tensor cores
     ///
-    /// What is the same for all tiles is left out: bytes of weights from DRAM, and that backward has three times the products.
+    /// Backward has three times the products, for all tiles alike.
     fn clocks(&self, path: GemmPath, tile: &TileKernels) -> f64 {
         let (m, n, blocks) = (f64::from(tile.rows), f64::from(tile.columns), f64::from(tile.blocks));
         let rates = match path {
-            GemmPath::Ampere => Rates { pairs: 1024.0, shared: 128.0, l2: 32.0 },
-            GemmPath::Hopper => Rates { pairs: 2048.0, shared: 128.0, l2: 48.0 },
+            GemmPath::Ampere => Rates { pairs: 1024.0, shared: 128.0, l2: 32.0, dram: 1100.0 },
+            GemmPath::Hopper => Rates { pairs: 2048.0, shared: 128.0, l2: 48.0, dram: 1900.0 },
         };
         // Bytes for one step of the sum: what warps read of shared memory (wgmma: warpgroups of 64 rows, all columns), and what is copied there.
         let read = match path {
@@ -131,11 +133,13 @@ impl Problem {
         let down = (self.rows / m + 0.5).max(1.0);
         let multiplied = (self.rows + m / 4.0).max(m / 2.0) / down;
         let product = |columns: f64, of_tile: f64, sum: f64| {
-            let waves = (self.experts * down * (columns / of_tile).ceil() / (self.multiprocessors * blocks)).ceil();
-            waves * (blocks * multiplied * n * sum / rates.pairs * slowdown + BETWEEN)
+            let waves = (self.experts * down * (columns / of_tile).ceil() / self.multiprocessors).ceil();
+            waves * multiplied * n * sum / rates.pairs * slowdown + (waves / blocks).ceil() * BETWEEN
         };
         let of_tile = if self.gated { n / 2.0 } else { n };
-        product(self.intermediate, of_tile, self.hidden) + product(self.hidden, n, self.intermediate)
+        let weights = self.experts * self.hidden * self.intermediate * if self.gated { 6.0 } else { 4.0 };
+        let products = product(self.intermediate, of_tile, self.hidden) + product(self.hidden, n, self.intermediate);
+        products.max(weights / rates.dram)
     }
 
     /// By how many doublings the problems differ, at most in anything.
@@ -193,13 +197,13 @@ mod tests {
             gated: true,
             multiprocessors: 108.0,
         };
-        // One of Mixtral's experts on each of 8 PEs: 16 tiles across for the second product of a decoding step, 16 rows of tiles in training.
+        // One of Mixtral's experts on each of 8 PEs: 16 tiles across for the second product, of which a decoding step has one row, training 32.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "64x128");
         assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
-        // Eight of Qwen3's on each of 16.
-        assert_eq!(tile(problem(8.0, 128.0, 2048.0, 768.0)), "64x128");
+        // Eight of Qwen3's on each of 16: no fewer waves with small ones.
+        assert_eq!(tile(problem(8.0, 128.0, 2048.0, 768.0)), "128x256");
         assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
-        // All 256 of DeepSeek-V3: as many tiles as one wants.
+        // All 256 of DeepSeek-V3: DRAM takes longer than any tile.
         assert_eq!(tile(problem(256.0, 16.0, 7168.0, 2048.0)), "128x256");
     }
 
