@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p speed, or all
+# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p speed tune, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
 # them in this order. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
@@ -21,13 +21,13 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke groups correct sanitize p2p speed)
+all=(facts smoke groups correct sanitize p2p speed tune)
 dry=0 again=0 stages=()
 for arg in "$@"; do
     case $arg in
     --dry-run) dry=1 ;;
     --again) again=1 ;;
-    facts | smoke | groups | correct | sanitize | p2p | speed) stages+=("$arg") ;;
+    facts | smoke | groups | correct | sanitize | p2p | speed | tune) stages+=("$arg") ;;
     all) stages+=("${all[@]}") ;;
     *)
         sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
@@ -204,10 +204,20 @@ run=("$aristos" run --device cuda --check --timeout 20)
 layer=(--hidden 512 --intermediate 768 --experts 16 --top-k 4)
 small=("${layer[@]}" --tokens 1000 --dtype bf16)
 
+# The persistent kernels that there are: a path and a tile each, as in kernels/launch.h.
+mapfile -t tiles < <(sed -nE 's/^ *\{(AMPERE|HOPPER), ([0-9]+), ([0-9]+),.*/\1 \2x\3/p' kernels/launch.h | tr '[:upper:]' '[:lower:]')
+kernels=()
+use() { kernels=(--gemm "${1% *}" --tile "${1#* }"); }
+
 stage_smoke() {
+    local tile
     try "doctor" "$aristos" doctor
     try "1 PE, Ampere path" "${run[@]}" --pes 1 --gemm ampere "${small[@]}"
     try "1 PE, Hopper path" "${run[@]}" --pes 1 --gemm hopper "${small[@]}"
+    for tile in "${tiles[@]}"; do
+        use "$tile"
+        try "1 PE, tiles of $tile" "${run[@]}" --pes 1 "${kernels[@]}" "${small[@]}"
+    done
     # Recorded first of all steps: no kernel may be loaded while a graph is recorded.
     try "1 PE, recorded" "${run[@]}" --pes 1 "${small[@]}" --steps 3 --graph
     # Several PEs first put a block of bytes to each other, and check it (kernels/smoke.cu).
@@ -261,7 +271,7 @@ END
 }
 
 stage_correct() {
-    local gemm pes router activation
+    local gemm pes router activation tile
     for pes in 1 2 4; do
         [ $pes = 1 ] || mps_on $pes
         for gemm in ampere hopper; do
@@ -283,6 +293,13 @@ stage_correct() {
             try "$pes PEs, $gemm, bulk" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --mode bulk
             try "$pes PEs, $gemm, odd sizes" "${run[@]}" --pes $pes --gemm $gemm --dtype bf16 \
                 --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777
+        done
+        for tile in "${tiles[@]}"; do
+            use "$tile"
+            try "$pes PEs, tiles of $tile, odd sizes" "${run[@]}" --pes $pes "${kernels[@]}" --dtype bf16 --shared-intermediate 136 --bias \
+                --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777
+            try "$pes PEs, tiles of $tile, f16, recorded, small budget" "${run[@]}" --pes $pes "${kernels[@]}" "${layer[@]}" --tokens 1000 \
+                --dtype f16 --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32 --steps 3 --graph
         done
         mps_off
     done
@@ -360,6 +377,52 @@ stage_speed() {
     done
 }
 
+# fastest PATH HIDDEN INTERMEDIATE EXPERTS ROWS NAME: of the tiles measured the fastest for forward and backward, by the median, as a row of MEASURED in
+# src/moe/device/tiles.rs; behind it what each took, ms.
+fastest() {
+    local path=$1 tile took best='' least='' said='' file
+    for file in "$OUT/tune-$6-$path"-*.csv; do
+        [ -s "$file" ] || continue
+        tile=${file##*-} tile=${tile%.csv}
+        took=$(awk -F, '$3 == "pipelined" && $4 == "forward+backward" { print 1000 * $8 }' "$file" | sort -g | awk '{ t[NR] = $1 } END { if (NR) print t[int((NR + 1) / 2)] }')
+        [ -n "$took" ] || continue
+        said+=" $tile $took"
+        if [ -z "$least" ] || awk "BEGIN { exit !($took < $least) }"; then best=$tile least=$took; fi
+    done
+    [ -n "$best" ] || return 0
+    printf '    (GemmPath::%s, %s, %s, %s, %s, %s, (%s, %s)), // %s:%s\n' "${path^}" "$multiprocessors" "$2" "$3" "$4" "$5" "${best%x*}" "${best#*x}" "$6" "$said"
+}
+
+# Whole layers on one PE, and a PE's share of them among 8 or 16, of which the rows of all PEs are its own.
+stage_tune() {
+    local problem name experts top_k hidden intermediate tokens tile path multiprocessors
+    local common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 10 --warmup 3 --pes 1)
+    local problems=("mixtral 8 2 4096 14336" "mixtral-of-8 1 1 4096 14336" "qwen3-30b 128 8 2048 768" "qwen3-30b-of-16 8 8 2048 768"
+        "deepseek-v3-of-8 32 8 7168 2048")
+    for problem in "${problems[@]}"; do
+        read -r name experts top_k hidden intermediate <<<"$problem"
+        for tokens in 128 1024 4096; do
+            for tile in "${tiles[@]}"; do
+                path=${tile% *}
+                [ $dry = 1 ] || [ "$path" = ampere ] || [ "$capability" = 9 ] || continue
+                use "$tile"
+                try "$name, $tokens tokens, $tile" "$aristos" "${common[@]}" "${kernels[@]}" --experts "$experts" --top-k "$top_k" \
+                    --hidden "$hidden" --intermediate "$intermediate" --tokens $tokens --csv "$OUT/tune-$name-$tokens-$path-${tile#* }.csv"
+            done
+        done
+    done
+    [ $dry = 0 ] || return 0
+    multiprocessors=$("${host_env[@]}" target/gpu/facts 1 | awk '/^multiprocessors:/ { print $NF }')
+    for path in ampere hopper; do
+        for problem in "${problems[@]}"; do
+            read -r name experts top_k hidden intermediate <<<"$problem"
+            for tokens in 128 1024 4096; do
+                fastest $path "$hidden" "$intermediate" "$experts" $((tokens * top_k / experts)) "$name-$tokens"
+            done
+        done
+    done | tee "$OUT/tune.txt" | tee -a "$log"
+}
+
 {
     date -u +%FT%TZ
     git log -1 --format='commit %H' 2>/dev/null
@@ -377,6 +440,7 @@ if [ $dry = 0 ] && ! nvidia-smi >/dev/null 2>&1; then
     echo "gpu/check.sh: no GPU here (nvidia-smi does not answer); --dry-run builds and says what would run" >&2
     exit 1
 fi
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 driver=$(ldconfig -p | grep 'libcuda\.so\.1')
 program=$(cat $aristos target/gpu/*.fatbin 2>/dev/null | sha256sum)
 for stage in "${stages[@]}"; do

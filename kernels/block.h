@@ -31,6 +31,7 @@ struct State {
     Item item;        // the one to do
     u32 ticket;       // of the next task
     u32 more;         // 1: there is a task
+    u32 early;        // Found: by the look for the next task before the present one was done
     // What was seen last in this step, so that the next look begins there:
     u32 headers_seen; // PEs whose headers have come
     u32 source;
@@ -38,9 +39,10 @@ struct State {
     u32 served;       // of the sources that this PE is home of
     u32 entry[TASK_QUEUES];
     Patience patience;
-    u32 sums[64];     // of warps, for scans
+    u32 sums[32];     // of warps, for scans
     PassStats stats;
     GemmTask task;
+    GemmTask next;    // with FOUND_TASK
 };
 // In shared memory too, with a copy of the pass: whatever a thread held of it in registers would be live across the products, which
 // need every register. Written by thread 0 between barriers.

@@ -1,42 +1,50 @@
-// A GEMM tile by mma.sync: sm_80 and later. One block of 256 threads, 128 x 256 accumulators, 64 of the sum at a time.
+// A GEMM tile by mma.sync: sm_80 and later. One block, M x N accumulators, 64 of the sum at a time.
 //
-// Why this tile. For 16 steps of the sum, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared memory and the
-// copies write 12 KiB. An SM of an A100 multiplies 1024 pairs and moves 128 bytes in a clock, so shared memory is busy 69% of the tensor
+// Why these tiles. For 16 steps of the sum of 128 x 256, 524288 products, eight warps of 64 x 64 read 32 KiB of fragments from shared memory and
+// the copies write 12 KiB. An SM of an A100 multiplies 1024 pairs and moves 128 bytes in a clock, so shared memory is busy 69% of the tensor
 // cores' time; with 128 x 128 (eight of 64 x 32) it is 100%, and L2 must deliver 32 instead of 24 bytes a clock to each SM. 128
 // accumulators and two sets of fragments (64 registers) fit in the 255 a thread can have; three stages of 48 KiB fit in 163 KiB, and a
-// copy has two chunks' time, about 4000 clocks, to arrive.
+// copy has two chunks' time, about 4000 clocks, to arrive. 64 x 128 is for when there are too few of those tiles for all SMs: four warps of 32 x 64
+// keep shared memory busy 113% of the tensor cores' time and want 48 bytes a clock of L2, but two blocks fit on an SM, so that one
+// multiplies during the other's epilogue.
 //
 // Memory: a K-major operand (gemm.h) has 128-byte rows in a stage, one for each row or column of the tile; an MN-major one has 64 rows,
 // one for each step of K. 16-byte piece p of row r lies at p ^ (r % 8), so that neither the copies nor ldmatrix (8 rows, same p) access
 // a bank twice. The two differ in ldmatrix, plain or transposed, and in where row pointers come from: K-major, a table that is filled
 // once; MN-major, a ring that is filled a chunk ahead of the copies.
+//
+// Rows and columns beyond the last of a K-major operand are not copied: what then is in their place reaches only accumulators that nobody takes. So a
+// warp all of whose rows are empty, as in half of a tile that has 64 of 128, neither reads nor multiplies.
 #pragma once
 #include "epilogue.h"
 
 namespace aristos {
 
-struct AmpereTile {
-    static constexpr u32 M = 128, N = 256, K = 64, THREADS = 256, STAGES = 3;
+template <u32 TILE_M, u32 TILE_N> struct AmpereTile {
+    static constexpr u32 M = TILE_M, N = TILE_N, K = 64, THREADS = N, STAGES = 3;
+    // Warps are two down and the others across, each 64 columns wide.
+    static constexpr u32 WARPS = THREADS / 32, ACROSS = N / UNIT_COLS, WARP_M = M / 2, WARP_UNITS = WARP_M / UNIT_ROWS;
     static constexpr u32 A_BYTES = M * K * 2, B_BYTES = N * K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
     static constexpr u32 RING = STAGES + 1;  // chunks whose row pointers are kept: those being read, and the next
-    static constexpr u32 TABLE_BYTES = N * 8;  // of one operand's row pointers: N, M or RING * K of them
+    static constexpr u32 TABLE_BYTES = 8 * (N > RING * K ? N : RING * K);  // of one operand's row pointers: N, M or RING * K of them
     static constexpr u32 TABLES = STAGES * STAGE_BYTES;
-    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, SHARED_BYTES = SOURCES + 128;
-    // After the products the stages' memory holds each warp's four units and the sums of finish_unit.
-    static constexpr u32 WARP_BYTES = 4 * UNIT_BYTES, ROW_SUMS = THREADS / 32 * WARP_BYTES;
-    static_assert(2 * sizeof(RowSource<Bf16>) <= 128 && RING * K <= N && M <= N && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
+    static constexpr u32 SOURCES = TABLES + 2 * TABLE_BYTES, TAKEN = SOURCES + 112, SHARED_BYTES = SOURCES + 128;
+    // After the products the stages' memory holds the tile's units, by row, and the sums of finish_unit.
+    static constexpr u32 UNITS = M / UNIT_ROWS * ACROSS, ROW_SUMS = UNITS * UNIT_BYTES;
+    static_assert(WARPS == 2 * ACROSS && M <= THREADS && WARP_M % UNIT_ROWS == 0, "warps");
+    static_assert(2 * sizeof(RowSource<Bf16>) <= TAKEN - SOURCES && ROW_SUMS + N / UNIT_COLS * M * 4 <= TABLES, "shared memory");
 };
-using GemmTile = AmpereTile;
 
 // One operand in shared memory: EXTENT rows (A) or columns (B) of the tile, by K.
-template <class T, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
-    static constexpr u32 ROW_BYTES = MN_MAJOR ? EXTENT * 2 : AmpereTile::K * 2, PIECES = ROW_BYTES / 16;
-    static constexpr u32 PASS_ROWS = AmpereTile::THREADS / PIECES, PASSES = EXTENT * AmpereTile::K * 2 / (16 * AmpereTile::THREADS);
+template <class T, class Tile, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
+    static constexpr u32 ROW_BYTES = MN_MAJOR ? EXTENT * 2 : Tile::K * 2, PIECES = ROW_BYTES / 16, PASS_BYTES = 16 * Tile::THREADS;
+    static constexpr u32 PASS_ROWS = Tile::THREADS / PIECES, PASSES = EXTENT * Tile::K * 2 / PASS_BYTES;
+    static_assert(PASS_ROWS % 8 == 0, "a pass later the swizzle is the same");
 
     const T** table;
     u32 column;        // this thread's piece: its first element in the row; MN-major: in the output
     u32 limit;         // of `column`: MN-major, the output's rows or columns; else K
-    u32 copy_offset;   // where it goes in a stage, plus 4096 for each pass
+    u32 copy_offset;   // where it goes in a stage, plus PASS_BYTES for each pass
     u32 copy_row;      // the row of the first pass
     u32 read_offset;   // this lane's row for ldmatrix, to which `fragment` applies the swizzle and the step
 
@@ -64,7 +72,8 @@ template <class T, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
         entry += copy_row;
         UNROLL for (u32 pass = FROM; pass < TO; pass++) {
             const T* row = table[entry + pass * PASS_ROWS];
-            dev::cp_async16(stage + copy_offset + pass * 4096, row + at, row != nullptr && at < limit);
+            // Beyond the last step of K there must be zeros.
+            if (MN_MAJOR || row != nullptr) dev::cp_async16(stage + copy_offset + pass * PASS_BYTES, row + at, row != nullptr && at < limit);
         }
     }
 
@@ -75,15 +84,15 @@ template <class T, u32 EXTENT, bool MN_MAJOR> struct AmpereOperand {
     }
 };
 
-// acc = A B^T for the tile; ends with no copy in flight and all warps past their last read of shared memory.
-template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR>
-DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][4]) {
-    using Tile = AmpereTile;
-    constexpr u32 STEPS = Tile::K / 16;
+// acc = A B^T for the tile; ends with no copy in flight and all warps past their last read of shared memory. False: this warp has no row, and no sum.
+template <class T, class Tile, bool A_MN_MAJOR, bool B_MN_MAJOR>
+DEVICE bool ampere_multiply(const GemmTask& t, char* shared, float (&acc)[Tile::WARP_UNITS][8][4]) {
+    constexpr u32 STEPS = Tile::K / 16, ROWS = Tile::WARP_UNITS;
     static_assert(STEPS == 4 && Tile::STAGES >= 3, "the schedule below");
-    u32 thread = dev::thread(), k_end = gemm_k(t), chunks = (k_end + Tile::K - 1) / Tile::K;
-    AmpereOperand<T, Tile::M, A_MN_MAJOR> a(shared + Tile::TABLES, t.m0, gemm_m(t), k_end, dev::warp() / 4 * 64, true);
-    AmpereOperand<T, Tile::N, B_MN_MAJOR> b(shared + Tile::TABLES + Tile::TABLE_BYTES, t.n0, gemm_n(t), k_end, dev::warp() % 4 * 64, false);
+    const u32 thread = dev::thread(), k_end = gemm_k(t), chunks = (k_end + Tile::K - 1) / Tile::K;
+    const u32 warp_row = dev::warp() / Tile::ACROSS * Tile::WARP_M, warp_column = dev::warp() % Tile::ACROSS * UNIT_COLS;
+    AmpereOperand<T, Tile, Tile::M, A_MN_MAJOR> a(shared + Tile::TABLES, t.m0, gemm_m(t), k_end, warp_row, true);
+    AmpereOperand<T, Tile, Tile::N, B_MN_MAJOR> b(shared + Tile::TABLES + Tile::TABLE_BYTES, t.n0, gemm_n(t), k_end, warp_column, false);
     static_assert(a.PASSES == 4 && b.PASSES == 8, "the schedule below");
 
     // Row pointers of MN-major operands: 64 threads keep A's, 64 others B's.
@@ -105,91 +114,112 @@ DEVICE void ampere_multiply(const GemmTask& t, char* shared, float (&acc)[4][8][
         for (u32 chunk = 0; chunk < Tile::STAGES; chunk++) keep_row(chunk, row_of_chunk(chunk));
         next_row = row_of_chunk(Tile::STAGES);
     }
-    UNROLL for (u32 i = 0; i < 4; i++)
-        UNROLL for (u32 j = 0; j < 8; j++)
-            UNROLL for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
     dev::sync_block();
 
-    auto a_entry = [](u32 chunk) { return A_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0; };
-    auto b_entry = [](u32 chunk) { return B_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0; };
-    UNROLL for (u32 chunk = 0; chunk < Tile::STAGES - 1; chunk++) {
+    // A third of the copies of a chunk each; the last ends the group, and sees to row pointers for the chunk after the next.
+    auto copy = [&](u32 part, u32 chunk, char* stage) {
+        const u32 a_entry = A_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0, b_entry = B_MN_MAJOR ? chunk % Tile::RING * Tile::K : 0;
         if (chunk < chunks) {
-            char* stage = shared + chunk * Tile::STAGE_BYTES;
-            a.template copy<0, 4>(stage, chunk * Tile::K, a_entry(chunk));
-            b.template copy<0, 8>(stage + Tile::A_BYTES, chunk * Tile::K, b_entry(chunk));
+            if (part == 0) a.template copy<0, 4>(stage, chunk * Tile::K, a_entry);
+            if (part == 1) b.template copy<0, 4>(stage + Tile::A_BYTES, chunk * Tile::K, b_entry);
+            if (part == 2) b.template copy<4, 8>(stage + Tile::A_BYTES, chunk * Tile::K, b_entry);
         }
-        dev::cp_async_commit();
-    }
-
-    u32 a_frag[2][4][4], b_frag[2][4][4];
-    auto read = [&](const char* stage, u32 kk, u32 (&af)[4][4], u32 (&bf)[4][4]) {
-        UNROLL for (u32 i = 0; i < 4; i++) a.fragment(stage, i, kk, af[i]);
-        UNROLL for (u32 j = 0; j < 4; j++) b.fragment(stage + Tile::A_BYTES, j, kk, bf[j]);
+        if (part == 2) dev::cp_async_commit();
     };
+    auto keep_next = [&](u32 chunk) {
+        if (!A_MN_MAJOR && !B_MN_MAJOR) return;
+        keep_row(chunk + 1, next_row);
+        next_row = row_of_chunk(chunk + 2);
+    };
+    UNROLL for (u32 chunk = 0; chunk < Tile::STAGES - 1; chunk++)
+        UNROLL for (u32 part = 0; part < 3; part++) copy(part, chunk, shared + chunk * Tile::STAGE_BYTES);
     dev::cp_async_wait<Tile::STAGES - 2>();
     dev::sync_block();
-    read(shared, 0, a_frag[0], b_frag[0]);
 
     u32 read_stage = 0, write_stage = Tile::STAGES - 1;
-    for (u32 chunk = 0; chunk < chunks; chunk++) {
-        u32 ahead = chunk + Tile::STAGES - 1;  // goes where chunk - 1 was: all have read that before the last barrier
-        char* from = shared + read_stage * Tile::STAGE_BYTES;
-        char* to = shared + write_stage * Tile::STAGE_BYTES;
-        UNROLL for (u32 kk = 0; kk < STEPS; kk++) {
-            if (kk < STEPS - 1) {
-                read(from, kk + 1, a_frag[(kk + 1) % 2], b_frag[(kk + 1) % 2]);
-                if (ahead < chunks) {
-                    if (kk == 0) a.template copy<0, 4>(to, ahead * Tile::K, a_entry(ahead));
-                    if (kk == 1) b.template copy<0, 4>(to + Tile::A_BYTES, ahead * Tile::K, b_entry(ahead));
-                    if (kk == 2) b.template copy<4, 8>(to + Tile::A_BYTES, ahead * Tile::K, b_entry(ahead));
+    auto next_stage = [&] {
+        read_stage = read_stage + 1 == Tile::STAGES ? 0 : read_stage + 1;
+        write_stage = write_stage + 1 == Tile::STAGES ? 0 : write_stage + 1;
+        dev::cp_async_wait<Tile::STAGES - 2>();
+        dev::sync_block();
+    };
+    const bool empty = t.m0 + warp_row >= gemm_m(t);
+    if (empty) {
+        for (u32 chunk = 0; chunk < chunks; chunk++) {
+            const u32 ahead = chunk + Tile::STAGES - 1;
+            UNROLL for (u32 part = 0; part < 3; part++) copy(part, ahead, shared + write_stage * Tile::STAGE_BYTES);
+            keep_next(ahead);
+            if (chunk + 1 < chunks) next_stage();
+        }
+    } else {
+        UNROLL for (u32 i = 0; i < ROWS; i++)
+            UNROLL for (u32 j = 0; j < 8; j++)
+                UNROLL for (u32 e = 0; e < 4; e++) acc[i][j][e] = 0.0f;
+        u32 a_frag[2][ROWS][4], b_frag[2][4][4];
+        auto read = [&](const char* stage, u32 kk, u32 (&af)[ROWS][4], u32 (&bf)[4][4]) {
+            UNROLL for (u32 i = 0; i < ROWS; i++) a.fragment(stage, i, kk, af[i]);
+            UNROLL for (u32 j = 0; j < 4; j++) b.fragment(stage + Tile::A_BYTES, j, kk, bf[j]);
+        };
+        read(shared, 0, a_frag[0], b_frag[0]);
+        for (u32 chunk = 0; chunk < chunks; chunk++) {
+            const u32 ahead = chunk + Tile::STAGES - 1;  // goes where chunk - 1 was: all have read that before the last barrier
+            char* from = shared + read_stage * Tile::STAGE_BYTES;
+            char* to = shared + write_stage * Tile::STAGE_BYTES;
+            UNROLL for (u32 kk = 0; kk < STEPS; kk++) {
+                if (kk < STEPS - 1) {
+                    read(from, kk + 1, a_frag[(kk + 1) % 2], b_frag[(kk + 1) % 2]);
+                    copy(kk, ahead, to);
+                    if (kk == 2) keep_next(ahead);
+                } else if (chunk + 1 < chunks) {
+                    next_stage();
+                    read(shared + read_stage * Tile::STAGE_BYTES, 0, a_frag[0], b_frag[0]);
                 }
-                if (kk == 2) {
-                    dev::cp_async_commit();
-                    if (A_MN_MAJOR || B_MN_MAJOR) {
-                        keep_row(ahead + 1, next_row);
-                        next_row = row_of_chunk(ahead + 2);
+                UNROLL for (u32 i = 0; i < ROWS; i++)
+                    UNROLL for (u32 j = 0; j < 8; j++) {
+                        const u32 (&pair)[4] = b_frag[kk % 2][j / 2];
+                        const u32 columns[2] = {pair[j % 2 * 2], pair[j % 2 * 2 + 1]};
+                        dev::mma<T>(acc[i][j], a_frag[kk % 2][i], columns);
                     }
-                }
-            } else if (chunk + 1 < chunks) {
-                read_stage = read_stage + 1 == Tile::STAGES ? 0 : read_stage + 1;
-                write_stage = write_stage + 1 == Tile::STAGES ? 0 : write_stage + 1;
-                dev::cp_async_wait<Tile::STAGES - 2>();
-                dev::sync_block();
-                read(shared + read_stage * Tile::STAGE_BYTES, 0, a_frag[0], b_frag[0]);
             }
-            UNROLL for (u32 i = 0; i < 4; i++)
-                UNROLL for (u32 j = 0; j < 8; j++) {
-                    const u32 (&pair)[4] = b_frag[kk % 2][j / 2];
-                    const u32 columns[2] = {pair[j % 2 * 2], pair[j % 2 * 2 + 1]};
-                    dev::mma<T>(acc[i][j], a_frag[kk % 2][i], columns);
-                }
         }
     }
     dev::cp_async_wait<0>();
     dev::sync_block();
+    return !empty;
 }
 
-// One tile. Called by all 256 threads of a block with SHARED_BYTES of shared memory, which do not hold `t`. On return all threads have
-// stored their part of the tile and passed a barrier.
-template <class T, u32 KINDS = ALL_KINDS> DEVICE void gemm_task_ampere(const GemmTask& t, char* shared) {
-    using Tile = AmpereTile;
-    float acc[4][8][4];
-    if (a_mn_major<KINDS>(t.kind)) ampere_multiply<T, true, true>(t, shared, acc);
-    else if (b_mn_major<KINDS>(t.kind)) ampere_multiply<T, false, true>(t, shared, acc);
-    else ampere_multiply<T, false, false>(t, shared, acc);
-
-    u32 warp = dev::warp(), row0 = warp / 4 * 64, column0 = warp % 4 * 64;
-    char* units = shared + warp * Tile::WARP_BYTES;
-    auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
-    UNROLL for (u32 i = 0; i < 4; i++)
-        stage_unit(units + i * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
+// One tile. Called by all threads of a block with SHARED_BYTES of shared memory, which do not hold `t`. On return all threads have stored their part
+// of the tile and passed a barrier. `meanwhile` is called by thread 0 between the products, which leave it no registers, and its part of the epilogue,
+// which the other warps do without it until it has returned.
+template <class T, class Tile, u32 KINDS = ALL_KINDS, class Meanwhile>
+DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhile) {
+    u32* taken = reinterpret_cast<u32*>(shared + Tile::TAKEN);
+    {
+        float acc[Tile::WARP_UNITS][8][4];
+        bool any;
+        if (a_mn_major<KINDS>(t.kind)) any = ampere_multiply<T, Tile, true, true>(t, shared, acc);
+        else if (b_mn_major<KINDS>(t.kind)) any = ampere_multiply<T, Tile, false, true>(t, shared, acc);
+        else any = ampere_multiply<T, Tile, false, false>(t, shared, acc);
+        if (any) {
+            const u32 first = dev::warp() / Tile::ACROSS * Tile::WARP_UNITS * Tile::ACROSS + dev::warp() % Tile::ACROSS;
+            UNROLL for (u32 i = 0; i < Tile::WARP_UNITS; i++)
+                stage_unit(shared + (first + i * Tile::ACROSS) * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
+        }
+    }
     // Not earlier: only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.
     if (KINDS != FORWARD_KINDS) prefetch_finish<T, Tile::M, Tile::N, Tile::THREADS>(t, dev::thread());
+    if (dev::thread() == 0) *taken = 0;
+    dev::sync_block();
+    if (dev::thread() == 0) meanwhile();
     dev::sync_warp();
-    for (u32 i = 0; i < 4; i++) {
-        u32 row = row0 + i * UNIT_ROWS;
-        if (t.m0 + row >= gemm_m(t)) break;
-        finish_unit<T, KINDS>(t, units + i * UNIT_BYTES, row, column0, Tile::M, row_sums);
+    auto* row_sums = reinterpret_cast<float*>(shared + Tile::ROW_SUMS);
+    for (;;) {
+        u32 unit = 0;
+        if (dev::lane() == 0) unit = dev::shared_add(taken, 1u);
+        unit = dev::shfl(unit, 0);
+        const u32 row = unit / Tile::ACROSS * UNIT_ROWS;
+        if (unit >= Tile::UNITS || t.m0 + row >= gemm_m(t)) break;
+        finish_unit<T, KINDS>(t, shared + unit * UNIT_BYTES, row, unit % Tile::ACROSS * UNIT_COLS, Tile::M, row_sums);
     }
     const bool sums_rows = (KINDS & kind_set(BACKWARD_DOWN)) != 0 && t.kind == BACKWARD_DOWN;  // before the barrier, after which another may write the next task over `t`
     dev::sync_block();

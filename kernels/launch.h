@@ -4,20 +4,47 @@
 
 namespace aristos {
 
-// Threads of the persistent kernels, and their dynamic shared memory: what the GEMM path wants. layer_ampere.cu and
-// layer_hopper.cu assert that it is.
-constexpr u32 AMPERE_TILE_M = 128, AMPERE_TILE_N = 256;
-constexpr u32 HOPPER_TILE_M = 128, HOPPER_TILE_N = 256;
-constexpr u32 AMPERE_THREADS = 256, AMPERE_SHARED = 150 << 10;
-constexpr u32 HOPPER_THREADS = 384, HOPPER_SHARED = 227 << 10;
+// The persistent kernels that there are: a row for each tile of a GEMM path, of those for a path the first is its usual one. Rust chooses among them
+// (src/moe/device/tiles.rs). A kernel's name is aristos_forward, `infix`, _bf16, and so on; layer_*.cu make them, and the paths assert their rows.
+enum Architecture : u32 { AMPERE = 0, HOPPER = 1 };
+struct TileLaunch {
+    u32 architecture;
+    u32 tile_m, tile_n;
+    u32 threads, shared_bytes;  // dynamic
+    u32 blocks;                 // on a multiprocessor, which shared memory and registers leave room for
+    char infix[20];
+};
+constexpr TileLaunch TILES[] = {
+    {AMPERE, 128, 256, 256, 150 << 10, 1, ""},
+    {AMPERE, 64, 128, 128, 78 << 10, 2, "_64x128"},
+    {HOPPER, 128, 256, 384, 227 << 10, 1, "_hopper"},
+};
+constexpr u32 N_TILES = sizeof TILES / sizeof *TILES;
+
+constexpr const TileLaunch& tile_launch(u32 architecture, u32 tile_m, u32 tile_n) {
+    const TileLaunch* usual = nullptr;
+    for (const TileLaunch& t : TILES) {
+        if (t.architecture != architecture) continue;
+        if (t.tile_m == tile_m && t.tile_n == tile_n) return t;
+        if (!usual) usual = &t;
+    }
+    return *usual;
+}
+// Whether a path's kernels are launched as they are compiled.
+constexpr bool launched_as(u32 architecture, u32 tile_m, u32 tile_n, u32 threads, u32 shared_bytes) {
+    const TileLaunch& t = tile_launch(architecture, tile_m, tile_n);
+    return t.tile_m == tile_m && t.tile_n == tile_n && t.threads == threads && shared_bytes <= t.shared_bytes;
+}
+
+// Of path_hopper.h and layer_hopper.cu.
+constexpr u32 HOPPER_TILE_M = 128, HOPPER_TILE_N = 256, HOPPER_THREADS = 384, HOPPER_SHARED = 227 << 10;
 
 inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     const LayerShape& s = l.shape;
-    Launch pass = l.sizes.hopper ? Launch{s.blocks, HOPPER_THREADS, HOPPER_SHARED, 1}
-                                 : Launch{s.blocks, AMPERE_THREADS, AMPERE_SHARED, 1};
+    const TileLaunch& tile = tile_launch(l.sizes.hopper ? HOPPER : AMPERE, s.tile_m, s.tile_n);
     launches[KERNEL_ROUTE] = route_launch(s);
     launches[KERNEL_PLAN] = plan_launch(s);
-    launches[KERNEL_FORWARD] = launches[KERNEL_BACKWARD] = pass;
+    launches[KERNEL_FORWARD] = launches[KERNEL_BACKWARD] = {s.blocks, tile.threads, tile.shared_bytes, 1};
     launches[KERNEL_ROUTE_BACKWARD] = route_backward_launch(s);
     launches[KERNEL_ROUTER_GRADIENTS] = router_gradients_launch(s);
     launches[KERNEL_ALL_REDUCE] = all_reduce_launch(s);

@@ -7,23 +7,23 @@ namespace aristos {
 using namespace dev;
 
 // One for each direction and element type: a kernel then has only the code it can need, and the registers of the worst of that.
-KERNEL(aristos_forward_bf16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<Bf16, FORWARD_KINDS>>(*layer, pass);
+KERNEL(aristos_forward_bf16, 256, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<Bf16, AmpereTile<128, 256>, FORWARD_KINDS>>(*layer, pass);
 }
 REGISTER_KERNEL(aristos_forward_bf16)
 
-KERNEL(aristos_forward_f16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<F16, FORWARD_KINDS>>(*layer, pass);
+KERNEL(aristos_forward_f16, 256, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<F16, AmpereTile<128, 256>, FORWARD_KINDS>>(*layer, pass);
 }
 REGISTER_KERNEL(aristos_forward_f16)
 
-KERNEL(aristos_backward_bf16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<Bf16, BACKWARD_KINDS>>(*layer, pass);
+KERNEL(aristos_backward_bf16, 256, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<Bf16, AmpereTile<128, 256>, BACKWARD_KINDS>>(*layer, pass);
 }
 REGISTER_KERNEL(aristos_backward_bf16)
 
-KERNEL(aristos_backward_f16, AMPERE_THREADS, 1)(const Layer* layer, Pass pass) {
-    run_pass<AmperePath<F16, BACKWARD_KINDS>>(*layer, pass);
+KERNEL(aristos_backward_f16, 256, 1)(const Layer* layer, Pass pass) {
+    run_pass<AmperePath<F16, AmpereTile<128, 256>, BACKWARD_KINDS>>(*layer, pass);
 }
 REGISTER_KERNEL(aristos_backward_f16)
 

@@ -275,11 +275,10 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
 }  // namespace aristos
 
 extern "C" {
-// LayerShape::tile_m and tile_n of the two GEMM paths, for the host.
-extern const aristos::u32 aristos_ampere_tile[2] = {aristos::AMPERE_TILE_M, aristos::AMPERE_TILE_N};
-extern const aristos::u32 aristos_hopper_tile[2] = {aristos::HOPPER_TILE_M, aristos::HOPPER_TILE_N};
+// The persistent kernels that there are, for the host: row `i` of launch.h's table, null after the last.
+const aristos::TileLaunch* aristos_tile(aristos::u32 i) { return i < aristos::N_TILES ? aristos::TILES + i : nullptr; }
 // Dynamic shared memory of a block of the persistent kernels that every device runs, bytes.
-extern const aristos::u32 aristos_ampere_shared_bytes = aristos::AMPERE_SHARED;
+extern const aristos::u32 aristos_ampere_shared_bytes = aristos::TILES[0].shared_bytes;
 }
 
 extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Tables* tables, aristos::u64 local_base,

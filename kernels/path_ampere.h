@@ -7,25 +7,36 @@
 namespace aristos {
 
 // Functions of their own that keep nothing in registers: the products need them all.
+OUTLINE u32 look_ahead(Block& b) { return Scheduler{b}.look(b.state.next); }
 OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task); }
 OUTLINE void task_done(Block& b) { Scheduler{b}.done(b.state.task); }
 
-template <class T, u32 KINDS> struct AmperePath {
+// Tasks until there is another item. `compute(task, meanwhile)`: by all threads, with a barrier after the last use of the task; one thread calls `meanwhile`
+// once, towards the end of it, and finds the next one while others still work. What that look took needs nothing of the present task, so the block ends
+// both; what needs it is found by the look after it is done, which may wait.
+template <class Compute> DEVICE void run_tasks(Block& b, State& state, Compute compute) {
+    if (dev::thread() == 0) state.more = next_task(b);
+    for (;;) {
+        dev::sync_block();
+        if (!state.more) return;
+        compute(state.task, [&] { state.early = look_ahead(b); });
+        if (dev::thread() == 0) {
+            task_done(b);
+            if (state.early == FOUND_TASK) state.task = state.next;
+            else state.more = state.early == FOUND_NOTHING && next_task(b);
+        }
+    }
+}
+
+template <class T, class Tile, u32 KINDS> struct AmperePath {
     using Element = T;
     static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
-    static constexpr u32 SHARED_BYTES = AmpereTile::SHARED_BYTES;
-    static_assert(SHARED_BYTES + STATE_BYTES <= AMPERE_SHARED && AmpereTile::THREADS == AMPERE_THREADS, "launch.h");
-    static_assert(AmpereTile::M == AMPERE_TILE_M && AmpereTile::N == AMPERE_TILE_N, "launch.h");
+    static constexpr u32 SHARED_BYTES = Tile::SHARED_BYTES;
+    static_assert(launched_as(AMPERE, Tile::M, Tile::N, Tile::THREADS, SHARED_BYTES + STATE_BYTES), "launch.h");
 
     static DEVICE void run(Block& b) {
         State& state = *reinterpret_cast<State*>(dev::shared() + SHARED_BYTES);
-        for (;;) {
-            if (dev::thread() == 0) state.more = next_task(b);
-            dev::sync_block();
-            if (!state.more) return;
-            gemm_task_ampere<T, KINDS>(state.task, dev::shared());
-            if (dev::thread() == 0) task_done(b);
-        }
+        run_tasks(b, state, [&](const GemmTask& t, auto meanwhile) { gemm_task_ampere<T, Tile, KINDS>(t, dev::shared(), meanwhile); });
     }
 };
 

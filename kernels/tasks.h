@@ -4,18 +4,27 @@
 
 namespace aristos {
 
+enum Found : u32 { FOUND_NOTHING = 0, FOUND_TASK = 1, FOUND_ITEM = 2 };
+
 struct Scheduler {
     Block& b;
+
+    // One thread; never waits. The next task, or into State::item what goes before it.
+    DEVICE u32 look(GemmTask& t) {
+        if (find_item(b, b.items)) return FOUND_ITEM;
+        bool task = find_task(t, REST_SECOND, GRADIENT_TASKS);
+        if (!task && find_rest(b)) return FOUND_ITEM;
+        return task || find_task(t, GRADIENT_TASKS, TASK_QUEUES) ? FOUND_TASK : FOUND_NOTHING;
+    }
 
     // One thread. The next task. False where the block has another item to do first, or none: State::item.
     DEVICE bool next(GemmTask& t) {
         enter_now(b.l, b.pass, b.state, PHASE_WAITING);
         b.state.patience = {};
         for (;;) {
-            if (find_item(b, b.items)) return false;
-            bool task = find_task(t, REST_SECOND, GRADIENT_TASKS);
-            if (!task && find_rest(b)) return false;
-            if (task || find_task(t, GRADIENT_TASKS, TASK_QUEUES)) {
+            u32 found = look(t);
+            if (found == FOUND_ITEM) return false;
+            if (found == FOUND_TASK) {
                 enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
                 return true;
             }

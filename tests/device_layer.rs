@@ -747,8 +747,11 @@ fn what_a_device_cannot_run_is_an_error() {
     refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);
     refused(fine(), |world, _| world.options.chunk_rows = 0, "chunk rows is 0, expected at least 1");
 
-    let want = "tile rows is 64, expected none on a device, whose tiles have one size";
+    let want = "tile rows is 64, expected none on a device, whose kernels have tiles of their own";
     refused(fine(), |world, _| world.options.tile_rows = Some(64), want);
+
+    let want = "the tile is 48x128, expected 128x256 or 64x128, which there are kernels for (ampere)";
+    refused(fine(), |_, device| device.tile = "48x128".parse().ok(), want);
 
     let gpu = world.pes(1).remove(0);
     let source = synthetic(fine(), 1);

@@ -56,6 +56,14 @@ fn hopper_too() {
 }
 
 #[test]
+fn in_tiles_of_every_size() {
+    for tile in ["128x256", "64x128"] {
+        let report = report(&format!("{SMALL} --pes 2 --tile {tile} --check"));
+        assert_eq!((&report["check"]["passed"], &report["config"]["tile"]), (&true.into(), &tile.into()));
+    }
+}
+
+#[test]
 fn the_bundled_example_passes_its_check() {
     let report = report("");
     assert_eq!((&report["config"]["pes"], &report["config"]["tokens"]), (&4.into(), &512.into()));
@@ -197,6 +205,10 @@ fn what_cannot_be_is_one_line() {
         .refused(&["--replan-every is 2 on a device, expected --device cpu"]);
     emulated(&format!("{SMALL} --pes 3 --plan auto --memory-mb 0.02")).refused(&["--plan auto: no plan: memory"]);
     run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
+    run(aristos_run(&format!("{SMALL} --tile 64x128"))).refused(&["--tile on the CPU, expected --device"]);
+    emulated(&format!("{SMALL} --tile 64")).refused(&["expected rows and columns, such as 64x128"]);
+    let line = "the tile is 64x64, expected 128x256 or 64x128, which there are kernels for (ampere)";
+    emulated(&format!("{SMALL} --tile 64x64")).refused(&[line]);
     if cfg!(not(feature = "cuda")) {
         run(aristos_run(&format!("{SMALL} --device cuda"))).refused(&["--device cuda", "--features cuda"]);
     }

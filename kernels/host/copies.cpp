@@ -186,6 +186,7 @@ using namespace host;
 
 void cp_async16(void* smem, const void* global, bool valid) {
     Fiber* fiber = self();
+    work.copies.fetch_add(1, std::memory_order_relaxed);
     fiber->home->check_shared(smem, 16, 16, "cp_async16's target");
     if (valid && reinterpret_cast<std::uintptr_t>(global) % 16 != 0) fail_misaligned(global);
     fiber->copies.push_back(

@@ -41,6 +41,12 @@ struct Random {
     u32 below(u32 n) { return u32(next() % n); }
 };
 
+// What all launches of this process have done, for tests of what is not done.
+struct Work {
+    std::atomic<u64> products{0}, copies{0};  // mma.m16n8k16 of a warp; cp.async
+};
+extern Work work;
+
 // What a fiber waits for, for the report of a deadlock and to see that the lanes of a warp do the same.
 enum class Wait : u8 {
     NOTHING, BLOCK, BLOCK_OR, NAMED, WARP, SHFL, SHFL_XOR, SHFL_UP, BALLOT, LDMATRIX, LDMATRIX_TRANS, MMA_BF16, MMA_F16,

@@ -6,6 +6,8 @@
 
 namespace aristos::host {
 
+Work work;
+
 namespace {
 
 // Explicit vectors: on its own the compiler vectorises these loops over k, with gathers.
@@ -16,6 +18,7 @@ float element(u32 bits, bool bf16) { return bf16 ? dev::to_float(Bf16{u16(bits)}
 
 // One warp's m16n8k16.
 template <bool BF16> void multiply_warp(const std::unique_ptr<Fiber>* lanes) {
+    work.products.fetch_add(1, std::memory_order_relaxed);
     alignas(64) float a[16][16], b[16][8], d[16][8];
     const auto at = [](auto& matrix, Place place) -> float& { return matrix[place.row][place.col]; };
     for (u32 lane = 0; lane < 32; ++lane) {

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "../gemm_test_kernels.h"
+#include "../host/simt.h"
 #include "gemm_problem.h"
 #include "testing.h"
 
@@ -14,13 +15,15 @@ using GemmCase = reference::Case;
 namespace {
 
 // Runs tiles on an emulated device that schedules by `seed`, several in each block, one after the other.
-void launch(const std::vector<GemmTask>& list, u32 blocks, bool f16, u64 seed) {
+template <class Tile> void launch(const std::vector<GemmTask>& list, u32 blocks, bool f16, u64 seed) {
     testing::World world(1, 4096, seed);
     const GemmTask* tasks = list.data();
-    world.launch(0, f16 ? "aristos_gemm_test_f16" : "aristos_gemm_test_bf16", blocks, AmpereTile::THREADS, GEMM_TEST_SHARED_BYTES,
-                 tasks, u32(list.size()));
+    const std::string name = std::string("aristos_gemm_test") + (Tile::M == 64 ? "_64x128" : "") + (f16 ? "_f16" : "_bf16");
+    world.launch(0, name.c_str(), blocks, Tile::THREADS, gemm_test_shared_bytes<Tile>(), tasks, u32(list.size()));
 }
-void launch(Problem& problem, bool f16, u64 seed) { launch(problem.tasks, u32(problem.tasks.size() + 1) / 2, f16, seed); }
+template <class Tile> void launch(Problem& problem, bool f16, u64 seed) {
+    launch<Tile>(problem.tasks, u32(problem.tasks.size() + 1) / 2, f16, seed);
+}
 
 void check(const GemmCase& c, Problem& problem) {
     std::string wrong = problem.verify();
@@ -31,7 +34,7 @@ void check(const GemmCase& c, Problem& problem) {
 struct Shape { u32 rows, hidden, intermediate; };
 const Shape SHAPES[] = {{1, 64, 64}, {7, 72, 136}, {128, 200, 264}, {129, 264, 128}, {200, 136, 72}, {65, 320, 200}};
 
-void products(u32 kind) {
+template <class Tile> double products(u32 kind) {
     double worst = 0;
     for (u32 f16 = 0; f16 < 2; f16++)
         for (u32 gated = 0; gated < 2; gated++)
@@ -39,12 +42,16 @@ void products(u32 kind) {
                 // Any four consecutive shapes have all activations; the flags take all values with each type.
                 GemmCase c{kind, SHAPES[s].rows, SHAPES[s].hidden, SHAPES[s].intermediate, f16 != 0, gated != 0, (s + f16) % 4,
                            s % 2 == 0, s % 3 != 1, s / 2 % 2 == 0, (s + gated) % 3 != 2, s % 2};
-                Problem problem(c, AmpereTile::M, AmpereTile::N);
-                launch(problem, c.f16, s + 1);
+                Problem problem(c, Tile::M, Tile::N);
+                launch<Tile>(problem, c.f16, s + 1);
                 check(c, problem);
                 worst = std::fmax(worst, problem.worst());
             }
-    std::printf("  worst error %.3f of its bound\n", worst);
+    return worst;
+}
+void products(u32 kind) {
+    const double large = products<LargeTile>(kind), little = products<LittleTile>(kind);
+    std::printf("  worst error %.3f of its bound, in small tiles %.3f\n", large, little);
 }
 
 template <class Act> void test_activation(u32 activation) {
@@ -86,49 +93,83 @@ CASE(backward_up) { products(BACKWARD_UP); }
 CASE(grad_up) { products(GRAD_UP); }
 CASE(grad_down) { products(GRAD_DOWN); }
 
+namespace {
+
 // The order in which the device runs warps and copies must not show in any bit.
-CASE(repeatable) {
+template <class Tile> void repeatable() {
     for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
         GemmCase c{kind, 137, 136, 328, kind % 2 != 0, true, ACT_SILU, true, true, true, true, 1};
-        Problem first(c, AmpereTile::M, AmpereTile::N);
-        launch(first, c.f16, 1);
+        Problem first(c, Tile::M, Tile::N);
+        launch<Tile>(first, c.f16, 1);
         check(c, first);
         for (u64 seed = 2; seed < 5; seed++) {
-            Problem again(c, AmpereTile::M, AmpereTile::N);
-            launch(again, c.f16, seed);
+            Problem again(c, Tile::M, Tile::N);
+            launch<Tile>(again, c.f16, seed);
             CHECK(again.same_outputs(first), "%s: other bits with seed %llu", c.name().c_str(), static_cast<unsigned long long>(seed));
         }
     }
 }
 
 // One block computes tiles of different kinds in turn, so nothing may be left over from one for the next.
-CASE(kinds_in_turn) {
+template <class Tile> void kinds_in_turn() {
     for (u64 seed = 1; seed < 4; seed++) {
         std::vector<GemmCase> cases;
         std::vector<std::unique_ptr<Problem>> problems;
         std::vector<GemmTask> tasks;
         for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
             cases.push_back({kind, 40 + 33 * kind, 136, 264, false, kind % 2 == 0, ACT_GELU, true, true, seed == 2, true, 1});
-            problems.push_back(std::make_unique<Problem>(cases.back(), AmpereTile::M, AmpereTile::N));
+            problems.push_back(std::make_unique<Problem>(cases.back(), Tile::M, Tile::N));
         }
         for (size_t i = 0, before = ~size_t(0); before != tasks.size(); i++) {
             before = tasks.size();
             for (auto& problem : problems)
                 if (i < problem->tasks.size()) tasks.push_back(problem->tasks[i]);
         }
-        launch(tasks, 2, false, seed);
+        launch<Tile>(tasks, 2, false, seed);
         for (u32 kind = 0; kind < GEMM_KINDS; kind++) check(cases[kind], *problems[kind]);
     }
 }
 
 // Threads of a block, and blocks with neighbouring tiles, share memory only across barriers.
-CASE(tsan_products) {
+template <class Tile> void tsan_products() {
     for (u32 kind = 0; kind < GEMM_KINDS; kind++) {
         GemmCase c{kind, 130, 136, 264, false, true, ACT_SILU, true, true, true, true, 0};
-        Problem problem(c, AmpereTile::M, AmpereTile::N);
-        launch(problem, c.f16, 1);
+        Problem problem(c, Tile::M, Tile::N);
+        launch<Tile>(problem, c.f16, 1);
         check(c, problem);
     }
+}
+
+// Of a tile with `rows` rows: what is multiplied, and what is copied of A.
+template <class Tile> void empty_rows(u32 kind) {
+    auto run = [&](u32 rows, u64& products, u64& copies) {
+        GemmCase c{kind, rows, 128, 128, false, true, ACT_SILU, true, true, true, true, 0};
+        Problem problem(c, Tile::M, Tile::N);
+        products = host::work.products, copies = host::work.copies;
+        launch<Tile>({problem.tasks[0]}, 1, false, 1);
+        products = host::work.products - products, copies = host::work.copies - copies;
+    };
+    u64 all, all_copies;
+    run(Tile::M, all, all_copies);
+    const u64 pieces = (kind == BACKWARD_UP ? 256 : 128) / 8, b_pieces = all_copies - Tile::M * pieces;
+    for (u32 rows : {1u, Tile::M / 2 - 1, Tile::M / 2, Tile::M / 2 + 1}) {
+        u64 products, copies;
+        run(rows, products, copies);
+        CHECK(products == (rows > Tile::M / 2 ? all : all / 2), "kind %u, %u rows: %llu products of %llu", kind, rows, (unsigned long long)products,
+              (unsigned long long)all);
+        CHECK(copies == b_pieces + rows * pieces, "kind %u, %u rows: %llu copies, not %llu", kind, rows, (unsigned long long)copies,
+              (unsigned long long)(b_pieces + rows * pieces));
+    }
+}
+
+}  // namespace
+
+CASE(repeatable) { repeatable<LargeTile>(), repeatable<LittleTile>(); }
+CASE(kinds_in_turn) { kinds_in_turn<LargeTile>(), kinds_in_turn<LittleTile>(); }
+CASE(tsan_products) { tsan_products<LargeTile>(), tsan_products<LittleTile>(); }
+
+CASE(empty_rows) {
+    for (u32 kind : {FORWARD_UP, FORWARD_DOWN, BACKWARD_DOWN, BACKWARD_UP}) empty_rows<LargeTile>(kind), empty_rows<LittleTile>(kind);
 }
 
 int main(int argc, char** argv) { return testing::testing_main(argc, argv); }

@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "../layer_ampere.cu"
+#include "../layer_ampere_64x128.cu"
 #include "../layer_hopper.cu"
 #include "../routing.cu"
 #include "route_world.h"
@@ -19,7 +20,7 @@ struct Forward {
     bool hot = false;         // tokens go where Options::hot says
 };
 
-enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL };
+enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128 };
 
 struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
@@ -115,6 +116,7 @@ struct Layers {
         s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.round_chunks = o.round_chunks, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
         s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks;
         s.tile_m = o.path == PATH_SMALL ? SmallTile::M : 128, s.tile_n = o.path == PATH_SMALL ? SmallTile::N : 256;
+        if (o.path == PATH_AMPERE_64X128) s.tile_m = 64, s.tile_n = 128;
         if (o.tile) s.tile_m = s.tile_n = o.tile;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
@@ -194,7 +196,8 @@ struct Layers {
 
     std::string kernel(const std::string& direction) const {
         if (o.path == PATH_SMALL) return "test_" + direction + "_small";
-        return "aristos_" + direction + (o.path == PATH_HOPPER ? "_hopper" : "") + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
+        const char* infix = tile_launch(o.path == PATH_HOPPER ? HOPPER : AMPERE, w->pes[0]->s.tile_m, w->pes[0]->s.tile_n).infix;
+        return "aristos_" + direction + infix + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
     }
     bool forward(u32 pe, Pass& p) {
         bool planned = o.host_plan ? plan(pe, u32(p.forward - o.first_forward))

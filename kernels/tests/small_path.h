@@ -11,7 +11,7 @@ struct SmallTile {
     static constexpr u32 ROW_SUMS = 2 * UNIT_BYTES, SHARED_BYTES = ROW_SUMS + M * 4, LAUNCH_BYTES = SHARED_BYTES + STATE_BYTES;
 };
 
-template <class T> DEVICE void gemm_task_small(const GemmTask& t, char* shared) {
+template <class T, class Meanwhile> DEVICE void gemm_task_small(const GemmTask& t, char* shared, Meanwhile meanwhile) {
     const u32 kind = t.kind, first = t.m0 + dev::warp() * UNIT_ROWS, lane = dev::lane();
     const RowSource<T> a = a_rows<T>(t);
     char* unit = shared + dev::warp() * UNIT_BYTES;
@@ -33,6 +33,7 @@ template <class T> DEVICE void gemm_task_small(const GemmTask& t, char* shared) 
         }
     }
     stage_unit(unit, [&](u32 n, u32 i) { return acc[n][i]; });
+    if (dev::thread() == 0) meanwhile();
     dev::sync_warp();
     float* row_sums = reinterpret_cast<float*>(shared + SmallTile::ROW_SUMS);
     if (first < gemm_m(t)) finish_unit<T, ALL_KINDS>(t, unit, first - t.m0, 0, SmallTile::M, row_sums);
@@ -46,13 +47,7 @@ template <class T, bool IS_BACKWARD> struct SmallPath {
     static constexpr bool BACKWARD = IS_BACKWARD;
     static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
     static DEVICE void run(Block& b) {
-        for (;;) {
-            if (dev::thread() == 0) b.state.more = next_task(b);
-            dev::sync_block();
-            if (!b.state.more) return;
-            gemm_task_small<T>(b.state.task, dev::shared());
-            if (dev::thread() == 0) task_done(b);
-        }
+        run_tasks(b, b.state, [&](const GemmTask& t, auto meanwhile) { gemm_task_small<T>(t, dev::shared(), meanwhile); });
     }
 };
 

@@ -339,6 +339,8 @@ mod tests {
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
             gemm: None,
+            #[cfg(feature = "device")]
+            tile: None,
             dtypes: vec![Dtype::F32],
             options: Options::default(),
             warmup: 0,

@@ -19,6 +19,8 @@ use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, MoeBench, Request};
+#[cfg(feature = "device")]
+use crate::moe::device::Tile;
 use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::run::memory::check_bench_memory;
@@ -61,6 +63,10 @@ struct MoeArgs {
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
     gemm: Option<GemmArg>,
+    /// The tiles that a device cuts these into, such as 64x128 [default: by the layer's shape]
+    #[cfg(feature = "device")]
+    #[arg(long)]
+    tile: Option<Tile>,
     /// Element type of activations and expert weights; accumulation is always f32 [default: both on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<BenchDtypeArg>,
@@ -140,7 +146,7 @@ impl MoeArgs {
             ensure!(value != Some(0), "--{flag} is 0, expected at least 1");
         }
         if let (Some(rows), true) = (self.tile_rows, self.device != DeviceArg::Cpu) {
-            bail!("--tile-rows {rows} on a device, expected --device cpu: a device's tiles have one size");
+            bail!("--tile-rows {rows} on a device, expected --device cpu: a device's tiles are those of --tile");
         }
         ensure!(self.timeout > 0, "--timeout is 0, expected a number of seconds above 0");
         let (device, dtypes) = match (self.device, self.dtype) {
@@ -175,6 +181,8 @@ impl MoeArgs {
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
+            #[cfg(feature = "device")]
+            tile: self.tile,
             dtypes,
             options: Options {
                 tile_rows: self.tile_rows,

@@ -96,6 +96,8 @@ impl LayerArgs {
             #[cfg(feature = "device")]
             gemm: None,
             #[cfg(feature = "device")]
+            tile: None,
+            #[cfg(feature = "device")]
             graph: false,
             dtype,
             rows_per: RowsPer::Pe,

@@ -20,6 +20,8 @@ use super::values::{
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 use crate::job::tcp;
+#[cfg(feature = "device")]
+use crate::moe::device::Tile;
 use crate::moe::synthetic::{RouterKind, SyntheticSpec};
 use crate::moe::{Activation, Dtype, Glu, LayerConfig, MlpConfig, Options, SharedConfig};
 use crate::plan::Replication;
@@ -89,6 +91,10 @@ pub struct Args {
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
     gemm: Option<GemmArg>,
+    /// The tiles that a device cuts these into, such as 64x128 [default: by the layer's shape]
+    #[cfg(feature = "device")]
+    #[arg(long)]
+    tile: Option<Tile>,
     /// Record the passes once as a CUDA graph and repeat it
     #[cfg(feature = "device")]
     #[arg(long)]
@@ -304,6 +310,8 @@ impl Args {
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || self.gemm.is_none(), "--gemm on the CPU, expected --device too");
         #[cfg(feature = "device")]
+        ensure!(device != DeviceKind::Cpu || self.tile.is_none(), "--tile on the CPU, expected --device too");
+        #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         ensure!(
             device == DeviceKind::Cpu || self.threads == 1,
@@ -362,6 +370,8 @@ impl Args {
             device,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
+            #[cfg(feature = "device")]
+            tile: self.tile,
             #[cfg(feature = "device")]
             graph: self.graph,
             dtype,

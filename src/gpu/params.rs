@@ -108,19 +108,14 @@ impl Kernel {
         }
     }
 
-    /// The name in its module of the one that runs on Hopper, or elsewhere, with elements of `dtype` (`DTYPE_BF16` or
-    /// `DTYPE_F16`).
-    pub fn on(self, hopper: bool, dtype: u32) -> &'static str {
-        match (self, hopper, dtype == DTYPE_BF16) {
-            (Kernel::Forward, false, true) => "aristos_forward_bf16",
-            (Kernel::Forward, false, false) => "aristos_forward_f16",
-            (Kernel::Forward, true, true) => "aristos_forward_hopper_bf16",
-            (Kernel::Forward, true, false) => "aristos_forward_hopper_f16",
-            (Kernel::Backward, false, true) => "aristos_backward_bf16",
-            (Kernel::Backward, false, false) => "aristos_backward_f16",
-            (Kernel::Backward, true, true) => "aristos_backward_hopper_bf16",
-            (Kernel::Backward, true, false) => "aristos_backward_hopper_f16",
-            _ => self.name(),
+    /// The name in its module of the one with elements of `dtype` (`DTYPE_BF16` or `DTYPE_F16`), and of the path and tile that have
+    /// this infix (`kernels/launch.h`).
+    pub fn on(self, infix: &str, dtype: u32) -> String {
+        let name = self.name();
+        match self {
+            Kernel::Forward | Kernel::Backward if dtype == DTYPE_BF16 => format!("{name}{infix}_bf16"),
+            Kernel::Forward | Kernel::Backward => format!("{name}{infix}_f16"),
+            _ => name.to_string(),
         }
     }
 }

@@ -36,6 +36,9 @@ pub struct PeReport {
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; `None` on a CPU.
     pub gemm: Option<String>,
+    /// The tiles that these are cut into, as in "128x256"; `None` on a CPU.
+    #[serde(default)]
+    pub tile: Option<String>,
     /// Its symmetric memory.
     pub symmetric: SymmetricMemory,
     /// Changes of the plan while the steps ran, the same on all PEs but for times.

@@ -41,6 +41,9 @@ pub struct RunConfig {
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.
     pub gemm: Option<String>,
+    /// The tiles that these are cut into, as in "128x256"; null on a CPU.
+    #[serde(default)]
+    pub tile: Option<String>,
     /// Threads of a PE that compute tiles, on a CPU.
     #[serde(default = "one")]
     pub threads: usize,

@@ -19,7 +19,7 @@ pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
 }
 
 fn on_device(job: &PreparedRun) -> DeviceOptions {
-    DeviceOptions { path: job.request.gemm, groups: Some(job.groups.clone()), ..DeviceOptions::default() }
+    DeviceOptions { path: job.request.gemm, tile: job.request.tile, groups: Some(job.groups.clone()) }
 }
 
 fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu) -> Result<()> {
@@ -33,6 +33,7 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
         device: gpu.name(),
         transport: "nvshmem".into(),
         gemm: Some(layer.path().name().to_string()),
+        tile: Some(layer.tile().to_string()),
         symmetric: SymmetricMemory {
             used_bytes: symmetric,
             peak_bytes: symmetric,

@@ -267,6 +267,7 @@ fn run_config(job: &PreparedRun, reports: &[PeReport]) -> RunConfig {
         device: reports.first().map(|r| r.device.clone()).unwrap_or_default(),
         transport: reports.first().map(|r| r.transport.clone()).unwrap_or_default(),
         gemm: reports.first().and_then(|r| r.gemm.clone()),
+        tile: reports.first().and_then(|r| r.tile.clone()),
         mode: job.mode().to_string(),
         pes: job.request.pes,
         steps: job.request.steps as u64,

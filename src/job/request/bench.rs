@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{DeviceKind, FieldError, optional_path_bytes};
 #[cfg(feature = "device")]
-use crate::moe::device::GemmPath;
+use crate::moe::device::{GemmPath, Tile};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
 
@@ -29,6 +29,9 @@ pub struct MoeBench {
     /// On a device, which matrix products; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
+    /// The tiles that these are cut into; by the layer's shape where `None`.
+    #[cfg(feature = "device")]
+    pub tile: Option<Tile>,
     /// Element types, measured one after the other.
     pub dtypes: Vec<Dtype>,
     /// How the layer runs; the mode is the measurement's.

@@ -184,6 +184,8 @@ mod tests {
             #[cfg(feature = "device")]
             gemm: None,
             #[cfg(feature = "device")]
+            tile: None,
+            #[cfg(feature = "device")]
             graph: false,
             dtype: Dtype::Bf16,
             rows_per: RowsPer::Pe,

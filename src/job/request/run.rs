@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{optional_path_bytes, path_bytes};
 #[cfg(feature = "device")]
-use crate::moe::device::GemmPath;
+use crate::moe::device::{GemmPath, Tile};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
 use crate::plan::{Plan, Replication};
@@ -142,6 +142,9 @@ pub struct RunRequest {
     /// Which matrix products a device runs; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,
+    /// The tiles that these are cut into; by the layer's shape where `None`.
+    #[cfg(feature = "device")]
+    pub tile: Option<Tile>,
     /// Whether a device's passes are recorded once and repeated.
     #[cfg(feature = "device")]
     pub graph: bool,

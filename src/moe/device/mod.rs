@@ -10,6 +10,7 @@ mod report;
 mod saved;
 mod shape;
 mod sums;
+mod tiles;
 mod weights;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use record::{RecordedLayer, RecordedPass};
 pub use saved::DeviceSaved;
 pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
+pub use tiles::Tile;
 pub use weights::to_elements;
 
 use relays::Relays;
@@ -25,7 +27,7 @@ use sums::sums;
 use weights::DeviceWeights;
 
 use super::spec::{Groups, LayerSpec, MoeError, WeightSource};
-use crate::gpu::params::{Kernel, LayerInfo, LayerShape};
+use crate::gpu::params::{KERNELS, Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, Launch, SymmetricBuffer};
 
 /// The kernels of a layer that only training launches.
@@ -47,6 +49,8 @@ pub struct DeviceLayer<'g> {
     /// Counts the changes of what the kernels are told of the layer, which each forward pass's state has a copy of.
     version: u64,
     path: GemmPath,
+    /// Of its kernels, in the order of [`Kernel::ALL`].
+    names: [String; KERNELS],
     /// With addresses relative to the blocks' beginnings.
     sizes: LayerInfo,
     weights: DeviceWeights<'g>,
@@ -87,6 +91,8 @@ impl<'g> DeviceLayer<'g> {
         let probe = shape_of.shape(&limits, 2)?;
         let mut weights = DeviceWeights::new(gpu, &spec, me, source, path)?;
         let (probed, _) = place(&probe, &weights.tables, 0, 0)?;
+        let infix = shape_of.tile(&limits)?.infix();
+        let names = Kernel::ALL.map(|kernel| kernel.on(infix, probe.dtype));
         let mut blocks = u32::MAX;
         for kernel in Kernel::ALL.into_iter().filter(|kernel| spec.training || !BACKWARD_ONLY.contains(kernel)) {
             let Launch { block, shared_bytes, cooperative, .. } = probed.launch(kernel);
@@ -95,7 +101,7 @@ impl<'g> DeviceLayer<'g> {
                 let message = format!("a block takes {shared_bytes} bytes of shared memory, and the device has {has}");
                 return Err(GpuError::failed(format!("launch {}", kernel.name()), message).into());
             }
-            let name = kernel.on(path.is_hopper(), probe.dtype);
+            let name = &names[kernel as usize];
             gpu.prepare(name, shared_bytes)?;
             if cooperative != 0 {
                 blocks = blocks.min(gpu.resident_blocks(name, block, shared_bytes)?);
@@ -118,8 +124,22 @@ impl<'g> DeviceLayer<'g> {
         }
         let id = LAYERS.fetch_add(1, Ordering::Relaxed);
         let (version, trace, spare) = (0, false, Vec::new());
-        let mut layer =
-            DeviceLayer { gpu, spec, groups, me, id, shape, version, path, sizes, weights, symmetric, trace, spare };
+        let mut layer = DeviceLayer {
+            gpu,
+            spec,
+            groups,
+            me,
+            id,
+            shape,
+            version,
+            path,
+            names,
+            sizes,
+            weights,
+            symmetric,
+            trace,
+            spare,
+        };
         layer.reserve(1)?;
         // Nobody may signal before every PE's signal words are zero.
         gpu.barrier(layer.spec.options.wait_limit)?;
@@ -146,6 +166,11 @@ impl<'g> DeviceLayer<'g> {
     /// The matrix products that run.
     pub fn path(&self) -> GemmPath {
         self.path
+    }
+
+    /// The tiles that they are cut into.
+    pub fn tile(&self) -> Tile {
+        Tile { rows: self.shape.tile_m, columns: self.shape.tile_n }
     }
 
     /// Symmetric memory of this PE, bytes.

@@ -210,7 +210,7 @@ impl<'g> DeviceLayer<'g> {
     fn launch(&self, saved: &DeviceSaved<'g>, pass: &Pass, kernels: &[Kernel]) -> Result<(), GpuError> {
         let args = [bytemuck::bytes_of(&saved.description()).to_vec(), bytemuck::bytes_of(pass).to_vec()];
         kernels.iter().try_for_each(|kernel| {
-            let (name, launch) = (kernel.on(self.path.is_hopper(), self.shape.dtype), saved.info().launch(*kernel));
+            let (name, launch) = (&self.names[*kernel as usize], saved.info().launch(*kernel));
             // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`.
             // - The `Layer` is `place`'s, over the state's memory and this layer's tables, weights and symmetric memory: the
             //   state was checked to be of this layer (`DeviceSaved::check`, or it is one of the layer's own), which holds all

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use serde::{Deserialize, Serialize};
 
 use super::relays::Relays;
+use super::tiles::{Problem, Tile, TileKernels};
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
@@ -39,18 +40,6 @@ impl GemmPath {
     pub(super) fn is_hopper(self) -> bool {
         self == GemmPath::Hopper
     }
-
-    /// Rows and columns of a tile, as the kernels are compiled.
-    pub fn tile(self) -> (u32, u32) {
-        // SAFETY: constants of `kernels/memory.cpp`.
-        let [m, n] = unsafe {
-            match self {
-                GemmPath::Ampere => aristos_ampere_tile,
-                GemmPath::Hopper => aristos_hopper_tile,
-            }
-        };
-        (m, n)
-    }
 }
 
 /// How a layer runs on a device, besides [`Options`]. The same on every PE.
@@ -59,6 +48,8 @@ impl GemmPath {
 pub struct DeviceOptions {
     /// Which matrix products; by the device where `None`.
     pub path: Option<GemmPath>,
+    /// The tiles that these are cut into; by the layer's shape where `None`.
+    pub tile: Option<Tile>,
     /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
     pub groups: Option<Groups>,
 }
@@ -107,7 +98,7 @@ fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
 pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<(), MoeError> {
     dtype_code(dtype)?;
     if let Some(rows) = options.tile_rows {
-        return Err(config_error("tile rows", rows, "none on a device, whose tiles have one size"));
+        return Err(config_error("tile rows", rows, "none on a device, whose kernels have tiles of their own"));
     }
     if let Some(wire) = options.wire {
         return Err(config_error("wire", wire.name(), "none on a device, whose rows are as its weights"));
@@ -187,7 +178,7 @@ impl ShapeOf<'_> {
         let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = &spec;
         check(config, *dtype, options)?;
         let layout = spec.layout()?;
-        let (tile_m, tile_n) = self.path(limits).tile();
+        let tile = self.tile(limits)?.tile();
         let router = &config.router;
         let (shared, gate) = match config.shared {
             Some(shared) => (shared.mlp, shared.sigmoid_gate),
@@ -249,8 +240,8 @@ impl ShapeOf<'_> {
             blocks,
             channels: limits.multiprocessors.clamp(1, MAX_BLOCKS),
             summed: self.groups.holders().iter().any(|holders| holders.len() > 1).into(),
-            tile_m,
-            tile_n,
+            tile_m: tile.rows,
+            tile_n: tile.columns,
             wait_limit_ns: u64::try_from(options.wait_limit.as_nanos()).unwrap_or(u64::MAX).max(1),
             ..LayerShape::default()
         };
@@ -262,6 +253,43 @@ impl ShapeOf<'_> {
     pub fn path(&self, limits: &DeviceLimits) -> GemmPath {
         let default = if limits.hopper() { GemmPath::Hopper } else { GemmPath::Ampere };
         self.device.path.unwrap_or(default)
+    }
+
+    /// The kernels of the tile that the products are cut into.
+    ///
+    /// # Errors
+    /// A tile that there are none for.
+    pub(super) fn tile(&self, limits: &DeviceLimits) -> Result<&'static TileKernels, MoeError> {
+        let path = self.path(limits);
+        let found = match self.device.tile {
+            Some(asked) => TileKernels::of(path).find(|kernels| kernels.tile() == asked),
+            None => self.problem(limits).tile(path, limits),
+        };
+        found.ok_or_else(|| {
+            let all: Vec<String> = TileKernels::of(path).map(|kernels| kernels.tile().to_string()).collect();
+            let asked = self.device.tile.map_or_else(String::new, |tile| tile.to_string());
+            config_error(
+                "the tile",
+                asked,
+                &format!("{}, which there are kernels for ({})", all.join(" or "), path.name()),
+            )
+        })
+    }
+
+    /// What the products are, on all PEs of a group alike.
+    fn problem(&self, limits: &DeviceLimits) -> Problem {
+        let LayerSpec { config, max_tokens, .. } = self.spec;
+        let placement = self.groups.placement(self.groups.place(self.my_pe).0);
+        let n_pes = placement.n_pes();
+        let held: usize = (0..n_pes).map(|pe| placement.experts(pe).len()).sum();
+        Problem {
+            rows: (max_tokens * n_pes * config.router.top_k) as f64 / held.max(1) as f64,
+            experts: placement.max_local() as f64,
+            hidden: config.hidden as f64,
+            intermediate: config.expert.intermediate as f64,
+            gated: config.expert.gated,
+            multiprocessors: f64::from(limits.multiprocessors.max(1)),
+        }
     }
 
     /// Symmetric memory of every PE, bytes: what the group that needs most of it needs.
@@ -336,8 +364,6 @@ fn activation(activation: Activation) -> Option<u32> {
 
 unsafe extern "C" {
     /// `kernels/memory.cpp`, as what follows.
-    static aristos_ampere_tile: [u32; 2];
-    static aristos_hopper_tile: [u32; 2];
     fn aristos_layer(
         shape: *const LayerShape,
         tables: *const Tables,

@@ -61,7 +61,7 @@ pub struct Options {
     pub budget_factor: f64,
     /// Most rows sent under one signal.
     pub chunk_rows: usize,
-    /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles have one size, so it takes
+    /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles are its own, so it takes
     /// none.
     pub tile_rows: Option<usize>,
     /// Element type of rows between PEs, on a CPU: [`Dtype::Bf16`] in a layer of f32, which halves their bytes and rounds what crosses; `None`:
