@@ -105,8 +105,9 @@ DEVICE u32 zero_pieces(const Layer& l) {
 DEVICE u32 zero_items(const Layer& l) { return GRADIENTS * zero_pieces(l); }
 
 // Tile `index` of `down` x `across`: `group` rows of tiles at a time, so that what they share of both operands stays in L2. Fewer where rows still
-// come, as a tile's results are complete only when its whole group is.
-constexpr u32 TILE_GROUP = 8, REST_TILE_GROUP = 4;
+// come, as a tile's results are complete only when its whole group is: three, since with two all multiprocessors of an H100 together would read weights
+// at about the rate of its memory (256 FLOP a byte).
+constexpr u32 TILE_GROUP = 8, REST_TILE_GROUP = 3;
 DEVICE void tile_at(u32 index, u32 down, u32 across, u32 group, u32& m, u32& n) {
     u32 first = index / (group * across) * group, in = index % (group * across);
     u32 rows = down - first < group ? down - first : group;

@@ -17,14 +17,16 @@ struct Scheduler {
         return task || find_task(t, GRADIENT_TASKS, TASK_QUEUES) ? FOUND_TASK : FOUND_NOTHING;
     }
 
-    // One thread. The next task. False where the block has another item to do first, or none: State::item.
+    // One thread. The next task. False where the block has another item to do first, or none: State::item. The same look again, as with a call of
+    // `look` ptxas spills on Hopper, where the scheduler has 56 registers.
     DEVICE bool next(GemmTask& t) {
         enter_now(b.l, b.pass, b.state, PHASE_WAITING);
         b.state.patience = {};
         for (;;) {
-            u32 found = look(t);
-            if (found == FOUND_ITEM) return false;
-            if (found == FOUND_TASK) {
+            if (find_item(b, b.items)) return false;
+            bool task = find_task(t, REST_SECOND, GRADIENT_TASKS);
+            if (!task && find_rest(b)) return false;
+            if (task || find_task(t, GRADIENT_TASKS, TASK_QUEUES)) {
                 enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
                 return true;
             }

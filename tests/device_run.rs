@@ -206,7 +206,7 @@ fn what_cannot_be_is_one_line() {
     emulated(&format!("{SMALL} --pes 3 --plan auto --memory-mb 0.02")).refused(&["--plan auto: no plan: memory"]);
     run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
     run(aristos_run(&format!("{SMALL} --tile 64x128"))).refused(&["--tile on the CPU, expected --device"]);
-    emulated(&format!("{SMALL} --tile 64")).refused(&["expected rows and columns, such as 64x128"]);
+    emulated(&format!("{SMALL} --tile 64")).misused(&["expected rows and columns, such as 64x128"]);
     let line = "the tile is 64x64, expected 128x256 or 64x128, which there are kernels for (ampere)";
     emulated(&format!("{SMALL} --tile 64x64")).refused(&[line]);
     if cfg!(not(feature = "cuda")) {

@@ -190,7 +190,7 @@ struct Scaled {
 };
 
 void print(const char* name, u32 pes, bool backward, double ratio, const Result& r) {
-    std::printf("| %s | %u | %s | %.1f | %.0f / %.0f / %.0f | %.2f | %.2f | %.2f |\n", name, pes, backward ? "backward" : "forward", ratio, 100 * r.startable[0],
+    std::printf("| %s | %u | %s | %.1f | %.0f / %.0f / %.0f | %.2f | %.2f | %.3f |\n", name, pes, backward ? "backward" : "forward", ratio, 100 * r.startable[0],
                 100 * r.startable[1], 100 * r.startable[2], r.gemm_end / r.compute, r.waits / r.compute, (r.end - r.compute) / r.compute);
     std::fflush(stdout);
 }

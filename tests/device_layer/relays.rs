@@ -80,17 +80,19 @@ fn what_cannot_pass_rows_on_is_refused_in_a_line() {
     for line in on_pes(apart.pes(4), |gpu| new_layer(gpu, &apart, &source, 8).map(drop).unwrap_err().to_string()) {
         assert!(line.contains("does not reach the memory of PE") && line.contains("on the same host"), "{line}");
     }
-    let of = groups(4, &[&[0, 1], &[2, 3]], 4, |_, e| e);
+    let of = groups(4, &[&[0, 1, 2], &[3]], 4, |_, e| e);
     let mut options = small_options();
-    options.hosts = Hosts::new(vec![0, 1]);
-    let spec = LayerSpec::new(source.config().clone(), 2, 8)
+    options.hosts = Hosts::new(vec![0, 0, 1]);
+    let spec = LayerSpec::new(source.config().clone(), 3, 8)
         .placement(of.placement(0).clone())
         .dtype(Dtype::Bf16)
         .options(options);
     let device = with!(DeviceOptions::default(); groups = Some(of));
-    for line in on_pes(World::new().pes(4), |gpu| {
-        DeviceLayer::new(gpu, spec.clone(), &source, &device).map(drop).unwrap_err().to_string()
-    }) {
+    let mut pes = World::new().pes(4);
+    pes.truncate(3);
+    for line in
+        on_pes(pes, |gpu| DeviceLayer::new(gpu, spec.clone(), &source, &device).map(drop).unwrap_err().to_string())
+    {
         assert!(line.contains("several groups") && !line.contains('\n'), "{line}");
     }
 }
