@@ -416,7 +416,7 @@ pub fn place(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::moe::spec::{MlpConfig, RouterConfig};
+    use crate::moe::spec::{Hosts, MlpConfig, RouterConfig};
 
     /// DeepSeek-V3's layer for training on 16 PEs, four of a host, with 4096 tokens each.
     #[test]
@@ -453,6 +453,15 @@ mod tests {
             "{far} bytes, {rows} of rows, {stages} of stages"
         );
         assert!(far <= 1 << 30, "{far} bytes");
+
+        // With rows once per host: windows of three PEs of the host and of three sources elsewhere, results of seven PEs, and four places of parts.
+        let mut spec = spec;
+        spec.options.hosts = Hosts::new((0..16).map(|pe| pe / 4).collect());
+        let shape_of =
+            ShapeOf { spec: &spec, device: &device, groups: &groups, my_pe: 0, all_reachable: false, router_parts: 3 };
+        let once = place(&shape_of.shape(&limits, 108).unwrap(), &Tables::default(), 0, 0).unwrap().0.symmetric_bytes;
+        let rows = 6 * window * sent + 7 * (4096 / chunk) * returned + stages + 3 * 3 * 4 * chunk * (2 * 7168 + 4 * 8);
+        assert!(once >= rows && once <= rows + 2 * small && once < far, "{once} bytes, {rows} of rows, {far} without");
     }
 
     #[test]
