@@ -161,12 +161,23 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
     };
     u32 next = dev::load_relaxed(c.send);
     if (has(set, ITEM_SEND) && next < send_items(l)) (void)send_ready(b, next, note);
-    if (has(set, ITEM_LAYOUT) && came_local(c.own_known, 1) && dev::load_relaxed(c.headers_read) == 0)
-        for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) (void)header_came(b, pe, note);
+    // Of what comes by way of a home: where that has it, it has not passed it on.
+    u64* word = nullptr;
+    auto note_sent = [&](Waiting w, u64 seen) {
+        if (relayed(l, w.pe) && dev::load_relaxed(incoming(l, w.pe, word)) >= w.expected) w.pe = home_of(l, w.pe);
+        note(w, seen);
+    };
+    if (has(set, ITEM_LAYOUT) && came_local(c.own_known, 1) && dev::load_relaxed(c.headers_read) == 0) {
+        for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
+            word = header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), pe);
+            (void)header_came(b, pe, note_sent);
+        }
+    }
     if (has(set, ITEM_ARRIVE) && came_local(c.layout, 1)) {
         for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
             next = dev::load_relaxed(c.arrival + pe);
-            if (pe != l.shape.my_pe && next < source_chunks(b, pe)) (void)chunk_came(b, pe, next, note);
+            word = chunk_signal(l, pe, next);
+            if (pe != l.shape.my_pe && next < source_chunks(b, pe)) (void)chunk_came(b, pe, next, note_sent);
         }
         for (u32 pe = 0; l.shape.relays && pe < l.shape.n_pes && !any; pe++) {
             if (!relayed(l, pe)) continue;

@@ -184,6 +184,10 @@ CASE(a_dead_peer_ends_the_waits_of_the_others) {
         [](Options& o) { o.hosts = 1, o.round_chunks = 1; });
     add("no rows", 2, AFTER_FORWARD, 0, {ERROR_TIMEOUT, 2, WHAT_ROWS, PHASE_DISPATCH, 2 * STAMP + 1, STAMP + 1, 0},
         [](Options& o) { o.hosts = 1, o.tokens = 4, o.passes = {{{4, 0, 4}}}; })->unharmed = {1};
+    // A home, whose host's PEs wait for what others have sent it: it is named, and by the other host too.
+    add("never began, a home", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
+        o.n_pes = 4, o.host_of = {0, 0, 1, 1}, o.reachable = reach(4, REACH_NODES, 0), o.passes = {{{8, 8, 8, 8}}, {{8, 8, 8, 8}}};
+    });
     std::vector<std::thread> threads;
     for (Dying& d : all) threads.emplace_back([&d] { d.run(); });
     for (auto& t : threads) t.join();
