@@ -107,12 +107,13 @@ const MEASURED: &[Measured] = &[];
 
 impl Problem {
     /// What the two products of all experts take with a tile of m x n, in clocks, but no less than the weights need from DRAM:
-    ///
-    ///     sum over both of  waves * products of a tile / pairs * slowdown + waves / blocks * BETWEEN
-    ///     waves     tiles / multiprocessors, rounded up: blocks on a multiprocessor share its tensor cores, and hide each other's epilogues
-    ///     tiles     experts * (rows / m + 1/2) * columns / n: an expert's last tile is half empty on average
-    ///     products  of the rows that warps multiply: a half of a tile that is empty is skipped, and half of the last one is empty
-    ///     slowdown  1, or by how much shared memory or L2 is slower than the tensor cores
+    /// ```text
+    /// sum over both of  waves * products of a tile / pairs * slowdown + waves / blocks * BETWEEN
+    /// waves     tiles / multiprocessors, rounded up: blocks on a multiprocessor share its tensor cores, and hide each other's epilogues
+    /// tiles     experts * (rows / m + 1/2) * columns / n: an expert's last tile is half empty on average
+    /// products  of the rows that warps multiply: a half of a tile that is empty is skipped, and half of the last one is empty
+    /// slowdown  1, or by how much shared memory or L2 is slower than the tensor cores
+    /// ```
     ///
     /// Backward has three times the products, for all tiles alike.
     fn clocks(&self, path: GemmPath, tile: &TileKernels) -> f64 {
