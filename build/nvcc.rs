@@ -38,13 +38,16 @@ impl Module {
 const PORTABLE: &[&str] =
     &["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"];
 
+const HOPPER: &[&str] = &["arch=compute_90a,code=sm_90a"];
+
 /// At its highest optimisation ptxas 13.0 crashes on these kernels for sm_80. The products' loops are nearly the same at this one.
 const LESS: &[&str] = &["-Xptxas", "-O2"];
 
 const MODULES: &[Module] = &[
     Module { name: "layer_ampere", targets: PORTABLE, hopper: false, flags: LESS },
     Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false, flags: LESS },
-    Module { name: "layer_hopper", targets: &["arch=compute_90a,code=sm_90a"], hopper: true, flags: &[] },
+    Module { name: "layer_hopper", targets: HOPPER, hopper: true, flags: &[] },
+    Module { name: "layer_hopper_128x128", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "routing", targets: PORTABLE, hopper: false, flags: &[] },
     Module { name: "p2p", targets: PORTABLE, hopper: false, flags: &[] },
     Module { name: "probe", targets: PORTABLE, hopper: false, flags: &[] },

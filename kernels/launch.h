@@ -18,6 +18,7 @@ constexpr TileLaunch TILES[] = {
     {AMPERE, 128, 256, 256, 150 << 10, 1, ""},
     {AMPERE, 64, 128, 128, 78 << 10, 2, "_64x128"},
     {HOPPER, 128, 256, 384, 227 << 10, 1, "_hopper"},
+    {HOPPER, 128, 128, 384, 227 << 10, 1, "_hopper_128x128"},
 };
 constexpr u32 N_TILES = sizeof TILES / sizeof *TILES;
 
@@ -35,9 +36,6 @@ constexpr bool launched_as(u32 architecture, u32 tile_m, u32 tile_n, u32 threads
     const TileLaunch& t = tile_launch(architecture, tile_m, tile_n);
     return t.tile_m == tile_m && t.tile_n == tile_n && t.threads == threads && shared_bytes <= t.shared_bytes;
 }
-
-// Of path_hopper.h and layer_hopper.cu.
-constexpr u32 HOPPER_TILE_M = 128, HOPPER_TILE_N = 256, HOPPER_THREADS = 384, HOPPER_SHARED = 227 << 10;
 
 inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     const LayerShape& s = l.shape;

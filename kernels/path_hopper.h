@@ -8,12 +8,11 @@
 namespace aristos {
 
 // In tiles of 128 x N.
-template <class T, u32 KINDS, u32 N = HOPPER_TILE_N> struct HopperPath {
+template <class T, u32 KINDS, u32 N> struct HopperPath {
     using Element = T;
-    static_assert(hopper::TILE_M == HOPPER_TILE_M, "launch.h");
     static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
     static constexpr u32 SHARED_BYTES = (hopper::Tile<N>::SHARED_BYTES + 127) / 128 * 128;
-    static_assert(SHARED_BYTES + STATE_BYTES <= HOPPER_SHARED && hopper::THREADS == HOPPER_THREADS, "launch.h");
+    static_assert(launched_as(HOPPER, hopper::TILE_M, N, hopper::THREADS, SHARED_BYTES + STATE_BYTES), "launch.h");
 
     // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
     struct Source {

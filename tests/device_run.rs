@@ -57,8 +57,8 @@ fn hopper_too() {
 
 #[test]
 fn in_tiles_of_every_size() {
-    for tile in ["128x256", "64x128"] {
-        let report = report(&format!("{SMALL} --pes 2 --tile {tile} --check"));
+    for (gemm, tile) in [("ampere", "128x256"), ("ampere", "64x128"), ("hopper", "128x256"), ("hopper", "128x128")] {
+        let report = report(&format!("{SMALL} --pes 2 --gemm {gemm} --tile {tile} --check"));
         assert_eq!((&report["check"]["passed"], &report["config"]["tile"]), (&true.into(), &tile.into()));
     }
 }

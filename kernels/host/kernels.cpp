@@ -2,6 +2,7 @@
 #include "../layer_ampere.cu"
 #include "../layer_ampere_64x128.cu"
 #include "../layer_hopper.cu"
+#include "../layer_hopper_128x128.cu"
 #include "../probe.cu"
 #include "../routing.cu"
 #include "../smoke.cu"

@@ -70,6 +70,8 @@ int main(int argc, char** argv) {
     add("bulk_rounds", [](Options& o) { o.n_pes = 3, o.bulk = 1, o.chunk_rows = 8, o.round_chunks = 1, o.hosts = 1; });
     add("hopper", [](Options& o) { o.path = PATH_HOPPER, o.n_pes = 2, o.shared = 1, o.bias = 1; });
     add("hopper_rounds", [](Options& o) { o.path = PATH_HOPPER, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
+    add("hopper_narrow_tiles", [](Options& o) { o.path = PATH_HOPPER_128X128, o.n_pes = 2, o.shared = 1, o.bias = 1, o.tokens = 150, o.intermediate = 200; });
+    add("hopper_narrow_tiles_rounds", [](Options& o) { o.path = PATH_HOPPER_128X128, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
     add("little_tiles", [](Options& o) { o.path = PATH_AMPERE_64X128, o.n_pes = 2, o.shared = 1, o.bias = 1, o.tokens = 150, o.intermediate = 136; });
     add("little_tiles_rounds", [](Options& o) { o.path = PATH_AMPERE_64X128, o.n_pes = 2, o.chunk_rows = 8, o.round_chunks = 1, o.dtype = DTYPE_BF16; });
     add("many_blocks", [](Options& o) { o.n_pes = 2, o.blocks = 8, o.tokens = 150, o.intermediate = 264; });

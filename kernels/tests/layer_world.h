@@ -7,6 +7,7 @@
 #include "../layer_ampere.cu"
 #include "../layer_ampere_64x128.cu"
 #include "../layer_hopper.cu"
+#include "../layer_hopper_128x128.cu"
 #include "../routing.cu"
 #include "route_world.h"
 #include "small_path.h"
@@ -20,7 +21,8 @@ struct Forward {
     bool hot = false;         // tokens go where Options::hot says
 };
 
-enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128 };
+enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128 };
+inline bool is_hopper(Path path) { return path == PATH_HOPPER || path == PATH_HOPPER_128X128; }
 
 struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
@@ -117,6 +119,7 @@ struct Layers {
         s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks;
         s.tile_m = o.path == PATH_SMALL ? SmallTile::M : 128, s.tile_n = o.path == PATH_SMALL ? SmallTile::N : 256;
         if (o.path == PATH_AMPERE_64X128) s.tile_m = 64, s.tile_n = 128;
+        if (o.path == PATH_HOPPER_128X128) s.tile_n = 128;
         if (o.tile) s.tile_m = s.tile_n = o.tile;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
@@ -170,7 +173,7 @@ struct Layers {
         p.gradients = g;
         p.tables.gradients = p.gradients.data();
         p.tables.weights = weights[pe].data();
-        if (o.path == PATH_HOPPER) {
+        if (is_hopper(o.path)) {
             maps.emplace_back();
             for (const MlpWeights& m : weights[pe]) {
                 u32 n = m.up == experts.back().up.data() ? p.s.shared_intermediate : o.intermediate;
@@ -196,7 +199,7 @@ struct Layers {
 
     std::string kernel(const std::string& direction) const {
         if (o.path == PATH_SMALL) return "test_" + direction + "_small";
-        const char* infix = tile_launch(o.path == PATH_HOPPER ? HOPPER : AMPERE, w->pes[0]->s.tile_m, w->pes[0]->s.tile_n).infix;
+        const char* infix = tile_launch(is_hopper(o.path) ? HOPPER : AMPERE, w->pes[0]->s.tile_m, w->pes[0]->s.tile_n).infix;
         return "aristos_" + direction + infix + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
     }
     bool forward(u32 pe, Pass& p) {

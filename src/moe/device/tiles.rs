@@ -176,16 +176,16 @@ impl Problem {
 mod tests {
     use super::*;
 
-    fn tile(problem: Problem) -> String {
+    fn tile(path: GemmPath, problem: Problem) -> String {
         let limits = DeviceLimits {
-            capability: (8, 0),
-            multiprocessors: 108,
-            shared_bytes_per_block: 163 << 10,
+            capability: if path.is_hopper() { (9, 0) } else { (8, 0) },
+            multiprocessors: problem.multiprocessors as u32,
+            shared_bytes_per_block: if path.is_hopper() { 227 << 10 } else { 163 << 10 },
             memory_total: 0,
             memory_free: 0,
             symmetric_total: 0,
         };
-        problem.tile(GemmPath::Ampere, &limits).unwrap().tile().to_string()
+        problem.tile(path, &limits).unwrap().tile().to_string()
     }
 
     #[test]
@@ -198,6 +198,7 @@ mod tests {
             gated: true,
             multiprocessors: 108.0,
         };
+        let tile = |problem| tile(GemmPath::Ampere, problem);
         // One of Mixtral's experts on each of 8 PEs: 16 tiles across for the second product, of which a decoding step has one row, training 32.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "64x128");
         assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
@@ -206,6 +207,25 @@ mod tests {
         assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
         // All 256 of DeepSeek-V3: DRAM takes longer than any tile.
         assert_eq!(tile(problem(256.0, 16.0, 7168.0, 2048.0)), "128x256");
+    }
+
+    #[test]
+    fn narrow_tiles_where_wide_ones_leave_multiprocessors_without() {
+        let problem = |experts, rows, hidden, intermediate| Problem {
+            rows,
+            experts,
+            hidden,
+            intermediate,
+            gated: true,
+            multiprocessors: 132.0,
+        };
+        let tile = |problem| tile(GemmPath::Hopper, problem);
+        // One of Mixtral's experts on each of 8 PEs, for few tokens: 16 wide tiles across for the second product. Training has enough of them.
+        assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "128x128");
+        assert_eq!(tile(problem(1.0, 4096.0, 4096.0, 14336.0)), "128x256");
+        // A narrow tile reads more of shared memory and of L2 for each product.
+        assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
+        assert_eq!(tile(problem(4.0, 64.0, 2048.0, 768.0)), "128x128");
     }
 
     #[test]
