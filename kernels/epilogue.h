@@ -1,4 +1,4 @@
-// What is done to accumulators before they leave a tile, the same for both GEMM paths.
+// What is done to accumulators before they leave a tile: on Ampere all of it, on Hopper what gemm_hopper_store.h does not do.
 //
 // A warp hands over units of 16 rows by 64 columns, which is how mma.m16n8k16 and a warp's share of wgmma both lay them out:
 // eight times (8 columns: lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8). `stage_unit` puts a unit into the

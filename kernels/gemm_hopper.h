@@ -15,6 +15,7 @@
 // otherwise. How far it may be ahead is bounded by the stages, which only both free.
 #pragma once
 #include "gemm_hopper_load.h"
+#include "gemm_hopper_store.h"
 
 #if ARISTOS_HOPPER
 namespace aristos {
@@ -106,6 +107,7 @@ DEVICE void finish_tile(typename Consumer<Tile>::Accumulators acc, const GemmTas
     const u32 row = c.group * PANEL + dev::warp() % 4 * UNIT_ROWS, r = dev::lane() % UNIT_ROWS;
     const bool paired = is_paired(t);
     if (t.m0 + row >= gemm_m(t)) return;
+    if ((KINDS & STORED_KINDS & 1u << t.kind) != 0) return store_tile<T, KINDS, Tile>(acc, t, row, c.unit);
     float* row_sums = c.control->row_sums;
     float row_sum = 0.0f;
     // Not unrolled, so that the epilogue's code exists once.
@@ -113,7 +115,7 @@ DEVICE void finish_tile(typename Consumer<Tile>::Accumulators acc, const GemmTas
         stage_columns<Tile>(acc, u, paired, c.unit);
         dev::sync_warp();
         // A row of the tile belongs to one warp, so its units' sums are added here, in ascending order of columns.
-        finish_unit<T, KINDS>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
+        finish_unit<T, KINDS & ~STORED_KINDS>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
         dev::sync_warp();
         if (t.kind == BACKWARD_DOWN) row_sum += row_sums[row + r];
     }

@@ -32,6 +32,9 @@ struct HopperTestScheduler {
             dev::pause();
         }
         task = queue->tasks[i];
+        for (u32 map = 0; task.result_maps && map < RESULT_MAPS; map++) {
+            dev::tensor_map_fence(static_cast<const TensorMap*>(task.result_maps) + map);
+        }
         return true;
     }
     DEVICE void done(const GemmTask&) { dev::fetch_add_acq_rel(queue->done, 1u); }

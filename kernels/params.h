@@ -212,6 +212,16 @@ enum KernelId : u32 {
 };
 struct Launch { u32 grid, block, shared_bytes, cooperative; };
 
+// TMA maps of the arrays of slots that results of the GEMMs go to, and which the host writes to where `at` says, once: 2-D, columns fastest, box 64 columns x
+// 16 rows, 128-byte swizzle. Of each store gate's columns of gu, up's (all, where not gated), h, y.
+enum ResultMap : u32 { RESULT_GATE = 0, RESULT_UP = 1, RESULT_H = 2, RESULT_Y = 3, RESULT_MAPS = 4 };
+constexpr u32 RESULT_MAP_BYTES = 128, RESULT_BOX_ROWS = 16;
+struct ResultArray {
+    u64 at;     // RESULT_MAP_BYTES in the local block; 0: no map is wanted
+    u64 base, row_stride_bytes;
+    u32 rows, cols;
+};
+
 // What the host needs to know of a layer's memory. Addresses are in the local block unless said otherwise.
 struct LayerInfo {
     u64 layer_bytes;            // sizeof(Layer)
@@ -227,6 +237,7 @@ struct LayerInfo {
     u64 error;                  // ErrorRecord, cleared by the host once
     u64 spans, span_count;      // SpanRecord [MAX_SPANS], u32
     Launch launches[KERNELS];
+    ResultArray results[2 * RESULT_MAPS];  // of the routed experts' slots, then the shared expert's
 };
 
 }  // namespace aristos

@@ -204,6 +204,7 @@ template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
     State& state = *reinterpret_cast<State*>(dev::shared() + Path::SHARED_BYTES);
     Block& b = *reinterpret_cast<Block*>(dev::shared() + Path::SHARED_BYTES + sizeof(State));
     if (dev::thread() == 0) {
+        Path::begin(l);
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
         state.stats = {};
         state.phase = PHASE_IDLE;

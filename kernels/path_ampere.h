@@ -34,6 +34,7 @@ template <class T, class Tile, u32 KINDS> struct AmperePath {
     static constexpr u32 SHARED_BYTES = Tile::SHARED_BYTES;
     static_assert(launched_as(AMPERE, Tile::M, Tile::N, Tile::THREADS, SHARED_BYTES + STATE_BYTES), "launch.h");
 
+    static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
         State& state = *reinterpret_cast<State*>(dev::shared() + SHARED_BYTES);
         run_tasks(b, state, [&](const GemmTask& t, auto meanwhile) { gemm_task_ampere<T, Tile, KINDS>(t, dev::shared(), meanwhile); });

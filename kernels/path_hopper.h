@@ -20,6 +20,14 @@ template <class T, u32 KINDS, u32 N> struct HopperPath {
         DEVICE bool next(GemmTask& t) { return Scheduler{b}.next(t); }
         DEVICE void done(const GemmTask& t) { Scheduler{b}.done(t); }
     };
+    // Once in a block, by one thread, and a barrier before `run`.
+    static DEVICE void begin(const Layer& l) {
+        for (const SlotStore* store : {&l.batches.routed, &l.batches.shared}) {
+            for (u32 i = 0; store->result_maps && i < RESULT_MAPS; i++) {
+                dev::tensor_map_fence(reinterpret_cast<const TensorMap*>(store->result_maps) + i);
+            }
+        }
+    }
     static DEVICE void run(Block& b) {
         Source source{b};
         gemm_loop_hopper<T, KINDS, N>(source, dev::shared());

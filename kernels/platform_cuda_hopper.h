@@ -71,6 +71,29 @@ DEVICE void tensor_map_fence(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
+// ---- stores by TMA
+
+// Four 8 x 8 matrices of 16-bit elements to shared memory: lane l gives the address of row l % 8 of matrix l / 8, 16 bytes, and `r[i]` is row l / 4, columns
+// 2 (l % 4), + 1 of matrix i.
+DEVICE void stmatrix_x4(void* smem_row, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(smem_row)), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                 "r"(r[3])
+                 : "memory");
+}
+// `smem`, as tma_load_2d would have left it there, to the map's box from element (row, col), without what is out of bounds. By one thread, whose next
+// bulk_commit it belongs to.
+DEVICE void tma_store_2d(const TensorMap* map, i32 col, i32 row, const void* smem) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(col), "r"(row), "r"(shared_address(smem))
+                 : "memory");
+}
+// Ends a group of this thread's stores, which may be none.
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until of all but this thread's last N groups shared memory has been read, or all is done and this thread's own.
+template <int N> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+template <int N> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
+// What this thread has seen of global memory happens before what TMA does there for it afterwards.
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // ---- wgmma
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -10,14 +10,6 @@ namespace aristos::host {
 
 namespace {
 
-// The contents of a TensorMap here.
-struct Map {
-    u64 magic, base, row_stride_bytes;
-    u32 rows, cols, box_rows, box_cols, element_bytes, padding;
-};
-static_assert(sizeof(Map) <= sizeof(TensorMap));
-constexpr u64 MAP_MAGIC = 0x70616d5f61735f74;
-
 // An mbarrier's 8 bytes. Bytes of transactions are counted in 16s.
 using i16 = std::int16_t;
 struct Mbarrier { u16 tag, count, pending; i16 transactions; };
@@ -117,6 +109,15 @@ void arrive(u64* bar, u32 count, u32 bytes) {
 }
 
 }  // namespace
+
+Map read_map(const TensorMap* map, const char* what) {
+    Map read;
+    std::memcpy(&read, map, sizeof read);
+    if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || read.magic != MAP_MAGIC) {
+        self()->home->fail("thread %u %s through what is no tensor map", self()->thread, what);
+    }
+    return read;
+}
 
 void complete_loads(Block& block, bool force_one) {
     std::size_t earliest = 0;
@@ -287,18 +288,14 @@ void mbarrier_wait(u64* bar, u32 parity) {
 
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
     Block& block = *self()->home;
-    Map read;
-    std::memcpy(&read, map, sizeof read);
-    if (reinterpret_cast<std::uintptr_t>(map) % 64 != 0 || read.magic != MAP_MAGIC) {
-        block.fail("thread %u loads through what is no tensor map", self()->thread);
-    }
+    const Map read = read_map(map, "loads");
     const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
     block.check_shared(smem, bytes, 128, "tma_load_2d's target");
     checked(block, bar, "tma_load_2d's mbarrier");
     for (u32 piece = block.shared_address(smem) / 16, end = piece + bytes / 16; piece < end; ++piece) {
         const Written& written = block.written[piece];
         if (written.thread != 0 && !written.seen) {
-            block.fail("tma_load_2d writes over what thread %u's cp.async wrote, without fence_proxy_async in between", written.thread - 1);
+            block.fail("tma_load_2d writes over what thread %u wrote, without fence_proxy_async in between", written.thread - 1);
         }
     }
     TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.switches + 1 + block.random.below(4 * block.threads)};

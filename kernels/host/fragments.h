@@ -22,6 +22,10 @@ inline Place ldmatrix(u32 lane, u32 half, bool transposed) {
     return transposed ? Place{along, lane / 4} : Place{lane / 4, along};
 }
 
+// ---- stmatrix, "Matrix store instruction": of each 8 x 8 matrix, element `half` of a lane's register.
+
+inline Place stmatrix(u32 lane, u32 half) { return {lane / 4, 2 * (lane % 4) + half}; }
+
 // ---- the 128-byte swizzle: address bits 4 to 6 are XORed with bits 7 to 9. "Shared Memory Matrix Layout", "Tensor swizzling modes".
 
 inline u32 swizzled_128b(u32 address) { return address ^ (address >> 7 & 7) << 4; }

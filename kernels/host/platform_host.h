@@ -136,9 +136,14 @@ void pause();
 // ---- memory
 
 [[noreturn]] void fail_misaligned(const void* p);
+// These are of global memory only (platform_cuda.h).
+DEVICE bool is_in_shared(const void* p) {
+    return current && reinterpret_cast<std::uintptr_t>(p) - reinterpret_cast<std::uintptr_t>(current->shared) < 227 << 10;
+}
+DEVICE bool is_no_vector(const void* p) { return __builtin_expect(reinterpret_cast<std::uintptr_t>(p) % 16 != 0 || is_in_shared(p), 0); }
 
 DEVICE Vec16 load16(const void* p) {
-    if (__builtin_expect(reinterpret_cast<std::uintptr_t>(p) % 16 != 0, 0)) fail_misaligned(p);
+    if (is_no_vector(p)) fail_misaligned(p);
     Vec16 v;
     std::memcpy(&v, __builtin_assume_aligned(p, 16), 16);
     return v;
@@ -150,7 +155,7 @@ DEVICE void prefetch_l2(const void* p) {
     if (prefetch_hook) prefetch_hook(p);
 }
 DEVICE void store16(void* p, Vec16 v) {
-    if (__builtin_expect(reinterpret_cast<std::uintptr_t>(p) % 16 != 0, 0)) fail_misaligned(p);
+    if (is_no_vector(p)) fail_misaligned(p);
     std::memcpy(__builtin_assume_aligned(p, 16), &v, 16);
 }
 
@@ -229,7 +234,7 @@ void see_puts(const u64* word_mine);
 u32 my_pe();
 u32 n_pes();
 
-// ---- Hopper: mbarriers and TMA (copies.cpp), wgmma (tensor.cpp)
+// ---- Hopper: mbarriers and TMA (copies.cpp, stores.cpp), stmatrix and wgmma (tensor.cpp)
 
 void mbarrier_init(u64* bar, u32 count);
 void mbarrier_inval(u64* bar);
@@ -242,6 +247,14 @@ void cp_async_mbarrier_arrive(u64* bar);
 void fence_proxy_async();
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 DEVICE void tensor_map_fence(const TensorMap*) {}
+
+void stmatrix_x4(void* smem_row, const u32 (&r)[4]);
+void tma_store_2d(const TensorMap* map, i32 col, i32 row, const void* smem);
+void bulk_commit();
+void bulk_wait_group(u32 n, bool read);
+template <int N> DEVICE void bulk_wait_read() { bulk_wait_group(N, true); }
+template <int N> DEVICE void bulk_wait() { bulk_wait_group(N, false); }
+DEVICE void fence_proxy_async_global() {}
 
 void wgmma_fence();
 void wgmma_commit();

@@ -63,6 +63,7 @@ const char* name_of(Wait wait) {
         case Wait::BALLOT: return "ballot";
         case Wait::LDMATRIX: return "ldmatrix_x4";
         case Wait::LDMATRIX_TRANS: return "ldmatrix_x4_trans";
+        case Wait::STMATRIX: return "stmatrix_x4";
         case Wait::MMA_BF16: return "mma<Bf16>";
         case Wait::MMA_F16: return "mma<F16>";
         case Wait::MBARRIER: return "mbarrier_wait";
@@ -147,7 +148,8 @@ void Block::start_fiber(Fiber* fiber) {
     fiber->shared = window + SHARED_START;
     fiber->home = this;
     fiber->wait = Wait::NOTHING;
-    fiber->copy_groups = fiber->fenced_at = 0;
+    fiber->copy_groups = fiber->bulk_groups = fiber->fenced_at = 0;
+    fiber->stores.clear();
     fiber->copies.clear();
     fiber->copies_issued = 0;
     for (u32 m = 0; m < MBARRIERS; ++m) fiber->waited[m] = fiber->fenced[m] = 0;
@@ -174,6 +176,7 @@ void Block::fiber_main() {
 
 void Block::fiber_over(Fiber* fiber) {
     if (fiber->wgmma.taken != 0) fail("thread %u ends with a wgmma under way", fiber->thread);
+    check_no_stores(fiber);
     finish_copies(fiber, ~0u, true);
     u64 canary;
     std::memcpy(&canary, stacks + fiber->thread * STACK_BYTES, 8);
@@ -482,7 +485,7 @@ u64 nanoseconds() {
 }
 
 void fail_misaligned(const void* p) {
-    self()->home->fail("thread %u loads or stores 16 bytes at %p, which is not aligned to 16", self()->thread, p);
+    self()->home->fail("thread %u loads or stores 16 bytes at %p, which is not aligned to 16, or not in global memory", self()->thread, p);
 }
 
 #ifdef ARISTOS_TSAN

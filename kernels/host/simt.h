@@ -49,7 +49,7 @@ extern Work work;
 
 // What a fiber waits for, for the report of a deadlock and to see that the lanes of a warp do the same.
 enum class Wait : u8 {
-    NOTHING, BLOCK, BLOCK_OR, NAMED, WARP, SHFL, SHFL_XOR, SHFL_UP, BALLOT, LDMATRIX, LDMATRIX_TRANS, MMA_BF16, MMA_F16,
+    NOTHING, BLOCK, BLOCK_OR, NAMED, WARP, SHFL, SHFL_XOR, SHFL_UP, BALLOT, LDMATRIX, LDMATRIX_TRANS, STMATRIX, MMA_BF16, MMA_F16,
     MBARRIER, WGMMA, PUT, DONE,
 };
 
@@ -60,8 +60,9 @@ struct Operands {
     u64 value, argument;
     u32 row[4];          // ldmatrix: the 16 bytes at the lane's address
     u32* registers;      // ldmatrix: results
+    void* to;            // stmatrix: the lane's address
     float* d;            // mma
-    const u32 *a, *b;
+    const u32 *a, *b;    // mma; stmatrix: `a`
 };
 
 // A cp.async in flight. `slot`: of the mbarrier that the thread's next cp_async_mbarrier_arrive names, which follows it in phase `phase`;
@@ -71,9 +72,19 @@ struct Copy { char* to; const char* from; u32 group; bool valid; u8 slot; u64 nu
 constexpr u32 MBARRIERS = 32;
 constexpr u8 NO_SLOT = 255;
 struct MbarrierSlot { u64* bar; u32 phases; };
-// Who wrote a 16-byte piece of shared memory by cp.async, so that wgmma and TMA need a fence: 1 + the thread, 0 for nobody. With `slot`, the
+// Who wrote a 16-byte piece of shared memory by cp.async or stmatrix, so that wgmma and TMA need a fence: 1 + the thread, 0 for nobody. With `slot`, the
 // copy is known to be there by the end of that phase of that mbarrier. `seen`: a wgmma with a fence has read it since.
 struct Written { u16 thread; u8 slot; bool seen; u32 phase; };
+
+// A tma_store_2d in flight (stores.cpp): what it has read, once it has.
+struct BulkStore {
+    const char* from;
+    u8 map[sizeof(TensorMap)];
+    i32 col, row;
+    u32 group;
+    bool written;
+    UntrackedVector<char> read;
+};
 
 struct Fiber : dev::ThreadContext {
     void* stack_pointer;
@@ -89,6 +100,8 @@ struct Fiber : dev::ThreadContext {
     u64 copies_issued;
     // Phases of each mbarrier whose end this thread has waited for, and those of which it has since called fence_proxy_async.
     u32 waited[MBARRIERS], fenced[MBARRIERS];
+    u32 bulk_groups;            // committed by bulk_commit
+    UntrackedVector<BulkStore> stores;  // of which a wait has yet to be
     u32 fenced_at;              // the block's `syncs` at the last fence_sys
     UntrackedVector<u32> unfenced;  // pieces of the shared window that its waits found written since the last fence_proxy_async
     WgmmaThread wgmma;
@@ -191,6 +204,19 @@ inline Fiber* self() { return static_cast<Fiber*>(dev::current); }
 inline bool copies_in_flight(const Block& block) { return !block.loads.empty() || !block.arrivals.empty(); }
 void complete_loads(Block& block, bool force_one);
 void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
+
+// stores.cpp
+void check_no_stores(Fiber* fiber);
+
+// The contents of a TensorMap here.
+struct Map {
+    u64 magic, base, row_stride_bytes;
+    u32 rows, cols, box_rows, box_cols, element_bytes, padding;
+};
+static_assert(sizeof(Map) <= sizeof(TensorMap));
+constexpr u64 MAP_MAGIC = 0x70616d5f61735f74;
+// `map`'s, which has to be one; `what` would use it.
+Map read_map(const TensorMap* map, const char* what);
 
 // network.cpp: lets the network of the launch's world deliver something.
 void poll_network(World* world);

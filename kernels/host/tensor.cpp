@@ -1,4 +1,4 @@
-// ldmatrix, mma and wgmma. fragments.h says which element is where, wgmma.h when wgmma happens.
+// ldmatrix, stmatrix, mma and wgmma. fragments.h says which element is where, wgmma.h when wgmma happens.
 #include <cmath>
 
 #include "fragments.h"
@@ -70,6 +70,32 @@ void load_matrices(const void* smem_row, u32* registers, bool transposed) {
     block.warp_done(fiber);
 }
 
+// The last lane writes for all; each lane is the one that wrote the row at its address.
+void store_matrices(void* smem_row, const u32* registers) {
+    Fiber* fiber = self();
+    Block& block = *fiber->home;
+    block.check_shared(smem_row, 16, 16, "stmatrix's row");
+    tsan::writes(smem_row, 16);
+    const u32 piece = block.shared_address(smem_row) / 16;
+    fiber->operands.to = smem_row;
+    fiber->operands.a = registers;
+    fiber->unfenced.push_back(piece);
+    block.written[piece] = {u16(fiber->thread + 1), NO_SLOT, false, 0};
+    if (!block.meet_warp(fiber, Wait::STMATRIX)) return;
+    const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
+    for (u32 i = 0; i < 4; ++i) {
+        u16 matrix[8][8];
+        for (u32 lane = 0; lane < 32; ++lane) {
+            for (u32 half = 0; half < 2; ++half) {
+                const Place at = stmatrix(lane, half);
+                matrix[at.row][at.col] = u16(lanes[lane]->operands.a[i] >> 16 * half);
+            }
+        }
+        for (u32 row = 0; row < 8; ++row) __builtin_memcpy(lanes[8 * i + row]->operands.to, matrix[row], 16);
+    }
+    block.warp_done(fiber);
+}
+
 // ---- wgmma
 
 // `rows` x 16 of an operand, as out[k][row].
@@ -87,7 +113,7 @@ void read_operand(Block& block, const WgmmaOp& op, u64 descriptor, u32 rows, boo
         Written& written = block.written[at / 16];
         if (written.thread != 0) {
             if (written.slot == NO_SLOT || op.fenced[written.slot] < written.phase) {
-                block.fail("wgmma reads what thread %u's cp.async wrote at %u, without fence_proxy_async in between",
+                block.fail("wgmma reads what thread %u wrote at %u, without fence_proxy_async in between",
                            written.thread - 1, at - SHARED_START);
             }
             written.seen = true;
@@ -214,6 +240,7 @@ using namespace host;
 
 void ldmatrix_x4(u32 (&r)[4], const void* smem_row) { load_matrices(smem_row, r, false); }
 void ldmatrix_x4_trans(u32 (&r)[4], const void* smem_row) { load_matrices(smem_row, r, true); }
+void stmatrix_x4(void* smem_row, const u32 (&r)[4]) { store_matrices(smem_row, r); }
 
 void mma_16x8x16(float* d, const u32* a, const u32* b, bool bf16) {
     Fiber* fiber = self();

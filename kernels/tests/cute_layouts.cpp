@@ -80,6 +80,23 @@ template <class Operation> static void check_ldmatrix(bool transposed) {
         }
     }
 }
+// As a load of ldmatrix's the other way round: CuTe's source is registers here, its destination the rows.
+CASE(fragments_of_stmatrix) {
+    using Traits = cute::Copy_Traits<cute::SM90_U32x4_STSM_N>;
+    const typename Traits::SrcLayout from{};
+    const typename Traits::DstLayout to{};
+    std::vector<std::pair<u32, u32>> target(32 * 128);
+    for (u32 lane = 0; lane < 32; ++lane) {
+        for (u32 bit = 0; bit < 128; ++bit) target[u32(to(lane, bit))] = {lane, bit};
+    }
+    for (u32 lane = 0; lane < 32; ++lane) {
+        for (u32 half = 0; half < 8; ++half) {
+            const auto [row, bit] = target[u32(from(lane, half * 16))];
+            const host::Place at = host::stmatrix(lane, half % 2);
+            CHECK(row == half / 2 * 8 + at.row && bit == at.col * 16, "lane %u, half %u: row %u, bit %u", lane, half, row, bit);
+        }
+    }
+}
 CASE(fragments_of_ldmatrix) {
     check_ldmatrix<cute::SM75_U32x4_LDSM_N>(false);
     check_ldmatrix<cute::SM75_U16x8_LDSM_T>(true);

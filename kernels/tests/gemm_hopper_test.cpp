@@ -20,10 +20,11 @@ using reference::Near;
 
 void fail(const std::string& what) { CHECK(false, "%s", what.c_str()); }
 
-template <class T> TensorMap tensor_map(const T* weights, u32 rows, u32 columns) {
+// Of a matrix that is `columns` of `pitch` wide.
+template <class T> TensorMap tensor_map(const T* first, u32 rows, u32 columns, u32 pitch, u32 box_rows) {
     TensorMap map;
-    u64 base = reinterpret_cast<u64>(weights), stride = u64(columns) * sizeof(T);
-    if (aristos_host_tensor_map(&map, base, rows, columns, stride, hopper::PANEL, hopper::PANEL, sizeof(T)) != 0) {
+    u64 base = reinterpret_cast<u64>(first), stride = u64(pitch) * sizeof(T);
+    if (aristos_host_tensor_map(&map, base, rows, columns, stride, box_rows, hopper::PANEL, sizeof(T)) != 0) {
         fail(std::string("tensor map: ") + aristos_host_error());
     }
     return map;
@@ -65,6 +66,7 @@ struct Shape {
     bool gated, bias, weighted, training, accumulate;
     u32 activation;
     std::vector<u32> rows;  // of each expert
+    bool stored = true;     // by TMA, where a warp has all its rows
 };
 
 // Lines of 128 bytes that were prefetched.
@@ -89,6 +91,7 @@ template <class T> struct Run {
     std::vector<T> poison;                   // a row that no pointer of a batch leads to
     std::vector<const void*> x_row, dy_row;  // by slot
     std::vector<TensorMap> maps;
+    std::vector<TensorMap> result_maps;  // of y and of dx
     u32 d_weight_stride;
 
     static u32 slots_of(const Shape& s) {
@@ -138,9 +141,15 @@ template <class T> struct Run {
                 for (u32 i = 0; i < I; i++) h[size_t(r) * I + i] = poison[0];
                 weight[r] = NOT_A_NUMBER;
             }
-            maps[3 * e] = tensor_map(&gate[size_t(e) * I * H], I, H);
-            maps[3 * e + 1] = tensor_map(&up[size_t(e) * I * H], I, H);
-            maps[3 * e + 2] = tensor_map(&down[size_t(e) * H * I], H, I);
+            maps[3 * e] = tensor_map(&gate[size_t(e) * I * H], I, H, H, hopper::PANEL);
+            maps[3 * e + 1] = tensor_map(&up[size_t(e) * I * H], I, H, H, hopper::PANEL);
+            maps[3 * e + 2] = tensor_map(&down[size_t(e) * H * I], H, I, I, hopper::PANEL);
+        }
+        for (Guarded<T>* out : {&y, &dx}) {
+            result_maps.push_back(tensor_map(gu.data(), slots, I, W, RESULT_BOX_ROWS));
+            result_maps.push_back(tensor_map(gu.data() + W - I, slots, I, W, RESULT_BOX_ROWS));
+            result_maps.push_back(tensor_map(h.data(), slots, I, I, RESULT_BOX_ROWS));
+            result_maps.push_back(tensor_map(out->data(), slots, H, H, RESULT_BOX_ROWS));
         }
     }
 
@@ -175,6 +184,8 @@ template <class T> struct Run {
         t.d_weight_stride = d_weight_stride;
         t.out = kind == GRAD_DOWN ? &d_down[in] : which == 0 && shape.gated ? &d_gate[in] : &d_up[in];
         t.tensor_maps = &maps[3 * e];
+        t.result_maps = shape.stored ? &result_maps[kind == BACKWARD_UP ? u32(RESULT_MAPS) : 0] : nullptr;
+        t.first_slot = u32(slot);
         return t;
     }
 
@@ -437,6 +448,12 @@ CASE(hopper_forward_only_bf16) { test<Bf16>(FORWARD_ONLY); }
 CASE(hopper_forward_only_f16) { test<F16>(FORWARD_ONLY); }
 CASE(hopper_long_bf16) { test<Bf16>(LONG); }
 CASE(hopper_long_f16) { test<F16>(LONG); }
+CASE(hopper_without_result_maps_bf16) {
+    Shape shape = GATED;
+    const auto bytes = run<Bf16>(shape, 256, 2, 1, 0, false);
+    shape.stored = false;
+    CHECK(run<Bf16>(shape, 256, 2, 1, 0, false) == bytes, "another result without TMA");
+}
 CASE(hopper_128_gated_bf16) { test<Bf16>(GATED, 128); }
 CASE(hopper_128_plain_f16) { test<F16>(PLAIN, 128); }
 CASE(hopper_128_smallest_bf16) { test<Bf16>(SMALLEST, 128); }

@@ -185,6 +185,10 @@ struct Layers {
         p.tables.shared_gate = p.s.shared_gate ? p.gate.data() : nullptr;
         p.tables.router = p.router.data();
         aristos_layer(&p.s, &p.tables, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
+        for (const ResultArray& a : p.info.results) {
+            if (a.at && aristos_host_tensor_map(reinterpret_cast<void*>(a.at), a.base, a.rows, a.cols, a.row_stride_bytes, RESULT_BOX_ROWS, 64, 2))
+                fail(aristos_host_error());
+        }
         if (o.path == PATH_SMALL)
             p.info.launches[KERNEL_FORWARD] = p.info.launches[KERNEL_BACKWARD] = {o.blocks, SmallTile::THREADS, SmallTile::LAUNCH_BYTES, 1};
     }

@@ -30,6 +30,7 @@ template <bool IS_BACKWARD> struct TimedPath {
     using Element = F16;
     static constexpr bool BACKWARD = IS_BACKWARD;
     static constexpr u32 SHARED_BYTES = SCRATCH;
+    static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
         for (;;) {
             if (dev::thread() == 0) b.state.more = next_task(b);

@@ -46,6 +46,7 @@ template <class T, bool IS_BACKWARD> struct SmallPath {
     using Element = T;
     static constexpr bool BACKWARD = IS_BACKWARD;
     static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
+    static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
         run_tasks(b, b.state, [&](const GemmTask& t, auto meanwhile) { gemm_task_small<T>(t, dev::shared(), meanwhile); });
     }

@@ -80,6 +80,10 @@ pub enum Kernel {
 
 pub const KERNELS: usize = 9;
 
+/// Arrays of slots that results of matrix products go to, of each store; and the rows of a box of their TMA maps.
+pub const RESULT_MAPS: usize = 4;
+pub const RESULT_BOX_ROWS: u32 = 16;
+
 impl Kernel {
     pub const ALL: [Kernel; KERNELS] = [
         Kernel::Route,
@@ -294,6 +298,14 @@ mirror! {
         cooperative: u32,
     }
 
+    struct ResultArray {
+        at: u64,
+        base: u64,
+        row_stride_bytes: u64,
+        rows: u32,
+        cols: u32,
+    }
+
     struct LayerInfo {
         layer_bytes: u64,
         local_bytes: u64,
@@ -312,6 +324,7 @@ mirror! {
         spans: u64,
         span_count: u64,
         launches: [Launch; KERNELS],
+        results: [ResultArray; 2 * RESULT_MAPS],
     }
 }
 

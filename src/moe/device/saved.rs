@@ -1,9 +1,10 @@
 //! What a forward pass leaves for its backward, and whose it is.
 
 use super::shape::place;
+use super::weights::TENSOR_MAP_BOX;
 use super::{DeviceLayer, MoeError};
-use crate::gpu::Buffer;
-use crate::gpu::params::LayerInfo;
+use crate::gpu::params::{LayerInfo, RESULT_BOX_ROWS};
+use crate::gpu::{Buffer, TensorMap};
 
 /// Who chose the experts of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,18 @@ impl<'g> DeviceSaved<'g> {
         let (info, description) =
             place(&layer.shape, &layer.weights.tables, local.address(), layer.symmetric.address())?;
         local.zero(info.local_zero - local.address(), info.local_zero_bytes)?;
+        for array in info.results.iter().filter(|array| array.at != 0) {
+            let map = layer.gpu.tensor_map(TensorMap {
+                base: array.base,
+                rows: array.rows,
+                cols: array.cols,
+                row_stride_bytes: array.row_stride_bytes,
+                box_rows: RESULT_BOX_ROWS,
+                box_cols: TENSOR_MAP_BOX,
+                element_bytes: layer.spec.dtype.bytes() as u32,
+            })?;
+            local.write(array.at - local.address(), &map)?;
+        }
         let description = Buffer::from_slice(layer.gpu, &description)?;
         Ok(DeviceSaved {
             layer: layer.id,

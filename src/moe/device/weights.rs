@@ -17,7 +17,7 @@ const ACCUMULATE: &str = "aristos_accumulate";
 /// What every piece begins at a multiple of, bytes.
 const ALIGN_BYTES: u64 = 256;
 /// Rows and columns of a weight that the tensor memory accelerator brings at once.
-const TENSOR_MAP_BOX: u32 = 64;
+pub(super) const TENSOR_MAP_BOX: u32 = 64;
 
 /// Hands out places in a buffer that is still to be made.
 #[derive(Default)]
