@@ -25,23 +25,19 @@ namespace hopper {
 constexpr u32 EQUAL_REGISTERS = 168, PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 // What lives across `next` lies in shared memory: beside it the scheduler has no register left.
-template <class Scheduler, class Control> DEVICE void schedule_loop(Scheduler& scheduler, Control* control) {
+template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& scheduler, typename Tile::Control* control) {
     control->asked = 0;
     control->maps = nullptr;
     for (bool more = true; more; control->asked++) {
         u32 n = control->asked;
-        dev::mbarrier_wait(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
+        wait_free<Tile>(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
         more = scheduler.next(control->entry[nth<ENTRIES>(n)].task);
         n = control->asked;
         Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;
-        if (more && !a_mn_major(entry.task.kind) && entry.task.tensor_maps != control->maps) {
-            control->maps = entry.task.tensor_maps;
-            for (u32 i = 0; i < 3; i++) {
-                dev::tensor_map_fence(static_cast<const TensorMap*>(control->maps) + i);
-            }
-        }
+        if (more) fence_maps(control, entry.task);
         dev::mbarrier_arrive(&control->known[nth<ENTRIES>(n)]);
+        if constexpr (Tile::PAIR) dev::mbarrier_arrive_at(&control->offered[nth<ENTRIES>(n)], 1);
     }
 }
 
@@ -56,7 +52,7 @@ template <class Tile> struct Consumer {
 };
 
 template <class Tile> DEVICE void release_stage(const Consumer<Tile>& c, u32 n) {
-    if (c.leads) dev::mbarrier_arrive(&c.control->empty[nth<Tile::STAGES>(n)]);
+    if (c.leads) free_stage<Tile>(&c.control->empty[nth<Tile::STAGES>(n)]);
 }
 
 template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n) {
@@ -148,7 +144,8 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
         dev::sync_warp();  // its stores happen before what its first lane does now
         if (dev::lane() == 0) {
             // Releases this warp's stores; the last to come acquires all of them, and `done` passes them on.
-            if (dev::shared_add_acq_rel(&c.control->finished[e], 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1) scheduler.done(t);
+            const bool last = dev::shared_add_acq_rel(&c.control->finished[e], 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
+            if (last && (!Tile::PAIR || t.m0 < gemm_m(t))) scheduler.done(t);
             dev::mbarrier_arrive(&c.control->done[e]);
         }
     }
@@ -158,30 +155,40 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
 
 // Runs the scheduler's queue, of tiles of 128 x N, to its end. Called by all 384 threads of a block, with `hopper::Tile<N>::SHARED_BYTES` of
 // 1024-byte aligned shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
-template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, class Scheduler> DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
+// BLOCKS 2: by both blocks of a cluster, of which the first asks for tasks of every other row of tiles; gemm_hopper_pair.h.
+template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, u32 BLOCKS = 1, class Scheduler>
+DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
-    using Tile = hopper::Tile<N>;
+    using Tile = hopper::Tile<N, BLOCKS>;
     using Control = typename Tile::Control;
     constexpr u32 STAGES = Tile::STAGES;
     Control* control = reinterpret_cast<Control*>(shared + Tile::CONTROL_AT);
     if (dev::thread() == 0) {
         for (u32 s = 0; s < STAGES; s++) {
             dev::mbarrier_init(&control->full[s], LOAD_WARPS * 32);
-            dev::mbarrier_init(&control->empty[s], CONSUMER_WARPS);
+            dev::mbarrier_init(&control->empty[s], BLOCKS * CONSUMER_WARPS);
         }
         for (u32 e = 0; e < ENTRIES; e++) {
             dev::mbarrier_init(&control->known[e], 1);
-            dev::mbarrier_init(&control->done[e], LOAD_WARPS + CONSUMER_WARPS);
+            dev::mbarrier_init(&control->done[e], LOAD_WARPS + CONSUMER_WARPS + (Tile::PAIR ? 1 : 0));
+            if (Tile::PAIR) dev::mbarrier_init(&control->offered[e], 1);
             control->finished[e] = 0;
         }
         dev::mbarrier_fence_init();
     }
     dev::fence_proxy_async();  // before TMA writes where threads may have written
-    dev::sync_block();
+    meet<Tile>();
     if (dev::thread() < PRODUCERS) {
         dev::setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (dev::warp() == SCHEDULER_WARP) {
-            if (dev::lane() == 0) schedule_loop(scheduler, control);
+            if (dev::lane() == 0) {
+                if constexpr (Tile::PAIR) {
+                    if (is_second<Tile>()) follow_loop(scheduler, control);
+                    else schedule_loop<Tile>(scheduler, control);
+                } else {
+                    schedule_loop<Tile>(scheduler, control);
+                }
+            }
             dev::sync_warp();
         } else {
             load_loop<T, KINDS>(Loader<Tile>{shared, control});
@@ -196,11 +203,12 @@ template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, class Scheduler> DEVICE v
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
     }
-    dev::sync_block();
+    meet<Tile>();
     // Their memory may be used for other things, and for new ones, only then (PTX ISA, "mbarrier.inval").
     if (dev::thread() == 0) {
         for (u32 s = 0; s < STAGES; s++) dev::mbarrier_inval(&control->full[s]), dev::mbarrier_inval(&control->empty[s]);
         for (u32 e = 0; e < ENTRIES; e++) dev::mbarrier_inval(&control->known[e]), dev::mbarrier_inval(&control->done[e]);
+        for (u32 e = 0; Tile::PAIR && e < ENTRIES; e++) dev::mbarrier_inval(&control->offered[e]);
     }
     dev::sync_block();
 }

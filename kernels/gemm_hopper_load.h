@@ -9,7 +9,7 @@
 // writes by waiting for the barrier: gemm_hopper.h, `wait_stage`. TMA later writes where cp.async wrote, of other tasks; the same fence is between
 // these, as it comes before the consumers free the stage.
 #pragma once
-#include "gemm_hopper_stage.h"
+#include "gemm_hopper_pair.h"
 
 #if ARISTOS_HOPPER
 namespace aristos {
@@ -24,7 +24,7 @@ template <class Tile> struct Loader {
 // Waits until the next stage is free. Each thread waits for itself, because each overwrites a part of the stage.
 template <class Tile> DEVICE char* begin_stage(const Loader<Tile>& l) {
     u32 s = nth<Tile::STAGES>(l.begun);
-    dev::mbarrier_wait(&l.control->empty[s], parity<Tile::STAGES>(l.begun) ^ 1);
+    wait_free<Tile>(&l.control->empty[s], parity<Tile::STAGES>(l.begun) ^ 1);
     return l.stages + s * Tile::STAGE_BYTES;
 }
 
@@ -91,14 +91,15 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
                 u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
                 dev::mbarrier_arrive_expect(full, Tile::B_BYTES);
                 dev::mbarrier_arrive(full, 31);  // for the other lanes, which have nothing to copy
-                UNROLL for (u32 p = 0; p < Tile::B_PANELS; p++) {
+                UNROLL for (u32 i = 0; i < Tile::B_PANELS / (Tile::PAIR ? 2 : 1); i++) {
+                    const u32 p = first_panel<Tile>() + i;
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;
                     if (mn_major) {
-                        dev::tma_load_2d(panel, half ? boxes.second : boxes.first, full, i32(t.n0 + p * PANEL), i32(k));
+                        load_panel<Tile>(panel, half ? boxes.second : boxes.first, full, t.n0 + p * PANEL, k);
                     } else {
                         constexpr u32 HALF = Tile::B_PANELS / 2;
                         u32 n = (p < HALF ? boxes.n_first : boxes.n_second) + p % HALF * PANEL;
-                        dev::tma_load_2d(panel, p < HALF ? boxes.first : boxes.second, full, i32(k), i32(n));
+                        load_panel<Tile>(panel, p < HALF ? boxes.first : boxes.second, full, k, n);
                     }
                 }
             }

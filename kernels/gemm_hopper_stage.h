@@ -50,20 +50,25 @@ struct Entry {
     GemmTask task;
     u32 more;  // 0: the queue is at its end, and `task` is none
 };
+static_assert(sizeof(Entry) % 8 == 0 && alignof(Entry) == 8, "copied in words of 8 bytes");
 
 // A tile of 128 x N, and a block's shared memory for it: stages, then each consumer warp's unit of the epilogue, then `Control`.
 // 64 x 192 would be 96 + 96 columns of gate and up, and a box has 64: so of the three widths that wgmma and the registers allow there are two.
-template <u32 COLUMNS> struct Tile {
+// `COUNT` blocks, 1 or 2, work side by side: gemm_hopper_pair.h.
+template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
     static_assert(COLUMNS == 128 || COLUMNS == 256, "whole boxes of gate and of up");
+    static_assert(COUNT == 1 || COUNT == 2, "a block or a cluster of two");
+    static constexpr bool PAIR = COUNT == 2;
     static constexpr u32 N = COLUMNS, STAGES = N == 256 ? 4 : 6;
     static constexpr u32 B_PANELS = N / PANEL, B_BYTES = B_PANELS * PANEL_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
     static_assert(A_BYTES == TILE_M * TILE_K * 2 && B_BYTES == N * TILE_K * 2, "panels cover the tile");
 
     struct Control {
         u64 full[STAGES];    // a stage holds its operands: an arrival of each thread of a loading warp, and TMA's bytes
-        u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp
+        u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp, of both blocks of a pair
         u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
-        u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp
+        u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp; of a pair also when the second block has it
+        u64 offered[ENTRIES];  // in the second block of a pair: the first one's entry is filled, an arrival of its scheduler
         Entry entry[ENTRIES];
         u32 finished[ENTRIES];  // consumer warps that have stored their part of an entry's tile, over all its tasks
         float row_sums[TILE_M];

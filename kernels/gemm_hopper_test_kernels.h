@@ -37,12 +37,13 @@ struct HopperTestScheduler {
         }
         return true;
     }
+    DEVICE void below(GemmTask& task) { task.m0 += hopper::TILE_M; }
     DEVICE void done(const GemmTask&) { dev::fetch_add_acq_rel(queue->done, 1u); }
 };
 
-template <class T, u32 N> DEVICE void gemm_hopper_test_body(const HopperQueue* queue) {
+template <class T, u32 N, u32 BLOCKS = 1> DEVICE void gemm_hopper_test_body(const HopperQueue* queue) {
     HopperTestScheduler scheduler{queue};
-    gemm_loop_hopper<T, ALL_KINDS, N>(scheduler, dev::shared());
+    gemm_loop_hopper<T, ALL_KINDS, N, BLOCKS>(scheduler, dev::shared());
 }
 
 KERNEL(aristos_gemm_hopper_test_bf16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 256>(queue); }
@@ -53,6 +54,11 @@ KERNEL(aristos_gemm_hopper_128_test_bf16, 384, 1)(const HopperQueue* queue) { ge
 REGISTER_KERNEL(aristos_gemm_hopper_128_test_bf16)
 KERNEL(aristos_gemm_hopper_128_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128>(queue); }
 REGISTER_KERNEL(aristos_gemm_hopper_128_test_f16)
+// In clusters of two: the queue has every other row of tiles.
+CLUSTER_KERNEL(aristos_gemm_hopper_pair_test_bf16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 256, 2>(queue); }
+REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_pair_test_bf16)
+CLUSTER_KERNEL(aristos_gemm_hopper_pair_128_test_f16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128, 2>(queue); }
+REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_pair_128_test_f16)
 
 }  // namespace aristos
 #endif

@@ -21,7 +21,9 @@
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL(name, max_threads, min_blocks) extern "C" __global__ void __launch_bounds__(max_threads, min_blocks) name
+#define CLUSTER_KERNEL(name, max_threads) extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(max_threads, 1) name
 #define REGISTER_KERNEL(name)
+#define REGISTER_CLUSTER_KERNEL(name)
 #define UNROLL _Pragma("unroll")
 // A function of its own, so that its registers are not those of its caller's loops. Not beside setmaxnreg: with several calls in
 // such a kernel ptxas (13.0) finds no registers for it ("C7600 Register allocation failed"), and serialises its wgmma.

@@ -94,6 +94,51 @@ template <int N> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_grou
 // What this thread has seen of global memory happens before what TMA does there for it afterwards.
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// ---- clusters of two blocks: blocks 2 i and 2 i + 1, of a CLUSTER_KERNEL
+
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// A barrier of all threads of both, which happens between what they did before and after.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where block `rank` has what lies at `p` of this block's shared memory: to be loaded from.
+template <class P> DEVICE const P* cluster_shared(const P* p, u32 rank) {
+    u64 at;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(at) : "l"(p), "r"(rank));
+    return reinterpret_cast<const P*>(at);
+}
+// At block `rank`'s mbarrier that lies where `bar` does here. Releases to whoever waits there by mbarrier_wait_cluster.
+DEVICE void mbarrier_arrive_at(u64* bar, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [at];\n}\n" ::"r"(
+            shared_address(bar)),
+        "r"(rank)
+        : "memory");
+}
+// As mbarrier_wait, for one at which threads of both blocks arrive.
+DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(shared_address(bar)), "r"(parity)
+            : "memory");
+    } while (done == 0);
+}
+// As tma_load_2d, to both blocks: to where `smem` and `bar` lie in each.
+DEVICE void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+            shared_address(smem)),
+        "l"(map), "r"(col), "r"(row), "r"(shared_address(bar)), "h"(u16(3))
+        : "memory");
+}
+
 // ---- wgmma
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -96,8 +96,7 @@ void complete(Block& block, const AsyncArrival& arrival) {
     settle(block, mbarrier);
 }
 
-void arrive(u64* bar, u32 count, u32 bytes) {
-    Block& block = *self()->home;
+void arrive(Block& block, u64* bar, u32 count, u32 bytes) {
     Mbarrier* mbarrier = checked(block, bar, "mbarrier_arrive");
     const u32 pieces = bytes / 16;
     if (bytes % 16 != 0 || mbarrier->transactions + i32(pieces) > 32767) block.fail("an mbarrier is to expect %u bytes", bytes);
@@ -149,6 +148,36 @@ void complete_loads(Block& block, bool force_one) {
         if (load.due < block.next_load_due) block.next_load_due = load.due;
     }
 }
+
+TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+    Block& block = *self()->home;
+    const Map read = read_map(map, "loads");
+    block.check_shared(smem, read.box_rows * read.box_cols * read.element_bytes, 128, "tma_load_2d's target");
+    checked(block, bar, "tma_load_2d's mbarrier");
+    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, 0};
+    std::memcpy(load.map, map, sizeof load.map);
+    return load;
+}
+
+void begin_load(Block& block, TmaLoad load) {
+    Map map;
+    std::memcpy(&map, load.map, sizeof map);
+    const u32 bytes = map.box_rows * map.box_cols * map.element_bytes;
+    checked(block, load.bar, "tma_load_2d's mbarrier");
+    for (u32 piece = block.shared_address(load.to) / 16, end = piece + bytes / 16; piece < end; ++piece) {
+        const Written& written = block.written[piece];
+        if (written.thread != 0 && !written.seen) {
+            block.fail("tma_load_2d writes over what thread %u wrote, without fence_proxy_async in between", written.thread - 1);
+        }
+    }
+    // The target may be written from now on.
+    if (block.random.next() % 2 == 0) raw_fill(load.to, 0xff, bytes);
+    load.due = block.switches + 1 + block.random.below(4 * block.threads);
+    if (!copies_in_flight(block) || load.due < block.next_load_due) block.next_load_due = load.due;
+    block.loads.push_back(load);
+}
+
+void arrive_here(Block& block, u64* bar) { arrive(block, bar, 1, 0); }
 
 void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too) {
     std::size_t kept = 0;
@@ -267,8 +296,8 @@ void mbarrier_inval(u64* bar) {
     reinterpret_cast<Mbarrier*>(bar)->tag = 0;
 }
 
-void mbarrier_arrive(u64* bar, u32 count) { arrive(bar, count, 0); }
-void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(bar, 1, bytes); }
+void mbarrier_arrive(u64* bar, u32 count) { arrive(*self()->home, bar, count, 0); }
+void mbarrier_arrive_expect(u64* bar, u32 bytes) { arrive(*self()->home, bar, 1, bytes); }
 
 bool mbarrier_test(u64* bar, u32 parity) {
     Fiber* fiber = self();
@@ -287,23 +316,7 @@ void mbarrier_wait(u64* bar, u32 parity) {
 }
 
 void tma_load_2d(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
-    Block& block = *self()->home;
-    const Map read = read_map(map, "loads");
-    const u32 bytes = read.box_rows * read.box_cols * read.element_bytes;
-    block.check_shared(smem, bytes, 128, "tma_load_2d's target");
-    checked(block, bar, "tma_load_2d's mbarrier");
-    for (u32 piece = block.shared_address(smem) / 16, end = piece + bytes / 16; piece < end; ++piece) {
-        const Written& written = block.written[piece];
-        if (written.thread != 0 && !written.seen) {
-            block.fail("tma_load_2d writes over what thread %u wrote, without fence_proxy_async in between", written.thread - 1);
-        }
-    }
-    TmaLoad load{static_cast<char*>(smem), bar, {}, col, row, block.switches + 1 + block.random.below(4 * block.threads)};
-    std::memcpy(load.map, map, sizeof load.map);
-    // The target may be written from now on.
-    if (block.random.next() % 2 == 0) raw_fill(smem, 0xff, bytes);
-    if (!copies_in_flight(block) || load.due < block.next_load_due) block.next_load_due = load.due;
-    block.loads.push_back(load);
+    begin_load(*self()->home, checked_load(smem, map, bar, col, row));
 }
 
 }  // namespace aristos::dev

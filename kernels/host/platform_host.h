@@ -13,8 +13,11 @@
 #define KERNEL(name, max_threads, min_blocks)                               \
     inline constexpr ::aristos::u32 max_threads_of_##name = (max_threads); \
     extern "C" void name
+#define CLUSTER_KERNEL(name, max_threads) KERNEL(name, max_threads, 1)
 #define REGISTER_KERNEL(name) \
     static const ::aristos::dev::Registration registration_of_##name(#name, max_threads_of_##name, &name);
+#define REGISTER_CLUSTER_KERNEL(name) \
+    static const ::aristos::dev::Registration registration_of_##name(#name, max_threads_of_##name, &name, true);
 
 namespace aristos::dev {
 
@@ -26,8 +29,8 @@ template <> constexpr bool is_bf16<Bf16> = true;
 class Registration {
   public:
     template <class... Parameters>
-    Registration(const char* kernel, u32 max, void (*function)(Parameters...))
-        : name(kernel), max_threads(max), erased(reinterpret_cast<void (*)()>(function)), next(first) {
+    Registration(const char* kernel, u32 max, void (*function)(Parameters...), bool of_clusters = false)
+        : name(kernel), max_threads(max), clusters(of_clusters), erased(reinterpret_cast<void (*)()>(function)), next(first) {
         static_assert(sizeof...(Parameters) <= 4, "a kernel takes at most 4 parameters");
         static_assert((std::is_trivially_copyable_v<Parameters> && ...), "parameters are copied as bytes");
         call = [](void (*f)(), void** args) {
@@ -37,6 +40,7 @@ class Registration {
     }
     const char* name;
     u32 max_threads;
+    bool clusters;  // its blocks come in clusters of two
     void (*erased)();
     void (*call)(void (*)(), void** args);
     const Registration* next;
@@ -255,6 +259,16 @@ void bulk_wait_group(u32 n, bool read);
 template <int N> DEVICE void bulk_wait_read() { bulk_wait_group(N, true); }
 template <int N> DEVICE void bulk_wait() { bulk_wait_group(N, false); }
 DEVICE void fence_proxy_async_global() {}
+
+// ---- clusters of two blocks (cluster.cpp)
+
+u32 cluster_rank();
+void cluster_sync();
+const void* cluster_address(const void* p, u32 rank);
+template <class P> DEVICE const P* cluster_shared(const P* p, u32 rank) { return static_cast<const P*>(cluster_address(p, rank)); }
+void mbarrier_arrive_at(u64* bar, u32 rank);
+DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) { mbarrier_wait(bar, parity); }
+void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 void wgmma_fence();
 void wgmma_commit();

@@ -12,6 +12,7 @@
 #include "raw.h"
 #include "switch.h"
 #include "virtual_time.h"
+#include "world.h"
 
 asm(R"(
     .text
@@ -69,6 +70,7 @@ const char* name_of(Wait wait) {
         case Wait::MBARRIER: return "mbarrier_wait";
         case Wait::WGMMA: return "wgmma_wait";
         case Wait::PUT: return "a block-wide put";
+        case Wait::CLUSTER: return "cluster_sync";
         case Wait::DONE: return "its end: it is over";
     }
     return "?";
@@ -120,6 +122,11 @@ void Block::run(Grid* the_launch, u32 block_index) {
     std::memcpy(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8);
 
     for (u32 i = 0; i < threads; ++i) start_fiber(fibers[i].get());
+    cluster = launch->clusters ? &launch->clusters[index / 2] : nullptr;
+    if (cluster) {
+        Locked locked(cluster->lock);
+        cluster->blocks[index % 2] = this;
+    }
     if (launch->world->time) launch->world->time->begin(this);
     main_tsan_fiber = tsan::current_fiber();
     tsan::release(&sync_[0]);
@@ -131,6 +138,11 @@ void Block::run(Grid* the_launch, u32 block_index) {
     dev::current = outside;
     tsan::acquire(&sync_[1]);
 
+    if (cluster) {
+        Locked locked(cluster->lock);
+        cluster->over[index % 2] = true;
+        if (!cluster->acts[index % 2].empty()) report_failure(launch, "block " + std::to_string(index) + " ends before what the other of its cluster does in it");
+    }
     if (launch->world->time) launch->world->time->end(this);
     if (launch->failed.load(std::memory_order_relaxed)) return;
     if (std::memcmp(window + SHARED_START + launch->shared_bytes, &SHARED_CANARY, 8) != 0) {
@@ -226,14 +238,16 @@ void Block::check_shared(const void* p, u64 bytes, u32 alignment, const char* wh
 Fiber* Block::pick() {
     ++switches;
     if (launch->failed.load(std::memory_order_relaxed)) leave();
+    if (cluster && cluster->waiting[index % 2].load(std::memory_order_acquire) != 0) take_acts();
     if (copies_in_flight(*this) && switches >= next_load_due) complete_loads(*this, false);
     while (queue_size == 0) {
         if (live == 0) leave();
-        if (!copies_in_flight(*this)) {
+        if (copies_in_flight(*this)) {
+            complete_loads(*this, true);
+        } else if (!cluster || !await_acts()) {
             report_failure(launch, deadlock());
             leave();
         }
-        complete_loads(*this, true);
     }
     if (queue_size > 1 && random.next() % 16 == 0) {
         const u16 later = queue[queue_head];

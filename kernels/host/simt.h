@@ -50,7 +50,7 @@ extern Work work;
 // What a fiber waits for, for the report of a deadlock and to see that the lanes of a warp do the same.
 enum class Wait : u8 {
     NOTHING, BLOCK, BLOCK_OR, NAMED, WARP, SHFL, SHFL_XOR, SHFL_UP, BALLOT, LDMATRIX, LDMATRIX_TRANS, STMATRIX, MMA_BF16, MMA_F16,
-    MBARRIER, WGMMA, PUT, DONE,
+    MBARRIER, WGMMA, PUT, CLUSTER, DONE,
 };
 
 struct Fiber;
@@ -128,6 +128,24 @@ struct AsyncArrival {
     u64 due;  // as a number of `switches`
 };
 
+// What one block of a cluster does in the other (cluster.cpp), which takes it between two of its threads' turns.
+enum class Remote : u8 { ARRIVE, LOAD, BARRIER };
+struct RemoteAct {
+    Remote what;
+    u64* bar;      // ARRIVE: in the shared memory of the block that takes it
+    TmaLoad load;  // LOAD: the same
+};
+struct Cluster {
+    std::atomic_flag lock = ATOMIC_FLAG_INIT;
+    Block* blocks[2] = {nullptr, nullptr};
+    bool idle[2] = {false, false};  // none of the block's threads can go on, and nothing is in flight to it
+    bool over[2] = {false, false};
+    UntrackedVector<RemoteAct> acts[2];   // that block `rank` has yet to take
+    std::atomic<u32> waiting[2] = {{0}, {0}};  // how many
+    u32 arrived = 0;                      // threads of both at cluster_sync
+    u8 sync[2];                           // for ThreadSanitizer: acts, the barrier
+};
+
 // One launch: what its blocks share.
 struct Grid {
     World* world;
@@ -139,6 +157,7 @@ struct Grid {
     std::atomic<bool> failed{false};
     std::atomic<bool> reported{false};
     std::string error;
+    std::unique_ptr<Cluster[]> clusters;  // of a kernel of clusters, grid / 2
     u8 sync[2];  // for ThreadSanitizer: start and end of the kernel
 };
 
@@ -162,7 +181,12 @@ struct Block {
     u32 shared_address(const void* p) const { return u32(static_cast<const char*>(p) - window); }
     void pause(Fiber* self);
 
+    // In a cluster only: acts of the other block that have come, or, where nothing else can go on, that come yet. False: none will.
+    void take_acts();
+    bool await_acts();
+
     Grid* launch = nullptr;
+    Cluster* cluster = nullptr;
     u32 index = 0, threads = 0, live = 0;
     Random random{1};
     char* window = nullptr;   // the shared window: 1024 bytes that the system reserves, then the dynamic shared memory
@@ -204,6 +228,11 @@ inline Fiber* self() { return static_cast<Fiber*>(dev::current); }
 inline bool copies_in_flight(const Block& block) { return !block.loads.empty() || !block.arrivals.empty(); }
 void complete_loads(Block& block, bool force_one);
 void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
+
+// copies.cpp, for cluster.cpp: what happens in `block`, whose thread `self()` is.
+void arrive_here(Block& block, u64* bar);
+void begin_load(Block& block, TmaLoad load);
+TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 // stores.cpp
 void check_no_stores(Fiber* fiber);

@@ -170,7 +170,9 @@ int aristos_host_launch(void* world_, u32 pe, const char* kernel, u32 grid, u32 
     if (shared_bytes > MAX_SHARED) {
         return failed("%s with %u bytes of shared memory in a block: at most %u", kernel, shared_bytes, MAX_SHARED);
     }
+    if (found->clusters && (grid % 2 != 0 || grid > RESIDENT)) return failed("%s, of clusters of two, with %u blocks", kernel, grid);
     Grid launch;
+    if (found->clusters) launch.clusters = std::make_unique<Cluster[]>(grid / 2);
     launch.world = &world;
     launch.pe = pe;
     launch.grid = grid;

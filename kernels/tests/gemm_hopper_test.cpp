@@ -67,6 +67,7 @@ struct Shape {
     u32 activation;
     std::vector<u32> rows;  // of each expert
     bool stored = true;     // by TMA, where a warp has all its rows
+    bool pair = false;      // by clusters of two
 };
 
 // Lines of 128 bytes that were prefetched.
@@ -193,24 +194,29 @@ template <class T> struct Run {
     void launch(const std::vector<std::pair<u32, u32>>& kinds, u32 blocks, u32 seed, u32 delay) {
         std::vector<GemmTask> tasks;
         std::vector<u32> needs;
+        u32 tiles = 0;
+        const u32 step = shape.pair ? 2 * hopper::TILE_M : hopper::TILE_M;
         for (auto [kind, which] : kinds) {
-            u32 before = u32(tasks.size());
+            const u32 before = tiles;
             for (u32 e = 0; e < experts; e++) {
                 GemmTask any = task(kind, e, 0, 0, which);
                 u32 columns = tile_columns(kind, shape.gated, tile_n);
-                for (u32 n = 0; n < gemm_n(any); n += columns)
-                    for (u32 m = 0; m < gemm_m(any); m += hopper::TILE_M) tasks.push_back(task(kind, e, m, n, which));
+                for (u32 n = 0; n < gemm_n(any); n += columns) {
+                    for (u32 m = 0; m < gemm_m(any); m += step) tasks.push_back(task(kind, e, m, n, which));
+                    tiles += (gemm_m(any) + hopper::TILE_M - 1) / hopper::TILE_M;
+                }
             }
             needs.resize(tasks.size(), before);
         }
         u32 state[3] = {0, 0, 0};
         HopperQueue queue{tasks.data(), needs.data(), u32(tasks.size()), delay, state, state + 1, state + 2, 20'000'000'000};
-        std::string kernel = std::string("aristos_gemm_hopper_") + (tile_n == 128 ? "128_" : "") + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
+        std::string kernel = std::string("aristos_gemm_hopper_") + (shape.pair ? "pair_" : "") + (tile_n == 128 ? "128_" : "") + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
         u32 shared = tile_n == 128 ? hopper::Tile<128>::SHARED_BYTES : hopper::Tile<256>::SHARED_BYTES;
+        if (shape.pair) shared = tile_n == 128 ? hopper::Tile<128, 2>::SHARED_BYTES : hopper::Tile<256, 2>::SHARED_BYTES, blocks *= 2;
         testing::World world(1, 4096, seed);
         world.launch(0, kernel.c_str(), blocks, hopper::THREADS, shared, static_cast<const HopperQueue*>(&queue));
         if (state[2]) fail("a task waited too long");
-        if (state[1] != tasks.size()) fail("tasks left undone");
+        if (state[1] != tiles) fail("tiles left undone, or done twice");
     }
 };
 
@@ -454,6 +460,18 @@ CASE(hopper_without_result_maps_bf16) {
     shape.stored = false;
     CHECK(run<Bf16>(shape, 256, 2, 1, 0, false) == bytes, "another result without TMA");
 }
+// The same by pairs of blocks as by blocks on their own: a pair's second tile is often empty, as most of these batches have an odd number of tiles.
+template <class T> void test_pair(Shape shape, u32 tile_n) {
+    const auto bytes = run<T>(shape, tile_n, 2, 1, 0, false);
+    shape.pair = true;
+    CHECK(run<T>(shape, tile_n, 1, 2, 0, true) == bytes, "another result by a pair of blocks");
+    CHECK(run<T>(shape, tile_n, 2, 3, 5, false) == bytes, "another result by two pairs, with tasks known late");
+}
+CASE(hopper_pair_gated_bf16) { test_pair<Bf16>(GATED, 256); }
+CASE(hopper_pair_smallest_bf16) { test_pair<Bf16>(SMALLEST, 256); }
+CASE(hopper_pair_forward_only_bf16) { test_pair<Bf16>(FORWARD_ONLY, 256); }
+CASE(hopper_pair_128_plain_f16) { test_pair<F16>(PLAIN, 128); }
+CASE(hopper_pair_128_long_f16) { test_pair<F16>(LONG, 128); }
 CASE(hopper_128_gated_bf16) { test<Bf16>(GATED, 128); }
 CASE(hopper_128_plain_f16) { test<F16>(PLAIN, 128); }
 CASE(hopper_128_smallest_bf16) { test<Bf16>(SMALLEST, 128); }
@@ -463,6 +481,7 @@ CASE(hopper_128_long_f16) { test<F16>(LONG, 128); }
 
 // A tile's results are read by other blocks as soon as it is reported done.
 CASE(tsan_hopper_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 256, 3, 1, 1, false); }
+CASE(tsan_hopper_pair_queue) { run<Bf16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}, true, true}, 256, 1, 1, 1, false); }
 CASE(tsan_hopper_128_queue) { run<F16>({136, 264, true, true, true, true, true, ACT_SILU, {140, 5, 70}}, 128, 3, 1, 1, false); }
 
 }  // namespace

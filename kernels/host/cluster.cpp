@@ -1,0 +1,144 @@
+// Clusters of two blocks: each an OS thread of its own, which does nothing in the other's shared memory but to load from it. What it asks for there, an
+// arrival or a load by TMA, it leaves with the other, who does it between two turns of its own threads.
+#include <sched.h>
+
+#include "simt.h"
+#include "world.h"
+
+namespace aristos::host {
+
+namespace {
+
+Cluster& cluster_of(Block& block) {
+    if (!block.cluster) block.fail("thread %u asks for its cluster, and has none", self()->thread);
+    return *block.cluster;
+}
+
+void leave_act(Block& from, u32 rank, const RemoteAct& act) {
+    Cluster& cluster = *from.cluster;
+    bool over;
+    {
+        Locked locked(cluster.lock);
+        tsan::release(&cluster.sync[0]);
+        over = cluster.over[rank];
+        if (!over) {
+            cluster.acts[rank].push_back(act);
+            cluster.waiting[rank].store(u32(cluster.acts[rank].size()), std::memory_order_release);
+        }
+    }
+    if (over) from.fail("thread %u reaches for block %u of its cluster, which is over", self()->thread, rank);
+}
+
+template <class P> P* in_block(const Block& from, const Block& to, P* p) {
+    return reinterpret_cast<P*>(to.window + from.shared_address(p));
+}
+
+// Block `rank`, which has to be there: cluster_sync first.
+Block& block_of(Block& from, u32 rank) {
+    Cluster& cluster = cluster_of(from);
+    if (rank > 1) from.fail("block %u of a cluster of two", rank);
+    Block* to;
+    {
+        Locked locked(cluster.lock);
+        to = cluster.over[rank] ? nullptr : cluster.blocks[rank];
+    }
+    if (!to) from.fail("thread %u reaches for block %u of its cluster, which is not running", self()->thread, rank);
+    return *to;
+}
+
+}  // namespace
+
+void Block::take_acts() {
+    const u32 rank = index % 2;
+    UntrackedVector<RemoteAct> acts;
+    {
+        Locked locked(cluster->lock);
+        acts.swap(cluster->acts[rank]);
+        cluster->waiting[rank].store(0, std::memory_order_relaxed);
+        cluster->idle[rank] = false;
+    }
+    tsan::acquire(&cluster->sync[0]);
+    for (const RemoteAct& act : acts) {
+        switch (act.what) {
+            case Remote::ARRIVE: arrive_here(*this, act.bar); break;
+            case Remote::LOAD: begin_load(*this, act.load); break;
+            case Remote::BARRIER:
+                for (auto& fiber : fibers) {
+                    if (fiber->wait == Wait::CLUSTER) wake(fiber.get());
+                }
+        }
+    }
+}
+
+bool Block::await_acts() {
+    const u32 rank = index % 2;
+    for (;;) {
+        if (cluster->waiting[rank].load(std::memory_order_acquire) != 0) return take_acts(), true;
+        {
+            Locked locked(cluster->lock);
+            cluster->idle[rank] = true;
+            const bool other = cluster->over[1 - rank] || (cluster->idle[1 - rank] && cluster->acts[1 - rank].empty());
+            if (other && cluster->acts[rank].empty()) return false;
+        }
+        if (launch->failed.load(std::memory_order_relaxed)) return false;
+        sched_yield();
+    }
+}
+
+}  // namespace aristos::host
+
+namespace aristos::dev {
+
+using namespace host;
+
+u32 cluster_rank() {
+    Block& block = *self()->home;
+    cluster_of(block);
+    return block.index % 2;
+}
+
+void cluster_sync() {
+    Fiber* fiber = self();
+    Block& block = *fiber->home;
+    Cluster& cluster = cluster_of(block);
+    tsan::release(&cluster.sync[1]);
+    bool last;
+    {
+        Locked locked(cluster.lock);
+        last = ++cluster.arrived == 2 * block.threads;
+        if (last) cluster.arrived = 0;
+    }
+    if (last) {
+        for (u32 rank = 0; rank < 2; ++rank) leave_act(block, rank, {Remote::BARRIER, nullptr, {}});
+    }
+    block.wait(fiber, Wait::CLUSTER);
+    tsan::acquire(&cluster.sync[1]);
+}
+
+const void* cluster_address(const void* p, u32 rank) {
+    Block& block = *self()->home;
+    block.check_shared(p, 1, 1, "cluster_shared's address");
+    return in_block(block, block_of(block, rank), p);
+}
+
+void mbarrier_arrive_at(u64* bar, u32 rank) {
+    Block& block = *self()->home;
+    block.check_shared(bar, 8, 8, "mbarrier_arrive_at");
+    Block& to = block_of(block, rank);
+    if (&to == &block) return arrive_here(block, bar);
+    leave_act(block, rank, {Remote::ARRIVE, in_block(block, to, bar), {}});
+}
+
+void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
+    Block& block = *self()->home;
+    const TmaLoad load = checked_load(smem, map, bar, col, row);
+    begin_load(block, load);
+    const u32 rank = 1 - cluster_rank();
+    const Block& to = block_of(block, rank);
+    RemoteAct act{Remote::LOAD, nullptr, load};
+    act.load.to = in_block(block, to, load.to);
+    act.load.bar = in_block(block, to, load.bar);
+    leave_act(block, rank, act);
+}
+
+}  // namespace aristos::dev
