@@ -19,11 +19,15 @@ template <class Compute> DEVICE void run_tasks(Block& b, State& state, Compute c
     for (;;) {
         dev::sync_block();
         if (!state.more) return;
-        compute(state.task, [&] { state.early = look_ahead(b); });
+        compute(state.task, [&] {
+            if (ARISTOS_PLANTED(EARLY_DONE)) task_done(b);
+            state.early = look_ahead(b);
+            while (ARISTOS_PLANTED(LATE_DONE) && state.early == FOUND_NOTHING && wait_for_item(b, b.items)) state.early = look_ahead(b);
+        });
         if (dev::thread() == 0) {
-            task_done(b);
+            if (!ARISTOS_PLANTED(EARLY_DONE)) task_done(b);
             if (state.early == FOUND_TASK) state.task = state.next;
-            else state.more = state.early == FOUND_NOTHING && next_task(b);
+            else state.more = (state.early == FOUND_NOTHING || ARISTOS_PLANTED(ITEM_DROPPED)) && next_task(b);
         }
     }
 }

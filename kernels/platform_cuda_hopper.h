@@ -96,9 +96,10 @@ DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;
 
 // ---- clusters of two blocks: blocks 2 i and 2 i + 1, of a CLUSTER_KERNEL
 
+// Read anew at each use, as loops have no register for it.
 DEVICE u32 cluster_rank() {
     u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 // A barrier of all threads of both, which happens between what they did before and after.

@@ -23,6 +23,9 @@ enum PlantedFault : u32 {
     NO_FENCE_SYS,      // a signal over the network that is not fenced
     EARLY_SUM,         // gradients are sent to be summed before they are complete
     NO_PLACE,          // gradients are sent to a place that may not be free
+    EARLY_DONE,        // a task is reported before all of its results are stored
+    LATE_DONE,         // a block waits for its next task before it reports the last
+    ITEM_DROPPED,      // an item is lost that was found during an epilogue
     NO_PART_CREDIT,    // a part of results is put to a place at the home that may not be free
 };
 inline PlantedFault planted = NO_FAULT;
@@ -362,6 +365,9 @@ CASE(planted_no_see) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_SEE)); 
 CASE(planted_no_fence_sys) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_FENCE_SYS)); }
 CASE(planted_early_sum) { CHECK(caught(replicas(), REACH_ALL, EARLY_SUM)); }
 CASE(planted_no_place) { CHECK(caught(replicas(), REACH_RANDOM, NO_PLACE)); }
+CASE(planted_early_done) { CHECK(caught(rounds_by_slots(), REACH_ALL, EARLY_DONE)); }
+CASE(planted_late_done) { CHECK(caught(rounds_by_slots(), REACH_ALL, LATE_DONE)); }
+CASE(planted_item_dropped) { CHECK(caught(rounds_by_slots(), REACH_ALL, ITEM_DROPPED)); }
 CASE(planted_no_part_credit) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_PART_CREDIT)); }
 CASE(planted_no_credit_by_way_of_a_home) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_CREDIT)); }
 CASE(planted_no_see_by_way_of_a_home) { CHECK(caught(relays(), REACH_NONE, NO_SEE)); }
