@@ -210,7 +210,8 @@ template <class T> struct Run {
         }
         u32 state[3] = {0, 0, 0};
         HopperQueue queue{tasks.data(), needs.data(), u32(tasks.size()), delay, state, state + 1, state + 2, 20'000'000'000};
-        std::string kernel = std::string("aristos_gemm_hopper_") + (shape.pair ? "pair_" : "") + (tile_n == 128 ? "128_" : "") + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
+        const std::string of = (shape.pair ? "pair_" : "") + std::string(tile_n == 128 ? "128_" : "");
+        const std::string kernel = "aristos_gemm_hopper_" + of + "test_" + (std::is_same_v<T, F16> ? "f16" : "bf16");
         u32 shared = tile_n == 128 ? hopper::Tile<128>::SHARED_BYTES : hopper::Tile<256>::SHARED_BYTES;
         if (shape.pair) shared = tile_n == 128 ? hopper::Tile<128, 2>::SHARED_BYTES : hopper::Tile<256, 2>::SHARED_BYTES, blocks *= 2;
         testing::World world(1, 4096, seed);
