@@ -91,6 +91,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
                 u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
                 dev::mbarrier_arrive_expect(full, Tile::B_BYTES);
                 dev::mbarrier_arrive(full, 31);  // for the other lanes, which have nothing to copy
+                if constexpr (Tile::PAIR) dev::fence_proxy_async_cluster();  // after the other block's cp.async, which its consumers fenced there
                 UNROLL for (u32 i = 0; i < Tile::B_PANELS / (Tile::PAIR ? 2 : 1); i++) {
                     const u32 p = first_panel<Tile>() + i;
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;

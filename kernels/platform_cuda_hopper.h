@@ -131,6 +131,8 @@ DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) {
             : "memory");
     } while (done == 0);
 }
+// As fence_proxy_async, for the shared memory of both blocks.
+DEVICE void fence_proxy_async_cluster() { asm volatile("fence.proxy.async.shared::cluster;" ::: "memory"); }
 // As tma_load_2d, to both blocks: to where `smem` and `bar` lie in each.
 DEVICE void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {
     asm volatile(

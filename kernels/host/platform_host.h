@@ -268,6 +268,7 @@ const void* cluster_address(const void* p, u32 rank);
 template <class P> DEVICE const P* cluster_shared(const P* p, u32 rank) { return static_cast<const P*>(cluster_address(p, rank)); }
 void mbarrier_arrive_at(u64* bar, u32 rank);
 DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) { mbarrier_wait(bar, parity); }
+DEVICE void fence_proxy_async_cluster() {}
 void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 void wgmma_fence();
