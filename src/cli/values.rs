@@ -223,7 +223,7 @@ pub enum SymmetricArg {
 pub fn symmetric_by(arg: Option<SymmetricArg>, device: DeviceKind) -> Result<crate::gpu::SymmetricBy> {
     ensure!(
         arg.is_none() || device == DeviceKind::Cuda,
-        "--symmetric without --device cuda, expected both: nothing else has symmetric memory of NVSHMEM's or NCCL's"
+        "--symmetric without --device cuda, expected --device cuda too"
     );
     Ok(match arg {
         None | Some(SymmetricArg::Nvshmem) => crate::gpu::SymmetricBy::Nvshmem,

@@ -9,11 +9,13 @@ mod context;
 pub mod device;
 pub mod driver;
 mod graph;
+mod host;
 mod meeting;
 pub mod modules;
 pub mod nccl;
 mod stream;
 mod symmetric;
+mod tensor_map;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -22,103 +24,21 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use context::Context;
-use cudarc::driver::sys::{
-    CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
-};
+use cudarc::driver::sys::{CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule};
 pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
+pub use host::{check_host, check_times, pe_environment, visible_devices};
 use nccl::windows::Meeting;
 use symmetric::{Symmetric, Way};
 
-use super::nvshmem::{self, Bootstrap};
+use super::nvshmem::Bootstrap;
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap};
 
 /// Marks that [`Gpu::mark`] takes.
 pub const MARKS: usize = 64;
 /// How often the stream is asked whether it is done, while a limit runs.
 const POLL: Duration = Duration::from_micros(50);
-
-/// Finds out, before any of a job's `n_pes` PEs takes its device, whether there is what the `pes_here` of this host need. How many devices
-/// there are.
-///
-/// # Errors
-/// What is missing, in one line.
-pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usize, GpuError> {
-    let driver = driver::driver()?;
-    let devices = device::devices(driver)?;
-    if devices.is_empty() {
-        return Err(device::no_device());
-    }
-    devices.iter().take(pes_here).try_for_each(DeviceInfo::usable)?;
-    match by {
-        SymmetricBy::Nvshmem if n_pes > 1 => {
-            nvshmem::find_library()?;
-        }
-        SymmetricBy::Nvshmem => {}
-        SymmetricBy::Nccl => {
-            if pes_here != n_pes {
-                return Err(symmetric::several_hosts(n_pes, pes_here));
-            }
-            let library = nccl::find_library()?;
-            library.check_windows()?;
-            // Where it is not set, the supervisor sets it, and without one each PE says that it is missing.
-            let allowed = std::env::var(nccl::SHARED_DEVICES).unwrap_or_else(|_| "1".into());
-            nccl::windows::check_sharing(library.version, pes_here.div_ceil(devices.len()), Some(&allowed))?;
-            device::check_reach(driver, &devices[..pes_here.min(devices.len())])?;
-        }
-    }
-    Ok(devices.len())
-}
-
-/// What the processes of `pes` PEs, all on this host, are to be started with, besides what is set: for the supervisor.
-///
-/// # Errors
-/// As [`check_host`].
-pub fn pe_environment(pes: usize, by: SymmetricBy) -> Result<Vec<(String, String)>, GpuError> {
-    let devices = check_host(pes, pes, by)?;
-    let shared = pes > devices;
-    let mut environment = match by {
-        SymmetricBy::Nvshmem if pes == 1 => return Ok(Vec::new()),
-        SymmetricBy::Nvshmem => nvshmem::one_host_environment(),
-        SymmetricBy::Nccl => {
-            let may_share = shared && std::env::var_os(nccl::SHARED_DEVICES).is_none();
-            let sharing = may_share.then(|| (nccl::SHARED_DEVICES.to_string(), "1".to_string()));
-            nccl::one_host_environment().into_iter().chain(sharing).collect()
-        }
-    };
-    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && shared {
-        // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
-        let share = 100 / pes.div_ceil(devices);
-        environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
-    }
-    Ok(environment)
-}
-
-/// Finds out, before PEs start, whether the `pes_here` of this host run at the same time: otherwise none of their times means anything.
-///
-/// # Errors
-/// One line, with what would be right.
-pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
-    let devices = visible_devices()?;
-    if pes_here <= devices || device::mps_is_on() {
-        return Ok(());
-    }
-    Err(GpuError::Unavailable(format!(
-        "`pes` is {pes_here} with {devices} CUDA {} and no MPS: PEs that take turns on a device have no times, expected at most \
-         {devices}, or MPS (nvidia-cuda-mps-control -d)",
-        if devices == 1 { "device" } else { "devices" }
-    )))
-}
-
-/// How many devices there are for PEs.
-///
-/// # Errors
-/// The driver's, in one line.
-pub fn visible_devices() -> Result<usize, GpuError> {
-    Ok(device::devices(driver::driver()?)?.len())
-}
 
 /// One PE's device.
 pub struct CudaGpu {
@@ -596,87 +516,6 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError> {
-        let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
-        check_tensor_map(&matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
-        let mut map = CUtensorMap { opaque: [0; 16] };
-        // Copied, never computed with.
-        let element = match matrix.element_bytes {
-            1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
-        };
-        // Innermost first: columns, rows.
-        let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
-        let boxes = [matrix.box_cols, matrix.box_rows];
-        // SAFETY: writes the 128 bytes; the arrays have as many elements as there are dimensions, strides one fewer. The
-        // matrix itself is not read.
-        let code = unsafe {
-            call!(
-                self.driver,
-                cuTensorMapEncodeTiled(
-                    &raw mut map,
-                    element,
-                    2,
-                    matrix.base as *mut c_void,
-                    size.as_ptr(),
-                    [matrix.row_stride_bytes].as_ptr(),
-                    boxes.as_ptr(),
-                    [1u32, 1].as_ptr(),
-                    CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                    CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                    CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-                )
-            )
-        };
-        self.driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
-    }
-}
-
-/// What the driver would refuse with a number only.
-fn check_tensor_map(matrix: &TensorMap) -> Result<(), String> {
-    let TensorMap { base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes } = *matrix;
-    if !matches!(element_bytes, 1 | 2 | 4) {
-        return Err(format!("elements of {element_bytes} bytes"));
-    }
-    let box_bytes = u64::from(box_cols) * u64::from(element_bytes);
-    let wrong = [
-        (rows == 0 || cols == 0, "it is empty"),
-        (base % 16 != 0, "its address is no multiple of 16"),
-        (row_stride_bytes % 16 != 0, "its rows are no multiple of 16 bytes apart"),
-        (row_stride_bytes < u64::from(cols) * u64::from(element_bytes), "its rows overlap"),
-        (box_rows == 0 || box_rows > 256, "a box has 1 to 256 rows"),
-        (box_bytes == 0 || box_bytes > 128 || box_bytes % 16 != 0, "a box's row has 16 to 128 bytes, in steps of 16"),
-    ];
-    wrong.iter().find(|(is, _)| *is).map_or(Ok(()), |(_, text)| Err((*text).to_string()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_matrix_that_tma_cannot_copy_is_refused_with_the_reason() {
-        let good = TensorMap {
-            base: 1 << 20,
-            rows: 5,
-            cols: 72,
-            row_stride_bytes: 144,
-            box_rows: 128,
-            box_cols: 64,
-            element_bytes: 2,
-        };
-        assert_eq!(check_tensor_map(&good), Ok(()));
-        for (bad, word) in [
-            (TensorMap { rows: 0, ..good }, "empty"),
-            (TensorMap { base: 8, ..good }, "multiple of 16"),
-            (TensorMap { row_stride_bytes: 152, ..good }, "16 bytes apart"),
-            (TensorMap { row_stride_bytes: 128, ..good }, "overlap"),
-            (TensorMap { box_rows: 257, ..good }, "256 rows"),
-            (TensorMap { box_cols: 65, ..good }, "steps of 16"),
-            (TensorMap { element_bytes: 3, ..good }, "3 bytes"),
-        ] {
-            assert!(check_tensor_map(&bad).unwrap_err().contains(word), "{bad:?}");
-        }
+        tensor_map::encode(self.driver, &matrix)
     }
 }

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use super::CudaGpu;
 use super::driver::call;
 use super::meeting::Agreed;
 use super::nccl::windows::{Meeting, Windows};
-use super::{CudaGpu, nvshmem};
-use crate::gpu::nvshmem::Nvshmem;
+use crate::gpu::nvshmem::{self, Nvshmem};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer, smoke};
 
 /// How a PE comes to it.

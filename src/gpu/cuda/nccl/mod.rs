@@ -209,14 +209,15 @@ impl Library {
         self.for_windows.as_ref().map_err(|cause| GpuError::Unavailable(missing(cause)))
     }
 
-    /// What NCCL says of an error: its last message, which names the cause, or else the code.
     fn check(&self, code: u32, what: &str) -> Result<(), GpuError> {
-        if code == SUCCESS {
-            return Ok(());
-        }
+        if code == SUCCESS { Ok(()) } else { Err(self.failure(code, what)) }
+    }
+
+    /// What NCCL says of an error: its last message, which names the cause, or else the code.
+    fn failure(&self, code: u32, what: &str) -> GpuError {
         let last = self.last_error();
         let says = if last.is_empty() { String::new() } else { format!(" ({last})") };
-        Err(GpuError::failed(what, format!("NCCL {} answers {code}{says}", self.version_text())))
+        GpuError::failed(what, format!("NCCL {} answers {code}{says}", self.version_text()))
     }
 
     /// NCCL's last message, in one line; empty where there is none.

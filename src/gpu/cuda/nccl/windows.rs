@@ -173,16 +173,13 @@ impl Windows {
                 settled(functions, handle, code)
             };
             library.check(code, what)?;
-            let mut peers = vec![0; n];
-            if !window.is_null() {
-                for (pe, peer) in peers.iter_mut().enumerate() {
-                    let mut address = ptr::null_mut();
-                    // SAFETY: a window just registered; sets the address, or null.
-                    let code = unsafe { (functions.peer_pointer)(window, 0, pe as c_int, &raw mut address) };
-                    library.check(code, "ask NCCL where a peer's memory is")?;
-                    *peer = address as u64;
-                }
-            }
+            // SAFETY: a window just registered, or null.
+            let peers = unsafe { peers_of(functions, window, n) }.map_err(|code| {
+                let error = library.failure(code, "ask NCCL where a peer's memory is");
+                // SAFETY: as above, and not used after this.
+                unsafe { (functions.functions.ncclCommWindowDeregister)(handle.0, window) };
+                error
+            })?;
             Ok((Window(window), peers))
         };
         let done = within(pes.context, what, Deadline::after(pes.limit), work);
@@ -197,16 +194,13 @@ impl Windows {
                 None => outcome(REGISTERED, me),
             },
         };
-        let all = pes.bootstrap.all_gather(&mine, pes.limit)?;
-        let agreed = self.agree_on_windows(&all);
-        let (window, peers) = match (done, agreed) {
-            (Err(error), _) => return Err(error),
-            (Ok((window, _)), Err(error)) => {
-                self.deregister(window);
-                return Err(error);
-            }
-            (Ok(registered), Ok(())) => registered,
-        };
+        let told = pes.bootstrap.all_gather(&mine, pes.limit);
+        let agreed = told.and_then(|all| self.agree_on_windows(&all));
+        let (window, peers) = done?;
+        if let Err(error) = agreed {
+            self.deregister(window);
+            return Err(error);
+        }
         self.allocations.borrow_mut().insert(place, Allocation { bytes, window, peers });
         Ok(place)
     }
@@ -327,6 +321,23 @@ unsafe fn ask<const N: usize>(
         library.check(unsafe { get(communicator.0, answer) }, "ask the communicator what it is")?;
     }
     Ok(library)
+}
+
+/// Where each of `n` ranks' part of a window begins; 0 where loads and stores do not reach it, all where the window is null. The error is NCCL's code.
+///
+/// # Safety
+/// The window is registered, or null.
+unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Result<Vec<u64>, u32> {
+    let mut peers = vec![0; n];
+    for (pe, peer) in peers.iter_mut().enumerate().filter(|_| !window.is_null()) {
+        let mut address = ptr::null_mut();
+        // SAFETY: by this function's contract; sets the address, or null.
+        match unsafe { (functions.peer_pointer)(window, 0, pe as c_int, &raw mut address) } {
+            SUCCESS => *peer = address as u64,
+            code => return Err(code),
+        }
+    }
+    Ok(peers)
 }
 
 /// What an operation came to, where the communicator does not block and its answer is that it goes on.
