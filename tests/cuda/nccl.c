@@ -17,9 +17,10 @@
 
 typedef struct { char internal[128]; } Id;
 typedef void* Handle;
-typedef struct { int number, registered; char* place; size_t bytes; } Memory;
+// `window` is the number of the window that it has, from 1, the same on all ranks; 0 where it has none.
+typedef struct { int number, window; char* place; size_t bytes; } Memory;
 
-static int me = -1, ranks, depth, memories, asked;
+static int me = -1, ranks, depth, memories, windows, asked;
 static Memory all[64];
 static char last[128];
 
@@ -88,9 +89,9 @@ static void name(char* path, size_t bytes, const char* what, int pe, int number)
     const char* folder = getenv("FAKE_NCCL_DIR");
     snprintf(path, bytes, "%s/%s-%d-%d", folder ? folder : ".", what, pe, number);
 }
-static char* map(int pe, int number, size_t bytes, int make) {
+static char* map(const char* what, int pe, int number, size_t bytes, int make) {
     char path[256];
-    name(path, sizeof path, "memory", pe, number);
+    name(path, sizeof path, what, pe, number);
     int fd = open(path, make ? O_RDWR | O_CREAT : O_RDWR, 0600);
     if (fd < 0 || (make && ftruncate(fd, (off_t)bytes))) return NULL;
     char* place = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -103,7 +104,7 @@ int ncclMemAlloc(void** place, size_t bytes) {
         return 1;
     }
     Memory* memory = &all[memories];
-    if (memories == 64 || !(memory->place = map(me, memories, bytes, 1))) return 2;
+    if (memories == 64 || !(memory->place = map("memory", me, memories, bytes, 1))) return 2;
     memset(memory->place, 0xff, bytes);
     memory->number = memories++;
     memory->bytes = bytes;
@@ -118,7 +119,7 @@ static Memory* memory_at(const void* place) {
 }
 int ncclMemFree(void* place) {
     Memory* memory = memory_at(place);
-    note_memory("frees", memory, memory && !memory->registered);
+    note_memory("frees", memory, memory && !memory->window);
     if (!memory) return 4;
     munmap(memory->place, memory->bytes);
     memory->place = NULL;
@@ -129,21 +130,22 @@ int ncclCommWindowRegister(Handle communicator, void* place, size_t bytes, Handl
     Memory* memory = memory_at(place);
     const int large = bytes > 64 << 10;
     *window = NULL;
-    if (communicator != (Handle)13 || !memory || memory->registered || memory->bytes != bytes || flags != 1) return 4;
+    if (communicator != (Handle)13 || !memory || memory->window || memory->bytes != bytes || flags != 1) return 4;
     if (is("nowindow")) return 0;
     while (is("stuck") && large) pause();
-    char path[256];
-    name(path, sizeof path, "registered", me, memory->number);
-    close(open(path, O_WRONLY | O_CREAT, 0600));
+    char path[256], memory_path[256];
+    name(memory_path, sizeof memory_path, "memory", me, memory->number);
+    name(path, sizeof path, "window", me, ++windows);
+    if (link(memory_path, path)) return 2;
     for (int pe = 0; pe < ranks; pe++) {
-        name(path, sizeof path, "registered", pe, memory->number);
+        name(path, sizeof path, "window", pe, windows);
         while (access(path, F_OK)) usleep(1000);
     }
     if (is("refuses1") && me == 1 && large) {
         snprintf(last, sizeof last, "it is not to be");
         return 3;
     }
-    memory->registered = 1;
+    memory->window = windows;
     note_memory("registers", memory, 1);
     *window = memory;
     asked = 0;
@@ -155,16 +157,16 @@ int ncclCommGetAsyncError(Handle communicator, int* state) {
 }
 int ncclCommWindowDeregister(Handle communicator, Handle window) {
     Memory* memory = window;
-    note_memory("deregisters", memory, memory && memory->registered && communicator == (Handle)13);
-    if (memory) memory->registered = 0;
+    note_memory("deregisters", memory, memory && memory->window && communicator == (Handle)13);
+    if (memory) memory->window = 0;
     return 0;
 }
 #ifndef WITHOUT_PEERS
 int ncclGetPeerDevicePointer(Handle window, size_t offset, int pe, void** place) {
     const Memory* memory = window;
     const char* far = getenv("FAKE_FAR");
-    if (!memory || !memory->registered || pe < 0 || pe >= ranks || (is("later") && asked < 3)) return 4;
-    char* first = far && atoi(far) == pe && me != pe ? NULL : map(pe, memory->number, memory->bytes, 0);
+    if (!memory || !memory->window || pe < 0 || pe >= ranks || (is("later") && asked < 3)) return 4;
+    char* first = far && atoi(far) == pe && me != pe ? NULL : map("window", pe, memory->window, memory->bytes, 0);
     *place = first ? first + offset : NULL;
     return 0;
 }
