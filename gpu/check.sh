@@ -381,15 +381,15 @@ export -f both_ways
 by_both() {
     local pes=$1 where=$2 by bench=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5)
     for by in nvshmem nccl; do
-        try "$pes PEs$where, $by" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}"
-        try "$pes PEs$where, $by, recorded" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" --steps 5 --graph
-        try "$pes PEs$where, $by, small budget" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" \
+        try "$pes PEs, $where, $by" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}"
+        try "$pes PEs, $where, $by, recorded" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" --steps 5 --graph
+        try "$pes PEs, $where, $by, small budget" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" \
             --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
-        try "$pes PEs$where, $by, qwen3-30b, 4096 tokens" "$aristos" "${bench[@]}" --pes "$pes" --symmetric $by --tokens 4096 \
-            --experts 128 --hidden 2048 --intermediate 768 --top-k 8 --csv "$OUT/nccl-$pes-$by${where//[, ]/-}.csv"
+        try "$pes PEs, $where, $by, qwen3-30b, 4096 tokens" "$aristos" "${bench[@]}" --pes "$pes" --symmetric $by --tokens 4096 \
+            --experts 128 --hidden 2048 --intermediate 768 --top-k 8 --csv "$OUT/nccl-$pes-$by-${where// /-}.csv"
     done
-    try "$pes PEs$where, the times of both" to "$OUT/nccl-$pes${where//[, ]/-}.csv" both_ways \
-        "$OUT/nccl-$pes-nvshmem${where//[, ]/-}.csv" "$OUT/nccl-$pes-nccl${where//[, ]/-}.csv"
+    try "$pes PEs, $where, the times of both" to "$OUT/nccl-$pes-${where// /-}.csv" both_ways \
+        "$OUT/nccl-$pes-nvshmem-${where// /-}.csv" "$OUT/nccl-$pes-nccl-${where// /-}.csv"
 }
 
 # With a GPU for each PE where there are several; several PEs of one are an experiment of NCCL's, from 2.30 on.
@@ -403,12 +403,12 @@ stage_nccl() {
     fi
     try "1 PE" "${run[@]}" --pes 1 --symmetric nccl "${small[@]}"
     if [ $dry = 1 ] || [ "$gpus" -ge 2 ]; then
-        by_both $((gpus < 2 ? 2 : gpus)) ", a GPU each"
+        by_both $((gpus < 2 ? 2 : gpus)) "a GPU each"
     fi
     if [ $dry = 1 ] || { [ "$gpus" = 1 ] && [ "$version" -ge 23000 ]; }; then
         for pes in 2 4; do
             mps_on $pes
-            by_both $pes ", one GPU"
+            by_both $pes "one GPU"
             mps_off
         done
     elif [ "$gpus" = 1 ]; then

@@ -145,7 +145,7 @@ fn nccl(cuda: &CudaFacts) -> Finding {
         (Err(error), _) => error.clone(),
         (Ok(LibraryFacts { path, version }), can) => {
             let symmetric = match can {
-                Ok(()) => "gives PEs of this host symmetric memory (`symmetric` nccl)".to_string(),
+                Ok(()) => "symmetric memory between the GPUs of one host (`symmetric` nccl)".to_string(),
                 Err(error) => format!("no `symmetric` nccl: {error}"),
             };
             format!("{}, {version}; {symmetric}", path.display())
@@ -260,7 +260,10 @@ mod tests {
         let cuda = facts.cuda.as_mut().unwrap();
         cuda.nccl = Ok(LibraryFacts { path: "libnccl.so.2".into(), version: "2.32.3".into() });
         cuda.nccl_windows = Ok(());
-        assert_eq!(found(&facts), "libnccl.so.2, 2.32.3; gives PEs of this host symmetric memory (`symmetric` nccl)");
+        assert_eq!(
+            found(&facts),
+            "libnccl.so.2, 2.32.3; symmetric memory between the GPUs of one host (`symmetric` nccl)"
+        );
         facts.cuda.as_mut().unwrap().nccl_windows = Err("GPU 0 does not reach GPU 1".into());
         assert!(found(&facts).ends_with("2.32.3; no `symmetric` nccl: GPU 0 does not reach GPU 1"));
     }

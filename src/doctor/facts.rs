@@ -142,7 +142,8 @@ impl CudaFacts {
             LibraryFacts { path, version: format!("{major}.{minor}.{patch}") }
         });
         let library = nccl::find_library();
-        let reach = driver::driver().and_then(|driver| device::check_reach(driver, &device::devices(driver)?));
+        // Where there is no driver, that is said once.
+        let reach = driver::driver().map_or(Ok(()), |driver| device::check_reach(driver, &device::devices(driver)?));
         CudaFacts {
             made_by: modules::MADE_BY.to_string(),
             modules: modules::MODULES.iter().map(|m| format!("{}: {}", m.name, m.architectures)).collect(),

@@ -393,7 +393,7 @@ fn the_doctor_says_what_nccl_can() {
     };
     assert_says(
         &said(&PAIR),
-        &["ok ", "libnccl.so.2, 2.29.2; gives PEs of this host symmetric memory (--symmetric nccl)"],
+        &["ok ", "libnccl.so.2, 2.29.2; symmetric memory between the GPUs of one host (--symmetric nccl)"],
     );
     assert_says(&said(&[]), &["2.27.3; no --symmetric nccl", "2.29.2 or newer"]);
     assert_says(&said(&[&PAIR[..], &[("FAKE_NO_REACH", "1")]].concat()), &["no --symmetric nccl: GPU 0", "GPU 1"]);

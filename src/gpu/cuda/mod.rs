@@ -107,9 +107,10 @@ impl CudaGpu {
         let driver = driver::driver()?;
         let local = meeting::rank_on_host(&*bootstrap, wait_limit)?;
         let (device, info) = match way {
-            // SAFETY: by the contract of `attach_communicator`.
             Way::Communicator(communicator) => {
-                device::numbered(driver, unsafe { nccl::windows::device_of(communicator) }?)?
+                // SAFETY: by the contract of `attach_communicator`, which alone makes such a one.
+                let number = unsafe { nccl::windows::device_of(communicator) }?;
+                device::numbered(driver, number)?
             }
             _ => device::choose(driver, local)?,
         };

@@ -1,4 +1,4 @@
-//! NCCL: its library, and a communicator of the PEs. [`messages`] are what one-sided operations are compared with, [`windows`]
+//! NCCL: its library, and a communicator of the PEs. `messages` are what one-sided operations are compared with, `windows`
 //! symmetric memory.
 //!
 //! The library is opened at run time, and where there is none, or it refuses, that is [`GpuError::Unavailable`]. The types
