@@ -320,9 +320,7 @@ fn shared_case() {
     assert_eq!(gpu.info().number, me, "the communicator's device");
     gpu.try_put().unwrap();
     // Left allocated.
-    let memory = SymmetricBuffer::new(&gpu, 4096).unwrap();
-    exchange(&gpu, &memory);
-    drop(memory);
+    exchange(&gpu, &SymmetricBuffer::new(&gpu, 4096).unwrap());
     gpu.finish().unwrap();
     drop(library);
 }
