@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p speed tune, or all
+# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p nccl speed tune, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
 # them in this order. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
@@ -15,19 +15,19 @@
 #   --again     runs what passed before, too
 #
 #   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
-#   NCCL_HOME                 where NCCL is, for its send and receive [beside PyTorch, then the loader's path]
+#   NCCL_HOME                 where NCCL is, for its send and receive, and its symmetric memory [beside PyTorch, then the loader's path]
 #   OUT                       where the logs go [target/gpu/out]
 #   LIMIT                     seconds one stage may take [480]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke groups correct sanitize p2p speed tune)
+all=(facts smoke groups correct sanitize p2p nccl speed tune)
 dry=0 again=0 stages=()
 for arg in "$@"; do
     case $arg in
     --dry-run) dry=1 ;;
     --again) again=1 ;;
-    facts | smoke | groups | correct | sanitize | p2p | speed | tune) stages+=("$arg") ;;
+    facts | smoke | groups | correct | sanitize | p2p | nccl | speed | tune) stages+=("$arg") ;;
     all) stages+=("${all[@]}") ;;
     *)
         sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
@@ -108,6 +108,9 @@ why() {
         echo "#### exit code $? the second time"
     } >>"$OUT/$stage.why" 2>&1
 }
+
+# skip NAME WHY: says what is not run, and is no failure.
+skip() { printf 'skipped %s: %s\n' "$1" "$2" | tee -a "$log"; }
 
 # right NAME COMMAND...: in a dry run without a driver, whether a command of the program lacks nothing but that.
 right() {
@@ -344,6 +347,72 @@ stage_p2p() {
     if [ $dry = 1 ] || [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then
         try "NCCL, a GPU each" "$aristos" bench p2p --transport nvshmem --op send-recv --csv "$OUT/p2p-nccl.csv"
         try "aristos, a GPU each" "$aristos" bench p2p --transport nvshmem --csv "$OUT/p2p-2-gpus.csv" --plot "$OUT/p2p-2-gpus"
+    fi
+}
+
+# The version of the NCCL that the program would take, as NCCL numbers it: 23003 is 2.30.3. Nothing where there is none.
+nccl_version() {
+    local library=libnccl.so.2
+    [ ! -e "${NCCL_HOME:-}/lib/$library" ] || library=$NCCL_HOME/lib/$library
+    python3 - "$library" 2>/dev/null <<'END'
+import ctypes, sys
+version = ctypes.c_int()
+ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(version))
+print(version.value)
+END
+}
+
+# both_ways NVSHMEM NCCL: the medians of a layer's passes by the symmetric memory of both; fails where there is nothing to compare.
+both_ways() {
+    local mode pass file
+    echo mode,pass,nvshmem_ms,nccl_ms,nccl_of_nvshmem
+    for mode in pipelined bulk; do
+        for pass in forward forward+backward; do
+            for file in "$1" "$2"; do
+                awk -F, -v mode=$mode -v pass=$pass '$3 == mode && $4 == pass { print 1000 * $8 }' "$file" | sort -g |
+                    awk '{ t[NR] = $1 } END { if (!NR) exit 1; print t[int((NR + 1) / 2)] }' || return
+            done | awk -v mode=$mode -v pass=$pass '{ t[NR] = $1 } END { if (NR != 2) exit 1; printf "%s,%s,%.4f,%.4f,%.3f\n", mode, pass, t[1], t[2], t[2] / t[1] }' || return
+        done
+    done
+}
+export -f both_ways
+
+# by_both PES WHERE: a layer on so many PEs by the symmetric memory of NVSHMEM and of NCCL: against float64, recorded, and timed.
+by_both() {
+    local pes=$1 where=$2 by bench=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5)
+    for by in nvshmem nccl; do
+        try "$pes PEs, $where, $by" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}"
+        try "$pes PEs, $where, $by, recorded" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" --steps 5 --graph
+        try "$pes PEs, $where, $by, small budget" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" \
+            --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
+        try "$pes PEs, $where, $by, qwen3-30b, 4096 tokens" "$aristos" "${bench[@]}" --pes "$pes" --symmetric $by --tokens 4096 \
+            --experts 128 --hidden 2048 --intermediate 768 --top-k 8 --csv "$OUT/nccl-$pes-$by-${where// /-}.csv"
+    done
+    try "$pes PEs, $where, the times of both" to "$OUT/nccl-$pes-${where// /-}.csv" both_ways \
+        "$OUT/nccl-$pes-nvshmem-${where// /-}.csv" "$OUT/nccl-$pes-nccl-${where// /-}.csv"
+}
+
+# With a GPU for each PE where there are several; several PEs of one are an experiment of NCCL's, from 2.30 on.
+stage_nccl() {
+    local version gpus pes
+    version=$(nccl_version)
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+    if [ $dry = 0 ] && [ "${version:-0}" -lt 22902 ]; then
+        skip "NCCL's symmetric memory" "NCCL is ${version:-not here}, and 22902 or newer is needed; set NCCL_HOME"
+        return
+    fi
+    try "1 PE" "${run[@]}" --pes 1 --symmetric nccl "${small[@]}"
+    if [ $dry = 1 ] || [ "$gpus" -ge 2 ]; then
+        by_both $((gpus < 2 ? 2 : gpus)) "a GPU each"
+    fi
+    if [ $dry = 1 ] || { [ "$gpus" = 1 ] && [ "$version" -ge 23000 ]; }; then
+        for pes in 2 4; do
+            mps_on $pes
+            by_both $pes "one GPU"
+            mps_off
+        done
+    elif [ "$gpus" = 1 ]; then
+        skip "several PEs on one GPU" "NCCL is $version, and takes them from 23000 on"
     fi
 }
 

@@ -338,6 +338,8 @@ mod tests {
             tokens: 200,
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
+            symmetric: crate::gpu::SymmetricBy::Nvshmem,
+            #[cfg(feature = "device")]
             gemm: None,
             #[cfg(feature = "device")]
             tile: None,

@@ -11,9 +11,9 @@ use super::files::{Csv, create, write};
 use super::job::{self, JobProcesses, JobSpec};
 use super::progress::Progress;
 use super::ranks::RanksArgs;
-#[cfg(feature = "device")]
-use super::values::GemmArg;
 use super::values::{self, ActivationArg, DeviceArg, TransportArg, check_pes};
+#[cfg(feature = "device")]
+use super::values::{GemmArg, SymmetricArg, symmetric_by};
 use super::{bench_p2p, bench_straggler, bench_summary};
 use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
@@ -59,6 +59,10 @@ struct MoeArgs {
     /// What the layer runs on
     #[arg(long, value_enum, default_value = "cpu")]
     device: DeviceArg,
+    /// What gives CUDA devices symmetric memory; nccl, 2.29.2 or newer, to PEs of one host [default: nvshmem]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    symmetric: Option<SymmetricArg>,
     /// Which matrix products a device runs [default: the best that it has]
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
@@ -180,6 +184,8 @@ impl MoeArgs {
             tokens: self.tokens,
             device,
             #[cfg(feature = "device")]
+            symmetric: symmetric_by(self.symmetric, device)?,
+            #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
             #[cfg(feature = "device")]
             tile: self.tile,
@@ -230,7 +236,7 @@ impl MoeArgs {
             let mut env = Vec::new();
             #[cfg(feature = "cuda")]
             if bench.device == DeviceKind::Cuda {
-                env.extend(crate::gpu::cuda::pe_environment(bench.pes)?);
+                env.extend(crate::gpu::cuda::pe_environment(bench.pes, bench.symmetric)?);
             }
             let (pes, wait_limit) = (bench.pes, bench.options.wait_limit);
             let csv = if found.reports { create(self.csv.as_ref())? } else { None };

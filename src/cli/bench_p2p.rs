@@ -312,7 +312,7 @@ fn environment(bench: &P2pBench) -> Result<Vec<(String, String)>> {
     if !bench.on_device {
         return Ok(Vec::new());
     }
-    let mut env = pe_environment(bench.pes)?;
+    let mut env = pe_environment(bench.pes, crate::gpu::SymmetricBy::Nvshmem)?;
     let matched = bench.ops.contains(&p2p::Op::SendRecv) && bench.scopes.contains(&p2p::Scope::Stream);
     if matched && bench.asked.0 {
         nccl::find_library().context("--op send-recv")?;

@@ -94,6 +94,8 @@ impl LayerArgs {
             replan: None,
             device,
             #[cfg(feature = "device")]
+            symmetric: crate::gpu::SymmetricBy::Nvshmem,
+            #[cfg(feature = "device")]
             gemm: None,
             #[cfg(feature = "device")]
             tile: None,

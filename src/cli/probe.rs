@@ -120,7 +120,7 @@ pub fn command(args: &Args) -> Result<bool> {
         let mut env = Vec::new();
         #[cfg(feature = "cuda")]
         if request.device == DeviceKind::Cuda {
-            env.extend(crate::gpu::cuda::pe_environment(here)?);
+            env.extend(crate::gpu::cuda::pe_environment(here, crate::gpu::SymmetricBy::Nvshmem)?);
             crate::gpu::cuda::check_times(here)?;
         }
         let out = if found.reports { args.create_out()? } else { None };

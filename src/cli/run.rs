@@ -11,12 +11,12 @@ use super::pe::failure;
 use super::plan::replication;
 use super::progress::Progress;
 use super::ranks::{Over, RanksArgs};
-#[cfg(feature = "device")]
-use super::values::GemmArg;
 use super::values::{
     ActivationArg, DeviceArg, DtypeArg, MlpArg, ModeArg, OnFailureArg, RowsPerArg, TransportArg, WireArg,
     check_memory_mb, check_pes,
 };
+#[cfg(feature = "device")]
+use super::values::{GemmArg, SymmetricArg, symmetric_by};
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, PlanSource, Replanning, RunRequest, Work};
 use crate::job::tcp;
@@ -87,6 +87,10 @@ pub struct Args {
     /// Element type of activations and expert weights; accumulation is always f32 [default: f32 on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
+    /// What gives CUDA devices symmetric memory; nccl, 2.29.2 or newer, to PEs of one host [default: nvshmem]
+    #[cfg(feature = "device")]
+    #[arg(long, value_enum)]
+    symmetric: Option<SymmetricArg>,
     /// Which matrix products a device runs [default: the best that it has]
     #[cfg(feature = "device")]
     #[arg(long, value_enum)]
@@ -368,6 +372,8 @@ impl Args {
             }),
             inject: self.inject.clone(),
             device,
+            #[cfg(feature = "device")]
+            symmetric: symmetric_by(self.symmetric, device)?,
             #[cfg(feature = "device")]
             gemm: self.gemm.map(Into::into),
             #[cfg(feature = "device")]

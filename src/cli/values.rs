@@ -208,6 +208,29 @@ impl From<GemmArg> for crate::moe::device::GemmPath {
     }
 }
 
+/// `--symmetric`.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+pub enum SymmetricArg {
+    /// NVSHMEM: PEs of one host or of many
+    Nvshmem,
+    /// NCCL: PEs of one host, whose devices reach each other by loads and stores
+    Nccl,
+}
+
+/// What gives symmetric memory to what the layer runs on.
+#[cfg(feature = "device")]
+pub fn symmetric_by(arg: Option<SymmetricArg>, device: DeviceKind) -> Result<crate::gpu::SymmetricBy> {
+    ensure!(
+        arg.is_none() || device == DeviceKind::Cuda,
+        "--symmetric without --device cuda, expected --device cuda too"
+    );
+    Ok(match arg {
+        None | Some(SymmetricArg::Nvshmem) => crate::gpu::SymmetricBy::Nvshmem,
+        Some(SymmetricArg::Nccl) => crate::gpu::SymmetricBy::Nccl,
+    })
+}
+
 /// `--mode`.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum ModeArg {

@@ -1,6 +1,6 @@
-//! What runs on CUDA devices need: driver, devices, kernels, NVSHMEM.
+//! What runs on CUDA devices need: driver, devices, kernels, NVSHMEM or NCCL.
 
-use super::facts::{CudaFacts, line};
+use super::facts::{CudaFacts, LibraryFacts, line};
 use super::{DeviceFacts, Facts, Finding, Need};
 
 /// A container's usual /dev/shm, which is too small for what CUDA and MPI put there.
@@ -33,6 +33,7 @@ pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
     }
     all.push(kernels(cuda));
     all.push(nvshmem(cuda));
+    all.push(nccl(cuda));
     if let Some(bytes) = facts.dev_shm.filter(|bytes| *bytes < LEAST_DEV_SHM) {
         all.push(Finding::warn(
             "/dev/shm",
@@ -133,15 +134,30 @@ fn nvshmem(cuda: &CudaFacts) -> Finding {
             "NVSHMEM",
             Need::Cuda,
             error.clone(),
-            "one PE runs without it; for more, set NVSHMEM_HOME or run tools/cuda-toolchain",
+            "one PE runs without it; for more, set NVSHMEM_HOME or run tools/cuda-toolchain, or on one host use `symmetric` nccl",
         ),
     }
 }
 
+/// Nothing needs it but what asks for it, so what it cannot do is no warning.
+fn nccl(cuda: &CudaFacts) -> Finding {
+    let found = match (&cuda.nccl, &cuda.nccl_windows) {
+        (Err(error), _) => error.clone(),
+        (Ok(LibraryFacts { path, version }), can) => {
+            let symmetric = match can {
+                Ok(()) => "symmetric memory between the GPUs of one host (`symmetric` nccl)".to_string(),
+                Err(error) => format!("no `symmetric` nccl: {error}"),
+            };
+            format!("{}, {version}; {symmetric}", path.display())
+        }
+    };
+    Finding::ok("NCCL", Need::Cuda, found)
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::Level;
     use super::super::facts::tests::{facts, with_gpus};
-    use super::super::{Level, LibraryFacts};
     use super::*;
 
     #[track_caller]
@@ -234,5 +250,21 @@ mod tests {
         let all = examine(&facts);
         assert_eq!((only(&all, "kernels").level, only(&all, "NVSHMEM").level), (Level::Ok, Level::Ok));
         assert!(only(&all, "NVSHMEM").found.contains("3.8.0; kernels built with 3.4.5"));
+    }
+
+    #[test]
+    fn nccl_tells_its_version_and_whether_it_gives_symmetric_memory() {
+        let (_dir, mut facts) = with_gpus();
+        let found = |facts: &Facts| only(&examine(facts), "NCCL").found;
+        assert_eq!(found(&facts), "no NCCL here");
+        let cuda = facts.cuda.as_mut().unwrap();
+        cuda.nccl = Ok(LibraryFacts { path: "libnccl.so.2".into(), version: "2.32.3".into() });
+        cuda.nccl_windows = Ok(());
+        assert_eq!(
+            found(&facts),
+            "libnccl.so.2, 2.32.3; symmetric memory between the GPUs of one host (`symmetric` nccl)"
+        );
+        facts.cuda.as_mut().unwrap().nccl_windows = Err("GPU 0 does not reach GPU 1".into());
+        assert!(found(&facts).ends_with("2.32.3; no `symmetric` nccl: GPU 0 does not reach GPU 1"));
     }
 }

@@ -34,11 +34,15 @@ pub struct CudaFacts {
     pub nvshmem: Result<LibraryFacts, String>,
     /// The version of NVSHMEM's headers that the kernels are built with.
     pub nvshmem_headers: String,
+    /// NCCL, or why there is none.
+    pub nccl: Result<LibraryFacts, String>,
+    /// Why it cannot give these devices symmetric memory, where it cannot.
+    pub nccl_windows: Result<(), String>,
     /// libfabric's version, where it can be opened: major, minor.
     pub libfabric: Option<(u32, u32)>,
 }
 
-/// NVSHMEM's host library.
+/// A library that is opened at run time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LibraryFacts {
     /// Where it is; a bare name where the dynamic loader found it.
@@ -121,7 +125,7 @@ pub(super) fn line(path: &Path) -> Option<String> {
 #[cfg(feature = "cuda")]
 impl CudaFacts {
     fn gather() -> CudaFacts {
-        use crate::gpu::cuda::{device, driver, modules};
+        use crate::gpu::cuda::{device, driver, modules, nccl};
         use crate::gpu::nvshmem;
         let devices = driver::driver().and_then(device::devices).map_err(|error| error.to_string()).map(|devices| {
             let facts = |device: device::DeviceInfo| DeviceFacts {
@@ -137,6 +141,9 @@ impl CudaFacts {
             let [major, minor, patch] = library.version;
             LibraryFacts { path, version: format!("{major}.{minor}.{patch}") }
         });
+        let library = nccl::find_library();
+        // Where there is no driver, that is said once.
+        let reach = driver::driver().map_or(Ok(()), |driver| device::check_reach(driver, &device::devices(driver)?));
         CudaFacts {
             made_by: modules::MADE_BY.to_string(),
             modules: modules::MODULES.iter().map(|m| format!("{}: {}", m.name, m.architectures)).collect(),
@@ -144,6 +151,11 @@ impl CudaFacts {
             devices,
             nvshmem,
             nvshmem_headers: nvshmem::HEADER_VERSION.to_string(),
+            nccl: library
+                .as_ref()
+                .map(|library| LibraryFacts { path: library.path.clone(), version: library.version_text() })
+                .map_err(ToString::to_string),
+            nccl_windows: library.and_then(nccl::Library::check_windows).and(reach).map_err(|error| error.to_string()),
             libfabric: libfabric_version(),
         }
     }
@@ -184,6 +196,8 @@ pub(super) mod tests {
                 devices: Err("no CUDA driver here".into()),
                 nvshmem: Err("no NVSHMEM here".into()),
                 nvshmem_headers: "3.4.5".into(),
+                nccl: Err("no NCCL here".into()),
+                nccl_windows: Err("no NCCL here".into()),
                 libfabric: None,
             }),
         };

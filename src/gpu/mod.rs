@@ -1,6 +1,6 @@
 //! A PE's device: its memory, its symmetric memory, and the kernels of `kernels/` on it.
 //!
-//! [`Gpu`] is what the layer needs of a device; `cuda` is a GPU with NVSHMEM, `emulated` the same kernels on the CPU.
+//! [`Gpu`] is what the layer needs of a device; `cuda` is a GPU with NVSHMEM or NCCL, `emulated` the same kernels on the CPU.
 //! A device is used from one thread, and everything happens in the order it was asked for, as on one stream: copies and
 //! frees wait for what was launched before them. So a [`Buffer`] may be dropped, written and read at any time.
 
@@ -17,8 +17,30 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 use bytemuck::Pod;
+use serde::{Deserialize, Serialize};
 
 pub use params::Launch;
+
+/// What gives the PEs of CUDA devices symmetric memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SymmetricBy {
+    /// NVSHMEM, where there are several PEs, of one host or of many.
+    #[default]
+    Nvshmem,
+    /// NCCL, 2.29.2 or newer: PEs of one host whose devices reach each other by loads and stores.
+    Nccl,
+}
+
+impl SymmetricBy {
+    /// Its name, in reports too.
+    pub fn name(self) -> &'static str {
+        match self {
+            SymmetricBy::Nvshmem => "nvshmem",
+            SymmetricBy::Nccl => "nccl",
+        }
+    }
+}
 
 /// What a device has.
 #[derive(Clone, Debug, PartialEq)]

@@ -11,7 +11,7 @@ use super::request::DeviceKind;
 use crate::gpu::cuda::CudaGpu;
 #[cfg(feature = "emulate")]
 use crate::gpu::emulated::{Emulated, EmulatedDevice, attach, join};
-use crate::gpu::{DeviceLimits, Gpu};
+use crate::gpu::{DeviceLimits, Gpu, SymmetricBy};
 use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
 use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
@@ -22,13 +22,13 @@ use crate::shmem::{ShmTransport, Shmem};
 /// # Errors
 /// No such device, what it lacks, or the work's.
 pub fn with_device<R, E: From<JobError>>(
-    device: DeviceKind,
+    (device, symmetric): (DeviceKind, SymmetricBy),
     spec: &LayerSpec,
     on_device: &DeviceOptions,
     host: &mut impl MemoryHost,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
-    let wanted = WantedDevice { device, path: on_device.path, wait_limit: spec.options.wait_limit };
+    let wanted = WantedDevice { device, symmetric, path: on_device.path, wait_limit: spec.options.wait_limit };
     let bytes = |limits: &DeviceLimits, all_reachable| symmetric_bytes(spec, on_device, limits, all_reachable);
     with_symmetric(wanted, bytes, host, work)
 }
@@ -38,6 +38,8 @@ pub fn with_device<R, E: From<JobError>>(
 pub struct WantedDevice {
     /// What it is.
     pub device: DeviceKind,
+    /// What gives CUDA devices symmetric memory.
+    pub symmetric: SymmetricBy,
     /// The matrix products that it is to run; an emulated one is made for them.
     pub path: Option<GemmPath>,
     /// How long a PE waits for another.
@@ -57,7 +59,7 @@ pub fn with_symmetric<R, E: From<JobError>>(
 ) -> Result<R, E> {
     match wanted.device {
         #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => with_cuda(host, wanted.wait_limit, |gpu, host| work(gpu, host)),
+        DeviceKind::Cuda => with_cuda(host, wanted.symmetric, wanted.wait_limit, |gpu, host| work(gpu, host)),
         #[cfg(feature = "emulate")]
         DeviceKind::Emulated => {
             // The end of its memory waits for all PEs, which after an error would be in vain.
@@ -74,17 +76,18 @@ pub fn with_symmetric<R, E: From<JobError>>(
 /// Works with the CUDA device of this PE. The PEs meet over shared memory or TCP, of which they need next to nothing. Collective.
 ///
 /// # Errors
-/// What the device or NVSHMEM lacks, or the work's.
+/// What the device, NVSHMEM or NCCL lacks, or the work's.
 #[cfg(feature = "cuda")]
 pub fn with_cuda<R, E: From<JobError>>(
     host: &mut impl MemoryHost,
+    symmetric: SymmetricBy,
     wait_limit: Duration,
     work: impl FnOnce(&CudaGpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
     let failed = |error| E::from(JobError::Layer(MoeError::Device(error)));
     let gpu = match host.device_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))? {
-        DeviceMemory::Shared(shmem) => CudaGpu::attach(shmem, wait_limit),
-        DeviceMemory::Tcp(shmem) => CudaGpu::attach(shmem, wait_limit),
+        DeviceMemory::Shared(shmem) => CudaGpu::attach_by(symmetric, shmem, wait_limit),
+        DeviceMemory::Tcp(shmem) => CudaGpu::attach_by(symmetric, shmem, wait_limit),
     };
     let gpu = gpu.map_err(failed)?;
     if gpu.n_pes() > 1 {

@@ -31,7 +31,7 @@ pub struct PeReport {
     /// The CPUs that it was let run on, by their numbers; none where it ran on a device.
     #[serde(default)]
     pub cpus: Vec<usize>,
-    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", or "nvshmem".
+    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", "nvshmem", or "nccl".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; `None` on a CPU.

@@ -36,7 +36,7 @@ pub struct RunConfig {
     pub rows_per: String,
     /// What it ran on: "cpu", or the device's name.
     pub device: String,
-    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", or "nvshmem".
+    /// What carried rows and signals: "shm", "tcp", "hybrid", "ofi", "mpi", "nvshmem", or "nccl".
     #[serde(default)]
     pub transport: String,
     /// The device's matrix products: "ampere" or "hopper"; null on a CPU.

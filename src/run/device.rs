@@ -15,7 +15,9 @@ use crate::report::{PeReport, SymmetricMemory};
 /// Runs this PE's part and does not return before all is reported.
 pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
     let spec = job.layer_spec(job.groups.place(host.my_pe()).0);
-    with_device(job.request.device, &spec, &on_device(job), host, |gpu, host| run_on(job, spec.clone(), host, gpu))
+    with_device((job.request.device, job.request.symmetric), &spec, &on_device(job), host, |gpu, host| {
+        run_on(job, spec.clone(), host, gpu)
+    })
 }
 
 fn on_device(job: &PreparedRun) -> DeviceOptions {
@@ -31,7 +33,7 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
     let mut report = PeReport {
         pe: me,
         device: gpu.name(),
-        transport: "nvshmem".into(),
+        transport: job.request.symmetric.name().into(),
         gemm: Some(layer.path().name().to_string()),
         tile: Some(layer.tile().to_string()),
         symmetric: SymmetricMemory {

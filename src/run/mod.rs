@@ -93,6 +93,14 @@ impl PreparedRun {
         if request.device != DeviceKind::Cpu {
             crate::moe::device::check(&config, request.dtype, &request.options)?;
         }
+        #[cfg(feature = "device")]
+        if request.symmetric == crate::gpu::SymmetricBy::Nccl {
+            let auto = matches!(request.plan, Some(PlanSource::Auto { .. }));
+            ensure!(
+                !auto,
+                "`plan` auto with `symmetric` nccl, expected a plan in a file: the probe measures NVSHMEM's puts"
+            );
+        }
         let groups = Groups::one(Placement::even(config.n_experts, request.pes.max(1)));
         if let Some(every) = request.hot_shift_every {
             let synthetic = matches!(request.work, Work::Synthetic { .. });

@@ -96,7 +96,7 @@ fn prepare<W: World>(
     // What a host lacks is said here, once: all its PEs would come upon it at the same time.
     #[cfg(feature = "cuda")]
     if job.request.device == DeviceKind::Cuda {
-        crate::gpu::cuda::check_host(here, job.request.pes)?;
+        crate::gpu::cuda::check_host(here, job.request.pes, job.request.symmetric)?;
     }
     if !pes.reports() {
         return Ok((None, Vec::new()));

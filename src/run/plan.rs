@@ -108,7 +108,7 @@ impl PreparedRun {
         let environment = match request.device {
             DeviceKind::Cuda => {
                 crate::gpu::cuda::check_times(request.pes).context("`plan` auto")?;
-                crate::gpu::cuda::pe_environment(request.pes)?
+                crate::gpu::cuda::pe_environment(request.pes, crate::gpu::SymmetricBy::Nvshmem)?
             }
             _ => Vec::new(),
         };

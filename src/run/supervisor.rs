@@ -44,7 +44,7 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     check_input(job)?;
     #[cfg(feature = "cuda")]
     let environment = match job.request.device {
-        DeviceKind::Cuda => crate::gpu::cuda::pe_environment(job.request.pes)?,
+        DeviceKind::Cuda => crate::gpu::cuda::pe_environment(job.request.pes, job.request.symmetric)?,
         _ => Vec::new(),
     };
     let mut outputs = Outputs::create(job)?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use aristos::gpu::cuda::{CudaGpu, pe_environment};
 use aristos::gpu::nvshmem::Bootstrap;
-use aristos::gpu::{Buffer, Gpu, GpuError, Launch, Recording, SymmetricBuffer, TensorMap};
+use aristos::gpu::{Buffer, Gpu, GpuError, Launch, Recording, SymmetricBuffer, SymmetricBy, TensorMap};
 
 use crate::{Fakes, assert_says};
 
@@ -302,7 +302,7 @@ fn least_case() {
 #[test]
 #[ignore = "runs in a process of its own"]
 fn environment_case() {
-    let of = |pes| pe_environment(pes).unwrap();
+    let of = |pes| pe_environment(pes, SymmetricBy::Nvshmem).unwrap();
     assert!(of(1).is_empty(), "one PE needs no NVSHMEM");
     let two = of(2);
     let get = |env: &[(String, String)], name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());

@@ -7,6 +7,7 @@
 //                     it; not set, its last parameter and the launches
 //   FAKE_TICK         milliseconds from an event to the next, besides one for each launch
 //   FAKE_STUCK        set, the stream does not end after the first event
+//   FAKE_NO_REACH     set, no device reaches another's memory
 //   FAKE_UNKNOWN      bytes, of which an allocation fails with a code that no header has
 // Compiled with WITHOUT_TENSOR_MAPS, WITHOUT_VERSION, it lacks these; with STUB, it is what a toolkit has for linking.
 #include <stdint.h>
@@ -63,6 +64,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
     default: return 1;
     }
 }
+CUresult cuDeviceCanAccessPeer(int* reaches, int from, int to) { *reaches = !getenv("FAKE_NO_REACH"); return from == to; }
 CUresult cuDeviceTotalMem_v2(size_t* bytes, int device) { (void)device; *bytes = number("FAKE_MEMORY", 1 << 20); return 0; }
 CUresult cuDevicePrimaryCtxRetain(Handle* context, int device) { *context = (Handle)(intptr_t)device; return 0; }
 CUresult cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }

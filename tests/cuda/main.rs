@@ -4,6 +4,7 @@
 mod device;
 #[path = "../hosts/mod.rs"]
 mod hosts;
+mod nccl;
 mod p2p;
 #[path = "../skip/mod.rs"]
 mod skip;
@@ -19,6 +20,11 @@ struct Fakes(TempDir);
 impl Fakes {
     /// Compiled with these flags of the compiler's.
     fn new(nvshmem_flags: &[&str], driver_flags: &[&str]) -> Fakes {
+        Self::with_nccl(nvshmem_flags, driver_flags, &[])
+    }
+
+    /// The same, with flags for NCCL.
+    fn with_nccl(nvshmem_flags: &[&str], driver_flags: &[&str], nccl_flags: &[&str]) -> Fakes {
         let dir = tempfile::tempdir().unwrap();
         for home in ["nvshmem/lib", "nccl/lib"] {
             std::fs::create_dir_all(dir.path().join(home)).unwrap();
@@ -26,11 +32,12 @@ impl Fakes {
         for (source, library, flags) in [
             ("driver.c", "libcuda.so.1", driver_flags),
             ("nvshmem.c", "nvshmem/lib/libnvshmem_host.so.3", nvshmem_flags),
-            ("nccl.c", "nccl/lib/libnccl.so.2", &[]),
+            ("nccl.c", "nccl/lib/libnccl.so.2", nccl_flags),
         ] {
             let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
             let mut cc = Command::new("cc");
-            cc.args(["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o"]).arg(dir.path().join(library));
+            let name = format!("-Wl,-soname,{}", library.rsplit('/').next().unwrap());
+            cc.args(["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", &name, "-o"]).arg(dir.path().join(library));
             assert!(cc.args(flags).arg(source).status().unwrap().success());
         }
         Fakes(dir)
@@ -50,6 +57,7 @@ impl Fakes {
             .env("NVSHMEM_HOME", self.0.path().join("nvshmem"))
             .env("NCCL_HOME", self.0.path().join("nccl"))
             .env("FAKE_NVSHMEM_LOG", self.log())
+            .env("FAKE_NCCL_DIR", self.0.path())
             .env("CUDA_MPS_PIPE_DIRECTORY", self.0.path());
         command
     }

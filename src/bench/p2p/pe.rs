@@ -15,7 +15,7 @@ use crate::job::host::MemoryHost;
 pub fn run(bench: &P2pBench, host: &mut impl MemoryHost) -> Result<()> {
     if bench.on_device {
         #[cfg(feature = "cuda")]
-        return crate::job::device::with_cuda(host, bench.wait_limit, |gpu, host| {
+        return crate::job::device::with_cuda(host, crate::gpu::SymmetricBy::Nvshmem, bench.wait_limit, |gpu, host| {
             super::device::run_pe(bench, gpu, host)
         });
         #[cfg(not(feature = "cuda"))]

@@ -43,6 +43,15 @@ impl Context {
         Ok(Context { driver, device, handle: context, stream, stuck: Cell::new(false) })
     }
 
+    /// Memory of the device that is free, and all of it, bytes.
+    pub(super) fn memory(&self) -> Result<(u64, u64), GpuError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: sets both.
+        let code = unsafe { call!(self.driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) };
+        self.driver.check(code, || "ask for the free memory".into())?;
+        Ok((free as u64, total as u64))
+    }
+
     /// What makes it current in another thread, while this one waits for that.
     pub(super) fn enter(&self) -> impl FnOnce() -> Result<(), GpuError> + Send + 'static {
         let (driver, handle) = (self.driver, self.handle as usize);

@@ -129,6 +129,40 @@ pub fn choose(driver: &Driver, local: usize) -> Result<(CUdevice, DeviceInfo), G
     Ok((device, info))
 }
 
+/// The device of this number.
+///
+/// # Errors
+/// [`GpuError::Unavailable`] where it cannot run the kernels; the driver's.
+pub fn numbered(driver: &Driver, number: usize) -> Result<(CUdevice, DeviceInfo), GpuError> {
+    let (device, info) = info(driver, c_int::try_from(number).unwrap_or(c_int::MAX))?;
+    info.usable()?;
+    Ok((device, info))
+}
+
+/// That each of these devices reaches every other's memory by loads and stores.
+///
+/// # Errors
+/// [`GpuError::Unavailable`], which names two that do not; the driver's.
+pub fn check_reach(driver: &Driver, devices: &[DeviceInfo]) -> Result<(), GpuError> {
+    let handle = |of: &DeviceInfo| info(driver, of.number as c_int).map(|(device, _)| device);
+    for (from, to) in devices.iter().flat_map(|from| devices.iter().map(move |to| (from, to))) {
+        if from.number == to.number {
+            continue;
+        }
+        let what = || format!("ask whether GPU {} reaches GPU {}", from.number, to.number);
+        let (mut reaches, a, b) = (0, handle(from)?, handle(to)?);
+        // SAFETY: sets the answer.
+        driver.check(unsafe { call!(driver, cuDeviceCanAccessPeer(&raw mut reaches, a, b)) }, what)?;
+        if reaches == 0 {
+            return Err(GpuError::Unavailable(format!(
+                "GPU {} ({}) does not reach the memory of GPU {} ({}) by loads and stores, which `symmetric` nccl needs: use `symmetric` nvshmem",
+                from.number, from.pci, to.number, to.pci
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// That there is none.
 pub fn no_device() -> GpuError {
     GpuError::Unavailable(

@@ -1,7 +1,7 @@
-//! A CUDA device with NVSHMEM between PEs: [`CudaGpu`].
+//! A CUDA device with NVSHMEM, or NCCL's symmetric memory, between PEs: [`CudaGpu`].
 //!
-//! Nothing is linked: the driver and NVSHMEM's host library are opened at run time, so that a binary with this starts on
-//! any machine, and says in one line what is missing when a device is asked for. One PE alone does without NVSHMEM.
+//! Nothing is linked: the driver, NVSHMEM's host library and NCCL are opened at run time, so that a binary with this starts on
+//! any machine, and says in one line what is missing when a device is asked for. One PE alone does without both.
 //!
 //! Everything goes over one stream, so in the order of the calls.
 
@@ -9,9 +9,13 @@ mod context;
 pub mod device;
 pub mod driver;
 mod graph;
+mod host;
+mod meeting;
 pub mod modules;
 pub mod nccl;
 mod stream;
+mod symmetric;
+mod tensor_map;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -20,82 +24,21 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use context::Context;
-use cudarc::driver::sys::{
-    CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
-};
+use cudarc::driver::sys::{CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUmodule};
 pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
+pub use host::{check_host, check_times, pe_environment, visible_devices};
+use nccl::windows::Meeting;
+use symmetric::{Symmetric, Way};
 
-use super::nvshmem::{self, Bootstrap, Nvshmem};
-use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, TensorMap, smoke};
+use super::nvshmem::Bootstrap;
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap};
 
 /// Marks that [`Gpu::mark`] takes.
 pub const MARKS: usize = 64;
 /// How often the stream is asked whether it is done, while a limit runs.
 const POLL: Duration = Duration::from_micros(50);
-/// Bytes of a host's name, among its PEs' exchanges.
-const HOST_BYTES: usize = 36;
-
-/// Finds out, before any of a job's `n_pes` PEs takes its device, whether there is what the `pes_here` of this host need. How many devices
-/// there are.
-///
-/// # Errors
-/// What is missing, in one line.
-pub fn check_host(pes_here: usize, n_pes: usize) -> Result<usize, GpuError> {
-    let devices = device::devices(driver::driver()?)?;
-    if devices.is_empty() {
-        return Err(device::no_device());
-    }
-    devices.iter().take(pes_here).try_for_each(DeviceInfo::usable)?;
-    if n_pes > 1 {
-        nvshmem::find_library()?;
-    }
-    Ok(devices.len())
-}
-
-/// What the processes of `pes` PEs, all on this host, are to be started with, besides what is set: for the supervisor.
-///
-/// # Errors
-/// As [`check_host`].
-pub fn pe_environment(pes: usize) -> Result<Vec<(String, String)>, GpuError> {
-    let devices = check_host(pes, pes)?;
-    if pes == 1 {
-        return Ok(Vec::new());
-    }
-    let mut environment = nvshmem::one_host_environment();
-    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && pes > devices {
-        // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
-        let share = 100 / pes.div_ceil(devices);
-        environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
-    }
-    Ok(environment)
-}
-
-/// Finds out, before PEs start, whether the `pes_here` of this host run at the same time: otherwise none of their times means anything.
-///
-/// # Errors
-/// One line, with what would be right.
-pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
-    let devices = visible_devices()?;
-    if pes_here <= devices || device::mps_is_on() {
-        return Ok(());
-    }
-    Err(GpuError::Unavailable(format!(
-        "`pes` is {pes_here} with {devices} CUDA {} and no MPS: PEs that take turns on a device have no times, expected at most \
-         {devices}, or MPS (nvidia-cuda-mps-control -d)",
-        if devices == 1 { "device" } else { "devices" }
-    )))
-}
-
-/// How many devices there are for PEs.
-///
-/// # Errors
-/// The driver's, in one line.
-pub fn visible_devices() -> Result<usize, GpuError> {
-    Ok(device::devices(driver::driver()?)?.len())
-}
 
 /// One PE's device.
 pub struct CudaGpu {
@@ -110,54 +53,86 @@ pub struct CudaGpu {
     /// The dynamic shared memory that a function was last allowed, where it was raised.
     shared: RefCell<HashMap<String, u32>>,
     marks: [Cell<CUevent>; MARKS],
-    nvshmem: Option<Nvshmem>,
+    symmetric: Symmetric,
     // Last, so that it is dropped after what lies in it.
     context: Context,
 }
 
 impl CudaGpu {
-    /// Takes the device of this PE, by its rank among those of its host, and loads the kernels (collective). A PE waits for the
-    /// others for `wait_limit` at most, here and where memory is made later.
+    /// Takes the device of this PE, by its rank among those of its host, and loads the kernels (collective); with NVSHMEM between several PEs. A
+    /// PE waits for the others for `wait_limit` at most, here and where memory is made later.
     ///
     /// # Errors
     /// What is missing, in one line: a driver, a device that can, NVSHMEM for several PEs; PEs that do not fit together.
     pub fn attach(bootstrap: impl Bootstrap + 'static, wait_limit: Duration) -> Result<Self, GpuError> {
+        Self::attach_by(SymmetricBy::Nvshmem, bootstrap, wait_limit)
+    }
+
+    /// As [`CudaGpu::attach`], with symmetric memory by this; NCCL gives it to one PE alone, too.
+    ///
+    /// # Errors
+    /// As there; of NCCL a version that is too old, PEs of several hosts, devices that do not reach each other by loads and stores.
+    pub fn attach_by(
+        by: SymmetricBy,
+        bootstrap: impl Bootstrap + 'static,
+        wait_limit: Duration,
+    ) -> Result<Self, GpuError> {
+        let way = match by {
+            SymmetricBy::Nvshmem => Way::Nvshmem,
+            SymmetricBy::Nccl => Way::Nccl,
+        };
+        Self::attach_over(way, Box::new(bootstrap), wait_limit)
+    }
+
+    /// As [`CudaGpu::attach_by`] NCCL, with a communicator of the caller's, such as that of a process group of PyTorch's
+    /// (`ProcessGroupNCCL._comm_ptr()`), by its address. Its ranks are the PEs, in their order; the device is the communicator's. It stays the
+    /// caller's, also after [`CudaGpu::finish`].
+    ///
+    /// # Safety
+    /// - `communicator` is an `ncclComm_t` of the NCCL that this process has loaded, and is not ended before this value has been dropped.
+    /// - While a function here is called that allocates or frees symmetric memory (or this one), no other thread uses the communicator, and what each
+    ///   process does with it before and after is in the same order everywhere: registering memory is one of its collective operations.
+    ///
+    /// # Errors
+    /// As of [`CudaGpu::attach_by`]; a communicator of other ranks.
+    pub unsafe fn attach_communicator(
+        communicator: usize,
+        bootstrap: impl Bootstrap + 'static,
+        wait_limit: Duration,
+    ) -> Result<Self, GpuError> {
+        Self::attach_over(Way::Communicator(communicator), Box::new(bootstrap), wait_limit)
+    }
+
+    fn attach_over(way: Way, bootstrap: Box<dyn Bootstrap>, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
-        let (my_pe, n_pes) = (bootstrap.my_pe(), bootstrap.n_pes());
-        let (device, info) = device::choose(driver, rank_on_host(&bootstrap, wait_limit)?)?;
+        let local = meeting::rank_on_host(&*bootstrap, wait_limit)?;
+        let (device, info) = match way {
+            Way::Communicator(communicator) => {
+                // SAFETY: by the contract of `attach_communicator`, which alone makes such a one.
+                let number = unsafe { nccl::windows::device_of(communicator) }?;
+                device::numbered(driver, number)?
+            }
+            _ => device::choose(driver, local)?,
+        };
         let percentage = std::env::var(device::MPS_SHARE).ok();
         let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
-        let Agreed { sharing, fewest_multiprocessors } = agree(&bootstrap, &info, multiprocessors, wait_limit)?;
+        let agreed = meeting::agree(&*bootstrap, &info, multiprocessors, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
-
-        let nvshmem = if n_pes > 1 {
-            let (place, library) = nvshmem::find_library()?;
-            tracing::debug!(pe = my_pe, library = %place.display(), version = ?library.version, "NVSHMEM");
-            // SAFETY: the context was made current just now, and is retained for as long as `Self` lives.
-            let nvshmem = unsafe { Nvshmem::init(library, &bootstrap, wait_limit) };
-            let nvshmem = nvshmem.map_err(|error| between(bootstrap.over_network(), error))?;
-            if nvshmem.limited() && my_pe == 0 {
-                tracing::warn!(
-                    "{sharing} PEs take turns on one GPU without MPS: results are right, times mean nothing"
-                );
-            }
-            Some(nvshmem)
-        } else {
-            None
-        };
+        let symmetric =
+            Symmetric::start(way, &agreed, Meeting { context: &context, bootstrap: &*bootstrap, limit: wait_limit })?;
 
         let mut gpu = CudaGpu {
             driver,
             info,
             wait_limit,
-            bootstrap: Box::new(bootstrap),
+            bootstrap,
             multiprocessors,
-            fewest_multiprocessors,
+            fewest_multiprocessors: agreed.fewest_multiprocessors,
             modules: Vec::new(),
             functions: RefCell::default(),
             shared: RefCell::default(),
             marks: [const { Cell::new(ptr::null_mut()) }; MARKS],
-            nvshmem,
+            symmetric,
             context,
         };
         for module in modules::modules_for(gpu.info.hopper()) {
@@ -177,24 +152,16 @@ impl CudaGpu {
     /// [`GpuError::Barrier`]; the driver's.
     pub fn finish(mut self) -> Result<(), GpuError> {
         self.barrier(self.wait_limit)?;
-        if let Some(nvshmem) = self.nvshmem.take() {
-            nvshmem.finish();
+        match std::mem::replace(&mut self.symmetric, Symmetric::Alone) {
+            Symmetric::Alone => {}
+            Symmetric::Nvshmem(nvshmem) => nvshmem.finish(),
+            Symmetric::Nccl(windows) => windows.finish(),
         }
         for module in self.modules.drain(..) {
             // SAFETY: loaded by `load`; nothing of it runs.
             self.driver.check(unsafe { call!(self.driver, cuModuleUnload(module)) }, || "unload the kernels".into())?;
         }
         Ok(())
-    }
-
-    /// See [`smoke::try_put`] (collective).
-    ///
-    /// # Errors
-    /// As there.
-    pub fn try_put(&self) -> Result<(), GpuError> {
-        let limit = self.wait_limit;
-        smoke::try_put(self, limit, || self.synchronise_within(limit.saturating_add(Duration::from_secs(1))))
-            .map_err(|error| between(self.bootstrap.over_network(), error))
     }
 
     fn load(&mut self, module: &modules::Module) -> Result<(), GpuError> {
@@ -217,8 +184,9 @@ impl CudaGpu {
             code => self.driver.check(code, || format!("load the kernels ({})", module.name))?,
         }
         self.modules.push(handle);
+        // Where every peer is reached nothing of it is called, and its state in the module stays as it was loaded.
         if module.nvshmem
-            && let Some(nvshmem) = &self.nvshmem
+            && let Symmetric::Nvshmem(nvshmem) = &self.symmetric
         {
             // SAFETY: loaded into the current context just now, and unloaded after NVSHMEM's end.
             unsafe { nvshmem.add_module(handle.cast(), module.name) }?;
@@ -303,78 +271,10 @@ impl CudaGpu {
         }
     }
 
-    fn memory(&self) -> Result<(u64, u64), GpuError> {
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: sets both.
-        let code = unsafe { call!(self.driver, cuMemGetInfo_v2(&raw mut free, &raw mut total)) };
-        self.driver.check(code, || "ask for the free memory".into())?;
-        Ok((free as u64, total as u64))
-    }
-
     fn out_of_memory(&self, kind: &'static str, asked: u64) -> GpuError {
-        let (free, total) = self.memory().unwrap_or((0, self.info.memory_total));
+        let (free, total) = self.context.memory().unwrap_or((0, self.info.memory_total));
         GpuError::OutOfMemory { kind, asked, free, total }
     }
-}
-
-/// This PE's rank among those of its host (collective).
-fn rank_on_host(bootstrap: &dyn Bootstrap, limit: Duration) -> Result<usize, GpuError> {
-    let mut mine = [0; HOST_BYTES];
-    mine.iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
-    let all = bootstrap.all_gather(&mine, limit)?;
-    Ok(device::rank_on_host(&all.chunks(mine.len()).collect::<Vec<_>>(), bootstrap.my_pe()))
-}
-
-/// The error of what goes between devices, with what it depends on where a network joins the PEs.
-fn between(over_network: bool, error: GpuError) -> GpuError {
-    let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, over_network) else { return error };
-    let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {
-        Ok(name) => format!("is {name}"),
-        Err(_) => "is not set, so it looks for InfiniBand".to_string(),
-    };
-    GpuError::Unavailable(format!(
-        "{error}. The PEs were started as on several hosts, and NVSHMEM_REMOTE_TRANSPORT {network}; on Slingshot: libfabric, with \
-         NVSHMEM_LIBFABRIC_PROVIDER=cxi (aristos doctor says what is missing on a host)"
-    ))
-}
-
-/// What PEs know of each other's devices.
-struct Agreed {
-    /// How many have this PE's.
-    sharing: usize,
-    fewest_multiprocessors: u32,
-}
-
-/// That all PEs' devices run the same kernels, which the PEs' parts of a layer must; this PE may fill so many multiprocessors.
-fn agree(
-    bootstrap: &dyn Bootstrap,
-    info: &DeviceInfo,
-    multiprocessors: u32,
-    limit: Duration,
-) -> Result<Agreed, GpuError> {
-    const PLACE: std::ops::Range<usize> = 1..33 + HOST_BYTES;
-    const BYTES: usize = PLACE.end + 4;
-    let mut mine = [0; BYTES];
-    mine[0] = info.hopper().into();
-    mine[1..33].iter_mut().zip(info.pci.bytes()).for_each(|(to, from)| *to = from);
-    // Devices of two hosts may have one address.
-    mine[33..PLACE.end].iter_mut().zip(crate::shmem::host_id().bytes()).for_each(|(to, from)| *to = from);
-    mine[PLACE.end..].copy_from_slice(&multiprocessors.to_le_bytes());
-    let all = bootstrap.all_gather(&mine, limit)?;
-    let kind = |of_pe: &[u8]| if of_pe[0] == 1 { "a Hopper" } else { "none" };
-    let first = &all[..BYTES];
-    if let Some((pe, other)) = all.chunks(BYTES).enumerate().find(|(_, of_pe)| of_pe[0] != first[0]) {
-        return Err(GpuError::Unavailable(format!(
-            "the PEs' GPUs must all be Hoppers or none, and PE 0's is {}, PE {pe}'s {}: choose with CUDA_VISIBLE_DEVICES",
-            kind(first),
-            kind(other)
-        )));
-    }
-    let shares = all.chunks(BYTES).map(|of_pe| u32::from_le_bytes(std::array::from_fn(|i| of_pe[PLACE.end + i])));
-    Ok(Agreed {
-        sharing: all.chunks(BYTES).filter(|of_pe| of_pe[PLACE] == mine[PLACE]).count(),
-        fewest_multiprocessors: shares.min().unwrap_or(multiprocessors),
-    })
 }
 
 impl Drop for CudaGpu {
@@ -388,7 +288,7 @@ impl Drop for CudaGpu {
     }
 }
 
-// SAFETY: memory is the driver's, or NVSHMEM's symmetric heap; everything goes to one stream, or waits for it, so it takes effect in
+// SAFETY: memory is the driver's, NVSHMEM's symmetric heap, or NCCL's; everything goes to one stream, or waits for it, so it takes effect in
 // the order of the calls.
 unsafe impl Gpu for CudaGpu {
     fn name(&self) -> String {
@@ -400,7 +300,7 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn limits(&self) -> Result<DeviceLimits, GpuError> {
-        let (free, total) = self.memory()?;
+        let (free, total) = self.context.memory()?;
         Ok(DeviceLimits {
             capability: self.info.capability,
             multiprocessors: self.fewest_multiprocessors,
@@ -441,44 +341,20 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn alloc_symmetric_raw(&self, bytes: u64) -> Result<u64, GpuError> {
-        let Some(nvshmem) = &self.nvshmem else { return self.alloc_raw(bytes) };
-        // NVSHMEM waits for all PEs without a limit, and frees of this PE may have gone before.
-        self.synchronise_within(self.wait_limit)?;
-        self.bootstrap.barrier(self.wait_limit)?;
-        match nvshmem.malloc(bytes as usize) {
-            0 => Err(self.out_of_memory("symmetric device", bytes)),
-            address => Ok(address),
-        }
+        self.alloc_symmetric(bytes)
     }
 
     unsafe fn free_symmetric_raw(&self, address: u64) {
-        match &self.nvshmem {
-            // SAFETY: by this function's contract.
-            Some(nvshmem) => unsafe { nvshmem.free(address) },
-            // SAFETY: as above; allocated by `alloc_raw`.
-            None => unsafe { self.free_raw(address) },
-        }
+        // SAFETY: by this function's contract.
+        unsafe { self.free_symmetric(address) }
     }
 
     fn peer_raw(&self, symmetric: u64, pe: usize) -> u64 {
-        match &self.nvshmem {
-            _ if pe == self.my_pe() => symmetric,
-            Some(nvshmem) => nvshmem.ptr(symmetric, pe),
-            None => 0,
-        }
+        self.peer(symmetric, pe)
     }
 
     fn all_reachable(&self) -> Result<bool, GpuError> {
-        if self.nvshmem.is_none() {
-            return Ok(true);
-        }
-        // Whether a heap is mapped is the same for every place in it.
-        let place = self.alloc_symmetric_raw(64)?;
-        let mine = (0..self.n_pes()).all(|pe| self.peer_raw(place, pe) != 0);
-        let all = self.bootstrap.all_gather(&[mine.into()], self.wait_limit)?;
-        // SAFETY: allocated just now, and used by nobody; all PEs have looked.
-        unsafe { self.free_symmetric_raw(place) };
-        Ok(all.iter().all(|reaches| *reaches == 1))
+        self.reach_all()
     }
 
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {
@@ -606,7 +482,7 @@ unsafe impl Gpu for CudaGpu {
 
     fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
         let start = Instant::now();
-        if let Some(nvshmem) = &self.nvshmem {
+        if let Symmetric::Nvshmem(nvshmem) = &self.symmetric {
             // SAFETY: this PE's stream.
             unsafe { nvshmem.quiet_on_stream(self.context.stream.cast()) }
         }
@@ -641,87 +517,6 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn tensor_map(&self, matrix: TensorMap) -> Result<[u8; 128], GpuError> {
-        let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
-        check_tensor_map(&matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
-        let mut map = CUtensorMap { opaque: [0; 16] };
-        // Copied, never computed with.
-        let element = match matrix.element_bytes {
-            1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
-        };
-        // Innermost first: columns, rows.
-        let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
-        let boxes = [matrix.box_cols, matrix.box_rows];
-        // SAFETY: writes the 128 bytes; the arrays have as many elements as there are dimensions, strides one fewer. The
-        // matrix itself is not read.
-        let code = unsafe {
-            call!(
-                self.driver,
-                cuTensorMapEncodeTiled(
-                    &raw mut map,
-                    element,
-                    2,
-                    matrix.base as *mut c_void,
-                    size.as_ptr(),
-                    [matrix.row_stride_bytes].as_ptr(),
-                    boxes.as_ptr(),
-                    [1u32, 1].as_ptr(),
-                    CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                    CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                    CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-                )
-            )
-        };
-        self.driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
-    }
-}
-
-/// What the driver would refuse with a number only.
-fn check_tensor_map(matrix: &TensorMap) -> Result<(), String> {
-    let TensorMap { base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes } = *matrix;
-    if !matches!(element_bytes, 1 | 2 | 4) {
-        return Err(format!("elements of {element_bytes} bytes"));
-    }
-    let box_bytes = u64::from(box_cols) * u64::from(element_bytes);
-    let wrong = [
-        (rows == 0 || cols == 0, "it is empty"),
-        (base % 16 != 0, "its address is no multiple of 16"),
-        (row_stride_bytes % 16 != 0, "its rows are no multiple of 16 bytes apart"),
-        (row_stride_bytes < u64::from(cols) * u64::from(element_bytes), "its rows overlap"),
-        (box_rows == 0 || box_rows > 256, "a box has 1 to 256 rows"),
-        (box_bytes == 0 || box_bytes > 128 || box_bytes % 16 != 0, "a box's row has 16 to 128 bytes, in steps of 16"),
-    ];
-    wrong.iter().find(|(is, _)| *is).map_or(Ok(()), |(_, text)| Err((*text).to_string()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_matrix_that_tma_cannot_copy_is_refused_with_the_reason() {
-        let good = TensorMap {
-            base: 1 << 20,
-            rows: 5,
-            cols: 72,
-            row_stride_bytes: 144,
-            box_rows: 128,
-            box_cols: 64,
-            element_bytes: 2,
-        };
-        assert_eq!(check_tensor_map(&good), Ok(()));
-        for (bad, word) in [
-            (TensorMap { rows: 0, ..good }, "empty"),
-            (TensorMap { base: 8, ..good }, "multiple of 16"),
-            (TensorMap { row_stride_bytes: 152, ..good }, "16 bytes apart"),
-            (TensorMap { row_stride_bytes: 128, ..good }, "overlap"),
-            (TensorMap { box_rows: 257, ..good }, "256 rows"),
-            (TensorMap { box_cols: 65, ..good }, "steps of 16"),
-            (TensorMap { element_bytes: 3, ..good }, "3 bytes"),
-        ] {
-            assert!(check_tensor_map(&bad).unwrap_err().contains(word), "{bad:?}");
-        }
+        tensor_map::encode(self.driver, &matrix)
     }
 }

@@ -1,17 +1,21 @@
 //! NVSHMEM's operations that the host asks for and the stream does, in the order of the calls.
 
 use super::CudaGpu;
+use super::symmetric::Symmetric;
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::{Nvshmem, Transfer};
 
 impl CudaGpu {
     fn nvshmem(&self) -> Result<&Nvshmem, GpuError> {
-        self.nvshmem.as_ref().ok_or_else(|| GpuError::failed("move bytes on the stream", "one PE has no NVSHMEM"))
+        match &self.symmetric {
+            Symmetric::Nvshmem(nvshmem) => Ok(nvshmem),
+            _ => Err(GpuError::failed("move bytes on the stream", "one PE, or PEs with NCCL, have no NVSHMEM")),
+        }
     }
 
     /// Whether the stream can wait for a signal: not where PEs share the device and NVSHMEM offers only a part.
     pub fn can_wait_on_stream(&self) -> bool {
-        self.nvshmem.as_ref().is_some_and(|nvshmem| !nvshmem.limited())
+        self.nvshmem().is_ok_and(|nvshmem| !nvshmem.limited())
     }
 
     /// Puts, complete at the other PE after [`CudaGpu::quiet_on_stream`]. Returns without waiting, as the others do.
@@ -20,7 +24,7 @@ impl CudaGpu {
     /// The transfer's own place is memory of this device, and the other symmetric; both stay until it is done.
     ///
     /// # Errors
-    /// Where there is one PE alone.
+    /// Where there is no NVSHMEM, as with one PE alone.
     pub unsafe fn put_on_stream(&self, transfer: Transfer) -> Result<(), GpuError> {
         // SAFETY: by this function's contract; this PE's stream.
         unsafe { self.nvshmem()?.put_on_stream(transfer, self.context.stream.cast()) };
@@ -33,7 +37,7 @@ impl CudaGpu {
     /// As of [`CudaGpu::put_on_stream`].
     ///
     /// # Errors
-    /// Where there is one PE alone.
+    /// Where there is no NVSHMEM, as with one PE alone.
     pub unsafe fn get_on_stream(&self, transfer: Transfer) -> Result<(), GpuError> {
         // SAFETY: by this function's contract; this PE's stream.
         unsafe { self.nvshmem()?.get_on_stream(transfer, self.context.stream.cast()) };
@@ -46,7 +50,7 @@ impl CudaGpu {
     /// As of [`CudaGpu::put_on_stream`]; `signal` is an aligned word of symmetric memory.
     ///
     /// # Errors
-    /// Where there is one PE alone.
+    /// Where there is no NVSHMEM, as with one PE alone.
     pub unsafe fn put_signal_on_stream(&self, transfer: Transfer, signal: u64, value: u64) -> Result<(), GpuError> {
         // SAFETY: by this function's contract; this PE's stream.
         unsafe { self.nvshmem()?.put_signal_on_stream(transfer, signal, value, self.context.stream.cast()) };
@@ -76,7 +80,7 @@ impl CudaGpu {
     /// Lets what follows wait until all that this PE has put is complete.
     ///
     /// # Errors
-    /// Where there is one PE alone.
+    /// Where there is no NVSHMEM, as with one PE alone.
     pub fn quiet_on_stream(&self) -> Result<(), GpuError> {
         // SAFETY: this PE's stream.
         unsafe { self.nvshmem()?.quiet_on_stream(self.context.stream.cast()) };

@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{DeviceKind, FieldError, optional_path_bytes};
 #[cfg(feature = "device")]
+use crate::gpu::SymmetricBy;
+#[cfg(feature = "device")]
 use crate::moe::device::{GemmPath, Tile};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
@@ -26,6 +28,10 @@ pub struct MoeBench {
     pub tokens: usize,
     /// What computes.
     pub device: DeviceKind,
+    /// What gives CUDA devices symmetric memory.
+    #[cfg(feature = "device")]
+    #[serde(default)]
+    pub symmetric: SymmetricBy,
     /// On a device, which matrix products; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,

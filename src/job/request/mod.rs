@@ -182,6 +182,8 @@ mod tests {
             inject: Some(PathBuf::from("c")),
             device: DeviceKind::Cpu,
             #[cfg(feature = "device")]
+            symmetric: crate::gpu::SymmetricBy::Nvshmem,
+            #[cfg(feature = "device")]
             gemm: None,
             #[cfg(feature = "device")]
             tile: None,

@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{optional_path_bytes, path_bytes};
 #[cfg(feature = "device")]
+use crate::gpu::SymmetricBy;
+#[cfg(feature = "device")]
 use crate::moe::device::{GemmPath, Tile};
 use crate::moe::synthetic::SyntheticSpec;
 use crate::moe::{Dtype, Options};
@@ -139,6 +141,10 @@ pub struct RunRequest {
     pub inject: Option<PathBuf>,
     /// What it runs on.
     pub device: DeviceKind,
+    /// What gives CUDA devices symmetric memory.
+    #[cfg(feature = "device")]
+    #[serde(default)]
+    pub symmetric: SymmetricBy,
     /// Which matrix products a device runs; by the device where `None`.
     #[cfg(feature = "device")]
     pub gemm: Option<GemmPath>,

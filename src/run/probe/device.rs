@@ -8,7 +8,7 @@ use bytemuck::{Pod, Zeroable};
 use super::links::{DeviceProber, RECORD_BYTES, symmetric_bytes};
 use super::{MEMORY_SHARE, host_name, probe_sources};
 use crate::cluster::{Cluster, Device, LinkProber, ProbeOptions, ProbeStage, probe_links_by};
-use crate::gpu::{Buffer, DeviceLimits, Gpu};
+use crate::gpu::{Buffer, DeviceLimits, Gpu, SymmetricBy};
 use crate::job::device::{WantedDevice, with_symmetric};
 use crate::job::host::MemoryHost;
 use crate::job::request::{DeviceKind, ProbeRequest};
@@ -132,7 +132,10 @@ pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize
 /// # Errors
 /// What the device lacks, a PE that does not do its part.
 pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
-    let wanted = WantedDevice { device: request.device, path: request.gemm, wait_limit: request.options.wait_limit };
+    // The probe's kernels put by NVSHMEM, also where loads and stores reach.
+    let symmetric = SymmetricBy::Nvshmem;
+    let (device, path, wait_limit) = (request.device, request.gemm, request.options.wait_limit);
+    let wanted = WantedDevice { device, symmetric, path, wait_limit };
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
     with_symmetric(wanted, bytes, host, |gpu, host| {
         let mut show = |stage: ProbeStage, done: usize, of: usize| {

@@ -1,0 +1,86 @@
+//! What a host's PEs find, asked before any of them starts.
+
+use super::device::{self, DeviceInfo};
+use super::{driver, nccl, symmetric};
+use crate::gpu::nvshmem;
+use crate::gpu::{GpuError, SymmetricBy};
+
+/// Finds out, before any of a job's `n_pes` PEs takes its device, whether there is what the `pes_here` of this host need. How many devices
+/// there are.
+///
+/// # Errors
+/// What is missing, in one line.
+pub fn check_host(pes_here: usize, n_pes: usize, by: SymmetricBy) -> Result<usize, GpuError> {
+    let driver = driver::driver()?;
+    let devices = device::devices(driver)?;
+    if devices.is_empty() {
+        return Err(device::no_device());
+    }
+    devices.iter().take(pes_here).try_for_each(DeviceInfo::usable)?;
+    match by {
+        SymmetricBy::Nvshmem if n_pes > 1 => {
+            nvshmem::find_library()?;
+        }
+        SymmetricBy::Nvshmem => {}
+        SymmetricBy::Nccl => {
+            if pes_here != n_pes {
+                return Err(symmetric::several_hosts(n_pes, pes_here));
+            }
+            let library = nccl::find_library()?;
+            library.check_windows()?;
+            // Where it is not set, the supervisor sets it, and without one each PE says that it is missing.
+            let allowed = std::env::var(nccl::SHARED_DEVICES).unwrap_or_else(|_| "1".into());
+            nccl::windows::check_sharing(library.version, pes_here.div_ceil(devices.len()), Some(&allowed))?;
+            device::check_reach(driver, &devices[..pes_here.min(devices.len())])?;
+        }
+    }
+    Ok(devices.len())
+}
+
+/// What the processes of `pes` PEs, all on this host, are to be started with, besides what is set: for the supervisor.
+///
+/// # Errors
+/// As [`check_host`].
+pub fn pe_environment(pes: usize, by: SymmetricBy) -> Result<Vec<(String, String)>, GpuError> {
+    let devices = check_host(pes, pes, by)?;
+    let shared = pes > devices;
+    let mut environment = match by {
+        SymmetricBy::Nvshmem if pes == 1 => return Ok(Vec::new()),
+        SymmetricBy::Nvshmem => nvshmem::one_host_environment(),
+        SymmetricBy::Nccl => {
+            let may_share = shared && std::env::var_os(nccl::SHARED_DEVICES).is_none();
+            let sharing = may_share.then(|| (nccl::SHARED_DEVICES.to_string(), "1".to_string()));
+            nccl::one_host_environment().into_iter().chain(sharing).collect()
+        }
+    };
+    if device::mps_is_on() && std::env::var_os(device::MPS_SHARE).is_none() && shared {
+        // As NVSHMEM wants it: what all PEs of a device have adds up to no more than it.
+        let share = 100 / pes.div_ceil(devices);
+        environment.push((device::MPS_SHARE.to_string(), share.max(1).to_string()));
+    }
+    Ok(environment)
+}
+
+/// Finds out, before PEs start, whether the `pes_here` of this host run at the same time: otherwise none of their times means anything.
+///
+/// # Errors
+/// One line, with what would be right.
+pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
+    let devices = visible_devices()?;
+    if pes_here <= devices || device::mps_is_on() {
+        return Ok(());
+    }
+    Err(GpuError::Unavailable(format!(
+        "`pes` is {pes_here} with {devices} CUDA {} and no MPS: PEs that take turns on a device have no times, expected at most \
+         {devices}, or MPS (nvidia-cuda-mps-control -d)",
+        if devices == 1 { "device" } else { "devices" }
+    )))
+}
+
+/// How many devices there are for PEs.
+///
+/// # Errors
+/// The driver's, in one line.
+pub fn visible_devices() -> Result<usize, GpuError> {
+    Ok(device::devices(driver::driver()?)?.len())
+}

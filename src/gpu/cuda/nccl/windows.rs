@@ -1,0 +1,464 @@
+//! Symmetric memory of NCCL's: memory of each PE's device, registered as a window of a communicator, which maps it at all other PEs that
+//! loads and stores reach (NCCL's LSA team). Only PEs of one host whose devices reach each other are served; of NCCL nothing runs on the
+//! device, and the layer's kernels see addresses.
+//!
+//! Everything here is collective, but for [`Windows::peer`]. NCCL would wait for a PE that does not come without naming it: so the PEs meet first,
+//! and tell each other afterwards how it went, so that all have the same outcome.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::time::Duration;
+
+use cudarc::nccl::sys::{ncclResult_t, ncclWindow_t};
+
+use super::super::context::Context;
+use super::{
+    Communicator, Deadline, ForWindows, Library, OLDEST_WITH_SHARED_DEVICES, SHARED_DEVICES, SUCCESS, agreed, dotted,
+    find_library, loaded_library, refused, start, within,
+};
+use crate::gpu::GpuError;
+use crate::gpu::nvshmem::Bootstrap;
+
+/// `NCCL_WIN_COLL_SYMMETRIC` of nccl.h: all ranks register as many bytes.
+const SYMMETRIC: c_int = 1;
+const IN_PROGRESS: u32 = ncclResult_t::ncclInProgress as u32;
+/// How often a communicator that does not block is asked whether it is done.
+const POLL: Duration = Duration::from_micros(200);
+/// What is allocated to see whether it works.
+const TRIAL_BYTES: u64 = 4096;
+
+/// The PEs, as one of them has to do with the others.
+#[derive(Clone, Copy)]
+pub(in crate::gpu::cuda) struct Meeting<'a> {
+    pub context: &'a Context,
+    pub bootstrap: &'a dyn Bootstrap,
+    pub limit: Duration,
+}
+
+/// A communicator, and what is registered with it.
+pub(in crate::gpu::cuda) struct Windows {
+    library: &'static Library,
+    functions: &'static ForWindows,
+    communicator: Communicator,
+    /// Whether it ends with this.
+    own: bool,
+    /// By their first byte at this PE.
+    allocations: RefCell<BTreeMap<u64, Allocation>>,
+}
+
+struct Allocation {
+    bytes: u64,
+    window: Window,
+    /// Where the first byte of each PE's is for this PE.
+    peers: Vec<u64>,
+}
+
+#[derive(Clone, Copy)]
+struct Window(ncclWindow_t);
+
+// SAFETY: a handle, which NCCL takes from any thread.
+unsafe impl Send for Window {}
+
+/// How a registration went at one PE, as it tells the others: a state, and of [`UNREACHED`] which PE.
+type Outcome = [u8; 5];
+const REGISTERED: u8 = 0;
+const FAILED: u8 = 1;
+const NO_WINDOW: u8 = 2;
+const UNREACHED: u8 = 3;
+
+fn outcome(state: u8, pe: usize) -> Outcome {
+    let [a, b, c, d] = u32::try_from(pe).unwrap_or(u32::MAX).to_le_bytes();
+    [state, a, b, c, d]
+}
+
+impl Windows {
+    /// Starts a communicator of all PEs, and sees whether each reaches every other. So many PEs have this PE's device.
+    ///
+    /// # Errors
+    /// [`GpuError::Unavailable`], on all PEs, in one line: no NCCL, too old a one, PEs that share a device, devices that do not reach each other.
+    pub fn start(pes: Meeting<'_>, sharing: usize) -> Result<Self, GpuError> {
+        let found = find_library().and_then(|library| {
+            library.check_windows()?;
+            check_sharing(library.version, sharing, std::env::var(SHARED_DEVICES).ok().as_deref())?;
+            Ok(library)
+        });
+        let (library, communicator) =
+            start(found, (pes.context, pes.bootstrap), Deadline::after(pes.limit), |_, _| Ok(()))?;
+        tracing::debug!(pe = pes.bootstrap.my_pe(), library = %library.path.display(), version = ?library.version, "NCCL");
+        let functions = library.for_windows()?;
+        let windows = Windows { library, functions, communicator, own: true, allocations: RefCell::default() };
+        windows.try_one(pes)?;
+        Ok(windows)
+    }
+
+    /// Takes a communicator of the caller's, whose ranks are the PEs, and sees whether each reaches every other.
+    ///
+    /// # Safety
+    /// `communicator` is one of the NCCL that this process has open, on the context's device, and lives as long as this; nothing else is done with it
+    /// while a function of this is called.
+    ///
+    /// # Errors
+    /// As of [`Windows::start`]; a communicator of other ranks.
+    pub unsafe fn share(communicator: usize, pes: Meeting<'_>) -> Result<Self, GpuError> {
+        let communicator = Communicator(communicator as *mut _);
+        // SAFETY: by this function's contract.
+        let found = unsafe { ranks(communicator) }.and_then(|(library, rank, of)| {
+            let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
+            if (rank, of) != (me, n) {
+                let message = format!(
+                    "the communicator's rank is {rank} of {of}, and this is PE {me} of {n}: both must be the same"
+                );
+                return Err(GpuError::Unavailable(message));
+            }
+            Ok((library, library.for_windows()?))
+        });
+        let all = pes.bootstrap.all_gather(&[found.is_ok().into()], pes.limit)?;
+        let (library, functions) = agreed(found, all.iter().map(|has| *has == 1))?;
+        let windows = Windows { library, functions, communicator, own: false, allocations: RefCell::default() };
+        windows.try_one(pes)?;
+        Ok(windows)
+    }
+
+    fn try_one(&self, pes: Meeting<'_>) -> Result<(), GpuError> {
+        let place = self.alloc(pes, TRIAL_BYTES).map_err(refused)?;
+        // SAFETY: allocated just now, and used by nobody; all PEs have it.
+        unsafe { self.free(place) };
+        Ok(())
+    }
+
+    /// Allocates; this PE's address.
+    ///
+    /// # Errors
+    /// [`GpuError::OutOfMemory`] on every PE where one has not that much; unlike sizes; a PE that does not come.
+    pub fn alloc(&self, pes: Meeting<'_>, bytes: u64) -> Result<u64, GpuError> {
+        let functions = &self.functions.functions;
+        let mut place = ptr::null_mut();
+        // SAFETY: sets the address; the device's context is current in this thread.
+        let code = unsafe { (functions.ncclMemAlloc)(&raw mut place, bytes as usize) };
+        let made = self.library.check(code, &format!("allocate {bytes} bytes of symmetric memory"));
+        // NCCL has one code for all that the driver answers, and names it in its message.
+        let (free, total) = pes.context.memory().unwrap_or((0, 0));
+        let full = made.is_err() && (bytes > free || self.library.last_error().contains("out of memory"));
+        let mine = Asked { state: if full { FULL } else { u64::from(made.is_err()) }, bytes, free, total };
+        let all = pes.bootstrap.all_gather(&mine.to_bytes(), pes.limit)?;
+        if let Err(error) = agree_on_size(made, bytes, &all) {
+            if code == SUCCESS {
+                // SAFETY: allocated just now, and used by nobody.
+                self.noted("free symmetric memory", unsafe { (functions.ncclMemFree)(place) });
+            }
+            return Err(error);
+        }
+        self.register(pes, place as u64, bytes).inspect_err(|_| {
+            if !pes.context.stuck.get() {
+                // SAFETY: allocated just now, and not registered.
+                self.noted("free symmetric memory", unsafe { (functions.ncclMemFree)(place) });
+            }
+        })
+    }
+
+    /// Registers what every PE has allocated.
+    fn register(&self, pes: Meeting<'_>, place: u64, bytes: u64) -> Result<u64, GpuError> {
+        let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
+        let (library, functions, communicator) = (self.library, self.functions, self.communicator);
+        let what = "register symmetric memory with NCCL";
+        let work = move || {
+            let handle = communicator;
+            let mut window = ptr::null_mut();
+            // SAFETY: memory of this device of that many bytes; sets the window, at the latest when the communicator is done.
+            let code = unsafe {
+                let register = functions.functions.ncclCommWindowRegister;
+                let code = register(handle.0, place as *mut c_void, bytes as usize, &raw mut window, SYMMETRIC);
+                settled(functions, handle, code)
+            };
+            library.check(code, what)?;
+            // SAFETY: a window just registered, or null.
+            let peers = unsafe { peers_of(functions, window, n) }.map_err(|code| {
+                let error = library.failure(code, "ask NCCL where a peer's memory is");
+                // SAFETY: as above, and not used after this.
+                unsafe { (functions.functions.ncclCommWindowDeregister)(handle.0, window) };
+                error
+            })?;
+            Ok((Window(window), peers))
+        };
+        let done = within(pes.context, what, Deadline::after(pes.limit), work);
+        if done.is_err() && pes.context.stuck.get() {
+            return done.map(|_| place);
+        }
+        let mine = match &done {
+            Err(_) => outcome(FAILED, me),
+            Ok((window, _)) if window.0.is_null() => outcome(NO_WINDOW, me),
+            Ok((_, peers)) => match peers.iter().enumerate().find(|(pe, address)| **address == 0 && *pe != me) {
+                Some((pe, _)) => outcome(UNREACHED, pe),
+                None => outcome(REGISTERED, me),
+            },
+        };
+        let told = pes.bootstrap.all_gather(&mine, pes.limit);
+        let agreed = told.and_then(|all| self.agree_on_windows(&all));
+        let (window, peers) = done?;
+        if let Err(error) = agreed {
+            self.deregister(window);
+            return Err(error);
+        }
+        self.allocations.borrow_mut().insert(place, Allocation { bytes, window, peers });
+        Ok(place)
+    }
+
+    /// That every PE has a window, and reaches every other's.
+    fn agree_on_windows(&self, all: &[u8]) -> Result<(), GpuError> {
+        let outcomes = all.chunks_exact(size_of::<Outcome>());
+        let Some((pe, &[state, a, b, c, d])) = outcomes
+            .enumerate()
+            .filter_map(|(pe, of_pe)| Some((pe, of_pe.first_chunk::<5>()?)))
+            .find(|(_, of_pe)| of_pe[0] != REGISTERED)
+        else {
+            return Ok(());
+        };
+        Err(match state {
+            UNREACHED => GpuError::Unavailable(format!(
+                "PE {pe}'s GPU does not reach the memory of PE {}'s by loads and stores, which `symmetric` nccl needs: use `symmetric` nvshmem",
+                u32::from_le_bytes([a, b, c, d])
+            )),
+            NO_WINDOW => GpuError::Unavailable(format!(
+                "NCCL {} has no symmetric memory for these GPUs: not all reach each other by loads and stores (nvidia-smi topo -p2p w), or \
+                 NCCL_CUMEM_ENABLE or NCCL_WIN_ENABLE is 0; use `symmetric` nvshmem",
+                self.library.version_text()
+            )),
+            _ => GpuError::failed("register symmetric memory with NCCL", format!("PE {pe} has failed to")),
+        })
+    }
+
+    /// Gives memory back. NCCL waits for nobody here.
+    ///
+    /// # Safety
+    /// `place` is what [`Windows::alloc`] returned and not freed; nobody uses it any more, and nothing that is under way does.
+    pub unsafe fn free(&self, place: u64) {
+        let Some(allocation) = self.allocations.borrow_mut().remove(&place) else { return };
+        self.deregister(allocation.window);
+        // SAFETY: by this function's contract, of `alloc`; registered no more. Where a peer has it mapped still it stays until that ends.
+        self.noted("free symmetric memory", unsafe { (self.functions.functions.ncclMemFree)(place as *mut c_void) });
+    }
+
+    fn deregister(&self, window: Window) {
+        if !window.0.is_null() {
+            // SAFETY: registered with this communicator, once, and not used after this.
+            let code = unsafe { (self.functions.functions.ncclCommWindowDeregister)(self.communicator.0, window.0) };
+            self.noted("deregister symmetric memory", code);
+        }
+    }
+
+    /// What nobody can do anything about is said.
+    fn noted(&self, what: &str, code: u32) {
+        if let Err(error) = self.library.check(code, what) {
+            tracing::warn!("{error}");
+        }
+    }
+
+    /// This PE's address of what lies at `pe` where `address` is here; 0 where nothing is registered.
+    pub fn peer(&self, address: u64, pe: usize) -> u64 {
+        let allocations = self.allocations.borrow();
+        let Some((first, allocation)) = allocations.range(..=address).next_back() else { return 0 };
+        let offset = address - first;
+        let peer = allocation.peers.get(pe).copied().filter(|_| offset < allocation.bytes.max(1));
+        peer.map_or(0, |peer| peer + offset)
+    }
+
+    /// Ends it, when all PEs have come to the end; what is still allocated is given back.
+    pub fn finish(self) {
+        let left: Vec<u64> = self.allocations.borrow().keys().copied().collect();
+        for place in left {
+            // SAFETY: of `alloc`; all PEs have come to the end.
+            unsafe { self.free(place) };
+        }
+        if self.own {
+            // SAFETY: started by `start`, and not used any more. Not ncclCommDestroy, which may wait for the other PEs.
+            let code = unsafe { (self.library.functions.ncclCommAbort)(self.communicator.0) };
+            self.noted("end NCCL", code);
+        }
+    }
+}
+
+/// A communicator's library, this process's rank, and the number of ranks.
+///
+/// # Safety
+/// As of [`Windows::share`].
+unsafe fn ranks(communicator: Communicator) -> Result<(&'static Library, usize, usize), GpuError> {
+    let (mut rank, mut of) = (0, 0);
+    // SAFETY: by this function's contract.
+    let library =
+        unsafe { ask(communicator, |f| [(f.ncclCommUserRank, &raw mut rank), (f.ncclCommCount, &raw mut of)]) }?;
+    Ok((library, usize::try_from(rank).unwrap_or(usize::MAX), usize::try_from(of).unwrap_or(0)))
+}
+
+/// The number of the device that a communicator is on.
+///
+/// # Safety
+/// As of [`Windows::share`].
+pub(in crate::gpu::cuda) unsafe fn device_of(communicator: usize) -> Result<usize, GpuError> {
+    let mut device = 0;
+    // SAFETY: by this function's contract.
+    unsafe { ask(Communicator(communicator as *mut _), |f| [(f.ncclCommCuDevice, &raw mut device)]) }?;
+    usize::try_from(device).map_err(|error| GpuError::failed("ask the communicator for its device", error))
+}
+
+type Question = (unsafe extern "C" fn(cudarc::nccl::sys::ncclComm_t, *mut c_int) -> u32, *mut c_int);
+
+/// Asks a communicator of the caller's what it is.
+///
+/// # Safety
+/// As of [`Windows::share`]; the questions' answers go to numbers that are alive.
+unsafe fn ask<const N: usize>(
+    communicator: Communicator,
+    questions: impl FnOnce(&super::WindowFunctions) -> [Question; N],
+) -> Result<&'static Library, GpuError> {
+    if communicator.0.is_null() {
+        return Err(GpuError::Unavailable("the communicator is null, expected an ncclComm_t".into()));
+    }
+    let library = loaded_library()?;
+    for (get, answer) in questions(&library.for_windows()?.functions) {
+        // SAFETY: by this function's contract.
+        library.check(unsafe { get(communicator.0, answer) }, "ask the communicator what it is")?;
+    }
+    Ok(library)
+}
+
+/// Where each of `n` ranks' part of a window begins; 0 where loads and stores do not reach it, all where the window is null. The error is NCCL's code.
+///
+/// # Safety
+/// The window is registered, or null.
+unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Result<Vec<u64>, u32> {
+    let mut peers = vec![0; n];
+    for (pe, peer) in peers.iter_mut().enumerate().filter(|_| !window.is_null()) {
+        let mut address = ptr::null_mut();
+        // SAFETY: by this function's contract; sets the address, or null.
+        match unsafe { (functions.peer_pointer)(window, 0, pe as c_int, &raw mut address) } {
+            SUCCESS => *peer = address as u64,
+            code => return Err(code),
+        }
+    }
+    Ok(peers)
+}
+
+/// What an operation came to, where the communicator does not block and its answer is that it goes on.
+///
+/// # Safety
+/// The communicator lives.
+unsafe fn settled(functions: &ForWindows, communicator: Communicator, mut code: u32) -> u32 {
+    while code == IN_PROGRESS {
+        std::thread::sleep(POLL);
+        let mut state = SUCCESS;
+        // SAFETY: by this function's contract; writes a number, which NCCL's enum is.
+        let asked = unsafe { (functions.functions.ncclCommGetAsyncError)(communicator.0, (&raw mut state).cast()) };
+        code = if asked == SUCCESS { state } else { asked };
+    }
+    code
+}
+
+/// That NCCL takes PEs that share a device, where they do.
+pub(in crate::gpu::cuda) fn check_sharing(
+    version: [u32; 3],
+    sharing: usize,
+    allowed: Option<&str>,
+) -> Result<(), GpuError> {
+    if sharing <= 1 || (version >= OLDEST_WITH_SHARED_DEVICES && allowed.is_some_and(|value| value.trim() == "1")) {
+        return Ok(());
+    }
+    let cure = match version >= OLDEST_WITH_SHARED_DEVICES {
+        true => format!("set {SHARED_DEVICES}=1"),
+        false => format!("{} or newer does", dotted(OLDEST_WITH_SHARED_DEVICES)),
+    };
+    Err(GpuError::Unavailable(format!(
+        "{sharing} PEs share a GPU, which NCCL {} does not take: {cure}, have a GPU for each PE, or use `symmetric` nvshmem",
+        dotted(version)
+    )))
+}
+
+/// What a PE asks for and has, as it tells the others.
+#[derive(Clone, Copy)]
+struct Asked {
+    /// 0: it has it; 1: something failed; [`FULL`].
+    state: u64,
+    bytes: u64,
+    free: u64,
+    total: u64,
+}
+
+const FULL: u64 = 2;
+
+impl Asked {
+    fn to_bytes(self) -> Vec<u8> {
+        [self.state, self.bytes, self.free, self.total].into_iter().flat_map(u64::to_le_bytes).collect()
+    }
+
+    fn read(bytes: &[u8]) -> Asked {
+        let mut words =
+            bytes.chunks_exact(8).map(|word| word.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word)));
+        let mut next = || words.next().unwrap_or(0);
+        Asked { state: next(), bytes: next(), free: next(), total: next() }
+    }
+}
+
+/// The same outcome on all PEs, given what each has told.
+fn agree_on_size(mine: Result<(), GpuError>, bytes: u64, all: &[u8]) -> Result<(), GpuError> {
+    let all: Vec<Asked> = all.chunks_exact(size_of::<Asked>()).map(Asked::read).collect();
+    let first = all.first().map_or(bytes, |first| first.bytes);
+    if let Some((pe, other)) = all.iter().enumerate().find(|(_, other)| other.bytes != first) {
+        let message = format!("PE 0 asks for {first} bytes and PE {pe} for {}: all ask for the same", other.bytes);
+        return Err(GpuError::failed("allocate symmetric memory", message));
+    }
+    if let Some(full) = all.iter().find(|of_pe| of_pe.state == FULL) {
+        let (free, total) = (full.free, full.total);
+        return Err(GpuError::OutOfMemory { kind: "symmetric device", asked: bytes, free, total });
+    }
+    mine?;
+    match all.iter().position(|of_pe| of_pe.state != 0) {
+        Some(pe) => Err(GpuError::failed(
+            format!("allocate {bytes} bytes of symmetric memory"),
+            format!("PE {pe} has failed to"),
+        )),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(all: &[Asked]) -> Vec<u8> {
+        all.iter().flat_map(|one| one.to_bytes()).collect()
+    }
+
+    #[test]
+    fn one_pe_without_memory_is_said_on_all_with_what_it_has() {
+        let has = Asked { state: 0, bytes: 4096, free: 1 << 30, total: 2 << 30 };
+        let full = Asked { state: FULL, free: 100, ..has };
+        assert!(agree_on_size(Ok(()), 4096, &told(&[has, has])).is_ok());
+        let error = agree_on_size(Ok(()), 4096, &told(&[has, full])).unwrap_err();
+        assert!(matches!(error, GpuError::OutOfMemory { asked: 4096, free: 100, .. }), "{error}");
+        let failed = Asked { state: 1, ..has };
+        let error = agree_on_size(Ok(()), 4096, &told(&[has, failed])).unwrap_err().to_string();
+        assert!(error.contains("PE 1 has failed"), "{error}");
+        let own = agree_on_size(Err(GpuError::failed("do it", "no")), 4096, &told(&[failed, has])).unwrap_err();
+        assert_eq!(own.to_string(), "cannot do it: no");
+    }
+
+    #[test]
+    fn unlike_sizes_name_the_pe() {
+        let of = |bytes| Asked { state: 0, bytes, free: 1, total: 1 };
+        let error = agree_on_size(Ok(()), 64, &told(&[of(64), of(64), of(128)])).unwrap_err().to_string();
+        assert!(error.contains("PE 0 asks for 64 bytes and PE 2 for 128"), "{error}");
+    }
+
+    #[test]
+    fn pes_that_share_a_device_need_a_newer_nccl_that_is_allowed_to() {
+        let (old, new) = ([2, 29, 7], [2, 30, 3]);
+        assert!(check_sharing(old, 1, None).is_ok() && check_sharing(new, 2, Some("1")).is_ok());
+        let text = |version, allowed| check_sharing(version, 2, allowed).unwrap_err().to_string();
+        assert!(
+            text(old, Some("1")).contains("2 PEs share a GPU, which NCCL 2.29.7 does not take: 2.30.0 or newer does")
+        );
+        assert!(text(new, None).contains("set NCCL_MULTI_RANK_GPU_ENABLE=1"));
+        assert!(text(new, Some("0")).contains("`symmetric` nvshmem"));
+    }
+}

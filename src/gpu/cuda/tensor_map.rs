@@ -1,0 +1,97 @@
+//! Matrices, as the tensor memory accelerator wants them described.
+
+use std::ffi::c_void;
+
+use cudarc::driver::sys::{
+    CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
+    CUtensorMapSwizzle,
+};
+
+use super::driver::{Driver, call};
+use crate::gpu::{GpuError, TensorMap};
+
+/// The driver's description of a matrix; see [`Gpu::tensor_map`](crate::gpu::Gpu::tensor_map).
+pub(super) fn encode(driver: &Driver, matrix: &TensorMap) -> Result<[u8; 128], GpuError> {
+    let what = || format!("describe a matrix for the tensor memory accelerator: {matrix:?}");
+    check(matrix).map_err(|wrong| GpuError::failed(what(), wrong))?;
+    let mut map = CUtensorMap { opaque: [0; 16] };
+    // Copied, never computed with.
+    let element = match matrix.element_bytes {
+        1 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        2 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+    };
+    // Innermost first: columns, rows.
+    let size = [u64::from(matrix.cols), u64::from(matrix.rows)];
+    let boxes = [matrix.box_cols, matrix.box_rows];
+    // SAFETY: writes the 128 bytes; the arrays have as many elements as there are dimensions, strides one fewer. The
+    // matrix itself is not read.
+    let code = unsafe {
+        call!(
+            driver,
+            cuTensorMapEncodeTiled(
+                &raw mut map,
+                element,
+                2,
+                matrix.base as *mut c_void,
+                size.as_ptr(),
+                [matrix.row_stride_bytes].as_ptr(),
+                boxes.as_ptr(),
+                [1u32, 1].as_ptr(),
+                CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        )
+    };
+    driver.check(code, what).map(|()| bytemuck::cast(map.opaque))
+}
+
+/// What the driver would refuse with a number only.
+fn check(matrix: &TensorMap) -> Result<(), String> {
+    let TensorMap { base, rows, cols, row_stride_bytes, box_rows, box_cols, element_bytes } = *matrix;
+    if !matches!(element_bytes, 1 | 2 | 4) {
+        return Err(format!("elements of {element_bytes} bytes"));
+    }
+    let box_bytes = u64::from(box_cols) * u64::from(element_bytes);
+    let wrong = [
+        (rows == 0 || cols == 0, "it is empty"),
+        (base % 16 != 0, "its address is no multiple of 16"),
+        (row_stride_bytes % 16 != 0, "its rows are no multiple of 16 bytes apart"),
+        (row_stride_bytes < u64::from(cols) * u64::from(element_bytes), "its rows overlap"),
+        (box_rows == 0 || box_rows > 256, "a box has 1 to 256 rows"),
+        (box_bytes == 0 || box_bytes > 128 || box_bytes % 16 != 0, "a box's row has 16 to 128 bytes, in steps of 16"),
+    ];
+    wrong.iter().find(|(is, _)| *is).map_or(Ok(()), |(_, text)| Err((*text).to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_that_tma_cannot_copy_is_refused_with_the_reason() {
+        let good = TensorMap {
+            base: 1 << 20,
+            rows: 5,
+            cols: 72,
+            row_stride_bytes: 144,
+            box_rows: 128,
+            box_cols: 64,
+            element_bytes: 2,
+        };
+        assert_eq!(check(&good), Ok(()));
+        for (bad, word) in [
+            (TensorMap { rows: 0, ..good }, "empty"),
+            (TensorMap { base: 8, ..good }, "multiple of 16"),
+            (TensorMap { row_stride_bytes: 152, ..good }, "16 bytes apart"),
+            (TensorMap { row_stride_bytes: 128, ..good }, "overlap"),
+            (TensorMap { box_rows: 257, ..good }, "256 rows"),
+            (TensorMap { box_cols: 65, ..good }, "steps of 16"),
+            (TensorMap { element_bytes: 3, ..good }, "3 bytes"),
+        ] {
+            assert!(check(&bad).unwrap_err().contains(word), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,398 @@
+//! `--symmetric nccl` over the driver and the NCCL of this directory: PEs are processes, and map each other's memory.
+
+use std::ffi::{c_int, c_void};
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use aristos::gpu::cuda::{CudaGpu, check_host, pe_environment};
+use aristos::gpu::nvshmem::Bootstrap;
+use aristos::gpu::{Gpu, GpuError, SymmetricBuffer, SymmetricBy};
+
+use crate::{Fakes, assert_says};
+
+const LIMIT: Duration = Duration::from_secs(10);
+/// What PEs of a pair start with: a device each, and a version that has symmetric memory.
+const PAIR: [(&str, &str); 2] = [("FAKE_NCCL_VERSION", "22902"), ("FAKE_DEVICES", "2")];
+
+/// PEs that meet by files of a folder.
+struct Folder {
+    path: PathBuf,
+    me: usize,
+    n: usize,
+    turn: std::cell::Cell<usize>,
+    /// A turn from which on this PE does not come.
+    leaves: usize,
+}
+
+impl Folder {
+    fn of_this_process() -> Folder {
+        let number = |name| std::env::var(name).unwrap().parse().unwrap();
+        let path = std::env::var_os("FAKE_NCCL_DIR").unwrap().into();
+        Folder { path, me: number("PE"), n: number("PES"), turn: 0.into(), leaves: usize::MAX }
+    }
+}
+
+impl Bootstrap for Folder {
+    fn my_pe(&self) -> usize {
+        self.me
+    }
+    fn n_pes(&self) -> usize {
+        self.n
+    }
+    fn all_gather(&self, mine: &[u8], limit: Duration) -> Result<Vec<u8>, GpuError> {
+        let start = Instant::now();
+        let turn = self.turn.replace(self.turn.get() + 1);
+        let of = |pe: usize| self.path.join(format!("turn-{turn}-{pe}"));
+        if turn < self.leaves {
+            std::fs::write(of(self.me).with_extension("part"), mine).unwrap();
+            std::fs::rename(of(self.me).with_extension("part"), of(self.me)).unwrap();
+        }
+        let mut all = Vec::new();
+        for pe in 0..self.n {
+            all.extend(loop {
+                if let Ok(bytes) = std::fs::read(of(pe)) {
+                    break bytes;
+                }
+                if start.elapsed() > limit {
+                    return Err(GpuError::Barrier { pe: self.me, peer: Some(pe), waited: start.elapsed() });
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            });
+        }
+        Ok(all)
+    }
+    fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
+        self.all_gather(&[0], limit).map(|_| ())
+    }
+}
+
+/// Runs the ignored test `case` of this program as each of `n` PEs, which must pass; the log's lines of each.
+fn run(case: &str, n: usize, env: &[(&str, &str)]) -> Vec<Vec<String>> {
+    let fakes = Fakes::new(&[], &[]);
+    let pe = |pe: usize| {
+        let mut command = fakes.around(Command::new(std::env::current_exe().unwrap()));
+        command.args(["--ignored", "--exact", &format!("nccl::{case}"), "--nocapture"]).envs(env.iter().copied());
+        command.env("PE", pe.to_string()).env("PES", n.to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE").env_remove("NCCL_SOCKET_IFNAME");
+        command.spawn().unwrap()
+    };
+    let pes: Vec<_> = (0..n).map(pe).collect();
+    for output in pes.into_iter().map(|pe| pe.wait_with_output().unwrap()) {
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    }
+    let log = std::fs::read_to_string(fakes.log()).unwrap_or_default();
+    assert!(!log.contains("wrong"), "{log}");
+    let of = |pe: usize| -> Vec<String> {
+        let start = format!("PE {pe} ");
+        log.lines().filter_map(|line| line.strip_prefix(&start)).map(str::to_string).collect()
+    };
+    (0..n).map(of).collect()
+}
+
+/// A test, and its case as two processes.
+macro_rules! pairs {
+    ($($name:ident / $case:ident [$($env:expr),*];)*) => { $(
+        #[test]
+        fn $name() {
+            run(stringify!($case), 2, &[&PAIR[..], &[$($env),*]].concat());
+        }
+    )* };
+}
+
+pairs! {
+    bytes_come_to_the_peers / copies_case [];
+    a_communicator_that_does_not_block / copies_case [("FAKE_NCCL", "later")];
+    one_pe_without_memory_is_all_s_error / full_case [("FAKE_NCCL", "full1")];
+    one_pe_s_refusal_to_register_is_all_s_error / refused_case [("FAKE_NCCL", "refuses1")];
+    registering_that_does_not_end / stuck_case [("FAKE_NCCL", "stuck")];
+    a_pe_that_does_not_come_is_named / missing_case [];
+    a_pe_out_of_reach / far_case [("FAKE_FAR", "1")];
+    no_symmetric_memory / no_window_case [("FAKE_NCCL", "nowindow")];
+    unlike_sizes / sizes_case [];
+    an_old_nccl_on_all / old_case [("FAKE_NCCL_VERSION", "22806")];
+    pes_that_share_a_device / sharing_case [("FAKE_DEVICES", "1"), ("FAKE_NCCL_VERSION", "23003")];
+}
+
+fn attach() -> Result<CudaGpu, GpuError> {
+    CudaGpu::attach_by(SymmetricBy::Nccl, Folder::of_this_process(), LIMIT)
+}
+
+#[track_caller]
+fn refusal(words: &[&str]) {
+    let error = attach().map(|_| ()).unwrap_err();
+    assert!(matches!(error, GpuError::Unavailable(_)), "{error:?}");
+    assert_says(&error.to_string(), words);
+}
+
+/// Writes to the other PE's part of symmetric memory, and reads what came.
+fn exchange(gpu: &CudaGpu, memory: &SymmetricBuffer<'_>) {
+    let (me, n) = (gpu.my_pe(), gpu.n_pes());
+    for pe in (0..n).filter(|&pe| pe != me) {
+        assert_ne!(memory.peer(pe), memory.address());
+        // Any place inside has its own.
+        assert_eq!(gpu.peer_raw(memory.address() + 24, pe), memory.peer(pe) + 24);
+        // SAFETY: a byte of the peer's memory, which is a file that this process has mapped.
+        unsafe { gpu.copy_in_raw(memory.peer(pe) + me as u64, &[me as u8 + 1]) }.unwrap();
+    }
+    gpu.barrier(LIMIT).unwrap();
+    for pe in (0..n).filter(|&pe| pe != me) {
+        let mut came = [0];
+        // SAFETY: a byte of the own memory.
+        unsafe { gpu.copy_out_raw(&mut came, memory.address() + pe as u64) }.unwrap();
+        assert_eq!(came, [pe as u8 + 1]);
+    }
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn copies_case() {
+    let gpu = attach().unwrap();
+    assert!(gpu.all_reachable().unwrap());
+    gpu.try_put().unwrap();
+    let (first, second) = (SymmetricBuffer::new(&gpu, 300).unwrap(), SymmetricBuffer::new(&gpu, 100_000).unwrap());
+    exchange(&gpu, &first);
+    exchange(&gpu, &second);
+    assert_eq!((first.peer(gpu.my_pe()), second.peer(gpu.my_pe())), (first.address(), second.address()));
+    assert_eq!(gpu.peer_raw(first.address() + 300, 1 - gpu.my_pe()), 0, "beyond its end");
+    first.free(LIMIT).unwrap();
+    exchange(&gpu, &second);
+    second.free(LIMIT).unwrap();
+    gpu.finish().unwrap();
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn full_case() {
+    let gpu = attach().unwrap();
+    let error = SymmetricBuffer::new(&gpu, 1 << 17).map(|_| ()).unwrap_err();
+    assert!(matches!(error, GpuError::OutOfMemory { kind: "symmetric device", asked: 131_072, .. }), "{error}");
+    // It goes on with less.
+    SymmetricBuffer::new(&gpu, 1 << 10).unwrap().free(LIMIT).unwrap();
+    gpu.finish().unwrap();
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn refused_case() {
+    let gpu = attach().unwrap();
+    let error = SymmetricBuffer::new(&gpu, 1 << 17).map(|_| ()).unwrap_err().to_string();
+    let why = if gpu.my_pe() == 1 { "NCCL 2.29.2 answers 3 (it is not to be)" } else { "PE 1 has failed to" };
+    assert_says(&error, &["cannot register symmetric memory with NCCL", why]);
+    gpu.finish().unwrap();
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn stuck_case() {
+    let limit = Duration::from_secs(2);
+    let gpu = CudaGpu::attach_by(SymmetricBy::Nccl, Folder::of_this_process(), limit).unwrap();
+    let error = SymmetricBuffer::new(&gpu, 1 << 17).map(|_| ()).unwrap_err().to_string();
+    assert_says(&error, &["cannot register symmetric memory with NCCL: it is not ready after 2.0 s", "NCCL_DEBUG"]);
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn missing_case() {
+    let mut folder = Folder::of_this_process();
+    // PE 1 comes to the start, and to no more: attaching has 6 meetings, an allocation of its own 3.
+    folder.leaves = if folder.me == 1 { 8 } else { usize::MAX };
+    let me = folder.me;
+    let gpu = CudaGpu::attach_by(SymmetricBy::Nccl, folder, Duration::from_secs(2)).unwrap();
+    let first = SymmetricBuffer::new(&gpu, 64).and_then(|_| SymmetricBuffer::new(&gpu, 64));
+    let error = first.map(|_| ()).unwrap_err();
+    if me == 0 {
+        assert!(matches!(error, GpuError::Barrier { pe: 0, peer: Some(1), .. }), "{error}");
+    }
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn far_case() {
+    refusal(&["PE 0's GPU does not reach the memory of PE 1's", "loads and stores", "`symmetric` nvshmem"]);
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn no_window_case() {
+    refusal(&["NCCL 2.29.2 has no symmetric memory for these GPUs", "nvidia-smi topo", "`symmetric` nvshmem"]);
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn sizes_case() {
+    let gpu = attach().unwrap();
+    let error = SymmetricBuffer::new(&gpu, 64 << gpu.my_pe()).map(|_| ()).unwrap_err().to_string();
+    assert_says(&error, &["PE 0 asks for 64 bytes and PE 1 for 128"]);
+    gpu.finish().unwrap();
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn old_case() {
+    refusal(&["libnccl.so.2 is NCCL 2.28.6", "needs 2.29.2 or newer", "NCCL_HOME"]);
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn sharing_case() {
+    refusal(&["2 PEs share a GPU", "NCCL 2.30.3", "set NCCL_MULTI_RANK_GPU_ENABLE=1"]);
+    let of = |env: &[(String, String)], name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
+    // The supervisor sets it.
+    let env = pe_environment(2, SymmetricBy::Nccl).unwrap();
+    assert_eq!(of(&env, "NCCL_MULTI_RANK_GPU_ENABLE").as_deref(), Some("1"));
+    assert_eq!(of(&env, "NCCL_SOCKET_IFNAME").as_deref(), Some("lo"));
+    assert!(env.iter().all(|(name, _)| !name.starts_with("NVSHMEM")), "{env:?}");
+    assert_eq!(of(&pe_environment(1, SymmetricBy::Nccl).unwrap(), "NCCL_MULTI_RANK_GPU_ENABLE"), None);
+    let hosts = check_host(1, 2, SymmetricBy::Nccl).unwrap_err().to_string();
+    assert_says(&hosts, &["the GPUs of one host", "1 of the 2 PEs", "`symmetric` nvshmem"]);
+}
+
+#[test]
+fn memory_is_registered_and_given_back_in_order() {
+    for lines in run("copies_case", 2, &PAIR) {
+        // The first at the start, the second of `try_put`; of the last two the earlier goes first.
+        let ends: Vec<String> =
+            (0..3).flat_map(|i| [format!("deregisters memory {i}"), format!("frees memory {i}")]).collect();
+        let begins = |i: usize| [format!("allocates memory {i}"), format!("registers memory {i}")];
+        let want = [
+            &begins(0)[..],
+            &ends[..2],
+            &begins(1),
+            &ends[2..4],
+            &begins(2),
+            &begins(3),
+            &ends[4..6],
+            &["deregisters memory 3".into(), "frees memory 3".into(), "leaves after memory 3".into()],
+        ];
+        assert_eq!(lines, want.concat());
+    }
+}
+
+#[test]
+fn one_pe_alone_has_windows_too() {
+    let lines = run("alone_case", 1, &[("FAKE_NCCL_VERSION", "23203")]);
+    assert!(lines[0].contains(&"registers memory 1".to_string()), "{lines:?}");
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn alone_case() {
+    let gpu = attach().unwrap();
+    gpu.try_put().unwrap();
+    gpu.finish().unwrap();
+}
+
+/// What is left is given back, and the caller's communicator stays.
+#[test]
+fn a_communicator_of_the_caller_s() {
+    for lines in run("shared_case", 2, &PAIR) {
+        let ends = ["deregisters memory 2", "frees memory 2"];
+        assert_eq!(lines[lines.len() - 2..], ends, "{lines:?}");
+        assert!(lines.iter().all(|line| !line.starts_with("leaves")), "{lines:?}");
+    }
+}
+
+#[test]
+#[ignore = "runs in processes of its own"]
+fn shared_case() {
+    let folder = Folder::of_this_process();
+    let (me, n) = (folder.me, folder.n);
+    // SAFETY: the NCCL of this directory; its functions have these types.
+    let (communicator, library) = unsafe {
+        let attach = |communicator, folder| CudaGpu::attach_communicator(communicator, folder, LIMIT);
+        let error = attach(0, Folder::of_this_process()).map(|_| ()).unwrap_err().to_string();
+        assert_says(&error, &["the communicator is null"]);
+        let path = PathBuf::from(std::env::var_os("NCCL_HOME").unwrap()).join("lib/libnccl.so.2");
+        let library = libloading::Library::new(path).unwrap();
+        let start = library
+            .get::<unsafe extern "C" fn(*mut *mut c_void, c_int, [u8; 128], c_int) -> c_int>(b"ncclCommInitRank\0")
+            .unwrap();
+        let mut communicator = std::ptr::null_mut();
+        assert_eq!(start(&raw mut communicator, n as c_int, [0xcd; 128], me as c_int), 0);
+        (communicator as usize, library)
+    };
+    // Its turns go on after those of the attempt above.
+    folder.turn.set(1);
+    // SAFETY: a communicator just made, by the NCCL that is open, and used by nobody else.
+    let gpu = unsafe { CudaGpu::attach_communicator(communicator, folder, LIMIT) }.unwrap();
+    assert_eq!(gpu.info().number, me, "the communicator's device");
+    gpu.try_put().unwrap();
+    // Left allocated.
+    exchange(&gpu, &SymmetricBuffer::new(&gpu, 4096).unwrap());
+    gpu.finish().unwrap();
+    drop(library);
+}
+
+fn aristos(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Output {
+    let mut command = fakes.around(Command::new("timeout"));
+    command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(args.split_whitespace());
+    command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE").envs(env.iter().copied()).output().unwrap()
+}
+
+#[track_caller]
+fn line(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> String {
+    let Output { status, stdout, stderr } = aristos(fakes, args, env);
+    let text = String::from_utf8(stderr).unwrap();
+    assert_eq!((status.code(), stdout.len(), text.lines().count()), (Some(1), 0, 1), "{text}");
+    text
+}
+
+#[test]
+fn what_is_missing_is_one_line_before_any_pe_starts() {
+    let run = "run --device cuda --pes 2 --tokens 64 --symmetric nccl";
+    let fakes = Fakes::new(&[], &[]);
+    let of = |env: &[(&str, &str)]| line(&fakes, run, &[&PAIR[..], env].concat());
+    assert_says(&of(&[("FAKE_NCCL_VERSION", "22703")]), &["is NCCL 2.27.3", "2.29.2 or newer", "--symmetric nvshmem"]);
+    let apart = of(&[("FAKE_NO_REACH", "1")]);
+    assert_says(
+        &apart,
+        &["GPU 0 (0000:07:00.0) does not reach the memory of GPU 1 (0000:08:00.0)", "--symmetric nvshmem"],
+    );
+    assert_says(
+        &of(&[("FAKE_DEVICES", "1")]),
+        &["2 PEs share a GPU, which NCCL 2.29.2 does not take: 2.30.0 or newer"],
+    );
+    let bench = "bench moe --device cuda --pes 2 --tokens 64 --symmetric nccl";
+    assert_says(&line(&fakes, bench, &[("FAKE_DEVICES", "2")]), &["is NCCL 2.27.3"]);
+    let auto = line(&fakes, &format!("{run} --plan auto"), &PAIR);
+    assert_says(&auto, &["--plan auto with --symmetric nccl", "a plan in a file"]);
+    assert_says(&line(&fakes, "run --tokens 64 --symmetric nccl", &[]), &["--symmetric without --device cuda"]);
+    std::fs::remove_file(fakes.0.path().join("nccl/lib/libnccl.so.2")).unwrap();
+    assert_says(&of(&[]), &["no NCCL (", "libnccl.so.2", "NCCL_HOME"]);
+    assert!(!fakes.log().exists(), "something was started");
+    // A library that says it is new enough, and is not all there.
+    let fakes = Fakes::with_nccl(&[], &[], &["-DWITHOUT_PEERS"]);
+    assert_says(&line(&fakes, run, &PAIR), &["NCCL 2.29.2, lacks", "undefined symbol: ncclGetPeerDevicePointer"]);
+}
+
+/// As far as a driver goes that has no kernels of the layer: PEs meet, register, and write to each other.
+#[test]
+fn a_run_needs_nothing_of_nvshmem() {
+    let fakes = Fakes::new(&[], &[]);
+    std::fs::remove_file(fakes.0.path().join("nvshmem/lib/libnvshmem_host.so.3")).unwrap();
+    let env = [&PAIR[..], &[("FAKE_MEMORY", "1000000000")]].concat();
+    let text = line(&fakes, "run --device cuda --pes 2 --tokens 64 --symmetric nccl", &env);
+    assert_says(&text, &["cannot find kernel aristos_", "no module contains it"]);
+    let log = std::fs::read_to_string(fakes.log()).unwrap();
+    assert!(!log.contains("wrong") && !log.contains("module") && !log.contains("init"), "{log}");
+    for pe in 0..2 {
+        assert_says(&log, &[&format!("PE {pe} registers memory 1"), &format!("PE {pe} frees memory 1")]);
+    }
+}
+
+#[test]
+fn the_doctor_says_what_nccl_can() {
+    let fakes = Fakes::new(&[], &[]);
+    let said = |env: &[(&str, &str)]| {
+        let text = String::from_utf8(aristos(&fakes, "doctor", env).stdout).unwrap();
+        text.lines().find(|line| line.contains("NCCL ")).unwrap_or_else(|| panic!("{text}")).to_string()
+    };
+    assert_says(
+        &said(&PAIR),
+        &["ok ", "libnccl.so.2, 2.29.2; symmetric memory between the GPUs of one host (--symmetric nccl)"],
+    );
+    assert_says(&said(&[]), &["2.27.3; no --symmetric nccl", "2.29.2 or newer"]);
+    assert_says(&said(&[&PAIR[..], &[("FAKE_NO_REACH", "1")]].concat()), &["no --symmetric nccl: GPU 0", "GPU 1"]);
+}
