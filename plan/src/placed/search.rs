@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 
+use super::joint::Schedule;
 use super::regroup::{MOST_DEVICES, regrouped};
 use super::state::{Change, State};
 use super::{GroupTimes, Known, Placed};
@@ -38,8 +39,32 @@ const TOGETHER_ONE_IN: usize = 16;
 const REGROUPED: usize = 2;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
-/// Rounds of improving groups and placement together: groupings in each, chains from each, and its share of the effort.
-const JOINT: [(usize, u64, f64); 3] = [(10, 1, 0.25), (4, 1, 0.25), (1, 2, 0.5)];
+/// A round of improving groups and placement together.
+struct Round {
+    /// Numbers of groups, and how far their best may be above the best of all.
+    numbers: usize,
+    within: f64,
+    /// Chains from each, and the round's share of the effort.
+    chains: u64,
+    share: f64,
+}
+
+const JOINT: [Round; 4] = [
+    Round { numbers: 6, within: 0.5, chains: 2, share: 0.25 },
+    Round { numbers: 3, within: 0.15, chains: 4, share: 0.35 },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.3 },
+    Round { numbers: 1, within: 0.0, chains: 2, share: 0.1 },
+];
+/// From so many devices of a group on the mean, groups are so many that they hardly come by again, and where annealing begins matters little.
+const LARGE: usize = 7;
+/// So many times the effort is theirs, as annealing with remembered times is left out.
+const LARGE_MORE: f64 = 2.3;
+/// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
+const PLACED_ANEW: usize = 4;
+/// Annealing that forgets where it began; that does not; and that goes over the answer.
+const FORGETFUL: Schedule = Schedule { under: (0.85, 0.03), temperature: (0.3, 0.003), forgetful: true };
+const MILD: Schedule = Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002), forgetful: false };
+const LAST: Schedule = Schedule { under: (0.1, 0.03), temperature: (0.01, 0.002), forgetful: false };
 
 /// A grouping with its placement.
 #[derive(Clone)]
@@ -215,7 +240,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let n = self.placed.problem.n();
         let mut best: Vec<&Found> = self.by_groups.iter().flatten().collect();
         best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        if budget == 0 || n > MOST_DEVICES || best.is_empty() {
+        if budget == 0 || n > MOST_DEVICES || best.first().is_none_or(|best| large(n, best.groups.len())) {
             return;
         }
         let starts: Vec<(Vec<Vec<u32>>, u64)> =
@@ -319,15 +344,8 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best: Vec<FoundPlaced> = groupings.filter_map(thorough).collect();
         best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        for (many, chains, share) in JOINT.into_iter().filter(|_| effort.joint > 0) {
-            best.truncate(many);
-            let each = (effort.joint as f64 * share) as u64 / (best.len() as u64 * chains).max(1);
-            let seeds = |found: &FoundPlaced| (1..=chains).map(|seed| (found.clone(), seed)).collect::<Vec<_>>();
-            let all: Vec<(FoundPlaced, u64)> = best.iter().flat_map(seeds).collect();
-            let improve =
-                |(found, seed): (FoundPlaced, u64)| found.improved(placed, &exponential, each, &mut Random(seed));
-            best = in_two_threads(all, each >= THREAD_LEAST, improve);
-            best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        for (number, round) in JOINT.iter().enumerate().filter(|_| effort.joint > 0) {
+            best = improve_together(placed, &exponential, best, (number, round), effort, known);
         }
         best.extend(placed_already);
         let best = best.into_iter().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
@@ -335,6 +353,56 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         candidates.retain(|found| Some(found.groups.len()) != chosen);
         (best, candidates)
     }
+}
+
+/// Whether groups have so many devices that they hardly come by again.
+fn large(devices: usize, groups: usize) -> bool {
+    devices >= LARGE * groups
+}
+
+/// A round of annealing groups and placements together, from the best of each number of groups; these and what comes of it, best first.
+fn improve_together<L: LinkTable>(
+    placed: &Placed<L>,
+    exponential: &[f64],
+    mut best: Vec<FoundPlaced>,
+    (number, round): (usize, &Round),
+    effort: PlacedEffort,
+    known: &mut Known,
+) -> Vec<FoundPlaced> {
+    let n = placed.problem.n();
+    let mut seen = Vec::new();
+    best.retain(|found| {
+        let new = !seen.contains(&found.groups.len());
+        seen.push(found.groups.len());
+        new
+    });
+    best.truncate(round.numbers);
+    let most_ms = best.first().map_or(0.0, |best| best.objective_ms * (1.0 + round.within));
+    best.retain(|found| found.objective_ms <= most_ms);
+    let more = if best.first().is_some_and(|best| large(n, best.groups.len())) { LARGE_MORE } else { 1.0 };
+    let each = (effort.joint as f64 * more * round.share) as u64 / (best.len() as u64 * round.chains).max(1);
+    let chains = |found: &FoundPlaced| (1..=round.chains).map(|chain| (found.clone(), chain)).collect::<Vec<_>>();
+    let all: Vec<(FoundPlaced, u64)> = best.iter().flat_map(chains).collect();
+    let improve = |(found, chain): (FoundPlaced, u64)| {
+        // Of large groups three in four begin anew, of small ones one in four.
+        let schedule = match (number + 1 == JOINT.len(), large(n, found.groups.len())) {
+            (true, _) => LAST,
+            (false, true) if !chain.is_multiple_of(4) => FORGETFUL,
+            (false, false) if chain.is_multiple_of(4) => FORGETFUL,
+            (false, _) => MILD,
+        };
+        let mut random = Random(chain + 100 * number as u64);
+        found.improved(placed, exponential, schedule, each, &mut random)
+    };
+    let mut found = in_two_threads(all, each >= THREAD_LEAST, improve);
+    found.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+    let again = found.iter().take(PLACED_ANEW);
+    let anew: Vec<FoundPlaced> =
+        again.filter_map(|found| place_thoroughly(placed, &found.groups, effort.place, effort.nodes, known)).collect();
+    best.extend(found);
+    best.extend(anew);
+    best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+    best
 }
 
 /// A grouping's placement: of the group that takes longest the best, until that is still the longest; `budget` and `nodes` are for all groups

@@ -1,0 +1,282 @@
+//! Changes of groups and placement.
+
+use super::{Joint, Others, Part, Role};
+use crate::cluster::LinkTable;
+use crate::random::Random;
+
+/// One in so many proposals moves a device to another group.
+const JOIN_ONE_IN: usize = 12;
+/// Of the others so many in so many are changes of places.
+const SWAP_OF: (usize, usize) = (3, 10);
+/// One in so many changes of places lets experts go elsewhere, too.
+const BALANCE_ONE_IN: usize = 8;
+
+impl<L: LinkTable> Joint<'_, '_, '_, L> {
+    /// Makes a random change, unless the excess would be over `most`.
+    pub(super) fn random_change(&mut self, random: &mut Random, most: f64) -> bool {
+        let several = self.groups.len() > 1;
+        let g = if random.below(2) == 0 { self.worst() } else { random.below(self.groups.len()) };
+        let members = &self.groups[g];
+        // Of two devices the one that exchanges for longer.
+        let two = [0; 2].map(|_| members[random.below(members.len())]);
+        let i = if self.exchange_ms(g, two[1]) > self.exchange_ms(g, two[0]) { two[1] } else { two[0] };
+        if several && random.below(JOIN_ONE_IN) == 0 {
+            return self.join(i, random.below(self.groups.len()), most);
+        }
+        if several && random.below(SWAP_OF.1) < SWAP_OF.0 {
+            // Of two devices the one with which that goes better for both.
+            let two = [0; 2].map(|_| random.below(self.n()) as u32);
+            let after = |j: u32| Some(self.exchange_ms(self.group(j)?, i) + self.exchange_ms(g, j));
+            let (Some(first), Some(second)) = (after(two[0]), after(two[1])) else { return false };
+            let j = if second < first { two[1] } else { two[0] };
+            return self.swap(i, j, random.below(BALANCE_ONE_IN) != 0, most);
+        }
+        let j = members[random.below(members.len())];
+        let (held, other) = (self.experts[i as usize].len(), self.experts[j as usize].len());
+        if i == j || held == 0 {
+            return false;
+        }
+        let place = random.below(held);
+        let uniform = self.placed.experts.uniform.is_some();
+        let other = (!uniform && other > 0 && random.below(2) == 0).then(|| random.below(other));
+        self.shift((i, place), (j, other), most)
+    }
+
+    /// What device `i` would exchange with the members of a group as they are, ms.
+    fn exchange_ms(&self, g: usize, i: u32) -> f64 {
+        let (sums, role) = (&self.sums[g * self.n() + i as usize], self.roles[i as usize]);
+        (sums[0] + sums[1]).max(if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
+    }
+
+    /// Two devices change places, each taking the other's experts, and, where they are not to be `kept` or do not fit, some of them to others or from
+    /// others; unless the excess would be over `most`.
+    fn swap(&mut self, i: u32, j: u32, kept: bool, most: f64) -> bool {
+        let (Some(g), Some(h)) = (self.group(i), self.group(j)) else { return false };
+        if i == j {
+            return false;
+        }
+        let fit = self.experts[j as usize].len() <= self.memory(i) && self.experts[i as usize].len() <= self.memory(j);
+        if g == h {
+            if !fit {
+                return false;
+            }
+            let (here, there) = (self.roles[i as usize], self.roles[j as usize]);
+            let parts = [Part::new(i as usize, here, there), Part::new(j as usize, there, here)];
+            let changed = self.change_one(g, &parts, most);
+            if changed {
+                self.exchange_experts(i, j);
+                self.known(i as usize);
+                self.known(j as usize);
+            }
+            return changed;
+        }
+        let Some(others) = self.hopeful((i, g, h), Some(j), most) else { return false };
+        if kept && fit {
+            let none = Role::default();
+            let (here, there) = (self.roles[i as usize], self.roles[j as usize]);
+            let into_h = [Part::new(i as usize, none, there), Part::new(j as usize, there, none)];
+            let into_g = [Part::new(j as usize, none, here), Part::new(i as usize, here, none)];
+            let changed = self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most);
+            if changed {
+                self.exchange_experts(i, j);
+                self.known(i as usize);
+                self.known(j as usize);
+            }
+            return changed;
+        }
+        self.given.clear();
+        self.exchange_experts(i, j);
+        let balanced = self.balance(j, (g, i), kept) && self.balance(i, (h, j), kept);
+        let changed = balanced && self.changed((i, g, h), Some(j), others, most);
+        if !changed {
+            self.take_back();
+            self.exchange_experts(i, j);
+        }
+        changed
+    }
+
+    fn exchange_experts(&mut self, i: u32, j: u32) {
+        self.experts.swap(i as usize, j as usize);
+        self.load.swap(i as usize, j as usize);
+    }
+
+    /// Device `i` goes to group `h`: those that stay take its experts, and those there give it some; unless the excess would be over `most`. If that is
+    /// its own group, it gives all experts to the others, or takes some where it has none.
+    fn join(&mut self, i: u32, h: usize, most: f64) -> bool {
+        let Some(g) = self.group(i).filter(|g| self.groups[*g].len() > 1) else { return false };
+        let Some(others) = self.hopeful((i, g, h), None, most) else { return false };
+        let takes = g != h || self.experts[i as usize].is_empty();
+        self.given.clear();
+        let dealt = self.give_away(i, (g, i), 0);
+        if takes {
+            self.take(i, (h, i));
+        }
+        let changed = dealt && self.changed((i, g, h), None, others, most);
+        if !changed {
+            self.take_back();
+        }
+        changed
+    }
+
+    /// The expert at `place` of device `i`'s goes to `j` of the same group, for that at `other` of `j`'s if there is one, unless the excess would be
+    /// over `most`.
+    fn shift(&mut self, (i, place): (u32, usize), (j, other): (u32, Option<usize>), most: f64) -> bool {
+        let Some(g) = self.group(i) else { return false };
+        let costs = &self.placed.experts.costs;
+        let e = self.experts[i as usize][place];
+        let f = other.map(|other| self.experts[j as usize][other]);
+        let (held, there) = (self.experts[i as usize].len(), self.experts[j as usize].len());
+        if f.is_none() && there >= self.memory(j) {
+            return false;
+        }
+        let moved = costs[e as usize] - f.map_or(0.0, |f| costs[f as usize]);
+        if f.is_some() && moved == 0.0 {
+            return false;
+        }
+        let part = |i: u32, more: f64, experts: usize| {
+            let before = self.roles[i as usize];
+            let load = if experts > 0 { before.load + more } else { 0.0 };
+            Part::new(i as usize, before, Role { member: true, holds: experts > 0, load })
+        };
+        let one = usize::from(f.is_none());
+        let parts = [part(i, -moved, held - one), part(j, moved, there + one)];
+        if !self.change_one(g, &parts, most) {
+            return false;
+        }
+        self.give(e, i, j);
+        f.into_iter().for_each(|f| self.give(f, j, i));
+        self.known(i as usize);
+        self.known(j as usize);
+        true
+    }
+
+    /// Where these devices change between two groups: the slowest link then, the limit, and the excess of all other groups.
+    fn others(&mut self, g: usize, h: usize, i: u32, back: Option<u32>) -> Others {
+        let to = |x: u32| match x {
+            _ if x == i => h as u32,
+            _ if Some(x) == back => g as u32,
+            _ => self.group_of[x as usize],
+        };
+        let slowest = self.placed.problem.slowest(to);
+        self.ops += slowest.unwrap_or(0) as u64 / 2;
+        if slowest == self.slowest {
+            let excess = self.excess - self.times[g].over - self.times[h].over;
+            return Others { slowest, limit: self.limit, excess };
+        }
+        let limit = self.limit_of(slowest);
+        self.ops += self.n() as u64;
+        let others = (0..self.groups.len()).filter(|&k| k != g && k != h);
+        Others { slowest, limit, excess: others.map(|k| self.group_times(k, limit).over).sum() }
+    }
+
+    /// Whether device `i` may go from group `g` to group `h`, and `back` from there to `g`, with an excess of at most `most`: what it sends there, to
+    /// experts where they are now, and experts as if they could be cut, leave that open.
+    fn hopeful(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, most: f64) -> Option<Others> {
+        if g == h {
+            return Some(Others { slowest: self.slowest, limit: self.limit, excess: 0.0 });
+        }
+        let others = self.others(g, h, i, back);
+        let (n, flops) = (self.n(), &self.placed.problem.flops);
+        let mut excess = others.excess;
+        for (into, to, out) in [(Some(i), h, back), (back, g, Some(i))] {
+            let flops_of = |i: Option<u32>| i.map_or(0.0, |i| flops[i as usize]);
+            let rate = self.rates[to] + flops_of(into) - flops_of(out);
+            let size = (self.groups[to].len() + usize::from(into.is_some()) - usize::from(out.is_some())) as f64;
+            let sent = into.map_or(0.0, |into| {
+                let sums = &self.sums[to * n + into as usize];
+                let to_out = out.map_or(0.0, |out| {
+                    let (links, role) = (&self.pairs[out as usize * n + into as usize], self.roles[out as usize]);
+                    if role.holds { links[0] + links[1] * role.load } else { 0.0 }
+                });
+                sums[0] + sums[1] - to_out
+            });
+            let compute = size * self.placed.experts.total / rate;
+            excess += (compute + sent - others.limit).max(0.0) + (size - 1.0) * (compute - others.limit).max(0.0);
+        }
+        self.ops += 4;
+        (excess <= most).then_some(others)
+    }
+
+    /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`; they and others hold what they are to hold, of which the sums know
+    /// nothing yet. Or nothing of the sort, and false, where the excess would be over `most`.
+    fn changed(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, others: Others, most: f64) -> bool {
+        let [mut into_g, mut into_h] = std::mem::take(&mut self.parts);
+        into_g.clear();
+        into_h.clear();
+        let none = Role::default();
+        let of = |j: u32| (j as usize, self.roles[j as usize], self.role(j as usize));
+        let stay = |g: usize, into: &mut Vec<Part>| {
+            let all = self.groups[g].iter().filter(|j| g == h || (**j != i && Some(**j) != back)).map(|&j| of(j));
+            let changing = all.filter(|(_, before, after)| before != after);
+            into.extend(changing.map(|(j, before, after)| Part::new(j, before, after)));
+        };
+        if g != h {
+            let (joins, leaves) = (
+                |j: u32| Part::new(j as usize, none, self.role(j as usize)),
+                |j: u32| Part::new(j as usize, self.roles[j as usize], none),
+            );
+            into_h.push(joins(i));
+            into_h.extend(back.map(leaves));
+            into_g.extend(back.map(joins));
+            into_g.push(leaves(i));
+            stay(g, &mut into_g);
+        }
+        stay(h, &mut into_h);
+        let changed = match (g == h, back) {
+            (true, _) => self.change_one(g, &into_h, most),
+            (false, None) => self.change_two((g, &into_g), (h, &into_h), &[(i, h)], others, most),
+            (false, Some(j)) => self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most),
+        };
+        if changed {
+            for part in into_g.iter().chain(&into_h).filter(|part| part.after.member) {
+                self.known(part.device);
+            }
+        }
+        self.parts = [into_g, into_h];
+        changed
+    }
+
+    /// A change inside group `g`, as far as sums and times go, unless the excess would be over `most`.
+    fn change_one(&mut self, g: usize, parts: &[Part], most: f64) -> bool {
+        let room = most - self.excess + self.times[g].over;
+        let Some(times) = self.after(g, parts, self.limit, room) else { return false };
+        self.enter(g, parts);
+        self.times[g] = times;
+        self.excess = self.times.iter().map(|times| times.over).sum();
+        true
+    }
+
+    /// The same in two groups, between which these devices move.
+    fn change_two(
+        &mut self,
+        (g, from_g): (usize, &[Part]),
+        (h, into_h): (usize, &[Part]),
+        moved: &[(u32, usize)],
+        Others { slowest, limit, excess }: Others,
+        most: f64,
+    ) -> bool {
+        let Some(there) = self.after(h, into_h, limit, most - excess) else { return false };
+        let Some(here) = self.after(g, from_g, limit, most - excess - there.over) else { return false };
+        self.enter(h, into_h);
+        self.enter(g, from_g);
+        for &(i, to) in moved {
+            let (from, flops) = (self.group_of[i as usize] as usize, self.placed.problem.flops[i as usize]);
+            self.rates[from] -= flops;
+            self.rates[to] += flops;
+            if let Some(place) = self.groups[from].iter().position(|&j| j == i) {
+                self.groups[from].swap_remove(place);
+            }
+            self.groups[to].push(i);
+            self.group_of[i as usize] = to as u32;
+        }
+        (self.times[g], self.times[h], self.slowest) = (here, there, slowest);
+        if limit != self.limit {
+            self.limit = limit;
+            for k in (0..self.groups.len()).filter(|&k| k != g && k != h) {
+                self.times[k] = self.group_times(k, limit);
+            }
+        }
+        self.excess = self.times.iter().map(|times| times.over).sum();
+        true
+    }
+}
