@@ -94,7 +94,7 @@ pub fn kernels(made: &Path) {
     let modules: Vec<&Module> =
         MODULES.iter().filter(built).filter(|m| source(&root, m).is_file() && !m.targets().is_empty()).collect();
     if modules.is_empty() {
-        fail("ARISTOS_CUDA_ARCHITECTURES names none of sm_80, sm_90, sm_90a");
+        fail("ARISTOS_CUDA_ARCHITECTURES names none of sm_80, sm_90, sm_90a, or ARISTOS_CUDA_LEFT_OUT all modules");
     }
 
     let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1).min(modules.len());

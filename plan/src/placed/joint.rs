@@ -11,14 +11,13 @@ mod give;
 mod moves;
 
 use super::Placed;
+use super::regroup::MOST_DEVICES;
 use super::search::FoundPlaced;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::random::Random;
 use crate::search::EXPONENTIAL;
 
-/// Sets of devices are bits.
-pub(super) const MOST_DEVICES: usize = u64::BITS as usize;
 /// Sums are added up anew after so many changes, as each change rounds them.
 const REFRESH: u64 = 4096;
 /// Steps after which temperature and target are set anew.
@@ -36,7 +35,7 @@ pub(super) struct Schedule {
 
 /// Of a pair of devices c and x, eta times: alpha and beta of what x sends to c, if that holds experts, and by the FLOP of these; alpha and beta
 /// of what c sends to x likewise, which all of a group do. Of a group and x: the sums over its members c.
-type Links = [f64; 4];
+type Lanes = [f64; 4];
 
 /// What one group takes, ms.
 #[derive(Clone, Copy, Debug, Default)]
@@ -64,7 +63,7 @@ struct Part {
     device: usize,
     after: Role,
     /// What it adds to the sums of each other device, in shares of their links.
-    shares: Links,
+    shares: Lanes,
 }
 
 impl Part {
@@ -79,7 +78,7 @@ impl Part {
     }
 
     #[inline]
-    fn add(&self, sums: &mut Links, links: &Links) {
+    fn add(&self, sums: &mut Lanes, links: &Lanes) {
         sums.iter_mut().zip(links).zip(self.shares).for_each(|((sum, link), share)| *sum += share * link);
     }
 }
@@ -98,9 +97,9 @@ struct Joint<'s, 'p, 'a, L> {
     groups: Vec<Vec<u32>>,
     group_of: Vec<u32>,
     /// Of devices c and x at c n + x; none of a device with itself.
-    pairs: Vec<Links>,
+    pairs: Vec<Lanes>,
     /// Of group g and device x at g n + x.
-    sums: Vec<Links>,
+    sums: Vec<Lanes>,
     /// By device: its experts, and what the sums have of it.
     experts: Vec<Vec<u32>>,
     roles: Vec<Role>,
@@ -130,7 +129,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         let pair = |at: usize| {
             let (c, x) = (at / n, at % n);
             if c == x {
-                return Links::default();
+                return Lanes::default();
             }
             let (to, from) = (placed.problem.links.link(x, c), placed.problem.links.link(c, x));
             let [to_beta, from_beta] = [to, from].map(|link| eta * link.beta_ms_per_mb * mb_per_flop);
@@ -189,7 +188,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
     }
 
     /// What the sums of its group are to have of device `i`, whose experts have changed.
-    fn known(&mut self, i: usize) {
+    fn settle(&mut self, i: usize) {
         self.roles[i] = self.role(i);
         self.ends[i] = self.load[i] / self.placed.problem.flops[i];
     }
@@ -201,10 +200,10 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         self.rates = self.groups.iter().map(|members| members.iter().map(|&i| flops[i as usize]).sum()).collect();
         for i in 0..n {
             self.load[i] = self.placed.load(&self.experts[i]);
-            self.known(i);
+            self.settle(i);
         }
         self.sums.clear();
-        self.sums.resize(self.groups.len() * n, Links::default());
+        self.sums.resize(self.groups.len() * n, Lanes::default());
         for (members, sums) in self.groups.iter().zip(self.sums.chunks_mut(n)) {
             for &i in members {
                 let part = Part::new(i as usize, Role::default(), self.roles[i as usize]);
@@ -244,6 +243,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         let flops = &self.placed.problem.flops;
         let (mut size, mut end, mut changing) = (members.len() as f64, 0.0f64, 0u64);
         for part in parts {
+            // By its membership.
             size += part.shares[2];
             changing |= 1 << part.device;
             if part.after.member {
@@ -333,11 +333,16 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
     }
 }
 
+/// What a device exchanges, given its sums, ms.
+#[inline]
+fn exchange_ms(sums: &Lanes, role: Role) -> f64 {
+    (sums[0] + sums[1]).max(if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
+}
+
 /// Counts in what one device of a group exchanges.
 #[inline]
-fn exchange(times: &mut Times, sums: &Links, role: Role, limit: f64) {
-    let received = if role.holds { sums[2] + sums[3] * role.load } else { 0.0 };
-    let ms = (sums[0] + sums[1]).max(received);
+fn exchange(times: &mut Times, sums: &Lanes, role: Role, limit: f64) {
+    let ms = exchange_ms(sums, role);
     times.longest = times.longest.max(ms);
     times.over += (times.compute + ms - limit).max(0.0);
 }

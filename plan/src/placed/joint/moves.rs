@@ -1,6 +1,6 @@
 //! Changes of groups and placement.
 
-use super::{Joint, Others, Part, Role};
+use super::{Joint, Others, Part, Role, exchange_ms};
 use crate::cluster::LinkTable;
 use crate::random::Random;
 
@@ -44,8 +44,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
 
     /// What device `i` would exchange with the members of a group as they are, ms.
     fn exchange_ms(&self, g: usize, i: u32) -> f64 {
-        let (sums, role) = (&self.sums[g * self.n() + i as usize], self.roles[i as usize]);
-        (sums[0] + sums[1]).max(if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
+        exchange_ms(&self.sums[g * self.n() + i as usize], self.roles[i as usize])
     }
 
     /// Two devices change places, each taking the other's experts, and, where they are not to be `kept` or do not fit, some of them to others or from
@@ -65,8 +64,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             let changed = self.change_one(g, &parts, most);
             if changed {
                 self.exchange_experts(i, j);
-                self.known(i as usize);
-                self.known(j as usize);
+                self.settle(i as usize);
+                self.settle(j as usize);
             }
             return changed;
         }
@@ -79,8 +78,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             let changed = self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most);
             if changed {
                 self.exchange_experts(i, j);
-                self.known(i as usize);
-                self.known(j as usize);
+                self.settle(i as usize);
+                self.settle(j as usize);
             }
             return changed;
         }
@@ -145,8 +144,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
         self.give(e, i, j);
         f.into_iter().for_each(|f| self.give(f, j, i));
-        self.known(i as usize);
-        self.known(j as usize);
+        self.settle(i as usize);
+        self.settle(j as usize);
         true
     }
 
@@ -229,7 +228,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         };
         if changed {
             for part in into_g.iter().chain(&into_h).filter(|part| part.after.member) {
-                self.known(part.device);
+                self.settle(part.device);
             }
         }
         self.parts = [into_g, into_h];
