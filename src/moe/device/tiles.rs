@@ -176,6 +176,10 @@ impl Problem {
 mod tests {
     use super::*;
 
+    fn problem(multiprocessors: f64, [experts, rows, hidden, intermediate]: [f64; 4]) -> Problem {
+        Problem { rows, experts, hidden, intermediate, gated: true, multiprocessors }
+    }
+
     fn tile(path: GemmPath, problem: Problem) -> String {
         let limits = DeviceLimits {
             capability: if path.is_hopper() { (9, 0) } else { (8, 0) },
@@ -190,14 +194,7 @@ mod tests {
 
     #[test]
     fn small_tiles_where_large_ones_are_fewer_than_multiprocessors() {
-        let problem = |experts, rows, hidden, intermediate| Problem {
-            rows,
-            experts,
-            hidden,
-            intermediate,
-            gated: true,
-            multiprocessors: 108.0,
-        };
+        let problem = |experts, rows, hidden, intermediate| problem(108.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Ampere, problem);
         // One of Mixtral's experts on each of 8 PEs: 16 tiles across for the second product, of which a decoding step has one row, training 32.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "64x128");
@@ -211,14 +208,7 @@ mod tests {
 
     #[test]
     fn narrow_tiles_where_wide_ones_leave_multiprocessors_without() {
-        let problem = |experts, rows, hidden, intermediate| Problem {
-            rows,
-            experts,
-            hidden,
-            intermediate,
-            gated: true,
-            multiprocessors: 132.0,
-        };
+        let problem = |experts, rows, hidden, intermediate| problem(132.0, [experts, rows, hidden, intermediate]);
         let tile = |problem| tile(GemmPath::Hopper, problem);
         // One of Mixtral's experts on each of 8 PEs, for few tokens: 16 wide tiles across for the second product. Training has enough of them.
         assert_eq!(tile(problem(1.0, 64.0, 4096.0, 14336.0)), "128x128");
