@@ -392,14 +392,14 @@ impl Storm {
         if !geteuid().is_root() {
             return None;
         }
-        let script = "import socket, sys\nname = bytes.fromhex(sys.argv[1])\nwhile True:\n    \
+        // It becomes the other user only once it runs: that user may not reach the interpreter (a root directory of
+        // mode 700).
+        let script = "import os, socket, sys\nname = bytes.fromhex(sys.argv[1])\nos.setgroups([])\n\
+            os.setgid(65534)\nos.setuid(65534)\nwhile True:\n    \
             one = socket.socket(socket.AF_UNIX)\n    one.setblocking(False)\n    \
             one.connect_ex(b'\\0' + name)\n    one.close()\n";
         let hex: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
-        let one = |_| {
-            use std::os::unix::process::CommandExt;
-            Command::new("python3").args(["-c", script, &hex]).uid(65534).gid(65534).spawn().unwrap()
-        };
+        let one = |_| Command::new("python3").args(["-c", script, &hex]).spawn().unwrap();
         Some(Storm((0..processes).map(one).collect()))
     }
 }
