@@ -34,7 +34,7 @@ KERNEL(aristos_all_reduce, REDUCE_THREADS, 1)(const Layer* layer, Pass pass) {
         turns.of[dev::thread()].list(l);
     }
     dev::sync_block();
-    const Reducer reducer(l, counted(l, pass), dev::block(), &l.stats->all_reduce_bytes);
+    const Reducer reducer(l, counted(l, pass), dev::block(), l.stats);
     VectorTurn &sent = turns.of[SUM_SENT], &reduced = turns.of[SUM_REDUCED], &copied = turns.of[SUM_COPIED];
     // What is reduced was sent a turn before, what is copied was reduced a turn before: so what peers do for it had time.
     while (copied.steps > 0) {

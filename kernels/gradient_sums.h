@@ -139,11 +139,11 @@ struct Reducer {
     ReduceShape r;
     u32 channel;
     u64 pass;
-    u64* bytes;  // that are put, counted
+    PassStats* stats;  // where what is put is counted
     u64 area;    // elements of one PE's places
 
-    DEVICE Reducer(const Layer& l, u64 of_pass, u32 of_channel, u64* count)
-        : layer(l), r(reduce_shape(l.shape)), channel(of_channel), pass(of_pass), bytes(count), area(reduce_area(l.shape) / 4) {}
+    DEVICE Reducer(const Layer& l, u64 of_pass, u32 of_channel, PassStats* counted)
+        : layer(l), r(reduce_shape(l.shape)), channel(of_channel), pass(of_pass), stats(counted), area(reduce_area(l.shape) / 4) {}
 
     // Where the piece of a holder's part begins in the vector, and its elements, 0 beyond the end.
     DEVICE u64 begin(const Turn& t, u32 holder) const { return holder * t.part + (u64(t.step) * r.channels + channel) * r.piece; }
@@ -187,7 +187,7 @@ struct Reducer {
             dev::sync_block();
             if (!direct) dev::put_block(place(0, me, of), to, u64(count) * 4, pe);
             else if (dev::thread() == 0) signal_world(layer, signal(0, me, of), stamp_of(of), pe);
-            count_put(count);
+            count_put(count, !direct);
         }
         signal_network(t, 0, [&](u32 holder) { return length(t, holder) > 0; });
     }
@@ -235,8 +235,9 @@ struct Reducer {
         }
         for (u32 i = 1; i < parts; i++) {
             const u32 holder = (mine + i) % parts, pe = t.holders[holder].pe;
-            if (!reaches(layer, pe)) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
-            count_put(count);
+            const bool far = !reaches(layer, pe);
+            if (far) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
+            count_put(count, far);
         }
         signal_network(t, 1, [&](u32) { return true; });
         return true;
@@ -275,9 +276,10 @@ struct Reducer {
         }
     }
 
-    DEVICE void count_put(u32 elements) const {
+    DEVICE void count_put(u32 elements, bool far) const {
         if (dev::thread() != 0) return;
-        dev::fetch_add(bytes, u64(elements) * 4);
+        dev::fetch_add(&stats->all_reduce_bytes, u64(elements) * 4);
+        if (far) dev::fetch_add(&stats->network_bytes, u64(elements) * 4);
     }
 };
 

@@ -196,7 +196,7 @@ struct PassStats {
     u64 dispatch_rows, combine_rows;
     u64 puts, signals, fences;
     u64 all_reduce_bytes;
-    u64 network_bytes;         // of these messages, without signals, those that only the network takes
+    u64 network_bytes;         // of all these, those put to PEs that only the network reaches; signals are not counted
     u64 relay_bytes;           // of rows that this PE read of a home on its host, and of its parts of results there
     u64 rounds;                // through the windows, at least 1
     u64 phase_block_ns[PHASES];  // block-nanoseconds in each phase, over all blocks of the persistent kernel

@@ -73,7 +73,7 @@ OUTLINE bool run_sum(Block& b, u32 channel, u32 part) {
     enter(b, PHASE_ALL_REDUCE);
     SumProgress& progress = l.sums[channel];
     VectorTurn& t = *reinterpret_cast<VectorTurn*>(b.scratch);
-    const Reducer reducer(l, b.pass.pass, channel, &b.state.stats.all_reduce_bytes);
+    const Reducer reducer(l, b.pass.pass, channel, &b.state.stats);
     if (part != SUM_LIST) {
         if (dev::thread() == 0) {
             begin_turn(l, b.pass, t, progress.at[part]);

@@ -58,7 +58,9 @@ DEVICE void put_record(const Layer& l, const Gathered& g, u64 forward, const voi
         if (!reaches(l, pe)) signal_world(l, g.signals + me, forward, pe);
     dev::fetch_add(&l.stats->puts, u64(n - 1));
     dev::fetch_add(&l.stats->signals, u64(n - 1));
-    if (far) dev::fetch_add(&l.stats->fences, u64(1));
+    if (!far) return;
+    dev::fetch_add(&l.stats->fences, u64(1));
+    dev::fetch_add(&l.stats->network_bytes, u64(far) * g.bytes);
 }
 
 // All threads: waits for the records of all others. False: some did not come.

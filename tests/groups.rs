@@ -138,7 +138,7 @@ impl<X: Exchange> Exchange for Forgetful<X> {
         self.of.regroup(groups, deadline)
     }
 
-    fn bytes_put(&self) -> u64 {
+    fn bytes_put(&self) -> [u64; 2] {
         self.of.bytes_put()
     }
 }

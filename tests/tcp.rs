@@ -540,6 +540,13 @@ const TESTS: &[(&str, fn())] = &[
             // Of three peers two are on the other host.
             let crossed = (after[0] - before[0]) as f64;
             assert!(crossed >= 0.6 * remote && remote > 500_000.0, "{transport}: {crossed} bytes of {remote}");
+            // Over `tcp` the network takes all; with `hybrid` what it takes is what crossed, less headers and acknowledgements.
+            let network = report["traffic"]["network_bytes"].as_f64().unwrap();
+            let is_what_crossed = network < crossed && crossed < 1.5 * network;
+            assert!(
+                if transport == "tcp" { network == remote } else { is_what_crossed },
+                "{transport}: {crossed} of {network}"
+            );
             loopback.push((after[1] - before[1]) as f64 / remote);
         }
         assert!(loopback[0] > 0.25 && loopback[1] < 0.05, "over loopback, of all bytes put: {loopback:?}");
@@ -559,10 +566,19 @@ const TESTS: &[(&str, fn())] = &[
                 let (crossed, config) = ((hosts.sent_bytes() - before) as f64, &report["config"]);
                 assert_eq!(report["check"]["passed"], true, "{report}");
                 assert_eq!((&config["transport"], &config["rows_per"]), (&transport.into(), &rows_per.into()));
-                (output, crossed)
+                let counted = ["network_bytes", "relay_bytes"].map(|key| report["traffic"][key].as_f64().unwrap());
+                (output, crossed, counted)
             };
-            let ((pe, each), (host, once)) = (cross("pe"), cross("host"));
+            let ((pe, each, of_each), (host, once, of_once)) = (cross("pe"), cross("host"));
             same(&pe, &host);
+            // What the report says crossed, and what the homes' hosts see of it.
+            if transport == "hybrid" {
+                assert!(
+                    of_once[0] < once && of_once[0] < 0.8 * of_each[0] && of_each[0] < each,
+                    "{of_once:?}, {of_each:?}"
+                );
+            }
+            assert!(of_once[1] > 0.0 && of_each[1] == 0.0, "{of_once:?}, {of_each:?}");
             // Each token's row there and back, forward and backward, in each step; besides, slots, headers, acknowledgements.
             let rows = 6.0 * 400.0 * 4.0 * (128.0 * 4.0);
             assert!(once > rows && once < 0.8 * each, "{once} bytes, {each} without, {rows} of rows");
@@ -615,12 +631,22 @@ const TESTS: &[(&str, fn())] = &[
         let layer =
             "--device emulated --tokens 160 --hidden 256 --intermediate 32 --experts 16 --top-k 8 --seed 7 --steps 3";
         let cross = |rows_per: &str| {
-            let to = format!("--rows-per {rows_per} --output {}", dir.path().join(rows_per).display());
+            let output = dir.path().join(rows_per);
+            let to = format!("--rows-per {rows_per} --output {}", output.display());
             let before = hosts.sent_bytes();
             let report = json(two_a_host(&hosts, "hybrid", &format!("run {layer} {to} --check --json")));
             assert_eq!(report["check"]["passed"], true, "{report}");
             assert_eq!(report["config"]["rows_per"], rows_per);
-            (hosts.sent_bytes() - before) as f64
+            let (crossed, traffic) = ((hosts.sent_bytes() - before) as f64, &report["traffic"]);
+            let network = traffic["network_bytes"].as_f64().unwrap();
+            // Besides, half of the results come to PE 0, and there are headers and acknowledgements.
+            let results = fs::metadata(output).unwrap().len() as f64 / 2.0;
+            assert!(
+                network + results < crossed && crossed < 1.2 * (network + results),
+                "{crossed}: {network}, {results}"
+            );
+            assert_eq!(traffic["relay_bytes"].as_u64().unwrap() > 0, rows_per == "host");
+            crossed
         };
         let (each, once) = (cross("pe"), cross("host"));
         // Each token's row of bf16 there and back, forward and backward, in each step; besides, slots, headers, acknowledgements.

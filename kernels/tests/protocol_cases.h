@@ -288,14 +288,15 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     return fences;
 }
 
-// Bytes of sums: of each unit the others' parts of this PE's values, and the own part's sums to each of them.
-inline u64 expected_sums(const world::Pe& p) {
+// Bytes of sums: of each unit the others' parts of this PE's values, and the own part's sums to each of them. To those PEs of which `of` says so.
+template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
     u64 bytes = 0;
     for (const SumUnit& u : p.sum_units) {
         if (u.parts == 0) continue;
         const u64 elements = u.batch == NONE ? reduce_elements(p.s) : expert_elements(p.s), part = reduce_part(elements, u.parts);
-        const u64 begin = std::min(elements, u.me * part), own = std::min(elements, begin + part) - begin;
-        bytes += 4 * (elements - own + (u.parts - 1) * own);
+        auto length = [&](u32 holder) { return std::min(elements, (holder + 1) * part) - std::min(elements, holder * part); };
+        for (u32 holder = 0; holder < u.parts; holder++)
+            if (holder != u.me && of(p.sum_holders[u.first + holder].pe)) bytes += 4 * (length(holder) + length(u.me));
     }
     return bytes;
 }
@@ -334,6 +335,7 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
         if (pe == me) continue;
         if (!backward && t.o.capacity > 0) {
             w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
+            if (is_far(t, me, pe)) w.network_bytes += s.n_experts * 4;
         }
         if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->home(pe, me)], me, pe, backward, backward && overflows(pe));
         if (t.w->home(me, pe) != pe && !t.w->serves(me, pe)) continue;
@@ -359,7 +361,10 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
             if (count > s.window_chunks) w.signals += (backward && overflows(me) ? 2 : 1) * (count - s.window_chunks);  // credits
     }
     w.fences = expected_fences(t, pairs, me, backward);
-    if (backward && t.o.copies > 1) w.all_reduce_bytes = expected_sums(*t.w->pes[me]);
+    if (backward && t.o.copies > 1) {
+        w.all_reduce_bytes = expected_sums(*t.w->pes[me], [](u32) { return true; });
+        w.network_bytes += expected_sums(*t.w->pes[me], [&](u32 pe) { return is_far(t, me, pe); });
+    }
     return w;
 }
 

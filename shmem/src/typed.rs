@@ -27,6 +27,7 @@ pub struct Shmem<T: Transport> {
     sync: Mutex<SyncWords>,
     channels: Mutex<Channels>,
     bytes_put: AtomicU64,
+    network_bytes_put: AtomicU64,
 }
 
 impl<T: Transport> Shmem<T> {
@@ -55,6 +56,7 @@ impl<T: Transport> Shmem<T> {
             sync: Mutex::new(SyncWords::new(arrived)),
             channels: Mutex::new(Channels::new(full, staging)),
             bytes_put: AtomicU64::new(0),
+            network_bytes_put: AtomicU64::new(0),
             transport,
         }
     }
@@ -172,10 +174,19 @@ impl<T: Transport> Shmem<T> {
         self.bytes_put.load(Ordering::Relaxed)
     }
 
+    /// Those of them that were put to PEs that loads and stores do not reach ([`Shmem::is_reachable`]).
+    pub fn network_bytes_put(&self) -> u64 {
+        self.network_bytes_put.load(Ordering::Relaxed)
+    }
+
     fn count(&self, bytes: usize, pe: usize) {
+        // Not an atomic addition, which costs a tenth of a small put: of threads that put at once one may go uncounted.
+        let add = |to: &AtomicU64| to.store(to.load(Ordering::Relaxed).wrapping_add(bytes as u64), Ordering::Relaxed);
         if pe != self.my_pe() {
-            // Not an atomic addition, which costs a tenth of a small put: of threads that put at once one may go uncounted.
-            self.bytes_put.store(self.bytes_put().wrapping_add(bytes as u64), Ordering::Relaxed);
+            add(&self.bytes_put);
+            if !self.is_reachable(pe) {
+                add(&self.network_bytes_put);
+            }
         }
     }
 

@@ -92,6 +92,12 @@ pub struct TrafficReport {
     pub signals: u64,
     /// Number of fences.
     pub fences: u64,
+    /// Of all bytes, those put to PEs that only a network reaches.
+    #[serde(default)]
+    pub network_bytes: u64,
+    /// With rows once per host, rows and parts of results that went between a home and the other PEs of its host, bytes.
+    #[serde(default)]
+    pub relay_bytes: u64,
 }
 
 impl TrafficReport {
@@ -103,6 +109,8 @@ impl TrafficReport {
         self.puts += other.puts;
         self.signals += other.signals;
         self.fences += other.fences;
+        self.network_bytes += other.network_bytes;
+        self.relay_bytes += other.relay_bytes;
     }
 }
 

@@ -430,6 +430,7 @@ pub(super) mod tests {
                 puts: 6,
                 signals: 9,
                 fences: 0,
+                ..TrafficReport::default()
             },
             expert_rows: expert_rows.map(|(expert, rows)| ExpertRows { expert, rows }).to_vec(),
             symmetric: SymmetricMemory { used_bytes: 100, peak_bytes: 200 - pe as u64, budget_bytes: 400 },
@@ -459,11 +460,13 @@ pub(super) mod tests {
 
     #[test]
     fn counts_are_summed_and_memory_is_the_largest() {
-        let (config, pes) = example();
+        let (config, mut pes) = example();
+        (pes[0].traffic.network_bytes, pes[1].traffic.network_bytes, pes[1].traffic.relay_bytes) = (500, 400, 30);
         let report = RunReport::merge(config, &pes);
         assert_eq!(report.traffic.remote_bytes, BTreeMap::from([("dispatch".into(), 6000), ("combine".into(), 600)]));
         assert_eq!((report.traffic.puts, report.traffic.signals), (12, 18));
         assert_eq!(report.remote_bytes_per_step, 2200.0);
+        assert_eq!((report.traffic.network_bytes, report.traffic.relay_bytes), (900, 30));
         assert_eq!(report.tokens_per_expert, [10, 400, 0, 190]);
         assert_eq!(report.expert_rows_per_pe.iter().sum::<u64>(), 600);
         let most = SymmetricMemory { used_bytes: 100, peak_bytes: 200, budget_bytes: 400 };

@@ -110,6 +110,11 @@ impl RunReport {
         let kinds: Vec<String> = kinds.map(|(kind, bytes)| format!("{kind} {}", mb(*bytes as f64 / steps))).collect();
         let kinds = if kinds.is_empty() { String::new() } else { format!(" ({})", kinds.join(", ")) };
         row("remote MB per step", mb(self.remote_bytes_per_step) + &kinds);
+        let (network, relayed) = (self.traffic.network_bytes as f64, self.traffic.relay_bytes as f64);
+        if network + relayed > 0.0 {
+            let relays = format!("; {} by way of homes, within hosts", mb(relayed / steps));
+            row("by network, MB per step", mb(network / steps) + if relayed > 0.0 { &relays } else { "" });
+        }
         let per_step = |n: u64| n as f64 / steps;
         let (puts, signals, fences) = (self.traffic.puts, self.traffic.signals, self.traffic.fences);
         let counts = [(puts, "puts"), (signals, "signals"), (fences, "fences")];
@@ -366,6 +371,7 @@ grad.experts.0.up_proj.weight      0.00e0     1.0e-5                          ok
         pes[1].expert_rows = Vec::new();
         let kinds = ["dispatch", "combine", "counts", "dispatch of gradients", "combine of gradients"];
         pes[0].traffic.remote_bytes = kinds.map(|kind| (kind.to_string(), 123_456_789_012)).into();
+        (pes[0].traffic.network_bytes, pes[0].traffic.relay_bytes) = (1_500_000, 6_000);
         let mut report = RunReport::merge(config, &pes);
         let name = |i: usize| format!("grad.model.layers.61.mlp.experts.{i}.a_rather_long_projection_name.weight");
         let tensors = (0..768).map(|i| {
@@ -379,6 +385,8 @@ grad.experts.0.up_proj.weight      0.00e0     1.0e-5                          ok
         let first = text.lines().find(|line| line.ends_with("FAILED")).unwrap();
         assert!(first.contains("NaN") && first.contains(".700."), "{first}");
         assert!(text.contains("(756 more, "));
+        let network = text.lines().find(|line| line.starts_with("by network, MB per step")).unwrap();
+        assert!(network.ends_with(" 0.500; 0.002 by way of homes, within hosts"), "{network}");
     }
 
     #[test]

@@ -292,5 +292,7 @@ pub(super) fn traffic(sent: &metrics::Traffic, all_reduce_bytes: u64) -> Traffic
         puts: sent.puts,
         signals: sent.signals,
         fences: sent.fences,
+        network_bytes: sent.network_bytes,
+        relay_bytes: sent.relay_bytes,
     }
 }

@@ -183,11 +183,14 @@ pub fn run_ahead<T: Transport + Send, E: Element>(
                 before.extend(forward(&mut layer, &x)?);
             }
             let range = splits[step % splits.len()][me].clone();
-            let bytes_put = shmem.bytes_put();
+            let (bytes_put, network) = (shmem.bytes_put(), shmem.network_bytes_put());
             let done = one_step(&mut layer, &source.hidden_states(range.clone()), &source.grad_output(range))?;
             // What the layer says it sent is what the one-sided layer sent for it.
             let [in_forward, in_backward] = done.all_reduce_bytes;
             assert_eq!((shmem.bytes_put() - bytes_put, 0), (done.traffic.total_bytes() + in_backward, in_forward));
+            // Of these transports each reaches all PEs by loads and stores, or none.
+            let by_network = if shmem.is_reachable((me + 1) % n) { 0 } else { shmem.bytes_put() - bytes_put };
+            assert_eq!((done.traffic.network_bytes, shmem.network_bytes_put() - network), (by_network, by_network));
             all.push((done, shmem.peak_bytes(), before));
         }
         layer.free()?;

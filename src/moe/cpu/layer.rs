@@ -57,7 +57,7 @@ pub struct Layer<S: AsShmem, E: Element, X: Exchange = OneGroup> {
     pub(super) pass_memory: Vec<Batch<E>>,
     pub(super) exchange: Option<X>,
     /// What passes since the last outcome put to other PEs, the sums of gradients included.
-    pub(super) pass_bytes: u64,
+    pub(super) pass_bytes: [u64; 2],
     /// The experts of the next passes' tokens, where the router is not to choose them.
     pub(super) choices: Option<Vec<u32>>,
     /// Pieces of experts that have moved, on all PEs alike.
@@ -182,7 +182,7 @@ impl<S: AsShmem, E: Element, X: Exchange> LayerBuilder<S, E, X> {
             spare: Vec::new(),
             pass_memory: Vec::new(),
             exchange,
-            pass_bytes: 0,
+            pass_bytes: [0; 2],
             choices: None,
             pieces: 0,
         })
@@ -225,6 +225,18 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
 
     /// Bytes put to other PEs so far, the sums of gradients included.
     pub fn bytes_put(&self) -> u64 {
-        self.pe().bytes_put() + self.exchange.as_ref().map_or(0, Exchange::bytes_put)
+        self.all_bytes_put()[0]
+    }
+
+    /// The same, and those of them that a network took.
+    pub(super) fn all_bytes_put(&self) -> [u64; 2] {
+        let [all, network] = self.exchange.as_ref().map_or([0; 2], Exchange::bytes_put);
+        [all + self.pe().bytes_put(), network + self.pe().network_bytes_put()]
+    }
+
+    /// Counts what was put since as a pass's.
+    pub(super) fn count_bytes_since(&mut self, before: [u64; 2]) {
+        let now = self.all_bytes_put();
+        self.pass_bytes = [0, 1].map(|kind| self.pass_bytes[kind] + now[kind] - before[kind]);
     }
 }

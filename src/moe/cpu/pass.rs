@@ -100,13 +100,15 @@ impl<S: AsShmem, E: Element, X: Exchange> MoeLayer for Layer<S, E, X> {
     }
 
     fn finish(&mut self, saved: &Saved<E>) -> Result<PassOutcome, MoeError> {
-        let (times_ns, traffic) = self.recorder.take();
+        let (times_ns, mut traffic) = self.recorder.take();
         let mut phases_s = times_ns.map(|ns| ns as f64 * 1e-9);
         // Time between passes is no pass's.
         phases_s[Phase::Idle.code()] = 0.0;
         phases_s[Phase::Move.code()] = 0.0;
         // What was put beyond the layer's own protocol are the sums of gradients.
-        let all_reduce_bytes = std::mem::take(&mut self.pass_bytes).saturating_sub(traffic.total_bytes());
+        let [all, network] = std::mem::take(&mut self.pass_bytes);
+        let all_reduce_bytes = all.saturating_sub(traffic.total_bytes());
+        traffic.network_bytes = network;
         Ok(PassOutcome {
             seconds: phases_s.iter().sum(),
             phases_s,
@@ -296,7 +298,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         let (h, me) = (self.spec.config.hidden, self.pe().my_pe());
         let tokens = x.len() / h;
         self.recorder.enter(Phase::Router);
-        let bytes_before = self.bytes_put();
+        let bytes_before = self.all_bytes_put();
         self.passes += 1;
         self.forwards += 1;
         let mut saved = self.spare.pop().unwrap_or_default();
@@ -342,7 +344,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
                 kernels::axpy(out, weight, shared);
             }
         }
-        self.pass_bytes += self.bytes_put() - bytes_before;
+        self.count_bytes_since(bytes_before);
         self.recorder.enter(Phase::Idle);
         Ok(saved)
     }
@@ -426,13 +428,13 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             Some(last) if *accumulate => (last, true),
             _ => (&mut *all, false),
         };
-        let bytes_before = self.bytes_put();
+        let bytes_before = self.all_bytes_put();
         let done = self.backward_into(experts, saved, x, grad_output, grad_input, grad_weights, into, take);
         if let (Some(last), true) = (last, add && done.is_ok()) {
             all.add(last);
         }
         self.gradients = Some(gradients);
-        self.pass_bytes += self.bytes_put() - bytes_before;
+        self.count_bytes_since(bytes_before);
         self.recorder.enter(if done.is_ok() { Phase::Idle } else { self.recorder.phase() });
         done
     }

@@ -28,8 +28,8 @@ pub trait Exchange {
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
     /// Experts are where `groups` has them from now on (collective over all PEs).
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
-    /// Bytes put to other PEs so far.
-    fn bytes_put(&self) -> u64;
+    /// Bytes put to other PEs so far, and those of them that a network took.
+    fn bytes_put(&self) -> [u64; 2];
 }
 
 /// The exchange of a layer whose group is the only one, and no expert has replicas.
@@ -69,7 +69,7 @@ impl Exchange for OneGroup {
         match *self {}
     }
 
-    fn bytes_put(&self) -> u64 {
+    fn bytes_put(&self) -> [u64; 2] {
         match *self {}
     }
 }
@@ -379,8 +379,8 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         shmem.barrier_all(deadline).map_err(error)
     }
 
-    fn bytes_put(&self) -> u64 {
-        self.shmem().bytes_put()
+    fn bytes_put(&self) -> [u64; 2] {
+        [self.shmem().bytes_put(), self.shmem().network_bytes_put()]
     }
 }
 

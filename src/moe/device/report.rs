@@ -49,6 +49,8 @@ pub fn outcome(stats: &PassStats, times: DevicePassTimes, spans: &[SpanRecord]) 
             puts: stats.puts,
             signals: stats.signals,
             fences: stats.fences,
+            network_bytes: stats.network_bytes,
+            relay_bytes: stats.relay_bytes,
         },
         all_reduce_bytes: stats.all_reduce_bytes,
         spans: spans.iter().filter_map(block_span).collect(),

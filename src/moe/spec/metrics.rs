@@ -89,6 +89,11 @@ pub struct Traffic {
     pub signals: u64,
     /// Fences.
     pub fences: u64,
+    /// Of all these bytes and those of the sums of gradients, what went to PEs that only a network reaches.
+    pub network_bytes: u64,
+    /// With rows once per host, rows that PEs got by way of a home on their host, and parts of results, their gradients of routing weights included,
+    /// that they put to it. On a CPU these bytes are among the others too.
+    pub relay_bytes: u64,
 }
 
 impl Traffic {
@@ -104,6 +109,8 @@ impl Traffic {
         self.puts += other.puts;
         self.signals += other.signals;
         self.fences += other.fences;
+        self.network_bytes += other.network_bytes;
+        self.relay_bytes += other.relay_bytes;
     }
 
     /// All bytes put to other PEs by the layer's protocol (not the gradient all-reduce).

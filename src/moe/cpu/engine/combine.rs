@@ -70,7 +70,11 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 (parts.slice(place), self.memory.stream_result(served, sibling, chunk), home)
             }
         };
+        let relayed = self.home_of(pe).is_some();
         let traffic = &mut self.rec.traffic;
+        if relayed {
+            traffic.relay_bytes += (pieces[0].len() + pieces[1].len()) as u64;
+        }
         traffic.combine_rows += range.len() as u64;
         traffic.combine_row_bytes += pieces[0].len() as u64;
         traffic.combine_slot_bytes += pieces[1].len() as u64;

@@ -207,6 +207,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         traffic.dispatch_rows += rows.len() as u64;
         traffic.dispatch_row_bytes += (rows.len() * row_bytes) as u64;
         traffic.dispatch_slot_bytes += slot_bytes.len() as u64;
+        traffic.relay_bytes += (rows.len() * row_bytes) as u64;
         put_pieces(self.shmem, place, data.chain(std::iter::once(slot_bytes)), signal, to, traffic);
     }
 
