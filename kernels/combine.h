@@ -251,7 +251,7 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
             if (row.first < row.end) written += row_bytes + (backward ? 4 * (row.end - row.first) : 0);
         }
         if (written) dev::shared_add(&b.state.stats.relay_bytes, u64(written));
-        post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), to_pe);
+        if (!ARISTOS_PLANTED(PART_LOST)) post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), to_pe);
         return true;
     }
     post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b), source);

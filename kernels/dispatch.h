@@ -84,7 +84,7 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
     const bool direct = reachable(l, pe);
     if (!direct) {
         dev::fence_sys();  // the network card reads it
-        network_put(m.mine, m.stage, bytes, l.tables.world + pe);
+        network_put(m.mine, m.stage, bytes, world_number(l, pe));
         if (dev::thread() == 0) b.state.stats.network_bytes += bytes;
     }
     if (dev::thread() != 0) return;

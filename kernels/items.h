@@ -183,8 +183,12 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
             if (!relayed(l, pe)) continue;
             next = dev::load_relaxed(c.emptied + pe);
             if (serves(l, pe) && next < emptied_told(b, source_chunks(b, pe))) (void)chunk_emptied(b, pe, next, note);
+        }
+    }
+    if (has(set, ITEM_RETURN) && l.shape.relays && b.step.mode != MODE_RECOMPUTE && came_local(c.layout, 1)) {
+        for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
             next = dev::load_relaxed(c.result + pe);
-            if (!any && b.step.mode != MODE_RECOMPUTE && next < source_chunks(b, pe)) (void)relayed_parts_came(b, pe, next, note);
+            if (relayed(l, pe) && next < source_chunks(b, pe)) (void)relayed_parts_came(b, pe, next, note);
         }
     }
     return any;

@@ -39,7 +39,7 @@ int check_shape(const LayerShape& s) {
     if (bad(s.max_local == 0 || s.max_local > MAX_LOCAL || s.max_local < s.n_local)) return field;
     if (bad(s.held < s.n_experts || s.held > s.n_pes * s.max_local)) return field;
     if (bad(s.hosts == 0 || s.hosts > s.n_pes)) return field;
-    if (bad(flag(s.relays) || (s.relays && s.bulk))) return field;
+    if (bad(flag(s.relays))) return field;
     if (bad(s.member >= s.members)) return field;
     if (bad(s.members == 0 || s.members > s.n_pes)) return field;
     if (bad(s.most_members < s.members || s.most_members > MAX_MEMBERS)) return field;

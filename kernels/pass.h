@@ -84,16 +84,16 @@ DEVICE void clear_next_counters(Block& b) {
 // that is used again is free only once its chunk has been copied.
 constexpr u32 PE_BARRIER = 1u << 16, BARRIER_NUMBER = 17;
 DEVICE u32 step_action(const Layer& l, u32 number) {
-    constexpr u32 DISPATCH = items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_ARRIVE, ITEM_SHARED);
+    const u32 dispatch = items(ITEM_OWN, ITEM_SEND, ITEM_LAYOUT, ITEM_ARRIVE, ITEM_SHARED) | (l.shape.relays ? items(ITEM_RELAY) : 0);
     if (!l.shape.bulk) {
         switch (number) {
-            case 0: return DISPATCH | items(ITEM_TASKS, ITEM_RETURN, ITEM_PLAIN) | (l.shape.relays ? items(ITEM_RELAY) : 0);
+            case 0: return dispatch | items(ITEM_TASKS, ITEM_RETURN, ITEM_PLAIN);
             case 1: return items(ITEM_FINAL);
             default: return 0;
         }
     }
     switch (number) {
-        case 0: return DISPATCH;
+        case 0: return dispatch;
         case 1: return PE_BARRIER;
         case 2: return items(ITEM_TASKS, ITEM_PLAIN);
         case 3: return PE_BARRIER | 1u << BARRIER_NUMBER;

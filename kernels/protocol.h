@@ -142,14 +142,16 @@ OUTLINE void network_signal(u64* mine, u64 value, const u32* world) {
     if (!ARISTOS_PLANTED(NO_FENCE_SYS)) dev::fence_sys();
     dev::signal_set(mine, value, *world);
 }
-// All threads: as dev::put_block, to a PE by where its number in the world is, which the network wants.
+// Where the number in the world is of a PE of the group, which the network wants.
+DEVICE const u32* world_number(const Layer& l, u32 pe) { return l.tables.world + (ARISTOS_PLANTED(FIRST_OF_GROUP) ? 0 : pe); }
+// All threads: as dev::put_block, to a PE by where its number in the world is.
 OUTLINE void network_put(void* mine, const void* from, u64 bytes, const u32* world) { dev::put_block(mine, from, bytes, *world); }
 
 // One thread. What the block stored before its last barrier is seen by whoever sees the signal: a release is cumulative. Over the network
 // that is so of what it read, too: who sees the signal may overwrite it. It may overtake puts that no fence_puts() came after.
 DEVICE void signal_peer(const Layer& l, u64* mine, u64 value, u32 pe) {
     if (reachable(l, pe)) return store_signal(at_peer(l, mine, pe), value);
-    network_signal(mine, value, l.tables.world + pe);
+    network_signal(mine, value, world_number(l, pe));
 }
 
 // ---- Errors and waits.

@@ -197,6 +197,13 @@ fn two_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
     })
 }
 
+/// Of three PEs on each: 0, 2 and 4 on the first.
+fn three_a_host(hosts: &Hosts, transport: &str, args: &str) -> Vec<Command> {
+    commands(6, hosts.address(0), args, |rank, args| {
+        hosts.command(rank % 2, env!("CARGO_BIN_EXE_aristos"), with_transport(transport, args))
+    })
+}
+
 /// All started; PE 0 last, as nothing says that it comes first.
 fn start_all(commands: Vec<Command>) -> Vec<Running> {
     let mut running: Vec<Running> = commands.into_iter().rev().map(start).collect();
@@ -434,8 +441,6 @@ const TESTS: &[(&str, fn())] = &[
         refused(here(2, &format!("run {SMALL} --output /nowhere/out")), &[0], &["/nowhere"]);
         #[cfg(not(feature = "cuda"))]
         refused(here(2, &format!("run {SMALL} --device cuda")), &[0], &["--device"]);
-        let bulk = format!("run {SMALL} --rows-per host --mode bulk");
-        refused(here(2, &bulk), &[0], &["--rows-per host with --mode bulk", "expected --mode pipelined"]);
         let mut different = here(3, &format!("run {SMALL}"));
         different[1].args(["--steps", "2"]);
         refused(different, &[1], &["PE 1: its arguments are not those of PE 0"]);
@@ -658,6 +663,43 @@ const TESTS: &[(&str, fn())] = &[
             &[0],
             &["--rows-per host with --transport tcp on emulated devices", "expected --transport hybrid"],
         );
+        hosts.assert_empty();
+    }),
+    // Two groups, of four PEs of both hosts and of two: rows cross once in each, with and without barriers, as the report says and the interfaces count.
+    ("hosts::rows_of_groups_cross_once", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let plan = dir.path().join("plan.json");
+        fs::write(&plan, binary::plan_of_two_groups()).unwrap();
+        let layer = format!(
+            "--tokens 120 --hidden 256 --intermediate 16 --experts 8 --top-k 4 --seed 7 --steps 3 --aux-loss-coef 0.01 --plan {}",
+            plan.display()
+        );
+        let engines: &[&str] =
+            if cfg!(feature = "emulate") { &["--dtype bf16", "--device emulated"] } else { &["--dtype bf16"] };
+        for engine in engines {
+            let cross = |rows_per: &str| {
+                let before = hosts.sent_bytes();
+                let args = format!("run {layer} {engine} --rows-per {rows_per} --check --json");
+                let report = json(three_a_host(&hosts, "hybrid", &args));
+                assert_eq!(report["check"]["passed"], true, "{args}: {report}");
+                let counted = ["network_bytes", "relay_bytes"].map(|key| report["traffic"][key].as_f64().unwrap());
+                ((hosts.sent_bytes() - before) as f64, counted)
+            };
+            let (each, [each_counted, none]) = cross("pe");
+            for more in ["", " --mode bulk"] {
+                let (once, [counted, relayed]) = cross(&format!("host{more}"));
+                // Of the four PEs' 80 tokens one of nearly two rows that cross, there and back, forward and backward, in three steps.
+                let rows = 3.0 * 80.0 * 4.0 * (256.0 * 2.0);
+                assert!(relayed > 0.0 && none == 0.0, "{engine}{more}: {relayed}, {none} by way of homes");
+                assert!(
+                    counted < once && once < 1.3 * counted,
+                    "{engine}{more}: {once} bytes crossed, {counted} counted"
+                );
+                assert!(each - once > 0.5 * rows, "{engine}{more}: {once} bytes, {each} without, {rows} of rows");
+                assert!(each_counted - counted > 0.5 * rows, "{engine}{more}: {counted} bytes, {each_counted} without");
+            }
+        }
         hosts.assert_empty();
     }),
     ("hosts::the_hosts_are_measured", || {

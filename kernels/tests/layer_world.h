@@ -38,6 +38,7 @@ struct Options {
     std::vector<Forward> passes;  // none: two, with changing counts of tokens
     std::vector<u8> reachable;    // as aristos_host_world; none: all
     std::vector<u32> host_of;     // of each PE, where rows cross once to each host; none: to each PE
+    std::vector<u32> group_of;    // of each PE: expert-parallel groups, each with all experts; none: one, and `copies` are replicas in it
     Path path = PATH_AMPERE;
     u64 seed = 1;                 // of all data
     u64 schedule = 1;             // of the emulator and of delays between launches
@@ -91,18 +92,28 @@ struct Layers {
         return v;
     }
 
-    // Copies of experts are on PEs of as many groups, which follow one another.
-    u32 group_hosts() const { return (o.hosts ? o.hosts : o.n_pes) / o.copies; }
-    u32 place(u32 e) const { return e % group_hosts(); }
+    // Without groups, copies of experts are on as many ranges of PEs, which follow one another; with them each group's PEs have all. A PE's range or group.
+    std::vector<std::vector<u32>> ranges;
+    u32 range_of(u32 pe) const { return o.group_of.empty() ? pe * o.copies / o.n_pes : o.group_of[pe]; }
+    void list_ranges() {
+        const u32 hosts = o.hosts ? o.hosts : o.n_pes;
+        if (!o.group_of.empty()) o.copies = *std::max_element(o.group_of.begin(), o.group_of.end()) + 1;
+        ranges.resize(o.copies);
+        for (u32 pe = 0; pe < hosts; pe++) ranges[o.group_of.empty() ? pe * o.copies / hosts : o.group_of[pe]].push_back(pe);
+    }
     // Where PE `from` sends what it has for expert `e`.
-    u32 holder(u32 e, u32 from) const { return place(e) + from * o.copies / o.n_pes * group_hosts(); }
+    u32 holder(u32 e, u32 from) const {
+        const auto& of = ranges[range_of(from)];
+        return of[e % of.size()];
+    }
     std::vector<u32> holders(u32 e) const {
         std::vector<u32> all;
-        for (u32 i = 0; i < o.copies; i++) all.push_back(place(e) + i * group_hosts());
+        for (const auto& of : ranges) all.push_back(of[e % of.size()]);
         return all;
     }
 
     explicit Layers(const Options& options) : o(options), random(options.seed) {
+        list_ranges();
         for (u32 i = 0; i < 2 && options.passes.empty(); i++) {
             Forward f;
             f.backward = o.training;
@@ -123,7 +134,7 @@ struct Layers {
         if (o.tile) s.tile_m = s.tile_n = o.tile;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
-        w = std::make_unique<World>(s, [&](u32 e) { return place(e); }, o.reachable, o.schedule, [&](u32 e) { return holders(e); }, o.host_of);
+        w = std::make_unique<World>(s, [&](u32 e) { return holders(e)[0]; }, o.reachable, o.schedule, [&](u32 e) { return holders(e); }, o.host_of, o.group_of);
         for (u32 e = 0; e <= o.experts; e++) {
             bool shared = e == o.experts, gated = shared || o.gated;
             u64 h = o.hidden, i = shared ? s.shared_intermediate : o.intermediate;
@@ -184,7 +195,7 @@ struct Layers {
         p.tables.router_f32 = p.router_f32.data();
         p.tables.shared_gate = p.s.shared_gate ? p.gate.data() : nullptr;
         p.tables.router = p.router.data();
-        aristos_layer(&p.s, &p.tables, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
+        aristos_layer(&p.s, &p.tables, reinterpret_cast<u64>(p.local), p.world_peer[pe], p.layer_bytes.data(), &p.info);
         for (const ResultArray& a : p.info.results) {
             if (a.at && aristos_host_tensor_map(reinterpret_cast<void*>(a.at), a.base, a.rows, a.cols, a.row_stride_bytes, RESULT_BOX_ROWS, 64, 2))
                 fail(aristos_host_error());
@@ -209,8 +220,11 @@ struct Layers {
     bool forward(u32 pe, Pass& p) {
         bool planned = o.host_plan ? plan(pe, u32(p.forward - o.first_forward))
                                    : w->launch(pe, KERNEL_ROUTE, "aristos_route", p) && w->launch(pe, KERNEL_PLAN, "aristos_plan", p);
-        return planned && w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : kernel("forward").c_str(), p) && !failed(pe);
+        if (!planned || !w->launch(pe, KERNEL_FORWARD, o.forward_kernel ? o.forward_kernel : kernel("forward").c_str(), p) || failed(pe)) return false;
+        return !sums_losses() || (w->launch(pe, KERNEL_SUM_LOSSES, "aristos_sum_losses", p) && !failed(pe));
     }
+    // Of several groups.
+    bool sums_losses() const { return w->groups.size() > 1 && (o.aux_loss != 0 || o.z_loss != 0); }
     bool backward(u32 pe, Pass& p, u64& hidden_bytes) {
         if (!w->launch(pe, KERNEL_BACKWARD, kernel("backward").c_str(), p) || failed(pe)) return false;
         hidden_bytes = w->pes[pe]->layer().stats->all_reduce_bytes;
@@ -241,9 +255,10 @@ struct Layers {
             u32* round_chunk = l.plan.round_chunk + u64(d) * (l.sizes.max_chunks + 1);
             u32* row_return = l.plan.row_return + u64(d) * s.max_tokens;
             // Rows by (first local expert, token).
-            auto at_d = [&](u32 k) { return w->home(pe, holder(l.routing.chosen[k], pe)) == d; };
+            const u32 dest = w->peers(pe)[d];
+            auto at_d = [&](u32 k) { return w->home(pe, holder(l.routing.chosen[k], pe)) == dest; };
             auto local = [&](u32 k) { return w->number_for(pe, l.routing.chosen[k], holder(l.routing.chosen[k], pe)); };
-            const u32 split = w->split(pe, d);
+            const u32 split = w->split(pe, dest);
             std::vector<std::pair<u32, u32>> heads;
             for (u32 t = 0; t < f.tokens[pe]; t++) {
                 l.plan.token_row[u64(d) * s.max_tokens + t] = NONE;

@@ -178,6 +178,43 @@ inline Options relays_running_ahead() {
     return o;
 }
 
+// Two groups of different sizes, each with all experts, whose gradients are summed over both; losses and capacity count over both.
+inline Options groups() {
+    Options o = base(5);
+    o.group_of = {1, 0, 0, 1, 0};
+    o.experts = 7, o.tokens = 20, o.bias = 1, o.capacity = 0.9, o.aux_loss = 0.1f, o.z_loss = 0.01f;
+    o.passes = {{{20, 9, 14, 3, 20}}, {{13, 0, 7, 20, 1}, false}, {{0, 0, 0, 0, 5}}, {{1, 20, 2, 11, 0}}};
+    return o;
+}
+// Rows once per host in two groups of two hosts of three PEs: one has one PE and two, the other two and one.
+inline Options groups_of_hosts() {
+    Options o = groups();
+    o.n_pes = 6, o.host_of = {0, 0, 1, 1, 0, 1}, o.group_of = {1, 0, 0, 1, 1, 0};
+    o.top_k = 3;
+    o.passes = {{{20, 9, 14, 3, 20, 8}}, {{13, 0, 7, 20, 1, 0}, false}, {{0, 0, 0, 0, 5, 0}}, {{1, 20, 2, 11, 0, 19}}};
+    return o;
+}
+inline Options groups_in_rounds() {
+    Options o = groups_of_hosts();
+    o.capacity = 0, o.top_k = 2, o.round_chunks = 1, o.hot = 1;
+    o.passes = {{{20, 9, 20, 3, 20, 8}, false, true}, {{20, 20, 20, 20, 20, 20}, true, true}, {{2, 3, 1, 4, 0, 5}}};
+    return o;
+}
+inline Options groups_in_one_place() {
+    Options o = groups_of_hosts();
+    o.capacity = 0, o.tokens = 40, o.window_chunks = 1, o.chunk_rows = 2;
+    o.passes = {{{40, 33, 17, 0, 8, 40}}, {{9, 40, 40, 12, 40, 0}}};
+    return o;
+}
+// Groups of two PEs of one host, of one and three PEs of two hosts, and of two and two.
+inline Options a_group_within_a_host() {
+    Options o = groups_of_hosts();
+    o.n_pes = 10, o.host_of = {4, 4, 2, 2, 4, 2, 2, 4, 2, 4}, o.group_of = {0, 1, 1, 1, 0, 1, 2, 2, 2, 2};
+    o.tokens = 12;
+    o.passes = {{{12, 9, 4, 3, 12, 8, 0, 7, 12, 2}}, {{3, 0, 7, 12, 1, 0, 12, 12, 5, 9}}};
+    return o;
+}
+
 // ---- The counters of a pass, from the routing alone.
 struct Pair {
     u32 rows = 0, slots = 0, rounds = 0;
@@ -185,15 +222,16 @@ struct Pair {
     std::vector<u32> member_rows, member_slots;  // of each PE that the destination stands for
 };
 inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
-    const LayerShape& s = t.w->s;
+    const u32 n = t.o.n_pes;
     const auto kept = t.kept(pass);
-    std::vector<std::vector<Pair>> all(s.n_pes, std::vector<Pair>(s.n_pes));
-    for (u32 from = 0; from < s.n_pes; from++) {
+    std::vector<std::vector<Pair>> all(n, std::vector<Pair>(n));
+    for (u32 from = 0; from < n; from++) {
+        const LayerShape& s = t.w->pes[from]->s;
         const auto& chosen = t.seen[from][pass].chosen;
         struct Row { u32 first = NONE; std::vector<u32> slots; };  // of each PE that the destination stands for
-        std::vector<std::vector<Row>> rows(s.n_pes);
+        std::vector<std::vector<Row>> rows(n);
         for (u32 token = 0; token < chosen.size() / s.top_k; token++) {
-            std::vector<Row> of(s.n_pes);
+            std::vector<Row> of(n);
             for (u32 i = token * s.top_k; i < (token + 1) * s.top_k; i++) {
                 if (!kept[from][i]) continue;
                 const u32 holder = t.holder(chosen[i], from), to = t.w->home(from, holder), number = t.w->number_for(from, chosen[i], holder);
@@ -201,10 +239,10 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
                 of[to].slots[number % t.w->split(from, to)]++;
                 of[to].first = std::min(of[to].first, number);
             }
-            for (u32 to = 0; to < s.n_pes; to++)
+            for (u32 to = 0; to < n; to++)
                 if (of[to].first != NONE) rows[to].push_back(of[to]);
         }
-        for (u32 to = 0; to < s.n_pes; to++) {
+        for (u32 to = 0; to < n; to++) {
             Pair& p = all[from][to];
             const u32 split = t.w->split(from, to);
             p.member_rows.assign(split, 0), p.member_slots.assign(split, 0);
@@ -234,19 +272,20 @@ inline std::vector<std::vector<Pair>> pairs_of(const Layers& t, u32 pass) {
 
 inline bool is_far(const Layers& t, u32 me, u32 pe) { return !t.o.reachable.empty() && !t.o.reachable[me * t.o.n_pes + pe] && pe != me; }
 // Without relays every PE is as one on the same host.
-inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.o.host_of.empty() || t.o.host_of[me] == t.o.host_of[pe]; }
+inline bool same_host(const Layers& t, u32 me, u32 pe) { return t.w->near(me, pe); }
 // Whether rows that went to `pe` are sent again in backward: with relays, whether any pair has several rounds.
 inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 pe) {
     bool any = false;
-    for (const auto& of : pairs)
-        for (u32 to = 0; to < t.o.n_pes; to++) any = any || ((to == pe || !t.o.host_of.empty()) && of[to].rounds > 1);
+    for (u32 from : t.w->peers(pe))
+        for (u32 to : t.w->peers(pe)) any = any || ((to == pe || t.w->pes[pe]->s.relays) && pairs[from][to].rounds > 1);
     return any;
 }
 
 // One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
 // waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers, where a window holds a round.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
-    const LayerShape& s = t.w->s;
+    const LayerShape& s = t.w->pes[me]->s;
+    const auto& group = t.w->peers(me);
     const u32 n = s.n_pes;
     const auto far = [&](u32 pe) { return is_far(t, me, pe); };
     // To whom rows go, and to whom results.
@@ -259,8 +298,9 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
         std::vector<bool> wave(n * s.round_chunks / s.window_chunks + 1, false);
         for (u32 index = 0, number = 0; index < s.round_chunks; index++) {
             for (u32 i = 1; i < n; i++) {
-                if (!listed((me + i) % n)) continue;
-                const Pair* p = of((me + i) % n);
+                const u32 pe = group[(s.my_pe + i) % n];
+                if (!listed(pe)) continue;
+                const Pair* p = of(pe);
                 const u32 at = number++ / s.window_chunks;
                 CHECK(at < n - 1 || s.window_chunks < s.round_chunks, "more waves than peers");
                 if (p && round < p->rounds && index < p->round_chunks[round]) wave[at] = true;
@@ -271,10 +311,10 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     auto out = [&](u32 pe) { return out_far(pe) ? &pairs[me][pe] : nullptr; };
     auto in = [&](u32 pe) { return in_far(pe) ? &pairs[pe][me] : nullptr; };
     auto again = [&](u32 pe) { return overflows(pe) ? out(pe) : nullptr; };
-    for (u32 pe = 0; pe < n; pe++) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->home(pe, me)].rounds});
+    for (u32 pe : group) most_rounds = std::max<u64>({most_rounds, pairs[me][pe].rounds, pairs[pe][t.w->home(pe, me)].rounds});
     for (u64 round = 0; round < most_rounds; round++) {
         bool header = false;
-        for (u32 pe = 0; pe < n; pe++) {
+        for (u32 pe : group) {
             const Pair* p = backward ? again(pe) : out(pe);
             header = header || (p && (p->rounds > round || (round == 0 && !backward)));
         }
@@ -283,8 +323,8 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
         chunks(out, out_far, round), chunks(in, in_far, round);
     }
     bool any = false;
-    for (u32 pe = 0; pe < n; pe++) any = any || far(pe);
-    if (!backward && t.o.capacity > 0) fences += any;
+    for (u32 pe = 0; pe < t.o.n_pes; pe++) any = any || far(pe);
+    if (!backward) fences += any * ((t.o.capacity > 0) + t.sums_losses());
     return fences;
 }
 
@@ -303,7 +343,7 @@ template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
 
 // What PE `me` has to do with the rows of `source`, which is on another host, besides results that a home returns to it.
 inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 me, u32 source, bool backward, bool again) {
-    const LayerShape& s = t.w->s;
+    const LayerShape& s = t.w->pes[me]->s;
     const u32 chunks = u32(rows.chunk_rows.size()), copies = again ? 2 : 1, headers = !backward ? std::max(1u, rows.rounds) : again ? rows.rounds : 0;
     const auto here = t.w->members(me);
     const u32 member = u32(std::find(here.begin(), here.end(), me) - here.begin());
@@ -322,21 +362,26 @@ inline void expect_relays(PassStats& w, const Layers& t, const Pair& rows, u32 m
 }
 
 inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
-    const LayerShape& s = t.w->s;
-    const u32 n = s.n_pes;
+    const LayerShape& s = t.w->pes[me]->s;
+    const u32 n = t.o.n_pes;
     const u64 losses = t.o.aux_loss != 0 || t.o.z_loss != 0 ? 8 * (2 + 2 * s.n_experts) : 0;
     const u64 header = ((4 * (8 + s.max_local) + 7) / 8 * 8 + losses + 15) / 16 * 16;
     auto overflows = [&](u32 pe) { return overflows_at(t, pairs, pe); };
     PassStats w{};
     w.rounds = 1;
-    for (const auto& row : pairs)
-        for (const Pair& p : row) w.rounds = std::max<u64>(w.rounds, p.rounds);
+    for (u32 from : t.w->peers(me))
+        for (const Pair& p : pairs[from]) w.rounds = std::max<u64>(w.rounds, p.rounds);
     for (u32 pe = 0; pe < n; pe++) {
         if (pe == me) continue;
         if (!backward && t.o.capacity > 0) {
             w.header_bytes += s.n_experts * 4, w.puts++, w.signals++;
             if (is_far(t, me, pe)) w.network_bytes += s.n_experts * 4;
         }
+        if (!backward && t.sums_losses()) {
+            w.all_reduce_bytes += losses, w.puts++, w.signals++;
+            if (is_far(t, me, pe)) w.network_bytes += losses;
+        }
+        if (t.w->group[pe] != t.w->group[me]) continue;
         if (!same_host(t, me, pe)) expect_relays(w, t, pairs[pe][t.w->home(pe, me)], me, pe, backward, backward && overflows(pe));
         if (t.w->home(me, pe) != pe && !t.w->serves(me, pe)) continue;
         const Pair none, &out = pairs[me][pe], &in = same_host(t, me, pe) || t.w->serves(me, pe) ? pairs[pe][me] : none;

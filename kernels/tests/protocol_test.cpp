@@ -27,6 +27,8 @@ enum PlantedFault : u32 {
     LATE_DONE,         // a block waits for its next task before it reports the last
     ITEM_DROPPED,      // an item is lost that was found during an epilogue
     NO_PART_CREDIT,    // a part of results is put to a place at the home that may not be free
+    PART_LOST,         // parts of results are not put
+    FIRST_OF_GROUP,    // what goes over the network goes to the group's first PE
 };
 inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
@@ -63,7 +65,7 @@ void any_schedule(const Options& o, u32 count) {
         for (const auto& pe : got.seen)
             for (const Snapshot& pass : pe) hidden += pass.hidden_bytes;
     }
-    CHECK((hidden > 0) == (o.copies > 1 && !o.bulk), "%llu bytes of sums in the persistent kernels", (unsigned long long)hidden);
+    CHECK((hidden > 0) == (want.o.copies > 1 && !o.bulk), "%llu bytes of sums in the persistent kernels", (unsigned long long)hidden);
     CHECK(world::failures == 0);
 }
 
@@ -92,6 +94,22 @@ CASE(relays_by_slots) { any_schedule(relays_by_slots(), seeds(30)); }
 CASE(relays_in_inference) { any_schedule(relays_in_inference(), seeds(12)); }
 CASE(unequal_hosts) { any_schedule(unequal_hosts(), seeds(12)); }
 CASE(relays_running_ahead) { any_schedule(relays_running_ahead(), seeds(30)); }
+CASE(relays_in_bulk) {
+    for (Options o : {relays_in_rounds(), relays_in_one_place()}) {
+        o.bulk = 1;
+        any_schedule(o, seeds(12));
+    }
+}
+CASE(groups) { any_schedule(groups(), seeds(12)); }
+CASE(groups_of_hosts) { any_schedule(groups_of_hosts(), seeds(12)); }
+CASE(groups_in_rounds) { any_schedule(groups_in_rounds(), seeds(12)); }
+CASE(groups_in_one_place) { any_schedule(groups_in_one_place(), seeds(12)); }
+CASE(a_group_within_a_host) { any_schedule(a_group_within_a_host(), seeds(12)); }
+CASE(groups_of_hosts_in_bulk) {
+    Options o = a_group_within_a_host();
+    o.bulk = 1;
+    any_schedule(o, seeds(8));
+}
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
 // The GEMM paths of the GPUs in the same rounds.
@@ -191,10 +209,35 @@ CASE(a_dead_peer_ends_the_waits_of_the_others) {
     add("never began, a home", 2, NEVER_BEGAN, 0, counts, [](Options& o) {
         o.n_pes = 4, o.host_of = {0, 0, 1, 1}, o.reachable = reach(4, REACH_NODES, 0), o.passes = {{{8, 8, 8, 8}}, {{8, 8, 8, 8}}};
     });
+    // By its number in its group, third of PEs 1 to 4; the other group ends its passes.
+    add("never began, a home in a group", 3, NEVER_BEGAN, 0, counts, [](Options& o) {
+        o.n_pes = 6, o.host_of = {0, 1, 0, 1, 0, 1}, o.group_of = {1, 0, 0, 0, 0, 1}, o.reachable = reach_hosts(o.host_of, 1);
+        o.passes = {{{8, 8, 8, 8, 8, 8}, false}, {{8, 8, 8, 8, 8, 8}, false}};
+    })->unharmed = {0, 5};
     std::vector<std::thread> threads;
     for (Dying& d : all) threads.emplace_back([&d] { d.run(); });
     for (auto& t : threads) t.join();
     for (const Dying& d : all) d.check();
+    CHECK(world::failures == 0);
+}
+
+// Homes wait for parts of other PEs of their hosts, which are named; in bulk too, where nothing else is missing between its barriers.
+CASE(a_part_that_does_not_come_is_named) {
+    for (u32 bulk : {0, 1}) {
+        Options o = relays();
+        o.bulk = bulk, o.delay_us = 0, o.wait_limit_ns = SECOND, o.passes = {{{30, 30, 30, 30}, false}};
+        Layers t(o);
+        planted = PART_LOST;
+        t.run();
+        planted = NO_FAULT;
+        u32 named = 0;
+        for (u32 pe = 0; pe < o.n_pes; pe++) {
+            const ErrorRecord& e = *t.w->pes[pe]->layer().error;
+            CHECK(e.kind == ERROR_TIMEOUT && e.what != WHAT_LOCAL && e.pe != pe, "pe %u: error %u pe %u what %u", pe, e.kind, e.pe, e.what);
+            named += e.what == WHAT_RESULTS && o.host_of[e.pe] == o.host_of[pe];
+        }
+        CHECK(named > 0, "no home named a PE of its host");
+    }
     CHECK(world::failures == 0);
 }
 
@@ -371,6 +414,14 @@ CASE(planted_item_dropped) { CHECK(caught(rounds_by_slots(), REACH_ALL, ITEM_DRO
 CASE(planted_no_part_credit) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_PART_CREDIT)); }
 CASE(planted_no_credit_by_way_of_a_home) { CHECK(caught(relays_in_one_place(), REACH_NONE, NO_CREDIT)); }
 CASE(planted_no_see_by_way_of_a_home) { CHECK(caught(relays(), REACH_NONE, NO_SEE)); }
+CASE(planted_no_part_credit_in_bulk) {
+    Options o = relays_in_one_place();
+    o.bulk = 1;
+    CHECK(caught(o, REACH_NONE, NO_PART_CREDIT));
+}
+CASE(planted_first_of_group) { CHECK(caught(groups_of_hosts(), REACH_NONE, FIRST_OF_GROUP)); }
+CASE(planted_no_credit_in_groups) { CHECK(caught(groups_in_one_place(), REACH_NONE, NO_CREDIT)); }
+CASE(planted_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, EARLY_SUM)); }
 CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
@@ -408,6 +459,12 @@ CASE(tsan_running_ahead) { orderly(running_ahead(), seeds(2)); }
 CASE(tsan_replicas) { orderly(brief(replicas(), {{{9, 5, 9, 3}}, {{3, 0, 2, 3}}}), seeds(3)); }
 CASE(tsan_relays) { orderly(brief(relays_in_one_place(), {{{30, 5, 17, 3}}, {{3, 0, 9, 3}}}), seeds(3)); }
 CASE(tsan_relays_in_rounds) { orderly(brief(relays_in_rounds(), {{{9, 5, 9, 3}, true, true}, {{3, 0, 2, 3}}}), seeds(2)); }
+CASE(tsan_groups_of_hosts) { orderly(brief(groups_in_one_place(), {{{30, 5, 17, 3, 0, 9}}, {{3, 0, 9, 3, 8, 1}}}), seeds(2)); }
+CASE(tsan_relays_in_bulk) {
+    Options o = relays_in_one_place();
+    o.bulk = 1;
+    orderly(brief(o, {{{9, 5, 17, 3}}}), seeds(2));
+}
 CASE(tsan_inference) { orderly(brief(inference(), {{{9, 9, 0}, false, true}, {{0, 7, 9}, false}}), seeds(2)); }
 CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }

@@ -103,43 +103,55 @@ struct Pe {
     std::vector<SumHolder> sum_holders;
     std::vector<MlpGradients> gradients;
     std::vector<std::vector<float>> shared_gradients;
-    std::vector<u64> peer;
+    std::vector<u64> peer, world_peer;
     std::vector<u32> far, far_back, relay;
     ~Pe() { std::free(local); }
     const Layer& layer() const { return *reinterpret_cast<const Layer*>(layer_bytes.data()); }
 };
 
-// All PEs, in one group; `place(expert)` says where an expert lives, and `replicas(expert)`, where given, where else it does.
+// All PEs, in one group unless said otherwise; `place(expert)` says where an expert lives, and `replicas(expert)`, where given, where else it does: in
+// its group, and in others. PEs are numbered in the world, but where the layer's tables have their numbers in a group.
 struct World {
-    LayerShape s;
+    LayerShape s;  // of the world, and with one group of that
     void* handle = nullptr;
     std::vector<std::unique_ptr<Pe>> pes;
 
-    // With relays, the host of each PE.
+    std::vector<u32> group;                // of each PE
+    std::vector<std::vector<u32>> groups;  // the PEs of each
+    const std::vector<u32>& peers(u32 pe) const { return groups[group[pe]]; }
+    static u32 index(const std::vector<u32>& in, u32 of) { return u32(std::find(in.begin(), in.end(), of) - in.begin()); }
+
+    // The host of each PE, where rows cross to each host once; and of each group, whether any is passed on in it.
     std::vector<u32> hosts;
+    std::vector<u8> relays;
+    bool near(u32 a, u32 b) const { return !relays[group[a]] || hosts[a] == hosts[b]; }
+    // The PEs of a PE's host, of its group.
     std::vector<u32> members(u32 pe) const {
         std::vector<u32> all;
-        for (u32 other = 0; other < s.n_pes; other++)
+        for (u32 other : peers(pe))
             if (hosts[other] == hosts[pe]) all.push_back(other);
         return all;
     }
-    // As src/moe/spec/hosts.rs.
+    // As src/moe/spec/hosts.rs, of PEs of a group.
     u32 home(u32 source, u32 target) const {
-        if (hosts.empty() || hosts[source] == hosts[target]) return target;
-        const std::vector<u32> of = members(source), to = members(target);
-        return to[u32(std::find(of.begin(), of.end(), source) - of.begin()) % to.size()];
+        if (near(source, target)) return target;
+        const std::vector<u32> to = members(target);
+        return to[index(members(source), source) % to.size()];
     }
-    bool serves(u32 pe, u32 source) const { return !hosts.empty() && hosts[source] != hosts[pe] && home(source, pe) == pe; }
+    bool serves(u32 pe, u32 source) const { return group[pe] == group[source] && !near(pe, source) && home(source, pe) == pe; }
     // Of how many PEs the experts are that a destination stands for.
-    u32 split(u32 source, u32 dest) const { return hosts.empty() || hosts[source] == hosts[dest] ? 1 : u32(members(dest).size()); }
+    u32 split(u32 source, u32 dest) const { return near(source, dest) ? 1 : u32(members(dest).size()); }
 
     World(LayerShape shape, const std::function<u32(u32)>& place, const std::vector<u8>& reachable = {}, u64 seed = 1,
-          const std::function<std::vector<u32>(u32)>& replicas = {}, const std::vector<u32>& hosts = {})
-        : s(shape), hosts(hosts) {
+          const std::function<std::vector<u32>(u32)>& replicas = {}, const std::vector<u32>& hosts = {}, const std::vector<u32>& group_of = {})
+        : s(shape), group(group_of), hosts(hosts) {
         const u32 n = s.n_pes;
         s.n_world = n;
         s.channels = s.blocks;
-        std::vector<u32> owner(s.n_experts), index(s.n_experts), locals(n, 0), first_place(n + 1, 0), place_pe, first_holder{0}, holder_place;
+        if (group.empty()) group.assign(n, 0);
+        groups.resize(*std::max_element(group.begin(), group.end()) + 1);
+        for (u32 pe = 0; pe < n; pe++) groups[group[pe]].push_back(pe);
+        std::vector<u32> owner(s.n_experts), index(s.n_experts), locals(n, 0);
         std::vector<std::vector<u32>> holders(s.n_experts), numbers(s.n_experts);
         for (u32 e = 0; e < s.n_experts; e++) {
             if (replicas) holders[e] = replicas(e);
@@ -151,50 +163,32 @@ struct World {
             s.summed |= holders[e].size() > 1;
         }
         holding = holders, numbering = numbers;
-        for (u32 pe = 0; pe < n; pe++) {
-            first_place[pe + 1] = first_place[pe] + locals[pe];
-            place_pe.insert(place_pe.end(), locals[pe], pe);
-        }
-        for (u32 e = 0; e < s.n_experts; e++) {
-            for (size_t i = 0; i < holders[e].size(); i++) holder_place.push_back(first_place[holders[e][i]] + numbers[e][i]);
-            first_holder.push_back(u32(holder_place.size()));
-        }
-        s.held = u32(holder_place.size());
-        s.max_local = 0, s.hosts = 0;
-        for (u32 l : locals) s.max_local = std::max(s.max_local, l), s.hosts += l > 0;
-        s.members = s.most_members = 1;
-        s.relays = !hosts.empty();
-        for (u32 pe = 0; pe < n && s.relays; pe++) {
-            u32 served = 0, windows = 0, most = 0;
-            for (u32 q = 0; q < n; q++) served += serves(pe, q), windows += q != pe && (serves(pe, q) || hosts[q] == hosts[pe]);
-            for (u32 q : members(pe)) most = std::max(most, locals[q]);
-            s.served = std::max(s.served, served), s.windows = std::max(s.windows, windows);
-            s.most_members = std::max(s.most_members, u32(members(pe).size()));
-            s.max_local = std::max(s.max_local, most * u32(members(pe).size()));
-        }
         const u32 chunks = (s.max_tokens + s.chunk_rows - 1) / s.chunk_rows;
         if (s.round_chunks == 0) s.round_chunks = chunks;
         s.round_chunks = std::min(s.round_chunks, chunks);
         if (s.window_chunks == 0) s.window_chunks = s.round_chunks;
         s.window_chunks = std::min(s.window_chunks, s.round_chunks);
-        const u32 slots = std::min(s.top_k, s.max_local);
-        if (s.round_slots == 0) s.round_slots = s.round_chunks * s.chunk_rows * slots;
-        s.round_slots = std::max(s.round_slots, s.chunk_rows * slots);
+        for (const auto& of : groups) relays.push_back(relays_in(of));
+        std::vector<LayerShape> shapes;
+        for (const auto& of : groups) shapes.push_back(group_shape(of, locals));
+        if (groups.size() == 1) s = shapes[0];
         u64 heap = 0;
         for (u32 pe = 0; pe < n; pe++) {
             pes.push_back(std::make_unique<Pe>());
             Pe& p = *pes.back();
-            p.s = s;
-            p.s.my_pe = p.s.world_pe = pe;
+            p.s = shapes[group[pe]];
+            p.s.my_pe = World::index(peers(pe), pe), p.s.world_pe = pe;
             p.s.n_local = locals[pe];
             p.owner = owner, p.local_index = index;
-            p.first_place = first_place, p.place_pe = place_pe, p.first_holder = first_holder, p.holder_place = holder_place;
-            if (s.relays) list_relays(p, holders, numbers, locals);
+            list_places(p, locals);
+            if (p.s.relays) list_relays(p);
             // Shares at random, the same each time.
             std::mt19937 random(u32(seed) + pe);
-            for (auto& of : holders) {
-                for (size_t i = 1; i < of.size(); i++) p.holder_until.push_back(u64(random()));
-                std::sort(p.holder_until.end() - long(of.size() - 1), p.holder_until.end());
+            for (u32 e = 0; e < s.n_experts; e++) {
+                const long count = long(p.first_holder[e + 1] - p.first_holder[e]);
+                if (count == 0) continue;
+                for (long i = 1; i < count; i++) p.holder_until.push_back(u64(random()));
+                std::sort(p.holder_until.end() - (count - 1), p.holder_until.end());
                 p.holder_until.push_back(u64(1) << 32);
             }
             list_sums(p, holders, numbers);
@@ -210,6 +204,37 @@ struct World {
     }
     ~World() { aristos_host_free(handle); }
 
+    // Whether a row of a group has anybody to be passed on to.
+    bool relays_in(const std::vector<u32>& of) const {
+        bool several = false, apart = false;
+        for (u32 a : of)
+            for (u32 b : of)
+                if (!hosts.empty() && a != b) (hosts[a] == hosts[b] ? several : apart) = true;
+        return several && apart;
+    }
+    // The shape of a group's layers, but for what is each PE's.
+    LayerShape group_shape(const std::vector<u32>& of, const std::vector<u32>& locals) const {
+        LayerShape g = s;
+        g.n_pes = u32(of.size());
+        g.held = g.max_local = g.hosts = 0;
+        for (u32 pe : of) g.held += locals[pe], g.max_local = std::max(g.max_local, locals[pe]), g.hosts += locals[pe] > 0;
+        g.members = g.most_members = 1;
+        g.relays = relays_in(of);
+        for (u32 pe : of) {
+            if (!g.relays) break;
+            u32 served = 0, windows = 0, most = 0;
+            for (u32 q : of) served += serves(pe, q), windows += q != pe && (serves(pe, q) || hosts[q] == hosts[pe]);
+            for (u32 q : members(pe)) most = std::max(most, locals[q]);
+            g.served = std::max(g.served, served), g.windows = std::max(g.windows, windows);
+            g.most_members = std::max(g.most_members, u32(members(pe).size()));
+            g.max_local = std::max(g.max_local, most * u32(members(pe).size()));
+        }
+        const u32 slots = std::min(g.top_k, g.max_local);
+        if (g.round_slots == 0) g.round_slots = g.round_chunks * g.chunk_rows * slots;
+        g.round_slots = std::max(g.round_slots, g.chunk_rows * slots);
+        return g;
+    }
+
     // The number of expert `e` at PE `pe`, which holds it; NONE elsewhere.
     u32 number(u32 e, u32 pe) const {
         for (size_t i = 0; i < holding[e].size(); i++)
@@ -218,68 +243,74 @@ struct World {
     }
     // The same where rows of `source` go: at the PE, or at its home.
     u32 number_for(u32 source, u32 e, u32 pe) const {
-        if (hosts.empty() || hosts[source] == hosts[pe]) return number(e, pe);
+        if (near(source, pe)) return number(e, pe);
         const auto all = members(pe);
-        return number(e, pe) * u32(all.size()) + u32(std::find(all.begin(), all.end(), pe) - all.begin());
+        return number(e, pe) * u32(all.size()) + index(all, pe);
     }
 
-    // Who stands for whom, and where experts are as this PE sees it.
-    void list_relays(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers, const std::vector<u32>& locals) const {
-        const u32 n = s.n_pes, me = p.s.my_pe;
+    // Where the experts of a PE's group are; with relays as this PE sees it: at homes.
+    void list_places(Pe& p, const std::vector<u32>& locals) const {
+        const u32 me = p.s.world_pe;
+        const auto& of = peers(me);
+        p.first_place.assign(1, 0);
+        for (u32 q : of) {
+            u32 places = locals[q];
+            if (!near(me, q)) {
+                const auto all = members(q);
+                for (u32 m : all) places = std::max(places, locals[m]);
+                places = home(me, q) == q ? places * u32(all.size()) : 0;
+            }
+            p.first_place.push_back(p.first_place.back() + places);
+            p.place_pe.insert(p.place_pe.end(), places, index(of, q));
+        }
+        p.s.held = std::max<u32>(p.s.held, p.first_place.back());
+        p.first_holder.assign(1, 0);
+        for (u32 e = 0; e < s.n_experts; e++) {
+            for (u32 q : holding[e])
+                if (group[q] == group[me]) p.holder_place.push_back(p.first_place[index(of, home(me, q))] + number_for(me, e, q));
+            p.first_holder.push_back(u32(p.holder_place.size()));
+        }
+    }
+    // Who stands for whom.
+    void list_relays(Pe& p) const {
+        const u32 me = p.s.world_pe;
+        const auto& of = peers(me);
+        const u32 n = u32(of.size());
         const auto here = members(me);
-        p.s.members = u32(here.size()), p.s.member = u32(std::find(here.begin(), here.end(), me) - here.begin());
+        p.s.members = u32(here.size()), p.s.member = index(here, me);
         p.relay.assign(RELAY_TABLES * n, NONE);
         // Windows at a PE: of all that put rows there, in their order.
         auto window = [&](u32 at, u32 source) {
             u32 number = 0;
-            for (u32 q = 0; q < source; q++) number += q != at && (hosts[q] == hosts[at] || serves(at, q));
+            for (u32 q : of) number += q < source && q != at && (hosts[q] == hosts[at] || serves(at, q));
             return number;
         };
         auto number = [&](u32 at, u32 source) {
             u32 count = 0;
-            for (u32 q = 0; q < source; q++) count += serves(at, q);
+            for (u32 q : of) count += q < source && serves(at, q);
             return count;
         };
-        p.first_place.assign(1, 0), p.place_pe.clear();
-        for (u32 q = 0; q < n; q++) {
-            const bool near = hosts[q] == hosts[me];
-            if (!near) p.relay[RELAY_HOME * n + q] = home(q, me);
-            if (q != me && home(me, q) == q) p.relay[RELAY_TO * n + q] = window(q, me);
-            if (q != me) p.relay[RELAY_FROM * n + q] = window(near ? me : home(q, me), q);
-            if (!near) p.relay[RELAY_NUMBER * n + q] = number(home(q, me), q);
-            const auto split = members(q);
-            p.relay[RELAY_SPLIT * n + q] = near ? 1 : u32(split.size());
-            u32 places = 0;
-            for (u32 m : split) places = std::max(places, locals[m] * u32(split.size()));
-            if (near) places = locals[q];
-            else if (home(me, q) != q) places = 0;
-            p.first_place.push_back(p.first_place.back() + places);
-            p.place_pe.insert(p.place_pe.end(), places, q);
+        for (u32 i = 0; i < n; i++) {
+            const u32 q = of[i];
+            if (!near(me, q)) p.relay[RELAY_HOME * n + i] = index(of, home(q, me));
+            if (q != me && home(me, q) == q) p.relay[RELAY_TO * n + i] = window(q, me);
+            if (q != me) p.relay[RELAY_FROM * n + i] = window(near(me, q) ? me : home(q, me), q);
+            if (!near(me, q)) p.relay[RELAY_NUMBER * n + i] = number(home(q, me), q);
+            p.relay[RELAY_SPLIT * n + i] = split(me, q);
         }
-        p.s.held = std::max<u32>(s.held, p.first_place.back());
-        p.holder_place.clear();
-        for (u32 e = 0; e < s.n_experts; e++) {
-            for (size_t i = 0; i < holders[e].size(); i++) {
-                const u32 q = holders[e][i];
-                const auto split = members(q);
-                const u32 place = hosts[q] == hosts[me] ? numbers[e][i]
-                                                        : numbers[e][i] * u32(split.size()) + u32(std::find(split.begin(), split.end(), q) - split.begin());
-                p.holder_place.push_back(p.first_place[home(me, q)] + place);
-            }
-        }
-        p.relay.insert(p.relay.end(), here.begin(), here.end());
+        for (u32 q : here) p.relay.push_back(index(of, q));
         const size_t count = p.relay.size();
         p.relay.push_back(0);
-        for (u32 q = 0; q < n; q++)
-            if (serves(me, q)) p.relay.push_back(q), p.relay[count]++;
+        for (u32 q : of)
+            if (serves(me, q)) p.relay.push_back(index(of, q)), p.relay[count]++;
     }
     std::vector<std::vector<u32>> holding, numbering;  // by expert: its holders, and its number at each
 
     // The units of a PE's sums, as the host has them.
     void list_sums(Pe& p, const std::vector<std::vector<u32>>& holders, const std::vector<std::vector<u32>>& numbers) const {
-        std::vector<u32> before(s.n_pes, 0), all;
+        std::vector<u32> before(s.n_world, 0), all;
         auto add = [&](u32 batch, const std::vector<u32>& of) {
-            const u32 me = u32(std::find(of.begin(), of.end(), p.s.my_pe) - of.begin()), parts = u32(of.size());
+            const u32 me = index(of, p.s.world_pe), parts = u32(of.size());
             if (me == parts || parts < 2) return;
             p.sum_units.push_back({batch, parts, me, u32(p.sum_holders.size())});
             for (u32 pe : of) {
@@ -288,10 +319,10 @@ struct World {
             }
         };
         for (u32 e = 0; e < s.n_experts; e++) {
-            const auto at = std::find(holders[e].begin(), holders[e].end(), p.s.my_pe);
+            const auto at = std::find(holders[e].begin(), holders[e].end(), p.s.world_pe);
             if (at != holders[e].end()) add(numbers[e][u32(at - holders[e].begin())], holders[e]);
         }
-        for (u32 pe = 0; pe < s.n_pes; pe++) all.push_back(pe);
+        for (u32 pe = 0; pe < s.n_world; pe++) all.push_back(pe);
         add(NONE, all);
         p.sum_units.push_back({});
     }
@@ -319,7 +350,8 @@ struct World {
                 g.up_bias = gradient(i), g.down_bias = gradient(h);
             }
         }
-        for (u32 q = 0; q < s.n_pes; q++) p.peer.push_back(aristos_host_heap(handle, pe, q));
+        for (u32 q = 0; q < s.n_world; q++) p.world_peer.push_back(aristos_host_heap(handle, pe, q));
+        for (u32 q : peers(pe)) p.peer.push_back(p.world_peer[q]), p.numbers.push_back(q);
         Tables& t = p.tables;
         t.router = p.router.data(), t.router_f32 = p.router_f32.data();
         t.router_bias = s.correction_bias ? p.bias.data() : nullptr;
@@ -327,28 +359,29 @@ struct World {
         t.first_place = p.first_place.data(), t.place_pe = p.place_pe.data();
         t.first_holder = p.first_holder.data(), t.holder_place = p.holder_place.data(), t.holder_until = p.holder_until.data();
         t.sum_units = p.sum_units.data(), t.sum_holders = p.sum_holders.data();
-        for (u32 q = 0; q < s.n_pes; q++) p.numbers.push_back(q);
-        t.world = p.numbers.data(), t.world_peer = p.peer.data();
+        t.world = p.numbers.data(), t.world_peer = p.world_peer.data();
         t.gradients = p.gradients.data();
         t.grad_router = p.grad_router.data(), t.grad_shared_gate = p.grad_gate.data();
         t.peer = p.peer.data();
-        p.far.assign(1 + 2 * s.n_pes, 0), p.far_back = p.far;
-        for (u32 i = 1; i < s.n_pes; i++) {
-            const u32 other = (pe + i) % s.n_pes;
-            if (p.peer[other]) continue;
+        const auto& of = peers(pe);
+        const u32 n = u32(of.size());
+        p.far.assign(1 + 2 * n, 0), p.far_back = p.far;
+        for (u32 i = 1; i < n; i++) {
+            const u32 number = (p.s.my_pe + i) % n, other = of[number];
+            if (p.peer[number]) continue;
             auto list = [&](std::vector<u32>& far) {
-                far[1 + s.n_pes + other] = far[0];
-                far[1 + far[0]++] = other;
+                far[1 + n + number] = far[0];
+                far[1 + far[0]++] = number;
             };
             if (home(pe, other) == other) list(p.far);
-            if (hosts.empty() || hosts[other] == hosts[pe] || serves(pe, other)) list(p.far_back);
+            if (near(pe, other) || serves(pe, other)) list(p.far_back);
         }
         t.far = p.far.data(), t.far_back = p.far_back.data(), t.relay = p.relay.data();
         p.local = static_cast<char*>(std::aligned_alloc(256, (p.info.local_bytes + 255) / 256 * 256));
         // What nobody writes must not look like a value.
         std::memset(p.local, 0xa5, p.info.local_bytes);
         p.layer_bytes.resize(p.info.layer_bytes);
-        aristos_layer(&p.s, &t, reinterpret_cast<u64>(p.local), p.peer[pe], p.layer_bytes.data(), &p.info);
+        aristos_layer(&p.s, &t, reinterpret_cast<u64>(p.local), p.world_peer[pe], p.layer_bytes.data(), &p.info);
         std::memset(reinterpret_cast<char*>(p.info.local_zero), 0, p.info.local_zero_bytes);
     }
 
@@ -381,7 +414,7 @@ struct World {
     // `work(pe)` of all PEs, concurrently.
     void all(const std::function<void(u32)>& work) const {
         std::vector<std::thread> threads;
-        for (u32 pe = 0; pe < s.n_pes; pe++) threads.emplace_back(work, pe);
+        for (u32 pe = 0; pe < s.n_world; pe++) threads.emplace_back(work, pe);
         for (auto& t : threads) t.join();
     }
 

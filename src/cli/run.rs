@@ -325,7 +325,6 @@ impl Args {
         let wire = self.wire.map(|WireArg::Bf16| Dtype::Bf16);
         ensure!(wire.is_none() || device == DeviceKind::Cpu, "--wire bf16 on a device, expected --device cpu");
         if self.rows_per == RowsPerArg::Host {
-            ensure!(self.mode == ModeArg::Pipelined, "--rows-per host with --mode bulk, expected --mode pipelined");
             let transport = self.transport.name();
             if device == DeviceKind::Emulated {
                 let reach = self.transport == TransportArg::Hybrid;

@@ -21,7 +21,12 @@ pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
 }
 
 fn on_device(job: &PreparedRun) -> DeviceOptions {
-    DeviceOptions { path: job.request.gemm, tile: job.request.tile, groups: Some(job.groups.clone()) }
+    DeviceOptions {
+        path: job.request.gemm,
+        tile: job.request.tile,
+        groups: Some(job.groups.clone()),
+        hosts: job.world_hosts(),
+    }
 }
 
 fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu) -> Result<()> {

@@ -193,13 +193,15 @@ impl PreparedRun {
         self.groups.experts(self.rank(pe))
     }
 
+    /// The hosts of the PEs that are left, where rows are to cross between them once.
+    fn world_hosts(&self) -> Hosts {
+        Hosts::new(self.hosts.clone()).of(&self.world)
+    }
+
     /// The layer of a group.
     fn layer_spec(&self, group: usize) -> LayerSpec {
         let mut options = self.request.options.clone();
-        if !self.hosts.is_empty() {
-            options.hosts =
-                Hosts::new(self.groups.members(group).iter().map(|place| self.hosts[self.world[*place]]).collect());
-        }
+        options.hosts = self.world_hosts().of(self.groups.members(group));
         let spec = LayerSpec::new(self.config.clone(), self.world.len(), self.max_tokens())
             .placement(self.groups.placement(group).clone())
             .dtype(self.request.dtype)

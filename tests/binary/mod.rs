@@ -285,7 +285,22 @@ pub fn plan_with_replicas(groups: usize) -> String {
         ),
         group("[1, 2]", r#"{"1": [0, 2, 4, 6], "2": [1, 3, 5, 7]}"#, "[]"),
     ];
-    let groups = if groups == 1 { one } else { two.join(", ") };
+    plan_of(&if groups == 1 { one } else { two.join(", ") })
+}
+
+/// The same without replicas for six PEs, in two groups: of PEs 5, 0, 3 and 2, and of 1 and 4.
+#[allow(dead_code)]
+pub fn plan_of_two_groups() -> String {
+    let group = |devices: &str, experts: &str| {
+        format!(
+            r#"{{"devices": {devices}, "objective_ms": 1.0, "experts": {experts}, "makespan_ms": 0.5, "replicas": []}}"#
+        )
+    };
+    let four = group("[5, 0, 3, 2]", r#"{"5": [0, 1], "0": [2, 3], "3": [4, 5], "2": [6, 7]}"#);
+    plan_of(&[four, group("[1, 4]", r#"{"1": [0, 2, 4, 6], "4": [1, 3, 5, 7]}"#)].join(", "))
+}
+
+fn plan_of(groups: &str) -> String {
     format!(
         r#"{{"feasible": true, "objective": "placed", "algorithm": "search", "optimal": false, "gap_bound": 0.1, "objective_ms": 1.0,
             "terms": {{"gamma": 2.0, "compute_ms": 0.3, "communication_ms": 0.1, "all_reduce_ms": 0.2}},

@@ -9,20 +9,30 @@ use super::contract::flat;
 use super::groupings::{groupings, groups, replicated};
 use super::*;
 
-/// What all PEs computed in a step, and the rows of each one's experts.
+/// What all PEs computed in a step, the rows of each one's experts, and what they sent.
 #[derive(Debug, PartialEq)]
-struct Done {
+pub struct Done {
     step: Step,
     rows: Vec<Vec<u64>>,
+    /// Of the forward pass, the most of any PE.
+    rounds: usize,
+    pub traffic: Traffic,
 }
 
 /// The layer of PE `pe`'s group.
 fn spec_in(source: &Synthetic, groups: &Groups, pe: usize, tokens: usize, options: &Options) -> LayerSpec {
-    let placement = groups.placement(groups.place(pe).0).clone();
+    let group = groups.place(pe).0;
+    let placement = groups.placement(group).clone();
+    let options = with!(options.clone(); hosts = options.hosts.of(groups.members(group)));
     LayerSpec::new(source.config().clone(), placement.n_pes(), tokens)
         .placement(placement)
         .dtype(Dtype::Bf16)
-        .options(options.clone())
+        .options(options)
+}
+
+/// Of all groups, for the hosts of the whole world.
+fn device_options(of: &Groups, options: &Options) -> DeviceOptions {
+    with!(DeviceOptions::default(); groups = Some(of.clone()), hosts = options.hosts.clone())
 }
 
 /// The tokens of PE `pe` through a layer, `steps` times; the bits must not change.
@@ -40,12 +50,14 @@ fn repeat<L: MoeLayer>(layer: &mut L, source: &Synthetic, range: Range<usize>, s
 
 /// All PEs' results together. Whoever holds the same weights has the same bits of their gradients.
 fn gathered(by_pe: Vec<common::PeStep>, config: &LayerConfig, groups: &Groups) -> Done {
-    let mut done = Done { step: Step::default(), rows: Vec::new() };
+    let mut done = Done { step: Step::default(), rows: Vec::new(), rounds: 0, traffic: Traffic::default() };
     for (pe, one) in by_pe.into_iter().enumerate() {
         done.step.output.extend(&one.output);
         done.step.grad_hidden_states.extend(&one.grad_input);
         done.step.chosen.extend(&one.routed.chosen);
         done.rows.push(one.routed.expert_rows.clone());
+        done.rounds = done.rounds.max(one.rounds);
+        done.traffic.add(&one.traffic);
         let (group, index) = groups.place(pe);
         for id in config.weights() {
             let Some(grad) = one.grads.get(id, groups.placement(group), index) else { continue };
@@ -56,13 +68,13 @@ fn gathered(by_pe: Vec<common::PeStep>, config: &LayerConfig, groups: &Groups) -
     done
 }
 
-fn on_devices(world: &World, source: &Synthetic, of: &Groups, tokens: usize, steps: usize) -> Done {
+pub fn on_devices(world: &World, source: &Synthetic, of: &Groups, tokens: usize, steps: usize) -> Done {
     let n = (0..of.len()).map(|g| of.members(g).len()).sum();
     let splits = even(tokens, n);
     let by_pe = on_pes(world.pes(n), |gpu| {
         let me = gpu.my_pe();
         let spec = spec_in(source, of, me, tokens.div_ceil(n), &world.options);
-        let device = with!(DeviceOptions::default(); groups = Some(of.clone()));
+        let device = device_options(of, &world.options);
         let mut layer = DeviceLayer::new(gpu, spec, source, &device).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(layer.my_pe(), of.place(me).1);
         assert_eq!(gpu.symmetric_bytes().0 as u64, layer.symmetric_bytes().next_multiple_of(64));
@@ -98,6 +110,9 @@ pub fn assert_same_as_on_cpus(world: &World, source: &Synthetic, of: &Groups, to
     let got = on_devices(world, source, of, tokens, 2);
     let want = on_cpus(source, of, tokens, &world.options);
     assert_eq!((&got.step.chosen, &got.rows), (&want.step.chosen, &want.rows), "{what}");
+    if (got.rounds, want.rounds) == (1, 1) {
+        assert_eq!(got.traffic.relay_bytes, want.traffic.relay_bytes, "{what}");
+    }
     let near = |name: &str, got: &[f32], want: &[f32]| {
         let want: Vec<f64> = want.iter().map(|&x| x.into()).collect();
         let deviation = aristos::check::compare(name, got, &want);

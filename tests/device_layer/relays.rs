@@ -3,7 +3,7 @@
 use aristos::moe::{Groups, Hosts};
 
 use super::groupings::{groups, replicated};
-use super::groups::assert_same_as_on_cpus;
+use super::groups::{assert_same_as_on_cpus, on_devices};
 use super::*;
 
 /// PEs whose hosts are these, which loads and stores reach within a host alone.
@@ -35,13 +35,65 @@ fn rows_that_cross_once_compute_what_they_do_on_the_cpu() {
         ("replicas on both hosts", &base, vec![0, 1, 0, 1], replicated(4, &group(4, 9, |_, e| e))),
     ];
     for (number, (name, config, hosts, of)) in cases.into_iter().enumerate() {
-        for budget_factor in [2.0, 0.3] {
-            let mut world = world(&hosts).seed(number as u64);
+        for (budget_factor, mode) in [(2.0, Mode::Pipelined), (0.3, Mode::Pipelined), (0.3, Mode::Bulk)] {
+            let mut world = world(&hosts).seed(number as u64).mode(mode);
             world.options.budget_factor = budget_factor;
             let source = synthetic(config.clone(), 5 + number as u64);
-            assert_same_as_on_cpus(&world, &source, &of, 61, &format!("{name}, {budget_factor} of the even share"));
+            let what = format!("{name}, {budget_factor} of the even share, {mode:?}");
+            assert_same_as_on_cpus(&world, &source, &of, 61, &what);
         }
     }
+}
+
+/// Several groups, each with homes among its own PEs: of hosts in equal and unequal parts, within a host, one PE alone.
+#[test]
+fn rows_of_groups_that_cross_once_compute_what_they_do_on_the_cpu() {
+    let base = mixtral(24, 24, 9, 3);
+    let mlp = with!(base.expert; bias = true);
+    let shared = Some(SharedConfig::new(with!(mlp; intermediate = 16), true));
+    let everything = with!(base.clone(); expert = mlp, shared = shared, aux_loss_coef = 0.3, z_loss_coef = 0.1);
+    let limited = with!(base.clone(); capacity_factor = Some(0.8));
+    let halves = groups(8, &[&[0, 2, 5, 7], &[6, 1, 4, 3]], 9, |_, e| e);
+    let cases = [
+        ("two and two, twice", &base, vec![0, 0, 0, 0, 1, 1, 1, 1], halves.clone()),
+        ("replicas in both", &everything, vec![0, 0, 0, 0, 1, 1, 1, 1], replicated(8, &halves)),
+        (
+            "one and three, a host's own, one alone",
+            &everything,
+            vec![3, 1, 1, 1, 3, 1, 1],
+            groups(7, &[&[3, 0, 1, 2], &[6, 5], &[4]], 9, |_, e| e),
+        ),
+        (
+            "of different sizes, limited",
+            &limited,
+            vec![0, 1, 0, 1, 0],
+            groups(5, &[&[4, 1, 2], &[0, 3]], 9, |g, e| e * (g + 1)),
+        ),
+    ];
+    for (number, (name, config, hosts, of)) in cases.into_iter().enumerate() {
+        for (budget_factor, mode) in [(2.0, Mode::Pipelined), (0.3, Mode::Pipelined), (0.3, Mode::Bulk)] {
+            let mut world = world(&hosts).seed(number as u64).mode(mode);
+            world.options.budget_factor = budget_factor;
+            let source = synthetic(config.clone(), 7 + number as u64);
+            let what = format!("{name}, {budget_factor} of the even share, {mode:?}");
+            assert_same_as_on_cpus(&world, &source, &of, 83, &what);
+        }
+    }
+}
+
+/// What the network takes is less by the rows that cross once; the sums between groups are the same.
+#[test]
+fn rows_of_groups_that_cross_once_are_fewer_bytes() {
+    let source = synthetic(mixtral(128, 8, 16, 8), 3);
+    let of = groups(8, &[&[0, 2, 5, 7], &[6, 1, 4, 3]], 16, |_, e| e);
+    let (once, mut each) = (world(&[0, 0, 0, 0, 1, 1, 1, 1]), world(&[0, 0, 0, 0, 1, 1, 1, 1]));
+    each.options.hosts = Hosts::default();
+    let [once, each] = [once, each].map(|world| on_devices(&world, &source, &of, 320, 1).traffic);
+    assert!(each.relay_bytes == 0 && once.relay_bytes > 0, "{once:?}, {each:?}");
+    // Of two rows for a host, which a row for nearly every PE is, there is one: there and back, forward and backward.
+    let row = 320 * 4 * 128 * 2;
+    let less = each.network_bytes - once.network_bytes;
+    assert!(less * 100 > row * 90 && less < row * 2, "{less} bytes less of {row}: {once:?}, {each:?}");
 }
 
 /// What crosses is a row per host, where it was one per PE.
@@ -80,6 +132,7 @@ fn what_cannot_pass_rows_on_is_refused_in_a_line() {
     for line in on_pes(apart.pes(4), |gpu| new_layer(gpu, &apart, &source, 8).map(drop).unwrap_err().to_string()) {
         assert!(line.contains("does not reach the memory of PE") && line.contains("on the same host"), "{line}");
     }
+    // Of several groups the hosts of all PEs are wanted, and no others than the layer's.
     let of = groups(4, &[&[0, 1, 2], &[3]], 4, |_, e| e);
     let mut options = small_options();
     options.hosts = Hosts::new(vec![0, 0, 1]);
@@ -87,12 +140,12 @@ fn what_cannot_pass_rows_on_is_refused_in_a_line() {
         .placement(of.placement(0).clone())
         .dtype(Dtype::Bf16)
         .options(options);
-    let device = with!(DeviceOptions::default(); groups = Some(of));
-    let mut pes = World::new().pes(4);
-    pes.truncate(3);
-    for line in
-        on_pes(pes, |gpu| DeviceLayer::new(gpu, spec.clone(), &source, &device).map(drop).unwrap_err().to_string())
-    {
-        assert!(line.contains("several groups") && !line.contains('\n'), "{line}");
-    }
+    let refused = |hosts: &[usize]| {
+        let device = with!(DeviceOptions::default(); groups = Some(of.clone()), hosts = Hosts::new(hosts.to_vec()));
+        let gpu = World::new().pes(4).remove(0);
+        DeviceLayer::new(&gpu, spec.clone(), &source, &device).map(drop).unwrap_err().to_string()
+    };
+    assert_eq!(refused(&[]), "the hosts is one group's, expected those of all PEs, where there are several groups");
+    assert_eq!(refused(&[0, 0, 1]), "the hosts' number of PEs is 3, expected 4");
+    assert_eq!(refused(&[0, 1, 1, 1]), "the hosts is others than group 0 has, expected the group's");
 }

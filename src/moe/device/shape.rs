@@ -9,8 +9,8 @@ use super::tiles::{Problem, Tile, TileKernels};
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
-    Activation, ConfigError, Dtype, Glu, GroupScore, Groups, LayerConfig, LayerSpec, Layout, Mode, MoeError, Norm,
-    Options, Scoring,
+    Activation, ConfigError, Dtype, Glu, GroupScore, Groups, Hosts, LayerConfig, LayerSpec, Layout, Mode, MoeError,
+    Norm, Options, Scoring,
 };
 
 /// Most planes that the router's weights are split into (`LayerShape::router_parts`).
@@ -52,13 +52,16 @@ pub struct DeviceOptions {
     pub tile: Option<Tile>,
     /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
     pub groups: Option<Groups>,
+    /// The host of each PE of the world, where there are several groups and rows are to cross to other hosts once; a layer's [`Options::hosts`] are those
+    /// of its group ([`Hosts::of`]).
+    pub hosts: Hosts,
 }
 
 impl DeviceOptions {
     /// The groups of a world in which a layer is made by `spec` on PE `pe` of `n_pes`.
     ///
     /// # Errors
-    /// Groups of another world, or a `spec` that is not of this PE's.
+    /// Groups or hosts of another world, or a `spec` that is not of this PE's.
     pub(super) fn groups(&self, spec: &LayerSpec, pe: usize, n_pes: usize) -> Result<Groups, MoeError> {
         let Some(groups) = &self.groups else {
             spec.validate(n_pes)?;
@@ -73,7 +76,22 @@ impl DeviceOptions {
         if *groups.placement(group) != spec.placement {
             return Err(config_error("the placement", format!("another than group {group} has"), "the group's"));
         }
+        let hosts = self.hosts.n_pes();
+        if hosts != 0 && hosts != n_pes {
+            return Err(config_error("the hosts' number of PEs", hosts, &n_pes.to_string()));
+        }
+        if self.hosts_in(groups, group, &spec.options) != spec.options.hosts {
+            return Err(config_error("the hosts", format!("others than group {group} has"), "the group's"));
+        }
         Ok(groups.clone())
+    }
+
+    /// The hosts of a group's PEs, where rows are to cross once, in a world of layers with `options`.
+    fn hosts_in(&self, groups: &Groups, group: usize, options: &Options) -> Hosts {
+        match self.hosts.n_pes() {
+            0 => options.hosts.clone(),
+            _ => self.hosts.of(groups.members(group)),
+        }
     }
 }
 
@@ -174,9 +192,13 @@ impl ShapeOf<'_> {
     /// The shape, with `blocks` blocks for the cooperative kernels.
     pub fn shape(&self, limits: &DeviceLimits, blocks: u32) -> Result<LayerShape, MoeError> {
         let (group, me) = self.groups.place(self.my_pe);
-        let spec = self.spec.clone().placement(self.groups.placement(group).clone());
+        let mut spec = self.spec.clone().placement(self.groups.placement(group).clone());
+        spec.options.hosts = self.device.hosts_in(self.groups, group, &spec.options);
         let LayerSpec { config, placement, options, dtype, max_tokens, training, .. } = &spec;
         check(config, *dtype, options)?;
+        if self.groups.len() > 1 && options.hosts.relays() && self.device.hosts.n_pes() == 0 {
+            return Err(config_error("the hosts", "one group's", "those of all PEs, where there are several groups"));
+        }
         let layout = spec.layout()?;
         let tile = self.tile(limits)?.tile();
         let router = &config.router;
@@ -185,9 +207,6 @@ impl ShapeOf<'_> {
             None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
         let relays = Relays::new(placement, &options.hosts);
-        if options.hosts.relays() && self.groups.len() > 1 {
-            return Err(config_error("rows per", "host, with several groups", "PE on devices in several groups"));
-        }
         let blocks = blocks.clamp(1, MAX_BLOCKS);
         let round_chunks = round_chunks(&spec, &layout) as u32;
         // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again. That is so only where rows
@@ -416,7 +435,7 @@ pub fn place(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::moe::spec::{Hosts, MlpConfig, RouterConfig};
+    use crate::moe::spec::{MlpConfig, RouterConfig};
 
     /// DeepSeek-V3's layer for training on 16 PEs, four of a host, with 4096 tokens each.
     #[test]

@@ -12,6 +12,11 @@ impl Hosts {
         Hosts(of)
     }
 
+    /// The hosts of some of these PEs, such as a group's, by their numbers among them; none where there are none.
+    pub fn of(&self, pes: &[usize]) -> Hosts {
+        Hosts(pes.iter().filter_map(|&pe| self.0.get(pe).copied()).collect())
+    }
+
     /// How many PEs there are.
     pub fn n_pes(&self) -> usize {
         self.0.len()
@@ -78,6 +83,10 @@ mod tests {
         assert_eq!((hosts.most_members(), hosts.most_served()), (3, 2));
         assert_eq!((hosts.count(), Hosts::default().count()), (2, 0));
         assert!(hosts.relays());
+        // PE 4 of these is in a group the second of its host.
+        let group = hosts.of(&[1, 2, 4]);
+        assert_eq!((group.home(0, 2), group.home(1, 0), group.served(1)), (1, 0, vec![0]));
+        assert!(group.relays() && !hosts.of(&[0, 2]).relays() && Hosts::default().of(&[1, 2]) == Hosts::default());
         assert!(!Hosts::new(vec![0, 1, 2]).relays() && !Hosts::new(vec![3, 3]).relays() && !Hosts::default().relays());
     }
 }

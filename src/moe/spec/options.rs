@@ -69,7 +69,7 @@ pub struct Options {
     pub wire: Option<Dtype>,
     /// Threads of a PE that compute tiles, on a CPU; the bits of the results are the same for any number.
     pub threads: usize,
-    /// The host of each PE, on a CPU, where a row is to cross to another host once: a PE there passes it on to the others that have experts of it,
+    /// The host of each PE, where a row is to cross to another host once: a PE there passes it on to the others that have experts of it,
     /// and adds their results before they return. Default: none, every row goes to each PE, and results come from each.
     pub hosts: Hosts,
     /// How long a PE waits for a peer before it gives up.
@@ -120,10 +120,6 @@ impl Options {
         if let Some(wire) = self.wire.filter(|wire| (*wire, dtype) != (Dtype::Bf16, Dtype::F32)) {
             let value = format!("{} in a layer of {}", wire.name(), dtype.name());
             return Err(ConfigError { field: "wire", value, expected: "bf16 in a layer of f32, or none".into() });
-        }
-        if self.hosts.relays() && self.mode == Mode::Bulk {
-            let (value, expected) = ("bulk with rows once per host".into(), "pipelined".into());
-            return Err(ConfigError { field: "mode", value, expected });
         }
         let factor = self.budget_factor;
         if !(factor.is_finite() && factor > 0.0) {

@@ -357,10 +357,23 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.gather_chunks()?;
+        // What homes pass on, once they have all of it, and parts for homes are steps within a host, whose end each PE sees for itself.
+        while !self.has_passed_on() {
+            if !(self.pass_on() | self.gather_chunks()?) {
+                self.wait()?;
+            }
+        }
         while self.compute_some() {}
         while self.fill_some() {}
         self.barrier("its experts, at a barrier")?;
         self.return_chunks();
+        while !self.has_returned() {
+            if self.take_parts() {
+                self.return_chunks();
+            } else {
+                self.wait()?;
+            }
+        }
         self.barrier("its results, at a barrier")?;
         self.combine_arrived();
         debug_assert!(self.is_done());
@@ -580,11 +593,24 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         p.placed
             && p.combine.0 == self.shmem.n_pes()
             && p.filler.is_empty()
-            && self.peers().all(|pe| {
-                let incoming = self.chunks(self.saved.inbound[pe].rows);
-                p.sent[pe] == self.chunks(self.saved.routes[pe].tokens.len()) && p.returned[pe] == incoming
-            })
+            && self.has_returned()
+            && self.peers().all(|pe| p.sent[pe] == self.chunks(self.saved.routes[pe].tokens.len()))
             && p.tiles_left.iter().all(|&left| left == 0)
+    }
+
+    /// Whether all rows for this PE are gathered, and all that it is home of are passed on.
+    fn has_passed_on(&self) -> bool {
+        let p = &self.progress;
+        let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.saved.inbound[pe].rows);
+        self.peers().all(gathered)
+            && self.streams().iter().all(|&(pe, _, member, _)| {
+                p.passed_on[pe][member] == self.chunks(self.saved.inbound[pe].streams[member].announced)
+            })
+    }
+
+    /// Whether all results of this PE's experts are on their way.
+    fn has_returned(&self) -> bool {
+        self.peers().all(|pe| self.progress.returned[pe] == self.chunks(self.saved.inbound[pe].rows))
     }
 
     /// Waits for anything that would let the pass go on.
@@ -611,7 +637,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         self.stream_waits(&mut waits, &mut names);
         let (pe, chunk) = self.progress.combine;
-        if pe < self.shmem.n_pes() && pe != self.me() {
+        // In bulk results are added after a barrier.
+        if self.options.mode == Mode::Pipelined && pe < self.shmem.n_pes() && pe != self.me() {
             let signal = self.memory.result_signal(pe, self.me(), chunk);
             waits.push(Wait { signal, cmp: Cmp::Ge, value: self.pass });
             names.push((pe, "its results"));

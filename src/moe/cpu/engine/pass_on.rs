@@ -132,7 +132,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
 
     /// The streams of rows that this PE passes on: their source, its number here, the member of the host that they go to and its number among
     /// the others.
-    fn streams(&self) -> Vec<(usize, usize, usize, usize)> {
+    pub(super) fn streams(&self) -> Vec<(usize, usize, usize, usize)> {
         let Some(relay) = &self.relay else { return Vec::new() };
         let others: Vec<usize> = (0..relay.members.len()).filter(|member| *member != relay.own_member()).collect();
         let served = relay.served.iter().enumerate().filter_map(|(pe, served)| Some((pe, (*served)?)));
