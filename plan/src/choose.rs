@@ -18,7 +18,7 @@ pub(crate) const LYSI_MOST: usize = 1024;
 const BESIDE_LEAST: usize = 96;
 /// For so many devices nobody waits for a search of this many links, or for fewer in proportion.
 pub(crate) const THOROUGH_DEVICES: f64 = 64.0;
-const THOROUGH_OPS: f64 = 2.6e8;
+const THOROUGH_OPS: f64 = 1.3e8;
 /// The same of large clusters in tiers.
 const TIERS_OPS: u64 = 60_000_000;
 /// Blocks that are looked for in a matrix: of so many sizes at most, where times grow by so much.

@@ -10,6 +10,8 @@
 //! Effort is counted in links looked at, not in time, and random numbers come from a fixed seed: the same input gives the same
 //! plan on any machine.
 
+use std::sync::{Mutex, PoisonError};
+
 use super::bound::Bounds;
 use super::objective::{IDLE, Problem};
 use super::random::Random;
@@ -411,33 +413,25 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 }
 
-/// What comes of each, every second one in a thread beside where that is `worth_it` and a thread can start. What a thread that has
-/// panicked was to do is done here.
-pub(crate) fn in_two_threads<T: Clone + Send, R: Send>(
-    all: Vec<T>,
-    worth_it: bool,
-    work: impl Fn(T) -> R + Sync,
-) -> Vec<R> {
+/// What comes of each, in their order; a thread beside takes part where that is `worth_it` and it can start.
+pub(crate) fn in_two_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     if !worth_it || all.len() < 2 {
         return all.into_iter().map(work).collect();
     }
-    let every_second = |first: usize| all.iter().skip(first).step_by(2).cloned().collect::<Vec<T>>();
-    let (here, there) = (every_second(0), every_second(1));
+    let mut results: Vec<Option<R>> = all.iter().map(|_| None).collect();
+    let queue = Mutex::new(all.into_iter().zip(&mut results));
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let take_all = || {
+        while let Some((one, result)) = next() {
+            *result = Some(work(one));
+        }
+    };
     std::thread::scope(|scope| {
-        let beside = {
-            let (there, work) = (there.clone(), &work);
-            std::thread::Builder::new().spawn_scoped(scope, move || there.into_iter().map(work).collect::<Vec<R>>())
-        };
-        let here: Vec<R> = here.into_iter().map(&work).collect();
-        let beside = beside.ok().and_then(|beside| beside.join().ok());
-        let there = beside.unwrap_or_else(|| there.into_iter().map(&work).collect());
-        let (mut here, mut there) = (here.into_iter(), there.into_iter());
-        std::iter::from_fn(|| Some([here.next(), there.next()]))
-            .take(all.len().div_ceil(2))
-            .flatten()
-            .flatten()
-            .collect()
-    })
+        // Where a thread cannot start, this one does it all.
+        let _beside = std::thread::Builder::new().spawn_scoped(scope, take_all);
+        take_all();
+    });
+    results.into_iter().flatten().collect()
 }
 
 /// Values that stand for the exponential distribution.

@@ -11,7 +11,6 @@ mod give;
 mod moves;
 
 use super::Placed;
-use super::regroup::MOST_DEVICES;
 use super::search::FoundPlaced;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
@@ -324,13 +323,6 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         let ms = |g: usize| self.times[g].compute + self.times[g].longest;
         (0..self.times.len()).fold(0, |worst, g| if ms(g) > ms(worst) { g } else { worst })
     }
-
-    fn found(&self) -> FoundPlaced {
-        let groups: Vec<Vec<u32>> = self.groups.iter().map(|members| sorted(members)).collect();
-        let held = |members: &Vec<u32>| members.iter().map(|&i| sorted(&self.experts[i as usize])).collect();
-        let placements: Vec<Vec<Vec<u32>>> = groups.iter().map(held).collect();
-        FoundPlaced::new(self.placed, groups, placements)
-    }
 }
 
 /// What a device exchanges, given its sums, ms.
@@ -353,35 +345,76 @@ fn sorted(list: &[u32]) -> Vec<u32> {
     list
 }
 
-impl FoundPlaced {
-    /// The best that annealing from here comes by, in about `budget` links looked at; this one, if that is not better and the annealing is not
-    /// forgetful.
-    pub fn improved<L: LinkTable>(
-        self,
-        placed: &Placed<L>,
-        exponential: &[f64],
+/// An annealing from one grouping, which goes on where it was stopped.
+pub(super) struct Chain<'s, 'p, 'a, L> {
+    joint: Joint<'s, 'p, 'a, L>,
+    schedule: Schedule,
+    /// Links that it looks at in all.
+    budget: u64,
+    start: FoundPlaced,
+    /// The least that it came by, ms: of `start`, until there is an answer.
+    best_ms: f64,
+    /// The groups of that and, by device, the experts; without any, that is no better than `start`.
+    best: (Vec<Vec<u32>>, Vec<Vec<u32>>),
+    temperature: f64,
+    steps: u64,
+    random: Random,
+}
+
+impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
+    pub fn new(
+        placed: &'s Placed<'p, 'a, L>,
+        start: FoundPlaced,
         schedule: Schedule,
         budget: u64,
-        random: &mut Random,
-    ) -> FoundPlaced {
-        if placed.problem.n() > MOST_DEVICES {
-            return self;
+        random: Random,
+    ) -> Self {
+        Chain {
+            joint: Joint::new(placed, &start),
+            schedule,
+            budget,
+            best_ms: start.objective_ms,
+            start,
+            best: Default::default(),
+            temperature: 0.0,
+            steps: 0,
+            random,
         }
-        let mut joint = Joint::new(placed, &self);
+    }
+
+    /// The least that it came by, ms.
+    pub fn best_ms(&self) -> f64 {
+        self.best_ms
+    }
+
+    /// The best that it came by; what it began with, if that is not better and the schedule is not forgetful.
+    pub fn into_best(self) -> FoundPlaced {
+        let (groups, experts) = self.best;
+        let groups: Vec<Vec<u32>> = groups.iter().map(|members| sorted(members)).collect();
+        let held = |members: &Vec<u32>| members.iter().map(|&i| sorted(&experts[i as usize])).collect();
+        let placements: Vec<Vec<Vec<u32>>> = groups.iter().map(held).collect();
+        if groups.is_empty() {
+            return self.start;
+        }
+        let found = FoundPlaced::new(self.joint.placed, groups, placements);
+        if self.schedule.forgetful || found.objective_ms < self.start.objective_ms { found } else { self.start }
+    }
+
+    /// Goes on until it has spent this share of its budget.
+    pub fn advance(&mut self, exponential: &[f64], share: f64) {
+        let Chain { joint, schedule, budget, best_ms, best, temperature, steps, random, .. } = self;
         let between = |(first, last): (f64, f64), progress: f64| first * (last / first).powf(progress);
-        let mut best = self;
-        let mut forgetful = schedule.forgetful;
-        let (mut temperature, mut steps) = (0.0, 0u64);
-        while joint.ops < budget {
+        let end = (*budget as f64 * share) as u64;
+        while joint.ops < end {
             if steps.is_multiple_of(SET_EVERY) {
-                let progress = joint.ops as f64 / budget as f64;
-                let work = (best.objective_ms - joint.all_reduce(joint.slowest)) / joint.gamma;
-                temperature = work * between(schedule.temperature, progress);
-                joint.aim(best.objective_ms, between(schedule.under, progress));
+                let progress = joint.ops as f64 / *budget as f64;
+                let work = (*best_ms - joint.all_reduce(joint.slowest)) / joint.gamma;
+                *temperature = work * between(schedule.temperature, progress);
+                joint.aim(*best_ms, between(schedule.under, progress));
             }
-            steps += 1;
-            joint.ops += 4 + joint.groups.len() as u64 / 4;
-            let most = joint.excess + temperature * exponential[random.below(EXPONENTIAL)];
+            *steps += 1;
+            joint.ops += 6 + joint.groups.len() as u64 / 4;
+            let most = joint.excess + *temperature * exponential[random.below(EXPONENTIAL)];
             if !joint.random_change(random, most) {
                 continue;
             }
@@ -390,18 +423,21 @@ impl FoundPlaced {
                 joint.refresh();
             }
             // A forgetful one's first answer is what it has come to in a tenth of its time, however good it is.
-            let first = forgetful && joint.ops >= budget / 10;
-            if first || joint.objective_ms() < best.objective_ms * (1.0 - 1e-12) {
-                let found = joint.found();
-                if first || found.objective_ms < best.objective_ms {
-                    best = found;
-                    forgetful = false;
-                }
+            let unanswered = schedule.forgetful && best.0.is_empty();
+            let now_ms = joint.objective_ms();
+            let is_answer = match unanswered {
+                true => joint.ops >= *budget / 10,
+                false => now_ms < *best_ms * (1.0 - 1e-12),
+            };
+            if is_answer {
+                *best_ms = now_ms;
+                best.0.clone_from(&joint.groups);
+                best.1.clone_from(&joint.experts);
             }
         }
-        best
     }
 }
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -422,7 +458,9 @@ mod tests {
         let placements = vec![vec![vec![0, 1], vec![2], vec![3]], vec![vec![0, 1, 2, 3]]];
         let start = FoundPlaced::new(&placed, vec![vec![0, 1, 2], vec![3]], placements);
         let schedule = Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002), forgetful: false };
-        let found = start.clone().improved(&placed, &exponential(), schedule, 100_000, &mut Random(1));
+        let mut chain = Chain::new(&placed, start.clone(), schedule, 100_000, Random(1));
+        chain.advance(&exponential(), 1.0);
+        let found = chain.into_best();
         assert!(found.objective_ms < 0.7 * start.objective_ms, "{} {}", found.objective_ms, start.objective_ms);
         assert_eq!(found.groups.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
         for placement in &found.placements {

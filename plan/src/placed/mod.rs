@@ -132,8 +132,8 @@ const ANNEAL_OPS: f64 = 2e7;
 /// In annealing groups with their times remembered, however many devices: what comes before takes less of the time of fewer.
 const REGROUP_OPS: u64 = 80_000_000;
 /// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
-const JOINT_OPS: f64 = 3.2e7;
-const JOINT_MORE: f64 = 1.5;
+const JOINT_OPS: f64 = 7.6e7;
+const JOINT_MORE: f64 = 0.5;
 /// Links looked at for the placements of one grouping, and nodes of branch and bound.
 const PLACE_OPS: u64 = 8_000_000;
 const PLACE_NODES: u64 = 50_000;

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use super::joint::Schedule;
+use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
 use super::state::{Change, State};
 use super::{GroupTimes, Known, Placed};
@@ -39,32 +39,59 @@ const TOGETHER_ONE_IN: usize = 16;
 const REGROUPED: usize = 2;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
-/// A round of improving groups and placement together.
+/// Chains of annealing groups and placement together.
 struct Round {
-    /// Numbers of groups, and how far their best may be above the best of all.
+    /// Numbers of groups that they begin with, and how far the best of these may be above the best of all.
     numbers: usize,
     within: f64,
-    /// Chains from each, and the round's share of the effort.
-    chains: u64,
+    /// Chains in all, and their share of the effort.
+    chains: usize,
     share: f64,
+    schedule: Schedule,
+    /// After so much of their time so many of the best go on.
+    cuts: &'static [(f64, usize)],
 }
 
-const JOINT: [Round; 4] = [
-    Round { numbers: 6, within: 0.5, chains: 2, share: 0.25 },
-    Round { numbers: 3, within: 0.15, chains: 4, share: 0.35 },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.3 },
-    Round { numbers: 1, within: 0.0, chains: 2, share: 0.1 },
-];
+impl Round {
+    /// Ends of stages, in shares of a chain's time, and how many chains go on from there, or are the result.
+    fn stages(&self) -> impl Iterator<Item = (f64, usize)> {
+        self.cuts.iter().copied().chain([(1.0, self.chains)])
+    }
+
+    /// How long all chains take together, one by one, in times of one that goes to its end.
+    fn time(&self) -> f64 {
+        let mut from = (0.0, self.chains);
+        let stage = |(end, stay): (f64, usize)| {
+            let time = (end - from.0) * from.1 as f64;
+            from = (end, stay);
+            time
+        };
+        self.stages().map(stage).sum()
+    }
+}
+
 /// From so many devices of a group on the mean, groups are so many that they hardly come by again, and where annealing begins matters little.
 const LARGE: usize = 7;
 /// So many times the effort is theirs, as annealing with remembered times is left out.
-const LARGE_MORE: f64 = 2.3;
+const LARGE_MORE: f64 = 1.77;
 /// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
 const PLACED_ANEW: usize = 4;
-/// Annealing that forgets where it began; that does not; and that goes over the answer.
+/// Annealing that forgets where it began, and that does not.
 const FORGETFUL: Schedule = Schedule { under: (0.85, 0.03), temperature: (0.3, 0.003), forgetful: true };
 const MILD: Schedule = Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002), forgetful: false };
-const LAST: Schedule = Schedule { under: (0.1, 0.03), temperature: (0.01, 0.002), forgetful: false };
+/// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
+/// shows, so few are brought to their ends.
+const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
+const ROUNDS_LARGE: [Round; 3] = [
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, schedule: FORGETFUL, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 0.6, schedule: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, schedule: MILD, cuts: &[] },
+];
+const ROUNDS_SMALL: [Round; 3] = [
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, schedule: MILD, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, schedule: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, schedule: MILD, cuts: &[] },
+];
 
 /// A grouping with its placement.
 #[derive(Clone)]
@@ -340,12 +367,13 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let PlacedSearch { placed, exponential, by_groups, placed_already, regrouped, .. } = self;
         let mut candidates: Vec<Found> = by_groups.into_iter().flatten().collect();
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        let thorough = |groups: &Vec<Vec<u32>>| place_thoroughly(placed, groups, effort.place, effort.nodes, known);
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
-        let mut best: Vec<FoundPlaced> = groupings.filter_map(thorough).collect();
-        best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        for (number, round) in JOINT.iter().enumerate().filter(|_| effort.joint > 0) {
-            best = improve_together(placed, &exponential, best, (number, round), effort, known);
+        let mut best = place_all(placed, groupings.collect(), effort, known);
+        let is_large = best.first().is_some_and(|best| large(placed.problem.n(), best.groups.len()));
+        let (rounds, more) = if is_large { (&ROUNDS_LARGE[..], LARGE_MORE) } else { (&ROUNDS_SMALL[..], 1.0) };
+        for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
+            let budget = (effort.joint as f64 * more * round.share) as u64;
+            best = improve_together(placed, &exponential, best, (number, round), budget, effort, known);
         }
         best.extend(placed_already);
         let best = best.into_iter().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
@@ -360,16 +388,40 @@ fn large(devices: usize, groups: usize) -> bool {
     devices >= LARGE * groups
 }
 
+/// Groupings with thorough placements, best first; those are left out for which memory does not suffice.
+fn place_all<L: LinkTable>(
+    placed: &Placed<L>,
+    groupings: Vec<&Vec<Vec<u32>>>,
+    effort: PlacedEffort,
+    known: &mut Known,
+) -> Vec<FoundPlaced> {
+    // Each knows what was known before, so that nothing depends on the order in which they end.
+    let place = |groups: &Vec<Vec<u32>>| {
+        let mut known = known.clone();
+        (place_thoroughly(placed, groups, effort.place, effort.nodes, &mut known), known)
+    };
+    let (found, learnt): (Vec<_>, Vec<_>) =
+        in_two_threads(groupings, effort.place >= THREAD_LEAST, place).into_iter().unzip();
+    learnt.into_iter().for_each(|learnt| known.extend(learnt));
+    let mut found: Vec<FoundPlaced> = found.into_iter().flatten().collect();
+    best_first(&mut found);
+    found
+}
+
+fn best_first(found: &mut [FoundPlaced]) {
+    found.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+}
+
 /// A round of annealing groups and placements together, from the best of each number of groups; these and what comes of it, best first.
 fn improve_together<L: LinkTable>(
     placed: &Placed<L>,
     exponential: &[f64],
     mut best: Vec<FoundPlaced>,
     (number, round): (usize, &Round),
+    budget: u64,
     effort: PlacedEffort,
     known: &mut Known,
 ) -> Vec<FoundPlaced> {
-    let n = placed.problem.n();
     let mut seen = Vec::new();
     best.retain(|found| {
         let new = !seen.contains(&found.groups.len());
@@ -379,29 +431,29 @@ fn improve_together<L: LinkTable>(
     best.truncate(round.numbers);
     let most_ms = best.first().map_or(0.0, |best| best.objective_ms * (1.0 + round.within));
     best.retain(|found| found.objective_ms <= most_ms);
-    let more = if best.first().is_some_and(|best| large(n, best.groups.len())) { LARGE_MORE } else { 1.0 };
-    let each = (effort.joint as f64 * more * round.share) as u64 / (best.len() as u64 * round.chains).max(1);
-    let chains = |found: &FoundPlaced| (1..=round.chains).map(|chain| (found.clone(), chain)).collect::<Vec<_>>();
-    let all: Vec<(FoundPlaced, u64)> = best.iter().flat_map(chains).collect();
-    let improve = |(found, chain): (FoundPlaced, u64)| {
-        // Of large groups three in four begin anew, of small ones one in four.
-        let schedule = match (number + 1 == JOINT.len(), large(n, found.groups.len())) {
-            (true, _) => LAST,
-            (false, true) if !chain.is_multiple_of(4) => FORGETFUL,
-            (false, false) if chain.is_multiple_of(4) => FORGETFUL,
-            (false, _) => MILD,
-        };
-        let mut random = Random(chain + 100 * number as u64);
-        found.improved(placed, exponential, schedule, each, &mut random)
+    if best.is_empty() || placed.problem.n() > MOST_DEVICES {
+        return best;
+    }
+    let each = (budget as f64 / round.time()) as u64;
+    let chain = |chain: usize| {
+        let random = Random((chain + 1 + 100 * number) as u64);
+        Chain::new(placed, best[chain % best.len()].clone(), round.schedule, each, random)
     };
-    let mut found = in_two_threads(all, each >= THREAD_LEAST, improve);
-    found.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-    let again = found.iter().take(PLACED_ANEW);
-    let anew: Vec<FoundPlaced> =
-        again.filter_map(|found| place_thoroughly(placed, &found.groups, effort.place, effort.nodes, known)).collect();
+    let mut chains: Vec<Chain<L>> = (0..round.chains).map(chain).collect();
+    for (end, stay) in round.stages() {
+        chains = in_two_threads(chains, each >= THREAD_LEAST, |mut chain| {
+            chain.advance(exponential, end);
+            chain
+        });
+        chains.sort_by(|a, b| a.best_ms().total_cmp(&b.best_ms()));
+        chains.truncate(stay);
+    }
+    let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
+    let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
+    let anew = place_all(placed, again, effort, known);
     best.extend(found);
     best.extend(anew);
-    best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+    best_first(&mut best);
     best
 }
 

@@ -4,10 +4,14 @@ use super::{Joint, Others, Part, Role, exchange_ms};
 use crate::cluster::LinkTable;
 use crate::random::Random;
 
+/// So many proposals in four are of the group that takes longest.
+const WORST_IN_FOUR: usize = 3;
 /// One in so many proposals moves a device to another group.
 const JOIN_ONE_IN: usize = 12;
 /// Of the others so many in so many are changes of places.
 const SWAP_OF: (usize, usize) = (3, 10);
+/// One in so many moves of experts is of several at once.
+const POUR_ONE_IN: usize = 4;
 /// One in so many changes of places lets experts go elsewhere, too.
 const BALANCE_ONE_IN: usize = 8;
 
@@ -15,7 +19,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
     /// Makes a random change, unless the excess would be over `most`.
     pub(super) fn random_change(&mut self, random: &mut Random, most: f64) -> bool {
         let several = self.groups.len() > 1;
-        let g = if random.below(2) == 0 { self.worst() } else { random.below(self.groups.len()) };
+        let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.groups.len()) };
         let members = &self.groups[g];
         // Of two devices the one that exchanges for longer.
         let two = [0; 2].map(|_| members[random.below(members.len())]);
@@ -35,6 +39,9 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         let (held, other) = (self.experts[i as usize].len(), self.experts[j as usize].len());
         if i == j || held == 0 {
             return false;
+        }
+        if held > 1 && random.below(POUR_ONE_IN) == 0 {
+            return self.pour(i, j, 1 + random.below(held), most);
         }
         let place = random.below(held);
         let uniform = self.placed.experts.uniform.is_some();
@@ -132,13 +139,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         if f.is_some() && moved == 0.0 {
             return false;
         }
-        let part = |i: u32, more: f64, experts: usize| {
-            let before = self.roles[i as usize];
-            let load = if experts > 0 { before.load + more } else { 0.0 };
-            Part::new(i as usize, before, Role { member: true, holds: experts > 0, load })
-        };
         let one = usize::from(f.is_none());
-        let parts = [part(i, -moved, held - one), part(j, moved, there + one)];
+        let parts = [self.loaded(i, -moved, held - one), self.loaded(j, moved, there + one)];
         if !self.change_one(g, &parts, most) {
             return false;
         }
@@ -147,6 +149,36 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         self.settle(i as usize);
         self.settle(j as usize);
         true
+    }
+
+    /// Device `i` gives `j` of the same group its last `count` experts, unless the excess would be over `most`.
+    fn pour(&mut self, i: u32, j: u32, count: usize, most: f64) -> bool {
+        let Some(g) = self.group(i) else { return false };
+        let costs = &self.placed.experts.costs;
+        let (held, there) = (self.experts[i as usize].len(), self.experts[j as usize].len());
+        if there + count > self.memory(j) {
+            return false;
+        }
+        let moved: f64 = self.experts[i as usize][held - count..].iter().map(|&e| costs[e as usize]).sum();
+        let parts = [self.loaded(i, -moved, held - count), self.loaded(j, moved, there + count)];
+        if !self.change_one(g, &parts, most) {
+            return false;
+        }
+        while self.experts[i as usize].len() > held - count
+            && let Some(&e) = self.experts[i as usize].last()
+        {
+            self.give(e, i, j);
+        }
+        self.settle(i as usize);
+        self.settle(j as usize);
+        true
+    }
+
+    /// Device `i` where it is, with `more` FLOP, in so many experts.
+    fn loaded(&self, i: u32, more: f64, experts: usize) -> Part {
+        let before = self.roles[i as usize];
+        let load = if experts > 0 { before.load + more } else { 0.0 };
+        Part::new(i as usize, before, Role { member: true, holds: experts > 0, load })
     }
 
     /// Where these devices change between two groups: the slowest link then, the limit, and the excess of all other groups.
