@@ -406,10 +406,13 @@ impl Storm {
 
 impl Drop for Storm {
     fn drop(&mut self) {
+        let ended: Vec<_> = self.0.iter_mut().filter_map(|child| child.try_wait().transpose()).collect();
         for child in &mut self.0 {
             let _ = child.kill();
             let _ = child.wait();
         }
+        // One that has ended storms nothing.
+        assert!(ended.is_empty() || thread::panicking(), "{ended:?}");
     }
 }
 
