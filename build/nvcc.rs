@@ -48,6 +48,7 @@ const MODULES: &[Module] = &[
     Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false, flags: LESS },
     Module { name: "layer_hopper", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "layer_hopper_128x128", targets: HOPPER, hopper: true, flags: &[] },
+    Module { name: "layer_hopper_256x256", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "routing", targets: PORTABLE, hopper: false, flags: &[] },
     Module { name: "p2p", targets: PORTABLE, hopper: false, flags: &[] },
     Module { name: "probe", targets: PORTABLE, hopper: false, flags: &[] },

@@ -144,9 +144,8 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
         dev::sync_warp();  // its stores happen before what its first lane does now
         if (dev::lane() == 0) {
             // Releases this warp's stores; the last to come acquires all of them, and `done` passes them on.
-            const bool last = dev::shared_add_acq_rel(&c.control->finished[e], 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
-            if (last && (!Tile::PAIR || t.m0 < gemm_m(t))) scheduler.done(t);
-            dev::mbarrier_arrive(&c.control->done[e]);
+            if (is_last<Tile>(&c.control->finished[e])) scheduler.done(t);
+            end_entry<Tile>(&c.control->done[e]);
         }
     }
 }
@@ -155,7 +154,7 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
 
 // Runs the scheduler's queue, of tiles of 128 x N, to its end. Called by all 384 threads of a block, with `hopper::Tile<N>::SHARED_BYTES` of
 // 1024-byte aligned shared memory that nobody else uses meanwhile, and whose contents matter neither before nor after.
-// BLOCKS 2: by both blocks of a cluster, of which the first asks for tasks of every other row of tiles; gemm_hopper_pair.h.
+// BLOCKS 2: by both blocks of a cluster, of which the first asks for tasks, of tiles of 256 x N; gemm_hopper_pair.h.
 template <class T, u32 KINDS = ALL_KINDS, u32 N = 256, u32 BLOCKS = 1, class Scheduler>
 DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
     using namespace hopper;
@@ -170,7 +169,7 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
         }
         for (u32 e = 0; e < ENTRIES; e++) {
             dev::mbarrier_init(&control->known[e], 1);
-            dev::mbarrier_init(&control->done[e], LOAD_WARPS + CONSUMER_WARPS + (Tile::PAIR ? 1 : 0));
+            dev::mbarrier_init(&control->done[e], LOAD_WARPS + (is_second<Tile>() ? CONSUMER_WARPS : Tile::STORING_WARPS));
             if (Tile::PAIR) dev::mbarrier_init(&control->offered[e], 1);
             control->finished[e] = 0;
         }

@@ -158,6 +158,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     auto row_of = [&](u32 i) { return reinterpret_cast<const T*>(rows.row(i)); };
     const T* next[2];
     UNROLL for (u32 j = 0; j < 2; j++) next[j] = row_of(lane + 32 * j);
+    const bool any = !Tile::PAIR || t.m0 < gemm_m(t);  // otherwise nobody multiplies
 
     for (u32 k = 0; k < t.rows; k += TILE_K) {
         const T* held[2];
@@ -166,12 +167,14 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
             next[j] = row_of(k + TILE_K + lane + 32 * j);
         }
         char* stage = begin_stage(l);
-        UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
-            const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
-            // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
-            char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
-            UNROLL for (u32 p = 0; p < 2; p++) {
-                if (p < OF_B || warp == 0) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
+        if (any) {
+            UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
+                const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
+                // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
+                char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
+                UNROLL for (u32 p = 0; p < 2; p++) {
+                    if (p < OF_B || warp == 0) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
+                }
             }
         }
         end_stage(l);

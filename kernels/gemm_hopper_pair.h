@@ -1,14 +1,15 @@
-// Two blocks of a cluster side by side: tiles one below the other, of the same columns, so that each loads half of B and TMA brings it to both.
+// Two blocks of a cluster at one tile of 256 x N: 128 rows each, of the same columns, so that each loads half of B and TMA brings it to both.
 //
-// The first block's scheduler asks for tasks, the second's takes each from the first one's shared memory and goes to the rows below: `bool below(GemmTask&)` of
-// the scheduler makes of a task the one of the next 128 rows. Both have the same steps of the sum, as these are the task's. Where there are no rows below, as
-// at the end of a batch with an odd number of tiles, the second block has an empty tile: it copies no rows and multiplies nothing, but loads its half of B and
-// frees its stages like any other, so both always take part and no barrier waits for what does not come. `done` is called for tiles that have rows.
+// The first block's scheduler asks for tasks, the second's takes each from the first one's shared memory and goes to the rows below. Both have the same steps of
+// the sum, as these are the task's. Where there are no rows below, the second block's half is empty: it copies no rows and multiplies nothing, but loads its
+// half of B and frees its stages like any other, so both always take part and no barrier waits for what does not come.
 //
+// - A task is reported once, by the last warp of both blocks that has stored its part: they count in the first block's memory.
 // - A stage is free when the consumers of both blocks have read it: its `empty` counts both, in both blocks, as either block's TMA writes to both.
 // - It is full when its own rows and both halves of B are there. The other block's half may come before this block has said how many bytes it expects:
 //   the phase cannot end before that, as saying so is one of the arrivals (PTX ISA, "mbarrier", "Tracking asynchronous operations").
-// - The first block's entry is filled again once the second has copied it, which is one of its `done`'s arrivals.
+// - The first block's entry is filled again once the consumers of both blocks are done with it: so those that count at an entry are at the same task, and the
+//   second block, which has copied it before, never at an older one.
 // - Neither block ends while the other may still arrive at its barriers or write to its stages: cluster_sync, after the last task.
 #pragma once
 #include "gemm_hopper_stage.h"
@@ -38,6 +39,20 @@ template <class Tile> DEVICE void free_stage(u64* empty) {
     if constexpr (Tile::PAIR) dev::mbarrier_arrive_at(empty, dev::cluster_rank() ^ 1);
 }
 
+// One lane of a consumer warp, which has stored its part of an entry's task. True for the last; its stores happen before what that does.
+template <class Tile> DEVICE bool is_last(u32* finished) {
+    u32 before;
+    if (Tile::PAIR && ARISTOS_PLANTED(HALF_DONE)) return !is_second<Tile>() && dev::shared_add_acq_rel(finished, 1u) % CONSUMER_WARPS == CONSUMER_WARPS - 1;
+    if constexpr (Tile::PAIR) before = dev::cluster_add_acq_rel(finished, 1u, 0);
+    else before = dev::shared_add_acq_rel(finished, 1u);
+    return before % Tile::STORING_WARPS == Tile::STORING_WARPS - 1;
+}
+// The same lane then, which reads the entry no more.
+template <class Tile> DEVICE void end_entry(u64* done) {
+    if (is_second<Tile>()) dev::mbarrier_arrive_at(done, 0);
+    dev::mbarrier_arrive(done);
+}
+
 // For a barrier at which both blocks arrive.
 template <class Tile> DEVICE void wait_free(u64* bar, u32 parity) {
     if constexpr (Tile::PAIR) dev::mbarrier_wait_cluster(bar, parity);
@@ -51,24 +66,25 @@ template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, 
     else dev::tma_load_2d(panel, map, full, i32(column), i32(row));
 }
 
-// The second block's scheduler: what the first offers.
+// The second block's scheduler: what the first offers. It calls `void await()`, and once it has come `void follow(bool more)`; without more, the first
+// block's scheduler has returned false, and does nothing before this block has ended its loop too.
 template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& scheduler, Control* control) {
     control->maps = nullptr;
     bool more = true;
     for (u32 n = 0; more; n++) {
         const u32 e = nth<ENTRIES>(n);
         Entry& entry = control->entry[e];
+        scheduler.await();
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
         dev::mbarrier_wait_cluster(&control->offered[e], parity<ENTRIES>(n));
         const u64* from = dev::cluster_shared(reinterpret_cast<const u64*>(&entry), 0);
         for (u32 i = 0; i < sizeof(Entry) / 8; i++) reinterpret_cast<u64*>(&entry)[i] = from[i];
-        more = entry.more;
+        more = entry.more && !(ARISTOS_PLANTED(LEAVES_ALONE) && n > 0);
+        scheduler.follow(more);
         if (more) {
-            scheduler.below(entry.task);
+            entry.task.m0 += TILE_M;
             fence_maps(control, entry.task);
         }
-        dev::mbarrier_arrive_at(&control->done[e], 0);
-        dev::mbarrier_arrive(&control->done[e]);
         dev::mbarrier_arrive(&control->known[e]);
     }
 }

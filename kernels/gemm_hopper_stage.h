@@ -60,6 +60,7 @@ template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
     static_assert(COUNT == 1 || COUNT == 2, "a block or a cluster of two");
     static constexpr bool PAIR = COUNT == 2;
     static constexpr u32 N = COLUMNS, STAGES = N == 256 ? 4 : 6;
+    static constexpr u32 STORING_WARPS = COUNT * CONSUMER_WARPS;  // of a task
     static constexpr u32 B_PANELS = N / PANEL, B_BYTES = B_PANELS * PANEL_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
     static_assert(A_BYTES == TILE_M * TILE_K * 2 && B_BYTES == N * TILE_K * 2, "panels cover the tile");
 
@@ -67,10 +68,10 @@ template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
         u64 full[STAGES];    // a stage holds its operands: an arrival of each thread of a loading warp, and TMA's bytes
         u64 empty[STAGES];   // its operands are no longer read: an arrival of each consumer warp, of both blocks of a pair
         u64 known[ENTRIES];  // an entry is filled: an arrival of the scheduler
-        u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp; of a pair also when the second block has it
+        u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp; in a pair's first block of the second's consumers too
         u64 offered[ENTRIES];  // in the second block of a pair: the first one's entry is filled, an arrival of its scheduler
         Entry entry[ENTRIES];
-        u32 finished[ENTRIES];  // consumer warps that have stored their part of an entry's tile, over all its tasks
+        u32 finished[ENTRIES];  // consumer warps that have stored their part of an entry's task, over all its tasks; of a pair both blocks', in the first
         float row_sums[TILE_M];
         u32 asked;           // the scheduler's: entries it has filled
         const void* maps;    // and the tensor maps of the last one that has any

@@ -37,7 +37,8 @@ struct HopperTestScheduler {
         }
         return true;
     }
-    DEVICE void below(GemmTask& task) { task.m0 += hopper::TILE_M; }
+    DEVICE void await() {}
+    DEVICE void follow(bool) {}
     DEVICE void done(const GemmTask&) { dev::fetch_add_acq_rel(queue->done, 1u); }
 };
 
@@ -54,7 +55,7 @@ KERNEL(aristos_gemm_hopper_128_test_bf16, 384, 1)(const HopperQueue* queue) { ge
 REGISTER_KERNEL(aristos_gemm_hopper_128_test_bf16)
 KERNEL(aristos_gemm_hopper_128_test_f16, 384, 1)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128>(queue); }
 REGISTER_KERNEL(aristos_gemm_hopper_128_test_f16)
-// In clusters of two: the queue has every other row of tiles.
+// In clusters of two: the queue's tiles have 256 rows.
 CLUSTER_KERNEL(aristos_gemm_hopper_pair_test_bf16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<Bf16, 256, 2>(queue); }
 REGISTER_CLUSTER_KERNEL(aristos_gemm_hopper_pair_test_bf16)
 CLUSTER_KERNEL(aristos_gemm_hopper_pair_128_test_f16, 384)(const HopperQueue* queue) { gemm_hopper_test_body<F16, 128, 2>(queue); }

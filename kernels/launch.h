@@ -12,13 +12,15 @@ struct TileLaunch {
     u32 tile_m, tile_n;
     u32 threads, shared_bytes;  // dynamic
     u32 blocks;                 // on a multiprocessor, which shared memory and registers leave room for
+    u32 cluster;                // blocks that have a tile together, a part of its rows each
     char infix[20];
 };
 constexpr TileLaunch TILES[] = {
-    {AMPERE, 128, 256, 256, 150 << 10, 1, ""},
-    {AMPERE, 64, 128, 128, 78 << 10, 2, "_64x128"},
-    {HOPPER, 128, 256, 384, 227 << 10, 1, "_hopper"},
-    {HOPPER, 128, 128, 384, 227 << 10, 1, "_hopper_128x128"},
+    {AMPERE, 128, 256, 256, 150 << 10, 1, 1, ""},
+    {AMPERE, 64, 128, 128, 78 << 10, 2, 1, "_64x128"},
+    {HOPPER, 128, 256, 384, 227 << 10, 1, 1, "_hopper"},
+    {HOPPER, 128, 128, 384, 227 << 10, 1, 1, "_hopper_128x128"},
+    {HOPPER, 256, 256, 384, 227 << 10, 1, 2, "_hopper_256x256"},
 };
 constexpr u32 N_TILES = sizeof TILES / sizeof *TILES;
 
@@ -32,9 +34,9 @@ constexpr const TileLaunch& tile_launch(u32 architecture, u32 tile_m, u32 tile_n
     return *usual;
 }
 // Whether a path's kernels are launched as they are compiled.
-constexpr bool launched_as(u32 architecture, u32 tile_m, u32 tile_n, u32 threads, u32 shared_bytes) {
+constexpr bool launched_as(u32 architecture, u32 tile_m, u32 tile_n, u32 threads, u32 shared_bytes, u32 cluster) {
     const TileLaunch& t = tile_launch(architecture, tile_m, tile_n);
-    return t.tile_m == tile_m && t.tile_n == tile_n && t.threads == threads && shared_bytes <= t.shared_bytes;
+    return t.tile_m == tile_m && t.tile_n == tile_n && t.threads == threads && shared_bytes <= t.shared_bytes && t.cluster == cluster;
 }
 
 inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
@@ -42,7 +44,7 @@ inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     const TileLaunch& tile = tile_launch(l.sizes.hopper ? HOPPER : AMPERE, s.tile_m, s.tile_n);
     launches[KERNEL_ROUTE] = route_launch(s);
     launches[KERNEL_PLAN] = plan_launch(s);
-    launches[KERNEL_FORWARD] = launches[KERNEL_BACKWARD] = {s.blocks, tile.threads, tile.shared_bytes, 1};
+    launches[KERNEL_FORWARD] = launches[KERNEL_BACKWARD] = {s.blocks, tile.threads, tile.shared_bytes, 1, tile.cluster};
     launches[KERNEL_ROUTE_BACKWARD] = route_backward_launch(s);
     launches[KERNEL_ROUTER_GRADIENTS] = router_gradients_launch(s);
     launches[KERNEL_ALL_REDUCE] = all_reduce_launch(s);

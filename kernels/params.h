@@ -210,7 +210,8 @@ enum KernelId : u32 {
     KERNEL_ROUTE = 0, KERNEL_PLAN = 1, KERNEL_FORWARD = 2, KERNEL_BACKWARD = 3, KERNEL_ROUTE_BACKWARD = 4,
     KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNEL_SUM_LOSSES = 8, KERNELS = 9,
 };
-struct Launch { u32 grid, block, shared_bytes, cooperative; };
+// `cluster`: blocks of a cluster, which `grid` is a multiple of.
+struct Launch { u32 grid, block, shared_bytes, cooperative, cluster = 1; };
 
 // TMA maps of the arrays of slots that results of the GEMMs go to, and which the host writes to where `at` says, once: 2-D, columns fastest, box 64 columns x
 // 16 rows, 128-byte swizzle. Of each store gate's columns of gu, up's (all, where not gated), h, y.

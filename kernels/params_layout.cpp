@@ -49,7 +49,7 @@ extern const u64 aristos_params_layout[] = {
     sizeof(SpanRecord),
     F(SpanRecord, start_ns), F(SpanRecord, end_ns), F(SpanRecord, block), F(SpanRecord, phase),
     sizeof(Launch),
-    F(Launch, grid), F(Launch, block), F(Launch, shared_bytes), F(Launch, cooperative),
+    F(Launch, grid), F(Launch, block), F(Launch, shared_bytes), F(Launch, cooperative), F(Launch, cluster),
     sizeof(ResultArray),
     F(ResultArray, at), F(ResultArray, base), F(ResultArray, row_stride_bytes), F(ResultArray, rows), F(ResultArray, cols),
     sizeof(LayerInfo),

@@ -51,13 +51,32 @@ OUTLINE void next_item(Block& b) {
     }
 }
 
+template <class Path> DEVICE void next_item(Block& b) {
+    if constexpr (Path::PAIR) {
+        if (has(b.items, ITEM_TASKS) && Path::Pair::is_second()) return Path::Pair::next_item(b);
+    }
+    next_item(b);
+}
+
+// All threads. Of a pair of blocks (pair.h): whether both are `ok`, so that both go on or neither does.
+template <class Path> DEVICE bool together(Block& b, bool ok) {
+    if constexpr (Path::PAIR) return Path::Pair::agree(b, ok);
+    return ok;
+}
+
+// Whether a block that fails goes on: of a pair the other would wait for it at the next task, where both leave, as the PE aborts.
+template <class Path> DEVICE bool leaves_with_tasks(const Block& b) {
+    if constexpr (Path::PAIR) return has(b.items, ITEM_TASKS) && !(ARISTOS_PLANTED(FAILS_ALONE) && Path::Pair::is_second());
+    return false;
+}
+
 // All threads: items of `set`, until none is left to take.
 template <class Path> DEVICE bool run_items(Block& b, u32 set) {
     dev::sync_block();
     if (dev::thread() == 0) b.items = set;
     for (;;) {
         dev::sync_block();
-        if (dev::thread() == 0) next_item(b);
+        if (dev::thread() == 0) next_item<Path>(b);
         dev::sync_block();
         Item item = b.state.item;
         if (item.kind == ITEM_TASKS) {
@@ -66,9 +85,12 @@ template <class Path> DEVICE bool run_items(Block& b, u32 set) {
             Path::run(b);
             dev::sync_block();
             item = b.state.item;
+            if constexpr (Path::PAIR) {
+                if (item.kind == ITEM_TASKS) continue;  // the first block has another
+            }
         }
         if (item.kind == ITEM_NONE) return !dev::sync_block_or(dev::thread() == 0 && aborted(b.l));
-        if (!run_item<typename Path::Element>(b, item)) return false;
+        if (!run_item<typename Path::Element>(b, item) && !leaves_with_tasks<Path>(b)) return false;
     }
 }
 
@@ -114,7 +136,7 @@ template <class Path> DEVICE bool run_step(Block& b) {
         bool ok;
         if (action & PE_BARRIER) ok = pe_barrier(b.l, b.pass, action >> BARRIER_NUMBER, stamp_step(b.step.round, b.step.mode, true));
         else ok = run_items<Path>(b, action | (has(action, ITEM_PLAIN) && sums_gradients(b) ? items(ITEM_SUM) : 0));
-        if (!ok) return false;
+        if (!together<Path>(b, ok)) return false;
     }
 }
 
@@ -162,7 +184,7 @@ template <class Path> DEVICE void run_steps(Block& b) {
         bool again = b.step.mode == MODE_RECOMPUTE;  // the gradients of the same round
         // Forward knows the number of rounds only once its first step is over.
         if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
-        if (!grid_barrier(b.l)) return;
+        if (!together<Path>(b, grid_barrier(b.l))) return;
         if (again) begin_step(b, b.step.round, MODE_GRADIENT);
         else begin_round(b, b.step.round + 1, Path::BACKWARD);
     }
@@ -210,10 +232,12 @@ template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
         state.phase = PHASE_IDLE;
         state.since = dev::nanoseconds();
         new (&b) Block{l, numbered(l, given, Path::BACKWARD), state, dev::shared(), l.control->steps};
+        if constexpr (Path::PAIR) Path::Pair::begin(b);
     }
     dev::sync_block();
-    if (!dev::sync_block_or(aborted(l))) run_steps<Path>(b);
+    if (together<Path>(b, !dev::sync_block_or(aborted(l)))) run_steps<Path>(b);
     leave(b, Path::BACKWARD);
+    if constexpr (Path::PAIR) Path::Pair::end(b);
 }
 
 }  // namespace aristos

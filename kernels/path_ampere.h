@@ -34,9 +34,9 @@ template <class Compute> DEVICE void run_tasks(Block& b, State& state, Compute c
 
 template <class T, class Tile, u32 KINDS> struct AmperePath {
     using Element = T;
-    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
+    static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS, PAIR = false;
     static constexpr u32 SHARED_BYTES = Tile::SHARED_BYTES;
-    static_assert(launched_as(AMPERE, Tile::M, Tile::N, Tile::THREADS, SHARED_BYTES + STATE_BYTES), "launch.h");
+    static_assert(launched_as(AMPERE, Tile::M, Tile::N, Tile::THREADS, SHARED_BYTES + STATE_BYTES, 1), "launch.h");
 
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {

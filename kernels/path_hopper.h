@@ -2,17 +2,19 @@
 #pragma once
 #include "gemm_hopper.h"
 #include "launch.h"
-#include "tasks.h"
+#include "pair.h"
 
 #if ARISTOS_HOPPER
 namespace aristos {
 
-// In tiles of 128 x N.
-template <class T, u32 KINDS, u32 N> struct HopperPath {
+// In tiles of 128 x N, or of 256 x N by pairs of blocks.
+template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     using Element = T;
     static constexpr bool BACKWARD = KINDS == BACKWARD_KINDS;
-    static constexpr u32 SHARED_BYTES = (hopper::Tile<N>::SHARED_BYTES + 127) / 128 * 128;
-    static_assert(launched_as(HOPPER, hopper::TILE_M, N, hopper::THREADS, SHARED_BYTES + STATE_BYTES), "launch.h");
+    static constexpr bool PAIR = BLOCKS == 2;
+    using Pair = ClusterPair;
+    static constexpr u32 SHARED_BYTES = (hopper::Tile<N, BLOCKS>::SHARED_BYTES + 127) / 128 * 128;
+    static_assert(launched_as(HOPPER, BLOCKS * hopper::TILE_M, N, hopper::THREADS, SHARED_BYTES + STATE_BYTES, BLOCKS), "launch.h");
 
     // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
     struct Source {
@@ -29,8 +31,14 @@ template <class T, u32 KINDS, u32 N> struct HopperPath {
         }
     }
     static DEVICE void run(Block& b) {
-        Source source{b};
-        gemm_loop_hopper<T, KINDS, N>(source, dev::shared());
+        if constexpr (PAIR) {
+            ClusterPair::call(b);
+            PairSource source{b};
+            gemm_loop_hopper<T, KINDS, N, BLOCKS>(source, dev::shared());
+        } else {
+            Source source{b};
+            gemm_loop_hopper<T, KINDS, N>(source, dev::shared());
+        }
     }
 };
 

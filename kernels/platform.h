@@ -12,6 +12,11 @@
 #pragma once
 #include "params.h"
 
+// Where this stands tests plant faults, to see that their cases notice them. Elsewhere it is false.
+#ifndef ARISTOS_PLANTED
+#define ARISTOS_PLANTED(fault) false
+#endif
+
 namespace aristos {
 
 // Elements as they lie in memory; arithmetic is in float.

@@ -120,6 +120,16 @@ DEVICE void mbarrier_arrive_at(u64* bar, u32 rank) {
         "r"(rank)
         : "memory");
 }
+// To the word of block `rank` that lies where `p` does here; returns the previous value. Acquires and releases among the threads of both.
+DEVICE u32 cluster_add_acq_rel(u32* p, u32 v, u32 rank) {
+    u32 old;
+    asm volatile(
+        "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %1, %2;\natom.acq_rel.cluster.shared::cluster.add.u32 %0, [at], %3;\n}\n"
+        : "=r"(old)
+        : "r"(shared_address(p)), "r"(rank), "r"(v)
+        : "memory");
+    return old;
+}
 // As mbarrier_wait, for one at which threads of both blocks arrive.
 DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) {
     u32 done;

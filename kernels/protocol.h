@@ -3,11 +3,6 @@
 #include "layer.h"
 #include "platform.h"
 
-// Where this stands kernels/tests/protocol_test.cpp plants faults, to see that its cases notice them. Elsewhere it is false.
-#ifndef ARISTOS_PLANTED
-#define ARISTOS_PLANTED(fault) false
-#endif
-
 namespace aristos {
 
 // ---- Words of a header, before the counts of the destination's local experts; then, at header_counts_bytes, the sums for the

@@ -110,6 +110,7 @@ private:
         if (queue == GRADIENT_TASKS) return came_local(c.batch_done + t.batch, batch_tasks(l, t.batch));
         if (!of_first_gemm(queue)) return came_local(c.first_done + t.tile, tiles_across(l, first_kind(b.step.mode), t.batch));
         u32 rows = t.rows - t.m0 < l.shape.tile_m ? t.rows - t.m0 : l.shape.tile_m;
+        if (ARISTOS_PLANTED(HALF_READY) && rows > l.shape.tile_m / 2) rows = l.shape.tile_m / 2;
         return came_local(c.arrived + t.tile, rows);
     }
 

@@ -21,7 +21,7 @@ use std::time::Duration;
 use aristos::check::{TOLERANCE_BF16, TOLERANCE_F16};
 use aristos::gpu::emulated::{self, Emulated, EmulatedDevice, Fault};
 use aristos::gpu::{Buffer, Gpu};
-use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, RecordedLayer, to_elements};
+use aristos::moe::device::{DeviceLayer, DeviceOptions, DeviceSaved, GemmPath, RecordedLayer, Tile, to_elements};
 use aristos::moe::metrics::{PassOutcome, Traffic};
 use aristos::moe::synthetic::{RouterKind, Synthetic, SyntheticSpec};
 use aristos::moe::{
@@ -43,12 +43,13 @@ struct World {
     options: Options,
     dtype: Dtype,
     fault: Fault,
+    tile: Option<Tile>,
 }
 
 impl World {
     fn new() -> Self {
         let (device, options) = (EmulatedDevice::default(), small_options());
-        World { device, reachable: None, options, dtype: Dtype::Bf16, fault: Fault::None }
+        World { device, reachable: None, options, dtype: Dtype::Bf16, fault: Fault::None, tile: None }
     }
 
     fn mode(mut self, mode: Mode) -> Self {
@@ -135,7 +136,7 @@ fn new_layer<'g>(
     max_tokens: usize,
 ) -> Result<DeviceLayer<'g>, MoeError> {
     let spec = spec_of(world, source, gpu.n_pes(), max_tokens);
-    DeviceLayer::new(gpu, spec, source, &DeviceOptions::default())
+    DeviceLayer::new(gpu, spec, source, &with!(DeviceOptions::default(); tile = world.tile))
 }
 
 fn spec_of(world: &World, source: &Synthetic, n_pes: usize, max_tokens: usize) -> LayerSpec {
@@ -351,6 +352,28 @@ fn several_tiles_of_an_expert() {
         let options = with!(small_options(); chunk_rows = 64);
         let world = World { device, options, ..World::new() };
         check(&world, &source, 421, 2, &format!("large, Hopper {hopper}"));
+    }
+}
+
+#[test]
+fn tiles_of_two_blocks_give_the_same_bits() {
+    let base = mixtral(96, 264, 3, 2);
+    let shared = Some(SharedConfig::new(with!(base.expert; bias = true), true));
+    let device = with!(EmulatedDevice::default(); hopper = true, multiprocessors = 5);
+    // Batches of more rows than a block has of a tile, and of fewer: the second block then has none. In one round, and in several.
+    for (tokens, mode, budget) in [(421, Mode::Pipelined, 2.0), (60, Mode::Pipelined, 0.5), (160, Mode::Bulk, 2.0)] {
+        let source = hot(&with!(base.clone(); shared = shared), 0.3, 0.7);
+        let options = with!(small_options(); chunk_rows = 16, mode = mode, budget_factor = budget);
+        let step = |tile: &str| {
+            let world = World {
+                device: device.clone(),
+                options: options.clone(),
+                tile: Some(tile.parse().unwrap()),
+                ..World::new()
+            };
+            together(&check(&world, &source, tokens, 2, &format!("{tokens} tokens, {mode:?}, {tile}")), source.config())
+        };
+        assert_same(&[step("256x256")], &[step("128x256")], &format!("{tokens} tokens, {mode:?}"));
     }
 }
 

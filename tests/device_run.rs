@@ -57,7 +57,9 @@ fn hopper_too() {
 
 #[test]
 fn in_tiles_of_every_size() {
-    for (gemm, tile) in [("ampere", "128x256"), ("ampere", "64x128"), ("hopper", "128x256"), ("hopper", "128x128")] {
+    let ampere = ["128x256", "64x128"].map(|tile| ("ampere", tile));
+    let hopper = ["128x256", "128x128", "256x256"].map(|tile| ("hopper", tile));
+    for (gemm, tile) in ampere.into_iter().chain(hopper) {
         let report = report(&format!("{SMALL} --pes 2 --gemm {gemm} --tile {tile} --check"));
         assert_eq!((&report["check"]["passed"], &report["config"]["tile"]), (&true.into(), &tile.into()));
     }

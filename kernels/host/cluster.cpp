@@ -1,5 +1,5 @@
-// Clusters of two blocks: each an OS thread of its own, which does nothing in the other's shared memory but to load from it. What it asks for there, an
-// arrival or a load by TMA, it leaves with the other, who does it between two turns of its own threads.
+// Clusters of two blocks: each an OS thread of its own, which does nothing in the other's shared memory but to load from it and to add to a word. What it
+// asks for there else, an arrival or a load by TMA, it leaves with the other, who does it between two turns of its own threads.
 #include <sched.h>
 
 #include "simt.h"

@@ -203,7 +203,7 @@ template <class T> struct Run {
                 u32 columns = tile_columns(kind, shape.gated, tile_n);
                 for (u32 n = 0; n < gemm_n(any); n += columns) {
                     for (u32 m = 0; m < gemm_m(any); m += step) tasks.push_back(task(kind, e, m, n, which));
-                    tiles += (gemm_m(any) + hopper::TILE_M - 1) / hopper::TILE_M;
+                    tiles += (gemm_m(any) + step - 1) / step;
                 }
             }
             needs.resize(tasks.size(), before);
@@ -461,7 +461,7 @@ CASE(hopper_without_result_maps_bf16) {
     shape.stored = false;
     CHECK(run<Bf16>(shape, 256, 2, 1, 0, false) == bytes, "another result without TMA");
 }
-// The same by pairs of blocks as by blocks on their own: a pair's second tile is often empty, as most of these batches have an odd number of tiles.
+// The same by pairs of blocks as by blocks on their own: the second block's half of a tile is often empty.
 template <class T> void test_pair(Shape shape, u32 tile_n) {
     const auto bytes = run<T>(shape, tile_n, 2, 1, 0, false);
     shape.pair = true;

@@ -8,6 +8,7 @@
 #include "../layer_ampere_64x128.cu"
 #include "../layer_hopper.cu"
 #include "../layer_hopper_128x128.cu"
+#include "../layer_hopper_256x256.cu"
 #include "../routing.cu"
 #include "route_world.h"
 #include "small_path.h"
@@ -21,8 +22,10 @@ struct Forward {
     bool hot = false;         // tokens go where Options::hot says
 };
 
-enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128 };
-inline bool is_hopper(Path path) { return path == PATH_HOPPER || path == PATH_HOPPER_128X128; }
+enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128, PATH_HOPPER_256X256, PATH_SMALL_PAIR };
+inline bool is_hopper(Path path) { return path == PATH_HOPPER || path == PATH_HOPPER_128X128 || path == PATH_HOPPER_256X256; }
+inline bool in_pairs(Path path) { return path == PATH_HOPPER_256X256 || path == PATH_SMALL_PAIR; }
+inline bool is_small(Path path) { return path == PATH_SMALL || path == PATH_SMALL_PAIR; }
 
 struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
@@ -120,6 +123,7 @@ struct Layers {
             for (u32 pe = 0; pe < o.n_pes; pe++) f.tokens.push_back(o.tokens - (i * 7 + pe * 3) % o.tokens);
             o.passes.push_back(f);
         }
+        if (in_pairs(o.path)) o.blocks = (o.blocks + 1) / 2 * 2;
         LayerShape s = world::shape();
         s.n_pes = o.n_pes, s.hidden = o.hidden, s.intermediate = o.intermediate, s.n_experts = o.experts, s.top_k = o.top_k;
         s.dtype = o.dtype, s.gated = o.gated, s.bias = o.bias, s.activation = ACT_SILU;
@@ -128,7 +132,8 @@ struct Layers {
         s.aux_loss_coef = o.aux_loss, s.z_loss_coef = o.z_loss, s.capacity_factor = o.capacity;
         s.max_tokens = o.tokens, s.chunk_rows = o.chunk_rows, s.round_chunks = o.round_chunks, s.window_chunks = o.window_chunks, s.round_slots = o.round_slots;
         s.training = o.training, s.bulk = o.bulk, s.blocks = o.blocks;
-        s.tile_m = o.path == PATH_SMALL ? SmallTile::M : 128, s.tile_n = o.path == PATH_SMALL ? SmallTile::N : 256;
+        s.tile_m = is_small(o.path) ? SmallTile::M : 128, s.tile_n = is_small(o.path) ? SmallTile::N : 256;
+        if (in_pairs(o.path)) s.tile_m *= 2;
         if (o.path == PATH_AMPERE_64X128) s.tile_m = 64, s.tile_n = 128;
         if (o.path == PATH_HOPPER_128X128) s.tile_n = 128;
         if (o.tile) s.tile_m = s.tile_n = o.tile;
@@ -200,7 +205,7 @@ struct Layers {
             if (a.at && aristos_host_tensor_map(reinterpret_cast<void*>(a.at), a.base, a.rows, a.cols, a.row_stride_bytes, RESULT_BOX_ROWS, 64, 2))
                 fail(aristos_host_error());
         }
-        if (o.path == PATH_SMALL)
+        if (is_small(o.path))
             p.info.launches[KERNEL_FORWARD] = p.info.launches[KERNEL_BACKWARD] = {o.blocks, SmallTile::THREADS, SmallTile::LAUNCH_BYTES, 1};
     }
     void map(std::vector<TensorMap>& to, const void* weights, u32 rows, u32 columns) const {
@@ -213,7 +218,7 @@ struct Layers {
     bool failed(u32 pe) const { return w->pes[pe]->layer().error->kind != ERROR_NONE; }
 
     std::string kernel(const std::string& direction) const {
-        if (o.path == PATH_SMALL) return "test_" + direction + "_small";
+        if (is_small(o.path)) return "test_" + direction + (o.path == PATH_SMALL ? "_small" : "_small_pair");
         const char* infix = tile_launch(is_hopper(o.path) ? HOPPER : AMPERE, w->pes[0]->s.tile_m, w->pes[0]->s.tile_n).infix;
         return "aristos_" + direction + infix + (o.dtype == DTYPE_F16 ? "_f16" : "_bf16");
     }

@@ -28,7 +28,7 @@ u64 task_ns(const GemmTask& t) {
 
 template <bool IS_BACKWARD> struct TimedPath {
     using Element = F16;
-    static constexpr bool BACKWARD = IS_BACKWARD;
+    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = false;
     static constexpr u32 SHARED_BYTES = SCRATCH;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {

@@ -5,7 +5,7 @@
 // ARISTOS_SEEDS=1000 runs that many schedules of each case instead of a few.
 #include <cstdlib>
 
-#include "testing.h"
+#include "../params.h"
 
 namespace aristos {
 // In the protocol, where ARISTOS_PLANTED stands.
@@ -29,10 +29,16 @@ enum PlantedFault : u32 {
     NO_PART_CREDIT,    // a part of results is put to a place at the home that may not be free
     PART_LOST,         // parts of results are not put
     FIRST_OF_GROUP,    // what goes over the network goes to the group's first PE
+    HALF_READY,        // a pair of blocks begins a task when the first one's rows are there
+    HALF_DONE,         // it reports one when the first block's results are stored
+    LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
+    FAILS_ALONE,       // a block of it that fails leaves without the other
 };
 inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
 #define ARISTOS_PLANTED(fault) (::aristos::planted == ::aristos::fault)
+
+#include "testing.h"
 
 #include "protocol_cases.h"
 
@@ -47,8 +53,8 @@ u32 seeds(u32 few) {
     return text ? u32(std::strtoul(text, nullptr, 10)) : few;
 }
 
-// A reference in float64 for one schedule, and its bits for all others.
-void any_schedule(const Options& o, u32 count) {
+// A reference in float64 for one schedule, and its bits for all others, by another GEMM path if there is one.
+void any_schedule(const Options& o, u32 count, world::Path path) {
     Layers want(o);
     want.run();
     want.verify();
@@ -57,7 +63,9 @@ void any_schedule(const Options& o, u32 count) {
     check_counters(want);
     u64 hidden = 0;  // bytes of sums that went while the persistent kernel ran
     for (u64 seed = 2; seed < 2 + count && !testing::Case::failures; seed++) {
-        Layers got(scheduled(o, seed));
+        Options other = scheduled(o, seed);
+        other.path = path;
+        Layers got(other);
         got.run();
         const std::string what = difference(got, want.seen);
         CHECK(what.empty(), "seed %llu: %s", (unsigned long long)seed, what.c_str());
@@ -68,6 +76,7 @@ void any_schedule(const Options& o, u32 count) {
     CHECK((hidden > 0) == (want.o.copies > 1 && !o.bulk), "%llu bytes of sums in the persistent kernels", (unsigned long long)hidden);
     CHECK(world::failures == 0);
 }
+void any_schedule(const Options& o, u32 count) { any_schedule(o, count, o.path); }
 
 }  // namespace
 
@@ -120,6 +129,41 @@ CASE(gemm_paths) {
         any_schedule(o, 2);
     }
 }
+
+// ---- Pairs of blocks: the same bits as by blocks on their own.
+namespace {
+// Batches of several tiles of two blocks, and matrices of more columns and rows than one has.
+Options many_rows() {
+    Options o = base(3);
+    o.hidden = 72, o.intermediate = 40, o.experts = 3, o.top_k = 2, o.tokens = 130, o.chunk_rows = 8, o.shared = 1;
+    o.passes = {{{130, 41, 97}}, {{33, 130, 0}, false}};
+    return o;
+}
+// As many for tiles of 256 rows; some have none in the second 128.
+Options more_rows() {
+    Options o = rounds_by_slots();
+    o.path = world::PATH_HOPPER, o.hidden = 64, o.intermediate = 48, o.tokens = 300, o.experts = 3, o.top_k = 2, o.chunk_rows = 32;
+    o.round_chunks = 8, o.round_slots = 450, o.passes = {{{300, 141}}};
+    return o;
+}
+}  // namespace
+CASE(pairs) {
+    for (Options o : {many_rows(), tokens_come_and_go(), rounds_by_slots(), running_ahead(), losses_and_capacity(), an_expert_without_tokens(), eight_pes(), inference()})
+        any_schedule(o, seeds(4), world::PATH_SMALL_PAIR);
+}
+CASE(pairs_in_rounds) {
+    for (Options o : {one_expert_in_rounds(), one_place_in_each_window()}) any_schedule(o, seeds(6), world::PATH_SMALL_PAIR);
+}
+CASE(pairs_and_replicas) {
+    for (Options o : {replicas(), replicas_in_rounds()}) any_schedule(o, seeds(6), world::PATH_SMALL_PAIR);
+}
+CASE(pairs_and_relays) {
+    for (Options o : {relays(), relays_in_rounds(), relays_in_one_place(), unequal_hosts()}) any_schedule(o, seeds(4), world::PATH_SMALL_PAIR);
+}
+CASE(pairs_in_bulk) {
+    for (Options o : {bulk(), bulk_in_small_windows()}) any_schedule(o, seeds(6), world::PATH_SMALL_PAIR);
+}
+CASE(hopper_pairs) { any_schedule(more_rows(), 2, world::PATH_HOPPER_256X256); }
 
 // ---- Peers that die.
 namespace {
@@ -176,11 +220,13 @@ Options dying() {
 
 }  // namespace
 
-CASE(a_dead_peer_ends_the_waits_of_the_others) {
+namespace {
+void a_dead_peer_ends_the_waits_of_the_others(world::Path path) {
     std::vector<Dying> all;
     auto add = [&](const char* name, u32 dead, Death death, u32 fault, ErrorRecord want, auto change) {
         Options o = dying();
         change(o);
+        o.path = path;
         all.push_back({name, o, dead, death, fault, want});
         return &all.back();
     };
@@ -242,10 +288,12 @@ CASE(a_part_that_does_not_come_is_named) {
 }
 
 // A PE whose host aborts it at any moment: all PEs end, and those that end without an error have the right results.
-CASE(a_peer_that_stops_anywhere) {
+void a_peer_that_stops_anywhere(world::Path path) {
     Options o = one_expert_in_rounds();
-    o.wait_limit_ns = SECOND, o.delay_us = 0;
-    Layers want(o);
+    o.wait_limit_ns = SECOND, o.delay_us = 0, o.path = path;
+    Options undisturbed = o;
+    undisturbed.wait_limit_ns = 60 * SECOND;
+    Layers want(undisturbed);
     const u64 start = dev::nanoseconds();
     want.run();
     const u64 usual = dev::nanoseconds() - start;
@@ -286,6 +334,11 @@ CASE(a_peer_that_stops_anywhere) {
     CHECK(harmed > 0, "no PE noticed");
     CHECK(world::failures == 0);
 }
+}  // namespace
+CASE(a_dead_peer_ends_the_waits_of_the_others) { a_dead_peer_ends_the_waits_of_the_others(world::PATH_SMALL); }
+CASE(pairs_and_a_dead_peer) { a_dead_peer_ends_the_waits_of_the_others(world::PATH_SMALL_PAIR); }
+CASE(a_peer_that_stops_anywhere) { a_peer_that_stops_anywhere(world::PATH_SMALL); }
+CASE(pairs_and_a_peer_that_stops_anywhere) { a_peer_that_stops_anywhere(world::PATH_SMALL_PAIR); }
 
 // ---- Peers that send invalid values. PE 0 alone, whose memory holds what PE 1 sent in a correct run, with one change.
 namespace {
@@ -317,12 +370,15 @@ struct Lie {
     }
 };
 
-}  // namespace
-
-CASE(a_peer_is_not_believed) {
+Options believing(world::Path path) {
     Options o = base(2);
     o.hosts = 1, o.experts = 3, o.tokens = 9, o.delay_us = 0, o.wait_limit_ns = SECOND / 10;
-    o.passes = {{{5, 7}, false}};
+    o.passes = {{{5, 7}, false}}, o.path = path;
+    return o;
+}
+
+void a_peer_is_not_believed(world::Path path) {
+    const Options o = believing(path);
     Layers honest(o);
     honest.run();
     honest.verify();
@@ -365,12 +421,16 @@ CASE(a_peer_is_not_believed) {
     CHECK(world::failures == 0);
 }
 
+}  // namespace
+CASE(a_peer_is_not_believed) { a_peer_is_not_believed(world::PATH_SMALL); }
+CASE(pairs_do_not_believe_a_peer) { a_peer_is_not_believed(world::PATH_SMALL_PAIR); }
+
 // ---- Faults of the protocol, and of what carries it: the cases above must see them.
 namespace {
 
 // How many seeds until another result or an error; 0: never.
 u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
-    o.wait_limit_ns = 2 * SECOND;
+    o.wait_limit_ns = world::is_hopper(o.path) ? 20 * SECOND : 2 * SECOND;  // its kernels take long on a busy machine
     Layers want(o);
     want.run();
     for (u32 seed = 1; seed <= 1000; seed++) {
@@ -389,7 +449,8 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
         // It was the fault, and not a busy machine.
         Layers control(s);
         control.run();
-        CHECK(difference(control, want.seen).empty(), "seed %u fails without the fault too", seed);
+        const std::string without = difference(control, want.seen);
+        CHECK(without.empty(), "seed %u fails without the fault too: %s", seed, without.c_str());
         return seed;
     }
     return 0;
@@ -425,12 +486,45 @@ CASE(planted_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, 
 CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
+// In pairs of blocks: by the layer's kernels, and by those that any schedule is tried with.
+namespace {
+Options by(world::Path path, Options o) {
+    o.path = path, o.delay_us = 0;
+    return o;
+}
+}  // namespace
+CASE(planted_half_ready) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_READY)); }
+CASE(planted_half_done) {
+    CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_DONE));
+    CHECK(caught(by(world::PATH_SMALL_PAIR, many_rows()), REACH_ALL, HALF_DONE));
+}
+CASE(planted_leaves_alone) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, LEAVES_ALONE)); }
+CASE(planted_fails_alone) {
+    const Options o = believing(world::PATH_SMALL_PAIR);
+    Layers honest(o);
+    honest.run();
+    const u32 failures = world::failures;
+    u32 seen = 0;
+    for (u64 seed = 1; seed <= 40 && seen == failures; seed++) {
+        Options s = o;
+        s.schedule = seed;
+        Lie lie(s, honest);
+        lie.slots()[2] |= MAX_RANK;
+        planted = FAILS_ALONE;
+        lie.run();
+        planted = NO_FAULT;
+        seen = world::failures;
+    }
+    CHECK(seen > failures, "no pair noticed that one of its blocks left");
+    world::failures = failures;
+}
+
 // ---- Under ThreadSanitizer, which is slow: its vector clocks have an entry for each thread, so the kernels of routing are left out.
 namespace {
 
 // Short runs, with blocks in three kinds of order, for each way in which PEs reach each other.
 void orderly(Options o, u32 count) {
-    o.host_plan = true, o.blocks = 3, o.capacity = 0, o.delay_us = 0;
+    o.host_plan = true, o.blocks = world::in_pairs(o.path) ? 4 : 3, o.capacity = 0, o.delay_us = 0;
     std::vector<std::vector<Snapshot>> want;
     for (u64 seed = 0; seed < count; seed++) {
         o.schedule = seed + 1;
@@ -467,6 +561,17 @@ CASE(tsan_relays_in_bulk) {
 }
 CASE(tsan_inference) { orderly(brief(inference(), {{{9, 9, 0}, false, true}, {{0, 7, 9}, false}}), seeds(2)); }
 CASE(tsan_bulk) { orderly(brief(bulk(), {{{9, 3, 9}, true, true}}), seeds(2)); }
+CASE(tsan_pairs) {
+    for (Options o : {brief(many_rows(), {{{50, 41, 7}}}), brief(replicas(), {{{9, 5, 9, 3}}}), brief(bulk(), {{{9, 3, 9}, true, true}})}) {
+        o.path = world::PATH_SMALL_PAIR;
+        orderly(o, seeds(1));
+    }
+}
+CASE(tsan_hopper_pairs) {
+    Options o = brief(more_rows(), {{{200, 60}}});
+    o.path = world::PATH_HOPPER_256X256, o.tokens = 200, o.top_k = 1;
+    orderly(o, seeds(1));
+}
 CASE(tsan_eight_pes) { orderly(brief(eight_pes(), {{{4, 0, 3, 4, 1, 5, 0, 5}}}), seeds(1)); }
 
 #ifdef ARISTOS_TSAN

@@ -2,6 +2,7 @@
 // it takes a hundredth of the others' time, so that a test can afford many seeds, and its small tiles are many.
 #pragma once
 #include "../pass.h"
+#include "../pair.h"
 #include "../path_ampere.h"
 
 namespace aristos {
@@ -44,7 +45,7 @@ template <class T, class Meanwhile> DEVICE void gemm_task_small(const GemmTask& 
 
 template <class T, bool IS_BACKWARD> struct SmallPath {
     using Element = T;
-    static constexpr bool BACKWARD = IS_BACKWARD;
+    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = false;
     static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
     static DEVICE void begin(const Layer&) {}
     static DEVICE void run(Block& b) {
@@ -56,5 +57,41 @@ KERNEL(test_forward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass)
 REGISTER_KERNEL(test_forward_small)
 KERNEL(test_backward_small, SmallTile::THREADS, 1)(const Layer* layer, Pass pass) { run_pass<SmallPath<F16, true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_small)
+
+// The same by pairs of blocks, in tiles of 64 x 64: what a pair does around its tasks is the layer's, the loop of tasks as simple as can be.
+template <class T, bool IS_BACKWARD> struct SmallPairPath {
+    using Element = T;
+    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = true;
+    using Pair = ClusterPair;
+    static constexpr u32 SHARED_BYTES = SmallTile::SHARED_BYTES;
+    static DEVICE void begin(const Layer&) {}
+    static DEVICE void run(Block& b) {
+        State& s = b.state;
+        PairSource source{b};
+        const bool first = !ClusterPair::is_second(), one = dev::thread() == 0;
+        ClusterPair::call(b);
+        for (;;) {
+            dev::cluster_sync();  // the second has the task before, and the first's results of it
+            if (one && first) s.more = source.next(s.task);
+            if (one && !first) source.await();
+            dev::cluster_sync();
+            if (one && !first) {
+                s.more = *dev::cluster_shared(&s.more, 0);
+                if (s.more) s.task = *dev::cluster_shared(&s.task, 0), s.task.m0 += SmallTile::M;
+                source.follow(s.more);
+            }
+            dev::cluster_sync();
+            if (!s.more) return;
+            gemm_task_small<T>(s.task, dev::shared(), [] {});
+            if (!ARISTOS_PLANTED(HALF_DONE)) dev::cluster_sync();
+            if (one && first) source.done(s.task);
+        }
+    }
+};
+
+CLUSTER_KERNEL(test_forward_small_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallPairPath<F16, false>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_forward_small_pair)
+CLUSTER_KERNEL(test_backward_small_pair, SmallTile::THREADS)(const Layer* layer, Pass pass) { run_pass<SmallPairPath<F16, true>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_backward_small_pair)
 
 }  // namespace aristos

@@ -540,9 +540,9 @@ unsafe impl Gpu for Emulated {
         Ok(())
     }
 
-    fn resident_blocks(&self, kernel: &str, _: u32, shared_bytes: u32) -> Result<u32, GpuError> {
-        self.prepare(kernel, shared_bytes)?;
-        Ok(self.device.multiprocessors)
+    fn resident_blocks(&self, kernel: &str, launch: Launch) -> Result<u32, GpuError> {
+        self.prepare(kernel, launch.shared_bytes)?;
+        Ok(self.device.multiprocessors / launch.cluster * launch.cluster)
     }
 
     fn prepare(&self, kernel: &str, _: u32) -> Result<(), GpuError> {

@@ -230,12 +230,12 @@ pub unsafe trait Gpu {
     /// The driver's, which may be of something launched before.
     unsafe fn zero_raw(&self, to: u64, bytes: u64) -> Result<(), GpuError>;
 
-    /// The most blocks of `block` threads and `shared_bytes` of dynamic shared memory of this kernel that run at the same
-    /// time on this PE's part of the device.
+    /// The most blocks of such a launch of this kernel, of whatever grid, that run at the same time on this PE's part of the device: whole
+    /// clusters.
     ///
     /// # Errors
     /// When there is no such kernel.
-    fn resident_blocks(&self, kernel: &str, block: u32, shared_bytes: u32) -> Result<u32, GpuError>;
+    fn resident_blocks(&self, kernel: &str, launch: Launch) -> Result<u32, GpuError>;
 
     /// Loads a kernel that will be launched with at most `shared_bytes` of dynamic shared memory, which a driver may otherwise do at
     /// its first launch: launches that are recorded must find it loaded.

@@ -296,6 +296,7 @@ mirror! {
         block: u32,
         shared_bytes: u32,
         cooperative: u32,
+        cluster: u32,
     }
 
     struct ResultArray {

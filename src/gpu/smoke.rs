@@ -53,7 +53,7 @@ pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(),
     let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
     let numbers = [result.address(), VALUE, limit_ns].map(u64::to_ne_bytes);
     let args = [bytemuck::bytes_of(&area), &numbers[0], &numbers[1], &numbers[2]];
-    let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0 };
+    let launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0, cluster: 1 };
     // SAFETY: the kernel's four parameters; symmetric memory as large as it uses, a result, and numbers.
     unsafe { gpu.launch("aristos_smoke", launch, &args) }?;
     finished()?;

@@ -118,7 +118,7 @@ fn smoke(gpu: &CudaGpu, out: &Buffer<'_>, launch: Launch) -> Result<(), GpuError
     unsafe { gpu.launch("aristos_smoke", launch, &args) }
 }
 
-const LAUNCH: Launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0 };
+const LAUNCH: Launch = Launch { grid: 1, block: 128, shared_bytes: 0, cooperative: 0, cluster: 1 };
 
 #[test]
 #[ignore = "runs in a process of its own"]
@@ -131,7 +131,7 @@ fn launch_case() {
         gpu.synchronise().unwrap();
         assert_eq!(out.read_vec::<u64>(0, 3).unwrap(), [0x1234_5678_9abc_def0, 77, n]);
     }
-    let unknown = gpu.resident_blocks("aristos_nothing", 32, 0).unwrap_err().to_string();
+    let unknown = gpu.resident_blocks("aristos_nothing", LAUNCH).unwrap_err().to_string();
     assert_says(&unknown, &["aristos_nothing", "no module"]);
     // An error of the driver's has its name.
     let error = smoke(&gpu, &out, Launch { grid: 0, ..LAUNCH }).unwrap_err().to_string();
@@ -144,12 +144,18 @@ fn residency_case() {
     let gpu = alone();
     // Half of ten multiprocessors, two blocks each; one with much shared memory.
     assert_eq!(gpu.limits().unwrap().multiprocessors, 5);
-    assert_eq!(gpu.resident_blocks("aristos_smoke", 128, 0).unwrap(), 10);
-    assert_eq!(gpu.resident_blocks("aristos_smoke", 128, 100 << 10).unwrap(), 5);
+    assert_eq!(gpu.resident_blocks("aristos_smoke", LAUNCH).unwrap(), 10);
+    assert_eq!(gpu.resident_blocks("aristos_smoke", Launch { shared_bytes: 100 << 10, ..LAUNCH }).unwrap(), 5);
     let out = Buffer::from_slice(&gpu, &[0u64; 3]).unwrap();
     smoke(&gpu, &out, Launch { grid: 10, cooperative: 1, ..LAUNCH }).unwrap();
     let error = smoke(&gpu, &out, Launch { grid: 11, cooperative: 1, ..LAUNCH }).unwrap_err().to_string();
     assert_says(&error, &["cannot launch aristos_smoke", "11 blocks", "and 10 do on 5 of Fake 0"]);
+    // Of eight multiprocessors in pairs three: one has no other beside it.
+    let pairs = Launch { cooperative: 1, cluster: 2, ..LAUNCH };
+    assert_eq!(gpu.resident_blocks("aristos_smoke", pairs).unwrap(), 6);
+    smoke(&gpu, &out, Launch { grid: 6, ..pairs }).unwrap();
+    let error = smoke(&gpu, &out, Launch { grid: 8, ..pairs }).unwrap_err().to_string();
+    assert_says(&error, &["cannot launch aristos_smoke", "8 blocks", "and 6 do on 5 of Fake 0"]);
     let error = smoke(&gpu, &out, Launch { shared_bytes: 164 << 10, ..LAUNCH }).unwrap_err().to_string();
     assert_says(&error, &["167936 bytes of shared memory", "at most 166912"]);
 }

@@ -195,6 +195,23 @@ CUresult cuLaunchCooperativeKernel(Handle f, unsigned x, unsigned y, unsigned z,
     if (y != 1 || z != 1 || b != 1 || c != 1) return 1;
     return f == (Handle)12 ? loop(x, a, stream, parameters) : f == (Handle)11 ? launch(x, a, stream, parameters) : 1;
 }
+// As cuda.h has them. The attributes are the size of a cluster and, for a launch, that it is cooperative.
+typedef struct { int id; char pad[4]; union { unsigned dim[3]; int cooperative; char pad[64]; } value; } Attribute;
+typedef struct { unsigned grid[3], block[3], shared; Handle stream; const Attribute* attributes; unsigned count; } Config;
+static int in_pairs(const Config* config, unsigned count) {
+    const Attribute* a = config->attributes;
+    if (config->count != count || a[0].id != 4 || a[0].value.dim[0] != 2 || a[0].value.dim[1] != 1 || a[0].value.dim[2] != 1) return 0;
+    if (count == 2 && (a[1].id != 2 || a[1].value.cooperative != 1)) return 0;
+    return config->grid[0] % 2 == 0 && config->grid[1] == 1 && config->grid[2] == 1 && config->block[1] == 1 && config->block[2] == 1;
+}
+CUresult cuOccupancyMaxActiveClusters(int* clusters, Handle function, const Config* config) {
+    *clusters = 3;
+    return function != (Handle)11 || !in_pairs(config, 1);
+}
+CUresult cuLaunchKernelEx(const Config* config, Handle f, void** parameters, void** extra) {
+    if (f != (Handle)11 || extra || !in_pairs(config, 2)) return 1;
+    return launch(config->grid[0], config->block[0], config->stream, parameters);
+}
 CUresult cuEventCreate(Handle* event, unsigned flags) { *event = malloc(sizeof(unsigned)); return flags; }
 CUresult cuEventRecord(Handle event, Handle stream) {
     *(unsigned*)event = launches + events++ * number("FAKE_TICK", 0);

@@ -166,7 +166,7 @@ impl DeviceMeasurement<'_> {
         };
         local.zero(0, 2 * times + 256)?;
         if gpu.my_pe() == 0 || of.op == Op::PutSignal {
-            let launch = Launch { grid, block: THREADS, shared_bytes: 0, cooperative: 1 };
+            let launch = Launch { grid, block: THREADS, shared_bytes: 0, cooperative: 1, cluster: 1 };
             // SAFETY: the kernel takes this structure, and works within the two buffers it names.
             unsafe { gpu.launch(kernel, launch, &[bytemuck::bytes_of(&arguments)])? };
         }

@@ -67,6 +67,7 @@ symbols! {
     cuGraphInstantiateWithFlags cuGraphLaunch cuGraphDestroy cuGraphExecDestroy
     cuModuleLoadData cuModuleUnload cuModuleGetFunction
     cuFuncSetAttribute cuOccupancyMaxActiveBlocksPerMultiprocessor cuLaunchKernel cuLaunchCooperativeKernel
+    cuOccupancyMaxActiveClusters cuLaunchKernelEx
     cuEventCreate cuEventRecord cuEventElapsedTime cuEventDestroy_v2
     cuTensorMapEncodeTiled
 }

@@ -5,6 +5,7 @@
 //!
 //! Everything goes over one stream, so in the order of the calls.
 
+mod cluster;
 mod context;
 pub mod device;
 pub mod driver;
@@ -396,7 +397,8 @@ unsafe impl Gpu for CudaGpu {
         self.driver.check(code, || format!("set {bytes} bytes of the device to 0"))
     }
 
-    fn resident_blocks(&self, kernel: &str, block: u32, shared_bytes: u32) -> Result<u32, GpuError> {
+    fn resident_blocks(&self, kernel: &str, launch: Launch) -> Result<u32, GpuError> {
+        let Launch { block, shared_bytes, cluster, .. } = launch;
         let function = self.function_with_shared(kernel, shared_bytes)?;
         let mut per_multiprocessor = 0;
         // SAFETY: sets the number; a function of a loaded module.
@@ -411,8 +413,17 @@ unsafe impl Gpu for CudaGpu {
                 )
             )
         };
-        self.driver.check(code, || format!("ask how many blocks of {kernel} fit"))?;
-        Ok(u32::try_from(per_multiprocessor).unwrap_or(0) * self.multiprocessors)
+        let what = || format!("ask how many blocks of {kernel} fit");
+        self.driver.check(code, what)?;
+        let blocks = u32::try_from(per_multiprocessor).unwrap_or(0) * self.multiprocessors;
+        if cluster <= 1 {
+            return Ok(blocks);
+        }
+        // Of the multiprocessors that can have a cluster together there may be some left over.
+        // SAFETY: a function of a loaded module.
+        let clusters = unsafe { cluster::resident(self.driver, function, launch, self.context.stream) };
+        let clusters = clusters.or_else(|code| self.driver.check(code, what).map(|()| 0))?;
+        Ok(clusters.min(blocks / cluster) * cluster)
     }
 
     fn prepare(&self, kernel: &str, shared_bytes: u32) -> Result<(), GpuError> {
@@ -421,10 +432,10 @@ unsafe impl Gpu for CudaGpu {
     }
 
     unsafe fn launch(&self, kernel: &str, launch: Launch, args: &[&[u8]]) -> Result<(), GpuError> {
-        let Launch { grid, block, shared_bytes, cooperative } = launch;
+        let Launch { grid, block, shared_bytes, cooperative, cluster } = launch;
         let function = self.function_with_shared(kernel, shared_bytes)?;
         if cooperative != 0 {
-            let fit = self.resident_blocks(kernel, block, shared_bytes)?;
+            let fit = self.resident_blocks(kernel, launch)?;
             if grid > fit {
                 return Err(GpuError::failed(
                     format!("launch {kernel}"),
@@ -445,7 +456,9 @@ unsafe impl Gpu for CudaGpu {
         let (parameters, stream) = (pointers.as_mut_ptr(), self.context.stream);
         // SAFETY: the parameters' types and addresses are the caller's promise; they are read before this returns.
         let code = unsafe {
-            if cooperative != 0 {
+            if cooperative != 0 && cluster > 1 {
+                cluster::launch(self.driver, function, launch, stream, parameters)
+            } else if cooperative != 0 {
                 call!(
                     self.driver,
                     cuLaunchCooperativeKernel(function, grid, 1, 1, block, 1, 1, shared_bytes, stream, parameters,)

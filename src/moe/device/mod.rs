@@ -28,7 +28,7 @@ use weights::DeviceWeights;
 
 use super::spec::{Groups, LayerSpec, MoeError, WeightSource};
 use crate::gpu::params::{KERNELS, Kernel, LayerInfo, LayerShape};
-use crate::gpu::{Gpu, GpuError, Launch, SymmetricBuffer};
+use crate::gpu::{Gpu, GpuError, SymmetricBuffer};
 
 /// The kernels of a layer that only training launches.
 const BACKWARD_ONLY: [Kernel; 4] =
@@ -95,7 +95,8 @@ impl<'g> DeviceLayer<'g> {
         let names = Kernel::ALL.map(|kernel| kernel.on(infix, probe.dtype));
         let mut blocks = u32::MAX;
         for kernel in Kernel::ALL.into_iter().filter(|kernel| spec.training || !BACKWARD_ONLY.contains(kernel)) {
-            let Launch { block, shared_bytes, cooperative, .. } = probed.launch(kernel);
+            let launch = probed.launch(kernel);
+            let shared_bytes = launch.shared_bytes;
             if shared_bytes > limits.shared_bytes_per_block {
                 let has = limits.shared_bytes_per_block;
                 let message = format!("a block takes {shared_bytes} bytes of shared memory, and the device has {has}");
@@ -103,8 +104,8 @@ impl<'g> DeviceLayer<'g> {
             }
             let name = &names[kernel as usize];
             gpu.prepare(name, shared_bytes)?;
-            if cooperative != 0 {
-                blocks = blocks.min(gpu.resident_blocks(name, block, shared_bytes)?);
+            if launch.cooperative != 0 {
+                blocks = blocks.min(gpu.resident_blocks(name, launch)?);
             }
         }
         if blocks < 2 {

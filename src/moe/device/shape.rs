@@ -200,14 +200,16 @@ impl ShapeOf<'_> {
             return Err(config_error("the hosts", "one group's", "those of all PEs, where there are several groups"));
         }
         let layout = spec.layout()?;
-        let tile = self.tile(limits)?.tile();
+        let kernels = self.tile(limits)?;
+        let tile = kernels.tile();
         let router = &config.router;
         let (shared, gate) = match config.shared {
             Some(shared) => (shared.mlp, shared.sigmoid_gate),
             None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
         let relays = Relays::new(placement, &options.hosts);
-        let blocks = blocks.clamp(1, MAX_BLOCKS);
+        // One number for all cooperative kernels, of which one may come in clusters.
+        let blocks = kernels.whole_clusters(blocks.clamp(1, MAX_BLOCKS));
         let round_chunks = round_chunks(&spec, &layout) as u32;
         // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again. That is so only where rows
         // are copied out of their places anyway, for backward, or where a network takes longer than a copy.

@@ -44,6 +44,7 @@ pub(super) struct TileKernels {
     _threads: u32,
     shared_bytes: u32,
     blocks: u32,
+    cluster: u32,
     infix: [c_char; 20],
 }
 
@@ -62,6 +63,11 @@ impl TileKernels {
 
     pub(super) fn tile(&self) -> Tile {
         Tile { rows: self.rows, columns: self.columns }
+    }
+
+    /// Of so many blocks those in whole clusters.
+    pub(super) fn whole_clusters(&self, blocks: u32) -> u32 {
+        blocks / self.cluster * self.cluster
     }
 
     /// What the names of its kernels have between the direction and the element type.
@@ -151,8 +157,8 @@ impl Problem {
         ours.iter().zip(theirs).map(|(a, b)| (a.max(1.0) / b.max(1.0)).log2().abs()).fold(0.0, f64::max)
     }
 
-    /// The tile of the measured problem that is nearest, if that is within a factor of two in everything; otherwise the fastest on paper, but the
-    /// path's usual one where that is not slower by more than 5%.
+    /// The tile of the measured problem that is nearest, if that is within a factor of two in everything; otherwise the fastest on paper, of one block
+    /// each, but the path's usual one where that is not slower by more than 5%.
     pub(super) fn tile(&self, path: GemmPath, limits: &DeviceLimits) -> Option<&'static TileKernels> {
         let fits = |tile: &&TileKernels| tile.shared_bytes <= limits.shared_bytes_per_block;
         let nearest =
@@ -164,8 +170,10 @@ impl Problem {
             }
         }
         let usual = TileKernels::of(path).next()?;
+        // The formula knows nothing of what blocks of a cluster save, nor of what their waits for each other cost: they are to be measured.
         let best = TileKernels::of(path)
             .filter(fits)
+            .filter(|tile| tile.cluster == 1)
             .min_by(|a, b| self.clocks(path, a).total_cmp(&self.clocks(path, b)))
             .unwrap_or(usual);
         Some(if self.clocks(path, best) < 0.95 * self.clocks(path, usual) { best } else { usual })
@@ -216,6 +224,19 @@ mod tests {
         // A narrow tile reads more of shared memory and of L2 for each product.
         assert_eq!(tile(problem(8.0, 4096.0, 2048.0, 768.0)), "128x256");
         assert_eq!(tile(problem(4.0, 64.0, 2048.0, 768.0)), "128x128");
+    }
+
+    #[test]
+    fn what_is_not_measured_never_takes_a_tile_of_several_blocks() {
+        assert!(TileKernels::of(GemmPath::Hopper).any(|tile| tile.cluster > 1));
+        for experts in [1.0, 8.0, 64.0] {
+            for rows in [1.0, 64.0, 300.0, 4096.0, 65536.0] {
+                for (hidden, intermediate) in [(2048.0, 768.0), (4096.0, 14336.0), (7168.0, 2048.0)] {
+                    let taken = tile(GemmPath::Hopper, problem(132.0, [experts, rows, hidden, intermediate]));
+                    assert!(["128x256", "128x128"].contains(&&*taken), "{taken}");
+                }
+            }
+        }
     }
 
     #[test]

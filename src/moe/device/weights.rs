@@ -511,7 +511,7 @@ impl<'g> DeviceGradients<'g> {
         let Some(sum) = &self.sum else { return Ok(()) };
         let count = sum.bytes() / size_of::<f32>() as u64;
         let blocks = count.div_ceil(4 * u64::from(THREADS)).clamp(1, u64::from(8 * gpu.limits()?.multiprocessors));
-        let launch = Launch { grid: blocks as u32, block: THREADS, shared_bytes: 0, cooperative: 0 };
+        let launch = Launch { grid: blocks as u32, block: THREADS, shared_bytes: 0, cooperative: 0, cluster: 1 };
         let (to, from) = (sum.address(), self.buffer.address());
         let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
         // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag; the buffers are as long

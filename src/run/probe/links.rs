@@ -213,7 +213,8 @@ impl<'g> DeviceProber<'g> {
     fn launch(&self, kernel: &str, grid: u32, area: &Area, args: &[&[u8]]) -> Result<Control, GpuError> {
         let at = self.area.control - self.own.address();
         self.own.zero(at, size_of::<Control>() as u64)?;
-        let launch = Launch { grid, block: self.threads, shared_bytes: 0, cooperative: u32::from(grid > 1) };
+        let launch =
+            Launch { grid, block: self.threads, shared_bytes: 0, cooperative: u32::from(grid > 1), cluster: 1 };
         let all: Vec<&[u8]> = std::iter::once(bytemuck::bytes_of(area)).chain(args.iter().copied()).collect();
         // SAFETY: each kernel takes a `ProbeArea` and these numbers. Its addresses are of the two buffers, which have room for what `places`
         // and `new` count: messages and records that are no larger than `sent`, and one of each PE in `received` and `taken`.
