@@ -3,7 +3,8 @@
 // A source has one home on every other host, and sends it what it has for all PEs there, as if the home had their experts: a row crosses once. Header and
 // chunks stay in the home's memory, where the PEs of its host, which reach it by loads, take what they need: so the home passes on signals alone. Of
 // results each PE puts its part of a row, the sum over its own experts, to the home, through a few places; the home adds the parts in the order of
-// PEs and returns one row. All of them are of one expert-parallel group. What the source sees is one PE. What the PEs of the host see is a source whose rows come and go through another's memory.
+// PEs and returns one row. What the source sees is one PE. What the PEs of the host see is a source whose rows come and go through another's memory. All of
+// them are of one expert-parallel group.
 //
 // Why nothing is overwritten too early: a place in a window within a round when all PEs of the host have emptied it, since only then the home gives
 // credit or an acknowledgement; after the round when its results are back, which need all parts, and a part all of its rows; a header as ever; a part

@@ -390,12 +390,12 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
     /// The best that it came by; what it began with, if that is not better and the schedule is not forgetful.
     pub fn into_best(self) -> FoundPlaced {
         let (groups, experts) = self.best;
-        let groups: Vec<Vec<u32>> = groups.iter().map(|members| sorted(members)).collect();
-        let held = |members: &Vec<u32>| members.iter().map(|&i| sorted(&experts[i as usize])).collect();
-        let placements: Vec<Vec<Vec<u32>>> = groups.iter().map(held).collect();
         if groups.is_empty() {
             return self.start;
         }
+        let groups: Vec<Vec<u32>> = groups.iter().map(|members| sorted(members)).collect();
+        let held = |members: &Vec<u32>| members.iter().map(|&i| sorted(&experts[i as usize])).collect();
+        let placements: Vec<Vec<Vec<u32>>> = groups.iter().map(held).collect();
         let found = FoundPlaced::new(self.joint.placed, groups, placements);
         if self.schedule.forgetful || found.objective_ms < self.start.objective_ms { found } else { self.start }
     }

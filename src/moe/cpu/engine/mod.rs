@@ -598,16 +598,6 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             && p.tiles_left.iter().all(|&left| left == 0)
     }
 
-    /// Whether all rows for this PE are gathered, and all that it is home of are passed on.
-    fn has_passed_on(&self) -> bool {
-        let p = &self.progress;
-        let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.saved.inbound[pe].rows);
-        self.peers().all(gathered)
-            && self.streams().iter().all(|&(pe, _, member, _)| {
-                p.passed_on[pe][member] == self.chunks(self.saved.inbound[pe].streams[member].announced)
-            })
-    }
-
     /// Whether all results of this PE's experts are on their way.
     fn has_returned(&self) -> bool {
         self.peers().all(|pe| self.progress.returned[pe] == self.chunks(self.saved.inbound[pe].rows))

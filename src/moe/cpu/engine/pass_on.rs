@@ -130,9 +130,19 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
+    /// Whether all rows for this PE are gathered, and all that it is home of are passed on.
+    pub(super) fn has_passed_on(&self) -> bool {
+        let p = &self.progress;
+        let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.saved.inbound[pe].rows);
+        self.peers().all(gathered)
+            && self.streams().iter().all(|&(pe, _, member, _)| {
+                p.passed_on[pe][member] == self.chunks(self.saved.inbound[pe].streams[member].announced)
+            })
+    }
+
     /// The streams of rows that this PE passes on: their source, its number here, the member of the host that they go to and its number among
     /// the others.
-    pub(super) fn streams(&self) -> Vec<(usize, usize, usize, usize)> {
+    fn streams(&self) -> Vec<(usize, usize, usize, usize)> {
         let Some(relay) = &self.relay else { return Vec::new() };
         let others: Vec<usize> = (0..relay.members.len()).filter(|member| *member != relay.own_member()).collect();
         let served = relay.served.iter().enumerate().filter_map(|(pe, served)| Some((pe, (*served)?)));
