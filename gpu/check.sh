@@ -270,6 +270,8 @@ END
     # As srun and torchrun start them.
     mps_on 2
     try "2 PEs, one by one" one_by_one 2 "${run[@]}" "${small[@]}"
+    # The devices that are probed stay open for the layer.
+    try "2 PEs, one by one, planned for the devices" one_by_one 2 "${run[@]}" "${small[@]}" --plan auto
     mps_off
 }
 

@@ -5,6 +5,9 @@
 
 #[path = "binary/mod.rs"]
 mod binary;
+#[cfg(feature = "emulate")]
+#[path = "tcp/devices.rs"]
+mod devices;
 mod hosts;
 #[path = "tcp/link.rs"]
 mod link;
@@ -66,12 +69,16 @@ fn main() -> ExitCode {
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     // Of the long ones, and of those over libfabric, some at a time, unless asked for by name.
     let links = some_of(link::TESTS, filter);
+    #[cfg(feature = "emulate")]
+    let devices = devices::TESTS;
+    #[cfg(not(feature = "emulate"))]
+    let devices: &[Test] = &[];
     #[cfg(feature = "ofi")]
     let ofi = some_of(ofi::TESTS, filter);
     #[cfg(not(feature = "ofi"))]
     let ofi: Vec<&Test> = Vec::new();
     for (name, test) in
-        TESTS.iter().chain(once::TESTS).chain(ofi).chain(links).filter(|(name, _)| name.contains(filter))
+        TESTS.iter().chain(once::TESTS).chain(devices).chain(ofi).chain(links).filter(|(name, _)| name.contains(filter))
     {
         let before = skip::count();
         let (sum, word) = match catch_unwind(test) {
@@ -575,22 +582,6 @@ const TESTS: &[(&str, fn())] = &[
             let Some(hosts) = Hosts::make(n) else { return };
             rows_cross(&hosts, "tcp", 3, start_all);
         }
-    }),
-    #[cfg(feature = "emulate")]
-    ("hosts::devices_send_over_the_network", || {
-        let Some(hosts) = Hosts::make(2) else { return };
-        let dir = tempfile::tempdir().unwrap();
-        let (shm, tcp) = (dir.path().join("shm"), dir.path().join("tcp"));
-        let layer = "--device emulated --tokens 96 --hidden 64 --intermediate 96 --experts 8 --top-k 2 --seed 7";
-        run(binary::aristos_run(&format!("{layer} --pes 2 --output {}", shm.display()))).success();
-        let before = hosts.sent_bytes();
-        let args = format!("run {layer} --check --steps 2 --json --output {}", tcp.display());
-        let report = json(over(&hosts, 2, "tcp", &args));
-        let crossed = hosts.sent_bytes() - before;
-        same(&shm, &tcp);
-        assert_eq!(report["check"]["passed"].as_bool(), Some(true), "{report}");
-        let remote = 2.0 * report["remote_bytes_per_step"].as_f64().unwrap();
-        assert!(remote > 10_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
     }),
     ("hosts::the_hosts_are_measured", || {
         let Some(hosts) = Hosts::make(3) else { return };

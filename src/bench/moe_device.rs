@@ -22,7 +22,7 @@ pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
     let on_device = DeviceOptions { path: bench.gemm, tile: bench.tile, ..DeviceOptions::default() };
     let spec = bench.spec(&source, Dtype::Bf16);
-    with_device((bench.device, bench.symmetric), &spec, &on_device, host, |gpu, host| {
+    with_device(None, (bench.device, bench.symmetric), &spec, &on_device, host, |gpu, host| {
         for (part, &dtype) in bench.dtypes.iter().enumerate() {
             let mut layer = DeviceLayer::new(gpu, spec.clone().dtype(dtype), &source, &on_device)?;
             // Only the layer is measured, not the GEMMs alone.

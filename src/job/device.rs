@@ -17,11 +17,12 @@ use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
 /// Opens this PE's device, with as much symmetric memory as such a layer needs where that must be known at first, as on an
-/// emulated device; CUDA's grows with what is asked for. Works with it. Collective.
+/// emulated device; CUDA's grows with what is asked for. Or goes on with the one that is `open`. Works with it. Collective.
 ///
 /// # Errors
 /// No such device, what it lacks, or the work's.
 pub fn with_device<R, E: From<JobError>>(
+    open: Option<OpenDevice>,
     (device, symmetric): (DeviceKind, SymmetricBy),
     spec: &LayerSpec,
     on_device: &DeviceOptions,
@@ -30,7 +31,10 @@ pub fn with_device<R, E: From<JobError>>(
 ) -> Result<R, E> {
     let wanted = WantedDevice { device, symmetric, path: on_device.path, wait_limit: spec.options.wait_limit };
     let bytes = |limits: &DeviceLimits, all_reachable| symmetric_bytes(spec, on_device, limits, all_reachable);
-    with_symmetric(wanted, bytes, host, work)
+    match open {
+        Some(open) => in_part(open, host, work),
+        None => with_symmetric(wanted, bytes, host, work),
+    }
 }
 
 /// A device as a PE wants it.
@@ -50,26 +54,102 @@ pub struct WantedDevice {
 ///
 /// # Errors
 /// As there.
-#[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
 pub fn with_symmetric<R, E: From<JobError>>(
     wanted: WantedDevice,
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
     host: &mut impl MemoryHost,
     work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
-    match wanted.device {
-        #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => with_cuda(host, wanted.symmetric, wanted.wait_limit, |gpu, host| work(gpu, host)),
-        #[cfg(feature = "emulate")]
-        DeviceKind::Emulated => {
-            // The end of its memory waits for all PEs, which after an error would be in vain.
-            let gpu = ManuallyDrop::new(emulated(wanted.path, bytes, host)?);
-            let result = work(&*gpu, host)?;
-            host.end_part()?;
-            drop(ManuallyDrop::into_inner(gpu));
-            Ok(result)
+    in_part(OpenDevice::open(wanted, bytes, host)?, host, work)
+}
+
+/// As [`with_symmetric`], for what is done before a part on the same PEs' devices, and returns the device for it where that stays open.
+///
+/// # Errors
+/// As there.
+pub fn before_part<R, E: From<JobError>>(
+    wanted: WantedDevice,
+    bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
+    host: &mut impl MemoryHost,
+    work: impl FnOnce(&dyn Gpu) -> Result<R, E>,
+) -> Result<(R, Option<OpenDevice>), E> {
+    let open = OpenDevice::open(wanted, bytes, host)?;
+    let result = work(open.gpu())?;
+    Ok((result, open.stay()))
+}
+
+/// What PEs have to say is not to wait for the end of the devices, nor that for it.
+fn in_part<R, E: From<JobError>>(
+    open: OpenDevice,
+    host: &mut impl MemoryHost,
+    work: impl FnOnce(&dyn Gpu, &dyn Host) -> Result<R, E>,
+) -> Result<R, E> {
+    let result = work(open.gpu(), host)?;
+    host.end_part()?;
+    open.end()?;
+    Ok(result)
+}
+
+/// This PE's device, open.
+pub enum OpenDevice {
+    /// With NVSHMEM, which begins once in a process.
+    #[cfg(feature = "cuda")]
+    Cuda(Box<CudaGpu>),
+    /// The end of its memory waits for all PEs, which after an error would be in vain.
+    #[cfg(feature = "emulate")]
+    Emulated(Box<ManuallyDrop<Emulated>>),
+}
+
+impl OpenDevice {
+    #[cfg_attr(not(feature = "emulate"), allow(unused_variables))]
+    fn open(
+        wanted: WantedDevice,
+        bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
+        host: &mut impl MemoryHost,
+    ) -> Result<Self, JobError> {
+        match wanted.device {
+            #[cfg(feature = "cuda")]
+            DeviceKind::Cuda => Ok(Self::Cuda(Box::new(cuda(host, wanted.symmetric, wanted.wait_limit)?))),
+            #[cfg(feature = "emulate")]
+            DeviceKind::Emulated => {
+                Ok(Self::Emulated(Box::new(ManuallyDrop::new(emulated(wanted.path, bytes, host)?))))
+            }
+            other => Err(JobError::NoDevice { device: other }),
         }
-        other => Err(JobError::NoDevice { device: other }.into()),
+    }
+
+    fn gpu(&self) -> &dyn Gpu {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => &**gpu,
+            #[cfg(feature = "emulate")]
+            Self::Emulated(gpu) => &***gpu,
+        }
+    }
+
+    fn end(self) -> Result<(), JobError> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => Ok(gpu.finish().map_err(MoeError::Device)?),
+            #[cfg(feature = "emulate")]
+            Self::Emulated(gpu) => {
+                drop(ManuallyDrop::into_inner(*gpu));
+                Ok(())
+            }
+        }
+    }
+
+    /// For the next part, which an emulated one has too little memory for, or too much.
+    fn stay(self) -> Option<Self> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => Some(self),
+            #[cfg(feature = "emulate")]
+            Self::Emulated(gpu) => {
+                drop(ManuallyDrop::into_inner(*gpu));
+                None
+            }
+        }
     }
 }
 
@@ -84,20 +164,24 @@ pub fn with_cuda<R, E: From<JobError>>(
     wait_limit: Duration,
     work: impl FnOnce(&CudaGpu, &dyn Host) -> Result<R, E>,
 ) -> Result<R, E> {
-    let failed = |error| E::from(JobError::Layer(MoeError::Device(error)));
+    let gpu = cuda(host, symmetric, wait_limit)?;
+    let result = work(&gpu, host)?;
+    host.end_part()?;
+    gpu.finish().map_err(|error| JobError::Layer(MoeError::Device(error)))?;
+    Ok(result)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda(host: &mut impl MemoryHost, symmetric: SymmetricBy, wait_limit: Duration) -> Result<CudaGpu, JobError> {
     let gpu = match host.device_memory(Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), 0))? {
         DeviceMemory::Shared(shmem) => CudaGpu::attach_by(symmetric, shmem, wait_limit),
         DeviceMemory::Tcp(shmem) => CudaGpu::attach_by(symmetric, shmem, wait_limit),
     };
-    let gpu = gpu.map_err(failed)?;
+    let gpu = gpu.map_err(MoeError::Device)?;
     if gpu.n_pes() > 1 {
-        gpu.try_put().map_err(failed)?;
+        gpu.try_put().map_err(MoeError::Device)?;
     }
-    let result = work(&gpu, host)?;
-    // As above: what PEs have to say is not to wait for the end of the devices, nor that for it.
-    host.end_part()?;
-    gpu.finish().map_err(failed)?;
-    Ok(result)
+    Ok(gpu)
 }
 
 #[cfg(feature = "emulate")]

@@ -189,6 +189,11 @@ impl<W: World> Peers<W> {
         Ok(result)
     }
 
+    /// This PE's surroundings for what is done before a part: nobody takes what it sends or writes. A PE waits for another no longer than `limit`.
+    pub fn before_part(&self, limit: Duration) -> PeerHost<'_, W> {
+        PeerHost { pes: self, file_names: &[], files: Vec::new(), limit, sent: RefCell::default() }
+    }
+
     /// Runs this PE's part of a job that has files of these names, which PE 0 has open: `files`. PE 0 gets what all PEs sent, the
     /// others `None`. A PE waits for another no longer than `limit`.
     ///

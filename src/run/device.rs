@@ -13,9 +13,11 @@ use crate::moe::device::{DeviceLayer, DeviceOptions, RecordedLayer};
 use crate::report::{PeReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
-pub(super) fn run(job: &PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
+pub(super) fn run(job: &mut PreparedRun, host: &mut impl MemoryHost) -> Result<()> {
+    let open = job.open_device.take();
+    let job: &PreparedRun = job;
     let spec = job.layer_spec(job.groups.place(host.my_pe()).0);
-    with_device((job.request.device, job.request.symmetric), &spec, &on_device(job), host, |gpu, host| {
+    with_device(open, (job.request.device, job.request.symmetric), &spec, &on_device(job), host, |gpu, host| {
         run_on(job, spec.clone(), host, gpu)
     })
 }

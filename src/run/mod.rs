@@ -27,6 +27,8 @@ use anyhow::{Result, bail, ensure};
 
 use crate::checkpoint::{Checkpoint, Input, InputTensor, ResultLayout, read_input};
 use crate::cluster::Cluster;
+#[cfg(feature = "device")]
+use crate::job::device::OpenDevice;
 use crate::job::request::{DeviceKind, PlanSource, RunRequest, Work};
 use crate::moe::placement::block;
 use crate::moe::synthetic::Synthetic;
@@ -61,6 +63,9 @@ pub struct PreparedRun {
     plan_source: Option<String>,
     /// The host of each PE, where rows are to cross between hosts once; empty otherwise, and before the PEs have met.
     hosts: Vec<usize>,
+    /// This PE's device, where the probe of a plan has opened it in this process and it stays open.
+    #[cfg(feature = "device")]
+    open_device: Option<OpenDevice>,
 }
 
 impl PreparedRun {
@@ -146,6 +151,8 @@ impl PreparedRun {
             routing,
             plan_source: None,
             hosts: Vec::new(),
+            #[cfg(feature = "device")]
+            open_device: None,
             request,
         };
         if let Some(PlanSource::Made(plan)) = &run.request.plan {

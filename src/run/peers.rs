@@ -3,16 +3,18 @@
 use std::fs::File;
 use std::io;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow};
 
 use super::pe_results::{CHOSEN, Message, PHASE_NAMES, RESULTS, ROUTING, WEIGHTS};
+#[cfg(feature = "device")]
+use super::probe::device::probe_before;
 use super::probe::{heap_bytes, probe_pes};
 use super::supervisor::{self, Outputs};
 use super::{PreparedRun, pe};
 use crate::cluster::Cluster;
 use crate::job::PeFailure;
 use crate::job::peers::{Peers, START_LIMIT, World};
-use crate::job::request::{DeviceKind, Request, RunRequest};
+use crate::job::request::{DeviceKind, ProbeRequest, Request, RunRequest};
 
 /// The phases of such a run.
 pub const PHASES: &[&str] = &PHASE_NAMES;
@@ -27,12 +29,8 @@ pub fn run<W: World>(
 ) -> bool {
     let open = || {
         let job = PreparedRun::open(request(pes.world().n_pes())?)?;
-        // A device's network begins once in a process, and would have to twice: for the probe, and for the layer.
-        ensure!(
-            job.probe_request()?.is_none() || job.request.device == DeviceKind::Cpu,
-            "`plan` auto on a device with `transport` {}, expected `transport` shm, or a plan in a file (aristos probe, aristos plan)",
-            pes.world().transport()
-        );
+        let probed = job.probe_request()?.is_some();
+        check_host(&job, pes.world().pes_on_host(), probed)?;
         anyhow::Ok(job)
     };
     let Some(mut job) = pes.agree(open(), START_LIMIT) else { return false };
@@ -42,7 +40,7 @@ pub fn run<W: World>(
         return false;
     }
     // Here every PE is at hand to be probed; all get the same cluster, and make the same plan of it.
-    let cluster = probe(pes, &job).unwrap_or_else(|error| pes.fail(&failure(&error)));
+    let cluster = probe(pes, &mut job).unwrap_or_else(|error| pes.fail(&failure(&error)));
     let prepared = prepare(pes, &mut job, cluster);
     let Some((outputs, files)) = pes.agree(prepared, limit.max(START_LIMIT)) else { return false };
     let mut names: Vec<&'static str> = match (&job.request.output, job.request.check) {
@@ -73,14 +71,48 @@ pub fn run<W: World>(
 }
 
 /// The PEs as a cluster, where the plan is to be made for them. Collective.
-fn probe<W: World>(pes: &Peers<W>, job: &PreparedRun) -> Result<Option<Cluster>> {
+fn probe<W: World>(pes: &Peers<W>, job: &mut PreparedRun) -> Result<Option<Cluster>> {
     let Some(request) = job.probe_request()? else { return Ok(None) };
+    let cluster = match request.device {
+        DeviceKind::Cpu => probe_cpus(pes, &request),
+        _ => probe_devices(pes, &request, job),
+    };
+    Ok(Some(cluster.context("`plan` auto: the probe failed")?))
+}
+
+fn probe_cpus<W: World>(pes: &Peers<W>, request: &ProbeRequest) -> Result<Cluster> {
     let heap_bytes = heap_bytes::<W::Transport<'_>>(&request.options, request.pes);
     let here = pes.world().pes_on_host();
-    let cluster = pes.over_memory(heap_bytes, request.options.wait_limit, |shmem| {
-        probe_pes(shmem, &request, pes.world().transport(), here, &mut |_, _, _| {})
-    });
-    Ok(Some(cluster.context("`plan` auto: the probe failed")?))
+    pes.over_memory(heap_bytes, request.options.wait_limit, |shmem| {
+        probe_pes(shmem, request, pes.world().transport(), here, &mut |_, _, _| {})
+    })
+}
+
+/// The layer runs on the device that was probed, where it stays open.
+#[cfg(feature = "device")]
+fn probe_devices<W: World>(pes: &Peers<W>, request: &ProbeRequest, job: &mut PreparedRun) -> Result<Cluster> {
+    let mut host = pes.before_part(request.options.wait_limit);
+    let (cluster, open) = probe_before(request, &mut host)?;
+    job.open_device = open;
+    Ok(cluster)
+}
+
+#[cfg(not(feature = "device"))]
+fn probe_devices<W: World>(_: &Peers<W>, _: &ProbeRequest, _: &mut PreparedRun) -> Result<Cluster> {
+    anyhow::bail!("this build probes CPUs only")
+}
+
+/// What a host lacks is said here, once: all its PEs would come upon it at the same time.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
+fn check_host(job: &PreparedRun, here: usize, probed: bool) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if job.request.device == DeviceKind::Cuda {
+        crate::gpu::cuda::check_host(here, job.request.pes, job.request.symmetric)?;
+        if probed {
+            crate::gpu::cuda::check_times(here).context("`plan` auto")?;
+        }
+    }
+    Ok(())
 }
 
 /// What must be right before anything is computed; at PE 0 the outputs, and what the PEs write to.
@@ -93,11 +125,6 @@ fn prepare<W: World>(
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
     let here = pes.world().pes_on_host();
     job.check_memory(here)?;
-    // What a host lacks is said here, once: all its PEs would come upon it at the same time.
-    #[cfg(feature = "cuda")]
-    if job.request.device == DeviceKind::Cuda {
-        crate::gpu::cuda::check_host(here, job.request.pes, job.request.symmetric)?;
-    }
     if !pes.reports() {
         return Ok((None, Vec::new()));
     }

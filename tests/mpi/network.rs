@@ -159,6 +159,14 @@ pub const TESTS: &[(&str, fn())] = &[
             remote > 10_000.0 && crossed as f64 >= 0.5 * remote,
             "{crossed} bytes crossed of {remote} that were put"
         );
+        // An expert and its gradient are 0.111 MB: no PE has room for all.
+        let planned = format!("run --transport mpi {layer} --plan auto --memory-mb 0.6 --check --json");
+        let report: serde_json::Value = serde_json::from_str(&said_over(&hosts, 3, &planned)).unwrap();
+        assert_eq!(report["check"]["passed"], true, "{report}");
+        assert_eq!(
+            (&report["plan"]["source"], report["plan"]["groups"].as_array().map(Vec::len)),
+            (&"auto".into(), Some(1))
+        );
     }),
     ("a_pe_that_is_killed_on_another_host_ends_the_job", || {
         if !ready() {

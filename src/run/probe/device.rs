@@ -9,7 +9,7 @@ use super::links::{DeviceProber, RECORD_BYTES, symmetric_bytes};
 use super::{MEMORY_SHARE, host_name, probe_sources};
 use crate::cluster::{Cluster, Device, LinkProber, ProbeOptions, ProbeStage, probe_links_by};
 use crate::gpu::{Buffer, DeviceLimits, Gpu, SymmetricBy};
-use crate::job::device::{WantedDevice, with_symmetric};
+use crate::job::device::{OpenDevice, WantedDevice, before_part, with_symmetric};
 use crate::job::host::MemoryHost;
 use crate::job::request::{DeviceKind, ProbeRequest};
 use crate::moe::device::{self, DeviceLayer, DeviceOptions};
@@ -94,6 +94,12 @@ impl ProbeRequest {
         Ok((spec, DeviceOptions { path: self.gemm, groups: Some(groups), ..DeviceOptions::default() }))
     }
 
+    /// The probe's kernels put by NVSHMEM, also where loads and stores reach.
+    fn wanted(&self) -> WantedDevice {
+        let (device, path, wait_limit) = (self.device, self.gemm, self.options.wait_limit);
+        WantedDevice { device, symmetric: SymmetricBy::Nvshmem, path, wait_limit }
+    }
+
     /// Symmetric memory of a PE, bytes.
     fn symmetric_bytes(&self, limits: &DeviceLimits, all_reachable: bool) -> Result<u64, MoeError> {
         let (spec, on_device) =
@@ -132,12 +138,8 @@ pub fn emulated_bytes(request: &ProbeRequest, limits: &DeviceLimits, here: usize
 /// # Errors
 /// What the device lacks, a PE that does not do its part.
 pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<()> {
-    // The probe's kernels put by NVSHMEM, also where loads and stores reach.
-    let symmetric = SymmetricBy::Nvshmem;
-    let (device, path, wait_limit) = (request.device, request.gemm, request.options.wait_limit);
-    let wanted = WantedDevice { device, symmetric, path, wait_limit };
     let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
-    with_symmetric(wanted, bytes, host, |gpu, host| {
+    with_symmetric(request.wanted(), bytes, host, |gpu, host| {
         let mut show = |stage: ProbeStage, done: usize, of: usize| {
             host.status().set_phase(1 + stage as u32);
             host.status().set_progress(done as u64, of as u64);
@@ -148,6 +150,15 @@ pub(super) fn run(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<
         }
         Ok(())
     })
+}
+
+/// Probes the devices of PEs that are to do their part after it: every PE gets the cluster, and its device where that stays open. Collective.
+///
+/// # Errors
+/// As [`probe_devices`].
+pub fn probe_before(request: &ProbeRequest, host: &mut impl MemoryHost) -> Result<(Cluster, Option<OpenDevice>)> {
+    let bytes = |limits: &DeviceLimits, all_reachable| request.symmetric_bytes(limits, all_reachable);
+    before_part(request.wanted(), bytes, host, |gpu| probe_devices(gpu, request, &mut |_, _, _| {}))
 }
 
 /// Probes the devices of all PEs, each of which calls it; every PE gets the same cluster. Collective.
