@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p nccl speed tune, or all
+# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p nccl speed stores tune, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
 # them in this order. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
@@ -21,13 +21,13 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke groups correct sanitize p2p nccl speed tune)
+all=(facts smoke groups correct sanitize p2p nccl speed stores tune)
 dry=0 again=0 stages=()
 for arg in "$@"; do
     case $arg in
     --dry-run) dry=1 ;;
     --again) again=1 ;;
-    facts | smoke | groups | correct | sanitize | p2p | nccl | speed | tune) stages+=("$arg") ;;
+    facts | smoke | groups | correct | sanitize | p2p | nccl | speed | stores | tune) stages+=("$arg") ;;
     all) stages+=("${all[@]}") ;;
     *)
         sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
@@ -364,14 +364,15 @@ print(version.value)
 END
 }
 
-# both_ways NVSHMEM NCCL: the medians of a layer's passes by the symmetric memory of both; fails where there is nothing to compare.
+# both_ways ONE OTHER PREFIX: the medians of a layer's passes in two ways, of which there are files PREFIX-WAY-ROUND.csv; fails where there is nothing
+# to compare.
 both_ways() {
-    local mode pass file
-    echo mode,pass,nvshmem_ms,nccl_ms,nccl_of_nvshmem
+    local mode pass way
+    echo "mode,pass,$1_ms,$2_ms,$2_of_$1"
     for mode in pipelined bulk; do
         for pass in forward forward+backward; do
-            for file in "$1" "$2"; do
-                awk -F, -v mode=$mode -v pass=$pass '$3 == mode && $4 == pass { print 1000 * $8 }' "$file" | sort -g |
+            for way in "$1" "$2"; do
+                awk -F, -v mode=$mode -v pass=$pass '$3 == mode && $4 == pass { print 1000 * $8 }' "$3-$way"-?.csv | sort -g |
                     awk '{ t[NR] = $1 } END { if (!NR) exit 1; print t[int((NR + 1) / 2)] }' || return
             done | awk -v mode=$mode -v pass=$pass '{ t[NR] = $1 } END { if (NR != 2) exit 1; printf "%s,%s,%.4f,%.4f,%.3f\n", mode, pass, t[1], t[2], t[2] / t[1] }' || return
         done
@@ -388,10 +389,10 @@ by_both() {
         try "$pes PEs, $where, $by, small budget" "${run[@]}" --pes "$pes" --symmetric $by "${small[@]}" \
             --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
         try "$pes PEs, $where, $by, qwen3-30b, 4096 tokens" "$aristos" "${bench[@]}" --pes "$pes" --symmetric $by --tokens 4096 \
-            --experts 128 --hidden 2048 --intermediate 768 --top-k 8 --csv "$OUT/nccl-$pes-$by-${where// /-}.csv"
+            --experts 128 --hidden 2048 --intermediate 768 --top-k 8 --csv "$OUT/nccl-$pes-${where// /-}-$by-1.csv"
     done
     try "$pes PEs, $where, the times of both" to "$OUT/nccl-$pes-${where// /-}.csv" both_ways \
-        "$OUT/nccl-$pes-nvshmem-${where// /-}.csv" "$OUT/nccl-$pes-nccl-${where// /-}.csv"
+        nvshmem nccl "$OUT/nccl-$pes-${where// /-}"
 }
 
 # With a GPU for each PE where there are several; several PEs of one are an experiment of NCCL's, from 2.30 on.
@@ -445,6 +446,31 @@ stage_speed() {
                 --csv "$OUT/speed-$shape-4096-$pes.csv"
         done
         mps_off
+    done
+}
+
+# Results of 16 bits, as TMA stores them and as lanes do, one after the other and then once more: what the card's clock does meets both.
+stage_stores() {
+    local problem name experts top_k hidden intermediate tokens round way
+    local common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5 --pes 1 --gemm hopper)
+    if [ $dry = 0 ] && [ "$capability" != 9 ]; then
+        skip "stores by TMA and by lanes" "no Hopper"
+        return
+    fi
+    try "lanes store, checked" "${run[@]}" --pes 1 --gemm hopper --lane-stores "${small[@]}"
+    for problem in "mixtral 8 2 4096 14336" "qwen3-30b 128 8 2048 768" "deepseek-v3-of-8 32 8 7168 2048"; do
+        read -r name experts top_k hidden intermediate <<<"$problem"
+        for tokens in 512 4096; do
+            for round in 1 2; do
+                for way in tma lanes; do
+                    local how=()
+                    [ $way = tma ] || how=(--lane-stores)
+                    try "$name, $tokens tokens, $way, $round" "$aristos" "${common[@]}" "${how[@]}" --experts "$experts" --top-k "$top_k" \
+                        --hidden "$hidden" --intermediate "$intermediate" --tokens $tokens --csv "$OUT/stores-$name-$tokens-$way-$round.csv"
+                done
+            done
+            try "$name, $tokens tokens, the times of both" to "$OUT/stores-$name-$tokens.csv" both_ways tma lanes "$OUT/stores-$name-$tokens"
+        done
     done
 }
 

@@ -78,6 +78,7 @@ int check_shape(const LayerShape& s) {
     if (bad(flag(s.summed) || (s.summed && s.n_world == 1))) return field;
     if (bad(s.tile_m == 0 || s.tile_m % 16)) return field;
     if (bad(s.tile_n == 0 || s.tile_n % 16)) return field;
+    if (bad(flag(s.lane_stores))) return field;
     if (bad(s.wait_limit_ns == 0)) return field;
     return 0;
 }
@@ -121,7 +122,7 @@ void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes
     local.take(store.y, capacity * z.row_bytes);
     local.take(store.d_weight, s.training ? capacity * store.d_weight_stride : 0);
     local.take(store.result_maps, RESULT_MAPS * RESULT_MAP_BYTES);
-    if (!z.hopper || !capacity) store.result_maps = nullptr;
+    if (!z.hopper || !capacity || s.lane_stores) store.result_maps = nullptr;
 }
 
 // What the maps are of that a store wants.

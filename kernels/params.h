@@ -66,6 +66,7 @@ struct LayerShape {
     u32 channels;      // most blocks that sum gradients, of the world
     u32 summed;        // 1: several PEs of the world hold some expert, of the world
     u32 tile_m, tile_n;  // of the GEMM path that runs
+    u32 lane_stores;   // 1: lanes store results of 16 bits where TMA could, to be compared with it
     u64 wait_limit_ns;
 };
 

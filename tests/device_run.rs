@@ -56,6 +56,21 @@ fn hopper_too() {
 }
 
 #[test]
+fn lanes_store_the_bits_that_tma_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let results = |name: &str, how: &str| {
+        let path = dir.path().join(name);
+        emulated(&format!(
+            "--pes 2 --gemm hopper --tokens 300 --hidden 64 --intermediate 96 --experts 3 {how} --output {}",
+            path.display()
+        ))
+        .success();
+        std::fs::read(path).unwrap()
+    };
+    assert!(results("tma.safetensors", "") == results("lanes.safetensors", "--lane-stores --check"));
+}
+
+#[test]
 fn in_tiles_of_every_size() {
     let ampere = ["128x256", "64x128"].map(|tile| ("ampere", tile));
     let hopper = ["128x256", "128x128", "256x256"].map(|tile| ("hopper", tile));
@@ -208,6 +223,7 @@ fn what_cannot_be_is_one_line() {
     emulated(&format!("{SMALL} --pes 3 --plan auto --memory-mb 0.02")).refused(&["--plan auto: no plan: memory"]);
     run(aristos_run(&format!("{SMALL} --gemm ampere"))).refused(&["--gemm on the CPU, expected --device"]);
     run(aristos_run(&format!("{SMALL} --tile 64x128"))).refused(&["--tile on the CPU, expected --device"]);
+    run(aristos_run(&format!("{SMALL} --lane-stores"))).refused(&["--lane-stores on the CPU, expected --device"]);
     emulated(&format!("{SMALL} --tile 64")).misused(&["expected rows and columns, such as 64x128"]);
     let line = "the tile is 64x64, expected 128x256 or 64x128, which there are kernels for (ampere)";
     emulated(&format!("{SMALL} --tile 64x64")).refused(&[line]);

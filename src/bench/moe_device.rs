@@ -20,7 +20,12 @@ use crate::moe::synthetic::Synthetic;
 /// No such device, a layer that it cannot run, or an error of the launcher or the protocol.
 pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
-    let on_device = DeviceOptions { path: bench.gemm, tile: bench.tile, ..DeviceOptions::default() };
+    let on_device = DeviceOptions {
+        path: bench.gemm,
+        tile: bench.tile,
+        lane_stores: bench.lane_stores,
+        ..DeviceOptions::default()
+    };
     let spec = bench.spec(&source, Dtype::Bf16);
     with_device(None, (bench.device, bench.symmetric), &spec, &on_device, host, |gpu, host| {
         for (part, &dtype) in bench.dtypes.iter().enumerate() {

@@ -343,6 +343,8 @@ mod tests {
             gemm: None,
             #[cfg(feature = "device")]
             tile: None,
+            #[cfg(feature = "device")]
+            lane_stores: false,
             dtypes: vec![Dtype::F32],
             options: Options::default(),
             warmup: 0,

@@ -71,6 +71,10 @@ struct MoeArgs {
     #[cfg(feature = "device")]
     #[arg(long)]
     tile: Option<Tile>,
+    /// On Hopper, have lanes store results of 16 bits where TMA could: to compare the two
+    #[cfg(feature = "device")]
+    #[arg(long)]
+    lane_stores: bool,
     /// Element type of activations and expert weights; accumulation is always f32 [default: both on the CPU, bf16 on a device]
     #[arg(long, value_enum)]
     dtype: Option<BenchDtypeArg>,
@@ -189,6 +193,8 @@ impl MoeArgs {
             gemm: self.gemm.map(Into::into),
             #[cfg(feature = "device")]
             tile: self.tile,
+            #[cfg(feature = "device")]
+            lane_stores: self.lane_stores,
             dtypes,
             options: Options {
                 tile_rows: self.tile_rows,

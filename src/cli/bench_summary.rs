@@ -100,6 +100,8 @@ impl LayerArgs {
             #[cfg(feature = "device")]
             tile: None,
             #[cfg(feature = "device")]
+            lane_stores: false,
+            #[cfg(feature = "device")]
             graph: false,
             dtype,
             rows_per: RowsPer::Pe,

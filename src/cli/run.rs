@@ -99,6 +99,10 @@ pub struct Args {
     #[cfg(feature = "device")]
     #[arg(long)]
     tile: Option<Tile>,
+    /// On Hopper, have lanes store results of 16 bits where TMA could: to compare the two
+    #[cfg(feature = "device")]
+    #[arg(long)]
+    lane_stores: bool,
     /// Record the passes once as a CUDA graph and repeat it
     #[cfg(feature = "device")]
     #[arg(long)]
@@ -316,6 +320,8 @@ impl Args {
         #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || self.tile.is_none(), "--tile on the CPU, expected --device too");
         #[cfg(feature = "device")]
+        ensure!(device != DeviceKind::Cpu || !self.lane_stores, "--lane-stores on the CPU, expected --device too");
+        #[cfg(feature = "device")]
         ensure!(device != DeviceKind::Cpu || !self.graph, "--graph on the CPU, expected --device too");
         ensure!(
             device == DeviceKind::Cpu || self.threads == 1,
@@ -377,6 +383,8 @@ impl Args {
             gemm: self.gemm.map(Into::into),
             #[cfg(feature = "device")]
             tile: self.tile,
+            #[cfg(feature = "device")]
+            lane_stores: self.lane_stores,
             #[cfg(feature = "device")]
             graph: self.graph,
             dtype,

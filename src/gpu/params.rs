@@ -176,6 +176,7 @@ mirror! {
         summed: u32,
         tile_m: u32,
         tile_n: u32,
+        lane_stores: u32,
         wait_limit_ns: u64,
     }
 

@@ -26,6 +26,7 @@ fn on_device(job: &PreparedRun) -> DeviceOptions {
     DeviceOptions {
         path: job.request.gemm,
         tile: job.request.tile,
+        lane_stores: job.request.lane_stores,
         groups: Some(job.groups.clone()),
         hosts: job.world_hosts(),
     }

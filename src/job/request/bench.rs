@@ -38,6 +38,10 @@ pub struct MoeBench {
     /// The tiles that these are cut into; by the layer's shape where `None`.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
+    /// Whether lanes store results of 16 bits where Hopper's tensor memory accelerator could.
+    #[cfg(feature = "device")]
+    #[serde(default)]
+    pub lane_stores: bool,
     /// Element types, measured one after the other.
     pub dtypes: Vec<Dtype>,
     /// How the layer runs; the mode is the measurement's.

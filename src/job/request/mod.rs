@@ -188,6 +188,8 @@ mod tests {
             #[cfg(feature = "device")]
             tile: None,
             #[cfg(feature = "device")]
+            lane_stores: false,
+            #[cfg(feature = "device")]
             graph: false,
             dtype: Dtype::Bf16,
             rows_per: RowsPer::Pe,

@@ -151,6 +151,10 @@ pub struct RunRequest {
     /// The tiles that these are cut into; by the layer's shape where `None`.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
+    /// Whether lanes store results of 16 bits where Hopper's tensor memory accelerator could.
+    #[cfg(feature = "device")]
+    #[serde(default)]
+    pub lane_stores: bool,
     /// Whether a device's passes are recorded once and repeated.
     #[cfg(feature = "device")]
     pub graph: bool,

@@ -50,6 +50,8 @@ pub struct DeviceOptions {
     pub path: Option<GemmPath>,
     /// The tiles that these are cut into; by the layer's shape where `None`.
     pub tile: Option<Tile>,
+    /// On the Hopper path, have lanes store results of 16 bits where the tensor memory accelerator could: to compare the two, which give the same bits.
+    pub lane_stores: bool,
     /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
     pub groups: Option<Groups>,
     /// The host of each PE of the world, where there are several groups and rows are to cross to other hosts once; a layer's [`Options::hosts`] are those
@@ -263,6 +265,7 @@ impl ShapeOf<'_> {
             summed: self.groups.holders().iter().any(|holders| holders.len() > 1).into(),
             tile_m: tile.rows,
             tile_n: tile.columns,
+            lane_stores: self.device.lane_stores.into(),
             wait_limit_ns: u64::try_from(options.wait_limit.as_nanos()).unwrap_or(u64::MAX).max(1),
             ..LayerShape::default()
         };
