@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include "simt.h"
+#include "virtual_time.h"
 #include "world.h"
 
 namespace aristos::host {
@@ -27,6 +28,8 @@ void leave_act(Block& from, u32 rank, const RemoteAct& act) {
         }
     }
     if (over) from.fail("thread %u reaches for block %u of its cluster, which is over", self()->thread, rank);
+    VirtualTime* time = from.launch->world->time;
+    if (time && rank != from.index % 2) time->wake(cluster.blocks[rank], time->now(&from));
 }
 
 template <class P> P* in_block(const Block& from, const Block& to, P* p) {
@@ -74,6 +77,10 @@ bool Block::await_acts() {
     const u32 rank = index % 2;
     for (;;) {
         if (cluster->waiting[rank].load(std::memory_order_acquire) != 0) return take_acts(), true;
+        if (VirtualTime* time = launch->world->time) {
+            if (launch->failed.load(std::memory_order_relaxed) || !time->park(this)) return false;
+            continue;
+        }
         {
             Locked locked(cluster->lock);
             cluster->idle[rank] = true;

@@ -5,7 +5,11 @@ namespace aristos::host {
 
 void VirtualTime::pass_on(const Block* from) {
     running_ = nullptr;
-    if (wakes_.size() < expected_ || waiting_.empty()) return;
+    if (wakes_.size() < expected_) return;
+    if (waiting_.empty()) {
+        for (Block* block : parked_) waiting_.insert(turn(block));  // still parked, by which they see that nobody has woken them
+    }
+    if (waiting_.empty()) return;
     const auto next = waiting_.begin();
     while (!events_.empty() && events_.begin()->first <= std::get<u64>(*next)) {
         const auto happens = std::move(events_.begin()->second);
@@ -45,6 +49,21 @@ void VirtualTime::spend(Block* block, u64 ns) {
     waiting_.insert(turn(block));
     pass_on(block);
     wakes_[block]->wait(lock, [&] { return running_ == block; });
+}
+
+bool VirtualTime::park(Block* block) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    parked_.insert(block);
+    pass_on(block);
+    wakes_[block]->wait(lock, [&] { return running_ == block; });
+    return parked_.erase(block) == 0;
+}
+
+void VirtualTime::wake(Block* block, u64 time) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (parked_.erase(block) == 0) return;
+    block->time = std::max(block->time, time);
+    waiting_.insert(turn(block));
 }
 
 void VirtualTime::send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver) {

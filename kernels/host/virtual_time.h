@@ -39,6 +39,11 @@ class VirtualTime {
     void spend(Block* block, u64 ns);
     void poll(Block* block) { spend(block, rates_.poll_ns); }
 
+    // The block waits for the other one of its cluster, until that wakes it: from then on, or from its own time on where that is later. False where no block
+    // can go on without it, so that nobody will.
+    bool park(Block* block);
+    void wake(Block* block, u64 time);
+
     // `deliver` is called when the message has arrived; a signal comes no earlier than what its sender put to that PE before.
     void send(const Block* block, u32 from, u32 to, u64 bytes, bool signal, std::function<void()> deliver);
     // Until all that `from` has sent has arrived.
@@ -60,6 +65,7 @@ class VirtualTime {
     std::set<Turn> waiting_;
     std::map<Block*, std::unique_ptr<std::condition_variable>> wakes_;
     Block* running_ = nullptr;
+    std::set<Block*> parked_;
     std::multimap<u64, std::function<void()>> events_;
     std::vector<Port> out_, in_;
     struct Pair { u64 sent = 0, arrived = 0, last = 0; };  // messages, and when the last that has left arrives

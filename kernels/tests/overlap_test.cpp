@@ -1,7 +1,8 @@
 // How far communication hides behind the GEMMs, in virtual time (host/virtual_time.h): the persistent kernels as they are, but for the products,
 // of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
 //
-//   overlap_test table     prints the tables of docs/measurements for models' shapes ("sums": the second alone); otherwise only a small one runs, and is checked.
+//   overlap_test table     prints the tables of docs/measurements for models' shapes ("sums": the second alone; "pairs": the first's of 8 PEs, blocks on
+//                          their own beside pairs); otherwise only small ones run, and are checked.
 //
 // Shapes are models' in ratios: 1/8 of their 4,096 tokens, of the rows of a tile and of a chunk; fewer columns, but as many tasks a block as on 132 multiprocessors.
 #include "testing.h"
@@ -26,6 +27,13 @@ u64 task_ns(const GemmTask& t) {
     return u64(2.0 * TILE * columns * products * gemm_k(t) / FLOP_PER_NS);
 }
 
+void take_time(Block& b, u64 ns) {
+    host::spend(ns);
+    busy[b.l.shape.my_pe] += ns;
+    std::atomic<u64>& last = last_end[b.l.shape.my_pe];
+    last = std::max<u64>(last, dev::nanoseconds());
+}
+
 template <bool IS_BACKWARD> struct TimedPath {
     using Element = F16;
     static constexpr bool BACKWARD = IS_BACKWARD, PAIR = false;
@@ -37,14 +45,40 @@ template <bool IS_BACKWARD> struct TimedPath {
             dev::sync_block();
             if (!b.state.more) return;
             if (dev::thread() == 0) {
-                const u64 ns = task_ns(b.state.task);
-                host::spend(ns);
-                busy[b.l.shape.my_pe] += ns;
-                std::atomic<u64>& last = last_end[b.l.shape.my_pe];
-                last = std::max<u64>(last, dev::nanoseconds());
+                take_time(b, task_ns(b.state.task));
                 task_done(b);
             }
             dev::sync_block();
+        }
+    }
+};
+
+// The same by pairs of blocks, in tiles of twice the rows: what a pair does around its tasks is the layer's (pair.h). A half without rows takes no time.
+template <bool IS_BACKWARD> struct TimedPairPath {
+    using Element = F16;
+    static constexpr bool BACKWARD = IS_BACKWARD, PAIR = true;
+    using Pair = ClusterPair;
+    static constexpr u32 SHARED_BYTES = SCRATCH;
+    static DEVICE void begin(const Layer&) {}
+    static DEVICE void run(Block& b) {
+        State& s = b.state;
+        PairSource source{b};
+        const bool first = !ClusterPair::is_second(), one = dev::thread() == 0;
+        ClusterPair::call(b);
+        for (;;) {
+            if (one && first) s.more = source.next(s.task);
+            if (one && !first) source.await();
+            dev::cluster_sync();
+            if (one && !first) {
+                s.more = *dev::cluster_shared(&s.more, 0);
+                if (s.more) s.task = *dev::cluster_shared(&s.task, 0), s.task.m0 += TILE;
+                source.follow(s.more);
+            }
+            dev::cluster_sync();
+            if (!s.more) return;
+            if (one && s.task.m0 < gemm_m(s.task)) take_time(b, task_ns(s.task));
+            dev::cluster_sync();
+            if (one && first) source.done(s.task);
         }
     }
 };
@@ -56,6 +90,10 @@ KERNEL(test_forward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass
 REGISTER_KERNEL(test_forward_timed)
 KERNEL(test_backward_timed, THREADS, 1)(const Layer* layer, Pass pass) { run_pass<TimedPath<true>>(*layer, pass); }
 REGISTER_KERNEL(test_backward_timed)
+CLUSTER_KERNEL(test_forward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedPairPath<false>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_forward_timed_pair)
+CLUSTER_KERNEL(test_backward_timed_pair, THREADS)(const Layer* layer, Pass pass) { run_pass<TimedPairPath<true>>(*layer, pass); }
+REGISTER_CLUSTER_KERNEL(test_backward_timed_pair)
 }  // namespace aristos
 
 namespace {
@@ -78,8 +116,9 @@ std::vector<u32> tile_rows(const Layer& l) {
     std::vector<u32> rows(l.sizes.max_tiles, 0);
     for (u32 e = 0; e < l.shape.n_local; e++) {
         const u32 own = l.batches.own[e], rest = l.batches.total[e] - own;
-        for (u32 r = 0; r < own; r += TILE) rows[l.batches.own_tile[e] + r / TILE] = TILE;
-        for (u32 r = 0; r < rest; r += TILE) rows[l.batches.rest_tile[e] + r / TILE] = std::min(TILE, rest - r);
+        const u32 tile = l.shape.tile_m;
+        for (u32 r = 0; r < own; r += tile) rows[l.batches.own_tile[e] + r / tile] = tile;
+        for (u32 r = 0; r < rest; r += tile) rows[l.batches.rest_tile[e] + r / tile] = std::min(tile, rest - r);
     }
     return rows;
 }
@@ -112,7 +151,8 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
         u32& summed = const_cast<Layer&>(t.w->pes[pe]->layer()).shape.summed;
         const u32 as_made = summed;
         if (sums != SUMS_HIDDEN) summed = 0;
-        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, backward ? "test_backward_timed" : "test_forward_timed", p);
+        const std::string kernel = backward ? "test_backward_timed" : "test_forward_timed";
+        t.w->launch(pe, backward ? KERNEL_BACKWARD : KERNEL_FORWARD, (kernel + (world::in_pairs(t.o.path) ? "_pair" : "")).c_str(), p);
         summed = as_made;
     });
     if (sums != NO_SUMS) {
@@ -150,9 +190,9 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
 
 struct Scaled {
     world::Options o;
-    explicit Scaled(const Model& m, u32 pes, u32 tokens, u32 copies = 1) {
+    explicit Scaled(const Model& m, u32 pes, u32 tokens, u32 copies = 1, bool pair = false) {
         o.copies = copies;
-        o.path = world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
+        o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
         o.chunk_rows = 16, o.reachable.assign(pes * pes, 0);
         // Twice the even share of rows in a round, 7/16 of that in a window, as the host has it.
@@ -216,9 +256,25 @@ void sums_table() {
     }
 }
 
-void table() {
+void table_head() {
     std::puts("Times in those of the GEMMs. Startable: tiles whose rows are there at 50 / 82 / 91% of the rows' time on the wire, %.\n");
     std::puts("| model | PEs | pass | wire | startable | end of GEMMs | tensor cores wait | exposed |\n|---|---:|---|---:|---|---:|---:|---:|");
+}
+
+void pairs_table() {
+    table_head();
+    for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
+        for (bool backward : {false, true}) {
+            for (bool pair : {false, true}) {
+                const std::string name = std::string(m.name) + (pair ? ", pairs" : "");
+                print(name.c_str(), 8, backward, 1, Scaled(m, 8, 512, 1, pair).run(backward, 1));
+            }
+        }
+    }
+}
+
+void table() {
+    table_head();
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (u32 pes : {4u, 8u, 16u}) {
             if (m.experts < pes) continue;
@@ -239,6 +295,15 @@ CASE(most_of_the_wire_is_hidden) {
     CHECK(r.startable[1] > 0.4, "%.0f%% of tiles", 100 * r.startable[1]);
 }
 
+// By pairs of blocks, whose tiles are half as many: about as much is hidden. What a pair does beside tasks, each of its blocks does for itself.
+CASE(most_of_the_wire_is_hidden_by_pairs) {
+    const Model small{"small, pairs", 64, 64, 32, 4};
+    const Result r = Scaled(small, 4, 256, 1, true).run(false, 1), back = Scaled(small, 4, 256, 1, true).run(true, 1);
+    print(small.name, 4, false, 1, r);
+    print(small.name, 4, true, 1, back);
+    CHECK(r.end < 1.5 * r.compute && back.end < 1.5 * back.compute, "%.2f and %.2f of the GEMMs", r.end / r.compute, back.end / back.compute);
+}
+
 // Sums that take as long on the wire as a quarter of the GEMMs: what a backward waits for beyond its own end is less than half of what it was.
 CASE(most_of_the_sums_is_hidden) {
     const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, 2);
@@ -250,5 +315,6 @@ CASE(most_of_the_sums_is_hidden) {
 int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "table") return table(), sums_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "sums") return sums_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "pairs") return pairs_table(), world::failures > 0;
     return testing::testing_main(argc, argv);
 }
