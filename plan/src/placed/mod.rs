@@ -20,6 +20,7 @@ mod joint;
 mod place;
 mod prove;
 mod regroup;
+mod relaxed;
 mod search;
 mod state;
 

@@ -3,12 +3,14 @@
 //! It starts from the best groupings of every number of groups under the published objective, and from groupings made in one go, then
 //! anneals those of the most promising numbers as `crate::search` does, with experts dealt out anew in every group that changes, and then all
 //! numbers at once with the times of groups remembered ([`super::regroup`]). The groups of the best few are given a thorough placement each, those
-//! are improved together with their placements ([`super::joint`]), and the best is the answer.
+//! are improved together with their placements ([`super::joint`]), where devices hold many experts after an annealing that takes these as if they could
+//! be cut ([`super::relaxed`]), and the best is the answer.
 
 use std::collections::HashMap;
 
 use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
+use super::relaxed::Relaxed;
 use super::state::{Change, State};
 use super::{GroupTimes, Known, Placed};
 use crate::bound::Bounds;
@@ -39,7 +41,14 @@ const TOGETHER_ONE_IN: usize = 16;
 const REGROUPED: usize = 2;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
-/// Chains of annealing groups and placement together.
+/// How a round anneals groups: with experts where they are, or as if they could be cut.
+#[derive(Clone, Copy)]
+enum Way {
+    Together(Schedule),
+    Relaxed,
+}
+
+/// Chains of annealing groups with what their devices hold.
 struct Round {
     /// Numbers of groups that they begin with, and how far the best of these may be above the best of all.
     numbers: usize,
@@ -47,7 +56,7 @@ struct Round {
     /// Chains in all, and their share of the effort.
     chains: usize,
     share: f64,
-    schedule: Schedule,
+    way: Way,
     /// After so much of their time so many of the best go on.
     cuts: &'static [(f64, usize)],
 }
@@ -77,21 +86,31 @@ const LARGE_MORE: f64 = 1.77;
 /// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
 const PLACED_ANEW: usize = 4;
 /// Annealing that forgets where it began, and that does not.
-const FORGETFUL: Schedule = Schedule { under: (0.85, 0.03), temperature: (0.3, 0.003), forgetful: true };
-const MILD: Schedule = Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002), forgetful: false };
+const FORGETFUL: Way = Way::Together(Schedule { under: (0.85, 0.03), temperature: (0.3, 0.003), forgetful: true });
+const MILD: Way = Way::Together(Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002), forgetful: false });
 /// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
 /// shows, so few are brought to their ends.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
 const ROUNDS_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, schedule: FORGETFUL, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 0.6, schedule: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, schedule: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: FORGETFUL, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 0.6, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
 ];
 const ROUNDS_SMALL: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, schedule: MILD, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, schedule: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, schedule: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: MILD, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, way: MILD, cuts: &[] },
 ];
+/// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort.
+const MANY_EXPERTS: usize = 3;
+const MANY_MORE: f64 = 1.5;
+const ROUNDS_MANY: [Round; 3] = [
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.42, way: Way::Relaxed, cuts: &[] },
+    Round { numbers: 2, within: 0.15, chains: 12, share: 0.42, way: Way::Relaxed, cuts: &[] },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
+];
+/// Of the effort for placing a grouping, so much is for one that comes of a relaxed chain.
+const PLACED_QUICKLY: u64 = 4;
 
 /// A grouping with its placement.
 #[derive(Clone)]
@@ -369,8 +388,14 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best = place_all(placed, groupings.collect(), effort, known);
-        let is_large = best.first().is_some_and(|best| large(placed.problem.n(), best.groups.len()));
-        let (rounds, more) = if is_large { (&ROUNDS_LARGE[..], LARGE_MORE) } else { (&ROUNDS_SMALL[..], 1.0) };
+        let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
+        let (rounds, more) = match () {
+            _ if groups * placed.experts.costs.len() >= MANY_EXPERTS * n => {
+                (&ROUNDS_MANY, if large(n, groups) { MANY_MORE } else { 1.0 })
+            }
+            _ if large(n, groups) => (&ROUNDS_LARGE, LARGE_MORE),
+            _ => (&ROUNDS_SMALL, 1.0),
+        };
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
             let budget = (effort.joint as f64 * more * round.share) as u64;
             best = improve_together(placed, &exponential, best, (number, round), budget, effort, known);
@@ -412,7 +437,7 @@ fn best_first(found: &mut [FoundPlaced]) {
     found.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
 }
 
-/// A round of annealing groups and placements together, from the best of each number of groups; these and what comes of it, best first.
+/// A round of annealing groups with what their devices hold, from the best of each number of groups; these and what comes of it, best first.
 fn improve_together<L: LinkTable>(
     placed: &Placed<L>,
     exponential: &[f64],
@@ -435,24 +460,40 @@ fn improve_together<L: LinkTable>(
         return best;
     }
     let each = (budget as f64 / round.time()) as u64;
-    let chain = |chain: usize| {
-        let random = Random((chain + 1 + 100 * number) as u64);
-        Chain::new(placed, best[chain % best.len()].clone(), round.schedule, each, random)
-    };
-    let mut chains: Vec<Chain<L>> = (0..round.chains).map(chain).collect();
-    for (end, stay) in round.stages() {
-        chains = in_two_threads(chains, each >= THREAD_LEAST, |mut chain| {
-            chain.advance(exponential, end);
-            chain
-        });
-        chains.sort_by(|a, b| a.best_ms().total_cmp(&b.best_ms()));
-        chains.truncate(stay);
+    let start = |chain: usize| (best[chain % best.len()].clone(), Random((chain + 1 + 100 * number) as u64));
+    let starts: Vec<(FoundPlaced, Random)> = (0..round.chains).map(start).collect();
+    let threads = each >= THREAD_LEAST;
+    match round.way {
+        Way::Together(schedule) => {
+            let begin = |(start, random)| Chain::new(placed, start, schedule, each, random);
+            let mut chains: Vec<Chain<L>> = starts.into_iter().map(begin).collect();
+            for (end, stay) in round.stages() {
+                chains = in_two_threads(chains, threads, |mut chain| {
+                    chain.advance(exponential, end);
+                    chain
+                });
+                chains.sort_by(|a, b| a.best_ms().total_cmp(&b.best_ms()));
+                chains.truncate(stay);
+            }
+            let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
+            let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
+            let anew = place_all(placed, again, effort, known);
+            best.extend(found);
+            best.extend(anew);
+        }
+        Way::Relaxed => {
+            let anneal = |(start, mut random): (FoundPlaced, Random)| {
+                Relaxed::new(placed, &start).anneal(each, exponential, &mut random)?.dealt(placed)
+            };
+            let found: Vec<FoundPlaced> = in_two_threads(starts, threads, anneal).into_iter().flatten().collect();
+            let quickly =
+                PlacedEffort { place: effort.place / PLACED_QUICKLY, nodes: effort.nodes / PLACED_QUICKLY, ..effort };
+            let again = found.iter().map(|found| &found.groups).collect();
+            // What was placed with less effort is not for others to know.
+            best.extend(place_all(placed, again, quickly, &mut Known::new()));
+            best.extend(found);
+        }
     }
-    let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
-    let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
-    let anew = place_all(placed, again, effort, known);
-    best.extend(found);
-    best.extend(anew);
     best_first(&mut best);
     best
 }

@@ -1,0 +1,489 @@
+//! Groups annealed with experts as if they could be cut.
+//!
+//! Where every device of a group holds several experts, who is in which group matters more than which experts are where, and a placement that has not
+//! been adapted hides what a change of groups is worth. So here a device has a share of all FLOP instead of experts, and each change of a group comes
+//! with shares that fit it: none computes or receives for too long, and what is sent for too long is made less by steps of steepest descent.
+//! Experts are dealt out to the shares of what it comes by.
+//!
+//! Times are in units of what the best grouping takes at first, in single precision. What is annealed is as in [`super::joint`].
+
+mod trial;
+
+use trial::{Change, Trial};
+
+use super::Placed;
+use super::search::FoundPlaced;
+use crate::cluster::LinkTable;
+use crate::objective::IDLE;
+use crate::placement::DeviceExperts;
+use crate::random::Random;
+use crate::search::EXPONENTIAL;
+
+/// Nothing in an answer takes as long, in units.
+const FAR: f32 = 1e4;
+/// Steps after which temperature and target are set anew, and sums are added up anew.
+const SET_EVERY: u64 = 64;
+/// How annealing goes, at first and at last: the target is so much under the best objective; temperatures. Shares of the work of that.
+const UNDER: (f64, f64) = (0.85, 0.03);
+const TEMPERATURE: (f64, f64) = (0.3, 0.003);
+/// No answer is taken before so much of the time.
+const ANSWERS_FROM: f64 = 0.1;
+/// Of so many proposals in sixteen the groups stay, and change places; in the others a device goes to another group.
+const STAYS: usize = 2;
+const SWAPS: usize = 9;
+/// So many proposals in four are of the group that takes longest.
+const WORST_IN_FOUR: usize = 3;
+/// A device's share is at most so much of the way from what it holds of mean experts to what it holds of the dearest ones.
+const DEAREST: f64 = 0.5;
+/// Of the mean expert: a device with less has none.
+const LEAST: f32 = 0.5;
+/// By how much a group computes longer than if all its devices ended together.
+const SLACK: (f32, f32) = (0.003, 10.0);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    /// Compute and the longest exchange.
+    all: f32,
+    /// What its devices are over the limit, all together.
+    over: f32,
+}
+
+/// What a device has to do with its group, sums over the other members: alpha of what it sends to those that hold experts; alpha and, for all
+/// experts, beta of what it receives.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    send: f32,
+    receive: f32,
+    receive_all: f32,
+}
+
+pub(super) struct Relaxed<'s, 'p, 'a, L> {
+    placed: &'s Placed<'p, 'a, L>,
+    groups: Vec<Vec<u32>>,
+    group_of: Vec<u32>,
+    /// What x sends to c, at x n + c: alpha, and beta for all experts; beta at c n + x too.
+    alpha: Vec<f32>,
+    beta: Vec<f32>,
+    beta_to: Vec<f32>,
+    /// By device: how long it computes all experts for one device's tokens; its share at most, and as it is; its sums.
+    compute: Vec<f32>,
+    most: Vec<f32>,
+    share: Vec<f32>,
+    sums: Vec<Sums>,
+    slack: Vec<f32>,
+    times: Vec<Times>,
+    excess: f32,
+    least: f32,
+    slowest: Option<usize>,
+    /// ms of a unit.
+    unit: f64,
+    gamma: f64,
+    start_ms: f64,
+    target_ms: f64,
+    limit: f32,
+    ops: u64,
+    trials: [Trial; 2],
+}
+
+/// What annealing came by.
+pub(super) struct Shares {
+    groups: Vec<Vec<u32>>,
+    share: Vec<f32>,
+}
+
+impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
+    pub fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced) -> Self {
+        let (n, problem) = (placed.problem.n(), placed.problem);
+        let (eta, mb) = (problem.workload.p2p_frequency, placed.received_mb(placed.experts.total));
+        let (mut group_of, mut share) = (vec![IDLE; n], vec![0.0; n]);
+        for (g, (members, placement)) in start.groups.iter().zip(&start.placements).enumerate() {
+            for (&i, held) in members.iter().zip(placement) {
+                group_of[i as usize] = g as u32;
+                share[i as usize] = placed.experts.share(placed.load(held)) as f32;
+            }
+        }
+        let gamma = problem.gamma(start.groups.iter().map(Vec::len).sum());
+        let slowest = problem.slowest(|i| group_of[i as usize]);
+        let all_reduce = slowest.map_or(0.0, |at| problem.all_reduce(start.groups.len(), problem.edges[at].link));
+        let unit = ((start.objective_ms - all_reduce) / gamma).max(f64::MIN_POSITIVE);
+        let in_units = |ms: f64| ((ms / unit) as f32).min(FAR);
+        let link = |at: usize| problem.links.link(at / n, at % n);
+        let is_link = |at: usize| at / n != at % n;
+        let of_links = |of: &dyn Fn(usize) -> f64| -> Vec<f32> {
+            (0..n * n).map(|at| if is_link(at) { in_units(eta * of(at)) } else { 0.0 }).collect()
+        };
+        let mut dearest = vec![0.0];
+        for &e in &placed.experts.order {
+            dearest.push(dearest[dearest.len() - 1] + placed.experts.share(placed.experts.costs[e as usize]));
+        }
+        let experts = placed.experts.costs.len();
+        let most = |memory: &u64| {
+            let held = (*memory).min(experts as u64) as usize;
+            let mean = held as f64 / experts as f64;
+            (mean + DEAREST * (dearest[held] - mean)) as f32
+        };
+        let mut relaxed = Relaxed {
+            placed,
+            groups: start.groups.clone(),
+            group_of,
+            alpha: of_links(&|at| link(at).alpha_ms),
+            beta: of_links(&|at| link(at).beta_ms_per_mb * mb),
+            beta_to: Vec::new(),
+            compute: problem.flops.iter().map(|flops| in_units(placed.experts.total / flops)).collect(),
+            most: problem.memory.iter().map(most).collect(),
+            share,
+            sums: vec![Sums::default(); n],
+            slack: Vec::new(),
+            times: vec![Times::default(); start.groups.len()],
+            excess: 0.0,
+            least: LEAST / experts as f32,
+            slowest,
+            unit,
+            gamma,
+            start_ms: start.objective_ms,
+            target_ms: 0.0,
+            limit: 1.0,
+            ops: (n * n) as u64,
+            trials: Default::default(),
+        };
+        relaxed.beta_to = (0..n * n).map(|at| relaxed.beta[at % n * n + at / n]).collect();
+        let slack = |members: &Vec<u32>| {
+            let (mut rate, mut end) = (0.0, 0.0f32);
+            for i in members.iter().map(|&i| i as usize).filter(|&i| relaxed.most[i] > 0.0) {
+                rate += 1.0 / relaxed.compute[i];
+                end = end.max(relaxed.compute[i] * relaxed.share[i]);
+            }
+            (end * rate - 1.0).clamp(0.1, SLACK.1)
+        };
+        relaxed.slack = relaxed.groups.iter().map(slack).collect();
+        relaxed
+    }
+
+    fn n(&self) -> usize {
+        self.group_of.len()
+    }
+
+    fn all_reduce(&self, slowest: Option<usize>) -> f64 {
+        let problem = self.placed.problem;
+        slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link))
+    }
+
+    fn limit_of(&self, slowest: Option<usize>) -> f32 {
+        ((self.target_ms - self.all_reduce(slowest)) / self.gamma / self.unit) as f32
+    }
+
+    fn objective_ms(&self) -> f64 {
+        let longest = self.times.iter().map(|times| times.all).fold(0.0, f32::max);
+        self.gamma * f64::from(longest) * self.unit + self.all_reduce(self.slowest)
+    }
+
+    /// The group that takes longest.
+    fn worst(&self) -> usize {
+        (0..self.times.len()).fold(0, |worst, g| if self.times[g].all > self.times[worst].all { g } else { worst })
+    }
+
+    /// Aims below an objective, by a share of what of it is not the all-reduce, and adds up everything anew.
+    fn aim(&mut self, objective_ms: f64, under: f64) {
+        let all_reduce = self.all_reduce(self.slowest);
+        self.target_ms = (objective_ms - all_reduce) * (1.0 - under) + all_reduce;
+        self.limit = self.limit_of(self.slowest);
+        for g in 0..self.groups.len() {
+            for &x in &self.groups[g] {
+                self.sums[x as usize] = self.sums_of(x, &self.groups[g]);
+            }
+            self.times[g] = self.times_of(g, self.limit);
+        }
+        self.excess = self.times.iter().map(|times| times.over).sum();
+    }
+
+    /// The sums of device `x` as a member of a group.
+    fn sums_of(&self, x: u32, members: &[u32]) -> Sums {
+        let (n, x) = (self.n(), x as usize);
+        let mut sums = Sums::default();
+        for c in members.iter().map(|&c| c as usize) {
+            // Of a device with itself both are 0.
+            if self.share[c] > 0.0 {
+                sums.send += self.alpha[x * n + c];
+            }
+            sums.receive += self.alpha[c * n + x];
+            sums.receive_all += self.beta[c * n + x];
+        }
+        sums
+    }
+
+    /// A group's times with the shares that its members have.
+    fn times_of(&self, g: usize, limit: f32) -> Times {
+        let (n, members) = (self.n(), &self.groups[g]);
+        let end = members.iter().map(|&i| self.compute[i as usize] * self.share[i as usize]).fold(0.0, f32::max);
+        let compute = members.len() as f32 * end;
+        let mut times = Times { all: compute, over: 0.0 };
+        for x in members.iter().map(|&x| x as usize) {
+            let row = &self.beta[x * n..][..n];
+            let sent: f32 = members.iter().map(|&c| row[c as usize] * self.share[c as usize]).sum();
+            exchange(&mut times, compute, &self.sums[x], self.share[x], self.sums[x].send + sent, limit);
+        }
+        times
+    }
+
+    /// Makes a random change, unless the excess would be over `most`.
+    fn random_change(&mut self, random: &mut Random, most: f32) -> bool {
+        let several = self.groups.len() > 1;
+        let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.groups.len()) };
+        let kind = random.below(16);
+        let i = self.groups[g][random.below(self.groups[g].len())];
+        if kind < STAYS || !several {
+            let slack = self.slack[g] * [0.5, 0.8, 1.25, 2.0][random.below(4)];
+            let turn = random.below(2) == 0;
+            return self.stay(g, turn.then_some(i), slack.clamp(SLACK.0, SLACK.1), most);
+        }
+        let h = random.below(self.groups.len());
+        if h == g {
+            return false;
+        }
+        let back = (kind < STAYS + SWAPS).then(|| self.groups[h][random.below(self.groups[h].len())]);
+        self.go((i, g, h), back, most)
+    }
+
+    /// Group `g` gets another slack, and one device holds experts where it held none, or none.
+    fn stay(&mut self, g: usize, turned: Option<u32>, slack: f32, most: f32) -> bool {
+        let members = std::mem::take(&mut self.groups[g]);
+        let before = turned.map(|i| (i as usize, self.share[i as usize]));
+        if let Some((i, share)) = before {
+            self.share[i] = if share > 0.0 { 0.0 } else { 1.0 / members.len() as f32 };
+        }
+        let room = most - self.excess + self.times[g].over;
+        let after = self.after(0, &members, Change::default(), slack, self.limit, room);
+        self.groups[g] = members;
+        let Some(times) = after else {
+            before.into_iter().for_each(|(i, share)| self.share[i] = share);
+            return false;
+        };
+        self.slack[g] = slack;
+        self.enter(0, g, times);
+        self.excess = self.times.iter().map(|times| times.over).sum();
+        true
+    }
+
+    /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`.
+    fn go(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, most: f32) -> bool {
+        if back.is_none() && self.groups[g].len() == 1 {
+            return false;
+        }
+        let to = |x: u32| match x {
+            _ if x == i => h as u32,
+            _ if Some(x) == back => g as u32,
+            _ => self.group_of[x as usize],
+        };
+        let slowest = self.placed.problem.slowest(to);
+        self.ops += 24 + 2 * slowest.unwrap_or(0) as u64;
+        let (limit, others) = if slowest == self.slowest {
+            (self.limit, self.excess - self.times[g].over - self.times[h].over)
+        } else {
+            let limit = self.limit_of(slowest);
+            let others = (0..self.groups.len()).filter(|&k| k != g && k != h);
+            self.ops += (self.n() * self.n() / self.groups.len()) as u64 / 2;
+            (limit, others.map(|k| self.times_of(k, limit).over).sum())
+        };
+        let n = self.n();
+        let changes = [Change { out: back, into: Some(i) }, Change { out: Some(i), into: back }];
+        let mut changed: [Vec<u32>; 2] = Default::default();
+        for ((Change { out, into }, k), members) in changes.into_iter().zip([h, g]).zip(&mut changed) {
+            members.extend(self.groups[k].iter().copied().filter(|j| Some(*j) != out));
+            // What who comes sends, half of it if need be, must not be too much already.
+            if let Some(x) = into {
+                let (alpha, beta) = (&self.alpha[x as usize * n..][..n], &self.beta[x as usize * n..][..n]);
+                let send = |c: usize| alpha[c] + 0.5 * beta[c] * self.share[c];
+                let sent: f32 = members.iter().map(|&c| send(c as usize)).sum();
+                self.ops += members.len() as u64 / 2;
+                if others + sent - limit > most {
+                    return false;
+                }
+            }
+            members.extend(into);
+        }
+        // Who comes has what the other had, or an even share.
+        let before = [Some(i), back].map(|x| x.map_or(0.0, |x| self.share[x as usize]));
+        self.share[i as usize] = if back.is_some() { before[1] } else { 1.0 / changed[0].len() as f32 };
+        back.into_iter().for_each(|j| self.share[j as usize] = before[0]);
+        let [into_h, into_g] = changes;
+        let there = self.after(0, &changed[0], into_h, self.slack[h], limit, most - others);
+        let both = there.and_then(|there| {
+            let room = most - others - there.over;
+            let here = self.after(1, &changed[1], into_g, self.slack[g], limit, room)?;
+            Some((there, here))
+        });
+        let Some((there, here)) = both else {
+            self.share[i as usize] = before[0];
+            back.into_iter().for_each(|j| self.share[j as usize] = before[1]);
+            return false;
+        };
+        [self.groups[h], self.groups[g]] = changed;
+        self.group_of[i as usize] = h as u32;
+        back.into_iter().for_each(|j| self.group_of[j as usize] = g as u32);
+        self.enter(0, h, there);
+        self.enter(1, g, here);
+        self.slowest = slowest;
+        if limit != self.limit {
+            self.limit = limit;
+            for k in (0..self.groups.len()).filter(|&k| k != g && k != h) {
+                self.times[k] = self.times_of(k, limit);
+            }
+        }
+        self.excess = self.times.iter().map(|times| times.over).sum();
+        true
+    }
+
+    /// Group `g` is as it was tried.
+    fn enter(&mut self, which: usize, g: usize, times: Times) {
+        let trial = &self.trials[which];
+        for (place, &i) in self.groups[g].iter().enumerate() {
+            self.share[i as usize] = trial.share[place];
+            self.sums[i as usize] = trial.sums[place];
+        }
+        self.times[g] = times;
+    }
+
+    /// Anneals until about so many links have been looked at; the best that it came by after the first tenth, if that is anything.
+    pub fn anneal(mut self, budget: u64, exponential: &[f64], random: &mut Random) -> Option<Shares> {
+        let between = |(first, last): (f64, f64), progress: f64| first * (last / first).powf(progress);
+        let (mut best_ms, mut best) = (f64::INFINITY, None);
+        let (mut temperature, mut steps) = (0.0, 0u64);
+        while self.ops < budget {
+            if steps.is_multiple_of(SET_EVERY) {
+                let progress = self.ops as f64 / budget as f64;
+                let from_ms = self.start_ms.min(best_ms);
+                let work = (from_ms - self.all_reduce(self.slowest)) / self.gamma / self.unit;
+                temperature = work * between(TEMPERATURE, progress);
+                self.aim(from_ms, between(UNDER, progress));
+                self.ops += (self.n() * self.n() / self.groups.len()) as u64 / 2;
+            }
+            steps += 1;
+            self.ops += 16;
+            let most = self.excess + (temperature * exponential[random.below(EXPONENTIAL)]) as f32;
+            if self.random_change(random, most) && self.ops as f64 > ANSWERS_FROM * budget as f64 {
+                let now_ms = self.objective_ms();
+                if now_ms < best_ms {
+                    best_ms = now_ms;
+                    best = Some(Shares { groups: self.groups.clone(), share: self.share.clone() });
+                }
+            }
+        }
+        best
+    }
+}
+
+/// Counts in what one device of a group exchanges.
+#[inline]
+fn exchange(times: &mut Times, compute: f32, sums: &Sums, share: f32, sent: f32, limit: f32) {
+    let received = if share > 0.0 { sums.receive + sums.receive_all * share } else { 0.0 };
+    let all = compute + received.max(sent);
+    times.all = times.all.max(all);
+    times.over += (all - limit).max(0.0);
+}
+
+impl Shares {
+    /// The groups with experts dealt out to the shares, the dearest first; `None` where that leaves some.
+    pub fn dealt<L: LinkTable>(self, placed: &Placed<L>) -> Option<FoundPlaced> {
+        let Shares { mut groups, share } = self;
+        groups.iter_mut().for_each(|members| members.sort_unstable());
+        let placements = groups.iter().map(|members| dealt(placed, members, &share)).collect::<Option<Vec<_>>>()?;
+        Some(FoundPlaced::new(placed, groups, placements))
+    }
+}
+
+fn dealt<L: LinkTable>(placed: &Placed<L>, members: &[u32], share: &[f32]) -> Option<DeviceExperts> {
+    let (memory, experts) = (&placed.problem.memory, &placed.experts);
+    let mut left: Vec<f64> = members.iter().map(|&i| f64::from(share[i as usize]) * experts.total).collect();
+    let all = members.iter().fold(0u64, |sum, &i| sum.saturating_add(memory[i as usize]));
+    // Where memory is tight, who is to have much with little memory has the dearest.
+    let tight = all < experts.costs.len() as u64 * 3 / 2;
+    let mut placement: DeviceExperts = vec![Vec::new(); members.len()];
+    for &e in &experts.order {
+        let room = |place: usize| memory[members[place] as usize] - placement[place].len() as u64;
+        let want = |place: usize| left[place] / if tight { room(place) as f64 } else { 1.0 };
+        let place = (0..members.len()).filter(|&place| room(place) > 0).max_by(|&a, &b| want(a).total_cmp(&want(b)))?;
+        left[place] -= experts.costs[e as usize];
+        placement[place].push(e);
+    }
+    placement.iter_mut().for_each(|held| held.sort_unstable());
+    Some(placement)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Workload;
+    use crate::cluster::{Cluster, Device, Links, Matrix};
+    use crate::objective::Problem;
+    use crate::search::exponential;
+
+    /// Six devices of which the even ones, and the odd ones, have good links; the start has them mixed.
+    fn mixed(memory: u64) -> (Cluster, Workload) {
+        let ms = |at: usize| if (at / 6 + at % 6).is_multiple_of(2) { 0.01 } else { 1.0 };
+        let ms: Vec<f64> = (0..36).map(ms).collect();
+        let devices = (0..6).map(|id| Device::new(id, "a", 1e9, memory)).collect();
+        let links = Links::Matrix(Matrix::new(6, ms.clone(), ms));
+        let costs = (0..12).map(|e| 1e8 * f64::from(1 + e % 3)).collect();
+        (Cluster::new(devices, links), Workload { p2p_buffer_mb: 0.5, p2p_frequency: 2.0, ..Workload::new(costs) })
+    }
+
+    #[test]
+    fn devices_find_those_with_good_links() {
+        for memory in [4, 12] {
+            let (cluster, workload) = mixed(memory);
+            let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
+            let placed = Placed::new(&problem);
+            let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
+            let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
+            let start = FoundPlaced::new(&placed, groups, placements);
+            let found = Relaxed::new(&placed, &start).anneal(1_000_000, &exponential(), &mut Random(1)).unwrap();
+            let found = found.dealt(&placed).unwrap();
+            let mut groups = found.groups.clone();
+            groups.sort();
+            assert_eq!(groups, [[0, 2, 4], [1, 3, 5]]);
+            assert!(found.objective_ms < 0.7 * start.objective_ms, "{} {}", found.objective_ms, start.objective_ms);
+            for placement in &found.placements {
+                let mut held = placement.concat();
+                held.sort_unstable();
+                assert_eq!(held, (0..12).collect::<Vec<u32>>());
+                assert!(placement.iter().all(|held| held.len() as u64 <= memory));
+            }
+        }
+    }
+
+    /// What a group takes after changes, of which sums are kept, is what it takes when all is added up anew.
+    #[test]
+    fn sums_are_those_of_the_groups() {
+        let (cluster, workload) = mixed(12);
+        let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
+        let placed = Placed::new(&problem);
+        let groups = vec![vec![0, 1, 2], vec![3, 4], vec![5]];
+        let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
+        let start = FoundPlaced::new(&placed, groups, placements);
+        let mut relaxed = Relaxed::new(&placed, &start);
+        relaxed.aim(start.objective_ms, 0.1);
+        let (mut random, mut changes) = (Random(3), 0);
+        let mut before = relaxed.group_of.clone();
+        for _ in 0..2_000 {
+            if !relaxed.random_change(&mut random, relaxed.excess + 2.0) {
+                continue;
+            }
+            changes += u32::from(relaxed.group_of != before);
+            before.clone_from(&relaxed.group_of);
+            for (g, members) in relaxed.groups.iter().enumerate() {
+                let (kept, limit) = (relaxed.times[g], relaxed.limit);
+                let share: f32 = members.iter().map(|&i| relaxed.share[i as usize]).sum();
+                assert!((share - 1.0).abs() < 1e-3, "{share}");
+                for &i in members {
+                    let (kept, anew) = (relaxed.sums[i as usize], relaxed.sums_of(i, members));
+                    let off = (kept.send - anew.send).abs().max((kept.receive - anew.receive).abs());
+                    assert!(off.max((kept.receive_all - anew.receive_all).abs()) < 1e-3, "{kept:?} {anew:?}");
+                }
+                // The compute that a trial had room for is at least what its shares take.
+                let anew = relaxed.times_of(g, limit);
+                assert!(anew.all < kept.all + 1e-3 && anew.over < kept.over + 1e-2, "{kept:?} {anew:?}");
+            }
+        }
+        assert!(changes > 50, "{changes}");
+    }
+}
