@@ -21,7 +21,7 @@ extern const u64 aristos_params_layout[] = {
     F(LayerShape, max_tokens), F(LayerShape, chunk_rows), F(LayerShape, round_chunks), F(LayerShape, window_chunks), F(LayerShape, round_slots),
     F(LayerShape, training), F(LayerShape, stage), F(LayerShape, bulk), F(LayerShape, blocks),
     F(LayerShape, channels), F(LayerShape, summed),
-    F(LayerShape, tile_m), F(LayerShape, tile_n), F(LayerShape, wait_limit_ns),
+    F(LayerShape, tile_m), F(LayerShape, tile_n), F(LayerShape, lane_stores), F(LayerShape, wait_limit_ns),
     sizeof(MlpWeights),
     F(MlpWeights, gate), F(MlpWeights, up), F(MlpWeights, down), F(MlpWeights, gate_bias), F(MlpWeights, up_bias),
     F(MlpWeights, down_bias),
