@@ -96,6 +96,11 @@ impl<'a, L: LinkTable> Problem<'a, L> {
         2.0 * (k as f64 - 1.0) * link.time_ms(self.workload.all_reduce_buffer_mb / k as f64)
     }
 
+    /// The same over the link at this place in `edges`; without one there is none.
+    pub fn all_reduce_over(&self, k: usize, slowest: Option<usize>) -> f64 {
+        slowest.map_or(0.0, |place| self.all_reduce(k, self.edges[place].link))
+    }
+
     /// Cost over rate, ms.
     pub fn compute(&self, flops: f64) -> f64 {
         self.cost / flops

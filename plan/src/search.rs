@@ -439,6 +439,11 @@ pub(crate) fn exponential() -> Vec<f64> {
     (0..EXPONENTIAL).map(|at| -((at as f64 + 0.5) / EXPONENTIAL as f64).ln()).collect()
 }
 
+/// What falls from a first value to a last one, by the same factor in the same time.
+pub(crate) fn between((first, last): (f64, f64), progress: f64) -> f64 {
+    first * (last / first).powf(progress)
+}
+
 /// Groupings into `k` groups that are made in one go, each once.
 pub(crate) fn constructed<L: LinkTable>(problem: &Problem<L>, views: &Views, k: usize) -> Vec<Vec<Vec<u32>>> {
     let mut made: Vec<Vec<Vec<u32>>> = Vec::new();

@@ -190,7 +190,7 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     }
 
     fn all_reduce(&self, slowest: Option<usize>) -> f64 {
-        slowest.map_or(0.0, |place| self.problem.all_reduce(self.groups.len(), self.problem.edges[place].link))
+        self.problem.all_reduce_over(self.groups.len(), slowest)
     }
 
     /// What the target leaves for a group's compute and communication.

@@ -15,7 +15,7 @@ use super::search::FoundPlaced;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::random::Random;
-use crate::search::EXPONENTIAL;
+use crate::search::{EXPONENTIAL, between};
 
 /// Sums are added up anew after so many changes, as each change rounds them.
 const REFRESH: u64 = 4096;
@@ -298,8 +298,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
     }
 
     fn all_reduce(&self, slowest: Option<usize>) -> f64 {
-        let problem = self.placed.problem;
-        slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link))
+        self.placed.problem.all_reduce_over(self.groups.len(), slowest)
     }
 
     fn limit_of(&self, slowest: Option<usize>) -> f64 {
@@ -403,7 +402,6 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
     /// Goes on until it has spent this share of its budget.
     pub fn advance(&mut self, exponential: &[f64], share: f64) {
         let Chain { joint, schedule, budget, best_ms, best, temperature, steps, random, .. } = self;
-        let between = |(first, last): (f64, f64), progress: f64| first * (last / first).powf(progress);
         let end = (*budget as f64 * share) as u64;
         while joint.ops < end {
             if steps.is_multiple_of(SET_EVERY) {

@@ -96,7 +96,7 @@ impl<'s, 'p, 'a, L: LinkTable> Grouping<'s, 'p, 'a, L> {
 
     fn all_reduce(&self, groups: usize, slowest: Option<usize>) -> f64 {
         let problem = self.known.placed.problem;
-        slowest.map_or(0.0, |place| problem.all_reduce(groups, problem.edges[place].link))
+        problem.all_reduce_over(groups, slowest)
     }
 
     fn under(&self, share: f64) -> f64 {

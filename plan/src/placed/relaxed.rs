@@ -17,7 +17,7 @@ use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::placement::DeviceExperts;
 use crate::random::Random;
-use crate::search::EXPONENTIAL;
+use crate::search::{EXPONENTIAL, between};
 
 /// Nothing in an answer takes as long, in units.
 const FAR: f32 = 1e4;
@@ -28,7 +28,7 @@ const UNDER: (f64, f64) = (0.85, 0.03);
 const TEMPERATURE: (f64, f64) = (0.3, 0.003);
 /// No answer is taken before so much of the time.
 const ANSWERS_FROM: f64 = 0.1;
-/// Of so many proposals in sixteen the groups stay, and change places; in the others a device goes to another group.
+/// In so many proposals of sixteen the groups stay as they are; in so many two devices change places; in the others one goes to another group.
 const STAYS: usize = 2;
 const SWAPS: usize = 9;
 /// So many proposals in four are of the group that takes longest.
@@ -104,7 +104,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         }
         let gamma = problem.gamma(start.groups.iter().map(Vec::len).sum());
         let slowest = problem.slowest(|i| group_of[i as usize]);
-        let all_reduce = slowest.map_or(0.0, |at| problem.all_reduce(start.groups.len(), problem.edges[at].link));
+        let all_reduce = problem.all_reduce_over(start.groups.len(), slowest);
         let unit = ((start.objective_ms - all_reduce) / gamma).max(f64::MIN_POSITIVE);
         let in_units = |ms: f64| ((ms / unit) as f32).min(FAR);
         let link = |at: usize| problem.links.link(at / n, at % n);
@@ -164,8 +164,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     }
 
     fn all_reduce(&self, slowest: Option<usize>) -> f64 {
-        let problem = self.placed.problem;
-        slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link))
+        self.placed.problem.all_reduce_over(self.groups.len(), slowest)
     }
 
     fn limit_of(&self, slowest: Option<usize>) -> f32 {
@@ -345,7 +344,6 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 
     /// Anneals until about so many links have been looked at; the best that it came by after the first tenth, if that is anything.
     pub fn anneal(mut self, budget: u64, exponential: &[f64], random: &mut Random) -> Option<Shares> {
-        let between = |(first, last): (f64, f64), progress: f64| first * (last / first).powf(progress);
         let (mut best_ms, mut best) = (f64::INFINITY, None);
         let (mut temperature, mut steps) = (0.0, 0u64);
         while self.ops < budget {
@@ -382,7 +380,7 @@ fn exchange(times: &mut Times, compute: f32, sums: &Sums, share: f32, sent: f32,
 }
 
 impl Shares {
-    /// The groups with experts dealt out to the shares, the dearest first; `None` where that leaves some.
+    /// The groups with experts dealt out to the shares, the dearest first; `None` where a group has no room for all.
     pub fn dealt<L: LinkTable>(self, placed: &Placed<L>) -> Option<FoundPlaced> {
         let Shares { mut groups, share } = self;
         groups.iter_mut().for_each(|members| members.sort_unstable());
@@ -394,9 +392,8 @@ impl Shares {
 fn dealt<L: LinkTable>(placed: &Placed<L>, members: &[u32], share: &[f32]) -> Option<DeviceExperts> {
     let (memory, experts) = (&placed.problem.memory, &placed.experts);
     let mut left: Vec<f64> = members.iter().map(|&i| f64::from(share[i as usize]) * experts.total).collect();
-    let all = members.iter().fold(0u64, |sum, &i| sum.saturating_add(memory[i as usize]));
     // Where memory is tight, who is to have much with little memory has the dearest.
-    let tight = all < experts.costs.len() as u64 * 3 / 2;
+    let tight = placed.problem.holds(members) < experts.costs.len() as u64 * 3 / 2;
     let mut placement: DeviceExperts = vec![Vec::new(); members.len()];
     for &e in &experts.order {
         let room = |place: usize| memory[members[place] as usize] - placement[place].len() as u64;

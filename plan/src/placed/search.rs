@@ -57,7 +57,7 @@ struct Round {
     chains: usize,
     share: f64,
     way: Way,
-    /// After so much of their time so many of the best go on.
+    /// After so much of their time so many of the best go on; not of relaxed chains, which go to their ends.
     cuts: &'static [(f64, usize)],
 }
 
@@ -109,7 +109,7 @@ const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 2, within: 0.15, chains: 12, share: 0.42, way: Way::Relaxed, cuts: &[] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
-/// Of the effort for placing a grouping, so much is for one that comes of a relaxed chain.
+/// What comes of a relaxed chain is placed with one part in so many of the effort for a grouping.
 const PLACED_QUICKLY: u64 = 4;
 
 /// A grouping with its placement.
@@ -389,12 +389,12 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best = place_all(placed, groupings.collect(), effort, known);
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
-        let (rounds, more) = match () {
-            _ if groups * placed.experts.costs.len() >= MANY_EXPERTS * n => {
-                (&ROUNDS_MANY, if large(n, groups) { MANY_MORE } else { 1.0 })
-            }
-            _ if large(n, groups) => (&ROUNDS_LARGE, LARGE_MORE),
-            _ => (&ROUNDS_SMALL, 1.0),
+        let many = groups * placed.experts.costs.len() >= MANY_EXPERTS * n;
+        let (rounds, more) = match (many, large(n, groups)) {
+            (true, true) => (&ROUNDS_MANY, MANY_MORE),
+            (true, false) => (&ROUNDS_MANY, 1.0),
+            (false, true) => (&ROUNDS_LARGE, LARGE_MORE),
+            (false, false) => (&ROUNDS_SMALL, 1.0),
         };
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
             let budget = (effort.joint as f64 * more * round.share) as u64;

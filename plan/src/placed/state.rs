@@ -107,8 +107,7 @@ impl<'s, 'p, 'a, L: LinkTable> State<'s, 'p, 'a, L> {
     }
 
     fn all_reduce(&self, slowest: Option<usize>) -> f64 {
-        let problem = self.placed.problem;
-        slowest.map_or(0.0, |place| problem.all_reduce(self.groups.len(), problem.edges[place].link))
+        self.placed.problem.all_reduce_over(self.groups.len(), slowest)
     }
 
     /// The objective, less a share of its work.

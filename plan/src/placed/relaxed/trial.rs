@@ -6,10 +6,11 @@ use crate::cluster::LinkTable;
 /// Steps of descent at most, and how many times what the last one gained the next ones may have to.
 const DESCENT: usize = 4;
 const HOPE: f32 = 3.0;
+
 /// A group that is looked at, by place; rows have a multiple of 8 places.
 #[derive(Default)]
 pub(super) struct Trial {
-    /// For all experts: what all members send to c, in rows of c.
+    /// What all members send to c, if that held all experts; in rows of c.
     beta: Vec<f32>,
     pub sums: Vec<Sums>,
     /// Shares: at most, and as they are.
@@ -74,9 +75,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     /// How long the group computes, and in a trial what shares its members have at most, so that together they can have all. `None` where memory
     /// does not suffice or that is over the limit by more than `most`.
     fn fitted(&mut self, which: usize, members: &[u32], slack: f32, limit: f32, most: f32) -> Option<f32> {
-        let problem = self.placed.problem;
-        let memory = members.iter().fold(0u64, |sum, &i| sum.saturating_add(problem.memory[i as usize]));
-        if memory < problem.n_experts {
+        if !self.placed.problem.valid(members) {
             return None;
         }
         let size = members.len() as f32;
@@ -155,12 +154,12 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
         let mut times = measured(trial, compute, limit);
         for _ in 0..DESCENT {
-            let gained = times.over;
+            let before = times.over;
             if !self.descend(trial, members, room) {
                 break;
             }
             times = measured(trial, compute, limit);
-            if times.over - most > HOPE * (gained - times.over).max(0.0) {
+            if times.over - most > HOPE * (before - times.over).max(0.0) {
                 return None;
             }
         }
