@@ -17,18 +17,28 @@ constexpr u32 UNIT_PIECES = UNIT_COLS / 8;  // of 8 columns, in a row
 struct alignas(8) FloatPair { float lo, hi; };
 struct alignas(16) FloatQuad { float v[4]; };
 
-// Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that both the 8-byte stores of `stage_unit` (4 rows, 2 quads) and the
-// 16-byte loads of `load_piece` (8 even or odd quads of one row) meet each bank once.
-DEVICE u32 unit_offset(u32 row, u32 q) { return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ q >> 3) << 4); }
+// Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that no access waits for a bank, all rows beginning at the same one: of 8-byte stores 16 lanes go
+// at once (4 rows, 2 quads), of 16-byte loads 8: a row's 8 even or odd quads or, where gated, 4 of them of each of two rows, which is what `row & 1` is for.
+// gemm_test counts.
+DEVICE constexpr u32 unit_offset(u32 row, u32 q) {
+    return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ (row & 1) ^ q >> 3) << 4);
+}
+
+// Where a lane's accumulators 0 and 1 (`low` 0) or 2 and 3 (1) of the n-th 8 columns go.
+DEVICE constexpr u32 stored_at(u32 lane, u32 n, u32 low) {
+    return unit_offset(lane / 4 + low * 8, n * 2 + lane % 4 / 2) + lane % 2 * 8;
+}
+
+// Of a unit with so many pieces in a row, piece `item`; lanes take consecutive ones.
+struct UnitPiece { u32 row, piece; };
+DEVICE constexpr UnitPiece unit_piece(u32 item, u32 pieces) { return {item / pieces, item % pieces}; }
 
 // `get(n, i)`: this lane's accumulator i (of 4) of the n-th 8 columns (of 8). Follow by sync_warp.
 template <class Get> DEVICE void stage_unit(char* unit, Get get) {
-    u32 row = dev::lane() / 4, column = dev::lane() % 4 * 2;
-    UNROLL for (u32 n = 0; n < 8; n++) {
-        u32 q = n * 2 + column / 4;
-        *reinterpret_cast<FloatPair*>(unit + unit_offset(row, q) + column % 4 * 4) = {get(n, 0), get(n, 1)};
-        *reinterpret_cast<FloatPair*>(unit + unit_offset(row + 8, q) + column % 4 * 4) = {get(n, 2), get(n, 3)};
-    }
+    const u32 lane = dev::lane();
+    UNROLL for (u32 n = 0; n < 8; n++)
+        UNROLL for (u32 low = 0; low < 2; low++)
+            *reinterpret_cast<FloatPair*>(unit + stored_at(lane, n, low)) = {get(n, low * 2), get(n, low * 2 + 1)};
 }
 
 DEVICE void load_piece(const char* unit, u32 row, u32 piece, float (&v)[8]) {
@@ -73,7 +83,7 @@ DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
 template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
     u32 pieces = t.gated ? UNIT_PIECES / 2 : UNIT_PIECES;
     for (u32 item = dev::lane(); item < UNIT_ROWS * pieces; item += 32) {
-        u32 r = item / pieces, piece = item % pieces;
+        auto [r, piece] = unit_piece(item, pieces);
         u32 row = row0 + r, column = column0 + piece * 8;
         if (row >= t.rows || column >= t.intermediate) continue;
         float up[8], h[8];
@@ -104,7 +114,7 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
 template <class T, class Act>
 DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, u32 column0, float* row_sums) {
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
-    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
+    const auto [first, piece] = unit_piece(dev::lane(), UNIT_PIECES);
     u32 column = column0 + piece * 8, I = t.intermediate;
     // All loads before any use: they are the only ones of the epilogue that wait for memory.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
@@ -156,7 +166,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
 template <class T>
 DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 column0, const float* bias) {
     for (u32 item = dev::lane(); item < UNIT_ROWS * UNIT_PIECES; item += 32) {
-        u32 r = item / UNIT_PIECES, piece = item % UNIT_PIECES;
+        auto [r, piece] = unit_piece(item, UNIT_PIECES);
         u32 row = row0 + r, column = column0 + piece * 8;
         if (row >= t.rows || column >= t.hidden) continue;
         float v[8];
@@ -169,7 +179,7 @@ DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 colum
 // out (+)= accumulators, f32.
 DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
-    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
+    const auto [first, piece] = unit_piece(dev::lane(), UNIT_PIECES);
     u32 m = gemm_m(t), n = gemm_n(t), column = column0 + piece * 8;
     if (column >= n) return;
     FloatQuad sums[ITEMS][2];  // all loads before any store, as they could not pass it

@@ -1,7 +1,9 @@
 // The GEMM tile by mma.sync, and the activations, against float64: all kinds, element types, activations, tails.
 //
 //     make -C kernels/host tests && target/kernels/gemm_test
+#include <algorithm>
 #include <memory>
+#include <set>
 
 #include "../gemm_test_kernels.h"
 #include "../host/simt.h"
@@ -163,6 +165,54 @@ template <class Tile> void empty_rows(u32 kind) {
 }
 
 }  // namespace
+
+namespace {
+
+// How often shared memory serves an access in which lane l has `bytes` bytes at `at(l)`: lanes go together that have 128 bytes in all, 4 of each bank, and wait for
+// each other where they want different words of a bank.
+template <class At> u32 wavefronts(u32 bytes, At at) {
+    u32 count = 0;
+    for (u32 first = 0, together = 128 / bytes; first < 32; first += together) {
+        std::set<u32> words[32];
+        for (u32 lane = first; lane < first + together; lane++)
+            for (u32 byte = 0; byte < bytes; byte += 4) words[(at(lane) + byte) / 4 % 32].insert((at(lane) + byte) / 4);
+        size_t most = 0;
+        for (const auto& of_bank : words) most = std::max(most, of_bank.size());
+        count += u32(most);
+    }
+    return count;
+}
+
+// Of every unit of a tile, all accesses of its epilogue: none is served more often than its bytes need, 128 at a time.
+template <class Tile> void bank_conflicts() {
+    std::set<u32> written;
+    for (u32 unit = 0; unit < Tile::UNITS; unit++) {
+        const u32 begin = unit * UNIT_BYTES;
+        for (u32 n = 0; n < 8; n++)
+            for (u32 low = 0; low < 2; low++) {
+                const u32 took = wavefronts(8, [&](u32 lane) { return begin + stored_at(lane, n, low); });
+                CHECK(took == 2, "%u x %u, unit %u: stores of columns %u take %u wavefronts", Tile::M, Tile::N, unit, n * 8, took);
+                for (u32 lane = 0; lane < 32; lane++) written.insert(begin + stored_at(lane, n, low));
+            }
+        for (u32 gated = 0; gated < 2; gated++) {
+            const u32 pieces = gated ? UNIT_PIECES / 2 : UNIT_PIECES;
+            for (u32 item = 0; item < UNIT_ROWS * pieces; item += 32)
+                for (u32 of_up = 0; of_up <= gated; of_up++)
+                    for (u32 half = 0; half < 2; half++) {
+                        const u32 took = wavefronts(16, [&](u32 lane) {
+                            const UnitPiece at = unit_piece(item + lane, pieces);
+                            return begin + unit_offset(at.row, (at.piece + of_up * pieces) * 2 + half);
+                        });
+                        CHECK(took == 4, "%u x %u, unit %u, gated %u: loads of item %u take %u wavefronts", Tile::M, Tile::N, unit, gated, item, took);
+                    }
+        }
+    }
+    CHECK(written.size() == Tile::M * Tile::N / 2, "places that two accumulators share");
+}
+
+}  // namespace
+
+CASE(bank_conflicts) { bank_conflicts<LargeTile>(), bank_conflicts<LittleTile>(); }
 
 CASE(repeatable) { repeatable<LargeTile>(), repeatable<LittleTile>(); }
 CASE(kinds_in_turn) { kinds_in_turn<LargeTile>(), kinds_in_turn<LittleTile>(); }
