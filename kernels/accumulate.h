@@ -4,7 +4,7 @@
 
 namespace aristos {
 
-KERNEL(aristos_accumulate, 256, 4)(float* sum, const float* last, u64 count, u32 begin) {
+KERNEL(aristos_accumulate, ROUTE_THREADS, 4)(float* sum, const float* last, u64 count, u32 begin) {
     const u64 step = u64(dev::blocks()) * dev::threads() * 4;
     for (u64 i = (u64(dev::block()) * dev::threads() + dev::thread()) * 4; i < count; i += step) {
         Vec16 add = dev::load16(last + i);

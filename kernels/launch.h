@@ -50,6 +50,7 @@ inline void layer_launches(const Layer& l, Launch (&launches)[KERNELS]) {
     launches[KERNEL_ALL_REDUCE] = all_reduce_launch(s);
     launches[KERNEL_TAKE_ROUTING] = take_routing_launch(s);
     launches[KERNEL_SUM_LOSSES] = {1, ROUTE_THREADS, 0, 0};
+    launches[KERNEL_ACCUMULATE] = {1, ROUTE_THREADS, 0, 0};  // of as many blocks as the host finds that the gradients want
 }
 
 }  // namespace aristos

@@ -209,7 +209,8 @@ constexpr u32 MAX_SPANS = 1 << 16;
 // The kernels of a layer, in the order of LayerInfo::launches.
 enum KernelId : u32 {
     KERNEL_ROUTE = 0, KERNEL_PLAN = 1, KERNEL_FORWARD = 2, KERNEL_BACKWARD = 3, KERNEL_ROUTE_BACKWARD = 4,
-    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNEL_SUM_LOSSES = 8, KERNELS = 9,
+    KERNEL_ROUTER_GRADIENTS = 5, KERNEL_ALL_REDUCE = 6, KERNEL_TAKE_ROUTING = 7, KERNEL_SUM_LOSSES = 8,
+    KERNEL_ACCUMULATE = 9, KERNELS = 10,
 };
 // `cluster`: blocks of a cluster, which `grid` is a multiple of.
 struct Launch { u32 grid, block, shared_bytes, cooperative, cluster = 1; };

@@ -76,9 +76,10 @@ pub enum Kernel {
     AllReduce,
     TakeRouting,
     SumLosses,
+    Accumulate,
 }
 
-pub const KERNELS: usize = 9;
+pub const KERNELS: usize = 10;
 
 /// Arrays of slots that results of matrix products go to, of each store; and the rows of a box of their TMA maps.
 pub const RESULT_MAPS: usize = 4;
@@ -95,6 +96,7 @@ impl Kernel {
         Kernel::AllReduce,
         Kernel::TakeRouting,
         Kernel::SumLosses,
+        Kernel::Accumulate,
     ];
 
     /// What it is called; those with matrix products of experts have several in their modules.
@@ -109,6 +111,7 @@ impl Kernel {
             Kernel::AllReduce => "aristos_all_reduce",
             Kernel::TakeRouting => "aristos_take_routing",
             Kernel::SumLosses => "aristos_sum_losses",
+            Kernel::Accumulate => "aristos_accumulate",
         }
     }
 

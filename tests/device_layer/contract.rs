@@ -1,6 +1,7 @@
 //! What else the contract of a layer asks of one on a device: weights set in place, gradients accumulated, modes that change,
 //! and passes that belong to their layer.
 
+use aristos::gpu::GpuError;
 use aristos::moe::{Gradients, WeightError, WeightId};
 
 use super::*;
@@ -202,6 +203,27 @@ fn accumulated_gradients_are_the_sums() {
             assert_eq!(pass(&mut layer, 0), sums(&[0, 1, 2, 0]));
         }
         layer.free().unwrap();
+    });
+}
+
+/// The kernels of a step are all loaded when the layer is made, that which accumulates among them: a caller may capture a step, in which no driver may load
+/// any. The emulator refuses to record what was not prepared.
+#[test]
+fn a_whole_step_that_accumulates_can_be_recorded() {
+    let source = synthetic(rich(), 3);
+    let world = World::new();
+    on_pes(world.pes(1), |gpu| {
+        let mut layer = new_layer(gpu, &world, &source, 13).unwrap();
+        let (x, dy) = (source.hidden_states(0..13), source.grad_output(0..13));
+        let (x, dy) = (layer.rows(&x, "x").unwrap(), layer.rows(&dy, "dy").unwrap());
+        let [mut y, mut dx] = [(); 2].map(|()| layer.values(&[0.0; 13 * 32]).unwrap());
+        layer.set_accumulate(true).unwrap();
+        let mut step = || {
+            let mut saved = layer.forward(&x, &mut y)?;
+            layer.backward(&mut saved, &x, &dy, &mut dx)
+        };
+        let recorded = gpu.record(&mut || step().map_err(|error| GpuError::failed("run a step", error)));
+        assert_eq!(recorded.err().map(|error| error.to_string()), None);
     });
 }
 

@@ -31,8 +31,8 @@ use crate::gpu::params::{KERNELS, Kernel, LayerInfo, LayerShape};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer};
 
 /// The kernels of a layer that only training launches.
-const BACKWARD_ONLY: [Kernel; 4] =
-    [Kernel::Backward, Kernel::RouteBackward, Kernel::RouterGradients, Kernel::AllReduce];
+const BACKWARD_ONLY: [Kernel; 5] =
+    [Kernel::Backward, Kernel::RouteBackward, Kernel::RouterGradients, Kernel::AllReduce, Kernel::Accumulate];
 
 /// One PE's part of a MoE layer on its device.
 ///

@@ -245,14 +245,15 @@ impl<'g> DeviceLayer<'g> {
 
     /// Readies the gradients for a backward that is launched next.
     pub(super) fn before_backward(&mut self, by: RoutedBy) -> Result<(), MoeError> {
-        let gpu = self.gpu;
-        Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.begin(gpu, by == RoutedBy::Caller))?)
+        let (gpu, add) = (self.gpu, self.sizes.launch(Kernel::Accumulate));
+        let by_caller = by == RoutedBy::Caller;
+        Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.begin(gpu, add, by_caller))?)
     }
 
     /// Adds the gradients of the backward that was launched to those before it, where the layer accumulates.
     pub(super) fn after_backward(&mut self) -> Result<(), MoeError> {
-        let gpu = self.gpu;
-        Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.end(gpu))?)
+        let (gpu, add) = (self.gpu, self.sizes.launch(Kernel::Accumulate));
+        Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.end(gpu, add))?)
     }
 
     /// What the kernels are told of the layer has changed.

@@ -5,15 +5,13 @@ use half::{bf16, f16};
 use super::relays::Relays;
 use super::shape::{GemmPath, MAX_ROUTER_PARTS};
 use super::sums::Sums;
-use crate::gpu::params::{self, Tables};
+use crate::gpu::params::{self, Kernel, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
 use crate::moe::spec::{
     Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
     WeightId, WeightSource, proj_index,
 };
 
-/// `kernels/accumulate.h`.
-const ACCUMULATE: &str = "aristos_accumulate";
 /// What every piece begins at a multiple of, bytes.
 const ALIGN_BYTES: u64 = 256;
 /// Rows and columns of a weight that the tensor memory accelerator brings at once.
@@ -488,9 +486,10 @@ impl<'g> DeviceGradients<'g> {
     }
 
     /// Before a backward is launched, which leaves those of replicated weights alone where the caller has routed: they are zeros.
-    pub fn begin(&mut self, gpu: &dyn Gpu, by_caller: bool) -> Result<(), GpuError> {
+    /// `add` is how [`Kernel::Accumulate`] is launched, as in [`DeviceGradients::end`].
+    pub fn begin(&mut self, gpu: &dyn Gpu, add: Launch, by_caller: bool) -> Result<(), GpuError> {
         if self.accumulate && !self.summed {
-            self.add(gpu, true)?;
+            self.add(gpu, add, true)?;
         }
         self.summed = self.accumulate;
         if by_caller && !self.replicated_zero {
@@ -501,22 +500,27 @@ impl<'g> DeviceGradients<'g> {
     }
 
     /// After a backward was launched.
-    pub fn end(&mut self, gpu: &dyn Gpu) -> Result<(), GpuError> {
-        if self.accumulate { self.add(gpu, false) } else { Ok(()) }
+    pub fn end(&mut self, gpu: &dyn Gpu, add: Launch) -> Result<(), GpuError> {
+        if self.accumulate { self.add(gpu, add, false) } else { Ok(()) }
     }
 
     /// Launches `sum = last` or `sum += last`.
-    fn add(&self, gpu: &dyn Gpu, begin: bool) -> Result<(), GpuError> {
-        const THREADS: u32 = 256;
+    fn add(&self, gpu: &dyn Gpu, launch: Launch, begin: bool) -> Result<(), GpuError> {
         let Some(sum) = &self.sum else { return Ok(()) };
         let count = sum.bytes() / size_of::<f32>() as u64;
-        let blocks = count.div_ceil(4 * u64::from(THREADS)).clamp(1, u64::from(8 * gpu.limits()?.multiprocessors));
-        let launch = Launch { grid: blocks as u32, block: THREADS, shared_bytes: 0, cooperative: 0, cluster: 1 };
+        let blocks = count.div_ceil(4 * u64::from(launch.block)).clamp(1, u64::from(8 * gpu.limits()?.multiprocessors));
+        let launch = Launch { grid: blocks as u32, ..launch };
         let (to, from) = (sum.address(), self.buffer.address());
         let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
         // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag; the buffers are as long
         // as each other, of pieces that are rounded up to whole 256 bytes.
-        unsafe { gpu.launch(ACCUMULATE, launch, &[args[0], args[1], args[2], bytemuck::bytes_of(&u32::from(begin))]) }
+        unsafe {
+            gpu.launch(
+                Kernel::Accumulate.name(),
+                launch,
+                &[args[0], args[1], args[2], bytemuck::bytes_of(&u32::from(begin))],
+            )
+        }
     }
 
     /// The gradients of the last backward, or the sums.
