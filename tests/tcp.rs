@@ -409,10 +409,10 @@ const TESTS: &[(&str, fn())] = &[
         refused(here(3, p2p), &[0], &["3 PEs", "expected 2"]);
     }),
     ("here::launchers_say_who_is_who", || {
-        let by = |variables: &dyn Fn(usize, u16) -> String| -> Vec<Command> {
+        let by = |variables: &dyn Fn(usize, u16) -> String, device: &str| -> Vec<Command> {
             let port = free_port();
             let command = |rank: usize| {
-                let mut command = binary::aristos_run(&format!("--transport tcp {SMALL} --check"));
+                let mut command = binary::aristos_run(&format!("--transport tcp --device {device} {SMALL} --check"));
                 command
                     .env_remove("SLURM_JOB_ID")
                     .envs(variables(rank, port).split_whitespace().map(|pair| pair.split_once('=').unwrap()));
@@ -433,9 +433,11 @@ const TESTS: &[(&str, fn())] = &[
                 "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE={port}"
             )
         };
-        for commands in [by(&torchrun), by(&slurm), by(&mpirun)] {
-            let said = report(commands);
-            assert!(said.contains("2 PEs") && said.contains("check passed"), "{said}");
+        for device in ["cpu", "emulated"].into_iter().take(1 + usize::from(cfg!(feature = "emulate"))) {
+            for commands in [by(&torchrun, device), by(&slurm, device), by(&mpirun, device)] {
+                let said = report(commands);
+                assert!(said.contains("2 PEs") && said.contains("check passed"), "{device}: {said}");
+            }
         }
     }),
     ("here::what_does_not_fit_is_one_line", || {

@@ -1,6 +1,6 @@
 //! Emulated devices of several hosts: their rows cross the network, and plans are made for them by what joins them.
 
-use super::binary::{self, run};
+use super::binary::{self, read_tensors, relative_error, run};
 use super::hosts::Hosts;
 use super::{here, json, over, refused, same, two_a_host};
 
@@ -23,6 +23,37 @@ pub const TESTS: &[(&str, fn())] = &[
         assert_eq!(report["check"]["passed"].as_bool(), Some(true), "{report}");
         let remote = 2.0 * report["remote_bytes_per_step"].as_f64().unwrap();
         assert!(remote > 10_000.0 && crossed as f64 >= remote, "{crossed} bytes crossed of {remote} that were put");
+    }),
+    ("hosts::a_checkpoint_on_devices_is_that_of_the_cpu_but_for_rounding", || {
+        let Some(hosts) = Hosts::make(2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let out = |name: &str| dir.path().join(name);
+        let layer =
+            "--model examples/tiny-moe --layer 1 --input examples/tiny-moe/hidden_states.safetensors --dtype bf16";
+        run(binary::aristos_run(&format!("{layer} --pes 2 --output {}", out("cpu").display()))).success();
+        let want = read_tensors(&out("cpu"));
+        assert!(want.keys().any(|name| name.contains("grad")), "{:?}", want.keys());
+        let devices = |transport: &str| {
+            format!("run {layer} --device emulated --check --json --output {}", out(transport).display())
+        };
+        for (transport, job) in [
+            ("tcp", over(&hosts, 2, "tcp", &devices("tcp"))),
+            // Loads and stores reach one of the three others.
+            ("hybrid", two_a_host(&hosts, "hybrid", &devices("hybrid"))),
+        ] {
+            let before = hosts.sent_bytes();
+            let report = json(job);
+            assert_eq!(report["check"]["passed"], true, "{transport}: {report}");
+            assert!(hosts.sent_bytes() - before > 10_000, "{transport}: next to nothing crossed");
+            let got = read_tensors(&out(transport));
+            assert_eq!(got.keys().collect::<Vec<_>>(), want.keys().collect::<Vec<_>>(), "{transport}");
+            for (name, (shape, values)) in &want {
+                assert_eq!(&got[name].0, shape, "{transport}, {name}");
+                let error = relative_error(&got[name].1, values);
+                assert!(error < 2e-2, "{transport}, {name}: {error}");
+            }
+        }
+        hosts.assert_empty();
     }),
     ("hosts::devices_are_planned_for_by_what_joins_them", || {
         const DELAY_MS: f64 = 10.0;
