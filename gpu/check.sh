@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# usage: gpu/check.sh [--dry-run] [--again] STAGE...     STAGE: facts smoke groups correct sanitize p2p nccl speed stores tune, or all
+# usage: gpu/check.sh [--dry-run] [--again] STAGE...
+#        STAGE: facts smoke correct speed sanitize p2p nccl groups stores tune correct-all speed-all, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
-# them in this order. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
-# when nothing failed. A stage goes on where it was: what passed before, by the same program, is not run again. Of the first commands of a stage that
-# fail, what the driver, the kernel's log and a second run with NVSHMEM's messages say is kept in $OUT/STAGE.why.
+# them in this order, by what there is to learn: the first four take ten minutes at most, and say whether it runs, is right and is
+# fast. Writes what every command prints to $OUT (default target/gpu/out), one file per stage, and ends with a short table. Exit code 0
+# when nothing failed. A stage goes on where it was: what passed before, in whichever stage, by the same program, is not run again. Of the
+# first commands of a stage that fail, what the driver, the kernel's log and a second run with NVSHMEM's messages say is kept in $OUT/STAGE.why.
 #
 # Needs an NVIDIA GPU (compute capability 8.0 or more), nvcc, NVSHMEM (beside PyTorch is enough), python3 with PyTorch for
 # the comparison, and the program, target/gpu/aristos, which gpu/build.sh makes on any machine with Rust. Where there are
@@ -17,28 +19,30 @@
 #   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
 #   NCCL_HOME                 where NCCL is, for its send and receive, and its symmetric memory [beside PyTorch, then the loader's path]
 #   OUT                       where the logs go [target/gpu/out]
-#   LIMIT                     seconds one stage may take [480]
+#   LIMIT                     seconds one stage may take [480; of the first four 60, 150, 150 and 240]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke groups correct sanitize p2p nccl speed stores tune)
+all=(facts smoke correct speed sanitize p2p nccl groups stores tune correct-all speed-all)
+declare -A limits=([facts]=60 [smoke]=150 [correct]=150 [speed]=240)
 dry=0 again=0 stages=()
 for arg in "$@"; do
     case $arg in
     --dry-run) dry=1 ;;
     --again) again=1 ;;
-    facts | smoke | groups | correct | sanitize | p2p | nccl | speed | stores | tune) stages+=("$arg") ;;
     all) stages+=("${all[@]}") ;;
     *)
-        sed -n '2,23s/^# \{0,1\}//p' "$0" >&2
-        exit 2
+        if [[ $arg != [a-z]* || " ${all[*]} " != *" $arg "* ]]; then
+            sed -n '2,25s/^# \{0,1\}//p' "$0" >&2
+            exit 2
+        fi
+        stages+=("$arg")
         ;;
     esac
 done
 [ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
 
 OUT=${OUT:-target/gpu/out}
-LIMIT=${LIMIT:-480}
 aristos=target/gpu/aristos
 mkdir -p "$OUT" target/gpu
 if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then
@@ -67,14 +71,15 @@ try() {
         right "$name" "$@"
         return
     fi
-    key=$(printf '%s\n' "$program" "$stage" "$name" "$@" | sha256sum | cut -c1-32)
+    # Not of the stage: what a short one has done the long one need not do again.
+    key=$(printf '%s\n' "$program" "$name" "$@" | sha256sum | cut -c1-32)
     if [ $again = 0 ] && grep -qsx "$key" "$OUT/passed"; then
         before[$stage]=$((${before[$stage]:-0} + 1))
         return 0
     fi
     printf '\n#### %s\n$ %s\n' "$name" "$*" >>"$log"
     if [ $left -le 0 ]; then
-        echo "not run: the stage's $LIMIT s are over" | tee -a "$log"
+        echo "not run: the stage's $limit s are over" | tee -a "$log"
         rc=124
     else
         # By another shell, as `to` is not a program.
@@ -94,9 +99,11 @@ try() {
     return $rc
 }
 
-# why NAME COMMAND...: what is to be known of a failure, while it can be.
+# why NAME COMMAND...: what is to be known of a failure, while it can be. A second run gets what is left of the stage's time, a minute at most, and ten seconds at
+# least: what does not end has used up the stage's.
 why() {
-    local name=$1
+    local name=$1 left=$((stage_end - SECONDS))
+    left=$((left < 10 ? 10 : left > 60 ? 60 : left))
     shift
     {
         printf '\n#### %s\n$ %s\n' "$name" "$*"
@@ -104,7 +111,7 @@ why() {
         nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv
         dmesg 2>/dev/null | grep -i 'nvrm\|xid' | tail -n 20
         [ -z "${CUDA_MPS_LOG_DIRECTORY:-}" ] || tail -n 40 "$CUDA_MPS_LOG_DIRECTORY"/*.log
-        timeout --kill-after=5 60 env NVSHMEM_DEBUG=INFO RUST_LOG=debug bash -c '"$@"' why "$@"
+        timeout --kill-after=5 $left env NVSHMEM_DEBUG=INFO RUST_LOG=debug bash -c '"$@"' why "$@"
         echo "#### exit code $? the second time"
     } >>"$OUT/$stage.why" 2>&1
 }
@@ -150,7 +157,7 @@ export -f one_by_one
 
 mps_on() {
     [ $dry = 0 ] || return 0
-    export CUDA_MPS_PIPE_DIRECTORY=/tmp/aristos-mps CUDA_MPS_LOG_DIRECTORY=/tmp/aristos-mps-log
+    export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/aristos-mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/aristos-mps-log
     export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$((100 / $1))
     mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
     pgrep -x nvidia-cuda-mps >/dev/null || nvidia-cuda-mps-control -d >>"$log" 2>&1
@@ -212,12 +219,16 @@ mapfile -t tiles < <(sed -nE 's/^ *\{(AMPERE|HOPPER), ([0-9]+), ([0-9]+),.*/\1 \
 kernels=()
 use() { kernels=(--gemm "${1% *}" --tile "${1#* }"); }
 
+# runs PATH: whether its kernels run here.
+runs() { [ $dry = 1 ] || [ "$1" = ampere ] || [ "$capability" = 9 ]; }
+
 stage_smoke() {
     local tile
     try "doctor" "$aristos" doctor
     try "1 PE, Ampere path" "${run[@]}" --pes 1 --gemm ampere "${small[@]}"
-    try "1 PE, Hopper path" "${run[@]}" --pes 1 --gemm hopper "${small[@]}"
+    ! runs hopper || try "1 PE, Hopper path" "${run[@]}" --pes 1 --gemm hopper "${small[@]}"
     for tile in "${tiles[@]}"; do
+        runs "${tile% *}" || continue
         use "$tile"
         try "1 PE, tiles of $tile" "${run[@]}" --pes 1 "${kernels[@]}" "${small[@]}"
     done
@@ -226,7 +237,7 @@ stage_smoke() {
     # Several PEs first put a block of bytes to each other, and check it (kernels/smoke.cu).
     mps_on 2
     try "2 PEs, Ampere path" "${run[@]}" --pes 2 --gemm ampere "${small[@]}"
-    try "2 PEs, Hopper path" "${run[@]}" --pes 2 --gemm hopper "${small[@]}"
+    ! runs hopper || try "2 PEs, Hopper path" "${run[@]}" --pes 2 --gemm hopper "${small[@]}"
     mps_off
     mps_on 4
     # Rows and results in the order of experts, in several rounds.
@@ -275,31 +286,52 @@ END
     mps_off
 }
 
+# right_on PES PATH WHAT: a layer against float64.
+right_on() {
+    local pes=$1 gemm=$2 what=$3 with=("${small[@]}")
+    case $what in
+    softmax | softmax-renormalised | sigmoid) with+=(--router "$what") ;;
+    gelu | gelu-tanh | relu) with+=(--activation "$what" --mlp plain --bias) ;;
+    f16) with=("${layer[@]}" --tokens 1000 --dtype f16) ;;
+    "shared expert") with+=(--shared-intermediate 384) ;;
+    "losses, capacity") with+=(--aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1) ;;
+    "1 token") with=("${layer[@]}" --tokens 1 --dtype bf16) ;;
+    "all to a few, small budget") with+=(--hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32) ;;
+    recorded) with+=(--steps 5 --graph) ;;
+    bulk) with+=(--mode bulk) ;;
+    "odd sizes") with=(--dtype bf16 --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777) ;;
+    esac
+    try "$pes PEs, $gemm, $what" "${run[@]}" --pes "$pes" --gemm "$gemm" "${with[@]}"
+}
+
+# Of each thing that can be wrong by itself one layer, on as many PEs as it takes; the rest is in `correct-all`.
 stage_correct() {
-    local gemm pes router activation tile
+    local gemm what
+    for gemm in hopper ampere; do
+        runs $gemm || continue
+        for what in "odd sizes" sigmoid f16 "shared expert"; do right_on 1 $gemm "$what"; done
+    done
+    mps_on 4
+    for gemm in hopper ampere; do
+        runs $gemm || continue
+        for what in softmax-renormalised "all to a few, small budget" recorded bulk "1 token" "losses, capacity"; do right_on 4 $gemm "$what"; done
+    done
+    mps_off
+}
+
+stage_correct_all() {
+    local gemm pes what tile
     for pes in 1 2 4; do
         [ $pes = 1 ] || mps_on $pes
         for gemm in ampere hopper; do
-            for router in softmax softmax-renormalised sigmoid; do
-                try "$pes PEs, $gemm, $router" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --router $router
+            runs $gemm || continue
+            for what in softmax softmax-renormalised sigmoid gelu gelu-tanh relu f16 "shared expert" "losses, capacity" "1 token" \
+                "all to a few, small budget" recorded bulk "odd sizes"; do
+                right_on $pes $gemm "$what"
             done
-            for activation in gelu gelu-tanh relu; do
-                try "$pes PEs, $gemm, $activation, plain, bias" \
-                    "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --activation $activation --mlp plain --bias
-            done
-            try "$pes PEs, $gemm, f16" "${run[@]}" --pes $pes --gemm $gemm "${layer[@]}" --tokens 1000 --dtype f16
-            try "$pes PEs, $gemm, shared expert" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --shared-intermediate 384
-            try "$pes PEs, $gemm, losses, capacity" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
-                --aux-loss-coef 0.01 --z-loss-coef 0.001 --capacity-factor 1.1
-            try "$pes PEs, $gemm, 1 token" "${run[@]}" --pes $pes --gemm $gemm "${layer[@]}" --tokens 1 --dtype bf16
-            try "$pes PEs, $gemm, all to a few, small budget" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" \
-                --hot-ratio 0.25 --hot-weight 1 --budget-factor 0.5 --chunk-rows 32
-            try "$pes PEs, $gemm, recorded" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --steps 5 --graph
-            try "$pes PEs, $gemm, bulk" "${run[@]}" --pes $pes --gemm $gemm "${small[@]}" --mode bulk
-            try "$pes PEs, $gemm, odd sizes" "${run[@]}" --pes $pes --gemm $gemm --dtype bf16 \
-                --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777
         done
         for tile in "${tiles[@]}"; do
+            runs "${tile% *}" || continue
             use "$tile"
             try "$pes PEs, tiles of $tile, odd sizes" "${run[@]}" --pes $pes "${kernels[@]}" --dtype bf16 --shared-intermediate 136 --bias \
                 --hidden 328 --intermediate 264 --experts 13 --top-k 3 --tokens 777
@@ -419,34 +451,67 @@ stage_nccl() {
     fi
 }
 
+# Models' layers: experts, of a token, widths; of DeepSeek-V3 a PE's share of eight, to which all PEs' rows of its experts go. As in gpu/torch_layer.py.
+declare -A shapes=([mixtral]="--experts 8 --top-k 2 --hidden 4096 --intermediate 14336"
+    [deepseek-v3-of-8]="--experts 32 --top-k 8 --hidden 7168 --intermediate 2048"
+    [qwen3-30b]="--experts 128 --top-k 8 --hidden 2048 --intermediate 768"
+    [llama4-scout]="--experts 16 --top-k 1 --hidden 5120 --intermediate 8192")
+models=(deepseek-v3-of-8 mixtral qwen3-30b llama4-scout)
+
+# speed_of MODEL TOKENS NAME MORE...: times of a layer, to speed-MODEL-TOKENS.csv, with what follows of NAME's first word in the file's name.
+speed_of() {
+    local shape=$1 tokens=$2 name=$3 file="$OUT/speed-$1-$2" shape_of
+    shift 3
+    read -ra shape_of <<<"${shapes[$shape]}"
+    [ -z "$name" ] || file+=-${name// /-}
+    try "$shape, $tokens tokens${name:+, $name}" "$aristos" bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5 \
+        --tokens "$tokens" "${shape_of[@]}" "$@" --csv "$file.csv"
+}
+
+# Made anew each time, of all that there is; says what it is.
+speed_table() {
+    local ours torch="$OUT/torch.csv"
+    [ $dry = 0 ] || return 0
+    [ ! -s "$OUT/torch-all.csv" ] || torch="$OUT/torch-all.csv"
+    ours=$(find "$OUT" -name 'speed-*.csv' | grep -E -- '-[0-9]+(-skewed)?\.csv$' | sort)
+    if [ ! -s "$torch" ] || [ -z "$ours" ]; then
+        skip "ours beside PyTorch and cuBLAS" "one of them has not been measured"
+        return
+    fi
+    mapfile -t ours <<<"$ours"
+    if awk -F, -f gpu/beside_torch.awk "$torch" "${ours[@]}" >"$OUT/speed.csv"; then
+        tr , ' ' <"$OUT/speed.csv" | awk '{ printf "%-17s %6s %4s %-17s %9s %9s %9s %13s %14s\n", $1, $2, $3, $4, $5, $6, $7, $8, $9 }' | tee -a "$log"
+    else
+        skip "ours beside PyTorch and cuBLAS" "nothing of both"
+    fi
+}
+
+# The whole layers at a training step's number of tokens, then at a little one; the rest is in `speed-all`.
 stage_speed() {
-    local shape tokens common=(bench moe --device cuda --dtype bf16 --gated --activation silu --iterations 20 --warmup 5)
-    declare -A shapes=([mixtral]="--experts 8 --hidden 4096 --intermediate 14336 --top-k 2"
-        [qwen3-30b]="--experts 128 --hidden 2048 --intermediate 768 --top-k 8"
-        [llama4-scout]="--experts 16 --hidden 5120 --intermediate 8192 --top-k 1")
-    try "PyTorch and cuBLAS" to "$OUT/torch.csv" python3 gpu/torch_layer.py
-    for shape in mixtral qwen3-30b llama4-scout; do
+    local shape tokens
+    try "PyTorch and cuBLAS, 4096 and 512 tokens" to "$OUT/torch.csv" python3 gpu/torch_layer.py --tokens 4096,512 --skews 0
+    for tokens in 4096 512; do
+        for shape in "${models[@]}"; do speed_of "$shape" $tokens "" --pes 1; done
+    done
+    speed_table
+}
+
+stage_speed_all() {
+    local shape tokens pes
+    try "PyTorch and cuBLAS" to "$OUT/torch-all.csv" python3 gpu/torch_layer.py
+    for shape in "${models[@]}"; do
         for tokens in 128 512 2048 4096 8192 16384; do
-            # shellcheck disable=SC2086 # the shape is several words
-            try "$shape, $tokens tokens" "$aristos" "${common[@]}" --pes 1 --tokens $tokens ${shapes[$shape]} \
-                --csv "$OUT/speed-$shape-$tokens.csv"
-            # shellcheck disable=SC2086
-            try "$shape, $tokens tokens, skewed" "$aristos" "${common[@]}" --pes 1 --tokens $tokens ${shapes[$shape]} \
-                --hot-ratio 0.25 --hot-weight 0.7 --csv "$OUT/speed-$shape-$tokens-skewed.csv"
+            speed_of "$shape" $tokens "" --pes 1
+            speed_of "$shape" $tokens skewed --pes 1 --hot-ratio 0.25 --hot-weight 0.7
         done
-        # shellcheck disable=SC2086
-        try "$shape, 4096 tokens, Ampere path" "$aristos" "${common[@]}" --gemm ampere --pes 1 --tokens 4096 ${shapes[$shape]} \
-            --csv "$OUT/speed-$shape-4096-ampere.csv"
+        speed_of "$shape" 4096 "Ampere path" --pes 1 --gemm ampere
     done
     for pes in 2 4; do
         mps_on $pes
-        for shape in mixtral qwen3-30b llama4-scout; do
-            # shellcheck disable=SC2086
-            try "$shape, 4096 tokens, $pes PEs" "$aristos" "${common[@]}" --pes $pes --tokens 4096 ${shapes[$shape]} \
-                --csv "$OUT/speed-$shape-4096-$pes.csv"
-        done
+        for shape in "${models[@]}"; do speed_of "$shape" 4096 "$pes PEs" --pes $pes; done
         mps_off
     done
+    speed_table
 }
 
 # Results of 16 bits, as TMA stores them and as lanes do, one after the other and then once more: what the card's clock does meets both.
@@ -501,7 +566,7 @@ stage_tune() {
         for tokens in 128 1024 4096; do
             for tile in "${tiles[@]}"; do
                 path=${tile% *}
-                [ $dry = 1 ] || [ "$path" = ampere ] || [ "$capability" = 9 ] || continue
+                runs "$path" || continue
                 use "$tile"
                 try "$name, $tokens tokens, $tile" "$aristos" "${common[@]}" "${kernels[@]}" --experts "$experts" --top-k "$top_k" \
                     --hidden "$hidden" --intermediate "$intermediate" --tokens $tokens --csv "$OUT/tune-$name-$tokens-$path-${tile#* }.csv"
@@ -541,16 +606,16 @@ capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/nul
 driver=$(ldconfig -p | grep 'libcuda\.so\.1')
 program=$(cat $aristos target/gpu/*.fatbin 2>/dev/null | sha256sum)
 for stage in "${stages[@]}"; do
-    log=$OUT/$stage.log
+    log=$OUT/$stage.log limit=${LIMIT:-${limits[$stage]:-480}}
     echo "== $stage" | tee -a "$log"
-    began=$SECONDS stage_end=$((SECONDS + LIMIT))
-    "stage_$stage"
+    began=$SECONDS stage_end=$((SECONDS + limit))
+    "stage_${stage//-/_}"
     seconds[$stage]=$((SECONDS - began))
 done
-[ $dry = 1 ] || printf '\n%-10s %7s %7s %7s %8s\n' stage passed before failed seconds
+[ $dry = 1 ] || printf '\n%-11s %7s %7s %7s %8s\n' stage passed before failed seconds
 total=0
 for stage in "${stages[@]}"; do
-    [ $dry = 1 ] || printf '%-10s %7d %7d %7d %8d\n' "$stage" "${passed[$stage]:-0}" "${before[$stage]:-0}" "${failed[$stage]:-0}" "${seconds[$stage]}"
+    [ $dry = 1 ] || printf '%-11s %7d %7d %7d %8d\n' "$stage" "${passed[$stage]:-0}" "${before[$stage]:-0}" "${failed[$stage]:-0}" "${seconds[$stage]}"
     total=$((total + ${failed[$stage]:-0}))
 done
 [ $total = 0 ]

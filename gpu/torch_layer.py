@@ -19,6 +19,7 @@ SHAPES = {  # experts, hidden, intermediate, top_k
     "mixtral": (8, 4096, 14336, 2),
     "qwen3-30b": (128, 2048, 768, 8),
     "llama4-scout": (16, 5120, 8192, 1),
+    "deepseek-v3-of-8": (32, 7168, 2048, 8),  # a PE's share of eight, to which all PEs' rows of its experts go
 }
 
 grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
