@@ -33,9 +33,10 @@ if [ "$DEVICE" = cuda ]; then
     export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-3,2,1,0}
     if [ "$nodes" -gt 1 ]; then
         # Slingshot has no InfiniBand's IBGDA: puts go through a proxy thread and libfabric. Without CUDA's virtual memory the heap
-        # does not grow, so it has a size; a region above 1.5 GiB is slow in libfabric 1.22's cxi.
+        # does not grow: aristos makes it as large as the job needs (NVSHMEM_SYMMETRIC_SIZE), and says so; a region above 1.5 GiB is slow in
+        # libfabric 1.22's cxi.
         export NVSHMEM_REMOTE_TRANSPORT=libfabric NVSHMEM_LIBFABRIC_PROVIDER=cxi
-        export NVSHMEM_DISABLE_CUDA_VMM=1 NVSHMEM_SYMMETRIC_SIZE=${NVSHMEM_SYMMETRIC_SIZE:-1G}
+        export NVSHMEM_DISABLE_CUDA_VMM=1
         export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=hsn0
         export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd
     fi

@@ -7,10 +7,16 @@
 use anyhow::Result;
 
 use super::moe_steps::measure;
+#[cfg(feature = "cuda")]
+use crate::gpu::DeviceLimits;
 use crate::job::device::with_device;
+#[cfg(feature = "cuda")]
+use crate::job::heap;
 use crate::job::host::MemoryHost;
 use crate::job::request::MoeBench;
 use crate::moe::Dtype;
+#[cfg(feature = "cuda")]
+use crate::moe::device::symmetric_bytes;
 use crate::moe::device::{DeviceLayer, DeviceOptions};
 use crate::moe::synthetic::Synthetic;
 
@@ -20,12 +26,7 @@ use crate::moe::synthetic::Synthetic;
 /// No such device, a layer that it cannot run, or an error of the launcher or the protocol.
 pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
     let source = Synthetic::new(bench.layer.clone())?;
-    let on_device = DeviceOptions {
-        path: bench.gemm,
-        tile: bench.tile,
-        lane_stores: bench.lane_stores,
-        ..DeviceOptions::default()
-    };
+    let on_device = on_device(bench);
     let spec = bench.spec(&source, Dtype::Bf16);
     with_device(None, (bench.device, bench.symmetric), &spec, &on_device, host, |gpu, host| {
         for (part, &dtype) in bench.dtypes.iter().enumerate() {
@@ -38,4 +39,19 @@ pub fn run(bench: &MoeBench, host: &mut impl MemoryHost) -> Result<()> {
         }
         Ok(())
     })
+}
+
+fn on_device(bench: &MoeBench) -> DeviceOptions {
+    DeviceOptions { path: bench.gemm, tile: bench.tile, lane_stores: bench.lane_stores, ..DeviceOptions::default() }
+}
+
+/// The size of a heap that does not grow, for this benchmark's PEs.
+///
+/// # Errors
+/// As [`heap::variable`].
+#[cfg(feature = "cuda")]
+pub fn heap_variable(bench: &MoeBench) -> Result<Option<(String, String)>> {
+    let spec = bench.spec(&Synthetic::new(bench.layer.clone())?, Dtype::Bf16);
+    let bytes = |limits: &DeviceLimits, all_reachable| symmetric_bytes(&spec, &on_device(bench), limits, all_reachable);
+    Ok(heap::variable(bench.pes, bench.symmetric, bytes)?)
 }

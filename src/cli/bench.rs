@@ -15,8 +15,12 @@ use super::values::{self, ActivationArg, DeviceArg, TransportArg, check_pes};
 #[cfg(feature = "device")]
 use super::values::{GemmArg, SymmetricArg, symmetric_by};
 use super::{bench_p2p, bench_straggler, bench_summary};
+#[cfg(feature = "cuda")]
+use crate::bench::moe_device::heap_variable;
 use crate::bench::moe_samples::{self, PeSamples};
 use crate::bench::{MoeSummary, samples_csv};
+#[cfg(feature = "cuda")]
+use crate::job::heap;
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, MoeBench, Request};
 #[cfg(feature = "device")]
@@ -25,6 +29,8 @@ use crate::moe::synthetic::{Synthetic, SyntheticSpec};
 use crate::moe::{Dtype, LayerConfig, MlpConfig, Options, RouterConfig};
 use crate::run::memory::check_bench_memory;
 use crate::run::routing::GivenRouting;
+#[cfg(feature = "cuda")]
+use crate::stdio::say;
 use crate::stdio::{print, print_line};
 
 /// What `aristos bench` takes.
@@ -243,6 +249,11 @@ impl MoeArgs {
             #[cfg(feature = "cuda")]
             if bench.device == DeviceKind::Cuda {
                 env.extend(crate::gpu::cuda::pe_environment(bench.pes, bench.symmetric)?);
+                env.extend(heap_variable(&bench)?.inspect(|variable| {
+                    if found.reports {
+                        say(&heap::words(variable));
+                    }
+                }));
             }
             let (pes, wait_limit) = (bench.pes, bench.options.wait_limit);
             let csv = if found.reports { create(self.csv.as_ref())? } else { None };
@@ -251,6 +262,11 @@ impl MoeArgs {
         };
         let progress = Progress::of_slowest_pe("measurement");
         let over = self.ranks.over(self.transport)?;
+        #[cfg(feature = "cuda")]
+        over.set_heap(|started| {
+            let bench = self.bench(Some(started))?;
+            if bench.device == DeviceKind::Cuda { heap_variable(&bench) } else { Ok(None) }
+        })?;
         job::run(over, &moe_samples::phase_names(), progress, ask, |(bench, csv), sent| self.report(&bench, csv, sent))
     }
 

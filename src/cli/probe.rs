@@ -13,6 +13,8 @@ use super::values::GemmArg;
 use super::values::{DeviceArg, DtypeArg, MlpArg, TransportArg, check_memory_mb, check_pes};
 use crate::checkpoint::OutputFile;
 use crate::cluster::{Cluster, Probe, ProbeOptions};
+#[cfg(feature = "cuda")]
+use crate::job::heap;
 use crate::job::launch::settled_pes;
 use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert, Request};
 use crate::run::probe::{PROBE_PHASES, heap_bytes};
@@ -122,13 +124,24 @@ pub fn command(args: &Args) -> Result<bool> {
         if request.device == DeviceKind::Cuda {
             env.extend(crate::gpu::cuda::pe_environment(here, crate::gpu::SymmetricBy::Nvshmem)?);
             crate::gpu::cuda::check_times(here)?;
+            env.extend(request.heap_variable()?.inspect(|variable| {
+                if found.reports {
+                    say(&heap::words(variable));
+                }
+            }));
         }
         let out = if found.reports { args.create_out()? } else { None };
         let (pes, wait_limit) = (request.pes, request.options.wait_limit);
         Ok(JobSpec { request: Request::Probe(request), pes, wait_limit, env, kept: out })
     };
     let report = |out, sent: Vec<(usize, String)>| args.finish(out, sent.into_iter().next().map(|(_, text)| text));
-    job::run(args.ranks.over(args.transport)?, &PROBE_PHASES, Progress::of_first_pe(), ask, report)
+    let over = args.ranks.over(args.transport)?;
+    #[cfg(feature = "cuda")]
+    over.set_heap(|started| {
+        let request = args.request(Some(started))?;
+        if request.device == DeviceKind::Cuda { request.heap_variable() } else { Ok(None) }
+    })?;
+    job::run(over, &PROBE_PHASES, Progress::of_first_pe(), ask, report)
 }
 
 /// Checks that `here` PEs fit on this host: a probe that it cannot hold would be killed half way.

@@ -29,7 +29,9 @@ pub enum Over {
     /// TCP, alone or between hosts.
     Tcp(TcpPlace, Sockets),
     /// TCP, and libfabric for what the layer sends.
-    Ofi(#[cfg_attr(not(feature = "ofi"), expect(dead_code, reason = "refused before"))] TcpPlace),
+    Ofi(
+        #[cfg_attr(not(any(feature = "ofi", feature = "cuda")), expect(dead_code, reason = "refused before"))] TcpPlace,
+    ),
 }
 
 impl RanksArgs {
@@ -63,5 +65,33 @@ impl RanksArgs {
                 Over::Mpi
             }
         })
+    }
+}
+
+impl Over {
+    /// Before the PEs of something else meet: starts this process anew where NVSHMEM's heap does not grow and nobody has said how large it is, with the size that
+    /// `variable` finds for a job of so many PEs.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    #[cfg(feature = "cuda")]
+    pub fn set_heap(&self, variable: impl FnOnce(usize) -> Result<Option<(String, String)>>) -> Result<()> {
+        use crate::job::heap;
+        let given = match self {
+            Over::Processes => return Ok(()),
+            Over::Tcp(place, _) | Over::Ofi(place) => place.rank,
+            Over::Mpi => None,
+        };
+        if !heap::is_to_be_set() {
+            return Ok(());
+        }
+        let launched = || crate::job::launch::launched_place().ok().flatten().map(|place| (place.rank, place.size));
+        let Some((rank, size)) = given.or_else(launched) else { return Ok(()) };
+        // What is wrong with the job one PE says, once all have met.
+        let Ok(Some(variable)) = variable(size) else { return Ok(()) };
+        if rank == 0 {
+            crate::stdio::say(&heap::words(&variable));
+        }
+        Err(heap::start_anew(&variable).into())
     }
 }

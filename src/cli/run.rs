@@ -459,7 +459,18 @@ fn example() -> Result<Work> {
 /// # Errors
 /// One line.
 pub fn command(args: &Args) -> Result<bool> {
-    match args.ranks.over(args.transport)? {
+    let over = args.ranks.over(args.transport)?;
+    #[cfg(feature = "cuda")]
+    over.set_heap(|started| {
+        let request = args.peer_request(started)?;
+        if request.device != DeviceKind::Cuda {
+            return Ok(None);
+        }
+        let mut job = PreparedRun::open(request)?;
+        job.read_plan()?;
+        job.heap_variable()
+    })?;
+    match over {
         Over::Tcp(place, sockets) => {
             let pes = tcp::join(&place, sockets, peers::PHASES, as_flags)?;
             return Ok(peers::run(&pes, |started| args.peer_request(started), failure));

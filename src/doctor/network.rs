@@ -6,6 +6,7 @@ use std::path::{Component, Path, PathBuf};
 
 use super::facts::line;
 use super::{CudaFacts, Facts, Finding, Need};
+use crate::job::heap;
 
 /// A region larger than this, bytes, is slow with the versions of libfabric in [`SLOW_LIBFABRIC`].
 const SLOW_REGION: u64 = 3 << 29;
@@ -249,13 +250,15 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             all.push(Finding::warn("Slingshot", Need::Network, found, format!("export {name}={wanted}")));
         }
     }
-    let size = facts.env("NVSHMEM_SYMMETRIC_SIZE").and_then(bytes);
-    if facts.env("NVSHMEM_DISABLE_CUDA_VMM") == Some("1") && size.is_none() {
+    // Where it is not set, a job's PEs get a heap as large as they need.
+    let size = facts.env(heap::SIZE).and_then(heap::bytes);
+    if let (Some(said), None) = (facts.env(heap::SIZE), size) {
+        let found = format!("{} is {said}, which is no size", heap::SIZE);
         all.push(Finding::warn(
             "Slingshot",
             Need::Network,
-            "NVSHMEM_DISABLE_CUDA_VMM without NVSHMEM_SYMMETRIC_SIZE: the symmetric heap does not grow",
-            "export NVSHMEM_SYMMETRIC_SIZE to what the layer needs (the report's symmetric memory)",
+            found,
+            format!("unset {}: it is made as large as needed", heap::SIZE),
         ));
     }
     match cuda.libfabric {
@@ -273,7 +276,7 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
                     "libfabric",
                     Need::Network,
                     format!("{major}.{minor}: puts fall from 20 to 1.7 GB/s with a symmetric heap above 1.5 GiB"),
-                    "set NVSHMEM_SYMMETRIC_SIZE to at most 1536M, or use libfabric 2.5 or newer",
+                    "keep NVSHMEM_SYMMETRIC_SIZE at most 1536M (a job prints what it needs), or use libfabric 2.5 or newer",
                 ));
             } else {
                 all.push(Finding::ok("libfabric", Need::Network, format!("{major}.{minor}")));
@@ -281,22 +284,6 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
         }
     }
     all
-}
-
-/// "1536M" as NVSHMEM reads it: K, M, G, T are powers of 1024.
-fn bytes(text: &str) -> Option<u64> {
-    let text = text.trim();
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let power = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" => 0,
-        "k" | "kb" => 1,
-        "m" | "mb" => 2,
-        "g" | "gb" => 3,
-        "t" | "tb" => 4,
-        _ => return None,
-    };
-    let number = digits.parse::<f64>().ok().filter(|number| *number >= 0.0)?;
-    Some((number * 1024f64.powi(power)) as u64)
 }
 
 #[cfg(test)]
@@ -367,7 +354,7 @@ mod tests {
             ("NVSHMEM_DISABLE_CUDA_VMM", Some("0")),
             ("FI_CXI_DISABLE_HOST_REGISTER", None),
             ("FI_MR_CACHE_MONITOR", Some("memhooks")),
-            ("NVSHMEM_SYMMETRIC_SIZE", None),
+            ("NVSHMEM_SYMMETRIC_SIZE", Some("plenty")),
         ] {
             let mut facts = facts.clone();
             match wrong {
@@ -461,15 +448,6 @@ mod tests {
         // Slingshot seen by its Ethernet side alone.
         nic(&facts, "net", "hsn0", "pci0000:00/0000:00:01.1/0000:05:00.0", 1);
         assert!(of(&examine(&facts), "NICs")[0].found.ends_with("hsn0 (Slingshot, NUMA node 1)"));
-    }
-
-    #[test]
-    fn sizes_read_as_nvshmem_reads_them() {
-        assert_eq!(
-            ["1536M", "2g", "512 K", "7", "1T"].map(bytes),
-            [Some(3 << 29), Some(2 << 30), None, Some(7), Some(1 << 40)]
-        );
-        assert_eq!(["", "x", "-1G", "1.5G"].map(bytes), [None, None, None, Some(3 << 29)]);
     }
 
     #[test]

@@ -33,6 +33,21 @@ const MOST_BYTES: u64 = 1 << 20;
 /// The most that a PE receives, bytes.
 const MOST_RECEIVED_BYTES: u64 = 64 << 20;
 
+/// A block that a PE puts to another, of `n`.
+fn block_bytes(n: u64) -> u64 {
+    (MOST_RECEIVED_BYTES / n).min(MOST_BYTES) / 4096 * 4096
+}
+
+fn signals_bytes(n: u64) -> u64 {
+    (8 * n).next_multiple_of(256)
+}
+
+/// Symmetric memory that [`try_put`] takes of `n_pes` PEs, bytes.
+pub fn symmetric_bytes(n_pes: usize) -> u64 {
+    let n = n_pes as u64;
+    signals_bytes(n) + (n + 1) * block_bytes(n)
+}
+
 /// Every PE puts a block of bytes to every other, from a kernel, and checks what comes (collective), waiting for `limit`: what the layer's
 /// kernels need at least, so that a fault in it is named before anything large is made. `finished` waits for the kernel.
 ///
@@ -42,9 +57,8 @@ pub fn try_put(gpu: &dyn Gpu, limit: Duration, finished: impl Fn() -> Result<(),
     /// No value that is in memory by chance.
     const VALUE: u64 = 0x4172_6973_746f_7321;
     let (me, n) = (gpu.my_pe(), gpu.n_pes() as u64);
-    let bytes = (MOST_RECEIVED_BYTES / n).min(MOST_BYTES) / 4096 * 4096;
-    let signals_bytes = (8 * n).next_multiple_of(256);
-    let memory = SymmetricBuffer::new(gpu, signals_bytes + (n + 1) * bytes)?;
+    let (bytes, signals_bytes) = (block_bytes(n), signals_bytes(n));
+    let memory = SymmetricBuffer::new(gpu, symmetric_bytes(gpu.n_pes()))?;
     memory.zero(0, signals_bytes)?;
     let sent = memory.address() + signals_bytes;
     let area = Area { signals: memory.address(), sent, received: sent + bytes, words: bytes / 8 };

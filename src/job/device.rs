@@ -17,7 +17,8 @@ use crate::moe::{LayerSpec, MoeError};
 use crate::shmem::{ShmTransport, Shmem};
 
 /// Opens this PE's device, with as much symmetric memory as such a layer needs where that must be known at first, as on an
-/// emulated device; CUDA's grows with what is asked for. Or goes on with the one that is `open`. Works with it. Collective.
+/// emulated device; CUDA's grows with what is asked for, or is said to be too small ([`heap`](super::heap)). Or goes on with the one that is `open`. Works with it.
+/// Collective.
 ///
 /// # Errors
 /// No such device, what it lacks, or the work's.
@@ -32,7 +33,10 @@ pub fn with_device<R, E: From<JobError>>(
     let wanted = WantedDevice { device, symmetric, path: on_device.path, wait_limit: spec.options.wait_limit };
     let bytes = |limits: &DeviceLimits, all_reachable| symmetric_bytes(spec, on_device, limits, all_reachable);
     match open {
-        Some(open) => in_part(open, host, work),
+        Some(open) => {
+            open.check_heap(symmetric, bytes)?;
+            in_part(open, host, work)
+        }
         None => with_symmetric(wanted, bytes, host, work),
     }
 }
@@ -109,12 +113,33 @@ impl OpenDevice {
     ) -> Result<Self, JobError> {
         match wanted.device {
             #[cfg(feature = "cuda")]
-            DeviceKind::Cuda => Ok(Self::Cuda(Box::new(cuda(host, wanted.symmetric, wanted.wait_limit)?))),
+            DeviceKind::Cuda => {
+                let open = Self::Cuda(Box::new(cuda(host, wanted.symmetric, wanted.wait_limit)?));
+                open.check_heap(wanted.symmetric, bytes)?;
+                Ok(open)
+            }
             #[cfg(feature = "emulate")]
             DeviceKind::Emulated => {
                 Ok(Self::Emulated(Box::new(ManuallyDrop::new(emulated(wanted.path, bytes, host)?))))
             }
             other => Err(JobError::NoDevice { device: other }),
+        }
+    }
+
+    /// Refuses a heap of NVSHMEM's that does not grow and has no room for `bytes`. Collective.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, clippy::unnecessary_wraps))]
+    fn check_heap(
+        &self,
+        symmetric: SymmetricBy,
+        bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
+    ) -> Result<(), JobError> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) if symmetric == SymmetricBy::Nvshmem && gpu.n_pes() > 1 && super::heap::is_set() => {
+                let limits = gpu.limits().map_err(MoeError::Device)?;
+                super::heap::check(bytes(&limits, gpu.all_reachable().map_err(MoeError::Device)?)?)
+            }
+            _ => Ok(()),
         }
     }
 

@@ -56,6 +56,19 @@ pub enum JobError {
         /// The device.
         device: DeviceKind,
     },
+    /// A heap of NVSHMEM's that does not grow, smaller than what the job needs.
+    #[error(
+        "NVSHMEM_SYMMETRIC_SIZE is {value}, and each of this job's PEs needs {needed} bytes of a heap that does not grow \
+         (NVSHMEM_DISABLE_CUDA_VMM is set): set it to {enough} or more, or leave it unset, and it is made as large as needed"
+    )]
+    SmallHeap {
+        /// What the variable says.
+        value: String,
+        /// What a PE asks of the heap at most, bytes.
+        needed: u64,
+        /// A size that holds it, bytes.
+        enough: u64,
+    },
     /// MPI.
     #[cfg(feature = "mpi")]
     #[error(transparent)]

@@ -5,7 +5,7 @@
 //! - [`peers`]: PEs that something else started, on several hosts too: over MPI (`mpi`), or over TCP ([`tcp`]);
 //! - [`host`]: what a PE sees, whoever started it;
 //! - [`messages`]: what the PEs send, collected;
-//! - `device`: the device of a PE.
+//! - `device`: the device of a PE; [`heap`]: the symmetric memory of NVSHMEM where it must be known at the start.
 //!
 //! Nothing here knows a flag, or what a request means: `cli` makes it, `run` and `bench` carry it out.
 
@@ -14,6 +14,7 @@ mod addresses;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 pub mod device;
 mod error;
+pub mod heap;
 pub mod host;
 pub mod launch;
 pub mod messages;

@@ -5,11 +5,21 @@ use anyhow::Result;
 use super::PreparedRun;
 use super::pe_results as pe;
 use super::steps::{Progress, Steps};
+#[cfg(feature = "cuda")]
+use crate::gpu::DeviceLimits;
 use crate::gpu::Gpu;
 use crate::job::device::with_device;
+#[cfg(feature = "cuda")]
+use crate::job::heap;
 use crate::job::host::{Host, MemoryHost};
+#[cfg(feature = "cuda")]
+use crate::job::request::RowsPer;
 use crate::moe::LayerSpec;
+#[cfg(feature = "cuda")]
+use crate::moe::device::symmetric_bytes;
 use crate::moe::device::{DeviceLayer, DeviceOptions, RecordedLayer};
+#[cfg(feature = "cuda")]
+use crate::moe::{Groups, Hosts, Placement};
 use crate::report::{PeReport, SymmetricMemory};
 
 /// Runs this PE's part and does not return before all is reported.
@@ -63,4 +73,53 @@ fn run_on(job: &PreparedRun, spec: LayerSpec, context: &dyn Host, gpu: &dyn Gpu)
     // Before anything is written: PE 0 takes what others write when its own part is over, and the end of the memory waits for all.
     layer.free()?;
     pe::report_and_write(job, context, report, &results)
+}
+
+#[cfg(feature = "cuda")]
+impl PreparedRun {
+    /// The size of a heap that does not grow, for this job's PEs; where the plan is still to be made, for the PEs that are probed and then run it.
+    ///
+    /// # Errors
+    /// As [`heap::variable`].
+    pub fn heap_variable(&self) -> Result<Option<(String, String)>> {
+        let probed = self.probe_request()?;
+        let symmetric = |limits: &DeviceLimits, all_reachable| {
+            let of = |groups: &Groups, hosts: Hosts| {
+                let spec = LayerSpec { placement: groups.placement(0).clone(), ..self.layer_spec(0) };
+                let on_device = DeviceOptions { groups: Some(groups.clone()), hosts, ..on_device(self) };
+                symmetric_bytes(&spec, &on_device, limits, all_reachable)
+            };
+            let n = self.request.pes;
+            // Before the PEs have met nothing says which hosts they are on: as many as may be, each with equally many.
+            let unknown = self.request.rows_per == RowsPer::Host && self.hosts.is_empty();
+            let all_hosts: Vec<Hosts> = match unknown {
+                true => (1..=n).map(|here| Hosts::new((0..n).map(|pe| pe / here).collect())).collect(),
+                false => vec![self.world_hosts()],
+            };
+            let mut most = match &probed {
+                Some(probe) => probe.symmetric_bytes(limits, all_reachable)?,
+                None => 0,
+            };
+            // Groups that are still to be chosen are of any size; their experts in even shares are what is known of them.
+            let all_groups = match &probed {
+                Some(_) => (1..=n).filter_map(|size| even_groups(n, size, self.config.n_experts)).collect(),
+                None => vec![self.groups.clone()],
+            };
+            for groups in &all_groups {
+                for hosts in &all_hosts {
+                    most = most.max(of(groups, hosts.clone())?);
+                }
+            }
+            Ok(most)
+        };
+        Ok(heap::variable(self.request.pes, self.request.symmetric, symmetric)?)
+    }
+}
+
+/// Groups of `size` PEs, and one of those that are left, each with all experts in even shares.
+#[cfg(feature = "cuda")]
+fn even_groups(n_pes: usize, size: usize, n_experts: usize) -> Option<Groups> {
+    let all: Vec<usize> = (0..n_pes).collect();
+    let group = |members: &[usize]| (members.to_vec(), Placement::even(n_experts, members.len()));
+    Groups::new(n_pes, all.chunks(size).map(group).collect()).ok()
 }

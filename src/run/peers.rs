@@ -125,6 +125,11 @@ fn prepare<W: World>(
     job.make_plan(|_| cluster.ok_or_else(|| anyhow!("`plan` auto: nothing was probed")))?;
     let here = pes.world().pes_on_host();
     job.check_memory(here)?;
+    // A size that was to be set has been before this process had threads; here one of the user's is looked at.
+    #[cfg(feature = "cuda")]
+    if job.request.device == DeviceKind::Cuda {
+        job.heap_variable()?;
+    }
     if !pes.reports() {
         return Ok((None, Vec::new()));
     }

@@ -71,6 +71,18 @@ impl PreparedRun {
         Ok(())
     }
 
+    /// Takes the plan of a file, before there are PEs that one could be made for.
+    ///
+    /// # Errors
+    /// As [`PreparedRun::make_plan`].
+    #[cfg(feature = "cuda")]
+    pub fn read_plan(&mut self) -> Result<()> {
+        match &self.request.plan {
+            Some(PlanSource::File(_)) => self.make_plan(|_| bail!("nothing is to be probed")),
+            _ => Ok(()),
+        }
+    }
+
     /// What a plan that is to be made asks of a probe, in PEs that are the run's own; `None` where there is nothing to probe.
     ///
     /// # Errors
@@ -108,7 +120,9 @@ impl PreparedRun {
         let environment = match request.device {
             DeviceKind::Cuda => {
                 crate::gpu::cuda::check_times(request.pes).context("`plan` auto")?;
-                crate::gpu::cuda::pe_environment(request.pes, crate::gpu::SymmetricBy::Nvshmem)?
+                let mut all = crate::gpu::cuda::pe_environment(request.pes, crate::gpu::SymmetricBy::Nvshmem)?;
+                all.extend(request.heap_variable()?);
+                all
             }
             _ => Vec::new(),
         };

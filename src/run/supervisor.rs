@@ -12,6 +12,8 @@ use super::check::check;
 use super::pe_results::{CHOSEN, Done, Message, PHASE_NAMES, RESULTS, ROUTING, WEIGHTS};
 use super::routing::SavedRouting;
 use crate::checkpoint::{OutputFile, ResultLayout, memory_file, real_path};
+#[cfg(feature = "cuda")]
+use crate::job::heap;
 use crate::job::launch::{GoOn, LaunchError, Processes, Separable, StatusView};
 use crate::job::messages::collect;
 #[cfg(feature = "cuda")]
@@ -21,6 +23,8 @@ use crate::moe::gemm_flop;
 use crate::moe::metrics::now_ns;
 use crate::report::{LostGroups, PeReport, RunConfig, RunReport, TraceSpan, TraceWriter};
 use crate::stdio::print_line;
+#[cfg(feature = "cuda")]
+use crate::stdio::say;
 
 /// Prints the report, and says whether the check, if asked for, passed.
 ///
@@ -44,7 +48,11 @@ pub fn measure(job: &mut PreparedRun, on_tick: impl FnMut(&StatusView<'_>)) -> R
     check_input(job)?;
     #[cfg(feature = "cuda")]
     let environment = match job.request.device {
-        DeviceKind::Cuda => crate::gpu::cuda::pe_environment(job.request.pes, job.request.symmetric)?,
+        DeviceKind::Cuda => {
+            let mut all = crate::gpu::cuda::pe_environment(job.request.pes, job.request.symmetric)?;
+            all.extend(job.heap_variable()?.inspect(|variable| say(&heap::words(variable))));
+            all
+        }
         _ => Vec::new(),
     };
     let mut outputs = Outputs::create(job)?;

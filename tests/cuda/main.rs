@@ -2,6 +2,7 @@
 //! files beside this one. Whether kernels compute what they should is tested elsewhere.
 
 mod device;
+mod heap;
 #[path = "../hosts/mod.rs"]
 mod hosts;
 mod nccl;

@@ -1,11 +1,12 @@
 // NVSHMEM's host library for tests: of the version in FAKE_NVSHMEM (3.4.5), initialised to the status in FAKE_STATUS (4).
-// It notes what it was asked in the file FAKE_NVSHMEM_LOG. Structures by their offsets, as NVSHMEM's headers have them.
+// With NVSHMEM_DISABLE_CUDA_VMM its heap is of NVSHMEM_SYMMETRIC_SIZE bytes, noted, and does not grow. It notes what it was asked in the file FAKE_NVSHMEM_LOG. Structures by their offsets, as NVSHMEM's headers have them.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 static int rank = -1, n_pes = -1, status;
+static size_t heap = 1 << 27;
 
 static void note(const char* what) {
     const char* path = getenv("FAKE_NVSHMEM_LOG");
@@ -40,6 +41,13 @@ int nvshmemx_hostlib_init_attr(unsigned flags, char* attributes) {
     n_pes = *(int*)(attributes + 44);
     status = wanted ? atoi(wanted) : 4;
     note("init");
+    if (getenv("NVSHMEM_DISABLE_CUDA_VMM")) {
+        const char* size = getenv("NVSHMEM_SYMMETRIC_SIZE");
+        char line[64];
+        heap = size ? strtoull(size, NULL, 10) : 1 << 30;
+        snprintf(line, sizeof line, "heap of %zu bytes", heap);
+        note(line);
+    }
     return 0;
 }
 void nvshmemx_hostlib_finalize(void) { note("finalize"); }
@@ -49,7 +57,7 @@ static char* last; // allocated, with its size
 static size_t last_bytes;
 void* nvshmem_malloc(size_t bytes) {
     last_bytes = bytes;
-    return last = bytes > 1 << 27 ? NULL : malloc(bytes);
+    return last = bytes > heap ? NULL : malloc(bytes);
 }
 void nvshmem_free(void* place) { free(place); }
 void* nvshmem_ptr(const void* place, int pe) {

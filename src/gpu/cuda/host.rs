@@ -3,7 +3,7 @@
 use super::device::{self, DeviceInfo};
 use super::{driver, nccl, symmetric};
 use crate::gpu::nvshmem;
-use crate::gpu::{GpuError, SymmetricBy};
+use crate::gpu::{DeviceLimits, GpuError, SymmetricBy};
 
 /// Finds out, before any of a job's `n_pes` PEs takes its device, whether there is what the `pes_here` of this host need. How many devices
 /// there are.
@@ -83,4 +83,20 @@ pub fn check_times(pes_here: usize) -> Result<(), GpuError> {
 /// The driver's, in one line.
 pub fn visible_devices() -> Result<usize, GpuError> {
     Ok(device::devices(driver::driver()?)?.len())
+}
+
+/// What the devices for PEs have, as far as is known before a PE has one of them. Of those that PEs share, each has less.
+///
+/// # Errors
+/// The driver's, in one line.
+pub fn visible_limits() -> Result<Vec<DeviceLimits>, GpuError> {
+    let limits = |info: DeviceInfo| DeviceLimits {
+        capability: info.capability,
+        multiprocessors: info.multiprocessors,
+        shared_bytes_per_block: info.shared_bytes_per_block,
+        memory_total: info.memory_total,
+        memory_free: info.memory_total,
+        symmetric_total: 0,
+    };
+    Ok(device::devices(driver::driver()?)?.into_iter().map(limits).collect())
 }

@@ -29,7 +29,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUevent, CUfunction, CUfunction_attribute
 pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
-pub use host::{check_host, check_times, pe_environment, visible_devices};
+pub use host::{check_host, check_times, pe_environment, visible_devices, visible_limits};
 use nccl::windows::Meeting;
 use symmetric::{Symmetric, Way};
 

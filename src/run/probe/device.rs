@@ -101,12 +101,22 @@ impl ProbeRequest {
     }
 
     /// Symmetric memory of a PE, bytes.
-    fn symmetric_bytes(&self, limits: &DeviceLimits, all_reachable: bool) -> Result<u64, MoeError> {
+    pub(crate) fn symmetric_bytes(&self, limits: &DeviceLimits, all_reachable: bool) -> Result<u64, MoeError> {
         let (spec, on_device) =
             self.layer().map_err(|error| MoeError::Usage { what: "probe", why: error.to_string() })?;
         let links = symmetric_bytes(&self.options, self.pes, limits.multiprocessors);
         // And what alignment may leave between the two.
         Ok(links + device::symmetric_bytes(&spec, &on_device, limits, all_reachable)? + 4096)
+    }
+
+    /// The size of a heap that does not grow, for this probe's PEs.
+    ///
+    /// # Errors
+    /// As [`heap::variable`](crate::job::heap::variable).
+    #[cfg(feature = "cuda")]
+    pub fn heap_variable(&self) -> Result<Option<(String, String)>> {
+        let bytes = |limits: &DeviceLimits, all_reachable| self.symmetric_bytes(limits, all_reachable);
+        Ok(crate::job::heap::variable(self.pes, SymmetricBy::Nvshmem, bytes)?)
     }
 
     /// How the links are measured: while a pair is, the others wait for it, and no longer than for anything else.
