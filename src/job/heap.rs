@@ -152,7 +152,10 @@ mod tests {
     fn a_heap_holds_what_is_asked_of_it_and_a_little_more() {
         for needed in [0, 1, STEP - BESIDE, STEP - BESIDE + 1, 5 * STEP] {
             let size = size_for(needed);
-            assert!(size >= needed + BESIDE && size < needed + BESIDE + STEP && size % STEP == 0, "{needed}: {size}");
+            assert!(
+                size >= needed + BESIDE && size < needed + BESIDE + STEP && size.is_multiple_of(STEP),
+                "{needed}: {size}"
+            );
         }
     }
 
