@@ -17,33 +17,33 @@ constexpr u32 UNIT_PIECES = UNIT_COLS / 8;  // of 8 columns, in a row
 struct alignas(8) FloatPair { float lo, hi; };
 struct alignas(16) FloatQuad { float v[4]; };
 
-// Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that no access waits for a bank, all rows beginning at the same one: of 8-byte stores 16 lanes go
-// at once (4 rows, 2 quads), of 16-byte loads 8: a row's 8 even or odd quads or, where gated, 4 of them of each of two rows, which is what `row & 1` is for.
-// gemm_test counts.
-DEVICE constexpr u32 unit_offset(u32 row, u32 q) {
-    return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ (row & 1) ^ q >> 3) << 4);
+// Whether units are loaded by halves of their rows too, the gate's and up's columns: where FORWARD_UP is among what passes through them.
+template <u32 KINDS> constexpr bool by_halves() { return (KINDS & kind_set(FORWARD_UP)) != 0; }
+
+// Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that no access waits for a bank, though all rows begin at the same one: of `stage_unit`'s 8-byte stores
+// 16 lanes go at once (4 rows, 2 quads), of `load_piece`'s 16-byte loads 8: 8 even or odd quads of one row or, by halves, 4 of each of two rows, which is what
+// `row & 1` is for; without these it is left out, for its registers. gemm_test counts.
+template <bool HALVES> DEVICE constexpr u32 unit_offset(u32 row, u32 q) {
+    return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ (HALVES ? row & 1 : 0) ^ q >> 3) << 4);
 }
 
-// Where a lane's accumulators 0 and 1 (`low` 0) or 2 and 3 (1) of the n-th 8 columns go.
-DEVICE constexpr u32 stored_at(u32 lane, u32 n, u32 low) {
-    return unit_offset(lane / 4 + low * 8, n * 2 + lane % 4 / 2) + lane % 2 * 8;
+// Where the accumulators of the n-th 8 columns go of which the first is in `row` and `column` there; the third is 8 rows below.
+template <bool HALVES> DEVICE constexpr u32 stored_at(u32 row, u32 column, u32 n) {
+    return unit_offset<HALVES>(row, n * 2 + column / 4) + column % 4 * 4;
 }
-
-// Of a unit with so many pieces in a row, piece `item`; lanes take consecutive ones.
-struct UnitPiece { u32 row, piece; };
-DEVICE constexpr UnitPiece unit_piece(u32 item, u32 pieces) { return {item / pieces, item % pieces}; }
 
 // `get(n, i)`: this lane's accumulator i (of 4) of the n-th 8 columns (of 8). Follow by sync_warp.
-template <class Get> DEVICE void stage_unit(char* unit, Get get) {
-    const u32 lane = dev::lane();
-    UNROLL for (u32 n = 0; n < 8; n++)
-        UNROLL for (u32 low = 0; low < 2; low++)
-            *reinterpret_cast<FloatPair*>(unit + stored_at(lane, n, low)) = {get(n, low * 2), get(n, low * 2 + 1)};
+template <bool HALVES, class Get> DEVICE void stage_unit(char* unit, Get get) {
+    u32 row = dev::lane() / 4, column = dev::lane() % 4 * 2;
+    UNROLL for (u32 n = 0; n < 8; n++) {
+        *reinterpret_cast<FloatPair*>(unit + stored_at<HALVES>(row, column, n)) = {get(n, 0), get(n, 1)};
+        *reinterpret_cast<FloatPair*>(unit + stored_at<HALVES>(row + 8, column, n)) = {get(n, 2), get(n, 3)};
+    }
 }
 
-DEVICE void load_piece(const char* unit, u32 row, u32 piece, float (&v)[8]) {
+template <bool HALVES> DEVICE void load_piece(const char* unit, u32 row, u32 piece, float (&v)[8]) {
     UNROLL for (u32 half = 0; half < 2; half++) {
-        FloatQuad quad = *reinterpret_cast<const FloatQuad*>(unit + unit_offset(row, piece * 2 + half));
+        FloatQuad quad = *reinterpret_cast<const FloatQuad*>(unit + unit_offset<HALVES>(row, piece * 2 + half));
         UNROLL for (u32 i = 0; i < 4; i++) v[half * 4 + i] = quad.v[i];
     }
 }
@@ -83,15 +83,15 @@ DEVICE void add_bias(const float* bias, u32 column, float (&v)[8]) {
 template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
     u32 pieces = t.gated ? UNIT_PIECES / 2 : UNIT_PIECES;
     for (u32 item = dev::lane(); item < UNIT_ROWS * pieces; item += 32) {
-        auto [r, piece] = unit_piece(item, pieces);
+        u32 r = item / pieces, piece = item % pieces;
         u32 row = row0 + r, column = column0 + piece * 8;
         if (row >= t.rows || column >= t.intermediate) continue;
         float up[8], h[8];
         T* gu = static_cast<T*>(t.gu) + u64(row) * gu_width(t) + column;
         if (t.gated) {
             float gate[8];
-            load_piece(unit, r, piece, gate);
-            load_piece(unit, r, piece + UNIT_PIECES / 2, up);
+            load_piece<true>(unit, r, piece, gate);
+            load_piece<true>(unit, r, piece + UNIT_PIECES / 2, up);
             add_bias(t.gate_bias, column, gate);
             add_bias(t.up_bias, column, up);
             if (t.training) {
@@ -100,7 +100,7 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
             }
             UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(gate[i]).value * up[i];
         } else {
-            load_piece(unit, r, piece, up);
+            load_piece<true>(unit, r, piece, up);
             add_bias(t.up_bias, column, up);
             if (t.training) dev::store16(gu, pack8<T>(up));
             UNROLL for (u32 i = 0; i < 8; i++) h[i] = Act::at(up[i]).value;
@@ -111,10 +111,10 @@ template <class T, class Act> DEVICE void finish_forward_up(const GemmTask& t, c
 
 // q = dY down is in the unit. With g the activation's argument: h = act(g) up, d_up = w q act(g), d_gate = w q up act'(g); not gated:
 // h = act(g), d_g = w q act'(g). `row_sums[r]` becomes the sum of q h over the unit's columns, for its 16 rows.
-template <class T, class Act>
+template <bool HALVES, class T, class Act>
 DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, u32 column0, float* row_sums) {
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
-    const auto [first, piece] = unit_piece(dev::lane(), UNIT_PIECES);
+    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
     u32 column = column0 + piece * 8, I = t.intermediate;
     // All loads before any use: they are the only ones of the epilogue that wait for memory.
     Vec16 saved_g[ITEMS], saved_up[ITEMS];
@@ -134,7 +134,7 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
         u32 r = first + j * ROW_STEP, row = row0 + r;
         bool valid = row < t.rows && column < I;
         float q[8], g[8], up[8];
-        load_piece(unit, r, piece, q);
+        load_piece<HALVES>(unit, r, piece, q);
         unpack8<T>(saved_g[j], g);
         unpack8<T>(saved_up[j], up);  // zeros where not gated
         sums[j] = 0.0f;
@@ -163,23 +163,23 @@ DEVICE void finish_backward_down(const GemmTask& t, const char* unit, u32 row0, 
 }
 
 // y = accumulators (+ bias), rounded.
-template <class T>
+template <bool HALVES, class T>
 DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 column0, const float* bias) {
     for (u32 item = dev::lane(); item < UNIT_ROWS * UNIT_PIECES; item += 32) {
-        auto [r, piece] = unit_piece(item, UNIT_PIECES);
+        u32 r = item / UNIT_PIECES, piece = item % UNIT_PIECES;
         u32 row = row0 + r, column = column0 + piece * 8;
         if (row >= t.rows || column >= t.hidden) continue;
         float v[8];
-        load_piece(unit, r, piece, v);
+        load_piece<HALVES>(unit, r, piece, v);
         add_bias(bias, column, v);
         dev::store16(static_cast<T*>(t.y) + u64(row) * t.hidden + column, pack8<T>(v));
     }
 }
 
 // out (+)= accumulators, f32.
-DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
+template <bool HALVES> DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
     constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
-    const auto [first, piece] = unit_piece(dev::lane(), UNIT_PIECES);
+    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
     u32 m = gemm_m(t), n = gemm_n(t), column = column0 + piece * 8;
     if (column >= n) return;
     FloatQuad sums[ITEMS][2];  // all loads before any store, as they could not pass it
@@ -193,7 +193,7 @@ DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 c
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
         u32 r = first + j * ROW_STEP, row = row0 + r;
         float v[8];
-        load_piece(unit, r, piece, v);
+        load_piece<HALVES>(unit, r, piece, v);
         UNROLL for (u32 half = 0; half < 2; half++) {
             UNROLL for (u32 i = 0; i < 4; i++) sums[j][half].v[i] += v[half * 4 + i];
             if (row < m) store_quad(t.out + u64(row) * n + column + half * 4, sums[j][half]);
@@ -201,11 +201,12 @@ DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 c
     }
 }
 
-// The unit whose first accumulator is (`row`, `column`) of the tile. Called by all lanes of a warp, after `stage_unit` and sync_warp;
+// The unit whose first accumulator is (`row`, `column`) of the tile. Called by all lanes of a warp, after `stage_unit`, by halves as `KINDS` are, and sync_warp;
 // another sync_warp before the unit's memory is written again. `row_sums`: f32 [tile_n / 64][tile_m] in shared memory, written by
 // BACKWARD_DOWN only, for `finish_d_weight`.
 template <class T, u32 KINDS>
 DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column, u32 tile_m, float* row_sums) {
+    constexpr bool HALVES = by_halves<KINDS>();
     u32 row0 = t.m0 + row, column0 = t.n0 + (is_paired(t) ? column / 2 : column);
     float* sums = row_sums + column / UNIT_COLS * tile_m + row;
     auto is = [&](GemmKind kind) { return (KINDS & kind_set(kind)) != 0 && t.kind == kind; };
@@ -219,16 +220,16 @@ DEVICE void finish_unit(const GemmTask& t, const char* unit, u32 row, u32 column
     }
     if (is(BACKWARD_DOWN)) {
         switch (t.activation) {
-            case ACT_SILU: return finish_backward_down<T, Silu>(t, unit, row0, column0, sums);
-            case ACT_GELU: return finish_backward_down<T, Gelu>(t, unit, row0, column0, sums);
-            case ACT_GELU_TANH: return finish_backward_down<T, GeluTanh>(t, unit, row0, column0, sums);
-            default: return finish_backward_down<T, Relu>(t, unit, row0, column0, sums);
+            case ACT_SILU: return finish_backward_down<HALVES, T, Silu>(t, unit, row0, column0, sums);
+            case ACT_GELU: return finish_backward_down<HALVES, T, Gelu>(t, unit, row0, column0, sums);
+            case ACT_GELU_TANH: return finish_backward_down<HALVES, T, GeluTanh>(t, unit, row0, column0, sums);
+            default: return finish_backward_down<HALVES, T, Relu>(t, unit, row0, column0, sums);
         }
     }
     if (is(FORWARD_DOWN) || is(BACKWARD_UP)) {
-        return finish_rows<T>(t, unit, row0, column0, is(FORWARD_DOWN) ? t.down_bias : nullptr);
+        return finish_rows<HALVES, T>(t, unit, row0, column0, is(FORWARD_DOWN) ? t.down_bias : nullptr);
     }
-    if (KINDS & A_MN_MAJOR_KINDS) finish_gradient(t, unit, row0, column0);
+    if (KINDS & A_MN_MAJOR_KINDS) finish_gradient<HALVES>(t, unit, row0, column0);
 }
 
 // What `finish_unit` is going to read of global memory, in lines of 128 bytes of the tile's rows; they are brought into L2 late in the sum or after

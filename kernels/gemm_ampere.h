@@ -203,7 +203,7 @@ DEVICE void gemm_task_ampere(const GemmTask& t, char* shared, Meanwhile meanwhil
         if (any) {
             const u32 first = dev::warp() / Tile::ACROSS * Tile::WARP_UNITS * Tile::ACROSS + dev::warp() % Tile::ACROSS;
             UNROLL for (u32 i = 0; i < Tile::WARP_UNITS; i++)
-                stage_unit(shared + (first + i * Tile::ACROSS) * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
+                stage_unit<by_halves<KINDS>()>(shared + (first + i * Tile::ACROSS) * UNIT_BYTES, [&](u32 n, u32 e) { return acc[i][n][e]; });
         }
     }
     // Not earlier: only now are the accumulators' registers free. The first unit still waits for DRAM, the others do not.

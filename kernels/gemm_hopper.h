@@ -91,7 +91,7 @@ DEVICE void stage_columns(typename Consumer<Tile>::Accumulators acc, u32 u, bool
     if constexpr (U + 1 < Tile::N / UNIT_COLS) {
         if (u != U) return stage_columns<Tile, U + 1>(acc, u, paired, unit);
     }
-    stage_unit(unit, [&](u32 n, u32 i) {
+    stage_unit<false>(unit, [&](u32 n, u32 i) {
         u32 half = GATED_GROUP / 8;
         u32 pair = (U * half + n % half + (n < half ? 0 : Tile::N / 16)) * 4 + i;
         return paired ? acc[pair] : acc[(U * 8 + n) * 4 + i];
@@ -111,6 +111,7 @@ DEVICE void finish_tile(typename Consumer<Tile>::Accumulators acc, const GemmTas
         stage_columns<Tile>(acc, u, paired, c.unit);
         dev::sync_warp();
         // A row of the tile belongs to one warp, so its units' sums are added here, in ascending order of columns.
+        static_assert(!by_halves<KINDS & ~STORED_KINDS>(), "as stage_columns has staged it");
         finish_unit<T, KINDS & ~STORED_KINDS>(t, c.unit, row, u * UNIT_COLS, 0, row_sums);
         dev::sync_warp();
         if (t.kind == BACKWARD_DOWN) row_sum += row_sums[row + r];

@@ -183,25 +183,25 @@ template <class At> u32 wavefronts(u32 bytes, At at) {
     return count;
 }
 
-// Of every unit of a tile, all accesses of its epilogue: none is served more often than its bytes need, 128 at a time.
-template <class Tile> void bank_conflicts() {
+// Of every unit of a tile, all accesses of its epilogue: none is served more often than its bytes need, 128 at a time. Lanes take consecutive pieces of a unit.
+template <class Tile, bool HALVES> void bank_conflicts() {
     std::set<u32> written;
     for (u32 unit = 0; unit < Tile::UNITS; unit++) {
         const u32 begin = unit * UNIT_BYTES;
         for (u32 n = 0; n < 8; n++)
-            for (u32 low = 0; low < 2; low++) {
-                const u32 took = wavefronts(8, [&](u32 lane) { return begin + stored_at(lane, n, low); });
-                CHECK(took == 2, "%u x %u, unit %u: stores of columns %u take %u wavefronts", Tile::M, Tile::N, unit, n * 8, took);
-                for (u32 lane = 0; lane < 32; lane++) written.insert(begin + stored_at(lane, n, low));
+            for (u32 low = 0; low < 16; low += 8) {
+                const auto at = [&](u32 lane) { return begin + stored_at<HALVES>(lane / 4 + low, lane % 4 * 2, n); };
+                CHECK(wavefronts(8, at) == 2, "%u x %u, unit %u: stores of columns %u take %u", Tile::M, Tile::N, unit, n * 8, wavefronts(8, at));
+                for (u32 lane = 0; lane < 32; lane++) written.insert(at(lane));
             }
-        for (u32 gated = 0; gated < 2; gated++) {
+        for (u32 gated = 0; gated <= u32(HALVES); gated++) {
             const u32 pieces = gated ? UNIT_PIECES / 2 : UNIT_PIECES;
             for (u32 item = 0; item < UNIT_ROWS * pieces; item += 32)
                 for (u32 of_up = 0; of_up <= gated; of_up++)
                     for (u32 half = 0; half < 2; half++) {
                         const u32 took = wavefronts(16, [&](u32 lane) {
-                            const UnitPiece at = unit_piece(item + lane, pieces);
-                            return begin + unit_offset(at.row, (at.piece + of_up * pieces) * 2 + half);
+                            const u32 row = (item + lane) / pieces, piece = (item + lane) % pieces + of_up * pieces;
+                            return begin + unit_offset<HALVES>(row, piece * 2 + half);
                         });
                         CHECK(took == 4, "%u x %u, unit %u, gated %u: loads of item %u take %u wavefronts", Tile::M, Tile::N, unit, gated, item, took);
                     }
@@ -209,6 +209,7 @@ template <class Tile> void bank_conflicts() {
     }
     CHECK(written.size() == Tile::M * Tile::N / 2, "places that two accumulators share");
 }
+template <class Tile> void bank_conflicts() { bank_conflicts<Tile, true>(), bank_conflicts<Tile, false>(); }
 
 }  // namespace
 

@@ -33,7 +33,7 @@ template <class T, class Meanwhile> DEVICE void gemm_task_small(const GemmTask& 
             acc[n][i] = sum;
         }
     }
-    stage_unit(unit, [&](u32 n, u32 i) { return acc[n][i]; });
+    stage_unit<by_halves<ALL_KINDS>()>(unit, [&](u32 n, u32 i) { return acc[n][i]; });
     if (dev::thread() == 0) meanwhile();
     dev::sync_warp();
     float* row_sums = reinterpret_cast<float*>(shared + SmallTile::ROW_SUMS);
