@@ -195,10 +195,10 @@ struct Scaled {
         o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
         o.chunk_rows = 16, o.reachable.assign(pes * pes, 0);
-        // Twice the even share of rows in a round, 7/16 of that in a window, as the host has it.
+        // Twice the even share of rows in a round, and a window, as the host has them.
         const u32 group = pes / copies;
         o.round_chunks = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group) / o.chunk_rows;
-        o.window_chunks = (7 * o.round_chunks + 15) / 16;
+        o.window_chunks = world::window_places(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
         o.wait_limit_ns = 1'000'000'000'000;
         o.passes = {{std::vector<u32>(pes, tokens)}};
     }
