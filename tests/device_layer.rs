@@ -691,19 +691,22 @@ fn most_fences(far: u64) -> u64 {
     far.min(1) * (1 + 2) + 2 * 2 * far
 }
 
-/// Models' numbers of experts and choices, few of their tokens, chunks as many as by default.
+/// Models' numbers of experts and choices, few of their tokens, chunks as many as by default. A synthetic router's hidden size is at least its experts.
 #[test]
 fn even_routing_has_a_fence_for_each_far_peer_at_most() {
-    for (experts, top_k, pes) in [(8, 2, &[2, 4, 8][..]), (128, 8, &[2, 4, 8]), (256, 8, &[8])] {
-        let source = synthetic(mixtral(64, 8, experts, top_k), 3);
+    for (experts, top_k, pes) in [(8, 2, &[2, 4, 8][..]), (128, 8, &[2, 4, 8])] {
+        let source = synthetic(mixtral(experts, 8, experts, top_k), 3);
         for &n in pes {
-            let tokens = 128;
+            let tokens = 64;
             let mut world = World { options: with!(small_options(); chunk_rows = tokens / 16), ..World::new() };
             world.reachable = Some((0..n * n).map(|i| u8::from(i / n == i % n)).collect());
             let pes = run(&world, &source, &[even(n * tokens, n)], 1, 0).unwrap().remove(0);
             for (pe, of) in pes.iter().enumerate() {
                 let (got, most) = (&of.step.traffic[0], most_fences(n as u64 - 1));
-                assert!(got.fences > 0 && got.fences <= most, "{experts} experts, PE {pe} of {n}: at most {most}, {got:?}");
+                assert!(
+                    got.fences > 0 && got.fences <= most,
+                    "{experts} experts, PE {pe} of {n}: at most {most}, {got:?}"
+                );
                 assert_eq!(of.rounds, [1, 1]);
             }
         }

@@ -2,7 +2,7 @@
 // of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
 //
 //   overlap_test table     prints the tables of docs/measurements for models' shapes ("sums": the second alone; "pairs": the first's of 8 PEs, blocks on
-//                          their own beside pairs); otherwise only small ones run, and are checked.
+//                          their own beside pairs; "counts": fences, signals, puts and bytes); otherwise only small ones run, and are checked.
 //
 // Shapes are models' in ratios: 1/8 of their 4,096 tokens, of the rows of a tile and of a chunk; fewer columns, but as many tasks a block as on 132 multiprocessors.
 #include "testing.h"

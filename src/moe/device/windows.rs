@@ -59,8 +59,7 @@ mod tests {
     use crate::moe::spec::{Activation, Dtype, Groups, Hosts, LayerConfig, MlpConfig, RouterConfig};
 
     /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, choices.
-    const MODELS: [(usize, usize, usize, usize); 3] =
-        [(4096, 14336, 8, 2), (2048, 768, 128, 8), (7168, 2048, 256, 8)];
+    const MODELS: [(usize, usize, usize, usize); 3] = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (7168, 2048, 256, 8)];
     const TOKENS: usize = 4096;
 
     fn spec_of((hidden, intermediate, experts, top_k): (usize, usize, usize, usize), n: usize) -> LayerSpec {
