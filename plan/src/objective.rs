@@ -32,6 +32,8 @@ pub(crate) struct Problem<'a, L> {
     /// Holds the slowest link between any groups, slowest first: the tree of [`LinkTable::slowest_tree`], or all pairs
     /// where devices may be idle, as a tree leads through those.
     pub edges: Vec<Edge>,
+    /// Of each device, the place of the first of these that ends there.
+    first_edge: Vec<u32>,
 }
 
 /// The objective of a grouping, in parts.
@@ -64,6 +66,12 @@ impl Evaluation {
 impl<'a, L: LinkTable> Problem<'a, L> {
     pub fn new(devices: &[Device], links: &'a L, workload: &'a Workload, allow_idle: bool) -> Problem<'a, L> {
         let mb = workload.all_reduce_buffer_mb / 2.0;
+        let edges = if allow_idle && devices.len() <= PAIRS_LISTED { links.pairs(mb) } else { links.slowest_tree(mb) };
+        let mut first_edge = vec![u32::MAX; devices.len()];
+        for (place, edge) in edges.iter().enumerate().rev() {
+            first_edge[edge.i as usize] = place as u32;
+            first_edge[edge.j as usize] = place as u32;
+        }
         Problem {
             links,
             flops: devices.iter().map(|device| device.flop_per_ms).collect(),
@@ -71,7 +79,8 @@ impl<'a, L: LinkTable> Problem<'a, L> {
             cost: workload.costs().iter().sum(),
             n_experts: workload.n_experts() as u64,
             workload,
-            edges: if allow_idle && devices.len() <= PAIRS_LISTED { links.pairs(mb) } else { links.slowest_tree(mb) },
+            edges,
+            first_edge,
         }
     }
 
@@ -140,6 +149,19 @@ impl<'a, L: LinkTable> Problem<'a, L> {
             let (a, b) = (group_of(edge.i), group_of(edge.j));
             a != b && a != IDLE && b != IDLE
         })
+    }
+
+    /// The same after these devices have changed groups, where it was `now` before.
+    #[inline]
+    pub fn slowest_after<const N: usize>(
+        &self,
+        now: Option<usize>,
+        moved: [Option<u32>; N],
+        group_of: impl Fn(u32) -> u32,
+    ) -> Option<usize> {
+        // Where no end of an edge that counts has moved, nothing has changed.
+        let counts = |i: u32| now.is_none_or(|now| self.first_edge[i as usize] as usize <= now);
+        if moved.into_iter().flatten().any(counts) { self.slowest(group_of) } else { now }
     }
 
     /// The objective of a grouping, computed fresh.

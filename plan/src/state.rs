@@ -85,8 +85,6 @@ pub(crate) struct State<'p, 'a, L> {
     penalty_ms: f64,
     /// The place in the problem's edges of the slowest link between groups.
     slowest: Option<usize>,
-    /// Of each device, the first of these edges that ends there.
-    first_edge: Vec<u32>,
     /// Groups that lack memory.
     short: usize,
     /// Of each device, the edges of the tree: where to, and their places.
@@ -112,11 +110,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     /// The state of a grouping; devices in none of the groups are idle. The target is its own objective, less `under` of its work.
     pub fn new(problem: &'p Problem<'a, L>, groups: &[Vec<u32>], under: f64) -> Self {
         let n = problem.n();
-        let mut first_edge = vec![u32::MAX; n];
-        for (place, edge) in problem.edges.iter().enumerate().rev() {
-            first_edge[edge.i as usize] = place as u32;
-            first_edge[edge.j as usize] = place as u32;
-        }
         let mut state = State {
             problem,
             groups: Vec::with_capacity(groups.len()),
@@ -131,7 +124,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             limit_ms: 0.0,
             penalty_ms: 0.0,
             slowest: None,
-            first_edge,
             short: 0,
             neighbours: Vec::new(),
             changes: 0,
@@ -397,12 +389,8 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
 
     /// The slowest link between groups after a change.
     fn slowest_after(&mut self, i: u32, to: u32, j: Option<u32>, from: u32) -> Option<usize> {
-        let now = self.slowest? as u32;
-        // Where no end of an edge that counts has moved, nothing has changed.
-        if self.first_edge[i as usize] > now && j.is_none_or(|j| self.first_edge[j as usize] > now) {
-            return self.slowest;
-        }
-        let slowest = self.problem.slowest(|x| match x {
+        self.slowest?;
+        let slowest = self.problem.slowest_after(self.slowest, [Some(i), j], |x| match x {
             x if x == i => to,
             x if Some(x) == j => from,
             x => self.group_of[x as usize],

@@ -135,7 +135,7 @@ impl<'s, 'p, 'a, L: LinkTable> Grouping<'s, 'p, 'a, L> {
             _ if Some(x) == back => from as u32,
             _ => self.group_of[x as usize],
         };
-        let slowest = self.known.placed.problem.slowest(goes);
+        let slowest = self.known.placed.problem.slowest_after(self.slowest, [Some(i), back], goes);
         self.known.ops += 8 + slowest.unwrap_or(0) as u64 / 2;
         let limit_ms = (self.target_ms - self.all_reduce(groups, slowest)) / self.gamma;
         let over = |ms: f64| (ms - limit_ms).max(0.0);

@@ -9,7 +9,7 @@
 
 mod trial;
 
-use trial::{Change, Trial};
+use trial::{Change, Packed, Trial};
 
 use super::Placed;
 use super::search::FoundPlaced;
@@ -57,18 +57,24 @@ struct Sums {
     receive_all: f32,
 }
 
-pub(super) struct Relaxed<'s, 'p, 'a, L> {
+struct Relaxed<'s, 'p, 'a, L> {
     placed: &'s Placed<'p, 'a, L>,
     groups: Vec<Vec<u32>>,
     group_of: Vec<u32>,
-    /// What x sends to c, at x n + c: alpha, and beta for all experts; beta at c n + x too.
+    /// What x sends to c, at x n + c: alpha, and beta for all experts; and both at c n + x.
     alpha: Vec<f32>,
     beta: Vec<f32>,
+    alpha_to: Vec<f32>,
     beta_to: Vec<f32>,
-    /// By device: how long it computes all experts for one device's tokens; its share at most, and as it is; its sums.
+    /// The same of each group's members alone.
+    packed: Vec<Packed>,
+    /// By device: how long it computes all experts for one device's tokens, and how many times that in a unit; its share at most, and as it is.
     compute: Vec<f32>,
+    rate: Vec<f32>,
     most: Vec<f32>,
     share: Vec<f32>,
+    /// Whether it holds experts, as its group's sums have it.
+    holds: Vec<bool>,
     sums: Vec<Sums>,
     slack: Vec<f32>,
     times: Vec<Times>,
@@ -86,13 +92,13 @@ pub(super) struct Relaxed<'s, 'p, 'a, L> {
 }
 
 /// What annealing came by.
-pub(super) struct Shares {
+struct Shares {
     groups: Vec<Vec<u32>>,
     share: Vec<f32>,
 }
 
 impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
-    pub fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced) -> Self {
+    fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced) -> Self {
         let (n, problem) = (placed.problem.n(), placed.problem);
         let (eta, mb) = (problem.workload.p2p_frequency, placed.received_mb(placed.experts.total));
         let (mut group_of, mut share) = (vec![IDLE; n], vec![0.0; n]);
@@ -128,10 +134,14 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             group_of,
             alpha: of_links(&|at| link(at).alpha_ms),
             beta: of_links(&|at| link(at).beta_ms_per_mb * mb),
+            alpha_to: Vec::new(),
             beta_to: Vec::new(),
+            packed: vec![Packed::new(n); start.groups.len()],
             compute: problem.flops.iter().map(|flops| in_units(placed.experts.total / flops)).collect(),
+            rate: Vec::new(),
             most: problem.memory.iter().map(most).collect(),
             share,
+            holds: vec![false; n],
             sums: vec![Sums::default(); n],
             slack: Vec::new(),
             times: vec![Times::default(); start.groups.len()],
@@ -146,7 +156,12 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             ops: (n * n) as u64,
             trials: Default::default(),
         };
-        relaxed.beta_to = (0..n * n).map(|at| relaxed.beta[at % n * n + at / n]).collect();
+        relaxed.rate = relaxed.compute.iter().map(|compute| 1.0 / compute).collect();
+        let to = |from: &[f32]| (0..n * n).map(|at| from[at % n * n + at / n]).collect();
+        (relaxed.alpha_to, relaxed.beta_to) = (to(&relaxed.alpha), to(&relaxed.beta));
+        for (packed, members) in relaxed.packed.iter_mut().zip(&relaxed.groups) {
+            packed.pack(members, &relaxed.beta_to, n);
+        }
         let slack = |members: &Vec<u32>| {
             let (mut rate, mut end) = (0.0, 0.0f32);
             for i in members.iter().map(|&i| i as usize).filter(|&i| relaxed.most[i] > 0.0) {
@@ -189,6 +204,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         for g in 0..self.groups.len() {
             for &x in &self.groups[g] {
                 self.sums[x as usize] = self.sums_of(x, &self.groups[g]);
+                self.holds[x as usize] = self.share[x as usize] > 0.0;
             }
             self.times[g] = self.times_of(g, self.limit);
         }
@@ -251,7 +267,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             self.share[i] = if share > 0.0 { 0.0 } else { 1.0 / members.len() as f32 };
         }
         let room = most - self.excess + self.times[g].over;
-        let after = self.after(0, &members, Change::default(), slack, self.limit, room);
+        let after = self.after((0, g), (&members, None), Change::default(), slack, self.limit, room);
         self.groups[g] = members;
         let Some(times) = after else {
             before.into_iter().for_each(|(i, share)| self.share[i] = share);
@@ -273,7 +289,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             _ if Some(x) == back => g as u32,
             _ => self.group_of[x as usize],
         };
-        let slowest = self.placed.problem.slowest(to);
+        let slowest = self.placed.problem.slowest_after(self.slowest, [Some(i), back], to);
         self.ops += 24 + 2 * slowest.unwrap_or(0) as u64;
         let (limit, others) = if slowest == self.slowest {
             (self.limit, self.excess - self.times[g].over - self.times[h].over)
@@ -286,29 +302,34 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         let n = self.n();
         let changes = [Change { out: back, into: Some(i) }, Change { out: Some(i), into: back }];
         let mut changed: [Vec<u32>; 2] = Default::default();
-        for ((Change { out, into }, k), members) in changes.into_iter().zip([h, g]).zip(&mut changed) {
-            members.extend(self.groups[k].iter().copied().filter(|j| Some(*j) != out));
+        let mut places = [None; 2];
+        for at in 0..2 {
+            let (Change { out, into }, k) = (changes[at], [h, g][at]);
             // What who comes sends, half of it if need be, must not be too much already.
             if let Some(x) = into {
                 let (alpha, beta) = (&self.alpha[x as usize * n..][..n], &self.beta[x as usize * n..][..n]);
                 let send = |c: usize| alpha[c] + 0.5 * beta[c] * self.share[c];
-                let sent: f32 = members.iter().map(|&c| send(c as usize)).sum();
-                self.ops += members.len() as u64 / 2;
+                let stay = self.groups[k].iter().filter(|j| Some(**j) != out);
+                let sent: f32 = stay.map(|&c| send(c as usize)).sum();
+                self.ops += self.groups[k].len() as u64 / 2;
                 if others + sent - limit > most {
                     return false;
                 }
             }
-            members.extend(into);
+        }
+        for at in 0..2 {
+            changed[at].extend_from_slice(&self.groups[[h, g][at]]);
+            places[at] = changes[at].make(&mut changed[at]);
         }
         // Who comes has what the other had, or an even share.
         let before = [Some(i), back].map(|x| x.map_or(0.0, |x| self.share[x as usize]));
         self.share[i as usize] = if back.is_some() { before[1] } else { 1.0 / changed[0].len() as f32 };
         back.into_iter().for_each(|j| self.share[j as usize] = before[0]);
         let [into_h, into_g] = changes;
-        let there = self.after(0, &changed[0], into_h, self.slack[h], limit, most - others);
+        let there = self.after((0, h), (&changed[0], places[0]), into_h, self.slack[h], limit, most - others);
         let both = there.and_then(|there| {
             let room = most - others - there.over;
-            let here = self.after(1, &changed[1], into_g, self.slack[g], limit, room)?;
+            let here = self.after((1, g), (&changed[1], places[1]), into_g, self.slack[g], limit, room)?;
             Some((there, here))
         });
         let Some((there, here)) = both else {
@@ -331,42 +352,61 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         self.excess = self.times.iter().map(|times| times.over).sum();
         true
     }
+}
 
-    /// Group `g` is as it was tried.
-    fn enter(&mut self, which: usize, g: usize, times: Times) {
-        let trial = &self.trials[which];
-        for (place, &i) in self.groups[g].iter().enumerate() {
-            self.share[i as usize] = trial.share[place];
-            self.sums[i as usize] = trial.sums[place];
-        }
-        self.times[g] = times;
+/// An annealing from one grouping, which goes on where it was stopped.
+pub(super) struct Chain<'s, 'p, 'a, L> {
+    relaxed: Relaxed<'s, 'p, 'a, L>,
+    /// Links that it looks at in all.
+    budget: u64,
+    /// The best that it came by after the first tenth, if that is anything.
+    best_ms: f64,
+    best: Option<Shares>,
+    temperature: f64,
+    steps: u64,
+    random: Random,
+}
+
+impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
+    pub fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced, budget: u64, random: Random) -> Self {
+        let relaxed = Relaxed::new(placed, start);
+        Chain { relaxed, budget, best_ms: f64::INFINITY, best: None, temperature: 0.0, steps: 0, random }
     }
 
-    /// Anneals until about so many links have been looked at; the best that it came by after the first tenth, if that is anything.
-    pub fn anneal(mut self, budget: u64, exponential: &[f64], random: &mut Random) -> Option<Shares> {
-        let (mut best_ms, mut best) = (f64::INFINITY, None);
-        let (mut temperature, mut steps) = (0.0, 0u64);
-        while self.ops < budget {
+    /// The least that it came by, ms.
+    pub fn best_ms(&self) -> f64 {
+        self.best_ms
+    }
+
+    /// The best that it came by, with experts dealt out; `None` where there is none, or a group has no room for all.
+    pub fn into_best(self) -> Option<FoundPlaced> {
+        self.best?.dealt(self.relaxed.placed)
+    }
+
+    /// Goes on until it has spent this share of its budget.
+    pub fn advance(&mut self, exponential: &[f64], share: f64) {
+        let Chain { relaxed, budget, best_ms, best, temperature, steps, random } = self;
+        let budget = *budget as f64;
+        while (relaxed.ops as f64) < share * budget {
             if steps.is_multiple_of(SET_EVERY) {
-                let progress = self.ops as f64 / budget as f64;
-                let from_ms = self.start_ms.min(best_ms);
-                let work = (from_ms - self.all_reduce(self.slowest)) / self.gamma / self.unit;
-                temperature = work * between(TEMPERATURE, progress);
-                self.aim(from_ms, between(UNDER, progress));
-                self.ops += (self.n() * self.n() / self.groups.len()) as u64 / 2;
+                let progress = relaxed.ops as f64 / budget;
+                let from_ms = relaxed.start_ms.min(*best_ms);
+                let work = (from_ms - relaxed.all_reduce(relaxed.slowest)) / relaxed.gamma / relaxed.unit;
+                *temperature = work * between(TEMPERATURE, progress);
+                relaxed.aim(from_ms, between(UNDER, progress));
+                relaxed.ops += (relaxed.n() * relaxed.n() / relaxed.groups.len()) as u64 / 2;
             }
-            steps += 1;
-            self.ops += 16;
-            let most = self.excess + (temperature * exponential[random.below(EXPONENTIAL)]) as f32;
-            if self.random_change(random, most) && self.ops as f64 > ANSWERS_FROM * budget as f64 {
-                let now_ms = self.objective_ms();
-                if now_ms < best_ms {
-                    best_ms = now_ms;
-                    best = Some(Shares { groups: self.groups.clone(), share: self.share.clone() });
+            *steps += 1;
+            relaxed.ops += 16;
+            let most = relaxed.excess + (*temperature * exponential[random.below(EXPONENTIAL)]) as f32;
+            if relaxed.random_change(random, most) && relaxed.ops as f64 > ANSWERS_FROM * budget {
+                let now_ms = relaxed.objective_ms();
+                if now_ms < *best_ms {
+                    *best_ms = now_ms;
+                    *best = Some(Shares { groups: relaxed.groups.clone(), share: relaxed.share.clone() });
                 }
             }
         }
-        best
     }
 }
 
@@ -381,7 +421,7 @@ fn exchange(times: &mut Times, compute: f32, sums: &Sums, share: f32, sent: f32,
 
 impl Shares {
     /// The groups with experts dealt out to the shares, the dearest first; `None` where a group has no room for all.
-    pub fn dealt<L: LinkTable>(self, placed: &Placed<L>) -> Option<FoundPlaced> {
+    fn dealt<L: LinkTable>(self, placed: &Placed<L>) -> Option<FoundPlaced> {
         let Shares { mut groups, share } = self;
         groups.iter_mut().for_each(|members| members.sort_unstable());
         let placements = groups.iter().map(|members| dealt(placed, members, &share)).collect::<Option<Vec<_>>>()?;
@@ -433,8 +473,9 @@ mod tests {
             let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
             let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
             let start = FoundPlaced::new(&placed, groups, placements);
-            let found = Relaxed::new(&placed, &start).anneal(1_000_000, &exponential(), &mut Random(1)).unwrap();
-            let found = found.dealt(&placed).unwrap();
+            let mut chain = Chain::new(&placed, &start, 1_000_000, Random(1));
+            chain.advance(&exponential(), 1.0);
+            let found = chain.into_best().unwrap();
             let mut groups = found.groups.clone();
             groups.sort();
             assert_eq!(groups, [[0, 2, 4], [1, 3, 5]]);

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
-use super::relaxed::Relaxed;
+use super::relaxed;
 use super::state::{Change, State};
 use super::{GroupTimes, Known, Placed};
 use crate::bound::Bounds;
@@ -22,6 +22,8 @@ use crate::search::{
     CHAINS_LEAST, EXPONENTIAL, Found, Views, constructed, dealt_by_memory, exponential, in_two_threads,
 };
 
+/// What is proved to be so near the least objective is good enough, as shares of that.
+const NEAR: f64 = 1e-3;
 /// The target is under the best objective so far, by so much of its work.
 const UNDER: f64 = 0.03;
 /// Temperatures at first and at last, as shares of what the target leaves for a group.
@@ -57,7 +59,7 @@ struct Round {
     chains: usize,
     share: f64,
     way: Way,
-    /// After so much of their time so many of the best go on; not of relaxed chains, which go to their ends.
+    /// After so much of their time so many of the best go on.
     cuts: &'static [(f64, usize)],
 }
 
@@ -82,7 +84,7 @@ impl Round {
 /// From so many devices of a group on the mean, groups are so many that they hardly come by again, and where annealing begins matters little.
 const LARGE: usize = 7;
 /// So many times the effort is theirs, as annealing with remembered times is left out.
-const LARGE_MORE: f64 = 1.77;
+const LARGE_MORE: f64 = 2.2;
 /// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
 const PLACED_ANEW: usize = 4;
 /// Annealing that forgets where it began, and that does not.
@@ -101,12 +103,15 @@ const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, way: MILD, cuts: &[] },
 ];
-/// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort.
+/// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort. Not
+/// where all devices together have room for less than so many times what all groups hold: there memory says who has what.
 const MANY_EXPERTS: usize = 3;
 const MANY_MORE: f64 = 1.5;
+const ROOM_LEAST: f64 = 1.1;
+const CUTS_RELAXED: &[(f64, usize)] = &[(0.25, 6), (0.5, 3)];
 const ROUNDS_MANY: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.42, way: Way::Relaxed, cuts: &[] },
-    Round { numbers: 2, within: 0.15, chains: 12, share: 0.42, way: Way::Relaxed, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[] },
+    Round { numbers: 2, within: 0.15, chains: 16, share: 0.8, way: Way::Relaxed, cuts: CUTS_RELAXED },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
 /// What comes of a relaxed chain is placed with one part in so many of the effort for a grouping.
@@ -255,6 +260,9 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
             return;
         }
         for round in 0..ROUNDS {
+            if near(self.bounds, self.best_ms()) {
+                return;
+            }
             let mut numbers: Vec<usize> = (1..=n).collect();
             numbers.retain(|&k| self.may_improve(k) && (k > 1 || self.allow_idle));
             let known =
@@ -286,7 +294,11 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let n = self.placed.problem.n();
         let mut best: Vec<&Found> = self.by_groups.iter().flatten().collect();
         best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        if budget == 0 || n > MOST_DEVICES || best.first().is_none_or(|best| large(n, best.groups.len())) {
+        if budget == 0
+            || n > MOST_DEVICES
+            || near(self.bounds, self.best_ms())
+            || best.first().is_none_or(|best| large(n, best.groups.len()))
+        {
             return;
         }
         let starts: Vec<(Vec<Vec<u32>>, u64)> =
@@ -383,13 +395,15 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
 
     /// The best grouping with its placement; the best of other numbers of groups, best first. `known` collects placements.
     pub fn into_found(self, effort: PlacedEffort, known: &mut Known) -> (Option<FoundPlaced>, Vec<Found>) {
-        let PlacedSearch { placed, exponential, by_groups, placed_already, regrouped, .. } = self;
+        let PlacedSearch { placed, bounds, exponential, by_groups, placed_already, regrouped, .. } = self;
         let mut candidates: Vec<Found> = by_groups.into_iter().flatten().collect();
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best = place_all(placed, groupings.collect(), effort, known);
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
-        let many = groups * placed.experts.costs.len() >= MANY_EXPERTS * n;
+        let held = groups * placed.experts.costs.len();
+        let room: u64 = placed.problem.memory.iter().map(|&room| room.min(placed.problem.n_experts)).sum();
+        let many = held >= MANY_EXPERTS * n && room as f64 >= ROOM_LEAST * held as f64;
         let (rounds, more) = match (many, large(n, groups)) {
             (true, true) => (&ROUNDS_MANY, MANY_MORE),
             (true, false) => (&ROUNDS_MANY, 1.0),
@@ -397,6 +411,9 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
             (false, false) => (&ROUNDS_SMALL, 1.0),
         };
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
+            if best.first().is_some_and(|best| near(bounds, best.objective_ms)) {
+                break;
+            }
             let budget = (effort.joint as f64 * more * round.share) as u64;
             best = improve_together(placed, &exponential, best, (number, round), budget, effort, known);
         }
@@ -406,6 +423,11 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         candidates.retain(|found| Some(found.groups.len()) != chosen);
         (best, candidates)
     }
+}
+
+/// Whether nothing can be much better than `ms`.
+fn near(bounds: &Bounds, ms: f64) -> bool {
+    ms <= bounds.least() * (1.0 + NEAR)
 }
 
 /// Whether groups have so many devices that they hardly come by again.
@@ -482,10 +504,18 @@ fn improve_together<L: LinkTable>(
             best.extend(anew);
         }
         Way::Relaxed => {
-            let anneal = |(start, mut random): (FoundPlaced, Random)| {
-                Relaxed::new(placed, &start).anneal(each, exponential, &mut random)?.dealt(placed)
-            };
-            let found: Vec<FoundPlaced> = in_two_threads(starts, threads, anneal).into_iter().flatten().collect();
+            let begin = |(start, random)| relaxed::Chain::new(placed, &start, each, random);
+            let mut chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
+            for (end, stay) in round.stages() {
+                chains = in_two_threads(chains, threads, |mut chain| {
+                    chain.advance(exponential, end);
+                    chain
+                });
+                chains.sort_by(|a, b| a.best_ms().total_cmp(&b.best_ms()));
+                chains.truncate(stay);
+            }
+            let dealt = chains.into_iter().map(relaxed::Chain::into_best);
+            let found: Vec<FoundPlaced> = dealt.flatten().collect();
             let quickly =
                 PlacedEffort { place: effort.place / PLACED_QUICKLY, nodes: effort.nodes / PLACED_QUICKLY, ..effort };
             let again = found.iter().map(|found| &found.groups).collect();

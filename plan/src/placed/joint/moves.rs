@@ -188,7 +188,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             _ if Some(x) == back => g as u32,
             _ => self.group_of[x as usize],
         };
-        let slowest = self.placed.problem.slowest(to);
+        let slowest = self.placed.problem.slowest_after(self.slowest, [Some(i), back], to);
         self.ops += slowest.unwrap_or(0) as u64 / 2;
         if slowest == self.slowest {
             let excess = self.excess - self.times[g].over - self.times[h].over;

@@ -7,16 +7,35 @@ use crate::cluster::LinkTable;
 const DESCENT: usize = 4;
 const HOPE: f32 = 3.0;
 
-/// A group that is looked at, by place; rows have a multiple of 8 places.
+/// Where what one device alone is over the limit, or all are before the first step, is so many times what all may be, no steps will do.
+const HOPELESS_ALONE: f32 = 1.5;
+const HOPELESS: f32 = 2.5;
+
+/// What the members of a group send to each other, by place, in rows of who receives.
+#[derive(Clone, Default)]
+pub(super) struct Packed {
+    stride: usize,
+    beta: Vec<f32>,
+}
+
+/// A device in a place where the packed group has another, or none: what each place sends to it, and what it sends to each.
+#[derive(Default)]
+struct Patch {
+    place: Option<usize>,
+    from: Vec<f32>,
+    to: Vec<f32>,
+}
+
+/// A group that is looked at, by place.
 #[derive(Default)]
 pub(super) struct Trial {
-    /// What all members send to c, if that held all experts; in rows of c.
-    beta: Vec<f32>,
+    patch: Patch,
     pub sums: Vec<Sums>,
     /// Shares: at most, and as they are.
     most: Vec<f32>,
     pub share: Vec<f32>,
     sent: Vec<f32>,
+    over: Vec<f32>,
     price: Vec<f32>,
     step: Vec<f32>,
     sent_step: Vec<f32>,
@@ -29,47 +48,161 @@ pub(super) struct Change {
     pub into: Option<u32>,
 }
 
+impl Change {
+    /// Makes it in a list of members: who comes takes the place of who leaves, or else the last one does. The place that has another device then.
+    pub fn make(self, members: &mut Vec<u32>) -> Option<usize> {
+        let place = self.out.and_then(|out| members.iter().position(|&i| i == out));
+        match (place, self.into) {
+            (Some(place), Some(into)) => members[place] = into,
+            (Some(place), None) => {
+                members.swap_remove(place);
+                return (place < members.len()).then_some(place);
+            }
+            (None, Some(into)) => members.push(into),
+            (None, None) => return None,
+        }
+        Some(place.unwrap_or(members.len() - 1))
+    }
+}
+
 #[inline]
 fn add_times(sums: &mut [f32], row: &[f32], by: f32) {
     sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += by * value);
 }
 
+/// So many values are taken together, and summed up in as many sums, so that vectors do it.
+const LANES: usize = 8;
+
+#[inline]
+fn chunks(list: &[f32]) -> impl Iterator<Item = &[f32; LANES]> {
+    list.as_chunks().0.iter()
+}
+
+#[inline]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; LANES];
+    for (a, b) in chunks(a).zip(chunks(b)) {
+        sums.iter_mut().zip(a).zip(b).for_each(|((sum, a), b)| *sum += a * b);
+    }
+    sums.iter().sum()
+}
+
+impl Packed {
+    /// Of at most `n` devices.
+    pub fn new(n: usize) -> Packed {
+        let stride = n.next_multiple_of(LANES);
+        Packed { stride, beta: vec![0.0; n * stride] }
+    }
+
+    fn row(&self, place: usize) -> &[f32] {
+        &self.beta[place * self.stride..][..self.stride]
+    }
+
+    /// Enters all members; `beta` has what x sends to c at c n + x.
+    pub fn pack(&mut self, members: &[u32], beta: &[f32], n: usize) {
+        for (row, &c) in self.beta.chunks_mut(self.stride).zip(members) {
+            row.iter_mut().zip(members).for_each(|(at, &x)| *at = beta[c as usize * n + x as usize]);
+        }
+    }
+
+    /// Enters a patch for a group of `size` devices.
+    fn enter(&mut self, patch: &Patch, size: usize) {
+        let Some(place) = patch.place else { return };
+        let stride = self.stride;
+        self.beta[place * stride..][..size].copy_from_slice(&patch.from[..size]);
+        for c in 0..size {
+            self.beta[c * stride + place] = patch.to[c];
+        }
+    }
+
+    /// What each place sends, if what each receives is `by` times what it would with all experts.
+    fn sent(&self, patch: &Patch, by: &[f32], sent: &mut [f32]) {
+        sent.fill(0.0);
+        for (place, &by) in by.iter().enumerate().filter(|(_, by)| **by != 0.0) {
+            let row = if patch.place == Some(place) { &patch.from[..] } else { self.row(place) };
+            add_times(sent, row, by);
+        }
+        if let Some(place) = patch.place {
+            sent[place] = by.iter().zip(&patch.to).map(|(by, to)| by * to).sum();
+        }
+    }
+
+    /// For each place the sum over all of what they send to it, times `by`; `by` has 0 beyond the last.
+    fn received(&self, patch: &Patch, by: &mut [f32], received: &mut [f32]) {
+        let patched = patch.place.map(|place| std::mem::take(&mut by[place]));
+        for (place, received) in received.iter_mut().enumerate() {
+            let row = if patch.place == Some(place) { &patch.from[..] } else { self.row(place) };
+            *received = dot(row, by);
+        }
+        if let (Some(place), Some(here)) = (patch.place, patched) {
+            by[place] = here;
+            received.iter_mut().zip(&patch.to).for_each(|(received, to)| *received += here * to);
+        }
+    }
+}
+
 impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
-    /// What a group of these members, after a change, takes with shares that fit, which are left in a trial. `None` where memory does not suffice,
-    /// or as soon as it seems to be over the limit by more than `most`.
+    /// Group `g` is as it was tried.
+    pub(super) fn enter(&mut self, which: usize, g: usize, times: Times) {
+        let trial = &self.trials[which];
+        for (place, &i) in self.groups[g].iter().enumerate() {
+            self.share[i as usize] = trial.share[place];
+            self.holds[i as usize] = trial.share[place] > 0.0;
+            self.sums[i as usize] = trial.sums[place];
+        }
+        self.packed[g].enter(&trial.patch, self.groups[g].len());
+        self.times[g] = times;
+    }
+
+    /// What group `g` takes with these members, after a change by which `place` has another device, with shares that fit, which are left in a
+    /// trial. `None` where memory does not suffice, or as soon as it seems to be over the limit by more than `most`.
     pub(super) fn after(
         &mut self,
-        which: usize,
-        members: &[u32],
-        Change { out, into }: Change,
+        (which, g): (usize, usize),
+        (members, place): (&[u32], Option<usize>),
+        change: Change,
         slack: f32,
         limit: f32,
         most: f32,
     ) -> Option<Times> {
-        let n = self.n();
         self.ops += 2 * members.len() as u64;
         let compute = self.fitted(which, members, slack, limit, most)?;
-        self.ops += (members.len() * members.len()) as u64 / 2;
         let mut trial = std::mem::take(&mut self.trials[which]);
-        trial.sums.clear();
-        trial.sums.extend(members.iter().map(|&i| {
-            if into == Some(i) {
-                return self.sums_of(i, members);
-            }
-            let x = i as usize;
-            let mut sums = self.sums[x];
-            for (other, sign) in [(into, 1.0), (out, -1.0)] {
-                if let Some(c) = other {
-                    let c = c as usize;
-                    sums.receive += sign * self.alpha[c * n + x];
-                    sums.receive_all += sign * self.beta[c * n + x];
-                }
-            }
-            sums
-        }));
-        let times = self.settled(&mut trial, members, compute, limit, most);
+        self.patch(&mut trial, (members, place), change);
+        let times = self.settled(&mut trial, (g, members, change), compute, limit, most);
         self.trials[which] = trial;
         times
+    }
+
+    /// What the place with another device has to do with the others, and their sums with it; what is sent for alpha is as it was.
+    fn patch(&self, trial: &mut Trial, (members, place): (&[u32], Option<usize>), Change { out, into }: Change) {
+        let n = self.n();
+        trial.patch.place = place;
+        trial.sums.clear();
+        trial.sums.extend(members.iter().map(|&i| self.sums[i as usize]));
+        if let Some(place) = place {
+            let x = members[place] as usize * n;
+            let (from, to) = (&self.beta_to[x..][..n], &self.beta[x..][..n]);
+            trial.patch.from.clear();
+            trial.patch.from.extend(members.iter().map(|&c| from[c as usize]));
+            trial.patch.from.resize(members.len().next_multiple_of(LANES), 0.0);
+            trial.patch.to.clear();
+            trial.patch.to.extend(members.iter().map(|&c| to[c as usize]));
+        }
+        for (other, sign) in [(into, 1.0), (out, -1.0)] {
+            if let Some(c) = other {
+                let (alpha, beta) = (&self.alpha[c as usize * n..][..n], &self.beta[c as usize * n..][..n]);
+                for (sums, &x) in trial.sums.iter_mut().zip(members) {
+                    sums.receive += sign * alpha[x as usize];
+                    sums.receive_all += sign * beta[x as usize];
+                }
+            }
+        }
+        if let (Some(place), Some(into)) = (place, into) {
+            let alpha = &self.alpha_to[into as usize * n..][..n];
+            trial.sums[place].receive = members.iter().map(|&c| alpha[c as usize]).sum();
+            trial.sums[place].receive_all = trial.patch.from.iter().sum();
+        }
     }
 
     /// How long the group computes, and in a trial what shares its members have at most, so that together they can have all. `None` where memory
@@ -80,12 +213,13 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
         let size = members.len() as f32;
         let places = || members.iter().map(|&i| i as usize);
-        let rate: f32 = places().filter(|&i| self.most[i] > 0.0).map(|i| 1.0 / self.compute[i]).sum();
+        let rate: f32 = places().filter(|&i| self.most[i] > 0.0).map(|i| self.rate[i]).sum();
         let mut compute = size / rate * (1.0 + slack);
         let at_most = &mut self.trials[which].most;
         while size * (compute - limit) <= most {
             at_most.clear();
-            at_most.extend(places().map(|i| (compute / (size * self.compute[i])).min(self.most[i])));
+            let each = compute / size;
+            at_most.extend(places().map(|i| (each * self.rate[i]).min(self.most[i])));
             let sum: f32 = at_most.iter().sum();
             if sum >= 1.0 {
                 return Some(compute);
@@ -97,9 +231,16 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     }
 
     /// The shares, once compute and sums are known.
-    fn settled(&mut self, trial: &mut Trial, members: &[u32], compute: f32, limit: f32, most: f32) -> Option<Times> {
+    fn settled(
+        &mut self,
+        trial: &mut Trial,
+        (g, members, change): (usize, &[u32], Change),
+        compute: f32,
+        limit: f32,
+        most: f32,
+    ) -> Option<Times> {
         let (n, m) = (self.n(), members.len());
-        let pad = m.next_multiple_of(8);
+        let pad = m.next_multiple_of(LANES);
         let room = limit - compute;
         // Nobody receives for too long, if that can be.
         let all: f32 = trial.most.iter().sum();
@@ -132,30 +273,52 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         } else {
             trial.share.iter_mut().for_each(|share| *share /= have);
         }
-        // What each sends.
-        trial.beta.clear();
-        trial.beta.resize(m * pad, 0.0);
-        trial.sent.clear();
-        trial.sent.resize(pad, 0.0);
-        for (place, &c) in members.iter().enumerate() {
-            let share = trial.share[place];
-            let (to, row) = (&self.beta_to[c as usize * n..][..n], &mut trial.beta[place * pad..][..pad]);
-            row.iter_mut().zip(members).for_each(|(beta, &x)| *beta = to[x as usize]);
-            if share > 0.0 {
-                add_times(&mut trial.sent, row, share);
+        self.ops += 6 * m as u64;
+        // All together receive what all together send.
+        let received = |(sums, share): (&Sums, &f32)| {
+            if *share > 0.0 { sums.receive + share * sums.receive_all } else { 0.0 }
+        };
+        let all: f32 = trial.sums.iter().zip(&trial.share).map(received).sum();
+        if all - m as f32 * room > most {
+            return None;
+        }
+        // What each sends for alpha, to those that hold experts.
+        let Change { out, into } = change;
+        let mut turn = |c: u32, by: f32| {
+            let alpha = &self.alpha_to[c as usize * n..][..n];
+            trial.sums.iter_mut().zip(members).for_each(|(sums, &x)| sums.send += by * alpha[x as usize]);
+        };
+        for (&c, share) in members.iter().zip(&trial.share) {
+            match (self.holds[c as usize] && into != Some(c), *share > 0.0) {
+                (false, true) => turn(c, 1.0),
+                (true, false) => turn(c, -1.0),
+                _ => {}
             }
         }
-        for (place, &x) in members.iter().enumerate() {
-            let alpha = &self.alpha[x as usize * n..][..n];
+        out.filter(|&c| self.holds[c as usize]).into_iter().for_each(|c| turn(c, -1.0));
+        if let (Some(place), Some(into)) = (trial.patch.place, into) {
+            let alpha = &self.alpha[into as usize * n..][..n];
             let to = |(&c, share): (&u32, &f32)| if *share > 0.0 { alpha[c as usize] } else { 0.0 };
             let send: f32 = members.iter().zip(&trial.share).map(to).sum();
             trial.sums[place].send = send;
-            trial.sent[place] += send;
+            let sent: f32 = trial.patch.to.iter().zip(&trial.share).map(|(to, share)| to * share).sum();
+            let mut times = Times { all: compute, over: 0.0 };
+            exchange(&mut times, compute, &trial.sums[place], trial.share[place], send + sent, limit);
+            if times.over > HOPELESS_ALONE * most {
+                return None;
+            }
         }
+        trial.sent.resize(pad, 0.0);
+        self.packed[g].sent(&trial.patch, &trial.share, &mut trial.sent);
+        trial.sent.iter_mut().zip(&trial.sums).for_each(|(sent, sums)| *sent += sums.send);
+        self.ops += (m * pad) as u64 / 8;
         let mut times = measured(trial, compute, limit);
+        if times.over > HOPELESS * most {
+            return None;
+        }
         for _ in 0..DESCENT {
             let before = times.over;
-            if !self.descend(trial, members, room) {
+            if !self.descend(trial, g, m, room) {
                 break;
             }
             times = measured(trial, compute, limit);
@@ -167,70 +330,73 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     }
 
     /// A step towards less that is sent for longer than there is room: the squares of what is too much decrease. False where there is none.
-    fn descend(&mut self, trial: &mut Trial, members: &[u32], room: f32) -> bool {
-        let (n, m) = (self.n(), members.len());
-        let pad = trial.sent.len();
-        trial.price.clear();
-        trial.price.resize(m, 0.0);
-        let mut rows = 0;
-        for (place, &x) in members.iter().enumerate() {
-            let over = trial.sent[place] - room;
-            if over > 0.0 {
-                let row = &self.beta[x as usize * n..][..n];
-                trial.price.iter_mut().zip(members).for_each(|(price, &c)| *price += over * row[c as usize]);
-                rows += 1;
-            }
-        }
-        self.ops += ((rows + m) * m) as u64 / 4 + m as u64;
-        if rows == 0 {
+    fn descend(&mut self, trial: &mut Trial, g: usize, m: usize, room: f32) -> bool {
+        let (packed, pad) = (&self.packed[g], trial.sent.len());
+        let Trial { patch, most, share, sent, over, price, step, sent_step, .. } = trial;
+        // Beyond the last place all are 0.
+        over.clear();
+        over.extend(sent[..m].iter().map(|sent| (sent - room).max(0.0)));
+        if over.iter().all(|over| *over == 0.0) {
             return false;
         }
-        let (mut sum, mut weights) = (0.0, 0.0);
-        for place in 0..m {
-            let (share, most) = (trial.share[place], trial.most[place]);
-            let weight = (most - share).min(share).max(0.02 / m as f32);
-            sum += weight * trial.price[place];
-            weights += weight;
+        for list in [&mut *over, most, share, step] {
+            list.resize(pad, 0.0);
         }
-        let mean = sum / weights;
-        let (mut up, mut down) = (0.0, 0.0);
-        trial.step.clear();
-        for place in 0..m {
-            let step = mean - trial.price[place];
-            let step = step * if step > 0.0 { trial.most[place] - trial.share[place] } else { trial.share[place] };
-            trial.step.push(step);
-            if step > 0.0 { up += step } else { down -= step }
+        price.clear();
+        price.resize(pad, 0.0);
+        packed.received(patch, over, &mut price[..m]);
+        self.ops += (m * pad) as u64 / 4 + 4 * m as u64;
+        let least = 0.02 / m as f32;
+        let (mut priced, mut weights) = ([0.0; LANES], [0.0; LANES]);
+        for ((most, share), price) in chunks(most).zip(chunks(share)).zip(chunks(price)) {
+            for k in 0..LANES {
+                let weight = (most[k] - share[k]).min(share[k]).max(least);
+                priced[k] += weight * price[k];
+                weights[k] += weight;
+            }
         }
+        let weights = weights.iter().sum::<f32>() - (pad - m) as f32 * least;
+        let mean = priced.iter().sum::<f32>() / weights;
+        let (mut up, mut down) = ([0.0; LANES], [0.0; LANES]);
+        let places = chunks(most).zip(chunks(share)).zip(chunks(price));
+        for (((most, share), price), step) in places.zip(step.as_chunks_mut::<LANES>().0.iter_mut()) {
+            for k in 0..LANES {
+                let wanted = mean - price[k];
+                step[k] = wanted * if wanted > 0.0 { most[k] - share[k] } else { share[k] };
+                up[k] += step[k].max(0.0);
+                down[k] -= step[k].min(0.0);
+            }
+        }
+        let [up, down]: [f32; 2] = [up, down].map(|sums| sums.iter().sum());
         if up <= 0.0 || down <= 0.0 {
             return false;
         }
         // As much goes as comes, and none further than it can.
         let (by_up, by_down) = ((down / up).min(1.0), (up / down).min(1.0));
-        let mut furthest = f32::INFINITY;
-        trial.sent_step.clear();
-        trial.sent_step.resize(pad, 0.0);
-        for place in 0..m {
-            let step = &mut trial.step[place];
-            *step *= if *step > 0.0 { by_up } else { by_down };
-            if *step != 0.0 {
-                let room = if *step > 0.0 { trial.most[place] - trial.share[place] } else { trial.share[place] };
-                furthest = furthest.min(room / step.abs());
-                add_times(&mut trial.sent_step, &trial.beta[place * pad..][..pad], *step);
+        let mut steepest = [0.0f32; LANES];
+        for ((most, share), step) in chunks(most).zip(chunks(share)).zip(step.as_chunks_mut::<LANES>().0.iter_mut()) {
+            for k in 0..LANES {
+                step[k] *= if step[k] > 0.0 { by_up } else { by_down };
+                let room = if step[k] > 0.0 { most[k] - share[k] } else { share[k] };
+                steepest[k] = steepest[k].max(step[k].abs() / room.max(f32::MIN_POSITIVE));
             }
         }
-        let (mut along, mut square) = (0.0, 0.0);
-        for (sent, step) in trial.sent[..m].iter().zip(&trial.sent_step) {
-            if *sent > room {
-                along -= (sent - room) * step;
-                square += step * step;
+        sent_step.resize(pad, 0.0);
+        packed.sent(patch, &step[..m], sent_step);
+        let mut square = [0.0; LANES];
+        for (over, step) in chunks(over).zip(chunks(sent_step)) {
+            for k in 0..LANES {
+                square[k] += if over[k] > 0.0 { step[k] * step[k] } else { 0.0 };
             }
         }
+        let along = -dot(over, sent_step);
         if along <= 0.0 {
             return false;
         }
-        let length = (along / square).min(furthest);
-        add_times(&mut trial.share, &trial.step, length);
-        add_times(&mut trial.sent, &trial.sent_step, length);
+        let furthest = 1.0 / steepest.iter().fold(f32::MIN_POSITIVE, |most, step| most.max(*step));
+        let length = (along / square.iter().sum::<f32>()).min(furthest);
+        add_times(share, step, length);
+        add_times(sent, sent_step, length);
         true
     }
 }
