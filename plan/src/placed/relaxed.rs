@@ -517,6 +517,11 @@ mod tests {
                     let off = (kept.send - anew.send).abs().max((kept.receive - anew.receive).abs());
                     assert!(off.max((kept.receive_all - anew.receive_all).abs()) < 1e-3, "{kept:?} {anew:?}");
                 }
+                for (place, &c) in members.iter().enumerate() {
+                    let sent = members.iter().map(|&x| relaxed.beta_to[c as usize * 6 + x as usize]);
+                    assert!(sent.eq(relaxed.packed[g].row(place)[..members.len()].iter().copied()));
+                    assert_eq!(relaxed.holds[c as usize], relaxed.share[c as usize] > 0.0);
+                }
                 // The compute that a trial had room for is at least what its shares take.
                 let anew = relaxed.times_of(g, limit);
                 assert!(anew.all < kept.all + 1e-3 && anew.over < kept.over + 1e-2, "{kept:?} {anew:?}");

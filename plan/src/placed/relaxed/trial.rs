@@ -94,7 +94,8 @@ impl Packed {
         Packed { stride, beta: vec![0.0; n * stride] }
     }
 
-    fn row(&self, place: usize) -> &[f32] {
+    /// What each place sends to this one.
+    pub fn row(&self, place: usize) -> &[f32] {
         &self.beta[place * self.stride..][..self.stride]
     }
 
