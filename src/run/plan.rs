@@ -74,7 +74,7 @@ impl PreparedRun {
     /// Takes the plan of a file, before there are PEs that one could be made for.
     ///
     /// # Errors
-    /// As [`PreparedRun::make_plan`].
+    /// Where the file is no plan, or one that does not fit the run.
     #[cfg(feature = "cuda")]
     pub fn read_plan(&mut self) -> Result<()> {
         match &self.request.plan {
