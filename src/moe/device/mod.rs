@@ -12,7 +12,6 @@ mod shape;
 mod sums;
 mod tiles;
 mod weights;
-mod windows;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
