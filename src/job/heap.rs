@@ -14,10 +14,10 @@ pub const SIZE: &str = "NVSHMEM_SYMMETRIC_SIZE";
 pub const NO_VMM: &str = "NVSHMEM_DISABLE_CUDA_VMM";
 
 /// What NVSHMEM's own bookkeeping and alignment may take of a heap, bytes.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg(any(feature = "cuda", test))]
 const BESIDE: u64 = 1 << 20;
 /// What a heap's size is a multiple of, bytes: the pages of devices.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg(any(feature = "cuda", test))]
 const STEP: u64 = 2 << 20;
 
 /// "1536M" as NVSHMEM reads it: K, M, G, T are powers of 1024.
@@ -37,13 +37,13 @@ pub fn bytes(text: &str) -> Option<u64> {
 }
 
 /// How to make a heap that PEs ask at most `needed` bytes of at a time.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg(any(feature = "cuda", test))]
 fn size_for(needed: u64) -> u64 {
     needed.saturating_add(BESIDE).checked_next_multiple_of(STEP).unwrap_or(u64::MAX)
 }
 
 /// Whether the heap is as large at the start as it ever is.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg(any(feature = "cuda", test))]
 fn is_fixed(get: impl Fn(&str) -> Option<String>) -> bool {
     let no = |value: &str| value.is_empty() || value.starts_with(['0', 'n', 'N', 'f', 'F']) || value == "off";
     get(NO_VMM).is_some_and(|value| !no(value.trim()))

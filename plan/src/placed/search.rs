@@ -459,6 +459,25 @@ fn best_first(found: &mut [FoundPlaced]) {
     found.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
 }
 
+/// The chains that go to their ends, best first: after each stage of a round only the best go on.
+fn staged<C: Send>(
+    round: &Round,
+    mut chains: Vec<C>,
+    threads: bool,
+    advance: impl Fn(&mut C, f64) + Sync,
+    best_ms: impl Fn(&C) -> f64,
+) -> Vec<C> {
+    for (end, stay) in round.stages() {
+        chains = in_two_threads(chains, threads, |mut chain| {
+            advance(&mut chain, end);
+            chain
+        });
+        chains.sort_by(|a, b| best_ms(a).total_cmp(&best_ms(b)));
+        chains.truncate(stay);
+    }
+    chains
+}
+
 /// A round of annealing groups with what their devices hold, from the best of each number of groups; these and what comes of it, best first.
 fn improve_together<L: LinkTable>(
     placed: &Placed<L>,
@@ -488,15 +507,8 @@ fn improve_together<L: LinkTable>(
     match round.way {
         Way::Together(schedule) => {
             let begin = |(start, random)| Chain::new(placed, start, schedule, each, random);
-            let mut chains: Vec<Chain<L>> = starts.into_iter().map(begin).collect();
-            for (end, stay) in round.stages() {
-                chains = in_two_threads(chains, threads, |mut chain| {
-                    chain.advance(exponential, end);
-                    chain
-                });
-                chains.sort_by(|a, b| a.best_ms().total_cmp(&b.best_ms()));
-                chains.truncate(stay);
-            }
+            let chains = starts.into_iter().map(begin).collect();
+            let chains = staged(round, chains, threads, |chain, end| chain.advance(exponential, end), Chain::best_ms);
             let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
             let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
             let anew = place_all(placed, again, effort, known);
@@ -505,15 +517,9 @@ fn improve_together<L: LinkTable>(
         }
         Way::Relaxed => {
             let begin = |(start, random)| relaxed::Chain::new(placed, &start, each, random);
-            let mut chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
-            for (end, stay) in round.stages() {
-                chains = in_two_threads(chains, threads, |mut chain| {
-                    chain.advance(exponential, end);
-                    chain
-                });
-                chains.sort_by(|a, b| a.best_ms().total_cmp(&b.best_ms()));
-                chains.truncate(stay);
-            }
+            let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
+            let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
+            let chains = staged(round, chains, threads, advance, relaxed::Chain::best_ms);
             let dealt = chains.into_iter().map(relaxed::Chain::into_best);
             let found: Vec<FoundPlaced> = dealt.flatten().collect();
             let quickly =
