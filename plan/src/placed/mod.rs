@@ -129,7 +129,7 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
 pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
 
 /// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
-const ANNEAL_OPS: f64 = 1e7;
+const ANNEAL_OPS: f64 = 2e7;
 /// In annealing groups with their times remembered, however many devices: what comes before takes less of the time of fewer.
 const REGROUP_OPS: u64 = 80_000_000;
 /// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
