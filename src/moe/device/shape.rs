@@ -213,8 +213,8 @@ impl ShapeOf<'_> {
         // One number for all cooperative kernels, of which one may come in clusters.
         let blocks = kernels.whole_clusters(blocks.clamp(1, MAX_BLOCKS));
         let round_chunks = round_chunks(&spec, &layout) as u32;
-        // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again. That is so only where rows
-        // are copied out of their places anyway, for backward, or where a network takes longer than a copy.
+        // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again, unless the budget was cut to
+        // the number of tokens. Only where rows are copied out of their places anyway, for backward, or where a network takes longer than a copy.
         let window_chunks =
             if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
         let mut shape = LayerShape {
