@@ -137,6 +137,22 @@ fn experts_are_not_cut() {
     assert_eq!((published.objective_ms, published.optimal), (1.0, true), "{published:?}");
 }
 
+/// Beside one that takes for ever the others take no time at all, and shares of theirs cannot be had by giving them more of it.
+#[test]
+fn a_device_that_takes_for_ever_is_planned() {
+    let start = cpu_s();
+    for round in 0..40 {
+        let mut random = Random::new(round);
+        let n = 2 + random.below(5);
+        let mut case = random_case(&mut random, n);
+        let (experts, slow) = (case.expert_flop.len() as u64, random.below(n));
+        case.memory.fill(experts.div_ceil(2 * (n as u64 - 1)));
+        (case.flops[slow], case.memory[slow]) = (1e-30, experts);
+        solve(&case, Options::default()).unwrap();
+    }
+    assert!(cpu_s() - start < 60.0);
+}
+
 #[test]
 fn random_inputs_have_valid_answers_no_worse_than_the_published_plan() {
     // `cargo bench --bench plan` measures times; this is one that no noise reaches.

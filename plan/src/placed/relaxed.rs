@@ -21,6 +21,9 @@ use crate::search::{EXPONENTIAL, between};
 
 /// Nothing in an answer takes as long, in units.
 const FAR: f32 = 1e4;
+
+/// A device that computes all in less, in units, counts as one that takes so long: of no time at all no multiple would be any.
+const AT_ONCE: f32 = 1e-6;
 /// Steps after which temperature and target are set anew, and sums are added up anew.
 const SET_EVERY: u64 = 64;
 /// How annealing goes, at first and at last: the target is so much under the best objective; temperatures. Shares of the work of that.
@@ -137,7 +140,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             alpha_to: Vec::new(),
             beta_to: Vec::new(),
             packed: vec![Packed::new(n); start.groups.len()],
-            compute: problem.flops.iter().map(|flops| in_units(placed.experts.total / flops)).collect(),
+            compute: problem.flops.iter().map(|flops| in_units(placed.experts.total / flops).max(AT_ONCE)).collect(),
             rate: Vec::new(),
             most: problem.memory.iter().map(most).collect(),
             share,

@@ -1,6 +1,6 @@
 //! What a group takes with other members, and with shares that fit them.
 
-use super::{Relaxed, Sums, Times, exchange};
+use super::{FAR, Relaxed, Sums, Times, exchange};
 use crate::cluster::LinkTable;
 
 /// Steps of descent at most, and how many times what the last one gained the next ones may have to.
@@ -217,7 +217,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let rate: f32 = places().filter(|&i| self.most[i] > 0.0).map(|i| self.rate[i]).sum();
         let mut compute = size / rate * (1.0 + slack);
         let at_most = &mut self.trials[which].most;
-        while size * (compute - limit) <= most {
+        while compute < FAR && size * (compute - limit) <= most {
             at_most.clear();
             let each = compute / size;
             at_most.extend(places().map(|i| (each * self.rate[i]).min(self.most[i])));
