@@ -95,9 +95,9 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
 }
 
 // ---- Waves: what goes over the network under one fence, since on some networks a fence waits for all that was put before it. The headers of
-// a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So the
-// first chunks need not wait for the last, and where a window holds a round there are no more waves than such peers. After a wave's signals a quiet
-// frees its places in the stage, which holds two waves.
+// a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So with several
+// such peers the first chunks need not wait for the last, and where a window holds the most that any of them gets there are no more waves than such peers.
+// After a wave's signals its last block waits, by a quiet, until it is delivered: that frees its places in the stage, which holds two waves.
 // `far`: Tables::far for headers and chunks, Tables::far_back for results.
 DEVICE bool sends_far(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
 // Added to a wave's count of messages: once its signals are sent, and once its places are free.

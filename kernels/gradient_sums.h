@@ -2,8 +2,8 @@
 // (replicas, and groups), the replicated weights' over all PEs.
 //
 // Of such a unit (SumUnit) the gradients one after another are one vector. Each of its K holders sums one part, 1/K of it, cut into pieces; piece g of
-// a part belongs to channel g mod channels, its number there is its step. A channel is independent of the others, and one block at a time works at
-// it. It goes through the PE's units in the order of experts, and of every step of theirs, in this order,
+// a part belongs to channel g mod channels, its number there is its step. One block at a time works at a channel. It goes through the PE's units in
+// the order of experts, and of every step of theirs, in this order,
 //   sends   its values to the holder of each part;
 //   reduces its own part: once all holders' values are there, sums them in their order, and sends the sums to all;
 //   copies  the sums of the others' parts to where they belong.
@@ -15,8 +15,11 @@
 // free when it is written, and values tell who gets them that the place of the sums of REDUCE_SLOTS steps before is free too. There is no other
 // acknowledgement. The same holds from pass to pass: values leave only after all sums of the last pass have come.
 //
+// Over the network a step's signals of one kind go under one fence for all channels: whichever channel puts its piece last sends those of all. Channels
+// meet in nothing else, and none waits for another on its own PE.
+//
 // No cyclic wait: units are in one order on all PEs, a send waits for nothing of peers, and all that a PE waits for before the send of a step are values
-// and sums of steps before it, in that order.
+// and sums of steps before it, in that order; that their signals go once all channels of the sender have put theirs keeps to that order.
 #pragma once
 #include "route_math.h"
 #include "world.h"
@@ -146,12 +149,14 @@ struct Reducer {
         : layer(l), r(reduce_shape(l.shape)), channel(of_channel), pass(of_pass), stats(counted), area(reduce_area(l.shape) / 4) {}
 
     // Where the piece of a holder's part begins in the vector, and its elements, 0 beyond the end.
-    DEVICE u64 begin(const Turn& t, u32 holder) const { return holder * t.part + (u64(t.step) * r.channels + channel) * r.piece; }
-    DEVICE u32 length(const Turn& t, u32 holder) const {
-        const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder);
+    DEVICE u64 begin(const Turn& t, u32 holder, u32 of_channel) const { return holder * t.part + (u64(t.step) * r.channels + of_channel) * r.piece; }
+    DEVICE u64 begin(const Turn& t, u32 holder) const { return begin(t, holder, channel); }
+    DEVICE u32 length(const Turn& t, u32 holder, u32 of_channel) const {
+        const u64 part = (holder + 1) * t.part, end = part < t.elements ? part : t.elements, from = begin(t, holder, of_channel);
         if (from >= end) return 0;
         return end - from < r.piece ? u32(end - from) : r.piece;
     }
+    DEVICE u32 length(const Turn& t, u32 holder) const { return length(t, holder, channel); }
     // The number of the step among those that this PE and a holder have with each other.
     DEVICE u32 number(const Turn& t, u32 holder) const { return t.holders[holder].before + t.step; }
     DEVICE float* at(u64 areas, u32 slot) const {
@@ -163,10 +168,11 @@ struct Reducer {
     DEVICE float* sums_out(u32 step) const { return at(u64(3) * layer.shape.n_world, step); }
     // A word for each place, not for each pair: on a network the signals of two steps may overtake each other, and a word must
     // not go backwards. Whoever sets it knows that its last value was seen, as it knows that the place is free.
-    DEVICE u64* signal(u32 kind, u32 pe, u32 number) const {
-        u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * layer.shape.n_world + pe) * r.channels + channel) * REDUCE_SLOTS;
+    DEVICE u64* signal(u32 kind, u32 pe, u32 number, u32 of_channel) const {
+        u64* words = layer.symmetric.all_reduce_signal + ((u64(kind) * layer.shape.n_world + pe) * r.channels + of_channel) * REDUCE_SLOTS;
         return words + number % REDUCE_SLOTS;
     }
+    DEVICE u64* signal(u32 kind, u32 pe, u32 number) const { return signal(kind, pe, number, channel); }
     DEVICE u64 stamp_of(u32 number) const { return (pass << STEP_BITS) + number + 1; }
     // One thread: whether what a holder sends in a step has come.
     DEVICE bool wait_for(const Turn& t, u32 kind, u32 holder) const {
@@ -189,13 +195,13 @@ struct Reducer {
             else if (dev::thread() == 0) signal_world(layer, signal(0, me, of), stamp_of(of), pe);
             count_put(count, !direct);
         }
-        signal_network(t, 0, [&](u32 holder) { return length(t, holder) > 0; });
+        signal_network(t, 0);
     }
 
     // Sums a step of the own part and sends the sums. False: some holder's values did not come.
     DEVICE bool reduce(const VectorTurn& t) const {
         const u32 me = layer.shape.world_pe, mine = t.unit.me, parts = t.unit.parts, count = length(t, mine);
-        if (count == 0) return true;
+        if (count == 0) return signal_network(t, 1), true;
         bool ok = true;
         for (u32 holder = dev::thread(); holder < parts && ok; holder += dev::threads())
             if (holder != mine) ok = wait_for(t, 0, holder);
@@ -239,7 +245,7 @@ struct Reducer {
             if (far) dev::put_block(place(1, me, number(t, holder)), sums_out(t.step), u64(count) * 4, pe);
             count_put(count, far);
         }
-        signal_network(t, 1, [&](u32) { return true; });
+        signal_network(t, 1);
         return true;
     }
 
@@ -266,20 +272,49 @@ struct Reducer {
         return true;
     }
 
-    // After puts of a step: one fence, then the signals of those that went over the network.
-    template <class Sent> DEVICE void signal_network(const Turn& t, u32 kind, Sent sent) const {
-        if (!layer.shape.stage || dev::thread() != 0) return;
+    // One thread: whether a channel puts values (kind 0) or sums (1) of a step to a holder over the network.
+    DEVICE bool goes_far(const Turn& t, u32 kind, u32 holder, u32 of_channel) const {
+        return !reaches(layer, t.holders[holder].pe) && length(t, kind == 0 ? holder : t.unit.me, of_channel) > 0;
+    }
+    // Whether any does: channel 0 has the first of a step's pieces.
+    DEVICE bool any_far(const Turn& t, u32 kind) const {
+        bool any = false;
+        ROLLED
+        for (u32 holder = 0; holder < t.unit.parts; holder++) any = any || goes_far(t, kind, holder, 0);
+        return any;
+    }
+    // All threads, after a channel's puts of a step, or where it has none: the last channel sends the signals of all that went over the network, after
+    // one fence. A step in which nothing did, of any channel, has none.
+    DEVICE void signal_network(const Turn& t, u32 kind) const {
+        if (!layer.shape.stage) return;
+        dev::sync_block();
+        if (dev::thread() != 0 || !any_far(t, kind)) return;
+        u32* ended = layer.sum_waves + u64(kind) * sum_turns(layer.shape) + t.turns;
+        if (dev::fetch_add_acq_rel(ended, 1u) + 1 < r.channels && !ARISTOS_PLANTED(EARLY_WAVE)) return;
+        dev::store_relaxed(ended, 0u);  // for the next pass
         dev::fence_puts();
-        for (u32 i = 1; i < t.unit.parts; i++) {
-            const u32 holder = (t.unit.me + i) % t.unit.parts, pe = t.holders[holder].pe, of = number(t, holder);
-            if (!reaches(layer, pe) && sent(holder)) signal_world(layer, signal(kind, layer.shape.world_pe, of), stamp_of(of), pe);
+        u32 sent = 0;
+        ROLLED
+        for (u32 c = 0; c < r.channels; c++) {
+            ROLLED
+            for (u32 i = 1; i < t.unit.parts; i++) {
+                const u32 holder = (t.unit.me + i) % t.unit.parts, of = number(t, holder);
+                if (!goes_far(t, kind, holder, c)) continue;
+                signal_world(layer, signal(kind, layer.shape.world_pe, of, c), stamp_of(of), t.holders[holder].pe);
+                sent++;
+            }
         }
+        dev::fetch_add(&stats->fences, u64(1));
+        dev::fetch_add(&stats->signals, u64(sent));
     }
 
+    // The signal of what is not far goes with it.
     DEVICE void count_put(u32 elements, bool far) const {
         if (dev::thread() != 0) return;
+        dev::fetch_add(&stats->puts, u64(1));
         dev::fetch_add(&stats->all_reduce_bytes, u64(elements) * 4);
         if (far) dev::fetch_add(&stats->network_bytes, u64(elements) * 4);
+        else dev::fetch_add(&stats->signals, u64(1));
     }
 };
 

@@ -291,6 +291,7 @@ struct Layer {
     BlockStats* block_stats; // [blocks]
     SumProgress* sums;       // [reduce_shape(shape).channels]; with training only
     SumWait* sum_waits;      // [reduce_shape(shape).channels][2][n_world]: of a channel to reduce, and to copy; where PEs share experts only
+    u32* sum_waves;          // [2][sum_turns(shape)]: channels that have put the values, or the sums, of a step; with training and a network only
     SpanRecord* spans;       // [MAX_SPANS]
     u8* route_scratch;       // route_scratch_bytes(shape)
     Symmetric symmetric;

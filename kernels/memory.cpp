@@ -181,6 +181,7 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
     local.take(r.done, route_blocks(s));
     local.take(l.sums, s.training ? reduce_shape(s).channels : 0);
     local.take(l.sum_waits, s.training && s.summed ? u64{reduce_shape(s).channels} * 2 * s.n_world : 0);
+    local.take(l.sum_waves, s.training && s.stage && s.n_world > 1 ? 2 * sum_turns(s) : 0);
     zero_bytes = local.used;
 
     local.take(r.logits, tokens * s.n_experts);

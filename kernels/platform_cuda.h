@@ -25,6 +25,8 @@
 #define REGISTER_KERNEL(name)
 #define REGISTER_CLUSTER_KERNEL(name)
 #define UNROLL _Pragma("unroll")
+// A loop beside others that need the registers more.
+#define ROLLED _Pragma("unroll 1")
 // A function of its own, so that its registers are not those of its caller's loops. Not beside setmaxnreg: with several calls in
 // such a kernel ptxas (13.0) finds no registers for it ("C7600 Register allocation failed"), and serialises its wgmma.
 #if ARISTOS_HOPPER

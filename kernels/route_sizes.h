@@ -177,8 +177,8 @@ constexpr u64 expert_elements(const LayerShape& s) {
 }
 // Of one of the PEs that sum.
 constexpr u64 reduce_part(u64 elements, u32 parts) { return reduce_round((elements + parts - 1) / parts); }
-// Over the network few large pieces, since every signal costs a fence there; else many small ones, one per block. In both
-// cases at most 1 MiB per peer and direction.
+// Over the network few large pieces, since each is a message there; else many small ones, one per block. In both cases at most
+// 1 MiB per peer and direction.
 struct ReduceShape {
     u32 channels, piece;    // blocks, and elements of one piece
 };
@@ -197,6 +197,10 @@ constexpr u32 reduce_steps(const LayerShape& s, u64 elements, u32 parts) {
     const ReduceShape r = reduce_shape(s);
     const u64 turn = u64(r.piece) * r.channels;
     return u32((reduce_part(elements, parts) + turn - 1) / turn);
+}
+// The most steps of a PE in a pass: an expert in two parts has the most.
+constexpr u64 sum_turns(const LayerShape& s) {
+    return (s.summed ? u64(s.n_local) * reduce_steps(s, expert_elements(s), 2) : 0) + reduce_steps(s, reduce_elements(s), s.n_world);
 }
 // Areas of the stage, each [n_world][channels][slots][piece] f32: values that came in, sums that came back; with a network also
 // values on their way out, and [channels][slots][piece] of sums.

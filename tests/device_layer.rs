@@ -673,17 +673,43 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
             let credits = got.signals - got.puts;
             assert!(credits.is_multiple_of(2) && credits < got.puts, "PE {pe}: {got:?}");
             assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
-            // One for the headers; for the chunks and the results of either pass one for each window that a round fills, so at most three, for each PE
-            // that only the network reaches (protocol_cases.h has the number).
             let reaches = |to: usize| world.reachable.as_ref().is_none_or(|mask| mask[pe * n + to] != 0);
             let far = (0..n).filter(|&to| !reaches(to)).count() as u64;
-            assert!(got.fences <= far.min(1) + 4 * 3 * far && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
+            assert!(got.fences <= most_fences(far) && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
             assert_eq!(pes[pe].rounds, [1, 1]);
         }
         // The sum of the router's gradient: everyone sends its part of each owner's share, and gets the sums.
         let bytes: u64 = pes.iter().map(|pe| pe.all_reduce_bytes).sum();
         let elements = (layer.n_experts * layer.hidden) as u64;
         assert!(bytes >= 2 * 4 * elements * (n as u64 - 1), "{bytes}");
+    }
+}
+
+/// The most fences of a step, forward and backward, to `far` PEs that only the network reaches: of the headers one, of the rows and of the results of
+/// either pass one for each of these PEs, and of the sum of the router's gradient, whose parts are one piece each, one for values and one for sums.
+fn most_fences(far: u64) -> u64 {
+    far.min(1) * (1 + 2) + 2 * 2 * far
+}
+
+/// Models' numbers of experts and choices, few of their tokens, chunks as many as by default. A synthetic router's hidden size is at least its experts.
+#[test]
+fn even_routing_has_a_fence_for_each_far_peer_at_most() {
+    for (experts, top_k, pes) in [(8, 2, &[2, 4, 8][..]), (128, 8, &[2, 4, 8])] {
+        let source = synthetic(mixtral(experts, 8, experts, top_k), 3);
+        for &n in pes {
+            let tokens = 64;
+            let mut world = World { options: with!(small_options(); chunk_rows = tokens / 16), ..World::new() };
+            world.reachable = Some((0..n * n).map(|i| u8::from(i / n == i % n)).collect());
+            let pes = run(&world, &source, &[even(n * tokens, n)], 1, 0).unwrap().remove(0);
+            for (pe, of) in pes.iter().enumerate() {
+                let (got, most) = (&of.step.traffic[0], most_fences(n as u64 - 1));
+                assert!(
+                    got.fences > 0 && got.fences <= most,
+                    "{experts} experts, PE {pe} of {n}: at most {most}, {got:?}"
+                );
+                assert_eq!(of.rounds, [1, 1]);
+            }
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 #define ARISTOS_HOPPER 1
 #define DEVICE inline __attribute__((always_inline))
 #define UNROLL
+#define ROLLED
 #define OUTLINE inline
 #define KERNEL(name, max_threads, min_blocks)                               \
     inline constexpr ::aristos::u32 max_threads_of_##name = (max_threads); \

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 #include "../layer_ampere.cu"
 #include "../layer_ampere_64x128.cu"
@@ -21,6 +22,14 @@ struct Forward {
     bool backward = true;
     bool hot = false;         // tokens go where Options::hot says
 };
+
+// Places of a window as the host has them (src/moe/device/windows.rs), of layers whose experts are spread evenly: at least what even routing fills.
+inline u32 window_places(u32 tokens, u32 experts, u32 top_k, u32 pes, u32 chunk_rows, u32 round_chunks) {
+    double none = 1;
+    for (u32 i = 0; i < top_k; i++) none *= std::max(0.0, 1.0 - double((experts + pes - 1) / pes) / (experts - i));
+    const double rows = std::min(double(tokens), std::ceil(tokens * (1 - none) + 3 * std::sqrt(tokens * (1 - none) * none)));
+    return std::min(round_chunks, std::max((7 * round_chunks + 15) / 16, u32(std::ceil(rows / chunk_rows))));
+}
 
 enum Path { PATH_AMPERE, PATH_HOPPER, PATH_SMALL, PATH_AMPERE_64X128, PATH_HOPPER_128X128, PATH_HOPPER_256X256, PATH_SMALL_PAIR };
 inline bool is_hopper(Path path) { return path == PATH_HOPPER || path == PATH_HOPPER_128X128 || path == PATH_HOPPER_256X256; }

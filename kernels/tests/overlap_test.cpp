@@ -2,13 +2,13 @@
 // of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
 //
 //   overlap_test table     prints the tables of docs/measurements for models' shapes ("sums": the second alone; "pairs": the first's of 8 PEs, blocks on
-//                          their own beside pairs); otherwise only small ones run, and are checked.
+//                          their own beside pairs; "counts": fences, signals, puts and bytes); otherwise only small ones run, and are checked.
 //
 // Shapes are models' in ratios: 1/8 of their 4,096 tokens, of the rows of a tile and of a chunk; fewer columns, but as many tasks a block as on 132 multiprocessors.
 #include "testing.h"
 
 #include "../host/virtual_time.h"
-#include "layer_world.h"
+#include "protocol_cases.h"
 
 namespace {
 
@@ -190,15 +190,15 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
 
 struct Scaled {
     world::Options o;
-    explicit Scaled(const Model& m, u32 pes, u32 tokens, u32 copies = 1, bool pair = false) {
+    explicit Scaled(const Model& m, u32 pes, u32 tokens, u32 copies = 1, bool pair = false, u32 chunk_rows = 16) {
         o.copies = copies;
         o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
-        o.chunk_rows = 16, o.reachable.assign(pes * pes, 0);
-        // Twice the even share of rows in a round, 7/16 of that in a window, as the host has it.
+        o.chunk_rows = chunk_rows, o.reachable.assign(pes * pes, 0);
+        // Twice the even share of rows in a round, and a window, as the host has them.
         const u32 group = pes / copies;
         o.round_chunks = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group) / o.chunk_rows;
-        o.window_chunks = (7 * o.round_chunks + 15) / 16;
+        o.window_chunks = world::window_places(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
         o.wait_limit_ns = 1'000'000'000'000;
         o.passes = {{std::vector<u32>(pes, tokens)}};
     }
@@ -256,6 +256,45 @@ void sums_table() {
     }
 }
 
+// Of the PE that has most of each, with chunks of 1/8 of 256 rows, so that chunks are as many as of 4,096 tokens.
+void counts_table() {
+    std::puts("| model | PEs | far | pass | fences | signals | puts | bytes over the network |\n|---|---:|---:|---|---:|---:|---:|---:|");
+    for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
+        for (u32 pes : {2u, 4u, 8u, 16u}) {
+            if (m.experts < pes) continue;
+            world::Layers t(Scaled(m, pes, 512, 1, false, 32).o);
+            for (u32 pe = 0; pe < pes; pe++) t.plan(pe, 0);
+            for (bool backward : {false, true}) {
+                pass(t, backward, 1e9, 0);
+                PassStats most{};
+                for (u32 pe = 0; pe < pes; pe++) {
+                    const PassStats& s = *t.w->pes[pe]->layer().stats;
+                    most.fences = std::max(most.fences, s.fences), most.signals = std::max(most.signals, s.signals);
+                    most.puts = std::max(most.puts, s.puts), most.network_bytes = std::max(most.network_bytes, s.network_bytes);
+                }
+                std::printf("| %s | %u | %u | %s | %llu | %llu | %llu | %llu |\n", m.name, pes, pes - 1, backward ? "backward" : "forward", (unsigned long long)most.fences,
+                            (unsigned long long)most.signals, (unsigned long long)most.puts, (unsigned long long)most.network_bytes);
+                std::fflush(stdout);
+            }
+        }
+    }
+    std::puts("\nSums of experts' gradients between two groups in a backward, by the formula that protocol_test sets beside the counters, at the models' own sizes.\n");
+    std::puts("| model | groups x PEs | experts a PE | fences, one for each piece | fences | signals, as many puts | bytes |\n|---|---|---:|---:|---:|---:|---:|");
+    struct Full { const char* name; u32 hidden, intermediate, experts, pes; };
+    for (const Full& f : {Full{"Mixtral", 4096, 14336, 8, 4}, {"Qwen3-30B", 2048, 768, 128, 8}, {"DeepSeek-V3", 7168, 2048, 256, 16}}) {
+        world::Pe p;
+        p.s = world::shape();
+        p.s.n_pes = f.pes, p.s.n_world = 2 * f.pes, p.s.hidden = f.hidden, p.s.intermediate = f.intermediate, p.s.n_experts = f.experts;
+        p.s.gated = p.s.training = p.s.stage = p.s.summed = 1, p.s.bias = p.s.shared_intermediate = 0, p.s.channels = 108;
+        p.sum_holders = {{0, 0}, {f.pes, 0}};
+        for (u32 e = 0; e < f.experts / f.pes; e++) p.sum_units.push_back({e, 2, 0, 0});
+        const auto far = [](u32) { return true; };
+        const protocol_cases::SumCounts c = protocol_cases::expected_sum_counts(p, far);
+        std::printf("| %s | 2 x %u | %u | %llu | %llu | %llu | %llu |\n", f.name, f.pes, f.experts / f.pes, (unsigned long long)c.puts, (unsigned long long)c.fences,
+                    (unsigned long long)c.puts, (unsigned long long)protocol_cases::expected_sums(p, far));
+    }
+}
+
 void table_head() {
     std::puts("Times in those of the GEMMs. Startable: tiles whose rows are there at 50 / 82 / 91% of the rows' time on the wire, %.\n");
     std::puts("| model | PEs | pass | wire | startable | end of GEMMs | tensor cores wait | exposed |\n|---|---:|---|---:|---|---:|---:|---:|");
@@ -279,8 +318,8 @@ void table() {
         for (u32 pes : {4u, 8u, 16u}) {
             if (m.experts < pes) continue;
             const Scaled layer(m, pes, 512);
-            for (double ratio : {0.5, 1.0, 2.0}) print(m.name, pes, false, ratio, layer.run(false, ratio));
-            print(m.name, pes, true, 1, layer.run(true, 1));
+            for (bool backward : {false, true})
+                for (double ratio : {0.0, 0.5, 1.0, 2.0}) print(m.name, pes, backward, ratio, layer.run(backward, ratio));
         }
     }
 }
@@ -315,6 +354,7 @@ CASE(most_of_the_sums_is_hidden) {
 int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "table") return table(), sums_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "sums") return sums_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "counts") return counts_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "pairs") return pairs_table(), world::failures > 0;
     return testing::testing_main(argc, argv);
 }

@@ -282,7 +282,8 @@ inline bool overflows_at(const Layers& t, const std::vector<std::vector<Pair>>& 
 }
 
 // One for each wave in which something goes over the network: the headers of a step; its chunks, chunk 0 of all such peers, then chunk 1, in
-// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers, where a window holds a round.
+// waves of window_chunks; and its results in the same way. So no phase has more fences than there are such peers, where a window holds the most that
+// any of them gets or returns; and where it holds 1/n of that, at most n times as many.
 inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>& pairs, u32 me, bool backward) {
     const LayerShape& s = t.w->pes[me]->s;
     const auto& group = t.w->peers(me);
@@ -296,17 +297,21 @@ inline u64 expected_fences(const Layers& t, const std::vector<std::vector<Pair>>
     // Waves of the messages of the pairs that `of` gives, null where nothing is sent.
     auto chunks = [&](auto of, auto listed, u64 round) {
         std::vector<bool> wave(n * s.round_chunks / s.window_chunks + 1, false);
+        u32 peers = 0, most = 0;
         for (u32 index = 0, number = 0; index < s.round_chunks; index++) {
             for (u32 i = 1; i < n; i++) {
                 const u32 pe = group[(s.my_pe + i) % n];
                 if (!listed(pe)) continue;
                 const Pair* p = of(pe);
-                const u32 at = number++ / s.window_chunks;
-                CHECK(at < n - 1 || s.window_chunks < s.round_chunks, "more waves than peers");
-                if (p && round < p->rounds && index < p->round_chunks[round]) wave[at] = true;
+                const u32 at = number++ / s.window_chunks, count = p && round < p->rounds ? p->round_chunks[round] : 0;
+                if (index < count) wave[at] = true;
+                most = std::max(most, count), peers += index == 0;
             }
         }
-        fences += u64(std::count(wave.begin(), wave.end(), true));
+        const u64 waves = u64(std::count(wave.begin(), wave.end(), true));
+        CHECK(waves <= (u64(peers) * most + s.window_chunks - 1) / s.window_chunks, "%llu waves to %u peers of at most %u chunks", (unsigned long long)waves, peers, most);
+        if (most <= s.window_chunks) CHECK(waves <= peers, "%llu waves to %u peers", (unsigned long long)waves, peers);
+        fences += waves;
     };
     auto out = [&](u32 pe) { return out_far(pe) ? &pairs[me][pe] : nullptr; };
     auto in = [&](u32 pe) { return in_far(pe) ? &pairs[pe][me] : nullptr; };
@@ -339,6 +344,28 @@ template <class Of> u64 expected_sums(const world::Pe& p, Of of) {
             if (holder != u.me && of(p.sum_holders[u.first + holder].pe)) bytes += 4 * (length(holder) + length(u.me));
     }
     return bytes;
+}
+
+// Puts of sums, each with its signal: a unit's pieces, those of this PE's values of the others' parts and those of the own part's sums. A step has a piece
+// for each channel, and a fence for its values and one for its sums, where any of them goes over the network; never one for each channel.
+struct SumCounts { u64 puts = 0, fences = 0; };
+template <class Far> SumCounts expected_sum_counts(const world::Pe& p, Far far) {
+    SumCounts c;
+    const ReduceShape r = reduce_shape(p.s);
+    for (const SumUnit& u : p.sum_units) {
+        if (u.parts == 0) continue;
+        const u64 elements = u.batch == NONE ? reduce_elements(p.s) : expert_elements(p.s), part = reduce_part(elements, u.parts);
+        auto pieces = [&](u32 holder) { return (std::min(elements, (holder + 1) * part) - std::min(elements, holder * part) + r.piece - 1) / r.piece; };
+        u64 sends = 0, sums = 0;  // steps in which values, and sums, go over the network
+        for (u32 holder = 0; holder < u.parts; holder++) {
+            if (holder == u.me) continue;
+            c.puts += pieces(holder) + pieces(u.me);
+            if (!far(p.sum_holders[u.first + holder].pe)) continue;
+            sends = std::max(sends, (pieces(holder) + r.channels - 1) / r.channels), sums = (pieces(u.me) + r.channels - 1) / r.channels;
+        }
+        c.fences += sends + sums;
+    }
+    return c;
 }
 
 // What PE `me` has to do with the rows of `source`, which is on another host, besides results that a home returns to it.
@@ -408,7 +435,10 @@ inline PassStats expected_stats(const Layers& t, const std::vector<std::vector<P
     w.fences = expected_fences(t, pairs, me, backward);
     if (backward && t.o.copies > 1) {
         w.all_reduce_bytes = expected_sums(*t.w->pes[me], [](u32) { return true; });
-        w.network_bytes += expected_sums(*t.w->pes[me], [&](u32 pe) { return is_far(t, me, pe); });
+        const auto far = [&](u32 pe) { return is_far(t, me, pe); };
+        w.network_bytes += expected_sums(*t.w->pes[me], far);
+        const SumCounts sums = expected_sum_counts(*t.w->pes[me], far);
+        w.puts += sums.puts, w.signals += sums.puts, w.fences += sums.fences;
     }
     return w;
 }

@@ -33,6 +33,7 @@ enum PlantedFault : u32 {
     HALF_DONE,         // it reports one when the first block's results are stored
     LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
     FAILS_ALONE,       // a block of it that fails leaves without the other
+    EARLY_WAVE,        // the signals of a step of sums go before all channels have put theirs
 };
 inline PlantedFault planted = NO_FAULT;
 }  // namespace aristos
@@ -90,6 +91,12 @@ CASE(an_expert_without_tokens) { any_schedule(an_expert_without_tokens(), seeds(
 CASE(eight_pes) { any_schedule(eight_pes(), seeds(12)); }
 CASE(replicas) { any_schedule(replicas(), seeds(30)); }
 CASE(replicas_in_rounds) { any_schedule(replicas_in_rounds(), seeds(30)); }
+// An expert's gradients are several pieces of a channel, the last one short.
+CASE(sums_in_steps) {
+    Options o = replicas();
+    o.experts = 4, o.intermediate = 1400, o.tokens = 8, o.passes = {{{8, 5, 0, 3}}, {{1, 8, 2, 7}}};
+    any_schedule(o, seeds(8));
+}
 CASE(replicas_in_bulk) {
     Options o = replicas();
     o.bulk = 1;
@@ -121,6 +128,42 @@ CASE(groups_of_hosts_in_bulk) {
 }
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
+// Models' shapes with windows as the host has them, by even routing: no phase has more fences than there are PEs that only the network reaches. 1/8 of
+// their tokens and of the rows of a chunk; the routing is theirs, the experts are small.
+CASE(even_routing_has_a_fence_for_each_far_peer_at_most) {
+    struct Model { u32 experts, top_k; };
+    for (Model m : {Model{8, 2}, Model{128, 8}, Model{256, 8}}) {
+        for (u32 pes : {2u, 4u, 8u, 16u}) {
+            if (pes > m.experts) continue;
+            for (u32 of_host : {1u, 4u}) {
+                if (of_host >= pes) continue;
+                Options o = base(pes);
+                o.host_plan = true, o.experts = m.experts, o.top_k = m.top_k, o.tokens = 512, o.chunk_rows = 32, o.delay_us = 0;
+                o.hidden = o.intermediate = 8;
+                o.round_chunks = std::min(512u, 2 * 512 * std::min(m.top_k, pes) / pes) / 32;
+                o.window_chunks = world::window_places(o.tokens, m.experts, m.top_k, pes, o.chunk_rows, o.round_chunks);
+                for (u32 i = 0; i < pes * pes; i++) o.reachable.push_back(i / pes / of_host == i % pes / of_host);
+                o.passes = {{std::vector<u32>(pes, o.tokens)}};
+                Layers t(o);
+                t.run();
+                check_counters(t);
+                const u64 far = pes - of_host;
+                u64 most[2] = {0, 0};
+                for (u32 pe = 0; pe < pes; pe++) {
+                    const Snapshot& s = t.seen[pe][0];
+                    // The headers', the rows' and the results'; backward has no headers.
+                    CHECK(s.forward.fences <= 1 + 2 * far, "%llu fences to %llu peers", (unsigned long long)s.forward.fences, (unsigned long long)far);
+                    CHECK(s.backward.fences <= 2 * far, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)far);
+                    CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a place was used again");
+                    most[0] = std::max<u64>(most[0], s.forward.fences), most[1] = std::max<u64>(most[1], s.backward.fences);
+                }
+                std::printf("  %u experts, %u PEs, %u a host: %llu far, %llu and %llu fences\n", m.experts, pes, of_host, (unsigned long long)far,
+                            (unsigned long long)most[0], (unsigned long long)most[1]);
+            }
+        }
+    }
+    CHECK(world::failures == 0);
+}
 // The GEMM paths of the GPUs in the same rounds.
 CASE(gemm_paths) {
     for (world::Path path : {world::PATH_AMPERE, world::PATH_HOPPER}) {
@@ -480,6 +523,7 @@ CASE(planted_no_part_credit_in_bulk) {
     o.bulk = 1;
     CHECK(caught(o, REACH_NONE, NO_PART_CREDIT));
 }
+CASE(planted_early_wave) { CHECK(caught(replicas(), REACH_NONE, EARLY_WAVE)); }
 CASE(planted_first_of_group) { CHECK(caught(groups_of_hosts(), REACH_NONE, FIRST_OF_GROUP)); }
 CASE(planted_no_credit_in_groups) { CHECK(caught(groups_in_one_place(), REACH_NONE, NO_CREDIT)); }
 CASE(planted_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, EARLY_SUM)); }

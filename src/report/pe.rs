@@ -86,7 +86,7 @@ pub struct PassReport {
 pub struct TrafficReport {
     /// Bytes put, by kind ("dispatch_rows", "combine_rows", "counts", ...).
     pub remote_bytes: BTreeMap<String, u64>,
-    /// Number of puts, those with a signal included; collectives' are not counted, here and below.
+    /// Number of puts, those with a signal included; here and below those of the sums of gradients are counted on devices, and of collectives on CPUs none.
     pub puts: u64,
     /// Number of signal operations, those of puts included.
     pub signals: u64,

@@ -12,6 +12,7 @@ mod shape;
 mod sums;
 mod tiles;
 mod weights;
+mod windows;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::relays::Relays;
 use super::tiles::{Problem, Tile, TileKernels};
+use super::windows::window_chunks;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
 use crate::moe::spec::{
@@ -213,10 +214,13 @@ impl ShapeOf<'_> {
         // One number for all cooperative kernels, of which one may come in clusters.
         let blocks = kernels.whole_clusters(blocks.clamp(1, MAX_BLOCKS));
         let round_chunks = round_chunks(&spec, &layout) as u32;
-        // Of a budget of twice the even share, seven eighths of that share: with even routing no place is used again, unless the budget was cut to
-        // the number of tokens. Only where rows are copied out of their places anyway, for backward, or where a network takes longer than a copy.
-        let window_chunks =
-            if *training || !self.all_reachable { (round_chunks * 7).div_ceil(16) } else { round_chunks };
+        // Fewer places than a round has chunks only where rows are copied out of them anyway, for backward, or where a network takes longer than
+        // a copy.
+        let window_chunks = if *training || !self.all_reachable {
+            window_chunks(&spec, &layout, round_chunks as usize) as u32
+        } else {
+            round_chunks
+        };
         let mut shape = LayerShape {
             my_pe: me as u32,
             n_pes: placement.n_pes() as u32,

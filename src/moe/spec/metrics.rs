@@ -83,7 +83,7 @@ pub struct Traffic {
     pub dispatch_rows: u64,
     /// Rows on the combine routes.
     pub combine_rows: u64,
-    /// Put calls.
+    /// Put calls; here and in the next two those of the sums of gradients are counted on devices, and of collectives on CPUs none.
     pub puts: u64,
     /// Signal operations (with or without data).
     pub signals: u64,

@@ -1,0 +1,183 @@
+//! How many places a source has in a PE's window, which is also how many messages a wave has over a network (`kernels/dispatch.h`, "Waves").
+
+use crate::moe::spec::{LayerSpec, Layout};
+
+/// Standard deviations above the mean that even routing may send and still find a place for every row.
+const DEVIATIONS: f64 = 3.0;
+
+/// Places of a source's window, of `round_chunks` that it may send in a round, where rows are copied out of their places anyway: 7/16 as many, which
+/// of the usual budget is 7/8 of the even share, but no fewer than even routing fills. So with even routing no place is used again, and a phase has no
+/// more waves, and so fences, than PEs that only the network reaches. With rows once per host, where a window takes all rows for a host, it holds
+/// the share of each of its PEs: as many waves then as such PEs, but places are used again.
+pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usize) -> usize {
+    let hosts = &spec.options.hosts;
+    let members = if hosts.relays() { (0..hosts.n_pes()).map(|pe| hosts.members(pe).count()).min() } else { None };
+    let even = even_rows(spec).div_ceil(layout.chunk_rows).div_ceil(members.unwrap_or(1));
+    (round_chunks * 7).div_ceil(16).max(even).min(round_chunks)
+}
+
+/// The rows that a source has for the PE, or host, that gets the most of it, when each of its tokens is as likely to choose any set of experts: a token
+/// is one row there, however many of its experts are.
+fn even_rows(spec: &LayerSpec) -> usize {
+    let LayerSpec { config, placement, options, max_tokens, .. } = spec;
+    let relays = options.hosts.relays();
+    let n = placement.n_pes();
+    let to = |pe: usize| if relays { options.hosts.members(pe).next().unwrap_or(pe) } else { pe };
+    let first: Vec<usize> = (0..n).map(to).collect();
+    let experts = placement.n_experts();
+    // How many experts' pairs go to one place, at most. Without replicas all sources are alike.
+    let mut most = 0.0f64;
+    for source in 0..if placement.has_replicas() { n } else { 1 } {
+        let mut held = vec![0.0; n];
+        for e in 0..experts {
+            let mut before = 0;
+            for (pe, _, until) in placement.shares(e, source) {
+                held[first[pe]] += (until - before) as f64 / (1u64 << 32) as f64;
+                before = until;
+            }
+        }
+        if placement.has_replicas() {
+            held[first[source]] = 0.0;
+        }
+        most = held.into_iter().fold(most, f64::max);
+    }
+    // Of k different experts none is there.
+    let none: f64 =
+        (0..config.router.top_k.min(experts)).map(|i| (1.0 - most / (experts - i) as f64).max(0.0)).product();
+    let (tokens, there) = (*max_tokens as f64, 1.0 - none);
+    let rows = tokens * there + DEVIATIONS * (tokens * there * none).sqrt();
+    (rows.ceil() as usize).min(*max_tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::DeviceLimits;
+    use crate::gpu::params::{LayerShape, Tables};
+    use crate::moe::device::DeviceOptions;
+    use crate::moe::device::shape::{ShapeOf, place};
+    use crate::moe::spec::{Activation, Dtype, Groups, Hosts, LayerConfig, MlpConfig, RouterConfig};
+
+    /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, choices.
+    const MODELS: [(usize, usize, usize, usize); 3] = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (7168, 2048, 256, 8)];
+    const TOKENS: usize = 4096;
+
+    fn spec_of((hidden, intermediate, experts, top_k): (usize, usize, usize, usize), n: usize) -> LayerSpec {
+        let expert = MlpConfig::gated(intermediate, Activation::Silu);
+        let config = LayerConfig::new(hidden, experts, RouterConfig::softmax(top_k), expert);
+        LayerSpec::new(config, n, TOKENS).dtype(Dtype::Bf16).training(true)
+    }
+
+    /// The shape on a network, and its symmetric memory.
+    fn shape_of(spec: &LayerSpec) -> (LayerShape, u64) {
+        let limits = DeviceLimits {
+            capability: (8, 0),
+            multiprocessors: 108,
+            shared_bytes_per_block: 163 << 10,
+            memory_total: 40 << 30,
+            memory_free: 40 << 30,
+            symmetric_total: 0,
+        };
+        let (device, groups) = (DeviceOptions::default(), Groups::one(spec.placement.clone()));
+        let (device, groups) = (&device, &groups);
+        let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable: false, router_parts: 3 };
+        let shape = shape_of.shape(&limits, 108).unwrap();
+        (shape, place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
+    }
+
+    /// A linear congruential generator's upper half, below `n`.
+    fn below(state: &mut u64, n: usize) -> usize {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((*state >> 33) as usize * n) >> 31
+    }
+
+    /// Chunks of one source for every destination that `to` says an expert is at, each token with `k` different experts.
+    fn chunks(state: &mut u64, experts: usize, k: usize, chunk_rows: usize, to: &dyn Fn(usize) -> usize) -> Vec<usize> {
+        let mut rows = vec![0usize; experts];
+        for _ in 0..TOKENS {
+            let mut chosen: Vec<usize> = Vec::new();
+            while chosen.len() < k {
+                let expert = below(state, experts);
+                if !chosen.contains(&expert) {
+                    chosen.push(expert);
+                }
+            }
+            let mut dests: Vec<usize> = chosen.into_iter().map(to).collect();
+            dests.sort_unstable();
+            dests.dedup();
+            dests.into_iter().for_each(|dest| rows[dest] += 1);
+        }
+        rows.into_iter().map(|rows| rows.div_ceil(chunk_rows)).collect()
+    }
+
+    /// Fences of a phase: waves of `window` messages, chunk 0 of all far peers, then chunk 1.
+    fn fences(far: &[usize], window: usize) -> usize {
+        let most = far.iter().copied().max().unwrap_or(0);
+        let sent = |number: &usize| number / far.len() < far[number % far.len()];
+        let mut waves: Vec<usize> = (0..most * far.len()).filter(sent).map(|number| number / window).collect();
+        waves.dedup();
+        waves.len()
+    }
+
+    /// As many tokens, chunks and windows as by default.
+    #[test]
+    fn even_routing_has_a_fence_for_each_far_peer_at_most() {
+        let mut random = 1;
+        let mut looked_at = 0;
+        for model in MODELS {
+            let (.., experts, k) = model;
+            for n in [2usize, 4, 8, 16, 32, 64] {
+                if n > experts {
+                    continue;
+                }
+                let (shape, bytes) = shape_of(&spec_of(model, n));
+                assert!(n > 16 || bytes <= 1 << 30, "{model:?} on {n}: {bytes} bytes");
+                let window = shape.window_chunks as usize;
+                for _ in 0..4 {
+                    let all = chunks(&mut random, experts, k, shape.chunk_rows as usize, &|e| e * n / experts);
+                    for of_host in [1, 4] {
+                        let far = &all[of_host.min(n)..n];
+                        let (got, peers) = (fences(far, window), far.len());
+                        assert!(got <= peers, "{model:?} on {n}, {of_host} a host: {got} fences to {peers} peers");
+                        assert!(far.iter().all(|chunks| *chunks <= window), "{model:?} on {n}: a place is used again");
+                        looked_at += usize::from(peers > 0);
+                    }
+                }
+            }
+        }
+        assert!(looked_at > 80);
+    }
+
+    /// A row once per host: as many as PEs of other hosts.
+    #[test]
+    fn rows_once_per_host_have_a_fence_for_each_pe_of_other_hosts_at_most() {
+        let mut random = 1;
+        for model in MODELS {
+            let (.., experts, k) = model;
+            for (n, of_host) in [(4, 2), (8, 2), (8, 4), (16, 4), (32, 4), (64, 4)] {
+                if n > experts {
+                    continue;
+                }
+                let mut spec = spec_of(model, n);
+                spec.options.hosts = Hosts::new((0..n).map(|pe| pe / of_host).collect());
+                let (shape, _) = shape_of(&spec);
+                let to = |e: usize| e * n / experts / of_host;
+                let all = chunks(&mut random, experts, k, shape.chunk_rows as usize, &to);
+                let got = fences(&all[1..n / of_host], shape.window_chunks as usize);
+                assert!(got <= n - of_host, "{model:?} on {n}, {of_host} a host: {got} fences");
+            }
+        }
+    }
+
+    /// As before where even routing fills less: a larger budget has a larger window.
+    #[test]
+    fn a_window_grows_with_the_budget() {
+        let mut spec = spec_of(MODELS[2], 16);
+        assert_eq!(shape_of(&spec).0.window_chunks, 7);
+        spec.options.budget_factor = 1.0;
+        assert_eq!((shape_of(&spec).0.round_chunks, shape_of(&spec).0.window_chunks), (8, 7));
+        let mut spec = spec_of(MODELS[2], 64);
+        spec.options.budget_factor = 4.0;
+        assert_eq!((shape_of(&spec).0.round_chunks, shape_of(&spec).0.window_chunks), (8, 4));
+    }
+}
