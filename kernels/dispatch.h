@@ -97,7 +97,8 @@ DEVICE void post(Block& b, const Message& m, u64 bytes, u64* signal, u64 value, 
 // ---- Waves: what goes over the network under one fence, since on some networks a fence waits for all that was put before it. The headers of
 // a step are a wave. Its chunks, chunk 0 for all such peers, then chunk 1, are cut into waves of window_chunks; so are its results. So with several
 // such peers the first chunks need not wait for the last, and where a window holds the most that any of them gets there are no more waves than such peers.
-// After a wave's signals its last block waits, by a quiet, until it is delivered: that frees its places in the stage, which holds two waves.
+// A stage holds two waves. Where a later one of the step needs a wave's places, its last block waits after its signals, by a quiet, until it is
+// delivered; of the others, one block waits when the step is over (end_stages).
 // `far`: Tables::far for headers and chunks, Tables::far_back for results.
 DEVICE bool sends_far(const Layer& l, u32 pe) { return !reachable(l, pe) && sends_to(l, pe); }
 // Added to a wave's count of messages: once its signals are sent, and once its places are free.
@@ -125,8 +126,9 @@ struct WaveSignal {
     u64* signal;
     u64 value;
 };
-// All threads, at the end of an item of a wave of `size`: the last one sends the signals of all, `get(i)`.
-template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, bool staged, Get get) {
+// All threads, at the end of an item of a wave of `size`: the last one sends the signals of all, `get(i)`. `reused`, of one thread: whether it sees that
+// the wave's places are needed again in this step.
+template <class Get, class Reused> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, Get get, Reused reused) {
     dev::sync_block();
     bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == size;
     if (!dev::sync_block_or(last)) return;
@@ -144,17 +146,28 @@ template <class Get> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, b
             if (s.signal) signal_peer(b.l, s.signal, s.value, s.pe);
         }
         if (sent) dev::shared_add(&b.state.stats.signals, u64(sent));
-        dev::sync_block();
     }
+    const bool waits = dev::sync_block_or(any && reused());
     if (dev::thread() != 0) return;
     dev::fetch_add_acq_rel(ended, WAVE_SIGNALLED);
-    if (any && staged) dev::quiet_puts();
+    if (waits && !ARISTOS_PLANTED(NO_QUIET_OF_WAVE)) dev::quiet_puts();
     dev::fetch_add_acq_rel(ended, WAVE_FREE);
 }
 // The same for a wave of chunks; `get(pe, index)`.
 template <class Get> DEVICE void end_chunk(Block& b, const u32* far, u32* ended, const WaveMessage& m, Get get) {
-    u32 first = m.wave * b.l.shape.window_chunks, peers = far[0];
-    end_wave_item(b, ended + m.wave, m.size, true, [&](u32 i) { return get(far[1 + (first + i) % peers], (first + i) / peers); });
+    const u32 places = b.l.shape.window_chunks, first = m.wave * places, peers = far[0], later = first + STAGE_WAVES * places;
+    auto at = [&](u32 number) { return get(far[1 + number % peers], number / peers); };
+    end_wave_item(b, ended + m.wave, m.size, [&](u32 i) { return at(first + i); }, [&] {
+        // Whoever has a chunk of a later wave has its first one there.
+        bool any = false;
+        for (u32 i = dev::thread(); i < peers; i += dev::threads()) any = any || at(later + i).signal != nullptr;
+        return any;
+    });
+}
+
+// One thread, once all blocks have ended a step: what it put has arrived, so the next one may use all places of the stages.
+DEVICE void end_stages(const Layer& l) {
+    if (l.shape.stage && !ARISTOS_PLANTED(NO_QUIET_OF_STEP)) dev::quiet_puts();
 }
 
 // ---- Headers.
@@ -287,11 +300,12 @@ DEVICE void send(Block& b, u32 item) {
     bool far = sends_far(l, pe);
     if (item < n) {
         send_header(b, pe);
-        if (far) end_wave_item(b, b.counters().headers, l.tables.far[0], false, [&](u32 i) -> WaveSignal {
+        auto signal = [&](u32 i) -> WaveSignal {
             u32 to = l.tables.far[1 + i];
             if (!sends_header(b, to)) return {};
             return {to, header_signal(l, header_place(b.pass, b.step.mode != MODE_FORWARD), me), stamp(b.pass, send_step(b, to))};
-        });
+        };
+        if (far) end_wave_item(b, b.counters().headers, l.tables.far[0], signal, [] { return false; });
         return;
     }
     u32 index = item / n - 1;

@@ -185,6 +185,10 @@ template <class Path> DEVICE void run_steps(Block& b) {
         // Forward knows the number of rounds only once its first step is over.
         if (!again && b.step.round + 1 >= pass_rounds(b.l)) return;
         if (!together<Path>(b, grid_barrier(b.l))) return;
+        if (b.l.shape.stage) {
+            if (dev::block() == 0 && dev::thread() == 0) end_stages(b.l);
+            if (!together<Path>(b, grid_barrier(b.l))) return;
+        }
         if (again) begin_step(b, b.step.round, MODE_GRADIENT);
         else begin_round(b, b.step.round + 1, Path::BACKWARD);
     }
@@ -215,6 +219,7 @@ OUTLINE void leave(Block& b, bool backward) {
     }
     dev::sync_block();
     if (dev::thread() == 0) {
+        if (!aborted(l)) end_stages(l);
         l.stats->rounds = *l.received.world_rounds > 1 ? *l.received.world_rounds : 1;
         l.control->steps = b.first_step + b.steps;
         count_pass(l, b.pass, backward);

@@ -63,6 +63,13 @@ inline Options one_place_in_each_window() {
     o.passes = {{{40, 33, 17}, true, true}, {{9, 40, 40}}};
     return o;
 }
+// A stage has fewer places than there are peers, and rounds of one chunk: places are used again from round to round, and from pass to pass.
+inline Options fewer_places_than_peers() {
+    Options o = base(4);
+    o.top_k = 2, o.tokens = 30, o.round_chunks = 1, o.window_chunks = 1;
+    o.passes = {{{30, 9, 30, 17}}, {{30, 30, 0, 5}, false}, {{9, 30, 30, 30}}};
+    return o;
+}
 // Rounds that end because slots run out, with everything that has gradients.
 inline Options rounds_by_slots() {
     Options o = base(2);

@@ -33,6 +33,8 @@ enum PlantedFault : u32 {
     HALF_DONE,         // it reports one when the first block's results are stored
     LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
     FAILS_ALONE,       // a block of it that fails leaves without the other
+    NO_QUIET_OF_WAVE,  // a place in a stage is used again before what was there has left
+    NO_QUIET_OF_STEP,  // the same in the next step, or pass
     EARLY_WAVE,        // the signals of a step of sums go before all channels have put theirs
 };
 inline PlantedFault planted = NO_FAULT;
@@ -84,6 +86,7 @@ void any_schedule(const Options& o, u32 count) { any_schedule(o, count, o.path);
 CASE(tokens_come_and_go) { any_schedule(tokens_come_and_go(), seeds(30)); }
 CASE(one_expert_in_rounds) { any_schedule(one_expert_in_rounds(), seeds(30)); }
 CASE(one_place_in_each_window) { any_schedule(one_place_in_each_window(), seeds(30)); }
+CASE(fewer_places_than_peers) { any_schedule(fewer_places_than_peers(), seeds(20)); }
 CASE(rounds_by_slots) { any_schedule(rounds_by_slots(), seeds(30)); }
 CASE(running_ahead) { any_schedule(running_ahead(), seeds(30)); }
 CASE(losses_and_capacity) { any_schedule(losses_and_capacity(), seeds(30)); }
@@ -523,6 +526,8 @@ CASE(planted_no_part_credit_in_bulk) {
     o.bulk = 1;
     CHECK(caught(o, REACH_NONE, NO_PART_CREDIT));
 }
+CASE(planted_no_quiet_of_wave) { CHECK(caught(one_place_in_each_window(), REACH_NONE, NO_QUIET_OF_WAVE)); }
+CASE(planted_no_quiet_of_step) { CHECK(caught(fewer_places_than_peers(), REACH_NONE, NO_QUIET_OF_STEP)); }
 CASE(planted_early_wave) { CHECK(caught(replicas(), REACH_NONE, EARLY_WAVE)); }
 CASE(planted_first_of_group) { CHECK(caught(groups_of_hosts(), REACH_NONE, FIRST_OF_GROUP)); }
 CASE(planted_no_credit_in_groups) { CHECK(caught(groups_in_one_place(), REACH_NONE, NO_CREDIT)); }
