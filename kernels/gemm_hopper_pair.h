@@ -36,7 +36,7 @@ template <class Tile> DEVICE void meet() {
 // One lane of a consumer warp.
 template <class Tile> DEVICE void free_stage(u64* empty) {
     dev::mbarrier_arrive(empty);
-    if constexpr (Tile::PAIR) dev::mbarrier_arrive_at(empty, dev::cluster_rank() ^ 1);
+    if constexpr (Tile::PAIR) dev::mbarrier_arrive_at_having_read(empty, dev::cluster_rank() ^ 1);
 }
 
 // One lane of a consumer warp, which has stored its part of an entry's task. True for the last; its stores happen before what that does.

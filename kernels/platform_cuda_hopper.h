@@ -120,6 +120,12 @@ DEVICE void mbarrier_arrive_at(u64* bar, u32 rank) {
         "r"(rank)
         : "memory");
 }
+// The same of who has only read, by wgmma that are complete, what the other block has loaded anew once it sees this. It releases nothing to it: a release to
+// the cluster is a fence of the whole GPU, which is not for the loop over stages.
+DEVICE void mbarrier_arrive_at_having_read(u64* bar, u32 rank) {
+    asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(bar)), "r"(rank)
+                 : "memory");
+}
 // To the word of block `rank` that lies where `p` does here; returns the previous value. Acquires and releases among the threads of both.
 DEVICE u32 cluster_add_acq_rel(u32* p, u32 v, u32 rank) {
     u32 old;

@@ -48,6 +48,29 @@ fn it_is_checked_in_every_way_to_run_it() {
     }
 }
 
+/// Of the traffic only what goes over a network has fences.
+#[test]
+fn what_several_hosts_run_runs_on_one() {
+    for (args, gemm) in [("--pes 3", "ampere"), ("--pes 2 --steps 2", "hopper")] {
+        let command = |reach: &str| {
+            let mut command = aristos_run(&format!("--device emulated {SMALL} --check --json --gemm {gemm} {args}"));
+            command.env("ARISTOS_REACH", reach);
+            command
+        };
+        let report = |reach| serde_json::from_str::<Value>(&run(command(reach)).success().stdout).unwrap();
+        let (loads, network) = (report(""), report("network"));
+        for (report, some) in [(&loads, false), (&network, true)] {
+            assert_eq!(report["check"]["passed"], true, "{:#}", report["check"]);
+            let fences = report["traffic"]["fences"].as_u64().unwrap();
+            assert_eq!(fences > 0, some, "{fences}");
+        }
+        assert_eq!(loads["traffic"]["remote_bytes"], network["traffic"]["remote_bytes"]);
+    }
+    let mut command = aristos_run(&format!("--device emulated {SMALL} --pes 2"));
+    command.env("ARISTOS_REACH", "far");
+    run(command).refused(&["ARISTOS_REACH is \"far\"", "`network`"]);
+}
+
 #[test]
 fn hopper_too() {
     let report = report(&format!("{SMALL} --pes 2 --gemm hopper --check"));

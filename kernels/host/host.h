@@ -13,9 +13,10 @@ extern "C" {
 // Null, with aristos_host_error(), when there is no memory.
 void* aristos_host_world(aristos::u32 n_pes, aristos::u64 heap_bytes, aristos::u64 seed, const aristos::u8* reachable);
 
-// A world whose PEs are processes: `heaps[pe]` is this process's mapping of each PE's heap, its own too. All are reachable.
-void* aristos_host_attach(aristos::u32 my_pe, aristos::u32 n_pes, void* const* heaps, aristos::u64 heap_bytes,
-                          aristos::u64 seed);
+// A world whose PEs are processes: `heaps[pe]` is this process's mapping of each PE's heap, its own too. With `reached` loads and stores reach all,
+// otherwise the network alone does.
+void* aristos_host_attach(aristos::u32 my_pe, aristos::u32 n_pes, void* const* heaps, aristos::u64 heap_bytes, aristos::u64 seed,
+                          aristos::u32 reached);
 
 // What carries puts and signals between processes of several hosts; offsets are bytes from the heap's beginning. Called by any thread, one at a
 // time; a put may be read until `quiet`.

@@ -121,11 +121,12 @@ void* aristos_host_world(u32 n_pes, u64 heap_bytes, u64 seed, const u8* reachabl
     }
 }
 
-void* aristos_host_attach(u32 my_pe, u32 n_pes, void* const* heaps, u64 heap_bytes, u64 seed) {
+void* aristos_host_attach(u32 my_pe, u32 n_pes, void* const* heaps, u64 heap_bytes, u64 seed, u32 reached) {
     try {
         std::unique_ptr<World> world(new_world(n_pes, heap_bytes, seed + my_pe));
         for (u32 pe = 0; pe < n_pes; ++pe) world->heaps.push_back(static_cast<char*>(heaps[pe]));
-        world->network = std::make_unique<Network>(*world, false);
+        for (u32 i = 0; i < n_pes * n_pes; ++i) world->reachable[i] = reached || i / n_pes == i % n_pes;
+        world->network = std::make_unique<Network>(*world, !reached);
         return world.release();
     } catch (const std::bad_alloc&) {
         failed("no memory for a world of %u PEs", n_pes);

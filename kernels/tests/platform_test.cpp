@@ -368,7 +368,7 @@ CASE(tsan_store_to_peer) {
 CASE(tsan_attached) {
     std::vector<u64> memory(2048);
     void* heaps[2] = {memory.data(), memory.data() + 1024};
-    void* worlds[2] = {aristos_host_attach(0, 2, heaps, 8192, 1), aristos_host_attach(1, 2, heaps, 8192, 1)};
+    void* worlds[2] = {aristos_host_attach(0, 2, heaps, 8192, 1, 1), aristos_host_attach(1, 2, heaps, 8192, 1, 1)};
     CHECK(aristos_host_heap(worlds[0], 0, 1) == u64(heaps[1]));
     u64 *data = memory.data() + 1024, *signal = data + 512, *sum = data + 600, limit = 5000000000;
     std::thread reader([&] {

@@ -37,11 +37,13 @@ pub struct EmulatedDevice {
     pub multiprocessors: u32,
     /// Seed of the order of what may happen in any order.
     pub seed: u64,
+    /// Whether only the network reaches peers, though their memory is mapped here.
+    pub network_alone: bool,
 }
 
 impl Default for EmulatedDevice {
     fn default() -> Self {
-        EmulatedDevice { hopper: false, multiprocessors: 3, seed: 0 }
+        EmulatedDevice { hopper: false, multiprocessors: 3, seed: 0, network_alone: false }
     }
 }
 
@@ -82,7 +84,7 @@ type TensorMapper = unsafe extern "C" fn(*mut c_void, u64, u32, u32, u64, u32, u
 /// The library's functions, and the library that keeps them loaded.
 struct Functions {
     world: unsafe extern "C" fn(u32, u64, u64, *const u8) -> *mut c_void,
-    attach: unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64) -> *mut c_void,
+    attach: unsafe extern "C" fn(u32, u32, *const *mut c_void, u64, u64, u32) -> *mut c_void,
     join: Joiner,
     heap: unsafe extern "C" fn(*mut c_void, u32, u32) -> u64,
     launch: Launcher,
@@ -291,12 +293,16 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
     let heap = |pe| shmem.transport().ptr(0, pe).map_or(ptr::null_mut(), |p| p.as_ptr().cast::<c_void>());
     let heaps: Vec<*mut c_void> = (0..n_pes).map(heap).collect();
     // SAFETY: one heap per PE, each of `bytes` bytes, mapped for as long as `shmem`, which outlives the world in `Emulated`.
-    let handle = unsafe { (functions.attach)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed) };
+    let handle = unsafe {
+        let reached = u32::from(!device.network_alone);
+        (functions.attach)(pe as u32, n_pes as u32, heaps.as_ptr(), bytes as u64, device.seed, reached)
+    };
     if handle.is_null() {
         return Err(GpuError::failed("attach an emulated device", functions.message()));
     }
     let meeting = Meeting::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
-    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, true))
+    let all_reachable = !device.network_alone || n_pes == 1;
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, all_reachable))
 }
 
 /// The device of this process's PE, which reaches the others by what `shmem` is over; that may be used by any thread.
@@ -310,7 +316,10 @@ pub fn join<T: Transport + Send + Sync + 'static>(
     let functions = Functions::load()?;
     let (pe, n_pes, bytes) = (shmem.my_pe(), shmem.n_pes(), shmem.heap_bytes());
     let shmem = Box::new(shmem);
-    let heap_of = |pe| shmem.transport().ptr(0, pe).map_or(ptr::null_mut(), |heap| heap.as_ptr().cast::<c_void>());
+    let heap_of = |of| match shmem.transport().ptr(0, of) {
+        Some(heap) if of == pe || !device.network_alone => heap.as_ptr().cast::<c_void>(),
+        _ => ptr::null_mut(),
+    };
     let heaps: Vec<*mut c_void> = (0..n_pes).map(heap_of).collect();
     if heaps[pe].is_null() {
         return Err(GpuError::Unavailable("this transport does not say where a PE's memory is".to_string()));

@@ -42,6 +42,27 @@ impl SymmetricBy {
     }
 }
 
+/// How kernels write to peers; empty as if not set.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+const ENV_REACH: &str = "ARISTOS_REACH";
+
+/// Whether kernels are to treat every peer as one that only the network reaches, though loads and stores may: so one host runs what runs between
+/// several. The same on all PEs.
+///
+/// # Errors
+/// [`GpuError::Unavailable`] where `ARISTOS_REACH` is something else than `network`.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) fn reached_by_network_alone() -> Result<bool, GpuError> {
+    match std::env::var_os(ENV_REACH) {
+        None => Ok(false),
+        Some(value) if value.is_empty() => Ok(false),
+        Some(value) if value == "network" => Ok(true),
+        Some(value) => Err(GpuError::Unavailable(format!(
+            "{ENV_REACH} is {value:?}: `network` has kernels write to every peer as over the network, without it they use loads and stores where these reach"
+        ))),
+    }
+}
+
 /// What a device has.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceLimits {

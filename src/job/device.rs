@@ -11,6 +11,8 @@ use super::request::DeviceKind;
 use crate::gpu::cuda::CudaGpu;
 #[cfg(feature = "emulate")]
 use crate::gpu::emulated::{Emulated, EmulatedDevice, attach, join};
+#[cfg(feature = "emulate")]
+use crate::gpu::reached_by_network_alone;
 use crate::gpu::{DeviceLimits, Gpu, SymmetricBy};
 use crate::moe::device::{DeviceOptions, GemmPath, symmetric_bytes};
 use crate::moe::{LayerSpec, MoeError};
@@ -215,8 +217,10 @@ fn emulated(
     bytes: impl FnOnce(&DeviceLimits, bool) -> Result<u64, MoeError>,
     host: &mut impl MemoryHost,
 ) -> Result<Emulated, JobError> {
-    let device = EmulatedDevice { hopper: path == Some(GemmPath::Hopper), ..EmulatedDevice::default() };
-    let all_reachable = host.shares_memory() || host.n_pes() == 1;
+    let network_alone = reached_by_network_alone().map_err(MoeError::Device)?;
+    let hopper = path == Some(GemmPath::Hopper);
+    let device = EmulatedDevice { hopper, network_alone, ..EmulatedDevice::default() };
+    let all_reachable = host.shares_memory() && !network_alone || host.n_pes() == 1;
     let bytes = bytes(&device.limits(), all_reachable)?;
     let heap = Shmem::<ShmTransport>::heap_bytes_for(host.n_pes(), bytes as usize);
     let gpu = match host.device_memory(heap)? {

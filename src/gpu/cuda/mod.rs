@@ -34,7 +34,7 @@ use nccl::windows::Meeting;
 use symmetric::{Symmetric, Way};
 
 use super::nvshmem::Bootstrap;
-use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap};
+use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap, reached_by_network_alone};
 
 /// Marks that [`Gpu::mark`] takes.
 pub const MARKS: usize = 64;
@@ -46,6 +46,7 @@ pub struct CudaGpu {
     driver: &'static Driver,
     info: DeviceInfo,
     wait_limit: Duration,
+    network_alone: bool,
     bootstrap: Box<dyn Bootstrap>,
     multiprocessors: u32,
     fewest_multiprocessors: u32,
@@ -106,6 +107,10 @@ impl CudaGpu {
 
     fn attach_over(way: Way, bootstrap: Box<dyn Bootstrap>, wait_limit: Duration) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
+        let network_alone = reached_by_network_alone()?;
+        if network_alone && !matches!(way, Way::Nvshmem) {
+            return Err(GpuError::Unavailable("ARISTOS_REACH network needs `symmetric` nvshmem: NCCL's windows have no network".into()));
+        }
         let local = meeting::rank_on_host(&*bootstrap, wait_limit)?;
         let (device, info) = match way {
             Way::Communicator(communicator) => {
@@ -126,6 +131,7 @@ impl CudaGpu {
             driver,
             info,
             wait_limit,
+            network_alone,
             bootstrap,
             multiprocessors,
             fewest_multiprocessors: agreed.fewest_multiprocessors,
