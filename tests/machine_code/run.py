@@ -218,6 +218,28 @@ class Mix(unittest.TestCase):
         self.assertEqual(document.written(text, {}, third), text)
 
 
+class Document(unittest.TestCase):
+    def rows(self, module, kernel="k"):
+        start = dict(module=module, architecture="sm_80", kernel=kernel)
+        code = start | dict.fromkeys(document.CODE[3:], 1)
+        mix = start | dict.fromkeys(document.MIX[3:], 1) | {"loop": "HMMA 1"}
+        return {"code": document.named([code], "code"), "mix": document.named([mix], "mix")}
+
+    def test_rows_of_other_modules_stay(self):
+        text = document.merged("# Machine code\n", self.rows("a"), {("a", "sm_80")})
+        text = document.merged(text, self.rows("b"), {("b", "sm_80")})
+        text = document.merged(text, self.rows("a", "new"), {("a", "sm_80")})
+        self.assertEqual({kind: [name[:3] for name in rows] for kind, rows in document.read(text).items()},
+                         dict.fromkeys(["code", "mix"], [("a", "sm_80", "new"), ("b", "sm_80", "k")]))
+
+    def test_a_kernel_and_a_loop_that_are_missing(self):
+        here = {("a", "sm_80")}
+        text = document.merged("# Machine code\n", self.rows("a"), here)
+        self.assertEqual(list(document.missing(text, self.rows("a"), here)), [])
+        self.assertEqual(len(list(document.missing(text, self.rows("a", "other"), here))), 2)
+        self.assertEqual(list(document.missing(text, self.rows("b"), {("b", "sm_80")})), [])
+
+
 class Command(unittest.TestCase):
     def run_(self, text):
         with tempfile.TemporaryDirectory() as folder:

@@ -64,3 +64,18 @@ def written(text, code, mix):
             parts[-1].append(line)
     prose = ["".join(part).strip("\n") for part in parts] + ["", ""]
     return f"{prose[0]}\n\n{table(code, 'code')}\n{prose[1] or '## The main loops'}\n\n{table(mix, 'mix')}"
+
+
+def merged(text, now, here):
+    """The document with these rows; of other modules and architectures than these, the rows stay."""
+    rows = read(text)
+    kept = {kind: {name: row for name, row in rows[kind].items() if name[:2] not in here} for kind in rows}
+    return written(text, kept["code"] | now["code"], kept["mix"] | now["mix"])
+
+
+def missing(text, now, here):
+    """What the document has of these modules and architectures, and what was found has not."""
+    for kind, rows in read(text).items():
+        for name in rows:
+            if name[:2] in here and name not in now[kind]:
+                yield f"{', '.join(name)} is in docs/machine-code.md, and was not found"
