@@ -1,0 +1,79 @@
+"""The main loops of a kernel, and their instructions by class."""
+
+from .flow import Blocks
+
+# What makes a loop a main loop, by what holds it; it is named by that and by its place among those. A loop that only copies is one where other
+# warps do the products (Hopper): elsewhere copies outside of the products' loops fill the pipeline.
+TENSOR = ("HGMMA", "HMMA")
+KEYS = {"HGMMA": ("HGMMA", "LDGSTS"), "HMMA": ("HMMA",)}
+
+CLASSES = {
+    "tensor": "HGMMA HMMA IMMA DMMA QGMMA",
+    "shared": "LDS LDSM STS STSM ATOMS",
+    "async copy": "LDGSTS UTMALDG UTMASTG UBLKCP UTMACMDFLUSH UTMACCTL UTMAPF",
+    "global": "LD LDG ST STG ATOM ATOMG RED",
+    "integer": "IMAD IADD3 VIADD IADD LEA LOP3 PLOP3 SHF ISETP SEL PRMT IABS IMNMX VIMNMX VIMNMX3 VIADDMNMX POPC FLO SGXT BMSK I2I P2R R2P VOTE "
+               "UIMAD UIADD3 ULEA ULOP3 UPLOP3 USHF UISETP USEL UPRMT UPOPC UFLO VOTEU LOP UIADD3X",
+    "move": "MOV UMOV R2UR CS2R S2R S2UR LDC ULDC SHFL REDUX",
+    "float": "FFMA FMUL FADD FMNMX FSEL FSET FSETP FCHK HADD2 HMUL2 HFMA2 HMNMX2 HSETP2 HSET2 MUFU F2FP F2F F2I I2F I2FP FRND DADD DMUL DFMA DSETP",
+    "wait": "SYNCS BAR WARPSYNC WARPGROUP MEMBAR FENCE DEPBAR LDGDEPBAR ARRIVES ERRBAR CGAERRBAR UCGABAR_ARV UCGABAR_WAIT CCTL ELECT ENDCOLLECTIVE NANOSLEEP",
+    "control": "BRA BRX JMP JMX CALL RET EXIT BSSY BSYNC BREAK YIELD BMOV KILL",
+}
+CLASS = {base: name for name, bases in CLASSES.items() for base in bases.split()}
+NAMES = [*CLASSES, "other"]
+
+
+def classified(at):
+    """The class of an instruction. What never runs, as the loads that ptxas puts before a fence, is none of its kind; a move by IMAD is a move."""
+    if at.guard == "!PT":
+        return "other"
+    if at.opcode.startswith(("IMAD.MOV", "IMAD.U32")):
+        return "move"
+    return CLASS.get(at.base, "other")
+
+
+def mixes(kernel):
+    """For each main loop: its name, how many instructions, and how many of each class.
+
+    A loop's instructions are those from its header to where it jumps back, without the loops inside it, which wait: ptxas puts what follows a
+    wait's first failed attempt behind the kernel's end.
+    """
+    keys = next((KEYS[base] for base in TENSOR if any(at.base == base for at in kernel.code)), ())
+    if not keys:
+        return []
+    places = {key: [index for index, at in enumerate(kernel.code) if at.base == key] for key in keys}
+    blocks = Blocks(kernel)
+    loops = blocks.loops()
+    owner = innermost(loops)
+    found, taken, counts = [], set(), dict.fromkeys(keys, 0)
+    inside = {index: block for block in owner for index in range(blocks.begins[block], blocks.ends[block])}
+    for key in keys:
+        for index in places[key]:
+            header = owner.get(inside.get(index))
+            if header is None or header in taken:
+                continue
+            taken.add(header)
+            counts[key] += 1
+            found.append(mix(kernel, blocks, loops, owner, header, f"{key} {counts[key]}"))
+    return found
+
+
+def innermost(loops):
+    """The header of the smallest loop that each block is in."""
+    owner = {}
+    for header, (body, _) in sorted(loops.items(), key=lambda item: -len(item[1][0])):
+        owner.update(dict.fromkeys(body, header))
+    return owner
+
+
+def mix(kernel, blocks, loops, owner, header, name):
+    body, latches = loops[header]
+    last = max(latches)
+    row = dict(loop=name, instructions=0, **dict.fromkeys(NAMES, 0))
+    for block in body:
+        if owner[block] == header and header <= block <= last:
+            for at in kernel.code[blocks.begins[block]:blocks.ends[block]]:
+                row["instructions"] += 1
+                row[classified(at)] += 1
+    row["per tensor"] = f"{row['instructions'] / row['tensor']:.1f}" if row["tensor"] else "-"
+    return row
