@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: gpu/check.sh [--dry-run] [--again] STAGE...
-#        STAGE: facts smoke correct speed sanitize p2p nccl groups stores tune correct-all speed-all, or all
+#        STAGE: facts smoke correct speed network sanitize p2p nccl groups stores tune hosts correct-all speed-all, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
 # them in this order, by what there is to learn: the first four take ten minutes at most, and say whether it runs, is right and is
@@ -23,7 +23,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke correct speed sanitize p2p nccl groups stores tune correct-all speed-all)
+all=(facts smoke correct speed network sanitize p2p nccl groups stores tune hosts correct-all speed-all)
 declare -A limits=([facts]=60 [smoke]=150 [correct]=150 [speed]=240)
 dry=0 again=0 stages=()
 for arg in "$@"; do
@@ -127,7 +127,8 @@ right() {
     if [ ! -x "$aristos" ] || [ -n "$driver" ] || [ "${2-}" = doctor ] || [ $# = 0 ]; then
         return 0
     fi
-    said=$(timeout 60 "$@" 2>&1)
+    # By itself no program knows the hosts that srun would start it on.
+    said=$(timeout 60 "${@/#hybrid/shm}" 2>&1)
     if [[ $said != *"no CUDA driver here"* ]]; then
         failed[$stage]=$((${failed[$stage]:-0} + 1))
         printf 'WRONG %s: %s\n' "$name" "$said"
@@ -245,9 +246,9 @@ stage_smoke() {
     mps_off
 }
 
-# Several groups, each with all experts; of replicas, how many of each source's rows a holder computes.
-stage_groups() {
-    python3 - "$OUT" <<'END' || return
+# Plans of two groups, each with all experts; of replicas, how many of each source's rows a holder computes.
+two_groups() {
+    python3 - "$OUT" <<'END'
 import json, sys
 def plan(name, *groups):
     one = dict(objective_ms=1.0, makespan_ms=0.5)
@@ -262,7 +263,11 @@ plan("plan-2", ([0], {"0": e}, []), ([1], {"1": e}, []))
 plan("plan-4", ([3, 0], {"0": e[:5], "3": e[5:] + [1]}, [dict(expert=1, devices=[3, 0], split=[[1, 0], [0.25, 0.75]])]),
      ([1, 2], {"1": e[::2], "2": e[1::2]}, []))
 END
+}
+
+stage_groups() {
     local gemm
+    two_groups || return
     for gemm in ampere hopper; do
         mps_on 2
         try "2 groups, $gemm" "${run[@]}" --pes 2 --gemm $gemm "${small[@]}" --plan "$OUT/plan-2.json" --steps 2
@@ -284,6 +289,47 @@ END
     # The devices that are probed stay open for the layer.
     try "2 PEs, one by one, planned for the devices" one_by_one 2 "${run[@]}" "${small[@]}" --plan auto
     mps_off
+}
+
+# What hosts do between them, by NVSHMEM's puts, fences and signals, on one host: to the kernels no peer is reached by loads and stores.
+stage_network() {
+    local gemm pes over=(env ARISTOS_REACH=network "${run[@]}")
+    for pes in 2 4; do
+        mps_on $pes
+        for gemm in ampere hopper; do
+            runs $gemm || continue
+            try "$pes PEs, $gemm" "${over[@]}" --pes $pes --gemm $gemm "${small[@]}" --steps 3
+            try "$pes PEs, $gemm, all to a few, small budget" "${over[@]}" --pes $pes --gemm $gemm "${small[@]}" --hot-ratio 0.25 --hot-weight 1 \
+                --budget-factor 0.5 --chunk-rows 32
+        done
+        try "$pes PEs, bulk" "${over[@]}" --pes $pes "${small[@]}" --mode bulk
+        mps_off
+    done
+    # Sums of gradients between groups, whose signals go under one fence for all channels.
+    two_groups || return
+    mps_on 4
+    try "2 groups, a replica" "${over[@]}" --pes 4 "${small[@]}" --plan "$OUT/plan-4.json" --steps 2
+    mps_off
+}
+
+# On two nodes, by NVSHMEM's own network: in an allocation of Slurm's, a PE on each GPU.
+stage_hosts() {
+    local gpus gemm over
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+    if [ $dry = 0 ] && { [ "${SLURM_JOB_NUM_NODES:-1}" -lt 2 ] || ! command -v srun >/dev/null; }; then
+        skip "two nodes" "this is no allocation of two: salloc -N2 --gpus-per-node=N, then gpu/check.sh hosts"
+        return
+    fi
+    [ "$gpus" -gt 0 ] || gpus=1
+    over=(srun -N2 -n $((2 * gpus)) --ntasks-per-node="$gpus" --gpus-per-node="$gpus" --gpu-bind=none)
+    for gemm in ampere hopper; do
+        runs $gemm || continue
+        try "$gemm" "${over[@]}" "${run[@]}" --transport hybrid --gemm $gemm "${small[@]}" --steps 3
+        try "$gemm, rows once per host" "${over[@]}" "${run[@]}" --transport hybrid --gemm $gemm "${small[@]}" --rows-per host --steps 3
+        try "$gemm, all to a few, small budget" "${over[@]}" "${run[@]}" --transport hybrid --gemm $gemm "${small[@]}" --hot-ratio 0.25 --hot-weight 1 \
+            --budget-factor 0.5 --chunk-rows 32
+    done
+    try "bandwidth" "${over[@]}" "$aristos" bench p2p --transport nvshmem
 }
 
 # right_on PES PATH WHAT: a layer against float64.

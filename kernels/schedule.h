@@ -3,8 +3,8 @@
 // A block takes one *item* after the other: the layout of the own slots; a send; the layout of the others' slots; the arrival of a chunk; the
 // return of one; rows of the shared expert; a task of a GEMM; gradients without one, of biases and zeros; a step of the sums of gradients; and when
 // all of these but the last are taken, the final sums over PEs. It takes an item only once nothing is missing that the item needs (items.h), so no block waits inside one for
-// a peer or another block, and no multiprocessor is parked while there is something to compute; a block that ends a wave waits for the network to deliver
-// it (dispatch.h, "Waves"). Only the final sums wait, for results of peers: they are the last.
+// a peer or another block, and no multiprocessor is parked while there is something to compute; a block that ends a wave whose places are
+// needed again waits for the network to deliver it (dispatch.h, "Waves"). Only the final sums wait, for results of peers: they are the last.
 //
 // Tasks come in five queues, each in the order of experts. The first one whose next task has its inputs is taken from: the second GEMM of tiles with
 // slots of others, which results wait for; their first GEMM; the same of tiles that hold slots of this PE alone, and of the shared expert, which need
