@@ -178,9 +178,9 @@ impl Dealing {
             }
         }
         let least = least.into_iter().fold(f64::INFINITY, f64::min);
-        let first = |&i: &usize| dealt.count[i] < self.memory[i] && dealt.ends[i] + cost * dealt.per_flop[i] <= least;
+        let first = dealt.ends.iter().zip(&dealt.per_flop).map(end).enumerate().filter(|(_, end)| *end <= least);
         let mut best: Option<(usize, f64)> = None;
-        for i in (0..self.rates.len()).filter(first) {
+        for (i, _) in first.filter(|(i, _)| dealt.count[*i] < self.memory[*i]) {
             let receive = self.receive_ms(i, dealt.load[i] + cost, 1);
             if best.is_none_or(|best| receive < best.1) {
                 best = Some((i, receive));

@@ -2,6 +2,7 @@
 
 use super::{FAR, Relaxed, Sums, Times, exchange};
 use crate::cluster::LinkTable;
+use crate::placed::{larger, smaller};
 
 /// Steps of descent at most, and how many times what the last one gained the next ones may have to.
 const DESCENT: usize = 4;
@@ -118,10 +119,14 @@ impl Packed {
 
     /// What each place sends, if what each receives is `by` times what it would with all experts.
     fn sent(&self, patch: &Patch, by: &[f32], sent: &mut [f32]) {
-        sent.fill(0.0);
-        for (place, &by) in by.iter().enumerate().filter(|(_, by)| **by != 0.0) {
-            let row = if patch.place == Some(place) { &patch.from[..] } else { self.row(place) };
-            add_times(sent, row, by);
+        for (chunk, sent) in sent.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            // In registers until all are added up.
+            let mut sums = [0.0; LANES];
+            for (place, &by) in by.iter().enumerate() {
+                let row = if patch.place == Some(place) { &patch.from[..] } else { self.row(place) };
+                add_times(&mut sums, &row[chunk * LANES..][..LANES], by);
+            }
+            *sent = sums;
         }
         if let Some(place) = patch.place {
             sent[place] = by.iter().zip(&patch.to).map(|(by, to)| by * to).sum();
@@ -220,7 +225,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         while compute < FAR && size * (compute - limit) <= most {
             at_most.clear();
             let each = compute / size;
-            at_most.extend(places().map(|i| (each * self.rate[i]).min(self.most[i])));
+            at_most.extend(places().map(|i| smaller(each * self.rate[i], self.most[i])));
             let sum: f32 = at_most.iter().sum();
             if sum >= 1.0 {
                 return Some(compute);
@@ -336,7 +341,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let Trial { patch, most, share, sent, over, price, step, sent_step, .. } = trial;
         // Beyond the last place all are 0.
         over.clear();
-        over.extend(sent[..m].iter().map(|sent| (sent - room).max(0.0)));
+        over.extend(sent[..m].iter().map(|sent| larger(sent - room, 0.0)));
         if over.iter().all(|over| *over == 0.0) {
             return false;
         }
@@ -351,7 +356,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let (mut priced, mut weights) = ([0.0; LANES], [0.0; LANES]);
         for ((most, share), price) in chunks(most).zip(chunks(share)).zip(chunks(price)) {
             for k in 0..LANES {
-                let weight = (most[k] - share[k]).min(share[k]).max(least);
+                let weight = larger(smaller(most[k] - share[k], share[k]), least);
                 priced[k] += weight * price[k];
                 weights[k] += weight;
             }
@@ -364,8 +369,8 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             for k in 0..LANES {
                 let wanted = mean - price[k];
                 step[k] = wanted * if wanted > 0.0 { most[k] - share[k] } else { share[k] };
-                up[k] += step[k].max(0.0);
-                down[k] -= step[k].min(0.0);
+                up[k] += larger(step[k], 0.0);
+                down[k] -= smaller(step[k], 0.0);
             }
         }
         let [up, down]: [f32; 2] = [up, down].map(|sums| sums.iter().sum());
@@ -379,7 +384,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             for k in 0..LANES {
                 step[k] *= if step[k] > 0.0 { by_up } else { by_down };
                 let room = if step[k] > 0.0 { most[k] - share[k] } else { share[k] };
-                steepest[k] = steepest[k].max(step[k].abs() / room.max(f32::MIN_POSITIVE));
+                steepest[k] = larger(step[k].abs() / larger(room, f32::MIN_POSITIVE), steepest[k]);
             }
         }
         sent_step.resize(pad, 0.0);
