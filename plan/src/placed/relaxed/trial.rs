@@ -184,8 +184,25 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     fn patch(&self, trial: &mut Trial, (members, place): (&[u32], Option<usize>), Change { out, into }: Change) {
         let n = self.n();
         trial.patch.place = place;
+        let rows = |c: Option<u32>| {
+            let first = c? as usize * n;
+            Some((&self.alpha[first..][..n], &self.beta[first..][..n]))
+        };
+        let (joined, left) = (rows(into), rows(out));
         trial.sums.clear();
-        trial.sums.extend(members.iter().map(|&i| self.sums[i as usize]));
+        trial.sums.extend(members.iter().map(|&i| {
+            let i = i as usize;
+            let mut sums = self.sums[i];
+            if let Some((alpha, beta)) = joined {
+                sums.receive += alpha[i];
+                sums.receive_all += beta[i];
+            }
+            if let Some((alpha, beta)) = left {
+                sums.receive -= alpha[i];
+                sums.receive_all -= beta[i];
+            }
+            sums
+        }));
         if let Some(place) = place {
             let x = members[place] as usize * n;
             let (from, to) = (&self.beta_to[x..][..n], &self.beta[x..][..n]);
@@ -194,15 +211,6 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             trial.patch.from.resize(members.len().next_multiple_of(LANES), 0.0);
             trial.patch.to.clear();
             trial.patch.to.extend(members.iter().map(|&c| to[c as usize]));
-        }
-        for (other, sign) in [(into, 1.0), (out, -1.0)] {
-            if let Some(c) = other {
-                let (alpha, beta) = (&self.alpha[c as usize * n..][..n], &self.beta[c as usize * n..][..n]);
-                for (sums, &x) in trial.sums.iter_mut().zip(members) {
-                    sums.receive += sign * alpha[x as usize];
-                    sums.receive_all += sign * beta[x as usize];
-                }
-            }
         }
         if let (Some(place), Some(into)) = (place, into) {
             let alpha = &self.alpha_to[into as usize * n..][..n];
@@ -219,14 +227,18 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
         let size = members.len() as f32;
         let places = || members.iter().map(|&i| i as usize);
-        let rate: f32 = places().filter(|&i| self.most[i] > 0.0).map(|i| self.rate[i]).sum();
+        let rate: f32 = places().map(|i| if self.most[i] > 0.0 { self.rate[i] } else { 0.0 }).sum();
         let mut compute = size / rate * (1.0 + slack);
         let at_most = &mut self.trials[which].most;
         while compute < FAR && size * (compute - limit) <= most {
             at_most.clear();
             let each = compute / size;
-            at_most.extend(places().map(|i| smaller(each * self.rate[i], self.most[i])));
-            let sum: f32 = at_most.iter().sum();
+            let mut sum = 0.0;
+            at_most.extend(places().map(|i| {
+                let most = smaller(each * self.rate[i], self.most[i]);
+                sum += most;
+                most
+            }));
             if sum >= 1.0 {
                 return Some(compute);
             }
@@ -249,42 +261,40 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let pad = m.next_multiple_of(LANES);
         let room = limit - compute;
         // Nobody receives for too long, if that can be.
-        let all: f32 = trial.most.iter().sum();
+        let (mut all, mut received) = (0.0, 0.0);
         trial.share.clear();
-        trial.share.extend(
-            trial.most.iter().zip(&trial.sums).map(|(most, sums)| {
-                ((room - sums.receive) / sums.receive_all.max(f32::MIN_POSITIVE)).clamp(0.0, *most)
-            }),
-        );
-        let received: f32 = trial.share.iter().sum();
+        trial.share.extend(trial.most.iter().zip(&trial.sums).map(|(most, sums)| {
+            let share = ((room - sums.receive) / sums.receive_all.max(f32::MIN_POSITIVE)).clamp(0.0, *most);
+            all += most;
+            received += share;
+            share
+        }));
         let beyond = if received >= 1.0 { 0.0 } else { ((1.0001 - received) / (all - received).max(1e-9)).min(1.0) };
-        trial.most.iter_mut().zip(&trial.share).for_each(|(most, share)| *most = share + beyond * (*most - share));
-        // As before, as far as that fits.
-        for (place, &i) in members.iter().enumerate() {
-            let share = self.share[i as usize].min(trial.most[place]);
-            trial.share[place] = if share < self.least { 0.0 } else { share };
-        }
         let with = |share: &f32, most: &f32| if *share > 0.0 { *most } else { 0.0 };
-        let mut sum: f32 = trial.share.iter().zip(&trial.most).map(|(share, most)| with(share, most)).sum();
+        let (mut sum, mut at_most, mut have) = (0.0, 0.0, 0.0);
+        for ((most, share), &i) in trial.most.iter_mut().zip(&mut trial.share).zip(members) {
+            *most = *share + beyond * (*most - *share);
+            // As before, as far as that fits.
+            let before = smaller(self.share[i as usize], *most);
+            *share = if before < self.least { 0.0 } else { before };
+            sum += with(share, most);
+            at_most += *most;
+            have += *share;
+        }
         if sum >= 1.0 {
             // Who has none needs none.
             trial.most.iter_mut().zip(&trial.share).for_each(|(most, share)| *most = with(share, most));
         } else {
-            sum = trial.most.iter().sum();
-        }
-        let have: f32 = trial.share.iter().sum();
-        if have < 1.0 {
-            let more = (1.0 - have) / (sum - have).max(1e-9);
-            trial.share.iter_mut().zip(&trial.most).for_each(|(share, most)| *share += more * (most - *share));
-        } else {
-            trial.share.iter_mut().for_each(|share| *share /= have);
+            sum = at_most;
         }
         self.ops += 6 * m as u64;
+        let more = (1.0 - have) / (sum - have).max(1e-9);
         // All together receive what all together send.
-        let received = |(sums, share): (&Sums, &f32)| {
-            if *share > 0.0 { sums.receive + share * sums.receive_all } else { 0.0 }
-        };
-        let all: f32 = trial.sums.iter().zip(&trial.share).map(received).sum();
+        let mut all = 0.0;
+        for ((share, most), sums) in trial.share.iter_mut().zip(&trial.most).zip(&trial.sums) {
+            *share = if have < 1.0 { *share + more * (most - *share) } else { *share / have };
+            all += if *share > 0.0 { sums.receive + *share * sums.receive_all } else { 0.0 };
+        }
         if all - m as f32 * room > most {
             return None;
         }
