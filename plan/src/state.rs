@@ -10,6 +10,8 @@ use crate::cluster::LinkTable;
 #[derive(Clone, Debug)]
 struct Group {
     members: Vec<u32>,
+    /// Of each member, the sums of alpha and beta to the others.
+    sums: Vec<(f64, f64)>,
     flops: f64,
     memory: u64,
     work: GroupWork,
@@ -67,8 +69,6 @@ pub(crate) struct State<'p, 'a, L> {
     group_of: Vec<u32>,
     /// Where a device is in its group's list.
     place: Vec<u32>,
-    /// Sums of alpha and beta to the other members of a device's group.
-    sums: Vec<(f64, f64)>,
     /// Of group g and device i (index g n + i): the sums from the device to the group's members, so that most changes are ruled out at
     /// a glance; empty beyond [`TOWARD_MOST`] devices.
     toward: Vec<(f64, f64)>,
@@ -115,7 +115,6 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             groups: Vec::with_capacity(groups.len()),
             group_of: vec![IDLE; n],
             place: vec![0; n],
-            sums: vec![(0.0, 0.0); n],
             toward: Vec::new(),
             workers: groups.iter().map(Vec::len).sum(),
             most: (IDLE, 0.0),
@@ -134,7 +133,8 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
             let flops = members.iter().map(|&i| problem.flops[i as usize]).sum();
             members.iter().for_each(|&i| state.group_of[i as usize] = g as u32);
             let memory = problem.holds(members);
-            state.groups.push(Group { members: members.clone(), flops, memory, work: GroupWork::default() });
+            let (members, sums) = (members.clone(), Vec::new());
+            state.groups.push(Group { members, sums, flops, memory, work: GroupWork::default() });
         }
         state.add_up();
         state.slowest = if groups.len() > 1 { problem.slowest(|x| state.group_of[x as usize]) } else { None };
@@ -305,11 +305,11 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         let (out, into) = (side.out.unwrap_or_default(), side.into.unwrap_or_default());
         let eta = problem.workload.p2p_frequency;
         let (mut worst, mut excess_ms) = (side.worst, side.excess_ms);
-        for &m in &self.groups[side.g as usize].members {
+        let group = &self.groups[side.g as usize];
+        for (&m, &(mut alpha, mut beta)) in group.members.iter().zip(&group.sums) {
             if OUT && m == out {
                 continue;
             }
-            let (mut alpha, mut beta) = self.sums[m as usize];
             if OUT {
                 let link = problem.links.link_to(out as usize, m as usize);
                 alpha -= link.alpha_ms;
@@ -321,12 +321,11 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
                 beta += link.beta_ms_per_mb;
             }
             let here = eta * (alpha + beta * side.per_peer);
-            worst = worst.max(here);
-            if here > side.over {
-                excess_ms += here - side.over;
-                if excess_ms > most {
-                    return None;
-                }
+            // Without branches on what is as good as random.
+            worst = if here > worst { here } else { worst };
+            excess_ms += if here > side.over { here - side.over } else { 0.0 };
+            if excess_ms > most {
+                return None;
             }
         }
         (excess_ms <= most).then_some(GroupWork { ms: side.compute + worst, excess_ms })
@@ -451,22 +450,16 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     /// whether it did.
     pub fn exchange(&mut self, moves: &[(u32, u32, u32)], most_ms: f64) -> bool {
         let Some(&(_, a, b)) = moves.first() else { return false };
-        moves.iter().for_each(|&(i, _, to)| self.shift(Move { i, to, j: None }));
+        self.shift_all(moves.iter().map(|&(i, _, to)| (i, to)), [a, b]);
         let slowest = self.problem.slowest(|x| self.group_of[x as usize]);
         self.ops += slowest.unwrap_or(0) as u64 / 2 + CHANGE_OPS;
         let limit_ms = self.limit(slowest, self.workers);
-        let works = [a, b].map(|g| self.whole(g, limit_ms));
         let size = |g: u32| self.groups[g as usize].members.len() as u64;
         self.ops += size(a) + size(b);
-        let mut excess_ms = works[0].excess_ms + works[1].excess_ms;
-        if excess_ms <= most_ms {
-            excess_ms += self.others(a, b, slowest == self.slowest, limit_ms);
-        }
-        let fits = excess_ms <= most_ms;
-        if !fits {
-            moves.iter().rev().for_each(|&(i, from, _)| self.shift(Move { i, to: from, j: None }));
+        let Some(works) = self.exchanged([a, b], slowest, limit_ms, most_ms) else {
+            self.shift_all(moves.iter().rev().map(|&(i, from, _)| (i, from)), [a, b]);
             return false;
-        }
+        };
         moves.iter().for_each(|&(i, from, to)| self.reach(i, from, to));
         for (g, work) in [a, b].into_iter().zip(works) {
             self.groups[g as usize].work = work;
@@ -481,6 +474,25 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         true
     }
 
+    /// What two groups take between which devices have moved; `None` where the excess of all is over `most_ms`.
+    fn exchanged(
+        &mut self,
+        [a, b]: [u32; 2],
+        slowest: Option<usize>,
+        limit_ms: f64,
+        most_ms: f64,
+    ) -> Option<[GroupWork; 2]> {
+        let mut works = [GroupWork::default(); 2];
+        for (work, g) in works.iter_mut().zip([a, b]) {
+            *work = self.work(&self.side(g, None, None, limit_ms), most_ms)?;
+        }
+        let mut excess_ms = works[0].excess_ms + works[1].excess_ms;
+        if excess_ms <= most_ms {
+            excess_ms += self.others(a, b, slowest == self.slowest, limit_ms);
+        }
+        (excess_ms <= most_ms).then_some(works)
+    }
+
     fn shift(&mut self, Move { i, to, j }: Move) {
         let from = self.group_of[i as usize];
         self.take(i);
@@ -491,7 +503,20 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         if let Some(j) = j {
             self.put(j, from);
         }
-        for g in [from, to] {
+        self.add_rates([from, to]);
+    }
+
+    /// Devices, one after the other, each from one of these groups to the other.
+    fn shift_all(&mut self, moves: impl Iterator<Item = (u32, u32)>, groups: [u32; 2]) {
+        for (i, to) in moves {
+            self.take(i);
+            self.put(i, to);
+        }
+        self.add_rates(groups);
+    }
+
+    fn add_rates(&mut self, groups: [u32; 2]) {
+        for g in groups {
             if g != IDLE {
                 // Not by differences: one very large rate would swallow the others for good.
                 let group = &mut self.groups[g as usize];
@@ -504,10 +529,8 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
     fn add_up(&mut self) {
         for group in &mut self.groups {
             group.members.sort_unstable();
-            for (place, (&i, sums)) in group.members.iter().zip(self.problem.links.sums(&group.members)).enumerate() {
-                self.place[i as usize] = place as u32;
-                self.sums[i as usize] = sums;
-            }
+            group.members.iter().zip(0..).for_each(|(&i, place)| self.place[i as usize] = place);
+            group.sums = self.problem.links.sums(&group.members);
             self.ops += self.problem.links.sums_cost(group.members.len());
         }
         let n = self.group_of.len();
@@ -550,14 +573,15 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         let place = self.place[i as usize] as usize;
         let group = &mut self.groups[g as usize];
         group.members.swap_remove(place);
+        group.sums.swap_remove(place);
         if let Some(&moved) = group.members.get(place) {
             self.place[moved as usize] = place as u32;
         }
         group.memory -= self.problem.memory[i as usize];
-        for &m in &group.members {
+        for (&m, sums) in group.members.iter().zip(&mut group.sums) {
             let link = self.problem.links.link_to(i as usize, m as usize);
-            self.sums[m as usize].0 -= link.alpha_ms;
-            self.sums[m as usize].1 -= link.beta_ms_per_mb;
+            sums.0 -= link.alpha_ms;
+            sums.1 -= link.beta_ms_per_mb;
         }
         self.ops += group.members.len() as u64;
     }
@@ -570,16 +594,16 @@ impl<'p, 'a, L: LinkTable> State<'p, 'a, L> {
         self.workers += 1;
         let group = &mut self.groups[g as usize];
         let mut new = (0.0, 0.0);
-        for &m in &group.members {
+        for (&m, sums) in group.members.iter().zip(&mut group.sums) {
             let link = self.problem.links.link_to(i as usize, m as usize);
-            self.sums[m as usize].0 += link.alpha_ms;
-            self.sums[m as usize].1 += link.beta_ms_per_mb;
+            sums.0 += link.alpha_ms;
+            sums.1 += link.beta_ms_per_mb;
             let link = self.problem.links.link(i as usize, m as usize);
             new.0 += link.alpha_ms;
             new.1 += link.beta_ms_per_mb;
         }
         self.ops += group.members.len() as u64;
-        self.sums[i as usize] = new;
+        group.sums.push(new);
         self.place[i as usize] = group.members.len() as u32;
         group.members.push(i);
         group.memory += self.problem.memory[i as usize];

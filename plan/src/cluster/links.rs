@@ -304,6 +304,38 @@ impl LinkTable for Matrix {
         order
     }
 
+    fn exchanges(&self, members: &[u32], mb: &[Option<f64>]) -> Vec<f64> {
+        let mut sent = vec![0.0; members.len()];
+        let mut received = vec![0.0; members.len()];
+        let holders: Vec<(usize, &[Link], f64)> = members
+            .iter()
+            .zip(mb)
+            .enumerate()
+            .filter_map(|(place, (&j, mb))| mb.map(|mb| (place, self.column(j as usize), mb)))
+            .collect();
+        // Several receivers at a time, as each sum waits for itself. The diagonal is 0.
+        let (several, others) = holders.as_chunks::<4>();
+        for receivers in several {
+            let mut sums = [0.0; 4];
+            for (&i, sent) in members.iter().zip(&mut sent) {
+                for ((_, from, mb), sum) in receivers.iter().zip(&mut sums) {
+                    let ms = from[i as usize].time_ms(*mb);
+                    *sent += ms;
+                    *sum += ms;
+                }
+            }
+            receivers.iter().zip(sums).for_each(|((place, ..), sum)| received[*place] = sum);
+        }
+        for (place, from, mb) in others {
+            for (&i, sent) in members.iter().zip(&mut sent) {
+                let ms = from[i as usize].time_ms(*mb);
+                *sent += ms;
+                received[*place] += ms;
+            }
+        }
+        sent.into_iter().zip(received).map(|(sent, received)| f64::max(sent, received)).collect()
+    }
+
     fn sums(&self, members: &[u32]) -> Vec<(f64, f64)> {
         let whole = members.len() == self.n;
         let sum = |row: &[f64]| -> f64 {

@@ -27,6 +27,20 @@ pub(super) struct Dealt {
     owner: Vec<u32>,
 }
 
+impl Dealt {
+    /// Whether every device has the same experts.
+    fn as_before(&self, before: &Dealt) -> bool {
+        self.count == before.count && self.load == before.load && self.owner == before.owner
+    }
+
+    /// Keeps what [`Dealt::as_before`] looks at.
+    fn keep(&mut self, dealt: &Dealt) {
+        self.count.clone_from(&dealt.count);
+        self.load.clone_from(&dealt.load);
+        self.owner.clone_from(&dealt.owner);
+    }
+}
+
 /// What the devices of a group exchange, ms.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Exchanges {
@@ -164,9 +178,9 @@ impl Dealing {
             }
         }
         let least = least.into_iter().fold(f64::INFINITY, f64::min);
-        let first = |&i: &usize| dealt.count[i] < self.memory[i] && dealt.ends[i] + cost * dealt.per_flop[i] <= least;
+        let first = dealt.ends.iter().zip(&dealt.per_flop).map(end).enumerate().filter(|(_, end)| *end <= least);
         let mut best: Option<(usize, f64)> = None;
-        for i in (0..self.rates.len()).filter(first) {
+        for (i, _) in first.filter(|(i, _)| dealt.count[*i] < self.memory[*i]) {
             let receive = self.receive_ms(i, dealt.load[i] + cost, 1);
             if best.is_none_or(|best| receive < best.1) {
                 best = Some((i, receive));
@@ -206,6 +220,8 @@ impl Dealing {
 pub(super) struct Scratch {
     dealing: Dealing,
     dealt: Dealt,
+    /// As by compute alone, before experts went elsewhere.
+    first: Dealt,
     exchanges: Exchanges,
 }
 
@@ -332,16 +348,26 @@ impl<L: LinkTable> Placed<'_, '_, L> {
     /// What a group takes with experts dealt out, ms; infinite where memory does not suffice. `ops` counts links looked at.
     pub(super) fn dealt_ms(&self, members: &[u32], scratch: &mut Scratch, ops: &mut u64) -> f64 {
         let n = members.len();
-        let Scratch { dealing, dealt, exchanges } = scratch;
+        let Scratch { dealing, dealt, first, exchanges } = scratch;
         dealing.set(self, members);
         *ops += (n * n) as u64;
-        let mut best = f64::INFINITY;
+        let (mut best, mut polish_ops) = (f64::INFINITY, 0);
         for both in [false, true] {
             *ops += if self.experts.uniform.is_some() { n } else { self.experts.costs.len() * (n + 2) / 2 } as u64;
             if !dealing.deal(&self.experts, both, dealt) {
                 return f64::INFINITY;
             }
+            if both && dealt.as_before(first) {
+                // Nor does what comes of it differ.
+                *ops += polish_ops;
+                break;
+            }
+            if !both {
+                first.keep(dealt);
+            }
+            polish_ops = *ops;
             best = best.min(self.polish(members, dealing, dealt, exchanges, MOST_ROUNDS, ops).ms());
+            polish_ops = *ops - polish_ops;
         }
         best
     }
@@ -350,10 +376,18 @@ impl<L: LinkTable> Placed<'_, '_, L> {
     pub fn dealt(&self, members: &[u32]) -> Option<(DeviceExperts, GroupTimes)> {
         let dealing = Dealing::of(self, members);
         let (mut dealt, mut exchanges, mut ops) = (Dealt::default(), Exchanges::default(), 0);
+        let mut first = Dealt::default();
         let mut best: Option<(DeviceExperts, GroupTimes)> = None;
         for both in [false, true] {
             if !dealing.deal(&self.experts, both, &mut dealt) {
                 return None;
+            }
+            if both && dealt.as_before(&first) {
+                // Nor does what comes of it differ.
+                break;
+            }
+            if !both {
+                first.keep(&dealt);
             }
             if members.len() <= POLISHED_MOST {
                 self.polish(members, &dealing, &mut dealt, &mut exchanges, ROUNDS, &mut ops);

@@ -125,8 +125,26 @@ impl<'p, 'a, L: LinkTable> Placed<'p, 'a, L> {
     }
 }
 
+/// The larger of two numbers. Unlike [`f64::max`] it is one instruction, as it does not look for what is no number.
+#[inline]
+fn larger<T: PartialOrd>(a: T, b: T) -> T {
+    if a > b { a } else { b }
+}
+
+/// The smaller, likewise.
+#[inline]
+fn smaller<T: PartialOrd>(a: T, b: T) -> T {
+    if a < b { a } else { b }
+}
+
+/// A group's placement, and what it takes with that.
+pub(crate) type PlacedTimes = (DeviceExperts, GroupTimes);
+
 /// Placements of groups that were asked for before.
-pub(crate) type Known = HashMap<Vec<u32>, (DeviceExperts, GroupTimes)>;
+pub(crate) type Known = HashMap<Vec<u32>, PlacedTimes>;
+
+/// Experts dealt out in groups before; `None` where memory does not suffice.
+pub(crate) type DealtOut = HashMap<Vec<u32>, Option<PlacedTimes>>;
 
 /// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
 const ANNEAL_OPS: f64 = 2e7;
@@ -238,8 +256,9 @@ pub(crate) fn choose<L: LeastExchange>(
         let found_ms = found.objective_ms;
         return Err(PlanError::Unproved { devices: n, found_ms, gap: found_ms / bounds.least() - 1.0 });
     }
-    let better =
-        proof.better.and_then(|groups| place_thoroughly(&placed, &groups, effort.place, effort.nodes, &mut known));
+    let better = proof.better.and_then(|groups| {
+        place_thoroughly(&placed, &groups, effort.place, effort.nodes, (&DealtOut::new(), &mut known))
+    });
     let better = better.filter(|better| better.objective_ms < found.objective_ms);
     let label = if proof.complete { "exact" } else { "search" };
     finish(better.unwrap_or(found), label, proof.complete, others)
@@ -262,12 +281,12 @@ pub(crate) fn evaluate(
 pub(crate) fn evaluate_groups(cluster: &Cluster, workload: &Workload, groups: &[Vec<u32>]) -> Option<Evaluation> {
     let problem = Problem::new(&cluster.devices, &cluster.links, workload, false);
     let placed = Placed::new(&problem);
-    let found = place_thoroughly(&placed, groups, PLACE_OPS / 8, PLACE_NODES, &mut Known::new())?;
+    let found = place_thoroughly(&placed, groups, PLACE_OPS / 8, PLACE_NODES, (&DealtOut::new(), &mut Known::new()))?;
     Some(placed.evaluate(groups, &found.times))
 }
 
 /// The best placements found for groups; `None` where a group lacks memory.
 pub(crate) fn place_groups<L: LinkTable>(placed: &Placed<L>, groups: &[Vec<u32>]) -> Option<Vec<DeviceExperts>> {
-    let found = place_thoroughly(placed, groups, PLACE_OPS / 8, PLACE_NODES, &mut Known::new())?;
+    let found = place_thoroughly(placed, groups, PLACE_OPS / 8, PLACE_NODES, (&DealtOut::new(), &mut Known::new()))?;
     Some(found.placements)
 }

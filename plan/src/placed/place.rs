@@ -2,7 +2,7 @@
 //! placement from one in which experts are dealt out ([`super::deal`]), and branch and bound where the group is small.
 
 use super::branch::Branch;
-use super::{Experts, GroupTimes, Placed};
+use super::{Experts, Placed, PlacedTimes};
 use crate::cluster::LinkTable;
 use crate::placement::DeviceExperts;
 use crate::random::Random;
@@ -123,23 +123,23 @@ impl<'g> Working<'g> {
 }
 
 impl<L: LinkTable> Placed<'_, '_, L> {
-    /// A group's placement, improved by annealing that looks at about `budget` links, and by branch and bound of at most `nodes` nodes;
-    /// `None` where memory does not suffice.
-    pub fn improved(&self, members: &[u32], budget: u64, nodes: u64) -> Option<(DeviceExperts, GroupTimes)> {
-        self.improved_below(members, f64::INFINITY, budget, nodes).map(|(placement, times, _)| (placement, times))
+    /// A group's placement as it was dealt out, improved by annealing that looks at about `budget` links, and by branch and bound of at most `nodes`
+    /// nodes.
+    pub fn improved(&self, members: &[u32], dealt: PlacedTimes, budget: u64, nodes: u64) -> PlacedTimes {
+        self.improved_below(members, dealt, f64::INFINITY, budget, nodes).0
     }
 
     /// The same, and how many nodes are left: with any left there is no placement that takes less, or none below `least_ms`.
     pub fn improved_below(
         &self,
         members: &[u32],
+        (placement, times): PlacedTimes,
         least_ms: f64,
         budget: u64,
         nodes: u64,
-    ) -> Option<(DeviceExperts, GroupTimes, u64)> {
-        let (placement, times) = self.dealt(members)?;
+    ) -> (PlacedTimes, u64) {
         if members.len() > IMPROVED_MOST || members.len() == 1 {
-            return Some((placement, times, if members.len() == 1 { nodes } else { 0 }));
+            return ((placement, times), if members.len() == 1 { nodes } else { 0 });
         }
         let links = GroupLinks::new(self, members);
         let placement = self.anneal(&links, placement, budget);
@@ -149,7 +149,7 @@ impl<L: LinkTable> Placed<'_, '_, L> {
         let left = branch.nodes_left();
         let placement = branch.into_best().unwrap_or(placement);
         let times = self.placed_times(members, &placement);
-        Some((placement, times, left))
+        ((placement, times), left)
     }
 
     /// No placement in this group takes less, ms.

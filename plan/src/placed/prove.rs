@@ -36,11 +36,12 @@ pub(crate) fn prove(
         if !problem.valid(&members) || placed.least_ms(&members) >= limit {
             continue;
         }
-        let Some((placement, times, rest)) = placed.improved_below(&members, limit, ANNEALED, left) else { continue };
+        let Some(dealt) = placed.dealt(&members) else { continue };
+        let (improved, rest) = placed.improved_below(&members, dealt, limit, ANNEALED, left);
         left = rest;
         complete &= rest > 0;
-        work[set as usize] = times.ms();
-        known.insert(members, (placement, times));
+        work[set as usize] = improved.1.ms();
+        known.insert(members, improved);
     }
     let found = improve_by(problem, work, &|_| 0.0, bounds, known_ms, allow_idle, steps);
     Improvement { better: found.better, complete: found.complete && complete }

@@ -11,8 +11,8 @@ mod trial;
 
 use trial::{Change, Packed, Trial};
 
-use super::Placed;
 use super::search::FoundPlaced;
+use super::{Placed, larger};
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::placement::DeviceExperts;
@@ -417,9 +417,9 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
 #[inline]
 fn exchange(times: &mut Times, compute: f32, sums: &Sums, share: f32, sent: f32, limit: f32) {
     let received = if share > 0.0 { sums.receive + sums.receive_all * share } else { 0.0 };
-    let all = compute + received.max(sent);
-    times.all = times.all.max(all);
-    times.over += (all - limit).max(0.0);
+    let all = compute + larger(received, sent);
+    times.all = larger(all, times.all);
+    times.over += larger(all - limit, 0.0);
 }
 
 impl Shares {

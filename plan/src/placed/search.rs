@@ -6,13 +6,11 @@
 //! are improved together with their placements ([`super::joint`]), where devices hold many experts after an annealing that takes these as if they could
 //! be cut ([`super::relaxed`]), and the best is the answer.
 
-use std::collections::HashMap;
-
 use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
 use super::relaxed;
 use super::state::{Change, State};
-use super::{GroupTimes, Known, Placed};
+use super::{DealtOut, GroupTimes, Known, Placed};
 use crate::bound::Bounds;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
@@ -164,8 +162,7 @@ pub(crate) struct PlacedSearch<'s, 'p, 'a, L> {
     placed_already: Vec<FoundPlaced>,
     /// What annealing with remembered times came by.
     regrouped: Vec<Vec<Vec<u32>>>,
-    /// What groups take with experts dealt out.
-    dealt: HashMap<Vec<u32>, Option<GroupTimes>>,
+    dealt: DealtOut,
     ops: u64,
 }
 
@@ -182,7 +179,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
             by_groups: vec![None; n],
             placed_already: Vec::new(),
             regrouped: Vec::new(),
-            dealt: HashMap::new(),
+            dealt: DealtOut::new(),
             ops: 0,
         }
     }
@@ -206,15 +203,12 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let links = &self.placed.problem.links;
         let mut times = Vec::with_capacity(groups.len());
         for members in &groups {
-            let known = self.dealt.get(members).copied();
-            let here = known.unwrap_or_else(|| {
+            if !self.dealt.contains_key(members) {
                 self.ops += 3 * links.sums_cost(members.len()) + 4 * self.placed.experts.costs.len() as u64;
-                let here = self.placed.dealt(members).map(|(_, times)| times);
-                self.dealt.insert(members.clone(), here);
-                here
-            });
-            let Some(here) = here else { return };
-            times.push(here);
+                self.dealt.insert(members.clone(), self.placed.dealt(members));
+            }
+            let Some(Some((_, here))) = self.dealt.get(members) else { return };
+            times.push(*here);
         }
         let objective_ms = self.placed.evaluate(&groups, &times).objective_ms;
         self.keep(Found { groups, objective_ms });
@@ -395,11 +389,11 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
 
     /// The best grouping with its placement; the best of other numbers of groups, best first. `known` collects placements.
     pub fn into_found(self, effort: PlacedEffort, known: &mut Known) -> (Option<FoundPlaced>, Vec<Found>) {
-        let PlacedSearch { placed, bounds, exponential, by_groups, placed_already, regrouped, .. } = self;
+        let PlacedSearch { placed, bounds, exponential, by_groups, placed_already, regrouped, dealt, .. } = self;
         let mut candidates: Vec<Found> = by_groups.into_iter().flatten().collect();
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
-        let mut best = place_all(placed, groupings.collect(), effort, known);
+        let mut best = place_all(placed, groupings.collect(), effort, (&dealt, &mut *known));
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
         let held = groups * placed.experts.costs.len();
         let room: u64 = placed.problem.memory.iter().map(|&room| room.min(placed.problem.n_experts)).sum();
@@ -415,7 +409,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
                 break;
             }
             let budget = (effort.joint as f64 * more * round.share) as u64;
-            best = improve_together(placed, &exponential, best, (number, round), budget, effort, known);
+            best = improve_together(placed, &exponential, best, (number, round), budget, effort, (&dealt, &mut *known));
         }
         best.extend(placed_already);
         let best = best.into_iter().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
@@ -440,12 +434,12 @@ fn place_all<L: LinkTable>(
     placed: &Placed<L>,
     groupings: Vec<&Vec<Vec<u32>>>,
     effort: PlacedEffort,
-    known: &mut Known,
+    (dealt, known): (&DealtOut, &mut Known),
 ) -> Vec<FoundPlaced> {
     // Each knows what was known before, so that nothing depends on the order in which they end.
     let place = |groups: &Vec<Vec<u32>>| {
         let mut known = known.clone();
-        (place_thoroughly(placed, groups, effort.place, effort.nodes, &mut known), known)
+        (place_thoroughly(placed, groups, effort.place, effort.nodes, (dealt, &mut known)), known)
     };
     let (found, learnt): (Vec<_>, Vec<_>) =
         in_two_threads(groupings, effort.place >= THREAD_LEAST, place).into_iter().unzip();
@@ -486,7 +480,7 @@ fn improve_together<L: LinkTable>(
     (number, round): (usize, &Round),
     budget: u64,
     effort: PlacedEffort,
-    known: &mut Known,
+    (dealt, known): (&DealtOut, &mut Known),
 ) -> Vec<FoundPlaced> {
     let mut seen = Vec::new();
     best.retain(|found| {
@@ -511,7 +505,7 @@ fn improve_together<L: LinkTable>(
             let chains = staged(round, chains, threads, |chain, end| chain.advance(exponential, end), Chain::best_ms);
             let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
             let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
-            let anew = place_all(placed, again, effort, known);
+            let anew = place_all(placed, again, effort, (dealt, known));
             best.extend(found);
             best.extend(anew);
         }
@@ -520,13 +514,12 @@ fn improve_together<L: LinkTable>(
             let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
             let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
             let chains = staged(round, chains, threads, advance, relaxed::Chain::best_ms);
-            let dealt = chains.into_iter().map(relaxed::Chain::into_best);
-            let found: Vec<FoundPlaced> = dealt.flatten().collect();
+            let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
             let quickly =
                 PlacedEffort { place: effort.place / PLACED_QUICKLY, nodes: effort.nodes / PLACED_QUICKLY, ..effort };
             let again = found.iter().map(|found| &found.groups).collect();
             // What was placed with less effort is not for others to know.
-            best.extend(place_all(placed, again, quickly, &mut Known::new()));
+            best.extend(place_all(placed, again, quickly, (dealt, &mut Known::new())));
             best.extend(found);
         }
     }
@@ -535,13 +528,13 @@ fn improve_together<L: LinkTable>(
 }
 
 /// A grouping's placement: of the group that takes longest the best, until that is still the longest; `budget` and `nodes` are for all groups
-/// together. `None` where memory does not suffice.
+/// together. Where experts were dealt out before, that is the start. `None` where memory does not suffice.
 pub(crate) fn place_thoroughly<L: LinkTable>(
     placed: &Placed<L>,
     groups: &[Vec<u32>],
     budget: u64,
     nodes: u64,
-    known: &mut Known,
+    (dealt, known): (&DealtOut, &mut Known),
 ) -> Option<FoundPlaced> {
     let mut placements = Vec::with_capacity(groups.len());
     let mut times = Vec::with_capacity(groups.len());
@@ -552,7 +545,7 @@ pub(crate) fn place_thoroughly<L: LinkTable>(
                 *improved = true;
                 known.clone()
             }
-            None => placed.dealt(members)?,
+            None => dealt.get(members).cloned().unwrap_or_else(|| placed.dealt(members))?,
         };
         placements.push(placement);
         times.push(here);
@@ -563,7 +556,8 @@ pub(crate) fn place_thoroughly<L: LinkTable>(
             break;
         }
         let share = groups.len() as u64;
-        let (placement, here) = placed.improved(&groups[worst], budget / share, nodes / share)?;
+        let start = (std::mem::take(&mut placements[worst]), times[worst]);
+        let (placement, here) = placed.improved(&groups[worst], start, budget / share, nodes / share);
         known.insert(groups[worst].clone(), (placement.clone(), here));
         (placements[worst], times[worst], improved[worst]) = (placement, here, true);
     }

@@ -2,6 +2,7 @@
 
 use super::{FAR, Relaxed, Sums, Times, exchange};
 use crate::cluster::LinkTable;
+use crate::placed::{larger, smaller};
 
 /// Steps of descent at most, and how many times what the last one gained the next ones may have to.
 const DESCENT: usize = 4;
@@ -118,10 +119,14 @@ impl Packed {
 
     /// What each place sends, if what each receives is `by` times what it would with all experts.
     fn sent(&self, patch: &Patch, by: &[f32], sent: &mut [f32]) {
-        sent.fill(0.0);
-        for (place, &by) in by.iter().enumerate().filter(|(_, by)| **by != 0.0) {
-            let row = if patch.place == Some(place) { &patch.from[..] } else { self.row(place) };
-            add_times(sent, row, by);
+        for (chunk, sent) in sent.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            // In registers until all are added up.
+            let mut sums = [0.0; LANES];
+            for (place, &by) in by.iter().enumerate() {
+                let row = if patch.place == Some(place) { &patch.from[..] } else { self.row(place) };
+                add_times(&mut sums, &row[chunk * LANES..][..LANES], by);
+            }
+            *sent = sums;
         }
         if let Some(place) = patch.place {
             sent[place] = by.iter().zip(&patch.to).map(|(by, to)| by * to).sum();
@@ -179,8 +184,25 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     fn patch(&self, trial: &mut Trial, (members, place): (&[u32], Option<usize>), Change { out, into }: Change) {
         let n = self.n();
         trial.patch.place = place;
+        let rows = |c: Option<u32>| {
+            let first = c? as usize * n;
+            Some((&self.alpha[first..][..n], &self.beta[first..][..n]))
+        };
+        let (joined, left) = (rows(into), rows(out));
         trial.sums.clear();
-        trial.sums.extend(members.iter().map(|&i| self.sums[i as usize]));
+        trial.sums.extend(members.iter().map(|&i| {
+            let i = i as usize;
+            let mut sums = self.sums[i];
+            if let Some((alpha, beta)) = joined {
+                sums.receive += alpha[i];
+                sums.receive_all += beta[i];
+            }
+            if let Some((alpha, beta)) = left {
+                sums.receive -= alpha[i];
+                sums.receive_all -= beta[i];
+            }
+            sums
+        }));
         if let Some(place) = place {
             let x = members[place] as usize * n;
             let (from, to) = (&self.beta_to[x..][..n], &self.beta[x..][..n]);
@@ -189,15 +211,6 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             trial.patch.from.resize(members.len().next_multiple_of(LANES), 0.0);
             trial.patch.to.clear();
             trial.patch.to.extend(members.iter().map(|&c| to[c as usize]));
-        }
-        for (other, sign) in [(into, 1.0), (out, -1.0)] {
-            if let Some(c) = other {
-                let (alpha, beta) = (&self.alpha[c as usize * n..][..n], &self.beta[c as usize * n..][..n]);
-                for (sums, &x) in trial.sums.iter_mut().zip(members) {
-                    sums.receive += sign * alpha[x as usize];
-                    sums.receive_all += sign * beta[x as usize];
-                }
-            }
         }
         if let (Some(place), Some(into)) = (place, into) {
             let alpha = &self.alpha_to[into as usize * n..][..n];
@@ -214,14 +227,18 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
         let size = members.len() as f32;
         let places = || members.iter().map(|&i| i as usize);
-        let rate: f32 = places().filter(|&i| self.most[i] > 0.0).map(|i| self.rate[i]).sum();
+        let rate: f32 = places().map(|i| if self.most[i] > 0.0 { self.rate[i] } else { 0.0 }).sum();
         let mut compute = size / rate * (1.0 + slack);
         let at_most = &mut self.trials[which].most;
         while compute < FAR && size * (compute - limit) <= most {
             at_most.clear();
             let each = compute / size;
-            at_most.extend(places().map(|i| (each * self.rate[i]).min(self.most[i])));
-            let sum: f32 = at_most.iter().sum();
+            let mut sum = 0.0;
+            at_most.extend(places().map(|i| {
+                let most = smaller(each * self.rate[i], self.most[i]);
+                sum += most;
+                most
+            }));
             if sum >= 1.0 {
                 return Some(compute);
             }
@@ -244,42 +261,40 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let pad = m.next_multiple_of(LANES);
         let room = limit - compute;
         // Nobody receives for too long, if that can be.
-        let all: f32 = trial.most.iter().sum();
+        let (mut all, mut received) = (0.0, 0.0);
         trial.share.clear();
-        trial.share.extend(
-            trial.most.iter().zip(&trial.sums).map(|(most, sums)| {
-                ((room - sums.receive) / sums.receive_all.max(f32::MIN_POSITIVE)).clamp(0.0, *most)
-            }),
-        );
-        let received: f32 = trial.share.iter().sum();
+        trial.share.extend(trial.most.iter().zip(&trial.sums).map(|(most, sums)| {
+            let share = ((room - sums.receive) / sums.receive_all.max(f32::MIN_POSITIVE)).clamp(0.0, *most);
+            all += most;
+            received += share;
+            share
+        }));
         let beyond = if received >= 1.0 { 0.0 } else { ((1.0001 - received) / (all - received).max(1e-9)).min(1.0) };
-        trial.most.iter_mut().zip(&trial.share).for_each(|(most, share)| *most = share + beyond * (*most - share));
-        // As before, as far as that fits.
-        for (place, &i) in members.iter().enumerate() {
-            let share = self.share[i as usize].min(trial.most[place]);
-            trial.share[place] = if share < self.least { 0.0 } else { share };
-        }
         let with = |share: &f32, most: &f32| if *share > 0.0 { *most } else { 0.0 };
-        let mut sum: f32 = trial.share.iter().zip(&trial.most).map(|(share, most)| with(share, most)).sum();
+        let (mut sum, mut at_most, mut have) = (0.0, 0.0, 0.0);
+        for ((most, share), &i) in trial.most.iter_mut().zip(&mut trial.share).zip(members) {
+            *most = *share + beyond * (*most - *share);
+            // As before, as far as that fits.
+            let before = smaller(self.share[i as usize], *most);
+            *share = if before < self.least { 0.0 } else { before };
+            sum += with(share, most);
+            at_most += *most;
+            have += *share;
+        }
         if sum >= 1.0 {
             // Who has none needs none.
             trial.most.iter_mut().zip(&trial.share).for_each(|(most, share)| *most = with(share, most));
         } else {
-            sum = trial.most.iter().sum();
-        }
-        let have: f32 = trial.share.iter().sum();
-        if have < 1.0 {
-            let more = (1.0 - have) / (sum - have).max(1e-9);
-            trial.share.iter_mut().zip(&trial.most).for_each(|(share, most)| *share += more * (most - *share));
-        } else {
-            trial.share.iter_mut().for_each(|share| *share /= have);
+            sum = at_most;
         }
         self.ops += 6 * m as u64;
+        let more = (1.0 - have) / (sum - have).max(1e-9);
         // All together receive what all together send.
-        let received = |(sums, share): (&Sums, &f32)| {
-            if *share > 0.0 { sums.receive + share * sums.receive_all } else { 0.0 }
-        };
-        let all: f32 = trial.sums.iter().zip(&trial.share).map(received).sum();
+        let mut all = 0.0;
+        for ((share, most), sums) in trial.share.iter_mut().zip(&trial.most).zip(&trial.sums) {
+            *share = if have < 1.0 { *share + more * (most - *share) } else { *share / have };
+            all += if *share > 0.0 { sums.receive + *share * sums.receive_all } else { 0.0 };
+        }
         if all - m as f32 * room > most {
             return None;
         }
@@ -336,7 +351,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let Trial { patch, most, share, sent, over, price, step, sent_step, .. } = trial;
         // Beyond the last place all are 0.
         over.clear();
-        over.extend(sent[..m].iter().map(|sent| (sent - room).max(0.0)));
+        over.extend(sent[..m].iter().map(|sent| larger(sent - room, 0.0)));
         if over.iter().all(|over| *over == 0.0) {
             return false;
         }
@@ -351,7 +366,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let (mut priced, mut weights) = ([0.0; LANES], [0.0; LANES]);
         for ((most, share), price) in chunks(most).zip(chunks(share)).zip(chunks(price)) {
             for k in 0..LANES {
-                let weight = (most[k] - share[k]).min(share[k]).max(least);
+                let weight = larger(smaller(most[k] - share[k], share[k]), least);
                 priced[k] += weight * price[k];
                 weights[k] += weight;
             }
@@ -364,8 +379,8 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             for k in 0..LANES {
                 let wanted = mean - price[k];
                 step[k] = wanted * if wanted > 0.0 { most[k] - share[k] } else { share[k] };
-                up[k] += step[k].max(0.0);
-                down[k] -= step[k].min(0.0);
+                up[k] += larger(step[k], 0.0);
+                down[k] -= smaller(step[k], 0.0);
             }
         }
         let [up, down]: [f32; 2] = [up, down].map(|sums| sums.iter().sum());
@@ -379,7 +394,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             for k in 0..LANES {
                 step[k] *= if step[k] > 0.0 { by_up } else { by_down };
                 let room = if step[k] > 0.0 { most[k] - share[k] } else { share[k] };
-                steepest[k] = steepest[k].max(step[k].abs() / room.max(f32::MIN_POSITIVE));
+                steepest[k] = larger(step[k].abs() / larger(room, f32::MIN_POSITIVE), steepest[k]);
             }
         }
         sent_step.resize(pad, 0.0);
