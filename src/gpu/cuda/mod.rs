@@ -109,7 +109,9 @@ impl CudaGpu {
         let driver = driver::driver()?;
         let network_alone = reached_by_network_alone()?;
         if network_alone && !matches!(way, Way::Nvshmem) {
-            return Err(GpuError::Unavailable("ARISTOS_REACH network needs `symmetric` nvshmem: NCCL's windows have no network".into()));
+            return Err(GpuError::Unavailable(
+                "ARISTOS_REACH network needs `symmetric` nvshmem: NCCL's windows have no network".into(),
+            ));
         }
         let local = meeting::rank_on_host(&*bootstrap, wait_limit)?;
         let (device, info) = match way {
