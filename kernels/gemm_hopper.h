@@ -51,8 +51,8 @@ template <class Tile> struct Consumer {
     u32 used = 0;    // stages, over all tiles
 };
 
-template <class Tile> DEVICE void release_stage(const Consumer<Tile>& c, u32 n) {
-    if (c.leads) free_stage<Tile>(&c.control->empty[nth<Tile::STAGES>(n)]);
+template <bool COPIED, class Tile> DEVICE void release_stage(const Consumer<Tile>& c, u32 n) {
+    if (c.leads) free_stage<Tile, COPIED>(&c.control->empty[nth<Tile::STAGES>(n)]);
 }
 
 template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n) {
@@ -76,12 +76,12 @@ DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& 
         }
         dev::wgmma_commit();
         dev::wgmma_wait<1>();
-        if (i > 0) release_stage(c, n - 1);
+        if (i > 0) release_stage<A_MN_MAJOR>(c, n - 1);
     }
     dev::wgmma_wait<0>();
     dev::wgmma_fence_operand(acc);
     c.used += steps;
-    release_stage(c, c.used - 1);
+    release_stage<A_MN_MAJOR>(c, c.used - 1);
 }
 
 // Puts columns 64 u to 64 u + 63 of this warp's into its unit, in the order that epilogue.h expects. A branch for each u, so that the accumulators'
@@ -139,7 +139,7 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
         } else {
             for (u32 i = 0; i < steps; i++, c.used++) {
                 wait_stage(c, c.used);
-                release_stage(c, c.used);
+                release_stage<KINDS != FORWARD_KINDS>(c, c.used);
             }
         }
         dev::sync_warp();  // its stores happen before what its first lane does now

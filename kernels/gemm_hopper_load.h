@@ -21,10 +21,14 @@ template <class Tile> struct Loader {
     u32 begun = 0;  // stages, over all tiles
 };
 
-// Waits until the next stage is free. Each thread waits for itself, because each overwrites a part of the stage.
-template <class Tile> DEVICE char* begin_stage(const Loader<Tile>& l) {
+// Waits until the next stage is free. Each thread waits for itself, because each overwrites a part of the stage; `OVER_COPIES`: perhaps over what the
+// other block has copied to its stage.
+template <bool OVER_COPIES = false, class Tile> DEVICE char* begin_stage(const Loader<Tile>& l) {
     u32 s = nth<Tile::STAGES>(l.begun);
-    wait_free<Tile>(&l.control->empty[s], parity<Tile::STAGES>(l.begun) ^ 1);
+    u64* empty = &l.control->empty[s];
+    const u32 free = parity<Tile::STAGES>(l.begun) ^ 1;
+    if constexpr (OVER_COPIES) wait_free<Tile>(empty, free);
+    else dev::mbarrier_wait(empty, free);
     return l.stages + s * Tile::STAGE_BYTES;
 }
 
@@ -86,12 +90,13 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
     if (KINDS != FORWARD_KINDS) prefetch_before<T, Tile>(t, left);
     for (u32 half = 0; half < halves; half++) {
         for (u32 k = 0; k < half_k; k += TILE_K) {
-            char* stage = begin_stage(l);
+            constexpr bool OVER_COPIES = Tile::PAIR && KINDS != FORWARD_KINDS;
+            char* stage = begin_stage<OVER_COPIES>(l);
             if (dev::lane() == 0) {
                 u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
                 dev::mbarrier_arrive_expect(full, Tile::B_BYTES);
                 dev::mbarrier_arrive(full, 31);  // for the other lanes, which have nothing to copy
-                if constexpr (Tile::PAIR) dev::fence_proxy_async_cluster();  // after the other block's cp.async, which its consumers fenced there
+                if constexpr (OVER_COPIES) dev::fence_proxy_async_cluster();  // after the other block's cp.async, which its consumers fenced there
                 UNROLL for (u32 i = 0; i < Tile::B_PANELS / (Tile::PAIR ? 2 : 1); i++) {
                     const u32 p = first_panel<Tile>() + i;
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;

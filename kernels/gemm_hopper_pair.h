@@ -33,10 +33,13 @@ template <class Tile> DEVICE void meet() {
     else dev::sync_block();
 }
 
-// One lane of a consumer warp.
-template <class Tile> DEVICE void free_stage(u64* empty) {
+// One lane of a consumer warp. What this block copied into the stage's B by cp.async, the other may load over by TMA; between two loads by TMA there
+// is nothing to release.
+template <class Tile, bool COPIED> DEVICE void free_stage(u64* empty) {
     dev::mbarrier_arrive(empty);
-    if constexpr (Tile::PAIR) dev::mbarrier_arrive_at_having_read(empty, dev::cluster_rank() ^ 1);
+    if constexpr (!Tile::PAIR) return;
+    else if constexpr (COPIED) dev::mbarrier_arrive_at(empty, dev::cluster_rank() ^ 1);
+    else dev::mbarrier_arrive_at_having_read(empty, dev::cluster_rank() ^ 1);
 }
 
 // One lane of a consumer warp, which has stored its part of an entry's task. True for the last; its stores happen before what that does.
