@@ -126,8 +126,8 @@ struct WaveSignal {
     u64* signal;
     u64 value;
 };
-// All threads, at the end of an item of a wave of `size`: the last one sends the signals of all, `get(i)`. `reused`, of one thread: whether it sees that
-// the wave's places are needed again in this step.
+// All threads, at the end of an item of a wave of `size`: the last one sends the signals of all, `get(i)`. `reused()`, by each thread of its part:
+// whether the wave's places are needed again in this step.
 template <class Get, class Reused> DEVICE void end_wave_item(Block& b, u32* ended, u32 size, Get get, Reused reused) {
     dev::sync_block();
     bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == size;

@@ -120,8 +120,8 @@ DEVICE void mbarrier_arrive_at(u64* bar, u32 rank) {
         "r"(rank)
         : "memory");
 }
-// The same of who has only read, by wgmma that are complete, what the other block has loaded anew once it sees this. It releases nothing to it: a release to
-// the cluster is a fence of the whole GPU, which is not for the loop over stages.
+// The same by who has only read, in wgmma that are complete, what the other block then loads over. Nothing is released: a release to the cluster is a
+// fence of the whole GPU, too much for each stage.
 DEVICE void mbarrier_arrive_at_having_read(u64* bar, u32 rank) {
     asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(bar)), "r"(rank)
                  : "memory");

@@ -81,6 +81,21 @@ pub struct DeviceLimits {
     pub symmetric_total: u64,
 }
 
+#[cfg(test)]
+impl DeviceLimits {
+    /// Those of an A100 of 40 GiB.
+    pub(crate) fn a100() -> Self {
+        DeviceLimits {
+            capability: (8, 0),
+            multiprocessors: 108,
+            shared_bytes_per_block: 163 << 10,
+            memory_total: 40 << 30,
+            memory_free: 40 << 30,
+            symmetric_total: 0,
+        }
+    }
+}
+
 impl DeviceLimits {
     /// Whether it has `wgmma` and the tensor memory accelerator as Hopper has them (sm_90a; no later device has).
     pub fn hopper(&self) -> bool {

@@ -28,16 +28,15 @@ pub(super) struct Dealt {
 }
 
 impl Dealt {
-    /// Whether every device has the same experts.
-    fn as_before(&self, before: &Dealt) -> bool {
-        self.count == before.count && self.load == before.load && self.owner == before.owner
-    }
-
-    /// Keeps what [`Dealt::as_before`] looks at.
-    fn keep(&mut self, dealt: &Dealt) {
+    /// Of two ways of dealing: whether the second gave every device the experts that the first did, of which this keeps what it takes to see that.
+    fn is_repeated(&mut self, second: bool, dealt: &Dealt) -> bool {
+        if second {
+            return self.count == dealt.count && self.load == dealt.load && self.owner == dealt.owner;
+        }
         self.count.clone_from(&dealt.count);
         self.load.clone_from(&dealt.load);
         self.owner.clone_from(&dealt.owner);
+        false
     }
 }
 
@@ -357,13 +356,10 @@ impl<L: LinkTable> Placed<'_, '_, L> {
             if !dealing.deal(&self.experts, both, dealt) {
                 return f64::INFINITY;
             }
-            if both && dealt.as_before(first) {
-                // Nor does what comes of it differ.
+            if first.is_repeated(both, dealt) {
+                // Nor does what comes of it differ, nor what it would have cost.
                 *ops += polish_ops;
                 break;
-            }
-            if !both {
-                first.keep(dealt);
             }
             polish_ops = *ops;
             best = best.min(self.polish(members, dealing, dealt, exchanges, MOST_ROUNDS, ops).ms());
@@ -382,12 +378,9 @@ impl<L: LinkTable> Placed<'_, '_, L> {
             if !dealing.deal(&self.experts, both, &mut dealt) {
                 return None;
             }
-            if both && dealt.as_before(&first) {
+            if first.is_repeated(both, &dealt) {
                 // Nor does what comes of it differ.
                 break;
-            }
-            if !both {
-                first.keep(&dealt);
             }
             if members.len() <= POLISHED_MOST {
                 self.polish(members, &dealing, &mut dealt, &mut exchanges, ROUNDS, &mut ops);

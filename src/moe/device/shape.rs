@@ -451,14 +451,7 @@ mod tests {
     fn symmetric_memory_is_the_windows_the_returns_and_two_waves() {
         let config = LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
         let spec = LayerSpec::new(config, 16, 4096).dtype(Dtype::Bf16).training(true);
-        let limits = DeviceLimits {
-            capability: (8, 0),
-            multiprocessors: 108,
-            shared_bytes_per_block: 163 << 10,
-            memory_total: 40 << 30,
-            memory_free: 40 << 30,
-            symmetric_total: 0,
-        };
+        let limits = DeviceLimits::a100();
         let device = DeviceOptions::default();
         let groups = Groups::one(spec.placement.clone());
         let bytes = |all_reachable| {

@@ -70,18 +70,10 @@ mod tests {
 
     /// The shape on a network, and its symmetric memory.
     fn shape_of(spec: &LayerSpec) -> (LayerShape, u64) {
-        let limits = DeviceLimits {
-            capability: (8, 0),
-            multiprocessors: 108,
-            shared_bytes_per_block: 163 << 10,
-            memory_total: 40 << 30,
-            memory_free: 40 << 30,
-            symmetric_total: 0,
-        };
         let (device, groups) = (DeviceOptions::default(), Groups::one(spec.placement.clone()));
         let (device, groups) = (&device, &groups);
         let shape_of = ShapeOf { spec, device, groups, my_pe: 0, all_reachable: false, router_parts: 3 };
-        let shape = shape_of.shape(&limits, 108).unwrap();
+        let shape = shape_of.shape(&DeviceLimits::a100(), 108).unwrap();
         (shape, place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
     }
 
