@@ -11,7 +11,7 @@
 namespace aristos::host {
 
 Network::Network(World& world, bool with_thread)
-    : world_(world), random_(world.seed * 31 + 7), fences_(world.n_pes, 0), tsan_fiber_(tsan::create_fiber()) {
+    : world_(world), random_(world.seed * 31 + 7), fences_(world.n_pes, 0), quiets_(world.n_pes, 0), tsan_fiber_(tsan::create_fiber()) {
     // Without this thread a put that nobody polls for would never come. Where it cannot be started, whoever polls delivers.
     has_thread_ = with_thread && pthread_create(&thread_, nullptr, deliver_now_and_then, this) == 0;
 }
@@ -135,6 +135,7 @@ void Network::poll() {
 
 void Network::quiet(u32 from) {
     Locked locked(lock_);
+    ++quiets_[from];
     for (bool any = true; any;) {
         any = false;
         for (std::size_t i = bag_.size(); i-- > 0;) {

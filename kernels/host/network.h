@@ -21,6 +21,8 @@ class Network {
     void poll();
     // Waits until nothing from `from` is in flight, and shows it to all.
     void quiet(u32 from);
+    // How often a PE has called it.
+    u64 quiets(u32 pe) const { return quiets_[pe]; }
     // What has been delivered to `pe` is what it reads from now on.
     void see(u32 pe);
 
@@ -42,6 +44,7 @@ class Network {
     UntrackedVector<Piece> bag_;
     UntrackedVector<Unseen> unseen_;
     UntrackedVector<u64> fences_;  // by PE
+    UntrackedVector<u64> quiets_;
     void* tsan_fiber_;      // as which ThreadSanitizer sees deliveries
     u8 delivered_ = 0;      // its address stands, to ThreadSanitizer, for all that was delivered
     std::atomic<bool> over_{false};

@@ -43,6 +43,7 @@ inline PlantedFault planted = NO_FAULT;
 
 #include "testing.h"
 
+#include "../host/network.h"
 #include "protocol_cases.h"
 
 using namespace protocol_cases;
@@ -132,7 +133,7 @@ CASE(groups_of_hosts_in_bulk) {
 CASE(bulk) { any_schedule(bulk(), seeds(30)); }
 CASE(bulk_in_small_windows) { any_schedule(bulk_in_small_windows(), seeds(30)); }
 // Models' shapes with windows as the host has them, by even routing: no phase has more fences than there are PEs that only the network reaches. 1/8 of
-// their tokens and of the rows of a chunk; the routing is theirs, the experts are small.
+// their tokens and of the rows of a chunk; the routing is theirs, the experts are small. And a block waits for a wave only where its places are needed again.
 CASE(even_routing_has_a_fence_for_each_far_peer_at_most) {
     struct Model { u32 experts, top_k; };
     for (Model m : {Model{8, 2}, Model{128, 8}, Model{256, 8}}) {
@@ -157,6 +158,9 @@ CASE(even_routing_has_a_fence_for_each_far_peer_at_most) {
                     // The headers', the rows' and the results'; backward has no headers.
                     CHECK(s.forward.fences <= 1 + 2 * far, "%llu fences to %llu peers", (unsigned long long)s.forward.fences, (unsigned long long)far);
                     CHECK(s.backward.fences <= 2 * far, "%llu fences to %llu peers", (unsigned long long)s.backward.fences, (unsigned long long)far);
+                    // A wave's, where there are two more of its phase; each kernel's; and that of the sum of the router's gradient, one piece.
+                    const u64 quiets = static_cast<host::World*>(t.w->handle)->network->quiets(pe), waves = far > 2 ? 4 * (far - 2) : 0;
+                    CHECK(quiets >= 2 && quiets <= waves + 3, "%llu quiets, %llu peers", (unsigned long long)quiets, (unsigned long long)far);
                     CHECK(s.forward.signals == s.forward.puts && s.backward.signals == s.backward.puts, "a place was used again");
                     most[0] = std::max<u64>(most[0], s.forward.fences), most[1] = std::max<u64>(most[1], s.backward.fences);
                 }
