@@ -19,6 +19,7 @@
 #   CUDA_HOME, NVSHMEM_HOME   where nvcc and NVSHMEM are [default: nvcc's folder on PATH; NVSHMEM beside PyTorch, then CUDA]
 #   NCCL_HOME                 where NCCL is, for its send and receive, and its symmetric memory [beside PyTorch, then the loader's path]
 #   OUT                       where the logs go [target/gpu/out]
+#   TIMEOUT                   seconds that a step may take where it is checked [20]
 #   LIMIT                     seconds one stage may take [480; of the first four 60, 150, 150 and 240]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -33,7 +34,7 @@ for arg in "$@"; do
     all) stages+=("${all[@]}") ;;
     *)
         if [[ $arg != [a-z]* || " ${all[*]} " != *" $arg "* ]]; then
-            sed -n '2,25s/^# \{0,1\}//p' "$0" >&2
+            sed -n '2,26s/^# \{0,1\}//p' "$0" >&2
             exit 2
         fi
         stages+=("$arg")
@@ -171,9 +172,9 @@ mps_off() {
 }
 trap mps_off EXIT
 
-# The two programs in C++, which need no Rust: facts.cu and perftest.cu.
+# The two programs in C++, which need no Rust: facts.cu and perftest.cu. Not compiled again where that has been done, here or where they were carried from.
 build() {
-    local nvcc=$CUDA_HOME/bin/nvcc name arch flags
+    local nvcc=$CUDA_HOME/bin/nvcc name arch flags key
     if [ ! -x "$nvcc" ]; then
         echo "gpu/check.sh: no nvcc; set CUDA_HOME, or run tools/cuda-toolchain" >&2
         return 1
@@ -185,15 +186,18 @@ build() {
     arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
     arch=${arch:-90}
     flags=(-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -gencode "arch=compute_$arch,code=sm_$arch" "-I$NVSHMEM_HOME/include")
+    key=$( (echo "$arch"; cat gpu/facts.cu gpu/perftest.cu gpu/pes.h "$NVSHMEM_HOME/include/non_abi/nvshmem_version.h") | sha256sum)
     for name in facts perftest; do
-        "$nvcc" "${flags[@]}" -DFATBIN_ONLY -fatbin "gpu/$name.cu" -o "target/gpu/$name.fatbin" || return 1
-        if ldconfig -p | grep -q 'libcuda\.so\.1'; then
-            "$nvcc" "${flags[@]}" "gpu/$name.cu" -o "target/gpu/$name" "$NVSHMEM_HOME/lib/libnvshmem_host.so.3" \
-                "$(ldconfig -p | awk '/libcuda\.so\.1/ { print $NF; exit }')" -Xlinker "-rpath=$NVSHMEM_HOME/lib" || return 1
-        else
+        if ! grep -qsx "$key" target/gpu/built; then
+            "$nvcc" "${flags[@]}" -DFATBIN_ONLY -fatbin "gpu/$name.cu" -o "target/gpu/$name.fatbin" || return 1
             "$nvcc" "${flags[@]}" -c "gpu/$name.cu" -o "target/gpu/$name.o" || return 1
         fi
+        if ldconfig -p | grep -q 'libcuda\.so\.1'; then
+            "$nvcc" "target/gpu/$name.o" -o "target/gpu/$name" -Xlinker "$NVSHMEM_HOME/lib/libnvshmem_host.so.3" \
+                -Xlinker "$(ldconfig -p | awk '/libcuda\.so\.1/ { print $NF; exit }')" -Xlinker "-rpath=$NVSHMEM_HOME/lib" || return 1
+        fi
     done
+    echo "$key" >target/gpu/built
 }
 
 # NVSHMEM on one host, as the program sets it too.
@@ -202,17 +206,17 @@ host_env=(env NVSHMEM_REMOTE_TRANSPORT=none NVSHMEM_DISABLE_NVLS=1 NVSHMEM_DISAB
 
 stage_facts() {
     try "nvidia-smi" nvidia-smi
-    try "1 PE" "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 1
-    try "2 PEs without MPS" "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 2
+    try "1 PE" timeout 15 "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 1
+    try "2 PEs without MPS" timeout 15 "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 2
     mps_on 2
-    try "2 PEs, MPS" "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 2
-    try "2 PEs, MPS, without VMM" "${host_env[@]}" NVSHMEM_DISABLE_CUDA_VMM=1 NVSHMEM_SYMMETRIC_SIZE=1G target/gpu/facts 2
+    try "2 PEs, MPS" timeout 15 "${host_env[@]}" NVSHMEM_DEBUG=INFO target/gpu/facts 2
+    try "2 PEs, MPS, without VMM" timeout 15 "${host_env[@]}" NVSHMEM_DISABLE_CUDA_VMM=1 NVSHMEM_SYMMETRIC_SIZE=1G target/gpu/facts 2
     mps_on 4
-    try "4 PEs, MPS" "${host_env[@]}" target/gpu/facts 4
+    try "4 PEs, MPS" timeout 15 "${host_env[@]}" target/gpu/facts 4
     mps_off
 }
 
-run=("$aristos" run --device cuda --check --timeout 20)
+run=("$aristos" run --device cuda --check --timeout "${TIMEOUT:-20}")
 layer=(--hidden 512 --intermediate 768 --experts 16 --top-k 4)
 small=("${layer[@]}" --tokens 1000 --dtype bf16)
 

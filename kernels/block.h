@@ -17,6 +17,8 @@ struct Step {
 };
 
 struct Item { u32 kind, index, pe; };  // items.h
+// What a block knows of a step, so that it need not look again: a set of ItemKinds of which all are taken, and of these.
+enum Known : u32 { KNOWN_OWN = 1u << 16, KNOWN_LAYOUT = 1u << 17, KNOWN_QUEUE = 1u << 18 };  // the first two: made; all tasks of queue q are taken: KNOWN_QUEUE << q
 // Of a wait for an item: when one was last seen to be taken on this PE, when that was looked at, and how many were.
 struct Patience {
     u64 since, asked;
@@ -29,7 +31,7 @@ struct State {
     u64 since;
     u32 phase;
     Item item;        // the one to do
-    u32 ticket;       // of the next task
+    u32 ticket;       // of the task that is looked at
     u32 more;         // 1: there is a task
     u32 early;        // Found: by the look for the next task before the present one was done
     // What was seen last in this step, so that the next look begins there:
@@ -38,6 +40,11 @@ struct State {
     u32 channel;      // of the sums of gradients
     u32 served;       // of the sources that this PE is home of
     u32 entry[TASK_QUEUES];
+    // What this block has taken and whose inputs are still missing, or NONE: a task of each queue, results for a source.
+    u32 taken[TASK_QUEUES];
+    u32 taken_results, results_source;
+    u32 known;        // ItemKinds and Known
+    u32 follows;      // 1: the second block of a pair
     Patience patience;
     u32 sums[32];     // of warps, for scans
     PassStats stats;
@@ -87,6 +94,14 @@ DEVICE void enter(Block& b, u32 phase) {
         enter_now(b.l, b.pass, b.state, phase);
     }
     dev::sync_block();
+}
+
+// One thread: whether the word of a thing that is made once in a step says so.
+DEVICE bool knows(Block& b, Known what, const u32* word) {
+    if (b.state.known & what) return true;
+    if (!came_local(word, 1)) return false;
+    b.state.known |= what;
+    return true;
 }
 
 // ---- Waits of a block. `word(i)`, for i in [0, count), is waited for by one thread each: it returns whether it came. All

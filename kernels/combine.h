@@ -68,21 +68,27 @@ DEVICE bool tile_computed(const Block& b, u32 expert, u32 place) {
     u32 tasks = tiles_across(b.l, second_kind(b.step.mode), expert);
     return came_local(b.counters().second_done + place_tile(b.l, expert, place), tasks);
 }
-// One thread: whether the slots of a row are computed.
-DEVICE bool row_computed(const Block& b, const ReturnRow& row) {
-    for (u32 i = row.end; i-- > row.first;)
-        if (!tile_computed(b, row.t.expert[i], row.t.place[i])) return false;
-    return true;
+// One thread: whether a counter of this PE's has come to `least`; where it has not, notes that results for `source` lack it, if `note`. So a look at what is not
+// there costs two loads, until that is.
+DEVICE bool came_for(const Block& b, u32 source, bool note, const u32* word, u32 least) {
+    if (came_local(word, least)) return true;
+    if (note) dev::store_relaxed(b.counters().lack + source, u64(word - b.l.counters_begin[b.set]) << 32 | least);
+    return false;
 }
-// One thread: whether the slots of `source` in a batch are, up to the one at `place`, or all.
-DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 place) {
+// What a chunk lacks later chunks lack as well, so what was noted for one before the next is still true, or over.
+DEVICE bool lacks(const Block& b, u32 source) {
+    const u64 lack = dev::load_relaxed(b.counters().lack + source);
+    return dev::load_relaxed(b.l.counters_begin[b.set] + (lack >> 32)) < u32(lack);
+}
+// One thread: whether the slots of `source` in a batch are computed, up to the one at `place`, or all.
+DEVICE bool slots_computed(const Block& b, u32 source, u32 expert, u32 place, bool note) {
     const Layer& l = b.l;
     const u64 at = u64(source) * l.shape.n_local + expert;
     const u32 count = l.received.counts[at], tile_m = l.shape.tile_m;
     for (u32 rank = 0; rank < count;) {
-        const u32 slot = batch_slot(l, source, expert, rank), here = slot_place(l, expert, slot);
-        if (!tile_computed(b, expert, here)) return false;
-        if (place != NONE && place_tile(l, expert, here) == place_tile(l, expert, place)) return true;
+        const u32 slot = batch_slot(l, source, expert, rank), tile = place_tile(l, expert, slot_place(l, expert, slot));
+        if (!came_for(b, source, note, b.counters().second_done + tile, tiles_across(l, second_kind(b.step.mode), expert))) return false;
+        if (place != NONE && tile == place_tile(l, expert, place)) return true;
         rank += lies_backwards(l, source) ? slot % tile_m + 1 : tile_m - slot % tile_m;
     }
     return true;
@@ -105,15 +111,15 @@ template <class Missing> DEVICE bool relayed_parts_came(const Block& b, u32 sour
     return true;
 }
 // One thread: whether the results of chunk `index` of the round, in the order of return, can be summed and put: its rows are there, as are all slots
-// of the source up to those of the last row.
-DEVICE bool return_ready(const Block& b, u32 source, u32 index) {
+// of the source up to those of the last row. `note`: what it lacks.
+DEVICE bool return_ready(const Block& b, u32 source, u32 index, bool note) {
     const Layer& l = b.l;
     const Received& in = l.received;
     bool place = !returns_far(l, source) || place_free(b.counters().returned, wave_message(l, l.tables.far_back, source, index, *l.queue.most_results));
     if (!place || in.first_chunk[source] + index >= in.end_chunk[source]) return place;
     u32 rows = chunk_count(l, in.rows[source], in.first_chunk[source] + index);
     u32 parts = source == l.shape.my_pe && own_in_parts(b.step) ? 2 : 1;
-    if (b.step.mode == MODE_FORWARD && !came_local(placed_rows(b, source, index), rows * parts)) return false;
+    if (b.step.mode == MODE_FORWARD && !came_for(b, source, note, placed_rows(b, source, index), rows * parts)) return false;
     u32 expert, until;
     if (relayed(l, source)) {
         if (!relayed_parts_came(b, source, index, Nobody())) return false;
@@ -126,9 +132,9 @@ DEVICE bool return_ready(const Block& b, u32 source, u32 index) {
     }
     u32* known = b.counters().returnable + source;
     u32 before = dev::load_relaxed(known), done = before;
-    while (done < expert && slots_computed(b, source, done, NONE)) done++;
+    while (done < expert && slots_computed(b, source, done, NONE, note)) done++;
     if (done > before) dev::store_release(known, done);
-    return done >= expert && slots_computed(b, source, expert, until);
+    return done >= expert && slots_computed(b, source, expert, until, note);
 }
 
 DEVICE u64 returned_stamp(const Block& b) {
@@ -166,28 +172,50 @@ template <class T> DEVICE void gather_d_weights(const Layer& l, u32 source, u32 
     }
 }
 
-template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* stage) {
+// What an item of a chunk of results is: some of its rows, in the order of return.
+struct ReturnItem {
+    u32 index, first;  // of the chunk, in the round; of its rows
+};
+DEVICE ReturnItem return_item(const Layer& l, u32 item) {
+    const u32 each = return_items(l);
+    return {item / each, item % each * RETURN_ROWS};
+}
+
+// Where the results go.
+DEVICE Message results_message(const Block& b, u32 source, u32 index, u8* stage) {
+    const Layer& l = b.l;
+    const bool part = relayed(l, source) && !serves(l, source);
+    const u64 chunk = l.received.return_chunk[source] + l.received.first_chunk[source] + index;
+    return message(l, part ? part_place(l, l.shape.member, source, index) : l.symmetric.returns + chunk * l.sizes.return_pitch, stage, returns_to(l, source));
+}
+
+// Sums the item's rows.
+template <class T> DEVICE bool sum_rows(Block& b, u32 source, ReturnItem item, u8* stage) {
     const Layer& l = b.l;
     const Received& in = l.received;
-    u32 chunk = in.first_chunk[source] + index;
+    const u32 index = item.index, chunk = in.first_chunk[source] + index;
     if (chunk >= in.end_chunk[source]) return true;
+    const u32 rows = chunk_count(l, in.rows[source], chunk), first = item.first, row_bytes = l.sizes.row_bytes;
+    if (first >= rows) return true;
     enter(b, PHASE_COMBINE);
-    u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes;
+    const u32 end = return_items(l) > 1 && rows - first > RETURN_ROWS ? first + RETURN_ROWS : rows;
     u32 numbers = index * l.shape.chunk_rows;  // of the round
-    // All are, or the source has not numbered its rows by their last experts.
+    // All are computed, or the source has not numbered its rows by their last experts.
     bool done = true;
-    for (u32 r = dev::thread(); r < rows; r += dev::threads()) done = row_computed(b, return_row(b, source, numbers + r)) && done;
+    for (u32 i = dev::thread(), most = l.sizes.max_slots; i < (end - first) * most; i += dev::threads()) {
+        const ReturnRow row = return_row(b, source, numbers + first + i / most);
+        const u32 slot = row.first + i % most;
+        done = (slot >= row.end || tile_computed(b, row.t.expert[slot], row.t.place[slot])) && done;
+    }
     if (!check_peer(b, !done, source, WHAT_ROWS, rows, 0, chunk)) return false;
 
     bool backward = b.step.mode == MODE_GRADIENT;
     const SlotStore& store = l.batches.routed;
     const char* y = static_cast<const char*>(store.y);
     const bool serving = serves(l, source), part = relayed(l, source) && !serving;
-    const u32 to_pe = returns_to(l, source);
-    u8* to_place = part ? part_place(l, l.shape.member, source, index) : l.symmetric.returns + u64(in.return_chunk[source] + chunk) * l.sizes.return_pitch;
-    Message m = message(l, to_place, stage, to_pe);
-    u32 pieces = row_bytes / 16, slots = 0;
-    for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
+    const Message m = results_message(b, source, index, stage);
+    u32 pieces = row_bytes / 16;
+    for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
         const ReturnRow row = return_row(b, source, numbers + r);
         if (part && row.first == row.end) continue;
         // PEs of this host whose experts' sums are added, this one in its turn.
@@ -217,9 +245,8 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
                     dev::store16(m.to + u64(r) * row_bytes + u64(piece + 32 * k) * 16, pack8<T>(sum.v[k]));
         }
     }
-    u64 bytes = u64(rows) * row_bytes;
     if (backward && part) {
-        for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
+        for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
             const ReturnRow row = return_row(b, source, numbers + r);
             for (u32 i = row.first; i < row.end; i++) {
                 float d = weight_gradient<T>(l, row.t.expert[i], row.t.place[i]);
@@ -227,14 +254,17 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
             }
         }
     } else if (backward) {
-        float* to = reinterpret_cast<float*>(m.to + bytes);
+        float* to = reinterpret_cast<float*>(m.to + u64(rows) * row_bytes);
         u32* before = in.return_slot + u64(source) * l.shape.round_chunks * l.shape.chunk_rows + numbers;
         auto count = [&](u32 r) {
             ReturnRow row = return_row(b, source, numbers + r);
             return serving ? row_members(l, source, row.row).count : row.end - row.first;
         };
-        slots = scan_block(b, rows, count, [&](u32 r, u32 sum) { before[r] = sum; });
-        for (u32 r = dev::warp(); r < rows; r += dev::threads() / 32) {
+        // Of all rows before, but only for the item's.
+        (void)scan_block(b, end, count, [&](u32 r, u32 sum) {
+            if (r >= first) before[r] = sum;
+        });
+        for (u32 r = first + dev::warp(); r < end; r += dev::threads() / 32) {
             const ReturnRow row = return_row(b, source, numbers + r);
             if (serving) gather_d_weights<T>(l, source, index, r, row, to + before[r]);
             for (u32 i = row.first; !serving && i < row.end; i++) {
@@ -242,17 +272,36 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
                 if (dev::lane() == 0) to[before[r] + i - row.first] = d;
             }
         }
-        bytes += 4 * slots;
     }
-    if (part) {
+    return true;
+}
+
+// Sends a chunk of results, whose rows are summed.
+DEVICE void post_results(Block& b, u32 source, u32 index, u8* stage) {
+    const Layer& l = b.l;
+    const Received& in = l.received;
+    const u32 chunk = in.first_chunk[source] + index;
+    if (chunk >= in.end_chunk[source]) return;
+    const u32 rows = chunk_count(l, in.rows[source], chunk), row_bytes = l.sizes.row_bytes, numbers = index * l.shape.chunk_rows;
+    const bool backward = b.step.mode == MODE_GRADIENT, serving = serves(l, source);
+    const Message m = results_message(b, source, index, stage);
+    u64 bytes = u64(rows) * row_bytes;
+    if (relayed(l, source) && !serving) {
         u32 written = 0;
         for (u32 r = dev::thread(); r < rows; r += dev::threads()) {
             const ReturnRow row = return_row(b, source, numbers + r);
             if (row.first < row.end) written += row_bytes + (backward ? 4 * (row.end - row.first) : 0);
         }
         if (written) dev::shared_add(&b.state.stats.relay_bytes, u64(written));
-        if (!ARISTOS_PLANTED(PART_LOST)) post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), to_pe);
-        return true;
+        if (!ARISTOS_PLANTED(PART_LOST)) post(b, m, bytes, part_signal(l, l.shape.member, source, index), arrived_stamp(b), returns_to(l, source));
+        return;
+    }
+    u32 slots = 0;
+    if (backward) {
+        const ReturnRow row = return_row(b, source, numbers + rows - 1);
+        slots = in.return_slot[u64(source) * l.shape.round_chunks * l.shape.chunk_rows + numbers + rows - 1];
+        slots += serving ? row_members(l, source, row.row).count : row.end - row.first;
+        bytes += 4 * slots;
     }
     post(b, m, bytes, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b), source);
     if (serving && index + PART_PLACES < in.end_chunk[source] - in.first_chunk[source]) {
@@ -266,15 +315,25 @@ template <class T> DEVICE bool sum_chunk(Block& b, u32 source, u32 index, u8* st
         stats.combine_row_bytes += u64(rows) * row_bytes;
         if (backward) stats.combine_slot_bytes += 4 * slots;
     }
-    return true;
 }
 
-template <class T> OUTLINE bool return_chunk(Block& b, u32 source, u32 index) {
+// The item. The block that ends the last one of a chunk sends it.
+template <class T> OUTLINE bool return_rows(Block& b, u32 source, u32 number) {
     const Layer& l = b.l;
-    if (!returns_far(l, source)) return sum_chunk<T>(b, source, index, nullptr);
-    WaveMessage m = wave_message(l, l.tables.far_back, source, index, *l.queue.most_results);
-    if (!sum_chunk<T>(b, source, index, l.symmetric.result_stage + u64(m.place) * l.sizes.return_pitch)) return false;
-    end_chunk(b, l.tables.far_back, b.counters().returned, m, [&](u32 to, u32 number) -> WaveSignal {
+    const ReturnItem item = return_item(l, number);
+    const bool far = returns_far(l, source);
+    const WaveMessage w = far ? wave_message(l, l.tables.far_back, source, item.index, *l.queue.most_results) : WaveMessage{};
+    u8* stage = far ? l.symmetric.result_stage + u64(w.place) * l.sizes.return_pitch : nullptr;
+    if (!sum_rows<T>(b, source, item, stage)) return false;
+    if (return_items(l) > 1) {
+        u32* ended = b.counters().return_done + u64(source) * l.shape.round_chunks + item.index;
+        dev::sync_block();
+        const bool last = dev::thread() == 0 && dev::fetch_add_acq_rel(ended, 1u) + 1 == return_items(l);
+        if (!dev::sync_block_or(last)) return true;
+    }
+    post_results(b, source, item.index, stage);
+    if (!far) return true;
+    end_chunk(b, l.tables.far_back, b.counters().returned, w, [&](u32 to, u32 number) -> WaveSignal {
         u32 chunk = l.received.first_chunk[to] + number;
         if (chunk >= l.received.end_chunk[to]) return {};
         return {to, result_signal(l, l.shape.my_pe, chunk), returned_stamp(b)};

@@ -5,8 +5,8 @@
 // a thread, which is why the registers are redistributed (setmaxnreg). A gated FORWARD_UP has gate's N / 2 columns first, then
 // up's, so that a thread holds both of a column.
 //
-// The scheduler: `bool next(GemmTask&)`, called by thread 96 alone: the next task of the queue, once all that the task reads
-// is there; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
+// The scheduler: `bool next(GemmTask&, in_work)`, called by thread 96 alone: the next task of the queue, once all that the task reads
+// is there, while `bool in_work()` says whether the block has one that is not done; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
 // block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by one thread, of whichever warp is
 // the last to have stored its part of the results, all of which happen before it: it is what releases them to other blocks. Each thread
 // has a `Scheduler` of its own, so what the two calls share must be in memory.
@@ -31,7 +31,7 @@ template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& sche
     for (bool more = true; more; control->asked++) {
         u32 n = control->asked;
         wait_free<Tile>(&control->done[nth<ENTRIES>(n)], parity<ENTRIES>(n) ^ 1);
-        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task);
+        more = scheduler.next(control->entry[nth<ENTRIES>(n)].task, [&] { return in_work(control, control->asked); });
         n = control->asked;
         Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;

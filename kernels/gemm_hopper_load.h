@@ -116,13 +116,22 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
     }
 }
 
+// Copies whose addresses are made before the first of them: each keeps its address's registers for a while, and what needs them next would wait.
+constexpr u32 AT_ONCE = 8;
+
+// A slot that a faulty peer never filled has no row: instead of it, one that is there, so that no copy has to ask.
+template <class T> DEVICE const T* row_or_any(const T* row, const GemmTask& t) { return row ? row : static_cast<const T*>(t.up); }
+
 // A, rows of the output: two warps, a panel each.
 template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8, first = t.m0 + warp * PANEL;
-    // Lane i holds the pointers of the panel's lines i and 32 + i.
+    // Lane i holds the pointers of the panel's lines i and 32 + i. For rows beyond the batch's the last one's: nobody stores what comes of them.
     const RowSource<T> rows = a_rows<T>(t);
     const T* held[2];
-    UNROLL for (u32 j = 0; j < 2; j++) held[j] = rows.row(first + lane + 32 * j);
+    UNROLL for (u32 j = 0; j < 2; j++) {
+        const u32 row = first + lane + 32 * j;
+        held[j] = row_or_any(rows.row(row < t.rows ? row : t.rows - 1), t);
+    }
     const u32 place = warp * PANEL_BYTES + swizzled(sub, piece);
     const bool any = first < t.rows;  // otherwise nobody multiplies the panel
 
@@ -133,11 +142,11 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
             const bool inside = k + piece * 8 < half_k;
             const u32 column = half * half_k + k + piece * 8;
             if (any) {
-                UNROLL for (u32 i = 0; i < PANEL / 4; i++) {
-                    const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
+                UNROLL for (u32 begin = 0; begin < PANEL / 4; begin += AT_ONCE) {
+                    const T* from[AT_ONCE];
+                    UNROLL for (u32 j = 0; j < AT_ONCE; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
                     // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
-                    char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
-                    dev::cp_async16(to, row + column, row && inside);
+                    UNROLL for (u32 j = 0; j < AT_ONCE; j++) dev::cp_async16(stage + (j % 2 ? place ^ 64 : place) + (begin + j) * (4 * 128), from[j], inside);
                 }
             }
             end_stage(l);
@@ -154,13 +163,14 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * OF_B * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
     const u32 column = first + piece * 8;
     const bool inside[2] = {column < limit, column + PANEL < limit};
+    const bool both = warp == 0 || OF_B > 1;
     const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * OF_B * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: those of this stage, and those of the next, whose loads are in flight.
     // Where they are found waits in shared memory: this loop has no registers to spare.
     RowSource<Bf16>& rows = l.control->rows[warp];
     if (lane == 0) rows = warp == 0 ? a_rows<Bf16>(t) : b_mn_major_rows<Bf16>(t);  // of elements of 2 bytes, as T's
     dev::sync_warp();
-    auto row_of = [&](u32 i) { return reinterpret_cast<const T*>(rows.row(i)); };
+    auto row_of = [&](u32 i) { return row_or_any(reinterpret_cast<const T*>(rows.row(i)), t); };
     const T* next[2];
     UNROLL for (u32 j = 0; j < 2; j++) next[j] = row_of(lane + 32 * j);
     const bool any = !Tile::PAIR || t.m0 < gemm_m(t);  // otherwise nobody multiplies
@@ -173,12 +183,14 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
         }
         char* stage = begin_stage(l);
         if (any) {
-            UNROLL for (u32 i = 0; i < TILE_K / 4; i++) {
-                const T* row = shfl_pointer(held[i / 8], i % 8 * 4 + sub);
-                // As `swizzled`: lines are 4 apart, which flips bit 2 of `line & 7` each time.
-                char* to = stage + (i % 2 ? place ^ 64 : place) + i * (4 * 128);
-                UNROLL for (u32 p = 0; p < 2; p++) {
-                    if (p < OF_B || warp == 0) dev::cp_async16(to + p * PANEL_BYTES, row + column + p * PANEL, row && inside[p]);
+            UNROLL for (u32 begin = 0; begin < TILE_K / 4; begin += AT_ONCE) {
+                const T* from[AT_ONCE];
+                UNROLL for (u32 j = 0; j < AT_ONCE; j++) from[j] = shfl_pointer(held[(begin + j) / 8], (begin + j) % 8 * 4 + sub) + column;
+                UNROLL for (u32 j = 0; j < AT_ONCE; j++) {
+                    const bool row = k + 4 * (begin + j) + sub < t.rows;
+                    char* line = stage + (j % 2 ? place ^ 64 : place) + (begin + j) * (4 * 128);
+                    dev::cp_async16(line, from[j], row && inside[0]);
+                    if (both) dev::cp_async16(line + PANEL_BYTES, from[j] + PANEL, row && inside[1]);
                 }
             }
         }

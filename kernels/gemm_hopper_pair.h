@@ -69,7 +69,12 @@ template <class Tile> DEVICE void load_panel(char* panel, const TensorMap* map, 
     else dev::tma_load_2d(panel, map, full, i32(column), i32(row));
 }
 
-// The second block's scheduler: what the first offers. It calls `void await()`, and once it has come `void follow(bool more)`; without more, the first
+// The scheduler's thread: whether the task before entry `n` is still in work.
+template <class Control> DEVICE bool in_work(Control* control, u32 n) {
+    return n > 0 && !dev::mbarrier_test(&control->done[nth<ENTRIES>(n - 1)], parity<ENTRIES>(n - 1));
+}
+
+// The second block's scheduler: what the first offers. It calls `void await()` where there is nothing to do until it comes, and then `void follow(bool more)`; without more, the first
 // block's scheduler has returned false, and does nothing before this block has ended its loop too.
 template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& scheduler, Control* control) {
     control->maps = nullptr;
@@ -77,8 +82,11 @@ template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& sch
     for (u32 n = 0; more; n++) {
         const u32 e = nth<ENTRIES>(n);
         Entry& entry = control->entry[e];
-        scheduler.await();
         dev::mbarrier_wait(&control->done[e], parity<ENTRIES>(n) ^ 1);
+        while (!dev::mbarrier_test(&control->offered[e], parity<ENTRIES>(n))) {
+            if (!in_work(control, n)) scheduler.await();
+            dev::pause();
+        }
         dev::mbarrier_wait_cluster(&control->offered[e], parity<ENTRIES>(n));
         const u64* from = dev::cluster_shared(reinterpret_cast<const u64*>(&entry), 0);
         for (u32 i = 0; i < sizeof(Entry) / 8; i++) reinterpret_cast<u64*>(&entry)[i] = from[i];

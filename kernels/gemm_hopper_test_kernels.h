@@ -19,7 +19,7 @@ struct HopperQueue {
 struct HopperTestScheduler {
     const HopperQueue* queue;
 
-    DEVICE bool next(GemmTask& task) {
+    template <class InWork> DEVICE bool next(GemmTask& task, InWork) {
         u32 i = dev::fetch_add(queue->ticket, 1u);
         if (i >= queue->count) return false;
         for (u32 n = i * 7 % 5 * queue->delay; n > 0; n--) dev::pause();

@@ -30,6 +30,12 @@ DEVICE bool give(Block& b, ItemKind kind, u32 index, u32 pe = 0) {
     b.state.item = {kind, index, pe};
     return true;
 }
+// The next of the items that `taken` counts up to `end`, of which nothing is missing.
+DEVICE bool give_next(Block& b, ItemKind kind, u32* taken, u32 end) {
+    if (dev::load_relaxed(taken) >= end) return false;
+    const u32 number = dev::fetch_add(taken, 1u);
+    return number < end && give(b, kind, number);
+}
 
 DEVICE bool headers_came(Block& b) {
     u32& seen = b.state.headers_seen;
@@ -37,22 +43,42 @@ DEVICE bool headers_came(Block& b) {
     return seen == b.l.shape.n_pes;
 }
 
-// A chunk from `source` that has come, or one of results for it that is computed. Own chunks are numbered on where they arrive a second time.
-DEVICE bool find_chunk(Block& b, u32 set, u32 source, bool layout) {
+// Results for `source`, the chunk of which is computed: the next item of it that is not taken. As with tasks (tasks.h) the number that the block gets may
+// be a later one, of a chunk that is not; then it keeps it. It keeps one at most.
+DEVICE bool find_results(Block& b, u32 source) {
+    const Layer& l = b.l;
+    const Counters& c = b.counters();
+    if (b.state.taken_results != NONE) return false;
+    const bool near = !returns_far(l, source);
+    const u32 each = return_items(l), end = (near ? source_chunks(b, source) : *l.queue.most_results) * each, next = dev::load_relaxed(c.result + source);
+    // Over the network after this PE's own rows: others compute with these, and nobody with results before the end.
+    if (next >= end || !(near || dev::load_relaxed(c.send) >= send_items(l)) || lacks(b, source) || !return_ready(b, source, next / each, true)) return false;
+    // A block that follows another into the tasks could not look for what it keeps.
+    if (b.state.follows && !take(c.result + source, next)) return false;
+    const u32 number = b.state.follows ? next : dev::fetch_add(c.result + source, 1u);
+    if (number >= end) return false;
+    if (number / each != next / each && !return_ready(b, source, number / each, false)) {
+        b.state.taken_results = number;
+        b.state.results_source = source;
+        return false;
+    }
+    dev::fetch_add(c.results, 1u);
+    return give(b, ITEM_RETURN, number, source);
+}
+DEVICE bool find_taken_results(Block& b) {
+    const u32 number = b.state.taken_results, source = b.state.results_source;
+    if (number == NONE || !return_ready(b, source, number / return_items(b.l), false)) return false;
+    b.state.taken_results = NONE;
+    dev::fetch_add(b.counters().results, 1u);
+    return give(b, ITEM_RETURN, number, source);
+}
+
+// A chunk from `source` that has come. Own chunks are numbered on where they arrive a second time.
+DEVICE bool find_chunk(Block& b, u32 source, bool layout) {
     const Counters& c = b.counters();
     u32 own = source == b.l.shape.my_pe;
     if (!own && !layout) return false;
     u32 chunks = source_chunks(b, source);
-    if (has(set, ITEM_RETURN) && layout && b.step.mode != MODE_RECOMPUTE) {
-        bool near = !returns_far(b.l, source);
-        u32 next = dev::load_relaxed(c.result + source), end = near ? chunks : *b.l.queue.most_results;
-        // Over the network after this PE's own rows: others compute with these, and nobody with results before the end.
-        if ((near || dev::load_relaxed(c.send) >= send_items(b.l)) && next < end && return_ready(b, source, next) && take(c.result + source, next)) {
-            dev::fetch_add(c.results, 1u);
-            return give(b, ITEM_RETURN, next, source);
-        }
-    }
-    if (!has(set, ITEM_ARRIVE)) return false;
     u32 next = dev::load_relaxed(c.arrival + source), parts = own && layout && own_in_parts(b.step) ? 2 : 1;
     if (next >= parts * chunks || !(own || chunk_came(b, source, next, Nobody())) || !take(c.arrival + source, next)) return false;
     dev::fetch_add(c.arrivals, 1u);
@@ -86,28 +112,41 @@ OUTLINE bool find_relay(Block& b) {
 DEVICE bool find_item(Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
-    if (has(set, ITEM_OWN) && dev::load_relaxed(c.own) == 0 && take(c.own, 0)) return give(b, ITEM_OWN, 0);
-    if (has(set, ITEM_SEND)) {
-        u32 next = dev::load_relaxed(c.send);
-        if (next < send_items(l) && send_ready(b, next, Nobody()) && take(c.send, next)) return give(b, ITEM_SEND, next);
+    u32& known = b.state.known;
+    if (has(set & ~known, ITEM_OWN)) {
+        if (dev::load_relaxed(c.own) == 0 && take(c.own, 0)) return give(b, ITEM_OWN, 0);
+        known |= items(ITEM_OWN);
+    }
+    if (has(set & ~known, ITEM_SEND)) {
+        const u32 next = dev::load_relaxed(c.send);
+        if (next >= send_items(l)) known |= items(ITEM_SEND);
+        else if (send_ready(b, next, Nobody()) && take(c.send, next)) return give(b, ITEM_SEND, next);
     }
     if (has(set, ITEM_RELAY) && find_relay(b)) return true;
-    if (has(set, ITEM_FINAL)) {
-        u32 next = dev::load_relaxed(c.finals);
-        if (next < *l.queue.finals && take(c.finals, next)) return give(b, ITEM_FINAL, next);
+    if (has(set & ~known, ITEM_FINAL)) {
+        if (give_next(b, ITEM_FINAL, c.finals, *l.queue.finals)) return true;
+        known |= items(ITEM_FINAL);
     }
-    if (!came_local(c.own_known, 1)) return false;
-    bool layout = came_local(c.layout, 1);
-    if (has(set, ITEM_LAYOUT) && dev::load_relaxed(c.headers_read) == 0 && headers_came(b) && take(c.headers_read, 0))
-        return give(b, ITEM_LAYOUT, 0);
-    for (u32 i = 0; i < SOURCES_AT_ONCE && i < l.shape.n_pes; i++) {
+    if (!knows(b, KNOWN_OWN, c.own_known)) return false;
+    const bool layout = knows(b, KNOWN_LAYOUT, c.layout);
+    if (has(set & ~known, ITEM_LAYOUT)) {
+        if (dev::load_relaxed(c.headers_read) != 0) known |= items(ITEM_LAYOUT);
+        else if (headers_came(b) && take(c.headers_read, 0)) return give(b, ITEM_LAYOUT, 0);
+    }
+    if (layout) {
+        if (has(set & ~known, ITEM_ARRIVE) && dev::load_relaxed(c.arrivals) >= *l.queue.arrivals) known |= items(ITEM_ARRIVE);
+        if (has(set & ~known, ITEM_RETURN) && dev::load_relaxed(c.results) >= *l.queue.results) known |= items(ITEM_RETURN);
+    }
+    const bool arrivals = has(set & ~known, ITEM_ARRIVE), results = layout && has(set & ~known, ITEM_RETURN) && b.step.mode != MODE_RECOMPUTE;
+    if (results && find_taken_results(b)) return true;
+    for (u32 i = 0; (arrivals || results) && i < SOURCES_AT_ONCE && i < l.shape.n_pes; i++) {
         u32 source = b.state.source;
         b.state.source = source + 1 == l.shape.n_pes ? 0 : source + 1;
-        if (find_chunk(b, set, source, layout)) return true;
+        if ((results && find_results(b, source)) || (arrivals && find_chunk(b, source, layout))) return true;
     }
-    if (has(set, ITEM_SHARED)) {
-        u32 next = dev::load_relaxed(c.shared);
-        if (next < shared_items(b) && take(c.shared, next)) return give(b, ITEM_SHARED, next);
+    if (has(set & ~known, ITEM_SHARED)) {
+        if (give_next(b, ITEM_SHARED, c.shared, shared_items(b))) return true;
+        known |= items(ITEM_SHARED);
     }
     return false;
 }
@@ -116,12 +155,16 @@ DEVICE bool find_item(Block& b, u32 set) {
 OUTLINE bool find_rest(Block& b) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
-    if (!has(b.items, ITEM_PLAIN) || !came_local(c.layout, 1)) return false;
-    const u32* end = l.queue.plain_end;
-    u32 next = dev::load_relaxed(c.plain);
-    if (next < end[PLAIN_BIAS]) {
-        const u32 batch = next < end[PLAIN_ZERO] ? NONE : bias_item(b, next - end[PLAIN_ZERO]).batch;
-        if ((batch == NONE || came_local(c.batch_done + batch, batch_tasks(l, batch))) && take(c.plain, next)) return give(b, ITEM_PLAIN, next);
+    if (!has(b.items, ITEM_PLAIN) || !knows(b, KNOWN_LAYOUT, c.layout)) return false;
+    if (!has(b.state.known, ITEM_PLAIN)) {
+        const u32* end = l.queue.plain_end;
+        u32 next = dev::load_relaxed(c.plain);
+        if (next < end[PLAIN_BIAS]) {
+            const u32 batch = next < end[PLAIN_ZERO] ? NONE : bias_item(b, next - end[PLAIN_ZERO]).batch;
+            if ((batch == NONE || came_local(c.batch_done + batch, batch_tasks(l, batch))) && take(c.plain, next)) return give(b, ITEM_PLAIN, next);
+        } else {
+            b.state.known |= items(ITEM_PLAIN);
+        }
     }
     if (!has(b.items, ITEM_SUM) || dev::load_relaxed(c.results) < *l.queue.results) return false;
     const u32 channels = reduce_shape(l.shape).channels, channel = b.state.channel;
@@ -130,7 +173,7 @@ OUTLINE bool find_rest(Block& b) {
     return part != NONE && take(&l.sums[channel].turn, turn) && give(b, ITEM_SUM, part, channel);
 }
 
-// Whether all items of `set` are taken. Nobody takes all steps of the sums.
+// Whether all items of `set` are taken, and done but for those of other blocks. Nobody takes all steps of the sums.
 DEVICE bool all_taken(const Block& b, u32 set) {
     const Layer& l = b.l;
     const Counters& c = b.counters();
@@ -146,7 +189,7 @@ DEVICE bool all_taken(const Block& b, u32 set) {
     if (has(set, ITEM_RELAY) && dev::load_relaxed(c.relays) < *l.queue.relays) return false;
     if (has(set, ITEM_RETURN) && dev::load_relaxed(c.results) < *l.queue.results) return false;
     for (u32 queue = 0; has(set, ITEM_TASKS) && queue < TASK_QUEUES; queue++)
-        if (dev::load_relaxed(c.tasks + queue) < l.queue.tasks[queue][task_entries(l, queue)]) return false;
+        if (b.state.taken[queue] != NONE || dev::load_relaxed(c.tasks + queue) < l.queue.tasks[queue][task_entries(l, queue)]) return false;
     return true;
 }
 
@@ -187,7 +230,7 @@ template <class Missing> DEVICE bool find_missing(const Block& b, u32 set, Missi
     }
     if (has(set, ITEM_RETURN) && l.shape.relays && b.step.mode != MODE_RECOMPUTE && came_local(c.layout, 1)) {
         for (u32 pe = 0; pe < l.shape.n_pes && !any; pe++) {
-            next = dev::load_relaxed(c.result + pe);
+            next = dev::load_relaxed(c.result + pe);  // chunks: with relays each is one item
             if (relayed(l, pe) && next < source_chunks(b, pe)) (void)relayed_parts_came(b, pe, next, note);
         }
     }

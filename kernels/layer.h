@@ -140,7 +140,7 @@ struct Queue {
     u32* tasks[TASK_QUEUES];  // tasks before an entry, and the end: an entry is a batch, or one of its gradients
     u32* arrivals;         // [1]: chunks that come to this PE, its own twice where they arrive twice
     u32* most_results;     // [1]: chunks that it returns, the most of one source
-    u32* results;          // [1]: of all, as many as the most of each source that only the network reaches: messages of waves
+    u32* results;          // [1]: items of all, as many as the most of each source that only the network reaches: messages of waves
     u32* relays;           // [1]: items for sources that this PE is home of
     u32* plain_end;        // [PLAIN_ITEMS]: items of a kind and those before it
     u32* finals;           // [1]: sums over PEs
@@ -172,6 +172,8 @@ struct Counters {
     u32* headers;
     u32* sent;        // [waves]: of a wave of chunks
     u32* returned;    // [waves]: of a wave of results
+    u32* return_done; // [n_pes][round_chunks]: items of a chunk of results that are done
+    u64* lack;        // [n_pes]: what the next results for a source lacked when a block looked last: of which word of the counters, and how much it must be
     u32* placed;      // [n_pes][round_chunks]: rows of a chunk of results whose slots have their places
     u32* numbered;    // [n_pes][round_rows / 32]: a bit for each number in the order of return that a row has
     u32* arrived;     // [max_tiles]: slots whose rows are there

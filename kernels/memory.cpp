@@ -161,6 +161,8 @@ void place_layer(Layer& l, Bump& local, Bump& symmetric, u64& zero_bytes, u64& s
         for (u32** words : {&c.arrival, &c.result, &c.returnable}) local.take(*words, pes);
         local.take(c.sent, z.waves);
         local.take(c.returned, z.waves);
+        local.take(c.lack, pes);
+        local.take(c.return_done, pes * s.round_chunks);
         local.take(c.placed, pes * s.round_chunks);
         local.take(c.numbered, pes * ceil_div(round_rows, 32));
         local.take(c.arrived, z.max_tiles);

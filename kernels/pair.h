@@ -37,6 +37,7 @@ struct ClusterPair {
         dev::mbarrier_init(&p.called, 1);
         dev::mbarrier_fence_init();
         p.calls = p.agreements = 0;
+        b.state.follows = is_second();
     }
     // All threads: whether it is so for both, to be asked by both. Meets the other block.
     static OUTLINE bool agree(Block& b, bool ok) {
@@ -76,12 +77,12 @@ struct ClusterPair {
 struct PairSource {
     Block& b;
     // The first block's.
-    DEVICE bool next(GemmTask& t) {
+    template <class InWork> DEVICE bool next(GemmTask& t, InWork in_work) {
         if (aborted(b.l)) {
             give(b, ITEM_NONE, 0);
             return false;
         }
-        return Scheduler{b}.next(t);
+        return Scheduler{b}.next(t, in_work);
     }
     // The second's: before and after the first has the next task. Without one, what is to be done now: ITEM_TASKS, to look for an item, or what the first has.
     DEVICE void await() { enter_now(b.l, b.pass, b.state, PHASE_WAITING); }

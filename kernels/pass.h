@@ -26,7 +26,7 @@ template <class T> DEVICE bool run_item(Block& b, const Item& item) {
         case ITEM_OWN: return make_own_layout(b), true;
         case ITEM_SEND: return send(b, item.index), true;
         case ITEM_LAYOUT: return make_layout(b);
-        case ITEM_RETURN: return return_chunk<T>(b, item.pe, item.index);
+        case ITEM_RETURN: return return_rows<T>(b, item.pe, item.index);
         case ITEM_ARRIVE: {
             if (item.pe != b.l.shape.my_pe) return arrive_chunk(b, item.pe, item.index);
             u32 chunks = source_chunks(b, item.pe);
@@ -170,6 +170,9 @@ DEVICE void begin_step(Block& b, u32 round, u32 mode) {
         b.state.served = 0;
         b.state.channel = dev::block() % reduce_shape(l.shape).channels;
         for (u32& entry : b.state.entry) entry = 0;
+        for (u32& taken : b.state.taken) taken = NONE;
+        b.state.taken_results = NONE;
+        b.state.known = 0;
     }
     dev::sync_block();
 }
@@ -235,6 +238,7 @@ template <class Path> DEVICE void run_pass(const Layer& l, const Pass& given) {
         for (u32 i = 0; i < PHASES; i++) state.phase_ns[i] = 0;
         state.stats = {};
         state.phase = PHASE_IDLE;
+        state.follows = 0;
         state.since = dev::nanoseconds();
         new (&b) Block{l, numbered(l, given, Path::BACKWARD), state, dev::shared(), l.control->steps};
         if constexpr (Path::PAIR) Path::Pair::begin(b);

@@ -8,7 +8,7 @@ namespace aristos {
 
 // Functions of their own that keep nothing in registers: the products need them all.
 OUTLINE u32 look_ahead(Block& b) { return Scheduler{b}.look(b.state.next); }
-OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task); }
+OUTLINE bool next_task(Block& b) { return Scheduler{b}.next(b.state.task, [] { return false; }); }
 OUTLINE void task_done(Block& b) { Scheduler{b}.done(b.state.task); }
 
 // Tasks until there is another item. `compute(task, meanwhile)`: by all threads, with a barrier after the last use of the task; one thread calls `meanwhile`

@@ -19,7 +19,7 @@ template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     // Inlined: a separate function would not know how few registers setmaxnreg left the producers.
     struct Source {
         Block& b;
-        DEVICE bool next(GemmTask& t) { return Scheduler{b}.next(t); }
+        template <class InWork> DEVICE bool next(GemmTask& t, InWork in_work) { return Scheduler{b}.next(t, in_work); }
         DEVICE void done(const GemmTask& t) { Scheduler{b}.done(t); }
     };
     // Once in a block, by one thread, and a barrier before `run`.

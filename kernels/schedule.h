@@ -29,6 +29,7 @@ namespace aristos {
 
 constexpr u32 SHARED_TILES = 8;      // of one item
 constexpr u32 FINAL_TOKENS = 16;     // of one item
+constexpr u32 RETURN_ROWS = 32;      // of one item
 constexpr u32 BIAS_COLUMNS = 512;    // of one item
 constexpr u32 ZERO_ELEMENTS = 1 << 19;  // of one item
 
@@ -155,6 +156,9 @@ DEVICE u32 gradient_items(const Block& b, u32 batch) {
     return count;
 }
 
+// Items of a chunk of results; where it is made of several PEs' parts, one.
+DEVICE u32 return_items(const Layer& l) { return l.shape.relays ? 1 : ceil_div(l.shape.chunk_rows, RETURN_ROWS); }
+
 // Whether a header of `source` is due in this step.
 DEVICE bool header_due(const Block& b, u32 source) {
     if (source == b.l.shape.my_pe) return false;
@@ -237,7 +241,7 @@ DEVICE void fill_queues(Block& b) {
         u32 me = l.shape.my_pe, own = b.step.receives && own_in_parts(b.step) ? in.end_chunk[me] - in.first_chunk[me] : 0;
         u32 zeros = empty * zero_items(l), biases = 0;
         *q.arrivals = chunks + own;
-        *q.results = mode == MODE_RECOMPUTE ? 0 : near + l.tables.far_back[0] * most;
+        *q.results = mode == MODE_RECOMPUTE ? 0 : (near + l.tables.far_back[0] * most) * return_items(l);
         *q.most_results = mode == MODE_RECOMPUTE ? 0 : most;
         if (mode == MODE_GRADIENT) {
             if (l.shape.bias && b.step.receives) biases += n * bias_items(l, 0);

@@ -19,8 +19,8 @@ struct Scheduler {
 
     // One thread. The next task. False where the block has another item to do first, or none: State::item. The same look again, as with a call of
     // `look` ptxas spills on Hopper, where the scheduler has 56 registers.
-    DEVICE bool next(GemmTask& t) {
-        enter_now(b.l, b.pass, b.state, PHASE_WAITING);
+    // The block waits while there is none and `in_work()` says that it has no other either.
+    template <class InWork> DEVICE bool next(GemmTask& t, InWork in_work) {
         b.state.patience = {};
         for (;;) {
             if (find_item(b, b.items)) return false;
@@ -30,6 +30,7 @@ struct Scheduler {
                 enter_now(b.l, b.pass, b.state, PHASE_EXPERT);
                 return true;
             }
+            if (!in_work()) enter_now(b.l, b.pass, b.state, PHASE_WAITING);
             if (all_taken(b, b.items) || !wait_for_item(b, b.items)) {
                 give(b, ITEM_NONE, 0);
                 return false;
@@ -54,32 +55,42 @@ private:
     // Of queues from `begin` to before `end`.
     DEVICE bool find_task(GemmTask& t, u32 begin, u32 end) {
         const Counters& c = b.counters();
-        if (!came_local(c.own_known, 1)) return false;
-        bool layout = came_local(c.layout, 1);
+        if (!knows(b, KNOWN_OWN, c.own_known)) return false;
+        const bool layout = knows(b, KNOWN_LAYOUT, c.layout);
         for (u32 queue = begin; queue < end; queue++) {
-            bool own = queue == OWN_FIRST || queue == OWN_SECOND;
-            // Another block may take it meanwhile; then there may be one after it.
-            while ((own || layout) && next_of(queue, t)) {
-                if (!ready(queue, t)) break;
-                if (take(c.tasks + queue, b.state.ticket)) {
-                    fill(queue, t);
-                    return true;
+            if ((!layout && queue != OWN_FIRST && queue != OWN_SECOND) || (b.state.known & KNOWN_QUEUE << queue)) continue;
+            u32& taken = b.state.taken[queue];
+            b.state.ticket = taken != NONE ? taken : dev::load_relaxed(c.tasks + queue);
+            while (describe(queue, b.state.ticket, t) && ready(queue, t)) {
+                // By an addition, which all blocks' succeed in: of comparisons one in the time of a look would. So the number may be a later one's, and
+                // may have to wait for its inputs.
+                if (taken == NONE) {
+                    taken = dev::fetch_add(c.tasks + queue, 1u);
+                    if (taken != b.state.ticket) {
+                        b.state.ticket = taken;
+                        continue;
+                    }
                 }
+                taken = NONE;
+                fill(queue, t);
+                return true;
             }
         }
         return false;
     }
 
-    // The kind, the batch and the tile of the next task of a queue; its number into State::ticket. False where there is none.
-    DEVICE bool next_of(u32 queue, GemmTask& t) {
+    // The kind, the batch and the tile of task `number` of a queue. False where there is none.
+    DEVICE bool describe(u32 queue, u32 number, GemmTask& t) {
         const Layer& l = b.l;
         const u32* tasks = l.queue.tasks[queue];
-        u32 number = dev::load_relaxed(b.counters().tasks + queue);
-        if (number >= tasks[task_entries(l, queue)]) return false;
+        if (number >= tasks[task_entries(l, queue)]) {
+            b.state.taken[queue] = NONE;
+            b.state.known |= KNOWN_QUEUE << queue;
+            return false;
+        }
         // Its entry is the last that begins at or before it; numbers only grow.
         u32& entry = b.state.entry[queue];
         while (tasks[entry + 1] <= number) entry++;
-        b.state.ticket = number;
         u32 down, m, n;
         if (queue == GRADIENT_TASKS) {
             t.batch = entry / GRADIENTS;

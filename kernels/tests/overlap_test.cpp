@@ -66,7 +66,7 @@ template <bool IS_BACKWARD> struct TimedPairPath {
         const bool first = !ClusterPair::is_second(), one = dev::thread() == 0;
         ClusterPair::call(b);
         for (;;) {
-            if (one && first) s.more = source.next(s.task);
+            if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
             dev::cluster_sync();
             if (one && !first) {

@@ -72,7 +72,7 @@ template <class T, bool IS_BACKWARD> struct SmallPairPath {
         ClusterPair::call(b);
         for (;;) {
             dev::cluster_sync();  // the second has the task before, and the first's results of it
-            if (one && first) s.more = source.next(s.task);
+            if (one && first) s.more = source.next(s.task, [] { return false; });
             if (one && !first) source.await();
             dev::cluster_sync();
             if (one && !first) {

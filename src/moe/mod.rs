@@ -4,6 +4,7 @@
 pub mod cpu;
 #[cfg(feature = "device")]
 pub mod device;
+mod parts;
 pub mod spec;
 pub mod synthetic;
 

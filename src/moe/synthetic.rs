@@ -23,6 +23,7 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
+use super::parts::in_parts;
 use super::{ConfigError, GroupLimit, LayerConfig, Proj, RouterConfig, Scoring, WeightError, WeightId, WeightSource};
 
 /// Standard deviation of what the noise in a router row adds to a logit.
@@ -302,7 +303,7 @@ impl WeightSource for Synthetic {
             }
             _ => fan_in_scale,
         };
-        fill(&mut self.rng(Stream::Weight(id), 0), std_dev, &mut data);
+        fill_together(&self.rng(Stream::Weight(id), 0), std_dev, &mut data);
         if id == WeightId::Router {
             for (e, row) in data.chunks_mut(layer.hidden).enumerate() {
                 row[e] = 1.0;
@@ -335,6 +336,16 @@ fn fill(rng: &mut ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
         let unit = (rng.next_u32() >> 8) as f32 * (1.0 / 8_388_608.0) - 1.0;
         *x = max * unit;
     }
+}
+
+/// The same values as [`fill`]'s, by all processors: each element takes one word of the generator's, so any part may be filled alone.
+fn fill_together(rng: &ChaCha8Rng, std_dev: f32, out: &mut [f32]) {
+    let begin = rng.get_word_pos();
+    in_parts(out, |first, part| {
+        let mut rng = rng.clone();
+        rng.set_word_pos(begin + first as u128);
+        fill(&mut rng, std_dev, part);
+    });
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! A PE's weights, tables and gradients on its device.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use half::{bf16, f16};
 
 use super::relays::Relays;
@@ -7,6 +9,7 @@ use super::shape::{GemmPath, MAX_ROUTER_PARTS};
 use super::sums::Sums;
 use crate::gpu::params::{self, Kernel, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
+use crate::moe::parts::in_parts;
 use crate::moe::spec::{
     Dtype, Gradients, LayerConfig, LayerSpec, MlpConfig, MlpGradients, MlpId, MoeError, Placement, Proj, WeightError,
     WeightId, WeightSource, proj_index,
@@ -47,12 +50,20 @@ fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16
         Dtype::F16 => f16::from_f32(x).to_bits(),
         _ => bf16::from_f32(x).to_bits(),
     };
-    elements.clear();
-    elements.extend(values.iter().map(|&x| round(x)));
-    let too_large = |(&x, &e): (&f32, &u16)| x.is_finite() && !to_f32(e, dtype).is_finite();
-    match values.iter().zip(&*elements).position(too_large) {
-        None => Ok(()),
-        Some(at) => Err(MoeError::Weights(WeightError::new(format!(
+    elements.resize(values.len(), 0);
+    let first_too_large = AtomicUsize::new(usize::MAX);
+    in_parts(elements, |first, part| {
+        for (at, (e, &x)) in (first..).zip(part.iter_mut().zip(&values[first..])) {
+            *e = round(x);
+            if x.is_finite() && !to_f32(*e, dtype).is_finite() {
+                first_too_large.fetch_min(at, Ordering::Relaxed);
+                return;
+            }
+        }
+    });
+    match first_too_large.into_inner() {
+        usize::MAX => Ok(()),
+        at => Err(MoeError::Weights(WeightError::new(format!(
             "{name}: element {at} is {}, too large for {}",
             values[at],
             dtype.name()
