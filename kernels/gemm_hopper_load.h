@@ -116,14 +116,12 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
     }
 }
 
-// Copies whose addresses are made before the first of them: each keeps its address's registers for a while, and what needs them next would wait.
-constexpr u32 AT_ONCE = 8;
-
 // A slot that a faulty peer never filled has no row: instead of it, one that is there, so that no copy has to ask.
 template <class T> DEVICE const T* row_or_any(const T* row, const GemmTask& t) { return row ? row : static_cast<const T*>(t.up); }
 
 // A, rows of the output: two warps, a panel each.
 template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
+    constexpr u32 AT_ONCE = 8;  // addresses that are made before the first copy: each copy keeps its one's registers for a while
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8, first = t.m0 + warp * PANEL;
     // Lane i holds the pointers of the panel's lines i and 32 + i. For rows beyond the batch's the last one's: nobody stores what comes of them.
     const RowSource<T> rows = a_rows<T>(t);
@@ -157,7 +155,7 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
 // Both operands MN-major, a line for each slot: weight gradients. The first warp copies A's two panels, the second B's first half, the third the
 // other.
 template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<Tile>& l) {
-    constexpr u32 OF_B = Tile::B_PANELS / 2;
+    constexpr u32 OF_B = Tile::B_PANELS / 2, AT_ONCE = 4;  // as in copy_rows
     static_assert(OF_B <= 2, "two panels a warp");
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
     const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * OF_B * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
