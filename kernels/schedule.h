@@ -2,9 +2,14 @@
 //
 // A block takes one *item* after the other: the layout of the own slots; a send; the layout of the others' slots; the arrival of a chunk; the
 // return of one; rows of the shared expert; a task of a GEMM; gradients without one, of biases and zeros; a step of the sums of gradients; and when
-// all of these but the last are taken, the final sums over PEs. It takes an item only once nothing is missing that the item needs (items.h), so no block waits inside one for
+// all of these but the last are taken, the final sums over PEs. It begins an item only once nothing is missing that the item needs (items.h), so no block waits inside one for
 // a peer or another block, and no multiprocessor is parked while there is something to compute; a block that ends a wave whose places are
 // needed again waits for the network to deliver it (dispatch.h, "Waves"). Only the final sums wait, for results of peers: they are the last.
+//
+// Tasks and results have numbers, which blocks take by an addition, once they see that nothing is missing for the next. Where others were faster a block's
+// number is a later one, for which something may be missing: then it keeps it, does other items, and looks at it again whenever it looks for one. It keeps at most one of each
+// queue of tasks and one of results, and none beyond a step. The second block of a pair, which follows the first into the tasks and would not look,
+// keeps none: it takes results by a comparison.
 //
 // Tasks come in five queues, each in the order of experts. The first one whose next task has its inputs is taken from: the second GEMM of tiles with
 // slots of others, which results wait for; their first GEMM; the same of tiles that hold slots of this PE alone, and of the shared expert, which need
@@ -17,9 +22,9 @@
 // round q - 1, or acknowledgements of this round's recomputation, which follow its arrivals, and the credit of a chunk some places before it, whose arrival
 // needs that chunk's send; a layout headers; an arrival its chunk and the layout; a task arrivals and earlier GEMMs; a return tasks; a sum returns; the
 // barrier at the end of a step all of its own PE's items. A place in a stage (dispatch.h, "Waves") is given back by sends or returns with lower numbers.
-// Of the unfinished items take the first, X. If a block holds X, X ends, as it needs nothing more. If nobody holds X, X is the next of its
-// queue, as items are taken in order there, and a block that is between two items, or will be, takes it: blocks hold items only for a time, but for sums,
-// and those are taken when nothing else is left to take on this PE.
+// Of the unfinished items take the first, X. If a block does X, X ends, as it needs nothing more. If a block keeps X's number, what it does meanwhile
+// ends, and then it begins X. If nobody has X, X is the next of its queue, as items are taken in order there, and a block that is between two items, or will
+// be, takes it: blocks do items only for a time, but for sums, and those are taken when nothing else is left to take on this PE, nor kept.
 // A step of one PE may have no counterpart at another that has nothing to send or to receive in it: nobody waits for what was
 // not announced.
 #pragma once
