@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: gpu/check.sh [--dry-run] [--again] STAGE...
-#        STAGE: facts smoke correct speed network sanitize p2p nccl groups stores tune hosts correct-all speed-all, or all
+#        STAGE: facts smoke correct speed profile network sanitize p2p nccl groups stores tune hosts correct-all speed-all, or all
 #
 # Everything that remains to be run on a GPU, in stages of at most 8 minutes, each of which can be run by itself; `all` is all of
 # them in this order, by what there is to learn: the first four take ten minutes at most, and say whether it runs, is right and is
@@ -24,7 +24,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-all=(facts smoke correct speed network sanitize p2p nccl groups stores tune hosts correct-all speed-all)
+all=(facts smoke correct speed profile network sanitize p2p nccl groups stores tune hosts correct-all speed-all)
 declare -A limits=([facts]=60 [smoke]=150 [correct]=150 [speed]=240)
 dry=0 again=0 stages=()
 for arg in "$@"; do
@@ -545,6 +545,34 @@ stage_speed() {
         for shape in "${models[@]}"; do speed_of "$shape" $tokens "" --pes 1; done
     done
     speed_table
+}
+
+# traced FILE COMMAND...: what each block does when, to FILE.gz.
+traced() { "${@:2}" --trace "$1" && gzip -f "$1"; }
+# profiled FILE PASS COMMAND...: what ncu says of the second of a pass's persistent kernels: FILE.txt, and by instruction FILE-source.csv.
+profiled() {
+    ncu --clock-control none --section SpeedOfLight --section WarpStateStats --section SourceCounters --section MemoryWorkloadAnalysis \
+        --import-source no -k "regex:aristos_$2_" -s 1 -c 1 -f -o "$1" "${@:3}" &&
+        ncu --import "$1.ncu-rep" --page details >"$1.txt" && ncu --import "$1.ncu-rep" --page source --csv >"$1-source.csv" && rm "$1.ncu-rep"
+}
+export -f traced profiled
+
+# Where a step's time goes.
+stage_profile() {
+    local shape pass shape_of step
+    for shape in qwen3-30b deepseek-v3-of-8; do
+        read -ra shape_of <<<"${shapes[$shape]}"
+        step=("$aristos" run --device cuda --timeout 60 --pes 1 --dtype bf16 --tokens 4096 "${shape_of[@]}")
+        try "$shape, what blocks do when" traced "$OUT/trace-$shape.json" "${step[@]}" --steps 3
+        if [ $dry = 0 ] && ! command -v ncu >/dev/null; then
+            skip "$shape by ncu" "there is none"
+            continue
+        fi
+        try "$shape, the time of each kernel" to "$OUT/kernels-$shape.csv" ncu --clock-control none --csv --metrics gpu__time_duration.sum "${step[@]}" --steps 2
+        for pass in forward backward; do
+            try "$shape, $pass" profiled "$OUT/ncu-$shape-$pass" $pass "${step[@]}" --steps 2
+        done
+    done
 }
 
 stage_speed_all() {

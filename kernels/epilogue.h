@@ -2,8 +2,8 @@
 //
 // A warp hands over units of 16 rows by 64 columns, which is how mma.m16n8k16 and a warp's share of wgmma both lay them out:
 // eight times (8 columns: lane l holds columns 2 (l % 4), + 1 of row l / 4, then of row l / 4 + 8). `stage_unit` puts a unit into the
-// warp's own 4 KiB of shared memory; `finish_unit` takes it out with 8 consecutive columns of a row in one lane, so that all
-// global loads and stores are 16 bytes a lane and a whole row of the unit in 8 lanes. Only warp barriers are needed.
+// warp's own 4 KiB of shared memory; `finish_unit` takes it out with 8 consecutive columns of a row in one lane, or 4 of a gradient's f32, so that all
+// global loads and stores are 16 bytes a lane and a whole row of the unit in 8 lanes, or 16. Only warp barriers are needed.
 #pragma once
 #include "activation.h"
 #include "gemm.h"
@@ -21,7 +21,7 @@ struct alignas(16) FloatQuad { float v[4]; };
 template <u32 KINDS> constexpr bool by_halves() { return (KINDS & kind_set(FORWARD_UP)) != 0; }
 
 // Where 16 bytes `q` (of 16) of a unit's row lie. Exchanged so that no access waits for a bank, though all rows begin at the same one: of `stage_unit`'s 8-byte stores
-// 16 lanes go at once (4 rows, 2 quads), of `load_piece`'s 16-byte loads 8: 8 even or odd quads of one row or, by halves, 4 of each of two rows, which is what
+// 16 lanes go at once (4 rows, 2 quads), of `load_piece`'s 16-byte loads 8: 8 even or odd quads of one row, or 8 in turn, or, by halves, 4 of each of two rows, which is what
 // `row & 1` is for; without these it is left out, for its registers. gemm_test counts.
 template <bool HALVES> DEVICE constexpr u32 unit_offset(u32 row, u32 q) {
     return row * (UNIT_COLS * 4) + ((q ^ (row & 3) << 1 ^ (HALVES ? row & 1 : 0) ^ q >> 3) << 4);
@@ -54,10 +54,11 @@ DEVICE FloatQuad load_quad(const float* p) {
     __builtin_memcpy(&quad, &bits, 16);
     return quad;
 }
-DEVICE void store_quad(float* p, FloatQuad quad) {
+// To be read by nobody soon.
+DEVICE void store_quad_stream(float* p, FloatQuad quad) {
     Vec16 bits;
     __builtin_memcpy(&bits, &quad, 16);
-    dev::store16(p, bits);
+    dev::store16_stream(p, bits);
 }
 
 template <class T> DEVICE Vec16 pack8(const float (&v)[8]) {
@@ -178,26 +179,21 @@ DEVICE void finish_rows(const GemmTask& t, const char* unit, u32 row0, u32 colum
 
 // out (+)= accumulators, f32.
 template <bool HALVES> DEVICE void finish_gradient(const GemmTask& t, const char* unit, u32 row0, u32 column0) {
-    constexpr u32 ITEMS = UNIT_ROWS * UNIT_PIECES / 32, ROW_STEP = 32 / UNIT_PIECES;
-    u32 piece = dev::lane() % UNIT_PIECES, first = dev::lane() / UNIT_PIECES;
-    u32 m = gemm_m(t), n = gemm_n(t), column = column0 + piece * 8;
+    constexpr u32 QUADS = UNIT_COLS / 4, ITEMS = UNIT_ROWS * QUADS / 32, ROW_STEP = 32 / QUADS;
+    u32 quad = dev::lane() % QUADS, first = dev::lane() / QUADS;
+    u32 m = gemm_m(t), n = gemm_n(t), column = column0 + quad * 4;
     if (column >= n) return;
-    FloatQuad sums[ITEMS][2];  // all loads before any store, as they could not pass it
+    FloatQuad sums[ITEMS];  // all loads before any store, as they could not pass it
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
         u32 row = row0 + first + j * ROW_STEP;
-        UNROLL for (u32 half = 0; half < 2; half++) {
-            sums[j][half] = {{0.0f, 0.0f, 0.0f, 0.0f}};
-            if (t.accumulate && row < m) sums[j][half] = load_quad(t.out + u64(row) * n + column + half * 4);
-        }
+        sums[j] = {{0.0f, 0.0f, 0.0f, 0.0f}};
+        if (t.accumulate && row < m) sums[j] = load_quad(t.out + u64(row) * n + column);
     }
     UNROLL for (u32 j = 0; j < ITEMS; j++) {
         u32 r = first + j * ROW_STEP, row = row0 + r;
-        float v[8];
-        load_piece<HALVES>(unit, r, piece, v);
-        UNROLL for (u32 half = 0; half < 2; half++) {
-            UNROLL for (u32 i = 0; i < 4; i++) sums[j][half].v[i] += v[half * 4 + i];
-            if (row < m) store_quad(t.out + u64(row) * n + column + half * 4, sums[j][half]);
-        }
+        FloatQuad v = *reinterpret_cast<const FloatQuad*>(unit + unit_offset<HALVES>(r, quad));
+        UNROLL for (u32 i = 0; i < 4; i++) sums[j].v[i] += v.v[i];
+        if (row < m) store_quad_stream(t.out + u64(row) * n + column, sums[j]);
     }
 }
 

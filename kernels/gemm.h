@@ -52,7 +52,7 @@ struct GemmTask {
     float* d_weight;           // [rows][d_weight_stride]: one partial sum for each tile across I; null: not wanted
     float* out;                // GRAD_UP: [I, H], GRAD_DOWN: [H, I]
     const void* tensor_maps;   // gate, up, down as in Tables::tensor_maps; null on Ampere
-    const void* result_maps;   // of ResultMap, of the whole arrays that gu, h and y are in; null: results are not stored by TMA
+    const void* slot_maps;     // by SlotMap, of the whole arrays that gu, h and y are in; null: results are not stored by TMA, nor these loaded as operands
     u32 first_slot;            // row of those arrays that the batch's first slot has
     u32 split, jump;           // GRAD_*: from slot `split` on, slots lie `jump` further on
     u32 batch, tile;           // for the scheduler, which gets them back in `done`

@@ -55,21 +55,22 @@ template <bool COPIED, class Tile> DEVICE void release_stage(const Consumer<Tile
     if (c.leads) free_stage<Tile, COPIED>(&c.control->empty[nth<Tile::STAGES>(n)]);
 }
 
-template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n) {
+// `copied`: some of it perhaps by cp.async.
+template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n, bool copied) {
     dev::mbarrier_wait(&c.control->full[nth<Tile::STAGES>(n)], parity<Tile::STAGES>(n));
     // By the wait this thread has seen what others' cp.async wrote through the generic proxy; its wgmma read through the asynchronous one.
     // The fence is to be on the way from one to the other, in whichever thread (PTX ISA, "Proxy-preserved base causality order").
-    dev::fence_proxy_async();
+    if (copied) dev::fence_proxy_async();
 }
 
 // acc += A B over `steps` stages. A stage's products are issued before those of the stage before it have completed.
 template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR, class Tile>
-DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& c, u32 steps) {
+DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& c, u32 steps, bool copied) {
     const u64 a = descriptor<A_MN_MAJOR>(c.stages + c.group * PANEL_BYTES), b = descriptor<B_MN_MAJOR>(c.stages + A_BYTES);
     dev::wgmma_fence_operand(acc);
     for (u32 i = 0; i < steps; i++) {
         const u32 n = c.used + i, stage = nth<Tile::STAGES>(n) * Tile::STAGE_BYTES;
-        wait_stage(c, n);
+        wait_stage(c, n, A_MN_MAJOR || copied);
         dev::wgmma_fence();
         UNROLL for (u32 k16 = 0; k16 < TILE_K / 16; k16++) {
             dev::wgmma<T, Tile::N, A_MN_MAJOR, B_MN_MAJOR>(acc, descriptor_at<A_MN_MAJOR>(a, stage, k16), descriptor_at<B_MN_MAJOR>(b, stage, k16), true);
@@ -132,13 +133,14 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
         if (t.m0 + c.group * PANEL < gemm_m(t)) {
             float acc[Tile::N / 2];
             UNROLL for (u32 i = 0; i < Tile::N / 2; i++) acc[i] = 0.0f;
-            if (a_mn_major<KINDS>(t.kind)) multiply<T, true, true, Tile>(acc, c, steps);
-            else if (b_mn_major<KINDS>(t.kind)) multiply<T, false, true, Tile>(acc, c, steps);
-            else multiply<T, false, false, Tile>(acc, c, steps);
+            const bool copied = !rows_by_tma(t, t.m0 + c.group * PANEL);
+            if (a_mn_major<KINDS>(t.kind)) multiply<T, true, true, Tile>(acc, c, steps, true);
+            else if (b_mn_major<KINDS>(t.kind)) multiply<T, false, true, Tile>(acc, c, steps, copied);
+            else multiply<T, false, false, Tile>(acc, c, steps, copied);
             finish_tile<T, KINDS, Tile>(acc, t, c);
         } else {
             for (u32 i = 0; i < steps; i++, c.used++) {
-                wait_stage(c, c.used);
+                wait_stage(c, c.used, true);
                 release_stage<KINDS != FORWARD_KINDS>(c, c.used);
             }
         }

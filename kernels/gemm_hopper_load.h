@@ -1,8 +1,8 @@
 // The loading warps of the Hopper GEMM: they fill stages, tile after tile, as fast as the consumers empty them.
 //
-// Weights come by TMA, which one thread of a warp of its own asks for. Rows that are gathered through pointers, or whose tail must not be read,
-// come by cp.async, 16 bytes per lane and a whole 128-byte line per quarter warp, to where TMA would have put them; what lies outside is filled
-// with zeros.
+// Weights come by TMA, which one thread of a warp of its own asks for; so do operands that lie together in arrays of slots, h and what is in gu, 64 slots at a
+// time. Rows that are gathered through pointers, and fewer than 64 slots, as what lies behind them is other batches', come by cp.async, 16 bytes per lane and a
+// whole 128-byte line per quarter warp, to where TMA would have put them; what lies outside is filled with zeros.
 //
 // Nobody here waits for a copy: each thread has the stage's barrier count its copies when they are complete (cp.async.mbarrier.arrive.noinc).
 // cp.async writes as a thread does, and wgmma reads as the asynchronous proxy; the fence that this takes is the consumers', who have seen the
@@ -14,6 +14,18 @@
 #if ARISTOS_HOPPER
 namespace aristos {
 namespace hopper {
+
+// Whether all rows of the panel of A that begins at row `first` of the output come by TMA, of a task whose A is K-major.
+DEVICE bool rows_by_tma(const GemmTask& t, u32 first) {
+    return (t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP) && t.slot_maps && first + PANEL <= t.rows;
+}
+// Whether loading warp `warp` has TMA load its operand of a gradient: A of GRAD_UP, B of GRAD_DOWN.
+DEVICE bool slots_by_tma(const GemmTask& t, u32 warp) { return t.slot_maps && (t.kind == GRAD_UP) == (warp == 0); }
+// Others have stored what TMA loads of a task: whoever found it has seen that, and this thread knows it from there.
+DEVICE const TensorMap* slot_map(const GemmTask& t, u32 map) {
+    dev::fence_proxy_async_global();
+    return static_cast<const TensorMap*>(t.slot_maps) + map;
+}
 
 template <class Tile> struct Loader {
     char* stages;
@@ -32,6 +44,13 @@ template <bool OVER_COPIES = false, class Tile> DEVICE char* begin_stage(const L
     return l.stages + s * Tile::STAGE_BYTES;
 }
 
+// One thread, for its warp: `bytes` will come to the stage by TMA. Where the barrier is.
+template <class Tile> DEVICE u64* expect(const Loader<Tile>& l, u32 bytes) {
+    u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
+    dev::mbarrier_arrive_expect(full, bytes);
+    dev::mbarrier_arrive(full, 31);  // for the other lanes, which have nothing to copy
+    return full;
+}
 template <class Tile> DEVICE void end_stage(Loader<Tile>& l) {
     dev::cp_async_mbarrier_arrive(&l.control->full[nth<Tile::STAGES>(l.begun)]);
     l.begun++;
@@ -90,13 +109,12 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
     if (KINDS != FORWARD_KINDS) prefetch_before<T, Tile>(t, left);
     for (u32 half = 0; half < halves; half++) {
         for (u32 k = 0; k < half_k; k += TILE_K) {
-            constexpr bool OVER_COPIES = Tile::PAIR && KINDS != FORWARD_KINDS;
-            char* stage = begin_stage<OVER_COPIES>(l);
+            // The first stages after a gradient's: over the other block's cp.async, which its consumers fenced there.
+            const bool over_copies = Tile::PAIR && KINDS != FORWARD_KINDS && l.begun < l.control->copied_until;
+            char* stage = over_copies ? begin_stage<true>(l) : begin_stage(l);
             if (dev::lane() == 0) {
-                u64* full = &l.control->full[nth<Tile::STAGES>(l.begun)];
-                dev::mbarrier_arrive_expect(full, Tile::B_BYTES);
-                dev::mbarrier_arrive(full, 31);  // for the other lanes, which have nothing to copy
-                if constexpr (OVER_COPIES) dev::fence_proxy_async_cluster();  // after the other block's cp.async, which its consumers fenced there
+                u64* full = expect(l, Tile::B_BYTES);
+                if (over_copies) dev::fence_proxy_async_cluster();
                 UNROLL for (u32 i = 0; i < Tile::B_PANELS / (Tile::PAIR ? 2 : 1); i++) {
                     const u32 p = first_panel<Tile>() + i;
                     char* panel = stage + A_BYTES + p * PANEL_BYTES;
@@ -118,6 +136,22 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_weights(const GemmTas
 
 // A slot that a faulty peer never filled has no row: instead of it, one that is there, so that no copy has to ask.
 template <class T> DEVICE const T* row_or_any(const T* row, const GemmTask& t) { return row ? row : static_cast<const T*>(t.up); }
+
+// A, rows of the output that TMA loads: two warps, a panel each.
+template <class Tile> DEVICE void load_rows(const GemmTask& t, Loader<Tile>& l) {
+    const u32 row = t.first_slot + t.m0 + dev::warp() * PANEL;
+    const TensorMap* map = slot_map(t, t.kind == FORWARD_DOWN ? OPERAND_H : t.gated ? OPERAND_GATE : OPERAND_UP);
+    const u32 halves = k_halves(t), half_k = gemm_k(t) / halves;
+    static_assert(OPERAND_UP == OPERAND_GATE + 1, "the second half's map");
+    for (u32 half = 0; half < halves; half++, map++) {
+        for (u32 k = 0; k < half_k; k += TILE_K) {
+            char* stage = begin_stage(l);
+            if (dev::lane() == 0) dev::tma_load_2d(stage + dev::warp() * PANEL_BYTES, map, expect(l, PANEL_BYTES), i32(k), i32(row));
+            dev::sync_warp();
+            l.begun++;
+        }
+    }
+}
 
 // A, rows of the output: two warps, a panel each.
 template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<Tile>& l) {
@@ -152,17 +186,20 @@ template <class T, class Tile> DEVICE void copy_rows(const GemmTask& t, Loader<T
     }
 }
 
-// Both operands MN-major, a line for each slot: weight gradients. The first warp copies A's two panels, the second B's first half, the third the
-// other.
+// Whether this warp has panels of a gradient's task that are multiplied: the first has A's two, the others two of B's each.
+template <class Tile> DEVICE bool copies_slots(const GemmTask& t) {
+    if (Tile::PAIR && t.m0 >= gemm_m(t)) return false;
+    return Tile::B_PANELS / 2 == LOAD_WARPS - 1 || dev::warp() <= Tile::B_PANELS / 2;
+}
+
+// Both operands MN-major, a line for each slot: weight gradients.
 template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<Tile>& l) {
-    constexpr u32 OF_B = Tile::B_PANELS / 2, AT_ONCE = 4;  // as in copy_rows
-    static_assert(OF_B <= 2, "two panels a warp");
+    constexpr u32 AT_ONCE = 4;  // as in copy_rows
     const u32 warp = dev::warp(), lane = dev::lane(), piece = lane % 8, sub = lane / 8;
-    const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * OF_B * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
+    const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
     const u32 column = first + piece * 8;
     const bool inside[2] = {column < limit, column + PANEL < limit};
-    const bool both = warp == 0 || OF_B > 1;
-    const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * OF_B * PANEL_BYTES) + swizzled(sub, piece);
+    const u32 place = (warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES) + swizzled(sub, piece);
     // Lane i holds the pointers of lines i and 32 + i: those of this stage, and those of the next, whose loads are in flight.
     // Where they are found waits in shared memory: this loop has no registers to spare.
     RowSource<Bf16>& rows = l.control->rows[warp];
@@ -171,7 +208,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     auto row_of = [&](u32 i) { return row_or_any(reinterpret_cast<const T*>(rows.row(i)), t); };
     const T* next[2];
     UNROLL for (u32 j = 0; j < 2; j++) next[j] = row_of(lane + 32 * j);
-    const bool any = !Tile::PAIR || t.m0 < gemm_m(t);  // otherwise nobody multiplies
+    const bool any = copies_slots<Tile>(t);
 
     for (u32 k = 0; k < t.rows; k += TILE_K) {
         const T* held[2];
@@ -188,7 +225,7 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
                     const bool row = k + 4 * (begin + j) + sub < t.rows;
                     char* line = stage + (j % 2 ? place ^ 64 : place) + (begin + j) * (4 * 128);
                     dev::cp_async16(line, from[j], row && inside[0]);
-                    if (both) dev::cp_async16(line + PANEL_BYTES, from[j] + PANEL, row && inside[1]);
+                    dev::cp_async16(line + PANEL_BYTES, from[j] + PANEL, row && inside[1]);
                 }
             }
         }
@@ -196,24 +233,60 @@ template <class T, class Tile> DEVICE void copy_slots(const GemmTask& t, Loader<
     }
 }
 
+// The operand of a gradient that lies in an array of slots, a line for each, by the warps that copy_slots has for it: by TMA but for stages that are not
+// all of one part of the batch.
+template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<Tile>& l) {
+    const u32 warp = dev::warp(), lane = dev::lane();
+    const u32 first = warp == 0 ? t.m0 : t.n0 + (warp - 1) * 2 * PANEL, limit = warp == 0 ? gemm_m(t) : gemm_n(t);
+    const u32 place = warp == 0 ? 0 : A_BYTES + (warp - 1) * 2 * PANEL_BYTES;
+    RowSource<Bf16>& rows = l.control->rows[warp];
+    if (lane == 0) rows = warp == 0 ? a_rows<Bf16>(t) : b_mn_major_rows<Bf16>(t);  // of elements of 2 bytes, as T's
+    dev::sync_warp();
+    const TensorMap* map = slot_map(t, warp > 0 ? OPERAND_H : t.gated && !t.which ? OPERAND_GATE : OPERAND_UP);
+    const bool any = copies_slots<Tile>(t);
+
+    for (u32 k = 0; k < t.rows; k += TILE_K) {
+        char* to = begin_stage(l) + place;
+        if (any && k + TILE_K <= t.rows && (k >= t.split || k + TILE_K <= t.split)) {
+            if (lane == 0) {
+                u64* full = expect(l, 2 * PANEL_BYTES);
+                const u32 slot = t.first_slot + k + (k < t.split ? 0 : t.jump);
+                for (u32 p = 0; p < 2; p++) dev::tma_load_2d(to + p * PANEL_BYTES, map, full, i32(first + p * PANEL), i32(slot));
+            }
+            dev::sync_warp();
+            l.begun++;
+            continue;
+        }
+        ROLLED for (u32 i = lane; any && i < 2 * PANEL * 8; i += 32) {
+            const u32 p = i / (PANEL * 8), line = i / 8 % PANEL, piece = i % 8, column = first + p * PANEL + piece * 8;
+            const T* from = row_or_any(reinterpret_cast<const T*>(rows.row(k + line)), t) + column;
+            dev::cp_async16(to + p * PANEL_BYTES + swizzled(line, piece), from, k + line < t.rows && column < limit);
+        }
+        end_stage(l);
+    }
+}
+
 // What the loading warps do: all tasks' loads, in the order of the queue.
 template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) {
+    if (dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = 0;
     for (u32 n = 0;; n++) {
-        u32 e = nth<ENTRIES>(n);
-        const Entry& entry = l.control->entry[e];
-        dev::mbarrier_wait(&l.control->known[e], parity<ENTRIES>(n));
+        const Entry& entry = l.control->entry[nth<ENTRIES>(n)];
+        dev::mbarrier_wait(&l.control->known[nth<ENTRIES>(n)], parity<ENTRIES>(n));
         if (!entry.more) break;
         if (a_mn_major<KINDS>(entry.task.kind)) {
             // All at once, as the loop has no registers to spare.
             if (dev::warp() == LOAD_WARPS - 1) prefetch_before<T, Tile>(entry.task, 0);
-            copy_slots<T>(entry.task, l);
+            if (slots_by_tma(entry.task, dev::warp())) load_slots<T>(entry.task, l);
+            else copy_slots<T>(entry.task, l);
+            if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = l.begun + Tile::STAGES;
         } else if (dev::warp() < ROW_WARPS) {
-            copy_rows<T>(entry.task, l);
+            if (rows_by_tma(entry.task, entry.task.m0 + dev::warp() * PANEL)) load_rows(entry.task, l);
+            else copy_rows<T>(entry.task, l);
         } else {
             load_weights<T, KINDS>(entry.task, l);
         }
         dev::sync_warp();
-        if (dev::lane() == 0) dev::mbarrier_arrive(&l.control->done[e]);
+        if (dev::lane() == 0) dev::mbarrier_arrive(&l.control->done[nth<ENTRIES>(n)]);
     }
 }
 

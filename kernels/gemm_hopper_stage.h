@@ -76,6 +76,7 @@ template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
         u32 asked;           // the scheduler's: entries it has filled
         const void* maps;    // and the tensor maps of the last one that has any
         RowSource<Bf16> rows[LOAD_WARPS];  // each loading warp's
+        u32 copied_until;    // the last loading warp's, in a pair: stages before this one lie where threads of the other block may have copied to
     };
 
     static constexpr u32 UNITS_AT = STAGES * STAGE_BYTES;

@@ -64,7 +64,7 @@ template <class T> DEVICE void stage_block(char* piece, u32 half, const float (&
 struct Result {
     char* rows;     // the batch's first row
     u32 pitch;      // bytes from a row to the next
-    u32 map;        // ResultMap
+    u32 map;        // SlotMap
 };
 
 // One lane asks TMA for all rows, or all lanes store those that there are. `column`: the first of `limit`.
@@ -72,8 +72,8 @@ template <class T>
 DEVICE void store_piece(const GemmTask& t, const Result& to, const char* piece, u32 row0, u32 column, u32 limit) {
     dev::fence_proxy_async();
     dev::sync_warp();
-    if (t.result_maps && row0 + UNIT_ROWS <= t.rows) {
-        if (dev::lane() == 0) dev::tma_store_2d(static_cast<const TensorMap*>(t.result_maps) + to.map, i32(column), i32(t.first_slot + row0), piece);
+    if (t.slot_maps && row0 + UNIT_ROWS <= t.rows) {
+        if (dev::lane() == 0) dev::tma_store_2d(static_cast<const TensorMap*>(t.slot_maps) + to.map, i32(column), i32(t.first_slot + row0), piece);
     } else {
         for (u32 item = dev::lane(); item < UNIT_ROWS * PIECE_COLS / 8; item += 32) {
             u32 r = item / (PIECE_COLS / 8), c = item % (PIECE_COLS / 8);

@@ -32,8 +32,8 @@ struct HopperTestScheduler {
             dev::pause();
         }
         task = queue->tasks[i];
-        for (u32 map = 0; task.result_maps && map < RESULT_MAPS; map++) {
-            dev::tensor_map_fence(static_cast<const TensorMap*>(task.result_maps) + map);
+        for (u32 map = 0; task.slot_maps && map < SLOT_MAPS; map++) {
+            dev::tensor_map_fence(static_cast<const TensorMap*>(task.slot_maps) + map);
         }
         return true;
     }

@@ -114,7 +114,7 @@ struct SlotStore {
     void* h;               // [capacity, I]
     void* y;               // [capacity, H]
     float* d_weight;       // [capacity][d_weight_stride]; training only
-    u8* result_maps;       // [RESULT_MAPS][RESULT_MAP_BYTES]; null on Ampere, and where lanes store
+    u8* slot_maps;       // [SLOT_MAPS][SLOT_MAP_BYTES]; null on Ampere, and where lanes store and copy
 };
 
 // One expert's slots, cut into tiles of tile_m. The shared expert is batch n_local. Slots whose tiles are this PE's alone lie before all others

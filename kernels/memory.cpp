@@ -121,22 +121,26 @@ void place_store(SlotStore& store, Bump& local, const LayerShape& s, const Sizes
     local.take(store.h, wide);
     local.take(store.y, capacity * z.row_bytes);
     local.take(store.d_weight, s.training ? capacity * store.d_weight_stride : 0);
-    local.take(store.result_maps, RESULT_MAPS * RESULT_MAP_BYTES);
-    if (!z.hopper || !capacity || s.lane_stores) store.result_maps = nullptr;
+    local.take(store.slot_maps, SLOT_MAPS * SLOT_MAP_BYTES);
+    if (!z.hopper || !capacity || s.lane_stores) store.slot_maps = nullptr;
 }
 
 // What the maps are of that a store wants.
-void list_results(const SlotStore& store, const LayerShape& s, const Sizes& z, bool gated, ResultArray* to) {
-    if (!store.result_maps) return;
-    const u64 at = reinterpret_cast<u64>(store.result_maps), gu = reinterpret_cast<u64>(store.gu);
+void list_slot_arrays(const SlotStore& store, const LayerShape& s, const Sizes& z, bool gated, SlotArray* to) {
+    if (!store.slot_maps) return;
+    const u64 at = reinterpret_cast<u64>(store.slot_maps), gu = reinterpret_cast<u64>(store.gu);
     const u64 half = u64{store.intermediate} * z.elem_bytes, wide = gated ? 2 * half : half;
-    auto list = [&](ResultMap map, u64 base, u64 row_stride_bytes, u32 cols) {
-        to[map] = {at + map * RESULT_MAP_BYTES, base, row_stride_bytes, store.capacity, cols};
+    auto list = [&](SlotMap map, u32 box_rows, u64 base, u64 row_stride_bytes, u32 cols) {
+        to[map] = {at + map * SLOT_MAP_BYTES, base, row_stride_bytes, store.capacity, cols, box_rows, 0};
     };
-    if (s.training && gated) list(RESULT_GATE, gu, wide, store.intermediate);
-    if (s.training) list(RESULT_UP, gated ? gu + half : gu, wide, store.intermediate);
-    list(RESULT_H, reinterpret_cast<u64>(store.h), half, store.intermediate);
-    list(RESULT_Y, reinterpret_cast<u64>(store.y), z.row_bytes, s.hidden);
+    auto list_both = [&](SlotMap result, SlotMap operand, u64 base, u64 row_stride_bytes) {
+        list(result, RESULT_BOX_ROWS, base, row_stride_bytes, store.intermediate);
+        list(operand, OPERAND_BOX_ROWS, base, row_stride_bytes, store.intermediate);
+    };
+    if (s.training && gated) list_both(RESULT_GATE, OPERAND_GATE, gu, wide);
+    if (s.training) list_both(RESULT_UP, OPERAND_UP, gated ? gu + half : gu, wide);
+    list_both(RESULT_H, OPERAND_H, reinterpret_cast<u64>(store.h), half);
+    list(RESULT_Y, RESULT_BOX_ROWS, reinterpret_cast<u64>(store.y), z.row_bytes, s.hidden);
 }
 
 }  // namespace
@@ -332,8 +336,8 @@ extern "C" int aristos_layer(const aristos::LayerShape* shape, const aristos::Ta
     info->spans = address(l.spans);
     info->span_count = address(l.control) + offsetof(ControlWords, span_count);
     layer_launches(l, info->launches);
-    list_results(l.batches.routed, *shape, l.sizes, shape->gated, info->results);
-    list_results(l.batches.shared, *shape, l.sizes, shape->shared_gated, info->results + RESULT_MAPS);
+    list_slot_arrays(l.batches.routed, *shape, l.sizes, shape->gated, info->slot_arrays);
+    list_slot_arrays(l.batches.shared, *shape, l.sizes, shape->shared_gated, info->slot_arrays + SLOT_MAPS);
     if (layer) std::memcpy(layer, &l, sizeof l);
     return 0;
 }

@@ -66,7 +66,7 @@ struct LayerShape {
     u32 channels;      // most blocks that sum gradients, of the world
     u32 summed;        // 1: several PEs of the world hold some expert, of the world
     u32 tile_m, tile_n;  // of the GEMM path that runs
-    u32 lane_stores;   // 1: lanes store results of 16 bits where TMA could, to be compared with it
+    u32 lane_stores;   // 1: lanes store results of 16 bits, and copy operands, where TMA could, to be compared with it
     u64 wait_limit_ns;
 };
 
@@ -215,14 +215,17 @@ enum KernelId : u32 {
 // `cluster`: blocks of a cluster, which `grid` is a multiple of.
 struct Launch { u32 grid, block, shared_bytes, cooperative, cluster = 1; };
 
-// TMA maps of the arrays of slots that results of the GEMMs go to, and which the host writes to where `at` says, once: 2-D, columns fastest, box 64 columns x
-// 16 rows, 128-byte swizzle. Of each store gate's columns of gu, up's (all, where not gated), h, y.
-enum ResultMap : u32 { RESULT_GATE = 0, RESULT_UP = 1, RESULT_H = 2, RESULT_Y = 3, RESULT_MAPS = 4 };
-constexpr u32 RESULT_MAP_BYTES = 128, RESULT_BOX_ROWS = 16;
-struct ResultArray {
-    u64 at;     // RESULT_MAP_BYTES in the local block; 0: no map is wanted
+// TMA maps of the arrays of slots that the GEMMs' results go to and their operands lie in, and which the host writes to where `at` says, once: 2-D, columns
+// fastest, 64 columns a box, 128-byte swizzle, zeros out of bounds. Of each store gate's columns of gu, up's (all, where not gated), h, y: as results in boxes of
+// RESULT_BOX_ROWS, as operands of OPERAND_BOX_ROWS.
+enum SlotMap : u32 {
+    RESULT_GATE = 0, RESULT_UP = 1, RESULT_H = 2, RESULT_Y = 3, OPERAND_GATE = 4, OPERAND_UP = 5, OPERAND_H = 6, SLOT_MAPS = 7,
+};
+constexpr u32 SLOT_MAP_BYTES = 128, RESULT_BOX_ROWS = 16, OPERAND_BOX_ROWS = 64;
+struct SlotArray {
+    u64 at;     // SLOT_MAP_BYTES in the local block; 0: no map is wanted
     u64 base, row_stride_bytes;
-    u32 rows, cols;
+    u32 rows, cols, box_rows, unused;
 };
 
 // What the host needs to know of a layer's memory. Addresses are in the local block unless said otherwise.
@@ -240,7 +243,7 @@ struct LayerInfo {
     u64 error;                  // ErrorRecord, cleared by the host once
     u64 spans, span_count;      // SpanRecord [MAX_SPANS], u32
     Launch launches[KERNELS];
-    ResultArray results[2 * RESULT_MAPS];  // of the routed experts' slots, then the shared expert's
+    SlotArray slot_arrays[2 * SLOT_MAPS];  // of the routed experts' slots, then the shared expert's
 };
 
 }  // namespace aristos

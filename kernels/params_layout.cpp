@@ -50,13 +50,14 @@ extern const u64 aristos_params_layout[] = {
     F(SpanRecord, start_ns), F(SpanRecord, end_ns), F(SpanRecord, block), F(SpanRecord, phase),
     sizeof(Launch),
     F(Launch, grid), F(Launch, block), F(Launch, shared_bytes), F(Launch, cooperative), F(Launch, cluster),
-    sizeof(ResultArray),
-    F(ResultArray, at), F(ResultArray, base), F(ResultArray, row_stride_bytes), F(ResultArray, rows), F(ResultArray, cols),
+    sizeof(SlotArray),
+    F(SlotArray, at), F(SlotArray, base), F(SlotArray, row_stride_bytes), F(SlotArray, rows), F(SlotArray, cols),
+    F(SlotArray, box_rows), F(SlotArray, unused),
     sizeof(LayerInfo),
     F(LayerInfo, layer_bytes), F(LayerInfo, local_bytes), F(LayerInfo, symmetric_bytes), F(LayerInfo, signals),
     F(LayerInfo, signal_bytes), F(LayerInfo, local_zero), F(LayerInfo, local_zero_bytes), F(LayerInfo, chosen),
     F(LayerInfo, routing_weights), F(LayerInfo, columns), F(LayerInfo, expert_rows), F(LayerInfo, loss_sums), F(LayerInfo, stats),
-    F(LayerInfo, error), F(LayerInfo, spans), F(LayerInfo, span_count), F(LayerInfo, launches), F(LayerInfo, results),
+    F(LayerInfo, error), F(LayerInfo, spans), F(LayerInfo, span_count), F(LayerInfo, launches), F(LayerInfo, slot_arrays),
 };
 extern const u64 aristos_params_layout_len = sizeof(aristos_params_layout) / sizeof(u64);
 }

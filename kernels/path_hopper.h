@@ -25,8 +25,8 @@ template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     // Once in a block, by one thread, and a barrier before `run`.
     static DEVICE void begin(const Layer& l) {
         for (const SlotStore* store : {&l.batches.routed, &l.batches.shared}) {
-            for (u32 i = 0; store->result_maps && i < RESULT_MAPS; i++) {
-                dev::tensor_map_fence(reinterpret_cast<const TensorMap*>(store->result_maps) + i);
+            for (u32 i = 0; store->slot_maps && i < SLOT_MAPS; i++) {
+                dev::tensor_map_fence(reinterpret_cast<const TensorMap*>(store->slot_maps) + i);
             }
         }
     }

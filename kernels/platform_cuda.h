@@ -146,6 +146,10 @@ DEVICE void store16(void* p, Vec16 v) {
     __builtin_assume(__isGlobal(p));
     *static_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
 }
+// The same, as what the caches may lose first.
+DEVICE void store16_stream(void* p, Vec16 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
 
 // A hint: brings the line of 128 bytes into L2.
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }

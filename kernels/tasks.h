@@ -149,7 +149,7 @@ private:
         t.gu = static_cast<char*>(store.gu) + base * wide * (gated ? 2 : 1) * l.sizes.elem_bytes;
         t.h = static_cast<char*>(store.h) + base * wide * l.sizes.elem_bytes;
         t.y = static_cast<char*>(store.y) + base * l.sizes.row_bytes;
-        t.result_maps = store.result_maps;
+        t.slot_maps = store.slot_maps;
         t.first_slot = u32(base);
         t.gate = w.gate;
         t.up = w.up;

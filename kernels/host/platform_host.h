@@ -163,6 +163,7 @@ DEVICE void store16(void* p, Vec16 v) {
     if (is_no_vector(p)) fail_misaligned(p);
     std::memcpy(__builtin_assume_aligned(p, 16), &v, 16);
 }
+DEVICE void store16_stream(void* p, Vec16 v) { store16(p, v); }
 
 DEVICE u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 DEVICE u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }

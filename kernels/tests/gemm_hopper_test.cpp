@@ -92,7 +92,7 @@ template <class T> struct Run {
     std::vector<T> poison;                   // a row that no pointer of a batch leads to
     std::vector<const void*> x_row, dy_row;  // by slot
     std::vector<TensorMap> maps;
-    std::vector<TensorMap> result_maps;  // of y and of dx
+    std::vector<TensorMap> slot_maps;  // with y, then with dx
     u32 d_weight_stride;
 
     static u32 slots_of(const Shape& s) {
@@ -147,10 +147,12 @@ template <class T> struct Run {
             maps[3 * e + 2] = tensor_map(&down[size_t(e) * H * I], H, I, I, hopper::PANEL);
         }
         for (Guarded<T>* out : {&y, &dx}) {
-            result_maps.push_back(tensor_map(gu.data(), slots, I, W, RESULT_BOX_ROWS));
-            result_maps.push_back(tensor_map(gu.data() + W - I, slots, I, W, RESULT_BOX_ROWS));
-            result_maps.push_back(tensor_map(h.data(), slots, I, I, RESULT_BOX_ROWS));
-            result_maps.push_back(tensor_map(out->data(), slots, H, H, RESULT_BOX_ROWS));
+            for (u32 rows : {RESULT_BOX_ROWS, OPERAND_BOX_ROWS}) {
+                slot_maps.push_back(tensor_map(gu.data(), slots, I, W, rows));
+                slot_maps.push_back(tensor_map(gu.data() + W - I, slots, I, W, rows));
+                slot_maps.push_back(tensor_map(h.data(), slots, I, I, rows));
+                if (rows == RESULT_BOX_ROWS) slot_maps.push_back(tensor_map(out->data(), slots, H, H, rows));
+            }
         }
     }
 
@@ -185,7 +187,7 @@ template <class T> struct Run {
         t.d_weight_stride = d_weight_stride;
         t.out = kind == GRAD_DOWN ? &d_down[in] : which == 0 && shape.gated ? &d_gate[in] : &d_up[in];
         t.tensor_maps = &maps[3 * e];
-        t.result_maps = shape.stored ? &result_maps[kind == BACKWARD_UP ? u32(RESULT_MAPS) : 0] : nullptr;
+        t.slot_maps = shape.stored ? &slot_maps[kind == BACKWARD_UP ? u32(SLOT_MAPS) : 0] : nullptr;
         t.first_slot = u32(slot);
         return t;
     }
@@ -455,7 +457,7 @@ CASE(hopper_forward_only_bf16) { test<Bf16>(FORWARD_ONLY); }
 CASE(hopper_forward_only_f16) { test<F16>(FORWARD_ONLY); }
 CASE(hopper_long_bf16) { test<Bf16>(LONG); }
 CASE(hopper_long_f16) { test<F16>(LONG); }
-CASE(hopper_without_result_maps_bf16) {
+CASE(hopper_without_slot_maps_bf16) {
     Shape shape = GATED;
     const auto bytes = run<Bf16>(shape, 256, 2, 1, 0, false);
     shape.stored = false;

@@ -210,8 +210,8 @@ struct Layers {
         p.tables.shared_gate = p.s.shared_gate ? p.gate.data() : nullptr;
         p.tables.router = p.router.data();
         aristos_layer(&p.s, &p.tables, reinterpret_cast<u64>(p.local), p.world_peer[pe], p.layer_bytes.data(), &p.info);
-        for (const ResultArray& a : p.info.results) {
-            if (a.at && aristos_host_tensor_map(reinterpret_cast<void*>(a.at), a.base, a.rows, a.cols, a.row_stride_bytes, RESULT_BOX_ROWS, 64, 2))
+        for (const SlotArray& a : p.info.slot_arrays) {
+            if (a.at && aristos_host_tensor_map(reinterpret_cast<void*>(a.at), a.base, a.rows, a.cols, a.row_stride_bytes, a.box_rows, 64, 2))
                 fail(aristos_host_error());
         }
         if (is_small(o.path))

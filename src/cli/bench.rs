@@ -77,7 +77,7 @@ struct MoeArgs {
     #[cfg(feature = "device")]
     #[arg(long)]
     tile: Option<Tile>,
-    /// On Hopper, have lanes store results of 16 bits where TMA could: to compare the two
+    /// On Hopper, have lanes store results of 16 bits, and copy operands, where TMA could: to compare the two
     #[cfg(feature = "device")]
     #[arg(long)]
     lane_stores: bool,

@@ -81,9 +81,8 @@ pub enum Kernel {
 
 pub const KERNELS: usize = 10;
 
-/// Arrays of slots that results of matrix products go to, of each store; and the rows of a box of their TMA maps.
-pub const RESULT_MAPS: usize = 4;
-pub const RESULT_BOX_ROWS: u32 = 16;
+/// TMA maps of a store's arrays of slots, which are results and operands of matrix products.
+pub const SLOT_MAPS: usize = 7;
 
 impl Kernel {
     pub const ALL: [Kernel; KERNELS] = [
@@ -303,12 +302,14 @@ mirror! {
         cluster: u32,
     }
 
-    struct ResultArray {
+    struct SlotArray {
         at: u64,
         base: u64,
         row_stride_bytes: u64,
         rows: u32,
         cols: u32,
+        box_rows: u32,
+        unused: u32,
     }
 
     struct LayerInfo {
@@ -329,7 +330,7 @@ mirror! {
         spans: u64,
         span_count: u64,
         launches: [Launch; KERNELS],
-        results: [ResultArray; 2 * RESULT_MAPS],
+        slot_arrays: [SlotArray; 2 * SLOT_MAPS],
     }
 }
 

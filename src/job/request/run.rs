@@ -151,7 +151,7 @@ pub struct RunRequest {
     /// The tiles that these are cut into; by the layer's shape where `None`.
     #[cfg(feature = "device")]
     pub tile: Option<Tile>,
-    /// Whether lanes store results of 16 bits where Hopper's tensor memory accelerator could.
+    /// Whether lanes store results of 16 bits, and copy operands, where Hopper's tensor memory accelerator could.
     #[cfg(feature = "device")]
     #[serde(default)]
     pub lane_stores: bool,

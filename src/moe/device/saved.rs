@@ -3,7 +3,7 @@
 use super::shape::place;
 use super::weights::TENSOR_MAP_BOX;
 use super::{DeviceLayer, MoeError};
-use crate::gpu::params::{LayerInfo, RESULT_BOX_ROWS};
+use crate::gpu::params::LayerInfo;
 use crate::gpu::{Buffer, TensorMap};
 
 /// Who chose the experts of a pass.
@@ -41,13 +41,13 @@ impl<'g> DeviceSaved<'g> {
         let (info, description) =
             place(&layer.shape, &layer.weights.tables, local.address(), layer.symmetric.address())?;
         local.zero(info.local_zero - local.address(), info.local_zero_bytes)?;
-        for array in info.results.iter().filter(|array| array.at != 0) {
+        for array in info.slot_arrays.iter().filter(|array| array.at != 0) {
             let map = layer.gpu.tensor_map(TensorMap {
                 base: array.base,
                 rows: array.rows,
                 cols: array.cols,
                 row_stride_bytes: array.row_stride_bytes,
-                box_rows: RESULT_BOX_ROWS,
+                box_rows: array.box_rows,
                 box_cols: TENSOR_MAP_BOX,
                 element_bytes: layer.spec.dtype.bytes() as u32,
             })?;

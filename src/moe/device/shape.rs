@@ -51,7 +51,8 @@ pub struct DeviceOptions {
     pub path: Option<GemmPath>,
     /// The tiles that these are cut into; by the layer's shape where `None`.
     pub tile: Option<Tile>,
-    /// On the Hopper path, have lanes store results of 16 bits where the tensor memory accelerator could: to compare the two, which give the same bits.
+    /// On the Hopper path, have lanes store results of 16 bits, and copy operands, where the tensor memory accelerator could: to compare the two, which give the same
+    /// bits.
     pub lane_stores: bool,
     /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
     pub groups: Option<Groups>,
