@@ -268,7 +268,10 @@ template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<
 
 // What the loading warps do: all tasks' loads, in the order of the queue.
 template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) {
-    if (dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = 0;
+    if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) {
+        l.control->copied_until = 0;
+        dev::fence_proxy_async_cluster();  // after what threads of the other block did with its stages before
+    }
     for (u32 n = 0;; n++) {
         const Entry& entry = l.control->entry[nth<ENTRIES>(n)];
         dev::mbarrier_wait(&l.control->known[nth<ENTRIES>(n)], parity<ENTRIES>(n));
@@ -278,7 +281,7 @@ template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) 
             if (dev::warp() == LOAD_WARPS - 1) prefetch_before<T, Tile>(entry.task, 0);
             if (slots_by_tma(entry.task, dev::warp())) load_slots<T>(entry.task, l);
             else copy_slots<T>(entry.task, l);
-            if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = l.begun + Tile::STAGES;
+            if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) l.control->copied_until = l.begun + (ARISTOS_PLANTED(COPIES_FORGOTTEN) ? 0 : Tile::STAGES);
         } else if (dev::warp() < ROW_WARPS) {
             if (rows_by_tma(entry.task, entry.task.m0 + dev::warp() * PANEL)) load_rows(entry.task, l);
             else copy_rows<T>(entry.task, l);

@@ -64,7 +64,8 @@ void Block::take_acts() {
     for (const RemoteAct& act : acts) {
         switch (act.what) {
             case Remote::ARRIVE: arrive_here(*this, act.bar); break;
-            case Remote::LOAD: begin_load(*this, act.load); break;
+            case Remote::LOAD: begin_load(*this, act.load, true); break;
+            case Remote::FENCE: pass_fenced(*this); break;
             case Remote::BARRIER:
                 for (auto& fiber : fibers) {
                     if (fiber->wait == Wait::CLUSTER) wake(fiber.get());
@@ -134,6 +135,13 @@ void mbarrier_arrive_at(u64* bar, u32 rank) {
     Block& to = block_of(block, rank);
     if (&to == &block) return arrive_here(block, bar);
     leave_act(block, rank, {Remote::ARRIVE, in_block(block, to, bar), {}});
+}
+
+void fence_proxy_async_cluster() {
+    Block& block = *self()->home;
+    const u32 rank = 1 - cluster_rank();
+    block_of(block, rank);
+    leave_act(block, rank, {Remote::FENCE, nullptr, {}});
 }
 
 void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row) {

@@ -78,7 +78,7 @@ bool later(const AsyncArrival& a, const AsyncArrival& b) { return a.due > b.due;
 void land(Fiber* fiber, const Copy& copy) {
     const Vec16 zeros{};
     Written& written = fiber->home->written[fiber->home->shared_address(copy.to) / 16];
-    written = {u16(fiber->thread + 1), copy.slot, false, copy.phase};
+    written = {u16(fiber->thread + 1), copy.slot, false, false, copy.phase};
     __builtin_memcpy(copy.to, copy.valid ? copy.from : reinterpret_cast<const char*>(&zeros), 16);
 }
 
@@ -159,23 +159,34 @@ TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 ro
     return load;
 }
 
+// Whether a thread that waited for the copy has fenced since. It may have had nothing to read there, as where a tile has fewer rows than two panels.
 bool fenced_by_any(const Block& block, const Written& written) {
+    if (written.seen) return true;
     for (const auto& fiber : block.fibers) {
-        if (fiber->fenced[written.slot] >= written.phase) return true;
+        if (written.slot != NO_SLOT && fiber->fenced[written.slot] >= written.phase) return true;
     }
     return false;
 }
 
-void begin_load(Block& block, TmaLoad load) {
+void pass_fenced(Block& block) {
+    for (Written& written : block.written) {
+        if (written.thread != 0 && fenced_by_any(block, written)) written.passed = true;
+    }
+}
+
+void begin_load(Block& block, TmaLoad load, bool remote) {
     Map map;
     std::memcpy(&map, load.map, sizeof map);
     const u32 bytes = map.box_rows * map.box_cols * map.element_bytes;
     checked(block, load.bar, "tma_load_2d's mbarrier");
     for (u32 piece = block.shared_address(load.to) / 16, end = piece + bytes / 16; piece < end; ++piece) {
         const Written& written = block.written[piece];
-        // Who fenced after its wait may have had nothing to read there, as where a tile has fewer rows than two panels.
-        if (written.thread != 0 && !written.seen && !(written.slot != NO_SLOT && fenced_by_any(block, written))) {
+        if (written.thread == 0) continue;
+        if (!fenced_by_any(block, written)) {
             block.fail("tma_load_2d writes over what thread %u wrote, without fence_proxy_async in between", written.thread - 1);
+        }
+        if (remote && !written.passed) {
+            block.fail("tma_load_2d_both writes over what thread %u wrote, without fence_proxy_async_cluster in between", written.thread - 1);
         }
     }
     // The target may be written from now on.

@@ -273,7 +273,7 @@ DEVICE u32 cluster_add_acq_rel(u32* p, u32 v, u32 rank) { return __atomic_fetch_
 void mbarrier_arrive_at(u64* bar, u32 rank);
 inline void mbarrier_arrive_at_having_read(u64* bar, u32 rank) { mbarrier_arrive_at(bar, rank); }
 DEVICE void mbarrier_wait_cluster(u64* bar, u32 parity) { mbarrier_wait(bar, parity); }
-DEVICE void fence_proxy_async_cluster() {}
+void fence_proxy_async_cluster();
 void tma_load_2d_both(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 void wgmma_fence();

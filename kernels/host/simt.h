@@ -73,8 +73,9 @@ constexpr u32 MBARRIERS = 32;
 constexpr u8 NO_SLOT = 255;
 struct MbarrierSlot { u64* bar; u32 phases; };
 // Who wrote a 16-byte piece of shared memory by cp.async or stmatrix, so that wgmma and TMA need a fence: 1 + the thread, 0 for nobody. With `slot`, the
-// copy is known to be there by the end of that phase of that mbarrier. `seen`: a wgmma with a fence has read it since.
-struct Written { u16 thread; u8 slot; bool seen; u32 phase; };
+// copy is known to be there by the end of that phase of that mbarrier. `seen`: a wgmma with a fence has read it since. `passed`: then the other block of the
+// cluster has called fence_proxy_async_cluster.
+struct Written { u16 thread; u8 slot; bool seen, passed; u32 phase; };
 
 // A tma_store_2d in flight (stores.cpp): what it has read, once it has.
 struct BulkStore {
@@ -129,7 +130,7 @@ struct AsyncArrival {
 };
 
 // What one block of a cluster does in the other (cluster.cpp), which takes it between two of its threads' turns.
-enum class Remote : u8 { ARRIVE, LOAD, BARRIER };
+enum class Remote : u8 { ARRIVE, LOAD, FENCE, BARRIER };
 struct RemoteAct {
     Remote what;
     u64* bar;      // ARRIVE: in the shared memory of the block that takes it
@@ -231,7 +232,10 @@ void finish_copies(Fiber* fiber, u32 through_group, bool uncommitted_too);
 
 // copies.cpp, for cluster.cpp: what happens in `block`, whose thread `self()` is.
 void arrive_here(Block& block, u64* bar);
-void begin_load(Block& block, TmaLoad load);
+// `remote`: of the other block of a cluster.
+void begin_load(Block& block, TmaLoad load, bool remote = false);
+// The other block has called fence_proxy_async_cluster.
+void pass_fenced(Block& block);
 TmaLoad checked_load(void* smem, const TensorMap* map, u64* bar, i32 col, i32 row);
 
 // stores.cpp

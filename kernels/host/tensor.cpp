@@ -80,7 +80,7 @@ void store_matrices(void* smem_row, const u32* registers) {
     fiber->operands.to = smem_row;
     fiber->operands.a = registers;
     fiber->unfenced.push_back(piece);
-    block.written[piece] = {u16(fiber->thread + 1), NO_SLOT, false, 0};
+    block.written[piece] = {u16(fiber->thread + 1), NO_SLOT, false, false, 0};
     if (!block.meet_warp(fiber, Wait::STMATRIX)) return;
     const std::unique_ptr<Fiber>* lanes = &block.fibers[fiber->thread / 32 * 32];
     for (u32 i = 0; i < 4; ++i) {

@@ -32,6 +32,7 @@ enum PlantedFault : u32 {
     HALF_READY,        // a pair of blocks begins a task when the first one's rows are there
     HALF_DONE,         // it reports one when the first block's results are stored
     LEAVES_ALONE,      // its second block leaves the loop of tasks when it has done one
+    COPIES_FORGOTTEN,  // one of its blocks loads over the other's copies without a fence
     FAILS_ALONE,       // a block of it that fails leaves without the other
     NO_QUIET_OF_WAVE,  // a place in a stage is used again before what was there has left
     NO_QUIET_OF_STEP,  // the same in the next step, or pass
@@ -551,6 +552,7 @@ CASE(planted_half_done) {
     CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_DONE));
     CHECK(caught(by(world::PATH_SMALL_PAIR, many_rows()), REACH_ALL, HALF_DONE));
 }
+CASE(planted_copies_forgotten) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, COPIES_FORGOTTEN)); }
 CASE(planted_leaves_alone) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, LEAVES_ALONE)); }
 CASE(planted_fails_alone) {
     const Options o = believing(world::PATH_SMALL_PAIR);
