@@ -58,6 +58,14 @@ struct GemmTask {
     u32 batch, tile;           // for the scheduler, which gets them back in `done`
 };
 
+// Where a task is counted whose results are stored: null where nobody waits for it, or nobody else does.
+struct Ended { u32 *first, *second; };
+// One thread. Releases what it has stored, and what it knows that others have.
+DEVICE void report(const Ended& ended) {
+    if (ended.first) dev::fetch_add_acq_rel(ended.first, 1u);
+    if (ended.second) dev::fetch_add_acq_rel(ended.second, 1u);
+}
+
 // Within each 64 accumulator columns of a gated FORWARD_UP, the first 32 are of gate and the others are the same 32 of up, so
 // that what the activation multiplies is always within one warp.
 constexpr u32 GATED_GROUP = 32;

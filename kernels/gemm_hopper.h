@@ -7,9 +7,10 @@
 //
 // The scheduler: `bool next(GemmTask&, in_work)`, called by thread 96 alone: the next task of the queue, once all that the task reads
 // is there, while `bool in_work()` says whether the block has one that is not done; false at the end of the queue, after which it is not called again. It may wait for any task before it in the queue, of this
-// block too: the block finishes those it has without the next. `void done(const GemmTask&)`, called by one thread, of whichever warp is
-// the last to have stored its part of the results, all of which happen before it: it is what releases them to other blocks. Each thread
-// has a `Scheduler` of its own, so what the two calls share must be in memory.
+// block too: the block finishes those it has without the next. `Ended ended(const GemmTask&)`, called by the same thread: where the task is counted when it has
+// ended, by whichever warp is the last to report its part; the results of all happen before.
+//
+// Nobody waits for results on their way out: a warp reports its part a few stages into its next tile, or at once where it knows of none.
 //
 // The two consumers meet nowhere: one multiplies the next tile while the other is still in its epilogue, as the tensor cores would be idle
 // otherwise. How far it may be ahead is bounded by the stages, which only both free.
@@ -35,11 +36,16 @@ template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& sche
         n = control->asked;
         Entry& entry = control->entry[nth<ENTRIES>(n)];
         entry.more = more;
-        if (more) fence_maps(control, entry.task);
+        if (more) {
+            fence_maps(control, entry.task);
+            control->ended[nth<REPORTS>(n)] = scheduler.ended(entry.task);
+        }
         dev::mbarrier_arrive(&control->known[nth<ENTRIES>(n)]);
         if constexpr (Tile::PAIR) dev::mbarrier_arrive_at(&control->offered[nth<ENTRIES>(n)], 1);
     }
 }
+
+constexpr u32 HELD_STAGES = 3;
 
 template <class Tile> struct Consumer {
     using Accumulators = float (&)[Tile::N / 2];
@@ -63,6 +69,21 @@ template <class Tile> DEVICE void wait_stage(const Consumer<Tile>& c, u32 n, boo
     if (copied) dev::fence_proxy_async();
 }
 
+// The first lane of a warp, of what all its lanes have stored: counts its part of task number `slot` of REPORTS, and the task, if it is the last.
+template <class Tile> DEVICE void report_part(const Consumer<Tile>& c, u32 slot) {
+    if (!ARISTOS_PLANTED(EARLY_DONE)) dev::bulk_wait<0>();
+    // Releases this warp's stores; the last to come acquires all of them, and passes them on.
+    if (is_last<Tile>(&c.control->finished[slot])) report(c.control->ended[slot]);
+}
+template <class Tile> DEVICE void report_held(const Consumer<Tile>& c) {
+    if (c.leads) {
+        u32& held = c.control->held[dev::warp() - PRODUCERS / 32];
+        if (held != 0) report_part(c, held - 1);
+        held = 0;
+    }
+    dev::sync_warp();
+}
+
 // acc += A B over `steps` stages. A stage's products are issued before those of the stage before it have completed.
 template <class T, bool A_MN_MAJOR, bool B_MN_MAJOR, class Tile>
 DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& c, u32 steps, bool copied) {
@@ -78,6 +99,8 @@ DEVICE void multiply(typename Consumer<Tile>::Accumulators acc, Consumer<Tile>& 
         dev::wgmma_commit();
         dev::wgmma_wait<1>();
         if (i > 0) release_stage<A_MN_MAJOR>(c, n - 1);
+        // By now what the warp has stored of its last tile is complete.
+        if (i == HELD_STAGES || i + 1 == steps) report_held(c);
     }
     dev::wgmma_wait<0>();
     dev::wgmma_fence_operand(acc);
@@ -122,7 +145,7 @@ DEVICE void finish_tile(typename Consumer<Tile>::Accumulators acc, const GemmTas
     }
 }
 
-template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_loop(Scheduler& scheduler, Consumer<Tile> c) {
+template <class T, u32 KINDS, class Tile> DEVICE void consume_loop(Consumer<Tile> c) {
     for (u32 n = 0;; n++) {
         u32 e = nth<ENTRIES>(n);
         const Entry& entry = c.control->entry[e];
@@ -139,6 +162,7 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
             else multiply<T, false, false, Tile>(acc, c, steps, copied);
             finish_tile<T, KINDS, Tile>(acc, t, c);
         } else {
+            report_held(c);
             for (u32 i = 0; i < steps; i++, c.used++) {
                 wait_stage(c, c.used, true);
                 release_stage<KINDS != FORWARD_KINDS>(c, c.used);
@@ -146,8 +170,13 @@ template <class T, u32 KINDS, class Tile, class Scheduler> DEVICE void consume_l
         }
         dev::sync_warp();  // its stores happen before what its first lane does now
         if (dev::lane() == 0) {
-            // Releases this warp's stores; the last to come acquires all of them, and `done` passes them on.
-            if (is_last<Tile>(&c.control->finished[e])) scheduler.done(t);
+            const u32 next = nth<ENTRIES>(n + 1), slot = nth<REPORTS>(n);
+            const bool known = dev::mbarrier_test(&c.control->known[next], parity<ENTRIES>(n + 1)) && c.control->entry[next].more;
+            if (known || ARISTOS_PLANTED(LATE_DONE)) {
+                c.control->held[dev::warp() - PRODUCERS / 32] = slot + 1;
+            } else {
+                report_part(c, slot);
+            }
             end_entry<Tile>(&c.control->done[e]);
         }
     }
@@ -174,8 +203,9 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
             dev::mbarrier_init(&control->known[e], 1);
             dev::mbarrier_init(&control->done[e], LOAD_WARPS + (is_second<Tile>() ? CONSUMER_WARPS : Tile::STORING_WARPS));
             if (Tile::PAIR) dev::mbarrier_init(&control->offered[e], 1);
-            control->finished[e] = 0;
         }
+        for (u32 r = 0; r < REPORTS; r++) control->finished[r] = 0;
+        for (u32 w = 0; w < CONSUMER_WARPS; w++) control->held[w] = 0;
         dev::mbarrier_fence_init();
     }
     dev::fence_proxy_async();  // before TMA writes where threads may have written
@@ -201,7 +231,7 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
         dev::setmaxnreg_inc<CONSUMER_REGISTERS>();
         u32 warp = dev::warp() - PRODUCERS / 32;
         char* unit = shared + Tile::UNITS_AT + warp * UNIT_BYTES;
-        consume_loop<T, KINDS>(scheduler, Consumer<Tile>{shared, control, unit, warp / 4, dev::lane() == 0});
+        consume_loop<T, KINDS>(Consumer<Tile>{shared, control, unit, warp / 4, dev::lane() == 0});
         dev::named_barrier(CONSUMER_BARRIER, CONSUMERS);
         dev::setmaxnreg_dec<EQUAL_REGISTERS>();
     }

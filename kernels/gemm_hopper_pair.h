@@ -8,8 +8,8 @@
 // - A stage is free when the consumers of both blocks have read it: its `empty` counts both, in both blocks, as either block's TMA writes to both.
 // - It is full when its own rows and both halves of B are there. The other block's half may come before this block has said how many bytes it expects:
 //   the phase cannot end before that, as saying so is one of the arrivals (PTX ISA, "mbarrier", "Tracking asynchronous operations").
-// - The first block's entry is filled again once the consumers of both blocks are done with it: so those that count at an entry are at the same task, and the
-//   second block, which has copied it before, never at an older one.
+// - The first block's entry is filled again once the consumers of both blocks are done with it: so the second block has copied it before, and those that count
+//   at one of REPORTS are at the same task.
 // - Neither block ends while the other may still arrive at its barriers or write to its stages: cluster_sync, after the last task.
 #pragma once
 #include "gemm_hopper_stage.h"
@@ -90,6 +90,8 @@ template <class Scheduler, class Control> DEVICE void follow_loop(Scheduler& sch
         dev::mbarrier_wait_cluster(&control->offered[e], parity<ENTRIES>(n));
         const u64* from = dev::cluster_shared(reinterpret_cast<const u64*>(&entry), 0);
         for (u32 i = 0; i < sizeof(Entry) / 8; i++) reinterpret_cast<u64*>(&entry)[i] = from[i];
+        const u64* ended = dev::cluster_shared(reinterpret_cast<const u64*>(control->ended + nth<REPORTS>(n)), 0);
+        for (u32 i = 0; i < sizeof(Ended) / 8; i++) reinterpret_cast<u64*>(control->ended + nth<REPORTS>(n))[i] = ended[i];
         more = entry.more && !(ARISTOS_PLANTED(LEAVES_ALONE) && n > 0);
         scheduler.follow(more);
         if (more) {

@@ -51,6 +51,8 @@ struct Entry {
     u32 more;  // 0: the queue is at its end, and `task` is none
 };
 static_assert(sizeof(Entry) % 8 == 0 && alignof(Entry) == 8, "copied in words of 8 bytes");
+// Places for the ends of tasks. A warp may hold its report of a task while another is at the next but one; to the third none gets before all have ended the one between.
+constexpr u32 REPORTS = 4;
 
 // A tile of 128 x N, and a block's shared memory for it: stages, then each consumer warp's unit of the epilogue, then `Control`.
 // 64 x 192 would be 96 + 96 columns of gate and up, and a box has 64: so of the three widths that wgmma and the registers allow there are two.
@@ -71,7 +73,9 @@ template <u32 COLUMNS, u32 COUNT = 1> struct Tile {
         u64 done[ENTRIES];   // nobody reads it any more: an arrival of each loading and each consumer warp; in a pair's first block of the second's consumers too
         u64 offered[ENTRIES];  // in the second block of a pair: the first one's entry is filled, an arrival of its scheduler
         Entry entry[ENTRIES];
-        u32 finished[ENTRIES];  // consumer warps that have stored their part of an entry's task, over all its tasks; of a pair both blocks', in the first
+        Ended ended[REPORTS];   // where the end of a task is counted
+        u32 finished[REPORTS];  // consumer warps that have reported their part of it, over all tasks; of a pair both blocks', in the first
+        u32 held[CONSUMER_WARPS];  // a consumer warp's report that it still holds, its number in these and 1; 0: none
         float row_sums[TILE_M];
         u32 asked;           // the scheduler's: entries it has filled
         const void* maps;    // and the tensor maps of the last one that has any

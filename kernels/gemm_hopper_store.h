@@ -8,7 +8,7 @@
 // Who may see what (PTX ISA, "Async proxy" and "Memory consistency model", "Proxies"):
 // - stmatrix writes through the generic proxy, TMA reads through the asynchronous one: each lane's fence_proxy_async, then a barrier of the warp, then the store.
 // - A place is written again once TMA has read it: bulk_wait_read of the lane that asked for it, then a barrier of the warp.
-// - Before a tile is reported, the lane that asked waits until the stores are complete (bulk_wait, not bulk_wait_read). The completion of a bulk copy is
+// - Before a tile is reported, the lane that asked waits until the stores are complete (bulk_wait, not bulk_wait_read; gemm_hopper.h). The completion of a bulk copy is
 //   followed by an implicit proxy fence, so from then on they are that lane's writes like any other of its own, and what it releases, at whatever scope,
 //   releases them too. Nobody who acquires it needs a fence of a proxy, as all readers of results read through the generic one.
 // - What TMA overwrites may have been read by others before, of an earlier step, through the generic proxy: they have released that, the scheduler has
@@ -85,7 +85,7 @@ DEVICE void store_piece(const GemmTask& t, const Result& to, const char* piece, 
     if (dev::lane() == 0) dev::bulk_commit();
 }
 
-// This warp's 16 rows of the tile, from row `row` on; its unit at `unit`. Complete when it returns, for lane 0.
+// This warp's 16 rows of the tile, from row `row` on; its unit at `unit`, which is free again, and the results complete, once lane 0 has called bulk_wait<0>.
 template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&acc)[Tile::N / 2], const GemmTask& t, u32 row, char* unit) {
     auto is = [&](GemmKind kind) { return (KINDS & kind_set(kind)) != 0 && t.kind == kind; };
     const bool paired = is_paired(t);
@@ -133,7 +133,6 @@ template <class T, u32 KINDS, class Tile> DEVICE void store_tile(const float (&a
             store_piece<T>(t, {rows, width * size, result}, piece, row0, column, limit);
         }
     }
-    if (dev::lane() == 0) dev::bulk_wait<0>();
 }
 
 }  // namespace hopper

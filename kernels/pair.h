@@ -91,7 +91,7 @@ struct PairSource {
         const bool none = *dev::cluster_shared(&b.state.item.kind, 0) == ITEM_NONE;
         give(b, none ? ITEM_NONE : ITEM_TASKS, 0);
     }
-    DEVICE void done(const GemmTask& t) { Scheduler{b}.done(t); }
+    DEVICE Ended ended(const GemmTask& t) { return Scheduler{b}.ended(t); }
 };
 
 }  // namespace aristos

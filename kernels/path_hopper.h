@@ -20,7 +20,7 @@ template <class T, u32 KINDS, u32 N, u32 BLOCKS = 1> struct HopperPath {
     struct Source {
         Block& b;
         template <class InWork> DEVICE bool next(GemmTask& t, InWork in_work) { return Scheduler{b}.next(t, in_work); }
-        DEVICE void done(const GemmTask& t) { Scheduler{b}.done(t); }
+        DEVICE Ended ended(const GemmTask& t) { return Scheduler{b}.ended(t); }
     };
     // Once in a block, by one thread, and a barrier before `run`.
     static DEVICE void begin(const Layer& l) {

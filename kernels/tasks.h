@@ -38,18 +38,15 @@ struct Scheduler {
         }
     }
 
-    // One thread, after a barrier of all threads that stored the task's results.
-    DEVICE void done(const GemmTask& t) {
+    // Where the end of a task is counted.
+    DEVICE Ended ended(const GemmTask& t) const {
         const Counters& c = b.counters();
-        bool first = t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN;
-        bool second = t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP;
-        if (!first && !second) {
-            if (b.l.shape.summed) dev::fetch_add_acq_rel(c.gradients_done + t.batch, 1u);
-            return;
-        }
-        dev::fetch_add_acq_rel((first ? c.first_done : c.second_done) + t.tile, 1u);
-        if (t.kind == BACKWARD_DOWN) dev::fetch_add_acq_rel(c.batch_done + t.batch, 1u);
+        if (t.kind == FORWARD_UP || t.kind == BACKWARD_DOWN) return {c.first_done + t.tile, t.kind == BACKWARD_DOWN ? c.batch_done + t.batch : nullptr};
+        if (t.kind == FORWARD_DOWN || t.kind == BACKWARD_UP) return {c.second_done + t.tile, nullptr};
+        return {b.l.shape.summed ? c.gradients_done + t.batch : nullptr, nullptr};
     }
+    // One thread, after a barrier of all threads that stored the task's results.
+    DEVICE void done(const GemmTask& t) const { report(ended(t)); }
 
 private:
     // Of queues from `begin` to before `end`.

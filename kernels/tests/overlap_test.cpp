@@ -78,7 +78,7 @@ template <bool IS_BACKWARD> struct TimedPairPath {
             if (!s.more) return;
             if (one && s.task.m0 < gemm_m(s.task)) take_time(b, task_ns(s.task));
             dev::cluster_sync();
-            if (one && first) source.done(s.task);
+            if (one && first) report(source.ended(s.task));
         }
     }
 };

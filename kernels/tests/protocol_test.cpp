@@ -487,7 +487,9 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
     for (u32 seed = 1; seed <= 1000; seed++) {
         Options s = o;
         s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
-        Layers got(s);
+        Options faulty = s;
+        faulty.wait_limit_ns = 2 * SECOND;  // what hangs does so in each pass and each of its rounds
+        Layers got(faulty);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
         const u32 failures = world::failures;
         planted = fault;
@@ -540,13 +542,15 @@ CASE(planted_early_sum_in_groups) { CHECK(caught(groups_of_hosts(), REACH_NONE, 
 CASE(planted_fence_lost) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_FENCE_LOST)); }
 CASE(planted_signal_first) { CHECK(caught(tokens_come_and_go(), REACH_NONE, NO_FAULT, ARISTOS_FAULT_SIGNAL_FIRST)); }
 
-// In pairs of blocks: by the layer's kernels, and by those that any schedule is tried with.
+// By Hopper's kernels, and in pairs of blocks: by the layer's kernels, and by those that any schedule is tried with.
 namespace {
 Options by(world::Path path, Options o) {
     o.path = path, o.delay_us = 0;
     return o;
 }
 }  // namespace
+CASE(planted_early_done_on_hopper) { CHECK(caught(by(world::PATH_HOPPER, more_rows()), REACH_ALL, EARLY_DONE)); }
+CASE(planted_late_done_on_hopper) { CHECK(caught(by(world::PATH_HOPPER, more_rows()), REACH_ALL, LATE_DONE)); }
 CASE(planted_half_ready) { CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_READY)); }
 CASE(planted_half_done) {
     CHECK(caught(by(world::PATH_HOPPER_256X256, more_rows()), REACH_ALL, HALF_DONE));

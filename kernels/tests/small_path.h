@@ -84,7 +84,7 @@ template <class T, bool IS_BACKWARD> struct SmallPairPath {
             if (!s.more) return;
             gemm_task_small<T>(s.task, dev::shared(), [] {});
             if (!ARISTOS_PLANTED(HALF_DONE)) dev::cluster_sync();
-            if (one && first) source.done(s.task);
+            if (one && first) report(source.ended(s.task));
         }
     }
 };
