@@ -7,15 +7,17 @@
 //!
 //! Times are in units of what the best grouping takes at first, in single precision. What is annealed is as in [`super::joint`].
 
+mod deal;
 mod trial;
 
+use deal::dealt;
 use trial::{Change, Packed, Trial};
 
+use super::regroup::MOST_DEVICES;
 use super::search::FoundPlaced;
 use super::{Placed, larger};
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
-use crate::placement::DeviceExperts;
 use crate::random::Random;
 use crate::search::{EXPONENTIAL, between};
 
@@ -27,8 +29,8 @@ const AT_ONCE: f32 = 1e-6;
 /// Steps after which temperature and target are set anew, and sums are added up anew.
 const SET_EVERY: u64 = 64;
 /// How annealing goes, at first and at last: the target is so much under the best objective; temperatures. Shares of the work of that.
-const UNDER: (f64, f64) = (0.85, 0.03);
-const TEMPERATURE: (f64, f64) = (0.3, 0.003);
+const UNDER: (f64, f64) = (0.5, 0.003);
+const TEMPERATURE: (f64, f64) = (0.15, 0.01);
 /// No answer is taken before so much of the time.
 const ANSWERS_FROM: f64 = 0.1;
 /// In so many proposals of sixteen the groups stay as they are; in so many two devices change places; in the others one goes to another group.
@@ -36,12 +38,12 @@ const STAYS: usize = 2;
 const SWAPS: usize = 9;
 /// So many proposals in four are of the group that takes longest.
 const WORST_IN_FOUR: usize = 3;
-/// A device's share is at most so much of the way from what it holds of mean experts to what it holds of the dearest ones.
-const DEAREST: f64 = 0.5;
 /// Of the mean expert: a device with less has none.
 const LEAST: f32 = 0.5;
-/// By how much a group computes longer than if all its devices ended together.
-const SLACK: (f32, f32) = (0.003, 10.0);
+/// By how much a group computes longer than it must.
+const SLACK: (f32, f32) = (0.0005, 10.0);
+/// A group for a share of whose experts there is no room computes that share longer, so many times.
+const HOMELESS: f32 = 8.0;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
@@ -76,6 +78,8 @@ struct Relaxed<'s, 'p, 'a, L> {
     rate: Vec<f32>,
     most: Vec<f32>,
     share: Vec<f32>,
+    /// The share of so many of the dearest experts.
+    dearest: Vec<f32>,
     /// Whether it holds experts, as its group's sums have it.
     holds: Vec<bool>,
     sums: Vec<Sums>,
@@ -123,14 +127,11 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         };
         let mut dearest = vec![0.0];
         for &e in &placed.experts.order {
-            dearest.push(dearest[dearest.len() - 1] + placed.experts.share(placed.experts.costs[e as usize]));
+            let all = f64::from(dearest[dearest.len() - 1]) + placed.experts.share(placed.experts.costs[e as usize]);
+            dearest.push(all as f32);
         }
         let experts = placed.experts.costs.len();
-        let most = |memory: &u64| {
-            let held = (*memory).min(experts as u64) as usize;
-            let mean = held as f64 / experts as f64;
-            (mean + DEAREST * (dearest[held] - mean)) as f32
-        };
+        let most = |memory: &u64| dearest[(*memory).min(experts as u64) as usize];
         let mut relaxed = Relaxed {
             placed,
             groups: start.groups.clone(),
@@ -144,6 +145,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             rate: Vec::new(),
             most: problem.memory.iter().map(most).collect(),
             share,
+            dearest,
             holds: vec![false; n],
             sums: vec![Sums::default(); n],
             slack: Vec::new(),
@@ -166,12 +168,8 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             packed.pack(members, &relaxed.beta_to, n);
         }
         let slack = |members: &Vec<u32>| {
-            let (mut rate, mut end) = (0.0, 0.0f32);
-            for i in members.iter().map(|&i| i as usize).filter(|&i| relaxed.most[i] > 0.0) {
-                rate += 1.0 / relaxed.compute[i];
-                end = end.max(relaxed.compute[i] * relaxed.share[i]);
-            }
-            (end * rate - 1.0).clamp(0.1, SLACK.1)
+            let least = relaxed.least_compute(members, FAR).unwrap_or(FAR);
+            (relaxed.compute_of(members) / least - 1.0).clamp(SLACK.0, SLACK.1)
         };
         relaxed.slack = relaxed.groups.iter().map(slack).collect();
         relaxed
@@ -229,11 +227,47 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         sums
     }
 
+    /// How long a group computes with the shares that its members have.
+    fn compute_of(&self, members: &[u32]) -> f32 {
+        let end = members.iter().map(|&i| self.compute[i as usize] * self.share[i as usize]).fold(0.0, f32::max);
+        members.len() as f32 * end
+    }
+
+    /// For what share of all experts the members of a group with these shares have no room: of some of them together, what they are to have over as many of the
+    /// dearest experts as they have room for. With experts that could be cut these are those with the most for their room, as the dearest so many
+    /// experts are concave in their number.
+    fn homeless(&self, members: &[u32], share: impl Fn(usize) -> f32) -> f32 {
+        let experts = self.dearest.len() - 1;
+        let mut holders = [(0.0f32, 0.0f32, 0usize); MOST_DEVICES];
+        let mut count = 0;
+        for (place, &i) in members.iter().enumerate() {
+            let share = share(place);
+            if share > 0.0 {
+                let room = self.placed.problem.memory[i as usize].min(experts as u64) as usize;
+                holders[count] = (share / room as f32, share, room);
+                count += 1;
+            }
+        }
+        let holders = &mut holders[..count];
+        holders.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
+        let (mut all, mut rooms, mut most) = (0.0, 0, 0.0);
+        for (_, share, room) in holders {
+            all += *share;
+            rooms += *room;
+            if rooms >= experts {
+                return most;
+            }
+            most = larger(all - self.dearest[rooms], most);
+        }
+        // Some experts would go to who is to have none.
+        1.0
+    }
+
     /// A group's times with the shares that its members have.
     fn times_of(&self, g: usize, limit: f32) -> Times {
         let (n, members) = (self.n(), &self.groups[g]);
-        let end = members.iter().map(|&i| self.compute[i as usize] * self.share[i as usize]).fold(0.0, f32::max);
-        let compute = members.len() as f32 * end;
+        let homeless = self.homeless(members, |place| self.share[members[place] as usize]);
+        let compute = self.compute_of(members) * (1.0 + HOMELESS * homeless);
         let mut times = Times { all: compute, over: 0.0 };
         for x in members.iter().map(|&x| x as usize) {
             let row = &self.beta[x * n..][..n];
@@ -393,7 +427,7 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
         while (relaxed.ops as f64) < share * budget {
             if steps.is_multiple_of(SET_EVERY) {
                 let progress = relaxed.ops as f64 / budget;
-                let from_ms = relaxed.start_ms.min(*best_ms);
+                let from_ms = if best.is_some() { *best_ms } else { relaxed.start_ms };
                 let work = (from_ms - relaxed.all_reduce(relaxed.slowest)) / relaxed.gamma / relaxed.unit;
                 *temperature = work * between(TEMPERATURE, progress);
                 relaxed.aim(from_ms, between(UNDER, progress));
@@ -423,30 +457,14 @@ fn exchange(times: &mut Times, compute: f32, sums: &Sums, share: f32, sent: f32,
 }
 
 impl Shares {
-    /// The groups with experts dealt out to the shares, the dearest first; `None` where a group has no room for all.
+    /// The groups with experts dealt out to the shares; `None` where a group has no room for all.
     fn dealt<L: LinkTable>(self, placed: &Placed<L>) -> Option<FoundPlaced> {
         let Shares { mut groups, share } = self;
         groups.iter_mut().for_each(|members| members.sort_unstable());
-        let placements = groups.iter().map(|members| dealt(placed, members, &share)).collect::<Option<Vec<_>>>()?;
+        let of = |members: &Vec<u32>| dealt(placed, members, &share);
+        let placements = groups.iter().map(of).collect::<Option<Vec<_>>>()?;
         Some(FoundPlaced::new(placed, groups, placements))
     }
-}
-
-fn dealt<L: LinkTable>(placed: &Placed<L>, members: &[u32], share: &[f32]) -> Option<DeviceExperts> {
-    let (memory, experts) = (&placed.problem.memory, &placed.experts);
-    let mut left: Vec<f64> = members.iter().map(|&i| f64::from(share[i as usize]) * experts.total).collect();
-    // Where memory is tight, who is to have much with little memory has the dearest.
-    let tight = placed.problem.holds(members) < experts.costs.len() as u64 * 3 / 2;
-    let mut placement: DeviceExperts = vec![Vec::new(); members.len()];
-    for &e in &experts.order {
-        let room = |place: usize| memory[members[place] as usize] - placement[place].len() as u64;
-        let want = |place: usize| left[place] / if tight { room(place) as f64 } else { 1.0 };
-        let place = (0..members.len()).filter(|&place| room(place) > 0).max_by(|&a, &b| want(a).total_cmp(&want(b)))?;
-        left[place] -= experts.costs[e as usize];
-        placement[place].push(e);
-    }
-    placement.iter_mut().for_each(|held| held.sort_unstable());
-    Some(placement)
 }
 
 #[cfg(test)]

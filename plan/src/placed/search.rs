@@ -10,7 +10,7 @@ use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
 use super::relaxed;
 use super::state::{Change, State};
-use super::{DealtOut, GroupTimes, Known, Placed};
+use super::{DealtOut, GroupTimes, Known, Placed, PlacedTimes};
 use crate::bound::Bounds;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
@@ -86,8 +86,8 @@ const LARGE_MORE: f64 = 2.2;
 /// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
 const PLACED_ANEW: usize = 4;
 /// Annealing that forgets where it began, and that does not.
-const FORGETFUL: Way = Way::Together(Schedule { under: (0.85, 0.03), temperature: (0.3, 0.003), forgetful: true });
-const MILD: Way = Way::Together(Schedule { under: (0.3, 0.03), temperature: (0.05, 0.002), forgetful: false });
+const FORGETFUL: Way = Way::Together(Schedule { under: (0.85, 0.005), temperature: (0.3, 0.003), forgetful: true });
+const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.05, 0.002), forgetful: false });
 /// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
 /// shows, so few are brought to their ends.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
@@ -101,15 +101,12 @@ const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, way: MILD, cuts: &[] },
 ];
-/// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort. Not
-/// where all devices together have room for less than so many times what all groups hold: there memory says who has what.
-const MANY_EXPERTS: usize = 3;
+/// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort.
+const MANY_EXPERTS: f64 = 3.5;
 const MANY_MORE: f64 = 1.5;
-const ROOM_LEAST: f64 = 1.1;
-const CUTS_RELAXED: &[(f64, usize)] = &[(0.25, 6), (0.5, 3)];
 const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[] },
-    Round { numbers: 2, within: 0.15, chains: 16, share: 0.8, way: Way::Relaxed, cuts: CUTS_RELAXED },
+    Round { numbers: 2, within: 0.15, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
 /// What comes of a relaxed chain is placed with one part in so many of the effort for a grouping.
@@ -395,9 +392,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best = place_all(placed, groupings.collect(), effort, (&dealt, &mut *known));
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
-        let held = groups * placed.experts.costs.len();
-        let room: u64 = placed.problem.memory.iter().map(|&room| room.min(placed.problem.n_experts)).sum();
-        let many = held >= MANY_EXPERTS * n && room as f64 >= ROOM_LEAST * held as f64;
+        let many = (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * n as f64;
         let (rounds, more) = match (many, large(n, groups)) {
             (true, true) => (&ROUNDS_MANY, MANY_MORE),
             (true, false) => (&ROUNDS_MANY, 1.0),
@@ -515,12 +510,13 @@ fn improve_together<L: LinkTable>(
             let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
             let chains = staged(round, chains, threads, advance, relaxed::Chain::best_ms);
             let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
-            let quickly =
-                PlacedEffort { place: effort.place / PLACED_QUICKLY, nodes: effort.nodes / PLACED_QUICKLY, ..effort };
-            let again = found.iter().map(|found| &found.groups).collect();
-            // What was placed with less effort is not for others to know.
-            best.extend(place_all(placed, again, quickly, (dealt, &mut Known::new())));
-            best.extend(found);
+            let (budget, nodes) = (effort.place / PLACED_QUICKLY, effort.nodes / PLACED_QUICKLY);
+            let placed_anew = |found: FoundPlaced| {
+                let FoundPlaced { groups, placements, times, .. } = found;
+                let start = Start { improved: vec![false; groups.len()], placements, times };
+                improve_longest(placed, &groups, start, (budget, nodes), |_, _| ())
+            };
+            best.extend(in_two_threads(found, threads, placed_anew));
         }
     }
     best_first(&mut best);
@@ -536,20 +532,35 @@ pub(crate) fn place_thoroughly<L: LinkTable>(
     nodes: u64,
     (dealt, known): (&DealtOut, &mut Known),
 ) -> Option<FoundPlaced> {
-    let mut placements = Vec::with_capacity(groups.len());
-    let mut times = Vec::with_capacity(groups.len());
-    let mut improved = vec![false; groups.len()];
-    for (members, improved) in groups.iter().zip(&mut improved) {
-        let (placement, here) = match known.get(members) {
-            Some(known) => {
-                *improved = true;
-                known.clone()
-            }
-            None => dealt.get(members).cloned().unwrap_or_else(|| placed.dealt(members))?,
-        };
+    let (mut placements, mut times, mut improved) = (Vec::new(), Vec::new(), Vec::new());
+    for members in groups {
+        let known = known.get(members).cloned();
+        improved.push(known.is_some());
+        let dealt = || dealt.get(members).cloned().unwrap_or_else(|| placed.dealt(members));
+        let (placement, here) = known.or_else(dealt)?;
         placements.push(placement);
         times.push(here);
     }
+    let start = Start { placements, times, improved };
+    let learn = |members: &Vec<u32>, better: &PlacedTimes| drop(known.insert(members.clone(), better.clone()));
+    Some(improve_longest(placed, groups, start, (budget, nodes), learn))
+}
+
+/// Where the placements of a grouping begin.
+struct Start {
+    placements: Vec<DeviceExperts>,
+    times: Vec<GroupTimes>,
+    /// Whether it is as good as it gets.
+    improved: Vec<bool>,
+}
+
+fn improve_longest<L: LinkTable>(
+    placed: &Placed<L>,
+    groups: &[Vec<u32>],
+    Start { mut placements, mut times, mut improved }: Start,
+    (budget, nodes): (u64, u64),
+    mut learn: impl FnMut(&Vec<u32>, &PlacedTimes),
+) -> FoundPlaced {
     loop {
         let worst = (0..groups.len()).fold(0, |worst, g| if times[g].ms() > times[worst].ms() { g } else { worst });
         if improved[worst] {
@@ -557,10 +568,11 @@ pub(crate) fn place_thoroughly<L: LinkTable>(
         }
         let share = groups.len() as u64;
         let start = (std::mem::take(&mut placements[worst]), times[worst]);
-        let (placement, here) = placed.improved(&groups[worst], start, budget / share, nodes / share);
-        known.insert(groups[worst].clone(), (placement.clone(), here));
-        (placements[worst], times[worst], improved[worst]) = (placement, here, true);
+        let better = placed.improved(&groups[worst], start, budget / share, nodes / share);
+        learn(&groups[worst], &better);
+        (placements[worst], times[worst]) = better;
+        improved[worst] = true;
     }
     let objective_ms = placed.evaluate(groups, &times).objective_ms;
-    Some(FoundPlaced { groups: groups.to_vec(), placements, times, objective_ms })
+    FoundPlaced { groups: groups.to_vec(), placements, times, objective_ms }
 }

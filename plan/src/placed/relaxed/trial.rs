@@ -1,6 +1,6 @@
 //! What a group takes with other members, and with shares that fit them.
 
-use super::{FAR, Relaxed, Sums, Times, exchange};
+use super::{FAR, HOMELESS, Relaxed, Sums, Times, exchange};
 use crate::cluster::LinkTable;
 use crate::placed::{larger, smaller};
 
@@ -11,6 +11,9 @@ const HOPE: f32 = 3.0;
 /// Where what one device alone is over the limit, or all are before the first step, is so many times what all may be, no steps will do.
 const HOPELESS_ALONE: f32 = 1.5;
 const HOPELESS: f32 = 2.5;
+
+/// Shares that are together so near to 1 are all.
+const ALL: f32 = 1e-4;
 
 /// What the members of a group send to each other, by place, in rows of who receives.
 #[derive(Clone, Default)]
@@ -219,33 +222,44 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
     }
 
-    /// How long the group computes, and in a trial what shares its members have at most, so that together they can have all. `None` where memory
-    /// does not suffice or that is over the limit by more than `most`.
+    /// How long a group computes at least, as far as its devices have room; `None` where they have none for all, or that is over `most`.
+    pub(super) fn least_compute(&self, members: &[u32], most: f32) -> Option<f32> {
+        let size = members.len() as f32;
+        let places = || members.iter().map(|&i| i as usize);
+        let rate: f32 = places().map(|i| if self.most[i] > 0.0 { self.rate[i] } else { 0.0 }).sum();
+        // Newton's method, from below, as what all compute in a time is concave.
+        let mut least = size / rate;
+        while least < FAR && least <= most {
+            let (mut sum, mut slope) = (0.0, 0.0);
+            for i in places() {
+                let computed = least / size * self.rate[i];
+                let full = computed >= self.most[i];
+                sum += if full { self.most[i] } else { computed };
+                slope += if full { 0.0 } else { self.rate[i] };
+            }
+            if sum >= 1.0 - ALL {
+                return Some(least);
+            }
+            if slope <= 0.0 {
+                return None;
+            }
+            least += (1.0 - sum) * size / slope;
+        }
+        None
+    }
+
+    /// How long the group computes, and in a trial what shares its members have at most. `None` where memory does not suffice or that is over the limit by
+    /// more than `most`.
     fn fitted(&mut self, which: usize, members: &[u32], slack: f32, limit: f32, most: f32) -> Option<f32> {
         if !self.placed.problem.valid(members) {
             return None;
         }
         let size = members.len() as f32;
-        let places = || members.iter().map(|&i| i as usize);
-        let rate: f32 = places().map(|i| if self.most[i] > 0.0 { self.rate[i] } else { 0.0 }).sum();
-        let mut compute = size / rate * (1.0 + slack);
+        let compute = (1.0 + slack) * self.least_compute(members, (limit + most / size) / (1.0 + slack))?;
         let at_most = &mut self.trials[which].most;
-        while compute < FAR && size * (compute - limit) <= most {
-            at_most.clear();
-            let each = compute / size;
-            let mut sum = 0.0;
-            at_most.extend(places().map(|i| {
-                let most = smaller(each * self.rate[i], self.most[i]);
-                sum += most;
-                most
-            }));
-            if sum >= 1.0 {
-                return Some(compute);
-            }
-            // Those whose memory is full leave more to others.
-            compute *= 1.02 / sum.max(0.1);
-        }
-        None
+        at_most.clear();
+        at_most.extend(members.iter().map(|&i| smaller(compute / size * self.rate[i as usize], self.most[i as usize])));
+        Some(compute)
     }
 
     /// The shares, once compute and sums are known.
@@ -341,6 +355,14 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             if times.over - most > HOPE * (before - times.over).max(0.0) {
                 return None;
             }
+        }
+        if times.over > most {
+            return None;
+        }
+        self.ops += m as u64 / 2;
+        let homeless = self.homeless(members, |place| trial.share[place]);
+        if homeless > 0.0 {
+            times = measured(trial, compute * (1.0 + HOMELESS * homeless), limit);
         }
         (times.over <= most).then_some(times)
     }

@@ -1,0 +1,123 @@
+//! Whole experts for devices that have shares of all FLOP.
+
+use crate::cluster::LinkTable;
+use crate::placed::{Placed, larger};
+use crate::placement::DeviceExperts;
+
+/// Changes at most, of what was dealt out.
+const CHANGES: usize = 200;
+/// A change that makes less of what is too much, by this share, is none.
+const LITTLE: f64 = 1e-9;
+
+/// A group's experts dealt out so that nobody has much more than its share, by number of device; `None` where the group has no room for all.
+pub(super) fn dealt<L: LinkTable>(placed: &Placed<L>, members: &[u32], share: &[f32]) -> Option<DeviceExperts> {
+    let of = |by_room: bool| {
+        let mut dealing = Dealing::new(placed, members, share);
+        dealing.deal(by_room)?;
+        (0..CHANGES).take_while(|_| dealing.change()).for_each(drop);
+        let mut placement = dealing.placement;
+        placement.iter_mut().for_each(|held| held.sort_unstable());
+        Some((placed.placed_times(members, &placement).ms(), placement))
+    };
+    let ways = [true, false].into_iter().filter_map(of);
+    ways.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, placement)| placement)
+}
+
+struct Dealing<'d> {
+    costs: &'d [f64],
+    /// Experts, the dearest first.
+    order: &'d [u32],
+    /// By place: how many experts there is room for, ms of a FLOP, FLOP left of its share, and its experts.
+    memory: Vec<u64>,
+    slow: Vec<f64>,
+    left: Vec<f64>,
+    placement: DeviceExperts,
+}
+
+/// Of the experts of one place the one at `at` goes to another, for the one at `back` of its if there is one: FLOP that it has more then.
+#[derive(Clone, Copy)]
+struct Move {
+    at: usize,
+    to: usize,
+    back: Option<usize>,
+    flop: f64,
+}
+
+impl<'d> Dealing<'d> {
+    fn new<L: LinkTable>(placed: &'d Placed<L>, members: &[u32], share: &[f32]) -> Self {
+        let (problem, experts) = (placed.problem, &placed.experts);
+        let of = |i: &u32| f64::from(share[*i as usize]) * experts.total;
+        Dealing {
+            costs: &experts.costs,
+            order: &experts.order,
+            memory: members.iter().map(|&i| problem.memory[i as usize]).collect(),
+            slow: members.iter().map(|&i| 1.0 / problem.flops[i as usize]).collect(),
+            left: members.iter().map(of).collect(),
+            placement: vec![Vec::new(); members.len()],
+        }
+    }
+
+    fn room(&self, place: usize) -> u64 {
+        self.memory[place] - self.placement[place].len() as u64
+    }
+
+    /// The dearest first, each to who has most left, all or `by_room` for an expert: where memory is tight, who is to have much in little memory has the
+    /// dearest.
+    fn deal(&mut self, by_room: bool) -> Option<()> {
+        for &e in self.order {
+            let want = |place: usize| self.left[place] / if by_room { self.room(place) as f64 } else { 1.0 };
+            let with_room = (0..self.left.len()).filter(|&place| self.room(place) > 0);
+            let place = with_room.max_by(|&a, &b| want(a).total_cmp(&want(b)))?;
+            self.left[place] -= self.costs[e as usize];
+            self.placement[place].push(e);
+        }
+        Some(())
+    }
+
+    /// How long it would compute what it has too much, with so much left, squared.
+    fn over(&self, place: usize, left: f64) -> f64 {
+        let ms = larger(-left, 0.0) * self.slow[place];
+        ms * ms
+    }
+
+    /// Who has most too much gives an expert, or changes one for another, so that the squares become least. False where nothing helps.
+    fn change(&mut self) -> bool {
+        let over = |place: usize| self.over(place, self.left[place]);
+        let worst = (0..self.left.len()).fold(0, |worst, place| if over(place) > over(worst) { place } else { worst });
+        let now = over(worst);
+        let mut best: (f64, Option<Move>) = (LITTLE * now, None);
+        for (at, &e) in self.placement[worst].iter().enumerate() {
+            for to in (0..self.left.len()).filter(|&to| to != worst) {
+                let there = over(to);
+                let mut look = |flop: f64, back: Option<usize>| {
+                    let then = self.over(worst, self.left[worst] + flop) + self.over(to, self.left[to] - flop);
+                    if now + there - then > best.0 {
+                        best = (now + there - then, Some(Move { at, to, back, flop }));
+                    }
+                };
+                let cost = self.costs[e as usize];
+                if self.room(to) > 0 {
+                    look(cost, None);
+                }
+                for (back, &f) in self.placement[to].iter().enumerate() {
+                    let flop = cost - self.costs[f as usize];
+                    if flop > 0.0 {
+                        look(flop, Some(back));
+                    }
+                }
+            }
+        }
+        let Some(Move { at, to, back, flop }) = best.1 else { return false };
+        let e = self.placement[worst][at];
+        match back {
+            Some(back) => self.placement[worst][at] = std::mem::replace(&mut self.placement[to][back], e),
+            None => {
+                self.placement[worst].swap_remove(at);
+                self.placement[to].push(e);
+            }
+        }
+        self.left[worst] += flop;
+        self.left[to] -= flop;
+        true
+    }
+}
