@@ -510,6 +510,25 @@ mod tests {
         }
     }
 
+    /// Two devices with room for two experts each cannot have more than the four dearest; nor can others have the rest where none is to have any.
+    #[test]
+    fn some_shares_have_no_room() {
+        let (mut cluster, workload) = mixed(12);
+        cluster.devices[..2].iter_mut().for_each(|device| device.memory_experts = 2);
+        let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
+        let placed = Placed::new(&problem);
+        let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
+        let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
+        let relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements));
+        // Costs are 1, 2 and 3, four of each.
+        let homeless = |shares: [f32; 3]| relaxed.homeless(&[0, 1, 2], |place| shares[place]);
+        assert_eq!(homeless([0.25, 0.25, 0.5]), 0.0);
+        assert!((homeless([0.25, 0.35, 0.4]) - 0.1).abs() < 1e-6);
+        assert!((homeless([0.3, 0.3, 0.4]) - 0.1).abs() < 1e-6);
+        assert_eq!(homeless([0.0, 0.0, 1.0]), 0.0);
+        assert_eq!(homeless([0.5, 0.5, 0.0]), 1.0);
+    }
+
     /// What a group takes after changes, of which sums are kept, is what it takes when all is added up anew.
     #[test]
     fn sums_are_those_of_the_groups() {

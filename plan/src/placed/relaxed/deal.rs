@@ -121,3 +121,33 @@ impl<'d> Dealing<'d> {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Workload;
+    use crate::cluster::{Cluster, Device, Link, Links, Tier, Tiers};
+    use crate::objective::Problem;
+
+    #[test]
+    fn nobody_has_much_more_than_its_share() {
+        let link = Link { alpha_ms: 0.0, beta_ms_per_mb: 0.0 };
+        let links = Links::Tiers(Tiers::new(3, vec![Tier { size: 3, link }]).unwrap());
+        // Room for exactly all of the twelve: with little of it and much to do, the dearest.
+        let devices = [(0, 5), (1, 4), (2, 3)].map(|(id, memory)| Device::new(id, "a", 1e9, memory));
+        let costs: Vec<f64> = (0..12).map(|e| 1e8 * f64::from(5 + e)).collect();
+        let (cluster, workload) = (Cluster::new(devices.to_vec(), links), Workload::new(costs.clone()));
+        let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
+        let placed = Placed::new(&problem);
+        let total: f64 = costs.iter().sum();
+        for share in [[0.32, 0.33, 0.35], [0.42, 0.33, 0.25], [0.5, 0.3, 0.2]] {
+            let placement = dealt(&placed, &[0, 1, 2], &share).unwrap();
+            assert_eq!(placement.iter().map(Vec::len).collect::<Vec<_>>(), [5, 4, 3]);
+            for (held, share) in placement.iter().zip(share) {
+                let load: f64 = held.iter().map(|&e| costs[e as usize]).sum();
+                assert!((load / total - f64::from(share)).abs() < 0.01, "{load} of {total} for {share}");
+            }
+        }
+        assert_eq!(dealt(&placed, &[1, 2], &[0.0, 0.5, 0.5]), None, "room for seven of twelve");
+    }
+}
