@@ -27,9 +27,9 @@ struct Dealing<'d> {
     costs: &'d [f64],
     /// Experts, the dearest first.
     order: &'d [u32],
-    /// By place: how many experts there is room for, ms of a FLOP, FLOP left of its share, and its experts.
+    /// By place: how many experts there is room for, by how many ms a FLOP more may make the group longer, FLOP left of its share, and its experts.
     memory: Vec<u64>,
-    slow: Vec<f64>,
+    dear: Vec<f64>,
     left: Vec<f64>,
     placement: DeviceExperts,
 }
@@ -47,11 +47,26 @@ impl<'d> Dealing<'d> {
     fn new<L: LinkTable>(placed: &'d Placed<L>, members: &[u32], share: &[f32]) -> Self {
         let (problem, experts) = (placed.problem, &placed.experts);
         let of = |i: &u32| f64::from(share[*i as usize]) * experts.total;
+        // Who is to have none has none, not the cheapest one either: others would send to it. Unless the others have no room.
+        let has_share = |i: u32| share[i as usize] > 0.0;
+        let holders: Vec<u32> = members.iter().copied().filter(|&i| has_share(i)).collect();
+        let enough = problem.valid(&holders);
+        let uses = |i: u32| has_share(i) || !enough;
+        // It is computed and received there, or sent by who has the slowest link to it.
+        let dear = |&c: &u32| {
+            let (mut received, mut sent) = (0.0, 0.0);
+            for &x in members.iter().filter(|x| **x != c) {
+                let beta = problem.links.link(x as usize, c as usize).beta_ms_per_mb;
+                (received, sent) = (received + beta, larger(beta, sent));
+            }
+            let exchanged = problem.workload.p2p_frequency * placed.received_mb(1.0) * larger(received, sent);
+            members.len() as f64 / problem.flops[c as usize] + exchanged
+        };
         Dealing {
             costs: &experts.costs,
             order: &experts.order,
-            memory: members.iter().map(|&i| problem.memory[i as usize]).collect(),
-            slow: members.iter().map(|&i| 1.0 / problem.flops[i as usize]).collect(),
+            memory: members.iter().map(|&i| if uses(i) { problem.memory[i as usize] } else { 0 }).collect(),
+            dear: members.iter().map(dear).collect(),
             left: members.iter().map(of).collect(),
             placement: vec![Vec::new(); members.len()],
         }
@@ -74,9 +89,9 @@ impl<'d> Dealing<'d> {
         Some(())
     }
 
-    /// How long it would compute what it has too much, with so much left, squared.
+    /// By how much what it has too much may make the group longer, with so much left, squared.
     fn over(&self, place: usize, left: f64) -> f64 {
-        let ms = larger(-left, 0.0) * self.slow[place];
+        let ms = larger(-left, 0.0) * self.dear[place];
         ms * ms
     }
 
