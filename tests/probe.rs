@@ -124,14 +124,19 @@ fn links_are_probed_over_any_transport() {
     }
 }
 
-#[test]
-fn a_killed_pe_is_named_and_nothing_is_left() {
+/// PEs killed after these shares of what such a probe takes.
+fn killed_pes_are_named(arguments: &str, kills: &[(usize, f64)]) {
     let folder = tempfile::tempdir().unwrap();
-    for (victim, after_ms) in [(0, 0), (1, 30), (2, 400), (1, 1500)] {
-        let out = folder.path().join("cluster.json");
-        let mut running = start(probe(&format!("--pes 3 --hidden 2048 --out {}", out.display())));
-        let pid = running.pe(victim);
-        std::thread::sleep(Duration::from_millis(after_ms));
+    let out = folder.path().join("cluster.json");
+    let probe = || start(probe(&format!("{arguments} --out {}", out.display())));
+    let started = Instant::now();
+    probe().end().success();
+    let whole = started.elapsed();
+    std::fs::remove_file(&out).unwrap();
+    for (victim, share) in kills {
+        let mut running = probe();
+        let pid = running.pe(*victim);
+        std::thread::sleep(whole.mul_f64(*share));
         kill_process(pid, Signal::KILL).unwrap();
         let killed = Instant::now();
         let outcome = running.end();
@@ -139,6 +144,11 @@ fn a_killed_pe_is_named_and_nothing_is_left() {
         outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
         assert_eq!(names_in(folder.path()), [""; 0]);
     }
+}
+
+#[test]
+fn a_killed_pe_is_named_and_nothing_is_left() {
+    killed_pes_are_named("--pes 3 --hidden 2048", &[(0, 0.0), (1, 0.02), (2, 0.25), (1, 0.5)]);
 }
 
 #[test]
@@ -264,19 +274,7 @@ mod devices {
 
     #[test]
     fn a_killed_pe_is_named_and_nothing_is_left() {
-        let folder = tempfile::tempdir().unwrap();
-        for (victim, after_ms) in [(0, 0), (1, 200), (2, 1000)] {
-            let out = folder.path().join("cluster.json");
-            let mut running = start(probe(&format!("--device emulated --pes 3 --out {}", out.display())));
-            let pid = running.pe(victim);
-            std::thread::sleep(Duration::from_millis(after_ms));
-            kill_process(pid, Signal::KILL).unwrap();
-            let killed = Instant::now();
-            let outcome = running.end();
-            assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
-            outcome.refused(&[&format!("aristos: PE {victim} was killed by signal 9 (SIGKILL) in phase ")]);
-            assert_eq!(names_in(folder.path()), [""; 0]);
-        }
+        killed_pes_are_named("--device emulated --pes 3", &[(0, 0.0), (1, 0.1), (2, 0.5)]);
     }
 
     #[test]
