@@ -45,6 +45,7 @@ template <class Tile, class Scheduler> DEVICE void schedule_loop(Scheduler& sche
     }
 }
 
+// A warp reports its last tile once it has asked for so many stages of the next one, or for all.
 constexpr u32 HELD_STAGES = 3;
 
 template <class Tile> struct Consumer {

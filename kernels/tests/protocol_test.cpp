@@ -488,7 +488,7 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
         Options s = o;
         s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
         Options faulty = s;
-        faulty.wait_limit_ns = 2 * SECOND;  // what hangs does so in each pass and each of its rounds
+        if (fault == LATE_DONE) faulty.wait_limit_ns = 2 * SECOND;  // it hangs, in each pass and each of its rounds
         Layers got(faulty);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
         const u32 failures = world::failures;

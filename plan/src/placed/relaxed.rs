@@ -43,7 +43,7 @@ const LEAST: f32 = 0.5;
 /// By how much a group computes longer than it must.
 const SLACK: (f32, f32) = (0.0005, 10.0);
 /// A group for a share of whose experts there is no room computes that share longer, so many times.
-const HOMELESS: f32 = 8.0;
+const WITHOUT_ROOM: f32 = 8.0;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
@@ -125,9 +125,9 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         let of_links = |of: &dyn Fn(usize) -> f64| -> Vec<f32> {
             (0..n * n).map(|at| if is_link(at) { in_units(eta * of(at)) } else { 0.0 }).collect()
         };
-        let mut dearest = vec![0.0];
+        let (mut dearest, mut all) = (vec![0.0], 0.0);
         for &e in &placed.experts.order {
-            let all = f64::from(dearest[dearest.len() - 1]) + placed.experts.share(placed.experts.costs[e as usize]);
+            all += placed.experts.share(placed.experts.costs[e as usize]);
             dearest.push(all as f32);
         }
         let experts = placed.experts.costs.len();
@@ -236,7 +236,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     /// For what share of all experts the members of a group with these shares have no room: of some of them together, what they are to have over as many of the
     /// dearest experts as they have room for. With experts that could be cut these are those with the most for their room, as the dearest so many
     /// experts are concave in their number.
-    fn homeless(&self, members: &[u32], share: impl Fn(usize) -> f32) -> f32 {
+    fn without_room(&self, members: &[u32], share: impl Fn(usize) -> f32) -> f32 {
         let experts = self.dearest.len() - 1;
         let mut holders = [(0.0f32, 0.0f32, 0usize); MOST_DEVICES];
         let mut count = 0;
@@ -266,8 +266,8 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     /// A group's times with the shares that its members have.
     fn times_of(&self, g: usize, limit: f32) -> Times {
         let (n, members) = (self.n(), &self.groups[g]);
-        let homeless = self.homeless(members, |place| self.share[members[place] as usize]);
-        let compute = self.compute_of(members) * (1.0 + HOMELESS * homeless);
+        let share = self.without_room(members, |place| self.share[members[place] as usize]);
+        let compute = self.compute_of(members) * (1.0 + WITHOUT_ROOM * share);
         let mut times = Times { all: compute, over: 0.0 };
         for x in members.iter().map(|&x| x as usize) {
             let row = &self.beta[x * n..][..n];
@@ -521,12 +521,12 @@ mod tests {
         let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
         let relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements));
         // Costs are 1, 2 and 3, four of each.
-        let homeless = |shares: [f32; 3]| relaxed.homeless(&[0, 1, 2], |place| shares[place]);
-        assert_eq!(homeless([0.25, 0.25, 0.5]), 0.0);
-        assert!((homeless([0.25, 0.35, 0.4]) - 0.1).abs() < 1e-6);
-        assert!((homeless([0.3, 0.3, 0.4]) - 0.1).abs() < 1e-6);
-        assert_eq!(homeless([0.0, 0.0, 1.0]), 0.0);
-        assert_eq!(homeless([0.5, 0.5, 0.0]), 1.0);
+        let without_room = |shares: [f32; 3]| relaxed.without_room(&[0, 1, 2], |place| shares[place]);
+        assert_eq!(without_room([0.25, 0.25, 0.5]), 0.0);
+        assert!((without_room([0.25, 0.35, 0.4]) - 0.1).abs() < 1e-6);
+        assert!((without_room([0.3, 0.3, 0.4]) - 0.1).abs() < 1e-6);
+        assert_eq!(without_room([0.0, 0.0, 1.0]), 0.0);
+        assert_eq!(without_room([0.5, 0.5, 0.0]), 1.0);
     }
 
     /// What a group takes after changes, of which sums are kept, is what it takes when all is added up anew.

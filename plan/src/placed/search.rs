@@ -109,7 +109,7 @@ const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 2, within: 0.15, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
-/// What comes of a relaxed chain is placed with one part in so many of the effort for a grouping.
+/// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.
 const PLACED_QUICKLY: u64 = 4;
 
 /// A grouping with its placement.
@@ -511,12 +511,12 @@ fn improve_together<L: LinkTable>(
             let chains = staged(round, chains, threads, advance, relaxed::Chain::best_ms);
             let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
             let (budget, nodes) = (effort.place / PLACED_QUICKLY, effort.nodes / PLACED_QUICKLY);
-            let placed_anew = |found: FoundPlaced| {
+            let improve = |found: FoundPlaced| {
                 let FoundPlaced { groups, placements, times, .. } = found;
                 let start = Start { improved: vec![false; groups.len()], placements, times };
                 improve_longest(placed, &groups, start, (budget, nodes), |_, _| ())
             };
-            best.extend(in_two_threads(found, threads, placed_anew));
+            best.extend(in_two_threads(found, threads, improve));
         }
     }
     best_first(&mut best);
@@ -554,6 +554,7 @@ struct Start {
     improved: Vec<bool>,
 }
 
+/// The placement of the group that takes longest improved, until that is still the longest; `learn` is told of each.
 fn improve_longest<L: LinkTable>(
     placed: &Placed<L>,
     groups: &[Vec<u32>],

@@ -102,6 +102,7 @@ impl<'d> Dealing<'d> {
         let now = over(worst);
         let mut best: (f64, Option<Move>) = (LITTLE * now, None);
         for (at, &e) in self.placement[worst].iter().enumerate() {
+            let cost = self.costs[e as usize];
             for to in (0..self.left.len()).filter(|&to| to != worst) {
                 let there = over(to);
                 let mut look = |flop: f64, back: Option<usize>| {
@@ -110,7 +111,6 @@ impl<'d> Dealing<'d> {
                         best = (now + there - then, Some(Move { at, to, back, flop }));
                     }
                 };
-                let cost = self.costs[e as usize];
                 if self.room(to) > 0 {
                     look(cost, None);
                 }

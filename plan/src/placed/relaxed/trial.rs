@@ -1,6 +1,6 @@
 //! What a group takes with other members, and with shares that fit them.
 
-use super::{FAR, HOMELESS, Relaxed, Sums, Times, exchange};
+use super::{FAR, Relaxed, Sums, Times, WITHOUT_ROOM, exchange};
 use crate::cluster::LinkTable;
 use crate::placed::{larger, smaller};
 
@@ -360,9 +360,9 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             return None;
         }
         self.ops += m as u64 / 2;
-        let homeless = self.homeless(members, |place| trial.share[place]);
-        if homeless > 0.0 {
-            times = measured(trial, compute * (1.0 + HOMELESS * homeless), limit);
+        let without_room = self.without_room(members, |place| trial.share[place]);
+        if without_room > 0.0 {
+            times = measured(trial, compute * (1.0 + WITHOUT_ROOM * without_room), limit);
         }
         (times.over <= most).then_some(times)
     }
