@@ -440,7 +440,7 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
 mod tests {
     use super::*;
     use crate::Workload;
-    use crate::cluster::{Cluster, Device, Link, Links, Tier, Tiers};
+    use crate::cluster::{Cluster, Device, Link, Links, Matrix, Tier, Tiers};
     use crate::objective::Problem;
     use crate::search::exponential;
 
@@ -464,5 +464,42 @@ mod tests {
         for placement in &found.placements {
             assert_eq!(sorted(&placement.concat()), [0, 1, 2, 3]);
         }
+    }
+
+    /// What groups take after changes, of which sums are kept, is what they take when all is added up anew.
+    #[test]
+    fn sums_are_those_of_the_groups() {
+        let mut random = Random(5);
+        let mut ms = || (0..81).map(|_| 0.01 * (1 + random.below(50)) as f64).collect::<Vec<f64>>();
+        let links = Links::Matrix(Matrix::new(9, ms(), ms()));
+        // More room than experts, so that some devices hold none.
+        let devices = (0..9).map(|id| Device::new(id, "a", 1e9 * (1 + id % 2) as f64, 2 + id % 3)).collect();
+        let costs = (0..4).map(|e| 1e8 * f64::from(1 + e)).collect();
+        let workload = Workload { p2p_buffer_mb: 0.5, p2p_frequency: 2.0, ..Workload::new(costs) };
+        let cluster = Cluster::new(devices, links);
+        let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
+        let placed = Placed::new(&problem);
+        let groups = vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7, 8]];
+        let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
+        let mut joint = Joint::new(&placed, &FoundPlaced::new(&placed, groups, placements));
+        joint.aim(placed.problem.n() as f64, 0.5);
+        let (mut random, mut changes) = (Random(3), 0);
+        for _ in 0..5_000 {
+            let most = joint.excess + 3.0;
+            if !joint.random_change(&mut random, most) {
+                continue;
+            }
+            changes += 1;
+            let (sums, times) = (joint.sums.clone(), joint.times.clone());
+            joint.refresh();
+            for (kept, anew) in sums.iter().flatten().zip(joint.sums.iter().flatten()) {
+                assert!((kept - anew).abs() < 1e-6, "{kept} {anew}");
+            }
+            for (kept, anew) in times.iter().zip(&joint.times) {
+                let of = |times: &Times| times.compute + times.longest + times.over;
+                assert!((of(kept) - of(anew)).abs() < 1e-6, "{kept:?} {anew:?}");
+            }
+        }
+        assert!(changes > 500, "{changes}");
     }
 }

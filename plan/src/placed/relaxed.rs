@@ -8,6 +8,7 @@
 //! Times are in units of what the best grouping takes at first, in single precision. What is annealed is as in [`super::joint`].
 
 mod deal;
+mod guess;
 mod trial;
 
 use deal::dealt;
@@ -30,7 +31,7 @@ const AT_ONCE: f32 = 1e-6;
 const SET_EVERY: u64 = 64;
 /// How annealing goes, at first and at last: the target is so much under the best objective; temperatures. Shares of the work of that.
 const UNDER: (f64, f64) = (0.5, 0.003);
-const TEMPERATURE: (f64, f64) = (0.15, 0.01);
+const TEMPERATURE: (f64, f64) = (0.3, 0.01);
 /// No answer is taken before so much of the time.
 const ANSWERS_FROM: f64 = 0.1;
 /// In so many proposals of sixteen the groups stay as they are; in so many two devices change places; in the others one goes to another group.
@@ -71,6 +72,8 @@ struct Relaxed<'s, 'p, 'a, L> {
     beta: Vec<f32>,
     alpha_to: Vec<f32>,
     beta_to: Vec<f32>,
+    /// All four of a pair, for who looks at a few pairs: `alpha_to`, `beta_to`, `alpha` and `beta`.
+    pairs: Vec<[f32; 4]>,
     /// The same of each group's members alone.
     packed: Vec<Packed>,
     /// By device: how long it computes all experts for one device's tokens, and how many times that in a unit; its share at most, and as it is.
@@ -83,6 +86,10 @@ struct Relaxed<'s, 'p, 'a, L> {
     /// Whether it holds experts, as its group's sums have it.
     holds: Vec<bool>,
     sums: Vec<Sums>,
+    /// What it sends.
+    sent: Vec<f32>,
+    /// By group: how long it computes, by how much that is longer than it must be, and all that it takes.
+    compute_as_is: Vec<f32>,
     slack: Vec<f32>,
     times: Vec<Times>,
     excess: f32,
@@ -140,6 +147,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             beta: of_links(&|at| link(at).beta_ms_per_mb * mb),
             alpha_to: Vec::new(),
             beta_to: Vec::new(),
+            pairs: Vec::new(),
             packed: vec![Packed::new(n); start.groups.len()],
             compute: problem.flops.iter().map(|flops| in_units(placed.experts.total / flops).max(AT_ONCE)).collect(),
             rate: Vec::new(),
@@ -148,6 +156,8 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             dearest,
             holds: vec![false; n],
             sums: vec![Sums::default(); n],
+            sent: vec![0.0; n],
+            compute_as_is: vec![0.0; start.groups.len()],
             slack: Vec::new(),
             times: vec![Times::default(); start.groups.len()],
             excess: 0.0,
@@ -164,6 +174,8 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         relaxed.rate = relaxed.compute.iter().map(|compute| 1.0 / compute).collect();
         let to = |from: &[f32]| (0..n * n).map(|at| from[at % n * n + at / n]).collect();
         (relaxed.alpha_to, relaxed.beta_to) = (to(&relaxed.alpha), to(&relaxed.beta));
+        let pair = |at: usize| [relaxed.alpha_to[at], relaxed.beta_to[at], relaxed.alpha[at], relaxed.beta[at]];
+        relaxed.pairs = (0..n * n).map(pair).collect();
         for (packed, members) in relaxed.packed.iter_mut().zip(&relaxed.groups) {
             packed.pack(members, &relaxed.beta_to, n);
         }
@@ -202,11 +214,16 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         let all_reduce = self.all_reduce(self.slowest);
         self.target_ms = (objective_ms - all_reduce) * (1.0 - under) + all_reduce;
         self.limit = self.limit_of(self.slowest);
+        let n = self.n();
         for g in 0..self.groups.len() {
-            for &x in &self.groups[g] {
-                self.sums[x as usize] = self.sums_of(x, &self.groups[g]);
-                self.holds[x as usize] = self.share[x as usize] > 0.0;
+            for x in self.groups[g].iter().map(|&x| x as usize) {
+                self.sums[x] = self.sums_of(x as u32, &self.groups[g]);
+                self.holds[x] = self.share[x] > 0.0;
+                let row = &self.beta[x * n..][..n];
+                let sent: f32 = self.groups[g].iter().map(|&c| row[c as usize] * self.share[c as usize]).sum();
+                self.sent[x] = self.sums[x].send + sent;
             }
+            self.compute_as_is[g] = self.compute_of(&self.groups[g]);
             self.times[g] = self.times_of(g, self.limit);
         }
         self.excess = self.times.iter().map(|times| times.over).sum();
@@ -265,14 +282,12 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 
     /// A group's times with the shares that its members have.
     fn times_of(&self, g: usize, limit: f32) -> Times {
-        let (n, members) = (self.n(), &self.groups[g]);
+        let members = &self.groups[g];
         let share = self.without_room(members, |place| self.share[members[place] as usize]);
-        let compute = self.compute_of(members) * (1.0 + WITHOUT_ROOM * share);
+        let compute = self.compute_as_is[g] * (1.0 + WITHOUT_ROOM * share);
         let mut times = Times { all: compute, over: 0.0 };
         for x in members.iter().map(|&x| x as usize) {
-            let row = &self.beta[x * n..][..n];
-            let sent: f32 = members.iter().map(|&c| row[c as usize] * self.share[c as usize]).sum();
-            exchange(&mut times, compute, &self.sums[x], self.share[x], self.sums[x].send + sent, limit);
+            exchange(&mut times, compute, &self.sums[x], self.share[x], self.sent[x], limit);
         }
         times
     }
@@ -282,17 +297,13 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         let several = self.groups.len() > 1;
         let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.groups.len()) };
         let kind = random.below(16);
-        let i = self.groups[g][random.below(self.groups[g].len())];
         if kind < STAYS || !several {
+            let i = self.groups[g][random.below(self.groups[g].len())];
             let slack = self.slack[g] * [0.5, 0.8, 1.25, 2.0][random.below(4)];
             let turn = random.below(2) == 0;
             return self.stay(g, turn.then_some(i), slack.clamp(SLACK.0, SLACK.1), most);
         }
-        let h = random.below(self.groups.len());
-        if h == g {
-            return false;
-        }
-        let back = (kind < STAYS + SWAPS).then(|| self.groups[h][random.below(self.groups[h].len())]);
+        let Some((i, h, back)) = self.hopeful(g, kind < STAYS + SWAPS, random, most) else { return false };
         self.go((i, g, h), back, most)
     }
 
@@ -336,24 +347,9 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             self.ops += (self.n() * self.n() / self.groups.len()) as u64 / 2;
             (limit, others.map(|k| self.times_of(k, limit).over).sum())
         };
-        let n = self.n();
         let changes = [Change { out: back, into: Some(i) }, Change { out: Some(i), into: back }];
         let mut changed: [Vec<u32>; 2] = Default::default();
         let mut places = [None; 2];
-        for at in 0..2 {
-            let (Change { out, into }, k) = (changes[at], [h, g][at]);
-            // What who comes sends, half of it if need be, must not be too much already.
-            if let Some(x) = into {
-                let (alpha, beta) = (&self.alpha[x as usize * n..][..n], &self.beta[x as usize * n..][..n]);
-                let send = |c: usize| alpha[c] + 0.5 * beta[c] * self.share[c];
-                let stay = self.groups[k].iter().filter(|j| Some(**j) != out);
-                let sent: f32 = stay.map(|&c| send(c as usize)).sum();
-                self.ops += self.groups[k].len() as u64 / 2;
-                if others + sent - limit > most {
-                    return false;
-                }
-            }
-        }
         for at in 0..2 {
             changed[at].extend_from_slice(&self.groups[[h, g][at]]);
             places[at] = changes[at].make(&mut changed[at]);
@@ -476,7 +472,7 @@ mod tests {
     use crate::search::exponential;
 
     /// Six devices of which the even ones, and the odd ones, have good links; the start has them mixed.
-    fn mixed(memory: u64) -> (Cluster, Workload) {
+    pub(super) fn mixed(memory: u64) -> (Cluster, Workload) {
         let ms = |at: usize| if (at / 6 + at % 6).is_multiple_of(2) { 0.01 } else { 1.0 };
         let ms: Vec<f64> = (0..36).map(ms).collect();
         let devices = (0..6).map(|id| Device::new(id, "a", 1e9, memory)).collect();
@@ -556,7 +552,11 @@ mod tests {
                     let (kept, anew) = (relaxed.sums[i as usize], relaxed.sums_of(i, members));
                     let off = (kept.send - anew.send).abs().max((kept.receive - anew.receive).abs());
                     assert!(off.max((kept.receive_all - anew.receive_all).abs()) < 1e-3, "{kept:?} {anew:?}");
+                    let to = |&c: &u32| relaxed.beta[i as usize * 6 + c as usize] * relaxed.share[c as usize];
+                    let sent = anew.send + members.iter().map(to).sum::<f32>();
+                    assert!((relaxed.sent[i as usize] - sent).abs() < 1e-3, "{} {sent}", relaxed.sent[i as usize]);
                 }
+                assert_eq!(relaxed.compute_as_is[g], relaxed.compute_of(members));
                 for (place, &c) in members.iter().enumerate() {
                     let sent = members.iter().map(|&x| relaxed.beta_to[c as usize * 6 + x as usize]);
                     assert!(sent.eq(relaxed.packed[g].row(place)[..members.len()].iter().copied()));

@@ -105,8 +105,8 @@ const ROUNDS_SMALL: [Round; 3] = [
 const MANY_EXPERTS: f64 = 3.5;
 const MANY_MORE: f64 = 1.5;
 const ROUNDS_MANY: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[] },
-    Round { numbers: 2, within: 0.15, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
+    Round { numbers: 2, within: 0.03, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
 /// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.

@@ -13,7 +13,7 @@ const SWAP_OF: (usize, usize) = (3, 10);
 /// One in so many moves of experts is of several at once.
 const POUR_ONE_IN: usize = 4;
 /// One in so many changes of places lets experts go elsewhere, too.
-const BALANCE_ONE_IN: usize = 8;
+const BALANCE_ONE_IN: usize = 3;
 
 impl<L: LinkTable> Joint<'_, '_, '_, L> {
     /// Makes a random change, unless the excess would be over `most`.
@@ -236,8 +236,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         into_h.clear();
         let none = Role::default();
         let of = |j: u32| (j as usize, self.roles[j as usize], self.role(j as usize));
-        let stay = |g: usize, into: &mut Vec<Part>| {
-            let all = self.groups[g].iter().filter(|j| g == h || (**j != i && Some(**j) != back)).map(|&j| of(j));
+        let stay = |k: usize, into: &mut Vec<Part>| {
+            let all = self.groups[k].iter().filter(|j| g == h || (**j != i && Some(**j) != back)).map(|&j| of(j));
             let changing = all.filter(|(_, before, after)| before != after);
             into.extend(changing.map(|(j, before, after)| Part::new(j, before, after)));
         };

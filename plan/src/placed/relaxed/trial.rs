@@ -158,8 +158,10 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             self.share[i as usize] = trial.share[place];
             self.holds[i as usize] = trial.share[place] > 0.0;
             self.sums[i as usize] = trial.sums[place];
+            self.sent[i as usize] = trial.sent[place];
         }
         self.packed[g].enter(&trial.patch, self.groups[g].len());
+        self.compute_as_is[g] = self.compute_of(&self.groups[g]);
         self.times[g] = times;
     }
 

@@ -1,0 +1,142 @@
+//! Which change of groups to try: of several the one that looks best with shares as they are.
+//!
+//! Shares that fit a change take far longer than a look at it, and of hundreds of changes one is taken.
+
+use super::trial::Change;
+use super::{FAR, Relaxed};
+use crate::cluster::LinkTable;
+use crate::placed::larger;
+use crate::random::Random;
+
+/// So many changes are looked at.
+const CANDIDATES: usize = 16;
+/// Where the excess is so many times what it may be, shares that fit will not make up for it.
+const HOPELESS: f32 = 6.0;
+
+impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
+    /// A device of group `g`, a group for it, and, for a change of places, a device of that group. `None` where none will do with an excess of at most `most`.
+    pub(super) fn hopeful(
+        &mut self,
+        g: usize,
+        swap: bool,
+        random: &mut Random,
+        most: f32,
+    ) -> Option<(u32, usize, Option<u32>)> {
+        let mut least = HOPELESS * most - self.excess;
+        let mut best = None;
+        for _ in 0..CANDIDATES {
+            let (h, i) = (random.below(self.groups.len()), self.groups[g][random.below(self.groups[g].len())]);
+            if h == g {
+                continue;
+            }
+            let back = swap.then(|| self.groups[h][random.below(self.groups[h].len())]);
+            let before = self.times[g].over + self.times[h].over;
+            let there = self.guess(h, Change { out: back, into: Some(i) }, least + before);
+            if there > least + before {
+                continue;
+            }
+            let more = there + self.guess(g, Change { out: Some(i), into: back }, least + before - there) - before;
+            if more < least {
+                (least, best) = (more, Some((i, h, back)));
+            }
+        }
+        best
+    }
+
+    /// What group `k` is over the limit after a change, computing for as long as it does: who comes has the share of who leaves, or none, and all others have
+    /// what they have. No more than that it is over `most`, where it is.
+    fn guess(&mut self, k: usize, Change { out, into }: Change, most: f32) -> f32 {
+        let n = self.group_of.len();
+        let room = self.limit - self.compute_as_is[k];
+        let one = |yes: bool| if yes { 1.0f32 } else { 0.0 };
+        let share = out.map_or(0.0, |out| self.share[out as usize]);
+        let share_in = if into.is_some() { share } else { 0.0 };
+        // Of who does not come or leave, any pairs, no times.
+        let row = |x: Option<u32>, other: Option<u32>| &self.pairs[x.or(other).unwrap_or(0) as usize * n..][..n];
+        let (pairs_in, pairs_out) = (row(into, out), row(out, into));
+        let by_in = [one(share_in > 0.0), share_in, one(into.is_some()), one(into.is_some())];
+        let by_out = [one(share > 0.0), share, one(out.is_some()), one(out.is_some())];
+        // What who comes receives and sends.
+        let mut own = [0.0f32; 4];
+        let (mut over, mut seen) = (0.0, 0);
+        for &x in self.groups[k].iter().filter(|x| Some(**x) != out) {
+            if over > most {
+                break;
+            }
+            seen += 1;
+            let x = x as usize;
+            let (sums, share, holds) = (&self.sums[x], self.share[x], one(self.share[x] > 0.0));
+            let (a, b) = (&pairs_in[x], &pairs_out[x]);
+            let more: [f32; 4] = std::array::from_fn(|at| a[at] * by_in[at] - b[at] * by_out[at]);
+            let received = holds * (sums.receive + more[2] + share * (sums.receive_all + more[3]));
+            over += larger(larger(self.sent[x] + (more[0] + more[1]), received) - room, 0.0);
+            let by = [1.0, 1.0, holds, share];
+            own.iter_mut().zip(a).zip(by).for_each(|((own, link), by)| *own += by * link);
+        }
+        self.ops += 3 + seen;
+        if over > most {
+            return FAR * FAR;
+        }
+        if into.is_some() {
+            let received = by_in[0] * (own[0] + share_in * own[1]);
+            over += larger(larger(own[2] + own[3], received) - room, 0.0);
+        }
+        over
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::mixed;
+    use super::*;
+    use crate::cluster::{Links, Matrix};
+    use crate::objective::Problem;
+    use crate::placed::Placed;
+    use crate::placed::search::FoundPlaced;
+
+    #[test]
+    fn a_guess_is_what_groups_take_with_shares_as_they_are() {
+        let (mut cluster, workload) = mixed(12);
+        let mut random = Random(7);
+        let mut links = || (0..36).map(|_| 0.01 * (1 + random.below(100)) as f64).collect::<Vec<f64>>();
+        cluster.links = Links::Matrix(Matrix::new(6, links(), links()));
+        let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
+        let placed = Placed::new(&problem);
+        let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
+        let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
+        let mut relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements));
+        // Two hold nothing.
+        relaxed.share = vec![0.5, 0.0, 0.5, 0.3, 0.7, 0.0];
+        relaxed.aim(relaxed.start_ms, 0.9);
+        let changes = [
+            (Some(0), Some(3)),
+            (Some(1), Some(4)),
+            (Some(2), Some(5)),
+            (None, Some(3)),
+            (Some(2), None),
+            (Some(1), None),
+        ];
+        for (out, into) in changes {
+            let members: Vec<u32> = [0, 1, 2].into_iter().filter(|&x| Some(x) != out).chain(into).collect();
+            let share = |c: u32| match (out, Some(c) == into) {
+                (Some(out), true) => relaxed.share[out as usize],
+                (None, true) => 0.0,
+                (_, false) => relaxed.share[c as usize],
+            };
+            let over = members.iter().map(|&x| {
+                let (mut sent, mut received) = (0.0, 0.0);
+                for &c in members.iter().filter(|&&c| c != x) {
+                    let (to, from) = (x as usize * 6 + c as usize, c as usize * 6 + x as usize);
+                    sent += if share(c) > 0.0 { relaxed.alpha[to] + relaxed.beta[to] * share(c) } else { 0.0 };
+                    received += relaxed.alpha[from] + relaxed.beta[from] * share(x);
+                }
+                let received = if share(x) > 0.0 { received } else { 0.0 };
+                (relaxed.compute_as_is[0] + sent.max(received) - relaxed.limit).max(0.0)
+            });
+            let (over, change) = (over.sum::<f32>(), Change { out, into });
+            let guess = relaxed.guess(0, change, FAR);
+            assert!(over > 0.0 && (guess - over).abs() < 1e-4 * over, "{change:?} {guess} {over}");
+            assert!(relaxed.guess(0, change, 0.5 * over) > over, "{change:?} is known to be too much");
+        }
+    }
+}
