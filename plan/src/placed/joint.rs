@@ -482,8 +482,8 @@ mod tests {
         let groups = vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7, 8]];
         let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
         let mut joint = Joint::new(&placed, &FoundPlaced::new(&placed, groups, placements));
-        joint.aim(placed.problem.n() as f64, 0.5);
-        let (mut random, mut changes) = (Random(3), 0);
+        joint.aim(joint.objective_ms(), 0.5);
+        let mut changes = 0;
         for _ in 0..5_000 {
             let most = joint.excess + 3.0;
             if !joint.random_change(&mut random, most) {

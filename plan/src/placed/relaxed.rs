@@ -86,7 +86,7 @@ struct Relaxed<'s, 'p, 'a, L> {
     /// Whether it holds experts, as its group's sums have it.
     holds: Vec<bool>,
     sums: Vec<Sums>,
-    /// What it sends.
+    /// What it sends, for alpha and beta.
     sent: Vec<f32>,
     /// By group: how long it computes, by how much that is longer than it must be, and all that it takes.
     compute_as_is: Vec<f32>,
@@ -303,7 +303,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             let turn = random.below(2) == 0;
             return self.stay(g, turn.then_some(i), slack.clamp(SLACK.0, SLACK.1), most);
         }
-        let Some((i, h, back)) = self.hopeful(g, kind < STAYS + SWAPS, random, most) else { return false };
+        let Some((i, h, back)) = self.most_promising(g, kind < STAYS + SWAPS, random, most) else { return false };
         self.go((i, g, h), back, most)
     }
 

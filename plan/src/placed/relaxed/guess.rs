@@ -11,18 +11,18 @@ use crate::random::Random;
 /// So many changes are looked at.
 const CANDIDATES: usize = 16;
 /// Where the excess is so many times what it may be, shares that fit will not make up for it.
-const HOPELESS: f32 = 6.0;
+const UNPROMISING: f32 = 6.0;
 
 impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     /// A device of group `g`, a group for it, and, for a change of places, a device of that group. `None` where none will do with an excess of at most `most`.
-    pub(super) fn hopeful(
+    pub(super) fn most_promising(
         &mut self,
         g: usize,
         swap: bool,
         random: &mut Random,
         most: f32,
     ) -> Option<(u32, usize, Option<u32>)> {
-        let mut least = HOPELESS * most - self.excess;
+        let mut least = UNPROMISING * most - self.excess;
         let mut best = None;
         for _ in 0..CANDIDATES {
             let (h, i) = (random.below(self.groups.len()), self.groups[g][random.below(self.groups[g].len())]);
