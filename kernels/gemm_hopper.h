@@ -207,6 +207,7 @@ DEVICE void gemm_loop_hopper(Scheduler& scheduler, char* shared) {
         }
         for (u32 r = 0; r < REPORTS; r++) control->finished[r] = 0;
         for (u32 w = 0; w < CONSUMER_WARPS; w++) control->held[w] = 0;
+        control->copied_until = 0;
         dev::mbarrier_fence_init();
     }
     dev::fence_proxy_async();  // before TMA writes where threads may have written

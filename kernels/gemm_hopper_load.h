@@ -268,10 +268,8 @@ template <class T, class Tile> DEVICE void load_slots(const GemmTask& t, Loader<
 
 // What the loading warps do: all tasks' loads, in the order of the queue.
 template <class T, u32 KINDS, class Tile> DEVICE void load_loop(Loader<Tile> l) {
-    if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) {
-        l.control->copied_until = 0;
-        dev::fence_proxy_async_cluster();  // after what threads of the other block did with its stages before
-    }
+    // After what threads of the other block did with its stages before.
+    if (Tile::PAIR && dev::thread() == (LOAD_WARPS - 1) * 32) dev::fence_proxy_async_cluster();
     for (u32 n = 0;; n++) {
         const Entry& entry = l.control->entry[nth<ENTRIES>(n)];
         dev::mbarrier_wait(&l.control->known[nth<ENTRIES>(n)], parity<ENTRIES>(n));

@@ -134,7 +134,24 @@ fn attempt(out: &Path, program: &str, mut command: Command) -> Result<(), String
     if ended && status == "exit status: 0" {
         return Ok(());
     }
-    let shown: Vec<&str> = text.lines().collect();
-    let tail = &shown[shown.len().saturating_sub(60)..];
-    Err(format!("{program}: {status}\n{}", tail.join("\n")))
+    Err(format!("{program}: {status}\n{}", failed_cases(&text).join("\n")))
+}
+
+/// The last lines of each case that failed, and of what came after the last one's end.
+fn failed_cases(text: &str) -> Vec<&str> {
+    let mut shown = Vec::new();
+    let mut case = Vec::new();
+    for line in text.lines() {
+        if line.starts_with("ok ") {
+            case.clear();
+            continue;
+        }
+        case.push(line);
+        if line.starts_with("FAILED ") {
+            shown.extend_from_slice(&case[case.len().saturating_sub(60)..]);
+            case.clear();
+        }
+    }
+    shown.extend_from_slice(&case[case.len().saturating_sub(60)..]);
+    shown
 }

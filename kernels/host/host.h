@@ -60,6 +60,7 @@ enum AristosHostFault : aristos::u32 {
     ARISTOS_FAULT_SIGNAL_LOST = 2,    // signals over the network never come
     ARISTOS_FAULT_STORE_LOST = 3,     // store_release_sys does nothing
     ARISTOS_FAULT_FENCE_LOST = 4,     // fence_puts does nothing, as where a newer proxy reads an older request
+    ARISTOS_FAULT_SLOW_SIGNALLER = 5, // a block stands still for a while after one in four store_release_sys: harms nothing that is right
 };
 void aristos_host_fault(void* world, aristos::u32 pe, aristos::u32 kind);
 

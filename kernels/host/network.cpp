@@ -268,4 +268,12 @@ bool store_is_lost() {
     return launch.world->has_fault(launch.pe, ARISTOS_FAULT_STORE_LOST);
 }
 
+// Gives others a processor, on a machine as busy as it may be, before this block's other threads go on.
+void linger() {
+    Block& block = *self()->home;
+    if (!block.launch->world->has_fault(block.launch->pe, ARISTOS_FAULT_SLOW_SIGNALLER) || block.random.below(4) != 0) return;
+    const timespec nap{0, 200'000};
+    nanosleep(&nap, nullptr);
+}
+
 }  // namespace aristos::dev

@@ -174,9 +174,11 @@ DEVICE void store_relaxed(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAX
 DEVICE void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 DEVICE void store_release(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-bool store_is_lost();  // a planted fault
+bool store_is_lost();  // planted faults
+void linger();
 DEVICE void store_release_sys(u64* p, u64 v) {
     if (!store_is_lost()) __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    linger();
 }
 DEVICE u32 fetch_add(u32* p, u32 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 DEVICE u64 fetch_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }

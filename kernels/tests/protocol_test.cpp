@@ -488,7 +488,8 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
         Options s = o;
         s.schedule = seed, s.reachable = o.host_of.empty() ? reach(o.n_pes, who, seed) : reach_hosts(o.host_of, 1);
         Options faulty = s;
-        if (fault == LATE_DONE) faulty.wait_limit_ns = 2 * SECOND;  // it hangs, in each pass and each of its rounds
+        // They hang, in each pass and each of its rounds.
+        if (fault == LATE_DONE || fault == LEAVES_ALONE) faulty.wait_limit_ns = 2 * SECOND;
         Layers got(faulty);
         aristos_host_fault(got.w->handle, ~0u, host_fault);
         const u32 failures = world::failures;
@@ -501,6 +502,7 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
         std::printf("  seed %u: %s\n", seed, what.c_str());
         // It was the fault, and not a busy machine.
         Layers control(s);
+        aristos_host_fault(control.w->handle, ~0u, host_fault == ARISTOS_FAULT_SLOW_SIGNALLER ? host_fault : 0);
         control.run();
         const std::string without = difference(control, want.seen);
         CHECK(without.empty(), "seed %u fails without the fault too: %s", seed, without.c_str());
@@ -511,7 +513,7 @@ u32 caught(Options o, Reach who, PlantedFault fault, u32 host_fault = 0) {
 
 }  // namespace
 
-CASE(planted_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL)); }
+CASE(planted_early_signal) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, EARLY_SIGNAL, ARISTOS_FAULT_SLOW_SIGNALLER)); }
 CASE(planted_no_room) { CHECK(caught(one_expert_in_rounds(), REACH_ALL, NO_ROOM)); }
 CASE(planted_no_room_over_the_network) { CHECK(caught(one_expert_in_rounds(), REACH_NONE, NO_ROOM)); }
 CASE(planted_no_credit) { CHECK(caught(one_place_in_each_window(), REACH_ALL, NO_CREDIT)); }
