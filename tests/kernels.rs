@@ -137,14 +137,13 @@ fn attempt(out: &Path, program: &str, mut command: Command) -> Result<(), String
     Err(format!("{program}: {status}\n{}", failed_cases(&text).join("\n")))
 }
 
-/// The last lines of each case that failed, and of what came after the last one's end.
+/// The last lines of each case that failed, and of what came after the last one's end; before them how the case before went.
 fn failed_cases(text: &str) -> Vec<&str> {
     let mut shown = Vec::new();
     let mut case = Vec::new();
     for line in text.lines() {
         if line.starts_with("ok ") {
             case.clear();
-            continue;
         }
         case.push(line);
         if line.starts_with("FAILED ") {

@@ -26,9 +26,11 @@ template <class T, class Meanwhile> DEVICE void gemm_task_small(const GemmTask& 
             if (b_mn_major(kind) ? t.n0 + column >= gemm_n(t) : b_row == nullptr) continue;
             float sum = 0.0f;
             for (u32 k = 0; k < gemm_k(t); k++) {
-                const T from_a = a_row ? a_row[k] : a.row(k)[row];
-                const T from_b = b_row ? b_row[k] : b_mn_major_rows<T>(t).row(k)[t.n0 + column];
-                sum += dev::to_float(from_a) * dev::to_float(from_b);
+                // A slot that a faulty peer never filled has no row.
+                const T* from_a = a_mn_major(kind) ? a.row(k) : a_row;
+                const T* from_b = b_mn_major(kind) ? b_mn_major_rows<T>(t).row(k) : b_row;
+                if (!from_a || !from_b) continue;
+                sum += dev::to_float(from_a[a_row ? k : row]) * dev::to_float(from_b[b_row ? k : t.n0 + column]);
             }
             acc[n][i] = sum;
         }
