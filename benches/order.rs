@@ -17,11 +17,12 @@ type Row = (u32, Vec<u32>);
 /// For each of PE 0's tiles with rows of others, the share of the incoming rows after which all of its own are there.
 fn starts(from: &[Vec<Row>], experts: usize) -> Vec<f64> {
     let options = Options::default();
+    let chunk_rows = options.chunk_rows(usize::MAX);
     // By expert: when each row of its batch is there, own rows first.
     let mut there = vec![Vec::new(); experts];
     for (source, rows) in from.iter().enumerate() {
         for (j, (_, of)) in rows.iter().enumerate() {
-            let chunk_end = (j / options.chunk_rows + 1) * options.chunk_rows;
+            let chunk_end = (j / chunk_rows + 1) * chunk_rows;
             let share = if source == 0 { 0.0 } else { chunk_end.min(rows.len()) as f64 / rows.len() as f64 };
             of.iter().for_each(|&expert| there[expert as usize].push(share));
         }

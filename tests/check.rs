@@ -151,7 +151,7 @@ impl Case {
 
     /// One step on `n` PEs.
     fn run_as<E: Element>(&self, n: usize) -> Step {
-        let options = with!(Options::default(); chunk_rows = 7, tile_rows = Some(64));
+        let options = with!(Options::default(); chunk_rows = Some(7), tile_rows = Some(64));
         let spec = spec::<E>(&self.config, n, self.tokens().div_ceil(n), &options);
         let splits = even(self.tokens(), n);
         let by_pe = on_pes(shm(n, spec.heap_bytes().unwrap()), |shmem| {

@@ -85,7 +85,7 @@ impl World {
 }
 
 fn small_options() -> Options {
-    with!(Options::default(); chunk_rows = 5, wait_limit = Duration::from_secs(60))
+    with!(Options::default(); chunk_rows = Some(5), wait_limit = Duration::from_secs(60))
 }
 
 /// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
@@ -349,7 +349,7 @@ fn several_tiles_of_an_expert() {
     let source = synthetic(with!(base; shared = Some(SharedConfig::new(mlp, true))), 8);
     for hopper in [false, true] {
         let device = with!(EmulatedDevice::default(); hopper = hopper);
-        let options = with!(small_options(); chunk_rows = 64);
+        let options = with!(small_options(); chunk_rows = Some(64));
         let world = World { device, options, ..World::new() };
         check(&world, &source, 421, 2, &format!("large, Hopper {hopper}"));
     }
@@ -363,7 +363,7 @@ fn tiles_of_two_blocks_give_the_same_bits() {
     // Batches of more rows than a block has of a tile, and of fewer: the second block then has none. In one round, and in several.
     for (tokens, mode, budget) in [(421, Mode::Pipelined, 2.0), (60, Mode::Pipelined, 0.5), (160, Mode::Bulk, 2.0)] {
         let source = hot(&with!(base.clone(); shared = shared), 0.3, 0.7);
-        let options = with!(small_options(); chunk_rows = 16, mode = mode, budget_factor = budget);
+        let options = with!(small_options(); chunk_rows = Some(16), mode = mode, budget_factor = budget);
         let step = |tile: &str| {
             let world = World {
                 device: device.clone(),
@@ -400,7 +400,7 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
     let (tokens, n) = (160, 8);
     let mut peaks = Vec::new();
     for mode in [Mode::Pipelined, Mode::Bulk] {
-        let options = with!(small_options(); mode = mode, chunk_rows = 4);
+        let options = with!(small_options(); mode = mode, chunk_rows = Some(4));
         let world = World { options, ..World::new() };
         let pes = check(&world, &source, tokens, n, "all to one");
         // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3: as on the CPU.
@@ -409,7 +409,7 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
     }
     // No more than with even routing.
     let even_source = synthetic(mixtral(32, 16, 8, 1), 5);
-    let options = with!(small_options(); chunk_rows = 4);
+    let options = with!(small_options(); chunk_rows = Some(4));
     let pes = check(&World { options, ..World::new() }, &even_source, tokens, n, "even");
     assert!(peaks.iter().all(|&peak| peak == pes[0].step.peak_bytes[0]));
 }
@@ -421,7 +421,7 @@ fn rounds_with_several_experts_a_row_and_losses_and_a_shared_expert() {
     let layer = with!(base; shared = shared, aux_loss_coef = 0.1, z_loss_coef = 0.1);
     for (ratio, weight, budget_factor) in [(0.25, 0.9, 0.5), (0.5, 1.0, 0.25)] {
         let source = hot(&layer, ratio, weight);
-        let options = with!(small_options(); chunk_rows = 3, budget_factor = budget_factor);
+        let options = with!(small_options(); chunk_rows = Some(3), budget_factor = budget_factor);
         let pes = check(&World { options, ..World::new() }, &source, 61, 3, "hot");
         assert!(pes.iter().all(|pe| pe.rounds[0] > 1));
     }
@@ -432,7 +432,7 @@ fn even_routing_takes_one_round() {
     for tokens in [1, 2, 7, 33] {
         let source = synthetic(mixtral(16, 8, 4, 2), 5);
         for chunk_rows in [1, 4, 32] {
-            let world = World { options: with!(small_options(); chunk_rows = chunk_rows), ..World::new() };
+            let world = World { options: with!(small_options(); chunk_rows = Some(chunk_rows)), ..World::new() };
             let pes = check(&world, &source, 2 * tokens, 2, "even");
             assert!(pes.iter().all(|pe| pe.rounds[0] <= 1), "{tokens} tokens in chunks of {chunk_rows}");
         }
@@ -449,7 +449,7 @@ struct Case {
 /// What makes PEs run ahead, wait, or go through memory again.
 fn cases() -> Vec<Case> {
     let layer = mixtral(16, 8, 5, 2);
-    let options = with!(small_options(); chunk_rows = 2);
+    let options = with!(small_options(); chunk_rows = Some(2));
     let rich = with!(layer.clone(); aux_loss_coef = 0.1, capacity_factor = Some(0.9));
     vec![
         Case {
@@ -654,7 +654,7 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
     for world in [world.clone(), world.clone().mode(Mode::Bulk), world.network(n)] {
         let pes = run(&world, &source, &splits, 1, 0).unwrap().remove(0);
         let step = together(&pes, &layer);
-        let chunk_rows = world.options.chunk_rows as u64;
+        let chunk_rows = world.options.chunk_rows.unwrap() as u64;
         assert_eq!(step.chosen, on_cpu.chosen);
         for (pe, (got, want)) in step.traffic.iter().zip(&on_cpu.traffic).enumerate() {
             assert_eq!((got.dispatch_rows, got.combine_rows), (want.dispatch_rows, want.combine_rows), "PE {pe}");
@@ -698,7 +698,7 @@ fn even_routing_has_a_fence_for_each_far_peer_at_most() {
         let source = synthetic(mixtral(experts, 8, experts, top_k), 3);
         for &n in pes {
             let tokens = 64;
-            let mut world = World { options: with!(small_options(); chunk_rows = tokens / 16), ..World::new() };
+            let mut world = World { options: with!(small_options(); chunk_rows = Some(tokens / 16)), ..World::new() };
             world.reachable = Some((0..n * n).map(|i| u8::from(i / n == i % n)).collect());
             let pes = run(&world, &source, &[even(n * tokens, n)], 1, 0).unwrap().remove(0);
             for (pe, of) in pes.iter().enumerate() {
@@ -794,7 +794,7 @@ fn what_a_device_cannot_run_is_an_error() {
     refused(fine(), |world, _| world.dtype = Dtype::F32, "dtype is f32, expected bf16 or f16 on a device");
     let want = "this device, of capability 8.0, is no Hopper";
     refused(fine(), |_, device| device.path = Some(GemmPath::Hopper), want);
-    refused(fine(), |world, _| world.options.chunk_rows = 0, "chunk rows is 0, expected at least 1");
+    refused(fine(), |world, _| world.options.chunk_rows = Some(0), "chunk rows is 0, expected at least 1");
 
     let want = "tile rows is 64, expected none on a device, whose kernels have tiles of their own";
     refused(fine(), |world, _| world.options.tile_rows = Some(64), want);

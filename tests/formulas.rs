@@ -145,7 +145,7 @@ fn formulas() -> Vec<Formula> {
 }
 
 fn steps<E: Element>(source: &Synthetic, pes: usize) -> Step {
-    let options = with!(Options::default(); chunk_rows = 5, tile_rows = Some(8));
+    let options = with!(Options::default(); chunk_rows = Some(5), tile_rows = Some(8));
     let heap = heap_bytes::<E>(source.config(), pes, TOKENS.div_ceil(pes), &options);
     run::<_, E>(shm(pes, heap), source, &[even(TOKENS, pes)], &options, 1).unwrap().remove(0)
 }

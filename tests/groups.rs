@@ -148,7 +148,7 @@ fn options_deadline(options: &Options) -> Instant {
 }
 
 fn small(mode: Mode) -> Options {
-    with!(Options::default(); mode = mode, chunk_rows = 5, tile_rows = Some(8))
+    with!(Options::default(); mode = mode, chunk_rows = Some(5), tile_rows = Some(8))
 }
 
 fn check(config: LayerConfig, what: &str) {

@@ -18,7 +18,7 @@ use common::{assert_close, even, heap_bytes, mixtral, on_pes, reference, run, sh
 use half::bf16;
 
 fn small_options(mode: Mode) -> Options {
-    with!(Options::default(); mode = mode, chunk_rows = 5, tile_rows = Some(8))
+    with!(Options::default(); mode = mode, chunk_rows = Some(5), tile_rows = Some(8))
 }
 
 fn check<E: Element>(source: &Synthetic, tokens: usize, n: usize, options: &Options, tolerance: f64, what: &str) {
@@ -168,7 +168,7 @@ fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
     let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = 1.0 / 8.0, hot_weight = 1.0);
     let source = Synthetic::new(spec).unwrap();
     for mode in [Mode::Pipelined, Mode::Bulk] {
-        let options = with!(Options::default(); mode = mode, chunk_rows = 4, tile_rows = Some(16));
+        let options = with!(Options::default(); mode = mode, chunk_rows = Some(4), tile_rows = Some(16));
         let (tokens, n) = (160, 8);
         let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
         let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
@@ -186,7 +186,7 @@ fn even_routing_takes_one_round() {
     for tokens in [1, 2, 7, 90, 91, 93] {
         let (source, n) = (synthetic(mixtral(8, 4, 4, 2), 5), 2);
         for chunk_rows in [1, 2, 4, 32, 64] {
-            let options = with!(Options::default(); chunk_rows = chunk_rows);
+            let options = with!(Options::default(); chunk_rows = Some(chunk_rows));
             let heap = heap_bytes::<f32>(&mixtral(8, 4, 4, 2), n, tokens, &options);
             let steps = run::<_, f32>(shm(n, heap), &source, &[even(2 * tokens, n)], &options, 1).unwrap();
             assert!(steps[0].rounds.iter().all(|&r| r <= 1), "{tokens} tokens in chunks of {chunk_rows}");
@@ -251,7 +251,7 @@ fn a_layer_that_cannot_be_is_an_error() {
         with!(options(); wire = Some(Dtype::F16)),
         "wire is f16 in a layer of f32, expected bf16 in a layer of f32, or none",
     );
-    refused(even.clone(), with!(options(); chunk_rows = 0), "chunk rows is 0, expected at least 1");
+    refused(even.clone(), with!(options(); chunk_rows = Some(0)), "chunk rows is 0, expected at least 1");
     for budget_factor in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let want = format!("budget factor is {budget_factor}, expected a finite number above 0");
         refused(even.clone(), with!(options(); budget_factor = budget_factor), &want);

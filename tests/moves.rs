@@ -210,7 +210,7 @@ fn same(got: &[Ended], want: &[Ended], what: &str) {
 fn after_a_move_it_is_as_if_the_experts_had_always_been_there() {
     let base = mixtral(16, 12, 7, 2);
     let source = synthetic(with!(base.clone(); expert = with!(base.expert; bias = true)), 5);
-    let options = with!(Options::default(); chunk_rows = 5, tile_rows = Some(8));
+    let options = with!(Options::default(); chunk_rows = Some(5), tile_rows = Some(8));
     for (k, places) in places().iter().enumerate() {
         let bytes = heap(source.config(), &places[0], &options);
         let at = |weights: Snapshot| At { source: &source, weights };
@@ -229,7 +229,7 @@ fn after_a_move_it_is_as_if_the_experts_had_always_been_there() {
 #[test]
 fn any_order_of_deliveries_moves_the_same() {
     let source = synthetic(mixtral(16, 12, 7, 2), 5);
-    let options = with!(Options::default(); chunk_rows = 5, tile_rows = Some(8));
+    let options = with!(Options::default(); chunk_rows = Some(5), tile_rows = Some(8));
     for places in places() {
         let bytes = heap(source.config(), &places[0], &options);
         let at = At { source: &source, weights: Snapshot::new() };

@@ -56,7 +56,7 @@ const SEEDS_A_RUN: u64 = 100;
 
 fn cases() -> Vec<Case> {
     let layer = mixtral(6, 4, 5, 2);
-    let options = with!(Options::default(); chunk_rows = 2, tile_rows = Some(4));
+    let options = with!(Options::default(); chunk_rows = Some(2), tile_rows = Some(4));
     let hot = |layer: &LayerConfig, ratio: f64| {
         let spec = with!(SyntheticSpec::new(layer.clone(), 11); hot_ratio = ratio, hot_weight = 1.0);
         Synthetic::new(spec).unwrap()
@@ -151,7 +151,7 @@ fn bulk_is_the_same_under_reordering() {
 fn a_layer_can_be_made_where_another_was() {
     use aristos::moe::{Layer, WeightSource};
     let source = synthetic(mixtral(6, 4, 5, 2), 1);
-    let options = with!(Options::default(); chunk_rows = 2);
+    let options = with!(Options::default(); chunk_rows = Some(2));
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
     // One layer after the other in the same heap: what the first left there must not be taken for the second's.

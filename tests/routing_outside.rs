@@ -30,7 +30,7 @@ fn external() -> LayerConfig {
 }
 
 fn spec<E: Element>(config: &LayerConfig, n: usize, max_tokens: usize) -> LayerSpec {
-    let options = with!(Options::default(); chunk_rows = 4, tile_rows = Some(8));
+    let options = with!(Options::default(); chunk_rows = Some(4), tile_rows = Some(8));
     common::spec::<E>(config, n, max_tokens, &options)
 }
 

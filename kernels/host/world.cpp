@@ -17,7 +17,9 @@ namespace aristos::host {
 
 namespace {
 
-constexpr u32 RESIDENT = 64;  // blocks of one launch that run at once
+// Blocks of one launch that run at once; in virtual time as many as an H100 has multiprocessors, since one runs while the others wait.
+constexpr u32 RESIDENT = 64, RESIDENT_IN_VIRTUAL_TIME = 132;
+u32 resident(const World& world) { return world.time ? RESIDENT_IN_VIRTUAL_TIME : RESIDENT; }
 
 thread_local std::string last_error;
 
@@ -67,7 +69,7 @@ void run_blocks(Grid& launch) {
             const u32 index = launch.next_block.fetch_add(1, std::memory_order_relaxed);
             if (index >= launch.grid || launch.failed) break;
             block->run(&launch, index);
-        } while (launch.grid > RESIDENT);
+        } while (launch.grid > resident(world));
         Locked locked(world.lock);
         world.idle_blocks[launch.pe].push_back(std::move(block));
     } catch (const std::bad_alloc&) {
@@ -171,7 +173,7 @@ int aristos_host_launch(void* world_, u32 pe, const char* kernel, u32 grid, u32 
     if (shared_bytes > MAX_SHARED) {
         return failed("%s with %u bytes of shared memory in a block: at most %u", kernel, shared_bytes, MAX_SHARED);
     }
-    if (found->clusters && (grid % 2 != 0 || grid > RESIDENT)) return failed("%s, of clusters of two, with %u blocks", kernel, grid);
+    if (found->clusters && (grid % 2 != 0 || grid > resident(world))) return failed("%s, of clusters of two, with %u blocks", kernel, grid);
     Grid launch;
     if (found->clusters) launch.clusters = std::make_unique<Cluster[]>(grid / 2);
     launch.world = &world;
@@ -184,7 +186,7 @@ int aristos_host_launch(void* world_, u32 pe, const char* kernel, u32 grid, u32 
     launch.args = args;
     // Every block of a grid that may be cooperative is resident; of a larger one, as many as there is work for.
     const u32 cores = std::max(1u, std::thread::hardware_concurrency());
-    const u32 workers = grid <= RESIDENT ? grid : std::min(grid, std::min(2 * cores, RESIDENT));
+    const u32 most = resident(world), workers = grid <= most ? grid : std::min(grid, std::min(2 * cores, most));
     tsan::release(&launch.sync[0]);
     std::vector<std::thread> running;
     try {

@@ -40,7 +40,7 @@ struct Options {
     u32 n_pes = 1, tokens = 40, hidden = 64, intermediate = 48, experts = 4, top_k = 2, dtype = DTYPE_F16;
     u32 shared = 0, bias = 0, gated = 1, round_chunks = 0, chunk_rows = 16, round_slots = 0, bulk = 0;
     u32 window_chunks = 0, blocks = 3, training = 1;
-    u32 tile = 0;                 // rows and columns of a tile, of pairs twice the rows; 0: of the path
+    u32 tile = 0, tile_columns = 0;  // rows of a tile, of pairs half of them, and columns; 0: of the path
     u32 hosts = 0;                // PEs with experts; 0: all
     u32 copies = 1;               // PEs that hold an expert; several with host_plan only
     double capacity = 0;
@@ -145,7 +145,7 @@ struct Layers {
         if (in_pairs(o.path)) s.tile_m *= 2;
         if (o.path == PATH_AMPERE_64X128) s.tile_m = 64, s.tile_n = 128;
         if (o.path == PATH_HOPPER_128X128) s.tile_n = 128;
-        if (o.tile) s.tile_m = in_pairs(o.path) ? 2 * o.tile : o.tile, s.tile_n = o.tile;
+        if (o.tile) s.tile_m = in_pairs(o.path) ? 2 * o.tile : o.tile, s.tile_n = o.tile_columns;
         s.wait_limit_ns = o.wait_limit_ns;
         for (u8 r : o.reachable) s.stage |= !r;
         w = std::make_unique<World>(s, [&](u32 e) { return holders(e)[0]; }, o.reachable, o.schedule, [&](u32 e) { return holders(e); }, o.host_of, o.group_of);

@@ -1,10 +1,12 @@
 // How far communication hides behind the GEMMs, in virtual time (host/virtual_time.h): the persistent kernels as they are, but for the products,
 // of which each takes the time of its FLOP, over a network whose rate makes the wire as long as a share of the GEMMs. Copies inside a PE cost nothing.
 //
-//   overlap_test table     prints the tables of docs/measurements for models' shapes ("sums": the second alone; "pairs": the first's of 8 PEs, blocks on
-//                          their own beside pairs; "counts": fences, signals, puts and bytes); otherwise only small ones run, and are checked.
+//   overlap_test table     prints the tables of docs/measurements for models' shapes ("equal": of the first where the wire takes as long as the GEMMs;
+//                          "sums": the second alone; "pairs": the first's of 8 PEs, blocks on their own beside pairs; "counts": fences, signals, puts and
+//                          bytes); otherwise only small ones run, and are checked.
 //
-// Shapes are models' in ratios: 1/8 of their 4,096 tokens, of the rows of a tile and of a chunk; fewer columns, but as many tasks a block as on 132 multiprocessors.
+// Models are at 1/8: of their 4,096 tokens, of their columns, of a tile's rows and columns, and of a chunk's rows; on as many blocks as an H100 has
+// multiprocessors, so that each has as many tasks of each kind, and they take as long as at 6 TFLOP/s of a multiprocessor.
 #include "testing.h"
 
 #include "../host/virtual_time.h"
@@ -14,17 +16,26 @@ namespace {
 
 using namespace aristos;
 
-constexpr u32 THREADS = 64, SCRATCH = 8192, TILE = 16, BLOCKS = 32;
-constexpr double FLOP_PER_NS = 8;      // of a block
+constexpr u32 THREADS = 64, SCRATCH = 8192, TILE = 16;
+constexpr u32 CHUNKS_LEAST = 16, LEAST_CHUNK_ROWS = 128 / 8, MOST_CHUNK_ROWS = 256 / 8;
 constexpr u64 LATENCY_NS = 2000, POLL_NS = 1000;
 constexpr double SHARES[] = {0.5, 0.82, 0.91};  // of the wire time of the rows, at which tiles are counted
 
 // By PE: what the tasks took, and when the last ended, ns.
 std::vector<std::atomic<u64>> busy(64), last_end(64);
 
-u64 task_ns(const GemmTask& t) {
-    const double columns = is_paired(t) ? TILE / 2 : TILE, products = is_paired(t) ? 2 : 1;
-    return u64(2.0 * TILE * columns * products * gemm_k(t) / FLOP_PER_NS);
+// What the layer runs on: blocks, columns of their tiles, and what each computes.
+struct Device {
+    u32 blocks, tile_columns;
+    double flop_per_ns;
+};
+constexpr Device SMALL_DEVICE{32, TILE, 8}, H100{132, 32, 6000.0 / (8 * 8 * 8)};
+double flop_per_ns = 0;  // of the device at hand
+
+u64 task_ns(const Block& b, const GemmTask& t) {
+    const u32 tile_n = b.l.shape.tile_n;
+    const double columns = is_paired(t) ? tile_n / 2 : tile_n, products = is_paired(t) ? 2 : 1;
+    return u64(2.0 * TILE * columns * products * gemm_k(t) / flop_per_ns);
 }
 
 void take_time(Block& b, u64 ns) {
@@ -45,7 +56,7 @@ template <bool IS_BACKWARD> struct TimedPath {
             dev::sync_block();
             if (!b.state.more) return;
             if (dev::thread() == 0) {
-                take_time(b, task_ns(b.state.task));
+                take_time(b, task_ns(b, b.state.task));
                 task_done(b);
             }
             dev::sync_block();
@@ -76,7 +87,7 @@ template <bool IS_BACKWARD> struct TimedPairPath {
             }
             dev::cluster_sync();
             if (!s.more) return;
-            if (one && s.task.m0 < gemm_m(s.task)) take_time(b, task_ns(s.task));
+            if (one && s.task.m0 < gemm_m(s.task)) take_time(b, task_ns(b, s.task));
             dev::cluster_sync();
             if (one && first) report(source.ended(s.task));
         }
@@ -103,7 +114,7 @@ struct Model {
     u32 hidden, intermediate, experts, top_k;
 };
 // Mixtral 8x7B: 4096, 14336; Qwen3-30B-A3B: 2048, 768; DeepSeek-V3: 7168, 2048.
-constexpr Model MIXTRAL{"Mixtral", 64, 224, 8, 2}, QWEN{"Qwen3-30B", 64, 24, 128, 8}, DEEPSEEK{"DeepSeek-V3", 224, 64, 256, 8};
+constexpr Model MIXTRAL{"Mixtral", 512, 1792, 8, 2}, QWEN{"Qwen3-30B", 256, 96, 128, 8}, DEEPSEEK{"DeepSeek-V3", 896, 256, 256, 8};
 
 // What one pass of all PEs took, ns; of tiles the share that could start.
 struct Result {
@@ -190,20 +201,24 @@ Result pass(world::Layers& t, bool backward, double bytes_per_ns, double row_wir
 
 struct Scaled {
     world::Options o;
-    explicit Scaled(const Model& m, u32 pes, u32 tokens, u32 copies = 1, bool pair = false, u32 chunk_rows = 16) {
+    Device device;
+    explicit Scaled(const Model& m, u32 pes, u32 tokens, const Device& device, u32 copies = 1, bool pair = false) : device(device) {
         o.copies = copies;
-        o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.blocks = BLOCKS, o.host_plan = true;
+        o.path = pair ? world::PATH_SMALL_PAIR : world::PATH_SMALL, o.tile = TILE, o.tile_columns = device.tile_columns, o.blocks = device.blocks;
+        o.host_plan = true;
         o.n_pes = pes, o.tokens = tokens, o.hidden = m.hidden, o.intermediate = m.intermediate, o.experts = m.experts, o.top_k = m.top_k;
-        o.chunk_rows = chunk_rows, o.reachable.assign(pes * pes, 0);
-        // Twice the even share of rows in a round, and a window, as the host has them.
-        const u32 group = pes / copies;
-        o.round_chunks = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group) / o.chunk_rows;
+        o.reachable.assign(pes * pes, 0);
+        // Twice the even share of rows in a round, chunks, and a window, as the host has them.
+        const u32 group = pes / copies, round_rows = std::min(tokens, 2 * tokens * std::min(m.top_k, group) / group);
+        o.chunk_rows = std::clamp(round_rows / CHUNKS_LEAST, LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS);
+        o.round_chunks = round_rows / o.chunk_rows;
         o.window_chunks = world::window_places(tokens, m.experts, m.top_k, group, o.chunk_rows, o.round_chunks);
         o.wait_limit_ns = 1'000'000'000'000;
         o.passes = {{std::vector<u32>(pes, tokens)}};
     }
     // Forward, or the backward after it, with a wire that takes `ratio` of the GEMMs.
     Result run(bool backward, double ratio) const {
+        flop_per_ns = device.flop_per_ns;
         world::Layers t(o);
         for (u32 pe = 0; pe < o.n_pes; pe++) t.plan(pe, 0);
         const double fast = 1e9;
@@ -219,6 +234,7 @@ struct Scaled {
     }
     // A backward with sums over a wire that takes `ratio` of the GEMMs for the sums alone.
     Result run_sums(Sums sums, double ratio) const {
+        flop_per_ns = device.flop_per_ns;
         auto backward = [&](double rate) {
             world::Layers t(o);
             for (u32 pe = 0; pe < o.n_pes; pe++) t.plan(pe, 0);
@@ -249,7 +265,7 @@ void sums_table() {
     std::puts("| model | groups x PEs | wire | exposed, sums after backward | inside | ratio | hidden |\n|---|---|---:|---:|---:|---:|---:|");
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (u32 groups : {2u, 4u}) {
-            const Scaled layer(m, 4 * groups, 512, groups);
+            const Scaled layer(m, 4 * groups, 512, H100, groups);
             for (double ratio : {0.25, 0.5, 1.0})
                 print_sums(m.name, groups, 4 * groups, ratio, layer.run_sums(SUMS_AFTER, ratio), layer.run_sums(SUMS_HIDDEN, ratio));
         }
@@ -262,7 +278,9 @@ void counts_table() {
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (u32 pes : {2u, 4u, 8u, 16u}) {
             if (m.experts < pes) continue;
-            world::Layers t(Scaled(m, pes, 512, 1, false, 32).o);
+            const Scaled layer(m, pes, 512, H100);
+            flop_per_ns = H100.flop_per_ns;
+            world::Layers t(layer.o);
             for (u32 pe = 0; pe < pes; pe++) t.plan(pe, 0);
             for (bool backward : {false, true}) {
                 pass(t, backward, 1e9, 0);
@@ -306,20 +324,20 @@ void pairs_table() {
         for (bool backward : {false, true}) {
             for (bool pair : {false, true}) {
                 const std::string name = std::string(m.name) + (pair ? ", pairs" : "");
-                print(name.c_str(), 8, backward, 1, Scaled(m, 8, 512, 1, pair).run(backward, 1));
+                print(name.c_str(), 8, backward, 1, Scaled(m, 8, 512, H100, 1, pair).run(backward, 1));
             }
         }
     }
 }
 
-void table() {
+void table(std::initializer_list<double> ratios) {
     table_head();
     for (const Model& m : {MIXTRAL, QWEN, DEEPSEEK}) {
         for (u32 pes : {4u, 8u, 16u}) {
             if (m.experts < pes) continue;
-            const Scaled layer(m, pes, 512);
+            const Scaled layer(m, pes, 512, H100);
             for (bool backward : {false, true})
-                for (double ratio : {0.0, 0.5, 1.0, 2.0}) print(m.name, pes, backward, ratio, layer.run(backward, ratio));
+                for (double ratio : ratios) print(m.name, pes, backward, ratio, layer.run(backward, ratio));
         }
     }
 }
@@ -328,7 +346,7 @@ void table() {
 
 // What a network as long as the GEMMs costs, of a small layer: the bound is far above what it does, and far below what an order by tokens does.
 CASE(most_of_the_wire_is_hidden) {
-    const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256).run(false, 1);
+    const Result r = Scaled({"small", 64, 64, 32, 4}, 4, 256, SMALL_DEVICE).run(false, 1);
     print("small", 4, false, 1, r);
     CHECK(r.end < 1.5 * r.compute, "%.2f of the GEMMs", r.end / r.compute);
     CHECK(r.startable[1] > 0.4, "%.0f%% of tiles", 100 * r.startable[1]);
@@ -337,7 +355,8 @@ CASE(most_of_the_wire_is_hidden) {
 // By pairs of blocks, whose tiles are half as many: about as much is hidden. What a pair does beside tasks, each of its blocks does for itself.
 CASE(most_of_the_wire_is_hidden_by_pairs) {
     const Model small{"small, pairs", 64, 64, 32, 4};
-    const Result r = Scaled(small, 4, 256, 1, true).run(false, 1), back = Scaled(small, 4, 256, 1, true).run(true, 1);
+    const Scaled layer(small, 4, 256, SMALL_DEVICE, 1, true);
+    const Result r = layer.run(false, 1), back = layer.run(true, 1);
     print(small.name, 4, false, 1, r);
     print(small.name, 4, true, 1, back);
     CHECK(r.end < 1.5 * r.compute && back.end < 1.5 * back.compute, "%.2f and %.2f of the GEMMs", r.end / r.compute, back.end / back.compute);
@@ -345,14 +364,15 @@ CASE(most_of_the_wire_is_hidden_by_pairs) {
 
 // Sums that take as long on the wire as a quarter of the GEMMs: what a backward waits for beyond its own end is less than half of what it was.
 CASE(most_of_the_sums_is_hidden) {
-    const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, 2);
+    const Scaled layer({"small", 64, 64, 16, 4}, 4, 256, SMALL_DEVICE, 2);
     const Result after = layer.run_sums(SUMS_AFTER, 0.25), hidden = layer.run_sums(SUMS_HIDDEN, 0.25);
     print_sums("small", 2, 4, 0.25, after, hidden);
     CHECK(hidden.end < after.end - 0.15 * after.compute, "%.2f instead of %.2f of the GEMMs", hidden.end / hidden.compute, after.end / after.compute);
 }
 
 int main(int argc, char** argv) {
-    if (argc == 2 && std::string(argv[1]) == "table") return table(), sums_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "table") return table({0.0, 0.5, 1.0, 2.0}), sums_table(), world::failures > 0;
+    if (argc == 2 && std::string(argv[1]) == "equal") return table({1.0}), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "sums") return sums_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "counts") return counts_table(), world::failures > 0;
     if (argc == 2 && std::string(argv[1]) == "pairs") return pairs_table(), world::failures > 0;

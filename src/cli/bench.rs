@@ -126,9 +126,9 @@ struct MoeArgs {
     /// Rows that an expert's GEMMs are cut to, about; on the CPU only [default: 512]
     #[arg(long, value_name = "ROWS")]
     tile_rows: Option<usize>,
-    /// Most rows sent under one signal
-    #[arg(long, value_name = "ROWS", default_value_t = Options::default().chunk_rows)]
-    chunk_rows: usize,
+    /// Most rows sent under one signal [default: 256, of windows under 4,096 rows a 16th, but at least 128]
+    #[arg(long, value_name = "ROWS")]
+    chunk_rows: Option<usize>,
     /// How long a PE waits for another before the job fails, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u32,
@@ -152,11 +152,9 @@ enum BenchDtypeArg {
 
 impl MoeArgs {
     fn bench(&self, started: Option<usize>) -> Result<MoeBench> {
-        for (flag, value) in [
-            ("iterations", Some(self.iterations)),
-            ("tile-rows", self.tile_rows),
-            ("chunk-rows", Some(self.chunk_rows)),
-        ] {
+        for (flag, value) in
+            [("iterations", Some(self.iterations)), ("tile-rows", self.tile_rows), ("chunk-rows", self.chunk_rows)]
+        {
             ensure!(value != Some(0), "--{flag} is 0, expected at least 1");
         }
         if let (Some(rows), true) = (self.tile_rows, self.device != DeviceArg::Cpu) {

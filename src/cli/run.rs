@@ -147,9 +147,9 @@ pub struct Args {
     /// Receive memory, as a multiple of the even share of the rows; what exceeds it goes in further rounds
     #[arg(long, value_name = "F", default_value_t = 2.0)]
     budget_factor: f64,
-    /// Most rows sent under one signal
-    #[arg(long, value_name = "ROWS", default_value_t = 256)]
-    chunk_rows: usize,
+    /// Most rows sent under one signal [default: 256, of windows under 4,096 rows a 16th, but at least 128]
+    #[arg(long, value_name = "ROWS")]
+    chunk_rows: Option<usize>,
     /// Rows of a layer of f32 travel between PEs in this type: half the bytes, rounded on the way [default: as they are]
     #[arg(long, value_enum, value_name = "TYPE")]
     wire: Option<WireArg>,
@@ -294,7 +294,7 @@ impl Args {
             _ => (example()?, true),
         };
         ensure!(self.steps > 0, "--steps is 0, expected at least 1");
-        ensure!(self.chunk_rows > 0, "--chunk-rows is 0, expected at least 1");
+        ensure!(self.chunk_rows != Some(0), "--chunk-rows is 0, expected at least 1");
         ensure!(
             self.budget_factor.is_finite() && self.budget_factor > 0.0,
             "--budget-factor is {}, expected a finite number above 0",

@@ -86,9 +86,9 @@ pub struct Args {
     /// Receive memory, as a multiple of the even share of the rows
     #[arg(long, value_name = "F", default_value_t = 2.0)]
     budget_factor: f64,
-    /// Most rows sent under one signal
-    #[arg(long, value_name = "ROWS", default_value_t = 256)]
-    chunk_rows: usize,
+    /// Most rows sent under one signal [default: 256, of windows under 4,096 rows a 16th, but at least 128]
+    #[arg(long, value_name = "ROWS")]
+    chunk_rows: Option<usize>,
     /// Rows that an expert's products are cut to, about [default: 512]
     #[arg(long, value_name = "ROWS")]
     tile_rows: Option<usize>,

@@ -255,7 +255,7 @@ impl Simulated {
             ensure!(
                 all_chunks <= CHUNKS_MOST,
                 "`chunk_rows` is {}: {all_chunks} chunks over all steps, expected at most {CHUNKS_MOST}",
-                self.options.chunk_rows
+                self.layout()?.chunk_rows
             );
             // This record's part of the steps.
             let steps = self.steps / records + usize::from(record < self.steps % records);

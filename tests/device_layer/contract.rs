@@ -232,7 +232,7 @@ fn a_whole_step_that_accumulates_can_be_recorded() {
 fn the_mode_can_change_at_any_time() {
     for source in [synthetic(rich(), 3), hot(&mixtral(32, 16, 8, 2), 0.25, 1.0)] {
         let mut world = World::new();
-        world.options = with!(small_options(); chunk_rows = 3, budget_factor = 0.5);
+        world.options = with!(small_options(); chunk_rows = Some(3), budget_factor = 0.5);
         on_pes(world.pes(3), |gpu| {
             let mut layer = new_layer(gpu, &world, &source, 13).unwrap();
             let want = step(&mut layer, &source);

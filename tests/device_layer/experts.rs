@@ -318,7 +318,7 @@ fn any_routing_is_that_of_float64() {
 fn all_tokens_to_one_expert_by_the_callers_routing() {
     let source = synthetic(mixtral(32, 24, 7, 3), 6);
     for (n, hot) in [(1, 0), (3, 6), (3, 2)] {
-        let options = with!(small_options(); budget_factor = 0.5, chunk_rows = 4);
+        let options = with!(small_options(); budget_factor = 0.5, chunk_rows = Some(4));
         let world = World { options, ..World::new() };
         let pes = check_experts(&world, &source, &all_to_one(90, hot, 3, 5), n, &format!("{n} PEs to {hot}"));
         assert!(pes.iter().all(|pe| pe.rounds > 1), "{:?}", pes.iter().map(|pe| pe.rounds).collect::<Vec<_>>());

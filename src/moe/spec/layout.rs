@@ -88,7 +88,7 @@ impl Layout {
         let budget_rows = (even_share as f64 * options.budget_factor).ceil() as usize;
         let window_rows = budget_rows.clamp(1, max_tokens.max(1));
         // Chunks of equal size, so that a window holds its rows, and fewer than `window_chunks` more by rounding.
-        let window_chunks = window_rows.div_ceil(options.chunk_rows.clamp(1, window_rows));
+        let window_chunks = window_rows.div_ceil(options.chunk_rows(window_rows));
         let chunk_rows = window_rows.div_ceil(window_chunks);
         let max_chunks = max_tokens.div_ceil(chunk_rows).max(1);
         if max_chunks.div_ceil(window_chunks) >= 1 << ROUND_BITS {

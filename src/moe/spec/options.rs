@@ -59,8 +59,8 @@ pub struct Options {
     pub mode: Mode,
     /// Receive windows, as a multiple of the even share of the rows (at least one row is always there).
     pub budget_factor: f64,
-    /// Most rows sent under one signal.
-    pub chunk_rows: usize,
+    /// Most rows sent under one signal; `None`: by the window, [`Options::chunk_rows`].
+    pub chunk_rows: Option<usize>,
     /// Rows that an expert's GEMMs are cut to, about; `None`: the engine's default. A device's tiles are its own, so it takes
     /// none.
     pub tile_rows: Option<usize>,
@@ -81,7 +81,7 @@ impl Default for Options {
         Options {
             mode: Mode::Pipelined,
             budget_factor: 2.0,
-            chunk_rows: 256,
+            chunk_rows: None,
             tile_rows: None,
             wire: None,
             threads: 1,
@@ -100,6 +100,12 @@ impl Options {
         self.tile_rows.unwrap_or(Self::DEFAULT_TILE_ROWS)
     }
 
+    /// Most rows sent under one signal, of a window of `window_rows`: 256 where none are given, and of a window of fewer than 16 times as many a 16th, but at
+    /// least 128. Of a window of few chunks, tiles wait for rows that have come (`docs/decisions.md`, "Rows of a chunk").
+    pub fn chunk_rows(&self, window_rows: usize) -> usize {
+        self.chunk_rows.unwrap_or((window_rows / 16).clamp(128, 256)).clamp(1, window_rows.max(1))
+    }
+
     /// Element type of rows between the PEs of a layer of `dtype`.
     pub fn wire(&self, dtype: Dtype) -> Dtype {
         self.wire.unwrap_or(dtype)
@@ -111,7 +117,7 @@ impl Options {
     /// Names the first option that is out of range, its value, and what would be right.
     pub fn validate(&self, dtype: Dtype) -> Result<(), ConfigError> {
         for (field, value) in
-            [("chunk rows", self.chunk_rows), ("tile rows", self.tile_rows()), ("threads", self.threads)]
+            [("chunk rows", self.chunk_rows.unwrap_or(1)), ("tile rows", self.tile_rows()), ("threads", self.threads)]
         {
             if value == 0 {
                 return Err(ConfigError { field, value: "0".into(), expected: "at least 1".into() });
