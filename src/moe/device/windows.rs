@@ -161,9 +161,14 @@ mod tests {
         }
     }
 
-    /// As before where even routing fills less: a larger budget has a larger window.
+    /// As before where even routing fills less: a larger budget has a larger window. In chunks of 256 rows.
     #[test]
     fn a_window_grows_with_the_budget() {
+        let spec_of = |model, n| {
+            let mut spec = spec_of(model, n);
+            spec.options.chunk_rows = Some(256);
+            spec
+        };
         let mut spec = spec_of(MODELS[2], 16);
         assert_eq!(shape_of(&spec).0.window_chunks, 7);
         spec.options.budget_factor = 1.0;

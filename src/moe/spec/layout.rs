@@ -166,6 +166,24 @@ mod tests {
     use crate::moe::synthetic::RouterKind;
 
     #[test]
+    fn chunks_are_fewer_rows_in_a_small_window() {
+        let config = LayerConfig::new(1, 8, RouterKind::Softmax.config(8, 2), MlpConfig::plain(1, Activation::Relu));
+        let of = |tokens, pes, chunk_rows| {
+            let options = Options { chunk_rows, ..Options::default() };
+            let layout = Layout::new(&config, &Placement::even(8, pes), None, 4, tokens, &options).unwrap();
+            (layout.window_chunks, layout.chunk_rows)
+        };
+        // Windows of 4,096, 2,048, 1,024, 90 and 0 rows.
+        assert_eq!(of(4096, 4, None), (16, 256));
+        assert_eq!(of(4096, 8, None), (16, 128));
+        assert_eq!(of(2048, 8, None), (8, 128));
+        assert_eq!(of(90, 2, None), (1, 90));
+        assert_eq!(of(0, 2, None), (1, 1));
+        assert_eq!(of(4096, 8, Some(256)), (8, 256));
+        assert_eq!(of(4096, 8, Some(1000)), (3, 683));
+    }
+
+    #[test]
     fn rounds_that_would_reach_into_the_number_of_the_pass_are_refused() {
         let expert = MlpConfig::plain(1, Activation::Relu);
         let config = LayerConfig::new(1, 2, RouterKind::Softmax.config(2, 1), expert);
