@@ -10,10 +10,14 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use sample::Sample;
+
+/// One make at a time: those of two tests write the same objects, and one would link what the other has half written.
+static MAKE: Mutex<()> = Mutex::new(());
 
 /// What one program may take, on a machine that is busy.
 const LIMIT: Duration = Duration::from_secs(600);
@@ -94,6 +98,7 @@ fn build(programs: &[String], settings: &[OsString], thread_sanitizer: bool) -> 
     make.arg(format!("OUT={}", out.display()));
     make.args(thread_sanitizer.then_some("TSAN=1")).args(settings);
     make.args(programs.iter().map(|program| out.join(program)));
+    let _alone = MAKE.lock().unwrap_or_else(PoisonError::into_inner);
     // Cargo's own make jobs are none of this make's business.
     let output = make.env_remove("MAKEFLAGS").env_remove("MFLAGS").output().expect("make runs");
     assert!(output.status.success(), "make failed:\n{}", String::from_utf8_lossy(&output.stderr));
