@@ -126,7 +126,7 @@ struct MoeArgs {
     /// Rows that an expert's GEMMs are cut to, about; on the CPU only [default: 512]
     #[arg(long, value_name = "ROWS")]
     tile_rows: Option<usize>,
-    /// Most rows sent under one signal [default: 256, of windows under 4,096 rows a 16th, but at least 128]
+    /// Most rows sent under one signal [default: a 16th of a receive window's, between 128 and 256]
     #[arg(long, value_name = "ROWS")]
     chunk_rows: Option<usize>,
     /// How long a PE waits for another before the job fails, seconds

@@ -86,7 +86,7 @@ pub struct Args {
     /// Receive memory, as a multiple of the even share of the rows
     #[arg(long, value_name = "F", default_value_t = 2.0)]
     budget_factor: f64,
-    /// Most rows sent under one signal [default: 256, of windows under 4,096 rows a 16th, but at least 128]
+    /// Most rows sent under one signal [default: a 16th of a receive window's, between 128 and 256]
     #[arg(long, value_name = "ROWS")]
     chunk_rows: Option<usize>,
     /// Rows that an expert's products are cut to, about [default: 512]

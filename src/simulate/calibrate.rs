@@ -231,9 +231,9 @@ impl Run {
             _ => put_rows / (pes - 1) as f64,
         };
         let pairs = (pes * (pes - 1)) as f64;
-        let tokens = config.tokens as usize / pes;
-        let window_rows = (2 * tokens * pes.min(config.top_k as usize)).div_ceil(pes).min(tokens);
-        let chunk_rows = Options::default().chunk_rows(window_rows) as f64;
+        let options = Options::default();
+        let window_rows = options.window_rows(config.tokens as usize / pes, pes.min(config.top_k as usize), pes);
+        let chunk_rows = options.chunk_rows(window_rows) as f64;
         Run {
             pes,
             shape,

@@ -341,8 +341,7 @@ fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
         return layout.window_chunks;
     }
     let hosts = options.hosts.count();
-    let even = (max_tokens * config.router.top_k.min(hosts)).div_ceil(hosts);
-    let rows = ((even as f64 * options.budget_factor).ceil() as usize).min(*max_tokens);
+    let rows = options.window_rows(*max_tokens, config.router.top_k.min(hosts), hosts);
     rows.div_ceil(layout.chunk_rows).max(layout.window_chunks)
 }
 

@@ -84,9 +84,7 @@ impl Layout {
             return Err(MoeError::TooLarge { tokens: max_tokens, top_k });
         }
         let row_bytes = config.hidden * element_bytes;
-        let even_share = (max_tokens * targets).div_ceil(pes);
-        let budget_rows = (even_share as f64 * options.budget_factor).ceil() as usize;
-        let window_rows = budget_rows.clamp(1, max_tokens.max(1));
+        let window_rows = options.window_rows(max_tokens, targets, pes);
         // Chunks of equal size, so that a window holds its rows, and fewer than `window_chunks` more by rounding.
         let window_chunks = window_rows.div_ceil(options.chunk_rows(window_rows));
         let chunk_rows = window_rows.div_ceil(window_chunks);

@@ -100,8 +100,14 @@ impl Options {
         self.tile_rows.unwrap_or(Self::DEFAULT_TILE_ROWS)
     }
 
-    /// Most rows sent under one signal, of a window of `window_rows`: 256 where none are given, and of a window of fewer than 16 times as many a 16th, but at
-    /// least 128. Of a window of few chunks, tiles wait for rows that have come (`docs/decisions.md`, "Rows of a chunk").
+    /// Rows of a receive window: so many times the even share of what a PE has for `targets` of `pes` PEs that each of its tokens goes to.
+    pub(crate) fn window_rows(&self, tokens: usize, targets: usize, pes: usize) -> usize {
+        let even_share = (tokens * targets).div_ceil(pes);
+        ((even_share as f64 * self.budget_factor).ceil() as usize).clamp(1, tokens.max(1))
+    }
+
+    /// Most rows sent under one signal, of a window of `window_rows`: where none are given a 16th, between 128 and 256. In a window of few chunks tiles
+    /// wait for rows that have come (`docs/decisions.md`, "Rows of a chunk").
     pub fn chunk_rows(&self, window_rows: usize) -> usize {
         self.chunk_rows.unwrap_or((window_rows / 16).clamp(128, 256)).clamp(1, window_rows.max(1))
     }
