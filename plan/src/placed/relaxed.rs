@@ -9,12 +9,12 @@
 
 mod deal;
 mod guess;
+mod memory;
 mod trial;
 
 use deal::dealt;
 use trial::{Change, Packed, Trial};
 
-use super::regroup::MOST_DEVICES;
 use super::search::FoundPlaced;
 use super::{Placed, larger};
 use crate::cluster::LinkTable;
@@ -43,8 +43,8 @@ const WORST_IN_FOUR: usize = 3;
 const LEAST: f32 = 0.5;
 /// By how much a group computes longer than it must.
 const SLACK: (f32, f32) = (0.0005, 10.0);
-/// A group for a share of whose experts there is no room computes that share longer, so many times.
-const WITHOUT_ROOM: f32 = 8.0;
+/// So many units, at first and at last, a group takes longer for a share of all experts that it has no room for.
+const WITHOUT_ROOM: (f64, f64) = (1.0, 5.0);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
@@ -92,6 +92,10 @@ struct Relaxed<'s, 'p, 'a, L> {
     compute_as_is: Vec<f32>,
     slack: Vec<f32>,
     times: Vec<Times>,
+    /// By group: how many experts it has room for, and for what share of all it has none with its members' shares; the price of such a share.
+    room: Vec<usize>,
+    without_room: Vec<f32>,
+    price: f32,
     excess: f32,
     least: f32,
     slowest: Option<usize>,
@@ -160,6 +164,9 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             compute_as_is: vec![0.0; start.groups.len()],
             slack: Vec::new(),
             times: vec![Times::default(); start.groups.len()],
+            room: Vec::new(),
+            without_room: vec![0.0; start.groups.len()],
+            price: 0.0,
             excess: 0.0,
             least: LEAST / experts as f32,
             slowest,
@@ -184,6 +191,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             (relaxed.compute_of(members) / least - 1.0).clamp(SLACK.0, SLACK.1)
         };
         relaxed.slack = relaxed.groups.iter().map(slack).collect();
+        relaxed.room = relaxed.groups.iter().map(|members| relaxed.room_of(members)).collect();
         relaxed
     }
 
@@ -199,8 +207,11 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         ((self.target_ms - self.all_reduce(slowest)) / self.gamma / self.unit) as f32
     }
 
+    /// The objective, with the last price of what there is no room for.
     fn objective_ms(&self) -> f64 {
-        let longest = self.times.iter().map(|times| times.all).fold(0.0, f32::max);
+        let more = WITHOUT_ROOM.1 as f32 - self.price;
+        let groups = self.times.iter().zip(&self.without_room);
+        let longest = groups.map(|(times, without_room)| times.all + more * without_room).fold(0.0, larger);
         self.gamma * f64::from(longest) * self.unit + self.all_reduce(self.slowest)
     }
 
@@ -250,43 +261,11 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         members.len() as f32 * end
     }
 
-    /// For what share of all experts the members of a group with these shares have no room: of some of them together, what they are to have over as many of the
-    /// dearest experts as they have room for. With experts that could be cut these are those with the most for their room, as the dearest so many
-    /// experts are concave in their number.
-    fn without_room(&self, members: &[u32], share: impl Fn(usize) -> f32) -> f32 {
-        let experts = self.dearest.len() - 1;
-        let mut holders = [(0.0f32, 0.0f32, 0usize); MOST_DEVICES];
-        let mut count = 0;
-        for (place, &i) in members.iter().enumerate() {
-            let share = share(place);
-            if share > 0.0 {
-                let room = self.placed.problem.memory[i as usize].min(experts as u64) as usize;
-                holders[count] = (share / room as f32, share, room);
-                count += 1;
-            }
-        }
-        let holders = &mut holders[..count];
-        holders.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
-        let (mut all, mut rooms, mut most) = (0.0, 0, 0.0);
-        for (_, share, room) in holders {
-            all += *share;
-            rooms += *room;
-            if rooms >= experts {
-                return most;
-            }
-            most = larger(all - self.dearest[rooms], most);
-        }
-        // Some experts would go to who is to have none.
-        1.0
-    }
-
     /// A group's times with the shares that its members have.
     fn times_of(&self, g: usize, limit: f32) -> Times {
-        let members = &self.groups[g];
-        let share = self.without_room(members, |place| self.share[members[place] as usize]);
-        let compute = self.compute_as_is[g] * (1.0 + WITHOUT_ROOM * share);
+        let compute = self.compute_as_is[g] + self.price * self.without_room[g];
         let mut times = Times { all: compute, over: 0.0 };
-        for x in members.iter().map(|&x| x as usize) {
+        for x in self.groups[g].iter().map(|&x| x as usize) {
             exchange(&mut times, compute, &self.sums[x], self.share[x], self.sent[x], limit);
         }
         times
@@ -375,6 +354,9 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         back.into_iter().for_each(|j| self.group_of[j as usize] = g as u32);
         self.enter(0, h, there);
         self.enter(1, g, here);
+        for k in [g, h] {
+            self.room[k] = self.room_of(&self.groups[k]);
+        }
         self.slowest = slowest;
         if limit != self.limit {
             self.limit = limit;
@@ -426,6 +408,7 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
                 let from_ms = if best.is_some() { *best_ms } else { relaxed.start_ms };
                 let work = (from_ms - relaxed.all_reduce(relaxed.slowest)) / relaxed.gamma / relaxed.unit;
                 *temperature = work * between(TEMPERATURE, progress);
+                relaxed.price = between(WITHOUT_ROOM, progress) as f32;
                 relaxed.aim(from_ms, between(UNDER, progress));
                 relaxed.ops += (relaxed.n() * relaxed.n() / relaxed.groups.len()) as u64 / 2;
             }
@@ -506,37 +489,27 @@ mod tests {
         }
     }
 
-    /// Two devices with room for two experts each cannot have more than the four dearest; nor can others have the rest where none is to have any.
-    #[test]
-    fn some_shares_have_no_room() {
-        let (mut cluster, workload) = mixed(12);
-        cluster.devices[..2].iter_mut().for_each(|device| device.memory_experts = 2);
-        let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
-        let placed = Placed::new(&problem);
-        let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
-        let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
-        let relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements));
-        // Costs are 1, 2 and 3, four of each.
-        let without_room = |shares: [f32; 3]| relaxed.without_room(&[0, 1, 2], |place| shares[place]);
-        assert_eq!(without_room([0.25, 0.25, 0.5]), 0.0);
-        assert!((without_room([0.25, 0.35, 0.4]) - 0.1).abs() < 1e-6);
-        assert!((without_room([0.3, 0.3, 0.4]) - 0.1).abs() < 1e-6);
-        assert_eq!(without_room([0.0, 0.0, 1.0]), 0.0);
-        assert_eq!(without_room([0.5, 0.5, 0.0]), 1.0);
-    }
-
     /// What a group takes after changes, of which sums are kept, is what it takes when all is added up anew.
     #[test]
     fn sums_are_those_of_the_groups() {
-        let (cluster, workload) = mixed(12);
+        sums_are_those_of(false, vec![vec![0, 1, 2], vec![3, 4], vec![5]]);
+        // Room for no more than all, half of it with the slow.
+        sums_are_those_of(true, vec![vec![0, 1, 2], vec![3, 4, 5]]);
+    }
+
+    fn sums_are_those_of(tight: bool, groups: Vec<Vec<u32>>) {
+        let (mut cluster, workload) = mixed(if tight { 3 } else { 12 });
+        for device in cluster.devices.iter_mut().filter(|device| tight && device.id % 3 == 2) {
+            (device.memory_experts, device.flop_per_ms) = (6, 3e8);
+        }
         let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
         let placed = Placed::new(&problem);
-        let groups = vec![vec![0, 1, 2], vec![3, 4], vec![5]];
         let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
         let start = FoundPlaced::new(&placed, groups, placements);
         let mut relaxed = Relaxed::new(&placed, &start);
+        relaxed.price = 0.01;
         relaxed.aim(start.objective_ms, 0.1);
-        let (mut random, mut changes) = (Random(3), 0);
+        let (mut random, mut changes, mut priced) = (Random(3), 0, 0);
         let mut before = relaxed.group_of.clone();
         for _ in 0..2_000 {
             if !relaxed.random_change(&mut random, relaxed.excess + 2.0) {
@@ -557,6 +530,10 @@ mod tests {
                     assert!((relaxed.sent[i as usize] - sent).abs() < 1e-3, "{} {sent}", relaxed.sent[i as usize]);
                 }
                 assert_eq!(relaxed.compute_as_is[g], relaxed.compute_of(members));
+                let shares: Vec<f32> = members.iter().map(|&i| relaxed.share[i as usize]).collect();
+                let without_room = relaxed.without_room(members, &shares, &mut Vec::new()).unwrap();
+                assert!((relaxed.without_room[g] - without_room).abs() < 1e-5, "{without_room}");
+                priced += u32::from(without_room > 0.0);
                 for (place, &c) in members.iter().enumerate() {
                     let sent = members.iter().map(|&x| relaxed.beta_to[c as usize * 6 + x as usize]);
                     assert!(sent.eq(relaxed.packed[g].row(place)[..members.len()].iter().copied()));
@@ -568,5 +545,6 @@ mod tests {
             }
         }
         assert!(changes > 50, "{changes}");
+        assert_eq!(priced > 0, tight, "{priced}");
     }
 }

@@ -30,6 +30,12 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
                 continue;
             }
             let back = swap.then(|| self.groups[h][random.below(self.groups[h].len())]);
+            let (leaves, comes) = (self.room_of(&[i]), self.room_of(back.as_slice()));
+            let room = [self.room[g] + comes - leaves, self.room[h] + leaves - comes];
+            if room.iter().any(|room| *room < self.placed.experts.costs.len()) {
+                self.ops += 1;
+                continue;
+            }
             let before = self.times[g].over + self.times[h].over;
             let there = self.guess(h, Change { out: back, into: Some(i) }, least + before);
             if there > least + before {

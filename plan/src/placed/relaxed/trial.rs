@@ -1,12 +1,14 @@
 //! What a group takes with other members, and with shares that fit them.
 
-use super::{FAR, Relaxed, Sums, Times, WITHOUT_ROOM, exchange};
+use super::{FAR, Relaxed, Sums, Times, exchange};
 use crate::cluster::LinkTable;
 use crate::placed::{larger, smaller};
 
 /// Steps of descent at most, and how many times what the last one gained the next ones may have to.
 const DESCENT: usize = 4;
 const HOPE: f32 = 3.0;
+/// Steps more from shares that there is room for.
+const DESCENT_HELD: usize = 2;
 
 /// Where what one device alone is over the limit, or all are before the first step, is so many times what all may be, no steps will do.
 const HOPELESS_ALONE: f32 = 1.5;
@@ -43,6 +45,11 @@ pub(super) struct Trial {
     price: Vec<f32>,
     step: Vec<f32>,
     sent_step: Vec<f32>,
+    /// For what share of all experts there is no room; shares that there is room for; shares, and what is sent, that have their price.
+    without_room: f32,
+    held: Vec<f32>,
+    priced: Vec<f32>,
+    priced_sent: Vec<f32>,
 }
 
 /// A change of a group: who leaves, and who comes.
@@ -162,6 +169,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
         self.packed[g].enter(&trial.patch, self.groups[g].len());
         self.compute_as_is[g] = self.compute_of(&self.groups[g]);
+        self.without_room[g] = trial.without_room;
         self.times[g] = times;
     }
 
@@ -362,11 +370,50 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             return None;
         }
         self.ops += m as u64 / 2;
-        let without_room = self.without_room(members, |place| trial.share[place]);
-        if without_room > 0.0 {
-            times = measured(trial, compute * (1.0 + WITHOUT_ROOM * without_room), limit);
+        trial.without_room = self.without_room(members, &trial.share[..m], &mut trial.held)?;
+        if trial.without_room > 0.0 {
+            times = self.held(trial, (g, members), compute, limit, most)?;
         }
         (times.over <= most).then_some(times)
+    }
+
+    /// What a group takes whose members have shares that they have no room for: with a price for that or, if that is less, with shares that they have
+    /// room for. `None` where these are no longer for all experts.
+    fn held(
+        &mut self,
+        trial: &mut Trial,
+        (g, members): (usize, &[u32]),
+        compute: f32,
+        limit: f32,
+        most: f32,
+    ) -> Option<Times> {
+        let m = members.len();
+        let priced = measured(trial, compute + self.price * trial.without_room, limit);
+        trial.priced.clone_from(&trial.share);
+        trial.priced_sent.clone_from(&trial.sent);
+        let (mut without_room, mut steps) = (trial.without_room, 0);
+        let times = loop {
+            if without_room > 0.0 {
+                std::mem::swap(&mut trial.share, &mut trial.held);
+                self.packed[g].sent(&trial.patch, &trial.share[..m], &mut trial.sent);
+                trial.sent.iter_mut().zip(&trial.sums).for_each(|(sent, sums)| *sent += sums.send);
+                self.ops += (m * trial.sent.len()) as u64 / 8;
+            }
+            let ends = members.iter().zip(&trial.share).map(|(&i, share)| self.compute[i as usize] * share);
+            let times = measured(trial, larger(compute, m as f32 * ends.fold(0.0, larger)), limit);
+            if times.over <= most || steps == DESCENT_HELD || !self.descend(trial, g, m, limit - compute) {
+                break times;
+            }
+            steps += 1;
+            without_room = self.without_room(members, &trial.share[..m], &mut trial.held)?;
+        };
+        if priced.over < times.over {
+            std::mem::swap(&mut trial.share, &mut trial.priced);
+            std::mem::swap(&mut trial.sent, &mut trial.priced_sent);
+            return Some(priced);
+        }
+        trial.without_room = 0.0;
+        Some(times)
     }
 
     /// A step towards less that is sent for longer than there is room: the squares of what is too much decrease. False where there is none.
