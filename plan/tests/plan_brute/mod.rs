@@ -168,6 +168,14 @@ impl Case {
         }
     }
 
+    /// Experts of many costs, of which a device has room for a 16th, an eighth or a fourth: groups have hardly more room than they need.
+    pub fn tight(&mut self, random: &mut Random) {
+        let experts = random.pick(&[32usize, 64, 96]);
+        self.expert_flop = (0..experts).map(|_| random.scale(1e8, 1e9)).collect();
+        self.expert_load = None;
+        self.memory = (0..self.n()).map(|_| (experts / random.pick(&[16, 8, 4])) as u64).collect();
+    }
+
     /// Gives every link its own alpha and beta, over two orders of magnitude.
     pub fn structureless(&mut self, random: &mut Random) {
         let n = self.n();
