@@ -9,7 +9,8 @@
 //! objective), how far the answer
 //! is above the best known: of a search of EFFORT times the usual effort (16 when not said; 1 for none), and of FILE, where the best ever
 //! found are kept. A third of the clusters have two or three tiers, with noise and asymmetry, a third links without any structure, a third
-//! is as the tests draw them. `--tight`: other clusters, whose groups have hardly more room for experts than they need.
+//! is as the tests draw them. `--tight`: other clusters, with a FILE of their own, whose groups have
+//! hardly more room for experts than they need.
 
 #[path = "../plan/tests/plan_brute/mod.rs"]
 #[allow(dead_code)]

@@ -44,7 +44,7 @@ const LEAST: f32 = 0.5;
 /// By how much a group computes longer than it must.
 const SLACK: (f32, f32) = (0.0005, 10.0);
 /// So many units, at first and at last, a group takes longer for a share of all experts that it has no room for.
-const WITHOUT_ROOM: (f64, f64) = (1.0, 5.0);
+const ROOM_PRICE: (f64, f64) = (1.0, 5.0);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
@@ -95,7 +95,7 @@ struct Relaxed<'s, 'p, 'a, L> {
     /// By group: how many experts it has room for, and for what share of all it has none with its members' shares; the price of such a share.
     room: Vec<usize>,
     without_room: Vec<f32>,
-    price: f32,
+    room_price: f32,
     excess: f32,
     least: f32,
     slowest: Option<usize>,
@@ -166,7 +166,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             times: vec![Times::default(); start.groups.len()],
             room: Vec::new(),
             without_room: vec![0.0; start.groups.len()],
-            price: 0.0,
+            room_price: 0.0,
             excess: 0.0,
             least: LEAST / experts as f32,
             slowest,
@@ -209,7 +209,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 
     /// The objective, with the last price of what there is no room for.
     fn objective_ms(&self) -> f64 {
-        let more = WITHOUT_ROOM.1 as f32 - self.price;
+        let more = ROOM_PRICE.1 as f32 - self.room_price;
         let groups = self.times.iter().zip(&self.without_room);
         let longest = groups.map(|(times, without_room)| times.all + more * without_room).fold(0.0, larger);
         self.gamma * f64::from(longest) * self.unit + self.all_reduce(self.slowest)
@@ -263,7 +263,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 
     /// A group's times with the shares that its members have.
     fn times_of(&self, g: usize, limit: f32) -> Times {
-        let compute = self.compute_as_is[g] + self.price * self.without_room[g];
+        let compute = self.compute_as_is[g] + self.room_price * self.without_room[g];
         let mut times = Times { all: compute, over: 0.0 };
         for x in self.groups[g].iter().map(|&x| x as usize) {
             exchange(&mut times, compute, &self.sums[x], self.share[x], self.sent[x], limit);
@@ -308,9 +308,6 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 
     /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`.
     fn go(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, most: f32) -> bool {
-        if back.is_none() && self.groups[g].len() == 1 {
-            return false;
-        }
         let to = |x: u32| match x {
             _ if x == i => h as u32,
             _ if Some(x) == back => g as u32,
@@ -354,9 +351,6 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         back.into_iter().for_each(|j| self.group_of[j as usize] = g as u32);
         self.enter(0, h, there);
         self.enter(1, g, here);
-        for k in [g, h] {
-            self.room[k] = self.room_of(&self.groups[k]);
-        }
         self.slowest = slowest;
         if limit != self.limit {
             self.limit = limit;
@@ -408,7 +402,7 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
                 let from_ms = if best.is_some() { *best_ms } else { relaxed.start_ms };
                 let work = (from_ms - relaxed.all_reduce(relaxed.slowest)) / relaxed.gamma / relaxed.unit;
                 *temperature = work * between(TEMPERATURE, progress);
-                relaxed.price = between(WITHOUT_ROOM, progress) as f32;
+                relaxed.room_price = between(ROOM_PRICE, progress) as f32;
                 relaxed.aim(from_ms, between(UNDER, progress));
                 relaxed.ops += (relaxed.n() * relaxed.n() / relaxed.groups.len()) as u64 / 2;
             }
@@ -507,7 +501,7 @@ mod tests {
         let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
         let start = FoundPlaced::new(&placed, groups, placements);
         let mut relaxed = Relaxed::new(&placed, &start);
-        relaxed.price = 0.01;
+        relaxed.room_price = 0.01;
         relaxed.aim(start.objective_ms, 0.1);
         let (mut random, mut changes, mut priced) = (Random(3), 0, 0);
         let mut before = relaxed.group_of.clone();

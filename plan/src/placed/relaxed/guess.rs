@@ -14,7 +14,8 @@ const CANDIDATES: usize = 16;
 const UNPROMISING: f32 = 6.0;
 
 impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
-    /// A device of group `g`, a group for it, and, for a change of places, a device of that group. `None` where none will do with an excess of at most `most`.
+    /// A device of group `g`, a group for it, and, for a change of places, a device of that group. `None` where for none there is
+    /// memory, or none will do with an excess of at most `most`.
     pub(super) fn most_promising(
         &mut self,
         g: usize,

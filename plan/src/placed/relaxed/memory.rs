@@ -22,7 +22,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     /// as the dearest so many are concave in their number (these are the constraints of a polymatroid); and those that have most too much are of those
     /// with most for their room. So going by share for room, what these have too much goes to the next.
     pub(super) fn without_room(&self, members: &[u32], share: &[f32], held: &mut Vec<f32>) -> Option<f32> {
-        let experts = self.dearest.len() - 1;
+        let experts = self.placed.experts.costs.len();
         let mut holders = [(0.0f32, 0usize, 0usize); MOST_DEVICES];
         let mut count = 0;
         for (place, (&i, &share)) in members.iter().zip(share).enumerate() {

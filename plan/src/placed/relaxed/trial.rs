@@ -169,6 +169,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
         self.packed[g].enter(&trial.patch, self.groups[g].len());
         self.compute_as_is[g] = self.compute_of(&self.groups[g]);
+        self.room[g] = self.room_of(&self.groups[g]);
         self.without_room[g] = trial.without_room;
         self.times[g] = times;
     }
@@ -261,9 +262,6 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     /// How long the group computes, and in a trial what shares its members have at most. `None` where memory does not suffice or that is over the limit by
     /// more than `most`.
     fn fitted(&mut self, which: usize, members: &[u32], slack: f32, limit: f32, most: f32) -> Option<f32> {
-        if !self.placed.problem.valid(members) {
-            return None;
-        }
         let size = members.len() as f32;
         let compute = (1.0 + slack) * self.least_compute(members, (limit + most / size) / (1.0 + slack))?;
         let at_most = &mut self.trials[which].most;
@@ -282,7 +280,6 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         most: f32,
     ) -> Option<Times> {
         let (n, m) = (self.n(), members.len());
-        let pad = m.next_multiple_of(LANES);
         let room = limit - compute;
         // Nobody receives for too long, if that can be.
         let (mut all, mut received) = (0.0, 0.0);
@@ -348,10 +345,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
                 return None;
             }
         }
-        trial.sent.resize(pad, 0.0);
-        self.packed[g].sent(&trial.patch, &trial.share, &mut trial.sent);
-        trial.sent.iter_mut().zip(&trial.sums).for_each(|(sent, sums)| *sent += sums.send);
-        self.ops += (m * pad) as u64 / 8;
+        self.send(trial, g, m);
         let mut times = measured(trial, compute, limit);
         if times.over > HOPELESS * most {
             return None;
@@ -377,6 +371,15 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         (times.over <= most).then_some(times)
     }
 
+    /// What all send, with their shares as they are.
+    fn send(&mut self, trial: &mut Trial, g: usize, m: usize) {
+        let pad = m.next_multiple_of(LANES);
+        trial.sent.resize(pad, 0.0);
+        self.packed[g].sent(&trial.patch, &trial.share[..m], &mut trial.sent);
+        trial.sent.iter_mut().zip(&trial.sums).for_each(|(sent, sums)| *sent += sums.send);
+        self.ops += (m * pad) as u64 / 8;
+    }
+
     /// What a group takes whose members have shares that they have no room for: with a price for that or, if that is less, with shares that they have
     /// room for. `None` where these are no longer for all experts.
     fn held(
@@ -388,16 +391,14 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         most: f32,
     ) -> Option<Times> {
         let m = members.len();
-        let priced = measured(trial, compute + self.price * trial.without_room, limit);
+        let priced = measured(trial, compute + self.room_price * trial.without_room, limit);
         trial.priced.clone_from(&trial.share);
         trial.priced_sent.clone_from(&trial.sent);
         let (mut without_room, mut steps) = (trial.without_room, 0);
         let times = loop {
             if without_room > 0.0 {
                 std::mem::swap(&mut trial.share, &mut trial.held);
-                self.packed[g].sent(&trial.patch, &trial.share[..m], &mut trial.sent);
-                trial.sent.iter_mut().zip(&trial.sums).for_each(|(sent, sums)| *sent += sums.send);
-                self.ops += (m * trial.sent.len()) as u64 / 8;
+                self.send(trial, g, m);
             }
             let ends = members.iter().zip(&trial.share).map(|(&i, share)| self.compute[i as usize] * share);
             let times = measured(trial, larger(compute, m as f32 * ends.fold(0.0, larger)), limit);
