@@ -232,7 +232,7 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
             }
             let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
             let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| self.anneal_from(&start, each, &mut Random(seed));
-            let found = in_two_threads(chains, each >= THREAD_LEAST, anneal);
+            let found = in_threads(chains, each >= THREAD_LEAST, anneal);
             found.into_iter().flatten().for_each(|groups| self.offer(groups));
         }
     }
@@ -413,11 +413,15 @@ impl<'p, 'a, L: LinkTable> Search<'p, 'a, L> {
     }
 }
 
-/// What comes of each, in their order; a thread beside takes part where that is `worth_it` and it can start.
-pub(crate) fn in_two_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
+/// Threads at most, all together.
+const MOST_THREADS: usize = 8;
+
+/// What comes of each, in their order; threads beside take part where that is `worth_it`, as many as there are processors for and can start.
+pub(crate) fn in_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     if !worth_it || all.len() < 2 {
         return all.into_iter().map(work).collect();
     }
+    let count = all.len();
     let mut results: Vec<Option<R>> = all.iter().map(|_| None).collect();
     let queue = Mutex::new(all.into_iter().zip(&mut results));
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -426,9 +430,10 @@ pub(crate) fn in_two_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work
             *result = Some(work(one));
         }
     };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(count);
     std::thread::scope(|scope| {
-        // Where a thread cannot start, this one does it all.
-        let _beside = std::thread::Builder::new().spawn_scoped(scope, take_all);
+        // Where none can start, this one does it all.
+        (1..threads).for_each(|_| drop(std::thread::Builder::new().spawn_scoped(scope, take_all)));
         take_all();
     });
     results.into_iter().flatten().collect()

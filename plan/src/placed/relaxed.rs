@@ -88,7 +88,11 @@ struct Relaxed<'s, 'p, 'a, L> {
     sums: Vec<Sums>,
     /// What it sends, for alpha and beta.
     sent: Vec<f32>,
-    /// By group: how long it computes, by how much that is longer than it must be, and all that it takes.
+    /// What x would have to do with group g if it came, at g n + x: alpha and beta of what it would send; alpha and, for all experts, beta of what it would
+    /// receive.
+    joining: Vec<[f32; 4]>,
+    /// By group: the sum of its members' rates, how long it computes, by how much that is longer than it must be, and all that it takes.
+    rates: Vec<f32>,
     compute_as_is: Vec<f32>,
     slack: Vec<f32>,
     times: Vec<Times>,
@@ -161,6 +165,8 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             holds: vec![false; n],
             sums: vec![Sums::default(); n],
             sent: vec![0.0; n],
+            joining: vec![[0.0; 4]; n * start.groups.len()],
+            rates: vec![0.0; start.groups.len()],
             compute_as_is: vec![0.0; start.groups.len()],
             slack: Vec::new(),
             times: vec![Times::default(); start.groups.len()],
@@ -192,6 +198,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         };
         relaxed.slack = relaxed.groups.iter().map(slack).collect();
         relaxed.room = relaxed.groups.iter().map(|members| relaxed.room_of(members)).collect();
+        (0..relaxed.groups.len()).for_each(|g| relaxed.join(g));
         relaxed
     }
 
@@ -238,6 +245,24 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             self.times[g] = self.times_of(g, self.limit);
         }
         self.excess = self.times.iter().map(|times| times.over).sum();
+    }
+
+    /// Adds up what each device would have to do with group `g`, and the rates of its members.
+    fn join(&mut self, g: usize) {
+        let n = self.n();
+        self.rates[g] = self.groups[g].iter().map(|&c| self.rate[c as usize]).sum();
+        let members: Vec<(usize, [f32; 4])> = self.groups[g]
+            .iter()
+            .map(|&c| (c as usize * n, [holds(self.share[c as usize]), self.share[c as usize], 1.0, 1.0]))
+            .collect();
+        for (x, joining) in self.joining[g * n..][..n].iter_mut().enumerate() {
+            let mut sum = [0.0; 4];
+            for (row, by) in &members {
+                let pair = &self.pairs[row + x];
+                sum = std::array::from_fn(|at| sum[at] + by[at] * pair[at]);
+            }
+            *joining = sum;
+        }
     }
 
     /// The sums of device `x` as a member of a group.
@@ -420,6 +445,12 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
     }
 }
 
+/// 1 for a share that is anything.
+#[inline]
+fn holds(share: f32) -> f32 {
+    if share > 0.0 { 1.0 } else { 0.0 }
+}
+
 /// Counts in what one device of a group exchanges.
 #[inline]
 fn exchange(times: &mut Times, compute: f32, sums: &Sums, share: f32, sent: f32, limit: f32) {
@@ -524,6 +555,16 @@ mod tests {
                     assert!((relaxed.sent[i as usize] - sent).abs() < 1e-3, "{} {sent}", relaxed.sent[i as usize]);
                 }
                 assert_eq!(relaxed.compute_as_is[g], relaxed.compute_of(members));
+                let outside = (0..6).filter(|x| !members.contains(x));
+                for (x, [alpha, beta, receive, receive_all]) in
+                    outside.map(|x| (x, relaxed.joining[g * 6 + x as usize]))
+                {
+                    let anew = relaxed.sums_of(x, members);
+                    let to = |&c: &u32| relaxed.beta[x as usize * 6 + c as usize] * relaxed.share[c as usize];
+                    let off = (alpha - anew.send).abs().max((beta - members.iter().map(to).sum::<f32>()).abs());
+                    let off = off.max((receive - anew.receive).abs()).max((receive_all - anew.receive_all).abs());
+                    assert!(off < 1e-3, "{x} would have {off} else to do with {members:?}");
+                }
                 let shares: Vec<f32> = members.iter().map(|&i| relaxed.share[i as usize]).collect();
                 let without_room = relaxed.without_room(members, &shares, &mut Vec::new()).unwrap();
                 assert!((relaxed.without_room[g] - without_room).abs() < 1e-5, "{without_room}");

@@ -16,9 +16,7 @@ use crate::cluster::LinkTable;
 use crate::objective::IDLE;
 use crate::placement::DeviceExperts;
 use crate::random::Random;
-use crate::search::{
-    CHAINS_LEAST, EXPONENTIAL, Found, Views, constructed, dealt_by_memory, exponential, in_two_threads,
-};
+use crate::search::{CHAINS_LEAST, EXPONENTIAL, Found, Views, constructed, dealt_by_memory, exponential, in_threads};
 
 /// What is proved to be so near the least objective is good enough, as shares of that.
 const NEAR: f64 = 1e-3;
@@ -91,12 +89,12 @@ const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.
 /// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
 /// shows, so few are brought to their ends.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
-const ROUNDS_LARGE: [Round; 3] = [
+const ROUNDS_LARGE: &[Round] = &[
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: FORGETFUL, cuts: &[] },
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.6, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
 ];
-const ROUNDS_SMALL: [Round; 3] = [
+const ROUNDS_SMALL: &[Round] = &[
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: MILD, cuts: &[] },
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, way: MILD, cuts: &[] },
@@ -104,9 +102,14 @@ const ROUNDS_SMALL: [Round; 3] = [
 /// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort.
 const MANY_EXPERTS: f64 = 3.5;
 const MANY_MORE: f64 = 1.5;
-const ROUNDS_MANY: [Round; 3] = [
+const ROUNDS_MANY: &[Round] = &[
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
+];
+const ROUNDS_MANY_LARGE: &[Round] = &[
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
+    Round { numbers: 2, within: 0.03, chains: 12, share: 1.6, way: Way::Relaxed, cuts: &[(0.6, 2)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
 /// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.
@@ -275,7 +278,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
             }
             let each = (budget as f64 * SHARES[round]) as u64 / chains.len() as u64;
             let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| self.anneal_from(&start, each, &mut Random(seed));
-            let found = in_two_threads(chains, each >= THREAD_LEAST, anneal);
+            let found = in_threads(chains, each >= THREAD_LEAST, anneal);
             found.into_iter().flatten().for_each(|groups| self.offer(groups));
         }
     }
@@ -298,7 +301,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| {
             regrouped(self.placed, &start, &self.exponential, each, &mut Random(seed))
         };
-        let found = in_two_threads(starts, each >= THREAD_LEAST, anneal);
+        let found = in_threads(starts, each >= THREAD_LEAST, anneal);
         self.regrouped.extend(found.into_iter().flatten());
     }
 
@@ -394,10 +397,10 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
         let many = (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * n as f64;
         let (rounds, more) = match (many, large(n, groups)) {
-            (true, true) => (&ROUNDS_MANY, MANY_MORE),
-            (true, false) => (&ROUNDS_MANY, 1.0),
-            (false, true) => (&ROUNDS_LARGE, LARGE_MORE),
-            (false, false) => (&ROUNDS_SMALL, 1.0),
+            (true, true) => (ROUNDS_MANY_LARGE, MANY_MORE),
+            (true, false) => (ROUNDS_MANY, 1.0),
+            (false, true) => (ROUNDS_LARGE, LARGE_MORE),
+            (false, false) => (ROUNDS_SMALL, 1.0),
         };
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
             if best.first().is_some_and(|best| near(bounds, best.objective_ms)) {
@@ -437,7 +440,7 @@ fn place_all<L: LinkTable>(
         (place_thoroughly(placed, groups, effort.place, effort.nodes, (dealt, &mut known)), known)
     };
     let (found, learnt): (Vec<_>, Vec<_>) =
-        in_two_threads(groupings, effort.place >= THREAD_LEAST, place).into_iter().unzip();
+        in_threads(groupings, effort.place >= THREAD_LEAST, place).into_iter().unzip();
     learnt.into_iter().for_each(|learnt| known.extend(learnt));
     let mut found: Vec<FoundPlaced> = found.into_iter().flatten().collect();
     best_first(&mut found);
@@ -457,7 +460,7 @@ fn staged<C: Send>(
     best_ms: impl Fn(&C) -> f64,
 ) -> Vec<C> {
     for (end, stay) in round.stages() {
-        chains = in_two_threads(chains, threads, |mut chain| {
+        chains = in_threads(chains, threads, |mut chain| {
             advance(&mut chain, end);
             chain
         });
@@ -516,7 +519,7 @@ fn improve_together<L: LinkTable>(
                 let start = Start { improved: vec![false; groups.len()], placements, times };
                 improve_longest(placed, &groups, start, (budget, nodes), |_, _| ())
             };
-            best.extend(in_two_threads(found, threads, improve));
+            best.extend(in_threads(found, threads, improve));
         }
     }
     best_first(&mut best);

@@ -3,7 +3,7 @@
 //! Shares that fit a change take far longer than a look at it, and of hundreds of changes one is taken.
 
 use super::trial::Change;
-use super::{FAR, Relaxed};
+use super::{Relaxed, holds};
 use crate::cluster::LinkTable;
 use crate::placed::larger;
 use crate::random::Random;
@@ -11,7 +11,14 @@ use crate::random::Random;
 /// So many changes are looked at.
 const CANDIDATES: usize = 16;
 /// Where the excess is so many times what it may be, shares that fit will not make up for it.
-const UNPROMISING: f32 = 6.0;
+const UNPROMISING: f32 = 4.0;
+
+/// Who comes to a group, if anyone does: for how long the group may exchange then, and what the newcomer is over that.
+#[derive(Clone, Copy)]
+struct Newcomer {
+    room: f32,
+    over: f32,
+}
 
 impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     /// A device of group `g`, a group for it, and, for a change of places, a device of that group. `None` where for none there is
@@ -38,11 +45,23 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
                 continue;
             }
             let before = self.times[g].over + self.times[h].over;
-            let there = self.guess(h, Change { out: back, into: Some(i) }, least + before);
-            if there > least + before {
+            let most = least + before;
+            self.ops += 2;
+            let [to_h, to_g] = [(h, Change { out: back, into: Some(i) }), (g, Change { out: Some(i), into: back })];
+            // What is too much for who comes most often is too much already.
+            let there = self.newcomer(to_h);
+            if there.over > most {
                 continue;
             }
-            let more = there + self.guess(g, Change { out: Some(i), into: back }, least + before - there) - before;
+            let here = self.newcomer(to_g);
+            if there.over + here.over > most {
+                continue;
+            }
+            let over = self.guess(to_h, there, most - here.over);
+            if over + here.over > most {
+                continue;
+            }
+            let more = over + self.guess(to_g, here, most - over) - before;
             if more < least {
                 (least, best) = (more, Some((i, h, back)));
             }
@@ -50,50 +69,64 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         best
     }
 
-    /// What group `k` is over the limit after a change, computing for as long as it does: who comes has the share of who leaves, or none, and all others have
-    /// what they have. No more than that it is over `most`, where it is.
-    fn guess(&mut self, k: usize, Change { out, into }: Change, most: f32) -> f32 {
+    /// What who comes to group `k` is over the limit, with the share of who leaves, or none. The group computes for as much longer than it does as its
+    /// members are slower.
+    fn newcomer(&self, (k, Change { out, into }): (usize, Change)) -> Newcomer {
+        let rate = |x: Option<u32>| x.map_or(0.0, |x| self.rate[x as usize]);
+        let size = self.groups[k].len() as f32;
+        let rates = larger(self.rates[k] + rate(into) - rate(out), f32::MIN_POSITIVE);
+        let slower = (size + count(into) - count(out)) * self.rates[k] / (size * rates);
+        let room = self.limit - slower * self.compute_as_is[k];
+        let Some(into) = into else { return Newcomer { room, over: 0.0 } };
+        let (n, share) = (self.group_of.len(), out.map_or(0.0, |out| self.share[out as usize]));
+        let mut links = self.joining[k * n + into as usize];
+        if let Some(out) = out {
+            let by = [holds(share), share, 1.0, 1.0];
+            let pair = &self.pairs[out as usize * n + into as usize];
+            links.iter_mut().zip(pair).zip(by).for_each(|((sum, link), by)| *sum -= by * link);
+        }
+        let received = holds(share) * (links[2] + share * links[3]);
+        Newcomer { room, over: larger(larger(links[0] + links[1], received) - room, 0.0) }
+    }
+
+    /// What group `k` is over the limit after a change: who comes has the share of who leaves, or none, and all others have what they have. Less than that
+    /// where it is over `most`.
+    fn guess(&mut self, (k, Change { out, into }): (usize, Change), newcomer: Newcomer, most: f32) -> f32 {
         let n = self.group_of.len();
-        let room = self.limit - self.compute_as_is[k];
-        let one = |yes: bool| if yes { 1.0f32 } else { 0.0 };
         let share = out.map_or(0.0, |out| self.share[out as usize]);
         let share_in = if into.is_some() { share } else { 0.0 };
         // Of who does not come or leave, any pairs, no times.
         let row = |x: Option<u32>, other: Option<u32>| &self.pairs[x.or(other).unwrap_or(0) as usize * n..][..n];
         let (pairs_in, pairs_out) = (row(into, out), row(out, into));
-        let by_in = [one(share_in > 0.0), share_in, one(into.is_some()), one(into.is_some())];
-        let by_out = [one(share > 0.0), share, one(out.is_some()), one(out.is_some())];
-        // What who comes receives and sends.
-        let mut own = [0.0f32; 4];
-        let (mut over, mut seen) = (0.0, 0);
+        let by_in = [holds(share_in), share_in, count(into), count(into)];
+        let by_out = [holds(share), share, count(out), count(out)];
+        let Newcomer { room, mut over } = newcomer;
+        let mut seen = 0;
         for &x in self.groups[k].iter().filter(|x| Some(**x) != out) {
             if over > most {
                 break;
             }
             seen += 1;
             let x = x as usize;
-            let (sums, share, holds) = (&self.sums[x], self.share[x], one(self.share[x] > 0.0));
+            let (sums, share) = (&self.sums[x], self.share[x]);
             let (a, b) = (&pairs_in[x], &pairs_out[x]);
             let more: [f32; 4] = std::array::from_fn(|at| a[at] * by_in[at] - b[at] * by_out[at]);
-            let received = holds * (sums.receive + more[2] + share * (sums.receive_all + more[3]));
+            let received = holds(share) * (sums.receive + more[2] + share * (sums.receive_all + more[3]));
             over += larger(larger(self.sent[x] + (more[0] + more[1]), received) - room, 0.0);
-            let by = [1.0, 1.0, holds, share];
-            own.iter_mut().zip(a).zip(by).for_each(|((own, link), by)| *own += by * link);
         }
-        self.ops += 3 + seen;
-        if over > most {
-            return FAR * FAR;
-        }
-        if into.is_some() {
-            let received = by_in[0] * (own[0] + share_in * own[1]);
-            over += larger(larger(own[2] + own[3], received) - room, 0.0);
-        }
+        self.ops += 1 + seen;
         over
     }
 }
 
+/// How many devices that is.
+fn count(device: Option<u32>) -> f32 {
+    if device.is_some() { 1.0 } else { 0.0 }
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::FAR;
     use super::super::tests::mixed;
     use super::*;
     use crate::cluster::{Links, Matrix};
@@ -115,6 +148,7 @@ mod tests {
         // Two hold nothing.
         relaxed.share = vec![0.5, 0.0, 0.5, 0.3, 0.7, 0.0];
         relaxed.aim(relaxed.start_ms, 0.9);
+        (0..2).for_each(|g| relaxed.join(g));
         let changes = [
             (Some(0), Some(3)),
             (Some(1), Some(4)),
@@ -141,9 +175,11 @@ mod tests {
                 (relaxed.compute_as_is[0] + sent.max(received) - relaxed.limit).max(0.0)
             });
             let (over, change) = (over.sum::<f32>(), Change { out, into });
-            let guess = relaxed.guess(0, change, FAR);
+            let newcomer = relaxed.newcomer((0, change));
+            let guess = relaxed.guess((0, change), newcomer, FAR);
             assert!(over > 0.0 && (guess - over).abs() < 1e-4 * over, "{change:?} {guess} {over}");
-            assert!(relaxed.guess(0, change, 0.5 * over) > over, "{change:?} is known to be too much");
+            let stopped = relaxed.guess((0, change), newcomer, 0.5 * over);
+            assert!(stopped > 0.5 * over && stopped <= guess, "{change:?} is known to be too much");
         }
     }
 }

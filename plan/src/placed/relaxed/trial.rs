@@ -172,6 +172,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         self.room[g] = self.room_of(&self.groups[g]);
         self.without_room[g] = trial.without_room;
         self.times[g] = times;
+        self.join(g);
     }
 
     /// What group `g` takes with these members, after a change by which `place` has another device, with shares that fit, which are left in a
