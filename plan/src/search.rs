@@ -421,7 +421,7 @@ pub(crate) fn in_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: im
     if !worth_it || all.len() < 2 {
         return all.into_iter().map(work).collect();
     }
-    let count = all.len();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(all.len());
     let mut results: Vec<Option<R>> = all.iter().map(|_| None).collect();
     let queue = Mutex::new(all.into_iter().zip(&mut results));
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -430,7 +430,6 @@ pub(crate) fn in_threads<T: Send, R: Send>(all: Vec<T>, worth_it: bool, work: im
             *result = Some(work(one));
         }
     };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(count);
     std::thread::scope(|scope| {
         // Where none can start, this one does it all.
         (1..threads).for_each(|_| drop(std::thread::Builder::new().spawn_scoped(scope, take_all)));

@@ -251,10 +251,11 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     fn join(&mut self, g: usize) {
         let n = self.n();
         self.rates[g] = self.groups[g].iter().map(|&c| self.rate[c as usize]).sum();
-        let members: Vec<(usize, [f32; 4])> = self.groups[g]
-            .iter()
-            .map(|&c| (c as usize * n, [holds(self.share[c as usize]), self.share[c as usize], 1.0, 1.0]))
-            .collect();
+        let of = |&c: &u32| {
+            let share = self.share[c as usize];
+            (c as usize * n, [indicator(share > 0.0), share, 1.0, 1.0])
+        };
+        let members: Vec<(usize, [f32; 4])> = self.groups[g].iter().map(of).collect();
         for (x, joining) in self.joining[g * n..][..n].iter_mut().enumerate() {
             let mut sum = [0.0; 4];
             for (row, by) in &members {
@@ -445,10 +446,9 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
     }
 }
 
-/// 1 for a share that is anything.
 #[inline]
-fn holds(share: f32) -> f32 {
-    if share > 0.0 { 1.0 } else { 0.0 }
+fn indicator(yes: bool) -> f32 {
+    if yes { 1.0 } else { 0.0 }
 }
 
 /// Counts in what one device of a group exchanges.

@@ -89,12 +89,12 @@ const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.
 /// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
 /// shows, so few are brought to their ends.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
-const ROUNDS_LARGE: &[Round] = &[
+const ROUNDS_LARGE: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: FORGETFUL, cuts: &[] },
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.6, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
 ];
-const ROUNDS_SMALL: &[Round] = &[
+const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: MILD, cuts: &[] },
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, way: MILD, cuts: &[] },
@@ -102,12 +102,13 @@ const ROUNDS_SMALL: &[Round] = &[
 /// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort.
 const MANY_EXPERTS: f64 = 3.5;
 const MANY_MORE: f64 = 1.5;
-const ROUNDS_MANY: &[Round] = &[
+const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
 ];
-const ROUNDS_MANY_LARGE: &[Round] = &[
+/// In large groups what a chain comes to is mostly chance, so more begin.
+const ROUNDS_MANY_LARGE: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 12, share: 1.6, way: Way::Relaxed, cuts: &[(0.6, 2)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
@@ -397,10 +398,10 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
         let many = (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * n as f64;
         let (rounds, more) = match (many, large(n, groups)) {
-            (true, true) => (ROUNDS_MANY_LARGE, MANY_MORE),
-            (true, false) => (ROUNDS_MANY, 1.0),
-            (false, true) => (ROUNDS_LARGE, LARGE_MORE),
-            (false, false) => (ROUNDS_SMALL, 1.0),
+            (true, true) => (&ROUNDS_MANY_LARGE, MANY_MORE),
+            (true, false) => (&ROUNDS_MANY, 1.0),
+            (false, true) => (&ROUNDS_LARGE, LARGE_MORE),
+            (false, false) => (&ROUNDS_SMALL, 1.0),
         };
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
             if best.first().is_some_and(|best| near(bounds, best.objective_ms)) {

@@ -3,7 +3,7 @@
 //! Shares that fit a change take far longer than a look at it, and of hundreds of changes one is taken.
 
 use super::trial::Change;
-use super::{Relaxed, holds};
+use super::{Relaxed, indicator};
 use crate::cluster::LinkTable;
 use crate::placed::larger;
 use crate::random::Random;
@@ -75,22 +75,22 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let rate = |x: Option<u32>| x.map_or(0.0, |x| self.rate[x as usize]);
         let size = self.groups[k].len() as f32;
         let rates = larger(self.rates[k] + rate(into) - rate(out), f32::MIN_POSITIVE);
-        let slower = (size + count(into) - count(out)) * self.rates[k] / (size * rates);
+        let slower = (size + indicator(into.is_some()) - indicator(out.is_some())) * self.rates[k] / (size * rates);
         let room = self.limit - slower * self.compute_as_is[k];
         let Some(into) = into else { return Newcomer { room, over: 0.0 } };
         let (n, share) = (self.group_of.len(), out.map_or(0.0, |out| self.share[out as usize]));
         let mut links = self.joining[k * n + into as usize];
         if let Some(out) = out {
-            let by = [holds(share), share, 1.0, 1.0];
+            let by = [indicator(share > 0.0), share, 1.0, 1.0];
             let pair = &self.pairs[out as usize * n + into as usize];
             links.iter_mut().zip(pair).zip(by).for_each(|((sum, link), by)| *sum -= by * link);
         }
-        let received = holds(share) * (links[2] + share * links[3]);
+        let received = indicator(share > 0.0) * (links[2] + share * links[3]);
         Newcomer { room, over: larger(larger(links[0] + links[1], received) - room, 0.0) }
     }
 
-    /// What group `k` is over the limit after a change: who comes has the share of who leaves, or none, and all others have what they have. Less than that
-    /// where it is over `most`.
+    /// What group `k` is over the limit after a change: who comes has the share of who leaves, or none, and all others have what they have. It stops
+    /// adding up once that is over `most`.
     fn guess(&mut self, (k, Change { out, into }): (usize, Change), newcomer: Newcomer, most: f32) -> f32 {
         let n = self.group_of.len();
         let share = out.map_or(0.0, |out| self.share[out as usize]);
@@ -98,8 +98,8 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         // Of who does not come or leave, any pairs, no times.
         let row = |x: Option<u32>, other: Option<u32>| &self.pairs[x.or(other).unwrap_or(0) as usize * n..][..n];
         let (pairs_in, pairs_out) = (row(into, out), row(out, into));
-        let by_in = [holds(share_in), share_in, count(into), count(into)];
-        let by_out = [holds(share), share, count(out), count(out)];
+        let by_in = [indicator(share_in > 0.0), share_in, indicator(into.is_some()), indicator(into.is_some())];
+        let by_out = [indicator(share > 0.0), share, indicator(out.is_some()), indicator(out.is_some())];
         let Newcomer { room, mut over } = newcomer;
         let mut seen = 0;
         for &x in self.groups[k].iter().filter(|x| Some(**x) != out) {
@@ -111,17 +111,12 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
             let (sums, share) = (&self.sums[x], self.share[x]);
             let (a, b) = (&pairs_in[x], &pairs_out[x]);
             let more: [f32; 4] = std::array::from_fn(|at| a[at] * by_in[at] - b[at] * by_out[at]);
-            let received = holds(share) * (sums.receive + more[2] + share * (sums.receive_all + more[3]));
+            let received = indicator(share > 0.0) * (sums.receive + more[2] + share * (sums.receive_all + more[3]));
             over += larger(larger(self.sent[x] + (more[0] + more[1]), received) - room, 0.0);
         }
         self.ops += 1 + seen;
         over
     }
-}
-
-/// How many devices that is.
-fn count(device: Option<u32>) -> f32 {
-    if device.is_some() { 1.0 } else { 0.0 }
 }
 
 #[cfg(test)]
