@@ -16,6 +16,7 @@
 mod bound;
 mod branch;
 mod deal;
+mod few;
 mod joint;
 mod place;
 mod prove;

@@ -30,8 +30,14 @@ const AT_ONCE: f32 = 1e-6;
 /// Steps after which temperature and target are set anew, and sums are added up anew.
 const SET_EVERY: u64 = 64;
 /// How annealing goes, at first and at last: the target is so much under the best objective; temperatures. Shares of the work of that.
-const UNDER: (f64, f64) = (0.5, 0.003);
-const TEMPERATURE: (f64, f64) = (0.3, 0.01);
+#[derive(Clone, Copy)]
+pub(super) struct Schedule {
+    under: (f64, f64),
+    temperature: (f64, f64),
+}
+/// Forgets where it began, and does not quite.
+pub(super) const HOT: Schedule = Schedule { under: (0.5, 0.003), temperature: (0.3, 0.01) };
+pub(super) const MILD: Schedule = Schedule { under: (0.05, 0.003), temperature: (0.05, 0.01) };
 /// No answer is taken before so much of the time.
 const ANSWERS_FROM: f64 = 0.1;
 /// In so many proposals of sixteen the groups stay as they are; in so many two devices change places; in the others one goes to another group.
@@ -392,6 +398,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 /// An annealing from one grouping, which goes on where it was stopped.
 pub(super) struct Chain<'s, 'p, 'a, L> {
     relaxed: Relaxed<'s, 'p, 'a, L>,
+    schedule: Schedule,
     /// Links that it looks at in all.
     budget: u64,
     /// The best that it came by after the first tenth, if that is anything.
@@ -403,9 +410,15 @@ pub(super) struct Chain<'s, 'p, 'a, L> {
 }
 
 impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
-    pub fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced, budget: u64, random: Random) -> Self {
+    pub fn new(
+        placed: &'s Placed<'p, 'a, L>,
+        start: &FoundPlaced,
+        schedule: Schedule,
+        budget: u64,
+        random: Random,
+    ) -> Self {
         let relaxed = Relaxed::new(placed, start);
-        Chain { relaxed, budget, best_ms: f64::INFINITY, best: None, temperature: 0.0, steps: 0, random }
+        Chain { relaxed, schedule, budget, best_ms: f64::INFINITY, best: None, temperature: 0.0, steps: 0, random }
     }
 
     /// The least that it came by, ms.
@@ -420,16 +433,16 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
 
     /// Goes on until it has spent this share of its budget.
     pub fn advance(&mut self, exponential: &[f64], share: f64) {
-        let Chain { relaxed, budget, best_ms, best, temperature, steps, random } = self;
+        let Chain { relaxed, schedule, budget, best_ms, best, temperature, steps, random } = self;
         let budget = *budget as f64;
         while (relaxed.ops as f64) < share * budget {
             if steps.is_multiple_of(SET_EVERY) {
                 let progress = relaxed.ops as f64 / budget;
                 let from_ms = if best.is_some() { *best_ms } else { relaxed.start_ms };
                 let work = (from_ms - relaxed.all_reduce(relaxed.slowest)) / relaxed.gamma / relaxed.unit;
-                *temperature = work * between(TEMPERATURE, progress);
+                *temperature = work * between(schedule.temperature, progress);
                 relaxed.room_price = between(ROOM_PRICE, progress) as f32;
-                relaxed.aim(from_ms, between(UNDER, progress));
+                relaxed.aim(from_ms, between(schedule.under, progress));
                 relaxed.ops += (relaxed.n() * relaxed.n() / relaxed.groups.len()) as u64 / 2;
             }
             *steps += 1;
@@ -498,7 +511,7 @@ mod tests {
             let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
             let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
             let start = FoundPlaced::new(&placed, groups, placements);
-            let mut chain = Chain::new(&placed, &start, 1_000_000, Random(1));
+            let mut chain = Chain::new(&placed, &start, HOT, 1_000_000, Random(1));
             chain.advance(&exponential(), 1.0);
             let found = chain.into_best().unwrap();
             let mut groups = found.groups.clone();

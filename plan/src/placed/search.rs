@@ -10,7 +10,7 @@ use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
 use super::relaxed;
 use super::state::{Change, State};
-use super::{DealtOut, GroupTimes, Known, Placed, PlacedTimes};
+use super::{DealtOut, GroupTimes, Known, Placed, PlacedTimes, few};
 use crate::bound::Bounds;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
@@ -43,7 +43,10 @@ const IMPROVED: usize = 10;
 #[derive(Clone, Copy)]
 enum Way {
     Together(Schedule),
-    Relaxed,
+    /// And then, perhaps, a few groups of it again.
+    Relaxed {
+        again: bool,
+    },
 }
 
 /// Chains of annealing groups with what their devices hold.
@@ -79,8 +82,6 @@ impl Round {
 
 /// From so many devices of a group on the mean, groups are so many that they hardly come by again, and where annealing begins matters little.
 const LARGE: usize = 7;
-/// So many times the effort is theirs, as annealing with remembered times is left out.
-const LARGE_MORE: f64 = 2.2;
 /// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
 const PLACED_ANEW: usize = 4;
 /// Annealing that forgets where it began, and that does not.
@@ -89,32 +90,35 @@ const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.
 /// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
 /// shows, so few are brought to their ends.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
+/// Efforts are such that all plans take about as long: with large groups there is no annealing with remembered times.
 const ROUNDS_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: FORGETFUL, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 0.6, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.8, way: FORGETFUL, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 1.9, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.5, way: MILD, cuts: &[] },
 ];
 const ROUNDS_SMALL: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.25, way: MILD, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 0.4, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 8, share: 0.35, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.55, way: MILD, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 0.9, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 8, share: 0.75, way: MILD, cuts: &[] },
 ];
-/// From so many experts of a device on the mean, they may be looked at as if they could be cut; for large groups with so many times the effort.
+/// From so many experts of a device on the mean, they may be looked at as if they could be cut.
 const MANY_EXPERTS: f64 = 3.5;
-const MANY_MORE: f64 = 1.5;
 const ROUNDS_MANY: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
-    Round { numbers: 2, within: 0.03, chains: 8, share: 0.8, way: Way::Relaxed, cuts: &[(0.5, 3)] },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.46, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
+    Round { numbers: 2, within: 0.03, chains: 8, share: 0.74, way: Way::Relaxed { again: true }, cuts: &[(0.5, 3)] },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
 ];
 /// In large groups what a chain comes to is mostly chance, so more begin.
 const ROUNDS_MANY_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.5, way: Way::Relaxed, cuts: &[(0.3, 6)] },
-    Round { numbers: 2, within: 0.03, chains: 12, share: 1.6, way: Way::Relaxed, cuts: &[(0.6, 2)] },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.16, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.75, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
+    Round { numbers: 2, within: 0.03, chains: 12, share: 2.4, way: Way::Relaxed { again: true }, cuts: &[(0.6, 2)] },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.24, way: MILD, cuts: &[] },
 ];
 /// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.
 const PLACED_QUICKLY: u64 = 4;
+
+/// A few groups of what comes of a relaxed chain are annealed again with so much of the chain's effort.
+const FEW_SHARE: f64 = 0.02;
 
 /// A grouping with its placement.
 #[derive(Clone)]
@@ -397,17 +401,17 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let mut best = place_all(placed, groupings.collect(), effort, (&dealt, &mut *known));
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
         let many = (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * n as f64;
-        let (rounds, more) = match (many, large(n, groups)) {
-            (true, true) => (&ROUNDS_MANY_LARGE, MANY_MORE),
-            (true, false) => (&ROUNDS_MANY, 1.0),
-            (false, true) => (&ROUNDS_LARGE, LARGE_MORE),
-            (false, false) => (&ROUNDS_SMALL, 1.0),
+        let rounds = match (many, large(n, groups)) {
+            (true, true) => &ROUNDS_MANY_LARGE,
+            (true, false) => &ROUNDS_MANY,
+            (false, true) => &ROUNDS_LARGE,
+            (false, false) => &ROUNDS_SMALL,
         };
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
             if best.first().is_some_and(|best| near(bounds, best.objective_ms)) {
                 break;
             }
-            let budget = (effort.joint as f64 * more * round.share) as u64;
+            let budget = (effort.joint as f64 * round.share) as u64;
             best = improve_together(placed, &exponential, best, (number, round), budget, effort, (&dealt, &mut *known));
         }
         best.extend(placed_already);
@@ -508,19 +512,24 @@ fn improve_together<L: LinkTable>(
             best.extend(found);
             best.extend(anew);
         }
-        Way::Relaxed => {
-            let begin = |(start, random)| relaxed::Chain::new(placed, &start, each, random);
+        Way::Relaxed { again } => {
+            let begin = |(start, random)| relaxed::Chain::new(placed, &start, relaxed::HOT, each, random);
             let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
             let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
             let chains = staged(round, chains, threads, advance, relaxed::Chain::best_ms);
             let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
+            let few_budget = (each as f64 * FEW_SHARE) as u64;
             let (budget, nodes) = (effort.place / PLACED_QUICKLY, effort.nodes / PLACED_QUICKLY);
             let improve = |found: FoundPlaced| {
                 let FoundPlaced { groups, placements, times, .. } = found;
                 let start = Start { improved: vec![false; groups.len()], placements, times };
                 improve_longest(placed, &groups, start, (budget, nodes), |_, _| ())
             };
-            best.extend(in_threads(found, threads, improve));
+            let finish = |(found, seed): (FoundPlaced, u64)| {
+                let found = improve(found);
+                if again { few::again(placed, exponential, found, few_budget, Random(seed), improve) } else { found }
+            };
+            best.extend(in_threads(found.into_iter().zip(1..).collect(), threads, finish));
         }
     }
     best_first(&mut best);
