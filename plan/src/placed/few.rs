@@ -5,8 +5,8 @@
 //! special intensification conditions").
 
 use super::Placed;
-use super::relaxed::{Chain, MILD};
-use super::search::FoundPlaced;
+use super::relaxed::{Chain, WARM};
+use super::search::{FoundPlaced, longest};
 use crate::cluster::LinkTable;
 use crate::random::Random;
 
@@ -32,7 +32,7 @@ pub(super) fn again<L: LinkTable>(
         let groups = few.iter().map(|&g| found.groups[g].clone()).collect();
         let placements = few.iter().map(|&g| found.placements[g].clone()).collect();
         let start = FoundPlaced::new(placed, groups, placements);
-        let mut chain = Chain::new(placed, &start, MILD, budget, Random(random.below(u32::MAX as usize) as u64));
+        let mut chain = Chain::new(placed, &start, WARM, budget, Random(random.below(u32::MAX as usize) as u64));
         chain.advance(exponential, 1.0);
         let Some(best) = chain.into_best().map(&improved) else { continue };
         let shorter = longest_ms(&best) < longest_ms(&start) * (1.0 - LITTLE);
@@ -50,15 +50,13 @@ pub(super) fn again<L: LinkTable>(
 }
 
 fn longest_ms(found: &FoundPlaced) -> f64 {
-    found.times.iter().map(|times| times.ms()).fold(0.0, f64::max)
+    found.times[longest(&found.times)].ms()
 }
 
 /// The number of the group that takes longest, and those of others.
 fn longest_and_others(found: &FoundPlaced, random: &mut Random) -> Vec<usize> {
-    let ms = |g: usize| found.times[g].ms();
-    let longest = (0..found.groups.len()).fold(0, |longest, g| if ms(g) > ms(longest) { g } else { longest });
-    let mut others: Vec<usize> = (0..found.groups.len()).filter(|g| *g != longest).collect();
-    let mut few = vec![longest];
+    let mut few = vec![longest(&found.times)];
+    let mut others: Vec<usize> = (0..found.groups.len()).filter(|g| *g != few[0]).collect();
     while few.len() < FEW && !others.is_empty() {
         few.push(others.swap_remove(random.below(others.len())));
     }

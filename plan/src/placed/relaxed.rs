@@ -15,6 +15,7 @@ mod trial;
 use deal::dealt;
 use trial::{Change, Packed, Trial};
 
+use super::joint::Schedule;
 use super::search::FoundPlaced;
 use super::{Placed, larger};
 use crate::cluster::LinkTable;
@@ -29,15 +30,9 @@ const FAR: f32 = 1e4;
 const AT_ONCE: f32 = 1e-6;
 /// Steps after which temperature and target are set anew, and sums are added up anew.
 const SET_EVERY: u64 = 64;
-/// How annealing goes, at first and at last: the target is so much under the best objective; temperatures. Shares of the work of that.
-#[derive(Clone, Copy)]
-pub(super) struct Schedule {
-    under: (f64, f64),
-    temperature: (f64, f64),
-}
-/// Forgets where it began, and does not quite.
-pub(super) const HOT: Schedule = Schedule { under: (0.5, 0.003), temperature: (0.3, 0.01) };
-pub(super) const MILD: Schedule = Schedule { under: (0.05, 0.003), temperature: (0.05, 0.01) };
+/// So hot that nothing is left of where it began, and so warm that something is. What it began with is no answer of either.
+pub(super) const HOT: Schedule = Schedule { under: (0.5, 0.003), temperature: (0.3, 0.01), forgetful: true };
+pub(super) const WARM: Schedule = Schedule { under: (0.05, 0.003), temperature: (0.05, 0.01), forgetful: true };
 /// No answer is taken before so much of the time.
 const ANSWERS_FROM: f64 = 0.1;
 /// In so many proposals of sixteen the groups stay as they are; in so many two devices change places; in the others one goes to another group.

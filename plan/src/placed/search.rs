@@ -559,6 +559,11 @@ pub(crate) fn place_thoroughly<L: LinkTable>(
     Some(improve_longest(placed, groups, start, (budget, nodes), learn))
 }
 
+/// The group that takes longest.
+pub(super) fn longest(times: &[GroupTimes]) -> usize {
+    (0..times.len()).fold(0, |longest, g| if times[g].ms() > times[longest].ms() { g } else { longest })
+}
+
 /// Where the placements of a grouping begin.
 struct Start {
     placements: Vec<DeviceExperts>,
@@ -576,7 +581,7 @@ fn improve_longest<L: LinkTable>(
     mut learn: impl FnMut(&Vec<u32>, &PlacedTimes),
 ) -> FoundPlaced {
     loop {
-        let worst = (0..groups.len()).fold(0, |worst, g| if times[g].ms() > times[worst].ms() { g } else { worst });
+        let worst = longest(&times);
         if improved[worst] {
             break;
         }
