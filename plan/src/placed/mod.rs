@@ -132,12 +132,6 @@ fn larger<T: PartialOrd>(a: T, b: T) -> T {
     if a > b { a } else { b }
 }
 
-/// The smaller, likewise.
-#[inline]
-fn smaller<T: PartialOrd>(a: T, b: T) -> T {
-    if a < b { a } else { b }
-}
-
 /// A group's placement, and what it takes with that.
 pub(crate) type PlacedTimes = (DeviceExperts, GroupTimes);
 

@@ -22,13 +22,17 @@ const UNDER: f64 = 0.05;
 const HOT: f64 = 0.1;
 const COLD: f64 = 0.003;
 
-fn members(mut set: u64) -> Vec<u32> {
-    let mut list = Vec::with_capacity(set.count_ones() as usize);
-    while set != 0 {
-        list.push(set.trailing_zeros());
+/// The devices of a set.
+pub(super) fn devices(mut set: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let first = (set != 0).then(|| set.trailing_zeros() as usize)?;
         set &= set - 1;
-    }
-    list
+        Some(first)
+    })
+}
+
+fn members(set: u64) -> Vec<u32> {
+    devices(set).map(|i| i as u32).collect()
 }
 
 /// What groups take, by their sets of devices.

@@ -111,7 +111,7 @@ const ROUNDS_MANY: [Round; 3] = [
 /// In large groups what a chain comes to is mostly chance, so more begin.
 const ROUNDS_MANY_LARGE: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.75, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
-    Round { numbers: 2, within: 0.03, chains: 12, share: 2.4, way: Way::Relaxed { again: true }, cuts: &[(0.6, 2)] },
+    Round { numbers: 2, within: 0.03, chains: 4, share: 2.4, way: Way::Relaxed { again: true }, cuts: &[(0.6, 2)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.24, way: MILD, cuts: &[] },
 ];
 /// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.

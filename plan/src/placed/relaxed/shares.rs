@@ -1,0 +1,356 @@
+//! The shares with which a group takes least.
+//!
+//! With experts as if they could be cut this is a linear programme: the least sum of how long a group computes and how long it exchanges, such that each
+//! member computes its share, receives and sends for no longer than that, and any members together have no more than the dearest experts that they have
+//! room for. It is solved by the dual simplex method (Lemke 1954) on a dictionary (Chvátal 1983, chapters 3 and 10). There the objective only rises, so
+//! most groups are known to take too long after a few steps. It begins where all compute equally long and exchange for no time.
+
+use crate::placed::larger;
+use crate::placed::regroup::{MOST_DEVICES, devices};
+
+/// What no group takes that can hold all experts.
+pub(super) const IMPOSSIBLE: f32 = 1e9;
+/// Constraints are broken by more, and multiples are above it.
+const LITTLE: f32 = 1e-5;
+/// Shares that memory has no room for are above it.
+const WITHOUT_ROOM: f32 = 3e-5;
+/// Steps at most, all constraints of memory among them; then it is as it is.
+const STEPS: usize = 300;
+/// So many values are taken together, so that vectors do it.
+const LANES: usize = 8;
+
+/// What groups are of, times in any unit.
+pub(super) struct Devices {
+    pub n: usize,
+    /// How long each computes all experts for one device's tokens.
+    pub compute: Vec<f32>,
+    /// What x sends to c, at x n + c: alpha, and beta for all experts.
+    pub alpha: Vec<f32>,
+    pub beta: Vec<f32>,
+    /// For how many experts each has room, and the share of so many of the dearest.
+    pub room: Vec<usize>,
+    pub dearest: Vec<f32>,
+}
+
+impl Devices {
+    pub fn experts(&self) -> usize {
+        self.dearest.len() - 1
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Variable {
+    /// How long the group exchanges.
+    Exchange,
+    /// What a holder has, by its place, and how much less that is than what it computes in the time that the group does.
+    Share(usize),
+    Less,
+    /// By how much a constraint holds.
+    Slack,
+}
+
+/// A dictionary: the basic variables are constants and multiples of the others, which are 0.
+#[derive(Default)]
+pub(super) struct Simplex {
+    members: Vec<usize>,
+    /// The members that may hold experts.
+    holders: Vec<usize>,
+    /// Row 0 is the objective, the others those of `basic`. Column 0 has constants, the next ones the multiples of `others`.
+    rows: Vec<f32>,
+    stride: usize,
+    basic: Vec<Variable>,
+    others: Vec<Variable>,
+    pivot: Vec<f32>,
+    /// Links looked at so far, or what takes as long.
+    pub ops: u64,
+}
+
+impl Simplex {
+    /// The least that a group takes of whose devices `holders` may hold experts; where that is above `most`, any time from there up to it.
+    pub fn least(&mut self, of: &Devices, set: u64, holders: u64, most: f32) -> f32 {
+        self.begin(of, set, holders);
+        if self.holders.iter().map(|&i| of.room[i]).sum::<usize>() < of.experts() {
+            return IMPOSSIBLE;
+        }
+        for _ in 0..STEPS {
+            let least = self.rows[0];
+            if least > most || !least.is_finite() {
+                return if least.is_finite() { least } else { IMPOSSIBLE };
+            }
+            let goes_on = match self.most_broken() {
+                Some(row) => self.step(row),
+                None if self.cut(of) => true,
+                None => return least,
+            };
+            if !goes_on {
+                return IMPOSSIBLE;
+            }
+        }
+        self.rows[0]
+    }
+
+    /// The holders with the shares that it came to.
+    pub fn shares(&self) -> impl Iterator<Item = (usize, f32)> {
+        self.holders.iter().enumerate().map(|(place, &i)| (i, larger(self.share(place), 0.0)))
+    }
+
+    fn share(&self, place: usize) -> f32 {
+        self.row_of(Variable::Share(place)).map_or(0.0, |row| self.rows[row * self.stride])
+    }
+
+    fn row_of(&self, variable: Variable) -> Option<usize> {
+        self.basic.iter().position(|basic| *basic == variable).map(|at| at + 1)
+    }
+
+    fn begin(&mut self, of: &Devices, set: u64, may_hold: u64) {
+        let Simplex { members, holders, rows, stride, basic, others, .. } = self;
+        members.clear();
+        members.extend(devices(set));
+        holders.clear();
+        holders.extend(devices(set & may_hold));
+        let count = holders.len();
+        *stride = (count + 2).next_multiple_of(LANES);
+        rows.clear();
+        rows.resize((1 + 2 * count + members.len()) * *stride, 0.0);
+        others.clear();
+        others.extend((0..count).map(|_| Variable::Less));
+        others.push(Variable::Exchange);
+        basic.clear();
+        basic.extend((0..count).map(Variable::Share));
+        basic.extend((0..count + members.len()).map(|_| Variable::Slack));
+        let rate = |i: usize| 1.0 / (members.len() as f32 * of.compute[i]);
+        let rates: f32 = holders.iter().map(|&i| rate(i)).sum();
+        // What one has less, all have more, by their rates.
+        let part = |i: usize| rate(i) / rates;
+        let mut lines = rows.chunks_exact_mut(*stride);
+        if let Some(objective) = lines.next() {
+            objective[..=count].fill(1.0 / rates);
+            objective[1 + count] = 1.0;
+        }
+        for ((place, &i), line) in holders.iter().enumerate().zip(&mut lines) {
+            line[..=count].fill(part(i));
+            line[1 + place] -= 1.0;
+        }
+        for (&x, line) in members.iter().zip(&mut lines) {
+            let (alpha, beta) = (&of.alpha[x * of.n..][..of.n], &of.beta[x * of.n..][..of.n]);
+            let (mut once, mut all) = (0.0, 0.0);
+            for (&c, less) in holders.iter().zip(&mut line[1..]) {
+                once += alpha[c];
+                all += beta[c] * part(c);
+                *less = beta[c];
+            }
+            line[1..=count].iter_mut().for_each(|less| *less -= all);
+            (line[0], line[1 + count]) = (-once - all, 1.0);
+        }
+        for ((place, &c), line) in holders.iter().enumerate().zip(lines) {
+            let (mut once, mut all) = (0.0, 0.0);
+            for &x in members.iter() {
+                once += of.alpha[x * of.n + c];
+                all += of.beta[x * of.n + c];
+            }
+            line[..=count].fill(-all * part(c));
+            line[0] -= once;
+            line[1 + place] += all;
+            line[1 + count] = 1.0;
+        }
+        self.ops += (self.members.len() * self.members.len()) as u64 / 2;
+    }
+
+    /// The row of the basic variable that is furthest below 0.
+    fn most_broken(&self) -> Option<usize> {
+        let constants = self.rows.iter().step_by(self.stride).enumerate().skip(1);
+        let least =
+            constants.fold((0, -LITTLE), |least, (row, &value)| if value < least.1 { (row, value) } else { least });
+        (least.0 > 0).then_some(least.0)
+    }
+
+    /// The basic variable of a row becomes 0, and of the others the one basic for which the objective rises least; false if none can.
+    fn step(&mut self, row: usize) -> bool {
+        let (stride, mut enters) = (self.stride, (f32::INFINITY, 0, 0.0));
+        let line = &self.rows[row * stride..][..stride];
+        for (column, (&by, &cost)) in line.iter().zip(&self.rows).enumerate().take(1 + self.others.len()).skip(1) {
+            if by > LITTLE {
+                let ratio = larger(cost, 0.0) / by;
+                if ratio < enters.0 || (ratio == enters.0 && by > enters.2) {
+                    enters = (ratio, column, by);
+                }
+            }
+        }
+        let (_, column, by) = enters;
+        if column == 0 {
+            return false;
+        }
+        self.pivot.clear();
+        self.pivot.extend(line.iter().map(|value| -value / by));
+        self.pivot[column] = 1.0 / by;
+        let pivot = self.pivot.as_chunks::<LANES>().0;
+        for (at, line) in self.rows.chunks_exact_mut(stride).enumerate() {
+            if at == row {
+                line.copy_from_slice(&self.pivot);
+                continue;
+            }
+            let by = std::mem::take(&mut line[column]);
+            for (values, pivot) in line.as_chunks_mut::<LANES>().0.iter_mut().zip(pivot) {
+                *values = std::array::from_fn(|k| values[k] + by * pivot[k]);
+            }
+        }
+        std::mem::swap(&mut self.basic[row - 1], &mut self.others[column - 1]);
+        self.ops += self.rows.len() as u64 / LANES as u64;
+        true
+    }
+
+    /// Adds the constraint of memory that is broken most, if any is.
+    ///
+    /// Any members together can have as many of the dearest experts as they have room for. With experts that could be cut that is all there is to it, as the
+    /// dearest so many are concave in their number (these are the constraints of a polymatroid); and those that have most too much are of those with most
+    /// for their room.
+    fn cut(&mut self, of: &Devices) -> bool {
+        let mut holders = [(0.0f32, 0usize); MOST_DEVICES];
+        let holders = &mut holders[..self.holders.len()];
+        for (place, holder) in holders.iter_mut().enumerate() {
+            *holder = (self.share(place) / of.room[self.holders[place]].max(1) as f32, place);
+        }
+        holders.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
+        let (mut all, mut rooms, mut most) = (0.0, 0, (WITHOUT_ROOM, 0, 0.0));
+        for (at, &(_, place)) in holders.iter().enumerate() {
+            all += self.share(place);
+            rooms += of.room[self.holders[place]];
+            if rooms >= of.experts() {
+                break;
+            }
+            if all - of.dearest[rooms] > most.0 {
+                most = (all - of.dearest[rooms], at + 1, of.dearest[rooms]);
+            }
+        }
+        let (_, count, dearest) = most;
+        if count == 0 {
+            return false;
+        }
+        let end = self.rows.len();
+        self.rows.resize(end + self.stride, 0.0);
+        self.rows[end] = dearest;
+        for variable in holders[..count].iter().map(|&(_, place)| Variable::Share(place)) {
+            if let Some(row) = self.row_of(variable) {
+                let (rows, cut) = self.rows.split_at_mut(end);
+                cut.iter_mut().zip(&rows[row * self.stride..]).for_each(|(cut, share)| *cut -= share);
+            } else if let Some(at) = self.others.iter().position(|other| *other == variable) {
+                self.rows[end + 1 + at] -= 1.0;
+            }
+        }
+        self.basic.push(Variable::Slack);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use microlp::{ComparisonOp, LinearExpr, OptimizationDirection, Problem, SolveOutcome};
+
+    use super::*;
+    use crate::random::Random;
+
+    /// Of `n` devices, with experts of 1 to 3, and room for some or all.
+    fn random_devices(n: usize, experts: usize, room: usize, random: &mut Random) -> Devices {
+        let mut costs: Vec<f32> = (0..experts).map(|_| (1 + random.below(3)) as f32).collect();
+        costs.sort_by(|a, b| b.total_cmp(a));
+        let total: f32 = costs.iter().sum();
+        let dearest = (0..=experts).map(|count| costs[..count].iter().sum::<f32>() / total).collect();
+        let mut times = |count: usize, most: f32| -> Vec<f32> {
+            (0..count).map(|_| most * 0.01 * (1 + random.below(100)) as f32).collect()
+        };
+        let (compute, mut alpha, mut beta) = (times(n, 1.0), times(n * n, 0.1), times(n * n, 2.0));
+        for i in 0..n {
+            (alpha[i * n + i], beta[i * n + i]) = (0.0, 0.0);
+        }
+        let room = (0..n).map(|_| 1 + random.below(room)).collect();
+        Devices { n, compute, alpha, beta, room, dearest }
+    }
+
+    /// Exchange and compute of a group with these shares, of devices that may hold experts or not.
+    fn takes(of: &Devices, set: u64, holders: u64, share: &[f32]) -> f32 {
+        let members: Vec<usize> = devices(set).collect();
+        let (mut compute, mut exchange) = (0.0, 0.0);
+        for &x in &members {
+            compute = f32::max(compute, members.len() as f32 * of.compute[x] * share[x]);
+            let sent = devices(holders).map(|c| of.alpha[x * of.n + c] + of.beta[x * of.n + c] * share[c]).sum();
+            exchange = f32::max(exchange, sent);
+            if holders >> x & 1 == 1 {
+                let received = members.iter().map(|&y| of.alpha[y * of.n + x] + of.beta[y * of.n + x] * share[x]);
+                exchange = exchange.max(received.sum());
+            }
+        }
+        compute + exchange
+    }
+
+    /// The same programme with a constraint for every set of members, by a library; `None` where memory does not suffice.
+    fn by_library(of: &Devices, set: u64, holders: u64) -> Option<f32> {
+        let (members, held): (Vec<usize>, Vec<usize>) = (devices(set).collect(), devices(holders).collect());
+        let mut lp = Problem::new(OptimizationDirection::Minimize);
+        let [compute, exchange] = [(); 2].map(|_| lp.add_var(1.0, (0.0, f64::INFINITY)));
+        let share: Vec<_> = held.iter().map(|_| lp.add_var(0.0, (0.0, 1.0))).collect();
+        lp.add_constraint(share.iter().map(|share| (*share, 1.0)).collect::<Vec<_>>(), ComparisonOp::Eq, 1.0);
+        for (&c, &share) in held.iter().zip(&share) {
+            let computes = f64::from(members.len() as f32 * of.compute[c]);
+            lp.add_constraint([(share, computes), (compute, -1.0)], ComparisonOp::Le, 0.0);
+            let [once, all] =
+                [&of.alpha, &of.beta].map(|of_all| members.iter().map(|&y| f64::from(of_all[y * of.n + c])).sum());
+            lp.add_constraint([(share, all), (exchange, -1.0)], ComparisonOp::Le, -once);
+        }
+        for &x in &members {
+            let mut sent = LinearExpr::empty();
+            sent.add(exchange, -1.0);
+            held.iter().zip(&share).for_each(|(&c, &share)| sent.add(share, f64::from(of.beta[x * of.n + c])));
+            let once: f64 = held.iter().map(|&c| f64::from(of.alpha[x * of.n + c])).sum();
+            lp.add_constraint(sent, ComparisonOp::Le, -once);
+        }
+        for some in 1..1u64 << held.len() {
+            let room: usize = devices(some).map(|place| of.room[held[place]]).sum();
+            let most = f64::from(of.dearest[room.min(of.experts())]);
+            let some: Vec<_> = devices(some).map(|place| (share[place], 1.0)).collect();
+            lp.add_constraint(some, ComparisonOp::Le, most);
+        }
+        match lp.solve() {
+            Ok(SolveOutcome::Solution(solution)) => Some(solution.objective() as f32),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn shares_are_those_of_a_library() {
+        let (mut random, mut simplex) = (Random(1), Simplex::default());
+        let (mut solved, mut impossible, mut without) = (0, 0, 0);
+        for case in 0..600 {
+            let n = 1 + random.below(8);
+            let experts = 1 + random.below(24);
+            let room = if case % 2 == 0 { experts } else { 1 + 2 * experts / n };
+            let of = random_devices(n, experts, room, &mut random);
+            let set = (1 << n) - 1;
+            let holders = if case % 3 == 0 { set } else { 1 + random.below(set as usize) as u64 };
+            let least = simplex.least(&of, set, holders, IMPOSSIBLE);
+            let Some(wanted) = by_library(&of, set, holders) else {
+                assert_eq!(least, IMPOSSIBLE, "case {case}");
+                impossible += 1;
+                continue;
+            };
+            assert!((least - wanted).abs() < 1e-3 * wanted, "case {case}: {least} {wanted}");
+            let mut share = vec![0.0; n];
+            simplex.shares().for_each(|(i, of)| share[i] = of);
+            assert!((share.iter().sum::<f32>() - 1.0).abs() < 1e-3, "case {case}: {share:?}");
+            let takes = takes(&of, set, holders, &share);
+            assert!((least - takes).abs() < 1e-3 * takes, "case {case}: {least} {takes}");
+            // The most that any have too much is that of members with most for their room, of which all sets are looked at here.
+            for some in (1..=set).filter(|some| some & !holders == 0) {
+                let rooms: usize = devices(some).map(|i| of.room[i]).sum();
+                let too_much = devices(some).map(|i| share[i]).sum::<f32>() - of.dearest[rooms.min(experts)];
+                assert!(too_much < 1e-3, "case {case}: {too_much} of {share:?}");
+            }
+            // What is more than that is known to be, and never said to be more than it is.
+            let more = simplex.least(&of, set, holders, 0.9 * wanted);
+            assert!(more > 0.9 * wanted && more < 1.001 * wanted, "case {case}: {more} {wanted}");
+            let ample = Devices { room: vec![experts; n], ..of };
+            without += u32::from(simplex.least(&ample, set, holders, IMPOSSIBLE) < 0.99 * wanted);
+            solved += 1;
+        }
+        assert!(solved > 300 && impossible > 100 && without > 50, "{solved} {impossible} {without}");
+    }
+}
