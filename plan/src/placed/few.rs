@@ -36,9 +36,10 @@ pub(super) fn again<L: LinkTable>(
         chain.advance(exponential, 1.0);
         let Some(best) = chain.into_best().map(&improved) else { continue };
         let shorter = longest_ms(&best) < longest_ms(&start) * (1.0 - LITTLE);
-        let (mut groups, mut placements) = (found.groups.clone(), found.placements.clone());
-        for ((g, members), placement) in few.into_iter().zip(best.groups).zip(best.placements) {
-            (groups[g], placements[g]) = (members, placement);
+        let (mut groups, mut placements) = (best.groups, best.placements);
+        for g in (0..found.groups.len()).filter(|g| !few.contains(g)) {
+            groups.push(found.groups[g].clone());
+            placements.push(found.placements[g].clone());
         }
         let all = FoundPlaced::new(placed, groups, placements);
         // Others may take as long as the longest did.

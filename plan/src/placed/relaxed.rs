@@ -49,7 +49,8 @@ const RECEIVED: f32 = 0.5;
 /// Of the mean expert: a device with less has none.
 const LEAST: f32 = 0.5;
 
-#[derive(Clone)]
+/// A group, or room for a new one.
+#[derive(Clone, Default)]
 struct Group {
     members: Vec<u32>,
     /// The same, and those that may hold experts, as bits.
@@ -61,7 +62,10 @@ struct Group {
 struct Relaxed<'s, 'p, 'a, L> {
     placed: &'s Placed<'p, 'a, L>,
     devices: Devices,
+    /// Some are empty, one at least.
     groups: Vec<Group>,
+    /// How many are not.
+    count: usize,
     group_of: Vec<u32>,
     /// What x sends to c, at c n + x: alpha, and beta for all experts.
     alpha_to: Vec<f32>,
@@ -116,15 +120,17 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             let (set, holders) = (bits(members.iter().copied()), bits(holders.map(|(&i, _)| i)));
             Group { members: members.clone(), set, holders, time: 0.0 }
         };
+        let groups = start.groups.iter().zip(&start.placements).map(group);
         let mut relaxed = Relaxed {
             placed,
-            groups: start.groups.iter().zip(&start.placements).map(group).collect(),
+            groups: groups.chain([Group::default()]).collect(),
+            count: start.groups.len(),
             group_of,
             alpha_to: to(&devices.alpha),
             beta_to: to(&devices.beta),
             devices,
             instead: vec![0.0; n * n],
-            beside: vec![0.0; n * start.groups.len()],
+            beside: vec![0.0; n * (n + 1)],
             known: FxHashMap::default(),
             simplex: Simplex::default(),
             excess: 0.0,
@@ -141,17 +147,18 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         relaxed
     }
 
-    fn all_reduce(&self, slowest: Option<usize>) -> f64 {
-        self.placed.problem.all_reduce_over(self.groups.len(), slowest)
+    fn all_reduce(&self) -> f64 {
+        self.placed.problem.all_reduce_over(self.count, self.slowest)
     }
 
-    fn limit_of(&self, slowest: Option<usize>) -> f32 {
-        ((self.target_ms - self.all_reduce(slowest)) / self.gamma / self.unit) as f32
+    fn limit_of(&self, count: usize, slowest: Option<usize>) -> f32 {
+        let all_reduce = self.placed.problem.all_reduce_over(count, slowest);
+        ((self.target_ms - all_reduce) / self.gamma / self.unit) as f32
     }
 
     fn objective_ms(&self) -> f64 {
         let longest = self.groups.iter().map(|group| group.time).fold(0.0, larger);
-        self.gamma * f64::from(longest) * self.unit + self.all_reduce(self.slowest)
+        self.gamma * f64::from(longest) * self.unit + self.all_reduce()
     }
 
     /// The group that takes longest.
@@ -161,9 +168,9 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 
     /// Aims below an objective, by a share of what of it is not the all-reduce.
     fn aim(&mut self, objective_ms: f64, under: f64) {
-        let all_reduce = self.all_reduce(self.slowest);
+        let all_reduce = self.all_reduce();
         self.target_ms = (objective_ms - all_reduce) * (1.0 - under) + all_reduce;
-        self.limit = self.limit_of(self.slowest);
+        self.limit = self.limit_of(self.count, self.slowest);
         self.weigh();
     }
 
@@ -196,6 +203,13 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     /// A group is another: who comes to have nothing holds nothing, and what newcomers take is known.
     fn settle(&mut self, g: usize) {
         let Group { set, mut holders, .. } = self.groups[g];
+        if set == 0 {
+            (self.groups[g].holders, self.groups[g].time) = (0, 0.0);
+            let of = &self.devices;
+            let alone = |i: usize| if of.room[i] < of.experts() { IMPOSSIBLE } else { of.compute[i] };
+            self.beside[g * of.n..][..of.n].iter_mut().enumerate().for_each(|(i, beside)| *beside = alone(i));
+            return;
+        }
         let mut time = self.least(set, holders, IMPOSSIBLE);
         loop {
             let none = self.simplex.shares().filter(|(_, share)| *share < self.least);
@@ -260,7 +274,10 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     fn random_change(&mut self, random: &mut Random, most: f32) -> bool {
         let g = if random.below(4) < WORST_IN_FOUR { self.worst() } else { random.below(self.groups.len()) };
         let kind = random.below(16);
-        if kind < STAYS || self.groups.len() == 1 {
+        if self.groups[g].set == 0 {
+            return false;
+        }
+        if kind < STAYS {
             let i = self.groups[g].members[random.below(self.groups[g].members.len())];
             return self.turn(g, i, most);
         }
@@ -271,14 +288,14 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
     /// A device of group `g`, another group, and, for a change of places, a device of that: of some the one with least too much for who comes.
     fn most_promising(&mut self, g: usize, swap: bool, random: &mut Random) -> Option<(u32, usize, Option<u32>)> {
         let n = self.devices.n;
-        if !swap && self.groups[g].members.len() == 1 {
-            return None;
-        }
         self.ops += CANDIDATES as u64;
         let mut best = (f32::INFINITY, None);
         for _ in 0..CANDIDATES {
             let mut h = random.below(self.groups.len() - 1);
             h += usize::from(h >= g);
+            if swap && self.groups[h].set == 0 {
+                continue;
+            }
             let one_of =
                 |g: usize, random: &mut Random| self.groups[g].members[random.below(self.groups[g].members.len())];
             let i = one_of(g, random);
@@ -320,12 +337,14 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         };
         let slowest = self.placed.problem.slowest_after(self.slowest, [Some(i), back], to);
         self.ops += 4 + slowest.unwrap_or(0) as u64 / 2;
-        let limit = if slowest == self.slowest { self.limit } else { self.limit_of(slowest) };
-        let others = (0..self.groups.len()).filter(|&k| k != g && k != h);
-        let others: f32 = others.map(|k| over(self.groups[k].time, limit)).sum();
         let (goes, comes) = (1u64 << i, bits(back.into_iter()));
         let (here, there) = (&self.groups[g], &self.groups[h]);
         let sets = [there.set & !comes | goes, here.set & !goes | comes];
+        let count = self.count + usize::from(there.set == 0) - usize::from(sets[1] == 0);
+        let same = slowest == self.slowest && count == self.count;
+        let limit = if same { self.limit } else { self.limit_of(count, slowest) };
+        let others = (0..self.groups.len()).filter(|&k| k != g && k != h);
+        let others: f32 = others.map(|k| over(self.groups[k].time, limit)).sum();
         // Who comes may hold experts if who leaves might, or if nobody leaves.
         let may = |yes: bool, bit: u64| if yes { bit } else { 0 };
         let holders = [
@@ -334,9 +353,11 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         ];
         let mut most = limit + most - others;
         for at in 0..2 {
-            // That there is nothing left is known before it is looked at.
-            let time = if most < limit { most } else { self.time(sets[at], holders[at], most) };
-            if most < limit || time > most {
+            if most < limit {
+                return false;
+            }
+            let time = if sets[at] == 0 { 0.0 } else { self.time(sets[at], holders[at], most) };
+            if time > most {
                 return false;
             }
             most -= over(time, limit);
@@ -350,10 +371,14 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         }
         self.group_of[i as usize] = h as u32;
         back.into_iter().for_each(|j| self.group_of[j as usize] = g as u32);
-        (self.slowest, self.limit) = (slowest, limit);
+        (self.slowest, self.count, self.limit) = (slowest, count, limit);
         for (k, (set, holders)) in [h, g].into_iter().zip(sets.into_iter().zip(holders)) {
             (self.groups[k].set, self.groups[k].holders) = (set, holders);
             self.settle(k);
+        }
+        if self.groups.len() == count {
+            self.groups.push(Group::default());
+            self.settle(count);
         }
         self.weigh();
         true
@@ -437,7 +462,7 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
             if steps.is_multiple_of(SET_EVERY) {
                 let progress = relaxed.ops as f64 / budget;
                 let from_ms = if best.is_some() { *best_ms } else { relaxed.start_ms };
-                let work = (from_ms - relaxed.all_reduce(relaxed.slowest)) / relaxed.gamma / relaxed.unit;
+                let work = (from_ms - relaxed.all_reduce()) / relaxed.gamma / relaxed.unit;
                 *temperature = work * between(schedule.temperature, progress);
                 relaxed.aim(from_ms, between(schedule.under, progress));
             }
@@ -448,7 +473,8 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
                 let now_ms = relaxed.objective_ms();
                 if now_ms < *best_ms {
                     *best_ms = now_ms;
-                    *best = Some(relaxed.groups.iter().map(|group| (group.set, group.holders)).collect());
+                    let groups = relaxed.groups.iter().filter(|group| group.set != 0);
+                    *best = Some(groups.map(|group| (group.set, group.holders)).collect());
                 }
             }
         }
@@ -515,6 +541,7 @@ mod tests {
             let mut relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements));
             relaxed.aim(relaxed.start_ms, 0.1);
             let (mut random, mut moved, mut turned) = (Random(3), 0, 0);
+            let mut counts = std::collections::BTreeSet::new();
             for _ in 0..2_000 {
                 let before =
                     (relaxed.group_of.clone(), relaxed.groups.iter().map(|group| group.holders).collect::<Vec<_>>());
@@ -524,9 +551,11 @@ mod tests {
                         before.0 == relaxed.group_of
                             && before.1.iter().ne(relaxed.groups.iter().map(|group| &group.holders)),
                     );
+                    counts.insert(relaxed.count);
                     kept_is_right(&relaxed);
                 }
             }
+            assert_eq!(counts.len() > 1, !tight, "{counts:?} groups");
             // Where memory is tight, whoever holds experts must.
             assert!(moved > 50 && (turned > 10) != tight, "{moved} {turned}");
         }
@@ -539,6 +568,12 @@ mod tests {
             assert_eq!(group.set, bits(group.members.iter().copied()));
             assert!(group.members.iter().all(|&i| relaxed.group_of[i as usize] == g as u32));
             assert!(group.holders & !group.set == 0);
+            if group.set == 0 {
+                assert_eq!(group.time, 0.0);
+                let alone = |x: usize| if of.room[x] < 12 { IMPOSSIBLE } else { of.compute[x] };
+                assert!((0..6).all(|x| relaxed.beside[g * 6 + x] == alone(x)));
+                continue;
+            }
             assert!(near(group.time, simplex.least(of, group.set, group.holders, IMPOSSIBLE)));
             let mut share = [0.0; 6];
             simplex.shares().for_each(|(i, of)| share[i] = of);
@@ -559,6 +594,8 @@ mod tests {
                 }
             }
         }
+        let empty = relaxed.groups.iter().filter(|group| group.set == 0).count();
+        assert!(empty > 0 && relaxed.count + empty == relaxed.groups.len());
         let excess: f32 = relaxed.groups.iter().map(|group| (group.time - relaxed.limit).max(0.0)).sum();
         assert!(near(relaxed.excess, excess));
     }

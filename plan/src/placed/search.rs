@@ -92,9 +92,9 @@ const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
 /// Efforts are such that all plans take about as long: with large groups there is no annealing with remembered times.
 const ROUNDS_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.8, way: FORGETFUL, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 1.9, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.5, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 1.05, way: FORGETFUL, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 2.5, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.65, way: MILD, cuts: &[] },
 ];
 const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.55, way: MILD, cuts: &[] },
