@@ -92,9 +92,9 @@ const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.
 const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
 /// Efforts are such that all plans take about as long: with large groups there is no annealing with remembered times.
 const ROUNDS_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 1.05, way: FORGETFUL, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 2.5, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.65, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.8, way: FORGETFUL, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 1.9, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.5, way: MILD, cuts: &[] },
 ];
 const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.55, way: MILD, cuts: &[] },
@@ -108,7 +108,7 @@ const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 2, within: 0.03, chains: 8, share: 0.74, way: Way::Relaxed { again: true }, cuts: &[(0.5, 3)] },
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
 ];
-/// In large groups what a chain comes to is mostly chance, so more begin.
+/// In large groups chains need longer, so few begin.
 const ROUNDS_MANY_LARGE: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.75, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 4, share: 2.4, way: Way::Relaxed { again: true }, cuts: &[(0.6, 2)] },
