@@ -22,6 +22,11 @@ const UNDER: f64 = 0.05;
 const HOT: f64 = 0.1;
 const COLD: f64 = 0.003;
 
+/// The set of some devices, as bits.
+pub(super) fn bits(list: impl Iterator<Item = u32>) -> u64 {
+    list.fold(0, |set, i| set | 1 << i)
+}
+
 /// The devices of a set.
 pub(super) fn devices(mut set: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
@@ -31,7 +36,7 @@ pub(super) fn devices(mut set: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-fn members(set: u64) -> Vec<u32> {
+pub(super) fn members(set: u64) -> Vec<u32> {
     devices(set).map(|i| i as u32).collect()
 }
 
@@ -82,7 +87,7 @@ impl<'s, 'p, 'a, L: LinkTable> Grouping<'s, 'p, 'a, L> {
         for (g, list) in groups.iter().enumerate() {
             list.iter().for_each(|&i| group_of[i as usize] = g as u32);
         }
-        let sets: Vec<u64> = groups.iter().map(|list| list.iter().fold(0, |set, i| set | 1 << i)).collect();
+        let sets: Vec<u64> = groups.iter().map(|list| bits(list.iter().copied())).collect();
         let mut grouping = Grouping {
             ms: sets.iter().map(|&set| known.ms(set)).collect(),
             slowest: placed.problem.slowest(|i| group_of[i as usize]),

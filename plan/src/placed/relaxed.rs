@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 use shares::{Devices, IMPOSSIBLE, Simplex};
 
 use super::joint::Schedule;
-use super::regroup::{MOST_DEVICES, devices};
+use super::regroup::{MOST_DEVICES, bits, members};
 use super::search::FoundPlaced;
 use super::{Placed, larger};
 use crate::cluster::LinkTable;
@@ -52,6 +52,7 @@ const LEAST: f32 = 0.5;
 /// A group, or room for a new one.
 #[derive(Clone, Default)]
 struct Group {
+    /// In any order, to choose from.
     members: Vec<u32>,
     /// The same, and those that may hold experts, as bits.
     set: u64,
@@ -96,10 +97,6 @@ fn over(time: f32, limit: f32) -> f32 {
 #[inline]
 fn indicator(yes: bool) -> f32 {
     if yes { 1.0 } else { 0.0 }
-}
-
-fn bits(list: impl Iterator<Item = u32>) -> u64 {
-    list.fold(0, |set, i| set | 1 << i)
 }
 
 impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
@@ -448,7 +445,7 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
         for (set, holders) in self.best? {
             simplex.least(&of, set, holders, IMPOSSIBLE);
             simplex.shares().filter(|(_, of)| *of >= least).for_each(|(i, of)| share[i] = of);
-            groups.push(devices(set).map(|i| i as u32).collect::<Vec<u32>>());
+            groups.push(members(set));
         }
         let placements = groups.iter().map(|members| dealt(placed, members, &share)).collect::<Option<Vec<_>>>()?;
         Some(FoundPlaced::new(placed, groups, placements))
@@ -487,6 +484,7 @@ mod tests {
     use crate::Workload;
     use crate::cluster::{Cluster, Device, Links, Matrix};
     use crate::objective::Problem;
+    use crate::placed::regroup::devices;
     use crate::search::exponential;
 
     /// Six devices of which the even ones, and the odd ones, have good links; the start has them mixed.

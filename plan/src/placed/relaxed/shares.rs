@@ -14,7 +14,7 @@ pub(super) const IMPOSSIBLE: f32 = 1e9;
 const LITTLE: f32 = 1e-5;
 /// Shares that memory has no room for are above it.
 const WITHOUT_ROOM: f32 = 3e-5;
-/// Steps at most, all constraints of memory among them; then it is as it is.
+/// Steps and constraints of memory at most; what it has come to by then counts as the least.
 const STEPS: usize = 300;
 /// So many values are taken together, so that vectors do it.
 const LANES: usize = 8;
