@@ -20,7 +20,7 @@ const LITTLE: f64 = 1e-6;
 pub(super) fn again<L: LinkTable>(
     placed: &Placed<L>,
     exponential: &[f64],
-    mut found: FoundPlaced,
+    (mut found, whole): (FoundPlaced, bool),
     budget: u64,
     mut random: Random,
     improved: impl Fn(FoundPlaced) -> FoundPlaced,
@@ -32,7 +32,8 @@ pub(super) fn again<L: LinkTable>(
         let groups = few.iter().map(|&g| found.groups[g].clone()).collect();
         let placements = few.iter().map(|&g| found.placements[g].clone()).collect();
         let start = FoundPlaced::new(placed, groups, placements);
-        let mut chain = Chain::new(placed, &start, WARM, budget, Random(random.below(u32::MAX as usize) as u64));
+        let mut chain =
+            Chain::new(placed, (&start, whole), WARM, budget, Random(random.below(u32::MAX as usize) as u64));
         chain.advance(exponential, 1.0);
         let Some(best) = chain.into_best().map(&improved) else { continue };
         let shorter = longest_ms(&best) < longest_ms(&start) * (1.0 - LITTLE);
@@ -85,7 +86,7 @@ mod tests {
         let groups: Vec<Vec<u32>> = (0..5).map(|g| (4 * g..4 * g + 4).collect()).collect();
         let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
         let start = FoundPlaced::new(&placed, groups, placements);
-        let found = again(&placed, &exponential(), start.clone(), 100_000, Random(1), |found| found);
+        let found = again(&placed, &exponential(), (start.clone(), false), 100_000, Random(1), |found| found);
         let [before, after] = [&start, &found].map(longest_ms);
         assert!(after < 0.8 * before && found.objective_ms < start.objective_ms, "{after} {before}");
         let mut devices = found.groups.concat();

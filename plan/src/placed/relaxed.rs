@@ -7,6 +7,7 @@
 //!
 //! Times are in units of what the best grouping takes at first, in single precision.
 
+mod cycles;
 mod deal;
 mod shares;
 
@@ -32,7 +33,7 @@ const MOST_KNOWN: usize = 1 << 20;
 /// Steps after which temperature and target are set anew.
 const SET_EVERY: u64 = 64;
 /// So hot that nothing is left of where it began, and so warm that something is. What it began with is no answer of either.
-pub(super) const HOT: Schedule = Schedule { under: (0.8, 0.003), temperature: (0.05, 0.001), forgetful: true };
+pub(super) const HOT: Schedule = Schedule { under: (0.8, 0.005), temperature: (0.05, 0.005), forgetful: true };
 pub(super) const WARM: Schedule = Schedule { under: (0.05, 0.003), temperature: (0.02, 0.001), forgetful: true };
 /// No answer is taken before so much of the time.
 const ANSWERS_FROM: f64 = 0.1;
@@ -76,7 +77,8 @@ struct Relaxed<'s, 'p, 'a, L> {
     beside: Vec<f32>,
     /// What groups take, by their set and their holders; below 0 where they take more than that.
     known: FxHashMap<(u64, u64), f32>,
-    simplex: Simplex,
+    /// Of the two groups of a change, and what else is looked at by the first.
+    simplex: [Simplex; 2],
     excess: f32,
     least: f32,
     slowest: Option<usize>,
@@ -100,7 +102,7 @@ fn indicator(yes: bool) -> f32 {
 }
 
 impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
-    fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced) -> Self {
+    fn new(placed: &'s Placed<'p, 'a, L>, start: &FoundPlaced, whole: bool) -> Self {
         let (n, problem) = (placed.problem.n(), placed.problem);
         let mut group_of = vec![IDLE; n];
         for (g, members) in start.groups.iter().enumerate() {
@@ -110,7 +112,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         let slowest = problem.slowest(|i| group_of[i as usize]);
         let all_reduce = problem.all_reduce_over(start.groups.len(), slowest);
         let unit = ((start.objective_ms - all_reduce) / gamma).max(f64::MIN_POSITIVE);
-        let devices = in_units(placed, unit);
+        let devices = in_units(placed, unit, whole);
         let to = |from: &[f32]| (0..n * n).map(|at| from[at % n * n + at / n]).collect();
         let group = |(members, placement): (&Vec<u32>, &Vec<Vec<u32>>)| {
             let holders = members.iter().zip(placement).filter(|(_, held)| !held.is_empty());
@@ -129,7 +131,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             instead: vec![0.0; n * n],
             beside: vec![0.0; n * (n + 1)],
             known: FxHashMap::default(),
-            simplex: Simplex::default(),
+            simplex: Default::default(),
             excess: 0.0,
             least: LEAST / placed.experts.costs.len() as f32,
             slowest,
@@ -140,7 +142,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             limit: 1.0,
             ops: (n * n) as u64,
         };
-        (0..relaxed.groups.len()).for_each(|g| relaxed.settle(g));
+        (0..relaxed.groups.len()).for_each(|g| relaxed.settle(g, 0));
         relaxed
     }
 
@@ -175,15 +177,15 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         self.excess = self.groups.iter().map(|group| over(group.time, self.limit)).sum();
     }
 
-    /// What a group takes, as far as that is not above `most`.
-    fn time(&mut self, set: u64, holders: u64, most: f32) -> f32 {
+    /// What a group takes, as far as that is not above `most`; `by` one of the two solvers, if it is not known.
+    fn time(&mut self, by: usize, set: u64, holders: u64, most: f32) -> f32 {
         self.ops += 4;
         match self.known.get(&(set, holders)) {
             Some(&known) if known >= 0.0 => return known,
             Some(&known) if -known > most => return -known,
             _ => {}
         }
-        let time = self.least(set, holders, most);
+        let time = self.least(by, set, holders, most);
         if self.known.len() == MOST_KNOWN {
             self.known.clear();
         }
@@ -191,14 +193,15 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         time
     }
 
-    fn least(&mut self, set: u64, holders: u64, most: f32) -> f32 {
-        let time = self.simplex.least(&self.devices, set, holders, most);
-        self.ops += std::mem::take(&mut self.simplex.ops);
+    fn least(&mut self, by: usize, set: u64, holders: u64, most: f32) -> f32 {
+        let simplex = &mut self.simplex[by];
+        let time = simplex.least(&self.devices, set, holders, most);
+        self.ops += std::mem::take(&mut simplex.ops);
         time
     }
 
-    /// A group is another: who comes to have nothing holds nothing, and what newcomers take is known.
-    fn settle(&mut self, g: usize) {
+    /// A group is another: who comes to have nothing holds nothing, and what newcomers take is known. The solver may have come to its shares.
+    fn settle(&mut self, g: usize, by: usize) {
         let Group { set, mut holders, .. } = self.groups[g];
         if set == 0 {
             (self.groups[g].holders, self.groups[g].time) = (0, 0.0);
@@ -207,30 +210,31 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             self.beside[g * of.n..][..of.n].iter_mut().enumerate().for_each(|(i, beside)| *beside = alone(i));
             return;
         }
-        let mut time = self.least(set, holders, IMPOSSIBLE);
+        let solved = self.simplex[by].solved(set, holders);
+        let mut time = solved.unwrap_or_else(|| self.least(by, set, holders, IMPOSSIBLE));
         loop {
-            let none = self.simplex.shares().filter(|(_, share)| *share < self.least);
+            let none = self.simplex[by].shares().filter(|(_, share)| *share < self.least);
             let fewer = holders & !bits(none.map(|(i, _)| i as u32));
             if fewer == holders {
                 break;
             }
-            let then = self.least(set, fewer, time);
+            let then = self.least(by, set, fewer, time);
             if then > time {
-                self.least(set, holders, IMPOSSIBLE);
+                self.least(by, set, holders, IMPOSSIBLE);
                 break;
             }
             (holders, time) = (fewer, then);
         }
         (self.groups[g].holders, self.groups[g].time) = (holders, time);
-        self.meet_newcomers(g);
+        self.meet_newcomers(g, by);
     }
 
     /// What newcomers take, by the shares that were just found for a group.
-    fn meet_newcomers(&mut self, g: usize) {
+    fn meet_newcomers(&mut self, g: usize, by: usize) {
         let Group { members, holders, .. } = &self.groups[g];
         let n = self.devices.n;
         let mut share = [0.0; MOST_DEVICES];
-        self.simplex.shares().for_each(|(i, of)| share[i] = of);
+        self.simplex[by].shares().for_each(|(i, of)| share[i] = of);
         let ends = members.iter().map(|&i| self.devices.compute[i as usize] * share[i as usize]);
         let compute = members.len() as f32 * ends.fold(0.0, larger);
         // Of each of all devices as a newcomer beside all: what it sends, and receives for alpha and, with a share of all experts, for beta.
@@ -311,16 +315,29 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         best.1
     }
 
+    /// The groups are these again.
+    fn go_back(&mut self, groups: Vec<(u64, u64)>) {
+        let group = |(set, holders)| Group { members: members(set), set, holders, time: 0.0 };
+        self.groups = groups.into_iter().map(group).collect();
+        self.count = self.groups.len();
+        self.group_of.fill(IDLE);
+        for (g, group) in self.groups.iter().enumerate() {
+            group.members.iter().for_each(|&i| self.group_of[i as usize] = g as u32);
+        }
+        self.slowest = self.placed.problem.slowest(|i| self.group_of[i as usize]);
+        (0..self.count).for_each(|g| self.settle(g, 0));
+    }
+
     /// Device `i` of group `g` may hold experts where it did not, or no longer.
     fn turn(&mut self, g: usize, i: u32, most: f32) -> bool {
         let Group { set, holders, time, .. } = self.groups[g];
         let most = self.limit + most - (self.excess - over(time, self.limit));
         let holders = holders ^ 1 << i;
-        if self.time(set, holders, most) > most {
+        if self.time(0, set, holders, most) > most {
             return false;
         }
         self.groups[g].holders = holders;
-        self.settle(g);
+        self.settle(g, 0);
         self.weigh();
         true
     }
@@ -353,7 +370,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
             if most < limit {
                 return false;
             }
-            let time = if sets[at] == 0 { 0.0 } else { self.time(sets[at], holders[at], most) };
+            let time = if sets[at] == 0 { 0.0 } else { self.time(at, sets[at], holders[at], most) };
             if time > most {
                 return false;
             }
@@ -369,13 +386,13 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         self.group_of[i as usize] = h as u32;
         back.into_iter().for_each(|j| self.group_of[j as usize] = g as u32);
         (self.slowest, self.count, self.limit) = (slowest, count, limit);
-        for (k, (set, holders)) in [h, g].into_iter().zip(sets.into_iter().zip(holders)) {
-            (self.groups[k].set, self.groups[k].holders) = (set, holders);
-            self.settle(k);
+        for (at, k) in [h, g].into_iter().enumerate() {
+            (self.groups[k].set, self.groups[k].holders) = (sets[at], holders[at]);
+            self.settle(k, at);
         }
         if self.groups.len() == count {
             self.groups.push(Group::default());
-            self.settle(count);
+            self.settle(count, 0);
         }
         self.weigh();
         true
@@ -383,7 +400,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
 }
 
 /// What devices compute and send, in units.
-fn in_units<L: LinkTable>(placed: &Placed<L>, unit: f64) -> Devices {
+fn in_units<L: LinkTable>(placed: &Placed<L>, unit: f64, whole: bool) -> Devices {
     let (n, problem) = (placed.problem.n(), placed.problem);
     let (eta, mb) = (problem.workload.p2p_frequency, placed.received_mb(placed.experts.total));
     let in_units = |ms: f64| ((ms / unit) as f32).min(FAR);
@@ -403,6 +420,7 @@ fn in_units<L: LinkTable>(placed: &Placed<L>, unit: f64) -> Devices {
         beta: of_links(&|x, c| problem.links.link(x, c).beta_ms_per_mb * mb),
         room: problem.memory.iter().map(|memory| (*memory).min(experts as u64) as usize).collect(),
         dearest,
+        whole: whole && placed.experts.uniform.is_some(),
     }
 }
 
@@ -423,12 +441,12 @@ pub(super) struct Chain<'s, 'p, 'a, L> {
 impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
     pub fn new(
         placed: &'s Placed<'p, 'a, L>,
-        start: &FoundPlaced,
+        (start, whole): (&FoundPlaced, bool),
         schedule: Schedule,
         budget: u64,
         random: Random,
     ) -> Self {
-        let relaxed = Relaxed::new(placed, start);
+        let relaxed = Relaxed::new(placed, start, whole);
         Chain { relaxed, schedule, budget, best_ms: f64::INFINITY, best: None, temperature: 0.0, steps: 0, random }
     }
 
@@ -437,12 +455,15 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
         self.best_ms
     }
 
-    /// The best that it came by, with experts dealt out; `None` where there is none, or a group has no room for all.
+    /// The best that it came by, after cyclic exchanges, with experts dealt out; `None` where there is none, or a group has no room for all.
     pub fn into_best(self) -> Option<FoundPlaced> {
-        let Relaxed { placed, devices: of, mut simplex, least, .. } = self.relaxed;
+        let mut relaxed = self.relaxed;
+        relaxed.go_back(self.best?);
+        relaxed.exchange_cyclically();
+        let Relaxed { placed, devices: of, simplex: [mut simplex, _], least, .. } = relaxed;
         let mut share = vec![0.0; of.n];
         let mut groups = Vec::new();
-        for (set, holders) in self.best? {
+        for Group { set, holders, .. } in relaxed.groups.into_iter().filter(|group| group.set != 0) {
             simplex.least(&of, set, holders, IMPOSSIBLE);
             simplex.shares().filter(|(_, of)| *of >= least).for_each(|(i, of)| share[i] = of);
             groups.push(members(set));
@@ -506,7 +527,7 @@ mod tests {
             let groups = vec![vec![0, 1, 2], vec![3, 4, 5]];
             let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
             let start = FoundPlaced::new(&placed, groups, placements);
-            let mut chain = Chain::new(&placed, &start, HOT, 1_000_000, Random(1));
+            let mut chain = Chain::new(&placed, (&start, false), HOT, 1_000_000, Random(1));
             chain.advance(&exponential(), 1.0);
             let found = chain.into_best().unwrap();
             let mut groups = found.groups.clone();
@@ -536,7 +557,7 @@ mod tests {
             let problem = Problem::new(&cluster.devices, &cluster.links, &workload, false);
             let placed = Placed::new(&problem);
             let placements = groups.iter().map(|members| placed.dealt(members).unwrap().0).collect();
-            let mut relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements));
+            let mut relaxed = Relaxed::new(&placed, &FoundPlaced::new(&placed, groups, placements), false);
             relaxed.aim(relaxed.start_ms, 0.1);
             let (mut random, mut moved, mut turned) = (Random(3), 0, 0);
             let mut counts = std::collections::BTreeSet::new();
@@ -559,7 +580,7 @@ mod tests {
         }
     }
 
-    fn kept_is_right<L: LinkTable>(relaxed: &Relaxed<L>) {
+    pub(super) fn kept_is_right<L: LinkTable>(relaxed: &Relaxed<L>) {
         let (of, mut simplex) = (&relaxed.devices, Simplex::default());
         let near = |a: f32, b: f32| (a - b).abs() < 1e-3 * (1.0 + a.abs());
         for (g, group) in relaxed.groups.iter().enumerate() {

@@ -407,12 +407,22 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
             (false, true) => &ROUNDS_LARGE,
             (false, false) => &ROUNDS_SMALL,
         };
+        // Where all experts are equal, half of the first relaxed chains take them as whole, and then all do as the best did.
+        let mut whole = placed.experts.uniform.is_none().then_some(false);
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
             if best.first().is_some_and(|best| near(bounds, best.objective_ms)) {
                 break;
             }
             let budget = (effort.joint as f64 * round.share) as u64;
-            best = improve_together(placed, &exponential, best, (number, round), budget, effort, (&dealt, &mut *known));
+            best = improve_together(
+                placed,
+                &exponential,
+                best,
+                (number, round),
+                &mut whole,
+                (budget, effort),
+                (&dealt, &mut *known),
+            );
         }
         best.extend(placed_already);
         let best = best.into_iter().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
@@ -458,13 +468,13 @@ fn best_first(found: &mut [FoundPlaced]) {
 
 /// The chains that go to their ends, best first: after each stage of a round only the best go on.
 fn staged<C: Send>(
-    round: &Round,
+    stages: impl Iterator<Item = (f64, usize)>,
     mut chains: Vec<C>,
     threads: bool,
     advance: impl Fn(&mut C, f64) + Sync,
     best_ms: impl Fn(&C) -> f64,
 ) -> Vec<C> {
-    for (end, stay) in round.stages() {
+    for (end, stay) in stages {
         chains = in_threads(chains, threads, |mut chain| {
             advance(&mut chain, end);
             chain
@@ -481,8 +491,8 @@ fn improve_together<L: LinkTable>(
     exponential: &[f64],
     mut best: Vec<FoundPlaced>,
     (number, round): (usize, &Round),
-    budget: u64,
-    effort: PlacedEffort,
+    whole: &mut Option<bool>,
+    (budget, effort): (u64, PlacedEffort),
     (dealt, known): (&DealtOut, &mut Known),
 ) -> Vec<FoundPlaced> {
     let mut seen = Vec::new();
@@ -505,7 +515,8 @@ fn improve_together<L: LinkTable>(
         Way::Together(schedule) => {
             let begin = |(start, random)| Chain::new(placed, start, schedule, each, random);
             let chains = starts.into_iter().map(begin).collect();
-            let chains = staged(round, chains, threads, |chain, end| chain.advance(exponential, end), Chain::best_ms);
+            let chains =
+                staged(round.stages(), chains, threads, |chain, end| chain.advance(exponential, end), Chain::best_ms);
             let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
             let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
             let anew = place_all(placed, again, effort, (dealt, known));
@@ -513,23 +524,41 @@ fn improve_together<L: LinkTable>(
             best.extend(anew);
         }
         Way::Relaxed { again } => {
-            let begin = |(start, random)| relaxed::Chain::new(placed, &start, relaxed::HOT, each, random);
-            let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
-            let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
-            let chains = staged(round, chains, threads, advance, relaxed::Chain::best_ms);
-            let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
-            let few_budget = (each as f64 * FEW_SHARE) as u64;
             let (budget, nodes) = (effort.place / PLACED_QUICKLY, effort.nodes / PLACED_QUICKLY);
             let improve = |found: FoundPlaced| {
                 let FoundPlaced { groups, placements, times, .. } = found;
                 let start = Start { improved: vec![false; groups.len()], placements, times };
                 improve_longest(placed, &groups, start, (budget, nodes), |_, _| ())
             };
-            let finish = |(found, seed): (FoundPlaced, u64)| {
-                let found = improve(found);
-                if again { few::again(placed, exponential, found, few_budget, Random(seed), improve) } else { found }
+            let few_budget = (each as f64 * FEW_SHARE) as u64;
+            let mut anneal = |starts: Vec<(FoundPlaced, Random)>, whole: bool| {
+                let part = starts.len() as f64 / round.chains as f64;
+                let stages = round.stages().map(|(end, stay)| (end, (stay as f64 * part).ceil() as usize));
+                let begin = |(start, random)| relaxed::Chain::new(placed, (&start, whole), relaxed::HOT, each, random);
+                let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
+                let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
+                let chains = staged(stages, chains, threads, advance, relaxed::Chain::best_ms);
+                let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
+                let finish = |(found, seed): (FoundPlaced, u64)| {
+                    let found = improve(found);
+                    if !again {
+                        return found;
+                    }
+                    few::again(placed, exponential, (found, whole), few_budget, Random(seed), improve)
+                };
+                let found = in_threads(found.into_iter().zip(1..).collect(), threads, finish);
+                let best_ms = found.iter().map(|found| found.objective_ms).fold(f64::INFINITY, f64::min);
+                best.extend(found);
+                best_ms
             };
-            best.extend(in_threads(found.into_iter().zip(1..).collect(), threads, finish));
+            match *whole {
+                Some(whole) => drop(anneal(starts, whole)),
+                None => {
+                    let mut cut = starts;
+                    let whole_ms = anneal(cut.split_off(cut.len() / 2), true);
+                    *whole = Some(whole_ms < anneal(cut, false));
+                }
+            }
         }
     }
     best_first(&mut best);

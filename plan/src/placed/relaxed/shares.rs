@@ -30,6 +30,8 @@ pub(super) struct Devices {
     /// For how many experts each has room, and the share of so many of the dearest.
     pub room: Vec<usize>,
     pub dearest: Vec<f32>,
+    /// Whether a group is to compute at least as long as with whole experts, which are all equal then.
+    pub whole: bool,
 }
 
 impl Devices {
@@ -61,6 +63,10 @@ pub(super) struct Simplex {
     basic: Vec<Variable>,
     others: Vec<Variable>,
     pivot: Vec<f32>,
+    /// The members and holders that it has the shares of.
+    solved: Option<(u64, u64)>,
+    /// By place: whole experts.
+    whole: Vec<usize>,
     /// Links looked at so far, or what takes as long.
     pub ops: u64,
 }
@@ -68,9 +74,17 @@ pub(super) struct Simplex {
 impl Simplex {
     /// The least that a group takes of whose devices `holders` may hold experts; where that is above `most`, any time from there up to it.
     pub fn least(&mut self, of: &Devices, set: u64, holders: u64, most: f32) -> f32 {
+        self.solved = None;
         self.begin(of, set, holders);
         if self.holders.iter().map(|&i| of.room[i]).sum::<usize>() < of.experts() {
             return IMPOSSIBLE;
+        }
+        if of.whole {
+            let whole = self.whole(of);
+            if whole > most {
+                return whole;
+            }
+            self.compute_for(whole);
         }
         for _ in 0..STEPS {
             let least = self.rows[0];
@@ -80,13 +94,21 @@ impl Simplex {
             let goes_on = match self.most_broken() {
                 Some(row) => self.step(row),
                 None if self.cut(of) => true,
-                None => return least,
+                None => {
+                    self.solved = Some((set, holders));
+                    return least;
+                }
             };
             if !goes_on {
                 return IMPOSSIBLE;
             }
         }
         self.rows[0]
+    }
+
+    /// What these take, if it has just come to their shares.
+    pub fn solved(&self, set: u64, holders: u64) -> Option<f32> {
+        (self.solved == Some((set, holders))).then(|| self.rows[0])
     }
 
     /// The holders with the shares that it came to.
@@ -154,6 +176,46 @@ impl Simplex {
             line[1 + count] = 1.0;
         }
         self.ops += (self.members.len() * self.members.len()) as u64 / 2;
+    }
+
+    /// How long a group computes at least with whole experts that are all equal: one by one, each goes to whom it makes compute least.
+    fn whole(&mut self, of: &Devices) -> f32 {
+        let step = |i: usize| self.members.len() as f32 * of.compute[i] / of.experts() as f32;
+        // So many each has time for in what they take with experts that can be cut, which is less.
+        let mut left = of.experts();
+        let mut longest: f32 = 0.0;
+        self.whole.clear();
+        for &i in &self.holders {
+            let count = ((self.rows[0] / step(i) + LITTLE) as usize).min(of.room[i]).min(left);
+            left -= count;
+            longest = larger(longest, count as f32 * step(i));
+            self.whole.push(count);
+        }
+        for _ in 0..left {
+            let mut next = (f32::INFINITY, 0);
+            for (place, &i) in self.holders.iter().enumerate().filter(|(place, i)| self.whole[*place] < of.room[**i]) {
+                let then = (self.whole[place] + 1) as f32 * step(i);
+                if then < next.0 {
+                    next = (then, place);
+                }
+            }
+            self.whole[next.1] += 1;
+            longest = larger(longest, next.0);
+        }
+        longest
+    }
+
+    /// Adds the constraint that the group computes for so long at least.
+    fn compute_for(&mut self, least: f32) {
+        if self.rows[0] >= least {
+            return;
+        }
+        let exchange = 1 + self.holders.len();
+        self.rows.extend_from_within(..self.stride);
+        let end = self.rows.len() - self.stride;
+        self.rows[end] -= least;
+        self.rows[end + exchange] = 0.0;
+        self.basic.push(Variable::Slack);
     }
 
     /// The row of the basic variable that is furthest below 0.
@@ -263,7 +325,7 @@ mod tests {
             (alpha[i * n + i], beta[i * n + i]) = (0.0, 0.0);
         }
         let room = (0..n).map(|_| 1 + random.below(room)).collect();
-        Devices { n, compute, alpha, beta, room, dearest }
+        Devices { n, compute, alpha, beta, room, dearest, whole: false }
     }
 
     /// Exchange and compute of a group with these shares, of devices that may hold experts or not.
@@ -282,11 +344,11 @@ mod tests {
         compute + exchange
     }
 
-    /// The same programme with a constraint for every set of members, by a library; `None` where memory does not suffice.
-    fn by_library(of: &Devices, set: u64, holders: u64) -> Option<f32> {
+    /// The same programme with a constraint for every set of members, by a library; `None` where memory does not suffice. It computes at least for so long.
+    fn by_library(of: &Devices, set: u64, holders: u64, computes: f32) -> Option<f32> {
         let (members, held): (Vec<usize>, Vec<usize>) = (devices(set).collect(), devices(holders).collect());
         let mut lp = Problem::new(OptimizationDirection::Minimize);
-        let [compute, exchange] = [(); 2].map(|_| lp.add_var(1.0, (0.0, f64::INFINITY)));
+        let [compute, exchange] = [computes, 0.0].map(|least| lp.add_var(1.0, (f64::from(least), f64::INFINITY)));
         let share: Vec<_> = held.iter().map(|_| lp.add_var(0.0, (0.0, 1.0))).collect();
         lp.add_constraint(share.iter().map(|share| (*share, 1.0)).collect::<Vec<_>>(), ComparisonOp::Eq, 1.0);
         for (&c, &share) in held.iter().zip(&share) {
@@ -327,7 +389,7 @@ mod tests {
             let set = (1 << n) - 1;
             let holders = if case % 3 == 0 { set } else { 1 + random.below(set as usize) as u64 };
             let least = simplex.least(&of, set, holders, IMPOSSIBLE);
-            let Some(wanted) = by_library(&of, set, holders) else {
+            let Some(wanted) = by_library(&of, set, holders, 0.0) else {
                 assert_eq!(least, IMPOSSIBLE, "case {case}");
                 impossible += 1;
                 continue;
@@ -352,5 +414,42 @@ mod tests {
             solved += 1;
         }
         assert!(solved > 300 && impossible > 100 && without > 50, "{solved} {impossible} {without}");
+    }
+
+    /// The least that a group computes with `left` equal experts dealt out to these holders.
+    fn dealt_out(of: &Devices, size: usize, holders: &[usize], left: usize) -> f32 {
+        let Some((&c, others)) = holders.split_first() else { return if left == 0 { 0.0 } else { f32::INFINITY } };
+        let computes = |count: usize| (size * count) as f32 * of.compute[c] / of.experts() as f32;
+        let ways =
+            (0..=left.min(of.room[c])).map(|count| computes(count).max(dealt_out(of, size, others, left - count)));
+        ways.fold(f32::INFINITY, f32::min)
+    }
+
+    #[test]
+    fn groups_compute_for_whole_experts() {
+        let (mut random, mut simplex, mut longer) = (Random(2), Simplex::default(), 0);
+        for case in 0..300 {
+            let (n, experts) = (1 + random.below(5), 1 + random.below(9));
+            let room = 1 + 2 * experts / n;
+            let mut of = random_devices(n, experts, room, &mut random);
+            of.dearest = (0..=experts).map(|count| count as f32 / experts as f32).collect();
+            let holders: Vec<usize> = (0..n).filter(|i| *i == 0 || random.below(4) > 0).collect();
+            let (set, may_hold) = ((1 << n) - 1, holders.iter().map(|i| 1 << i).sum());
+            let cut = simplex.least(&of, set, may_hold, IMPOSSIBLE);
+            of.whole = true;
+            let least = simplex.least(&of, set, may_hold, IMPOSSIBLE);
+            if cut == IMPOSSIBLE {
+                assert_eq!(least, IMPOSSIBLE, "case {case}");
+                continue;
+            }
+            let computes = dealt_out(&of, n, &holders, experts);
+            let wanted = by_library(&of, set, may_hold, computes).unwrap();
+            assert!((least - wanted).abs() < 1e-3 * wanted, "case {case}: {least} {wanted}");
+            let mut share = vec![0.0; n];
+            simplex.shares().for_each(|(i, of)| share[i] = of);
+            assert!((share.iter().sum::<f32>() - 1.0).abs() < 1e-3, "case {case}: {share:?}");
+            longer += u32::from(least > 1.01 * cut);
+        }
+        assert!(longer > 50, "{longer}");
     }
 }
