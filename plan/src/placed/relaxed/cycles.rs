@@ -27,8 +27,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
     /// Makes cyclic exchanges as long as there are any.
     pub(super) fn exchange_cyclically(&mut self) {
         let nodes = self.devices.n + self.groups.len();
-        let mut arcs = vec![Vec::new(); nodes];
-        (0..nodes).for_each(|node| arcs[node] = self.arcs(node));
+        let mut arcs: Arcs = (0..nodes).map(|node| self.arcs(node)).collect();
         while let Some(cycle) = self.shortest_cycle(&arcs) {
             let before = (self.groups.clone(), self.group_of.clone(), self.slowest);
             let before_ms = self.objective_ms();
@@ -39,9 +38,9 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
                 changed.into_iter().for_each(|g| self.settle(g, 0));
                 break;
             }
-            for node in 0..nodes {
+            for (node, arcs) in arcs.iter_mut().enumerate() {
                 if self.group(node).is_some_and(|g| changed.contains(&g)) {
-                    arcs[node] = self.arcs(node);
+                    *arcs = self.arcs(node);
                 }
             }
         }
