@@ -3,7 +3,8 @@
 //! With experts as if they could be cut this is a linear programme: the least sum of how long a group computes and how long it exchanges, such that each
 //! member computes its share, receives and sends for no longer than that, and any members together have no more than the dearest experts that they have
 //! room for. It is solved by the dual simplex method (Lemke 1954) on a dictionary (Chvátal 1983, chapters 3 and 10). There the objective only rises, so
-//! most groups are known to take too long after a few steps. It begins where all compute equally long and exchange for no time.
+//! most groups are known to take too long after a few steps. It begins where all compute equally long and exchange for no time. Where experts are equal,
+//! a group may have to compute for as long as it does with whole ones.
 
 use crate::placed::larger;
 use crate::placed::regroup::{MOST_DEVICES, devices};
