@@ -342,6 +342,14 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         true
     }
 
+    /// A group without who goes and with who comes, as bits: its devices, and which of them may hold experts.
+    fn replaced(&self, g: usize, goes: u64, comes: u64) -> (u64, u64) {
+        let Group { set, holders, .. } = self.groups[g];
+        // Who comes may hold experts if who leaves might, or if nobody leaves.
+        let may = goes == 0 || holders & goes != 0;
+        (set & !goes | comes, holders & !goes | if may { comes } else { 0 })
+    }
+
     /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`, unless the excess would be over `most`.
     fn go(&mut self, (i, g, h): (u32, usize, usize), back: Option<u32>, most: f32) -> bool {
         let to = |x: u32| match x {
@@ -352,25 +360,18 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         let slowest = self.placed.problem.slowest_after(self.slowest, [Some(i), back], to);
         self.ops += 4 + slowest.unwrap_or(0) as u64 / 2;
         let (goes, comes) = (1u64 << i, bits(back.into_iter()));
-        let (here, there) = (&self.groups[g], &self.groups[h]);
-        let sets = [there.set & !comes | goes, here.set & !goes | comes];
-        let count = self.count + usize::from(there.set == 0) - usize::from(sets[1] == 0);
+        let after = [self.replaced(h, comes, goes), self.replaced(g, goes, comes)];
+        let count = self.count + usize::from(self.groups[h].set == 0) - usize::from(after[1].0 == 0);
         let same = slowest == self.slowest && count == self.count;
         let limit = if same { self.limit } else { self.limit_of(count, slowest) };
         let others = (0..self.groups.len()).filter(|&k| k != g && k != h);
         let others: f32 = others.map(|k| over(self.groups[k].time, limit)).sum();
-        // Who comes may hold experts if who leaves might, or if nobody leaves.
-        let may = |yes: bool, bit: u64| if yes { bit } else { 0 };
-        let holders = [
-            there.holders & !comes | may(back.is_none() || there.holders & comes != 0, goes),
-            here.holders & !goes | may(here.holders & goes != 0, comes),
-        ];
         let mut most = limit + most - others;
-        for at in 0..2 {
+        for (at, &(set, holders)) in after.iter().enumerate() {
             if most < limit {
                 return false;
             }
-            let time = if sets[at] == 0 { 0.0 } else { self.time(at, sets[at], holders[at], most) };
+            let time = if set == 0 { 0.0 } else { self.time(at, set, holders, most) };
             if time > most {
                 return false;
             }
@@ -387,7 +388,7 @@ impl<'s, 'p, 'a, L: LinkTable> Relaxed<'s, 'p, 'a, L> {
         back.into_iter().for_each(|j| self.group_of[j as usize] = g as u32);
         (self.slowest, self.count, self.limit) = (slowest, count, limit);
         for (at, k) in [h, g].into_iter().enumerate() {
-            (self.groups[k].set, self.groups[k].holders) = (sets[at], holders[at]);
+            (self.groups[k].set, self.groups[k].holders) = after[at];
             self.settle(k, at);
         }
         if self.groups.len() == count {

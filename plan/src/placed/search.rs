@@ -532,8 +532,8 @@ fn improve_together<L: LinkTable>(
             };
             let few_budget = (each as f64 * FEW_SHARE) as u64;
             let mut anneal = |starts: Vec<(FoundPlaced, Random)>, whole: bool| {
-                let part = starts.len() as f64 / round.chains as f64;
-                let stages = round.stages().map(|(end, stay)| (end, (stay as f64 * part).ceil() as usize));
+                let begun = starts.len();
+                let stages = round.stages().map(|(end, stay)| (end, (stay * begun).div_ceil(round.chains)));
                 let begin = |(start, random)| relaxed::Chain::new(placed, (&start, whole), relaxed::HOT, each, random);
                 let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
                 let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);

@@ -53,13 +53,8 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
     }
 
-    /// A group without who goes and with who comes: its devices, and which of them may hold experts.
-    fn replaced(&self, g: usize, goes: Node, comes: Node) -> (u64, u64) {
-        let bit = |node: Node| if node < self.devices.n { 1u64 << node } else { 0 };
-        let (set, holders) = (self.groups[g].set & !bit(goes), self.groups[g].holders & !bit(goes));
-        // Who comes may hold experts if who leaves might, or if nobody leaves.
-        let may = goes >= self.devices.n || self.groups[g].holders & bit(goes) != 0;
-        (set | bit(comes), if may { holders | bit(comes) } else { holders })
+    fn bit(&self, node: Node) -> u64 {
+        if node < self.devices.n { 1 << node } else { 0 }
     }
 
     /// By whom a device, or nobody, can be replaced so that its group takes less than the longest does.
@@ -70,7 +65,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let mut arcs = Vec::new();
         for comes in 0..n + self.groups.len() {
             let elsewhere = self.group(comes).is_some_and(|h| h != g);
-            let (set, holders) = self.replaced(g, goes, comes);
+            let (set, holders) = self.replaced(g, self.bit(goes), self.bit(comes));
             if !elsewhere || (goes >= n && comes >= n) || holders == 0 {
                 continue;
             }
@@ -102,7 +97,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         let next = |at: usize| cycle[(at + 1) % cycle.len()];
         let changed: Vec<usize> = cycle.iter().filter_map(|&node| self.group(node)).collect();
         for (at, (&goes, &g)) in cycle.iter().zip(&changed).enumerate() {
-            let (set, holders) = self.replaced(g, goes, next(at));
+            let (set, holders) = self.replaced(g, self.bit(goes), self.bit(next(at)));
             (self.groups[g].set, self.groups[g].holders, self.groups[g].members) = (set, holders, members(set));
             self.settle(g, 0);
         }

@@ -64,10 +64,12 @@ pub(super) struct Simplex {
     basic: Vec<Variable>,
     others: Vec<Variable>,
     pivot: Vec<f32>,
+    /// By place: what a holder has of all, where all compute equally long.
+    parts: Vec<f32>,
     /// The members and holders that it has the shares of.
     solved: Option<(u64, u64)>,
-    /// By place: whole experts.
-    whole: Vec<usize>,
+    /// By place: how many whole experts a holder has.
+    counts: Vec<usize>,
     /// Links looked at so far, or what takes as long.
     pub ops: u64,
 }
@@ -76,17 +78,16 @@ impl Simplex {
     /// The least that a group takes of whose devices `holders` may hold experts; where that is above `most`, any time from there up to it.
     pub fn least(&mut self, of: &Devices, set: u64, holders: u64, most: f32) -> f32 {
         self.solved = None;
-        self.begin(of, set, holders);
+        let rates = self.begin(of, set, holders);
         if self.holders.iter().map(|&i| of.room[i]).sum::<usize>() < of.experts() {
             return IMPOSSIBLE;
         }
-        if of.whole {
-            let whole = self.whole(of);
-            if whole > most {
-                return whole;
-            }
-            self.compute_for(whole);
+        let whole = if of.whole { self.whole_experts_compute(of, rates) } else { 0.0 };
+        if whole > most {
+            return whole;
         }
+        self.fill(of, rates);
+        self.compute_for(whole);
         for _ in 0..STEPS {
             let least = self.rows[0];
             if least > most || !least.is_finite() {
@@ -125,12 +126,24 @@ impl Simplex {
         self.basic.iter().position(|basic| *basic == variable).map(|at| at + 1)
     }
 
-    fn begin(&mut self, of: &Devices, set: u64, may_hold: u64) {
-        let Simplex { members, holders, rows, stride, basic, others, .. } = self;
+    /// Members, holders and their parts; how much of all these compute in a unit.
+    fn begin(&mut self, of: &Devices, set: u64, may_hold: u64) -> f32 {
+        let Simplex { members, holders, parts, ops, .. } = self;
         members.clear();
         members.extend(devices(set));
         holders.clear();
         holders.extend(devices(set & may_hold));
+        parts.clear();
+        parts.extend(holders.iter().map(|&i| 1.0 / (members.len() as f32 * of.compute[i])));
+        let rates = parts.iter().sum();
+        parts.iter_mut().for_each(|part| *part /= rates);
+        *ops += (members.len() * members.len()) as u64 / 2;
+        rates
+    }
+
+    /// The dictionary where all holders compute equally long and exchange for no time. What one has less, all have more, by their rates.
+    fn fill(&mut self, of: &Devices, rates: f32) {
+        let Simplex { members, holders, parts, rows, stride, basic, others, .. } = self;
         let count = holders.len();
         *stride = (count + 2).next_multiple_of(LANES);
         rows.clear();
@@ -141,66 +154,61 @@ impl Simplex {
         basic.clear();
         basic.extend((0..count).map(Variable::Share));
         basic.extend((0..count + members.len()).map(|_| Variable::Slack));
-        let rate = |i: usize| 1.0 / (members.len() as f32 * of.compute[i]);
-        let rates: f32 = holders.iter().map(|&i| rate(i)).sum();
-        // What one has less, all have more, by their rates.
-        let part = |i: usize| rate(i) / rates;
         let mut lines = rows.chunks_exact_mut(*stride);
         if let Some(objective) = lines.next() {
             objective[..=count].fill(1.0 / rates);
             objective[1 + count] = 1.0;
         }
-        for ((place, &i), line) in holders.iter().enumerate().zip(&mut lines) {
-            line[..=count].fill(part(i));
+        for ((place, &part), line) in parts.iter().enumerate().zip(&mut lines) {
+            line[..=count].fill(part);
             line[1 + place] -= 1.0;
         }
         for (&x, line) in members.iter().zip(&mut lines) {
             let (alpha, beta) = (&of.alpha[x * of.n..][..of.n], &of.beta[x * of.n..][..of.n]);
             let (mut once, mut all) = (0.0, 0.0);
-            for (&c, less) in holders.iter().zip(&mut line[1..]) {
+            for ((&c, part), less) in holders.iter().zip(&*parts).zip(&mut line[1..]) {
                 once += alpha[c];
-                all += beta[c] * part(c);
+                all += beta[c] * part;
                 *less = beta[c];
             }
             line[1..=count].iter_mut().for_each(|less| *less -= all);
             (line[0], line[1 + count]) = (-once - all, 1.0);
         }
-        for ((place, &c), line) in holders.iter().enumerate().zip(lines) {
+        for (((place, &c), part), line) in holders.iter().enumerate().zip(&*parts).zip(lines) {
             let (mut once, mut all) = (0.0, 0.0);
             for &x in members.iter() {
                 once += of.alpha[x * of.n + c];
                 all += of.beta[x * of.n + c];
             }
-            line[..=count].fill(-all * part(c));
+            line[..=count].fill(-all * part);
             line[0] -= once;
             line[1 + place] += all;
             line[1 + count] = 1.0;
         }
-        self.ops += (self.members.len() * self.members.len()) as u64 / 2;
     }
 
     /// How long a group computes at least with whole experts that are all equal: one by one, each goes to whom it makes compute least.
-    fn whole(&mut self, of: &Devices) -> f32 {
+    fn whole_experts_compute(&mut self, of: &Devices, rates: f32) -> f32 {
         let step = |i: usize| self.members.len() as f32 * of.compute[i] / of.experts() as f32;
         // So many each has time for in what they take with experts that can be cut, which is less.
         let mut left = of.experts();
         let mut longest: f32 = 0.0;
-        self.whole.clear();
+        self.counts.clear();
         for &i in &self.holders {
-            let count = ((self.rows[0] / step(i) + LITTLE) as usize).min(of.room[i]).min(left);
+            let count = ((1.0 / rates / step(i) + LITTLE) as usize).min(of.room[i]).min(left);
             left -= count;
             longest = larger(longest, count as f32 * step(i));
-            self.whole.push(count);
+            self.counts.push(count);
         }
         for _ in 0..left {
             let mut next = (f32::INFINITY, 0);
-            for (place, &i) in self.holders.iter().enumerate().filter(|(place, i)| self.whole[*place] < of.room[**i]) {
-                let then = (self.whole[place] + 1) as f32 * step(i);
+            for (place, &i) in self.holders.iter().enumerate().filter(|(place, i)| self.counts[*place] < of.room[**i]) {
+                let then = (self.counts[place] + 1) as f32 * step(i);
                 if then < next.0 {
                     next = (then, place);
                 }
             }
-            self.whole[next.1] += 1;
+            self.counts[next.1] += 1;
             longest = larger(longest, next.0);
         }
         longest
