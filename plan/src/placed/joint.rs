@@ -32,19 +32,53 @@ pub(super) struct Schedule {
     pub forgetful: bool,
 }
 
-/// Of a pair of devices c and x, eta times: alpha and beta of what x sends to c, if that holds experts, and by the FLOP of these; alpha and beta
-/// of what c sends to x likewise, which all of a group do. Of a group and x: the sums over its members c.
+/// Of a group and a device x, eta times the sums over the members c of: alpha and beta of what x sends to c, if that holds experts, and by the FLOP
+/// of these; alpha and beta of what c sends to x likewise, which all of a group do.
 type Lanes = [f64; 4];
+
+/// What a pair of devices c and x adds to these, at c n + x; nothing where both are the same.
+struct Pairs {
+    n: usize,
+    /// Of what x sends to c.
+    to: Vec<[f64; 2]>,
+    /// Of what c sends to x.
+    from: Vec<[f64; 2]>,
+}
+
+impl Pairs {
+    fn new<L: LinkTable>(placed: &Placed<L>) -> Self {
+        let (n, eta, mb_per_flop) = (placed.problem.n(), placed.problem.workload.p2p_frequency, placed.received_mb(1.0));
+        let link = |from: usize, to: usize| {
+            let link = placed.problem.links.link(from, to);
+            if from == to { [0.0; 2] } else { [eta * link.alpha_ms, eta * link.beta_ms_per_mb * mb_per_flop] }
+        };
+        let all = |of: &dyn Fn(usize, usize) -> [f64; 2]| (0..n * n).map(|at| of(at / n, at % n)).collect();
+        Pairs { n, to: all(&|c, x| link(x, c)), from: all(&link) }
+    }
+}
 
 /// What one group takes, ms.
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
+    /// Who computes for longest, and how long for one device's tokens.
+    last: usize,
+    end: f64,
     /// The longest compute.
     compute: f64,
     /// eta times the longest exchange.
     longest: f64,
     /// What its devices are over the limit, all together.
     over: f64,
+}
+
+impl Times {
+    /// Counts in how long a device computes.
+    #[inline]
+    fn computes(&mut self, device: usize, end: f64) {
+        if end >= self.end {
+            (self.last, self.end) = (device, end);
+        }
+    }
 }
 
 /// What a device is to a group.
@@ -61,8 +95,10 @@ struct Role {
 struct Part {
     device: usize,
     after: Role,
-    /// What it adds to the sums of each other device, in shares of their links.
-    shares: Lanes,
+    /// Changes, each from -1 to 1: of whether it is a member that holds experts, of the FLOP of these, of whether it is a member.
+    holds: f64,
+    load: f64,
+    member: f64,
 }
 
 impl Part {
@@ -73,12 +109,22 @@ impl Part {
         };
         let (old, new) = (counts(before), counts(after));
         let [holds, load, member] = std::array::from_fn(|k| new[k] - old[k]);
-        Part { device, after, shares: [holds, load, member, member] }
+        Part { device, after, holds, load, member }
     }
 
+    /// What it means to the sums of device `x`.
     #[inline]
-    fn add(&self, sums: &mut Lanes, links: &Lanes) {
-        sums.iter_mut().zip(links).zip(self.shares).for_each(|((sum, link), share)| *sum += share * link);
+    fn add(&self, sums: &mut Lanes, pairs: &Pairs, x: usize) {
+        let at = self.device * pairs.n + x;
+        let to = pairs.to[at];
+        sums[0] += self.holds * to[0];
+        sums[1] += self.load * to[1];
+        // Most changes are of who holds what in a group.
+        if self.member != 0.0 {
+            let from = pairs.from[at];
+            sums[2] += self.member * from[0];
+            sums[3] += self.member * from[1];
+        }
     }
 }
 
@@ -95,8 +141,7 @@ struct Joint<'s, 'p, 'a, L> {
     placed: &'s Placed<'p, 'a, L>,
     groups: Vec<Vec<u32>>,
     group_of: Vec<u32>,
-    /// Of devices c and x at c n + x; none of a device with itself.
-    pairs: Vec<Lanes>,
+    pairs: Pairs,
     /// Of group g and device x at g n + x.
     sums: Vec<Lanes>,
     /// By device: its experts, and what the sums have of it.
@@ -123,22 +168,12 @@ struct Joint<'s, 'p, 'a, L> {
 
 impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
     fn new(placed: &'s Placed<'p, 'a, L>, found: &FoundPlaced) -> Self {
-        let (n, workload) = (placed.problem.n(), placed.problem.workload);
-        let (eta, mb_per_flop) = (workload.p2p_frequency, placed.received_mb(1.0));
-        let pair = |at: usize| {
-            let (c, x) = (at / n, at % n);
-            if c == x {
-                return Lanes::default();
-            }
-            let (to, from) = (placed.problem.links.link(x, c), placed.problem.links.link(c, x));
-            let [to_beta, from_beta] = [to, from].map(|link| eta * link.beta_ms_per_mb * mb_per_flop);
-            [eta * to.alpha_ms, to_beta, eta * from.alpha_ms, from_beta]
-        };
+        let n = placed.problem.n();
         let mut joint = Joint {
             placed,
             groups: found.groups.clone(),
             group_of: vec![IDLE; n],
-            pairs: (0..n * n).map(pair).collect(),
+            pairs: Pairs::new(placed),
             sums: Vec::new(),
             experts: vec![Vec::new(); n],
             roles: vec![Role::default(); n],
@@ -206,8 +241,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         for (members, sums) in self.groups.iter().zip(self.sums.chunks_mut(n)) {
             for &i in members {
                 let part = Part::new(i as usize, Role::default(), self.roles[i as usize]);
-                let pairs = &self.pairs[i as usize * n..][..n];
-                sums.iter_mut().zip(pairs).for_each(|(sums, links)| part.add(sums, links));
+                sums.iter_mut().enumerate().for_each(|(x, sums)| part.add(sums, &self.pairs, x));
             }
         }
         self.ops += (n * n) as u64;
@@ -226,11 +260,18 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
 
     fn group_times(&self, g: usize, limit: f64) -> Times {
         let members = &self.groups[g];
-        let compute = members.len() as f64 * members.iter().map(|&i| self.ends[i as usize]).fold(0.0, f64::max);
-        let mut times = Times { compute, ..Times::default() };
+        let mut times = self.computing(members.iter().copied());
+        times.compute = members.len() as f64 * times.end;
         for &i in members {
             exchange(&mut times, &self.sums[g * self.n() + i as usize], self.roles[i as usize], limit);
         }
+        times
+    }
+
+    /// Who of these computes for longest.
+    fn computing(&self, devices: impl Iterator<Item = u32>) -> Times {
+        let mut times = Times::default();
+        devices.for_each(|i| times.computes(i as usize, self.ends[i as usize]));
         times
     }
 
@@ -240,28 +281,28 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         let n = self.n();
         let (members, sums) = (&self.groups[g], &self.sums[g * n..][..n]);
         let flops = &self.placed.problem.flops;
-        let (mut size, mut end, mut changing) = (members.len() as f64, 0.0f64, 0u64);
+        let (mut size, mut changing) = (members.len() as f64, 0u64);
         for part in parts {
-            // By its membership.
-            size += part.shares[2];
+            size += part.member;
             changing |= 1 << part.device;
-            if part.after.member {
-                end = end.max(part.after.load / flops[part.device]);
-            }
         }
-        let stays = |i: usize| changing >> i & 1 == 0;
-        for &i in members {
-            let i = i as usize;
-            end = if stays(i) { end.max(self.ends[i]) } else { end };
+        let stays = |i: u32| changing >> i & 1 == 0;
+        let before = self.times[g];
+        let mut times = match stays(before.last as u32) {
+            true => Times { last: before.last, end: before.end, ..Times::default() },
+            false => self.computing(members.iter().copied().filter(|&i| stays(i))),
+        };
+        for part in parts.iter().filter(|part| part.after.member) {
+            times.computes(part.device, part.after.load / flops[part.device]);
         }
-        let mut times = Times { compute: size * end, ..Times::default() };
+        times.compute = size * times.end;
         if size * (times.compute - limit) > most {
             self.ops += members.len() as u64 / 8;
             return None;
         }
         let after = |i: usize| {
             let mut after = sums[i];
-            parts.iter().for_each(|part| part.add(&mut after, &self.pairs[part.device * n + i]));
+            parts.iter().for_each(|part| part.add(&mut after, &self.pairs, i));
             after
         };
         let mut seen = 0;
@@ -272,8 +313,8 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         }
         if times.over <= most {
             for &i in members {
-                let i = i as usize;
                 if stays(i) {
+                    let i = i as usize;
                     exchange(&mut times, &after(i), self.roles[i], limit);
                     seen += 1;
                     if times.over > most {
@@ -291,8 +332,7 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
         let n = self.n();
         let sums = &mut self.sums[g * n..][..n];
         for part in parts {
-            let pairs = &self.pairs[part.device * n..][..n];
-            sums.iter_mut().zip(pairs).for_each(|(sums, links)| part.add(sums, links));
+            sums.iter_mut().enumerate().for_each(|(x, sums)| part.add(sums, &self.pairs, x));
         }
         self.ops += (parts.len() * n) as u64 / 2;
     }
@@ -327,15 +367,21 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
 /// What a device exchanges, given its sums, ms.
 #[inline]
 fn exchange_ms(sums: &Lanes, role: Role) -> f64 {
-    (sums[0] + sums[1]).max(if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
+    larger(sums[0] + sums[1], if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
 }
 
 /// Counts in what one device of a group exchanges.
 #[inline]
 fn exchange(times: &mut Times, sums: &Lanes, role: Role, limit: f64) {
     let ms = exchange_ms(sums, role);
-    times.longest = times.longest.max(ms);
-    times.over += (times.compute + ms - limit).max(0.0);
+    times.longest = larger(times.longest, ms);
+    times.over += larger(times.compute + ms - limit, 0.0);
+}
+
+/// The larger of two numbers; in a loop, what `f64::max` does for NaN takes time.
+#[inline]
+fn larger(a: f64, b: f64) -> f64 {
+    if a > b { a } else { b }
 }
 
 fn sorted(list: &[u32]) -> Vec<u32> {

@@ -216,7 +216,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             let sent = into.map_or(0.0, |into| {
                 let sums = &self.sums[to * n + into as usize];
                 let to_out = out.map_or(0.0, |out| {
-                    let (links, role) = (&self.pairs[out as usize * n + into as usize], self.roles[out as usize]);
+                    let (links, role) = (self.pairs.to[out as usize * n + into as usize], self.roles[out as usize]);
                     if role.holds { links[0] + links[1] * role.load } else { 0.0 }
                 });
                 sums[0] + sums[1] - to_out
