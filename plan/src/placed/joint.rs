@@ -47,7 +47,8 @@ struct Pairs {
 
 impl Pairs {
     fn new<L: LinkTable>(placed: &Placed<L>) -> Self {
-        let (n, eta, mb_per_flop) = (placed.problem.n(), placed.problem.workload.p2p_frequency, placed.received_mb(1.0));
+        let (n, eta, mb_per_flop) =
+            (placed.problem.n(), placed.problem.workload.p2p_frequency, placed.received_mb(1.0));
         let link = |from: usize, to: usize| {
             let link = placed.problem.links.link(from, to);
             if from == to { [0.0; 2] } else { [eta * link.alpha_ms, eta * link.beta_ms_per_mb * mb_per_flop] }
