@@ -144,7 +144,7 @@ pub(crate) type DealtOut = HashMap<Vec<u32>, Option<PlacedTimes>>;
 /// Links looked at for [`THOROUGH_DEVICES`], in annealing groups.
 const ANNEAL_OPS: f64 = 2e7;
 /// In annealing groups with their times remembered, however many devices: what comes before takes less of the time of fewer.
-const REGROUP_OPS: u64 = 80_000_000;
+const REGROUP_OPS: u64 = 240_000_000;
 /// In annealing groups and placements together; fewer devices get more of it, as what comes before takes less of their time.
 const JOINT_OPS: f64 = 7.6e7;
 const JOINT_MORE: f64 = 0.5;

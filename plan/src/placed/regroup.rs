@@ -20,7 +20,7 @@ const MOST_KNOWN: usize = 1 << 22;
 const UNDER: f64 = 0.05;
 /// Temperatures at first and at last, as shares of what the target leaves for a group.
 const HOT: f64 = 0.1;
-const COLD: f64 = 0.003;
+const COLD: f64 = 0.01;
 
 /// The set of some devices, as bits.
 pub(super) fn bits(list: impl Iterator<Item = u32>) -> u64 {

@@ -35,8 +35,10 @@ const CHAIN_LEAST: u64 = 64;
 const THREAD_LEAST: u64 = 100_000;
 /// One in so many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 16;
-/// Numbers of groups from whose best groupings the annealing with remembered times starts.
-const REGROUPED: usize = 2;
+/// Chains of annealing with remembered times, all from the best grouping: two processors for a thread each.
+const REGROUPED: u64 = 2;
+/// They have one part in so many of the effort where experts are annealed as if they could be cut, as that says better which groups are good.
+const REGROUPED_LESS: u64 = 3;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
 /// How a round anneals groups: with experts where they are, or as if they could be cut.
@@ -97,9 +99,9 @@ const ROUNDS_LARGE: [Round; 3] = [
     Round { numbers: 2, within: 0.04, chains: 4, share: 0.5, way: MILD, cuts: &[] },
 ];
 const ROUNDS_SMALL: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.55, way: MILD, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 0.9, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 8, share: 0.75, way: MILD, cuts: &[] },
+    Round { numbers: 6, within: 0.5, chains: 12, share: 0.28, way: MILD, cuts: &[] },
+    Round { numbers: 3, within: 0.15, chains: 30, share: 0.45, way: FORGETFUL, cuts: CUTS },
+    Round { numbers: 2, within: 0.04, chains: 8, share: 0.37, way: MILD, cuts: &[] },
 ];
 /// From so many experts of a device on the mean, they may be looked at as if they could be cut.
 const MANY_EXPERTS: f64 = 3.5;
@@ -288,24 +290,18 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         }
     }
 
-    /// Annealing with the times of groups remembered, from the best groupings so far.
+    /// Annealing with the times of groups remembered, from the best grouping so far.
     pub fn regroup(&mut self, budget: u64) {
         let n = self.placed.problem.n();
-        let mut best: Vec<&Found> = self.by_groups.iter().flatten().collect();
-        best.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-        if budget == 0
-            || n > MOST_DEVICES
-            || near(self.bounds, self.best_ms())
-            || best.first().is_none_or(|best| large(n, best.groups.len()))
-        {
+        let best = self.by_groups.iter().flatten().min_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
+        let Some(best) = best.filter(|best| !large(n, best.groups.len())) else { return };
+        if budget == 0 || n > MOST_DEVICES || near(self.bounds, self.best_ms()) {
             return;
         }
-        let starts: Vec<(Vec<Vec<u32>>, u64)> =
-            best.iter().take(REGROUPED).map(|found| found.groups.clone()).zip(1..).collect();
-        let each = budget / starts.len() as u64;
-        let anneal = |(start, seed): (Vec<Vec<u32>>, u64)| {
-            regrouped(self.placed, &start, &self.exponential, each, &mut Random(seed))
-        };
+        let part = if many_experts(self.placed, best.groups.len()) { REGROUPED_LESS } else { 1 };
+        let each = budget / (part * REGROUPED);
+        let anneal = |seed: u64| regrouped(self.placed, &best.groups, &self.exponential, each, &mut Random(seed));
+        let starts = (1..=REGROUPED).collect();
         let found = in_threads(starts, each >= THREAD_LEAST, anneal);
         self.regrouped.extend(found.into_iter().flatten());
     }
@@ -400,8 +396,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best = place_all(placed, groupings.collect(), effort, (&dealt, &mut *known));
         let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
-        let many = (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * n as f64;
-        let rounds = match (many, large(n, groups)) {
+        let rounds = match (many_experts(placed, groups), large(n, groups)) {
             (true, true) => &ROUNDS_MANY_LARGE,
             (true, false) => &ROUNDS_MANY,
             (false, true) => &ROUNDS_LARGE,
@@ -435,6 +430,11 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
 /// Whether nothing can be much better than `ms`.
 fn near(bounds: &Bounds, ms: f64) -> bool {
     ms <= bounds.least() * (1.0 + NEAR)
+}
+
+/// Whether devices hold so many experts on the mean that these may be looked at as if they could be cut.
+fn many_experts<L: LinkTable>(placed: &Placed<L>, groups: usize) -> bool {
+    (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * placed.problem.n() as f64
 }
 
 /// Whether groups have so many devices that they hardly come by again.

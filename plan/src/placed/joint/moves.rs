@@ -1,6 +1,6 @@
 //! Changes of groups and placement.
 
-use super::{Joint, Others, Part, Role, exchange_ms};
+use super::{Joint, Others, Part, Role, exchange_ms, larger};
 use crate::cluster::LinkTable;
 use crate::random::Random;
 
@@ -12,8 +12,14 @@ const JOIN_ONE_IN: usize = 12;
 const SWAP_OF: (usize, usize) = (3, 10);
 /// One in so many moves of experts is of several at once.
 const POUR_ONE_IN: usize = 4;
+/// So many devices are looked at for a change of places.
+const CANDIDATES: usize = 4;
+/// How much of what a device takes in its new place counts beside what it is over the limit there.
+const TAKES: f64 = 0.3;
 /// One in so many changes of places lets experts go elsewhere, too.
 const BALANCE_ONE_IN: usize = 3;
+/// Where a change of places is too much, an expert of each group passes on, up to so many times.
+const STEPS: usize = 4;
 
 impl<L: LinkTable> Joint<'_, '_, '_, L> {
     /// Makes a random change, unless the excess would be over `most`.
@@ -28,11 +34,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             return self.join(i, random.below(self.groups.len()), most);
         }
         if several && random.below(SWAP_OF.1) < SWAP_OF.0 {
-            // Of two devices the one with which that goes better for both.
-            let two = [0; 2].map(|_| random.below(self.n()) as u32);
-            let after = |j: u32| Some(self.exchange_ms(self.group(j)?, i) + self.exchange_ms(g, j));
-            let (Some(first), Some(second)) = (after(two[0]), after(two[1])) else { return false };
-            let j = if second < first { two[1] } else { two[0] };
+            let Some(j) = self.most_promising(i, g, random) else { return false };
             return self.swap(i, j, random.below(BALANCE_ONE_IN) != 0, most);
         }
         let j = members[random.below(members.len())];
@@ -54,51 +56,78 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         exchange_ms(&self.sums[g * self.n() + i as usize], self.roles[i as usize])
     }
 
-    /// Two devices change places, each taking the other's experts, and, where they are not to be `kept` or do not fit, some of them to others or from
-    /// others; unless the excess would be over `most`.
+    /// Of some devices of other groups the one that is best to change places with device `i` of group `g`.
+    fn most_promising(&mut self, i: u32, g: usize, random: &mut Random) -> Option<u32> {
+        self.ops += CANDIDATES as u64 / 2;
+        let mut best = (f64::INFINITY, None);
+        for _ in 0..CANDIDATES {
+            let j = random.below(self.n()) as u32;
+            let Some(h) = self.group(j).filter(|h| *h != g) else { continue };
+            let loss = self.loss(i, (h, j)) + self.loss(j, (g, i));
+            if loss < best.0 {
+                best = (loss, Some(j));
+            }
+        }
+        best.1
+    }
+
+    /// How bad device `x` is in the place of `out` of a group, with the experts of that, ms: what it is over the limit, and some of what it takes.
+    fn loss(&self, x: u32, (g, out): (usize, u32)) -> f64 {
+        let (n, at, role) = (self.n(), out as usize * self.n() + x as usize, self.roles[out as usize]);
+        let (mut sums, to, from) = (self.sums[g * n + x as usize], self.pairs.to[at], self.pairs.from[at]);
+        if role.holds {
+            sums[0] -= to[0];
+            sums[1] -= to[1] * role.load;
+        }
+        sums[2] -= from[0];
+        sums[3] -= from[1];
+        let exchange = exchange_ms(&sums, role);
+        let compute = self.groups[g].len() as f64 * role.load / self.placed.problem.flops[x as usize];
+        larger(larger(self.times[g].compute, compute) + exchange - self.limit, 0.0) + TAKES * (compute + exchange)
+    }
+
+    /// Two devices of different groups change places, each taking the other's experts, and, where they are not to be `kept` or do not fit, some of them
+    /// to others or from others; where that is too much, but not by far, experts pass on. Unless the excess would be over `most`.
     fn swap(&mut self, i: u32, j: u32, kept: bool, most: f64) -> bool {
         let (Some(g), Some(h)) = (self.group(i), self.group(j)) else { return false };
-        if i == j {
-            return false;
-        }
-        let fit = self.experts[j as usize].len() <= self.memory(i) && self.experts[i as usize].len() <= self.memory(j);
-        if g == h {
-            if !fit {
-                return false;
-            }
-            let (here, there) = (self.roles[i as usize], self.roles[j as usize]);
-            let parts = [Part::new(i as usize, here, there), Part::new(j as usize, there, here)];
-            let changed = self.change_one(g, &parts, most);
-            if changed {
-                self.exchange_experts(i, j);
-                self.settle(i as usize);
-                self.settle(j as usize);
-            }
-            return changed;
-        }
         let Some(others) = self.hopeful((i, g, h), Some(j), most) else { return false };
-        if kept && fit {
-            let none = Role::default();
-            let (here, there) = (self.roles[i as usize], self.roles[j as usize]);
-            let into_h = [Part::new(i as usize, none, there), Part::new(j as usize, there, none)];
-            let into_g = [Part::new(j as usize, none, here), Part::new(i as usize, here, none)];
-            let changed = self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most);
-            if changed {
-                self.exchange_experts(i, j);
-                self.settle(i as usize);
-                self.settle(j as usize);
-            }
-            return changed;
-        }
+        self.follow((i, g, h), Some(j), others, most, |joint| {
+            joint.exchange_experts(i, j);
+            joint.balance(j, (g, i), kept) && joint.balance(i, (h, j), kept)
+        })
+    }
+
+    /// Device `i` goes from group `g` to group `h`, and `back` from there to `g`, each with what experts it has when they are `dealt`; where that is too
+    /// much, but not by far, experts pass on. Unless the excess would be over `most`, or they cannot be dealt.
+    fn follow(
+        &mut self,
+        (i, g, h): (u32, usize, usize),
+        back: Option<u32>,
+        others: Others,
+        most: f64,
+        dealt: impl FnOnce(&mut Self) -> bool,
+    ) -> bool {
+        let room = most + self.slack * self.limit * (self.groups[g].len() + self.groups[h].len()) as f64;
+        self.save([g, h]);
         self.given.clear();
-        self.exchange_experts(i, j);
-        let balanced = self.balance(j, (g, i), kept) && self.balance(i, (h, j), kept);
-        let changed = balanced && self.changed((i, g, h), Some(j), others, most);
-        if !changed {
-            self.take_back();
-            self.exchange_experts(i, j);
+        let changed = dealt(self) && self.changed((i, g, h), back, others, room);
+        let mut open = [g, h].map(|_| changed);
+        for _ in 0..STEPS {
+            for (open, k) in open.iter_mut().zip([g, h]) {
+                *open = *open && self.excess > most && self.pass_on(k);
+            }
         }
-        changed
+        let good = changed && self.excess <= most;
+        if !good {
+            self.take_back();
+            back.into_iter().for_each(|j| self.experts.swap(i as usize, j as usize));
+            if changed {
+                self.move_to(i, g);
+                back.into_iter().for_each(|j| self.move_to(j, h));
+            }
+            self.restore([g, h]);
+        }
+        good
     }
 
     fn exchange_experts(&mut self, i: u32, j: u32) {
@@ -112,16 +141,13 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         let Some(g) = self.group(i).filter(|g| self.groups[*g].len() > 1) else { return false };
         let Some(others) = self.hopeful((i, g, h), None, most) else { return false };
         let takes = g != h || self.experts[i as usize].is_empty();
-        self.given.clear();
-        let dealt = self.give_away(i, (g, i), 0);
-        if takes {
-            self.take(i, (h, i));
-        }
-        let changed = dealt && self.changed((i, g, h), None, others, most);
-        if !changed {
-            self.take_back();
-        }
-        changed
+        self.follow((i, g, h), None, others, most, |joint| {
+            let dealt = joint.give_away(i, (g, i), 0);
+            if takes {
+                joint.take(i, (h, i));
+            }
+            dealt
+        })
     }
 
     /// The expert at `place` of device `i`'s goes to `j` of the same group, for that at `other` of `j`'s if there is one, unless the excess would be
@@ -175,7 +201,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
     }
 
     /// Device `i` where it is, with `more` FLOP, in so many experts.
-    fn loaded(&self, i: u32, more: f64, experts: usize) -> Part {
+    pub(super) fn loaded(&self, i: u32, more: f64, experts: usize) -> Part {
         let before = self.roles[i as usize];
         let load = if experts > 0 { before.load + more } else { 0.0 };
         Part::new(i as usize, before, Role { member: true, holds: experts > 0, load })
@@ -294,11 +320,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             let (from, flops) = (self.group_of[i as usize] as usize, self.placed.problem.flops[i as usize]);
             self.rates[from] -= flops;
             self.rates[to] += flops;
-            if let Some(place) = self.groups[from].iter().position(|&j| j == i) {
-                self.groups[from].swap_remove(place);
-            }
-            self.groups[to].push(i);
-            self.group_of[i as usize] = to as u32;
+            self.move_to(i, to);
         }
         (self.times[g], self.times[h], self.slowest) = (here, there, slowest);
         if limit != self.limit {
@@ -309,5 +331,15 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
         self.excess = self.times.iter().map(|times| times.over).sum();
         true
+    }
+
+    /// Device `i` is a member of group `to`.
+    fn move_to(&mut self, i: u32, to: usize) {
+        let from = &mut self.groups[self.group_of[i as usize] as usize];
+        if let Some(place) = from.iter().position(|&j| j == i) {
+            from.swap_remove(place);
+        }
+        self.groups[to].push(i);
+        self.group_of[i as usize] = to as u32;
     }
 }
