@@ -2,7 +2,7 @@
 //! group, where others give it experts, and leaves its own to those that stay; or experts move inside a group. The objective is exact.
 //!
 //! For every group and every device, of the group or not, the sums of its links with the members are kept, so that what a device comes to in another
-//! group takes no pass over that group. It is most often too much, and then nothing else is looked at.
+//! group takes no pass over that group. It is most often too much, and then nothing else is looked at; where it is nearly good, experts follow.
 //!
 //! What is annealed is by how much all devices together are over a target. At first that is far below what was found, so that every device counts; it
 //! rises to little below, when only the longest ones do.
@@ -23,7 +23,7 @@ const REFRESH: u64 = 4096;
 /// Steps after which temperature and target are set anew.
 const SET_EVERY: u64 = 64;
 
-/// With a change of places the excess may be too large at first by so much of the limit for each device of both groups.
+/// Where devices change groups the excess may be too large at first by so much of the limit for each device of both groups.
 const SLACK: f64 = 0.005;
 
 /// How annealing goes, at first and at last. All are shares of the work of the best objective so far.
@@ -376,10 +376,17 @@ impl<'s, 'p, 'a, L: LinkTable> Joint<'s, 'p, 'a, L> {
     }
 }
 
-/// What a device exchanges, given its sums, ms.
+/// What a device sends and receives, given its sums, ms.
+#[inline]
+fn exchanged_ms(sums: &Lanes, role: Role) -> (f64, f64) {
+    (sums[0] + sums[1], if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
+}
+
+/// The longer of both, ms.
 #[inline]
 fn exchange_ms(sums: &Lanes, role: Role) -> f64 {
-    larger(sums[0] + sums[1], if role.holds { sums[2] + sums[3] * role.load } else { 0.0 })
+    let (sent, received) = exchanged_ms(sums, role);
+    larger(sent, received)
 }
 
 /// Counts in what one device of a group exchanges.

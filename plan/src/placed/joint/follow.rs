@@ -3,7 +3,7 @@
 //! A device in the place of another is most often too much only because others hold what suited that. So a change that is nearly good is made, experts
 //! pass on, and if it is not good then, it is unmade.
 
-use super::{Joint, Lanes, Role, Times, larger};
+use super::{Joint, Lanes, Role, Times, exchanged_ms, larger};
 use crate::cluster::LinkTable;
 
 /// Devices that may give an expert, and of the others that may take it, so many.
@@ -61,8 +61,8 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         relief.clear();
         relief.extend(self.groups[g].iter().map(|&k| (0.0, k)));
         for (at, &m) in self.groups[g].iter().enumerate() {
-            let (sums, role) = (&self.sums[g * n + m as usize], self.roles[m as usize]);
-            let (sent, received) = (sums[0] + sums[1], if role.holds { sums[2] + sums[3] * role.load } else { 0.0 });
+            let sums = &self.sums[g * n + m as usize];
+            let (sent, received) = exchanged_ms(sums, self.roles[m as usize]);
             if now.compute + larger(sent, received) <= limit {
                 continue;
             }
@@ -100,9 +100,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
         self.relief = relief;
         let Some((e, from, to, parts, times)) = best.1 else { return false };
-        self.enter(g, &parts);
-        self.times[g] = times;
-        self.excess = self.times.iter().map(|times| times.over).sum();
+        self.put(g, &parts, times);
         self.give(e, from, to);
         self.given.push((e, from, to));
         self.settle(from as usize);

@@ -1,6 +1,6 @@
 //! Changes of groups and placement.
 
-use super::{Joint, Others, Part, Role, exchange_ms, larger};
+use super::{Joint, Others, Part, Role, Times, exchange_ms, larger};
 use crate::cluster::LinkTable;
 use crate::random::Random;
 
@@ -18,7 +18,7 @@ const CANDIDATES: usize = 4;
 const TAKES: f64 = 0.3;
 /// One in so many changes of places lets experts go elsewhere, too.
 const BALANCE_ONE_IN: usize = 3;
-/// Where a change of places is too much, an expert of each group passes on, up to so many times.
+/// Where a change of groups is too much, an expert of each group passes on, up to so many times.
 const STEPS: usize = 4;
 
 impl<L: LinkTable> Joint<'_, '_, '_, L> {
@@ -297,10 +297,15 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
     fn change_one(&mut self, g: usize, parts: &[Part], most: f64) -> bool {
         let room = most - self.excess + self.times[g].over;
         let Some(times) = self.after(g, parts, self.limit, room) else { return false };
+        self.put(g, parts, times);
+        true
+    }
+
+    /// Enters a change inside group `g`, which takes `times` then.
+    pub(super) fn put(&mut self, g: usize, parts: &[Part], times: Times) {
         self.enter(g, parts);
         self.times[g] = times;
         self.excess = self.times.iter().map(|times| times.over).sum();
-        true
     }
 
     /// The same in two groups, between which these devices move.

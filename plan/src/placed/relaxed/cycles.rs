@@ -53,6 +53,7 @@ impl<L: LinkTable> Relaxed<'_, '_, '_, L> {
         }
     }
 
+    /// The device of a node as a set, an empty one where it is none.
     fn bit(&self, node: Node) -> u64 {
         if node < self.devices.n { 1 << node } else { 0 }
     }
