@@ -22,6 +22,7 @@ mod place;
 mod prove;
 mod regroup;
 mod relaxed;
+mod rounds;
 mod search;
 mod state;
 

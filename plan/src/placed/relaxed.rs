@@ -451,6 +451,11 @@ impl<'s, 'p, 'a, L: LinkTable> Chain<'s, 'p, 'a, L> {
         Chain { relaxed, schedule, budget, best_ms: f64::INFINITY, best: None, temperature: 0.0, steps: 0, random }
     }
 
+    /// Whether it takes experts as whole.
+    pub fn whole(&self) -> bool {
+        self.relaxed.devices.whole
+    }
+
     /// The least that it came by, ms.
     pub fn best_ms(&self) -> f64 {
         self.best_ms

@@ -6,11 +6,10 @@
 //! are improved together with their placements ([`super::joint`]), where devices hold many experts after an annealing that takes these as if they could
 //! be cut ([`super::relaxed`]), and the best is the answer.
 
-use super::joint::{Chain, Schedule};
 use super::regroup::{MOST_DEVICES, regrouped};
-use super::relaxed;
+use super::rounds::{improve_together, large, many_experts, rounds};
 use super::state::{Change, State};
-use super::{DealtOut, GroupTimes, Known, Placed, PlacedTimes, few};
+use super::{DealtOut, GroupTimes, Known, Placed, PlacedTimes};
 use crate::bound::Bounds;
 use crate::cluster::LinkTable;
 use crate::objective::IDLE;
@@ -32,7 +31,7 @@ const SHARES: [f64; ROUNDS] = [0.2, 0.2, 0.25, 0.35];
 /// Links that all chains together look at, at least, for each pair of devices.
 const CHAIN_LEAST: u64 = 64;
 /// Chains shorter than this are not worth a thread.
-const THREAD_LEAST: u64 = 100_000;
+pub(super) const THREAD_LEAST: u64 = 100_000;
 /// One in so many proposals moves several devices together.
 const TOGETHER_ONE_IN: usize = 16;
 /// Chains of annealing with remembered times, all from the best grouping: two processors for a thread each.
@@ -41,87 +40,6 @@ const REGROUPED: u64 = 2;
 const REGROUPED_LESS: u64 = 3;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
-/// How a round anneals groups: with experts where they are, or as if they could be cut.
-#[derive(Clone, Copy)]
-enum Way {
-    Together(Schedule),
-    /// And then, perhaps, a few groups of it again.
-    Relaxed {
-        again: bool,
-    },
-}
-
-/// Chains of annealing groups with what their devices hold.
-struct Round {
-    /// Numbers of groups that they begin with, and how far the best of these may be above the best of all.
-    numbers: usize,
-    within: f64,
-    /// Chains in all, and their share of the effort.
-    chains: usize,
-    share: f64,
-    way: Way,
-    /// After so much of their time so many of the best go on.
-    cuts: &'static [(f64, usize)],
-}
-
-impl Round {
-    /// Ends of stages, in shares of a chain's time, and how many chains go on from there, or are the result.
-    fn stages(&self) -> impl Iterator<Item = (f64, usize)> {
-        self.cuts.iter().copied().chain([(1.0, self.chains)])
-    }
-
-    /// How long all chains take together, one by one, in times of one that goes to its end.
-    fn time(&self) -> f64 {
-        let mut from = (0.0, self.chains);
-        let stage = |(end, stay): (f64, usize)| {
-            let time = (end - from.0) * from.1 as f64;
-            from = (end, stay);
-            time
-        };
-        self.stages().map(stage).sum()
-    }
-}
-
-/// From so many devices of a group on the mean, groups are so many that they hardly come by again, and where annealing begins matters little.
-const LARGE: usize = 7;
-/// Of what comes of a round, so many are placed anew, as experts are dealt better inside groups that stay.
-const PLACED_ANEW: usize = 4;
-/// Annealing that forgets where it began, and that does not.
-const FORGETFUL: Way = Way::Together(Schedule { under: (0.85, 0.005), temperature: (0.3, 0.003), forgetful: true });
-const MILD: Way = Way::Together(Schedule { under: (0.3, 0.005), temperature: (0.05, 0.002), forgetful: false });
-/// The first round says which numbers of groups are promising. Where chains forget where they began, chance decides what comes of one; but half-way it
-/// shows, so few are brought to their ends.
-const CUTS: &[(f64, usize)] = &[(0.4, 10), (0.6, 4)];
-/// Efforts are such that all plans take about as long: with large groups there is no annealing with remembered times.
-const ROUNDS_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.8, way: FORGETFUL, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 1.9, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.5, way: MILD, cuts: &[] },
-];
-const ROUNDS_SMALL: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.28, way: MILD, cuts: &[] },
-    Round { numbers: 3, within: 0.15, chains: 30, share: 0.45, way: FORGETFUL, cuts: CUTS },
-    Round { numbers: 2, within: 0.04, chains: 8, share: 0.37, way: MILD, cuts: &[] },
-];
-/// From so many experts of a device on the mean, they may be looked at as if they could be cut.
-const MANY_EXPERTS: f64 = 3.5;
-const ROUNDS_MANY: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.46, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
-    Round { numbers: 2, within: 0.03, chains: 8, share: 0.74, way: Way::Relaxed { again: true }, cuts: &[(0.5, 3)] },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
-];
-/// In large groups chains need longer, so few begin.
-const ROUNDS_MANY_LARGE: [Round; 3] = [
-    Round { numbers: 6, within: 0.5, chains: 12, share: 0.75, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
-    Round { numbers: 2, within: 0.03, chains: 4, share: 2.4, way: Way::Relaxed { again: true }, cuts: &[(0.6, 2)] },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.24, way: MILD, cuts: &[] },
-];
-/// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.
-const PLACED_QUICKLY: u64 = 4;
-
-/// A few groups of what comes of a relaxed chain are annealed again with so much of the chain's effort.
-const FEW_SHARE: f64 = 0.02;
-
 /// A grouping with its placement.
 #[derive(Clone)]
 pub(crate) struct FoundPlaced {
@@ -395,13 +313,7 @@ impl<'s, 'p, 'a, L: LinkTable> PlacedSearch<'s, 'p, 'a, L> {
         candidates.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
         let groupings = candidates.iter().take(IMPROVED).map(|found| &found.groups).chain(&regrouped);
         let mut best = place_all(placed, groupings.collect(), effort, (&dealt, &mut *known));
-        let (n, groups) = (placed.problem.n(), best.first().map_or(1, |best| best.groups.len()));
-        let rounds = match (many_experts(placed, groups), large(n, groups)) {
-            (true, true) => &ROUNDS_MANY_LARGE,
-            (true, false) => &ROUNDS_MANY,
-            (false, true) => &ROUNDS_LARGE,
-            (false, false) => &ROUNDS_SMALL,
-        };
+        let rounds = rounds(placed, best.first().map_or(1, |best| best.groups.len()));
         // Where all experts are equal, half of the first relaxed chains take them as whole, and then all do as the best did.
         let mut whole = placed.experts.uniform.is_none().then_some(false);
         for (number, round) in rounds.iter().enumerate().filter(|_| effort.joint > 0) {
@@ -432,18 +344,8 @@ fn near(bounds: &Bounds, ms: f64) -> bool {
     ms <= bounds.least() * (1.0 + NEAR)
 }
 
-/// Whether devices hold so many experts on the mean that these may be looked at as if they could be cut.
-fn many_experts<L: LinkTable>(placed: &Placed<L>, groups: usize) -> bool {
-    (groups * placed.experts.costs.len()) as f64 >= MANY_EXPERTS * placed.problem.n() as f64
-}
-
-/// Whether groups have so many devices that they hardly come by again.
-fn large(devices: usize, groups: usize) -> bool {
-    devices >= LARGE * groups
-}
-
 /// Groupings with thorough placements, best first; those are left out for which memory does not suffice.
-fn place_all<L: LinkTable>(
+pub(super) fn place_all<L: LinkTable>(
     placed: &Placed<L>,
     groupings: Vec<&Vec<Vec<u32>>>,
     effort: PlacedEffort,
@@ -462,107 +364,8 @@ fn place_all<L: LinkTable>(
     found
 }
 
-fn best_first(found: &mut [FoundPlaced]) {
+pub(super) fn best_first(found: &mut [FoundPlaced]) {
     found.sort_by(|a, b| a.objective_ms.total_cmp(&b.objective_ms));
-}
-
-/// The chains that go to their ends, best first: after each stage of a round only the best go on.
-fn staged<C: Send>(
-    stages: impl Iterator<Item = (f64, usize)>,
-    mut chains: Vec<C>,
-    threads: bool,
-    advance: impl Fn(&mut C, f64) + Sync,
-    best_ms: impl Fn(&C) -> f64,
-) -> Vec<C> {
-    for (end, stay) in stages {
-        chains = in_threads(chains, threads, |mut chain| {
-            advance(&mut chain, end);
-            chain
-        });
-        chains.sort_by(|a, b| best_ms(a).total_cmp(&best_ms(b)));
-        chains.truncate(stay);
-    }
-    chains
-}
-
-/// A round of annealing groups with what their devices hold, from the best of each number of groups; these and what comes of it, best first.
-fn improve_together<L: LinkTable>(
-    placed: &Placed<L>,
-    exponential: &[f64],
-    mut best: Vec<FoundPlaced>,
-    (number, round): (usize, &Round),
-    whole: &mut Option<bool>,
-    (budget, effort): (u64, PlacedEffort),
-    (dealt, known): (&DealtOut, &mut Known),
-) -> Vec<FoundPlaced> {
-    let mut seen = Vec::new();
-    best.retain(|found| {
-        let new = !seen.contains(&found.groups.len());
-        seen.push(found.groups.len());
-        new
-    });
-    best.truncate(round.numbers);
-    let most_ms = best.first().map_or(0.0, |best| best.objective_ms * (1.0 + round.within));
-    best.retain(|found| found.objective_ms <= most_ms);
-    if best.is_empty() || placed.problem.n() > MOST_DEVICES {
-        return best;
-    }
-    let each = (budget as f64 / round.time()) as u64;
-    let start = |chain: usize| (best[chain % best.len()].clone(), Random((chain + 1 + 100 * number) as u64));
-    let starts: Vec<(FoundPlaced, Random)> = (0..round.chains).map(start).collect();
-    let threads = each >= THREAD_LEAST;
-    match round.way {
-        Way::Together(schedule) => {
-            let begin = |(start, random)| Chain::new(placed, start, schedule, each, random);
-            let chains = starts.into_iter().map(begin).collect();
-            let chains =
-                staged(round.stages(), chains, threads, |chain, end| chain.advance(exponential, end), Chain::best_ms);
-            let found: Vec<FoundPlaced> = chains.into_iter().map(Chain::into_best).collect();
-            let again = found.iter().take(PLACED_ANEW).map(|found| &found.groups).collect();
-            let anew = place_all(placed, again, effort, (dealt, known));
-            best.extend(found);
-            best.extend(anew);
-        }
-        Way::Relaxed { again } => {
-            let (budget, nodes) = (effort.place / PLACED_QUICKLY, effort.nodes / PLACED_QUICKLY);
-            let improve = |found: FoundPlaced| {
-                let FoundPlaced { groups, placements, times, .. } = found;
-                let start = Start { improved: vec![false; groups.len()], placements, times };
-                improve_longest(placed, &groups, start, (budget, nodes), |_, _| ())
-            };
-            let few_budget = (each as f64 * FEW_SHARE) as u64;
-            let mut anneal = |starts: Vec<(FoundPlaced, Random)>, whole: bool| {
-                let begun = starts.len();
-                let stages = round.stages().map(|(end, stay)| (end, (stay * begun).div_ceil(round.chains)));
-                let begin = |(start, random)| relaxed::Chain::new(placed, (&start, whole), relaxed::HOT, each, random);
-                let chains: Vec<relaxed::Chain<L>> = starts.into_iter().map(begin).collect();
-                let advance = |chain: &mut relaxed::Chain<L>, end| chain.advance(exponential, end);
-                let chains = staged(stages, chains, threads, advance, relaxed::Chain::best_ms);
-                let found: Vec<FoundPlaced> = chains.into_iter().filter_map(relaxed::Chain::into_best).collect();
-                let finish = |(found, seed): (FoundPlaced, u64)| {
-                    let found = improve(found);
-                    if !again {
-                        return found;
-                    }
-                    few::again(placed, exponential, (found, whole), few_budget, Random(seed), improve)
-                };
-                let found = in_threads(found.into_iter().zip(1..).collect(), threads, finish);
-                let best_ms = found.iter().map(|found| found.objective_ms).fold(f64::INFINITY, f64::min);
-                best.extend(found);
-                best_ms
-            };
-            match *whole {
-                Some(whole) => drop(anneal(starts, whole)),
-                None => {
-                    let mut cut = starts;
-                    let whole_ms = anneal(cut.split_off(cut.len() / 2), true);
-                    *whole = Some(whole_ms < anneal(cut, false));
-                }
-            }
-        }
-    }
-    best_first(&mut best);
-    best
 }
 
 /// A grouping's placement: of the group that takes longest the best, until that is still the longest; `budget` and `nodes` are for all groups
@@ -594,15 +397,15 @@ pub(super) fn longest(times: &[GroupTimes]) -> usize {
 }
 
 /// Where the placements of a grouping begin.
-struct Start {
-    placements: Vec<DeviceExperts>,
-    times: Vec<GroupTimes>,
+pub(super) struct Start {
+    pub placements: Vec<DeviceExperts>,
+    pub times: Vec<GroupTimes>,
     /// Whether it is as good as it gets.
-    improved: Vec<bool>,
+    pub improved: Vec<bool>,
 }
 
 /// The placement of the group that takes longest improved, until that is still the longest; `learn` is told of each.
-fn improve_longest<L: LinkTable>(
+pub(super) fn improve_longest<L: LinkTable>(
     placed: &Placed<L>,
     groups: &[Vec<u32>],
     Start { mut placements, mut times, mut improved }: Start,

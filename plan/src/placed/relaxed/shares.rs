@@ -68,6 +68,8 @@ pub(super) struct Simplex {
     parts: Vec<f32>,
     /// The members and holders that it has the shares of.
     solved: Option<(u64, u64)>,
+    /// By place: what a holder has, where that is known.
+    held: Vec<f32>,
     /// By place: how many whole experts a holder has.
     counts: Vec<usize>,
     /// Links looked at so far, or what takes as long.
@@ -78,6 +80,7 @@ impl Simplex {
     /// The least that a group takes of whose devices `holders` may hold experts; where that is above `most`, any time from there up to it.
     pub fn least(&mut self, of: &Devices, set: u64, holders: u64, most: f32) -> f32 {
         self.solved = None;
+        self.held.clear();
         let rates = self.begin(of, set, holders);
         if self.holders.iter().map(|&i| of.room[i]).sum::<usize>() < of.experts() {
             return IMPOSSIBLE;
@@ -105,6 +108,7 @@ impl Simplex {
                 return IMPOSSIBLE;
             }
         }
+        self.share_out();
         self.rows[0]
     }
 
@@ -115,11 +119,18 @@ impl Simplex {
 
     /// The holders with the shares that it came to.
     pub fn shares(&self) -> impl Iterator<Item = (usize, f32)> {
-        self.holders.iter().enumerate().map(|(place, &i)| (i, larger(self.share(place), 0.0)))
+        self.holders.iter().zip(&self.held).map(|(&i, &held)| (i, larger(held, 0.0)))
     }
 
-    fn share(&self, place: usize) -> f32 {
-        self.row_of(Variable::Share(place)).map_or(0.0, |row| self.rows[row * self.stride])
+    /// What holders have by the dictionary.
+    fn share_out(&mut self) {
+        self.held.clear();
+        self.held.resize(self.holders.len(), 0.0);
+        for (variable, constant) in self.basic.iter().zip(self.rows.iter().step_by(self.stride).skip(1)) {
+            if let Variable::Share(place) = *variable {
+                self.held[place] = *constant;
+            }
+        }
     }
 
     fn row_of(&self, variable: Variable) -> Option<usize> {
@@ -163,23 +174,23 @@ impl Simplex {
             line[..=count].fill(part);
             line[1 + place] -= 1.0;
         }
+        // By place of a holder: what all send to it.
+        let mut sent = [(0.0f32, 0.0f32); MOST_DEVICES];
+        let sent = &mut sent[..count];
         for (&x, line) in members.iter().zip(&mut lines) {
             let (alpha, beta) = (&of.alpha[x * of.n..][..of.n], &of.beta[x * of.n..][..of.n]);
             let (mut once, mut all) = (0.0, 0.0);
-            for ((&c, part), less) in holders.iter().zip(&*parts).zip(&mut line[1..]) {
-                once += alpha[c];
-                all += beta[c] * part;
-                *less = beta[c];
+            for (((&c, part), less), sent) in holders.iter().zip(&*parts).zip(&mut line[1..]).zip(&mut *sent) {
+                let (alpha, beta) = (alpha[c], beta[c]);
+                once += alpha;
+                all += beta * part;
+                *less = beta;
+                *sent = (sent.0 + alpha, sent.1 + beta);
             }
             line[1..=count].iter_mut().for_each(|less| *less -= all);
             (line[0], line[1 + count]) = (-once - all, 1.0);
         }
-        for (((place, &c), part), line) in holders.iter().enumerate().zip(&*parts).zip(lines) {
-            let (mut once, mut all) = (0.0, 0.0);
-            for &x in members.iter() {
-                once += of.alpha[x * of.n + c];
-                all += of.beta[x * of.n + c];
-            }
+        for (((place, &(once, all)), part), line) in sent.iter().enumerate().zip(&*parts).zip(lines) {
             line[..=count].fill(-all * part);
             line[0] -= once;
             line[1 + place] += all;
@@ -189,27 +200,34 @@ impl Simplex {
 
     /// How long a group computes at least with whole experts that are all equal: one by one, each goes to whom it makes compute least.
     fn whole_experts_compute(&mut self, of: &Devices, rates: f32) -> f32 {
-        let step = |i: usize| self.members.len() as f32 * of.compute[i] / of.experts() as f32;
+        let Simplex { members, holders, counts, .. } = self;
         // So many each has time for in what they take with experts that can be cut, which is less.
         let mut left = of.experts();
         let mut longest: f32 = 0.0;
-        self.counts.clear();
-        for &i in &self.holders {
-            let count = ((1.0 / rates / step(i) + LITTLE) as usize).min(of.room[i]).min(left);
+        let mut steps = [(f32::INFINITY, 0.0); MOST_DEVICES];
+        let steps = &mut steps[..holders.len()];
+        counts.clear();
+        for (&i, (then, step)) in holders.iter().zip(&mut *steps) {
+            *step = members.len() as f32 * of.compute[i] / of.experts() as f32;
+            let count = ((1.0 / rates / *step + LITTLE) as usize).min(of.room[i]).min(left);
             left -= count;
-            longest = larger(longest, count as f32 * step(i));
-            self.counts.push(count);
+            longest = larger(longest, count as f32 * *step);
+            if count < of.room[i] {
+                *then = (count + 1) as f32 * *step;
+            }
+            counts.push(count);
         }
         for _ in 0..left {
             let mut next = (f32::INFINITY, 0);
-            for (place, &i) in self.holders.iter().enumerate().filter(|(place, i)| self.counts[*place] < of.room[**i]) {
-                let then = (self.counts[place] + 1) as f32 * step(i);
+            for (place, &(then, _)) in steps.iter().enumerate() {
                 if then < next.0 {
                     next = (then, place);
                 }
             }
-            self.counts[next.1] += 1;
+            let (count, (then, step)) = (&mut counts[next.1], &mut steps[next.1]);
+            *count += 1;
             longest = larger(longest, next.0);
+            *then = if *count < of.room[holders[next.1]] { (*count + 1) as f32 * *step } else { f32::INFINITY };
         }
         longest
     }
@@ -254,17 +272,16 @@ impl Simplex {
         self.pivot.clear();
         self.pivot.extend(line.iter().map(|value| -value / by));
         self.pivot[column] = 1.0 / by;
-        let pivot = self.pivot.as_chunks::<LANES>().0;
-        for (at, line) in self.rows.chunks_exact_mut(stride).enumerate() {
-            if at == row {
-                line.copy_from_slice(&self.pivot);
-                continue;
-            }
-            let by = std::mem::take(&mut line[column]);
+        let (pivot, inverse) = (self.pivot.as_chunks::<LANES>().0, self.pivot[column]);
+        for line in self.rows.chunks_exact_mut(stride) {
+            let by = line[column];
             for (values, pivot) in line.as_chunks_mut::<LANES>().0.iter_mut().zip(pivot) {
                 *values = std::array::from_fn(|k| values[k] + by * pivot[k]);
             }
+            // Stored before, it would hold up the vector that is loaded over it.
+            line[column] = by * inverse;
         }
+        self.rows[row * stride..][..stride].copy_from_slice(&self.pivot);
         std::mem::swap(&mut self.basic[row - 1], &mut self.others[column - 1]);
         self.ops += self.rows.len() as u64 / LANES as u64;
         true
@@ -276,15 +293,16 @@ impl Simplex {
     /// dearest so many are concave in their number (these are the constraints of a polymatroid); and those that have most too much are of those with most
     /// for their room.
     fn cut(&mut self, of: &Devices) -> bool {
+        self.share_out();
         let mut holders = [(0.0f32, 0usize); MOST_DEVICES];
         let holders = &mut holders[..self.holders.len()];
         for (place, holder) in holders.iter_mut().enumerate() {
-            *holder = (self.share(place) / of.room[self.holders[place]].max(1) as f32, place);
+            *holder = (self.held[place] / of.room[self.holders[place]].max(1) as f32, place);
         }
         holders.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
         let (mut all, mut rooms, mut most) = (0.0, 0, (WITHOUT_ROOM, 0, 0.0));
         for (at, &(_, place)) in holders.iter().enumerate() {
-            all += self.share(place);
+            all += self.held[place];
             rooms += of.room[self.holders[place]];
             if rooms >= of.experts() {
                 break;
