@@ -52,7 +52,7 @@ mod spread;
 mod state;
 mod workload;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use crate::cluster::{Cluster, Links};
@@ -68,6 +68,7 @@ use placement::GroupDevices;
 pub use rebalance::{Rebalanced, expert_weights, rebalance_experts};
 pub use replan::{Replan, check, loads_of_report, replan};
 pub use replicate::Replication;
+use search::{THREAD_LEAST, in_threads};
 use spread::{Spread, evaluate_spreads};
 pub use workload::Workload;
 
@@ -252,18 +253,21 @@ fn place(
         members.iter().map(|i| (device(i).flop_per_ms.to_bits(), device(i).memory_experts)).unzip()
     };
     let all: Vec<Alike> = groups.iter().map(|members| devices_of(members)).collect();
-    let distinct = all.iter().collect::<std::collections::HashSet<_>>().len();
+    let mut seen = HashSet::new();
+    let distinct: Vec<&Alike> = all.iter().filter(|alike| seen.insert(*alike)).collect();
     let steps = if n as f64 <= THOROUGH_DEVICES { 20_000_000 } else { 200_000 };
-    let mut known: HashMap<&Alike, (placement::DeviceExperts, f64)> = HashMap::new();
-    let place = |alike: &Alike| {
-        let flops: Vec<f64> = alike.0.iter().map(|bits| f64::from_bits(*bits)).collect();
-        let group = GroupDevices { flops: &flops, memory: &alike.1, costs };
+    let each = steps / distinct.len().max(1) as u64;
+    let place = |alike| {
+        let (rates, memory): &Alike = alike;
+        let flops: Vec<f64> = rates.iter().map(|bits| f64::from_bits(*bits)).collect();
+        let group = GroupDevices { flops: &flops, memory, costs };
         let placement = match kind {
-            PlacementKind::Auto => placement::auto(&group, steps / distinct as u64),
+            PlacementKind::Auto => placement::auto(&group, each),
             PlacementKind::Lysi => placement::lysi(&group),
         };
         let makespan_ms = group.makespan(&placement);
-        (placement, makespan_ms)
+        (alike, (placement, makespan_ms))
     };
-    all.iter().map(|alike| known.entry(alike).or_insert_with(|| place(alike)).clone()).collect()
+    let known: HashMap<&Alike, _> = in_threads(distinct, each >= THREAD_LEAST, place).into_iter().collect();
+    all.iter().map(|alike| known[alike].clone()).collect()
 }

@@ -41,7 +41,7 @@ pub(crate) const CHAINS_LEAST: usize = 2;
 /// Links that a chain looks at, at least, per device.
 const CHAIN_LEAST: u64 = 16;
 /// Chains shorter than this are not worth a thread.
-const THREAD_LEAST: u64 = 20_000;
+pub(crate) const THREAD_LEAST: u64 = 20_000;
 
 /// How hard to try, in links looked at.
 #[derive(Clone, Copy, Debug)]

@@ -25,28 +25,36 @@ pub(super) struct Before {
 }
 
 impl<L: LinkTable> Joint<'_, '_, '_, L> {
-    /// Keeps what is now, to come back to when groups `g` and `h` have changed.
+    /// Keeps loads as they are, to come back to.
+    pub(super) fn save_loads(&mut self) {
+        self.before.load.clone_from(&self.load);
+        self.ops += self.n() as u64 / 8;
+    }
+
+    /// The same of what else there is of groups `g` and `h`, which are about to change.
     pub(super) fn save(&mut self, [g, h]: [usize; 2]) {
         let n = self.n();
         let before = &mut self.before;
         before.sums.clear();
         [g, h].iter().for_each(|g| before.sums.extend_from_slice(&self.sums[g * n..][..n]));
         before.roles.clone_from(&self.roles);
-        before.load.clone_from(&self.load);
         before.ends.clone_from(&self.ends);
         before.times.clone_from(&self.times);
         before.rates.clone_from(&self.rates);
         (before.slowest, before.limit, before.excess) = (self.slowest, self.limit, self.excess);
-        self.ops += n as u64 / 8;
     }
 
-    /// All as it was, who is where and who holds what aside.
+    /// Loads as they were.
+    pub(super) fn restore_loads(&mut self) {
+        std::mem::swap(&mut self.load, &mut self.before.load);
+    }
+
+    /// All else as it was, who is where and who holds what aside.
     pub(super) fn restore(&mut self, [g, h]: [usize; 2]) {
         let (n, before) = (self.n(), &mut self.before);
         let sums = [g, h].into_iter().zip(before.sums.chunks(n));
         sums.for_each(|(g, sums)| self.sums[g * n..][..n].copy_from_slice(sums));
         std::mem::swap(&mut self.roles, &mut before.roles);
-        std::mem::swap(&mut self.load, &mut before.load);
         std::mem::swap(&mut self.ends, &mut before.ends);
         std::mem::swap(&mut self.times, &mut before.times);
         std::mem::swap(&mut self.rates, &mut before.rates);

@@ -108,7 +108,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         dealt: impl FnOnce(&mut Self) -> bool,
     ) -> bool {
         let room = most + self.slack * self.limit * (self.groups[g].len() + self.groups[h].len()) as f64;
-        self.save([g, h]);
+        self.save_loads();
         self.given.clear();
         let changed = dealt(self) && self.changed((i, g, h), back, others, room);
         let mut open = [g, h].map(|_| changed);
@@ -124,8 +124,9 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
             if changed {
                 self.move_to(i, g);
                 back.into_iter().for_each(|j| self.move_to(j, h));
+                self.restore([g, h]);
             }
-            self.restore([g, h]);
+            self.restore_loads();
         }
         good
     }
@@ -280,7 +281,14 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
         stay(h, &mut into_h);
         let changed = match (g == h, back) {
-            (true, _) => self.change_one(g, &into_h, most),
+            (true, _) => match self.after_one(g, &into_h, most) {
+                Some(times) => {
+                    self.save([g, h]);
+                    self.put(g, &into_h, times);
+                    true
+                }
+                None => false,
+            },
             (false, None) => self.change_two((g, &into_g), (h, &into_h), &[(i, h)], others, most),
             (false, Some(j)) => self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most),
         };
@@ -293,10 +301,14 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         changed
     }
 
+    /// What group `g` takes after a change inside it, unless the excess would be over `most`.
+    fn after_one(&mut self, g: usize, parts: &[Part], most: f64) -> Option<Times> {
+        self.after(g, parts, self.limit, most - self.excess + self.times[g].over)
+    }
+
     /// A change inside group `g`, as far as sums and times go, unless the excess would be over `most`.
     fn change_one(&mut self, g: usize, parts: &[Part], most: f64) -> bool {
-        let room = most - self.excess + self.times[g].over;
-        let Some(times) = self.after(g, parts, self.limit, room) else { return false };
+        let Some(times) = self.after_one(g, parts, most) else { return false };
         self.put(g, parts, times);
         true
     }
@@ -308,7 +320,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         self.excess = self.times.iter().map(|times| times.over).sum();
     }
 
-    /// The same in two groups, between which these devices move.
+    /// The same in two groups, between which these devices move; what was before is kept.
     fn change_two(
         &mut self,
         (g, from_g): (usize, &[Part]),
@@ -319,6 +331,7 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
     ) -> bool {
         let Some(there) = self.after(h, into_h, limit, most - excess) else { return false };
         let Some(here) = self.after(g, from_g, limit, most - excess - there.over) else { return false };
+        self.save([g, h]);
         self.enter(h, into_h);
         self.enter(g, from_g);
         for &(i, to) in moved {
