@@ -68,8 +68,8 @@ pub(super) struct Simplex {
     parts: Vec<f32>,
     /// The members and holders that it has the shares of.
     solved: Option<(u64, u64)>,
-    /// By place: what a holder has, where that is known.
-    held: Vec<f32>,
+    /// By place: the row of what a holder has; 0 where that is not basic.
+    row_of: Vec<usize>,
     /// By place: how many whole experts a holder has.
     counts: Vec<usize>,
     /// Links looked at so far, or what takes as long.
@@ -80,7 +80,6 @@ impl Simplex {
     /// The least that a group takes of whose devices `holders` may hold experts; where that is above `most`, any time from there up to it.
     pub fn least(&mut self, of: &Devices, set: u64, holders: u64, most: f32) -> f32 {
         self.solved = None;
-        self.held.clear();
         let rates = self.begin(of, set, holders);
         if self.holders.iter().map(|&i| of.room[i]).sum::<usize>() < of.experts() {
             return IMPOSSIBLE;
@@ -88,6 +87,11 @@ impl Simplex {
         let whole = if of.whole { self.whole_experts_compute(of, rates) } else { 0.0 };
         if whole > most {
             return whole;
+        }
+        // No shares compute in less than those with which all compute equally long.
+        let equally = 1.0 / rates;
+        if equally > most {
+            return equally;
         }
         self.fill(of, rates);
         self.compute_for(whole);
@@ -108,7 +112,6 @@ impl Simplex {
                 return IMPOSSIBLE;
             }
         }
-        self.share_out();
         self.rows[0]
     }
 
@@ -119,27 +122,18 @@ impl Simplex {
 
     /// The holders with the shares that it came to.
     pub fn shares(&self) -> impl Iterator<Item = (usize, f32)> {
-        self.holders.iter().zip(&self.held).map(|(&i, &held)| (i, larger(held, 0.0)))
+        self.holders.iter().zip(&self.row_of).map(|(&i, &row)| (i, larger(self.share(row), 0.0)))
     }
 
-    /// What holders have by the dictionary.
-    fn share_out(&mut self) {
-        self.held.clear();
-        self.held.resize(self.holders.len(), 0.0);
-        for (variable, constant) in self.basic.iter().zip(self.rows.iter().step_by(self.stride).skip(1)) {
-            if let Variable::Share(place) = *variable {
-                self.held[place] = *constant;
-            }
-        }
-    }
-
-    fn row_of(&self, variable: Variable) -> Option<usize> {
-        self.basic.iter().position(|basic| *basic == variable).map(|at| at + 1)
+    /// The share whose row this is.
+    fn share(&self, row: usize) -> f32 {
+        if row > 0 { self.rows[row * self.stride] } else { 0.0 }
     }
 
     /// Members, holders and their parts; how much of all these compute in a unit.
     fn begin(&mut self, of: &Devices, set: u64, may_hold: u64) -> f32 {
-        let Simplex { members, holders, parts, ops, .. } = self;
+        let Simplex { members, holders, parts, row_of, ops, .. } = self;
+        row_of.clear();
         members.clear();
         members.extend(devices(set));
         holders.clear();
@@ -154,7 +148,7 @@ impl Simplex {
 
     /// The dictionary where all holders compute equally long and exchange for no time. What one has less, all have more, by their rates.
     fn fill(&mut self, of: &Devices, rates: f32) {
-        let Simplex { members, holders, parts, rows, stride, basic, others, .. } = self;
+        let Simplex { members, holders, parts, rows, row_of, stride, basic, others, .. } = self;
         let count = holders.len();
         *stride = (count + 2).next_multiple_of(LANES);
         rows.clear();
@@ -164,6 +158,7 @@ impl Simplex {
         others.push(Variable::Exchange);
         basic.clear();
         basic.extend((0..count).map(Variable::Share));
+        row_of.extend(1..=count);
         basic.extend((0..count + members.len()).map(|_| Variable::Slack));
         let mut lines = rows.chunks_exact_mut(*stride);
         if let Some(objective) = lines.next() {
@@ -282,7 +277,13 @@ impl Simplex {
             line[column] = by * inverse;
         }
         self.rows[row * stride..][..stride].copy_from_slice(&self.pivot);
-        std::mem::swap(&mut self.basic[row - 1], &mut self.others[column - 1]);
+        let (leaves, enters) = (&mut self.basic[row - 1], &mut self.others[column - 1]);
+        for (variable, row) in [(&*leaves, 0), (&*enters, row)] {
+            if let Variable::Share(place) = *variable {
+                self.row_of[place] = row;
+            }
+        }
+        std::mem::swap(leaves, enters);
         self.ops += self.rows.len() as u64 / LANES as u64;
         true
     }
@@ -293,16 +294,15 @@ impl Simplex {
     /// dearest so many are concave in their number (these are the constraints of a polymatroid); and those that have most too much are of those with most
     /// for their room.
     fn cut(&mut self, of: &Devices) -> bool {
-        self.share_out();
         let mut holders = [(0.0f32, 0usize); MOST_DEVICES];
         let holders = &mut holders[..self.holders.len()];
         for (place, holder) in holders.iter_mut().enumerate() {
-            *holder = (self.held[place] / of.room[self.holders[place]].max(1) as f32, place);
+            *holder = (self.share(self.row_of[place]) / of.room[self.holders[place]].max(1) as f32, place);
         }
         holders.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
         let (mut all, mut rooms, mut most) = (0.0, 0, (WITHOUT_ROOM, 0, 0.0));
         for (at, &(_, place)) in holders.iter().enumerate() {
-            all += self.held[place];
+            all += self.share(self.row_of[place]);
             rooms += of.room[self.holders[place]];
             if rooms >= of.experts() {
                 break;
@@ -318,11 +318,12 @@ impl Simplex {
         let end = self.rows.len();
         self.rows.resize(end + self.stride, 0.0);
         self.rows[end] = dearest;
-        for variable in holders[..count].iter().map(|&(_, place)| Variable::Share(place)) {
-            if let Some(row) = self.row_of(variable) {
+        for &(_, place) in &holders[..count] {
+            let row = self.row_of[place];
+            if row > 0 {
                 let (rows, cut) = self.rows.split_at_mut(end);
                 cut.iter_mut().zip(&rows[row * self.stride..]).for_each(|(cut, share)| *cut -= share);
-            } else if let Some(at) = self.others.iter().position(|other| *other == variable) {
+            } else if let Some(at) = self.others.iter().position(|other| *other == Variable::Share(place)) {
                 self.rows[end + 1 + at] -= 1.0;
             }
         }
