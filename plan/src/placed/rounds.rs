@@ -72,18 +72,18 @@ const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.45, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 8, share: 0.37, way: MILD, cuts: &[] },
 ];
-/// From so many experts of a device on the mean, they may be looked at as if they could be cut.
+/// From so many experts of a device on the mean, they may be looked at as if they could be cut. After that, annealing with experts where they are finds little.
 const MANY_EXPERTS: f64 = 3.5;
 const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.46, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 8, share: 0.74, way: Way::Relaxed { again: true }, cuts: &[(0.5, 3)] },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.15, way: MILD, cuts: &[] },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.05, way: MILD, cuts: &[] },
 ];
 /// In large groups chains need longer, so few begin.
 const ROUNDS_MANY_LARGE: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.75, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 4, share: 2.4, way: Way::Relaxed { again: true }, cuts: &[(0.6, 2)] },
-    Round { numbers: 2, within: 0.04, chains: 4, share: 0.24, way: MILD, cuts: &[] },
+    Round { numbers: 2, within: 0.04, chains: 4, share: 0.06, way: MILD, cuts: &[] },
 ];
 /// The placements that come of relaxed chains are improved with one part in so many of the effort for a grouping.
 const PLACED_QUICKLY: u64 = 4;
