@@ -72,8 +72,9 @@ const ROUNDS_SMALL: [Round; 3] = [
     Round { numbers: 3, within: 0.15, chains: 30, share: 0.45, way: FORGETFUL, cuts: CUTS },
     Round { numbers: 2, within: 0.04, chains: 8, share: 0.37, way: MILD, cuts: &[] },
 ];
-/// From so many experts of a device on the mean, they may be looked at as if they could be cut. After that, annealing with experts where they are finds little.
+/// From so many experts of a device on the mean, they may be looked at as if they could be cut.
 const MANY_EXPERTS: f64 = 3.5;
+/// After relaxed chains, annealing with experts where they are finds little.
 const ROUNDS_MANY: [Round; 3] = [
     Round { numbers: 6, within: 0.5, chains: 12, share: 0.46, way: Way::Relaxed { again: false }, cuts: &[(0.3, 6)] },
     Round { numbers: 2, within: 0.03, chains: 8, share: 0.74, way: Way::Relaxed { again: true }, cuts: &[(0.5, 3)] },

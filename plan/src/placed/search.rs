@@ -3,8 +3,7 @@
 //! It starts from the best groupings of every number of groups under the published objective, and from groupings made in one go, then
 //! anneals those of the most promising numbers as `crate::search` does, with experts dealt out anew in every group that changes, and then all
 //! numbers at once with the times of groups remembered ([`super::regroup`]). The groups of the best few are given a thorough placement each, those
-//! are improved together with their placements ([`super::joint`]), where devices hold many experts after an annealing that takes these as if they could
-//! be cut ([`super::relaxed`]), and the best is the answer.
+//! are improved together with their placements in several rounds ([`super::rounds`]), and the best is the answer.
 
 use super::regroup::{MOST_DEVICES, regrouped};
 use super::rounds::{improve_together, large, many_experts, rounds};
@@ -40,6 +39,7 @@ const REGROUPED: u64 = 2;
 const REGROUPED_LESS: u64 = 3;
 /// Groupings whose placement is improved.
 const IMPROVED: usize = 10;
+
 /// A grouping with its placement.
 #[derive(Clone)]
 pub(crate) struct FoundPlaced {

@@ -281,14 +281,14 @@ impl<L: LinkTable> Joint<'_, '_, '_, L> {
         }
         stay(h, &mut into_h);
         let changed = match (g == h, back) {
-            (true, _) => match self.after_one(g, &into_h, most) {
-                Some(times) => {
+            (true, _) => {
+                let times = self.after_one(g, &into_h, most);
+                if let Some(times) = times {
                     self.save([g, h]);
                     self.put(g, &into_h, times);
-                    true
                 }
-                None => false,
-            },
+                times.is_some()
+            }
             (false, None) => self.change_two((g, &into_g), (h, &into_h), &[(i, h)], others, most),
             (false, Some(j)) => self.change_two((g, &into_g), (h, &into_h), &[(i, h), (j, g)], others, most),
         };
