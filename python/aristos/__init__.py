@@ -7,6 +7,7 @@
 Without transformers: `MoE` is a layer with router and shared expert, `experts` the routed experts alone, by the caller's routing.
 """
 
+from . import _exit as _exit
 from ._aristos import AristosError, families
 from ._experts import experts
 from ._group import Group, init
