@@ -137,8 +137,9 @@ def a_job_that_has_done_its_work_ends_well():
 
 
 def reason(said):
-    """The end of what a job's processes said, without torchrun's summary of how they ended."""
-    return said.split("failed (exitcode")[0][-1200:]
+    """The end of what a job's processes said, without what torchrun says of how they ended."""
+    lines = said.split("failed (exitcode")[0].splitlines()
+    return "\n".join(line for line in lines if "torch/distributed/elastic" not in line)[-1200:]
 
 
 def train(pes, out, *more, batch=4, length=64):
