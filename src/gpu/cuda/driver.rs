@@ -3,7 +3,7 @@
 //! Their types, and all that they take, are those of the crate `cudarc`, generated from CUDA's own header. Loading and calling them
 //! is done here instead, as `cudarc`'s functions panic where the library or a function is missing, and return codes
 //! as a Rust `enum`, of which a newer driver's code may be no value. The macro `call!` calls the same
-//! functions with codes that are numbers, and what is missing is an error that says so (docs/decisions.md).
+//! functions with codes that are numbers, and what is missing is an error that says so (docs/decisions/2026-11-21-driver-loading.md).
 
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int};

@@ -107,7 +107,7 @@ impl Options {
     }
 
     /// Most rows sent under one signal, of a window of `window_rows`: where none are given a 16th, between 128 and 256. In a window of few chunks tiles
-    /// wait for rows that have come (`docs/decisions.md`, "Rows of a chunk").
+    /// wait for rows that have come (`docs/decisions/2026-11-26-send-groups.md`).
     pub fn chunk_rows(&self, window_rows: usize) -> usize {
         self.chunk_rows.unwrap_or((window_rows / 16).clamp(128, 256)).clamp(1, window_rows.max(1))
     }
