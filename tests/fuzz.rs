@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use aristos::checkpoint::{Checkpoint, read_input, read_model};
 use aristos::cluster::{Cluster, parse_json, read_text};
+use aristos::formats::routing::Routing;
 use aristos::moe::WeightSource;
 use aristos::plan::{self, Options, Outcome, Plan, Workload, expert_weights, loads_of_report, rebalance_experts};
 use aristos::report::{RunConfig, RunReport};
 use aristos::sim::comms::{Load, Params, Schedule, exchange};
 use aristos::sim::linear::{Device, LinearLayer, LinearTime};
-use aristos::sim::routing::Routing;
 use aristos::simulate::{Calibration, calibrate};
 use mutate::mutate;
 use rand::{RngExt, SeedableRng};

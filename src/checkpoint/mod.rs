@@ -23,9 +23,8 @@ use std::path::Path;
 
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
+use crate::formats::{Model, Transformer};
 use crate::moe::{LayerConfig, Proj, WeightError, WeightId, WeightPlace, WeightSource};
-use crate::plan::Model;
-use crate::sim::roofline::Transformer;
 pub use error::FileError;
 pub use families::{ACTIVATIONS, Family, families_page};
 use families::{Layout, ReadConfig};

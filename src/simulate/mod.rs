@@ -15,12 +15,13 @@ use std::thread;
 use anyhow::{Context, Result, ensure};
 
 use crate::cluster::Cluster;
+use crate::formats::routing::Routing;
 use crate::moe::synthetic::Synthetic;
 use crate::moe::{Dtype, Groups, LayerConfig, Layout, MlpConfig, Mode, Options, Placement};
 use crate::plan::{Model, Plan};
 use crate::run::plan::groups_of;
 use crate::sim::network::Nics;
-use crate::sim::routing::{Popularity, Routing};
+use crate::sim::routing::Popularity;
 use crate::sim::step::{Affine, CopyFlop, Cores, Jitter, LayerCost, Schedule, Step, StepTimes, simulate};
 pub use calibrate::calibrate;
 pub use calibration::{CORES_MOST, Calibration, Fitted, PassTerms, Residual, Terms};

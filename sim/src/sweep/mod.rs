@@ -12,7 +12,7 @@ mod grid;
 mod pipeline;
 mod strategy;
 
-use aristos_plan::InputError;
+use aristos_formats::InputError;
 use serde::Serialize;
 
 pub use cost::Cost;

@@ -11,9 +11,8 @@ use super::{
 use crate::checkpoint::FileError;
 use crate::checkpoint::file::read_regular;
 use crate::checkpoint::quantised::Quantisation;
+use crate::formats::{Latent, Model, Transformer};
 use crate::moe::{Activation, Glu, GroupLimit, LayerConfig, MlpConfig, Norm, RouterConfig, SharedConfig, SparseMixer};
-use crate::plan::Model;
-use crate::sim::roofline::{Latent, Transformer};
 
 /// No configuration is larger, bytes.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;

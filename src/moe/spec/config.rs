@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{ConfigError, WeightError};
 use super::place::WeightPlace;
-use crate::plan::Model;
+use crate::formats::Model;
 
 /// Most experts of a layer, and most elements of its widths: far above any model, and low enough that no product of two
 /// overflows.

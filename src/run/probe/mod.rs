@@ -10,12 +10,13 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use half::bf16;
 
-use crate::cluster::{Cluster, OwnDevice, ProbeOptions, ProbeStage, probe};
+use crate::cluster::Cluster;
 use crate::job::host::{Host, MemoryHost, PePart};
 use crate::job::request::{DeviceKind, ProbeRequest, ProbedExpert};
 use crate::moe::cpu::experts::{Batch, Mlp, Scratch};
 use crate::moe::kernels::Element;
 use crate::moe::{Dtype, MlpGradients, MlpId, Options, WeightId};
+use crate::probe::{OwnDevice, ProbeOptions, ProbeStage, probe};
 use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
@@ -118,7 +119,7 @@ impl ProbeRequest {
 /// `transport` is what the cluster calls the transport. `progress` is told what is done.
 ///
 /// # Errors
-/// [`ProbeError`](crate::cluster::ProbeError); memory that cannot be told.
+/// [`ProbeError`](crate::probe::ProbeError); memory that cannot be told.
 pub fn probe_pes<T: Transport>(
     shmem: &Shmem<T>,
     request: &ProbeRequest,

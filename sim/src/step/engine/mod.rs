@@ -22,7 +22,7 @@ use work::{HostWork, Work};
 use super::plan::{PePlan, Tiling};
 use super::{PeTime, Schedule, Step, StepTimes};
 use crate::network::{Network, Nics};
-use crate::timeline::Span;
+use aristos_formats::Span;
 
 /// A PE in a pass.
 #[derive(Default)]

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use super::event::{Kind, Message, What};
 use super::{Engine, Schedule};
 use crate::step::plan::Chunk;
-use crate::timeline::Span;
+use aristos_formats::Span;
 
 /// What a PE does with a chunk.
 #[derive(Clone, Copy)]

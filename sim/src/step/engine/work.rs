@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use super::rows::Copying;
 use super::{Engine, Phase, Schedule, What};
 use crate::step::Cores;
-use crate::timeline::Span;
+use aristos_formats::Span;
 
 /// A piece of a PE's work.
 #[derive(Clone, Copy)]

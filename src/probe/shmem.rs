@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use aristos_shmem::{Cmp, Pod, Shmem, SignalOp, Sym, Transport, Wait, WaitTimeout};
+use crate::shmem::{Cmp, Pod, Shmem, SignalOp, Sym, Transport, Wait, WaitTimeout};
 
 use super::links::{LinkProber, ProbedLinks, probe_links_by};
 use super::{ProbeError, ProbeOptions, ProbeStage, median, ms};

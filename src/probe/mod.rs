@@ -11,19 +11,21 @@
 //! contention is its round trip then over its round trip alone, at one size. And everyone sends to everyone, all messages under way
 //! together; a PE's exchange factor is its time over the sum of its times alone, which is what the planner's C_i says.
 
+mod fit;
 mod links;
 mod shmem;
 
 use std::time::{Duration, Instant};
 
-use aristos_shmem::{Shmem, ShmemError, Transport, WaitTimeout};
 use serde::{Deserialize, Serialize};
 
+pub use fit::{Fit, fit};
 pub use links::{LinkProber, ProbedLinks, probe_links_by};
 pub use shmem::probe_links;
 use shmem::{Gathering, barrier};
 
-use super::{Cluster, Device};
+use crate::cluster::{Cluster, Device};
+use crate::shmem::{Shmem, ShmemError, Transport, WaitTimeout};
 
 /// A host's name is cut at this many bytes.
 const HOST_BYTES: usize = 64;
@@ -222,14 +224,8 @@ pub fn probe<T: Transport>(
         String::from_utf8_lossy(&name[..end]).into_owned()
     };
     let devices = (0..n)
-        .map(|pe| Device {
-            id: pe as u64,
-            host: host(pe),
-            // A PE that came to nothing in its time is slow, and a device nonetheless.
-            flop_per_ms: rates[pe].max(1.0),
-            memory_experts: memories[pe],
-            memory_mb: None,
-        })
+        // A PE that did no work in its time is slow, but still a device.
+        .map(|pe| Device::new(pe as u64, host(pe), rates[pe].max(1.0), memories[pe]))
         .collect();
     Ok(links.cluster(devices, options, transport))
 }
