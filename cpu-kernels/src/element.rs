@@ -3,18 +3,8 @@
 use half::bf16;
 
 use super::gemm_bf16::ProductPath;
-use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32, vectorised};
-
-/// The shape of a prepared weight matrix `W [out, inp]`.
-pub trait WeightShape {
-    /// Rows of `W`: the width of the projection's result.
-    fn out(&self) -> usize;
-    /// Columns of `W`: the width of the projection's input.
-    fn inp(&self) -> usize;
-}
-
-/// A weight in memory of the caller's, row-major, which it keeps and does not change while this lives.
-pub type Lent<E> = Box<dyn AsRef<[E]> + Send + Sync>;
+use super::weight::{Lent, WeightShape, bf16_from_f32, bf16_to_f32, narrow_bf16, widen_bf16};
+use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32};
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
 ///
@@ -139,18 +129,14 @@ impl Element for bf16 {
     const NAME: &'static str = "bf16";
     type Weight = Bf16Weight;
 
-    // `half`'s own conversions test for CPU features on every call, which keeps loops from vectorising.
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
-        // A NaN's carry could make it an infinity or a number.
-        let bits = if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
-        // Just under half a unit, and the kept bit's parity: to nearest, ties to even.
-        bf16::from_bits((bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
+        bf16_from_f32(x)
     }
 
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
+        bf16_to_f32(self)
     }
 
     fn convert(src: &[f32], dst: &mut [Self]) {
@@ -198,23 +184,5 @@ impl Element for bf16 {
         accumulate: bool,
     ) {
         gemm_bf16::tn(ws, [m, n, k], a, b, c, accumulate);
-    }
-}
-
-vectorised! {
-    fn narrow_bf16<>(src: &'a [f32], dst: &'a mut [bf16]) -> () {
-        assert_eq!(src.len(), dst.len());
-        for (d, &s) in dst.iter_mut().zip(src) {
-            *d = <bf16 as Element>::from_f32(s);
-        }
-    }
-}
-
-vectorised! {
-    fn widen_bf16<>(src: &'a [bf16], dst: &'a mut [f32]) -> () {
-        assert_eq!(src.len(), dst.len());
-        for (d, &s) in dst.iter_mut().zip(src) {
-            *d = Element::to_f32(s);
-        }
     }
 }

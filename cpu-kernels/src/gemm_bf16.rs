@@ -22,7 +22,8 @@ use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use super::Line;
-use super::{Element, F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
+use super::weight::{bf16_from_f32, bf16_to_f32, widen_bf16};
+use super::{F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
 use avx512::{LeftOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
 
@@ -126,7 +127,7 @@ impl Bf16Weight {
             }
             Form::Wide(wide) => {
                 for (to, &x) in wide.values_mut().iter_mut().zip(w) {
-                    *to = Element::to_f32(<bf16 as Element>::from_f32(x));
+                    *to = bf16_to_f32(bf16_from_f32(x));
                 }
             }
             Form::Lent(path, _) => *self = Bf16Weight::with_path(*path, w, out, inp),
@@ -140,7 +141,7 @@ impl Bf16Weight {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nn, .. } => unpack_panels(bytemuck::cast_slice(nn), self.out, self.inp, w),
             Form::Wide(wide) => w.copy_from_slice(wide.values()),
-            Form::Lent(_, lent) => bf16::widen(lent.as_ref().as_ref(), w),
+            Form::Lent(_, lent) => widen_bf16(lent.as_ref().as_ref(), w),
         }
     }
 }
@@ -271,7 +272,8 @@ mod avx512 {
 
     use half::bf16;
 
-    use crate::{Element, Line, scratch, vectorised};
+    use crate::weight::bf16_from_f32;
+    use crate::{Line, scratch, vectorised};
 
     /// Rows of a register tile.
     const MR: usize = 12;
@@ -471,7 +473,7 @@ mod avx512 {
             }
         }
         for (&x, to) in rest.iter().zip(to_rest) {
-            *to = Element::from_f32(x);
+            *to = bf16_from_f32(x);
         }
     }
 

@@ -20,14 +20,16 @@ mod gemm_f32;
 mod skip;
 #[cfg(test)]
 mod tests;
+mod weight;
 
 pub use activation::{
     Activation, Glu, add_bias, axpy, backward_gated, backward_plain, column_sum, dot, forward_gated, forward_plain,
     sigmoid,
 };
-pub use element::{Element, Lent, WeightShape};
+pub use element::Element;
 pub use gemm_bf16::{Bf16Weight, uses_avx512_bf16};
 pub use gemm_f32::F32Weight;
+pub use weight::{Lent, WeightShape};
 
 use bytemuck::{Pod, Zeroable};
 

@@ -4,19 +4,13 @@
 #[allow(clippy::undocumented_unsafe_blocks, clippy::missing_safety_doc, clippy::too_many_arguments)]
 #[rustfmt::skip]
 mod bindings;
+mod handles;
 
-use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 
 pub use bindings::*;
+pub use handles::{CUmodule, cudaStream_t};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
-
-/// A module loaded by the driver (`CUmodule`).
-#[allow(non_camel_case_types)]
-pub type CUmodule = *mut c_void;
-/// A stream (`CUstream`, which is the runtime's `cudaStream_t`).
-#[allow(non_camel_case_types)]
-pub type cudaStream_t = *mut c_void;
 
 /// The library's file name. Its number is that of NVSHMEM's major version.
 pub const LIBRARY: &str = "libnvshmem_host.so.3";

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use super::Cmp;
+use super::{Cmp, LostPe};
 
 /// What can go wrong outside of waits.
 #[derive(Debug, thiserror::Error)]
@@ -46,24 +46,6 @@ pub enum ShmemError {
     /// A file descriptor, or a set of segments, that a transport cannot use.
     #[error("unusable segment: {0}")]
     Segment(String),
-}
-
-/// A PE that takes no further part: its process has ended, or cannot be reached.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("PE {pe} is lost: {why}")]
-#[non_exhaustive]
-pub struct LostPe {
-    /// The PE, as messages call it ([`Transport::world_pe`](super::Transport::world_pe)).
-    pub pe: usize,
-    /// What was noticed, half a line.
-    pub why: String,
-}
-
-impl LostPe {
-    /// PE `pe`, with half a line that says what was noticed.
-    pub fn new(pe: usize, why: impl Into<String>) -> Self {
-        LostPe { pe, why: why.into() }
-    }
 }
 
 /// A wait's deadline passed, or a PE was lost before it.

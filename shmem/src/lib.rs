@@ -49,6 +49,7 @@
 //! # Ok::<(), aristos_shmem::ShmemError>(())
 //! ```
 
+mod channels;
 mod collective;
 mod doorbell;
 mod error;
@@ -67,8 +68,10 @@ mod pace;
 pub mod reorder;
 mod segment;
 mod shm;
+mod sync;
 pub mod tcp;
 mod team;
+mod threads;
 mod typed;
 mod wait;
 
@@ -79,7 +82,7 @@ use std::time::Instant;
 
 pub use bytemuck::Pod;
 
-pub use error::{LostPe, ShmemError, WaitTimeout};
+pub use error::{ShmemError, WaitTimeout};
 pub use group::GroupTransport;
 pub use handle::AsShmem;
 pub use host::host_id;
@@ -89,32 +92,9 @@ pub use pace::{Hold, Pace};
 pub use segment::Segment;
 pub use shm::{ShmTransport, Watch};
 pub use team::Team;
+pub use threads::threads;
+use threads::check_heap;
 pub use typed::Shmem;
-
-/// A world of `n_pes` PEs over shared memory in this process, by number: one for each of as many threads.
-///
-/// `heap_bytes` is the size of each PE's heap, what [`Shmem::new`] takes of it included: [`Shmem::heap_bytes_for`] says how
-/// large it is for what a caller needs.
-///
-/// # Errors
-/// When the heap is too small for [`Shmem::new`], or more than the host has.
-pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Shmem<ShmTransport>>, ShmemError> {
-    if n_pes == 0 {
-        return Ok(Vec::new());
-    }
-    check_heap(n_pes, heap_bytes)?;
-    Ok(ShmTransport::threads(n_pes, heap_bytes)?.into_iter().map(Shmem::new).collect())
-}
-
-/// Whether a heap has room for what [`Shmem::new`] takes of it.
-fn check_heap(n_pes: usize, heap_bytes: usize) -> Result<(), ShmemError> {
-    let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
-    if heap_bytes < reserved {
-        let why = format!("a symmetric heap for {n_pes} PEs has at least {reserved} bytes, this one {heap_bytes}");
-        return Err(ShmemError::Segment(why));
-    }
-    Ok(())
-}
 
 /// What a signal operation does with its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,6 +158,24 @@ pub struct RawWait {
     pub cmp: Cmp,
     /// Its right side.
     pub value: u64,
+}
+
+/// A PE that takes no further part: its process has ended, or cannot be reached.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("PE {pe} is lost: {why}")]
+#[non_exhaustive]
+pub struct LostPe {
+    /// The PE, as messages call it ([`Transport::world_pe`]).
+    pub pe: usize,
+    /// What was noticed, half a line.
+    pub why: String,
+}
+
+impl LostPe {
+    /// PE `pe`, with half a line that says what was noticed.
+    pub fn new(pe: usize, why: impl Into<String>) -> Self {
+        LostPe { pe, why: why.into() }
+    }
 }
 
 /// What a transport provides: byte-level one-sided operations on a symmetric heap of fixed size.

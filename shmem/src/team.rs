@@ -12,9 +12,7 @@
 //! - The signals are ADDs of 1: `word >= n` says that `s` has issued at least n signals, in whatever order they
 //!   arrived, hence that it has reached the n-th; a PE that is ahead only makes the word larger.
 
-use std::time::Instant;
-
-use super::{Shmem, ShmemError, SignalOp, Sym, Transport, WaitTimeout};
+use super::{ShmemError, Sym};
 
 /// A list of PEs that synchronise and reduce together, in a fixed order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,7 +64,7 @@ impl Team {
 }
 
 /// The rounds of a dissemination barrier for member `my_index` of `size`: (whom to signal, whom to wait for).
-fn rounds(my_index: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn rounds(my_index: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
     std::iter::successors(Some(1), |distance| Some(distance * 2))
         .take_while(move |&distance| distance < size)
         .map(move |distance| ((my_index + distance) % size, (my_index + size - distance) % size))
@@ -76,31 +74,15 @@ fn rounds(my_index: usize, size: usize) -> impl Iterator<Item = (usize, usize)> 
 #[derive(Debug)]
 pub(super) struct SyncWords {
     /// One word per PE: what it has signalled to this one.
-    arrived: Sym<u64>,
+    pub(super) arrived: Sym<u64>,
     /// What this PE has waited for so far, per PE.
-    expected: Vec<u64>,
+    pub(super) expected: Vec<u64>,
 }
 
 impl SyncWords {
     /// Over `arrived`, zeroed, one word per PE.
     pub(super) fn new(arrived: Sym<u64>) -> Self {
         Self { arrived, expected: vec![0; arrived.len()] }
-    }
-
-    /// See [`Shmem::sync`].
-    pub(super) fn sync<T: Transport>(
-        &mut self,
-        shmem: &Shmem<T>,
-        team: &Team,
-        deadline: Instant,
-    ) -> Result<(), WaitTimeout> {
-        for (to, from) in rounds(team.my_index, team.size()) {
-            let (to, from) = (team.members[to], team.members[from]);
-            shmem.signal_op(self.arrived.at(shmem.my_pe()), 1, SignalOp::Add, to);
-            self.expected[from] += 1;
-            shmem.wait_at_least(self.arrived.at(from), self.expected[from], from, deadline)?;
-        }
-        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::collective::Channels;
+use super::channels::Channels;
 use super::heap::Heap;
 use super::team::SyncWords;
 use super::{Cmp, LostPe, Pod, RawWait, ShmemError, SignalOp, Sym, Team, Transport, Wait, WaitTimeout};

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::fit::{Fit, fit};
-use super::{ProbeError, ProbeOptions, ProbeStage};
+use super::options::{ProbeError, ProbeOptions, ProbeStage};
 use crate::cluster::{Cluster, Device, Links, Matrix, Probe};
 
 /// One PE's end of the measurements, by whatever carries its messages: what [`probe_links_by`] calls, on all PEs in the same order. Times are in
