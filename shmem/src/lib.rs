@@ -92,8 +92,8 @@ pub use pace::{Hold, Pace};
 pub use segment::Segment;
 pub use shm::{ShmTransport, Watch};
 pub use team::Team;
+pub(crate) use threads::check_heap;
 pub use threads::threads;
-use threads::check_heap;
 pub use typed::Shmem;
 
 /// What a signal operation does with its value.

@@ -1,6 +1,6 @@
 //! A world of threads of one process.
 
-use super::{Shmem, ShmTransport, ShmemError};
+use super::{ShmTransport, Shmem, ShmemError};
 
 /// A world of `n_pes` PEs over shared memory in this process, by number: one for each of as many threads.
 ///

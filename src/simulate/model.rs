@@ -3,21 +3,9 @@
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::Simulated;
-use crate::formats::Transformer;
-use crate::sim::linear::Device;
+use super::{Dense, Simulated};
 use crate::sim::roofline;
 use crate::sim::step::{PeTime, StepTimes};
-
-/// What a model has beside its routed experts, and what computes it.
-pub struct Dense {
-    /// The shapes.
-    pub transformer: Transformer,
-    /// The device of every PE.
-    pub device: Device,
-    /// Tokens of a sequence.
-    pub sequence: usize,
-}
 
 /// A step of all layers; seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

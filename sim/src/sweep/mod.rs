@@ -81,20 +81,6 @@ impl Model {
         Ok(Model { experts: Some(Experts { count, top_k }), ..self })
     }
 
-    /// The time on one device that has everything, s.
-    pub fn sequential_s(&self, cost: Cost) -> f64 {
-        strategy::Simulation::new(self, Strategy::SEQUENTIAL, cost, true).run().latency_s
-    }
-
-    /// Simulates one strategy.
-    ///
-    /// # Errors
-    /// One line: a degree that does not divide what it splits, or experts with the published arithmetic, which knows none.
-    pub fn simulate(&self, strategy: Strategy, cost: Cost, steady_state: bool) -> Result<Outcome, InputError> {
-        self.check(strategy, cost)?;
-        Ok(strategy::Simulation::new(self, strategy, cost, steady_state).run())
-    }
-
     fn check(&self, strategy: Strategy, cost: Cost) -> Result<(), InputError> {
         let Strategy { dp, hp, pp, ep, microbatches } = strategy;
         let wrong = |field: &str, value: usize, expected: String| {

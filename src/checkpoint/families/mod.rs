@@ -5,75 +5,20 @@
 //! `tests/parity` compares both with it. `docs/families.md` is made from the table ([`docs`]).
 
 mod docs;
+mod family;
 mod fields;
 mod names;
 mod read;
 mod table;
 
-use std::fmt;
-
-use serde_json::Value;
-
 use super::FileError;
 use crate::moe::{Activation, GroupScore, LayerConfig, Norm, Scoring};
 pub use docs::families_page;
+pub use family::Family;
 use fields::{Field, Fields, flag, number, size, text};
 pub(super) use names::Layout;
 pub use read::ACTIVATIONS;
 pub(super) use read::{ReadConfig, read_config, read_model, read_transformer};
-
-/// A model family whose checkpoints can be read.
-#[derive(Clone, Copy)]
-pub struct Family(&'static Entry);
-
-impl Family {
-    /// All of them, in the order of `docs/families.md`.
-    pub fn all() -> impl Iterator<Item = Family> {
-        table::FAMILIES.iter().map(Family)
-    }
-
-    /// The family whose `config.json` has this `model_type`: the text model's, or that of a model that has it as a part.
-    pub fn named(model_type: &str) -> Option<Family> {
-        Self::all().find(|family| family.model_types().any(|name| name == model_type))
-    }
-
-    /// The `model_type` of the text model in `config.json`.
-    pub fn model_type(self) -> &'static str {
-        self.0.model_type
-    }
-
-    /// Every `model_type` that it goes by.
-    pub fn model_types(self) -> impl Iterator<Item = &'static str> {
-        std::iter::once(self.0.model_type)
-            .chain(self.0.wrapper.map(|w| w.model_type))
-            .chain(self.0.aliases.iter().copied())
-    }
-
-    /// The fields that are read, by the name in the configuration class: what each is where it is absent, and where it is null;
-    /// `None` where that is refused.
-    pub fn fields(self) -> Vec<(&'static str, Option<Value>, Option<Value>)> {
-        let fields = self.0.fields().into_iter().filter(|field| !field.name().is_empty());
-        fields.map(|field| (field.name(), field.default.json(), field.null.json())).collect()
-    }
-
-    pub(super) fn layouts(self) -> &'static [Layout] {
-        self.0.layouts
-    }
-}
-
-impl PartialEq for Family {
-    fn eq(&self, other: &Family) -> bool {
-        self.model_type() == other.model_type()
-    }
-}
-
-impl Eq for Family {}
-
-impl fmt::Debug for Family {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.model_type())
-    }
-}
 
 /// A row of the table. What most families have is in [`Entry::USUAL`].
 struct Entry {

@@ -16,6 +16,7 @@ pub mod modules;
 pub mod nccl;
 mod stream;
 mod symmetric;
+mod symmetric_memory;
 mod tensor_map;
 
 use std::cell::{Cell, RefCell};

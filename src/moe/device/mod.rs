@@ -9,6 +9,7 @@ mod relays;
 mod report;
 mod saved;
 mod shape;
+mod states;
 mod sums;
 mod tiles;
 mod weights;
@@ -18,8 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use record::{RecordedLayer, RecordedPass};
 pub use saved::DeviceSaved;
-pub use shape::{DeviceOptions, GemmPath, check, symmetric_bytes};
-pub use tiles::Tile;
+pub use shape::{DeviceOptions, check, symmetric_bytes};
+pub use tiles::{GemmPath, Tile};
 pub use weights::to_elements;
 
 use relays::Relays;

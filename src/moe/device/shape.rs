@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use serde::{Deserialize, Serialize};
 
 use super::relays::Relays;
-use super::tiles::{Problem, Tile, TileKernels};
+use super::tiles::{GemmPath, Problem, Tile, TileKernels};
 use super::windows::window_chunks;
 use crate::gpu::params::{self, LayerInfo, LayerShape, Tables};
 use crate::gpu::{DeviceLimits, GpuError};
@@ -19,29 +19,6 @@ pub const MAX_ROUTER_PARTS: u32 = 3;
 
 /// Most blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
-
-/// Which matrix products a device runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum GemmPath {
-    /// `mma` on operands that `cp.async` brings: every device from Ampere on.
-    Ampere,
-    /// `wgmma` on operands that the tensor memory accelerator brings, where it can.
-    Hopper,
-}
-
-impl GemmPath {
-    /// Its name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            GemmPath::Ampere => "ampere",
-            GemmPath::Hopper => "hopper",
-        }
-    }
-
-    pub(super) fn is_hopper(self) -> bool {
-        self == GemmPath::Hopper
-    }
-}
 
 /// How a layer runs on a device, besides [`Options`]. The same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

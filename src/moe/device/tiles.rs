@@ -6,8 +6,30 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::shape::GemmPath;
 use crate::gpu::DeviceLimits;
+
+/// Which matrix products a device runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GemmPath {
+    /// `mma` on operands that `cp.async` brings: every device from Ampere on.
+    Ampere,
+    /// `wgmma` on operands that the tensor memory accelerator brings, where it can.
+    Hopper,
+}
+
+impl GemmPath {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            GemmPath::Ampere => "ampere",
+            GemmPath::Hopper => "hopper",
+        }
+    }
+
+    pub(super) fn is_hopper(self) -> bool {
+        self == GemmPath::Hopper
+    }
+}
 
 /// Rows and columns of a tile; as text "64x128".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use half::{bf16, f16};
 
 use super::relays::Relays;
-use super::shape::{GemmPath, MAX_ROUTER_PARTS};
+use super::shape::MAX_ROUTER_PARTS;
 use super::sums::Sums;
+use super::tiles::GemmPath;
 use crate::gpu::params::{self, Kernel, Tables};
 use crate::gpu::{Buffer, Gpu, GpuError, Launch, SymmetricBuffer, TensorMap};
 use crate::moe::parts::in_parts;

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow};
 use bytemuck::{Pod, Zeroable};
 
+use super::host::{MEMORY_SHARE, host_name, probe_sources};
 use super::links::{DeviceProber, RECORD_BYTES, symmetric_bytes};
-use super::{MEMORY_SHARE, host_name, probe_sources};
 use crate::cluster::{Cluster, Device};
 use crate::gpu::{Buffer, DeviceLimits, Gpu, SymmetricBy};
 use crate::job::device::{OpenDevice, WantedDevice, before_part, with_symmetric};

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "device")]
 pub mod device;
+mod host;
 #[cfg(feature = "device")]
 pub mod links;
 
@@ -9,6 +10,8 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use half::bf16;
+
+use host::{MEMORY_SHARE, host_name, probe_sources};
 
 use crate::cluster::Cluster;
 use crate::job::host::{Host, MemoryHost, PePart};
@@ -21,9 +24,6 @@ use crate::shmem::{Shmem, Transport, available_bytes};
 
 /// The names of what a PE of a probe may be doing, by status code.
 pub const PROBE_PHASES: [&str; 4] = ["start-up", "links alone", "links together", "expert GEMM"];
-
-/// The share of the available memory that experts may take; the rest is for tokens, symmetric heaps and whatever else runs.
-const MEMORY_SHARE: f64 = 0.75;
 
 impl ProbedExpert {
     /// FLOP of its forward GEMMs for one row: what `expert_flop` of a workload is over the expert's rows.
@@ -81,14 +81,6 @@ impl ProbeRequest {
         // The largest count that a cluster file takes is far above what any memory holds.
         ((mb * 1e6 / self.expert.bytes(self.device)) as u64).min(1 << 40)
     }
-}
-
-/// Where the number of experts comes from, which `memory` holds.
-fn probe_sources(request: &ProbeRequest, memory: &str) -> impl Iterator<Item = (&'static str, String)> {
-    let expert = request.expert;
-    let gradient = if expert.training { " with its gradient in f32" } else { "" };
-    let mb = expert.bytes(request.device) * 1e-6;
-    std::iter::once(("memory_experts", format!("{memory}, over {mb:.3} MB of {}{gradient}", expert.text())))
 }
 
 impl ProbeRequest {
@@ -161,15 +153,6 @@ fn probe_as<T: Transport, E: Element>(
     let mut cluster = probe(shmem, &request.options, transport, own, progress)?;
     cluster.sources = request.sources(transport);
     Ok(cluster)
-}
-
-/// This host's name, as the kernel has it.
-fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    match name.trim() {
-        "" => "localhost".to_string(),
-        name => name.to_string(),
-    }
 }
 
 /// The symmetric heap that a probe of `pes` PEs needs, bytes.
