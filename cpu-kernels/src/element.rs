@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::gemm_bf16::ProductPath;
-use super::weight::{Lent, WeightShape, bf16_from_f32, bf16_to_f32, narrow_bf16, widen_bf16};
+use super::weight::{Lent, WeightShape, bf16_from_f32, bf16_to_f32, widen_bf16};
 use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32};
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
@@ -140,9 +140,7 @@ impl Element for bf16 {
     }
 
     fn convert(src: &[f32], dst: &mut [Self]) {
-        if !gemm_bf16::narrow(src, dst) {
-            narrow_bf16(src, dst);
-        }
+        gemm_bf16::convert(src, dst);
     }
 
     fn widen(src: &[Self], dst: &mut [f32]) {

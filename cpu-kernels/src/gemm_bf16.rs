@@ -22,7 +22,7 @@ use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use super::Line;
-use super::weight::{bf16_from_f32, bf16_to_f32, widen_bf16};
+use super::weight::{bf16_from_f32, bf16_to_f32, narrow_bf16, widen_bf16};
 use super::{F32Weight, Lent, WeightShape, Workspace, gemm_f32, scratch};
 #[cfg(target_arch = "x86_64")]
 use avx512::{LeftOperand, pack_panels, pack_panels_transposed, panel_lines, unpack_panels};
@@ -53,8 +53,15 @@ pub fn uses_avx512_bf16() -> bool {
     !matches!(ProductPath::detect(), ProductPath::Widen)
 }
 
+/// [`Element::convert`](crate::Element::convert) to bf16.
+pub(super) fn convert(src: &[f32], dst: &mut [bf16]) {
+    if !narrow(src, dst) {
+        narrow_bf16(src, dst);
+    }
+}
+
 /// Rounds `src` into `dst` with the CPU's own instruction; false if it has none.
-pub(super) fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
+fn narrow(src: &[f32], dst: &mut [bf16]) -> bool {
     assert_eq!(src.len(), dst.len());
     match ProductPath::detect() {
         #[cfg(target_arch = "x86_64")]
@@ -121,7 +128,7 @@ impl Bf16Weight {
             #[cfg(target_arch = "x86_64")]
             Form::Packed { nt, nn, .. } => {
                 let rounded = scratch::<bf16>(&mut ws.a, w.len());
-                bf16::convert(w, rounded);
+                convert(w, rounded);
                 pack_panels_transposed(rounded, out, inp, bytemuck::cast_slice_mut(nt));
                 pack_panels(rounded, out, inp, bytemuck::cast_slice_mut(nn));
             }
@@ -166,7 +173,7 @@ pub(super) fn nt(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
         }
         Form::Wide(w) => {
             let wide = scratch::<f32>(&mut ws.a, a.len());
-            bf16::widen(a, wide);
+            widen_bf16(a, wide);
             gemm_f32::nt(m, wide, w, c, accumulate);
         }
         Form::Lent(path, values) => {
@@ -213,9 +220,9 @@ fn lent(
 
 fn widen_both(ws: &mut Workspace, a: &[bf16], b: &[bf16], product: impl FnOnce(&[f32], &[f32])) {
     let wide_a = scratch::<f32>(&mut ws.a, a.len());
-    bf16::widen(a, wide_a);
+    widen_bf16(a, wide_a);
     let wide_b = scratch::<f32>(&mut ws.b, b.len());
-    bf16::widen(b, wide_b);
+    widen_bf16(b, wide_b);
     product(wide_a, wide_b);
 }
 
@@ -229,7 +236,7 @@ pub(super) fn nn(ws: &mut Workspace, m: usize, a: &[bf16], w: &Bf16Weight, c: &m
         }
         Form::Wide(w) => {
             let wide = scratch::<f32>(&mut ws.a, a.len());
-            bf16::widen(a, wide);
+            widen_bf16(a, wide);
             gemm_f32::nn(m, wide, w, c, accumulate);
         }
         Form::Lent(path, values) => {

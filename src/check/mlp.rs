@@ -6,7 +6,7 @@ use super::CheckError;
 use super::bound::{Bounded, Bounds, F32_FLOOR, Rounding, SUM, coherence, column_coherence, norm, repetition, scalar};
 use super::matrix::{Matrix, axpy, dot, for_row_blocks};
 use super::special::{activate, glu_factors, steepest};
-use crate::moe::{Glu, LayerConfig, MlpConfig, MlpId, Proj, WeightId};
+use crate::moe::{Glu, LayerConfig, MlpConfig, MlpId, Proj, WeightError, WeightId};
 
 /// Elementwise work in the units of [`for_row_blocks`]: an erf costs about as much as this many multiply-adds.
 const ACTIVATION_WORK: usize = 64;

@@ -30,7 +30,7 @@ pub use compare::{
 
 pub use error::CheckError;
 
-use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightError, WeightId};
+use crate::moe::{Dtype, LayerConfig, MlpConfig, MlpId, WeightId};
 use bound::{Bounded, Rounding, SUM, coherence, repetition};
 use matrix::{Matrix, axpy, dot};
 pub use mlp::{Gradient, WeightLoader};

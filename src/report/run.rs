@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::pe::{PassReport, PeReport, StepReport, SymmetricMemory, TrafficReport};
+use super::pe::{PassReport, PeReport, Replanned, StepReport, SymmetricMemory, TrafficReport};
 
 /// What was run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

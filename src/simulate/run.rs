@@ -33,7 +33,7 @@ const CHANGES: [(&str, (f64, f64), bool); 3] = [
 
 impl Simulated {
     /// The layer's symmetric memory, of the group with the most of it.
-    fn layout(&self) -> Result<Layout> {
+    pub(super) fn layout(&self) -> Result<Layout> {
         let of = |g: usize| {
             let placement = self.groups.placement(g);
             Layout::new(

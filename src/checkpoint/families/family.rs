@@ -9,7 +9,7 @@ use super::{Entry, Layout};
 
 /// A model family whose checkpoints can be read.
 #[derive(Clone, Copy)]
-pub struct Family(&'static Entry);
+pub struct Family(pub(super) &'static Entry);
 
 impl Family {
     /// All of them, in the order of `docs/families.md`.
