@@ -1,4 +1,4 @@
-//! A test that cannot run is counted as skipped, not as passed: `tests/skip` and `tools/sums`.
+//! A test that cannot run counts as skipped, not as passed: `tests/skip` and `tools/sums`.
 
 mod skip;
 
@@ -13,7 +13,7 @@ fn sums(text: &[u8]) -> String {
     String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap()
 }
 
-/// Both streams of this program in one, as `tools/test` has them, with these arguments to the harness.
+/// Runs this program with these harness arguments and returns both streams merged, as in `tools/test`.
 fn harness(args: &[&str]) -> Vec<u8> {
     let mut command = Command::new("sh");
     command.args(["-c", "exec \"$0\" \"$@\" 2>&1"]).arg(env::current_exe().unwrap()).args(args);
@@ -55,7 +55,7 @@ fn sums_are_over_all_programs() {
     assert_eq!(sums(ours), "5 passed, 0 failed, 1 skipped\n", "its line has counted it already");
     let all = [&harness(&["inner_", "--ignored"])[..], ours, &harness(&["inner_passes", "--ignored"])].concat();
     assert_eq!(sums(&all), "7 passed, 1 failed, 2 skipped\n");
-    // One that ended before its sum.
+    // A program that ended before its summary.
     assert_eq!(sums(b"skipped: tests/x.rs: x: why\n"), "0 passed, 0 failed, 1 skipped\n");
     assert_eq!(sums(b""), "0 passed, 0 failed, 0 skipped\n");
 }

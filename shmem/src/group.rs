@@ -1,12 +1,12 @@
-//! A team as a world of its own: [`GroupTransport`].
+//! A team as a world: [`GroupTransport`].
 
 use std::ptr::NonNull;
 use std::time::Instant;
 
 use super::{LostPe, RawWait, Shmem, ShmemError, SignalOp, Sym, Team, Transport};
 
-/// The members of a team, numbered by their place in it, over a block of the world's symmetric heap. What runs on a world
-/// runs on it unchanged, such as a layer on an expert-parallel group.
+/// The members of a team, renumbered by their index in it, over a block of the world's symmetric heap. Code written for a
+/// world, such as a layer, runs unchanged on a group, such as an expert-parallel group.
 #[derive(Debug)]
 pub struct GroupTransport<'w, T: Transport> {
     world: &'w Shmem<T>,
@@ -15,22 +15,22 @@ pub struct GroupTransport<'w, T: Transport> {
 }
 
 impl<'w, T: Transport> GroupTransport<'w, T> {
-    /// The group of `team`, each member with a heap of `heap_bytes` bytes inside `world`'s. All PEs of the world call this with
-    /// the same `heap_bytes`, each with its own team, before anything of the world's heap has been freed: the
-    /// group's heap must be zero, as one that nobody has used is.
+    /// Creates the group of `team`, in which each member has a heap of `heap_bytes` bytes within `world`'s. All PEs of the
+    /// world must call this with the same `heap_bytes`, each with its own team, before anything is freed in the world's heap,
+    /// because the group's heap must be zero.
     ///
     /// # Errors
-    /// When the world's heap has no room for it.
+    /// [`ShmemError::OutOfMemory`] if the world's heap is too full.
     pub fn new(world: &'w Shmem<T>, team: Team, heap_bytes: usize) -> Result<Self, ShmemError> {
         Ok(GroupTransport { block: world.alloc(heap_bytes)?, world, team })
     }
 
-    /// The members' world numbers, in the order of their numbers here.
+    /// The members' world numbers, in group order.
     pub fn members(&self) -> &[usize] {
         self.team.members()
     }
 
-    /// The offset in the world's heap of `bytes` bytes at `offset` of this one.
+    /// Translates `bytes` bytes at `offset` of the group's heap to the offset in the world's heap.
     fn at(&self, offset: usize, bytes: usize) -> usize {
         let end = offset.checked_add(bytes);
         assert!(

@@ -1,4 +1,4 @@
-//! NVSHMEM's heap where it does not grow: as large as the job needs, and said to NVSHMEM before it begins, whoever starts the PEs.
+//! NVSHMEM's fixed-size heap: it must be as large as the job needs, and set before NVSHMEM starts, under any launcher.
 
 use std::process::{Command, Output, Stdio};
 
@@ -6,7 +6,7 @@ use crate::{Fakes, assert_says};
 
 const LAYER: &str = "run --device cuda --hidden 64 --intermediate 64 --timeout 5";
 
-/// The program with these arguments and a heap that does not grow. The fake kernels do nothing, so it fails once the devices are open.
+/// The program with a fixed-size heap. The fake kernels do nothing, so it fails after the devices are open.
 fn command(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Command {
     let mut command = fakes.around(Command::new("timeout"));
     command.args(["60", env!("CARGO_BIN_EXE_aristos")]).args(args.split_whitespace());
@@ -20,7 +20,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The size that it says it has chosen, bytes: once, in one line.
+/// The chosen size, bytes, which must be reported once, in one line.
 #[track_caller]
 fn chosen(text: &str) -> u64 {
     let start = "aristos: NVSHMEM_SYMMETRIC_SIZE=";
@@ -30,7 +30,7 @@ fn chosen(text: &str) -> u64 {
     lines[0].split(' ').next().unwrap().parse().unwrap()
 }
 
-/// The heaps that NVSHMEM made, bytes.
+/// Sizes of the heaps that NVSHMEM created, bytes.
 fn made(fakes: &Fakes) -> Vec<u64> {
     let log = std::fs::read_to_string(fakes.log()).unwrap_or_default();
     let heap = |line: &str| line.strip_prefix("heap of ")?.strip_suffix(" bytes")?.parse().ok();
@@ -46,7 +46,7 @@ fn a_job_that_starts_its_pes_gives_them_a_heap_for_its_layer() {
         assert_eq!(made(&fakes), [size; 2], "{text}");
         size
     });
-    // What the test of puts takes, which the first layer takes less than.
+    // At least the size of the test of puts, which exceeds that of the first layer.
     assert!(sizes[0] >= 3 << 20 && sizes[0] < 16 << 20 && sizes[1] > sizes[0], "{sizes:?}");
 }
 
@@ -62,7 +62,7 @@ fn the_benchmark_and_the_probe_do_too() {
     }
 }
 
-/// Nothing but their own processes can set it then.
+/// Under another launcher each PE process must set the variable itself.
 #[test]
 fn pes_that_something_else_has_started_give_it_to_themselves() {
     let fakes = Fakes::new(&[], &[]);
@@ -75,7 +75,7 @@ fn pes_that_something_else_has_started_give_it_to_themselves() {
     let [other, zero] = outputs.each_ref().map(stderr);
     assert!(!other.contains("NVSHMEM_SYMMETRIC_SIZE"), "{other}");
     assert_eq!(made(&fakes), [chosen(&zero); 2], "{zero}");
-    // One of the user's stays, and is looked at when all have met.
+    // A size set by the user is kept, and checked once all PEs have joined.
     std::fs::remove_file(fakes.log()).unwrap();
     let outputs = [pe(1, &[("NVSHMEM_SYMMETRIC_SIZE", "1M")]), pe(0, &[("NVSHMEM_SYMMETRIC_SIZE", "1M")])];
     let [other, zero] = outputs.map(|pe| stderr(&pe.wait_with_output().unwrap()));

@@ -1,16 +1,16 @@
-//! `aristos bench p2p --transport nvshmem`: what the host does of it, with two PEs as processes. Times are the fake driver's,
-//! a millisecond from one event to the next.
+//! The host's part of `aristos bench p2p --transport nvshmem`, with two PE processes. The fake driver advances time by a
+//! millisecond per event.
 
 use std::process::{Command, Output};
 
 use crate::{Fakes, assert_says};
 
-/// Few samples of two sizes.
+/// A few samples of two sizes.
 const FEW: [&str; 12] =
     ["bench", "p2p", "--transport", "nvshmem", "--iterations", "3", "--warmup", "1", "--min", "16", "--max", "64"];
 
 fn bench(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> Output {
-    // A PE that waits for ever is an error too.
+    // The time-out turns a hang into a failure.
     let mut command = fakes.around(Command::new("timeout"));
     command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(args);
     command.env("FAKE_PUTS", "job").env("FAKE_TICK", "1").env_remove("NCCL_SOCKET_IFNAME");
@@ -21,7 +21,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Runs it, and returns the rows, "measure op scope bytes batch p50_us round_trip_us" each, and what is said beside.
+/// Runs the benchmark; returns the rows, each as "measure op scope bytes batch p50_us round_trip_us", and standard error.
 fn rows(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> (Vec<String>, String) {
     let csv = fakes.log().with_extension("csv");
     let output = bench(fakes, &[args, &["--csv", csv.to_str().unwrap()]].concat(), env);
@@ -34,18 +34,18 @@ fn rows(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> (Vec<String>, Str
     (text.lines().skip(1).map(row).collect(), stderr(&output))
 }
 
-/// Its one line; nothing must have been printed beside.
+/// Runs the benchmark, which must fail with one line and no other output; returns the line.
 #[track_caller]
 fn refusal(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> String {
     let output = bench(fakes, args, env);
-    // What is said of times without MPS is no part of it.
+    // Except the warning about times without MPS.
     let text: String = stderr(&output).split_inclusive('\n').filter(|line| !line.contains(" WARN ")).collect();
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{text}");
     assert!(text.starts_with("aristos: ") && text.lines().count() == 1, "{text}");
     text
 }
 
-/// The log's lines of one PE, without the number.
+/// The log lines of one PE, without its number.
 fn log_of(fakes: &Fakes, pe: usize) -> Vec<String> {
     let text = std::fs::read_to_string(fakes.log()).unwrap();
     assert!(!text.contains("wrong"), "{text}");
@@ -73,7 +73,7 @@ fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
         "bandwidth get stream 64 64 15.6250",
     ];
     assert_eq!(rows, want);
-    // Four samples, and a batch in front of them wherever the host has waited; of bandwidth three samples go together.
+    // Four samples, plus one batch whenever the host has waited; the three bandwidth samples are enqueued together.
     let (first, second) = (log_of(&fakes, 0), log_of(&fakes, 1));
     let count = |of: &[String], what: &str| of.iter().filter(|line| line.starts_with(what)).count();
     for what in ["puts 16 bytes, PE 1", "puts 64 bytes, PE 1", "gets 16 bytes, PE 1", "gets 64 bytes, PE 1"] {
@@ -89,7 +89,7 @@ fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
     assert_eq!(count(&second, "puts") + count(&second, "gets"), 0, "one PE alone puts and gets");
 }
 
-/// Two processes that TCP joins, as on two hosts: the unique id goes over it, and nothing confines NVSHMEM to one host.
+/// Two processes connected by TCP, as on two hosts: the unique id is sent over TCP, and NVSHMEM is not confined to one host.
 #[test]
 fn pes_of_several_hosts_meet_over_tcp() {
     let fakes = Fakes::new(&[], &[]);
@@ -136,7 +136,7 @@ fn nccl_s_messages_match() {
     }
     assert_eq!(first.last().map(String::as_str), Some("leaves 0 bytes, PE 1"));
     assert_eq!(second.last().map(String::as_str), Some("leaves 0 bytes, PE 0"));
-    // The byte at the start, and windows of the first PE's.
+    // The initial byte, and the first PE's batches.
     let grouped = first.iter().filter(|line| line.ends_with("in a group")).count();
     assert_eq!(grouped, 2 + 2 * 5 * 64, "{first:?}");
 }
@@ -168,13 +168,13 @@ fn what_was_asked_for_and_is_not_there_is_one_line() {
     let fakes = Fakes::new(&[], &[]);
     let text = refusal(&fakes, &["--op", "send-recv"], &[("FAKE_NCCL", "duplicate")]);
     assert_says(&text, &["--op send-recv on --scope stream: cannot start NCCL: ", "Duplicate GPU detected"]);
-    // One PE's refusal is all's.
+    // A refusal on one PE is reported by all.
     let (rows, beside) = rows(&fakes, &["--scope", "stream"], &[("FAKE_NCCL", "pe1")]);
     assert_eq!((rows.len(), beside.lines().count()), (2 * 5, 1), "{beside}");
     assert_says(&beside, &["left out: no NCCL on PE 1"]);
     let text = refusal(&fakes, &["--op", "put-signal", "--scope", "stream"], &[("FAKE_STATUS", "3")]);
     assert_says(&text, &["--op put-signal on --scope stream: ", "without MPS"]);
-    // A library that cannot be loaded, told before any PE starts.
+    // A library that cannot be loaded is reported before any PE starts.
     std::fs::write(fakes.0.path().join("nccl/lib/libnccl.so.2"), "").unwrap();
     let text = refusal(&fakes, &["--op", "send-recv"], &[]);
     assert_says(&text, &["aristos: --op send-recv: no NCCL (", "nccl/lib/libnccl.so.2", "NCCL_HOME"]);

@@ -1,4 +1,4 @@
-//! What the conformance suite cannot show over a provider that keeps the order by itself, as TCP's does.
+//! Ordering that the conformance suite cannot test over a provider that preserves order anyway, as TCP's does.
 
 use std::net::TcpListener;
 use std::sync::Barrier;
@@ -12,7 +12,7 @@ use crate::{Cmp, RawWait, SignalOp, Transport};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Two PEs, threads of this process.
+/// Runs `f` on two PEs, threads of this process.
 fn pair(f: impl Fn(OfiTransport) + Sync) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let rendezvous = listener.local_addr().unwrap().to_string();
@@ -42,7 +42,7 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
     };
     pair(|pe| {
         let other = 1 - pe.my_pe();
-        // From here on they are connected.
+        // After this exchange the PEs are connected.
         pe.signal_op(0, 1, SignalOp::Set, other);
         wait(&pe, 0);
         pe.quiet();
@@ -58,7 +58,7 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
         } else {
             frozen.wait();
             pe.put_signal(64, &[7; 64], 8, 1, SignalOp::Set, 1);
-            // An operation after a fence waits for the signal too.
+            // An operation after a fence must also wait for the signal.
             pe.fence();
             pe.signal_op(16, 1, SignalOp::Set, 1);
             let look = |_| {
@@ -67,7 +67,7 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
                 pe.engine().posted()
             };
             let posted: Vec<_> = (0..20).map(look).collect();
-            // Before anything can fail here, for which PE 1 would wait.
+            // Release PE 1 before an assertion can fail here, so that it does not hang.
             seen.wait();
             assert!(posted.iter().all(|posted| *posted == [Kind::Write]), "{posted:?}");
         }

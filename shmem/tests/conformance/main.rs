@@ -1,4 +1,4 @@
-//! The conformance suite over the transports that need nothing but this process, and proof that it bites.
+//! The conformance suite over the transports that work within one process, and tests that it detects faults.
 
 #[macro_use]
 mod suite;
@@ -25,7 +25,7 @@ fn run_threads<T: Transport + Send>(transports: Vec<T>, f: impl Fn(&Shmem<T>) + 
     });
 }
 
-/// Shared memory: real segments, mapped once for every PE, and a few runs because threads race as they like.
+/// Shared memory: real segments, mapped separately by every PE; several runs, because threads race.
 struct Shm;
 
 impl World for Shm {
@@ -41,7 +41,7 @@ impl World for Shm {
     }
 }
 
-/// The reordering transport, over seeds.
+/// The reordering transport with a range of seeds.
 struct Reorder(Range<u64>);
 
 impl World for Reorder {
@@ -53,7 +53,7 @@ impl World for Reorder {
     }
 }
 
-/// Threads that meet over the loopback interface as processes do, `rounds` times; `f` gets each one's world.
+/// Threads that join over the loopback interface as processes do, `rounds` times; `f` gets each one's world.
 fn meet(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
     for _ in 0..rounds {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -76,7 +76,7 @@ fn meet(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
     }
 }
 
-/// TCP over the loopback interface, each PE with a progress thread.
+/// TCP over the loopback interface; each PE has a progress thread.
 struct Tcp {
     is_hybrid: bool,
 }
@@ -89,7 +89,7 @@ impl World for Tcp {
     }
 }
 
-/// libfabric's name of TCP's provider, or of another where ARISTOS_OFI_PROVIDER has one.
+/// The provider in ARISTOS_OFI_PROVIDER, by default libfabric's TCP provider.
 #[cfg(feature = "ofi")]
 fn ofi_provider() -> String {
     std::env::var("ARISTOS_OFI_PROVIDER").unwrap_or_else(|_| "tcp;ofi_rxm".to_string())
@@ -98,7 +98,7 @@ fn ofi_provider() -> String {
 /// libfabric over the loopback interface.
 #[cfg(feature = "ofi")]
 struct Ofi {
-    /// The most bytes of an operation.
+    /// Maximum bytes per operation.
     piece_bytes: Option<usize>,
 }
 
@@ -123,7 +123,7 @@ mod ofi {
     conformance_tests!(super::Ofi { piece_bytes: None });
 }
 
-/// Puts and gets of many operations each: the checks that move more than a word.
+/// The checks that transfer more than a word, with several operations per put and get.
 #[cfg(feature = "ofi")]
 #[test]
 fn ofi_in_pieces() {
@@ -135,7 +135,8 @@ fn ofi_in_pieces() {
     suite::quiet_completes_nbi(&world);
 }
 
-/// Rounds of far more than sockets hold, both ways at once: no signal comes before its data, be it its own or that before a fence.
+/// Rounds with far more data than sockets buffer, in both directions: no signal may arrive before its data, neither its own nor
+/// that before a fence.
 #[cfg(feature = "ofi")]
 #[test]
 fn ofi_signals_wait_for_much_data() {
@@ -174,7 +175,7 @@ mod tcp {
     conformance_tests!(super::Tcp { is_hybrid: false });
 }
 
-/// All on one host.
+/// All PEs on one host.
 mod hybrid {
     conformance_tests!(super::Tcp { is_hybrid: true });
 }
@@ -187,11 +188,11 @@ mod reorder {
     conformance_tests!(super::Reorder(0..100));
 }
 
-/// What the reordering transport must do to protocols that are wrong, and must not do to those that are right.
+/// Faults that the reordering transport must reveal in wrong protocols, and must not introduce into correct ones.
 mod bites {
     use super::*;
 
-    /// Over how many of 64 seeds `f`, which says whether PE 1 saw what it should, shows a protocol to be wrong.
+    /// Number of the 64 seeds that reveal a fault: `f` returns whether PE 1 has seen the expected data.
     fn caught(f: impl Fn(&Shmem<ReorderTransport>) -> bool + Sync) -> usize {
         let wrong = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
@@ -202,7 +203,7 @@ mod bites {
         wrong.into_inner()
     }
 
-    /// PE 0 puts, and signals, with or without a fence between; PE 1 reads what the signal should announce.
+    /// PE 0 puts and signals, with or without a fence in between; PE 1 reads the data that the signal should announce.
     fn put_then_signal(fence: bool) -> usize {
         caught(|shmem| {
             let (data, word) = (shmem.alloc::<u64>(8).unwrap(), shmem.alloc::<u64>(1).unwrap());
@@ -290,7 +291,7 @@ mod bites {
 
     #[test]
     fn a_fence_taken_for_a_quiet() {
-        // PE 0's put to PE 1 is ordered before its signal to PE 1 only, not before one that takes another way.
+        // The fence orders PE 0's put to PE 1 before its signals to PE 1 only, not before a signal through PE 2.
         let run = |quiet: bool| {
             let wrong = AtomicUsize::new(0);
             Reorder(0..64).run(3, |shmem| {
@@ -326,7 +327,7 @@ mod bites {
 
     #[test]
     fn racing_sets() {
-        // Two SETs of one PE without a fence: the first may win.
+        // Two SETs of one PE without a fence: the first may be delivered last.
         let run = |fence: bool| {
             caught(|shmem| {
                 let word = shmem.alloc::<u64>(1).unwrap();
@@ -384,7 +385,7 @@ mod bites {
 
     #[test]
     fn a_seed_is_one_run() {
-        // What PE 0 sees of a race between the others, over seeds: the same again, and not the same for all.
+        // PE 0's view of a race between the other PEs: reproducible per seed, and different between seeds.
         let run = |seed: u64| {
             let log = std::sync::Mutex::new(Vec::new());
             Reorder(seed..seed + 1).run(4, |shmem| {
@@ -406,7 +407,7 @@ mod bites {
 
     #[test]
     fn some_pe_runs_ahead() {
-        // The most rounds by which PE 1 was ahead of PE 0 before PE 0 had done anything.
+        // Maximum number of rounds that PE 1 has done before PE 0 does anything.
         let ahead = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
             let word = shmem.alloc::<u64>(1).unwrap();

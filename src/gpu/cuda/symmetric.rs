@@ -1,4 +1,4 @@
-//! Symmetric memory of the PEs' devices, whoever gives it: NVSHMEM or NCCL.
+//! Symmetric memory of the devices, provided by NVSHMEM or NCCL.
 
 use std::time::Duration;
 
@@ -9,30 +9,30 @@ use super::nccl::windows::{Meeting, Windows};
 use crate::gpu::nvshmem::{self, Nvshmem};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer, smoke};
 
-/// How a PE comes to it.
+/// The requested provider of symmetric memory.
 #[derive(Clone, Copy)]
 pub(super) enum Way {
-    /// By NVSHMEM where there are several PEs.
+    /// NVSHMEM if there are several PEs.
     Nvshmem,
-    /// By a communicator of NCCL's that is started for it.
+    /// A new NCCL communicator.
     Nccl,
-    /// By the caller's, which [`CudaGpu::attach_communicator`] has promised to be one.
+    /// The caller's NCCL communicator, valid by the contract of [`CudaGpu::attach_communicator`].
     Communicator(usize),
 }
 
-/// What gives it.
+/// The provider in use.
 pub(super) enum Symmetric {
-    /// Nothing: one PE's is memory of its device.
+    /// None: a single PE's symmetric memory is device memory.
     Alone,
     Nvshmem(Nvshmem),
     Nccl(Windows),
 }
 
-/// Bytes that a PE writes to each other's memory to see whether they come.
+/// Bytes of each copy that [`CudaGpu::try_put`] checks.
 const TRIED_BYTES: usize = 64 << 10;
 
 impl Symmetric {
-    /// Starts it (collective).
+    /// Starts the provider (collective).
     pub(super) fn start(way: Way, agreed: &Agreed, pes: Meeting<'_>) -> Result<Symmetric, GpuError> {
         let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
         if !matches!(way, Way::Nvshmem) && agreed.pes_here != n {
@@ -43,7 +43,7 @@ impl Symmetric {
             Way::Nvshmem => {
                 let (place, library) = nvshmem::find_library()?;
                 tracing::debug!(pe = me, library = %place.display(), version = ?library.version, "NVSHMEM");
-                // SAFETY: the context is current in this thread, and is retained for as long as the device of which this is a part.
+                // SAFETY: the context is current in this thread, and `CudaGpu`, which owns both, keeps it retained.
                 let nvshmem = unsafe { Nvshmem::init(library, pes.bootstrap, pes.limit) };
                 let nvshmem = nvshmem.map_err(|error| between(pes.bootstrap.over_network(), error))?;
                 if nvshmem.limited() && me == 0 {
@@ -55,20 +55,20 @@ impl Symmetric {
                 Ok(Symmetric::Nvshmem(nvshmem))
             }
             Way::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
-            // SAFETY: by the contract of `CudaGpu::attach_communicator`; the context is that of the communicator's device.
+            // SAFETY: valid by the contract of `CudaGpu::attach_communicator`; the context is the communicator's device's.
             Way::Communicator(communicator) => unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl),
         }
     }
 }
 
-/// The refusal of PEs on several hosts.
+/// The error for NCCL with PEs on several hosts.
 pub(super) fn several_hosts(n_pes: usize, here: usize) -> GpuError {
     GpuError::Unavailable(format!(
         "`symmetric` nccl joins the GPUs of one host, and {here} of the {n_pes} PEs are on this one: use `symmetric` nvshmem"
     ))
 }
 
-/// The error of what goes between devices, with what it depends on where a network joins the PEs.
+/// Adds NVSHMEM's network settings to an error if the PEs are connected by a network.
 fn between(over_network: bool, error: GpuError) -> GpuError {
     let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, over_network) else { return error };
     let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {
@@ -91,7 +91,7 @@ impl CudaGpu {
         if let Symmetric::Alone = self.symmetric {
             return self.alloc_raw(bytes);
         }
-        // Who gives it waits for all PEs without a limit, and frees of this PE may have gone before.
+        // NVSHMEM and NCCL wait for all PEs without a limit, so the PEs synchronise with a limit first.
         self.synchronise_within(self.wait_limit)?;
         self.bootstrap.barrier(self.wait_limit)?;
         match &self.symmetric {
@@ -107,19 +107,19 @@ impl CudaGpu {
     /// [`Gpu::free_symmetric_raw`].
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Gpu::free_symmetric_raw`].
     pub(super) unsafe fn free_symmetric(&self, address: u64) {
         match &self.symmetric {
-            // SAFETY: by this function's contract.
+            // SAFETY: guaranteed by the caller.
             Symmetric::Nvshmem(nvshmem) => unsafe { nvshmem.free(address) },
             Symmetric::Nccl(_) if self.context.stuck.get() => {}
-            // SAFETY: by this function's contract. What this PE launched that is no operation of it ends first all the same, since the memory may
-            // be given out again.
+            // SAFETY: guaranteed by the caller. Launches that do not communicate may still use the memory, so they complete
+            // first.
             Symmetric::Nccl(windows) => unsafe {
                 call!(self.driver, cuStreamSynchronize(self.context.stream));
                 windows.free(address);
             },
-            // SAFETY: as above; allocated by `alloc_raw`.
+            // SAFETY: guaranteed by the caller; allocated by `alloc_raw`.
             Symmetric::Alone => unsafe { self.free_raw(address) },
         }
     }
@@ -137,22 +137,22 @@ impl CudaGpu {
 
     /// [`Gpu::all_reachable`].
     pub(super) fn reach_all(&self) -> Result<bool, GpuError> {
-        // With NCCL those that do not reach each other were refused at the start.
+        // NCCL has rejected unreachable peers at the start.
         let Symmetric::Nvshmem(_) = self.symmetric else { return Ok(true) };
-        // Whether a heap is mapped is the same for every place in it.
+        // A heap is mapped as a whole, so one address decides.
         let place = self.alloc_symmetric(64)?;
         let mine = (0..self.n_pes()).all(|pe| self.peer(place, pe) != 0);
         let all = self.bootstrap.all_gather(&[mine.into()], self.wait_limit)?;
-        // SAFETY: allocated just now, and used by nobody; all PEs have looked.
+        // SAFETY: allocated above and not used by a kernel; the all-gather shows that all PEs have queried it.
         unsafe { self.free_symmetric(place) };
         Ok(all.iter().all(|reaches| *reaches == 1))
     }
 
-    /// Sees whether bytes from every PE reach every other (collective): by NVSHMEM from a kernel ([`smoke::try_put`]), by NCCL's windows as
-    /// copies to the peers' addresses.
+    /// Checks that bytes of every PE reach every other (collective): through NVSHMEM from a kernel ([`smoke::try_put`]),
+    /// through NCCL's windows by copies to the peers' addresses.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`] when they do not come, or come wrong; the driver's.
+    /// [`GpuError::Unavailable`] if bytes are missing or wrong; the driver's error.
     pub fn try_put(&self) -> Result<(), GpuError> {
         let limit = self.wait_limit;
         if let Symmetric::Nccl(_) = self.symmetric {
@@ -164,7 +164,7 @@ impl CudaGpu {
 
     fn try_copies(&self, limit: Duration) -> Result<(), GpuError> {
         let (me, n) = (self.my_pe(), self.n_pes());
-        // No two bytes that follow each other are alike, nor those of two pairs at a place.
+        // Neighbouring bytes differ, and so do the patterns of different pairs of PEs.
         let sent = |from: usize, to: usize| -> Vec<u8> {
             (0..TRIED_BYTES).map(|i| (i + i / 251 + 7 * from + 13 * to) as u8).collect()
         };
@@ -173,14 +173,14 @@ impl CudaGpu {
         self.barrier(limit)?;
         for to in (0..n).filter(|&to| to != me) {
             let place = memory.peer(to) + (me * TRIED_BYTES) as u64;
-            // SAFETY: this PE's place in the peer's memory, of as many bytes, which is mapped here: no address of it is 0.
+            // SAFETY: this PE's block of the peer's mapped memory; `peer` is not 0, since NCCL has mapped all windows.
             unsafe { self.copy_in_raw(place, &sent(me, to)) }?;
         }
         self.barrier(limit)?;
         for from in (0..n).filter(|&from| from != me) {
             let mut came = vec![0; TRIED_BYTES];
             let place = memory.address() + (from * TRIED_BYTES) as u64;
-            // SAFETY: that PE's place in the own memory, of as many bytes.
+            // SAFETY: the sender's block of this PE's memory.
             unsafe { self.copy_out_raw(&mut came, place) }?;
             let wanted = sent(from, me);
             if let Some(at) = (0..TRIED_BYTES).find(|&i| came[i] != wanted[i]) {
