@@ -41,11 +41,11 @@ const PORTABLE: &[&str] =
 const HOPPER: &[&str] = &["arch=compute_90a,code=sm_90a"];
 
 /// ptxas 13.0 crashes on these kernels for sm_80 at its default level. The GEMM loops are nearly identical at -O2.
-const LESS: &[&str] = &["-Xptxas", "-O2"];
+const PTXAS_O2: &[&str] = &["-Xptxas", "-O2"];
 
 const MODULES: &[Module] = &[
-    Module { name: "layer_ampere", targets: PORTABLE, hopper: false, flags: LESS },
-    Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false, flags: LESS },
+    Module { name: "layer_ampere", targets: PORTABLE, hopper: false, flags: PTXAS_O2 },
+    Module { name: "layer_ampere_64x128", targets: PORTABLE, hopper: false, flags: PTXAS_O2 },
     Module { name: "layer_hopper", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "layer_hopper_128x128", targets: HOPPER, hopper: true, flags: &[] },
     Module { name: "layer_hopper_256x256", targets: HOPPER, hopper: true, flags: &[] },

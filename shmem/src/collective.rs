@@ -46,9 +46,9 @@ pub(super) struct Channels {
     /// Slot `s * SLOTS + slot`, of `slot_bytes`.
     staging: Sym<u8>,
     slot_bytes: usize,
-    /// Messages sent so far, per PE.
+    /// Number of messages sent, per PE.
     sent: Vec<u64>,
-    /// Messages received so far, per PE.
+    /// Number of messages received, per PE.
     received: Vec<u64>,
 }
 
@@ -66,7 +66,7 @@ impl Channels {
     }
 
     /// Location of message `m` of `sender` at the receiver: `bytes` bytes of a slot, and the slot's word.
-    fn place(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
+    fn location(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
         let index = sender * SLOTS + (m % SLOTS as u64) as usize;
         let start = index * self.slot_bytes;
         (self.staging.slice(start..start + bytes), self.full.at(index))
@@ -75,7 +75,7 @@ impl Channels {
     /// Sends `data`, at most one slot long, to `to`.
     fn send<T: Transport, E: Pod>(&mut self, shmem: &Shmem<T>, data: &[E], to: usize) {
         let bytes: &[u8] = bytemuck::cast_slice(data);
-        let (slot, full) = self.place(shmem.my_pe(), self.sent[to], bytes.len());
+        let (slot, full) = self.location(shmem.my_pe(), self.sent[to], bytes.len());
         self.sent[to] += 1;
         shmem.put_signal(slot, bytes, full, 1, SignalOp::Add, to);
     }
@@ -89,7 +89,7 @@ impl Channels {
         deadline: Instant,
     ) -> Result<(), WaitTimeout> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(data);
-        let (slot, full) = self.place(from, self.received[from], bytes.len());
+        let (slot, full) = self.location(from, self.received[from], bytes.len());
         let count = self.received[from] / SLOTS as u64 + 1;
         self.received[from] += 1;
         shmem.wait_at_least(full, count, from, deadline)?;

@@ -49,7 +49,7 @@ impl<'w, T: Transport> GroupTransport<'w, T> {
         self.team.members()[pe]
     }
 
-    fn all(&self) -> &T {
+    fn transport(&self) -> &T {
         self.world.transport()
     }
 }
@@ -64,7 +64,7 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
     }
 
     fn world_pe(&self, pe: usize) -> usize {
-        self.all().world_pe(self.pe(pe))
+        self.transport().world_pe(self.pe(pe))
     }
 
     fn heap_bytes(&self) -> usize {
@@ -72,63 +72,63 @@ impl<T: Transport> Transport for GroupTransport<'_, T> {
     }
 
     fn put(&self, dest: usize, src: &[u8], pe: usize) {
-        self.all().put(self.at(dest, src.len()), src, self.pe(pe));
+        self.transport().put(self.at(dest, src.len()), src, self.pe(pe));
     }
 
     fn put_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
-        self.all().put_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
+        self.transport().put_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
     }
 
     fn get(&self, dest: &mut [u8], src: usize, pe: usize) {
         let src = self.at(src, dest.len());
-        self.all().get(dest, src, self.pe(pe));
+        self.transport().get(dest, src, self.pe(pe));
     }
 
     fn get_nbi(&self, dest: usize, src: usize, bytes: usize, pe: usize) {
-        self.all().get_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
+        self.transport().get_nbi(self.at(dest, bytes), self.at(src, bytes), bytes, self.pe(pe));
     }
 
     fn put_signal(&self, dest: usize, src: &[u8], signal: usize, value: u64, op: SignalOp, pe: usize) {
-        self.all().put_signal(self.at(dest, src.len()), src, self.word(signal), value, op, self.pe(pe));
+        self.transport().put_signal(self.at(dest, src.len()), src, self.word(signal), value, op, self.pe(pe));
     }
 
     fn signal_op(&self, signal: usize, value: u64, op: SignalOp, pe: usize) {
-        self.all().signal_op(self.word(signal), value, op, self.pe(pe));
+        self.transport().signal_op(self.word(signal), value, op, self.pe(pe));
     }
 
     fn signal_fetch(&self, signal: usize) -> u64 {
-        self.all().signal_fetch(self.word(signal))
+        self.transport().signal_fetch(self.word(signal))
     }
 
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
-        self.all().fetch_add(self.word(target), value, self.pe(pe))
+        self.transport().fetch_add(self.word(target), value, self.pe(pe))
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        let moved = |wait: &RawWait| RawWait { signal: self.word(wait.signal), ..*wait };
+        let translated = |wait: &RawWait| RawWait { signal: self.word(wait.signal), ..*wait };
         match waits {
-            [one] => self.all().wait_any(&[moved(one)], deadline),
-            many => self.all().wait_any(&many.iter().map(moved).collect::<Vec<_>>(), deadline),
+            [one] => self.transport().wait_any(&[translated(one)], deadline),
+            many => self.transport().wait_any(&many.iter().map(translated).collect::<Vec<_>>(), deadline),
         }
     }
 
     fn fence(&self) {
-        self.all().fence();
+        self.transport().fence();
     }
 
     fn quiet(&self) {
-        self.all().quiet();
+        self.transport().quiet();
     }
 
     fn lost(&self) -> Option<LostPe> {
-        self.all().lost()
+        self.transport().lost()
     }
 
     fn ptr(&self, offset: usize, pe: usize) -> Option<NonNull<u8>> {
-        self.all().ptr(self.at(offset, 0), self.pe(pe))
+        self.transport().ptr(self.at(offset, 0), self.pe(pe))
     }
 
     fn is_reachable(&self, pe: usize) -> bool {
-        self.team.members().get(pe).is_some_and(|&pe| self.all().is_reachable(pe))
+        self.team.members().get(pe).is_some_and(|&pe| self.transport().is_reachable(pe))
     }
 }

@@ -85,7 +85,7 @@ impl Heap {
         self.used_bytes
     }
 
-    /// Maximum of [`Heap::used_bytes`] so far, bytes.
+    /// Maximum of [`Heap::used_bytes`] since the start, bytes.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn freeing_in_any_order_coalesces() {
+    fn free_coalesces_in_any_order() {
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
             let mut heap = Heap::new(768);
             let at: Vec<_> = (0..3).map(|_| heap.alloc(200).unwrap()).collect();
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peak_outlives_the_use() {
+    fn peak_is_kept_after_free() {
         let mut heap = Heap::new(4096);
         let a = heap.alloc(1000).unwrap();
         let b = heap.alloc(1000).unwrap();
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_heap_says_what_is_left() {
+    fn full_heap_reports_free_space() {
         let mut heap = Heap::new(300);
         let a = heap.alloc(64).unwrap();
         let _ = heap.alloc(64).unwrap();
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_allocated_is_not_freed() {
+    fn free_rejects_ranges_that_are_not_allocated() {
         let mut heap = Heap::new(1024);
         let a = heap.alloc(256).unwrap();
         assert!(!heap.free(a + 64, 192), "inside an allocation");

@@ -296,22 +296,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pes_move_between_threads() {
-        fn moves<T: Send>() {}
+    fn pes_are_send_and_sync() {
+        fn is_send<T: Send>() {}
         fn is_shared<T: Send + Sync>() {}
         is_shared::<Shmem<ShmTransport>>();
         is_shared::<Shmem<tcp::TcpTransport>>();
         #[cfg(feature = "ofi")]
         is_shared::<Shmem<ofi::OfiTransport>>();
         is_shared::<Shmem<reorder::ReorderTransport>>();
-        moves::<Shmem<GroupTransport<'_, ShmTransport>>>();
-        moves::<Sym<f32>>();
-        moves::<Team>();
+        is_send::<Shmem<GroupTransport<'_, ShmTransport>>>();
+        is_send::<Sym<f32>>();
+        is_send::<Team>();
     }
 
     #[cfg(not(miri))] // Miri has no memfd.
     #[test]
-    fn a_world_of_threads() {
+    fn threads_creates_a_world() {
         let need = Shmem::<ShmTransport>::heap_bytes_for(3, 0);
         let pes = threads(3, need).unwrap();
         let seen: Vec<_> = pes.iter().map(|pe| (pe.my_pe(), pe.n_pes(), pe.heap_bytes())).collect();
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_counts_elements() {
+    fn slice_offsets_count_elements() {
         let sym = Sym::<u32>::new(128, 10);
         assert_eq!((sym.slice(3..7).offset(), sym.slice(3..7).len()), (140, 4));
         assert_eq!((sym.slice(3..7).at(3).offset(), sym.at(9).len()), (152, 1));
@@ -334,12 +334,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "range 2..5 outside a symmetric object of 4 elements")]
-    fn a_slice_of_a_slice_stays_inside() {
+    fn slice_of_a_slice_is_bounds_checked() {
         let _ = Sym::<u32>::new(0, 10).slice(2..6).slice(2..5);
     }
 
     #[test]
-    fn a_comparison_reads_as_it_is_written() {
+    fn comparisons_and_symbols_agree() {
         let holds = |cmp: Cmp| [4, 5, 6].map(|seen| cmp.holds(seen, 5));
         let table = [
             (Cmp::Eq, "==", [false, true, false]),

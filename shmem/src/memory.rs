@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_limit_above_a_process_holds() {
+    fn lowest_limit_of_all_ancestor_groups_applies() {
         let root = tempfile::tempdir().unwrap();
         group(root.path(), "job", &[("memory.max", "1000\n"), ("memory.current", "900\n")]);
         let step = [("memory.max", "max\n"), ("memory.current", "900\n")];
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_has_some() {
+    fn available_bytes_is_positive() {
         assert!(available_bytes().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -79,7 +79,7 @@ struct Behaviour {
     /// Probability, per call, that the turn passes.
     switch: f64,
     /// Probability that a PE pauses for long instead of receiving the turn.
-    nap: f64,
+    pause: f64,
     /// Probability that a put is delivered in pieces.
     split: f64,
 }
@@ -87,7 +87,7 @@ struct Behaviour {
 #[derive(Debug)]
 struct State {
     rng: ChaCha8Rng,
-    habits: Behaviour,
+    behaviour: Behaviour,
     /// Number of calls.
     clock: u64,
     /// The PE whose turn it is.
@@ -105,10 +105,10 @@ struct Pe {
     status: PeState,
     /// Whether it has made a call.
     started: bool,
-    /// Number of fences so far.
+    /// Number of fences.
     epoch: u64,
     /// Does not run before this time unless no other PE can run.
-    naps_until: u64,
+    paused_until: u64,
 }
 
 #[derive(Debug)]
@@ -128,7 +128,7 @@ enum PeState {
 struct OpInFlight {
     issuer: usize,
     /// The PE whose heap it changes.
-    writes: usize,
+    target_pe: usize,
     /// The issuer's number of fences before it; `None` for a get, which fences do not order.
     epoch: Option<u64>,
     /// Not delivered before this time unless nothing else can happen.
@@ -157,25 +157,25 @@ impl State {
         fn one_of<V: Copy>(rng: &mut ChaCha8Rng, values: &[V]) -> V {
             values[rng.random_range(0..values.len())]
         }
-        let habits = Behaviour {
+        let behaviour = Behaviour {
             deliver: one_of(&mut rng, &[0.02, 0.2, 0.5, 0.9]),
             delay: one_of(&mut rng, &[1, 10, 100]),
             hold: one_of(&mut rng, &[0.0, 0.05, 0.3]),
             switch: one_of(&mut rng, &[0.02, 0.1, 0.4]),
-            nap: one_of(&mut rng, &[0.0, 0.02, 0.2]),
+            pause: one_of(&mut rng, &[0.0, 0.02, 0.2]),
             split: one_of(&mut rng, &[0.0, 0.3]),
         };
         let late = one_of(&mut rng, &[0.0, 0.3]);
         let pes = (0..n_pes)
             .map(|_| {
-                let naps_until = if rng.random_bool(late) { rng.random_range(0..2000) } else { 0 };
-                Pe { status: PeState::Running, started: false, epoch: 0, naps_until }
+                let paused_until = if rng.random_bool(late) { rng.random_range(0..2000) } else { 0 };
+                Pe { status: PeState::Running, started: false, epoch: 0, paused_until }
             })
             .collect();
         Self {
             turn: rng.random_range(0..n_pes.max(1)),
             rng,
-            habits,
+            behaviour,
             clock: 0,
             heaps: (0..n_pes).map(|_| vec![0; heap_bytes]).collect(),
             pes,
@@ -188,41 +188,41 @@ impl State {
     fn issue(
         &mut self,
         issuer: usize,
-        writes: usize,
+        target_pe: usize,
         fenced: bool,
         parts: (Vec<Piece>, Option<(usize, u64, SignalOp)>),
     ) {
         let epoch = fenced.then_some(self.pes[issuer].epoch);
         if let Some(epoch) = epoch {
-            let epochs = &mut self.epochs[issuer * self.heaps.len() + writes];
+            let epochs = &mut self.epochs[issuer * self.heaps.len() + target_pe];
             match epochs.back_mut() {
                 Some((last, count)) if *last == epoch => *count += 1,
                 _ => epochs.push_back((epoch, 1)),
             }
         }
-        let delay = match self.rng.random_bool(self.habits.hold) {
+        let delay = match self.rng.random_bool(self.behaviour.hold) {
             true => self.rng.random_range(50..3000),
-            false => self.rng.random_range(0..self.habits.delay),
+            false => self.rng.random_range(0..self.behaviour.delay),
         };
         let (pieces, signal) = parts;
-        self.pending.push(OpInFlight { issuer, writes, epoch, due: self.clock + delay, pieces, signal });
+        self.pending.push(OpInFlight { issuer, target_pe, epoch, due: self.clock + delay, pieces, signal });
     }
 
     /// Splits a transfer of `bytes` bytes to `dest` into one or more pieces; `data` creates the piece of a range.
     fn pieces(&mut self, dest: usize, bytes: usize, data: impl Fn(std::ops::Range<usize>) -> Data) -> Vec<Piece> {
-        let mut cuts = vec![0, bytes];
-        if bytes > 1 && self.rng.random_bool(self.habits.split) {
+        let mut bounds = vec![0, bytes];
+        if bytes > 1 && self.rng.random_bool(self.behaviour.split) {
             let cut = |rng: &mut ChaCha8Rng| rng.random_range(1..bytes);
-            cuts.extend([cut(&mut self.rng), cut(&mut self.rng)]);
-            cuts.sort_unstable();
-            cuts.dedup();
+            bounds.extend([cut(&mut self.rng), cut(&mut self.rng)]);
+            bounds.sort_unstable();
+            bounds.dedup();
         }
-        cuts.windows(2).map(|cut| Piece { dest: dest + cut[0], data: data(cut[0]..cut[1]) }).collect()
+        bounds.windows(2).map(|cut| Piece { dest: dest + cut[0], data: data(cut[0]..cut[1]) }).collect()
     }
 
     /// Whether no pending operation is ordered before `op` by a fence.
     fn eligible(&self, op: &OpInFlight) -> bool {
-        let oldest = self.epochs[op.issuer * self.heaps.len() + op.writes].front();
+        let oldest = self.epochs[op.issuer * self.heaps.len() + op.target_pe].front();
         op.epoch.is_none_or(|epoch| oldest.is_some_and(|(oldest, _)| *oldest == epoch))
     }
 
@@ -231,7 +231,7 @@ impl State {
         let op = &mut self.pending[index];
         if op.pieces.is_empty() {
             if let Some((offset, value, what)) = op.signal.take() {
-                let word = word_mut(&mut self.heaps[op.writes], offset);
+                let word = word_mut(&mut self.heaps[op.target_pe], offset);
                 let new = match what {
                     SignalOp::Set => value,
                     SignalOp::Add => u64::from_ne_bytes(*word).wrapping_add(value),
@@ -244,13 +244,13 @@ impl State {
                 Data::Copied(data) => data,
                 Data::Heap { pe, offset, bytes } => self.heaps[pe][offset..offset + bytes].to_vec(),
             };
-            self.heaps[op.writes][piece.dest..piece.dest + data.len()].copy_from_slice(&data);
+            self.heaps[op.target_pe][piece.dest..piece.dest + data.len()].copy_from_slice(&data);
         }
         let op = &self.pending[index];
         if op.pieces.is_empty() && op.signal.is_none() {
             let op = self.pending.swap_remove(index);
             if op.epoch.is_some() {
-                let epochs = &mut self.epochs[op.issuer * self.heaps.len() + op.writes];
+                let epochs = &mut self.epochs[op.issuer * self.heaps.len() + op.target_pe];
                 let oldest = epochs.front_mut().expect("a pending operation is counted");
                 oldest.1 -= 1;
                 if oldest.1 == 0 {
@@ -276,7 +276,7 @@ impl State {
     /// Advances the clock and delivers operations with the configured probability.
     fn tick(&mut self) {
         self.clock += 1;
-        while !self.pending.is_empty() && self.rng.random_bool(self.habits.deliver) {
+        while !self.pending.is_empty() && self.rng.random_bool(self.behaviour.deliver) {
             let index = self.rng.random_range(0..self.pending.len());
             let op = &self.pending[index];
             if op.due <= self.clock && self.eligible(op) {
@@ -301,7 +301,7 @@ impl State {
     }
 
     /// Indices of the waits that hold for `pe`.
-    fn holding(&self, pe: usize, waits: &[RawWait]) -> Vec<usize> {
+    fn satisfied(&self, pe: usize, waits: &[RawWait]) -> Vec<usize> {
         let holds = |wait: &RawWait| wait.cmp.holds(word(&self.heaps[pe], wait.signal), wait.value);
         (0..waits.len()).filter(|&i| holds(&waits[i])).collect()
     }
@@ -309,7 +309,7 @@ impl State {
     fn can_run(&self, pe: usize, now: Instant) -> bool {
         match &self.pes[pe].status {
             PeState::Running | PeState::Stuck => true,
-            PeState::Waiting { waits, deadline } => now >= *deadline || !self.holding(pe, waits).is_empty(),
+            PeState::Waiting { waits, deadline } => now >= *deadline || !self.satisfied(pe, waits).is_empty(),
             PeState::Gone => false,
         }
     }
@@ -319,7 +319,7 @@ impl State {
         loop {
             let now = Instant::now();
             let can_run: Vec<_> = (0..self.pes.len()).filter(|&pe| self.can_run(pe, now)).collect();
-            let awake: Vec<_> = can_run.iter().copied().filter(|&pe| self.pes[pe].naps_until <= self.clock).collect();
+            let awake: Vec<_> = can_run.iter().copied().filter(|&pe| self.pes[pe].paused_until <= self.clock).collect();
             let asleep_only = awake.is_empty();
             let candidates = if asleep_only { can_run } else { awake };
             if candidates.is_empty() || (asleep_only && !self.pending.is_empty() && self.rng.random_bool(0.5)) {
@@ -340,8 +340,8 @@ impl State {
                 return;
             }
             let next = candidates[self.rng.random_range(0..candidates.len())];
-            if candidates.len() > 1 && self.rng.random_bool(self.habits.nap) {
-                self.pes[next].naps_until = self.clock + self.rng.random_range(10..2000);
+            if candidates.len() > 1 && self.rng.random_bool(self.behaviour.pause) {
+                self.pes[next].paused_until = self.clock + self.rng.random_range(10..2000);
                 continue;
             }
             self.turn = next;
@@ -371,7 +371,7 @@ impl ReorderTransport {
     /// Ends a call: advances the clock and possibly passes the turn.
     fn done(&self, mut state: MutexGuard<'_, State>) {
         state.tick();
-        let switch = state.habits.switch;
+        let switch = state.behaviour.switch;
         if state.rng.random_bool(switch) {
             self.pass_turn(&mut state);
         }
@@ -476,7 +476,7 @@ impl Transport for ReorderTransport {
         self.check_word(target);
         let mut state = self.turn();
         let (me, epoch) = (self.my_pe, state.pes[self.my_pe].epoch);
-        state.drain(|op| op.issuer == me && op.writes == pe && op.epoch.is_some_and(|before| before < epoch));
+        state.drain(|op| op.issuer == me && op.target_pe == pe && op.epoch.is_some_and(|before| before < epoch));
         let word = word_mut(&mut state.heaps[pe], target);
         let was = u64::from_ne_bytes(*word);
         *word = was.wrapping_add(value).to_ne_bytes();
@@ -487,15 +487,15 @@ impl Transport for ReorderTransport {
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         waits.iter().for_each(|wait| self.check_word(wait.signal));
         let mut state = self.turn();
-        if state.holding(self.my_pe, waits).is_empty() {
+        if state.satisfied(self.my_pe, waits).is_empty() {
             state.pes[self.my_pe].status = PeState::Waiting { waits: waits.to_vec(), deadline };
             self.pass_turn(&mut state);
             drop(state);
             state = self.turn();
             state.pes[self.my_pe].status = PeState::Running;
         }
-        let holding = state.holding(self.my_pe, waits);
-        let found = (!holding.is_empty()).then(|| holding[state.rng.random_range(0..holding.len())]);
+        let satisfied = state.satisfied(self.my_pe, waits);
+        let found = (!satisfied.is_empty()).then(|| satisfied[state.rng.random_range(0..satisfied.len())]);
         self.done(state);
         found
     }

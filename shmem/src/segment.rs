@@ -290,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_mappings_are_one_memory() {
+    fn mappings_share_memory() {
         let a = Segment::create("test", 100).unwrap();
         let b = Segment::from_fd(a.fd().try_clone_to_owned().unwrap()).unwrap();
         assert_eq!(b.heap_bytes(), 100);
@@ -307,18 +307,18 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "2 bytes at offset 63 are outside the symmetric heap of 64 bytes")]
-    fn no_copy_leaves_the_heap() {
+    fn copy_out_of_bounds_panics() {
         Segment::create("test", 64).unwrap().copy_in(63, &[0; 2]);
     }
 
     #[test]
     #[should_panic(expected = "outside the symmetric heap")]
-    fn no_offset_wraps_around() {
+    fn overflowing_offset_panics() {
         Segment::create("test", 64).unwrap().copy_out(usize::MAX, &mut [0; 2]);
     }
 
     #[test]
-    fn what_is_not_a_segment_is_refused() {
+    fn invalid_files_are_refused() {
         let refusal = |fd: OwnedFd| Segment::from_fd(fd).unwrap_err().to_string();
         let memfd = |bytes| {
             let fd = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_nobody_has_is_an_error() {
+    fn impossible_sizes_are_refused() {
         let message = Segment::create("test", 1 << 60).unwrap_err().to_string();
         assert!(message.starts_with("cannot create a symmetric heap of 1152921504606846976 bytes: "), "{message}");
         assert!(Segment::create("test", usize::MAX).is_err());
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_is_sealed() {
+    fn size_is_sealed() {
         let segment = Segment::create("test", 64).unwrap();
         assert!(rustix::fs::ftruncate(segment.fd(), 0).is_err());
         assert!(rustix::fs::ftruncate(segment.fd(), 1 << 20).is_err());

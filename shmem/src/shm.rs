@@ -211,7 +211,7 @@ mod tests {
     use crate::{Cmp, Shmem, Wait};
 
     #[test]
-    fn a_loss_ends_waits_and_is_named() {
+    fn lost_pe_ends_waits_and_is_named() {
         struct Flag(AtomicBool);
         impl Watch for Flag {
             fn lost(&self) -> Option<LostPe> {
@@ -222,10 +222,10 @@ mod tests {
         let pe = ShmTransport::threads(2, 4096).unwrap().remove(0).watched(vec![4, 9], flag.clone());
         assert_eq!((pe.world_pe(1), pe.lost()), (9, None));
         let shmem = Shmem::new(pe);
-        let far = Instant::now() + Duration::from_secs(600);
+        let deadline = Instant::now() + Duration::from_secs(600);
         let wait = Wait { signal: shmem.alloc(1).unwrap(), cmp: Cmp::Eq, value: 1 };
         let timeout = std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| shmem.wait_until(wait, far).unwrap_err());
+            let waiting = scope.spawn(|| shmem.wait_until(wait, deadline).unwrap_err());
             flag.0.store(true, Ordering::Relaxed);
             waiting.join().unwrap()
         });
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_must_fit_together() {
+    fn mismatched_segments_are_refused() {
         let segment = |bytes| Segment::create("test", bytes).unwrap();
         let message = |my_pe, segments| ShmTransport::new(my_pe, segments).unwrap_err().to_string();
         assert_eq!(

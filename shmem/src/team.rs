@@ -109,20 +109,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_member_hears_of_every_other() {
+    fn barrier_rounds_reach_every_member() {
         for size in 1..40 {
-            // knows[i]: the members whose arrival has reached i, directly or through others.
-            let mut knows: Vec<Vec<bool>> = (0..size).map(|i| (0..size).map(|j| i == j).collect()).collect();
+            // reached[i]: the members whose arrival has reached i, directly or through others.
+            let mut reached: Vec<Vec<bool>> = (0..size).map(|i| (0..size).map(|j| i == j).collect()).collect();
             let schedule: Vec<Vec<_>> = (0..size).map(|i| rounds(i, size).collect()).collect();
             for (round, _) in schedule[0].iter().enumerate() {
-                let before = knows.clone();
+                let before = reached.clone();
                 for i in 0..size {
                     let (to, _) = schedule[i][round];
-                    assert_eq!(schedule[to][round].1, i, "who is signalled waits for the one who signals");
-                    (0..size).for_each(|j| knows[to][j] |= before[i][j]);
+                    assert_eq!(schedule[to][round].1, i, "the signalled member must wait for the signalling one");
+                    (0..size).for_each(|j| reached[to][j] |= before[i][j]);
                 }
             }
-            assert!(knows.iter().flatten().all(|&known| known), "size {size}");
+            assert!(reached.iter().flatten().all(|&known| known), "size {size}");
             for schedule in schedule {
                 let mut targets: Vec<_> = schedule.iter().map(|(to, _)| *to).collect();
                 targets.sort_unstable();
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_keeps_the_order_given() {
+    fn split_keeps_the_given_order() {
         let world = Team::world(2, 5);
         let team = world.split(2, &[4, 2, 0]).unwrap().unwrap();
         assert_eq!((team.size(), team.my_index(), team.members()), (3, 1, &[4, 2, 0][..]));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_names_what_is_wrong() {
+    fn split_errors_name_the_member() {
         let team = Team::world(0, 4).split(0, &[0, 1]).unwrap().unwrap();
         let message = |members: &[usize]| team.split(0, members).unwrap_err().to_string();
         assert_eq!(message(&[]), "cannot form the team []: it has no member");

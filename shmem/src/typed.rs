@@ -112,7 +112,7 @@ impl<T: Transport> Shmem<T> {
         lock(&self.heap).used_bytes()
     }
 
-    /// Maximum bytes of the heap in use at once so far, including the reserved ones.
+    /// Maximum bytes of the heap in use at once until now, including the reserved ones.
     pub fn peak_bytes(&self) -> usize {
         lock(&self.heap).peak_bytes()
     }

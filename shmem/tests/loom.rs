@@ -82,13 +82,13 @@ fn data(peer: &Peer, index: usize) -> u64 {
 }
 
 #[test]
-fn put_signal_set() {
+fn set_signal_announces_data() {
     loom::model(|| {
         let peer = peer();
-        let there = peer.clone();
+        let remote = peer.clone();
         let sender = thread::spawn(move || {
-            put(&there, 0, 7);
-            signal(&there.words[0], 1, SignalOp::Set, &*there);
+            put(&remote, 0, 7);
+            signal(&remote.words[0], 1, SignalOp::Set, &*remote);
         });
         sleep(&peer, 0, 1);
         assert_eq!(data(&peer, 0), 7);
@@ -104,15 +104,15 @@ fn bounded_model(preemptions: usize, f: impl Fn() + Sync + Send + 'static) {
 }
 
 #[test]
-fn adds_of_two_senders_announce_both() {
+fn adds_of_two_senders_announce_both_data() {
     bounded_model(3, || {
         let peer = peer();
         let senders: Vec<_> = (0..2)
             .map(|i| {
-                let there = peer.clone();
+                let remote = peer.clone();
                 thread::spawn(move || {
-                    put(&there, i, 7);
-                    signal(&there.words[0], 1, SignalOp::Add, &*there);
+                    put(&remote, i, 7);
+                    signal(&remote.words[0], 1, SignalOp::Add, &*remote);
                 })
             })
             .collect();
@@ -123,14 +123,14 @@ fn adds_of_two_senders_announce_both() {
 }
 
 #[test]
-fn two_signals_two_sleeps() {
+fn second_signal_ends_second_sleep() {
     bounded_model(4, || {
         let peer = peer();
-        let there = peer.clone();
+        let remote = peer.clone();
         let sender = thread::spawn(move || {
-            signal(&there.words[0], 1, SignalOp::Set, &*there);
-            put(&there, 1, 7);
-            signal(&there.words[1], 1, SignalOp::Set, &*there);
+            signal(&remote.words[0], 1, SignalOp::Set, &*remote);
+            put(&remote, 1, 7);
+            signal(&remote.words[1], 1, SignalOp::Set, &*remote);
         });
         sleep(&peer, 0, 1);
         sleep(&peer, 1, 1);

@@ -47,7 +47,7 @@ impl Default for EmulatedDevice {
     }
 }
 
-/// A fault to inject into what a PE sends.
+/// A fault to inject into the operations of a PE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// No fault.
@@ -158,7 +158,7 @@ impl Drop for EmulatedWorld {
 }
 
 /// The group of PEs: its barrier and the allocator of its symmetric memory.
-enum Meeting {
+enum PeGroup {
     Threads { barrier: Arc<Barrier>, heap: RefCell<Heap> },
     Processes { shmem: Box<dyn SymmetricHeap>, syms: RefCell<HashMap<u64, Sym<u8>>> },
 }
@@ -166,24 +166,24 @@ enum Meeting {
 /// The parts of a [`Shmem`] that an emulated device uses, for any transport.
 trait SymmetricHeap: Send {
     /// Returns `None` if the heap is full.
-    fn take(&self, bytes: usize) -> Option<Sym<u8>>;
-    fn give_back(&self, sym: Sym<u8>);
-    /// Bytes in use now, and at most so far.
-    fn in_use(&self) -> (usize, usize);
+    fn alloc_bytes(&self, bytes: usize) -> Option<Sym<u8>>;
+    fn free_bytes(&self, sym: Sym<u8>);
+    /// Bytes in use now, and the maximum until now.
+    fn usage(&self) -> (usize, usize);
     /// Fails with the PE that is missing at the deadline.
     fn barrier(&self, deadline: Instant) -> Result<(), usize>;
 }
 
 impl<T: Transport + Send> SymmetricHeap for Shmem<T> {
-    fn take(&self, bytes: usize) -> Option<Sym<u8>> {
+    fn alloc_bytes(&self, bytes: usize) -> Option<Sym<u8>> {
         self.alloc::<u8>(bytes).ok()
     }
 
-    fn give_back(&self, sym: Sym<u8>) {
+    fn free_bytes(&self, sym: Sym<u8>) {
         self.free(sym);
     }
 
-    fn in_use(&self) -> (usize, usize) {
+    fn usage(&self) -> (usize, usize) {
         (self.used_bytes(), self.peak_bytes())
     }
 
@@ -238,19 +238,19 @@ pub struct Emulated {
     pe: usize,
     n_pes: usize,
     device: EmulatedDevice,
-    meeting: Meeting,
+    group: PeGroup,
     heap_bytes: u64,
     all_reachable: bool,
     allocations: RefCell<HashMap<u64, Layout>>,
     marks: [Cell<Option<Instant>>; MARKS],
     launches: Cell<u64>,
     /// Delay added to each launch, for tests.
-    slow: Cell<Duration>,
+    launch_delay: Cell<Duration>,
     allocated: Cell<u64>,
     /// Kernels that may be recorded.
     prepared: RefCell<HashSet<String>>,
-    /// While launches are recorded: the launches so far.
-    recording: RefCell<Option<Vec<OneLaunch>>>,
+    /// The recorded launches, while recording.
+    recording: RefCell<Option<Vec<RecordedLaunch>>>,
 }
 
 /// Creates `n_pes` PEs in this process, one for each of its threads, with `heap_bytes` bytes of symmetric memory each.
@@ -279,8 +279,8 @@ pub fn world(
     let (world, barrier) = (Arc::new(EmulatedWorld { functions, handle }), Arc::new(Barrier::new(n_pes)));
     let all = reachable.is_none_or(|mask| mask.iter().all(|&reaches| reaches != 0));
     let pes = (0..n_pes).map(|pe| {
-        let meeting = Meeting::Threads { barrier: barrier.clone(), heap: RefCell::new(Heap::new(heap_bytes)) };
-        Emulated::new(world.clone(), (pe, n_pes), device, meeting, heap_bytes, all)
+        let group = PeGroup::Threads { barrier: barrier.clone(), heap: RefCell::new(Heap::new(heap_bytes)) };
+        Emulated::new(world.clone(), (pe, n_pes), device, group, heap_bytes, all)
     });
     Ok(pes.collect())
 }
@@ -302,9 +302,9 @@ pub fn attach(shmem: Shmem<ShmTransport>, device: &EmulatedDevice) -> Result<Emu
     if handle.is_null() {
         return Err(GpuError::failed("attach an emulated device", functions.message()));
     }
-    let meeting = Meeting::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
+    let group = PeGroup::Processes { shmem: Box::new(shmem), syms: RefCell::default() };
     let all_reachable = !device.network_alone || n_pes == 1;
-    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, all_reachable))
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, group, bytes, all_reachable))
 }
 
 /// The device of this process's PE, which reaches peers through the transport of `shmem`; any thread may use that transport.
@@ -342,8 +342,8 @@ pub fn join<T: Transport + Send + Sync + 'static>(
     if handle.is_null() {
         return Err(GpuError::failed("join emulated devices", functions.message()));
     }
-    let meeting = Meeting::Processes { shmem, syms: RefCell::default() };
-    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, meeting, bytes, n_pes == 1))
+    let group = PeGroup::Processes { shmem, syms: RefCell::default() };
+    Ok(Emulated::new(Arc::new(EmulatedWorld { functions, handle }), (pe, n_pes), device, group, bytes, n_pes == 1))
 }
 
 impl Emulated {
@@ -351,7 +351,7 @@ impl Emulated {
         world: Arc<EmulatedWorld>,
         (pe, n_pes): (usize, usize),
         device: &EmulatedDevice,
-        meeting: Meeting,
+        group: PeGroup,
         heap_bytes: usize,
         all_reachable: bool,
     ) -> Self {
@@ -360,13 +360,13 @@ impl Emulated {
             pe,
             n_pes,
             device: device.clone(),
-            meeting,
+            group,
             heap_bytes: heap_bytes as u64,
             all_reachable,
             allocations: RefCell::default(),
             marks: [const { Cell::new(None) }; MARKS],
             launches: Cell::new(0),
-            slow: Cell::new(Duration::ZERO),
+            launch_delay: Cell::new(Duration::ZERO),
             allocated: Cell::new(0),
             prepared: RefCell::default(),
             recording: RefCell::new(None),
@@ -378,7 +378,7 @@ impl Emulated {
         unsafe { (self.world.functions.heap)(self.world.handle, self.pe as u32, pe as u32) }
     }
 
-    /// Injects a fault into everything that this PE sends from now on. For tests; must not be called while a kernel runs.
+    /// Injects a fault into all later operations of this PE. For tests; must not be called while a kernel runs.
     pub fn set_fault(&self, fault: Fault) {
         // SAFETY: `pe` is a PE of this world.
         unsafe { (self.world.functions.fault)(self.world.handle, self.pe as u32, fault as u32) }
@@ -386,37 +386,37 @@ impl Emulated {
 
     /// Delays each launch, and each put of this PE's blocks, from now on. For tests; must not be called while a kernel runs.
     pub fn set_slow(&self, launch: Duration, put: Duration) {
-        self.slow.set(launch);
+        self.launch_delay.set(launch);
         let put_ns = u64::try_from(put.as_nanos()).unwrap_or(u64::MAX);
         // SAFETY: `pe` is a PE of this world.
         unsafe { (self.world.functions.slow_puts)(self.world.handle, self.pe as u32, put_ns) }
     }
 
-    /// Number of kernel launches so far.
+    /// Total number of kernel launches.
     pub fn launches(&self) -> u64 {
         self.launches.get()
     }
 
-    /// Number of device allocations so far, including freed ones.
+    /// Total number of device allocations, including freed ones.
     pub fn allocations(&self) -> u64 {
         self.allocated.get()
     }
 
-    /// Symmetric bytes in use now, and at most so far.
+    /// Symmetric bytes in use now, and the maximum until now.
     pub fn symmetric_bytes(&self) -> (usize, usize) {
-        match &self.meeting {
-            Meeting::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
-            Meeting::Processes { shmem, .. } => shmem.in_use(),
+        match &self.group {
+            PeGroup::Threads { heap, .. } => (heap.borrow().used_bytes(), heap.borrow().peak_bytes()),
+            PeGroup::Processes { shmem, .. } => shmem.usage(),
         }
     }
 }
 
 /// A kernel's name, launch configuration and parameter bytes.
-type OneLaunch = (String, Launch, Vec<Vec<u8>>);
+type RecordedLaunch = (String, Launch, Vec<Vec<u8>>);
 
 struct RecordedLaunches<'g> {
     gpu: &'g Emulated,
-    launches: Vec<OneLaunch>,
+    launches: Vec<RecordedLaunch>,
 }
 
 impl Recording for RecordedLaunches<'_> {
@@ -485,17 +485,17 @@ unsafe impl Gpu for Emulated {
         let refuse =
             |free: u64| GpuError::OutOfMemory { kind: "symmetric device", asked: bytes, free, total: self.heap_bytes };
         let wanted = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
-        let (offset, sym) = match &self.meeting {
-            Meeting::Threads { heap, .. } => {
+        let (offset, sym) = match &self.group {
+            PeGroup::Threads { heap, .. } => {
                 (heap.borrow_mut().alloc(wanted).map_err(|full| refuse(full.free_bytes as u64))?, None)
             }
-            Meeting::Processes { shmem, .. } => {
-                let sym = shmem.take(wanted).ok_or_else(|| refuse(self.heap_bytes - shmem.in_use().0 as u64))?;
+            PeGroup::Processes { shmem, .. } => {
+                let sym = shmem.alloc_bytes(wanted).ok_or_else(|| refuse(self.heap_bytes - shmem.usage().0 as u64))?;
                 (sym.offset(), Some(sym))
             }
         };
         let address = self.base(self.pe) + offset as u64;
-        if let (Meeting::Processes { syms, .. }, Some(sym)) = (&self.meeting, sym) {
+        if let (PeGroup::Processes { syms, .. }, Some(sym)) = (&self.group, sym) {
             syms.borrow_mut().insert(address, sym);
         } else {
             // Remembers the length for `free_symmetric_raw`.
@@ -508,16 +508,16 @@ unsafe impl Gpu for Emulated {
     }
 
     unsafe fn free_symmetric_raw(&self, address: u64) {
-        match &self.meeting {
-            Meeting::Threads { heap, .. } => {
+        match &self.group {
+            PeGroup::Threads { heap, .. } => {
                 if let Some(layout) = self.allocations.borrow_mut().remove(&address) {
                     let freed = heap.borrow_mut().free((address - self.base(self.pe)) as usize, layout.size());
                     debug_assert!(freed);
                 }
             }
-            Meeting::Processes { shmem, syms } => {
+            PeGroup::Processes { shmem, syms } => {
                 if let Some(sym) = syms.borrow_mut().remove(&address) {
-                    shmem.give_back(sym);
+                    shmem.free_bytes(sym);
                 }
             }
         }
@@ -593,8 +593,8 @@ unsafe impl Gpu for Emulated {
         let mut pointers: Vec<*mut c_void> = copies.iter_mut().map(|copy| copy.as_mut_ptr().cast()).collect();
         let Launch { grid, block, shared_bytes, .. } = launch;
         self.launches.set(self.launches.get() + 1);
-        if !self.slow.get().is_zero() {
-            std::thread::sleep(self.slow.get());
+        if !self.launch_delay.get().is_zero() {
+            std::thread::sleep(self.launch_delay.get());
         }
         // SAFETY: the library created the world, and the caller guarantees that the arguments match the kernel.
         let status = unsafe {
@@ -618,9 +618,9 @@ unsafe impl Gpu for Emulated {
     fn barrier(&self, limit: Duration) -> Result<(), GpuError> {
         let begin = Instant::now();
         let missing = |peer: Option<usize>| GpuError::Barrier { pe: self.pe, peer, waited: begin.elapsed() };
-        match &self.meeting {
-            Meeting::Threads { barrier, .. } => barrier.wait(limit).map_err(|()| missing(None)),
-            Meeting::Processes { shmem, .. } => {
+        match &self.group {
+            PeGroup::Threads { barrier, .. } => barrier.wait(limit).map_err(|()| missing(None)),
+            PeGroup::Processes { shmem, .. } => {
                 let deadline = begin.checked_add(limit).unwrap_or(begin + Duration::from_secs(1 << 30));
                 shmem.barrier(deadline).map_err(|pe| missing(Some(pe)))
             }
@@ -682,12 +682,12 @@ struct Barrier {
     threads: usize,
     /// Number of waiting threads, and number of completed barriers.
     state: Mutex<(usize, u64)>,
-    all_there: Condvar,
+    complete: Condvar,
 }
 
 impl Barrier {
     fn new(threads: usize) -> Self {
-        Barrier { threads, state: Mutex::new((0, 0)), all_there: Condvar::new() }
+        Barrier { threads, state: Mutex::new((0, 0)), complete: Condvar::new() }
     }
 
     fn wait(&self, limit: Duration) -> Result<(), ()> {
@@ -696,10 +696,10 @@ impl Barrier {
         state.0 += 1;
         if state.0 == self.threads {
             *state = (0, turn + 1);
-            self.all_there.notify_all();
+            self.complete.notify_all();
             return Ok(());
         }
-        let waited = self.all_there.wait_timeout_while(state, limit, |state| state.1 == turn);
+        let waited = self.complete.wait_timeout_while(state, limit, |state| state.1 == turn);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if state.1 != turn {
             return Ok(());
@@ -715,7 +715,7 @@ mod tests {
     use crate::gpu::smoke;
 
     /// Runs [`smoke::try_put`] on three PEs with `fault` injected at PE 1; returns each PE's result.
-    fn puts(seed: u64, fault: Fault) -> Vec<Result<(), String>> {
+    fn run_smoke_test(seed: u64, fault: Fault) -> Vec<Result<(), String>> {
         let device = EmulatedDevice { seed, ..EmulatedDevice::default() };
         // PEs without an error wait this long for PE 1.
         let limit = Duration::from_millis(match fault {
@@ -723,8 +723,8 @@ mod tests {
             Fault::SignalLost => 200,
             _ => 2000,
         });
-        let apart: Vec<u8> = (0..9).map(|i| u8::from(i / 3 == i % 3)).collect();
-        let pes = world(3, 8 << 20, &device, Some(&apart)).unwrap();
+        let reachable: Vec<u8> = (0..9).map(|i| u8::from(i / 3 == i % 3)).collect();
+        let pes = world(3, 8 << 20, &device, Some(&reachable)).unwrap();
         pes[1].set_fault(fault);
         std::thread::scope(|scope| {
             let work =
@@ -735,9 +735,9 @@ mod tests {
     }
 
     #[test]
-    fn puts_that_come_wrong_or_not_at_all_are_named() {
-        assert_eq!(puts(1, Fault::None), [const { Ok(()) }; 3]);
-        let lost = puts(1, Fault::SignalLost);
+    fn lost_and_corrupt_puts_name_the_pe() {
+        assert_eq!(run_smoke_test(1, Fault::None), [const { Ok(()) }; 3]);
+        let lost = run_smoke_test(1, Fault::SignalLost);
         for pe in [0, 2] {
             let line = lost[pe].as_ref().unwrap_err();
             assert!(line.contains(&format!("PE {pe} waited 0.2 s for 1048576 bytes that PE 1 puts")), "{line}");
@@ -747,7 +747,7 @@ mod tests {
             // are tried.
             let named = (0..40).step_by(2).any(|seed| {
                 std::thread::scope(|scope| {
-                    let worlds = [seed, seed + 1].map(|seed| scope.spawn(move || puts(seed, fault)));
+                    let worlds = [seed, seed + 1].map(|seed| scope.spawn(move || run_smoke_test(seed, fault)));
                     let mut lines = worlds.into_iter().flat_map(|world| world.join().unwrap()).filter_map(Result::err);
                     lines.any(|line| line.starts_with("PE 1 put 1048576 bytes to PE "))
                 })
@@ -757,7 +757,7 @@ mod tests {
     }
 
     #[test]
-    fn a_barrier_waits_for_all_and_not_for_ever() {
+    fn barrier_waits_for_all_threads_with_a_limit() {
         let barrier = Barrier::new(3);
         assert_eq!(barrier.wait(Duration::from_millis(10)), Err(()));
         let arrived = std::sync::atomic::AtomicUsize::new(0);

@@ -17,7 +17,7 @@ use super::GpuError;
 /// Version of the NVSHMEM headers that the kernels were compiled with.
 pub const HEADER_VERSION: &str = env!("ARISTOS_NVSHMEM_VERSION");
 /// Library folder of the toolchain that built this crate; searched before the loader's path.
-const BUILT_WITH: &str = env!("ARISTOS_NVSHMEM_LIB");
+const TOOLCHAIN_LIB: &str = env!("ARISTOS_NVSHMEM_LIB");
 
 /// Confines NVSHMEM to one host: no network transport, none of the libraries that need one, bootstrap over loopback. Variables
 /// that the user has set are kept.
@@ -32,11 +32,14 @@ const ONE_HOST: [(&str, &str); 6] = [
 
 /// The missing environment variables with which the PE processes of a single host must be started.
 pub fn one_host_environment() -> Vec<(String, String)> {
-    let missing = missing_of(&ONE_HOST, |name| std::env::var_os(name));
+    let missing = unset_variables(&ONE_HOST, |name| std::env::var_os(name));
     missing.into_iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
 }
 
-fn missing_of<'a>(wanted: &[(&'a str, &'a str)], get: impl Fn(&str) -> Option<OsString>) -> Vec<(&'a str, &'a str)> {
+fn unset_variables<'a>(
+    wanted: &[(&'a str, &'a str)],
+    get: impl Fn(&str) -> Option<OsString>,
+) -> Vec<(&'a str, &'a str)> {
     wanted.iter().filter(|(name, _)| get(name).is_none()).copied().collect()
 }
 
@@ -101,10 +104,10 @@ pub struct HostLibrary {
 }
 
 /// Candidate paths of the library, in search order.
-pub fn places(nvshmem_home: Option<&OsStr>) -> Vec<PathBuf> {
+pub fn candidate_paths(nvshmem_home: Option<&OsStr>) -> Vec<PathBuf> {
     let home = nvshmem_home.filter(|home| !home.is_empty()).map(|home| Path::new(home).join("lib"));
     let in_home = home.into_iter().map(|lib| lib.join(sys::LIBRARY));
-    in_home.chain([Path::new(BUILT_WITH).join(sys::LIBRARY), PathBuf::from(sys::LIBRARY)]).collect()
+    in_home.chain([Path::new(TOOLCHAIN_LIB).join(sys::LIBRARY), PathBuf::from(sys::LIBRARY)]).collect()
 }
 
 /// Loads the first existing library of NVSHMEM_HOME/lib, the build's toolchain, and the dynamic loader's path. Also returns its
@@ -114,13 +117,13 @@ pub fn places(nvshmem_home: Option<&OsStr>) -> Vec<PathBuf> {
 /// [`GpuError::Unavailable`] if no library is found, it cannot be loaded, or its version does not match the kernels' device
 /// code.
 pub fn find_library() -> Result<(PathBuf, HostLibrary), GpuError> {
-    let places = places(std::env::var_os("NVSHMEM_HOME").as_deref());
-    for place in &places {
+    let candidate_paths = candidate_paths(std::env::var_os("NVSHMEM_HOME").as_deref());
+    for path in &candidate_paths {
         // The last candidate is a bare name, resolved by the loader.
-        if place.is_absolute() && !place.exists() {
+        if path.is_absolute() && !path.exists() {
             continue;
         }
-        return open_library(place).map(|library| (place.clone(), library));
+        return open_library(path).map(|library| (path.clone(), library));
     }
     Err(GpuError::Unavailable(format!("{} was not found", sys::LIBRARY)))
 }
@@ -135,7 +138,7 @@ fn open_library(path: &Path) -> Result<HostLibrary, GpuError> {
     unsafe { host.nvshmemx_vendor_get_version_info(&raw mut major, &raw mut minor, &raw mut patch) };
     let version = [major, minor, patch].map(|n: c_int| n.unsigned_abs());
     let wanted = parse_version(HEADER_VERSION);
-    if !takes(version, wanted) {
+    if !is_compatible(version, wanted) {
         let [a, b, c] = version;
         return Err(GpuError::Unavailable(format!(
             "{} is NVSHMEM {a}.{b}.{c}, and the kernels are built with {HEADER_VERSION}: a host library of {}.{} is needed, \
@@ -151,7 +154,7 @@ fn open_library(path: &Path) -> Result<HostLibrary, GpuError> {
 /// Whether a host library can serve device code of version `device`: same major and minor version, and not older. NVSHMEM
 /// itself accepts older device code of the same major version, but its proxy's request format changes between minor versions:
 /// 3.5 reads the number of queue pairs from a FENCE request, where 3.4 leaves 0, so such a fence orders nothing.
-fn takes(host: [u32; 3], device: [u32; 3]) -> bool {
+fn is_compatible(host: [u32; 3], device: [u32; 3]) -> bool {
     host[..2] == device[..2] && host >= device
 }
 
@@ -239,7 +242,7 @@ impl Nvshmem {
         // SAFETY: NVSHMEM is initialised, as the status shows.
         let seen = unsafe { (host.nvshmem_my_pe(), host.nvshmem_n_pes()) };
         if seen != (my_pe as c_int, n_pes as c_int) {
-            let message = format!("it takes PE {my_pe} of {n_pes} for PE {} of {}", seen.0, seen.1);
+            let message = format!("it is_compatible PE {my_pe} of {n_pes} for PE {} of {}", seen.0, seen.1);
             return Err(GpuError::failed("initialise NVSHMEM", message));
         }
         Ok(Nvshmem { host, status, modules: RefCell::default(), _id: id })
@@ -363,7 +366,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_library_takes_device_code_of_its_own_minor_version() {
+    fn host_library_is_compatible_within_minor_version() {
         let hosts = [
             ([3, 4, 5], true),
             ([3, 4, 6], true),
@@ -373,24 +376,24 @@ mod tests {
             ([3, 0, 9], false),
             ([4, 4, 5], false),
         ];
-        for (host, takes_it) in hosts {
-            assert_eq!(takes(host, [3, 4, 5]), takes_it, "{host:?}");
+        for (host, compatible) in hosts {
+            assert_eq!(is_compatible(host, [3, 4, 5]), compatible, "{host:?}");
         }
         assert_eq!(parse_version("3.4.5"), [3, 4, 5]);
     }
 
     #[test]
-    fn the_user_s_home_comes_first_and_the_loader_s_path_last() {
-        let found = places(Some(OsStr::new("/opt/nvshmem")));
+    fn candidates_start_with_home_and_end_with_loader_path() {
+        let found = candidate_paths(Some(OsStr::new("/opt/nvshmem")));
         assert_eq!(found.first().map(PathBuf::as_path), Some(Path::new("/opt/nvshmem/lib/libnvshmem_host.so.3")));
         assert_eq!(found.last().map(PathBuf::as_path), Some(Path::new("libnvshmem_host.so.3")));
-        assert_eq!(places(None).len(), found.len() - 1);
-        assert_eq!(places(Some(OsStr::new(""))), places(None));
+        assert_eq!(candidate_paths(None).len(), found.len() - 1);
+        assert_eq!(candidate_paths(Some(OsStr::new(""))), candidate_paths(None));
     }
 
     #[test]
-    fn what_the_user_set_stays() {
-        let missing = missing_of(&ONE_HOST, |name| (name == "NVSHMEM_REMOTE_TRANSPORT").then(|| "ibrc".into()));
+    fn variables_of_the_user_are_kept() {
+        let missing = unset_variables(&ONE_HOST, |name| (name == "NVSHMEM_REMOTE_TRANSPORT").then(|| "ibrc".into()));
         assert!(missing.iter().all(|(name, _)| *name != "NVSHMEM_REMOTE_TRANSPORT"));
         assert_eq!(missing.len(), ONE_HOST.len() - 1);
         assert!(missing.contains(&("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")));

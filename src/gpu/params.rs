@@ -354,13 +354,13 @@ mod tests {
     }
 
     #[test]
-    fn a_block_s_shared_memory_is_the_kernels() {
+    fn shared_memory_per_block_matches_the_kernels() {
         // SAFETY: an immutable constant.
         assert_eq!(AMPERE_SHARED_BYTES, unsafe { aristos_ampere_shared_bytes });
     }
 
     #[test]
-    fn the_header_and_its_mirror_are_the_same_bytes() {
+    fn layout_matches_the_header() {
         let ours = layout();
         // SAFETY: an immutable constant.
         let len = unsafe { aristos_params_layout_len } as usize;
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_numbered_as_the_launches() {
+    fn kernel_discriminants_index_launches() {
         for (i, kernel) in Kernel::ALL.into_iter().enumerate() {
             assert_eq!(kernel as usize, i);
         }

@@ -29,13 +29,13 @@ struct Outcome {
 }
 
 /// Maximum put size, bytes: large enough for many network packets.
-const MOST_BYTES: u64 = 1 << 20;
+const MAX_PUT_BYTES: u64 = 1 << 20;
 /// Maximum bytes that a PE receives in total.
-const MOST_RECEIVED_BYTES: u64 = 64 << 20;
+const MAX_RECEIVED_BYTES: u64 = 64 << 20;
 
 /// Bytes that each of `n` PEs puts to every other.
 fn block_bytes(n: u64) -> u64 {
-    (MOST_RECEIVED_BYTES / n).min(MOST_BYTES) / 4096 * 4096
+    (MAX_RECEIVED_BYTES / n).min(MAX_PUT_BYTES) / 4096 * 4096
 }
 
 fn signals_bytes(n: u64) -> u64 {

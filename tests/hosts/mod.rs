@@ -155,7 +155,7 @@ impl Hosts {
                 .filter(|name| !["sleep", "link", "python3", "cat"].contains(&name.trim_end()))
                 .collect();
             let sockets = fs::read_to_string(format!("/proc/{pid}/net/tcp")).unwrap();
-            // Its fourth column is the state; 0A is LISTEN.
+            // The fourth column is the state; 0A is LISTEN.
             let listening = |line: &&str| line.split_whitespace().nth(3) == Some("0A");
             left.extend(sockets.lines().filter(listening).map(str::to_string));
             left.extend(self.shared_memory(host));

@@ -20,7 +20,7 @@ pub fn skip(why: impl Display) {
     std::io::stderr().write_all(line.as_bytes()).expect("standard error can be written");
 }
 
-/// Number of skipped tests of this process so far.
+/// Number of skipped tests of this process.
 #[allow(dead_code)] // For tests with their own `main`.
 pub fn count() -> usize {
     COUNT.load(Ordering::Relaxed)

@@ -62,7 +62,7 @@ const PIECE_BYTES: usize = 1 << 30;
 
 /// A spinning wait calls MPI once per this number of polls, and so do repeated reads of a signal: a poll is one load, a call
 /// takes a hundred times as long, and with more PEs than CPUs Open MPI yields the CPU in it.
-const LOOKS_A_CALL: u32 = 16;
+const POLLS_PER_CALL: u32 = 16;
 
 /// One PE's heap and its access to the other heaps. It must stay in the thread that initialised MPI.
 #[derive(Debug)]
@@ -72,8 +72,8 @@ pub struct MpiTransport<'w> {
     base: NonNull<u8>,
     heap_bytes: usize,
     /// Per PE: whether it has operations since its last flush; and the number of such PEs.
-    under_way: Vec<Cell<bool>>,
-    n_under_way: Cell<usize>,
+    pending: Vec<Cell<bool>>,
+    n_pending: Cell<usize>,
     /// Number of signal reads outside of waits.
     polls: Cell<u32>,
     piece_bytes: usize,
@@ -87,9 +87,9 @@ impl<'w> MpiTransport<'w> {
     /// # Errors
     /// [`MpiError`] if MPI cannot allocate the memory or does not have the unified memory model.
     pub fn new(world: &'w MpiWorld, heap_bytes: usize) -> Result<Self, MpiError> {
-        let unfit = |what: String| MpiError::Unfit(what);
+        let unsuitable = |what: String| MpiError::Unfit(what);
         let size = ffi::MPI_Aint::try_from(heap_bytes)
-            .map_err(|_| unfit(format!("a symmetric heap of {heap_bytes} bytes is larger than MPI can count")))?;
+            .map_err(|_| unsuitable(format!("a symmetric heap of {heap_bytes} bytes is larger than MPI can count")))?;
         let mut base = std::ptr::null_mut::<u8>();
         // SAFETY: reads a constant.
         let mut window = unsafe { ffi::RSMPI_WIN_NULL };
@@ -111,7 +111,7 @@ impl<'w> MpiTransport<'w> {
             MpiError::Call { .. }
                 if world::library().starts_with("Open MPI") && world.pes_on_host() < world.n_pes() =>
             {
-                unfit(format!(
+                unsuitable(format!(
                     "{error}; between these hosts start with mpirun --mca osc ^rdma, or OMPI_MCA_osc=^rdma set"
                 ))
             }
@@ -120,15 +120,15 @@ impl<'w> MpiTransport<'w> {
         drop(info);
         let base = NonNull::new(base)
             .filter(|base| base.addr().get().is_multiple_of(align_of::<u64>()))
-            .ok_or_else(|| unfit(format!("MPI_Win_allocate gave memory at {base:?}, not fit for 64-bit words")))?;
+            .ok_or_else(|| unsuitable(format!("MPI_Win_allocate gave memory at {base:?}, not fit for 64-bit words")))?;
         let n_pes = world.n_pes();
         let transport = MpiTransport {
             world,
             window,
             base,
             heap_bytes,
-            under_way: vec![Cell::new(false); n_pes],
-            n_under_way: Cell::new(0),
+            pending: vec![Cell::new(false); n_pes],
+            n_pending: Cell::new(0),
             polls: Cell::new(0),
             piece_bytes: PIECE_BYTES,
             watchdog: None,
@@ -214,20 +214,20 @@ impl<'w> MpiTransport<'w> {
     }
 
     /// Aborts the job if a call has failed.
-    fn must(&self, call: &'static str, code: c_int) {
-        self.must_be(check(call, code));
+    fn abort_on_error_code(&self, call: &'static str, code: c_int) {
+        self.abort_on_error(check(call, code));
     }
 
-    fn must_be(&self, result: Result<(), MpiError>) {
+    fn abort_on_error(&self, result: Result<(), MpiError>) {
         if let Err(error) = result {
             let _ = writeln!(std::io::stderr(), "aristos: PE {} failed: {error}", self.world.my_pe());
             self.world.abort(1);
         }
     }
 
-    fn mark(&self, pe: usize) {
-        if !self.under_way[pe].replace(true) {
-            self.n_under_way.set(self.n_under_way.get() + 1);
+    fn mark_pending(&self, pe: usize) {
+        if !self.pending[pe].replace(true) {
+            self.n_pending.set(self.n_pending.get() + 1);
         }
     }
 
@@ -243,9 +243,9 @@ impl<'w> MpiTransport<'w> {
     fn flush(&self, pe: usize) {
         // SAFETY: the window is locked for all.
         let flush = || unsafe { ffi::MPI_Win_flush(pe as c_int, self.window) };
-        self.must("MPI_Win_flush", self.watched(pe, flush));
-        if self.under_way[pe].replace(false) {
-            self.n_under_way.set(self.n_under_way.get() - 1);
+        self.abort_on_error_code("MPI_Win_flush", self.watched(pe, flush));
+        if self.pending[pe].replace(false) {
+            self.n_pending.set(self.n_pending.get() - 1);
         }
     }
 
@@ -253,18 +253,18 @@ impl<'w> MpiTransport<'w> {
     fn flush_local(&self, pe: usize) {
         // SAFETY: the window is locked for all.
         let flush = || unsafe { ffi::MPI_Win_flush_local(pe as c_int, self.window) };
-        self.must("MPI_Win_flush_local", self.watched(pe, flush));
+        self.abort_on_error_code("MPI_Win_flush_local", self.watched(pe, flush));
     }
 
     fn flush_all(&self) {
-        if self.n_under_way.get() > 0 {
-            (0..self.n_pes()).filter(|&pe| self.under_way[pe].get()).for_each(|pe| self.flush(pe));
+        if self.n_pending.get() > 0 {
+            (0..self.n_pes()).filter(|&pe| self.pending[pe].get()).for_each(|pe| self.flush(pe));
         }
     }
 
     fn sync(&self) {
         // SAFETY: the window is locked for all.
-        self.must("MPI_Win_sync", unsafe { ffi::MPI_Win_sync(self.window) });
+        self.abort_on_error_code("MPI_Win_sync", unsafe { ffi::MPI_Win_sync(self.window) });
     }
 
     /// Splits `bytes` into calls of at most `piece_bytes`; `move_piece` gets the offset and length of each.
@@ -283,10 +283,10 @@ impl<'w> MpiTransport<'w> {
     /// The source stays valid and unchanged until a local or remote flush of `pe`.
     unsafe fn start_put(&self, dest: usize, src: *const u8, bytes: usize, pe: usize) {
         self.check_bounds(dest, bytes);
-        self.mark(pe);
+        self.mark_pending(pe);
         self.in_pieces(bytes, |at, len| {
             // SAFETY: the destination was bounds-checked, and the caller keeps the source valid.
-            self.must("MPI_Put", unsafe {
+            self.abort_on_error_code("MPI_Put", unsafe {
                 let (len, place) = (len as c_int, (dest + at) as ffi::MPI_Aint);
                 let byte = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Put(src.add(at).cast::<c_void>(), len, byte, pe as c_int, place, len, byte, self.window)
@@ -300,10 +300,10 @@ impl<'w> MpiTransport<'w> {
     /// The destination stays valid and is not accessed until a local or remote flush of `pe`.
     unsafe fn start_get(&self, dest: *mut u8, src: usize, bytes: usize, pe: usize) {
         self.check_bounds(src, bytes);
-        self.mark(pe);
+        self.mark_pending(pe);
         self.in_pieces(bytes, |at, len| {
             // SAFETY: the source was bounds-checked, and the caller keeps the destination valid.
-            self.must("MPI_Get", unsafe {
+            self.abort_on_error_code("MPI_Get", unsafe {
                 let (len, place) = (len as c_int, (src + at) as ffi::MPI_Aint);
                 let byte = ffi::RSMPI_UINT8_T;
                 ffi::MPI_Get(dest.add(at).cast::<c_void>(), len, byte, pe as c_int, place, len, byte, self.window)
@@ -411,9 +411,9 @@ impl Transport for MpiTransport<'_> {
                 SignalOp::Add => ffi::RSMPI_SUM,
             }
         };
-        self.mark(pe);
+        self.mark_pending(pe);
         // SAFETY: `check_word` has checked the word; `value` lives until after the flush.
-        self.must("MPI_Accumulate", unsafe {
+        self.abort_on_error_code("MPI_Accumulate", unsafe {
             let (from, place, word) =
                 ((&raw const value).cast::<c_void>(), signal as ffi::MPI_Aint, ffi::RSMPI_UINT64_T);
             ffi::MPI_Accumulate(from, 1, word, pe as c_int, place, 1, word, op, self.window)
@@ -424,18 +424,18 @@ impl Transport for MpiTransport<'_> {
     fn signal_fetch(&self, signal: usize) -> u64 {
         self.check_word(signal);
         self.polls.set(self.polls.get().wrapping_add(1));
-        if self.polls.get().is_multiple_of(LOOKS_A_CALL) {
-            self.must_be(self.world.progress());
+        if self.polls.get().is_multiple_of(POLLS_PER_CALL) {
+            self.abort_on_error(self.world.progress());
         }
         self.load(signal)
     }
 
     fn fetch_add(&self, target: usize, value: u64, pe: usize) -> u64 {
         self.check_word(target);
-        self.mark(pe);
+        self.mark_pending(pe);
         let mut was = 0u64;
         // SAFETY: `check_word` has checked the word; `value` and `was` live until after the flush.
-        self.must("MPI_Fetch_and_op", unsafe {
+        self.abort_on_error_code("MPI_Fetch_and_op", unsafe {
             let (from, to) = ((&raw const value).cast::<c_void>(), (&raw mut was).cast::<c_void>());
             let place = target as ffi::MPI_Aint;
             ffi::MPI_Fetch_and_op(from, to, ffi::RSMPI_UINT64_T, pe as c_int, place, ffi::RSMPI_SUM, self.window)
@@ -445,17 +445,17 @@ impl Transport for MpiTransport<'_> {
     }
 
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
-        let look = || waits.iter().position(|wait| wait.cmp.holds(self.load(wait.signal), wait.value));
+        let poll = || waits.iter().position(|wait| wait.cmp.holds(self.load(wait.signal), wait.value));
         let mut pause = self.world.pause();
         loop {
-            if let Some(found) = look() {
+            if let Some(found) = poll() {
                 return Some(found);
             }
             pause.step();
-            if !pause.spins() || pause.looks().is_multiple_of(LOOKS_A_CALL) {
-                self.must_be(self.world.progress());
+            if !pause.spins() || pause.polls().is_multiple_of(POLLS_PER_CALL) {
+                self.abort_on_error(self.world.progress());
                 if Instant::now() >= deadline {
-                    return look();
+                    return poll();
                 }
             }
         }

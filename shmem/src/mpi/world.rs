@@ -14,9 +14,9 @@ use mpi::topology::{Communicator, SimpleCommunicator};
 use mpi::traits::AsRaw;
 
 /// Tag of messages.
-const MESSAGE: c_int = 1;
+const MESSAGE_TAG: c_int = 1;
 /// Tag that no message has.
-const NOTHING: c_int = 2;
+const UNUSED_TAG: c_int = 2;
 
 /// An error of MPI.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,8 +54,8 @@ pub struct MpiWorld {
     rank: usize,
     size: usize,
     on_host: usize,
-    crowded: bool,
-    given_up: Cell<bool>,
+    oversubscribed: bool,
+    abandoned: Cell<bool>,
 }
 
 impl MpiWorld {
@@ -65,17 +65,19 @@ impl MpiWorld {
     /// # Errors
     /// [`MpiError::Unfit`] if MPI is initialised already, is older than 3.0, or lacks MPI_THREAD_FUNNELED.
     pub fn init() -> Result<Self, MpiError> {
-        let unfit = |what: String| Err(MpiError::Unfit(what));
+        let unsuitable = |what: String| Err(MpiError::Unfit(what));
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Funneled) else {
-            return unfit("MPI is initialised already in this process".into());
+            return unsuitable("MPI is initialised already in this process".into());
         };
         let library = library();
         if level < Threading::Funneled {
-            return unfit(format!("{library} gives thread level {level:?}, at least MPI_THREAD_FUNNELED is needed"));
+            return unsuitable(format!(
+                "{library} gives thread level {level:?}, at least MPI_THREAD_FUNNELED is needed"
+            ));
         }
         let (version, subversion) = mpi::environment::version();
         if version < 3 {
-            return unfit(format!("{library} is MPI {version}.{subversion}, at least 3.0 is needed"));
+            return unsuitable(format!("{library} is MPI {version}.{subversion}, at least 3.0 is needed"));
         }
         // From here on errors are returned instead of ending the process.
         returns_errors(universe.world().as_raw())?;
@@ -102,8 +104,8 @@ impl MpiWorld {
             )
         })?;
         let cpus: u32 = all.iter().map(|word| word.count_ones()).sum();
-        let crowded = on_host > cpus as usize;
-        Ok(Self { comm, _universe: universe, rank, size, on_host, crowded, given_up: Cell::new(false) })
+        let oversubscribed = on_host > cpus as usize;
+        Ok(Self { comm, _universe: universe, rank, size, on_host, oversubscribed, abandoned: Cell::new(false) })
     }
 
     /// A world of the first `size` PEs; `None` on the other PEs (collective).
@@ -144,13 +146,13 @@ impl MpiWorld {
         let mut flag = 0;
         // SAFETY: the communicator lives as long as `self`; MPI writes only `flag`.
         check("MPI_Iprobe", unsafe {
-            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, NOTHING, self.comm.as_raw(), &mut flag, ffi::RSMPI_STATUS_IGNORE)
+            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, UNUSED_TAG, self.comm.as_raw(), &mut flag, ffi::RSMPI_STATUS_IGNORE)
         })
     }
 
     /// The pause between two polls of a wait.
     pub(super) fn pause(&self) -> Pause {
-        Pause { crowded: self.crowded, looks: 0, since: None, sleep: SLEEP_MIN }
+        Pause { oversubscribed: self.oversubscribed, polls: 0, since: None, sleep: SLEEP_MIN }
     }
 
     /// The minimum of all PEs' values (collective). Values must be below 2^63, because MPICH 4.0.2 treats larger ones as
@@ -205,7 +207,7 @@ impl MpiWorld {
                 len,
                 ffi::RSMPI_UINT8_T,
                 to as c_int,
-                MESSAGE,
+                MESSAGE_TAG,
                 self.comm.as_raw(),
                 &mut request.0,
             )
@@ -231,7 +233,7 @@ impl MpiWorld {
             // SAFETY: MPI writes only to the three locals.
             check("MPI_Improbe", unsafe {
                 let comm = self.comm.as_raw();
-                ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, MESSAGE, comm, &mut flag, &mut matched, &mut status)
+                ffi::MPI_Improbe(ffi::RSMPI_ANY_SOURCE, MESSAGE_TAG, comm, &mut flag, &mut matched, &mut status)
             })?;
             if flag != 0 {
                 break;
@@ -274,7 +276,7 @@ impl MpiWorld {
             }
             if ended.is_err() || start.elapsed() >= limit {
                 std::mem::forget(buffer);
-                self.given_up.set(true);
+                self.abandoned.set(true);
                 return ended.and(Err(MpiError::Late { what, limit }));
             }
             pause.step();
@@ -292,7 +294,7 @@ impl MpiWorld {
 impl Drop for MpiWorld {
     fn drop(&mut self) {
         // Finalising MPI with a pending operation is forbidden and would hang without the other PEs.
-        if std::thread::panicking() || self.given_up.get() {
+        if std::thread::panicking() || self.abandoned.get() {
             self.abort(1);
         }
     }
@@ -359,39 +361,39 @@ const SLEEP_MIN: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_micros(500);
 /// Time for which a wait yields the CPU before it sleeps. With enough CPUs a wait practically never sleeps, like MPI's own
 /// waits: while a PE sleeps, puts to it that MPI sends as messages do not progress.
-const PATIENCE: Duration = Duration::from_secs(1);
-const PATIENCE_CROWDED: Duration = Duration::from_micros(50);
+const YIELD_TIME: Duration = Duration::from_secs(1);
+const YIELD_TIME_OVERSUBSCRIBED: Duration = Duration::from_micros(50);
 
 /// Pauses between the polls of a wait. Memory may be written by the network without a wake-up, so a wait spins first (without
 /// PAUSE, see `shm.rs`), then yields the CPU, then sleeps, always for less than it has already waited. With more PEs than CPUs
 /// it yields and sleeps sooner, because the awaited PE may need this CPU.
 pub(super) struct Pause {
-    crowded: bool,
-    looks: u32,
+    oversubscribed: bool,
+    polls: u32,
     since: Option<Instant>,
     sleep: Duration,
 }
 
 impl Pause {
-    /// Number of polls so far.
-    pub(super) fn looks(&self) -> u32 {
-        self.looks
+    /// Number of polls.
+    pub(super) fn polls(&self) -> u32 {
+        self.polls
     }
 
     /// Whether polls still follow each other without a pause.
     pub(super) fn spins(&self) -> bool {
-        self.looks < if self.crowded { 50 } else { 2000 }
+        self.polls < if self.oversubscribed { 50 } else { 2000 }
     }
 
     /// Pauses once.
     pub(super) fn step(&mut self) {
         let spins = self.spins();
-        self.looks = self.looks.saturating_add(1);
+        self.polls = self.polls.saturating_add(1);
         if spins {
             return;
         }
-        let patience = if self.crowded { PATIENCE_CROWDED } else { PATIENCE };
-        if self.since.get_or_insert_with(Instant::now).elapsed() < patience {
+        let yield_time = if self.oversubscribed { YIELD_TIME_OVERSUBSCRIBED } else { YIELD_TIME };
+        if self.since.get_or_insert_with(Instant::now).elapsed() < yield_time {
             rustix::thread::sched_yield();
         } else {
             std::thread::sleep(self.sleep);

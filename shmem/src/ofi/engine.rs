@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::ffi::{Done, Fabric, Kind, Posted, RawOp};
+use super::ffi::{Done, Fabric, Kind, PostResult, RawOp};
 use crate::Segment;
 use crate::doorbell::ring;
 use crate::tcp::{Mesh, Watch, lock};
@@ -21,9 +21,9 @@ use crate::tcp::{Mesh, Watch, lock};
 /// After a failed operation, time for TCP supervision to name the lost PE before the operation's target is reported.
 const GRACE: Duration = Duration::from_millis(500);
 /// Iterations without a pause while a provider reports pending work, before the progress thread yields.
-const AGAIN_MOST: u32 = 256;
+const MAX_SPINS: u32 = 256;
 /// Maximum consecutive polls before newly enabled operations are posted.
-const POLLS: usize = 8;
+const MAX_POLLS: usize = 8;
 
 /// The local buffer of an operation.
 pub(super) enum Data {
@@ -85,7 +85,7 @@ impl Op {
     }
 
     /// Bytes of the copy that it holds.
-    fn held_bytes(&self) -> usize {
+    fn copied_bytes(&self) -> usize {
         match &self.data {
             Data::Bytes(bytes) => bytes.len(),
             _ => 0,
@@ -94,10 +94,10 @@ impl Op {
 }
 
 /// A posted operation.
-struct Held(NonNull<Op>);
+struct PostedOp(NonNull<Op>);
 
 // SAFETY: it is the operation's only owner, and an operation can be sent between threads.
-unsafe impl Send for Held {}
+unsafe impl Send for PostedOp {}
 
 /// Counters of a PE.
 #[derive(Default)]
@@ -105,13 +105,13 @@ struct Counts {
     /// Operations issued and not completed.
     open: AtomicUsize,
     /// Bytes of copies not yet completed.
-    held_bytes: AtomicUsize,
+    copied_bytes: AtomicUsize,
 }
 
 /// Operations issued and not yet taken over by `Core`.
 struct Queue {
     ops: Vec<Op>,
-    /// Number of fences so far, and per PE that number at its last operation.
+    /// Number of fences, and per PE that number at its last operation.
     fences: u64,
     fenced: Vec<u64>,
 }
@@ -140,8 +140,8 @@ struct Core {
     /// Per PE: operations that are posted or follow a posted one.
     in_flight: Vec<usize>,
     /// Per PE: whether an operation has failed; then no more are posted.
-    gone: Vec<bool>,
-    posted: HashMap<usize, Held>,
+    failed_pes: Vec<bool>,
+    posted: HashMap<usize, PostedOp>,
     done: Vec<Done>,
 }
 
@@ -176,7 +176,7 @@ impl Engine {
             open: BTreeSet::new(),
             again: false,
             in_flight: vec![0; n],
-            gone: vec![false; n],
+            failed_pes: vec![false; n],
             posted: HashMap::new(),
             done: Vec::new(),
         };
@@ -205,14 +205,14 @@ impl Engine {
             }
             let counts = &self.counts[op.pe];
             counts.open.fetch_add(op.count(), Ordering::SeqCst);
-            counts.held_bytes.fetch_add(op.held_bytes(), Ordering::SeqCst);
+            counts.copied_bytes.fetch_add(op.copied_bytes(), Ordering::SeqCst);
             queue.ops.push(op);
         }
         self.has_new.store(true, Ordering::SeqCst);
         drop(queue);
-        // Either `turn` finds the lock free, or its holder sees `has_new`, which it checks after a fence.
+        // Either `advance` finds the lock free, or its holder sees `has_new`, which it checks after a fence.
         fence(Ordering::SeqCst);
-        self.turn(false);
+        self.advance(false);
     }
 
     /// Orders all later operations after all earlier ones.
@@ -221,8 +221,8 @@ impl Engine {
     }
 
     /// Bytes of copies not yet in `pe`'s memory.
-    pub(super) fn held_bytes(&self, pe: usize) -> usize {
-        self.counts[pe].held_bytes.load(Ordering::SeqCst)
+    pub(super) fn copied_bytes(&self, pe: usize) -> usize {
+        self.counts[pe].copied_bytes.load(Ordering::SeqCst)
     }
 
     /// For each PE with pending operations: an answer that is set when all of those have completed, whatever is issued later.
@@ -232,7 +232,7 @@ impl Engine {
         let drains: Vec<(usize, Answer)> = open.map(|(pe, _)| (pe, Answer::default())).collect();
         if !drains.is_empty() {
             self.issue(drains.iter().map(|(pe, answer)| {
-                let mut last = Op::new(Kind::Nothing, *pe, 0, Data::Word);
+                let mut last = Op::new(Kind::Marker, *pe, 0, Data::Word);
                 (last.fenced, last.answer) = (true, Some(answer.clone()));
                 last
             }));
@@ -241,7 +241,7 @@ impl Engine {
     }
 
     /// Posts issued operations, and with `polls` progresses libfabric, unless another thread does; that thread then also posts.
-    pub(super) fn turn(&self, polls: bool) {
+    pub(super) fn advance(&self, polls: bool) {
         loop {
             let mut core = match self.core.try_lock() {
                 Ok(core) => core,
@@ -271,8 +271,8 @@ impl Engine {
         let _watch = Watch(mesh);
         let mut again = 0u32;
         while !self.stop.load(Ordering::SeqCst) {
-            self.turn(true);
-            self.name_who_failed(mesh);
+            self.advance(true);
+            self.report_failed_pe(mesh);
             let mut core = self.core();
             let busy = (core.again, !core.posted.is_empty() || lock(&self.failed).is_some());
             let Some(fabric) = &mut core.fabric else { return };
@@ -283,7 +283,7 @@ impl Engine {
             if !may_wait || self.has_new.load(Ordering::SeqCst) {
                 // Do not yield every iteration: work is queued, and on an oversubscribed host a yield can cost milliseconds.
                 again = again.wrapping_add(1);
-                if again.is_multiple_of(AGAIN_MOST) {
+                if again.is_multiple_of(MAX_SPINS) {
                     rustix::thread::sched_yield();
                 }
                 continue;
@@ -310,7 +310,7 @@ impl Engine {
 
     /// Reports the PE of a failed operation as lost, if after [`GRACE`] the TCP connections have not named a lost PE and a
     /// reason; usually another PE is the cause.
-    fn name_who_failed(&self, mesh: &Mesh) {
+    fn report_failed_pe(&self, mesh: &Mesh) {
         let mut failed = lock(&self.failed);
         match &*failed {
             Some((at, pe, why)) if at.elapsed() >= GRACE => {
@@ -333,7 +333,7 @@ impl Engine {
     }
 
     /// Keeps all threads out of libfabric for the rest of the process, except a thread that stays in it for over a second.
-    pub(super) fn leave(&self) {
+    pub(super) fn quiesce(&self) {
         self.stop.store(true, Ordering::SeqCst);
         let until = Instant::now() + Duration::from_secs(1);
         while Instant::now() < until {
@@ -345,9 +345,9 @@ impl Engine {
     }
 
     /// Counts an operation and its successor as completed.
-    fn ended(&self, op: Op, well: bool) {
+    fn complete(&self, op: Op, well: bool) {
         let (counts, ended) = (&self.counts[op.pe], op.count());
-        counts.held_bytes.fetch_sub(op.held_bytes(), Ordering::SeqCst);
+        counts.copied_bytes.fetch_sub(op.copied_bytes(), Ordering::SeqCst);
         let Op { kind, data, answer, result, .. } = op;
         if let Some(answer) = answer {
             let bytes = match (kind, data) {
@@ -370,7 +370,7 @@ impl Engine {
     #[cfg(test)]
     pub(super) fn posted(&self) -> Vec<Kind> {
         // SAFETY: operations in the table are not freed, and libfabric does not write `kind`.
-        self.core().posted.values().map(|Held(op)| unsafe { (*op.as_ptr()).kind }).collect()
+        self.core().posted.values().map(|PostedOp(op)| unsafe { (*op.as_ptr()).kind }).collect()
     }
 
     fn core(&self) -> std::sync::MutexGuard<'_, Core> {
@@ -379,7 +379,7 @@ impl Engine {
 }
 
 impl Core {
-    /// See [`Engine::turn`].
+    /// See [`Engine::advance`].
     fn work(&mut self, engine: &Engine, polls: bool) {
         if engine.has_new.swap(false, Ordering::SeqCst) {
             for op in std::mem::take(&mut lock(&engine.queue).ops) {
@@ -389,7 +389,7 @@ impl Core {
         }
         self.post_all(engine);
         if polls {
-            for _ in 0..POLLS {
+            for _ in 0..MAX_POLLS {
                 if !self.poll(engine) {
                     break;
                 }
@@ -411,15 +411,15 @@ impl Core {
     fn post(&mut self, engine: &Engine, pe: usize) {
         let Target { to, base, key } = self.targets[pe];
         while let Some(op) = self.ready[pe].pop_front() {
-            let Some(fabric) = self.fabric.as_mut().filter(|_| !self.gone[pe]) else {
-                engine.ended(op, false);
+            let Some(fabric) = self.fabric.as_mut().filter(|_| !self.failed_pes[pe]) else {
+                engine.complete(op, false);
                 continue;
             };
             if op.fenced && self.in_flight[pe] > 0 {
                 return self.ready[pe].push_front(op);
             }
-            if op.kind == Kind::Nothing {
-                engine.ended(op, true);
+            if op.kind == Kind::Marker {
+                engine.complete(op, true);
                 continue;
             }
             let added = if op.follows { 0 } else { op.count() };
@@ -447,16 +447,16 @@ impl Core {
             // or into the heap, which lives as long. By the contract of put_nbi and get_nbi heap sources do not change and
             // destinations are not accessed. The context is the operation's first 64 bytes.
             match unsafe { fabric.post(&raw) } {
-                Posted::Yes => {
+                PostResult::Posted => {
                     self.in_flight[pe] += added;
-                    self.posted.insert(op.addr().get(), Held(op));
+                    self.posted.insert(op.addr().get(), PostedOp(op));
                 }
-                Posted::Later => {
+                PostResult::Retry => {
                     self.again = true;
                     // SAFETY: libfabric refused it, so this function owns it again.
                     return self.ready[pe].push_front(*unsafe { Box::from_raw(op.as_ptr()) });
                 }
-                Posted::Refused(why) => {
+                PostResult::Refused(why) => {
                     // SAFETY: libfabric refused it, so this function owns it again.
                     let op = *unsafe { Box::from_raw(op.as_ptr()) };
                     self.in_flight[pe] += added;
@@ -474,7 +474,7 @@ impl Core {
         let polled = fabric.poll(&mut done);
         for Done { context, error } in done.drain(..) {
             // An unknown context is a provider's report about a connection; the connection's operations report the same error.
-            let Some(Held(op)) = self.posted.remove(&context) else { continue };
+            let Some(PostedOp(op)) = self.posted.remove(&context) else { continue };
             // SAFETY: leaked when posted, removed from `posted` once, and completed by libfabric.
             let op = *unsafe { Box::from_raw(op.as_ptr()) };
             match error {
@@ -503,25 +503,25 @@ impl Core {
             self.ready[pe].push_front(*signal);
             self.open.insert(pe);
         }
-        engine.ended(op, true);
+        engine.complete(op, true);
     }
 
     /// Completes a failed operation and stops posting to its PE.
     fn failed(&mut self, engine: &Engine, op: Op, why: &str) {
         let pe = op.pe;
         self.in_flight[pe] = self.in_flight[pe].saturating_sub(op.count());
-        self.gone[pe] = true;
+        self.failed_pes[pe] = true;
         if !self.ready[pe].is_empty() {
             self.open.insert(pe);
         }
         let line = format!("libfabric ({}): {}: {why}", engine.provider, op.kind.call());
         lock(&engine.failed).get_or_insert((Instant::now(), pe, line));
-        engine.ended(op, false);
+        engine.complete(op, false);
     }
 
     fn close(&mut self) {
         self.fabric = None;
-        for (_, Held(op)) in self.posted.drain() {
+        for (_, PostedOp(op)) in self.posted.drain() {
             // SAFETY: leaked when posted; the endpoint is closed, so libfabric no longer uses it.
             drop(unsafe { Box::from_raw(op.as_ptr()) });
         }

@@ -12,7 +12,7 @@ const ADDRESS_BYTES: usize = 256;
 const NAME_BYTES: usize = 64;
 const TEXT_BYTES: usize = 128;
 /// Maximum completions per call.
-const MOST_DONE: usize = 16;
+const MAX_COMPLETIONS: usize = 16;
 
 #[repr(C)]
 struct RawOfi {
@@ -47,7 +47,7 @@ pub(super) enum Kind {
     /// Adds to a word and returns its previous value.
     FetchAdd,
     /// A marker that is never posted.
-    Nothing,
+    Marker,
 }
 
 impl Kind {
@@ -58,7 +58,7 @@ impl Kind {
             Kind::Read => "fi_read",
             Kind::Set | Kind::Add => "fi_atomic",
             Kind::FetchAdd => "fi_fetch_atomic",
-            Kind::Nothing => "nothing",
+            Kind::Marker => "marker",
         }
     }
 }
@@ -147,7 +147,7 @@ fn text_of(buffer: &[c_char]) -> String {
 
 /// What other PEs need in order to access this PE's heap, and to check that they can.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Reach {
+pub(super) struct EndpointInfo {
     /// Address of the heap's start in remote operations.
     pub(super) base: u64,
     pub(super) key: u64,
@@ -156,7 +156,7 @@ pub(super) struct Reach {
     pub(super) provider: String,
 }
 
-impl Reach {
+impl EndpointInfo {
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = [self.base.to_le_bytes(), self.key.to_le_bytes()].concat();
         let (protocol, version) = self.protocol;
@@ -169,14 +169,14 @@ impl Reach {
     }
 
     /// Returns `None` for malformed bytes.
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Reach> {
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<EndpointInfo> {
         let (base, rest) = bytes.split_first_chunk()?;
         let (key, rest) = rest.split_first_chunk()?;
         let (protocol, rest) = rest.split_first_chunk()?;
         let (version, rest) = rest.split_first_chunk()?;
         let (len, rest) = rest.split_first_chunk()?;
         let (address, provider) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
-        Some(Reach {
+        Some(EndpointInfo {
             base: u64::from_le_bytes(*base),
             key: u64::from_le_bytes(*key),
             protocol: (u32::from_le_bytes(*protocol), u32::from_le_bytes(*version)),
@@ -187,11 +187,11 @@ impl Reach {
 }
 
 /// The outcome of posting an operation.
-pub(super) enum Posted {
-    /// Posted.
-    Yes,
+pub(super) enum PostResult {
+    /// The operation was posted.
+    Posted,
     /// To be retried: the provider has no room or no connection yet.
-    Later,
+    Retry,
     /// Rejected, with the reason.
     Refused(String),
 }
@@ -232,7 +232,7 @@ unsafe impl Send for Fabric {}
 
 impl Fabric {
     /// Opens an endpoint. Returns `Ok(None)` if the provider is missing or lacks a required feature.
-    pub(super) fn open(choice: &Choice<'_>, heap: &Arc<Segment>) -> Result<Option<(Fabric, Reach)>, OfiError> {
+    pub(super) fn open(choice: &Choice<'_>, heap: &Arc<Segment>) -> Result<Option<(Fabric, EndpointInfo)>, OfiError> {
         load()?;
         let refuse = |call: String, why: String| OfiError::Fabric { provider: choice.provider.to_string(), call, why };
         let provider = CString::new(choice.provider)
@@ -272,7 +272,7 @@ impl Fabric {
         };
         let provider = text_of(&facts.provider);
         let address = facts.address.get(..facts.address_bytes as usize).unwrap_or_default().to_vec();
-        let reach = Reach {
+        let info = EndpointInfo {
             base: facts.base,
             key: facts.key,
             protocol: (facts.protocol, facts.protocol_version),
@@ -281,7 +281,7 @@ impl Fabric {
         };
         let max_message_bytes = usize::try_from(facts.max_message_bytes).unwrap_or(usize::MAX).max(1);
         let fd = Some(facts.fd).filter(|&fd| fd >= 0);
-        Ok(Some((Fabric { raw, fd, max_message_bytes, _heap: heap.clone() }, reach)))
+        Ok(Some((Fabric { raw, fd, max_message_bytes, _heap: heap.clone() }, info)))
     }
 
     /// Descriptor that signals completions, valid while this value lives; not all providers have one.
@@ -314,20 +314,20 @@ impl Fabric {
     /// # Safety
     /// Until it completes or `self` is dropped: `buffer` is valid for `bytes` bytes (8 for an atomic), `result` (if used) for 8
     /// and `context` for 64; no other code accesses what libfabric writes or changes what it reads.
-    pub(super) unsafe fn post(&mut self, op: &RawOp) -> Posted {
+    pub(super) unsafe fn post(&mut self, op: &RawOp) -> PostResult {
         // SAFETY: the caller guarantees the pointers; the endpoint is open.
         match unsafe { aristos_ofi_post(self.raw.as_ptr(), op) } {
-            0 => Posted::Yes,
+            0 => PostResult::Posted,
             // SAFETY: reads a constant.
-            error if error == -unsafe { aristos_ofi_eagain } => Posted::Later,
-            error => Posted::Refused(strerror(error)),
+            error if error == -unsafe { aristos_ofi_eagain } => PostResult::Retry,
+            error => PostResult::Refused(strerror(error)),
         }
     }
 
     /// Progresses libfabric and appends completed operations to `done`; returns whether there may be more.
     pub(super) fn poll(&mut self, done: &mut Vec<Done>) -> Result<bool, String> {
         let empty = || RawDone { context: std::ptr::null_mut(), error: 0, text: [0; TEXT_BYTES] };
-        let mut raw: [RawDone; MOST_DONE] = std::array::from_fn(|_| empty());
+        let mut raw: [RawDone; MAX_COMPLETIONS] = std::array::from_fn(|_| empty());
         // SAFETY: writes at most `raw.len()` entries.
         let count = unsafe { aristos_ofi_poll(self.raw.as_ptr(), raw.as_mut_ptr(), raw.len() as u64) };
         let Ok(count) = usize::try_from(count) else { return Err(strerror(count)) };
@@ -360,12 +360,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reach_comes_as_it_was_sent() {
+    fn endpoint_info_survives_a_round_trip() {
         let provider = "tcp;ofi_rxm".to_string();
-        let reach = Reach { base: 1 << 40, key: 7, protocol: (3, 1), address: vec![1, 2, 3], provider };
-        let bytes = reach.to_bytes();
-        assert_eq!(Reach::from_bytes(&bytes).as_ref(), Some(&reach));
-        assert_eq!(Reach::from_bytes(&bytes[..30]), None);
-        assert_eq!(Reach::from_bytes(&[0xff; 64]), None);
+        let info = EndpointInfo { base: 1 << 40, key: 7, protocol: (3, 1), address: vec![1, 2, 3], provider };
+        let bytes = info.to_bytes();
+        assert_eq!(EndpointInfo::from_bytes(&bytes).as_ref(), Some(&info));
+        assert_eq!(EndpointInfo::from_bytes(&bytes[..30]), None);
+        assert_eq!(EndpointInfo::from_bytes(&[0xff; 64]), None);
     }
 }

@@ -34,7 +34,7 @@ fn pair(f: impl Fn(OfiTransport) + Sync) {
 }
 
 #[test]
-fn a_signal_is_posted_when_its_data_has_arrived() {
+fn signal_is_posted_after_its_data_has_arrived() {
     let (frozen, seen) = (Barrier::new(2), Barrier::new(2));
     let wait = |pe: &OfiTransport, signal: usize| {
         let wait = RawWait { signal, cmp: Cmp::Eq, value: 1 };
@@ -47,10 +47,10 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
         wait(&pe, 0);
         pe.quiet();
         if pe.my_pe() == 1 {
-            let ice = pe.engine().freeze();
+            let guard = pe.engine().freeze();
             frozen.wait();
             seen.wait();
-            drop(ice);
+            drop(guard);
             wait(&pe, 8);
             let mut data = [0; 64];
             pe.get(&mut data, 64, 1);
@@ -61,12 +61,12 @@ fn a_signal_is_posted_when_its_data_has_arrived() {
             // An operation after a fence must also wait for the signal.
             pe.fence();
             pe.signal_op(16, 1, SignalOp::Set, 1);
-            let look = |_| {
-                pe.engine().turn(true);
+            let poll = |_| {
+                pe.engine().advance(true);
                 thread::sleep(Duration::from_millis(5));
                 pe.engine().posted()
             };
-            let posted: Vec<_> = (0..20).map(look).collect();
+            let posted: Vec<_> = (0..20).map(poll).collect();
             // Release PE 1 before an assertion can fail here, so that it does not hang.
             seen.wait();
             assert!(posted.iter().all(|posted| *posted == [Kind::Write]), "{posted:?}");

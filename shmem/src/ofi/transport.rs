@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::engine::{Answer, Data, Engine, Op, Target};
-use super::ffi::{Choice, Fabric, Kind, Reach};
+use super::ffi::{Choice, EndpointInfo, Fabric, Kind};
 use super::{OfiError, exit};
 use crate::tcp::{Mesh, Running, TcpError, TcpTransport, TcpWorld};
 use crate::wait::Patience;
@@ -15,10 +15,10 @@ use crate::{LostPe, RawWait, Segment, SignalOp, Transport};
 
 /// Default providers in search order: Slingshot's, then TCP's.
 pub const PROVIDERS: [&str; 2] = ["cxi", "tcp;ofi_rxm"];
-/// Message channel on which PEs exchange their [`Reach`]; `tcp/world.rs` and `tcp/near.rs` use other channels.
-const REACH: u64 = 4;
+/// Message channel on which PEs exchange their [`EndpointInfo`]; `tcp/world.rs` and `tcp/near.rs` use other channels.
+const ENDPOINT_CHANNEL: u64 = 4;
 /// Maximum in-flight copied bytes per PE; senders block above it.
-const HELD_BYTES_MAX: usize = 64 << 20;
+const MAX_COPIED_BYTES: usize = 64 << 20;
 /// Maximum bytes per operation, even if the provider allows more.
 const PIECE_BYTES: usize = 1 << 30;
 /// Sleep between the polls of a wait without a wake-up: no thread of this host sees a network card's write of a signal.
@@ -48,25 +48,26 @@ impl OfiTransport {
         let tcp = TcpTransport::new(world, heap_bytes, limit)?;
         let (me, n) = (world.my_pe(), world.n_pes());
         let running = world.running();
-        let tell_all = |message: &[u8]| (0..n).filter(|&pe| pe != me).for_each(|pe| running.tell(pe, REACH, message));
+        let send_to_all =
+            |message: &[u8]| (0..n).filter(|&pe| pe != me).for_each(|pe| running.tell(pe, ENDPOINT_CHANNEL, message));
         let (mut fabric, mine) = match open(world, tcp.heap(), provider) {
             Ok(opened) => opened,
             Err(error) => {
                 // So that the other PEs do not wait for this one.
-                tell_all(format!("\0{error}").as_bytes());
+                send_to_all(format!("\0{error}").as_bytes());
                 return Err(error);
             }
         };
-        tell_all(&[&[1], &*mine.to_bytes()].concat());
+        send_to_all(&[&[1], &*mine.to_bytes()].concat());
         let deadline = Instant::now() + limit;
         let mut targets = Vec::with_capacity(n);
         for pe in 0..n {
-            let reach = if pe == me { mine.clone() } else { reach_of(running, pe, &mine, deadline, limit)? };
-            let to = fabric.insert(&reach.address).map_err(|why| {
+            let info = if pe == me { mine.clone() } else { receive_endpoint(running, pe, &mine, deadline, limit)? };
+            let to = fabric.insert(&info.address).map_err(|why| {
                 let (provider, call) = (mine.provider.clone(), format!("fi_av_insert of PE {pe}'s address"));
                 OfiError::Fabric { provider, call, why }
             })?;
-            targets.push(Target { to, base: reach.base, key: reach.key });
+            targets.push(Target { to, base: info.base, key: info.key });
         }
         let piece_bytes = fabric.max_message_bytes().min(PIECE_BYTES);
         let provider = mine.provider;
@@ -78,8 +79,9 @@ impl OfiTransport {
         let engine = engine.map_err(|errno| TcpError::system("make an eventfd", errno))?;
         let engine = Arc::new(engine);
         exit::watch(&engine);
-        let (of_thread, mesh) = (engine.clone(), running.mesh.clone());
-        let thread = std::thread::Builder::new().name("aristos-ofi".to_string()).spawn(move || of_thread.run(&mesh));
+        let (thread_engine, mesh) = (engine.clone(), running.mesh.clone());
+        let thread =
+            std::thread::Builder::new().name("aristos-ofi".to_string()).spawn(move || thread_engine.run(&mesh));
         let thread = Some(thread.map_err(|error| TcpError::system("start the progress thread", error))?);
         let transport = OfiTransport { tcp, engine, thread, provider, piece_bytes, patience };
         // Peers must not access a heap before its owner serves the endpoint.
@@ -126,16 +128,16 @@ impl OfiTransport {
     }
 
     /// Waits until `look` returns a value; returns `None` after the limit or if a PE is lost.
-    fn until<R>(&self, look: impl FnMut() -> Option<R>) -> Option<R> {
+    fn wait_until<R>(&self, look: impl FnMut() -> Option<R>) -> Option<R> {
         let (deadline, bell) = (Instant::now() + self.limit(), self.heap().bell());
         let lost = || self.mesh().lost().is_some();
-        self.patience.wait_for(bell, look, deadline, || self.engine.turn(true), lost)
+        self.patience.wait_for(bell, look, deadline, || self.engine.advance(true), lost)
     }
 
-    /// Blocks while more than [`HELD_BYTES_MAX`] are in flight to `pe`.
+    /// Blocks while more than [`MAX_COPIED_BYTES`] are in flight to `pe`.
     fn make_room(&self, pe: usize) {
-        let has_room = || (self.engine.held_bytes(pe) <= HELD_BYTES_MAX).then_some(());
-        if has_room().is_none() && self.until(has_room).is_none() {
+        let has_room = || (self.engine.copied_bytes(pe) <= MAX_COPIED_BYTES).then_some(());
+        if has_room().is_none() && self.wait_until(has_room).is_none() {
             let seconds = self.limit().as_secs_f64();
             self.mesh().give_up(pe, format!("it has not taken what was sent to it for {seconds} s"));
         }
@@ -167,7 +169,7 @@ impl OfiTransport {
 
     /// Waits for an answer of `pe`; returns `None` if there is none, in which case `pe` or another PE is lost.
     fn answer(&self, answer: &Answer, pe: usize) -> Option<Box<[u8]>> {
-        let found = self.until(|| answer.get());
+        let found = self.wait_until(|| answer.get());
         if found.is_none() {
             let seconds = self.limit().as_secs_f64();
             self.mesh().give_up(pe, format!("it has not answered for {seconds} s"));
@@ -177,7 +179,7 @@ impl OfiTransport {
 }
 
 /// Opens an endpoint of the requested provider, or of the first available default.
-fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result<(Fabric, Reach), OfiError> {
+fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result<(Fabric, EndpointInfo), OfiError> {
     let network = world.index_on_host();
     let (node, key, n_pes) = (world.address(), rand::random(), world.n_pes());
     for provider in provider.map_or(PROVIDERS.to_vec(), |provider| vec![provider]) {
@@ -194,29 +196,35 @@ fn open(world: &TcpWorld, heap: &Arc<Segment>, provider: Option<&str>) -> Result
     }))
 }
 
-/// Receives `pe`'s [`Reach`] and checks that it is compatible with `mine`.
-fn reach_of(running: &Running, pe: usize, mine: &Reach, deadline: Instant, limit: Duration) -> Result<Reach, OfiError> {
-    let told = running.receive(deadline, Some(pe), REACH)?;
-    let (_, told) = told.ok_or(TcpError::Late { pe, what: "the endpoint", limit })?;
-    let reach = match told.split_first() {
-        Some((1, reach)) => Reach::from_bytes(reach),
+/// Receives `pe`'s [`EndpointInfo`] and checks that it is compatible with `mine`.
+fn receive_endpoint(
+    running: &Running,
+    pe: usize,
+    mine: &EndpointInfo,
+    deadline: Instant,
+    limit: Duration,
+) -> Result<EndpointInfo, OfiError> {
+    let message = running.receive(deadline, Some(pe), ENDPOINT_CHANNEL)?;
+    let (_, message) = message.ok_or(TcpError::Late { pe, what: "the endpoint", limit })?;
+    let info = match message.split_first() {
+        Some((1, info)) => EndpointInfo::from_bytes(info),
         Some((0, why)) => {
             return Err(OfiError::Unfit(format!("PE {pe}: {}", String::from_utf8_lossy(why))));
         }
         _ => None,
     };
-    let reach = reach.ok_or_else(|| OfiError::Unfit(format!("PE {pe} has not said how it is reached")))?;
-    let kind = |reach: &Reach| (reach.provider.clone(), reach.protocol, reach.address.len());
-    if kind(&reach) != kind(mine) {
-        let [theirs, ours] = [&reach, mine].map(|reach| {
-            let (protocol, version) = reach.protocol;
-            format!("{} (protocol {protocol}, version {version})", reach.provider)
+    let info = info.ok_or_else(|| OfiError::Unfit(format!("PE {pe} has not said how it is reached")))?;
+    let kind = |info: &EndpointInfo| (info.provider.clone(), info.protocol, info.address.len());
+    if kind(&info) != kind(mine) {
+        let [theirs, ours] = [&info, mine].map(|info| {
+            let (protocol, version) = info.protocol;
+            format!("{} (protocol {protocol}, version {version})", info.provider)
         });
         return Err(OfiError::Unfit(format!(
             "PE {pe} has libfabric's provider {theirs}, this PE {ours}: expected the same on all"
         )));
     }
-    Ok(reach)
+    Ok(info)
 }
 
 impl Drop for OfiTransport {
@@ -351,7 +359,7 @@ impl Transport for OfiTransport {
     fn wait_any(&self, waits: &[RawWait], deadline: Instant) -> Option<usize> {
         let start = Instant::now();
         let lost = || self.mesh().lost().is_some();
-        let found = self.patience.wait_while(self.heap(), waits, deadline, || self.engine.turn(true), lost);
+        let found = self.patience.wait_while(self.heap(), waits, deadline, || self.engine.advance(true), lost);
         if found.is_none() && !lost() && start.elapsed() >= SHORT_WAIT {
             self.mesh().find_silent();
         }
@@ -366,7 +374,7 @@ impl Transport for OfiTransport {
         fence(Ordering::SeqCst);
         let mut open = self.engine.drain();
         let done = open.is_empty().then_some(()).or_else(|| {
-            self.until(|| {
+            self.wait_until(|| {
                 open.retain(|(_, answer)| answer.get().is_none());
                 open.is_empty().then_some(())
             })

@@ -54,7 +54,7 @@ impl World for Reorder {
 }
 
 /// Threads that join over the loopback interface as processes do, `rounds` times; `f` gets each one's world.
-fn meet(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
+fn join_threads(n_pes: usize, rounds: usize, f: impl Fn(TcpWorld) + Sync) {
     for _ in 0..rounds {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let rendezvous = listener.local_addr().unwrap().to_string();
@@ -85,7 +85,7 @@ impl World for Tcp {
     type T = TcpTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<TcpTransport>) + Sync) {
         let make = if self.is_hybrid { TcpTransport::hybrid } else { TcpTransport::new };
-        meet(n_pes, 2, |world| f(&Shmem::new(make(&world, HEAP_BYTES, JoinLimits::default().join).unwrap())));
+        join_threads(n_pes, 2, |world| f(&Shmem::new(make(&world, HEAP_BYTES, JoinLimits::default().join).unwrap())));
     }
 }
 
@@ -107,7 +107,7 @@ impl World for Ofi {
     type T = OfiTransport;
     fn run(&self, n_pes: usize, f: impl Fn(&Shmem<OfiTransport>) + Sync) {
         let provider = ofi_provider();
-        meet(n_pes, 1, |world| {
+        join_threads(n_pes, 1, |world| {
             let limit = JoinLimits::default().join;
             let transport = OfiTransport::new(&world, HEAP_BYTES, Some(&provider), limit).unwrap();
             f(&Shmem::new(match self.piece_bytes {
@@ -139,22 +139,22 @@ fn ofi_in_pieces() {
 /// that before a fence.
 #[cfg(feature = "ofi")]
 #[test]
-fn ofi_signals_wait_for_much_data() {
+fn ofi_signals_follow_large_data() {
     let provider = ofi_provider();
-    meet(2, 1, |world| {
+    join_threads(2, 1, |world| {
         let (n, len) = (4, 128 << 10);
         let transport = OfiTransport::new(&world, 16 << 20, Some(&provider), JoinLimits::default().join);
         let pe = Shmem::new(transport.unwrap());
         let (data, words) = (pe.alloc::<u64>(n * len).unwrap(), pe.alloc::<u64>(n).unwrap());
-        let place = |i: usize| data.slice(i * len..(i + 1) * len);
+        let part = |i: usize| data.slice(i * len..(i + 1) * len);
         let to = 1 - pe.my_pe();
         for round in 1..=12 {
             let values = vec![round; len];
             for i in 0..n {
                 if round % 2 == 0 {
-                    pe.put_signal(place(i), &values, words.at(i), round, SignalOp::Set, to);
+                    pe.put_signal(part(i), &values, words.at(i), round, SignalOp::Set, to);
                 } else {
-                    pe.put(place(i), &values, to);
+                    pe.put(part(i), &values, to);
                     pe.fence();
                     pe.signal_op(words.at(i), round, SignalOp::Set, to);
                 }
@@ -162,7 +162,7 @@ fn ofi_signals_wait_for_much_data() {
             for i in 0..n {
                 suite::wait(&pe, words.at(i), Cmp::Ge, round);
                 assert!(
-                    suite::read(&pe, place(i)) == values,
+                    suite::read(&pe, part(i)) == values,
                     "PE {to}'s signal {i} of round {round} came before its data"
                 );
             }
@@ -189,11 +189,11 @@ mod reorder {
 }
 
 /// Faults that the reordering transport must reveal in wrong protocols, and must not introduce into correct ones.
-mod bites {
+mod fault_detection {
     use super::*;
 
     /// Number of the 64 seeds that reveal a fault: `f` returns whether PE 1 has seen the expected data.
-    fn caught(f: impl Fn(&Shmem<ReorderTransport>) -> bool + Sync) -> usize {
+    fn detections(f: impl Fn(&Shmem<ReorderTransport>) -> bool + Sync) -> usize {
         let wrong = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
             if !f(shmem) {
@@ -205,7 +205,7 @@ mod bites {
 
     /// PE 0 puts and signals, with or without a fence in between; PE 1 reads the data that the signal should announce.
     fn put_then_signal(fence: bool) -> usize {
-        caught(|shmem| {
+        detections(|shmem| {
             let (data, word) = (shmem.alloc::<u64>(8).unwrap(), shmem.alloc::<u64>(1).unwrap());
             if shmem.my_pe() == 0 {
                 shmem.put(data, &[5; 8], 1);
@@ -221,16 +221,16 @@ mod bites {
     }
 
     #[test]
-    fn a_missing_fence() {
+    fn missing_fence_is_detected() {
         assert_eq!(put_then_signal(true), 0);
-        let caught = put_then_signal(false);
-        assert!(caught >= 16, "{caught} of 64 seeds show it");
+        let detections = put_then_signal(false);
+        assert!(detections >= 16, "{detections} of 64 seeds show it");
     }
 
     #[test]
-    fn a_put_signal_that_should_announce_an_earlier_put() {
+    fn put_signal_without_fence_does_not_announce_earlier_put() {
         let run = |fence: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let (data, word) = (shmem.alloc::<u64>(2).unwrap(), shmem.alloc::<u64>(1).unwrap());
                 if shmem.my_pe() == 0 {
                     shmem.put(data.at(0), &[5], 1);
@@ -250,9 +250,9 @@ mod bites {
     }
 
     #[test]
-    fn a_get_read_before_quiet() {
+    fn get_nbi_read_before_quiet_is_detected() {
         let run = |quiet: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let (theirs, mine) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
                 shmem.put(theirs, &[5], shmem.my_pe());
                 shmem.barrier_all(soon()).unwrap();
@@ -268,9 +268,9 @@ mod bites {
     }
 
     #[test]
-    fn a_source_overwritten_before_quiet() {
+    fn source_overwritten_before_quiet_is_detected() {
         let run = |quiet: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let (source, data) = (shmem.alloc::<u64>(1).unwrap(), shmem.alloc::<u64>(1).unwrap());
                 if shmem.my_pe() == 0 {
                     shmem.put(source, &[5], 0);
@@ -290,7 +290,7 @@ mod bites {
     }
 
     #[test]
-    fn a_fence_taken_for_a_quiet() {
+    fn fence_instead_of_quiet_is_detected() {
         // The fence orders PE 0's put to PE 1 before its signals to PE 1 only, not before a signal through PE 2.
         let run = |quiet: bool| {
             let wrong = AtomicUsize::new(0);
@@ -326,10 +326,10 @@ mod bites {
     }
 
     #[test]
-    fn racing_sets() {
+    fn racing_sets_are_reordered() {
         // Two SETs of one PE without a fence: the first may be delivered last.
         let run = |fence: bool| {
-            caught(|shmem| {
+            detections(|shmem| {
                 let word = shmem.alloc::<u64>(1).unwrap();
                 if shmem.my_pe() == 0 {
                     shmem.signal_op(word, 1, SignalOp::Set, 1);
@@ -347,7 +347,7 @@ mod bites {
     }
 
     #[test]
-    fn a_lost_signal_is_found_at_once() {
+    fn missing_signal_ends_waits_before_the_deadline() {
         Reorder(0..50).run(3, |shmem| {
             let word = shmem.alloc::<u64>(1).unwrap();
             let deadline = soon();
@@ -359,7 +359,7 @@ mod bites {
     }
 
     #[test]
-    fn a_pe_that_panics_ends_the_waits_of_the_others() {
+    fn panicking_pe_ends_waits_of_other_pes() {
         for seed in 0..20 {
             let transports = ReorderWorld::new(3, HEAP_BYTES, seed);
             thread::scope(|scope| {
@@ -369,13 +369,13 @@ mod bites {
                             let shmem = Shmem::new(transport);
                             shmem.sync_all(soon()).unwrap();
                             if shmem.my_pe() == 1 {
-                                std::panic::resume_unwind(Box::new("planted"));
+                                std::panic::resume_unwind(Box::new("injected"));
                             }
                             shmem.sync_all(soon())
                         };
                         match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
                             Ok(ended) => assert!(ended.is_err()),
-                            Err(planted) => assert_eq!(*planted.downcast_ref::<&str>().unwrap(), "planted"),
+                            Err(injected) => assert_eq!(*injected.downcast_ref::<&str>().unwrap(), "injected"),
                         }
                     });
                 }
@@ -384,7 +384,7 @@ mod bites {
     }
 
     #[test]
-    fn a_seed_is_one_run() {
+    fn runs_are_reproducible_by_seed() {
         // PE 0's view of a race between the other PEs: reproducible per seed, and different between seeds.
         let run = |seed: u64| {
             let log = std::sync::Mutex::new(Vec::new());
@@ -406,7 +406,7 @@ mod bites {
     }
 
     #[test]
-    fn some_pe_runs_ahead() {
+    fn a_pe_can_run_far_ahead() {
         // Maximum number of rounds that PE 1 has done before PE 0 does anything.
         let ahead = AtomicUsize::new(0);
         Reorder(0..64).run(2, |shmem| {
@@ -421,7 +421,7 @@ mod bites {
     }
 
     #[test]
-    fn reach_is_as_asked() {
+    fn is_reachable_is_configurable() {
         for reachable in [false, true] {
             let transports = ReorderWorld::with_reachable(2, HEAP_BYTES, 1, reachable);
             run_threads(transports, |shmem| {
@@ -433,7 +433,7 @@ mod bites {
 }
 
 #[test]
-fn a_heap_made_for_some_bytes_has_them() {
+fn heap_bytes_for_leaves_the_requested_bytes() {
     for n_pes in [1, 2, 3, 8, 300] {
         for bytes in (0..200_000).step_by(61).chain([1 << 20, 1 << 30]) {
             let heap_bytes = Shmem::<ShmTransport>::heap_bytes_for(n_pes, bytes);

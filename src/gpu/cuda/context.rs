@@ -15,8 +15,8 @@ pub(super) struct Context {
     device: CUdevice,
     handle: CUcontext,
     pub(super) stream: CUstream,
-    /// Set when work on the stream has timed out. Then nothing waits for the stream or frees memory any more, so that the PE
-    /// can report the error instead of hanging in a `drop`.
+    /// Set when work on the stream has timed out. Drops then neither wait for the stream nor free memory, so that the PE reports
+    /// the error instead of hanging.
     pub(super) stuck: Cell<bool>,
 }
 

@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mps_gives_a_share_and_nonsense_gives_all() {
+    fn invalid_mps_percentage_means_all_multiprocessors() {
         assert_eq!(share(108, None), 108);
         assert_eq!(share(108, Some("50")), 54);
         assert_eq!(share(132, Some("33")), 43);
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_count_on_each_host_from_0() {
+    fn ranks_are_counted_per_host() {
         // Block and cyclic numbering as by `srun`, and hosts of different sizes.
         for (hosts, ranks) in [
             (vec!["a", "a", "b", "b"], vec![0, 1, 0, 1]),
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_device_is_refused() {
+    fn unsuitable_devices_are_refused() {
         let device = |capability, cooperative| DeviceInfo {
             number: 1,
             name: "X".into(),

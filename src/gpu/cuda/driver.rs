@@ -118,16 +118,16 @@ type Entry = unsafe extern "C" fn();
 pub struct Driver(Vec<Entry>);
 
 /// Search order of the driver: the loader's path, then the paths of WSL and of Slurm images whose loader cache lacks it.
-const PLACES: [&str; 3] = ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"];
+const CANDIDATES: [&str; 3] = ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"];
 
 /// Opens the library once. It is never closed, because the driver leaves threads behind.
 fn library() -> Result<&'static Library, &'static str> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     let open = || {
         let mut first = None;
-        for place in PLACES.map(Path::new) {
+        for path in CANDIDATES.map(Path::new) {
             // SAFETY: NVIDIA's driver library, whose constructors may run in any program.
-            match unsafe { Library::open(Some(place), RTLD_NOW | RTLD_LOCAL) } {
+            match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) } {
                 Ok(library) => return Ok(library),
                 Err(error) => first = first.or(Some(error.source().map_or(error.to_string(), |e| e.to_string()))),
             }
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_cuda_has_them() {
+    fn versions_are_decoded() {
         assert_eq!([12000, 12090, 13000, 11080].map(|v| Version(v).to_string()), ["12.0", "12.9", "13.0", "11.8"]);
         assert!(Version(11080) < OLDEST && Version(12000) >= OLDEST);
     }

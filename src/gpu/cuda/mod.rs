@@ -9,9 +9,9 @@ mod cluster;
 mod context;
 pub mod device;
 pub mod driver;
+mod exchange;
 mod graph;
 mod host;
-mod meeting;
 pub mod modules;
 pub mod nccl;
 mod stream;
@@ -30,8 +30,8 @@ pub use device::DeviceInfo;
 use driver::{Driver, call};
 pub use graph::Graph;
 pub use host::{check_host, check_times, pe_environment, visible_devices, visible_limits};
-use nccl::windows::Meeting;
-use symmetric::{Symmetric, Way};
+use nccl::windows::CollectiveContext;
+use symmetric::{Symmetric, SymmetricSource};
 
 use super::nvshmem::Bootstrap;
 use super::{DeviceLimits, Gpu, GpuError, Launch, Recording, SymmetricBy, TensorMap, reached_by_network_alone};
@@ -81,11 +81,11 @@ impl CudaGpu {
         bootstrap: impl Bootstrap + 'static,
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
-        let way = match by {
-            SymmetricBy::Nvshmem => Way::Nvshmem,
-            SymmetricBy::Nccl => Way::Nccl,
+        let source = match by {
+            SymmetricBy::Nvshmem => SymmetricSource::Nvshmem,
+            SymmetricBy::Nccl => SymmetricSource::Nccl,
         };
-        Self::attach_over(way, Box::new(bootstrap), wait_limit)
+        Self::attach_over(source, Box::new(bootstrap), wait_limit)
     }
 
     /// Like [`CudaGpu::attach_by`] with NCCL, but uses the caller's communicator, given by its address, for example that of a
@@ -105,20 +105,24 @@ impl CudaGpu {
         bootstrap: impl Bootstrap + 'static,
         wait_limit: Duration,
     ) -> Result<Self, GpuError> {
-        Self::attach_over(Way::Communicator(communicator), Box::new(bootstrap), wait_limit)
+        Self::attach_over(SymmetricSource::Communicator(communicator), Box::new(bootstrap), wait_limit)
     }
 
-    fn attach_over(way: Way, bootstrap: Box<dyn Bootstrap>, wait_limit: Duration) -> Result<Self, GpuError> {
+    fn attach_over(
+        source: SymmetricSource,
+        bootstrap: Box<dyn Bootstrap>,
+        wait_limit: Duration,
+    ) -> Result<Self, GpuError> {
         let driver = driver::driver()?;
         let network_alone = reached_by_network_alone()?;
-        if network_alone && !matches!(way, Way::Nvshmem) {
+        if network_alone && !matches!(source, SymmetricSource::Nvshmem) {
             return Err(GpuError::Unavailable(
                 "ARISTOS_REACH network needs `symmetric` nvshmem: NCCL's windows have no network".into(),
             ));
         }
-        let local = meeting::rank_on_host(&*bootstrap, wait_limit)?;
-        let (device, info) = match way {
-            Way::Communicator(communicator) => {
+        let local = exchange::rank_on_host(&*bootstrap, wait_limit)?;
+        let (device, info) = match source {
+            SymmetricSource::Communicator(communicator) => {
                 // SAFETY: only `attach_communicator` passes a communicator, and its caller guarantees that it is valid.
                 let number = unsafe { nccl::windows::device_of(communicator) }?;
                 device::numbered(driver, number)?
@@ -127,10 +131,13 @@ impl CudaGpu {
         };
         let percentage = std::env::var(device::MPS_SHARE).ok();
         let multiprocessors = device::share(info.multiprocessors, percentage.as_deref());
-        let agreed = meeting::agree(&*bootstrap, &info, multiprocessors, wait_limit)?;
+        let agreed = exchange::agree(&*bootstrap, &info, multiprocessors, wait_limit)?;
         let context = Context::new(driver, device, &info)?;
-        let symmetric =
-            Symmetric::start(way, &agreed, Meeting { context: &context, bootstrap: &*bootstrap, limit: wait_limit })?;
+        let symmetric = Symmetric::start(
+            source,
+            &agreed,
+            CollectiveContext { context: &context, bootstrap: &*bootstrap, limit: wait_limit },
+        )?;
 
         let mut gpu = CudaGpu {
             driver,
@@ -367,7 +374,7 @@ unsafe impl Gpu for CudaGpu {
     }
 
     fn all_reachable(&self) -> Result<bool, GpuError> {
-        self.reach_all()
+        self.query_all_reachable()
     }
 
     unsafe fn copy_in_raw(&self, to: u64, from: &[u8]) -> Result<(), GpuError> {

@@ -37,7 +37,7 @@ mod tests {
     const MAGIC: [u8; 4] = 0xba55_ed50_u32.to_le_bytes();
 
     #[test]
-    fn every_module_is_a_fat_binary_and_aligned() {
+    fn modules_are_aligned_fat_binaries() {
         assert!(MODULES.iter().any(|module| module.name == "smoke" && module.nvshmem));
         for module in MODULES {
             assert_eq!(module.image.0[..4], MAGIC, "{}", module.name);
@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn hopper_s_are_loaded_on_hopper_alone() {
+    fn hopper_modules_are_loaded_on_hopper_only() {
         assert_eq!(modules_for(true).count(), MODULES.len());
         assert!(modules_for(false).all(|module| !module.hopper && module.architectures.contains("sm_80")));
     }

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use super::CudaGpu;
 use super::driver::call;
-use super::meeting::Agreed;
-use super::nccl::windows::{Meeting, Windows};
+use super::exchange::Agreed;
+use super::nccl::windows::{CollectiveContext, Windows};
 use crate::gpu::nvshmem::{self, Nvshmem};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer, smoke};
 
 /// The requested provider of symmetric memory.
 #[derive(Clone, Copy)]
-pub(super) enum Way {
+pub(super) enum SymmetricSource {
     /// NVSHMEM if there are several PEs.
     Nvshmem,
     /// A new NCCL communicator.
@@ -29,23 +29,27 @@ pub(super) enum Symmetric {
 }
 
 /// Bytes of each copy that [`CudaGpu::try_put`] checks.
-const TRIED_BYTES: usize = 64 << 10;
+const TEST_BYTES: usize = 64 << 10;
 
 impl Symmetric {
     /// Starts the provider (collective).
-    pub(super) fn start(way: Way, agreed: &Agreed, pes: Meeting<'_>) -> Result<Symmetric, GpuError> {
+    pub(super) fn start(
+        source: SymmetricSource,
+        agreed: &Agreed,
+        pes: CollectiveContext<'_>,
+    ) -> Result<Symmetric, GpuError> {
         let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
-        if !matches!(way, Way::Nvshmem) && agreed.pes_here != n {
+        if !matches!(source, SymmetricSource::Nvshmem) && agreed.pes_here != n {
             return Err(several_hosts(n, agreed.pes_here));
         }
-        match way {
-            Way::Nvshmem if n == 1 => Ok(Symmetric::Alone),
-            Way::Nvshmem => {
-                let (place, library) = nvshmem::find_library()?;
-                tracing::debug!(pe = me, library = %place.display(), version = ?library.version, "NVSHMEM");
+        match source {
+            SymmetricSource::Nvshmem if n == 1 => Ok(Symmetric::Alone),
+            SymmetricSource::Nvshmem => {
+                let (path, library) = nvshmem::find_library()?;
+                tracing::debug!(pe = me, library = %path.display(), version = ?library.version, "NVSHMEM");
                 // SAFETY: the context is current in this thread, and `CudaGpu`, which owns both, keeps it retained.
                 let nvshmem = unsafe { Nvshmem::init(library, pes.bootstrap, pes.limit) };
-                let nvshmem = nvshmem.map_err(|error| between(pes.bootstrap.over_network(), error))?;
+                let nvshmem = nvshmem.map_err(|error| with_network_hint(pes.bootstrap.over_network(), error))?;
                 if nvshmem.limited() && me == 0 {
                     let sharing = agreed.sharing;
                     tracing::warn!(
@@ -54,9 +58,11 @@ impl Symmetric {
                 }
                 Ok(Symmetric::Nvshmem(nvshmem))
             }
-            Way::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
+            SymmetricSource::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
             // SAFETY: valid by the contract of `CudaGpu::attach_communicator`; the context is the communicator's device's.
-            Way::Communicator(communicator) => unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl),
+            SymmetricSource::Communicator(communicator) => {
+                unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl)
+            }
         }
     }
 }
@@ -69,7 +75,7 @@ pub(super) fn several_hosts(n_pes: usize, here: usize) -> GpuError {
 }
 
 /// Adds NVSHMEM's network settings to an error if the PEs are connected by a network.
-fn between(over_network: bool, error: GpuError) -> GpuError {
+fn with_network_hint(over_network: bool, error: GpuError) -> GpuError {
     let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, over_network) else { return error };
     let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {
         Ok(name) => format!("is {name}"),
@@ -82,8 +88,8 @@ fn between(over_network: bool, error: GpuError) -> GpuError {
 }
 
 impl CudaGpu {
-    fn meeting(&self) -> Meeting<'_> {
-        Meeting { context: &self.context, bootstrap: &*self.bootstrap, limit: self.wait_limit }
+    fn collective_context(&self) -> CollectiveContext<'_> {
+        CollectiveContext { context: &self.context, bootstrap: &*self.bootstrap, limit: self.wait_limit }
     }
 
     /// [`Gpu::alloc_symmetric_raw`].
@@ -95,7 +101,7 @@ impl CudaGpu {
         self.synchronise_within(self.wait_limit)?;
         self.bootstrap.barrier(self.wait_limit)?;
         match &self.symmetric {
-            Symmetric::Nccl(windows) => windows.alloc(self.meeting(), bytes),
+            Symmetric::Nccl(windows) => windows.alloc(self.collective_context(), bytes),
             Symmetric::Nvshmem(nvshmem) => match nvshmem.malloc(bytes as usize) {
                 0 => Err(self.out_of_memory("symmetric device", bytes)),
                 address => Ok(address),
@@ -136,15 +142,15 @@ impl CudaGpu {
     }
 
     /// [`Gpu::all_reachable`].
-    pub(super) fn reach_all(&self) -> Result<bool, GpuError> {
+    pub(super) fn query_all_reachable(&self) -> Result<bool, GpuError> {
         // NCCL has rejected unreachable peers at the start.
         let Symmetric::Nvshmem(_) = self.symmetric else { return Ok(true) };
         // A heap is mapped as a whole, so one address decides.
-        let place = self.alloc_symmetric(64)?;
-        let mine = (0..self.n_pes()).all(|pe| self.peer(place, pe) != 0);
+        let address = self.alloc_symmetric(64)?;
+        let mine = (0..self.n_pes()).all(|pe| self.peer(address, pe) != 0);
         let all = self.bootstrap.all_gather(&[mine.into()], self.wait_limit)?;
         // SAFETY: allocated above and not used by a kernel; the all-gather shows that all PEs have queried it.
-        unsafe { self.free_symmetric(place) };
+        unsafe { self.free_symmetric(address) };
         Ok(all.iter().all(|reaches| *reaches == 1))
     }
 
@@ -156,38 +162,38 @@ impl CudaGpu {
     pub fn try_put(&self) -> Result<(), GpuError> {
         let limit = self.wait_limit;
         if let Symmetric::Nccl(_) = self.symmetric {
-            return self.try_copies(limit);
+            return self.check_copies(limit);
         }
         smoke::try_put(self, limit, || self.synchronise_within(limit.saturating_add(Duration::from_secs(1))))
-            .map_err(|error| between(self.bootstrap.over_network(), error))
+            .map_err(|error| with_network_hint(self.bootstrap.over_network(), error))
     }
 
-    fn try_copies(&self, limit: Duration) -> Result<(), GpuError> {
+    fn check_copies(&self, limit: Duration) -> Result<(), GpuError> {
         let (me, n) = (self.my_pe(), self.n_pes());
         // Neighbouring bytes differ, and so do the patterns of different pairs of PEs.
         let sent = |from: usize, to: usize| -> Vec<u8> {
-            (0..TRIED_BYTES).map(|i| (i + i / 251 + 7 * from + 13 * to) as u8).collect()
+            (0..TEST_BYTES).map(|i| (i + i / 251 + 7 * from + 13 * to) as u8).collect()
         };
-        let memory = SymmetricBuffer::new(self, (n * TRIED_BYTES) as u64)?;
+        let memory = SymmetricBuffer::new(self, (n * TEST_BYTES) as u64)?;
         memory.zero(0, memory.bytes())?;
         self.barrier(limit)?;
         for to in (0..n).filter(|&to| to != me) {
-            let place = memory.peer(to) + (me * TRIED_BYTES) as u64;
+            let address = memory.peer(to) + (me * TEST_BYTES) as u64;
             // SAFETY: this PE's block of the peer's mapped memory; `peer` is not 0, since NCCL has mapped all windows.
-            unsafe { self.copy_in_raw(place, &sent(me, to)) }?;
+            unsafe { self.copy_in_raw(address, &sent(me, to)) }?;
         }
         self.barrier(limit)?;
         for from in (0..n).filter(|&from| from != me) {
-            let mut came = vec![0; TRIED_BYTES];
-            let place = memory.address() + (from * TRIED_BYTES) as u64;
+            let mut received = vec![0; TEST_BYTES];
+            let address = memory.address() + (from * TEST_BYTES) as u64;
             // SAFETY: the sender's block of this PE's memory.
-            unsafe { self.copy_out_raw(&mut came, place) }?;
+            unsafe { self.copy_out_raw(&mut received, address) }?;
             let wanted = sent(from, me);
-            if let Some(at) = (0..TRIED_BYTES).find(|&i| came[i] != wanted[i]) {
+            if let Some(at) = (0..TEST_BYTES).find(|&i| received[i] != wanted[i]) {
                 return Err(GpuError::Unavailable(format!(
-                    "PE {from} wrote {TRIED_BYTES} bytes to PE {me}'s memory by NCCL's addresses, and byte {at} is {}, not {}: use `symmetric` \
+                    "PE {from} wrote {TEST_BYTES} bytes to PE {me}'s memory by NCCL's addresses, and byte {at} is {}, not {}: use `symmetric` \
                      nvshmem",
-                    came[at], wanted[at]
+                    received[at], wanted[at]
                 )));
             }
         }

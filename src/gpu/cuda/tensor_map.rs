@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_matrix_that_tma_cannot_copy_is_refused_with_the_reason() {
+    fn unsupported_matrices_are_refused_with_a_reason() {
         let good = TensorMap {
             base: 1 << 20,
             rows: 5,

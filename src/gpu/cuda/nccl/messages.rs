@@ -18,19 +18,19 @@ pub struct Nccl<'g> {
 
 impl CudaGpu {
     /// Starts NCCL among the PEs and lets every PE send a byte to the next one (collective), using the first 512 bytes of
-    /// `place`.
+    /// `buffer`.
     ///
     /// # Errors
     /// [`GpuError::Unavailable`], on all PEs, if a PE has no NCCL or NCCL refuses, for example because PEs share a device.
     /// After any other error, such as a time-out after `limit`, the process must exit.
     ///
     /// # Panics
-    /// If `place` is shorter than 512 bytes.
-    pub fn nccl(&self, place: &SymmetricBuffer<'_>, limit: Duration) -> Result<Nccl<'_>, GpuError> {
-        assert!(place.bytes() >= 512, "a place of {} bytes", place.bytes());
+    /// If `buffer` is shorter than 512 bytes.
+    pub fn nccl(&self, buffer: &SymmetricBuffer<'_>, limit: Duration) -> Result<Nccl<'_>, GpuError> {
+        assert!(buffer.bytes() >= 512, "a buffer of {} bytes, expected at least 512", buffer.bytes());
         let deadline = Deadline::after(limit);
         let (me, n) = (self.bootstrap.my_pe(), self.bootstrap.n_pes());
-        let (stream, address) = (self.context.stream as usize, place.address());
+        let (stream, address) = (self.context.stream as usize, buffer.address());
         let first = move |library: &'static Library, Communicator(communicator)| {
             let (next, before) = (((me + 1) % n) as c_int, ((me + n - 1) % n) as c_int);
             let (stream, byte) = (stream as cudaStream_t, ncclDataType_t::ncclUint8);

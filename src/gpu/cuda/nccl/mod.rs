@@ -116,9 +116,9 @@ pub struct Library {
 }
 
 /// Candidate paths of the library: NCCL_HOME/lib if it has the library, then the loader's path.
-pub fn places(nccl_home: Option<&OsStr>) -> Vec<PathBuf> {
+pub fn candidate_paths(nccl_home: Option<&OsStr>) -> Vec<PathBuf> {
     let home = nccl_home.filter(|home| !home.is_empty()).map(|home| Path::new(home).join("lib").join(LIBRARY));
-    home.into_iter().filter(|place| place.exists()).chain([PathBuf::from(LIBRARY)]).collect()
+    home.into_iter().filter(|path| path.exists()).chain([PathBuf::from(LIBRARY)]).collect()
 }
 
 /// Loads the first candidate, once per process.
@@ -127,7 +127,7 @@ pub fn places(nccl_home: Option<&OsStr>) -> Vec<PathBuf> {
 /// [`GpuError::Unavailable`] if the library is missing or cannot be loaded.
 pub fn find_library() -> Result<&'static Library, GpuError> {
     static FOUND: OnceLock<Result<Library, String>> = OnceLock::new();
-    let find = || open(places(std::env::var_os("NCCL_HOME").as_deref()).swap_remove(0), RTLD_NOW | RTLD_LOCAL);
+    let find = || open(candidate_paths(std::env::var_os("NCCL_HOME").as_deref()).swap_remove(0), RTLD_NOW | RTLD_LOCAL);
     FOUND.get_or_init(find).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
 }
 
@@ -144,12 +144,12 @@ fn loaded_library() -> Result<&'static Library, GpuError> {
     LOADED.get_or_init(find).as_ref().map_err(|message| GpuError::Unavailable(message.clone()))
 }
 
-fn open(place: PathBuf, flags: c_int) -> Result<Library, String> {
+fn open(path: PathBuf, flags: c_int) -> Result<Library, String> {
     let cause = |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
     let error = |error| format!("no NCCL ({}): set NCCL_HOME (docs/cuda.md)", cause(error));
-    // SAFETY: `place` ends in NCCL's library name, and the library is never closed.
+    // SAFETY: `path` ends in NCCL's library name, and the library is never closed.
     let (functions, for_windows) = unsafe {
-        let library = libloading::os::unix::Library::open(Some(&place), flags).map_err(error)?;
+        let library = libloading::os::unix::Library::open(Some(&path), flags).map_err(error)?;
         let functions = Functions::of(&library).map_err(error)?;
         // `peer_pointer` has nccl_device/host.h's type, the other functions `cudarc`'s.
         let for_windows = WindowFunctions::of(&library).and_then(|functions| {
@@ -162,7 +162,7 @@ fn open(place: PathBuf, flags: c_int) -> Result<Library, String> {
     let mut number = 0;
     // SAFETY: writes the number; may be called at any time.
     unsafe { (functions.ncclGetVersion)(&raw mut number) };
-    Ok(Library { functions, for_windows, path: place, version: parse_version(number.unsigned_abs()) })
+    Ok(Library { functions, for_windows, path, version: parse_version(number.unsigned_abs()) })
 }
 
 /// Splits NCCL's version number: 1000 major + 100 minor + patch up to 2.8, 10000 major + ... from 2.9 on.
@@ -232,7 +232,7 @@ impl Library {
 }
 
 /// Converts an error at start to [`GpuError::Unavailable`], so that callers can continue without NCCL.
-fn refused(error: GpuError) -> GpuError {
+fn unavailable(error: GpuError) -> GpuError {
     GpuError::Unavailable(error.to_string())
 }
 
@@ -305,7 +305,7 @@ fn start(
         if me == 0 {
             // SAFETY: fills the id.
             let code = unsafe { (library.functions.ncclGetUniqueId)(&raw mut id) };
-            library.check(code, "make a unique id for NCCL").map_err(refused)?;
+            library.check(code, "make a unique id for NCCL").map_err(unavailable)?;
         }
         Ok(library)
     });
@@ -313,7 +313,7 @@ fn start(
     let mut mine = vec![u8::from(found.is_ok())];
     mine.extend(id.internal.iter().map(|c| c.cast_unsigned()));
     let all = bootstrap.all_gather(&mine, deadline.left())?;
-    let library = agreed(found, all.chunks(mine.len()).map(|of_pe| of_pe[0] == 1))?;
+    let library = require_all(found, all.chunks(mine.len()).map(|of_pe| of_pe[0] == 1))?;
     id.internal.iter_mut().zip(&all[1..]).for_each(|(to, from)| *to = from.cast_signed());
 
     let run = move || {
@@ -328,10 +328,10 @@ fn start(
     if context.stuck.get() {
         return started.map(|communicator| (library, communicator));
     }
-    let started = started.map_err(refused);
+    let started = started.map_err(unavailable);
     let own = started.as_ref().ok().copied();
     let all = bootstrap.all_gather(&[started.is_ok().into()], deadline.left())?;
-    let agreed = agreed(started, all.iter().map(|ready| *ready == 1));
+    let agreed = require_all(started, all.iter().map(|ready| *ready == 1));
     if let (Err(_), Some(Communicator(own))) = (&agreed, own) {
         // SAFETY: created above and not used by another thread.
         unsafe { (library.functions.ncclCommAbort)(own) };
@@ -340,7 +340,7 @@ fn start(
 }
 
 /// This PE's result if all PEs succeeded, otherwise an error.
-fn agreed<T>(mine: Result<T, GpuError>, all: impl Iterator<Item = bool>) -> Result<T, GpuError> {
+fn require_all<T>(mine: Result<T, GpuError>, all: impl Iterator<Item = bool>) -> Result<T, GpuError> {
     let lacking = all.enumerate().find(|(_, has)| !has);
     match (mine, lacking) {
         (Ok(_), Some((pe, _))) => Err(GpuError::Unavailable(format!("no NCCL on PE {pe}"))),
@@ -353,20 +353,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_nccl_has_them() {
+    fn versions_are_decoded() {
         assert_eq!([2708, 21805, 22703, 23203].map(parse_version), [[2, 7, 8], [2, 18, 5], [2, 27, 3], [2, 32, 3]]);
     }
 
     #[test]
-    fn the_user_s_home_comes_first_where_it_has_the_library() {
+    fn home_with_a_library_is_the_first_candidate() {
         let home = tempfile::tempdir().unwrap();
         let name = Path::new(LIBRARY);
-        assert_eq!(places(Some(home.path().as_os_str())), [name]);
+        assert_eq!(candidate_paths(Some(home.path().as_os_str())), [name]);
         std::fs::create_dir(home.path().join("lib")).unwrap();
         let library = home.path().join("lib").join(name);
         std::fs::write(&library, "").unwrap();
-        assert_eq!(places(Some(home.path().as_os_str())), [library.as_path(), name]);
-        assert_eq!(places(Some(OsStr::new(""))), [name]);
-        assert_eq!(places(None), [name]);
+        assert_eq!(candidate_paths(Some(home.path().as_os_str())), [library.as_path(), name]);
+        assert_eq!(candidate_paths(Some(OsStr::new(""))), [name]);
+        assert_eq!(candidate_paths(None), [name]);
     }
 }

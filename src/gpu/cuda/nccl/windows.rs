@@ -15,8 +15,8 @@ use cudarc::nccl::sys::{ncclResult_t, ncclWindow_t};
 
 use super::super::context::Context;
 use super::{
-    Communicator, Deadline, ForWindows, Library, OLDEST_WITH_SHARED_DEVICES, SHARED_DEVICES, SUCCESS, agreed, dotted,
-    find_library, loaded_library, refused, start, within,
+    Communicator, Deadline, ForWindows, Library, OLDEST_WITH_SHARED_DEVICES, SHARED_DEVICES, SUCCESS, dotted,
+    find_library, loaded_library, require_all, start, unavailable, within,
 };
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::Bootstrap;
@@ -27,11 +27,11 @@ const IN_PROGRESS: u32 = ncclResult_t::ncclInProgress as u32;
 /// Interval between queries of a non-blocking communicator.
 const POLL: Duration = Duration::from_micros(200);
 /// Size of the trial allocation.
-const TRIAL_BYTES: u64 = 4096;
+const TEST_BYTES: u64 = 4096;
 
 /// The context and bootstrap that a collective operation needs.
 #[derive(Clone, Copy)]
-pub(in crate::gpu::cuda) struct Meeting<'a> {
+pub(in crate::gpu::cuda) struct CollectiveContext<'a> {
     pub context: &'a Context,
     pub bootstrap: &'a dyn Bootstrap,
     pub limit: Duration,
@@ -61,12 +61,12 @@ struct Window(ncclWindow_t);
 // SAFETY: an opaque handle, which NCCL accepts from any thread.
 unsafe impl Send for Window {}
 
-/// Result of a registration on one PE, sent to all: a state, and for [`UNREACHED`] the unreachable PE.
+/// Result of a registration on one PE, sent to all: a state, and for [`UNREACHABLE`] the unreachable PE.
 type Outcome = [u8; 5];
 const REGISTERED: u8 = 0;
 const FAILED: u8 = 1;
 const NO_WINDOW: u8 = 2;
-const UNREACHED: u8 = 3;
+const UNREACHABLE: u8 = 3;
 
 fn outcome(state: u8, pe: usize) -> Outcome {
     let [a, b, c, d] = u32::try_from(pe).unwrap_or(u32::MAX).to_le_bytes();
@@ -80,7 +80,7 @@ impl Windows {
     /// # Errors
     /// [`GpuError::Unavailable`], on all PEs, if NCCL is missing or too old, PEs share a device without permission, or devices
     /// do not reach each other.
-    pub fn start(pes: Meeting<'_>, sharing: usize) -> Result<Self, GpuError> {
+    pub fn start(pes: CollectiveContext<'_>, sharing: usize) -> Result<Self, GpuError> {
         let found = find_library().and_then(|library| {
             library.check_windows()?;
             check_sharing(library.version, sharing, std::env::var(SHARED_DEVICES).ok().as_deref())?;
@@ -91,7 +91,7 @@ impl Windows {
         tracing::debug!(pe = pes.bootstrap.my_pe(), library = %library.path.display(), version = ?library.version, "NCCL");
         let functions = library.for_windows()?;
         let windows = Windows { library, functions, communicator, own: true, allocations: RefCell::default() };
-        windows.try_one(pes)?;
+        windows.test_allocation(pes)?;
         Ok(windows)
     }
 
@@ -103,7 +103,7 @@ impl Windows {
     ///
     /// # Errors
     /// As for [`Windows::start`]; [`GpuError::Unavailable`] if the ranks differ from the PEs.
-    pub unsafe fn share(communicator: usize, pes: Meeting<'_>) -> Result<Self, GpuError> {
+    pub unsafe fn share(communicator: usize, pes: CollectiveContext<'_>) -> Result<Self, GpuError> {
         let communicator = Communicator(communicator as *mut _);
         // SAFETY: by this function's contract.
         let found = unsafe { ranks(communicator) }.and_then(|(library, rank, of)| {
@@ -117,16 +117,16 @@ impl Windows {
             Ok((library, library.for_windows()?))
         });
         let all = pes.bootstrap.all_gather(&[found.is_ok().into()], pes.limit)?;
-        let (library, functions) = agreed(found, all.iter().map(|has| *has == 1))?;
+        let (library, functions) = require_all(found, all.iter().map(|has| *has == 1))?;
         let windows = Windows { library, functions, communicator, own: false, allocations: RefCell::default() };
-        windows.try_one(pes)?;
+        windows.test_allocation(pes)?;
         Ok(windows)
     }
 
-    fn try_one(&self, pes: Meeting<'_>) -> Result<(), GpuError> {
-        let place = self.alloc(pes, TRIAL_BYTES).map_err(refused)?;
+    fn test_allocation(&self, pes: CollectiveContext<'_>) -> Result<(), GpuError> {
+        let address = self.alloc(pes, TEST_BYTES).map_err(unavailable)?;
         // SAFETY: allocated above and not used; all PEs have registered it.
-        unsafe { self.free(place) };
+        unsafe { self.free(address) };
         Ok(())
     }
 
@@ -135,46 +135,46 @@ impl Windows {
     /// # Errors
     /// [`GpuError::OutOfMemory`], on every PE, if one has too little memory; [`GpuError::Failed`] if the PEs request different
     /// sizes; [`GpuError::Barrier`] if a PE is missing.
-    pub fn alloc(&self, pes: Meeting<'_>, bytes: u64) -> Result<u64, GpuError> {
+    pub fn alloc(&self, pes: CollectiveContext<'_>, bytes: u64) -> Result<u64, GpuError> {
         let functions = &self.functions.functions;
-        let mut place = ptr::null_mut();
+        let mut address = ptr::null_mut();
         // SAFETY: writes the address; the device's context is current in this thread.
-        let code = unsafe { (functions.ncclMemAlloc)(&raw mut place, bytes as usize) };
+        let code = unsafe { (functions.ncclMemAlloc)(&raw mut address, bytes as usize) };
         let made = self.library.check(code, &format!("allocate {bytes} bytes of symmetric memory"));
         // NCCL returns one code for all driver errors, so the message decides.
         let (free, total) = pes.context.memory().unwrap_or((0, 0));
         let full = made.is_err() && (bytes > free || self.library.last_error().contains("out of memory"));
-        let mine = Asked { state: if full { FULL } else { u64::from(made.is_err()) }, bytes, free, total };
+        let mine = AllocResult { state: if full { FULL } else { u64::from(made.is_err()) }, bytes, free, total };
         let all = pes.bootstrap.all_gather(&mine.to_bytes(), pes.limit)?;
         if let Err(error) = agree_on_size(made, bytes, &all) {
             if code == SUCCESS {
                 // SAFETY: allocated above, not registered, last use.
-                self.noted("free symmetric memory", unsafe { (functions.ncclMemFree)(place) });
+                self.log_error("free symmetric memory", unsafe { (functions.ncclMemFree)(address) });
             }
             return Err(error);
         }
-        self.register(pes, place as u64, bytes).inspect_err(|_| {
+        self.register(pes, address as u64, bytes).inspect_err(|_| {
             if !pes.context.stuck.get() {
                 // SAFETY: allocated above, not registered any more, last use.
-                self.noted("free symmetric memory", unsafe { (functions.ncclMemFree)(place) });
+                self.log_error("free symmetric memory", unsafe { (functions.ncclMemFree)(address) });
             }
         })
     }
 
     /// Registers memory that every PE has allocated.
-    fn register(&self, pes: Meeting<'_>, place: u64, bytes: u64) -> Result<u64, GpuError> {
+    fn register(&self, pes: CollectiveContext<'_>, address: u64, bytes: u64) -> Result<u64, GpuError> {
         let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
         let (library, functions, communicator) = (self.library, self.functions, self.communicator);
         let what = "register symmetric memory with NCCL";
         let work = move || {
             let handle = communicator;
             let mut window = ptr::null_mut();
-            // SAFETY: `place` points to `bytes` bytes of this device's memory. `window` is written before the communicator has
+            // SAFETY: `address` points to `bytes` bytes of this device's memory. `window` is written before the communicator has
             // settled.
             let code = unsafe {
                 let register = functions.functions.ncclCommWindowRegister;
-                let code = register(handle.0, place as *mut c_void, bytes as usize, &raw mut window, SYMMETRIC);
-                settled(functions, handle, code)
+                let code = register(handle.0, address as *mut c_void, bytes as usize, &raw mut window, SYMMETRIC);
+                wait_until_settled(functions, handle, code)
             };
             library.check(code, what)?;
             // SAFETY: the window was just registered, or is null.
@@ -188,25 +188,25 @@ impl Windows {
         };
         let done = within(pes.context, what, Deadline::after(pes.limit), work);
         if done.is_err() && pes.context.stuck.get() {
-            return done.map(|_| place);
+            return done.map(|_| address);
         }
         let mine = match &done {
             Err(_) => outcome(FAILED, me),
             Ok((window, _)) if window.0.is_null() => outcome(NO_WINDOW, me),
             Ok((_, peers)) => match peers.iter().enumerate().find(|(pe, address)| **address == 0 && *pe != me) {
-                Some((pe, _)) => outcome(UNREACHED, pe),
+                Some((pe, _)) => outcome(UNREACHABLE, pe),
                 None => outcome(REGISTERED, me),
             },
         };
-        let told = pes.bootstrap.all_gather(&mine, pes.limit);
-        let agreed = told.and_then(|all| self.agree_on_windows(&all));
+        let gathered = pes.bootstrap.all_gather(&mine, pes.limit);
+        let agreed = gathered.and_then(|all| self.agree_on_windows(&all));
         let (window, peers) = done?;
         if let Err(error) = agreed {
             self.deregister(window);
             return Err(error);
         }
-        self.allocations.borrow_mut().insert(place, Allocation { bytes, window, peers });
-        Ok(place)
+        self.allocations.borrow_mut().insert(address, Allocation { bytes, window, peers });
+        Ok(address)
     }
 
     /// Checks that every PE has a window and reaches every other PE's.
@@ -220,7 +220,7 @@ impl Windows {
             return Ok(());
         };
         Err(match state {
-            UNREACHED => GpuError::Unavailable(format!(
+            UNREACHABLE => GpuError::Unavailable(format!(
                 "PE {pe}'s GPU does not reach the memory of PE {}'s by loads and stores, which `symmetric` nccl needs: use `symmetric` nvshmem",
                 u32::from_le_bytes([a, b, c, d])
             )),
@@ -236,24 +236,26 @@ impl Windows {
     /// Frees memory. NCCL does not wait for other PEs here.
     ///
     /// # Safety
-    /// `place` was returned by [`Windows::alloc`] and has not been freed, and no operation in flight or later uses it.
-    pub unsafe fn free(&self, place: u64) {
-        let Some(allocation) = self.allocations.borrow_mut().remove(&place) else { return };
+    /// `address` was returned by [`Windows::alloc`] and has not been freed, and no operation in flight or later uses it.
+    pub unsafe fn free(&self, address: u64) {
+        let Some(allocation) = self.allocations.borrow_mut().remove(&address) else { return };
         self.deregister(allocation.window);
         // SAFETY: allocated by `alloc` and deregistered. A peer that still maps it keeps it alive until it unmaps it.
-        self.noted("free symmetric memory", unsafe { (self.functions.functions.ncclMemFree)(place as *mut c_void) });
+        self.log_error("free symmetric memory", unsafe {
+            (self.functions.functions.ncclMemFree)(address as *mut c_void)
+        });
     }
 
     fn deregister(&self, window: Window) {
         if !window.0.is_null() {
             // SAFETY: registered with this communicator; last use.
             let code = unsafe { (self.functions.functions.ncclCommWindowDeregister)(self.communicator.0, window.0) };
-            self.noted("deregister symmetric memory", code);
+            self.log_error("deregister symmetric memory", code);
         }
     }
 
     /// Logs a teardown error and continues.
-    fn noted(&self, what: &str, code: u32) {
+    fn log_error(&self, what: &str, code: u32) {
         if let Err(error) = self.library.check(code, what) {
             tracing::warn!("{error}");
         }
@@ -271,14 +273,14 @@ impl Windows {
     /// Ends the communicator and frees remaining memory, once all PEs have finished their work.
     pub fn finish(self) {
         let left: Vec<u64> = self.allocations.borrow().keys().copied().collect();
-        for place in left {
+        for address in left {
             // SAFETY: returned by `alloc`; all PEs have finished their work.
-            unsafe { self.free(place) };
+            unsafe { self.free(address) };
         }
         if self.own {
             // SAFETY: created by `start`; last use. ncclCommDestroy is not used because it may wait for other PEs.
             let code = unsafe { (self.library.functions.ncclCommAbort)(self.communicator.0) };
-            self.noted("end NCCL", code);
+            self.log_error("end NCCL", code);
         }
     }
 }
@@ -291,7 +293,7 @@ unsafe fn ranks(communicator: Communicator) -> Result<(&'static Library, usize, 
     let (mut rank, mut of) = (0, 0);
     // SAFETY: the caller guarantees the communicator; the results are written to locals.
     let library =
-        unsafe { ask(communicator, |f| [(f.ncclCommUserRank, &raw mut rank), (f.ncclCommCount, &raw mut of)]) }?;
+        unsafe { query(communicator, |f| [(f.ncclCommUserRank, &raw mut rank), (f.ncclCommCount, &raw mut of)]) }?;
     Ok((library, usize::try_from(rank).unwrap_or(usize::MAX), usize::try_from(of).unwrap_or(0)))
 }
 
@@ -302,25 +304,25 @@ unsafe fn ranks(communicator: Communicator) -> Result<(&'static Library, usize, 
 pub(in crate::gpu::cuda) unsafe fn device_of(communicator: usize) -> Result<usize, GpuError> {
     let mut device = 0;
     // SAFETY: the caller guarantees the communicator; the result is written to a local.
-    unsafe { ask(Communicator(communicator as *mut _), |f| [(f.ncclCommCuDevice, &raw mut device)]) }?;
+    unsafe { query(Communicator(communicator as *mut _), |f| [(f.ncclCommCuDevice, &raw mut device)]) }?;
     usize::try_from(device).map_err(|error| GpuError::failed("ask the communicator for its device", error))
 }
 
-type Question = (unsafe extern "C" fn(cudarc::nccl::sys::ncclComm_t, *mut c_int) -> u32, *mut c_int);
+type Query = (unsafe extern "C" fn(cudarc::nccl::sys::ncclComm_t, *mut c_int) -> u32, *mut c_int);
 
 /// Queries integers of a caller's communicator.
 ///
 /// # Safety
 /// As for [`Windows::share`]; the result pointers are valid.
-unsafe fn ask<const N: usize>(
+unsafe fn query<const N: usize>(
     communicator: Communicator,
-    questions: impl FnOnce(&super::WindowFunctions) -> [Question; N],
+    queries: impl FnOnce(&super::WindowFunctions) -> [Query; N],
 ) -> Result<&'static Library, GpuError> {
     if communicator.0.is_null() {
         return Err(GpuError::Unavailable("the communicator is null, expected an ncclComm_t".into()));
     }
     let library = loaded_library()?;
-    for (get, answer) in questions(&library.for_windows()?.functions) {
+    for (get, answer) in queries(&library.for_windows()?.functions) {
         // SAFETY: guaranteed by the caller.
         library.check(unsafe { get(communicator.0, answer) }, "ask the communicator what it is")?;
     }
@@ -349,7 +351,7 @@ unsafe fn peers_of(functions: &ForWindows, window: ncclWindow_t, n: usize) -> Re
 ///
 /// # Safety
 /// The communicator is valid.
-unsafe fn settled(functions: &ForWindows, communicator: Communicator, mut code: u32) -> u32 {
+unsafe fn wait_until_settled(functions: &ForWindows, communicator: Communicator, mut code: u32) -> u32 {
     while code == IN_PROGRESS {
         std::thread::sleep(POLL);
         let mut state = SUCCESS;
@@ -381,7 +383,7 @@ pub(in crate::gpu::cuda) fn check_sharing(
 
 /// A PE's allocation result, sent to all.
 #[derive(Clone, Copy)]
-struct Asked {
+struct AllocResult {
     /// 0: allocated; 1: failed; [`FULL`]: out of memory.
     state: u64,
     bytes: u64,
@@ -391,22 +393,22 @@ struct Asked {
 
 const FULL: u64 = 2;
 
-impl Asked {
+impl AllocResult {
     fn to_bytes(self) -> Vec<u8> {
         [self.state, self.bytes, self.free, self.total].into_iter().flat_map(u64::to_le_bytes).collect()
     }
 
-    fn read(bytes: &[u8]) -> Asked {
+    fn read(bytes: &[u8]) -> AllocResult {
         let mut words =
             bytes.chunks_exact(8).map(|word| word.first_chunk::<8>().map_or(0, |word| u64::from_le_bytes(*word)));
         let mut next = || words.next().unwrap_or(0);
-        Asked { state: next(), bytes: next(), free: next(), total: next() }
+        AllocResult { state: next(), bytes: next(), free: next(), total: next() }
     }
 }
 
-/// Derives the same outcome on all PEs from everyone's [`Asked`].
+/// Derives the same outcome on all PEs from everyone's [`AllocResult`].
 fn agree_on_size(mine: Result<(), GpuError>, bytes: u64, all: &[u8]) -> Result<(), GpuError> {
-    let all: Vec<Asked> = all.chunks_exact(size_of::<Asked>()).map(Asked::read).collect();
+    let all: Vec<AllocResult> = all.chunks_exact(size_of::<AllocResult>()).map(AllocResult::read).collect();
     let first = all.first().map_or(bytes, |first| first.bytes);
     if let Some((pe, other)) = all.iter().enumerate().find(|(_, other)| other.bytes != first) {
         let message = format!("PE 0 asks for {first} bytes and PE {pe} for {}: all ask for the same", other.bytes);
@@ -430,33 +432,33 @@ fn agree_on_size(mine: Result<(), GpuError>, bytes: u64, all: &[u8]) -> Result<(
 mod tests {
     use super::*;
 
-    fn told(all: &[Asked]) -> Vec<u8> {
+    fn gathered(all: &[AllocResult]) -> Vec<u8> {
         all.iter().flat_map(|one| one.to_bytes()).collect()
     }
 
     #[test]
-    fn one_pe_without_memory_is_said_on_all_with_what_it_has() {
-        let has = Asked { state: 0, bytes: 4096, free: 1 << 30, total: 2 << 30 };
-        let full = Asked { state: FULL, free: 100, ..has };
-        assert!(agree_on_size(Ok(()), 4096, &told(&[has, has])).is_ok());
-        let error = agree_on_size(Ok(()), 4096, &told(&[has, full])).unwrap_err();
+    fn out_of_memory_on_one_pe_is_reported_by_all() {
+        let has = AllocResult { state: 0, bytes: 4096, free: 1 << 30, total: 2 << 30 };
+        let full = AllocResult { state: FULL, free: 100, ..has };
+        assert!(agree_on_size(Ok(()), 4096, &gathered(&[has, has])).is_ok());
+        let error = agree_on_size(Ok(()), 4096, &gathered(&[has, full])).unwrap_err();
         assert!(matches!(error, GpuError::OutOfMemory { asked: 4096, free: 100, .. }), "{error}");
-        let failed = Asked { state: 1, ..has };
-        let error = agree_on_size(Ok(()), 4096, &told(&[has, failed])).unwrap_err().to_string();
+        let failed = AllocResult { state: 1, ..has };
+        let error = agree_on_size(Ok(()), 4096, &gathered(&[has, failed])).unwrap_err().to_string();
         assert!(error.contains("PE 1 has failed"), "{error}");
-        let own = agree_on_size(Err(GpuError::failed("do it", "no")), 4096, &told(&[failed, has])).unwrap_err();
+        let own = agree_on_size(Err(GpuError::failed("do it", "no")), 4096, &gathered(&[failed, has])).unwrap_err();
         assert_eq!(own.to_string(), "cannot do it: no");
     }
 
     #[test]
-    fn unlike_sizes_name_the_pe() {
-        let of = |bytes| Asked { state: 0, bytes, free: 1, total: 1 };
-        let error = agree_on_size(Ok(()), 64, &told(&[of(64), of(64), of(128)])).unwrap_err().to_string();
+    fn different_sizes_name_the_pe() {
+        let of = |bytes| AllocResult { state: 0, bytes, free: 1, total: 1 };
+        let error = agree_on_size(Ok(()), 64, &gathered(&[of(64), of(64), of(128)])).unwrap_err().to_string();
         assert!(error.contains("PE 0 asks for 64 bytes and PE 2 for 128"), "{error}");
     }
 
     #[test]
-    fn pes_that_share_a_device_need_a_newer_nccl_that_is_allowed_to() {
+    fn sharing_a_device_needs_a_newer_nccl_and_permission() {
         let (old, new) = ([2, 29, 7], [2, 30, 3]);
         assert!(check_sharing(old, 1, None).is_ok() && check_sharing(new, 2, Some("1")).is_ok());
         let text = |version, allowed| check_sharing(version, 2, allowed).unwrap_err().to_string();
