@@ -106,7 +106,7 @@ fn text(path: &Path, bytes: &[u8]) -> Result<String, String> {
 
 /// A single test, so that other tests do not allocate at the same time.
 #[test]
-fn files_that_are_a_little_wrong_are_read_or_refused() {
+fn mutated_files_are_read_or_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     let line = |error: &dyn std::fmt::Display| error.to_string();

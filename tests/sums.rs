@@ -37,7 +37,7 @@ fn inner_fails() {
 }
 
 #[test]
-fn a_skipped_test_is_not_among_the_passed() {
+fn skipped_test_does_not_count_as_passed() {
     for threads in ["--test-threads=1", "--test-threads=3"] {
         let text = harness(&["inner_", "--ignored", threads]);
         let shown = String::from_utf8_lossy(&text);
@@ -50,7 +50,7 @@ fn a_skipped_test_is_not_among_the_passed() {
 }
 
 #[test]
-fn sums_are_over_all_programs() {
+fn sums_cover_all_programs() {
     let ours = b"skipped: tests/mpi.rs: main: why\n5 passed, 0 failed, 1 skipped\n";
     assert_eq!(sums(ours), "5 passed, 0 failed, 1 skipped\n", "its line has counted it already");
     let all = [&harness(&["inner_", "--ignored"])[..], ours, &harness(&["inner_passes", "--ignored"])].concat();

@@ -13,12 +13,12 @@ use crate::{Fakes, assert_says};
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// A bootstrap of `n_pes` PEs that all send the same data.
-struct Alike {
+struct SameOnAllPes {
     my_pe: usize,
     n_pes: usize,
 }
 
-impl Bootstrap for Alike {
+impl Bootstrap for SameOnAllPes {
     fn my_pe(&self) -> usize {
         self.my_pe
     }
@@ -34,12 +34,12 @@ impl Bootstrap for Alike {
 }
 
 fn alone() -> CudaGpu {
-    CudaGpu::attach(Alike { my_pe: 0, n_pes: 1 }, LIMIT).unwrap()
+    CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 1 }, LIMIT).unwrap()
 }
 
 /// Runs the ignored test `case` of this program with the fakes; it must pass.
 fn run(case: &str, fakes: &Fakes, env: &[(&str, &str)]) {
-    let mut command = fakes.around(Command::new(std::env::current_exe().unwrap()));
+    let mut command = fakes.add_to(Command::new(std::env::current_exe().unwrap()));
     command.args(["--ignored", "--exact", &format!("device::{case}"), "--nocapture"]).envs(env.iter().copied());
     let out = command.output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout) + String::from_utf8_lossy(&out.stderr);
@@ -57,24 +57,24 @@ macro_rules! cases {
 }
 
 cases! {
-    memory_and_copies / memory_case [("FAKE_UNKNOWN", "8")];
-    launches_pass_their_parameters / launch_case [];
-    a_grid_that_does_not_fit_is_refused / residency_case [("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")];
-    marks_and_graphs / graph_case [];
-    matrices_for_tma / tensor_map_case [];
-    kernels_newer_than_the_driver / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
-    nvshmem_that_does_not_start / status_case [("FAKE_STATUS", "1")];
-    a_put_that_comes / put_case [("FAKE_PUTS", "0 3 -1 -1")];
-    a_put_that_does_not_come / lost_case [("FAKE_PUTS", "0 2 1 -1")];
-    a_put_that_comes_wrong / wrong_case [("FAKE_PUTS", "0 2 -1 1")];
-    kernels_that_know_other_pes / stranger_case [("FAKE_PUTS", "1 2 -1 -1")];
-    a_pe_out_of_reach / far_case [("FAKE_UNREACHABLE", "1")];
-    limits_are_those_of_the_least_device / least_case [];
-    what_pes_are_started_with / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
+    memory_and_copies_work / memory_case [("FAKE_UNKNOWN", "8")];
+    launch_passes_parameters / launch_case [];
+    oversized_cooperative_grid_is_refused / residency_case [("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")];
+    marks_and_graphs_work / graph_case [];
+    tensor_maps_are_encoded / tensor_map_case [];
+    kernels_newer_than_the_driver_are_refused / kernels_case [("FAKE_VERSION", "12040"), ("FAKE_NEEDS", "13000")];
+    failed_nvshmem_initialisation_is_reported / status_case [("FAKE_STATUS", "1")];
+    smoke_test_passes / put_case [("FAKE_PUTS", "0 3 -1 -1")];
+    lost_put_names_the_pe / lost_case [("FAKE_PUTS", "0 2 1 -1")];
+    corrupt_put_names_the_pe / wrong_case [("FAKE_PUTS", "0 2 -1 1")];
+    wrong_pe_number_in_kernels_is_reported / wrong_pe_case [("FAKE_PUTS", "1 2 -1 -1")];
+    unreachable_pe_has_no_address / unreachable_case [("FAKE_UNREACHABLE", "1")];
+    limits_are_the_minimum_of_all_devices / minimum_case [];
+    environment_of_pe_processes / environment_case [("FAKE_DEVICES", "2"), ("NVSHMEM_DISABLE_NVLS", "0")];
 }
 
 #[test]
-fn nvshmem_begins_and_ends_in_order() {
+fn nvshmem_is_initialised_and_finalised_in_order() {
     let fakes = Fakes::new(&[], &[]);
     run("nvshmem_case", &fakes, &[]);
     let log = std::fs::read_to_string(fakes.log()).unwrap();
@@ -212,21 +212,21 @@ fn tensor_map_case() {
 #[test]
 #[ignore = "runs in a process of its own"]
 fn kernels_case() {
-    let error = CudaGpu::attach(Alike { my_pe: 0, n_pes: 1 }, LIMIT).map(|_| ()).unwrap_err().to_string();
+    let error = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 1 }, LIMIT).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["made by CUDA", "Fake 0", "compute capability 8.0", "driver of CUDA 12.4", "newer driver"]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own"]
 fn status_case() {
-    let error = CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).map(|_| ()).unwrap_err().to_string();
+    let error = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 2 }, LIMIT).map(|_| ()).unwrap_err().to_string();
     assert_says(&error, &["cannot initialise NVSHMEM", "status 1", "2 is needed"]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own"]
 fn nvshmem_case() {
-    let gpu = CudaGpu::attach(Alike { my_pe: 0, n_pes: 3 }, LIMIT).unwrap();
+    let gpu = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 3 }, LIMIT).unwrap();
     assert!(gpu.all_reachable().unwrap());
     let symmetric = SymmetricBuffer::new(&gpu, 4096).unwrap();
     assert_eq!(symmetric.peer(2), symmetric.address() + 8192);
@@ -239,7 +239,7 @@ fn nvshmem_case() {
 }
 
 fn try_put(n_pes: usize) -> Result<(), GpuError> {
-    CudaGpu::attach(Alike { my_pe: 0, n_pes }, LIMIT).unwrap().try_put()
+    CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes }, LIMIT).unwrap().try_put()
 }
 
 #[test]
@@ -262,23 +262,23 @@ fn wrong_case() {
 
 #[test]
 #[ignore = "runs in a process of its own"]
-fn stranger_case() {
+fn wrong_pe_case() {
     assert_says(&try_put(2).unwrap_err().to_string(), &["they are PE 1 of 2", "this is PE 0 of 2", "aristos doctor"]);
 }
 
 #[test]
 #[ignore = "runs in a process of its own"]
-fn far_case() {
-    let gpu = CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).unwrap();
+fn unreachable_case() {
+    let gpu = CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 2 }, LIMIT).unwrap();
     let symmetric = SymmetricBuffer::new(&gpu, 64).unwrap();
     assert_eq!((symmetric.peer(0), symmetric.peer(1)), (symmetric.address(), 0));
     assert!(!gpu.all_reachable().unwrap());
 }
 
-/// Like [`Alike`], but the other PE's device has three multiprocessors.
-struct Lesser;
+/// Like [`SameOnAllPes`], but the other PE's device has three multiprocessors.
+struct SmallerPeer;
 
-impl Bootstrap for Lesser {
+impl Bootstrap for SmallerPeer {
     fn my_pe(&self) -> usize {
         0
     }
@@ -300,9 +300,12 @@ impl Bootstrap for Lesser {
 
 #[test]
 #[ignore = "runs in a process of its own"]
-fn least_case() {
-    assert_eq!(CudaGpu::attach(Alike { my_pe: 0, n_pes: 2 }, LIMIT).unwrap().limits().unwrap().multiprocessors, 10);
-    assert_eq!(CudaGpu::attach(Lesser, LIMIT).unwrap().limits().unwrap().multiprocessors, 3);
+fn minimum_case() {
+    assert_eq!(
+        CudaGpu::attach(SameOnAllPes { my_pe: 0, n_pes: 2 }, LIMIT).unwrap().limits().unwrap().multiprocessors,
+        10
+    );
+    assert_eq!(CudaGpu::attach(SmallerPeer, LIMIT).unwrap().limits().unwrap().multiprocessors, 3);
 }
 
 #[test]
@@ -325,7 +328,7 @@ fn environment_case() {
 
 /// With PEs on two hosts, an error between devices names the network settings.
 #[test]
-fn a_failure_between_hosts_names_the_network() {
+fn failure_between_hosts_names_the_network() {
     let Some(hosts) = crate::hosts::Hosts::make(2) else { return };
     let fakes = Fakes::new(&[], &[]);
     let run = |rank: usize, puts: &str| {
@@ -334,7 +337,7 @@ fn a_failure_between_hosts_names_the_network() {
         command.args(args.split(' ')).args(["--rank", &rank.to_string()]);
         command.arg("--rendezvous").arg(format!("{}:29400", hosts.address(0))).env("FAKE_PUTS", puts);
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
-        fakes.around(command).spawn().unwrap()
+        fakes.add_to(command).spawn().unwrap()
     };
     // As seen by the kernels: PE 0 of 2, to which PE 1's put is lost, and vice versa.
     let outputs = [run(0, "0 2 1 -1"), run(1, "1 2 0 -1")].map(|pe| pe.wait_with_output().unwrap());

@@ -8,7 +8,7 @@ const LAYER: &str = "run --device cuda --hidden 64 --intermediate 64 --timeout 5
 
 /// The program with a fixed-size heap. The fake kernels do nothing, so it fails after the devices are open.
 fn command(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Command {
-    let mut command = fakes.around(Command::new("timeout"));
+    let mut command = fakes.add_to(Command::new("timeout"));
     command.args(["60", env!("CARGO_BIN_EXE_aristos")]).args(args.split_whitespace());
     command.env("NVSHMEM_DISABLE_CUDA_VMM", "1").env("FAKE_PUTS", "job").env("FAKE_DEVICES", "4");
     command.env_remove("NVSHMEM_SYMMETRIC_SIZE").envs(env.iter().copied());
@@ -38,7 +38,7 @@ fn made(fakes: &Fakes) -> Vec<u64> {
 }
 
 #[test]
-fn a_job_that_starts_its_pes_gives_them_a_heap_for_its_layer() {
+fn launcher_sets_heap_size_for_the_layer() {
     let sizes = ["--tokens 64", "--tokens 65536"].map(|tokens| {
         let fakes = Fakes::new(&[], &[]);
         let text = stderr(&command(&fakes, &format!("{LAYER} --pes 2 {tokens}"), &[]).output().unwrap());
@@ -51,7 +51,7 @@ fn a_job_that_starts_its_pes_gives_them_a_heap_for_its_layer() {
 }
 
 #[test]
-fn the_benchmark_and_the_probe_do_too() {
+fn benchmark_and_probe_set_heap_size() {
     for args in [
         "bench moe --device cuda --dtype bf16 --tokens 64 --hidden 64 --intermediate 64 --iterations 1 --warmup 0 --pes 2",
         "probe --device cuda --pes 2 --quick --hidden 64 --intermediate 64 --json",
@@ -64,7 +64,7 @@ fn the_benchmark_and_the_probe_do_too() {
 
 /// Under another launcher each PE process must set the variable itself.
 #[test]
-fn pes_that_something_else_has_started_give_it_to_themselves() {
+fn pes_under_another_launcher_set_heap_size() {
     let fakes = Fakes::new(&[], &[]);
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let pe = |rank: usize, env: &[(&str, &str)]| {
@@ -85,7 +85,7 @@ fn pes_that_something_else_has_started_give_it_to_themselves() {
 }
 
 #[test]
-fn a_heap_of_the_users_stays_or_is_refused_in_one_line() {
+fn heap_size_of_the_user_is_kept_or_refused() {
     let fakes = Fakes::new(&[], &[]);
     let args = format!("{LAYER} --tokens 64 --pes 2");
     let output = command(&fakes, &args, &[("NVSHMEM_SYMMETRIC_SIZE", "2M")]).output().unwrap();
@@ -102,7 +102,7 @@ fn a_heap_of_the_users_stays_or_is_refused_in_one_line() {
 }
 
 #[test]
-fn a_heap_that_grows_is_left_alone() {
+fn growing_heap_has_no_size() {
     for env in [("NVSHMEM_DISABLE_CUDA_VMM", "0"), ("NVSHMEM_DISABLE_CUDA_VMM", "")] {
         let fakes = Fakes::new(&[], &[]);
         let text = stderr(&command(&fakes, &format!("{LAYER} --tokens 64 --pes 2"), &[env]).output().unwrap());

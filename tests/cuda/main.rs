@@ -49,7 +49,7 @@ impl Fakes {
     }
 
     /// Adds the fakes to a command's environment and removes the user's variables that would interfere.
-    fn around(&self, mut command: Command) -> Command {
+    fn add_to(&self, mut command: Command) -> Command {
         for name in ["CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] {
             command.env_remove(name);
         }
@@ -84,7 +84,7 @@ fn assert_says(text: &str, words: &[&str]) {
 }
 
 #[test]
-fn an_old_driver_is_refused_with_its_version() {
+fn old_driver_is_refused_with_its_version() {
     // Old drivers also lack functions of newer ones.
     let fakes = Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]);
     let text = refusal(&fakes, "1", &[("FAKE_VERSION", "11040")]);
@@ -92,7 +92,7 @@ fn an_old_driver_is_refused_with_its_version() {
 }
 
 #[test]
-fn a_driver_without_a_function_is_refused_by_the_function_s_name() {
+fn missing_driver_function_is_named() {
     let text = refusal(&Fakes::new(&[], &["-DWITHOUT_TENSOR_MAPS"]), "1", &[]);
     assert_says(&text, &["of CUDA 13.0", "no cuTensorMapEncodeTiled", "newer NVIDIA driver"]);
     let text = refusal(&Fakes::new(&[], &["-DWITHOUT_VERSION"]), "1", &[]);
@@ -100,7 +100,7 @@ fn a_driver_without_a_function_is_refused_by_the_function_s_name() {
 }
 
 #[test]
-fn a_code_that_no_header_has_is_an_error_with_its_number() {
+fn unknown_error_code_is_reported_by_number() {
     let fakes = Fakes::new(&[], &[]);
     // An unassigned code between assigned ones, a code above all of them, and the maximum.
     for code in ["920", "1000", "4294967295"] {
@@ -110,7 +110,7 @@ fn a_code_that_no_header_has_is_an_error_with_its_number() {
 }
 
 #[test]
-fn a_toolkit_s_library_for_linking_is_not_taken_for_the_driver() {
+fn stub_library_is_not_used_as_driver() {
     let fakes = Fakes::new(&[], &[]);
     let stub = fakes.0.path().join("libcuda.so");
     let mut cc = Command::new("cc");
@@ -123,7 +123,7 @@ fn a_toolkit_s_library_for_linking_is_not_taken_for_the_driver() {
 
 /// Only the types of `cudarc`'s functions are used: the functions themselves panic without a driver.
 #[test]
-fn no_code_that_panics_without_a_driver_is_in_the_binary() {
+fn binary_contains_no_cudarc_loader() {
     let binary = std::fs::read(env!("CARGO_BIN_EXE_aristos")).unwrap();
     let has = |text: &str| binary.windows(text.len()).any(|bytes| bytes == text.as_bytes());
     assert!(has("no CUDA driver here"), "our own text is to be found");
@@ -131,7 +131,7 @@ fn no_code_that_panics_without_a_driver_is_in_the_binary() {
 }
 
 #[test]
-fn a_machine_without_devices_and_one_with_old_ones_are_refused() {
+fn missing_and_old_devices_are_refused() {
     let fakes = Fakes::new(&[], &[]);
     assert_says(&refusal(&fakes, "1", &[("FAKE_DEVICES", "0")]), &["no device", "CUDA_VISIBLE_DEVICES"]);
     let text = refusal(&fakes, "1", &[("FAKE_CAPABILITY", "70")]);
@@ -139,7 +139,7 @@ fn a_machine_without_devices_and_one_with_old_ones_are_refused() {
 }
 
 #[test]
-fn an_nvshmem_of_another_version_is_refused_before_any_pe_starts() {
+fn incompatible_nvshmem_is_refused_before_pes_start() {
     let fakes = Fakes::new(&[], &[]);
     for version in ["3.4.4", "2.11.0", "4.0.0"] {
         let text = refusal(&fakes, "2", &[("FAKE_NVSHMEM", version)]);
@@ -149,14 +149,14 @@ fn an_nvshmem_of_another_version_is_refused_before_any_pe_starts() {
 }
 
 #[test]
-fn an_nvshmem_without_a_function_is_refused_by_the_function_s_name() {
+fn missing_nvshmem_function_is_named() {
     let text = refusal(&Fakes::new(&["-DWITHOUT_QUIET"], &[]), "2", &[]);
     assert_says(&text, &["libnvshmem_host.so.3", "undefined symbol: nvshmemx_quiet_on_stream", "NVSHMEM_HOME"]);
 }
 
 /// Two PEs that are time-sliced on one device cannot be measured.
 #[test]
-fn a_probe_of_pes_that_take_turns_is_refused_before_any_pe_starts() {
+fn probe_of_time_sliced_pes_is_refused_before_pes_start() {
     let fakes = Fakes::new(&[], &[]);
     for args in
         [&["probe", "--device", "cuda", "--json"][..], &["run", "--device", "cuda", "--tokens", "64", "--plan", "auto"]]
@@ -174,7 +174,7 @@ fn a_probe_of_pes_that_take_turns_is_refused_before_any_pe_starts() {
 }
 
 #[test]
-fn the_binary_starts_without_cuda_and_needs_no_library_of_it() {
+fn binary_does_not_link_cuda() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_aristos"));
     let out = command.env_remove("LD_LIBRARY_PATH").arg("--version").output().unwrap();
     assert!(out.status.success());
@@ -185,7 +185,7 @@ fn the_binary_starts_without_cuda_and_needs_no_library_of_it() {
 }
 
 #[test]
-fn without_a_driver_a_cuda_job_ends_in_one_line() {
+fn missing_driver_is_reported_in_one_line() {
     if aristos::gpu::cuda::driver::version().is_some() {
         return skip::skip("this machine has a CUDA driver");
     }

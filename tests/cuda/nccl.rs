@@ -22,14 +22,14 @@ struct Folder {
     n: usize,
     turn: std::cell::Cell<usize>,
     /// The exchange from which on this PE does not take part.
-    leaves: usize,
+    missing_from: usize,
 }
 
 impl Folder {
     fn of_this_process() -> Folder {
         let number = |name| std::env::var(name).unwrap().parse().unwrap();
         let path = std::env::var_os("FAKE_NCCL_DIR").unwrap().into();
-        Folder { path, me: number("PE"), n: number("PES"), turn: 0.into(), leaves: usize::MAX }
+        Folder { path, me: number("PE"), n: number("PES"), turn: 0.into(), missing_from: usize::MAX }
     }
 }
 
@@ -44,7 +44,7 @@ impl Bootstrap for Folder {
         let start = Instant::now();
         let turn = self.turn.replace(self.turn.get() + 1);
         let of = |pe: usize| self.path.join(format!("turn-{turn}-{pe}"));
-        if turn < self.leaves {
+        if turn < self.missing_from {
             std::fs::write(of(self.me).with_extension("part"), mine).unwrap();
             std::fs::rename(of(self.me).with_extension("part"), of(self.me)).unwrap();
         }
@@ -71,7 +71,7 @@ impl Bootstrap for Folder {
 fn run(case: &str, n: usize, env: &[(&str, &str)]) -> Vec<Vec<String>> {
     let fakes = Fakes::new(&[], &[]);
     let pe = |pe: usize| {
-        let mut command = fakes.around(Command::new(std::env::current_exe().unwrap()));
+        let mut command = fakes.add_to(Command::new(std::env::current_exe().unwrap()));
         command.args(["--ignored", "--exact", &format!("nccl::{case}"), "--nocapture"]).envs(env.iter().copied());
         command.env("PE", pe.to_string()).env("PES", n.to_string()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE").env_remove("NCCL_SOCKET_IFNAME");
@@ -102,17 +102,17 @@ macro_rules! pairs {
 }
 
 pairs! {
-    bytes_come_to_the_peers / copies_case [];
-    a_communicator_that_does_not_block / copies_case [("FAKE_NCCL", "later")];
-    one_pe_without_memory_is_all_s_error / full_case [("FAKE_NCCL", "full1")];
-    one_pe_s_refusal_to_register_is_all_s_error / refused_case [("FAKE_NCCL", "refuses1")];
-    registering_that_does_not_end / stuck_case [("FAKE_NCCL", "stuck")];
-    a_pe_that_does_not_come_is_named / missing_case [];
-    a_pe_out_of_reach / far_case [("FAKE_UNREACHABLE", "1")];
-    no_symmetric_memory / no_window_case [("FAKE_NCCL", "nowindow")];
-    unlike_sizes / sizes_case [];
-    an_old_nccl_on_all / old_case [("FAKE_NCCL_VERSION", "22806")];
-    pes_that_share_a_device / sharing_case [("FAKE_DEVICES", "1"), ("FAKE_NCCL_VERSION", "23003")];
+    bytes_reach_the_peers / copies_case [];
+    non_blocking_communicator_works / copies_case [("FAKE_NCCL", "later")];
+    out_of_memory_on_one_pe_fails_on_all / full_case [("FAKE_NCCL", "full1")];
+    failed_registration_on_one_pe_fails_on_all / refused_case [("FAKE_NCCL", "refuses1")];
+    hanging_registration_times_out / stuck_case [("FAKE_NCCL", "stuck")];
+    missing_pe_is_named / missing_case [];
+    unreachable_pe_is_refused / unreachable_case [("FAKE_UNREACHABLE", "1")];
+    missing_symmetric_memory_is_refused / no_window_case [("FAKE_NCCL", "nowindow")];
+    different_sizes_are_refused / sizes_case [];
+    old_nccl_is_refused / old_case [("FAKE_NCCL_VERSION", "22806")];
+    shared_device_needs_permission / sharing_case [("FAKE_DEVICES", "1"), ("FAKE_NCCL_VERSION", "23003")];
 }
 
 fn attach() -> Result<CudaGpu, GpuError> {
@@ -138,10 +138,10 @@ fn exchange(gpu: &CudaGpu, memory: &SymmetricBuffer<'_>) {
     }
     gpu.barrier(LIMIT).unwrap();
     for pe in (0..n).filter(|&pe| pe != me) {
-        let mut came = [0];
+        let mut received = [0];
         // SAFETY: a byte of this PE's memory.
-        unsafe { gpu.copy_out_raw(&mut came, memory.address() + pe as u64) }.unwrap();
-        assert_eq!(came, [pe as u8 + 1]);
+        unsafe { gpu.copy_out_raw(&mut received, memory.address() + pe as u64) }.unwrap();
+        assert_eq!(received, [pe as u8 + 1]);
     }
 }
 
@@ -197,7 +197,7 @@ fn stuck_case() {
 fn missing_case() {
     let mut folder = Folder::of_this_process();
     // PE 1 takes part in attaching (6 exchanges) but not in all of the first allocation (3).
-    folder.leaves = if folder.me == 1 { 8 } else { usize::MAX };
+    folder.missing_from = if folder.me == 1 { 8 } else { usize::MAX };
     let me = folder.me;
     let gpu = CudaGpu::attach_by(SymmetricBy::Nccl, folder, Duration::from_secs(2)).unwrap();
     let first = SymmetricBuffer::new(&gpu, 64).and_then(|_| SymmetricBuffer::new(&gpu, 64));
@@ -209,7 +209,7 @@ fn missing_case() {
 
 #[test]
 #[ignore = "runs in processes of its own"]
-fn far_case() {
+fn unreachable_case() {
     refusal(&["PE 0's GPU does not reach the memory of PE 1's", "loads and stores", "`symmetric` nvshmem"]);
 }
 
@@ -250,7 +250,7 @@ fn sharing_case() {
 }
 
 #[test]
-fn memory_is_registered_and_given_back_in_order() {
+fn memory_is_registered_and_freed_in_order() {
     for lines in run("copies_case", 2, &PAIR) {
         // Memory 0 is from the start, 1 from `try_put`; of the last two the earlier is freed first.
         let ends: Vec<String> =
@@ -271,7 +271,7 @@ fn memory_is_registered_and_given_back_in_order() {
 }
 
 #[test]
-fn one_pe_alone_has_windows_too() {
+fn single_pe_has_windows() {
     let lines = run("alone_case", 1, &[("FAKE_NCCL_VERSION", "23203")]);
     assert!(lines[0].contains(&"registers memory 1".to_string()), "{lines:?}");
 }
@@ -286,7 +286,7 @@ fn alone_case() {
 
 /// Remaining memory is freed, and the caller's communicator stays alive.
 #[test]
-fn a_communicator_of_the_caller_s() {
+fn communicator_of_the_caller_is_kept() {
     for lines in run("shared_case", 2, &PAIR) {
         let ends = ["deregisters memory 2", "frees memory 2"];
         assert_eq!(lines[lines.len() - 2..], ends, "{lines:?}");
@@ -326,7 +326,7 @@ fn shared_case() {
 }
 
 fn aristos(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> Output {
-    let mut command = fakes.around(Command::new("timeout"));
+    let mut command = fakes.add_to(Command::new("timeout"));
     command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(args.split_whitespace());
     command.env_remove("NCCL_MULTI_RANK_GPU_ENABLE").envs(env.iter().copied()).output().unwrap()
 }
@@ -340,7 +340,7 @@ fn line(fakes: &Fakes, args: &str, env: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn what_is_missing_is_one_line_before_any_pe_starts() {
+fn missing_requirements_are_reported_before_pes_start() {
     let run = "run --device cuda --pes 2 --tokens 64 --symmetric nccl";
     let fakes = Fakes::new(&[], &[]);
     let of = |env: &[(&str, &str)]| line(&fakes, run, &[&PAIR[..], env].concat());
@@ -369,7 +369,7 @@ fn what_is_missing_is_one_line_before_any_pe_starts() {
 
 /// As far as a driver without the layer's kernels permits: PEs join, register memory, and write to each other.
 #[test]
-fn a_run_needs_nothing_of_nvshmem() {
+fn run_with_nccl_does_not_need_nvshmem() {
     let fakes = Fakes::new(&[], &[]);
     std::fs::remove_file(fakes.0.path().join("nvshmem/lib/libnvshmem_host.so.3")).unwrap();
     let env = [&PAIR[..], &[("FAKE_MEMORY", "1000000000")]].concat();
@@ -383,7 +383,7 @@ fn a_run_needs_nothing_of_nvshmem() {
 }
 
 #[test]
-fn the_doctor_says_what_nccl_can() {
+fn doctor_reports_nccl_support() {
     let fakes = Fakes::new(&[], &[]);
     let said = |env: &[(&str, &str)]| {
         let text = String::from_utf8(aristos(&fakes, "doctor", env).stdout).unwrap();

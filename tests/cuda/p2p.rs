@@ -11,7 +11,7 @@ const FEW: [&str; 12] =
 
 fn bench(fakes: &Fakes, args: &[&str], env: &[(&str, &str)]) -> Output {
     // The time-out turns a hang into a failure.
-    let mut command = fakes.around(Command::new("timeout"));
+    let mut command = fakes.add_to(Command::new("timeout"));
     command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(args);
     command.env("FAKE_PUTS", "job").env("FAKE_TICK", "1").env_remove("NCCL_SOCKET_IFNAME");
     command.envs(env.iter().copied()).output().unwrap()
@@ -54,11 +54,11 @@ fn log_of(fakes: &Fakes, pe: usize) -> Vec<String> {
 }
 
 #[test]
-fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
+fn stream_operations_are_enqueued_in_order_and_timed() {
     let fakes = Fakes::new(&[], &[]);
     let ops = ["--scope", "stream", "--op", "put", "--op", "get", "--op", "put-signal"];
-    let (rows, beside) = rows(&fakes, &ops, &[]);
-    assert_eq!(beside, "");
+    let (rows, warnings) = rows(&fakes, &ops, &[]);
+    assert_eq!(warnings, "");
     // Batches of 16, and of 64 for bandwidth, take a millisecond each.
     let want = [
         "latency put stream 16 16 62.5000",
@@ -91,13 +91,13 @@ fn operations_on_the_stream_are_asked_for_in_order_and_timed() {
 
 /// Two processes connected by TCP, as on two hosts: the unique id is sent over TCP, and NVSHMEM is not confined to one host.
 #[test]
-fn pes_of_several_hosts_meet_over_tcp() {
+fn pes_of_several_hosts_bootstrap_over_tcp() {
     let fakes = Fakes::new(&[], &[]);
     let port = std::net::TcpListener::bind("localhost:0").unwrap().local_addr().unwrap().port().to_string();
     let place = |rank: &str| ["--ranks", "2", "--rank", rank, "--rendezvous"].map(str::to_string);
     let ops = ["--scope", "stream", "--op", "put", "--json"];
     let pe = |rank: &str| {
-        let mut command = fakes.around(Command::new("timeout"));
+        let mut command = fakes.add_to(Command::new("timeout"));
         command.arg("60").arg(env!("CARGO_BIN_EXE_aristos")).args(FEW).args(ops).args(place(rank));
         command.arg(format!("localhost:{port}")).env("FAKE_PUTS", format!("{rank} 2 -1 -1")).env("FAKE_TICK", "1");
         command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
@@ -111,10 +111,10 @@ fn pes_of_several_hosts_meet_over_tcp() {
 }
 
 #[test]
-fn nccl_s_messages_match() {
+fn nccl_sends_match_receives() {
     let fakes = Fakes::new(&[], &[]);
-    let (rows, beside) = rows(&fakes, &["--op", "send-recv"], &[]);
-    assert_eq!(beside, "");
+    let (rows, warnings) = rows(&fakes, &["--op", "send-recv"], &[]);
+    assert_eq!(warnings, "");
     let want = [
         "latency send-recv stream 16 16 31.2500 62.5000",
         "latency send-recv stream 64 16 31.2500 62.5000",
@@ -142,36 +142,36 @@ fn nccl_s_messages_match() {
 }
 
 #[test]
-fn everything_is_measured_but_what_there_is_not() {
+fn unavailable_operations_are_left_out() {
     let fakes = Fakes::new(&[], &[]);
-    let (all, beside) = rows(&fakes, &[], &[]);
-    assert_eq!(beside, "");
+    let (all, warnings) = rows(&fakes, &[], &[]);
+    assert_eq!(warnings, "");
     // put, get: 4 scopes, two measures; put-nbi: 3, and its issue; put-signal: 4; send-recv: two measures.
     assert_eq!(all.len(), 2 * (2 * 4 * 2 + 3 * 3 + 4 + 2), "{all:?}");
     assert!(all.contains(&"issue put-nbi warp 16 1 1.0000".to_string()), "{all:?}");
     assert!(all.contains(&"latency put-signal block 64 1 1.0000 2.0000".to_string()), "{all:?}");
-    let (some, beside) = rows(&fakes, &[], &[("FAKE_NCCL", "duplicate")]);
+    let (some, warnings) = rows(&fakes, &[], &[("FAKE_NCCL", "duplicate")]);
     assert_eq!(some, all.iter().filter(|row| !row.contains("send-recv")).cloned().collect::<Vec<_>>());
-    assert_eq!(beside.lines().count(), 1, "{beside}");
+    assert_eq!(warnings.lines().count(), 1, "{warnings}");
     assert_says(
-        &beside,
+        &warnings,
         &["aristos: send-recv on scope stream is left out: ", "NCCL 2.27.3 answers 5", "Duplicate GPU detected"],
     );
     // PEs that share a device without MPS.
-    let (some, beside) = rows(&fakes, &["--op", "put-signal"], &[("FAKE_STATUS", "3")]);
+    let (some, warnings) = rows(&fakes, &["--op", "put-signal"], &[("FAKE_STATUS", "3")]);
     assert_eq!(some.len(), 2 * 3);
-    assert_says(&beside, &["aristos: put-signal on scope stream is left out: ", "without MPS"]);
+    assert_says(&warnings, &["aristos: put-signal on scope stream is left out: ", "without MPS"]);
 }
 
 #[test]
-fn what_was_asked_for_and_is_not_there_is_one_line() {
+fn unavailable_requested_operation_is_an_error() {
     let fakes = Fakes::new(&[], &[]);
     let text = refusal(&fakes, &["--op", "send-recv"], &[("FAKE_NCCL", "duplicate")]);
     assert_says(&text, &["--op send-recv on --scope stream: cannot start NCCL: ", "Duplicate GPU detected"]);
     // A refusal on one PE is reported by all.
-    let (rows, beside) = rows(&fakes, &["--scope", "stream"], &[("FAKE_NCCL", "pe1")]);
-    assert_eq!((rows.len(), beside.lines().count()), (2 * 5, 1), "{beside}");
-    assert_says(&beside, &["left out: no NCCL on PE 1"]);
+    let (rows, warnings) = rows(&fakes, &["--scope", "stream"], &[("FAKE_NCCL", "pe1")]);
+    assert_eq!((rows.len(), warnings.lines().count()), (2 * 5, 1), "{warnings}");
+    assert_says(&warnings, &["left out: no NCCL on PE 1"]);
     let text = refusal(&fakes, &["--op", "put-signal", "--scope", "stream"], &[("FAKE_STATUS", "3")]);
     assert_says(&text, &["--op put-signal on --scope stream: ", "without MPS"]);
     // A library that cannot be loaded is reported before any PE starts.
@@ -182,7 +182,7 @@ fn what_was_asked_for_and_is_not_there_is_one_line() {
 }
 
 #[test]
-fn nothing_waits_for_ever() {
+fn waits_time_out() {
     let fakes = Fakes::new(&[], &[]);
     let args = ["--op", "send-recv", "--timeout", "1"];
     let text = refusal(&fakes, &args, &[("FAKE_NCCL", "hang")]);

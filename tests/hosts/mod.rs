@@ -11,7 +11,7 @@ use crate::skip;
 /// A set of hosts, which are removed on drop.
 pub struct Hosts {
     /// Keeps the hosts alive until its standard input is closed.
-    keeper: Child,
+    owner: Child,
     /// Per host: its address, and a process that stays in its namespaces.
     hosts: Vec<(String, u32)>,
     /// The process of their link, if they have one.
@@ -25,20 +25,20 @@ impl Hosts {
 
     /// Creates `n` hosts. Returns `None` and skips the test if that is impossible on this machine.
     pub fn make(n: usize) -> Option<Hosts> {
-        Self::made(&[], n)
+        Self::create(&[], n)
     }
 
     /// Like [`Hosts::make`], with a link that delays, reorders and drops packets as `settings` say (`tests/hosts/link`).
     pub fn with_link(n: usize, settings: &str) -> Option<Hosts> {
-        Self::made(&["--link", settings], n)
+        Self::create(&["--link", settings], n)
     }
 
-    fn made(flags: &[&str], n: usize) -> Option<Hosts> {
+    fn create(flags: &[&str], n: usize) -> Option<Hosts> {
         if !rustix::process::geteuid().is_root() {
             skip::skip("network namespaces are root's to make");
             return None;
         }
-        let mut keeper = Command::new(Self::PROGRAM)
+        let mut owner = Command::new(Self::PROGRAM)
             .args(flags)
             .args([&n.to_string(), "sh", "-c", r#"echo "${HOSTS_LINK-} $HOSTS_PIDS"; exec cat"#])
             .stdin(Stdio::piped())
@@ -46,19 +46,19 @@ impl Hosts {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(keeper.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(owner.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let hosts: Vec<(String, u32)> = line
             .split_whitespace()
             .filter_map(|pair| pair.split_once('='))
             .map(|(address, pid)| (address.to_string(), pid.parse().unwrap()))
             .collect();
         if hosts.len() != n {
-            assert_eq!(keeper.wait().unwrap().code(), Some(77), "{line}");
+            assert_eq!(owner.wait().unwrap().code(), Some(77), "{line}");
             skip::skip("no network namespaces here");
             return None;
         }
         let (link, environment) = line.split_once(' ').unwrap();
-        Some(Hosts { keeper, hosts, link: link.parse().ok(), environment: environment.trim().to_string() })
+        Some(Hosts { owner, hosts, link: link.parse().ok(), environment: environment.trim().to_string() })
     }
 
     /// The number of hosts.
@@ -166,7 +166,7 @@ impl Hosts {
 
 impl Drop for Hosts {
     fn drop(&mut self) {
-        drop(self.keeper.stdin.take());
-        let _ = self.keeper.wait();
+        drop(self.owner.stdin.take());
+        let _ = self.owner.wait();
     }
 }
