@@ -5,6 +5,6 @@ use std::ffi::c_void;
 /// A module loaded by the driver (`CUmodule`).
 #[allow(non_camel_case_types)]
 pub type CUmodule = *mut c_void;
-/// A stream (`CUstream`, which is the runtime's `cudaStream_t`).
+/// A stream (`CUstream`, the same type as the runtime's `cudaStream_t`).
 #[allow(non_camel_case_types)]
 pub type cudaStream_t = *mut c_void;

@@ -2,18 +2,18 @@
 
 use super::Sym;
 
-/// Slots of a channel: two, so that messages need no acknowledgement (see above).
+/// Slots per channel: with two, messages need no acknowledgement (see the module documentation).
 pub(super) const SLOTS: usize = 2;
 
-/// The largest slot, bytes.
+/// Maximum slot size, bytes.
 const SLOT_BYTES_MAX: usize = 16 << 10;
 
-/// The size of one slot, bytes: a multiple of 64, so that all of them take at most 1/16 of a heap that is large enough.
+/// The size of one slot, bytes: a multiple of 64, such that all slots take at most 1/16 of a sufficiently large heap.
 pub(super) fn slot_bytes(n_pes: usize, heap_bytes: usize) -> usize {
     (heap_bytes / 16 / (SLOTS * n_pes) / 64 * 64).clamp(64, SLOT_BYTES_MAX)
 }
 
-/// The ends, at this PE, of the channels from and to every PE.
+/// This PE's state of the channels from and to every PE.
 #[derive(Debug)]
 pub(super) struct Channels {
     /// Word `s * SLOTS + slot`: messages that `s` has put into that slot of its channel to this PE.
@@ -21,19 +21,19 @@ pub(super) struct Channels {
     /// Slot `s * SLOTS + slot`, of `slot_bytes`.
     pub(super) staging: Sym<u8>,
     pub(super) slot_bytes: usize,
-    /// Messages sent so far, per PE.
+    /// Number of messages sent, per PE.
     pub(super) sent: Vec<u64>,
-    /// Messages received so far, per PE.
+    /// Number of messages received, per PE.
     pub(super) received: Vec<u64>,
 }
 
 impl Channels {
-    /// How many words `full` has, and bytes `staging`.
+    /// Number of words in `full`, and of bytes in `staging`.
     pub(super) fn sizes(n_pes: usize, heap_bytes: usize) -> (usize, usize) {
         (SLOTS * n_pes, SLOTS * n_pes * slot_bytes(n_pes, heap_bytes))
     }
 
-    /// Over words that are zero; sizes as [`Channels::sizes`] gives them.
+    /// Requires zeroed words, and sizes as returned by [`Channels::sizes`].
     pub(super) fn new(full: Sym<u64>, staging: Sym<u8>) -> Self {
         let n_pes = full.len() / SLOTS;
         let slot_bytes = staging.len() / full.len();

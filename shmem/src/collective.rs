@@ -1,26 +1,27 @@
 //! Collective data movement: all-reduce and all-gather, one-sided, through a bounded staging buffer.
 //!
-//! Everything goes over *channels*, one for each ordered pair of PEs. The channel from `s` to `d` has two slots in
-//! `d`'s staging buffer, used in turn, and for each slot a word that counts the messages put there. Message `m`, counted
-//! from 0, goes to slot `m % 2` by one put_signal, the data and an ADD of 1; `d` waits until the word is at least
-//! `m / 2 + 1`, and reads the slot. Two PEs take part in common collectives in the same order, whatever the teams,
-//! so the m-th message sent is the m-th expected. Nothing is ever reset.
+//! PEs communicate over *channels*, one for each ordered pair of PEs. The channel from `s` to `d` has two slots in `d`'s
+//! staging buffer, which alternate, and for each slot a word that counts the messages put into it. Message `m`, counted from 0,
+//! goes to slot `m % 2` by one put_signal (the data and an ADD of 1); `d` waits until the word is at least `m / 2 + 1` and
+//! reads the slot. Two PEs take part in their common collectives in the same order, whatever the teams, so the m-th message
+//! sent is the m-th expected. Words are never reset.
 //!
-//! No slot is overwritten before it is read, though nobody acknowledges: **before `s` sends message `m + 2` to `d`, it
-//! has received one that `d` sent after reading message `m`.** Hence at most one message is under way per slot, its
-//! word cannot count a later one in its place, and no fence is needed: the only order asked for is put_signal's own,
-//! data before signal. The proof, by stages. In a stage a PE sends to other members, then receives what they send it in
-//! that stage; a message it sends in a later stage says that it has read all those of the earlier ones. All-gather
-//! is one exchange per step: everybody sends to everybody. All-reduce is two stages per chunk: in reduce-scatter
-//! (RS) everybody sends to each member whose part is not empty, in all-gather (AG) each of those sends to everybody.
+//! No slot is overwritten before it is read, although receivers send no acknowledgements: **before `s` sends message `m + 2` to
+//! `d`, it has received a message that `d` sent after reading message `m`.** Hence at most one message per slot is in flight,
+//! its word cannot count a later message instead, and no fence is needed: the only ordering used is that of put_signal, data
+//! before signal. The proof goes by stages. In a stage a PE sends to other members and then receives what they send in that
+//! stage; a message of a later stage implies that its sender has read all messages of the earlier ones. All-gather is one
+//! exchange per step, in which every member sends to every other. All-reduce has two stages per chunk: in reduce-scatter (RS)
+//! every member sends to each member whose part is not empty; in all-gather (AG) each of those sends to every other.
 //! - `m` is an RS: `d`'s part is not empty, so `s` receives `d`'s AG of that chunk, which `d` sends after reading `m`.
 //!   That is before message `m + 2`, since the chunk has at most one message, its AG, after `m`.
-//! - `m` is an AG or an exchange. Message `m + 1` belongs to a later stage. Before `m + 2`, `s` receives a message of
-//!   `d` from the stage of `m + 1` or after, or, `m + 1` being an AG, from the RS before it; in either case `d` has
-//!   then left the stage of `m`. For if `m + 1` is an exchange, so is `d`'s of the same step; if it is an RS, `d`'s
-//!   part is not empty, and either `s` sends AG, after receiving `d`'s RS, or the chunk ends with `d`'s AG.
+//! - `m` is an AG or an exchange. Message `m + 1` belongs to a later stage. Before `m + 2`, `s` receives a message of `d` from
+//!   the stage of `m + 1` or later, or, if `m + 1` is an AG, from the RS before it; in either case `d` has then left the stage
+//!   of `m`. For if `m + 1` is an exchange, so is `d`'s of the same step; if it is an RS, `d`'s part is not empty, and either
+//!   `s` sends AG, after receiving `d`'s RS, or the chunk ends with `d`'s AG.
 //!
-//! Nobody deadlocks: sending does not wait, and what a PE waits for is sent by PEs that need no more than it has sent.
+//! There is no deadlock: sending never blocks, and a PE waits only for messages whose senders need at most what it has already
+//! sent.
 
 use std::time::Instant;
 
@@ -28,22 +29,22 @@ use super::channels::{Channels, SLOTS};
 use super::{Pod, Shmem, SignalOp, Sym, Team, Transport, WaitTimeout};
 
 impl Channels {
-    /// Where message `m` of `sender` goes, at its receiver: `bytes` bytes of a slot, and the slot's word.
-    fn place(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
+    /// Location of message `m` of `sender` at the receiver: `bytes` bytes of a slot, and the slot's word.
+    fn location(&self, sender: usize, m: u64, bytes: usize) -> (Sym<u8>, Sym<u64>) {
         let index = sender * SLOTS + (m % SLOTS as u64) as usize;
         let start = index * self.slot_bytes;
         (self.staging.slice(start..start + bytes), self.full.at(index))
     }
 
-    /// Sends `data`, no longer than a slot, to `to`.
+    /// Sends `data`, at most one slot long, to `to`.
     fn send<T: Transport, E: Pod>(&mut self, shmem: &Shmem<T>, data: &[E], to: usize) {
         let bytes: &[u8] = bytemuck::cast_slice(data);
-        let (slot, full) = self.place(shmem.my_pe(), self.sent[to], bytes.len());
+        let (slot, full) = self.location(shmem.my_pe(), self.sent[to], bytes.len());
         self.sent[to] += 1;
         shmem.put_signal(slot, bytes, full, 1, SignalOp::Add, to);
     }
 
-    /// Receives what `from` sent, as many elements as `data` has.
+    /// Receives a message of `data.len()` elements from `from`.
     fn receive<T: Transport, E: Pod>(
         &mut self,
         shmem: &Shmem<T>,
@@ -52,7 +53,7 @@ impl Channels {
         deadline: Instant,
     ) -> Result<(), WaitTimeout> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(data);
-        let (slot, full) = self.place(from, self.received[from], bytes.len());
+        let (slot, full) = self.location(from, self.received[from], bytes.len());
         let count = self.received[from] / SLOTS as u64 + 1;
         self.received[from] += 1;
         shmem.wait_at_least(full, count, from, deadline)?;
@@ -79,7 +80,7 @@ impl Channels {
             let len = chunk.len();
             let part = |i: usize| len * i / size..len * (i + 1) / size;
             let my_part = part(me);
-            // Reduce-scatter: part i of everybody's data goes to member i, who adds it up in team order.
+            // Reduce-scatter: part i of each member's data goes to member i, which sums in team order.
             for i in others(me, size).filter(|&i| !part(i).is_empty()) {
                 self.send(shmem, &chunk[part(i)], team.members()[i]);
             }
@@ -99,7 +100,7 @@ impl Channels {
                     }
                 }
                 chunk[my_part.clone()].copy_from_slice(sum);
-                // All-gather: the sum goes to everybody.
+                // All-gather: the sum goes to all other members.
                 for i in others(me, size) {
                     self.send(shmem, &chunk[my_part.clone()], team.members()[i]);
                 }
@@ -137,7 +138,7 @@ impl Channels {
     }
 }
 
-/// The members other than `me`, starting with the next one, so that not everybody sends to member 0 first.
+/// The members other than `me`, starting with the next one, so that the first messages do not all go to member 0.
 fn others(me: usize, size: usize) -> impl Iterator<Item = usize> {
     (1..size).map(move |distance| (me + distance) % size)
 }

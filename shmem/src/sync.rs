@@ -1,4 +1,4 @@
-//! The synchronisation of a team, by the words and rounds of `team.rs`.
+//! The synchronisation of a team, with the words and rounds of `team.rs`.
 
 use std::time::Instant;
 

@@ -1,14 +1,15 @@
-//! A world of threads of one process.
+//! PEs that are threads of one process.
 
 use super::{ShmTransport, Shmem, ShmemError};
 
-/// A world of `n_pes` PEs over shared memory in this process, by number: one for each of as many threads.
+/// Creates `n_pes` PEs over shared memory in this process, in PE order, one for each of its threads.
 ///
-/// `heap_bytes` is the size of each PE's heap, what [`Shmem::new`] takes of it included: [`Shmem::heap_bytes_for`] says how
-/// large it is for what a caller needs.
+/// `heap_bytes` is the size of each PE's heap, including the part that [`Shmem::new`] reserves; [`Shmem::heap_bytes_for`]
+/// computes the size for a caller's needs.
 ///
 /// # Errors
-/// When the heap is too small for [`Shmem::new`], or more than the host has.
+/// [`ShmemError::Segment`] if the heap is too small for [`Shmem::new`], [`ShmemError::System`] if the host has too little
+/// memory.
 pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Shmem<ShmTransport>>, ShmemError> {
     if n_pes == 0 {
         return Ok(Vec::new());
@@ -17,7 +18,7 @@ pub fn threads(n_pes: usize, heap_bytes: usize) -> Result<Vec<Shmem<ShmTransport
     Ok(ShmTransport::threads(n_pes, heap_bytes)?.into_iter().map(Shmem::new).collect())
 }
 
-/// Whether a heap has room for what [`Shmem::new`] takes of it.
+/// Checks that a heap has room for the part that [`Shmem::new`] reserves.
 pub(super) fn check_heap(n_pes: usize, heap_bytes: usize) -> Result<(), ShmemError> {
     let reserved = Shmem::<ShmTransport>::reserved_bytes(n_pes, heap_bytes);
     if heap_bytes < reserved {

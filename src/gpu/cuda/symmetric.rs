@@ -1,44 +1,48 @@
-//! Symmetric memory of the PEs' devices, whoever gives it: NVSHMEM or NCCL.
+//! Symmetric memory of the devices, provided by NVSHMEM or NCCL.
 
-use super::meeting::Agreed;
-use super::nccl::windows::{Meeting, Windows};
+use super::exchange::Agreed;
+use super::nccl::windows::{CollectiveContext, Windows};
 use crate::gpu::GpuError;
 use crate::gpu::nvshmem::{self, Nvshmem};
 
-/// How a PE comes to it.
+/// The requested provider of symmetric memory.
 #[derive(Clone, Copy)]
-pub(super) enum Way {
-    /// By NVSHMEM where there are several PEs.
+pub(super) enum SymmetricSource {
+    /// NVSHMEM if there are several PEs.
     Nvshmem,
-    /// By a communicator of NCCL's that is started for it.
+    /// A new NCCL communicator.
     Nccl,
-    /// By the caller's, which `CudaGpu::attach_communicator` has promised to be one.
+    /// The caller's NCCL communicator, valid by the contract of `CudaGpu::attach_communicator`.
     Communicator(usize),
 }
 
-/// What gives it.
+/// The provider in use.
 pub(super) enum Symmetric {
-    /// Nothing: one PE's is memory of its device.
+    /// None: a single PE's symmetric memory is device memory.
     Alone,
     Nvshmem(Nvshmem),
     Nccl(Windows),
 }
 
 impl Symmetric {
-    /// Starts it (collective).
-    pub(super) fn start(way: Way, agreed: &Agreed, pes: Meeting<'_>) -> Result<Symmetric, GpuError> {
+    /// Starts the provider (collective).
+    pub(super) fn start(
+        source: SymmetricSource,
+        agreed: &Agreed,
+        pes: CollectiveContext<'_>,
+    ) -> Result<Symmetric, GpuError> {
         let (me, n) = (pes.bootstrap.my_pe(), pes.bootstrap.n_pes());
-        if !matches!(way, Way::Nvshmem) && agreed.pes_here != n {
+        if !matches!(source, SymmetricSource::Nvshmem) && agreed.pes_here != n {
             return Err(several_hosts(n, agreed.pes_here));
         }
-        match way {
-            Way::Nvshmem if n == 1 => Ok(Symmetric::Alone),
-            Way::Nvshmem => {
-                let (place, library) = nvshmem::find_library()?;
-                tracing::debug!(pe = me, library = %place.display(), version = ?library.version, "NVSHMEM");
-                // SAFETY: the context is current in this thread, and is retained for as long as the device of which this is a part.
+        match source {
+            SymmetricSource::Nvshmem if n == 1 => Ok(Symmetric::Alone),
+            SymmetricSource::Nvshmem => {
+                let (path, library) = nvshmem::find_library()?;
+                tracing::debug!(pe = me, library = %path.display(), version = ?library.version, "NVSHMEM");
+                // SAFETY: the context is current in this thread, and `CudaGpu`, which owns both, keeps it retained.
                 let nvshmem = unsafe { Nvshmem::init(library, pes.bootstrap, pes.limit) };
-                let nvshmem = nvshmem.map_err(|error| between(pes.bootstrap.over_network(), error))?;
+                let nvshmem = nvshmem.map_err(|error| with_network_hint(pes.bootstrap.over_network(), error))?;
                 if nvshmem.limited() && me == 0 {
                     let sharing = agreed.sharing;
                     tracing::warn!(
@@ -47,22 +51,24 @@ impl Symmetric {
                 }
                 Ok(Symmetric::Nvshmem(nvshmem))
             }
-            Way::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
-            // SAFETY: by the contract of `CudaGpu::attach_communicator`; the context is that of the communicator's device.
-            Way::Communicator(communicator) => unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl),
+            SymmetricSource::Nccl => Windows::start(pes, agreed.sharing).map(Symmetric::Nccl),
+            // SAFETY: valid by the contract of `CudaGpu::attach_communicator`; the context is the communicator's device's.
+            SymmetricSource::Communicator(communicator) => {
+                unsafe { Windows::share(communicator, pes) }.map(Symmetric::Nccl)
+            }
         }
     }
 }
 
-/// The refusal of PEs on several hosts.
+/// The error for NCCL with PEs on several hosts.
 pub(super) fn several_hosts(n_pes: usize, here: usize) -> GpuError {
     GpuError::Unavailable(format!(
         "`symmetric` nccl joins the GPUs of one host, and {here} of the {n_pes} PEs are on this one: use `symmetric` nvshmem"
     ))
 }
 
-/// The error of what goes between devices, with what it depends on where a network joins the PEs.
-pub(super) fn between(over_network: bool, error: GpuError) -> GpuError {
+/// Adds NVSHMEM's network settings to an error if the PEs are connected by a network.
+pub(super) fn with_network_hint(over_network: bool, error: GpuError) -> GpuError {
     let (GpuError::Unavailable(_) | GpuError::Failed { .. }, true) = (&error, over_network) else { return error };
     let network = match std::env::var("NVSHMEM_REMOTE_TRANSPORT") {
         Ok(name) => format!("is {name}"),

@@ -4,16 +4,16 @@ use std::time::Duration;
 
 use super::CudaGpu;
 use super::driver::call;
-use super::nccl::windows::Meeting;
-use super::symmetric::{Symmetric, between};
+use super::nccl::windows::CollectiveContext;
+use super::symmetric::{Symmetric, with_network_hint};
 use crate::gpu::{Gpu, GpuError, SymmetricBuffer, smoke};
 
-/// Bytes that a PE writes to each other's memory to see whether they come.
-const TRIED_BYTES: usize = 64 << 10;
+/// Bytes of each copy that [`CudaGpu::try_put`] checks.
+const TEST_BYTES: usize = 64 << 10;
 
 impl CudaGpu {
-    fn meeting(&self) -> Meeting<'_> {
-        Meeting { context: &self.context, bootstrap: &*self.bootstrap, limit: self.wait_limit }
+    fn collective_context(&self) -> CollectiveContext<'_> {
+        CollectiveContext { context: &self.context, bootstrap: &*self.bootstrap, limit: self.wait_limit }
     }
 
     /// [`Gpu::alloc_symmetric_raw`].
@@ -21,11 +21,11 @@ impl CudaGpu {
         if let Symmetric::Alone = self.symmetric {
             return self.alloc_raw(bytes);
         }
-        // Who gives it waits for all PEs without a limit, and frees of this PE may have gone before.
+        // NVSHMEM and NCCL wait for all PEs without a limit, so the PEs synchronise with a limit first.
         self.synchronise_within(self.wait_limit)?;
         self.bootstrap.barrier(self.wait_limit)?;
         match &self.symmetric {
-            Symmetric::Nccl(windows) => windows.alloc(self.meeting(), bytes),
+            Symmetric::Nccl(windows) => windows.alloc(self.collective_context(), bytes),
             Symmetric::Nvshmem(nvshmem) => match nvshmem.malloc(bytes as usize) {
                 0 => Err(self.out_of_memory("symmetric device", bytes)),
                 address => Ok(address),
@@ -37,19 +37,19 @@ impl CudaGpu {
     /// [`Gpu::free_symmetric_raw`].
     ///
     /// # Safety
-    /// As there.
+    /// As for [`Gpu::free_symmetric_raw`].
     pub(super) unsafe fn free_symmetric(&self, address: u64) {
         match &self.symmetric {
-            // SAFETY: by this function's contract.
+            // SAFETY: guaranteed by the caller.
             Symmetric::Nvshmem(nvshmem) => unsafe { nvshmem.free(address) },
             Symmetric::Nccl(_) if self.context.stuck.get() => {}
-            // SAFETY: by this function's contract. What this PE launched that is no operation of it ends first all the same, since the memory may
-            // be given out again.
+            // SAFETY: guaranteed by the caller. Launches that do not communicate may still use the memory, so they complete
+            // first.
             Symmetric::Nccl(windows) => unsafe {
                 call!(self.driver, cuStreamSynchronize(self.context.stream));
                 windows.free(address);
             },
-            // SAFETY: as above; allocated by `alloc_raw`.
+            // SAFETY: guaranteed by the caller; allocated by `alloc_raw`.
             Symmetric::Alone => unsafe { self.free_raw(address) },
         }
     }
@@ -66,58 +66,58 @@ impl CudaGpu {
     }
 
     /// [`Gpu::all_reachable`].
-    pub(super) fn reach_all(&self) -> Result<bool, GpuError> {
-        // With NCCL those that do not reach each other were refused at the start.
+    pub(super) fn query_all_reachable(&self) -> Result<bool, GpuError> {
+        // NCCL has rejected unreachable peers at the start.
         let Symmetric::Nvshmem(_) = self.symmetric else { return Ok(true) };
-        // Whether a heap is mapped is the same for every place in it.
-        let place = self.alloc_symmetric(64)?;
-        let mine = (0..self.n_pes()).all(|pe| self.peer(place, pe) != 0);
+        // A heap is mapped as a whole, so one address decides.
+        let address = self.alloc_symmetric(64)?;
+        let mine = (0..self.n_pes()).all(|pe| self.peer(address, pe) != 0);
         let all = self.bootstrap.all_gather(&[mine.into()], self.wait_limit)?;
-        // SAFETY: allocated just now, and used by nobody; all PEs have looked.
-        unsafe { self.free_symmetric(place) };
+        // SAFETY: allocated above and not used by a kernel; the all-gather shows that all PEs have queried it.
+        unsafe { self.free_symmetric(address) };
         Ok(all.iter().all(|reaches| *reaches == 1))
     }
 
-    /// Sees whether bytes from every PE reach every other (collective): by NVSHMEM from a kernel ([`smoke::try_put`]), by NCCL's windows as
-    /// copies to the peers' addresses.
+    /// Checks that bytes of every PE reach every other (collective): through NVSHMEM from a kernel ([`smoke::try_put`]),
+    /// through NCCL's windows by copies to the peers' addresses.
     ///
     /// # Errors
-    /// [`GpuError::Unavailable`] when they do not come, or come wrong; the driver's.
+    /// [`GpuError::Unavailable`] if bytes are missing or wrong; the driver's error.
     pub fn try_put(&self) -> Result<(), GpuError> {
         let limit = self.wait_limit;
         if let Symmetric::Nccl(_) = self.symmetric {
-            return self.try_copies(limit);
+            return self.check_copies(limit);
         }
         smoke::try_put(self, limit, || self.synchronise_within(limit.saturating_add(Duration::from_secs(1))))
-            .map_err(|error| between(self.bootstrap.over_network(), error))
+            .map_err(|error| with_network_hint(self.bootstrap.over_network(), error))
     }
 
-    fn try_copies(&self, limit: Duration) -> Result<(), GpuError> {
+    fn check_copies(&self, limit: Duration) -> Result<(), GpuError> {
         let (me, n) = (self.my_pe(), self.n_pes());
-        // No two bytes that follow each other are alike, nor those of two pairs at a place.
+        // Neighbouring bytes differ, and so do the patterns of different pairs of PEs.
         let sent = |from: usize, to: usize| -> Vec<u8> {
-            (0..TRIED_BYTES).map(|i| (i + i / 251 + 7 * from + 13 * to) as u8).collect()
+            (0..TEST_BYTES).map(|i| (i + i / 251 + 7 * from + 13 * to) as u8).collect()
         };
-        let memory = SymmetricBuffer::new(self, (n * TRIED_BYTES) as u64)?;
+        let memory = SymmetricBuffer::new(self, (n * TEST_BYTES) as u64)?;
         memory.zero(0, memory.bytes())?;
         self.barrier(limit)?;
         for to in (0..n).filter(|&to| to != me) {
-            let place = memory.peer(to) + (me * TRIED_BYTES) as u64;
-            // SAFETY: this PE's place in the peer's memory, of as many bytes, which is mapped here: no address of it is 0.
-            unsafe { self.copy_in_raw(place, &sent(me, to)) }?;
+            let address = memory.peer(to) + (me * TEST_BYTES) as u64;
+            // SAFETY: this PE's block of the peer's mapped memory; `peer` is not 0, since NCCL has mapped all windows.
+            unsafe { self.copy_in_raw(address, &sent(me, to)) }?;
         }
         self.barrier(limit)?;
         for from in (0..n).filter(|&from| from != me) {
-            let mut came = vec![0; TRIED_BYTES];
-            let place = memory.address() + (from * TRIED_BYTES) as u64;
-            // SAFETY: that PE's place in the own memory, of as many bytes.
-            unsafe { self.copy_out_raw(&mut came, place) }?;
+            let mut received = vec![0; TEST_BYTES];
+            let address = memory.address() + (from * TEST_BYTES) as u64;
+            // SAFETY: the sender's block of this PE's memory.
+            unsafe { self.copy_out_raw(&mut received, address) }?;
             let wanted = sent(from, me);
-            if let Some(at) = (0..TRIED_BYTES).find(|&i| came[i] != wanted[i]) {
+            if let Some(at) = (0..TEST_BYTES).find(|&i| received[i] != wanted[i]) {
                 return Err(GpuError::Unavailable(format!(
-                    "PE {from} wrote {TRIED_BYTES} bytes to PE {me}'s memory by NCCL's addresses, and byte {at} is {}, not {}: use `symmetric` \
+                    "PE {from} wrote {TEST_BYTES} bytes to PE {me}'s memory by NCCL's addresses, and byte {at} is {}, not {}: use `symmetric` \
                      nvshmem",
-                    came[at], wanted[at]
+                    received[at], wanted[at]
                 )));
             }
         }
