@@ -1,4 +1,4 @@
-//! What a forward pass leaves for its backward, and whose it is.
+//! State that a forward pass keeps for its backward.
 
 use super::shape::place;
 use super::weights::TENSOR_MAP_BOX;
@@ -6,7 +6,7 @@ use super::{DeviceLayer, MoeError};
 use crate::gpu::params::LayerInfo;
 use crate::gpu::{Buffer, TensorMap};
 
-/// Who chose the experts of a pass.
+/// The source of a pass's routing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RoutedBy {
     /// The layer's router.
@@ -15,18 +15,17 @@ pub(super) enum RoutedBy {
     Caller,
 }
 
-/// What a forward pass leaves for its backward, on the device.
+/// State that a forward pass keeps for its backward, on the device.
 ///
-/// It belongs to the layer that made it, by the layer's number, which no other layer of the process has: all others refuse it,
-/// also one that was made after its own was freed. The state of its pass is checked too, so there is one backward, and that of
-/// the same kind.
+/// It belongs to the layer that made it, by an id that is unique in the process; any other layer rejects it. It allows
+/// a single backward, of the same kind as the forward pass.
 pub struct DeviceSaved<'g> {
     layer: u64,
-    /// [`DeviceLayer::version`] of the description.
+    /// [`DeviceLayer::version`] that the description was made from.
     version: u64,
     tokens: usize,
     routed_by: RoutedBy,
-    /// Whether there may be a backward.
+    /// Whether a backward is allowed.
     awaits_backward: bool,
     local: Buffer<'g>,
     /// The kernels' `Layer`, with addresses in `local` and in the layer's tables, weights and symmetric memory.
@@ -35,7 +34,7 @@ pub struct DeviceSaved<'g> {
 }
 
 impl<'g> DeviceSaved<'g> {
-    /// Memory for a pass of this layer.
+    /// Allocates the state of a pass of this layer.
     pub(super) fn new(layer: &DeviceLayer<'g>) -> Result<Self, MoeError> {
         let local = Buffer::new(layer.gpu, layer.sizes.local_bytes)?;
         let (info, description) =
@@ -71,32 +70,32 @@ impl<'g> DeviceSaved<'g> {
         self.tokens
     }
 
-    /// Who chose the experts of the pass.
+    /// The source of the pass's routing.
     pub(super) fn routed_by(&self) -> RoutedBy {
         self.routed_by
     }
 
-    /// Sizes, addresses in the state's memory, and launches.
+    /// Sizes, addresses in the state's memory, and launch parameters.
     pub(super) fn info(&self) -> &LayerInfo {
         &self.info
     }
 
-    /// Where the kernels' `Layer` is on the device.
+    /// Device address of the kernels' `Layer`.
     pub(super) fn description(&self) -> u64 {
         self.description.address()
     }
 
-    /// The state's memory, and where in it an address of [`DeviceSaved::info`] is.
+    /// The state's memory, and the offset in it of an address of [`DeviceSaved::info`].
     pub(super) fn at(&self, address: u64) -> (&Buffer<'g>, u64) {
         (&self.local, address - self.local.address())
     }
 
-    /// Whether it is of this layer.
+    /// Whether the state is of this layer.
     pub(super) fn is_of(&self, layer: &DeviceLayer<'g>) -> bool {
         self.layer == layer.id
     }
 
-    /// Refuses what is not of this layer.
+    /// Returns an error unless the state is of this layer.
     pub(super) fn check(&self, layer: &DeviceLayer<'g>, what: &'static str) -> Result<(), MoeError> {
         match self.is_of(layer) {
             true => Ok(()),
@@ -104,12 +103,12 @@ impl<'g> DeviceSaved<'g> {
         }
     }
 
-    /// Tells the kernels what has changed of the layer, which this state is of, since it was last used.
+    /// Updates the description if the layer, which must be the state's own, has changed since the last use.
     pub(super) fn refresh(&mut self, layer: &DeviceLayer<'g>) -> Result<(), MoeError> {
         if self.version != layer.version {
             let (info, description) =
                 place(&layer.shape, &layer.weights.tables, self.local.address(), layer.symmetric.address())?;
-            // What may change does not change any size, so the state's memory is as large as the new description needs.
+            // Changes of the layer do not change sizes, so the state's memory fits the new description.
             assert_eq!((info.local_bytes, info.layer_bytes), (self.info.local_bytes, self.info.layer_bytes));
             self.description.write(0, &description)?;
             (self.info, self.version) = (info, layer.version);
@@ -117,12 +116,12 @@ impl<'g> DeviceSaved<'g> {
         Ok(())
     }
 
-    /// A forward pass of `tokens` tokens is about to be launched.
+    /// Call before launching a forward pass of `tokens` tokens.
     pub(super) fn begin(&mut self, tokens: usize, by: RoutedBy) {
         (self.tokens, self.routed_by, self.awaits_backward) = (tokens, by, true);
     }
 
-    /// Refuses a backward of another kind than the forward pass, and a second one.
+    /// Returns an error for a second backward, or one of another kind than the forward pass.
     pub(super) fn check_backward(&self, layer: &DeviceLayer<'g>, by: RoutedBy) -> Result<(), MoeError> {
         let what = match by {
             RoutedBy::Layer => "run backward",
@@ -138,7 +137,7 @@ impl<'g> DeviceSaved<'g> {
         Err(MoeError::Usage { what, why: why.into() })
     }
 
-    /// Its backward is about to be launched.
+    /// Call before launching its backward.
     pub(super) fn begin_backward(&mut self) {
         self.awaits_backward = false;
     }
