@@ -1,7 +1,7 @@
-//! What a run needs, what of it this machine has, and the cure for what is missing: `aristos doctor`.
+//! `aristos doctor`: checks the requirements of runs on this machine, and suggests how to meet missing ones.
 //!
-//! Facts are gathered first ([`Facts::gather`]: the driver and NVSHMEM are asked, files are read), then judged
-//! ([`examine`]), so that the judgements can be tested with the facts of other machines.
+//! Facts are collected first ([`Facts::gather`]: driver, NVSHMEM, files), then judged ([`examine`]), so that tests can
+//! judge the facts of other machines.
 
 mod cuda;
 mod facts;
@@ -12,15 +12,14 @@ use serde::Serialize;
 
 pub use facts::{CudaFacts, DeviceFacts, Facts, LibraryFacts};
 
-/// The state of what was looked at.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// As it should be.
     Ok,
-    /// Runs, but not as well as it could, or not everywhere.
+    /// Works, but not at full speed, or not everywhere.
     Warn,
-    /// The runs that need it fail.
+    /// Runs that need it fail.
     Fail,
 }
 
@@ -34,7 +33,7 @@ impl Level {
     }
 }
 
-/// Which runs need what was looked at.
+/// The runs that need what a check covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Need {
@@ -46,18 +45,18 @@ pub enum Need {
     Network,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at: "driver", "memlock".
+    /// Subject of the check: "driver", "memlock".
     pub topic: &'static str,
-    /// Its state.
+    /// Its result.
     pub level: Level,
-    /// Which runs need it.
+    /// The runs that need it.
     pub need: Need,
-    /// What was found.
+    /// Description of the current state.
     pub found: String,
-    /// What to do about it.
+    /// Suggested remedy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cure: Option<String>,
 }
@@ -89,7 +88,7 @@ pub fn cpu_runs(findings: &[Finding]) -> bool {
     !findings.iter().any(|f| f.need == Need::Cpu && f.level == Level::Fail)
 }
 
-/// One line per finding, its cure below it.
+/// One line per finding, with its cure below it.
 pub fn render(findings: &[Finding]) -> String {
     let width = findings.iter().map(|f| f.topic.len()).max().unwrap_or(0);
     let mut text = String::new();
@@ -113,7 +112,7 @@ pub fn render(findings: &[Finding]) -> String {
     text
 }
 
-/// As [`render`], for programs.
+/// The findings of [`render`] as JSON.
 pub fn to_json(findings: &[Finding]) -> serde_json::Value {
     let fails = |need: &[Need]| findings.iter().any(|f| need.contains(&f.need) && f.level == Level::Fail);
     serde_json::json!({
