@@ -108,7 +108,7 @@ def run(rank, world, args, store):
     torch.set_num_threads(args.threads)
     cpus = sorted(os.sched_getaffinity(0))
     if args.threads == 1 and world <= len(cpus):
-        os.sched_setaffinity(0, {cpus[rank]})  # as the PEs of `aristos bench moe` are
+        os.sched_setaffinity(0, {cpus[rank]})  # like the PEs of `aristos bench moe`
     torch.manual_seed(1000 + rank)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -178,7 +178,7 @@ def main():
     args = parser.parse_args()
     if args.tokens % args.processes or args.experts % args.processes:
         sys.exit("--tokens and --experts must divide by --processes")
-    # Before torch's OpenMP starts in the children; they are forks that have not used it yet.
+    # Must be set before torch's OpenMP starts in the children, which fork before it is used.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
     if args.processes == 1:
         return run(0, 1, args, None)

@@ -33,7 +33,7 @@ import aristos
 TEXTS = pathlib.Path("/usr/share/common-licenses")
 HELD_OUT = TEXTS / "CC0-1.0"
 EXPERTS, ROUTED_STEPS = 8, 4
-# What is exported beside the weights: a layer's input for so many bytes of the text that is held out.
+# Besides the weights, the export contains a layer's input for this many bytes of the held-out text.
 EXPORTED_LAYER, EXPORTED_TOKENS = 1, 512
 USUAL = dict(hidden_size=128, num_hidden_layers=4, head_dim=32, intermediate_size=256, moe_intermediate_size=208)
 TINY = dict(hidden_size=80, num_hidden_layers=2, head_dim=16, intermediate_size=128, moe_intermediate_size=104)
@@ -94,7 +94,7 @@ def config_of(args):
 
 
 def make_model(args, rank, size):
-    # All processes, and all runs, begin with the same weights.
+    # All processes, and all runs, start with the same weights.
     start = args.from_model or args.out / f".start-{os.environ.get('MASTER_PORT', args.experts)}"
     if rank == 0 and not args.from_model:
         torch.manual_seed(0)
@@ -168,7 +168,7 @@ def train(args, rank, size):
 def judge(model, name, folder):
     """Says the loss on the text that is held out; writes the model, and what a layer does on that text, into `folder` if there is one."""
     if folder:
-        # What is captured is what the weights on disk give, computed in f32.
+        # Captures the layer with the weights as written to disk, computed in f32.
         model.bfloat16().save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         model.float()

@@ -1,5 +1,5 @@
-//! The layer on emulated devices against the float64 reference: every router, every expert, any number of PEs, whatever
-//! order things happen in.
+//! The layer on emulated devices against the float64 reference: every router and expert, any number of PEs, any order
+//! of events.
 
 #[macro_use]
 mod common;
@@ -32,10 +32,10 @@ use common::{Step, assert_close, even, heap_bytes, mixtral, reference_rounded, s
 use half::{bf16, f16};
 use sample::Sample;
 
-/// Symmetric memory of each PE: far more than these layers take, and none of it is touched before it is allocated.
+/// Symmetric memory of each PE: far more than these layers need; pages are touched only after allocation.
 const HEAP_BYTES: usize = 64 << 20;
 
-/// One world of PEs and what they run.
+/// A world of emulated PEs and its options.
 #[derive(Clone)]
 struct World {
     device: EmulatedDevice,
@@ -62,7 +62,7 @@ impl World {
         self
     }
 
-    /// Only the network between PEs of different parity.
+    /// PEs of different parity reach each other only over the network.
     fn network(mut self, n: usize) -> Self {
         self.reachable = Some((0..n * n).map(|i| u8::from((i / n) % 2 == (i % n) % 2)).collect());
         self
@@ -88,7 +88,7 @@ fn small_options() -> Options {
     with!(Options::default(); chunk_rows = Some(5), wait_limit = Duration::from_secs(60))
 }
 
-/// Runs one closure per PE, each on its own thread, and gives back what they return, by PE.
+/// Runs one closure per PE, each on its own thread, and returns the results by PE.
 fn on_pes<R: Send>(pes: Vec<Emulated>, f: impl Fn(&Emulated) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let f = &f;
@@ -97,7 +97,7 @@ fn on_pes<R: Send>(pes: Vec<Emulated>, f: impl Fn(&Emulated) -> R + Sync) -> Vec
     })
 }
 
-/// One PE's tokens on its device, and where results go.
+/// One PE's tokens and result buffers on its device.
 struct Tokens<'g> {
     elements: usize,
     x: Buffer<'g>,
@@ -143,7 +143,7 @@ fn spec_of(world: &World, source: &Synthetic, n_pes: usize, max_tokens: usize) -
     LayerSpec::new(source.config().clone(), n_pes, max_tokens).dtype(world.dtype).options(world.options.clone())
 }
 
-/// What a PE says of one step.
+/// The results of one PE in one step.
 struct PeStep {
     step: Step,
     rounds: [u64; 2],
@@ -152,8 +152,8 @@ struct PeStep {
     all_reduce_bytes: u64,
 }
 
-/// Runs `steps` steps, step `s` on the token ranges `splits[s % splits.len()]`, with `ahead` forward passes without a backward
-/// before each.
+/// Runs `steps` steps, step `s` on the token ranges `splits[s % splits.len()]`. Runs `ahead` forward passes without
+/// backward before each.
 fn run(
     world: &World,
     source: &Synthetic,
@@ -217,7 +217,7 @@ fn run(
     Ok((0..steps).map(|_| by_pe.iter_mut().map(|pe| pe.remove(0)).collect()).collect())
 }
 
-/// What all PEs computed in a step. Replicated weights' gradients must be the same everywhere.
+/// Merges the results of all PEs in a step. Gradients of replicated weights must be the same on all PEs.
 fn together(pes: &[PeStep], config: &LayerConfig) -> Step {
     let mut all = Step::default();
     for pe in pes {
@@ -244,7 +244,7 @@ fn steps(world: &World, source: &Synthetic, splits: &[Vec<Range<usize>>], count:
     steps.iter().map(|pes| together(pes, source.config())).collect()
 }
 
-/// Fails where anything but traffic and memory differs in a bit.
+/// Asserts bitwise equality of everything except traffic and memory.
 fn assert_same(got: &[Step], want: &[Step], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (step, (got, want)) in got.iter().zip(want).enumerate() {
@@ -257,7 +257,7 @@ fn assert_same(got: &[Step], want: &[Step], what: &str) {
     }
 }
 
-/// Two steps against the reference, and against each other; what the first one was.
+/// Compares two steps with the reference and with each other, and returns the first one.
 fn check(world: &World, source: &Synthetic, tokens: usize, n: usize, what: &str) -> Vec<PeStep> {
     let mut steps = run(world, source, &[even(tokens, n)], 2, 0).unwrap_or_else(|error| panic!("{what}: {error}"));
     let all: Vec<Step> = steps.iter().map(|pes| together(pes, source.config())).collect();
@@ -343,7 +343,7 @@ fn hopper_kernels() {
 
 #[test]
 fn several_tiles_of_an_expert() {
-    // More rows than a tile has, more columns than a tile has, and a rest of each.
+    // More rows and columns than a tile, with a remainder of each.
     let base = mixtral(288, 264, 3, 2);
     let mlp = with!(base.expert; bias = true);
     let source = synthetic(with!(base; shared = Some(SharedConfig::new(mlp, true))), 8);
@@ -360,7 +360,8 @@ fn tiles_of_two_blocks_give_the_same_bits() {
     let base = mixtral(96, 264, 3, 2);
     let shared = Some(SharedConfig::new(with!(base.expert; bias = true), true));
     let device = with!(EmulatedDevice::default(); hopper = true, multiprocessors = 5);
-    // Batches of more rows than a block has of a tile, and of fewer: the second block then has none. In one round, and in several.
+    // Batches with more rows than a block's part of a tile, and with fewer, for which the second block has none. In one
+    // round, and in several.
     for (tokens, mode, budget) in [(421, Mode::Pipelined, 2.0), (60, Mode::Pipelined, 0.5), (160, Mode::Bulk, 2.0)] {
         let source = hot(&with!(base.clone(); shared = shared), 0.3, 0.7);
         let options = with!(small_options(); chunk_rows = Some(16), mode = mode, budget_factor = budget);
@@ -388,7 +389,7 @@ fn few_tokens_and_few_experts() {
     check(&World::new(), &synthetic(mixtral(16, 8, 2, 2), 1), 9, 4, "PEs without experts");
 }
 
-/// A layer whose experts below `ratio` get all the rows.
+/// A layer in which the first `ratio` of the experts get the share `weight` of the rows.
 fn hot(layer: &LayerConfig, ratio: f64, weight: f64) -> Synthetic {
     let spec = with!(SyntheticSpec::new(layer.clone(), 5); hot_ratio = ratio, hot_weight = weight);
     Synthetic::new(spec).unwrap()
@@ -403,11 +404,11 @@ fn all_tokens_to_one_expert_in_rounds_within_the_budget() {
         let options = with!(small_options(); mode = mode, chunk_rows = Some(4));
         let world = World { options, ..World::new() };
         let pes = check(&world, &source, tokens, n, "all to one");
-        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3: as on the CPU.
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, which is two chunks of 3, as on the CPU.
         assert!(pes.iter().all(|pe| pe.rounds[0] == 4), "{:?}", pes.iter().map(|pe| pe.rounds).collect::<Vec<_>>());
         peaks.extend(pes.iter().map(|pe| pe.step.peak_bytes[0]));
     }
-    // No more than with even routing.
+    // Even routing needs the same memory.
     let even_source = synthetic(mixtral(32, 16, 8, 1), 5);
     let options = with!(small_options(); chunk_rows = Some(4));
     let pes = check(&World { options, ..World::new() }, &even_source, tokens, n, "even");
@@ -446,7 +447,7 @@ struct Case {
     options: Options,
 }
 
-/// What makes PEs run ahead, wait, or go through memory again.
+/// Cases in which PEs run ahead, wait, or reuse memory.
 fn cases() -> Vec<Case> {
     let layer = mixtral(16, 8, 5, 2);
     let options = with!(small_options(); chunk_rows = Some(2));
@@ -530,7 +531,7 @@ fn several_forward_passes_wait_for_their_backward() {
     let source = synthetic(mixtral(16, 8, 5, 2), 7);
     let world = World::new();
     let (n, batches) = (3, 3);
-    // Each batch alone, and all of them forward before the first backward, which goes backwards through them.
+    // Each batch alone, and all forward passes before the first backward, in reverse order.
     let range = |me: usize, batch: usize| {
         let first = 12 * batch + 4 * me;
         first..first + if batch == 1 { me } else { 4 }
@@ -569,8 +570,8 @@ fn several_forward_passes_wait_for_their_backward() {
     assert_eq!(results(true), results(false));
 }
 
-/// A recorded step equals one launched kernel by kernel, run after run, also when its input changes between runs, and between
-/// passes that are not recorded.
+/// A recorded step equals one launched kernel by kernel, in repeated runs, with changed inputs, and between passes that
+/// are not recorded.
 #[test]
 fn a_recorded_step_is_the_same_step() {
     let source = synthetic(mixtral(32, 24, 6, 2), 11);
@@ -606,7 +607,7 @@ fn a_recorded_step_is_the_same_step() {
                 results.push((got, want));
             }
             drop(recorded);
-            // And not recorded again.
+            // A later unrecorded step.
             results.push((one(&mut layer, &mut fresh(2)), results[3].1.clone()));
             layer.free().unwrap();
             results
@@ -661,15 +662,16 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
             assert_eq!(got.dispatch_row_bytes, got.dispatch_rows * h * 2, "PE {pe}");
             assert_eq!(got.combine_row_bytes, got.combine_rows * h * 2, "PE {pe}");
             assert_eq!(got.combine_slot_bytes, want.combine_slot_bytes, "PE {pe}");
-            // A word of each row, and two of each slot.
+            // One word per row, and two per slot.
             assert_eq!(got.dispatch_slot_bytes, want.dispatch_slot_bytes, "PE {pe}");
-            // The same rows go forward and backward.
+            // The same rows are sent forward and backward.
             let chunks = (got.dispatch_rows / 2).div_ceil(chunk_rows);
-            // Forward has one header for each peer: 8 words, and one for each of the most experts that a PE has, rounded up to
-            // 16 bytes. Backward needs none, as all activations are kept.
+            // Forward has one header per peer: 8 words, plus one per expert of the PE with most experts, rounded up to
+            // 16 bytes. Backward needs no header, because all activations are kept.
             assert_eq!(got.header_bytes, 2 * (4 * (8 + 2u64)).next_multiple_of(16), "PE {pe}");
-            // A put with its signal for each header, each chunk out, forward and backward, and each chunk back; and where more chunks
-            // came than a window has places, a credit for each more, forward and backward (protocol_cases.h counts them).
+            // One put with signal for each header, for each dispatched chunk, forward and backward, and for each
+            // returned chunk. Chunks beyond the window's slots add one credit each, forward and backward
+            // (protocol_cases.h counts them).
             let credits = got.signals - got.puts;
             assert!(credits.is_multiple_of(2) && credits < got.puts, "PE {pe}: {got:?}");
             assert!(got.puts >= 2 + 2 * chunks, "PE {pe}: {got:?}");
@@ -678,20 +680,22 @@ fn traffic_is_that_of_the_layer_on_the_cpu() {
             assert!(got.fences <= most_fences(far) && (got.fences > far) == (far > 0), "PE {pe}: {got:?}");
             assert_eq!(pes[pe].rounds, [1, 1]);
         }
-        // The sum of the router's gradient: everyone sends its part of each owner's share, and gets the sums.
+        // Sum of the router's gradient: each PE sends its part of each owner's share, and receives the sums.
         let bytes: u64 = pes.iter().map(|pe| pe.all_reduce_bytes).sum();
         let elements = (layer.n_experts * layer.hidden) as u64;
         assert!(bytes >= 2 * 4 * elements * (n as u64 - 1), "{bytes}");
     }
 }
 
-/// The most fences of a step, forward and backward, to `far` PEs that only the network reaches: of the headers one, of the rows and of the results of
-/// either pass one for each of these PEs, and of the sum of the router's gradient, whose parts are one piece each, one for values and one for sums.
+/// Maximum fences of a step, forward and backward, for `far` PEs that only the network reaches: one for the headers;
+/// one per such PE for the rows and one for the results of each pass; for the sum of the router's gradient, whose parts
+/// are one piece each, one for values and one for sums.
 fn most_fences(far: u64) -> u64 {
     far.min(1) * (1 + 2) + 2 * 2 * far
 }
 
-/// Models' numbers of experts and choices, few of their tokens, chunks as many as by default. A synthetic router's hidden size is at least its experts.
+/// The expert counts and top-k of real models, few tokens, chunks per window as by default. A synthetic router needs a
+/// hidden size of at least its number of experts.
 #[test]
 fn even_routing_has_a_fence_for_each_far_peer_at_most() {
     for (experts, top_k, pes) in [(8, 2, &[2, 4, 8][..]), (128, 8, &[2, 4, 8])] {

@@ -1,4 +1,4 @@
-//! Expert-parallel groups: several of them, with experts wherever they like, are one layer.
+//! Several expert-parallel groups, with any placement of experts, compute one layer.
 
 #[macro_use]
 mod common;
@@ -21,13 +21,13 @@ use groupings::{groupings, groups, replicated};
 
 type Group<'s, T> = GroupTransport<'s, T>;
 
-/// The layer of a group.
+/// The spec of a group's layer.
 fn spec(config: &LayerConfig, groups: &Groups, group: usize, max_tokens: usize, options: &Options) -> LayerSpec {
     let n = groups.members(group).len();
     common::spec::<f32>(config, n, max_tokens, options).placement(groups.placement(group).clone())
 }
 
-/// Of a group of PEs over its heap: what a layer in it needs.
+/// Heap bytes that a layer in any group needs.
 fn group_heap(config: &LayerConfig, groups: &Groups, max_tokens: usize, options: &Options) -> usize {
     (0..groups.len()).map(|g| spec(config, groups, g, max_tokens, options).heap_bytes().unwrap()).max().unwrap()
 }
@@ -37,8 +37,8 @@ fn world_heap(config: &LayerConfig, groups: &Groups, n: usize, max_tokens: usize
     Shmem::<ShmTransport>::heap_bytes_for(n, bytes + 4096)
 }
 
-/// `steps` steps of all groups; what PE `pe` owns of them, as one step. PE and local expert `lost`, if any, adds nothing to its replicas'
-/// gradients.
+/// Runs `steps` steps of all groups and merges each step. If `lost` is (PE, local expert), that expert's gradients on
+/// that PE are missing from the sum over replicas.
 fn run_groups<T: Transport + Send>(
     transports: Vec<T>,
     source: &Synthetic,
@@ -65,7 +65,7 @@ fn run_groups<T: Transport + Send>(
             .build(&shmem, source)?;
         let (x, g) = (source.hidden_states(splits[me].clone()), source.grad_output(splits[me].clone()));
         let all = (0..steps).map(|_| one_step(&mut layer, &x, &g)).collect::<Result<Vec<_>, _>>()?;
-        // The others may still read what is ours.
+        // Other PEs may still read this PE's memory.
         world.barrier_all(options_deadline(options)).unwrap();
         Ok(all)
     });
@@ -82,7 +82,7 @@ fn run_groups<T: Transport + Send>(
                 let (group, index) = groups.place(pe);
                 for id in config.weights() {
                     let Some(grad) = grads.get(id, groups.placement(group), index) else { continue };
-                    // All groups' owners hold the same bits.
+                    // The owners in all groups have the same bits.
                     let held = step.grads.entry(id).or_insert_with(|| grad.to_vec());
                     assert_eq!(held, grad, "{id:?} on PE {pe}");
                 }
@@ -92,7 +92,7 @@ fn run_groups<T: Transport + Send>(
         .collect())
 }
 
-/// An exchange that forgets the gradients of a local expert.
+/// An exchange that sends zeros instead of the gradients of a local expert.
 struct Forgetful<X> {
     of: X,
     lost: Option<usize>,
@@ -189,7 +189,8 @@ fn losses_and_capacity_count_over_all_groups() {
     check(with!(sigmoid; aux_loss_coef = 0.3), "sigmoid");
 }
 
-/// Bit for bit the same, whatever comes first; what one group gets is what a layer without groups gets.
+/// Results are bitwise the same for any order of delivery; a single group's choices are those of a layer without
+/// groups.
 #[test]
 fn any_order_of_deliveries_gives_the_same() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);
@@ -211,7 +212,7 @@ fn any_order_of_deliveries_gives_the_same() {
     }
 }
 
-/// Replicas change no result beyond rounding, whoever computes which row.
+/// Replicas change results only by rounding.
 #[test]
 fn replicas_give_what_one_holder_gives() {
     let source = synthetic(with!(mixtral(24, 20, 7, 2); aux_loss_coef = 0.3), 3);
@@ -236,7 +237,6 @@ fn replicas_give_what_one_holder_gives() {
     }
 }
 
-/// Gradients that one replica leaves out are missed.
 #[test]
 #[should_panic(expected = "Expert(0")]
 fn a_replica_that_is_left_out_is_seen() {
@@ -253,7 +253,6 @@ fn a_replica_that_is_left_out_is_seen() {
     assert_close(&step, &reference::<f32>(&source, tokens, &step.chosen), TOLERANCE_F32, "left out");
 }
 
-/// A layer that would train with replicas and never sum their gradients is refused.
 #[test]
 fn replicas_without_an_exchange_are_refused() {
     let source = synthetic(mixtral(24, 20, 7, 2), 3);
@@ -270,7 +269,7 @@ fn replicas_without_an_exchange_are_refused() {
     );
 }
 
-/// A PE of another group that does not do its backward is named, by its number in the world.
+/// The error names a PE of another group that omits its backward, by its number in the world.
 #[test]
 fn a_silent_group_is_named() {
     let source = synthetic(mixtral(16, 12, 6, 2), 5);

@@ -1,4 +1,4 @@
-//! The layer over shared memory against the float64 reference: every router, every expert, any number of PEs.
+//! The CPU layer over shared memory against the float64 reference: every router and expert, any number of PEs.
 
 #[macro_use]
 mod common;
@@ -114,7 +114,7 @@ fn pes_agree_across_their_number() {
     }
 }
 
-/// Tiles that are large enough for more threads: results and gradients are the same bits for any number of them.
+/// With tiles large enough for several threads.
 #[test]
 fn threads_change_no_bit() {
     fn check<E: Element>(layer: &LayerConfig) {
@@ -141,8 +141,8 @@ fn threads_change_no_bit() {
     check::<bf16>(&base);
 }
 
-/// Rows that travel as bf16: within its rounding of the reference, further from it than f32 rows are (so they were rounded), and what stays on
-/// a PE as exact as ever.
+/// Rows sent as bf16 are within bf16 rounding of the reference, and further from it than f32 rows, so they were
+/// rounded; rows that stay on a PE are exact.
 #[test]
 fn rows_of_f32_travel_as_bf16() {
     let layer = mixtral(64, 48, 8, 3);
@@ -172,7 +172,7 @@ fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
         let (tokens, n) = (160, 8);
         let heap = heap_bytes::<f32>(&layer, n, tokens / n, &options);
         let steps = run::<_, f32>(shm(n, heap), &source, &[even(tokens, n)], &options, 2).unwrap();
-        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, that is two chunks of 3.
+        // 20 rows from each PE through windows of 2 * 20 / 8 = 5 rows, which is two chunks of 3.
         assert_eq!(steps[0].rounds, vec![4; n]);
         assert!(steps[0].peak_bytes.iter().all(|&peak| peak <= heap));
         assert_close(&steps[0], &reference::<f32>(&source, tokens, &steps[0].chosen), TOLERANCE_F32, "all to one");
@@ -182,7 +182,7 @@ fn all_tokens_to_one_pe_in_rounds_within_the_budget() {
 
 #[test]
 fn even_routing_takes_one_round() {
-    // Every row goes to the other PE or stays: windows of twice the even share hold them all, whatever the chunks.
+    // Every row goes to the other PE or stays: windows of twice the even share hold all of them for any chunk size.
     for tokens in [1, 2, 7, 90, 91, 93] {
         let (source, n) = (synthetic(mixtral(8, 4, 4, 2), 5), 2);
         for chunk_rows in [1, 2, 4, 32, 64] {
@@ -204,7 +204,7 @@ fn bytes_on_the_wire_are_the_formula() {
     let splits = [even(tokens, n)];
     let step = run::<_, f32>(shm(n, heap), &source, &splits, &options, 1).unwrap().remove(0);
     for (pe, range) in splits[0].iter().enumerate() {
-        // A token goes once to each PE that has at least one of its experts (two experts a PE here), and comes back once.
+        // A token is sent once to each PE that has any of its experts (two experts per PE here), and returned once.
         let (mut rows, mut slots) = (0u64, 0u64);
         for t in range.clone() {
             let mut owners: Vec<u32> = step.chosen[t * 3..(t + 1) * 3].iter().map(|e| e / 2).collect();
@@ -222,7 +222,8 @@ fn bytes_on_the_wire_are_the_formula() {
     let total = |f: fn(&aristos::moe::metrics::Traffic) -> u64| step.traffic.iter().map(f).sum::<u64>();
     assert_eq!(total(|t| t.combine_rows), total(|t| t.dispatch_rows), "every row comes back");
     assert_eq!(total(|t| t.combine_row_bytes), total(|t| t.dispatch_row_bytes));
-    // Backward returns one routing-weight gradient per slot: 4 of the 8 bytes that forward sent for it, less the counts.
+    // Backward returns one routing-weight gradient per slot: 4 of the 8 bytes that forward sent for it, without the
+    // counts.
     let forward_rows = total(|t| t.dispatch_rows) / 2;
     assert_eq!(total(|t| t.combine_slot_bytes) * 2, total(|t| t.dispatch_slot_bytes) - 4 * forward_rows);
 }
@@ -258,11 +259,11 @@ fn a_layer_that_cannot_be_is_an_error() {
     }
 }
 
-/// What a forward pass leaves belongs to its layer, for one backward of the same kind.
+/// A saved pass belongs to its layer, for one backward of the same kind.
 #[test]
 fn a_saved_pass_of_another_kind_is_refused() {
     let source = synthetic(mixtral(8, 4, 6, 2), 1);
-    // A limit that no clock reaches is no limit.
+    // A deadline that overflows the clock means no deadline.
     let options = with!(Options::default(); wait_limit = Duration::MAX);
     let spec = common::spec::<f32>(source.config(), 2, 4, &options);
     let heap = Shmem::<ShmTransport>::heap_bytes_for(2, 2 * spec.layout().unwrap().total_bytes());
@@ -286,7 +287,7 @@ fn a_saved_pass_of_another_kind_is_refused() {
         let external = layer.experts_backward(&mut saved, &x, &x, &mut dx, &mut dw);
         let want = "cannot run the backward of experts: the layer's own router routed the forward pass";
         assert_eq!(refused(external), want);
-        // None of them was sent anything, so that the layer can go on; but once.
+        // The refused calls sent nothing, so the layer is still usable; but only for one backward.
         layer.backward(&mut saved, &x, &x, &mut dx).unwrap();
         let again = layer.backward(&mut saved, &x, &x, &mut dx);
         assert_eq!(refused(again), "cannot run backward: the forward pass has had its backward");
@@ -320,7 +321,7 @@ fn a_layer_not_made_for_training_has_no_backward() {
     });
 }
 
-/// A layer may be used from another thread than the one that made it.
+/// Another thread may use a layer than the one that made it.
 #[test]
 fn a_layer_can_be_sent() {
     fn is_send<T: Send>() {}

@@ -1,4 +1,4 @@
-//! Experts that move between passes: what comes after is what a layer made so from the start computes, bit for bit.
+//! Experts that move between passes: later results are bitwise those of a layer made with the new placement.
 
 #[macro_use]
 mod common;
@@ -21,7 +21,7 @@ const TOKENS: usize = 60;
 const PES: usize = 4;
 const SLOTS: usize = 5;
 
-/// Where the experts are, one place after the other: one group or two, replicas or none.
+/// Sequences of placements: one group or two, with and without replicas.
 fn places() -> [Vec<Groups>; 2] {
     let even = Placement::even(7, 4);
     let dealt = Placement::from_owners(vec![3, 2, 1, 0, 0, 1, 3], 4);
@@ -54,7 +54,7 @@ fn heap(config: &LayerConfig, groups: &Groups, options: &Options) -> usize {
     Shmem::<ShmTransport>::heap_bytes_for(PES, bytes + 4096)
 }
 
-/// Momentum of each expert that a PE holds, and weights kept in f32: what an optimizer has beside the layer.
+/// An optimizer's state: momentum of each expert that a PE holds.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Momentum {
     of: BTreeMap<usize, Vec<f32>>,
@@ -103,10 +103,10 @@ fn step<L: MoeLayer>(layer: &mut L, momentum: &mut Momentum, x: &[f32], g: &[f32
     Ok(done)
 }
 
-/// Weights and momentum of all experts.
+/// Weights by id.
 type Snapshot = BTreeMap<WeightId, Vec<f32>>;
 
-/// Weights as they were at some step.
+/// A source with the weights of some step.
 struct At<'s> {
     source: &'s Synthetic,
     weights: Snapshot,
@@ -130,14 +130,14 @@ impl WeightSource for At<'_> {
     }
 }
 
-/// What a PE has at the end of a run of two steps at each of some places: what it computed last, its experts' weights and momentum.
+/// A PE's last step, and its weights and momentum at the end of a run.
 struct Ended {
     last: PeStep,
     weights: Snapshot,
     momentum: BTreeMap<usize, Vec<f32>>,
 }
 
-/// Two steps at each of `places`, from these weights and this momentum.
+/// Two steps with each of `placements`, from these weights and this momentum.
 fn run<T: Transport + Send>(
     transports: Vec<T>,
     source: &At,
@@ -177,13 +177,13 @@ fn run<T: Transport + Send>(
             layer.weights(id, &mut values).unwrap();
             weights.insert(id, values);
         }
-        // The others may still read what is ours.
+        // Other PEs may still read this PE's memory.
         world.barrier_all(Instant::now() + options.wait_limit).unwrap();
         Ended { last: last.unwrap(), weights, momentum: state.of }
     })
 }
 
-/// All PEs' weights and momentum; holders of the same expert have the same bits.
+/// Weights and momentum of all PEs; holders of the same expert must have the same bits.
 fn merge(ended: &[Ended]) -> (Snapshot, BTreeMap<usize, Vec<f32>>) {
     let (mut weights, mut momentum) = (Snapshot::new(), BTreeMap::new());
     for pe in ended {
@@ -216,7 +216,7 @@ fn after_a_move_it_is_as_if_the_experts_had_always_been_there() {
         let at = |weights: Snapshot| At { source: &source, weights };
         let (mut weights, mut momentum) = (Snapshot::new(), BTreeMap::new());
         for end in 1..=places.len() {
-            // Moved all the way; and made at the last place with what there was before it.
+            // Moved step by step, and made at the last placement from the state before it.
             let moved = run(shm(PES, bytes), &at(Snapshot::new()), &BTreeMap::new(), &places[..end], &options);
             let fresh = run(shm(PES, bytes), &at(weights), &momentum, &places[end - 1..end], &options);
             same(&moved, &fresh, &format!("places {k}, {end} of them"));
@@ -225,7 +225,6 @@ fn after_a_move_it_is_as_if_the_experts_had_always_been_there() {
     }
 }
 
-/// Whatever comes first.
 #[test]
 fn any_order_of_deliveries_moves_the_same() {
     let source = synthetic(mixtral(16, 12, 7, 2), 5);
@@ -241,7 +240,7 @@ fn any_order_of_deliveries_moves_the_same() {
     }
 }
 
-/// A PE that does not come to a move is named by those that wait for it, and so is one that does not give its expert.
+/// The error names a PE that does not take part in a move or does not send its expert.
 #[test]
 fn a_move_that_a_pe_takes_no_part_in_is_an_error_that_names_it() {
     let source = synthetic(mixtral(16, 12, 7, 2), 5);

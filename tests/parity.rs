@@ -1,5 +1,5 @@
-//! Parity with `transformers`: the binary's results for the cases that `tests/parity/make_cases.py` made with it.
-//! `tools/test` makes the cases and runs this.
+//! Parity with `transformers`: runs the binary on the cases of `tests/parity/make_cases.py`. `tools/test` makes the
+//! cases and runs this test.
 
 mod binary;
 
@@ -41,7 +41,7 @@ fn cases() -> Vec<(String, Case)> {
 }
 
 impl Case {
-    /// Runs it; returns the result file and the report.
+    /// Runs the case; returns the bytes and tensors of the result file, and the report.
     fn run(&self, pes: usize, mode: &str) -> (Vec<u8>, BTreeMap<String, Tensor>, Value) {
         let out = tempfile::tempdir().unwrap();
         let out = out.path().join("out.safetensors");
@@ -61,7 +61,7 @@ impl Case {
     }
 }
 
-/// Says where `got` is not `want` within `tolerance`.
+/// Adds to `wrong` each difference of `got` and `want` above `tolerance`.
 fn compare(
     what: &str,
     got: &BTreeMap<String, Tensor>,

@@ -1,5 +1,5 @@
-//! The layer over the transport that delays and reorders all that the OpenSHMEM model lets it: the result is, bit for bit, that
-//! of shared memory, whatever the seed.
+//! The layer over a transport that delays and reorders everything the OpenSHMEM model permits: results are bitwise
+//! those of shared memory for every seed.
 
 #[macro_use]
 mod common;
@@ -46,11 +46,11 @@ impl Case {
     }
 }
 
-/// Steps per run: enough for header slots and windows to be reused.
+/// Steps per run: enough to reuse headers and windows.
 const STEPS: usize = 2;
 /// Forward passes before each step, in which PEs without rows may run ahead.
 const AHEAD: usize = 3;
-/// How many orders there are to try, and how many of them one run of the tests tries.
+/// Number of orders, and number of orders per test run.
 const SEEDS: u64 = 1000;
 const SEEDS_A_RUN: u64 = 100;
 
@@ -154,7 +154,7 @@ fn a_layer_can_be_made_where_another_was() {
     let options = with!(Options::default(); chunk_rows = Some(2));
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
-    // One layer after the other in the same heap: what the first left there must not be taken for the second's.
+    // Two layers in the same heap, one after the other: the second must not read stale data of the first.
     let outputs = |seed: u64, batches: Range<usize>| -> Vec<Vec<f32>> {
         common::on_pes(ReorderWorld::new(3, heap, seed), |shmem| {
             let layer_output = |batch: usize| {
@@ -185,7 +185,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
     let spec = common::spec::<f32>(source.config(), 3, 4, &options);
     let heap = spec.heap_bytes().unwrap();
     let (sender, receiver) = mpsc::channel();
-    // PEs 0 and 1 have each other's rows, which they cannot gather without the counts of PE 2.
+    // PEs 0 and 1 have each other's rows, which they cannot gather without the header of PE 2.
     std::thread::spawn(move || {
         let errors = common::on_pes(shm(3, heap), |shmem| {
             let me = shmem.my_pe();
@@ -201,7 +201,7 @@ fn a_silent_peer_ends_the_wait_of_the_others() {
     }
 }
 
-/// A transport with a fault: what a protocol on it must notice, or the tests above prove nothing.
+/// A transport with an injected fault that the tests above must detect.
 struct Faulty<T> {
     inner: T,
     fault: Fault,
@@ -211,9 +211,9 @@ struct Faulty<T> {
 enum Fault {
     /// Fences do nothing.
     NoFence,
-    /// The signal of a put_signal goes before its data.
+    /// put_signal sends the signal before its data.
     SignalFirst,
-    /// A quiet (and so a barrier) completes nothing.
+    /// A quiet (and therefore a barrier) completes no operation.
     NoQuiet,
 }
 
@@ -277,13 +277,13 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 }
 
-/// Whether any of some seeds shows the fault: another result, an error, or a PE's panic.
+/// Whether any of 200 seeds reveals the fault: a different result, an error, or a panic of a PE.
 fn is_caught(case: &Case, fault: Fault) -> bool {
     let want = case.on_shm();
     (0..200).any(|seed| {
         let world = ReorderWorld::with_reachable(case.splits[0].len(), case.heap(), seed, true);
         let world: Vec<_> = match fault {
-            // Where no PE is reachable, the layer sends by put_signal.
+            // If no PE is reachable, the layer sends by put_signal.
             Fault::SignalFirst => ReorderWorld::new(case.splits[0].len(), case.heap(), seed),
             Fault::NoFence | Fault::NoQuiet => world,
         }
@@ -297,7 +297,7 @@ fn is_caught(case: &Case, fault: Fault) -> bool {
     })
 }
 
-/// Rows that are passed on give what rows do that go to each PE, but for rounding.
+/// Relayed rows change results only by rounding.
 #[test]
 fn rows_once_per_host_give_the_same() {
     let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
@@ -334,10 +334,10 @@ fn planted_faults_are_caught() {
         if !matches!(fault, Fault::NoQuiet) {
             let mut once = cases().swap_remove(4);
             once.options.mode = mode;
-            // Within a host there are no barriers between writing and reading, in bulk either.
+            // Within a host no barrier separates writes from reads, even in bulk mode.
             assert!(is_caught(&once, fault), "{mode:?}, {fault:?}, rows once per host");
         }
-        // Bulk has barriers between writing and reading, and a barrier is a quiet: it needs no fence.
+        // Bulk mode separates writes from reads by barriers, and a barrier includes a quiet, so it needs no fence.
         let harmless = matches!((mode, fault), (Mode::Bulk, Fault::NoFence));
         assert_eq!(caught, !harmless, "{mode:?}, {fault:?}");
     }

@@ -1,4 +1,4 @@
-//! The element types of activations and weights.
+//! Element types of activations and weights.
 
 use half::bf16;
 
@@ -8,43 +8,41 @@ use super::{Bf16Weight, F32Weight, Workspace, gemm_bf16, gemm_f32};
 
 /// Element type of activations and weights: f32 or bf16. Accumulation is always in f32.
 ///
-/// The matrix products overwrite `c`, or add to it if `accumulate`. Each panics if a slice is not of the
-/// length its shape says: the layer computes all shapes itself.
+/// GEMMs overwrite `c`, or add to it if `accumulate`. They panic if a slice does not have the length of its shape; the
+/// layer computes all shapes itself. The trait is sealed.
 ///
-/// It is sealed: the kernels are for these two types.
-///
-/// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16 a row of [`gemm_nt`](Self::gemm_nt) and
-/// [`gemm_nn`](Self::gemm_nn) moreover does not depend on the other rows, nor on how many there are; through faer it may,
-/// in the last bits.
+/// The same inputs and shapes give the same bits. In bf16 on AVX512-BF16, a result row of [`gemm_nt`](Self::gemm_nt)
+/// and [`gemm_nn`](Self::gemm_nn) is also independent of the other rows and of their number; with faer, its last bits
+/// may depend on them.
 pub trait Element: sealed::Sealed + bytemuck::Pod + Default + Send + Sync + 'static {
     /// `"f32"` or `"bf16"`.
     const NAME: &'static str;
-    /// A weight matrix prepared for [`gemm_nt`](Self::gemm_nt) and [`gemm_nn`](Self::gemm_nn).
+    /// A weight matrix packed for [`gemm_nt`](Self::gemm_nt) and [`gemm_nn`](Self::gemm_nn).
     type Weight: WeightShape + Send + Sync;
 
     /// Rounds to nearest, ties to even.
     fn from_f32(x: f32) -> Self;
 
-    /// Widens, exactly.
+    /// Widens exactly.
     fn to_f32(self) -> f32;
 
-    /// Rounds a slice into another of the same length. What would be a denormal bf16 may become 0, as it counts as 0
-    /// in the products.
+    /// Rounds a slice into another of the same length. A value that would be a denormal bf16 may become 0, as GEMMs
+    /// treat it as 0.
     fn convert(src: &[f32], dst: &mut [Self]);
 
     /// Widens a slice into another of the same length.
     fn widen(src: &[Self], dst: &mut [f32]);
 
-    /// Prepares `w [out, inp]`, rounded to `Self`.
+    /// Rounds `w [out, inp]` to `Self` and packs it.
     fn prepare(w: &[f32], out: usize, inp: usize) -> Self::Weight;
 
-    /// A weight `[out, inp]` that is read where it lies: of f32 as it is; of bf16 packed for each product anew, as it has no second form.
+    /// Uses a weight `[out, inp]` in place: f32 directly, bf16 by packing it again for each product.
     fn lend(w: Lent<Self>, out: usize, inp: usize) -> Self::Weight;
 
-    /// As [`prepare`](Self::prepare), in place of what is there: allocates nothing once `ws` is large enough.
+    /// Replaces the values of a packed weight by `w [out, inp]`, in place. Does not allocate once `ws` is large enough.
     fn set_weight(ws: &mut Workspace, weight: &mut Self::Weight, w: &[f32]);
 
-    /// Widens a prepared weight into `w`, `[out, inp]`: what [`prepare`](Self::prepare) was given, rounded.
+    /// Copies a packed weight to `w [out, inp]` as f32, rounded as in [`prepare`](Self::prepare).
     fn get_weight(weight: &Self::Weight, w: &mut [f32]);
 
     /// Forward: `c [m, out] (+)= a [m, inp] Wᵀ`.

@@ -4,23 +4,23 @@ use half::bf16;
 
 use super::vectorised;
 
-/// The shape of a prepared weight matrix `W [out, inp]`.
+/// Shape of a packed weight matrix `W [out, inp]`.
 pub trait WeightShape {
-    /// Rows of `W`: the width of the projection's result.
+    /// Rows of `W`: the output width of the projection.
     fn out(&self) -> usize;
-    /// Columns of `W`: the width of the projection's input.
+    /// Columns of `W`: the input width of the projection.
     fn inp(&self) -> usize;
 }
 
-/// A weight in memory of the caller's, row-major, which it keeps and does not change while this lives.
+/// A row-major weight in the caller's memory, which must not change while this value exists.
 pub type Lent<E> = Box<dyn AsRef<[E]> + Send + Sync>;
 
-// `half`'s own conversions test for CPU features on every call, which keeps loops from vectorising.
+// `half`'s conversions test for CPU features on every call, which prevents vectorisation.
 #[inline(always)]
 pub(super) fn bf16_from_f32(x: f32) -> bf16 {
-    // A NaN's carry could make it an infinity or a number.
+    // Rounding up a NaN could make it an infinity or a number.
     let bits = if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
-    // Just under half a unit, and the kept bit's parity: to nearest, ties to even.
+    // Adds just under half a unit plus the parity of the kept bit: to nearest, ties to even.
     bf16::from_bits((bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16)
 }
 

@@ -1,9 +1,9 @@
-//! What runs on CUDA devices need: driver, devices, kernels, NVSHMEM or NCCL.
+//! Requirements of runs on CUDA devices: driver, devices, kernels, NVSHMEM or NCCL.
 
 use super::facts::{CudaFacts, LibraryFacts, line};
 use super::{DeviceFacts, Facts, Finding, Need};
 
-/// A container's usual /dev/shm, which is too small for what CUDA and MPI put there.
+/// Containers often have a smaller /dev/shm, too small for CUDA and MPI.
 const LEAST_DEV_SHM: u64 = 256 << 20;
 
 pub(super) fn examine(facts: &Facts) -> Vec<Finding> {
@@ -75,7 +75,7 @@ fn driver(facts: &Facts, cuda: &CudaFacts) -> Finding {
     }
 }
 
-/// Whether a driver of CUDA `driver` cannot load what CUDA `compiler` made: machine code depends on the major version.
+/// Whether a driver of CUDA `driver` is too old for machine code of CUDA `compiler`; the major version decides.
 fn older(driver: &str, compiler: &str) -> bool {
     let major = |text: &str| text.split('.').next().and_then(|n| n.parse::<u32>().ok());
     major(driver).zip(major(compiler)).is_some_and(|(driver, compiler)| driver < compiler)
@@ -139,7 +139,7 @@ fn nvshmem(cuda: &CudaFacts) -> Finding {
     }
 }
 
-/// Nothing needs it but what asks for it, so what it cannot do is no warning.
+/// NCCL is optional, so missing capabilities are not warnings.
 fn nccl(cuda: &CudaFacts) -> Finding {
     let found = match (&cuda.nccl, &cuda.nccl_windows) {
         (Err(error), _) => error.clone(),
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!((driver.level, driver.need), (Level::Fail, Need::Cuda));
         assert!(driver.cure.unwrap().contains("`device` cpu"));
         assert!(super::super::cpu_runs(&all));
-        // The module without its library is another case.
+        // The kernel module without its library is a separate case.
         std::fs::create_dir_all(facts.path("/proc/driver/nvidia")).unwrap();
         let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue\nGCC\n";
         std::fs::write(facts.path("/proc/driver/nvidia/version"), version).unwrap();

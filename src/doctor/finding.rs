@@ -1,16 +1,15 @@
-//! A finding: its topic, its level and its cure.
+//! The result of a check.
 
 use serde::Serialize;
 
-/// The state of what was looked at.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// As it should be.
     Ok,
-    /// Runs, but not as well as it could, or not everywhere.
+    /// Works, but not at full speed, or not everywhere.
     Warn,
-    /// The runs that need it fail.
+    /// Runs that need it fail.
     Fail,
 }
 
@@ -24,7 +23,7 @@ impl Level {
     }
 }
 
-/// Which runs need what was looked at.
+/// The runs that need what a check covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Need {
@@ -36,18 +35,18 @@ pub enum Need {
     Network,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at: "driver", "memlock".
+    /// Subject of the check: "driver", "memlock".
     pub topic: &'static str,
-    /// Its state.
+    /// Its result.
     pub level: Level,
-    /// Which runs need it.
+    /// The runs that need it.
     pub need: Need,
-    /// What was found.
+    /// Description of the current state.
     pub found: String,
-    /// What to do about it.
+    /// Suggested remedy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cure: Option<String>,
 }

@@ -1,10 +1,10 @@
-//! What every run needs.
+//! Requirements of every run.
 
 use super::{Facts, Finding, Need};
 
-/// What the bundled example needs, about, bytes.
+/// Approximate memory of the bundled example, bytes.
 const LEAST_MEMORY: u64 = 512 << 20;
-/// Files a PE opens, about: its own, and one segment of each peer.
+/// Approximate number of files that a PE opens: its own, and one segment per peer.
 const LEAST_FILES: u64 = 256;
 
 pub(super) fn examine(facts: &Facts) -> Vec<Finding> {

@@ -1,7 +1,7 @@
-//! What a run needs, what of it this machine has, and the cure for what is missing: `aristos doctor`.
+//! `aristos doctor`: checks the requirements of runs on this machine, and suggests how to meet missing ones.
 //!
-//! Facts are gathered first ([`Facts::gather`]: the driver and NVSHMEM are asked, files are read), then judged
-//! ([`examine`]), so that the judgements can be tested with the facts of other machines.
+//! Facts are collected first ([`Facts::gather`]: driver, NVSHMEM, files), then judged ([`examine`]), so that tests can
+//! judge the facts of other machines.
 
 mod cuda;
 mod facts;
@@ -25,7 +25,7 @@ pub fn cpu_runs(findings: &[Finding]) -> bool {
     !findings.iter().any(|f| f.need == Need::Cpu && f.level == Level::Fail)
 }
 
-/// One line per finding, its cure below it.
+/// One line per finding, with its cure below it.
 pub fn render(findings: &[Finding]) -> String {
     let width = findings.iter().map(|f| f.topic.len()).max().unwrap_or(0);
     let mut text = String::new();
@@ -49,7 +49,7 @@ pub fn render(findings: &[Finding]) -> String {
     text
 }
 
-/// As [`render`], for programs.
+/// The findings of [`render`] as JSON.
 pub fn to_json(findings: &[Finding]) -> serde_json::Value {
     let fails = |need: &[Need]| findings.iter().any(|f| need.contains(&f.need) && f.level == Level::Fail);
     serde_json::json!({

@@ -1,5 +1,5 @@
-//! What runs over several hosts need, and what is known to go wrong there: NICs near the GPUs, NVSHMEM's plugins, libfabric,
-//! the process manager, locked memory. docs/cuda.md has the sources.
+//! Requirements of runs over several hosts, and known problems: NICs near the GPUs, NVSHMEM's plugins, libfabric, the
+//! process manager, locked memory. docs/cuda.md lists the sources.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
@@ -8,17 +8,17 @@ use super::facts::line;
 use super::{CudaFacts, Facts, Finding, Need};
 use crate::job::heap;
 
-/// A region larger than this, bytes, is slow with the versions of libfabric in [`SLOW_LIBFABRIC`].
+/// Larger regions, in bytes, are slow with the versions of libfabric in [`SLOW_LIBFABRIC`].
 const SLOW_REGION: u64 = 3 << 29;
-/// The first version of libfabric whose cxi provider is slow, and the first that no longer is.
+/// The first version of libfabric with a slow cxi provider, and the first with a fast one again.
 const SLOW_LIBFABRIC: [(u32, u32); 2] = [(1, 22), (2, 5)];
 
 /// A network interface.
 struct Nic {
-    /// "cxi0", "mlx5_2".
+    /// For example "cxi0", "mlx5_2".
     name: String,
     slingshot: bool,
-    /// Where its device is in /sys, resolved.
+    /// Canonical path of its device in /sys.
     device: Option<PathBuf>,
     numa: Option<i32>,
 }
@@ -46,7 +46,7 @@ fn nics(facts: &Facts) -> Vec<Nic> {
     for (class, slingshot) in [("cxi", true), ("infiniband", false), ("net", true)] {
         for entry in facts.entries(&format!("/sys/class/{class}")) {
             let name = entry.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-            // Where no cxi device is visible, Slingshot's Ethernet interface stands for it.
+            // If no cxi device is visible, use Slingshot's Ethernet interface.
             let cxi_known = all.iter().any(|nic: &Nic| nic.slingshot && nic.name.starts_with("cxi"));
             if class == "net" && (!name.starts_with("hsn") || cxi_known) {
                 continue;
@@ -77,8 +77,7 @@ pub(super) fn numa(facts: &Facts, pci: &str) -> Option<i32> {
     text.parse().ok().filter(|node| *node >= 0)
 }
 
-/// Which NICs are near each GPU: those with which it shares most of the way through the PCI bridges, otherwise those of its
-/// NUMA node.
+/// The NICs near each GPU: those that share the most PCI bridges with it, otherwise those on its NUMA node.
 fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
     let mut all = Vec::new();
     let devices = cuda.devices.as_deref().unwrap_or_default();
@@ -109,7 +108,7 @@ fn affinity(facts: &Facts, cuda: &CudaFacts, nics: &[Nic]) -> Vec<Finding> {
     all
 }
 
-/// How many PCI bridges below the root complex two devices' paths in /sys have in common.
+/// Number of PCI bridges below the root complex that two devices share, from their paths in /sys.
 fn bridges(a: &Path, b: &Path) -> usize {
     let common = a.components().zip(b.components()).take_while(|(a, b)| a == b);
     common
@@ -117,7 +116,7 @@ fn bridges(a: &Path, b: &Path) -> usize {
         .count()
 }
 
-/// "0000:07:00.0".
+/// Matches names such as "0000:07:00.0".
 fn is_pci_function(name: &str) -> bool {
     let parts: Vec<&str> = name.split([':', '.']).collect();
     let hex = |text: &str, len| text.len() == len && text.chars().all(|c| c.is_ascii_hexdigit());
@@ -125,7 +124,8 @@ fn is_pci_function(name: &str) -> bool {
         if domain.len() >= 4 && hex(domain, domain.len()) && hex(bus, 2) && hex(slot, 2) && hex(function, 1))
 }
 
-/// The plugins beside NVSHMEM's host library, which opens them by name: those of another version, found first, would not fit.
+/// Checks the plugins in the folder of NVSHMEM's host library. NVSHMEM opens plugins by name and might find those of
+/// another version, which would be incompatible.
 fn plugins(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
     let Ok(library) = &cuda.nvshmem else { return Vec::new() };
     let Some(dir) = library.path.parent().filter(|dir| dir.is_absolute()) else { return Vec::new() };
@@ -193,7 +193,8 @@ fn memlock(facts: &Facts) -> Finding {
     }
 }
 
-/// Who started the processes, and whether NVSHMEM's own bootstrap could use it. PEs meet by a unique id, so it need not.
+/// The process manager, and whether NVSHMEM's own bootstrap supports it. PEs bootstrap with a unique id, so it does not
+/// have to.
 fn process_manager(facts: &Facts) -> Finding {
     let has = |prefix: &str| facts.env.keys().any(|name| name.starts_with(prefix));
     let cray = facts.env("SLURM_MPI_TYPE").is_some_and(|kind| kind.starts_with("cray")) || has("PMI_CONTROL_PORT");
@@ -217,7 +218,7 @@ fn process_manager(facts: &Facts) -> Finding {
     Finding::ok("PMI", Need::Network, format!("{kind}; PEs meet by NVSHMEM's unique id"))
 }
 
-/// A task that sees its own GPU alone cannot map its neighbours' memory.
+/// A task that sees only its own GPU cannot map its neighbours' memory.
 fn gpu_binding(facts: &Facts) -> Option<Finding> {
     let tasks = facts.env("SLURM_NTASKS_PER_NODE").or(facts.env("SLURM_STEP_TASKS_PER_NODE"));
     let several = tasks.and_then(|tasks| tasks.split('(').next()?.parse::<u32>().ok()).is_none_or(|tasks| tasks > 1);
@@ -250,7 +251,7 @@ fn slingshot(facts: &Facts, cuda: &CudaFacts) -> Vec<Finding> {
             all.push(Finding::warn("Slingshot", Need::Network, found, format!("export {name}={wanted}")));
         }
     }
-    // Where it is not set, a job's PEs get a heap as large as they need.
+    // If the variable is not set, a job's PEs get a heap of the required size.
     let size = facts.env(heap::SIZE).and_then(heap::bytes);
     if let (Some(said), None) = (facts.env(heap::SIZE), size) {
         let found = format!("{} is {said}, which is no size", heap::SIZE);
@@ -292,7 +293,7 @@ mod tests {
     use super::super::{Level, LibraryFacts};
     use super::*;
 
-    /// A network device in /sys at a PCI path, as the kernel links it.
+    /// Creates a network device in /sys at a PCI path, as the kernel links it.
     fn nic(facts: &Facts, class: &str, name: &str, device: &str, node: i32) {
         let device = facts.path("/sys/devices").join(device);
         fs::create_dir_all(&device).unwrap();
@@ -306,7 +307,7 @@ mod tests {
         all.iter().filter(|f| f.topic == topic).collect()
     }
 
-    /// As a Perlmutter node has it, its four NICs on four roots, and the right environment.
+    /// A Perlmutter node with its NICs on different PCI roots, and a correct environment.
     fn perlmutter() -> (tempfile::TempDir, Facts) {
         let (dir, mut facts) = with_gpus();
         nic(&facts, "cxi", "cxi0", "pci0000:00/0000:00:01.1/0000:05:00.0", 1);
@@ -445,7 +446,7 @@ mod tests {
         let all = examine(&facts);
         assert_eq!(of(&all, "NICs")[0].found, "mlx5_0 (InfiniBand, NUMA node 7)");
         assert!(of(&all, "affinity").iter().all(|f| f.level == Level::Warn), "{all:?}");
-        // Slingshot seen by its Ethernet side alone.
+        // Slingshot is visible only as an Ethernet interface.
         nic(&facts, "net", "hsn0", "pci0000:00/0000:00:01.1/0000:05:00.0", 1);
         assert!(of(&examine(&facts), "NICs")[0].found.ends_with("hsn0 (Slingshot, NUMA node 1)"));
     }

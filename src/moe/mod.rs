@@ -1,4 +1,4 @@
-//! The Mixture-of-Experts layer: what it is ([`spec`]), and the two engines that run it, on CPUs ([`cpu`]) and on devices
+//! The Mixture-of-Experts layer: its specification ([`spec`]), and its two engines, for CPUs ([`cpu`]) and for devices
 //! (`device`).
 
 pub mod cpu;

@@ -1,12 +1,11 @@
-//! Large arrays filled by all processors.
+//! Fills large arrays on all processors.
 
 use std::thread;
 
-/// Elements from which on another thread is worth its start.
+/// Minimum number of elements per thread.
 const ELEMENTS_EACH: usize = 1 << 18;
 
-/// Calls `each` with consecutive parts of `out`, and where each begins, in as many threads as there are processors, or fewer where a part would have less
-/// than 2^18 elements.
+/// Calls `each(offset, part)` for consecutive parts of `out`, one per processor, but with at least 2^18 elements each.
 pub fn in_parts<T: Send>(out: &mut [T], each: impl Fn(usize, &mut [T]) + Sync) {
     let processors = thread::available_parallelism().map_or(1, usize::from);
     let threads = processors.min(out.len() / ELEMENTS_EACH).max(1);

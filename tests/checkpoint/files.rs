@@ -1,4 +1,4 @@
-//! Files that are malformed, large, cut short, or not finite; input files.
+//! Malformed, large, truncated and non-finite files; input files.
 
 use super::*;
 
@@ -46,7 +46,7 @@ fn malformed_safetensors_files_are_refused() {
     }
 }
 
-/// Headers that are valid, and that are not quite: read here as by the `safetensors` library.
+/// Random headers, valid and slightly invalid, are accepted exactly if the `safetensors` library accepts them.
 #[test]
 fn headers_are_accepted_where_the_library_accepts_them() {
     let dir = tempfile::tempdir().unwrap();
@@ -54,7 +54,7 @@ fn headers_are_accepted_where_the_library_accepts_them() {
     let mut random = ChaCha8Rng::seed_from_u64(10);
     let (mut accepted, mut refused) = (0, 0);
     for round in 0..4000 {
-        // Tensors that follow each other, in any order of names; `hidden_states` is among them.
+        // Contiguous tensors in any order of names, one of them `hidden_states`.
         let n = random.random_range(1..5);
         let (mut at, mut entries) = (0_usize, Vec::new());
         for i in 0..n {
@@ -66,7 +66,7 @@ fn headers_are_accepted_where_the_library_accepts_them() {
             entries.push((name, dtype.0, [rows, cols], [at, end]));
             at = end;
         }
-        // One thing is wrong, in most.
+        // Most headers get one fault.
         let which = random.random_range(0..entries.len());
         let mut data = at;
         match round % 10 {
@@ -94,7 +94,8 @@ fn headers_are_accepted_where_the_library_accepts_them() {
         let header = format!("{{{}}}", names.join(","));
         write_raw(&path, &header, &vec![0; data]);
         let bytes = fs::read(&path).unwrap();
-        // The library takes the last of several entries of one name. Whoever reads such a file by another library would read another tensor.
+        // The library uses the last of several entries with one name. Another library might use a different one, so
+        // duplicates are rejected here.
         let mut by_name: Vec<&String> = entries.iter().map(|entry| &entry.0).collect();
         by_name.sort();
         let twice = by_name.windows(2).any(|pair| pair[0] == pair[1]);
@@ -129,7 +130,7 @@ fn what_a_header_says_of_overlaps_gaps_and_duplicates_is_named() {
     refused(&[first], 20, &["in.safetensors", "its tensors end at byte 16 of the data, the file has 20"]);
 }
 
-/// A header takes little more memory than its bytes, or is refused.
+/// A header needs little more memory than its size, or is rejected.
 #[test]
 fn a_large_header_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -154,7 +155,7 @@ fn a_file_cut_short_after_it_was_opened_is_an_error_and_not_a_signal() {
     assert_line(&error, &["model.safetensors", "gate.weight", "cut short"]);
 }
 
-/// An input file of 20 tokens of width 3; `None` leaves a tensor out.
+/// An input file of 20 tokens of width 3; `None` omits a tensor.
 fn write_input(path: &Path, hidden_states: Option<Tensor>, grad_output: Option<Tensor>) {
     let tensors: Vec<Tensor> = [hidden_states, grad_output].into_iter().flatten().collect();
     write_tensors(path, &tensors);

@@ -1,4 +1,4 @@
-//! A row that crosses to another host once, on devices: what they compute is what the layer on the CPU does.
+//! Rows that cross to another host once, on devices: results match the CPU layer's.
 
 use aristos::moe::{Groups, Hosts};
 
@@ -6,7 +6,7 @@ use super::groupings::{groups, replicated};
 use super::groups::{assert_same_as_on_cpus, on_devices};
 use super::*;
 
-/// PEs whose hosts are these, which loads and stores reach within a host alone.
+/// PEs on these hosts; loads and stores reach only PEs of the same host.
 fn world(hosts: &[usize]) -> World {
     let n = hosts.len();
     let mut world = World::new();
@@ -15,7 +15,7 @@ fn world(hosts: &[usize]) -> World {
     world
 }
 
-/// One group of them all.
+/// A single group of all PEs.
 fn group(n: usize, experts: usize, deal: impl Fn(usize, usize) -> usize) -> Groups {
     groups(n, &[&(0..n).collect::<Vec<_>>()], experts, deal)
 }
@@ -45,7 +45,8 @@ fn rows_that_cross_once_compute_what_they_do_on_the_cpu() {
     }
 }
 
-/// Several groups, each with homes among its own PEs: of hosts in equal and unequal parts, within a host, one PE alone.
+/// Several groups with relays among their own PEs: split over hosts equally and unequally, within a host, and a single
+/// PE.
 #[test]
 fn rows_of_groups_that_cross_once_compute_what_they_do_on_the_cpu() {
     let base = mixtral(24, 24, 9, 3);
@@ -81,7 +82,7 @@ fn rows_of_groups_that_cross_once_compute_what_they_do_on_the_cpu() {
     }
 }
 
-/// What the network takes is less by the rows that cross once; the sums between groups are the same.
+/// Network traffic decreases by the rows that cross once; sums between groups are unchanged.
 #[test]
 fn rows_of_groups_that_cross_once_are_fewer_bytes() {
     let source = synthetic(mixtral(128, 8, 16, 8), 3);
@@ -90,13 +91,14 @@ fn rows_of_groups_that_cross_once_are_fewer_bytes() {
     each.options.hosts = Hosts::default();
     let [once, each] = [once, each].map(|world| on_devices(&world, &source, &of, 320, 1).traffic);
     assert!(each.relay_bytes == 0 && once.relay_bytes > 0, "{once:?}, {each:?}");
-    // Of two rows for a host, which a row for nearly every PE is, there is one: there and back, forward and backward.
+    // One row replaces two for a host, since nearly every token has a row for every PE: dispatched and returned,
+    // forward and backward.
     let row = 320 * 4 * 128 * 2;
     let less = each.network_bytes - once.network_bytes;
     assert!(less * 100 > row * 90 && less < row * 2, "{less} bytes less of {row}: {once:?}, {each:?}");
 }
 
-/// What crosses is a row per host, where it was one per PE.
+/// One row per host leaves a host instead of one per PE.
 #[test]
 fn fewer_rows_leave_a_host() {
     let source = synthetic(mixtral(24, 24, 16, 8), 3);
@@ -118,7 +120,7 @@ fn fewer_rows_leave_a_host() {
     };
     let (once, mut each) = (world(&[0, 0, 1, 1]), world(&[0, 0, 1, 1]));
     each.options.hosts = Hosts::default();
-    // Of 8 of 16 experts on 4 PEs nearly every row has some on every PE: three rows to others become two.
+    // With 8 of 16 experts on 4 PEs nearly every token has experts on every PE: two sent rows replace three.
     let (once, each) = (rows(&once), rows(&each));
     assert!(each > 450 && once * 100 < each * 70, "{once} rows instead of {each}");
 }
@@ -132,7 +134,7 @@ fn what_cannot_pass_rows_on_is_refused_in_a_line() {
     for line in on_pes(apart.pes(4), |gpu| new_layer(gpu, &apart, &source, 8).map(drop).unwrap_err().to_string()) {
         assert!(line.contains("does not reach the memory of PE") && line.contains("on the same host"), "{line}");
     }
-    // Of several groups the hosts of all PEs are wanted, and no others than the layer's.
+    // With several groups, the hosts of all PEs are required, and must match the layer's.
     let of = groups(4, &[&[0, 1, 2], &[3]], 4, |_, e| e);
     let mut options = small_options();
     options.hosts = Hosts::new(vec![0, 0, 1]);

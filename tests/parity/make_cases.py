@@ -38,7 +38,7 @@ from transformers import (
 )
 
 LAYER = 1
-# A token is drawn again while the k-th and (k+1)-th candidates are closer than this, relative to the k-th.
+# A token is drawn again if its k-th and (k+1)-th candidates are closer than this, relative to the k-th.
 TIE = 1e-3
 
 COMMON = dict(
@@ -202,7 +202,7 @@ CASES = {
         "150KB",
     ),
 }
-# In bf16 too, one of each family.
+# Cases that are also made in bf16, one per family.
 BF16 = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"]
 
 
@@ -214,7 +214,7 @@ def draw_weights(block, gen):
 
     with torch.no_grad():
         for p in block.parameters():
-            # 1/sqrt(in) keeps activations near 1; a little more makes the nonlinearity matter.
+            # 1/sqrt(in) keeps activations near 1; a slightly larger factor makes the nonlinearity matter.
             normal(p, 1.5 / p.shape[-1] ** 0.5)
         gate = block.gate.weight
         experts, hidden = gate.shape
@@ -267,7 +267,8 @@ def draw_tokens(block, config, tokens, gen, rounding):
 
 def names_of(block_name, disk_names):
     """From a tensor's name on disk to (parameter of the block, expert or None, 0 or 1 for a half of it or None)."""
-    # On disk every expert has its own matrices; in memory `transformers` has gate and up of all experts in one.
+    # On disk each expert has separate matrices; in memory `transformers` packs gate and up of all experts in one
+    # tensor.
     parts = {
         "gate_proj": ("experts.gate_up_proj", 0),
         "w1": ("experts.gate_up_proj", 0),

@@ -28,7 +28,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 H, TOKENS, LAYER = 32, 23, 1
 TYPES = ["dense", "sparse"]
-# What the fields of a tiny model are, where its configuration class has them.
+# Fields of a tiny model, used if its configuration class has them.
 SMALL = dict(
     vocab_size=32,
     hidden_size=H,
@@ -105,28 +105,28 @@ class Case:
 
     family: str
     fields: dict = dataclasses.field(default_factory=dict)
-    # Of the model, where the auto classes do not say.
+    # The model class, if it cannot be found automatically.
     model: str | None = None
-    # The size of the biases in the selection.
+    # Size of the biases in selection.
     bias: float = 0.15
     formats: tuple = (True, False)
     bf16: bool = True
-    # What multiplies the drawn weights of gate and up, so that clamps matter.
+    # Factor on the drawn weights of gate and up, so that clamps matter.
     gain: float = 1.0
-    # Where gate and up are cut off, which no value may be near: rounding would decide.
+    # Limits of gate and up. No value may be near them, where rounding would decide.
     limits: tuple = ()
-    # The most bytes of a file, where there are to be several.
+    # Maximum size of a file, for several shards.
     shard: str | None = None
-    # Tensors on disk that nothing reads.
+    # Tensors on disk that are not read.
     unread: str | None = None
-    # The model type of a model of text and images that has this one as a part, and fields of its vision model.
+    # The model type of a multimodal model that contains this one, and fields of its vision model.
     within: str | None = None
     vision: dict = dataclasses.field(default_factory=dict)
-    # How large matrices are on disk, quantised: "mxfp4", "fp8".
+    # Quantisation of large matrices on disk: "mxfp4", "fp8".
     stored: str | None = None
 
 
-# name: how. Where a family has a choice, its second case is called after it.
+# name: case. Further cases of a family are named after their setting.
 CASES = {
     "mixtral": Case("mixtral"),
     "qwen2_moe": Case("qwen2_moe"),
@@ -409,7 +409,7 @@ def draw_tokens(block, gen, rounding, limits):
     raise SystemExit("tokens stay near a tie")
 
 
-# Rows and columns of FP8's blocks here, and what is in FP8.
+# Rows and columns of the FP8 blocks, and the weights in FP8.
 FP8_BLOCK = [4, 4]
 FP8_NAMES = r"experts.*(gate|up|down)"
 
@@ -457,7 +457,7 @@ class Stored:
             of_layer = f"layers.{LAYER}." in name
             if self.kind == "mxfp4" and (found := re.search(r"experts\.((gate_up|down)_proj)$", name)):
                 key = found.group(1)
-                # Of the layer that is compared; the other one has the same.
+                # The tensors of the layer that is compared; the other layer gets the same.
                 out[name + "_blocks"], out[name + "_scales"] = self.blocks[key].clone(), self.scales[key].clone()
             elif self.kind == "fp8" and of_layer and value.dim() == 2 and re.search(FP8_NAMES, name):
                 elements, scales = to_fp8(value.float())
@@ -533,7 +533,7 @@ def make(root, name, case, seed):
         if stored:
             stored.rewrite(folder)
 
-        # The same model with gradients for weights, and NaN for all that has none.
+        # The same model with gradients instead of weights, and NaN for tensors without a gradient.
         mine = {id(p) for p in parameters if p.requires_grad}
         state = [*model.parameters(), *model.buffers()]
         kept = [p.detach().clone() for p in state]

@@ -1,11 +1,11 @@
-//! `docs/families.md`, made from the table.
+//! Generates `docs/families.md` from the table.
 
 use std::fmt::Write;
 
 use super::{Act, Entry, ExpertsIn, Family, GluRule, Router, Shared, Switch, table};
 use crate::moe::{GroupScore, Scoring};
 
-/// Families of `transformers` 5.23 with experts that are not in the table, and why.
+/// Families of `transformers` 5.23 with experts that are not supported, and why.
 const LEFT_OUT: &[(&str, &str)] = &[
     ("deepseek_v4's `hash_moe` layers", "route by token id, which the layer is not given"),
     ("diffusion_gemma, gemma4", "the router reads another tensor than the experts do, through a norm of its own"),

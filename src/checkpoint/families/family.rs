@@ -12,30 +12,30 @@ use super::{Entry, Layout};
 pub struct Family(pub(super) &'static Entry);
 
 impl Family {
-    /// All of them, in the order of `docs/families.md`.
+    /// All families, in the order of `docs/families.md`.
     pub fn all() -> impl Iterator<Item = Family> {
         FAMILIES.iter().map(Family)
     }
 
-    /// The family whose `config.json` has this `model_type`: the text model's, or that of a model that has it as a part.
+    /// The family with this `model_type` in `config.json`, of the text model or of a model that contains it.
     pub fn named(model_type: &str) -> Option<Family> {
         Self::all().find(|family| family.model_types().any(|name| name == model_type))
     }
 
-    /// The `model_type` of the text model in `config.json`.
+    /// The `model_type` of the text model.
     pub fn model_type(self) -> &'static str {
         self.0.model_type
     }
 
-    /// Every `model_type` that it goes by.
+    /// All `model_type`s of the family.
     pub fn model_types(self) -> impl Iterator<Item = &'static str> {
         std::iter::once(self.0.model_type)
             .chain(self.0.wrapper.map(|w| w.model_type))
             .chain(self.0.aliases.iter().copied())
     }
 
-    /// The fields that are read, by the name in the configuration class: what each is where it is absent, and where it is null;
-    /// `None` where that is refused.
+    /// The fields that are read, as (name in the configuration class, value if absent, value if null); `None` if that
+    /// is an error.
     pub fn fields(self) -> Vec<(&'static str, Option<Value>, Option<Value>)> {
         let fields = self.0.fields().into_iter().filter(|field| !field.name().is_empty());
         fields.map(|field| (field.name(), field.default.json(), field.null.json())).collect()

@@ -1,4 +1,4 @@
-//! The fields of `config.json`: their names, what they are where they are absent or null, and errors that name them.
+//! Fields of `config.json`: names, defaults, the meaning of null, and errors.
 
 use std::path::PathBuf;
 
@@ -6,17 +6,17 @@ use serde_json::{Map, Value};
 
 use super::super::FileError;
 
-/// A field that is read.
+/// A field of `config.json`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Field {
-    /// The name in the configuration class, then others that it is known by; the unused are empty.
+    /// The name in the configuration class, then aliases; unused entries are empty.
     names: [&'static str; 4],
     kind: Kind,
-    /// What it is where it is absent: the configuration class's default.
+    /// Value of an absent field: the configuration class's default.
     pub default: Known,
-    /// What null means to the model class.
+    /// Value that null means to the model class.
     pub null: Known,
-    /// Whether it may be a list with a value for each layer.
+    /// Whether the field may be a list with a value per layer.
     per_layer: bool,
 }
 
@@ -28,12 +28,12 @@ enum Kind {
     Text,
 }
 
-/// A value that needs no file.
+/// A default value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Known {
-    /// There is none: an error.
+    /// Absence or null is an error.
     Refused,
-    /// None, and that means something.
+    /// No value, which is valid.
     Nothing,
     Size(usize),
     Number(f64),
@@ -42,7 +42,7 @@ pub(super) enum Known {
 }
 
 impl Known {
-    /// As JSON; `None` where it is an error.
+    /// As JSON; `None` for `Refused`.
     pub fn json(self) -> Option<Value> {
         match self {
             Known::Refused => None,
@@ -59,28 +59,24 @@ const fn field(name: &'static str, kind: Kind, default: Known) -> Field {
     Field { names: [name, "", "", ""], kind, default, null: Known::Refused, per_layer: false }
 }
 
-/// A non-negative integer.
 pub(super) const fn size(name: &'static str, default: usize) -> Field {
     field(name, Kind::Size, Known::Size(default))
 }
 
-/// A number.
 pub(super) const fn number(name: &'static str, default: f64) -> Field {
     field(name, Kind::Number, Known::Number(default))
 }
 
-/// True or false.
 pub(super) const fn flag(name: &'static str, default: bool) -> Field {
     field(name, Kind::Flag, Known::Flag(default))
 }
 
-/// A string.
 pub(super) const fn text(name: &'static str, default: &'static str) -> Field {
     field(name, Kind::Text, Known::Text(default))
 }
 
 impl Field {
-    /// Known by another name too.
+    /// Adds an alias.
     pub const fn or(mut self, name: &'static str) -> Field {
         let mut i = 1;
         while !self.names[i].is_empty() {
@@ -90,20 +86,20 @@ impl Field {
         self
     }
 
-    /// The configuration class's own default is none, and the model class cannot do without.
+    /// Absence is an error: the configuration class has no default, and the model class needs a value.
     pub const fn required(mut self) -> Field {
         self.default = Known::Refused;
         self
     }
 
-    /// None where absent, and null may be given.
+    /// Absence or null means no value.
     pub const fn optional(mut self) -> Field {
         self.default = Known::Nothing;
         self.null = Known::Nothing;
         self
     }
 
-    /// Null may be given, for none.
+    /// Null means no value.
     pub const fn nullable(mut self) -> Field {
         self.null = Known::Nothing;
         self
@@ -121,7 +117,7 @@ impl Field {
         self
     }
 
-    /// It may be a list with a value for each layer.
+    /// The field may be a list with a value per layer.
     pub const fn per_layer(mut self) -> Field {
         self.per_layer = true;
         self
@@ -142,23 +138,23 @@ impl Field {
     }
 }
 
-/// A configuration, for one of its layers.
+/// A configuration, as seen by one of its layers.
 pub(super) struct Fields {
     pub path: PathBuf,
-    /// What the fields are in, such as `text_config.`, or nothing.
+    /// Prefix of the fields in errors, such as `text_config.`, or empty.
     pub within: String,
     pub map: Map<String, Value>,
     pub layer: usize,
 }
 
-/// What a field is.
+/// The value of a field: from the file with the name found, or a default.
 enum Found<'a> {
     Value(&'a Value, &'a str),
     Known(Known),
 }
 
 impl Fields {
-    /// The value under a name, null too; a dot leads into an object.
+    /// The value of a name, including null; dots descend into objects.
     pub fn get(&self, name: &str) -> Option<&Value> {
         let mut parts = name.split('.');
         let first = self.map.get(parts.next()?);
@@ -218,7 +214,7 @@ impl Fields {
         }
     }
 
-    /// A size, `None` where there is none.
+    /// A size, or `None` if the field has no value.
     pub fn size_or_none(&self, field: &Field) -> Result<Option<usize>, FileError> {
         let value = self.read(field, |v| v.as_u64().and_then(|v| usize::try_from(v).ok()))?;
         Ok(match value {
@@ -232,7 +228,7 @@ impl Fields {
         self.size_or_none(field)?.ok_or_else(|| self.unexpected(field.name(), field.expected()))
     }
 
-    /// A number, `None` where there is none.
+    /// A number, or `None` if the field has no value.
     pub fn number_or_none(&self, field: &Field) -> Result<Option<f64>, FileError> {
         Ok(match self.read(field, Value::as_f64)? {
             Ok(number) => Some(number),
@@ -259,7 +255,7 @@ impl Fields {
         }
     }
 
-    /// A list under a name, `None` where it is absent or null.
+    /// A list, or `None` if it is absent or null.
     pub fn list(&self, name: &str, expected: &str) -> Result<Option<&Vec<Value>>, FileError> {
         match self.get(name) {
             None | Some(Value::Null) => Ok(None),
@@ -267,7 +263,7 @@ impl Fields {
         }
     }
 
-    /// A list of sizes, `None` where it is absent or null.
+    /// A list of sizes, or `None` if it is absent or null.
     pub fn sizes(&self, name: &str) -> Result<Option<Vec<usize>>, FileError> {
         const EXPECTED: &str = "a list of non-negative integers";
         let Some(list) = self.list(name, EXPECTED)? else { return Ok(None) };

@@ -1,8 +1,8 @@
-//! The model families: what `config.json` means, and what the weights are called.
+//! Model families: the meaning of `config.json`, and the names of the weights.
 //!
-//! A family is a row of [`table`]; adding one takes a row and nothing else, and names in [`names`] where its checkpoints have
-//! names of their own. Meanings and defaults follow the configuration and model classes of `transformers` 5.23, null included;
-//! `tests/parity` compares both with it. `docs/families.md` is made from the table ([`docs`]).
+//! A family is a row of [`table`]. Adding one takes a row, and entries in [`names`] if its checkpoints have different
+//! names. Meanings and defaults, including null, follow the configuration and model classes of `transformers` 5.23;
+//! `tests/parity` compares both with it. `docs/families.md` is generated from the table ([`docs`]).
 
 mod docs;
 mod family;
@@ -20,22 +20,22 @@ pub(super) use names::Layout;
 pub use read::ACTIVATIONS;
 pub(super) use read::{ReadConfig, read_config, read_model, read_transformer};
 
-/// A row of the table. What most families have is in [`Entry::USUAL`].
+/// A row of the table. [`Entry::USUAL`] has the values of most families.
 struct Entry {
     /// Of the text model.
     model_type: &'static str,
-    /// The model that has the text model as a part.
+    /// The model that contains the text model.
     wrapper: Option<Wrapper>,
-    /// Other names of the same.
+    /// Alternative `model_type`s.
     aliases: &'static [&'static str],
-    /// Ways of writing its checkpoints; the first whose experts are there is taken.
+    /// Layouts of its checkpoints; the first whose experts exist is used.
     layouts: &'static [Layout],
     layers: Field,
     experts_in: ExpertsIn,
     hidden: Field,
     experts: Field,
     identity_experts: Option<Field>,
-    /// The inner width of an expert.
+    /// Inner width of an expert.
     intermediate: Field,
     activation: Act,
     gated: bool,
@@ -47,30 +47,30 @@ struct Entry {
     shared_gate: bool,
     /// Whether the shared expert has biases.
     shared_bias: Option<Field>,
-    /// Whether the shared expert's gate and up are cut off as the experts' are.
+    /// Whether the shared expert's gate and up are clamped like the experts'.
     shared_glu: bool,
-    /// Fields that may only be this, and are not read by the model class, or not supported.
+    /// Fields with a single supported value, which the model class ignores or this engine does not implement otherwise.
     only: &'static [(&'static str, Only)],
     /// Random noise in training, which is not applied.
     noise: &'static [Field],
-    /// What no field above says.
+    /// Settings that no field above can express.
     adjust: Option<Adjust>,
-    /// What a reader of `docs/families.md` should know.
+    /// Note for `docs/families.md`.
     note: &'static str,
 }
 
-/// Sets what a row's fields cannot say.
+/// Adjusts a configuration for settings that the fields of a row cannot express.
 type Adjust = fn(&Fields, &mut LayerConfig) -> Result<(), FileError>;
 
-/// A model whose `config.json` has the text model's in it.
+/// A model whose `config.json` contains the text model's.
 #[derive(Clone, Copy)]
 struct Wrapper {
     model_type: &'static str,
-    /// The objects that lead to it.
+    /// Path of objects to the text model's configuration.
     path: &'static [&'static str],
 }
 
-/// The only value of a field that is allowed, beside its absence.
+/// The only supported value of a field, which may also be absent.
 #[derive(Clone, Copy)]
 enum Only {
     Text(&'static str),
@@ -80,25 +80,26 @@ enum Only {
     Nothing,
 }
 
-/// Which layers have experts.
+/// The layers that have experts.
 #[derive(Clone, Copy)]
 enum ExpertsIn {
     All,
-    /// From this number on.
+    /// From this layer on.
     From(Field),
-    /// Where `mlp_layer_types` says so; without it from this number on, and if `freq` only every `moe_layer_freq`th.
+    /// According to `mlp_layer_types`. Without it, from layer `dense` on, and with `freq` only every
+    /// `moe_layer_freq`th.
     Types {
         dense: Field,
         freq: bool,
     },
-    /// Layer `i` where `i + 1` is a multiple of `decoder_sparse_step` and `i` is not in `mlp_only_layers`, or in these where that is
-    /// absent or null.
+    /// Layer `i` if `i + 1` is a multiple of `decoder_sparse_step` and `i` is not in `mlp_only_layers`, whose default
+    /// is given.
     Step(&'static [usize]),
-    /// Layer `i` where `i mod expert_layer_period` is `expert_layer_offset`.
+    /// Layer `i` if `i mod expert_layer_period` is `expert_layer_offset`.
     Period,
     /// From `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`th.
     Range,
-    /// In `moe_layers`; without it every `interleave_moe_layer_step`th.
+    /// The layers in `moe_layers`; without it every `interleave_moe_layer_step`th.
     Listed,
     /// Where `layers_block_type` is `moe`.
     Blocks,
@@ -113,9 +114,9 @@ enum Act {
 #[derive(Clone, Copy)]
 enum GluRule {
     Product,
-    /// Gate and up are cut off at this.
+    /// Gate and up are clamped at this limit.
     Clamped(Field),
-    /// gpt-oss's: the same, with 1 added to up, and this factor in the sigmoid.
+    /// gpt-oss's: clamped, with 1 added to up, and the factor `alpha` in the sigmoid.
     ScaledSigmoid {
         limit: Field,
         alpha: Field,
@@ -129,17 +130,17 @@ enum Switch {
     By(Field),
 }
 
-/// The shared expert's inner width; there is none where it is 0.
+/// Inner width of the shared expert; 0 for none.
 #[derive(Clone, Copy)]
 enum Shared {
     None,
-    /// As wide as so many experts.
+    /// The field times the width of an expert.
     Times(Field),
-    /// As wide as this says.
+    /// The field.
     Width(Field),
-    /// As wide as these two multiplied.
+    /// The product of two fields.
     Product(Field, Field),
-    /// As wide as an expert.
+    /// The width of an expert.
     One,
 }
 
@@ -149,10 +150,10 @@ struct Router {
     top_k: Field,
     renormalise: Switch,
     norm: Norm,
-    /// The norm's least value.
+    /// Minimum of the norm.
     floor: Option<Field>,
     scaling: Option<Field>,
-    /// Number of groups, and of those that stay; none where the number is null.
+    /// Number of groups, and number of eligible groups; no groups if null.
     groups: Option<[Field; 2]>,
     group_score: GroupScore,
     bias: Switch,
@@ -187,17 +188,17 @@ impl Router {
         }
     }
 
-    /// Softmax, renormalised where `norm_topk_prob` says so.
+    /// Softmax, renormalised by the flag `norm_topk_prob`.
     const fn softmax_by(top_k: usize, default: bool) -> Router {
         Router { renormalise: Switch::By(flag("norm_topk_prob", default)), ..Router::softmax(top_k) }
     }
 
-    /// Sigmoid with a bias in the selection, renormalised.
+    /// Sigmoid with a bias in selection, renormalised.
     const fn sigmoid(top_k: usize) -> Router {
         Router { scoring: Scoring::Sigmoid, norm: Norm::sum(1e-20), bias: Switch::On, ..Router::softmax(top_k) }
     }
 
-    /// DeepSeek-V3's: sigmoid with a bias and groups, renormalised where `norm_topk_prob` says so, scaled.
+    /// DeepSeek-V3's router: sigmoid with a bias and groups, renormalised by the flag `norm_topk_prob`, scaled.
     const fn deepseek(top_k: usize, groups: [usize; 2], scaling: f64) -> Router {
         Router {
             renormalise: Switch::By(flag("norm_topk_prob", true)),
@@ -235,10 +236,10 @@ impl Entry {
         note: "",
     };
 
-    /// The fields that are read, lists and nested objects apart.
+    /// The fields that are read, without lists and nested objects.
     fn fields(&self) -> Vec<Field> {
         let mut all = vec![self.hidden, self.experts, self.intermediate, self.router.top_k];
-        // Where layers are listed, their number is not read.
+        // If layers are listed, their number is not read.
         if !matches!(self.experts_in, ExpertsIn::Blocks) {
             all.push(self.layers);
         }

@@ -1,19 +1,20 @@
-//! What tensors are called in a checkpoint, and how several weights lie in one of them.
+//! Names of the tensors of a checkpoint, and packing of several weights in one tensor.
 //!
-//! Names are those behind `layers.N.`, whatever is before it; `{e}` stands for an expert's number.
+//! Names are given without the prefix up to `layers.N.`; `{e}` stands for an expert's number.
 
 use crate::moe::{LayerConfig, MlpConfig, Proj, WeightId, WeightPlace, proj_index};
 
-/// The names of a layer's weights in one way of writing a family's checkpoints. A name is empty where the layout has no such weight.
+/// The names of a layer's weights in one layout of a family's checkpoints. A name is empty if the layout has no such
+/// weight.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::checkpoint) struct Layout {
-    /// What is before the layer's number: `layers` in nearly all.
+    /// The name before the layer's number, mostly `layers`.
     pub layers: &'static str,
     pub router: &'static str,
     pub logit_bias: &'static str,
-    /// The bias in the selection.
+    /// The bias in selection.
     pub router_bias: &'static str,
-    /// Whether that bias is `[1, experts]`.
+    /// Whether that bias has shape `[1, experts]`.
     pub bias_row: bool,
     pub experts: Mlps,
     pub shared: Mlps,
@@ -23,36 +24,36 @@ pub(in crate::checkpoint) struct Layout {
 /// The tensors of an MLP, or of all experts' MLPs.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::checkpoint) struct Mlps {
-    /// Also of `up`, where both are in one tensor.
+    /// The same tensor as `up` if both are in one.
     pub gate: &'static str,
     pub up: &'static str,
     pub down: &'static str,
-    /// Biases, in the order of gate, up, down; empty where there are none.
+    /// Biases of gate, up and down; empty if there are none.
     pub biases: [&'static str; 3],
     pub packing: Packing,
 }
 
-/// How projections lie in tensors.
+/// Packing of projections in tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::checkpoint) enum Packing {
-    /// A tensor `[out, in]` for each expert and projection.
+    /// One tensor `[out, in]` per expert and projection.
     Each,
-    /// Gate's rows, then up's, in one tensor; of experts all in one, `[experts, 2 intermediate, hidden]` and
+    /// Gate and up in one tensor, gate's rows first; all experts in one tensor, `[experts, 2 intermediate, hidden]` and
     /// `[experts, hidden, intermediate]`.
     Fused,
-    /// As `Fused`, transposed: `[experts, hidden, 2 intermediate]` and `[experts, intermediate, hidden]`.
+    /// Like `Fused`, transposed: `[experts, hidden, 2 intermediate]` and `[experts, intermediate, hidden]`.
     FusedTransposed,
-    /// As `FusedTransposed`, with gate's and up's columns in turns.
+    /// Like `FusedTransposed`, with the columns of gate and up interleaved.
     InterleavedTransposed,
-    /// As `Fused`, with gate's and up's rows in turns.
+    /// Like `Fused`, with the rows of gate and up interleaved.
     Interleaved,
-    /// All experts' rows in one tensor of two dimensions for each projection, `[experts * intermediate, hidden]`, that of down
-    /// transposed.
+    /// The rows of all experts in one two-dimensional tensor per projection, `[experts * intermediate, hidden]`; down
+    /// is transposed.
     Stacked,
 }
 
 impl Packing {
-    /// In words.
+    /// A description for documents and errors.
     fn describe(self) -> &'static str {
         match self {
             Packing::Each => "a tensor per expert and projection",
@@ -74,7 +75,7 @@ impl Packing {
 }
 
 impl Layout {
-    /// The name of a weight's tensor behind `layers.N.`.
+    /// The name of a weight's tensor, after `layers.N.`.
     pub fn name(&self, id: WeightId) -> String {
         let (mlps, expert, name) = match id {
             WeightId::Router => return self.router.into(),
@@ -89,8 +90,8 @@ impl Layout {
         if mlps.packing == Packing::Each { name.replace("{e}", &expert.to_string()) } else { name.into() }
     }
 
-    /// Where an expert's matrix lies in the tensors of MXFP4, whose rows are whole: as in `tensor`, but transposed. `None` in layouts that
-    /// no such checkpoints are written in.
+    /// Position of an expert's matrix in a tensor of MXFP4 blocks, which have whole rows: as in `tensor`, but
+    /// transposed. `None` if no such checkpoints exist in this layout.
     pub fn place_of_blocks(&self, config: &LayerConfig, e: usize, proj: Proj, tensor: String) -> Option<WeightPlace> {
         if self.experts.packing != Packing::InterleavedTransposed {
             return None;
@@ -99,7 +100,7 @@ impl Layout {
         Some(mlps.place(&config.expert, config.hidden, proj, false, Some((e, config.n_experts)), tensor))
     }
 
-    /// Where a weight of `config` lies; `tensor` is its tensor's full name.
+    /// Position of a weight of `config`; `tensor` is the full name of its tensor.
     pub fn place(&self, config: &LayerConfig, id: WeightId, tensor: String) -> WeightPlace {
         let expert = |e: usize| (&self.experts, config.expert, Some((e, config.n_experts)));
         let shared = || (&self.shared, config.shared.map_or(config.expert, |s| s.mlp), None);
@@ -119,10 +120,10 @@ impl Layout {
 }
 
 impl Mlps {
-    /// Tensors that are not there.
+    /// No tensors.
     pub const NONE: Mlps = Mlps { gate: "", up: "", down: "", biases: [""; 3], packing: Packing::Each };
 
-    /// How they lie, in words.
+    /// A description of the packing.
     pub fn describe(&self) -> &'static str {
         if self.packing == Packing::Fused && self.gate != self.up {
             return "experts in one tensor for each projection";
@@ -138,7 +139,7 @@ impl Mlps {
         }
     }
 
-    /// Where a projection's matrix, or its bias, of expert `expert.0` of `expert.1` lies, or of the one MLP there is.
+    /// Position of a projection's matrix or bias. `expert` is (number, number of experts), or `None` for a single MLP.
     fn place(
         &self,
         mlp: &MlpConfig,
@@ -156,7 +157,7 @@ impl Mlps {
         }
         let size = [rows, columns];
         if self.packing == Packing::Stacked {
-            // Down is [hidden, intermediate] in the layer, and transposed here.
+            // The layer's down is [hidden, intermediate]; it is transposed here.
             let len = rows * columns;
             let first = number * len;
             let strides = if proj == Proj::Down { [1, rows] } else { [columns, 1] };
@@ -189,7 +190,7 @@ impl Mlps {
     }
 }
 
-/// The names of MLPs with a tensor for each expert and projection.
+/// Names of MLPs with one tensor per expert and projection.
 macro_rules! each {
     ($at:literal, $gate:literal, $up:literal, $down:literal) => {
         Mlps {
@@ -209,7 +210,7 @@ macro_rules! each {
     };
 }
 
-/// The names of MLPs with gate and up in one tensor, all experts in one too.
+/// Names of MLPs with gate and up in one tensor, for all experts together.
 macro_rules! fused {
     ($gate_up:literal, $down:literal, $packing:ident) => {
         Mlps {
@@ -225,7 +226,7 @@ macro_rules! fused {
     };
 }
 
-/// The names that most families have, with experts each in tensors of their own.
+/// Names of most families, with one tensor per expert and projection.
 pub(super) const EACH: Layout = Layout {
     layers: "layers",
     router: "mlp.gate.weight",
@@ -237,15 +238,15 @@ pub(super) const EACH: Layout = Layout {
     shared_gate: "mlp.shared_expert_gate.weight",
 };
 
-/// The names of the model classes themselves (`save_original_format=False`), which some families' checkpoints have.
+/// Names of the model classes (`save_original_format=False`), which some families' checkpoints have.
 pub(super) const FUSED: Layout =
     Layout { experts: fused!("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), ..EACH };
 
-/// With one shared expert, as in Qwen.
+/// With a single shared expert, as in Qwen.
 pub(super) const EACH_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..EACH };
 pub(super) const FUSED_ONE: Layout = Layout { shared: each!("mlp.shared_expert"), ..FUSED };
 
-/// Mixtral's.
+/// Mixtral's names.
 pub(super) const BLOCK_SPARSE: Layout = Layout {
     router: "block_sparse_moe.gate.weight",
     experts: each!("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
@@ -257,7 +258,7 @@ pub(super) const KIMI: Layout = Layout {
     shared: each!("block_sparse_moe.shared_experts"),
     ..BLOCK_SPARSE
 };
-/// MiniMax-M2's bias is the block's when the model class saves it.
+/// MiniMax-M2 as saved by the model class: the bias belongs to the block.
 pub(super) const FUSED_BLOCK_BIAS: Layout = Layout { router_bias: "mlp.e_score_correction_bias", ..FUSED };
 pub(super) const PHI_FUSED: Layout = Layout { router: "mlp.router.weight", ..FUSED };
 
@@ -298,7 +299,7 @@ pub(super) const MISTRAL_LARGE_4: Layout = Layout {
     shared: each!("shared_experts", "w1", "w3", "w2"),
     ..EACH
 };
-/// As the text model by itself saves it.
+/// As saved by the text model alone.
 pub(super) const MISTRAL_LARGE_4_TEXT: Layout = Layout { shared: each!("shared_experts"), ..MISTRAL_LARGE_4 };
 
 pub(super) const JAMBA: Layout =
@@ -318,7 +319,7 @@ pub(super) const LFM2: Layout = Layout {
 };
 pub(super) const LFM2_FUSED: Layout = Layout { experts: JAMBA_FUSED.experts, ..LFM2 };
 
-/// IBM Granite's. The shared expert is beside the block.
+/// IBM Granite's names. The shared expert is outside the block.
 pub(super) const GRANITE: Layout = Layout {
     router: "block_sparse_moe.router.layer.weight",
     experts: fused!("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
@@ -339,7 +340,7 @@ pub(super) const GPT_OSS: Layout = Layout {
 pub(super) const PRIVACY_FILTER: Layout = Layout { experts: ARIA_FUSED.experts, ..GPT_OSS };
 pub(super) const MINIMAX_M3: Layout =
     Layout { shared: fused!("mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight"), ..FUSED };
-/// The same as published.
+/// As published.
 pub(super) const MINIMAX_M3_EACH: Layout = Layout { shared: each!("block_sparse_moe.shared_experts"), ..BLOCK_SPARSE };
 /// Qwen3-VL's published checkpoints.
 pub(super) const QWEN3_VL: Layout = Layout { experts: ARIA_FUSED.experts, ..EACH };

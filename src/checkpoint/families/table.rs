@@ -1,4 +1,4 @@
-//! The table: a row for each family.
+//! The table of families.
 
 use super::fields::{Field, Fields, flag, number, size, text};
 use super::names::{self, EACH, EACH_ONE, FUSED, FUSED_ONE};
@@ -16,7 +16,7 @@ const fn hidden(default: usize) -> Field {
     size("hidden_size", default)
 }
 
-/// The number of experts under the name that DeepSeek gave it.
+/// The number of experts, under DeepSeek's name.
 const fn routed(default: usize) -> Field {
     size("n_routed_experts", default).or("num_local_experts")
 }
@@ -45,17 +45,17 @@ const fn text_config(model_type: &'static str) -> Option<Wrapper> {
     Some(Wrapper { model_type, path: &["text_config"] })
 }
 
-/// `mlp_layer_types`, or else dense before `first_k_dense_replace`.
+/// `mlp_layer_types`; without it dense before `first_k_dense_replace`.
 const fn types_from(default: usize) -> ExpertsIn {
     ExpertsIn::Types { dense: size("first_k_dense_replace", default), freq: false }
 }
 
-/// `mlp_layer_types`, or else so many dense layers first, whatever other fields say.
+/// `mlp_layer_types`; without it the first `dense` layers are dense, whatever other fields say.
 const fn types(dense: usize) -> ExpertsIn {
     ExpertsIn::Types { dense: size("", dense), freq: false }
 }
 
-/// `mlp_layer_types`, or else by `first_k_dense_replace` and `moe_layer_freq`.
+/// `mlp_layer_types`; without it according to `first_k_dense_replace` and `moe_layer_freq`.
 const fn types_freq(default: usize) -> ExpertsIn {
     ExpertsIn::Types { dense: size("first_k_dense_replace", default), freq: true }
 }
@@ -64,7 +64,7 @@ const fn dense_first(default: usize) -> ExpertsIn {
     ExpertsIn::From(size("first_k_dense_replace", default))
 }
 
-/// Published `config.json` files have these; the model class knows one value of each and does not read them.
+/// Fields of published `config.json` files that the model class does not read; it implements a single value of each.
 const ONLY_DEEPSEEK: &[(&str, Only)] = &[
     ("scoring_func", Only::Text("sigmoid")),
     ("topk_method", Only::Text("noaux_tc")),
@@ -73,7 +73,7 @@ const ONLY_DEEPSEEK: &[(&str, Only)] = &[
 
 const SIGMOID_PLAIN: Router = Router { norm: Norm::sum(0.0), ..Router::sigmoid(0) };
 
-/// The families, by name; the five that came first lead.
+/// The five families supported first, then the others by name.
 pub(super) static FAMILIES: &[Entry] = &[
     Entry {
         model_type: "mixtral",
@@ -278,7 +278,7 @@ pub(super) static FAMILIES: &[Entry] = &[
         model_type: "deepseek_v4",
         layouts: &[names::DEEPSEEK_V4, FUSED],
         layers: layers(43),
-        // Without mlp_layer_types the first three route by token id.
+        // Without mlp_layer_types the first three layers route by token id.
         experts_in: types(3),
         hidden: hidden(4096),
         experts: routed(256),
@@ -909,7 +909,7 @@ fn dbrx(fields: &Fields, config: &mut LayerConfig) -> Result<(), FileError> {
     Ok(())
 }
 
-/// The routed experts' activation is silu whatever `hidden_act` says, which is the shared expert's.
+/// The routed experts use silu; `hidden_act` is the activation of the shared expert only.
 fn routed_silu(_: &Fields, config: &mut LayerConfig) -> Result<(), FileError> {
     config.expert.activation = Activation::Silu;
     Ok(())

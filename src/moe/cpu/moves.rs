@@ -1,7 +1,7 @@
-//! Experts that change PEs between passes: their weights, and what a caller keeps beside them, one-sided.
+//! Moves experts between PEs, between passes: their weights and the caller's per-expert state, one-sided.
 //!
-//! Every PE knows the old placement and the new one, and so who gives what to whom. A PE gets one piece at a time, in a place that is kept for it; after
-//! each piece all PEs of the group meet, so that the place is free again.
+//! Every PE knows the old and the new placement, and derives the transfers from them. A PE receives one piece at a time
+//! in a reserved buffer; a barrier of the group after each piece frees the buffer.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::moe::spec::metrics::Phase;
 use crate::moe::spec::{ConfigError, ExpertState, Gradients, Groups, LayerSpec, MlpId, MoeError, Placement, WeightId};
 use crate::shmem::{AsShmem, Cmp, SignalOp, Wait};
 
-/// One expert on its way.
+/// Transfer of one expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Transfer {
     expert: usize,
@@ -21,7 +21,7 @@ struct Transfer {
     to: usize,
 }
 
-/// Who gives what to whom: in each round a PE gets one expert at most, from whichever of those that hold it gives fewest.
+/// Schedules the transfers. In each round a PE receives at most one expert, from the holder that sends the fewest.
 fn rounds(old: &Placement, new: &Placement) -> Vec<Vec<Transfer>> {
     let mut rounds: Vec<Vec<Transfer>> = Vec::new();
     let (mut gives, mut gets) = (vec![0usize; old.n_pes()], vec![0usize; old.n_pes()]);
@@ -94,7 +94,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(rounds.iter().map(Vec::len).sum())
     }
 
-    /// Refuses a placement that this layer has no room for.
+    /// Returns an error if this layer cannot change to placement `new`.
     fn check_move(&self, new: &Placement, me: usize) -> Result<(), MoeError> {
         let refuse = |why: String| Err(MoeError::Usage { what: "move experts", why });
         let old = &self.spec.placement;
@@ -116,7 +116,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(())
     }
 
-    /// An expert's weights, and the caller's state of it.
+    /// An expert's weights, followed by the caller's state of it.
     fn pack(&self, expert: usize, weights: usize, state: &mut dyn ExpertState) -> Result<Vec<f32>, MoeError> {
         let mut values = vec![0.0; weights + state.len()];
         for (id, part) in self.spec.config.expert_parts(expert) {
@@ -126,7 +126,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
         Ok(values)
     }
 
-    /// Goes on with the new placement: experts that stay keep their weights as they are.
+    /// Switches to the new placement. Experts that stay keep their weights.
     fn take_over(
         &mut self,
         new: Placement,
@@ -162,7 +162,7 @@ impl<S: AsShmem, E: Element, X: Exchange> Layer<S, E, X> {
             gradients.all = Gradients::zeros(config, placement, me);
             gradients.last = None;
         }
-        // Forward passes of before are no longer this layer's.
+        // Invalidates the forward passes before the move.
         self.id = new_id();
         Ok(())
     }
@@ -191,7 +191,7 @@ mod tests {
             );
         }
         assert!(rounds(&new, &new).is_empty());
-        // Of several that have it, not always the same one gives.
+        // Sends are spread over the holders.
         let all = rounds(&new, &Placement::from_owners(vec![1, 0, 0, 0, 1, 0], 3));
         assert!(all.iter().flatten().all(|t| new.local_on(t.expert, t.from).is_some()));
     }

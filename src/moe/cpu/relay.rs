@@ -1,36 +1,37 @@
-//! Rows that cross to another host once, for all of its PEs: `docs/protocol.md`, "A row once per host".
+//! Rows that cross to another host once, for all of its PEs; see `docs/protocol.md`, "A row once per host".
 
 use std::ops::Range;
 
 use super::router::{RouteSlot, Routes};
 use crate::moe::spec::{Hosts, Placement};
 
-/// What this PE sends one PE, or has its home send it.
+/// The rows of this PE that one PE finally receives, directly or through a relay.
 #[derive(Clone, Debug, Default)]
 pub struct Announced {
     pub rows: usize,
     pub slots: usize,
-    /// Pairs of each of that PE's experts.
+    /// Slots for each of that PE's experts.
     pub counts: Vec<u32>,
 }
 
-/// Who passes rows on to whom, as one PE sees it.
+/// Which PE relays whose rows to whom, from one PE's point of view.
 pub struct Relay {
     me: usize,
-    /// By target: where this PE's rows for it go first.
+    /// By target: the PE that receives this PE's rows for it first.
     pub home: Vec<usize>,
-    /// By source: its home on this host where that is another PE, the source's number among those whose home that is, and this PE's there.
+    /// By source: set if another PE of this host relays the source's rows to this PE, as (relay, index of the source
+    /// among the relay's sources, index of this PE among the relay's siblings).
     pub via: Vec<Option<(usize, usize, usize)>>,
-    /// By source: its number among those whose home this PE is, where others here get rows from it.
+    /// By source: its index among the sources for which this PE is the relay, if other PEs of this host get rows from
+    /// it.
     pub served: Vec<Option<usize>>,
-    /// The PEs of this host, ascending.
     pub members: Vec<usize>,
-    /// By member, and then the end of the last's: the number of its first expert, where the experts of this host are numbered by PE.
+    /// Experts of this host are numbered by PE. Member `i` has `firsts[i]..firsts[i + 1]`.
     pub firsts: Vec<u32>,
 }
 
 impl Relay {
-    /// As PE `me` sees it.
+    /// The point of view of PE `me`.
     pub fn new(hosts: &Hosts, placement: &Placement, me: usize) -> Relay {
         let n = hosts.n_pes();
         let members: Vec<usize> = hosts.members(me).collect();
@@ -53,28 +54,28 @@ impl Relay {
         }
     }
 
-    /// This PE's number among the members.
+    /// This PE's index in `members`.
     pub fn own_member(&self) -> usize {
         self.members.iter().position(|member| *member == self.me).unwrap_or(0)
     }
 
-    /// The numbers of a member's experts.
+    /// Numbers of a member's experts on this host.
     pub fn experts(&self, member: usize) -> Range<u32> {
         self.firsts[member]..self.firsts[member + 1]
     }
 
-    /// Those of this PE's.
+    /// Numbers of this PE's experts on this host.
     pub fn own_experts(&self) -> Range<u32> {
         self.experts(self.own_member())
     }
 
-    /// The number of another PE of this host among those that are not this one.
+    /// Index of `pe` among the members of this host other than this PE.
     pub fn sibling(&self, pe: usize) -> usize {
         sibling(&self.members, self.me, pe)
     }
 
-    /// Takes the routes to each PE, and leaves those of other hosts' PEs at their homes, as one: with every row once, and experts numbered as on
-    /// that host. Returns what each PE gets in the end.
+    /// Merges the routes to the PEs of each other host at the relay's index, with every row once and experts numbered
+    /// as on that host. Returns the rows that each PE finally receives.
     pub fn merge(&self, routes: &mut [Routes], placement: &Placement) -> Vec<Announced> {
         let announced = routes.iter().enumerate().map(|(pe, routes)| Announced {
             rows: routes.tokens.len(),
@@ -95,12 +96,12 @@ impl Relay {
     }
 }
 
-/// The number of `pe` among the members of a host that are not `home`.
+/// Index of `pe` among the members other than `relay`.
 fn sibling(members: &[usize], home: usize, pe: usize) -> usize {
     members.iter().filter(|member| **member != home).position(|member| *member == pe).unwrap_or(0)
 }
 
-/// By PE, and then the end of the last's: the number of its first expert, where theirs are numbered by PE.
+/// Numbers the experts of `pes` consecutively; `pes[i]` has `firsts[i]..firsts[i + 1]`.
 fn firsts(pes: &[usize], placement: &Placement) -> Vec<u32> {
     let mut first = 0;
     let mut firsts = vec![0];
@@ -111,7 +112,7 @@ fn firsts(pes: &[usize], placement: &Placement) -> Vec<u32> {
     firsts
 }
 
-/// The routes to several PEs as those to one that has all their experts.
+/// Merges the routes to several PEs, as if one PE had all their experts.
 fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
     let mut rows: Vec<(u32, usize, usize)> = Vec::new();
     for (k, routes) in of.iter().enumerate() {
@@ -135,21 +136,20 @@ fn merged(of: &[Routes], firsts: &[u32]) -> Routes {
     all
 }
 
-/// The slots of one source's rows for all PEs of this host, of which its home knows.
+/// Slots of one source's rows on all PEs of this host, as their relay stores them.
 #[derive(Debug, Default)]
 pub struct Passed {
-    /// Row `j`'s are `slots[slot_start[j]..slot_start[j + 1]]`: (expert by its number on this host, weight), ascending.
+    /// Row `j` has `slots[slot_start[j]..slot_start[j + 1]]`: (expert's number on this host, weight), ascending.
     pub slot_start: Vec<u32>,
     pub slots: Vec<(u32, f32)>,
 }
 
 impl Passed {
-    /// The slots of a row.
     pub fn row(&self, j: usize) -> &[(u32, f32)] {
         &self.slots[self.slot_start[j] as usize..self.slot_start[j + 1] as usize]
     }
 
-    /// The slots of a row whose experts one PE has.
+    /// The slots of row `j` whose expert is one of `experts`.
     pub fn slots_of(&self, j: usize, experts: Range<u32>) -> &[(u32, f32)] {
         let row = self.row(j);
         let start = row.partition_point(|slot| slot.0 < experts.start);
@@ -157,34 +157,35 @@ impl Passed {
     }
 }
 
-/// The rows of one source for another PE of this host.
+/// Rows of one source that are relayed to one other PE of this host.
 #[derive(Debug, Default)]
 pub struct Stream {
-    /// How many there are to be.
+    /// Number of rows according to the header.
     pub announced: usize,
-    /// Which of the source's rows, in the order in which they are passed on: of the PE's first expert, then of rows; as far as it is known.
+    /// Rows in the order in which they are forwarded: by the PE's first expert, then by number; a prefix until all rows
+    /// have arrived.
     pub rows: Vec<u32>,
-    /// Whose first expert there is below this one.
+    /// `rows` covers the rows whose first expert is below this one.
     until: u32,
-    /// The same in the order of results, that of the PE's last expert. Empty until all rows have come.
+    /// Rows in the order of their results: by the PE's last expert. Empty until all rows have arrived.
     pub returns: Vec<u32>,
-    /// By row of the source: its place among the results; `NONE` where the PE has no part of it. Empty until all rows have come.
+    /// By row of the source: its index in `returns`, or `NONE` if the PE has no slot of the row. Empty until all rows
+    /// have arrived.
     pub place: Vec<u32>,
-    /// Slots of the results before each, and of all.
+    /// `slots_before[i]`: slots of the first `i` rows of `returns`.
     pub slots_before: Vec<u32>,
 }
 
-/// No place.
+/// The row has no slot at the PE.
 pub const NONE: u32 = u32::MAX;
 
 impl Stream {
-    /// Of so many rows.
     pub fn new(announced: usize) -> Stream {
         Stream { announced, ..Stream::default() }
     }
 
-    /// After `come` rows of the source have come, the next of which can have no expert below `until`: adds those whose place is known by it, at
-    /// the end (`u32::MAX`) all of them, and then their order as results.
+    /// Called once the first `arrived` rows of the source have arrived, if no later row has an expert below `until`:
+    /// appends the rows whose position is final. `u32::MAX` marks the end; it also fills `returns`.
     pub fn extend(&mut self, passed: &Passed, experts: Range<u32>, come: usize, until: u32) {
         if until == self.until {
             return;

@@ -1,8 +1,8 @@
-//! Expert-parallel (EP) groups: each holds all experts, each has its own tokens, and together they make one layer.
+//! Expert-parallel (EP) groups: each group holds all experts and has its own tokens; together they form one layer.
 //!
-//! Within a group, rows go to experts as in any layer. Gradients are summed: those of an expert by all PEs that hold it, in any
-//! group and several in one, one-sided and while backward still computes others ([`Replicas`]); those of the router and the
-//! shared expert over all PEs. Where experts live may differ from group to group.
+//! Dispatch stays within a group. Gradients of an expert are summed over all PEs that hold it, in any group, one-sided
+//! and overlapped with backward ([`Replicas`]); gradients of the router and the shared expert are summed over all PEs.
+//! Placements may differ from group to group.
 
 use std::time::Instant;
 
@@ -10,29 +10,34 @@ use crate::moe::spec::metrics::Phase;
 use crate::moe::spec::{Groups, LayerConfig, Load, MlpGradients, MoeError};
 use crate::shmem::{AsShmem, Cmp, Shmem, ShmemError, SignalOp, Sym, Wait, WaitTimeout};
 
-/// What a layer asks of the other PEs that hold the same experts: [`Replicas`], or [`OneGroup`] where there are none.
+/// A layer's communication with the other PEs that hold the same experts: [`Replicas`], or [`OneGroup`] for a layer
+/// without replicas.
 pub trait Exchange {
-    /// A backward pass begins.
+    /// Starts a backward pass.
     fn begin(&mut self);
-    /// The gradients of local expert `local` are computed: they go out.
+    /// Sends the gradients of local expert `local`, which are complete.
     fn ready(&mut self, local: usize, grads: &MlpGradients);
-    /// Takes what has come; says whether there was anything. `grads` are those of the local experts.
+    /// Processes what has arrived; `grads` are the gradients of the local experts. Returns false if nothing had.
     fn poll(&mut self, grads: &mut [MlpGradients]) -> bool;
-    /// Waits until `grads` are sums over all replicas.
+    /// Waits until `grads` are the sums over all replicas.
+    ///
+    /// # Errors
+    ///
+    /// Returns a wait error if a peer is lost or `deadline` passes; likewise for the methods below.
     fn finish(&mut self, grads: &mut [MlpGradients], deadline: Instant) -> Result<(), MoeError>;
-    /// Adds up `data` over all PEs, in their order.
+    /// Sums `data` over all PEs, in the order of PEs.
     fn sum(&self, data: &mut [f32], deadline: Instant) -> Result<(), MoeError>;
-    /// The loads of all PEs' tokens, in their order.
+    /// The loads of all PEs' tokens, by PE.
     fn loads(&self, mine: &Load, deadline: Instant) -> Result<Vec<Load>, MoeError>;
-    /// The counts of all PEs, in their order, and which are this PE's.
+    /// The counts of all PEs, by PE, and this PE's index among them.
     fn counts(&self, mine: &[u32], deadline: Instant) -> Result<(Vec<Vec<u32>>, usize), MoeError>;
-    /// Experts are where `groups` has them from now on (collective over all PEs).
+    /// Switches to the placement of `groups` (collective over all PEs).
     fn regroup(&mut self, groups: &Groups, deadline: Instant) -> Result<(), MoeError>;
-    /// Bytes put to other PEs so far, and those of them that a network took.
+    /// Bytes put to other PEs so far, and those of them that went over a network.
     fn bytes_put(&self) -> [u64; 2];
 }
 
-/// The exchange of a layer whose group is the only one, and no expert has replicas.
+/// The exchange of a layer with a single group and no replicas. It has no values.
 #[derive(Clone, Copy, Debug)]
 pub enum OneGroup {}
 
@@ -74,32 +79,32 @@ impl Exchange for OneGroup {
     }
 }
 
-/// How far the sum of an expert's gradients has come.
+/// Progress of the sum of one expert's gradients.
 #[derive(Clone, Default)]
 struct Sum {
     ready: bool,
     summed: bool,
-    /// By other holder: its part has been taken.
+    /// By other holder: whether its sum has been copied.
     taken: Vec<bool>,
 }
 
-/// The sums over replicas of expert gradients, at one PE.
+/// Sums expert gradients over replicas; one PE's part.
 ///
-/// The gradients of an expert that K PEs hold (all its matrices and biases, one after another) have K parts. Part j is summed by the
-/// j-th holder: the others put theirs to it, each to a place of its own; it adds them in the order of holders, and
-/// puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the gradients.) Signals hold
-/// the number of the backward pass. A place is written again in the next pass, when what was there has been read: a
-/// contribution before its sum is sent, and who sends the next contribution has that sum; a sum before its receiver sends the
-/// next contribution, without which there is no next sum.
+/// The gradients of an expert with K holders (its matrices and biases, one after another) are split into K parts.
+/// Holder j sums part j: the others put their contribution into separate slots of its memory; it adds them in the order
+/// of holders and puts the sum to all. (Reduce-scatter and all-gather: each PE sends and receives 2 (K - 1) / K of the
+/// gradients.) Signals hold the number of the backward pass. A slot is overwritten in the next pass, after its reader
+/// is done: a contribution is read before its sum is sent, and the sender waits for that sum before its next
+/// contribution; a sum is read before its receiver sends the next contribution, which the next sum needs.
 pub struct Replicas<W> {
     world: W,
     experts: Vec<Summed>,
-    /// Elements of an expert's gradients.
+    /// Elements of one expert's gradients.
     len: usize,
-    /// Parts of ours that other holders have put here; sums that they have. Of each local expert K - 1 places.
+    /// By local expert, K - 1 slots each: contributions to this PE's part, and the sums of the other parts.
     contributions: Sym<f32>,
     sums: Sym<f32>,
-    /// The pass whose contributions, and then whose sums are here, of each local expert.
+    /// By local expert and slot: the pass whose contribution, or whose sum, has arrived.
     signals: Sym<u64>,
     pass: u64,
     state: Vec<Sum>,
@@ -109,30 +114,30 @@ pub struct Replicas<W> {
 
 /// A local expert and its replicas.
 struct Summed {
-    /// The PEs that hold it, this one included, in the order of groups.
+    /// The PEs that hold it, including this one, in the order of groups.
     holders: Vec<usize>,
-    /// Which of them this PE is.
+    /// This PE's index in `holders`.
     me: usize,
-    /// By holder, where its places for this expert begin.
+    /// By holder: its first slot for this expert.
     rooms: Vec<Room>,
 }
 
 impl Summed {
-    /// The other holders, beginning after this PE.
+    /// Indices of the other holders, starting after this PE.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (k, me) = (self.holders.len(), self.me);
         (1..k).map(move |distance| (me + distance) % k)
     }
 }
 
-/// Where a PE has its places for an expert: from this element of `contributions` and of `sums` on, and from this word of `signals`.
+/// Position of a PE's slots for one expert: the first element in `contributions` and `sums`, and the first word in
+/// `signals`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Room {
     element: usize,
     word: usize,
 }
 
-/// Which of the two kinds of messages.
 #[derive(Clone, Copy)]
 enum MessageKind {
     Contribution = 0,
@@ -140,18 +145,21 @@ enum MessageKind {
 }
 
 impl<W: AsShmem> Replicas<W> {
-    /// The exchange at this PE of `world` (collective). Its memory must be zero, as it is before anything was freed.
+    /// Allocates the exchange of this PE of `world` (collective). The heap memory must be zero, as it is before the
+    /// first free.
     ///
     /// # Errors
-    /// When the heap is too small.
+    ///
+    /// Returns `ShmemError` if the heap is too small.
     pub fn new(world: W, config: &LayerConfig, groups: Groups) -> Result<Self, ShmemError> {
         Self::with_slots(world, config, groups, None)
     }
 
-    /// The same where experts may move, as many to a PE as `slots`.
+    /// Like [`new`](Self::new), with memory for any placement of at most `slots` experts per PE.
     ///
     /// # Errors
-    /// When the heap is too small.
+    ///
+    /// Returns `ShmemError` if the heap is too small.
     pub fn with_slots(
         world: W,
         config: &LayerConfig,
@@ -180,13 +188,13 @@ impl<W: AsShmem> Replicas<W> {
         self.world.as_shmem()
     }
 
-    /// Where `part` of local expert `local`'s gradients begins and ends.
+    /// Element range of part `part` of local expert `local`'s gradients.
     fn part(&self, local: usize, part: usize) -> std::ops::Range<usize> {
         let k = self.experts[local].holders.len();
         self.len * part / k..self.len * (part + 1) / k
     }
 
-    /// At holder `at` of local expert `local`: the place and the signal of messages from holder `from`.
+    /// Slot and signal, at holder `at` of local expert `local`, of messages from holder `from`.
     fn place(&self, kind: MessageKind, local: usize, from: usize, at: usize) -> (Sym<f32>, Sym<u64>) {
         let Summed { holders, rooms, .. } = &self.experts[local];
         let others = holders.len() - 1;
@@ -208,7 +216,7 @@ impl<W: AsShmem> Replicas<W> {
         self.shmem().put_signal(place, data, signal, self.pass, SignalOp::Set, holders[to]);
     }
 
-    /// What would let expert `local` go on, and the PE it is from.
+    /// Waits that would let expert `local` make progress, each with the PE it depends on.
     fn awaited(&self, local: usize) -> impl Iterator<Item = (Wait, usize)> + '_ {
         let (state, expert) = (&self.state[local], &self.experts[local]);
         expert.others().enumerate().filter_map(move |(i, from)| {
@@ -226,7 +234,7 @@ impl<W: AsShmem> Replicas<W> {
         MoeError::wait(self.shmem(), timeout.index, what, Phase::AllReduce, timeout)
     }
 
-    /// Sums this PE's part of expert `local` if all contributions are here, and sends the sum. Says whether.
+    /// Once all contributions have arrived: sums this PE's part of expert `local`, sends the sum and returns true.
     fn add_up(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
         let here = |wait: (Wait, usize)| self.shmem().test(wait.0);
         if !self.state[local].ready || self.state[local].summed || !self.awaited(local).all(here) {
@@ -257,7 +265,7 @@ impl<W: AsShmem> Replicas<W> {
         true
     }
 
-    /// Takes the sums of expert `local` that are here. Says whether there were any.
+    /// Copies the sums of expert `local` that have arrived. Returns false if there were none.
     fn take(&mut self, local: usize, grads: &mut MlpGradients) -> bool {
         let mut any = false;
         if !self.state[local].summed {
@@ -289,7 +297,7 @@ impl<W: AsShmem> Exchange for Replicas<W> {
     fn begin(&mut self) {
         self.pass += 1;
         for (state, expert) in self.state.iter_mut().zip(&self.experts) {
-            // An expert that nobody else holds has its sum at once.
+            // An expert with a single holder needs no sum.
             let alone = expert.holders.len() == 1;
             *state = Sum { ready: alone, summed: alone, taken: vec![false; expert.holders.len() - 1] };
         }
@@ -324,7 +332,7 @@ impl<W: AsShmem> Exchange for Replicas<W> {
             let awaited = (0..self.experts.len()).flat_map(|local| self.awaited(local));
             let (waits, holders): (Vec<_>, Vec<_>) = awaited.filter(|(wait, _)| !self.shmem().test(*wait)).unzip();
             if waits.is_empty() {
-                continue; // came meanwhile
+                continue; // arrived in the meantime
             }
             self.shmem().wait_until_any(&waits, deadline).map_err(|mut timeout| {
                 timeout.index = holders[timeout.index];
@@ -371,7 +379,8 @@ impl<W: AsShmem> Exchange for Replicas<W> {
         }
         self.state = vec![Sum::default(); experts.len()];
         self.experts = experts;
-        // Places now belong to others, so nobody may still read what was there. Signals go on: they hold numbers of passes that were.
+        // Slots now belong to other experts, so all PEs synchronise first. Signal words keep their pass numbers, which
+        // only increase.
         let shmem = self.shmem();
         let error = |timeout: WaitTimeout| {
             MoeError::wait(shmem, timeout.index, "that its experts have moved", Phase::Move, timeout)
@@ -384,7 +393,7 @@ impl<W: AsShmem> Exchange for Replicas<W> {
     }
 }
 
-/// Bytes of the world's heap that [`Replicas::with_slots`] takes.
+/// Heap bytes that [`Replicas::with_slots`] allocates.
 pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>) -> usize {
     let len = config.expert_elements();
     let (_, size) = rooms(len, groups, &groups.holders());
@@ -392,7 +401,7 @@ pub fn replica_bytes(config: &LayerConfig, groups: &Groups, slots: Option<usize>
     2 * (element * size_of::<f32>()).next_multiple_of(64) + (word * size_of::<u64>()).next_multiple_of(64)
 }
 
-/// The experts of PE `me` and where their places are; and where places end on the PE that has most of them.
+/// The experts of PE `me` with their slots, and the end of the slots on the PE that has most of them.
 fn summed(me: usize, len: usize, groups: &Groups) -> (Vec<Summed>, Room) {
     let all = groups.holders();
     let (rooms, size) = rooms(len, groups, &all);
@@ -405,19 +414,20 @@ fn summed(me: usize, len: usize, groups: &Groups) -> (Vec<Summed>, Room) {
     (groups.experts(me).iter().map(of).collect(), size)
 }
 
-/// Room for these groups, or with `slots` for any placement of so many experts on a PE: K holders have K - 1 places each of a K-th, rounded up.
+/// Slots for these groups, or with `slots`, for any placement of that many experts per PE: K holders have K - 1 slots
+/// each of a K-th, rounded up.
 fn size_for(len: usize, now: Room, groups: &Groups, slots: Option<usize>) -> Room {
     let Some(slots) = slots else { return now };
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
     Room { element: slots * (len + pes), word: 2 * slots * (pes - 1) }
 }
 
-/// Most elements of a part of gradients that `holders` PEs sum.
+/// Elements of the largest of the `holders` parts of a gradient.
 fn part_len(len: usize, holders: usize) -> usize {
     len.div_ceil(holders)
 }
 
-/// By PE and local expert, where its places begin; and where they end on the PE that has most of them.
+/// By PE and local expert, the first slot; and the end of the slots on the PE that has most of them.
 fn rooms(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<Room>>, Room) {
     let mut most = Room::default();
     let pes: usize = (0..groups.len()).map(|g| groups.members(g).len()).sum();
@@ -437,7 +447,7 @@ fn rooms(len: usize, groups: &Groups, holders: &[Vec<usize>]) -> (Vec<Vec<Room>>
     (rooms, most)
 }
 
-/// The gradients' elements from `start` on, as if they lay one after another: matrices, then biases.
+/// Copies the gradients' elements from `start` on, numbered through matrices and then biases, to `to`.
 fn copy_out(grads: &MlpGradients, mut start: usize, mut to: &mut [f32]) {
     for values in grads.matrix.iter().chain(&grads.bias) {
         let here = values.get(start..).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The passes of a layer on a device: what is checked, what is launched, what is read afterwards.
+//! Passes of a layer on a device: argument checks, launches, and reading the outcome.
 
 use bytemuck::Zeroable;
 
@@ -10,7 +10,7 @@ use crate::gpu::{Buffer, GpuError};
 use crate::moe::metrics::PassOutcome;
 use crate::moe::spec::{Gradients, LayerSpec, Load, Mode, MoeError, MoeLayer, Routed, WeightId};
 
-/// The kernels of a pass, in order, by the phases that their time counts as.
+/// The kernels of a pass in launch order, grouped by the phase that their time counts towards.
 pub(super) struct Stages {
     /// Router and plan.
     before: &'static [Kernel],
@@ -18,13 +18,13 @@ pub(super) struct Stages {
     layer: Kernel,
     /// The router's backward.
     after: &'static [Kernel],
-    /// The sums over PEs of what several hold.
+    /// Sums over PEs.
     reduce: &'static [Kernel],
 }
 
 const FORWARD: Stages =
     Stages { before: &[Kernel::Route, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
-/// Of one of several groups, with losses.
+/// With losses and several groups.
 const FORWARD_WITH_LOSSES: Stages = Stages { reduce: &[Kernel::SumLosses], ..FORWARD };
 const BACKWARD: Stages = Stages {
     before: &[],
@@ -33,33 +33,33 @@ const BACKWARD: Stages = Stages {
     reduce: &[Kernel::AllReduce],
 };
 
-/// By the caller's routing: the layer's router and shared expert have no part in it, and so only gradients of experts are to be summed over PEs.
+/// With the caller's routing, router and shared expert are not used, so only gradients of experts are summed over PEs.
 const EXPERTS: Stages =
     Stages { before: &[Kernel::TakeRouting, Kernel::Plan], layer: Kernel::Forward, after: &[], reduce: &[] };
 const EXPERTS_BACKWARD: Stages = Stages { before: &[], layer: Kernel::Backward, after: &[], reduce: &[] };
 const EXPERTS_BACKWARD_SUMMED: Stages = Stages { reduce: &[Kernel::AllReduce], ..EXPERTS_BACKWARD };
 
-/// The marks of a pass: its begin, the persistent kernel's, the persistent kernel's end, the begin of the sums over PEs, the end.
+/// Events of a pass: its start, start and end of the persistent kernel, start of the sums over PEs, and its end.
 const MARKS: [usize; 5] = [0, 1, 2, 3, 4];
 
-/// What a pass is launched with, checked against the layer.
+/// A pass whose arguments are checked against the layer.
 pub(super) struct Checked {
     pub(super) pass: Pass,
     pub(super) stages: &'static Stages,
     pub(super) by: RoutedBy,
 }
 
-/// Elements that an argument should have.
+/// Expected length of an argument.
 #[derive(Clone, Copy)]
 struct Expect {
     what: &'static str,
     elements: usize,
-    /// Bytes of each.
+    /// Bytes per element.
     bytes: usize,
 }
 
 impl<'g> DeviceLayer<'g> {
-    /// The arguments of a forward pass.
+    /// Checks the arguments of a forward pass.
     pub(super) fn check_forward(&self, x: &Buffer<'g>, output: &Buffer<'g>) -> Result<Checked, MoeError> {
         if self.spec.config.router.external {
             let why = "the layer has no router: the caller routes, by experts".into();
@@ -73,7 +73,7 @@ impl<'g> DeviceLayer<'g> {
         Ok(Checked { pass, stages, by: RoutedBy::Layer })
     }
 
-    /// The arguments of the backward of a forward pass of `tokens` tokens.
+    /// Checks the arguments of the backward of a forward pass with `tokens` tokens.
     pub(super) fn check_backward(
         &self,
         tokens: usize,
@@ -90,7 +90,7 @@ impl<'g> DeviceLayer<'g> {
         Ok(Checked { pass, stages: &BACKWARD, by: RoutedBy::Layer })
     }
 
-    /// The arguments of a forward pass by the caller's routing.
+    /// Checks the arguments of a forward pass with the caller's routing.
     pub(super) fn check_experts(
         &self,
         x: &Buffer<'g>,
@@ -107,7 +107,7 @@ impl<'g> DeviceLayer<'g> {
         Ok(Checked { pass, stages: &EXPERTS, by: RoutedBy::Caller })
     }
 
-    /// The arguments of its backward.
+    /// Checks the arguments of the backward of such a pass.
     pub(super) fn check_experts_backward(
         &self,
         tokens: usize,
@@ -130,7 +130,7 @@ impl<'g> DeviceLayer<'g> {
         }
     }
 
-    /// Tokens of an input.
+    /// Checks the length of an input, and returns its number of tokens.
     fn check_tokens(&self, x: &Buffer<'g>) -> Result<usize, MoeError> {
         let (hidden, bytes) = (self.spec.config.hidden, self.spec.dtype.bytes());
         let (tokens, max) = (x.bytes() as usize / bytes / hidden, self.spec.max_tokens * hidden);
@@ -152,7 +152,7 @@ impl<'g> DeviceLayer<'g> {
         self.check_buffer(rows, Expect { what, elements: tokens * self.spec.config.hidden, bytes })
     }
 
-    /// That a buffer is memory of this device, and as long as it should be.
+    /// Checks that a buffer is on this device and has the expected length.
     fn check_buffer(&self, buffer: &Buffer<'g>, expect: Expect) -> Result<(), MoeError> {
         let Expect { what, elements, bytes } = expect;
         if !buffer.is_on(self.gpu) {
@@ -169,12 +169,12 @@ impl<'g> DeviceLayer<'g> {
         Pass { tokens: tokens as u32, trace: self.trace.into(), ..Pass::zeroed() }
     }
 
-    /// Memory for a forward pass.
+    /// Returns the state for a forward pass: a spare one, or a new one.
     pub(super) fn take_state(&mut self) -> Result<DeviceSaved<'g>, MoeError> {
         self.spare.pop().map_or_else(|| DeviceSaved::new(self), Ok)
     }
 
-    /// Launches a pass, kernel by kernel.
+    /// Launches the kernels of a pass, with events between the phases.
     fn run(&self, saved: &DeviceSaved<'g>, Checked { pass, stages, .. }: &Checked) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.launch(saved, pass, stages.before)?;
@@ -187,7 +187,7 @@ impl<'g> DeviceLayer<'g> {
         Ok(self.gpu.mark(MARKS[4])?)
     }
 
-    /// Launches all kernels of a pass and nothing else.
+    /// Launches the kernels of a pass without events.
     pub(super) fn launch_all(&self, saved: &DeviceSaved<'g>, checked: &Checked) -> Result<(), GpuError> {
         let Checked { pass, stages, .. } = checked;
         self.launch(saved, pass, stages.before)?;
@@ -196,7 +196,7 @@ impl<'g> DeviceLayer<'g> {
         self.launch(saved, pass, stages.reduce)
     }
 
-    /// Marks a pass that `launch` launches as one: all its time counts as the persistent kernel's.
+    /// Runs `launch`, which launches a whole pass. Its time counts as the persistent kernel's.
     pub(super) fn run_as_one(&self, launch: impl FnOnce() -> Result<(), GpuError>) -> Result<(), MoeError> {
         self.gpu.mark(MARKS[0])?;
         self.gpu.mark(MARKS[1])?;
@@ -212,13 +212,13 @@ impl<'g> DeviceLayer<'g> {
         kernels.iter().try_for_each(|kernel| {
             let (name, launch) = (&self.names[*kernel as usize], saved.info().launch(*kernel));
             // SAFETY: every kernel of a layer takes the address of a `Layer` and a `Pass`.
-            // - The `Layer` is `place`'s, over the state's memory and this layer's tables, weights and symmetric memory: the
-            //   state was checked to be of this layer (`DeviceSaved::check`, or it is one of the layer's own), which holds all
-            //   the rest; the state's memory has the size that `place` asked for.
-            // - The addresses of the `Pass` are those of buffers that the caller of this pass lent it, of this device and as long as
-            //   the pass reads and writes (`check_buffer`). What is freed, written or read after the launch waits for it, by
-            //   the contract of `Gpu`; no kernel follows an address of an earlier pass's buffers.
-            // - Kernels check what they read of peers before they use it as an index.
+            // - `place` made the `Layer`, over the state's memory and this layer's tables, weights and symmetric
+            //   memory. The state was checked to be of this layer (`DeviceSaved::check`, or it is one of the layer's
+            //   own), which holds the rest; the state's memory has the size that `place` required.
+            // - The addresses in the `Pass` are of buffers that the caller of this pass borrows to it, on this device
+            //   and as long as the pass reads and writes (`check_buffer`). By the contract of `Gpu`, freeing, writing
+            //   or reading after the launch waits for it; no kernel accesses buffers of an earlier pass.
+            // - Kernels validate data from peers before they use it as an index.
             unsafe { self.gpu.launch(name, launch, &[&args[0], &args[1]]) }
         })
     }
@@ -234,7 +234,7 @@ impl<'g> DeviceLayer<'g> {
         Ok(saved)
     }
 
-    /// Runs a backward whose `saved` and arguments are checked.
+    /// Runs a backward after `saved` and the arguments have been checked.
     fn run_backward(&mut self, saved: &mut DeviceSaved<'g>, checked: &Checked) -> Result<(), MoeError> {
         saved.refresh(self)?;
         saved.begin_backward();
@@ -243,23 +243,23 @@ impl<'g> DeviceLayer<'g> {
         self.after_backward()
     }
 
-    /// Readies the gradients for a backward that is launched next.
+    /// Prepares the gradients for the next backward, before it is launched.
     pub(super) fn before_backward(&mut self, by: RoutedBy) -> Result<(), MoeError> {
         let (gpu, add) = (self.gpu, self.sizes.launch(Kernel::Accumulate));
         let by_caller = by == RoutedBy::Caller;
         Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.begin(gpu, add, by_caller))?)
     }
 
-    /// Adds the gradients of the backward that was launched to those before it, where the layer accumulates.
+    /// If the layer accumulates gradients: adds those of the launched backward to the sums.
     pub(super) fn after_backward(&mut self) -> Result<(), MoeError> {
         let (gpu, add) = (self.gpu, self.sizes.launch(Kernel::Accumulate));
         Ok(self.weights.gradients.as_mut().map_or(Ok(()), |gradients| gradients.end(gpu, add))?)
     }
 
-    /// What the kernels are told of the layer has changed.
+    /// Call after a change of `shape`: updates the layer's description in all spare states.
     fn change(&mut self) -> Result<(), MoeError> {
         self.version += 1;
-        // Now and not in the next pass, which other PEs may wait for.
+        // Updating now keeps the next pass, which other PEs may wait for, short.
         let mut spare = std::mem::take(&mut self.spare);
         let done = spare.iter_mut().try_for_each(|saved| saved.refresh(self));
         self.spare = spare;
@@ -397,7 +397,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
         }
         let (mut chosen, mut weights) = (local.read_vec(chosen, choices)?, local.read_vec(weights, choices)?);
         if saved.routed_by() == RoutedBy::Caller {
-            // As the caller has them.
+            // In the caller's order.
             let (_, at) = saved.at(info.columns);
             let columns: Vec<u32> = local.read_vec(at, choices)?;
             let (by_expert, by_expert_weights) = (chosen.clone(), weights.clone());
@@ -410,7 +410,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
     }
 
     fn recycle(&mut self, saved: DeviceSaved<'g>) {
-        // Of another layer it is only freed.
+        // A state of another layer is only freed.
         if saved.is_of(self) {
             self.spare.push(saved);
         }
@@ -438,8 +438,7 @@ impl<'g> MoeLayer for DeviceLayer<'g> {
 
     fn set_weights(&mut self, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         self.weights.write(&self.spec, self.me, id, values)?;
-        // As many planes as any router had that the layer was given: those that the present one does not need are zeros, which add
-        // nothing to any bit.
+        // `router_parts` never decreases. Unneeded planes are zeros, which do not change any bit of the results.
         if self.weights.router_parts > self.shape.router_parts {
             self.shape.router_parts = self.weights.router_parts;
             self.change()?;

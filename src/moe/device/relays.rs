@@ -1,18 +1,22 @@
-//! Who stands for whom where a row crosses to another host once (`kernels/relay.h`): the kernels' tables of it, and of the places of experts.
+//! Relay roles for rows that cross to another host once (`kernels/relay.h`), and the kernels' tables of them and of
+//! expert slots.
+//!
+//! An expert slot is an expert on a PE, as this PE numbers them in its tables. A relay on another host has slots for
+//! the experts of all PEs of its host.
 
 use crate::gpu::params;
 use crate::moe::spec::{Hosts, Placement};
 
-/// What the tables of [n_pes] say of a PE that they have nothing to say of.
+/// In tables over PEs: no entry for this PE.
 const NONE: u32 = u32::MAX;
 
-/// A group's PEs on their hosts; without relays every PE stands for itself.
+/// The PEs of a group on their hosts. Without relays every PE receives its rows directly.
 pub(super) struct Relays<'a> {
     placement: &'a Placement,
     relays: bool,
     /// The PEs of each host, ascending.
     hosts: Vec<Vec<usize>>,
-    /// Of each PE, the number of its host among these, and its own there.
+    /// By PE: the index of its host in `hosts`, and its index on the host.
     seat: Vec<(usize, usize)>,
 }
 
@@ -40,12 +44,12 @@ impl<'a> Relays<'a> {
         self.seat[a].0 == self.seat[b].0
     }
 
-    /// The PEs of a PE's host; without relays itself.
+    /// The PEs on the host of `pe`; empty without relays.
     pub fn members(&self, pe: usize) -> &[usize] {
         self.hosts.get(self.seat[pe].0).map_or(&[], Vec::as_slice)
     }
 
-    /// As [`Hosts::home`].
+    /// The PE that receives rows of `source` for `target` first, see [`Hosts::home`].
     fn home(&self, source: usize, target: usize) -> usize {
         if self.near(source, target) {
             return target;
@@ -58,7 +62,7 @@ impl<'a> Relays<'a> {
         !self.near(pe, source) && self.home(source, pe) == pe
     }
 
-    /// Those that put rows into a PE's windows, ascending.
+    /// The PEs that put rows into the windows of `pe`, ascending.
     fn senders(&self, pe: usize) -> impl Iterator<Item = usize> + '_ {
         (0..self.n_pes()).filter(move |&source| source != pe && self.home(source, pe) == pe)
     }
@@ -67,7 +71,8 @@ impl<'a> Relays<'a> {
         (0..self.n_pes()).filter(move |&source| self.serves(pe, source))
     }
 
-    /// Places of experts at `dest` as `me` sees it: its own, or where it stands for its host as many as the PE with most has, of each of its PEs.
+    /// Number of expert slots at `dest` in the tables of `me`: its experts; if it is a relay of `me`, the maximum per
+    /// PE of its host, times the PEs of the host; 0 for any other PE.
     fn places(&self, me: usize, dest: usize) -> usize {
         if self.near(me, dest) {
             return self.placement.experts(dest).len();
@@ -79,7 +84,7 @@ impl<'a> Relays<'a> {
         members.iter().map(|&pe| self.placement.experts(pe).len()).max().unwrap_or(0) * members.len()
     }
 
-    /// Enters what of a shape is of hosts.
+    /// Sets the fields of a shape that depend on hosts.
     pub fn shape(&self, me: usize, shape: &mut params::LayerShape) {
         let pes = || 0..self.n_pes();
         let most = |of: &dyn Fn(usize) -> usize| pes().map(of).max().unwrap_or(0) as u32;
@@ -98,7 +103,7 @@ impl<'a> Relays<'a> {
         shape.windows = most(&|pe| self.senders(pe).count());
     }
 
-    /// Tables::first_place and Tables::place_pe.
+    /// `Tables::first_place` and `Tables::place_pe`.
     pub fn place_tables(&self, me: usize) -> (Vec<u32>, Vec<u32>) {
         let (mut first_place, mut place_pe) = (vec![0u32], Vec::new());
         for dest in 0..self.n_pes() {
@@ -108,13 +113,13 @@ impl<'a> Relays<'a> {
         (first_place, place_pe)
     }
 
-    /// The place of the expert with number `local` at `pe`.
+    /// The slot of the expert with local number `local` at `pe`.
     pub fn place(&self, me: usize, first_place: &[u32], pe: usize, local: usize) -> u32 {
         let number = if self.near(me, pe) { local } else { local * self.members(pe).len() + self.seat[pe].1 };
         first_place[self.home(me, pe)] + number as u32
     }
 
-    /// Whether `me` puts rows to `pe`, and whether results.
+    /// Whether `me` puts rows to `pe`, and whether it puts results.
     pub fn links(&self, me: usize, pe: usize) -> (bool, bool) {
         (self.home(me, pe) == pe, self.near(me, pe) || self.serves(me, pe))
     }

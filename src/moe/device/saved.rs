@@ -1,9 +1,9 @@
-//! What a forward pass leaves for its backward, and whose it is.
+//! State that a forward pass keeps for its backward.
 
 use crate::gpu::Buffer;
 use crate::gpu::params::LayerInfo;
 
-/// Who chose the experts of a pass.
+/// The source of a pass's routing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RoutedBy {
     /// The layer's router.
@@ -12,18 +12,17 @@ pub(super) enum RoutedBy {
     Caller,
 }
 
-/// What a forward pass leaves for its backward, on the device.
+/// State that a forward pass keeps for its backward, on the device.
 ///
-/// It belongs to the layer that made it, by the layer's number, which no other layer of the process has: all others refuse it,
-/// also one that was made after its own was freed. The state of its pass is checked too, so there is one backward, and that of
-/// the same kind.
+/// It belongs to the layer that made it, by an id that is unique in the process; any other layer rejects it. It allows
+/// a single backward, of the same kind as the forward pass.
 pub struct DeviceSaved<'g> {
     pub(super) layer: u64,
-    /// `DeviceLayer::version` of the description.
+    /// `DeviceLayer::version` that the description was made from.
     pub(super) version: u64,
     pub(super) tokens: usize,
     pub(super) routed_by: RoutedBy,
-    /// Whether there may be a backward.
+    /// Whether a backward is allowed.
     pub(super) awaits_backward: bool,
     pub(super) local: Buffer<'g>,
     /// The kernels' `Layer`, with addresses in `local` and in the layer's tables, weights and symmetric memory.
@@ -37,32 +36,32 @@ impl<'g> DeviceSaved<'g> {
         self.tokens
     }
 
-    /// Who chose the experts of the pass.
+    /// The source of the pass's routing.
     pub(super) fn routed_by(&self) -> RoutedBy {
         self.routed_by
     }
 
-    /// Sizes, addresses in the state's memory, and launches.
+    /// Sizes, addresses in the state's memory, and launch parameters.
     pub(super) fn info(&self) -> &LayerInfo {
         &self.info
     }
 
-    /// Where the kernels' `Layer` is on the device.
+    /// Device address of the kernels' `Layer`.
     pub(super) fn description(&self) -> u64 {
         self.description.address()
     }
 
-    /// The state's memory, and where in it an address of [`DeviceSaved::info`] is.
+    /// The state's memory, and the offset in it of an address of [`DeviceSaved::info`].
     pub(super) fn at(&self, address: u64) -> (&Buffer<'g>, u64) {
         (&self.local, address - self.local.address())
     }
 
-    /// A forward pass of `tokens` tokens is about to be launched.
+    /// Call before launching a forward pass of `tokens` tokens.
     pub(super) fn begin(&mut self, tokens: usize, by: RoutedBy) {
         (self.tokens, self.routed_by, self.awaits_backward) = (tokens, by, true);
     }
 
-    /// Its backward is about to be launched.
+    /// Call before launching its backward.
     pub(super) fn begin_backward(&mut self) {
         self.awaits_backward = false;
     }

@@ -1,4 +1,4 @@
-//! What a layer is to the kernels: the [`LayerShape`] of a configuration, and what a device cannot run.
+//! The kernels' view of a layer ([`LayerShape`]), and the configurations that devices do not support.
 
 use std::ffi::c_void;
 
@@ -14,35 +14,36 @@ use crate::moe::spec::{
     Norm, Options, Scoring,
 };
 
-/// Most planes that the router's weights are split into (`LayerShape::router_parts`).
+/// Maximum number of planes that the router's weights are split into (`LayerShape::router_parts`).
 pub const MAX_ROUTER_PARTS: u32 = 3;
 
-/// Most blocks of a cooperative kernel.
+/// Maximum blocks of a cooperative kernel.
 const MAX_BLOCKS: u32 = 1 << 16;
 
-/// How a layer runs on a device, besides [`Options`]. The same on every PE.
+/// Options of a layer on a device, in addition to [`Options`]. The same on every PE.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceOptions {
-    /// Which matrix products; by the device where `None`.
+    /// GEMM path; `None`: chosen for the device.
     pub path: Option<GemmPath>,
-    /// The tiles that these are cut into; by the layer's shape where `None`.
+    /// GEMM tile; `None`: chosen for the layer's shape.
     pub tile: Option<Tile>,
-    /// On the Hopper path, have lanes store results of 16 bits, and copy operands, where the tensor memory accelerator could: to compare the two, which give the same
-    /// bits.
+    /// Hopper path: store 16-bit results and copy operands by lanes instead of the tensor memory accelerator, to
+    /// compare the two; results are bitwise the same.
     pub lane_stores: bool,
-    /// The expert-parallel groups of the world, which the layer's placement is one of; `None`: one group of all PEs.
+    /// The expert-parallel groups of the world, one of which has the layer's placement; `None`: one group of all PEs.
     pub groups: Option<Groups>,
-    /// The host of each PE of the world, where there are several groups and rows are to cross to other hosts once; a layer's [`Options::hosts`] are those
-    /// of its group ([`Hosts::of`]).
+    /// The host of each PE of the world, if there are several groups and rows cross to other hosts once. A layer's
+    /// [`Options::hosts`] must be those of its group ([`Hosts::of`]).
     pub hosts: Hosts,
 }
 
 impl DeviceOptions {
-    /// The groups of a world in which a layer is made by `spec` on PE `pe` of `n_pes`.
+    /// The groups of the world, for a layer of `spec` on PE `pe` of `n_pes`.
     ///
     /// # Errors
-    /// Groups or hosts of another world, or a `spec` that is not of this PE's.
+    ///
+    /// Returns an error if groups or hosts are of another number of PEs, or if `spec` does not match this PE's group.
     pub(super) fn groups(&self, spec: &LayerSpec, pe: usize, n_pes: usize) -> Result<Groups, MoeError> {
         let Some(groups) = &self.groups else {
             spec.validate(n_pes)?;
@@ -67,7 +68,7 @@ impl DeviceOptions {
         Ok(groups.clone())
     }
 
-    /// The hosts of a group's PEs, where rows are to cross once, in a world of layers with `options`.
+    /// The hosts of a group's PEs, for a layer with `options`.
     fn hosts_in(&self, groups: &Groups, group: usize, options: &Options) -> Hosts {
         match self.hosts.n_pes() {
             0 => options.hosts.clone(),
@@ -76,12 +77,12 @@ impl DeviceOptions {
     }
 }
 
-/// PEs of all groups.
+/// Number of PEs in all groups.
 fn n_of(groups: &Groups) -> usize {
     (0..groups.len()).map(|group| groups.members(group).len()).sum()
 }
 
-/// Element type on the device.
+/// The kernels' code of an element type.
 fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
     match dtype {
         Dtype::Bf16 => Ok(params::DTYPE_BF16),
@@ -90,10 +91,11 @@ fn dtype_code(dtype: Dtype) -> Result<u32, MoeError> {
     }
 }
 
-/// Refuses what no device runs.
+/// Checks that devices support a layer.
 ///
 /// # Errors
-/// Names the field, its value, and what would be right.
+///
+/// Returns an error that names the first unsupported field, its value, and the supported values.
 pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<(), MoeError> {
     dtype_code(dtype)?;
     if let Some(rows) = options.tile_rows {
@@ -114,7 +116,7 @@ pub fn check(config: &LayerConfig, dtype: Dtype, options: &Options) -> Result<()
     Ok(())
 }
 
-/// Refuses what only some families have, and only a CPU computes.
+/// Rejects features of some model families that only the CPU engine implements.
 fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
     const CPU_ONLY: &str = "none on a device, which has no kernel for it yet: run on the CPU";
     let router = &config.router;
@@ -127,7 +129,8 @@ fn check_family(config: &LayerConfig) -> Result<(), MoeError> {
     let mut activations = mlps.map(|mlp| mlp.activation);
     let refused = [
         ("the score sqrt(softplus)", router.scoring == Scoring::SqrtSoftplus),
-        // Without renormalisation it is not used; the kernels add 1e-20 to sums of sigmoids, which makes no difference to others.
+        // The norm is not used without renormalisation. Kernels add 1e-20 to sums of sigmoids, which is within rounding
+        // for other scores.
         ("another norm than the sum", router.renormalise && (router.norm.floor, router.norm.order) != (0.0, 1.0)),
         ("an epsilon of the norm", router.renormalise && router.norm.epsilon > usual_norm.epsilon.max(1e-20)),
         (
@@ -154,18 +157,18 @@ fn config_error(field: &'static str, value: impl ToString, expected: &str) -> Mo
     ConfigError { field, value: value.to_string(), expected: expected.into() }.into()
 }
 
-/// What the shape of a layer depends on.
+/// Inputs of the computation of a layer's shape.
 #[derive(Clone, Copy)]
 pub struct ShapeOf<'a> {
-    /// Of any group.
+    /// The spec of any group.
     pub spec: &'a LayerSpec,
     pub device: &'a DeviceOptions,
     pub groups: &'a Groups,
-    /// In the world.
+    /// PE of the world.
     pub my_pe: usize,
-    /// Whether every PE's loads and stores reach every other's symmetric memory.
+    /// Whether loads and stores of every PE reach every other PE's symmetric memory.
     pub all_reachable: bool,
-    /// How many planes of the layer's element type the router's weights take.
+    /// Number of planes of the layer's element type that the router's weights take.
     pub router_parts: u32,
 }
 
@@ -189,11 +192,11 @@ impl ShapeOf<'_> {
             None => (crate::moe::MlpConfig::plain(0, config.expert.activation), false),
         };
         let relays = Relays::new(placement, &options.hosts);
-        // One number for all cooperative kernels, of which one may come in clusters.
+        // All cooperative kernels have the same number of blocks, and one of them may run in clusters.
         let blocks = kernels.whole_clusters(blocks.clamp(1, MAX_BLOCKS));
         let round_chunks = round_chunks(&spec, &layout) as u32;
-        // Fewer places than a round has chunks only where rows are copied out of them anyway, for backward, or where a network takes longer than
-        // a copy.
+        // A window may have fewer slots than a round has chunks if rows are copied out of it anyway, for backward, or
+        // if the network is slower than a copy.
         let window_chunks = if *training || !self.all_reachable {
             window_chunks(&spec, &layout, round_chunks as usize) as u32
         } else {
@@ -223,7 +226,7 @@ impl ShapeOf<'_> {
             router_parts: self.router_parts,
             scoring: match router.scoring {
                 Scoring::Softmax => params::SCORING_SOFTMAX,
-                // `check` lets no other through.
+                // `check` rejects other scorings.
                 Scoring::Sigmoid | Scoring::SqrtSoftplus => params::SCORING_SIGMOID,
             },
             renormalise: router.renormalise.into(),
@@ -255,16 +258,17 @@ impl ShapeOf<'_> {
         Ok(shape)
     }
 
-    /// The matrix products that run.
+    /// The GEMM path in use.
     pub fn path(&self, limits: &DeviceLimits) -> GemmPath {
         let default = if limits.hopper() { GemmPath::Hopper } else { GemmPath::Ampere };
         self.device.path.unwrap_or(default)
     }
 
-    /// The kernels of the tile that the products are cut into.
+    /// The kernels for the GEMM tile in use.
     ///
     /// # Errors
-    /// A tile that there are none for.
+    ///
+    /// Returns an error if no kernels exist for the requested tile.
     pub(super) fn tile(&self, limits: &DeviceLimits) -> Result<&'static TileKernels, MoeError> {
         let path = self.path(limits);
         let found = match self.device.tile {
@@ -282,7 +286,7 @@ impl ShapeOf<'_> {
         })
     }
 
-    /// What the products are, on all PEs of a group alike.
+    /// Sizes of the GEMMs, the same on all PEs of a group.
     fn problem(&self, limits: &DeviceLimits) -> Problem {
         let LayerSpec { config, max_tokens, .. } = self.spec;
         let placement = self.groups.placement(self.groups.place(self.my_pe).0);
@@ -298,11 +302,11 @@ impl ShapeOf<'_> {
         }
     }
 
-    /// Symmetric memory of every PE, bytes: what the group that needs most of it needs.
+    /// Symmetric memory of every PE, bytes: the maximum over groups.
     pub fn symmetric_bytes(&self, limits: &DeviceLimits, blocks: u32) -> Result<u64, MoeError> {
         let mut most = 0;
         for group in 0..self.groups.len() {
-            // On all PEs of a group alike.
+            // All PEs of a group need the same.
             let Some(&my_pe) = self.groups.members(group).first() else { continue };
             let shape = ShapeOf { my_pe, ..*self }.shape(limits, blocks)?;
             most = most.max(place(&shape, &Tables::default(), 0, 0)?.0.symmetric_bytes);
@@ -311,7 +315,8 @@ impl ShapeOf<'_> {
     }
 }
 
-/// Chunks of one source that a PE takes in a round: the layout's; where a row crosses to a host once, the budget times the even share of a host.
+/// Maximum chunks per source and window refill: that of the layout; with relays, the budget factor times the even share
+/// of a host.
 fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
     let LayerSpec { config, options, max_tokens, .. } = spec;
     if !options.hosts.relays() {
@@ -322,8 +327,8 @@ fn round_chunks(spec: &LayerSpec, layout: &Layout) -> usize {
     rows.div_ceil(layout.chunk_rows).max(layout.window_chunks)
 }
 
-/// Slots of one source that a PE holds in a round: the even share times the budget factor, but those of one chunk at the
-/// least, and no more than its windows' rows can have.
+/// Maximum slots per source and window refill: the budget factor times the even share, at least those of one chunk, and
+/// at most those of a window's rows.
 fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let hosts = placement.hosts().max(1);
@@ -333,11 +338,12 @@ fn round_slots(spec: &LayerSpec, layout: &Layout) -> u32 {
     budget.clamp(per_chunk, per_chunk * layout.window_chunks) as u32
 }
 
-/// Symmetric memory that a layer takes on a device like this, bytes: what a heap of fixed size must have. `all_reachable`: loads and stores
-/// reach from every PE to every other.
+/// Symmetric memory of a layer on a device with these limits, bytes; used to size a fixed heap. `all_reachable`: loads
+/// and stores of every PE reach every other PE.
 ///
 /// # Errors
-/// What no device runs.
+///
+/// Returns an error if devices do not support the layer.
 pub fn symmetric_bytes(
     spec: &LayerSpec,
     device: &DeviceOptions,
@@ -356,7 +362,7 @@ pub fn symmetric_bytes(
     shape_of.symmetric_bytes(limits, limits.multiprocessors)
 }
 
-/// The kernels' number of an activation, `None` where they have none.
+/// The kernels' code of an activation; `None` if they do not implement it.
 fn activation(activation: Activation) -> Option<u32> {
     match activation {
         Activation::Silu => Some(params::ACT_SILU),
@@ -368,7 +374,7 @@ fn activation(activation: Activation) -> Option<u32> {
 }
 
 unsafe extern "C" {
-    /// `kernels/memory.cpp`, as what follows.
+    /// Defined in `kernels/memory.cpp`.
     fn aristos_layer(
         shape: *const LayerShape,
         tables: *const Tables,
@@ -380,16 +386,18 @@ unsafe extern "C" {
     fn aristos_sum_steps(shape: *const LayerShape, parts: u32, replicated: u32) -> u32;
 }
 
-/// Steps in which `parts` PEs sum the gradients of an expert, or of the replicated weights.
+/// Number of steps in which `parts` PEs sum the gradients of an expert, or of the replicated weights.
 pub fn sum_steps(shape: &LayerShape, parts: u32, replicated: bool) -> u32 {
-    // SAFETY: reads the shape.
+    // SAFETY: only reads the shape.
     unsafe { aristos_sum_steps(shape, parts, replicated.into()) }
 }
 
-/// Sizes and addresses of a layer of this shape whose memory begins at these addresses, and the bytes of its `Layer`.
+/// Computes sizes and addresses of a layer of this shape whose memory starts at these addresses, and the bytes of its
+/// `Layer`.
 ///
 /// # Errors
-/// Names the invalid field of the shape.
+///
+/// Returns an error that names the invalid field of the shape.
 pub fn place(
     shape: &LayerShape,
     tables: &Tables,
@@ -401,14 +409,14 @@ pub fn place(
         let name = usize::try_from(field - 1).ok().and_then(|i| LayerShape::FIELDS.get(i)).unwrap_or(&"a field");
         MoeError::Device(GpuError::failed("lay out the layer on the device", format!("{name} is invalid in {shape:?}")))
     };
-    // SAFETY: reads the first two, writes `info`; null is allowed for the layer. Addresses are not followed.
+    // SAFETY: reads the first two arguments and writes `info`; `layer` may be null. Addresses are not dereferenced.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, std::ptr::null_mut(), &mut info) };
     if field != 0 {
         return Err(refuse(field));
     }
-    // Aligned as any struct.
+    // u128 for the alignment of a C struct.
     let mut layer = vec![0u128; (info.layer_bytes as usize).div_ceil(16)];
-    // SAFETY: as above, and the layer has the bytes it said.
+    // SAFETY: as above; `layer` has the size that the first call returned.
     let field = unsafe { aristos_layer(shape, tables, local, symmetric, layer.as_mut_ptr().cast(), &mut info) };
     if field != 0 {
         return Err(refuse(field));
@@ -423,7 +431,7 @@ mod tests {
     use super::*;
     use crate::moe::spec::{MlpConfig, RouterConfig};
 
-    /// DeepSeek-V3's layer for training on 16 PEs, four of a host, with 4096 tokens each.
+    /// DeepSeek-V3's layer for training on 16 PEs, four per host, with 4096 tokens each.
     #[test]
     fn symmetric_memory_is_the_windows_the_returns_and_two_waves() {
         let config = LayerConfig::new(7168, 256, RouterConfig::softmax(8), MlpConfig::gated(2048, Activation::Silu));
@@ -439,7 +447,7 @@ mod tests {
         };
         let ((near, shape), (far, _)) = (bytes(true), bytes(false));
         let (chunk, window) = (u64::from(shape.chunk_rows), u64::from(shape.window_chunks));
-        // A row of a chunk has a word and up to 8 slots of two, one of results 8 gradients of weights.
+        // A sent row has one word and up to 8 slots of two words; a returned row has 8 weight gradients.
         let (sent, returned) = (chunk * (2 * 7168 + 4 + 8 * 8), chunk * (2 * 7168 + 4 * 8));
         let returns = 4096 * 8 / chunk + 16;
         let rows = 15 * window * sent + returns * returned;
@@ -452,7 +460,8 @@ mod tests {
         );
         assert!(far <= 1 << 30, "{far} bytes");
 
-        // With rows once per host: windows of three PEs of the host and of three sources elsewhere, results of seven PEs, and four places of parts.
+        // With relays: windows for three PEs of the host and three sources of other hosts, results of seven PEs, and
+        // four buffers of partial results.
         let mut spec = spec;
         spec.options.hosts = Hosts::new((0..16).map(|pe| pe / 4).collect());
         let shape_of =

@@ -1,4 +1,4 @@
-//! The states of passes, each checked against the layer that it belongs to.
+//! The states of passes, each checked against its layer.
 
 use super::saved::{DeviceSaved, RoutedBy};
 use super::shape::place;
@@ -7,7 +7,7 @@ use super::{DeviceLayer, MoeError};
 use crate::gpu::{Buffer, TensorMap};
 
 impl<'g> DeviceSaved<'g> {
-    /// Memory for a pass of this layer.
+    /// Allocates the state of a pass of this layer.
     pub(super) fn new(layer: &DeviceLayer<'g>) -> Result<Self, MoeError> {
         let local = Buffer::new(layer.gpu, layer.sizes.local_bytes)?;
         let (info, description) =
@@ -38,12 +38,12 @@ impl<'g> DeviceSaved<'g> {
         })
     }
 
-    /// Whether it is of this layer.
+    /// Whether the state is of this layer.
     pub(super) fn is_of(&self, layer: &DeviceLayer<'g>) -> bool {
         self.layer == layer.id
     }
 
-    /// Refuses what is not of this layer.
+    /// Returns an error unless the state is of this layer.
     pub(super) fn check(&self, layer: &DeviceLayer<'g>, what: &'static str) -> Result<(), MoeError> {
         match self.is_of(layer) {
             true => Ok(()),
@@ -51,12 +51,12 @@ impl<'g> DeviceSaved<'g> {
         }
     }
 
-    /// Tells the kernels what has changed of the layer, which this state is of, since it was last used.
+    /// Updates the description if the layer, which must be the state's own, has changed since the last use.
     pub(super) fn refresh(&mut self, layer: &DeviceLayer<'g>) -> Result<(), MoeError> {
         if self.version != layer.version {
             let (info, description) =
                 place(&layer.shape, &layer.weights.tables, self.local.address(), layer.symmetric.address())?;
-            // What may change does not change any size, so the state's memory is as large as the new description needs.
+            // Changes of the layer do not change sizes, so the state's memory fits the new description.
             assert_eq!((info.local_bytes, info.layer_bytes), (self.info.local_bytes, self.info.layer_bytes));
             self.description.write(0, &description)?;
             (self.info, self.version) = (info, layer.version);
@@ -64,7 +64,7 @@ impl<'g> DeviceSaved<'g> {
         Ok(())
     }
 
-    /// Refuses a backward of another kind than the forward pass, and a second one.
+    /// Returns an error for a second backward, or one of another kind than the forward pass.
     pub(super) fn check_backward(&self, layer: &DeviceLayer<'g>, by: RoutedBy) -> Result<(), MoeError> {
         let what = match by {
             RoutedBy::Layer => "run backward",

@@ -1,4 +1,4 @@
-//! Whose gradients are summed by whom: the units of `kernels/all_reduce.h`.
+//! Assignment of gradient sums to PEs: the units of `kernels/all_reduce.h`.
 
 use std::collections::HashMap;
 
@@ -6,19 +6,19 @@ use super::shape::sum_steps;
 use crate::gpu::params::{LayerShape, SumHolder, SumUnit};
 use crate::moe::spec::Groups;
 
-/// In [`SumUnit::batch`]: the replicated weights.
+/// Value of [`SumUnit::batch`] for the replicated weights.
 const REPLICATED: u32 = u32::MAX;
 
-/// The units of a PE and the holders of each, as the kernels' tables have them.
+/// The sum units of a PE, and the holders of each, in the layout of the kernels' tables.
 #[derive(Debug, Default, PartialEq)]
 pub struct Sums {
-    /// The last one has no parts.
+    /// The last unit has no parts.
     pub units: Vec<SumUnit>,
     pub holders: Vec<SumHolder>,
 }
 
-/// Those of the PE whose shape it is: its experts that other PEs of the world hold too, in their order, then the replicated weights. Every two
-/// PEs number the steps that they have with each other alike, since both come to the units that both hold in the same order.
+/// The sum units of the shape's PE: its experts that other PEs hold too, in ascending order, then the replicated
+/// weights. Any two PEs process their common units in the same order, so they number the steps between them alike.
 pub fn sums(shape: &LayerShape, groups: &Groups) -> Sums {
     let me = shape.world_pe as usize;
     let (all, mine) = (groups.holders(), groups.experts(me));
@@ -83,7 +83,7 @@ mod tests {
                 }
             }
         }
-        // Several steps each, or nothing would be numbered.
+        // Several steps per unit, so that numbering matters.
         assert!(of[0].holders.last().unwrap().before > 2, "{of:?}");
     }
 }

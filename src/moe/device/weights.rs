@@ -1,4 +1,4 @@
-//! A PE's weights, tables and gradients on its device.
+//! Weights, tables and gradients of a PE on its device.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,12 +16,12 @@ use crate::moe::spec::{
     WeightId, WeightSource, proj_index,
 };
 
-/// What every piece begins at a multiple of, bytes.
+/// Alignment of every suballocation, bytes.
 const ALIGN_BYTES: u64 = 256;
-/// Rows and columns of a weight that the tensor memory accelerator brings at once.
+/// Rows and columns of a weight per load of the tensor memory accelerator.
 pub(super) const TENSOR_MAP_BOX: u32 = 64;
 
-/// Hands out places in a buffer that is still to be made.
+/// Suballocates a buffer that is allocated later.
 #[derive(Default)]
 struct Bump {
     used: u64,
@@ -38,14 +38,15 @@ impl Bump {
 /// Rounds values to the layer's element type.
 ///
 /// # Errors
-/// A finite value that is none there, with its place; `name` is what to call them.
+///
+/// Returns an error with `name` and the index if a finite value overflows the element type.
 pub fn to_elements(values: &[f32], dtype: Dtype, name: &str) -> Result<Vec<u16>, MoeError> {
     let mut elements = Vec::new();
     put_elements(values, dtype, name, &mut elements)?;
     Ok(elements)
 }
 
-/// [`to_elements`] into a vector that is kept.
+/// [`to_elements`] into a reused vector.
 fn put_elements(values: &[f32], dtype: Dtype, name: &str, elements: &mut Vec<u16>) -> Result<(), MoeError> {
     let round = |x: f32| match dtype {
         Dtype::F16 => f16::from_f32(x).to_bits(),
@@ -79,19 +80,20 @@ fn to_f32(bits: u16, dtype: Dtype) -> f32 {
     }
 }
 
-/// A router's weights as planes of the element type that add up to them: vectors that are kept from one split to the next.
+/// A router's weights as a sum of planes of the element type. The vectors are reused from one split to the next.
 #[derive(Default)]
 struct Planes {
-    /// [`MAX_ROUTER_PARTS`] planes, those that are not needed all zeros.
+    /// [`MAX_ROUTER_PARTS`] planes; unneeded ones are zeros.
     planes: Vec<u16>,
-    /// How many are needed.
+    /// Number of planes needed.
     parts: u32,
     rest: Vec<f32>,
     plane: Vec<u16>,
 }
 
 impl Planes {
-    /// Three planes at most, which hold 24 bits; of f16's, whose smallest steps are 2^-24, down to these.
+    /// Splits `values` into at most three planes. They hold 24 bits; with f16, only bits down to its smallest step,
+    /// 2^-24.
     fn split(&mut self, values: &[f32], dtype: Dtype, name: &str) -> Result<(), MoeError> {
         self.planes.clear();
         self.parts = 0;
@@ -112,7 +114,7 @@ impl Planes {
     }
 }
 
-/// Where the matrices and biases of an MLP begin in a buffer.
+/// Byte offsets of the matrices and biases of an MLP in a buffer.
 #[derive(Clone, Copy, Default)]
 struct MlpPlaces {
     matrix: [Option<u64>; 3],
@@ -132,7 +134,7 @@ impl MlpPlaces {
         places
     }
 
-    /// Their addresses in the order of the kernels' structs; 0 where there is none.
+    /// Addresses in the order of the kernels' structs; 0 for a missing one.
     fn addresses(&self, base: u64) -> [u64; 6] {
         let at = |place: Option<u64>| place.map_or(0, |place| base + place);
         let ([g, u, d], [gb, ub, db]) = (self.matrix, self.bias);
@@ -140,47 +142,47 @@ impl MlpPlaces {
     }
 }
 
-/// The weights that a PE holds, the tables that find them, and their gradients.
+/// The weights that a PE holds, the tables that locate them, and their gradients.
 pub struct DeviceWeights<'g> {
-    /// What the kernels are given.
+    /// Tables for the kernels.
     pub tables: Tables,
     /// Device memory, bytes.
     pub bytes: u64,
-    /// Planes that the router's weights need.
+    /// Number of planes that the router's weights need.
     pub router_parts: u32,
     /// `None` without training.
     pub gradients: Option<DeviceGradients<'g>>,
-    /// Matrices and biases of the local experts, then of the shared one, at `places`.
+    /// Matrices and biases of the local experts, then of the shared expert, at the offsets in `offsets`.
     mlps: Buffer<'g>,
     places: Vec<MlpPlaces>,
-    /// Room for [`MAX_ROUTER_PARTS`] planes, and the values that they add up to; `None` where the caller routes.
+    /// [`MAX_ROUTER_PARTS`] planes, and their sums in f32; `None` if the caller routes.
     router: Option<[Buffer<'g>; 2]>,
     router_bias: Option<Buffer<'g>>,
     shared_gate: Option<Buffer<'g>>,
-    /// What else the tables point to.
+    /// Other buffers that the tables point to.
     kept: Vec<Buffer<'g>>,
-    /// What is being written, so that new weights need no allocation.
+    /// Staging vectors, so that new weights need no allocation.
     elements: Vec<u16>,
     planes: Planes,
 }
 
-/// Where a weight is.
+/// Position of a weight on the device.
 enum Place<'a, 'g> {
-    /// In the layer's element type, from this byte on.
+    /// In the layer's element type, at this byte offset.
     Elements(&'a Buffer<'g>, u64),
-    /// In f32.
+    /// In f32, at this byte offset.
     Values(&'a Buffer<'g>, u64),
-    /// The router's: planes, and the values that they add up to.
+    /// The router's weights: planes, and their sums.
     Router(&'a [Buffer<'g>; 2]),
 }
 
-/// The MLPs that `pe` holds: its experts, then the shared one.
+/// The MLPs that `pe` holds: its experts, then the shared expert.
 fn mlps(config: &LayerConfig, placement: &Placement, pe: usize) -> Vec<(MlpId, MlpConfig)> {
     let routed = placement.experts(pe).iter().map(|&e| (MlpId::Routed(e), config.expert));
     routed.chain(config.shared.map(|s| (MlpId::Shared, s.mlp))).collect()
 }
 
-/// Loads a weight of the length that the configuration says.
+/// Loads a weight and checks its length against the configuration.
 fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result<Vec<f32>, MoeError> {
     let values = source.load(id)?;
     let expected: usize = config.shape(id).iter().product();
@@ -192,7 +194,7 @@ fn load(source: &dyn WeightSource, config: &LayerConfig, id: WeightId) -> Result
 }
 
 impl<'g> DeviceWeights<'g> {
-    /// Loads what this PE, number `me` of its group, holds, one weight at a time.
+    /// Loads the weights of this PE, index `me` of its group, one weight at a time.
     pub fn new(
         gpu: &'g dyn Gpu,
         spec: &LayerSpec,
@@ -244,7 +246,7 @@ impl<'g> DeviceWeights<'g> {
                 ..Tables::default()
             },
             bytes: own.map(Buffer::bytes).sum::<u64>() + gradients.as_ref().map_or(0, |g| g.buffer.bytes()),
-            // A layer without a router launches nothing that asks.
+            // Not used by a layer without a router, but must not be 0.
             router_parts: planes.parts.max(1),
             gradients,
             mlps: weights,
@@ -275,7 +277,7 @@ impl<'g> DeviceWeights<'g> {
         Ok(made)
     }
 
-    /// Enters where experts are, and who sends which of its pairs with them where.
+    /// Sets the tables of expert slots, replicas' shares and relays.
     fn set_places(
         &mut self,
         gpu: &'g dyn Gpu,
@@ -303,14 +305,14 @@ impl<'g> DeviceWeights<'g> {
         Ok(())
     }
 
-    /// Enters which gradients are summed with whom.
+    /// Sets the tables of gradient sums.
     pub fn set_sums(&mut self, gpu: &'g dyn Gpu, sums: &Sums) -> Result<(), GpuError> {
         self.tables.sum_units = self.keep(gpu, &sums.units)?;
         self.tables.sum_holders = self.keep(gpu, &sums.holders)?;
         Ok(())
     }
 
-    /// Enters where each PE's symmetric memory is; `members` are the PEs of the group.
+    /// Sets the tables of peers' symmetric memory; `members` are the PEs of the group.
     pub fn set_peers(
         &mut self,
         gpu: &'g dyn Gpu,
@@ -342,7 +344,7 @@ impl<'g> DeviceWeights<'g> {
         Ok(())
     }
 
-    /// Copies a table to the device; where it is there.
+    /// Copies a table to the device and returns its address.
     fn keep<T: bytemuck::Pod>(&mut self, gpu: &'g dyn Gpu, values: &[T]) -> Result<u64, GpuError> {
         let buffer = Buffer::from_slice(gpu, values)?;
         self.bytes += buffer.bytes();
@@ -350,7 +352,7 @@ impl<'g> DeviceWeights<'g> {
         Ok(self.kept.last().map_or(0, Buffer::address))
     }
 
-    /// Where a weight is, whose length is checked.
+    /// The position of a weight, after checking its length.
     fn place(
         &self,
         spec: &LayerSpec,
@@ -361,11 +363,11 @@ impl<'g> DeviceWeights<'g> {
     ) -> Result<Place<'_, 'g>, MoeError> {
         let (config, placement) = (&spec.config, &spec.placement);
         let routed = |e| placement.local_on(e, me).and_then(|local| self.places.get(local));
-        // Behind the local experts, where there is one.
+        // The shared expert follows the local experts.
         let shared = self.places.get(placement.experts(me).len());
         let place = match id {
             WeightId::Router => self.router.as_ref().map(Place::Router),
-            // `check` refuses a layer that has one.
+            // `check` rejects a layer that has one.
             WeightId::LogitBias => None,
             WeightId::RouterBias => self.router_bias.as_ref().map(|buffer| Place::Values(buffer, 0)),
             WeightId::SharedGate => self.shared_gate.as_ref().map(|buffer| Place::Values(buffer, 0)),
@@ -394,14 +396,14 @@ impl<'g> DeviceWeights<'g> {
         Place::Values(&self.mlps, at)
     }
 
-    /// Reads a weight back.
+    /// Reads a weight, as f32.
     pub fn read(&self, spec: &LayerSpec, me: usize, id: WeightId, into: &mut [f32]) -> Result<(), MoeError> {
         match self.place(spec, me, id, into.len(), "read a weight")? {
             Place::Router([_, router]) => router.read(0, into)?,
             Place::Values(buffer, at) => buffer.read(at, into)?,
             Place::Elements(buffer, at) => {
-                // Half the bytes come to the second half of the place, and are widened from its beginning: no value is written
-                // over an element that is still to be read.
+                // The 16-bit elements are read into the second half of `into` and widened from its start, so that no
+                // element is overwritten before it is read.
                 let len = into.len();
                 let halves: &mut [u16] = bytemuck::cast_slice_mut(into);
                 buffer.read(at, &mut halves[len..])?;
@@ -417,7 +419,7 @@ impl<'g> DeviceWeights<'g> {
     /// Replaces a weight.
     pub fn write(&mut self, spec: &LayerSpec, me: usize, id: WeightId, values: &[f32]) -> Result<(), MoeError> {
         let name = || format!("{id:?}");
-        // Taken for as long as the place borrows all else.
+        // Moved out because the position borrows `self`.
         let (mut elements, mut planes) = (std::mem::take(&mut self.elements), std::mem::take(&mut self.planes));
         let written = self.place(spec, me, id, values.len(), "set a weight").and_then(|place| match place {
             Place::Values(buffer, at) => Ok(buffer.write(at, values)?),
@@ -441,21 +443,22 @@ impl<'g> DeviceWeights<'g> {
 
 /// The gradients of a layer's weights on a device.
 pub struct DeviceGradients<'g> {
-    /// Of the last backward: what the kernels write. First those of replicated weights, of `replicated_bytes`.
+    /// Gradients of the last backward, written by the kernels. Those of replicated weights are the first
+    /// `replicated_bytes`.
     buffer: Buffer<'g>,
     replicated_bytes: u64,
-    /// Whether those of replicated weights are zeros.
+    /// Whether the gradients of replicated weights are zeros.
     replicated_zero: bool,
-    /// The sums over backward passes, once they were accumulated.
+    /// Sums over backward passes; allocated when accumulation is first turned on.
     sum: Option<Buffer<'g>>,
     accumulate: bool,
     /// Whether the layer's gradients are in `sum`.
     summed: bool,
-    /// Of the local experts, then the shared one's.
+    /// Of the local experts, then of the shared expert.
     places: Vec<MlpPlaces>,
     router: u64,
     shared_gate: Option<u64>,
-    /// As the host has read them.
+    /// Host copy.
     read: Gradients,
 }
 
@@ -488,7 +491,7 @@ impl<'g> DeviceGradients<'g> {
         })
     }
 
-    /// Adds those of the backward passes from now on, or no longer; the bytes of memory that it took.
+    /// Turns accumulation on or off; returns the bytes that it allocated.
     pub fn set_accumulate(&mut self, gpu: &'g dyn Gpu, accumulate: bool) -> Result<u64, GpuError> {
         self.accumulate = accumulate;
         if !accumulate || self.sum.is_some() {
@@ -497,8 +500,8 @@ impl<'g> DeviceGradients<'g> {
         Ok(self.sum.insert(Buffer::new(gpu, self.buffer.bytes())?).bytes())
     }
 
-    /// Before a backward is launched, which leaves those of replicated weights alone where the caller has routed: they are zeros.
-    /// `add` is how [`Kernel::Accumulate`] is launched, as in [`DeviceGradients::end`].
+    /// Call before launching a backward. With the caller's routing, backward does not write the gradients of replicated
+    /// weights, so they must be zeros. `add` is the launch of [`Kernel::Accumulate`].
     pub fn begin(&mut self, gpu: &dyn Gpu, add: Launch, by_caller: bool) -> Result<(), GpuError> {
         if self.accumulate && !self.summed {
             self.add(gpu, add, true)?;
@@ -511,12 +514,12 @@ impl<'g> DeviceGradients<'g> {
         Ok(())
     }
 
-    /// After a backward was launched.
+    /// Call after launching a backward.
     pub fn end(&mut self, gpu: &dyn Gpu, add: Launch) -> Result<(), GpuError> {
         if self.accumulate { self.add(gpu, add, false) } else { Ok(()) }
     }
 
-    /// Launches `sum = last` or `sum += last`.
+    /// Launches `sum = last` if `begin`, otherwise `sum += last`.
     fn add(&self, gpu: &dyn Gpu, launch: Launch, begin: bool) -> Result<(), GpuError> {
         let Some(sum) = &self.sum else { return Ok(()) };
         let count = sum.bytes() / size_of::<f32>() as u64;
@@ -524,8 +527,8 @@ impl<'g> DeviceGradients<'g> {
         let launch = Launch { grid: blocks as u32, ..launch };
         let (to, from) = (sum.address(), self.buffer.address());
         let args = [bytemuck::bytes_of(&to), bytemuck::bytes_of(&from), bytemuck::bytes_of(&count)];
-        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag; the buffers are as long
-        // as each other, of pieces that are rounded up to whole 256 bytes.
+        // SAFETY: the kernel takes two addresses of `count` f32, a multiple of 4, the count, and a flag. Both buffers
+        // have the same length, in pieces that are multiples of 256 bytes.
         unsafe {
             gpu.launch(
                 Kernel::Accumulate.name(),
@@ -566,7 +569,7 @@ impl MlpPlaces {
     }
 }
 
-/// Tensor maps of gate, up and down of each MLP; zeros where there is none.
+/// Tensor maps of gate, up and down of each MLP; zeros for a missing one.
 fn tensor_maps(
     gpu: &dyn Gpu,
     mlps: &[(MlpId, MlpConfig)],
@@ -602,7 +605,7 @@ mod tests {
 
     #[test]
     fn planes_add_up_to_24_bits_and_are_as_few_as_can_be() {
-        // Split one after the other into the same vectors.
+        // Several splits into the same vectors.
         let mut split = Planes::default();
         for (values, dtype, parts) in [
             (vec![1.0f32, -0.5, 3.0], Dtype::Bf16, 1),

@@ -1,14 +1,16 @@
-//! How many places a source has in a PE's window, which is also how many messages a wave has over a network (`kernels/dispatch.h`, "Waves").
+//! Number of slots of a source in a PE's window, which is also the number of messages per fence on a network
+//! (`kernels/dispatch.h`, "Waves").
 
 use crate::moe::spec::{LayerSpec, Layout};
 
-/// Standard deviations above the mean that even routing may send and still find a place for every row.
+/// Standard deviations above the mean of even routing for which a window has slots.
 const DEVIATIONS: f64 = 3.0;
 
-/// Places of a source's window, of `round_chunks` that it may send in a round, where rows are copied out of their places anyway: 7/16 as many, which
-/// of the usual budget is 7/8 of the even share, but no fewer than even routing fills. So with even routing no place is used again, and a phase has no
-/// more waves, and so fences, than PEs that only the network reaches. With rows once per host, where a window takes all rows for a host, it holds
-/// the share of each of its PEs: as many waves then as such PEs, but places are used again.
+/// Slots of a source's window, out of the `round_chunks` that it may send per refill, for layers that copy rows out of
+/// the window anyway. 7/16 of these chunks, which is 7/8 of the even share with the default budget, but enough for even
+/// routing. With even routing slots are then not reused, and a phase has at most as many fences as PEs that only the
+/// network reaches. With relays, a window receives the rows for a whole host and has slots for one PE's share of them:
+/// the number of fences has the same bound, but slots are reused.
 pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usize) -> usize {
     let hosts = &spec.options.hosts;
     let members = if hosts.relays() { (0..hosts.n_pes()).map(|pe| hosts.members(pe).count()).min() } else { None };
@@ -16,8 +18,8 @@ pub(super) fn window_chunks(spec: &LayerSpec, layout: &Layout, round_chunks: usi
     (round_chunks * 7).div_ceil(16).max(even).min(round_chunks)
 }
 
-/// The rows that a source has for the PE, or host, that gets the most of it, when each of its tokens is as likely to choose any set of experts: a token
-/// is one row there, however many of its experts are.
+/// Rows that a source has for the PE, or host, that gets most of them, if every set of experts is equally likely for
+/// each token. A token is one row there, however many of its experts are.
 fn even_rows(spec: &LayerSpec) -> usize {
     let LayerSpec { config, placement, options, max_tokens, .. } = spec;
     let relays = options.hosts.relays();
@@ -25,7 +27,7 @@ fn even_rows(spec: &LayerSpec) -> usize {
     let to = |pe: usize| if relays { options.hosts.members(pe).next().unwrap_or(pe) } else { pe };
     let first: Vec<usize> = (0..n).map(to).collect();
     let experts = placement.n_experts();
-    // How many experts' pairs go to one place, at most. Without replicas all sources are alike.
+    // Maximum number of experts, counted in shares, at one destination. Without replicas all sources are alike.
     let mut most = 0.0f64;
     for source in 0..if placement.has_replicas() { n } else { 1 } {
         let mut held = vec![0.0; n];
@@ -41,7 +43,7 @@ fn even_rows(spec: &LayerSpec) -> usize {
         }
         most = held.into_iter().fold(most, f64::max);
     }
-    // Of k different experts none is there.
+    // Probability that none of a token's k experts is at the destination.
     let none: f64 =
         (0..config.router.top_k.min(experts)).map(|i| (1.0 - most / (experts - i) as f64).max(0.0)).product();
     let (tokens, there) = (*max_tokens as f64, 1.0 - none);
@@ -58,7 +60,7 @@ mod tests {
     use crate::moe::device::shape::{ShapeOf, place};
     use crate::moe::spec::{Activation, Dtype, Groups, Hosts, LayerConfig, MlpConfig, RouterConfig};
 
-    /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, choices.
+    /// Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: hidden and intermediate sizes, experts, top-k.
     const MODELS: [(usize, usize, usize, usize); 3] = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (7168, 2048, 256, 8)];
     const TOKENS: usize = 4096;
 
@@ -68,7 +70,7 @@ mod tests {
         LayerSpec::new(config, n, TOKENS).dtype(Dtype::Bf16).training(true)
     }
 
-    /// The shape on a network, and its symmetric memory.
+    /// The shape on a network, and its symmetric memory in bytes.
     fn shape_of(spec: &LayerSpec) -> (LayerShape, u64) {
         let (device, groups) = (DeviceOptions::default(), Groups::one(spec.placement.clone()));
         let (device, groups) = (&device, &groups);
@@ -77,13 +79,14 @@ mod tests {
         (shape, place(&shape, &Tables::default(), 0, 0).unwrap().0.symmetric_bytes)
     }
 
-    /// A linear congruential generator's upper half, below `n`.
+    /// A random number below `n`, from the upper half of a linear congruential generator.
     fn below(state: &mut u64, n: usize) -> usize {
         *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((*state >> 33) as usize * n) >> 31
     }
 
-    /// Chunks of one source for every destination that `to` says an expert is at, each token with `k` different experts.
+    /// Chunks of one source for each destination; expert `e` is at `to(e)`, and each token chooses `k` different
+    /// experts.
     fn chunks(state: &mut u64, experts: usize, k: usize, chunk_rows: usize, to: &dyn Fn(usize) -> usize) -> Vec<usize> {
         let mut rows = vec![0usize; experts];
         for _ in 0..TOKENS {
@@ -102,7 +105,7 @@ mod tests {
         rows.into_iter().map(|rows| rows.div_ceil(chunk_rows)).collect()
     }
 
-    /// Fences of a phase: waves of `window` messages, chunk 0 of all far peers, then chunk 1.
+    /// Fences of a phase: one per `window` messages, in the order chunk 0 of all network peers, then chunk 1.
     fn fences(far: &[usize], window: usize) -> usize {
         let most = far.iter().copied().max().unwrap_or(0);
         let sent = |number: &usize| number / far.len() < far[number % far.len()];
@@ -111,7 +114,6 @@ mod tests {
         waves.len()
     }
 
-    /// As many tokens, chunks and windows as by default.
     #[test]
     fn even_routing_has_a_fence_for_each_far_peer_at_most() {
         let mut random = 1;
@@ -140,7 +142,6 @@ mod tests {
         assert!(looked_at > 80);
     }
 
-    /// A row once per host: as many as PEs of other hosts.
     #[test]
     fn rows_once_per_host_have_a_fence_for_each_pe_of_other_hosts_at_most() {
         let mut random = 1;
@@ -161,7 +162,7 @@ mod tests {
         }
     }
 
-    /// As before where even routing fills less: a larger budget has a larger window. In chunks of 256 rows.
+    /// Even routing needs fewer slots here, so the window follows the budget.
     #[test]
     fn a_window_grows_with_the_budget() {
         let spec_of = |model, n| {

@@ -1,4 +1,4 @@
-//! What a layer is, whichever engine runs it: configuration, placement, groups, options, gradients, metrics.
+//! Specification of a layer, common to both engines: configuration, placement, groups, options, gradients, metrics.
 
 mod config;
 mod error;

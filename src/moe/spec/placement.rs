@@ -1,9 +1,9 @@
-//! Which PEs hold which routed expert, and who sends its tokens to which of them.
+//! Placement of routed experts on PEs, and the assignment of tokens to replicas.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Expert `e` lives on PE `owner(e)`, as that PE's expert number `local(e)`; and where it has replicas, on further PEs
+/// Expert `e` is on PE `owner(e)`, where its local number is `local(e)`, and on further PEs if it has replicas
 /// ([`Placement::with_replicas`]).
 ///
 /// ```
@@ -21,48 +21,49 @@ pub struct Placement {
     owner: Vec<u32>,
     local: Vec<u32>,
     by_pe: Vec<Vec<usize>>,
-    /// Of the experts with replicas.
+    /// By expert with replicas.
     splits: BTreeMap<usize, Cuts>,
 }
 
-/// An expert with replicas: who holds it, and who sends its tokens where.
+/// An expert with replicas: its holders, and each source's shares.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Split {
     /// The expert.
     pub expert: usize,
     /// The PEs that hold it, ascending; the first is its owner.
     pub holders: Vec<usize>,
-    /// `[n_pes, holders]`: of the pairs of each PE's tokens with this expert, the share that goes to each holder. A row's sum is 1.
+    /// `[n_pes, holders]`: the share of each source PE's pairs that goes to each holder. Rows sum to 1.
     pub shares: Vec<Vec<f64>>,
 }
 
-/// A [`Split`] in whole numbers, so that it is the same on every machine.
+/// A [`Split`] in integers, so that it is the same on every machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Cuts {
-    /// PE, and the expert's number there.
+    /// By holder: the PE, and the expert's local number there.
     holders: Vec<(usize, usize)>,
-    /// `[n_pes, holders]`: shares added up from the first holder on, in [`WHOLE`]ths.
+    /// `[n_pes, holders]`: cumulative shares in [`WHOLE`]ths.
     until: Vec<Vec<u64>>,
 }
 
-/// A share of 1 in [`Cuts::until`].
+/// A share of 1 in [`ReplicaShares::until`].
 const WHOLE: u64 = 1 << 32;
-/// How far a source's shares may be from 1 in sum.
+/// Tolerance of the sum of a source's shares.
 const SHARE_ERROR: f64 = 1e-6;
-/// The fraction of the golden ratio, in [`WHOLE`]ths: its multiples lie evenly between 0 and 1, however many there are.
+/// Fractional part of the golden ratio, in [`WHOLE`]ths; its multiples modulo 1 are evenly spread.
 const GOLDEN: u32 = 0x9E37_79B9;
 
 impl Placement {
-    /// Contiguous blocks; where `n_experts` does not divide by `n_pes`, the first PEs own one more. PEs beyond the
-    /// number of experts own none.
+    /// Contiguous blocks. If `n_experts` is not a multiple of `n_pes`, the first PEs own one more; if it is smaller,
+    /// the last PEs own none.
     pub fn even(n_experts: usize, n_pes: usize) -> Self {
         let owners = (0..n_pes).flat_map(|pe| block(n_experts, n_pes, pe).map(move |_| pe as u32)).collect();
         Self::from_owners(owners, n_pes)
     }
 
-    /// Any placement: `owners[e]` is the PE of expert `e`; a PE numbers its experts in ascending order.
+    /// `owners[e]` is the PE of expert `e`; each PE numbers its experts in ascending order.
     ///
     /// # Panics
+    ///
     /// If an owner is not below `n_pes`.
     pub fn from_owners(owner: Vec<u32>, n_pes: usize) -> Self {
         let mut by_pe = vec![Vec::new(); n_pes];
@@ -77,20 +78,21 @@ impl Placement {
         Placement { owner, local, by_pe, splits: BTreeMap::new() }
     }
 
-    /// The same with replicas of some experts: the first of an expert's holders is its owner from now on.
+    /// Adds replicas of some experts; the first holder of an expert becomes its owner.
     ///
-    /// A source's pairs with an expert are dealt in the order of tokens: the first share of them to the first holder, and so on, cut
-    /// where rounding with an offset of the source's own puts it. So the split takes no exchange, and a holder's pairs
-    /// are as many as its shares say, but for less than one of each source.
+    /// A source assigns its pairs of an expert in token order: the first share to the first holder, and so on. The
+    /// boundaries are rounded with an offset that depends on the source. The assignment therefore needs no
+    /// communication, and differs from a holder's shares by less than one pair per source.
     ///
     /// # Errors
-    /// What is wrong, in one line: an expert, a PE or a number of shares that cannot be.
+    ///
+    /// Returns a one-line message if an expert, a PE or the shares are invalid.
     ///
     /// ```
     /// use aristos::moe::Placement;
     /// use aristos::moe::placement::Split;
     ///
-    /// // Expert 0 of four on both PEs: each computes its own tokens' part of it.
+    /// // Expert 0 of four on both PEs: each computes the pairs of its own tokens.
     /// let split = Split { expert: 0, holders: vec![0, 1], shares: vec![vec![1.0, 0.0], vec![0.0, 1.0]] };
     /// let placement = Placement::even(4, 2).with_replicas(&[split])?;
     /// assert_eq!((placement.experts(0), placement.experts(1)), (&[0, 1][..], &[0, 2, 3][..]));
@@ -160,12 +162,12 @@ impl Placement {
         self.owner[e] as usize
     }
 
-    /// Expert `e`'s number on its owner.
+    /// Expert `e`'s local number on its owner.
     pub fn local(&self, e: usize) -> usize {
         self.local[e] as usize
     }
 
-    /// Expert `e`'s number on `pe`, where `pe` holds it.
+    /// Expert `e`'s local number on `pe`; `None` if `pe` does not hold it.
     pub fn local_on(&self, e: usize, pe: usize) -> Option<usize> {
         self.by_pe.get(pe)?.binary_search(&e).ok()
     }
@@ -175,8 +177,7 @@ impl Placement {
         self.splits.get(&e).map_or_else(|| vec![self.owner(e)], |cuts| cuts.holders.iter().map(|(pe, _)| *pe).collect())
     }
 
-    /// The PEs that hold expert `e`, ascending, and its number on each; with each how much of `source`'s pairs with it goes to that PE or one
-    /// before it, in 2^32ths.
+    /// The holders of expert `e`, ascending, as (PE, local number, cumulative share of `source`'s pairs in 2^32ths).
     pub(in crate::moe) fn shares(&self, e: usize, source: usize) -> Vec<(usize, usize, u64)> {
         match self.splits.get(&e) {
             None => vec![(self.owner(e), self.local(e), WHOLE)],
@@ -191,11 +192,12 @@ impl Placement {
         !self.splits.is_empty()
     }
 
-    /// Deals the pairs of `source`'s tokens to the PEs that hold their experts; `pairs(e)` says how many it has with expert `e`.
+    /// Assigns the pairs of `source`'s tokens to holders; `pairs(e)` is the number of its pairs with expert `e`.
     pub(in crate::moe) fn deal(&self, source: usize, pairs: impl Fn(usize) -> u64) -> Deal<'_> {
         let mut replicated = BTreeMap::new();
         for &e in self.splits.keys() {
-            // Less than one: else all sources would round the same way, and one holder get what is left over.
+            // An offset below one pair. Without it all sources would round alike, and one holder would get every
+            // remainder.
             let offset = u64::from((source as u32).wrapping_add(e as u32).wrapping_mul(GOLDEN));
             let n = pairs(e).min(u64::from(u32::MAX));
             let shares = self.shares(e, source).into_iter();
@@ -220,7 +222,7 @@ impl Placement {
         self.owner.len()
     }
 
-    /// Number of PEs that own at least one expert.
+    /// Number of PEs that hold at least one expert.
     pub fn hosts(&self) -> usize {
         self.by_pe.iter().filter(|e| !e.is_empty()).count()
     }
@@ -231,20 +233,20 @@ impl Placement {
     }
 }
 
-/// Where a source's pairs go, one after the other.
+/// Assigns a source's pairs to holders, one after the other.
 pub(in crate::moe) struct Deal<'p> {
     placement: &'p Placement,
     replicated: BTreeMap<usize, Dealt>,
 }
 
 struct Dealt {
-    /// PE, the expert's number there, and the pair below which those that are left are its.
+    /// By holder: the PE, the expert's local number there, and the end of its pairs in the source's order.
     holders: Vec<(usize, usize, u64)>,
     dealt: u64,
 }
 
 impl Deal<'_> {
-    /// The PE that gets the next pair with expert `e`, and the expert's number there.
+    /// The PE that gets the next pair with expert `e`, and the expert's local number there.
     pub fn next(&mut self, e: usize) -> (usize, usize) {
         let Some(of) = self.replicated.get_mut(&e) else { return (self.placement.owner(e), self.placement.local(e)) };
         let holder = of.holders.partition_point(|(.., until)| *until <= of.dealt);
@@ -254,8 +256,8 @@ impl Deal<'_> {
     }
 }
 
-/// The `pe`-th of `n_pes` contiguous blocks of `0..n`, sizes differing by at most one, larger ones first. Tokens
-/// are split this way too.
+/// Block `pe` of `n_pes` contiguous blocks of `0..n`; sizes differ by at most one, larger blocks first. Tokens are
+/// split this way, too.
 pub fn block(n: usize, n_pes: usize, pe: usize) -> Range<usize> {
     let (base, extra) = (n / n_pes, n % n_pes);
     let start = pe * base + pe.min(extra);
@@ -286,7 +288,7 @@ mod tests {
     #[test]
     fn pairs_are_dealt_as_the_shares_say_whatever_their_number() {
         let n_pes = 16;
-        // A third to each, but PE 0 keeps its own.
+        // A third to each holder, but PE 0 keeps its own pairs.
         let mut shares = vec![vec![1.0 / 3.0; 3]; n_pes];
         shares[0] = vec![1.0, 0.0, 0.0];
         let split = Split { expert: 1, holders: vec![0, 2, 5], shares };
@@ -305,7 +307,7 @@ mod tests {
                 to.iter().for_each(|pe| got[[0, 2, 5].iter().position(|holder| holder == pe).unwrap()] += 1);
                 assert_eq!(deal.next(3), (3, 0));
             }
-            // An even deal but for a few, although every source rounds.
+            // Nearly even, although every source rounds.
             let even = (n_pes as u64 - 1) * pairs / 3;
             assert!(got.iter().all(|&got| got.abs_diff(even) <= 2), "{pairs} pairs each: {got:?}");
             let mut own = placement.deal(0, |_| pairs);

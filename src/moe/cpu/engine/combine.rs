@@ -1,4 +1,4 @@
-//! Partial sums on their way back, and the final sum.
+//! Returns partial sums to the tokens' PEs and adds them there.
 
 use super::dispatch::put_pieces;
 use super::wire::WireRows;
@@ -9,7 +9,7 @@ use crate::moe::spec::metrics::{Phase, Recorder};
 use crate::shmem::Transport;
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Sends back the results of the chunks whose slots are all computed.
+    /// Returns the results of all chunks whose slots are computed.
     pub(super) fn return_chunks(&mut self) {
         for pe in self.peers() {
             while self.is_computed(pe, self.progress.returned[pe]) {
@@ -20,7 +20,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Whether there is a chunk `chunk` of results for the rows of `pe`, and all of them are computed.
+    /// Whether chunk `chunk` of results for `pe` exists and all of its rows are computed.
     fn is_computed(&mut self, pe: usize, chunk: usize) -> bool {
         let from = &self.saved.inbound[pe];
         let (range, p) = (self.chunk_range(from.rows, chunk), &mut self.progress);
@@ -57,7 +57,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         self.rec.enter(Phase::Combine);
         let from = &self.saved.inbound[pe];
-        // Parts of a home's results lie by themselves.
+        // A relay has a separate buffer for each PE's partial results, so their offsets start at 0.
         let base = if self.home_of(pe).is_some() { (0, 0) } else { (from.return_row, from.return_slot) };
         let start = return_offset(base, (range.start, self.progress.returned_slots[pe]), row_bytes, self.direction);
         self.progress.returned_slots[pe] += slots;
@@ -81,7 +81,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         put_pieces(self.shmem, place, pieces.into_iter(), (signal, self.pass), to, traffic);
     }
 
-    /// Adds the results that have come back, in the order of PEs whatever came first (a token has one row at most at each). Says whether any had.
+    /// Adds the returned results, in the order of PEs whatever their order of arrival, so that sums are reproducible.
+    /// Returns true if it added any.
     pub(super) fn combine_arrived(&mut self) -> bool {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let mut new = false;
@@ -123,7 +124,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let j = j as usize;
             let token = routes.tokens[j] as usize;
             let places = from.places(j);
-            // Summed apart and then added, as a row that came back is.
+            // Summed separately before it is added, as a returned row is, so that both round alike.
             let row = &mut self.progress.row;
             row.fill(0.0);
             sum_places(&self.saved.batches, places, self.direction, row);
@@ -170,14 +171,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 }
 
-/// From here on results are weighed and summed, which in backward they are not.
+/// Starts the phase in which forward weights and sums results; backward does not weight them.
 fn enter_scale(rec: &mut Recorder, direction: Direction) {
     if direction == Direction::Forward {
         rec.enter(Phase::Scale);
     }
 }
 
-/// Adds the results of a row's places, in the order of experts, to `acc`.
+/// Adds the results of one row's slots, in the order of experts, to `acc`.
 pub(super) fn sum_places<E: Element>(
     batches: &[Batch<E>],
     places: &[(u32, u32)],
@@ -193,8 +194,8 @@ pub(super) fn sum_places<E: Element>(
     }
 }
 
-/// Byte offset, in the sender's return area, of the results of its rows from `row` on: `base` and `first` are
-/// (rows, slots) before its rows to this PE, and before the chunk among these. Only backward returns slots.
+/// Byte offset of results in the sender's return area. `base` counts the (rows, slots) before this PE's part of the
+/// area, `first` those before the chunk within the part. Only backward returns slots.
 pub(super) fn return_offset(
     base: (usize, usize),
     first: (usize, usize),

@@ -1,4 +1,4 @@
-//! Counts and rows on their way out, and in.
+//! Sends and receives headers and rows.
 
 use std::ops::Range;
 
@@ -10,7 +10,8 @@ use crate::moe::spec::{HEADER_WORDS, Load, MoeError};
 use crate::shmem::{Cmp, Shmem, SignalOp, Sym, Transport, Wait};
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Puts to every peer: how many rows and slots it gets, where their results go, and how many for each expert.
+    /// Sends each peer its header: its rows and slots, their offsets in this PE's return area, and its slots per
+    /// expert.
     pub(super) fn send_headers(&mut self) {
         if self.direction == Direction::Backward {
             return;
@@ -32,7 +33,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             };
             let from_home = self.relay.as_ref().is_some_and(|relay| relay.home[pe] != pe);
             let [rows, slots, first_row, first_slot] = match announced {
-                // Its results go to its home.
+                // This PE's results return through the relay.
                 Some(announced) if from_home => [announced.rows, announced.slots, 0, 0],
                 _ => [routes.tokens.len(), routes.slots.len(), row, slot],
             };
@@ -63,7 +64,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Reads the headers that have arrived; once all have, every row has its place. Says whether anything was new.
+    /// Reads the headers that have arrived, and assigns batch rows once all have. Returns true if it did either.
     pub(super) fn take_headers(&mut self) -> Result<bool, MoeError> {
         if self.progress.placed {
             return Ok(false);
@@ -89,7 +90,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Wait { signal: self.memory.header_signal(pe, self.me(), self.forward), cmp: Cmp::Ge, value: self.forward }
     }
 
-    /// A peer's header is untrusted: it is validated here, once, and trusted afterwards.
+    /// Reads and validates the header from `pe`. A peer's header is untrusted until it is validated here.
     fn read_header(&mut self, pe: usize) -> Result<(), MoeError> {
         let (me, local, e) = (self.me(), self.experts.len(), self.config.n_experts);
         let layout = &self.memory.layout;
@@ -132,7 +133,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// Sends the chunks below `limit` that have a place in their receiver's window.
+    /// Sends the chunks below `limit` whose window slot is free.
     pub(super) fn send_chunks(&mut self, limit: usize) {
         let me = self.me();
         for pe in self.peers() {
@@ -152,7 +153,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// What must hold before chunk `chunk` may be written at `pe`: its place has been emptied.
+    /// The wait for the window slot of chunk `chunk` at `pe`; `None` if the slot is used for the first time in the
+    /// pass.
     pub(super) fn credit_wait(&self, pe: usize, chunk: usize) -> Option<Wait> {
         let reused = (chunk + 1).checked_sub(self.memory.layout.window_chunks)?;
         let value = self.credits_used[pe] + reused as u64;
@@ -193,7 +195,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         put_pieces(self.shmem, place, [packed.as_bytes(), slot_bytes].into_iter(), signal, pe, traffic);
     }
 
-    /// Gathers the rows that stay on this PE, straight from the input.
+    /// Copies the rows that stay on this PE from the input to the batches.
     pub(super) fn gather_own(&mut self) {
         self.rec.enter(Phase::Dispatch);
         let (me, h) = (self.me(), self.config.hidden);
@@ -230,7 +232,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Gathers the chunks that have arrived into the experts' batches. Says whether there were any.
+    /// Copies received chunks to the experts' batches. Returns true if there were any.
     pub(super) fn gather_chunks(&mut self) -> Result<bool, MoeError> {
         if !self.progress.placed {
             return Ok(false);
@@ -247,7 +249,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 self.rec.enter(Phase::Dispatch);
                 self.gather_chunk(pe, chunk)?;
                 if chunk + self.memory.layout.window_chunks < self.chunks(rows) {
-                    // The sender waits for this place.
+                    // The sender has another chunk for this window slot.
                     let (credit, sender) = self.credit_of(pe);
                     self.shmem.signal_op(credit, 1, SignalOp::Add, sender);
                     self.rec.traffic.signals += 1;
@@ -300,7 +302,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// Reads which experts the rows of a chunk are for. Allegations again: checked against the header's counts.
+    /// Reads the slots of a chunk's rows and validates them against the counts in the header.
     fn read_slots(&mut self, pe: usize, range: &Range<usize>, data: Sym<u8>) -> Result<(), MoeError> {
         let (me, layout, named) = (self.me(), &self.memory.layout, self.shmem.world_pe(pe));
         let bad = |what: &str| Err(MoeError::Protocol { pe: named, what: format!("rows {range:?} {what}") });
@@ -331,13 +333,12 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 continue;
             }
             let first = row.iter().step_by(2).min().copied().unwrap_or(0);
-            // What returns when is known by it.
+            // The order of results relies on this order.
             if first < before {
                 return bad("out of the order of experts");
             }
             before = first;
         }
-        // `taken[e]`: how many places of expert e this PE's rows have so far.
         let taken = &mut self.progress.taken[pe];
         for slot in words.chunks_exact(2) {
             let e = slot[0] as usize;
@@ -355,7 +356,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// The rows of a chunk are in their batches: their tiles come nearer.
+    /// Counts rows that are now in their batches towards their tiles.
     fn mark_gathered(&mut self, pe: usize, range: Range<usize>) {
         let (start, parts) = (range.start, self.parts_awaited(pe, range.clone()));
         let from = &self.saved.inbound[pe];
@@ -364,7 +365,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             let places = from.places(row);
             for &(e, place) in places {
                 p.origin[e as usize][place as usize] = (pe as u32, row as u32);
-                // Own rows may come before their tiles are cut; `add_tiles` knows of them.
+                // Own rows may be gathered before the tiles exist; `add_tiles` accounts for them.
                 if let Some(tile) = p.maps[e as usize].tile(place as usize) {
                     p.tiles[tile].missing -= 1;
                     if p.tiles[tile].missing == 0 {
@@ -378,8 +379,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 }
 
-/// Puts pieces one behind the other at `place` of `pe`, then signals: piece by piece and a fence where the peer's memory
-/// can be stored to, and as one message with its signal where it cannot.
+/// Puts `pieces` back to back at `dst` on `pe`, then signals. Directly reachable memory gets one put per piece and a
+/// fence; otherwise all pieces and the signal go in one message.
 pub(super) fn put_pieces<'d, T: Transport>(
     shmem: &Shmem<T>,
     place: Sym<u8>,

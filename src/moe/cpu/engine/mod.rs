@@ -1,8 +1,9 @@
-//! One pass (forward or backward) of the layer protocol on one PE. `docs/protocol.md` is its description.
+//! One pass (forward or backward) of the layer protocol on one PE; see `docs/protocol.md`.
 //!
-//! The PE's thread turns a crank: send what may be sent, take what has arrived, compute tiles whose
-//! rows are all there, one for each thread it has (others' before its own, in the order of experts), return chunks that are done, add
-//! results that have come back; and when nothing of this is possible, work that nobody waits for (shared expert, weight gradients); and only then wait.
+//! The PE's thread runs an event loop. Each iteration sends the chunks that have a free window slot, receives chunks,
+//! computes ready tiles (one per thread; tiles that other PEs wait for first, then by expert), returns finished chunks
+//! and adds returned results. If none of these is possible, it runs idle work (shared expert, weight gradients), and if
+//! no idle work is left, it waits.
 
 mod combine;
 mod dispatch;
@@ -25,25 +26,26 @@ use crate::moe::spec::{
 };
 use crate::shmem::{Cmp, Shmem, Transport, Wait};
 
-/// Rows that came from one PE (or stayed: the own ones), and where its results go.
+/// Rows received from one PE (or kept: this PE's own rows), and the destination of their results.
 #[derive(Debug, Default)]
 pub(super) struct Inbound {
     rows: usize,
     slots: usize,
-    /// First of the sender's return rows and return slots that are ours.
+    /// Offsets of this PE's rows and slots in the sender's return area.
     return_row: usize,
     return_slot: usize,
-    /// Rows for each local expert, and where they begin in its batch.
+    /// By local expert: the rows received for it, and the first of them in its batch.
     counts: Vec<usize>,
     starts: Vec<usize>,
-    /// Row `j`'s places are `places[place_start[j]..place_start[j + 1]]`, each (local expert, row of its batch).
+    /// The slots of row `j` are `batch_rows[slot_start[j]..slot_start[j + 1]]`, each as (local expert, row of its
+    /// batch).
     place_start: Vec<u32>,
     places: Vec<(u32, u32)>,
-    /// Rows in the order in which their results return (`Routes::returns`), as far as it is known.
+    /// Rows in the order in which their results return (`Routes::returns`); a prefix until all rows have arrived.
     returns: Vec<u32>,
-    /// They are known of rows whose last expert is below this one.
+    /// `returns` covers the rows whose last expert is below this one.
     returns_until: u32,
-    /// Of rows that this PE passes on, with their experts on all PEs of this host, and to whom, by member of the host.
+    /// Set if this PE relays the rows: their slots on all PEs of this host, and one stream per member of the host.
     passed: Option<Passed>,
     streams: Vec<Stream>,
 }
@@ -67,8 +69,8 @@ impl Inbound {
         self.places(row).iter().map(|place| place.0).max().unwrap_or(0)
     }
 
-    /// After `rows` rows have come: adds those to `returns` whose place there no later row can take. Later rows have the last row's
-    /// first expert, or one after it.
+    /// Called once the first `rows` rows have arrived: extends `returns` by the rows whose position is final. It is
+    /// final because rows are sorted by first expert, so no later row can have a smaller one.
     fn extend_returns(&mut self, rows: usize) {
         let until = if rows == self.rows { u32::MAX } else { self.first_expert(rows - 1) };
         if until == self.returns_until {
@@ -83,32 +85,30 @@ impl Inbound {
     }
 }
 
-/// What a forward pass leaves for its backward. It belongs to the layer that returned it.
+/// State that a forward pass keeps for its backward pass. Only the layer that returned it can use it.
 #[derive(Debug, Default)]
 pub struct Saved<E> {
     pub(super) layer: u64,
     pub(super) stage: SavedStage,
-    /// Whether the caller routed the tokens.
+    /// Whether the caller supplied the routing.
     pub(super) external: bool,
-    /// The router's decisions for this PE's tokens, or the caller's.
+    /// Routing decisions for this PE's tokens.
     pub(super) routing: Routing,
-    /// The rows for each PE; where rows cross to another host once, for its PEs together, at their home.
+    /// The rows to send to each PE. With relays, the rows for all PEs of another host are merged at the relay's index.
     pub(super) routes: Vec<Routes>,
-    /// What of them each PE gets in the end, then.
+    /// With relays: the rows that each PE finally receives. Otherwise empty.
     pub(super) announced: Vec<Announced>,
-    /// The rows from each PE.
     pub(super) inbound: Vec<Inbound>,
-    /// One batch per local expert.
     pub(super) batches: Vec<Batch<E>>,
-    /// The shared expert's, with this PE's tokens as rows.
+    /// The shared expert's batch; its rows are this PE's tokens.
     pub(super) shared: Batch<E>,
-    /// Each PE's sums for the losses, where a loss has a coefficient.
+    /// Load sums of each PE; empty if no auxiliary loss has a coefficient.
     pub(super) loads: Vec<Load>,
-    /// Rounds through the receive windows.
+    /// Refills of the receive windows that the pass needs.
     pub(super) rounds: usize,
 }
 
-/// Which passes have been over a [`Saved`].
+/// The last pass that used a [`Saved`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum SavedStage {
     #[default]
@@ -116,24 +116,24 @@ pub(super) enum SavedStage {
     Backward,
 }
 
-/// Which way a pass goes.
+/// Direction of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Tokens out, expert outputs back.
+    /// Dispatches tokens, returns expert outputs.
     Forward,
-    /// Output gradients out, input gradients and routing-weight gradients back.
+    /// Dispatches output gradients, returns the gradients of inputs and routing weights.
     Backward,
 }
 
 struct Tile {
     expert: usize,
-    /// Whether no other PE waits for it.
+    /// Whether all rows are this PE's own, so that no other PE waits for the tile.
     is_own: bool,
     rows: Range<usize>,
     missing: usize,
 }
 
-/// Tiles of one local expert: `segments` are runs of rows that are cut into equal tiles.
+/// Maps the rows of one local expert to tiles. Each segment is a run of rows, split into tiles of nearly equal size.
 #[derive(Default)]
 struct TileMap {
     /// (first row, end row, first tile, number of tiles).
@@ -143,12 +143,13 @@ struct TileMap {
 impl TileMap {
     fn tile(&self, row: usize) -> Option<usize> {
         let &(start, end, first, count) = self.segments.iter().find(|s| s.0 <= row && row < s.1)?;
-        // The tile k with floor(n k / count) <= row - start < floor(n (k + 1) / count), as `tiles` cuts them.
+        // The tile k with floor(n k / count) <= row - start < floor(n (k + 1) / count), which is how `tiles` splits
+        // rows.
         Some(first + ((row - start + 1) * count - 1) / (end - start))
     }
 }
 
-/// What a pass works with and on.
+/// Inputs, outputs and state of one pass.
 pub struct Engine<'a, T: Transport, E: Element> {
     pub shmem: &'a Shmem<T>,
     pub memory: &'a LayerMemory,
@@ -157,42 +158,42 @@ pub struct Engine<'a, T: Transport, E: Element> {
     pub options: &'a Options,
     pub experts: &'a [Mlp<E>],
     pub shared: Option<&'a Mlp<E>>,
-    /// One for each thread.
+    /// One per thread.
     pub scratch: &'a mut [Scratch],
     pub rec: &'a mut Recorder,
     pub credits_used: &'a mut [u64],
-    /// Where rows cross to another host once.
+    /// Set if rows cross to another host once and are relayed there.
     pub relay: Option<Relay>,
-    /// By number of a stream of rows that are passed on, as `credits_used`.
+    /// Like `credits_used`, indexed by relayed stream.
     pub stream_credits: &'a mut [u64],
     pub saved: &'a mut Saved<E>,
     pub direction: Direction,
-    /// Number of this pass, from 1, and of its forward pass.
+    /// Number of this pass and of its forward pass, each from 1.
     pub pass: u64,
     pub forward: u64,
-    /// This PE's rows, `[tokens, hidden]`: inputs, or output gradients.
+    /// `[tokens, hidden]`: inputs, or output gradients.
     pub input: &'a [E],
-    /// `[tokens, hidden]`: outputs, or input gradients; added to.
+    /// `[tokens, hidden]`, accumulated: outputs, or input gradients.
     pub output: &'a mut [f32],
-    /// Backward: gradient of each choice's routing weight.
+    /// Backward: gradient of each routing weight, `[tokens, top_k]`.
     pub d_weights: &'a mut [f32],
-    /// Backward: gradients of the local experts' and the shared expert's weights.
+    /// Backward: weight gradients of the local experts and of the shared expert.
     pub expert_grads: ExpertGradients<'a>,
     pub shared_grads: &'a mut MlpGradients,
-    /// Backward: the groups that hold the same experts.
+    /// Backward: sums gradients over the groups that hold the same experts.
     pub exchange: Option<&'a mut (dyn Exchange + 'a)>,
     pub progress: PassProgress,
 }
 
-/// Where a backward puts the gradients of the local experts' weights.
+/// Destination of the local experts' weight gradients.
 pub enum ExpertGradients<'a> {
-    /// The layer's own, by local expert.
+    /// The layer's own buffers, by local expert.
     Kept(&'a mut [MlpGradients]),
-    /// The caller's.
+    /// The caller's buffers.
     Taken(&'a mut TakeGradients<'a>),
 }
 
-/// How far a pass has come.
+/// Progress of a pass.
 #[derive(Default)]
 pub struct PassProgress {
     sent: Vec<usize>,
@@ -200,36 +201,37 @@ pub struct PassProgress {
     placed: bool,
     taken: Vec<Vec<usize>>,
     gathered: Vec<usize>,
-    /// Per source and row that has come: slots whose tile is not computed yet.
+    /// By source and received row: slots whose tile is not computed yet, and partial results not yet received from this
+    /// host.
     undone: Vec<Vec<u32>>,
-    /// Per source: of its rows in the order of their return, how many from the start are computed.
+    /// By source: the number of leading entries of `returns` whose rows are computed.
     computed: Vec<usize>,
-    /// Per source: chunks of results sent, and slots of their rows.
+    /// By source: chunks of results sent, and slots of their rows.
     returned: Vec<usize>,
     returned_slots: Vec<usize>,
-    /// Source and row of each row of each local expert's batch.
+    /// By local expert and row of its batch: the row's source and its number there.
     origin: Vec<Vec<(u32, u32)>>,
     tiles: Vec<Tile>,
     maps: Vec<TileMap>,
-    /// Tiles whose rows are all there: whether all are this PE's own, expert, tile. Who waits for others' rows comes first; own ones fill
-    /// the time in which nothing has come.
+    /// Tiles whose rows have all arrived, as (all rows are this PE's own, expert, tile). Tiles that other PEs wait for
+    /// run first; own tiles fill the gaps between arrivals.
     ready: BinaryHeap<Reverse<(bool, usize, usize)>>,
     tiles_left: Vec<usize>,
-    /// Work nobody waits for, last first.
+    /// Work that no other PE waits for; the next item is last.
     filler: Vec<Filler>,
-    /// The next result to add: (PE, chunk), and the slots of that PE's chunks before it.
+    /// The next results to add: (PE, chunk), and the number of slots in that PE's earlier chunks.
     combine: (usize, usize),
     combined_slots: usize,
     row: Vec<f32>,
-    /// By source: its rows, as they came, until they are passed on; where it is one whose home this PE is.
+    /// By source: received rows that this PE still has to forward; empty unless this PE relays for that source.
     passing: Vec<Vec<u8>>,
-    /// By source and member of this host: chunks passed on, and chunks of results that have come.
+    /// By source and member of this host: chunks forwarded, and chunks of partial results received.
     passed_on: Vec<Vec<usize>>,
     parts: Vec<Vec<usize>>,
 }
 
 impl PassProgress {
-    /// The rows of a tile are all there.
+    /// Queues a tile whose rows have all arrived.
     fn make_ready(&mut self, tile: usize) {
         let Tile { expert, is_own, .. } = self.tiles[tile];
         self.ready.push(Reverse((is_own, expert, tile)));
@@ -252,7 +254,7 @@ impl Filler {
         if let Filler::ExpertGradients(expert) = self { Some(*expert) } else { None }
     }
 
-    /// Whether another thread may do this beside `other`.
+    /// Whether another thread may run this item at the same time as `other`.
     fn goes_beside(&self, other: &Filler) -> bool {
         match self {
             Filler::SharedTile(_) => other.shared_rows().is_some(),
@@ -262,10 +264,11 @@ impl Filler {
     }
 }
 
-/// Multiplications of a matrix product of a tile that is worth another thread: they take some hundred microseconds, a thread about 20 to start.
+/// Multiplications per product from which a tile is worth another thread: they take some hundred microseconds, starting
+/// a thread about 20.
 const THREAD_WORK: usize = 4 << 20;
 
-/// Computes tiles in a forward or a backward pass, the threads together.
+/// Computes tiles in parallel.
 fn run_tiles<E: Element>(scratch: &mut [Scratch], work: Vec<(&Mlp<E>, BatchTile<'_, E>)>, is_forward: bool) {
     in_parallel(scratch, work, |scratch, (mlp, tile)| match is_forward {
         true => tile.forward(mlp, scratch),
@@ -279,7 +282,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
     }
 
     fn peers(&self) -> impl Iterator<Item = usize> + use<T, E> {
-        // Each PE begins with the next one, so that they do not all write to PE 0 first.
+        // Starting with the next PE keeps the PEs from all writing to PE 0 first.
         let (me, n) = (self.me(), self.shmem.n_pes());
         (1..n).map(move |k| (me + k) % n)
     }
@@ -288,7 +291,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.memory.layout.chunk_rows
     }
 
-    /// The rows of chunk `chunk` of `rows` rows.
+    /// Rows of chunk `chunk`, out of `rows` rows.
     fn chunk_range(&self, rows: usize, chunk: usize) -> Range<usize> {
         let start = chunk * self.chunk_rows();
         start..rows.min(start + self.chunk_rows())
@@ -298,12 +301,17 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         rows.div_ceil(self.chunk_rows())
     }
 
-    /// The value of a chunk's signal in this pass: monotonic, and different each time its place is reused.
+    /// Signal value of a chunk in this pass: increasing, and different for each reuse of a window slot.
     fn stamp(&self, chunk: usize) -> u64 {
         (self.pass << ROUND_BITS) + (chunk / self.memory.layout.window_chunks) as u64 + 1
     }
 
-    /// Runs the pass to its end.
+    /// Runs the pass to completion.
+    ///
+    /// # Errors
+    ///
+    /// Returns `MoeError::Protocol` if a peer's header or rows are invalid, and a wait error if a peer is lost or the
+    /// deadline passes.
     pub fn run(&mut self) -> Result<(), MoeError> {
         self.begin();
         match self.options.mode {
@@ -342,7 +350,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// The bulk-synchronous all-to-all: the same steps, each finished everywhere before the next begins.
+    /// Bulk-synchronous all-to-all: the same phases, separated by barriers.
     fn run_bulk(&mut self) -> Result<(), MoeError> {
         self.send_headers();
         self.gather_own();
@@ -357,7 +365,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
         }
         self.gather_chunks()?;
-        // What homes pass on, once they have all of it, and parts for homes are steps within a host, whose end each PE sees for itself.
+        // Forwarding by relays and partial results stay within a host, and each PE detects their end by itself, without
+        // a barrier.
         while !self.has_passed_on() {
             if !(self.pass_on() | self.gather_chunks()?) {
                 self.wait()?;
@@ -425,7 +434,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             for (e, rows) in counts.into_iter().enumerate() {
                 self.saved.batches[e].resize_forward(&self.config.expert, self.config.hidden, rows);
                 self.progress.origin[e].resize(rows, (0, 0));
-                // Enough to be worth tiles of their own, which can be computed before any other row has come.
+                // Enough own rows for tiles of their own, which can run before any other row arrives.
                 if 2 * rows >= self.options.tile_rows() {
                     self.add_tiles(e, 0..rows, 0);
                 }
@@ -443,7 +452,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         self.begin_streams();
     }
 
-    /// Cuts rows of an expert into tiles; those below `there` are in the batch already.
+    /// Splits rows of an expert into tiles. Rows below `present` are in the batch already.
     fn add_tiles(&mut self, expert: usize, rows: Range<usize>, there: usize) {
         let own = self.saved.inbound[self.me()].counts[expert];
         let p = &mut self.progress;
@@ -462,8 +471,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// With all counts known, gives the rows of every PE their places in the experts' batches: own rows first, then
-    /// those of the following PEs in turn. The order, and so every sum over rows, does not depend on arrival.
+    /// Assigns the rows of every PE to rows of the experts' batches, once all counts are known: own rows first, then
+    /// those of the following PEs. The order does not depend on arrival, so sums over rows are reproducible.
     fn place(&mut self) {
         let (me, n) = (self.me(), self.shmem.n_pes());
         let forward = self.direction == Direction::Forward;
@@ -482,13 +491,13 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             }
             self.progress.origin[e].resize(total, (0, 0));
             let tiled = self.progress.maps[e].segments.last().map_or(0, |s| s.1);
-            // In backward the own rows are gathered after this, in forward before.
+            // Backward gathers its own rows after this call, forward has gathered them before.
             self.add_tiles(e, tiled..total, if forward { own } else { 0 });
         }
         self.progress.placed = true;
     }
 
-    /// How many pieces of work the threads do before this PE looks at the others again: one each, or as many as there are where nobody else is.
+    /// Work items to run before polling the peers again: one per thread, or all of them if there are no peers.
     fn pieces(&self) -> usize {
         match self.scratch.len() {
             1 => 1,
@@ -497,7 +506,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Computes tiles whose rows are all there. Says whether there was any.
+    /// Computes ready tiles, at most `pieces()`. Returns false if none was ready.
     fn compute_some(&mut self) -> bool {
         let (row, pieces) = (self.config.hidden * self.config.expert.intermediate, self.pieces());
         let p = &mut self.progress;
@@ -539,7 +548,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         true
     }
 
-    /// Does pieces of work that no other PE waits for, of one kind. Says whether there was any.
+    /// Runs items of idle work, all of one kind. Returns false if none was left.
     fn fill_some(&mut self) -> bool {
         let pieces = self.pieces();
         let filler = &mut self.progress.filler;
@@ -598,12 +607,12 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             && p.tiles_left.iter().all(|&left| left == 0)
     }
 
-    /// Whether all results of this PE's experts are on their way.
+    /// Whether all results for other PEs have been sent.
     fn has_returned(&self) -> bool {
         self.peers().all(|pe| self.progress.returned[pe] == self.chunks(self.saved.inbound[pe].rows))
     }
 
-    /// Waits for anything that would let the pass go on.
+    /// Waits for any event that lets the pass make progress.
     fn wait(&mut self) -> Result<(), MoeError> {
         let mut waits = Vec::new();
         let mut names = Vec::new();
@@ -613,7 +622,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
                 waits.push(self.header_wait(pe));
                 names.push((pe, "its counts"));
             } else if self.progress.placed && self.progress.gathered[pe] < self.chunks(incoming) {
-                // Only what would be acted on: rows that came before the last header would end the wait at once, for ever.
+                // Chunks that arrived before the last header are not waited for: they cannot be gathered yet, so the
+                // wait would return at once, again and again.
                 waits.push(self.chunk_wait(pe, self.progress.gathered[pe]));
                 names.push((self.written_by(pe), "its rows"));
             }
@@ -627,7 +637,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
         self.stream_waits(&mut waits, &mut names);
         let (pe, chunk) = self.progress.combine;
-        // In bulk results are added after a barrier.
+        // Bulk mode adds results after a barrier.
         if self.options.mode == Mode::Pipelined && pe < self.shmem.n_pes() && pe != self.me() {
             let signal = self.memory.result_signal(pe, self.me(), chunk);
             waits.push(Wait { signal, cmp: Cmp::Ge, value: self.pass });
@@ -660,7 +670,7 @@ mod tests {
     use super::super::router::{Routing, routes};
     use super::*;
 
-    /// What a PE knows of `routes` to it.
+    /// The receiver's view of `routes`.
     fn inbound(routes: &Routes) -> Inbound {
         let places = routes.slots.iter().map(|slot| (slot.expert, 0)).collect();
         Inbound { rows: routes.tokens.len(), place_start: routes.slot_start.clone(), places, ..Inbound::default() }
@@ -688,7 +698,7 @@ mod tests {
                 assert!(sorted.is_sorted() && routes.slot_start.len() == rows + 1);
                 let returns: Vec<_> = routes.returns.iter().map(|&row| (from.last_expert(row as usize), row)).collect();
                 assert!(returns.is_sorted() && returns.len() == rows);
-                // The receiver learns it chunk by chunk, and what it knows never changes.
+                // The receiver extends the order chunk by chunk and never changes its prefix.
                 let chunk_rows = rng.random_range(1..40);
                 for end in (chunk_rows..rows).step_by(chunk_rows).chain((rows > 0).then_some(rows)) {
                     from.extend_returns(end);

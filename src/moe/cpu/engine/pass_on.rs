@@ -1,4 +1,5 @@
-//! Rows of other hosts that this PE, their home, passes on to the other PEs of its host, and the results that it adds up for them.
+//! Relaying within a host: this PE forwards rows of another host to the other PEs of its own host, and sums their
+//! partial results.
 
 use std::ops::Range;
 
@@ -13,22 +14,23 @@ use crate::moe::spec::metrics::Phase;
 use crate::shmem::{Cmp, Sym, Transport, Wait};
 
 impl<T: Transport, E: Element> Engine<'_, T, E> {
-    /// Whether this PE is the home of the rows of `pe`, and there are others here.
+    /// Whether this PE relays the rows of `pe` to other PEs of this host.
     pub(super) fn passes_on(&self, pe: usize) -> bool {
         self.relay.as_ref().is_some_and(|relay| relay.served[pe].is_some())
     }
 
-    /// Who writes the rows of `pe` into this PE's memory.
+    /// The PE that writes the rows of `pe` into this PE's memory.
     pub(super) fn written_by(&self, pe: usize) -> usize {
         self.home_of(pe).map_or(pe, |(home, ..)| home)
     }
 
-    /// The home of the rows of `pe` on this host, where it is another PE, and the numbers of `pe` and of this PE there.
+    /// If another PE of this host relays the rows of `pe`: that relay, the index of `pe` among its sources, and this
+    /// PE's index among its siblings.
     pub(super) fn home_of(&self, pe: usize) -> Option<(usize, usize, usize)> {
         self.relay.as_ref()?.via[pe]
     }
 
-    /// The word for the places in its window that this PE has emptied of the rows of `pe`, and who waits for it.
+    /// The credit word for window slots that held rows of `pe`, and the PE that waits for it.
     pub(super) fn credit_of(&self, pe: usize) -> (Sym<u64>, usize) {
         match self.home_of(pe) {
             None => (self.memory.credit_signal(self.me(), pe), pe),
@@ -36,7 +38,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// What a header tells a home: the rows for each PE of its host.
+    /// Header extension for a relay: the number of rows for each PE of its host.
     pub(super) fn announced_on_host_of(&self, pe: usize) -> Vec<u32> {
         let Some(relay) = &self.relay else { return Vec::new() };
         let targets: Vec<usize> = (0..relay.home.len()).filter(|target| relay.home[*target] == pe).collect();
@@ -46,7 +48,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Reads those of the rows of `pe`: allegations, as the rest of its header.
+    /// Reads the header extension of `pe` and opens one stream per member of this host. The counts are untrusted and
+    /// validated here.
     pub(super) fn open_streams(&mut self, pe: usize, rows: &[u32]) -> Result<(), MoeError> {
         let Some(relay) = &self.relay else { return Ok(()) };
         let from = &mut self.saved.inbound[pe];
@@ -68,8 +71,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// Takes the slots of a chunk of the rows of `pe`, `counts` of each, for all PEs here; leaves in `counts` how many are this PE's, and
-    /// returns these, by local expert.
+    /// Stores the slots of a chunk of `pe` for all PEs of this host; row `i` has `counts[i]` of them. Reduces `counts`
+    /// to this PE's own slots and returns these as (local expert, weight) words.
     pub(super) fn read_passed(
         &mut self,
         pe: usize,
@@ -110,7 +113,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(mine)
     }
 
-    /// After the first `come` rows of `pe` have come: which of them go to whom next.
+    /// Called once the first `arrived` rows of `pe` have arrived: extends the streams by the rows whose position is
+    /// final.
     pub(super) fn extend_streams(&mut self, pe: usize, come: usize) -> Result<(), MoeError> {
         let from = &mut self.saved.inbound[pe];
         let (Some(relay), Some(passed)) = (&self.relay, &from.passed) else { return Ok(()) };
@@ -130,7 +134,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         Ok(())
     }
 
-    /// Whether all rows for this PE are gathered, and all that it is home of are passed on.
+    /// Whether all rows for this PE are gathered, and all rows that it relays are forwarded.
     pub(super) fn has_passed_on(&self) -> bool {
         let p = &self.progress;
         let gathered = |pe: usize| p.gathered[pe] == self.chunks(self.saved.inbound[pe].rows);
@@ -140,8 +144,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             })
     }
 
-    /// The streams of rows that this PE passes on: their source, its number here, the member of the host that they go to and its number among
-    /// the others.
+    /// The streams that this PE relays, as (source, index of the source, member of the host, index of the member among
+    /// the siblings).
     fn streams(&self) -> Vec<(usize, usize, usize, usize)> {
         let Some(relay) = &self.relay else { return Vec::new() };
         let others: Vec<usize> = (0..relay.members.len()).filter(|member| *member != relay.own_member()).collect();
@@ -158,7 +162,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
             .collect()
     }
 
-    /// The rows of the next chunk of a stream, if they have all come.
+    /// Rows of the next chunk of a stream, if they have all arrived.
     fn next_to_pass(&self, pe: usize, member: usize) -> Option<Range<usize>> {
         let (from, chunk) = (&self.saved.inbound[pe], self.progress.passed_on[pe][member]);
         let stream = &from.streams[member];
@@ -168,7 +172,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         rows.iter().all(|row| *row < come).then_some(range)
     }
 
-    /// What must hold before a chunk of a stream may be written.
+    /// The wait for the window slot of a chunk of a stream; `None` if the slot is used for the first time in the pass.
     fn stream_credit_wait(&self, served: usize, sibling: usize, chunk: usize) -> Option<Wait> {
         let reused = (chunk + 1).checked_sub(self.memory.layout.window_chunks)? as u64;
         let used = self.stream_credits[served * self.memory.layout.siblings + sibling];
@@ -176,7 +180,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         (reused > 0).then_some(Wait { signal, cmp: Cmp::Ge, value: used + reused })
     }
 
-    /// Passes on the chunks whose rows have come, and that have a place. Says whether there were any.
+    /// Forwards the chunks whose rows have arrived and whose window slot is free. Returns true if there were any.
     pub(super) fn pass_on(&mut self) -> bool {
         let mut any = false;
         for (pe, served, member, sibling) in self.streams() {
@@ -221,7 +225,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         put_pieces(self.shmem, place, data.chain(std::iter::once(slot_bytes)), signal, to, traffic);
     }
 
-    /// Takes note of the results that have come for rows that were passed on. Says whether any had.
+    /// Records the partial results that have arrived for relayed rows. Returns true if there were any.
     pub(super) fn take_parts(&mut self) -> bool {
         let mut any = false;
         for (pe, served, member, sibling) in self.streams() {
@@ -239,15 +243,14 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         any
     }
 
-    /// The chunk of results that is next, once its rows are known.
+    /// The next chunk of partial results of a stream, if its rows have been forwarded.
     fn next_part(&self, pe: usize, member: usize) -> Option<(usize, Range<usize>)> {
         let (stream, chunk) = (&self.saved.inbound[pe].streams[member], self.progress.parts[pe][member]);
         let range = self.chunk_range(stream.returns.len(), chunk);
-        // None comes of rows that were not passed on.
         (chunk < self.progress.passed_on[pe][member] && !range.is_empty()).then_some((chunk, range))
     }
 
-    /// How many other PEs have a part of each of these rows of `pe`.
+    /// For each of these rows of `pe`: the number of other PEs that compute a partial result.
     pub(super) fn parts_awaited(&self, pe: usize, rows: Range<usize>) -> Vec<u32> {
         let (Some(relay), Some(passed)) = (&self.relay, &self.saved.inbound[pe].passed) else {
             return vec![0; rows.len()];
@@ -257,7 +260,8 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         rows.map(|row| others().filter(|member| has(row, *member)).count() as u32).collect()
     }
 
-    /// Adds the results of a row of `pe`, in the order of this host's PEs, to `sum`, and its gradients of routing weights to `d_weights`.
+    /// Adds the partial results of a row of `pe` to `sum`, in the order of this host's PEs, and appends its gradients
+    /// of routing weights to `d_weights`.
     pub(super) fn sum_parts(&self, pe: usize, row: usize, sum: &mut [f32], d_weights: &mut Vec<f32>) {
         let (from, me) = (&self.saved.inbound[pe], self.me());
         let Some((relay, served)) = self.relay.as_ref().and_then(|relay| Some((relay, relay.served[pe]?))) else {
@@ -296,7 +300,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// What would let streams go on.
+    /// Adds the waits of the streams.
     pub(super) fn stream_waits(&self, waits: &mut Vec<Wait>, names: &mut Vec<(usize, &'static str)>) {
         for (pe, served, member, sibling) in self.streams() {
             let Some(relay) = &self.relay else { return };
@@ -315,7 +319,7 @@ impl<T: Transport, E: Element> Engine<'_, T, E> {
         }
     }
 
-    /// At the end of a pass.
+    /// Counts the credits that the streams used in this pass.
     pub(super) fn count_stream_credits(&mut self) {
         let (window, siblings) = (self.memory.layout.window_chunks, self.memory.layout.siblings);
         for (pe, served, member, sibling) in self.streams() {
