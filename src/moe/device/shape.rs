@@ -2,8 +2,6 @@
 
 use std::ffi::c_void;
 
-use serde::{Deserialize, Serialize};
-
 use super::relays::Relays;
 use super::tiles::{GemmPath, Problem, Tile, TileKernels};
 use super::windows::window_chunks;
