@@ -16,6 +16,7 @@ pub use facts::{CudaFacts, DeviceFacts, Facts, LibraryFacts};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
+    /// Meets the requirement.
     Ok,
     /// Works, but not at full speed, or not everywhere.
     Warn,
@@ -127,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_says_what_does_not_run() {
+    fn failures_say_what_does_not_run() {
         let findings = [
             Finding::ok("memory", Need::Cpu, "8 GB"),
             Finding::fail("driver", Need::Cuda, "none", "install it"),
